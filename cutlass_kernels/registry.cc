@@ -1,0 +1,175 @@
+#include <algorithm>
+#include <numeric>
+
+#include "cutlass_kernels/gemm.h"
+#include "cutlass_kernels/split_k_separate.h"
+
+namespace jax_streamk {
+
+int64_t size_of(Type type) {
+  switch (type) {
+    case Type::kF64: return 8;
+    case Type::kF32:
+    case Type::kS32: return 4;
+    case Type::kBF16:
+    case Type::kF16: return 2;
+    case Type::kS8: return 1;
+  }
+  return 0;
+}
+
+Type accumulator_of(Type operand) {
+  return operand == Type::kF64 ? Type::kF64 : operand == Type::kS8 ? Type::kS32 : Type::kF32;
+}
+
+char const* name_of(Family family) {
+  switch (family) {
+    case Family::kHost: return "host";
+    case Family::kSm80: return "sm80";
+    case Family::kSm90: return "sm90";
+  }
+  return "?";
+}
+
+char const* name_of(Type type) {
+  switch (type) {
+    case Type::kF64: return "f64";
+    case Type::kF32: return "f32";
+    case Type::kBF16: return "bf16";
+    case Type::kF16: return "f16";
+    case Type::kS8: return "s8";
+    case Type::kS32: return "s32";
+  }
+  return "?";
+}
+
+char const* name_of(Major major) { return major == Major::kRow ? "row" : "column"; }
+
+char const* name_of(Math math) {
+  switch (math) {
+    case Math::kNative: return "native";
+    case Math::kTF32: return "tf32";
+    case Math::kTF32x3: return "tf32x3";
+  }
+  return "?";
+}
+
+char const* name_of(Reduction reduction) {
+  switch (reduction) {
+    case Reduction::kOrdered: return "ordered";
+    case Reduction::kAtomic: return "atomic";
+    case Reduction::kSeparate: return "separate";
+  }
+  return "?";
+}
+
+char const* name_of(ScheduleKind kind) {
+  switch (kind) {
+    case ScheduleKind::kDataParallel: return "data_parallel";
+    case ScheduleKind::kSplitK: return "split_k";
+    case ScheduleKind::kStreamK: return "stream_k";
+  }
+  return "?";
+}
+
+namespace {
+
+std::vector<std::unique_ptr<Kernel>>& registry() {
+  static std::vector<std::unique_ptr<Kernel>> kernels;
+  return kernels;
+}
+
+std::string text(GemmProblem const& p) {
+  return "(batch, m, n, k) = (" + std::to_string(p.batch) + ", " + std::to_string(p.m) + ", " + std::to_string(p.n) + ", " +
+         std::to_string(p.k) + ")";
+}
+
+bool contains(std::vector<Reduction> const& list, Reduction reduction) {
+  return std::find(list.begin(), list.end(), reduction) != list.end();
+}
+
+// Elements by which everything that moves the operand's address must divide. A leading dimension that is never stepped over
+// does not count, and neither does the batch stride of a single batch.
+bool aligned(int64_t align, int64_t ld, int64_t steps, int64_t batch_stride, int64_t batch) {
+  return (steps <= 1 || ld % align == 0) && (batch <= 1 || batch_stride % align == 0);
+}
+
+}  // namespace
+
+Registration::Registration(std::unique_ptr<Kernel> kernel) { registry().push_back(std::move(kernel)); }
+
+std::vector<std::unique_ptr<Kernel>> const& kernels() {
+  static bool const sorted = [] {
+    std::sort(registry().begin(), registry().end(),
+              [](auto const& x, auto const& y) { return x->info.name < y->info.name; });
+    return true;
+  }();
+  (void)sorted;
+  return registry();
+}
+
+Kernel const* find_kernel(std::string const& name) {
+  auto const& all = kernels();
+  auto const at = std::lower_bound(all.begin(), all.end(), name,
+                                   [](auto const& kernel, std::string const& key) { return kernel->info.name < key; });
+  return at != all.end() && (*at)->info.name == name ? at->get() : nullptr;
+}
+
+Status check(Kernel const& kernel, GemmProblem const& p, Schedule const& s, Device const& device) {
+  KernelInfo const& info = kernel.info;
+  auto const refuse = [&](std::string const& why) { return Status::invalid(info.name + " cannot run " + text(p) + ": " + why); };
+  if (p.batch < 1 || p.m < 1 || p.n < 1 || p.k < 1) return refuse("every extent must be at least 1");
+  int64_t const limit = INT32_MAX;
+  if (p.batch > limit || p.m > limit || p.n > limit || p.k > limit) return refuse("every extent must be below 2^31");
+  bool const separate = s.kind == ScheduleKind::kSplitK && s.splits > 1 && s.reduction == Reduction::kSeparate;
+  Type const type_d = separate && info.family != Family::kHost ? accumulator_of(p.type_a) : p.type_d;
+  if (p.type_a != info.type_a || p.type_b != info.type_b || type_d != info.type_d || p.math != info.math)
+    return refuse(std::string("it multiplies ") + name_of(info.type_a) + " by " + name_of(info.type_b) + " into " +
+                  name_of(info.type_d) + " (" + name_of(info.math) + ")");
+  if (p.major_a != info.major_a || p.major_b != info.major_b)
+    return refuse(std::string("A must be ") + name_of(info.major_a) + "-major and B " + name_of(info.major_b) + "-major");
+  if (!aligned(info.align_a, p.lda, p.major_a == Major::kRow ? p.m : p.k, p.batch_stride_a, p.batch))
+    return refuse("strides of A must be multiples of " + std::to_string(info.align_a) + " elements");
+  if (!aligned(info.align_b, p.ldb, p.major_b == Major::kRow ? p.k : p.n, p.batch_stride_b, p.batch))
+    return refuse("strides of B must be multiples of " + std::to_string(info.align_b) + " elements");
+  if (!separate && !aligned(info.align_d, p.ldd, p.m, p.batch_stride_d, p.batch))
+    return refuse("strides of D must be multiples of " + std::to_string(info.align_d) + " elements");
+  if (s.swizzle < 1) return refuse("swizzle must be at least 1");
+
+  int64_t const k_tiles = (p.k + info.tile_k - 1) / info.tile_k;
+  if (s.kind == ScheduleKind::kSplitK) {
+    if (s.splits < 1) return refuse("splits must be at least 1");
+    if (s.splits > k_tiles)
+      return refuse("splits=" + std::to_string(s.splits) + " exceeds its " + std::to_string(k_tiles) + " k-tiles of " +
+                    std::to_string(info.tile_k));
+    bool const runs = s.splits == 1 || (separate && info.family != Family::kHost) ||
+                      contains(info.split_k_reductions, s.reduction);
+    if (!runs) return refuse(std::string("it has no split-K with reduction \"") + name_of(s.reduction) + "\"");
+  }
+  if (s.kind == ScheduleKind::kStreamK && s.max_sms != 1 && !contains(info.stream_k_reductions, s.reduction))
+    return refuse(std::string("it has no Stream-K with reduction \"") + name_of(s.reduction) + "\"");
+  if (separate && info.family != Family::kHost) return can_implement_separate(kernel, p, s, device);
+  return kernel.can_implement(p, s, device);
+}
+
+namespace {
+
+bool takes_separate_path(Kernel const& kernel, Schedule const& s) {
+  return kernel.info.family != Family::kHost && s.kind == ScheduleKind::kSplitK && s.splits > 1 &&
+         s.reduction == Reduction::kSeparate;
+}
+
+}  // namespace
+
+int64_t workspace_bytes(Kernel const& kernel, GemmProblem const& p, Schedule const& s, Device const& device) {
+  return takes_separate_path(kernel, s) ? separate_workspace_bytes(kernel, p, s, device)
+                                        : kernel.workspace_bytes(p, s, device);
+}
+
+Status run(Kernel const& kernel, GemmProblem const& p, Schedule const& s, Device const& device, Buffers const& buffers,
+           void* stream, Executor* executor) {
+  return takes_separate_path(kernel, s) ? run_separate(kernel, p, s, device, buffers, stream)
+                                        : kernel.run(p, s, device, buffers, stream, executor);
+}
+
+}  // namespace jax_streamk
