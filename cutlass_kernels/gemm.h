@@ -76,7 +76,8 @@ struct KernelInfo {
   int32_t stages = 1;
   std::string warp_schedule;  // "cooperative", "pingpong", "multistage", "pipelined", "threads", ...
   bool swap_ab = false;
-  // Which schedules the kernel runs; "separate" split-K runs on every data-parallel kernel whose D is the accumulator type.
+  // Which schedules the kernel runs besides data-parallel. A CUDA kernel that lists kSeparate writes accumulators: the reduction
+  // pass converts them to the problem's type of D.
   std::vector<Reduction> split_k_reductions, stream_k_reductions;
   int32_t threads = 1;
   int64_t shared_memory = 0;  // bytes per CTA
@@ -132,10 +133,8 @@ struct Registration {
   explicit Registration(std::unique_ptr<Kernel> kernel);
 };
 
-// What the handlers and the planner call: the checks every family shares, then the kernel's own, and split-K with a separate
-// reduction pass (see split_k_separate.h) for the CUDA families.
+// What the handlers and the planner call before anything else of a kernel: the checks that every family shares, then the
+// kernel's own. InvalidArgument names the kernel, the shape and the limit.
 Status check(Kernel const&, GemmProblem const&, Schedule const&, Device const&);
-int64_t workspace_bytes(Kernel const&, GemmProblem const&, Schedule const&, Device const&);
-Status run(Kernel const&, GemmProblem const&, Schedule const&, Device const&, Buffers const&, void* stream, Executor*);
 
 }  // namespace jax_streamk

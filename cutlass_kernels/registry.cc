@@ -2,7 +2,6 @@
 #include <numeric>
 
 #include "cutlass_kernels/gemm.h"
-#include "cutlass_kernels/split_k_separate.h"
 
 namespace jax_streamk {
 
@@ -121,8 +120,9 @@ Status check(Kernel const& kernel, GemmProblem const& p, Schedule const& s, Devi
   if (p.batch < 1 || p.m < 1 || p.n < 1 || p.k < 1) return refuse("every extent must be at least 1");
   int64_t const limit = INT32_MAX;
   if (p.batch > limit || p.m > limit || p.n > limit || p.k > limit) return refuse("every extent must be below 2^31");
-  bool const separate = s.kind == ScheduleKind::kSplitK && s.splits > 1 && s.reduction == Reduction::kSeparate;
-  Type const type_d = separate && info.family != Family::kHost ? accumulator_of(p.type_a) : p.type_d;
+  bool const separate = info.family != Family::kHost && s.kind == ScheduleKind::kSplitK && s.splits > 1 &&
+                        s.reduction == Reduction::kSeparate;
+  Type const type_d = separate ? accumulator_of(p.type_a) : p.type_d;
   if (p.type_a != info.type_a || p.type_b != info.type_b || type_d != info.type_d || p.math != info.math)
     return refuse(std::string("it multiplies ") + name_of(info.type_a) + " by " + name_of(info.type_b) + " into " +
                   name_of(info.type_d) + " (" + name_of(info.math) + ")");
@@ -142,34 +142,11 @@ Status check(Kernel const& kernel, GemmProblem const& p, Schedule const& s, Devi
     if (s.splits > k_tiles)
       return refuse("splits=" + std::to_string(s.splits) + " exceeds its " + std::to_string(k_tiles) + " k-tiles of " +
                     std::to_string(info.tile_k));
-    bool const runs = s.splits == 1 || (separate && info.family != Family::kHost) ||
-                      contains(info.split_k_reductions, s.reduction);
-    if (!runs) return refuse(std::string("it has no split-K with reduction \"") + name_of(s.reduction) + "\"");
+    if (s.splits > 1 && !contains(info.split_k_reductions, s.reduction)) return refuse(std::string("it has no split-K with reduction \"") + name_of(s.reduction) + "\"");
   }
   if (s.kind == ScheduleKind::kStreamK && s.max_sms != 1 && !contains(info.stream_k_reductions, s.reduction))
     return refuse(std::string("it has no Stream-K with reduction \"") + name_of(s.reduction) + "\"");
-  if (separate && info.family != Family::kHost) return can_implement_separate(kernel, p, s, device);
   return kernel.can_implement(p, s, device);
-}
-
-namespace {
-
-bool takes_separate_path(Kernel const& kernel, Schedule const& s) {
-  return kernel.info.family != Family::kHost && s.kind == ScheduleKind::kSplitK && s.splits > 1 &&
-         s.reduction == Reduction::kSeparate;
-}
-
-}  // namespace
-
-int64_t workspace_bytes(Kernel const& kernel, GemmProblem const& p, Schedule const& s, Device const& device) {
-  return takes_separate_path(kernel, s) ? separate_workspace_bytes(kernel, p, s, device)
-                                        : kernel.workspace_bytes(p, s, device);
-}
-
-Status run(Kernel const& kernel, GemmProblem const& p, Schedule const& s, Device const& device, Buffers const& buffers,
-           void* stream, Executor* executor) {
-  return takes_separate_path(kernel, s) ? run_separate(kernel, p, s, device, buffers, stream)
-                                        : kernel.run(p, s, device, buffers, stream, executor);
 }
 
 }  // namespace jax_streamk

@@ -1,0 +1,225 @@
+#include "cutlass_kernels/cuda_kernel.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+namespace jax_streamk {
+
+Status from_cuda(cudaError_t error, std::string const& what) {
+  if (error == cudaSuccess) return {};
+  return Status::internal(what + ": " + cudaGetErrorString(error));
+}
+
+namespace {
+
+bool is_separate(Schedule const& s) {
+  return s.kind == ScheduleKind::kSplitK && s.splits > 1 && s.reduction == Reduction::kSeparate;
+}
+
+// The K slices of a separate split-K as GEMMs into the partials. Slices of equal extent that are evenly spaced in A and B are
+// one launch whose batch is the slices; a batched problem launches once per slice, or once per batch and run of equal slices,
+// whichever is fewer.
+struct Slices {
+  GemmProblem problem;  // of one slice and one batch; k is the longest slice
+  int64_t ld, stride_m_n, partial_bytes;
+  int32_t splits;
+  Decomposition k_split;
+  int32_t tile_k;
+
+  Slices(KernelInfo const& info, GemmProblem const& p, Schedule const& s) : problem(p), splits(s.splits), tile_k(info.tile_k) {
+    problem.type_d = accumulator_of(p.type_a);
+    ld = (p.n + info.align_d - 1) / info.align_d * info.align_d;
+    stride_m_n = p.m * ld;
+    partial_bytes = align_workspace(splits * p.batch * stride_m_n * size_of(problem.type_d));
+    problem.ldd = ld;
+    k_split = Decomposition::make(ScheduleKind::kSplitK, 1, static_cast<int32_t>((p.k + tile_k - 1) / tile_k), 1, splits);
+    problem.k = static_cast<int64_t>(k_split.split_begin(1)) * tile_k;
+    if (problem.k > p.k) problem.k = p.k;
+  }
+
+  int64_t begin(int32_t slice) const { return static_cast<int64_t>(k_split.split_begin(slice)) * tile_k; }
+  int64_t extent(int32_t slice, int64_t k) const {
+    int64_t const end = begin(slice + 1);
+    return (end < k ? end : k) - begin(slice);
+  }
+  int64_t offset_a(int64_t k) const { return problem.major_a == Major::kRow ? k : k * problem.lda; }
+  int64_t offset_b(int64_t k) const { return problem.major_b == Major::kRow ? k * problem.ldb : k; }
+};
+
+template <typename T, typename Accumulator>
+__device__ T convert(Accumulator x) {
+  return static_cast<T>(x);
+}
+template <>
+__device__ __nv_bfloat16 convert(float x) {
+  return __float2bfloat16_rn(x);
+}
+template <>
+__device__ __half convert(float x) {
+  return __float2half_rn(x);
+}
+
+// A thread owns `kVector` neighbouring columns of one row, and adds the slices in the order of K: the same bits every time.
+template <typename Accumulator, typename T, int kVector>
+__global__ void reduce_slices(Accumulator const* __restrict__ partials, int slices, int64_t slice_stride, int64_t rows,
+                              int64_t rows_per_batch, int64_t n, int64_t ld, T* __restrict__ d, int64_t ldd,
+                              int64_t batch_stride_d) {
+  struct alignas(sizeof(Accumulator) * kVector) Vector {
+    Accumulator x[kVector];
+  };
+  struct alignas(sizeof(T) * kVector) Out {
+    T x[kVector];
+  };
+  int64_t const columns = (n + kVector - 1) / kVector;
+  for (int64_t at = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; at < rows * columns;
+       at += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+    int64_t const row = at / columns, column = (at - row * columns) * kVector;
+    Accumulator const* from = partials + row * ld + column;
+    Vector sum = *reinterpret_cast<Vector const*>(from);
+#pragma unroll 8
+    for (int slice = 1; slice < slices; ++slice) {
+      Vector const next = *reinterpret_cast<Vector const*>(from + slice * slice_stride);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) sum.x[i] += next.x[i];
+    }
+    int64_t const batch = row / rows_per_batch;
+    T* to = d + batch * batch_stride_d + (row - batch * rows_per_batch) * ldd + column;
+    Out out;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) out.x[i] = convert<T>(sum.x[i]);
+    if constexpr (kVector > 1) {
+      *reinterpret_cast<Out*>(to) = out;
+    } else {
+      to[0] = out.x[0];
+    }
+  }
+}
+
+template <typename Accumulator, typename T>
+Status launch_typed(void const* partials, int32_t slices, int64_t batch, int64_t m, int64_t n, int64_t ld, void* d, int64_t ldd,
+                    int64_t batch_stride_d, cudaStream_t stream) {
+  constexpr int kWide = 16 / sizeof(Accumulator);
+  int64_t const rows = batch * m;
+  bool const wide = n % kWide == 0 && ld % kWide == 0 && ldd % kWide == 0 && batch_stride_d % kWide == 0;
+  int64_t const vectors = rows * (wide ? n / kWide : n);
+  // Few threads per block: small outputs still spread over every SM.
+  int const threads = 128;
+  int64_t const blocks = (vectors + threads - 1) / threads;
+  unsigned const grid = static_cast<unsigned>(blocks < 65535 ? blocks : 65535);
+  auto const* from = static_cast<Accumulator const*>(partials);
+  if (wide) {
+    reduce_slices<Accumulator, T, kWide>
+        <<<grid, threads, 0, stream>>>(from, slices, rows * ld, rows, m, n, ld, static_cast<T*>(d), ldd, batch_stride_d);
+  } else {
+    reduce_slices<Accumulator, T, 1>
+        <<<grid, threads, 0, stream>>>(from, slices, rows * ld, rows, m, n, ld, static_cast<T*>(d), ldd, batch_stride_d);
+  }
+  return from_cuda(cudaGetLastError(), "launching the split-K reduction");
+}
+
+}  // namespace
+
+Status launch_reduction(Type accumulator, Type type_d, void const* partials, int32_t slices, int64_t batch, int64_t m, int64_t n,
+                        int64_t ld, void* d, int64_t ldd, int64_t batch_stride_d, cudaStream_t stream) {
+  auto const launch = [&](auto* launcher) { return launcher(partials, slices, batch, m, n, ld, d, ldd, batch_stride_d, stream); };
+  if (accumulator == Type::kF64) return launch(&launch_typed<double, double>);
+  switch (type_d) {
+    case Type::kF32: return launch(&launch_typed<float, float>);
+    case Type::kBF16: return launch(&launch_typed<float, __nv_bfloat16>);
+    case Type::kF16: return launch(&launch_typed<float, __half>);
+    default: return Status::internal(std::string("no split-K reduction into ") + name_of(type_d));
+  }
+}
+
+Status CudaKernel::can_implement(GemmProblem const& p, Schedule const& s, Device const& device) const {
+  if (!is_separate(s)) return can_launch(p, s, device);
+  Slices const slices(info, p, s);
+  Schedule data_parallel = s;
+  data_parallel.kind = ScheduleKind::kDataParallel;
+  return can_launch(slices.problem, data_parallel, device);
+}
+
+int64_t CudaKernel::workspace_bytes(GemmProblem const& p, Schedule const& s, Device const& device) const {
+  if (!is_separate(s)) return launch_workspace_bytes(p, s, device);
+  return Slices(info, p, s).partial_bytes;
+}
+
+Status CudaKernel::run(GemmProblem const& p, Schedule const& s, Device const& device, Buffers const& buffers, void* stream_,
+                       Executor*) const {
+  auto const stream = static_cast<cudaStream_t>(stream_);
+  if (Status status = allow_shared_memory(); !status.ok()) return status;
+  if (!is_separate(s)) return launch(p, s, device, buffers, stream);
+
+  Slices const slices(info, p, s);
+  Schedule data_parallel = s;
+  data_parallel.kind = ScheduleKind::kDataParallel;
+  auto const* a = static_cast<char const*>(buffers.a);
+  auto const* b = static_cast<char const*>(buffers.b);
+  auto* partials = static_cast<char*>(buffers.workspace);
+  int64_t const size_ab = size_of(p.type_a), size_d = size_of(slices.problem.type_d);
+  auto const launch_slices = [&](int32_t first, int32_t count, int64_t batch_first, int64_t batch_count) {
+    GemmProblem q = slices.problem;
+    q.k = slices.extent(first, p.k);
+    int64_t const k0 = slices.begin(first);
+    if (count > 1) {
+      q.batch = count;
+      q.batch_stride_a = slices.offset_a(q.k);
+      q.batch_stride_b = slices.offset_b(q.k);
+      q.batch_stride_d = p.batch * slices.stride_m_n;
+    } else {
+      q.batch = batch_count;
+      q.batch_stride_d = slices.stride_m_n;
+    }
+    Buffers at = buffers;
+    at.a = a + (slices.offset_a(k0) + batch_first * p.batch_stride_a) * size_ab;
+    at.b = b + (slices.offset_b(k0) + batch_first * p.batch_stride_b) * size_ab;
+    at.d = partials + (first * p.batch + batch_first) * slices.stride_m_n * size_d;
+    at.workspace = nullptr;  // a data-parallel launch uses none
+    return launch(q, data_parallel, device, at, stream);
+  };
+  // Runs of slices with equal extents: the longer ones, the shorter ones, and a last one that K cuts off.
+  struct Run {
+    int32_t first, count;
+  };
+  std::vector<Run> runs;
+  for (int32_t slice = 0; slice < slices.splits; ++slice) {
+    if (!runs.empty() && slices.extent(slice, p.k) == slices.extent(runs.back().first, p.k)) {
+      ++runs.back().count;
+    } else {
+      runs.push_back({slice, 1});
+    }
+  }
+  bool const by_slice = slices.splits <= static_cast<int64_t>(runs.size()) * p.batch;
+  Status status;
+  if (by_slice) {
+    for (int32_t slice = 0; slice < slices.splits && status.ok(); ++slice) status = launch_slices(slice, 1, 0, p.batch);
+  } else {
+    for (int64_t batch = 0; batch < p.batch; ++batch)
+      for (Run const& run : runs)
+        if (status.ok()) status = launch_slices(run.first, run.count, batch, 1);
+  }
+  if (!status.ok()) return status;
+  return launch_reduction(slices.problem.type_d, p.type_d, partials, slices.splits, p.batch, p.m, p.n, slices.ld, buffers.d,
+                          p.ldd, p.batch_stride_d, stream);
+}
+
+Status CudaKernel::resources(Resources& out) const {
+  if (Status status = allow_shared_memory(); !status.ok()) return status;
+  cudaFuncAttributes attributes;
+  Status status = from_cuda(cudaFuncGetAttributes(&attributes, entry_point()), info.name + ": cudaFuncGetAttributes");
+  if (!status.ok()) return status;
+  out.registers = attributes.numRegs;
+  return from_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&out.ctas_per_sm, entry_point(), info.threads,
+                                                                 static_cast<size_t>(info.shared_memory)),
+                   info.name + ": occupancy");
+}
+
+Status CudaKernel::allow_shared_memory() const {
+  if (info.shared_memory <= 48 * 1024) return {};
+  return from_cuda(cudaFuncSetAttribute(entry_point(), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                        static_cast<int>(info.shared_memory)),
+                   info.name + ": raising its shared memory limit");
+}
+
+}  // namespace jax_streamk

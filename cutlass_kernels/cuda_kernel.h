@@ -1,0 +1,42 @@
+// What the CUDA families share: launching one GEMM, and split-K with a separate reduction pass on top of it.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "cutlass_kernels/gemm.h"
+
+namespace jax_streamk {
+
+Status from_cuda(cudaError_t error, std::string const& what);
+
+class CudaKernel : public Kernel {
+ public:
+  using Kernel::Kernel;
+
+  Status can_implement(GemmProblem const&, Schedule const&, Device const&) const final;
+  int64_t workspace_bytes(GemmProblem const&, Schedule const&, Device const&) const final;
+  Status run(GemmProblem const&, Schedule const&, Device const&, Buffers const&, void* stream, Executor*) const final;
+  Status resources(Resources&) const final;
+
+ protected:
+  // The same three for a schedule whose reduction is not separate: everything in one GEMM launch.
+  virtual Status can_launch(GemmProblem const&, Schedule const&, Device const&) const = 0;
+  virtual int64_t launch_workspace_bytes(GemmProblem const&, Schedule const&, Device const&) const = 0;
+  virtual Status launch(GemmProblem const&, Schedule const&, Device const&, Buffers const&, cudaStream_t) const = 0;
+  // The __global__ function, for its registers and occupancy and to raise its shared memory limit.
+  virtual void const* entry_point() const = 0;
+
+  // Lets the current device give the kernel info.shared_memory bytes; a launch without it fails above 48 KiB.
+  Status allow_shared_memory() const;
+};
+
+// Rounds up to whole workspace alignments.
+constexpr int64_t align_workspace(int64_t bytes) {
+  return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+}
+
+// D = sum over slices of partials[slice], converted to type_d; partials are slices x batch x m x ld accumulators.
+Status launch_reduction(Type accumulator, Type type_d, void const* partials, int32_t slices, int64_t batch, int64_t m, int64_t n,
+                        int64_t ld, void* d, int64_t ldd, int64_t batch_stride_d, cudaStream_t stream);
+
+}  // namespace jax_streamk
