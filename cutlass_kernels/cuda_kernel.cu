@@ -34,11 +34,11 @@ struct Slices {
     partial_bytes = align_workspace(splits * p.batch * stride_m_n * size_of(problem.type_d));
     problem.ldd = ld;
     k_split = Decomposition::make(ScheduleKind::kSplitK, 1, static_cast<int32_t>((p.k + tile_k - 1) / tile_k), 1, splits);
-    problem.k = static_cast<int64_t>(k_split.split_begin(1)) * tile_k;
+    problem.k = static_cast<int64_t>(k_split.runs.begin(1)) * tile_k;
     if (problem.k > p.k) problem.k = p.k;
   }
 
-  int64_t begin(int32_t slice) const { return static_cast<int64_t>(k_split.split_begin(slice)) * tile_k; }
+  int64_t begin(int32_t slice) const { return static_cast<int64_t>(k_split.runs.begin(slice)) * tile_k; }
   int64_t extent(int32_t slice, int64_t k) const {
     int64_t const end = begin(slice + 1);
     return (end < k ? end : k) - begin(slice);
