@@ -1,0 +1,283 @@
+// The sm80 family: CUTLASS 2.x GEMMs (cp.async and mma.sync) for Ampere, Ada, and whatever newer GPUs run without a better one.
+//
+// Every row of table.txt is one GemmUniversalStreamk, which runs every schedule: ThreadblockSwizzleStreamK maps CTAs to whole
+// tiles (data-parallel), to `splits` runs of every tile (split-K) or to equal runs over the last waves (Stream-K). Peers of a
+// tile add their partials, always in the accumulator's type, to a slot of the workspace; the last one runs the epilogue.
+// Whatever way they wait for each other, it is only for CTAs of a lower index, which the GPU dispatched before them.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "cutlass/epilogue/thread/linear_combination.h"
+#include "cutlass/gemm/kernel/default_gemm_universal.h"
+#include "cutlass/gemm/threadblock/threadblock_swizzle_streamk.h"
+#include "cutlass_kernels/cuda_kernel.h"
+
+namespace jax_streamk {
+
+// The words of the table.
+namespace sm80 {
+
+struct bf16 {
+  using Element = cutlass::bfloat16_t;
+  using Accumulator = float;
+  using Instruction = cutlass::gemm::GemmShape<16, 8, 16>;
+  static constexpr Type kType = Type::kBF16;
+};
+struct f16 {
+  using Element = cutlass::half_t;
+  using Accumulator = float;
+  using Instruction = cutlass::gemm::GemmShape<16, 8, 16>;
+  static constexpr Type kType = Type::kF16;
+};
+struct f32 {
+  using Element = float;
+  using Accumulator = float;
+  using Instruction = cutlass::gemm::GemmShape<16, 8, 8>;
+  static constexpr Type kType = Type::kF32;
+};
+struct f64 {
+  using Element = double;
+  using Accumulator = double;
+  using Instruction = cutlass::gemm::GemmShape<8, 8, 4>;
+  static constexpr Type kType = Type::kF64;
+};
+
+struct native {
+  using Operator = cutlass::arch::OpMultiplyAdd;
+  static constexpr Math kMath = Math::kNative;
+};
+// f32 operands of OpMultiplyAdd are rounded to the nearest TF32 between shared memory and the tensor core, ties away from zero.
+struct tf32 {
+  using Operator = cutlass::arch::OpMultiplyAdd;
+  static constexpr Math kMath = Math::kTF32;
+};
+// Each operand is the sum of two TF32 numbers; of the four products all but small x small are added.
+struct tf32x3 {
+  using Operator = cutlass::arch::OpMultiplyAddFastF32;
+  static constexpr Math kMath = Math::kTF32x3;
+};
+
+struct row {
+  using Layout = cutlass::layout::RowMajor;
+  static constexpr Major kMajor = Major::kRow;
+};
+struct column {
+  using Layout = cutlass::layout::ColumnMajor;
+  static constexpr Major kMajor = Major::kColumn;
+};
+
+// Peers add to the slot in the order of K (a turnstile), or, when there are many of them and CTAs to spare, leave their partials
+// apart for a wave of reducing CTAs that adds them in the same order.
+struct ordered : cutlass::gemm::threadblock::ThreadblockSwizzleStreamK {
+  using ThreadblockSwizzleStreamK::ThreadblockSwizzleStreamK;
+  static constexpr Reduction kReduction = Reduction::kOrdered;
+};
+// Peers add to the slot as they arrive.
+struct atomic : cutlass::gemm::threadblock::ThreadblockSwizzleStreamK {
+  using ThreadblockSwizzleStreamK::ThreadblockSwizzleStreamK;
+  static constexpr Reduction kReduction = Reduction::kAtomic;
+  static ReductionStrategy const kReductionStrategy = kAtomic;
+};
+
+}  // namespace sm80
+
+template <typename Gemm>
+__global__ __launch_bounds__(Gemm::kThreadCount, 1) void sm80_gemm(typename Gemm::Params params) {
+  extern __shared__ __align__(16) char storage[];
+  Gemm::invoke(params, *reinterpret_cast<typename Gemm::SharedStorage*>(storage));
+}
+
+template <typename AB, typename D, typename Math_, typename MajorA, typename MajorB, typename Threadblock, typename Warp,
+          int kStages, int kAlign, int kAlignD, typename Swizzle>
+class Sm80Kernel final : public CudaKernel {
+  using Accumulator = typename AB::Accumulator;
+  // D is the converted accumulator: alpha is 1, and C, which does not exist, is never read.
+  using Epilogue =
+      cutlass::epilogue::thread::LinearCombination<typename D::Element, kAlignD, Accumulator, Accumulator,
+                                                   cutlass::epilogue::thread::ScaleType::Nothing>;
+  using Gemm = typename cutlass::gemm::kernel::DefaultGemmUniversal<
+      typename AB::Element, typename MajorA::Layout, cutlass::ComplexTransform::kNone, kAlign, typename AB::Element,
+      typename MajorB::Layout, cutlass::ComplexTransform::kNone, kAlign, typename D::Element, cutlass::layout::RowMajor,
+      Accumulator, cutlass::arch::OpClassTensorOp, cutlass::arch::Sm80, Threadblock, Warp, typename AB::Instruction, Epilogue,
+      Swizzle, kStages, typename Math_::Operator>::GemmKernel;
+  using Params = typename Gemm::Params;
+
+  static constexpr int64_t kSharedMemory = sizeof(typename Gemm::SharedStorage);
+  static constexpr int64_t kMaxGridZ = 65535;
+  static constexpr int64_t kMaxCount = int64_t{1} << 30;  // the swizzle counts tiles and MAC iterations in ints
+
+ public:
+  Sm80Kernel() : CudaKernel(describe()) {}
+
+  // Stream-K in the swizzle's own numbers: it decides by a cost model how many tiles to cut among how many workers, if any. The
+  // description is exact but for two things. Where the workers of a cut are a multiple of its tiles, the swizzle aligns them to
+  // tiles, so that boundaries differ by a few iterations; and CTAs of whole tiles go to whichever SM is free.
+  Decomposition decomposition(GemmProblem const& p, Schedule const& s, Device const& device) const override {
+    auto const kind = s.kind == ScheduleKind::kStreamK ? ScheduleKind::kDataParallel : s.kind;
+    Decomposition d = Decomposition::make(kind, static_cast<int32_t>(tiles_of(p) * p.batch), static_cast<int32_t>(k_tiles_of(p)),
+                                          device.sms, s.splits);
+    if (s.kind != ScheduleKind::kStreamK) return d;
+    Swizzle const swizzle = params_of(p, s, device, {}).block_mapping;
+    if (swizzle.sk_tiles == 0) return d;
+    d.kind = s.kind;
+    d.stream_k_tiles = swizzle.sk_tiles;
+    d.stream_k_workers = swizzle.sk_regions() * swizzle.sk_blocks_per_region();
+    d.runs = EvenRuns::of(d.stream_k_tiles * d.k_tiles, d.stream_k_workers);
+    d.workers = d.stream_k_tiles == d.tiles ? d.stream_k_workers : std::max(d.stream_k_workers, swizzle.avail_sms);
+    return d;
+  }
+
+ protected:
+  Status can_launch(GemmProblem const& p, Schedule const& s, Device const& device) const override {
+    auto const refuse = [&](std::string const& why) { return Status::invalid(info.name + ": " + why); };
+    if (device.arch < 80) return refuse("it needs compute capability 8.0 or newer");
+    if (kSharedMemory > shared_memory_per_cta(device))
+      return refuse("it needs " + std::to_string(kSharedMemory) + " bytes of shared memory per CTA, and compute capability " +
+                    std::to_string(device.arch) + " / 10 has " + std::to_string(shared_memory_per_cta(device)));
+    // Vectors are loaded and stored whole: one that straddles the end of a row would read or write what lies behind it.
+    auto const [name_a, extent_a] = contiguous(p.major_a, "m", p.m, "k", p.k);
+    auto const [name_b, extent_b] = contiguous(p.major_b, "k", p.k, "n", p.n);
+    if (extent_a % kAlign != 0) return refuse(not_multiple(name_a, extent_a, kAlign));
+    if (extent_b % kAlign != 0) return refuse(not_multiple(name_b, extent_b, kAlign));
+    if (p.n % kAlignD != 0) return refuse(not_multiple("n", p.n, kAlignD));
+    bool const split = !is_data_parallel(s);
+    if (split && p.batch > 1)
+      return refuse("one launch splits one GEMM, and the batch is " + std::to_string(p.batch) +
+                    "; a batch runs data-parallel, or as SplitK with reduction \"separate\"");
+    int64_t const count = tiles_of(p) * p.batch * (split ? k_tiles_of(p) : 1);
+    if (count >= kMaxCount || std::max({p.m, p.n, p.k}) >= 2 * kMaxCount - 1024)
+      return refuse(std::string("too large: ") + std::to_string(count) + (split ? " MAC iterations" : " tiles"));
+    return {};
+  }
+
+  int64_t launch_workspace_bytes(GemmProblem const& p, Schedule const& s, Device const& device) const override {
+    return align_workspace(static_cast<int64_t>(params_of(p, s, device, {}).get_workspace_size()));
+  }
+
+  Status launch(GemmProblem const& problem, Schedule const& s, Device const& device, Buffers const& buffers,
+                cudaStream_t stream) const override {
+    for (int64_t first = 0; first < problem.batch; first += kMaxGridZ) {
+      GemmProblem p = problem;
+      p.batch = std::min(problem.batch - first, kMaxGridZ);
+      Buffers at = buffers;
+      at.a = static_cast<typename AB::Element const*>(buffers.a) + first * p.batch_stride_a;
+      at.b = static_cast<typename AB::Element const*>(buffers.b) + first * p.batch_stride_b;
+      at.d = static_cast<typename D::Element*>(buffers.d) + first * p.batch_stride_d;
+      Params params = params_of(p, s, device, at);
+      // Zeroes the barriers, if there are any: XLA hands out the workspace as the last user left it.
+      if (params.init_workspace(at.workspace, stream) != cutlass::Status::kSuccess)
+        return Status::internal(info.name + ": clearing its barriers failed");
+      sm80_gemm<Gemm><<<params.get_grid_dims(), Gemm::kThreadCount, kSharedMemory, stream>>>(params);
+      if (Status status = from_cuda(cudaGetLastError(), info.name + ": launch"); !status.ok()) return status;
+    }
+    return {};
+  }
+
+  void const* entry_point() const override { return reinterpret_cast<void const*>(&sm80_gemm<Gemm>); }
+
+ private:
+  static KernelInfo describe() {
+    auto const initial = [](Major major) { return major == Major::kRow ? 'r' : 'c'; };
+    auto const number = [](int x) { return std::to_string(x); };
+    constexpr int kWidestD = std::min<int>(kAlign, 16 / sizeof(typename D::Element));
+    constexpr bool kSliced = Threadblock::kK > Warp::kK;
+
+    KernelInfo info;
+    info.name = std::string("sm80_") + name_of(AB::kType) + "_" + name_of(D::kType) + "_" + initial(MajorA::kMajor) +
+                initial(MajorB::kMajor) + "_" + number(Threadblock::kM) + "x" + number(Threadblock::kN) + "x" +
+                number(Threadblock::kK) + "_s" + number(kStages) + "_a" + number(kAlign);
+    if (kAlignD != kWidestD) info.name += "_d" + number(kAlignD);
+    if (Math_::kMath != Math::kNative) info.name += std::string("_") + name_of(Math_::kMath);
+    if (kSliced) info.name += "_sliced";
+    if (Swizzle::kReduction == Reduction::kAtomic) info.name += "_atomic";
+
+    info.family = Family::kSm80;
+    info.type_a = info.type_b = AB::kType;
+    info.type_d = D::kType;
+    info.math = Math_::kMath;
+    info.major_a = MajorA::kMajor;
+    info.major_b = MajorB::kMajor;
+    info.align_a = info.align_b = kAlign;
+    info.align_d = kAlignD;
+    info.tile_m = Threadblock::kM;
+    info.tile_n = Threadblock::kN;
+    info.tile_k = Threadblock::kK;
+    info.stages = kStages;
+    info.warp_schedule = kStages > 2 ? "multistage" : "pipelined";
+    info.split_k_reductions = info.stream_k_reductions = {Swizzle::kReduction};
+    if (D::kType == accumulator_of(AB::kType)) info.split_k_reductions.push_back(Reduction::kSeparate);
+    info.threads = Gemm::kThreadCount;
+    info.shared_memory = kSharedMemory;
+    return info;
+  }
+
+  static int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
+  static int64_t tiles_of(GemmProblem const& p) { return ceil_div(p.m, Threadblock::kM) * ceil_div(p.n, Threadblock::kN); }
+  static int64_t k_tiles_of(GemmProblem const& p) { return ceil_div(p.k, Threadblock::kK); }
+
+  static bool is_data_parallel(Schedule const& s) {
+    switch (s.kind) {
+      case ScheduleKind::kDataParallel: return true;
+      case ScheduleKind::kSplitK: return s.splits == 1;
+      case ScheduleKind::kStreamK: return s.max_sms == 1;
+    }
+    return true;
+  }
+
+  static std::pair<char const*, int64_t> contiguous(Major major, char const* rows, int64_t m, char const* columns, int64_t n) {
+    return major == Major::kRow ? std::pair{columns, n} : std::pair{rows, m};
+  }
+  static std::string not_multiple(char const* name, int64_t extent, int align) {
+    return std::string(name) + " = " + std::to_string(extent) + " must be a multiple of " + std::to_string(align);
+  }
+
+  // CUDA C++ Programming Guide, "Technical Specifications per Compute Capability". One KiB of each SM's is kept per CTA.
+  static int64_t shared_memory_per_sm(Device const& device) {
+    bool const small = device.arch == 86 || device.arch == 89 || device.arch >= 120;
+    return (device.arch < 90 && !small ? 164 : small ? 100 : 228) * int64_t{1024};
+  }
+  static int64_t shared_memory_per_cta(Device const& device) { return shared_memory_per_sm(device) - 1024; }
+
+  // CTAs that fit one SM whatever ptxas did, which no machine without a GPU can ask: a thread has at most 255 of the SM's 65536
+  // registers. The workspace depends on it, so that lowering and launching must agree.
+  static int occupancy(Device const& device) {
+    int64_t const by_registers = 65536 / (256 * Gemm::kThreadCount);
+    int64_t const by_shared_memory = shared_memory_per_sm(device) / (kSharedMemory + 1024);
+    return static_cast<int>(std::max<int64_t>(1, std::min(by_registers, by_shared_memory)));
+  }
+
+  // `Schedule::raster` and `swizzle` have no effect: the swizzle picks its own order, along the shorter side of D or in cohorts.
+  // `max_sms` is the number of SMs that a Stream-K cut balances for; whole tiles may still run on all.
+  static Params params_of(GemmProblem const& p, Schedule const& s, Device const& device, Buffers const& buffers) {
+    // Only a kGemm is split. Its batch count is the number of splits, 1 for Stream-K.
+    bool const batched = is_data_parallel(s);
+    typename Gemm::Arguments const arguments(
+        batched ? cutlass::gemm::GemmUniversalMode::kBatched : cutlass::gemm::GemmUniversalMode::kGemm,
+        {static_cast<int>(p.m), static_cast<int>(p.n), static_cast<int>(p.k)},
+        batched ? static_cast<int>(p.batch) : s.kind == ScheduleKind::kSplitK ? s.splits : 1, {}, buffers.a, buffers.b, nullptr,
+        buffers.d, p.batch_stride_a, p.batch_stride_b, 0, p.batch_stride_d, p.lda, p.ldb, 0, p.ldd,
+        s.kind == ScheduleKind::kStreamK && s.max_sms > 0 ? s.max_sms : -1);
+    Params params(arguments, device.sms, occupancy(device));
+    // Remapping would let CTAs wait for ones of a higher index: a deadlock when another stream's kernel holds their SMs.
+    params.block_mapping.remap_block_indices = false;
+    // The swizzle's constructor does not know that its subclass needs no reducing CTAs.
+    if (Swizzle::kReduction == Reduction::kAtomic) params.block_mapping.reduction_blocks = 0;
+    return params;
+  }
+};
+
+}  // namespace jax_streamk
+
+// One row of table.txt.
+#define JAX_STREAMK_SM80_KERNEL(ab, d, math, major_a, major_b, tile_m, tile_n, tile_k, warp_m, warp_n, warp_k, stages, align, \
+                                align_d, reduction)                                                                          \
+  static ::jax_streamk::Registration const sm80_registration(                                                                \
+      std::make_unique<::jax_streamk::Sm80Kernel<                                                                            \
+          ::jax_streamk::sm80::ab, ::jax_streamk::sm80::d, ::jax_streamk::sm80::math, ::jax_streamk::sm80::major_a,          \
+          ::jax_streamk::sm80::major_b, ::cutlass::gemm::GemmShape<tile_m, tile_n, tile_k>,                                  \
+          ::cutlass::gemm::GemmShape<warp_m, warp_n, warp_k>, stages, align, align_d, ::jax_streamk::sm80::reduction>>())
