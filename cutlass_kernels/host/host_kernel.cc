@@ -1,0 +1,281 @@
+// The host family: the workers of the decomposition are calls on CPU threads, any number of them at once and in any order.
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <string>
+#include <thread>
+
+#include "cutlass_kernels/gemm.h"
+#include "cutlass_kernels/host/tile_product.h"
+
+namespace jax_streamk {
+namespace {
+
+enum class Isa { kBaseline, kAvx2, kAvx512, kAvx512Bf16 };
+
+// The best that the machine has. JAX_STREAMK_MAX_ISA=baseline|avx2|avx512|avx512_bf16 asks for less, to get the bits that an
+// older machine would compute.
+Isa choose_isa() {
+  Isa isa = Isa::kBaseline;
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) isa = Isa::kAvx2;  // F16C is older than AVX2
+  if (isa == Isa::kAvx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+    isa = __builtin_cpu_supports("avx512bf16") ? Isa::kAvx512Bf16 : Isa::kAvx512;
+#endif
+  char const* const max_isa = std::getenv("JAX_STREAMK_MAX_ISA");
+  char const* const names[] = {"baseline", "avx2", "avx512", "avx512_bf16"};
+  for (int i = 0; max_isa && i < 4; ++i)
+    if (!std::strcmp(max_isa, names[i])) isa = std::min(isa, static_cast<Isa>(i));
+  return isa;
+}
+
+TileProduct tile_product(Type operand, Type d) {
+  static Isa const isa = choose_isa();
+#if defined(__x86_64__)
+  if (isa == Isa::kAvx512Bf16 && operand == Type::kBF16) return host_avx512_bf16::tile_product(d);
+  if (isa >= Isa::kAvx512) return host_avx512::tile_product(operand, d);
+  if (isa == Isa::kAvx2) return host_avx2::tile_product(operand, d);
+#endif
+  (void)isa;
+  return host_baseline::tile_product(operand, d);
+}
+
+int64_t scratch_bytes(Type operand, int64_t m, int64_t n) {
+  if (size_of(operand) == size_of(accumulator_of(operand))) return 0;
+  int64_t const product = operand == Type::kS8 ? m * n : 0;
+  return ((m + n + kScratchPadding) * kScratchWords + product) * 4;
+}
+
+int64_t align_up(int64_t bytes) { return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment; }
+
+// Of a tile that has several peers.
+struct SharedTile {
+  std::atomic<int32_t> arrived{0};
+  std::atomic<bool> locked{false};  // atomic reduction: somebody is adding
+};
+
+// One call of run().
+struct Gemm {
+  GemmProblem p;
+  Reduction reduction;
+  Decomposition decomposition;
+  TileOrder order;
+  int64_t tile_m, tile_n, tile_k;  // no larger than the problem in m and n
+  TileProduct tile_product;
+  Buffers buffers;
+
+  // The workspace: [shared tiles][slots][workers' own accumulators and scratch]
+  int64_t tile_bytes() const { return align_up(tile_m * tile_n * size_of(accumulator_of(p.type_a))); }
+  int64_t shared_bytes() const { return align_up(decomposition.shared_tiles() * static_cast<int64_t>(sizeof(SharedTile))); }
+  // Atomic reduction has one slot for each shared tile, the others one for each peer.
+  int64_t slots() const { return reduction == Reduction::kAtomic ? decomposition.shared_tiles() : decomposition.slots(); }
+  bool multiplies_into_d() const { return p.type_d == accumulator_of(p.type_a); }
+  int64_t accumulators_bytes() const { return multiplies_into_d() && reduction != Reduction::kAtomic ? 0 : tile_bytes(); }
+  int64_t private_bytes() const { return accumulators_bytes() + align_up(scratch_bytes(p.type_a, tile_m, tile_n)); }
+  int64_t workspace_bytes() const {
+    return shared_bytes() + slots() * tile_bytes() + decomposition.workers * private_bytes();
+  }
+
+  char* workspace() const { return static_cast<char*>(buffers.workspace); }
+  SharedTile* shared() const { return reinterpret_cast<SharedTile*>(workspace()); }
+  void* slot(int64_t i) const { return workspace() + shared_bytes() + i * tile_bytes(); }
+  void* accumulators(int32_t worker) const {
+    return workspace() + shared_bytes() + slots() * tile_bytes() + worker * private_bytes();
+  }
+  void* scratch(int32_t worker) const { return static_cast<char*>(accumulators(worker)) + accumulators_bytes(); }
+
+  struct Tile {
+    int64_t batch, m, n;  // its first row and column
+    Extents extents;      // with the whole of K
+    void* d;
+  };
+
+  Tile locate(int32_t index) const {
+    TileOrder::Coordinate const at = order.coordinate(index);
+    int64_t const m = at.m * tile_m, n = at.n * tile_n;
+    int64_t const offset = at.batch * p.batch_stride_d + m * p.ldd + n;
+    return {at.batch, m, n, {std::min(tile_m, p.m - m), std::min(tile_n, p.n - n), p.k},
+            static_cast<char*>(buffers.d) + offset * size_of(p.type_d)};
+  }
+
+  void multiply(Tile const& tile, Work const& work, int32_t worker, void* accumulators, int64_t stride) const {
+    int64_t const k = work.k_begin * tile_k;
+    int64_t const offset_a =
+        tile.batch * p.batch_stride_a + (p.major_a == Major::kRow ? tile.m * p.lda + k : tile.m + k * p.lda);
+    int64_t const offset_b =
+        tile.batch * p.batch_stride_b + (p.major_b == Major::kRow ? k * p.ldb + tile.n : k + tile.n * p.ldb);
+    Block const a{static_cast<char const*>(buffers.a) + offset_a * size_of(p.type_a), p.lda, p.major_a};
+    Block const b{static_cast<char const*>(buffers.b) + offset_b * size_of(p.type_b), p.ldb, p.major_b};
+    Extents const extents{tile.extents.m, tile.extents.n, std::min(work.k_count * tile_k, p.k - k)};
+    tile_product.multiply(extents, a, b, accumulators, stride, scratch(worker));
+  }
+
+  void store(Tile const& tile, void const* accumulators) const {
+    tile_product.store(tile.extents, accumulators, tile_n, tile.d, p.ldd);
+  }
+
+  // Adds the peers' slots in the order of their iterations.
+  void fix_up(Tile const& tile, Work const& work) const {
+    void* const sum = slot(decomposition.slot(work.tile, 0));
+    for (int32_t peer = 1; peer < work.peers; ++peer)
+      tile_product.add(tile.extents, slot(decomposition.slot(work.tile, peer)), sum, tile_n);
+    store(tile, sum);
+  }
+
+  // Adds a partial tile to the slot of its tile; true for the last.
+  bool accumulate(Tile const& tile, Work const& work, void const* partial) const {
+    SharedTile& shared_tile = shared()[work.tile];
+    void* const sum = slot(work.tile);
+    // Whoever holds the lock is adding and waits for nobody.
+    while (shared_tile.locked.exchange(true, std::memory_order_acquire)) std::this_thread::yield();
+    int32_t const ticket = shared_tile.arrived.fetch_add(1, std::memory_order_relaxed);
+    if (ticket == 0)
+      std::memcpy(sum, partial, tile.extents.m * tile_n * size_of(accumulator_of(p.type_a)));
+    else
+      tile_product.add(tile.extents, partial, sum, tile_n);
+    shared_tile.locked.store(false, std::memory_order_release);
+    return ticket == work.peers - 1;
+  }
+
+  void run_worker(int32_t worker) const {
+    void* const own = accumulators(worker);
+    Work work;
+    for (int32_t ordinal = 0; decomposition.work(worker, ordinal, work); ++ordinal) {
+      Tile const tile = locate(work.tile);
+      if (work.peers == 1 && multiplies_into_d()) {
+        multiply(tile, work, worker, tile.d, p.ldd);
+      } else if (work.peers == 1) {
+        multiply(tile, work, worker, own, tile_n);
+        store(tile, own);
+      } else if (reduction == Reduction::kAtomic) {
+        multiply(tile, work, worker, own, tile_n);
+        if (accumulate(tile, work, own)) store(tile, slot(work.tile));
+      } else {
+        multiply(tile, work, worker, slot(decomposition.slot(work.tile, work.peer)), tile_n);
+        if (reduction == Reduction::kOrdered &&
+            shared()[work.tile].arrived.fetch_add(1, std::memory_order_acq_rel) == work.peers - 1)
+          fix_up(tile, work);
+      }
+    }
+  }
+
+  // The second pass of a separate reduction: the worker that had a tile's first iterations fixes it up.
+  void reduce_worker(int32_t worker) const {
+    Work work;
+    for (int32_t ordinal = 0; decomposition.work(worker, ordinal, work); ++ordinal)
+      if (work.peers > 1 && work.peer == 0) fix_up(locate(work.tile), work);
+  }
+
+  void run(Executor* executor) const {
+    for (int32_t i = 0; i < decomposition.shared_tiles(); ++i) new (shared() + i) SharedTile;
+    parallel<&Gemm::run_worker>(executor);
+    if (reduction == Reduction::kSeparate && decomposition.shared_tiles() > 0) parallel<&Gemm::reduce_worker>(executor);
+  }
+
+  template <void (Gemm::*work)(int32_t) const>
+  void parallel(Executor* executor) const {
+    if (decomposition.workers == 1) return (this->*work)(0);
+    executor->parallel(
+        decomposition.workers,
+        [](void* gemm, int32_t worker) { (static_cast<Gemm const*>(gemm)->*work)(worker); }, const_cast<Gemm*>(this));
+  }
+};
+
+int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
+
+class HostKernel final : public Kernel {
+ public:
+  explicit HostKernel(KernelInfo info)
+      : Kernel(std::move(info)), tile_product_(tile_product(this->info.type_a, this->info.type_d)) {}
+
+  Status can_implement(GemmProblem const& p, Schedule const& s, Device const& device) const override {
+    int64_t const tiles_m = ceil_div(p.m, info.tile_m), tiles_n = ceil_div(p.n, info.tile_n);
+    if (tiles_m * tiles_n >= INT32_MAX / p.batch ||
+        !Decomposition::fits(p.batch * tiles_m * tiles_n, ceil_div(p.k, info.tile_k), device.sms, s.splits))
+      return Status::invalid(info.name + " cannot run a problem of more than 2^30 tiles and MAC iterations");
+    return {};
+  }
+
+  int64_t workspace_bytes(GemmProblem const& p, Schedule const& s, Device const& device) const override {
+    return gemm(p, s, device, {}).workspace_bytes();
+  }
+
+  Status run(GemmProblem const& p, Schedule const& s, Device const& device, Buffers const& buffers, void*,
+             Executor* executor) const override {
+    gemm(p, s, device, buffers).run(executor);
+    return {};
+  }
+
+  Decomposition decomposition(GemmProblem const& p, Schedule const& s, Device const& device) const override {
+    TileOrder const order = tile_order(p, s);
+    int32_t const limit = s.kind == ScheduleKind::kStreamK && s.max_sms > 0 ? s.max_sms : device.sms;
+    return Decomposition::make(s.kind, static_cast<int32_t>(p.batch) * order.tiles_m * order.tiles_n,
+                               static_cast<int32_t>(ceil_div(p.k, info.tile_k)), std::min(limit, device.sms), s.splits);
+  }
+
+ private:
+  TileOrder tile_order(GemmProblem const& p, Schedule const& s) const {
+    int32_t const tiles_m = static_cast<int32_t>(ceil_div(p.m, info.tile_m));
+    int32_t const tiles_n = static_cast<int32_t>(ceil_div(p.n, info.tile_n));
+    return {tiles_m, tiles_n, s.raster, std::min(s.swizzle, s.raster == Raster::kAlongM ? tiles_n : tiles_m)};
+  }
+
+  Gemm gemm(GemmProblem const& p, Schedule const& s, Device const& device, Buffers const& buffers) const {
+    return {p,
+            s.reduction,
+            decomposition(p, s, device),
+            tile_order(p, s),
+            std::min<int64_t>(info.tile_m, p.m),
+            std::min<int64_t>(info.tile_n, p.n),
+            info.tile_k,
+            tile_product_,
+            buffers};
+  }
+
+  TileProduct const tile_product_;
+};
+
+struct Types {
+  Type operand, d;
+};
+constexpr Types kTypes[] = {{Type::kF32, Type::kF32},   {Type::kF64, Type::kF64}, {Type::kBF16, Type::kBF16},
+                            {Type::kBF16, Type::kF32},  {Type::kF16, Type::kF16}, {Type::kF16, Type::kF32},
+                            {Type::kS8, Type::kS32}};
+
+// Large enough that rearranging the operands of a tile costs little; small enough that there is one for every thread.
+constexpr int32_t kTiles[][3] = {{256, 256, 64}, {64, 64, 64}};
+
+[[maybe_unused]] bool const registered = [] {
+  for (Types const& types : kTypes) {
+    for (Major const major_a : {Major::kRow, Major::kColumn}) {
+      for (Major const major_b : {Major::kRow, Major::kColumn}) {
+        for (auto const& [tile_m, tile_n, tile_k] : kTiles) {
+          KernelInfo info{};
+          info.name = std::string("host_") + name_of(types.operand) + "_" + name_of(types.d) + "_" + name_of(major_a)[0] +
+                      name_of(major_b)[0] + "_" + std::to_string(tile_m) + "x" + std::to_string(tile_n) + "x" +
+                      std::to_string(tile_k);
+          info.family = Family::kHost;
+          info.type_a = info.type_b = types.operand;
+          info.type_d = types.d;
+          info.major_a = major_a;
+          info.major_b = major_b;
+          info.align_a = info.align_b = info.align_d = 1;
+          info.tile_m = tile_m;
+          info.tile_n = tile_n;
+          info.tile_k = tile_k;
+          info.warp_schedule = "threads";
+          info.split_k_reductions = info.stream_k_reductions = {Reduction::kOrdered, Reduction::kAtomic, Reduction::kSeparate};
+          Registration(std::make_unique<HostKernel>(std::move(info)));
+        }
+      }
+    }
+  }
+  return true;
+}();
+
+}  // namespace
+}  // namespace jax_streamk

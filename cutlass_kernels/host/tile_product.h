@@ -1,0 +1,57 @@
+// What a CPU thread does to one output tile. The host kernel decides which tile and which run of K; these functions do the
+// arithmetic, compiled once per instruction set and picked at run time.
+//
+// Translation units that define one are compiled for instructions that the machine may not have. They keep everything they
+// define to themselves (an unnamed namespace, Eigen under a name of its own), so that the linker never takes an inline function
+// from one of them for the rest of the program.
+#pragma once
+
+#include <cstdint>
+
+#include "cutlass_kernels/gemm.h"
+
+namespace jax_streamk {
+
+// A block of an operand, `stride` elements between its rows (kRow) or its columns (kColumn).
+struct Block {
+  void const* data;
+  int64_t stride;
+  Major major;
+};
+
+struct Extents {
+  int64_t m, n, k;
+};
+
+// Operands narrower than their accumulators are rearranged, a block of K at a time, in scratch. Its size is the same for every
+// instruction set, so that a program exported on one machine runs on another.
+constexpr int64_t kScratchWords = 256;   // 32-bit words for each row of A and column of B
+constexpr int64_t kScratchPadding = 48;  // more rows and columns than the tile has
+
+// Accumulators are row-major with `stride` elements between rows, of type accumulator_of(operand).
+struct TileProduct {
+  // accumulators (m x n) = a (m x k) @ b (k x n). Scratch is aligned to 64 bytes.
+  void (*multiply)(Extents, Block a, Block b, void* accumulators, int64_t stride, void* scratch);
+  // sum (m x n) += partial
+  void (*add)(Extents, void const* partial, void* sum, int64_t stride);
+  // d (m x n) = accumulators, converted to the type of D
+  void (*store)(Extents, void const* accumulators, int64_t stride, void* d, int64_t stride_d);
+};
+
+// tile_eigen.cc, once per instruction set; AVX2 and AVX-512 on x86 only.
+namespace host_baseline {
+TileProduct tile_product(Type operand, Type d);
+}
+namespace host_avx2 {
+TileProduct tile_product(Type operand, Type d);
+}
+namespace host_avx512 {
+TileProduct tile_product(Type operand, Type d);
+}
+
+// tile_avx512_bf16.cc: the same for bf16 operands, with a multiply() of AVX512_BF16.
+namespace host_avx512_bf16 {
+TileProduct tile_product(Type d);
+}
+
+}  // namespace jax_streamk
