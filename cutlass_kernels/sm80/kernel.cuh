@@ -118,10 +118,9 @@ class Sm80Kernel final : public CudaKernel {
   // description is exact but for two things. Where the workers of a cut are a multiple of its tiles, the swizzle aligns them to
   // tiles, so that boundaries differ by a few iterations; and CTAs of whole tiles go to whichever SM is free.
   Decomposition decomposition(GemmProblem const& p, Schedule const& s, Device const& device) const override {
-    auto const kind = s.kind == ScheduleKind::kStreamK ? ScheduleKind::kDataParallel : s.kind;
-    Decomposition d = Decomposition::make(kind, static_cast<int32_t>(tiles_of(p) * p.batch), static_cast<int32_t>(k_tiles_of(p)),
-                                          device.sms, s.splits);
-    if (s.kind != ScheduleKind::kStreamK) return d;
+    auto const tiles = static_cast<int32_t>(tiles_of(p) * p.batch), k_tiles = static_cast<int32_t>(k_tiles_of(p));
+    if (s.kind != ScheduleKind::kStreamK) return Decomposition::make(s.kind, tiles, k_tiles, device.sms, s.splits);
+    Decomposition d = Decomposition::make(ScheduleKind::kDataParallel, tiles, k_tiles, device.sms, 1);
     Swizzle const swizzle = params_of(p, s, device, {}).block_mapping;
     if (swizzle.sk_tiles == 0) return d;
     d.kind = s.kind;
@@ -156,7 +155,8 @@ class Sm80Kernel final : public CudaKernel {
   }
 
   int64_t launch_workspace_bytes(GemmProblem const& p, Schedule const& s, Device const& device) const override {
-    return align_workspace(static_cast<int64_t>(params_of(p, s, device, {}).get_workspace_size()));
+    Params const params = params_of(p, s, device, {});
+    return needs_workspace(params) ? align_workspace(static_cast<int64_t>(params.get_workspace_size())) : 0;
   }
 
   Status launch(GemmProblem const& problem, Schedule const& s, Device const& device, Buffers const& buffers,
@@ -169,8 +169,8 @@ class Sm80Kernel final : public CudaKernel {
       at.b = static_cast<typename AB::Element const*>(buffers.b) + first * p.batch_stride_b;
       at.d = static_cast<typename D::Element*>(buffers.d) + first * p.batch_stride_d;
       Params params = params_of(p, s, device, at);
-      // Zeroes the barriers, if there are any: XLA hands out the workspace as the last user left it.
-      if (params.init_workspace(at.workspace, stream) != cutlass::Status::kSuccess)
+      // Zeroes the barriers: XLA hands out the workspace as its last user left it.
+      if (needs_workspace(params) && params.init_workspace(at.workspace, stream) != cutlass::Status::kSuccess)
         return Status::internal(info.name + ": clearing its barriers failed");
       sm80_gemm<Gemm><<<params.get_grid_dims(), Gemm::kThreadCount, kSharedMemory, stream>>>(params);
       if (Status status = from_cuda(cudaGetLastError(), info.name + ": launch"); !status.ok()) return status;
@@ -269,6 +269,9 @@ class Sm80Kernel final : public CudaKernel {
     if (Swizzle::kReduction == Reduction::kAtomic) params.block_mapping.reduction_blocks = 0;
     return params;
   }
+
+  // Without cut tiles get_workspace_size() is that of one CTA, which nobody uses.
+  static bool needs_workspace(Params const& params) { return params.block_mapping.sk_tiles > 0; }
 };
 
 }  // namespace jax_streamk
