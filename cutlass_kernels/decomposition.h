@@ -35,8 +35,13 @@ struct Work {
   int32_t peers = 0;
 };
 
-// Cuts `total` into near-equal runs: the first total % runs of them are one longer. 32-bit divisions only: a GPU asks this at the
-// head of every tile.
+// Quotient of non-negative numbers. A GPU divides at the head of every tile, in warps with few registers: 32-bit unsigned division
+// is the cheapest.
+JSK_HOST_DEVICE int32_t quotient(int32_t x, int32_t by) {
+  return static_cast<int32_t>(static_cast<uint32_t>(x) / static_cast<uint32_t>(by));
+}
+
+// Cuts `total` into near-equal runs: the first total % runs of them are one longer.
 struct EvenRuns {
   int32_t base = 0, longer = 0;
 
@@ -44,7 +49,7 @@ struct EvenRuns {
   JSK_HOST_DEVICE int32_t begin(int32_t run) const { return run * base + (run < longer ? run : longer); }
   JSK_HOST_DEVICE int32_t holding(int32_t position) const {
     int32_t const in_longer = longer * (base + 1);
-    return position < in_longer ? position / (base + 1) : longer + (position - in_longer) / base;
+    return position < in_longer ? quotient(position, base + 1) : longer + quotient(position - in_longer, base);
   }
 };
 
@@ -97,7 +102,7 @@ struct Decomposition {
       int32_t const unit = worker + ordinal * workers;
       if (unit >= tiles * splits) return false;
       // Neighbouring workers share a run of K and not a tile, so that they reuse each other's operand panels in L2.
-      out.peer = unit / tiles;
+      out.peer = quotient(unit, tiles);
       out.tile = unit - out.peer * tiles;
       out.peers = splits;
       out.k_begin = runs.begin(out.peer);
@@ -107,7 +112,7 @@ struct Decomposition {
     int32_t whole = ordinal;
     if (worker < stream_k_workers) {
       int32_t const begin = runs.begin(worker), end = runs.begin(worker + 1);
-      int32_t const first_tile = begin / k_tiles, last_tile = (end - 1) / k_tiles;
+      int32_t const first_tile = quotient(begin, k_tiles), last_tile = quotient(end - 1, k_tiles);
       if (ordinal <= last_tile - first_tile) {
         out.tile = first_tile + ordinal;
         int32_t const tile_begin = out.tile * k_tiles, tile_end = tile_begin + k_tiles;
@@ -164,13 +169,13 @@ struct TileOrder {
     int32_t const per_batch = tiles_m * tiles_n;
     int32_t const fast = raster == Raster::kAlongM ? tiles_m : tiles_n;
     int32_t const slow = raster == Raster::kAlongM ? tiles_n : tiles_m;
-    int32_t const batch = tile < per_batch ? 0 : tile / per_batch;
+    int32_t const batch = tile < per_batch ? 0 : quotient(tile, per_batch);
     int32_t const index = tile - batch * per_batch;
-    int32_t const panel = index / (fast * swizzle);
+    int32_t const panel = quotient(index, fast * swizzle);
     int32_t const within = index - panel * fast * swizzle;
     int32_t const left = slow - panel * swizzle;
     int32_t const width = left < swizzle ? left : swizzle;
-    int32_t const f = within / width, s = panel * swizzle + (within - f * width);
+    int32_t const f = quotient(within, width), s = panel * swizzle + (within - f * width);
     return raster == Raster::kAlongM ? Coordinate{f, s, batch} : Coordinate{s, f, batch};
   }
 };

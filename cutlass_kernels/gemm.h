@@ -26,6 +26,7 @@ char const* name_of(Major major);
 char const* name_of(Math math);
 char const* name_of(Reduction reduction);
 char const* name_of(ScheduleKind kind);
+char const* name_of(Raster raster);
 
 // D[l] = A[l] @ B[l] for l in [0, batch). Strides are in elements; a batch stride of 0 broadcasts the operand. The leading
 // dimension is the stride of the index that is not contiguous.

@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <numeric>
 
 #include "cutlass_kernels/gemm.h"
 
@@ -70,6 +69,8 @@ char const* name_of(ScheduleKind kind) {
   }
   return "?";
 }
+
+char const* name_of(Raster raster) { return raster == Raster::kAlongM ? "along_m" : "along_n"; }
 
 namespace {
 
@@ -146,6 +147,13 @@ Status check(Kernel const& kernel, GemmProblem const& p, Schedule const& s, Devi
   }
   if (s.kind == ScheduleKind::kStreamK && s.max_sms != 1 && !contains(info.stream_k_reductions, s.reduction))
     return refuse(std::string("it has no Stream-K with reduction \"") + name_of(s.reduction) + "\"");
+  // The decomposition counts in 32 bits.
+  bool const swap = info.swap_ab;
+  int64_t const tiles_m = ((swap ? p.n : p.m) + info.tile_m - 1) / info.tile_m + info.cluster_m;
+  int64_t const tiles_n = ((swap ? p.m : p.n) + info.tile_n - 1) / info.tile_n + info.cluster_n;
+  if (tiles_m * tiles_n >= limit ||
+      !Decomposition::fits(p.batch * tiles_m * tiles_n, k_tiles, device.sms, s.kind == ScheduleKind::kSplitK ? s.splits : 1))
+    return refuse("it has too many tiles or MAC iterations to count in 32 bits");
   return kernel.can_implement(p, s, device);
 }
 

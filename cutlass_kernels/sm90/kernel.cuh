@@ -1,0 +1,266 @@
+// The sm90 family: CUTLASS 3.x warp-specialized TMA + wgmma kernels under our own tile scheduler. A row of table.txt becomes a
+// translation unit that invokes JAX_STREAMK_SM90_KERNEL.
+#pragma once
+
+#include <memory>
+
+#include "cute/tensor.hpp"
+#include "cutlass/cluster_launch.hpp"
+#include "cutlass/cutlass.h"
+#include "cutlass/device_kernel.h"
+#include "cutlass/epilogue/collective/collective_builder.hpp"
+#include "cutlass/gemm/collective/collective_builder.hpp"
+#include "cutlass/gemm/kernel/gemm_universal.hpp"
+#include "cutlass_kernels/cuda_kernel.h"
+#include "cutlass_kernels/sm90/scheduler.h"
+
+namespace jax_streamk::sm90 {
+
+template <Type kType>
+struct ElementOf;
+template <>
+struct ElementOf<Type::kBF16> {
+  using type = cutlass::bfloat16_t;
+};
+template <>
+struct ElementOf<Type::kF16> {
+  using type = cutlass::half_t;
+};
+template <>
+struct ElementOf<Type::kF32> {
+  using type = float;
+};
+
+enum class WarpSchedule { kCooperative, kPingpong };
+
+struct Config {
+  Type type_ab, type_d;
+  Major major_a, major_b;
+  int tile_m, tile_n, tile_k;
+  int cluster_m, cluster_n;
+  WarpSchedule warp_schedule;
+  // Computes D^T = B^T A^T, so that the tile's short side, a multiple of 8 and not of 64, runs along m.
+  bool swap_ab;
+};
+
+inline std::string name_of(Config const& c) {
+  auto const letter = [](Major major) { return major == Major::kRow ? "r" : "c"; };
+  auto const number = [](int x) { return std::to_string(x); };
+  return std::string("sm90_") + jax_streamk::name_of(c.type_ab) + "_" + jax_streamk::name_of(c.type_d) + "_" +
+         letter(c.major_a) + letter(c.major_b) + "_" + number(c.tile_m) + "x" + number(c.tile_n) + "x" + number(c.tile_k) + "_" +
+         number(c.cluster_m) + "x" + number(c.cluster_n) + (c.warp_schedule == WarpSchedule::kPingpong ? "_pingpong" : "_coop") +
+         (c.swap_ab ? "_swap" : "");
+}
+
+template <Type kTypeAB, Type kTypeD, Major kMajorA, Major kMajorB, int kTileM, int kTileN, int kTileK, int kClusterM, int kClusterN,
+          WarpSchedule kWarpSchedule, bool kSwapAB>
+class Sm90Kernel final : public CudaKernel {
+  static constexpr Config kConfig = {kTypeAB, kTypeD,    kMajorA,   kMajorB,       kTileM, kTileN,
+                                     kTileK,  kClusterM, kClusterN, kWarpSchedule, kSwapAB};
+  static constexpr bool kPingpong = kConfig.warp_schedule == WarpSchedule::kPingpong;
+  static constexpr bool kSwap = kConfig.swap_ab;
+
+  using ElementAB = typename ElementOf<kConfig.type_ab>::type;
+  using ElementD = typename ElementOf<kConfig.type_d>::type;
+  template <bool kRowMajor>
+  using Layout = std::conditional_t<kRowMajor, cutlass::layout::RowMajor, cutlass::layout::ColumnMajor>;
+  // The kernel's own operands: with swap_ab its A is B^T (n x k) and its B is A^T (k x m).
+  using LayoutA = Layout<kSwap ? kConfig.major_b == Major::kColumn : kConfig.major_a == Major::kRow>;
+  using LayoutB = Layout<kSwap ? kConfig.major_a == Major::kColumn : kConfig.major_b == Major::kRow>;
+  using LayoutD = Layout<!kSwap>;
+  static constexpr int kAlignAB = 16 / sizeof(ElementAB), kAlignD = 16 / sizeof(ElementD);
+
+  using TileShape = cute::Shape<cute::Int<kConfig.tile_m>, cute::Int<kConfig.tile_n>, cute::Int<kConfig.tile_k>>;
+  using ClusterShape = cute::Shape<cute::Int<kConfig.cluster_m>, cute::Int<kConfig.cluster_n>, cute::_1>;
+
+  using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, TileShape, ClusterShape,
+      cutlass::epilogue::collective::EpilogueTileAuto, float, float, void, LayoutD, kAlignD, ElementD, LayoutD, kAlignD,
+      std::conditional_t<kPingpong, cutlass::epilogue::TmaWarpSpecialized,
+                         cutlass::epilogue::TmaWarpSpecializedCooperative>>::CollectiveOp;
+  using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, ElementAB, LayoutA, kAlignAB, ElementAB, LayoutB, kAlignAB, float,
+      TileShape, ClusterShape,
+      cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>,
+      std::conditional_t<kPingpong, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
+                         cutlass::gemm::KernelTmaWarpSpecializedCooperative>>::CollectiveOp;
+  using Gemm =
+      cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue, SchedulerTag>;
+  using Scheduler = typename Gemm::TileScheduler;
+
+  static constexpr int kClusterSize = kConfig.cluster_m * kConfig.cluster_n;
+
+ public:
+  Sm90Kernel() : CudaKernel(make_info()) {}
+
+  Decomposition decomposition(GemmProblem const& p, Schedule const& s, Device const& device) const override {
+    bool const stream_k = s.kind == ScheduleKind::kStreamK && s.max_sms != 1;
+    int32_t const sms = stream_k && s.max_sms > 0 && s.max_sms < device.sms ? s.max_sms : device.sms;
+    TileOrder const order = tile_order(p, s);
+    return Decomposition::make(s.kind == ScheduleKind::kStreamK && !stream_k ? ScheduleKind::kDataParallel : s.kind,
+                               static_cast<int32_t>(p.batch) * order.tiles_m * order.tiles_n, k_tiles(p), sms / kClusterSize,
+                               s.splits);
+  }
+
+ protected:
+  Status can_launch(GemmProblem const&, Schedule const&, Device const& device) const override {
+    if (device.arch != 90)
+      return Status::precondition(info.name + " is compiled for sm_90a; the device is sm_" + std::to_string(device.arch));
+    return {};
+  }
+
+  int64_t launch_workspace_bytes(GemmProblem const& p, Schedule const& s, Device const& device) const override {
+    return workspace(p, s, device).bytes;
+  }
+
+  Status launch(GemmProblem const& p, Schedule const& s, Device const& device, Buffers const& buffers,
+                cudaStream_t stream) const override {
+    Workspace const parts = workspace(p, s, device);
+    auto* const workspace = static_cast<char*>(buffers.workspace);
+    if (parts.zeroed > 0) {
+      Status const status = from_cuda(cudaMemsetAsync(workspace, 0, parts.zeroed, stream), info.name + ": zeroing tickets");
+      if (!status.ok()) return status;
+    }
+    typename Scheduler::Params scheduler;
+    scheduler.decomposition = decomposition(p, s, device);
+    scheduler.order = tile_order(p, s);
+    scheduler.atomic = s.reduction == Reduction::kAtomic;
+    scheduler.tickets = reinterpret_cast<uint32_t*>(workspace);
+    scheduler.partials = reinterpret_cast<float*>(workspace + parts.tickets);
+
+    auto const* a = static_cast<ElementAB const*>(kSwap ? buffers.b : buffers.a);
+    auto const* b = static_cast<ElementAB const*>(kSwap ? buffers.a : buffers.b);
+    auto const stride_a = stride<typename Gemm::StrideA>(kSwap ? p.ldb : p.lda, kSwap ? p.batch_stride_b : p.batch_stride_a);
+    auto const stride_b = stride<typename Gemm::StrideB>(kSwap ? p.lda : p.ldb, kSwap ? p.batch_stride_a : p.batch_stride_b);
+    auto const stride_d = stride<typename Gemm::StrideD>(p.ldd, p.batch_stride_d);
+    typename Gemm::Arguments const arguments{
+        cutlass::gemm::GemmUniversalMode::kGemm,
+        {static_cast<int>(kSwap ? p.n : p.m), static_cast<int>(kSwap ? p.m : p.n), static_cast<int>(p.k),
+         static_cast<int>(p.batch)},
+        {a, stride_a, b, stride_b},
+        {{1.0f, 0.0f}, nullptr, {}, static_cast<ElementD*>(buffers.d), stride_d},
+        {0, device.sms},
+        scheduler};
+    typename Gemm::Params params = Gemm::to_underlying_arguments(arguments, nullptr);
+    dim3 const cluster(kConfig.cluster_m, kConfig.cluster_n, 1);
+    dim3 const grid(scheduler.decomposition.workers * cluster.x, cluster.y, 1);
+    void* kernel_arguments[] = {&params};
+    auto const launched = cutlass::ClusterLauncher::launch(grid, cluster, Gemm::get_block_shape(), Gemm::SharedStorageSize,
+                                                           stream, entry_point(), kernel_arguments);
+    cudaError_t const error = cudaGetLastError();
+    if (launched != cutlass::Status::kSuccess && error == cudaSuccess)
+      return Status::internal(info.name + ": the cluster launch was refused");
+    return from_cuda(error, "launching " + info.name);
+  }
+
+  void const* entry_point() const override { return reinterpret_cast<void const*>(&cutlass::device_kernel<Gemm>); }
+
+ private:
+  static KernelInfo make_info() {
+    KernelInfo info;
+    info.name = name_of(kConfig);
+    info.family = Family::kSm90;
+    info.type_a = info.type_b = kConfig.type_ab;
+    info.type_d = kConfig.type_d;
+    info.major_a = kConfig.major_a;
+    info.major_b = kConfig.major_b;
+    info.align_a = info.align_b = kAlignAB;
+    info.align_d = kAlignD;
+    info.tile_m = kConfig.tile_m;
+    info.tile_n = kConfig.tile_n;
+    info.tile_k = kConfig.tile_k;
+    info.cluster_m = kConfig.cluster_m;
+    info.cluster_n = kConfig.cluster_n;
+    info.stages = Mainloop::DispatchPolicy::Stages;
+    info.warp_schedule = kPingpong ? "pingpong" : "cooperative";
+    info.swap_ab = kSwap;
+    // Consumer warpgroups of the pingpong kernel own different tiles and always run all of K.
+    if (!kPingpong) info.split_k_reductions = info.stream_k_reductions = {Reduction::kOrdered, Reduction::kAtomic};
+    if (kConfig.type_d == Type::kF32) info.split_k_reductions.push_back(Reduction::kSeparate);
+    info.threads = Gemm::MaxThreadsPerBlock;
+    info.shared_memory = Gemm::SharedStorageSize;
+    return info;
+  }
+
+  // A stride of the kernel: one of the two leading modes is the constant 1, the other the leading dimension.
+  template <class Stride>
+  static Stride stride(int64_t ld, int64_t batch_stride) {
+    if constexpr (cute::is_static_v<cute::tuple_element_t<0, Stride>>) {
+      return {cute::_1{}, ld, batch_stride};
+    } else {
+      return {ld, cute::_1{}, batch_stride};
+    }
+  }
+
+  static int32_t k_tiles(GemmProblem const& p) { return static_cast<int32_t>((p.k + kConfig.tile_k - 1) / kConfig.tile_k); }
+
+  static TileOrder tile_order(GemmProblem const& p, Schedule const& s) {
+    auto const cluster_tiles = [](int64_t extent, int tile, int cluster) {
+      return static_cast<int32_t>((extent + tile * cluster - 1) / (tile * cluster));
+    };
+    TileOrder order;
+    order.tiles_m = cluster_tiles(kSwap ? p.n : p.m, kConfig.tile_m, kConfig.cluster_m);
+    order.tiles_n = cluster_tiles(kSwap ? p.m : p.n, kConfig.tile_n, kConfig.cluster_n);
+    bool const along_m = (s.raster == Raster::kAlongM) != kSwap;
+    order.raster = along_m ? Raster::kAlongM : Raster::kAlongN;
+    order.swizzle = s.swizzle;
+    return order;
+  }
+
+  struct Workspace {
+    int64_t tickets = 0;  // bytes before the partials
+    int64_t zeroed = 0;   // leading bytes that must be zero before the launch
+    int64_t bytes = 0;
+  };
+
+  Workspace workspace(GemmProblem const& p, Schedule const& s, Device const& device) const {
+    Decomposition const d = decomposition(p, s, device);
+    if (d.shared_tiles() == 0) return {};
+    bool const atomic = s.reduction == Reduction::kAtomic;
+    Workspace out;
+    out.tickets = align_workspace(static_cast<int64_t>(d.shared_tiles()) * kClusterSize * sizeof(uint32_t));
+    out.bytes = out.tickets + static_cast<int64_t>(atomic ? d.shared_tiles() : d.slots()) * kClusterSize *
+                                  Scheduler::kTileValues * sizeof(float);
+    out.zeroed = atomic ? out.bytes : out.tickets;
+    return out;
+  }
+};
+
+// One row of the table: a tile with all four majornesses of A and B, into the operands' type and into f32. Most of a translation
+// unit's compile time goes into CUTLASS's headers, so the eight cost little more than one.
+template <Type kTypeAB, int... kTileAndCluster>
+struct Row {
+  template <Type kTypeD, Major kMajorA, Major kMajorB, WarpSchedule kWarpSchedule, bool kSwapAB>
+  static void add() {
+    Registration(std::make_unique<
+                 Sm90Kernel<kTypeAB, kTypeD, kMajorA, kMajorB, kTileAndCluster..., kWarpSchedule, kSwapAB>>());
+  }
+  template <Type kTypeD, WarpSchedule kWarpSchedule, bool kSwapAB>
+  static void add_majors() {
+    add<kTypeD, Major::kRow, Major::kRow, kWarpSchedule, kSwapAB>();
+    add<kTypeD, Major::kRow, Major::kColumn, kWarpSchedule, kSwapAB>();
+    add<kTypeD, Major::kColumn, Major::kRow, kWarpSchedule, kSwapAB>();
+    add<kTypeD, Major::kColumn, Major::kColumn, kWarpSchedule, kSwapAB>();
+  }
+  template <WarpSchedule kWarpSchedule, bool kSwapAB>
+  static bool add_all() {
+    add_majors<kTypeAB, kWarpSchedule, kSwapAB>();
+    add_majors<Type::kF32, kWarpSchedule, kSwapAB>();
+    return true;
+  }
+};
+
+// The words of table.txt.
+namespace words {
+inline constexpr Type bf16 = Type::kBF16, f16 = Type::kF16;
+inline constexpr WarpSchedule cooperative = WarpSchedule::kCooperative, pingpong = WarpSchedule::kPingpong;
+inline constexpr bool plain = false, swapped = true;
+}  // namespace words
+
+}  // namespace jax_streamk::sm90
+
+#define JAX_STREAMK_SM90_KERNEL(type_ab, tile_m, tile_n, tile_k, cluster_m, cluster_n, warp_schedule, operands)                  \
+  namespace jax_streamk::sm90::words {                                                                                        \
+  static bool const row_added =                                                                                               \
+      Row<type_ab, tile_m, tile_n, tile_k, cluster_m, cluster_n>::add_all<warp_schedule, operands>();                         \
+  }

@@ -1,0 +1,72 @@
+// What one custom call carries: the attributes that lowering wrote and the state that instantiation makes of them.
+#pragma once
+
+#include <memory>
+#include <string_view>
+
+#include "cutlass_kernels/gemm.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_streamk {
+
+// Flat, one attribute a member, named as here. Extents and strides are those of GemmProblem.
+struct GemmAttributes {
+  std::string_view kernel;
+  int64_t batch, m, n, k;
+  int64_t lda, ldb, ldd, batch_stride_a, batch_stride_b, batch_stride_d;
+  Type type_a, type_b, type_d;
+  Math math;
+  Major major_a, major_b;
+  ScheduleKind schedule;
+  int32_t splits;
+  Reduction reduction;
+  int32_t max_sms;
+  Raster raster;
+  int32_t swizzle;
+  // What the plan was made for; execution refuses anything else.
+  int32_t arch, sms;
+  int64_t workspace_bytes;
+};
+
+struct GemmCall {
+  static xla::ffi::TypeId id;
+  static xla::ffi::TypeInfo const info;
+
+  Kernel const* kernel;
+  GemmProblem problem;
+  Schedule schedule;
+  Device device;
+  int64_t workspace_bytes;
+};
+
+xla::ffi::Error to_error(Status const& status);
+
+// Finds the kernel and checks everything that does not need the device or the buffers.
+xla::ffi::ErrorOr<std::unique_ptr<GemmCall>> instantiate(GemmAttributes attributes);
+
+// Checks the buffers of one execution against the call and hands out their addresses.
+xla::ffi::ErrorOr<Buffers> check_buffers(GemmCall const& call, xla::ffi::AnyBuffer a, xla::ffi::AnyBuffer b,
+                                         xla::ffi::Result<xla::ffi::AnyBuffer> d,
+                                         xla::ffi::Result<xla::ffi::AnyBuffer> workspace);
+
+}  // namespace jax_streamk
+
+XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jax_streamk::Type);
+XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jax_streamk::Math);
+XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jax_streamk::Major);
+XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jax_streamk::ScheduleKind);
+XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jax_streamk::Reduction);
+XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jax_streamk::Raster);
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    jax_streamk::GemmAttributes, StructMember<std::string_view>("kernel"), StructMember<int64_t>("batch"),
+    StructMember<int64_t>("m"), StructMember<int64_t>("n"), StructMember<int64_t>("k"), StructMember<int64_t>("lda"),
+    StructMember<int64_t>("ldb"), StructMember<int64_t>("ldd"), StructMember<int64_t>("batch_stride_a"),
+    StructMember<int64_t>("batch_stride_b"), StructMember<int64_t>("batch_stride_d"),
+    StructMember<jax_streamk::Type>("type_a"), StructMember<jax_streamk::Type>("type_b"),
+    StructMember<jax_streamk::Type>("type_d"), StructMember<jax_streamk::Math>("math"),
+    StructMember<jax_streamk::Major>("major_a"), StructMember<jax_streamk::Major>("major_b"),
+    StructMember<jax_streamk::ScheduleKind>("schedule"), StructMember<int32_t>("splits"),
+    StructMember<jax_streamk::Reduction>("reduction"), StructMember<int32_t>("max_sms"),
+    StructMember<jax_streamk::Raster>("raster"), StructMember<int32_t>("swizzle"), StructMember<int32_t>("arch"),
+    StructMember<int32_t>("sms"), StructMember<int64_t>("workspace_bytes"));

@@ -1,0 +1,180 @@
+// jax_streamk._ffi: what the Python layer sees of the C++ side. Handlers for XLA, the registry of kernels, and the questions that
+// planning and lowering ask of a kernel. Everything but resources() works without a GPU.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+#include <tuple>
+
+#include "ffi/gemm_call.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+extern "C" {
+XLA_FFI_Error* jax_streamk_host_instantiate(XLA_FFI_CallFrame*);
+XLA_FFI_Error* jax_streamk_host_execute(XLA_FFI_CallFrame*);
+#ifdef JAX_STREAMK_WITH_CUDA
+XLA_FFI_Error* jax_streamk_cuda_instantiate(XLA_FFI_CallFrame*);
+XLA_FFI_Error* jax_streamk_cuda_execute(XLA_FFI_CallFrame*);
+#endif
+}
+
+namespace jax_streamk {
+namespace {
+
+nb::capsule capsule(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) { return nb::capsule(reinterpret_cast<void*>(handler)); }
+
+nb::dict handlers(XLA_FFI_Error* (*instantiate)(XLA_FFI_CallFrame*), XLA_FFI_Error* (*execute)(XLA_FFI_CallFrame*)) {
+  nb::dict stages;
+  stages["instantiate"] = capsule(instantiate);
+  stages["execute"] = capsule(execute);
+  return stages;
+}
+
+Kernel const& kernel_named(std::string const& name) {
+  Kernel const* const kernel = find_kernel(name);
+  if (kernel == nullptr) throw nb::key_error(("no kernel named " + name + " was compiled").c_str());
+  return *kernel;
+}
+
+std::vector<KernelInfo> kernel_infos() {
+  std::vector<KernelInfo> infos;
+  for (auto const& kernel : kernels()) infos.push_back(kernel->info);
+  return infos;
+}
+
+std::optional<std::string> can_implement(std::string const& name, GemmProblem const& p, Schedule const& s, Device const& device) {
+  Status const status = check(kernel_named(name), p, s, device);
+  if (status.ok()) return std::nullopt;
+  return status.message;
+}
+
+// [worker][piece] -> (tile, first MAC iteration, MAC iterations, peer, peers)
+using Piece = std::tuple<int32_t, int32_t, int32_t, int32_t, int32_t>;
+std::vector<std::vector<Piece>> decomposition(std::string const& name, GemmProblem const& p, Schedule const& s,
+                                              Device const& device) {
+  Decomposition const d = kernel_named(name).decomposition(p, s, device);
+  std::vector<std::vector<Piece>> workers(d.workers);
+  for (int32_t worker = 0; worker < d.workers; ++worker) {
+    Work work;
+    for (int32_t ordinal = 0; d.work(worker, ordinal, work); ++ordinal)
+      workers[worker].emplace_back(work.tile, work.k_begin, work.k_count, work.peer, work.peers);
+  }
+  return workers;
+}
+
+std::pair<int32_t, int32_t> resources(std::string const& name) {
+  Resources out;
+  Status const status = kernel_named(name).resources(out);
+  if (!status.ok()) throw std::runtime_error(status.message);
+  return {out.registers, out.ctas_per_sm};
+}
+
+template <typename Enum>
+auto enumeration(nb::module_& m, char const* name, char const* doc, std::initializer_list<Enum> values) {
+  auto type = nb::enum_<Enum>(m, name, doc, nb::is_arithmetic());
+  for (Enum const value : values) type.value(name_of(value), value);
+}
+
+}  // namespace
+
+NB_MODULE(_ffi, m) {
+  m.doc() = "Kernels, their registry and their XLA FFI handlers.";
+
+  enumeration<Family>(m, "Family", "Which template a kernel comes from.", {Family::kHost, Family::kSm80, Family::kSm90});
+  enumeration<Type>(m, "Type", "Element types.", {Type::kF64, Type::kF32, Type::kBF16, Type::kF16, Type::kS8, Type::kS32});
+  enumeration<Major>(m, "Major", "row: the last index is contiguous.", {Major::kRow, Major::kColumn});
+  enumeration<Math>(m, "Math", "What a product of two f32 numbers is.", {Math::kNative, Math::kTF32, Math::kTF32x3});
+  enumeration<Reduction>(m, "Reduction", "How the partials of a shared tile become one.",
+                         {Reduction::kOrdered, Reduction::kAtomic, Reduction::kSeparate});
+  enumeration<ScheduleKind>(m, "ScheduleKind", "How the MAC-iteration space is cut.",
+                            {ScheduleKind::kDataParallel, ScheduleKind::kSplitK, ScheduleKind::kStreamK});
+  enumeration<Raster>(m, "Raster", "Along which dimension consecutive tiles lie.", {Raster::kAlongM, Raster::kAlongN});
+
+  nb::class_<GemmProblem>(m, "GemmProblem", "D[l] = A[l] @ B[l]: extents, types, majorness and strides in elements.")
+      .def(
+          "__init__",
+          [](GemmProblem* self, int64_t batch, int64_t m_, int64_t n, int64_t k, Type type_a, Type type_b, Type type_d, Math math,
+             Major major_a, Major major_b, int64_t lda, int64_t ldb, int64_t ldd, int64_t batch_stride_a, int64_t batch_stride_b,
+             int64_t batch_stride_d) {
+            new (self) GemmProblem{batch,   m_,  n,   k,   type_a,         type_b,         type_d,        math,
+                                   major_a, major_b, lda, ldb, ldd, batch_stride_a, batch_stride_b, batch_stride_d};
+          },
+          "batch"_a, "m"_a, "n"_a, "k"_a, "type_a"_a, "type_b"_a, "type_d"_a, "math"_a, "major_a"_a, "major_b"_a, "lda"_a,
+          "ldb"_a, "ldd"_a, "batch_stride_a"_a, "batch_stride_b"_a, "batch_stride_d"_a);
+
+  nb::class_<Schedule>(m, "Schedule", "How one kernel launch cuts and orders its work.")
+      .def(
+          "__init__",
+          [](Schedule* self, ScheduleKind schedule, int32_t splits, Reduction reduction, int32_t max_sms, Raster raster,
+             int32_t swizzle) { new (self) Schedule{schedule, splits, reduction, max_sms, raster, swizzle}; },
+          "schedule"_a, "splits"_a, "reduction"_a, "max_sms"_a, "raster"_a, "swizzle"_a);
+
+  nb::class_<Device>(m, "Device", "arch is 10 * major + minor of the compute capability, 0 for the host.")
+      .def(
+          "__init__", [](Device* self, int32_t arch, int32_t sms) { new (self) Device{arch, sms}; }, "arch"_a, "sms"_a);
+
+  nb::class_<KernelInfo>(m, "KernelInfo", "One compiled kernel.")
+      .def_ro("name", &KernelInfo::name)
+      .def_ro("family", &KernelInfo::family)
+      .def_ro("type_a", &KernelInfo::type_a)
+      .def_ro("type_b", &KernelInfo::type_b)
+      .def_ro("type_d", &KernelInfo::type_d)
+      .def_ro("math", &KernelInfo::math)
+      .def_ro("major_a", &KernelInfo::major_a)
+      .def_ro("major_b", &KernelInfo::major_b)
+      .def_ro("align_a", &KernelInfo::align_a)
+      .def_ro("align_b", &KernelInfo::align_b)
+      .def_ro("align_d", &KernelInfo::align_d)
+      .def_ro("tile_m", &KernelInfo::tile_m)
+      .def_ro("tile_n", &KernelInfo::tile_n)
+      .def_ro("tile_k", &KernelInfo::tile_k)
+      .def_ro("cluster_m", &KernelInfo::cluster_m)
+      .def_ro("cluster_n", &KernelInfo::cluster_n)
+      .def_ro("stages", &KernelInfo::stages)
+      .def_ro("warp_schedule", &KernelInfo::warp_schedule)
+      .def_ro("swap_ab", &KernelInfo::swap_ab)
+      .def_ro("split_k_reductions", &KernelInfo::split_k_reductions)
+      .def_ro("stream_k_reductions", &KernelInfo::stream_k_reductions)
+      .def_ro("threads", &KernelInfo::threads)
+      .def_ro("shared_memory", &KernelInfo::shared_memory);
+
+  m.def("kernels", &kernel_infos, "Every kernel compiled into this build, ordered by name.");
+  m.def("can_implement", &can_implement, "kernel"_a, "problem"_a, "schedule"_a, "device"_a,
+        "None, or why the kernel cannot run the problem in this way.");
+  m.def(
+      "workspace_bytes",
+      [](std::string const& name, GemmProblem const& p, Schedule const& s, Device const& device) {
+        return kernel_named(name).workspace_bytes(p, s, device);
+      },
+      "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "Bytes of workspace a launch needs.");
+  m.def("decomposition", &decomposition, "kernel"_a, "problem"_a, "schedule"_a, "device"_a,
+        "For each worker, its pieces of work in order: (tile, first MAC iteration, MAC iterations, peer, peers).");
+  m.def("resources", &resources, "kernel"_a, "(registers per thread, CTAs per SM) on the current GPU.");
+
+  m.def("host_handler", [] { return handlers(jax_streamk_host_instantiate, jax_streamk_host_execute); },
+        "The stages of the handler for platform \"cpu\".");
+#ifdef JAX_STREAMK_WITH_CUDA
+  m.attr("has_cuda") = true;
+  m.def("cuda_handler", [] { return handlers(jax_streamk_cuda_instantiate, jax_streamk_cuda_execute); },
+        "The stages of the handler for platform \"CUDA\".");
+#else
+  m.attr("has_cuda") = false;
+#endif
+  m.def(
+      "call_type",
+      [] {
+        nb::dict type;
+        type["type_id"] = nb::capsule(&GemmCall::id);
+        type["type_info"] = nb::capsule(&GemmCall::info);
+        return type;
+      },
+      "The type of a handler's state, for jax.ffi.register_ffi_type.");
+}
+
+}  // namespace jax_streamk
