@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "cutlass_kernels/decomposition.h"
@@ -127,7 +128,7 @@ class Kernel {
 
 // Every kernel that was compiled into this build, ordered by name.
 std::vector<std::unique_ptr<Kernel>> const& kernels();
-Kernel const* find_kernel(std::string const& name);
+Kernel const* find_kernel(std::string_view name);
 
 // A translation unit of the table adds its kernels by defining one of these at namespace scope.
 struct Registration {

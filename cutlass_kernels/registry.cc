@@ -108,10 +108,10 @@ std::vector<std::unique_ptr<Kernel>> const& kernels() {
   return registry();
 }
 
-Kernel const* find_kernel(std::string const& name) {
+Kernel const* find_kernel(std::string_view name) {
   auto const& all = kernels();
   auto const at = std::lower_bound(all.begin(), all.end(), name,
-                                   [](auto const& kernel, std::string const& key) { return kernel->info.name < key; });
+                                   [](auto const& kernel, std::string_view key) { return kernel->info.name < key; });
   return at != all.end() && (*at)->info.name == name ? at->get() : nullptr;
 }
 

@@ -25,12 +25,13 @@ Status check_device(GemmCall const& call) {
                               std::to_string(sms) + " SMs: lower the program for this device");
 }
 
-ffi::Error execute(GemmCall* call, cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::Result<ffi::AnyBuffer> d,
+ffi::Error execute(GemmAttributes attributes, cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::Result<ffi::AnyBuffer> d,
                    ffi::Result<ffi::AnyBuffer> workspace) {
-  auto buffers = check_buffers(*call, a, b, d, workspace);
+  GemmCall const call(attributes);
+  auto buffers = check_buffers(call, a, b, d, workspace);
   if (buffers.has_error()) return buffers.error();
-  if (Status status = check_device(*call); !status.ok()) return to_error(status);
-  return to_error(call->kernel->run(call->problem, call->schedule, call->device, *buffers, stream, nullptr));
+  if (Status status = check_device(call); !status.ok()) return to_error(status);
+  return to_error(call.kernel->run(call.problem, call.schedule, call.device, *buffers, stream, nullptr));
 }
 
 }  // namespace
@@ -40,7 +41,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_streamk_cuda_instantiate, instantiate,
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_streamk_cuda_execute, execute,
                               ffi::Ffi::Bind()
-                                  .Ctx<ffi::State<GemmCall>>()
+                                  .Attrs<GemmAttributes>()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()

@@ -6,8 +6,14 @@ namespace jax_streamk {
 
 namespace ffi = xla::ffi;
 
-ffi::TypeId GemmCall::id = {};
-ffi::TypeInfo const GemmCall::info = ffi::MakeTypeInfo<GemmCall>();
+GemmCall::GemmCall(GemmAttributes const& at)
+    : kernel(find_kernel(at.kernel)),
+      problem{at.batch, at.m,       at.n,       at.k,   at.type_a, at.type_b, at.type_d,
+              at.math,  at.major_a, at.major_b, at.lda, at.ldb,    at.ldd,    at.batch_stride_a,
+              at.batch_stride_b, at.batch_stride_d},
+      schedule{at.schedule, at.splits, at.reduction, at.max_sms, at.raster, at.swizzle},
+      device{at.arch, at.sms},
+      workspace_bytes(at.workspace_bytes) {}
 
 ffi::Error to_error(Status const& status) {
   std::string const message = "jax_streamk: " + status.message;
@@ -20,29 +26,19 @@ ffi::Error to_error(Status const& status) {
   return ffi::Error(ffi::ErrorCode::kInternal, message);
 }
 
-ffi::ErrorOr<std::unique_ptr<GemmCall>> instantiate(GemmAttributes at) {
-  std::string const name(at.kernel);
-  Kernel const* const kernel = find_kernel(name);
-  if (kernel == nullptr)
-    return ffi::Unexpected(to_error(Status::precondition(
+ffi::Error instantiate(GemmAttributes attributes) {
+  GemmCall const call(attributes);
+  std::string const name(attributes.kernel);
+  if (call.kernel == nullptr)
+    return to_error(Status::precondition(
         "this build has no kernel " + name +
-        "; the program was lowered by another build of jax_streamk: install the same one here, or lower it again")));
-  auto call = std::make_unique<GemmCall>();
-  call->kernel = kernel;
-  call->problem = {at.batch,  at.m,       at.n,       at.k,   at.type_a, at.type_b, at.type_d,
-                   at.math,   at.major_a, at.major_b, at.lda, at.ldb,    at.ldd,    at.batch_stride_a,
-                   at.batch_stride_b, at.batch_stride_d};
-  call->schedule = {at.schedule, at.splits, at.reduction, at.max_sms, at.raster, at.swizzle};
-  call->device = {at.arch, at.sms};
-  call->workspace_bytes = at.workspace_bytes;
-  if (Status status = check(*kernel, call->problem, call->schedule, call->device); !status.ok())
-    return ffi::Unexpected(to_error(status));
-  int64_t const needed = kernel->workspace_bytes(call->problem, call->schedule, call->device);
-  if (needed > call->workspace_bytes)
-    return ffi::Unexpected(to_error(Status::precondition(
-        name + " needs " + std::to_string(needed) + " bytes of workspace and was given " +
-        std::to_string(call->workspace_bytes) + "; the program was lowered by another version of jax_streamk: lower it again")));
-  return call;
+        "; the program was lowered by another build of jax_streamk: install the same one here, or lower it again"));
+  if (Status status = check(*call.kernel, call.problem, call.schedule, call.device); !status.ok()) return to_error(status);
+  int64_t const needed = call.kernel->workspace_bytes(call.problem, call.schedule, call.device);
+  if (needed <= call.workspace_bytes) return ffi::Error::Success();
+  return to_error(Status::precondition(name + " needs " + std::to_string(needed) + " bytes of workspace and was given " +
+                                       std::to_string(call.workspace_bytes) +
+                                       "; the program was lowered by another version of jax_streamk: lower it again"));
 }
 
 ffi::ErrorOr<Buffers> check_buffers(GemmCall const& call, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::Result<ffi::AnyBuffer> d,

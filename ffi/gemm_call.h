@@ -1,7 +1,9 @@
-// What one custom call carries: the attributes that lowering wrote and the state that instantiation makes of them.
+// What one custom call carries, as lowering wrote it, and as the kernels take it.
+//
+// Both stages decode it anew. Keeping instantiation's result as FFI state would need a type that is registered before the
+// handlers, and jaxlib registers what was deferred until a backend starts in the opposite order.
 #pragma once
 
-#include <memory>
 #include <string_view>
 
 #include "cutlass_kernels/gemm.h"
@@ -29,10 +31,9 @@ struct GemmAttributes {
 };
 
 struct GemmCall {
-  static xla::ffi::TypeId id;
-  static xla::ffi::TypeInfo const info;
+  explicit GemmCall(GemmAttributes const& attributes);
 
-  Kernel const* kernel;
+  Kernel const* kernel;  // null: this build has no kernel of that name
   GemmProblem problem;
   Schedule schedule;
   Device device;
@@ -41,8 +42,8 @@ struct GemmCall {
 
 xla::ffi::Error to_error(Status const& status);
 
-// Finds the kernel and checks everything that does not need the device or the buffers.
-xla::ffi::ErrorOr<std::unique_ptr<GemmCall>> instantiate(GemmAttributes attributes);
+// The instantiate stage of both platforms: everything that can be checked without the device and the buffers.
+xla::ffi::Error instantiate(GemmAttributes attributes);
 
 // Checks the buffers of one execution against the call and hands out their addresses.
 xla::ffi::ErrorOr<Buffers> check_buffers(GemmCall const& call, xla::ffi::AnyBuffer a, xla::ffi::AnyBuffer b,

@@ -57,12 +57,13 @@ class PoolExecutor final : public Executor {
   ffi::ThreadPool& pool_;
 };
 
-ffi::Error execute(GemmCall* call, ffi::ThreadPool pool, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::Result<ffi::AnyBuffer> d,
+ffi::Error execute(GemmAttributes attributes, ffi::ThreadPool pool, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::Result<ffi::AnyBuffer> d,
                    ffi::Result<ffi::AnyBuffer> workspace) {
-  auto buffers = check_buffers(*call, a, b, d, workspace);
+  GemmCall const call(attributes);
+  auto buffers = check_buffers(call, a, b, d, workspace);
   if (buffers.has_error()) return buffers.error();
   PoolExecutor executor(pool);
-  return to_error(call->kernel->run(call->problem, call->schedule, call->device, *buffers, nullptr, &executor));
+  return to_error(call.kernel->run(call.problem, call.schedule, call.device, *buffers, nullptr, &executor));
 }
 
 }  // namespace
@@ -72,7 +73,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_streamk_host_instantiate, instantiate,
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_streamk_host_execute, execute,
                               ffi::Ffi::Bind()
-                                  .Ctx<ffi::State<GemmCall>>()
+                                  .Attrs<GemmAttributes>()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()

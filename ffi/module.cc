@@ -8,6 +8,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <optional>
+#include <thread>
 #include <tuple>
 
 #include "ffi/gemm_call.h"
@@ -66,6 +67,26 @@ std::vector<std::vector<Piece>> decomposition(std::string const& name, GemmProbl
       workers[worker].emplace_back(work.tile, work.k_begin, work.k_count, work.peer, work.peers);
   }
   return workers;
+}
+
+class ThreadExecutor final : public Executor {
+ public:
+  void parallel(int32_t count, void (*work)(void*, int32_t), void* context) override {
+    std::vector<std::thread> threads;
+    for (int32_t i = 0; i < count; ++i) threads.emplace_back(work, context, i);
+    for (std::thread& thread : threads) thread.join();
+  }
+};
+
+void launch(std::string const& name, GemmProblem const& p, Schedule const& s, Device const& device, uintptr_t a, uintptr_t b,
+            uintptr_t d, uintptr_t workspace, uintptr_t stream) {
+  Kernel const& kernel = kernel_named(name);
+  Status status = check(kernel, p, s, device);
+  ThreadExecutor executor;
+  auto const pointer = [](uintptr_t address) { return reinterpret_cast<void*>(address); };
+  if (status.ok())
+    status = kernel.run(p, s, device, {pointer(a), pointer(b), pointer(d), pointer(workspace)}, pointer(stream), &executor);
+  if (!status.ok()) throw std::runtime_error(status.message);
 }
 
 std::pair<int32_t, int32_t> resources(std::string const& name) {
@@ -157,6 +178,11 @@ NB_MODULE(_ffi, m) {
         "For each worker, its pieces of work in order: (tile, first MAC iteration, MAC iterations, peer, peers).");
   m.def("resources", &resources, "kernel"_a, "(registers per thread, CTAs per SM) on the current GPU.");
 
+  m.def("launch", &launch, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "a"_a, "b"_a, "d"_a, "workspace"_a, "stream"_a = 0,
+        nb::call_guard<nb::gil_scoped_release>(),
+        "Runs a kernel on raw addresses, outside XLA: for tests that poison buffers and for measurements. On a GPU it returns once "
+        "the launches are queued on the stream.");
+
   m.def("host_handler", [] { return handlers(jax_streamk_host_instantiate, jax_streamk_host_execute); },
         "The stages of the handler for platform \"cpu\".");
 #ifdef JAX_STREAMK_WITH_CUDA
@@ -166,15 +192,6 @@ NB_MODULE(_ffi, m) {
 #else
   m.attr("has_cuda") = false;
 #endif
-  m.def(
-      "call_type",
-      [] {
-        nb::dict type;
-        type["type_id"] = nb::capsule(&GemmCall::id);
-        type["type_info"] = nb::capsule(&GemmCall::info);
-        return type;
-      },
-      "The type of a handler's state, for jax.ffi.register_ffi_type.");
 }
 
 }  // namespace jax_streamk

@@ -1,0 +1,93 @@
+"""Decides whether CUDA kernels are built, and with what: the one answer that CMake and the build backend share.
+
+Run as a script it prints one CMake-readable line per fact: ``KEY=value``. An empty NVCC means no CUDA; WHY says why.
+"""
+
+import importlib.metadata
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+MINIMUM = (12, 8)
+WHEELS = "nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-cccl"
+DEFAULT_ARCHITECTURES = "80;90a"
+
+
+def _candidates():
+    """Yields paths where nvcc may be: PATH, CUDA_HOME, then NVIDIA's wheels in this environment."""
+    yield shutil.which("nvcc")
+    if "CUDA_HOME" in os.environ:
+        yield os.path.join(os.environ["CUDA_HOME"], "bin", "nvcc")
+    try:
+        files = importlib.metadata.files("nvidia-cuda-nvcc") or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    yield from (str(file.locate()) for file in files if file.name == "nvcc")
+
+
+def _version(nvcc):
+    try:
+        text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    found = re.search(r"release (\d+)\.(\d+)", text)
+    return tuple(map(int, found.groups())) if found else None
+
+
+def visible_architectures():
+    """The compute capabilities of this machine's GPUs, as CMAKE_CUDA_ARCHITECTURES; empty without a GPU."""
+    try:
+        text = subprocess.run(
+            ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"], capture_output=True, text=True, check=True
+        ).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    found = {line.strip().replace(".", "") for line in text.splitlines() if re.fullmatch(r"\d+\.\d", line.strip())}
+    return ";".join(sorted("90a" if arch == "90" else arch for arch in found))
+
+
+def decide(option, architectures):
+    """Whether and how to build the CUDA kernels.
+
+    Args:
+      option: "ON", "OFF" or "AUTO".
+      architectures: CMAKE_CUDA_ARCHITECTURES as the user gave it, or "".
+
+    Returns:
+      (nvcc, architectures, why): nvcc is "" when the CUDA kernels are not built, and why says so in one clause.
+    """
+    if option.upper() not in ("ON", "OFF", "AUTO"):
+        raise SystemExit(f"JAX_STREAMK_CUDA={option}: must be ON, OFF or AUTO")
+    if option.upper() == "OFF":
+        return "", "", "JAX_STREAMK_CUDA is OFF"
+    needed = f"a CUDA toolkit of at least {MINIMUM[0]}.{MINIMUM[1]} (nvcc on PATH, CUDA_HOME, or pip install {WHEELS})"
+    found = [(nvcc, _version(nvcc)) for nvcc in _candidates() if nvcc and os.path.exists(nvcc)]
+    usable = [nvcc for nvcc, version in found if version and version >= MINIMUM]
+    if not usable:
+        seen = "; found " + ", ".join(f"{nvcc} {version}" for nvcc, version in found) if found else ""
+        if option.upper() == "ON":
+            raise SystemExit(f"JAX_STREAMK_CUDA=ON needs {needed}{seen}")
+        return "", "", f"there is no {needed[2:]}{seen}"
+    if not architectures:
+        architectures = visible_architectures()
+        if not architectures and option.upper() == "AUTO":
+            return "", "", "no GPU is visible and no architectures were named"
+    return str(pathlib.Path(usable[0]).resolve()), architectures or DEFAULT_ARCHITECTURES, ""
+
+
+def cutlass_include():
+    """CUTLASS's headers in the nvidia-cutlass wheel of this environment, or "" when it is not installed."""
+    try:
+        files = importlib.metadata.files("nvidia-cutlass") or []
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    header = next((file for file in files if file.as_posix().endswith("source/include/cutlass/cutlass.h")), None)
+    return str(pathlib.Path(header.locate()).resolve().parents[1]) if header else ""
+
+
+if __name__ == "__main__":
+    nvcc, architectures, why = decide(*sys.argv[1:3])
+    print(f"NVCC={nvcc}", f"ARCHITECTURES={architectures}", f"WHY={why}", f"CUTLASS={cutlass_include()}", sep="\n")

@@ -1,0 +1,168 @@
+"""The public functions."""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_streamk import _ffi, compat, primitive
+from jax_streamk.problem import device_of
+from jax_streamk.schedules import check_schedule
+
+
+def matmul(a, b, *, precision=None, preferred_element_type=None, out_sharding=None, schedule=None):
+    """``jax.numpy.matmul`` by split-K and Stream-K kernels.
+
+    Args:
+      a: array of shape (k,), (m, k) or (..., m, k).
+      b: array of shape (k,), (k, n) or (..., k, n). Leading dimensions broadcast against those of ``a``; dtypes promote.
+      precision: as in ``jax.numpy.matmul``. On a GPU a product of two float32 is TF32 by default, three TF32 at HIGH, and left to
+        XLA at HIGHEST; on a CPU it is float32.
+      preferred_element_type: dtype of the result. Sums are float32 (float64 for float64, int32 for int8) whatever it is.
+      out_sharding: sharding of the result under explicit sharding, as in ``jax.numpy.matmul``.
+      schedule: ``Auto()`` (the default), ``DataParallel()``, ``SplitK(...)`` or ``StreamK(...)``. Anything but ``Auto()`` is
+        obeyed or refused.
+
+    Returns:
+      What ``jax.numpy.matmul`` returns, with shape (..., m, n).
+
+    Raises:
+      TypeError: an operand is not an array of numbers, or schedule is not a schedule.
+      ValueError: an operand is a scalar, contracted sizes differ, leading dimensions do not broadcast, or no kernel can run the
+        product under the given schedule.
+    """
+    schedule = check_schedule(schedule)
+    a, b = _arrays("matmul", a=a, b=b)
+    precision = compat.canonicalize_precision(precision)
+    dimension_numbers, squeeze, order = _matmul_dimensions(a.shape, b.shape)
+    a, b = (lax.squeeze(x, dims) if dims else x for x, dims in zip((a, b), squeeze))
+    out = primitive.bind(
+        a,
+        b,
+        dimension_numbers=dimension_numbers,
+        precision=precision,
+        preferred_element_type=_element_type(preferred_element_type),
+        out_sharding=out_sharding,
+        schedule=schedule,
+    )
+    return out if order is None else lax.transpose(out, order)
+
+
+def plan(lhs, rhs, dimension_numbers=None, *, schedule=None, device=None, precision=None, preferred_element_type=None):
+    """The ``Plan`` that a product would run, without running it.
+
+    Args:
+      lhs, rhs: arrays, or anything with ``shape`` and ``dtype`` such as ``jax.ShapeDtypeStruct``.
+      dimension_numbers: as in ``lax.dot_general``; None plans ``matmul(lhs, rhs)``.
+      schedule: as in ``matmul``.
+      device: a ``jax.Device``, a ``jax_streamk.Device`` (for machines that are not here), or None for the default device.
+      precision, preferred_element_type: as in ``matmul``.
+
+    Raises:
+      TypeError, ValueError: as ``matmul``.
+    """
+    schedule = check_schedule(schedule)
+    lhs, rhs = (_shaped(name, x) for name, x in (("lhs", lhs), ("rhs", rhs)))
+    if dimension_numbers is None:
+        dtype = jnp.result_type(lhs.dtype, rhs.dtype)
+        dimension_numbers, (drop_lhs, drop_rhs), _ = _matmul_dimensions(lhs.shape, rhs.shape)
+        lhs, rhs = (_drop(x.shape, dims, dtype) for x, dims in ((lhs, drop_lhs), (rhs, drop_rhs)))
+    made, _ = primitive.plan(
+        lhs,
+        rhs,
+        dimension_numbers=dimension_numbers,
+        precision=compat.canonicalize_precision(precision),
+        preferred_element_type=_element_type(preferred_element_type),
+        schedule=schedule,
+        device=device_of(device),
+    )
+    return made
+
+
+def kernels():
+    """Every kernel compiled into this build, ordered by name.
+
+    Each has ``name, family, type_a, type_b, type_d, math, major_a, major_b, align_a, align_b, align_d`` (elements),
+    ``tile_m, tile_n, tile_k, cluster_m, cluster_n, stages, warp_schedule, swap_ab, split_k_reductions, stream_k_reductions,
+    threads, shared_memory`` (bytes per CTA). ``resources()`` gives registers and occupancy where a GPU is present.
+    """
+    return _ffi.kernels()
+
+
+def _arrays(function, **operands):
+    out = []
+    for name, x in operands.items():
+        if not hasattr(x, "shape") and not isinstance(x, (list, tuple, int, float, complex)):
+            raise TypeError(f"{function}: {name} is {type(x).__name__}; it must be an array")
+        x = jnp.asarray(x)
+        if not (jnp.issubdtype(x.dtype, np.number) or x.dtype == bool):
+            raise TypeError(f"{function}: {name} has dtype {x.dtype}; it must be numeric")
+        out.append(x)
+    dtype = jnp.result_type(*out)
+    return [x.astype(dtype) for x in out]
+
+
+def _element_type(dtype):
+    return None if dtype is None else jnp.dtype(dtype)
+
+
+class _Shaped:
+    def __init__(self, shape, dtype):
+        self.shape, self.dtype = tuple(shape), jnp.dtype(dtype)
+
+
+def _shaped(name, x):
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise TypeError(f"plan: {name} is {type(x).__name__}; it must have a shape and a dtype")
+    return _Shaped(x.shape, x.dtype)
+
+
+def _drop(shape, dims, dtype):
+    return _Shaped([size for i, size in enumerate(shape) if i not in dims], dtype)
+
+
+def _matmul_dimensions(a, b):
+    """``jnp.matmul`` of shapes a and b as a dot_general.
+
+    Returns:
+      dimension_numbers of the squeezed operands; the dimensions to squeeze from each (leading ones of size 1 that the other
+      broadcasts over); and the permutation of the result, None for none.
+    """
+    if not a or not b:
+        which, shape = ("a", a) if not a else ("b", b)
+        raise ValueError(f"matmul: {which} has shape {shape}; it must have at least one dimension")
+    k_a, k_b = a[-1], b[-2] if len(b) > 1 else b[0]
+    if k_a != k_b:
+        raise ValueError(f"matmul: a of shape {a} and b of shape {b} contract sizes {k_a} and {k_b}; they must be equal")
+    lead_a, lead_b = a[:-2], b[:-2]
+    rank = max(len(lead_a), len(lead_b))
+    # Leading dimensions, aligned on the right, by who has them: both, or one of them.
+    squeeze_a, squeeze_b, batch_a, batch_b, owners = [], [], [], [], []
+    for i in range(rank):
+        at_a, at_b = i - rank + len(lead_a), i - rank + len(lead_b)
+        size_a, size_b = (lead[at] if at >= 0 else None for lead, at in ((lead_a, at_a), (lead_b, at_b)))
+        if size_a == size_b:
+            batch_a.append(at_a), batch_b.append(at_b), owners.append("ab")
+        elif size_b in (None, 1):
+            owners.append("a")
+            if size_b == 1:
+                squeeze_b.append(at_b)
+        elif size_a in (None, 1):
+            owners.append("b")
+            if size_a == 1:
+                squeeze_a.append(at_a)
+        else:
+            raise ValueError(f"matmul: leading dimensions of a of shape {a} and b of shape {b} do not broadcast")
+
+    def kept(dims, squeezed):
+        return tuple(d - sum(s < d for s in squeezed) for d in dims)
+
+    contract_a = kept([len(a) - 1], squeeze_a)
+    contract_b = kept([max(len(b) - 2, 0)], squeeze_b)
+    numbers = ((contract_a, contract_b), (kept(batch_a, squeeze_a), kept(batch_b, squeeze_b)))
+    # dot_general returns (shared, only a, m, only b, n); matmul wants leading dimensions in place.
+    groups = {owner: [i for i, o in enumerate(owners) if o == owner] for owner in ("ab", "a", "b")}
+    has_m, has_n = len(a) > 1, len(b) > 1
+    produced = groups["ab"] + groups["a"] + ["m"] * has_m + groups["b"] + ["n"] * has_n
+    wanted = list(range(rank)) + ["m"] * has_m + ["n"] * has_n
+    order = tuple(produced.index(d) for d in wanted)
+    return numbers, (tuple(squeeze_a), tuple(squeeze_b)), None if order == tuple(range(len(order))) else order

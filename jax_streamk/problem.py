@@ -1,0 +1,277 @@
+"""From shapes, dtypes and dimension numbers to the strided GEMM that a kernel runs, without moving data where strides allow."""
+
+import dataclasses
+import math
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_streamk import _ffi
+
+TYPES = {
+    jnp.dtype(jnp.float64): _ffi.Type.f64,
+    jnp.dtype(jnp.float32): _ffi.Type.f32,
+    jnp.dtype(jnp.bfloat16): _ffi.Type.bf16,
+    jnp.dtype(jnp.float16): _ffi.Type.f16,
+    jnp.dtype(jnp.int8): _ffi.Type.s8,
+    jnp.dtype(jnp.int32): _ffi.Type.s32,
+}
+BYTES = {_ffi.Type.f64: 8, _ffi.Type.f32: 4, _ffi.Type.bf16: 2, _ffi.Type.f16: 2, _ffi.Type.s8: 1, _ffi.Type.s32: 4}
+
+
+class Unsupported(Exception):
+    """Why no kernel serves a product. ``Auto()`` falls back to XLA and shows this in its plan; an explicit schedule raises it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What a plan is made for.
+
+    Attributes:
+      platform: ``"cpu"`` or ``"cuda"``.
+      arch: 10 * major + minor of the compute capability; 0 on a CPU.
+      sms: streaming multiprocessors; threads on a CPU.
+    """
+
+    platform: str
+    arch: int
+    sms: int
+
+    def native(self):
+        return _ffi.Device(self.arch, self.sms)
+
+
+# What programs are lowered for when CUDA is asked for on a machine without a GPU (the H100 and H200 SXM).
+HOPPER = Device("cuda", 90, 132)
+
+
+def device_of(device):
+    """The ``Device`` of a jax.Device, of a ``Device``, or of JAX's default backend for None."""
+    if isinstance(device, Device):
+        return device
+    if device is None:
+        device = jax.devices()[0]
+    if device.platform == "gpu":
+        major, minor = device.compute_capability.split(".")
+        return Device("cuda", 10 * int(major) + int(minor), device.core_count)
+    if device.platform == "cpu":
+        return Device("cpu", 0, os.cpu_count() or 1)
+    return Device(device.platform, 0, 1)
+
+
+def device_for_lowering(platform):
+    """The ``Device`` of a platform that a program is lowered for: this machine's, or ``HOPPER`` for CUDA where there is none."""
+    if platform == "cpu":
+        return Device("cpu", 0, os.cpu_count() or 1)
+    try:
+        return device_of(jax.local_devices(backend="cuda")[0])
+    except RuntimeError:
+        return HOPPER
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmProblem:
+    """``D[l] = A[l] @ B[l]`` for l < batch: extents, types, majorness, and strides in elements (0 broadcasts an operand)."""
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    type_a: _ffi.Type
+    type_b: _ffi.Type
+    type_d: _ffi.Type
+    math: _ffi.Math
+    major_a: _ffi.Major
+    major_b: _ffi.Major
+    lda: int
+    ldb: int
+    ldd: int
+    batch_stride_a: int
+    batch_stride_b: int
+    batch_stride_d: int
+
+    def native(self):
+        return _ffi.GemmProblem(**self.attributes())
+
+    def attributes(self):
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    @property
+    def flops(self):
+        return 2 * self.batch * self.m * self.n * self.k
+
+    @property
+    def bytes(self):
+        """Bytes that any kernel must move: each operand read once, D written once."""
+        a = self.m * self.k * (self.batch if self.batch_stride_a else 1) * BYTES[self.type_a]
+        b = self.k * self.n * (self.batch if self.batch_stride_b else 1) * BYTES[self.type_b]
+        return a + b + self.batch * self.m * self.n * BYTES[self.type_d]
+
+    def __str__(self):
+        types = f"{_name(self.type_a)} x {_name(self.type_b)} -> {_name(self.type_d)}"
+        if self.math != _ffi.Math.native:
+            types += f" ({_name(self.math)})"
+        batch = f"{self.batch} x " if self.batch > 1 else ""
+        return f"{batch}[{self.m}, {self.k}] @ [{self.k}, {self.n}], {types}, A {_name(self.major_a)}, B {_name(self.major_b)}"
+
+
+def _name(enum):
+    return enum.name
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrangement:
+    """A product as a kernel sees it: the problem, and the operand transposes that must come first (None: none)."""
+
+    problem: GemmProblem
+    permute_lhs: tuple[int, ...] | None = None
+    permute_rhs: tuple[int, ...] | None = None
+
+
+def arrange(lhs, rhs, dimension_numbers, precision, preferred_element_type, platform):
+    """Arranges ``lax.dot_general(lhs, rhs, ...)`` of row-major operands as one strided GEMM.
+
+    Args:
+      lhs, rhs: anything with shape and dtype.
+      dimension_numbers: as lax.dot_general's, with its contraction of at least one element.
+      precision: canonical, as the dot_general primitive carries it.
+      preferred_element_type: dtype of the result, or None for lax's choice.
+      platform: "cpu" or "cuda"; it decides what a product of two f32 is.
+
+    Raises:
+      Unsupported: no kernel family has these types or this precision.
+    """
+    type_a, type_b, type_d, math_ = _types(lhs.dtype, rhs.dtype, preferred_element_type, precision, platform)
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+    # Contraction may run in any common order; the order of the lhs in memory is the likeliest to collapse.
+    order = sorted(range(len(lhs_contract)), key=lambda i: lhs_contract[i])
+    a = _Operand(lhs.shape, lhs_batch, [lhs_contract[i] for i in order])
+    b = _Operand(rhs.shape, rhs_batch, [rhs_contract[i] for i in order])
+    # Without a batch of its own, leading free dimensions of one operand that do not collapse with the rest are a batch over
+    # which the other operand is broadcast.
+    borrowed = None
+    if math.prod(a.sizes(a.batch)) == 1:
+        if not a.collapses(a.free) and b.collapses(b.free):
+            borrowed = a
+        elif not b.collapses(b.free) and a.collapses(a.free):
+            borrowed = b
+    if borrowed is not None:
+        borrowed.borrow_batch()
+    permute_lhs, permute_rhs = a.permute_unless_strided(), b.permute_unless_strided()
+
+    m, n, k = math.prod(a.sizes(a.free)), math.prod(b.sizes(b.free)), math.prod(a.sizes(a.contract))
+    batch = math.prod((borrowed or a).sizes((borrowed or a).batch))
+    major_a, lda = a.major_and_leading(rows=a.free, columns=a.contract)
+    major_b, ldb = b.major_and_leading(rows=b.contract, columns=b.free)
+    # D is (batch, lhs free, rhs free), row-major: a batch borrowed from the rhs lies between m and n.
+    ldd, stride_d = (batch * n, n) if borrowed is b else (n, m * n)
+    problem = GemmProblem(
+        batch, m, n, k, type_a, type_b, type_d, math_, major_a, major_b, lda, ldb, ldd,
+        0 if borrowed is b else a.stride(a.batch), 0 if borrowed is a else b.stride(b.batch), stride_d,
+    )  # fmt: skip
+    return Arrangement(problem, permute_lhs, permute_rhs)
+
+
+class _Operand:
+    """The dimensions of one operand by role, with the strides of its row-major layout."""
+
+    def __init__(self, shape, batch, contract):
+        self.shape = tuple(shape)
+        self.strides = tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
+        self.batch, self.contract = list(batch), list(contract)
+        self.free = [i for i in range(len(self.shape)) if i not in self.batch and i not in self.contract]
+
+    def sizes(self, dims):
+        return [self.shape[i] for i in dims]
+
+    def _solid(self, dims):
+        return [i for i in dims if self.shape[i] != 1]
+
+    def collapses(self, dims):
+        """Whether these dimensions, in this order, are one dimension with one stride."""
+        dims = self._solid(dims)
+        return all(self.strides[i] == self.strides[j] * self.shape[j] for i, j in zip(dims, dims[1:]))
+
+    def stride(self, dims):
+        dims = self._solid(dims)
+        return self.strides[dims[-1]] if dims else 0
+
+    def borrow_batch(self):
+        """Makes a batch of the leading free dimensions if that leaves both parts with one stride."""
+        for cut in range(1, len(self.free)):
+            if self.collapses(self.free[:cut]) and self.collapses(self.free[cut:]):
+                self.batch, self.free = self.free[:cut], self.free[cut:]
+                return
+
+    def permute_unless_strided(self):
+        """Returns a permutation to (batch, free, contract) and adopts it, or None where every role has one stride already."""
+        units = (self.stride(dims) <= 1 for dims in (self.free, self.contract))
+        if all(map(self.collapses, (self.batch, self.free, self.contract))) and any(units):
+            return None
+        permutation = tuple(self.batch + self.free + self.contract)
+        ends = np.cumsum([len(self.batch), len(self.free)])
+        self.__init__(
+            [self.shape[i] for i in permutation], range(ends[0]), range(ends[1], len(permutation))
+        )
+        return permutation
+
+    def major_and_leading(self, rows, columns):
+        """Majorness and leading dimension as a matrix of `rows` by `columns`, of which at least one has stride 1 or size 1."""
+        row, column = self.stride(rows), self.stride(columns)
+        extent_rows, extent_columns = math.prod(self.sizes(rows)), math.prod(self.sizes(columns))
+        if column <= 1:
+            return _ffi.Major.row, row or extent_columns
+        return _ffi.Major.column, column or extent_rows
+
+
+def _types(lhs, rhs, preferred, precision, platform):
+    lhs, rhs = jnp.dtype(lhs), jnp.dtype(rhs)
+    out = jnp.dtype(preferred) if preferred is not None else jnp.result_type(lhs, rhs)
+    if lhs != rhs:
+        raise Unsupported(f"operands of different dtypes, {lhs} and {rhs}")
+    outs = {
+        jnp.dtype(jnp.float64): (jnp.float64,),
+        jnp.dtype(jnp.float32): (jnp.float32,),
+        jnp.dtype(jnp.bfloat16): (jnp.bfloat16, jnp.float32),
+        jnp.dtype(jnp.float16): (jnp.float16, jnp.float32),
+        jnp.dtype(jnp.int8): (jnp.int32,),
+    }.get(lhs, ())
+    if out not in map(jnp.dtype, outs):
+        allowed = f"results of {lhs} may be {' or '.join(jnp.dtype(t).name for t in outs)}" if outs else f"no kernel multiplies {lhs}"
+        raise Unsupported(f"{lhs} x {rhs} -> {out}: {allowed}")
+    if lhs == jnp.int8 and platform != "cpu":
+        raise Unsupported(f"no kernel multiplies int8 on {platform}")
+    return TYPES[lhs], TYPES[rhs], TYPES[out], _math(lhs, precision, platform)
+
+
+def _math(dtype, precision, platform):
+    """What a product of two numbers is. On a GPU, f32 follows XLA: DEFAULT is TF32, HIGH three of them, HIGHEST full f32."""
+    if isinstance(precision, tuple):
+        precision = max(precision, key=lambda p: p.value if isinstance(p, lax.Precision) else 0)
+    f32 = dtype == jnp.float32
+    if precision is not None and not isinstance(precision, lax.Precision):
+        preset = lax.DotAlgorithmPreset
+        served = {
+            preset.DEFAULT: {dtype},
+            preset.F64_F64_F64: {jnp.dtype(jnp.float64)},
+            preset.BF16_BF16_F32: {jnp.dtype(jnp.bfloat16)},
+            preset.F16_F16_F32: {jnp.dtype(jnp.float16)},
+        }
+        if platform == "cpu":
+            served[preset.F32_F32_F32] = {jnp.dtype(jnp.float32)}
+        if dtype in served.get(precision, ()):
+            precision = lax.Precision.DEFAULT
+        elif f32 and platform != "cpu" and precision == preset.TF32_TF32_F32:
+            return _ffi.Math.tf32
+        elif f32 and platform != "cpu" and precision == preset.TF32_TF32_F32_X3:
+            return _ffi.Math.tf32x3
+        else:
+            raise Unsupported(f"no kernel has precision={precision} for {dtype} on {platform}")
+    if not f32 or platform == "cpu":
+        return _ffi.Math.native
+    if precision == lax.Precision.HIGHEST:
+        raise Unsupported("no kernel multiplies float32 at Precision.HIGHEST on a GPU: tensor cores have TF32 and three of them")
+    return _ffi.Math.tf32x3 if precision == lax.Precision.HIGH else _ffi.Math.tf32
