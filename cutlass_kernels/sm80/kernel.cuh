@@ -56,7 +56,8 @@ struct tf32 {
   using Operator = cutlass::arch::OpMultiplyAdd;
   static constexpr Math kMath = Math::kTF32;
 };
-// Each operand is the sum of two TF32 numbers; of the four products all but small x small are added.
+// Each operand is the sum of two TF32 numbers, and of the four products all but small x small are added. An infinite operand makes
+// a NaN, as its small part is infinity minus infinity.
 struct tf32x3 {
   using Operator = cutlass::arch::OpMultiplyAddFastF32;
   static constexpr Math kMath = Math::kTF32x3;
@@ -109,7 +110,8 @@ class Sm80Kernel final : public CudaKernel {
 
   static constexpr int64_t kSharedMemory = sizeof(typename Gemm::SharedStorage);
   static constexpr int64_t kMaxGridZ = 65535;
-  static constexpr int64_t kMaxCount = int64_t{1} << 30;  // the swizzle counts tiles and MAC iterations in ints
+  // The swizzle counts MAC iterations, and CTAs of which cohorts may take eight a tile, in ints.
+  static constexpr int64_t kMaxCount = int64_t{1} << 30;
 
  public:
   Sm80Kernel() : CudaKernel(describe()) {}
@@ -136,8 +138,8 @@ class Sm80Kernel final : public CudaKernel {
     auto const refuse = [&](std::string const& why) { return Status::invalid(info.name + ": " + why); };
     if (device.arch < 80) return refuse("it needs compute capability 8.0 or newer");
     if (kSharedMemory > shared_memory_per_cta(device))
-      return refuse("it needs " + std::to_string(kSharedMemory) + " bytes of shared memory per CTA, and compute capability " +
-                    std::to_string(device.arch) + " / 10 has " + std::to_string(shared_memory_per_cta(device)));
+      return refuse("it needs " + std::to_string(kSharedMemory) + " bytes of shared memory per CTA, and sm_" +
+                    std::to_string(device.arch) + " has " + std::to_string(shared_memory_per_cta(device)));
     // Vectors are loaded and stored whole: one that straddles the end of a row would read or write what lies behind it.
     auto const [name_a, extent_a] = contiguous(p.major_a, "m", p.m, "k", p.k);
     auto const [name_b, extent_b] = contiguous(p.major_b, "k", p.k, "n", p.n);
@@ -148,9 +150,12 @@ class Sm80Kernel final : public CudaKernel {
     if (split && p.batch > 1)
       return refuse("one launch splits one GEMM, and the batch is " + std::to_string(p.batch) +
                     "; a batch runs data-parallel, or as SplitK with reduction \"separate\"");
-    int64_t const count = tiles_of(p) * p.batch * (split ? k_tiles_of(p) : 1);
-    if (count >= kMaxCount || std::max({p.m, p.n, p.k}) >= 2 * kMaxCount - 1024)
-      return refuse(std::string("too large: ") + std::to_string(count) + (split ? " MAC iterations" : " tiles"));
+    int64_t const tiles = tiles_of(p);
+    if (tiles >= kMaxCount / 8 || std::max({p.m, p.n, p.k}) >= 2 * kMaxCount - 1024)
+      return refuse("too large: " + std::to_string(tiles) + " tiles");
+    if (tiles * p.batch >= kMaxCount) return refuse("too large: " + std::to_string(tiles * p.batch) + " tiles over the batch");
+    if (split && tiles * k_tiles_of(p) >= kMaxCount)
+      return refuse("too large to split: " + std::to_string(tiles * k_tiles_of(p)) + " MAC iterations");
     return {};
   }
 
