@@ -11,6 +11,9 @@
 #include <thread>
 #include <tuple>
 
+#ifdef JAX_STREAMK_WITH_CUDA
+#include "cutlass_kernels/cuda_kernel.h"
+#endif
 #include "ffi/gemm_call.h"
 
 namespace nb = nanobind;
@@ -187,6 +190,13 @@ NB_MODULE(_ffi, m) {
         "The stages of the handler for platform \"cpu\".");
 #ifdef JAX_STREAMK_WITH_CUDA
   m.attr("has_cuda") = true;
+  m.def(
+      "synchronize",
+      [] {
+        Status const status = from_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+        if (!status.ok()) throw std::runtime_error(status.message);
+      },
+      nb::call_guard<nb::gil_scoped_release>(), "Waits for the current GPU; raises what its kernels left behind.");
   m.def("cuda_handler", [] { return handlers(jax_streamk_cuda_instantiate, jax_streamk_cuda_execute); },
         "The stages of the handler for platform \"CUDA\".");
 #else

@@ -1,0 +1,93 @@
+"""``jax_streamk.matmul`` against ``jnp.matmul``, side by side on this GPU.
+
+For every shape both run in one process on the same operands: R independent products of their own A and B in one jitted call (XLA
+would merge dots that share an operand), R chosen so that more than 200 MB rotate through L2. Reported per product: the sum of all
+kernel times by CUPTI (median over iterations; memsets are not kernels and are not in it), and wall time of the whole call.
+
+    python benchmarks/bench_matmul.py shapes.csv out.json
+"""
+
+import argparse
+import csv
+import json
+import math
+import subprocess
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_streamk
+
+ROTATE_BYTES = 220e6
+
+
+def measure(function, operands, iterations=5):
+    """(kernel us, wall us, kernel names) per product."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    jitted = jax.jit(lambda pairs: [function(a, b) for a, b in pairs])
+    jax.block_until_ready(jitted(operands))
+    _, runs = profiler.Cupti(finalize=False).measure(jitted, aggregate=False, iterations=iterations)(operands)
+    runs = runs if isinstance(runs[0], list) else [runs]
+    totals = sorted(sum(ms for _, ms in run) * 1e3 / len(operands) for run in runs)
+    walls = []
+    for _ in range(4):
+        start = time.perf_counter()
+        for _ in range(5):
+            out = jitted(operands)
+        jax.block_until_ready(out)
+        walls.append((time.perf_counter() - start) / 5 * 1e6 / len(operands))
+    return totals[len(totals) // 2], min(walls), sorted({name for name, _ in runs[0]})
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("shapes")
+    parser.add_argument("out")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--limit", type=float, default=500, help="seconds after which no new shape is begun")
+    arguments = parser.parse_args()
+    with open(arguments.shapes) as file:
+        shapes = list(dict.fromkeys((int(row["m"]), int(row["n"]), int(row["k"])) for row in csv.DictReader(file)))
+    dtype = jnp.dtype(arguments.dtype)
+    rows, started = [], time.time()
+    for m, n, k in shapes:
+        if time.time() - started > arguments.limit:
+            print("stopped at the time limit before", (m, n, k))
+            break
+        count = max(2, min(32, math.ceil(ROTATE_BYTES / (dtype.itemsize * (m * k + k * n + m * n)))))
+        keys = jax.random.split(jax.random.key(m * n + k), 2 * count)
+        make = jax.jit(lambda key, shape: jax.random.normal(key, shape, jnp.float32).astype(dtype), static_argnums=1)
+        operands = [(make(keys[2 * i], (m, k)), make(keys[2 * i + 1], (k, n))) for i in range(count)]
+        plan = jax_streamk.plan(*operands[0])
+        ours = jax.jit(jax_streamk.matmul)(*operands[0]).astype(jnp.float32)
+        theirs = jax.jit(jnp.matmul)(*operands[0]).astype(jnp.float32)
+        difference = float(jnp.max(jnp.abs(ours - theirs)) / jnp.max(jnp.abs(theirs)))
+        our_kernels, our_wall, _ = measure(jax_streamk.matmul, operands)
+        xla_kernels, xla_wall, names = measure(jnp.matmul, operands)
+        row = dict(
+            m=m, n=n, k=k, xla_us=xla_kernels, ours_us=our_kernels, ratio=xla_kernels / our_kernels, xla_wall_us=xla_wall,
+            ours_wall_us=our_wall, wall_ratio=xla_wall / our_wall, plan=f"{plan.kernel} {plan.schedule}",
+            estimate_us=plan.microseconds, xla_kernels=names, max_difference=difference,
+        )  # fmt: skip
+        rows.append(row)
+        print(
+            f"{m:6}{n:6}{k:6}  XLA {xla_kernels:8.2f}  ours {our_kernels:8.2f}  ratio {row['ratio']:.2f}  wall {row['wall_ratio']:.2f}"
+            f"  {row['plan']}",
+            flush=True,
+        )
+    geomean = {key: float(np.exp(np.mean([np.log(row[key]) for row in rows]))) for key in ("ratio", "wall_ratio")}
+    gpu = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True)
+    result = dict(
+        gpu=gpu.stdout.strip().splitlines()[0], jax=jax.__version__, dtype=dtype.name, date=time.strftime("%Y-%m-%d"),
+        command=f"python benchmarks/bench_matmul.py {arguments.shapes}", geomean=geomean, rows=rows,
+    )  # fmt: skip
+    with open(arguments.out, "w") as file:
+        json.dump(result, file, indent=1)
+    print("geometric mean of XLA / ours: kernels {ratio:.3f}, wall {wall_ratio:.3f}".format(**geomean))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""Fixtures that every test file may use."""
+
+import jax
+import pytest
+
+
+def pytest_report_header(config):
+    import jaxlib
+
+    import jax_streamk
+
+    devices = ", ".join(str(device) for device in jax.devices())
+    return f"jax {jax.__version__}, jaxlib {jaxlib.__version__}, {devices}, {len(jax_streamk.kernels())} kernels compiled"
+
+
+def has_gpu():
+    return jax.default_backend() == "gpu"
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: runs on an NVIDIA GPU with a build that has CUDA kernels")
+
+
+def pytest_collection_modifyitems(config, items):
+    if has_gpu():
+        return
+    skip = pytest.mark.skip(reason="no GPU is visible to JAX")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)

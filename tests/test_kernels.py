@@ -1,0 +1,287 @@
+"""Every compiled kernel, launched outside XLA on poisoned buffers, against float64."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jax_streamk import _ffi
+
+DTYPES = {
+    _ffi.Type.f64: np.dtype(np.float64),
+    _ffi.Type.f32: np.dtype(np.float32),
+    _ffi.Type.bf16: np.dtype(ml_dtypes.bfloat16),
+    _ffi.Type.f16: np.dtype(np.float16),
+    _ffi.Type.s8: np.dtype(np.int8),
+    _ffi.Type.s32: np.dtype(np.int32),
+}
+GUARD = 256  # bytes of poison before and after D
+POISON = 0xFF  # NaN in every floating-point type, -1 in the integers
+PRECISIONS = {"native": None, "tf32": jax.lax.Precision.DEFAULT, "tf32x3": jax.lax.Precision.HIGH}
+
+ON_GPU = jax.default_backend() == "gpu"
+KERNELS = {kernel.name: kernel for kernel in _ffi.kernels()}
+
+
+def runs_here(kernel):
+    if kernel.family == _ffi.Family.host:
+        return True
+    capability = jax.devices()[0].compute_capability if ON_GPU else "0.0"
+    return ON_GPU and (kernel.family != _ffi.Family.sm90 or capability == "9.0")
+
+
+HERE = [name for name, kernel in KERNELS.items() if runs_here(kernel)]
+
+
+def device_of(kernel):
+    if kernel.family == _ffi.Family.host:
+        return _ffi.Device(0, 3)  # threads need not be cores
+    gpu = jax.devices()[0]
+    return _ffi.Device(int(gpu.compute_capability.replace(".", "")), gpu.core_count)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    broadcast: str = ""  # operands with batch stride 0: "a", "b" or ""
+    pad: int = 0  # alignments by which leading dimensions exceed the extents
+
+
+def round_up(x, to):
+    return -(-x // to) * to
+
+
+@functools.lru_cache(maxsize=64)
+def operands(case, type_ab, major_a, major_b, align_a, align_b, math_name, type_d):
+    """Operands with NaN between their rows, the float64 product, and the error of XLA's own product of the same values."""
+    rng = np.random.default_rng(abs(hash((case, type_ab.value, major_a.value, major_b.value))))
+    dtype = DTYPES[type_ab]
+
+    def matrix(rows, columns, major, align, batch):
+        shape = (rows, columns) if major == _ffi.Major.row else (columns, rows)
+        ld = round_up(shape[1], align) + case.pad * align
+        buffer = np.full((batch, shape[0], ld), 0, dtype)
+        buffer.view(np.uint8)[...] = POISON
+        values = rng.integers(-9, 10, (batch, *shape)) if dtype == np.int8 else rng.standard_normal((batch, *shape))
+        buffer[:, :, : shape[1]] = values.astype(dtype)
+        logical = buffer[:, :, : shape[1]]
+        return buffer, logical if major == _ffi.Major.row else logical.swapaxes(1, 2), ld
+
+    a, a_values, lda = matrix(case.m, case.k, major_a, align_a, 1 if "a" in case.broadcast else case.batch)
+    b, b_values, ldb = matrix(case.k, case.n, major_b, align_b, 1 if "b" in case.broadcast else case.batch)
+    exact = np.matmul(a_values.astype(np.float64), b_values.astype(np.float64))
+    with jax.enable_x64(bool(dtype == np.float64)):
+        xla = jnp.matmul(
+            jnp.asarray(a_values), jnp.asarray(b_values), precision=PRECISIONS[math_name], preferred_element_type=DTYPES[type_d]
+        )
+        xla = np.asarray(xla).astype(np.float64)
+    scale = math.sqrt(case.k * np.mean(a_values.astype(np.float64) ** 2) * np.mean(b_values.astype(np.float64) ** 2))
+    return a, b, lda, ldb, exact, scale, error(xla, exact, scale)
+
+
+def error(got, exact, scale):
+    """Root mean square and largest absolute error, over the size that sums of k random products have."""
+    return math.sqrt(np.mean((got - exact) ** 2)) / scale, np.max(np.abs(got - exact)) / scale
+
+
+class Memory:
+    """Poisoned memory of the kernel's device, by address."""
+
+    def __init__(self, kernel, array_or_bytes):
+        self.host = kernel.family == _ffi.Family.host
+        if isinstance(array_or_bytes, int):
+            array = np.full(array_or_bytes + 4096, POISON, np.uint8)
+        else:
+            array = np.ascontiguousarray(array_or_bytes).reshape(-1).view(np.uint8)
+        if self.host:
+            self.array = np.empty(array.size + 4096, np.uint8)
+            self.start = -self.array.ctypes.data % 4096
+            self.size = array.size
+            self.array[self.start : self.start + array.size] = array
+            self.address = self.array.ctypes.data + self.start
+        else:
+            self.array = jax.device_put(array)
+            self.array.block_until_ready()
+            self.address = self.array.unsafe_buffer_pointer()
+
+    def read(self):
+        return self.array[self.start : self.start + self.size] if self.host else np.asarray(self.array)
+
+
+def launch(kernel, case, schedule):
+    """Runs a kernel; returns D, after checking that nothing around D was written, the exact product, and (scale, XLA's errors)."""
+    a, b, lda, ldb, exact, scale, xla_error = operands(
+        case, kernel.type_a, kernel.major_a, kernel.major_b, kernel.align_a, kernel.align_b, kernel.math.name, kernel.type_d
+    )
+    dtype = DTYPES[kernel.type_d]
+    ldd = round_up(case.n, kernel.align_d) + case.pad * kernel.align_d
+    problem = _ffi.GemmProblem(
+        case.batch, case.m, case.n, case.k, kernel.type_a, kernel.type_b, kernel.type_d, kernel.math, kernel.major_a,
+        kernel.major_b, lda, ldb, ldd, 0 if "a" in case.broadcast else a[0].size, 0 if "b" in case.broadcast else b[0].size,
+        case.m * ldd,
+    )  # fmt: skip
+    device = device_of(kernel)
+    why = _ffi.can_implement(kernel.name, problem, schedule, device)
+    if why is not None:
+        return why, None, None
+    a, b = Memory(kernel, a), Memory(kernel, b)
+    d = Memory(kernel, GUARD * 2 + case.batch * case.m * ldd * dtype.itemsize)
+    workspace = Memory(kernel, _ffi.workspace_bytes(kernel.name, problem, schedule, device))
+    _ffi.launch(kernel.name, problem, schedule, device, a.address, b.address, d.address + GUARD, workspace.address)
+    if not workspace.host:
+        _ffi.synchronize()
+    raw = d.read()
+    body_bytes = case.batch * case.m * ldd * dtype.itemsize
+    body = raw[GUARD : GUARD + body_bytes].view(dtype).reshape(case.batch, case.m, ldd)
+    assert (raw[:GUARD] == POISON).all() and (raw[GUARD + body_bytes :] == POISON).all(), "wrote outside D"
+    assert (np.ascontiguousarray(body[:, :, case.n :]).view(np.uint8) == POISON).all(), "wrote between the rows of D"
+    return np.ascontiguousarray(body[:, :, : case.n]), exact, (scale, *xla_error)
+
+
+def check(kernel, case, schedule, twice=True):
+    got, exact, xla = launch(kernel, case, schedule)
+    if exact is None:
+        return got
+    label = f"{kernel.name} {case} {describe(schedule)}"
+    values = got.astype(np.float64)
+    assert not np.isnan(values).any(), f"{label}: {np.isnan(values).sum()} elements unwritten or poisoned"
+    scale, xla_rms, xla_largest = xla
+    rms, largest = error(values, exact, scale)
+    # A few roundings of the accumulator. XLA may round a handful of elements better than a chain of k additions can.
+    floor = 2.0**-51 if kernel.type_d == _ffi.Type.f64 else 2.0**-22
+    floor *= math.sqrt(case.k) if exact.size < 64 else 1
+    assert rms <= 2 * xla_rms + floor, f"{label}: error {rms:.3g}, XLA's {xla_rms:.3g}"
+    assert largest <= 4 * xla_largest + 8 * floor, f"{label}: largest error {largest:.3g}, XLA's {xla_largest:.3g}"
+    if twice and REDUCTION_OF[schedule] != _ffi.Reduction.atomic:
+        again, _, _ = launch(kernel, case, schedule)
+        assert got.tobytes() == again.tobytes(), f"{label}: two runs differ"
+    return None
+
+
+REDUCTION_OF, TEXT_OF = {}, {}
+
+
+def make_schedule(kind, splits=1, reduction=_ffi.Reduction.ordered, max_sms=0, raster=_ffi.Raster.along_m, swizzle=1):
+    schedule = _ffi.Schedule(kind, splits, reduction, max_sms, raster, swizzle)
+    REDUCTION_OF[schedule] = reduction
+    TEXT_OF[schedule] = f"{kind.name} splits={splits} {reduction.name} max_sms={max_sms} {raster.name} swizzle={swizzle}"
+    return schedule
+
+
+def describe(schedule):
+    return TEXT_OF[schedule]
+
+
+def all_schedules(kernel, k):
+    """Every kind of schedule the kernel claims, with split counts that do and do not divide the k-tiles."""
+    k_tiles = -(-k // kernel.tile_k)
+    yield make_schedule(_ffi.ScheduleKind.data_parallel)
+    yield make_schedule(_ffi.ScheduleKind.data_parallel, raster=_ffi.Raster.along_n, swizzle=2)
+    for reduction in kernel.split_k_reductions:
+        for splits in sorted({2, 3, k_tiles}):
+            if splits <= k_tiles:
+                yield make_schedule(_ffi.ScheduleKind.split_k, splits, reduction, swizzle=3)
+    for reduction in kernel.stream_k_reductions:
+        yield make_schedule(_ffi.ScheduleKind.stream_k, reduction=reduction)
+        yield make_schedule(_ffi.ScheduleKind.stream_k, reduction=reduction, max_sms=5)
+
+
+def fit(extent, align):
+    return round_up(extent, align)
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_ragged_tiny_and_deep(name):
+    kernel = KERNELS[name]
+    k_align = max(kernel.align_a, kernel.align_b)
+    cases = [
+        Case(1, 1, 1),
+        Case(1, 1, 3 * kernel.tile_k + 1),
+        Case(kernel.tile_m + 3, kernel.tile_n + 5, 2 * kernel.tile_k + k_align + 1, pad=1),
+        Case(17, 33, 5 * kernel.tile_k, batch=2, broadcast="a"),
+        Case(33, 9, kernel.tile_k + 3, batch=3, broadcast="b", pad=2),
+    ]
+    for case in cases:
+        served = 0
+        for schedule in all_schedules(kernel, case.k):
+            why = check(kernel, case, schedule)
+            assert why is None or case.batch > 1 or "batch" in why, why
+            served += why is None
+        assert served > 0, f"{name} runs {case} in no way"
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_many_waves(name):
+    kernel = KERNELS[name]
+    large = ON_GPU and kernel.family != _ffi.Family.host
+    m, n, k = (2112, 1736, 1048) if large else (290, 270, 200)
+    for schedule in all_schedules(kernel, k):
+        assert check(kernel, Case(m, n, k), schedule, twice=False) is None
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_one_split_is_the_unsplit_product_bit_for_bit(name):
+    kernel = KERNELS[name]
+    case = Case(70, 40, 4 * kernel.tile_k + 1)
+    unsplit, _, _ = launch(kernel, case, make_schedule(_ffi.ScheduleKind.data_parallel))
+    ways = [make_schedule(_ffi.ScheduleKind.split_k, splits=1), make_schedule(_ffi.ScheduleKind.stream_k, max_sms=1)]
+    for schedule in ways:
+        same, exact, _ = launch(kernel, case, schedule)
+        assert exact is not None, same
+        assert same.tobytes() == unsplit.tobytes(), describe(schedule)
+
+
+@pytest.mark.parametrize("name", [name for name in HERE if KERNELS[name].type_a not in (_ffi.Type.s8,)])
+def test_nan_and_inf_propagate(name):
+    kernel = KERNELS[name]
+    case = Case(9, 11, 3 * kernel.tile_k)
+    a, b, lda, ldb, _, _, _ = operands(
+        case, kernel.type_a, kernel.major_a, kernel.major_b, kernel.align_a, kernel.align_b, kernel.math.name, kernel.type_d
+    )
+    a, b = a.copy(), b.copy()
+    row = kernel.major_a == _ffi.Major.row
+    a[(0, 2, 2 * kernel.tile_k) if row else (0, 2 * kernel.tile_k, 2)] = np.nan
+    a[(0, 5, 1) if row else (0, 1, 5)] = np.inf
+    device = device_of(kernel)
+    ldd = round_up(case.n, kernel.align_d)
+    problem = _ffi.GemmProblem(
+        1, case.m, case.n, case.k, kernel.type_a, kernel.type_b, kernel.type_d, kernel.math, kernel.major_a, kernel.major_b,
+        lda, ldb, ldd, 0, 0, 0,
+    )  # fmt: skip
+    for schedule in all_schedules(kernel, case.k):
+        assert _ffi.can_implement(kernel.name, problem, schedule, device) is None
+        on_a, on_b = Memory(kernel, a), Memory(kernel, b)
+        d = Memory(kernel, case.m * ldd * DTYPES[kernel.type_d].itemsize)
+        workspace = Memory(kernel, _ffi.workspace_bytes(kernel.name, problem, schedule, device))
+        _ffi.launch(kernel.name, problem, schedule, device, on_a.address, on_b.address, d.address, workspace.address)
+        if not d.host:
+            _ffi.synchronize()
+        got = d.read()[: case.m * ldd * DTYPES[kernel.type_d].itemsize].view(DTYPES[kernel.type_d]).reshape(case.m, ldd)
+        finite = np.isfinite(got[:, : case.n].astype(np.float64))
+        assert np.isnan(got[2, : case.n].astype(np.float64)).all()
+        assert not finite[5].any()
+        assert finite[[0, 1, 3, 4, 6, 7, 8]].all()
+
+
+def test_registry_describes_every_kernel():
+    assert list(KERNELS) == sorted(KERNELS)
+    for kernel in KERNELS.values():
+        assert kernel.tile_m > 0 and kernel.tile_n > 0 and kernel.tile_k > 0 and kernel.stages >= 1
+        assert min(kernel.align_a, kernel.align_b, kernel.align_d) >= 1
+        assert kernel.threads >= 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in HERE if not name.startswith("host")] or ["no CUDA kernel in this build"])
+def test_resources_on_a_gpu(name):
+    registers, ctas_per_sm = _ffi.resources(name)
+    assert 16 <= registers <= 255
+    assert ctas_per_sm >= 1
