@@ -288,4 +288,4 @@ class Sm80Kernel final : public CudaKernel {
       std::make_unique<::jax_streamk::Sm80Kernel<                                                                            \
           ::jax_streamk::sm80::ab, ::jax_streamk::sm80::d, ::jax_streamk::sm80::math, ::jax_streamk::sm80::major_a,          \
           ::jax_streamk::sm80::major_b, ::cutlass::gemm::GemmShape<tile_m, tile_n, tile_k>,                                  \
-          ::cutlass::gemm::GemmShape<warp_m, warp_n, warp_k>, stages, align, align_d, ::jax_streamk::sm80::reduction>>())
+          ::cutlass::gemm::GemmShape<warp_m, warp_n, warp_k>, stages, align, align_d, ::jax_streamk::sm80::reduction>>());
