@@ -21,6 +21,7 @@ enum class Isa { kBaseline, kAvx2, kAvx512, kAvx512Bf16 };
 Isa choose_isa() {
   Isa isa = Isa::kBaseline;
 #if defined(__x86_64__)
+  __builtin_cpu_init();  // kernels are registered by static constructors, which may come first
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) isa = Isa::kAvx2;  // F16C is older than AVX2
   if (isa == Isa::kAvx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
