@@ -1,13 +1,14 @@
-"""What a plan is expected to cost.
+"""What candidate plans are expected to cost, all of them at once, as NumPy arrays.
 
-On a GPU this is the cost model of Osama et al., "Stream-K" (2023), section 5: the busiest worker's time is
-``a + b*[it fixes up] + c*iterations + d*(peers - 1)``, under a floor of the bytes that must come from memory. ``c`` follows from the
-tile: it is what the tensor cores or the loads of one MAC iteration take, whichever is more. Constants in microseconds, fitted by
-benchmarks/fit_cost_model.py.
+On a GPU this is the cost model of Osama et al., "Stream-K" (2023), section 5: the busiest worker takes
+``a + b*[it fixes up] + c*iterations + d*(peers - 1)``, under floors of the bytes that must come from memory and of the power that
+tensor cores may draw. ``c`` follows from the tile: what tensor cores, the SM's loads and the L2 cache need for one MAC iteration.
+All times are in microseconds. benchmarks/fit_cost_model.py fits the constants of a ``Machine``.
 """
 
 import dataclasses
-import math
+
+import numpy as np
 
 from jax_streamk import _ffi
 from jax_streamk.problem import BYTES
@@ -15,158 +16,294 @@ from jax_streamk.problem import BYTES
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Constants of one kind of GPU. Times in microseconds, rates in bytes or FLOPs per microsecond."""
+    """Constants of one kind of GPU. Times in microseconds; rates in bytes or FLOPs per microsecond."""
 
-    memory_rate: float  # DRAM, whole device
-    memory_rate_sm: float  # most that one SM draws
-    cache_rate: float  # L2 to all SMs together
-    flops_sm: dict  # math -> of one SM's tensor cores, at full efficiency
-    launch: float  # first instruction to last, of a kernel that does nothing
-    memset: float  # an extra node that zeroes tickets
-    reduction: float  # an extra kernel that adds slices
-    tile_start: float  # filling the pipeline at the head of a worker's run
-    tile_end: float  # epilogue of a tile that nothing hides
-    fix_up: float  # ticket and synchronization at a shared tile
-    partial_rate_sm: float  # bytes of partials one SM writes or reads
+    launch: float  # of a kernel, its first loads and its last stores included
+    memory_rate: float  # DRAM to all SMs
+    cache_rate: float  # L2 to all SMs, a multicast counted once
+    load_rate_sm: float  # into the shared memory of one SM
+    wgmma_rate_sm: float  # tensor cores of one SM at boost clock, 16-bit operands
+    wgmma_sustained: float  # all SMs together, by power
+    mma_rate_sm: dict  # of mma.sync on large tiles: by (operand bytes, math)
+    narrow: float  # columns of tile_n that a MAC iteration loses where two warpgroups share the tile
+    uneven: float  # factor on wgmma of a tile_n that is no multiple of 64, B being contiguous along n
+    misaligned: float  # factor on loads of rows that do not start on 128-byte lines
+    epilogue: float  # of a tile of 128 x 128
+    fix_up: float  # fences and ticket at a shared tile
+    partial_rate_sm: float  # partials that one SM writes or reads
+    memset: float  # the node that zeroes tickets
+    reduction: float  # the kernel that adds the slices of a separate split-K
+    reduction_slice: float  # ... more for each slice, which its threads add one after another
+    reduction_rate: float  # ... partials it reads
 
 
+# Fitted by benchmarks/fit_cost_model.py to plain CUTLASS kernels on an H200, but for mma_rate_sm and from fix_up on, which are
+# estimates.
 H200 = Machine(
+    launch=3.46,
     memory_rate=4.2e6,
-    memory_rate_sm=6.0e4,
-    cache_rate=6.5e6,
-    flops_sm={_ffi.Math.native: 5.6e6, _ffi.Math.tf32: 2.0e6, _ffi.Math.tf32x3: 0.7e6},
-    launch=2.2,
+    cache_rate=1.19e7,
+    load_rate_sm=1.77e5,
+    wgmma_rate_sm=8.13e6,
+    wgmma_sustained=1.21e9,
+    mma_rate_sm={
+        (2, _ffi.Math.native): 4.0e6,
+        (4, _ffi.Math.tf32): 2.0e6,
+        (4, _ffi.Math.tf32x3): 0.65e6,
+        (8, _ffi.Math.native): 0.35e6,
+    },
+    narrow=17.6,
+    uneven=1.30,
+    misaligned=1.48,
+    epilogue=0.84,
+    fix_up=1.5,
+    partial_rate_sm=6.0e4,
     memset=1.6,
     reduction=2.2,
-    tile_start=0.9,
-    tile_end=0.7,
-    fix_up=1.0,
-    partial_rate_sm=5.0e4,
+    reduction_slice=0.04,
+    reduction_rate=4.0e6,
 )
+
+# From the A100 SXM 80 GB datasheet at usual efficiencies; never fitted. It also stands in for GPUs that nobody measured.
+A100 = dataclasses.replace(
+    H200,
+    launch=4.0,
+    memory_rate=1.7e6,
+    cache_rate=5.0e6,
+    load_rate_sm=8.0e4,
+    mma_rate_sm={
+        (2, _ffi.Math.native): 2.5e6,
+        (4, _ffi.Math.tf32): 1.2e6,
+        (4, _ffi.Math.tf32x3): 0.4e6,
+        (8, _ffi.Math.native): 0.16e6,
+    },
+    partial_rate_sm=3.0e4,
+    reduction_rate=1.5e6,
+)
+
+
+def machine_of(device):
+    return H200 if device.arch == 90 else A100
+
+
+class Kernels:
+    """Kernels and the numbers of them that a cost depends on, as columns of shape (kernels, 1)."""
+
+    def __init__(self, infos):
+        self.infos = tuple(infos)
+
+        def column(of):
+            return np.array([of(info) for info in self.infos], float).reshape(-1, 1)
+
+        self.tile_m, self.tile_n, self.tile_k = (column(lambda i, x=x: getattr(i, f"tile_{x}")) for x in "mnk")
+        self.cluster_m, self.cluster_n = column(lambda i: i.cluster_m), column(lambda i: i.cluster_n)
+        self.vector = column(lambda i: i.align_a)
+        self.swap_ab = column(lambda i: i.swap_ab) > 0
+        self.wgmma = column(lambda i: i.family == _ffi.Family.sm90) > 0
+        self.pingpong = column(lambda i: i.warp_schedule == "pingpong") > 0
+        self.uneven = column(_is_uneven) > 0
+
+
+def _is_uneven(info):
+    b_along_n = info.major_a == _ffi.Major.column if info.swap_ab else info.major_b == _ffi.Major.row
+    return info.tile_n % 64 != 0 and b_along_n
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedules:
+    """Schedules as arrays that broadcast against ``Kernels``: ``splits`` is 1 where K is not split by number."""
+
+    splits: np.ndarray
+    stream_k: np.ndarray
+    separate: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Decomposition:
+    """What cutlass_kernels/decomposition.h makes of candidates, in numbers.
+
+    Attributes:
+      rows, columns: extents that the kernel's own tile_m and tile_n run along.
+      tiles: output tiles, a cluster's being one.
+      workers: clusters or threads that work at once.
+      busy: of them, with work.
+      pieces: of the busiest worker.
+      iterations: of the busiest worker, MAC iterations.
+      peers: of a shared tile, at most; 1 where none is shared.
+      launches: kernels that a separate split-K launches before its reduction, each on slices of one length or on one slice; else 1.
+    """
+
+    rows: np.ndarray
+    columns: np.ndarray
+    tiles: np.ndarray
+    workers: np.ndarray
+    busy: np.ndarray
+    pieces: np.ndarray
+    iterations: np.ndarray
+    peers: np.ndarray
+    launches: np.ndarray
+
+
+def decompose(kernels, problem, schedules, width):
+    """The ``Decomposition`` of every candidate on a machine `width` SMs or threads wide."""
+    rows = np.where(kernels.swap_ab, problem.n, problem.m)
+    columns = np.where(kernels.swap_ab, problem.m, problem.n)
+    tiles_m = np.ceil(rows / (kernels.tile_m * kernels.cluster_m))
+    tiles = problem.batch * tiles_m * np.ceil(columns / (kernels.tile_n * kernels.cluster_n))
+    k_tiles = np.ceil(problem.k / kernels.tile_k)
+    workers = np.maximum(width // (kernels.cluster_m * kernels.cluster_n), 1)
+    splits = np.minimum(schedules.splits, k_tiles)
+
+    # Data-parallel is split-K in one.
+    pieces = np.ceil(tiles * splits / workers)
+    iterations = pieces * np.ceil(k_tiles / splits)
+    busy = np.minimum(workers, tiles * splits)
+    peers = np.where(schedules.separate, 1, splits)
+
+    # Separate: the longer slices, the shorter ones, and one that K cuts short are launched one after another.
+    longer, cut_short = k_tiles % splits, (problem.k % kernels.tile_k != 0) & (splits > 1)
+    shorter = splits - longer - cut_short
+    launches = (longer > 0) * 1 + (shorter > 0) + cut_short
+    launches = np.where(schedules.separate, np.minimum(launches * problem.batch, splits), 1)
+    if np.any(launches > 1):
+        base = k_tiles // splits
+        waves_longer = np.ceil(longer * tiles / workers)
+        waves_shorter = np.ceil(shorter * tiles / workers) + np.ceil(cut_short * tiles / workers)
+        pieces = np.where(schedules.separate, waves_longer + waves_shorter, pieces)
+        iterations = np.where(schedules.separate, waves_longer * (base + 1) + waves_shorter * base, iterations)
+
+    # Stream-K cuts the tiles of the last, partial wave and of a full one before it.
+    whole_waves = np.maximum(tiles // workers - 1, 0)
+    cut = (tiles - whole_waves * workers) * k_tiles
+    share = np.ceil(cut / np.minimum(workers, cut))
+    sharing = np.where(share >= k_tiles, 2, np.ceil(k_tiles / share) + (k_tiles % share != 0))
+    streams = schedules.stream_k & (tiles % workers != 0) & (workers > 1)
+    pieces = np.where(streams, whole_waves + np.ceil(share / k_tiles) + (share % k_tiles != 0), pieces)
+    iterations = np.where(streams, whole_waves * k_tiles + share, iterations)
+    busy = np.where(streams, np.minimum(workers, tiles * k_tiles), busy)
+    peers = np.where(streams, sharing, peers)
+    return Decomposition(rows, columns, tiles, workers, busy, pieces, iterations, peers, launches)
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """The estimate and what it is made of.
+    """One candidate's estimate and what it is made of; times in microseconds.
 
     Attributes:
       microseconds: of the whole call.
-      waves: output tiles (or pieces of work) over workers.
+      waves: output tiles, times splits, over workers.
       iterations: MAC iterations of the busiest worker.
       peers: workers that share a tile, at most.
-      bound: what the busiest worker waits for: "memory", "loads" or "math".
+      work: the busiest worker's time, fix-up included.
+      fix_up: of that, storing and adding partial tiles.
+      floor: what memory or power needs for the problem whatever the tile; it overlaps with `work`.
+      launches: kernel launches.
+      extra: the memset, and the reduction kernel.
     """
 
     microseconds: float
     waves: float
-    iterations: int
-    peers: int
-    bound: str
+    iterations: float
+    peers: float
+    work: float
+    fix_up: float
+    floor: float
+    launches: float
+    extra: float
 
     def __str__(self):
+        extra = f", {self.extra:.1f} to zero tickets or add slices" if self.extra else ""
+        fix_up = f", {self.fix_up:.1f} of them to fix up tiles of {self.peers:.0f} peers" if self.peers > 1 else ""
+        floor = f", over which memory or power needs {self.floor:.1f}" if self.floor else ""
         return (
-            f"{self.microseconds:.1f} us: {self.waves:.2f} waves, {self.iterations} MAC iterations on the busiest worker, "
-            f"{self.peers} peers a tile, bound by {self.bound}"
+            f"{self.microseconds:.1f} us: {self.launches:.1f} to launch{extra}, {self.work:.1f} of the busiest worker "
+            f"({self.waves:.2f} waves, {self.iterations:.0f} MAC iterations{fix_up}){floor}"
         )
 
 
-def efficiency(kernel):
-    """The share of the tensor cores' rate that a tile of this shape sustains."""
-    rows, columns = (kernel.tile_m, kernel.tile_n)
-    if kernel.family == _ffi.Family.sm90:
-        # wgmma reads B from shared memory once for 64 rows: narrow tiles wait for shared memory.
-        per_warpgroup = rows if kernel.warp_schedule == "pingpong" else rows // 2
-        return min(1.0, columns / 128) ** 0.5 * (1.0 if per_warpgroup * columns >= 64 * 128 else 0.85)
-    # mma.sync on Hopper reaches about 60% of wgmma, less where warps have little to reuse.
-    return 0.55 * min(1.0, rows * columns / (128 * 128)) ** 0.35
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """The ``Cost`` of every candidate: the same fields, as arrays that broadcast to (kernels, schedules)."""
+
+    microseconds: np.ndarray
+    waves: np.ndarray
+    iterations: np.ndarray
+    peers: np.ndarray
+    work: np.ndarray
+    fix_up: np.ndarray
+    floor: np.ndarray
+    launches: np.ndarray
+    extra: np.ndarray
+
+    def at(self, kernel, schedule):
+        values = (np.broadcast_to(getattr(self, field.name), self.microseconds.shape) for field in dataclasses.fields(Cost))
+        return Cost(*(float(value[kernel, schedule]) for value in values))
 
 
-def predict_gpu(kernel, problem, schedule, device, machine=H200):
-    """The ``Cost`` of a problem on a kernel under a native schedule (kind, splits, reduction)."""
-    m, n = (problem.n, problem.m) if kernel.swap_ab else (problem.m, problem.n)
-    tiles_m = -(-m // (kernel.tile_m * kernel.cluster_m)) * kernel.cluster_m
-    tiles_n = -(-n // (kernel.tile_n * kernel.cluster_n)) * kernel.cluster_n
-    tiles = problem.batch * tiles_m * tiles_n
-    k_tiles = -(-problem.k // kernel.tile_k)
-    cluster = kernel.cluster_m * kernel.cluster_n
-    workers = max(device.sms // cluster * cluster, 1)
-    size = BYTES[problem.type_a]
-
-    kind, splits, reduction = schedule
-    separate = kind == _ffi.ScheduleKind.split_k and splits > 1 and reduction == _ffi.Reduction.separate
-    peers = 1
-    if kind == _ffi.ScheduleKind.split_k and splits > 1:
-        pieces, longest, peers = tiles * splits, -(-k_tiles // splits), splits
-        rounds = -(-pieces // workers)
-        iterations = rounds * longest
-        waves = pieces / workers
-        if separate:
-            peers = 1
-    elif kind == _ffi.ScheduleKind.stream_k and tiles % workers:
-        waves = tiles / workers
-        whole = max(tiles // workers - 1, 0)
-        cut = tiles - whole * workers
-        share = -(-cut * k_tiles // workers)
-        iterations = whole * k_tiles + share
-        peers = -(-k_tiles // share) + (1 if k_tiles % share else 0) if share < k_tiles else 2
-        rounds = whole + max(1, -(-cut // workers))
-    else:
-        rounds = -(-tiles // workers)
-        iterations = rounds * k_tiles
-        waves = tiles / workers
-        pieces = tiles
-
-    # One MAC iteration of one worker.
-    busy = min(workers, tiles * max(splits, 1) if kind != _ffi.ScheduleKind.stream_k else workers)
-    bytes_loaded = (kernel.tile_m / kernel.cluster_n + kernel.tile_n / kernel.cluster_m) * kernel.tile_k * size
-    math_time = 2 * kernel.tile_m * kernel.tile_n * kernel.tile_k / (machine.flops_sm[problem.math] * efficiency(kernel))
-    load_time = bytes_loaded / min(machine.memory_rate_sm, machine.cache_rate / busy)
-    c = max(math_time, load_time)
-
-    tile_bytes = kernel.tile_m * kernel.tile_n * 4
-    hidden = kernel.warp_schedule == "pingpong" and rounds > 1
-    work = c * iterations + machine.tile_start + machine.tile_end * (1 if hidden else rounds)
-    if peers > 1:
-        work += machine.fix_up + (1 + peers) * tile_bytes / machine.partial_rate_sm
-    floor = problem.bytes / machine.memory_rate + machine.tile_start
-    extra = 0.0
-    if separate:
-        partials = splits * problem.batch * problem.m * problem.n * 4
-        extra = machine.reduction + 2 * partials / machine.cache_rate
-    elif peers > 1:
-        extra = machine.memset
-    bound = "memory" if floor > work else "loads" if load_time > math_time else "math"
-    # Memory and the busiest worker overlap, but not perfectly.
-    overlapped = (work**4 + floor**4) ** 0.25
-    return Cost(machine.launch + overlapped + extra, waves, iterations, splits if separate else peers, bound)
+# How nearly the slowest of several overlapping things hides the others: exponents of the norm that joins them.
+_OVERLAP_ITERATION, _OVERLAP_CALL = 3, 4
 
 
-def predict_host(kernel, problem, schedule, device):
-    """The ``Cost`` on CPU threads: MAC iterations of the busiest thread, plus a pass over the partials it shares."""
-    tiles = problem.batch * -(-problem.m // kernel.tile_m) * -(-problem.n // kernel.tile_n)
-    k_tiles = -(-problem.k // kernel.tile_k)
-    workers = device.sms
-    kind, splits, _ = schedule
-    # Half a microsecond a million multiply-adds is an AVX2 core; only ratios matter here.
-    tile_m, tile_n = min(kernel.tile_m, problem.m), min(kernel.tile_n, problem.n)
-    c = tile_m * tile_n * min(kernel.tile_k, problem.k) * 2e-5
-    partial = tile_m * tile_n * 1e-3
-    if kind == _ffi.ScheduleKind.split_k and splits > 1:
-        pieces, longest, peers = tiles * splits, -(-k_tiles // splits), splits
-        iterations = -(-pieces // workers) * longest
-    elif kind == _ffi.ScheduleKind.stream_k and tiles % workers:
-        whole = max(tiles // workers - 1, 0)
-        share = -(-(tiles - whole * workers) * k_tiles // workers)
-        iterations, peers = whole * k_tiles + share, 2 if share >= k_tiles else -(-k_tiles // share) + 1
-    else:
-        iterations, peers = -(-tiles // workers) * k_tiles, 1
-    time = 2.0 + c * iterations + (partial * (1 + peers) if peers > 1 else 0.0)
-    return Cost(time, tiles / workers, iterations, peers, "math")
+def predict_gpu(kernels, problem, schedules, sms, machine):
+    """The ``Costs`` of a ``GemmProblem`` on every kernel under every schedule."""
+    d = decompose(kernels, problem, schedules, sms)
+    size, accumulator = BYTES[problem.type_a], 8 if problem.type_a == _ffi.Type.f64 else 4
+    tile_bytes = kernels.tile_m * kernels.tile_n * accumulator
+    area = kernels.tile_m * kernels.tile_n / (128 * 128)
+
+    c = _iteration(kernels, problem, d, size, machine)
+    fix_up = machine.fix_up + (1 + d.peers) * tile_bytes / machine.partial_rate_sm
+    fix_up = np.where(d.peers > 1, fix_up, 0.0)
+    work = c * d.iterations + machine.epilogue * area * d.pieces + fix_up
+
+    power = np.where(kernels.wgmma, problem.flops / machine.wgmma_sustained, 0.0)
+    floor = np.maximum(problem.bytes / machine.memory_rate, power)
+
+    partials = schedules.splits * (problem.batch * problem.m * problem.n * accumulator)
+    reduction = machine.reduction + machine.reduction_slice * schedules.splits + partials / machine.reduction_rate
+    extra = np.where(schedules.separate, reduction, np.where(d.peers > 1, machine.memset, 0.0))
+    launches = machine.launch * d.launches
+    overlapped = (work**_OVERLAP_CALL + floor**_OVERLAP_CALL) ** (1 / _OVERLAP_CALL)
+    waves = d.tiles * schedules.splits / d.workers
+    return Costs(launches + overlapped + extra, waves, d.iterations, d.peers, work, fix_up, floor, launches, extra)
 
 
-def split_candidates(k_tiles, tiles, workers):
-    """Numbers of splits worth trying: those that fill one to four waves, and powers of two."""
-    wanted = {2**i for i in range(1, 8)}
-    for waves in (1, 2, 3, 4):
-        wanted.add(math.floor(waves * workers / tiles))
-    return sorted(s for s in wanted if 2 <= s <= k_tiles and s * tiles <= 8 * workers)
+def _iteration(kernels, problem, d, size, machine):
+    """Microseconds of one MAC iteration of one worker."""
+    # Cooperating warpgroups lose a fixed time per iteration, as if the tile were wider; mma.sync loses where warps reuse little.
+    narrow = np.where(kernels.pingpong, 0.0, machine.narrow)
+    wgmma = 2 * kernels.tile_m * (kernels.tile_n + narrow) * kernels.tile_k / machine.wgmma_rate_sm
+    wgmma = wgmma * np.where(kernels.uneven, machine.uneven, 1.0)
+    area = kernels.tile_m * kernels.tile_n
+    rate = machine.mma_rate_sm[size, problem.math] * np.minimum(area / (128 * 128), 1.0) ** 0.35
+    math = np.where(kernels.wgmma, wgmma, 2 * area * kernels.tile_k / rate)
+
+    # Rows and columns beyond the problem are not loaded. Vectors below 16 bytes take more requests for the same bytes.
+    tile_rows, tile_columns = np.minimum(kernels.tile_m, d.rows), np.minimum(kernels.tile_n, d.columns)
+    lines = (problem.lda * size % 128 != 0) | (problem.ldb * size % 128 != 0)
+    panel = kernels.tile_k * size * np.where(lines, machine.misaligned, 1.0) / np.minimum(kernels.vector * size / 16, 1.0) ** 0.5
+    loads = (tile_rows + tile_columns) * panel / machine.load_rate_sm
+    multicast = tile_rows / kernels.cluster_n + tile_columns / kernels.cluster_m
+    ctas = d.busy * kernels.cluster_m * kernels.cluster_n
+    # CTAs of the first wave run in step, so that L2 joins their requests; later they drift apart.
+    drifted = 1 - 1 / d.pieces
+    cache = drifted * ctas * multicast * panel / machine.cache_rate
+    p = _OVERLAP_ITERATION
+    return (math**p + loads**p + cache**p) ** (1 / p)
+
+
+# A CPU thread: microseconds a multiply-add, an element of an operand's tile packed, and an element of a partial tile stored or
+# added. Only ratios matter.
+_HOST_MULTIPLY_ADD, _HOST_PACK, _HOST_PARTIAL = 3e-5, 5e-4, 1e-3
+
+
+def predict_host(kernels, problem, schedules, threads):
+    """The ``Costs`` on CPU threads: MAC iterations of the busiest one, and the partials it shares."""
+    d = decompose(kernels, problem, dataclasses.replace(schedules, separate=np.zeros_like(schedules.separate)), threads)
+    rows, columns = np.minimum(kernels.tile_m, d.rows), np.minimum(kernels.tile_n, d.columns)
+    c = np.minimum(kernels.tile_k, problem.k) * (_HOST_MULTIPLY_ADD * rows * columns + _HOST_PACK * (rows + columns))
+    fix_up = np.where(d.peers > 1, _HOST_PARTIAL * rows * columns * (1 + d.peers), 0.0)
+    work = c * d.iterations + fix_up
+    waves = d.tiles * schedules.splits / d.workers
+    launch, none = np.array(2.0), np.array(0.0)
+    return Costs(launch + work, waves, d.iterations, d.peers, work, fix_up, none, launch, none)

@@ -3,11 +3,15 @@
 import dataclasses
 import functools
 
+import numpy as np
+
 from jax_streamk import _ffi, cost_model, schedules
 from jax_streamk.problem import Device, GemmProblem
 
 _REDUCTIONS = {r.name: r for r in (_ffi.Reduction.ordered, _ffi.Reduction.atomic, _ffi.Reduction.separate)}
-_CONSIDERED = 5  # candidates that a plan's reasons list
+_CONSIDERED = 5  # runners-up that a plan's reasons list
+_MOST_SPLITS = 128
+_SWIZZLES = (1, 2, 4, 8, 16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,82 +53,109 @@ class Plan:
         return _native_schedule(self.schedule, self.raster, self.swizzle)
 
 
-def _native_schedule(schedule, raster="m", swizzle=1):
-    kind, splits, reduction, max_sms = _ffi.ScheduleKind.data_parallel, 1, _ffi.Reduction.ordered, 0
-    if isinstance(schedule, schedules.SplitK):
-        kind, splits, reduction = _ffi.ScheduleKind.split_k, schedule.splits, _REDUCTIONS[schedule.reduction]
-    elif isinstance(schedule, schedules.StreamK):
-        kind, reduction, max_sms = _ffi.ScheduleKind.stream_k, _REDUCTIONS[schedule.reduction], schedule.max_sms or 0
-    return _ffi.Schedule(kind, splits, reduction, max_sms, _ffi.Raster.along_m if raster == "m" else _ffi.Raster.along_n, swizzle)
-
-
-@functools.cache
-def _registry():
-    """Kernels by what a problem fixes: family group, operand types, math and majorness."""
-    by_problem = {}
-    for kernel in _ffi.kernels():
-        platform = "cpu" if kernel.family == _ffi.Family.host else "cuda"
-        key = (platform, kernel.type_a, kernel.math, kernel.major_a, kernel.major_b)
-        by_problem.setdefault(key, []).append(kernel)
-    return by_problem
-
-
-def _accumulator(operand):
-    return {_ffi.Type.f64: _ffi.Type.f64, _ffi.Type.s8: _ffi.Type.s32}.get(operand, _ffi.Type.f32)
-
-
-def _schedules_for(kernel, problem, device, wanted):
-    """The schedules of one kernel that answer what the caller wants."""
-    if not isinstance(wanted, schedules.Auto):
-        return [wanted]
-    found = []
-    if kernel.type_d == problem.type_d:
-        found.append(schedules.DataParallel())
-        if _ffi.Reduction.ordered in kernel.stream_k_reductions:
-            found.append(schedules.StreamK())
-    m, n = (problem.n, problem.m) if kernel.swap_ab else (problem.m, problem.n)
-    tiles = problem.batch * -(-m // kernel.tile_m) * -(-n // kernel.tile_n)
-    for splits in cost_model.split_candidates(-(-problem.k // kernel.tile_k), tiles, device.sms):
-        if _ffi.Reduction.ordered in kernel.split_k_reductions and kernel.type_d == problem.type_d:
-            found.append(schedules.SplitK(splits))
-        if device.platform == "cuda" and _ffi.Reduction.separate in kernel.split_k_reductions and problem.batch == 1:
-            found.append(schedules.SplitK(splits, "separate"))
-    return found
-
-
-def _may_run(kernel, problem, device):
-    """Cheap refusals that need no schedule; can_implement has the last word."""
-    if device.platform == "cuda":
-        if kernel.family == _ffi.Family.sm90 and device.arch != 90:
-            return False
-        if device.arch < 80:
-            return False
-    return problem.type_d == kernel.type_d or (
-        kernel.type_d == _accumulator(problem.type_a) and _ffi.Reduction.separate in kernel.split_k_reductions
-    )
-
-
-def _order(kernel, problem):
-    """Raster and swizzle: walk the shorter side first, in panels that keep a wave square."""
-    tiles_m = -(-problem.m // (kernel.tile_n if kernel.swap_ab else kernel.tile_m))
-    tiles_n = -(-problem.n // (kernel.tile_m if kernel.swap_ab else kernel.tile_n))
-    raster = "m" if tiles_m <= tiles_n else "n"
-    swizzle = 1 if min(tiles_m, tiles_n) <= 16 else 8
-    return raster, swizzle
-
-
-def _predict(kernel, problem, schedule, device):
-    native = _native_schedule_tuple(schedule)
-    predict = cost_model.predict_host if device.platform == "cpu" else cost_model.predict_gpu
-    return predict(kernel, problem, native, device)
-
-
 def _native_schedule_tuple(schedule):
     if isinstance(schedule, schedules.SplitK):
         return _ffi.ScheduleKind.split_k, schedule.splits, _REDUCTIONS[schedule.reduction]
     if isinstance(schedule, schedules.StreamK):
         return _ffi.ScheduleKind.stream_k, 1, _REDUCTIONS[schedule.reduction]
     return _ffi.ScheduleKind.data_parallel, 1, _ffi.Reduction.ordered
+
+
+def _native_schedule(schedule, raster="m", swizzle=1):
+    order = _ffi.Raster.along_m if raster == "m" else _ffi.Raster.along_n
+    kind, splits, reduction = _native_schedule_tuple(schedule)
+    return _ffi.Schedule(kind, splits, reduction, getattr(schedule, "max_sms", None) or 0, order, swizzle)
+
+
+@functools.cache
+def _registry():
+    """``cost_model.Kernels`` by what a problem fixes: platform, operand types, math and majorness."""
+    by_problem = {}
+    for kernel in _ffi.kernels():
+        platform = "cpu" if kernel.family == _ffi.Family.host else "cuda"
+        key = (platform, kernel.type_a, kernel.math, kernel.major_a, kernel.major_b)
+        by_problem.setdefault(key, []).append(kernel)
+    return {key: cost_model.Kernels(kernels) for key, kernels in by_problem.items()}
+
+
+def _columns(candidates):
+    """Schedules as the cost model's arrays."""
+    split = [isinstance(s, schedules.SplitK) for s in candidates]
+    return cost_model.Schedules(
+        splits=np.array([s.splits if is_split else 1 for s, is_split in zip(candidates, split)], float),
+        stream_k=np.array([isinstance(s, schedules.StreamK) and s.max_sms != 1 for s in candidates]),
+        separate=np.array([is_split and s.splits > 1 and s.reduction == "separate" for s, is_split in zip(candidates, split)]),
+    )
+
+
+def _split_counts(problem, device):
+    """Numbers of splits worth trying: small ones, powers of two, those that fill a wave, and divisors of K's tiles."""
+    counts = set(range(2, 17)) | {32, 64, 128} | {device.sms // tiles for tiles in range(1, device.sms // 16 + 1)}
+    for tile_k in (64, 128):
+        # Slices of one length are one launch.
+        counts |= {n for n in range(17, _MOST_SPLITS + 1) if problem.k % (tile_k * n) == 0}
+    return sorted(n for n in counts if 2 <= n <= min(_MOST_SPLITS, problem.k))
+
+
+def _candidates(wanted, problem, device):
+    """The schedules that answer what the caller wants, and for each the index of one that shows whether a kernel has its kind.
+
+    Arguments of a kind decide little about that, and asking kernels about every number of splits would take long.
+    """
+    if not isinstance(wanted, schedules.Auto):
+        return [wanted], [wanted], [0]
+    kinds = [schedules.DataParallel(), schedules.StreamK(), schedules.SplitK(2)]
+    if device.platform == "cuda":
+        kinds.append(schedules.SplitK(2, "separate"))
+    found, kind_of = kinds[:2], [0, 1]
+    for kind, example in enumerate(kinds[2:], 2):
+        counts = _split_counts(problem, device)
+        found = found + [schedules.SplitK(splits, example.reduction) for splits in counts]
+        kind_of += [kind] * len(counts)
+    return found, kinds, kind_of
+
+
+def _refusals(kernels, kinds, problem, device):
+    """Why each kernel refuses each kind of schedule; None where it does not."""
+    native_problem, native_device = problem.native(), device.native()
+    native_kinds = [_native_schedule(kind) for kind in kinds]
+    return [[_ffi.can_implement(k.name, native_problem, kind, native_device) for kind in native_kinds] for k in kernels.infos]
+
+
+def _closest_refusal(kernels, refusals, problem, device):
+    """The most telling of the refusals of one schedule: of a kernel that runs the problem data-parallel, with many k-tiles."""
+    plain = _refusals(kernels, [schedules.DataParallel()], problem, device)
+    ranks = [(why[0] is not None, info.align_a, info.tile_k) for why, info in zip(plain, kernels.infos)]
+    return refusals[min(range(len(ranks)), key=ranks.__getitem__)][0]
+
+
+def _costs(kernels, problem, candidates, columns, device):
+    # Only a schedule that was given limits SMs, and then it is the only candidate. A limit of one means data-parallel.
+    limit = getattr(candidates[0], "max_sms", None) or device.sms
+    width = min(device.sms, limit) if limit > 1 else device.sms
+    if device.platform == "cpu":
+        return cost_model.predict_host(kernels, problem, columns, width)
+    return cost_model.predict_gpu(kernels, problem, columns, width, cost_model.machine_of(device))
+
+
+def _order(kernel, problem, device):
+    """Raster and swizzle: of all orders, the one whose first wave covers the part of D that needs the fewest rows of A and
+    columns of B, since the wave shares those in L2."""
+    rows, columns = kernel.tile_m * kernel.cluster_m, kernel.tile_n * kernel.cluster_n
+    if kernel.swap_ab:
+        rows, columns = columns, rows
+    tiles_m, tiles_n = -(-problem.m // rows), -(-problem.n // columns)
+    wave = min(max(device.sms // (kernel.cluster_m * kernel.cluster_n), 1), tiles_m * tiles_n)
+
+    def footprint(raster, swizzle):
+        fast, slow = (tiles_m, tiles_n) if raster == "m" else (tiles_n, tiles_m)
+        width = min(swizzle, slow)
+        panels = -(-wave // (fast * width))
+        down, across = (-(-wave // width), width) if panels == 1 else (fast, min(panels * width, slow))
+        return down * rows + across * columns if raster == "m" else across * rows + down * columns
+
+    orders = [(raster, swizzle) for swizzle in _SWIZZLES for raster in ("m", "n")]
+    return min(orders, key=lambda order: footprint(*order))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -139,33 +170,42 @@ def make_plan(problem, schedule, device):
     """
     if 0 in (problem.batch, problem.m, problem.n, problem.k):
         return Plan(problem, device, None, None, reasons=("there is nothing to multiply: the result is empty or zero",))
-    native_problem, native_device = problem.native(), device.native()
     key = (device.platform, problem.type_a, problem.math, problem.major_a, problem.major_b)
-    candidates = []
-    for kernel in _registry().get(key, ()):
-        if _may_run(kernel, problem, device):
-            for candidate in _schedules_for(kernel, problem, device, schedule):
-                candidates.append((_predict(kernel, problem, candidate, device), kernel, candidate))
-    candidates.sort(key=lambda candidate: (candidate[0].microseconds, candidate[1].name))
-    refusals, chosen = [], None
-    for at, (cost, kernel, candidate) in enumerate(candidates):
-        raster, swizzle = _order(kernel, problem)
-        native = _native_schedule(candidate, raster, swizzle)
-        why = _ffi.can_implement(kernel.name, native_problem, native, native_device)
-        if why is None:
-            chosen = at
+    kernels = _registry().get(key, cost_model.Kernels(()))
+    candidates, kinds, kind_of = _candidates(schedule, problem, device)
+    refusals = _refusals(kernels, kinds, problem, device)
+    runs = np.array([[why is None for why in row] for row in refusals], bool).reshape(len(refusals), len(kinds))[:, kind_of]
+    columns = _columns(candidates)
+    runs &= (columns.splits - 1) * kernels.tile_k < problem.k
+    costs = _costs(kernels, problem, candidates, columns, device)
+    times = np.where(runs, costs.microseconds, np.inf)
+    native_problem, native_device = problem.native(), device.native()
+    ranked = np.argsort(times, axis=None, kind="stable")
+    ranked = np.stack(np.unravel_index(ranked[np.isfinite(times.flat[ranked])], times.shape), axis=1).tolist()
+    for at, (i, j) in enumerate(ranked):
+        kernel, chosen = kernels.infos[i], candidates[j]
+        raster, swizzle = _order(kernel, problem, device)
+        native = _native_schedule(chosen, raster, swizzle)
+        # The kernel has the last word on these very arguments.
+        if _ffi.can_implement(kernel.name, native_problem, native, native_device) is None:
             break
-        refusals.append(why)
-    if chosen is None:
-        why = min(refusals, key=len) if refusals else f"no kernel of this build runs it on {device.platform}, sm_{device.arch}"
+    else:
+        why = f"no kernel of this build runs it on {device.platform}, sm_{device.arch}"
+        if refusals:
+            why = _closest_refusal(kernels, refusals, problem, device)
         if isinstance(schedule, schedules.Auto):
             return Plan(problem, device, None, None, reasons=(f"falls back to XLA: {why}",))
         raise ValueError(f"schedule={schedule} cannot run {problem}: {why}")
 
     workspace = _ffi.workspace_bytes(kernel.name, native_problem, native, native_device)
-    reasons = [f"{cost}"]
-    others = [c for c in candidates[chosen + 1 :] if (c[1].name, c[2]) != (kernel.name, candidate)]
-    reasons += [f"over {other.name}, {how}: {estimate.microseconds:.1f} us" for estimate, other, how in others[:_CONSIDERED]]
-    if not isinstance(schedule, schedules.Auto):
-        reasons.insert(0, "the schedule was given")
-    return Plan(problem, device, kernel.name, candidate, raster, swizzle, workspace, cost.microseconds, tuple(reasons))
+    reasons = [] if isinstance(schedule, schedules.Auto) else ["the schedule was given"]
+    reasons.append(str(costs.at(i, j)))
+    seen = {(i, kind_of[j])}
+    for i, j in ranked[at + 1 :]:
+        if len(seen) > _CONSIDERED:
+            break
+        if (i, kind_of[j]) not in seen:
+            seen.add((i, kind_of[j]))
+            reasons.append(f"over {kernels.infos[i].name}, {candidates[j]}: {times[i, j]:.1f} us")
+    chosen_time = float(times[ranked[at][0], ranked[at][1]])
+    return Plan(problem, device, kernel.name, chosen, raster, swizzle, workspace, chosen_time, tuple(reasons))
