@@ -88,10 +88,10 @@ bool contains(std::vector<Reduction> const& list, Reduction reduction) {
   return std::find(list.begin(), list.end(), reduction) != list.end();
 }
 
-// Elements by which everything that moves the operand's address must divide. A leading dimension that is never stepped over
-// does not count, and neither does the batch stride of a single batch.
-bool aligned(int64_t align, int64_t ld, int64_t steps, int64_t batch_stride, int64_t batch) {
-  return (steps <= 1 || ld % align == 0) && (batch <= 1 || batch_stride % align == 0);
+// Whether an operand's rows start, and end, on whole accesses of `align` elements: TMA stores whole 16-byte units, so that even
+// the contiguous extent counts. Strides that nothing steps over do not.
+bool aligned(int64_t align, int64_t contiguous, int64_t ld, int64_t steps, int64_t batch_stride, int64_t batch) {
+  return contiguous % align == 0 && (steps <= 1 || ld % align == 0) && (batch <= 1 || batch_stride % align == 0);
 }
 
 }  // namespace
@@ -129,12 +129,17 @@ Status check(Kernel const& kernel, GemmProblem const& p, Schedule const& s, Devi
                   name_of(info.type_d) + " (" + name_of(info.math) + ")");
   if (p.major_a != info.major_a || p.major_b != info.major_b)
     return refuse(std::string("A must be ") + name_of(info.major_a) + "-major and B " + name_of(info.major_b) + "-major");
-  if (!aligned(info.align_a, p.lda, p.major_a == Major::kRow ? p.m : p.k, p.batch_stride_a, p.batch))
-    return refuse("strides of A must be multiples of " + std::to_string(info.align_a) + " elements");
-  if (!aligned(info.align_b, p.ldb, p.major_b == Major::kRow ? p.k : p.n, p.batch_stride_b, p.batch))
-    return refuse("strides of B must be multiples of " + std::to_string(info.align_b) + " elements");
-  if (!separate && !aligned(info.align_d, p.ldd, p.m, p.batch_stride_d, p.batch))
-    return refuse("strides of D must be multiples of " + std::to_string(info.align_d) + " elements");
+  bool const row_a = p.major_a == Major::kRow, row_b = p.major_b == Major::kRow;
+  auto const refuse_alignment = [&](char const* operand, int32_t align) {
+    return refuse(std::string("the contiguous extent and the strides of ") + operand + " must be multiples of " +
+                  std::to_string(align) + " elements");
+  };
+  if (!aligned(info.align_a, row_a ? p.k : p.m, p.lda, row_a ? p.m : p.k, p.batch_stride_a, p.batch))
+    return refuse_alignment("A", info.align_a);
+  if (!aligned(info.align_b, row_b ? p.n : p.k, p.ldb, row_b ? p.k : p.n, p.batch_stride_b, p.batch))
+    return refuse_alignment("B", info.align_b);
+  if (!aligned(info.align_d, p.n, separate ? p.n : p.ldd, p.m, separate ? 0 : p.batch_stride_d, p.batch))
+    return refuse_alignment("D", info.align_d);
   if (s.swizzle < 1) return refuse("swizzle must be at least 1");
 
   int64_t const k_tiles = (p.k + info.tile_k - 1) / info.tile_k;

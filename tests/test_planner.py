@@ -1,0 +1,324 @@
+"""Which plan is chosen. CUDA plans are made here from a description of kernels, so that no GPU and no CUDA build is needed."""
+
+import dataclasses
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_streamk
+from jax_streamk import DataParallel, SplitK, StreamK, _ffi, cost_model, planner
+from jax_streamk.problem import HOPPER, Device, GemmProblem
+from jax_streamk.schedules import Auto
+
+BF16, F32, F64 = _ffi.Type.bf16, _ffi.Type.f32, _ffi.Type.f64
+NATIVE, TF32, TF32X3 = _ffi.Math.native, _ffi.Math.tf32, _ffi.Math.tf32x3
+ORDERED, SEPARATE = _ffi.Reduction.ordered, _ffi.Reduction.separate
+A100 = Device("cuda", 80, 108)
+CPU = Device("cpu", 0, 4)
+
+
+def gemm(m, n, k, type_ab=BF16, math=NATIVE, batch=1, type_d=None):
+    row = _ffi.Major.row
+    return GemmProblem(batch, m, n, k, type_ab, type_ab, type_d or type_ab, math, row, row, k, n, n, m * k, k * n, m * n)
+
+
+def fake_kernel(family, type_ab, type_d, tile, cluster=(1, 1), warp_schedule="cooperative", swap_ab=False, align=8, math=NATIVE):
+    reductions = [] if warp_schedule == "pingpong" else [ORDERED]
+    accumulator = F64 if type_ab == F64 else F32
+    sm90 = family == _ffi.Family.sm90
+    name = f"{family.name}_{type_ab.name}_{type_d.name}_{'x'.join(map(str, tile))}_{cluster[0]}x{cluster[1]}_{warp_schedule}_a{align}"
+    return types.SimpleNamespace(
+        name=name + ("_swap" if swap_ab else "") + (f"_{math.name}" if math != NATIVE else ""), family=family,
+        type_a=type_ab, type_b=type_ab, type_d=type_d, math=math, major_a=_ffi.Major.row, major_b=_ffi.Major.row,
+        align_a=align, align_b=align, align_d=(4 if type_d == F32 and type_ab == BF16 else 8) if sm90 else align,
+        tile_m=tile[0], tile_n=tile[1], tile_k=tile[2], cluster_m=cluster[0], cluster_n=cluster[1],
+        warp_schedule=warp_schedule, swap_ab=swap_ab, stream_k_reductions=reductions,
+        split_k_reductions=reductions + ([SEPARATE] if type_d == accumulator else []),
+    )  # fmt: skip
+
+
+def fake_kernels():
+    sm90, sm80 = _ffi.Family.sm90, _ffi.Family.sm80
+    found = []
+    for type_d in (BF16, F32):
+        for tile, cluster in [((64, 64, 128), (1, 1)), ((64, 128, 64), (1, 1)), ((128, 128, 64), (2, 1))]:
+            found.append(fake_kernel(sm90, BF16, type_d, tile, cluster, "pingpong"))
+        for tile in [(128, 64, 64), (128, 128, 64), (128, 256, 64)]:
+            found.append(fake_kernel(sm90, BF16, type_d, tile))
+        found.append(fake_kernel(sm90, BF16, type_d, (64, 16, 128), warp_schedule="pingpong", swap_ab=True))
+        found.append(fake_kernel(sm90, BF16, type_d, (128, 16, 128), swap_ab=True))
+        found.append(fake_kernel(sm80, BF16, type_d, (128, 128, 32), warp_schedule="multistage"))
+        for align in (1, 2):
+            found.append(fake_kernel(sm80, BF16, type_d, (128, 64, 32), warp_schedule="multistage", align=align))
+    for math in (TF32, TF32X3):
+        for tile in [(128, 128, 16), (64, 64, 32)]:
+            found.append(fake_kernel(sm80, F32, F32, tile, warp_schedule="multistage", align=4, math=math))
+    for tile in [(128, 64, 16), (64, 64, 16)]:
+        found.append(fake_kernel(sm80, F64, F64, tile, warp_schedule="multistage", align=1))
+    return sorted(found, key=lambda kernel: kernel.name)
+
+
+class FakeFfi:
+    """The extension module with the kernels above in place of its own: what cutlass_kernels/registry.cc checks, in short."""
+
+    has_cuda = True
+
+    def __init__(self):
+        self.by_name = {kernel.name: kernel for kernel in fake_kernels()}
+
+    def __getattr__(self, name):
+        return getattr(_ffi, name)
+
+    def kernels(self):
+        return list(self.by_name.values())
+
+    def Schedule(self, *values):
+        return types.SimpleNamespace(**dict(zip(("kind", "splits", "reduction", "max_sms", "raster", "swizzle"), values)))
+
+    def can_implement(self, name, problem, schedule, device):
+        kernel = self.by_name[name]
+        split = schedule.kind == _ffi.ScheduleKind.split_k and schedule.splits > 1
+        separate = split and schedule.reduction == SEPARATE
+        k_tiles = -(-problem.k // kernel.tile_k)
+        accumulator = F64 if problem.type_a == F64 else F32
+        if kernel.type_d != (accumulator if separate else problem.type_d):
+            return f"{name}: another type of D"
+        if kernel.family == _ffi.Family.sm90 and device.arch != 90:
+            return f"{name}: another architecture"
+        if problem.lda % kernel.align_a or problem.ldb % kernel.align_b or (not separate and problem.ldd % kernel.align_d):
+            return f"{name}: strides must be multiples of {kernel.align_a} elements"
+        if split and schedule.splits > k_tiles:
+            return f"{name}: splits={schedule.splits} exceeds its {k_tiles} k-tiles of {kernel.tile_k}"
+        if split and schedule.reduction not in kernel.split_k_reductions:
+            return f'{name}: no split-K with reduction "{schedule.reduction.name}"'
+        if schedule.kind == _ffi.ScheduleKind.stream_k and schedule.reduction not in kernel.stream_k_reductions:
+            return f'{name}: no Stream-K with reduction "{schedule.reduction.name}"'
+        return None
+
+    def workspace_bytes(self, *arguments):
+        return 0
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """Plans for GPUs, on the kernels above."""
+    fake = FakeFfi()
+    monkeypatch.setattr(planner, "_ffi", fake)
+    monkeypatch.setattr(planner, "_registry", functools.cache(planner._registry.__wrapped__))
+    monkeypatch.setattr(GemmProblem, "native", lambda self: self)
+    monkeypatch.setattr(Device, "native", lambda self: self)
+    planner.make_plan.cache_clear()
+
+    def plan(problem, schedule=Auto(), device=HOPPER):
+        made = planner.make_plan(problem, schedule, device)
+        return made, fake.by_name.get(made.kernel)
+
+    yield plan
+    planner.make_plan.cache_clear()
+
+
+def estimates(problem, schedule, machine=cost_model.H200):
+    kernels = cost_model.Kernels(
+        kernel for kernel in fake_kernels() if (kernel.type_a, kernel.math) == (problem.type_a, problem.math)
+    )
+    return kernels.infos, cost_model.predict_gpu(kernels, problem, planner._columns([schedule]), 132, machine)
+
+
+@pytest.mark.parametrize("schedule", [DataParallel(), SplitK(4), SplitK(4, "separate")])
+@pytest.mark.parametrize("extent", ["m", "n", "k"])
+def test_estimate_grows_with_every_extent(schedule, extent):
+    times = [
+        estimates(dataclasses.replace(gemm(512, 1024, 2048), **{extent: size}), schedule)[1].microseconds.ravel()
+        for size in (1024, 2048, 4096, 8192, 65536)
+    ]
+    assert (np.diff(times, axis=0) >= 0).all()
+
+
+@pytest.mark.parametrize("shape", [(1000, 777, 555), (130, 4096, 520), (4096, 4096, 4096), (1, 1, 1), (257, 129, 70000)])
+@pytest.mark.parametrize("schedule", [DataParallel(), SplitK(3), StreamK(), SplitK(5, "separate")])
+def test_decomposition_is_the_one_that_runs(shape, schedule):
+    """Against the native decomposition, of host kernels: iterations of the busiest worker and the most peers of a tile."""
+    problem = gemm(*shape, type_ab=F32)
+    kernels = [k for k in _ffi.kernels() if k.family == _ffi.Family.host and k.type_a == F32 and k.major_a == k.major_b == _ffi.Major.row]
+    for kernel in kernels:
+        k_tiles = -(-problem.k // kernel.tile_k)
+        if isinstance(schedule, SplitK) and schedule.splits > k_tiles:
+            continue
+        columns = dataclasses.replace(planner._columns([schedule]), separate=np.array([False]))
+        ours = cost_model.decompose(cost_model.Kernels([kernel]), problem, columns, CPU.sms)
+        native = planner._native_schedule(schedule)
+        work = _ffi.decomposition(kernel.name, problem.native(), native, CPU.native())
+        busiest, peers = _busiest(work)
+        assert ours.iterations.item() == busiest
+        assert peers <= ours.peers.item() <= peers + 1  # Stream-K boundaries that happen to fall on tiles spare a peer
+
+
+def _busiest(work):
+    runs = [[(piece.k_count, piece.peers) for piece in worker] for worker in work.workers]
+    return max(sum(count for count, _ in worker) for worker in runs), max(peers for worker in runs for _, peers in worker)
+
+
+@pytest.mark.parametrize("shape", [(512, 128, 16384), (80, 72, 65536), (256, 256, 65536)])
+def test_few_tiles_and_a_long_k_are_split(cuda, shape):
+    made, _ = cuda(gemm(*shape))
+    assert isinstance(made.schedule, (SplitK, StreamK))
+
+
+@pytest.mark.parametrize("size", [4096, 8192])
+def test_many_tiles_are_not_split_by_number(cuda, size):
+    made, kernel = cuda(gemm(size, size, size))
+    assert isinstance(made.schedule, (DataParallel, StreamK))
+    assert kernel.tile_m * kernel.tile_n >= 128 * 128
+
+
+@pytest.mark.parametrize("m", [1, 4, 16])
+def test_small_m_runs_swapped(cuda, m):
+    made, kernel = cuda(gemm(m, 4096, 4096))
+    assert kernel.swap_ab and kernel.tile_n == 16
+
+
+@pytest.mark.parametrize("k", [8, 64, 200, 1024, 65536])
+def test_splits_never_exceed_k_tiles(cuda, k):
+    for m, n in [(64, 64), (16, 8), (256, 512)]:
+        made, kernel = cuda(gemm(m, n, k))
+        if isinstance(made.schedule, SplitK):
+            assert 2 <= made.schedule.splits <= -(-k // kernel.tile_k)
+
+
+def test_many_splits_are_reduced_separately(cuda):
+    infos, ordered = estimates(gemm(128, 128, 65536), SplitK(64))
+    _, separate = estimates(gemm(128, 128, 65536), SplitK(64, "separate"))
+    large = [info.tile_m * info.tile_n >= 128 * 128 for info in infos]
+    assert (separate.microseconds < ordered.microseconds)[large].all()
+    made, _ = cuda(gemm(64, 64, 65536))
+    assert made.schedule.reduction == "separate"
+
+
+def test_slices_of_one_length_are_preferred():
+    even, ragged = (estimates(gemm(64, 64, 64 * 64), SplitK(splits, "separate"))[1] for splits in (16, 15))
+    assert (even.launches < ragged.launches).all()
+
+
+def test_a_product_that_memory_bounds_costs_its_bytes():
+    problem = gemm(16, 65536, 8192)
+    _, costs = estimates(problem, DataParallel())
+    assert costs.microseconds.min() >= problem.bytes / cost_model.H200.memory_rate
+
+
+@pytest.mark.parametrize(
+    "problem, device",
+    [
+        (gemm(1000, 1001, 999), HOPPER),
+        (gemm(512, 512, 8192, F32, TF32), HOPPER),
+        (gemm(512, 512, 8192, F32, TF32X3), A100),
+        (gemm(333, 100, 1000, F64), HOPPER),
+        (gemm(2048, 2048, 2048), A100),
+        (gemm(2048, 2048, 2048), Device("cuda", 120, 170)),
+    ],
+)
+def test_the_sm80_family_serves_what_others_do_not(cuda, problem, device):
+    made, kernel = cuda(problem, device=device)
+    assert kernel.family == _ffi.Family.sm80
+    assert made.microseconds > 0
+
+
+def test_machines_differ():
+    assert cost_model.machine_of(HOPPER) is cost_model.H200
+    assert cost_model.machine_of(A100) is cost_model.A100
+    _, fast = estimates(gemm(4096, 4096, 4096), DataParallel())
+    _, slow = estimates(gemm(4096, 4096, 4096), DataParallel(), cost_model.A100)
+    sm80 = [info.family == _ffi.Family.sm80 for info in fake_kernels() if info.type_a == BF16]
+    assert (fast.microseconds < slow.microseconds)[sm80].all()
+
+
+@pytest.mark.parametrize("schedule", [DataParallel(), SplitK(7), SplitK(16, "separate"), StreamK(), StreamK(max_sms=64)])
+def test_a_given_schedule_is_obeyed(cuda, schedule):
+    made, kernel = cuda(gemm(512, 512, 4096), schedule)
+    assert made.schedule == schedule
+    assert kernel.type_d == (F32 if getattr(schedule, "reduction", "") == "separate" else BF16)
+    assert made.reasons[0] == "the schedule was given"
+
+
+def test_a_given_schedule_is_refused_with_the_limit(cuda):
+    with pytest.raises(ValueError, match=r"SplitK\(splits=100.*exceeds its \d+ k-tiles"):
+        cuda(gemm(64, 64, 640), SplitK(100))
+    with pytest.raises(ValueError, match='no Stream-K with reduction "atomic"'):
+        cuda(gemm(64, 64, 640), StreamK("atomic"))
+
+
+def test_the_wave_is_square(cuda):
+    """A wave of 132 tiles of a large D: neither one row of tiles nor one column."""
+    made, _ = cuda(gemm(16384, 16384, 4096), DataParallel())
+    assert 4 <= made.swizzle <= 16
+    made, _ = cuda(gemm(128, 8192, 4096), DataParallel())
+    assert made.swizzle == 1
+
+
+def test_reasons_list_the_cost_and_runners_up(cuda):
+    made, _ = cuda(gemm(512, 128, 16384))
+    assert "waves" in made.reasons[0] and "MAC iterations" in made.reasons[0]
+    runners_up = [reason for reason in made.reasons if reason.startswith("over ")]
+    assert 2 <= len(runners_up) <= 5 and len(set(runners_up)) == len(runners_up)
+    assert all(reason in str(made) for reason in made.reasons)
+
+
+def test_a_plan_is_a_cached_frozen_hashable_value():
+    problem = gemm(96, 80, 1000, F32)
+    made = planner.make_plan(problem, Auto(), CPU)
+    assert planner.make_plan(gemm(96, 80, 1000, F32), Auto(), Device("cpu", 0, 4)) is made
+    assert hash(made) == hash(dataclasses.replace(made)) and made == dataclasses.replace(made)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        made.kernel = "another"
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8])
+def test_cpu_plans(dtype):
+    a = jax.ShapeDtypeStruct((300, 200), dtype)
+    b = jax.ShapeDtypeStruct((200, 100), dtype)
+    out = jnp.int32 if dtype == jnp.int8 else None
+    made = jax_streamk.plan(a, b, device=CPU, preferred_element_type=out)
+    assert made.kernel.startswith("host_") and made.device == CPU
+    assert "on cpu (4 threads)" in str(made)
+
+
+def test_a_gram_matrix_on_threads_is_split():
+    made = planner.make_plan(gemm(64, 64, 100_000, F32), Auto(), CPU)
+    assert isinstance(made.schedule, (SplitK, StreamK))
+
+
+def test_a_tiny_product_stays_on_one_thread():
+    made = planner.make_plan(gemm(8, 8, 64, F32), Auto(), CPU)
+    assert made.schedule == DataParallel()
+
+
+def test_host_schedules_are_obeyed_or_refused():
+    for schedule in (DataParallel(), SplitK(4), SplitK(4, "atomic"), SplitK(4, "separate"), StreamK(), StreamK(max_sms=1)):
+        assert planner.make_plan(gemm(64, 64, 1797, F32), schedule, CPU).schedule == schedule
+    with pytest.raises(ValueError, match="splits=1000 exceeds its 29 k-tiles of 64"):
+        planner.make_plan(gemm(64, 64, 1797, F32), SplitK(1000), CPU)
+
+
+def test_auto_falls_back_openly():
+    x = jax.ShapeDtypeStruct((8, 8), jnp.int32)
+    made = jax_streamk.plan(x, x, device=CPU)
+    assert made.kernel is None and made.schedule is None
+    assert made.reasons[0].startswith("falls back to XLA: ") and "int32" in str(made)
+    with pytest.raises(ValueError, match="cannot run this product.*int32"):
+        jax_streamk.plan(x, x, device=CPU, schedule=StreamK())
+
+
+def test_auto_falls_back_where_no_kernel_runs(cuda):
+    made, _ = cuda(gemm(64, 64, 64, F32, TF32, type_d=BF16))
+    assert made.kernel is None and made.reasons[0].startswith("falls back to XLA: ")
+    made, _ = cuda(gemm(64, 64, 64, _ffi.Type.f16))
+    assert "no kernel of this build" in made.reasons[0]
+
+
+@pytest.mark.parametrize("empty", ["batch", "m", "n", "k"])
+def test_nothing_to_multiply(empty):
+    made = planner.make_plan(dataclasses.replace(gemm(4, 4, 4, F32), **{empty: 0}), Auto(), CPU)
+    assert made.kernel is None and "nothing to multiply" in made.reasons[0]
