@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 
 MINIMUM = (12, 8)
 WHEELS = "nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-cccl"
@@ -17,15 +18,22 @@ DEFAULT_ARCHITECTURES = "80;90a"
 
 
 def _candidates():
-    """Yields paths where nvcc may be: PATH, CUDA_HOME, then NVIDIA's wheels in this environment."""
+    """Yields paths where nvcc may be: PATH, CUDA_HOME, then NVIDIA's wheels."""
     yield shutil.which("nvcc")
     if "CUDA_HOME" in os.environ:
         yield os.path.join(os.environ["CUDA_HOME"], "bin", "nvcc")
-    try:
-        files = importlib.metadata.files("nvidia-cuda-nvcc") or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    yield from (str(file.locate()) for file in files if file.name == "nvcc")
+    yield from (str(file.locate()) for file in _wheel_files("nvidia-cuda-nvcc") if file.name == "nvcc")
+
+
+def _wheel_files(name):
+    """The files of an installed wheel; none when it is not installed.
+
+    pip builds with an import path of its own and the interpreter of the environment that it installs into: the interpreter knows
+    where that environment's wheels are.
+    """
+    places = [*sys.path, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    found = next(iter(importlib.metadata.distributions(name=name, path=places)), None)
+    return found.files or [] if found else []
 
 
 def _version(nvcc):
@@ -38,7 +46,7 @@ def _version(nvcc):
 
 
 def visible_architectures():
-    """The compute capabilities of this machine's GPUs, as CMAKE_CUDA_ARCHITECTURES; empty without a GPU."""
+    """The compute capabilities of this machine's GPUs, from 8.0 on, as CMAKE_CUDA_ARCHITECTURES; empty without one."""
     try:
         text = subprocess.run(
             ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"], capture_output=True, text=True, check=True
@@ -46,6 +54,7 @@ def visible_architectures():
     except (OSError, subprocess.CalledProcessError):
         return ""
     found = {line.strip().replace(".", "") for line in text.splitlines() if re.fullmatch(r"\d+\.\d", line.strip())}
+    found = {arch for arch in found if int(arch) >= 80}
     return ";".join(sorted("90a" if arch == "90" else arch for arch in found))
 
 
@@ -63,28 +72,28 @@ def decide(option, architectures):
         raise SystemExit(f"JAX_STREAMK_CUDA={option}: must be ON, OFF or AUTO")
     if option.upper() == "OFF":
         return "", "", "JAX_STREAMK_CUDA is OFF"
+    for arch in filter(None, architectures.split(";")):
+        if not re.fullmatch(r"\d+[af]?", arch) or int(arch.rstrip("af")) < 80:
+            raise SystemExit(f"CMAKE_CUDA_ARCHITECTURES={architectures}: must be numbers from 80 on, such as 80;90a")
     needed = f"a CUDA toolkit of at least {MINIMUM[0]}.{MINIMUM[1]} (nvcc on PATH, CUDA_HOME, or pip install {WHEELS})"
     found = [(nvcc, _version(nvcc)) for nvcc in _candidates() if nvcc and os.path.exists(nvcc)]
     usable = [nvcc for nvcc, version in found if version and version >= MINIMUM]
     if not usable:
-        seen = "; found " + ", ".join(f"{nvcc} {version}" for nvcc, version in found) if found else ""
+        seen = "; found " + ", ".join(f"{nvcc} {'.'.join(map(str, version or '?'))}" for nvcc, version in found) if found else ""
         if option.upper() == "ON":
             raise SystemExit(f"JAX_STREAMK_CUDA=ON needs {needed}{seen}")
         return "", "", f"there is no {needed[2:]}{seen}"
     if not architectures:
         architectures = visible_architectures()
         if not architectures and option.upper() == "AUTO":
-            return "", "", "no GPU is visible and no architectures were named"
+            return "", "", "no GPU of compute capability 8.0 or later is visible and no architectures were named"
     return str(pathlib.Path(usable[0]).resolve()), architectures or DEFAULT_ARCHITECTURES, ""
 
 
 def cutlass_include():
-    """CUTLASS's headers in the nvidia-cutlass wheel of this environment, or "" when it is not installed."""
-    try:
-        files = importlib.metadata.files("nvidia-cutlass") or []
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-    header = next((file for file in files if file.as_posix().endswith("source/include/cutlass/cutlass.h")), None)
+    """CUTLASS's headers in the nvidia-cutlass wheel, or "" when it is not installed."""
+    headers = (file for file in _wheel_files("nvidia-cutlass") if file.as_posix().endswith("source/include/cutlass/cutlass.h"))
+    header = next(headers, None)
     return str(pathlib.Path(header.locate()).resolve().parents[1]) if header else ""
 
 
