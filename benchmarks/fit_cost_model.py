@@ -1,14 +1,15 @@
-"""Fits the constants of jax_streamk.cost_model's Machine to measured times and says how well it then chooses.
+"""Fits the constants of jax_streamk.cost_model's Machine to measured times, and says how well it then chooses.
 
     python benchmarks/fit_cost_model.py measured.csv [--sms 132] [--shapes]
 
 Reads what measure_plans.py writes (m, n, k, kernel, schedule, splits, reduction, raster, swizzle, us), or the plain CUTLASS
-measurements that the project began with (m, n, k, config, swap_ab, schedule, splits, decomposition, kernel_us). Kernels are known by their
-names: no GPU and no CUDA build is needed. Needs scipy.
+measurements that the project began with (m, n, k, config, swap_ab, schedule, splits, decomposition, kernel_us). Kernels are known
+by their names: no GPU and no CUDA build is needed. Needs scipy.
 
-Prints the constants ready to paste, the error of the predicted times, and the regret: the time of the plan that the model ranks first
-over that of the best plan measured, for every shape. Of the CUTLASS measurements only data-parallel ones are fitted, because their
-kernels fold split-K partials one after another and ours do not; they still count for the regret, under constants of their own.
+Prints the constants ready to paste, the error of the predicted times, and the regret: the time of the plan that the model ranks
+first over that of the best plan measured, for every shape. Of the CUTLASS measurements only data-parallel ones are fitted, because
+their kernels fold split-K partials one after another and ours do not; the others still count for the regret, under constants of
+their own.
 """
 
 import argparse
@@ -22,13 +23,14 @@ import types
 import numpy as np
 from scipy.optimize import least_squares
 
-from jax_streamk import _ffi, cost_model
+from jax_streamk import _ffi, cost_model, planner
 from jax_streamk.cost_model import H200, Kernels, Schedules
 
 FIX_UP = ("fix_up", "partial_rate_sm")
-OURS_ONLY = (*FIX_UP, "memset", "reduction", "reduction_slice", "reduction_rate")
-NEVER = ("mma_rate_sm",)
-LOOSEST = 0.02  # a constant may leave its starting value by a factor of 50
+OURS_ONLY = (*FIX_UP, "reduction", "reduction_slice", "reduction_rate")
+# The memset comes and goes with the fix-up: their times add up and cannot be told apart.
+NEVER = ("mma_rate_sm", "memset")
+LARGEST_FACTOR = 50  # by which a constant may leave its starting value
 
 _SM90 = re.compile(r"sm90_(\w+?)_(\w+?)_([rc])([rc])_(\d+)x(\d+)x(\d+)_(\d)x(\d)_(coop|pingpong)(_swap)?")
 _SM80 = re.compile(r"sm80_(\w+?)_(\w+?)_([rc])([rc])_(\d+)x(\d+)x(\d+)_s(\d+)_a(\d+)")
@@ -47,6 +49,8 @@ class Row:
     splits: int
     reduction: str
     us: float
+    raster: str
+    swizzle: int
     label: str
 
 
@@ -73,9 +77,25 @@ def kernel_of(name):
 def ours(record):
     kernel = kernel_of(record["kernel"])
     splits = int(record["splits"])
-    label = f"{kernel.name}, {record['schedule']} {splits} {record['reduction']}, along {record['raster']} {record['swizzle']}"
+    raster, swizzle = record["raster"], int(record["swizzle"])
+    label = f"{kernel.name}, {record['schedule']} {splits} {record['reduction']}, along {raster} by {swizzle}"
     m, n, k = (int(record[x]) for x in "mnk")
-    return Row(m, n, k, kernel, record["schedule"], splits, record["reduction"], float(record["us"]), label)
+    return Row(m, n, k, kernel, record["schedule"], splits, record["reduction"], float(record["us"]), raster, swizzle, label)
+
+
+def in_planned_order(rows, sms):
+    """Of plans that differ in the order of tiles only, the one that the planner would have taken."""
+    groups = collections.defaultdict(list)
+    for row in rows:
+        groups[row.m, row.n, row.k, row.kernel.name, row.schedule, row.splits, row.reduction].append(row)
+    planned = [
+        min(group, key=lambda row: planner.wave_footprint(row.kernel, row.m, row.n, sms, row.raster, row.swizzle))
+        for group in groups.values()
+    ]
+    lost = [math.log(row.us / min(other.us for other in group)) for row, group in zip(planned, groups.values()) if len(group) > 1]
+    if lost:
+        print(f"# planned order of tiles over the best order measured: geomean {math.exp(np.mean(lost)):.3f}, {len(lost)} plans")
+    return planned
 
 
 def cutlass(record, sms):
@@ -89,8 +109,8 @@ def cutlass(record, sms):
     rows, columns = (n, m) if kernel.swap_ab else (m, n)
     tiles = math.ceil(rows / (tile_m * cluster_m)) * math.ceil(columns / (tile_n * cluster_n))
     workers, k_tiles = sms // (cluster_m * cluster_n), math.ceil(k / tile_k)
-    # PersistentTileSchedulerSm90StreamKParams::get_num_sk_tiles: no Stream-K without a partial wave or with at most 8 k-tiles, and
-    # the heuristic wants none either where the last wave is half full.
+    # PersistentTileSchedulerSm90StreamKParams::get_num_sk_tiles: no Stream-K without a partial wave or with at most 8 k-tiles,
+    # and the heuristic wants none either where the last wave is half full.
     uncut = tiles % workers == 0 or k_tiles <= 8
     if schedule == "heuristic":
         if not uncut and 2 * (tiles % workers) < workers:
@@ -100,7 +120,7 @@ def cutlass(record, sms):
         schedule = "data_parallel"
     splits = int(record["splits"])
     label = f"{record['config']}{swap} {record['schedule']}, {schedule} {splits}"
-    return Row(m, n, k, kernel, schedule, splits, "ordered", float(record["kernel_us"]), label)
+    return Row(m, n, k, kernel, schedule, splits, "ordered", float(record["kernel_us"]), "m", 1, label)
 
 
 def predict(rows, machine, sms):
@@ -144,11 +164,13 @@ def fit(rows, start, names, sms):
     def residuals(x):
         return weight * np.log(predict(rows, machine(x), sms) / us)
 
-    limit = -math.log(LOOSEST)
+    limit = math.log(LARGEST_FACTOR)
     return machine(least_squares(residuals, np.zeros(len(names)), bounds=(-limit, limit), loss="soft_l1", f_scale=0.1).x)
 
 
-def report(title, rows, machine, sms, every_shape):
+def report(title, rows, machine, sms, every_shape, measured=None):
+    """Prints error and regret of the model over `rows`; the best plan is sought among `measured`, by default the rows."""
+    best_of = best_times(measured or rows)
     predicted, us = predict(rows, machine, sms), np.array([row.us for row in rows])
     error = np.log(predicted / us)
     by_shape = collections.defaultdict(list)
@@ -157,11 +179,12 @@ def report(title, rows, machine, sms, every_shape):
     regrets, near = [], []
     for shape, members in by_shape.items():
         chosen, best = min(members, key=predicted.__getitem__), min(members, key=us.__getitem__)
-        regrets.append((us[chosen] / us[best], shape, chosen, best))
+        regrets.append((us[chosen] / best_of[shape], shape, chosen, best))
         near += [error[at] for at in members if us[at] < 1.25 * us[best]]
     geomean = math.exp(np.mean([math.log(regret[0]) for regret in regrets]))
+    spread, spread_near = (np.sqrt(np.mean(np.square(errors))) for errors in (error, near))
     print(f"# {title}: {len(rows)} plans of {len(by_shape)} shapes")
-    print(f"# error of the time: rms {np.sqrt(np.mean(error**2)):.3f}; of plans within 25% of the best {np.sqrt(np.mean(np.square(near))):.3f}")
+    print(f"# error of the time: rms {spread:.3f}; of plans within 25% of the best {spread_near:.3f}")
     print(f"# regret: geomean {geomean:.3f}, worst {max(regrets)[0]:.3f}")
     for regret, shape, chosen, best in sorted(regrets, reverse=True)[: None if every_shape else 8]:
         print(
@@ -180,9 +203,11 @@ def main():
         records = list(csv.DictReader(file))
     names = [field.name for field in dataclasses.fields(H200) if field.name not in NEVER]
     if "kernel" in records[0]:
-        rows = [ours(record) for record in records]
+        measured = [ours(record) for record in records]
+        rows = in_planned_order(measured, arguments.sms)
+        report("before fitting", rows, H200, arguments.sms, False, measured)
         fitted = fit(rows, H200, names, arguments.sms)
-        report("all", rows, fitted, arguments.sms, arguments.shapes)
+        report("fitted", rows, fitted, arguments.sms, arguments.shapes, measured)
     else:
         rows = [row for record in records if (row := cutlass(record, arguments.sms))]
         whole = [row for row in rows if row.schedule == "data_parallel"]

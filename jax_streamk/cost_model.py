@@ -130,7 +130,7 @@ class Decomposition:
       pieces: of the busiest worker.
       iterations: of the busiest worker, MAC iterations.
       peers: of a shared tile, at most; 1 where none is shared.
-      launches: kernels that a separate split-K launches before its reduction, each on slices of one length or on one slice; else 1.
+      launches: kernels that a separate split-K launches before its reduction, each on slices of one length; else 1.
     """
 
     rows: np.ndarray
@@ -154,23 +154,21 @@ def decompose(kernels, problem, schedules, width):
     workers = np.maximum(width // (kernels.cluster_m * kernels.cluster_n), 1)
     splits = np.minimum(schedules.splits, k_tiles)
 
-    # Data-parallel is split-K in one.
-    pieces = np.ceil(tiles * splits / workers)
-    iterations = pieces * np.ceil(k_tiles / splits)
+    # Data-parallel is split-K in one. The first k_tiles % splits runs of a tile are one iteration longer, and come first.
+    base, longer = k_tiles // splits, k_tiles % splits
+    pieces, pieces_longer = np.ceil(tiles * splits / workers), np.ceil(tiles * longer / workers)
+    iterations = pieces * base + pieces_longer
     busy = np.minimum(workers, tiles * splits)
     peers = np.where(schedules.separate, 1, splits)
 
     # Separate: the longer slices, the shorter ones, and one that K cuts short are launched one after another.
-    longer, cut_short = k_tiles % splits, (problem.k % kernels.tile_k != 0) & (splits > 1)
+    cut_short = (problem.k % kernels.tile_k != 0) & (splits > 1)
     shorter = splits - longer - cut_short
-    launches = (longer > 0) * 1 + (shorter > 0) + cut_short
-    launches = np.where(schedules.separate, np.minimum(launches * problem.batch, splits), 1)
-    if np.any(launches > 1):
-        base = k_tiles // splits
-        waves_longer = np.ceil(longer * tiles / workers)
-        waves_shorter = np.ceil(shorter * tiles / workers) + np.ceil(cut_short * tiles / workers)
-        pieces = np.where(schedules.separate, waves_longer + waves_shorter, pieces)
-        iterations = np.where(schedules.separate, waves_longer * (base + 1) + waves_shorter * base, iterations)
+    launches = np.minimum(((longer > 0) * 1 + (shorter > 0) + cut_short) * problem.batch, splits)
+    launches = np.where(schedules.separate, launches, 1)
+    pieces_shorter = np.ceil(tiles * shorter / workers) + np.ceil(tiles * cut_short / workers)
+    pieces = np.where(schedules.separate, pieces_longer + pieces_shorter, pieces)
+    iterations = np.where(schedules.separate, pieces_longer * (base + 1) + pieces_shorter * base, iterations)
 
     # Stream-K cuts the tiles of the last, partial wave and of a full one before it.
     whole_waves = np.maximum(tiles // workers - 1, 0)
@@ -292,9 +290,9 @@ def _iteration(kernels, problem, d, size, machine):
     return (math**p + loads**p + cache**p) ** (1 / p)
 
 
-# A CPU thread: microseconds a multiply-add, an element of an operand's tile packed, and an element of a partial tile stored or
-# added. Only ratios matter.
-_HOST_MULTIPLY_ADD, _HOST_PACK, _HOST_PARTIAL = 3e-5, 5e-4, 1e-3
+# A CPU thread: microseconds a multiply-add, an element of an operand's tile packed, an element of a partial tile stored or added.
+# Waking other threads costs a small product more than its arithmetic. Only ratios matter.
+_HOST_MULTIPLY_ADD, _HOST_PACK, _HOST_PARTIAL, _HOST_WAKE = 1.2e-5, 2e-4, 5e-4, 20.0
 
 
 def predict_host(kernels, problem, schedules, threads):
@@ -304,6 +302,6 @@ def predict_host(kernels, problem, schedules, threads):
     c = np.minimum(kernels.tile_k, problem.k) * (_HOST_MULTIPLY_ADD * rows * columns + _HOST_PACK * (rows + columns))
     fix_up = np.where(d.peers > 1, _HOST_PARTIAL * rows * columns * (1 + d.peers), 0.0)
     work = c * d.iterations + fix_up
-    waves = d.tiles * schedules.splits / d.workers
-    launch, none = np.array(2.0), np.array(0.0)
+    launch = np.where(d.busy > 1, _HOST_WAKE, 1.0)
+    waves, none = d.tiles * schedules.splits / d.workers, np.array(0.0)
     return Costs(launch + work, waves, d.iterations, d.peers, work, fix_up, none, launch, none)

@@ -138,24 +138,24 @@ def _costs(kernels, problem, candidates, columns, device):
     return cost_model.predict_gpu(kernels, problem, columns, width, cost_model.machine_of(device))
 
 
-def _order(kernel, problem, device):
-    """Raster and swizzle: of all orders, the one whose first wave covers the part of D that needs the fewest rows of A and
-    columns of B, since the wave shares those in L2."""
+def wave_footprint(kernel, m, n, sms, raster, swizzle):
+    """Rows of A and columns of B that the first wave of tiles needs, all told: the wave shares them in L2."""
     rows, columns = kernel.tile_m * kernel.cluster_m, kernel.tile_n * kernel.cluster_n
     if kernel.swap_ab:
         rows, columns = columns, rows
-    tiles_m, tiles_n = -(-problem.m // rows), -(-problem.n // columns)
-    wave = min(max(device.sms // (kernel.cluster_m * kernel.cluster_n), 1), tiles_m * tiles_n)
+    tiles_m, tiles_n = -(-m // rows), -(-n // columns)
+    wave = min(max(sms // (kernel.cluster_m * kernel.cluster_n), 1), tiles_m * tiles_n)
+    fast, slow = (tiles_m, tiles_n) if raster == "m" else (tiles_n, tiles_m)
+    width = min(swizzle, slow)
+    panels = -(-wave // (fast * width))
+    down, across = (-(-wave // width), width) if panels == 1 else (fast, min(panels * width, slow))
+    return down * rows + across * columns if raster == "m" else across * rows + down * columns
 
-    def footprint(raster, swizzle):
-        fast, slow = (tiles_m, tiles_n) if raster == "m" else (tiles_n, tiles_m)
-        width = min(swizzle, slow)
-        panels = -(-wave // (fast * width))
-        down, across = (-(-wave // width), width) if panels == 1 else (fast, min(panels * width, slow))
-        return down * rows + across * columns if raster == "m" else across * rows + down * columns
 
+def _order(kernel, problem, device):
+    """Raster and swizzle: of all orders, the one of least footprint."""
     orders = [(raster, swizzle) for swizzle in _SWIZZLES for raster in ("m", "n")]
-    return min(orders, key=lambda order: footprint(*order))
+    return min(orders, key=lambda order: wave_footprint(kernel, problem.m, problem.n, device.sms, *order))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -30,9 +30,9 @@ def fake_kernel(family, type_ab, type_d, tile, cluster=(1, 1), warp_schedule="co
     reductions = [] if warp_schedule == "pingpong" else [ORDERED]
     accumulator = F64 if type_ab == F64 else F32
     sm90 = family == _ffi.Family.sm90
-    name = f"{family.name}_{type_ab.name}_{type_d.name}_{'x'.join(map(str, tile))}_{cluster[0]}x{cluster[1]}_{warp_schedule}_a{align}"
+    parts = [family, type_ab, type_d, "x".join(map(str, tile)), cluster[0], cluster[1], warp_schedule, swap_ab, align, math]
     return types.SimpleNamespace(
-        name=name + ("_swap" if swap_ab else "") + (f"_{math.name}" if math != NATIVE else ""), family=family,
+        name="_".join(str(getattr(part, "name", part)) for part in parts), family=family,
         type_a=type_ab, type_b=type_ab, type_d=type_d, math=math, major_a=_ffi.Major.row, major_b=_ffi.Major.row,
         align_a=align, align_b=align, align_d=(4 if type_d == F32 and type_ab == BF16 else 8) if sm90 else align,
         tile_m=tile[0], tile_n=tile[1], tile_k=tile[2], cluster_m=cluster[0], cluster_n=cluster[1],
@@ -87,7 +87,7 @@ class FakeFfi:
         accumulator = F64 if problem.type_a == F64 else F32
         if kernel.type_d != (accumulator if separate else problem.type_d):
             return f"{name}: another type of D"
-        if kernel.family == _ffi.Family.sm90 and device.arch != 90:
+        if device.arch != 90 if kernel.family == _ffi.Family.sm90 else device.arch < 80:
             return f"{name}: another architecture"
         if problem.lda % kernel.align_a or problem.ldb % kernel.align_b or (not separate and problem.ldd % kernel.align_d):
             return f"{name}: strides must be multiples of {kernel.align_a} elements"
@@ -143,23 +143,17 @@ def test_estimate_grows_with_every_extent(schedule, extent):
 def test_decomposition_is_the_one_that_runs(shape, schedule):
     """Against the native decomposition, of host kernels: iterations of the busiest worker and the most peers of a tile."""
     problem = gemm(*shape, type_ab=F32)
-    kernels = [k for k in _ffi.kernels() if k.family == _ffi.Family.host and k.type_a == F32 and k.major_a == k.major_b == _ffi.Major.row]
-    for kernel in kernels:
+    for kernel in (kernel for kernel in _ffi.kernels() if kernel.name.startswith("host_f32_f32_rr_")):
         k_tiles = -(-problem.k // kernel.tile_k)
         if isinstance(schedule, SplitK) and schedule.splits > k_tiles:
             continue
         columns = dataclasses.replace(planner._columns([schedule]), separate=np.array([False]))
         ours = cost_model.decompose(cost_model.Kernels([kernel]), problem, columns, CPU.sms)
-        native = planner._native_schedule(schedule)
-        work = _ffi.decomposition(kernel.name, problem.native(), native, CPU.native())
-        busiest, peers = _busiest(work)
+        workers = _ffi.decomposition(kernel.name, problem.native(), planner._native_schedule(schedule), CPU.native())
+        busiest = max(sum(k_count for _, _, k_count, _, _ in pieces) for pieces in workers)
+        peers = max(piece[-1] for pieces in workers for piece in pieces)
         assert ours.iterations.item() == busiest
         assert peers <= ours.peers.item() <= peers + 1  # Stream-K boundaries that happen to fall on tiles spare a peer
-
-
-def _busiest(work):
-    runs = [[(piece.k_count, piece.peers) for piece in worker] for worker in work.workers]
-    return max(sum(count for count, _ in worker) for worker in runs), max(peers for worker in runs for _, peers in worker)
 
 
 @pytest.mark.parametrize("shape", [(512, 128, 16384), (80, 72, 65536), (256, 256, 65536)])
@@ -312,8 +306,8 @@ def test_auto_falls_back_openly():
 
 
 def test_auto_falls_back_where_no_kernel_runs(cuda):
-    made, _ = cuda(gemm(64, 64, 64, F32, TF32, type_d=BF16))
-    assert made.kernel is None and made.reasons[0].startswith("falls back to XLA: ")
+    made, _ = cuda(gemm(64, 64, 64), device=Device("cuda", 75, 40))
+    assert made.kernel is None and "another architecture" in made.reasons[0]
     made, _ = cuda(gemm(64, 64, 64, _ffi.Type.f16))
     assert "no kernel of this build" in made.reasons[0]
 
