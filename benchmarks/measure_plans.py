@@ -14,6 +14,7 @@ import time
 
 import torch
 
+import jax_streamk
 from jax_streamk import _ffi
 
 ROTATE_BYTES = 220e6
@@ -43,11 +44,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("shapes")
     parser.add_argument("out")
+    parser.add_argument("--reductions", default="none,ordered,separate", help="which ways to share tiles; none is data-parallel")
     parser.add_argument("--limit", type=float, default=300, help="seconds after which no new shape is begun")
     arguments = parser.parse_args()
     properties = torch.cuda.get_device_properties(0)
-    sms = properties.multi_processor_count
-    device = _ffi.Device(10 * properties.major + properties.minor, sms)
+    device = jax_streamk.Device("cuda", 10 * properties.major + properties.minor, properties.multi_processor_count)
     kernels = [
         kernel
         for kernel in _ffi.kernels()
@@ -64,11 +65,11 @@ def main():
             if time.time() - started > arguments.limit:
                 print("stopped at the time limit before", (m, n, k))
                 break
-            measure_shape(writer, kernels, device, m, n, k)
+            measure_shape(writer, kernels, device, m, n, k, arguments.reductions.split(","))
             file.flush()
 
 
-def measure_shape(writer, kernels, device, m, n, k):
+def measure_shape(writer, kernels, device, m, n, k, reductions):
     count = max(2, min(64, math.ceil(ROTATE_BYTES / (2 * (m * k + k * n + m * n)))))
     a = [torch.randn(m, k, device="cuda").bfloat16() for _ in range(count)]
     b = [torch.randn(k, n, device="cuda").bfloat16() for _ in range(count)]
@@ -79,22 +80,20 @@ def measure_shape(writer, kernels, device, m, n, k):
             1, m, n, k, _ffi.Type.bf16, _ffi.Type.bf16, _ffi.Type.bf16, _ffi.Math.native, _ffi.Major.row, _ffi.Major.row,
             k, n, n, 0, 0, 0,
         )  # fmt: skip
-        for name, splits, reduction in candidates(kernel, m, n, k, device_sms()):
+        for name, splits, reduction in candidates(kernel, m, n, k, device.sms):
+            if ("none" if name == "data_parallel" else reduction.name) not in reductions:
+                continue
             tiles_m, tiles_n = -(-m // kernel.tile_m), -(-n // kernel.tile_n)
             orders = [("m", 1)] if min(tiles_m, tiles_n) < 8 else [("m", 1), ("m", 8), ("n", 8)]
             for raster, swizzle in orders:
                 order = _ffi.Raster.along_m if raster == "m" else _ffi.Raster.along_n
                 schedule = _ffi.Schedule(KINDS[name], splits, reduction, 0, order, swizzle)
-                if _ffi.can_implement(kernel.name, problem, schedule, device) is not None:
+                if _ffi.can_implement(kernel.name, problem, schedule, device.native()) is not None:
                     continue
-                us = time_calls(kernel.name, problem, schedule, device, a, b, d)
+                us = time_calls(kernel.name, problem, schedule, device.native(), a, b, d)
                 writer.writerow([m, n, k, kernel.name, name, splits, reduction.name, raster, swizzle, f"{us:.2f}"])
                 best.append((us, kernel.name, name, splits, reduction.name, raster, swizzle))
-    print((m, n, k), *min(best), flush=True)
-
-
-def device_sms():
-    return torch.cuda.get_device_properties(0).multi_processor_count
+    print((m, n, k), *min(best, default=()), flush=True)
 
 
 def time_calls(name, problem, schedule, device, a, b, d, repeats=3):

@@ -9,9 +9,9 @@
 // Matrix-Matrix Multiplication on the GPU" (2023), in its two-tile hybrid form: the tiles of the last, partial wave and of one
 // full wave before it are cut into equal runs of iterations, one per worker; the rest is data-parallel.
 //
-// A tile that several workers share is fixed up by whichever of them arrives last: each peer leaves its partial tile in a slot
-// of its own, draws a ticket, and the holder of the last ticket adds the slots in the order of their iterations. Nobody waits
-// for anybody, so there is no co-residency requirement and no deadlock, and the sum does not depend on who was last.
+// A tile that several workers share is fixed up by whichever of them arrives last: the others leave their partial tiles in slots of
+// their own, and the last adds all in the order of their iterations. Nobody waits for a worker that has not finished its iterations,
+// so there is no co-residency requirement and no deadlock, and the sum does not depend on who was last.
 #pragma once
 
 #include <cstdint>

@@ -103,9 +103,11 @@ class Sm90Kernel final : public CudaKernel {
   }
 
  protected:
-  Status can_launch(GemmProblem const&, Schedule const&, Device const& device) const override {
+  Status can_launch(GemmProblem const& p, Schedule const& s, Device const& device) const override {
     if (device.arch != 90)
       return Status::precondition(info.name + " is compiled for sm_90a; the device is sm_" + std::to_string(device.arch));
+    if (decomposition(p, s, device).kind == ScheduleKind::kSplitK && s.splits > Scheduler::kMaxPeers)
+      return Status::invalid(info.name + " has at most " + std::to_string(Scheduler::kMaxPeers) + " splits");
     return {};
   }
 
@@ -118,15 +120,15 @@ class Sm90Kernel final : public CudaKernel {
     Workspace const parts = workspace(p, s, device);
     auto* const workspace = static_cast<char*>(buffers.workspace);
     if (parts.zeroed > 0) {
-      Status const status = from_cuda(cudaMemsetAsync(workspace, 0, parts.zeroed, stream), info.name + ": zeroing tickets");
+      Status const status = from_cuda(cudaMemsetAsync(workspace, 0, parts.zeroed, stream), info.name + ": zeroing its arrival words");
       if (!status.ok()) return status;
     }
     typename Scheduler::Params scheduler;
     scheduler.decomposition = decomposition(p, s, device);
     scheduler.order = tile_order(p, s);
     scheduler.atomic = s.reduction == Reduction::kAtomic;
-    scheduler.tickets = reinterpret_cast<uint32_t*>(workspace);
-    scheduler.partials = reinterpret_cast<float*>(workspace + parts.tickets);
+    scheduler.arrivals = reinterpret_cast<uint32_t*>(workspace);
+    scheduler.partials = reinterpret_cast<float*>(workspace + parts.arrivals);
 
     auto const* a = static_cast<ElementAB const*>(kSwap ? buffers.b : buffers.a);
     auto const* b = static_cast<ElementAB const*>(kSwap ? buffers.a : buffers.b);
@@ -208,7 +210,7 @@ class Sm90Kernel final : public CudaKernel {
   }
 
   struct Workspace {
-    int64_t tickets = 0;  // bytes before the partials
+    int64_t arrivals = 0;  // bytes before the partials
     int64_t zeroed = 0;   // leading bytes that must be zero before the launch
     int64_t bytes = 0;
   };
@@ -218,10 +220,10 @@ class Sm90Kernel final : public CudaKernel {
     if (d.shared_tiles() == 0) return {};
     bool const atomic = s.reduction == Reduction::kAtomic;
     Workspace out;
-    out.tickets = align_workspace(static_cast<int64_t>(d.shared_tiles()) * kClusterSize * sizeof(uint32_t));
-    out.bytes = out.tickets + static_cast<int64_t>(atomic ? d.shared_tiles() : d.slots()) * kClusterSize *
+    out.arrivals = align_workspace(static_cast<int64_t>(d.shared_tiles()) * kClusterSize * sizeof(uint32_t));
+    out.bytes = out.arrivals + static_cast<int64_t>(atomic ? d.shared_tiles() : d.slots()) * kClusterSize *
                                   Scheduler::kTileValues * sizeof(float);
-    out.zeroed = atomic ? out.bytes : out.tickets;
+    out.zeroed = atomic ? out.bytes : out.arrivals;
     return out;
   }
 };

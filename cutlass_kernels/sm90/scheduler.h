@@ -2,7 +2,8 @@
 // (decomposition.h answers) and hand it the accumulators of a shared tile to fix up.
 //
 // CUTLASS's own Stream-K scheduler folds the partials of a tile one after another, each peer waiting for the one before it. Here
-// every peer stores its partial at once and leaves; the last to arrive adds them in the order of K. No CTA waits for another.
+// every peer draws a ticket when its accumulators are ready. All but the last store their partials at once and leave; the last
+// adds them in the order of K. It waits only for peers that are storing already, never for a CTA that may not have started.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -23,6 +24,7 @@ class Scheduler {
   static constexpr bool IsDynamicPersistent = false;
   static constexpr int kClusterM = cute::size<0>(ClusterShape{}), kClusterN = cute::size<1>(ClusterShape{});
   static constexpr int kClusterSize = kClusterM * kClusterN;
+  static constexpr int kMaxPeers = 0xffff;  // of a tile: what an arrival word can count
   static constexpr int kTileValues = cute::size<0>(TileShape{}) * cute::size<1>(TileShape{});
 
   using Pipeline = cutlass::PipelineEmpty;
@@ -39,8 +41,8 @@ class Scheduler {
     Decomposition decomposition;
     TileOrder order;
     bool atomic = false;
-    uint32_t* tickets = nullptr;  // [shared cluster tile][CTA of the cluster], zero before the launch
-    float* partials = nullptr;    // [slot, or shared cluster tile if atomic][CTA of the cluster][kTileValues]; zero if atomic
+    uint32_t* arrivals = nullptr;  // [shared cluster tile][CTA of the cluster]; zero before the launch
+    float* partials = nullptr;  // [slot, or shared cluster tile if atomic][CTA of the cluster][kTileValues]; zero if atomic
   };
   using Arguments = Params;
 
@@ -115,37 +117,73 @@ class Scheduler {
     auto const partial = [&](int32_t slot) {
       return params.partials + (static_cast<int64_t>(slot) * kClusterSize + cta) * kTileValues + thread;
     };
-    float* const to = partial(params.atomic ? work.tile : decomposition.slot(work.tile, work.peer));
-    if (params.atomic) {
-#pragma unroll
-      for (int v = 0; v < kValues; ++v) atomicAdd(to + v * threads, accumulators(v));
-    } else {
-#pragma unroll
-      for (int v = 0; v < kValues; ++v) __stcg(to + v * threads, accumulators(v));
-    }
-
-    // Release the partial, then draw a ticket for it.
-    __threadfence();
-    cutlass::arch::NamedBarrier::sync(threads, cutlass::arch::ReservedNamedBarriers::StreamkBarrier0);
+    uint32_t* const arrival = params.arrivals + work.tile * kClusterSize + cta;
     bool last = false;
-    if (thread == 0) {
-      uint32_t const ticket = atomicAdd(params.tickets + work.tile * kClusterSize + cta, 1u);
-      last = ticket + 1 == static_cast<uint32_t>(work.peers);
-    }
+    if (thread == 0) last = (draw_ticket(arrival) & kTickets) + 1 == static_cast<uint32_t>(work.peers);
     info.finishes = any(last, threads);
-    if (!info.finishes) return;
-    __threadfence();
 
+    if (!info.finishes) {
+      float* const to = partial(params.atomic ? work.tile : decomposition.slot(work.tile, work.peer));
+      if (params.atomic) {
+#pragma unroll
+        for (int v = 0; v < kValues; ++v) atomicAdd(to + v * threads, accumulators(v));
+      } else {
+#pragma unroll
+        for (int v = 0; v < kValues; ++v) __stcg(to + v * threads, accumulators(v));
+      }
+      sync(threads);
+      if (thread == 0) announce_partial(arrival);
+      return;
+    }
+
+    if (thread == 0)
+      while (partials_announced(arrival) + 1 != static_cast<uint32_t>(work.peers)) {
+      }
+    sync(threads);
+    if (params.atomic || work.peers == 2) {
+      // a + b is b + a: one partial needs no order.
+      float const* const from = partial(params.atomic ? work.tile : decomposition.slot(work.tile, 1 - work.peer));
+#pragma unroll
+      for (int v = 0; v < kValues; ++v) accumulators(v) += __ldcg(from + v * threads);
+      return;
+    }
+    // More partials are added in the order of K, whoever came last. Its own goes through memory too: there are no registers for
+    // a second tile.
+    float* const own = partial(decomposition.slot(work.tile, work.peer));
+#pragma unroll
+    for (int v = 0; v < kValues; ++v) __stcg(own + v * threads, accumulators(v));
     cute::clear(accumulators);
-    int32_t const sources = params.atomic ? 1 : work.peers;
-    for (int32_t source = 0; source < sources; ++source) {
-      float const* const from = params.atomic ? to : partial(decomposition.slot(work.tile, source));
+    for (int32_t peer = 0; peer < work.peers; ++peer) {
+      float const* const from = partial(decomposition.slot(work.tile, peer));
 #pragma unroll
       for (int v = 0; v < kValues; ++v) accumulators(v) += __ldcg(from + v * threads);
     }
   }
 
  private:
+  // An arrival word counts tickets drawn in its low half and partials stored in its high half.
+  static constexpr uint32_t kTickets = 0xffff, kPartial = 0x10000;
+
+  CUTLASS_DEVICE static uint32_t draw_ticket(uint32_t* arrival) {
+    uint32_t before;
+    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;\n" : "=r"(before) : "l"(arrival) : "memory");
+    return before;
+  }
+
+  // Thread 0 releases what all consumers stored before the barrier that precedes this, and acquires it for those that come after.
+  CUTLASS_DEVICE static void announce_partial(uint32_t* arrival) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;\n" ::"l"(arrival), "n"(kPartial) : "memory");
+  }
+  CUTLASS_DEVICE static uint32_t partials_announced(uint32_t* arrival) {
+    uint32_t now;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];\n" : "=r"(now) : "l"(arrival) : "memory");
+    return now / kPartial;
+  }
+
+  CUTLASS_DEVICE static void sync(uint32_t threads) {
+    cutlass::arch::NamedBarrier::sync(threads, cutlass::arch::ReservedNamedBarriers::StreamkBarrier0);
+  }
+
   // Whether `value` holds for any of the consumer threads, which all call this.
   CUTLASS_DEVICE static bool any(bool value, uint32_t threads) {
     uint32_t result;
