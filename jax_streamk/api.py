@@ -142,7 +142,7 @@ def _matmul_dimensions(a, b):
         size_a, size_b = (lead[at] if at >= 0 else None for lead, at in ((lead_a, at_a), (lead_b, at_b)))
         if size_a == size_b:
             batch_a.append(at_a), batch_b.append(at_b), owners.append("ab")
-        elif size_b in (None, 1):
+        elif size_b is None or (size_b == 1 and size_a is not None):
             owners.append("a")
             if size_b == 1:
                 squeeze_b.append(at_b)
