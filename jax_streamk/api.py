@@ -31,7 +31,7 @@ def matmul(a, b, *, precision=None, preferred_element_type=None, out_sharding=No
         product under the given schedule.
     """
     schedule = check_schedule(schedule)
-    a, b = _arrays("matmul", a=a, b=b)
+    a, b, weak = _arrays("matmul", a=a, b=b)
     precision = compat.canonicalize_precision(precision)
     dimension_numbers, squeeze, order = _matmul_dimensions(a.shape, b.shape)
     a, b = (lax.squeeze(x, dims) if dims else x for x, dims in zip((a, b), squeeze))
@@ -44,7 +44,8 @@ def matmul(a, b, *, precision=None, preferred_element_type=None, out_sharding=No
         out_sharding=out_sharding,
         schedule=schedule,
     )
-    return out if order is None else lax.transpose(out, order)
+    out = out if order is None else lax.transpose(out, order)
+    return compat.as_weak_type(out) if weak and preferred_element_type is None else out
 
 
 def plan(lhs, rhs, dimension_numbers=None, *, schedule=None, device=None, precision=None, preferred_element_type=None):
@@ -89,20 +90,26 @@ def kernels():
 
 
 def _arrays(function, **operands):
+    """The operands as arrays of one dtype, and whether that is weak: whether both operands' are."""
     out = []
     for name, x in operands.items():
-        if not hasattr(x, "shape") and not isinstance(x, (list, tuple, int, float, complex)):
-            raise TypeError(f"{function}: {name} is {type(x).__name__}; it must be an array")
-        x = jnp.asarray(x)
+        try:
+            x = jnp.asarray(x)
+        except (TypeError, ValueError):
+            raise TypeError(f"{function}: {name} is {_describe(x)}; it must be an array of numbers") from None
         if not (jnp.issubdtype(x.dtype, np.number) or x.dtype == bool):
-            raise TypeError(f"{function}: {name} has dtype {x.dtype}; it must be numeric")
+            raise TypeError(f"{function}: {name} is {_describe(x)}; it must be an array of numbers")
         out.append(x)
     dtype = jnp.result_type(*out)
-    return [x.astype(dtype) for x in out]
+    return *(x.astype(dtype) for x in out), all(x.weak_type for x in out)
+
+
+def _describe(x):
+    return type(x).__name__ + (f" of dtype {x.dtype}" if hasattr(x, "dtype") else "")
 
 
 def _element_type(dtype):
-    return None if dtype is None else jnp.dtype(dtype)
+    return None if dtype is None else compat.canonicalize_dtype(dtype, "preferred_element_type")
 
 
 class _Shaped:

@@ -176,13 +176,21 @@ def test_dtypes_promote_as_in_jax(dtype_a, dtype_b, wide):
         np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted))
 
 
-@pytest.mark.parametrize("result", [jnp.float32, jnp.bfloat16, jnp.float16, "float32", np.dtype("float32")], ids=str)
+@pytest.mark.parametrize("result", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64, "float32", np.dtype("float32")], ids=str)
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype")
 def test_preferred_element_type(dtype, result):
     a, b = small_integers((9, 20), dtype), small_integers((20, 33), dtype)
     wanted, got = (f(a, b, preferred_element_type=result) for f in (jnp.matmul, matmul))
     assert got.dtype == wanted.dtype
     np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted))
+
+
+def test_weak_types_promote_as_in_jax():
+    weak, narrow = jnp.full((8, 8), 2.0), jnp.ones((8, 8), jnp.bfloat16)
+    for a, b in [(weak, weak), (weak, narrow), (narrow, weak)]:
+        wanted, got = jnp.matmul(a, b), matmul(a, b)
+        assert (got.dtype, got.weak_type) == (wanted.dtype, wanted.weak_type)
 
 
 def test_operands_need_not_be_jax_arrays():
@@ -376,8 +384,13 @@ A, B = np.ones((4, 8), np.float32), np.ones((8, 5), np.float32)
         (A, np.ones(7), ValueError, r"a of shape \(4, 8\) and b of shape \(7,\) contract sizes 8 and 7"),
         (np.ones((2, 4, 8)), np.ones((3, 8, 5)), ValueError, r"a of shape \(2, 4, 8\) and b of shape \(3, 8, 5\) do not broadcast"),
         (np.ones((0, 4, 8)), np.ones((3, 8, 5)), ValueError, r"a of shape \(0, 4, 8\) and b of shape \(3, 8, 5\) do not broadcast"),
-        (A, None, TypeError, "matmul: b is NoneType; it must be an array"),
-        ("text", B, TypeError, "matmul: a is str; it must be an array"),
+        (A, None, TypeError, "matmul: b is NoneType; it must be an array of numbers"),
+        ("text", B, TypeError, "matmul: a is str; it must be an array of numbers"),
+        (A, np.full((8, 5), None), TypeError, "matmul: b is ndarray of dtype object; it must be an array of numbers"),
+        (np.full((4, 8), "x"), B, TypeError, "matmul: a is ndarray of dtype <U1; it must be an array of numbers"),
+        ([[object()]], B, TypeError, "matmul: a is list; it must be an array of numbers"),
+        (np.zeros((4, 8), "datetime64[s]"), B, TypeError, r"matmul: a is ndarray of dtype datetime64\[s\]; it must be"),
+        (jax.ShapeDtypeStruct((4, 8), F32), B, TypeError, "matmul: a is ShapeDtypeStruct of dtype float32; it must be"),
     ],
     ids=lambda x: None if not isinstance(x, str) else x[:40],
 )
@@ -387,7 +400,7 @@ def test_refused_operands(a, b, error, message):
 
 
 def test_refused_keys():
-    with pytest.raises(TypeError, match="matmul: a has dtype key<.*>; it must be numeric"):
+    with pytest.raises(TypeError, match=r"matmul: a is \w+ of dtype key<\w+>; it must be an array of numbers"):
         matmul(jax.random.split(jax.random.key(0), 8), B)
 
 
