@@ -1,6 +1,6 @@
 """Fits the constants of jax_streamk.cost_model's Machine to measured times, and says how well it then chooses.
 
-    python benchmarks/fit_cost_model.py measured.csv [--sms 132] [--shapes]
+    python benchmarks/fit_cost_model.py benchmarks/results/plans_h200_2026-11-20.csv.gz [--fix-up] [--shapes] [--sms 132]
 
 Reads what measure_plans.py writes (m, n, k, kernel, schedule, splits, reduction, raster, swizzle, us), or the plain CUTLASS
 measurements that the project began with (m, n, k, config, swap_ab, schedule, splits, decomposition, kernel_us). Kernels are known
@@ -16,6 +16,7 @@ import argparse
 import collections
 import csv
 import dataclasses
+import gzip
 import math
 import re
 import types
@@ -23,14 +24,15 @@ import types
 import numpy as np
 from scipy.optimize import least_squares
 
-from jax_streamk import _ffi, cost_model, planner
+from jax_streamk import _ffi, cost_model
 from jax_streamk.cost_model import H200, Kernels, Schedules
 
 FIX_UP = ("fix_up", "partial_rate_sm")
-OURS_ONLY = (*FIX_UP, "reduction", "reduction_slice", "reduction_rate")
+OURS_ONLY = (*FIX_UP, "relaunch", "reduction", "reduction_slice", "reduction_rate")
 # The memset comes and goes with the fix-up: their times add up and cannot be told apart.
 NEVER = ("mma_rate_sm", "memset")
-LARGEST_FACTOR = 50  # by which a constant may leave its starting value
+PRIOR = 0.2  # weight of a constant's logarithm staying where it started, beside those of thousands of rows
+FOLDS = 6  # of shapes, in cross-validation
 
 _SM90 = re.compile(r"sm90_(\w+?)_(\w+?)_([rc])([rc])_(\d+)x(\d+)x(\d+)_(\d)x(\d)_(coop|pingpong)(_swap)?")
 _SM80 = re.compile(r"sm80_(\w+?)_(\w+?)_([rc])([rc])_(\d+)x(\d+)x(\d+)_s(\d+)_a(\d+)")
@@ -83,19 +85,18 @@ def ours(record):
     return Row(m, n, k, kernel, record["schedule"], splits, record["reduction"], float(record["us"]), raster, swizzle, label)
 
 
-def in_planned_order(rows, sms):
-    """Of plans that differ in the order of tiles only, the one that the planner would have taken."""
+def in_planned_order(rows, machine, sms):
+    """Of plans that differ in the order of tiles only, the one whose order the planner ranks first."""
+    needs = cost_model.needs(_wave(rows, *_kernels_and_problem(rows), sms), machine).ravel()
     groups = collections.defaultdict(list)
-    for row in rows:
-        groups[row.m, row.n, row.k, row.kernel.name, row.schedule, row.splits, row.reduction].append(row)
-    planned = [
-        min(group, key=lambda row: planner.wave_footprint(row.kernel, row.m, row.n, sms, row.raster, row.swizzle))
-        for group in groups.values()
-    ]
-    lost = [math.log(row.us / min(other.us for other in group)) for row, group in zip(planned, groups.values()) if len(group) > 1]
-    if lost:
-        print(f"# planned order of tiles over the best order measured: geomean {math.exp(np.mean(lost)):.3f}, {len(lost)} plans")
-    return planned
+    for at, row in enumerate(rows):
+        groups[row.m, row.n, row.k, row.kernel.name, row.schedule, row.splits, row.reduction].append(at)
+    planned = [min(group, key=needs.__getitem__) for group in groups.values()]
+    pairs = [(rows[at].us, min(rows[other].us for other in group)) for at, group in zip(planned, groups.values()) if len(group) > 1]
+    if pairs:
+        lost = np.exp(np.mean([math.log(us / best) for us, best in pairs]))
+        print(f"# planned order of tiles over the best order measured: geomean {lost:.3f}, {len(pairs)} plans")
+    return [rows[at] for at in planned]
 
 
 def cutlass(record, sms):
@@ -123,26 +124,36 @@ def cutlass(record, sms):
     return Row(m, n, k, kernel, schedule, splits, "ordered", float(record["kernel_us"]), "m", 1, label)
 
 
-def predict(rows, machine, sms):
-    """Predicted microseconds of every row."""
+def _column(rows, of):
+    return np.array([of(row) for row in rows]).reshape(-1, 1)
 
-    def column(of):
-        return np.array([of(row) for row in rows]).reshape(-1, 1)
 
-    m, n, k = (column(lambda row, x=x: getattr(row, x)).astype(float) for x in "mnk")
+def _kernels_and_problem(rows):
+    """What the cost model reads of the rows' kernels and problems; measurements have row-major operands and a result of their type."""
+    m, n, k = (_column(rows, lambda row, x=x: getattr(row, x)).astype(float) for x in "mnk")
     type_a = rows[0].kernel.type_a
-    size = cost_model.BYTES[type_a]
-    # measure_plans.py and its forerunner have row-major operands of a 16-bit type and a result of the same.
     problem = types.SimpleNamespace(
-        batch=1, m=m, n=n, k=k, lda=k, ldb=n, type_a=type_a, math=_ffi.Math.native, flops=2 * m * n * k,
-        bytes=size * (m * k + k * n + m * n),
+        batch=1, m=m, n=n, k=k, lda=k, ldb=n, type_a=type_a, math=_ffi.Math.native, major_a=_ffi.Major.row, major_b=_ffi.Major.row,
+        bytes=cost_model.BYTES[type_a] * (m * k + k * n + m * n),
     )  # fmt: skip
+    return Kernels([row.kernel for row in rows]), problem
+
+
+def _wave(rows, kernels, problem, sms):
+    along_m, swizzle = _column(rows, lambda row: row.raster == "m"), _column(rows, lambda row: row.swizzle)
+    return cost_model.first_wave(kernels, problem, sms, along_m, swizzle)
+
+
+def predictor(rows, sms):
+    """A function from a Machine to the predicted microseconds of every row."""
+    kernels, problem = _kernels_and_problem(rows)
     schedules = Schedules(
-        splits=column(lambda row: float(row.splits) if row.schedule == "split_k" else 1.0),
-        stream_k=column(lambda row: row.schedule == "stream_k"),
-        separate=column(lambda row: row.schedule == "split_k" and row.splits > 1 and row.reduction == "separate"),
+        splits=_column(rows, lambda row: float(row.splits) if row.schedule == "split_k" else 1.0),
+        stream_k=_column(rows, lambda row: row.schedule == "stream_k"),
+        separate=_column(rows, lambda row: row.schedule == "split_k" and row.splits > 1 and row.reduction == "separate"),
     )
-    return cost_model.predict_gpu(Kernels([row.kernel for row in rows]), problem, schedules, sms, machine).microseconds.ravel()
+    wave = _wave(rows, kernels, problem, sms)
+    return lambda machine: cost_model.predict_gpu(kernels, problem, schedules, sms, machine, wave).microseconds.ravel()
 
 
 def best_times(rows):
@@ -155,23 +166,35 @@ def best_times(rows):
 def fit(rows, start, names, sms):
     """The Machine whose named constants fit the rows, in the logarithm of time. Plans near the best of their shape weigh most."""
     best, us = best_times(rows), np.array([row.us for row in rows])
-    weight = np.array([best[row.m, row.n, row.k] / row.us for row in rows]) ** 1.5
-    first = np.array([getattr(start, name) for name in names])
+    weight = np.array([best[row.m, row.n, row.k] / row.us for row in rows]) ** 2
+    first, predict = np.array([getattr(start, name) for name in names]), predictor(rows, sms)
 
     def machine(x):
         return dataclasses.replace(start, **dict(zip(names, (first * np.exp(x)).tolist())))
 
     def residuals(x):
-        return weight * np.log(predict(rows, machine(x), sms) / us)
+        return np.append(weight * np.log(predict(machine(x)) / us), PRIOR * x)
 
-    limit = math.log(LARGEST_FACTOR)
-    return machine(least_squares(residuals, np.zeros(len(names)), bounds=(-limit, limit), loss="soft_l1", f_scale=0.1).x)
+    return machine(least_squares(residuals, np.zeros(len(names)), loss="soft_l1", f_scale=0.1, max_nfev=50).x)
 
 
-def report(title, rows, machine, sms, every_shape, measured=None):
-    """Prints error and regret of the model over `rows`; the best plan is sought among `measured`, by default the rows."""
+def cross_validated(rows, start, names, sms):
+    """Predicted microseconds of every row by constants fitted to other shapes only."""
+    shapes = sorted({(row.m, row.n, row.k) for row in rows})
+    fold_of = dict(zip(shapes, np.random.default_rng(0).permutation(len(shapes)) % FOLDS))
+    fold = np.array([fold_of[row.m, row.n, row.k] for row in rows])
+    predicted = np.empty(len(rows))
+    for held_out in range(FOLDS):
+        fitted = fit([row for row, f in zip(rows, fold) if f != held_out], start, names, sms)
+        test = [row for row, f in zip(rows, fold) if f == held_out]
+        predicted[fold == held_out] = predictor(test, sms)(fitted)
+    return predicted
+
+
+def report(title, rows, predicted, every_shape, measured=None):
+    """Prints error and regret of predicted times of `rows`; the best plan is sought among `measured`, by default the rows."""
     best_of = best_times(measured or rows)
-    predicted, us = predict(rows, machine, sms), np.array([row.us for row in rows])
+    us = np.array([row.us for row in rows])
     error = np.log(predicted / us)
     by_shape = collections.defaultdict(list)
     for at, row in enumerate(rows):
@@ -197,27 +220,30 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("measured")
     parser.add_argument("--sms", type=int, default=132, help="of the GPU that was measured (default: an H200's 132)")
+    parser.add_argument("--fix-up", action="store_true", help="fit the constants of the fix-up alone")
     parser.add_argument("--shapes", action="store_true", help="print the regret of every shape, not of the worst only")
     arguments = parser.parse_args()
-    with open(arguments.measured) as file:
+    with gzip.open(arguments.measured, "rt") if arguments.measured.endswith(".gz") else open(arguments.measured) as file:
         records = list(csv.DictReader(file))
-    names = [field.name for field in dataclasses.fields(H200) if field.name not in NEVER]
+    names, sms = [field.name for field in dataclasses.fields(H200) if field.name not in NEVER], arguments.sms
     if "kernel" in records[0]:
         measured = [ours(record) for record in records]
-        rows = in_planned_order(measured, arguments.sms)
-        report("before fitting", rows, H200, arguments.sms, False, measured)
-        fitted = fit(rows, H200, names, arguments.sms)
-        report("fitted", rows, fitted, arguments.sms, arguments.shapes, measured)
+        rows = in_planned_order(measured, H200, sms)
+        names = FIX_UP if arguments.fix_up else names
+        report("before fitting", rows, predictor(rows, sms)(H200), False, measured)
+        fitted = fit(rows, H200, names, sms)
+        report("fitted", rows, predictor(rows, sms)(fitted), arguments.shapes, measured)
+        report("held out", rows, cross_validated(rows, H200, names, sms), arguments.shapes, measured)
     else:
-        rows = [row for record in records if (row := cutlass(record, arguments.sms))]
+        rows = [row for record in records if (row := cutlass(record, sms))]
         whole = [row for row in rows if row.schedule == "data_parallel"]
         names = [name for name in names if name not in OURS_ONLY]
-        fitted = fit(whole, H200, names, arguments.sms)
-        report("data-parallel", whole, fitted, arguments.sms, arguments.shapes)
+        fitted = fit(whole, H200, names, sms)
+        report("data-parallel", whole, predictor(whole, sms)(fitted), arguments.shapes)
         # CUTLASS's turnstile, and no memset in the sum of kernel times.
         cut = [row for row in rows if row.schedule != "data_parallel"]
-        turnstile = fit(cut, dataclasses.replace(fitted, memset=0.0), FIX_UP, arguments.sms)
-        report("all, with CUTLASS's fix-up", rows, turnstile, arguments.sms, arguments.shapes)
+        turnstile = fit(cut, dataclasses.replace(fitted, memset=0.0), FIX_UP, sms)
+        report("all, with CUTLASS's fix-up", rows, predictor(rows, sms)(turnstile), arguments.shapes)
     print("Fitted:")
     for name in names:
         print(f"    {name}={getattr(fitted, name):.4g},")

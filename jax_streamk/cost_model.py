@@ -1,8 +1,8 @@
 """What candidate plans are expected to cost, all of them at once, as NumPy arrays.
 
 On a GPU this is the cost model of Osama et al., "Stream-K" (2023), section 5: the busiest worker takes
-``a + b*[it fixes up] + c*iterations + d*(peers - 1)``, under floors of the bytes that must come from memory and of the power that
-tensor cores may draw. ``c`` follows from the tile: what tensor cores, the SM's loads and the L2 cache need for one MAC iteration.
+``a + b*[it fixes up] + c*iterations + d*(peers - 1)``, over a floor of the bytes that must come from memory. ``c`` follows from the
+tile and from which tiles run together: what tensor cores, the SM's loads and the L2 cache need for one MAC iteration.
 All times are in microseconds. benchmarks/fit_cost_model.py fits the constants of a ``Machine``.
 """
 
@@ -19,15 +19,19 @@ class Machine:
     """Constants of one kind of GPU. Times in microseconds; rates in bytes or FLOPs per microsecond."""
 
     launch: float  # of a kernel, its first loads and its last stores included
+    relaunch: float  # of each further kernel of a call
     memory_rate: float  # DRAM to all SMs
     cache_rate: float  # L2 to all SMs, a multicast counted once
+    gpc_rate: float  # L2 to all GPCs, what SMs of one load together counted once
     load_rate_sm: float  # into the shared memory of one SM
+    line: float  # per CTA that wants the same 128-byte line at once, and 64 of K
     wgmma_rate_sm: float  # tensor cores of one SM at boost clock, 16-bit operands
     wgmma_sustained: float  # all SMs together, by power
     mma_rate_sm: dict  # of mma.sync on large tiles: by (operand bytes, math)
-    narrow: float  # columns of tile_n that a MAC iteration loses where two warpgroups share the tile
+    narrow: float  # columns of tile_n that a MAC iteration of wgmma loses
     uneven: float  # factor on wgmma of a tile_n that is no multiple of 64, B being contiguous along n
-    misaligned: float  # factor on loads of rows that do not start on 128-byte lines
+    misaligned_k: float  # factor on loads of an operand contiguous along K whose rows do not start on 128-byte lines
+    misaligned_mn: float  # ... of one contiguous along m or n
     epilogue: float  # of a tile of 128 x 128
     fix_up: float  # fences and ticket at a shared tile
     partial_rate_sm: float  # partials that one SM writes or reads
@@ -37,31 +41,34 @@ class Machine:
     reduction_rate: float  # ... partials it reads
 
 
-# Fitted by benchmarks/fit_cost_model.py to plain CUTLASS kernels on an H200, but for mma_rate_sm and from fix_up on, which are
-# estimates.
+# Fitted by benchmarks/fit_cost_model.py to benchmarks/results/plans_h200_2026-11-20.csv.gz, but for mma_rate_sm, an estimate.
 H200 = Machine(
-    launch=3.46,
-    memory_rate=4.2e6,
-    cache_rate=1.19e7,
-    load_rate_sm=1.77e5,
-    wgmma_rate_sm=8.13e6,
-    wgmma_sustained=1.21e9,
+    launch=3.28,
+    relaunch=2.73,
+    memory_rate=5e6,
+    cache_rate=1.71e7,
+    gpc_rate=1.16e7,
+    load_rate_sm=2.02e5,
+    line=0.000618,
+    wgmma_rate_sm=1.08e7,
+    wgmma_sustained=8.66e8,
     mma_rate_sm={
         (2, _ffi.Math.native): 4.0e6,
         (4, _ffi.Math.tf32): 2.0e6,
         (4, _ffi.Math.tf32x3): 0.65e6,
         (8, _ffi.Math.native): 0.35e6,
     },
-    narrow=17.6,
-    uneven=1.30,
-    misaligned=1.48,
-    epilogue=0.84,
-    fix_up=1.5,
-    partial_rate_sm=6.0e4,
-    memset=1.6,
-    reduction=2.2,
-    reduction_slice=0.04,
-    reduction_rate=4.0e6,
+    narrow=56.5,
+    uneven=1.67,
+    misaligned_k=1.18,
+    misaligned_mn=1.64,
+    epilogue=1.56,
+    fix_up=4.42,
+    partial_rate_sm=8.79e4,
+    memset=1.0,
+    reduction=2.63,
+    reduction_slice=0.0874,
+    reduction_rate=8.02e6,
 )
 
 # From the A100 SXM 80 GB datasheet at usual efficiencies; never fitted. It also stands in for GPUs that nobody measured.
@@ -70,6 +77,7 @@ A100 = dataclasses.replace(
     launch=4.0,
     memory_rate=1.7e6,
     cache_rate=5.0e6,
+    gpc_rate=4.0e6,
     load_rate_sm=8.0e4,
     mma_rate_sm={
         (2, _ffi.Math.native): 2.5e6,
@@ -194,7 +202,7 @@ class Cost:
       peers: workers that share a tile, at most.
       work: the busiest worker's time, fix-up included.
       fix_up: of that, storing and adding partial tiles.
-      floor: what memory or power needs for the problem whatever the tile; it overlaps with `work`.
+      floor: what memory needs for the problem whatever the tile; it overlaps with `work`.
       launches: kernel launches.
       extra: the memset, and the reduction kernel.
     """
@@ -212,7 +220,7 @@ class Cost:
     def __str__(self):
         extra = f", {self.extra:.1f} to zero tickets or add slices" if self.extra else ""
         fix_up = f", {self.fix_up:.1f} of them to fix up tiles of {self.peers:.0f} peers" if self.peers > 1 else ""
-        floor = f", over which memory or power needs {self.floor:.1f}" if self.floor else ""
+        floor = f", over which memory needs {self.floor:.1f}" if self.floor else ""
         return (
             f"{self.microseconds:.1f} us: {self.launches:.1f} to launch{extra}, {self.work:.1f} of the busiest worker "
             f"({self.waves:.2f} waves, {self.iterations:.0f} MAC iterations{fix_up}){floor}"
@@ -238,56 +246,152 @@ class Costs:
         return Cost(*(float(value[kernel, schedule]) for value in values))
 
 
+# Which tiles run side by side: what a wave of them needs of A and B.
+
+ORDERS = tuple((raster, swizzle) for swizzle in (1, 8, 16) for raster in ("m", "n"))
+_GPCS = (8, 9)  # CTA i of a wave behaves as if it ran on GPC i mod 8 or, about as often, i mod 9
+
+
+@dataclasses.dataclass(frozen=True)
+class Wave:
+    """Rows of A and columns of B that one wave of whole tiles needs at once.
+
+    Attributes:
+      rows, columns: of all GPCs added up, a GPC's own CTAs sharing what they load.
+      footprint: rows and columns of the whole wave, which shares them in L2.
+      tiles: output tiles of one batch, a cluster's being one.
+    """
+
+    rows: np.ndarray
+    columns: np.ndarray
+    footprint: np.ndarray
+    tiles: np.ndarray
+
+
+def first_wave(kernels, problem, width, along_m, swizzle):
+    """The ``Wave`` of every kernel under orders of tiles: arrays that broadcast against (kernels, 1)."""
+    rows = np.where(kernels.swap_ab, kernels.tile_n * kernels.cluster_n, kernels.tile_m * kernels.cluster_m)
+    columns = np.where(kernels.swap_ab, kernels.tile_m * kernels.cluster_m, kernels.tile_n * kernels.cluster_n)
+    tiles_m, tiles_n = np.ceil(problem.m / rows), np.ceil(problem.n / columns)
+    tiles = tiles_m * tiles_n
+    workers = np.minimum(np.maximum(width // (kernels.cluster_m * kernels.cluster_n), 1), tiles)
+    fast, slow = np.where(along_m, tiles_m, tiles_n), np.where(along_m, tiles_n, tiles_m)
+    panel_width = np.minimum(swizzle, slow)
+
+    # TileOrder::coordinate of the CTAs of one GPC.
+    deep = [np.expand_dims(x, -1).astype(np.int32) for x in np.broadcast_arrays(fast, slow, panel_width, workers)]
+    distinct_fast, distinct_slow = 0.0, 0.0
+    for gpcs in _GPCS:
+        worker = np.arange(0, width, gpcs, dtype=np.int32)
+        panel, within = np.divmod(worker, deep[0] * deep[2])
+        f, s = np.divmod(within, np.clip(deep[1] - panel * deep[2], 1, deep[2]))
+        runs = worker < deep[3]
+        gpcs_worth = workers / runs.sum(-1) / len(_GPCS)
+        distinct_fast = distinct_fast + gpcs_worth * _distinct(f, runs)
+        distinct_slow = distinct_slow + gpcs_worth * _distinct(s + panel * deep[2], runs)
+    panels = np.ceil(workers / (fast * panel_width))
+    down = np.where(panels == 1, np.ceil(workers / panel_width), fast)
+    across = np.minimum(panels * panel_width, slow)
+
+    rows, columns = np.minimum(rows, problem.m), np.minimum(columns, problem.n)
+    return Wave(
+        np.where(along_m, distinct_fast, distinct_slow) * rows,
+        np.where(along_m, distinct_slow, distinct_fast) * columns,
+        np.where(along_m, down, across) * rows + np.where(along_m, across, down) * columns,
+        tiles,
+    )
+
+
+def _distinct(values, counts):
+    """How many different values there are along the last axis, of those that count."""
+    values = np.sort(np.where(counts, values, -1), axis=-1)
+    return (values[..., 1:] != values[..., :-1]).sum(-1) + (values[..., 0] >= 0)
+
+
+def needs(wave, machine):
+    """What orders of tiles are ranked by: the time in which the caches can serve a wave, per element of K."""
+    return (wave.rows + wave.columns) / machine.gpc_rate + wave.footprint / machine.memory_rate
+
+
+def best_orders(kernels, problem, width, machine):
+    """For every kernel the order of tiles, of ORDERS, whose waves need the least, and that ``Wave``."""
+    along_m, swizzle = np.array([raster == "m" for raster, _ in ORDERS]), np.array([swizzle for _, swizzle in ORDERS])
+    wave = first_wave(kernels, problem, width, along_m, swizzle)
+    best = np.argmin(needs(wave, machine), axis=1, keepdims=True)
+    chosen = (np.take_along_axis(x, best, axis=1) for x in (wave.rows, wave.columns, wave.footprint))
+    return [ORDERS[order] for order in best.flat], Wave(*chosen, wave.tiles)
+
+
 # How nearly the slowest of several overlapping things hides the others: exponents of the norm that joins them.
-_OVERLAP_ITERATION, _OVERLAP_CALL = 3, 4
+_OVERLAP_ITERATION, _OVERLAP_CALL = 4.5, 1.5
 
 
-def predict_gpu(kernels, problem, schedules, sms, machine):
-    """The ``Costs`` of a ``GemmProblem`` on every kernel under every schedule."""
+def predict_gpu(kernels, problem, schedules, sms, machine, wave):
+    """The ``Costs`` of a ``GemmProblem`` on every kernel under every schedule, tiles being ordered in such waves."""
     d = decompose(kernels, problem, schedules, sms)
-    size, accumulator = BYTES[problem.type_a], 8 if problem.type_a == _ffi.Type.f64 else 4
+    accumulator = 8 if problem.type_a == _ffi.Type.f64 else 4
     tile_bytes = kernels.tile_m * kernels.tile_n * accumulator
     area = kernels.tile_m * kernels.tile_n / (128 * 128)
 
-    c = _iteration(kernels, problem, d, size, machine)
+    c = _iteration(kernels, problem, schedules, d, wave, machine)
     fix_up = machine.fix_up + (1 + d.peers) * tile_bytes / machine.partial_rate_sm
     fix_up = np.where(d.peers > 1, fix_up, 0.0)
     work = c * d.iterations + machine.epilogue * area * d.pieces + fix_up
-
-    power = np.where(kernels.wgmma, problem.flops / machine.wgmma_sustained, 0.0)
-    floor = np.maximum(problem.bytes / machine.memory_rate, power)
+    floor = np.array(problem.bytes / machine.memory_rate)
 
     partials = schedules.splits * (problem.batch * problem.m * problem.n * accumulator)
     reduction = machine.reduction + machine.reduction_slice * schedules.splits + partials / machine.reduction_rate
     extra = np.where(schedules.separate, reduction, np.where(d.peers > 1, machine.memset, 0.0))
-    launches = machine.launch * d.launches
+    launches = machine.launch + machine.relaunch * (d.launches - 1)
     overlapped = (work**_OVERLAP_CALL + floor**_OVERLAP_CALL) ** (1 / _OVERLAP_CALL)
     waves = d.tiles * schedules.splits / d.workers
     return Costs(launches + overlapped + extra, waves, d.iterations, d.peers, work, fix_up, floor, launches, extra)
 
 
-def _iteration(kernels, problem, d, size, machine):
+def _iteration(kernels, problem, schedules, d, wave, machine):
     """Microseconds of one MAC iteration of one worker."""
-    # Cooperating warpgroups lose a fixed time per iteration, as if the tile were wider; mma.sync loses where warps reuse little.
-    narrow = np.where(kernels.pingpong, 0.0, machine.narrow)
-    wgmma = 2 * kernels.tile_m * (kernels.tile_n + narrow) * kernels.tile_k / machine.wgmma_rate_sm
-    wgmma = wgmma * np.where(kernels.uneven, machine.uneven, 1.0)
+    size = BYTES[problem.type_a]
+    ctas = d.busy * kernels.cluster_m * kernels.cluster_n
+    # wgmma loses a fixed time per iteration, as if the tile were wider; mma.sync loses where warps reuse little.
     area = kernels.tile_m * kernels.tile_n
+    wgmma = 2 * kernels.tile_m * (kernels.tile_n + machine.narrow) * kernels.tile_k / machine.wgmma_rate_sm
+    wgmma = wgmma * np.where(kernels.uneven, machine.uneven, 1.0)
+    wgmma = np.maximum(wgmma, 2 * area * kernels.tile_k * ctas / machine.wgmma_sustained)
     rate = machine.mma_rate_sm[size, problem.math] * np.minimum(area / (128 * 128), 1.0) ** 0.35
     math = np.where(kernels.wgmma, wgmma, 2 * area * kernels.tile_k / rate)
 
-    # Rows and columns beyond the problem are not loaded. Vectors below 16 bytes take more requests for the same bytes.
+    # Rows of A and columns of B of a CTA: those beyond the problem are not loaded. Vectors below 16 bytes take more requests for the
+    # same bytes.
     tile_rows, tile_columns = np.minimum(kernels.tile_m, d.rows), np.minimum(kernels.tile_n, d.columns)
-    lines = (problem.lda * size % 128 != 0) | (problem.ldb * size % 128 != 0)
-    panel = kernels.tile_k * size * np.where(lines, machine.misaligned, 1.0) / np.minimum(kernels.vector * size / 16, 1.0) ** 0.5
-    loads = (tile_rows + tile_columns) * panel / machine.load_rate_sm
-    multicast = tile_rows / kernels.cluster_n + tile_columns / kernels.cluster_m
-    ctas = d.busy * kernels.cluster_m * kernels.cluster_n
-    # CTAs of the first wave run in step, so that L2 joins their requests; later they drift apart.
-    drifted = 1 - 1 / d.pieces
-    cache = drifted * ctas * multicast * panel / machine.cache_rate
+    multicast_rows, multicast_columns = tile_rows / kernels.cluster_n, tile_columns / kernels.cluster_m
+    panel = kernels.tile_k * size / np.minimum(kernels.vector * size / 16, 1.0) ** 0.5
+    along_k = problem.major_a == _ffi.Major.row, problem.major_b == _ffi.Major.column
+    panel_a, panel_b = (
+        panel * np.where(ld * size % 128 != 0, machine.misaligned_k if k else machine.misaligned_mn, 1.0)
+        for ld, k in zip((problem.lda, problem.ldb), along_k)
+    )
+
+    def loaded(rows, columns):
+        return np.where(kernels.swap_ab, columns, rows) * panel_a + np.where(kernels.swap_ab, rows, columns) * panel_b
+
+    loads = loaded(tile_rows, tile_columns) / machine.load_rate_sm
+    cache = loaded(multicast_rows, multicast_columns) * ctas / machine.cache_rate
+    # A wave may hold several batches or slices of K, alike but sharing nothing. Streams of one tile are at different k.
+    alike = np.clip(d.workers / wave.tiles, 1.0, problem.batch * schedules.splits)
+    gpc = alike * (wave.rows * panel_a + wave.columns * panel_b)
+    streams = schedules.stream_k & (d.peers > 1)
+    gpc = np.where(streams, loaded(multicast_rows, multicast_columns) * ctas, gpc) / machine.gpc_rate
+
+    # CTAs that load the same panel queue for its lines, a line of which holds several short rows of an operand.
+    side_by_side = np.minimum(d.workers / wave.tiles, 1.0)
+    tiles_m = np.ceil(d.rows / (kernels.tile_m * kernels.cluster_m))
+    tiles_n = np.ceil(d.columns / (kernels.tile_n * kernels.cluster_n))
+    short_a, short_b = (np.maximum(128 / (ld * size), 1.0) for ld in (problem.lda, problem.ldb))
+    queue_a = np.where(kernels.swap_ab, tiles_m, tiles_n) * short_a
+    queue_b = np.where(kernels.swap_ab, tiles_n, tiles_m) * short_b
+    line = machine.line * side_by_side * np.maximum(queue_a, queue_b) * kernels.tile_k / 64
     p = _OVERLAP_ITERATION
-    return (math**p + loads**p + cache**p) ** (1 / p)
+    return (math**p + loads**p + cache**p + gpc**p + line**p) ** (1 / p)
 
 
 # A CPU thread: microseconds a multiply-add, an element of an operand's tile packed, an element of a partial tile stored or added.

@@ -11,7 +11,6 @@ from jax_streamk.problem import Device, GemmProblem
 _REDUCTIONS = {r.name: r for r in (_ffi.Reduction.ordered, _ffi.Reduction.atomic, _ffi.Reduction.separate)}
 _CONSIDERED = 5  # runners-up that a plan's reasons list
 _MOST_SPLITS = 128
-_SWIZZLES = (1, 2, 4, 8, 16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,32 +129,15 @@ def _closest_refusal(kernels, refusals, problem, device):
 
 
 def _costs(kernels, problem, candidates, columns, device):
+    """The ``Costs`` of all candidates, and the raster and swizzle of every kernel."""
     # Only a schedule that was given limits SMs, and then it is the only candidate. A limit of one means data-parallel.
     limit = getattr(candidates[0], "max_sms", None) or device.sms
     width = min(device.sms, limit) if limit > 1 else device.sms
     if device.platform == "cpu":
-        return cost_model.predict_host(kernels, problem, columns, width)
-    return cost_model.predict_gpu(kernels, problem, columns, width, cost_model.machine_of(device))
-
-
-def wave_footprint(kernel, m, n, sms, raster, swizzle):
-    """Rows of A and columns of B that the first wave of tiles needs, all told: the wave shares them in L2."""
-    rows, columns = kernel.tile_m * kernel.cluster_m, kernel.tile_n * kernel.cluster_n
-    if kernel.swap_ab:
-        rows, columns = columns, rows
-    tiles_m, tiles_n = -(-m // rows), -(-n // columns)
-    wave = min(max(sms // (kernel.cluster_m * kernel.cluster_n), 1), tiles_m * tiles_n)
-    fast, slow = (tiles_m, tiles_n) if raster == "m" else (tiles_n, tiles_m)
-    width = min(swizzle, slow)
-    panels = -(-wave // (fast * width))
-    down, across = (-(-wave // width), width) if panels == 1 else (fast, min(panels * width, slow))
-    return down * rows + across * columns if raster == "m" else across * rows + down * columns
-
-
-def _order(kernel, problem, device):
-    """Raster and swizzle: of all orders, the one of least footprint."""
-    orders = [(raster, swizzle) for swizzle in _SWIZZLES for raster in ("m", "n")]
-    return min(orders, key=lambda order: wave_footprint(kernel, problem.m, problem.n, device.sms, *order))
+        return cost_model.predict_host(kernels, problem, columns, width), [("m", 1)] * len(kernels.infos)
+    machine = cost_model.machine_of(device)
+    orders, wave = cost_model.best_orders(kernels, problem, width, machine)
+    return cost_model.predict_gpu(kernels, problem, columns, width, machine, wave), orders
 
 
 @functools.lru_cache(maxsize=4096)
@@ -177,14 +159,14 @@ def make_plan(problem, schedule, device):
     runs = np.array([[why is None for why in row] for row in refusals], bool).reshape(len(refusals), len(kinds))[:, kind_of]
     columns = _columns(candidates)
     runs &= (columns.splits - 1) * kernels.tile_k < problem.k
-    costs = _costs(kernels, problem, candidates, columns, device)
+    costs, orders = _costs(kernels, problem, candidates, columns, device)
     times = np.where(runs, costs.microseconds, np.inf)
     native_problem, native_device = problem.native(), device.native()
     ranked = np.argsort(times, axis=None, kind="stable")
     ranked = np.stack(np.unravel_index(ranked[np.isfinite(times.flat[ranked])], times.shape), axis=1).tolist()
     for at, (i, j) in enumerate(ranked):
         kernel, chosen = kernels.infos[i], candidates[j]
-        raster, swizzle = _order(kernel, problem, device)
+        raster, swizzle = orders[i]
         native = _native_schedule(chosen, raster, swizzle)
         # The kernel has the last word on these very arguments.
         if _ffi.can_implement(kernel.name, native_problem, native, native_device) is None:

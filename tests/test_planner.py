@@ -125,7 +125,8 @@ def estimates(problem, schedule, machine=cost_model.H200):
     kernels = cost_model.Kernels(
         kernel for kernel in fake_kernels() if (kernel.type_a, kernel.math) == (problem.type_a, problem.math)
     )
-    return kernels.infos, cost_model.predict_gpu(kernels, problem, planner._columns([schedule]), 132, machine)
+    _, wave = cost_model.best_orders(kernels, problem, 132, machine)
+    return kernels.infos, cost_model.predict_gpu(kernels, problem, planner._columns([schedule]), 132, machine, wave)
 
 
 @pytest.mark.parametrize("schedule", [DataParallel(), SplitK(4), SplitK(4, "separate")])
