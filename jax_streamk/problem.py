@@ -200,10 +200,10 @@ class _Operand:
         return self.strides[dims[-1]] if dims else 0
 
     def borrow_batch(self):
-        """Makes a batch of the leading free dimensions if that leaves both parts with one stride."""
+        """Makes a batch of the leading free dimensions, after the batch dimensions of size 1, if both parts then have one stride."""
         for cut in range(1, len(self.free)):
             if self.collapses(self.free[:cut]) and self.collapses(self.free[cut:]):
-                self.batch, self.free = self.free[:cut], self.free[cut:]
+                self.batch, self.free = self.batch + self.free[:cut], self.free[cut:]
                 return
 
     def permute_unless_strided(self):

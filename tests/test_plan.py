@@ -1,0 +1,267 @@
+"""``plan`` tells what lowering emits, and products are arranged for kernels without moving data where strides allow."""
+
+import dataclasses
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_streamk
+from jax_streamk import Auto, DataParallel, Device, Plan, SplitK, StreamK, _ffi, matmul, plan, primitive, problem
+
+PLATFORM = "cuda" if jax.default_backend() == "gpu" else "cpu"
+TARGET = "jax_streamk_cuda_gemm" if PLATFORM == "cuda" else "jax_streamk_host_gemm"
+ROW, COLUMN = _ffi.Major.row, _ffi.Major.column
+
+
+def shaped(shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def emitted_attributes(f, *operands):
+    """The attributes of every call of ours in the lowered program, as text."""
+    found = re.findall(rf"custom_call @{TARGET}\(.*?backend_config = \{{(.*?)\}}", jax.jit(f).lower(*operands).as_text())
+    return [{name: value.strip('"') for name, value in re.findall(r'(\w+) = ("[^"]*"|-?\d+)', text)} for text in found]
+
+
+@pytest.mark.parametrize("schedule", [Auto(), DataParallel(), SplitK(3), StreamK(), StreamK(max_sms=2)], ids=str)
+@pytest.mark.parametrize(
+    "shape_a, shape_b, dtype, preferred",
+    [
+        ((100, 333), (333, 77), jnp.float32, None),
+        ((256, 1024), (1024, 512), jnp.bfloat16, None),
+        ((256, 1024), (1024, 512), jnp.bfloat16, jnp.float32),
+        ((3, 64, 520), (520, 40), jnp.float16, None),
+        ((64, 520), (3, 520, 40), jnp.float16, None),
+        ((5, 1, 520), (5, 520, 40), jnp.bfloat16, None),
+        ((520,), (520, 40), jnp.float32, None),
+        ((2, 1, 64, 520), (1, 520, 40), jnp.float32, None),
+    ],
+)
+def test_lowering_emits_the_plan(shape_a, shape_b, dtype, preferred, schedule):
+    a, b = shaped(shape_a, dtype), shaped(shape_b, dtype)
+    made = plan(a, b, schedule=schedule, preferred_element_type=preferred)
+    calls = emitted_attributes(functools.partial(matmul, schedule=schedule, preferred_element_type=preferred), a, b)
+    assert calls == [{name: str(value) for name, value in primitive._attributes(made).items()}]
+
+
+def test_a_given_schedule_is_in_the_plan():
+    a, b = shaped((128, 2048)), shaped((2048, 128))
+    for schedule in (DataParallel(), SplitK(7), SplitK(4, "separate"), StreamK(), StreamK(max_sms=2)):
+        made = plan(a, b, schedule=schedule)
+        assert made.schedule == schedule
+        assert "the schedule was given" in made.reasons
+
+
+def test_auto_resolves_to_a_schedule():
+    made = plan(shaped((128, 2048)), shaped((2048, 128)))
+    assert isinstance(made.schedule, (DataParallel, SplitK, StreamK))
+    assert made.kernel in {kernel.name for kernel in jax_streamk.kernels()}
+    assert made.microseconds > 0 and len(made.reasons) > 1
+
+
+def test_arrays_and_shapes_make_the_same_plan():
+    a, b = np.ones((64, 300), np.float32), jnp.ones((300, 70))
+    assert plan(a, b) == plan(shaped(a.shape), shaped(b.shape))
+    assert plan(a, b) == plan(a, b, dimension_numbers=(((1,), (0,)), ((), ())))
+
+
+def test_dimension_numbers():
+    made = plan(shaped((300, 2, 64)), shaped((2, 70, 300)), dimension_numbers=(((0,), (2,)), ((1,), (0,))))
+    assert (made.problem.batch, made.problem.m, made.problem.n, made.problem.k) == (2, 64, 70, 300)
+    assert (made.problem.major_a, made.problem.major_b) == (COLUMN, COLUMN)
+
+
+def test_devices():
+    a, b = shaped((64, 300)), shaped((300, 70))
+    here = plan(a, b)
+    assert here.device.platform == PLATFORM
+    assert plan(a, b, device=jax.devices()[0]) == here == plan(a, b, device=here.device)
+    many = Device("cpu", 0, 64)
+    assert plan(a, b, device=many).device == many
+    cpu = plan(a, b, device=jax.devices("cpu")[0])
+    assert cpu.device.platform == "cpu" and cpu.device.arch == 0 and cpu.device.sms >= 1
+
+
+@pytest.mark.parametrize(
+    "a, b, kwargs, reason",
+    [
+        (shaped((4, 8), jnp.int32), shaped((8, 4), jnp.int32), {}, "falls back to XLA: int32 x int32 -> int32: no kernel multiplies int32"),
+        (shaped((4, 8)), shaped((8, 4)), {"preferred_element_type": jnp.bfloat16}, "falls back to XLA: .*results of float32 may be float32"),
+        (shaped((0, 8)), shaped((8, 4)), {}, "the result is empty or zero"),
+        (shaped((4, 0)), shaped((0, 4)), {}, "the result is empty or zero"),
+    ],
+)  # fmt: skip
+def test_reasons_of_products_without_a_kernel(a, b, kwargs, reason):
+    made = plan(a, b, **kwargs)
+    assert made.kernel is None and made.schedule is None and made.workspace_bytes == 0
+    assert re.search(reason, str(made))
+    assert emitted_attributes(functools.partial(matmul, **kwargs), a, b) == []
+
+
+def test_mixed_operands_fall_back():
+    made = plan(shaped((4, 8), jnp.bfloat16), shaped((8, 4)), dimension_numbers=(((1,), (0,)), ((), ())))
+    assert made.kernel is None and "falls back to XLA: operands of different dtypes, bfloat16 and float32" in made.reasons
+
+
+def test_plans_are_frozen_hashable_and_printable():
+    made = plan(shaped((64, 3000)), shaped((3000, 70)), schedule=SplitK(5))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        made.kernel = "another"
+    again = plan(shaped((64, 3000)), shaped((3000, 70)), schedule=SplitK(5))
+    assert {made: 1}[again] == 1 and isinstance(made, Plan)
+    for text in ("[64, 3000] @ [3000, 70]", made.kernel, "SplitK(splits=5", f"workspace {made.workspace_bytes} bytes"):
+        assert text in str(made)
+    assert all(reason in str(made) for reason in made.reasons)
+
+
+def test_refused_arguments():
+    with pytest.raises(TypeError, match="plan: rhs is list; it must have a shape and a dtype"):
+        plan(shaped((4, 8)), [[1.0]])
+    with pytest.raises(ValueError, match=r"contract sizes 8 and 7; they must be equal"):
+        plan(shaped((4, 8)), shaped((7, 4)))
+    with pytest.raises(TypeError, match="schedule='auto': must be None"):
+        plan(shaped((4, 8)), shaped((8, 4)), schedule="auto")
+    with pytest.raises(ValueError, match=r"schedule=SplitK\(splits=9.*cannot run \[4, 8\] @ \[8, 4\].*exceeds its 1 k-tiles"):
+        plan(shaped((4, 8)), shaped((8, 4)), schedule=SplitK(9))
+
+
+# How products are arranged.
+
+
+def arrange(shape_a, shape_b, dimension_numbers):
+    return problem.arrange(shaped(shape_a), shaped(shape_b), dimension_numbers, None, None, "cpu")
+
+
+@pytest.mark.parametrize(
+    "shape_a, shape_b, dimension_numbers, majors, leading, batch_strides",
+    [
+        # The four majornesses.
+        ((4, 8), (8, 5), (((1,), (0,)), ((), ())), (ROW, ROW), (8, 5, 5), (0, 0, 20)),
+        ((4, 8), (5, 8), (((1,), (1,)), ((), ())), (ROW, COLUMN), (8, 8, 5), (0, 0, 20)),
+        ((8, 4), (8, 5), (((0,), (0,)), ((), ())), (COLUMN, ROW), (4, 5, 5), (0, 0, 20)),
+        ((8, 4), (5, 8), (((0,), (1,)), ((), ())), (COLUMN, COLUMN), (4, 8, 5), (0, 0, 20)),
+        # Batch dimensions in front, between, and of size 1.
+        ((3, 4, 8), (3, 8, 5), (((2,), (1,)), ((0,), (0,))), (ROW, ROW), (8, 5, 5), (32, 40, 20)),
+        ((4, 3, 8), (8, 3, 5), (((2,), (0,)), ((1,), (1,))), (ROW, ROW), (24, 15, 5), (8, 5, 20)),
+        ((8, 3, 4), (5, 3, 8), (((0,), (2,)), ((1,), (1,))), (COLUMN, COLUMN), (12, 24, 5), (4, 8, 20)),
+        ((2, 3, 4, 8), (2, 3, 8, 5), (((3,), (2,)), ((0, 1), (0, 1))), (ROW, ROW), (8, 5, 5), (32, 40, 20)),
+        ((4, 1, 8), (8, 5, 1), (((2,), (0,)), ((1,), (2,))), (ROW, ROW), (8, 5, 5), (0, 0, 20)),
+        # Dimensions of one role that are one in memory.
+        ((2, 3, 8), (8, 5), (((2,), (0,)), ((), ())), (ROW, ROW), (8, 5, 5), (0, 0, 30)),
+        ((4, 2, 8), (2, 8, 5), (((1, 2), (0, 1)), ((), ())), (ROW, ROW), (16, 5, 5), (0, 0, 20)),
+        ((4, 2, 8), (2, 8, 5), (((2, 1), (1, 0)), ((), ())), (ROW, ROW), (16, 5, 5), (0, 0, 20)),
+        # Free dimensions around the contraction are a batch that the other operand broadcasts over.
+        ((3, 8, 4), (8, 5), (((1,), (0,)), ((), ())), (COLUMN, ROW), (4, 5, 5), (32, 0, 20)),
+        ((4, 8), (3, 8, 5), (((1,), (1,)), ((), ())), (ROW, ROW), (8, 5, 15), (0, 40, 5)),
+        ((3, 2, 8, 4), (5, 8), (((2,), (1,)), ((), ())), (COLUMN, COLUMN), (4, 8, 5), (32, 0, 20)),
+        ((1, 3, 8, 4), (8, 5, 1), (((2,), (0,)), ((0,), (2,))), (COLUMN, ROW), (4, 5, 5), (32, 0, 20)),
+    ],
+)  # fmt: skip
+def test_orders_that_need_no_transpose(shape_a, shape_b, dimension_numbers, majors, leading, batch_strides):
+    arranged = arrange(shape_a, shape_b, dimension_numbers)
+    assert arranged.permute_lhs is None and arranged.permute_rhs is None
+    gemm = arranged.problem
+    assert (gemm.major_a, gemm.major_b) == majors
+    assert (gemm.lda, gemm.ldb, gemm.ldd) == leading
+    assert (gemm.batch_stride_a, gemm.batch_stride_b, gemm.batch_stride_d) == batch_strides
+
+
+def test_only_the_operand_that_needs_it_is_transposed():
+    arranged = arrange((4, 8, 3), (3, 8, 5), (((1,), (1,)), ((2,), (0,))))
+    assert arranged.permute_lhs == (2, 0, 1) and arranged.permute_rhs is None
+    arranged = arrange((3, 4, 8), (8, 5, 3), (((2,), (0,)), ((0,), (2,))))
+    assert arranged.permute_lhs is None and arranged.permute_rhs == (2, 1, 0)
+
+
+def random_product(rng):
+    """Shapes and dimension numbers: up to two dimensions of each role, anywhere, some of size 1 and few of size 0."""
+
+    def sizes(least, most):
+        return [int(rng.choice([0, 1, 1, 2, 3, 4, 5], p=[0.02, *[0.98 / 6] * 6])) for _ in range(rng.integers(least, most + 1))]
+
+    batch, contract = sizes(0, 2), sizes(0, 2)
+
+    def operand(free):
+        roles = [("b", i, s) for i, s in enumerate(batch)] + [("k", i, s) for i, s in enumerate(contract)]
+        roles += [("f", i, s) for i, s in enumerate(free)]
+        order = rng.permutation(len(roles)) if rng.random() < 0.8 else range(len(roles))
+        placed = [roles[i] for i in order]
+        where = {(role, i): at for at, (role, i, _) in enumerate(placed)}
+        return tuple(size for _, _, size in placed), where
+
+    (shape_a, where_a), (shape_b, where_b) = operand(sizes(0, 3)), operand(sizes(0, 3))
+    dims = [[tuple(where[role, i] for i in range(len(of))) for where in (where_a, where_b)] for role, of in (("k", contract), ("b", batch))]
+    return shape_a, shape_b, tuple(map(tuple, dims))
+
+
+def exact_product(a, b, dimension_numbers):
+    """dot_general of NumPy arrays, by einsum."""
+    (contract_a, contract_b), (batch_a, batch_b) = dimension_numbers
+    letters_a, letters_b = list("ABCDEFGHI"[: a.ndim]), list("abcdefghi"[: b.ndim])
+    for i, j in zip(contract_a + batch_a, contract_b + batch_b):
+        letters_b[j] = letters_a[i]
+    out = [letters_a[i] for i in batch_a]
+    out += [x for i, x in enumerate(letters_a) if i not in contract_a + batch_a]
+    out += [x for i, x in enumerate(letters_b) if i not in contract_b + batch_b]
+    return np.einsum(f"{''.join(letters_a)},{''.join(letters_b)}->{''.join(out)}", a, b)
+
+
+def run_arranged(arranged, a, b, out_shape):
+    """What a kernel does with an arrangement, by strides alone."""
+    gemm = arranged.problem
+
+    def matrices(x, permutation, major, ld, batch_stride, rows, columns):
+        flat = np.ascontiguousarray(x if permutation is None else x.transpose(permutation)).reshape(-1)
+        strides = (batch_stride, ld, 1) if major == ROW else (batch_stride, 1, ld)
+        last = sum((extent - 1) * stride for extent, stride in zip((gemm.batch, rows, columns), strides))
+        assert last < flat.size, "reads past the operand"
+        return np.lib.stride_tricks.as_strided(flat, (gemm.batch, rows, columns), [s * flat.itemsize for s in strides])
+
+    a = matrices(a, arranged.permute_lhs, gemm.major_a, gemm.lda, gemm.batch_stride_a, gemm.m, gemm.k)
+    b = matrices(b, arranged.permute_rhs, gemm.major_b, gemm.ldb, gemm.batch_stride_b, gemm.k, gemm.n)
+    d = np.full(math.prod(out_shape), np.nan)
+    at = np.arange(gemm.batch)[:, None, None] * gemm.batch_stride_d + np.arange(gemm.m)[:, None] * gemm.ldd + np.arange(gemm.n)
+    d[at] = a @ b
+    return d.reshape(out_shape)
+
+
+def random_operands(rng, *shapes):
+    return [rng.integers(-3, 4, shape).astype(np.float64) for shape in shapes]
+
+
+def test_random_dimension_orders_by_strides():
+    rng = np.random.default_rng(7)
+    transposed = borrowed = 0
+    for _ in range(3000):
+        shape_a, shape_b, dimension_numbers = random_product(rng)
+        a, b = random_operands(rng, shape_a, shape_b)
+        arranged = arrange(shape_a, shape_b, dimension_numbers)
+        wanted = exact_product(a, b, dimension_numbers)
+        gemm = arranged.problem
+        assert gemm.batch * gemm.m * gemm.n == wanted.size
+        if 0 in (gemm.batch, gemm.m, gemm.n, gemm.k):
+            continue
+        label = f"{shape_a} {shape_b} {dimension_numbers} {arranged}"
+        np.testing.assert_array_equal(run_arranged(arranged, a, b, wanted.shape), wanted, label)
+        transposed += arranged.permute_lhs is not None or arranged.permute_rhs is not None
+        borrowed += gemm.batch > 1 and 0 in (gemm.batch_stride_a, gemm.batch_stride_b)
+    assert transposed > 300 and borrowed > 100
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_dimension_orders_by_kernels(seed):
+    rng = np.random.default_rng(seed)
+    for _ in range(30):
+        shape_a, shape_b, dimension_numbers = random_product(rng)
+        a, b = random_operands(rng, shape_a, shape_b)
+        got = primitive.bind(
+            jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32), dimension_numbers=dimension_numbers, precision=None,
+            preferred_element_type=None, schedule=(DataParallel(), StreamK())[rng.integers(2)],
+        )  # fmt: skip
+        wanted = exact_product(a, b, dimension_numbers)
+        np.testing.assert_array_equal(got, wanted, f"{shape_a} {shape_b} {dimension_numbers}")
