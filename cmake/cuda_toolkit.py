@@ -22,7 +22,9 @@ def _candidates():
     yield shutil.which("nvcc")
     if "CUDA_HOME" in os.environ:
         yield os.path.join(os.environ["CUDA_HOME"], "bin", "nvcc")
-    yield from (str(file.locate()) for file in _wheel_files("nvidia-cuda-nvcc") if file.name == "nvcc")
+    # jax[cuda13] brings some of the wheels, which compile nothing without the others.
+    if all(_wheel_files(name) for name in WHEELS.split()):
+        yield from (str(file.locate()) for file in _wheel_files("nvidia-cuda-nvcc") if file.name == "nvcc")
 
 
 def _wheel_files(name):

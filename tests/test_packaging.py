@@ -1,0 +1,144 @@
+"""What is installed, and the decision whether CUDA kernels are built; nothing here builds anything."""
+
+import importlib.metadata
+import importlib.resources
+import importlib.util
+import pathlib
+import re
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "cmake" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """Makes a machine: which versions of nvcc it has in the order they are found, and which GPUs."""
+    toolkit = load("cuda_toolkit")
+
+    def make(versions=(), gpus=""):
+        found = {}
+        for version in versions:
+            nvcc = tmp_path / "nvcc{}.{}".format(*version)
+            nvcc.touch()
+            found[str(nvcc)] = version
+        monkeypatch.setattr(toolkit, "_candidates", lambda: [None, *found, str(tmp_path / "missing")])
+        monkeypatch.setattr(toolkit, "_version", found.get)
+        monkeypatch.setattr(toolkit, "visible_architectures", lambda: gpus)
+        return toolkit
+
+    return make
+
+
+@pytest.mark.parametrize("option", ["OFF", "off"])
+def test_off(machine, option):
+    assert machine([(13, 0)], "90a").decide(option, "90a") == ("", "", "JAX_STREAMK_CUDA is OFF")
+
+
+def test_unknown_option(machine):
+    with pytest.raises(SystemExit, match="JAX_STREAMK_CUDA=YES: must be ON, OFF or AUTO"):
+        machine().decide("YES", "")
+
+
+def test_on_without_toolkit_names_the_wheels(machine):
+    toolkit = machine()
+    with pytest.raises(SystemExit, match="at least 12.8") as error:
+        toolkit.decide("ON", "")
+    assert f"pip install {toolkit.WHEELS}" in str(error.value)
+
+
+def test_on_with_an_old_toolkit_says_what_was_found(machine):
+    with pytest.raises(SystemExit, match=r"found \S+ 12\.4"):
+        machine([(12, 4)]).decide("ON", "80")
+
+
+def test_on_takes_the_first_toolkit_that_serves(machine):
+    nvcc, architectures, why = machine([(12, 4), (13, 0), (13, 5)]).decide("ON", "")
+    assert nvcc.endswith("nvcc13.0") and architectures == "80;90a" and why == ""
+
+
+@pytest.mark.parametrize(
+    "gpus, named, built",
+    [("90a", "", "90a"), ("", "80;90a", "80;90a"), ("89", "80", "80"), ("80;90a", "", "80;90a")],
+)
+def test_auto_builds_for_what_is_named_or_else_visible(machine, gpus, named, built):
+    nvcc, architectures, _ = machine([(13, 0)], gpus).decide("AUTO", named)
+    assert nvcc and architectures == built
+
+
+def test_auto_without_gpu_says_why_not(machine):
+    nvcc, _, why = machine([(13, 0)]).decide("AUTO", "")
+    assert not nvcc and "no GPU" in why and "no architectures were named" in why
+
+
+def test_auto_without_toolkit_says_why_not(machine):
+    nvcc, _, why = machine(gpus="90a").decide("AUTO", "")
+    assert not nvcc and why.startswith("there is no CUDA toolkit of at least 12.8")
+
+
+@pytest.mark.parametrize("architectures", ["native", "75", "sm_90a", "80,90a", "80;70"])
+def test_architectures_are_checked(machine, architectures):
+    with pytest.raises(SystemExit, match="must be numbers from 80 on, such as 80;90a"):
+        machine([(13, 0)]).decide("ON", architectures)
+
+
+def test_wheels_count_only_together(monkeypatch):
+    toolkit = load("cuda_toolkit")
+    monkeypatch.setattr(toolkit.shutil, "which", lambda _: None)
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    nvcc = importlib.metadata.PackagePath("nvidia/cu13/bin/nvcc")
+    nvcc.dist = importlib.metadata.distribution("jax")
+    installed = {name: [nvcc] for name in toolkit.WHEELS.split()}
+    monkeypatch.setattr(toolkit, "_wheel_files", lambda name: installed.get(name, []))
+    assert [path for path in toolkit._candidates() if path] == [str(nvcc.locate())]
+    del installed["nvidia-cuda-cccl"]
+    assert not any(toolkit._candidates())
+
+
+@pytest.mark.parametrize(
+    "settings, fetched",
+    [
+        (None, False),
+        ({"cmake.define.JAX_STREAMK_CUDA": "ON"}, True),
+        ({"cmake.define.CMAKE_CUDA_ARCHITECTURES": "90a"}, True),
+        ({"cmake.define.JAX_STREAMK_CUDA": "OFF", "cmake.define.CMAKE_CUDA_ARCHITECTURES": "90a"}, False),
+    ],
+)
+def test_cutlass_is_fetched_only_for_cuda(machine, monkeypatch, settings, fetched):
+    pytest.importorskip("scikit_build_core")
+    monkeypatch.setitem(sys.modules, "cuda_toolkit", machine([(13, 0)]))
+    monkeypatch.delenv("CUDAARCHS", raising=False)
+    assert load("build_backend")._builds_cuda(settings) == fetched
+
+
+def test_metadata():
+    metadata = importlib.metadata.metadata("jax-streamk")
+    run_time = [r for r in metadata.get_all("Requires-Dist") if "extra" not in r]
+    assert sorted(re.match(r"[\w-]+", r)[0] for r in run_time) == ["jax", "numpy"]
+    assert set(metadata.get_all("Provides-Extra")) == {"test", "flax", "plot", "examples"}
+
+
+def test_module_is_typed():
+    package = importlib.resources.files("jax_streamk")
+    files = importlib.metadata.files("jax-streamk")
+    if not any(file.match("jax_streamk/_ffi*.so") for file in files):
+        pytest.skip("jax_streamk was not installed by pip")
+    assert {"_ffi.pyi", "py.typed"} <= {file.name for file in files}
+    assert package is not None
+
+
+def test_build_and_run_time_agree_on_the_oldest_jaxlib():
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    built_on = next(r for r in project["build-system"]["requires"] if r.startswith("jaxlib=="))
+    oldest = next(r for r in project["project"]["dependencies"] if r.startswith("jax>="))
+    assert oldest.startswith("jax>=" + built_on.removeprefix("jaxlib=="))
