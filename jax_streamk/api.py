@@ -1,5 +1,6 @@
 """The public functions."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -60,11 +61,13 @@ def plan(lhs, rhs, dimension_numbers=None, *, schedule=None, device=None, precis
 
     Raises:
       TypeError, ValueError: as ``matmul``.
+      RuntimeError: the device is a GPU and this build has no CUDA kernels.
     """
     schedule = check_schedule(schedule)
     lhs, rhs = (_shaped(name, x) for name, x in (("lhs", lhs), ("rhs", rhs)))
     if dimension_numbers is None:
-        dtype = jnp.result_type(lhs.dtype, rhs.dtype)
+        # Traced, because promotion asks values and tracers, and no shapes, whether their type is weak.
+        dtype = jax.eval_shape(lambda *xs: jnp.zeros((), jnp.result_type(*xs)), lhs, rhs).dtype
         dimension_numbers, (drop_lhs, drop_rhs), _ = _matmul_dimensions(lhs.shape, rhs.shape)
         lhs, rhs = (_drop(x.shape, dims, dtype) for x, dims in ((lhs, drop_lhs), (rhs, drop_rhs)))
     made, _ = primitive.plan(
@@ -112,19 +115,14 @@ def _element_type(dtype):
     return None if dtype is None else compat.canonicalize_dtype(dtype, "preferred_element_type")
 
 
-class _Shaped:
-    def __init__(self, shape, dtype):
-        self.shape, self.dtype = tuple(shape), jnp.dtype(dtype)
-
-
 def _shaped(name, x):
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         raise TypeError(f"plan: {name} is {type(x).__name__}; it must have a shape and a dtype")
-    return _Shaped(x.shape, x.dtype)
+    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype), weak_type=getattr(x, "weak_type", False))
 
 
 def _drop(shape, dims, dtype):
-    return _Shaped([size for i, size in enumerate(shape) if i not in dims], dtype)
+    return jax.ShapeDtypeStruct([size for i, size in enumerate(shape) if i not in dims], dtype)
 
 
 def _matmul_dimensions(a, b):

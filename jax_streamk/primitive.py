@@ -44,7 +44,10 @@ def plan(lhs, rhs, *, dimension_numbers, precision, preferred_element_type, sche
 
     Raises:
       ValueError: an explicit schedule that no kernel can run.
+      RuntimeError: a GPU, and a build without kernels for it.
     """
+    if device.platform == "cuda" and not _ffi.has_cuda:
+        raise RuntimeError(f"this build of jax_streamk has no CUDA kernels and the program runs on a GPU: {_REBUILD}")
     try:
         arrangement = problem.arrange(lhs, rhs, dimension_numbers, precision, preferred_element_type, device.platform)
     except problem.Unsupported as why:
@@ -56,8 +59,6 @@ def plan(lhs, rhs, *, dimension_numbers, precision, preferred_element_type, sche
 
 def _run(lhs, rhs, *, platform, schedule, **params):
     """What the primitive lowers to on a platform that has kernels."""
-    if platform == "cuda" and not _ffi.has_cuda:
-        raise RuntimeError(f"this build of jax_streamk has no CUDA kernels and the program runs on a GPU: {_REBUILD}")
     device = problem.device_for_lowering(platform)
     out_sharding = params.pop("out_sharding")
     made, arrangement = plan(lhs, rhs, schedule=schedule, device=device, **params)

@@ -54,6 +54,8 @@ def device_of(device):
         return device
     if device is None:
         device = jax.devices()[0]
+    if not isinstance(device, jax.Device):
+        raise TypeError(f"device={device!r}: must be None, a jax.Device or a jax_streamk.Device")
     if device.platform == "gpu":
         major, minor = device.compute_capability.split(".")
         return Device("cuda", 10 * int(major) + int(minor), device.core_count)
@@ -142,9 +144,11 @@ def arrange(lhs, rhs, dimension_numbers, precision, preferred_element_type, plat
       platform: "cpu" or "cuda"; it decides what a product of two f32 is.
 
     Raises:
-      Unsupported: no kernel family has these types or this precision.
+      Unsupported: no kernel family has these types or this precision, or a shape is symbolic.
     """
     type_a, type_b, type_d, math_ = _types(lhs.dtype, rhs.dtype, preferred_element_type, precision, platform)
+    if not all(isinstance(size, (int, np.integer)) for size in (*lhs.shape, *rhs.shape)):
+        raise Unsupported(f"shapes {lhs.shape} and {rhs.shape} are symbolic: a kernel is chosen for numbers")
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     # Contraction may run in any common order; the order of the lhs in memory is the likeliest to collapse.
     order = sorted(range(len(lhs_contract)), key=lambda i: lhs_contract[i])

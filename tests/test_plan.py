@@ -70,6 +70,17 @@ def test_arrays_and_shapes_make_the_same_plan():
     assert plan(a, b) == plan(a, b, dimension_numbers=(((1,), (0,)), ((), ())))
 
 
+def test_operands_promote():
+    assert plan(shaped((64, 300), jnp.bfloat16), shaped((300, 70))).problem.type_a == _ffi.Type.f32
+    assert plan(shaped((64, 300), jnp.bfloat16), jnp.full((300, 70), 2.0)).problem.type_a == _ffi.Type.bf16, "a weak type gives way"
+    # float64 is float32 where 64-bit types are disabled, with dimension numbers or without.
+    a, b = np.ones((64, 300)), np.ones((300, 70))
+    for dimension_numbers in (None, (((1,), (0,)), ((), ()))):
+        assert plan(a, b, dimension_numbers).problem.type_a == _ffi.Type.f32
+        with jax.enable_x64(True):
+            assert plan(a, b, dimension_numbers).problem.type_a == _ffi.Type.f64
+
+
 def test_dimension_numbers():
     made = plan(shaped((300, 2, 64)), shaped((2, 70, 300)), dimension_numbers=(((0,), (2,)), ((1,), (0,))))
     assert (made.problem.batch, made.problem.m, made.problem.n, made.problem.k) == (2, 64, 70, 300)
@@ -85,6 +96,20 @@ def test_devices():
     assert plan(a, b, device=many).device == many
     cpu = plan(a, b, device=jax.devices("cpu")[0])
     assert cpu.device.platform == "cpu" and cpu.device.arch == 0 and cpu.device.sms >= 1
+    with pytest.raises(TypeError, match=r"device='cpu': must be None, a jax\.Device or a jax_streamk\.Device"):
+        plan(a, b, device="cpu")
+
+
+def test_a_gpu_that_is_not_here():
+    a, b, hopper = shaped((64, 320), jnp.bfloat16), shaped((320, 80), jnp.bfloat16), Device("cuda", 90, 132)
+    if not _ffi.has_cuda:
+        with pytest.raises(RuntimeError, match=re.escape("pip install . -C cmake.define.JAX_STREAMK_CUDA=ON")):
+            plan(a, b, device=hopper)
+        return
+    made = plan(a, b, device=hopper)
+    assert made.device == hopper and made.kernel.startswith("sm")
+    for schedule in (DataParallel(), SplitK(2), StreamK()):
+        assert plan(a, b, schedule=schedule, device=hopper).schedule == schedule
 
 
 @pytest.mark.parametrize(
@@ -128,6 +153,16 @@ def test_refused_arguments():
         plan(shaped((4, 8)), shaped((8, 4)), schedule="auto")
     with pytest.raises(ValueError, match=r"schedule=SplitK\(splits=9.*cannot run \[4, 8\] @ \[8, 4\].*exceeds its 1 k-tiles"):
         plan(shaped((4, 8)), shaped((8, 4)), schedule=SplitK(9))
+
+
+def test_symbolic_shapes_are_left_to_xla():
+    (size,) = jax.export.symbolic_shape("size")
+    a = shaped((size, 32))
+    exported = jax.export.export(jax.jit(lambda a: matmul(a, a.T)))(a)
+    x = np.arange(96, dtype=np.float32).reshape(3, 32) % 5
+    np.testing.assert_array_equal(exported.call(x), x @ x.T)
+    with pytest.raises(ValueError, match=r"schedule=StreamK.*cannot run this product: .*symbolic"):
+        jax.export.export(jax.jit(lambda a: matmul(a, a.T, schedule=StreamK())))(a)
 
 
 # How products are arranged.
