@@ -395,17 +395,32 @@ def _iteration(kernels, problem, schedules, d, wave, machine):
 
 
 # A CPU thread: microseconds a multiply-add, an element of an operand's tile packed, an element of a partial tile stored or added.
-# Waking other threads costs a small product more than its arithmetic. Only ratios matter.
-_HOST_MULTIPLY_ADD, _HOST_PACK, _HOST_PARTIAL, _HOST_WAKE = 1.2e-5, 2e-4, 5e-4, 20.0
+# Waking other threads costs a small product more than its arithmetic. Only ratios matter: of the speed of a tile of 256x512, one of
+# 128x128 was measured to have about nine tenths and one of 64x64 three quarters.
+_HOST_MULTIPLY_ADD, _HOST_PACK, _HOST_PARTIAL, _HOST_WAKE = 1.2e-5, 1.7e-4, 5e-4, 20.0
 
 
 def predict_host(kernels, problem, schedules, threads):
     """The ``Costs`` on CPU threads: MAC iterations of the busiest one, and the partials it shares."""
     d = decompose(kernels, problem, dataclasses.replace(schedules, separate=np.zeros_like(schedules.separate)), threads)
+    k_tiles = np.ceil(problem.k / kernels.tile_k)
+
+    def iteration(rows, columns):
+        return problem.k / k_tiles * (_HOST_MULTIPLY_ADD * rows * columns + _HOST_PACK * (rows + columns))
+
+    # Tiles at the edge are multiplied as far as they reach. The busiest thread has its part of the full tiles or of all work,
+    # whichever is more; in Stream-K its iterations may all be of full tiles.
     rows, columns = np.minimum(kernels.tile_m, d.rows), np.minimum(kernels.tile_n, d.columns)
-    c = np.minimum(kernels.tile_k, problem.k) * (_HOST_MULTIPLY_ADD * rows * columns + _HOST_PACK * (rows + columns))
-    fix_up = np.where(d.peers > 1, _HOST_PARTIAL * rows * columns * (1 + d.peers), 0.0)
-    work = c * d.iterations + fix_up
+    full, full_tiles = iteration(rows, columns), problem.batch * (d.rows // rows) * (d.columns // columns)
+    splits = np.minimum(schedules.splits, k_tiles)
+    of_full = np.ceil(full_tiles * splits / d.workers) * (k_tiles // splits) + np.ceil(full_tiles * (k_tiles % splits) / d.workers)
+    average = iteration(d.rows / np.ceil(d.rows / kernels.tile_m), d.columns / np.ceil(d.columns / kernels.tile_n))
+    streams = schedules.stream_k & (d.peers > 1)
+    work = np.where(streams, full * d.iterations, np.maximum(full * of_full, average * d.tiles * k_tiles / d.busy))
+    # Every piece of a split tile is stored once and added once; Stream-K shares two tiles of a thread at most.
+    shared = np.where(streams, 2 + d.peers, 2 * d.pieces)
+    fix_up = np.where(d.peers > 1, _HOST_PARTIAL * rows * columns * shared, 0.0)
+    work = work + fix_up
     launch = np.where(d.busy > 1, _HOST_WAKE, 1.0)
     waves, none = d.tiles * schedules.splits / d.workers, np.array(0.0)
     return Costs(launch + work, waves, d.iterations, d.peers, work, fix_up, none, launch, none)
