@@ -1,0 +1,94 @@
+"""``jax.export``: programs that are serialized here and run elsewhere."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+import jax_streamk
+from jax_streamk import Auto, SplitK, StreamK, _ffi, matmul
+
+PLATFORM = "cuda" if jax.default_backend() == "gpu" else "cpu"
+TARGETS = {"cpu": "jax_streamk_host_gemm", "cuda": "jax_streamk_cuda_gemm"}
+# JAX serializes custom calls other than its own only on request.
+OURS = [export.DisabledSafetyCheck.custom_call(target) for target in TARGETS.values()]
+RNG = np.random.default_rng(0)
+A, B = (RNG.integers(-3, 4, shape).astype(np.float32) for shape in ((70, 520), (520, 90)))
+needs_flatbuffers = pytest.mark.skipif(
+    importlib.util.find_spec("flatbuffers") is None, reason="jax.export serializes with flatbuffers"
+)
+
+
+def exported(schedule=None, platforms=None):
+    f = jax.jit(lambda a, b: jnp.sin(matmul(a, b, schedule=schedule)))
+    return f, export.export(f, platforms=platforms, disabled_checks=OURS)(A, B)
+
+
+@needs_flatbuffers
+@pytest.mark.parametrize("schedule", [Auto(), SplitK(3), StreamK()], ids=str)
+def test_round_trip(schedule):
+    f, program = exported(schedule)
+    again = export.deserialize(program.serialize())
+    assert TARGETS[PLATFORM] in again.mlir_module()
+    assert np.asarray(again.call(A, B)).tobytes() == np.asarray(f(A, B)).tobytes()
+
+
+def test_export_asks_for_consent():
+    with pytest.raises(ValueError, match="custom calls whose targets have no compatibility guarantees"):
+        export.export(jax.jit(lambda a, b: matmul(a, b, schedule=StreamK())))(A, B)
+
+
+IN_ANOTHER_PROCESS = """
+import pathlib, sys
+import numpy as np
+from jax import export
+import jax_streamk
+
+folder = pathlib.Path(sys.argv[1])
+program = export.deserialize(bytearray((folder / "program").read_bytes()))
+np.save(folder / "product.npy", program.call(np.load(folder / "a.npy"), np.load(folder / "b.npy")))
+"""
+
+
+@needs_flatbuffers
+def test_in_another_process(tmp_path):
+    f, program = exported(StreamK())
+    (tmp_path / "program").write_bytes(program.serialize())
+    np.save(tmp_path / "a.npy", A), np.save(tmp_path / "b.npy", B)
+    # This process may hold most of the GPU's memory.
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    subprocess.run([sys.executable, "-c", IN_ANOTHER_PROCESS, str(tmp_path)], check=True, timeout=120, env=environment)
+    assert np.load(tmp_path / "product.npy").tobytes() == np.asarray(f(A, B)).tobytes()
+
+
+@pytest.mark.skipif(not _ffi.has_cuda, reason="this build has no CUDA kernels")
+@pytest.mark.parametrize("schedule", [Auto(), SplitK(3), StreamK()], ids=str)
+def test_two_platforms(schedule):
+    """Needs no GPU: a program for CUDA is planned for this machine's GPU, or for an H200 where there is none."""
+    f, program = exported(schedule, platforms=["cpu", "cuda"])
+    assert program.platforms == ("cpu", "cuda")
+    assert all(target in program.mlir_module() for target in TARGETS.values())
+    assert np.asarray(program.call(A, B)).tobytes() == np.asarray(f(A, B)).tobytes()
+
+
+@pytest.mark.skipif(_ffi.has_cuda, reason="this build has CUDA kernels")
+def test_a_build_without_cuda_exports_no_cuda():
+    with pytest.raises(RuntimeError, match=r"pip install \. -C cmake\.define\.JAX_STREAMK_CUDA=ON"):
+        exported(StreamK(), platforms=["cpu", "cuda"])
+
+
+def test_platforms_without_kernels_export_xlas_product():
+    _, program = exported(platforms=["tpu"])
+    assert "stablehlo.dot_general" in program.mlir_module() and "custom_call" not in program.mlir_module()
+
+
+def test_plans_of_an_exported_program_are_those_of_its_platform():
+    _, program = exported(SplitK(3))
+    made = jax_streamk.plan(A, B, schedule=SplitK(3))
+    assert f'kernel = "{made.kernel}"' in program.mlir_module()

@@ -1,0 +1,122 @@
+"""The handlers refuse what a plan would not have said: custom calls with attributes changed by hand."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_streamk import SplitK, StreamK, _ffi, plan, primitive
+
+ON_GPU = jax.default_backend() == "gpu"
+TARGET = "jax_streamk_cuda_gemm" if ON_GPU else "jax_streamk_host_gemm"
+M, N, K = 104, 72, 640
+A, B = (np.random.default_rng(0).integers(-3, 4, shape).astype(np.float32) for shape in ((M, K), (K, N)))
+PLAN = plan(A, B, schedule=SplitK(2))
+SEVEN_MILLION = 7_000_000
+
+
+def call(changed=(), workspace=PLAN.workspace_bytes, attributes=None):
+    """Compiles and runs a call with the attributes of the plan, or those given, but for the changed ones."""
+    attributes = (attributes or primitive._attributes(PLAN)) | dict(changed)
+    out = (jax.ShapeDtypeStruct((M, N), jnp.float32), jax.ShapeDtypeStruct((workspace,), jnp.uint8))
+    product = jax.ffi.ffi_call(TARGET, out)(A, B, **{name: value for name, value in attributes.items() if value is not None})[0]
+    return product.block_until_ready()
+
+
+def test_the_untouched_call():
+    np.testing.assert_array_equal(call(), A @ B)
+
+
+def test_a_larger_workspace_serves():
+    room = PLAN.workspace_bytes + 4096
+    np.testing.assert_array_equal(call({"workspace_bytes": np.int64(room)}, workspace=room), A @ B)
+
+
+I, L = np.int32, np.int64
+NAME = re.escape(PLAN.kernel)
+REFUSED = rf"INVALID_ARGUMENT: jax_streamk: {NAME} cannot run \(batch, m, n, k\) = \(1, {M}, {N}, {K}\): "
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"kernel": "another"}, "FAILED_PRECONDITION: jax_streamk: this build has no kernel another; the program was lowered by another build"),
+        ({"kernel": PLAN.kernel[:-1]}, "FAILED_PRECONDITION: jax_streamk: this build has no kernel"),
+        ({"kernel": ""}, "FAILED_PRECONDITION: jax_streamk: this build has no kernel"),
+        ({"workspace_bytes": L(PLAN.workspace_bytes - 1)}, rf"FAILED_PRECONDITION: .*{NAME} needs \d+ bytes of workspace and was given \d+"),
+        ({"workspace_bytes": L(-1)}, rf"FAILED_PRECONDITION: .*{NAME} needs \d+ bytes of workspace and was given -1"),
+        ({"splits": I(SEVEN_MILLION)}, REFUSED + rf"splits={SEVEN_MILLION} exceeds its \d+ k-tiles of \d+"),
+        ({"splits": I(0)}, REFUSED + "splits must be at least 1"),
+        ({"splits": I(-5)}, REFUSED + "splits must be at least 1"),
+        ({"reduction": I(9)}, REFUSED + r'it has no split-K with reduction \\?"\?'),
+        ({"schedule": I(2), "reduction": I(9)}, REFUSED + r'it has no Stream-K with reduction \\?"\?'),
+        ({"type_a": I(_ffi.Type.f64.value)}, REFUSED + "it multiplies f32 by f32 into f32"),
+        ({"type_b": I(_ffi.Type.bf16.value)}, REFUSED + "it multiplies f32 by f32 into f32"),
+        ({"type_d": I(77)}, REFUSED + "it multiplies f32 by f32 into f32"),
+        ({"math": I(-1)}, REFUSED + "it multiplies f32 by f32 into f32"),
+        ({"major_a": I(1)}, REFUSED + "A must be row-major and B row-major"),
+        ({"major_b": I(5)}, REFUSED + "A must be row-major and B row-major"),
+        ({"swizzle": I(0)}, REFUSED + "swizzle must be at least 1"),
+        ({"sms": I(2**31 - 1)}, REFUSED + "it has too many tiles or MAC iterations to count in 32 bits"),
+        ({"m": L(-1)}, r"INVALID_ARGUMENT: .* = \(1, -1, .*every extent must be at least 1"),
+        ({"k": L(0)}, "INVALID_ARGUMENT: .*every extent must be at least 1"),
+        ({"batch": L(0)}, "INVALID_ARGUMENT: .*every extent must be at least 1"),
+        ({"n": L(2**40)}, r"INVALID_ARGUMENT: .*every extent must be below 2\^31"),
+        # As the attributes of another version would be.
+        ({"splits": L(3)}, "INVALID_ARGUMENT: .*expected S32 but got S64"),
+        ({"splits": None}, "INVALID_ARGUMENT: .*expected 26 attributes but got 25"),
+        ({"epilogue": I(0)}, "INVALID_ARGUMENT: .*expected 26 attributes but got 27"),
+    ],
+    ids=lambda x: str(x) if isinstance(x, dict) else "",
+)  # fmt: skip
+def test_changed_attributes(changed, message):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"(?s){message}"):
+        call(changed)
+
+
+def test_a_buffer_smaller_than_the_plan_says():
+    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"FAILED_PRECONDITION: .*{NAME} was given a workspace of 16 bytes; its plan says"):
+        call(workspace=16)
+
+
+@pytest.mark.parametrize("changed", [{"schedule": I(9)}, {"raster": I(8)}, {"max_sms": I(-2)}, {"swizzle": I(2**31 - 1)}], ids=str)
+def test_values_without_a_meaning(changed):
+    try:
+        product = call(changed)
+    except jax.errors.JaxRuntimeError as error:
+        assert "jax_streamk: " in str(error)
+    else:
+        np.testing.assert_array_equal(product, A @ B)
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU has the SMs that it has")
+@pytest.mark.parametrize("threads", [-4, 0, 1, 3, 64, 1000])
+@pytest.mark.parametrize("schedule", [StreamK(), StreamK("separate"), StreamK("atomic"), SplitK(10)], ids=str)
+def test_any_number_of_threads_serves(threads, schedule):
+    """A program may come from a machine with another number of cores."""
+    made = plan(A, B, schedule=schedule)
+    native = _ffi.Device(0, threads)
+    needed = _ffi.workspace_bytes(made.kernel, made.problem.native(), made.native_schedule(), native)
+    product = call({"sms": I(threads), "workspace_bytes": L(needed)}, needed, primitive._attributes(made))
+    np.testing.assert_array_equal(product, A @ B)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name, change", [("arch", -10), ("sms", -1), ("sms", 1)])
+def test_another_gpu(name, change):
+    attributes = primitive._attributes(PLAN)
+    # Room for what a wider machine needs: the device is what must be refused.
+    room = PLAN.workspace_bytes * 2
+    with pytest.raises(
+        jax.errors.JaxRuntimeError,
+        match=rf"FAILED_PRECONDITION: .*the plan of {NAME} is for sm_\d+ with \d+ SMs and this device is sm_\d+ with \d+ SMs: lower",
+    ):
+        call({"workspace_bytes": L(room), name: I(attributes[name] + change)}, room)
+
+
+def test_handlers_of_both_stages():
+    handlers = [_ffi.host_handler()] + ([_ffi.cuda_handler()] if _ffi.has_cuda else [])
+    for stages in handlers:
+        assert set(stages) == {"instantiate", "execute"}
