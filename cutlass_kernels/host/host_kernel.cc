@@ -1,7 +1,6 @@
 // The host family: the workers of the decomposition are calls on CPU threads, any number of them at once and in any order.
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <new>
@@ -16,8 +15,7 @@ namespace {
 
 enum class Isa { kBaseline, kAvx2, kAvx512, kAvx512Bf16 };
 
-// The best that the machine has. JAX_STREAMK_MAX_ISA=baseline|avx2|avx512|avx512_bf16 asks for less, to get the bits that an
-// older machine would compute.
+// The best that the machine has.
 Isa choose_isa() {
   Isa isa = Isa::kBaseline;
 #if defined(__x86_64__)
@@ -27,10 +25,6 @@ Isa choose_isa() {
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
     isa = __builtin_cpu_supports("avx512bf16") ? Isa::kAvx512Bf16 : Isa::kAvx512;
 #endif
-  char const* const max_isa = std::getenv("JAX_STREAMK_MAX_ISA");
-  char const* const names[] = {"baseline", "avx2", "avx512", "avx512_bf16"};
-  for (int i = 0; max_isa && i < 4; ++i)
-    if (!std::strcmp(max_isa, names[i])) isa = std::min(isa, static_cast<Isa>(i));
   return isa;
 }
 

@@ -11,6 +11,7 @@
 #include "cutlass/epilogue/collective/collective_builder.hpp"
 #include "cutlass/gemm/collective/collective_builder.hpp"
 #include "cutlass/gemm/kernel/gemm_universal.hpp"
+#include "cutlass/kernel_launch.h"
 #include "cutlass_kernels/cuda_kernel.h"
 #include "cutlass_kernels/sm90/scheduler.h"
 
@@ -146,9 +147,15 @@ class Sm90Kernel final : public CudaKernel {
     typename Gemm::Params params = Gemm::to_underlying_arguments(arguments, nullptr);
     dim3 const cluster(kConfig.cluster_m, kConfig.cluster_n, 1);
     dim3 const grid(scheduler.decomposition.workers * cluster.x, cluster.y, 1);
-    void* kernel_arguments[] = {&params};
-    auto const launched = cutlass::ClusterLauncher::launch(grid, cluster, Gemm::get_block_shape(), Gemm::SharedStorageSize,
-                                                           stream, entry_point(), kernel_arguments);
+    cutlass::Status launched;
+    if constexpr (kClusterSize == 1) {
+      // A launch with clusters of one CTA places neighbouring CTAs differently, and they share fewer of their loads.
+      launched = cutlass::kernel_launch<Gemm>(grid, Gemm::get_block_shape(), Gemm::SharedStorageSize, stream, params, false);
+    } else {
+      void* kernel_arguments[] = {&params};
+      launched = cutlass::ClusterLauncher::launch(grid, cluster, Gemm::get_block_shape(), Gemm::SharedStorageSize, stream,
+                                                  entry_point(), kernel_arguments);
+    }
     cudaError_t const error = cudaGetLastError();
     if (launched != cutlass::Status::kSuccess && error == cudaSuccess)
       return Status::internal(info.name + ": the cluster launch was refused");
