@@ -1,0 +1,281 @@
+"""What only a GPU can get wrong: hangs, capture in command buffers, streams and devices that disturb each other."""
+
+import concurrent.futures
+import contextlib
+import ctypes
+import functools
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_streamk import Auto, DataParallel, SplitK, StreamK, _ffi, matmul, plan
+
+pytestmark = pytest.mark.gpu
+
+DETERMINISTIC = [DataParallel(), SplitK(2), SplitK(7), SplitK(4, "separate"), StreamK(), StreamK(max_sms=40)]
+SCHEDULES = [Auto(), *DETERMINISTIC, SplitK(4, "atomic"), StreamK("atomic"), StreamK("separate"), StreamK(max_sms=1)]
+
+
+def operands(m, n, k, seed=0):
+    """Products are about 1 in size."""
+    keys = jax.random.split(jax.random.key(seed))
+    a, b = jax.random.normal(keys[0], (m, k)), jax.random.normal(keys[1], (k, n)) / k**0.5
+    return a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
+
+
+def is_served(a, b, schedule):
+    try:
+        return plan(a, b, schedule=schedule).kernel is not None
+    except ValueError:
+        return False
+
+
+def assert_close(got, wanted, label):
+    error = float(jnp.sqrt(jnp.mean((got.astype(jnp.float32) - wanted) ** 2)))
+    assert error < 2.0**-7, f"{label}: error {error:.3g}"  # NaN fails too
+
+
+class Launch:
+    """A product in memory of its own, launched outside XLA on any stream."""
+
+    def __init__(self, a, b, kernel, problem, schedule, device):
+        self.what = kernel, problem, schedule, device
+        self.a, self.b = a, b
+        workspace_bytes = _ffi.workspace_bytes(*self.what)
+        self.d = jnp.full((a.shape[0], b.shape[1]), jnp.nan, a.dtype)
+        self.workspace = jnp.full((workspace_bytes + 1,), 255, jnp.uint8)
+        jax.block_until_ready((self.a, self.b, self.d, self.workspace))
+
+    @classmethod
+    def planned(cls, a, b, schedule):
+        made = plan(a, b, schedule=schedule)
+        return cls(a, b, made.kernel, made.problem.native(), made.native_schedule(), made.device.native())
+
+    def __call__(self, stream=0):
+        addresses = (x.unsafe_buffer_pointer() for x in (self.a, self.b, self.d, self.workspace))
+        _ffi.launch(*self.what, *addresses, stream)
+
+    def product(self):
+        # A copy by XLA: an array that was read once remembers what it held.
+        return np.asarray(jnp.copy(self.d))
+
+
+@contextlib.contextmanager
+def streams(count):
+    """CUDA streams that do not wait for the default stream, of the context that JAX uses."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+
+    def check(result):
+        assert result == 0, f"CUDA error {result}"
+
+    context, device = ctypes.c_void_p(), ctypes.c_int()
+    check(cuda.cuDeviceGet(ctypes.byref(device), 0))
+    check(cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+    check(cuda.cuCtxSetCurrent(context))
+    made = [ctypes.c_void_p() for _ in range(count)]
+    for stream in made:
+        check(cuda.cuStreamCreate(ctypes.byref(stream), 1))
+    try:
+        yield [stream.value for stream in made]
+    finally:
+        for stream in made:
+            check(cuda.cuStreamSynchronize(stream))
+            check(cuda.cuStreamDestroy_v2(stream))
+        check(cuda.cuDevicePrimaryCtxRelease_v2(device))
+
+
+# Shapes on which Stream-K kernels were reported to hang. The limit stops the process: a thread that waits for a GPU hears nothing.
+
+HANGS = [(16, 2560, 8192), (8, 8192, 8192), (512, 1024, 4096)]
+
+
+@pytest.mark.timeout(120, method="thread")
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("m, n, k", HANGS)
+def test_reported_hangs(m, n, k, schedule):
+    a, b = operands(m, n, k)
+    if not is_served(a, b, schedule):
+        pytest.skip("no kernel has this reduction")
+    wanted = jnp.matmul(a, b, preferred_element_type=jnp.float32)
+    f = jax.jit(functools.partial(matmul, schedule=schedule))
+    for _ in range(20):
+        got = f(a, b)
+    assert_close(got, wanted, schedule)
+
+
+@pytest.mark.timeout(300, method="thread")
+@pytest.mark.parametrize("m, n, k", HANGS)
+def test_reported_hangs_on_every_kernel(m, n, k):
+    a, b = operands(m, n, k)
+    wanted = jnp.matmul(a, b, preferred_element_type=jnp.float32)
+    made = plan(a, b)
+    problem, device = made.problem.native(), made.device.native()
+    kinds = _ffi.ScheduleKind
+    ran = 0
+    for kernel in _ffi.kernels():
+        if kernel.family == _ffi.Family.host:
+            continue
+        ways = [(kinds.data_parallel, 1, _ffi.Reduction.ordered, 0)]
+        ways += [(kinds.split_k, splits, reduction, 0) for splits in (2, 5, 16) for reduction in kernel.split_k_reductions]
+        ways += [(kinds.stream_k, 1, reduction, limit) for limit in (0, 7, 130) for reduction in kernel.stream_k_reductions]
+        for way in ways:
+            schedule = _ffi.Schedule(*way, _ffi.Raster.along_m, 1)
+            if _ffi.can_implement(kernel.name, problem, schedule, device) is None:
+                launch = Launch(a, b, kernel.name, problem, schedule, device)
+                launch()
+                _ffi.synchronize()
+                assert_close(jnp.copy(launch.d), wanted, f"{kernel.name} {way}")
+                ran += 1
+    assert ran > 0
+
+
+# Command buffers. The flags are read when the backend starts, so each setting has a process of its own.
+
+CHAIN = """
+import hashlib, json, sys
+import jax, jax.numpy as jnp, numpy as np
+from jax_streamk import DataParallel, SplitK, StreamK, matmul
+
+schedules = [DataParallel(), SplitK(3), StreamK(), SplitK(4, "separate"), StreamK(max_sms=50), SplitK(2), StreamK(), SplitK(7)]
+keys = jax.random.split(jax.random.key(0), len(schedules) + 2)
+weights = [(jax.random.normal(key, (1024, 1024)) / 32).astype(jnp.bfloat16) for key in keys[2:]]
+inputs = [jax.random.normal(key, (96, 1024)).astype(jnp.bfloat16) for key in keys[:2]]
+
+def chain(x, weights):
+    for w, schedule in zip(weights, schedules):
+        x = matmul(x, w, schedule=schedule)
+    return x
+
+def bits(x):
+    assert np.isfinite(np.asarray(x).astype(np.float32)).all()
+    return hashlib.sha256(np.asarray(x).tobytes()).hexdigest()
+
+program = jax.jit(chain)
+runs = [[bits(program(x, weights)) for x in inputs] for _ in range(20)]  # replays, with buffers that move
+copies = [[jnp.copy(w) for w in weights] for _ in range(5)]
+runs += [[bits(program(jnp.copy(x), held)) for x in inputs] for held in copies]
+queued = [program(inputs[0], weights) for _ in range(50)]
+runs += [[bits(y), runs[0][1]] for y in queued]
+print(json.dumps({"runs": runs, "singly": [bits(chain(x, weights)) for x in inputs]}))
+"""
+
+
+def run_chain(folder, *flags):
+    """What the program above prints, and the thunks of its executables after XLA's passes."""
+    flags = (*flags, f"--xla_dump_to={folder}", "--xla_dump_hlo_module_re=.*chain.*")
+    # This process may hold most of the GPU's memory.
+    environment = os.environ | {"XLA_FLAGS": " ".join(flags), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    done = subprocess.run([sys.executable, "-c", CHAIN], env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-4000:]
+    thunks = "\n".join(path.read_text() for path in folder.glob("*thunk_sequence_after_thunk_passes*"))
+    return json.loads(done.stdout.splitlines()[-1]), thunks
+
+
+def test_capture_and_replay_give_the_same_bits(tmp_path):
+    (tmp_path / "captured").mkdir(), (tmp_path / "launched").mkdir()
+    captured, thunks = run_chain(tmp_path / "captured", "--xla_gpu_graph_min_graph_size=1")
+    launched, plain = run_chain(tmp_path / "launched", "--xla_gpu_enable_command_buffer=")
+    assert "kCommandBuffer" in thunks and "kCommandBuffer" not in plain, "the handler's calls are not captured"
+    wanted = launched["singly"]
+    assert captured["singly"] == wanted
+    assert all(run == wanted for run in launched["runs"])
+    assert all(run == wanted for run in captured["runs"]), [run == wanted for run in captured["runs"]]
+
+
+# At once.
+
+
+@pytest.mark.timeout(300, method="thread")
+@pytest.mark.parametrize("schedule", DETERMINISTIC, ids=str)
+def test_two_streams_do_not_disturb_each_other(schedule):
+    pairs = [operands(200, 1000, 4096, seed=1), operands(264, 512, 8192, seed=2)]
+    alone = []
+    for a, b in pairs:
+        launch = Launch.planned(a, b, schedule)
+        launch()
+        _ffi.synchronize()
+        alone.append(launch.product().tobytes())
+        assert_close(jnp.copy(launch.d), jnp.matmul(a, b, preferred_element_type=jnp.float32), schedule)
+    with streams(2) as both:
+        for _ in range(50):
+            launches = [Launch.planned(a, b, schedule) for a, b in pairs]
+            for _ in range(4):
+                for launch, stream in zip(launches, both):
+                    launch(stream)
+            _ffi.synchronize()
+            assert [launch.product().tobytes() for launch in launches] == alone
+
+
+@pytest.mark.timeout(300, method="thread")
+def test_two_threads_do_not_disturb_each_other():
+    def program(schedule, seed):
+        a, b = operands(200, 1000, 4096, seed)
+        f = jax.jit(functools.partial(matmul, schedule=schedule))
+        wanted = np.asarray(f(a, b)).tobytes()
+        return lambda: [np.asarray(f(a, b)).tobytes() == wanted for _ in range(50)]
+
+    programs = [program(schedule, seed) for seed, schedule in enumerate((StreamK(), SplitK(5), StreamK(), SplitK(4, "separate")))]
+    with concurrent.futures.ThreadPoolExecutor(len(programs)) as pool:
+        assert all(all(same) for same in pool.map(lambda run: run(), programs))
+
+
+@pytest.mark.timeout(300, method="thread")
+@pytest.mark.skipif(jax.device_count() < 2, reason="one device")
+def test_two_devices_do_not_disturb_each_other():
+    first, second = jax.devices()[:2]
+    if (first.compute_capability, first.core_count) != (second.compute_capability, second.core_count):
+        pytest.skip("devices of different kinds")
+    a, b = operands(200, 1000, 4096)
+    on = [tuple(jax.device_put(x, device) for x in (a, b)) for device in (first, second)]
+    for schedule in DETERMINISTIC:
+        f = jax.jit(functools.partial(matmul, schedule=schedule))
+        wanted = np.asarray(f(*on[0])).tobytes()
+        for _ in range(50):
+            products = [f(*pair) for pair in on]
+            assert [product.devices() for product in products] == [{first}, {second}]
+            assert all(np.asarray(product).tobytes() == wanted for product in products), schedule
+
+
+@pytest.fixture(scope="module")
+def busy_gpu():
+    """Another thread keeps some, never all, of the GPU busy on a stream of its own: CTAs of a launch start at odd times."""
+    stop = threading.Event()
+    noise = Launch.planned(*operands(640, 640, 8192, seed=9), StreamK(max_sms=90))
+    failures = []
+
+    def keep_busy(stream):
+        cuda = ctypes.CDLL("libcuda.so.1")
+        try:
+            while not stop.is_set():
+                for _ in range(8):
+                    noise(stream)
+                if cuda.cuStreamSynchronize(ctypes.c_void_p(stream)):
+                    raise RuntimeError("the busy stream failed")
+        except RuntimeError as error:
+            failures.append(error)
+
+    with streams(1) as (stream,):
+        thread = threading.Thread(target=keep_busy, args=(stream,))
+        thread.start()
+        yield
+        stop.set()
+        thread.join()
+    assert not failures
+
+
+@pytest.mark.timeout(300, method="thread")
+@pytest.mark.parametrize("schedule", DETERMINISTIC, ids=str)
+@pytest.mark.parametrize("m, n, k", [(129, 264, 8192), (16, 512, 16384), (1000, 1000, 1000)])
+def test_a_hundred_runs_on_a_busy_gpu_give_the_same_bits(m, n, k, schedule, busy_gpu):
+    a, b = operands(m, n, k)
+    f = jax.jit(functools.partial(matmul, schedule=schedule))
+    runs = [f(a, b) for _ in range(100)]
+    assert_close(runs[0], jnp.matmul(a, b, preferred_element_type=jnp.float32), schedule)
+    assert len({np.asarray(run).tobytes() for run in runs}) == 1
