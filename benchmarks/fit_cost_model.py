@@ -7,7 +7,8 @@ measurements that the project began with (m, n, k, config, swap_ab, schedule, sp
 by their names: no GPU and no CUDA build is needed. Needs scipy.
 
 Prints the constants ready to paste, the error of the predicted times, and the regret: the time of the plan that the model ranks
-first over that of the best plan measured, for every shape. Of the CUTLASS measurements only data-parallel ones are fitted, because
+first over that of the best plan measured, for every shape; held out, a shape is predicted by constants fitted to others. `--fix-up`
+fits the constants of the fix-up alone, for kernels whose other parts did not change. Of the CUTLASS measurements only data-parallel ones are fitted, because
 their kernels fold split-K partials one after another and ours do not; the others still count for the regret, under constants of
 their own.
 """
@@ -22,7 +23,6 @@ import re
 import types
 
 import numpy as np
-from scipy.optimize import least_squares
 
 from jax_streamk import _ffi, cost_model
 from jax_streamk.cost_model import H200, Kernels, Schedules
@@ -165,6 +165,8 @@ def best_times(rows):
 
 def fit(rows, start, names, sms):
     """The Machine whose named constants fit the rows, in the logarithm of time. Plans near the best of their shape weigh most."""
+    from scipy.optimize import least_squares
+
     best, us = best_times(rows), np.array([row.us for row in rows])
     weight = np.array([best[row.m, row.n, row.k] / row.us for row in rows]) ** 2
     first, predict = np.array([getattr(start, name) for name in names]), predictor(rows, sms)
@@ -191,25 +193,38 @@ def cross_validated(rows, start, names, sms):
     return predicted
 
 
-def report(title, rows, predicted, every_shape, measured=None):
-    """Prints error and regret of predicted times of `rows`; the best plan is sought among `measured`, by default the rows."""
-    best_of = best_times(measured or rows)
-    us = np.array([row.us for row in rows])
-    error = np.log(predicted / us)
-    by_shape = collections.defaultdict(list)
+def read(path):
+    """The records of a CSV file, gzipped or not."""
+    with gzip.open(path, "rt") if str(path).endswith(".gz") else open(path) as file:
+        return list(csv.DictReader(file))
+
+
+def choices(rows, predicted, measured):
+    """For every shape its regret, and the rows predicted and measured to be best."""
+    best_of, by_shape = best_times(measured), collections.defaultdict(list)
     for at, row in enumerate(rows):
         by_shape[row.m, row.n, row.k].append(at)
-    regrets, near = [], []
+    found = {}
     for shape, members in by_shape.items():
-        chosen, best = min(members, key=predicted.__getitem__), min(members, key=us.__getitem__)
-        regrets.append((us[chosen] / best_of[shape], shape, chosen, best))
-        near += [error[at] for at in members if us[at] < 1.25 * us[best]]
-    geomean = math.exp(np.mean([math.log(regret[0]) for regret in regrets]))
-    spread, spread_near = (np.sqrt(np.mean(np.square(errors))) for errors in (error, near))
-    print(f"# {title}: {len(rows)} plans of {len(by_shape)} shapes")
+        chosen, best = min(members, key=predicted.__getitem__), min(members, key=lambda at: rows[at].us)
+        found[shape] = rows[chosen].us / best_of[shape], chosen, best
+    return found
+
+
+def report(title, rows, predicted, every_shape, measured=None):
+    """Prints error and regret of predicted times of `rows`; the best plan is sought among `measured`, by default the rows."""
+    us = np.array([row.us for row in rows])
+    error = np.log(predicted / us)
+    best_of = best_times(rows)
+    near = us < 1.25 * np.array([best_of[row.m, row.n, row.k] for row in rows])
+    spread, spread_near = (np.sqrt(np.mean(np.square(errors))) for errors in (error, error[near]))
+    found = choices(rows, predicted, measured or rows)
+    regrets = [regret for regret, _, _ in found.values()]
+    print(f"# {title}: {len(rows)} plans of {len(found)} shapes")
     print(f"# error of the time: rms {spread:.3f}; of plans within 25% of the best {spread_near:.3f}")
-    print(f"# regret: geomean {geomean:.3f}, worst {max(regrets)[0]:.3f}")
-    for regret, shape, chosen, best in sorted(regrets, reverse=True)[: None if every_shape else 8]:
+    print(f"# regret: geomean {np.exp(np.mean(np.log(regrets))):.3f}, worst {max(regrets):.3f}")
+    by_regret = sorted(found.items(), key=lambda item: -item[1][0])
+    for shape, (regret, chosen, best) in by_regret[: None if every_shape else 8]:
         print(
             f"#   {regret:.3f} {shape}: {rows[chosen].label}: {us[chosen]:.1f} us, predicted {predicted[chosen]:.1f}; "
             f"best {rows[best].label}: {us[best]:.1f}, predicted {predicted[best]:.1f}"
@@ -223,8 +238,7 @@ def main():
     parser.add_argument("--fix-up", action="store_true", help="fit the constants of the fix-up alone")
     parser.add_argument("--shapes", action="store_true", help="print the regret of every shape, not of the worst only")
     arguments = parser.parse_args()
-    with gzip.open(arguments.measured, "rt") if arguments.measured.endswith(".gz") else open(arguments.measured) as file:
-        records = list(csv.DictReader(file))
+    records = read(arguments.measured)
     names, sms = [field.name for field in dataclasses.fields(H200) if field.name not in NEVER], arguments.sms
     if "kernel" in records[0]:
         measured = [ours(record) for record in records]

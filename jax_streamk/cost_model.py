@@ -43,32 +43,32 @@ class Machine:
 
 # Fitted by benchmarks/fit_cost_model.py to benchmarks/results/plans_h200_2026-11-20.csv.gz, but for mma_rate_sm, an estimate.
 H200 = Machine(
-    launch=3.28,
-    relaunch=2.73,
-    memory_rate=5e6,
-    cache_rate=1.71e7,
-    gpc_rate=1.16e7,
-    load_rate_sm=2.02e5,
-    line=0.000618,
-    wgmma_rate_sm=1.08e7,
-    wgmma_sustained=8.66e8,
+    launch=3.48,
+    relaunch=2.79,
+    memory_rate=4.84e6,
+    cache_rate=1.9e7,
+    gpc_rate=1.54e7,
+    load_rate_sm=3.41e5,
+    line=0.000601,
+    wgmma_rate_sm=1.02e7,
+    wgmma_sustained=8.53e8,
     mma_rate_sm={
         (2, _ffi.Math.native): 4.0e6,
         (4, _ffi.Math.tf32): 2.0e6,
         (4, _ffi.Math.tf32x3): 0.65e6,
         (8, _ffi.Math.native): 0.35e6,
     },
-    narrow=56.5,
-    uneven=1.67,
-    misaligned_k=1.18,
-    misaligned_mn=1.64,
-    epilogue=1.56,
-    fix_up=4.42,
-    partial_rate_sm=8.79e4,
+    narrow=55.8,
+    uneven=1.62,
+    misaligned_k=1.2,
+    misaligned_mn=1.63,
+    epilogue=1.44,
+    fix_up=3.45,
+    partial_rate_sm=1.26e5,
     memset=1.0,
-    reduction=2.63,
-    reduction_slice=0.0874,
-    reduction_rate=8.02e6,
+    reduction=2.46,
+    reduction_slice=0.0887,
+    reduction_rate=6.68e6,
 )
 
 # From the A100 SXM 80 GB datasheet at usual efficiencies; never fitted. It also stands in for GPUs that nobody measured.
@@ -323,7 +323,7 @@ def best_orders(kernels, problem, width, machine):
 
 
 # How nearly the slowest of several overlapping things hides the others: exponents of the norm that joins them.
-_OVERLAP_ITERATION, _OVERLAP_CALL = 4.5, 1.5
+_OVERLAP_ITERATION, _OVERLAP_CALL = 5, 1.6
 
 
 def predict_gpu(kernels, problem, schedules, sms, machine, wave):
@@ -334,8 +334,9 @@ def predict_gpu(kernels, problem, schedules, sms, machine, wave):
     area = kernels.tile_m * kernels.tile_n / (128 * 128)
 
     c = _iteration(kernels, problem, schedules, d, wave, machine)
-    fix_up = machine.fix_up + (1 + d.peers) * tile_bytes / machine.partial_rate_sm
-    fix_up = np.where(d.peers > 1, fix_up, 0.0)
+    # Split-K shares every piece of a worker; of those that Stream-K shares the last one is waited for.
+    shared = np.where(d.peers > 1, np.where(schedules.stream_k, 1, d.pieces), 0)
+    fix_up = shared * (machine.fix_up + (1 + d.peers) * tile_bytes / machine.partial_rate_sm)
     work = c * d.iterations + machine.epilogue * area * d.pieces + fix_up
     floor = np.array(problem.bytes / machine.memory_rate)
 
@@ -391,7 +392,7 @@ def _iteration(kernels, problem, schedules, d, wave, machine):
     queue_b = np.where(kernels.swap_ab, tiles_n, tiles_m) * short_b
     line = machine.line * side_by_side * np.maximum(queue_a, queue_b) * kernels.tile_k / 64
     p = _OVERLAP_ITERATION
-    return (math**p + loads**p + cache**p + gpc**p + line**p) ** (1 / p)
+    return (math**p + (loads + gpc) ** p + cache**p + line**p) ** (1 / p)
 
 
 # A CPU thread: microseconds a multiply-add, an element of an operand's tile packed, an element of a partial tile stored or added.

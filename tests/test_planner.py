@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import pathlib
 import types
 
 import jax
@@ -228,6 +229,47 @@ def test_machines_differ():
     _, slow = estimates(gemm(4096, 4096, 4096), DataParallel(), cost_model.A100)
     sm80 = [info.family == _ffi.Family.sm80 for info in fake_kernels() if info.type_a == BF16]
     assert (fast.microseconds < slow.microseconds)[sm80].all()
+
+
+@pytest.mark.parametrize("raster, swizzle", cost_model.ORDERS)
+@pytest.mark.parametrize("m, n", [(2048, 2048), (2176, 24000), (100, 8192), (64, 64)])
+def test_a_wave_is_the_tiles_that_run_together(m, n, raster, swizzle):
+    """Against TileOrder::coordinate of every CTA of the wave: what is shared by all of it, and by GPCs of every eighth CTA."""
+    kernel = fake_kernel(_ffi.Family.sm90, BF16, BF16, (128, 64, 64))
+    order = np.array([[raster == "m"]]), np.array([[swizzle]])
+    wave = cost_model.first_wave(cost_model.Kernels([kernel]), gemm(m, n, 4096), 132, *order)
+    tiles_m, tiles_n = -(-m // 128), -(-n // 64)
+    fast, slow = (tiles_m, tiles_n) if raster == "m" else (tiles_n, tiles_m)
+    rows, columns = [], []
+    for tile in range(min(132, tiles_m * tiles_n)):
+        panel, within = divmod(tile, fast * swizzle)
+        f, s = divmod(within, min(swizzle, slow - panel * swizzle))
+        at = f, s + panel * swizzle
+        rows.append(at[raster == "n"])
+        columns.append(at[raster == "m"])
+    extents = np.array([min(m, 128), min(n, 64)])
+    of_all = len(set(rows)) * extents[0] + len(set(columns)) * extents[1]
+    assert of_all <= wave.footprint.item() <= of_all * 1.1
+    of_gpcs = [sum(len(set(x[g::gpcs])) for g in range(gpcs)) for gpcs in (8, 9) for x in (rows, columns)]
+    assert wave.rows.item() == pytest.approx((of_gpcs[0] + of_gpcs[2]) / 2 * extents[0], rel=0.25)
+    assert wave.columns.item() == pytest.approx((of_gpcs[1] + of_gpcs[3]) / 2 * extents[1], rel=0.25)
+
+
+def test_choices_are_near_the_best_that_was_measured(monkeypatch):
+    """The time measured of the plan that the model ranks first, over the best measured, for each of the shapes."""
+    benchmarks = pathlib.Path(__file__).parents[1] / "benchmarks"
+    measurements = benchmarks / "results" / "plans_h200_2026-11-20.csv.gz"
+    if not measurements.exists():
+        pytest.skip("source distributions are without the measurements")
+    monkeypatch.syspath_prepend(benchmarks)
+    import fit_cost_model
+
+    measured = [fit_cost_model.ours(record) for record in fit_cost_model.read(measurements)]
+    rows = fit_cost_model.in_planned_order(measured, cost_model.H200, HOPPER.sms)
+    predicted = fit_cost_model.predictor(rows, HOPPER.sms)(cost_model.H200)
+    regrets = [regret for regret, _, _ in fit_cost_model.choices(rows, predicted, measured).values()]
+    assert np.exp(np.mean(np.log(regrets))) <= 1.03
+    assert max(regrets) <= 1.2
 
 
 @pytest.mark.parametrize("schedule", [DataParallel(), SplitK(7), SplitK(16, "separate"), StreamK(), StreamK(max_sms=64)])
