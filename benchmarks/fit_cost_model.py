@@ -7,7 +7,7 @@ measurements that the project began with (m, n, k, config, swap_ab, schedule, sp
 by their names: no GPU and no CUDA build is needed. Needs scipy.
 
 Prints the constants ready to paste, the error of the predicted times, and the regret: the time of the plan that the model ranks
-first over that of the best plan measured, for every shape; held out, a shape is predicted by constants fitted to others. `--fix-up`
+first among those measured over that of the best, for every shape; held out, a shape is predicted by constants fitted to others. `--fix-up`
 fits the constants of the fix-up alone, for kernels whose other parts did not change. Of the CUTLASS measurements only data-parallel ones are fitted, because
 their kernels fold split-K partials one after another and ours do not; the others still count for the regret, under constants of
 their own.
