@@ -52,11 +52,12 @@ def custom_calls(lowered):
 
 
 def is_served(a, b, schedule, **kwargs):
-    """Whether some kernel runs the product under the schedule; the ordered reduction every kernel family has."""
+    """Whether some kernel runs the product under the schedule. Not every kernel for GPUs has every reduction, or cuts batches."""
     try:
         jax_streamk.plan(a, b, schedule=schedule, **kwargs)
     except ValueError:
-        assert PLATFORM == "cuda" and schedule.reduction != "ordered", schedule
+        assert PLATFORM == "cuda" and not isinstance(schedule, (Auto, DataParallel)), schedule
+        assert schedule.reduction != "ordered" or max(np.ndim(a), np.ndim(b)) > 2, schedule
         return False
     return True
 
@@ -69,10 +70,11 @@ def assert_as_exact_as_xla(got, a, b, label="", precision=None):
     xla = np.asarray(jnp.matmul(a, b, precision=precision, preferred_element_type=got.dtype))
     ours, xlas = (math.sqrt(np.mean((x.astype(F64) - exact) ** 2)) / scale for x in (np.asarray(got), xla))
     floor = 2.0**-51 if got.dtype == F64 else 2.0**-22
-    if exact.size < 64:  # too few elements for a mean; XLA also multiplies tiny float32 matrices without TF32
+    few = exact.size < 64  # too few for a mean
+    if few:
         floor *= math.sqrt(k)
-        if PLATFORM == "cuda" and a.dtype == F32:
-            floor = 2.0**-10
+    if PLATFORM == "cuda" and a.dtype == F32 and precision is None:
+        floor = 2.0**-10 if few else 2.0**-11  # XLA multiplies vectors without TF32
     assert ours <= 2 * xlas + floor, f"{label}: error {ours:.3g}, XLA's {xlas:.3g}"
 
 
@@ -145,6 +147,8 @@ SHAPES = [
 @pytest.mark.parametrize("shape_a, shape_b", SHAPES, ids=str)
 def test_shapes_of_numpy(shape_a, shape_b, schedule):
     a, b = small_integers(shape_a, seed=1), small_integers(shape_b, seed=2)
+    if not is_served(a, b, schedule):
+        pytest.skip("no kernel cuts this batch")
     wanted = np.matmul(a, b)
     f = functools.partial(matmul, schedule=schedule)
     assert jax.eval_shape(f, a, b).shape == wanted.shape
@@ -295,7 +299,7 @@ def test_eager_and_jitted_bits_agree():
 def test_layouts_of_operands(shape_a, shape_b):
     """Operands that lie in memory in another order than row-major give the same bits."""
     a, b = jnp.asarray(normal(shape_a, F32, 1)), jnp.asarray(normal(shape_b, F32, 2))
-    f = jax.jit(functools.partial(matmul, schedule=StreamK()))
+    f = jax.jit(functools.partial(matmul, schedule=StreamK() if is_served(a, b, StreamK()) else DataParallel()))
     wanted = np.asarray(f(a, b))
     for x in ("a", "b", "ab"):
         stored = [reversed_layout(v) if name in x else v for name, v in (("a", a), ("b", b))]

@@ -294,9 +294,11 @@ def test_random_dimension_orders_by_kernels(seed):
     for _ in range(30):
         shape_a, shape_b, dimension_numbers = random_product(rng)
         a, b = random_operands(rng, shape_a, shape_b)
+        # Kernels of the sm80 family cut no batches.
+        cut = rng.random() < 0.5 and (PLATFORM == "cpu" or arrange(shape_a, shape_b, dimension_numbers).problem.batch == 1)
         got = primitive.bind(
             jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32), dimension_numbers=dimension_numbers, precision=None,
-            preferred_element_type=None, schedule=(DataParallel(), StreamK())[rng.integers(2)],
+            preferred_element_type=None, schedule=StreamK() if cut else DataParallel(),
         )  # fmt: skip
         wanted = exact_product(a, b, dimension_numbers)
         np.testing.assert_array_equal(got, wanted, f"{shape_a} {shape_b} {dimension_numbers}")
