@@ -41,8 +41,41 @@ ffi::Error instantiate(GemmAttributes attributes) {
                                        "; the program was lowered by another version of jax_streamk: lower it again"));
 }
 
+namespace {
+
+ffi::DataType data_type(Type type) {
+  switch (type) {
+    case Type::kF64: return ffi::DataType::F64;
+    case Type::kF32: return ffi::DataType::F32;
+    case Type::kBF16: return ffi::DataType::BF16;
+    case Type::kF16: return ffi::DataType::F16;
+    case Type::kS8: return ffi::DataType::S8;
+    case Type::kS32: return ffi::DataType::S32;
+  }
+  return ffi::DataType::INVALID;
+}
+
+// Whether a buffer holds elements of the type up to the last one that the strides reach. In floating point: strides are not
+// bounded, and their products may not fit an integer.
+bool holds(ffi::AnyBuffer buffer, Type type, int64_t batch, int64_t batch_stride, int64_t rows, int64_t ld, int64_t columns) {
+  if (buffer.element_type() != data_type(type) || batch_stride < 0 || ld < 0) return false;
+  double const last = static_cast<double>(batch - 1) * batch_stride + static_cast<double>(rows - 1) * ld + (columns - 1);
+  return last < static_cast<double>(buffer.element_count());
+}
+
+}  // namespace
+
 ffi::ErrorOr<Buffers> check_buffers(GemmCall const& call, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::Result<ffi::AnyBuffer> d,
                                     ffi::Result<ffi::AnyBuffer> workspace) {
+  GemmProblem const& p = call.problem;
+  bool const row_a = p.major_a == Major::kRow, row_b = p.major_b == Major::kRow;
+  auto const refuse_operand = [&](char const* operand) {
+    return ffi::Unexpected(to_error(Status::invalid(call.kernel->info.name + " was given a buffer for " + operand +
+                                                    " of another type, or smaller, than its plan says")));
+  };
+  if (!holds(a, p.type_a, p.batch, p.batch_stride_a, row_a ? p.m : p.k, p.lda, row_a ? p.k : p.m)) return refuse_operand("A");
+  if (!holds(b, p.type_b, p.batch, p.batch_stride_b, row_b ? p.k : p.n, p.ldb, row_b ? p.n : p.k)) return refuse_operand("B");
+  if (!holds(*d, p.type_d, p.batch, p.batch_stride_d, p.m, p.ldd, p.n)) return refuse_operand("D");
   if (workspace->element_count() < static_cast<size_t>(call.workspace_bytes))
     return ffi::Unexpected(to_error(Status::precondition(
         call.kernel->info.name + " was given a workspace of " + std::to_string(workspace->element_count()) +

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_streamk import SplitK, StreamK, _ffi, plan, primitive
+from jax_streamk import DataParallel, SplitK, StreamK, _ffi, plan, primitive
 
 ON_GPU = jax.default_backend() == "gpu"
 TARGET = "jax_streamk_cuda_gemm" if ON_GPU else "jax_streamk_host_gemm"
@@ -79,6 +79,35 @@ def test_changed_attributes(changed, message):
 def test_a_buffer_smaller_than_the_plan_says():
     with pytest.raises(jax.errors.JaxRuntimeError, match=rf"FAILED_PRECONDITION: .*{NAME} was given a workspace of 16 bytes; its plan says"):
         call(workspace=16)
+
+
+@pytest.mark.parametrize(
+    "changed, operand",
+    [
+        ({"m": L(M + 8)}, "A"),
+        ({"lda": L(K + 8)}, "A"),
+        ({"lda": L(2**62)}, "A"),
+        ({"ldb": L(-8)}, "B"),
+        ({"n": L(N + 8)}, "B"),
+        ({"ldd": L(2 * N)}, "D"),
+        ({"batch": L(2)}, "D"),
+        ({"batch": L(2), "batch_stride_b": L(2**60)}, "B"),
+    ],
+    ids=str,
+)
+def test_operands_that_do_not_hold_what_the_plan_says(changed, operand):
+    # Data-parallel: what is refused must not be the workspace.
+    attributes = primitive._attributes(plan(A, B, schedule=DataParallel()))
+    message = f"INVALID_ARGUMENT: .* was given a buffer for {operand} of another type, or smaller, than its plan says"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        call(changed, workspace=2**20, attributes=attributes | {"workspace_bytes": L(2**20)})
+
+
+def test_operands_of_another_type():
+    a, b = A.astype(jnp.bfloat16), B.astype(jnp.bfloat16)
+    attributes = primitive._attributes(plan(a, b, schedule=DataParallel()))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT: .* was given a buffer for A of another type"):
+        call({"workspace_bytes": L(2**20)}, workspace=2**20, attributes=attributes)
 
 
 @pytest.mark.parametrize("changed", [{"schedule": I(9)}, {"raster": I(8)}, {"max_sms": I(-2)}, {"swizzle": I(2**31 - 1)}], ids=str)
