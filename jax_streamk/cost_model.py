@@ -23,6 +23,8 @@ class Machine:
     memory_rate: float  # DRAM to all SMs
     cache_rate: float  # L2 to all SMs, a multicast counted once
     gpc_rate: float  # L2 to all GPCs, what SMs of one load together counted once
+    drift: float  # share of what SMs load together in the first wave that they load apart in later ones
+    misaligned_drift: float  # ... in every wave, of an operand whose rows do not start on 128-byte lines
     load_rate_sm: float  # into the shared memory of one SM
     line: float  # per CTA that wants the same 128-byte line at once, and 64 of K
     wgmma_rate_sm: float  # tensor cores of one SM at boost clock, 16-bit operands
@@ -43,32 +45,34 @@ class Machine:
 
 # Fitted by benchmarks/fit_cost_model.py to benchmarks/results/plans_h200_2026-11-20.csv.gz, but for mma_rate_sm, an estimate.
 H200 = Machine(
-    launch=3.48,
-    relaunch=2.79,
-    memory_rate=4.84e6,
-    cache_rate=1.9e7,
-    gpc_rate=1.54e7,
-    load_rate_sm=3.41e5,
-    line=0.000601,
-    wgmma_rate_sm=1.02e7,
-    wgmma_sustained=8.53e8,
+    launch=3.55,
+    relaunch=3.0,
+    memory_rate=5.03e6,
+    cache_rate=4.54e7,
+    gpc_rate=1.18e7,
+    drift=0.27,
+    misaligned_drift=0.52,
+    load_rate_sm=6.95e5,
+    line=0.0006,
+    wgmma_rate_sm=9.87e6,
+    wgmma_sustained=8.51e8,
     mma_rate_sm={
         (2, _ffi.Math.native): 4.0e6,
         (4, _ffi.Math.tf32): 2.0e6,
         (4, _ffi.Math.tf32x3): 0.65e6,
         (8, _ffi.Math.native): 0.35e6,
     },
-    narrow=55.8,
+    narrow=51.2,
     uneven=1.62,
-    misaligned_k=1.2,
-    misaligned_mn=1.63,
-    epilogue=1.44,
-    fix_up=3.45,
-    partial_rate_sm=1.26e5,
+    misaligned_k=1.14,
+    misaligned_mn=1.49,
+    epilogue=1.23,
+    fix_up=2.77,
+    partial_rate_sm=1.14e5,
     memset=1.0,
-    reduction=2.46,
-    reduction_slice=0.0887,
-    reduction_rate=6.68e6,
+    reduction=2.26,
+    reduction_slice=0.083,
+    reduction_rate=5.36e6,
 )
 
 # From the A100 SXM 80 GB datasheet at usual efficiencies; never fitted. It also stands in for GPUs that nobody measured.
@@ -248,8 +252,10 @@ class Costs:
 
 # Which tiles run side by side: what a wave of them needs of A and B.
 
-ORDERS = tuple((raster, swizzle) for swizzle in (1, 8, 16) for raster in ("m", "n"))
-_GPCS = (8, 9)  # CTA i of a wave behaves as if it ran on GPC i mod 8 or, about as often, i mod 9
+ORDERS = tuple((raster, swizzle) for swizzle in (1, 2, 4, 8, 16) for raster in ("m", "n"))
+# Which workers of a wave sit on one GPC, so that what they load together is fetched once. Measured by ordering tiles in many ways:
+# CTAs launched without clusters behave as if sixteen neighbours did, clusters as if every eighth or, about as often, ninth did.
+_NEIGHBOURS, _STARTS, _STRIDES = 16, (0, 40), (8, 9)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,15 +284,18 @@ def first_wave(kernels, problem, width, along_m, swizzle):
     fast, slow = np.where(along_m, tiles_m, tiles_n), np.where(along_m, tiles_n, tiles_m)
     panel_width = np.minimum(swizzle, slow)
 
-    # TileOrder::coordinate of the CTAs of one GPC.
+    # TileOrder::coordinate of the workers of one GPC, or of two that stand for all.
     deep = [np.expand_dims(x, -1).astype(np.int32) for x in np.broadcast_arrays(fast, slow, panel_width, workers)]
+    alone = np.expand_dims(kernels.cluster_m * kernels.cluster_n == 1, -1)
     distinct_fast, distinct_slow = 0.0, 0.0
-    for gpcs in _GPCS:
-        worker = np.arange(0, width, gpcs, dtype=np.int32)
+    for start, stride in zip(_STARTS, _STRIDES):
+        index = np.arange(max(_NEIGHBOURS, -(-width // stride)), dtype=np.int32)
+        start = np.where(deep[3] > start, start, 0)
+        worker = np.where(alone, start + index, index * stride)
+        runs = (worker < deep[3]) & ~(alone & (index >= _NEIGHBOURS))
         panel, within = np.divmod(worker, deep[0] * deep[2])
         f, s = np.divmod(within, np.clip(deep[1] - panel * deep[2], 1, deep[2]))
-        runs = worker < deep[3]
-        gpcs_worth = workers / runs.sum(-1) / len(_GPCS)
+        gpcs_worth = workers / runs.sum(-1) / len(_STRIDES)
         distinct_fast = distinct_fast + gpcs_worth * _distinct(f, runs)
         distinct_slow = distinct_slow + gpcs_worth * _distinct(s + panel * deep[2], runs)
     panels = np.ceil(workers / (fast * panel_width))
@@ -367,9 +376,9 @@ def _iteration(kernels, problem, schedules, d, wave, machine):
     multicast_rows, multicast_columns = tile_rows / kernels.cluster_n, tile_columns / kernels.cluster_m
     panel = kernels.tile_k * size / np.minimum(kernels.vector * size / 16, 1.0) ** 0.5
     along_k = problem.major_a == _ffi.Major.row, problem.major_b == _ffi.Major.column
+    misaligned = [ld * size % 128 != 0 for ld in (problem.lda, problem.ldb)]
     panel_a, panel_b = (
-        panel * np.where(ld * size % 128 != 0, machine.misaligned_k if k else machine.misaligned_mn, 1.0)
-        for ld, k in zip((problem.lda, problem.ldb), along_k)
+        panel * np.where(off, machine.misaligned_k if k else machine.misaligned_mn, 1.0) for off, k in zip(misaligned, along_k)
     )
 
     def loaded(rows, columns):
@@ -381,7 +390,11 @@ def _iteration(kernels, problem, schedules, d, wave, machine):
     alike = np.clip(d.workers / wave.tiles, 1.0, problem.batch * schedules.splits)
     gpc = alike * (wave.rows * panel_a + wave.columns * panel_b)
     streams = schedules.stream_k & (d.peers > 1)
-    gpc = np.where(streams, loaded(multicast_rows, multicast_columns) * ctas, gpc) / machine.gpc_rate
+    apart = loaded(multicast_rows, multicast_columns) * ctas
+    drift = np.minimum(machine.drift, 1.0) * (1 - 1 / d.pieces)
+    drift = np.maximum(drift, np.minimum(machine.misaligned_drift, 1.0) * np.logical_or(*misaligned))
+    drifted = np.where(streams, 1.0, drift)
+    gpc = (gpc + drifted * np.maximum(apart - gpc, 0.0)) / machine.gpc_rate
 
     # CTAs that load the same panel queue for its lines, a line of which holds several short rows of an operand.
     side_by_side = np.minimum(d.workers / wave.tiles, 1.0)
