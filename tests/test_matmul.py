@@ -69,8 +69,11 @@ def assert_as_exact_as_xla(got, a, b, label="", precision=None):
     scale = math.sqrt(max(k * np.mean(a.astype(F64) ** 2) * np.mean(b.astype(F64) ** 2), 1e-300))
     xla = np.asarray(jnp.matmul(a, b, precision=precision, preferred_element_type=got.dtype))
     ours, xlas = (math.sqrt(np.mean((x.astype(F64) - exact) ** 2)) / scale for x in (np.asarray(got), xla))
-    floor = 2.0**-51 if got.dtype == F64 else 2.0**-22
+    floor = 2.0**-50 if got.dtype == F64 else 2.0**-22
     few = exact.size < 64  # too few for a mean
+    if PLATFORM == "cuda" and a.dtype.itemsize == 2 and exact.size < 2**14:
+        # XLA leaves small products to CUDA cores; a tensor core truncates as it adds sixteen products at a time.
+        floor += 2.0**-25 * k / 16
     if few:
         floor *= math.sqrt(k)
     if PLATFORM == "cuda" and a.dtype == F32 and precision is None:
