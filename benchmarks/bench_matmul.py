@@ -5,6 +5,8 @@ would merge dots that share an operand), R chosen so that more than 200 MB rotat
 kernel times by CUPTI (median over iterations; memsets are not kernels and are not in it), and wall time of the whole call.
 
     python benchmarks/bench_matmul.py shapes.csv out.json
+
+writes out.json, and out.md with the same as a table.
 """
 
 import argparse
@@ -86,7 +88,27 @@ def main():
     )  # fmt: skip
     with open(arguments.out, "w") as file:
         json.dump(result, file, indent=1)
+    with open(arguments.out.removesuffix(".json") + ".md", "w") as file:
+        file.write(markdown(result))
     print("geometric mean of XLA / ours: kernels {ratio:.3f}, wall {wall_ratio:.3f}".format(**geomean))
+
+
+def markdown(result):
+    lines = [
+        f"# matmul beside XLA, {result['dtype']}, {result['gpu']}, {result['date']}",
+        "",
+        f"jax {result['jax']}; `{result['command']}`. Row-major operands, microseconds a product; ratios are XLA's time over ours.",
+        "Kernel time is the sum of all kernels by CUPTI (a memset is none); wall is the time of the whole jitted call of independent products.",
+        "",
+        "Geometric mean of the ratios: kernels **{ratio:.3f}**, wall **{wall_ratio:.3f}**.".format(**result["geomean"]),
+        "",
+        "| m | n | k | XLA us | ours us | ratio | wall ratio | our plan |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in result["rows"]:
+        shape = f"{row['m']} | {row['n']} | {row['k']}"
+        lines.append(f"| {shape} | {row['xla_us']:.2f} | {row['ours_us']:.2f} | {row['ratio']:.2f} | {row['wall_ratio']:.2f} | {row['plan']} |")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
