@@ -159,6 +159,7 @@ Status check(Kernel const& kernel, GemmProblem const& p, Schedule const& s, Devi
   if (tiles_m * tiles_n >= limit ||
       !Decomposition::fits(p.batch * tiles_m * tiles_n, k_tiles, device.sms, s.kind == ScheduleKind::kSplitK ? s.splits : 1))
     return refuse("it has too many tiles or MAC iterations to count in 32 bits");
+  if (std::max(tiles_m, tiles_n) * s.swizzle >= limit) return refuse("swizzle=" + std::to_string(s.swizzle) + " is too wide");
   return kernel.can_implement(p, s, device);
 }
 

@@ -92,9 +92,9 @@ void launch(std::string const& name, GemmProblem const& p, Schedule const& s, De
   if (!status.ok()) throw std::runtime_error(status.message);
 }
 
-std::pair<int32_t, int32_t> resources(std::string const& name) {
+std::pair<int32_t, int32_t> resources(KernelInfo const& info) {
   Resources out;
-  Status const status = kernel_named(name).resources(out);
+  Status const status = kernel_named(info.name).resources(out);
   if (!status.ok()) throw std::runtime_error(status.message);
   return {out.registers, out.ctas_per_sm};
 }
@@ -166,7 +166,9 @@ NB_MODULE(_ffi, m) {
       .def_ro("split_k_reductions", &KernelInfo::split_k_reductions)
       .def_ro("stream_k_reductions", &KernelInfo::stream_k_reductions)
       .def_ro("threads", &KernelInfo::threads)
-      .def_ro("shared_memory", &KernelInfo::shared_memory);
+      .def_ro("shared_memory", &KernelInfo::shared_memory)
+      .def("resources", &resources, "(registers per thread, CTAs per SM) on the current GPU; RuntimeError without one.")
+      .def("__repr__", [](KernelInfo const& info) { return "<kernel " + info.name + ">"; });
 
   m.def("kernels", &kernel_infos, "Every kernel compiled into this build, ordered by name.");
   m.def("can_implement", &can_implement, "kernel"_a, "problem"_a, "schedule"_a, "device"_a,
@@ -179,7 +181,6 @@ NB_MODULE(_ffi, m) {
       "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "Bytes of workspace a launch needs.");
   m.def("decomposition", &decomposition, "kernel"_a, "problem"_a, "schedule"_a, "device"_a,
         "For each worker, its pieces of work in order: (tile, first MAC iteration, MAC iterations, peer, peers).");
-  m.def("resources", &resources, "kernel"_a, "(registers per thread, CTAs per SM) on the current GPU.");
 
   m.def("launch", &launch, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "a"_a, "b"_a, "d"_a, "workspace"_a, "stream"_a = 0,
         nb::call_guard<nb::gil_scoped_release>(),

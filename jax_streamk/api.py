@@ -87,7 +87,8 @@ def kernels():
 
     Each has ``name, family, type_a, type_b, type_d, math, major_a, major_b, align_a, align_b, align_d`` (elements),
     ``tile_m, tile_n, tile_k, cluster_m, cluster_n, stages, warp_schedule, swap_ab, split_k_reductions, stream_k_reductions,
-    threads, shared_memory`` (bytes per CTA). ``resources()`` gives registers and occupancy where a GPU is present.
+    threads, shared_memory`` (bytes per CTA), and the method ``resources()``: registers per thread and CTAs per SM on the current
+    GPU, which it needs.
     """
     return _ffi.kernels()
 

@@ -48,11 +48,16 @@ class Plan:
         lines.extend(f"  - {reason}" for reason in self.reasons)
         return "\n".join(lines)
 
+    @property
+    def is_empty(self):
+        """Whether there is nothing to multiply: the result is empty or zero."""
+        return self.problem is not None and self.problem.is_empty
+
     def native_schedule(self):
         return _native_schedule(self.schedule, self.raster, self.swizzle)
 
 
-def _native_schedule_tuple(schedule):
+def native_arguments(schedule):
     if isinstance(schedule, schedules.SplitK):
         return _ffi.ScheduleKind.split_k, schedule.splits, _REDUCTIONS[schedule.reduction]
     if isinstance(schedule, schedules.StreamK):
@@ -62,7 +67,7 @@ def _native_schedule_tuple(schedule):
 
 def _native_schedule(schedule, raster="m", swizzle=1):
     order = _ffi.Raster.along_m if raster == "m" else _ffi.Raster.along_n
-    kind, splits, reduction = _native_schedule_tuple(schedule)
+    kind, splits, reduction = native_arguments(schedule)
     return _ffi.Schedule(kind, splits, reduction, getattr(schedule, "max_sms", None) or 0, order, swizzle)
 
 
@@ -150,7 +155,7 @@ def make_plan(problem, schedule, device):
     Raises:
       ValueError: an explicit schedule that no kernel can run, with the reason of the kernel that came closest.
     """
-    if 0 in (problem.batch, problem.m, problem.n, problem.k):
+    if problem.is_empty:
         return Plan(problem, device, None, None, reasons=("there is nothing to multiply: the result is empty or zero",))
     key = (device.platform, problem.type_a, problem.math, problem.major_a, problem.major_b)
     kernels = _registry().get(key, cost_model.Kernels(()))

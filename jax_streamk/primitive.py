@@ -63,9 +63,9 @@ def _run(lhs, rhs, *, platform, schedule, **params):
     out_sharding = params.pop("out_sharding")
     made, arrangement = plan(lhs, rhs, schedule=schedule, device=device, **params)
     out = jax.eval_shape(functools.partial(lax.dot_general, **params), lhs, rhs)
+    if made.is_empty:
+        return jnp.zeros(out.shape, out.dtype)
     if made.kernel is None:
-        if arrangement is not None:
-            return jnp.zeros(out.shape, out.dtype) if _is_empty(arrangement.problem) else _xla(lhs, rhs, out_sharding, params)
         return _xla(lhs, rhs, out_sharding, params)
     if arrangement.permute_lhs:
         lhs = lax.transpose(lhs, arrangement.permute_lhs)
@@ -78,10 +78,6 @@ def _run(lhs, rhs, *, platform, schedule, **params):
     return call(lhs, rhs, **_attributes(made))[0]
 
 
-def _is_empty(gemm):
-    return 0 in (gemm.batch, gemm.m, gemm.n, gemm.k)
-
-
 def _xla(lhs, rhs, out_sharding, params):
     return compat.dot_general_p.bind(lhs, rhs, out_sharding=out_sharding, **params)
 
@@ -91,7 +87,7 @@ def _attributes(made):
     enums = ("type_a", "type_b", "type_d", "math", "major_a", "major_b")
     attributes = {name: np.int64(value) for name, value in made.problem.attributes().items() if name not in enums}
     attributes |= {name: np.int32(getattr(made.problem, name).value) for name in enums}
-    kind, splits, reduction = planner._native_schedule_tuple(made.schedule)
+    kind, splits, reduction = planner.native_arguments(made.schedule)
     return attributes | dict(
         kernel=made.kernel,
         schedule=np.int32(kind.value),

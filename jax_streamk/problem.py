@@ -102,8 +102,8 @@ class GemmProblem:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @property
-    def flops(self):
-        return 2 * self.batch * self.m * self.n * self.k
+    def is_empty(self):
+        return 0 in (self.batch, self.m, self.n, self.k)
 
     @property
     def bytes(self):

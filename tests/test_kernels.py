@@ -292,9 +292,15 @@ def test_registry_describes_every_kernel():
         assert kernel.threads >= 1
 
 
+def test_resources_need_a_gpu():
+    host = next(kernel for kernel in KERNELS.values() if kernel.family == _ffi.Family.host)
+    with pytest.raises(RuntimeError, match=f"{host.name} does not run on a GPU"):
+        host.resources()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [name for name in HERE if not name.startswith("host")] or ["no CUDA kernel in this build"])
 def test_resources_on_a_gpu(name):
-    registers, ctas_per_sm = _ffi.resources(name)
+    registers, ctas_per_sm = KERNELS[name].resources()
     assert 16 <= registers <= 255
     assert ctas_per_sm >= 1
