@@ -89,9 +89,10 @@ bool contains(std::vector<Reduction> const& list, Reduction reduction) {
 }
 
 // Whether an operand's rows start, and end, on whole accesses of `align` elements: TMA stores whole 16-byte units, so that even
-// the contiguous extent counts. Strides that nothing steps over do not.
-bool aligned(int64_t align, int64_t contiguous, int64_t ld, int64_t steps, int64_t batch_stride, int64_t batch) {
-  return contiguous % align == 0 && (steps <= 1 || ld % align == 0) && (batch <= 1 || batch_stride % align == 0);
+// the contiguous extent counts. Strides that nothing steps over do not, but for TMA, whose descriptors hold them all.
+bool aligned(int64_t align, bool tma, int64_t contiguous, int64_t ld, int64_t steps, int64_t batch_stride, int64_t batch) {
+  return contiguous % align == 0 && ((steps <= 1 && !tma) || ld % align == 0) &&
+         ((batch <= 1 && !tma) || batch_stride % align == 0);
 }
 
 }  // namespace
@@ -129,17 +130,20 @@ Status check(Kernel const& kernel, GemmProblem const& p, Schedule const& s, Devi
                   name_of(info.type_d) + " (" + name_of(info.math) + ")");
   if (p.major_a != info.major_a || p.major_b != info.major_b)
     return refuse(std::string("A must be ") + name_of(info.major_a) + "-major and B " + name_of(info.major_b) + "-major");
+  bool const tma = info.family == Family::kSm90;
   bool const row_a = p.major_a == Major::kRow, row_b = p.major_b == Major::kRow;
   auto const refuse_alignment = [&](char const* operand, int32_t align) {
     return refuse(std::string("the contiguous extent and the strides of ") + operand + " must be multiples of " +
                   std::to_string(align) + " elements");
   };
-  if (!aligned(info.align_a, row_a ? p.k : p.m, p.lda, row_a ? p.m : p.k, p.batch_stride_a, p.batch))
+  if (!aligned(info.align_a, tma, row_a ? p.k : p.m, p.lda, row_a ? p.m : p.k, p.batch_stride_a, p.batch))
     return refuse_alignment("A", info.align_a);
-  if (!aligned(info.align_b, row_b ? p.n : p.k, p.ldb, row_b ? p.k : p.n, p.batch_stride_b, p.batch))
+  if (!aligned(info.align_b, tma, row_b ? p.n : p.k, p.ldb, row_b ? p.k : p.n, p.batch_stride_b, p.batch))
     return refuse_alignment("B", info.align_b);
-  if (!aligned(info.align_d, p.n, separate ? p.n : p.ldd, p.m, separate ? 0 : p.batch_stride_d, p.batch))
+  if (!aligned(info.align_d, tma, p.n, separate ? p.n : p.ldd, p.m, separate ? 0 : p.batch_stride_d, p.batch))
     return refuse_alignment("D", info.align_d);
+  if ((info.family == Family::kHost) != (device.arch == 0))
+    return refuse(std::string("it runs on ") + (info.family == Family::kHost ? "a CPU" : "a GPU"));
   if (s.swizzle < 1) return refuse("swizzle must be at least 1");
 
   int64_t const k_tiles = (p.k + info.tile_k - 1) / info.tile_k;
@@ -156,7 +160,7 @@ Status check(Kernel const& kernel, GemmProblem const& p, Schedule const& s, Devi
   bool const swap = info.swap_ab;
   int64_t const tiles_m = ((swap ? p.n : p.m) + info.tile_m - 1) / info.tile_m + info.cluster_m;
   int64_t const tiles_n = ((swap ? p.m : p.n) + info.tile_n - 1) / info.tile_n + info.cluster_n;
-  if (tiles_m * tiles_n >= limit ||
+  if (tiles_m * tiles_n >= limit / p.batch ||
       !Decomposition::fits(p.batch * tiles_m * tiles_n, k_tiles, device.sms, s.kind == ScheduleKind::kSplitK ? s.splits : 1))
     return refuse("it has too many tiles or MAC iterations to count in 32 bits");
   if (std::max(tiles_m, tiles_n) * s.swizzle >= limit) return refuse("swizzle=" + std::to_string(s.swizzle) + " is too wide");

@@ -81,8 +81,10 @@ ffi::ErrorOr<Buffers> check_buffers(GemmCall const& call, ffi::AnyBuffer a, ffi:
         call.kernel->info.name + " was given a workspace of " + std::to_string(workspace->element_count()) +
         " bytes; its plan says " + std::to_string(call.workspace_bytes))));
   Buffers const buffers{a.untyped_data(), b.untyped_data(), d->untyped_data(), workspace->untyped_data()};
-  // TMA and 16-byte vector accesses; XLA aligns every buffer further than this.
-  for (void const* address : {buffers.a, buffers.b, static_cast<void const*>(buffers.d), static_cast<void const*>(buffers.workspace)})
+  // TMA and 16-byte vector accesses of the operands, whole cache lines of the workspace; XLA aligns every buffer as far.
+  if (reinterpret_cast<uintptr_t>(buffers.workspace) % 64 != 0)
+    return ffi::Unexpected(to_error(Status::precondition(call.kernel->info.name + " was given a workspace that is not aligned to 64 bytes")));
+  for (void const* address : {buffers.a, buffers.b, static_cast<void const*>(buffers.d)})
     if (reinterpret_cast<uintptr_t>(address) % 16 != 0)
       return ffi::Unexpected(to_error(Status::precondition(call.kernel->info.name + " was given a buffer that is not aligned to 16 bytes")));
   return buffers;

@@ -52,6 +52,13 @@ std::vector<KernelInfo> kernel_infos() {
   return infos;
 }
 
+Kernel const& kernel_that_runs(std::string const& name, GemmProblem const& p, Schedule const& s, Device const& device) {
+  Kernel const& kernel = kernel_named(name);
+  Status const status = check(kernel, p, s, device);
+  if (!status.ok()) throw nb::value_error(status.message.c_str());
+  return kernel;
+}
+
 std::optional<std::string> can_implement(std::string const& name, GemmProblem const& p, Schedule const& s, Device const& device) {
   Status const status = check(kernel_named(name), p, s, device);
   if (status.ok()) return std::nullopt;
@@ -62,7 +69,7 @@ std::optional<std::string> can_implement(std::string const& name, GemmProblem co
 using Piece = std::tuple<int32_t, int32_t, int32_t, int32_t, int32_t>;
 std::vector<std::vector<Piece>> decomposition(std::string const& name, GemmProblem const& p, Schedule const& s,
                                               Device const& device) {
-  Decomposition const d = kernel_named(name).decomposition(p, s, device);
+  Decomposition const d = kernel_that_runs(name, p, s, device).decomposition(p, s, device);
   std::vector<std::vector<Piece>> workers(d.workers);
   for (int32_t worker = 0; worker < d.workers; ++worker) {
     Work work;
@@ -83,12 +90,11 @@ class ThreadExecutor final : public Executor {
 
 void launch(std::string const& name, GemmProblem const& p, Schedule const& s, Device const& device, uintptr_t a, uintptr_t b,
             uintptr_t d, uintptr_t workspace, uintptr_t stream) {
-  Kernel const& kernel = kernel_named(name);
-  Status status = check(kernel, p, s, device);
+  Kernel const& kernel = kernel_that_runs(name, p, s, device);
   ThreadExecutor executor;
   auto const pointer = [](uintptr_t address) { return reinterpret_cast<void*>(address); };
-  if (status.ok())
-    status = kernel.run(p, s, device, {pointer(a), pointer(b), pointer(d), pointer(workspace)}, pointer(stream), &executor);
+  Status const status =
+      kernel.run(p, s, device, {pointer(a), pointer(b), pointer(d), pointer(workspace)}, pointer(stream), &executor);
   if (!status.ok()) throw std::runtime_error(status.message);
 }
 
@@ -176,11 +182,12 @@ NB_MODULE(_ffi, m) {
   m.def(
       "workspace_bytes",
       [](std::string const& name, GemmProblem const& p, Schedule const& s, Device const& device) {
-        return kernel_named(name).workspace_bytes(p, s, device);
+        return kernel_that_runs(name, p, s, device).workspace_bytes(p, s, device);
       },
-      "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "Bytes of workspace a launch needs.");
+      "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "Bytes of workspace a launch needs; ValueError where can_implement says why not.");
   m.def("decomposition", &decomposition, "kernel"_a, "problem"_a, "schedule"_a, "device"_a,
-        "For each worker, its pieces of work in order: (tile, first MAC iteration, MAC iterations, peer, peers).");
+        "For each worker, its pieces of work in order: (tile, first MAC iteration, MAC iterations, peer, peers). "
+        "ValueError where can_implement says why not.");
 
   m.def("launch", &launch, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "a"_a, "b"_a, "d"_a, "workspace"_a, "stream"_a = 0,
         nb::call_guard<nb::gil_scoped_release>(),

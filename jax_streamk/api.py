@@ -42,7 +42,7 @@ def matmul(a, b, *, precision=None, preferred_element_type=None, out_sharding=No
         dimension_numbers=dimension_numbers,
         precision=precision,
         preferred_element_type=_element_type(preferred_element_type),
-        out_sharding=out_sharding,
+        out_sharding=compat.canonicalize_sharding(out_sharding, "matmul"),
         schedule=schedule,
     )
     out = out if order is None else lax.transpose(out, order)

@@ -104,7 +104,8 @@ def _attributes(made):
 
 def _without_kernels(lhs, rhs, *, schedule, out_sharding, **params):
     """Other platforms run XLA's product."""
-    del schedule
+    if not isinstance(schedule, schedules.Auto):
+        raise ValueError(f"schedule={schedule} cannot run: there are kernels for CPUs and for NVIDIA GPUs only")
     return _xla(lhs, rhs, out_sharding, params)
 
 

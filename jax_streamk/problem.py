@@ -56,7 +56,7 @@ def device_of(device):
         device = jax.devices()[0]
     if not isinstance(device, jax.Device):
         raise TypeError(f"device={device!r}: must be None, a jax.Device or a jax_streamk.Device")
-    if device.platform == "gpu":
+    if device.platform == "gpu" and "." in device.compute_capability:  # ROCm's are names
         major, minor = device.compute_capability.split(".")
         return Device("cuda", 10 * int(major) + int(minor), device.core_count)
     if device.platform == "cpu":
@@ -138,7 +138,7 @@ def arrange(lhs, rhs, dimension_numbers, precision, preferred_element_type, plat
 
     Args:
       lhs, rhs: anything with shape and dtype.
-      dimension_numbers: as lax.dot_general's, with its contraction of at least one element.
+      dimension_numbers: as lax.dot_general's.
       precision: canonical, as the dot_general primitive carries it.
       preferred_element_type: dtype of the result, or None for lax's choice.
       platform: "cpu" or "cuda"; it decides what a product of two f32 is.

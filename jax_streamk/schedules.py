@@ -54,7 +54,8 @@ class StreamK:
 
     Attributes:
       reduction: ``"ordered"`` (deterministic), ``"atomic"`` or ``"separate"``, as in ``SplitK``.
-      max_sms: use at most so many SMs (CPU threads on the host); None is all of them. 1 is data-parallel.
+      max_sms: spread the cut tiles over at most so many SMs (CPU threads on the host); None is all of them. 1 is data-parallel.
+        Kernels of the sm80 family may still run whole tiles on the others.
 
     Raises:
       ValueError: reduction or max_sms is not as above.

@@ -481,3 +481,18 @@ def test_lowering_for_a_gpu_needs_a_build_with_cuda(schedule):
 def test_other_platforms_run_xlas_product(platform):
     text = jax.jit(matmul).trace(A, B).lower(lowering_platforms=(platform,)).as_text()
     assert "stablehlo.dot_general" in text and "jax_streamk" not in text
+
+
+def test_out_sharding_is_refused_as_in_jax():
+    a, b = normal((8, 16), F32, 1), normal((16, 8), F32, 2)
+    spec = jax.sharding.PartitionSpec("x", None)
+    with pytest.raises(Exception) as jax_says:
+        jnp.matmul(a, b, out_sharding=spec)
+    with pytest.raises(type(jax_says.value)):
+        matmul(a, b, out_sharding=spec)
+
+
+def test_a_given_schedule_is_refused_where_there_are_no_kernels():
+    a, b = normal((8, 16), F32, 1), normal((16, 8), F32, 2)
+    with pytest.raises(ValueError, match="schedule=StreamK.* cannot run: there are kernels for CPUs and for NVIDIA GPUs only"):
+        jax.jit(lambda a, b: matmul(a, b, schedule=StreamK())).trace(a, b).lower(lowering_platforms=("tpu",))

@@ -187,14 +187,6 @@ class HostKernel final : public Kernel {
   explicit HostKernel(KernelInfo info)
       : Kernel(std::move(info)), tile_product_(tile_product(this->info.type_a, this->info.type_d)) {}
 
-  Status can_implement(GemmProblem const& p, Schedule const& s, Device const& device) const override {
-    int64_t const tiles_m = ceil_div(p.m, info.tile_m), tiles_n = ceil_div(p.n, info.tile_n);
-    if (tiles_m * tiles_n >= INT32_MAX / p.batch ||
-        !Decomposition::fits(p.batch * tiles_m * tiles_n, ceil_div(p.k, info.tile_k), device.sms, s.splits))
-      return Status::invalid(info.name + " cannot run a problem of more than 2^30 tiles and MAC iterations");
-    return {};
-  }
-
   int64_t workspace_bytes(GemmProblem const& p, Schedule const& s, Device const& device) const override {
     return gemm(p, s, device, {}).workspace_bytes();
   }
@@ -207,8 +199,12 @@ class HostKernel final : public Kernel {
 
   Decomposition decomposition(GemmProblem const& p, Schedule const& s, Device const& device) const override {
     TileOrder const order = tile_order(p, s);
-    int32_t const limit = s.kind == ScheduleKind::kStreamK && s.max_sms > 0 ? s.max_sms : device.sms;
-    return Decomposition::make(s.kind, static_cast<int32_t>(p.batch) * order.tiles_m * order.tiles_n,
+    // A Stream-K schedule of one worker means data-parallel, on all of them.
+    bool const limited = s.kind == ScheduleKind::kStreamK && s.max_sms > 1;
+    ScheduleKind kind = s.kind;
+    if (kind == ScheduleKind::kStreamK && s.max_sms == 1) kind = ScheduleKind::kDataParallel;
+    int32_t const limit = limited ? s.max_sms : device.sms;
+    return Decomposition::make(kind, static_cast<int32_t>(p.batch) * order.tiles_m * order.tiles_n,
                                static_cast<int32_t>(ceil_div(p.k, info.tile_k)), std::min(limit, device.sms), s.splits);
   }
 
