@@ -2,9 +2,9 @@
 
 For every shape both run in one process on the same operands: R independent products of their own A and B in one jitted call (XLA
 would merge dots that share an operand), R chosen so that more than 200 MB rotate through L2. Reported per product: the sum of all
-kernel times by CUPTI (median over iterations; memsets are not kernels and are not in it), and wall time of the whole call.
+kernel times by CUPTI (median over iterations; memsets are not kernels and are not in it), and the median wall time of the whole call.
 
-    python benchmarks/bench_matmul.py shapes.csv out.json
+    python benchmarks/bench_matmul.py benchmarks/shapes/prototype.csv out.json
 
 writes out.json, and out.md with the same as a table.
 """
@@ -25,7 +25,7 @@ import jax_streamk
 ROTATE_BYTES = 220e6
 
 
-def measure(function, operands, iterations=5):
+def measure(function, operands, iterations=15):
     """(kernel us, wall us, kernel names) per product."""
     from jax.experimental.mosaic.gpu import profiler
 
@@ -35,13 +35,13 @@ def measure(function, operands, iterations=5):
     runs = runs if isinstance(runs[0], list) else [runs]
     totals = sorted(sum(ms for _, ms in run) * 1e3 / len(operands) for run in runs)
     walls = []
-    for _ in range(4):
+    for _ in range(10):
         start = time.perf_counter()
         for _ in range(5):
             out = jitted(operands)
         jax.block_until_ready(out)
         walls.append((time.perf_counter() - start) / 5 * 1e6 / len(operands))
-    return totals[len(totals) // 2], min(walls), sorted({name for name, _ in runs[0]})
+    return totals[len(totals) // 2], sorted(walls)[len(walls) // 2], sorted({name for name, _ in runs[0]})
 
 
 def main():

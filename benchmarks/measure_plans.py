@@ -4,7 +4,7 @@ fit_cost_model.py reads.
 Each plan is captured into a CUDA graph of calls on rotating operands (more than 200 MB of them, so that L2 stays cold), which is
 replayed and timed with events: microseconds per call, with every memset and reduction kernel. Needs torch for graphs and events.
 
-    python benchmarks/measure_plans.py shapes.csv out.csv [--limit SECONDS]
+    python benchmarks/measure_plans.py benchmarks/shapes/planner.csv out.csv [--limit SECONDS]
 """
 
 import argparse
