@@ -1,6 +1,5 @@
 """``jax.export``: programs that are serialized here and run elsewhere."""
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -20,9 +19,6 @@ TARGETS = {"cpu": "jax_streamk_host_gemm", "cuda": "jax_streamk_cuda_gemm"}
 OURS = [export.DisabledSafetyCheck.custom_call(target) for target in TARGETS.values()]
 RNG = np.random.default_rng(0)
 A, B = (RNG.integers(-3, 4, shape).astype(np.float32) for shape in ((70, 520), (520, 90)))
-needs_flatbuffers = pytest.mark.skipif(
-    importlib.util.find_spec("flatbuffers") is None, reason="jax.export serializes with flatbuffers"
-)
 
 
 def exported(schedule=None, platforms=None):
@@ -30,7 +26,6 @@ def exported(schedule=None, platforms=None):
     return f, export.export(f, platforms=platforms, disabled_checks=OURS)(A, B)
 
 
-@needs_flatbuffers
 @pytest.mark.parametrize("schedule", [Auto(), SplitK(3), StreamK()], ids=str)
 def test_round_trip(schedule):
     f, program = exported(schedule)
@@ -56,7 +51,6 @@ np.save(folder / "product.npy", program.call(np.load(folder / "a.npy"), np.load(
 """
 
 
-@needs_flatbuffers
 def test_in_another_process(tmp_path):
     f, program = exported(StreamK())
     (tmp_path / "program").write_bytes(program.serialize())
