@@ -172,7 +172,7 @@ def run_chain(folder, *flags):
     flags = (*flags, f"--xla_dump_to={folder}", "--xla_dump_hlo_module_re=.*chain.*")
     # This process may hold most of the GPU's memory.
     environment = os.environ | {"XLA_FLAGS": " ".join(flags), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    done = subprocess.run([sys.executable, "-c", CHAIN], env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run([sys.executable, "-c", CHAIN], env=environment, capture_output=True, text=True, timeout=280, cwd="/")
     assert done.returncode == 0, done.stderr[-4000:]
     thunks = "\n".join(path.read_text() for path in folder.glob("*thunk_sequence_after_thunk_passes*"))
     return json.loads(done.stdout.splitlines()[-1]), thunks
