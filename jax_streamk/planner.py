@@ -56,19 +56,31 @@ class Plan:
     def native_schedule(self):
         return _native_schedule(self.schedule, self.raster, self.swizzle)
 
+    def schedule_attributes(self):
+        return _schedule_attributes(self.schedule, self.raster, self.swizzle)
 
-def native_arguments(schedule):
-    if isinstance(schedule, schedules.SplitK):
-        return _ffi.ScheduleKind.split_k, schedule.splits, _REDUCTIONS[schedule.reduction]
-    if isinstance(schedule, schedules.StreamK):
-        return _ffi.ScheduleKind.stream_k, 1, _REDUCTIONS[schedule.reduction]
-    return _ffi.ScheduleKind.data_parallel, 1, _ffi.Reduction.ordered
+
+_KINDS = {
+    schedules.DataParallel: _ffi.ScheduleKind.data_parallel,
+    schedules.SplitK: _ffi.ScheduleKind.split_k,
+    schedules.StreamK: _ffi.ScheduleKind.stream_k,
+}
+
+
+def _schedule_attributes(schedule, raster="m", swizzle=1):
+    """A schedule in the words of ``_ffi.Schedule`` and of the custom call's attributes, which are the same."""
+    return dict(
+        schedule=_KINDS[type(schedule)],
+        splits=getattr(schedule, "splits", 1),
+        reduction=_REDUCTIONS[getattr(schedule, "reduction", "ordered")],
+        max_sms=getattr(schedule, "max_sms", None) or 0,
+        raster=_ffi.Raster.along_m if raster == "m" else _ffi.Raster.along_n,
+        swizzle=swizzle,
+    )
 
 
 def _native_schedule(schedule, raster="m", swizzle=1):
-    order = _ffi.Raster.along_m if raster == "m" else _ffi.Raster.along_n
-    kind, splits, reduction = native_arguments(schedule)
-    return _ffi.Schedule(kind, splits, reduction, getattr(schedule, "max_sms", None) or 0, order, swizzle)
+    return _ffi.Schedule(**_schedule_attributes(schedule, raster, swizzle))
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """The primitive behind every product: what jit, lowering and export do with it."""
 
+import enum
 import functools
 
 import jax
@@ -84,18 +85,14 @@ def _xla(lhs, rhs, out_sharding, params):
 
 def _attributes(made):
     """The custom call's attributes: the members of GemmAttributes in ffi/gemm_call.h."""
-    enums = ("type_a", "type_b", "type_d", "math", "major_a", "major_b")
-    attributes = {name: np.int64(value) for name, value in made.problem.attributes().items() if name not in enums}
-    attributes |= {name: np.int32(getattr(made.problem, name).value) for name in enums}
-    kind, splits, reduction = planner.native_arguments(made.schedule)
+    # Of the problem, enumerations are 32 bits wide and numbers 64; of the schedule all are 32.
+    attributes = {
+        name: (np.int32 if isinstance(value, enum.Enum) else np.int64)(value)
+        for name, value in made.problem.attributes().items()
+    }
+    attributes |= {name: np.int32(value) for name, value in made.schedule_attributes().items()}
     return attributes | dict(
         kernel=made.kernel,
-        schedule=np.int32(kind.value),
-        splits=np.int32(splits),
-        reduction=np.int32(reduction.value),
-        max_sms=np.int32(getattr(made.schedule, "max_sms", None) or 0),
-        raster=np.int32(0 if made.raster == "m" else 1),
-        swizzle=np.int32(made.swizzle),
         arch=np.int32(made.device.arch),
         sms=np.int32(made.device.sms),
         workspace_bytes=np.int64(made.workspace_bytes),

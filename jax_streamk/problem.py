@@ -59,15 +59,17 @@ def device_of(device):
     if device.platform == "gpu" and "." in device.compute_capability:  # ROCm's are names
         major, minor = device.compute_capability.split(".")
         return Device("cuda", 10 * int(major) + int(minor), device.core_count)
-    if device.platform == "cpu":
-        return Device("cpu", 0, os.cpu_count() or 1)
-    return Device(device.platform, 0, 1)
+    return _host() if device.platform == "cpu" else Device(device.platform, 0, 1)
+
+
+def _host():
+    return Device("cpu", 0, os.cpu_count() or 1)
 
 
 def device_for_lowering(platform):
     """The ``Device`` of a platform that a program is lowered for: this machine's, or ``HOPPER`` for CUDA where there is none."""
     if platform == "cpu":
-        return Device("cpu", 0, os.cpu_count() or 1)
+        return _host()
     try:
         return device_of(jax.local_devices(backend="cuda")[0])
     except RuntimeError:

@@ -77,12 +77,12 @@ class FakeFfi:
     def kernels(self):
         return list(self.by_name.values())
 
-    def Schedule(self, *values):
-        return types.SimpleNamespace(**dict(zip(("kind", "splits", "reduction", "max_sms", "raster", "swizzle"), values)))
+    def Schedule(self, **values):
+        return types.SimpleNamespace(**values)
 
     def can_implement(self, name, problem, schedule, device):
         kernel = self.by_name[name]
-        split = schedule.kind == _ffi.ScheduleKind.split_k and schedule.splits > 1
+        split = schedule.schedule == _ffi.ScheduleKind.split_k and schedule.splits > 1
         separate = split and schedule.reduction == SEPARATE
         k_tiles = -(-problem.k // kernel.tile_k)
         accumulator = F64 if problem.type_a == F64 else F32
@@ -96,7 +96,7 @@ class FakeFfi:
             return f"{name}: splits={schedule.splits} exceeds its {k_tiles} k-tiles of {kernel.tile_k}"
         if split and schedule.reduction not in kernel.split_k_reductions:
             return f'{name}: no split-K with reduction "{schedule.reduction.name}"'
-        if schedule.kind == _ffi.ScheduleKind.stream_k and schedule.reduction not in kernel.stream_k_reductions:
+        if schedule.schedule == _ffi.ScheduleKind.stream_k and schedule.reduction not in kernel.stream_k_reductions:
             return f'{name}: no Stream-K with reduction "{schedule.reduction.name}"'
         return None
 
