@@ -4,9 +4,25 @@
 threads. ``plan`` tells which kernel and schedule it would run, and why.
 """
 
-from jax_streamk.api import kernels, matmul, plan
+from jax_streamk.api import dot_general, einsum, kernels, matmul, plan
 from jax_streamk.planner import Plan
+from jax_streamk.primitive import dots_saveable, dots_with_no_batch_dims_saveable
 from jax_streamk.problem import Device
-from jax_streamk.schedules import Auto, DataParallel, SplitK, StreamK
+from jax_streamk.schedules import Auto, DataParallel, PerPass, SplitK, StreamK
 
-__all__ = ["Auto", "DataParallel", "Device", "Plan", "SplitK", "StreamK", "kernels", "matmul", "plan"]
+__all__ = [
+    "Auto",
+    "DataParallel",
+    "Device",
+    "PerPass",
+    "Plan",
+    "SplitK",
+    "StreamK",
+    "dot_general",
+    "dots_saveable",
+    "dots_with_no_batch_dims_saveable",
+    "einsum",
+    "kernels",
+    "matmul",
+    "plan",
+]

@@ -1,11 +1,14 @@
 """The public functions."""
 
+import functools
+import operator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_streamk import _ffi, compat, primitive
+from jax_streamk import _ffi, compat, lowering, primitive
 from jax_streamk.problem import device_of
 from jax_streamk.schedules import check_schedule
 
@@ -32,14 +35,14 @@ def matmul(a, b, *, precision=None, preferred_element_type=None, out_sharding=No
         product under the given schedule.
     """
     schedule = check_schedule(schedule)
-    a, b, weak = _arrays("matmul", a=a, b=b)
+    a, b, weak = _promoted("matmul", a=a, b=b)
     precision = compat.canonicalize_precision(precision)
     dimension_numbers, squeeze, order = _matmul_dimensions(a.shape, b.shape)
     a, b = (lax.squeeze(x, dims) if dims else x for x, dims in zip((a, b), squeeze))
     out = primitive.bind(
         a,
         b,
-        dimension_numbers=dimension_numbers,
+        dimension_numbers,
         precision=precision,
         preferred_element_type=_element_type(preferred_element_type),
         out_sharding=compat.canonicalize_sharding(out_sharding, "matmul"),
@@ -47,6 +50,74 @@ def matmul(a, b, *, precision=None, preferred_element_type=None, out_sharding=No
     )
     out = out if order is None else lax.transpose(out, order)
     return compat.as_weak_type(out) if weak and preferred_element_type is None else out
+
+
+def dot_general(lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, *, out_sharding=None, schedule=None):
+    """``jax.lax.dot_general`` by split-K and Stream-K kernels: a drop-in for every argument that takes one.
+
+    Args:
+      lhs, rhs: arrays. Mixed dtypes are multiplied as lax does.
+      dimension_numbers: ``((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))``.
+      precision: as in ``lax.dot_general``, a ``Precision``, a pair of them, or a ``DotAlgorithm``; see ``matmul``.
+      preferred_element_type: dtype of the result.
+      out_sharding: sharding of the result under explicit sharding.
+      schedule: as in ``matmul``.
+
+    Returns:
+      What ``lax.dot_general`` returns: an array whose dimensions are batch, free of lhs, free of rhs.
+
+    Raises:
+      TypeError: an operand is not an array of numbers, dimensions do not match, or schedule is not a schedule.
+      ValueError: no kernel can run the product under the given schedule. Under ``Auto()`` XLA's own product runs where there is no
+        kernel (integers, complex numbers, some algorithms), and ``plan`` says so.
+    """
+    schedule = check_schedule(schedule)
+    lhs, rhs = (_array("dot_general", name, x) for name, x in (("lhs", lhs), ("rhs", rhs)))
+    return primitive.bind(
+        lhs,
+        rhs,
+        _dimension_numbers(dimension_numbers),
+        precision=compat.canonicalize_precision(precision),
+        preferred_element_type=_element_type(preferred_element_type),
+        out_sharding=compat.canonicalize_sharding(out_sharding, "dot_general"),
+        schedule=schedule,
+    )
+
+
+def einsum(subscripts, *operands, precision=None, preferred_element_type=None, schedule=None, optimize="auto", out_sharding=None):
+    """``jax.numpy.einsum`` whose products of two operands are ``dot_general`` of this library.
+
+    Args:
+      subscripts, operands, precision, preferred_element_type, optimize, out_sharding: as in ``jax.numpy.einsum``.
+      schedule: as in ``matmul``, for every product.
+
+    Raises:
+      What ``jax.numpy.einsum`` and ``dot_general`` raise.
+    """
+    return jnp.einsum(
+        subscripts,
+        *operands,
+        optimize=optimize,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        out_sharding=out_sharding,
+        _dot_general=_dot_general_under(check_schedule(schedule)),
+    )
+
+
+@functools.cache
+def _dot_general_under(schedule):
+    # One object a schedule: jnp.einsum compiles for each _dot_general that it has not seen.
+    return functools.partial(dot_general, schedule=schedule)
+
+
+def _dimension_numbers(numbers):
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
+    return (_dims(lhs_contract), _dims(rhs_contract)), (_dims(lhs_batch), _dims(rhs_batch))
+
+
+def _dims(dims):
+    return (operator.index(dims),) if isinstance(dims, (int, np.integer)) else tuple(map(operator.index, dims))
 
 
 def plan(lhs, rhs, dimension_numbers=None, *, schedule=None, device=None, precision=None, preferred_element_type=None):
@@ -70,10 +141,10 @@ def plan(lhs, rhs, dimension_numbers=None, *, schedule=None, device=None, precis
         dtype = jax.eval_shape(lambda *xs: jnp.zeros((), jnp.result_type(*xs)), lhs, rhs).dtype
         dimension_numbers, (drop_lhs, drop_rhs), _ = _matmul_dimensions(lhs.shape, rhs.shape)
         lhs, rhs = (_drop(x.shape, dims, dtype) for x, dims in ((lhs, drop_lhs), (rhs, drop_rhs)))
-    made, _ = primitive.plan(
+    made, _ = lowering.plan(
         lhs,
         rhs,
-        dimension_numbers=dimension_numbers,
+        dimension_numbers=_dimension_numbers(dimension_numbers),
         precision=compat.canonicalize_precision(precision),
         preferred_element_type=_element_type(preferred_element_type),
         schedule=schedule,
@@ -93,17 +164,19 @@ def kernels():
     return _ffi.kernels()
 
 
-def _arrays(function, **operands):
+def _array(function, name, x):
+    try:
+        x = jnp.asarray(x)
+    except (TypeError, ValueError):
+        raise TypeError(f"{function}: {name} is {_describe(x)}; it must be an array of numbers") from None
+    if not (jnp.issubdtype(x.dtype, np.number) or x.dtype == bool):
+        raise TypeError(f"{function}: {name} is {_describe(x)}; it must be an array of numbers")
+    return x
+
+
+def _promoted(function, **operands):
     """The operands as arrays of one dtype, and whether that is weak: whether both operands' are."""
-    out = []
-    for name, x in operands.items():
-        try:
-            x = jnp.asarray(x)
-        except (TypeError, ValueError):
-            raise TypeError(f"{function}: {name} is {_describe(x)}; it must be an array of numbers") from None
-        if not (jnp.issubdtype(x.dtype, np.number) or x.dtype == bool):
-            raise TypeError(f"{function}: {name} is {_describe(x)}; it must be an array of numbers")
-        out.append(x)
+    out = [_array(function, name, x) for name, x in operands.items()]
     dtype = jnp.result_type(*out)
     return *(x.astype(dtype) for x in out), all(x.weak_type for x in out)
 

@@ -1,13 +1,34 @@
 """Everything here comes from inside JAX and may move between versions: the one file to look at when it does."""
 
+import functools
+
+import jax
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import dtypes as _dtypes
 from jax._src import sharding_impls as _sharding_impls
+from jax._src.interpreters import batching as _batching
+from jax._src.interpreters import mlir as _mlir
 from jax._src.lax import lax as _lax
 from jax._src.lax.lax import dot_general_p
 
-__all__ = ["apply_primitive", "as_weak_type", "canonicalize_dtype", "canonicalize_precision", "canonicalize_sharding", "dot_general_p", "match_varying"]
+__all__ = [
+    "apply_primitive",
+    "as_weak_type",
+    "batch_dot_general",
+    "canonicalize_dtype",
+    "canonicalize_precision",
+    "canonicalize_sharding",
+    "convert_cotangent",
+    "cotangent_sharding",
+    "def_batching",
+    "dot_general_p",
+    "is_partitioned",
+    "local_aval",
+    "match_varying",
+    "needs_devices",
+    "with_sharding_of",
+]
 
 apply_primitive = _dispatch.apply_primitive
 canonicalize_precision = _lax.canonicalize_precision
@@ -19,7 +40,56 @@ canonicalize_dtype = _dtypes.check_and_canonicalize_user_dtype
 # Makes operands of one primitive vary over the same axes of shard_map's mesh, so that their gradients are right.
 match_varying = getattr(_core, "auto_insert_reshard", None) or _core.standard_insert_pvary
 
+# Pins a lowered value to the sharding that its type carries (explicit sharding).
+with_sharding_of = _mlir.lower_with_sharding_in_types
+
 
 def as_weak_type(x):
     """``x`` with a dtype that gives way in promotion, as Python's numbers do."""
     return _lax._convert_element_type(x, weak_type=True)
+
+
+def convert_cotangent(x, aval):
+    """A cotangent in the dtype and weak type of what it belongs to."""
+    return _lax._convert_element_type(x, aval.dtype, aval.weak_type, warn_on_complex_to_real_cast=False)
+
+
+def cotangent_sharding(aval, permutation):
+    """The explicit sharding of a cotangent whose dimensions were permuted; None without explicit axes."""
+    if hasattr(aval, "to_cotangent_aval"):  # up to JAX 0.9 the transpose rule is given the primal's
+        aval = aval.to_cotangent_aval()
+    sharding = aval.sharding
+    partitions = getattr(sharding.spec, "partitions", sharding.spec)
+    sharding = sharding.update(spec=sharding.spec.update(partitions=tuple(partitions[i] for i in permutation)))
+    if sharding.mesh.empty and hasattr(_core, "get_cur_mesh_sharding"):
+        sharding = _core.get_cur_mesh_sharding(jax.P(*[None] * aval.ndim))
+    return canonicalize_sharding(sharding, "dot_general")
+
+
+def needs_devices(primitive):
+    """Has lowering rules of the primitive told which devices a program is for, as partitioning asks."""
+    _dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def def_batching(primitive, rule):
+    """``rule(axis_data, operands, dims, **params)`` batches the primitive; axis_data says how the mapped axis is sharded."""
+    _batching.fancy_primitive_batchers[primitive] = rule
+
+
+def batch_dot_general(bind, axis_data, operands, dims, **params):
+    """lax's own rule for batching a dot_general, with ``bind(lhs, rhs, dimension_numbers, precision=, ...)`` as the product."""
+    unpack = tuple
+    return _lax._dot_batch_rule(unpack, unpack, bind, axis_data, operands, dims, **params)
+
+
+def is_partitioned(ctx):
+    """Whether a lowering rule is asked for a product over several devices that XLA, not the user, partitions."""
+    axes = ctx.module_context.axis_context
+    if isinstance(axes, _sharding_impls.SPMDAxisContext):
+        return set(axes.manual_axes) != set(axes.mesh.axis_names) and axes.mesh.size > 1
+    return getattr(axes, "num_devices", 1) > 1
+
+
+def local_aval(aval):
+    """The type without shardings and varying axes, which tracing inside a lowering rule has no use for."""
+    return _core.ShapedArray(aval.shape, aval.dtype)

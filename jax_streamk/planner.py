@@ -53,6 +53,9 @@ class Plan:
         """Whether there is nothing to multiply: the result is empty or zero."""
         return self.problem is not None and self.problem.is_empty
 
+    def with_reasons(self, more):
+        return dataclasses.replace(self, reasons=(*self.reasons, *more)) if more else self
+
     def native_schedule(self):
         return _native_schedule(self.schedule, self.raster, self.swizzle)
 

@@ -1,27 +1,22 @@
-"""The primitive behind every product: what jit, lowering and export do with it."""
+"""The primitive behind every product: its type, and what transformations do with it."""
 
-import enum
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import ad
 
-from jax_streamk import _ffi, compat, planner, problem, schedules
+from jax_streamk import compat, schedules
 
 # Parameters are those of lax.dot_general's primitive, and the schedule.
 dot_general_p = Primitive("streamk_dot_general")
 dot_general_p.def_impl(functools.partial(compat.apply_primitive, dot_general_p))
 
-_HOST_TARGET, _CUDA_TARGET = "jax_streamk_host_gemm", "jax_streamk_cuda_gemm"
-_REBUILD = "pip install . -C cmake.define.JAX_STREAMK_CUDA=ON"
 
-
-def bind(lhs, rhs, *, dimension_numbers, precision, preferred_element_type, out_sharding=None, schedule=schedules.Auto()):
-    """``lax.dot_general`` by our kernels. Operands are arrays; precision and preferred_element_type are canonical."""
+def bind(lhs, rhs, dimension_numbers, *, precision, preferred_element_type, out_sharding=None, schedule=schedules.Auto()):
+    """``lax.dot_general`` by our kernels. Operands are arrays; all else is canonical, as lax's primitive carries it."""
     lhs, rhs = compat.match_varying(lhs, rhs)
     return dot_general_p.bind(
         lhs,
@@ -40,82 +35,63 @@ def _abstract_eval(lhs, rhs, *, schedule, **params):
     return compat.dot_general_p.abstract_eval(lhs, rhs, **params)
 
 
-def plan(lhs, rhs, *, dimension_numbers, precision, preferred_element_type, schedule, device):
-    """The ``Plan`` of a product and, where a kernel runs it, its ``Arrangement``.
+def _transpose(of, cotangent, lhs, rhs, *, dimension_numbers, precision, preferred_element_type, out_sharding, schedule):
+    """The cotangent of operand ``of``: the output's times the other operand, over the output dimensions that came from the other.
 
-    Raises:
-      ValueError: an explicit schedule that no kernel can run.
-      RuntimeError: a GPU, and a build without kernels for it.
+    Of the two orders of that product, one may give the operand's dimensions in their places, and no transpose follows.
     """
-    if device.platform == "cuda" and not _ffi.has_cuda:
-        raise RuntimeError(f"this build of jax_streamk has no CUDA kernels and the program runs on a GPU: {_REBUILD}")
-    try:
-        arrangement = problem.arrange(lhs, rhs, dimension_numbers, precision, preferred_element_type, device.platform)
-    except problem.Unsupported as why:
-        if not isinstance(schedule, schedules.Auto):
-            raise ValueError(f"schedule={schedule} cannot run this product: {why}") from None
-        return planner.Plan(None, device, None, None, reasons=(f"falls back to XLA: {why}",)), None
-    return planner.make_plan(arrangement.problem, schedule, device), arrangement
-
-
-def _run(lhs, rhs, *, platform, schedule, **params):
-    """What the primitive lowers to on a platform that has kernels."""
-    device = problem.device_for_lowering(platform)
-    out_sharding = params.pop("out_sharding")
-    made, arrangement = plan(lhs, rhs, schedule=schedule, device=device, **params)
-    out = jax.eval_shape(functools.partial(lax.dot_general, **params), lhs, rhs)
-    if made.is_empty:
-        return jnp.zeros(out.shape, out.dtype)
-    if made.kernel is None:
-        return _xla(lhs, rhs, out_sharding, params)
-    if arrangement.permute_lhs:
-        lhs = lax.transpose(lhs, arrangement.permute_lhs)
-    if arrangement.permute_rhs:
-        rhs = lax.transpose(rhs, arrangement.permute_rhs)
-    call = jax.ffi.ffi_call(
-        _HOST_TARGET if platform == "cpu" else _CUDA_TARGET,
-        (out, jax.ShapeDtypeStruct((made.workspace_bytes,), jnp.uint8)),
+    del out_sharding
+    contract, batch = dimension_numbers
+    x, other = ((lhs, rhs), (rhs, lhs))[of]
+    x_contract, other_contract = contract[of], contract[1 - of]
+    x_batch, other_batch = batch[of], batch[1 - of]
+    x_free, other_free = (
+        [i for i in range(ndim) if i not in used]
+        for ndim, used in ((x.aval.ndim, (*x_contract, *x_batch)), (other.ndim, (*other_contract, *other_batch)))
     )
-    return call(lhs, rhs, **_attributes(made))[0]
-
-
-def _xla(lhs, rhs, out_sharding, params):
-    return compat.dot_general_p.bind(lhs, rhs, out_sharding=out_sharding, **params)
-
-
-def _attributes(made):
-    """The custom call's attributes: the members of GemmAttributes in ffi/gemm_call.h."""
-    # Of the problem, enumerations are 32 bits wide and numbers 64; of the schedule all are 32.
-    attributes = {
-        name: (np.int32 if isinstance(value, enum.Enum) else np.int64)(value)
-        for name, value in made.problem.attributes().items()
-    }
-    attributes |= {name: np.int32(value) for name, value in made.schedule_attributes().items()}
-    return attributes | dict(
-        kernel=made.kernel,
-        arch=np.int32(made.device.arch),
-        sms=np.int32(made.device.sms),
-        workspace_bytes=np.int64(made.workspace_bytes),
+    in_output = range(len(batch[0]), len(batch[0]) + len(x_free) + len(other_free))
+    from_other = in_output[len(x_free) :] if of == 0 else in_output[: len(other_free)]
+    # The product's dimensions as those of x: its batch, and what is left of the two operands.
+    from_product = [x_contract[i] for i in np.argsort(other_contract)]
+    cotangent_first = [*x_batch, *x_free, *from_product]
+    other_first = [*x_batch, *from_product, *x_free]
+    output_batch = tuple(range(len(batch[0])))
+    if other_first == sorted(other_first):
+        order, operands = other_first, (other, cotangent)
+        numbers = ((tuple(other_free), tuple(from_other)), (tuple(other_batch), output_batch))
+    else:
+        order, operands = cotangent_first, (cotangent, other)
+        numbers = ((tuple(from_other), tuple(other_free)), (output_batch, tuple(other_batch)))
+    out = bind(
+        *operands,
+        numbers,
+        precision=precision[::-1] if isinstance(precision, tuple) and operands[0] is other else precision,
+        preferred_element_type=preferred_element_type,
+        out_sharding=compat.cotangent_sharding(x.aval, order),
+        schedule=schedules.of_cotangent(schedule, of),
     )
+    if order != sorted(order):
+        out = lax.transpose(out, np.argsort(order))
+    return out if out.dtype == x.aval.dtype else compat.convert_cotangent(out, x.aval)
 
 
-def _without_kernels(lhs, rhs, *, schedule, out_sharding, **params):
-    """Other platforms run XLA's product."""
-    if not isinstance(schedule, schedules.Auto):
-        raise ValueError(f"schedule={schedule} cannot run: there are kernels for CPUs and for NVIDIA GPUs only")
-    return _xla(lhs, rhs, out_sharding, params)
+ad.defbilinear(dot_general_p, functools.partial(_transpose, 0), functools.partial(_transpose, 1))
 
 
-mlir.register_lowering(dot_general_p, mlir.lower_fun(_without_kernels, multiple_results=False))
-for _platform in ("cpu", "cuda"):
-    _lowering = mlir.lower_fun(functools.partial(_run, platform=_platform), multiple_results=False)
-    mlir.register_lowering(dot_general_p, _lowering, platform=_platform)
+def _batch(axis_data, operands, dims, *, schedule, **params):
+    return compat.batch_dot_general(functools.partial(bind, schedule=schedule), axis_data, operands, dims, **params)
 
 
-def _register_handlers():
-    jax.ffi.register_ffi_target(_HOST_TARGET, _ffi.host_handler(), platform="cpu")
-    if _ffi.has_cuda:
-        jax.ffi.register_ffi_target(_CUDA_TARGET, _ffi.cuda_handler(), platform="CUDA")
+compat.def_batching(dot_general_p, _batch)
 
 
-_register_handlers()
+def dots_saveable(primitive, *avals, **params):
+    """A policy for ``jax.checkpoint``: saves the results of matrix products, JAX's and this library's, and recomputes the rest."""
+    return primitive is dot_general_p or jax.checkpoint_policies.dots_saveable(primitive, *avals, **params)
+
+
+def dots_with_no_batch_dims_saveable(primitive, *avals, **params):
+    """A policy for ``jax.checkpoint``: as ``dots_saveable``, of products without batch dimensions only."""
+    if primitive is dot_general_p:
+        primitive, params = compat.dot_general_p, {k: v for k, v in params.items() if k != "schedule"}
+    return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *avals, **params)

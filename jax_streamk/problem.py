@@ -128,11 +128,36 @@ def _name(enum):
 
 @dataclasses.dataclass(frozen=True)
 class Arrangement:
-    """A product as a kernel sees it: the problem, and the operand transposes that must come first (None: none)."""
+    """A product as a kernel sees it: the problem, and what must happen to the operands first.
+
+    Attributes:
+      problem: what the kernel is given.
+      dtype: that both operands are converted to.
+      permute_lhs, permute_rhs: transposes; None is none.
+    """
 
     problem: GemmProblem
+    dtype: np.dtype
     permute_lhs: tuple[int, ...] | None = None
     permute_rhs: tuple[int, ...] | None = None
+
+    def prepare(self, lhs, rhs):
+        """The operands as the kernel takes them."""
+        permutations = (self.permute_lhs, self.permute_rhs)
+        return [
+            lax.convert_element_type(x if permutation is None else lax.transpose(x, permutation), self.dtype)
+            for x, permutation in zip((lhs, rhs), permutations)
+        ]
+
+    def copies(self, lhs, rhs):
+        """A line for each copy that ``prepare`` makes."""
+        lines = []
+        for name, x, permutation in (("lhs", lhs, self.permute_lhs), ("rhs", rhs, self.permute_rhs)):
+            if permutation is not None:
+                lines.append(f"{name} of shape {tuple(x.shape)} is transposed by {permutation} first: its dimensions have no common strides")
+            if x.dtype != self.dtype:
+                lines.append(f"{name} is converted from {x.dtype} to {self.dtype} first: kernels multiply operands of one dtype")
+        return lines
 
 
 def arrange(lhs, rhs, dimension_numbers, precision, preferred_element_type, platform):
@@ -148,7 +173,7 @@ def arrange(lhs, rhs, dimension_numbers, precision, preferred_element_type, plat
     Raises:
       Unsupported: no kernel family has these types or this precision, or a shape is symbolic.
     """
-    type_a, type_b, type_d, math_ = _types(lhs.dtype, rhs.dtype, preferred_element_type, precision, platform)
+    dtype, type_d, math_ = _types(lhs.dtype, rhs.dtype, preferred_element_type, precision, platform)
     if not all(isinstance(size, (int, np.integer)) for size in (*lhs.shape, *rhs.shape)):
         raise Unsupported(f"shapes {lhs.shape} and {rhs.shape} are symbolic: a kernel is chosen for numbers")
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
@@ -175,10 +200,10 @@ def arrange(lhs, rhs, dimension_numbers, precision, preferred_element_type, plat
     # D is (batch, lhs free, rhs free), row-major: a batch borrowed from the rhs lies between m and n.
     ldd, stride_d = (batch * n, n) if borrowed is b else (n, m * n)
     problem = GemmProblem(
-        batch, m, n, k, type_a, type_b, type_d, math_, major_a, major_b, lda, ldb, ldd,
+        batch, m, n, k, TYPES[dtype], TYPES[dtype], type_d, math_, major_a, major_b, lda, ldb, ldd,
         0 if borrowed is b else a.stride(a.batch), 0 if borrowed is a else b.stride(b.batch), stride_d,
     )  # fmt: skip
-    return Arrangement(problem, permute_lhs, permute_rhs)
+    return Arrangement(problem, dtype, permute_lhs, permute_rhs)
 
 
 class _Operand:
@@ -234,23 +259,29 @@ class _Operand:
 
 
 def _types(lhs, rhs, preferred, precision, platform):
+    """The dtype that both operands are given to a kernel in, the kernel's type of D, and its math."""
     lhs, rhs = jnp.dtype(lhs), jnp.dtype(rhs)
-    out = jnp.dtype(preferred) if preferred is not None else jnp.result_type(lhs, rhs)
-    if lhs != rhs:
-        raise Unsupported(f"operands of different dtypes, {lhs} and {rhs}")
+    common = jnp.promote_types(lhs, rhs)
+    # Of bfloat16 and float16 lax makes bfloat16, the one with the larger exponent.
+    out = jnp.dtype(preferred if preferred is not None else common if common in (lhs, rhs) else jnp.bfloat16)
     outs = {
         jnp.dtype(jnp.float64): (jnp.float64,),
         jnp.dtype(jnp.float32): (jnp.float32,),
         jnp.dtype(jnp.bfloat16): (jnp.bfloat16, jnp.float32),
         jnp.dtype(jnp.float16): (jnp.float16, jnp.float32),
         jnp.dtype(jnp.int8): (jnp.int32,),
-    }.get(lhs, ())
-    if out not in map(jnp.dtype, outs):
-        allowed = f"results of {lhs} may be {' or '.join(jnp.dtype(t).name for t in outs)}" if outs else f"no kernel multiplies {lhs}"
-        raise Unsupported(f"{lhs} x {rhs} -> {out}: {allowed}")
-    if lhs == jnp.int8 and platform != "cpu":
+    }
+    for operand in (lhs, rhs):
+        if operand not in outs:
+            raise Unsupported(f"{lhs} x {rhs} -> {out}: no kernel multiplies {operand}")
+    if lhs != rhs and jnp.dtype(jnp.int8) in (lhs, rhs):
+        raise Unsupported(f"{lhs} x {rhs} -> {out}: no kernel multiplies these")
+    if out not in map(jnp.dtype, outs[common]):
+        allowed = " or ".join(jnp.dtype(t).name for t in outs[common])
+        raise Unsupported(f"{lhs} x {rhs} -> {out}: results of {common} may be {allowed}")
+    if common == jnp.int8 and platform != "cpu":
         raise Unsupported(f"no kernel multiplies int8 on {platform}")
-    return TYPES[lhs], TYPES[rhs], TYPES[out], _math(lhs, precision, platform)
+    return common, TYPES[out], _math(common, precision, platform)
 
 
 def _math(dtype, precision, platform):

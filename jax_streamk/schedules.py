@@ -73,10 +73,45 @@ class StreamK:
 Schedule = Union[Auto, DataParallel, SplitK, StreamK]
 
 
+@dataclasses.dataclass(frozen=True)
+class PerPass:
+    """Schedules of a product and of the two products of its backward pass, which have other shapes.
+
+    Attributes:
+      forward: the product itself, and its tangents in forward mode.
+      lhs, rhs: the products that give the cotangents of the operands. A schedule without ``PerPass`` leaves them to ``Auto()``.
+
+    Raises:
+      TypeError: one of them is not a schedule.
+    """
+
+    forward: Schedule | None = None
+    lhs: Schedule | None = None
+    rhs: Schedule | None = None
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if not isinstance(getattr(self, field.name), (Auto, DataParallel, SplitK, StreamK, type(None))):
+                raise TypeError(f"PerPass: {field.name}={getattr(self, field.name)!r} must be {_SCHEDULES}")
+
+
+_SCHEDULES = "None, Auto(), DataParallel(), SplitK(...) or StreamK(...)"
+
+
 def check_schedule(schedule):
-    """Returns the schedule, ``Auto()`` for None; raises TypeError for anything that is not a schedule."""
+    """Returns the schedule, ``Auto()`` for None; raises TypeError for anything that is neither a schedule nor a ``PerPass``."""
     if schedule is None:
         return Auto()
-    if not isinstance(schedule, (Auto, DataParallel, SplitK, StreamK)):
-        raise TypeError(f"schedule={schedule!r}: must be None, Auto(), DataParallel(), SplitK(...) or StreamK(...)")
+    if not isinstance(schedule, (Auto, DataParallel, SplitK, StreamK, PerPass)):
+        raise TypeError(f"schedule={schedule!r}: must be {_SCHEDULES}, or PerPass(...) of them")
     return schedule
+
+
+def of_forward(schedule):
+    """The schedule of a product itself."""
+    return (schedule.forward or Auto()) if isinstance(schedule, PerPass) else schedule
+
+
+def of_cotangent(schedule, operand):
+    """The schedule of the product that gives the cotangent of the lhs (0) or the rhs (1)."""
+    return ((schedule.lhs, schedule.rhs)[operand] or Auto()) if isinstance(schedule, PerPass) else Auto()

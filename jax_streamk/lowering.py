@@ -1,0 +1,106 @@
+"""What a product becomes in a program: a custom call on one device, or on several a product that XLA partitions."""
+
+import enum
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.interpreters import mlir
+
+from jax_streamk import _ffi, compat, partition, planner, problem, schedules
+from jax_streamk.primitive import dot_general_p
+
+_HOST_TARGET, _CUDA_TARGET = "jax_streamk_host_gemm", "jax_streamk_cuda_gemm"
+_REBUILD = "pip install . -C cmake.define.JAX_STREAMK_CUDA=ON"
+
+
+def plan(lhs, rhs, *, dimension_numbers, precision, preferred_element_type, schedule, device):
+    """The ``Plan`` of a product and, where a kernel runs it, its ``Arrangement``.
+
+    Raises:
+      ValueError: an explicit schedule that no kernel can run.
+      RuntimeError: a GPU, and a build without kernels for it.
+    """
+    if device.platform == "cuda" and not _ffi.has_cuda:
+        raise RuntimeError(f"this build of jax_streamk has no CUDA kernels and the program runs on a GPU: {_REBUILD}")
+    schedule = schedules.of_forward(schedule)
+    try:
+        arrangement = problem.arrange(lhs, rhs, dimension_numbers, precision, preferred_element_type, device.platform)
+    except problem.Unsupported as why:
+        return _left_to_xla(why, schedule, device), None
+    made = planner.make_plan(arrangement.problem, schedule, device)
+    return made.with_reasons(arrangement.copies(lhs, rhs)), arrangement
+
+
+def _left_to_xla(why, schedule, device):
+    if not isinstance(schedule, schedules.Auto):
+        raise ValueError(f"schedule={schedule} cannot run this product: {why}")
+    return planner.Plan(None, device, None, None, reasons=(f"falls back to XLA: {why}",))
+
+
+def _run(lhs, rhs, *, platform, schedule, **params):
+    """The product of one device, on a platform that has kernels."""
+    device = problem.device_for_lowering(platform)
+    del params["out_sharding"]
+    made, arrangement = plan(lhs, rhs, schedule=schedule, device=device, **params)
+    if made.kernel is None and not made.is_empty:
+        return compat.dot_general_p.bind(lhs, rhs, out_sharding=None, **params)
+    out = jax.eval_shape(functools.partial(lax.dot_general, **params), lhs, rhs)
+    if made.is_empty:
+        return jnp.zeros(out.shape, out.dtype)
+    call = jax.ffi.ffi_call(
+        _HOST_TARGET if platform == "cpu" else _CUDA_TARGET,
+        (out, jax.ShapeDtypeStruct((made.workspace_bytes,), jnp.uint8)),
+    )
+    return call(*arrangement.prepare(lhs, rhs), **_attributes(made))[0]
+
+
+def _attributes(made):
+    """The custom call's attributes: the members of GemmAttributes in ffi/gemm_call.h."""
+    # Of the problem, enumerations are 32 bits wide and numbers 64; of the schedule all are 32.
+    attributes = {
+        name: (np.int32 if isinstance(value, enum.Enum) else np.int64)(value)
+        for name, value in made.problem.attributes().items()
+    }
+    attributes |= {name: np.int32(value) for name, value in made.schedule_attributes().items()}
+    return attributes | dict(
+        kernel=made.kernel,
+        arch=np.int32(made.device.arch),
+        sms=np.int32(made.device.sms),
+        workspace_bytes=np.int64(made.workspace_bytes),
+    )
+
+
+def _lower(ctx, *operands, platform, **params):
+    function = functools.partial(_run, platform=platform, **params)
+    if compat.is_partitioned(ctx):
+        factors = partition.Factors(params["dimension_numbers"], *(aval.ndim for aval in ctx.avals_in))
+        function = partition.partitioned(functools.partial(dot_general_p.bind, **params | {"out_sharding": None}), factors)
+    local = ctx.replace(avals_in=[compat.local_aval(aval) for aval in ctx.avals_in])
+    (out,) = mlir.lower_fun(function, multiple_results=False)(local, *operands)
+    (aval,) = ctx.avals_out
+    return [compat.with_sharding_of(ctx, out, aval)]
+
+
+def _without_kernels(lhs, rhs, *, schedule, **params):
+    """Other platforms run XLA's product."""
+    if not isinstance(schedules.of_forward(schedule), schedules.Auto):
+        raise ValueError(f"schedule={schedule} cannot run: there are kernels for CPUs and for NVIDIA GPUs only")
+    return compat.dot_general_p.bind(lhs, rhs, **params)
+
+
+compat.needs_devices(dot_general_p)
+mlir.register_lowering(dot_general_p, mlir.lower_fun(_without_kernels, multiple_results=False))
+for _platform in ("cpu", "cuda"):
+    mlir.register_lowering(dot_general_p, functools.partial(_lower, platform=_platform), platform=_platform)
+
+
+def _register_handlers():
+    jax.ffi.register_ffi_target(_HOST_TARGET, _ffi.host_handler(), platform="cpu")
+    if _ffi.has_cuda:
+        jax.ffi.register_ffi_target(_CUDA_TARGET, _ffi.cuda_handler(), platform="CUDA")
+
+
+_register_handlers()
