@@ -86,8 +86,9 @@ def _xla(lhs, rhs, out_sharding, params):
 def _attributes(made):
     """The custom call's attributes: the members of GemmAttributes in ffi/gemm_call.h."""
     # Of the problem, enumerations are 32 bits wide and numbers 64; of the schedule all are 32.
+    width = {bool: np.bool_, int: np.int64, float: np.float64}
     attributes = {
-        name: (np.int32 if isinstance(value, enum.Enum) else np.int64)(value)
+        name: (np.int32 if isinstance(value, enum.Enum) else width[type(value)])(value)
         for name, value in made.problem.attributes().items()
     }
     attributes |= {name: np.int32(value) for name, value in made.schedule_attributes().items()}
