@@ -18,6 +18,8 @@ enum class Major : int32_t { kRow, kColumn };
 // What a multiplication of two f32 numbers does. Other types have one way only, kNative.
 enum class Math : int32_t { kNative, kTF32, kTF32x3 };
 enum class Reduction : int32_t { kOrdered, kAtomic, kSeparate };
+// As jax.nn has them: kGelu is exact, kGeluTanh its approximation.
+enum class Activation : int32_t { kNone, kRelu, kGelu, kGeluTanh, kSilu, kSigmoid, kTanh };
 
 int64_t size_of(Type type);
 Type accumulator_of(Type operand);
@@ -26,10 +28,23 @@ char const* name_of(Type type);
 char const* name_of(Major major);
 char const* name_of(Math math);
 char const* name_of(Reduction reduction);
+char const* name_of(Activation activation);
 char const* name_of(ScheduleKind kind);
 char const* name_of(Raster raster);
 
-// D[l] = A[l] @ B[l] for l in [0, batch). Strides are in elements; a batch stride of 0 broadcasts the operand. The leading
+// What becomes of a finished sum of products, once, in the accumulator's type: activation(alpha * sum + beta * residual + bias).
+// The bias has n contiguous elements of D's type for each batch, batch_stride_bias apart (0: all batches share them); the residual
+// is of D's type and layout.
+struct Epilogue {
+  Activation activation = Activation::kNone;
+  bool has_bias = false, has_residual = false;
+  double alpha = 1, beta = 1;
+  int64_t batch_stride_bias = 0;
+
+  bool is_plain() const { return activation == Activation::kNone && !has_bias && !has_residual && alpha == 1; }
+};
+
+// D[l] = epilogue(A[l] @ B[l]) for l in [0, batch). Strides are in elements; a batch stride of 0 broadcasts the operand. The leading
 // dimension is the stride of the index that is not contiguous.
 struct GemmProblem {
   int64_t batch = 1, m = 0, n = 0, k = 0;
@@ -38,6 +53,7 @@ struct GemmProblem {
   Major major_a = Major::kRow, major_b = Major::kRow;
   int64_t lda = 0, ldb = 0, ldd = 0;
   int64_t batch_stride_a = 0, batch_stride_b = 0, batch_stride_d = 0;
+  Epilogue epilogue;
 };
 
 struct Schedule {
@@ -90,8 +106,15 @@ struct Buffers {
   void const* b;
   void* d;
   void* workspace;  // at least workspace_bytes(), aligned to kWorkspaceAlignment
+  void const* bias = nullptr;
+  void const* residual = nullptr;
 };
 inline constexpr int64_t kWorkspaceAlignment = 256;
+
+// Rounds up to whole workspace alignments.
+constexpr int64_t align_workspace(int64_t bytes) {
+  return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+}
 
 struct Resources {
   int32_t registers = 0;  // per thread
@@ -110,8 +133,7 @@ class Kernel {
   explicit Kernel(KernelInfo info) : info(std::move(info)) {}
   virtual ~Kernel() = default;
 
-  // Ok, or why this kernel cannot run the problem in this way. Callers have checked types, majorness, alignment, extents and
-  // that the schedule is listed in `info` (see check() below); a family adds its own limits.
+  // What check() below asks last: a family's own limits, on a problem and a schedule that passed the checks all families share.
   virtual Status can_implement(GemmProblem const&, Schedule const&, Device const&) const { return {}; }
   virtual int64_t workspace_bytes(GemmProblem const&, Schedule const&, Device const&) const = 0;
   // CUDA families launch on `stream` (a cudaStream_t) and never synchronize or allocate; the host family runs on `executor`.
@@ -135,8 +157,8 @@ struct Registration {
   explicit Registration(std::unique_ptr<Kernel> kernel);
 };
 
-// What the handlers and the planner call before anything else of a kernel: the checks that every family shares, then the
-// kernel's own. InvalidArgument names the kernel, the shape and the limit.
+// Ok, or why the kernel cannot run the problem in this way: InvalidArgument names the kernel, the shape and the limit, and
+// FailedPrecondition a device that it is not compiled for. Asked before anything else of a kernel.
 Status check(Kernel const&, GemmProblem const&, Schedule const&, Device const&);
 
 }  // namespace jax_streamk

@@ -61,6 +61,19 @@ char const* name_of(Reduction reduction) {
   return "?";
 }
 
+char const* name_of(Activation activation) {
+  switch (activation) {
+    case Activation::kNone: return "none";
+    case Activation::kRelu: return "relu";
+    case Activation::kGelu: return "gelu";
+    case Activation::kGeluTanh: return "gelu_tanh";
+    case Activation::kSilu: return "silu";
+    case Activation::kSigmoid: return "sigmoid";
+    case Activation::kTanh: return "tanh";
+  }
+  return "?";
+}
+
 char const* name_of(ScheduleKind kind) {
   switch (kind) {
     case ScheduleKind::kDataParallel: return "data_parallel";
@@ -142,6 +155,12 @@ Status check(Kernel const& kernel, GemmProblem const& p, Schedule const& s, Devi
     return refuse_alignment("B", info.align_b);
   if (!aligned(info.align_d, tma, p.n, separate ? p.n : p.ldd, p.m, separate ? 0 : p.batch_stride_d, p.batch))
     return refuse_alignment("D", info.align_d);
+  Epilogue const& epilogue = p.epilogue;
+  if (epilogue.activation < Activation::kNone || epilogue.activation > Activation::kTanh)
+    return refuse("there is no activation " + std::to_string(static_cast<int32_t>(epilogue.activation)));
+  if (p.type_d == Type::kS32 && !epilogue.is_plain()) return refuse("an epilogue needs D in floating point");
+  if (epilogue.has_bias && p.batch > 1 && epilogue.batch_stride_bias % info.align_d != 0)
+    return refuse("the batch stride of the bias must be a multiple of " + std::to_string(info.align_d) + " elements");
   if ((info.family == Family::kHost) != (device.arch == 0))
     return refuse(std::string("it runs on ") + (info.family == Family::kHost ? "a CPU" : "a GPU"));
   if (s.swizzle < 1) return refuse("swizzle must be at least 1");

@@ -25,10 +25,10 @@ Status check_device(GemmCall const& call) {
                               std::to_string(sms) + " SMs: lower the program for this device");
 }
 
-ffi::Error execute(GemmAttributes attributes, cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::Result<ffi::AnyBuffer> d,
-                   ffi::Result<ffi::AnyBuffer> workspace) {
+ffi::Error execute(GemmAttributes attributes, cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::RemainingArgs others,
+                   ffi::Result<ffi::AnyBuffer> d, ffi::Result<ffi::AnyBuffer> workspace) {
   GemmCall const call(attributes);
-  auto buffers = check_buffers(call, a, b, d, workspace);
+  auto buffers = check_buffers(call, a, b, others, d, workspace);
   if (buffers.has_error()) return buffers.error();
   if (Status status = check_device(call); !status.ok()) return to_error(status);
   return to_error(call.kernel->run(call.problem, call.schedule, call.device, *buffers, stream, nullptr));
@@ -45,6 +45,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_streamk_cuda_execute, execute,
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .RemainingArgs()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>(),
                               {ffi::Traits::kCmdBufferCompatible});

@@ -10,7 +10,8 @@ GemmCall::GemmCall(GemmAttributes const& at)
     : kernel(find_kernel(at.kernel)),
       problem{at.batch, at.m,       at.n,       at.k,   at.type_a, at.type_b, at.type_d,
               at.math,  at.major_a, at.major_b, at.lda, at.ldb,    at.ldd,    at.batch_stride_a,
-              at.batch_stride_b, at.batch_stride_d},
+              at.batch_stride_b, at.batch_stride_d,
+              {at.activation, at.has_bias, at.has_residual, at.alpha, at.beta, at.batch_stride_bias}},
       schedule{at.schedule, at.splits, at.reduction, at.max_sms, at.raster, at.swizzle},
       device{at.arch, at.sms},
       workspace_bytes(at.workspace_bytes) {}
@@ -65,7 +66,8 @@ bool holds(ffi::AnyBuffer buffer, Type type, int64_t batch, int64_t batch_stride
 
 }  // namespace
 
-ffi::ErrorOr<Buffers> check_buffers(GemmCall const& call, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::Result<ffi::AnyBuffer> d,
+ffi::ErrorOr<Buffers> check_buffers(GemmCall const& call, ffi::AnyBuffer a, ffi::AnyBuffer b,
+                                    ffi::RemainingArgs others, ffi::Result<ffi::AnyBuffer> d,
                                     ffi::Result<ffi::AnyBuffer> workspace) {
   GemmProblem const& p = call.problem;
   bool const row_a = p.major_a == Major::kRow, row_b = p.major_b == Major::kRow;
@@ -76,15 +78,29 @@ ffi::ErrorOr<Buffers> check_buffers(GemmCall const& call, ffi::AnyBuffer a, ffi:
   if (!holds(a, p.type_a, p.batch, p.batch_stride_a, row_a ? p.m : p.k, p.lda, row_a ? p.k : p.m)) return refuse_operand("A");
   if (!holds(b, p.type_b, p.batch, p.batch_stride_b, row_b ? p.k : p.n, p.ldb, row_b ? p.n : p.k)) return refuse_operand("B");
   if (!holds(*d, p.type_d, p.batch, p.batch_stride_d, p.m, p.ldd, p.n)) return refuse_operand("D");
+  Epilogue const& epilogue = p.epilogue;
+  if (size_t const expected = epilogue.has_bias + epilogue.has_residual; others.size() != expected)
+    return ffi::Unexpected(to_error(Status::invalid(call.kernel->info.name + " was given " + std::to_string(2 + others.size()) +
+                                                    " operands; its plan says " + std::to_string(2 + expected))));
+  Buffers buffers{a.untyped_data(), b.untyped_data(), d->untyped_data(), workspace->untyped_data()};
+  if (epilogue.has_bias) {
+    auto const bias = *others.get<ffi::AnyBuffer>(0);
+    if (!holds(bias, p.type_d, p.batch, epilogue.batch_stride_bias, 1, 0, p.n)) return refuse_operand("the bias");
+    buffers.bias = bias.untyped_data();
+  }
+  if (epilogue.has_residual) {
+    auto const residual = *others.get<ffi::AnyBuffer>(epilogue.has_bias);
+    if (!holds(residual, p.type_d, p.batch, p.batch_stride_d, p.m, p.ldd, p.n)) return refuse_operand("the residual");
+    buffers.residual = residual.untyped_data();
+  }
   if (workspace->element_count() < static_cast<size_t>(call.workspace_bytes))
     return ffi::Unexpected(to_error(Status::precondition(
         call.kernel->info.name + " was given a workspace of " + std::to_string(workspace->element_count()) +
         " bytes; its plan says " + std::to_string(call.workspace_bytes))));
-  Buffers const buffers{a.untyped_data(), b.untyped_data(), d->untyped_data(), workspace->untyped_data()};
   // TMA and 16-byte vector accesses of the operands, whole cache lines of the workspace; XLA aligns every buffer as far.
   if (reinterpret_cast<uintptr_t>(buffers.workspace) % 64 != 0)
     return ffi::Unexpected(to_error(Status::precondition(call.kernel->info.name + " was given a workspace that is not aligned to 64 bytes")));
-  for (void const* address : {buffers.a, buffers.b, static_cast<void const*>(buffers.d)})
+  for (void const* address : {buffers.a, buffers.b, static_cast<void const*>(buffers.d), buffers.bias, buffers.residual})
     if (reinterpret_cast<uintptr_t>(address) % 16 != 0)
       return ffi::Unexpected(to_error(Status::precondition(call.kernel->info.name + " was given a buffer that is not aligned to 16 bytes")));
   return buffers;

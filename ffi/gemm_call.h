@@ -19,6 +19,10 @@ struct GemmAttributes {
   Type type_a, type_b, type_d;
   Math math;
   Major major_a, major_b;
+  Activation activation;
+  bool has_bias, has_residual;
+  double alpha, beta;
+  int64_t batch_stride_bias;
   ScheduleKind schedule;
   int32_t splits;
   Reduction reduction;
@@ -45,9 +49,10 @@ xla::ffi::Error to_error(Status const& status);
 // The instantiate stage of both platforms: everything that can be checked without the device and the buffers.
 xla::ffi::Error instantiate(GemmAttributes attributes);
 
-// Checks the buffers of one execution against the call and hands out their addresses.
+// Checks the buffers of one execution against the call and hands out their addresses. `others` are the bias and the residual, in
+// this order, as far as the call has them.
 xla::ffi::ErrorOr<Buffers> check_buffers(GemmCall const& call, xla::ffi::AnyBuffer a, xla::ffi::AnyBuffer b,
-                                         xla::ffi::Result<xla::ffi::AnyBuffer> d,
+                                         xla::ffi::RemainingArgs others, xla::ffi::Result<xla::ffi::AnyBuffer> d,
                                          xla::ffi::Result<xla::ffi::AnyBuffer> workspace);
 
 }  // namespace jax_streamk
@@ -55,6 +60,7 @@ xla::ffi::ErrorOr<Buffers> check_buffers(GemmCall const& call, xla::ffi::AnyBuff
 XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jax_streamk::Type);
 XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jax_streamk::Math);
 XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jax_streamk::Major);
+XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jax_streamk::Activation);
 XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jax_streamk::ScheduleKind);
 XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jax_streamk::Reduction);
 XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jax_streamk::Raster);
@@ -67,6 +73,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<jax_streamk::Type>("type_a"), StructMember<jax_streamk::Type>("type_b"),
     StructMember<jax_streamk::Type>("type_d"), StructMember<jax_streamk::Math>("math"),
     StructMember<jax_streamk::Major>("major_a"), StructMember<jax_streamk::Major>("major_b"),
+    StructMember<jax_streamk::Activation>("activation"), StructMember<bool>("has_bias"), StructMember<bool>("has_residual"),
+    StructMember<double>("alpha"), StructMember<double>("beta"), StructMember<int64_t>("batch_stride_bias"),
     StructMember<jax_streamk::ScheduleKind>("schedule"), StructMember<int32_t>("splits"),
     StructMember<jax_streamk::Reduction>("reduction"), StructMember<int32_t>("max_sms"),
     StructMember<jax_streamk::Raster>("raster"), StructMember<int32_t>("swizzle"), StructMember<int32_t>("arch"),

@@ -57,10 +57,10 @@ class PoolExecutor final : public Executor {
   ffi::ThreadPool& pool_;
 };
 
-ffi::Error execute(GemmAttributes attributes, ffi::ThreadPool pool, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::Result<ffi::AnyBuffer> d,
-                   ffi::Result<ffi::AnyBuffer> workspace) {
+ffi::Error execute(GemmAttributes attributes, ffi::ThreadPool pool, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::RemainingArgs others,
+                   ffi::Result<ffi::AnyBuffer> d, ffi::Result<ffi::AnyBuffer> workspace) {
   GemmCall const call(attributes);
-  auto buffers = check_buffers(call, a, b, d, workspace);
+  auto buffers = check_buffers(call, a, b, others, d, workspace);
   if (buffers.has_error()) return buffers.error();
   PoolExecutor executor(pool);
   return to_error(call.kernel->run(call.problem, call.schedule, call.device, *buffers, nullptr, &executor));
@@ -77,6 +77,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_streamk_host_execute, execute,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .RemainingArgs()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>());
 

@@ -89,12 +89,13 @@ class ThreadExecutor final : public Executor {
 };
 
 void launch(std::string const& name, GemmProblem const& p, Schedule const& s, Device const& device, uintptr_t a, uintptr_t b,
-            uintptr_t d, uintptr_t workspace, uintptr_t stream) {
+            uintptr_t d, uintptr_t workspace, uintptr_t stream, uintptr_t bias, uintptr_t residual) {
   Kernel const& kernel = kernel_that_runs(name, p, s, device);
   ThreadExecutor executor;
   auto const pointer = [](uintptr_t address) { return reinterpret_cast<void*>(address); };
   Status const status =
-      kernel.run(p, s, device, {pointer(a), pointer(b), pointer(d), pointer(workspace)}, pointer(stream), &executor);
+      kernel.run(p, s, device, {pointer(a), pointer(b), pointer(d), pointer(workspace), pointer(bias), pointer(residual)},
+                 pointer(stream), &executor);
   if (!status.ok()) throw std::runtime_error(status.message);
 }
 
@@ -122,21 +123,28 @@ NB_MODULE(_ffi, m) {
   enumeration<Math>(m, "Math", "What a product of two f32 numbers is.", {Math::kNative, Math::kTF32, Math::kTF32x3});
   enumeration<Reduction>(m, "Reduction", "How the partials of a shared tile become one.",
                          {Reduction::kOrdered, Reduction::kAtomic, Reduction::kSeparate});
+  enumeration<Activation>(m, "Activation", "What the epilogue applies last.",
+                          {Activation::kNone, Activation::kRelu, Activation::kGelu, Activation::kGeluTanh, Activation::kSilu,
+                           Activation::kSigmoid, Activation::kTanh});
   enumeration<ScheduleKind>(m, "ScheduleKind", "How the MAC-iteration space is cut.",
                             {ScheduleKind::kDataParallel, ScheduleKind::kSplitK, ScheduleKind::kStreamK});
   enumeration<Raster>(m, "Raster", "Along which dimension consecutive tiles lie.", {Raster::kAlongM, Raster::kAlongN});
 
-  nb::class_<GemmProblem>(m, "GemmProblem", "D[l] = A[l] @ B[l]: extents, types, majorness and strides in elements.")
+  nb::class_<GemmProblem>(m, "GemmProblem", "D[l] = activation(alpha * A[l] @ B[l] + beta * residual[l] + bias[l]): extents, types, majorness and "
+                             "strides in elements.")
       .def(
           "__init__",
           [](GemmProblem* self, int64_t batch, int64_t m_, int64_t n, int64_t k, Type type_a, Type type_b, Type type_d, Math math,
              Major major_a, Major major_b, int64_t lda, int64_t ldb, int64_t ldd, int64_t batch_stride_a, int64_t batch_stride_b,
-             int64_t batch_stride_d) {
+             int64_t batch_stride_d, Activation activation, bool has_bias, bool has_residual, double alpha, double beta,
+             int64_t batch_stride_bias) {
             new (self) GemmProblem{batch,   m_,  n,   k,   type_a,         type_b,         type_d,        math,
-                                   major_a, major_b, lda, ldb, ldd, batch_stride_a, batch_stride_b, batch_stride_d};
+                                   major_a, major_b, lda, ldb, ldd, batch_stride_a, batch_stride_b, batch_stride_d,
+                                   {activation, has_bias, has_residual, alpha, beta, batch_stride_bias}};
           },
           "batch"_a, "m"_a, "n"_a, "k"_a, "type_a"_a, "type_b"_a, "type_d"_a, "math"_a, "major_a"_a, "major_b"_a, "lda"_a,
-          "ldb"_a, "ldd"_a, "batch_stride_a"_a, "batch_stride_b"_a, "batch_stride_d"_a);
+          "ldb"_a, "ldd"_a, "batch_stride_a"_a, "batch_stride_b"_a, "batch_stride_d"_a, "activation"_a = Activation::kNone, "has_bias"_a = false,
+          "has_residual"_a = false, "alpha"_a = 1.0, "beta"_a = 1.0, "batch_stride_bias"_a = 0);
 
   nb::class_<Schedule>(m, "Schedule", "How one kernel launch cuts and orders its work.")
       .def(
@@ -190,7 +198,7 @@ NB_MODULE(_ffi, m) {
         "ValueError where can_implement says why not.");
 
   m.def("launch", &launch, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "a"_a, "b"_a, "d"_a, "workspace"_a, "stream"_a = 0,
-        nb::call_guard<nb::gil_scoped_release>(),
+        "bias"_a = 0, "residual"_a = 0, nb::call_guard<nb::gil_scoped_release>(),
         "Runs a kernel on raw addresses, outside XLA: for tests that poison buffers and for measurements. On a GPU it returns once "
         "the launches are queued on the stream.");
 

@@ -1,6 +1,6 @@
 """Everything here comes from inside JAX and may move between versions: the one file to look at when it does."""
 
-import functools
+import enum
 
 import jax
 from jax._src import core as _core
@@ -23,10 +23,11 @@ __all__ = [
     "cotangent_sharding",
     "def_batching",
     "dot_general_p",
-    "is_partitioned",
+    "Placement",
     "local_aval",
     "match_varying",
     "needs_devices",
+    "placement",
     "with_sharding_of",
 ]
 
@@ -82,12 +83,21 @@ def batch_dot_general(bind, axis_data, operands, dims, **params):
     return _lax._dot_batch_rule(unpack, unpack, bind, axis_data, operands, dims, **params)
 
 
-def is_partitioned(ctx):
-    """Whether a lowering rule is asked for a product over several devices that XLA, not the user, partitions."""
+class Placement(enum.Enum):
+    """Who divides what a lowering rule is asked for: nobody, XLA, or XLA within what shard_map or an export leaves open."""
+
+    ONE_DEVICE = enum.auto()
+    PARTITIONED = enum.auto()
+    UNKNOWN = enum.auto()
+
+
+def placement(ctx):
     axes = ctx.module_context.axis_context
     if isinstance(axes, _sharding_impls.SPMDAxisContext):
-        return set(axes.manual_axes) != set(axes.mesh.axis_names) and axes.mesh.size > 1
-    return getattr(axes, "num_devices", 1) > 1
+        return Placement.ONE_DEVICE if set(axes.manual_axes) == set(axes.mesh.axis_names) else Placement.UNKNOWN
+    if getattr(axes, "num_devices", 1) == 1:
+        return Placement.ONE_DEVICE
+    return Placement.PARTITIONED if axes.device_assignment is not None else Placement.UNKNOWN
 
 
 def local_aval(aval):

@@ -60,8 +60,9 @@ def _run(lhs, rhs, *, platform, schedule, **params):
 def _attributes(made):
     """The custom call's attributes: the members of GemmAttributes in ffi/gemm_call.h."""
     # Of the problem, enumerations are 32 bits wide and numbers 64; of the schedule all are 32.
+    width = {bool: np.bool_, int: np.int64, float: np.float64}
     attributes = {
-        name: (np.int32 if isinstance(value, enum.Enum) else np.int64)(value)
+        name: (np.int32 if isinstance(value, enum.Enum) else width[type(value)])(value)
         for name, value in made.problem.attributes().items()
     }
     attributes |= {name: np.int32(value) for name, value in made.schedule_attributes().items()}
@@ -73,26 +74,32 @@ def _attributes(made):
     )
 
 
+def _without_kernels(lhs, rhs, *, why, schedule, **params):
+    """XLA's product, where none of ours can be had."""
+    if not isinstance(schedules.of_forward(schedule), schedules.Auto):
+        raise ValueError(f"schedule={schedule} cannot run: {why}")
+    return compat.dot_general_p.bind(lhs, rhs, **params)
+
+
+_NO_PLATFORM = "there are kernels for CPUs and for NVIDIA GPUs only"
+_NO_PLACEMENT = "XLA alone divides products in a shard_map that leaves mesh axes to it, and in an export for several devices"
+
+
 def _lower(ctx, *operands, platform, **params):
+    placement = compat.placement(ctx)
+    if placement == compat.Placement.UNKNOWN:
+        return mlir.lower_fun(functools.partial(_without_kernels, why=_NO_PLACEMENT), multiple_results=False)(ctx, *operands, **params)
     function = functools.partial(_run, platform=platform, **params)
-    if compat.is_partitioned(ctx):
+    if placement == compat.Placement.PARTITIONED:
         factors = partition.Factors(params["dimension_numbers"], *(aval.ndim for aval in ctx.avals_in))
         function = partition.partitioned(functools.partial(dot_general_p.bind, **params | {"out_sharding": None}), factors)
     local = ctx.replace(avals_in=[compat.local_aval(aval) for aval in ctx.avals_in])
     (out,) = mlir.lower_fun(function, multiple_results=False)(local, *operands)
-    (aval,) = ctx.avals_out
-    return [compat.with_sharding_of(ctx, out, aval)]
-
-
-def _without_kernels(lhs, rhs, *, schedule, **params):
-    """Other platforms run XLA's product."""
-    if not isinstance(schedules.of_forward(schedule), schedules.Auto):
-        raise ValueError(f"schedule={schedule} cannot run: there are kernels for CPUs and for NVIDIA GPUs only")
-    return compat.dot_general_p.bind(lhs, rhs, **params)
+    return [compat.with_sharding_of(ctx, out, *ctx.avals_out)]
 
 
 compat.needs_devices(dot_general_p)
-mlir.register_lowering(dot_general_p, mlir.lower_fun(_without_kernels, multiple_results=False))
+mlir.register_lowering(dot_general_p, mlir.lower_fun(functools.partial(_without_kernels, why=_NO_PLATFORM), multiple_results=False))
 for _platform in ("cpu", "cuda"):
     mlir.register_lowering(dot_general_p, functools.partial(_lower, platform=_platform), platform=_platform)
 

@@ -7,9 +7,22 @@ array to another; ``_partition`` then takes what the arrays were given and makes
 import functools
 import math
 
+import jax
 from jax import lax
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_streamk import compat
+
+
+# The identity, to a type without sharding. XLA's partitioner calls back while an explicit mesh may be set, whose axes are not
+# those of a program for one device: collectives would carry shardings into the function that adds two elements.
+_local_p = Primitive("streamk_local")
+_local_p.def_abstract_eval(compat.local_aval)
+mlir.register_lowering(_local_p, lambda ctx, x: [x])
+_no_mesh = jax.sharding.AbstractMesh((), ())
 
 
 class Factors:
@@ -56,11 +69,12 @@ def _partition(bind, factors, mesh, operands, result):
                 scatter.setdefault(dimension, []).append(axis)
 
     def local(*operands):
-        out = bind(*operands)
-        for dimension, scattered in scatter.items():
-            out = lax.psum_scatter(out, tuple(scattered), scatter_dimension=dimension, tiled=True)
-        whole = tuple(axis for axis in summed if not any(axis in scattered for scattered in scatter.values()))
-        return lax.psum(out, whole) if whole else out
+        with jax.sharding.use_abstract_mesh(_no_mesh):
+            out = bind(*(_local_p.bind(x) for x in operands))
+            for dimension, scattered in scatter.items():
+                out = lax.psum_scatter(out, tuple(scattered), scatter_dimension=dimension, tiled=True)
+            whole = tuple(axis for axis in summed if not any(axis in scattered for scattered in scatter.values()))
+            return lax.psum(out, whole) if whole else out
 
     def sharding(dims, scatter={}):
         return NamedSharding(mesh, PartitionSpec(*((*axes[name], *scatter.get(i, ())) or None for i, name in enumerate(dims))))

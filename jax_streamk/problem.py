@@ -78,7 +78,11 @@ def device_for_lowering(platform):
 
 @dataclasses.dataclass(frozen=True)
 class GemmProblem:
-    """``D[l] = A[l] @ B[l]`` for l < batch: extents, types, majorness, and strides in elements (0 broadcasts an operand)."""
+    """``D[l] = activation(alpha * A[l] @ B[l] + beta * residual[l] + bias[l])`` for l < batch.
+
+    Extents, types, majorness, and strides in elements (0 broadcasts an operand). The bias has n contiguous elements of D's type for
+    each batch; the residual is of D's type and layout.
+    """
 
     batch: int
     m: int
@@ -96,6 +100,12 @@ class GemmProblem:
     batch_stride_a: int
     batch_stride_b: int
     batch_stride_d: int
+    activation: _ffi.Activation = _ffi.Activation.none
+    has_bias: bool = False
+    has_residual: bool = False
+    alpha: float = 1.0
+    beta: float = 1.0
+    batch_stride_bias: int = 0
 
     def native(self):
         return _ffi.GemmProblem(**self.attributes())
@@ -109,17 +119,32 @@ class GemmProblem:
 
     @property
     def bytes(self):
-        """Bytes that any kernel must move: each operand read once, D written once."""
+        """Bytes that any kernel must move: each operand read once, bias and residual too, D written once."""
         a = self.m * self.k * (self.batch if self.batch_stride_a else 1) * BYTES[self.type_a]
         b = self.k * self.n * (self.batch if self.batch_stride_b else 1) * BYTES[self.type_b]
-        return a + b + self.batch * self.m * self.n * BYTES[self.type_d]
+        bias = self.has_bias * self.n * (self.batch if self.batch_stride_bias else 1)
+        return a + b + ((1 + self.has_residual) * self.batch * self.m * self.n + bias) * BYTES[self.type_d]
+
+    @property
+    def epilogue(self):
+        """The epilogue as text, "" where D is the product alone."""
+        sum_ = "A @ B" if self.alpha == 1 else f"{self.alpha:g} A @ B"
+        if self.has_residual:
+            sum_ += " + residual" if self.beta == 1 else f" + {self.beta:g} residual"
+        if self.has_bias:
+            sum_ += " + bias"
+        if self.activation != _ffi.Activation.none:
+            return f"{_name(self.activation)}({sum_})"
+        return "" if sum_ == "A @ B" else sum_
 
     def __str__(self):
         types = f"{_name(self.type_a)} x {_name(self.type_b)} -> {_name(self.type_d)}"
         if self.math != _ffi.Math.native:
             types += f" ({_name(self.math)})"
         batch = f"{self.batch} x " if self.batch > 1 else ""
-        return f"{batch}[{self.m}, {self.k}] @ [{self.k}, {self.n}], {types}, A {_name(self.major_a)}, B {_name(self.major_b)}"
+        epilogue = f", D = {self.epilogue}" if self.epilogue else ""
+        majors = f"A {_name(self.major_a)}, B {_name(self.major_b)}"
+        return f"{batch}[{self.m}, {self.k}] @ [{self.k}, {self.n}], {types}, {majors}{epilogue}"
 
 
 def _name(enum):

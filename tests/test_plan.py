@@ -25,7 +25,7 @@ def shaped(shape, dtype=jnp.float32):
 def emitted_attributes(f, *operands):
     """The attributes of every call of ours in the lowered program, as text."""
     found = re.findall(rf"custom_call @{TARGET}\(.*?backend_config = \{{(.*?)\}}", jax.jit(f).lower(*operands).as_text())
-    return [{name: value.strip('"') for name, value in re.findall(r'(\w+) = ("[^"]*"|-?\d+)', text)} for text in found]
+    return [{name: value.strip('"') for name, value in re.findall(r'(\w+) = ("[^"]*"|[^\s,}]+)', text)} for text in found]
 
 
 @pytest.mark.parametrize("schedule", [Auto(), DataParallel(), SplitK(3), StreamK(), StreamK(max_sms=2)], ids=str)
@@ -46,7 +46,9 @@ def test_lowering_emits_the_plan(shape_a, shape_b, dtype, preferred, schedule):
     a, b = shaped(shape_a, dtype), shaped(shape_b, dtype)
     made = plan(a, b, schedule=schedule, preferred_element_type=preferred)
     calls = emitted_attributes(functools.partial(matmul, schedule=schedule, preferred_element_type=preferred), a, b)
-    assert calls == [{name: str(value) for name, value in primitive._attributes(made).items()}]
+    attributes = primitive._attributes(made)
+    as_text = {np.float64: "{:.6e}".format, np.bool_: lambda value: str(value).lower()}
+    assert calls == [{name: as_text.get(type(value), str)(value) for name, value in attributes.items()}]
 
 
 def test_a_given_schedule_is_in_the_plan():

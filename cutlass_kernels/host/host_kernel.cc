@@ -45,8 +45,6 @@ int64_t scratch_bytes(Type operand, int64_t m, int64_t n) {
   return ((m + n + kScratchPadding) * kScratchWords + product) * 4;
 }
 
-int64_t align_up(int64_t bytes) { return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment; }
-
 // Of a tile that has several peers.
 struct SharedTile {
   std::atomic<int32_t> arrived{0};
@@ -64,13 +62,13 @@ struct Gemm {
   Buffers buffers;
 
   // The workspace: [shared tiles][slots][workers' own accumulators and scratch]
-  int64_t tile_bytes() const { return align_up(tile_m * tile_n * size_of(accumulator_of(p.type_a))); }
-  int64_t shared_bytes() const { return align_up(decomposition.shared_tiles() * static_cast<int64_t>(sizeof(SharedTile))); }
+  int64_t tile_bytes() const { return align_workspace(tile_m * tile_n * size_of(accumulator_of(p.type_a))); }
+  int64_t shared_bytes() const { return align_workspace(decomposition.shared_tiles() * static_cast<int64_t>(sizeof(SharedTile))); }
   // Atomic reduction has one slot for each shared tile, the others one for each peer.
   int64_t slots() const { return reduction == Reduction::kAtomic ? decomposition.shared_tiles() : decomposition.slots(); }
   bool multiplies_into_d() const { return p.type_d == accumulator_of(p.type_a); }
   int64_t accumulators_bytes() const { return multiplies_into_d() && reduction != Reduction::kAtomic ? 0 : tile_bytes(); }
-  int64_t private_bytes() const { return accumulators_bytes() + align_up(scratch_bytes(p.type_a, tile_m, tile_n)); }
+  int64_t private_bytes() const { return accumulators_bytes() + align_workspace(scratch_bytes(p.type_a, tile_m, tile_n)); }
   int64_t workspace_bytes() const {
     return shared_bytes() + slots() * tile_bytes() + decomposition.workers * private_bytes();
   }
@@ -87,14 +85,21 @@ struct Gemm {
     int64_t batch, m, n;  // its first row and column
     Extents extents;      // with the whole of K
     void* d;
+    void const *bias, *residual;
   };
 
   Tile locate(int32_t index) const {
     TileOrder::Coordinate const at = order.coordinate(index);
     int64_t const m = at.m * tile_m, n = at.n * tile_n;
     int64_t const offset = at.batch * p.batch_stride_d + m * p.ldd + n;
-    return {at.batch, m, n, {std::min(tile_m, p.m - m), std::min(tile_n, p.n - n), p.k},
-            static_cast<char*>(buffers.d) + offset * size_of(p.type_d)};
+    int64_t const size = size_of(p.type_d);
+    return {at.batch,
+            m,
+            n,
+            {std::min(tile_m, p.m - m), std::min(tile_n, p.n - n), p.k},
+            static_cast<char*>(buffers.d) + offset * size,
+            static_cast<char const*>(buffers.bias) + (at.batch * p.epilogue.batch_stride_bias + n) * size,
+            static_cast<char const*>(buffers.residual) + offset * size};
   }
 
   void multiply(Tile const& tile, Work const& work, int32_t worker, void* accumulators, int64_t stride) const {
@@ -109,8 +114,8 @@ struct Gemm {
     tile_product.multiply(extents, a, b, accumulators, stride, scratch(worker));
   }
 
-  void store(Tile const& tile, void const* accumulators) const {
-    tile_product.store(tile.extents, accumulators, tile_n, tile.d, p.ldd);
+  void store(Tile const& tile, void const* accumulators, int64_t stride) const {
+    tile_product.store(tile.extents, p.epilogue, tile.bias, tile.residual, accumulators, stride, tile.d, p.ldd);
   }
 
   // Adds the peers' slots in the order of their iterations.
@@ -118,7 +123,7 @@ struct Gemm {
     void* const sum = slot(decomposition.slot(work.tile, 0));
     for (int32_t peer = 1; peer < work.peers; ++peer)
       tile_product.add(tile.extents, slot(decomposition.slot(work.tile, peer)), sum, tile_n);
-    store(tile, sum);
+    store(tile, sum, tile_n);
   }
 
   // Adds a partial tile to the slot of its tile; true for the last.
@@ -143,12 +148,13 @@ struct Gemm {
       Tile const tile = locate(work.tile);
       if (work.peers == 1 && multiplies_into_d()) {
         multiply(tile, work, worker, tile.d, p.ldd);
+        if (!p.epilogue.is_plain()) store(tile, tile.d, p.ldd);
       } else if (work.peers == 1) {
         multiply(tile, work, worker, own, tile_n);
-        store(tile, own);
+        store(tile, own, tile_n);
       } else if (reduction == Reduction::kAtomic) {
         multiply(tile, work, worker, own, tile_n);
-        if (accumulate(tile, work, own)) store(tile, slot(work.tile));
+        if (accumulate(tile, work, own)) store(tile, slot(work.tile), tile_n);
       } else {
         multiply(tile, work, worker, slot(decomposition.slot(work.tile, work.peer)), tile_n);
         if (reduction == Reduction::kOrdered &&

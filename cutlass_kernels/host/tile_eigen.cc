@@ -2,6 +2,7 @@
 // block of K at a time. CMake compiles this file once per instruction set: JSK_ISA is its namespace, and Eigen's is renamed.
 #include <Eigen/Core>
 
+#include "cutlass_kernels/epilogue.h"
 #include "cutlass_kernels/host/tile_product.h"
 
 namespace jax_streamk::JSK_ISA {
@@ -77,8 +78,30 @@ void add(Extents e, void const* partial, void* sum, int64_t stride) {
 }
 
 template <class Accumulator, class D>
-void store(Extents e, void const* accumulators, int64_t stride, void* d, int64_t stride_d) {
-  view<D>(d, e.m, e.n, stride_d) = view<Accumulator>(accumulators, e.m, e.n, stride).template cast<D>();
+void store(Extents e, Epilogue const& epilogue, void const* bias, void const* residual, void const* accumulators, int64_t stride,
+           void* d, int64_t stride_d) {
+  auto const sum = view<Accumulator>(accumulators, e.m, e.n, stride);
+  auto out = view<D>(d, e.m, e.n, stride_d);
+  if (epilogue.is_plain()) {
+    out = sum.template cast<D>();
+    return;
+  }
+  if constexpr (std::is_floating_point_v<Accumulator>) {
+    auto const alpha = static_cast<Accumulator>(epilogue.alpha), beta = static_cast<Accumulator>(epilogue.beta);
+    constexpr int64_t kColumns = 256;
+    Eigen::Matrix<Accumulator, 1, Eigen::Dynamic, Eigen::RowMajor, 1, kColumns> x;
+    for (int64_t row = 0; row < e.m; ++row) {
+      for (int64_t begin = 0; begin < e.n; begin += kColumns) {
+        int64_t const columns = std::min(kColumns, e.n - begin);
+        x = alpha * sum.row(row).segment(begin, columns);
+        if (epilogue.has_residual)
+          x += beta * view<D>(residual, e.m, e.n, stride_d).row(row).segment(begin, columns).template cast<Accumulator>();
+        if (epilogue.has_bias) x += view<D>(bias, 1, e.n, e.n).row(0).segment(begin, columns).template cast<Accumulator>();
+        activate(epilogue.activation, x.data(), static_cast<int>(columns));
+        out.row(row).segment(begin, columns) = x.template cast<D>();
+      }
+    }
+  }
 }
 
 template <class How, class Operand, class Accumulator, class D>

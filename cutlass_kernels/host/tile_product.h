@@ -34,8 +34,10 @@ struct TileProduct {
   void (*multiply)(Extents, Block a, Block b, void* accumulators, int64_t stride, void* scratch);
   // sum (m x n) += partial
   void (*add)(Extents, void const* partial, void* sum, int64_t stride);
-  // d (m x n) = accumulators, converted to the type of D
-  void (*store)(Extents, void const* accumulators, int64_t stride, void* d, int64_t stride_d);
+  // d (m x n) = epilogue(accumulators), converted to the type of D. The bias is that of the tile's columns; the residual has the
+  // strides of D. Accumulators of D's type may be D.
+  void (*store)(Extents, Epilogue const&, void const* bias, void const* residual, void const* accumulators, int64_t stride, void* d,
+                int64_t stride_d);
 };
 
 // tile_eigen.cc, once per instruction set; AVX2 and AVX-512 on x86 only.

@@ -1,0 +1,134 @@
+// The activation functions of every family, for tensor-core kernels and for CPU loops that the compiler vectorizes.
+//
+// In f32 they are within about 1e-6 of the exact value, relative to it, in the tails too, which are written as products: nothing
+// cancels. NaN and infinities give what jax.nn gives for them. An unnamed namespace, because tile_eigen.cc includes this
+// (tile_product.h says why).
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "cutlass_kernels/gemm.h"
+
+namespace jax_streamk {
+namespace {
+
+JSK_HOST_DEVICE float multiply_add(float x, float y, float z) {
+#if defined(__CUDA_ARCH__) || defined(__FMA__)
+  return __builtin_fmaf(x, y, z);
+#else
+  return x * y + z;
+#endif
+}
+
+// The polynomial of x with these coefficients, lowest first.
+template <class... Rest>
+JSK_HOST_DEVICE float polynomial(float x, float lowest, Rest... rest) {
+  if constexpr (sizeof...(rest) == 0) {
+    return lowest;
+  } else {
+    return multiply_add(polynomial(x, rest...), x, lowest);
+  }
+}
+
+// For x in [-150, 0]; zero where the result is subnormal.
+JSK_HOST_DEVICE float power_of_two(float x) {
+#if defined(__CUDA_ARCH__)
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+#else
+  // Adding 1.5 * 2^23 rounds to an integer, and leaves it in the low bits.
+  float const shift = 12582912.0f, shifted = x + shift, f = x - (shifted - shift);
+  int32_t bits, shift_bits;
+  std::memcpy(&bits, &shifted, 4);
+  std::memcpy(&shift_bits, &shift, 4);
+  int32_t const exponent = bits - shift_bits + 127;
+  uint32_t const scale_bits = static_cast<uint32_t>(exponent > 0 ? exponent : 0) << 23;
+  float scale;
+  std::memcpy(&scale, &scale_bits, 4);
+  return scale * polynomial(f, 1.0f, 0.693147206f, 0.240226469f, 5.55032876e-2f, 9.61848896e-3f, 1.33999379e-3f, 1.53458283e-4f);
+#endif
+}
+
+JSK_HOST_DEVICE float reciprocal(float x) {
+#if defined(__CUDA_ARCH__)
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+#else
+  return 1.0f / x;
+#endif
+}
+JSK_HOST_DEVICE double reciprocal(double x) { return 1.0 / x; }
+
+// exp(x + low) for x <= 0 and a much smaller `low`.
+JSK_HOST_DEVICE float exp_nonpositive(float x, float low = 0) {
+  x = x < -104.0f ? -104.0f : x;
+  float const y = x * 1.44269504f, result = power_of_two(y);
+  // What the rounding of y took, times the result.
+  return multiply_add(result, multiply_add(y, -0.693147181f, x) + low, result);
+}
+JSK_HOST_DEVICE double exp_nonpositive(double x) { return std::exp(x); }
+
+template <class T>
+JSK_HOST_DEVICE T relu(T x) {
+  return x < 0 ? T(0) : x;
+}
+
+template <class T>
+JSK_HOST_DEVICE T sigmoid(T x) {
+  T const e = exp_nonpositive(-std::abs(x));
+  return (x < 0 ? e : T(1)) * reciprocal(1 + e);
+}
+
+template <class T>
+JSK_HOST_DEVICE T silu(T x) {
+  return x * sigmoid(x);
+}
+
+// x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2
+template <class T>
+JSK_HOST_DEVICE T gelu_tanh(T x) {
+  return x * sigmoid(x * (T(1.5957691216057308) + T(0.0713548162726) * x * x));
+}
+
+JSK_HOST_DEVICE float hyperbolic_tangent(float x) {
+  float const magnitude = std::abs(x), e = exp_nonpositive(-2 * magnitude), square = x * x;
+  float const near_zero = polynomial(square, 0.0f, -0.333333176f, 0.133325861f, -0.0538522998f, 0.0210716341f, -0.00627417159f);
+  return magnitude < 0.55f ? multiply_add(near_zero, x, x) : (x < 0 ? e - 1 : 1 - e) * reciprocal(1 + e);
+}
+JSK_HOST_DEVICE double hyperbolic_tangent(double x) { return std::tanh(x); }
+
+// x times the normal distribution function. Its tail beyond m = |x| is exp(-m^2 / 2) times a polynomial in 1 / (1 + 0.3 m).
+JSK_HOST_DEVICE float gelu(float x) {
+  float const magnitude = std::abs(x) > 15.0f ? 15.0f : std::abs(x);
+  float const square = magnitude * magnitude, low = multiply_add(magnitude, magnitude, -square);
+  float const t = reciprocal(multiply_add(0.3f, magnitude, 1.0f));
+  float const scaled_tail = polynomial(t, 0.0f, 0.119632007f, 0.120712137f, 0.100175945f, 0.127691777f, -0.0520340171f, 0.204556775f,
+                                       -0.156158437f, 0.0354237313f);
+  float const tail = exp_nonpositive(-0.5f * square, -0.5f * low) * scaled_tail;
+  return x * (x < 0 ? tail : 1 - tail);
+}
+JSK_HOST_DEVICE double gelu(double x) { return 0.5 * x * std::erfc(-0.70710678118654752 * x); }
+
+template <class T>
+JSK_HOST_DEVICE void activate(Activation activation, T* x, int n) {
+  auto const each = [&](auto const& function) {
+#pragma unroll
+    for (int i = 0; i < n; ++i) x[i] = function(x[i]);
+  };
+  switch (activation) {
+    case Activation::kNone: return;
+    case Activation::kRelu: return each([](T v) { return relu(v); });
+    case Activation::kGelu: return each([](T v) { return gelu(v); });
+    case Activation::kGeluTanh: return each([](T v) { return gelu_tanh(v); });
+    case Activation::kSilu: return each([](T v) { return silu(v); });
+    case Activation::kSigmoid: return each([](T v) { return sigmoid(v); });
+    case Activation::kTanh: return each([](T v) { return hyperbolic_tangent(v); });
+  }
+}
+
+}  // namespace
+}  // namespace jax_streamk
