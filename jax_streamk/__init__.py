@@ -4,7 +4,7 @@
 threads. ``plan`` tells which kernel and schedule it would run, and why.
 """
 
-from jax_streamk.api import dot_general, einsum, kernels, matmul, plan
+from jax_streamk.api import dot_general, einsum, kernels, linear, matmul, plan
 from jax_streamk.planner import Plan
 from jax_streamk.primitive import dots_saveable, dots_with_no_batch_dims_saveable
 from jax_streamk.problem import Device
@@ -23,6 +23,7 @@ __all__ = [
     "dots_with_no_batch_dims_saveable",
     "einsum",
     "kernels",
+    "linear",
     "matmul",
     "plan",
 ]

@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from jax_streamk import _ffi, compat, lowering, primitive
+from jax_streamk.epilogue import ACTIVATIONS, Epilogue
 from jax_streamk.problem import device_of
 from jax_streamk.schedules import check_schedule
 
@@ -118,6 +119,70 @@ def _dimension_numbers(numbers):
 
 def _dims(dims):
     return (operator.index(dims),) if isinstance(dims, (int, np.integer)) else tuple(map(operator.index, dims))
+
+
+def linear(
+    x, w, bias=None, *, activation=None, residual=None, alpha=1.0, beta=1.0,
+    precision=None, preferred_element_type=None, out_sharding=None, schedule=None,
+):  # fmt: skip
+    """``activation(alpha * (x @ w) + beta * residual + bias)`` in one kernel.
+
+    The sums, the epilogue and its activation are float32 (float64 for float64) and rounded once, to the result's dtype. The
+    derivative applies the activation outside of the kernel, to the rounded value that it needs anyway.
+
+    Args:
+      x: array of shape (..., k).
+      w: array of shape (k, n). Dtypes promote with x's.
+      bias: array of shape (n,), or None.
+      activation: None, "relu", "gelu" (the exact one, by erf), "gelu_tanh", "silu", "sigmoid" or "tanh".
+      residual: array that broadcasts to (..., n), or None.
+      alpha, beta: numbers; not traced.
+      precision, preferred_element_type, out_sharding, schedule: as in ``matmul``.
+
+    Returns:
+      Array of shape (..., n) and dtype preferred_element_type or that of ``x @ w``; bias and residual are converted to it.
+
+    Raises:
+      TypeError: an operand is not an array of real numbers, the result's dtype is not a floating-point one, or alpha or beta is not
+        a number.
+      ValueError: shapes do not fit, there is no such activation, or no kernel can run the product under the given schedule.
+    """
+    schedule = check_schedule(schedule)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"linear: activation={activation!r}; it must be one of {', '.join(map(repr, ACTIVATIONS))}")
+    for name, factor in (("alpha", alpha), ("beta", beta)):
+        if not isinstance(factor, (int, float, np.number)) or isinstance(factor, (bool, np.complexfloating)):
+            raise TypeError(f"linear: {name} is {_describe(factor)}; it must be a real number that is known before tracing")
+    x, w, _ = _promoted("linear", x=x, w=w)
+    if x.ndim == 0 or w.ndim != 2 or x.shape[-1] != w.shape[0]:
+        raise ValueError(f"linear: x has shape {x.shape} and w {w.shape}; they must be (..., k) and (k, n)")
+    dtype = _element_type(preferred_element_type) or x.dtype
+    if not jnp.issubdtype(dtype, np.floating):
+        raise TypeError(f"linear: the result's dtype is {dtype}; an epilogue needs floating-point numbers")
+    shape = (*x.shape[:-1], w.shape[1])
+    others = []
+    for name, operand, fits in (("bias", bias, shape[-1:]), ("residual", residual, shape)):
+        if operand is None:
+            continue
+        operand = _array("linear", name, operand)
+        if not jnp.can_cast(operand.dtype, dtype, "same_kind") and not jnp.issubdtype(operand.dtype, np.integer):
+            raise TypeError(f"linear: {name} has dtype {operand.dtype}; it must convert to the result's, {dtype}")
+        if operand.shape != fits:
+            if name == "bias" or np.broadcast_shapes(operand.shape, fits) != fits:
+                raise ValueError(f"linear: {name} has shape {operand.shape}; it must {'be' if name == 'bias' else 'broadcast to'} {fits}")
+            operand = jnp.broadcast_to(operand, fits)
+        others.append(operand.astype(dtype))
+    return primitive.bind_linear(
+        x,
+        w,
+        *others,
+        epilogue=Epilogue(activation, float(alpha), float(beta), bias is not None, has_residual=residual is not None),
+        dimension_numbers=(((x.ndim - 1,), (0,)), ((), ())),
+        precision=compat.canonicalize_precision(precision),
+        preferred_element_type=dtype,
+        out_sharding=compat.canonicalize_sharding(out_sharding, "linear"),
+        schedule=schedule,
+    )
 
 
 def plan(lhs, rhs, dimension_numbers=None, *, schedule=None, device=None, precision=None, preferred_element_type=None):

@@ -15,7 +15,7 @@ from jax._src.lax.lax import dot_general_p
 __all__ = [
     "apply_primitive",
     "as_weak_type",
-    "batch_dot_general",
+    "batched_dimensions",
     "canonicalize_dtype",
     "canonicalize_precision",
     "canonicalize_sharding",
@@ -77,10 +77,16 @@ def def_batching(primitive, rule):
     _batching.fancy_primitive_batchers[primitive] = rule
 
 
-def batch_dot_general(bind, axis_data, operands, dims, **params):
-    """lax's own rule for batching a dot_general, with ``bind(lhs, rhs, dimension_numbers, precision=, ...)`` as the product."""
-    unpack = tuple
-    return _lax._dot_batch_rule(unpack, unpack, bind, axis_data, operands, dims, **params)
+def batched_dimensions(axis_data, ndims, dims, dimension_numbers, out_sharding):
+    """What mapping dimensions ``dims`` (None: not mapped, in one of them) of lhs and rhs makes of a dot_general.
+
+    Returns:
+      Its new dimension_numbers, the dimension of the result that is mapped, and the result's sharding.
+    """
+    numbers, out_dim = _lax._dot_general_batch_dim_nums(ndims, dims, dimension_numbers)
+    if out_sharding is not None:
+        out_sharding = _batching.get_sharding_for_vmap(axis_data, out_sharding, out_dim)
+    return numbers, int(out_dim), out_sharding
 
 
 class Placement(enum.Enum):

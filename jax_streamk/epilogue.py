@@ -25,7 +25,7 @@ class Epilogue:
       activation: a key of ``ACTIVATIONS``.
       alpha, beta: factors of the product and of the residual.
       has_bias: there is one, with the free dimensions of rhs.
-      batched_bias: and the batch dimensions before them.
+      bias_batch: how many batch dimensions it has before them: all of the product's, or none.
       has_residual: there is one, with the result's dimensions.
     """
 
@@ -33,24 +33,31 @@ class Epilogue:
     alpha: float = 1.0
     beta: float = 1.0
     has_bias: bool = False
-    batched_bias: bool = False
+    bias_batch: int = 0
     has_residual: bool = False
 
-    def split(self, extras):
+    @property
+    def is_plain(self):
+        return self == Epilogue(beta=self.beta)
+
+    def split(self, others):
         """(bias, residual) of the operands that follow lhs and rhs; None for absent ones."""
-        extras = list(extras)
-        return extras.pop(0) if self.has_bias else None, extras.pop(0) if self.has_residual else None
+        bias, residual = others[: self.has_bias], others[self.has_bias :]
+        return *(bias or (None,)), *(residual or (None,))
 
-    def bias_dims(self, batch, rank):
-        """The dimensions of a result of this rank, with so many batch dimensions, that the bias has."""
-        raise NotImplementedError
-
-    def apply(self, product, bias, residual):
+    def apply(self, product, *others):
         """The epilogue of XLA's making, for products that no kernel finishes: in float32 at least, and rounded once."""
-        dtype = jnp.promote_types(product.dtype, jnp.float32)
-        out = self.alpha * product.astype(dtype)
+        if self.is_plain:
+            return product
+        bias, residual = self.split(others)
+        out = product.astype(jnp.promote_types(product.dtype, jnp.float32))
+        out = self.alpha * out
         if residual is not None:
-            out += self.beta * residual.astype(dtype)
+            out += self.beta * residual.astype(out.dtype)
         if bias is not None:
-            out += bias.astype(dtype)
+            out += self.spread_bias(bias, out.ndim).astype(out.dtype)
         return ACTIVATIONS[self.activation](out).astype(product.dtype)
+
+    def spread_bias(self, bias, rank):
+        """The bias with dimensions of size 1 between its batch dimensions, if any, and the free ones of rhs."""
+        return jnp.expand_dims(bias, tuple(range(self.bias_batch, self.bias_batch + rank - bias.ndim)))

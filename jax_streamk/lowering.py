@@ -10,13 +10,14 @@ from jax import lax
 from jax.interpreters import mlir
 
 from jax_streamk import _ffi, compat, partition, planner, problem, schedules
-from jax_streamk.primitive import dot_general_p
+from jax_streamk.epilogue import Epilogue
+from jax_streamk.primitive import dot_general_p, linear_p
 
 _HOST_TARGET, _CUDA_TARGET = "jax_streamk_host_gemm", "jax_streamk_cuda_gemm"
 _REBUILD = "pip install . -C cmake.define.JAX_STREAMK_CUDA=ON"
 
 
-def plan(lhs, rhs, *, dimension_numbers, precision, preferred_element_type, schedule, device):
+def plan(lhs, rhs, *, dimension_numbers, precision, preferred_element_type, schedule, device, epilogue=Epilogue()):
     """The ``Plan`` of a product and, where a kernel runs it, its ``Arrangement``.
 
     Raises:
@@ -27,7 +28,9 @@ def plan(lhs, rhs, *, dimension_numbers, precision, preferred_element_type, sche
         raise RuntimeError(f"this build of jax_streamk has no CUDA kernels and the program runs on a GPU: {_REBUILD}")
     schedule = schedules.of_forward(schedule)
     try:
-        arrangement = problem.arrange(lhs, rhs, dimension_numbers, precision, preferred_element_type, device.platform)
+        arrangement = problem.arrange(
+            lhs, rhs, dimension_numbers, precision, preferred_element_type, device.platform, epilogue
+        )
     except problem.Unsupported as why:
         return _left_to_xla(why, schedule, device), None
     made = planner.make_plan(arrangement.problem, schedule, device)
@@ -40,21 +43,21 @@ def _left_to_xla(why, schedule, device):
     return planner.Plan(None, device, None, None, reasons=(f"falls back to XLA: {why}",))
 
 
-def _run(lhs, rhs, *, platform, schedule, **params):
+def _run(lhs, rhs, *others, platform, schedule, epilogue=Epilogue(), **params):
     """The product of one device, on a platform that has kernels."""
     device = problem.device_for_lowering(platform)
     del params["out_sharding"]
-    made, arrangement = plan(lhs, rhs, schedule=schedule, device=device, **params)
-    if made.kernel is None and not made.is_empty:
-        return compat.dot_general_p.bind(lhs, rhs, out_sharding=None, **params)
+    made, arrangement = plan(lhs, rhs, schedule=schedule, device=device, epilogue=epilogue, **params)
     out = jax.eval_shape(functools.partial(lax.dot_general, **params), lhs, rhs)
     if made.is_empty:
-        return jnp.zeros(out.shape, out.dtype)
+        return epilogue.apply(jnp.zeros(out.shape, out.dtype), *others)
+    if made.kernel is None:
+        return epilogue.apply(compat.dot_general_p.bind(lhs, rhs, out_sharding=None, **params), *others)
     call = jax.ffi.ffi_call(
         _HOST_TARGET if platform == "cpu" else _CUDA_TARGET,
         (out, jax.ShapeDtypeStruct((made.workspace_bytes,), jnp.uint8)),
     )
-    return call(*arrangement.prepare(lhs, rhs), **_attributes(made))[0]
+    return call(*arrangement.prepare(lhs, rhs), *others, **_attributes(made))[0]
 
 
 def _attributes(made):
@@ -74,11 +77,11 @@ def _attributes(made):
     )
 
 
-def _without_kernels(lhs, rhs, *, why, schedule, **params):
+def _without_kernels(lhs, rhs, *others, why, schedule, epilogue=Epilogue(), **params):
     """XLA's product, where none of ours can be had."""
     if not isinstance(schedules.of_forward(schedule), schedules.Auto):
         raise ValueError(f"schedule={schedule} cannot run: {why}")
-    return compat.dot_general_p.bind(lhs, rhs, **params)
+    return epilogue.apply(compat.dot_general_p.bind(lhs, rhs, **params), *others)
 
 
 _NO_PLATFORM = "there are kernels for CPUs and for NVIDIA GPUs only"
@@ -91,17 +94,26 @@ def _lower(ctx, *operands, platform, **params):
         return mlir.lower_fun(functools.partial(_without_kernels, why=_NO_PLACEMENT), multiple_results=False)(ctx, *operands, **params)
     function = functools.partial(_run, platform=platform, **params)
     if placement == compat.Placement.PARTITIONED:
-        factors = partition.Factors(params["dimension_numbers"], *(aval.ndim for aval in ctx.avals_in))
-        function = partition.partitioned(functools.partial(dot_general_p.bind, **params | {"out_sharding": None}), factors)
+        function = _partitioned(ctx.avals_in, **params | {"out_sharding": None})
     local = ctx.replace(avals_in=[compat.local_aval(aval) for aval in ctx.avals_in])
     (out,) = mlir.lower_fun(function, multiple_results=False)(local, *operands)
     return [compat.with_sharding_of(ctx, out, *ctx.avals_out)]
 
 
-compat.needs_devices(dot_general_p)
-mlir.register_lowering(dot_general_p, mlir.lower_fun(functools.partial(_without_kernels, why=_NO_PLATFORM), multiple_results=False))
-for _platform in ("cpu", "cuda"):
-    mlir.register_lowering(dot_general_p, functools.partial(_lower, platform=_platform), platform=_platform)
+def _partitioned(avals, *, epilogue=Epilogue(), **params):
+    product = functools.partial(dot_general_p.bind, **params)
+    fused = product if epilogue.is_plain else functools.partial(linear_p.bind, epilogue=epilogue, **params)
+    factors = partition.Factors(params["dimension_numbers"], avals[0].ndim, avals[1].ndim, epilogue)
+    return partition.partitioned(product, epilogue.apply, fused, factors)
+
+
+for _primitive in (dot_general_p, linear_p):
+    compat.needs_devices(_primitive)
+    mlir.register_lowering(
+        _primitive, mlir.lower_fun(functools.partial(_without_kernels, why=_NO_PLATFORM), multiple_results=False)
+    )
+    for _platform in ("cpu", "cuda"):
+        mlir.register_lowering(_primitive, functools.partial(_lower, platform=_platform), platform=_platform)
 
 
 def _register_handlers():

@@ -15,6 +15,7 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_streamk import compat
+from jax_streamk.epilogue import Epilogue
 
 
 # The identity, to a type without sharding. XLA's partitioner calls back while an explicit mesh may be set, whose axes are not
@@ -28,16 +29,18 @@ _no_mesh = jax.sharding.AbstractMesh((), ())
 class Factors:
     """The names of the dimensions of a product: those of one name are one factor."""
 
-    def __init__(self, dimension_numbers, lhs_ndim, rhs_ndim):
+    def __init__(self, dimension_numbers, lhs_ndim, rhs_ndim, epilogue=Epilogue()):
         contract, batch = dimension_numbers
         lhs, rhs = ([f"{side}{i}" for i in range(ndim)] for side, ndim in (("m", lhs_ndim), ("n", rhs_ndim)))
         for name, pairs in (("k", zip(*contract)), ("b", zip(*batch))):
             for i, j in pairs:
                 lhs[i] = rhs[j] = f"{name}{i}"
         self.contract = tuple(lhs[i] for i in contract[0])
-        shared = {*self.contract, *(lhs[i] for i in batch[0])}
-        self.operands = (tuple(lhs), tuple(rhs))
-        self.result = (*(lhs[i] for i in batch[0]), *(x for x in (*lhs, *rhs) if x not in shared))
+        batch = tuple(lhs[i] for i in batch[0])
+        lhs_free, rhs_free = (tuple(x for x in side if x not in (*self.contract, *batch)) for side in (lhs, rhs))
+        self.result = (*batch, *lhs_free, *rhs_free)
+        bias = (*batch[: epilogue.bias_batch], *rhs_free)
+        self.operands = (tuple(lhs), tuple(rhs), *[bias] * epilogue.has_bias, *[self.result] * epilogue.has_residual)
 
     def rule(self):
         return SdyShardingRule(
@@ -45,41 +48,44 @@ class Factors:
         )
 
 
-def partitioned(bind, factors):
-    """``bind(*operands)``, a product with these factors, for XLA to partition."""
-    product = custom_partitioning(bind)
-    product.def_partition(
-        partition=functools.partial(_partition, bind, factors), sharding_rule=factors.rule(), decode_shardings=True
-    )
-    return product
+def partitioned(product, finish, fused, factors):
+    """``finish(product(lhs, rhs), *others)``, for XLA to partition; ``fused(*operands)`` is the same where no sum comes between."""
+    function = custom_partitioning(fused)
+    function.def_partition(functools.partial(_partition, product, finish, fused, factors), sharding_rule=factors.rule())
+    return function
 
 
-def _partition(bind, factors, mesh, operands, result):
+def _partition(product, finish, fused, factors, mesh, operands, result):
     specs = [_axes_of_dimensions(x) for x in (*operands, result)]
-    names = (*factors.operands, factors.result)
     sizes = {name: size for x, dims in zip(operands, factors.operands) for name, size in zip(dims, x.shape)}
-    axes = _axes_of_factors(names, specs, sizes, factors.contract, mesh.shape)
-    summed = tuple(axis for name in factors.contract for axis in axes[name])
+    axes = _axes_of_factors((*factors.operands, factors.result), specs, sizes, factors.contract, mesh.shape)
+    summed = [axis for name in factors.contract for axis in axes[name]]
     # Where the result asks for the axes of k, its sum is scattered over them instead of being made whole everywhere.
-    scatter = {}
+    final, scattered = dict(axes), {}
     for dimension, (name, wanted) in enumerate(zip(factors.result, specs[-1])):
         for axis in wanted:
-            size = sizes[name] // math.prod(mesh.shape[a] for a in (*axes[name], *scatter.get(dimension, ())))
+            size = sizes[name] // math.prod(mesh.shape[a] for a in final[name])
             if axis in summed and size % mesh.shape[axis] == 0:
-                scatter.setdefault(dimension, []).append(axis)
+                summed.remove(axis)
+                final[name] = (*final[name], axis)
+                scattered[dimension] = (*scattered.get(dimension, ()), axis)
 
     def local(*operands):
         with jax.sharding.use_abstract_mesh(_no_mesh):
-            out = bind(*(_local_p.bind(x) for x in operands))
-            for dimension, scattered in scatter.items():
-                out = lax.psum_scatter(out, tuple(scattered), scatter_dimension=dimension, tiled=True)
-            whole = tuple(axis for axis in summed if not any(axis in scattered for scattered in scatter.values()))
-            return lax.psum(out, whole) if whole else out
+            lhs, rhs, *others = (_local_p.bind(x) for x in operands)
+            if not summed and not scattered:
+                return fused(lhs, rhs, *others)
+            out = product(lhs, rhs)
+            for dimension, over in scattered.items():
+                out = lax.psum_scatter(out, over, scatter_dimension=dimension, tiled=True)
+            return finish(lax.psum(out, tuple(summed)) if summed else out, *others)
 
-    def sharding(dims, scatter={}):
-        return NamedSharding(mesh, PartitionSpec(*((*axes[name], *scatter.get(i, ())) or None for i, name in enumerate(dims))))
+    def sharding(dims, axes):
+        return NamedSharding(mesh, PartitionSpec(*(axes[name] or None for name in dims)))
 
-    return mesh, local, sharding(factors.result, scatter), tuple(map(sharding, factors.operands))
+    lhs, rhs, *others = factors.operands
+    shardings = (sharding(lhs, axes), sharding(rhs, axes), *(sharding(dims, final) for dims in others))
+    return mesh, local, sharding(factors.result, final), shardings
 
 
 def _axes_of_factors(names, specs, sizes, contract, mesh):

@@ -1,18 +1,24 @@
-"""The primitive behind every product: its type, and what transformations do with it."""
+"""The primitives behind every product, alone and with an epilogue: their types, and what transformations do with them."""
 
+import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad
 
 from jax_streamk import compat, schedules
+from jax_streamk.epilogue import ACTIVATIONS
 
 # Parameters are those of lax.dot_general's primitive, and the schedule.
 dot_general_p = Primitive("streamk_dot_general")
-dot_general_p.def_impl(functools.partial(compat.apply_primitive, dot_general_p))
+# One more: the epilogue. Operands are lhs, rhs, and those that it says.
+linear_p = Primitive("streamk_linear")
+for _primitive in (dot_general_p, linear_p):
+    _primitive.def_impl(functools.partial(compat.apply_primitive, _primitive))
 
 
 def bind(lhs, rhs, dimension_numbers, *, precision, preferred_element_type, out_sharding=None, schedule=schedules.Auto()):
@@ -29,10 +35,26 @@ def bind(lhs, rhs, dimension_numbers, *, precision, preferred_element_type, out_
     )
 
 
+def bind_linear(lhs, rhs, *others, epilogue, **params):
+    """``epilogue`` of ``bind(lhs, rhs, **params)`` in one kernel. Others are its operands, of the result's dtype."""
+    if epilogue.is_plain:
+        return bind(lhs, rhs, **params)
+    return linear_p.bind(*compat.match_varying(lhs, rhs, *others), epilogue=epilogue, **params)
+
+
 @dot_general_p.def_effectful_abstract_eval
 def _abstract_eval(lhs, rhs, *, schedule, **params):
     del schedule
     return compat.dot_general_p.abstract_eval(lhs, rhs, **params)
+
+
+@linear_p.def_effectful_abstract_eval
+def _linear_abstract_eval(lhs, rhs, *others, epilogue, schedule, **params):
+    del schedule
+    product, effects = compat.dot_general_p.abstract_eval(lhs, rhs, **params)
+    if getattr(product.sharding.spec, "unreduced", None):
+        raise ValueError(f"linear: out_sharding={params['out_sharding']} leaves the sum over k open, and the epilogue comes after it")
+    return product, effects
 
 
 def _transpose(of, cotangent, lhs, rhs, *, dimension_numbers, precision, preferred_element_type, out_sharding, schedule):
@@ -78,20 +100,97 @@ def _transpose(of, cotangent, lhs, rhs, *, dimension_numbers, precision, preferr
 ad.defbilinear(dot_general_p, functools.partial(_transpose, 0), functools.partial(_transpose, 1))
 
 
-def _batch(axis_data, operands, dims, *, schedule, **params):
-    return compat.batch_dot_general(functools.partial(bind, schedule=schedule), axis_data, operands, dims, **params)
+def _batch(axis_data, operands, dims, *, dimension_numbers, out_sharding, **params):
+    if tuple(dims) == (None, None):
+        return bind(*operands, dimension_numbers, out_sharding=out_sharding, **params), None
+    ndims = tuple(x.ndim for x in operands)
+    numbers, out_dim, out_sharding = compat.batched_dimensions(axis_data, ndims, tuple(dims), dimension_numbers, out_sharding)
+    return bind(*operands, numbers, out_sharding=out_sharding, **params), out_dim
 
 
 compat.def_batching(dot_general_p, _batch)
 
 
+def _linear_jvp(primals, tangents, *, epilogue, **params):
+    """The derivative sees the activation apart: it needs what the activation was given."""
+    lhs, rhs, *others = primals
+    before = bind_linear(*primals, epilogue=dataclasses.replace(epilogue, activation=None), **params)
+    product = functools.partial(bind, **params)
+    scale = functools.partial(_times, epilogue.alpha)
+    bias, residual = epilogue.split(tangents[2:])
+    terms = []
+    if type(tangents[0]) is not ad.Zero:
+        terms.append(scale(product(tangents[0], rhs)))
+    if type(tangents[1]) is not ad.Zero:
+        terms.append(scale(product(lhs, tangents[1])))
+    if residual is not None and type(residual) is not ad.Zero:
+        terms.append(_times(epilogue.beta, residual))
+    if bias is not None and type(bias) is not ad.Zero:
+        terms.append(jnp.zeros_like(before) + epilogue.spread_bias(bias, before.ndim))
+    return jax.jvp(ACTIVATIONS[epilogue.activation], (before,), (functools.reduce(lax.add, terms),))
+
+
+def _times(factor, x):
+    return x if factor == 1 else factor * x
+
+
+ad.primitive_jvps[linear_p] = _linear_jvp
+
+
+def _linear_batch(axis_data, operands, dims, *, epilogue, dimension_numbers, out_sharding, **params):
+    """One kernel where the mapped axis is a batch, or free in the one matrix that has it; else the epilogue follows the product."""
+    (lhs, rhs, *others), (lhs_dim, rhs_dim, *other_dims) = operands, dims
+    bias, residual = epilogue.split(others)
+    bias_dim, residual_dim = epilogue.split(other_dims)
+    if rhs_dim is None and (lhs_dim is None or bias_dim is not None):
+        out, out_dim = _batch(
+            axis_data, (lhs, rhs), (lhs_dim, rhs_dim), dimension_numbers=dimension_numbers, out_sharding=out_sharding, **params
+        )
+        return jax.vmap(epilogue.apply, in_axes=(out_dim, *other_dims))(out, *others), 0
+
+    numbers, out_dim, out_sharding = compat.batched_dimensions(
+        axis_data, (lhs.ndim, rhs.ndim), (lhs_dim, rhs_dim), dimension_numbers, out_sharding
+    )
+
+    def mapped(x, dim, to):
+        return jnp.moveaxis(x, dim, to) if dim is not None else jnp.repeat(jnp.expand_dims(x, to), axis_data.size, to)
+
+    bias_batch = epilogue.bias_batch
+    if bias is not None and lhs_dim is None:
+        # The mapped axis is one of the free dimensions of rhs, which end the result's as they do the bias's.
+        rank = lhs.ndim + rhs.ndim - 2 * len(numbers[0][0]) - len(numbers[1][0])
+        bias = mapped(bias, bias_dim, out_dim - rank + bias.ndim + (bias_dim is None))
+    elif bias is not None and rhs_dim is not None and (bias_dim is not None or bias_batch):
+        # A bias that differs in one batch dimension has them all.
+        bias = mapped(bias, bias_dim, 0)
+        sizes = [lhs.shape[i] for i in numbers[1][0]]
+        bias = jnp.expand_dims(bias, tuple(range(1 + bias_batch, len(sizes))))
+        bias = jnp.broadcast_to(bias, (*sizes, *bias.shape[len(sizes) :]))
+        bias_batch = len(sizes)
+    if residual is not None:
+        residual = mapped(residual, residual_dim, out_dim)
+    out = bind_linear(
+        lhs,
+        rhs,
+        *(x for x in (bias, residual) if x is not None),
+        epilogue=dataclasses.replace(epilogue, bias_batch=bias_batch),
+        dimension_numbers=numbers,
+        out_sharding=out_sharding,
+        **params,
+    )
+    return out, out_dim
+
+
+compat.def_batching(linear_p, _linear_batch)
+
+
 def dots_saveable(primitive, *avals, **params):
     """A policy for ``jax.checkpoint``: saves the results of matrix products, JAX's and this library's, and recomputes the rest."""
-    return primitive is dot_general_p or jax.checkpoint_policies.dots_saveable(primitive, *avals, **params)
+    return primitive in (dot_general_p, linear_p) or jax.checkpoint_policies.dots_saveable(primitive, *avals, **params)
 
 
 def dots_with_no_batch_dims_saveable(primitive, *avals, **params):
     """A policy for ``jax.checkpoint``: as ``dots_saveable``, of products without batch dimensions only."""
-    if primitive is dot_general_p:
-        primitive, params = compat.dot_general_p, {k: v for k, v in params.items() if k != "schedule"}
+    if primitive in (dot_general_p, linear_p):
+        primitive, params = compat.dot_general_p, {"dimension_numbers": params["dimension_numbers"]}
     return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *avals, **params)

@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from jax_streamk import _ffi
+from jax_streamk.epilogue import Epilogue
 
 TYPES = {
     jnp.dtype(jnp.float64): _ffi.Type.f64,
@@ -185,8 +186,8 @@ class Arrangement:
         return lines
 
 
-def arrange(lhs, rhs, dimension_numbers, precision, preferred_element_type, platform):
-    """Arranges ``lax.dot_general(lhs, rhs, ...)`` of row-major operands as one strided GEMM.
+def arrange(lhs, rhs, dimension_numbers, precision, preferred_element_type, platform, epilogue=Epilogue()):
+    """Arranges ``lax.dot_general(lhs, rhs, ...)`` of row-major operands, and its epilogue, as one strided GEMM.
 
     Args:
       lhs, rhs: anything with shape and dtype.
@@ -194,6 +195,7 @@ def arrange(lhs, rhs, dimension_numbers, precision, preferred_element_type, plat
       precision: canonical, as the dot_general primitive carries it.
       preferred_element_type: dtype of the result, or None for lax's choice.
       platform: "cpu" or "cuda"; it decides what a product of two f32 is.
+      epilogue: what follows.
 
     Raises:
       Unsupported: no kernel family has these types or this precision, or a shape is symbolic.
@@ -202,10 +204,13 @@ def arrange(lhs, rhs, dimension_numbers, precision, preferred_element_type, plat
     if not all(isinstance(size, (int, np.integer)) for size in (*lhs.shape, *rhs.shape)):
         raise Unsupported(f"shapes {lhs.shape} and {rhs.shape} are symbolic: a kernel is chosen for numbers")
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-    # Contraction may run in any common order; the order of the lhs in memory is the likeliest to collapse.
-    order = sorted(range(len(lhs_contract)), key=lambda i: lhs_contract[i])
-    a = _Operand(lhs.shape, lhs_batch, [lhs_contract[i] for i in order])
-    b = _Operand(rhs.shape, rhs_batch, [rhs_contract[i] for i in order])
+    # Contraction may run in any common order. That of one operand in memory may collapse in both.
+    for contract in (lhs_contract, rhs_contract):
+        order = sorted(range(len(contract)), key=contract.__getitem__)
+        a = _Operand(lhs.shape, lhs_batch, [lhs_contract[i] for i in order])
+        b = _Operand(rhs.shape, rhs_batch, [rhs_contract[i] for i in order])
+        if a.collapses(a.contract) and b.collapses(b.contract):
+            break
     # Without a batch of its own, leading free dimensions of one operand that do not collapse with the rest are a batch over
     # which the other operand is broadcast.
     borrowed = None
@@ -227,6 +232,8 @@ def arrange(lhs, rhs, dimension_numbers, precision, preferred_element_type, plat
     problem = GemmProblem(
         batch, m, n, k, TYPES[dtype], TYPES[dtype], type_d, math_, major_a, major_b, lda, ldb, ldd,
         0 if borrowed is b else a.stride(a.batch), 0 if borrowed is a else b.stride(b.batch), stride_d,
+        _ffi.Activation[epilogue.activation or "none"], epilogue.has_bias, epilogue.has_residual, epilogue.alpha, epilogue.beta,
+        n if epilogue.has_bias and (borrowed is b or epilogue.bias_batch) else 0,
     )  # fmt: skip
     return Arrangement(problem, dtype, permute_lhs, permute_rhs)
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_streamk import DataParallel, SplitK, StreamK, _ffi, plan, primitive
+from jax_streamk import DataParallel, SplitK, StreamK, _ffi, lowering, plan
 
 ON_GPU = jax.default_backend() == "gpu"
 TARGET = "jax_streamk_cuda_gemm" if ON_GPU else "jax_streamk_host_gemm"
@@ -19,7 +19,7 @@ SEVEN_MILLION = 7_000_000
 
 def call(changed=(), workspace=PLAN.workspace_bytes, attributes=None):
     """Compiles and runs a call with the attributes of the plan, or those given, but for the changed ones."""
-    attributes = (attributes or primitive._attributes(PLAN)) | dict(changed)
+    attributes = (attributes or lowering._attributes(PLAN)) | dict(changed)
     out = (jax.ShapeDtypeStruct((M, N), jnp.float32), jax.ShapeDtypeStruct((workspace,), jnp.uint8))
     product = jax.ffi.ffi_call(TARGET, out)(A, B, **{name: value for name, value in attributes.items() if value is not None})[0]
     return product.block_until_ready()
@@ -97,7 +97,7 @@ def test_a_buffer_smaller_than_the_plan_says():
 )
 def test_operands_that_do_not_hold_what_the_plan_says(changed, operand):
     # Data-parallel: what is refused must not be the workspace.
-    attributes = primitive._attributes(plan(A, B, schedule=DataParallel()))
+    attributes = lowering._attributes(plan(A, B, schedule=DataParallel()))
     message = f"INVALID_ARGUMENT: .* was given a buffer for {operand} of another type, or smaller, than its plan says"
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         call(changed, workspace=2**20, attributes=attributes | {"workspace_bytes": L(2**20)})
@@ -105,7 +105,7 @@ def test_operands_that_do_not_hold_what_the_plan_says(changed, operand):
 
 def test_operands_of_another_type():
     a, b = A.astype(jnp.bfloat16), B.astype(jnp.bfloat16)
-    attributes = primitive._attributes(plan(a, b, schedule=DataParallel()))
+    attributes = lowering._attributes(plan(a, b, schedule=DataParallel()))
     with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT: .* was given a buffer for A of another type"):
         call({"workspace_bytes": L(2**20)}, workspace=2**20, attributes=attributes)
 
@@ -128,14 +128,14 @@ def test_any_number_of_threads_serves(threads, schedule):
     made = plan(A, B, schedule=schedule)
     native = _ffi.Device(0, threads)
     needed = _ffi.workspace_bytes(made.kernel, made.problem.native(), made.native_schedule(), native)
-    product = call({"sms": I(threads), "workspace_bytes": L(needed)}, needed, primitive._attributes(made))
+    product = call({"sms": I(threads), "workspace_bytes": L(needed)}, needed, lowering._attributes(made))
     np.testing.assert_array_equal(product, A @ B)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name, change", [("arch", -10), ("sms", -1), ("sms", 1)])
 def test_another_gpu(name, change):
-    attributes = primitive._attributes(PLAN)
+    attributes = lowering._attributes(PLAN)
     # Room for what a wider machine needs: the device is what must be refused.
     room = PLAN.workspace_bytes * 2
     with pytest.raises(
