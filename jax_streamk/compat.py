@@ -28,6 +28,7 @@ __all__ = [
     "match_varying",
     "needs_devices",
     "placement",
+    "transpose_behind",
     "with_sharding_of",
 ]
 
@@ -104,6 +105,14 @@ def placement(ctx):
     if getattr(axes, "num_devices", 1) == 1:
         return Placement.ONE_DEVICE
     return Placement.PARTITIONED if axes.device_assignment is not None else Placement.UNKNOWN
+
+
+def transpose_behind(value):
+    """(operand, permutation) of the transpose that a lowered value is the result of; None if it is none."""
+    operation = value.owner
+    if getattr(operation, "name", None) != "stablehlo.transpose":
+        return None
+    return operation.operands[0], tuple(operation.attributes["permutation"])
 
 
 def local_aval(aval):

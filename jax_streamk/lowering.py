@@ -92,12 +92,30 @@ def _lower(ctx, *operands, platform, **params):
     placement = compat.placement(ctx)
     if placement == compat.Placement.UNKNOWN:
         return mlir.lower_fun(functools.partial(_without_kernels, why=_NO_PLACEMENT), multiple_results=False)(ctx, *operands, **params)
-    function = functools.partial(_run, platform=platform, **params)
+    avals = [compat.local_aval(aval) for aval in ctx.avals_in]
     if placement == compat.Placement.PARTITIONED:
-        function = _partitioned(ctx.avals_in, **params | {"out_sharding": None})
-    local = ctx.replace(avals_in=[compat.local_aval(aval) for aval in ctx.avals_in])
-    (out,) = mlir.lower_fun(function, multiple_results=False)(local, *operands)
+        function = _partitioned(avals, **params | {"out_sharding": None})
+    else:
+        operands, avals, numbers = _without_transposes(operands, avals, params["dimension_numbers"])
+        function = functools.partial(_run, platform=platform, **params | {"dimension_numbers": numbers})
+    (out,) = mlir.lower_fun(function, multiple_results=False)(ctx.replace(avals_in=avals), *operands)
     return [compat.with_sharding_of(ctx, out, *ctx.avals_out)]
+
+
+def _without_transposes(operands, avals, dimension_numbers):
+    """The product of what ``operands`` are transposes of, where that is the same: kernels take any majorness, and copy nothing."""
+    operands, avals = list(operands), list(avals)
+    sides = [list(zip(*dimension_numbers))[i] for i in range(2)]
+    for i in range(2):
+        while (found := compat.transpose_behind(operands[i])) is not None:
+            source, permutation = found
+            free = [p for dim, p in enumerate(permutation) if dim not in (*sides[i][0], *sides[i][1])]
+            if free != sorted(free):  # the result has them in the operand's order
+                break
+            operands[i] = source
+            avals[i] = avals[i].update(shape=tuple(avals[i].shape[j] for j in np.argsort(permutation)))
+            sides[i] = [tuple(permutation[dim] for dim in dims) for dims in sides[i]]
+    return operands, avals, tuple(zip(*sides))
 
 
 def _partitioned(avals, *, epilogue=Epilogue(), **params):
@@ -113,7 +131,10 @@ for _primitive in (dot_general_p, linear_p):
         _primitive, mlir.lower_fun(functools.partial(_without_kernels, why=_NO_PLATFORM), multiple_results=False)
     )
     for _platform in ("cpu", "cuda"):
-        mlir.register_lowering(_primitive, functools.partial(_lower, platform=_platform), platform=_platform)
+        # Not cacheable: a cached rule does not see what its operands come from.
+        mlir.register_lowering(
+            _primitive, functools.partial(_lower, platform=_platform), platform=_platform, cacheable=False
+        )
 
 
 def _register_handlers():

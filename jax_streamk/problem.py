@@ -270,15 +270,22 @@ class _Operand:
                 return
 
     def permute_unless_strided(self):
-        """Returns a permutation to (batch, free, contract) and adopts it, or None where every role has one stride already."""
+        """Returns a permutation that gives every role one stride and adopts it, or None where each has one already.
+
+        The batch comes first. What is innermost in memory stays so: it is the cheaper copy, and often the one that the other
+        products of a derivative need too.
+        """
         units = (self.stride(dims) <= 1 for dims in (self.free, self.contract))
         if all(map(self.collapses, (self.batch, self.free, self.contract))) and any(units):
             return None
-        permutation = tuple(self.batch + self.free + self.contract)
-        ends = np.cumsum([len(self.batch), len(self.free)])
-        self.__init__(
-            [self.shape[i] for i in permutation], range(ends[0]), range(ends[1], len(permutation))
-        )
+        roles = [self.batch, self.free, self.contract]
+        innermost = max(self._solid(range(len(self.shape))), default=0)
+        if innermost in self.free:
+            roles = [self.batch, self.contract, self.free]
+        permutation = tuple(sum(roles, []))
+        places = {dim: place for place, dim in enumerate(permutation)}
+        batch, contract = ([places[dim] for dim in dims] for dims in (self.batch, self.contract))
+        self.__init__([self.shape[i] for i in permutation], batch, contract)
         return permutation
 
     def major_and_leading(self, rows, columns):
