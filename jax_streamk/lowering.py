@@ -4,7 +4,6 @@ import enum
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.interpreters import mlir
@@ -32,32 +31,15 @@ def plan(lhs, rhs, *, dimension_numbers, precision, preferred_element_type, sche
             lhs, rhs, dimension_numbers, precision, preferred_element_type, device.platform, epilogue
         )
     except problem.Unsupported as why:
-        return _left_to_xla(why, schedule, device), None
+        _refuse_schedule(schedule, " this product", why)
+        return planner.Plan(None, device, None, None, reasons=(f"falls back to XLA: {why}",)), None
     made = planner.make_plan(arrangement.problem, schedule, device)
     return made.with_reasons(arrangement.copies(lhs, rhs)), arrangement
 
 
-def _left_to_xla(why, schedule, device):
-    if not isinstance(schedule, schedules.Auto):
-        raise ValueError(f"schedule={schedule} cannot run this product: {why}")
-    return planner.Plan(None, device, None, None, reasons=(f"falls back to XLA: {why}",))
-
-
-def _run(lhs, rhs, *others, platform, schedule, epilogue=Epilogue(), **params):
-    """The product of one device, on a platform that has kernels."""
-    device = problem.device_for_lowering(platform)
-    del params["out_sharding"]
-    made, arrangement = plan(lhs, rhs, schedule=schedule, device=device, epilogue=epilogue, **params)
-    out = jax.eval_shape(functools.partial(lax.dot_general, **params), lhs, rhs)
-    if made.is_empty:
-        return epilogue.apply(jnp.zeros(out.shape, out.dtype), *others)
-    if made.kernel is None:
-        return epilogue.apply(compat.dot_general_p.bind(lhs, rhs, out_sharding=None, **params), *others)
-    call = jax.ffi.ffi_call(
-        _HOST_TARGET if platform == "cpu" else _CUDA_TARGET,
-        (out, jax.ShapeDtypeStruct((made.workspace_bytes,), jnp.uint8)),
-    )
-    return call(*arrangement.prepare(lhs, rhs), *others, **_attributes(made))[0]
+def _refuse_schedule(schedule, what, why):
+    if not isinstance(schedules.of_forward(schedule), schedules.Auto):
+        raise ValueError(f"schedule={schedule} cannot run{what}: {why}")
 
 
 def _attributes(made):
@@ -77,35 +59,69 @@ def _attributes(made):
     )
 
 
-def _without_kernels(lhs, rhs, *others, why, schedule, epilogue=Epilogue(), **params):
-    """XLA's product, where none of ours can be had."""
-    if not isinstance(schedules.of_forward(schedule), schedules.Auto):
-        raise ValueError(f"schedule={schedule} cannot run: {why}")
+def _lower(ctx, *operands, **params):
+    platforms = tuple(ctx.platforms or ctx.module_context.platforms)
+    ours = {"cpu", "cuda"}.intersection(platforms)
+    if not ours:
+        return _lower_to_xla(ctx, *operands, why="there are kernels for CPUs and for NVIDIA GPUs only", **params)
+    if len(platforms) > 1:
+        # A function each: equal ones would be one branch, for several platforms again.
+        names = [*ours, *["default"] * (len(ours) < len(platforms))]
+        branches = {name: functools.partial(ctx.primitive.bind, **params) for name in names}
+        return mlir.lower_fun(lax.platform_dependent, multiple_results=False)(ctx, *operands, **branches)
+    placement = compat.placement(ctx)
+    if placement == compat.Placement.UNKNOWN:
+        why = "XLA alone divides products in a shard_map that leaves mesh axes to it, and in an export for several devices"
+        return _lower_to_xla(ctx, *operands, why=why, **params)
+    # Tracing inside of a rule has no use for shardings.
+    local = ctx.replace(avals_in=[compat.local_aval(aval) for aval in ctx.avals_in])
+    params["out_sharding"] = None
+    if placement == compat.Placement.PARTITIONED:
+        (out,) = mlir.lower_fun(_partitioned(local.avals_in, **params), multiple_results=False)(local, *operands)
+    else:
+        (out,) = _lower_on_one_device(local, *operands, platform=platforms[0], **params)
+    return [compat.with_sharding_of(ctx, out, *ctx.avals_out)]
+
+
+def _lower_on_one_device(ctx, lhs, rhs, *others, platform, schedule, out_sharding, epilogue=Epilogue(), **params):
+    (lhs, rhs), avals, params["dimension_numbers"] = _without_transposes(
+        (lhs, rhs), ctx.avals_in[:2], params["dimension_numbers"]
+    )
+    device = problem.device_for_lowering(platform)
+    made, arrangement = plan(*avals, schedule=schedule, device=device, epilogue=epilogue, **params)
+    if made.kernel is None:
+        rule = mlir.lower_fun(_xla, multiple_results=False)
+        ctx = ctx.replace(avals_in=[*avals, *ctx.avals_in[2:]])
+        return rule(ctx, lhs, rhs, *others, out_sharding=out_sharding, epilogue=epilogue, **params)
+    if arrangement.copies(*avals):
+        lhs, rhs = mlir.lower_fun(arrangement.prepare)(ctx.replace(avals_in=avals), lhs, rhs)
+        avals = arrangement.prepared(*avals)
+    workspace = ctx.avals_in[0].update(shape=(made.workspace_bytes,), dtype=np.dtype(np.uint8))
+    call = jax.ffi.ffi_lowering(_HOST_TARGET if platform == "cpu" else _CUDA_TARGET)
+    ctx = ctx.replace(avals_in=[*avals, *ctx.avals_in[2:]], avals_out=[*ctx.avals_out, workspace])
+    return call(ctx, lhs, rhs, *others, **_attributes(made))[:1]
+
+
+def _xla(lhs, rhs, *others, epilogue=Epilogue(), **params):
     return epilogue.apply(compat.dot_general_p.bind(lhs, rhs, **params), *others)
 
 
-_NO_PLATFORM = "there are kernels for CPUs and for NVIDIA GPUs only"
-_NO_PLACEMENT = "XLA alone divides products in a shard_map that leaves mesh axes to it, and in an export for several devices"
+def _lower_to_xla(ctx, *operands, why, schedule, **params):
+    _refuse_schedule(schedule, "", why)
+    return mlir.lower_fun(_xla, multiple_results=False)(ctx, *operands, **params)
 
 
-def _lower(ctx, *operands, platform, **params):
-    placement = compat.placement(ctx)
-    if placement == compat.Placement.UNKNOWN:
-        return mlir.lower_fun(functools.partial(_without_kernels, why=_NO_PLACEMENT), multiple_results=False)(ctx, *operands, **params)
-    avals = [compat.local_aval(aval) for aval in ctx.avals_in]
-    if placement == compat.Placement.PARTITIONED:
-        function = _partitioned(avals, **params | {"out_sharding": None})
-    else:
-        operands, avals, numbers = _without_transposes(operands, avals, params["dimension_numbers"])
-        function = functools.partial(_run, platform=platform, **params | {"dimension_numbers": numbers})
-    (out,) = mlir.lower_fun(function, multiple_results=False)(ctx.replace(avals_in=avals), *operands)
-    return [compat.with_sharding_of(ctx, out, *ctx.avals_out)]
+def _partitioned(avals, *, epilogue=Epilogue(), **params):
+    product = functools.partial(dot_general_p.bind, **params)
+    fused = product if epilogue.is_plain else functools.partial(linear_p.bind, epilogue=epilogue, **params)
+    factors = partition.Factors(params["dimension_numbers"], avals[0].ndim, avals[1].ndim, epilogue)
+    return partition.partitioned(product, epilogue.apply, fused, factors)
 
 
 def _without_transposes(operands, avals, dimension_numbers):
     """The product of what ``operands`` are transposes of, where that is the same: kernels take any majorness, and copy nothing."""
     operands, avals = list(operands), list(avals)
-    sides = [list(zip(*dimension_numbers))[i] for i in range(2)]
+    sides = [list(side) for side in zip(*dimension_numbers)]
     for i in range(2):
         while (found := compat.transpose_behind(operands[i])) is not None:
             source, permutation = found
@@ -118,23 +134,10 @@ def _without_transposes(operands, avals, dimension_numbers):
     return operands, avals, tuple(zip(*sides))
 
 
-def _partitioned(avals, *, epilogue=Epilogue(), **params):
-    product = functools.partial(dot_general_p.bind, **params)
-    fused = product if epilogue.is_plain else functools.partial(linear_p.bind, epilogue=epilogue, **params)
-    factors = partition.Factors(params["dimension_numbers"], avals[0].ndim, avals[1].ndim, epilogue)
-    return partition.partitioned(product, epilogue.apply, fused, factors)
-
-
 for _primitive in (dot_general_p, linear_p):
     compat.needs_devices(_primitive)
-    mlir.register_lowering(
-        _primitive, mlir.lower_fun(functools.partial(_without_kernels, why=_NO_PLATFORM), multiple_results=False)
-    )
-    for _platform in ("cpu", "cuda"):
-        # Not cacheable: a cached rule does not see what its operands come from.
-        mlir.register_lowering(
-            _primitive, functools.partial(_lower, platform=_platform), platform=_platform, cacheable=False
-        )
+    # Not cacheable: a cached rule does not see what its operands come from.
+    mlir.register_lowering(_primitive, _lower, cacheable=False)
 
 
 def _register_handlers():

@@ -175,6 +175,11 @@ class Arrangement:
             for x, permutation in zip((lhs, rhs), permutations)
         ]
 
+    def prepared(self, lhs, rhs):
+        """The types of what ``prepare`` returns."""
+        permutations = (self.permute_lhs or range(lhs.ndim), self.permute_rhs or range(rhs.ndim))
+        return [x.update(shape=tuple(x.shape[i] for i in order), dtype=self.dtype) for x, order in zip((lhs, rhs), permutations)]
+
     def copies(self, lhs, rhs):
         """A line for each copy that ``prepare`` makes."""
         lines = []
