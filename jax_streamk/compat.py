@@ -25,6 +25,7 @@ __all__ = [
     "dot_general_p",
     "Placement",
     "local_aval",
+    "lower_per_platform",
     "match_varying",
     "needs_devices",
     "placement",
@@ -105,6 +106,15 @@ def placement(ctx):
     if getattr(axes, "num_devices", 1) == 1:
         return Placement.ONE_DEVICE
     return Placement.PARTITIONED if axes.device_assignment is not None else Placement.UNKNOWN
+
+
+def lower_per_platform(ctx, rules, default, *operands, **params):
+    """Lowers by the rule of the platform, or by the default; where a program is for several platforms, by each one's in a branch.
+
+    JAX does the same with rules that are registered for platforms, but not (0.11) with rules that it may not cache.
+    """
+    ctx = ctx.replace(avals_out=list(ctx.avals_out))
+    return _mlir.lower_per_platform(ctx, str(ctx.primitive), rules, default, _core.no_effects, *operands, **params)
 
 
 def transpose_behind(value):

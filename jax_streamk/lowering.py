@@ -5,7 +5,6 @@ import functools
 
 import jax
 import numpy as np
-from jax import lax
 from jax.interpreters import mlir
 
 from jax_streamk import _ffi, compat, partition, planner, problem, schedules
@@ -60,15 +59,12 @@ def _attributes(made):
 
 
 def _lower(ctx, *operands, **params):
-    platforms = tuple(ctx.platforms or ctx.module_context.platforms)
-    ours = {"cpu", "cuda"}.intersection(platforms)
-    if not ours:
-        return _lower_to_xla(ctx, *operands, why="there are kernels for CPUs and for NVIDIA GPUs only", **params)
-    if len(platforms) > 1:
-        # A function each: equal ones would be one branch, for several platforms again.
-        names = [*ours, *["default"] * (len(ours) < len(platforms))]
-        branches = {name: functools.partial(ctx.primitive.bind, **params) for name in names}
-        return mlir.lower_fun(lax.platform_dependent, multiple_results=False)(ctx, *operands, **branches)
+    rules = {platform: functools.partial(_lower_with_kernels, platform=platform) for platform in ("cpu", "cuda")}
+    rest = functools.partial(_lower_to_xla, why="there are kernels for CPUs and for NVIDIA GPUs only")
+    return compat.lower_per_platform(ctx, rules, rest, *operands, **params)
+
+
+def _lower_with_kernels(ctx, *operands, platform, **params):
     placement = compat.placement(ctx)
     if placement == compat.Placement.UNKNOWN:
         why = "XLA alone divides products in a shard_map that leaves mesh axes to it, and in an export for several devices"
@@ -79,7 +75,7 @@ def _lower(ctx, *operands, **params):
     if placement == compat.Placement.PARTITIONED:
         (out,) = mlir.lower_fun(_partitioned(local.avals_in, **params), multiple_results=False)(local, *operands)
     else:
-        (out,) = _lower_on_one_device(local, *operands, platform=platforms[0], **params)
+        (out,) = _lower_on_one_device(local, *operands, platform=platform, **params)
     return [compat.with_sharding_of(ctx, out, *ctx.avals_out)]
 
 
@@ -136,7 +132,7 @@ def _without_transposes(operands, avals, dimension_numbers):
 
 for _primitive in (dot_general_p, linear_p):
     compat.needs_devices(_primitive)
-    # Not cacheable: a cached rule does not see what its operands come from.
+    # A cached rule would not see what its operands come from.
     mlir.register_lowering(_primitive, _lower, cacheable=False)
 
 
