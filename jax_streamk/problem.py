@@ -277,15 +277,14 @@ class _Operand:
     def permute_unless_strided(self):
         """Returns a permutation that gives every role one stride and adopts it, or None where each has one already.
 
-        The batch comes first. What is innermost in memory stays so: it is the cheaper copy, and often the one that the other
-        products of a derivative need too.
+        The batch comes first. Of the rest, what is innermost in memory stays so: it is the cheaper copy, and the one that the
+        other products of a derivative need too.
         """
         units = (self.stride(dims) <= 1 for dims in (self.free, self.contract))
         if all(map(self.collapses, (self.batch, self.free, self.contract))) and any(units):
             return None
         roles = [self.batch, self.free, self.contract]
-        innermost = max(self._solid(range(len(self.shape))), default=0)
-        if innermost in self.free:
+        if max(self._solid(self.free), default=-1) > max(self._solid(self.contract), default=-1):
             roles = [self.batch, self.contract, self.free]
         permutation = tuple(sum(roles, []))
         places = {dim: place for place, dim in enumerate(permutation)}
