@@ -168,7 +168,8 @@ def linear(
         if not jnp.can_cast(operand.dtype, dtype, "same_kind") and not jnp.issubdtype(operand.dtype, np.integer):
             raise TypeError(f"linear: {name} has dtype {operand.dtype}; it must convert to the result's, {dtype}")
         if operand.shape != fits:
-            if name == "bias" or np.broadcast_shapes(operand.shape, fits) != fits:
+            broadcasts = operand.ndim <= len(fits) and all(size in (1, to) for size, to in zip(operand.shape[::-1], fits[::-1]))
+            if name == "bias" or not broadcasts:
                 raise ValueError(f"linear: {name} has shape {operand.shape}; it must {'be' if name == 'bias' else 'broadcast to'} {fits}")
             operand = jnp.broadcast_to(operand, fits)
         others.append(operand.astype(dtype))

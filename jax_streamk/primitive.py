@@ -142,6 +142,9 @@ def _linear_batch(axis_data, operands, dims, *, epilogue, dimension_numbers, out
     (lhs, rhs, *others), (lhs_dim, rhs_dim, *other_dims) = operands, dims
     bias, residual = epilogue.split(others)
     bias_dim, residual_dim = epilogue.split(other_dims)
+    if all(dim is None for dim in dims):
+        params |= dict(epilogue=epilogue, dimension_numbers=dimension_numbers, out_sharding=out_sharding)
+        return bind_linear(*operands, **params), None
     if rhs_dim is None and (lhs_dim is None or bias_dim is not None):
         out, out_dim = _batch(
             axis_data, (lhs, rhs), (lhs_dim, rhs_dim), dimension_numbers=dimension_numbers, out_sharding=out_sharding, **params

@@ -1,0 +1,233 @@
+"""``linear``: the epilogue once, after everything, in float32, and what transformations make of it."""
+
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jax_streamk import DataParallel, SplitK, StreamK, linear, matmul
+from jax_streamk.epilogue import ACTIVATIONS
+
+PLATFORM = "cuda" if jax.default_backend() == "gpu" else "cpu"
+TARGET = "jax_streamk_cuda_gemm" if PLATFORM == "cuda" else "jax_streamk_host_gemm"
+SCHEDULES = [DataParallel(), SplitK(2), SplitK(5, "atomic"), SplitK(3, "separate"), StreamK(), StreamK("atomic"), StreamK(max_sms=3)]
+DTYPES = ["float32", "float64", "bfloat16", "float16"]
+
+
+def normal(shape, dtype="float32", seed=0):
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(jnp.dtype(dtype))
+
+
+def formula(x, w, bias=None, residual=None, *, activation=None, alpha=1.0, beta=1.0):
+    out = alpha * (x @ w)
+    if residual is not None:
+        out = out + beta * residual
+    if bias is not None:
+        out = out + bias
+    return ACTIVATIONS[activation](out)
+
+
+def in_float64(*operands, **kwargs):
+    with jax.enable_x64(True):
+        return np.asarray(formula(*(None if x is None else jnp.asarray(x, jnp.float64) for x in operands), **kwargs))
+
+
+def assert_as_exact(got, operands, **kwargs):
+    """Error against float64 of at most twice that of XLA's formula in the result's dtype, and a few roundings of sums of k."""
+    exact = in_float64(*operands, **kwargs)
+    wanted = formula(*(None if x is None else jnp.asarray(x, got.dtype) for x in operands), **kwargs)
+    assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
+    ours, xlas = (np.abs(np.asarray(x).astype(np.float64) - exact) for x in (got, wanted))
+    k = operands[0].shape[-1]
+    size = np.sqrt(k) * abs(kwargs.get("alpha", 1)) + 1
+    floor = size * {"float64": 2.0**-48}.get(str(got.dtype), 2.0**-9 if PLATFORM == "cuda" and got.dtype == np.float32 else 2.0**-20)
+    if not ours.size:
+        return
+    assert np.sqrt(np.mean(ours**2)) <= 2 * np.sqrt(np.mean(xlas**2)) + floor
+    assert ours.max() <= 4 * xlas.max() + 8 * floor
+
+
+def programs(f, *operands):
+    text = jax.jit(f).lower(*operands).as_text()
+    return text.count(f"@{TARGET}"), len(re.findall(r"stablehlo\.(?!custom_call|constant|return)\w+", text))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation(activation, dtype):
+    with jax.enable_x64(dtype == "float64"):
+        x, w, bias, residual = normal((40, 72), dtype), normal((72, 56), dtype), normal((56,), dtype), normal((40, 56), dtype)
+        got = linear(x, w, bias, activation=activation, residual=residual, alpha=0.25, beta=-1.5)
+        assert_as_exact(got, (x, w, bias, residual), activation=activation, alpha=0.25, beta=-1.5)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("has_bias, has_residual", itertools.product([False, True], repeat=2))
+def test_every_schedule_has_the_epilogue_once(schedule, has_bias, has_residual):
+    """Of small integers, exactly: a bias that is added by every split would show."""
+    integers = lambda shape, seed: np.random.default_rng(seed).integers(-3, 4, shape).astype(ml_dtypes.bfloat16)
+    x, w = integers((72, 1024), 1), integers((1024, 136), 2)
+    bias, residual = integers((136,), 3) if has_bias else None, integers((72, 136), 4) if has_residual else None
+    kwargs = dict(activation="relu", alpha=2.0, beta=-4.0)
+    try:
+        got = linear(x, w, bias, residual=residual, preferred_element_type=jnp.float32, schedule=schedule, **kwargs)
+    except ValueError:
+        assert PLATFORM == "cuda" and getattr(schedule, "reduction", "") in ("separate", "atomic")
+        return
+    np.testing.assert_array_equal(got, in_float64(x, w, bias, residual, **kwargs))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 37, 1), (5, 1, 70), (129, 515, 300), (64, 0, 8), (3, 8, 0), (0, 4, 6)], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ragged_and_empty(shape, dtype):
+    m, k, n = shape
+    x, w, bias, residual = normal((m, k), dtype), normal((k, n), dtype), normal((n,), dtype), normal((m, n), dtype)
+    got = linear(x, w, bias, activation="silu", residual=residual, beta=2.0)
+    assert_as_exact(got, (x, w, bias, residual), activation="silu", beta=2.0)
+
+
+def test_leading_dimensions_and_vectors():
+    w, bias = normal((30, 20)), normal((20,))
+    for shape in [(30,), (4, 30), (2, 3, 30), (2, 1, 3, 30)]:
+        x = normal(shape)
+        assert_as_exact(linear(x, w, bias, activation="tanh"), (x, w, bias), activation="tanh")
+        # Residuals broadcast.
+        residual = normal(shape[-2:-1] + (1,))
+        assert_as_exact(linear(x, w, residual=residual), (x, w, None, residual))
+
+
+def test_one_rounding():
+    """The sum is rounded after the activation, not before: bfloat16 results are the float64 ones' nearest but for ties."""
+    x, w, bias = normal((64, 256), "bfloat16"), normal((256, 64), "bfloat16"), normal((64,), "bfloat16")
+    got = np.asarray(linear(x, w, bias, activation="gelu", alpha=0.1)).astype(np.float64)
+    exact = in_float64(x, w, bias, activation="gelu", alpha=0.1)
+    assert np.mean(got == exact.astype(ml_dtypes.bfloat16).astype(np.float64)) > 0.99
+
+
+def test_mixed_dtypes_and_conversion():
+    x, w, bias = normal((8, 40), "bfloat16"), normal((40, 24)), normal((24,), "float16")
+    got = linear(x, w, bias)
+    assert got.dtype == jnp.float32
+    assert_as_exact(got, (x, w, bias))
+    got = linear(x, w.astype(jnp.bfloat16), bias, preferred_element_type=jnp.float32, residual=np.arange(24))
+    assert got.dtype == jnp.float32
+    assert linear(x, w.astype(jnp.bfloat16), bias).dtype == jnp.bfloat16
+
+
+def test_nan_and_inf():
+    x, w, bias, residual = normal((9, 16)), normal((16, 12)), normal((12,)), normal((9, 12))
+    x[2, 3], bias[5], residual[7, 1], residual[8, 2] = np.nan, np.inf, -np.inf, np.nan
+    for activation in ACTIVATIONS:
+        got = linear(x, w, bias, activation=activation, residual=residual)
+        wanted = formula(jnp.asarray(x), jnp.asarray(w), jnp.asarray(bias), jnp.asarray(residual), activation=activation)
+        np.testing.assert_array_equal(np.isnan(got), np.isnan(wanted), activation)
+        np.testing.assert_array_equal(np.isinf(got), np.isinf(wanted), activation)
+
+
+def test_inference_is_one_call():
+    x, w, bias, residual = normal((8, 40), "bfloat16"), normal((40, 24), "bfloat16"), normal((24,), "bfloat16"), normal((8, 24), "bfloat16")
+    f = lambda x, w, bias, residual: linear(x, w, bias, activation="silu", residual=residual, alpha=0.5)
+    assert programs(f, x, w, bias, residual) == (1, 0)
+    assert programs(lambda x, w: linear(x, w, alpha=3.0), x, w) == (1, 0)
+    # Without an epilogue it is the same product, bit for bit.
+    assert np.array_equal(linear(x, w), matmul(x, w))
+    assert "streamk_dot_general" in str(jax.make_jaxpr(linear)(x, w))
+
+
+def test_products_that_no_kernel_runs():
+    """XLA's product has the same epilogue."""
+    x, w = normal((4, 8), "float32"), normal((8, 6), "float32")
+    kwargs = dict(activation="gelu", alpha=2.0)
+    got = linear(x, w, np.ones(6, np.float32), preferred_element_type=jnp.bfloat16, **kwargs)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(got, np.float32), in_float64(x, w, np.ones(6), **kwargs), rtol=2e-2, atol=2e-2)
+    assert programs(lambda x, w: linear(x, w, preferred_element_type=jnp.bfloat16, **kwargs), x, w)[0] == 0
+
+
+# ---- transforms ----
+
+
+@pytest.mark.parametrize("axes", [axes for axes in itertools.product((None, 0, 1), (None, 0, 1), (None, 0), (None, 1)) if set(axes) != {None}])
+def test_vmap(axes):
+    operands = [normal((7, 24)), normal((24, 10)), normal((10,)), normal((7, 10))]
+    operands = [x if axis is None else np.stack([x + i for i in range(3)], axis) for x, axis in zip(operands, axes)]
+    f = lambda x, w, bias, residual: linear(x, w, bias, activation="silu", residual=residual, alpha=0.5, beta=2.0)
+    g = functools.partial(formula, activation="silu", alpha=0.5, beta=2.0)
+    tolerance = dict(rtol=2e-2, atol=5e-2) if PLATFORM == "cuda" else dict(rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(jax.vmap(f, axes)(*operands), jax.vmap(g, axes)(*operands), **tolerance)
+    # One kernel, unless only what the product lacks is mapped.
+    one_kernel = axes[1] is not None or (axes[0] is not None and axes[2] is None)
+    assert ("streamk_linear" in str(jax.make_jaxpr(jax.vmap(f, axes))(*operands))) == one_kernel
+    nested = [np.stack([x, -x]) for x in operands]
+    np.testing.assert_allclose(jax.vmap(jax.vmap(f, axes))(*nested), jax.vmap(jax.vmap(g, axes))(*nested), **tolerance)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradients(activation):
+    operands = [normal((9, 24)) / 5, normal((24, 10)), normal((10,)), normal((9, 10))]
+    kwargs = dict(activation=activation, alpha=0.5, beta=-2.0)
+    loss = lambda f: jax.jit(jax.grad(lambda *xs: jnp.sum(jnp.sin(f(*xs))), (0, 1, 2, 3)))
+    got = loss(lambda x, w, bias, residual: linear(x, w, bias, residual=residual, **kwargs))(*operands)
+    tolerance = dict(rtol=5e-2, atol=5e-2) if PLATFORM == "cuda" else dict(rtol=1e-5, atol=1e-5)
+    for ours, wanted in zip(got, loss(functools.partial(formula, **kwargs))(*operands)):
+        np.testing.assert_allclose(ours, wanted, **tolerance)
+
+
+def test_second_derivatives_and_forward_mode():
+    operands = [normal((5, 8)) / 3, normal((8, 3)), normal((3,))]
+    f = lambda f: lambda *xs: jnp.sum(f(*xs) ** 2)
+    ours, wanted = f(functools.partial(linear, activation="tanh")), f(functools.partial(formula, activation="tanh"))
+    tolerance = dict(rtol=5e-2, atol=5e-2) if PLATFORM == "cuda" else dict(rtol=1e-4, atol=1e-4)
+    for transform in (lambda f: jax.hessian(f, (0, 2)), lambda f: jax.jacfwd(f, (0, 1, 2)), lambda f: jax.grad(f, 2)):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), transform(ours)(*operands), transform(wanted)(*operands))
+
+
+def test_schedule_of_the_backward_pass():
+    x, w = normal((64, 512)), normal((512, 128))
+    f = lambda x, w: jnp.sum(linear(x, w, activation="silu", schedule=SplitK(4)))
+    text = jax.jit(jax.grad(f, (0, 1))).lower(x, w).as_text()
+    assert len(re.findall(r"splits = 4", text)) == 1 and text.count(f"@{TARGET}") == 3
+
+
+# ---- bad input ----
+
+
+X, W = np.ones((4, 8), np.float32), np.ones((8, 6), np.float32)
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        (dict(x=X, w=W[:7]), ValueError, r"x has shape \(4, 8\) and w \(7, 6\); they must be \(..., k\) and \(k, n\)"),
+        (dict(x=X, w=np.ones((2, 8, 6))), ValueError, "they must be"),
+        (dict(x=np.float32(3), w=W), ValueError, "they must be"),
+        (dict(x=X, w=W, bias=np.ones(5)), ValueError, r"bias has shape \(5,\); it must be \(6,\)"),
+        (dict(x=X, w=W, bias=np.ones((4, 6))), ValueError, r"bias has shape \(4, 6\)"),
+        (dict(x=X, w=W, residual=np.ones((3, 6))), ValueError, r"residual has shape \(3, 6\); it must broadcast to \(4, 6\)"),
+        (dict(x=X, w=W, residual=np.ones((2, 4, 6))), ValueError, "residual has shape"),
+        (dict(x=X, w=W, activation="swish"), ValueError, "activation='swish'; it must be one of None, 'relu', 'gelu'"),
+        (dict(x=X, w=W, activation=jax.nn.relu), ValueError, "activation=.*it must be one of"),
+        (dict(x=X, w=W, alpha="1"), TypeError, "alpha is str; it must be a real number"),
+        (dict(x=X, w=W, beta=1j), TypeError, "beta is complex"),
+        (dict(x=X, w=W, bias=np.ones(6, complex)), TypeError, "bias has dtype complex"),
+        (dict(x=X.astype(int), w=W.astype(int)), TypeError, "the result's dtype is int32; an epilogue needs floating-point"),
+        (dict(x=X, w=W, preferred_element_type=jnp.int32), TypeError, "the result's dtype is int32"),
+        (dict(x="x", w=W), TypeError, "x is str"),
+        (dict(x=X, w=W, bias=["a"] * 6), TypeError, "bias is list"),
+        (dict(x=X, w=W, schedule=3), TypeError, "schedule=3"),
+        (dict(x=X, w=W, schedule=SplitK(2)), ValueError, "splits=2 exceeds its 1 k-tiles"),
+    ],
+)
+def test_bad_input(arguments, error, message):
+    with pytest.raises(error, match=message):
+        linear(**arguments)
+
+
+def test_traced_factors_are_refused():
+    with pytest.raises(TypeError, match="alpha is .*known before tracing"):
+        jax.jit(lambda alpha: linear(X, W, alpha=alpha))(2.0)

@@ -1,0 +1,250 @@
+"""What JAX's transformations and program forms do with our products, beside what they do with its own."""
+
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.test_util import check_grads
+
+import jax_streamk
+from jax_streamk import StreamK, dot_general, linear, matmul
+
+PLATFORM = "cuda" if jax.default_backend() == "gpu" else "cpu"
+TARGET = "jax_streamk_cuda_gemm" if PLATFORM == "cuda" else "jax_streamk_host_gemm"
+TOLERANCE = 2e-2 if PLATFORM == "cuda" else 2e-5  # TF32 there
+
+
+def normal(shape, seed=0, dtype=np.float32):
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(dtype)
+
+
+def assert_same(got, wanted):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=TOLERANCE, atol=TOLERANCE * max(1, np.abs(y).max(initial=0))), got, wanted)
+
+
+def calls(f, *operands):
+    text = jax.jit(f).lower(*operands).as_text()
+    assert "stablehlo.dot" not in text
+    return text.count(f"@{TARGET}")
+
+
+A, B, C = normal((24, 40), 1), normal((40, 16), 2), normal((16, 24), 3)
+
+
+def chain(product):
+    return lambda a, b, c: product(jnp.tanh(product(a, b)), c)
+
+
+# ---- vmap ----
+
+
+@pytest.mark.parametrize("in_axes", [axes for axes in itertools.product((None, 0, 1, 2), repeat=2) if axes != (None, None)])
+@pytest.mark.parametrize("out_axes", [0, 1, -1])
+def test_vmap(in_axes, out_axes):
+    a, b = (x if axis is None else np.stack([x + i for i in range(3)], axis) for x, axis in zip((A, B), in_axes))
+    f = lambda product: jax.vmap(product, in_axes, out_axes)
+    assert_same(f(matmul)(a, b), f(jnp.matmul)(a, b))
+    assert calls(f(matmul), a, b) == 1
+
+
+@pytest.mark.parametrize("outer, inner", [((0, 0), (0, 0)), ((0, None), (None, 0)), ((None, 1), (0, None)), ((2, 1), (1, 1)), ((0, 0), (None, 1))])
+def test_nested_vmap(outer, inner):
+    shapes = []
+    for shape, first, second in zip(((7, 8), (8, 6)), inner, outer):
+        shape = list(shape)
+        for axis, size in ((first, 3), (second, 5)):
+            if axis is not None:
+                shape.insert(axis, size)
+        shapes.append(shape)
+    a, b = (normal(tuple(shape), i) for i, shape in enumerate(shapes))
+    f = lambda product: jax.vmap(jax.vmap(product, inner), outer)
+    assert_same(f(matmul)(a, b), f(jnp.matmul)(a, b))
+    gradient = lambda product: jax.grad(lambda a, b: jnp.sum(jnp.sin(f(product)(a, b))), (0, 1))
+    assert_same(gradient(matmul)(a, b), gradient(jnp.matmul)(a, b))
+
+
+def test_vmap_of_a_batched_product_and_of_nothing():
+    numbers = (((2,), (1,)), ((0,), (0,)))
+    a, b = normal((4, 3, 7, 8)), normal((3, 8, 4, 5))
+    f = lambda product: jax.vmap(functools.partial(product, dimension_numbers=numbers), (0, 2), 1)
+    assert_same(f(dot_general)(a, b), f(lax.dot_general)(a, b))
+    assert jax.vmap(matmul)(np.ones((0, 3, 4), np.float32), np.ones((0, 4, 5), np.float32)).shape == (0, 3, 5)
+    # An axis that neither operand has.
+    assert_same(jax.vmap(lambda _: matmul(A, B))(np.arange(3.0)), np.stack([A @ B] * 3))
+
+
+# ---- derivatives ----
+
+
+def test_derivatives_by_finite_differences():
+    with jax.enable_x64(True):
+        operands = [jnp.asarray(x, jnp.float64) for x in (A[:5], B[:, :4], C[:4, :3])]
+        check_grads(chain(matmul), operands, order=2, modes=("fwd", "rev"))
+        check_grads(lambda x, w, b: linear(x, w, b, activation="gelu", alpha=0.5), operands[:2] + [operands[1][0]], order=2, modes=("fwd", "rev"))
+
+
+SMALL = (A[:4, :5], B[:5, :3], C[:3, :2])
+STACK = (A[:4, None, :5], *SMALL[1:])
+
+
+@pytest.mark.parametrize(
+    "transform, operands",
+    {
+        "jvp": (lambda f: lambda *xs: jax.jvp(f, xs, tuple(x + 1 for x in xs)), SMALL),
+        "vjp": (lambda f: lambda *xs: jax.vjp(f, *xs)[1](f(*xs)), SMALL),
+        "linearize": (lambda f: lambda *xs: jax.linearize(f, *xs)[1](*xs), SMALL),
+        "jacfwd": (lambda f: jax.jacfwd(lambda *xs: jnp.sum(f(*xs), 1), (0, 1)), SMALL),
+        "jacrev": (lambda f: jax.jacrev(lambda *xs: jnp.sum(f(*xs), 1), (1, 2)), SMALL),
+        "hessian": (lambda f: jax.hessian(lambda *xs: jnp.sum(jnp.sin(f(*xs))), (0, 1)), SMALL),
+        "vmap of grad": (lambda f: jax.vmap(jax.grad(lambda *xs: jnp.sum(f(*xs))), (0, None, None)), STACK),
+        "grad of vmap": (lambda f: jax.grad(lambda *xs: jnp.sum(jax.vmap(f, (0, None, None))(*xs)), (0, 1)), STACK),
+    }.values(),
+)
+def test_derivatives(transform, operands):
+    assert_same(jax.jit(transform(chain(matmul)))(*operands), transform(chain(jnp.matmul))(*operands))
+
+
+def test_transpose_of_a_linear_function():
+    ct = normal((24, 16), 5)
+    (got,) = jax.linear_transpose(lambda b: matmul(A, b), B)(ct)
+    assert_same(got, A.T @ ct)
+    with pytest.raises(Exception):
+        jax.linear_transpose(lambda a: matmul(a, a), np.ones((3, 3), np.float32))(np.ones((3, 3), np.float32))
+
+
+def test_symbolic_zeros_and_unused_cotangents():
+    got = jax.grad(lambda a: jnp.sum(matmul(a, lax.stop_gradient(B))))(A)
+    assert_same(got, np.broadcast_to(B.sum(1), A.shape))
+    text = jax.jit(jax.grad(lambda a: jnp.sum(jnp.sin(matmul(a, B))))).lower(A).as_text()
+    assert text.count(f"@{TARGET}") == 2  # forward, and one cotangent
+
+
+# ---- control flow ----
+
+
+def test_scan():
+    w = normal((24, 24)) / 5
+
+    def run(product, x, w):
+        return lax.scan(lambda x, w: (jnp.tanh(product(x, w)), jnp.sum(x)), x, w)
+
+    ws = np.stack([w, 2 * w, w.T])
+    assert_same(run(matmul, A[:, :24], ws), run(jnp.matmul, A[:, :24], ws))
+    gradient = lambda product: jax.jit(jax.grad(lambda x, ws: jnp.sum(run(product, x, ws)[0]), (0, 1)))
+    assert_same(gradient(matmul)(A[:, :24], ws), gradient(jnp.matmul)(A[:, :24], ws))
+
+
+def test_cond_switch_while_and_map():
+    square = normal((24, 24)) / 5
+
+    def f(product, flag, x):
+        x = lax.cond(flag, lambda x: product(x, square), lambda x: x, x)
+        x = lax.switch(flag.astype(int) + 1, [lambda x: x, lambda x: product(x, x), lambda x: product(x, x.T)], x)
+        return lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, jnp.tanh(product(s[1], square))), (0, x))[1]
+
+    for flag in (jnp.array(True), jnp.array(False)):
+        assert_same(jax.jit(functools.partial(f, matmul))(flag, square), f(jnp.matmul, flag, square))
+    rows = lambda product: lax.map(lambda row: product(row, B), A, batch_size=5)
+    assert_same(rows(matmul), A @ B)
+    fori = jax.jit(lambda x: lax.fori_loop(0, 3, lambda _, x: matmul(x, square), x))
+    assert_same(fori(square), square @ square @ square @ square)
+
+
+# ---- checkpoint ----
+
+
+@pytest.mark.parametrize(
+    "policy, products",
+    [
+        (None, 2 + 1 + 4),  # the first product again; the second's value is not needed
+        (jax_streamk.dots_saveable, 2 + 4),
+        (jax_streamk.dots_with_no_batch_dims_saveable, 2 + 4),
+        (jax.checkpoint_policies.nothing_saveable, 2 + 1 + 4),
+        (jax.checkpoint_policies.everything_saveable, 2 + 4),
+    ],
+)
+def test_checkpoint(policy, products):
+    f = jax.checkpoint(lambda a, b, c: jnp.sum(chain(matmul)(a, b, c)), policy=policy)
+    gradient = jax.jit(jax.grad(f, (0, 1, 2)))
+    assert_same(gradient(A, B, C), jax.grad(lambda *xs: jnp.sum(chain(jnp.matmul)(*xs)), (0, 1, 2))(A, B, C))
+    program = jax.make_jaxpr(jax.value_and_grad(f, (0, 1, 2)))(A, B, C)
+    assert str(program).count("streamk_dot_general[") == products
+
+
+def test_policies_know_batches_and_other_primitives():
+    batched = jax.checkpoint(lambda a, b: jnp.sum(jnp.sin(jnp.sin(matmul(a, b)))), policy=jax_streamk.dots_with_no_batch_dims_saveable)
+    a, b = normal((3, 4, 5)), normal((3, 5, 6))
+    assert str(jax.make_jaxpr(jax.value_and_grad(batched))(a, b)).count("streamk_dot_general[") == 3
+    stock = jax.checkpoint(lambda a, b: jnp.sum(jnp.sin(jnp.matmul(a, b))), policy=jax_streamk.dots_saveable)
+    assert str(jax.make_jaxpr(jax.value_and_grad(stock))(A, B)).count("dot_general[") == 2
+    fused = jax.checkpoint(lambda a, b: jnp.sum(jnp.sin(linear(a, b, activation="silu"))), policy=jax_streamk.dots_saveable)
+    assert str(jax.make_jaxpr(jax.value_and_grad(fused))(A, B)).count("streamk_") == 2
+
+
+# ---- program forms ----
+
+
+def test_shapes_jaxprs_and_ahead_of_time():
+    shape = jax.eval_shape(matmul, jax.ShapeDtypeStruct((3, 4), jnp.bfloat16), jax.ShapeDtypeStruct((4, 5), jnp.bfloat16))
+    assert (shape.shape, shape.dtype) == ((3, 5), jnp.bfloat16)
+    assert "streamk_dot_general" in str(jax.make_jaxpr(matmul)(A, B))
+    compiled = jax.jit(matmul).lower(A, B).compile()
+    assert_same(compiled(A, B), A @ B)
+    assert compiled.cost_analysis() is not None
+    with jax.disable_jit():
+        assert_same(matmul(A, B), A @ B)
+
+
+def test_donated_arguments():
+    f = jax.jit(lambda a, b: (matmul(a, b), a + 1), donate_argnums=0)
+    a = jnp.asarray(A)
+    product, successor = f(a, B)
+    assert_same((product, successor), (A @ B, A + 1))
+    if PLATFORM == "cuda":
+        assert a.is_deleted()
+
+
+def test_debug_nans():
+    with jax.debug_nans(True):
+        matmul(A, B)
+        a = A.copy()
+        a[3, 5] = np.nan
+        for f in (matmul, jax.jit(matmul)):
+            with pytest.raises(FloatingPointError, match="invalid value"):
+            matmul(a, B).block_until_ready()
+
+
+def test_persistent_compilation_cache(tmp_path):
+    f = lambda: jax.jit(lambda a, b: matmul(jnp.cos(a), b, schedule=StreamK()))
+    settings = dict(
+        jax_compilation_cache_dir=str(tmp_path), jax_persistent_cache_min_compile_time_secs=0, jax_persistent_cache_min_entry_size_bytes=0
+    )
+    before = {name: getattr(jax.config, name) for name in settings}
+    from jax.experimental.compilation_cache import compilation_cache
+
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        first = f()(A, B)
+        entries = sorted(tmp_path.glob("*-cache"))
+        assert entries
+        jax.clear_caches()
+        assert np.array_equal(f()(A, B), first)
+        assert sorted(tmp_path.glob("*-cache")) == entries  # read, not written anew
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+
+def test_names_reach_the_program():
+    with jax.named_scope("attention"):
+        f = lambda a, b: matmul(a, b)
+        text = jax.jit(f).lower(A, B).as_text(debug_info=True)
+    assert re.search(r"streamk_dot_general", text)
