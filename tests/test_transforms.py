@@ -216,7 +216,7 @@ def test_debug_nans():
         a[3, 5] = np.nan
         for f in (matmul, jax.jit(matmul)):
             with pytest.raises(FloatingPointError, match="invalid value"):
-            matmul(a, B).block_until_ready()
+                jax.block_until_ready(f(a, B))
 
 
 def test_persistent_compilation_cache(tmp_path):
