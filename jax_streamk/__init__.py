@@ -4,6 +4,7 @@
 threads. ``plan`` tells which kernel and schedule it would run, and why.
 """
 
+from jax_streamk.accelerate import accelerate
 from jax_streamk.api import dot_general, einsum, kernels, linear, matmul, plan
 from jax_streamk.planner import Plan
 from jax_streamk.primitive import dots_saveable, dots_with_no_batch_dims_saveable
@@ -18,6 +19,7 @@ __all__ = [
     "Plan",
     "SplitK",
     "StreamK",
+    "accelerate",
     "dot_general",
     "dots_saveable",
     "dots_with_no_batch_dims_saveable",

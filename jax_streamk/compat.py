@@ -6,7 +6,9 @@ import jax
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import dtypes as _dtypes
+from jax._src import linear_util as _linear_util
 from jax._src import sharding_impls as _sharding_impls
+from jax._src.custom_batching import custom_vmap_p
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax._src.lax import lax as _lax
@@ -21,6 +23,7 @@ __all__ = [
     "canonicalize_sharding",
     "convert_cotangent",
     "cotangent_sharding",
+    "custom_vmap_p",
     "def_batching",
     "dot_general_p",
     "Placement",
@@ -30,7 +33,9 @@ __all__ = [
     "needs_devices",
     "placement",
     "transpose_behind",
+    "with_eqns",
     "with_sharding_of",
+    "wrapped",
 ]
 
 apply_primitive = _dispatch.apply_primitive
@@ -77,6 +82,8 @@ def needs_devices(primitive):
 def def_batching(primitive, rule):
     """``rule(axis_data, operands, dims, **params)`` batches the primitive; axis_data says how the mapped axis is sharded."""
     _batching.fancy_primitive_batchers[primitive] = rule
+    if hasattr(_batching, "skippable_batchers"):  # JAX 0.9 asks the rule even where no operand is mapped, unless told not to
+        _batching.skippable_batchers[primitive] = lambda params: ()
 
 
 def batched_dimensions(axis_data, ndims, dims, dimension_numbers, out_sharding):
@@ -128,3 +135,15 @@ def transpose_behind(value):
 def local_aval(aval):
     """The type without shardings and varying axes, which tracing inside a lowering rule has no use for."""
     return _core.ShapedArray(aval.shape, aval.dtype)
+
+
+def with_eqns(jaxpr, eqns):
+    """A jaxpr with other equations. A ClosedJaxpr is one of its own kind until JAX 0.11."""
+    if isinstance(jaxpr, _core.Jaxpr):
+        return jaxpr.replace(eqns=eqns)
+    return jaxpr.replace(jaxpr=jaxpr.jaxpr.replace(eqns=eqns))
+
+
+def wrapped(fn, like):
+    """``fn`` as JAX's internals pass functions around, known by the names of ``like``, which is such a function."""
+    return _linear_util.wrap_init(fn, debug_info=like.debug_info)
