@@ -26,10 +26,10 @@ ROTATE_BYTES = 220e6
 
 
 def measure(function, operands, iterations=15):
-    """(kernel us, wall us, kernel names) per product."""
+    """(kernel us, wall us, kernel names) per product; operands are a tuple for each."""
     from jax.experimental.mosaic.gpu import profiler
 
-    jitted = jax.jit(lambda pairs: [function(a, b) for a, b in pairs])
+    jitted = jax.jit(lambda products: [function(*xs) for xs in products])
     jax.block_until_ready(jitted(operands))
     _, runs = profiler.Cupti(finalize=False).measure(jitted, aggregate=False, iterations=iterations)(operands)
     runs = runs if isinstance(runs[0], list) else [runs]

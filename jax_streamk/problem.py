@@ -304,9 +304,6 @@ class _Operand:
 def _types(lhs, rhs, preferred, precision, platform):
     """The dtype that both operands are given to a kernel in, the kernel's type of D, and its math."""
     lhs, rhs = jnp.dtype(lhs), jnp.dtype(rhs)
-    common = jnp.promote_types(lhs, rhs)
-    # Of bfloat16 and float16 lax makes bfloat16, the one with the larger exponent.
-    out = jnp.dtype(preferred if preferred is not None else common if common in (lhs, rhs) else jnp.bfloat16)
     outs = {
         jnp.dtype(jnp.float64): (jnp.float64,),
         jnp.dtype(jnp.float32): (jnp.float32,),
@@ -316,7 +313,10 @@ def _types(lhs, rhs, preferred, precision, platform):
     }
     for operand in (lhs, rhs):
         if operand not in outs:
-            raise Unsupported(f"{lhs} x {rhs} -> {out}: no kernel multiplies {operand}")
+            raise Unsupported(f"{lhs} x {rhs}: no kernel multiplies {operand}")
+    common = jnp.promote_types(lhs, rhs)
+    # Of bfloat16 and float16 lax makes bfloat16, the one with the larger exponent.
+    out = jnp.dtype(preferred if preferred is not None else common if common in (lhs, rhs) else jnp.bfloat16)
     if lhs != rhs and jnp.dtype(jnp.int8) in (lhs, rhs):
         raise Unsupported(f"{lhs} x {rhs} -> {out}: no kernel multiplies these")
     if out not in map(jnp.dtype, outs[common]):

@@ -1,0 +1,88 @@
+"""What a call costs the host: tracing plus lowering of ``jax_streamk.matmul``, and calling it compiled, beside ``jnp.matmul``.
+
+Both alternate in one process. Every trace is of a shape that neither has seen, so nothing comes from a cache, planning included. The
+compiled call is of operands so small that the host's part dominates: the time from call to return, of a queue that is emptied
+between batches.
+
+    python benchmarks/bench_dispatch.py out.json
+
+writes out.json, and out.md with the same as a table.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+
+import jax_streamk
+
+PRODUCTS = {"jax_streamk": jax_streamk.matmul, "jnp": jnp.matmul}
+
+
+def tracing_and_lowering(count):
+    """Median milliseconds per product of each."""
+    times = {name: [] for name in PRODUCTS}
+    for i in range(count + 3):
+        for name, product in PRODUCTS.items():
+            a, b = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((64 + 8 * i, 512), (512, 1024)))
+            function = jax.jit(lambda a, b: product(a, b))
+            start = time.perf_counter()
+            function.lower(a, b)
+            times[name].append((time.perf_counter() - start) * 1e3)
+    return {name: statistics.median(values[3:]) for name, values in times.items()}
+
+
+def calls(batches, calls_per_batch=100):
+    """Median microseconds per call of each."""
+    a, b = jnp.ones((16, 128), jnp.bfloat16), jnp.ones((128, 64), jnp.bfloat16)
+    functions = {name: jax.jit(product) for name, product in PRODUCTS.items()}
+    times = {name: [] for name in PRODUCTS}
+    for function in functions.values():
+        jax.block_until_ready(function(a, b))
+    for _ in range(batches):
+        for name, function in functions.items():
+            start = time.perf_counter()
+            for _ in range(calls_per_batch):
+                out = function(a, b)
+            times[name].append((time.perf_counter() - start) / calls_per_batch * 1e6)
+            jax.block_until_ready(out)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out")
+    parser.add_argument("--lowerings", type=int, default=60)
+    parser.add_argument("--batches", type=int, default=300)
+    arguments = parser.parse_args()
+    device = jax.devices()[0]
+    rows = {"trace and lower, ms": tracing_and_lowering(arguments.lowerings), "compiled call, us": calls(arguments.batches)}
+    result = dict(
+        device=device.device_kind, cores=os.cpu_count(), python=platform.python_version(), jax=jax.__version__,
+        kernels=len(jax_streamk.kernels()), date=time.strftime("%Y-%m-%d"), command=f"python benchmarks/bench_dispatch.py {arguments.out}",
+        rows=rows, ratios={what: times["jax_streamk"] / times["jnp"] for what, times in rows.items()},
+    )  # fmt: skip
+    lines = [
+        f"# The host's part of a call, {result['device']}, {result['date']}",
+        "",
+        f"{result['cores']} cores, Python {result['python']}, jax {result['jax']}, {result['kernels']} kernels compiled; `{result['command']}`.",
+        "",
+        "| | jax_streamk | jnp | ratio |",
+        "| --- | --- | --- | --- |",
+    ]
+    for what, times in rows.items():
+        lines.append(f"| {what} | {times['jax_streamk']:.2f} | {times['jnp']:.2f} | {result['ratios'][what]:.2f} |")
+    with open(arguments.out, "w") as file:
+        json.dump(result, file, indent=1)
+    with open(arguments.out.removesuffix(".json") + ".md", "w") as file:
+        file.write("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
