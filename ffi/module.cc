@@ -15,6 +15,7 @@
 #include "cutlass_kernels/cuda_kernel.h"
 #endif
 #include "ffi/gemm_call.h"
+#include "ffi/planner_bindings.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -151,13 +152,32 @@ NB_MODULE(_ffi, m) {
           "__init__",
           [](Schedule* self, ScheduleKind schedule, int32_t splits, Reduction reduction, int32_t max_sms, Raster raster,
              int32_t swizzle) { new (self) Schedule{schedule, splits, reduction, max_sms, raster, swizzle}; },
-          "schedule"_a, "splits"_a, "reduction"_a, "max_sms"_a, "raster"_a, "swizzle"_a);
+          "schedule"_a, "splits"_a = 1, "reduction"_a = Reduction::kOrdered, "max_sms"_a = 0, "raster"_a = Raster::kAlongM,
+          "swizzle"_a = 1)
+      .def_ro("schedule", &Schedule::kind)
+      .def_ro("splits", &Schedule::splits)
+      .def_ro("reduction", &Schedule::reduction)
+      .def_ro("raster", &Schedule::raster)
+      .def_ro("swizzle", &Schedule::swizzle);
 
   nb::class_<Device>(m, "Device", "arch is 10 * major + minor of the compute capability, 0 for the host.")
       .def(
           "__init__", [](Device* self, int32_t arch, int32_t sms) { new (self) Device{arch, sms}; }, "arch"_a, "sms"_a);
 
-  nb::class_<KernelInfo>(m, "KernelInfo", "One compiled kernel.")
+  nb::class_<KernelInfo>(m, "KernelInfo", "One kernel: of this build, or described, to plan for another.")
+      .def(
+          "__init__",
+          [](KernelInfo* self, std::string name, Family family, Type type_ab, Type type_d, Math math, Major major_a, Major major_b,
+             std::tuple<int32_t, int32_t, int32_t> tile, std::tuple<int32_t, int32_t> cluster, int32_t align_ab, int32_t align_d,
+             std::string warp_schedule, bool swap_ab, std::vector<Reduction> split_k, std::vector<Reduction> stream_k) {
+            auto const [tile_m, tile_n, tile_k] = tile;
+            auto const [cluster_m, cluster_n] = cluster;
+            new (self) KernelInfo{std::move(name), family, type_ab, type_ab, type_d, math, major_a, major_b, align_ab, align_ab, align_d,
+                                  tile_m, tile_n, tile_k, cluster_m, cluster_n, 1, std::move(warp_schedule), swap_ab,
+                                  std::move(split_k), std::move(stream_k)};
+          },
+          "name"_a, "family"_a, "type_ab"_a, "type_d"_a, "math"_a, "major_a"_a, "major_b"_a, "tile"_a, "cluster"_a, "align_ab"_a,
+          "align_d"_a, "warp_schedule"_a, "swap_ab"_a, "split_k_reductions"_a, "stream_k_reductions"_a)
       .def_ro("name", &KernelInfo::name)
       .def_ro("family", &KernelInfo::family)
       .def_ro("type_a", &KernelInfo::type_a)
@@ -196,6 +216,8 @@ NB_MODULE(_ffi, m) {
   m.def("decomposition", &decomposition, "kernel"_a, "problem"_a, "schedule"_a, "device"_a,
         "For each worker, its pieces of work in order: (tile, first MAC iteration, MAC iterations, peer, peers). "
         "ValueError where can_implement says why not.");
+
+  bind_planner(m);
 
   m.def("launch", &launch, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "a"_a, "b"_a, "d"_a, "workspace"_a, "stream"_a = 0,
         "bias"_a = 0, "residual"_a = 0, nb::call_guard<nb::gil_scoped_release>(),

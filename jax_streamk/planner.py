@@ -1,16 +1,12 @@
-"""Which kernel runs a product, and how: every choice is made in ``make_plan``, and a plan prints its reasons."""
+"""Which kernel runs a product, and how: every choice is made in ``make_plan``, by cutlass_kernels/planner.cc, and a plan prints its reasons."""
 
 import dataclasses
 import functools
-
-import numpy as np
 
 from jax_streamk import _ffi, cost_model, schedules
 from jax_streamk.problem import Device, GemmProblem
 
 _REDUCTIONS = {r.name: r for r in (_ffi.Reduction.ordered, _ffi.Reduction.atomic, _ffi.Reduction.separate)}
-_CONSIDERED = 5  # runners-up that a plan's reasons list
-_MOST_SPLITS = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,76 +84,20 @@ def _native_schedule(schedule, raster="m", swizzle=1):
 
 @functools.cache
 def _registry():
-    """``cost_model.Kernels`` by what a problem fixes: platform, operand types, math and majorness."""
+    """``_ffi.Kernels`` by what a problem fixes: platform, operand types, math and majorness."""
     by_problem = {}
     for kernel in _ffi.kernels():
         platform = "cpu" if kernel.family == _ffi.Family.host else "cuda"
         key = (platform, kernel.type_a, kernel.math, kernel.major_a, kernel.major_b)
         by_problem.setdefault(key, []).append(kernel)
-    return {key: cost_model.Kernels(kernels) for key, kernels in by_problem.items()}
+    return {key: _ffi.Kernels(kernels) for key, kernels in by_problem.items()}
 
 
-def _columns(candidates):
-    """Schedules as the cost model's arrays."""
-    split = [isinstance(s, schedules.SplitK) for s in candidates]
-    return cost_model.Schedules(
-        splits=np.array([s.splits if is_split else 1 for s, is_split in zip(candidates, split)], float),
-        stream_k=np.array([isinstance(s, schedules.StreamK) and s.max_sms != 1 for s in candidates]),
-        separate=np.array([is_split and s.splits > 1 and s.reduction == "separate" for s, is_split in zip(candidates, split)]),
-    )
-
-
-def _split_counts(problem, device):
-    """Numbers of splits worth trying: small ones, powers of two, those that fill a wave, and divisors of K's tiles."""
-    counts = set(range(2, 17)) | {32, 64, 128} | {device.sms // tiles for tiles in range(1, device.sms // 16 + 1)}
-    for tile_k in (64, 128):
-        # Slices of one length are one launch.
-        counts |= {n for n in range(17, _MOST_SPLITS + 1) if problem.k % (tile_k * n) == 0}
-    return sorted(n for n in counts if 2 <= n <= min(_MOST_SPLITS, problem.k))
-
-
-def _candidates(wanted, problem, device):
-    """The schedules that answer what the caller wants, and for each the index of one that shows whether a kernel has its kind.
-
-    Arguments of a kind decide little about that, and asking kernels about every number of splits would take long.
-    """
-    if not isinstance(wanted, schedules.Auto):
-        return [wanted], [wanted], [0]
-    kinds = [schedules.DataParallel(), schedules.StreamK(), schedules.SplitK(2)]
-    if device.platform == "cuda":
-        kinds.append(schedules.SplitK(2, "separate"))
-    found, kind_of = kinds[:2], [0, 1]
-    for kind, example in enumerate(kinds[2:], 2):
-        counts = _split_counts(problem, device)
-        found = found + [schedules.SplitK(splits, example.reduction) for splits in counts]
-        kind_of += [kind] * len(counts)
-    return found, kinds, kind_of
-
-
-def _refusals(kernels, kinds, problem, device):
-    """Why each kernel refuses each kind of schedule; None where it does not."""
-    native_problem, native_device = problem.native(), device.native()
-    native_kinds = [_native_schedule(kind) for kind in kinds]
-    return [[_ffi.can_implement(k.name, native_problem, kind, native_device) for kind in native_kinds] for k in kernels.infos]
-
-
-def _closest_refusal(kernels, refusals, problem, device):
-    """The most telling of the refusals of one schedule: of a kernel that runs the problem data-parallel, with many k-tiles."""
-    plain = _refusals(kernels, [schedules.DataParallel()], problem, device)
-    ranks = [(why[0] is not None, info.align_a, info.tile_k) for why, info in zip(plain, kernels.infos)]
-    return refusals[min(range(len(ranks)), key=ranks.__getitem__)][0]
-
-
-def _costs(kernels, problem, candidates, columns, device):
-    """The ``Costs`` of all candidates, and the raster and swizzle of every kernel."""
-    # Only a schedule that was given limits SMs, and then it is the only candidate. A limit of one means data-parallel.
-    limit = getattr(candidates[0], "max_sms", None) or device.sms
-    width = min(device.sms, limit) if limit > 1 else device.sms
-    if device.platform == "cpu":
-        return cost_model.predict_host(kernels, problem, columns, width), [("m", 1)] * len(kernels.infos)
-    machine = cost_model.machine_of(device)
-    orders, wave = cost_model.best_orders(kernels, problem, width, machine)
-    return cost_model.predict_gpu(kernels, problem, columns, width, machine, wave), orders
+def _schedule_of(native):
+    """What a ``_ffi.Schedule`` that the planner chose is to users."""
+    if native.schedule == _ffi.ScheduleKind.split_k:
+        return schedules.SplitK(native.splits, native.reduction.name)
+    return schedules.StreamK() if native.schedule == _ffi.ScheduleKind.stream_k else schedules.DataParallel()
 
 
 @functools.lru_cache(maxsize=4096)
@@ -172,42 +112,26 @@ def make_plan(problem, schedule, device):
     """
     if problem.is_empty:
         return Plan(problem, device, None, None, reasons=("there is nothing to multiply: the result is empty or zero",))
-    key = (device.platform, problem.type_a, problem.math, problem.major_a, problem.major_b)
-    kernels = _registry().get(key, cost_model.Kernels(()))
-    candidates, kinds, kind_of = _candidates(schedule, problem, device)
-    refusals = _refusals(kernels, kinds, problem, device)
-    runs = np.array([[why is None for why in row] for row in refusals], bool).reshape(len(refusals), len(kinds))[:, kind_of]
-    columns = _columns(candidates)
-    runs &= (columns.splits - 1) * kernels.tile_k < problem.k
-    costs, orders = _costs(kernels, problem, candidates, columns, device)
-    times = np.where(runs, costs.microseconds, np.inf)
-    native_problem, native_device = problem.native(), device.native()
-    ranked = np.argsort(times, axis=None, kind="stable")
-    ranked = np.stack(np.unravel_index(ranked[np.isfinite(times.flat[ranked])], times.shape), axis=1).tolist()
-    for at, (i, j) in enumerate(ranked):
-        kernel, chosen = kernels.infos[i], candidates[j]
-        raster, swizzle = orders[i]
-        native = _native_schedule(chosen, raster, swizzle)
-        # The kernel has the last word on these very arguments.
-        if _ffi.can_implement(kernel.name, native_problem, native, native_device) is None:
-            break
-    else:
-        why = f"no kernel of this build runs it on {device.platform}, sm_{device.arch}"
-        if refusals:
-            why = _closest_refusal(kernels, refusals, problem, device)
-        if isinstance(schedule, schedules.Auto):
+    kernels = _registry().get((device.platform, problem.type_a, problem.math, problem.major_a, problem.major_b))
+    auto = isinstance(schedule, schedules.Auto)
+    why = f"no kernel of this build runs it on {device.platform}, sm_{device.arch}"
+    chosen = None
+    if kernels is not None:
+        wanted, machine = None if auto else _native_schedule(schedule), cost_model.machine_of(device).native
+        choice = _ffi.choose(kernels, problem.native(), wanted, device.native(), machine)
+        why, (chosen, *runners_up) = choice.refusal, choice.candidates or [None]
+    if chosen is None:
+        if auto:
             return Plan(problem, device, None, None, reasons=(f"falls back to XLA: {why}",))
         raise ValueError(f"schedule={schedule} cannot run {problem}: {why}")
 
-    workspace = _ffi.workspace_bytes(kernel.name, native_problem, native, native_device)
-    reasons = [] if isinstance(schedule, schedules.Auto) else ["the schedule was given"]
-    reasons.append(str(costs.at(i, j)))
-    seen = {(i, kind_of[j])}
-    for i, j in ranked[at + 1 :]:
-        if len(seen) > _CONSIDERED:
-            break
-        if (i, kind_of[j]) not in seen:
-            seen.add((i, kind_of[j]))
-            reasons.append(f"over {kernels.infos[i].name}, {candidates[j]}: {times[i, j]:.1f} us")
-    chosen_time = float(times[ranked[at][0], ranked[at][1]])
-    return Plan(problem, device, kernel.name, chosen, raster, swizzle, workspace, chosen_time, tuple(reasons))
+    reasons = [] if auto else ["the schedule was given"]
+    reasons.append(cost_model.describe(chosen.cost))
+    for other in runners_up:
+        others = _schedule_of(other.schedule) if auto else schedule
+        reasons.append(f"over {other.kernel}, {others}: {other.cost.microseconds:.1f} us")
+    order = chosen.schedule
+    raster = "m" if order.raster == _ffi.Raster.along_m else "n"
+    schedule = _schedule_of(order) if auto else schedule
+    microseconds = chosen.cost.microseconds
+    return Plan(problem, device, chosen.kernel, schedule, raster, order.swizzle, choice.workspace_bytes, microseconds, tuple(reasons))

@@ -1,0 +1,281 @@
+#include "cutlass_kernels/cost_model.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace jax_streamk {
+namespace {
+
+// Counts are doubles that hold integers: products of them overflow 64 bits for problems that no kernel runs.
+double floor_div(double x, double y) { return std::floor(x / y); }
+double ceil_div(double x, double y) { return std::ceil(x / y); }
+double remainder_of(double x, double y) { return x - floor_div(x, y) * y; }
+
+// Which workers of a wave sit on one GPC, so that what they load together is fetched once. Measured by ordering tiles in many ways:
+// CTAs launched without clusters behave as if sixteen neighbours did, clusters as if every eighth or, about as often, ninth did.
+constexpr int32_t kNeighbours = 16, kStarts[] = {0, 40}, kStrides[] = {8, 9};
+
+// How nearly the slowest of several overlapping things hides the others: exponents of the norm that joins them.
+constexpr double kOverlapIteration = 5, kOverlapCall = 1.6;
+// Lower bounds of costs stay below them however both are rounded.
+constexpr double kRounding = 1 - 1e-9;
+
+double to_the_fifth(double x) { return x * x * x * x * x; }
+
+// A CPU thread: microseconds a multiply-add, an element of an operand's tile packed, an element of a partial tile stored or added.
+// Waking other threads costs a small product more than its arithmetic. Only ratios matter: of the speed of a tile of 256x512, one of
+// 128x128 was measured to have about nine tenths and one of 64x64 three quarters.
+constexpr double kHostMultiplyAdd = 1.2e-5, kHostPack = 1.7e-4, kHostPartial = 5e-4, kHostWake = 20;
+
+// Bytes that any kernel must move: each operand read once, bias and residual too, D written once.
+double bytes_of(GemmProblem const& p) {
+  auto const batches = [&](int64_t stride) { return static_cast<double>(stride != 0 ? p.batch : 1); };
+  double const m = p.m, n = p.n, k = p.k, batch = p.batch;
+  double const bias = p.epilogue.has_bias ? n * batches(p.epilogue.batch_stride_bias) : 0;
+  return m * k * batches(p.batch_stride_a) * size_of(p.type_a) + k * n * batches(p.batch_stride_b) * size_of(p.type_b) +
+         ((p.epilogue.has_residual ? 2 : 1) * batch * m * n + bias) * size_of(p.type_d);
+}
+
+double mma_rate(Machine const& machine, Type type, Math math) {
+  if (type == Type::kF64) return machine.mma_f64;
+  if (type == Type::kF32) return math == Math::kTF32x3 ? machine.mma_tf32x3 : machine.mma_tf32;
+  return machine.mma_16bit;
+}
+
+bool streams(Schedule const& s) { return s.kind == ScheduleKind::kStreamK && s.max_sms != 1; }
+double splits_of(Schedule const& s) { return s.kind == ScheduleKind::kSplitK ? s.splits : 1; }
+
+}  // namespace
+
+int32_t width_of(Schedule const& s, Device const& device) {
+  return s.kind == ScheduleKind::kStreamK && s.max_sms > 1 ? std::min(s.max_sms, device.sms) : device.sms;
+}
+
+Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t width, Machine const& machine)
+    : kernel_(kernel), problem_(p), machine_(machine), width_(width) {
+  double const clusters = kernel.cluster_m * kernel.cluster_n;
+  bool const swap = kernel.swap_ab;
+  rows_ = swap ? p.n : p.m;
+  columns_ = swap ? p.m : p.n;
+  double const tiles_m = ceil_div(rows_, kernel.tile_m * kernel.cluster_m);
+  double const tiles_n = ceil_div(columns_, kernel.tile_n * kernel.cluster_n);
+  wave_tiles_ = tiles_m * tiles_n;
+  tiles_ = p.batch * wave_tiles_;
+  k_tiles_ = ceil_div(p.k, kernel.tile_k);
+  workers_ = std::max(width / (kernel.cluster_m * kernel.cluster_n), 1);
+  if (kernel.family == Family::kHost) return;
+
+  double const size = size_of(p.type_a), accumulator = size_of(accumulator_of(p.type_a));
+  double const area = kernel.tile_m * kernel.tile_n, tile_k = kernel.tile_k;
+  floor_ = bytes_of(p) / machine.memory_rate;
+  epilogue_ = machine.epilogue * (area / (128 * 128));
+  partial_ = area * accumulator / machine.partial_rate_sm;
+  result_bytes_ = static_cast<double>(p.batch) * p.m * p.n * accumulator;
+
+  // wgmma loses a fixed time per iteration, as if the tile were wider; mma.sync loses where warps reuse little.
+  if (kernel.family == Family::kSm90) {
+    bool const b_along_n = swap ? p.major_a == Major::kColumn : p.major_b == Major::kRow;
+    bool const uneven = kernel.tile_n % 64 != 0 && b_along_n;
+    math_ = 2 * kernel.tile_m * (kernel.tile_n + machine.narrow) * tile_k / machine.wgmma_rate_sm * (uneven ? machine.uneven : 1);
+    wgmma_sustained_ = 2 * area * tile_k * clusters / machine.wgmma_sustained;
+  } else {
+    math_ = 2 * area * tile_k / (mma_rate(machine, p.type_a, p.math) * std::pow(std::min(area / (128 * 128), 1.0), 0.35));
+  }
+
+  // Rows of A and columns of B of a CTA: those beyond the problem are not loaded. Vectors below 16 bytes take more requests for the
+  // same bytes.
+  double const panel = tile_k * size / std::sqrt(std::min(kernel.align_a * size / 16, 1.0));
+  auto const is_misaligned = [&](int64_t ld) { return ld * static_cast<int64_t>(size) % 128 != 0; };
+  auto const panel_of = [&](int64_t ld, bool along_k) {
+    return is_misaligned(ld) ? panel * (along_k ? machine.misaligned_k : machine.misaligned_mn) : panel;
+  };
+  panel_a_ = panel_of(p.lda, p.major_a == Major::kRow);
+  panel_b_ = panel_of(p.ldb, p.major_b == Major::kColumn);
+  misaligned_ = is_misaligned(p.lda) || is_misaligned(p.ldb);
+  double const tile_rows = std::min<double>(kernel.tile_m, rows_), tile_columns = std::min<double>(kernel.tile_n, columns_);
+  auto const loaded = [&](double rows, double columns) {
+    return (swap ? columns : rows) * panel_a_ + (swap ? rows : columns) * panel_b_;
+  };
+  loads_ = loaded(tile_rows, tile_columns) / machine.load_rate_sm;
+  multicast_ = loaded(tile_rows / kernel.cluster_n, tile_columns / kernel.cluster_m) * clusters;
+
+  // CTAs that load the same panel queue for its lines, a line of which holds several short rows of an operand.
+  auto const short_rows = [&](int64_t ld) { return std::max(128 / (ld * size), 1.0); };
+  double const queue = std::max((swap ? tiles_m : tiles_n) * short_rows(p.lda), (swap ? tiles_n : tiles_m) * short_rows(p.ldb));
+  line_ = machine.line * std::min(workers_ / wave_tiles_, 1.0) * queue * tile_k / 64;
+
+  // The busiest worker has no less than its share of everything, and busy workers are no fewer than tiles.
+  double const pieces = std::max(tiles_ / workers_, 1.0), iterations = std::max(tiles_ * k_tiles_ / workers_, 1.0);
+  double const busy = std::min(workers_, tiles_);
+  double const iteration = std::max({math_, wgmma_sustained_ * busy, loads_, multicast_ * busy / machine.cache_rate, line_});
+  least_ = kRounding * (machine.launch + std::max(iteration * iterations + epilogue_ * pieces, floor_));
+}
+
+Wave Estimator::first_wave(Raster raster, int32_t swizzle) const {
+  double rows = kernel_.tile_m * kernel_.cluster_m, columns = kernel_.tile_n * kernel_.cluster_n;
+  if (kernel_.swap_ab) std::swap(rows, columns);
+  TileOrder order{static_cast<int32_t>(ceil_div(problem_.m, rows)), static_cast<int32_t>(ceil_div(problem_.n, columns)), raster, 1};
+  rows = std::min<double>(rows, problem_.m);
+  columns = std::min<double>(columns, problem_.n);
+  bool const along_m = raster == Raster::kAlongM, alone = kernel_.cluster_m * kernel_.cluster_n == 1;
+  int32_t const fast = along_m ? order.tiles_m : order.tiles_n, slow = along_m ? order.tiles_n : order.tiles_m;
+  order.swizzle = std::min(swizzle, slow);
+  double const workers = std::min(workers_, wave_tiles_);
+
+  // Of the workers of one GPC, or of two that stand for all.
+  Wave wave;
+  std::vector<int32_t> on_m, on_n;
+  on_m.reserve(64), on_n.reserve(64);
+  auto const add = [](std::vector<int32_t>& distinct, int32_t at) {
+    if (std::find(distinct.rbegin(), distinct.rend(), at) == distinct.rend()) distinct.push_back(at);
+  };
+  for (int which = 0; which < 2; ++which) {
+    int32_t const first = alone && workers > kStarts[which] ? kStarts[which] : 0, stride = alone ? 1 : kStrides[which];
+    int32_t const last = alone ? std::min<int32_t>(workers, first + kNeighbours) : workers;
+    on_m.clear(), on_n.clear();
+    for (int32_t worker = first; worker < last; worker += stride) {
+      TileOrder::Coordinate const at = order.coordinate(worker);
+      add(on_m, at.m), add(on_n, at.n);
+    }
+    double const gpcs_worth = workers / ((last - first + stride - 1) / stride) / 2;
+    wave.rows += gpcs_worth * on_m.size();
+    wave.columns += gpcs_worth * on_n.size();
+  }
+  wave.rows *= rows, wave.columns *= columns;
+  double const panels = ceil_div(workers, static_cast<double>(fast) * order.swizzle);
+  double const down = panels == 1 ? ceil_div(workers, order.swizzle) : fast;
+  double const across = std::min<double>(panels * order.swizzle, slow);
+  wave.footprint = (along_m ? down : across) * rows + (along_m ? across : down) * columns;
+  return wave;
+}
+
+double Estimator::needs(Wave const& wave) const {
+  return (wave.rows + wave.columns) / machine_.gpc_rate + wave.footprint / machine_.memory_rate;
+}
+
+Wave Estimator::order_tiles(Schedule& s) const {
+  Wave best;
+  if (kernel_.family == Family::kHost) return best;
+  double least = std::numeric_limits<double>::infinity();
+  for (int32_t const swizzle : {1, 2, 4, 8, 16}) {
+    for (Raster const raster : {Raster::kAlongM, Raster::kAlongN}) {
+      Wave const wave = first_wave(raster, swizzle);
+      if (needs(wave) >= least) continue;
+      least = needs(wave);
+      best = wave;
+      s.raster = raster, s.swizzle = swizzle;
+    }
+  }
+  return best;
+}
+
+// What decomposition.h gives to workers, in numbers.
+struct Estimator::Share {
+  double busy;        // workers with work
+  double pieces;      // of the busiest worker
+  double iterations;  // of the busiest worker
+  double peers;       // of a shared tile, at most; 1 where none is shared
+  double launches = 1;
+};
+
+Estimator::Share Estimator::share_of(Schedule const& s, bool separate) const {
+  if (streams(s) && workers_ > 1 && remainder_of(tiles_, workers_) != 0) {
+    // Stream-K cuts the tiles of the last, partial wave and of a full one before it.
+    double const whole_waves = std::max(floor_div(tiles_, workers_) - 1, 0.0);
+    double const cut = (tiles_ - whole_waves * workers_) * k_tiles_;
+    double const share = ceil_div(cut, std::min(workers_, cut));
+    double const peers = share >= k_tiles_ ? 2 : ceil_div(k_tiles_, share) + (remainder_of(k_tiles_, share) != 0);
+    double const pieces = whole_waves + ceil_div(share, k_tiles_) + (remainder_of(share, k_tiles_) != 0);
+    return {std::min(workers_, tiles_ * k_tiles_), pieces, whole_waves * k_tiles_ + share, peers};
+  }
+  // Data-parallel is split-K in one. The first k_tiles % splits runs of a tile are one iteration longer, and come first.
+  double const splits = std::min(splits_of(s), k_tiles_);
+  double const base = floor_div(k_tiles_, splits), longer = k_tiles_ - base * splits;
+  double const busy = std::min(workers_, tiles_ * splits), pieces_longer = ceil_div(tiles_ * longer, workers_);
+  if (!separate) {
+    double const pieces = ceil_div(tiles_ * splits, workers_);
+    return {busy, pieces, pieces * base + pieces_longer, splits};
+  }
+  // Separate: the longer slices, the shorter ones, and one that K cuts short are launched one after another.
+  double const cut_short = problem_.k % kernel_.tile_k != 0 && splits > 1, shorter = splits - longer - cut_short;
+  double const pieces_shorter = ceil_div(tiles_ * shorter, workers_) + ceil_div(tiles_ * cut_short, workers_);
+  return {busy, pieces_longer + pieces_shorter, pieces_longer * (base + 1) + pieces_shorter * base, 1,
+          std::min(((longer > 0) + (shorter > 0) + cut_short) * problem_.batch, splits)};
+}
+
+Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
+  if (kernel_.family == Family::kHost) return host_cost(s);
+  double const splits = splits_of(s);
+  bool const separate = splits > 1 && s.reduction == Reduction::kSeparate;
+  Share const share = share_of(s, separate);
+  bool const cut_by_iterations = streams(s) && share.peers > 1;
+  Cost cost;
+  cost.iterations = share.iterations;
+  cost.peers = share.peers;
+  cost.floor = floor_;
+  // Split-K shares every piece of a worker; of those that Stream-K shares the last one is waited for.
+  double const shared = share.peers <= 1 ? 0 : cut_by_iterations ? 1 : share.pieces;
+  cost.fix_up = shared * (machine_.fix_up + (1 + share.peers) * partial_);
+  cost.launches = machine_.launch + machine_.relaunch * (share.launches - 1);
+  if (separate) {
+    cost.extra = machine_.reduction + machine_.reduction_slice * splits + splits * result_bytes_ / machine_.reduction_rate;
+  } else if (share.peers > 1) {
+    cost.extra = machine_.memset;
+  }
+
+  // A wave may hold several batches or slices of K, alike but sharing nothing. Streams of one tile are at different k.
+  double const alike = std::min(std::max(workers_ / wave_tiles_, 1.0), problem_.batch * splits);
+  double const together = alike * (wave.rows * panel_a_ + wave.columns * panel_b_), apart = multicast_ * share.busy;
+  double drift = std::min(machine_.drift, 1.0) * (1 - 1 / share.pieces);
+  if (misaligned_) drift = std::max(drift, std::min(machine_.misaligned_drift, 1.0));
+  if (cut_by_iterations) drift = 1;
+  double const gpc = (together + drift * std::max(apart - together, 0.0)) / machine_.gpc_rate;
+  double const cache = apart / machine_.cache_rate, math = std::max(math_, wgmma_sustained_ * share.busy);
+  auto const finish = [&](double iteration) {
+    cost.work = iteration * share.iterations + epilogue_ * share.pieces + cost.fix_up;
+    return cost.launches + cost.extra;
+  };
+  double const around = finish(std::max({math, loads_ + gpc, cache, line_}));
+  cost.microseconds = kRounding * (around + std::max(cost.work, floor_));
+  if (cost.microseconds > limit) return cost;
+
+  finish(std::pow(to_the_fifth(math) + to_the_fifth(loads_ + gpc) + to_the_fifth(cache) + to_the_fifth(line_), 1 / kOverlapIteration));
+  double const overlapped = std::pow(std::pow(cost.work, kOverlapCall) + std::pow(floor_, kOverlapCall), 1 / kOverlapCall);
+  cost.microseconds = cost.launches + overlapped + cost.extra;
+  cost.waves = tiles_ * splits / workers_;
+  return cost;
+}
+
+// MAC iterations of the busiest thread, and the partials it shares.
+Cost Estimator::host_cost(Schedule const& s) const {
+  Share const share = share_of(s, false);
+  auto const iteration = [&](double rows, double columns) {
+    return problem_.k / k_tiles_ * (kHostMultiplyAdd * rows * columns + kHostPack * (rows + columns));
+  };
+  // Tiles at the edge are multiplied as far as they reach. The busiest thread has its part of the full tiles or of all work,
+  // whichever is more; in Stream-K its iterations may all be of full tiles.
+  double const rows = std::min<double>(kernel_.tile_m, rows_), columns = std::min<double>(kernel_.tile_n, columns_);
+  bool const cut_by_iterations = streams(s) && share.peers > 1;
+  Cost cost;
+  if (cut_by_iterations) {
+    cost.work = iteration(rows, columns) * share.iterations;
+  } else {
+    double const full_tiles = problem_.batch * floor_div(rows_, rows) * floor_div(columns_, columns);
+    double const splits = std::min(splits_of(s), k_tiles_), base = floor_div(k_tiles_, splits);
+    double const of_full =
+        ceil_div(full_tiles * splits, workers_) * base + ceil_div(full_tiles * (k_tiles_ - base * splits), workers_);
+    double const average = iteration(rows_ / ceil_div(rows_, kernel_.tile_m), columns_ / ceil_div(columns_, kernel_.tile_n));
+    cost.work = std::max(iteration(rows, columns) * of_full, average * tiles_ * k_tiles_ / share.busy);
+  }
+  // Every piece of a split tile is stored once and added once; Stream-K shares two tiles of a thread at most.
+  if (share.peers > 1) cost.fix_up = kHostPartial * rows * columns * (cut_by_iterations ? 2 + share.peers : 2 * share.pieces);
+  cost.work += cost.fix_up;
+  cost.launches = share.busy > 1 ? kHostWake : 1;
+  cost.microseconds = cost.launches + cost.work;
+  cost.waves = tiles_ * splits_of(s) / workers_;
+  cost.iterations = share.iterations;
+  cost.peers = share.peers;
+  return cost;
+}
+
+}  // namespace jax_streamk

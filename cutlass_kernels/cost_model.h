@@ -1,0 +1,81 @@
+// What running a kernel on a problem is expected to cost, in microseconds.
+//
+// On a GPU this is the cost model of Osama et al., "Stream-K" (2023), section 5: the busiest worker takes
+// a + b*[it fixes up] + c*iterations + d*(peers - 1), over a floor of the bytes that must come from memory. c follows from the tile
+// and from which tiles run together: what tensor cores, the SM's loads and the L2 cache need for one MAC iteration.
+#pragma once
+
+#include <limits>
+
+#include "cutlass_kernels/gemm.h"
+
+namespace jax_streamk {
+
+// The constants of one kind of GPU. jax_streamk/cost_model.py says what each is, and has their values.
+struct Machine {
+  double launch, relaunch;
+  double memory_rate, cache_rate, gpc_rate, drift, misaligned_drift, load_rate_sm, line;
+  double wgmma_rate_sm, wgmma_sustained, mma_16bit, mma_tf32, mma_tf32x3, mma_f64;
+  double narrow, uneven, misaligned_k, misaligned_mn;
+  double epilogue, fix_up, partial_rate_sm, memset, reduction, reduction_slice, reduction_rate;
+};
+
+// Rows of A and columns of B that one wave of whole tiles needs at once.
+struct Wave {
+  double rows = 0, columns = 0;  // of all GPCs added up, a GPC's own CTAs sharing what they load
+  double footprint = 0;          // rows and columns of the whole wave, which shares them in L2
+};
+
+// An estimate and what it is made of.
+struct Cost {
+  double microseconds = 0;  // of the whole call
+  double waves = 0;         // output tiles, times splits, over workers
+  double iterations = 0;    // MAC iterations of the busiest worker
+  double peers = 1;         // workers that share a tile, at most
+  double work = 0;          // the busiest worker's time, fix-up included
+  double fix_up = 0;        // of that, storing and adding partial tiles
+  double floor = 0;         // what memory needs for the problem whatever the tile; it overlaps with work
+  double launches = 0;      // kernel launches, or waking threads
+  double extra = 0;         // the memset, and the reduction kernel
+};
+
+// How many SMs or threads share the work of a schedule.
+int32_t width_of(Schedule const&, Device const&);
+
+// One problem on one kernel, which must outlive this: what all schedules have in common.
+class Estimator {
+ public:
+  // The machine is not asked about kernels of the host.
+  Estimator(KernelInfo const&, GemmProblem const&, int32_t width, Machine const&);
+
+  // No schedule costs less, in no order of tiles.
+  double least() const { return least_; }
+
+  Wave first_wave(Raster, int32_t swizzle) const;
+  // What orders of tiles are ranked by: the time in which the caches can serve a wave, per element of K.
+  double needs(Wave const&) const;
+  // Gives the schedule the order of tiles whose waves need the least, and returns that wave.
+  Wave order_tiles(Schedule&) const;
+
+  // In waves of this kind. Above `limit` the microseconds may be a lower bound, and the other figures are missing.
+  Cost cost(Schedule const&, Wave const&, double limit = std::numeric_limits<double>::infinity()) const;
+
+ private:
+  struct Share;
+  Share share_of(Schedule const&, bool separate) const;
+  Cost host_cost(Schedule const&) const;
+
+  KernelInfo const& kernel_;
+  GemmProblem const& problem_;
+  Machine const& machine_;
+  int32_t width_;
+  // Extents that the kernel's own tile_m and tile_n run along; output tiles over all batches, a cluster's being one; clusters or
+  // threads that work at once.
+  double rows_, columns_, tiles_, k_tiles_, workers_, wave_tiles_;
+  // Of one MAC iteration: bytes of an element of the tile's edge, bytes of a tile's panels that come from L2, and microseconds.
+  double panel_a_ = 0, panel_b_ = 0, multicast_ = 0, wgmma_sustained_ = 0, math_ = 0, loads_ = 0, line_ = 0;
+  double floor_ = 0, epilogue_ = 0, partial_ = 0, result_bytes_ = 0, least_ = 0;
+  bool misaligned_ = false;
+};
+
+}  // namespace jax_streamk

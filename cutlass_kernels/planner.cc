@@ -1,0 +1,110 @@
+#include "cutlass_kernels/planner.h"
+
+#include <algorithm>
+#include <tuple>
+
+namespace jax_streamk {
+namespace {
+
+constexpr size_t kConsidered = 6;  // candidates that a choice lists
+constexpr int32_t kMostSplits = 128;
+
+// Numbers of splits worth trying: small ones, powers of two, those that fill a wave, and divisors of K's tiles.
+std::vector<int32_t> split_counts(GemmProblem const& p, Device const& device) {
+  std::vector<bool> worth(kMostSplits + 1);
+  for (int32_t const splits : {32, 64, 128}) worth[splits] = true;
+  for (int32_t tiles = 1; tiles <= device.sms / 16; ++tiles) worth[std::min(device.sms / tiles, kMostSplits)] = true;
+  std::vector<int32_t> counts;
+  for (int32_t splits = 2; splits <= std::min<int64_t>(kMostSplits, p.k); ++splits) {
+    // Slices of one length are one launch.
+    bool const even = p.k % (64 * splits) == 0;
+    if (splits <= 16 || worth[splits] || even) counts.push_back(splits);
+  }
+  return counts;
+}
+
+// Schedules by kind, of each of which the first shows whether a kernel has it: arguments of a kind decide little about that.
+std::vector<std::vector<Schedule>> kinds_of(std::optional<Schedule> const& wanted, GemmProblem const& p, Device const& device) {
+  if (wanted) return {{*wanted}};
+  Schedule stream_k;
+  stream_k.kind = ScheduleKind::kStreamK;
+  std::vector<std::vector<Schedule>> kinds{{Schedule{}}, {stream_k}};
+  for (Reduction const reduction : {Reduction::kOrdered, Reduction::kSeparate}) {
+    if (reduction == Reduction::kSeparate && device.arch == 0) continue;
+    kinds.emplace_back();
+    for (int32_t const splits : split_counts(p, device)) kinds.back().push_back({ScheduleKind::kSplitK, splits, reduction});
+  }
+  return kinds;
+}
+
+// The most telling refusal: of a kernel that runs the problem data-parallel, with many k-tiles.
+std::string closest_refusal(std::vector<Kernel const*> const& kernels, GemmProblem const& p, Schedule const& s, Device const& device) {
+  auto const rank = [&](Kernel const* kernel) {
+    return std::tuple(!check(*kernel, p, {}, device).ok(), kernel->info.align_a, kernel->info.tile_k);
+  };
+  auto const closest = std::min_element(kernels.begin(), kernels.end(), [&](auto* x, auto* y) { return rank(x) < rank(y); });
+  return closest == kernels.end() ? "" : check(**closest, p, s, device).message;
+}
+
+}  // namespace
+
+Choice choose(std::vector<Kernel const*> const& kernels, GemmProblem const& p, std::optional<Schedule> const& wanted,
+              Device const& device, Machine const& machine) {
+  auto const kinds = kinds_of(wanted, p, device);
+  int32_t const width = width_of(kinds[0][0], device);
+  std::vector<Estimator> estimators;
+  estimators.reserve(kernels.size());
+  for (Kernel const* kernel : kernels) estimators.emplace_back(kernel->info, p, width, machine);
+  // Kernels that may be cheap come first, so that the others need no more than a look.
+  std::vector<size_t> promising(kernels.size());
+  for (size_t i = 0; i < promising.size(); ++i) promising[i] = i;
+  std::sort(promising.begin(), promising.end(), [&](size_t i, size_t j) { return estimators[i].least() < estimators[j].least(); });
+
+  // The best so far, each of another kernel or kind; equal costs are ranked by kernel, then by kind.
+  struct Ranked {
+    double microseconds;
+    size_t kernel, kind;
+    Candidate candidate;
+    bool operator<(Ranked const& other) const {
+      return std::tie(microseconds, kernel, kind) < std::tie(other.microseconds, other.kernel, other.kind);
+    }
+  };
+  std::vector<Ranked> best;
+  for (size_t const i : promising) {
+    auto const limit = [&] { return best.size() < kConsidered ? std::numeric_limits<double>::infinity() : best.back().microseconds; };
+    if (estimators[i].least() > limit()) break;
+    Kernel const& kernel = *kernels[i];
+    Schedule order;
+    std::optional<Wave> wave;
+    for (size_t kind = 0; kind < kinds.size(); ++kind) {
+      if (kinds[kind].empty() || !check(kernel, p, kinds[kind][0], device).ok()) continue;
+      if (!wave) wave = estimators[i].order_tiles(order);
+      std::optional<Candidate> cheapest;
+      for (Schedule s : kinds[kind]) {
+        if (s.kind == ScheduleKind::kSplitK && int64_t{s.splits - 1} * kernel.info.tile_k >= p.k) break;
+        double const below = cheapest ? std::min(limit(), cheapest->cost.microseconds) : limit();
+        Cost const cost = estimators[i].cost(s, *wave, below);
+        if (cost.microseconds > below || (cheapest && cost.microseconds == below)) continue;
+        s.raster = order.raster, s.swizzle = order.swizzle;
+        // The kernel has the last word on these very arguments.
+        if (check(kernel, p, s, device).ok()) cheapest = Candidate{&kernel, s, cost};
+      }
+      if (!cheapest) continue;
+      Ranked const ranked{cheapest->cost.microseconds, i, kind, *cheapest};
+      best.insert(std::upper_bound(best.begin(), best.end(), ranked), ranked);
+      if (best.size() > kConsidered) best.pop_back();
+    }
+  }
+
+  Choice choice;
+  for (Ranked const& ranked : best) choice.candidates.push_back(ranked.candidate);
+  if (best.empty()) {
+    choice.refusal = closest_refusal(kernels, p, kinds[0][0], device);
+  } else {
+    Candidate const& chosen = choice.candidates[0];
+    choice.workspace_bytes = chosen.kernel->workspace_bytes(p, chosen.schedule, device);
+  }
+  return choice;
+}
+
+}  // namespace jax_streamk

@@ -1,0 +1,174 @@
+#include "ffi/planner_bindings.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "cutlass_kernels/planner.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace jax_streamk {
+namespace {
+
+// A kernel that this build lacks, for planning as if it were there.
+class DescribedKernel final : public Kernel {
+ public:
+  using Kernel::Kernel;
+
+  int64_t workspace_bytes(GemmProblem const&, Schedule const&, Device const&) const override { return 0; }
+  Decomposition decomposition(GemmProblem const&, Schedule const&, Device const&) const override { return {}; }
+  Status run(GemmProblem const&, Schedule const&, Device const&, Buffers const&, void*, Executor*) const override {
+    return Status::precondition(info.name + " is not compiled into this build");
+  }
+};
+
+class Kernels {
+ public:
+  explicit Kernels(std::vector<KernelInfo> const& infos) {
+    for (KernelInfo const& info : infos) {
+      Kernel const* kernel = find_kernel(info.name);
+      if (kernel == nullptr) kernel = described_.emplace_back(std::make_unique<DescribedKernel>(info)).get();
+      all_.push_back(kernel);
+    }
+  }
+
+  Kernels(Kernels const&) = delete;
+
+  std::vector<Kernel const*> const& all() const { return all_; }
+
+ private:
+  std::vector<std::unique_ptr<Kernel>> described_;
+  std::vector<Kernel const*> all_;
+};
+
+Wave first_wave(KernelInfo const& kernel, GemmProblem const& problem, Schedule const& s, Device const& device) {
+  Machine const any{};  // which tiles run together is no matter of speed
+  return Estimator(kernel, problem, width_of(s, device), any).first_wave(s.raster, s.swizzle);
+}
+
+Cost estimate(KernelInfo const& kernel, GemmProblem const& problem, Schedule const& s, Device const& device, Machine const& machine) {
+  Estimator const estimator(kernel, problem, width_of(s, device), machine);
+  return estimator.cost(s, kernel.family == Family::kHost ? Wave{} : estimator.first_wave(s.raster, s.swizzle));
+}
+
+// Many candidates, whose waves are computed once.
+class Batch {
+ public:
+  Batch(nb::list kernels, std::vector<GemmProblem> problems, std::vector<Schedule> schedules, Device const& device)
+      : kernels_(std::move(kernels)), problems_(std::move(problems)), schedules_(std::move(schedules)), device_(device) {
+    if (kernels_.size() != problems_.size() || kernels_.size() != schedules_.size())
+      throw nb::value_error("there must be as many kernels as problems and as schedules");
+    for (size_t i = 0; i < kernels_.size(); ++i) {
+      infos_.push_back(nb::cast<KernelInfo const*>(kernels_[i]));
+      waves_.push_back(first_wave(*infos_[i], problems_[i], schedules_[i], device_));
+    }
+  }
+
+  std::vector<double> microseconds(Machine const& machine) const {
+    return of_each(machine, [](Estimator const& estimator, Schedule const& s, Wave const& wave) {
+      return estimator.cost(s, wave).microseconds;
+    });
+  }
+
+  std::vector<double> needs(Machine const& machine) const {
+    return of_each(machine, [](Estimator const& estimator, Schedule const&, Wave const& wave) { return estimator.needs(wave); });
+  }
+
+ private:
+  template <typename Of>
+  std::vector<double> of_each(Machine const& machine, Of of) const {
+    std::vector<double> values(infos_.size());
+    for (size_t i = 0; i < values.size(); ++i)
+      values[i] = of(Estimator(*infos_[i], problems_[i], width_of(schedules_[i], device_), machine), schedules_[i], waves_[i]);
+    return values;
+  }
+
+  nb::list kernels_;  // keeps what infos_ points to
+  std::vector<KernelInfo const*> infos_;
+  std::vector<GemmProblem> problems_;
+  std::vector<Schedule> schedules_;
+  std::vector<Wave> waves_;
+  Device device_;
+};
+
+}  // namespace
+
+void bind_planner(nb::module_& m) {
+  nb::class_<Machine>(m, "Machine", "The native side of cost_model.Machine.")
+      .def("__init__", [](Machine* self) { new (self) Machine{}; })
+      .def_rw("launch", &Machine::launch)
+      .def_rw("relaunch", &Machine::relaunch)
+      .def_rw("memory_rate", &Machine::memory_rate)
+      .def_rw("cache_rate", &Machine::cache_rate)
+      .def_rw("gpc_rate", &Machine::gpc_rate)
+      .def_rw("drift", &Machine::drift)
+      .def_rw("misaligned_drift", &Machine::misaligned_drift)
+      .def_rw("load_rate_sm", &Machine::load_rate_sm)
+      .def_rw("line", &Machine::line)
+      .def_rw("wgmma_rate_sm", &Machine::wgmma_rate_sm)
+      .def_rw("wgmma_sustained", &Machine::wgmma_sustained)
+      .def_rw("mma_16bit", &Machine::mma_16bit)
+      .def_rw("mma_tf32", &Machine::mma_tf32)
+      .def_rw("mma_tf32x3", &Machine::mma_tf32x3)
+      .def_rw("mma_f64", &Machine::mma_f64)
+      .def_rw("narrow", &Machine::narrow)
+      .def_rw("uneven", &Machine::uneven)
+      .def_rw("misaligned_k", &Machine::misaligned_k)
+      .def_rw("misaligned_mn", &Machine::misaligned_mn)
+      .def_rw("epilogue", &Machine::epilogue)
+      .def_rw("fix_up", &Machine::fix_up)
+      .def_rw("partial_rate_sm", &Machine::partial_rate_sm)
+      .def_rw("memset", &Machine::memset)
+      .def_rw("reduction", &Machine::reduction)
+      .def_rw("reduction_slice", &Machine::reduction_slice)
+      .def_rw("reduction_rate", &Machine::reduction_rate);
+
+  nb::class_<Wave>(m, "Wave", "Rows of A and columns of B that one wave of tiles needs: of all GPCs added up, and of the whole wave.")
+      .def_ro("rows", &Wave::rows)
+      .def_ro("columns", &Wave::columns)
+      .def_ro("footprint", &Wave::footprint);
+
+  nb::class_<Cost>(m, "Cost", "An estimate and what it is made of; times in microseconds.")
+      .def_ro("microseconds", &Cost::microseconds)
+      .def_ro("waves", &Cost::waves)
+      .def_ro("iterations", &Cost::iterations)
+      .def_ro("peers", &Cost::peers)
+      .def_ro("work", &Cost::work)
+      .def_ro("fix_up", &Cost::fix_up)
+      .def_ro("floor", &Cost::floor)
+      .def_ro("launches", &Cost::launches)
+      .def_ro("extra", &Cost::extra);
+
+  nb::class_<Kernels>(m, "Kernels", "Kernels to choose from; one that this build lacks is known by its description alone.")
+      .def(nb::init<std::vector<KernelInfo> const&>(), "infos"_a);
+
+  nb::class_<Candidate>(m, "Candidate", "A kernel, its schedule, and what it is expected to cost.")
+      .def_prop_ro("kernel", [](Candidate const& candidate) { return candidate.kernel->info.name; })
+      .def_ro("schedule", &Candidate::schedule)
+      .def_ro("cost", &Candidate::cost);
+
+  nb::class_<Choice>(m, "Choice", "What choose() found: candidates, the cheapest first; without any, the refusal that came closest.")
+      .def_ro("candidates", &Choice::candidates)
+      .def_ro("workspace_bytes", &Choice::workspace_bytes)
+      .def_ro("refusal", &Choice::refusal);
+
+  m.def(
+      "choose",
+      [](Kernels const& kernels, GemmProblem const& p, std::optional<Schedule> const& wanted, Device const& device,
+         Machine const& machine) { return choose(kernels.all(), p, wanted, device, machine); },
+      "kernels"_a, "problem"_a, "schedule"_a.none(), "device"_a, "machine"_a,
+      "The cheapest candidates among kernels of the problem's types and majorness; a schedule that is not None is the only one considered.");
+  m.def("estimate", &estimate, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "machine"_a,
+        "The Cost of a kernel under a schedule, its order of tiles included, whether or not the kernel can run it.");
+  m.def("first_wave", &first_wave, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "The Wave that a CUDA kernel starts with.");
+
+  nb::class_<Batch>(m, "Batch", "CUDA candidates, given as a list of each of their parts, to estimate on one machine after another.")
+      .def(nb::init<nb::list, std::vector<GemmProblem>, std::vector<Schedule>, Device const&>(), "kernels"_a, "problems"_a,
+           "schedules"_a, "device"_a)
+      .def("microseconds", &Batch::microseconds, "machine"_a, "What each is expected to take.")
+      .def("needs", &Batch::needs, "machine"_a, "What orders of tiles are ranked by: the least is the best of otherwise equal ones.");
+}
+
+}  // namespace jax_streamk

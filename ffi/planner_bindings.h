@@ -1,0 +1,10 @@
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace jax_streamk {
+
+// Adds the search for a plan, and the cost model under it, to the Python module.
+void bind_planner(nanobind::module_&);
+
+}  // namespace jax_streamk
