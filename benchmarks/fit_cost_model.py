@@ -20,17 +20,16 @@ import dataclasses
 import gzip
 import math
 import re
-import types
 
 import numpy as np
 
-from jax_streamk import _ffi, cost_model
-from jax_streamk.cost_model import H200, Kernels, Schedules
+from jax_streamk import Device, _ffi
+from jax_streamk.cost_model import H200
 
 FIX_UP = ("fix_up", "partial_rate_sm")
 OURS_ONLY = (*FIX_UP, "relaunch", "reduction", "reduction_slice", "reduction_rate")
 # The memset comes and goes with the fix-up: their times add up and cannot be told apart.
-NEVER = ("mma_rate_sm", "memset")
+NEVER = ("mma_16bit", "mma_tf32", "mma_tf32x3", "mma_f64", "memset")
 PRIOR = 0.2  # weight of a constant's logarithm staying where it started, beside those of thousands of rows
 FOLDS = 6  # of shapes, in cross-validation
 
@@ -41,12 +40,12 @@ _CUTLASS = re.compile(r"(\d+)x(\d+)x(\d+)c(\d)(\d)")
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One measurement: a problem, a kernel (what cost_model.Kernels reads of a KernelInfo), a schedule, microseconds."""
+    """One measurement: a problem, a kernel, a schedule, microseconds."""
 
     m: int
     n: int
     k: int
-    kernel: types.SimpleNamespace
+    kernel: _ffi.KernelInfo
     schedule: str
     splits: int
     reduction: str
@@ -57,7 +56,7 @@ class Row:
 
 
 def kernel_of(name):
-    """The attributes of a kernel that its name tells."""
+    """What the cost model reads of a kernel, as its name tells."""
     major = {"r": _ffi.Major.row, "c": _ffi.Major.column}
     if match := _SM90.fullmatch(name):
         a, d, major_a, major_b, *numbers, warps, swap = match.groups()
@@ -69,10 +68,10 @@ def kernel_of(name):
         family, cluster_m, cluster_n, warp_schedule, swap = _ffi.Family.sm80, 1, 1, "multistage", None
     else:
         raise ValueError(f"{name!r} is not the name of a CUDA kernel")
-    return types.SimpleNamespace(
-        name=name, family=family, type_a=getattr(_ffi.Type, a), type_d=getattr(_ffi.Type, d), major_a=major[major_a],
-        major_b=major[major_b], tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, cluster_m=cluster_m, cluster_n=cluster_n,
-        align_a=align, warp_schedule=warp_schedule, swap_ab=bool(swap),
+    return _ffi.KernelInfo(
+        name=name, family=family, type_ab=getattr(_ffi.Type, a), type_d=getattr(_ffi.Type, d), math=_ffi.Math.native,
+        major_a=major[major_a], major_b=major[major_b], tile=(tile_m, tile_n, tile_k), cluster=(cluster_m, cluster_n), align_ab=align,
+        align_d=align, warp_schedule=warp_schedule, swap_ab=bool(swap), split_k_reductions=[], stream_k_reductions=[],
     )  # fmt: skip
 
 
@@ -87,7 +86,7 @@ def ours(record):
 
 def in_planned_order(rows, machine, sms):
     """Of plans that differ in the order of tiles only, the one whose order the planner ranks first."""
-    needs = cost_model.needs(_wave(rows, *_kernels_and_problem(rows), sms), machine).ravel()
+    needs = _batch(rows, sms).needs(machine.native)
     groups = collections.defaultdict(list)
     for at, row in enumerate(rows):
         groups[row.m, row.n, row.k, row.kernel.name, row.schedule, row.splits, row.reduction].append(at)
@@ -124,36 +123,24 @@ def cutlass(record, sms):
     return Row(m, n, k, kernel, schedule, splits, "ordered", float(record["kernel_us"]), "m", 1, label)
 
 
-def _column(rows, of):
-    return np.array([of(row) for row in rows]).reshape(-1, 1)
-
-
-def _kernels_and_problem(rows):
-    """What the cost model reads of the rows' kernels and problems; measurements have row-major operands and a result of their type."""
-    m, n, k = (_column(rows, lambda row, x=x: getattr(row, x)).astype(float) for x in "mnk")
-    type_a = rows[0].kernel.type_a
-    problem = types.SimpleNamespace(
-        batch=1, m=m, n=n, k=k, lda=k, ldb=n, type_a=type_a, math=_ffi.Math.native, major_a=_ffi.Major.row, major_b=_ffi.Major.row,
-        bytes=cost_model.BYTES[type_a] * (m * k + k * n + m * n),
-    )  # fmt: skip
-    return Kernels([row.kernel for row in rows]), problem
-
-
-def _wave(rows, kernels, problem, sms):
-    along_m, swizzle = _column(rows, lambda row: row.raster == "m"), _column(rows, lambda row: row.swizzle)
-    return cost_model.first_wave(kernels, problem, sms, along_m, swizzle)
+def _batch(rows, sms):
+    """The rows as the cost model takes them; measurements have row-major operands and a result of their type."""
+    row_major, native = _ffi.Major.row, _ffi.Math.native
+    problems, schedules = [], []
+    for row in rows:
+        m, n, k, type_ = row.m, row.n, row.k, row.kernel.type_a
+        problems.append(_ffi.GemmProblem(1, m, n, k, type_, type_, type_, native, row_major, row_major, k, n, n, 0, 0, 0))
+        raster = _ffi.Raster.along_m if row.raster == "m" else _ffi.Raster.along_n
+        schedules.append(
+            _ffi.Schedule(_ffi.ScheduleKind[row.schedule], row.splits, _ffi.Reduction[row.reduction], 0, raster, row.swizzle)
+        )
+    return _ffi.Batch([row.kernel for row in rows], problems, schedules, Device("cuda", 90, sms).native())
 
 
 def predictor(rows, sms):
     """A function from a Machine to the predicted microseconds of every row."""
-    kernels, problem = _kernels_and_problem(rows)
-    schedules = Schedules(
-        splits=_column(rows, lambda row: float(row.splits) if row.schedule == "split_k" else 1.0),
-        stream_k=_column(rows, lambda row: row.schedule == "stream_k"),
-        separate=_column(rows, lambda row: row.schedule == "split_k" and row.splits > 1 and row.reduction == "separate"),
-    )
-    wave = _wave(rows, kernels, problem, sms)
-    return lambda machine: cost_model.predict_gpu(kernels, problem, schedules, sms, machine, wave).microseconds.ravel()
+    batch = _batch(rows, sms)
+    return lambda machine: np.array(batch.microseconds(machine.native))
 
 
 def best_times(rows):

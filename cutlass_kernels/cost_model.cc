@@ -42,6 +42,19 @@ double mma_rate(Machine const& machine, Type type, Math math) {
   return machine.mma_16bit;
 }
 
+// A set of few numbers, of which neighbours are often alike.
+class Distinct {
+ public:
+  void add(int32_t number) {
+    if (std::find(numbers_.rbegin(), numbers_.rend(), number) == numbers_.rend()) numbers_.push_back(number);
+  }
+  size_t size() const { return numbers_.size(); }
+  void clear() { numbers_.clear(); }
+
+ private:
+  std::vector<int32_t> numbers_;
+};
+
 bool streams(Schedule const& s) { return s.kind == ScheduleKind::kStreamK && s.max_sms != 1; }
 double splits_of(Schedule const& s) { return s.kind == ScheduleKind::kSplitK ? s.splits : 1; }
 
@@ -52,17 +65,19 @@ int32_t width_of(Schedule const& s, Device const& device) {
 }
 
 Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t width, Machine const& machine)
-    : kernel_(kernel), problem_(p), machine_(machine), width_(width) {
-  double const clusters = kernel.cluster_m * kernel.cluster_n;
+    : kernel_(kernel), problem_(p), machine_(machine) {
   bool const swap = kernel.swap_ab;
+  int32_t const ctas = kernel.cluster_m * kernel.cluster_n;
+  tiling_ = {kernel.tile_m * kernel.cluster_m, kernel.tile_n * kernel.cluster_n, ctas};
+  if (swap) std::swap(tiling_.rows, tiling_.columns);
+  tiling_.tiles_m = (p.m + tiling_.rows - 1) / tiling_.rows;
+  tiling_.tiles_n = (p.n + tiling_.columns - 1) / tiling_.columns;
   rows_ = swap ? p.n : p.m;
   columns_ = swap ? p.m : p.n;
-  double const tiles_m = ceil_div(rows_, kernel.tile_m * kernel.cluster_m);
-  double const tiles_n = ceil_div(columns_, kernel.tile_n * kernel.cluster_n);
-  wave_tiles_ = tiles_m * tiles_n;
+  wave_tiles_ = static_cast<double>(tiling_.tiles_m) * tiling_.tiles_n;
   tiles_ = p.batch * wave_tiles_;
   k_tiles_ = ceil_div(p.k, kernel.tile_k);
-  workers_ = std::max(width / (kernel.cluster_m * kernel.cluster_n), 1);
+  workers_ = std::max(width / ctas, 1);
   if (kernel.family == Family::kHost) return;
 
   double const size = size_of(p.type_a), accumulator = size_of(accumulator_of(p.type_a));
@@ -77,7 +92,7 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
     bool const b_along_n = swap ? p.major_a == Major::kColumn : p.major_b == Major::kRow;
     bool const uneven = kernel.tile_n % 64 != 0 && b_along_n;
     math_ = 2 * kernel.tile_m * (kernel.tile_n + machine.narrow) * tile_k / machine.wgmma_rate_sm * (uneven ? machine.uneven : 1);
-    wgmma_sustained_ = 2 * area * tile_k * clusters / machine.wgmma_sustained;
+    wgmma_sustained_ = 2 * area * tile_k * ctas / machine.wgmma_sustained;
   } else {
     math_ = 2 * area * tile_k / (mma_rate(machine, p.type_a, p.math) * std::pow(std::min(area / (128 * 128), 1.0), 0.35));
   }
@@ -97,11 +112,11 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
     return (swap ? columns : rows) * panel_a_ + (swap ? rows : columns) * panel_b_;
   };
   loads_ = loaded(tile_rows, tile_columns) / machine.load_rate_sm;
-  multicast_ = loaded(tile_rows / kernel.cluster_n, tile_columns / kernel.cluster_m) * clusters;
+  multicast_ = loaded(tile_rows / kernel.cluster_n, tile_columns / kernel.cluster_m) * ctas;
 
   // CTAs that load the same panel queue for its lines, a line of which holds several short rows of an operand.
   auto const short_rows = [&](int64_t ld) { return std::max(128 / (ld * size), 1.0); };
-  double const queue = std::max((swap ? tiles_m : tiles_n) * short_rows(p.lda), (swap ? tiles_n : tiles_m) * short_rows(p.ldb));
+  double const queue = std::max(tiling_.tiles_n * short_rows(p.lda), tiling_.tiles_m * short_rows(p.ldb));
   line_ = machine.line * std::min(workers_ / wave_tiles_, 1.0) * queue * tile_k / 64;
 
   // The busiest worker has no less than its share of everything, and busy workers are no fewer than tiles.
@@ -112,35 +127,28 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
 }
 
 Wave Estimator::first_wave(Raster raster, int32_t swizzle) const {
-  double rows = kernel_.tile_m * kernel_.cluster_m, columns = kernel_.tile_n * kernel_.cluster_n;
-  if (kernel_.swap_ab) std::swap(rows, columns);
-  TileOrder order{static_cast<int32_t>(ceil_div(problem_.m, rows)), static_cast<int32_t>(ceil_div(problem_.n, columns)), raster, 1};
-  rows = std::min<double>(rows, problem_.m);
-  columns = std::min<double>(columns, problem_.n);
-  bool const along_m = raster == Raster::kAlongM, alone = kernel_.cluster_m * kernel_.cluster_n == 1;
-  int32_t const fast = along_m ? order.tiles_m : order.tiles_n, slow = along_m ? order.tiles_n : order.tiles_m;
-  order.swizzle = std::min(swizzle, slow);
+  bool const along_m = raster == Raster::kAlongM, alone = tiling_.ctas == 1;
+  int32_t const tiles_m = tiling_.tiles_m, tiles_n = tiling_.tiles_n;
+  int32_t const fast = along_m ? tiles_m : tiles_n, slow = along_m ? tiles_n : tiles_m;
+  TileOrder const order{tiles_m, tiles_n, raster, std::min(swizzle, slow)};
   double const workers = std::min(workers_, wave_tiles_);
 
   // Of the workers of one GPC, or of two that stand for all.
   Wave wave;
-  std::vector<int32_t> on_m, on_n;
-  on_m.reserve(64), on_n.reserve(64);
-  auto const add = [](std::vector<int32_t>& distinct, int32_t at) {
-    if (std::find(distinct.rbegin(), distinct.rend(), at) == distinct.rend()) distinct.push_back(at);
-  };
+  Distinct on_m, on_n;
   for (int which = 0; which < 2; ++which) {
     int32_t const first = alone && workers > kStarts[which] ? kStarts[which] : 0, stride = alone ? 1 : kStrides[which];
     int32_t const last = alone ? std::min<int32_t>(workers, first + kNeighbours) : workers;
     on_m.clear(), on_n.clear();
     for (int32_t worker = first; worker < last; worker += stride) {
       TileOrder::Coordinate const at = order.coordinate(worker);
-      add(on_m, at.m), add(on_n, at.n);
+      on_m.add(at.m), on_n.add(at.n);
     }
     double const gpcs_worth = workers / ((last - first + stride - 1) / stride) / 2;
     wave.rows += gpcs_worth * on_m.size();
     wave.columns += gpcs_worth * on_n.size();
   }
+  double const rows = std::min(tiling_.rows, problem_.m), columns = std::min(tiling_.columns, problem_.n);
   wave.rows *= rows, wave.columns *= columns;
   double const panels = ceil_div(workers, static_cast<double>(fast) * order.swizzle);
   double const down = panels == 1 ? ceil_div(workers, order.swizzle) : fast;
@@ -153,17 +161,20 @@ double Estimator::needs(Wave const& wave) const {
   return (wave.rows + wave.columns) / machine_.gpc_rate + wave.footprint / machine_.memory_rate;
 }
 
-Wave Estimator::order_tiles(Schedule& s) const {
-  Wave best;
-  if (kernel_.family == Family::kHost) return best;
+Order Estimator::best_order() const {
+  Order best;
   double least = std::numeric_limits<double>::infinity();
   for (int32_t const swizzle : {1, 2, 4, 8, 16}) {
     for (Raster const raster : {Raster::kAlongM, Raster::kAlongN}) {
+      bool const along_m = raster == Raster::kAlongM;
+      int64_t const fast = along_m ? tiling_.tiles_m : tiling_.tiles_n, slow = along_m ? tiling_.tiles_n : tiling_.tiles_m;
+      // One line of tiles has one order, and so has a panel that holds all of them.
+      if (swizzle > 1 && (fast == 1 || swizzle / 2 >= slow)) continue;
       Wave const wave = first_wave(raster, swizzle);
-      if (needs(wave) >= least) continue;
-      least = needs(wave);
-      best = wave;
-      s.raster = raster, s.swizzle = swizzle;
+      if (double const needed = needs(wave); needed < least) {
+        least = needed;
+        best = {raster, swizzle, wave};
+      }
     }
   }
   return best;

@@ -26,6 +26,19 @@ struct Wave {
   double footprint = 0;          // rows and columns of the whole wave, which shares them in L2
 };
 
+// An order of tiles, and the wave it starts with.
+struct Order {
+  Raster raster = Raster::kAlongM;
+  int32_t swizzle = 1;
+  Wave wave;
+};
+
+// The output tiles of one batch, those of a cluster of CTAs being one: their extents along m and n, and how many there are.
+struct Tiling {
+  int64_t rows = 0, columns = 0, ctas = 1;
+  int64_t tiles_m = 0, tiles_n = 0;
+};
+
 // An estimate and what it is made of.
 struct Cost {
   double microseconds = 0;  // of the whole call
@@ -50,12 +63,13 @@ class Estimator {
 
   // No schedule costs less, in no order of tiles.
   double least() const { return least_; }
+  Tiling const& tiling() const { return tiling_; }
 
   Wave first_wave(Raster, int32_t swizzle) const;
   // What orders of tiles are ranked by: the time in which the caches can serve a wave, per element of K.
   double needs(Wave const&) const;
-  // Gives the schedule the order of tiles whose waves need the least, and returns that wave.
-  Wave order_tiles(Schedule&) const;
+  // The one whose waves need the least.
+  Order best_order() const;
 
   // In waves of this kind. Above `limit` the microseconds may be a lower bound, and the other figures are missing.
   Cost cost(Schedule const&, Wave const&, double limit = std::numeric_limits<double>::infinity()) const;
@@ -68,10 +82,10 @@ class Estimator {
   KernelInfo const& kernel_;
   GemmProblem const& problem_;
   Machine const& machine_;
-  int32_t width_;
-  // Extents that the kernel's own tile_m and tile_n run along; output tiles over all batches, a cluster's being one; clusters or
-  // threads that work at once.
-  double rows_, columns_, tiles_, k_tiles_, workers_, wave_tiles_;
+  Tiling tiling_;
+  // Extents that the kernel's own tile_m and tile_n run along; output tiles of one batch and of all; MAC iterations of each; clusters
+  // or threads that work at once.
+  double rows_, columns_, wave_tiles_, tiles_, k_tiles_, workers_;
   // Of one MAC iteration: bytes of an element of the tile's edge, bytes of a tile's panels that come from L2, and microseconds.
   double panel_a_ = 0, panel_b_ = 0, multicast_ = 0, wgmma_sustained_ = 0, math_ = 0, loads_ = 0, line_ = 0;
   double floor_ = 0, epilogue_ = 0, partial_ = 0, result_bytes_ = 0, least_ = 0;

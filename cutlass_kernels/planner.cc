@@ -1,6 +1,7 @@
 #include "cutlass_kernels/planner.h"
 
 #include <algorithm>
+#include <map>
 #include <tuple>
 
 namespace jax_streamk {
@@ -60,6 +61,14 @@ Choice choose(std::vector<Kernel const*> const& kernels, GemmProblem const& p, s
   for (size_t i = 0; i < promising.size(); ++i) promising[i] = i;
   std::sort(promising.begin(), promising.end(), [&](size_t i, size_t j) { return estimators[i].least() < estimators[j].least(); });
 
+  // Tiles of the same extents have the same orders.
+  std::map<std::tuple<int64_t, int64_t, int64_t>, Order> orders;
+  auto const order_of = [&](Estimator const& estimator) -> Order const& {
+    auto const& [rows, columns, ctas, tiles_m, tiles_n] = estimator.tiling();
+    auto const [at, fresh] = orders.try_emplace({rows, columns, ctas});
+    if (fresh && device.arch != 0) at->second = estimator.best_order();
+    return at->second;
+  };
   // The best so far, each of another kernel or kind; equal costs are ranked by kernel, then by kind.
   struct Ranked {
     double microseconds;
@@ -74,18 +83,17 @@ Choice choose(std::vector<Kernel const*> const& kernels, GemmProblem const& p, s
     auto const limit = [&] { return best.size() < kConsidered ? std::numeric_limits<double>::infinity() : best.back().microseconds; };
     if (estimators[i].least() > limit()) break;
     Kernel const& kernel = *kernels[i];
-    Schedule order;
-    std::optional<Wave> wave;
+    Order const* order = nullptr;
     for (size_t kind = 0; kind < kinds.size(); ++kind) {
       if (kinds[kind].empty() || !check(kernel, p, kinds[kind][0], device).ok()) continue;
-      if (!wave) wave = estimators[i].order_tiles(order);
+      if (order == nullptr) order = &order_of(estimators[i]);
       std::optional<Candidate> cheapest;
       for (Schedule s : kinds[kind]) {
         if (s.kind == ScheduleKind::kSplitK && int64_t{s.splits - 1} * kernel.info.tile_k >= p.k) break;
         double const below = cheapest ? std::min(limit(), cheapest->cost.microseconds) : limit();
-        Cost const cost = estimators[i].cost(s, *wave, below);
+        Cost const cost = estimators[i].cost(s, order->wave, below);
         if (cost.microseconds > below || (cheapest && cost.microseconds == below)) continue;
-        s.raster = order.raster, s.swizzle = order.swizzle;
+        s.raster = order->raster, s.swizzle = order->swizzle;
         // The kernel has the last word on these very arguments.
         if (check(kernel, p, s, device).ok()) cheapest = Candidate{&kernel, s, cost};
       }

@@ -17,6 +17,10 @@ class DescribedKernel final : public Kernel {
  public:
   using Kernel::Kernel;
 
+  Status can_implement(GemmProblem const&, Schedule const&, Device const& device) const override {
+    if (info.family == Family::kSm90 ? device.arch == 90 : info.family == Family::kHost || device.arch >= 80) return {};
+    return Status::precondition(info.name + " does not run on sm_" + std::to_string(device.arch));
+  }
   int64_t workspace_bytes(GemmProblem const&, Schedule const&, Device const&) const override { return 0; }
   Decomposition decomposition(GemmProblem const&, Schedule const&, Device const&) const override { return {}; }
   Status run(GemmProblem const&, Schedule const&, Device const&, Buffers const&, void*, Executor*) const override {
@@ -50,7 +54,7 @@ Wave first_wave(KernelInfo const& kernel, GemmProblem const& problem, Schedule c
 
 Cost estimate(KernelInfo const& kernel, GemmProblem const& problem, Schedule const& s, Device const& device, Machine const& machine) {
   Estimator const estimator(kernel, problem, width_of(s, device), machine);
-  return estimator.cost(s, kernel.family == Family::kHost ? Wave{} : estimator.first_wave(s.raster, s.swizzle));
+  return estimator.cost(s, kernel.family == Family::kHost ? Wave{} : estimator.best_order().wave);
 }
 
 // Many candidates, whose waves are computed once.
@@ -161,7 +165,7 @@ void bind_planner(nb::module_& m) {
       "kernels"_a, "problem"_a, "schedule"_a.none(), "device"_a, "machine"_a,
       "The cheapest candidates among kernels of the problem's types and majorness; a schedule that is not None is the only one considered.");
   m.def("estimate", &estimate, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "machine"_a,
-        "The Cost of a kernel under a schedule, its order of tiles included, whether or not the kernel can run it.");
+        "The Cost of a kernel under a schedule in the best order of tiles, whether or not the kernel can run it.");
   m.def("first_wave", &first_wave, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "The Wave that a CUDA kernel starts with.");
 
   nb::class_<Batch>(m, "Batch", "CUDA candidates, given as a list of each of their parts, to estimate on one machine after another.")
