@@ -11,20 +11,22 @@ double floor_div(double x, double y) { return std::floor(x / y); }
 double ceil_div(double x, double y) { return std::ceil(x / y); }
 double remainder_of(double x, double y) { return x - floor_div(x, y) * y; }
 
-// Which workers of a wave sit on one GPC, so that what they load together is fetched once. Measured by ordering tiles in many ways:
-// CTAs launched without clusters behave as if sixteen neighbours did, clusters as if every eighth or, about as often, ninth did.
+// Which workers of a wave sit on one GPC, so that what they load together is fetched once. Measured by ordering tiles in many
+// ways: CTAs launched without clusters behave as if sixteen neighbours did, clusters as if every eighth or, about as often, ninth
+// did.
 constexpr int32_t kNeighbours = 16, kStarts[] = {0, 40}, kStrides[] = {8, 9};
 
-// How nearly the slowest of several overlapping things hides the others: exponents of the norm that joins them.
-constexpr double kOverlapIteration = 5, kOverlapCall = 1.6;
+// How nearly the slowest of several overlapping things hides the others: exponents of the norms that join those of a MAC iteration
+// (5) and of a call.
+double fifth_power(double x) { return x * x * x * x * x; }
+constexpr double kOverlapCall = 1.6;
+
 // Lower bounds of costs stay below them however both are rounded.
 constexpr double kRounding = 1 - 1e-9;
 
-double to_the_fifth(double x) { return x * x * x * x * x; }
-
 // A CPU thread: microseconds a multiply-add, an element of an operand's tile packed, an element of a partial tile stored or added.
-// Waking other threads costs a small product more than its arithmetic. Only ratios matter: of the speed of a tile of 256x512, one of
-// 128x128 was measured to have about nine tenths and one of 64x64 three quarters.
+// Waking other threads costs a small product more than its arithmetic. Only ratios matter: of the speed of a tile of 256x512, one
+// of 128x128 was measured to have about nine tenths and one of 64x64 three quarters.
 constexpr double kHostMultiplyAdd = 1.2e-5, kHostPack = 1.7e-4, kHostPartial = 5e-4, kHostWake = 20;
 
 // Bytes that any kernel must move: each operand read once, bias and residual too, D written once.
@@ -242,15 +244,12 @@ Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   if (cut_by_iterations) drift = 1;
   double const gpc = (together + drift * std::max(apart - together, 0.0)) / machine_.gpc_rate;
   double const cache = apart / machine_.cache_rate, math = std::max(math_, wgmma_sustained_ * share.busy);
-  auto const finish = [&](double iteration) {
-    cost.work = iteration * share.iterations + epilogue_ * share.pieces + cost.fix_up;
-    return cost.launches + cost.extra;
-  };
-  double const around = finish(std::max({math, loads_ + gpc, cache, line_}));
-  cost.microseconds = kRounding * (around + std::max(cost.work, floor_));
+  auto const work = [&](double iteration) { return iteration * share.iterations + epilogue_ * share.pieces + cost.fix_up; };
+  double const least_work = work(std::max({math, loads_ + gpc, cache, line_}));
+  cost.microseconds = kRounding * (cost.launches + std::max(least_work, floor_) + cost.extra);
   if (cost.microseconds > limit) return cost;
 
-  finish(std::pow(to_the_fifth(math) + to_the_fifth(loads_ + gpc) + to_the_fifth(cache) + to_the_fifth(line_), 1 / kOverlapIteration));
+  cost.work = work(std::pow(fifth_power(math) + fifth_power(loads_ + gpc) + fifth_power(cache) + fifth_power(line_), 1.0 / 5));
   double const overlapped = std::pow(std::pow(cost.work, kOverlapCall) + std::pow(floor_, kOverlapCall), 1 / kOverlapCall);
   cost.microseconds = cost.launches + overlapped + cost.extra;
   cost.waves = tiles_ * splits / workers_;

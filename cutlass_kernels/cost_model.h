@@ -1,8 +1,8 @@
 // What running a kernel on a problem is expected to cost, in microseconds.
 //
 // On a GPU this is the cost model of Osama et al., "Stream-K" (2023), section 5: the busiest worker takes
-// a + b*[it fixes up] + c*iterations + d*(peers - 1), over a floor of the bytes that must come from memory. c follows from the tile
-// and from which tiles run together: what tensor cores, the SM's loads and the L2 cache need for one MAC iteration.
+// a + b*[it fixes up] + c*iterations + d*(peers - 1), over a floor of the bytes that must come from memory. c follows from the
+// tile and from which tiles run together: what tensor cores, the SM's loads and the L2 cache need for one MAC iteration.
 #pragma once
 
 #include <limits>
@@ -83,12 +83,15 @@ class Estimator {
   GemmProblem const& problem_;
   Machine const& machine_;
   Tiling tiling_;
-  // Extents that the kernel's own tile_m and tile_n run along; output tiles of one batch and of all; MAC iterations of each; clusters
-  // or threads that work at once.
+  // Extents that the kernel's own tile_m and tile_n run along; output tiles of one batch and of all; MAC iterations of each;
+  // clusters or threads that work at once.
   double rows_, columns_, wave_tiles_, tiles_, k_tiles_, workers_;
-  // Of one MAC iteration: bytes of an element of the tile's edge, bytes of a tile's panels that come from L2, and microseconds.
-  double panel_a_ = 0, panel_b_ = 0, multicast_ = 0, wgmma_sustained_ = 0, math_ = 0, loads_ = 0, line_ = 0;
-  double floor_ = 0, epilogue_ = 0, partial_ = 0, result_bytes_ = 0, least_ = 0;
+  // Of one MAC iteration: bytes of a row of A's tile and of a column of B's, bytes that a cluster loads, and microseconds, those of
+  // wgmma at sustained clocks for each busy cluster.
+  double panel_a_ = 0, panel_b_ = 0, multicast_ = 0, math_ = 0, wgmma_sustained_ = 0, loads_ = 0, line_ = 0;
+  // Microseconds of memory, of a tile's epilogue and of a partial tile; bytes of D in the accumulator's type.
+  double floor_ = 0, epilogue_ = 0, partial_ = 0, result_bytes_ = 0;
+  double least_ = 0;
   bool misaligned_ = false;
 };
 

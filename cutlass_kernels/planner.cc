@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <numeric>
 #include <tuple>
 
 namespace jax_streamk {
@@ -39,7 +40,8 @@ std::vector<std::vector<Schedule>> kinds_of(std::optional<Schedule> const& wante
 }
 
 // The most telling refusal: of a kernel that runs the problem data-parallel, with many k-tiles.
-std::string closest_refusal(std::vector<Kernel const*> const& kernels, GemmProblem const& p, Schedule const& s, Device const& device) {
+std::string closest_refusal(std::vector<Kernel const*> const& kernels, GemmProblem const& p, Schedule const& s,
+                            Device const& device) {
   auto const rank = [&](Kernel const* kernel) {
     return std::tuple(!check(*kernel, p, {}, device).ok(), kernel->info.align_a, kernel->info.tile_k);
   };
@@ -58,17 +60,18 @@ Choice choose(std::vector<Kernel const*> const& kernels, GemmProblem const& p, s
   for (Kernel const* kernel : kernels) estimators.emplace_back(kernel->info, p, width, machine);
   // Kernels that may be cheap come first, so that the others need no more than a look.
   std::vector<size_t> promising(kernels.size());
-  for (size_t i = 0; i < promising.size(); ++i) promising[i] = i;
+  std::iota(promising.begin(), promising.end(), 0);
   std::sort(promising.begin(), promising.end(), [&](size_t i, size_t j) { return estimators[i].least() < estimators[j].least(); });
 
   // Tiles of the same extents have the same orders.
   std::map<std::tuple<int64_t, int64_t, int64_t>, Order> orders;
   auto const order_of = [&](Estimator const& estimator) -> Order const& {
-    auto const& [rows, columns, ctas, tiles_m, tiles_n] = estimator.tiling();
-    auto const [at, fresh] = orders.try_emplace({rows, columns, ctas});
-    if (fresh && device.arch != 0) at->second = estimator.best_order();
+    Tiling const& tiling = estimator.tiling();
+    auto const [at, is_new] = orders.try_emplace({tiling.rows, tiling.columns, tiling.ctas});
+    if (is_new && device.arch != 0) at->second = estimator.best_order();
     return at->second;
   };
+
   // The best so far, each of another kernel or kind; equal costs are ranked by kernel, then by kind.
   struct Ranked {
     double microseconds;
@@ -80,7 +83,9 @@ Choice choose(std::vector<Kernel const*> const& kernels, GemmProblem const& p, s
   };
   std::vector<Ranked> best;
   for (size_t const i : promising) {
-    auto const limit = [&] { return best.size() < kConsidered ? std::numeric_limits<double>::infinity() : best.back().microseconds; };
+    auto const limit = [&] {
+      return best.size() < kConsidered ? std::numeric_limits<double>::infinity() : best.back().microseconds;
+    };
     if (estimators[i].least() > limit()) break;
     Kernel const& kernel = *kernels[i];
     Order const* order = nullptr;

@@ -52,7 +52,8 @@ Wave first_wave(KernelInfo const& kernel, GemmProblem const& problem, Schedule c
   return Estimator(kernel, problem, width_of(s, device), any).first_wave(s.raster, s.swizzle);
 }
 
-Cost estimate(KernelInfo const& kernel, GemmProblem const& problem, Schedule const& s, Device const& device, Machine const& machine) {
+Cost estimate(KernelInfo const& kernel, GemmProblem const& problem, Schedule const& s, Device const& device,
+              Machine const& machine) {
   Estimator const estimator(kernel, problem, width_of(s, device), machine);
   return estimator.cost(s, kernel.family == Family::kHost ? Wave{} : estimator.best_order().wave);
 }
@@ -129,7 +130,7 @@ void bind_planner(nb::module_& m) {
       .def_rw("reduction_slice", &Machine::reduction_slice)
       .def_rw("reduction_rate", &Machine::reduction_rate);
 
-  nb::class_<Wave>(m, "Wave", "Rows of A and columns of B that one wave of tiles needs: of all GPCs added up, and of the whole wave.")
+  nb::class_<Wave>(m, "Wave", "Rows of A and columns of B that one wave needs: of all GPCs added up, and of the whole wave.")
       .def_ro("rows", &Wave::rows)
       .def_ro("columns", &Wave::columns)
       .def_ro("footprint", &Wave::footprint);
@@ -153,7 +154,7 @@ void bind_planner(nb::module_& m) {
       .def_ro("schedule", &Candidate::schedule)
       .def_ro("cost", &Candidate::cost);
 
-  nb::class_<Choice>(m, "Choice", "What choose() found: candidates, the cheapest first; without any, the refusal that came closest.")
+  nb::class_<Choice>(m, "Choice", "What choose() found: the cheapest candidates in order; without any, the closest refusal.")
       .def_ro("candidates", &Choice::candidates)
       .def_ro("workspace_bytes", &Choice::workspace_bytes)
       .def_ro("refusal", &Choice::refusal);
@@ -163,16 +164,16 @@ void bind_planner(nb::module_& m) {
       [](Kernels const& kernels, GemmProblem const& p, std::optional<Schedule> const& wanted, Device const& device,
          Machine const& machine) { return choose(kernels.all(), p, wanted, device, machine); },
       "kernels"_a, "problem"_a, "schedule"_a.none(), "device"_a, "machine"_a,
-      "The cheapest candidates among kernels of the problem's types and majorness; a schedule that is not None is the only one considered.");
+      "The cheapest candidates among kernels of the problem's types and majorness; a schedule but None is the only one considered.");
   m.def("estimate", &estimate, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "machine"_a,
         "The Cost of a kernel under a schedule in the best order of tiles, whether or not the kernel can run it.");
   m.def("first_wave", &first_wave, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "The Wave that a CUDA kernel starts with.");
 
-  nb::class_<Batch>(m, "Batch", "CUDA candidates, given as a list of each of their parts, to estimate on one machine after another.")
+  nb::class_<Batch>(m, "Batch", "CUDA candidates, as a list of each of their parts, to estimate on one machine after another.")
       .def(nb::init<nb::list, std::vector<GemmProblem>, std::vector<Schedule>, Device const&>(), "kernels"_a, "problems"_a,
            "schedules"_a, "device"_a)
       .def("microseconds", &Batch::microseconds, "machine"_a, "What each is expected to take.")
-      .def("needs", &Batch::needs, "machine"_a, "What orders of tiles are ranked by: the least is the best of otherwise equal ones.");
+      .def("needs", &Batch::needs, "machine"_a, "What orders of tiles are ranked by, the least first.");
 }
 
 }  // namespace jax_streamk

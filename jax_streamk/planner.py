@@ -1,4 +1,7 @@
-"""Which kernel runs a product, and how: every choice is made in ``make_plan``, by cutlass_kernels/planner.cc, and a plan prints its reasons."""
+"""Which kernel runs a product, and how: every choice is made in ``make_plan``, and a plan prints its reasons.
+
+cutlass_kernels/planner.cc searches, by the cost model next to it.
+"""
 
 import dataclasses
 import functools
@@ -112,26 +115,32 @@ def make_plan(problem, schedule, device):
     """
     if problem.is_empty:
         return Plan(problem, device, None, None, reasons=("there is nothing to multiply: the result is empty or zero",))
-    kernels = _registry().get((device.platform, problem.type_a, problem.math, problem.major_a, problem.major_b))
+    key = (device.platform, problem.type_a, problem.math, problem.major_a, problem.major_b)
+    kernels = _registry().get(key) or _ffi.Kernels([])
     auto = isinstance(schedule, schedules.Auto)
-    why = f"no kernel of this build runs it on {device.platform}, sm_{device.arch}"
-    chosen = None
-    if kernels is not None:
-        wanted, machine = None if auto else _native_schedule(schedule), cost_model.machine_of(device).native
-        choice = _ffi.choose(kernels, problem.native(), wanted, device.native(), machine)
-        why, (chosen, *runners_up) = choice.refusal, choice.candidates or [None]
-    if chosen is None:
+    wanted, machine = None if auto else _native_schedule(schedule), cost_model.machine_of(device).native
+    choice = _ffi.choose(kernels, problem.native(), wanted, device.native(), machine)
+    if not choice.candidates:
+        why = choice.refusal or f"no kernel of this build runs it on {device.platform}, sm_{device.arch}"
         if auto:
             return Plan(problem, device, None, None, reasons=(f"falls back to XLA: {why}",))
         raise ValueError(f"schedule={schedule} cannot run {problem}: {why}")
 
+    chosen, *runners_up = choice.candidates
     reasons = [] if auto else ["the schedule was given"]
     reasons.append(cost_model.describe(chosen.cost))
     for other in runners_up:
         others = _schedule_of(other.schedule) if auto else schedule
         reasons.append(f"over {other.kernel}, {others}: {other.cost.microseconds:.1f} us")
-    order = chosen.schedule
-    raster = "m" if order.raster == _ffi.Raster.along_m else "n"
-    schedule = _schedule_of(order) if auto else schedule
-    microseconds = chosen.cost.microseconds
-    return Plan(problem, device, chosen.kernel, schedule, raster, order.swizzle, choice.workspace_bytes, microseconds, tuple(reasons))
+    native = chosen.schedule
+    return Plan(
+        problem,
+        device,
+        chosen.kernel,
+        _schedule_of(native) if auto else schedule,
+        "m" if native.raster == _ffi.Raster.along_m else "n",
+        native.swizzle,
+        choice.workspace_bytes,
+        chosen.cost.microseconds,
+        tuple(reasons),
+    )

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jax_streamk
-from jax_streamk import DataParallel, SplitK, StreamK, _ffi, cost_model, planner
+from jax_streamk import DataParallel, SplitK, StreamK, _ffi, cost_model, lowering, planner
 from jax_streamk.problem import HOPPER, Device, GemmProblem
 from jax_streamk.schedules import Auto
 
@@ -163,6 +163,21 @@ def test_a_product_that_memory_bounds_costs_its_bytes():
     assert costs.microseconds.min() >= 2 * (m * k + k * n + m * n) / cost_model.H200.memory_rate
 
 
+def test_memory_moves_operands_once():
+    """The floor counts an operand that the batch shares once, and what the epilogue reads."""
+    b, m, n, k = 3, 128, 256, 512
+    problem = gemm(m, n, k, batch=b)
+
+    def elements(**changes):
+        _, costs = estimates(dataclasses.replace(problem, **changes), DataParallel())
+        return np.unique(costs.floor) * cost_model.H200.memory_rate / 2
+
+    assert elements() == pytest.approx([b * (m * k + k * n + m * n)])
+    assert elements(batch_stride_b=0) == pytest.approx([b * (m * k + m * n) + k * n])
+    assert elements(batch_stride_a=0, has_bias=True) == pytest.approx([m * k + b * (k * n + m * n) + n])
+    assert elements(has_residual=True, has_bias=True, batch_stride_bias=n) == pytest.approx([b * (m * k + k * n + 2 * m * n + n)])
+
+
 @pytest.mark.parametrize(
     "problem, device",
     [
@@ -241,6 +256,44 @@ def test_choices_are_near_the_best_that_was_measured(monkeypatch):
     regrets = [regret for regret, _, _ in fit_cost_model.choices(rows, predicted, measured).values()]
     assert np.exp(np.mean(np.log(regrets))) <= 1.035
     assert max(regrets) <= 1.22
+
+
+@pytest.mark.parametrize(
+    "shape", [(16, 4096, 4096), (64, 64, 65536), (96, 1000, 1000), (512, 512, 4096), (1000, 3000, 6144), (4096, 4096, 4096)]
+)
+@pytest.mark.parametrize("device", [HOPPER, A100, Device("cuda", 120, 170)])
+def test_the_cheapest_of_all_candidates_is_chosen(cuda, shape, device):
+    """Against the estimate of every kernel under every schedule, one at a time, so that nothing is left out of the search."""
+    problem = gemm(*shape)
+    parts = device.native(), cost_model.machine_of(device).native
+    splits = [*range(2, 17), 32, 64, 128]
+    tried = [DataParallel(), StreamK(), *(SplitK(n, reduction) for n in splits for reduction in ("ordered", "separate"))]
+    found = {}
+    for kernel in (kernel for kernel in fake_kernels() if kernel.type_a == BF16):
+        alone = _ffi.Kernels([kernel])
+        for schedule in tried:
+            for candidate in _ffi.choose(alone, problem.native(), planner._native_schedule(schedule), *parts).candidates:
+                found[candidate.cost.microseconds, kernel.name, str(schedule)] = candidate
+    made, _ = cuda(problem, device=device)
+    assert made.microseconds <= min(found)[0]
+    again, _ = cuda(problem, made.schedule, device=device)
+    assert dataclasses.replace(again, reasons=made.reasons) == made
+    runners_up = [float(reason.split()[-2]) for reason in made.reasons if reason.startswith("over ")]
+    assert len(runners_up) == 5 and [round(made.microseconds, 1), *runners_up] == sorted([round(made.microseconds, 1), *runners_up])
+
+
+def test_an_uncached_plan_takes_less_than_a_millisecond(cuda, monkeypatch):
+    monkeypatch.setattr(_ffi, "has_cuda", True)
+    params = dict(dimension_numbers=(((1,), (0,)), ((), ())), precision=None, preferred_element_type=None)
+    plans, times = [], []
+    for m in range(64, 1088, 8):
+        a, b = jax.ShapeDtypeStruct((m, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16)
+        started = time.process_time()
+        made, _ = lowering.plan(a, b, schedule=Auto(), device=HOPPER, **params)
+        times.append(time.process_time() - started)
+        plans.append(made)
+    assert len(set(plans)) == len(plans) and all(made.kernel for made in plans)
+    assert statistics.median(times) < 1e-3
 
 
 @pytest.mark.parametrize("schedule", [DataParallel(), SplitK(7), SplitK(16, "separate"), StreamK(), StreamK(max_sms=64)])
