@@ -20,7 +20,6 @@ TYPES = {
     jnp.dtype(jnp.int8): _ffi.Type.s8,
     jnp.dtype(jnp.int32): _ffi.Type.s32,
 }
-BYTES = {_ffi.Type.f64: 8, _ffi.Type.f32: 4, _ffi.Type.bf16: 2, _ffi.Type.f16: 2, _ffi.Type.s8: 1, _ffi.Type.s32: 4}
 
 
 class Unsupported(Exception):
@@ -117,14 +116,6 @@ class GemmProblem:
     @property
     def is_empty(self):
         return 0 in (self.batch, self.m, self.n, self.k)
-
-    @property
-    def bytes(self):
-        """Bytes that any kernel must move: each operand read once, bias and residual too, D written once."""
-        a = self.m * self.k * (self.batch if self.batch_stride_a else 1) * BYTES[self.type_a]
-        b = self.k * self.n * (self.batch if self.batch_stride_b else 1) * BYTES[self.type_b]
-        bias = self.has_bias * self.n * (self.batch if self.batch_stride_bias else 1)
-        return a + b + ((1 + self.has_residual) * self.batch * self.m * self.n + bias) * BYTES[self.type_d]
 
     @property
     def epilogue(self):
