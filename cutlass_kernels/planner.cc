@@ -5,6 +5,8 @@
 #include <numeric>
 #include <tuple>
 
+#include "cutlass_kernels/registry.h"
+
 namespace jax_streamk {
 namespace {
 
@@ -43,7 +45,7 @@ std::vector<std::vector<Schedule>> kinds_of(std::optional<Schedule> const& wante
 std::string closest_refusal(std::vector<Kernel const*> const& kernels, GemmProblem const& p, Schedule const& s,
                             Device const& device) {
   auto const rank = [&](Kernel const* kernel) {
-    return std::tuple(!check(*kernel, p, {}, device).ok(), kernel->info.align_a, kernel->info.tile_k);
+    return std::tuple(!can_run(*kernel, p, {}, device), kernel->info.align_a, kernel->info.tile_k);
   };
   auto const closest = std::min_element(kernels.begin(), kernels.end(), [&](auto* x, auto* y) { return rank(x) < rank(y); });
   return closest == kernels.end() ? "" : check(**closest, p, s, device).message;
@@ -90,7 +92,7 @@ Choice choose(std::vector<Kernel const*> const& kernels, GemmProblem const& p, s
     Kernel const& kernel = *kernels[i];
     Order const* order = nullptr;
     for (size_t kind = 0; kind < kinds.size(); ++kind) {
-      if (kinds[kind].empty() || !check(kernel, p, kinds[kind][0], device).ok()) continue;
+      if (kinds[kind].empty() || !can_run(kernel, p, kinds[kind][0], device)) continue;
       if (order == nullptr) order = &order_of(estimators[i]);
       std::optional<Candidate> cheapest;
       for (Schedule s : kinds[kind]) {
@@ -100,7 +102,7 @@ Choice choose(std::vector<Kernel const*> const& kernels, GemmProblem const& p, s
         if (cost.microseconds > below || (cheapest && cost.microseconds == below)) continue;
         s.raster = order->raster, s.swizzle = order->swizzle;
         // The kernel has the last word on these very arguments.
-        if (check(kernel, p, s, device).ok()) cheapest = Candidate{&kernel, s, cost};
+        if (can_run(kernel, p, s, device)) cheapest = Candidate{&kernel, s, cost};
       }
       if (!cheapest) continue;
       Ranked const ranked{cheapest->cost.microseconds, i, kind, *cheapest};

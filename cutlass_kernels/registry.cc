@@ -1,6 +1,6 @@
 #include <algorithm>
 
-#include "cutlass_kernels/gemm.h"
+#include "cutlass_kernels/registry.h"
 
 namespace jax_streamk {
 
@@ -108,6 +108,66 @@ bool aligned(int64_t align, bool tma, int64_t contiguous, int64_t ld, int64_t st
          ((batch <= 1 && !tma) || batch_stride % align == 0);
 }
 
+void append(std::string& text, char const* part) { text += part; }
+void append(std::string& text, int64_t part) { text += std::to_string(part); }
+
+// check() with refusals made by refuse(parts of why ...).
+template <typename Refuse>
+Status check_or(Refuse refuse, Kernel const& kernel, GemmProblem const& p, Schedule const& s, Device const& device) {
+  KernelInfo const& info = kernel.info;
+  if (p.batch < 1 || p.m < 1 || p.n < 1 || p.k < 1) return refuse("every extent must be at least 1");
+  int64_t const limit = INT32_MAX;
+  if (p.batch > limit || p.m > limit || p.n > limit || p.k > limit) return refuse("every extent must be below 2^31");
+  bool const separate = info.family != Family::kHost && s.kind == ScheduleKind::kSplitK && s.splits > 1 &&
+                        s.reduction == Reduction::kSeparate;
+  Type const type_d = separate ? accumulator_of(p.type_a) : p.type_d;
+  if (p.type_a != info.type_a || p.type_b != info.type_b || type_d != info.type_d || p.math != info.math)
+    return refuse("it multiplies ", name_of(info.type_a), " by ", name_of(info.type_b), " into ", name_of(info.type_d), " (",
+                  name_of(info.math), ")");
+  if (p.major_a != info.major_a || p.major_b != info.major_b)
+    return refuse("A must be ", name_of(info.major_a), "-major and B ", name_of(info.major_b), "-major");
+  bool const tma = info.family == Family::kSm90;
+  bool const row_a = p.major_a == Major::kRow, row_b = p.major_b == Major::kRow;
+  auto const refuse_alignment = [&](char const* operand, int32_t align) {
+    return refuse("the contiguous extent and the strides of ", operand, " must be multiples of ", align, " elements");
+  };
+  if (!aligned(info.align_a, tma, row_a ? p.k : p.m, p.lda, row_a ? p.m : p.k, p.batch_stride_a, p.batch))
+    return refuse_alignment("A", info.align_a);
+  if (!aligned(info.align_b, tma, row_b ? p.n : p.k, p.ldb, row_b ? p.k : p.n, p.batch_stride_b, p.batch))
+    return refuse_alignment("B", info.align_b);
+  if (!aligned(info.align_d, tma, p.n, separate ? p.n : p.ldd, p.m, separate ? 0 : p.batch_stride_d, p.batch))
+    return refuse_alignment("D", info.align_d);
+  Epilogue const& epilogue = p.epilogue;
+  if (epilogue.activation < Activation::kNone || epilogue.activation > Activation::kTanh)
+    return refuse("there is no activation ", static_cast<int32_t>(epilogue.activation));
+  if (p.type_d == Type::kS32 && !epilogue.is_plain()) return refuse("an epilogue needs D in floating point");
+  if (epilogue.has_bias && p.batch > 1 && epilogue.batch_stride_bias % info.align_d != 0)
+    return refuse("the batch stride of the bias must be a multiple of ", info.align_d, " elements");
+  if ((info.family == Family::kHost) != (device.arch == 0))
+    return refuse("it runs on ", info.family == Family::kHost ? "a CPU" : "a GPU");
+  if (s.swizzle < 1) return refuse("swizzle must be at least 1");
+
+  int64_t const k_tiles = (p.k + info.tile_k - 1) / info.tile_k;
+  if (s.kind == ScheduleKind::kSplitK) {
+    if (s.splits < 1) return refuse("splits must be at least 1");
+    if (s.splits > k_tiles)
+      return refuse("splits=", s.splits, " exceeds its ", k_tiles, " k-tiles of ", info.tile_k);
+    if (s.splits > 1 && !contains(info.split_k_reductions, s.reduction))
+      return refuse("it has no split-K with reduction \"", name_of(s.reduction), "\"");
+  }
+  if (s.kind == ScheduleKind::kStreamK && s.max_sms != 1 && !contains(info.stream_k_reductions, s.reduction))
+    return refuse("it has no Stream-K with reduction \"", name_of(s.reduction), "\"");
+  // The decomposition counts in 32 bits.
+  bool const swap = info.swap_ab;
+  int64_t const tiles_m = ((swap ? p.n : p.m) + info.tile_m - 1) / info.tile_m + info.cluster_m;
+  int64_t const tiles_n = ((swap ? p.m : p.n) + info.tile_n - 1) / info.tile_n + info.cluster_n;
+  if (tiles_m * tiles_n >= limit / p.batch ||
+      !Decomposition::fits(p.batch * tiles_m * tiles_n, k_tiles, device.sms, s.kind == ScheduleKind::kSplitK ? s.splits : 1))
+    return refuse("it has too many tiles or MAC iterations to count in 32 bits");
+  if (std::max(tiles_m, tiles_n) * s.swizzle >= limit) return refuse("swizzle=", s.swizzle, " is too wide");
+  return kernel.can_implement(p, s, device);
+}
+
 }  // namespace
 
 Registration::Registration(std::unique_ptr<Kernel> kernel) { registry().push_back(std::move(kernel)); }
@@ -130,60 +190,17 @@ Kernel const* find_kernel(std::string_view name) {
 }
 
 Status check(Kernel const& kernel, GemmProblem const& p, Schedule const& s, Device const& device) {
-  KernelInfo const& info = kernel.info;
-  auto const refuse = [&](std::string const& why) { return Status::invalid(info.name + " cannot run " + text(p) + ": " + why); };
-  if (p.batch < 1 || p.m < 1 || p.n < 1 || p.k < 1) return refuse("every extent must be at least 1");
-  int64_t const limit = INT32_MAX;
-  if (p.batch > limit || p.m > limit || p.n > limit || p.k > limit) return refuse("every extent must be below 2^31");
-  bool const separate = info.family != Family::kHost && s.kind == ScheduleKind::kSplitK && s.splits > 1 &&
-                        s.reduction == Reduction::kSeparate;
-  Type const type_d = separate ? accumulator_of(p.type_a) : p.type_d;
-  if (p.type_a != info.type_a || p.type_b != info.type_b || type_d != info.type_d || p.math != info.math)
-    return refuse(std::string("it multiplies ") + name_of(info.type_a) + " by " + name_of(info.type_b) + " into " +
-                  name_of(info.type_d) + " (" + name_of(info.math) + ")");
-  if (p.major_a != info.major_a || p.major_b != info.major_b)
-    return refuse(std::string("A must be ") + name_of(info.major_a) + "-major and B " + name_of(info.major_b) + "-major");
-  bool const tma = info.family == Family::kSm90;
-  bool const row_a = p.major_a == Major::kRow, row_b = p.major_b == Major::kRow;
-  auto const refuse_alignment = [&](char const* operand, int32_t align) {
-    return refuse(std::string("the contiguous extent and the strides of ") + operand + " must be multiples of " +
-                  std::to_string(align) + " elements");
+  auto const refuse = [&](auto... why) {
+    std::string message = kernel.info.name + " cannot run " + text(p) + ": ";
+    (append(message, why), ...);
+    return Status::invalid(std::move(message));
   };
-  if (!aligned(info.align_a, tma, row_a ? p.k : p.m, p.lda, row_a ? p.m : p.k, p.batch_stride_a, p.batch))
-    return refuse_alignment("A", info.align_a);
-  if (!aligned(info.align_b, tma, row_b ? p.n : p.k, p.ldb, row_b ? p.k : p.n, p.batch_stride_b, p.batch))
-    return refuse_alignment("B", info.align_b);
-  if (!aligned(info.align_d, tma, p.n, separate ? p.n : p.ldd, p.m, separate ? 0 : p.batch_stride_d, p.batch))
-    return refuse_alignment("D", info.align_d);
-  Epilogue const& epilogue = p.epilogue;
-  if (epilogue.activation < Activation::kNone || epilogue.activation > Activation::kTanh)
-    return refuse("there is no activation " + std::to_string(static_cast<int32_t>(epilogue.activation)));
-  if (p.type_d == Type::kS32 && !epilogue.is_plain()) return refuse("an epilogue needs D in floating point");
-  if (epilogue.has_bias && p.batch > 1 && epilogue.batch_stride_bias % info.align_d != 0)
-    return refuse("the batch stride of the bias must be a multiple of " + std::to_string(info.align_d) + " elements");
-  if ((info.family == Family::kHost) != (device.arch == 0))
-    return refuse(std::string("it runs on ") + (info.family == Family::kHost ? "a CPU" : "a GPU"));
-  if (s.swizzle < 1) return refuse("swizzle must be at least 1");
+  return check_or(refuse, kernel, p, s, device);
+}
 
-  int64_t const k_tiles = (p.k + info.tile_k - 1) / info.tile_k;
-  if (s.kind == ScheduleKind::kSplitK) {
-    if (s.splits < 1) return refuse("splits must be at least 1");
-    if (s.splits > k_tiles)
-      return refuse("splits=" + std::to_string(s.splits) + " exceeds its " + std::to_string(k_tiles) + " k-tiles of " +
-                    std::to_string(info.tile_k));
-    if (s.splits > 1 && !contains(info.split_k_reductions, s.reduction)) return refuse(std::string("it has no split-K with reduction \"") + name_of(s.reduction) + "\"");
-  }
-  if (s.kind == ScheduleKind::kStreamK && s.max_sms != 1 && !contains(info.stream_k_reductions, s.reduction))
-    return refuse(std::string("it has no Stream-K with reduction \"") + name_of(s.reduction) + "\"");
-  // The decomposition counts in 32 bits.
-  bool const swap = info.swap_ab;
-  int64_t const tiles_m = ((swap ? p.n : p.m) + info.tile_m - 1) / info.tile_m + info.cluster_m;
-  int64_t const tiles_n = ((swap ? p.m : p.n) + info.tile_n - 1) / info.tile_n + info.cluster_n;
-  if (tiles_m * tiles_n >= limit / p.batch ||
-      !Decomposition::fits(p.batch * tiles_m * tiles_n, k_tiles, device.sms, s.kind == ScheduleKind::kSplitK ? s.splits : 1))
-    return refuse("it has too many tiles or MAC iterations to count in 32 bits");
-  if (std::max(tiles_m, tiles_n) * s.swizzle >= limit) return refuse("swizzle=" + std::to_string(s.swizzle) + " is too wide");
-  return kernel.can_implement(p, s, device);
+bool can_run(Kernel const& kernel, GemmProblem const& p, Schedule const& s, Device const& device) {
+  auto const refuse = [](auto...) { return Status::invalid(""); };
+  return check_or(refuse, kernel, p, s, device).ok();
 }
 
 }  // namespace jax_streamk
