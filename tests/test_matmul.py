@@ -436,8 +436,8 @@ def test_refused_schedules(make, error, message):
     "dtype, kwargs, message",
     [
         (np.int32, {}, "int32 x int32: no kernel multiplies int32"),
-        (np.complex64, {}, "complex64 x complex64 -> complex64: no kernel multiplies complex64"),
-        (bool, {}, "bool x bool -> bool: no kernel multiplies bool"),
+        (np.complex64, {}, "complex64 x complex64: no kernel multiplies complex64"),
+        (bool, {}, "bool x bool: no kernel multiplies bool"),
         (np.int8, {}, "int8 x int8 -> int8: results of int8 may be int32"),
         (F32, {"preferred_element_type": BF16}, "float32 x float32 -> bfloat16: results of float32 may be float32"),
         (BF16, {"preferred_element_type": F16}, "bfloat16 x bfloat16 -> float16: results of bfloat16 may be bfloat16 or float32"),

@@ -212,7 +212,9 @@ def test_only_the_operand_that_needs_it_is_transposed():
     arranged = arrange((4, 8, 3), (3, 8, 5), (((1,), (1,)), ((2,), (0,))))
     assert arranged.permute_lhs == (2, 0, 1) and arranged.permute_rhs is None
     arranged = arrange((3, 4, 8), (8, 5, 3), (((2,), (0,)), ((0,), (2,))))
-    assert arranged.permute_lhs is None and arranged.permute_rhs == (2, 1, 0)
+    # The batch goes to the front, and what was innermost of the rest stays so.
+    assert arranged.permute_lhs is None and arranged.permute_rhs == (2, 0, 1)
+    assert arranged.problem.major_b == ROW
 
 
 def random_product(rng):
