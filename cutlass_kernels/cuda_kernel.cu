@@ -76,8 +76,8 @@ __global__ void reduce_slices(Accumulator const* __restrict__ partials, int slic
     int64_t const offset = batch * epilogue.batch_stride_d + (row - batch * rows_per_batch) * epilogue.ldd + column;
     if (!epilogue.plain) {
       Out bias = {}, residual = {};
-      if (epilogue.bias != nullptr) bias = load<Out>(epilogue.bias + batch * epilogue.batch_stride_bias + column);
-      if (epilogue.residual != nullptr) residual = load<Out>(epilogue.residual + offset);
+      if (epilogue.bias != nullptr) bias = load_vector<Out>(epilogue.bias + batch * epilogue.batch_stride_bias + column);
+      if (epilogue.residual != nullptr) residual = load_vector<Out>(epilogue.residual + offset);
 #pragma unroll
       for (int i = 0; i < kVector; ++i)
         sum.x[i] = epilogue.alpha * sum.x[i] + epilogue.beta * static_cast<Accumulator>(residual.x[i]) +

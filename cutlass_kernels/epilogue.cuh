@@ -32,7 +32,7 @@ struct EpilogueParams {
 
 // Neighbours, aligned to their size, of memory that no kernel writes meanwhile.
 template <class Vector>
-__device__ inline Vector load(void const* from) {
+__device__ inline Vector load_vector(void const* from) {
   constexpr int kBytes = sizeof(Vector);
   static_assert(kBytes == 2 || kBytes == 4 || kBytes == 8 || kBytes == 16);
   using Word = std::conditional_t<

@@ -109,6 +109,7 @@ class OutputIterator : public Base {
       : Base(params, reinterpret_cast<D*>(d) + blockIdx.z * params.epilogue.batch_stride_d, extent, thread, offset),
         epilogue_(params.epilogue) {}
 
+  CUTLASS_DEVICE void load(Fragment&) const {}  // of C, which does not exist
   CUTLASS_DEVICE void store(Fragment fragment) const {
     if (!epilogue_.plain) apply(fragment);
     Base::store(cutlass::NumericArrayConverter<D, Accumulator, Fragment::kElements>{}(fragment));
@@ -151,7 +152,7 @@ class OutputIterator : public Base {
   }
 
   CUTLASS_DEVICE static void add(Accumulator* x, Accumulator factor, D const* from) {
-    auto const values = load<cutlass::AlignedArray<D, kVector>>(from);
+    auto const values = load_vector<cutlass::AlignedArray<D, kVector>>(from);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kVector; ++i) x[i] += factor * static_cast<Accumulator>(values[i]);
   }

@@ -66,9 +66,9 @@ CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t 
       auto const offset = coordinates.layout()(i * kVector);
       int32_t const at_m = cute::get<0>(first) + cute::get<0>(offset), at_n = cute::get<1>(first) + cute::get<1>(offset);
       int32_t const row = kSwap ? at_n : at_m, column = kSwap ? at_m : at_n;
-      if (params.bias != nullptr && column < (kSwap ? m : n)) bias_values[i] = load<Vector>(bias + column);
+      if (params.bias != nullptr && column < (kSwap ? m : n)) bias_values[i] = load_vector<Vector>(bias + column);
       if (params.residual != nullptr && at_m < m && at_n < n)
-        residual_values[i] = load<Vector>(residual + row * params.ldd + column);
+        residual_values[i] = load_vector<Vector>(residual + row * params.ldd + column);
     }
   };
 
