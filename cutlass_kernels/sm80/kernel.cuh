@@ -111,44 +111,36 @@ class OutputIterator : public Base {
 
   CUTLASS_DEVICE void load(Fragment&) const {}  // of C, which does not exist
   CUTLASS_DEVICE void store(Fragment fragment) const {
-    if (!epilogue_.plain) apply(fragment);
+    if (!epilogue_.plain)
+      fragment = apply(epilogue_, fragment, {this->thread_start_row(), this->thread_start_column()},
+                       {this->extent_row(), this->extent_column()});
     Base::store(cutlass::NumericArrayConverter<D, Accumulator, Fragment::kElements>{}(fragment));
   }
 
  private:
-  CUTLASS_DEVICE void apply(Fragment& fragment) const {
+  // The fragment of which the first element lies at `start`. A function that is called, as CUTLASS unrolls the loop over fragments:
+  // inlined, the epilogue would be most of the code.
+  __device__ static __noinline__ Fragment apply(EpilogueParams<Accumulator, D> epilogue, Fragment fragment,
+                                               cutlass::MatrixCoord start, cutlass::MatrixCoord extent) {
     using Iterations = typename ThreadMap::Iterations;
     using Delta = typename ThreadMap::Delta;
-    D const* const bias = epilogue_.bias + blockIdx.z * epilogue_.batch_stride_bias;
-    D const* const residual = epilogue_.residual + blockIdx.z * epilogue_.batch_stride_d;
-    auto const each_vector = [&](auto const& f) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < Fragment::kElements / kVector; ++i) {
-        int const line = i / Iterations::kColumn, group = line / Iterations::kRow;
-        int const row = this->thread_start_row() + line % Iterations::kRow * Delta::kRow +
-                        group % Iterations::kGroup * Delta::kGroup + group / Iterations::kGroup * Delta::kCluster;
-        int const column = this->thread_start_column() + i % Iterations::kColumn * Delta::kColumn;
-        if (row < this->extent_row() && column < this->extent_column()) f(fragment.data() + i * kVector, row, column);
-      }
-    };
+    D const* const bias = epilogue.bias + blockIdx.z * epilogue.batch_stride_bias;
+    D const* const residual = epilogue.residual + blockIdx.z * epilogue.batch_stride_d;
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < Fragment::kElements; ++i) fragment[i] *= epilogue_.alpha;
-    if (epilogue_.bias != nullptr)
-      each_vector([&](Accumulator* x, int, int column) { add(x, Accumulator(1), bias + column); });
-    if (epilogue_.residual != nullptr)
-      each_vector([&](Accumulator* x, int row, int column) { add(x, epilogue_.beta, residual + row * epilogue_.ldd + column); });
-    if (epilogue_.activation == Activation::kNone) return;
-    // CUTLASS unrolls the loop over fragments, and activations written out for each element would be most of the code. A loop cannot
-    // index registers, so the fragment moves past a window instead.
-    constexpr int kWindow = sizeof(Accumulator) == 4 && Fragment::kElements % 4 == 0 ? 4 : 1;
-#pragma unroll 1
-    for (int begin = 0; begin < Fragment::kElements; begin += kWindow) {
-      Fragment moved;
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < Fragment::kElements; ++i) moved[i] = fragment[(i + kWindow) % Fragment::kElements];
-      activate(epilogue_.activation, moved.data() + Fragment::kElements - kWindow, kWindow);
-      fragment = moved;
+    for (int i = 0; i < Fragment::kElements; ++i) fragment[i] *= epilogue.alpha;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Fragment::kElements / kVector; ++i) {
+      int const line = i / Iterations::kColumn, group = line / Iterations::kRow;
+      int const row = start.row() + line % Iterations::kRow * Delta::kRow + group % Iterations::kGroup * Delta::kGroup +
+                      group / Iterations::kGroup * Delta::kCluster;
+      int const column = start.column() + i % Iterations::kColumn * Delta::kColumn;
+      if (row >= extent.row() || column >= extent.column()) continue;
+      Accumulator* const x = fragment.data() + i * kVector;
+      if (epilogue.bias != nullptr) add(x, Accumulator(1), bias + column);
+      if (epilogue.residual != nullptr) add(x, epilogue.beta, residual + row * epilogue.ldd + column);
     }
+    activate(epilogue.activation, fragment.data(), Fragment::kElements);
+    return fragment;
   }
 
   CUTLASS_DEVICE static void add(Accumulator* x, Accumulator factor, D const* from) {
