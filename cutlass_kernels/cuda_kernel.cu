@@ -49,7 +49,7 @@ struct Slices {
   int64_t offset_b(int64_t k) const { return problem.major_b == Major::kRow ? k * problem.ldb : k; }
 };
 
-// D = epilogue(sum over slices of partials[slice]). Partials are slices x rows x n, where rows are those of all batches. A thread owns
+// D = epilogue(sum over slices of partials[slice]). Partials are slices x rows x n; rows are those of all batches. A thread owns
 // `kVector` neighbouring columns of one row, and adds the slices in the order of K: the same bits every time.
 template <typename Accumulator, typename T, int kVector>
 __global__ void reduce_slices(Accumulator const* __restrict__ partials, int slices, int64_t slice_stride, int64_t rows,
@@ -75,13 +75,15 @@ __global__ void reduce_slices(Accumulator const* __restrict__ partials, int slic
     int64_t const batch = row / rows_per_batch;
     int64_t const offset = batch * epilogue.batch_stride_d + (row - batch * rows_per_batch) * epilogue.ldd + column;
     if (!epilogue.plain) {
-      Out bias = {}, residual = {};
-      if (epilogue.bias != nullptr) bias = load_vector<Out>(epilogue.bias + batch * epilogue.batch_stride_bias + column);
-      if (epilogue.residual != nullptr) residual = load_vector<Out>(epilogue.residual + offset);
+      auto const add = [&](Accumulator factor, T const* from) {
+        Out const values = load_vector<Out>(from);
 #pragma unroll
-      for (int i = 0; i < kVector; ++i)
-        sum.x[i] = epilogue.alpha * sum.x[i] + epilogue.beta * static_cast<Accumulator>(residual.x[i]) +
-                   static_cast<Accumulator>(bias.x[i]);
+        for (int i = 0; i < kVector; ++i) sum.x[i] += factor * static_cast<Accumulator>(values.x[i]);
+      };
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) sum.x[i] *= epilogue.alpha;
+      if (epilogue.bias != nullptr) add(1, epilogue.bias + batch * epilogue.batch_stride_bias + column);
+      if (epilogue.residual != nullptr) add(epilogue.beta, epilogue.residual + offset);
       activate(epilogue.activation, sum.x, kVector);
     }
     T* to = d + offset;

@@ -1,5 +1,5 @@
-// The epilogue of the sm90 family: accumulators go through ours in registers, then through CUTLASS's, which converts them and stores
-// them by way of shared memory.
+// The epilogue of the sm90 family: accumulators go through ours in registers, then through CUTLASS's, which converts them and
+// stores them by way of shared memory.
 //
 // Every kernel runs every epilogue, and the activations written out for each accumulator of a thread would be most of its code. So
 // accumulators take turns: a loop cannot index registers, but it can move a group of them past the few that it works on. Bias and
