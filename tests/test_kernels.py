@@ -162,15 +162,17 @@ def with_epilogue(epilogue, case, sums, dtype, align, ldd):
     return activated(epilogue.activation, exact), bias if epilogue.bias else None, residual if epilogue.residual else None
 
 
-def launch(kernel, case, schedule, epilogue=PLAIN):
+def launch(kernel, case, schedule, epilogue=PLAIN, type_d=None, ldd=None):
     """Runs a kernel; returns D, after checking that nothing around D was written, what D exactly is, and (scale, XLA's errors)."""
+    type_d = kernel.type_d if type_d is None else type_d
     a, b, lda, ldb, exact, scale, xla_error = operands(
-        case, kernel.type_a, kernel.major_a, kernel.major_b, kernel.align_a, kernel.align_b, kernel.math.name, kernel.type_d
+        case, kernel.type_a, kernel.major_a, kernel.major_b, kernel.align_a, kernel.align_b, kernel.math.name, type_d
     )
-    dtype = DTYPES[kernel.type_d]
-    ldd = round_up(case.n, kernel.align_d) + case.pad * kernel.align_d
+    dtype = DTYPES[type_d]
+    if ldd is None:
+        ldd = round_up(case.n, kernel.align_d) + case.pad * kernel.align_d
     arguments = [
-        case.batch, case.m, case.n, case.k, kernel.type_a, kernel.type_b, kernel.type_d, kernel.math, kernel.major_a,
+        case.batch, case.m, case.n, case.k, kernel.type_a, kernel.type_b, type_d, kernel.math, kernel.major_a,
         kernel.major_b, lda, ldb, ldd, 0 if "a" in case.broadcast else a[0].size, 0 if "b" in case.broadcast else b[0].size,
         case.m * ldd,
     ]  # fmt: skip
@@ -201,8 +203,8 @@ def launch(kernel, case, schedule, epilogue=PLAIN):
     return np.ascontiguousarray(body[:, :, : case.n]), exact, (scale, *xla_error)
 
 
-def check(kernel, case, schedule, twice=True, epilogue=PLAIN):
-    got, exact, xla = launch(kernel, case, schedule, epilogue)
+def check(kernel, case, schedule, twice=True, epilogue=PLAIN, **kwargs):
+    got, exact, xla = launch(kernel, case, schedule, epilogue, **kwargs)
     if exact is None:
         return got
     label = f"{kernel.name} {case} {describe(schedule)} {epilogue}"
@@ -223,11 +225,11 @@ def check(kernel, case, schedule, twice=True, epilogue=PLAIN):
     if epilogue != PLAIN:
         # Values of D are larger than sums, and activations steeper than 1; f32 ones are within about 1e-6.
         xla_rms, xla_largest = 2 * xla_rms, 3 * xla_largest
-        floor = 2 * floor + max(float(ml_dtypes.finfo(DTYPES[kernel.type_d]).eps), 2.0**-48 if kernel.type_d == _ffi.Type.f64 else 2.0**-20)
+        floor = 2 * floor + max(float(ml_dtypes.finfo(got.dtype).eps), 2.0**-48 if kernel.type_d == _ffi.Type.f64 else 2.0**-20)
     assert rms <= 2 * xla_rms + floor, f"{label}: error {rms:.3g}, XLA's {xla_rms:.3g}"
     assert largest <= 4 * xla_largest + 8 * floor, f"{label}: largest error {largest:.3g}, XLA's {xla_largest:.3g}"
     if twice and REDUCTION_OF[schedule] != _ffi.Reduction.atomic:
-        again, _, _ = launch(kernel, case, schedule, epilogue)
+        again, _, _ = launch(kernel, case, schedule, epilogue, **kwargs)
         assert got.tobytes() == again.tobytes(), f"{label}: two runs differ"
     return None
 
@@ -346,6 +348,21 @@ def test_every_epilogue_in_every_schedule(name):
         case = admissible(kernel, Case(70, 130, 4 * kernel.tile_k + 1, pad=1))
         for schedule in all_schedules(kernel, case.k):
             assert check(kernel, case, schedule, False, epilogue) is None
+
+
+SEPARATE = [name for name in one_kernel_of("family", "type_a", "type_d") if name[:4] in ("sm80", "sm90") and "16_f32" in name]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SEPARATE or ["no CUDA kernel in this build"])
+def test_a_separate_reduction_converts(name):
+    """Its kernels write f32; the reduction has the epilogue and the problem's type, with whole vectors and without."""
+    kernel = KERNELS[name]
+    case = admissible(kernel, Case(37, 60, 5 * kernel.tile_k, batch=2))
+    schedule = make_schedule(_ffi.ScheduleKind.split_k, 3, _ffi.Reduction.separate)
+    for epilogue in (PLAIN, *EPILOGUES):
+        for ldd in (case.n, case.n + 1, case.n + 8):
+            assert check(kernel, case, schedule, True, epilogue, type_d=kernel.type_a, ldd=ldd) is None
 
 
 @pytest.mark.parametrize("activation", list(A), ids=lambda activation: activation.name)
