@@ -4,6 +4,8 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include "cutlass_kernels/epilogue.cuh"
+
 namespace jax_streamk {
 
 Status from_cuda(cudaError_t error, std::string const& what) {
@@ -22,17 +24,17 @@ bool is_separate(Schedule const& s) {
 // whichever is fewer.
 struct Slices {
   GemmProblem problem;  // of one slice and one batch; k is the longest slice
-  int64_t ld, stride_m_n, partial_bytes;
+  int64_t stride_m_n, partial_bytes;
   int32_t splits;
   Decomposition k_split;
   int32_t tile_k;
 
   Slices(KernelInfo const& info, GemmProblem const& p, Schedule const& s) : problem(p), splits(s.splits), tile_k(info.tile_k) {
     problem.type_d = accumulator_of(p.type_a);
-    ld = (p.n + info.align_d - 1) / info.align_d * info.align_d;
-    stride_m_n = p.m * ld;
+    problem.epilogue = {};  // that of the reduction
+    problem.ldd = p.n;
+    stride_m_n = p.m * p.n;
     partial_bytes = align_workspace(splits * p.batch * stride_m_n * size_of(problem.type_d));
-    problem.ldd = ld;
     k_split = Decomposition::make(ScheduleKind::kSplitK, 1, static_cast<int32_t>((p.k + tile_k - 1) / tile_k), 1, splits);
     problem.k = static_cast<int64_t>(k_split.runs.begin(1)) * tile_k;
     if (problem.k > p.k) problem.k = p.k;
@@ -47,24 +49,11 @@ struct Slices {
   int64_t offset_b(int64_t k) const { return problem.major_b == Major::kRow ? k * problem.ldb : k; }
 };
 
-template <typename T, typename Accumulator>
-__device__ T convert(Accumulator x) {
-  return static_cast<T>(x);
-}
-template <>
-__device__ __nv_bfloat16 convert(float x) {
-  return __float2bfloat16_rn(x);
-}
-template <>
-__device__ __half convert(float x) {
-  return __float2half_rn(x);
-}
-
-// A thread owns `kVector` neighbouring columns of one row, and adds the slices in the order of K: the same bits every time.
+// D = epilogue(sum over slices of partials[slice]). Partials are slices x rows x n; rows are those of all batches. A thread owns
+// `kVector` neighbouring columns of one row, and adds the slices in the order of K: the same bits every time.
 template <typename Accumulator, typename T, int kVector>
 __global__ void reduce_slices(Accumulator const* __restrict__ partials, int slices, int64_t slice_stride, int64_t rows,
-                              int64_t rows_per_batch, int64_t n, int64_t ld, T* __restrict__ d, int64_t ldd,
-                              int64_t batch_stride_d) {
+                              int64_t rows_per_batch, int64_t n, T* __restrict__ d, EpilogueParams<Accumulator, T> epilogue) {
   struct alignas(sizeof(Accumulator) * kVector) Vector {
     Accumulator x[kVector];
   };
@@ -75,7 +64,7 @@ __global__ void reduce_slices(Accumulator const* __restrict__ partials, int slic
   for (int64_t at = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; at < rows * columns;
        at += static_cast<int64_t>(gridDim.x) * blockDim.x) {
     int64_t const row = at / columns, column = (at - row * columns) * kVector;
-    Accumulator const* from = partials + row * ld + column;
+    Accumulator const* from = partials + row * n + column;
     Vector sum = *reinterpret_cast<Vector const*>(from);
 #pragma unroll 8
     for (int slice = 1; slice < slices; ++slice) {
@@ -84,10 +73,23 @@ __global__ void reduce_slices(Accumulator const* __restrict__ partials, int slic
       for (int i = 0; i < kVector; ++i) sum.x[i] += next.x[i];
     }
     int64_t const batch = row / rows_per_batch;
-    T* to = d + batch * batch_stride_d + (row - batch * rows_per_batch) * ldd + column;
+    int64_t const offset = batch * epilogue.batch_stride_d + (row - batch * rows_per_batch) * epilogue.ldd + column;
+    if (!epilogue.plain) {
+      auto const add = [&](Accumulator factor, T const* from) {
+        Out const values = load_vector<Out>(from);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) sum.x[i] += factor * static_cast<Accumulator>(values.x[i]);
+      };
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) sum.x[i] *= epilogue.alpha;
+      if (epilogue.bias != nullptr) add(1, epilogue.bias + batch * epilogue.batch_stride_bias + column);
+      if (epilogue.residual != nullptr) add(epilogue.beta, epilogue.residual + offset);
+      activate(epilogue.activation, sum.x, kVector);
+    }
+    T* to = d + offset;
     Out out;
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) out.x[i] = convert<T>(sum.x[i]);
+    for (int i = 0; i < kVector; ++i) out.x[i] = static_cast<T>(sum.x[i]);
     if constexpr (kVector > 1) {
       *reinterpret_cast<Out*>(to) = out;
     } else {
@@ -97,40 +99,33 @@ __global__ void reduce_slices(Accumulator const* __restrict__ partials, int slic
 }
 
 template <typename Accumulator, typename T>
-Status launch_typed(void const* partials, int32_t slices, int64_t batch, int64_t m, int64_t n, int64_t ld, void* d, int64_t ldd,
-                    int64_t batch_stride_d, cudaStream_t stream) {
+Status launch_typed(GemmProblem const& p, int32_t slices, Buffers const& buffers, cudaStream_t stream) {
   constexpr int kWide = 16 / sizeof(Accumulator);
-  int64_t const rows = batch * m;
-  bool const wide = n % kWide == 0 && ld % kWide == 0 && ldd % kWide == 0 && batch_stride_d % kWide == 0;
-  int64_t const vectors = rows * (wide ? n / kWide : n);
+  int64_t const rows = p.batch * p.m;
+  bool const wide = (p.n | p.ldd | p.batch_stride_d | p.epilogue.batch_stride_bias) % kWide == 0;
+  int64_t const vectors = rows * (wide ? p.n / kWide : p.n);
   // Few threads per block: small outputs still spread over every SM.
   int const threads = 128;
   int64_t const blocks = (vectors + threads - 1) / threads;
   unsigned const grid = static_cast<unsigned>(blocks < 65535 ? blocks : 65535);
-  auto const* from = static_cast<Accumulator const*>(partials);
-  if (wide) {
-    reduce_slices<Accumulator, T, kWide>
-        <<<grid, threads, 0, stream>>>(from, slices, rows * ld, rows, m, n, ld, static_cast<T*>(d), ldd, batch_stride_d);
-  } else {
-    reduce_slices<Accumulator, T, 1>
-        <<<grid, threads, 0, stream>>>(from, slices, rows * ld, rows, m, n, ld, static_cast<T*>(d), ldd, batch_stride_d);
-  }
+  (wide ? reduce_slices<Accumulator, T, kWide> : reduce_slices<Accumulator, T, 1>)<<<grid, threads, 0, stream>>>(
+      static_cast<Accumulator const*>(buffers.workspace), slices, rows * p.n, rows, p.m, p.n, static_cast<T*>(buffers.d),
+      EpilogueParams<Accumulator, T>(p, buffers));
   return from_cuda(cudaGetLastError(), "launching the split-K reduction");
 }
 
-}  // namespace
-
-Status launch_reduction(Type accumulator, Type type_d, void const* partials, int32_t slices, int64_t batch, int64_t m, int64_t n,
-                        int64_t ld, void* d, int64_t ldd, int64_t batch_stride_d, cudaStream_t stream) {
-  auto const launch = [&](auto* launcher) { return launcher(partials, slices, batch, m, n, ld, d, ldd, batch_stride_d, stream); };
-  if (accumulator == Type::kF64) return launch(&launch_typed<double, double>);
-  switch (type_d) {
-    case Type::kF32: return launch(&launch_typed<float, float>);
-    case Type::kBF16: return launch(&launch_typed<float, __nv_bfloat16>);
-    case Type::kF16: return launch(&launch_typed<float, __half>);
-    default: return Status::internal(std::string("no split-K reduction into ") + name_of(type_d));
+// The partials are all that the workspace holds.
+Status launch_reduction(GemmProblem const& p, int32_t slices, Buffers const& buffers, cudaStream_t stream) {
+  switch (p.type_d) {
+    case Type::kF64: return launch_typed<double, double>(p, slices, buffers, stream);
+    case Type::kF32: return launch_typed<float, float>(p, slices, buffers, stream);
+    case Type::kBF16: return launch_typed<float, __nv_bfloat16>(p, slices, buffers, stream);
+    case Type::kF16: return launch_typed<float, __half>(p, slices, buffers, stream);
+    default: return Status::internal(std::string("no split-K reduction into ") + name_of(p.type_d));
   }
 }
+
+}  // namespace
 
 Status CudaKernel::can_implement(GemmProblem const& p, Schedule const& s, Device const& device) const {
   if (!is_separate(s)) return can_launch(p, s, device);
@@ -200,8 +195,7 @@ Status CudaKernel::run(GemmProblem const& p, Schedule const& s, Device const& de
         if (status.ok()) status = launch_slices(run.first, run.count, batch, 1);
   }
   if (!status.ok()) return status;
-  return launch_reduction(slices.problem.type_d, p.type_d, partials, slices.splits, p.batch, p.m, p.n, slices.ld, buffers.d,
-                          p.ldd, p.batch_stride_d, stream);
+  return launch_reduction(p, slices.splits, buffers, stream);
 }
 
 Status CudaKernel::resources(Resources& out) const {

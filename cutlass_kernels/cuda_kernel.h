@@ -30,8 +30,4 @@ class CudaKernel : public Kernel {
   Status allow_shared_memory() const;
 };
 
-// D = sum over slices of partials[slice], converted to type_d; partials are slices x batch x m x ld accumulators.
-Status launch_reduction(Type accumulator, Type type_d, void const* partials, int32_t slices, int64_t batch, int64_t m, int64_t n,
-                        int64_t ld, void* d, int64_t ldd, int64_t batch_stride_d, cudaStream_t stream);
-
 }  // namespace jax_streamk

@@ -17,11 +17,14 @@ PLAN = plan(A, B, schedule=SplitK(2))
 SEVEN_MILLION = 7_000_000
 
 
-def call(changed=(), workspace=PLAN.workspace_bytes, attributes=None):
-    """Compiles and runs a call with the attributes of the plan, or those given, but for the changed ones."""
+def call(changed=(), workspace=PLAN.workspace_bytes, attributes=None, others=()):
+    """Compiles and runs a call with the attributes of the plan, or those given, but for the changed ones.
+
+    `others` are the operands after A and B.
+    """
     attributes = (attributes or lowering._attributes(PLAN)) | dict(changed)
     out = (jax.ShapeDtypeStruct((M, N), jnp.float32), jax.ShapeDtypeStruct((workspace,), jnp.uint8))
-    product = jax.ffi.ffi_call(TARGET, out)(A, B, **{name: value for name, value in attributes.items() if value is not None})[0]
+    product = jax.ffi.ffi_call(TARGET, out)(A, B, *others, **{name: value for name, value in attributes.items() if value is not None})[0]
     return product.block_until_ready()
 
 
@@ -101,6 +104,57 @@ def test_operands_that_do_not_hold_what_the_plan_says(changed, operand):
     message = f"INVALID_ARGUMENT: .* was given a buffer for {operand} of another type, or smaller, than its plan says"
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         call(changed, workspace=2**20, attributes=attributes | {"workspace_bytes": L(2**20)})
+
+
+BIAS, RESIDUAL = (np.random.default_rng(1).integers(-3, 4, shape).astype(np.float32) for shape in ((N,), (M, N)))
+WITH_BIAS, WITH_RESIDUAL = {"has_bias": np.bool_(True)}, {"has_residual": np.bool_(True)}
+
+
+@pytest.mark.parametrize(
+    "changed, others, expected",
+    [
+        (WITH_BIAS, (BIAS,), A @ B + BIAS),
+        (WITH_RESIDUAL, (RESIDUAL,), A @ B + RESIDUAL),
+        (WITH_BIAS | WITH_RESIDUAL, (BIAS, RESIDUAL), A @ B + RESIDUAL + BIAS),
+        (
+            WITH_BIAS | WITH_RESIDUAL | {"activation": I(1), "alpha": np.float64(0.5), "beta": np.float64(-2)},
+            (BIAS, RESIDUAL),
+            np.maximum(0.5 * (A @ B) - 2 * RESIDUAL + BIAS, 0),
+        ),
+    ],
+    ids=["bias", "residual", "both", "everything"],
+)
+def test_an_epilogue(changed, others, expected):
+    np.testing.assert_array_equal(call(changed, others=others), expected)
+
+
+@pytest.mark.parametrize(
+    "changed, others, message",
+    [
+        ({}, (BIAS,), "was given 3 operands; its plan says 2"),
+        (WITH_BIAS, (), "was given 2 operands; its plan says 3"),
+        (WITH_BIAS, (BIAS, RESIDUAL), "was given 4 operands; its plan says 3"),
+        (WITH_BIAS | WITH_RESIDUAL, (BIAS,), "was given 3 operands; its plan says 4"),
+        (WITH_BIAS, (BIAS[:-1],), "was given a buffer for the bias of another type, or smaller, than its plan says"),
+        (WITH_BIAS, (BIAS.astype(jnp.bfloat16),), "was given a buffer for the bias of another type"),
+        (WITH_RESIDUAL, (RESIDUAL[:-1],), "was given a buffer for the residual of another type, or smaller, than its plan says"),
+        (WITH_RESIDUAL, (RESIDUAL.astype(np.float16),), "was given a buffer for the residual of another type"),
+        (WITH_BIAS | WITH_RESIDUAL, (RESIDUAL, BIAS), "was given a buffer for the residual of another type, or smaller"),
+        ({"activation": I(7)}, (), "cannot run .*: there is no activation 7"),
+        ({"activation": I(-1)}, (), "cannot run .*: there is no activation -1"),
+    ],
+    ids=str,
+)
+def test_operands_of_an_epilogue(changed, others, message):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"(?s)INVALID_ARGUMENT: jax_streamk: {NAME} {message}"):
+        call(changed, others=others)
+
+
+def test_a_bias_of_every_batch_does_not_fit_that_of_one():
+    changed = WITH_BIAS | {"batch": L(2), "batch_stride_bias": L(N), "lda": L(K), "batch_stride_a": L(0), "batch_stride_b": L(0)}
+    attributes = lowering._attributes(plan(A, B, schedule=DataParallel())) | {"batch_stride_d": L(0), "workspace_bytes": L(2**20)}
+    with pytest.raises(jax.errors.JaxRuntimeError, match="was given a buffer for the bias of another type, or smaller"):
+        call(changed, 2**20, attributes, (BIAS,))
 
 
 def test_operands_of_another_type():

@@ -56,8 +56,39 @@ class Case:
     pad: int = 0  # alignments by which leading dimensions exceed the extents
 
 
+@dataclasses.dataclass(frozen=True)
+class Epilogue:
+    activation: _ffi.Activation = _ffi.Activation.none
+    bias: str = ""  # "", "shared" by all batches, or "batched"
+    residual: bool = False
+    alpha: float = 1.0  # over the size that sums of k products have, where the epilogue is not plain
+    beta: float = 1.0
+
+
+PLAIN = Epilogue()
+
+
+def activated(activation, x):
+    """The activation in float64."""
+    with np.errstate(all="ignore"):
+        sigmoid = lambda v: np.where(v < 0, np.exp(v) / (1 + np.exp(v)), 1 / (1 + np.exp(-v)))  # noqa: E731
+        return {
+            "none": lambda: x,
+            "relu": lambda: np.maximum(x, 0),
+            "gelu": lambda: x * 0.5 * np.vectorize(math.erfc)(-x / math.sqrt(2)),
+            "gelu_tanh": lambda: x * sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)),
+            "silu": lambda: x * sigmoid(x),
+            "sigmoid": lambda: sigmoid(x),
+            "tanh": lambda: np.tanh(x),
+        }[activation.name]()
+
+
 def round_up(x, to):
     return -(-x // to) * to
+
+
+def poisoned(shape, dtype):
+    return np.full(math.prod(shape) * dtype.itemsize, POISON, np.uint8).view(dtype).reshape(shape)
 
 
 @functools.lru_cache(maxsize=64)
@@ -69,8 +100,7 @@ def operands(case, type_ab, major_a, major_b, align_a, align_b, math_name, type_
     def matrix(rows, columns, major, align, batch):
         shape = (rows, columns) if major == _ffi.Major.row else (columns, rows)
         ld = round_up(shape[1], align) + case.pad * align
-        buffer = np.full((batch, shape[0], ld), 0, dtype)
-        buffer.view(np.uint8)[...] = POISON
+        buffer = poisoned((batch, shape[0], ld), dtype)
         values = rng.integers(-9, 10, (batch, *shape)) if dtype == np.int8 else rng.standard_normal((batch, *shape))
         buffer[:, :, : shape[1]] = values.astype(dtype)
         logical = buffer[:, :, : shape[1]]
@@ -117,18 +147,42 @@ class Memory:
         return self.array[self.start : self.start + self.size] if self.host else np.asarray(self.array)
 
 
-def launch(kernel, case, schedule):
-    """Runs a kernel; returns D, after checking that nothing around D was written, the exact product, and (scale, XLA's errors)."""
+def with_epilogue(epilogue, case, sums, dtype, align, ldd):
+    """Of sums about as large as 1: D in float64, a bias with poison behind it and a residual with poison between its rows."""
+    rng = np.random.default_rng(zlib.crc32(repr((case, epilogue)).encode()))
+    bias = poisoned((case.batch if epilogue.bias == "batched" else 1, round_up(case.n, align) + align), dtype)
+    residual = poisoned((case.batch, case.m, ldd), dtype)
+    for buffer in (bias, residual):
+        buffer[..., : case.n] = rng.standard_normal(buffer[..., : case.n].shape).astype(dtype)
+    exact = epilogue.alpha * sums
+    if epilogue.residual:
+        exact = exact + epilogue.beta * residual[..., : case.n].astype(np.float64)
+    if epilogue.bias:
+        exact = exact + bias[:, None, : case.n].astype(np.float64)
+    return activated(epilogue.activation, exact), bias if epilogue.bias else None, residual if epilogue.residual else None
+
+
+def launch(kernel, case, schedule, epilogue=PLAIN, type_d=None, ldd=None):
+    """Runs a kernel; returns D, after checking that nothing around D was written, what D exactly is, and (scale, XLA's errors)."""
+    type_d = kernel.type_d if type_d is None else type_d
     a, b, lda, ldb, exact, scale, xla_error = operands(
-        case, kernel.type_a, kernel.major_a, kernel.major_b, kernel.align_a, kernel.align_b, kernel.math.name, kernel.type_d
+        case, kernel.type_a, kernel.major_a, kernel.major_b, kernel.align_a, kernel.align_b, kernel.math.name, type_d
     )
-    dtype = DTYPES[kernel.type_d]
-    ldd = round_up(case.n, kernel.align_d) + case.pad * kernel.align_d
-    problem = _ffi.GemmProblem(
-        case.batch, case.m, case.n, case.k, kernel.type_a, kernel.type_b, kernel.type_d, kernel.math, kernel.major_a,
+    dtype = DTYPES[type_d]
+    if ldd is None:
+        ldd = round_up(case.n, kernel.align_d) + case.pad * kernel.align_d
+    arguments = [
+        case.batch, case.m, case.n, case.k, kernel.type_a, kernel.type_b, type_d, kernel.math, kernel.major_a,
         kernel.major_b, lda, ldb, ldd, 0 if "a" in case.broadcast else a[0].size, 0 if "b" in case.broadcast else b[0].size,
         case.m * ldd,
-    )  # fmt: skip
+    ]  # fmt: skip
+    bias = residual = None
+    if epilogue != PLAIN:
+        exact, bias, residual = with_epilogue(epilogue, case, exact / scale, dtype, kernel.align_d, ldd)
+        stride_bias = bias[0].size if epilogue.bias == "batched" else 0
+        arguments += [epilogue.activation, bool(epilogue.bias), epilogue.residual, epilogue.alpha / scale, epilogue.beta, stride_bias]
+        scale = 1.0
+    problem = _ffi.GemmProblem(*arguments)
     device = device_of(kernel)
     why = _ffi.can_implement(kernel.name, problem, schedule, device)
     if why is not None:
@@ -136,7 +190,9 @@ def launch(kernel, case, schedule):
     a, b = Memory(kernel, a), Memory(kernel, b)
     d = Memory(kernel, GUARD * 2 + case.batch * case.m * ldd * dtype.itemsize)
     workspace = Memory(kernel, _ffi.workspace_bytes(kernel.name, problem, schedule, device))
-    _ffi.launch(kernel.name, problem, schedule, device, a.address, b.address, d.address + GUARD, workspace.address)
+    others = [0 if array is None else Memory(kernel, array) for array in (bias, residual)]
+    addresses = [other and other.address for other in others]
+    _ffi.launch(kernel.name, problem, schedule, device, a.address, b.address, d.address + GUARD, workspace.address, 0, *addresses)
     if not workspace.host:
         _ffi.synchronize()
     raw = d.read()
@@ -147,11 +203,11 @@ def launch(kernel, case, schedule):
     return np.ascontiguousarray(body[:, :, : case.n]), exact, (scale, *xla_error)
 
 
-def check(kernel, case, schedule, twice=True):
-    got, exact, xla = launch(kernel, case, schedule)
+def check(kernel, case, schedule, twice=True, epilogue=PLAIN, **kwargs):
+    got, exact, xla = launch(kernel, case, schedule, epilogue, **kwargs)
     if exact is None:
         return got
-    label = f"{kernel.name} {case} {describe(schedule)}"
+    label = f"{kernel.name} {case} {describe(schedule)} {epilogue}"
     values = got.astype(np.float64)
     assert not np.isnan(values).any(), f"{label}: {np.isnan(values).sum()} elements unwritten or poisoned"
     scale, xla_rms, xla_largest = xla
@@ -166,10 +222,14 @@ def check(kernel, case, schedule, twice=True):
         floor = 2.0**-10 if kernel.math == _ffi.Math.tf32 else 2.0**-20
     if exact.size < 4096 and kernel.family == _ffi.Family.sm90:
         floor += 2.0**-25 * case.k / 16
+    if epilogue != PLAIN:
+        # Values of D are larger than sums, and activations steeper than 1; f32 ones are within about 1e-6.
+        xla_rms, xla_largest = 2 * xla_rms, 3 * xla_largest
+        floor = 2 * floor + max(float(ml_dtypes.finfo(got.dtype).eps), 2.0**-48 if kernel.type_d == _ffi.Type.f64 else 2.0**-20)
     assert rms <= 2 * xla_rms + floor, f"{label}: error {rms:.3g}, XLA's {xla_rms:.3g}"
     assert largest <= 4 * xla_largest + 8 * floor, f"{label}: largest error {largest:.3g}, XLA's {xla_largest:.3g}"
     if twice and REDUCTION_OF[schedule] != _ffi.Reduction.atomic:
-        again, _, _ = launch(kernel, case, schedule)
+        again, _, _ = launch(kernel, case, schedule, epilogue, **kwargs)
         assert got.tobytes() == again.tobytes(), f"{label}: two runs differ"
     return None
 
@@ -239,6 +299,119 @@ def test_many_waves(name):
     m, n, k = (2112, 1736, 1048) if large else (290, 270, 200)
     for schedule in all_schedules(kernel, k):
         assert check(kernel, admissible(kernel, Case(m, n, k)), schedule, twice=False) is None
+
+
+A = _ffi.Activation
+# Every activation, and every way to have a bias, with and without a residual. No two neighbours agree in much.
+EPILOGUES = [
+    Epilogue(A.silu, "shared", False, 1.5, 1.0),
+    Epilogue(A.none, "batched", True, -0.75, 0.5),
+    Epilogue(A.gelu, "", True, 1.25, -1.5),
+    Epilogue(A.relu, "batched", False, 1.0, 1.0),
+    Epilogue(A.gelu_tanh, "shared", True, 0.5, 2.0),
+    Epilogue(A.sigmoid, "batched", True, -1.5, 1.0),
+    Epilogue(A.tanh, "shared", True, 2.0, -0.5),
+    Epilogue(A.none, "", False, -3.0, 1.0),
+    Epilogue(A.silu, "", False, 1.0, 1.0),
+]
+IN_FLOATING_POINT = [name for name in HERE if KERNELS[name].type_d != _ffi.Type.s32]
+
+
+@pytest.mark.parametrize("name", IN_FLOATING_POINT)
+def test_epilogue(name):
+    """Once for each element of D, whatever the schedule; every kernel begins elsewhere in the list of epilogues."""
+    kernel = KERNELS[name]
+    first = zlib.crc32(name.encode()) % len(EPILOGUES)
+    cases = [
+        Case(1, 1, 1),
+        Case(kernel.tile_m + 3, kernel.tile_n + 5, 3 * kernel.tile_k + 9, pad=1),
+        Case(33, 49, 2 * kernel.tile_k + 3, batch=3, broadcast="b", pad=2),
+    ]
+    for i, case in enumerate(cases):
+        epilogue, case = EPILOGUES[(first + i) % len(EPILOGUES)], admissible(kernel, case)
+        served = [check(kernel, case, schedule, False, epilogue) is None for schedule in all_schedules(kernel, case.k)]
+        assert any(served) and (all(served) or case.batch > 1), f"{name} {case} {epilogue}: {served}"
+
+
+def one_kernel_of(*of):
+    """The first kernel for each value of some of its members."""
+    first = {}
+    for name in IN_FLOATING_POINT:
+        first.setdefault(tuple(getattr(KERNELS[name], member) for member in of), name)
+    return list(first.values())
+
+
+@pytest.mark.parametrize("name", one_kernel_of("family", "type_d"))
+def test_every_epilogue_in_every_schedule(name):
+    kernel = KERNELS[name]
+    for epilogue in EPILOGUES:
+        case = admissible(kernel, Case(70, 130, 4 * kernel.tile_k + 1, pad=1))
+        for schedule in all_schedules(kernel, case.k):
+            assert check(kernel, case, schedule, False, epilogue) is None
+
+
+SEPARATE = [name for name in one_kernel_of("family", "type_a", "type_d") if name[:4] in ("sm80", "sm90") and "16_f32" in name]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SEPARATE or ["no CUDA kernel in this build"])
+def test_a_separate_reduction_converts(name):
+    """Its kernels write f32; the reduction has the epilogue and the problem's type, with whole vectors and without."""
+    kernel = KERNELS[name]
+    case = admissible(kernel, Case(37, 60, 5 * kernel.tile_k, batch=2))
+    schedule = make_schedule(_ffi.ScheduleKind.split_k, 3, _ffi.Reduction.separate)
+    for epilogue in (PLAIN, *EPILOGUES):
+        for ldd in (case.n, case.n + 1, case.n + 8):
+            assert check(kernel, case, schedule, True, epilogue, type_d=kernel.type_a, ldd=ldd) is None
+
+
+@pytest.mark.parametrize("activation", list(A), ids=lambda activation: activation.name)
+@pytest.mark.parametrize("name", one_kernel_of("family", "type_d", "swap_ab"))
+def test_activations_are_accurate_in_their_tails_and_propagate_nan_and_inf(name, activation):
+    kernel = KERNELS[name]
+    dtype = DTYPES[kernel.type_d]
+    special = [np.nan, np.inf, -np.inf, 0.0, 1e4, -1e4]
+    logarithmic = np.logspace(-6, 1.9, 500)
+    x = np.concatenate([special, np.linspace(-13, 13, 4000), logarithmic, -logarithmic]).astype(dtype)
+    m = 40
+    n = round_up(-(-x.size // m), kernel.align_d)
+    k = admissible(kernel, Case(m, n, 1)).k
+    x = np.resize(x, (m, n))
+    zeros = Memory(kernel, np.zeros(max(m, n) * k, DTYPES[kernel.type_a]))
+    residual = Memory(kernel, x)
+    row_a, row_b = kernel.major_a == _ffi.Major.row, kernel.major_b == _ffi.Major.row
+    problem = _ffi.GemmProblem(
+        1, m, n, k, kernel.type_a, kernel.type_b, kernel.type_d, kernel.math, kernel.major_a, kernel.major_b,
+        k if row_a else m, n if row_b else k, n, 0, 0, 0, activation, False, True,
+    )  # fmt: skip
+    schedule, device = make_schedule(_ffi.ScheduleKind.data_parallel), device_of(kernel)
+    d = Memory(kernel, x.nbytes)
+    workspace = Memory(kernel, _ffi.workspace_bytes(kernel.name, problem, schedule, device))
+    _ffi.launch(
+        kernel.name, problem, schedule, device, zeros.address, zeros.address, d.address, workspace.address, 0, 0, residual.address
+    )  # fmt: skip
+    if not d.host:
+        _ffi.synchronize()
+    got = d.read()[: x.nbytes].view(dtype).reshape(m, n).astype(np.float64)
+    expected = activated(activation, x.astype(np.float64))
+    # Where a tail is an exponential, the larger its exponent the more its rounding takes.
+    exponential = activation in (A.silu, A.sigmoid, A.gelu_tanh)
+    relative = 1e-11 if kernel.type_d == _ffi.Type.f64 else 2e-5 if exponential else 3e-6
+    smallest = float(ml_dtypes.finfo(dtype).smallest_normal)
+    relative += float(ml_dtypes.finfo(dtype).eps) * (dtype.itemsize == 2)
+    with np.errstate(invalid="ignore"):
+        close = np.abs(got - expected) <= relative * np.abs(expected) + 100 * smallest
+    same = (got == expected) | (np.isnan(got) & np.isnan(expected))
+    worst = np.unravel_index(np.argmax(~(close | same)), x.shape)
+    assert (close | same).all(), f"{name}: {activation.name}({x[worst]}) = {got[worst]}, exactly {expected[worst]}"
+
+
+@pytest.mark.parametrize("name", [name for name in HERE if KERNELS[name].type_d == _ffi.Type.s32][:1])
+def test_integers_have_no_epilogue(name):
+    kernel = KERNELS[name]
+    for epilogue in (Epilogue(A.relu), Epilogue(bias="shared"), Epilogue(residual=True), Epilogue(alpha=2.0)):
+        why, _, _ = launch(kernel, Case(8, 8, 8), make_schedule(_ffi.ScheduleKind.data_parallel), epilogue)
+        assert "an epilogue needs D in floating point" in why
 
 
 @pytest.mark.parametrize("name", HERE)

@@ -10,12 +10,12 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <utility>
 
 #include "cutlass/epilogue/thread/linear_combination.h"
 #include "cutlass/gemm/kernel/default_gemm_universal.h"
 #include "cutlass/gemm/threadblock/threadblock_swizzle_streamk.h"
 #include "cutlass_kernels/cuda_kernel.h"
+#include "cutlass_kernels/epilogue.cuh"
 
 namespace jax_streamk {
 
@@ -87,6 +87,71 @@ struct atomic : cutlass::gemm::threadblock::ThreadblockSwizzleStreamK {
 
 }  // namespace sm80
 
+// CUTLASS's iterator over D, with the epilogue before its stores: fragments are of accumulators. It finds the batch by itself, as
+// bias and residual have strides of their own.
+template <typename Base, typename Accumulator>
+class OutputIterator : public Base {
+  using D = typename Base::Element;
+  using ThreadMap = typename Base::ThreadMap;
+  static constexpr int kVector = ThreadMap::kElementsPerAccess;
+
+ public:
+  using Element = Accumulator;
+  using Fragment = cutlass::Array<Accumulator, Base::Fragment::kElements>;
+
+  struct Params : Base::Params {
+    using Base::Params::Params;
+    EpilogueParams<Accumulator, D> epilogue;
+  };
+
+  CUTLASS_DEVICE OutputIterator(Params const& params, Element* d, cutlass::MatrixCoord extent, int thread,
+                                cutlass::MatrixCoord offset)
+      : Base(params, reinterpret_cast<D*>(d) + blockIdx.z * params.epilogue.batch_stride_d, extent, thread, offset),
+        epilogue_(params.epilogue) {}
+
+  CUTLASS_DEVICE void load(Fragment&) const {}  // of C, which does not exist
+  CUTLASS_DEVICE void store(Fragment fragment) const {
+    if (!epilogue_.plain)
+      fragment = apply(epilogue_, fragment, {this->thread_start_row(), this->thread_start_column()},
+                       {this->extent_row(), this->extent_column()});
+    Base::store(cutlass::NumericArrayConverter<D, Accumulator, Fragment::kElements>{}(fragment));
+  }
+
+ private:
+  // The fragment of which the first element lies at `start`. A function that is called, as CUTLASS unrolls the loop over fragments:
+  // inlined, the epilogue would be most of the code.
+  __device__ static __noinline__ Fragment apply(EpilogueParams<Accumulator, D> epilogue, Fragment fragment,
+                                               cutlass::MatrixCoord start, cutlass::MatrixCoord extent) {
+    using Iterations = typename ThreadMap::Iterations;
+    using Delta = typename ThreadMap::Delta;
+    D const* const bias = epilogue.bias + blockIdx.z * epilogue.batch_stride_bias;
+    D const* const residual = epilogue.residual + blockIdx.z * epilogue.batch_stride_d;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Fragment::kElements; ++i) fragment[i] *= epilogue.alpha;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Fragment::kElements / kVector; ++i) {
+      int const line = i / Iterations::kColumn, group = line / Iterations::kRow;
+      int const row = start.row() + line % Iterations::kRow * Delta::kRow + group % Iterations::kGroup * Delta::kGroup +
+                      group / Iterations::kGroup * Delta::kCluster;
+      int const column = start.column() + i % Iterations::kColumn * Delta::kColumn;
+      if (row >= extent.row() || column >= extent.column()) continue;
+      Accumulator* const x = fragment.data() + i * kVector;
+      if (epilogue.bias != nullptr) add(x, Accumulator(1), bias + column);
+      if (epilogue.residual != nullptr) add(x, epilogue.beta, residual + row * epilogue.ldd + column);
+    }
+    activate(epilogue.activation, fragment.data(), Fragment::kElements);
+    return fragment;
+  }
+
+  CUTLASS_DEVICE static void add(Accumulator* x, Accumulator factor, D const* from) {
+    auto const values = load_vector<cutlass::AlignedArray<D, kVector>>(from);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kVector; ++i) x[i] += factor * static_cast<Accumulator>(values[i]);
+  }
+
+  EpilogueParams<Accumulator, D> const& epilogue_;
+};
+
 template <typename Gemm>
 __global__ __launch_bounds__(Gemm::kThreadCount, 1) void sm80_gemm(typename Gemm::Params params) {
   extern __shared__ __align__(16) char storage[];
@@ -97,15 +162,23 @@ template <typename AB, typename D, typename Math_, typename MajorA, typename Maj
           int kStages, int kAlign, int kAlignD, typename Swizzle>
 class Sm80Kernel final : public CudaKernel {
   using Accumulator = typename AB::Accumulator;
-  // D is the converted accumulator: alpha is 1, and C, which does not exist, is never read.
-  using Epilogue =
-      cutlass::epilogue::thread::LinearCombination<typename D::Element, kAlignD, Accumulator, Accumulator,
-                                                   cutlass::epilogue::thread::ScaleType::Nothing>;
-  using Gemm = typename cutlass::gemm::kernel::DefaultGemmUniversal<
+  // Accumulators reach the iterator as they are, and C, which does not exist, is never read.
+  template <typename T>
+  using Unchanged = cutlass::epilogue::thread::LinearCombination<T, kAlignD, Accumulator, Accumulator,
+                                                                 cutlass::epilogue::thread::ScaleType::Nothing>;
+  using Default = typename cutlass::gemm::kernel::DefaultGemmUniversal<
       typename AB::Element, typename MajorA::Layout, cutlass::ComplexTransform::kNone, kAlign, typename AB::Element,
       typename MajorB::Layout, cutlass::ComplexTransform::kNone, kAlign, typename D::Element, cutlass::layout::RowMajor,
-      Accumulator, cutlass::arch::OpClassTensorOp, cutlass::arch::Sm80, Threadblock, Warp, typename AB::Instruction, Epilogue,
-      Swizzle, kStages, typename Math_::Operator>::GemmKernel;
+      Accumulator, cutlass::arch::OpClassTensorOp, cutlass::arch::Sm80, Threadblock, Warp, typename AB::Instruction,
+      Unchanged<typename D::Element>, Swizzle, kStages, typename Math_::Operator>::GemmKernel;
+  using DefaultEpilogue = typename Default::Epilogue;
+  using Epilogue = cutlass::epilogue::threadblock::Epilogue<
+      typename DefaultEpilogue::Shape, typename DefaultEpilogue::WarpMmaOperator, DefaultEpilogue::kPartitionsK,
+      OutputIterator<typename DefaultEpilogue::OutputTileIterator, Accumulator>,
+      typename DefaultEpilogue::AccumulatorFragmentIterator, typename DefaultEpilogue::WarpTileIterator,
+      typename DefaultEpilogue::SharedLoadIterator, Unchanged<Accumulator>, typename DefaultEpilogue::Padding,
+      DefaultEpilogue::Base::kFragmentsPerIteration>;
+  using Gemm = cutlass::gemm::kernel::GemmUniversalStreamk<typename Default::Mma, Epilogue, Swizzle>;
   using Params = typename Gemm::Params;
 
   static constexpr int64_t kSharedMemory = sizeof(typename Gemm::SharedStorage);
@@ -140,12 +213,6 @@ class Sm80Kernel final : public CudaKernel {
     if (kSharedMemory > shared_memory_per_cta(device))
       return refuse("it needs " + std::to_string(kSharedMemory) + " bytes of shared memory per CTA, and sm_" +
                     std::to_string(device.arch) + " has " + std::to_string(shared_memory_per_cta(device)));
-    // Vectors are loaded and stored whole: one that straddles the end of a row would read or write what lies behind it.
-    auto const [name_a, extent_a] = contiguous(p.major_a, "m", p.m, "k", p.k);
-    auto const [name_b, extent_b] = contiguous(p.major_b, "k", p.k, "n", p.n);
-    if (extent_a % kAlign != 0) return refuse(not_multiple(name_a, extent_a, kAlign));
-    if (extent_b % kAlign != 0) return refuse(not_multiple(name_b, extent_b, kAlign));
-    if (p.n % kAlignD != 0) return refuse(not_multiple("n", p.n, kAlignD));
     bool const split = !is_data_parallel(s);
     if (split && p.batch > 1)
       return refuse("one launch splits one GEMM, and the batch is " + std::to_string(p.batch) +
@@ -173,6 +240,8 @@ class Sm80Kernel final : public CudaKernel {
       at.a = static_cast<typename AB::Element const*>(buffers.a) + first * p.batch_stride_a;
       at.b = static_cast<typename AB::Element const*>(buffers.b) + first * p.batch_stride_b;
       at.d = static_cast<typename D::Element*>(buffers.d) + first * p.batch_stride_d;
+      at.bias = static_cast<typename D::Element const*>(buffers.bias) + first * p.epilogue.batch_stride_bias;
+      at.residual = static_cast<typename D::Element const*>(buffers.residual) + first * p.batch_stride_d;
       Params params = params_of(p, s, device, at);
       // Zeroes the barriers: XLA hands out the workspace as its last user left it.
       if (needs_workspace(params) && params.init_workspace(at.workspace, stream) != cutlass::Status::kSuccess)
@@ -234,13 +303,6 @@ class Sm80Kernel final : public CudaKernel {
     return true;
   }
 
-  static std::pair<char const*, int64_t> contiguous(Major major, char const* rows, int64_t m, char const* columns, int64_t n) {
-    return major == Major::kRow ? std::pair{columns, n} : std::pair{rows, m};
-  }
-  static std::string not_multiple(char const* name, int64_t extent, int align) {
-    return std::string(name) + " = " + std::to_string(extent) + " must be a multiple of " + std::to_string(align);
-  }
-
   // CUDA C++ Programming Guide, "Technical Specifications per Compute Capability". One KiB of each SM's is kept per CTA.
   static int64_t shared_memory_per_sm(Device const& device) {
     bool const small = device.arch == 86 || device.arch == 89 || device.arch >= 120;
@@ -265,9 +327,10 @@ class Sm80Kernel final : public CudaKernel {
         batched ? cutlass::gemm::GemmUniversalMode::kBatched : cutlass::gemm::GemmUniversalMode::kGemm,
         {static_cast<int>(p.m), static_cast<int>(p.n), static_cast<int>(p.k)},
         batched ? static_cast<int>(p.batch) : s.kind == ScheduleKind::kSplitK ? s.splits : 1, {}, buffers.a, buffers.b, nullptr,
-        buffers.d, p.batch_stride_a, p.batch_stride_b, 0, p.batch_stride_d, p.lda, p.ldb, 0, p.ldd,
+        buffers.d, p.batch_stride_a, p.batch_stride_b, 0, 0, p.lda, p.ldb, 0, p.ldd,
         s.kind == ScheduleKind::kStreamK && s.max_sms > 0 ? s.max_sms : -1);
     Params params(arguments, device.sms, occupancy(device));
+    params.params_D.epilogue = EpilogueParams<Accumulator, typename D::Element>(p, buffers);
     // Remapping would let CTAs wait for ones of a higher index: a deadlock when another stream's kernel holds their SMs.
     params.block_mapping.remap_block_indices = false;
     // The swizzle's constructor does not know that its subclass needs no reducing CTAs.

@@ -13,6 +13,7 @@
 #include "cutlass/gemm/kernel/gemm_universal.hpp"
 #include "cutlass/kernel_launch.h"
 #include "cutlass_kernels/cuda_kernel.h"
+#include "cutlass_kernels/sm90/epilogue.h"
 #include "cutlass_kernels/sm90/scheduler.h"
 
 namespace jax_streamk::sm90 {
@@ -74,11 +75,12 @@ class Sm90Kernel final : public CudaKernel {
   using TileShape = cute::Shape<cute::Int<kConfig.tile_m>, cute::Int<kConfig.tile_n>, cute::Int<kConfig.tile_k>>;
   using ClusterShape = cute::Shape<cute::Int<kConfig.cluster_m>, cute::Int<kConfig.cluster_n>, cute::_1>;
 
-  using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
+  using Epilogue = CollectiveEpilogue<typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, TileShape, ClusterShape,
       cutlass::epilogue::collective::EpilogueTileAuto, float, float, void, LayoutD, kAlignD, ElementD, LayoutD, kAlignD,
       std::conditional_t<kPingpong, cutlass::epilogue::TmaWarpSpecialized,
-                         cutlass::epilogue::TmaWarpSpecializedCooperative>>::CollectiveOp;
+                         cutlass::epilogue::TmaWarpSpecializedCooperative>,
+      Conversion<ElementD>>::CollectiveOp, kSwap>;
   using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, ElementAB, LayoutA, kAlignAB, ElementAB, LayoutB, kAlignAB, float,
       TileShape, ClusterShape,
@@ -141,7 +143,7 @@ class Sm90Kernel final : public CudaKernel {
         {static_cast<int>(kSwap ? p.n : p.m), static_cast<int>(kSwap ? p.m : p.n), static_cast<int>(p.k),
          static_cast<int>(p.batch)},
         {a, stride_a, b, stride_b},
-        {{1.0f, 0.0f}, nullptr, {}, static_cast<ElementD*>(buffers.d), stride_d},
+        {EpilogueParams<float, ElementD>(p, buffers), nullptr, {}, static_cast<ElementD*>(buffers.d), stride_d},
         {0, device.sms},
         scheduler};
     typename Gemm::Params params = Gemm::to_underlying_arguments(arguments, nullptr);
