@@ -90,24 +90,17 @@ def _partition(product, finish, fused, factors, mesh, operands, result):
 
 def _axes_of_factors(names, specs, sizes, contract, mesh):
     """For each factor, the mesh axes that divide it evenly. An axis divides one factor; the first array to claim it has it."""
+    *operands, result = (list(zip(*x)) for x in zip(names, specs))
+    # k after m and n: where an axis divides m in one operand and k in the other, gathering the other is one collective, and moving
+    # the one and summing the result are two. Of m and n, first the one that has its axes in the result too: that stays in place.
+    # The result itself last: it may be had by slicing, or by scattering the sum.
+    claims = [claim for name in sizes for claims in operands for claim in claims if claim[0] == name]
+    claims.sort(key=lambda claim: (claim[0] in contract, claim not in result))
     axes, taken = dict.fromkeys(sizes, ()), set()
-
-    def claim(factor, dims, spec):
-        if factor not in dims or axes[factor]:
-            return
-        wanted = spec[dims.index(factor)]
-        if not taken & set(wanted) and sizes[factor] % math.prod(mesh[axis] for axis in wanted) == 0:
+    for factor, wanted in (*claims, *result):
+        if not axes[factor] and not taken & set(wanted) and sizes[factor] % math.prod(mesh[axis] for axis in wanted) == 0:
             axes[factor] = wanted
             taken.update(wanted)
-
-    *operands, result = zip(names, specs)
-    # k after m and n: where an axis divides m in one operand and k in the other, gathering the other is one collective, and moving
-    # the one and summing the result are two. The result last: it may be had by slicing, or by scattering the sum.
-    for factor in sorted(sizes, key=lambda name: name in contract):
-        for dims, spec in operands:
-            claim(factor, dims, spec)
-    for factor in result[0]:
-        claim(factor, *result)
     return axes
 
 

@@ -1,0 +1,133 @@
+"""Products over eight simulated CPU devices, against XLA's: values, gradients, types, and the collectives of the compiled programs."""
+
+import collections
+import itertools
+import os
+import re
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_streamk
+from jax_streamk import DataParallel, SplitK, StreamK, dot_general, linear, matmul
+
+AUTO, EXPLICIT = (
+    jax.make_mesh((2, 4), ("x", "y"), axis_types=(kind,) * 2, devices=jax.devices("cpu")) for kind in (AxisType.Auto, AxisType.Explicit)
+)
+SIZES = dict(b=8, m=16, n=40, k=24)
+KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
+
+
+@pytest.fixture(autouse=True)
+def on_cpu():
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+def normal(*shape, dtype=np.float32, seed=0):
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(dtype)
+
+
+def place(*placed, mesh=AUTO):
+    """Arrays, each given with its PartitionSpec, on the mesh."""
+    return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in placed]
+
+
+def compiled(function, *operands, **options):
+    return jax.jit(function, **options).lower(*operands).compile()
+
+
+def collectives(program):
+    return collections.Counter(re.findall(rf" ({'|'.join(KINDS)})(?:-start)?\(", program.as_text()))
+
+
+def our_calls(program):
+    """The attributes of every custom call of ours in a compiled program, which has no other product."""
+    text = program.as_text()
+    assert not re.search(r" dot\(|__onednn|__cublas", text)
+    found = re.findall(r'custom_call_target="jax_streamk_host_gemm".*backend_config=\{(.*?)\}', text)
+    return [dict(re.findall(r"(\w+) = (\w+)", attributes)) for attributes in found]
+
+
+def macs(call):
+    return np.prod([int(call[extent]) for extent in ("batch", "m", "n", "k")])
+
+
+def with_gradients(function):
+    """The result of function, and its gradients for the last operand as cotangent."""
+
+    def result_and_gradients(*operands):
+        out, pullback = jax.vjp(function, *operands[:-1])
+        return out, *pullback(operands[-1])
+
+    return result_and_gradients
+
+
+def assert_as_exact(found, xlas, exact):
+    """Each of the arrays at most twice as far from float64 as XLA's, and a few roundings."""
+    for got, xla, want in zip(*map(jax.tree.leaves, (found, xlas, exact)), strict=True):
+        assert got.dtype == xla.dtype and got.shape == xla.shape
+        ours, theirs = (np.abs(np.asarray(x, np.float64) - want).max() for x in (got, xla))
+        assert ours <= 2 * theirs + 2.0**-21 * np.abs(want).max(), f"off by {ours:.1e}, XLA by {theirs:.1e}"
+
+
+def in_float64(function, *operands):
+    with jax.enable_x64(True):
+        return jax.tree.map(np.asarray, jax.jit(function)(*(np.asarray(x, np.float64) for x in operands)))
+
+
+def assert_like_xla(ours, xlas, *operands):
+    """Values and gradients of two functions, the last operand being the cotangent; and no more collectives. Returns ours, compiled."""
+    programs = [compiled(with_gradients(function), *operands) for function in (ours, xlas)]
+    results = [program(*operands) for program in programs]
+    assert_as_exact(*results, in_float64(with_gradients(xlas), *operands))
+    assert [x.sharding for x in results[0]] == [x.sharding for x in results[1]]
+    mine, theirs = map(collectives, programs)
+    assert mine.total() <= theirs.total(), (mine, theirs)
+    return mine, theirs
+
+
+# Automatic partitioning.
+
+
+NUMBERS = (((0,), (2,)), ((1,), (1,)))
+FORMULAS = {
+    "dot_general": (
+        ("kbm", "nbk"),
+        lambda a, b: dot_general(a, b, NUMBERS),
+        lambda a, b: lax.dot_general(a, b, NUMBERS),
+    ),
+    "linear": (
+        ("bmk", "kn", "n", "bmn"),
+        lambda x, w, bias, residual: linear(x, w, bias, residual=residual, activation="silu", alpha=0.5, beta=2),
+        lambda x, w, bias, residual: jax.nn.silu(0.5 * (x @ w) + 2 * residual + bias),
+    ),
+}
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
+@pytest.mark.parametrize("x, y", list(itertools.combinations_with_replacement("bmnk-", 2)))
+def test_a_mesh_axis_divides_a_factor(x, y, formula):
+    """Axis x of the mesh divides one of batch, m, n and k in every array that has it, axis y another or the same; - is none."""
+    names, ours, xlas = FORMULAS[formula]
+    axes = {f: tuple(axis for axis, factor in (("y", y), ("x", x)) if factor == f) for f in "bmnk"}
+    operands = [
+        jax.device_put(normal(*(SIZES[f] for f in dims), seed=i), NamedSharding(AUTO, P(*(axes[f] or None for f in dims))))
+        for i, dims in enumerate((*names, "bmn"))
+    ]
+    program = compiled(ours, *operands[:-1])
+    assert collectives(program) == ({"all-reduce": 1} if "k" in (x, y) else {})
+    # The call multiplies the shards. With k whole it applies the epilogue, which otherwise follows the sum.
+    (call,) = our_calls(program)
+    assert macs(call) * (2 if x != "-" else 1) * (4 if y != "-" else 1) == np.prod(list(SIZES.values()))
+    assert (call["has_bias"] == "true") == (formula == "linear" and "k" not in (x, y))
+    mine, theirs = assert_like_xla(ours, xlas, *operands)
+    assert mine <= theirs
