@@ -90,14 +90,14 @@ def _partition(product, finish, fused, factors, mesh, operands, result):
 
 def _axes_of_factors(names, specs, sizes, contract, mesh):
     """For each factor, the mesh axes that divide it evenly. An axis divides one factor; the first array to claim it has it."""
-    *operands, result = (list(zip(*x)) for x in zip(names, specs))
+    lhs, rhs, *others, result = (list(zip(*x)) for x in zip(names, specs))
     # k after m and n: where an axis divides m in one operand and k in the other, gathering the other is one collective, and moving
     # the one and summing the result are two. Of m and n, first the one that has its axes in the result too: that stays in place.
-    # The result itself last: it may be had by slicing, or by scattering the sum.
-    claims = [claim for name in sizes for claims in operands for claim in claims if claim[0] == name]
+    # The result itself last, with the arrays that are added to it: it may be had by slicing, or by scattering the sum.
+    claims = [claim for name in sizes for claim in (*lhs, *rhs) if claim[0] == name]
     claims.sort(key=lambda claim: (claim[0] in contract, claim not in result))
     axes, taken = dict.fromkeys(sizes, ()), set()
-    for factor, wanted in (*claims, *result):
+    for factor, wanted in (*claims, *result, *(claim for claims in others for claim in claims)):
         if not axes[factor] and not taken & set(wanted) and sizes[factor] % math.prod(mesh[axis] for axis in wanted) == 0:
             axes[factor] = wanted
             taken.update(wanted)
