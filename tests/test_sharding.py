@@ -46,7 +46,9 @@ def compiled(function, *operands, **options):
 
 
 def collectives(program):
-    return collections.Counter(re.findall(rf" ({'|'.join(KINDS)})(?:-start)?\(", program.as_text()))
+    """How many of each kind, one for each array: XLA combines some, which depends on what else the program has."""
+    found = re.findall(rf" ({'|'.join(KINDS)})(?:-start)?\((.*?)\)", program.as_text())
+    return collections.Counter(kind for kind, operands in found for _ in operands.split(","))
 
 
 def our_calls(program):
@@ -84,9 +86,9 @@ def in_float64(function, *operands):
         return jax.tree.map(np.asarray, jax.jit(function)(*(np.asarray(x, np.float64) for x in operands)))
 
 
-def assert_like_xla(ours, xlas, *operands):
-    """Values and gradients of two functions, the last operand being the cotangent; and no more collectives. Returns ours, compiled."""
-    programs = [compiled(with_gradients(function), *operands) for function in (ours, xlas)]
+def assert_like_xla(ours, xlas, *operands, **options):
+    """Values and gradients of two functions, the last operand being the cotangent; and no more collectives. Returns both counts."""
+    programs = [compiled(with_gradients(function), *operands, **options) for function in (ours, xlas)]
     results = [program(*operands) for program in programs]
     assert_as_exact(*results, in_float64(with_gradients(xlas), *operands))
     assert [x.sharding for x in results[0]] == [x.sharding for x in results[1]]
@@ -131,3 +133,90 @@ def test_a_mesh_axis_divides_a_factor(x, y, formula):
     assert (call["has_bias"] == "true") == (formula == "linear" and "k" not in (x, y))
     mine, theirs = assert_like_xla(ours, xlas, *operands)
     assert mine <= theirs
+
+
+# Divisions of lhs (m, k) and rhs (k, n), of the result where it is asked for, and what the forward needs. All but the scattered sums
+# are those of data, fully sharded data and tensor parallelism.
+MOVED = {
+    "k scattered over m": ((None, "x"), ("x", None), ("x", None), {"reduce-scatter": 1}),
+    "k scattered over n": ((None, "x"), ("x", None), (None, "x"), {"reduce-scatter": 1}),
+    "k scattered over m, two axes": ((None, ("x", "y")), (("x", "y"), None), (("x", "y"), None), {"reduce-scatter": 1}),
+    "k scattered over m that is divided": (("x", "y"), ("y", None), (("x", "y"), None), {"reduce-scatter": 1}),
+    "k scattered over n where m is divided": (("x", "y"), ("y", None), ("x", "y"), {"reduce-scatter": 1}),
+    "k scattered over m and n": ((None, ("x", "y")), (("x", "y"), None), ("x", "y"), {"reduce-scatter": 2}),
+    "k scattered in part": ((None, ("x", "y")), (("x", "y"), None), ("x", None), {"reduce-scatter": 1, "all-reduce": 1}),
+    "k in one operand": ((None, "x"), (None, None), None, {"all-reduce": 1}),
+    "rhs stored by k": (("x", None), ("x", None), None, {"all-gather": 1}),
+    "rhs stored by n": (("x", None), (None, "x"), None, {"all-gather": 1}),
+    "rhs stored by k, columns divided": (("x", None), ("x", "y"), None, {"all-gather": 1}),
+    "rhs stored by n, k divided": (("x", "y"), ("y", "x"), None, {"all-gather": 1, "all-reduce": 1}),
+    "rhs replicated": (("x", None), (None, None), None, {}),
+    "result divided": ((None, None), (None, None), ("x", "y"), {}),
+}
+
+
+@pytest.mark.parametrize("epilogue", [False, True])
+@pytest.mark.parametrize("case", MOVED)
+def test_operands_and_results_that_move(case, epilogue):
+    lhs, rhs, asked, expected = MOVED[case]
+    operands = place((normal(16, 24), P(*lhs)), (normal(24, 40), P(*rhs)))
+    products = matmul, jnp.matmul
+    if epilogue:
+        operands += place((normal(40), P()), (normal(16, 40, seed=1), P(*asked or ())))
+        products = FORMULAS["linear"][1:]
+
+    def constrained(product):
+        def function(*operands):
+            out = product(*operands)
+            return out if asked is None else lax.with_sharding_constraint(out, NamedSharding(AUTO, P(*asked)))
+
+        return function
+
+    program = compiled(constrained(products[0]), *operands)
+    assert collectives(program) == expected
+    assert len(our_calls(program)) == 1
+    if asked:
+        program = compiled(products[0], *operands, out_shardings=NamedSharding(AUTO, P(*asked)))
+        assert collectives(program) == expected
+    # Gradients, wanted where the operands are.
+    (cotangent,) = place((normal(16, 40, seed=2), program.output_shardings.spec))
+    where = program.output_shardings, *(x.sharding for x in operands)
+    assert_like_xla(*map(constrained, products), *operands, cotangent, out_shardings=where)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_division_is_computed(seed):
+    """However the arrays are divided, consistently or not."""
+    names, ours, xlas = FORMULAS["linear" if seed % 2 else "dot_general"]
+    rng = np.random.default_rng(seed)
+
+    def division(dims):
+        axes = [() for _ in range(len(dims) + 1)]
+        for axis in rng.permutation(["x", "y"]):
+            axes[rng.integers(len(axes))] += (str(axis),)
+        return NamedSharding(AUTO, P(*axes[:-1]))
+
+    operands = [jax.device_put(normal(*(SIZES[f] for f in dims)), division(dims)) for dims in names]
+    found, xla = (jax.jit(f, out_shardings=division("bmn"))(*operands) for f in (ours, xlas))
+    assert_as_exact(found, xla, in_float64(xlas, *operands))
+
+
+# (m, k, n) of which the mesh divides some unevenly, and the forward's collectives.
+UNEVEN = {"m": (18, 24, 40), "n": (16, 24, 42), "k": (16, 26, 40), "all": (3, 5, 7)}
+
+
+@pytest.mark.parametrize("case", UNEVEN)
+def test_uneven_sizes(case):
+    m, k, n = UNEVEN[case]
+    a, b, cotangent = normal(m, k), normal(k, n), normal(m, n, seed=1)
+
+    def constrained(product):
+        def function(a, b):
+            a = lax.with_sharding_constraint(a, NamedSharding(AUTO, P("x", "y")))
+            b = lax.with_sharding_constraint(b, NamedSharding(AUTO, P("y", "x")))
+            return lax.with_sharding_constraint(product(a, b), NamedSharding(AUTO, P("y", "x")))
+
+        return function
+
+    results = [jax.jit(with_gradients(constrained(f)))(a, b, cotangent) for f in (matmul, jnp.matmul)]
+    assert_as_exact(*results, in_float64(with_gradients(jnp.matmul), a, b, cotangent))
