@@ -52,7 +52,7 @@ def _abstract_eval(lhs, rhs, *, schedule, **params):
 def _linear_abstract_eval(lhs, rhs, *others, epilogue, schedule, **params):
     del schedule
     product, effects = compat.dot_general_p.abstract_eval(lhs, rhs, **params)
-    if getattr(product.sharding.spec, "unreduced", None):
+    if compat.is_unreduced(product):
         raise ValueError(f"linear: out_sharding={params['out_sharding']} leaves the sum over k open, and the epilogue comes after it")
     return product, effects
 

@@ -220,3 +220,103 @@ def test_uneven_sizes(case):
 
     results = [jax.jit(with_gradients(constrained(f)))(a, b, cotangent) for f in (matmul, jnp.matmul)]
     assert_as_exact(*results, in_float64(with_gradients(jnp.matmul), a, b, cotangent))
+
+
+# Explicit sharding: the mesh is part of the types.
+
+# Divisions of a, b, and out_sharding.
+TYPED = {
+    "m, n": (("x", None), (None, "y"), None),
+    "m, k": (("x", "y"), ("y", None), P("x", None)),
+    "k scattered": (("x", "y"), ("y", None), P("x", "y")),
+    "k over two axes": ((None, ("x", "y")), (("x", "y"), None), P(None, None)),
+    "batch": (("x", None, None), ("x", None, "y"), None),
+    "batch, k": (("x", None, "y"), ("x", "y", None), P("x", None, None)),
+    "vector": (("x", "y"), ("y",), P("x")),
+    "rhs replicated": (("x", None), (None, None), P("x", "y")),
+}
+EXTENTS = {1: ((24,),) * 2, 2: ((16, 24), (24, 40)), 3: ((8, 16, 24), (8, 24, 40))}
+
+
+def types_and_values(function, *operands):
+    """Of the result of function, and of the gradients, in and out of jit."""
+    found = []
+    for f in (function, jax.jit(function)):
+        out, pullback = jax.vjp(f, *operands)
+        found += [out, *pullback(jnp.cos(out))]
+    return [jax.typeof(x) for x in found], found
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("case", TYPED)
+def test_explicit_sharding(case, named):
+    spec_a, spec_b, out = TYPED[case]
+    if named and out is None:
+        out = P(*spec_a[:-1], spec_b[-1])
+    with jax.set_mesh(EXPLICIT):
+        a, b = place(
+            (normal(*EXTENTS[len(spec_a)][0]), P(*spec_a)), (normal(*EXTENTS[len(spec_b)][1]), P(*spec_b)), mesh=EXPLICIT
+        )
+        out_sharding = NamedSharding(EXPLICIT, out) if named else out
+        ours, xlas = ((lambda a, b, f=f: f(a, b, out_sharding=out_sharding)) for f in (matmul, jnp.matmul))
+        (types, found), (xla_types, xla) = (types_and_values(f, a, b) for f in (ours, xlas))
+        assert types == xla_types
+        for got, want in zip(found, xla):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+        mine, theirs = (collectives(compiled(with_gradients(f), a, b, found[0])) for f in (ours, xlas))
+        assert mine.total() <= theirs.total(), (mine, theirs)
+        assert our_calls(compiled(ours, a, b))
+
+
+def test_explicit_sharding_of_linear():
+    with jax.set_mesh(EXPLICIT):
+        x, w, bias, residual = operands = place(
+            (normal(16, 24), P("x", "y")), (normal(24, 40), P("y", None)), (normal(40), P(None)), (normal(16, 40), P("x", None)),
+            mesh=EXPLICIT,
+        )  # fmt: skip
+        for out in (P("x", None), P("x", "y")):
+            def ours(x, w, bias, residual):
+                return linear(x, w, bias, residual=jax.reshard(residual, out), activation="gelu", out_sharding=out)
+
+            def xlas(x, w, bias, residual):
+                product = jnp.matmul(x, w, out_sharding=out)
+                return jax.nn.gelu(product + jax.reshard(residual, out) + jax.reshard(bias, P(out[1])), approximate=False)
+
+            (types, found), (xla_types, xla) = (types_and_values(f, *operands) for f in (ours, xlas))
+            assert types == xla_types
+            for got, want in zip(found, xla):
+                np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+            assert collectives(compiled(ours, *operands)) == {"all-reduce" if out[1] is None else "reduce-scatter": 1}
+
+
+def test_explicit_sharding_refuses_what_lax_refuses():
+    with jax.set_mesh(EXPLICIT):
+        for spec_a, spec_b in (((None, "x"), ("x", None)), (("x", "y"), (None, "y")), (("x", None), (None, "x")), ((None, "x"), ("y", None))):
+            a, b = place((normal(16, 24), P(*spec_a)), (normal(24, 40), P(*spec_b)), mesh=EXPLICIT)
+            def error(f):
+                try:
+                    f(a, b)
+                except Exception as why:
+                    return type(why), str(why)
+
+            assert error(matmul) == error(jnp.matmul) is not None
+            print(error(matmul), error(lambda a,b: linear(a,b,normal(40))))
+
+
+def test_explicit_sharding_under_vmap():
+    with jax.set_mesh(EXPLICIT):
+        a, b = place((normal(8, 16, 24), P("x", None, "y")), (normal(24, 40), P("y", None)), mesh=EXPLICIT)
+        found, xla = (
+            types_and_values(jax.vmap(lambda a, b: f(a, b, out_sharding=P(None, "y")), in_axes=(0, None)), a, b) for f in (matmul, jnp.matmul)
+        )
+        assert found[0] == xla[0]
+        for got, want in zip(found[1], xla[1]):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_vmap_over_a_mesh_axis():
+    a, b = place((normal(8, 16, 24), P("x")), (normal(8, 24, 40), P("x", "y")))
+    for f in (matmul, linear):
+        program = compiled(jax.vmap(f, spmd_axis_name="x"), a, b)
+        assert collectives(program) == {"all-reduce": 1}
+        np.testing.assert_allclose(program(a, b), a @ b, rtol=1e-5, atol=1e-5)
