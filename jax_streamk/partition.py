@@ -8,6 +8,7 @@ import functools
 import math
 
 import jax
+import numpy as np
 from jax import lax
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
 from jax.extend.core import Primitive
@@ -76,9 +77,13 @@ def _partition(product, finish, fused, factors, mesh, operands, result):
             if not summed and not scattered:
                 return fused(lhs, rhs, *others)
             out = product(lhs, rhs)
+            dtype = out.dtype
+            # The sum of booleans is a disjunction, and collectives have none.
+            out = out.astype(np.int32) if dtype == bool else out
             for dimension, over in scattered.items():
                 out = lax.psum_scatter(out, over, scatter_dimension=dimension, tiled=True)
-            return finish(lax.psum(out, tuple(summed)) if summed else out, *others)
+            out = lax.psum(out, tuple(summed)) if summed else out
+            return finish(out.astype(dtype), *others)
 
     def sharding(dims, axes):
         return NamedSharding(mesh, PartitionSpec(*(axes[name] or None for name in dims)))
