@@ -48,7 +48,7 @@ def compiled(function, *operands, **options):
 def collectives(program):
     """How many of each kind, one for each array: XLA combines some, which depends on what else the program has."""
     found = re.findall(rf" ({'|'.join(KINDS)})(?:-start)?\((.*?)\)", program.as_text())
-    return collections.Counter(kind for kind, operands in found for _ in operands.split(","))
+    return collections.Counter(kind for kind, operands in found for _ in range(operands.count("%")))
 
 
 def our_calls(program):
