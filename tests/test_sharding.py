@@ -237,46 +237,42 @@ TYPED = {
     "rhs replicated": (("x", None), (None, None), P("x", "y")),
     "k in one operand": (("x", "y"), (None, "y"), None),
 }
-EXTENTS = {1: ((24,),) * 2, 2: ((16, 24), (24, 40)), 3: ((8, 16, 24), (8, 24, 40))}
 
-
-def types_and_values(function, *operands):
-    """Of the result of function, and of the gradients, in and out of jit."""
-    found = []
-    for f in (function, jax.jit(function)):
-        out, pullback = jax.vjp(f, *operands)
-        found += [out, *pullback(jnp.cos(out))]
-    return [jax.typeof(x) for x in found], found
+def assert_typed_like_xla(ours, xlas, *operands):
+    """Types and values, of results and gradients; and no more collectives."""
+    functions = [lambda *operands, f=f: with_gradients(f)(*operands, jnp.cos(f(*operands))) for f in (ours, xlas)]
+    programs = [compiled(function, *operands) for function in functions]
+    found, xla = (program(*operands) for program in programs)
+    assert [jax.typeof(x) for x in found] == [jax.typeof(x) for x in xla]
+    for got, want in zip(found, xla, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    mine, theirs = map(collectives, programs)
+    assert mine.total() <= theirs.total(), (mine, theirs)
 
 
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("case", TYPED)
 def test_explicit_sharding(case, named):
-    spec_a, spec_b, out = TYPED[case]
-    if named and out is None:
-        out = P(*spec_a[:-1], spec_b[-1])
+    *specs, out = TYPED[case]
+    if named:
+        out = NamedSharding(EXPLICIT, out or P(*specs[0][:-1], specs[1][-1]))
     with jax.set_mesh(EXPLICIT):
-        a, b = place(
-            (normal(*EXTENTS[len(spec_a)][0]), P(*spec_a)), (normal(*EXTENTS[len(spec_b)][1]), P(*spec_b)), mesh=EXPLICIT
-        )
-        out_sharding = NamedSharding(EXPLICIT, out) if named else out
-        ours, xlas = ((lambda a, b, f=f: f(a, b, out_sharding=out_sharding)) for f in (matmul, jnp.matmul))
-        (types, found), (xla_types, xla) = (types_and_values(f, a, b) for f in (ours, xlas))
-        assert types == xla_types
-        for got, want in zip(found, xla):
-            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
-        mine, theirs = (collectives(compiled(with_gradients(f), a, b, found[0])) for f in (ours, xlas))
-        assert mine.total() <= theirs.total(), (mine, theirs)
+        shapes = (16, 24) if len(specs[0]) == 2 else (8, 16, 24), ((24,), (24, 40), (8, 24, 40))[len(specs[1]) - 1]
+        a, b = place(*((normal(*shape), P(*spec)) for shape, spec in zip(shapes, specs)), mesh=EXPLICIT)
+        ours, xlas = ((lambda a, b, f=f: f(a, b, out_sharding=out)) for f in (matmul, jnp.matmul))
+        assert_typed_like_xla(ours, xlas, a, b)
         assert our_calls(compiled(ours, a, b))
+        assert jax.typeof(ours(a, b)) == jax.typeof(xlas(a, b))  # outside of jit
 
 
 def test_explicit_sharding_of_linear():
     with jax.set_mesh(EXPLICIT):
-        x, w, bias, residual = operands = place(
+        operands = place(
             (normal(16, 24), P("x", "y")), (normal(24, 40), P("y", None)), (normal(40), P(None)), (normal(16, 40), P("x", None)),
             mesh=EXPLICIT,
         )  # fmt: skip
-        for out in (P("x", None), P("x", "y")):
+        for out, collective in ((P("x", None), "all-reduce"), (P("x", "y"), "reduce-scatter")):
+
             def ours(x, w, bias, residual):
                 return linear(x, w, bias, residual=jax.reshard(residual, out), activation="gelu", out_sharding=out)
 
@@ -284,11 +280,8 @@ def test_explicit_sharding_of_linear():
                 product = jnp.matmul(x, w, out_sharding=out)
                 return jax.nn.gelu(product + jax.reshard(residual, out) + jax.reshard(bias, P(out[1])), approximate=False)
 
-            (types, found), (xla_types, xla) = (types_and_values(f, *operands) for f in (ours, xlas))
-            assert types == xla_types
-            for got, want in zip(found, xla):
-                np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
-            assert collectives(compiled(ours, *operands)) == {"all-reduce" if out[1] is None else "reduce-scatter": 1}
+            assert_typed_like_xla(ours, xlas, *operands)
+            assert collectives(compiled(ours, *operands)) == {collective: 1}
 
 
 @pytest.mark.parametrize("spec_a, spec_b", [((None, "x"), ("x", None)), ((None, "x"), ("y", None)), (("x", None), (None, "x"))])
@@ -311,10 +304,7 @@ def test_a_sum_left_open():
         def closed(product, **options):
             return lambda a, b: jax.reshard(product(a, b, out_sharding=open_sum, **options), P(None, None))
 
-        (types, found), (xla_types, xla) = (types_and_values(closed(f), a, b) for f in (matmul, jnp.matmul))
-        assert types == xla_types
-        for got, want in zip(found, xla):
-            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+        assert_typed_like_xla(closed(matmul), closed(jnp.matmul), a, b)
         with pytest.raises(ValueError, match="schedule=.* XLA alone leaves a sum over devices open"):
             closed(matmul, schedule=DataParallel())(a, b)
         with pytest.raises(ValueError, match="linear: out_sharding=.* the epilogue comes after"):
@@ -324,12 +314,10 @@ def test_a_sum_left_open():
 def test_explicit_sharding_under_vmap():
     with jax.set_mesh(EXPLICIT):
         a, b = place((normal(8, 16, 24), P("x", None, "y")), (normal(24, 40), P("y", None)), mesh=EXPLICIT)
-        found, xla = (
-            types_and_values(jax.vmap(lambda a, b: f(a, b, out_sharding=P(None, "y")), in_axes=(0, None)), a, b) for f in (matmul, jnp.matmul)
+        ours, xlas = (
+            jax.vmap(lambda a, b, f=f: f(a, b, out_sharding=P(None, "y")), in_axes=(0, None)) for f in (matmul, jnp.matmul)
         )
-        assert found[0] == xla[0]
-        for got, want in zip(found[1], xla[1]):
-            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+        assert_typed_like_xla(ours, xlas, a, b)
 
 
 def test_vmap_over_a_mesh_axis():
@@ -371,15 +359,14 @@ def test_shard_map(case, check_vma):
         lambda x, w: linear(x, w, w[0], activation="tanh", alpha=2): lambda x, w: jnp.tanh(2 * (x @ w) + w[0]),
     }
     for ours, xlas in products.items():
-        programs = [mapped(body(f), tuple(specs), out_spec, check_vma=check_vma) for f in (ours, xlas)]
-        cotangent = jnp.cos(programs[1](x, w))
-        found, xla = (jax.jit(with_gradients(f))(x, w, cotangent) for f in programs)
-        for got, want in zip(found, xla, strict=True):
+        functions = [mapped(body(f), tuple(specs), out_spec, check_vma=check_vma) for f in (ours, xlas)]
+        (cotangent,) = place((normal(*jax.eval_shape(functions[1], x, w).shape, seed=1), out_spec))
+        programs = [compiled(with_gradients(f), x, w, cotangent) for f in functions]
+        for got, want in zip(*(program(x, w, cotangent) for program in programs), strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
-        mine, theirs = (collectives(compiled(with_gradients(f), x, w, cotangent)) for f in programs)
+        assert our_calls(programs[0])
+        mine, theirs = map(collectives, programs)
         assert mine == theirs
-        assert our_calls(compiled(programs[0], x, w))
-        np.testing.assert_allclose(programs[0](x, w), xla[0], rtol=1e-4, atol=1e-4)  # outside of jit
 
 
 def test_vmap_of_shard_map():
