@@ -32,7 +32,7 @@ def test_tensor_parallel(tmp_path):
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     for dtype in ("float32", "bfloat16"):
         command = [sys.executable, EXAMPLES / "tensor_parallel.py", *sizes, "--dtype", dtype, "--out", tmp_path / "report.json"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd="/", timeout=120)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd="/", timeout=240)
         assert done.returncode == 0, done.stderr
         report = json.loads((tmp_path / "report.json").read_text())
         assert report["devices"] == 4

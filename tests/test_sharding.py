@@ -532,7 +532,7 @@ def test_two_processes():
         for i in range(2)
     ]  # fmt: skip
     try:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
+        outputs = [process.communicate(timeout=240)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
