@@ -27,6 +27,7 @@ __all__ = [
     "def_batching",
     "dot_general_p",
     "Placement",
+    "is_unreduced",
     "local_aval",
     "lower_per_platform",
     "match_varying",
@@ -72,6 +73,11 @@ def cotangent_sharding(aval, permutation):
     if sharding.mesh.empty and hasattr(_core, "get_cur_mesh_sharding"):
         sharding = _core.get_cur_mesh_sharding(jax.P(*[None] * aval.ndim))
     return canonicalize_sharding(sharding, "dot_general")
+
+
+def is_unreduced(aval):
+    """Whether devices hold terms of a value, by its explicit sharding, and not the value."""
+    return bool(getattr(aval.sharding.spec, "unreduced", None))
 
 
 def needs_devices(primitive):

@@ -69,6 +69,9 @@ def _lower_with_kernels(ctx, *operands, platform, **params):
     if placement == compat.Placement.UNKNOWN:
         why = "XLA alone divides products in a shard_map that leaves mesh axes to it, and in an export for several devices"
         return _lower_to_xla(ctx, *operands, why=why, **params)
+    if compat.is_unreduced(ctx.avals_out[0]):
+        why = "XLA alone leaves a sum over devices open, as an out_sharding with unreduced axes asks"
+        return _lower_to_xla(ctx, *operands, why=why, **params)
     # Tracing inside of a rule has no use for shardings.
     local = ctx.replace(avals_in=[compat.local_aval(aval) for aval in ctx.avals_in])
     params["out_sharding"] = None

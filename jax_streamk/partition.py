@@ -8,6 +8,7 @@ import functools
 import math
 
 import jax
+import numpy as np
 from jax import lax
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
 from jax.extend.core import Primitive
@@ -76,9 +77,13 @@ def _partition(product, finish, fused, factors, mesh, operands, result):
             if not summed and not scattered:
                 return fused(lhs, rhs, *others)
             out = product(lhs, rhs)
+            dtype = out.dtype
+            # The sum of booleans is a disjunction, and collectives have none.
+            out = out.astype(np.int32) if dtype == bool else out
             for dimension, over in scattered.items():
                 out = lax.psum_scatter(out, over, scatter_dimension=dimension, tiled=True)
-            return finish(lax.psum(out, tuple(summed)) if summed else out, *others)
+            out = lax.psum(out, tuple(summed)) if summed else out
+            return finish(out.astype(dtype), *others)
 
     def sharding(dims, axes):
         return NamedSharding(mesh, PartitionSpec(*(axes[name] or None for name in dims)))
@@ -90,24 +95,17 @@ def _partition(product, finish, fused, factors, mesh, operands, result):
 
 def _axes_of_factors(names, specs, sizes, contract, mesh):
     """For each factor, the mesh axes that divide it evenly. An axis divides one factor; the first array to claim it has it."""
+    lhs, rhs, *others, result = (list(zip(*x)) for x in zip(names, specs))
+    # k after m and n: where an axis divides m in one operand and k in the other, gathering the other is one collective, and moving
+    # the one and summing the result are two. Of m and n, first the one that has its axes in the result too: that stays in place.
+    # The result itself last, with the arrays that are added to it: it may be had by slicing, or by scattering the sum.
+    claims = [claim for name in sizes for claim in (*lhs, *rhs) if claim[0] == name]
+    claims.sort(key=lambda claim: (claim[0] in contract, claim not in result))
     axes, taken = dict.fromkeys(sizes, ()), set()
-
-    def claim(factor, dims, spec):
-        if factor not in dims or axes[factor]:
-            return
-        wanted = spec[dims.index(factor)]
-        if not taken & set(wanted) and sizes[factor] % math.prod(mesh[axis] for axis in wanted) == 0:
+    for factor, wanted in (*claims, *result, *(claim for claims in others for claim in claims)):
+        if not axes[factor] and not taken & set(wanted) and sizes[factor] % math.prod(mesh[axis] for axis in wanted) == 0:
             axes[factor] = wanted
             taken.update(wanted)
-
-    *operands, result = zip(names, specs)
-    # k after m and n: where an axis divides m in one operand and k in the other, gathering the other is one collective, and moving
-    # the one and summing the result are two. The result last: it may be had by slicing, or by scattering the sum.
-    for factor in sorted(sizes, key=lambda name: name in contract):
-        for dims, spec in operands:
-            claim(factor, dims, spec)
-    for factor in result[0]:
-        claim(factor, *result)
     return axes
 
 

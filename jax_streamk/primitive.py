@@ -52,7 +52,7 @@ def _abstract_eval(lhs, rhs, *, schedule, **params):
 def _linear_abstract_eval(lhs, rhs, *others, epilogue, schedule, **params):
     del schedule
     product, effects = compat.dot_general_p.abstract_eval(lhs, rhs, **params)
-    if getattr(product.sharding.spec, "unreduced", None):
+    if compat.is_unreduced(product):
         raise ValueError(f"linear: out_sharding={params['out_sharding']} leaves the sum over k open, and the epilogue comes after it")
     return product, effects
 
@@ -116,13 +116,15 @@ def _linear_jvp(primals, tangents, *, epilogue, **params):
     lhs, rhs, *others = primals
     before = bind_linear(*primals, epilogue=dataclasses.replace(epilogue, activation=None), **params)
     product = functools.partial(bind, **params)
-    scale = functools.partial(_times, epilogue.alpha)
     bias, residual = epilogue.split(tangents[2:])
     terms = []
     if type(tangents[0]) is not ad.Zero:
-        terms.append(scale(product(tangents[0], rhs)))
+        terms.append(product(tangents[0], rhs))
     if type(tangents[1]) is not ad.Zero:
-        terms.append(scale(product(lhs, tangents[1])))
+        terms.append(product(lhs, tangents[1]))
+    if terms:
+        # Scaled as one, so that the transpose scales the cotangent once: two of it would each be moved between devices.
+        terms = [_times(epilogue.alpha, functools.reduce(lax.add, terms))]
     if residual is not None and type(residual) is not ad.Zero:
         terms.append(_times(epilogue.beta, residual))
     if bias is not None and type(bias) is not ad.Zero:

@@ -3,6 +3,9 @@
 import jax
 import pytest
 
+# Simulated devices for the tests of sharding; all others use the first of them.
+jax.config.update("jax_num_cpu_devices", 8)
+
 
 def pytest_report_header(config):
     import jaxlib

@@ -1,0 +1,540 @@
+"""Products over eight simulated CPU devices, against XLA's: values, gradients, types, and the collectives of the compiled programs."""
+
+import collections
+import itertools
+import os
+import re
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_streamk
+from jax_streamk import DataParallel, SplitK, StreamK, dot_general, linear, matmul
+
+AUTO, EXPLICIT = (
+    jax.make_mesh((2, 4), ("x", "y"), axis_types=(kind,) * 2, devices=jax.devices("cpu")) for kind in (AxisType.Auto, AxisType.Explicit)
+)
+SIZES = dict(b=8, m=16, n=40, k=24)
+KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
+
+
+@pytest.fixture(autouse=True)
+def on_cpu():
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
+
+
+def place(*placed, mesh=AUTO):
+    """Arrays, each given with its PartitionSpec, on the mesh."""
+    return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in placed]
+
+
+def compiled(function, *operands, **options):
+    return jax.jit(function, **options).lower(*operands).compile()
+
+
+def collectives(program):
+    """How many of each kind, one for each array: XLA combines some, which depends on what else the program has."""
+    found = re.findall(rf" ({'|'.join(KINDS)})(?:-start)?\((.*?)\)", program.as_text())
+    return collections.Counter(kind for kind, operands in found for _ in range(operands.count("%")))
+
+
+def our_calls(program):
+    """The attributes of every custom call of ours in a compiled program, which has no other product."""
+    text = program.as_text()
+    assert not re.search(r" dot\(|__onednn|__cublas", text)
+    found = re.findall(r'custom_call_target="jax_streamk_host_gemm".*backend_config=\{(.*?)\}', text)
+    return [dict(re.findall(r"(\w+) = (\w+)", attributes)) for attributes in found]
+
+
+def macs(call):
+    return np.prod([int(call[extent]) for extent in ("batch", "m", "n", "k")])
+
+
+def with_gradients(function):
+    """The result of function, and its gradients for the last operand as cotangent."""
+
+    def result_and_gradients(*operands):
+        out, pullback = jax.vjp(function, *operands[:-1])
+        return out, *pullback(operands[-1])
+
+    return result_and_gradients
+
+
+def assert_as_exact(found, xlas, exact):
+    """Each of the arrays at most twice as far from float64 as XLA's, and a rounding, or a few of float32."""
+    for got, xla, want in zip(*map(jax.tree.leaves, (found, xlas, exact)), strict=True):
+        assert got.dtype == xla.dtype and got.shape == xla.shape
+        ours, theirs = (np.abs(np.asarray(x, np.float64) - want).max() for x in (got, xla))
+        rounding = max(2.0**-21, float(jnp.finfo(got.dtype).eps) / 2)
+        assert ours <= 2 * theirs + rounding * np.abs(want).max(), f"off by {ours:.1e}, XLA by {theirs:.1e}"
+
+
+def in_float64(function, *operands):
+    with jax.enable_x64(True):
+        return jax.tree.map(np.asarray, jax.jit(function)(*(np.asarray(x, np.float64) for x in operands)))
+
+
+def assert_like_xla(ours, xlas, *operands, **options):
+    """Values and gradients of two functions, the last operand being the cotangent; and no more collectives. Returns both counts."""
+    programs = [compiled(with_gradients(function), *operands, **options) for function in (ours, xlas)]
+    results = [program(*operands) for program in programs]
+    assert_as_exact(*results, in_float64(with_gradients(xlas), *operands))
+    assert [x.sharding for x in results[0]] == [x.sharding for x in results[1]]
+    mine, theirs = map(collectives, programs)
+    assert mine.total() <= theirs.total(), (mine, theirs)
+    return mine, theirs
+
+
+# Automatic partitioning.
+
+
+NUMBERS = (((0,), (2,)), ((1,), (1,)))
+FORMULAS = {
+    "dot_general": (
+        ("kbm", "nbk"),
+        lambda a, b: dot_general(a, b, NUMBERS),
+        lambda a, b: lax.dot_general(a, b, NUMBERS),
+    ),
+    "linear": (
+        ("bmk", "kn", "n", "bmn"),
+        lambda x, w, bias, residual: linear(x, w, bias, residual=residual, activation="silu", alpha=0.5, beta=2),
+        lambda x, w, bias, residual: jax.nn.silu(0.5 * (x @ w) + 2 * residual + bias),
+    ),
+}
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
+@pytest.mark.parametrize("x, y", list(itertools.combinations_with_replacement("bmnk-", 2)))
+def test_a_mesh_axis_divides_a_factor(x, y, formula):
+    """Axis x of the mesh divides one of batch, m, n and k in every array that has it, axis y another or the same; - is none."""
+    names, ours, xlas = FORMULAS[formula]
+    axes = {f: tuple(axis for axis, factor in (("y", y), ("x", x)) if factor == f) for f in "bmnk"}
+    operands = [
+        jax.device_put(normal(*(SIZES[f] for f in dims), seed=i), NamedSharding(AUTO, P(*(axes[f] or None for f in dims))))
+        for i, dims in enumerate((*names, "bmn"))
+    ]
+    program = compiled(ours, *operands[:-1])
+    assert collectives(program) == ({"all-reduce": 1} if "k" in (x, y) else {})
+    # The call multiplies the shards. With k whole it applies the epilogue, which otherwise follows the sum.
+    (call,) = our_calls(program)
+    assert macs(call) * (2 if x != "-" else 1) * (4 if y != "-" else 1) == np.prod(list(SIZES.values()))
+    assert (call["has_bias"] == "true") == (formula == "linear" and "k" not in (x, y))
+    mine, theirs = assert_like_xla(ours, xlas, *operands)
+    assert mine <= theirs
+
+
+# Divisions of lhs (m, k) and rhs (k, n), of the result where it is asked for, and what the forward needs. All but the scattered sums
+# are those of data, fully sharded data and tensor parallelism.
+MOVED = {
+    "k scattered over m": ((None, "x"), ("x", None), ("x", None), {"reduce-scatter": 1}),
+    "k scattered over n": ((None, "x"), ("x", None), (None, "x"), {"reduce-scatter": 1}),
+    "k scattered over m, two axes": ((None, ("x", "y")), (("x", "y"), None), (("x", "y"), None), {"reduce-scatter": 1}),
+    "k scattered over m that is divided": (("x", "y"), ("y", None), (("x", "y"), None), {"reduce-scatter": 1}),
+    "k scattered over n where m is divided": (("x", "y"), ("y", None), ("x", "y"), {"reduce-scatter": 1}),
+    "k scattered over m and n": ((None, ("x", "y")), (("x", "y"), None), ("x", "y"), {"reduce-scatter": 2}),
+    "k scattered in part": ((None, ("x", "y")), (("x", "y"), None), ("x", None), {"reduce-scatter": 1, "all-reduce": 1}),
+    "k in one operand": ((None, "x"), (None, None), None, {"all-reduce": 1}),
+    "rhs stored by k": (("x", None), ("x", None), None, {"all-gather": 1}),
+    "rhs stored by n": (("x", None), (None, "x"), None, {"all-gather": 1}),
+    "rhs stored by k, columns divided": (("x", None), ("x", "y"), None, {"all-gather": 1}),
+    "rhs stored by n, k divided": (("x", "y"), ("y", "x"), None, {"all-gather": 1, "all-reduce": 1}),
+    "rhs replicated": (("x", None), (None, None), None, {}),
+    "result divided": ((None, None), (None, None), ("x", "y"), {}),
+}
+
+
+@pytest.mark.parametrize("epilogue", [False, True])
+@pytest.mark.parametrize("case", MOVED)
+def test_operands_and_results_that_move(case, epilogue):
+    lhs, rhs, asked, expected = MOVED[case]
+    operands = place((normal(16, 24), P(*lhs)), (normal(24, 40), P(*rhs)))
+    products = matmul, jnp.matmul
+    if epilogue:
+        operands += place((normal(40), P()), (normal(16, 40, seed=1), P(*asked or ())))
+        products = FORMULAS["linear"][1:]
+
+    def constrained(product):
+        def function(*operands):
+            out = product(*operands)
+            return out if asked is None else lax.with_sharding_constraint(out, NamedSharding(AUTO, P(*asked)))
+
+        return function
+
+    program = compiled(constrained(products[0]), *operands)
+    assert collectives(program) == expected
+    assert len(our_calls(program)) == 1
+    if asked:
+        program = compiled(products[0], *operands, out_shardings=NamedSharding(AUTO, P(*asked)))
+        assert collectives(program) == expected
+    # Gradients, wanted where the operands are.
+    (cotangent,) = place((normal(16, 40, seed=2), program.output_shardings.spec))
+    where = program.output_shardings, *(x.sharding for x in operands)
+    assert_like_xla(*map(constrained, products), *operands, cotangent, out_shardings=where)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_division_is_computed(seed):
+    """However the arrays are divided, consistently or not."""
+    names, ours, xlas = FORMULAS["linear" if seed % 2 else "dot_general"]
+    rng = np.random.default_rng(seed)
+
+    def division(dims):
+        axes = [() for _ in range(len(dims) + 1)]
+        for axis in rng.permutation(["x", "y"]):
+            axes[rng.integers(len(axes))] += (str(axis),)
+        return NamedSharding(AUTO, P(*axes[:-1]))
+
+    operands = [jax.device_put(normal(*(SIZES[f] for f in dims)), division(dims)) for dims in names]
+    found, xla = (jax.jit(f, out_shardings=division("bmn"))(*operands) for f in (ours, xlas))
+    assert_as_exact(found, xla, in_float64(xlas, *operands))
+
+
+# (m, k, n) of which the mesh divides some unevenly, and the forward's collectives.
+UNEVEN = {"m": (18, 24, 40), "n": (16, 24, 42), "k": (16, 26, 40), "all": (3, 5, 7)}
+
+
+@pytest.mark.parametrize("case", UNEVEN)
+def test_uneven_sizes(case):
+    m, k, n = UNEVEN[case]
+    a, b, cotangent = normal(m, k), normal(k, n), normal(m, n, seed=1)
+
+    def constrained(product):
+        def function(a, b):
+            a = lax.with_sharding_constraint(a, NamedSharding(AUTO, P("x", "y")))
+            b = lax.with_sharding_constraint(b, NamedSharding(AUTO, P("y", "x")))
+            return lax.with_sharding_constraint(product(a, b), NamedSharding(AUTO, P("y", "x")))
+
+        return function
+
+    results = [jax.jit(with_gradients(constrained(f)))(a, b, cotangent) for f in (matmul, jnp.matmul)]
+    assert_as_exact(*results, in_float64(with_gradients(jnp.matmul), a, b, cotangent))
+
+
+# Explicit sharding: the mesh is part of the types.
+
+# Divisions of a, b, and out_sharding.
+TYPED = {
+    "m, n": (("x", None), (None, "y"), None),
+    "m, k": (("x", "y"), ("y", None), P("x", None)),
+    "k scattered": (("x", "y"), ("y", None), P("x", "y")),
+    "k over two axes": ((None, ("x", "y")), (("x", "y"), None), P(None, None)),
+    "batch": (("x", None, None), ("x", None, "y"), None),
+    "batch, k": (("x", None, "y"), ("x", "y", None), P("x", None, None)),
+    "vector": (("x", "y"), ("y",), P("x")),
+    "rhs replicated": (("x", None), (None, None), P("x", "y")),
+    "k in one operand": (("x", "y"), (None, "y"), None),
+}
+
+def assert_typed_like_xla(ours, xlas, *operands):
+    """Types and values, of results and gradients; and no more collectives."""
+    functions = [lambda *operands, f=f: with_gradients(f)(*operands, jnp.cos(f(*operands))) for f in (ours, xlas)]
+    programs = [compiled(function, *operands) for function in functions]
+    found, xla = (program(*operands) for program in programs)
+    assert [jax.typeof(x) for x in found] == [jax.typeof(x) for x in xla]
+    for got, want in zip(found, xla, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    mine, theirs = map(collectives, programs)
+    assert mine.total() <= theirs.total(), (mine, theirs)
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("case", TYPED)
+def test_explicit_sharding(case, named):
+    *specs, out = TYPED[case]
+    if named:
+        out = NamedSharding(EXPLICIT, out or P(*specs[0][:-1], specs[1][-1]))
+    with jax.set_mesh(EXPLICIT):
+        shapes = (16, 24) if len(specs[0]) == 2 else (8, 16, 24), ((24,), (24, 40), (8, 24, 40))[len(specs[1]) - 1]
+        a, b = place(*((normal(*shape), P(*spec)) for shape, spec in zip(shapes, specs)), mesh=EXPLICIT)
+        ours, xlas = ((lambda a, b, f=f: f(a, b, out_sharding=out)) for f in (matmul, jnp.matmul))
+        assert_typed_like_xla(ours, xlas, a, b)
+        assert our_calls(compiled(ours, a, b))
+        assert jax.typeof(ours(a, b)) == jax.typeof(xlas(a, b))  # outside of jit
+
+
+def test_explicit_sharding_of_linear():
+    with jax.set_mesh(EXPLICIT):
+        operands = place(
+            (normal(16, 24), P("x", "y")), (normal(24, 40), P("y", None)), (normal(40), P(None)), (normal(16, 40), P("x", None)),
+            mesh=EXPLICIT,
+        )  # fmt: skip
+        for out, collective in ((P("x", None), "all-reduce"), (P("x", "y"), "reduce-scatter")):
+
+            def ours(x, w, bias, residual):
+                return linear(x, w, bias, residual=jax.reshard(residual, out), activation="gelu", out_sharding=out)
+
+            def xlas(x, w, bias, residual):
+                product = jnp.matmul(x, w, out_sharding=out)
+                return jax.nn.gelu(product + jax.reshard(residual, out) + jax.reshard(bias, P(out[1])), approximate=False)
+
+            assert_typed_like_xla(ours, xlas, *operands)
+            assert collectives(compiled(ours, *operands)) == {collective: 1}
+
+
+@pytest.mark.parametrize("spec_a, spec_b", [((None, "x"), ("x", None)), ((None, "x"), ("y", None)), (("x", None), (None, "x"))])
+def test_explicit_sharding_that_lax_refuses(spec_a, spec_b):
+    with jax.set_mesh(EXPLICIT):
+        a, b = place((normal(16, 24), P(*spec_a)), (normal(24, 40), P(*spec_b)), mesh=EXPLICIT)
+        with pytest.raises(Exception) as expected:
+            jnp.matmul(a, b)
+        for product in (matmul, linear):
+            with pytest.raises(expected.type, match=re.escape(str(expected.value))):
+                product(a, b)
+
+
+def test_a_sum_left_open():
+    """Each device keeps its term of the result, a product that is left to XLA, until a reshard asks for the sum."""
+    with jax.set_mesh(EXPLICIT):
+        a, b = place((normal(16, 24), P(None, "x")), (normal(24, 40), P("x", None)), mesh=EXPLICIT)
+        open_sum = P(None, None, unreduced={"x"})
+
+        def closed(product, **options):
+            return lambda a, b: jax.reshard(product(a, b, out_sharding=open_sum, **options), P(None, None))
+
+        assert_typed_like_xla(closed(matmul), closed(jnp.matmul), a, b)
+        with pytest.raises(ValueError, match="schedule=.* XLA alone leaves a sum over devices open"):
+            closed(matmul, schedule=DataParallel())(a, b)
+        with pytest.raises(ValueError, match="linear: out_sharding=.* the epilogue comes after"):
+            closed(linear, activation="relu")(a, b)
+
+
+def test_explicit_sharding_under_vmap():
+    with jax.set_mesh(EXPLICIT):
+        a, b = place((normal(8, 16, 24), P("x", None, "y")), (normal(24, 40), P("y", None)), mesh=EXPLICIT)
+        ours, xlas = (
+            jax.vmap(lambda a, b, f=f: f(a, b, out_sharding=P(None, "y")), in_axes=(0, None)) for f in (matmul, jnp.matmul)
+        )
+        assert_typed_like_xla(ours, xlas, a, b)
+
+
+def test_vmap_over_a_mesh_axis():
+    a, b = place((normal(8, 16, 24), P("x")), (normal(8, 24, 40), P("x", "y")))
+    for f in (matmul, linear):
+        program = compiled(jax.vmap(f, spmd_axis_name="x"), a, b)
+        assert collectives(program) == {"all-reduce": 1}
+        np.testing.assert_allclose(program(a, b), a @ b, rtol=1e-5, atol=1e-5)
+
+
+# shard_map.
+
+
+def mapped(function, in_specs, out_specs, mesh=AUTO, **options):
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options)
+
+
+# What runs on the shards, given a product; divisions of x (16, 24) and w (24, 40), and of the result.
+SHARDED = {
+    "w replicated": (lambda f: lambda x, w: f(x, w), P(("x", "y")), P(), P(("x", "y"))),
+    "x replicated": (lambda f: lambda x, w: f(x, w), P(), P(None, "y"), P(None, "y")),
+    "k summed": (lambda f: lambda x, w: lax.psum(f(x, w), "y"), P("x", "y"), P("y"), P("x")),
+    "k scattered": (lambda f: lambda x, w: lax.psum_scatter(f(x, w), "y", tiled=True), P("x", "y"), P("y"), P(("x", "y"))),
+    "w gathered": (lambda f: lambda x, w: f(x, lax.all_gather(w, "x", tiled=True)), P("x"), P("x"), P("x")),
+    "vmap": (lambda f: lambda x, w: jax.vmap(f, in_axes=(0, None))(x, w), P("x"), P(None, "y"), P("x", "y")),
+    "remat": (lambda f: jax.checkpoint(lambda x, w: jnp.sin(f(x, w))), P("x"), P(), P("x")),
+    "gradient": (lambda f: lambda x, w: jax.grad(lambda w: jnp.sum(jnp.sin(f(x, w))))(w)[None], P("x"), P(), P("x")),
+}
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("case", SHARDED)
+def test_shard_map(case, check_vma):
+    """Values and gradients, of replicated operands too, are those with XLA's product in its place."""
+    body, *specs, out_spec = SHARDED[case]
+    x, w = place((normal(16, 24), specs[0]), (normal(24, 40), specs[1]))
+    products = {
+        matmul: jnp.matmul,
+        lambda x, w: linear(x, w, w[0], activation="tanh", alpha=2): lambda x, w: jnp.tanh(2 * (x @ w) + w[0]),
+    }
+    for ours, xlas in products.items():
+        functions = [mapped(body(f), tuple(specs), out_spec, check_vma=check_vma) for f in (ours, xlas)]
+        (cotangent,) = place((normal(*jax.eval_shape(functions[1], x, w).shape, seed=1), out_spec))
+        programs = [compiled(with_gradients(f), x, w, cotangent) for f in functions]
+        for got, want in zip(*(program(x, w, cotangent) for program in programs), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+        assert our_calls(programs[0])
+        mine, theirs = map(collectives, programs)
+        assert mine == theirs
+
+
+def test_vmap_of_shard_map():
+    xs, ws, cotangent = normal(3, 16, 24), normal(3, 24, 40), normal(3, 16, 40, seed=1)
+    ours, xlas = (
+        jax.vmap(mapped(lambda x, w, f=f: lax.psum(f(x, w), "y"), (P("x", "y"), P("y")), P("x"))) for f in (matmul, jnp.matmul)
+    )
+    assert_like_xla(ours, xlas, xs, ws, cotangent)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_that_leaves_an_axis_to_xla(check_vma):
+    x, w = place((normal(16, 24), P("x", "y")), (normal(24, 40), P("y")))
+
+    def program(product):
+        return mapped(product, (P("x"), P()), P("x"), axis_names={"x"}, check_vma=check_vma)
+
+    assert_like_xla(program(linear), program(jnp.matmul), x, w, *place((normal(16, 40), P("x"))))
+    with pytest.raises(ValueError, match="schedule=.* a shard_map that leaves mesh axes"):
+        jax.jit(program(lambda x, w: matmul(x, w, schedule=StreamK())))(x, w)
+
+
+# Schedules, and what programs do with products.
+
+
+@pytest.mark.parametrize("schedule", [DataParallel(), SplitK(3), SplitK(2, "separate"), StreamK()])
+def test_the_schedule_is_that_of_the_local_product(schedule):
+    a, b = place((normal(16, 4 * 192), P("x", "y")), (normal(4 * 192, 40), P("y")))
+    program = compiled(lambda a, b: matmul(a, b, schedule=schedule), a, b)
+    (call,) = our_calls(program)
+    assert (call["m"], call["k"]) == ("8", "192")
+    alone = compiled(lambda a, b: matmul(a, b, schedule=schedule), normal(8, 192), normal(192, 40))
+    assert call == our_calls(alone)[0]
+    assert_as_exact(program(a, b), jnp.matmul(a, b), in_float64(jnp.matmul, a, b))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
+def test_sums_of_narrow_types(dtype):
+    """Over devices they are of the result's type, as XLA's are."""
+    operands = place(
+        (normal(16, 512).astype(dtype), P("x", "y")), (normal(512, 40).astype(dtype), P("y")), (normal(16, 40).astype(dtype), P("x"))
+    )
+    assert_like_xla(matmul, jnp.matmul, *operands)
+
+
+def test_a_schedule_that_does_not_fit_the_local_product():
+    a, b = place((normal(16, 512), P(None, "y")), (normal(512, 40), P("y")))
+    schedule = SplitK(8)
+    jax_streamk.plan(a, b, schedule=schedule)  # of the whole it would
+    with pytest.raises(Exception, match=r"schedule=SplitK\(splits=8.* cannot run \[16, 128\] @ \[128, 40\].* exceeds its 2 k-tiles"):
+        jax.jit(lambda a, b: matmul(a, b, schedule=schedule))(a, b)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int8, np.complex64, bool])
+@pytest.mark.parametrize("out, collective", [(P("x"), "all-reduce"), (P("x", "y"), "reduce-scatter")])
+def test_products_left_to_xla_are_divided_too(out, collective, dtype):
+    a, b = (normal(*shape) > 1.5 if dtype is bool else (3 * normal(*shape)).astype(dtype) for shape in ((16, 24), (24, 40)))
+    operands = place((a, P("x", "y")), (b, P("y")))
+    program = compiled(matmul, *operands, out_shardings=NamedSharding(AUTO, out))
+    assert collectives(program) == {collective: 1}
+    found = program(*operands)
+    assert found.dtype == dtype
+    np.testing.assert_allclose(found, a @ b, rtol=1e-5, atol=1e-5)
+
+
+def mlp(product):
+    def layer(x, w):
+        return jnp.tanh(product(jnp.tanh(product(x, w)), w.T))
+
+    return layer
+
+
+# Programs around a layer of two products.
+PROGRAMS = {
+    "scan": lambda layer: lambda x, w: lax.scan(lambda x, _: (layer(x, w), None), x, length=3)[0],
+    "while": lambda layer: lambda x, w: lax.fori_loop(0, 3, lambda _, x: layer(x, w), x),
+    "remat": lambda layer: jax.checkpoint(layer),
+    "dots_saveable": lambda layer: jax.checkpoint(layer, policy=jax_streamk.dots_saveable),
+    "cond": lambda layer: lambda x, w: lax.cond(jnp.sum(x) < 1e9, layer, lambda x, w: x, x, w),
+}
+
+
+@pytest.mark.parametrize("case", PROGRAMS)
+def test_programs(case):
+    operands = place((normal(16, 24), P("x")), (normal(24, 40), P(None, "y")), (normal(16, 24, seed=1), P("x")))
+    where = tuple(x.sharding for x in (operands[2], *operands[:2]))
+    ours, xlas = (PROGRAMS[case](mlp(f)) for f in (matmul, jnp.matmul))
+    if case == "while":
+        assert_as_exact(*(jax.jit(f, out_shardings=where[0])(*operands[:2]) for f in (ours, xlas)), in_float64(xlas, *operands[:2]))
+    else:
+        assert_like_xla(ours, xlas, *operands, out_shardings=where)
+
+
+def test_donated_operands_and_given_shardings():
+    by_rows, by_columns = (NamedSharding(AUTO, spec) for spec in (P("x"), P(None, "y")))
+    x, w, r = normal(16, 24), normal(24, 40), normal(16, 40)
+    (residual,) = place((r, P("x", "y")))
+    step = jax.jit(
+        lambda x, w, residual: linear(x, w, residual=residual, activation="relu"),
+        in_shardings=(by_rows, by_columns, residual.sharding),
+        out_shardings=residual.sharding,
+        donate_argnums=2,
+    )
+    found = step(x, w, residual)
+    assert residual.is_deleted() and found.sharding.spec == P("x", "y")
+    np.testing.assert_allclose(found, np.maximum(x @ w + r, 0), rtol=1e-5, atol=1e-5)
+    assert collectives(step.lower(x, w, found).compile()) == {}
+
+
+# Several processes.
+
+PROCESS = """
+import sys
+import jax
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
+
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax_streamk import linear
+
+assert jax.device_count() == 4 and jax.local_device_count() == 2
+# Axis k goes across processes.
+mesh = jax.make_mesh((2, 2), ("k", "m"), axis_types=(AxisType.Auto,) * 2)
+rng = np.random.default_rng(0)
+x, w, bias = (rng.standard_normal(shape).astype(np.float32) for shape in ((16, 24), (24, 40), (40,)))
+
+def place(x, *spec):
+    return jax.make_array_from_callback(x.shape, NamedSharding(mesh, P(*spec)), lambda index: x[index])
+
+def loss(x, w, bias):
+    out = linear(x, w, bias, activation="tanh")
+    return (out**2).sum(), out
+
+step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
+operands = place(x, "m", "k"), place(w, "k"), place(bias)
+text = step.lower(*operands).compile().as_text()
+assert "jax_streamk_host_gemm" in text and " dot(" not in text
+(_, out), gradients = step(*operands)
+
+wide = [array.astype(np.float64) for array in (x, w, bias)]
+exact = np.tanh(wide[0] @ wide[1] + wide[2])
+inner = 2 * exact * (1 - exact**2)
+for found, want in zip((out, *gradients), (exact, inner @ wide[1].T, wide[0].T @ inner, inner.sum(0)), strict=True):
+    for shard in found.addressable_shards:
+        np.testing.assert_allclose(shard.data, want[shard.index], rtol=1e-4, atol=1e-4)
+print("agreed")
+"""
+
+
+def test_two_processes():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, address, str(i)],
+            cwd="/", env=os.environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for i in range(2)
+    ]  # fmt: skip
+    try:
+        outputs = [process.communicate(timeout=240)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, output in zip(processes, outputs):
+        assert process.returncode == 0 and output.endswith("agreed\n"), "\n".join(outputs)
