@@ -54,9 +54,7 @@ def timed(function, repeats=3):
 
 
 def main():
-    options = parser(
-        __doc__.splitlines()[0], batch=4, prompt=32, new=128, layers=4, d_model=512, heads=8
-    ).parse_args()  # fmt: skip
+    options = parser(__doc__.splitlines()[0], batch=4, prompt=32, new=128, layers=4, d_model=512, heads=8).parse_args()
     size = Size(options.layers, options.d_model, options.heads, options.prompt + options.new)
     dtype = jnp.dtype(options.dtype)
     prompt = jax.random.randint(jax.random.key(0), (options.batch, options.prompt), 0, BYTES)
@@ -66,7 +64,8 @@ def main():
     for products, model in models.items():
         print(f"\n{products}: {products_of(generate.lower(model, prompt, new=options.new))}")
         written[products], seconds = timed(lambda: generate(model, prompt, new=options.new))
-        print(f"  {options.batch * options.new / seconds:.0f} tokens/s, {seconds / options.new * 1e3:.2f} ms a step, prompt included")
+        speed = options.batch * options.new / seconds
+        print(f"  {speed:.0f} tokens/s, {seconds / options.new * 1e3:.2f} ms a step, prompt included")
 
     ours = written["jax_streamk"]
     print(f"\n{np.mean(ours == written['XLA']):.1%} of the tokens are the same in both texts.")
@@ -75,7 +74,7 @@ def main():
     chosen = jnp.take_along_axis(logits, ours[..., None], -1)[..., 0]
     worst = float(jnp.max(logits.max(-1) - chosen) / logits.std())
     tolerance = TOLERANCE[options.dtype]
-    print(f"In its context every token is within {worst:.1e} standard deviations of XLA's likeliest; the tolerance is {tolerance:g}.")
+    print(f"In context every token is within {worst:.1e} standard deviations of XLA's likeliest; the tolerance is {tolerance:g}.")
     if not worst <= tolerance:
         sys.exit("A token is not.")
 

@@ -81,7 +81,7 @@ def main():
         means = [curve[part].mean() for curve in curves]
         print(f"{f'{part[0] + 1}-{part[-1] + 1}':>11}  {means[0]:11.4f}  {means[1]:11.4f}")
     apart = abs(means[0] / means[1] - 1)
-    print(f"\nThe last differ by {apart:.2%}.")
+    print(f"\nThe last differ by {apart:.1e} of themselves.")
     if not apart < TOLERANCE:
         sys.exit(f"More than {TOLERANCE:.0%}: that is not noise.")
 

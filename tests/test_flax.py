@@ -124,8 +124,11 @@ def test_bfloat16_is_rounded_once(kind):
 def test_activation(kind, activation):
     mine, params = functional(ours(kind, activation=activation))
     theirs, _ = functional(stock(kind))
-    wanted = lambda params, x: ACTIVATIONS[activation](theirs(params, x))  # noqa: E731
     x = normal(9, K)
+
+    def wanted(params, x):
+        return ACTIVATIONS[activation](theirs(params, x))
+
     assert_close(mine(params, x), wanted(params, x), TOLERANCE[F32])
     assert_close(jax.grad(loss(mine), (0, 1))(params, x), jax.grad(loss(wanted), (0, 1))(params, x), TOLERANCE[F32])
     (call,), left = calls(mine, params, x)
@@ -160,6 +163,14 @@ def test_float64_and_complex(kind):
             x = normal(5, K, dtype=dtype) / 4
             np.testing.assert_allclose(mine(params, x), jnp.tanh(theirs(params, x)), rtol=1e-12)
             assert len(calls(mine, params, x)[0]) == calls_of_ours
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_precision_reaches_every_product(kind):
+    mine, params = functional(ours(kind, precision="highest", activation="relu"))
+    text = str(jax.make_jaxpr(jax.grad(loss(mine), (0, 1)))(params, normal(5, K)))
+    precisions = re.findall(r"precision=(.*)", text)
+    assert len(precisions) == 3 and all("HIGHEST" in precision for precision in precisions)
 
 
 @pytest.mark.parametrize("use_bias", [True, False])
@@ -221,8 +232,8 @@ def test_nnx_checkpoints_load_both_ways():
         loaded = target(K, N, rngs=flax.nnx.Rngs(2), **fields)
         state = flax.nnx.state(saved)
         assert jax.tree.structure(state) == jax.tree.structure(flax.nnx.state(loaded))
-        pure = serialization.from_bytes(flax.nnx.to_pure_dict(flax.nnx.state(loaded)), serialization.to_bytes(flax.nnx.to_pure_dict(state)))
-        flax.nnx.update(loaded, pure)
+        before, after = map(flax.nnx.to_pure_dict, (flax.nnx.state(loaded), state))
+        flax.nnx.update(loaded, serialization.from_bytes(before, serialization.to_bytes(after)))
         assert_same_bits(flax.nnx.state(loaded), state)
         assert_close(loaded(x), saved(x), TOLERANCE[BF16])
 
@@ -253,7 +264,9 @@ def test_schedules_per_pass():
 
 
 def test_what_is_refused():
-    makers = lambda **fields: (lambda: linen.Dense(N, **fields), lambda: nnx.Linear(K, N, rngs=flax.nnx.Rngs(0), **fields))  # noqa: E731
+    def makers(**fields):
+        return lambda: linen.Dense(N, **fields), lambda: nnx.Linear(K, N, rngs=flax.nnx.Rngs(0), **fields)
+
     for make, name in zip(makers(activation="swish"), ("Dense", "Linear")):
         with pytest.raises(ValueError, match=f"{name}: activation='swish'.*'silu'"):
             make()
@@ -437,7 +450,10 @@ LAYERS = [
 ]
 
 
-@pytest.mark.parametrize("layer, products", LAYERS, ids="Dense DenseGeneral Attention Linear LinearGeneral Einsum MultiHeadAttention".split())
+NAMES = ["Dense", "DenseGeneral", "MultiHeadDotProductAttention", "Linear", "LinearGeneral", "Einsum", "MultiHeadAttention"]
+
+
+@pytest.mark.parametrize("layer, products", LAYERS, ids=NAMES)
 def test_flax_layers_on_our_products(layer, products):
     x = normal(2, 6, K)
     made = layer(None), layer(jax_streamk.dot_general)
