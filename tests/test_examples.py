@@ -12,32 +12,55 @@ import pytest
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 
 
-def test_digits():
-    pytest.importorskip("sklearn")
-    done = subprocess.run([sys.executable, EXAMPLES / "digits.py"], capture_output=True, text=True)
+def run(name, cwd, environment={}, **options):
+    """What it prints. Examples exit with 1 when what they compute is not as it should be."""
+    arguments = [text for option, value in options.items() for text in (f"--{option.replace('_', '-')}", str(value))]
+    done = subprocess.run([sys.executable, EXAMPLES / name, *arguments], capture_output=True, text=True, cwd=cwd, env=os.environ | environment)
     assert done.returncode == 0, done.stderr
-    rows = re.findall(r"^(\S.*\))  +(\S+)  +(\S+)  +(\S+)%$", done.stdout, re.MULTILINE)
+    return done.stdout
+
+
+def test_digits(tmp_path):
+    pytest.importorskip("sklearn")
+    printed = run("digits.py", tmp_path)
+    rows = re.findall(r"^(\S.*\))  +(\S+)  +(\S+)  +(\S+)%$", printed, re.MULTILINE)
     assert [name.partition("(")[0] for name, *_ in rows] == ["StreamK", "SplitK", "Auto"]
     for _, gram, moment, accuracy in rows:
         assert float(gram) < 1e-5 and float(moment) < 1e-5
         assert float(accuracy) > 92
     # Both products, under each schedule, by a kernel of ours.
-    plans = re.findall(r"Plan: \[64, 1797\] @ \[1797, (\d+)\].*\n.*\n +\w+, (\w+)", done.stdout)
+    plans = re.findall(r"Plan: \[64, 1797\] @ \[1797, (\d+)\].*\n.*\n +\w+, (\w+)", printed)
     assert [n for n, _ in plans] == ["64", "10"] * 3
     assert [schedule for _, schedule in plans[:4]] == ["StreamK", "StreamK", "SplitK", "SplitK"]
 
 
-def test_tensor_parallel(tmp_path):
-    sizes = ["--tokens", "32", "--width", "48", "--hidden", "96", "--rounds", "3"]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    for dtype in ("float32", "bfloat16"):
-        command = [sys.executable, EXAMPLES / "tensor_parallel.py", *sizes, "--dtype", dtype, "--out", tmp_path / "report.json"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd="/", timeout=240)
-        assert done.returncode == 0, done.stderr
-        report = json.loads((tmp_path / "report.json").read_text())
-        assert report["devices"] == 4
-        assert report["forward"]["our_products"] == 2 and report["forward"]["collectives"]["ours"] == {"all-reduce": 1}
-        assert report["step"]["our_products"] >= 6
-        assert sum(report["step"]["collectives"]["ours"].values()) <= sum(report["step"]["collectives"]["xla"].values())
-        assert all(error < (0.05 if dtype == "bfloat16" else 1e-5) for error in report["errors"]["between"].values())
-        assert min(report["step"]["seconds"].values()) > 0
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tensor_parallel(dtype, tmp_path):
+    environment = {"JAX_PLATFORMS": "cpu"}
+    run("tensor_parallel.py", tmp_path, environment, tokens=32, width=48, hidden=96, rounds=3, dtype=dtype, out="report.json")
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["devices"] == 4
+    assert report["forward"]["our_products"] == 2 and report["forward"]["collectives"]["ours"] == {"all-reduce": 1}
+    assert report["step"]["our_products"] >= 6
+    assert sum(report["step"]["collectives"]["ours"].values()) <= sum(report["step"]["collectives"]["xla"].values())
+    assert all(error < (0.05 if dtype == "bfloat16" else 1e-5) for error in report["errors"]["between"].values())
+    assert min(report["step"]["seconds"].values()) > 0
+
+
+def test_language_model(tmp_path):
+    printed = run("language_model.py", tmp_path, steps=20, batch=4, context=32, layers=2, d_model=32, dtype="bfloat16")
+    # Of a layer four by dense layers and two of attention, and the head; two more of each in the backward pass.
+    assert f"jax_streamk: {3 * (2 * 6 + 1)} products by jax_streamk, 0 by XLA" in printed
+    assert f"XLA: 0 products by jax_streamk, {3 * (2 * 6 + 1)} by XLA" in printed
+    losses = re.findall(r"^ +\d+-\d+ +(\S+) +(\S+)$", printed, re.MULTILINE)
+    assert len(losses) == 10
+    for first, last in zip(losses[0], losses[-1]):
+        assert float(last) < float(first) - 1
+
+
+def test_decode(tmp_path):
+    printed = run("decode.py", tmp_path, batch=2, prompt=8, new=16, layers=2, d_model=64, heads=4)
+    # One pass over the prompt, and the body of the scan.
+    assert f"jax_streamk: {2 * (2 * 6 + 1)} products by jax_streamk, 0 by XLA" in printed
+    assert f"XLA: 0 products by jax_streamk, {2 * (2 * 6 + 1)} by XLA" in printed
+    assert len(re.findall(r"[1-9]\d* tokens/s", printed)) == 2

@@ -1,0 +1,83 @@
+"""Generates text with a key-value cache in one jitted scan, with this library's products and with XLA's, and times both.
+
+    python examples/decode.py
+    python examples/decode.py --batch 16 --layers 24 --d-model 2048 --heads 16 --new 512    # a size for a GPU
+
+The weights are random and the same in both: what is shown is speed and agreement. Every token is the likeliest (greedy). Two that
+are almost as likely may swap places when sums are taken in another order, and all that follows is then another text. So tokens are
+judged in their own context: XLA's model, without a cache, reads the text that this library wrote, and at every place its logit for
+the token written must come within a tolerance of its largest.
+
+Exits with 1 when a token does not.
+"""
+
+import functools
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from transformer import BYTES, PRODUCTS, Size, Transformer, parser, products_of
+
+# In standard deviations of the logits. A GPU's float32 products are TF32.
+TOLERANCE = {"float32": 1e-3 if jax.default_backend() == "cpu" else 1e-2, "bfloat16": 0.1}
+
+
+@functools.partial(nnx.jit, static_argnames="new")
+def generate(model, prompt, new):
+    """(batch, new) tokens that follow the prompt, (batch, time)."""
+
+    def step(carry, position):
+        caches, token = carry
+        logits, caches = model(token[:, None], caches, position)
+        return (caches, jnp.argmax(logits[:, -1], -1)), token
+
+    batch, length = prompt.shape
+    logits, caches = model(prompt, model.empty_cache(batch))
+    first = jnp.argmax(logits[:, -1], -1)
+    _, tokens = lax.scan(step, (caches, first), length + jnp.arange(new))
+    return tokens.T
+
+
+def timed(function, repeats=3):
+    """What it returns, and the least time of a call in seconds, compilation apart."""
+    jax.block_until_ready(function())
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        result = jax.block_until_ready(function())
+        times.append(time.perf_counter() - begin)
+    return result, min(times)
+
+
+def main():
+    options = parser(__doc__.splitlines()[0], batch=4, prompt=32, new=128, layers=4, d_model=512, heads=8).parse_args()
+    size = Size(options.layers, options.d_model, options.heads, options.prompt + options.new)
+    dtype = jnp.dtype(options.dtype)
+    prompt = jax.random.randint(jax.random.key(0), (options.batch, options.prompt), 0, BYTES)
+    print(f"{options.batch} texts of {options.prompt} + {options.new} bytes; jax {jax.__version__} on {jax.devices()[0]}, {dtype}")
+    models = {products: Transformer(size, products, dtype=dtype, param_dtype=dtype) for products in PRODUCTS}
+    written = {}
+    for products, model in models.items():
+        print(f"\n{products}: {products_of(generate.lower(model, prompt, new=options.new))}")
+        written[products], seconds = timed(lambda: generate(model, prompt, new=options.new))
+        speed = options.batch * options.new / seconds
+        print(f"  {speed:.0f} tokens/s, {seconds / options.new * 1e3:.2f} ms a step, prompt included")
+
+    ours = written["jax_streamk"]
+    print(f"\n{np.mean(ours == written['XLA']):.1%} of the tokens are the same in both texts.")
+    logits, _ = nnx.jit(lambda model, tokens: model(tokens))(models["XLA"], jnp.concatenate([prompt, ours], 1)[:, :-1])
+    logits = logits[:, options.prompt - 1 :]
+    chosen = jnp.take_along_axis(logits, ours[..., None], -1)[..., 0]
+    worst = float(jnp.max(logits.max(-1) - chosen) / logits.std())
+    tolerance = TOLERANCE[options.dtype]
+    print(f"In context every token is within {worst:.1e} standard deviations of XLA's likeliest; the tolerance is {tolerance:g}.")
+    if not worst <= tolerance:
+        sys.exit("A token is not.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""What a dense layer computes of its input and parameters, and the fields that Flax's own layers do not have."""
+
+import functools
+
+import jax.numpy as jnp
+
+from jax_streamk import api
+from jax_streamk.epilogue import ACTIVATIONS
+from jax_streamk.schedules import check_schedule
+
+
+def check_fields(layer, dot_general):
+    """Raises what the layers' docstrings say of ``activation`` and ``schedule``; dot_general is the user's own, or None."""
+    check_schedule(layer.schedule)
+    name = type(layer).__name__
+    if layer.activation not in ACTIVATIONS:
+        raise ValueError(f"{name}: activation={layer.activation!r}; it must be one of {', '.join(map(repr, ACTIVATIONS))}")
+    if dot_general is not None and layer.schedule is not None:
+        raise ValueError(f"{name}: schedule={layer.schedule} says how jax_streamk multiplies, and dot_general={dot_general} would")
+
+
+def forward(layer, dot_general, inputs, kernel, bias, preferred_element_type=None, **sharding):
+    """``activation(inputs @ kernel + bias)`` of promoted arrays, with the result's dtype that Flax's layers give.
+
+    One ``linear``, but for complex numbers and under a ``dot_general`` of the user's own (None without): there bias and activation
+    follow the product.
+    """
+    dtype = preferred_element_type or jnp.result_type(inputs, kernel)
+    if dot_general is None and jnp.issubdtype(dtype, jnp.floating):
+        # Flax adds the bias to the rounded product, in the dtype of both.
+        dtype = dtype if bias is None else jnp.promote_types(dtype, bias.dtype)
+        return api.linear(
+            inputs, kernel, bias, activation=layer.activation, precision=layer.precision, preferred_element_type=dtype,
+            schedule=layer.schedule, **sharding,
+        )  # fmt: skip
+    dot_general = dot_general or functools.partial(api.dot_general, schedule=layer.schedule)
+    # Products of the user's own need not know the arguments that are rarely given.
+    if preferred_element_type is not None:
+        sharding["preferred_element_type"] = preferred_element_type
+    out = dot_general(inputs, kernel, (((inputs.ndim - 1,), (0,)), ((), ())), precision=layer.precision, **sharding)
+    if bias is not None:
+        out += jnp.expand_dims(bias, tuple(range(out.ndim - 1)))
+    return ACTIVATIONS[layer.activation](out)
