@@ -400,7 +400,7 @@ def test_debug_nans_sees_inside():
         accelerate(lambda x: jnp.log(x @ x - 1e6))(normal(16, 16))
 
 
-@pytest.mark.parametrize("kwargs", [dict(fn=3), dict(fn=jnp.dot, where="all"), dict(fn=jnp.dot, schedule="stream_k")], ids=str)
+@pytest.mark.parametrize("kwargs", [dict(fn=3), dict(fn=jnp.dot, where="all"), dict(fn=jnp.dot, schedule="stream_k")])
 def test_bad_arguments(kwargs):
     with pytest.raises(TypeError, match="3|'all'|schedule='stream_k'"):
         accelerate(**kwargs)

@@ -67,7 +67,8 @@ def test_every_activation(activation, dtype):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-@pytest.mark.parametrize("has_bias, has_residual", itertools.product([False, True], repeat=2))
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("has_residual", [False, True])
 def test_every_schedule_has_the_epilogue_once(schedule, has_bias, has_residual):
     """Of small integers, exactly: a bias that is added by every split would show."""
     integers = lambda shape, seed: np.random.default_rng(seed).integers(-3, 4, shape).astype(ml_dtypes.bfloat16)

@@ -90,22 +90,21 @@ def test_derivatives_by_finite_differences():
 
 SMALL = (A[:4, :5], B[:5, :3], C[:3, :2])
 STACK = (A[:4, None, :5], *SMALL[1:])
+DERIVATIVES = {
+    "jvp": (lambda f: lambda *xs: jax.jvp(f, xs, tuple(x + 1 for x in xs)), SMALL),
+    "vjp": (lambda f: lambda *xs: jax.vjp(f, *xs)[1](f(*xs)), SMALL),
+    "linearize": (lambda f: lambda *xs: jax.linearize(f, *xs)[1](*xs), SMALL),
+    "jacfwd": (lambda f: jax.jacfwd(lambda *xs: jnp.sum(f(*xs), 1), (0, 1)), SMALL),
+    "jacrev": (lambda f: jax.jacrev(lambda *xs: jnp.sum(f(*xs), 1), (1, 2)), SMALL),
+    "hessian": (lambda f: jax.hessian(lambda *xs: jnp.sum(jnp.sin(f(*xs))), (0, 1)), SMALL),
+    "vmap of grad": (lambda f: jax.vmap(jax.grad(lambda *xs: jnp.sum(f(*xs))), (0, None, None)), STACK),
+    "grad of vmap": (lambda f: jax.grad(lambda *xs: jnp.sum(jax.vmap(f, (0, None, None))(*xs)), (0, 1)), STACK),
+}
 
 
-@pytest.mark.parametrize(
-    "transform, operands",
-    {
-        "jvp": (lambda f: lambda *xs: jax.jvp(f, xs, tuple(x + 1 for x in xs)), SMALL),
-        "vjp": (lambda f: lambda *xs: jax.vjp(f, *xs)[1](f(*xs)), SMALL),
-        "linearize": (lambda f: lambda *xs: jax.linearize(f, *xs)[1](*xs), SMALL),
-        "jacfwd": (lambda f: jax.jacfwd(lambda *xs: jnp.sum(f(*xs), 1), (0, 1)), SMALL),
-        "jacrev": (lambda f: jax.jacrev(lambda *xs: jnp.sum(f(*xs), 1), (1, 2)), SMALL),
-        "hessian": (lambda f: jax.hessian(lambda *xs: jnp.sum(jnp.sin(f(*xs))), (0, 1)), SMALL),
-        "vmap of grad": (lambda f: jax.vmap(jax.grad(lambda *xs: jnp.sum(f(*xs))), (0, None, None)), STACK),
-        "grad of vmap": (lambda f: jax.grad(lambda *xs: jnp.sum(jax.vmap(f, (0, None, None))(*xs)), (0, 1)), STACK),
-    }.values(),
-)
-def test_derivatives(transform, operands):
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_derivatives(name):
+    transform, operands = DERIVATIVES[name]
     assert_same(jax.jit(transform(chain(matmul)))(*operands), transform(chain(jnp.matmul))(*operands))
 
 
