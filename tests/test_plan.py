@@ -308,12 +308,10 @@ def test_random_dimension_orders_by_kernels(seed):
         np.testing.assert_array_equal(got, wanted, f"{shape_a} {shape_b} {dimension_numbers}")
 
 
-def test_a_problem_tells_its_epilogue_and_counts_its_bytes():
+def test_a_problem_tells_its_epilogue():
     plain = plan(shaped((4, 64, 128)), shaped((4, 128, 32))).problem
     assert "D =" not in str(plain)
     whole = dataclasses.replace(plain, activation=_ffi.Activation.silu, has_bias=True, has_residual=True, alpha=0.5, beta=-2.0)
     assert str(whole).endswith(", D = silu(0.5 A @ B + -2 residual + bias)")
     assert str(dataclasses.replace(plain, has_residual=True)).endswith(", D = A @ B + residual")
     assert str(dataclasses.replace(plain, has_residual=True, beta=0.5)).endswith(", D = A @ B + 0.5 residual")
-    assert whole.bytes - plain.bytes == (4 * 64 * 32 + 32) * 4
-    assert dataclasses.replace(whole, batch_stride_bias=32).bytes - plain.bytes == (4 * 64 * 32 + 4 * 32) * 4
