@@ -1,12 +1,12 @@
 """What a call costs the host: tracing plus lowering of ``jax_streamk.matmul``, and calling it compiled, beside ``jnp.matmul``.
 
 Both alternate in one process. Every trace is of a shape that neither has seen, so nothing comes from a cache, planning included. The
-compiled call is of operands so small that the host's part dominates: the time from call to return, of a queue that is emptied
-between batches.
+compiled call is timed from call to return, with a queue that is emptied between batches. Its operands are 8 x 8: XLA's CPU client
+runs a custom call in the caller's thread, where more arithmetic would be counted as overhead.
 
     python benchmarks/bench_dispatch.py out.json
 
-writes out.json, and out.md with the same as a table.
+writes out.json, and out.md with the same as a table. With ``--lower-for cuda`` programs are lowered for a GPU, which need not be here.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 
 import jax
@@ -24,7 +25,7 @@ import jax_streamk
 PRODUCTS = {"jax_streamk": jax_streamk.matmul, "jnp": jnp.matmul}
 
 
-def tracing_and_lowering(count):
+def tracing_and_lowering(count, platform):
     """Median milliseconds per product of each."""
     times = {name: [] for name in PRODUCTS}
     for i in range(count + 3):
@@ -32,14 +33,14 @@ def tracing_and_lowering(count):
             a, b = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((64 + 8 * i, 512), (512, 1024)))
             function = jax.jit(lambda a, b: product(a, b))
             start = time.perf_counter()
-            function.lower(a, b)
+            function.trace(a, b).lower(lowering_platforms=(platform,) if platform else None)
             times[name].append((time.perf_counter() - start) * 1e3)
     return {name: statistics.median(values[3:]) for name, values in times.items()}
 
 
 def calls(batches, calls_per_batch=100):
     """Median microseconds per call of each."""
-    a, b = jnp.ones((16, 128), jnp.bfloat16), jnp.ones((128, 64), jnp.bfloat16)
+    a, b = jnp.ones((8, 8)), jnp.ones((8, 8))
     functions = {name: jax.jit(product) for name, product in PRODUCTS.items()}
     times = {name: [] for name in PRODUCTS}
     for function in functions.values():
@@ -57,14 +58,19 @@ def calls(batches, calls_per_batch=100):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out")
+    parser.add_argument("--lower-for", choices=["cpu", "cuda"], help="platform; the default is where calls run")
     parser.add_argument("--lowerings", type=int, default=60)
     parser.add_argument("--batches", type=int, default=300)
     arguments = parser.parse_args()
     device = jax.devices()[0]
-    rows = {"trace and lower, ms": tracing_and_lowering(arguments.lowerings), "compiled call, us": calls(arguments.batches)}
+    lowered = f"trace and lower for {arguments.lower_for or jax.default_backend()}, ms"
+    rows = {
+        lowered: tracing_and_lowering(arguments.lowerings, arguments.lower_for),
+        "compiled call, us": calls(arguments.batches),
+    }
     result = dict(
         device=device.device_kind, cores=os.cpu_count(), python=platform.python_version(), jax=jax.__version__,
-        kernels=len(jax_streamk.kernels()), date=time.strftime("%Y-%m-%d"), command=f"python benchmarks/bench_dispatch.py {arguments.out}",
+        kernels=len(jax_streamk.kernels()), date=time.strftime("%Y-%m-%d"), command=" ".join(["python benchmarks/bench_dispatch.py", *sys.argv[1:]]),
         rows=rows, ratios={what: times["jax_streamk"] / times["jnp"] for what, times in rows.items()},
     )  # fmt: skip
     lines = [

@@ -17,9 +17,10 @@ GemmCall::GemmCall(GemmAttributes const& at)
       workspace_bytes(at.workspace_bytes) {}
 
 ffi::Error to_error(Status const& status) {
+  if (status.ok()) return ffi::Error::Success();
   std::string const message = "jax_streamk: " + status.message;
   switch (status.code) {
-    case Status::Code::kOk: return ffi::Error::Success();
+    case Status::Code::kOk: break;
     case Status::Code::kInvalidArgument: return ffi::Error(ffi::ErrorCode::kInvalidArgument, message);
     case Status::Code::kFailedPrecondition: return ffi::Error(ffi::ErrorCode::kFailedPrecondition, message);
     case Status::Code::kInternal: break;
