@@ -8,7 +8,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, primitives
 
 from jax_streamk import compat, lowering, primitive
-from jax_streamk.problem import device_of
+from jax_streamk.device import device_of
 from jax_streamk.schedules import check_schedule
 
 # Their bodies are not XLA's to compile.
@@ -22,7 +22,8 @@ def accelerate(fn, *, schedule=None, where=None):
     becomes ours: those of derivatives that ``fn`` takes too, and those inside ``jit``, ``scan``, ``while_loop``, ``cond``,
     ``shard_map``, ``checkpoint`` (whose policies take ours for JAX's), and functions with their own rules for derivatives or
     ``vmap``, rules included. Other products stay XLA's (those of complex numbers, of integers but int8, of a precision that no
-    kernel has), as do the bodies of Pallas kernels and what ``compute_on`` moves elsewhere.
+    kernel has), as do those of ``lax.custom_root``'s derivatives and of ``linear_call``, the bodies of Pallas kernels, what
+    ``compute_on`` moves elsewhere, and what NumPy multiplies.
 
     Args:
       fn: a pure function that ``jax.jit`` could trace. Arguments and results may be anything: arrays, pytrees with or without other

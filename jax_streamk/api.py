@@ -9,8 +9,8 @@ import numpy as np
 from jax import lax
 
 from jax_streamk import _ffi, compat, lowering, primitive
-from jax_streamk.epilogue import ACTIVATIONS, Epilogue
-from jax_streamk.problem import device_of
+from jax_streamk.device import device_of
+from jax_streamk.epilogue import Epilogue, check_activation
 from jax_streamk.schedules import check_schedule
 
 
@@ -113,8 +113,12 @@ def _dot_general_under(schedule):
 
 
 def _dimension_numbers(numbers):
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
-    return (_dims(lhs_contract), _dims(rhs_contract)), (_dims(lhs_batch), _dims(rhs_batch))
+    try:
+        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
+        return (_dims(lhs_contract), _dims(rhs_contract)), (_dims(lhs_batch), _dims(rhs_batch))
+    except (TypeError, ValueError):
+        form = "((lhs_contract, rhs_contract), (lhs_batch, rhs_batch)), each a sequence of dimensions"
+        raise TypeError(f"dimension_numbers={numbers!r}: must be {form}") from None
 
 
 def _dims(dims):
@@ -127,8 +131,9 @@ def linear(
 ):  # fmt: skip
     """``activation(alpha * (x @ w) + beta * residual + bias)`` in one kernel.
 
-    The sums, the epilogue and its activation are float32 (float64 for float64) and rounded once, to the result's dtype. The
-    derivative applies the activation outside of the kernel, to the rounded value that it needs anyway.
+    The sums, the epilogue and its activation are float32 (float64 for float64) and rounded once, to the result's dtype. Where k is
+    divided over devices, their sums are of that dtype. The derivative applies the activation outside of the kernel, to the rounded
+    value that it needs anyway.
 
     Args:
       x: array of shape (..., k).
@@ -136,7 +141,7 @@ def linear(
       bias: array of shape (n,), or None.
       activation: None, "relu", "gelu" (the exact one, by erf), "gelu_tanh", "silu", "sigmoid" or "tanh".
       residual: array that broadcasts to (..., n), or None.
-      alpha, beta: numbers; not traced.
+      alpha, beta: numbers that are known before tracing.
       precision, preferred_element_type, out_sharding, schedule: as in ``matmul``.
 
     Returns:
@@ -148,12 +153,9 @@ def linear(
       ValueError: shapes do not fit, there is no such activation, or no kernel can run the product under the given schedule.
     """
     schedule = check_schedule(schedule)
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"linear: activation={activation!r}; it must be one of {', '.join(map(repr, ACTIVATIONS))}")
-    for name, factor in (("alpha", alpha), ("beta", beta)):
-        if not isinstance(factor, (int, float, np.number)) or isinstance(factor, (bool, np.complexfloating)):
-            raise TypeError(f"linear: {name} is {_describe(factor)}; it must be a real number that is known before tracing")
-    x, w, _ = _promoted("linear", x=x, w=w)
+    check_activation("linear", activation)
+    alpha, beta = _factor("alpha", alpha), _factor("beta", beta)
+    x, w, weak = _promoted("linear", x=x, w=w)
     if x.ndim == 0 or w.ndim != 2 or x.shape[-1] != w.shape[0]:
         raise ValueError(f"linear: x has shape {x.shape} and w {w.shape}; they must be (..., k) and (k, n)")
     dtype = _element_type(preferred_element_type) or x.dtype
@@ -173,21 +175,38 @@ def linear(
                 raise ValueError(f"linear: {name} has shape {operand.shape}; it must {'be' if name == 'bias' else 'broadcast to'} {fits}")
             operand = jnp.broadcast_to(operand, fits)
         others.append(operand.astype(dtype))
-    return primitive.bind_linear(
+    out = primitive.bind_linear(
         x,
         w,
         *others,
-        epilogue=Epilogue(activation, float(alpha), float(beta), bias is not None, has_residual=residual is not None),
+        epilogue=Epilogue(activation, alpha, beta, bias is not None, has_residual=residual is not None),
         dimension_numbers=(((x.ndim - 1,), (0,)), ((), ())),
         precision=compat.canonicalize_precision(precision),
         preferred_element_type=dtype,
         out_sharding=compat.canonicalize_sharding(out_sharding, "linear"),
         schedule=schedule,
     )
+    return compat.as_weak_type(out) if weak and preferred_element_type is None else out
 
 
-def plan(lhs, rhs, dimension_numbers=None, *, schedule=None, device=None, precision=None, preferred_element_type=None):
-    """The ``Plan`` that a product would run, without running it.
+def _factor(name, factor):
+    try:
+        if isinstance(factor, (bool, complex, str)):
+            raise TypeError
+        return float(factor)
+    except OverflowError:
+        raise ValueError(f"linear: {name}={factor} is larger than every float") from None
+    except (TypeError, ValueError):  # tracers raise a TypeError of theirs
+        raise TypeError(f"linear: {name} is {_describe(factor)}; it must be a real number that is known before tracing") from None
+
+
+def plan(
+    lhs, rhs, dimension_numbers=None, *, schedule=None, device=None, precision=None, preferred_element_type=None,
+    activation=None, bias=False, residual=False, alpha=1.0, beta=1.0,
+):  # fmt: skip
+    """The ``Plan`` that a product would run on one device, without running it.
+
+    What XLA divides over devices is planned on each for its own part.
 
     Args:
       lhs, rhs: arrays, or anything with ``shape`` and ``dtype`` such as ``jax.ShapeDtypeStruct``.
@@ -195,9 +214,11 @@ def plan(lhs, rhs, dimension_numbers=None, *, schedule=None, device=None, precis
       schedule: as in ``matmul``.
       device: a ``jax.Device``, a ``jax_streamk.Device`` (for machines that are not here), or None for the default device.
       precision, preferred_element_type: as in ``matmul``.
+      activation, alpha, beta: as in ``linear``.
+      bias, residual: whether the product is followed by one, as in ``linear``.
 
     Raises:
-      TypeError, ValueError: as ``matmul``.
+      TypeError, ValueError: as ``matmul``, ``dot_general`` and ``linear``.
       RuntimeError: the device is a GPU and this build has no CUDA kernels.
     """
     schedule = check_schedule(schedule)
@@ -207,14 +228,20 @@ def plan(lhs, rhs, dimension_numbers=None, *, schedule=None, device=None, precis
         dtype = jax.eval_shape(lambda *xs: jnp.zeros((), jnp.result_type(*xs)), lhs, rhs).dtype
         dimension_numbers, (drop_lhs, drop_rhs), _ = _matmul_dimensions(lhs.shape, rhs.shape)
         lhs, rhs = (_drop(x.shape, dims, dtype) for x, dims in ((lhs, drop_lhs), (rhs, drop_rhs)))
-    made, _ = lowering.plan(
-        lhs,
-        rhs,
+    check_activation("plan", activation)
+    params = dict(
         dimension_numbers=_dimension_numbers(dimension_numbers),
         precision=compat.canonicalize_precision(precision),
         preferred_element_type=_element_type(preferred_element_type),
+    )
+    jax.eval_shape(functools.partial(lax.dot_general, **params), lhs, rhs)  # raises what lax says of the dimensions
+    made, _ = lowering.plan(
+        lhs,
+        rhs,
         schedule=schedule,
         device=device_of(device),
+        epilogue=Epilogue(activation, _factor("alpha", alpha), _factor("beta", beta), bool(bias), has_residual=bool(residual)),
+        **params,
     )
     return made
 
@@ -252,7 +279,10 @@ def _describe(x):
 
 
 def _element_type(dtype):
-    return None if dtype is None else compat.canonicalize_dtype(dtype, "preferred_element_type")
+    try:
+        return None if dtype is None else compat.canonicalize_dtype(dtype, "preferred_element_type")
+    except TypeError as error:
+        raise TypeError(f"preferred_element_type={dtype!r}: {error}") from None
 
 
 def _shaped(name, x):

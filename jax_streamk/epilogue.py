@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 ACTIVATIONS = {
     None: lambda x: x,
@@ -15,6 +16,22 @@ ACTIVATIONS = {
     "sigmoid": jax.nn.sigmoid,
     "tanh": jnp.tanh,
 }
+
+
+def check_activation(function, activation):
+    """Raises ValueError for what is none of ``ACTIVATIONS``."""
+    if activation not in list(ACTIVATIONS):  # a list: what is not hashable is not in it either
+        raise ValueError(f"{function}: activation={activation!r}; it must be one of {', '.join(map(repr, ACTIVATIONS))}")
+
+
+def wide(dtype):
+    """The dtype in which an epilogue of results of this dtype is computed."""
+    return dtype if dtype.itemsize >= 4 else np.dtype(np.float32)
+
+
+def scaled(factor, x):
+    """``factor * x``, rounded once."""
+    return x if factor == 1 else (factor * x.astype(wide(x.dtype))).astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,18 +62,17 @@ class Epilogue:
         bias, residual = others[: self.has_bias], others[self.has_bias :]
         return *(bias or (None,)), *(residual or (None,))
 
-    def apply(self, product, *others):
-        """The epilogue of XLA's making, for products that no kernel finishes: in float32 at least, and rounded once."""
+    def apply(self, product, *others, dtype=None):
+        """The epilogue of XLA's making, for products that no kernel finishes: in float32 at least, and rounded once, to ``dtype``."""
         if self.is_plain:
             return product
         bias, residual = self.split(others)
-        out = product.astype(jnp.promote_types(product.dtype, jnp.float32))
-        out = self.alpha * out
+        out = self.alpha * product.astype(wide(product.dtype))
         if residual is not None:
             out += self.beta * residual.astype(out.dtype)
         if bias is not None:
             out += self.spread_bias(bias, out.ndim).astype(out.dtype)
-        return ACTIVATIONS[self.activation](out).astype(product.dtype)
+        return ACTIVATIONS[self.activation](out).astype(dtype or product.dtype)
 
     def spread_bias(self, bias, rank):
         """The bias with dimensions of size 1 between its batch dimensions, if any, and the free ones of rhs."""

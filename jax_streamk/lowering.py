@@ -4,14 +4,18 @@ import enum
 import functools
 
 import jax
+import jax.export
 import numpy as np
 from jax.interpreters import mlir
 
 from jax_streamk import _ffi, compat, partition, planner, problem, schedules
-from jax_streamk.epilogue import Epilogue
+from jax_streamk.device import device_for_lowering
+from jax_streamk.epilogue import Epilogue, wide
 from jax_streamk.primitive import dot_general_p, linear_p
 
 _HOST_TARGET, _CUDA_TARGET = "jax_streamk_host_gemm", "jax_streamk_cuda_gemm"
+# jax.export serializes custom calls other than JAX's own only where it is told to.
+EXPORT_CHECKS = tuple(jax.export.DisabledSafetyCheck.custom_call(target) for target in (_HOST_TARGET, _CUDA_TARGET))
 _REBUILD = "pip install . -C cmake.define.JAX_STREAMK_CUDA=ON"
 
 
@@ -23,7 +27,7 @@ def plan(lhs, rhs, *, dimension_numbers, precision, preferred_element_type, sche
       RuntimeError: a GPU, and a build without kernels for it.
     """
     if device.platform == "cuda" and not _ffi.has_cuda:
-        raise RuntimeError(f"this build of jax_streamk has no CUDA kernels and the program runs on a GPU: {_REBUILD}")
+        raise RuntimeError(f"this build of jax_streamk has no CUDA kernels, and the product is for a GPU: {_REBUILD}")
     schedule = schedules.of_forward(schedule)
     try:
         arrangement = problem.arrange(
@@ -86,7 +90,7 @@ def _lower_on_one_device(ctx, lhs, rhs, *others, platform, schedule, out_shardin
     (lhs, rhs), avals, params["dimension_numbers"] = _without_transposes(
         (lhs, rhs), ctx.avals_in[:2], params["dimension_numbers"]
     )
-    device = problem.device_for_lowering(platform)
+    device = device_for_lowering(platform)
     made, arrangement = plan(*avals, schedule=schedule, device=device, epilogue=epilogue, **params)
     if made.kernel is None:
         rule = mlir.lower_fun(_xla, multiple_results=False)
@@ -101,8 +105,10 @@ def _lower_on_one_device(ctx, lhs, rhs, *others, platform, schedule, out_shardin
     return call(ctx, lhs, rhs, *others, **_attributes(made))[:1]
 
 
-def _xla(lhs, rhs, *others, epilogue=Epilogue(), **params):
-    return epilogue.apply(compat.dot_general_p.bind(lhs, rhs, **params), *others)
+def _xla(lhs, rhs, *others, epilogue=Epilogue(), preferred_element_type, **params):
+    dtype = preferred_element_type
+    product = dtype if epilogue.is_plain else wide(dtype)
+    return epilogue.apply(compat.dot_general_p.bind(lhs, rhs, preferred_element_type=product, **params), *others, dtype=dtype)
 
 
 def _lower_to_xla(ctx, *operands, why, schedule, **params):

@@ -7,7 +7,8 @@ import dataclasses
 import functools
 
 from jax_streamk import _ffi, cost_model, schedules
-from jax_streamk.problem import Device, GemmProblem
+from jax_streamk.device import Device
+from jax_streamk.problem import GemmProblem
 
 _REDUCTIONS = {r.name: r for r in (_ffi.Reduction.ordered, _ffi.Reduction.atomic, _ffi.Reduction.separate)}
 

@@ -11,7 +11,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad
 
 from jax_streamk import compat, schedules
-from jax_streamk.epilogue import ACTIVATIONS
+from jax_streamk.epilogue import ACTIVATIONS, scaled, wide
 
 # Parameters are those of lax.dot_general's primitive, and the schedule.
 dot_general_p = Primitive("streamk_dot_general")
@@ -124,16 +124,12 @@ def _linear_jvp(primals, tangents, *, epilogue, **params):
         terms.append(product(lhs, tangents[1]))
     if terms:
         # Scaled as one, so that the transpose scales the cotangent once: two of it would each be moved between devices.
-        terms = [_times(epilogue.alpha, functools.reduce(lax.add, terms))]
+        terms = [scaled(epilogue.alpha, functools.reduce(lax.add, terms))]
     if residual is not None and type(residual) is not ad.Zero:
-        terms.append(_times(epilogue.beta, residual))
+        terms.append(scaled(epilogue.beta, residual))
     if bias is not None and type(bias) is not ad.Zero:
         terms.append(jnp.zeros_like(before) + epilogue.spread_bias(bias, before.ndim))
     return jax.jvp(ACTIVATIONS[epilogue.activation], (before,), (functools.reduce(lax.add, terms),))
-
-
-def _times(factor, x):
-    return x if factor == 1 else factor * x
 
 
 ad.primitive_jvps[linear_p] = _linear_jvp
@@ -148,10 +144,10 @@ def _linear_batch(axis_data, operands, dims, *, epilogue, dimension_numbers, out
         params |= dict(epilogue=epilogue, dimension_numbers=dimension_numbers, out_sharding=out_sharding)
         return bind_linear(*operands, **params), None
     if rhs_dim is None and (lhs_dim is None or bias_dim is not None):
-        out, out_dim = _batch(
-            axis_data, (lhs, rhs), (lhs_dim, rhs_dim), dimension_numbers=dimension_numbers, out_sharding=out_sharding, **params
-        )
-        return jax.vmap(epilogue.apply, in_axes=(out_dim, *other_dims))(out, *others), 0
+        dtype = params["preferred_element_type"]
+        params |= dict(preferred_element_type=wide(dtype), dimension_numbers=dimension_numbers, out_sharding=out_sharding)
+        out, out_dim = _batch(axis_data, (lhs, rhs), (lhs_dim, rhs_dim), **params)
+        return jax.vmap(functools.partial(epilogue.apply, dtype=dtype), in_axes=(out_dim, *other_dims))(out, *others), 0
 
     numbers, out_dim, out_sharding = compat.batched_dimensions(
         axis_data, (lhs.ndim, rhs.ndim), (lhs_dim, rhs_dim), dimension_numbers, out_sharding

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import os
 
 import jax
 import jax.numpy as jnp
@@ -24,56 +23,6 @@ TYPES = {
 
 class Unsupported(Exception):
     """Why no kernel serves a product. ``Auto()`` falls back to XLA and shows this in its plan; an explicit schedule raises it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """What a plan is made for.
-
-    Attributes:
-      platform: ``"cpu"`` or ``"cuda"``.
-      arch: 10 * major + minor of the compute capability; 0 on a CPU.
-      sms: streaming multiprocessors; threads on a CPU.
-    """
-
-    platform: str
-    arch: int
-    sms: int
-
-    def native(self):
-        return _ffi.Device(self.arch, self.sms)
-
-
-# What programs are lowered for when CUDA is asked for on a machine without a GPU (the H100 and H200 SXM).
-HOPPER = Device("cuda", 90, 132)
-
-
-def device_of(device):
-    """The ``Device`` of a jax.Device, of a ``Device``, or of JAX's default backend for None."""
-    if isinstance(device, Device):
-        return device
-    if device is None:
-        device = jax.devices()[0]
-    if not isinstance(device, jax.Device):
-        raise TypeError(f"device={device!r}: must be None, a jax.Device or a jax_streamk.Device")
-    if device.platform == "gpu" and "." in device.compute_capability:  # ROCm's are names
-        major, minor = device.compute_capability.split(".")
-        return Device("cuda", 10 * int(major) + int(minor), device.core_count)
-    return _host() if device.platform == "cpu" else Device(device.platform, 0, 1)
-
-
-def _host():
-    return Device("cpu", 0, os.cpu_count() or 1)
-
-
-def device_for_lowering(platform):
-    """The ``Device`` of a platform that a program is lowered for: this machine's, or ``HOPPER`` for CUDA where there is none."""
-    if platform == "cpu":
-        return _host()
-    try:
-        return device_of(jax.local_devices(backend="cuda")[0])
-    except RuntimeError:
-        return HOPPER
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,7 +254,8 @@ def _types(lhs, rhs, preferred, precision, platform):
     for operand in (lhs, rhs):
         if operand not in outs:
             raise Unsupported(f"{lhs} x {rhs}: no kernel multiplies {operand}")
-    common = jnp.promote_types(lhs, rhs)
+    with jax.numpy_dtype_promotion("standard"):  # lax mixes dtypes whatever jnp is told
+        common = jnp.promote_types(lhs, rhs)
     # Of bfloat16 and float16 lax makes bfloat16, the one with the larger exponent.
     out = jnp.dtype(preferred if preferred is not None else common if common in (lhs, rhs) else jnp.bfloat16)
     if lhs != rhs and jnp.dtype(jnp.int8) in (lhs, rhs):

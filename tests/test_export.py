@@ -11,19 +11,17 @@ import pytest
 from jax import export
 
 import jax_streamk
-from jax_streamk import Auto, SplitK, StreamK, _ffi, matmul
+from jax_streamk import EXPORT_CHECKS, Auto, SplitK, StreamK, _ffi, matmul
 
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else "cpu"
 TARGETS = {"cpu": "jax_streamk_host_gemm", "cuda": "jax_streamk_cuda_gemm"}
-# JAX serializes custom calls other than its own only on request.
-OURS = [export.DisabledSafetyCheck.custom_call(target) for target in TARGETS.values()]
 RNG = np.random.default_rng(0)
 A, B = (RNG.integers(-3, 4, shape).astype(np.float32) for shape in ((70, 520), (520, 90)))
 
 
 def exported(schedule=None, platforms=None):
     f = jax.jit(lambda a, b: jnp.sin(matmul(a, b, schedule=schedule)))
-    return f, export.export(f, platforms=platforms, disabled_checks=OURS)(A, B)
+    return f, export.export(f, platforms=platforms, disabled_checks=EXPORT_CHECKS)(A, B)
 
 
 @pytest.mark.parametrize("schedule", [Auto(), SplitK(3), StreamK()], ids=str)

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jax_streamk import DataParallel, SplitK, StreamK, linear, matmul
+from jax_streamk import DataParallel, SplitK, StreamK, linear, matmul, plan
 from jax_streamk.epilogue import ACTIVATIONS
 
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else "cpu"
@@ -120,6 +120,28 @@ def test_mixed_dtypes_and_conversion():
     assert linear(x, w.astype(jnp.bfloat16), bias).dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_one_rounding_without_a_fused_kernel(dtype):
+    """A bias that alone is mapped, and a product that XLA computes: the epilogue sees the sum before it is rounded."""
+    x, w, biases = normal((8, 512), dtype), normal((512, 24), dtype), normal((3, 24), dtype)
+    f = lambda x, bias: linear(x, w, bias, activation="silu", alpha=0.3)
+    assert "streamk_linear" not in str(jax.make_jaxpr(jax.vmap(f))(np.stack([x] * 3), biases))
+    np.testing.assert_array_equal(jax.vmap(f)(np.stack([x] * 3), biases), np.stack([f(x, bias) for bias in biases]))
+    np.testing.assert_array_equal(jax.vmap(f, (None, 0))(x, biases), np.stack([f(x, bias) for bias in biases]))
+
+
+def test_weak_types_give_way():
+    x = jax.jit(lambda: jnp.broadcast_to(2.0, (2, 3)))()
+    assert x.weak_type and linear(x, x.T, activation="relu").weak_type and not linear(x, np.ones((3, 2), np.float32)).weak_type
+
+
+def test_plan_of_a_linear():
+    made = plan(normal((8, 40)), normal((40, 24)), activation="silu", bias=True, residual=True, alpha=0.5, beta=2.0)
+    assert "D = silu(0.5 A @ B + 2 residual + bias)" in str(made)
+    with pytest.raises(ValueError, match="plan: activation='swish'"):
+        plan(normal((8, 40)), normal((40, 24)), activation="swish")
+
+
 def test_nan_and_inf():
     x, w, bias, residual = normal((9, 16)), normal((16, 12)), normal((12,)), normal((9, 12))
     x[2, 3], bias[5], residual[7, 1], residual[8, 2] = np.nan, np.inf, -np.inf, np.nan
@@ -215,6 +237,10 @@ X, W = np.ones((4, 8), np.float32), np.ones((8, 6), np.float32)
         (dict(x=X, w=W, activation=jax.nn.relu), ValueError, "activation=.*it must be one of"),
         (dict(x=X, w=W, alpha="1"), TypeError, "alpha is str; it must be a real number"),
         (dict(x=X, w=W, beta=1j), TypeError, "beta is complex"),
+        (dict(x=X, w=W, alpha=True), TypeError, "alpha is bool"),
+        (dict(x=X, w=W, alpha=10**400), ValueError, "larger than every float"),
+        (dict(x=X, w=W, activation=["silu"]), ValueError, "activation=.'silu'.; it must be one of"),
+        (dict(x=X, w=W, preferred_element_type="x"), TypeError, "preferred_element_type='x'"),
         (dict(x=X, w=W, bias=np.ones(6, complex)), TypeError, "bias has dtype complex"),
         (dict(x=X.astype(int), w=W.astype(int)), TypeError, "the result's dtype is int32; an epilogue needs floating-point"),
         (dict(x=X, w=W, preferred_element_type=jnp.int32), TypeError, "the result's dtype is int32"),

@@ -98,6 +98,9 @@ def test_devices():
     assert plan(a, b, device=many).device == many
     cpu = plan(a, b, device=jax.devices("cpu")[0])
     assert cpu.device.platform == "cpu" and cpu.device.arch == 0 and cpu.device.sms >= 1
+    for default in ("cpu", jax.devices("cpu")[0]):
+        with jax.default_device(default):
+            assert plan(a, b) == cpu
     with pytest.raises(TypeError, match=r"device='cpu': must be None, a jax\.Device or a jax_streamk\.Device"):
         plan(a, b, device="cpu")
 

@@ -13,7 +13,8 @@ import pytest
 
 import jax_streamk
 from jax_streamk import DataParallel, SplitK, StreamK, _ffi, cost_model, lowering, planner
-from jax_streamk.problem import HOPPER, Device, GemmProblem
+from jax_streamk.device import HOPPER, Device
+from jax_streamk.problem import GemmProblem
 from jax_streamk.schedules import Auto
 
 BF16, F32, F64 = _ffi.Type.bf16, _ffi.Type.f32, _ffi.Type.f64

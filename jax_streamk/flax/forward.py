@@ -5,7 +5,7 @@ import functools
 import jax.numpy as jnp
 
 from jax_streamk import api
-from jax_streamk.epilogue import ACTIVATIONS
+from jax_streamk.epilogue import ACTIVATIONS, check_activation
 from jax_streamk.schedules import check_schedule
 
 
@@ -13,8 +13,7 @@ def check_fields(layer, dot_general):
     """Raises what the layers' docstrings say of ``activation`` and ``schedule``; dot_general is the user's own, or None."""
     check_schedule(layer.schedule)
     name = type(layer).__name__
-    if layer.activation not in ACTIVATIONS:
-        raise ValueError(f"{name}: activation={layer.activation!r}; it must be one of {', '.join(map(repr, ACTIVATIONS))}")
+    check_activation(name, layer.activation)
     if dot_general is not None and layer.schedule is not None:
         raise ValueError(f"{name}: schedule={layer.schedule} says how jax_streamk multiplies, and dot_general={dot_general} would")
 

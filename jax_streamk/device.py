@@ -1,0 +1,59 @@
+"""What a plan is made for: this machine's devices, and those that are not here."""
+
+import dataclasses
+import os
+
+import jax
+
+from jax_streamk import _ffi
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What a plan is made for.
+
+    Attributes:
+      platform: ``"cpu"`` or ``"cuda"``.
+      arch: 10 * major + minor of the compute capability; 0 on a CPU.
+      sms: streaming multiprocessors; threads on a CPU.
+    """
+
+    platform: str
+    arch: int
+    sms: int
+
+    def native(self):
+        return _ffi.Device(self.arch, self.sms)
+
+
+# What programs are lowered for when CUDA is asked for on a machine without a GPU (the H100 and H200 SXM).
+HOPPER = Device("cuda", 90, 132)
+
+
+def device_of(device):
+    """The ``Device`` of a jax.Device, of a ``Device``, or of JAX's default device for None."""
+    if isinstance(device, Device):
+        return device
+    if device is None:
+        device = jax.config.jax_default_device or jax.devices()[0]
+        device = jax.devices(device)[0] if isinstance(device, str) else device  # jax.default_device takes a platform, too
+    if not isinstance(device, jax.Device):
+        raise TypeError(f"device={device!r}: must be None, a jax.Device or a jax_streamk.Device")
+    if device.platform == "gpu" and "." in device.compute_capability:  # ROCm's are names
+        major, minor = device.compute_capability.split(".")
+        return Device("cuda", 10 * int(major) + int(minor), device.core_count)
+    return _host() if device.platform == "cpu" else Device(device.platform, 0, 1)
+
+
+def _host():
+    return Device("cpu", 0, os.cpu_count() or 1)
+
+
+def device_for_lowering(platform):
+    """The ``Device`` of a platform that a program is lowered for: this machine's, or ``HOPPER`` for CUDA where there is none."""
+    if platform == "cpu":
+        return _host()
+    try:
+        return device_of(jax.local_devices(backend="cuda")[0])
+    except RuntimeError:
+        return HOPPER
