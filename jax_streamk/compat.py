@@ -33,6 +33,7 @@ __all__ = [
     "match_varying",
     "needs_devices",
     "placement",
+    "tell_apart",
     "transpose_behind",
     "with_eqns",
     "with_sharding_of",
@@ -118,7 +119,9 @@ def placement(ctx):
         return Placement.ONE_DEVICE if set(axes.manual_axes) == set(axes.mesh.axis_names) else Placement.UNKNOWN
     if getattr(axes, "num_devices", 1) == 1:
         return Placement.ONE_DEVICE
-    return Placement.PARTITIONED if axes.device_assignment is not None else Placement.UNKNOWN
+    # What is partitioned calls back into this process.
+    here = axes.device_assignment is not None and not ctx.module_context.lowering_parameters.for_export
+    return Placement.PARTITIONED if here else Placement.UNKNOWN
 
 
 def lower_per_platform(ctx, rules, default, *operands, **params):
@@ -136,6 +139,18 @@ def transpose_behind(value):
     if getattr(operation, "name", None) != "stablehlo.transpose":
         return None
     return operation.operands[0], tuple(operation.attributes["permutation"])
+
+
+def tell_apart(value, meaning):
+    """Writes ``meaning`` on the operation that a lowered value is the result of.
+
+    Of a function that XLA partitions, a program's text has only the address of a Python object: the persistent compilation cache
+    would find one program for another.
+    """
+    attributes, ir = value.owner.attributes, _mlir.ir
+    name = "mhlo.frontend_attributes"
+    present = {named.name: named.attr for named in attributes[name]} if name in attributes else {}
+    attributes[name] = ir.DictAttr.get(present | {"jax_streamk": ir.StringAttr.get(meaning)})
 
 
 def local_aval(aval):

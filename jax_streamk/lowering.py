@@ -2,6 +2,7 @@
 
 import enum
 import functools
+import zlib
 
 import jax
 import jax.export
@@ -81,6 +82,8 @@ def _lower_with_kernels(ctx, *operands, platform, **params):
     params["out_sharding"] = None
     if placement == compat.Placement.PARTITIONED:
         (out,) = mlir.lower_fun(_partitioned(local.avals_in, **params), multiple_results=False)(local, *operands)
+        device = problem.device_for_lowering(platform)
+        compat.tell_apart(out, f"{sorted(params.items())} for {device} with kernels {_digest_of_kernels()}")
     else:
         (out,) = _lower_on_one_device(local, *operands, platform=platform, **params)
     return [compat.with_sharding_of(ctx, out, *ctx.avals_out)]
@@ -114,6 +117,11 @@ def _xla(lhs, rhs, *others, epilogue=Epilogue(), preferred_element_type, **param
 def _lower_to_xla(ctx, *operands, why, schedule, **params):
     _refuse_schedule(schedule, "", why)
     return mlir.lower_fun(_xla, multiple_results=False)(ctx, *operands, **params)
+
+
+@functools.cache
+def _digest_of_kernels():
+    return zlib.crc32(" ".join(kernel.name for kernel in _ffi.kernels()).encode())
 
 
 def _partitioned(avals, *, epilogue=Epilogue(), **params):

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_streamk
 from jax_streamk import EXPORT_CHECKS, Auto, SplitK, StreamK, _ffi, matmul
@@ -84,3 +86,31 @@ def test_plans_of_an_exported_program_are_those_of_its_platform():
     _, program = exported(SplitK(3))
     made = jax_streamk.plan(A, B, schedule=SplitK(3))
     assert f'kernel = "{made.kernel}"' in program.mlir_module()
+
+
+def on_two_devices(function, *specs):
+    """The function, exported for two devices that divide its operands as ``specs`` say, and the operands."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
+    operands = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip((A, B), specs)]
+    program = export.export(jax.jit(function(mesh)), platforms=["cpu"], disabled_checks=OURS)(*operands)
+    again = export.deserialize(program.serialize())
+    assert again.nr_devices == 2
+    return again, operands
+
+
+def test_several_devices_are_given_xlas_product():
+    program, operands = on_two_devices(lambda mesh: matmul, P(None, "x"), P("x"))
+    assert "dot_general" in program.mlir_module() and "custom_call @CustomSPMDPartitioning" not in program.mlir_module()
+    np.testing.assert_array_equal(jax.jit(program.call)(*operands), A @ B)
+    with pytest.raises(ValueError, match=r"schedule=StreamK.* cannot run: XLA alone divides .* an export for several devices"):
+        on_two_devices(lambda mesh: lambda a, b: matmul(a, b, schedule=StreamK()), P(None, "x"), P("x"))
+
+
+def test_several_devices_run_kernels_in_shard_map():
+    def function(mesh):
+        local = lambda a, b: jax.lax.psum(matmul(a, b, schedule=StreamK()), "x")
+        return jax.shard_map(local, mesh=mesh, in_specs=(P(None, "x"), P("x")), out_specs=P())
+
+    program, operands = on_two_devices(function, P(None, "x"), P("x"))
+    assert TARGETS["cpu"] in program.mlir_module()
+    np.testing.assert_array_equal(jax.jit(program.call)(*operands), A @ B)

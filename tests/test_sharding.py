@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -475,6 +476,82 @@ def test_donated_operands_and_given_shardings():
     assert residual.is_deleted() and found.sharding.spec == P("x", "y")
     np.testing.assert_allclose(found, np.maximum(x @ w + r, 0), rtol=1e-5, atol=1e-5)
     assert collectives(step.lower(x, w, found).compile()) == {}
+
+
+# Products of the same arrays, and what tells each from the one before it.
+ALIKE = [
+    dict(activation="silu"),
+    dict(activation="tanh"),
+    dict(activation="tanh", alpha=2.0),
+    dict(activation="tanh", alpha=2.0, beta=3.0),
+    dict(activation="tanh", alpha=2.0, beta=3.0, schedule=SplitK(2)),
+    dict(activation="tanh", alpha=2.0, beta=3.0, schedule=SplitK(2, "separate")),
+    dict(activation="tanh", alpha=2.0, beta=3.0, schedule=SplitK(2, "separate"), precision="highest"),
+]
+
+
+@pytest.fixture
+def compilation_cache(tmp_path):
+    """A persistent one, that leaves addresses of Python objects out of account, as two of them that are the same do by chance."""
+    from jax.experimental.compilation_cache import compilation_cache
+
+    settings = dict(
+        jax_compilation_cache_dir=str(tmp_path), jax_persistent_cache_min_compile_time_secs=0, jax_persistent_cache_min_entry_size_bytes=0,
+        jax_remove_custom_partitioning_ptr_from_cache_key=True,
+    )  # fmt: skip
+    before = {name: getattr(jax.config, name) for name in settings}
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        yield tmp_path
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+
+def test_the_persistent_cache_tells_products_apart(compilation_cache):
+    x, w, residual = normal(16, 192), normal(192, 40), normal(16, 40)
+    operands = place((x, P("x")), (w, P()), (residual, P("x")))
+    for again in (False, True):
+        for i, options in enumerate(ALIKE):
+
+            def layer(x, w, residual):  # the name is in the key
+                return linear(x, w, residual=residual, **options)
+
+            program = compiled(layer, *operands)
+            assert len(list(compilation_cache.glob("jit_layer-*-cache"))) == (len(ALIKE) if again else i + 1)
+            activation = dict(silu=jax.nn.silu, tanh=jnp.tanh)[options["activation"]]
+            want = activation(options.get("alpha", 1.0) * (x @ w) + options.get("beta", 1.0) * residual)
+            np.testing.assert_allclose(program(*operands), want, rtol=1e-4, atol=1e-4)
+        jax.clear_caches()
+
+
+def test_what_the_persistent_cache_knows_of_a_product_is_the_same_in_every_process():
+    operands = place((normal(16, 192), P("x")), (normal(192, 40), P()))
+    for precision in (None, "highest", lax.DotAlgorithmPreset.F32_F32_F32):
+        f = jax.jit(lambda x, w: linear(x, w, activation="silu", precision=precision, schedule=StreamK()))
+        (meaning,) = re.findall(r'jax_streamk = "(.*?[^\\])"', f.lower(*operands).as_text())
+        for part in ("silu", "StreamK", "dimension_numbers", "preferred_element_type", "precision", "Device"):
+            assert part in meaning
+        assert "0x" not in meaning and " at " not in meaning
+
+
+def test_metadata_stays_on_a_product():
+    operands = place((normal(16, 192), P("x")), (normal(192, 40), P()))
+    with set_xla_metadata(layer="first"):
+        text = jax.jit(lambda x, w: matmul(x, w)).lower(*operands).as_text()
+    assert re.search(r'mhlo.frontend_attributes = \{jax_streamk = ".*", layer = "first"\}', text)
+
+
+def test_two_meshes_are_refused_by_jax():
+    """As docs/sharding.md says; JAX's own products are divided over both."""
+    operands = place((normal(16, 24), P("x")), (normal(24, 40), P()))
+    other = NamedSharding(jax.make_mesh((8,), ("z",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")), P("z"))
+    with pytest.raises(ValueError, match="mesh should be the same across the entire program"):
+        jax.jit(matmul, out_shardings=other)(*operands)
+    np.testing.assert_allclose(jax.device_put(jax.jit(matmul)(*operands), other), operands[0] @ operands[1], rtol=1e-4, atol=1e-4)
 
 
 # Several processes.
