@@ -82,7 +82,7 @@ def _lower_with_kernels(ctx, *operands, platform, **params):
     params["out_sharding"] = None
     if placement == compat.Placement.PARTITIONED:
         (out,) = mlir.lower_fun(_partitioned(local.avals_in, **params), multiple_results=False)(local, *operands)
-        device = problem.device_for_lowering(platform)
+        device = device_for_lowering(platform)
         compat.tell_apart(out, f"{sorted(params.items())} for {device} with kernels {_digest_of_kernels()}")
     else:
         (out,) = _lower_on_one_device(local, *operands, platform=platform, **params)

@@ -92,7 +92,7 @@ def on_two_devices(function, *specs):
     """The function, exported for two devices that divide its operands as ``specs`` say, and the operands."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
     operands = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip((A, B), specs)]
-    program = export.export(jax.jit(function(mesh)), platforms=["cpu"], disabled_checks=OURS)(*operands)
+    program = export.export(jax.jit(function(mesh)), platforms=["cpu"], disabled_checks=EXPORT_CHECKS)(*operands)
     again = export.deserialize(program.serialize())
     assert again.nr_devices == 2
     return again, operands
