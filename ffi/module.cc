@@ -117,6 +117,8 @@ auto enumeration(nb::module_& m, char const* name, char const* doc, std::initial
 
 NB_MODULE(_ffi, m) {
   m.doc() = "Kernels, their registry and their XLA FFI handlers.";
+  // Plans and the list of kernels may live in caches until the process ends, which nanobind would report as leaks.
+  nb::set_leak_warnings(false);
 
   enumeration<Family>(m, "Family", "Which template a kernel comes from.", {Family::kHost, Family::kSm80, Family::kSm90});
   enumeration<Type>(m, "Type", "Element types.", {Type::kF64, Type::kF32, Type::kBF16, Type::kF16, Type::kS8, Type::kS32});

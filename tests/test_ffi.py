@@ -143,10 +143,9 @@ def test_an_epilogue(changed, others, expected):
         ({"activation": I(7)}, (), "cannot run .*: there is no activation 7"),
         ({"activation": I(-1)}, (), "cannot run .*: there is no activation -1"),
     ],
-    ids=str,
 )
 def test_operands_of_an_epilogue(changed, others, message):
-    with pytest.raises(jax.errors.JaxRuntimeError, match=f"(?s)INVALID_ARGUMENT: jax_streamk: {NAME} {message}"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"(?s)INVALID_ARGUMENT: .*jax_streamk: {NAME} {message}"):
         call(changed, others=others)
 
 
