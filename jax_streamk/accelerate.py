@@ -116,15 +116,7 @@ class _Rewriter:
 
     def _policy(self, policy):
         """A policy of ``jax.checkpoint`` that decides about our product as about JAX's."""
-        if policy is None:
-            return None
-
-        def decide(prim, *args, **params):
-            if prim is primitive.dot_general_p:
-                prim, params = compat.dot_general_p, {name: value for name, value in params.items() if name != "schedule"}
-            return policy(prim, *args, **params)
-
-        return decide
+        return None if policy is None else primitive.as_jaxs(policy, (primitive.dot_general_p,))
 
     _RULES = {
         primitives.custom_jvp_call_p: {"jvp_jaxpr_fun": _jaxpr_rule},

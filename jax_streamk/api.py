@@ -154,7 +154,7 @@ def linear(
     """
     schedule = check_schedule(schedule)
     check_activation("linear", activation)
-    alpha, beta = _factor("alpha", alpha), _factor("beta", beta)
+    alpha, beta = _factor("linear", "alpha", alpha), _factor("linear", "beta", beta)
     x, w, weak = _promoted("linear", x=x, w=w)
     if x.ndim == 0 or w.ndim != 2 or x.shape[-1] != w.shape[0]:
         raise ValueError(f"linear: x has shape {x.shape} and w {w.shape}; they must be (..., k) and (k, n)")
@@ -189,15 +189,15 @@ def linear(
     return compat.as_weak_type(out) if weak and preferred_element_type is None else out
 
 
-def _factor(name, factor):
+def _factor(function, name, factor):
     try:
         if isinstance(factor, (bool, complex, str)):
             raise TypeError
         return float(factor)
     except OverflowError:
-        raise ValueError(f"linear: {name}={factor} is larger than every float") from None
+        raise ValueError(f"{function}: {name}={factor} is larger than every float") from None
     except (TypeError, ValueError):  # tracers raise a TypeError of theirs
-        raise TypeError(f"linear: {name} is {_describe(factor)}; it must be a real number that is known before tracing") from None
+        raise TypeError(f"{function}: {name} is {_describe(factor)}; it must be a real number that is known before tracing") from None
 
 
 def plan(
@@ -229,6 +229,7 @@ def plan(
         dimension_numbers, (drop_lhs, drop_rhs), _ = _matmul_dimensions(lhs.shape, rhs.shape)
         lhs, rhs = (_drop(x.shape, dims, dtype) for x, dims in ((lhs, drop_lhs), (rhs, drop_rhs)))
     check_activation("plan", activation)
+    alpha, beta = _factor("plan", "alpha", alpha), _factor("plan", "beta", beta)
     params = dict(
         dimension_numbers=_dimension_numbers(dimension_numbers),
         precision=compat.canonicalize_precision(precision),
@@ -240,7 +241,7 @@ def plan(
         rhs,
         schedule=schedule,
         device=device_of(device),
-        epilogue=Epilogue(activation, _factor("alpha", alpha), _factor("beta", beta), bool(bias), has_residual=bool(residual)),
+        epilogue=Epilogue(activation, alpha, beta, bool(bias), has_residual=bool(residual)),
         **params,
     )
     return made

@@ -185,13 +185,22 @@ def _linear_batch(axis_data, operands, dims, *, epilogue, dimension_numbers, out
 compat.def_batching(linear_p, _linear_batch)
 
 
+def as_jaxs(policy, products=(dot_general_p, linear_p)):
+    """A policy of ``jax.checkpoint`` that decides about these products of ours as ``policy`` does about JAX's."""
+
+    def decide(primitive, *avals, **params):
+        if primitive in products:
+            primitive, params = compat.dot_general_p, {name: params[name] for name in params if name not in ("schedule", "epilogue")}
+        return policy(primitive, *avals, **params)
+
+    return decide
+
+
 def dots_saveable(primitive, *avals, **params):
     """A policy for ``jax.checkpoint``: saves the results of matrix products, JAX's and this library's, and recomputes the rest."""
-    return primitive in (dot_general_p, linear_p) or jax.checkpoint_policies.dots_saveable(primitive, *avals, **params)
+    return as_jaxs(jax.checkpoint_policies.dots_saveable)(primitive, *avals, **params)
 
 
 def dots_with_no_batch_dims_saveable(primitive, *avals, **params):
     """A policy for ``jax.checkpoint``: as ``dots_saveable``, of products without batch dimensions only."""
-    if primitive in (dot_general_p, linear_p):
-        primitive, params = compat.dot_general_p, {"dimension_numbers": params["dimension_numbers"]}
-    return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *avals, **params)
+    return as_jaxs(jax.checkpoint_policies.dots_with_no_batch_dims_saveable)(primitive, *avals, **params)
