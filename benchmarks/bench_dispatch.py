@@ -10,7 +10,6 @@ writes out.json, and out.md with the same as a table. With ``--lower-for cuda`` 
 """
 
 import argparse
-import json
 import os
 import platform
 import statistics
@@ -19,6 +18,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+from bench_matmul import save
 
 import jax_streamk
 
@@ -83,10 +83,7 @@ def main():
     ]
     for what, times in rows.items():
         lines.append(f"| {what} | {times['jax_streamk']:.2f} | {times['jnp']:.2f} | {result['ratios'][what]:.2f} |")
-    with open(arguments.out, "w") as file:
-        json.dump(result, file, indent=1)
-    with open(arguments.out.removesuffix(".json") + ".md", "w") as file:
-        file.write("\n".join(lines) + "\n")
+    save(result, "\n".join(lines) + "\n", arguments.out)
     print("\n".join(lines))
 
 

@@ -8,14 +8,12 @@ writes out.json, and out.md with the same as a table.
 """
 
 import argparse
-import json
 import math
-import subprocess
 import time
 
 import jax
 import jax.numpy as jnp
-from bench_matmul import ROTATE_BYTES, measure
+from bench_matmul import ROTATE_BYTES, gpu, measure, save
 
 import jax_streamk
 
@@ -50,15 +48,11 @@ def main():
             row[name] = runs[0] | {key: sum(run[key] for run in runs) / len(runs) for key in ("kernels_us", "wall_us")}
         rows.append(row)
         print(m, {name: round(row[name]["kernels_us"], 2) for name in VARIANTS}, flush=True)
-    gpu = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True)
     result = dict(
-        gpu=gpu.stdout.strip().splitlines()[0], jax=jax.__version__, dtype="bfloat16", date=time.strftime("%Y-%m-%d"),
+        gpu=gpu(), jax=jax.__version__, dtype="bfloat16", date=time.strftime("%Y-%m-%d"),
         command=f"python benchmarks/bench_linear.py {arguments.out}", rows=rows,
     )  # fmt: skip
-    with open(arguments.out, "w") as file:
-        json.dump(result, file, indent=1)
-    with open(arguments.out.removesuffix(".json") + ".md", "w") as file:
-        file.write(markdown(result))
+    save(result, markdown(result), arguments.out)
 
 
 def markdown(result):

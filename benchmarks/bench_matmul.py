@@ -44,6 +44,20 @@ def measure(function, operands, iterations=15):
     return totals[len(totals) // 2], sorted(walls)[len(walls) // 2], sorted({name for name, _ in runs[0]})
 
 
+def gpu():
+    """Name and driver of the first GPU."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True).stdout.strip().splitlines()[0]
+
+
+def save(result, table, out):
+    """Writes out, which ends in .json, and the table beside it."""
+    with open(out, "w") as file:
+        json.dump(result, file, indent=1)
+    with open(out.removesuffix(".json") + ".md", "w") as file:
+        file.write(table)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("shapes")
@@ -81,15 +95,11 @@ def main():
             flush=True,
         )
     geomean = {key: float(np.exp(np.mean([np.log(row[key]) for row in rows]))) for key in ("ratio", "wall_ratio")}
-    gpu = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True)
     result = dict(
-        gpu=gpu.stdout.strip().splitlines()[0], jax=jax.__version__, dtype=dtype.name, date=time.strftime("%Y-%m-%d"),
+        gpu=gpu(), jax=jax.__version__, dtype=dtype.name, date=time.strftime("%Y-%m-%d"),
         command=f"python benchmarks/bench_matmul.py {arguments.shapes}", geomean=geomean, rows=rows,
     )  # fmt: skip
-    with open(arguments.out, "w") as file:
-        json.dump(result, file, indent=1)
-    with open(arguments.out.removesuffix(".json") + ".md", "w") as file:
-        file.write(markdown(result))
+    save(result, markdown(result), arguments.out)
     print("geometric mean of XLA / ours: kernels {ratio:.3f}, wall {wall_ratio:.3f}".format(**geomean))
 
 
