@@ -1,0 +1,164 @@
+"""The products that tools measure: read from CSV files, or drawn from families of which each is a named set."""
+
+import csv
+import dataclasses
+import itertools
+import random
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """``D[m,n] = A[m,k] @ B[k,n]``, ``batch`` times; all row-major. A is stored (k, m) where trans_a, and B (n, k) where trans_b."""
+
+    m: int
+    n: int
+    k: int
+    trans_a: bool = False
+    trans_b: bool = False
+    batch: int = 1
+    source: str = ""
+
+    def __str__(self):
+        text = f"{self.batch} x " * (self.batch > 1) + f"{self.m} x {self.n} x {self.k}"
+        return text + " A^T" * self.trans_a + " B^T" * self.trans_b
+
+
+def read(path, column_major=False):
+    """The shapes of a CSV file with a header, in its order, each once.
+
+    Args:
+      path: of a file with the columns m, n and k, and optionally trans_a and trans_b (0 or 1), batch and source. Others are ignored.
+      column_major: the file's operands are column-major, as BLAS's and DeepBench's: m and n, and trans_a and trans_b, are exchanged.
+
+    Returns:
+      A list of ``Shape``.
+
+    Raises:
+      OSError: the file cannot be read.
+      ValueError: it is not such a file; the message has path and line.
+    """
+    shapes = {}
+    with open(path, newline="", encoding="utf-8-sig") as file:
+        rows = csv.DictReader(file, skipinitialspace=True)
+        try:
+            names = [name.strip() for name in rows.fieldnames or ()]
+            missing = [name for name in ("m", "n", "k") if name not in names]
+            if missing:
+                raise ValueError(f"{path}:1: the header has no column {', '.join(missing)}; it must have m, n and k, and has {names}")
+            rows.fieldnames = names
+            for row in rows:
+                shape = _shape(f"{path}:{rows.line_num}", row)
+                if column_major:
+                    shape = dataclasses.replace(shape, m=shape.n, n=shape.m, trans_a=shape.trans_b, trans_b=shape.trans_a)
+                shapes.setdefault(dataclasses.replace(shape, source=""), shape)
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}:{rows.line_num}: not a CSV file: {error}") from None
+    if not shapes:
+        raise ValueError(f"{path}: no shape in it")
+    return list(shapes.values())
+
+
+def _shape(where, row):
+    values = {}
+    for name, default in (("m", None), ("n", None), ("k", None), ("trans_a", "0"), ("trans_b", "0"), ("batch", "1")):
+        text = row.get(name, default)
+        is_flag = name.startswith("trans")
+        try:
+            value = int(text)
+        except (TypeError, ValueError):
+            value = -1
+        if value < (not is_flag) or (is_flag and value > 1):
+            allowed = "0 or 1" if is_flag else "a positive integer"
+            raise ValueError(f"{where}: {name} is {'missing' if text is None else repr(text)}; it must be {allowed}")
+        values[name] = bool(value) if is_flag else value
+    return Shape(**values, source=row.get("source") or "")
+
+
+# (hidden, heads, heads of keys and values, head size, intermediate), as published in each model's configuration.
+_MODELS = {
+    "Llama-3.1-8B": (4096, 32, 8, 128, 14336),
+    "Llama-3.1-70B": (8192, 64, 8, 128, 28672),
+    "Llama-2-13B": (5120, 40, 40, 128, 13824),
+    "Mistral-Nemo-12B": (5120, 32, 8, 128, 14336),
+    "Qwen2.5-7B": (3584, 28, 4, 128, 18944),
+    "Qwen2.5-32B": (5120, 40, 8, 128, 27648),
+    "Gemma-2-9B": (3584, 16, 8, 256, 14336),
+    "Phi-3-mini": (3072, 32, 32, 96, 8192),
+}
+
+
+def _decode_llm():
+    """Every weight of a layer, of one GPU or of each of four, times the hidden states of a decoding batch."""
+    for (model, sizes), ways in itertools.product(_MODELS.items(), (1, 4)):
+        hidden, heads, kv_heads, head, intermediate = sizes
+        weights = [
+            ((heads + 2 * kv_heads) * head // ways, hidden),
+            (hidden, heads * head // ways),
+            (2 * intermediate // ways, hidden),
+            (hidden, intermediate // ways),
+        ]
+        for (n, k), m in itertools.product(weights, (1, 2, 4, 8, 16, 32, 64, 128, 200)):
+            yield Shape(m, n, k, source=model)
+
+
+def _deepbench_train():
+    """The recurrent and output layers of DeepBench's training set, forward and with transposed weights, and its weight gradients."""
+    layers = [(batch, h, h) for h in (1760, 2048, 2560, 4096) for batch in (16, 32, 64, 128, 7000)]
+    layers += [(batch, n, h) for h in (1760, 2048, 2560, 4096) for batch, n in ((9124, 5124), (8457, 35))]
+    layers += [(batch, 3 * h, h) for h in (1024, 2560) for batch in (16, 32, 64, 128)]
+    layers += [(batch, 3 * h, h) for h in (1536, 2048, 2816) for batch in (16, 32)]
+    layers += [(batch, 3 * h, h) for h in (1024, 1536, 2048, 2560, 2816) for batch in (24000, 48000)]
+    layers += [(batch, n, h) for h in (1536, 2048, 2560, 2816) for batch in (24000, 48000) for n in (512, 1024)]
+    layers += [(batch, n, 500000) for batch in (8, 16) for n in (512, 1024)] + [(700, 1024, 512)]
+    for (m, n, k), trans_b in itertools.product(layers, (False, True)):
+        yield Shape(m, n, k, trans_b=trans_b, source="layer")
+    for n, batch, k in [(h, 7133, h) for h in (1760, 2048, 2560, 4096)] + [(3072, 7435, 1024), (7680, 5481, 2560)]:
+        yield Shape(batch, n, k, trans_a=True, source="gradient")
+    for m, n in itertools.product((16, 32), (512, 1024)):
+        yield Shape(m, n, 512, source="output")
+        yield Shape(m, n, 512, trans_a=True, source="output")
+
+
+def _streamk_sample():
+    """256 draws, log-uniform in [128, 8192] per extent; of three quarters the extents are multiples of 8."""
+    rng = random.Random(2023)
+    for i in range(256):
+        extents = [128 * 64 ** rng.random() for _ in range(3)]
+        yield Shape(*(round(x) if i % 4 == 3 else 8 * round(x / 8) for x in extents), source="any" if i % 4 == 3 else "aligned")
+
+
+def _strong_scaling():
+    """64 draws of small results with a long K."""
+    rng = random.Random(2024)
+
+    def extent(low, high):
+        size = 2 ** rng.randint(low, high)
+        return size + rng.choice((0, 0, 8, size // 8))
+
+    for _ in range(64):
+        yield Shape(extent(4, 10), extent(6, 10), 2 ** rng.randint(12, 17), source="small output, long K")
+
+
+SETS = {
+    "decode_llm": _decode_llm,
+    "deepbench_train": _deepbench_train,
+    "streamk_sample": _streamk_sample,
+    "strong_scaling": _strong_scaling,
+}
+
+
+def named(name):
+    """The shapes of a set of ``SETS``, in a fixed order, each once.
+
+    Raises:
+      ValueError: there is no such set.
+    """
+    if name not in SETS:
+        raise ValueError(f"no set {name!r}; there are {', '.join(SETS)}")
+    return list({dataclasses.replace(shape, source=""): shape for shape in reversed(list(SETS[name]()))}.values())[::-1]
+
+
+def sample(shapes, count):
+    """At most ``count`` of the shapes, evenly spaced."""
+    count = min(count, len(shapes))
+    return [shapes[i * len(shapes) // count] for i in range(count)]
