@@ -1,0 +1,318 @@
+"""``python -m jax_streamk bench``: every shape side by side with XLA's default, in one process, on the same operands."""
+
+import dataclasses
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_streamk
+from jax_streamk.device import device_of
+from jax_streamk.epilogue import ACTIVATIONS
+from jax_streamk.tools import shapes, sides, timing
+
+FORMAT = "jax_streamk bench 1"
+LOSS = 0.95  # what a ratio below is counted as
+# Of the largest entry: what rounding, TF32 against float32 included, stays far below, and a wrong sum does not.
+GROSS_ERROR = {"bfloat16": 0.02, "float16": 0.02, "float32": 0.01, "float64": 1e-9}
+ROTATED_BYTES = 220e6  # of operands between two uses of one on a GPU, so that its L2 cache is cold
+MOST_CALLS, MOST_CALLS_IN_PROGRAM = 256, 64
+
+
+def add_arguments(parser):
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("file", nargs="?", metavar="FILE.csv", help="columns m, n, k and optionally trans_a, trans_b, batch, source")
+    what.add_argument("--set", choices=shapes.SETS, help="shapes that come with the library")
+    what.add_argument("--from", dest="result", metavar="RESULT.json", help="show what was measured before")
+    parser.add_argument("--column-major", action="store_true", help="the file's operands are column-major, as DeepBench's are")
+    parser.add_argument("--sample", type=_positive, metavar="N", help="only N of the shapes, evenly spaced")
+    parser.add_argument("--dtype", default="bfloat16", choices=GROSS_ERROR, help="of operands and result (%(default)s)")
+    parser.add_argument("--precision", choices=["default", "high", "highest"], default="default", help="of products of float32")
+    activations = ["none", *filter(None, ACTIVATIONS)]
+    parser.add_argument("--linear", choices=activations, metavar="ACTIVATION", help=f"linear layers with a bias: {', '.join(activations)}")
+    parser.add_argument("--measure", nargs="+", choices=sides.MEASURES, default=list(sides.MEASURES), help="; ".join(map(": ".join, sides.MEASURES.items())))
+    parser.add_argument("--rounds", type=_positive, default=2, help="in each, the sides are timed in order and in reverse (%(default)s)")
+    parser.add_argument("--no-peers", action="store_true", help="XLA only, not other libraries that are installed")
+    parser.add_argument("--limit", type=float, default=math.inf, metavar="SECONDS", help="after which no new shape is begun")
+    parser.add_argument("--out", type=pathlib.Path, metavar="OUT.json", help="result, written after every shape; at the end OUT.md, the table")
+    parser.add_argument("--resume", action="store_true", help="go on with what OUT.json has")
+    parser.add_argument("--plot", type=pathlib.Path, metavar="DIR", help="write plots there: roofline and ratios, as SVG and PNG")
+    parser.set_defaults(error=parser.error)
+
+
+def _positive(text):
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
+
+
+def run(arguments):
+    needed = ["rich"] + ["matplotlib"] * (arguments.plot is not None)
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        arguments.error(f"needs {' and '.join(missing)}: pip install 'jax-streamk[tools]'")
+    from jax_streamk.tools import report
+
+    if arguments.result:
+        result = load(arguments.result, arguments.error)
+    else:
+        result = measure_all(arguments, report)
+    report.show(result)
+    if arguments.plot:
+        from jax_streamk.tools import plots
+
+        for path in plots.write(result, arguments.plot):
+            print("wrote", path)
+    if any(side.get("wrong") or (name == sides.OURS and "error" in side) for row in result["rows"] for name, side in row["sides"].items()):
+        raise SystemExit(1)
+
+
+def load(path, error):
+    try:
+        result = json.loads(pathlib.Path(path).read_text())
+    except OSError as reason:
+        error(f"cannot read {path}: {reason}")
+    except ValueError as reason:
+        error(f"{path} is not JSON: {reason}")
+    if not isinstance(result, dict) or result.get("format") != FORMAT:
+        error(f"{path} is not a result of bench: its format is not {FORMAT!r}")
+    return result
+
+
+def measure_all(arguments, report):
+    try:
+        todo = shapes.named(arguments.set) if arguments.set else shapes.read(arguments.file, arguments.column_major)
+    except (OSError, ValueError) as error:
+        arguments.error(str(error))
+    if arguments.sample:
+        todo = shapes.sample(todo, arguments.sample)
+    if arguments.resume and not arguments.out:
+        arguments.error("--resume needs --out")
+    if arguments.dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
+    precision = None if arguments.precision == "default" else arguments.precision
+    task = sides.Task(arguments.dtype, precision, arguments.linear)
+    gpu = jax.default_backend() == "gpu"
+    measures, notes = [name for name in sides.MEASURES if name in arguments.measure], []
+    link = sides.link_program()
+    if "device" in measures and (why := "a CPU has no profile of kernels" if not gpu else _no_profile(link)):
+        measures.remove("device")
+        notes.append(f"no device times: {why}")
+    if not measures:
+        arguments.error(f"--measure {' '.join(arguments.measure)}: {'; '.join(notes)}")
+    builders, absent = ({}, {}) if arguments.no_peers else sides.peers(task)
+    notes += [f"not measured: {name}: {why}" for name, why in absent.items()]
+    result = dict(
+        format=FORMAT, date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), command=_command(), machine=_machine(),
+        task=dataclasses.asdict(task), measures=measures, rounds=arguments.rounds, notes=notes, limits={}, link_us=None, rows=[],
+    )  # fmt: skip
+    if arguments.out and arguments.out.exists():
+        if not arguments.resume:
+            arguments.error(f"--out {arguments.out} exists; --resume goes on with it")
+        before = load(arguments.out, arguments.error)
+        for key in ("machine", "task", "measures", "rounds"):
+            if _settings(before[key]) != _settings(result[key]):
+                arguments.error(f"--resume: {key} of {arguments.out} is {before[key]}, and now {result[key]}")
+        result = before | dict(command=f"{before['command']}; {result['command']}")
+        result.pop("stopped", None)
+    save = functools.partial(_save, result, arguments.out)
+    try:
+        save()
+    except OSError as error:
+        arguments.error(f"--out {arguments.out}: cannot write it: {error}")
+    if not result["limits"]:
+        result["limits"], result["link_us"] = _limits(task.dtype, gpu), timing.wall_sample(_warm(link))
+    done = {_key(row) for row in result["rows"]}
+    todo = [shape for shape in todo if _key(dataclasses.asdict(shape)) not in done]
+    started, interrupted = time.monotonic(), False
+    with report.progress(todo) as advance:
+        for i, shape in enumerate(todo):
+            if time.monotonic() - started > arguments.limit:
+                result["stopped"] = f"at the limit of {arguments.limit:g} seconds, {len(todo) - i} shapes unmeasured, the first {shape}"
+                break
+            try:
+                result["rows"].append(measure(task, shape, builders, measures, arguments.rounds, gpu))
+            except KeyboardInterrupt:
+                result["stopped"] = f"by the user, {len(todo) - i} shapes unmeasured, the first {shape}"
+                break
+            save()
+            advance(result)
+    save()
+    if arguments.out:
+        arguments.out.with_suffix(".md").write_text(report.markdown(result))
+    return result
+
+
+def _key(row):
+    return tuple(row[name] for name in ("m", "n", "k", "trans_a", "trans_b", "batch"))
+
+
+def _settings(value):
+    return {key: x for key, x in value.items() if key != "load_average"} if isinstance(value, dict) else value
+
+
+def _save(result, path):
+    if path is None:
+        return
+    result["summary"] = summary(result)
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(result, indent=1) + "\n")
+    os.replace(part, path)
+
+
+def measure(task, shape, peers, measures, rounds, gpu):
+    """The row of a shape in a result."""
+    size, least = task.bytes(shape), 2
+    count = max(least, min(MOST_CALLS, math.ceil(ROTATED_BYTES / size))) if gpu else least
+    in_program = min(max(count, 8 if gpu else least), MOST_CALLS_IN_PROGRAM)
+    operands = task.operands(shape, max(count, in_program))
+    plan = task.plan(shape)
+    row = dataclasses.asdict(shape) | dict(
+        bytes=size, flops=2 * shape.batch * shape.m * shape.n * shape.k, rotated_bytes=size * len(operands), calls_in_program=in_program,
+        plan=dict(
+            kernel=plan.kernel, schedule=str(plan.schedule), raster=plan.raster, swizzle=plan.swizzle,
+            workspace_bytes=plan.workspace_bytes, estimate_us=plan.microseconds, reason=plan.reasons[0],
+        ),
+        sides={},
+    )  # fmt: skip
+    builders = {name: functools.partial(sides.jax_programs, function) for name, function in task.functions(shape).items()}
+    if plan.kernel is None:
+        builders.pop(sides.OURS), builders.pop(sides.OUR_MATMUL, None)
+    builders |= {name: functools.partial(build, shape) for name, build in peers.items()}
+    programs, reference = {}, None
+    for name, build in builders.items():
+        side = row["sides"][name] = {}
+        with _recorded(side):
+            built = build(operands, in_program)
+            for each in measures:
+                _warm(built[each])
+            first = jnp.from_dlpack(built["device"].run()[0])
+            reference = first if name == sides.XLA else reference
+            if name != sides.OUR_MATMUL and reference is not None:
+                difference = _difference(first, reference)
+                side |= dict(max_difference=difference, wrong=not difference <= GROSS_ERROR[task.dtype])
+            programs[name] = built
+    samples = {name: {each: [] for each in measures} for name in programs}
+    for each in measures:
+        for name in [*programs, *reversed(programs)] * rounds:
+            side = row["sides"][name]
+            if "error" in side:
+                continue
+            with _recorded(side):
+                if each == "device":
+                    more, side["kernels"] = timing.device_samples(programs[name][each])
+                else:
+                    more = [timing.wall_sample(programs[name][each])]
+                samples[name][each] += more
+    for name, side in row["sides"].items():
+        if "error" not in side:
+            side |= {each: timing.summary(samples[name][each]) for each in measures}
+            best = side[measures[0]]["median_us"] / 1e6
+            side |= dict(bytes_per_s=size / best, flops_per_s=row["flops"] / best)
+    xla = row["sides"][sides.XLA]
+    for name, side in row["sides"].items():
+        if "error" not in side and "error" not in xla:
+            side["ratio"] = {each: xla[each]["median_us"] / side[each]["median_us"] for each in measures}
+    if plan.kernel is None:
+        row["sides"][sides.OURS] = dict(fallback=True, ratio=dict.fromkeys(measures, 1.0))
+    return row
+
+
+class _recorded:
+    """Leaves what is raised inside in ``side`` as its error: a side that cannot run a shape must not end the measurement."""
+
+    def __init__(self, side):
+        self.side = side
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, kind, error, _):
+        if not isinstance(error, Exception):
+            return False
+        self.side["error"] = f"{kind.__name__}: {error}".split("\n")[0][:300]
+        return True
+
+
+def _warm(program):
+    program.wait(program.run())
+    return program
+
+
+@jax.jit
+def _relative_difference(x, y):
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return jnp.max(jnp.abs(x.astype(wide) - y.astype(wide))) / jnp.max(jnp.abs(y.astype(wide)))
+
+
+def _difference(x, y):
+    """Largest of the absolute differences over the largest entry; nan where the result is not finite."""
+    return float(_relative_difference(x, y))
+
+
+def summary(result):
+    """By side, against XLA: geometric mean of the ratios of all shapes by measure, and how many are below LOSS or failed."""
+    names = dict.fromkeys(name for row in result["rows"] for name in row["sides"] if name != sides.XLA)
+    out = {}
+    for name in names:
+        rows = [row["sides"][name] for row in result["rows"] if name in row["sides"]]
+        ratios = [side["ratio"] for side in rows if "ratio" in side]
+        out[name] = dict(
+            shapes=len(rows), failed=sum("error" in side for side in rows), wrong=sum(side.get("wrong", False) for side in rows),
+            fallbacks=sum(side.get("fallback", False) for side in rows),
+            geomean={each: float(np.exp(np.mean([math.log(r[each]) for r in ratios]))) for each in result["measures"] if ratios},
+            losses={each: sum(r[each] < LOSS for r in ratios) for each in result["measures"]},
+        )  # fmt: skip
+    return out
+
+
+def _no_profile(program):
+    """Why device times cannot be measured; None if they can."""
+    try:
+        timing.device_samples(_warm(program))
+    except RuntimeError as error:
+        return str(error)
+
+
+def _limits(dtype, gpu):
+    """What the machine reaches: bytes per second of an elementwise function, read and written, and FLOP per second of XLA's large square."""
+    x = jnp.ones(1 << (28 if gpu else 24), jnp.uint8)
+    size = 8192 if gpu else 1024
+    a, b = sides.Task(dtype).operands(shapes.Shape(size, size, size), 1)[0]
+    stream, square = (
+        timing.wall_sample(_warm(sides.jax_programs(function, [operands], 1)["device"]), 0.1)
+        for function, operands in ((jnp.invert, (x,)), (jnp.matmul, (a, b)))
+    )
+    return dict(bytes_per_s=2 * x.nbytes / stream * 1e6, flops_per_s=2 * size**3 / square * 1e6)
+
+
+def _command():
+    return " ".join(["python -m jax_streamk", *sys.argv[1:]])
+
+
+def _machine():
+    device = jax.config.jax_default_device or jax.devices()[0]
+    planned = device_of(device)
+    out = dict(
+        platform=planned.platform, arch=planned.arch, sms=planned.sms, kernels=len(jax_streamk.kernels()), python=platform.python_version(),
+        jax=jax.__version__, jaxlib=importlib.metadata.version("jaxlib"),
+    )  # fmt: skip
+    if planned.platform == "cpu":
+        with open("/proc/cpuinfo") as file:
+            names = [line.split(":")[1].strip() for line in file if line.startswith("model name")]
+        return out | dict(device=names[0] if names else platform.machine(), load_average=os.getloadavg()[0])
+    query = ["nvidia-smi", f"--id={device.local_hardware_id}", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(query, capture_output=True, text=True).stdout.strip()
+    return out | dict(device=device.device_kind, driver=driver, runtime=" ".join(device.client.platform_version.split()))

@@ -1,0 +1,161 @@
+"""Results of bench in words: progress while it measures, and tables for terminals and pages."""
+
+import contextlib
+import io
+
+from rich import box
+from rich.console import Console, Group
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from jax_streamk.tools.sides import MEASURES, OURS, XLA
+
+WIDE = 170
+
+
+@contextlib.contextmanager
+def progress(todo):
+    """A bar over shapes; gives a function to be called with the result after each of them."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("measuring", total=len(todo))
+
+        def advance(result):
+            row, each = result["rows"][-1], result["measures"][0]
+            ratio, mean = (of.get(each) for of in (row["sides"][OURS].get("ratio", {}), result_mean(result)))
+            text = "failed" if ratio is None else f"{ratio:.2f}"
+            bar.update(task, advance=1, description=f"{row['m']} x {row['n']} x {row['k']}: {text}" + f", mean {mean:.3f}" * (mean is not None))
+
+        yield advance
+
+
+def result_mean(result):
+    return result.get("summary", {}).get(OURS, {}).get("geomean", {})
+
+
+def show(result):
+    console = Console()
+    if not console.is_terminal:
+        console.width = WIDE
+    console.print(*_head(result), sep="\n", highlight=False, soft_wrap=True)
+    console.print(Group(_table(result, box.SIMPLE_HEAD), _summary(result, box.SIMPLE_HEAD)))
+    for line in _tail(result):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def markdown(result):
+    """The page that goes with a result."""
+    file = io.StringIO()
+    console = Console(file=file, width=400, color_system=None)
+    head = _head(result)
+    console.print(f"# {head[0]}", "", *head[1:], sep="\n", highlight=False, soft_wrap=True)
+    console.print(_summary(result, box.MARKDOWN))
+    console.print(*_tail(result), sep="\n\n", highlight=False, soft_wrap=True)
+    console.print(_table(result, box.MARKDOWN))
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
+
+
+def _head(result):
+    machine, task = result["machine"], result["task"]
+    driver = f", driver {machine['driver']}" if machine.get("driver") else ""
+    what = "products" if task["activation"] is None else f"linear layers, bias and {task['activation']}"
+    measured = "; ".join(f"{each}: {MEASURES[each]}" for each in result["measures"])
+    return [
+        f"{task['dtype']} {what} beside XLA's default, {machine['device']}{driver}, {result['date'][:10]}",
+        f"jax {machine['jax']}, jaxlib {machine.get('jaxlib', '?')}; `{result['command']}`.",
+        f"Microseconds a call, medians, half the interquartile range after ±; ratios are XLA's time over the other's. {measured}.",
+    ]
+
+
+def _tail(result):
+    limits = result["limits"]
+    lines = [f"Note: {note}." for note in result["notes"]]
+    if limits:
+        lines.append(
+            f"This machine streams {limits['bytes_per_s'] / 1e9:.0f} GB/s (an elementwise function, read and written), and its XLA"
+            f" multiplies {limits['flops_per_s'] / 1e12:.2f} TFLOP/s (a large square)."
+        )
+    if result["link_us"] and "dependent" in result["measures"]:
+        lines.append(f"Dependent calls: {result['link_us']:.2f} us of each, on every side, are the kernel that makes them so.")
+    cool = sum(row.get("rotated_bytes", 200e6) < 200e6 for row in result["rows"])
+    if cool and result["machine"]["platform"] == "cuda":
+        lines.append(f"{cool} shapes are so small that less than 200 MB of operands rotate.")
+    failures = [f"{_extents(row)}: {name}: {side['error']}" for row in result["rows"] for name, side in row["sides"].items() if "error" in side]
+    failures += [
+        f"{_extents(row)}: {name} differs from XLA by {side['max_difference']:.2g} of the largest entry"
+        for row in result["rows"] for name, side in row["sides"].items() if side.get("wrong")
+    ]  # fmt: skip
+    lines += [f"FAILED {failure}" for failure in failures]
+    if "stopped" in result:
+        lines.append(f"Stopped {result['stopped']}.")
+    return lines
+
+
+def _summary(result, style):
+    from jax_streamk.tools.bench import LOSS, summary
+
+    table = Table(box=style)
+    table.add_column("against XLA")
+    for column in ("shapes", *(f"{each}: mean" for each in result["measures"]), *(f"{each} < {LOSS}" for each in result["measures"])):
+        table.add_column(column, justify="right")
+    for column in ("fallbacks, as 1.0", "failed", "wrong"):
+        table.add_column(column, justify="right")
+    for name, of in summary(result).items():
+        share = f"{of['fallbacks']} ({of['fallbacks'] / of['shapes']:.0%})"
+        means = [f"{of['geomean'][each]:.3f}" if each in of["geomean"] else "" for each in result["measures"]]
+        losses = [str(of["losses"][each]) for each in result["measures"]]
+        table.add_row(name, str(of["shapes"]), *means, *losses, share, str(of["failed"]), str(of["wrong"]))
+    return table
+
+
+def _extents(row):
+    return " x ".join(str(row[name]) for name in "mnk")
+
+
+def _table(result, style):
+    measures, plain = result["measures"], style is box.MARKDOWN
+    names = dict.fromkeys(name for row in result["rows"] for name in row["sides"])
+    others = [name for name in names if name not in (XLA, OURS)]
+    table = Table(box=style)
+    for column in ("m", "n", "k"):
+        table.add_column(column, justify="right")
+    flags = any(row["trans_a"] or row["trans_b"] or row["batch"] > 1 for row in result["rows"])
+    if flags:
+        table.add_column("batch")
+    for column in ("XLA us", "ours us", *(f"{each} ratio" for each in measures), *(f"{name} ratio" for name in others)):
+        table.add_column(column, justify="right")
+    if result["limits"]:
+        table.add_column("of stream", justify="right")
+    table.add_column("difference", justify="right")
+    table.add_column("our plan", overflow="fold")
+    for row in result["rows"]:
+        ours, xla = row["sides"][OURS], row["sides"][XLA]
+        cells = [str(row[name]) for name in "mnk"]
+        if flags:
+            cells.append(f"{row['batch']}" + " A^T" * row["trans_a"] + " B^T" * row["trans_b"])
+        cells += [_time(xla, measures[0]), _time(ours, measures[0]), *(_ratio(ours, each, plain) for each in measures)]
+        cells += [_ratio(row["sides"].get(name, {}), measures[0], plain) for name in others]
+        if result["limits"]:
+            cells.append(f"{ours['bytes_per_s'] / result['limits']['bytes_per_s']:.0%}" if "bytes_per_s" in ours else "")
+        difference = ours.get("max_difference")
+        plan = row["plan"]
+        cells += [f"{difference:.1e}" if difference is not None else "", f"{plan['kernel']} {plan['schedule']}" if plan["kernel"] else "XLA"]
+        table.add_row(*cells)
+    return table
+
+
+def _time(side, measure):
+    if measure not in side:
+        return "failed" if "error" in side else ""
+    time = side[measure]
+    low, high = time.get("quartiles_us", (0, 0))
+    return f"{time['median_us']:.2f}" + f" ±{(high - low) / 2:.2f}" * ("quartiles_us" in time)
+
+
+def _ratio(side, measure, plain):
+    if "ratio" not in side:
+        return "failed" if "error" in side else ""
+    ratio = side["ratio"][measure]
+    text = f"{ratio:.2f}" + " (XLA)" * side.get("fallback", False)
+    style = "green" if ratio > 1 / 0.95 else "red" if ratio < 0.95 else ""
+    return text if plain or not style else f"[{style}]{text}[/{style}]"

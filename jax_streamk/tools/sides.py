@@ -1,0 +1,217 @@
+"""What is measured side by side: our product, XLA's, and those of other libraries where they are installed.
+
+A side makes of a ``Shape`` and operands the ``Program``s that timing.py measures.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import inspect
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import jax_streamk
+from jax_streamk.device import device_of
+from jax_streamk.epilogue import ACTIVATIONS
+from jax_streamk.tools.timing import Program, wall_sample
+
+OURS, XLA, OUR_MATMUL = "jax_streamk", "XLA", "jax_streamk.matmul"
+MEASURES = {
+    "device": "kernels, memsets and copies of calls one by one",
+    "dependent": "wall time of a program of calls of which each waits for the one before",
+    "independent": "wall time of a program of calls that need nothing of each other",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What is computed of every shape: a product, or a linear layer with bias where activation is not None.
+
+    Attributes:
+      dtype: of operands and result.
+      precision: as in ``jax_streamk.matmul``.
+      activation: a key of ``ACTIVATIONS`` or "none"; None for a plain product.
+    """
+
+    dtype: str
+    precision: str | None = None
+    activation: str | None = None
+
+    @property
+    def linear(self):
+        return dict(activation=None if self.activation == "none" else self.activation)
+
+    def operand_shapes(self, shape):
+        lead = (shape.batch,) if shape.batch > 1 else ()
+        a = (shape.k, shape.m) if shape.trans_a else (shape.m, shape.k)
+        b = (shape.n, shape.k) if shape.trans_b else (shape.k, shape.n)
+        return [lead + a, lead + b] + [(shape.n,)] * (self.activation is not None)
+
+    def bytes(self, shape):
+        """Of operands and result, each once."""
+        elements = sum(map(math.prod, self.operand_shapes(shape))) + shape.batch * shape.m * shape.n
+        return elements * jnp.dtype(self.dtype).itemsize
+
+    def operands(self, shape, count):
+        """``count`` tuples of fresh random normal operands of their own."""
+        shapes, dtype = self.operand_shapes(shape), jnp.dtype(self.dtype)
+        drawn = jnp.promote_types(dtype, jnp.float32)
+
+        @jax.jit
+        def draw(key):
+            keys = jax.random.split(key, len(shapes))
+            return tuple(jax.random.normal(key, shape, drawn).astype(dtype) for key, shape in zip(keys, shapes))
+
+        return [draw(key) for key in jax.random.split(jax.random.key(0), count)]
+
+    def plan(self, shape):
+        """The ``Plan`` of our call, on the default device."""
+        a, b = (jax.ShapeDtypeStruct(x, self.dtype) for x in self.operand_shapes(shape)[:2])
+        batch = tuple(range(len(a.shape) - 2))
+        contract = ((len(batch) + (not shape.trans_a),), (len(batch) + shape.trans_b,))
+        epilogue = dict(self.linear, bias=True) if self.activation is not None else {}
+        return jax_streamk.plan(a, b, (contract, (batch, batch)), precision=self.precision, **epilogue)
+
+    def functions(self, shape):
+        """Functions of the operands by side."""
+
+        def stored(function):
+            def call(a, b, *others):
+                a, b = (x.mT if transposed else x for x, transposed in ((a, shape.trans_a), (b, shape.trans_b)))
+                return function(a, b, *others, precision=self.precision)
+
+            return call
+
+        if self.activation is None:
+            return {XLA: stored(jnp.matmul), OURS: stored(jax_streamk.matmul)}
+        activation = ACTIVATIONS[self.linear["activation"]]
+        return {
+            XLA: stored(lambda x, w, bias, precision: activation(jnp.matmul(x, w, precision=precision) + bias)),
+            OURS: stored(functools.partial(jax_streamk.linear, **self.linear)),
+            OUR_MATMUL: stored(lambda x, w, bias, precision: jax_streamk.matmul(x, w, precision=precision)),
+        }
+
+
+def jax_programs(function, operands, in_program):
+    """``Program``s by measure; the calls of the last two are the first ``in_program`` of the operands'."""
+    one, linked = jax.jit(function), chain(function)
+    several = jax.jit(lambda products: [function(*xs) for xs in products])
+    few = operands[:in_program]
+    return {
+        "device": Program(lambda: [one(*xs) for xs in operands], jax.block_until_ready, len(operands)),
+        "dependent": Program(lambda: linked(few), jax.block_until_ready, len(few)),
+        "independent": Program(lambda: several(few), jax.block_until_ready, len(few)),
+    }
+
+
+def chain(function):
+    """A jitted function that calls ``function`` on operands one after another, each call waiting for the result of the one before.
+
+    One array is the smaller operand of all calls, and between two of them one element of the last result is written into it, in place.
+    It is the same little kernel whatever ``function`` is, and barriers keep XLA from merging it with what is around.
+    """
+
+    @jax.jit
+    def run(products):
+        link = min((0, 1), key=lambda i: products[0][i].size)
+        linked, outs = products[0][link], []
+        for operands in products:
+            operands = (*operands[:link], linked, *operands[link + 1 :])
+            outs.append(lax.optimization_barrier(function(*operands)))
+            element = outs[-1][(slice(0, 1),) * linked.ndim].astype(linked.dtype)
+            linked = lax.optimization_barrier(lax.dynamic_update_slice(linked, element, (0,) * linked.ndim))
+        return outs
+
+    return run
+
+
+def link_program():
+    """The ``Program`` of what ``chain`` adds to its calls, without them."""
+    products = [(jnp.zeros((8, 8)), jnp.ones((8, 8)))] * 64
+    return jax_programs(lambda a, b: b, products, len(products))["dependent"]
+
+
+def peers(task):
+    """(builders of programs by name, reasons by name of those that are not here)."""
+    gpu = jax.default_backend() == "gpu"
+    here, absent = {}, {}
+    for name, module, build, hopper in (("cuBLAS by torch", "torch", torch_programs, False), ("Pallas Mosaic GPU", "absl", pallas_programs, True)):
+        if task.activation is not None:
+            absent[name] = "plain products only"
+        elif not gpu:
+            absent[name] = "needs a GPU"
+        elif hopper and device_of(None).arch != 90:
+            absent[name] = "needs a Hopper GPU"
+        elif importlib.util.find_spec(module) is None:
+            absent[name] = f"needs the package {module}"
+        else:
+            here[name] = functools.partial(build, task)
+    return here, absent
+
+
+def torch_programs(task, shape, operands, in_program):
+    import torch
+
+    # What XLA's default is to a product of float32 is "high" to torch: TF32.
+    torch.set_float32_matmul_precision("high" if task.precision is None else "highest")
+    products = [tuple(map(torch.from_dlpack, xs)) for xs in operands]
+
+    def multiply(a, b):
+        return torch.matmul(a.mT if shape.trans_a else a, b.mT if shape.trans_b else b)
+
+    def independent():
+        for a, b in products[:in_program]:
+            multiply(a, b)
+
+    link = min((0, 1), key=lambda i: products[0][i].numel())
+    linked = products[0][link].clone()
+
+    def dependent():
+        for xs in products[:in_program]:
+            out = multiply(*(linked if i == link else x for i, x in enumerate(xs)))
+            linked.view(-1)[:1].copy_(out.view(-1)[:1])
+
+    def captured(body):
+        body()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            body()
+        return Program(graph.replay, wait, min(in_program, len(products)))
+
+    def wait(_):
+        torch.cuda.synchronize()
+
+    return {
+        "device": Program(lambda: [multiply(*xs) for xs in products], wait, len(products)),
+        "dependent": captured(dependent),
+        "independent": captured(independent),
+    }
+
+
+def pallas_programs(task, shape, operands, in_program):
+    """Programs of the fastest of some configurations that can run the shape."""
+    from jax.experimental.pallas.ops.gpu import hopper_matmul_mgpu as mgpu
+
+    if shape.trans_a or shape.trans_b or shape.batch > 1 or task.dtype not in ("bfloat16", "float16"):
+        raise ValueError("row-major products of bfloat16 or float16 without a batch only")
+    # From JAX 0.10 on it takes an array to add.
+    none = {"c": None} if "c" in inspect.signature(mgpu.matmul).parameters else {}
+    best = None
+    for rows, columns, wide in itertools.product((128, 64), (128, 64), mgpu.MatmulDimension):
+        across = wide == mgpu.MatmulDimension.N
+        if shape.m % (rows * (1 + (not across))) or shape.n % (columns * (1 + across)) or shape.k % 64:
+            continue
+        config = mgpu.TuningConfig(rows, columns, 64, 4, grid_tile_width=8, wg_dimension=wide)
+        programs = jax_programs(lambda a, b, config=config: mgpu.matmul(a, b, config=config, **none), operands, in_program)
+        programs["device"].wait(programs["device"].run())
+        time = wall_sample(programs["device"])
+        if best is None or time < best[0]:
+            best = time, programs
+    if best is None:
+        raise ValueError("its tiles divide no such shape: m and n must be multiples of 64 or 128, and k of 64")
+    return best[1]

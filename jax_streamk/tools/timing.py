@@ -1,0 +1,87 @@
+"""How long a call takes: on the device, by a profile of all that the device did, and on the wall."""
+
+import dataclasses
+import pathlib
+import tempfile
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+# Every event of XLA's CUPTI tracer that is a kernel, a copy or a memset has one of these, and no other event (overhead, markers) has.
+# Those inside a CUDA graph are traced one by one, unless the profiler's gpu_enable_cupti_activity_graph_trace is set.
+_DETAILS = {"kernel_details", "memcpy_details", "memset_details"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """``wait(run())`` makes so many calls. ``run`` returns early where the device works on its own."""
+
+    run: Callable
+    wait: Callable
+    calls: int
+
+
+def device_work(profile):
+    """What GPUs did in a ``jax.profiler.ProfileData``: (start in ns, duration in ns, name) of each kernel, copy and memset, by start."""
+    return sorted(
+        (event.start_ns, event.duration_ns, event.name)
+        for plane in profile.planes
+        if plane.name.startswith("/device:GPU:")
+        for line in plane.lines
+        for event in line.events
+        if any(name.lower() in _DETAILS for name, _ in event.stats)
+    )
+
+
+def per_call(work, calls):
+    """Microseconds of each of ``calls`` equal calls that did this work one after another; their mean where it does not divide."""
+    size, rest = divmod(len(work), calls)
+    if rest:
+        return [sum(duration for _, duration, _ in work) / calls / 1e3]
+    return [sum(duration for _, duration, _ in work[i * size : (i + 1) * size]) / 1e3 for i in range(calls)]
+
+
+def profile(run):
+    """The ``jax.profiler.ProfileData`` of ``run()``, of devices only."""
+    options = jax.profiler.ProfileOptions()
+    options.host_tracer_level = options.python_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            run()
+        (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
+        return jax.profiler.ProfileData.from_file(str(path))
+
+
+def device_samples(program, least=20):
+    """(microseconds on the device of each call of at least so many, names of what ran there).
+
+    Raises:
+      RuntimeError: the profile has nothing of a GPU.
+    """
+    repeats = -(-least // program.calls)
+    work = device_work(profile(lambda: program.wait([program.run() for _ in range(repeats)])))
+    if not work:
+        raise RuntimeError("the profile has no kernel of a GPU: CUPTI is missing, or another profiler has it")
+    return per_call(work, repeats * program.calls), sorted({name for _, _, name in work})
+
+
+def wall_sample(program, least=0.01):
+    """Microseconds a call of the wall's time, the program being started over and over for at least so many seconds."""
+    seconds = _wall(program, 1)
+    return _wall(program, max(1, round(least / seconds))) / program.calls * 1e6
+
+
+def _wall(program, repeats):
+    start = time.perf_counter()
+    for _ in range(repeats):
+        out = program.run()
+    program.wait(out)
+    return (time.perf_counter() - start) / repeats
+
+
+def summary(samples):
+    """Median, quartiles and number of samples in microseconds, as results store them."""
+    low, median, high = np.percentile(samples, [25, 50, 75])
+    return dict(median_us=float(median), quartiles_us=[float(low), float(high)], samples=len(samples))
