@@ -1,29 +1,27 @@
 """``python -m jax_streamk bench``: every shape side by side with XLA's default, in one process, on the same operands."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
-import json
 import math
 import os
 import pathlib
 import platform
+import shutil
 import subprocess
 import sys
 import time
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import jax_streamk
 from jax_streamk.device import device_of
 from jax_streamk.epilogue import ACTIVATIONS
-from jax_streamk.tools import shapes, sides, timing
+from jax_streamk.tools import results, shapes, sides, timing
 
-FORMAT = "jax_streamk bench 1"
-LOSS = 0.95  # what a ratio below is counted as
 # Of the largest entry: what rounding, TF32 against float32 included, stays far below, and a wrong sum does not.
 GROSS_ERROR = {"bfloat16": 0.02, "float16": 0.02, "float32": 0.01, "float64": 1e-9}
 ROTATED_BYTES = 220e6  # of operands between two uses of one on a GPU, so that its L2 cache is cold
@@ -41,7 +39,8 @@ def add_arguments(parser):
     parser.add_argument("--precision", choices=["default", "high", "highest"], default="default", help="of products of float32")
     activations = ["none", *filter(None, ACTIVATIONS)]
     parser.add_argument("--linear", choices=activations, metavar="ACTIVATION", help=f"linear layers with a bias: {', '.join(activations)}")
-    parser.add_argument("--measure", nargs="+", choices=sides.MEASURES, default=list(sides.MEASURES), help="; ".join(map(": ".join, sides.MEASURES.items())))
+    kinds = "; ".join(map(": ".join, sides.MEASURES.items()))
+    parser.add_argument("--measure", action="append", choices=sides.MEASURES, help=f"may be given several times; all without it. {kinds}")
     parser.add_argument("--rounds", type=_positive, default=2, help="in each, the sides are timed in order and in reverse (%(default)s)")
     parser.add_argument("--no-peers", action="store_true", help="XLA only, not other libraries that are installed")
     parser.add_argument("--limit", type=float, default=math.inf, metavar="SECONDS", help="after which no new shape is begun")
@@ -66,29 +65,27 @@ def run(arguments):
     from jax_streamk.tools import report
 
     if arguments.result:
-        result = load(arguments.result, arguments.error)
+        result = _load(arguments.result, arguments.error)
     else:
         result = measure_all(arguments, report)
     report.show(result)
     if arguments.plot:
         from jax_streamk.tools import plots
 
-        for path in plots.write(result, arguments.plot):
-            print("wrote", path)
+        try:
+            paths = plots.write(result, arguments.plot)
+        except (OSError, ValueError) as error:
+            raise SystemExit(f"--plot {arguments.plot}: {error}") from None
+        print("wrote", *paths)
     if any(side.get("wrong") or (name == sides.OURS and "error" in side) for row in result["rows"] for name, side in row["sides"].items()):
         raise SystemExit(1)
 
 
-def load(path, error):
+def _load(path, error):
     try:
-        result = json.loads(pathlib.Path(path).read_text())
-    except OSError as reason:
-        error(f"cannot read {path}: {reason}")
-    except ValueError as reason:
-        error(f"{path} is not JSON: {reason}")
-    if not isinstance(result, dict) or result.get("format") != FORMAT:
-        error(f"{path} is not a result of bench: its format is not {FORMAT!r}")
-    return result
+        return results.load(path)
+    except (OSError, ValueError) as reason:
+        error(str(reason))
 
 
 def measure_all(arguments, report):
@@ -105,35 +102,36 @@ def measure_all(arguments, report):
     precision = None if arguments.precision == "default" else arguments.precision
     task = sides.Task(arguments.dtype, precision, arguments.linear)
     gpu = jax.default_backend() == "gpu"
-    measures, notes = [name for name in sides.MEASURES if name in arguments.measure], []
+    measures, notes = [name for name in sides.MEASURES if name in (arguments.measure or sides.MEASURES)], []
     link = sides.link_program()
     if "device" in measures and (why := "a CPU has no profile of kernels" if not gpu else _no_profile(link)):
         measures.remove("device")
         notes.append(f"no device times: {why}")
     if not measures:
-        arguments.error(f"--measure {' '.join(arguments.measure)}: {'; '.join(notes)}")
+        arguments.error(f"--measure {' '.join(arguments.measure)}: {notes[0]}")
     builders, absent = ({}, {}) if arguments.no_peers else sides.peers(task)
     notes += [f"not measured: {name}: {why}" for name, why in absent.items()]
     result = dict(
-        format=FORMAT, date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), command=_command(), machine=_machine(),
+        format=results.FORMAT, date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), command=_command(), machine=_machine(),
         task=dataclasses.asdict(task), measures=measures, rounds=arguments.rounds, notes=notes, limits={}, link_us=None, rows=[],
     )  # fmt: skip
     if arguments.out and arguments.out.exists():
         if not arguments.resume:
             arguments.error(f"--out {arguments.out} exists; --resume goes on with it")
-        before = load(arguments.out, arguments.error)
+        before = _load(arguments.out, arguments.error)
         for key in ("machine", "task", "measures", "rounds"):
             if _settings(before[key]) != _settings(result[key]):
                 arguments.error(f"--resume: {key} of {arguments.out} is {before[key]}, and now {result[key]}")
         result = before | dict(command=f"{before['command']}; {result['command']}")
         result.pop("stopped", None)
-    save = functools.partial(_save, result, arguments.out)
+    save = functools.partial(results.save, result, arguments.out) if arguments.out else lambda: None
     try:
         save()
     except OSError as error:
         arguments.error(f"--out {arguments.out}: cannot write it: {error}")
-    if not result["limits"]:
-        result["limits"], result["link_us"] = _limits(task.dtype, gpu), timing.wall_sample(_warm(link))
+    if result["link_us"] is None:
+        result["link_us"] = timing.wall_sample(_warm(link))
+        result["limits"] = _limits(task.dtype) if gpu else {}
     done = {_key(row) for row in result["rows"]}
     todo = [shape for shape in todo if _key(dataclasses.asdict(shape)) not in done]
     started, interrupted = time.monotonic(), False
@@ -163,24 +161,15 @@ def _settings(value):
     return {key: x for key, x in value.items() if key != "load_average"} if isinstance(value, dict) else value
 
 
-def _save(result, path):
-    if path is None:
-        return
-    result["summary"] = summary(result)
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(result, indent=1) + "\n")
-    os.replace(part, path)
-
-
 def measure(task, shape, peers, measures, rounds, gpu):
     """The row of a shape in a result."""
     size, least = task.bytes(shape), 2
     count = max(least, min(MOST_CALLS, math.ceil(ROTATED_BYTES / size))) if gpu else least
     in_program = min(max(count, 8 if gpu else least), MOST_CALLS_IN_PROGRAM)
-    operands = task.operands(shape, max(count, in_program))
+    operands = jax.block_until_ready(task.operands(shape, max(count, in_program)))
     plan = task.plan(shape)
     row = dataclasses.asdict(shape) | dict(
-        bytes=size, flops=2 * shape.batch * shape.m * shape.n * shape.k, rotated_bytes=size * len(operands), calls_in_program=in_program,
+        bytes=size, flops=2 * shape.batch * shape.m * shape.n * shape.k, rotated_bytes=size * in_program, calls_in_program=in_program,
         plan=dict(
             kernel=plan.kernel, schedule=str(plan.schedule), raster=plan.raster, swizzle=plan.swizzle,
             workspace_bytes=plan.workspace_bytes, estimate_us=plan.microseconds, reason=plan.reasons[0],
@@ -198,11 +187,13 @@ def measure(task, shape, peers, measures, rounds, gpu):
             built = build(operands, in_program)
             for each in measures:
                 _warm(built[each])
-            first = jnp.from_dlpack(built["device"].run()[0])
+            outs = built["device"].run()
+            built["device"].wait(outs)
+            first = jnp.from_dlpack(outs[0])
             reference = first if name == sides.XLA else reference
-            if name != sides.OUR_MATMUL and reference is not None:
+            if name not in (sides.XLA, sides.OUR_MATMUL) and reference is not None:
                 difference = _difference(first, reference)
-                side |= dict(max_difference=difference, wrong=not difference <= GROSS_ERROR[task.dtype])
+                side |= dict(max_difference=difference, wrong=difference is None or difference > GROSS_ERROR[task.dtype])
             programs[name] = built
     samples = {name: {each: [] for each in measures} for name in programs}
     for each in measures:
@@ -230,20 +221,13 @@ def measure(task, shape, peers, measures, rounds, gpu):
     return row
 
 
-class _recorded:
-    """Leaves what is raised inside in ``side`` as its error: a side that cannot run a shape must not end the measurement."""
-
-    def __init__(self, side):
-        self.side = side
-
-    def __enter__(self):
-        pass
-
-    def __exit__(self, kind, error, _):
-        if not isinstance(error, Exception):
-            return False
-        self.side["error"] = f"{kind.__name__}: {error}".split("\n")[0][:300]
-        return True
+@contextlib.contextmanager
+def _recorded(side):
+    """Leaves what is raised inside as the error of ``side``: one that cannot run a shape must not end the measurement."""
+    try:
+        yield
+    except Exception as error:
+        side["error"] = f"{type(error).__name__}: {error}".split("\n")[0][:300]
 
 
 def _warm(program):
@@ -258,24 +242,9 @@ def _relative_difference(x, y):
 
 
 def _difference(x, y):
-    """Largest of the absolute differences over the largest entry; nan where the result is not finite."""
-    return float(_relative_difference(x, y))
-
-
-def summary(result):
-    """By side, against XLA: geometric mean of the ratios of all shapes by measure, and how many are below LOSS or failed."""
-    names = dict.fromkeys(name for row in result["rows"] for name in row["sides"] if name != sides.XLA)
-    out = {}
-    for name in names:
-        rows = [row["sides"][name] for row in result["rows"] if name in row["sides"]]
-        ratios = [side["ratio"] for side in rows if "ratio" in side]
-        out[name] = dict(
-            shapes=len(rows), failed=sum("error" in side for side in rows), wrong=sum(side.get("wrong", False) for side in rows),
-            fallbacks=sum(side.get("fallback", False) for side in rows),
-            geomean={each: float(np.exp(np.mean([math.log(r[each]) for r in ratios]))) for each in result["measures"] if ratios},
-            losses={each: sum(r[each] < LOSS for r in ratios) for each in result["measures"]},
-        )  # fmt: skip
-    return out
+    """Largest of the absolute differences over the largest entry of y; None where it is not finite."""
+    difference = float(_relative_difference(x, y))
+    return difference if math.isfinite(difference) else None
 
 
 def _no_profile(program):
@@ -286,14 +255,12 @@ def _no_profile(program):
         return str(error)
 
 
-def _limits(dtype, gpu):
-    """What the machine reaches: bytes per second of an elementwise function, read and written, and FLOP per second of XLA's large square."""
-    x = jnp.ones(1 << (28 if gpu else 24), jnp.uint8)
-    size = 8192 if gpu else 1024
-    a, b = sides.Task(dtype).operands(shapes.Shape(size, size, size), 1)[0]
+def _limits(dtype):
+    """What a GPU reaches: bytes per second read and written by an elementwise function, and FLOP per second of XLA's large square."""
+    x, size = jnp.ones(1 << 26), 8192
     stream, square = (
         timing.wall_sample(_warm(sides.jax_programs(function, [operands], 1)["device"]), 0.1)
-        for function, operands in ((jnp.invert, (x,)), (jnp.matmul, (a, b)))
+        for function, operands in ((jnp.negative, (x,)), (jnp.matmul, sides.Task(dtype).operands(shapes.Shape(size, size, size), 1)[0]))
     )
     return dict(bytes_per_s=2 * x.nbytes / stream * 1e6, flops_per_s=2 * size**3 / square * 1e6)
 
@@ -303,7 +270,7 @@ def _command():
 
 
 def _machine():
-    device = jax.config.jax_default_device or jax.devices()[0]
+    (device,) = jnp.zeros(()).devices()
     planned = device_of(device)
     out = dict(
         platform=planned.platform, arch=planned.arch, sms=planned.sms, kernels=len(jax_streamk.kernels()), python=platform.python_version(),
@@ -313,6 +280,6 @@ def _machine():
         with open("/proc/cpuinfo") as file:
             names = [line.split(":")[1].strip() for line in file if line.startswith("model name")]
         return out | dict(device=names[0] if names else platform.machine(), load_average=os.getloadavg()[0])
-    query = ["nvidia-smi", f"--id={device.local_hardware_id}", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(query, capture_output=True, text=True).stdout.strip()
-    return out | dict(device=device.device_kind, driver=driver, runtime=" ".join(device.client.platform_version.split()))
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(query, capture_output=True, text=True).stdout.split() if shutil.which(query[0]) else []
+    return out | dict(device=device.device_kind, driver="".join(driver[:1]), runtime=" ".join(device.client.platform_version.split()))

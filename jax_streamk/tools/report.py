@@ -2,12 +2,14 @@
 
 import contextlib
 import io
+import math
 
 from rich import box
 from rich.console import Console, Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from jax_streamk.tools.results import LOSS, summary
 from jax_streamk.tools.sides import MEASURES, OURS, XLA
 
 WIDE = 170
@@ -22,25 +24,21 @@ def progress(todo):
 
         def advance(result):
             row, each = result["rows"][-1], result["measures"][0]
-            ratio, mean = (of.get(each) for of in (row["sides"][OURS].get("ratio", {}), result_mean(result)))
-            text = "failed" if ratio is None else f"{ratio:.2f}"
-            bar.update(task, advance=1, description=f"{row['m']} x {row['n']} x {row['k']}: {text}" + f", mean {mean:.3f}" * (mean is not None))
+            ratio, mean = row["sides"][OURS].get("ratio", {}).get(each), summary(result)[OURS]["geomean"].get(each)
+            text = "failed" if ratio is None else f"{ratio:.2f}, mean {mean:.3f}"
+            bar.update(task, advance=1, description=f"{_extents(row)}: {text}")
 
         yield advance
-
-
-def result_mean(result):
-    return result.get("summary", {}).get(OURS, {}).get("geomean", {})
 
 
 def show(result):
     console = Console()
     if not console.is_terminal:
         console.width = WIDE
-    console.print(*_head(result), sep="\n", highlight=False, soft_wrap=True)
+    console.print(*_head(result), sep="\n", highlight=False, markup=False, soft_wrap=True)
     console.print(Group(_table(result, box.SIMPLE_HEAD), _summary(result, box.SIMPLE_HEAD)))
     for line in _tail(result):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def markdown(result):
@@ -48,9 +46,9 @@ def markdown(result):
     file = io.StringIO()
     console = Console(file=file, width=400, color_system=None)
     head = _head(result)
-    console.print(f"# {head[0]}", "", *head[1:], sep="\n", highlight=False, soft_wrap=True)
+    console.print(f"# {head[0]}", "", *head[1:], sep="\n", highlight=False, markup=False, soft_wrap=True)
     console.print(_summary(result, box.MARKDOWN))
-    console.print(*_tail(result), sep="\n\n", highlight=False, soft_wrap=True)
+    console.print(*_tail(result), sep="\n\n", highlight=False, markup=False, soft_wrap=True)
     console.print(_table(result, box.MARKDOWN))
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
 
@@ -73,7 +71,7 @@ def _tail(result):
     if limits:
         lines.append(
             f"This machine streams {limits['bytes_per_s'] / 1e9:.0f} GB/s (an elementwise function, read and written), and its XLA"
-            f" multiplies {limits['flops_per_s'] / 1e12:.2f} TFLOP/s (a large square)."
+            f" multiplies {limits['flops_per_s'] / 1e12:.1f} TFLOP/s (a large square)."
         )
     if result["link_us"] and "dependent" in result["measures"]:
         lines.append(f"Dependent calls: {result['link_us']:.2f} us of each, on every side, are the kernel that makes them so.")
@@ -82,7 +80,7 @@ def _tail(result):
         lines.append(f"{cool} shapes are so small that less than 200 MB of operands rotate.")
     failures = [f"{_extents(row)}: {name}: {side['error']}" for row in result["rows"] for name, side in row["sides"].items() if "error" in side]
     failures += [
-        f"{_extents(row)}: {name} differs from XLA by {side['max_difference']:.2g} of the largest entry"
+        f"{_extents(row)}: {name} differs from XLA by {side['max_difference'] or math.inf:.2g} of the largest entry"
         for row in result["rows"] for name, side in row["sides"].items() if side.get("wrong")
     ]  # fmt: skip
     lines += [f"FAILED {failure}" for failure in failures]
@@ -92,8 +90,6 @@ def _tail(result):
 
 
 def _summary(result, style):
-    from jax_streamk.tools.bench import LOSS, summary
-
     table = Table(box=style)
     table.add_column("against XLA")
     for column in ("shapes", *(f"{each}: mean" for each in result["measures"]), *(f"{each} < {LOSS}" for each in result["measures"])):
@@ -157,5 +153,5 @@ def _ratio(side, measure, plain):
         return "failed" if "error" in side else ""
     ratio = side["ratio"][measure]
     text = f"{ratio:.2f}" + " (XLA)" * side.get("fallback", False)
-    style = "green" if ratio > 1 / 0.95 else "red" if ratio < 0.95 else ""
+    style = "green" if ratio > 1 / LOSS else "red" if ratio < LOSS else ""
     return text if plain or not style else f"[{style}]{text}[/{style}]"

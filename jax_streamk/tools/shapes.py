@@ -52,7 +52,7 @@ def read(path, column_major=False):
                     shape = dataclasses.replace(shape, m=shape.n, n=shape.m, trans_a=shape.trans_b, trans_b=shape.trans_a)
                 shapes.setdefault(dataclasses.replace(shape, source=""), shape)
         except (csv.Error, UnicodeDecodeError) as error:
-            raise ValueError(f"{path}:{rows.line_num}: not a CSV file: {error}") from None
+            raise ValueError(f"{path}:{rows.line_num + 1}: not a CSV file: {error}") from None
     if not shapes:
         raise ValueError(f"{path}: no shape in it")
     return list(shapes.values())

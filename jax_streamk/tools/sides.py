@@ -111,8 +111,11 @@ def jax_programs(function, operands, in_program):
 def chain(function):
     """A jitted function that calls ``function`` on operands one after another, each call waiting for the result of the one before.
 
-    One array is the smaller operand of all calls, and between two of them one element of the last result is written into it, in place.
-    It is the same little kernel whatever ``function`` is, and barriers keep XLA from merging it with what is around.
+    One array is the smaller operand of all calls, and after each of them one element of its result is written into it, in place: a
+    little kernel that is the same whatever ``function`` is, since barriers keep XLA from merging it with what is around.
+
+    Returns:
+      The results and the array.
     """
 
     @jax.jit
@@ -124,7 +127,7 @@ def chain(function):
             outs.append(lax.optimization_barrier(function(*operands)))
             element = outs[-1][(slice(0, 1),) * linked.ndim].astype(linked.dtype)
             linked = lax.optimization_barrier(lax.dynamic_update_slice(linked, element, (0,) * linked.ndim))
-        return outs
+        return outs, linked
 
     return run
 
@@ -132,7 +135,8 @@ def chain(function):
 def link_program():
     """The ``Program`` of what ``chain`` adds to its calls, without them."""
     products = [(jnp.zeros((8, 8)), jnp.ones((8, 8)))] * 64
-    return jax_programs(lambda a, b: b, products, len(products))["dependent"]
+    links = jax.jit(lambda products: chain(lambda a, b: b)(products)[1])
+    return Program(lambda: links(products), jax.block_until_ready, len(products))
 
 
 def peers(task):

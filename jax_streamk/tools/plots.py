@@ -1,0 +1,121 @@
+"""Plots of a result: a roofline, and the ratios of all shapes in order. SVG and PNG."""
+
+import matplotlib
+
+matplotlib.use("agg")
+import matplotlib.pyplot as plt
+import numpy as np
+
+from jax_streamk.tools.results import LOSS, summary
+from jax_streamk.tools.sides import OURS, XLA
+
+# Told apart by form, and by colors that color-blind readers tell apart too.
+_STYLES = {
+    "faster": dict(color="#0072b2", marker="^"),
+    f"within {1 - LOSS:.0%}": dict(color="#737373", marker="o"),
+    "slower": dict(color="#d55e00", marker="v"),
+    "left to XLA": dict(color="#737373", marker="s", facecolors="none"),
+}
+_LABELLED = 40  # shapes at most have their names on the axis
+
+
+def write(result, folder):
+    """Writes roofline and ratio of a result as SVG and PNG into a folder, and returns their paths.
+
+    Raises:
+      OSError: the folder cannot be made or written to.
+      ValueError: no shape has a ratio.
+    """
+    rows = [row for row in result["rows"] if "ratio" in row["sides"].get(OURS, {})]
+    if not rows:
+        raise ValueError("no shape was measured")
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    with plt.rc_context({"svg.hashsalt": "jax_streamk", "axes.spines.top": False, "axes.spines.right": False, "font.size": 10}):
+        for name, draw in dict(roofline=_roofline, ratio=_ratio).items():
+            figure = draw(result, rows)
+            for kind, metadata in (("svg", {"Date": None}), ("png", {})):
+                paths.append(folder / f"{name}.{kind}")
+                figure.savefig(paths[-1], dpi=160, metadata=metadata)
+            plt.close(figure)
+    return paths
+
+
+def _kind(row, measure):
+    side = row["sides"][OURS]
+    ratio = side["ratio"][measure]
+    faster, even, slower, left = _STYLES
+    return left if side.get("fallback") else faster if ratio > 1 / LOSS else slower if ratio < LOSS else even
+
+
+def _title(result, text):
+    return f"{text}\n{result['task']['dtype']}, {result['machine']['device']}, jax {result['machine']['jax']}, {result['date'][:10]}"
+
+
+def _roofline(result, rows):
+    measure, figure = result["measures"][0], plt.figure(figsize=(8, 6), layout="constrained")
+    axes = figure.add_subplot(xscale="log", yscale="log")
+    intensity = np.array([row["flops"] / row["bytes"] for row in rows])
+    speed = {
+        side: np.array([row["flops"] / row["sides"].get(side, {}).get(measure, {}).get("median_us", np.nan) / 1e6 for row in rows])
+        for side in (XLA, OURS)
+    }
+    speed[OURS] = np.where(np.isnan(speed[OURS]), speed[XLA], speed[OURS])
+    axes.vlines(intensity, speed[XLA], speed[OURS], color="#bbbbbb", linewidth=0.8, zorder=1)
+    axes.scatter(intensity, speed[XLA], marker="_", color="#111111", s=60, linewidth=1.2, label="XLA", zorder=2)
+    kinds = np.array([_kind(row, measure) for row in rows])
+    for kind, style in _STYLES.items():
+        at = kinds == kind
+        if at.any():
+            axes.scatter(intensity[at], speed[OURS][at], s=34 if len(rows) <= _LABELLED else 14, label=f"jax_streamk, {kind} ({at.sum()})", zorder=3, **style)
+    limits = result["limits"]
+    fastest = np.fmax(speed[XLA], speed[OURS])
+    memory = limits.get("bytes_per_s", np.nanmax(fastest / intensity) * 1e12) / 1e12
+    compute = limits.get("flops_per_s", np.nanmax(fastest) * 1e12) / 1e12
+    word = "measured limit" if limits else "fastest here"
+    xs = np.geomspace(intensity.min() / 1.5, max(intensity.max(), compute / memory) * 1.5, 300)
+    roof = f"{word}: {memory * 1e3:,.0f} GB/s, {compute:,.{0 if compute > 10 else 2}f} TFLOP/s"
+    axes.plot(xs, np.minimum(memory * xs, compute), color="#009e73", linewidth=1.2, label=roof, zorder=0)
+    axes.set(xlabel="FLOP per byte of operands and result", ylabel="TFLOP/s", title=_title(result, f"Speed beside XLA, {measure} time"))
+    axes.grid(alpha=0.25, which="major")
+    figure.legend(loc="outside lower center", ncols=3, fontsize=9)
+    return figure
+
+
+def _ratio(result, rows):
+    measure, *others = result["measures"]
+    rows = sorted(rows, key=lambda row: row["sides"][OURS]["ratio"][measure])
+    named = len(rows) <= _LABELLED
+    figure = plt.figure(figsize=(min(14, max(8, 0.3 * len(rows))), 6.5 if named else 5.5), layout="constrained")
+    axes = figure.add_subplot(yscale="log")
+    ratios = {each: np.array([row["sides"][OURS]["ratio"][each] for row in rows]) for each in result["measures"]}
+    at, kinds = np.arange(len(rows)), np.array([_kind(row, measure) for row in rows])
+    axes.axhspan(LOSS, 1 / LOSS, color="#000000", alpha=0.06, linewidth=0)
+    axes.axhline(1, color="#111111", linewidth=0.8)
+    mean = summary(result)[OURS]["geomean"]
+    size = 34 if named else 10
+    for each, marker in zip(others, "x+"):
+        axes.scatter(at, ratios[each], s=size * 0.65, color="#b3a1c9", marker=marker, linewidth=1, label=f"{each} (mean {mean[each]:.3f})", zorder=2)
+    for kind, style in _STYLES.items():
+        chosen = kinds == kind
+        if chosen.any():
+            if named:
+                axes.vlines(at[chosen], 1, ratios[measure][chosen], color=style["color"], linewidth=1.2, alpha=0.6, zorder=1)
+            axes.scatter(at[chosen], ratios[measure][chosen], s=size, label=f"{measure}, {kind} ({chosen.sum()})", zorder=3, **style)
+    axes.axhline(mean[measure], color="#0072b2", linewidth=1, linestyle="--", label=f"{measure}: geometric mean {mean[measure]:.3f}")
+    low, high = min(0.9, *(r.min() for r in ratios.values())) / 1.05, max(1.1, *(r.max() for r in ratios.values())) * 1.05
+    ticks = [tick for tick in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 4, 6, 8, 10) if low <= tick <= high]
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.yaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+    axes.set_ylim(low, high)
+    axes.set_xlim(-0.8, len(rows) - 0.2)
+    axes.set(ylabel="XLA's time over ours (above 1: we are faster)", title=_title(result, "Ratio to XLA, shape by shape"))
+    if named:
+        names = [" x ".join(str(row[name]) for name in "mnk") for row in rows]
+        axes.set_xticks(at, names, rotation=60, ha="right", rotation_mode="anchor", fontsize=8)
+        axes.set_xlabel("m x n x k, by ratio")
+    else:
+        axes.set_xlabel(f"{len(rows)} shapes, by ratio")
+    axes.grid(alpha=0.25, axis="y")
+    figure.legend(loc="outside lower center", ncols=3, fontsize=9)
+    return figure

@@ -1,0 +1,52 @@
+"""What bench measured: its file, and its ratios in sum."""
+
+import json
+import math
+import os
+import pathlib
+
+from jax_streamk.tools.sides import XLA
+
+FORMAT = "jax_streamk bench 1"
+LOSS = 0.95  # ratios below count as losses
+
+
+def load(path):
+    """The result in a file.
+
+    Raises:
+      OSError: it cannot be read.
+      ValueError: it is no result of bench.
+    """
+    try:
+        result = json.loads(pathlib.Path(path).read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(result, dict) or result.get("format") != FORMAT:
+        raise ValueError(f"{path} is not a result of bench: its format is not {FORMAT!r}")
+    return result
+
+
+def save(result, path):
+    """Writes the file at once or not at all."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(result | dict(summary=summary(result)), indent=1) + "\n")
+    os.replace(part, path)
+
+
+def summary(result):
+    """By side, against XLA: geometric means of the ratios by measure, and how many shapes are losses, XLA's own, failed, or wrong."""
+    out = {}
+    for name in dict.fromkeys(name for row in result["rows"] for name in row["sides"] if name != XLA):
+        rows = [row["sides"][name] for row in result["rows"] if name in row["sides"]]
+        ratios = [side["ratio"] for side in rows if "ratio" in side]
+        out[name] = dict(
+            shapes=len(rows),
+            geomean={each: math.exp(sum(math.log(r[each]) for r in ratios) / len(ratios)) for each in result["measures"] if ratios},
+            losses={each: sum(r[each] < LOSS for r in ratios) for each in result["measures"]},
+            **{count: sum(key in side and bool(side[key]) for side in rows) for count, key in _COUNTS.items()},
+        )
+    return out
+
+
+_COUNTS = {"fallbacks": "fallback", "failed": "error", "wrong": "wrong"}
