@@ -1,0 +1,333 @@
+"""``python -m jax_streamk bench``: what it measures, writes and refuses, and the parts that need no clock."""
+
+import collections
+import importlib.util
+import json
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_streamk
+from jax_streamk import __main__ as command
+from jax_streamk.tools import bench, results, shapes, sides, timing
+
+SHAPES = "m,n,k,trans_a,trans_b,batch\n16,48,64,0,0,1\n64,64,4096,1,0,1\n33,17,129,0,1,1\n8,16,24,0,0,3\n"
+
+
+def run(tmp_path, *arguments):
+    process = [sys.executable, "-m", "jax_streamk", "bench", *map(str, arguments)]
+    return subprocess.run(process, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+
+
+def here(monkeypatch, *arguments):
+    """Runs the command in this process."""
+    monkeypatch.setattr(sys, "argv", ["jax_streamk", "bench", *map(str, arguments)])
+    command.main()
+
+
+def refused(monkeypatch, capsys, *arguments):
+    """What the command says as it refuses its arguments."""
+    with pytest.raises(SystemExit) as end:
+        here(monkeypatch, *arguments)
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+def wall_measures():
+    return [each for each in sides.MEASURES if each != "device" or jax.default_backend() == "gpu"]
+
+
+def test_bench_writes_what_it_measured(tmp_path):
+    (tmp_path / "shapes.csv").write_text(SHAPES)
+    done = run(tmp_path, "shapes.csv", "--dtype", "float32", "--rounds", 1, "--out", "out.json", "--plot", "plots")
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["measures"] == wall_measures()
+    assert result["machine"]["jax"] == jax.__version__ and result["machine"]["device"] and "bench shapes.csv" in result["command"]
+    wanted = shapes.read(tmp_path / "shapes.csv")
+    assert [(row["m"], row["n"], row["k"], row["batch"]) for row in result["rows"]] == [(s.m, s.n, s.k, s.batch) for s in wanted]
+    for row, shape in zip(result["rows"], wanted):
+        xla, ours = row["sides"][sides.XLA], row["sides"][sides.OURS]
+        for each in result["measures"]:
+            low, high = ours[each]["quartiles_us"]
+            assert 0 < low <= ours[each]["median_us"] <= high
+            assert ours["ratio"][each] == xla[each]["median_us"] / ours[each]["median_us"]
+        assert ours["max_difference"] < 1e-5 and not ours["wrong"]
+        assert row["plan"]["kernel"] == sides.Task("float32").plan(shape).kernel
+        assert row["flops"] == 2 * shape.batch * shape.m * shape.n * shape.k
+        assert row["bytes"] == 4 * shape.batch * (shape.m * shape.k + shape.k * shape.n + shape.m * shape.n)
+    of, first = result["summary"][sides.OURS], result["measures"][0]
+    ratios = [row["sides"][sides.OURS]["ratio"][first] for row in result["rows"]]
+    assert of["geomean"][first] == pytest.approx(np.exp(np.mean(np.log(ratios))))
+    assert of["losses"][first] == sum(ratio < 0.95 for ratio in ratios) and of["shapes"] == 4
+
+    page = (tmp_path / "out.md").read_text()
+    for row in result["rows"]:
+        assert re.search(rf"^\| +{row['m']} \| +{row['n']} \| +{row['k']} \|.*{row['plan']['kernel']}", page, re.MULTILINE)
+        assert row["plan"]["kernel"] in done.stdout
+    assert f"{of['geomean'][first]:.3f}" in page and f"{of['geomean'][first]:.3f}" in done.stdout
+    shown = run(tmp_path, "--from", "out.json", "--plot", "again")
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.split("wrote")[0] == done.stdout.split("wrote")[0]
+    for folder in ("plots", "again"):
+        assert {path.name for path in (tmp_path / folder).iterdir()} == {"roofline.svg", "roofline.png", "ratio.svg", "ratio.png"}
+        for name in ("roofline", "ratio"):
+            assert xml.etree.ElementTree.parse(tmp_path / folder / f"{name}.svg").getroot().tag.endswith("svg")
+            assert (tmp_path / folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_killed_run_is_resumed(tmp_path, monkeypatch, capsys):
+    (tmp_path / "shapes.csv").write_text("m,n,k\n" + "".join(f"{8 * i},32,64\n" for i in range(1, 9)))
+    arguments = ["shapes.csv", "--dtype", "float64", "--rounds", "1", "--out", "out.json"]
+    with subprocess.Popen([sys.executable, "-m", "jax_streamk", "bench", *arguments], cwd=tmp_path, stderr=subprocess.DEVNULL) as process:
+        end = time.monotonic() + 60
+        while (before := read(tmp_path / "out.json")) < 2 and time.monotonic() < end and process.poll() is None:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+    kept = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert 2 <= before <= len(kept) < 8
+
+    monkeypatch.chdir(tmp_path)
+    other = [*arguments, "--dtype", "bfloat16"]
+    assert "out.json exists; --resume" in refused(monkeypatch, capsys, *other)
+    said = refused(monkeypatch, capsys, *other, "--resume")
+    assert "'dtype': 'float64'" in said and "'dtype': 'bfloat16'" in said
+    done = run(tmp_path, *arguments, "--resume")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert rows[: len(kept)] == kept and [row["m"] for row in rows] == [8 * i for i in range(1, 9)]
+    assert all(row["sides"][sides.OURS]["max_difference"] < 1e-14 for row in rows)
+
+
+def read(path):
+    """How many shapes a result that is being written has; it is never half a file."""
+    return len(json.loads(path.read_text())["rows"]) if path.exists() else 0
+
+
+def test_the_limit_ends_a_run(tmp_path, monkeypatch, capsys):
+    (tmp_path / "shapes.csv").write_text(SHAPES)
+    monkeypatch.chdir(tmp_path)
+    here(monkeypatch, "shapes.csv", "--dtype", "float32", "--limit", 0, "--out", "out.json")
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["rows"] == [] and result["stopped"] in capsys.readouterr().out
+    assert "limit of 0 seconds, 4 shapes unmeasured, the first 16 x 48 x 64" in result["stopped"]
+    with pytest.raises(SystemExit, match="no shape was measured"):
+        here(monkeypatch, "--from", "out.json", "--plot", "plots")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "1: the header has no column m, n, k"),
+        ("m,n\n1,2\n", "1: the header has no column k"),
+        ("m,n,k\n1,2,3\n\n4,x,6\n", "4: n is 'x'; it must be a positive integer"),
+        ("m,n,k\n1,2,3\n4,0,6\n", "3: n is '0'; it must be a positive integer"),
+        ("m,n,k\n1,2,-3\n", "2: k is '-3'; it must be a positive integer"),
+        ("m,n,k\n1,2,3.0\n", "2: k is '3.0'; it must be a positive integer"),
+        ("m,n,k\n1,2\n", "2: k is missing"),
+        ("m,n,k,trans_a\n1,2,3,2\n", "2: trans_a is '2'; it must be 0 or 1"),
+        ("m,n,k,batch\n1,2,3,0\n", "2: batch is '0'; it must be a positive integer"),
+        ("m,n,k\n", " no shape in it"),
+        ("m,n,k\n1,2,\xff\n", "1: not a CSV file"),
+    ],
+    ids=["empty", "no-k", "word", "zero", "negative", "fraction", "short-row", "flag", "batch", "header-only", "bytes"],
+)
+def test_bad_files_are_refused_by_line(text, message, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "shapes.csv"
+    path.write_bytes(text.encode("latin1"))
+    monkeypatch.chdir(tmp_path)
+    assert f"shapes.csv:{message}" in refused(monkeypatch, capsys, path, "--out", tmp_path / "out.json")
+    assert not (tmp_path / "out.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "one of the arguments FILE.csv --set --from is required"),
+        (["--set", "nope"], "invalid choice: 'nope'"),
+        (["shapes.csv", "--set", "decode_llm"], "not allowed with argument"),
+        (["shapes.csv", "--dtype", "int8"], "invalid choice: 'int8'"),
+        (["shapes.csv", "--linear", "swish"], "invalid choice: 'swish'"),
+        (["shapes.csv", "--sample", "0"], "invalid _positive value: '0'"),
+        (["absent.csv"], "No such file or directory: 'absent.csv'"),
+        (["shapes.csv", "--out", "absent/out.json"], "--out absent/out.json: cannot write it"),
+        (["shapes.csv", "--resume"], "--resume needs --out"),
+        (["--from", "shapes.csv"], "shapes.csv is not JSON"),
+        (["--from", "foreign.json"], "foreign.json is not a result of bench"),
+    ],
+    ids=lambda value: "-".join(value) or "nothing" if isinstance(value, list) else "",
+)
+def test_bad_arguments_are_refused(arguments, message, tmp_path, monkeypatch, capsys):
+    (tmp_path / "shapes.csv").write_text(SHAPES)
+    (tmp_path / "foreign.json").write_text('{"rows": []}')
+    monkeypatch.chdir(tmp_path)
+    assert message in refused(monkeypatch, capsys, *arguments)
+
+
+def test_missing_packages_are_named(monkeypatch, capsys):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name))
+    assert "needs matplotlib: pip install 'jax-streamk[tools]'" in refused(monkeypatch, capsys, "--from", "x.json", "--plot", "plots")
+
+
+def test_device_times_cannot_be_all_that_is_measured_on_a_cpu(tmp_path, monkeypatch, capsys):
+    if jax.default_backend() == "gpu":
+        pytest.skip("a GPU has device times")
+    (tmp_path / "shapes.csv").write_text(SHAPES)
+    assert "no device times" in refused(monkeypatch, capsys, tmp_path / "shapes.csv", "--measure", "device")
+
+
+def test_transposes_and_column_major_files(tmp_path):
+    (tmp_path / "shapes.csv").write_text("k, m ,n,trans_a,source,trans_b,else\n3,1,2,1,here,0,x\n3,1,2,1,again,0,y\n3,1,2,0,,1,z\n")
+    first, second = shapes.read(tmp_path / "shapes.csv")
+    assert first == shapes.Shape(1, 2, 3, True, False, 1, "here") and second == shapes.Shape(1, 2, 3, False, True)
+    # Column-major D = op(A) op(B) is row-major D^T = op(B)^T op(A)^T.
+    assert shapes.read(tmp_path / "shapes.csv", column_major=True)[0] == shapes.Shape(2, 1, 3, False, True, 1, "here")
+
+
+def test_sets_are_of_their_families():
+    decode, deepbench, streamk, scaling = (shapes.named(name) for name in ("decode_llm", "deepbench_train", "streamk_sample", "strong_scaling"))
+    assert {shape.m for shape in decode} == {1, 2, 4, 8, 16, 32, 64, 128, 200}
+    assert shapes.Shape(1, 6144, 4096, source="Llama-3.1-8B") in decode and shapes.Shape(1, 8192, 7168, source="Llama-3.1-70B") in decode
+    assert shapes.Shape(7133, 1760, 1760, trans_a=True, source="gradient") in deepbench and len(deepbench) == 160
+    assert len(streamk) == 256 and all(128 <= x <= 8192 for shape in streamk for x in (shape.m, shape.n, shape.k))
+    assert sum(x % 8 == 0 for shape in streamk for x in (shape.m, shape.n, shape.k)) > 3 * 192
+    assert all(shape.k >= 4096 and shape.m * shape.n <= 1152**2 for shape in scaling)
+    assert str(streamk[0]) == "632 x 7288 x 4280"  # the draws are the same everywhere
+    assert shapes.sample(streamk, 2) == [streamk[0], streamk[128]] and shapes.sample(streamk, 999) == streamk
+    with pytest.raises(ValueError, match="no set 'nope'; there are decode_llm"):
+        shapes.named("nope")
+
+
+EVENT = 'events {{ metadata_id: {name} offset_ps: {start}000 duration_ps: {duration}000 stats {{ metadata_id: {stat} str_value: "x" }} }}'
+NAMES = {1: "kernel_a", 2: "Memset 2", 3: "MemcpyD2D", 4: "BUFFER_FLUSH", 5: "kernel_b"}
+STATS = {1: "kernel_details", 2: "Memset_details", 3: "memcpy_details", 4: "correlation_id"}
+
+
+def profile_of(*planes):
+    """A profile as XLA's CUPTI tracer writes it, of (name, events of each line); an event is (name, start, duration, stat)."""
+    text = ""
+    for name, *lines in planes:
+        events = [" ".join(EVENT.format(name=n, start=s, duration=d, stat=t) for n, s, d, t in line) for line in lines]
+        text += f'planes {{ name: "{name}" ' + "".join(f'lines {{ id: {i} name: "Stream #{i}" {line} }} ' for i, line in enumerate(events))
+        for kind, table in (("event_metadata", NAMES), ("stat_metadata", STATS)):
+            text += "".join(f'{kind} {{ key: {key} value {{ id: {key} name: "{value}" }} }} ' for key, value in table.items())
+        text += "} "
+    return jax.profiler.ProfileData.from_serialized_xspace(jax.profiler.ProfileData.text_proto_to_serialized_xspace(text))
+
+
+def test_device_time_is_of_kernels_memsets_and_copies():
+    call = [(2, 1000, 500, 2), (1, 2000, 4000, 1), (4, 3000, 9000, 4), (5, 7000, 1000, 1)]
+    again = [(name, start + 20000, 2 * duration, stat) for name, start, duration, stat in call]
+    # The second call's copy is on another stream. What is on the host is launches, whose names are those of kernels.
+    profile = profile_of(("/device:GPU:0", call + again, [(3, 40000, 100, 3), (3, 9000, 100, 3)]), ("/host:CPU", [(1, 0, 70000, 1)]))
+    work = timing.device_work(profile)
+    assert [name for _, _, name in work] == ["Memset 2", "kernel_a", "kernel_b", "MemcpyD2D"] * 2
+    assert timing.per_call(work, 2) == [5.6, 11.1]
+    assert timing.per_call(work[:-1], 2) == [pytest.approx((5.6 + 11.0) / 2)]  # calls that differ have a mean only
+
+
+def test_a_profile_without_a_gpu_is_no_measurement():
+    if jax.default_backend() == "gpu":
+        pytest.skip("a GPU has device times")
+    program = timing.Program(lambda: jnp.ones(8) + 1, jax.block_until_ready, 1)
+    assert timing.device_work(timing.profile(program.run)) == []
+    with pytest.raises(RuntimeError, match="no kernel of a GPU"):
+        timing.device_samples(program)
+
+
+@pytest.mark.gpu
+def test_device_time_has_every_kernel_and_memset():
+    zeros = jax.jit(lambda x: (jnp.zeros(1 << 20), x @ x))
+    x = jnp.ones((256, 256))
+    jax.block_until_ready(zeros(x))
+    samples, names = timing.device_samples(timing.Program(lambda: [zeros(x) for _ in range(4)], jax.block_until_ready, 4))
+    assert len(samples) == 20 and min(samples) > 0
+    assert any(name.startswith("Memset") for name in names) and len(names) >= 2
+
+
+@pytest.mark.parametrize("shape", [shapes.Shape(8, 64, 32), shapes.Shape(64, 8, 32, trans_b=True), shapes.Shape(4, 8, 16, True, batch=2)], ids=str)
+def test_chained_calls_wait_for_each_other_at_the_cost_of_one_write(shape):
+    task, calls = sides.Task("float32"), 5
+    operands = task.operands(shape, calls)
+    link = operands[0][0].size > operands[0][1].size
+    texts = {}
+    for name, function in task.functions(shape).items():
+        chained = sides.chain(function)
+        outs, _ = chained(operands)
+        linked = np.array(operands[0][link])
+        for out, xs in zip(outs, operands, strict=True):
+            xs = [linked if i == link else x for i, x in enumerate(xs)]
+            np.testing.assert_allclose(out, function(*xs), rtol=1e-4, atol=1e-4)
+            linked.flat[0] = np.asarray(out).flat[0]
+        texts[name] = chained.lower(operands).compile().as_text()
+    for name, text in texts.items():
+        counts = collections.Counter(re.findall(r" ([a-z\-]+)\(", text))
+        # In place: only the caller's array is copied, once.
+        assert counts["dynamic-update-slice"] == calls and counts["copy"] + counts["copy-start"] <= 1, name
+
+
+def wrong(*operands):
+    return jnp.full((16, 16), 7.0)
+
+
+def failing(*operands):
+    raise NotImplementedError("not\nthis shape")
+
+
+def test_what_fails_or_is_wrong_is_reported(tmp_path, monkeypatch, capsys):
+    (tmp_path / "shapes.csv").write_text("m,n,k\n16,16,16\n")
+    xla = lambda a, b: a @ b
+    for ours, said in ((wrong, r"16 x 16 x 16: jax_streamk differs from XLA by \d"), (failing, "jax_streamk: NotImplementedError: not$")):
+        monkeypatch.setattr(sides.Task, "functions", lambda self, shape, ours=ours: {sides.XLA: xla, sides.OURS: ours})
+        with pytest.raises(SystemExit) as end:
+            here(monkeypatch, tmp_path / "shapes.csv", "--dtype", "float32", "--rounds", 1)
+        assert end.value.code == 1
+        assert re.search(f"FAILED .*{said}", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_peers_that_fail_stay_in_the_row_and_others_are_compared():
+    task, shape = sides.Task("float32"), shapes.Shape(16, 16, 16)
+    build = lambda shape, operands, in_program: sides.jax_programs(jnp.matmul, operands, in_program)
+    peers = {"peer": build, "broken": lambda *_: failing()}
+    row = bench.measure(task, shape, peers, ["independent"], 1, gpu=False)
+    assert row["sides"]["broken"] == {"error": "NotImplementedError: not"}
+    assert row["sides"]["peer"]["max_difference"] == 0 and row["sides"]["peer"]["ratio"]["independent"] > 0
+    of = results.summary(dict(rows=[row], measures=["independent"]))
+    assert (of["broken"]["failed"], of["broken"]["geomean"], of["peer"]["failed"]) == (1, {}, 0)
+
+
+def test_what_is_left_to_xla_counts_as_one(monkeypatch):
+    left = jax_streamk.Plan(None, None, None, None, reasons=("falls back to XLA: why",))
+    monkeypatch.setattr(sides.Task, "plan", lambda self, shape: left)
+    row = bench.measure(sides.Task("float32"), shapes.Shape(16, 16, 16), {}, ["dependent", "independent"], 1, gpu=False)
+    assert row["sides"][sides.OURS] == {"fallback": True, "ratio": {"dependent": 1.0, "independent": 1.0}}
+    of = results.summary(dict(rows=[row], measures=["dependent", "independent"]))[sides.OURS]
+    assert of["fallbacks"] == 1 and of["geomean"] == {"dependent": 1.0, "independent": 1.0} and of["losses"]["dependent"] == 0
+
+
+@pytest.mark.parametrize("activation", ["none", "silu"])
+def test_linear_layers_are_beside_xlas_expression_and_our_product(activation):
+    task, shape = sides.Task("bfloat16", activation=activation), shapes.Shape(16, 32, 64, trans_b=True)
+    row = bench.measure(task, shape, {}, ["independent"], 1, gpu=False)
+    assert list(row["sides"]) == [sides.XLA, sides.OURS, sides.OUR_MATMUL]
+    assert row["sides"][sides.OURS]["max_difference"] < 0.02
+    assert row["bytes"] == 2 * (16 * 64 + 64 * 32 + 32 + 16 * 32)
+
+
+def test_results_in_the_repository_say_what_their_pages_say():
+    folder = pathlib.Path(__file__).parents[1] / "benchmarks" / "results"
+    for path in folder.glob("matmul_*.json"):
+        of = results.summary(results.load(path))[sides.OURS]
+        page = path.with_suffix(".md").read_text()
+        assert all(f"**{mean:.3f}**" in page for mean in of["geomean"].values())
