@@ -161,6 +161,7 @@ def test_bad_files_are_refused_by_line(text, message, tmp_path, monkeypatch, cap
         (["shapes.csv", "--sample", "0"], "invalid _positive value: '0'"),
         (["absent.csv"], "No such file or directory: 'absent.csv'"),
         (["shapes.csv", "--out", "absent/out.json"], "--out absent/out.json: cannot write it"),
+        (["shapes.csv", "--out", "out.md"], "--out out.md: its name must end in .json"),
         (["shapes.csv", "--resume"], "--resume needs --out"),
         (["--from", "shapes.csv"], "shapes.csv is not JSON"),
         (["--from", "foreign.json"], "foreign.json is not a result of bench"),
@@ -196,7 +197,8 @@ def test_transposes_and_column_major_files(tmp_path):
 
 
 def test_sets_are_of_their_families():
-    decode, deepbench, streamk, scaling = (shapes.named(name) for name in ("decode_llm", "deepbench_train", "streamk_sample", "strong_scaling"))
+    sets = ("decode_llm", "deepbench_train", "streamk_sample", "strong_scaling")
+    decode, deepbench, streamk, scaling = map(shapes.named, sets)
     assert {shape.m for shape in decode} == {1, 2, 4, 8, 16, 32, 64, 128, 200}
     assert shapes.Shape(1, 6144, 4096, source="Llama-3.1-8B") in decode and shapes.Shape(1, 8192, 7168, source="Llama-3.1-70B") in decode
     assert shapes.Shape(7133, 1760, 1760, trans_a=True, source="gradient") in deepbench and len(deepbench) == 160
@@ -256,7 +258,9 @@ def test_device_time_has_every_kernel_and_memset():
     assert any(name.startswith("Memset") for name in names) and len(names) >= 2
 
 
-@pytest.mark.parametrize("shape", [shapes.Shape(8, 64, 32), shapes.Shape(64, 8, 32, trans_b=True), shapes.Shape(4, 8, 16, True, batch=2)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [shapes.Shape(8, 64, 32), shapes.Shape(64, 8, 32, trans_b=True), shapes.Shape(4, 8, 16, True, batch=2)], ids=str
+)
 def test_chained_calls_wait_for_each_other_at_the_cost_of_one_write(shape):
     task, calls = sides.Task("float32"), 5
     operands = task.operands(shape, calls)

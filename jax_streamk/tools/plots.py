@@ -56,10 +56,8 @@ def _roofline(result, rows):
     measure, figure = result["measures"][0], plt.figure(figsize=(8, 6), layout="constrained")
     axes = figure.add_subplot(xscale="log", yscale="log")
     intensity = np.array([row["flops"] / row["bytes"] for row in rows])
-    speed = {
-        side: np.array([row["flops"] / row["sides"].get(side, {}).get(measure, {}).get("median_us", np.nan) / 1e6 for row in rows])
-        for side in (XLA, OURS)
-    }
+    times = {side: [row["sides"][side].get(measure, {}).get("median_us", np.nan) for row in rows] for side in (XLA, OURS)}
+    speed = {side: np.array([row["flops"] for row in rows]) / us / 1e6 for side, us in times.items()}
     speed[OURS] = np.where(np.isnan(speed[OURS]), speed[XLA], speed[OURS])
     axes.vlines(intensity, speed[XLA], speed[OURS], color="#bbbbbb", linewidth=0.8, zorder=1)
     axes.scatter(intensity, speed[XLA], marker="_", color="#111111", s=60, linewidth=1.2, label="XLA", zorder=2)
@@ -67,7 +65,8 @@ def _roofline(result, rows):
     for kind, style in _STYLES.items():
         at = kinds == kind
         if at.any():
-            axes.scatter(intensity[at], speed[OURS][at], s=34 if len(rows) <= _LABELLED else 14, label=f"jax_streamk, {kind} ({at.sum()})", zorder=3, **style)
+            label = f"jax_streamk, {kind} ({at.sum()})"
+            axes.scatter(intensity[at], speed[OURS][at], s=34 if len(rows) <= _LABELLED else 14, label=label, zorder=3, **style)
     limits = result["limits"]
     fastest = np.fmax(speed[XLA], speed[OURS])
     memory = limits.get("bytes_per_s", np.nanmax(fastest / intensity) * 1e12) / 1e12
@@ -95,7 +94,8 @@ def _ratio(result, rows):
     mean = summary(result)[OURS]["geomean"]
     size = 34 if named else 10
     for each, marker in zip(others, "x+"):
-        axes.scatter(at, ratios[each], s=size * 0.65, color="#b3a1c9", marker=marker, linewidth=1, label=f"{each} (mean {mean[each]:.3f})", zorder=2)
+        label = f"{each} (mean {mean[each]:.3f})"
+        axes.scatter(at, ratios[each], s=size * 0.65, color="#b3a1c9", marker=marker, linewidth=1, label=label, zorder=2)
     for kind, style in _STYLES.items():
         chosen = kinds == kind
         if chosen.any():
@@ -104,7 +104,8 @@ def _ratio(result, rows):
             axes.scatter(at[chosen], ratios[measure][chosen], s=size, label=f"{measure}, {kind} ({chosen.sum()})", zorder=3, **style)
     axes.axhline(mean[measure], color="#0072b2", linewidth=1, linestyle="--", label=f"{measure}: geometric mean {mean[measure]:.3f}")
     low, high = min(0.9, *(r.min() for r in ratios.values())) / 1.05, max(1.1, *(r.max() for r in ratios.values())) * 1.05
-    ticks = [tick for tick in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 4, 6, 8, 10) if low <= tick <= high]
+    ticks = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 4, 6, 8, 10]
+    ticks = [tick for tick in ticks if low <= tick <= high]
     axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.yaxis.set_minor_locator(matplotlib.ticker.NullLocator())
     axes.set_ylim(low, high)

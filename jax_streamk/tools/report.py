@@ -18,8 +18,9 @@ WIDE = 170
 @contextlib.contextmanager
 def progress(todo):
     """A bar over shapes; gives a function to be called with the result after each of them."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    times = TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *times
+    with Progress(*columns, console=Console(stderr=True), speed_estimate_period=1800) as bar:
         task = bar.add_task("measuring", total=len(todo))
 
         def advance(result):
@@ -78,12 +79,13 @@ def _tail(result):
     cool = sum(row.get("rotated_bytes", 200e6) < 200e6 for row in result["rows"])
     if cool and result["machine"]["platform"] == "cuda":
         lines.append(f"{cool} shapes are so small that less than 200 MB of operands rotate.")
-    failures = [f"{_extents(row)}: {name}: {side['error']}" for row in result["rows"] for name, side in row["sides"].items() if "error" in side]
-    failures += [
-        f"{_extents(row)}: {name} differs from XLA by {side['max_difference'] or math.inf:.2g} of the largest entry"
-        for row in result["rows"] for name, side in row["sides"].items() if side.get("wrong")
-    ]  # fmt: skip
-    lines += [f"FAILED {failure}" for failure in failures]
+    for row in result["rows"]:
+        for name, side in row["sides"].items():
+            if "error" in side:
+                lines.append(f"FAILED {_extents(row)}: {name}: {side['error']}")
+            if side.get("wrong"):
+                difference = side["max_difference"] or math.inf
+                lines.append(f"FAILED {_extents(row)}: {name} differs from XLA by {difference:.2g} of the largest entry")
     if "stopped" in result:
         lines.append(f"Stopped {result['stopped']}.")
     return lines

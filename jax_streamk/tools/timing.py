@@ -61,7 +61,7 @@ def device_samples(program, least=20):
       RuntimeError: the profile has nothing of a GPU.
     """
     repeats = -(-least // program.calls)
-    work = device_work(profile(lambda: program.wait([program.run() for _ in range(repeats)])))
+    work = device_work(profile(lambda: _repeat(program, repeats)))
     if not work:
         raise RuntimeError("the profile has no kernel of a GPU: CUPTI is missing, or another profiler has it")
     return per_call(work, repeats * program.calls), sorted({name for _, _, name in work})
@@ -75,10 +75,14 @@ def wall_sample(program, least=0.01):
 
 def _wall(program, repeats):
     start = time.perf_counter()
+    _repeat(program, repeats)
+    return (time.perf_counter() - start) / repeats
+
+
+def _repeat(program, repeats):
     for _ in range(repeats):
         out = program.run()
     program.wait(out)
-    return (time.perf_counter() - start) / repeats
 
 
 def summary(samples):
