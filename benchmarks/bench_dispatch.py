@@ -10,7 +10,9 @@ writes out.json, and out.md with the same as a table. With ``--lower-for cuda`` 
 """
 
 import argparse
+import json
 import os
+import pathlib
 import platform
 import statistics
 import sys
@@ -18,7 +20,6 @@ import time
 
 import jax
 import jax.numpy as jnp
-from bench_matmul import save
 
 import jax_streamk
 
@@ -57,7 +58,7 @@ def calls(batches, calls_per_batch=100):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out")
+    parser.add_argument("out", type=pathlib.Path)
     parser.add_argument("--lower-for", choices=["cpu", "cuda"], help="platform; the default is where calls run")
     parser.add_argument("--lowerings", type=int, default=60)
     parser.add_argument("--batches", type=int, default=300)
@@ -83,7 +84,8 @@ def main():
     ]
     for what, times in rows.items():
         lines.append(f"| {what} | {times['jax_streamk']:.2f} | {times['jnp']:.2f} | {result['ratios'][what]:.2f} |")
-    save(result, "\n".join(lines) + "\n", arguments.out)
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    arguments.out.with_suffix(".md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 
 
