@@ -79,13 +79,16 @@ def _tail(result):
     cool = sum(row.get("rotated_bytes", 200e6) < 200e6 for row in result["rows"])
     if cool and result["machine"]["platform"] == "cuda":
         lines.append(f"{cool} shapes are so small that less than 200 MB of operands rotate.")
+    failed = {}
     for row in result["rows"]:
         for name, side in row["sides"].items():
             if "error" in side:
-                lines.append(f"FAILED {_extents(row)}: {name}: {side['error']}")
+                failed.setdefault((name, side["error"]), []).append(_extents(row))
             if side.get("wrong"):
                 difference = side["max_difference"] or math.inf
-                lines.append(f"FAILED {_extents(row)}: {name} differs from XLA by {difference:.2g} of the largest entry")
+                lines.append(f"FAILED {name} of {_extents(row)}: differs from XLA by {difference:.2g} of the largest entry")
+    for (name, error), where in failed.items():
+        lines.append(f"FAILED {name} of {where[0]}" + f" and {len(where) - 1} more" * (len(where) > 1) + f": {error}")
     if "stopped" in result:
         lines.append(f"Stopped {result['stopped']}.")
     return lines
