@@ -95,7 +95,7 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
     bool const uneven = kernel.tile_n % 64 != 0 && b_along_n;
     math_ = 2 * kernel.tile_m * (kernel.tile_n + machine.narrow) * tile_k / machine.wgmma_rate_sm * (uneven ? machine.uneven : 1);
     wgmma_sustained_ = 2 * area * tile_k * ctas / machine.wgmma_sustained;
-  } else {
+  } else if (kernel.family == Family::kSm80) {  // those of the skinny family wait for memory alone
     math_ = 2 * area * tile_k / (mma_rate(machine, p.type_a, p.math) * std::pow(std::min(area / (128 * 128), 1.0), 0.35));
   }
 

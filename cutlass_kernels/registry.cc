@@ -25,6 +25,7 @@ char const* name_of(Family family) {
     case Family::kHost: return "host";
     case Family::kSm80: return "sm80";
     case Family::kSm90: return "sm90";
+    case Family::kSkinny: return "skinny";
   }
   return "?";
 }
