@@ -46,21 +46,24 @@ __device__ inline void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// The CTAs of a cluster share their memory, once all of them run. Every thread of the cluster arrives and waits, in turns.
+// The CTAs of a cluster see each other's shared memory. Every thread of a cluster arrives and waits, in turns; what it stored
+// before it arrived is there for all that have waited.
 #if __CUDA_ARCH__ >= 900
 __device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// Stores to the shared memory of the cluster's CTA `rank`, where this CTA has `to`.
-__device__ inline void store_at(uint32_t rank, float2* to, float2 value) {
+// What the cluster's CTA `rank` has where this one has `from`.
+__device__ inline float2 load_of(uint32_t rank, float2 const* from) {
   uint32_t remote;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "r"(rank));
-  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(remote), "f"(value.x), "f"(value.y) : "memory");
+  float2 value;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(from))), "r"(rank));
+  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(remote) : "memory");
+  return value;
 }
 #else
 __device__ inline void cluster_arrive() {}
 __device__ inline void cluster_wait() {}
-__device__ inline void store_at(uint32_t, float2*, float2) {}
+__device__ inline float2 load_of(uint32_t, float2 const*) { return {}; }
 #endif
 
 }  // namespace jax_streamk::skinny

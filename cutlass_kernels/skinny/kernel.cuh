@@ -61,12 +61,11 @@ template <int kBlocks>
 struct Shared {
   union {
     Chunk<kBlocks> queue[kStages];
-    float sums[kRows * kBlocks][kTileN + 4];  // once the warp has emptied its queue
+    struct {  // once the queue is empty
+      float sums[kRows * kBlocks][kTileN + 4];              // of this warp's part of K
+      float2 totals[kRows * kBlocks / kWarps][kTileN / 2];  // of all warps' parts, of this warp's part of the rows
+    };
   } warps[kWarps];
-  // What the other CTAs of a cluster leave to the first.
-  float2 peers[kMaxSplits - 1][kRows * kBlocks / kWarps][kThreads];
-
-  static constexpr size_t bytes(int splits) { return sizeof(Shared) - (kMaxSplits - splits) * sizeof(Shared::peers[0]); }
 };
 
 __device__ inline uint32_t word(uint4 const& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
@@ -173,7 +172,6 @@ template <class T, Math kMath, class D, Major kMajorB, int kBlocks>
 __global__ __launch_bounds__(kThreads) void multiply(__grid_constant__ Params<T, D> const p) {
   extern __shared__ __align__(16) char storage[];
   auto& shared = *reinterpret_cast<Shared<kBlocks>*>(storage);
-  if (p.splits > 1) cluster_arrive();
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   int32_t const tile = p.splits > 1 ? quotient(blockIdx.x, p.splits) : blockIdx.x, rank = blockIdx.x - tile * p.splits;
   TileOrder::Coordinate const at = p.order.coordinate(tile);
@@ -251,21 +249,25 @@ __global__ __launch_bounds__(kThreads) void multiply(__grid_constant__ Params<T,
     }
   }
   if (p.splits > 1) {
-    cluster_wait();
     if (rank > 0) {
 #pragma unroll
-      for (int i = 0; i < kPairs; ++i) store_at(0, &shared.peers[rank - 1][i][threadIdx.x], total[i]);
+      for (int i = 0; i < kPairs; ++i) own.totals[i][lane] = total[i];
     }
     cluster_arrive();
     cluster_wait();
-    if (rank > 0) return;
-    for (int peer = 0; peer < p.splits - 1; ++peer) {
+    if (rank == 0) {
+      for (int peer = 1; peer < p.splits; ++peer) {
 #pragma unroll
-      for (int i = 0; i < kPairs; ++i) {
-        float2 const part = shared.peers[peer][i][threadIdx.x];
-        total[i].x += part.x, total[i].y += part.y;
+        for (int i = 0; i < kPairs; ++i) {
+          float2 const part = load_of(peer, &own.totals[i][lane]);
+          total[i].x += part.x, total[i].y += part.y;
+        }
       }
     }
+    // Its memory must be there until the first CTA has read it.
+    cluster_arrive();
+    cluster_wait();
+    if (rank > 0) return;
   }
   int32_t const column = at.n * kTileN + 2 * lane;
 #pragma unroll
@@ -295,7 +297,7 @@ template <Type kTypeAB, Math kMath, Type kTypeD, Major kMajorB, int kBlocks>
 class SkinnyKernel final : public CudaKernel {
   using T = typename ElementOf<kTypeAB>::type;
   using D = typename ElementOf<kTypeD>::type;
-  static constexpr int64_t kSharedMemory = Shared<kBlocks>::bytes(kMaxSplits);
+  static constexpr int64_t kSharedMemory = sizeof(Shared<kBlocks>);
   static constexpr int64_t kMaxExtent = (int64_t{1} << 31) - 1024;  // positions a little beyond are counted in 32 bits
 
  public:
@@ -347,7 +349,7 @@ class SkinnyKernel final : public CudaKernel {
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(static_cast<unsigned>(work.tiles) * work.splits);
     config.blockDim = dim3(kThreads);
-    config.dynamicSmemBytes = Shared<kBlocks>::bytes(work.splits);
+    config.dynamicSmemBytes = kSharedMemory;
     config.stream = stream;
     config.attrs = &cluster;
     // A launch with clusters of one CTA places neighbouring CTAs differently.
