@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "cutlass_kernels/repack.h"
+
 namespace jax_streamk {
 namespace {
 
@@ -95,7 +97,7 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
     bool const uneven = kernel.tile_n % 64 != 0 && b_along_n;
     math_ = 2 * kernel.tile_m * (kernel.tile_n + machine.narrow) * tile_k / machine.wgmma_rate_sm * (uneven ? machine.uneven : 1);
     wgmma_sustained_ = 2 * area * tile_k * ctas / machine.wgmma_sustained;
-  } else {
+  } else if (kernel.family == Family::kSm80) {  // those of the skinny family wait for memory alone
     math_ = 2 * area * tile_k / (mma_rate(machine, p.type_a, p.math) * std::pow(std::min(area / (128 * 128), 1.0), 0.35));
   }
 
@@ -106,9 +108,14 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   auto const panel_of = [&](int64_t ld, bool along_k) {
     return is_misaligned(ld) ? panel * (along_k ? machine.misaligned_k : machine.misaligned_mn) : panel;
   };
-  panel_a_ = panel_of(p.lda, p.major_a == Major::kRow);
-  panel_b_ = panel_of(p.ldb, p.major_b == Major::kColumn);
-  misaligned_ = is_misaligned(p.lda) || is_misaligned(p.ldb);
+  Repack const repacked = repack_of(kernel, p, false);
+  int64_t const lda = repacked.problem.lda, ldb = repacked.problem.ldb;
+  panel_a_ = panel_of(lda, p.major_a == Major::kRow);
+  panel_b_ = panel_of(ldb, p.major_b == Major::kColumn);
+  misaligned_ = is_misaligned(lda) || is_misaligned(ldb);
+  if (repacked.a || repacked.b)
+    repack_ = machine.relaunch + 2 * static_cast<double>(repacked.bytes_a + repacked.bytes_b) / machine.memory_rate;
+  if (repacked.d) write_d_ = reduction_of(1);
   double const tile_rows = std::min<double>(kernel.tile_m, rows_), tile_columns = std::min<double>(kernel.tile_n, columns_);
   auto const loaded = [&](double rows, double columns) {
     return (swap ? columns : rows) * panel_a_ + (swap ? rows : columns) * panel_b_;
@@ -118,14 +125,19 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
 
   // CTAs that load the same panel queue for its lines, a line of which holds several short rows of an operand.
   auto const short_rows = [&](int64_t ld) { return std::max(128 / (ld * size), 1.0); };
-  double const queue = std::max(tiling_.tiles_n * short_rows(p.lda), tiling_.tiles_m * short_rows(p.ldb));
+  double const queue = std::max(tiling_.tiles_n * short_rows(lda), tiling_.tiles_m * short_rows(ldb));
   line_ = machine.line * std::min(workers_ / wave_tiles_, 1.0) * queue * tile_k / 64;
 
   // The busiest worker has no less than its share of everything, and busy workers are no fewer than tiles.
   double const pieces = std::max(tiles_ / workers_, 1.0), iterations = std::max(tiles_ * k_tiles_ / workers_, 1.0);
   double const busy = std::min(workers_, tiles_);
   double const iteration = std::max({math_, wgmma_sustained_ * busy, loads_, multicast_ * busy / machine.cache_rate, line_});
-  least_ = kRounding * (machine.launch + std::max(iteration * iterations + epilogue_ * pieces, floor_));
+  least_ = kRounding * (machine.launch + std::max(iteration * iterations + epilogue_ * pieces, floor_) + repack_);
+}
+
+// Of the kernel that adds slices, and writes D.
+double Estimator::reduction_of(double slices) const {
+  return machine_.reduction + machine_.reduction_slice * slices + slices * result_bytes_ / machine_.reduction_rate;
 }
 
 Wave Estimator::first_wave(Raster raster, int32_t swizzle) const {
@@ -231,10 +243,11 @@ Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   cost.fix_up = shared * (machine_.fix_up + (1 + share.peers) * partial_);
   cost.launches = machine_.launch + machine_.relaunch * (share.launches - 1);
   if (separate) {
-    cost.extra = machine_.reduction + machine_.reduction_slice * splits + splits * result_bytes_ / machine_.reduction_rate;
+    cost.extra = reduction_of(splits);
   } else if (share.peers > 1) {
     cost.extra = machine_.memset;
   }
+  cost.repack = repack_ + (separate ? 0 : write_d_);
 
   // A wave may hold several batches or slices of K, alike but sharing nothing. Streams of one tile are at different k.
   double const alike = std::min(std::max(workers_ / wave_tiles_, 1.0), problem_.batch * splits);
@@ -246,12 +259,12 @@ Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   double const cache = apart / machine_.cache_rate, math = std::max(math_, wgmma_sustained_ * share.busy);
   auto const work = [&](double iteration) { return iteration * share.iterations + epilogue_ * share.pieces + cost.fix_up; };
   double const least_work = work(std::max({math, loads_ + gpc, cache, line_}));
-  cost.microseconds = kRounding * (cost.launches + std::max(least_work, floor_) + cost.extra);
+  cost.microseconds = kRounding * (cost.launches + std::max(least_work, floor_) + cost.extra + cost.repack);
   if (cost.microseconds > limit) return cost;
 
   cost.work = work(std::pow(fifth_power(math) + fifth_power(loads_ + gpc) + fifth_power(cache) + fifth_power(line_), 1.0 / 5));
   double const overlapped = std::pow(std::pow(cost.work, kOverlapCall) + std::pow(floor_, kOverlapCall), 1 / kOverlapCall);
-  cost.microseconds = cost.launches + overlapped + cost.extra;
+  cost.microseconds = cost.launches + overlapped + cost.extra + cost.repack;
   cost.waves = tiles_ * splits / workers_;
   return cost;
 }

@@ -50,6 +50,7 @@ struct Cost {
   double floor = 0;         // what memory needs for the problem whatever the tile; it overlaps with work
   double launches = 0;      // kernel launches, or waking threads
   double extra = 0;         // the memset, and the reduction kernel
+  double repack = 0;        // copying misaligned operands, and writing a misaligned D
 };
 
 // How many SMs or threads share the work of a schedule.
@@ -77,6 +78,7 @@ class Estimator {
  private:
   struct Share;
   Share share_of(Schedule const&, bool separate) const;
+  double reduction_of(double slices) const;
   Cost host_cost(Schedule const&) const;
 
   KernelInfo const& kernel_;
@@ -89,8 +91,9 @@ class Estimator {
   // Of one MAC iteration: bytes of a row of A's tile and of a column of B's, bytes that a cluster loads, and microseconds, those of
   // wgmma at sustained clocks for each busy cluster.
   double panel_a_ = 0, panel_b_ = 0, multicast_ = 0, math_ = 0, wgmma_sustained_ = 0, loads_ = 0, line_ = 0;
-  // Microseconds of memory, of a tile's epilogue and of a partial tile; bytes of D in the accumulator's type.
-  double floor_ = 0, epilogue_ = 0, partial_ = 0, result_bytes_ = 0;
+  // Microseconds of memory, of a tile's epilogue and of a partial tile; bytes of D in the accumulator's type; microseconds of copying
+  // operands first, and of the pass that then writes D.
+  double floor_ = 0, epilogue_ = 0, partial_ = 0, result_bytes_ = 0, repack_ = 0, write_d_ = 0;
   double least_ = 0;
   bool misaligned_ = false;
 };

@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include "cutlass_kernels/epilogue.cuh"
+#include "cutlass_kernels/repack.h"
 
 namespace jax_streamk {
 
@@ -19,28 +20,32 @@ bool is_separate(Schedule const& s) {
   return s.kind == ScheduleKind::kSplitK && s.splits > 1 && s.reduction == Reduction::kSeparate;
 }
 
-// The K slices of a separate split-K as GEMMs into the partials. Slices of equal extent that are evenly spaced in A and B are
-// one launch whose batch is the slices; a batched problem launches once per slice, or once per batch and run of equal slices,
-// whichever is fewer.
-struct Slices {
-  GemmProblem problem;  // of one slice and one batch; k is the longest slice
-  int64_t stride_m_n, partial_bytes;
-  int32_t splits;
-  Decomposition k_split;
-  int32_t tile_k;
+// What each slice of a separate split-K runs.
+Schedule data_parallel(Schedule s) {
+  s.kind = ScheduleKind::kDataParallel;
+  return s;
+}
 
-  Slices(KernelInfo const& info, GemmProblem const& p, Schedule const& s) : problem(p), splits(s.splits), tile_k(info.tile_k) {
+// The K slices of a separate split-K, or all of K as one, as GEMMs into the partials: slices x batches x m x (n in whole accesses of
+// the kernel). Slices of equal extent that are evenly spaced in A and B are one launch whose batch is the slices; a batched problem
+// launches once per slice, or once per batch and run of equal slices, whichever is fewer.
+struct Slices {
+  GemmProblem problem;  // of the longest slice
+  int64_t partial_bytes;
+  int32_t splits, tile_k;
+  EvenRuns runs;
+
+  Slices(KernelInfo const& info, GemmProblem const& p, int32_t splits) : problem(p), splits(splits), tile_k(info.tile_k) {
     problem.type_d = accumulator_of(p.type_a);
     problem.epilogue = {};  // that of the reduction
-    problem.ldd = p.n;
-    stride_m_n = p.m * p.n;
-    partial_bytes = align_workspace(splits * p.batch * stride_m_n * size_of(problem.type_d));
-    k_split = Decomposition::make(ScheduleKind::kSplitK, 1, static_cast<int32_t>((p.k + tile_k - 1) / tile_k), 1, splits);
-    problem.k = static_cast<int64_t>(k_split.runs.begin(1)) * tile_k;
-    if (problem.k > p.k) problem.k = p.k;
+    problem.ldd = (p.n + info.align_d - 1) / info.align_d * info.align_d;
+    problem.batch_stride_d = p.m * problem.ldd;
+    partial_bytes = align_workspace(splits * p.batch * problem.batch_stride_d * size_of(problem.type_d));
+    runs = EvenRuns::of(static_cast<int32_t>((p.k + tile_k - 1) / tile_k), splits);
+    problem.k = extent(0, p.k);
   }
 
-  int64_t begin(int32_t slice) const { return static_cast<int64_t>(k_split.runs.begin(slice)) * tile_k; }
+  int64_t begin(int32_t slice) const { return static_cast<int64_t>(runs.begin(slice)) * tile_k; }
   int64_t extent(int32_t slice, int64_t k) const {
     int64_t const end = begin(slice + 1);
     return (end < k ? end : k) - begin(slice);
@@ -49,10 +54,10 @@ struct Slices {
   int64_t offset_b(int64_t k) const { return problem.major_b == Major::kRow ? k * problem.ldb : k; }
 };
 
-// D = epilogue(sum over slices of partials[slice]). Partials are slices x rows x n; rows are those of all batches. A thread owns
+// D = epilogue(sum over slices of partials[slice]). Partials are slices x rows x ld; rows are those of all batches. A thread owns
 // `kVector` neighbouring columns of one row, and adds the slices in the order of K: the same bits every time.
 template <typename Accumulator, typename T, int kVector>
-__global__ void reduce_slices(Accumulator const* __restrict__ partials, int slices, int64_t slice_stride, int64_t rows,
+__global__ void reduce_slices(Accumulator const* __restrict__ partials, int slices, int64_t ld, int64_t rows,
                               int64_t rows_per_batch, int64_t n, T* __restrict__ d, EpilogueParams<Accumulator, T> epilogue) {
   struct alignas(sizeof(Accumulator) * kVector) Vector {
     Accumulator x[kVector];
@@ -64,11 +69,11 @@ __global__ void reduce_slices(Accumulator const* __restrict__ partials, int slic
   for (int64_t at = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; at < rows * columns;
        at += static_cast<int64_t>(gridDim.x) * blockDim.x) {
     int64_t const row = at / columns, column = (at - row * columns) * kVector;
-    Accumulator const* from = partials + row * n + column;
+    Accumulator const* from = partials + row * ld + column;
     Vector sum = *reinterpret_cast<Vector const*>(from);
 #pragma unroll 8
     for (int slice = 1; slice < slices; ++slice) {
-      Vector const next = *reinterpret_cast<Vector const*>(from + slice * slice_stride);
+      Vector const next = *reinterpret_cast<Vector const*>(from + slice * rows * ld);
 #pragma unroll
       for (int i = 0; i < kVector; ++i) sum.x[i] += next.x[i];
     }
@@ -99,7 +104,8 @@ __global__ void reduce_slices(Accumulator const* __restrict__ partials, int slic
 }
 
 template <typename Accumulator, typename T>
-Status launch_typed(GemmProblem const& p, int32_t slices, Buffers const& buffers, cudaStream_t stream) {
+Status launch_typed(GemmProblem const& p, int32_t slices, int64_t ld, void const* partials, Buffers const& buffers,
+                    cudaStream_t stream) {
   constexpr int kWide = 16 / sizeof(Accumulator);
   int64_t const rows = p.batch * p.m;
   bool const wide = (p.n | p.ldd | p.batch_stride_d | p.epilogue.batch_stride_bias) % kWide == 0;
@@ -109,50 +115,116 @@ Status launch_typed(GemmProblem const& p, int32_t slices, Buffers const& buffers
   int64_t const blocks = (vectors + threads - 1) / threads;
   unsigned const grid = static_cast<unsigned>(blocks < 65535 ? blocks : 65535);
   (wide ? reduce_slices<Accumulator, T, kWide> : reduce_slices<Accumulator, T, 1>)<<<grid, threads, 0, stream>>>(
-      static_cast<Accumulator const*>(buffers.workspace), slices, rows * p.n, rows, p.m, p.n, static_cast<T*>(buffers.d),
+      static_cast<Accumulator const*>(partials), slices, ld, rows, p.m, p.n, static_cast<T*>(buffers.d),
       EpilogueParams<Accumulator, T>(p, buffers));
   return from_cuda(cudaGetLastError(), "launching the split-K reduction");
 }
 
-// The partials are all that the workspace holds.
-Status launch_reduction(GemmProblem const& p, int32_t slices, Buffers const& buffers, cudaStream_t stream) {
+Status launch_reduction(GemmProblem const& p, int32_t slices, int64_t ld, void const* partials, Buffers const& buffers,
+                        cudaStream_t stream) {
   switch (p.type_d) {
-    case Type::kF64: return launch_typed<double, double>(p, slices, buffers, stream);
-    case Type::kF32: return launch_typed<float, float>(p, slices, buffers, stream);
-    case Type::kBF16: return launch_typed<float, __nv_bfloat16>(p, slices, buffers, stream);
-    case Type::kF16: return launch_typed<float, __half>(p, slices, buffers, stream);
+    case Type::kF64: return launch_typed<double, double>(p, slices, ld, partials, buffers, stream);
+    case Type::kF32: return launch_typed<float, float>(p, slices, ld, partials, buffers, stream);
+    case Type::kBF16: return launch_typed<float, __nv_bfloat16>(p, slices, ld, partials, buffers, stream);
+    case Type::kF16: return launch_typed<float, __half>(p, slices, ld, partials, buffers, stream);
     default: return Status::internal(std::string("no split-K reduction into ") + name_of(p.type_d));
   }
+}
+
+// Rows of 16-bit elements that start anywhere, copied into rows of whole 16 bytes, the last of which is filled up with zeros.
+struct Rows {
+  uint16_t const* from;
+  uint16_t* to;
+  int64_t batches, rows, columns, ld_from, ld_to, batch_stride_from;
+};
+
+// Of two matrices in one launch, along y.
+__global__ void repack(Rows first, Rows second) {
+  Rows const p = blockIdx.y == 0 ? first : second;
+  constexpr int kVector = 8;
+  struct alignas(16) Vector {
+    uint16_t x[kVector];
+  };
+  int64_t const vectors = (p.columns + kVector - 1) / kVector, total = p.batches * p.rows * vectors;
+  for (int64_t at = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; at < total;
+       at += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+    int64_t const row = at / vectors, column = (at - row * vectors) * kVector, batch = row / p.rows;
+    uint16_t const* const from = p.from + batch * p.batch_stride_from + (row - batch * p.rows) * p.ld_from + column;
+    Vector v;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) v.x[i] = column + i < p.columns ? __ldg(from + i) : 0;
+    *reinterpret_cast<Vector*>(p.to + row * p.ld_to + column) = v;
+  }
+}
+
+// Copies what must be copied to the head of the workspace, and points `at` there.
+Status launch_repack(GemmProblem const& p, Repack const& repacked, Buffers& at, cudaStream_t stream) {
+  auto* to = static_cast<char*>(at.workspace);
+  Rows rows[2] = {};
+  unsigned matrices = 0;
+  int64_t most = 0;
+  auto const add = [&](void const*& matrix, bool row_major, int64_t m, int64_t n, int64_t ld, int64_t ld_to, int64_t batch_stride,
+                       int64_t bytes) {
+    Rows const r{static_cast<uint16_t const*>(matrix), reinterpret_cast<uint16_t*>(to), batch_stride != 0 ? p.batch : 1,
+                 row_major ? m : n, row_major ? n : m, ld, ld_to, batch_stride};
+    rows[matrices++] = r;
+    int64_t const vectors = r.batches * r.rows * ((r.columns + 7) / 8);
+    if (vectors > most) most = vectors;
+    matrix = to;
+    to += bytes;
+  };
+  GemmProblem const& q = repacked.problem;
+  if (repacked.a) add(at.a, p.major_a == Major::kRow, p.m, p.k, p.lda, q.lda, p.batch_stride_a, repacked.bytes_a);
+  if (repacked.b) add(at.b, p.major_b == Major::kRow, p.k, p.n, p.ldb, q.ldb, p.batch_stride_b, repacked.bytes_b);
+  at.workspace = to;
+  if (matrices == 0) return {};
+  int const threads = 256;
+  int64_t const blocks = (most + threads - 1) / threads;
+  repack<<<dim3(static_cast<unsigned>(blocks < 65535 ? blocks : 65535), matrices), threads, 0, stream>>>(rows[0], rows[1]);
+  return from_cuda(cudaGetLastError(), "launching the copy of misaligned operands");
 }
 
 }  // namespace
 
 Status CudaKernel::can_implement(GemmProblem const& p, Schedule const& s, Device const& device) const {
-  if (!is_separate(s)) return can_launch(p, s, device);
-  Slices const slices(info, p, s);
-  Schedule data_parallel = s;
-  data_parallel.kind = ScheduleKind::kDataParallel;
-  return can_launch(slices.problem, data_parallel, device);
+  bool const separate = is_separate(s);
+  Repack const repacked = repack_of(info, p, separate);
+  if (!separate) return can_launch(repacked.d ? Slices(info, repacked.problem, 1).problem : repacked.problem, s, device);
+  return can_launch(Slices(info, repacked.problem, s.splits).problem, data_parallel(s), device);
 }
 
 int64_t CudaKernel::workspace_bytes(GemmProblem const& p, Schedule const& s, Device const& device) const {
-  if (!is_separate(s)) return launch_workspace_bytes(p, s, device);
-  return Slices(info, p, s).partial_bytes;
+  bool const separate = is_separate(s);
+  Repack const repacked = repack_of(info, p, separate);
+  int64_t const copies = repacked.bytes_a + repacked.bytes_b;
+  if (!separate && !repacked.d) return copies + launch_workspace_bytes(repacked.problem, s, device);
+  Slices const slices(info, repacked.problem, separate ? s.splits : 1);
+  return copies + slices.partial_bytes + (separate ? 0 : launch_workspace_bytes(slices.problem, s, device));
 }
 
 Status CudaKernel::run(GemmProblem const& p, Schedule const& s, Device const& device, Buffers const& buffers, void* stream_,
                        Executor*) const {
   auto const stream = static_cast<cudaStream_t>(stream_);
   if (Status status = allow_shared_memory(); !status.ok()) return status;
-  if (!is_separate(s)) return launch(p, s, device, buffers, stream);
+  bool const separate = is_separate(s);
+  Repack const repacked = repack_of(info, p, separate);
+  Buffers aligned = buffers;
+  if (Status status = launch_repack(p, repacked, aligned, stream); !status.ok()) return status;
+  if (!separate && !repacked.d) return launch(repacked.problem, s, device, aligned, stream);
 
-  Slices const slices(info, p, s);
-  Schedule data_parallel = s;
-  data_parallel.kind = ScheduleKind::kDataParallel;
-  auto const* a = static_cast<char const*>(buffers.a);
-  auto const* b = static_cast<char const*>(buffers.b);
-  auto* partials = static_cast<char*>(buffers.workspace);
-  int64_t const size_ab = size_of(p.type_a), size_d = size_of(slices.problem.type_d);
+  Slices const slices(info, repacked.problem, separate ? s.splits : 1);
+  auto* const partials = static_cast<char*>(aligned.workspace);
+  auto const reduce = [&] { return launch_reduction(p, slices.splits, slices.problem.ldd, partials, buffers, stream); };
+  if (!separate) {
+    aligned.d = partials;
+    aligned.workspace = partials + slices.partial_bytes;
+    Status const status = launch(slices.problem, s, device, aligned, stream);
+    return status.ok() ? reduce() : status;
+  }
+  GemmProblem const& whole = repacked.problem;
+  auto const* a = static_cast<char const*>(aligned.a);
+  auto const* b = static_cast<char const*>(aligned.b);
+  int64_t const size_ab = size_of(p.type_a), size_d = size_of(slices.problem.type_d), stride_m_n = slices.problem.batch_stride_d;
   auto const launch_slices = [&](int32_t first, int32_t count, int64_t batch_first, int64_t batch_count) {
     GemmProblem q = slices.problem;
     q.k = slices.extent(first, p.k);
@@ -161,17 +233,16 @@ Status CudaKernel::run(GemmProblem const& p, Schedule const& s, Device const& de
       q.batch = count;
       q.batch_stride_a = slices.offset_a(q.k);
       q.batch_stride_b = slices.offset_b(q.k);
-      q.batch_stride_d = p.batch * slices.stride_m_n;
+      q.batch_stride_d = p.batch * stride_m_n;
     } else {
       q.batch = batch_count;
-      q.batch_stride_d = slices.stride_m_n;
     }
-    Buffers at = buffers;
-    at.a = a + (slices.offset_a(k0) + batch_first * p.batch_stride_a) * size_ab;
-    at.b = b + (slices.offset_b(k0) + batch_first * p.batch_stride_b) * size_ab;
-    at.d = partials + (first * p.batch + batch_first) * slices.stride_m_n * size_d;
+    Buffers at = aligned;
+    at.a = a + (slices.offset_a(k0) + batch_first * whole.batch_stride_a) * size_ab;
+    at.b = b + (slices.offset_b(k0) + batch_first * whole.batch_stride_b) * size_ab;
+    at.d = partials + (first * p.batch + batch_first) * stride_m_n * size_d;
     at.workspace = nullptr;  // a data-parallel launch uses none
-    return launch(q, data_parallel, device, at, stream);
+    return launch(q, data_parallel(s), device, at, stream);
   };
   // Runs of slices with equal extents: the longer ones, the shorter ones, and a last one that K cuts off.
   struct Run {
@@ -194,8 +265,7 @@ Status CudaKernel::run(GemmProblem const& p, Schedule const& s, Device const& de
       for (Run const& run : runs)
         if (status.ok()) status = launch_slices(run.first, run.count, batch, 1);
   }
-  if (!status.ok()) return status;
-  return launch_reduction(p, slices.splits, buffers, stream);
+  return status.ok() ? reduce() : status;
 }
 
 Status CudaKernel::resources(Resources& out) const {

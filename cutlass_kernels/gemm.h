@@ -11,7 +11,7 @@
 
 namespace jax_streamk {
 
-enum class Family : int32_t { kHost, kSm80, kSm90 };
+enum class Family : int32_t { kHost, kSm80, kSm90, kSkinny };
 enum class Type : int32_t { kF64, kF32, kBF16, kF16, kS8, kS32 };
 // kRow: the last index is contiguous (A is m x k, B is k x n, D is m x n and always kRow).
 enum class Major : int32_t { kRow, kColumn };
@@ -92,7 +92,7 @@ struct KernelInfo {
   int32_t tile_m, tile_n, tile_k;     // of the kernel's own GEMM: with swap_ab, tile_m runs along n
   int32_t cluster_m = 1, cluster_n = 1;
   int32_t stages = 1;
-  std::string warp_schedule;  // "cooperative", "pingpong", "multistage", "pipelined", "threads", ...
+  std::string warp_schedule;  // "cooperative", "pingpong", "multistage", "pipelined", "streaming", "threads"
   bool swap_ab = false;
   // Which schedules the kernel runs besides data-parallel. A CUDA kernel that lists kSeparate writes accumulators: the reduction
   // pass converts them to the problem's type of D.

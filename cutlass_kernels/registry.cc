@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "cutlass_kernels/registry.h"
+#include "cutlass_kernels/repack.h"
 
 namespace jax_streamk {
 
@@ -25,6 +26,7 @@ char const* name_of(Family family) {
     case Family::kHost: return "host";
     case Family::kSm80: return "sm80";
     case Family::kSm90: return "sm90";
+    case Family::kSkinny: return "skinny";
   }
   return "?";
 }
@@ -101,13 +103,6 @@ bool contains(std::vector<Reduction> const& list, Reduction reduction) {
   return std::find(list.begin(), list.end(), reduction) != list.end();
 }
 
-// Whether an operand's rows start, and end, on whole accesses of `align` elements: TMA stores whole 16-byte units, so that even
-// the contiguous extent counts. Strides that nothing steps over do not, but for TMA, whose descriptors hold them all.
-bool aligned(int64_t align, bool tma, int64_t contiguous, int64_t ld, int64_t steps, int64_t batch_stride, int64_t batch) {
-  return contiguous % align == 0 && ((steps <= 1 && !tma) || ld % align == 0) &&
-         ((batch <= 1 && !tma) || batch_stride % align == 0);
-}
-
 void append(std::string& text, char const* part) { text += part; }
 void append(std::string& text, int64_t part) { text += std::to_string(part); }
 
@@ -120,7 +115,9 @@ Status check_or(Refuse refuse, Kernel const& kernel, GemmProblem const& p, Sched
   if (p.batch > limit || p.m > limit || p.n > limit || p.k > limit) return refuse("every extent must be below 2^31");
   bool const separate = info.family != Family::kHost && s.kind == ScheduleKind::kSplitK && s.splits > 1 &&
                         s.reduction == Reduction::kSeparate;
-  Type const type_d = separate ? accumulator_of(p.type_a) : p.type_d;
+  Repack const repack = repack_of(info, p, separate);
+  bool const reduces = separate || repack.d;  // a pass over partials writes D, however it lies
+  Type const type_d = reduces ? accumulator_of(p.type_a) : p.type_d;
   if (p.type_a != info.type_a || p.type_b != info.type_b || type_d != info.type_d || p.math != info.math)
     return refuse("it multiplies ", name_of(info.type_a), " by ", name_of(info.type_b), " into ", name_of(info.type_d), " (",
                   name_of(info.math), ")");
@@ -131,17 +128,17 @@ Status check_or(Refuse refuse, Kernel const& kernel, GemmProblem const& p, Sched
   auto const refuse_alignment = [&](char const* operand, int32_t align) {
     return refuse("the contiguous extent and the strides of ", operand, " must be multiples of ", align, " elements");
   };
-  if (!aligned(info.align_a, tma, row_a ? p.k : p.m, p.lda, row_a ? p.m : p.k, p.batch_stride_a, p.batch))
+  if (!repack.a && !is_aligned(info.align_a, tma, row_a ? p.k : p.m, p.lda, row_a ? p.m : p.k, p.batch_stride_a, p.batch))
     return refuse_alignment("A", info.align_a);
-  if (!aligned(info.align_b, tma, row_b ? p.n : p.k, p.ldb, row_b ? p.k : p.n, p.batch_stride_b, p.batch))
+  if (!repack.b && !is_aligned(info.align_b, tma, row_b ? p.n : p.k, p.ldb, row_b ? p.k : p.n, p.batch_stride_b, p.batch))
     return refuse_alignment("B", info.align_b);
-  if (!aligned(info.align_d, tma, p.n, separate ? p.n : p.ldd, p.m, separate ? 0 : p.batch_stride_d, p.batch))
+  if (!reduces && !is_aligned(info.align_d, tma, p.n, p.ldd, p.m, p.batch_stride_d, p.batch))
     return refuse_alignment("D", info.align_d);
   Epilogue const& epilogue = p.epilogue;
   if (epilogue.activation < Activation::kNone || epilogue.activation > Activation::kTanh)
     return refuse("there is no activation ", static_cast<int32_t>(epilogue.activation));
   if (p.type_d == Type::kS32 && !epilogue.is_plain()) return refuse("an epilogue needs D in floating point");
-  if (epilogue.has_bias && p.batch > 1 && epilogue.batch_stride_bias % info.align_d != 0)
+  if (!reduces && epilogue.has_bias && p.batch > 1 && epilogue.batch_stride_bias % info.align_d != 0)
     return refuse("the batch stride of the bias must be a multiple of ", info.align_d, " elements");
   if ((info.family == Family::kHost) != (device.arch == 0))
     return refuse("it runs on ", info.family == Family::kHost ? "a CPU" : "a GPU");

@@ -120,7 +120,7 @@ NB_MODULE(_ffi, m) {
   // Plans and the list of kernels may live in caches until the process ends, which nanobind would report as leaks.
   nb::set_leak_warnings(false);
 
-  enumeration<Family>(m, "Family", "Which template a kernel comes from.", {Family::kHost, Family::kSm80, Family::kSm90});
+  enumeration<Family>(m, "Family", "Which template a kernel comes from.", {Family::kHost, Family::kSm80, Family::kSm90, Family::kSkinny});
   enumeration<Type>(m, "Type", "Element types.", {Type::kF64, Type::kF32, Type::kBF16, Type::kF16, Type::kS8, Type::kS32});
   enumeration<Major>(m, "Major", "row: the last index is contiguous.", {Major::kRow, Major::kColumn});
   enumeration<Math>(m, "Math", "What a product of two f32 numbers is.", {Math::kNative, Math::kTF32, Math::kTF32x3});

@@ -144,7 +144,8 @@ void bind_planner(nb::module_& m) {
       .def_ro("fix_up", &Cost::fix_up)
       .def_ro("floor", &Cost::floor)
       .def_ro("launches", &Cost::launches)
-      .def_ro("extra", &Cost::extra);
+      .def_ro("extra", &Cost::extra)
+      .def_ro("repack", &Cost::repack);
 
   nb::class_<Kernels>(m, "Kernels", "Kernels to choose from; one that this build lacks is known by its description alone.")
       .def(nb::init<std::vector<KernelInfo> const&>(), "infos"_a);

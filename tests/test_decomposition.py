@@ -1,6 +1,7 @@
 """How schedules cut the MAC-iteration space: every kernel's own account, which needs no GPU."""
 
 import collections
+import functools
 
 import pytest
 
@@ -41,7 +42,7 @@ def schedule_of(kind, splits=1, reduction=_ffi.Reduction.ordered, max_sms=0, ras
 
 
 def device_of(kernel, sms):
-    return _ffi.Device({_ffi.Family.host: 0, _ffi.Family.sm80: 80, _ffi.Family.sm90: 90}[kernel.family], sms)
+    return _ffi.Device({_ffi.Family.host: 0, _ffi.Family.sm80: 80}.get(kernel.family, 90), sms)
 
 
 def pieces_by_tile(workers):
@@ -145,6 +146,22 @@ def test_more_splits_than_k_tiles_are_refused(kernel):
         assert _ffi.can_implement(kernel.name, problem, schedule_of(SPLIT_K, 3, reduction), device_of(kernel, 132)) is None
         why = _ffi.can_implement(kernel.name, problem, schedule_of(SPLIT_K, 4, reduction), device_of(kernel, 132))
         assert f"splits=4 exceeds its 3 k-tiles of {kernel.tile_k}" in why
+
+
+@pytest.mark.skipif(not _ffi.has_cuda, reason="this build has no CUDA kernels")
+def test_skinny_kernels_split_within_a_cluster():
+    for kernel in _ffi.kernels():
+        if kernel.family != _ffi.Family.skinny:
+            continue
+        problem, _, _ = problem_of(kernel, 8, 64, 20 * kernel.tile_k)
+        why = functools.partial(_ffi.can_implement, kernel.name, problem)
+        assert why(schedule_of(SPLIT_K, 8), _ffi.Device(90, 132)) is None
+        assert "at most 8 splits" in why(schedule_of(SPLIT_K, 9), _ffi.Device(90, 132))
+        assert "compute capability 9.0" in why(schedule_of(SPLIT_K, 2), _ffi.Device(80, 108))
+        assert "compute capability 8.0" in why(schedule_of(DATA_PARALLEL), _ffi.Device(75, 68))
+        assert _ffi.workspace_bytes(kernel.name, problem, schedule_of(SPLIT_K, 8), _ffi.Device(90, 132)) == 0
+        if _ffi.Reduction.separate in kernel.split_k_reductions:
+            assert why(schedule_of(SPLIT_K, 9, _ffi.Reduction.separate), _ffi.Device(80, 108)) is None
 
 
 def test_unknown_kernels():

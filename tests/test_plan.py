@@ -115,6 +115,26 @@ def test_a_gpu_that_is_not_here():
     assert made.device == hopper and made.kernel.startswith("sm")
     for schedule in (DataParallel(), SplitK(2), StreamK()):
         assert plan(a, b, schedule=schedule, device=hopper).schedule == schedule
+    # Estimates are of kernels that were timed, and skinny ones were not.
+    row, weights = shaped((1, 4096), jnp.bfloat16), shaped((4096, 4096), jnp.bfloat16)
+    for schedule in (Auto(), SplitK(4)):
+        assert plan(row, weights, schedule=schedule, device=hopper).kernel.startswith("sm90")
+
+
+@pytest.mark.skipif(not _ffi.has_cuda, reason="this build has no CUDA kernels")
+@pytest.mark.parametrize("m, n, k, operands", [(1001, 1024, 1003, "AB"), (1024, 1024, 1003, "A"), (1024, 1001, 1024, "B"), (1024, 1024, 1024, "")])
+@pytest.mark.parametrize("out", [jnp.bfloat16, jnp.float32])
+def test_misaligned_matrices_have_copies_in_the_workspace(m, n, k, operands, out):
+    made = plan(
+        shaped((m, k), jnp.bfloat16), shaped((k, n), jnp.bfloat16), preferred_element_type=out, schedule=DataParallel(),
+        device=Device("cuda", 90, 132),
+    )  # fmt: skip
+    assert made.kernel.startswith("sm90")
+    assert any("to copy matrices whose rows are not whole 16 bytes" in reason for reason in made.reasons) == bool(operands)
+    round_up = lambda x, to: -(-x // to) * to  # noqa: E731
+    copies = ("A" in operands) * 2 * m * round_up(k, 64) + ("B" in operands and n % 8 != 0) * 2 * k * round_up(n, 64)
+    d = 4 * m * round_up(n, 4) if n % 8 else 0
+    assert copies + d <= made.workspace_bytes <= copies + d + 3 * 256
 
 
 @pytest.mark.parametrize(

@@ -24,11 +24,79 @@ ConstView<T, order> view(void const* data, int64_t m, int64_t n, int64_t stride)
   return {static_cast<T const*>(data), m, n, Eigen::OuterStride<>(stride)};
 }
 
+// A few rows of A by a row-major B, without the packed copy of B that Eigen's product makes and that a few rows do not repay. A
+// block of B, of 64 rows by four vectors, stays in the L1 cache while every four rows of A are multiplied by it in registers.
+template <class T>
+struct FewRows {
+#if defined(__AVX512F__)
+  static constexpr int kBytes = 64;
+#elif defined(__AVX__)
+  static constexpr int kBytes = 32;
+#else
+  static constexpr int kBytes = 16;
+#endif
+  typedef T Vector __attribute__((vector_size(kBytes), aligned(alignof(T)), may_alias));
+  static constexpr int kVectors = 4, kWidth = kBytes / sizeof(T), kColumns = kVectors * kWidth;
+  static constexpr int64_t kMost = 32, kBlock = 64;
+
+  T const* a;
+  int64_t row_a, k_a;  // steps from a row of A to the next, and from an element to the next
+  T const* b;
+  int64_t stride_b;
+  T* sum;
+  int64_t stride;
+
+  template <int kRows>
+  void multiply(int64_t row, int64_t column, int64_t k_begin, int64_t k_end) const {
+    Vector sums[kRows][kVectors];
+    auto const each = [&](auto const& visit) {
+      for (int i = 0; i < kRows; ++i)
+        for (int j = 0; j < kVectors; ++j)
+          visit(*reinterpret_cast<Vector*>(sum + (row + i) * stride + column + j * kWidth), sums[i][j]);
+    };
+    each([](Vector const& there, Vector& here) { here = there; });
+    for (int64_t k = k_begin; k < k_end; ++k) {
+      auto const* const of_b = reinterpret_cast<Vector const*>(b + k * stride_b + column);
+      for (int i = 0; i < kRows; ++i)
+        for (int j = 0; j < kVectors; ++j) sums[i][j] += of_b[j] * a[(row + i) * row_a + k * k_a];
+    }
+    each([](Vector& there, Vector const& here) { there = here; });
+  }
+
+  // Of whole columns of blocks; returns how many columns those are.
+  int64_t multiply(Extents e) const {
+    int64_t const columns = e.n / kColumns * kColumns;
+    for (int64_t i = 0; i < e.m; ++i) std::fill_n(sum + i * stride, columns, T(0));
+    for (int64_t k = 0; k < e.k; k += kBlock) {
+      int64_t const end = std::min(k + kBlock, e.k);
+      for (int64_t column = 0; column < columns; column += kColumns) {
+        int64_t row = 0;
+        for (; row + 4 <= e.m; row += 4) multiply<4>(row, column, k, end);
+        switch (e.m - row) {
+          case 3: multiply<3>(row, column, k, end); break;
+          case 2: multiply<2>(row, column, k, end); break;
+          case 1: multiply<1>(row, column, k, end); break;
+        }
+      }
+    }
+    return columns;
+  }
+};
+
 struct InPlace {
   template <class Operand, int order_a, int order_b>
   static void multiply(Extents e, Block a, Block b, void* accumulators, int64_t stride, void*) {
-    view<Operand>(accumulators, e.m, e.n, stride).noalias() =
-        view<Operand, order_a>(a.data, e.m, e.k, a.stride) * view<Operand, order_b>(b.data, e.k, e.n, b.stride);
+    auto const operand_a = view<Operand, order_a>(a.data, e.m, e.k, a.stride);
+    auto const operand_b = view<Operand, order_b>(b.data, e.k, e.n, b.stride);
+    auto sum = view<Operand>(accumulators, e.m, e.n, stride);
+    int64_t done = 0;
+    if (order_b == Eigen::RowMajor && 1 < e.m && e.m <= FewRows<Operand>::kMost) {
+      constexpr bool kRowA = order_a == Eigen::RowMajor;
+      FewRows<Operand> const few{operand_a.data(), kRowA ? a.stride : 1, kRowA ? 1 : a.stride, operand_b.data(), b.stride, sum.data(), stride};
+      done = few.multiply(e);
+      if (done == e.n) return;
+    }
+    sum.rightCols(e.n - done).noalias() = operand_a * operand_b.rightCols(e.n - done);
   }
 };
 

@@ -1,0 +1,33 @@
+#include "cutlass_kernels/repack.h"
+
+namespace jax_streamk {
+
+bool is_aligned(int64_t align, bool tma, int64_t contiguous, int64_t ld, int64_t steps, int64_t batch_stride, int64_t batch) {
+  return contiguous % align == 0 && ((steps <= 1 && !tma) || ld % align == 0) &&
+         ((batch <= 1 && !tma) || batch_stride % align == 0);
+}
+
+Repack repack_of(KernelInfo const& info, GemmProblem const& p, bool separate) {
+  Repack out;
+  out.problem = p;
+  if (info.family != Family::kSm90) return out;
+  auto const copy = [&](bool row_major, int64_t rows, int64_t columns, int64_t align, Type type, int64_t& ld, int64_t& batch_stride,
+                        int64_t& bytes) {
+    int64_t const contiguous = row_major ? columns : rows, steps = row_major ? rows : columns;
+    if (is_aligned(align, true, contiguous, ld, steps, batch_stride, p.batch)) return false;
+    // Whole cache lines: rows that start anywhere else are slower to load.
+    int64_t const line = 128 / size_of(type);
+    ld = (contiguous + line - 1) / line * line;
+    if (batch_stride != 0) batch_stride = steps * ld;
+    bytes = align_workspace((batch_stride != 0 ? p.batch : 1) * steps * ld * size_of(type));
+    return true;
+  };
+  GemmProblem& q = out.problem;
+  out.a = copy(p.major_a == Major::kRow, p.m, p.k, info.align_a, p.type_a, q.lda, q.batch_stride_a, out.bytes_a);
+  out.b = copy(p.major_b == Major::kRow, p.k, p.n, info.align_b, p.type_b, q.ldb, q.batch_stride_b, out.bytes_b);
+  out.d = !separate && info.type_d == accumulator_of(p.type_a) &&
+          !is_aligned(16 / size_of(p.type_d), true, p.n, p.ldd, p.m, p.batch_stride_d, p.batch);
+  return out;
+}
+
+}  // namespace jax_streamk

@@ -1,0 +1,24 @@
+// What a kernel that loads and stores by TMA does about matrices whose rows do not start on its 16 bytes: A and B are copied into
+// rows that do, and D, which the kernel cannot write, is left in f32 to the pass that otherwise reduces slices.
+#pragma once
+
+#include "cutlass_kernels/gemm.h"
+
+namespace jax_streamk {
+
+// Whether a matrix's rows start, and end, on whole accesses of `align` elements. Strides that nothing steps over do not count, but
+// for TMA, whose descriptors hold them all.
+bool is_aligned(int64_t align, bool tma, int64_t contiguous, int64_t ld, int64_t steps, int64_t batch_stride, int64_t batch);
+
+struct Repack {
+  bool a = false, b = false, d = false;
+  GemmProblem problem;               // what the kernel runs: A and B with the strides of their copies
+  int64_t bytes_a = 0, bytes_b = 0;  // of workspace, for the copies
+
+  bool any() const { return a || b || d; }
+};
+
+// Nothing for a kernel that has the alignments, or does not use TMA. A separate reduction writes any D itself.
+Repack repack_of(KernelInfo const&, GemmProblem const&, bool separate);
+
+}  // namespace jax_streamk

@@ -1,0 +1,69 @@
+// The instructions that the skinny kernels are made of.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace jax_streamk::skinny {
+
+// d += a b of mma.sync, the products of two words of a row of a (16 x K) and of a column of b (K x 8). With g = lane / 4 and
+// t = lane % 4, a thread has of a: word t of rows g and g + 8, then word t + 4 of both; of b: words t and t + 4 of column g; of d (16 x 8):
+// row g, then g + 8, of columns 2t and 2t + 1. A word is two neighbours along K, or one f32.
+template <class T>
+__device__ inline void multiply_words(float (&d)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1);
+
+#define JSK_MULTIPLY_WORDS(T, instruction)                                                                                \
+  template <>                                                                                                             \
+  __device__ inline void multiply_words<T>(float (&d)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {              \
+    asm("mma.sync.aligned." instruction " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                   \
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                                  \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                                                  \
+  }
+JSK_MULTIPLY_WORDS(__nv_bfloat16, "m16n8k16.row.col.f32.bf16.bf16.f32")
+JSK_MULTIPLY_WORDS(__half, "m16n8k16.row.col.f32.f16.f16.f32")
+JSK_MULTIPLY_WORDS(float, "m16n8k8.row.col.f32.tf32.tf32.f32")
+#undef JSK_MULTIPLY_WORDS
+
+// The nearest TF32 number, ties away from zero.
+__device__ inline uint32_t to_tf32(float x) {
+  uint32_t rounded;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(x));
+  return rounded;
+}
+
+// Copies sixteen bytes to shared memory, or zeroes them there. Copies are waited for in groups, by the thread that asked for them.
+__device__ inline void copy_async(uint4* to, void const* from, bool zero) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from),
+               "r"(zero ? 0 : 16)
+               : "memory");
+}
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits for all groups but the last `kPending`.
+template <int kPending>
+__device__ inline void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// The CTAs of a cluster see each other's shared memory. Every thread of a cluster arrives and waits, in turns; what it stored
+// before it arrived is there for all that have waited.
+#if __CUDA_ARCH__ >= 900
+__device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// What the cluster's CTA `rank` has where this one has `from`.
+__device__ inline float2 load_of(uint32_t rank, float2 const* from) {
+  uint32_t remote;
+  float2 value;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(from))), "r"(rank));
+  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(remote) : "memory");
+  return value;
+}
+#else
+__device__ inline void cluster_arrive() {}
+__device__ inline void cluster_wait() {}
+__device__ inline float2 load_of(uint32_t, float2 const*) { return {}; }
+#endif
+
+}  // namespace jax_streamk::skinny

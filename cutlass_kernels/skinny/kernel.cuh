@@ -1,0 +1,427 @@
+// The skinny family: products of few rows, whose time is that of reading B once.
+//
+// A warp multiplies 64 columns of B, 32 of K at a time, with mma.sync. Which element of a fragment a register holds is free as
+// long as both operands agree on K and D on n: a thread loads vectors of sixteen bytes of either majorness, and its accumulators are
+// neighbours in D. It needs no other thread's loads, so that shared memory is but a queue of each thread's own: no barrier and no
+// descriptor is between memory and tensor core, and a short product is short.
+//
+// The warps of a CTA share K; their sums meet in shared memory. Split-K is a cluster of CTAs, whose sums meet in the first one's
+// shared memory, in the order of K: no workspace, nothing to zero, one launch.
+#pragma once
+
+#include <algorithm>
+
+#include "cutlass_kernels/cuda_kernel.h"
+#include "cutlass_kernels/epilogue.cuh"
+#include "cutlass_kernels/skinny/instructions.cuh"
+
+namespace jax_streamk::skinny {
+
+inline constexpr int kWarps = 4, kThreads = 32 * kWarps;
+inline constexpr int kTileN = 64;     // columns of a CTA, and of each of its warps
+inline constexpr int kTileK = 128;    // what splits are cut by
+inline constexpr int kRows = 8;       // of A in one mma.sync
+inline constexpr int kStages = 4;     // chunks of a warp's queue
+#ifdef JAX_STREAMK_CLUSTERS
+inline constexpr bool kClusters = true;  // whether this build is for any architecture that has them
+#else
+inline constexpr bool kClusters = false;
+#endif
+inline constexpr int kMaxSplits = 8;  // CTAs in a cluster, as every GPU with clusters has them
+
+template <class T>
+inline constexpr int kVector = 16 / sizeof(T);
+template <class T>
+inline constexpr int kChunk = 4 * kVector<T>;  // of K, which a warp multiplies at a time
+template <class T>
+inline constexpr int kRound = kChunk<T> * kWarps;  // of K, which the warps multiply at a time
+
+template <class T, class D>
+struct Params {
+  T const* a;
+  T const* b;
+  D* d;
+  int64_t lda, ldb, batch_stride_a, batch_stride_b;
+  int32_t m, n, k, splits;
+  EvenRuns runs;  // of rounds of K, by split
+  TileOrder order;
+  bool pairs;  // whether two neighbours in D, in bias and residual are one access
+  EpilogueParams<float, D> epilogue;
+};
+
+// What each thread of a warp has loaded of a chunk: with g = lane / 4, t = lane % 4 and V elements in a vector, rows Vt ... Vt + V - 1
+// of K, by columns 8g ... 8g + 7 of B and by row g of each eight of A. The vectors of a row-major B are those of one row after the
+// other; of one that is contiguous along K, those of one column after the other.
+template <int kBlocks>
+struct Chunk {
+  uint4 b[8][32], a[kBlocks][32];
+};
+
+template <int kBlocks>
+struct Shared {
+  union {
+    Chunk<kBlocks> queue[kStages];
+    struct {  // once the queue is empty
+      float sums[kRows * kBlocks][kTileN + 4];              // of this warp's part of K
+      float2 totals[kRows * kBlocks / kWarps][kTileN / 2];  // of all warps' parts, of this warp's part of the rows
+    };
+  } warps[kWarps];
+};
+
+__device__ inline uint32_t word(uint4 const& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+// A thread's loads, chunk after chunk. What lies beyond an edge is zero.
+template <class T, class D, Major kMajorB, int kBlocks>
+class Loader {
+ public:
+  __device__ Loader(Params<T, D> const& p, TileOrder::Coordinate at, int g, int32_t k, int32_t end)
+      : p_(p), rows_(p.m - at.m * kRows * kBlocks - g), columns_(p.n - at.n * kTileN - 8 * g), left_(end - k) {
+    int64_t const row = at.m * kRows * kBlocks + g, column = at.n * kTileN + 8 * g;
+    a_ = p.a + at.batch * p.batch_stride_a + row * p.lda + k;
+    b_ = p.b + at.batch * p.batch_stride_b + (kMajorB == Major::kRow ? k * p.ldb + column : column * p.ldb + k);
+  }
+
+  __device__ void next(Chunk<kBlocks>& to) {
+    int const lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      constexpr int kPerRow = 8 / kVector<T>;  // vectors of a row-major B
+      if constexpr (kMajorB == Major::kRow) {
+        int const row = i / kPerRow, column = i % kPerRow * kVector<T>;
+        copy_async(&to.b[i][lane], b_ + row * p_.ldb + column, row >= left_ || column >= columns_);
+      } else {
+        copy_async(&to.b[i][lane], b_ + i * p_.ldb, left_ <= 0 || i >= columns_);
+      }
+    }
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block)
+      copy_async(&to.a[block][lane], a_ + block * kRows * p_.lda, left_ <= 0 || block * kRows >= rows_);
+    commit_copies();
+    a_ += kRound<T>;
+    b_ += kMajorB == Major::kRow ? kRound<T> * p_.ldb : kRound<T>;
+    left_ -= kRound<T>;
+  }
+
+ private:
+  Params<T, D> const& p_;
+  int32_t const rows_, columns_;  // left of A and of B, from this thread's first on
+  int32_t left_;                  // of K, for what is loaded next
+  T const *a_, *b_;
+};
+
+// The product of two words of K by 16 columns of B and eight rows of A.
+template <class T, Math kMath>
+__device__ inline void multiply_add(float (&sums)[4], uint32_t const (&b)[4], uint32_t a0, uint32_t a1) {
+  if constexpr (kMath == Math::kNative) {
+    multiply_words<T>(sums, b, a0, a1);
+  } else {
+    // An f32 number is a large TF32 number and a small one. Of their products, small by small is less than the rest is wrong by.
+    uint32_t const words[6] = {b[0], b[1], b[2], b[3], a0, a1};
+    uint32_t large[6], small[6];
+#pragma unroll
+    for (int i = 0; i < 6; ++i) {
+      large[i] = to_tf32(__uint_as_float(words[i]));
+      if constexpr (kMath == Math::kTF32x3) small[i] = to_tf32(__uint_as_float(words[i]) - __uint_as_float(large[i]));
+    }
+    uint32_t const large_b[4] = {large[0], large[1], large[2], large[3]};
+    if constexpr (kMath == Math::kTF32x3) {
+      uint32_t const small_b[4] = {small[0], small[1], small[2], small[3]};
+      multiply_words<T>(sums, small_b, large[4], large[5]);
+      multiply_words<T>(sums, large_b, small[4], small[5]);
+    }
+    multiply_words<T>(sums, large_b, large[4], large[5]);
+  }
+}
+
+// Two neighbours of D.
+template <class T, class D>
+__device__ inline void store(Params<T, D> const& p, int32_t batch, int32_t row, int32_t column, float (&x)[2]) {
+  struct alignas(2 * sizeof(D)) Pair {
+    D x[2];
+  };
+  auto const& epilogue = p.epilogue;
+  int64_t const offset = batch * epilogue.batch_stride_d + row * epilogue.ldd + column;
+  bool const both = column + 1 < p.n;
+  if (!epilogue.plain) {
+    auto const add = [&](float factor, D const* from) {
+      Pair values{};
+      if (p.pairs) {
+        values = load_vector<Pair>(from);
+      } else {
+        values.x[0] = from[0];
+        if (both) values.x[1] = from[1];
+      }
+      x[0] += factor * static_cast<float>(values.x[0]);
+      x[1] += factor * static_cast<float>(values.x[1]);
+    };
+    x[0] *= epilogue.alpha, x[1] *= epilogue.alpha;
+    if (epilogue.bias != nullptr) add(1, epilogue.bias + batch * epilogue.batch_stride_bias + column);
+    if (epilogue.residual != nullptr) add(epilogue.beta, epilogue.residual + offset);
+    activate(epilogue.activation, x, 2);
+  }
+  Pair const out{static_cast<D>(x[0]), static_cast<D>(x[1])};
+  if (p.pairs) {
+    *reinterpret_cast<Pair*>(p.d + offset) = out;
+  } else {
+    p.d[offset] = out.x[0];
+    if (both) p.d[offset + 1] = out.x[1];
+  }
+}
+
+template <class T, Math kMath, class D, Major kMajorB, int kBlocks>
+__global__ __launch_bounds__(kThreads) void multiply(__grid_constant__ Params<T, D> const p) {
+  extern __shared__ __align__(16) char storage[];
+  auto& shared = *reinterpret_cast<Shared<kBlocks>*>(storage);
+  int const warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  int32_t const tile = p.splits > 1 ? quotient(blockIdx.x, p.splits) : blockIdx.x, rank = blockIdx.x - tile * p.splits;
+  TileOrder::Coordinate const at = p.order.coordinate(tile);
+  int32_t const begin = p.runs.begin(rank) * kTileK + warp * kChunk<T>, end = min(p.runs.begin(rank + 1) * kTileK, p.k);
+
+  Loader<T, D, kMajorB, kBlocks> loader(p, at, g, begin + kVector<T> * t, end);
+  auto& own = shared.warps[warp];
+#pragma unroll
+  for (int stage = 0; stage < kStages - 1; ++stage) loader.next(own.queue[stage]);
+  float sums[kBlocks][4][4] = {};
+  int stage = 0;
+  for (int32_t k = begin; k < end; k += kRound<T>) {
+    wait_for_copies<kStages - 2>();
+    Chunk<kBlocks> const& chunk = own.queue[stage];
+    uint4 b[8], a[kBlocks];
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) a[block] = chunk.a[block][lane];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) b[i] = chunk.b[i][lane];
+    // Into the chunk before this one, which is used up.
+    loader.next(own.queue[stage == 0 ? kStages - 1 : stage - 1]);
+    stage = stage == kStages - 1 ? 0 : stage + 1;
+#pragma unroll
+    for (int step = 0; step < 2; ++step) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        // Words 2 step and 2 step + 1 of this thread's rows of K are what the instruction calls words t and t + 4. Row g of its D is
+        // column 8g + 2j, and row g + 8 the next.
+        uint32_t w[4];
+        if constexpr (kMajorB == Major::kColumn) {
+          w[0] = word(b[2 * j], 2 * step), w[1] = word(b[2 * j + 1], 2 * step);
+          w[2] = word(b[2 * j], 2 * step + 1), w[3] = word(b[2 * j + 1], 2 * step + 1);
+        } else if constexpr (sizeof(T) == 2) {
+          uint32_t const v0 = word(b[4 * step], j), v1 = word(b[4 * step + 1], j);
+          uint32_t const v2 = word(b[4 * step + 2], j), v3 = word(b[4 * step + 3], j);
+          w[0] = __byte_perm(v0, v1, 0x5410), w[1] = __byte_perm(v0, v1, 0x7632);
+          w[2] = __byte_perm(v2, v3, 0x5410), w[3] = __byte_perm(v2, v3, 0x7632);
+        } else {
+          uint4 const& v0 = b[4 * step + j / 2];
+          uint4 const& v1 = b[4 * step + 2 + j / 2];
+          w[0] = word(v0, 2 * j % 4), w[1] = word(v0, 2 * j % 4 + 1);
+          w[2] = word(v1, 2 * j % 4), w[3] = word(v1, 2 * j % 4 + 1);
+        }
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block)
+          multiply_add<T, kMath>(sums[block][j], w, word(a[block], 2 * step), word(a[block], 2 * step + 1));
+      }
+    }
+  }
+
+  wait_for_copies<0>();
+  __syncwarp();
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      auto const& s = sums[block];
+      auto* const to = reinterpret_cast<float4*>(&own.sums[block * kRows + 2 * t + i][8 * g]);
+      to[0] = {s[0][i], s[0][i + 2], s[1][i], s[1][i + 2]};
+      to[1] = {s[2][i], s[2][i + 2], s[3][i], s[3][i + 2]};
+    }
+  }
+  __syncthreads();
+
+  // Now a thread has columns 2 lane and 2 lane + 1 of every kWarps-th row.
+  constexpr int kPairs = kRows * kBlocks / kWarps;
+  float2 total[kPairs];
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    total[i] = {0, 0};
+#pragma unroll
+    for (int from = 0; from < kWarps; ++from) {
+      auto const part = *reinterpret_cast<float2 const*>(&shared.warps[from].sums[warp + i * kWarps][2 * lane]);
+      total[i].x += part.x, total[i].y += part.y;
+    }
+  }
+  if (p.splits > 1) {
+    if (rank > 0) {
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) own.totals[i][lane] = total[i];
+    }
+    cluster_arrive();
+    cluster_wait();
+    if (rank == 0) {
+      for (int peer = 1; peer < p.splits; ++peer) {
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) {
+          float2 const part = load_of(peer, &own.totals[i][lane]);
+          total[i].x += part.x, total[i].y += part.y;
+        }
+      }
+    }
+    // Its memory must be there until the first CTA has read it.
+    cluster_arrive();
+    cluster_wait();
+    if (rank > 0) return;
+  }
+  int32_t const column = at.n * kTileN + 2 * lane;
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    int32_t const row = at.m * kRows * kBlocks + warp + i * kWarps;
+    float x[2] = {total[i].x, total[i].y};
+    if (row < p.m && column < p.n) store(p, at.batch, row, column, x);
+  }
+}
+
+template <Type>
+struct ElementOf;
+template <>
+struct ElementOf<Type::kBF16> {
+  using type = __nv_bfloat16;
+};
+template <>
+struct ElementOf<Type::kF16> {
+  using type = __half;
+};
+template <>
+struct ElementOf<Type::kF32> {
+  using type = float;
+};
+
+template <Type kTypeAB, Math kMath, Type kTypeD, Major kMajorB, int kBlocks>
+class SkinnyKernel final : public CudaKernel {
+  using T = typename ElementOf<kTypeAB>::type;
+  using D = typename ElementOf<kTypeD>::type;
+  static constexpr int64_t kSharedMemory = sizeof(Shared<kBlocks>);
+  static constexpr int64_t kMaxExtent = (int64_t{1} << 31) - 1024;  // positions a little beyond are counted in 32 bits
+
+ public:
+  SkinnyKernel() : CudaKernel(describe()) {}
+
+  Decomposition decomposition(GemmProblem const& p, Schedule const& s, Device const&) const override {
+    // Nobody takes a second piece of work: there are as many CTAs as pieces.
+    TileOrder const order = tile_order(p, s);
+    int32_t const tiles = static_cast<int32_t>(p.batch) * order.tiles_m * order.tiles_n;
+    int32_t const splits = s.kind == ScheduleKind::kSplitK ? s.splits : 1;
+    return Decomposition::make(splits > 1 ? s.kind : ScheduleKind::kDataParallel, tiles,
+                               static_cast<int32_t>((p.k + kTileK - 1) / kTileK), tiles * splits, splits);
+  }
+
+ protected:
+  Status can_launch(GemmProblem const& p, Schedule const& s, Device const& device) const override {
+    if (device.arch < 80) return Status::invalid(info.name + " needs compute capability 8.0 or newer");
+    if (std::max({p.m, p.n, p.k}) >= kMaxExtent) return Status::invalid(info.name + ": too large");
+    if (decomposition(p, s, device).splits == 1) return {};
+    if (device.arch < 90 || !kClusters)
+      return Status::invalid(info.name + " splits K among the CTAs of a cluster, which needs compute capability 9.0 and a build for it");
+    if (s.splits > kMaxSplits)
+      return Status::invalid(info.name + " has at most " + std::to_string(kMaxSplits) + " splits, the CTAs of a cluster");
+    return {};
+  }
+
+  int64_t launch_workspace_bytes(GemmProblem const&, Schedule const&, Device const&) const override { return 0; }
+
+  Status launch(GemmProblem const& p, Schedule const& s, Device const& device, Buffers const& buffers,
+                cudaStream_t stream) const override {
+    Decomposition const work = decomposition(p, s, device);
+    Params<T, D> params;
+    params.a = static_cast<T const*>(buffers.a);
+    params.b = static_cast<T const*>(buffers.b);
+    params.d = static_cast<D*>(buffers.d);
+    params.lda = p.lda, params.ldb = p.ldb;
+    params.batch_stride_a = p.batch_stride_a, params.batch_stride_b = p.batch_stride_b;
+    params.m = static_cast<int32_t>(p.m), params.n = static_cast<int32_t>(p.n), params.k = static_cast<int32_t>(p.k);
+    params.splits = work.splits;
+    params.runs = EvenRuns::of(work.k_tiles, work.splits);
+    params.order = tile_order(p, s);
+    params.pairs = (p.n | p.ldd | p.batch_stride_d | p.epilogue.batch_stride_bias) % 2 == 0 &&
+                   reinterpret_cast<uintptr_t>(buffers.d) % (2 * sizeof(D)) == 0;
+    params.epilogue = EpilogueParams<float, D>(p, buffers);
+
+    cudaLaunchAttribute cluster;
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {static_cast<unsigned>(work.splits), 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(work.tiles) * work.splits);
+    config.blockDim = dim3(kThreads);
+    config.dynamicSmemBytes = kSharedMemory;
+    config.stream = stream;
+    config.attrs = &cluster;
+    // A launch with clusters of one CTA places neighbouring CTAs differently.
+    config.numAttrs = work.splits > 1;
+    return from_cuda(cudaLaunchKernelEx(&config, multiply<T, kMath, D, kMajorB, kBlocks>, params), "launching " + info.name);
+  }
+
+  void const* entry_point() const override { return reinterpret_cast<void const*>(&multiply<T, kMath, D, kMajorB, kBlocks>); }
+
+ private:
+  static KernelInfo describe() {
+    KernelInfo info;
+    info.name = std::string("skinny_") + name_of(kTypeAB) + "_" + name_of(kTypeD) + (kMajorB == Major::kRow ? "_rr_" : "_rc_") +
+                std::to_string(kTileN) + "x" + std::to_string(kRows * kBlocks) + "x" + std::to_string(kTileK);
+    if (kMath != Math::kNative) info.name += std::string("_") + name_of(kMath);
+    info.family = Family::kSkinny;
+    info.type_a = info.type_b = kTypeAB;
+    info.type_d = kTypeD;
+    info.math = kMath;
+    info.major_a = Major::kRow;
+    info.major_b = kMajorB;
+    info.align_a = info.align_b = kVector<T>;
+    info.align_d = 1;
+    info.tile_m = kTileN;
+    info.tile_n = kRows * kBlocks;
+    info.tile_k = kTileK;
+    info.stages = kStages;
+    info.warp_schedule = "streaming";
+    info.swap_ab = true;
+    info.split_k_reductions = {Reduction::kOrdered};
+    if (kTypeD == Type::kF32) info.split_k_reductions.push_back(Reduction::kSeparate);
+    info.threads = kThreads;
+    info.shared_memory = kSharedMemory;
+    return info;
+  }
+
+  static TileOrder tile_order(GemmProblem const& p, Schedule const& s) {
+    TileOrder order;
+    order.tiles_m = static_cast<int32_t>((p.m + kRows * kBlocks - 1) / (kRows * kBlocks));
+    order.tiles_n = static_cast<int32_t>((p.n + kTileN - 1) / kTileN);
+    order.raster = s.raster;
+    order.swizzle = s.swizzle;
+    return order;
+  }
+};
+
+// One row of the table: so many rows of A, which is row-major, by a B of either majorness, into the operands' type and into f32.
+template <Type kTypeAB, Math kMath, int kTileM>
+bool add_row() {
+  auto const add = [](auto type_d, auto major_b) {
+    Registration(std::make_unique<SkinnyKernel<kTypeAB, kMath, type_d(), major_b(), kTileM / kRows>>());
+  };
+  std::integral_constant<Major, Major::kRow> const row;
+  std::integral_constant<Major, Major::kColumn> const column;
+  std::integral_constant<Type, Type::kF32> const f32;
+  add(f32, row), add(f32, column);
+  if constexpr (kTypeAB != Type::kF32) {
+    std::integral_constant<Type, kTypeAB> const same;
+    add(same, row), add(same, column);
+  }
+  return true;
+}
+
+// The words of table.txt.
+namespace words {
+inline constexpr Type bf16 = Type::kBF16, f16 = Type::kF16, f32 = Type::kF32;
+inline constexpr Math native = Math::kNative, tf32 = Math::kTF32, tf32x3 = Math::kTF32x3;
+}  // namespace words
+
+}  // namespace jax_streamk::skinny
+
+#define JAX_STREAMK_SKINNY_KERNEL(type_ab, math, rows)              \
+  namespace jax_streamk::skinny::words {                            \
+  static bool const row_added = add_row<type_ab, math, rows>();     \
+  }
