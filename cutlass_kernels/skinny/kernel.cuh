@@ -22,12 +22,13 @@ inline constexpr int kTileN = 64;     // columns of a CTA, and of each of its wa
 inline constexpr int kTileK = 128;    // what splits are cut by
 inline constexpr int kRows = 8;       // of A in one mma.sync
 inline constexpr int kStages = 4;     // chunks of a warp's queue
+inline constexpr int kMaxSplits = 8;  // CTAs in a cluster, as every GPU with clusters has them
+// Whether this build is for any architecture that has clusters.
 #ifdef JAX_STREAMK_CLUSTERS
-inline constexpr bool kClusters = true;  // whether this build is for any architecture that has them
+inline constexpr bool kClusters = true;
 #else
 inline constexpr bool kClusters = false;
 #endif
-inline constexpr int kMaxSplits = 8;  // CTAs in a cluster, as every GPU with clusters has them
 
 template <class T>
 inline constexpr int kVector = 16 / sizeof(T);
