@@ -14,25 +14,26 @@ from jax_streamk.device import device_of, jax_device_of
 from jax_streamk.measure import Memory
 from jax_streamk.tuned import Candidate, Tuned
 
+# Orders of tiles: raster and swizzle.
+ORDERS = [("along_m", 1), ("along_m", 4), ("along_n", 1), ("along_n", 4), ("along_m", 2), ("along_m", 8), ("along_n", 8)]
 _LISTED = 24  # candidates that are measured first, by estimate
 _BEST = 3  # of them, around which more are tried
 _FINALISTS = 4  # are measured again, in turn
 _ROUNDS = 5
 _MARGIN = 1.01  # by which the planner's own choice must be beaten: less is noise
-_ORDERS = [("along_m", 1), ("along_m", 2), ("along_m", 4), ("along_m", 8), ("along_n", 1), ("along_n", 4), ("along_n", 8)]
 
 
 def measure(problem, memory):
-    """Finds the fastest plan of a problem on the device of ``memory``, among the deterministic ones.
+    """Finds the fastest plan of a problem, which some kernel runs, on the device of ``memory``, among the deterministic ones.
 
     Returns:
-      The planner's own ``Candidate``, and the ``Tuned`` plan, which is that one unless another is faster by more than noise.
-      None where no kernel runs the problem.
+      The ``Tuned`` plan: the planner's own choice unless another is faster by more than noise.
+
+    Raises:
+      RuntimeError: a launch failed, or the device has no memory left.
     """
     device = memory.device
     listed = [Candidate.of(found.kernel, found.schedule) for found in planner.choose(problem, None, device, listed=_LISTED).candidates]
-    if not listed:
-        return None
     own, rotation, times = listed[0], memory.rotation(problem), {}
     rotation.shorten(own.kernel, own.native())
     native_problem, native_device = problem.native(), device.native()
@@ -48,7 +49,7 @@ def measure(problem, memory):
 
     try_all(listed)
     if device.arch:  # a CPU's caches do not mind the order
-        try_all(dataclasses.replace(found, raster=raster, swizzle=swizzle) for found in best(_BEST) for raster, swizzle in _ORDERS)
+        try_all(dataclasses.replace(found, raster=raster, swizzle=swizzle) for found in best(_BEST) for raster, swizzle in ORDERS)
     try_all(dataclasses.replace(found, splits=splits) for found in best(_BEST) for splits in _neighbours(found))
 
     again = {candidate: [] for candidate in dict.fromkeys((own, *best(_FINALISTS)))}
@@ -58,7 +59,7 @@ def measure(problem, memory):
     medians = {candidate: statistics.median(samples) for candidate, samples in again.items()}
     fastest = min(medians, key=medians.get)
     chosen = fastest if medians[own] > _MARGIN * medians[fastest] else own
-    return own, Tuned.now(chosen, medians[chosen], medians[own])
+    return Tuned.now(chosen, medians[chosen], medians[own])
 
 
 def _neighbours(candidate):
@@ -122,7 +123,7 @@ def tuned_if_asked(plan):
             try:
                 # Lowering has a trace, a mesh and settings in its context that arrays of ours are no part of; a thread has its own.
                 with concurrent.futures.ThreadPoolExecutor(1) as thread:
-                    _, found = thread.submit(lambda: measure(problem, session.memory(device))).result()
+                    found = thread.submit(lambda: measure(problem, session.memory(device))).result()
                 session.store.add(device, problem, found)
             except (OSError, RuntimeError) as error:
                 warnings.warn(f"jax_streamk could not tune {problem}, or not store it: {error}", stacklevel=2)

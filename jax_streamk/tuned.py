@@ -100,12 +100,13 @@ def _parse(line, device):
     datetime.datetime.fromisoformat(tuned.date)
     if record or extents or not all(0 < us < math.inf for us in (tuned.microseconds, tuned.planned_microseconds)):
         raise ValueError(line)
+    native = tuned.native()
     if whose != (dataclasses.asdict(device), kernel_set(device.platform)):
         raise _Stale("they are of another device, version or set of kernels")
     if tuned.reduction == _ffi.Reduction.atomic.name:
         raise _Stale("Auto() is deterministic")
     try:
-        refusal = _ffi.can_implement(tuned.kernel, problem.native(), tuned.native(), device.native())
+        refusal = _ffi.can_implement(tuned.kernel, problem.native(), native, device.native())
     except KeyError as unknown:
         refusal = unknown.args[0]
     if refusal is not None:
