@@ -151,7 +151,8 @@ def _plan(problem, schedule, device, found):
         kernel, native, microseconds = found.kernel, found.native(), found.microseconds
         workspace_bytes = _ffi.workspace_bytes(kernel, problem.native(), native, device.native())
         reasons = [
-            f"{microseconds:.1f} us measured by tuning on {found.date[:10]}, {found.planned_microseconds:.1f} us of the planner's choice then",
+            f"{microseconds:.1f} us measured by tuning on {found.date[:10]}, "
+            f"{found.planned_microseconds:.1f} us of the planner's choice then",
             f"without tuning the planner takes {alone}: {chosen.cost.microseconds:.1f} us estimated",
         ]
     else:

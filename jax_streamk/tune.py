@@ -89,8 +89,8 @@ def tuning(cache=None):
     """Tunes the products that programs are lowered with meanwhile: a context manager.
 
     Within it, lowering a product whose schedule is ``Auto()``, for a device of this process and without a tuned plan, measures
-    candidates on that device at once, stores the fastest and uses it. Programs that were compiled before stay as they are. It holds for
-    the thread, or the asyncio task, that enters it, and may be entered again inside.
+    candidates on that device at once, stores the fastest and uses it. Programs that were compiled before stay as they are. It holds
+    for the thread, or the asyncio task, that enters it, and may be entered again inside.
 
     Args:
       cache: the folder that plans are taken from meanwhile, and stored in; None is the one in use, see ``use_tuned_plans``.

@@ -76,7 +76,8 @@ def test_tune_stores_and_resumes(file, tmp_path, capsys, pretended):
 
 def test_tune_measures(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(measure.ROTATED_BYTES, device_of(None).platform, 1e5)
-    assert main(["tune", write(tmp_path / "one.csv", "40,24,64,float32", header="m,n,k,dtype"), "--cache", str(tmp_path / "cache")]) == 0
+    path = write(tmp_path / "one.csv", "40,24,64,float32", header="m,n,k,dtype")
+    assert main(["tune", path, "--cache", str(tmp_path / "cache")]) == 0
     (found,) = Store(tmp_path / "cache").plans(device_of(None)).values()
     assert f"{found.microseconds:.1f} us by" in capsys.readouterr().err
 

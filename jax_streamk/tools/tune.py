@@ -65,12 +65,14 @@ def run(arguments):
     except OSError as error:
         raise SystemExit(f"tune: plans cannot be stored any more: {error}") from None
 
-    print(f"{len(problems)} products: {len(now)} tuned, {len(before)} tuned before, {failed} failed{ended}; {len(left)} more are XLA's")
+    counts = f"{len(now)} tuned, {len(before)} tuned before, {failed} failed{ended}"
+    print(f"{len(problems)} products: {counts}; {len(left)} more are XLA's")
     plans = [*before.values(), *now.values()]
     if plans:
         ratios = [plan.planned_microseconds / plan.microseconds for plan in plans]
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-        print(f"{sum(ratio != 1 for ratio in ratios)} of {len(plans)} plans are not the planner's; its time over theirs, geometric mean: {mean:.3f}")
+        changed = sum(ratio != 1 for ratio in ratios)
+        print(f"{changed} of {len(plans)} plans are not the planner's; its time over theirs, geometric mean: {mean:.3f}")
     print(f"stored in {store.path(device)}")
     return 130 if interrupted else int(failed > 0)
 
@@ -93,8 +95,8 @@ def _found(found):
     if found.microseconds == found.planned_microseconds:
         return f"{what} by the planner's choice"
     splits = f", {found.splits} splits, {found.reduction}" if found.splits > 1 else ""
-    order = f"{found.raster.replace('_', ' ')}, panels of {found.swizzle}"
-    return f"{what} by {found.kernel}, {found.schedule}{splits}, {order}; {found.planned_microseconds:.1f} us by the planner's choice"
+    how = f"{found.kernel}, {found.schedule}{splits}, {found.raster.replace('_', ' ')}, panels of {found.swizzle}"
+    return f"{what} by {how}; {found.planned_microseconds:.1f} us by the planner's choice"
 
 
 def _progress():
