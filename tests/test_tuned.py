@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import warnings
 
 import jax
@@ -406,6 +407,34 @@ def test_the_planners_choice_stays_unless_beaten_by_more_than_noise(monkeypatch,
     assert {Candidate.of(x.kernel, x.schedule) for x in native} <= set(asked)
     # The finalists in turn, not one after the other.
     assert asked[-1] != asked[-2] and asked.count(own) == asked.count(best) == 1 + tune._ROUNDS
+
+
+def test_on_a_gpu_other_orders_of_tiles_are_tried_around_the_best(monkeypatch):
+    """Candidates and times are made up: the fifth is the fastest, and faster yet along n in panels of four."""
+    native = [
+        types.SimpleNamespace(kernel=f"kernel {i}", schedule=Candidate("", "data_parallel", 1, "ordered", "along_m", 2).native())
+        for i in range(7)
+    ]
+    monkeypatch.setattr(planner, "choose", lambda problem, wanted, device, listed: types.SimpleNamespace(candidates=native[:listed]))
+    refused = "kernel 5", "along_n", 1
+    monkeypatch.setattr(_ffi, "can_implement", lambda kernel, problem, s, device: (kernel, s.raster.name, s.swizzle) == refused or None)
+    asked = []
+
+    class Pretended:
+        device = HOPPER
+        rotation = lambda self, problem: self  # noqa: E731
+        shorten = lambda self, kernel, schedule: None  # noqa: E731
+
+        def time(self, kernel, schedule):
+            asked.append((kernel, schedule.raster.name, schedule.swizzle))
+            return [{"kernel 4": 8.0, "kernel 5": 9.0, "kernel 6": 9.5}.get(kernel, 12.0) - (asked[-1][1:] == ("along_n", 4))] * 3
+
+    made = tune.measure(plan(A, B).problem, Pretended())
+    assert (made.kernel, made.raster, made.swizzle) == ("kernel 4", "along_n", 4)
+    assert (made.microseconds, made.planned_microseconds) == (7, 12)
+    for kernel in ("kernel 4", "kernel 5", "kernel 6"):
+        assert {(kernel, *order) for order in tune.ORDERS} - set(asked) == ({refused} if kernel == "kernel 5" else set())
+    assert ("kernel 3", "along_n", 1) not in asked
 
 
 # tuning()
