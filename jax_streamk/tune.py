@@ -33,7 +33,8 @@ def measure(problem, memory):
       RuntimeError: a launch failed, or the device has no memory left.
     """
     device = memory.device
-    listed = [Candidate.of(found.kernel, found.schedule) for found in planner.choose(problem, None, device, listed=_LISTED).candidates]
+    choice = planner.choose(problem, None, device, listed=_LISTED)
+    listed = [Candidate.of(found.kernel, found.schedule) for found in choice.candidates]
     own, rotation, times = listed[0], memory.rotation(problem), {}
     rotation.shorten(own.kernel, own.native())
     native_problem, native_device = problem.native(), device.native()
@@ -48,7 +49,7 @@ def measure(problem, memory):
         return sorted(times, key=times.get)[:count]
 
     try_all(listed)
-    if device.arch:  # a CPU's caches do not mind the order
+    if device.arch:  # hundreds of tiles load together; on a CPU few do
         try_all(dataclasses.replace(found, raster=raster, swizzle=swizzle) for found in best(_BEST) for raster, swizzle in ORDERS)
     try_all(dataclasses.replace(found, splits=splits) for found in best(_BEST) for splits in _neighbours(found))
 

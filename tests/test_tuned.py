@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import fcntl
 import functools
 import json
 import os
@@ -39,9 +40,9 @@ A, B = shaped(64, 2048), shaped(2048, 96)
 
 
 def another(problem, device):
-    """What the planner would not choose: a candidate of another kind of schedule, in an unusual order."""
+    """What the planner would not choose: a candidate of another kind of schedule if there is one, in an unusual order."""
     first, *others = planner.choose(problem, None, device, listed=24).candidates
-    other = next(x for x in others if x.schedule.schedule != first.schedule.schedule)
+    other = next((x for x in others if x.schedule.schedule != first.schedule.schedule), first)
     return dataclasses.replace(Candidate.of(other.kernel, other.schedule), raster="along_n", swizzle=3)
 
 
@@ -135,15 +136,14 @@ def test_problems_are_told_apart_by_all_they_are(store):
 
 
 WRITER = """
-import sys, dataclasses
-from jax_streamk import tuned
-from jax_streamk.device import device_of
-store = tuned.Store(sys.argv[1])
-(problem, found), = store.read(device_of(None)).plans.items()
+import dataclasses, json, sys
+from jax_streamk import Device, tuned
+store, device = tuned.Store(sys.argv[1]), Device(**json.loads(sys.argv[3]))
+(problem, found), = store.read(device).plans.items()
 print("ready", flush=True)
 sys.stdin.readline()
 for i in range(100):
-    store.add(device_of(None), dataclasses.replace(problem, beta=float(sys.argv[2]) + i), found)
+    store.add(device, dataclasses.replace(problem, beta=float(sys.argv[2]) + i), found)
 """
 
 
@@ -151,8 +151,9 @@ def test_writers_at_once_lose_nothing(store):
     problem = plan(A, B).problem
     store.add(here(), problem, found(problem, here()))
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=store.directory)
+    device = json.dumps(dataclasses.asdict(here()))
     writers = [
-        subprocess.Popen([sys.executable, "-c", WRITER, str(store.directory), str(1000 * i)], **pipes) for i in range(1, 3)
+        subprocess.Popen([sys.executable, "-c", WRITER, str(store.directory), str(1000 * i), device], **pipes) for i in range(1, 3)
     ]
     assert all(writer.stdout.readline() == "ready\n" for writer in writers)
     for writer in writers:
@@ -166,6 +167,19 @@ def test_writers_at_once_lose_nothing(store):
     assert [writer.wait(60) for writer in writers] == [0, 0]
     read = store.read(here())
     assert len(read.plans) == 1 + 2 * 100 + 50 and read.corrupt == 1
+
+
+def test_a_writer_waits_for_the_one_that_writes(store):
+    problem = plan(A, B).problem
+    store.check_writable(here())
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, open(store.path(here()), "ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        added = pool.submit(Store(store.directory).add, here(), problem, found(problem, here()))
+        with pytest.raises(concurrent.futures.TimeoutError):
+            added.result(0.2)
+        file.close()
+        added.result(10)
+    assert problem in store.read(here()).plans
 
 
 def broken_lines():
@@ -411,6 +425,7 @@ def test_the_planners_choice_stays_unless_beaten_by_more_than_noise(monkeypatch,
 
 def test_on_a_gpu_other_orders_of_tiles_are_tried_around_the_best(monkeypatch):
     """Candidates and times are made up: the fifth is the fastest, and faster yet along n in panels of four."""
+    problem = plan(A, B).problem
     native = [
         types.SimpleNamespace(kernel=f"kernel {i}", schedule=Candidate("", "data_parallel", 1, "ordered", "along_m", 2).native())
         for i in range(7)
@@ -429,7 +444,7 @@ def test_on_a_gpu_other_orders_of_tiles_are_tried_around_the_best(monkeypatch):
             asked.append((kernel, schedule.raster.name, schedule.swizzle))
             return [{"kernel 4": 8.0, "kernel 5": 9.0, "kernel 6": 9.5}.get(kernel, 12.0) - (asked[-1][1:] == ("along_n", 4))] * 3
 
-    made = tune.measure(plan(A, B).problem, Pretended())
+    made = tune.measure(problem, Pretended())
     assert (made.kernel, made.raster, made.swizzle) == ("kernel 4", "along_n", 4)
     assert (made.microseconds, made.planned_microseconds) == (7, 12)
     for kernel in ("kernel 4", "kernel 5", "kernel 6"):

@@ -107,4 +107,4 @@ def _progress():
         raise SystemExit("tune: rich is missing: pip install 'jax-streamk[tools]'") from None
     console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn(), "so far,", TimeRemainingColumn(), "left")
-    return console, Progress(*columns, console=console)
+    return console, Progress(*columns, console=console, speed_estimate_period=600)
