@@ -20,7 +20,7 @@ _LISTED = 24  # candidates that are measured first, by estimate
 _BEST = 3  # of them, around which more are tried
 _FINALISTS = 4  # are measured again, in turn
 _ROUNDS = 5
-_MARGIN = 1.01  # by which the planner's own choice must be beaten: less is noise
+_MARGIN = 1.01  # by which, and in every round, the planner's own choice must be beaten: less is noise
 
 
 def measure(problem, memory):
@@ -53,14 +53,15 @@ def measure(problem, memory):
         try_all(dataclasses.replace(found, raster=raster, swizzle=swizzle) for found in best(_BEST) for raster, swizzle in ORDERS)
     try_all(dataclasses.replace(found, splits=splits) for found in best(_BEST) for splits in _neighbours(found))
 
-    again = {candidate: [] for candidate in dict.fromkeys((own, *best(_FINALISTS)))}
+    rounds = {candidate: [] for candidate in dict.fromkeys((own, *best(_FINALISTS)))}
     for _ in range(_ROUNDS):
-        for candidate, samples in again.items():
-            samples += rotation.time(candidate.kernel, candidate.native())
-    medians = {candidate: statistics.median(samples) for candidate, samples in again.items()}
-    fastest = min(medians, key=medians.get)
-    chosen = fastest if medians[own] > _MARGIN * medians[fastest] else own
-    return Tuned.now(chosen, medians[chosen], medians[own])
+        for candidate, medians in rounds.items():
+            medians.append(statistics.median(rotation.time(candidate.kernel, candidate.native())))
+    final = {candidate: statistics.median(medians) for candidate, medians in rounds.items()}
+    fastest = min(final, key=final.get)
+    is_beaten = final[own] > _MARGIN * final[fastest] and all(x > y for x, y in zip(rounds[own], rounds[fastest]))
+    chosen = fastest if is_beaten else own
+    return Tuned.now(chosen, final[chosen], final[own])
 
 
 def _neighbours(candidate):

@@ -93,16 +93,16 @@ class _Stale(Exception):
 def _parse(line, device):
     """The problem and what was found for it. Raises ``_Stale``, or whatever a line that we did not write leads to."""
     record = json.loads(line)
+    # First of all: other versions may have other fields.
+    if (record.pop("device"), record.pop("kernels")) != (dataclasses.asdict(device), kernel_set(device.platform)):
+        raise _Stale("they are of another device, version or set of kernels")
     extents = record.pop("problem")
-    whose = record.pop("device"), record.pop("kernels")
     tuned = Tuned(**{field.name: _of_type(field.type, record.pop(field.name)) for field in dataclasses.fields(Tuned)})
     problem = GemmProblem(**{f.name: _of_type(f.type, extents.pop(f.name)) for f in dataclasses.fields(GemmProblem)})
     datetime.datetime.fromisoformat(tuned.date)
     if record or extents or not all(0 < us < math.inf for us in (tuned.microseconds, tuned.planned_microseconds)):
         raise ValueError(line)
     native = tuned.native()
-    if whose != (dataclasses.asdict(device), kernel_set(device.platform)):
-        raise _Stale("they are of another device, version or set of kernels")
     if tuned.reduction == _ffi.Reduction.atomic.name:
         raise _Stale("Auto() is deterministic")
     try:
@@ -169,11 +169,13 @@ class Store:
     def plans(self, device):
         """``Tuned`` by problem; read from the file once, with what this process added since."""
         if device not in self._plans:
+            contents = None
             with self._lock:
                 if device not in self._plans:
                     contents = self.read(device)
                     self._plans[device] = contents.plans
-                    _warn_once(self.path(device), contents)
+            if contents is not None:
+                _warn_once(self.path(device), contents)
         return self._plans[device]
 
     def digest(self, device):

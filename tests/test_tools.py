@@ -53,7 +53,7 @@ def test_tune_stores_and_resumes(file, tmp_path, capsys, pretended):
     arguments = ["tune", file, "--cache", str(cache), "--dtype", "bfloat16", "float16"]
     assert main(arguments) == 0
     out, err = capsys.readouterr()
-    assert "3 products: 3 tuned, 0 tuned before, 0 failed; 1 more are XLA's" in out
+    assert "3 products: 3 tuned, 0 tuned before, 0 failed; 1 more XLA's" in out
     assert "3 of 3 plans are not the planner's; its time over theirs, geometric mean: 1.500" in out
     assert "8 x 8 x 8 (A @ B, int32): falls back to XLA: int32 x int32" in err and "12.0 us by the planner's choice" in err
     store = Store(cache)

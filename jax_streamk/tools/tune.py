@@ -66,7 +66,7 @@ def run(arguments):
         raise SystemExit(f"tune: plans cannot be stored any more: {error}") from None
 
     counts = f"{len(now)} tuned, {len(before)} tuned before, {failed} failed{ended}"
-    print(f"{len(problems)} products: {counts}; {len(left)} more are XLA's")
+    print(f"{len(problems)} product{'s' * (len(problems) != 1)}: {counts}; {len(left)} more XLA's")
     plans = [*before.values(), *now.values()]
     if plans:
         ratios = [plan.planned_microseconds / plan.microseconds for plan in plans]
