@@ -10,7 +10,6 @@
 namespace jax_streamk {
 namespace {
 
-constexpr size_t kConsidered = 6;  // candidates that a choice lists
 constexpr int32_t kMostSplits = 128;
 
 // Numbers of splits worth trying: small ones, powers of two, those that fill a wave, and divisors of K's tiles.
@@ -54,7 +53,7 @@ std::string closest_refusal(std::vector<Kernel const*> const& kernels, GemmProbl
 }  // namespace
 
 Choice choose(std::vector<Kernel const*> const& kernels, GemmProblem const& p, std::optional<Schedule> const& wanted,
-              Device const& device, Machine const& machine) {
+              Device const& device, Machine const& machine, size_t listed) {
   auto const kinds = kinds_of(wanted, p, device);
   int32_t const width = width_of(kinds[0][0], device);
   std::vector<Estimator> estimators;
@@ -86,7 +85,7 @@ Choice choose(std::vector<Kernel const*> const& kernels, GemmProblem const& p, s
   std::vector<Ranked> best;
   for (size_t const i : promising) {
     auto const limit = [&] {
-      return best.size() < kConsidered ? std::numeric_limits<double>::infinity() : best.back().microseconds;
+      return best.size() < listed ? std::numeric_limits<double>::infinity() : best.back().microseconds;
     };
     if (estimators[i].least() > limit()) break;
     Kernel const& kernel = *kernels[i];
@@ -107,7 +106,7 @@ Choice choose(std::vector<Kernel const*> const& kernels, GemmProblem const& p, s
       if (!cheapest) continue;
       Ranked const ranked{cheapest->cost.microseconds, i, kind, *cheapest};
       best.insert(std::upper_bound(best.begin(), best.end(), ranked), ranked);
-      if (best.size() > kConsidered) best.pop_back();
+      if (best.size() > listed) best.pop_back();
     }
   }
 

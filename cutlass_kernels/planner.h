@@ -20,8 +20,9 @@ struct Choice {
   std::string refusal;  // without candidates, why: what the kernel that came closest says
 };
 
-// Chooses among kernels of the problem's types and majorness. A schedule that is wanted is the only one considered.
+// Chooses among kernels of the problem's types and majorness. A schedule that is wanted is the only one considered. Lists at most
+// `listed` candidates: the more, the longer the search.
 Choice choose(std::vector<Kernel const*> const& kernels, GemmProblem const&, std::optional<Schedule> const& wanted, Device const&,
-              Machine const&);
+              Machine const&, size_t listed);
 
 }  // namespace jax_streamk

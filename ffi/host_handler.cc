@@ -1,61 +1,12 @@
 // The handler for platform "cpu".
-#include <atomic>
-#include <condition_variable>
-#include <memory>
-#include <mutex>
-
 #include "ffi/gemm_call.h"
+#include "ffi/pool_executor.h"
 
 namespace jax_streamk {
 
 namespace ffi = xla::ffi;
 
 namespace {
-
-// Shares work items between the calling thread and XLA's pool. The caller takes items too and waits only for items that another
-// thread has begun, so a pool whose threads all sit in handlers like this one still makes progress.
-class PoolExecutor final : public Executor {
- public:
-  explicit PoolExecutor(ffi::ThreadPool& pool) : pool_(pool) {}
-
-  void parallel(int32_t count, void (*work)(void*, int32_t), void* context) override {
-    int64_t const helpers = std::min<int64_t>(count - 1, pool_.num_threads());
-    if (helpers <= 0) {
-      for (int32_t i = 0; i < count; ++i) work(context, i);
-      return;
-    }
-    auto shared = std::make_shared<Shared>();
-    shared->count = count;
-    shared->work = work;
-    shared->context = context;
-    for (int64_t i = 0; i < helpers; ++i) pool_.Schedule([shared] { shared->drain(); });
-    shared->drain();
-    std::unique_lock lock(shared->mutex);
-    shared->all_done.wait(lock, [&] { return shared->done == count; });
-  }
-
- private:
-  struct Shared {
-    int32_t count;
-    void (*work)(void*, int32_t);
-    void* context;  // the caller's: not touched once every item is done
-    std::atomic<int32_t> next{0};
-    std::mutex mutex;
-    std::condition_variable all_done;
-    int32_t done = 0;
-
-    void drain() {
-      int32_t finished = 0;
-      for (int32_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count; ++finished) work(context, i);
-      if (finished == 0) return;
-      std::lock_guard lock(mutex);
-      done += finished;
-      if (done == count) all_done.notify_one();
-    }
-  };
-
-  ffi::ThreadPool& pool_;
-};
 
 ffi::Error execute(GemmAttributes attributes, ffi::ThreadPool pool, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::RemainingArgs others,
                    ffi::Result<ffi::AnyBuffer> d, ffi::Result<ffi::AnyBuffer> workspace) {

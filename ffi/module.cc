@@ -16,6 +16,7 @@
 #endif
 #include "ffi/gemm_call.h"
 #include "ffi/planner_bindings.h"
+#include "ffi/timing.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -98,6 +99,20 @@ void launch(std::string const& name, GemmProblem const& p, Schedule const& s, De
       kernel.run(p, s, device, {pointer(a), pointer(b), pointer(d), pointer(workspace), pointer(bias), pointer(residual)},
                  pointer(stream), &executor);
   if (!status.ok()) throw std::runtime_error(status.message);
+}
+
+// Addresses of A, B, D, the bias and the residual.
+using Addresses = std::tuple<uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t>;
+std::vector<double> time_launches_at(std::string const& name, GemmProblem const& p, Schedule const& s, Device const& device,
+                                     std::vector<Addresses> const& addresses, uintptr_t workspace, int32_t repeats) {
+  auto const pointer = [](uintptr_t address) { return reinterpret_cast<void*>(address); };
+  std::vector<Buffers> sets;
+  for (auto const& [a, b, d, bias, residual] : addresses)
+    sets.push_back({pointer(a), pointer(b), pointer(d), pointer(workspace), pointer(bias), pointer(residual)});
+  std::vector<double> microseconds;
+  Status const status = time_launches(kernel_that_runs(name, p, s, device), p, s, device, sets, repeats, microseconds);
+  if (!status.ok()) throw std::runtime_error(status.message);
+  return microseconds;
 }
 
 std::pair<int32_t, int32_t> resources(KernelInfo const& info) {
@@ -225,11 +240,16 @@ NB_MODULE(_ffi, m) {
         "bias"_a = 0, "residual"_a = 0, nb::call_guard<nb::gil_scoped_release>(),
         "Runs a kernel on raw addresses, outside XLA: for tests that poison buffers and for measurements. On a GPU it returns once "
         "the launches are queued on the stream.");
+  m.def("time_launches", &time_launches_at, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "sets"_a, "workspace"_a,
+        "repeats"_a = 3, nb::call_guard<nb::gil_scoped_release>(),
+        "Microseconds per launch, one number for each repeat, of launches on sets of raw addresses (A, B, D, bias, residual) in turn, "
+        "on a GPU replayed as one CUDA graph. RuntimeError where a launch fails.");
 
   m.def("host_handler", [] { return handlers(jax_streamk_host_instantiate, jax_streamk_host_execute); },
         "The stages of the handler for platform \"cpu\".");
 #ifdef JAX_STREAMK_WITH_CUDA
   m.attr("has_cuda") = true;
+  m.attr("cuda_version") = CUDART_VERSION;  // 1000 * major + 10 * minor; 0 in a build without CUDA
   m.def(
       "synchronize",
       [] {
@@ -241,6 +261,7 @@ NB_MODULE(_ffi, m) {
         "The stages of the handler for platform \"CUDA\".");
 #else
   m.attr("has_cuda") = false;
+  m.attr("cuda_version") = 0;
 #endif
 }
 

@@ -11,6 +11,8 @@ from jax_streamk.lowering import EXPORT_CHECKS
 from jax_streamk.planner import Plan
 from jax_streamk.primitive import dots_saveable, dots_with_no_batch_dims_saveable
 from jax_streamk.schedules import Auto, DataParallel, PerPass, SplitK, StreamK
+from jax_streamk.tune import tuning
+from jax_streamk.tuned import use_tuned_plans
 
 __all__ = [
     "Auto",
@@ -30,4 +32,6 @@ __all__ = [
     "linear",
     "matmul",
     "plan",
+    "tuning",
+    "use_tuned_plans",
 ]

@@ -2,11 +2,12 @@
 
 import argparse
 import importlib
+import sys
 
-COMMANDS = ("bench",)
+COMMANDS = ("bench", "tune", "info")
 
 
-def main():
+def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m jax_streamk", description="Tools for split-K and Stream-K matrix products.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name in COMMANDS:
@@ -15,9 +16,9 @@ def main():
         command = commands.add_parser(name, help=summary, description=summary)
         module.add_arguments(command)
         command.set_defaults(run=module.run)
-    arguments = parser.parse_args()
-    arguments.run(arguments)
+    arguments = parser.parse_args(argv)
+    return arguments.run(arguments)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

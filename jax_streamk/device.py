@@ -1,7 +1,9 @@
 """What a plan is made for: this machine's devices, and those that are not here."""
 
 import dataclasses
+import functools
 import os
+import platform
 
 import jax
 
@@ -16,11 +18,13 @@ class Device:
       platform: ``"cpu"`` or ``"cuda"``.
       arch: 10 * major + minor of the compute capability; 0 on a CPU.
       sms: streaming multiprocessors; threads on a CPU.
+      kind: the model's name, under which tuned plans are kept; without one there are none.
     """
 
     platform: str
     arch: int
     sms: int
+    kind: str = ""
 
     def native(self):
         return _ffi.Device(self.arch, self.sms)
@@ -41,12 +45,27 @@ def device_of(device):
         raise TypeError(f"device={device!r}: must be None, a jax.Device or a jax_streamk.Device")
     if device.platform == "gpu" and "." in device.compute_capability:  # ROCm's are names
         major, minor = device.compute_capability.split(".")
-        return Device("cuda", 10 * int(major) + int(minor), device.core_count)
+        return Device("cuda", 10 * int(major) + int(minor), device.core_count, device.device_kind)
     return _host() if device.platform == "cpu" else Device(device.platform, 0, 1)
 
 
+@functools.cache
 def _host():
-    return Device("cpu", 0, os.cpu_count() or 1)
+    try:
+        with open("/proc/cpuinfo") as file:
+            kind = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        kind = platform.machine()
+    return Device("cpu", 0, os.cpu_count() or 1, kind)
+
+
+def jax_device_of(device):
+    """The first jax.Device of this process that is such a ``Device``; None where there is none."""
+    try:
+        found = jax.local_devices(backend=device.platform)
+    except RuntimeError:
+        return None
+    return next((x for x in found if device_of(x) == device), None)
 
 
 def device_for_lowering(platform):

@@ -2,14 +2,13 @@
 
 import enum
 import functools
-import zlib
 
 import jax
 import jax.export
 import numpy as np
 from jax.interpreters import mlir
 
-from jax_streamk import _ffi, compat, partition, planner, problem, schedules
+from jax_streamk import _ffi, compat, partition, planner, problem, schedules, tune, tuned
 from jax_streamk.device import device_for_lowering
 from jax_streamk.epilogue import Epilogue, wide
 from jax_streamk.primitive import dot_general_p, linear_p
@@ -83,7 +82,8 @@ def _lower_with_kernels(ctx, *operands, platform, **params):
     if placement == compat.Placement.PARTITIONED:
         (out,) = mlir.lower_fun(_partitioned(local.avals_in, **params), multiple_results=False)(local, *operands)
         device = device_for_lowering(platform)
-        compat.tell_apart(out, f"{sorted(params.items())} for {device} with kernels {_digest_of_kernels()}")
+        kernels = f"kernels {tuned.kernel_set(platform)} and tuned plans {tune.digest(device)}"
+        compat.tell_apart(out, f"{sorted(params.items())} for {device} with {kernels}")
     else:
         (out,) = _lower_on_one_device(local, *operands, platform=platform, **params)
     return [compat.with_sharding_of(ctx, out, *ctx.avals_out)]
@@ -95,6 +95,8 @@ def _lower_on_one_device(ctx, lhs, rhs, *others, platform, schedule, out_shardin
     )
     device = device_for_lowering(platform)
     made, arrangement = plan(*avals, schedule=schedule, device=device, epilogue=epilogue, **params)
+    if isinstance(schedules.of_forward(schedule), schedules.Auto):
+        made = tune.tuned_if_asked(made)
     if made.kernel is None:
         rule = mlir.lower_fun(_xla, multiple_results=False)
         ctx = ctx.replace(avals_in=[*avals, *ctx.avals_in[2:]])
@@ -117,11 +119,6 @@ def _xla(lhs, rhs, *others, epilogue=Epilogue(), preferred_element_type, **param
 def _lower_to_xla(ctx, *operands, why, schedule, **params):
     _refuse_schedule(schedule, "", why)
     return mlir.lower_fun(_xla, multiple_results=False)(ctx, *operands, **params)
-
-
-@functools.cache
-def _digest_of_kernels():
-    return zlib.crc32(" ".join(kernel.name for kernel in _ffi.kernels()).encode())
 
 
 def _partitioned(avals, *, epilogue=Epilogue(), **params):

@@ -6,7 +6,7 @@ cutlass_kernels/planner.cc searches, by the cost model next to it.
 import dataclasses
 import functools
 
-from jax_streamk import _ffi, cost_model, schedules
+from jax_streamk import _ffi, cost_model, schedules, tuned
 from jax_streamk.device import Device
 from jax_streamk.problem import GemmProblem
 
@@ -24,7 +24,7 @@ class Plan:
       schedule: the resolved ``DataParallel``, ``SplitK`` or ``StreamK``; None where kernel is None.
       raster, swizzle: the order of tiles: along "m" or "n", in panels of so many tiles.
       workspace_bytes: that XLA allocates for the call.
-      microseconds: the planner's estimate.
+      microseconds: the planner's estimate, or what tuning measured.
       reasons: one line each.
     """
 
@@ -43,7 +43,7 @@ class Plan:
         device = f"sm_{self.device.arch}, {self.device.sms} SMs" if self.device.arch else f"{self.device.sms} threads"
         lines.append(f"  on {self.device.platform} ({device})")
         if self.kernel:
-            order = f"along {self.raster}" + (f", panels of {self.swizzle}" if self.swizzle > 1 else "")
+            order = _order(self.raster, self.swizzle)
             lines.append(f"  {self.kernel}, {self.schedule}, {order}, workspace {self.workspace_bytes} bytes")
         lines.extend(f"  - {reason}" for reason in self.reasons)
         return "\n".join(lines)
@@ -87,15 +87,15 @@ def _native_schedule(schedule, raster="m", swizzle=1):
 
 
 # No GPU has timed this family yet: tuning tries it, and estimates do not choose it.
-UNMEASURED = frozenset({_ffi.Family.skinny})
+_UNTIMED = frozenset({_ffi.Family.skinny})
 
 
 @functools.cache
-def _registry():
+def _registry(timed):
     """``_ffi.Kernels`` by what a problem fixes: platform, operand types, math and majorness."""
     by_problem = {}
     for kernel in _ffi.kernels():
-        if kernel.family in UNMEASURED:
+        if (kernel.family in _UNTIMED) == timed:
             continue
         platform = "cpu" if kernel.family == _ffi.Family.host else "cuda"
         key = (platform, kernel.type_a, kernel.math, kernel.major_a, kernel.major_b)
@@ -107,26 +107,43 @@ def _schedule_of(native):
     """What a ``_ffi.Schedule`` that the planner chose is to users."""
     if native.schedule == _ffi.ScheduleKind.split_k:
         return schedules.SplitK(native.splits, native.reduction.name)
-    return schedules.StreamK() if native.schedule == _ffi.ScheduleKind.stream_k else schedules.DataParallel()
+    is_stream_k = native.schedule == _ffi.ScheduleKind.stream_k
+    return schedules.StreamK(native.reduction.name) if is_stream_k else schedules.DataParallel()
 
 
-@functools.lru_cache(maxsize=4096)
+def _letter(raster):
+    return "m" if raster == _ffi.Raster.along_m else "n"
+
+
+def _order(raster, swizzle):
+    return f"along {raster}" + (f", panels of {swizzle}" if swizzle > 1 else "")
+
+
 def make_plan(problem, schedule, device):
     """Plans a ``GemmProblem`` on a ``Device``.
 
-    ``Auto()`` takes the candidate with the least estimate, and XLA's product where no kernel can run the problem. Any other
-    schedule is obeyed: on the best kernel that can, or refused.
+    ``Auto()`` takes what tuning found for this very problem and device. Without, it takes the candidate with the least estimate, and
+    XLA's product where no kernel can run the problem. Any other schedule is obeyed: on the best kernel that can, or refused.
 
     Raises:
       ValueError: an explicit schedule that no kernel can run, with the reason of the kernel that came closest.
     """
+    return _plan(problem, schedule, device, tuned.lookup(problem, device) if isinstance(schedule, schedules.Auto) else None)
+
+
+def choose(problem, wanted, device, timed=True, **listed):
+    """The ``_ffi.Choice`` for a native schedule, or for None of all that are deterministic; among kernels that estimates are of, or others."""
+    key = (device.platform, problem.type_a, problem.math, problem.major_a, problem.major_b)
+    kernels = _registry(timed).get(key) or _ffi.Kernels([])
+    return _ffi.choose(kernels, problem.native(), wanted, device.native(), cost_model.machine_of(device).native, **listed)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(problem, schedule, device, found):
     if problem.is_empty:
         return Plan(problem, device, None, None, reasons=("there is nothing to multiply: the result is empty or zero",))
-    key = (device.platform, problem.type_a, problem.math, problem.major_a, problem.major_b)
-    kernels = _registry().get(key) or _ffi.Kernels([])
     auto = isinstance(schedule, schedules.Auto)
-    wanted, machine = None if auto else _native_schedule(schedule), cost_model.machine_of(device).native
-    choice = _ffi.choose(kernels, problem.native(), wanted, device.native(), machine)
+    choice = choose(problem, None if auto else _native_schedule(schedule), device)
     if not choice.candidates:
         why = choice.refusal or f"no kernel of this build runs it on {device.platform}, sm_{device.arch}"
         if auto:
@@ -134,20 +151,30 @@ def make_plan(problem, schedule, device):
         raise ValueError(f"schedule={schedule} cannot run {problem}: {why}")
 
     chosen, *runners_up = choice.candidates
-    reasons = [] if auto else ["the schedule was given"]
-    reasons.append(cost_model.describe(chosen.cost))
-    for other in runners_up:
-        others = _schedule_of(other.schedule) if auto else schedule
-        reasons.append(f"over {other.kernel}, {others}: {other.cost.microseconds:.1f} us")
-    native = chosen.schedule
+    kernel, native, workspace_bytes, microseconds = chosen.kernel, chosen.schedule, choice.workspace_bytes, chosen.cost.microseconds
+    if found is not None:
+        alone = f"{kernel}, {_schedule_of(native)}, {_order(_letter(native.raster), native.swizzle)}"
+        kernel, native, microseconds = found.kernel, found.native(), found.microseconds
+        workspace_bytes = _ffi.workspace_bytes(kernel, problem.native(), native, device.native())
+        reasons = [
+            f"{microseconds:.1f} us measured by tuning on {found.date[:10]}, "
+            f"{found.planned_microseconds:.1f} us of the planner's choice then",
+            f"without tuning the planner takes {alone}: {chosen.cost.microseconds:.1f} us estimated",
+        ]
+    else:
+        reasons = [] if auto else ["the schedule was given"]
+        reasons.append(cost_model.describe(chosen.cost))
+        for other in runners_up:
+            others = _schedule_of(other.schedule) if auto else schedule
+            reasons.append(f"over {other.kernel}, {others}: {other.cost.microseconds:.1f} us")
     return Plan(
         problem,
         device,
-        chosen.kernel,
+        kernel,
         _schedule_of(native) if auto else schedule,
-        "m" if native.raster == _ffi.Raster.along_m else "n",
+        _letter(native.raster),
         native.swizzle,
-        choice.workspace_bytes,
-        chosen.cost.microseconds,
+        workspace_bytes,
+        microseconds,
         tuple(reasons),
     )

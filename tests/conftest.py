@@ -1,7 +1,14 @@
 """Fixtures that every test file may use."""
 
+import os
+import tempfile
+
 import jax
 import pytest
+
+# Neither these tests nor the processes they start see the plans that the user has tuned.
+_cache = tempfile.TemporaryDirectory(prefix="jax_streamk_tests_")
+os.environ["XDG_CACHE_HOME"] = _cache.name
 
 # Simulated devices for the tests of sharding; all others use the first of them.
 jax.config.update("jax_num_cpu_devices", 8)

@@ -30,7 +30,7 @@ def test_page(page, tmp_path):
 
 def test_every_topic_has_a_page_that_runs():
     pages = {page.stem: len(blocks(page)) for page in PAGES}
-    assert all(pages[topic] for topic in ("README", "matmul", "dot_general", "sharding", "numerics"))
+    assert all(pages[topic] for topic in ("README", "matmul", "dot_general", "sharding", "numerics", "tuning"))
     # Links between pages lead somewhere.
     for page in PAGES:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):

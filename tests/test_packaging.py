@@ -126,7 +126,7 @@ def test_cutlass_is_fetched_only_for_cuda(machine, monkeypatch, settings, fetche
 def test_metadata():
     metadata = importlib.metadata.metadata("jax-streamk")
     run_time = [r for r in metadata.get_all("Requires-Dist") if "extra" not in r]
-    assert sorted(re.match(r"[\w-]+", r)[0] for r in run_time) == ["jax", "numpy"]
+    assert sorted(re.match(r"[\w-]+", r)[0] for r in run_time) == ["jax", "numpy", "platformdirs"]
     assert set(metadata.get_all("Provides-Extra")) == {"test", "flax", "tools", "examples"}
 
 

@@ -29,32 +29,21 @@ MOST_CALLS, MOST_CALLS_IN_PROGRAM = 256, 64
 
 
 def add_arguments(parser):
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("file", nargs="?", metavar="FILE.csv", help="columns m, n, k and optionally trans_a, trans_b, batch, source")
-    what.add_argument("--set", choices=shapes.SETS, help="shapes that come with the library")
+    what = shapes.add_arguments(parser)
     what.add_argument("--from", dest="result", metavar="RESULT.json", help="show what was measured before")
-    parser.add_argument("--column-major", action="store_true", help="the file's operands are column-major, as DeepBench's are")
-    parser.add_argument("--sample", type=_positive, metavar="N", help="only N of the shapes, evenly spaced")
     parser.add_argument("--dtype", default="bfloat16", choices=GROSS_ERROR, help="of operands and result (%(default)s)")
     parser.add_argument("--precision", choices=["default", "high", "highest"], default="default", help="of products of float32")
     activations = ["none", *filter(None, ACTIVATIONS)]
     parser.add_argument("--linear", choices=activations, metavar="ACTIVATION", help=f"linear layers with a bias: {', '.join(activations)}")
     kinds = "; ".join(map(": ".join, sides.MEASURES.items()))
     parser.add_argument("--measure", action="append", choices=sides.MEASURES, help=f"may be given several times; all without it. {kinds}")
-    parser.add_argument("--rounds", type=_positive, default=2, help="in each, the sides are timed in order and in reverse (%(default)s)")
+    parser.add_argument("--rounds", type=shapes.positive, default=2, help="in each, the sides are timed in order and in reverse (%(default)s)")
     parser.add_argument("--no-peers", action="store_true", help="XLA only, not other libraries that are installed")
     parser.add_argument("--limit", type=float, default=math.inf, metavar="SECONDS", help="after which no new shape is begun")
     parser.add_argument("--out", type=pathlib.Path, metavar="OUT.json", help="written after every shape; at the end OUT.md, the table")
     parser.add_argument("--resume", action="store_true", help="go on with what OUT.json has")
     parser.add_argument("--plot", type=pathlib.Path, metavar="DIR", help="write plots there: roofline and ratios, as SVG and PNG")
     parser.set_defaults(error=parser.error)
-
-
-def _positive(text):
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
 
 
 def run(arguments):
@@ -91,11 +80,9 @@ def _load(path, error):
 
 def measure_all(arguments, report):
     try:
-        todo = shapes.named(arguments.set) if arguments.set else shapes.read(arguments.file, arguments.column_major)
+        todo = shapes.chosen(arguments)
     except (OSError, ValueError) as error:
         arguments.error(str(error))
-    if arguments.sample:
-        todo = shapes.sample(todo, arguments.sample)
     if arguments.out and arguments.out.suffix != ".json":
         arguments.error(f"--out {arguments.out}: its name must end in .json")
     if arguments.resume and not arguments.out:

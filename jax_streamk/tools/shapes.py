@@ -18,6 +18,18 @@ class Shape:
     batch: int = 1
     source: str = ""
 
+    def stored(self):
+        """The shapes of A and B as they are stored, with a batch in front where there is more than one."""
+        lead = (self.batch,) if self.batch > 1 else ()
+        a = (self.k, self.m) if self.trans_a else (self.m, self.k)
+        b = (self.n, self.k) if self.trans_b else (self.k, self.n)
+        return lead + a, lead + b
+
+    def dimension_numbers(self):
+        """Those of the product as a ``lax.dot_general``."""
+        batch = tuple(range(self.batch > 1))
+        return (((len(batch) + (not self.trans_a),), (len(batch) + self.trans_b,)), (batch, batch))
+
     def __str__(self):
         text = f"{self.batch} x " * (self.batch > 1) + f"{self.m} x {self.n} x {self.k}"
         return text + " A^T" * self.trans_a + " B^T" * self.trans_b
@@ -61,14 +73,14 @@ def read(path, column_major=False):
 def _shape(where, row):
     values = {}
     for name, default in (("m", None), ("n", None), ("k", None), ("trans_a", "0"), ("trans_b", "0"), ("batch", "1")):
-        text = row.get(name, default)
+        text = row.get(name) or default
         is_flag = name.startswith("trans")
         try:
             value = int(text)
         except (TypeError, ValueError):
             value = -1
-        if value < (not is_flag) or (is_flag and value > 1):
-            allowed = "0 or 1" if is_flag else "a positive integer"
+        if not (0 <= value <= 1 if is_flag else 0 < value < 2**31):
+            allowed = "0 or 1" if is_flag else "an integer from 1 to 2^31 - 1"
             raise ValueError(f"{where}: {name} is {'missing' if text is None else repr(text)}; it must be {allowed}")
         values[name] = bool(value) if is_flag else value
     return Shape(**values, source=row.get("source") or "")
@@ -162,3 +174,27 @@ def sample(shapes, count):
     """At most ``count`` of the shapes, evenly spaced."""
     count = min(count, len(shapes))
     return [shapes[i * len(shapes) // count] for i in range(count)]
+
+
+def positive(text):
+    """An argument that is a positive integer."""
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
+
+
+def add_arguments(parser):
+    """Adds what ``chosen`` reads; returns the group of which one is given, for more ways to say what."""
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("file", nargs="?", metavar="FILE.csv", help="columns m, n, k and optionally trans_a, trans_b, batch, source")
+    what.add_argument("--set", choices=SETS, help="shapes that come with the library")
+    parser.add_argument("--column-major", action="store_true", help="the file's operands are column-major, as DeepBench's are")
+    parser.add_argument("--sample", type=positive, metavar="N", help="only N of the shapes, evenly spaced")
+    return what
+
+
+def chosen(arguments):
+    """The shapes that a command line asks for. Raises as ``read`` does."""
+    shapes = named(arguments.set) if arguments.set else read(arguments.file, arguments.column_major)
+    return sample(shapes, arguments.sample) if arguments.sample else shapes

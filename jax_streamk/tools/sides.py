@@ -46,10 +46,7 @@ class Task:
         return dict(activation=None if self.activation == "none" else self.activation)
 
     def operand_shapes(self, shape):
-        lead = (shape.batch,) if shape.batch > 1 else ()
-        a = (shape.k, shape.m) if shape.trans_a else (shape.m, shape.k)
-        b = (shape.n, shape.k) if shape.trans_b else (shape.k, shape.n)
-        return [lead + a, lead + b] + [(shape.n,)] * (self.activation is not None)
+        return [*shape.stored()] + [(shape.n,)] * (self.activation is not None)
 
     def bytes(self, shape):
         """Of operands and result, each once."""
@@ -70,11 +67,9 @@ class Task:
 
     def plan(self, shape):
         """The ``Plan`` of our call, on the default device."""
-        a, b = (jax.ShapeDtypeStruct(x, self.dtype) for x in self.operand_shapes(shape)[:2])
-        batch = tuple(range(len(a.shape) - 2))
-        contract = ((len(batch) + (not shape.trans_a),), (len(batch) + shape.trans_b,))
+        a, b = (jax.ShapeDtypeStruct(x, self.dtype) for x in shape.stored())
         epilogue = dict(self.linear, bias=True) if self.activation is not None else {}
-        return jax_streamk.plan(a, b, (contract, (batch, batch)), precision=self.precision, **epilogue)
+        return jax_streamk.plan(a, b, shape.dimension_numbers(), precision=self.precision, **epilogue)
 
     def functions(self, shape):
         """Functions of the operands by side."""

@@ -1,0 +1,181 @@
+#include "ffi/timing.h"
+
+#include <chrono>
+#include <deque>
+#include <functional>
+#include <thread>
+
+#include "ffi/pool_executor.h"
+
+#ifdef JAX_STREAMK_WITH_CUDA
+#include "cutlass_kernels/cuda_kernel.h"
+#endif
+
+namespace jax_streamk {
+namespace {
+
+// Stands in for XLA's thread pool.
+class Threads {
+ public:
+  explicit Threads(int32_t count) {
+    for (int32_t i = 0; i < count; ++i) threads_.emplace_back([this] { serve(); });
+  }
+
+  ~Threads() {
+    {
+      std::lock_guard lock(mutex_);
+      stopped_ = true;
+    }
+    waiting_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+  }
+
+  void Schedule(std::function<void()> task) {
+    {
+      std::lock_guard lock(mutex_);
+      tasks_.push_back(std::move(task));
+    }
+    waiting_.notify_one();
+  }
+
+  int64_t num_threads() const { return static_cast<int64_t>(threads_.size()); }
+
+ private:
+  void serve() {
+    std::unique_lock lock(mutex_);
+    while (true) {
+      waiting_.wait(lock, [this] { return stopped_ || !tasks_.empty(); });
+      if (stopped_) return;
+      std::function<void()> const task = std::move(tasks_.front());
+      tasks_.pop_front();
+      lock.unlock();
+      task();
+      lock.lock();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable waiting_;
+  std::deque<std::function<void()>> tasks_;
+  bool stopped_ = false;
+  std::vector<std::thread> threads_;
+};
+
+Status time_on_host(Kernel const& kernel, GemmProblem const& p, Schedule const& s, Device const& device,
+                    std::vector<Buffers> const& sets, int32_t repeats, std::vector<double>& microseconds) {
+  Threads threads(device.sms);
+  PoolExecutor executor(threads);
+  Status status = kernel.run(p, s, device, sets[0], nullptr, &executor);  // to warm up
+  for (int32_t i = 0; i < repeats && status.ok(); ++i) {
+    auto const started = std::chrono::steady_clock::now();
+    for (Buffers const& buffers : sets)
+      if (status.ok()) status = kernel.run(p, s, device, buffers, nullptr, &executor);
+    std::chrono::duration<double, std::micro> const took = std::chrono::steady_clock::now() - started;
+    microseconds.push_back(took.count() / static_cast<double>(sets.size()));
+  }
+  return status;
+}
+
+#ifdef JAX_STREAMK_WITH_CUDA
+
+// Makes a GPU current, and the one before it current again.
+class CurrentDevice {
+ public:
+  ~CurrentDevice() {
+    if (before_ >= 0) cudaSetDevice(before_);
+  }
+
+  Status set(int device) {
+    int before = 0;
+    if (Status status = from_cuda(cudaGetDevice(&before), "cudaGetDevice"); !status.ok()) return status;
+    before_ = before;
+    return from_cuda(cudaSetDevice(device), "cudaSetDevice");
+  }
+
+ private:
+  int before_ = -1;
+};
+
+// What a measurement creates, destroyed however it ends.
+struct Recording {
+  cudaStream_t stream = nullptr;
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t executable = nullptr;
+  cudaEvent_t begin = nullptr, end = nullptr;
+
+  Recording() = default;
+  Recording(Recording const&) = delete;
+
+  ~Recording() {
+    if (stream != nullptr) cudaStreamSynchronize(stream);  // work may be left on it where a step failed
+    if (begin != nullptr) cudaEventDestroy(begin);
+    if (end != nullptr) cudaEventDestroy(end);
+    if (executable != nullptr) cudaGraphExecDestroy(executable);
+    if (graph != nullptr) cudaGraphDestroy(graph);
+    if (stream != nullptr) cudaStreamDestroy(stream);
+  }
+
+  // A launch per set, as one graph.
+  Status capture(Kernel const& kernel, GemmProblem const& p, Schedule const& s, Device const& device,
+                 std::vector<Buffers> const& sets) {
+    // In this mode what other threads do, XLA's among them, neither fails nor spoils the capture.
+    Status status = from_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
+    if (!status.ok()) return status;
+    for (Buffers const& buffers : sets)
+      if (status.ok()) status = kernel.run(p, s, device, buffers, stream, nullptr);
+    Status const ended = from_cuda(cudaStreamEndCapture(stream, &graph), "cudaStreamEndCapture");
+    if (!status.ok()) return status;
+    if (!ended.ok()) return ended;
+    return from_cuda(cudaGraphInstantiate(&executable, graph, 0), "cudaGraphInstantiate");
+  }
+
+  Status replay(float& milliseconds) {
+    Status status = from_cuda(cudaEventRecord(begin, stream), "cudaEventRecord");
+    if (status.ok()) status = from_cuda(cudaGraphLaunch(executable, stream), "cudaGraphLaunch");
+    if (status.ok()) status = from_cuda(cudaEventRecord(end, stream), "cudaEventRecord");
+    if (status.ok()) status = from_cuda(cudaEventSynchronize(end), "replaying the launches");
+    if (status.ok()) status = from_cuda(cudaEventElapsedTime(&milliseconds, begin, end), "cudaEventElapsedTime");
+    return status;
+  }
+};
+
+Status time_on_gpu(Kernel const& kernel, GemmProblem const& p, Schedule const& s, Device const& device,
+                   std::vector<Buffers> const& sets, int32_t repeats, std::vector<double>& microseconds) {
+  cudaPointerAttributes where{};
+  Status status = from_cuda(cudaPointerGetAttributes(&where, sets[0].d), "cudaPointerGetAttributes");
+  if (!status.ok()) return status;
+  if (where.type != cudaMemoryTypeDevice && where.type != cudaMemoryTypeManaged)
+    return Status::invalid(kernel.info.name + " was given buffers that are not a GPU's");
+  CurrentDevice current;
+  Recording recording;  // destroyed while its GPU is current
+  if (status = current.set(where.device); !status.ok()) return status;
+  status = from_cuda(cudaStreamCreateWithFlags(&recording.stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+  if (status.ok()) status = from_cuda(cudaEventCreate(&recording.begin), "cudaEventCreate");
+  if (status.ok()) status = from_cuda(cudaEventCreate(&recording.end), "cudaEventCreate");
+  // Once without a graph: what a first launch loads may not be loaded within a capture.
+  if (status.ok()) status = kernel.run(p, s, device, sets[0], recording.stream, nullptr);
+  if (status.ok()) status = from_cuda(cudaStreamSynchronize(recording.stream), kernel.info.name);
+  if (status.ok()) status = recording.capture(kernel, p, s, device, sets);
+  for (int32_t i = -1; i < repeats && status.ok(); ++i) {
+    float milliseconds = 0;
+    status = recording.replay(milliseconds);
+    if (i >= 0) microseconds.push_back(1e3 * milliseconds / static_cast<double>(sets.size()));  // the first warms up
+  }
+  if (!status.ok()) cudaGetLastError();  // nobody else shall find it
+  return status;
+}
+
+#endif
+
+}  // namespace
+
+Status time_launches(Kernel const& kernel, GemmProblem const& p, Schedule const& s, Device const& device,
+                     std::vector<Buffers> const& sets, int32_t repeats, std::vector<double>& microseconds) {
+  if (sets.empty()) return Status::invalid("there must be at least one set of buffers");
+#ifdef JAX_STREAMK_WITH_CUDA
+  if (device.arch != 0) return time_on_gpu(kernel, p, s, device, sets, repeats, microseconds);
+#endif
+  return time_on_host(kernel, p, s, device, sets, repeats, microseconds);
+}
+
+}  // namespace jax_streamk

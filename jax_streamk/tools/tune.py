@@ -1,0 +1,121 @@
+"""``python -m jax_streamk tune``: measures which plan of each product is the fastest on this machine, and stores it for Auto()."""
+
+import contextlib
+import math
+import time
+
+import jax
+import jax.numpy as jnp
+
+from jax_streamk import compat, lowering, schedules, tune, tuned
+from jax_streamk.device import device_of
+from jax_streamk.measure import Memory
+from jax_streamk.tools import shapes
+
+
+def add_arguments(parser):
+    shapes.add_arguments(parser)
+    parser.add_argument("--dtype", action="append", type=dtype, help="of operands (bfloat16); may be given several times")
+    parser.add_argument("--out-dtype", type=dtype, help="of results (JAX's choice)")
+    parser.add_argument("--cache", metavar="DIR", help="where plans are stored (the user's cache folder, which programs look in)")
+    parser.add_argument("--limit", type=float, default=math.inf, metavar="SECONDS", help="begin no product after so long")
+    parser.add_argument("--again", action="store_true", help="measure what is stored already, too")
+
+
+def run(arguments):
+    try:
+        wanted = shapes.chosen(arguments)
+        device = device_of(None)
+        problems, left = _plan(wanted, arguments.dtype or [dtype("bfloat16")], arguments.out_dtype, device)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise SystemExit(f"tune: {error}") from None
+    store = tuned.store_of(arguments.cache)
+    try:
+        if problems:
+            store.check_writable(device)
+    except OSError as error:
+        raise SystemExit(f"tune: plans cannot be stored in {store.directory}: {error}") from None
+    console, progress = _progress()
+    for product, why in left.items():
+        console.print(f"{product}: {why}")
+
+    stored = store.plans(device)
+    before = {} if arguments.again else {problem: stored[problem] for problem in problems if problem in stored}
+    now, failed, ended, interrupted = {}, 0, "", False
+    memory, started = Memory(device), time.monotonic()
+    try:
+        open_ = [problem for problem in problems if problem not in before]
+        with progress if open_ else contextlib.nullcontext():
+            for problem in progress.track(open_, description="tuning"):
+                if time.monotonic() - started > arguments.limit:
+                    ended = f", the rest not begun within {arguments.limit:g} s"
+                    break
+                try:
+                    found = tune.measure(problem, memory)
+                    store.add(device, problem, found)
+                except RuntimeError as error:
+                    failed += 1
+                    console.print(f"{problems[problem]}: failed: {error}")
+                    continue
+                now[problem] = found
+                console.print(f"{problems[problem]}: {_found(found)}")
+    except KeyboardInterrupt:
+        ended, interrupted = ", interrupted", True
+    except OSError as error:
+        raise SystemExit(f"tune: plans cannot be stored any more: {error}") from None
+
+    counts = f"{len(now)} tuned, {len(before)} tuned before, {failed} failed{ended}"
+    print(f"{len(problems)} product{'s' * (len(problems) != 1)}: {counts}; {len(left)} more XLA's")
+    plans = [*before.values(), *now.values()]
+    if plans:
+        ratios = [plan.planned_microseconds / plan.microseconds for plan in plans]
+        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        changed = sum(ratio != 1 for ratio in ratios)
+        print(f"{changed} of {len(plans)} plans are not the planner's; its time over theirs, geometric mean: {mean:.3f}")
+    print(f"stored in {store.path(device)}")
+    return 130 if interrupted else int(failed > 0)
+
+
+def dtype(text):
+    try:
+        return jnp.dtype(text)
+    except TypeError:
+        raise ValueError(text) from None  # which argparse reports
+
+
+def _plan(wanted, dtypes, out_dtype, device):
+    """What each problem that a kernel runs is of, and why XLA has the others."""
+    problems, left = {}, {}
+    for shape in wanted:
+        for dtype in dtypes:
+            product = f"{shape} {dtype}" + (f" -> {out_dtype}" if out_dtype else "")
+            operands = [jax.ShapeDtypeStruct(stored, dtype) for stored in shape.stored()]
+            params = dict(precision=compat.canonicalize_precision(None), preferred_element_type=out_dtype)
+            made, _ = lowering.plan(
+                *operands, dimension_numbers=shape.dimension_numbers(), **params, schedule=schedules.Auto(), device=device
+            )
+            if made.kernel is None:
+                left[product] = made.reasons[0]
+            else:
+                problems.setdefault(made.problem, product)
+    return problems, left
+
+
+def _found(found):
+    what = f"{found.microseconds:.1f} us"
+    if found.microseconds == found.planned_microseconds:
+        return f"{what} by the planner's choice"
+    splits = f", {found.splits} splits, {found.reduction}" if found.splits > 1 else ""
+    how = f"{found.kernel}, {found.schedule}{splits}, {found.raster.replace('_', ' ')}, panels of {found.swizzle}"
+    return f"{what} by {how}; {found.planned_microseconds:.1f} us by the planner's choice"
+
+
+def _progress():
+    try:
+        from rich.console import Console
+        from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+    except ImportError:
+        raise SystemExit("tune: rich is missing: pip install 'jax-streamk[tools]'") from None
+    console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
+    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn(), "so far,", TimeRemainingColumn(), "left")
+    return console, Progress(*columns, console=console, speed_estimate_period=600)

@@ -1,0 +1,216 @@
+"""``python -m jax_streamk``: tune and info."""
+
+import csv
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_streamk
+from jax_streamk import _ffi, measure, plan, planner, tune, tuned
+from jax_streamk.__main__ import main
+from jax_streamk.device import device_of
+from jax_streamk.tools import info
+from jax_streamk.tools.shapes import Shape
+from jax_streamk.tuned import Candidate, Store, Tuned
+
+HEADER = "m,n,k,batch,trans_a,trans_b,source"
+
+
+def write(path, *rows, header=HEADER):
+    path.write_text("\n".join((header, *rows)) + "\n")
+    return str(path)
+
+
+@pytest.fixture
+def file(tmp_path):
+    rows = ["40,24,64,,,,a", "16,32,48,3,1,1,b", "40,24,64,,0,,again"]
+    return write(tmp_path / "shapes.csv", *rows)
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    """Measurements that take no time: the planner's own choice took 12 us, and what it lists last 8."""
+    measured = []
+
+    def at_once(problem, memory):
+        measured.append(problem)
+        other = planner.choose(problem, None, memory.device, listed=24).candidates[-1]
+        return Tuned.now(Candidate.of(other.kernel, other.schedule), 8.0, 12.0)
+
+    monkeypatch.setattr(tune, "measure", at_once)
+    return measured
+
+
+def test_tune_stores_and_resumes(file, tmp_path, capsys, pretended):
+    cache = tmp_path / "cache"
+    arguments = ["tune", file, "--cache", str(cache), "--dtype", "bfloat16", "--dtype", "float16", "--dtype", "int32"]
+    assert main(arguments) == 0
+    out, err = capsys.readouterr()
+    assert "4 products: 4 tuned, 0 tuned before, 0 failed; 2 more XLA's" in out
+    assert "4 of 4 plans are not the planner's; its time over theirs, geometric mean: 1.500" in out
+    assert "40 x 24 x 64 int32: falls back to XLA: int32 x int32" in err and "12.0 us by the planner's choice" in err
+    store = Store(cache)
+    assert f"stored in {store.path(device_of(None))}" in out
+    assert list(store.plans(device_of(None))) == pretended
+    assert [(p.batch, p.m, p.type_a.name, p.major_a.name, p.major_b.name) for p in pretended] == [
+        (1, 40, "bf16", "row", "row"), (1, 40, "f16", "row", "row"), (3, 16, "bf16", "column", "column"), (3, 16, "f16", "column", "column"),
+    ]  # fmt: skip
+    # These are the problems that programs have.
+    with tuned.using(store):
+        for dtype in (jnp.bfloat16, jnp.float16):
+            assert plan(jax.ShapeDtypeStruct((40, 64), dtype), jax.ShapeDtypeStruct((64, 24), dtype)).microseconds == 8
+
+    assert main(arguments) == 0
+    assert "0 tuned, 4 tuned before" in capsys.readouterr().out and len(pretended) == 4
+    assert main([*arguments, "--again"]) == 0
+    assert "4 tuned, 0 tuned before" in capsys.readouterr().out and len(pretended) == 8
+    assert len(store.path(device_of(None)).read_text().splitlines()) == 8
+    assert main(["tune", "--set", "strong_scaling", "--sample", "2", "--out-dtype", "float32", "--cache", str(cache)]) == 0
+    assert [p.type_d.name for p in pretended[8:]] == ["f32", "f32"]
+
+
+def test_tune_measures(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(measure.ROTATED_BYTES, device_of(None).platform, 1e5)
+    path = write(tmp_path / "one.csv", "40,24,64", header="m,n,k")
+    assert main(["tune", path, "--dtype", "float32", "--cache", str(tmp_path / "cache")]) == 0
+    (found,) = Store(tmp_path / "cache").plans(device_of(None)).values()
+    assert f"{found.microseconds:.1f} us by" in capsys.readouterr().err
+
+
+def test_an_interrupted_run_has_stored_what_it_finished(file, tmp_path, capsys, pretended, monkeypatch):
+    def interrupted(problem, memory, measure=tune.measure):
+        if len(pretended) == 2:
+            raise KeyboardInterrupt
+        return measure(problem, memory)
+
+    monkeypatch.setattr(tune, "measure", interrupted)
+    arguments = ["tune", file, "--cache", str(tmp_path / "cache"), "--dtype", "bfloat16", "--dtype", "float16"]
+    assert main(arguments) == 130
+    assert "2 tuned, 0 tuned before, 0 failed, interrupted" in capsys.readouterr().out
+    assert len(Store(tmp_path / "cache").plans(device_of(None))) == 2
+
+
+def test_tune_begins_nothing_after_the_limit(file, tmp_path, capsys, pretended):
+    assert main(["tune", file, "--cache", str(tmp_path), "--limit", "-1"]) == 0
+    assert "0 tuned, 0 tuned before, 0 failed, the rest not begun within -1 s" in capsys.readouterr().out and not pretended
+
+
+def test_a_product_that_fails_does_not_stop_the_others(file, tmp_path, capsys, pretended, monkeypatch):
+    def fails(problem, memory, measure=tune.measure):
+        if problem.batch == 1:
+            raise RuntimeError("out of memory")
+        return measure(problem, memory)
+
+    monkeypatch.setattr(tune, "measure", fails)
+    assert main(["tune", file, "--cache", str(tmp_path)]) == 1
+    out, err = capsys.readouterr()
+    assert "1 tuned, 0 tuned before, 1 failed" in out and "40 x 24 x 64 bfloat16: failed: out of memory" in err
+
+
+def test_tune_measures_nothing_that_it_could_not_store(file, tmp_path, pretended):
+    (tmp_path / "cache").write_text("")
+    with pytest.raises(SystemExit, match=f"tune: plans cannot be stored in {tmp_path / 'cache'}: "):
+        main(["tune", file, "--cache", str(tmp_path / "cache")])
+    assert not pretended
+
+
+def test_tune_asks_for_what_it_needs(file, tmp_path, pretended, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    with pytest.raises(SystemExit, match=re.escape("pip install 'jax-streamk[tools]'")):
+        main(["tune", file, "--cache", str(tmp_path)])
+    assert not pretended
+
+
+def test_bad_arguments_are_refused_before_anything_is_measured(tmp_path, pretended, capsys):
+    bad = write(tmp_path / "bad.csv", "8,8,8", "8,8,0", header="m,n,k")
+    with pytest.raises(SystemExit, match=rf"tune: {re.escape(bad)}:3: k is '0'; it must be an integer"):
+        main(["tune", bad, "--cache", str(tmp_path / "cache")])
+    with pytest.raises(SystemExit, match="No such file"):
+        main(["tune", str(tmp_path / "missing.csv"), "--cache", str(tmp_path / "cache")])
+    with pytest.raises(SystemExit):
+        main(["tune", write(tmp_path / "a.csv", "1,2,3", header="m,n,k"), "--dtype", "bfloat", "--cache", str(tmp_path / "cache")])
+    assert "argument --dtype: invalid dtype value: 'bfloat'" in capsys.readouterr().err
+    assert not pretended and not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("trans_a", [False, True])
+@pytest.mark.parametrize("trans_b", [False, True])
+def test_a_shape_is_the_dot_general_it_says(batch, trans_a, trans_b):
+    shape = Shape(2, 3, 4, trans_a, trans_b, batch)
+    a, b = (np.arange(np.prod(stored), dtype=np.float32).reshape(stored) for stored in shape.stored())
+    out = jax.lax.dot_general(a, b, shape.dimension_numbers())
+    left, right = (np.swapaxes(x, -1, -2) if swapped else x for x, swapped in ((a, trans_a), (b, trans_b)))
+    np.testing.assert_array_equal(out, left @ right)
+    assert out.shape == ((batch,) if batch > 1 else ()) + (2, 3)
+
+
+def test_info_tells_the_state_of_plans(tmp_path, capsys):
+    device = device_of(None)
+    problem = plan(jax.ShapeDtypeStruct((40, 64), jnp.float32), jax.ShapeDtypeStruct((64, 24), jnp.float32)).problem
+    first = planner.choose(problem, None, device).candidates[0]
+    store = Store(tmp_path)
+    store.add(device, problem, Tuned.now(Candidate.of(first.kernel, first.schedule), 8.0, 12.0))
+    with open(store.path(device), "ab") as file:
+        file.write(b"nonsense\n" + store.path(device).read_bytes().replace(b'"kernels": "', b'"kernels": "x'))
+    (tmp_path / "another-gpu.jsonl").touch()
+    assert not main(["info", "--json", "--cache", str(tmp_path)])
+    report = json.loads(capsys.readouterr().out)
+    assert report["tuned plans"]["folder"] == str(tmp_path) and report["tuned plans"]["other files"] == "another-gpu.jsonl"
+    (state,) = (state for state in report["tuned plans"].values() if isinstance(state, dict) and state["lines"])
+    assert (state["lines"], state["plans in use"], state["stale lines"], state["corrupt lines"]) == (3, 1, 1, 1)
+    assert report["kernels"]["count"] == len(jax_streamk.kernels())
+    assert sum(report["kernels"]["host"].values()) == sum(kernel.family == _ffi.Family.host for kernel in jax_streamk.kernels())
+    assert report["versions"]["jax"] == jax.__version__ and device.kind in report["devices"]["default"]
+    main(["info", "--cache", str(tmp_path)])
+    text = capsys.readouterr().out
+    assert "\n    stale lines: 1\n" in text and f"\n  jax: {jax.__version__}\n" in text
+
+
+def test_info_says_what_fails(monkeypatch, capsys):
+    def broken(*arguments, **keywords):
+        raise RuntimeError("CUDA_ERROR_NO_DEVICE")
+
+    monkeypatch.setattr(jax, "local_devices", broken)
+    monkeypatch.setattr(jax, "devices", broken)
+    monkeypatch.setattr(jax, "default_backend", broken)
+    monkeypatch.setattr(_ffi, "kernels", broken)
+    monkeypatch.setattr(info, "_DRIVER", pathlib.Path("/proc/self/mem"))
+    tuned.kernel_set.cache_clear()
+    assert not main(["info"])
+    text = capsys.readouterr().out
+    assert "kernels: failed: RuntimeError: CUDA_ERROR_NO_DEVICE" in text and "GPU: failed: RuntimeError" in text
+    assert "NVIDIA driver: failed: OSError" in text and re.search(r"CPU: .*, \d+ threads", text) and "tuned plans:" in text
+
+
+def test_the_command_line(tmp_path):
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    run = dict(cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "jax_streamk", "info"], **run)
+    assert done.returncode == 0 and str(tmp_path / "jax_streamk") in done.stdout, done.stderr
+    assert not any(tmp_path.iterdir())
+    done = subprocess.run([sys.executable, "-m", "jax_streamk"], **run)
+    assert done.returncode == 2 and "usage: python -m jax_streamk" in done.stderr
+
+
+def test_measured_plans_are_what_the_cost_model_is_fitted_to(tmp_path, monkeypatch, capsys):
+    benchmarks = pathlib.Path(__file__).parents[1] / "benchmarks"
+    monkeypatch.syspath_prepend(benchmarks)
+    import measure_plans
+
+    monkeypatch.setitem(measure.ROTATED_BYTES, device_of(None).platform, 1e5)
+    out = tmp_path / "out.csv"
+    monkeypatch.setattr(sys, "argv", ["measure_plans.py", write(tmp_path / "s.csv", "64,64,256", header="m,n,k"), str(out)])
+    measure_plans.main()
+    rows = list(csv.DictReader(out.open()))
+    assert list(rows[0]) == "m n k kernel schedule splits reduction raster swizzle us".split()
+    assert {"data_parallel", "split_k"} <= {row["schedule"] for row in rows} and {row["raster"] for row in rows} == {"m", "n"}
+    assert all(float(row["us"]) > 0 for row in rows)

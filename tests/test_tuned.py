@@ -1,0 +1,608 @@
+"""Tuned plans: what is stored, what ``Auto()`` takes of it, how plans are measured, and ``tuning()`` under every transformation."""
+
+import concurrent.futures
+import dataclasses
+import fcntl
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+import types
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jax_streamk
+from jax_streamk import Auto, DataParallel, Plan, SplitK, StreamK, _ffi, linear, matmul, measure, plan, planner, tune, tuned
+from jax_streamk.device import HOPPER, device_of
+from jax_streamk.tuned import Candidate, Store, Tuned
+
+TARGET = "jax_streamk_cuda_gemm" if jax.default_backend() == "gpu" else "jax_streamk_host_gemm"
+
+
+def shaped(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def here():
+    return device_of(None)
+
+
+A, B = shaped(64, 2048), shaped(2048, 96)
+
+
+def another(problem, device):
+    """What the planner would not choose: a candidate of another kind of schedule if there is one, in an unusual order."""
+    first, *others = planner.choose(problem, None, device, listed=24).candidates
+    other = next((x for x in others if x.schedule.schedule != first.schedule.schedule), first)
+    return dataclasses.replace(Candidate.of(other.kernel, other.schedule), raster="along_n", swizzle=3)
+
+
+def found(problem, device, microseconds=7.0, planned_microseconds=9.0, date="2026-01-02T03:04:05+00:00"):
+    return Tuned(**vars(another(problem, device)), microseconds=microseconds, planned_microseconds=planned_microseconds, date=date)
+
+
+@pytest.fixture
+def store(tmp_path):
+    """An empty store in use, in a process that has not warned yet."""
+    tuned._warned.clear()
+    with tuned.using(Store(tmp_path / "plans")) as store:
+        yield store
+    tuned._warned.clear()
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Measurements of little, which take no longer than they must."""
+    monkeypatch.setitem(measure.ROTATED_BYTES, here().platform, 1e5)
+
+
+def write(store, device, *lines):
+    store.directory.mkdir(exist_ok=True)
+    store.path(device).write_bytes(b"\n".join(lines) + b"\n")
+
+
+def line_of(problem, device, changes={}):
+    record = json.loads(tuned._line(device, problem, found(problem, device)))
+    for name, value in changes.items():
+        (record["problem"] if name in record["problem"] else record)[name] = value
+    return json.dumps(record).encode()
+
+
+def emitted(f, *operands):
+    """(kernel, splits, swizzle) of every call of ours in the lowered program, as text."""
+    text = jax.jit(f).lower(*operands).as_text()
+    calls = re.findall(rf"custom_call @{TARGET}\(.*?backend_config = \{{(.*?)\}}", text)
+    found = [dict(re.findall(r'(\w+) = "?([^",}\s]+)', call)) for call in calls]
+    return [(call["kernel"], call["splits"], call["swizzle"]) for call in found]
+
+
+def test_auto_takes_what_is_stored_for_this_very_problem(store):
+    alone = plan(A, B)
+    wanted = found(alone.problem, here())
+    store.add(here(), alone.problem, wanted)
+    made = plan(A, B)
+    assert (made.kernel, made.raster, made.swizzle, made.microseconds) == (wanted.kernel, "n", 3, 7.0)
+    assert Candidate.of(made.kernel, made.native_schedule()) == another(alone.problem, here())
+    what = made.kernel, made.problem.native(), made.native_schedule(), made.device.native()
+    assert made.workspace_bytes == _ffi.workspace_bytes(*what)
+    text = str(made)
+    assert "7.0 us measured by tuning on 2026-01-02, 9.0 us of the planner's choice then" in text
+    assert f"without tuning the planner takes {alone.kernel}, {alone.schedule}" in text
+    # Nothing else is changed: another problem, an epilogue, another device, schedules that were asked for.
+    for other in (plan(shaped(65, 2048), B), plan(A, B, activation="relu"), plan(A, B, preferred_element_type=jnp.float32)):
+        assert "tuning" not in str(other)
+    unknown = dataclasses.replace(here(), kind="")
+    assert "tuning" not in str(plan(A, B, device=unknown)) and plan(A, B, device=unknown).kernel == alone.kernel
+    for schedule in (DataParallel(), SplitK(2), StreamK()):
+        assert plan(A, B, schedule=schedule).reasons[0] == "the schedule was given"
+
+
+def test_programs_run_what_is_stored(store):
+    rng = np.random.default_rng(0)
+    a, b = (jnp.asarray(rng.integers(-1, 2, x.shape), x.dtype) for x in (A, B))
+    before = emitted(matmul, A, B)
+    wanted = found(plan(A, B).problem, here())
+    store.add(here(), plan(A, B).problem, wanted)
+    assert emitted(lambda a, b: matmul(a, b), A, B) == [(wanted.kernel, str(wanted.splits), "3")] != before
+    np.testing.assert_array_equal(jax.jit(lambda a, b: matmul(a, b))(a, b), np.asarray(a, np.float32) @ np.asarray(b, np.float32))
+
+
+def test_the_latest_of_a_problem_wins_in_every_process(store):
+    problem = plan(A, B).problem
+    for microseconds in (5.0, 3.0, 4.0):
+        store.add(here(), problem, found(problem, here(), microseconds))
+        assert plan(A, B).microseconds == microseconds
+    read = Store(store.directory).read(here())
+    assert (read.lines, len(read.plans), read.stale, read.corrupt, read.trouble) == (3, 1, 0, 0, "")
+    assert read.plans[problem] == found(problem, here(), 4.0)
+
+
+def test_problems_are_told_apart_by_all_they_are(store):
+    """Every field of a problem is kept in the file."""
+    problem = dataclasses.replace(
+        plan(A, B, activation="silu", bias=True, residual=True, alpha=0.1, beta=-3.5).problem, batch=3, batch_stride_bias=96
+    )
+    store.add(here(), problem, found(problem, here()))
+    assert list(Store(store.directory).read(here()).plans) == [problem]
+
+
+WRITER = """
+import dataclasses, json, sys
+from jax_streamk import Device, tuned
+store, device = tuned.Store(sys.argv[1]), Device(**json.loads(sys.argv[3]))
+(problem, found), = store.read(device).plans.items()
+print("ready", flush=True)
+sys.stdin.readline()
+for i in range(100):
+    store.add(device, dataclasses.replace(problem, beta=float(sys.argv[2]) + i), found)
+"""
+
+
+def test_writers_at_once_lose_nothing(store):
+    problem = plan(A, B).problem
+    store.add(here(), problem, found(problem, here()))
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=store.directory)
+    device = json.dumps(dataclasses.asdict(here()))
+    writers = [
+        subprocess.Popen([sys.executable, "-c", WRITER, str(store.directory), str(1000 * i), device], **pipes) for i in range(1, 3)
+    ]
+    assert all(writer.stdout.readline() == "ready\n" for writer in writers)
+    for writer in writers:
+        writer.stdin.write("go\n")
+        writer.stdin.flush()
+    # One dies in the middle of a line, too: what comes after is on a line of its own.
+    with open(store.path(here()), "ab") as file:
+        file.write(b'{"device": {"platform": "c')
+    for i in range(50):
+        store.add(here(), dataclasses.replace(problem, beta=-1.0 - i), found(problem, here()))
+    assert [writer.wait(60) for writer in writers] == [0, 0]
+    read = store.read(here())
+    assert len(read.plans) == 1 + 2 * 100 + 50 and read.corrupt == 1
+
+
+def test_a_writer_waits_for_the_one_that_writes(store):
+    problem = plan(A, B).problem
+    store.check_writable(here())
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, open(store.path(here()), "ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        added = pool.submit(Store(store.directory).add, here(), problem, found(problem, here()))
+        with pytest.raises(concurrent.futures.TimeoutError):
+            added.result(0.2)
+        file.close()
+        added.result(10)
+    assert problem in store.read(here()).plans
+
+
+def broken_lines():
+    device, problem = here(), plan(A, B).problem
+
+    def line(**changes):
+        return line_of(problem, device, changes)
+
+    whole = json.loads(line())
+    no_k = dict(whole["problem"])
+    del no_k["k"]
+    corrupt = {
+        "binary": b"\xff\xfe\x00\x01garbage",
+        "deep": b"[" * 200_000,
+        "null": b"null",
+        "list": b"[1, 2]",
+        "number": b"7",
+        "torn": line()[:-20],
+        "empty": b"{}",
+        "missing": json.dumps({name: value for name, value in whole.items() if name != "splits"}).encode(),
+        "extra": json.dumps(whole | {"more": 1}).encode(),
+        "problem is text": line(problem="none"),
+        "problem lacks k": json.dumps(whole | {"problem": no_k}).encode(),
+        "text for a number": line(m="64"),
+        "number for a flag": line(has_bias=0),
+        "fraction": line(splits=2.5),
+        "flag for a number": line(splits=True),
+        "huge": line(k=10**30),
+        "unknown type": line(type_a="f8"),
+        "list for a type": line(type_a=["f32"]),
+        "unknown schedule": line(schedule="greedy"),
+        "no time": line(microseconds=float("inf")),
+        "negative time": line(planned_microseconds=-1.0),
+        "no date": line(date="yesterday"),
+        "kernel is null": line(kernel=None),
+    }
+    stale = {
+        "another device": line(device=dataclasses.asdict(device) | {"sms": device.sms + 1}),
+        "another build": line(kernels="0" * 16),
+        "unknown kernel": line(kernel="sm200_f4"),
+        "cannot run": line(splits=10_000, schedule="split_k"),
+        "not deterministic": line(reduction="atomic"),
+        "empty problem": line(m=0),
+    }
+    return corrupt, stale
+
+
+@pytest.mark.parametrize("kind", ["corrupt", "stale"])
+def test_lines_that_are_of_no_use_are_ignored_with_one_warning(store, kind):
+    device, problem, good = here(), plan(A, B).problem, plan(shaped(32, 2048), B).problem
+    lines = dict(zip(("corrupt", "stale"), broken_lines()))[kind]
+    for name, line in lines.items():
+        write(store, device, line, line_of(good, device))
+        read = Store(store.directory).read(device)
+        counts = dict(corrupt=read.corrupt, stale=read.stale)
+        assert (list(read.plans), counts.pop(kind), *counts.values()) == ([good], 1, 0), name
+    write(store, device, *lines.values(), line_of(good, device))
+    fresh = [Store(store.directory), Store(store.directory)]
+    count = f"ignores {len(lines)} of {len(lines) + 1} tuned plans in "
+    with pytest.warns(UserWarning, match=rf"{count}.*{store.path(device).name}") as warned:
+        for again in fresh:
+            with tuned.using(again):
+                assert "tuning" not in str(planner.make_plan(problem, Auto(), device))
+                assert "tuning" in str(planner.make_plan(good, Auto(), device))
+    assert len(warned) == 1
+
+
+def unreadable(path):
+    raise PermissionError(13, "Permission denied", str(path))
+
+
+@pytest.mark.parametrize("what", ["directory", "pipe", "no permission"])
+def test_what_is_no_readable_file_is_ignored_with_one_warning(store, what, monkeypatch):
+    device = here()
+    store.directory.mkdir()
+    if what == "directory":
+        store.path(device).mkdir()
+    elif what == "pipe":
+        os.mkfifo(store.path(device))
+    else:
+        store.path(device).touch()
+        monkeypatch.setattr(type(store.directory), "read_bytes", unreadable)
+    with pytest.warns(UserWarning, match="ignores tuned plans in") as warned:
+        assert plan(A, B).kernel and plan(shaped(1, 2048), B).kernel
+    assert len(warned) == 1
+
+
+def test_a_file_in_place_of_the_folder(store):
+    store.directory.write_text("")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert plan(A, B).kernel
+    with pytest.raises(OSError, match=re.escape(str(store.directory))):
+        store.check_writable(here())
+    with pytest.raises(OSError), jax_streamk.tuning():
+        raise AssertionError("measured what cannot be stored")
+
+
+def test_the_file_is_read_once(store, monkeypatch):
+    reads = []
+    monkeypatch.setattr(Store, "read", lambda self, device: reads.append(device) or tuned.Contents({}))
+    for m in range(1, 50):
+        plan(shaped(m, 2048), B)
+    assert reads == [here()]
+    started = time.process_time()
+    for _ in range(1000):
+        tuned.lookup(plan, here())
+    assert (time.process_time() - started) / 1000 < 2e-5  # seconds
+
+
+def test_the_users_folder_is_the_default(tmp_path):
+    program = f"""
+import jax_streamk
+from jax_streamk import tuned
+print(tuned.store_of().directory)
+jax_streamk.use_tuned_plans({str(tmp_path / "mine")!r})
+print(tuned.store_of().directory)
+with tuned.using(tuned.store_of("here")):
+    print(tuned.store_of().directory)
+jax_streamk.use_tuned_plans()
+print(tuned.store_of().directory)
+"""
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    users = str(tmp_path / "cache" / "jax_streamk")
+    assert done.stdout.split() == [users, str(tmp_path / "mine"), str(tmp_path / "here"), users], done.stderr
+    # Nothing was written, and these tests have a folder of their own.
+    assert not any(tmp_path.iterdir())
+    assert os.environ["XDG_CACHE_HOME"] in str(tuned.store_of().directory) != users
+
+
+def test_a_partitioned_program_tells_which_plans_it_was_made_with(store):
+    """What a partitioned product compiles to is not in its text: the persistent compilation cache would not see other plans."""
+    if len(jax.devices()) < 2:
+        pytest.skip("needs two devices")
+    sharding = NamedSharding(jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]), PartitionSpec("x"))
+
+    def text():
+        lowered = jax.jit(lambda a, b: matmul(a, b), in_shardings=(sharding, None)).lower(A, B).as_text()
+        return re.findall(r"tuned plans \d+", lowered)
+
+    before = text()
+    assert len(before) == 1 and text() == before
+    problem = plan(A, B).problem
+    store.add(here(), problem, found(problem, here()))
+    after = text()
+    assert after != before
+    # Under tuning, what is compiled may have plans that are yet to be found: it is no other program.
+    with jax_streamk.tuning():
+        assert len({*before, *after, *text(), *text()}) == 4
+
+
+# Measuring
+
+
+def problems_to_run():
+    """Strides, batches, majorness and epilogues that make the operands differ in size and place."""
+    epilogue = dict(activation="relu", bias=True, residual=True, alpha=0.5, beta=2.0)
+    wide = plan(shaped(3, 24, 40, dtype=jnp.float32), shaped(3, 40, 32, dtype=jnp.float32), **epilogue).problem
+    column = plan(A, shaped(96, 2048), (((1,), (1,)), ((), ()))).problem
+    return [wide, dataclasses.replace(wide, batch_stride_b=0, batch_stride_bias=32), column]
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_every_set_of_operands_is_multiplied(which, monkeypatch):
+    problem = problems_to_run()[which]
+    monkeypatch.setitem(measure.ROTATED_BYTES, here().platform, 4 * 1.1e5 if which < 2 else 4 * 7e5)
+    memory = measure.Memory(here())
+    rotation = memory.rotation(problem)
+    made = planner.make_plan(problem, Auto(), here())
+    times = rotation.time(made.kernel, made.native_schedule(), repeats=4)
+    assert len(times) == 4 and all(0 < us < 1e6 for us in times)
+    dtype = jnp.dtype(jnp.float32 if which < 2 else jnp.bfloat16)
+    held = {address.unsafe_buffer_pointer(): np.asarray(address) for address in memory._held.values()}
+
+    def matrix(address, batch_stride, row_stride, column_stride, rows, columns):
+        start = max(base for base in held if base <= address)
+        data = held[start][address - start :]
+        at = np.arange(problem.batch)[:, None, None] * batch_stride
+        at = at + np.arange(rows)[:, None] * row_stride + np.arange(columns) * column_stride
+        return data[: (at.max() + 1) * dtype.itemsize].view(dtype)[at].astype(np.float64)
+
+    assert len(rotation._sets) >= 3
+    for a, b, d, bias, residual in rotation._sets:
+        lhs = matrix(a, problem.batch_stride_a, problem.lda, 1, problem.m, problem.k)
+        b_strides = (problem.ldb, 1) if problem.major_b == _ffi.Major.row else (1, problem.ldb)
+        wanted = lhs @ matrix(b, problem.batch_stride_b, *b_strides, problem.k, problem.n)
+        assert 0.9 < lhs.std() < 1.1
+        if problem.has_bias:
+            wanted = 0.5 * wanted + matrix(bias, problem.batch_stride_bias, 0, 1, 1, problem.n)
+            wanted = np.maximum(wanted + 2 * matrix(residual, problem.batch_stride_d, problem.ldd, 1, problem.m, problem.n), 0)
+        got = matrix(d, problem.batch_stride_d, problem.ldd, 1, problem.m, problem.n)
+        np.testing.assert_allclose(got, wanted, rtol=2**-6, atol=2e-2 if which < 2 else 1.0)
+
+
+def test_measurements_of_what_cannot_run_are_refused(quick):
+    problem = plan(A, B).problem
+    memory = measure.Memory(here())
+    made = planner.make_plan(problem, Auto(), here())
+    schedule = SplitK(10_000)
+    with pytest.raises(ValueError, match="splits=10000 exceeds"):
+        memory.rotation(problem).time(made.kernel, planner._native_schedule(schedule))
+    with pytest.raises(RuntimeError, match="at least one set"):
+        _ffi.time_launches(made.kernel, problem.native(), made.native_schedule(), here().native(), [], 0)
+    with pytest.raises(ValueError, match="not a device of this process"):
+        measure.Memory(dataclasses.replace(here(), kind="another"))
+
+
+def test_a_tuned_plan_is_a_measured_one_that_runs(quick):
+    problem = plan(A, B).problem
+    made = tune.measure(problem, measure.Memory(here()))
+    assert _ffi.can_implement(made.kernel, problem.native(), made.native(), here().native()) is None
+    assert 0 < made.microseconds <= made.planned_microseconds < 1e6 and made.reduction != "atomic"
+
+
+@pytest.mark.parametrize("faster, spoiled, wins", [(0.995, None, False), (0.98, None, True), (0.5, 3, False)])
+def test_the_planners_choice_stays_unless_beaten_by_more_than_noise(monkeypatch, faster, spoiled, wins):
+    """Times are made up here: the best is one that the planner lists first, but for its number of splits."""
+    problem = plan(shaped(64, 65536), shaped(65536, 96)).problem
+    native = planner.choose(problem, None, here(), listed=24).candidates
+    own = Candidate.of(native[0].kernel, native[0].schedule)
+    listed = next(Candidate.of(x.kernel, x.schedule) for x in native[1:] if x.schedule.schedule == _ffi.ScheduleKind.split_k)
+    best, asked = dataclasses.replace(listed, splits=listed.splits + 1), []
+
+    class Pretended:
+        def shorten(self, kernel, schedule):
+            assert Candidate.of(kernel, schedule) == own
+
+        def time(self, kernel, schedule):
+            candidate = Candidate.of(kernel, schedule)
+            asked.append(candidate)
+            if candidate == best and asked.count(best) == spoiled:
+                return [11.0] * 3
+            return [{own: 1.0, listed: 1.1, best: faster}.get(candidate, 2.0) * us for us in (10.0, 10.0, 50.0)]
+
+    memory = measure.Memory(here())
+    monkeypatch.setattr(memory, "rotation", lambda problem: Pretended())
+    made = tune.measure(problem, memory)
+    assert made == Tuned.now(best if wins else own, made.microseconds, 10.0)
+    assert made.microseconds == pytest.approx(10 * faster if wins else 10)
+    assert {Candidate.of(x.kernel, x.schedule) for x in native} <= set(asked)
+    # The finalists in turn, not one after the other.
+    assert asked[-1] != asked[-2] and asked.count(own) == asked.count(best) == 1 + tune._ROUNDS
+
+
+def test_on_a_gpu_other_orders_of_tiles_are_tried_around_the_best(monkeypatch):
+    """Candidates and times are made up: the fifth is the fastest, and faster yet along n in panels of four."""
+    problem = plan(A, B).problem
+    native = [
+        types.SimpleNamespace(kernel=f"kernel {i}", schedule=Candidate("", "data_parallel", 1, "ordered", "along_m", 2).native())
+        for i in range(7)
+    ]
+    monkeypatch.setattr(planner, "choose", lambda problem, wanted, device, listed: types.SimpleNamespace(candidates=native[:listed]))
+    refused = "kernel 5", "along_n", 1
+    monkeypatch.setattr(_ffi, "can_implement", lambda kernel, problem, s, device: (kernel, s.raster.name, s.swizzle) == refused or None)
+    asked = []
+
+    class Pretended:
+        device = HOPPER
+        rotation = lambda self, problem: self  # noqa: E731
+        shorten = lambda self, kernel, schedule: None  # noqa: E731
+
+        def time(self, kernel, schedule):
+            asked.append((kernel, schedule.raster.name, schedule.swizzle))
+            return [{"kernel 4": 8.0, "kernel 5": 9.0, "kernel 6": 9.5}.get(kernel, 12.0) - (asked[-1][1:] == ("along_n", 4))] * 3
+
+    made = tune.measure(problem, Pretended())
+    assert (made.kernel, made.raster, made.swizzle) == ("kernel 4", "along_n", 4)
+    assert (made.microseconds, made.planned_microseconds) == (7, 12)
+    for kernel in ("kernel 4", "kernel 5", "kernel 6"):
+        assert {(kernel, *order) for order in tune.ORDERS} - set(asked) == ({refused} if kernel == "kernel 5" else set())
+    assert ("kernel 3", "along_n", 1) not in asked
+
+
+# tuning()
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    """Measurements that take no time and find ``another`` plan for every problem; which they were, and in which threads."""
+    calls = []
+
+    def found_at_once(problem, memory):
+        assert isinstance(jnp.ones(3) + 1, jax.Array) and not isinstance(jnp.ones(3), jax.core.Tracer)
+        calls.append(problem)
+        return found(problem, memory.device)
+
+    monkeypatch.setattr(tune, "measure", found_at_once)
+    return calls
+
+
+def test_tuning_measures_stores_and_uses(store, quick):
+    rng = np.random.default_rng(0)
+    a, b = (jnp.asarray(rng.integers(-1, 2, x.shape), x.dtype) for x in (A, B))
+    with jax_streamk.tuning() as plans:
+        out = jax.jit(lambda a, b: matmul(a, b))(a, b)
+        (made,) = plans
+        assert isinstance(made, Plan) and made == plan(A, B) and "measured by tuning" in str(made)
+        jax.jit(lambda a, b: matmul(a, b) + 1)(a, b)
+        matmul(a, b, schedule=StreamK())
+        assert len(plans) == 1
+    np.testing.assert_array_equal(out, np.asarray(a, np.float32) @ np.asarray(b, np.float32))
+    assert list(Store(store.directory).read(here()).plans) == [made.problem]
+    assert plan(A, B) == made
+    jax.jit(lambda a: matmul(a, b))(a[:5])
+    assert len(plans) == 1
+
+
+def transformed():
+    """Programs, and how many products of theirs differ."""
+    w = jnp.ones((2048, 96), jnp.bfloat16)
+    loss = lambda a, b: (matmul(a, b).astype(jnp.float32) ** 2).sum()  # noqa: E731
+    stacked = jnp.ones((5, 64, 2048), jnp.bfloat16)
+    square = jnp.ones((64, 64), jnp.float32)
+    bias = jnp.ones(96, jnp.bfloat16)
+    return {
+        "eager": (matmul, (stacked[0], w), 1),
+        "vmap": (jax.vmap(matmul), (stacked, jnp.stack([w] * 5)), 1),
+        "grad": (jax.grad(loss, (0, 1)), (stacked[0], w), 3),
+        "checkpoint": (jax.grad(jax.checkpoint(loss)), (stacked[0], w), 2),
+        "scan": (lambda xs, w: jax.lax.scan(lambda c, x: (c, matmul(x, w)), 0, xs)[1], (stacked, w), 1),
+        "cond": (lambda x, w: jax.lax.cond(x[0, 0] > 0, matmul, lambda a, b: 2 * matmul(a, b), x, w), (stacked[0], w), 1),
+        "while": (lambda x: jax.lax.fori_loop(0, 3, lambda _, y: matmul(y, x) / 64, x), (square,), 1),
+        "linear": (lambda x, w: linear(x, w, bias, activation="silu"), (stacked[0], w), 1),
+        "accelerate": (jax_streamk.accelerate(lambda x, w: jnp.dot(x, w)), (stacked[0], w), 1),
+    }
+
+
+@pytest.mark.parametrize("name", transformed())
+def test_tuning_under_transformations(store, pretended, name):
+    f, operands, products = transformed()[name]
+    wanted = jax.jit(lambda *xs: f(*xs))(*operands)
+    with jax_streamk.tuning() as plans:
+        got = (f if name == "eager" else jax.jit(lambda *xs: f(*xs)))(*operands)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2**-6), got, wanted)
+    if name != "eager":
+        assert len(plans) == products == len(set(pretended)) == len(store.plans(here()))
+        assert all(made.swizzle == 3 for made in plans)
+
+
+@pytest.mark.parametrize("how", ["shard_map", "partitioned", "explicit"])
+def test_tuning_on_several_devices(store, pretended, how):
+    """A device runs the product of its part: that one is tuned, in lowering or in the partitioner's callback."""
+    if len(jax.devices()) < 2:
+        pytest.skip("needs two devices")
+    explicit = how == "explicit"
+    kind = (jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=kind, devices=jax.devices()[:2])
+    spec = PartitionSpec("x", None)
+    a = jax.device_put(jnp.ones((128, 320), jnp.bfloat16), NamedSharding(mesh, spec))
+    b = jax.device_put(jnp.ones((320, 80), jnp.bfloat16), NamedSharding(mesh, PartitionSpec()))
+    f = matmul
+    if how == "shard_map":
+        f = jax.shard_map(matmul, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec)
+    with jax_streamk.tuning() as plans, jax.set_mesh(mesh):
+        out = jax.jit(lambda a, b: f(a, b))(a, b)
+    np.testing.assert_array_equal(out, np.full((128, 80), 320))
+    (made,) = plans
+    assert (made.problem.m, made.problem.n, made.problem.k) == (64, 80, 320) and made.swizzle == 3
+
+
+def test_tuning_holds_for_its_thread_and_store(store, pretended, tmp_path):
+    def program(m):
+        return jax.jit(lambda b: matmul(jnp.ones((m, 2048), b.dtype), b)).lower(B)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as other, jax_streamk.tuning() as outer:
+        other.submit(program, 3).result()
+        assert not pretended
+        with jax_streamk.tuning(tmp_path / "inner") as inner:
+            program(3)
+        program(4)
+        assert (len(inner), len(outer)) == (1, 1)
+        program(3)
+        assert (len(inner), len(outer)) == (1, 2)
+    program(5)
+    assert len(pretended) == 3 and len(Store(tmp_path / "inner").read(here()).plans) == 1
+    assert len(Store(store.directory).read(here()).plans) == 2
+
+
+def test_threads_that_tune_at_once_measure_a_product_once(store, pretended, monkeypatch):
+    at_once, now = [], threading.Lock()
+
+    def slowly(problem, memory, measure=tune.measure):
+        at_once.append(now.acquire(blocking=False))
+        time.sleep(0.05)
+        now.release()
+        return measure(problem, memory)
+
+    monkeypatch.setattr(tune, "measure", slowly)
+
+    def program(factor):
+        with tuned.using(store), jax_streamk.tuning():
+            for m in (3, 4):
+                jax.jit(lambda b: factor * matmul(jnp.ones((m, 2048), b.dtype), b)).lower(B)
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        list(pool.map(program, range(4)))
+    assert at_once == [True, True] and len(set(pretended)) == 2
+
+
+def test_a_failure_to_measure_or_store_is_a_warning(store, monkeypatch):
+    def fails(problem, memory):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(tune, "measure", fails)
+    with jax_streamk.tuning(), pytest.warns(UserWarning, match="could not tune .*out of memory"):
+        assert emitted(lambda a, b: matmul(a, b), A, B)[0][0] == plan(A, B).kernel
+    problem = plan(A, B).problem
+    monkeypatch.setattr(tune, "measure", lambda problem, memory: found(problem, memory.device))
+    with jax_streamk.tuning() as plans, pytest.warns(UserWarning, match="not store it: .*No space"):
+        monkeypatch.setattr(Store, "_appending", no_space)
+        emitted(lambda a, b: matmul(a, b), A, B)
+    assert plans == [plan(A, B)] and plans[0].swizzle == 3  # in this process it is used
+    assert problem not in Store(store.directory).read(here()).plans
+
+
+def no_space(self, device):
+    raise OSError(28, "No space left on device")
+
+
+def test_devices_of_other_machines_are_not_tuned(store, pretended):
+    for device in (HOPPER, dataclasses.replace(here(), kind="another")):
+        made = Plan(plan(A, B).problem, device, "a kernel", DataParallel())
+        with jax_streamk.tuning() as plans:
+            assert tune.tuned_if_asked(made) is made
+        assert not plans and not pretended
