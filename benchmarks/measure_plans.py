@@ -50,11 +50,11 @@ def main():
     parser.add_argument("--limit", type=float, default=300, help="seconds after which no new shape is begun")
     arguments = parser.parse_args()
     memory = Memory(device_of(None))
-    family = _ffi.Family.sm90 if memory.device.arch else _ffi.Family.host
+    families = (_ffi.Family.sm90, _ffi.Family.skinny) if memory.device.arch else (_ffi.Family.host,)
     kernels = [
         kernel
         for kernel in _ffi.kernels()
-        if kernel.family == family and kernel.type_a == _ffi.Type.bf16
+        if kernel.family in families and kernel.type_a == _ffi.Type.bf16
         and (kernel.major_a, kernel.major_b) == (_ffi.Major.row, _ffi.Major.row)
     ]  # fmt: skip
     with open(arguments.shapes) as file:

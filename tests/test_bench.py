@@ -158,7 +158,7 @@ def test_bad_files_are_refused_by_line(text, message, tmp_path, monkeypatch, cap
         (["shapes.csv", "--set", "decode_llm"], "not allowed with argument"),
         (["shapes.csv", "--dtype", "int8"], "invalid choice: 'int8'"),
         (["shapes.csv", "--linear", "swish"], "invalid choice: 'swish'"),
-        (["shapes.csv", "--sample", "0"], "invalid _positive value: '0'"),
+        (["shapes.csv", "--sample", "0"], "invalid positive value: '0'"),
         (["absent.csv"], "No such file or directory: 'absent.csv'"),
         (["shapes.csv", "--out", "absent/out.json"], "--out absent/out.json: cannot write it"),
         (["shapes.csv", "--out", "out.md"], "--out out.md: its name must end in .json"),

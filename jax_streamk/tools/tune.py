@@ -87,9 +87,9 @@ def _plan(wanted, dtypes, out_dtype, device):
     """What each problem that a kernel runs is of, and why XLA has the others."""
     problems, left = {}, {}
     for shape in wanted:
-        for dtype in dtypes:
-            product = f"{shape} {dtype}" + (f" -> {out_dtype}" if out_dtype else "")
-            operands = [jax.ShapeDtypeStruct(stored, dtype) for stored in shape.stored()]
+        for each in dtypes:
+            product = f"{shape} {each}" + (f" -> {out_dtype}" if out_dtype else "")
+            operands = [jax.ShapeDtypeStruct(stored, each) for stored in shape.stored()]
             params = dict(precision=compat.canonicalize_precision(None), preferred_element_type=out_dtype)
             made, _ = lowering.plan(
                 *operands, dimension_numbers=shape.dimension_numbers(), **params, schedule=schedules.Auto(), device=device
