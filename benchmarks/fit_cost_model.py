@@ -35,6 +35,7 @@ FOLDS = 6  # of shapes, in cross-validation
 
 _SM90 = re.compile(r"sm90_(\w+?)_(\w+?)_([rc])([rc])_(\d+)x(\d+)x(\d+)_(\d)x(\d)_(coop|pingpong)(_swap)?")
 _SM80 = re.compile(r"sm80_(\w+?)_(\w+?)_([rc])([rc])_(\d+)x(\d+)x(\d+)_s(\d+)_a(\d+)")
+_SKINNY = re.compile(r"skinny_(\w+?)_(\w+?)_(r)([rc])_(\d+)x(\d+)x(\d+)(?:_\w+)?")
 _CUTLASS = re.compile(r"(\d+)x(\d+)x(\d+)c(\d)(\d)")
 
 
@@ -66,6 +67,10 @@ def kernel_of(name):
         a, d, major_a, major_b, *numbers = match.groups()
         tile_m, tile_n, tile_k, _, align = map(int, numbers)
         family, cluster_m, cluster_n, warp_schedule, swap = _ffi.Family.sm80, 1, 1, "multistage", None
+    elif match := _SKINNY.fullmatch(name):
+        a, d, major_a, major_b, *numbers = match.groups()
+        tile_m, tile_n, tile_k = map(int, numbers)
+        family, cluster_m, cluster_n, align, warp_schedule, swap = _ffi.Family.skinny, 1, 1, 4 if a == "f32" else 8, "streaming", True
     else:
         raise ValueError(f"{name!r} is not the name of a CUDA kernel")
     return _ffi.KernelInfo(
