@@ -97,7 +97,7 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
     bool const uneven = kernel.tile_n % 64 != 0 && b_along_n;
     math_ = 2 * kernel.tile_m * (kernel.tile_n + machine.narrow) * tile_k / machine.wgmma_rate_sm * (uneven ? machine.uneven : 1);
     wgmma_sustained_ = 2 * area * tile_k * ctas / machine.wgmma_sustained;
-  } else if (kernel.family == Family::kSm80) {  // those of the skinny family wait for memory alone
+  } else if (kernel.family == Family::kSm80) {  // kernels of the skinny family wait for their loads
     math_ = 2 * area * tile_k / (mma_rate(machine, p.type_a, p.math) * std::pow(std::min(area / (128 * 128), 1.0), 0.35));
   }
 
@@ -240,11 +240,12 @@ Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   cost.floor = floor_;
   // Split-K shares every piece of a worker; of those that Stream-K shares the last one is waited for.
   double const shared = share.peers <= 1 ? 0 : cut_by_iterations ? 1 : share.pieces;
-  cost.fix_up = shared * (machine_.fix_up + (1 + share.peers) * partial_);
+  bool const in_clusters = kernel_.family == Family::kSkinny;  // which share tiles without memory
+  cost.fix_up = in_clusters ? 0 : shared * (machine_.fix_up + (1 + share.peers) * partial_);
   cost.launches = machine_.launch + machine_.relaunch * (share.launches - 1);
   if (separate) {
     cost.extra = reduction_of(splits);
-  } else if (share.peers > 1) {
+  } else if (share.peers > 1 && !in_clusters) {
     cost.extra = machine_.memset;
   }
   cost.repack = repack_ + (separate ? 0 : write_d_);

@@ -65,6 +65,8 @@ class Estimator {
   // No schedule costs less, in no order of tiles.
   double least() const { return least_; }
   Tiling const& tiling() const { return tiling_; }
+  // Whether the kernel needs copies of misaligned matrices.
+  bool repacks() const { return repack_ > 0 || write_d_ > 0; }
 
   Wave first_wave(Raster, int32_t swizzle) const;
   // What orders of tiles are ranked by: the time in which the caches can serve a wave, per element of K.

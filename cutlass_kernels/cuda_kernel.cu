@@ -11,6 +11,7 @@ namespace jax_streamk {
 
 Status from_cuda(cudaError_t error, std::string const& what) {
   if (error == cudaSuccess) return {};
+  cudaGetLastError();  // or the next launch would report it as its own
   return Status::internal(what + ": " + cudaGetErrorString(error));
 }
 
@@ -26,8 +27,8 @@ Schedule data_parallel(Schedule s) {
   return s;
 }
 
-// The K slices of a separate split-K, or all of K as one, as GEMMs into the partials: slices x batches x m x (n in whole accesses of
-// the kernel). Slices of equal extent that are evenly spaced in A and B are one launch whose batch is the slices; a batched problem
+// The K slices of a separate split-K, or all of K as one, as GEMMs into the partials: slices x batches x m x (n in whole 16 bytes).
+// Slices of equal extent that are evenly spaced in A and B are one launch whose batch is the slices; a batched problem
 // launches once per slice, or once per batch and run of equal slices, whichever is fewer.
 struct Slices {
   GemmProblem problem;  // of the longest slice
@@ -38,7 +39,8 @@ struct Slices {
   Slices(KernelInfo const& info, GemmProblem const& p, int32_t splits) : problem(p), splits(splits), tile_k(info.tile_k) {
     problem.type_d = accumulator_of(p.type_a);
     problem.epilogue = {};  // that of the reduction
-    problem.ldd = (p.n + info.align_d - 1) / info.align_d * info.align_d;
+    int64_t const vector = 16 / size_of(problem.type_d);
+    problem.ldd = (p.n + vector - 1) / vector * vector;
     problem.batch_stride_d = p.m * problem.ldd;
     partial_bytes = align_workspace(splits * p.batch * problem.batch_stride_d * size_of(problem.type_d));
     runs = EvenRuns::of(static_cast<int32_t>((p.k + tile_k - 1) / tile_k), splits);
@@ -54,21 +56,28 @@ struct Slices {
   int64_t offset_b(int64_t k) const { return problem.major_b == Major::kRow ? k * problem.ldb : k; }
 };
 
-// D = epilogue(sum over slices of partials[slice]). Partials are slices x rows x ld; rows are those of all batches. A thread owns
-// `kVector` neighbouring columns of one row, and adds the slices in the order of K: the same bits every time.
-template <typename Accumulator, typename T, int kVector>
+// Quotient of non-negative numbers. Those that fit 32 bits, as most do, divide much faster.
+__device__ inline int64_t divide(int64_t x, int64_t by) {
+  return (x | by) >> 32 == 0 ? static_cast<uint32_t>(x) / static_cast<uint32_t>(by) : x / by;
+}
+
+// D = epilogue(sum over slices of partials[slice]). Partials are slices x rows x ld; rows are those of all batches. A thread owns 16
+// bytes of one row of partials, and adds the slices in the order of K: the same bits every time. Where kWide, D, bias and residual
+// have as many neighbours in whole vectors.
+template <typename Accumulator, typename T, bool kWide>
 __global__ void reduce_slices(Accumulator const* __restrict__ partials, int slices, int64_t ld, int64_t rows,
                               int64_t rows_per_batch, int64_t n, T* __restrict__ d, EpilogueParams<Accumulator, T> epilogue) {
-  struct alignas(sizeof(Accumulator) * kVector) Vector {
+  constexpr int kVector = 16 / sizeof(Accumulator);
+  struct alignas(16) Vector {
     Accumulator x[kVector];
   };
   struct alignas(sizeof(T) * kVector) Out {
     T x[kVector];
   };
-  int64_t const columns = (n + kVector - 1) / kVector;
+  int64_t const columns = ld / kVector;
   for (int64_t at = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; at < rows * columns;
        at += static_cast<int64_t>(gridDim.x) * blockDim.x) {
-    int64_t const row = at / columns, column = (at - row * columns) * kVector;
+    int64_t const row = divide(at, columns), column = (at - row * columns) * kVector;
     Accumulator const* from = partials + row * ld + column;
     Vector sum = *reinterpret_cast<Vector const*>(from);
 #pragma unroll 8
@@ -77,11 +86,18 @@ __global__ void reduce_slices(Accumulator const* __restrict__ partials, int slic
 #pragma unroll
       for (int i = 0; i < kVector; ++i) sum.x[i] += next.x[i];
     }
-    int64_t const batch = row / rows_per_batch;
+    int64_t const batch = divide(row, rows_per_batch);
     int64_t const offset = batch * epilogue.batch_stride_d + (row - batch * rows_per_batch) * epilogue.ldd + column;
     if (!epilogue.plain) {
       auto const add = [&](Accumulator factor, T const* from) {
-        Out const values = load_vector<Out>(from);
+        Out values{};
+        if constexpr (kWide) {
+          values = load_vector<Out>(from);
+        } else {
+#pragma unroll
+          for (int i = 0; i < kVector; ++i)
+            if (column + i < n) values.x[i] = from[i];
+        }
 #pragma unroll
         for (int i = 0; i < kVector; ++i) sum.x[i] += factor * static_cast<Accumulator>(values.x[i]);
       };
@@ -91,14 +107,15 @@ __global__ void reduce_slices(Accumulator const* __restrict__ partials, int slic
       if (epilogue.residual != nullptr) add(epilogue.beta, epilogue.residual + offset);
       activate(epilogue.activation, sum.x, kVector);
     }
-    T* to = d + offset;
     Out out;
 #pragma unroll
     for (int i = 0; i < kVector; ++i) out.x[i] = static_cast<T>(sum.x[i]);
-    if constexpr (kVector > 1) {
-      *reinterpret_cast<Out*>(to) = out;
+    if constexpr (kWide) {
+      *reinterpret_cast<Out*>(d + offset) = out;
     } else {
-      to[0] = out.x[0];
+#pragma unroll
+      for (int i = 0; i < kVector; ++i)
+        if (column + i < n) d[offset + i] = out.x[i];
     }
   }
 }
@@ -106,15 +123,14 @@ __global__ void reduce_slices(Accumulator const* __restrict__ partials, int slic
 template <typename Accumulator, typename T>
 Status launch_typed(GemmProblem const& p, int32_t slices, int64_t ld, void const* partials, Buffers const& buffers,
                     cudaStream_t stream) {
-  constexpr int kWide = 16 / sizeof(Accumulator);
-  int64_t const rows = p.batch * p.m;
-  bool const wide = (p.n | p.ldd | p.batch_stride_d | p.epilogue.batch_stride_bias) % kWide == 0;
-  int64_t const vectors = rows * (wide ? p.n / kWide : p.n);
+  constexpr int kVector = 16 / sizeof(Accumulator);
+  int64_t const rows = p.batch * p.m, vectors = rows * (ld / kVector);
+  bool const wide = (p.n | p.ldd | p.batch_stride_d | p.epilogue.batch_stride_bias) % kVector == 0;
   // Few threads per block: small outputs still spread over every SM.
   int const threads = 128;
   int64_t const blocks = (vectors + threads - 1) / threads;
   unsigned const grid = static_cast<unsigned>(blocks < 65535 ? blocks : 65535);
-  (wide ? reduce_slices<Accumulator, T, kWide> : reduce_slices<Accumulator, T, 1>)<<<grid, threads, 0, stream>>>(
+  (wide ? reduce_slices<Accumulator, T, true> : reduce_slices<Accumulator, T, false>)<<<grid, threads, 0, stream>>>(
       static_cast<Accumulator const*>(partials), slices, ld, rows, p.m, p.n, static_cast<T*>(buffers.d),
       EpilogueParams<Accumulator, T>(p, buffers));
   return from_cuda(cudaGetLastError(), "launching the split-K reduction");
@@ -136,24 +152,25 @@ struct Rows {
   uint16_t const* from;
   uint16_t* to;
   int64_t batches, rows, columns, ld_from, ld_to, batch_stride_from;
+
+  static constexpr int kPiece = 512;  // of a row, which a warp copies
+  __host__ __device__ int64_t pieces() const { return (columns + kPiece - 1) / kPiece; }
 };
 
 // Of two matrices in one launch, along y.
 __global__ void repack(Rows first, Rows second) {
   Rows const p = blockIdx.y == 0 ? first : second;
-  constexpr int kVector = 8;
-  struct alignas(16) Vector {
-    uint16_t x[kVector];
-  };
-  int64_t const vectors = (p.columns + kVector - 1) / kVector, total = p.batches * p.rows * vectors;
-  for (int64_t at = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; at < total;
-       at += static_cast<int64_t>(gridDim.x) * blockDim.x) {
-    int64_t const row = at / vectors, column = (at - row * vectors) * kVector, batch = row / p.rows;
-    uint16_t const* const from = p.from + batch * p.batch_stride_from + (row - batch * p.rows) * p.ld_from + column;
-    Vector v;
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) v.x[i] = column + i < p.columns ? __ldg(from + i) : 0;
-    *reinterpret_cast<Vector*>(p.to + row * p.ld_to + column) = v;
+  int64_t const pieces = p.pieces(), rows = p.batches * p.rows;
+  int const lane = threadIdx.x % 32, warps = blockDim.x / 32;
+  for (int64_t at = blockIdx.x * static_cast<int64_t>(warps) + threadIdx.x / 32; at < rows * pieces;
+       at += static_cast<int64_t>(gridDim.x) * warps) {
+    int64_t const row = divide(at, pieces), batch = divide(row, p.rows), begin = (at - row * pieces) * Rows::kPiece;
+    uint16_t const* const from = p.from + batch * p.batch_stride_from + (row - batch * p.rows) * p.ld_from + begin;
+    uint16_t* const to = p.to + row * p.ld_to + begin;
+    int64_t const left = p.columns - begin;
+    int const columns = static_cast<int>(left < Rows::kPiece ? left : Rows::kPiece), filled = (columns + 7) / 8 * 8;
+#pragma unroll 8
+    for (int column = lane; column < filled; column += 32) to[column] = column < columns ? __ldg(from + column) : 0;
   }
 }
 
@@ -168,8 +185,8 @@ Status launch_repack(GemmProblem const& p, Repack const& repacked, Buffers& at, 
     Rows const r{static_cast<uint16_t const*>(matrix), reinterpret_cast<uint16_t*>(to), batch_stride != 0 ? p.batch : 1,
                  row_major ? m : n, row_major ? n : m, ld, ld_to, batch_stride};
     rows[matrices++] = r;
-    int64_t const vectors = r.batches * r.rows * ((r.columns + 7) / 8);
-    if (vectors > most) most = vectors;
+    int64_t const pieces = r.batches * r.rows * r.pieces();
+    if (pieces > most) most = pieces;
     matrix = to;
     to += bytes;
   };
@@ -178,8 +195,8 @@ Status launch_repack(GemmProblem const& p, Repack const& repacked, Buffers& at, 
   if (repacked.b) add(at.b, p.major_b == Major::kRow, p.k, p.n, p.ldb, q.ldb, p.batch_stride_b, repacked.bytes_b);
   at.workspace = to;
   if (matrices == 0) return {};
-  int const threads = 256;
-  int64_t const blocks = (most + threads - 1) / threads;
+  int const threads = 256, warps = threads / 32;
+  int64_t const blocks = (most + warps - 1) / warps;
   repack<<<dim3(static_cast<unsigned>(blocks < 65535 ? blocks : 65535), matrices), threads, 0, stream>>>(rows[0], rows[1]);
   return from_cuda(cudaGetLastError(), "launching the copy of misaligned operands");
 }

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <map>
-#include <numeric>
 #include <tuple>
 
 #include "cutlass_kernels/registry.h"
@@ -53,15 +52,16 @@ std::string closest_refusal(std::vector<Kernel const*> const& kernels, GemmProbl
 }  // namespace
 
 Choice choose(std::vector<Kernel const*> const& kernels, GemmProblem const& p, std::optional<Schedule> const& wanted,
-              Device const& device, Machine const& machine, size_t listed) {
+              Device const& device, Machine const& machine, size_t listed, bool repacks) {
   auto const kinds = kinds_of(wanted, p, device);
   int32_t const width = width_of(kinds[0][0], device);
   std::vector<Estimator> estimators;
   estimators.reserve(kernels.size());
   for (Kernel const* kernel : kernels) estimators.emplace_back(kernel->info, p, width, machine);
   // Kernels that may be cheap come first, so that the others need no more than a look.
-  std::vector<size_t> promising(kernels.size());
-  std::iota(promising.begin(), promising.end(), 0);
+  std::vector<size_t> promising;
+  for (size_t i = 0; i < kernels.size(); ++i)
+    if (repacks || !estimators[i].repacks()) promising.push_back(i);
   std::sort(promising.begin(), promising.end(), [&](size_t i, size_t j) { return estimators[i].least() < estimators[j].least(); });
 
   // Tiles of the same extents have the same orders.
@@ -113,7 +113,10 @@ Choice choose(std::vector<Kernel const*> const& kernels, GemmProblem const& p, s
   Choice choice;
   for (Ranked const& ranked : best) choice.candidates.push_back(ranked.candidate);
   if (best.empty()) {
-    choice.refusal = closest_refusal(kernels, p, kinds[0][0], device);
+    std::vector<Kernel const*> considered;
+    std::sort(promising.begin(), promising.end());  // equals are ranked as they were given
+    for (size_t const i : promising) considered.push_back(kernels[i]);
+    choice.refusal = closest_refusal(considered, p, kinds[0][0], device);
   } else {
     Candidate const& chosen = choice.candidates[0];
     choice.workspace_bytes = chosen.kernel->workspace_bytes(p, chosen.schedule, device);

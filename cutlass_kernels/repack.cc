@@ -7,19 +7,23 @@ bool is_aligned(int64_t align, bool tma, int64_t contiguous, int64_t ld, int64_t
          ((batch <= 1 && !tma) || batch_stride % align == 0);
 }
 
+constexpr double kMostElements = 1e15;  // of a copy: no GPU has memory for more, and bytes stay countable
+
 Repack repack_of(KernelInfo const& info, GemmProblem const& p, bool separate) {
   Repack out;
   out.problem = p;
-  if (info.family != Family::kSm90) return out;
+  if (info.family != Family::kSm90 || size_of(p.type_a) != 2) return out;
   auto const copy = [&](bool row_major, int64_t rows, int64_t columns, int64_t align, Type type, int64_t& ld, int64_t& batch_stride,
                         int64_t& bytes) {
     int64_t const contiguous = row_major ? columns : rows, steps = row_major ? rows : columns;
     if (is_aligned(align, true, contiguous, ld, steps, batch_stride, p.batch)) return false;
-    // Whole cache lines: rows that start anywhere else are slower to load.
-    int64_t const line = 128 / size_of(type);
-    ld = (contiguous + line - 1) / line * line;
+    // Long rows in whole cache lines: starting anywhere else they are slower to load.
+    int64_t const line = 128 / size_of(type), unit = contiguous < line ? align : line, batches = batch_stride != 0 ? p.batch : 1;
+    int64_t const padded = (contiguous + unit - 1) / unit * unit;
+    if (static_cast<double>(batches) * steps * padded > kMostElements) return false;
+    ld = padded;
     if (batch_stride != 0) batch_stride = steps * ld;
-    bytes = align_workspace((batch_stride != 0 ? p.batch : 1) * steps * ld * size_of(type));
+    bytes = align_workspace(batches * steps * ld * size_of(type));
     return true;
   };
   GemmProblem& q = out.problem;

@@ -18,7 +18,7 @@ struct Repack {
   bool any() const { return a || b || d; }
 };
 
-// Nothing for a kernel that has the alignments, or does not use TMA. A separate reduction writes any D itself.
+// Nothing for a kernel that has the alignments, or does not use TMA for elements of 16 bits. A separate reduction writes any D itself.
 Repack repack_of(KernelInfo const&, GemmProblem const&, bool separate);
 
 }  // namespace jax_streamk

@@ -163,10 +163,12 @@ void bind_planner(nb::module_& m) {
   m.def(
       "choose",
       [](Kernels const& kernels, GemmProblem const& p, std::optional<Schedule> const& wanted, Device const& device,
-         Machine const& machine, size_t listed) { return choose(kernels.all(), p, wanted, device, machine, listed); },
-      "kernels"_a, "problem"_a, "schedule"_a.none(), "device"_a, "machine"_a, "listed"_a = 6,
+         Machine const& machine, size_t listed, bool repacks) {
+        return choose(kernels.all(), p, wanted, device, machine, listed, repacks);
+      },
+      "kernels"_a, "problem"_a, "schedule"_a.none(), "device"_a, "machine"_a, "listed"_a = 6, "repacks"_a = false,
       "The cheapest candidates, at most `listed`, among kernels of the problem's types and majorness, each of another kernel or kind of "
-      "schedule; a schedule but None is the only one considered.");
+      "schedule; a schedule but None is the only one considered. Where `repacks`, kernels may run on copies of misaligned matrices.");
   m.def("estimate", &estimate, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "machine"_a,
         "The Cost of a kernel under a schedule in the best order of tiles, whether or not the kernel can run it.");
   m.def("first_wave", &first_wave, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "The Wave that a CUDA kernel starts with.");

@@ -102,7 +102,7 @@ def machine_of(device):
 def describe(cost):
     """One line about a ``_ffi.Cost``."""
     extra = f", {cost.extra:.1f} to zero tickets or add slices" if cost.extra else ""
-    extra += f", {cost.repack:.1f} to copy matrices whose rows are not whole 16 bytes" if cost.repack else ""
+    extra += f", {cost.repack:.1f} for matrices whose rows are not whole 16 bytes" if cost.repack else ""
     fix_up = f", {cost.fix_up:.1f} of them to fix up tiles of {cost.peers:.0f} peers" if cost.peers > 1 else ""
     floor = f", over which memory needs {cost.floor:.1f}" if cost.floor else ""
     return (

@@ -1,6 +1,7 @@
 """How long a kernel takes on a device of this process, launched outside XLA on operands that rotate."""
 
 import math
+import threading
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ ROTATED_BYTES = {"cuda": 220e6, "cpu": 32e6}
 MOST_SETS = 1024
 LONGEST_PASS = 20e3  # microseconds
 _ALIGNMENT = 256  # as XLA aligns buffers
+_OTHERS = ("results", "workspace")  # buffers besides those of operands, which are named by their type
 
 
 class Memory:
@@ -26,6 +28,7 @@ class Memory:
 
     def __init__(self, device):
         self.device = device
+        self.stopped = threading.Event()  # once it is set, nothing more is launched
         self._on = jax_device_of(device)
         if self._on is None:
             raise ValueError(f"{device} is not a device of this process")
@@ -45,31 +48,36 @@ class Memory:
             d if problem.has_residual else 0,
         ]
         *starts, stride = np.cumsum([0, *map(_aligned, sizes)]).tolist()
-        rotated = ROTATED_BYTES[self.device.platform]
+        rotated, type_ = ROTATED_BYTES[self.device.platform], problem.type_a
+        # What an unusually large product needed, or one of another type, is not kept.
+        self._held = {name: held for name, held in self._held.items() if held.nbytes <= rotated and name in (type_, *_OTHERS)}
         count = max(1, min(MOST_SETS, math.ceil(rotated / (stride + _aligned(d)))))
-        type_ = problem.type_a
         operands = self._address(type_, max(count * stride, int(rotated)), lambda size: _random(_dtype(type_), size))
         results = self.address("results", count * _aligned(d))
         at_a, at_b, at_bias, at_residual = ([operands + start + i * stride for i in range(count)] for start in starts)
         at_d = [results + i * _aligned(d) for i in range(count)]
-        return Rotation(self, problem, list(zip(at_a, at_b, at_d, at_bias, at_residual)))
+        return Rotation(self, problem, list(zip(at_a, at_b, at_d, at_bias, at_residual)), d)
 
     def address(self, name, size):
-        """Of at least ``size`` bytes that nobody else writes, the same for the same name."""
+        """Of at least ``size`` bytes that nobody else writes, the same for the same name, one of ``_OTHERS``."""
         return self._address(name, size, lambda size: np.zeros(size, np.uint8))
 
     def _address(self, name, size, content):
         if name not in self._held or self._held[name].nbytes < size:
             self._held.pop(name, None)
-            self._held[name] = jax.block_until_ready(jax.device_put(content(size), self._on))
+            self._held[name] = self.put(content(size))
         return self._held[name].unsafe_buffer_pointer()
+
+    def put(self, array):
+        return jax.block_until_ready(jax.device_put(array, self._on))
 
 
 class Rotation:
     """Sets of operands of one problem, which launches take in turn."""
 
-    def __init__(self, memory, problem, sets):
-        self._memory, self._problem, self._sets = memory, problem.native(), sets
+    def __init__(self, memory, problem, sets, result_bytes):
+        self._memory, self._problem, self._sets, self._result_bytes = memory, problem.native(), sets, result_bytes
+        self._dtype = _dtype(problem.type_d)
 
     def shorten(self, kernel, schedule):
         """Drops sets until a pass over them takes no longer than ``LONGEST_PASS`` with this kernel and schedule."""
@@ -85,7 +93,16 @@ class Rotation:
         """
         return self._time(kernel, schedule, self._sets, repeats)
 
+    def result(self, kernel, schedule):
+        """D of the first set of operands, from its first element to its last; NaN, or -1, where nothing is written. Raises as ``time``."""
+        d = self._memory.put(np.full(self._result_bytes, 0xFF, np.uint8))
+        a, b, _, *others = self._sets[0]
+        self._time(kernel, schedule, [(a, b, d.unsafe_buffer_pointer(), *others)], 1)
+        return np.asarray(d).view(self._dtype)
+
     def _time(self, kernel, schedule, sets, repeats):
+        if self._memory.stopped.is_set():
+            raise RuntimeError("measuring was stopped")
         what = kernel, self._problem, schedule, self._memory.device.native()
         workspace = self._memory.address("workspace", max(1, _ffi.workspace_bytes(*what)))
         return _ffi.time_launches(*what, sets, workspace, repeats)

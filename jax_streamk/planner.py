@@ -86,7 +86,8 @@ def _native_schedule(schedule, raster="m", swizzle=1):
     return _ffi.Schedule(**_schedule_attributes(schedule, raster, swizzle))
 
 
-# No GPU has timed this family yet: tuning tries it, and estimates do not choose it.
+# No GPU has run this family so far, nor TMA kernels on copies of misaligned matrices: estimates choose neither, `tune --untimed` tries
+# them.
 _UNTIMED = frozenset({_ffi.Family.skinny})
 
 
@@ -95,7 +96,7 @@ def _registry(timed):
     """``_ffi.Kernels`` by what a problem fixes: platform, operand types, math and majorness."""
     by_problem = {}
     for kernel in _ffi.kernels():
-        if (kernel.family in _UNTIMED) == timed:
+        if timed and kernel.family in _UNTIMED:
             continue
         platform = "cpu" if kernel.family == _ffi.Family.host else "cuda"
         key = (platform, kernel.type_a, kernel.math, kernel.major_a, kernel.major_b)
@@ -132,10 +133,10 @@ def make_plan(problem, schedule, device):
 
 
 def choose(problem, wanted, device, timed=True, **listed):
-    """The ``_ffi.Choice`` for a native schedule, or for None of all that are deterministic; among kernels that estimates are of, or others."""
+    """The ``_ffi.Choice`` for a native schedule, or for None among all that are deterministic, and of what GPUs have run or of all."""
     key = (device.platform, problem.type_a, problem.math, problem.major_a, problem.major_b)
     kernels = _registry(timed).get(key) or _ffi.Kernels([])
-    return _ffi.choose(kernels, problem.native(), wanted, device.native(), cost_model.machine_of(device).native, **listed)
+    return _ffi.choose(kernels, problem.native(), wanted, device.native(), cost_model.machine_of(device).native, repacks=not timed, **listed)
 
 
 @functools.lru_cache(maxsize=4096)

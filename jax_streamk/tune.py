@@ -9,6 +9,9 @@ import threading
 import time
 import warnings
 
+import jax
+import numpy as np
+
 from jax_streamk import _ffi, planner, schedules, tuned
 from jax_streamk.device import device_of, jax_device_of
 from jax_streamk.measure import Memory
@@ -17,14 +20,20 @@ from jax_streamk.tuned import Candidate, Tuned
 # Orders of tiles: raster and swizzle.
 ORDERS = [("along_m", 1), ("along_m", 4), ("along_n", 1), ("along_n", 4), ("along_m", 2), ("along_m", 8), ("along_n", 8)]
 _LISTED = 24  # candidates that are measured first, by estimate
+_HOPELESS = 1.5  # times the best so far: measured once and no more
 _BEST = 3  # of them, around which more are tried
 _FINALISTS = 4  # are measured again, in turn
 _ROUNDS = 5
 _MARGIN = 1.01  # by which, and in every round, the planner's own choice must be beaten: less is noise
 
 
-def measure(problem, memory):
+def fastest(problem, memory, untimed=False):
     """Finds the fastest plan of a problem, which some kernel runs, on the device of ``memory``, among the deterministic ones.
+
+    Args:
+      problem: a ``GemmProblem``.
+      memory: a ``measure.Memory``.
+      untimed: whether to try, too, what no GPU has run so far: skinny kernels, and TMA kernels on copies of misaligned matrices.
 
     Returns:
       The ``Tuned`` plan: the planner's own choice unless another is faster by more than noise.
@@ -33,8 +42,8 @@ def measure(problem, memory):
       RuntimeError: a launch failed, or the device has no memory left.
     """
     device = memory.device
-    choices = [planner.choose(problem, None, device, timed, listed=_LISTED) for timed in (True, False)]
-    listed = [Candidate.of(found.kernel, found.schedule) for choice in choices for found in choice.candidates]
+    choices = [planner.choose(problem, None, device, timed, listed=_LISTED) for timed in (True, *([False] * untimed))]
+    listed = list(dict.fromkeys(Candidate.of(found.kernel, found.schedule) for choice in choices for found in choice.candidates))
     own, rotation, times = listed[0], memory.rotation(problem), {}
     rotation.shorten(own.kernel, own.native())
     native_problem, native_device = problem.native(), device.native()
@@ -42,7 +51,10 @@ def measure(problem, memory):
     def try_all(candidates):
         for candidate in candidates:
             parts = candidate.kernel, native_problem, candidate.native(), native_device
-            if candidate not in times and _ffi.can_implement(*parts) is None:
+            if candidate in times or _ffi.can_implement(*parts) is not None:
+                continue
+            (times[candidate],) = rotation.time(candidate.kernel, candidate.native(), 1)
+            if times[candidate] < _HOPELESS * min(times.values()):
                 times[candidate] = statistics.median(rotation.time(candidate.kernel, candidate.native()))
 
     def best(count):
@@ -58,10 +70,23 @@ def measure(problem, memory):
         for candidate, medians in rounds.items():
             medians.append(statistics.median(rotation.time(candidate.kernel, candidate.native())))
     final = {candidate: statistics.median(medians) for candidate, medians in rounds.items()}
-    fastest = min(final, key=final.get)
-    is_beaten = final[own] > _MARGIN * final[fastest] and all(x > y for x, y in zip(rounds[own], rounds[fastest]))
-    chosen = fastest if is_beaten else own
-    return Tuned.now(chosen, final[chosen], final[own])
+    right = rotation.result(own.kernel, own.native())
+    for candidate in sorted(final, key=final.get):
+        is_beaten = final[own] > _MARGIN * final[candidate] and all(x > y for x, y in zip(rounds[own], rounds[candidate]))
+        if not is_beaten:
+            break
+        if _agree(rotation.result(candidate.kernel, candidate.native()), right):
+            return Tuned.now(candidate, final[candidate], final[own])
+        warnings.warn(f"jax_streamk does not take {candidate}: its result differs from that of {own}. Please report this.")
+    return Tuned.now(own, final[own], final[own])
+
+
+def _agree(x, y):
+    """Whether results are equal but for rounding; wherever nothing was written both are NaN, or -1."""
+    if x.dtype == np.int32:
+        return np.array_equal(x, y)
+    x, y = x.astype(np.float64), y.astype(np.float64)
+    return np.allclose(x, y, rtol=0, atol=0.02 * np.nanmax(np.abs(y)), equal_nan=True)
 
 
 def _neighbours(candidate):
@@ -74,7 +99,7 @@ def _neighbours(candidate):
 
 class _Session:
     def __init__(self, store):
-        self.store, self.plans, self._memories = store, [], {}
+        self.store, self.plans, self.failed, self._memories = store, [], set(), {}
 
     def memory(self, device):
         if device not in self._memories:
@@ -83,6 +108,7 @@ class _Session:
 
 
 _session = contextvars.ContextVar("jax_streamk_tuning", default=None)
+_jits_key = jax.make_user_context(None)  # a part of it: what was compiled outside is lowered again inside
 _measuring = threading.Lock()  # what runs at once measures each other
 
 
@@ -91,8 +117,9 @@ def tuning(cache=None):
     """Tunes the products that programs are lowered with meanwhile: a context manager.
 
     Within it, lowering a product whose schedule is ``Auto()``, for a device of this process and without a tuned plan, measures
-    candidates on that device at once, stores the fastest and uses it. Programs that were compiled before stay as they are. It holds
-    for the thread, or the asyncio task, that enters it, and may be entered again inside.
+    candidates on that device at once, stores the fastest and uses it. Functions that were compiled before are compiled anew inside, and
+    those compiled inside once more after it. It holds for the thread, or the asyncio task, that enters it, and may be entered again
+    inside; not inside a function that is traced.
 
     Args:
       cache: the folder that plans are taken from meanwhile, and stored in; None is the one in use, see ``use_tuned_plans``.
@@ -102,12 +129,15 @@ def tuning(cache=None):
 
     Raises:
       OSError: on entry, where plans could not be stored.
+      RuntimeError: on entry, in one of several processes (``jax.distributed``): their programs would differ.
     """
+    if jax.process_count() > 1:
+        raise RuntimeError("tuning() in one of several processes would make their programs differ: tune in a process alone")
     session = _Session(tuned.store_of(cache))
     device = device_of(None)
     if device.kind:
         session.store.check_writable(device)
-    with tuned.using(session.store):
+    with tuned.using(session.store), _jits_key(str(session.store.directory)):
         token = _session.set(session)
         try:
             yield session.plans
@@ -120,21 +150,35 @@ def tuned_if_asked(plan):
     session, problem, device = _session.get(), plan.problem, plan.device
     if session is None or plan.kernel is None or tuned.lookup(problem, device) is not None or jax_device_of(device) is None:
         return plan
+    if (problem, device) in session.failed:
+        return plan
     with _measuring:
         if tuned.lookup(problem, device) is None:  # no other thread was first
             try:
-                # Lowering has a trace, a mesh and settings in its context that arrays of ours are no part of; a thread has its own.
-                with concurrent.futures.ThreadPoolExecutor(1) as thread:
-                    found = thread.submit(lambda: measure(problem, session.memory(device))).result()
+                found = _apart(problem, session.memory(device))
+            except Exception as error:  # lack of memory has many names
+                session.failed.add((problem, device))
+                warnings.warn(f"jax_streamk could not tune {problem}: {type(error).__name__}: {error}")
+                return plan
+            try:
                 session.store.add(device, problem, found)
-            except (OSError, RuntimeError) as error:
-                warnings.warn(f"jax_streamk could not tune {problem}, or not store it: {error}", stacklevel=2)
-            made = planner.make_plan(problem, schedules.Auto(), device)
-            session.plans.append(made)
-            return made
+            except OSError as error:
+                warnings.warn(f"jax_streamk could not store the tuned plan of {problem}: {error}")
+            session.plans.append(planner.make_plan(problem, schedules.Auto(), device))
     return planner.make_plan(problem, schedules.Auto(), device)
+
+
+def _apart(problem, memory):
+    """``fastest`` in a thread: lowering has a trace, a mesh and settings in its context that arrays of ours are no part of."""
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        try:
+            return thread.submit(fastest, problem, memory).result()
+        except BaseException:
+            memory.stopped.set()  # or leaving would wait for all that is left to measure
+            raise
 
 
 def digest(device):
     """Changes with what plans depend on besides the problem: the tuned ones in use, and those that compilation may yet find."""
-    return tuned.digest(device) if _session.get() is None else time.time_ns()
+    is_tuning = _session.get() is not None and jax_device_of(device) is not None
+    return time.time_ns() if is_tuning else tuned.digest(device)

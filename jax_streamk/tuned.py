@@ -18,6 +18,7 @@ import threading
 import warnings
 import zlib
 
+import jax
 import platformdirs
 
 from jax_streamk import _ffi
@@ -153,7 +154,9 @@ class Store:
         try:
             if not path.is_file():
                 return Contents(plans, trouble="it is not a file" if path.exists() else "")
-            lines = [line for line in path.read_bytes().split(b"\n") if line]
+            with open(path, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH)  # a line that is being written is none yet
+                lines = [line for line in file.read().split(b"\n") if line]
         except OSError as error:
             return Contents(plans, trouble=str(error))
         for line in lines:
@@ -164,7 +167,8 @@ class Store:
                 stale, trouble = stale + 1, trouble or str(why)
             except Exception:  # whatever may be wrong with what anyone may have written
                 corrupt, trouble = corrupt + 1, trouble or "they are not what jax_streamk writes"
-        return Contents(plans, len(lines), stale, corrupt, trouble)
+        # Old lines stay in the file when products are measured again.
+        return Contents(plans, len(lines), stale, corrupt, "" if plans and not corrupt else trouble)
 
     def plans(self, device):
         """``Tuned`` by problem; read from the file once, with what this process added since."""
@@ -183,7 +187,7 @@ class Store:
         plans = self.plans(device)
         at = self._digests.get(device)
         if at is None or at[0] is not plans:
-            self._digests[device] = at = plans, zlib.crc32(repr(sorted(map(repr, plans.items()))).encode()) if plans else 0
+            self._digests[device] = at = plans, _digest(plans) if plans else 0
         return at[1]
 
     def check_writable(self, device):
@@ -222,11 +226,11 @@ def _warn_once(path, contents):
     some = f"{contents.stale + contents.corrupt} of {contents.lines} tuned plans" if contents.lines else "tuned plans"
     warnings.warn(
         f"jax_streamk ignores {some} in {path}: {contents.trouble}. `python -m jax_streamk info` tells more, and "
-        "`python -m jax_streamk tune` measures again.",
-        stacklevel=2,
+        "`python -m jax_streamk tune` measures again."
     )
 
 
+_NOWHERE = os.path.join(os.devnull, "no folder for tuned plans")
 _of_process = None
 _of_context = contextvars.ContextVar("jax_streamk_store", default=None)
 
@@ -239,14 +243,20 @@ def store_in(directory):
 
 def store_of(cache=None):
     """The ``Store`` in a folder, or for None the one in use."""
-    if cache is not None:
-        return store_in(os.path.abspath(cache))
-    return _of_context.get() or _of_process or _users()
+    if cache is None:
+        return _of_context.get() or _of_process or _users(jax.process_count() == 1)
+    if not isinstance(cache, (str, os.PathLike)) or not os.fspath(cache):
+        raise ValueError(f"cache={cache!r}: must be the path of a folder, or None")
+    return store_in(os.path.abspath(cache))
 
 
 @functools.cache
-def _users():
-    return store_in(platformdirs.user_cache_dir("jax_streamk"))
+def _users(alone):
+    """The user's; one that is never there for processes without a home, and for those whose programs must be alike."""
+    try:
+        return store_in(platformdirs.user_cache_dir("jax_streamk") if alone else _NOWHERE)
+    except RuntimeError:
+        return store_in(_NOWHERE)
 
 
 def use_tuned_plans(cache=None):
@@ -254,9 +264,22 @@ def use_tuned_plans(cache=None):
 
     None is the default, the user's: ``platformdirs.user_cache_dir("jax_streamk")``, which is ``~/.cache/jax_streamk`` or lies in
     XDG_CACHE_HOME. A folder that is empty or missing has none. What was compiled before stays as it is.
+
+    One of several processes (``jax.distributed``) takes none unless it names a folder here, and then all must name ones with the
+    same plans.
+
+    Raises:
+      ValueError: cache is not a path.
     """
     global _of_process
     _of_process = None if cache is None else store_of(cache)
+
+
+def _digest(plans):
+    """Of what runs, however long it took."""
+    what = sorted(f"{problem} {found.kernel} {found.schedule} {found.splits} {found.reduction} {found.raster} {found.swizzle}"
+                  for problem, found in plans.items())  # fmt: skip
+    return zlib.crc32(" ".join(what).encode())
 
 
 @contextlib.contextmanager

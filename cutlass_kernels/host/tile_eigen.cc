@@ -25,7 +25,7 @@ ConstView<T, order> view(void const* data, int64_t m, int64_t n, int64_t stride)
 }
 
 // A few rows of A by a row-major B, without the packed copy of B that Eigen's product makes and that a few rows do not repay. A
-// block of B, of 64 rows by four vectors, stays in the L1 cache while every four rows of A are multiplied by it in registers.
+// block of B, of 64 rows by a few vectors, stays in the L1 cache while every four rows of A are multiplied by it in registers.
 template <class T>
 struct FewRows {
 #if defined(__AVX512F__)
@@ -36,7 +36,7 @@ struct FewRows {
   static constexpr int kBytes = 16;
 #endif
   typedef T Vector __attribute__((vector_size(kBytes), aligned(alignof(T)), may_alias));
-  static constexpr int kVectors = 4, kWidth = kBytes / sizeof(T), kColumns = kVectors * kWidth;
+  static constexpr int kVectors = kBytes == 64 ? 4 : 2, kWidth = kBytes / sizeof(T), kColumns = kVectors * kWidth;
   static constexpr int64_t kMost = 32, kBlock = 64;
 
   T const* a;

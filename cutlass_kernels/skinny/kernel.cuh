@@ -1,6 +1,6 @@
 // The skinny family: products of few rows, whose time is that of reading B once.
 //
-// A warp multiplies 64 columns of B, 32 of K at a time, with mma.sync. Which element of a fragment a register holds is free as
+// A warp multiplies 64 columns of B, 32 of K at a time (16 of f32), with mma.sync. Which element of a fragment a register holds is free as
 // long as both operands agree on K and D on n: a thread loads vectors of sixteen bytes of either majorness, and its accumulators are
 // neighbours in D. It needs no other thread's loads, so that shared memory is but a queue of each thread's own: no barrier and no
 // descriptor is between memory and tensor core, and a short product is short.
@@ -22,7 +22,7 @@ inline constexpr int kTileN = 64;     // columns of a CTA, and of each of its wa
 inline constexpr int kTileK = 128;    // what splits are cut by
 inline constexpr int kRows = 8;       // of A in one mma.sync
 inline constexpr int kStages = 4;     // chunks of a warp's queue
-inline constexpr int kMaxSplits = 8;  // CTAs in a cluster, as every GPU with clusters has them
+inline constexpr int kMaxSplits = 8;  // CTAs in a cluster: the portable limit
 // Whether this build is for any architecture that has clusters.
 #ifdef JAX_STREAMK_CLUSTERS
 inline constexpr bool kClusters = true;
@@ -44,15 +44,16 @@ struct Params {
   D* d;
   int64_t lda, ldb, batch_stride_a, batch_stride_b;
   int32_t m, n, k, splits;
-  EvenRuns runs;  // of rounds of K, by split
+  EvenRuns runs;  // of k-tiles, by split
   TileOrder order;
   bool pairs;  // whether two neighbours in D, in bias and residual are one access
   EpilogueParams<float, D> epilogue;
 };
 
 // What each thread of a warp has loaded of a chunk: with g = lane / 4, t = lane % 4 and V elements in a vector, rows Vt ... Vt + V - 1
-// of K, by columns 8g ... 8g + 7 of B and by row g of each eight of A. The vectors of a row-major B are those of one row after the
-// other; of one that is contiguous along K, those of one column after the other.
+// of K, by eight columns of B and by row g of each eight of A. The columns are 8g ... 8g + 7, one vector each where B is contiguous
+// along K. Of a row-major B a vector is a row's; rows of f32 are two of them, of which lanes together load whole sectors: columns
+// 4g ... 4g + 3 and 32 more.
 template <int kBlocks>
 struct Chunk {
   uint4 b[8][32], a[kBlocks][32];
@@ -69,15 +70,21 @@ struct Shared {
   } warps[kWarps];
 };
 
+template <class T, Major kMajorB>
+inline constexpr int kNeighbours = kMajorB == Major::kRow ? kVector<T> : 8;  // a thread's columns that lie side by side
+
 __device__ inline uint32_t word(uint4 const& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-// A thread's loads, chunk after chunk. What lies beyond an edge is zero.
+// A thread's loads, chunk after chunk. What lies beyond an edge is zero, and its address, which may not even be aligned, is not used.
 template <class T, class D, Major kMajorB, int kBlocks>
 class Loader {
  public:
   __device__ Loader(Params<T, D> const& p, TileOrder::Coordinate at, int g, int32_t k, int32_t end)
-      : p_(p), rows_(p.m - at.m * kRows * kBlocks - g), columns_(p.n - at.n * kTileN - 8 * g), left_(end - k) {
-    int64_t const row = at.m * kRows * kBlocks + g, column = at.n * kTileN + 8 * g;
+      : p_(p),
+        rows_(p.m - at.m * kRows * kBlocks - g),
+        columns_(p.n - at.n * kTileN - kNeighbours<T, kMajorB> * g),
+        left_(end - k) {
+    int64_t const row = at.m * kRows * kBlocks + g, column = at.n * kTileN + kNeighbours<T, kMajorB> * g;
     a_ = p.a + at.batch * p.batch_stride_a + row * p.lda + k;
     b_ = p.b + at.batch * p.batch_stride_b + (kMajorB == Major::kRow ? k * p.ldb + column : column * p.ldb + k);
   }
@@ -87,16 +94,16 @@ class Loader {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       constexpr int kPerRow = 8 / kVector<T>;  // vectors of a row-major B
+      int const row = i / kPerRow, column = i % kPerRow * 32;
       if constexpr (kMajorB == Major::kRow) {
-        int const row = i / kPerRow, column = i % kPerRow * kVector<T>;
-        copy_async(&to.b[i][lane], b_ + row * p_.ldb + column, row >= left_ || column >= columns_);
+        copy(to.b[i][lane], b_ + row * p_.ldb + column, row < left_ && column < columns_);
       } else {
-        copy_async(&to.b[i][lane], b_ + i * p_.ldb, left_ <= 0 || i >= columns_);
+        copy(to.b[i][lane], b_ + i * p_.ldb, left_ > 0 && i < columns_);
       }
     }
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block)
-      copy_async(&to.a[block][lane], a_ + block * kRows * p_.lda, left_ <= 0 || block * kRows >= rows_);
+      copy(to.a[block][lane], a_ + block * kRows * p_.lda, left_ > 0 && block * kRows < rows_);
     commit_copies();
     a_ += kRound<T>;
     b_ += kMajorB == Major::kRow ? kRound<T> * p_.ldb : kRound<T>;
@@ -104,6 +111,8 @@ class Loader {
   }
 
  private:
+  __device__ void copy(uint4& to, T const* from, bool inside) const { copy_async(&to, inside ? from : p_.b, !inside); }
+
   Params<T, D> const& p_;
   int32_t const rows_, columns_;  // left of A and of B, from this thread's first on
   int32_t left_;                  // of K, for what is loaded next
@@ -200,7 +209,7 @@ __global__ __launch_bounds__(kThreads) void multiply(__grid_constant__ Params<T,
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         // Words 2 step and 2 step + 1 of this thread's rows of K are what the instruction calls words t and t + 4. Row g of its D is
-        // column 8g + 2j, and row g + 8 the next.
+        // column 2j of this thread's eight, and row g + 8 the next.
         uint32_t w[4];
         if constexpr (kMajorB == Major::kColumn) {
           w[0] = word(b[2 * j], 2 * step), w[1] = word(b[2 * j + 1], 2 * step);
@@ -230,9 +239,10 @@ __global__ __launch_bounds__(kThreads) void multiply(__grid_constant__ Params<T,
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       auto const& s = sums[block];
-      auto* const to = reinterpret_cast<float4*>(&own.sums[block * kRows + 2 * t + i][8 * g]);
-      to[0] = {s[0][i], s[0][i + 2], s[1][i], s[1][i + 2]};
-      to[1] = {s[2][i], s[2][i + 2], s[3][i], s[3][i + 2]};
+      constexpr int kSide = kNeighbours<T, kMajorB>;
+      float* const to = &own.sums[block * kRows + 2 * t + i][kSide * g];
+      *reinterpret_cast<float4*>(to) = {s[0][i], s[0][i + 2], s[1][i], s[1][i + 2]};
+      *reinterpret_cast<float4*>(to + (kSide == 8 ? 4 : 32)) = {s[2][i], s[2][i + 2], s[3][i], s[3][i + 2]};
     }
   }
   __syncthreads();
@@ -256,19 +266,27 @@ __global__ __launch_bounds__(kThreads) void multiply(__grid_constant__ Params<T,
     }
     cluster_arrive();
     cluster_wait();
-    if (rank == 0) {
-      for (int peer = 1; peer < p.splits; ++peer) {
-#pragma unroll
-        for (int i = 0; i < kPairs; ++i) {
-          float2 const part = load_of(peer, &own.totals[i][lane]);
-          total[i].x += part.x, total[i].y += part.y;
-        }
-      }
+    if (rank > 0) {
+      // Its memory must be there until the first CTA has read it.
+      cluster_arrive();
+      cluster_wait();
+      return;
     }
-    // Its memory must be there until the first CTA has read it.
+    // All loads at once, but where their values would fill the registers.
+    constexpr int kAtOnce = kBlocks <= 2 ? kMaxSplits - 1 : 1;
+    for (int peer = 1; peer < p.splits; peer += kAtOnce) {
+      float2 parts[kAtOnce][kPairs];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j)
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i)
+          parts[j][i] = peer + j < p.splits ? load_of(peer + j, &own.totals[i][lane]) : float2{};
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j)
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) total[i].x += parts[j][i].x, total[i].y += parts[j][i].y;
+    }
     cluster_arrive();
-    cluster_wait();
-    if (rank > 0) return;
   }
   int32_t const column = at.n * kTileN + 2 * lane;
 #pragma unroll
@@ -277,6 +295,7 @@ __global__ __launch_bounds__(kThreads) void multiply(__grid_constant__ Params<T,
     float x[2] = {total[i].x, total[i].y};
     if (row < p.m && column < p.n) store(p, at.batch, row, column, x);
   }
+  if (p.splits > 1) cluster_wait();
 }
 
 template <Type>
@@ -305,7 +324,7 @@ class SkinnyKernel final : public CudaKernel {
   SkinnyKernel() : CudaKernel(describe()) {}
 
   Decomposition decomposition(GemmProblem const& p, Schedule const& s, Device const&) const override {
-    // Nobody takes a second piece of work: there are as many CTAs as pieces.
+    // As many workers as pieces of work. CTAs are numbered otherwise: those of a cluster, which share a tile, are neighbours.
     TileOrder const order = tile_order(p, s);
     int32_t const tiles = static_cast<int32_t>(p.batch) * order.tiles_m * order.tiles_n;
     int32_t const splits = s.kind == ScheduleKind::kSplitK ? s.splits : 1;

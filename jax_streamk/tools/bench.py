@@ -50,7 +50,7 @@ def run(arguments):
     needed = ["rich"] + ["matplotlib"] * (arguments.plot is not None)
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
-        arguments.error(f"needs {' and '.join(missing)}: pip install 'jax-streamk[tools]'")
+        arguments.error(f"needs {' and '.join(missing)}: pip install {' '.join(missing)}")
     from jax_streamk.tools import report
 
     if arguments.result:
