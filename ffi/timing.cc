@@ -1,9 +1,7 @@
 #include "ffi/timing.h"
 
 #include <chrono>
-#include <deque>
-#include <functional>
-#include <thread>
+#include <unsupported/Eigen/CXX11/ThreadPool>
 
 #include "ffi/pool_executor.h"
 
@@ -14,51 +12,10 @@
 namespace jax_streamk {
 namespace {
 
-// Stands in for XLA's thread pool.
-class Threads {
- public:
-  explicit Threads(int32_t count) {
-    for (int32_t i = 0; i < count; ++i) threads_.emplace_back([this] { serve(); });
-  }
-
-  ~Threads() {
-    {
-      std::lock_guard lock(mutex_);
-      stopped_ = true;
-    }
-    waiting_.notify_all();
-    for (std::thread& thread : threads_) thread.join();
-  }
-
-  void Schedule(std::function<void()> task) {
-    {
-      std::lock_guard lock(mutex_);
-      tasks_.push_back(std::move(task));
-    }
-    waiting_.notify_one();
-  }
-
-  int64_t num_threads() const { return static_cast<int64_t>(threads_.size()); }
-
- private:
-  void serve() {
-    std::unique_lock lock(mutex_);
-    while (true) {
-      waiting_.wait(lock, [this] { return stopped_ || !tasks_.empty(); });
-      if (stopped_) return;
-      std::function<void()> const task = std::move(tasks_.front());
-      tasks_.pop_front();
-      lock.unlock();
-      task();
-      lock.lock();
-    }
-  }
-
-  std::mutex mutex_;
-  std::condition_variable waiting_;
-  std::deque<std::function<void()>> tasks_;
-  bool stopped_ = false;
-  std::vector<std::thread> threads_;
+// Stands in for XLA's thread pool, which is one of Eigen's too.
+struct Threads : Eigen::ThreadPool {
+  using Eigen::ThreadPool::ThreadPool;
+  int64_t num_threads() const { return NumThreads(); }
 };
 
 Status time_on_host(Kernel const& kernel, GemmProblem const& p, Schedule const& s, Device const& device,
