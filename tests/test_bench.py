@@ -46,9 +46,9 @@ def wall_measures():
     return [each for each in sides.MEASURES if each != "device" or jax.default_backend() == "gpu"]
 
 
-def test_bench_writes_what_it_measured(tmp_path):
+def test_bench_writes_what_it_measured(tmp_path, monkeypatch, capsys):
     (tmp_path / "shapes.csv").write_text(SHAPES)
-    done = run(tmp_path, "shapes.csv", "--dtype", "float32", "--rounds", 1, "--out", "out.json", "--plot", "plots")
+    done = run(tmp_path, "shapes.csv", "--dtype", "float32", "--rounds", 1, "--out", "out.json")
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["measures"] == wall_measures()
@@ -75,38 +75,39 @@ def test_bench_writes_what_it_measured(tmp_path):
         assert re.search(rf"^\| +{row['m']} \| +{row['n']} \| +{row['k']} \|.*{row['plan']['kernel']}", page, re.MULTILINE)
         assert row["plan"]["kernel"] in done.stdout
     assert f"{of['geomean'][first]:.3f}" in page and f"{of['geomean'][first]:.3f}" in done.stdout
-    shown = run(tmp_path, "--from", "out.json", "--plot", "again")
-    assert shown.returncode == 0, shown.stderr
-    assert shown.stdout.split("wrote")[0] == done.stdout.split("wrote")[0]
-    for folder in ("plots", "again"):
-        assert {path.name for path in (tmp_path / folder).iterdir()} == {"roofline.svg", "roofline.png", "ratio.svg", "ratio.png"}
-        for name in ("roofline", "ratio"):
-            assert xml.etree.ElementTree.parse(tmp_path / folder / f"{name}.svg").getroot().tag.endswith("svg")
-            assert (tmp_path / folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.chdir(tmp_path)
+    here(monkeypatch, "--from", "out.json", "--plot", "plots")
+    assert capsys.readouterr().out.split("wrote")[0] == done.stdout
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == {"roofline.svg", "roofline.png", "ratio.svg", "ratio.png"}
+    for name in ("roofline", "ratio"):
+        assert xml.etree.ElementTree.parse(tmp_path / "plots" / f"{name}.svg").getroot().tag.endswith("svg")
+        assert (tmp_path / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert not list(tmp_path.glob("*.part"))
 
 
 def test_a_killed_run_is_resumed(tmp_path, monkeypatch, capsys):
-    (tmp_path / "shapes.csv").write_text("m,n,k\n" + "".join(f"{8 * i},32,64\n" for i in range(1, 9)))
-    arguments = ["shapes.csv", "--dtype", "float64", "--rounds", "1", "--out", "out.json"]
+    lines = [f"{8 * i},32,64\n" for i in range(1, 400)]
+    (tmp_path / "shapes.csv").write_text("".join(["m,n,k\n", *lines]))
+    arguments = ["shapes.csv", "--dtype", "float32", "--rounds", "1", "--out", "out.json"]
     with subprocess.Popen([sys.executable, "-m", "jax_streamk", "bench", *arguments], cwd=tmp_path, stderr=subprocess.DEVNULL) as process:
         end = time.monotonic() + 60
         while (before := read(tmp_path / "out.json")) < 2 and time.monotonic() < end and process.poll() is None:
             time.sleep(0.02)
         process.send_signal(signal.SIGKILL)
     kept = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert 2 <= before <= len(kept) < 8
+    assert 2 <= before <= len(kept) < 400
 
     monkeypatch.chdir(tmp_path)
     other = [*arguments, "--dtype", "bfloat16"]
     assert "out.json exists; --resume" in refused(monkeypatch, capsys, *other)
     said = refused(monkeypatch, capsys, *other, "--resume")
-    assert "'dtype': 'float64'" in said and "'dtype': 'bfloat16'" in said
-    done = run(tmp_path, *arguments, "--resume")
-    assert done.returncode == 0, done.stderr
+    assert "'dtype': 'float32'" in said and "'dtype': 'bfloat16'" in said
+    all_ = len(kept) + 2
+    (tmp_path / "shapes.csv").write_text("".join(["m,n,k\n", *lines[:all_]]))
+    here(monkeypatch, *arguments, "--resume")
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert rows[: len(kept)] == kept and [row["m"] for row in rows] == [8 * i for i in range(1, 9)]
-    assert all(row["sides"][sides.OURS]["max_difference"] < 1e-14 for row in rows)
+    assert rows[: len(kept)] == kept and [row["m"] for row in rows] == [8 * i for i in range(1, all_ + 1)]
+    assert all(row["sides"][sides.OURS]["max_difference"] < 1e-4 for row in rows)
 
 
 def read(path):
@@ -331,7 +332,9 @@ def test_linear_layers_are_beside_xlas_expression_and_our_product(activation):
 
 def test_results_in_the_repository_say_what_their_pages_say():
     folder = pathlib.Path(__file__).parents[1] / "benchmarks" / "results"
-    for path in folder.glob("matmul_*.json"):
+    found = list(folder.glob("matmul_*.json"))
+    assert found
+    for path in found:
         of = results.summary(results.load(path))[sides.OURS]
         page = path.with_suffix(".md").read_text()
         assert all(f"**{mean:.3f}**" in page for mean in of["geomean"].values())

@@ -9,8 +9,6 @@ import math
 import os
 import pathlib
 import platform
-import shutil
-import subprocess
 import sys
 import time
 
@@ -21,6 +19,7 @@ import jax_streamk
 from jax_streamk.device import device_of
 from jax_streamk.epilogue import ACTIVATIONS
 from jax_streamk.tools import results, shapes, sides, timing
+from jax_streamk.tools.info import driver
 
 # Of the largest entry: what rounding, TF32 against float32 included, stays far below, and a wrong sum does not.
 GROSS_ERROR = {"bfloat16": 0.02, "float16": 0.02, "float32": 0.01, "float64": 1e-9}
@@ -267,13 +266,9 @@ def _machine():
     (device,) = jnp.zeros(()).devices()
     planned = device_of(device)
     out = dict(
-        platform=planned.platform, arch=planned.arch, sms=planned.sms, kernels=len(jax_streamk.kernels()), python=platform.python_version(),
+        device=planned.kind, platform=planned.platform, arch=planned.arch, sms=planned.sms, kernels=len(jax_streamk.kernels()), python=platform.python_version(),
         jax=jax.__version__, jaxlib=importlib.metadata.version("jaxlib"),
     )  # fmt: skip
     if planned.platform == "cpu":
-        with open("/proc/cpuinfo") as file:
-            names = [line.split(":")[1].strip() for line in file if line.startswith("model name")]
-        return out | dict(device=names[0] if names else platform.machine(), load_average=os.getloadavg()[0])
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(query, capture_output=True, text=True).stdout.split() if shutil.which(query[0]) else []
-    return out | dict(device=device.device_kind, driver="".join(driver[:1]), runtime=" ".join(device.client.platform_version.split()))
+        return out | dict(load_average=os.getloadavg()[0])
+    return out | dict(driver=driver(), runtime=" ".join(device.client.platform_version.split()))

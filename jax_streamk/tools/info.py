@@ -72,7 +72,7 @@ def _devices():
         "here": _attempt(lambda: ", ".join(map(str, jax.local_devices()))),
         "CPU": _attempt(lambda: _describe(device_for_lowering("cpu"))),
         "GPU": _attempt(_gpus),
-        "NVIDIA driver": _attempt(_driver),
+        "NVIDIA driver": _attempt(driver),
     }
 
 
@@ -87,7 +87,8 @@ def _describe(device):
     return f"{device.kind}, " + (f"sm_{device.arch}, {device.sms} SMs" if device.arch else f"{device.sms} threads")
 
 
-def _driver():
+def driver():
+    """The version of NVIDIA's kernel driver."""
     if not _DRIVER.exists():
         return "none"
     first = _DRIVER.read_text().splitlines()[0]
