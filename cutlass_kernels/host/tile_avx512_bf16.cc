@@ -1,7 +1,7 @@
 // Tile products of bf16 with vdpbf16ps, which adds the products of two neighbours along K to each f32 lane: twice the rate of
 // f32, and Eigen has no kernel for it. (The instruction takes subnormal operands and sums for zero.)
 //
-// The usual packed GEMM: for a block of K, panels of kRows rows of A and kColumns columns of B are laid out as the inner loop
+// But for a few rows, the usual packed GEMM: for a block of K, panels of kRows rows of A and kColumns columns of B are laid out as the inner loop
 // reads them, and each pair of panels is multiplied into a block of registers.
 #include <immintrin.h>
 
@@ -102,9 +102,56 @@ void multiply_panels(int64_t pairs, Pair const* a, Pair const* b, int64_t rows, 
       if (i < rows) _mm512_mask_storeu_ps(sum + i * stride + v * kLanes, inside[v], block[i][v]);
 }
 
+// The first kFew rows of a panel of A, of which there are `rows`, times 32 columns of a row-major B, two rows of which are interleaved
+// in registers. `k` may be odd.
+template <int kFew>
+void multiply_few(int64_t k, Pair const* a, BF16 const* b, int64_t stride_b, int64_t rows, int64_t columns, bool first, float* sum,
+                  int64_t stride) {
+  __mmask32 const inside = columns >= kColumns ? ~0u : (1u << columns) - 1;
+  __m512 block[kFew][2];
+  for (int i = 0; i < kFew; ++i) block[i][0] = block[i][1] = _mm512_setzero_ps();
+  for (int64_t row = 0; row < k; row += 2, b += 2 * stride_b, a += kRows) {
+    _mm_prefetch(reinterpret_cast<char const*>(b + kColumns), _MM_HINT_T0);
+    __m512i const low = _mm512_maskz_loadu_epi16(inside, b);
+    __m512i const high = row + 1 < k ? _mm512_maskz_loadu_epi16(inside, b + stride_b) : _mm512_setzero_si512();
+    // Of each eight columns the first four, and the others.
+    __m512bh const front = (__m512bh)_mm512_unpacklo_epi16(low, high), back = (__m512bh)_mm512_unpackhi_epi16(low, high);
+    for (int i = 0; i < kFew; ++i) {
+      __m512bh const pairs = (__m512bh)_mm512_set1_epi32(static_cast<int>(a[i]));
+      block[i][0] = _mm512_dpbf16_ps(block[i][0], pairs, front);
+      block[i][1] = _mm512_dpbf16_ps(block[i][1], pairs, back);
+    }
+  }
+  for (int i = 0; i < kFew && i < rows; ++i) {
+    for (int half = 0; half < 2; ++half) {
+      __m512 const quarters = half == 0 ? _mm512_shuffle_f32x4(block[i][0], block[i][1], _MM_SHUFFLE(1, 0, 1, 0))
+                                        : _mm512_shuffle_f32x4(block[i][0], block[i][1], _MM_SHUFFLE(3, 2, 3, 2));
+      __m512 const in_order = _mm512_shuffle_f32x4(quarters, quarters, _MM_SHUFFLE(3, 1, 2, 0));
+      auto const mask = static_cast<__mmask16>(inside >> (half * kLanes));
+      float* const to = sum + i * stride + half * kLanes;
+      _mm512_mask_storeu_ps(to, mask, first ? in_order : _mm512_add_ps(_mm512_maskz_loadu_ps(mask, to), in_order));
+    }
+  }
+}
+
+// Few rows of A do not repay packing B. Its rows are read a block at a time, so that few pages are in use at once.
+constexpr int64_t kFewRows = 8, kFewK = 64;
+
+void multiply_few_rows(Extents e, Lanes rows, Block b, float* sum, int64_t stride, Pair* packed) {
+  auto const* from = static_cast<BF16 const*>(b.data);
+  for (int64_t begin = 0; begin < e.k; begin += kFewK, rows.data += kFewK * rows.k_stride, from += kFewK * b.stride) {
+    rows.k = smaller(kFewK, e.k - begin);
+    pack<kRows>(rows, packed);
+    for (int64_t j = 0; j < e.n; j += kColumns)
+      (e.m <= 4 ? multiply_few<4> : multiply_few<kFewRows>)(rows.k, packed, from + j, b.stride, e.m, e.n - j, begin == 0, sum + j, stride);
+  }
+}
+
 void multiply(Extents e, Block a, Block b, void* accumulators, int64_t stride, void* scratch) {
   bool const row_a = a.major == Major::kRow, row_b = b.major == Major::kRow;
   Lanes rows{static_cast<BF16 const*>(a.data), row_a ? a.stride : 1, row_a ? 1 : a.stride, e.m, 0};
+  if (row_b && e.m <= kFewRows)
+    return multiply_few_rows(e, rows, b, static_cast<float*>(accumulators), stride, static_cast<Pair*>(scratch));
   Lanes columns{static_cast<BF16 const*>(b.data), row_b ? 1 : b.stride, row_b ? b.stride : 1, e.n, 0};
   for (int64_t begin = 0; begin < e.k; begin += 2 * kPairs) {
     rows.k = columns.k = smaller(2 * kPairs, e.k - begin);
