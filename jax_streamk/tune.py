@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import contextvars
 import dataclasses
+import math
 import statistics
 import threading
 import time
@@ -39,7 +40,7 @@ def fastest(problem, memory, untimed=False):
       The ``Tuned`` plan: the planner's own choice unless another is faster by more than noise.
 
     Raises:
-      RuntimeError: a launch failed, or the device has no memory left.
+      RuntimeError: a launch of the planner's own choice failed, or the device has no memory left for it.
     """
     device = memory.device
     choices = [planner.choose(problem, None, device, timed, listed=_LISTED) for timed in (True, *([False] * untimed))]
@@ -53,12 +54,17 @@ def fastest(problem, memory, untimed=False):
             parts = candidate.kernel, native_problem, candidate.native(), native_device
             if candidate in times or _ffi.can_implement(*parts) is not None:
                 continue
-            (times[candidate],) = rotation.time(candidate.kernel, candidate.native(), 1)
-            if times[candidate] < _HOPELESS * min(times.values()):
-                times[candidate] = statistics.median(rotation.time(candidate.kernel, candidate.native()))
+            try:
+                (times[candidate],) = rotation.time(candidate.kernel, candidate.native(), 1)
+                if times[candidate] < _HOPELESS * min(times.values()):
+                    times[candidate] = statistics.median(rotation.time(candidate.kernel, candidate.native()))
+            except RuntimeError:  # its workspace may be too large, for one
+                if candidate == own or memory.stopped.is_set():
+                    raise
+                times[candidate] = math.inf
 
     def best(count):
-        return sorted(times, key=times.get)[:count]
+        return sorted((candidate for candidate in times if times[candidate] < math.inf), key=times.get)[:count]
 
     try_all(listed)
     if device.arch:  # hundreds of tiles load together; on a CPU few do

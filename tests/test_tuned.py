@@ -491,6 +491,12 @@ def test_the_planners_choice_stays_unless_beaten_by_more_than_noise(monkeypatch,
     assert asked.count(Candidate.of(native[-1].kernel, native[-1].schedule)) == 1  # hopeless
 
 
+def fail_of(failing, kernel, times):
+    if kernel == failing:
+        raise RuntimeError("out of memory")
+    return times
+
+
 def test_on_a_gpu_other_orders_of_tiles_are_tried_around_the_best(monkeypatch):
     """Candidates and times are made up: the fifth is the fastest, and faster yet along n in panels of four."""
     problem = plan(A, B).problem
@@ -506,7 +512,7 @@ def test_on_a_gpu_other_orders_of_tiles_are_tried_around_the_best(monkeypatch):
     asked = []
 
     class Pretended:
-        device = HOPPER
+        device, stopped = HOPPER, threading.Event()
         rotation = lambda self, problem: self  # noqa: E731
         shorten = lambda self, kernel, schedule: None  # noqa: E731
 
@@ -518,6 +524,14 @@ def test_on_a_gpu_other_orders_of_tiles_are_tried_around_the_best(monkeypatch):
             return np.ones(3)
 
     assert tune.fastest(problem, Pretended()).kernel == "kernel 4" and not any(kernel == "kernel 6" for kernel, *_ in asked)
+    # One that cannot run is passed over, but for the planner's own choice.
+    with monkeypatch.context() as patch:
+        time = Pretended.time
+        patch.setattr(Pretended, "time", lambda self, kernel, *rest: fail_of("kernel 4", kernel, time(self, kernel, *rest)))
+        assert tune.fastest(problem, Pretended()).kernel == "kernel 5"
+        patch.setattr(Pretended, "time", lambda self, kernel, schedule, repeats=3: fail_of("kernel 0", kernel, [1.0] * repeats))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            tune.fastest(problem, Pretended())
     asked.clear()
     made = tune.fastest(problem, Pretended(), untimed=True)
     assert (made.kernel, made.raster, made.swizzle) == ("kernel 4", "along_n", 4)
