@@ -80,7 +80,8 @@ def _lower_with_kernels(ctx, *operands, platform, **params):
     local = ctx.replace(avals_in=[compat.local_aval(aval) for aval in ctx.avals_in])
     params["out_sharding"] = None
     if placement == compat.Placement.PARTITIONED:
-        (out,) = mlir.lower_fun(_partitioned(local.avals_in, **params), multiple_results=False)(local, *operands)
+        later = params | dict(schedule=tune.later(params["schedule"]))
+        (out,) = mlir.lower_fun(_partitioned(local.avals_in, **later), multiple_results=False)(local, *operands)
         device = device_for_lowering(platform)
         kernels = f"kernels {tuned.kernel_set(platform)} and tuned plans {tune.digest(device)}"
         compat.tell_apart(out, f"{sorted(params.items())} for {device} with {kernels}")
@@ -94,9 +95,12 @@ def _lower_on_one_device(ctx, lhs, rhs, *others, platform, schedule, out_shardin
         (lhs, rhs), ctx.avals_in[:2], params["dimension_numbers"]
     )
     device = device_for_lowering(platform)
-    made, arrangement = plan(*avals, schedule=schedule, device=device, epilogue=epilogue, **params)
-    if isinstance(schedules.of_forward(schedule), schedules.Auto):
-        made = tune.tuned_if_asked(made)
+
+    def planned(schedule):
+        made, arrangement = plan(*avals, schedule=schedule, device=device, epilogue=epilogue, **params)
+        return tune.tuned_if_asked(made) if isinstance(schedule, schedules.Auto) else made, arrangement
+
+    made, arrangement = tune.in_its_context(schedules.of_forward(schedule), planned)
     if made.kernel is None:
         rule = mlir.lower_fun(_xla, multiple_results=False)
         ctx = ctx.replace(avals_in=[*avals, *ctx.avals_in[2:]])

@@ -151,6 +151,23 @@ def tuning(cache=None):
             _session.reset(token)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Later(schedules.Auto):
+    context: contextvars.Context
+
+
+def later(schedule):
+    """A schedule for a product that XLA's partitioner has lowered later, in some versions in a thread of its own: ``Auto()`` remembers
+    which tuned plans are in use, and whether ``tuning()`` is on."""
+    is_auto = isinstance(schedules.of_forward(schedule), schedules.Auto)
+    return _Later(contextvars.copy_context()) if is_auto else schedule
+
+
+def in_its_context(schedule, function):
+    """``function(schedule)``; of what ``later`` returned, ``function(Auto())`` in the context that it remembers."""
+    return schedule.context.copy().run(function, schedules.Auto()) if isinstance(schedule, _Later) else function(schedule)
+
+
 def tuned_if_asked(plan):
     """The plan of ``Auto()`` itself, or where ``tuning()`` asks for one, the tuned one."""
     session, problem, device = _session.get(), plan.problem, plan.device
