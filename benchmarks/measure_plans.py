@@ -47,10 +47,11 @@ def main():
     parser.add_argument("shapes")
     parser.add_argument("out")
     parser.add_argument("--reductions", default="none,ordered,separate", help="which ways to share tiles; none is data-parallel")
+    parser.add_argument("--family", action="append", help="of kernels; may be given several times (sm90 and skinny, or host)")
     parser.add_argument("--limit", type=float, default=300, help="seconds after which no new shape is begun")
     arguments = parser.parse_args()
     memory = Memory(device_of(None))
-    families = (_ffi.Family.sm90, _ffi.Family.skinny) if memory.device.arch else (_ffi.Family.host,)
+    families = [_ffi.Family[name] for name in arguments.family or (["sm90", "skinny"] if memory.device.arch else ["host"])]
     kernels = [
         kernel
         for kernel in _ffi.kernels()

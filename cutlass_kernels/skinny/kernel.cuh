@@ -1,9 +1,9 @@
 // The skinny family: products of few rows, whose time is that of reading B once.
 //
 // A warp multiplies 64 columns of B, 32 of K at a time (16 of f32), with mma.sync. Which element of a fragment a register holds is free as
-// long as both operands agree on K and D on n: a thread loads vectors of sixteen bytes of either majorness, and its accumulators are
-// neighbours in D. It needs no other thread's loads, so that shared memory is but a queue of each thread's own: no barrier and no
-// descriptor is between memory and tensor core, and a short product is short.
+// long as both operands agree on K and D on n: a thread takes vectors of sixteen bytes of either majorness, and its accumulators are
+// neighbours in D. Shared memory is a queue of each warp's own: no barrier of the CTA and no descriptor is between memory and tensor
+// core, and a short product is short.
 //
 // The warps of a CTA share K; their sums meet in shared memory. Split-K is a cluster of CTAs, whose sums meet in the first one's
 // shared memory, in the order of K: no workspace, nothing to zero, one launch.
@@ -50,7 +50,7 @@ struct Params {
   EpilogueParams<float, D> epilogue;
 };
 
-// What each thread of a warp has loaded of a chunk: with g = lane / 4, t = lane % 4 and V elements in a vector, rows Vt ... Vt + V - 1
+// What each thread of a warp has of a chunk: with g = lane / 4, t = lane % 4 and V elements in a vector, rows Vt ... Vt + V - 1
 // of K, by eight columns of B and by row g of each eight of A. The columns are 8g ... 8g + 7, one vector each where B is contiguous
 // along K. Of a row-major B a vector is a row's; rows of f32 are two of them, of which lanes together load whole sectors: columns
 // 4g ... 4g + 3 and 32 more.
@@ -70,6 +70,10 @@ struct Shared {
   } warps[kWarps];
 };
 
+// Where vectors of a row-major B are that thread (g, t) takes. Eight neighbours load the 128 bytes of a row, which is one request to
+// L2; a quarter of a warp takes those of two g and four t. Either eight are in different banks.
+__device__ inline int slot(int g, int t) { return 8 * t + (g ^ (2 * t)); }
+
 template <class T, Major kMajorB>
 inline constexpr int kNeighbours = kMajorB == Major::kRow ? kVector<T> : 8;  // a thread's columns that lie side by side
 
@@ -79,14 +83,20 @@ __device__ inline uint32_t word(uint4 const& v, int i) { return i == 0 ? v.x : i
 template <class T, class D, Major kMajorB, int kBlocks>
 class Loader {
  public:
-  __device__ Loader(Params<T, D> const& p, TileOrder::Coordinate at, int g, int32_t k, int32_t end)
-      : p_(p),
-        rows_(p.m - at.m * kRows * kBlocks - g),
-        columns_(p.n - at.n * kTileN - kNeighbours<T, kMajorB> * g),
-        left_(end - k) {
-    int64_t const row = at.m * kRows * kBlocks + g, column = at.n * kTileN + kNeighbours<T, kMajorB> * g;
-    a_ = p.a + at.batch * p.batch_stride_a + row * p.lda + k;
-    b_ = p.b + at.batch * p.batch_stride_b + (kMajorB == Major::kRow ? k * p.ldb + column : column * p.ldb + k);
+  // From row k of K on, which ends at row `end`.
+  __device__ Loader(Params<T, D> const& p, TileOrder::Coordinate at, int32_t k, int32_t end) : p_(p) {
+    int const lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    bool const by_rows = kMajorB == Major::kRow;
+    int const g_b = by_rows ? lane % 8 : g, t_b = by_rows ? lane / 8 : t;  // what it loads of B another thread may take
+    int64_t const row = at.m * kRows * kBlocks + g, column = at.n * kTileN + kNeighbours<T, kMajorB> * g_b;
+    int64_t const k_a = k + kVector<T> * t, k_b = k + kVector<T> * t_b;
+    rows_ = p.m - at.m * kRows * kBlocks - g;
+    columns_ = p.n - at.n * kTileN - kNeighbours<T, kMajorB> * g_b;
+    left_a_ = end - k - kVector<T> * t;
+    left_b_ = end - k - kVector<T> * t_b;
+    slot_ = by_rows ? slot(g_b, t_b) : lane;
+    a_ = p.a + at.batch * p.batch_stride_a + row * p.lda + k_a;
+    b_ = p.b + at.batch * p.batch_stride_b + (by_rows ? k_b * p.ldb + column : column * p.ldb + k_b);
   }
 
   __device__ void next(Chunk<kBlocks>& to) {
@@ -96,26 +106,28 @@ class Loader {
       constexpr int kPerRow = 8 / kVector<T>;  // vectors of a row-major B
       int const row = i / kPerRow, column = i % kPerRow * 32;
       if constexpr (kMajorB == Major::kRow) {
-        copy(to.b[i][lane], b_ + row * p_.ldb + column, row < left_ && column < columns_);
+        copy(to.b[i][slot_], b_ + row * p_.ldb + column, row < left_b_ && column < columns_);
       } else {
-        copy(to.b[i][lane], b_ + i * p_.ldb, left_ > 0 && i < columns_);
+        copy(to.b[i][slot_], b_ + i * p_.ldb, left_b_ > 0 && i < columns_);
       }
     }
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block)
-      copy(to.a[block][lane], a_ + block * kRows * p_.lda, left_ > 0 && block * kRows < rows_);
+      copy(to.a[block][lane], a_ + block * kRows * p_.lda, left_a_ > 0 && block * kRows < rows_);
     commit_copies();
     a_ += kRound<T>;
     b_ += kMajorB == Major::kRow ? kRound<T> * p_.ldb : kRound<T>;
-    left_ -= kRound<T>;
+    left_a_ -= kRound<T>;
+    left_b_ -= kRound<T>;
   }
 
  private:
   __device__ void copy(uint4& to, T const* from, bool inside) const { copy_async(&to, inside ? from : p_.b, !inside); }
 
   Params<T, D> const& p_;
-  int32_t const rows_, columns_;  // left of A and of B, from this thread's first on
-  int32_t left_;                  // of K, for what is loaded next
+  int32_t rows_, columns_;   // left of A and of B, from this thread's first on
+  int32_t left_a_, left_b_;  // of K, for what is loaded next
+  int slot_;
   T const *a_, *b_;
 };
 
@@ -187,7 +199,7 @@ __global__ __launch_bounds__(kThreads) void multiply(__grid_constant__ Params<T,
   TileOrder::Coordinate const at = p.order.coordinate(tile);
   int32_t const begin = p.runs.begin(rank) * kTileK + warp * kChunk<T>, end = min(p.runs.begin(rank + 1) * kTileK, p.k);
 
-  Loader<T, D, kMajorB, kBlocks> loader(p, at, g, begin + kVector<T> * t, end);
+  Loader<T, D, kMajorB, kBlocks> loader(p, at, begin, end);
   auto& own = shared.warps[warp];
 #pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage) loader.next(own.queue[stage]);
@@ -195,12 +207,13 @@ __global__ __launch_bounds__(kThreads) void multiply(__grid_constant__ Params<T,
   int stage = 0;
   for (int32_t k = begin; k < end; k += kRound<T>) {
     wait_for_copies<kStages - 2>();
+    __syncwarp();  // those of all lanes are there, and all have read the chunk before
     Chunk<kBlocks> const& chunk = own.queue[stage];
     uint4 b[8], a[kBlocks];
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) a[block] = chunk.a[block][lane];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) b[i] = chunk.b[i][lane];
+    for (int i = 0; i < 8; ++i) b[i] = chunk.b[i][kMajorB == Major::kRow ? slot(g, t) : lane];
     // Into the chunk before this one, which is used up.
     loader.next(own.queue[stage == 0 ? kStages - 1 : stage - 1]);
     stage = stage == kStages - 1 ? 0 : stage + 1;
