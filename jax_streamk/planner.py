@@ -86,8 +86,8 @@ def _native_schedule(schedule, raster="m", swizzle=1):
     return _ffi.Schedule(**_schedule_attributes(schedule, raster, swizzle))
 
 
-# No GPU has run this family so far, nor TMA kernels on copies of misaligned matrices: estimates choose neither, `tune --untimed` tries
-# them.
+# The cost model has no fitted constants for this family, nor for copies of misaligned matrices: estimates choose neither, tuning tries
+# both.
 _UNTIMED = frozenset({_ffi.Family.skinny})
 
 
@@ -133,7 +133,7 @@ def make_plan(problem, schedule, device):
 
 
 def choose(problem, wanted, device, timed=True, **listed):
-    """The ``_ffi.Choice`` for a native schedule, or for None among all that are deterministic, and of what GPUs have run or of all."""
+    """The ``_ffi.Choice`` for a native schedule, or for None among all that are deterministic, and of what the cost model was fitted to or of all."""
     key = (device.platform, problem.type_a, problem.math, problem.major_a, problem.major_b)
     kernels = _registry(timed).get(key) or _ffi.Kernels([])
     return _ffi.choose(kernels, problem.native(), wanted, device.native(), cost_model.machine_of(device).native, repacks=not timed, **listed)

@@ -28,13 +28,9 @@ _ROUNDS = 5
 _MARGIN = 1.01  # by which, and in every round, the planner's own choice must be beaten: less is noise
 
 
-def fastest(problem, memory, untimed=False):
-    """Finds the fastest plan of a problem, which some kernel runs, on the device of ``memory``, among the deterministic ones.
-
-    Args:
-      problem: a ``GemmProblem``.
-      memory: a ``measure.Memory``.
-      untimed: whether to try, too, what no GPU has run so far: skinny kernels, and TMA kernels on copies of misaligned matrices.
+def fastest(problem, memory):
+    """Finds the fastest plan of a problem, which some kernel runs, on the device of ``memory``, among the deterministic ones, those
+    that estimates do not choose from included.
 
     Returns:
       The ``Tuned`` plan: the planner's own choice unless another is faster by more than noise.
@@ -43,7 +39,7 @@ def fastest(problem, memory, untimed=False):
       RuntimeError: a launch of the planner's own choice failed, or the device has no memory left for it.
     """
     device = memory.device
-    choices = [planner.choose(problem, None, device, timed, listed=_LISTED) for timed in (True, *([False] * untimed))]
+    choices = [planner.choose(problem, None, device, timed, listed=_LISTED) for timed in (True, False)]
     listed = list(dict.fromkeys(Candidate.of(found.kernel, found.schedule) for choice in choices for found in choice.candidates))
     own, rotation, times = listed[0], memory.rotation(problem), {}
     rotation.shorten(own.kernel, own.native())

@@ -73,7 +73,6 @@ def test_bench_writes_what_it_measured(tmp_path, monkeypatch, capsys):
     page = (tmp_path / "out.md").read_text()
     for row in result["rows"]:
         assert re.search(rf"^\| +{row['m']} \| +{row['n']} \| +{row['k']} \|.*{row['plan']['kernel']}", page, re.MULTILINE)
-        assert row["plan"]["kernel"] in done.stdout
     assert f"{of['geomean'][first]:.3f}" in page and f"{of['geomean'][first]:.3f}" in done.stdout
     monkeypatch.chdir(tmp_path)
     here(monkeypatch, "--from", "out.json", "--plot", "plots")
@@ -251,12 +250,12 @@ def test_a_profile_without_a_gpu_is_no_measurement():
 
 @pytest.mark.gpu
 def test_device_time_has_every_kernel_and_memset():
-    zeros = jax.jit(lambda x: (jnp.zeros(1 << 20), x @ x))
-    x = jnp.ones((256, 256))
-    jax.block_until_ready(zeros(x))
-    samples, names = timing.device_samples(timing.Program(lambda: [zeros(x) for _ in range(4)], jax.block_until_ready, 4))
+    split = jax.jit(lambda x: jax_streamk.matmul(x, x, schedule=jax_streamk.SplitK(4)))  # which zeroes its tickets
+    x = jnp.ones((512, 512), jnp.bfloat16)
+    jax.block_until_ready(split(x))
+    samples, names = timing.device_samples(timing.Program(lambda: [split(x) for _ in range(4)], jax.block_until_ready, 4))
     assert len(samples) == 20 and min(samples) > 0
-    assert any(name.startswith("Memset") for name in names) and len(names) >= 2
+    assert any("memset" in name.lower() for name in names) and len(names) >= 2, names
 
 
 @pytest.mark.parametrize(

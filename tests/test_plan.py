@@ -115,7 +115,7 @@ def test_a_gpu_that_is_not_here():
     assert made.device == hopper and made.kernel.startswith("sm")
     for schedule in (DataParallel(), SplitK(2), StreamK()):
         assert plan(a, b, schedule=schedule, device=hopper).schedule == schedule
-    # Estimates are of what GPUs have run: skinny kernels are not, nor TMA kernels on copies of misaligned matrices.
+    # Estimates are of what the cost model was fitted to: not skinny kernels, nor TMA kernels on copies of misaligned matrices.
     row, weights = shaped((1, 4096), jnp.bfloat16), shaped((4096, 4096), jnp.bfloat16)
     for schedule in (Auto(), SplitK(4)):
         assert plan(row, weights, schedule=schedule, device=hopper).kernel.startswith("sm")

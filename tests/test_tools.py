@@ -40,7 +40,7 @@ def pretended(monkeypatch):
     """Measurements that take no time: the planner's own choice took 12 us, and what it lists last 8."""
     measured = []
 
-    def at_once(problem, memory, untimed=False):
+    def at_once(problem, memory):
         measured.append(problem)
         other = planner.choose(problem, None, memory.device, listed=24).candidates[-1]
         return Tuned.now(Candidate.of(other.kernel, other.schedule), 8.0, 12.0)
@@ -86,7 +86,7 @@ def test_tune_measures(tmp_path, monkeypatch, capsys):
 
 
 def test_an_interrupted_run_has_stored_what_it_finished(file, tmp_path, capsys, pretended, monkeypatch):
-    def interrupted(problem, memory, untimed, measure=tune.fastest):
+    def interrupted(problem, memory, measure=tune.fastest):
         if len(pretended) == 2:
             raise KeyboardInterrupt
         return measure(problem, memory)
@@ -104,7 +104,7 @@ def test_tune_begins_nothing_after_the_limit(file, tmp_path, capsys, pretended):
 
 
 def test_a_product_that_fails_does_not_stop_the_others(file, tmp_path, capsys, pretended, monkeypatch):
-    def fails(problem, memory, untimed, measure=tune.fastest):
+    def fails(problem, memory, measure=tune.fastest):
         if problem.batch == 1:
             raise RuntimeError("out of memory")
         return measure(problem, memory)

@@ -20,7 +20,6 @@ def add_arguments(parser):
     parser.add_argument("--cache", metavar="DIR", help="where plans are stored (the user's cache folder, which programs look in)")
     parser.add_argument("--limit", type=float, default=math.inf, metavar="SECONDS", help="begin no product after so long")
     parser.add_argument("--again", action="store_true", help="measure what is stored already, too")
-    parser.add_argument("--untimed", action="store_true", help="try, too, what no GPU has run so far: skinny kernels, and copies of misaligned matrices")
 
 
 def run(arguments):
@@ -52,7 +51,7 @@ def run(arguments):
                     ended = f", the rest not begun within {arguments.limit:g} s"
                     break
                 try:
-                    found = tune.fastest(problem, memory, arguments.untimed)
+                    found = tune.fastest(problem, memory)
                 except Exception as error:  # lack of memory has many names
                     failed += 1
                     console.print(f"{problems[problem]}: failed: {type(error).__name__}: {error}")
