@@ -14,8 +14,6 @@ struct Repack {
   bool a = false, b = false, d = false;
   GemmProblem problem;               // what the kernel runs: A and B with the strides of their copies
   int64_t bytes_a = 0, bytes_b = 0;  // of workspace, for the copies
-
-  bool any() const { return a || b || d; }
 };
 
 // Nothing for a kernel that has the alignments, or does not use TMA for elements of 16 bits. A separate reduction writes any D itself.
