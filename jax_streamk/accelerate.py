@@ -90,7 +90,7 @@ class _Rewriter:
         if eqn.primitive is compat.dot_general_p:
             if not self._is_ours(*(x.aval for x in eqn.invars), **eqn.params):
                 return eqn
-            return eqn.replace(primitive=primitive.dot_general_p, params=eqn.params | {"schedule": self._schedule})
+            return eqn.replace(primitive=primitive.dot_general_p, params=eqn.params | dict(schedule=self._schedule, permutation=None))
         rules = self._RULES.get(eqn.primitive, {})
         params = {name: rules.get(name, _Rewriter._value)(self, value) for name, value in eqn.params.items()}
         return eqn if all(params[name] is value for name, value in eqn.params.items()) else eqn.replace(params=params)

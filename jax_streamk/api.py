@@ -48,8 +48,8 @@ def matmul(a, b, *, precision=None, preferred_element_type=None, out_sharding=No
         preferred_element_type=_element_type(preferred_element_type),
         out_sharding=compat.canonicalize_sharding(out_sharding, "matmul"),
         schedule=schedule,
+        permutation=order,
     )
-    out = out if order is None else lax.transpose(out, order)
     return compat.as_weak_type(out) if weak and preferred_element_type is None else out
 
 
@@ -223,10 +223,11 @@ def plan(
     """
     schedule = check_schedule(schedule)
     lhs, rhs = (_shaped(name, x) for name, x in (("lhs", lhs), ("rhs", rhs)))
+    permutation = None
     if dimension_numbers is None:
         # Traced, because promotion asks values and tracers, and no shapes, whether their type is weak.
         dtype = jax.eval_shape(lambda *xs: jnp.zeros((), jnp.result_type(*xs)), lhs, rhs).dtype
-        dimension_numbers, (drop_lhs, drop_rhs), _ = _matmul_dimensions(lhs.shape, rhs.shape)
+        dimension_numbers, (drop_lhs, drop_rhs), permutation = _matmul_dimensions(lhs.shape, rhs.shape)
         lhs, rhs = (_drop(x.shape, dims, dtype) for x, dims in ((lhs, drop_lhs), (rhs, drop_rhs)))
     check_activation("plan", activation)
     alpha, beta = _factor("plan", "alpha", alpha), _factor("plan", "beta", beta)
@@ -242,6 +243,7 @@ def plan(
         schedule=schedule,
         device=device_of(device),
         epilogue=Epilogue(activation, alpha, beta, bool(bias), has_residual=bool(residual)),
+        permutation=permutation,
         **params,
     )
     return made

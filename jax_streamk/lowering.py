@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.export
 import numpy as np
+from jax import lax
 from jax.interpreters import mlir
 
 from jax_streamk import _ffi, compat, partition, planner, problem, schedules, tune, tuned
@@ -19,7 +20,9 @@ EXPORT_CHECKS = tuple(jax.export.DisabledSafetyCheck.custom_call(target) for tar
 _REBUILD = "pip install . -C cmake.define.JAX_STREAMK_CUDA=ON"
 
 
-def plan(lhs, rhs, *, dimension_numbers, precision, preferred_element_type, schedule, device, epilogue=Epilogue()):
+def plan(
+    lhs, rhs, *, dimension_numbers, precision, preferred_element_type, schedule, device, epilogue=Epilogue(), permutation=None
+):
     """The ``Plan`` of a product and, where a kernel runs it, its ``Arrangement``.
 
     Raises:
@@ -31,7 +34,7 @@ def plan(lhs, rhs, *, dimension_numbers, precision, preferred_element_type, sche
     schedule = schedules.of_forward(schedule)
     try:
         arrangement = problem.arrange(
-            lhs, rhs, dimension_numbers, precision, preferred_element_type, device.platform, epilogue
+            lhs, rhs, dimension_numbers, precision, preferred_element_type, device.platform, epilogue, permutation
         )
     except problem.Unsupported as why:
         _refuse_schedule(schedule, " this product", why)
@@ -105,19 +108,25 @@ def _lower_on_one_device(ctx, lhs, rhs, *others, platform, schedule, out_shardin
         rule = mlir.lower_fun(_xla, multiple_results=False)
         ctx = ctx.replace(avals_in=[*avals, *ctx.avals_in[2:]])
         return rule(ctx, lhs, rhs, *others, out_sharding=out_sharding, epilogue=epilogue, **params)
-    if arrangement.copies(*avals):
+    if arrangement.swapped or arrangement.copies(*avals):
         lhs, rhs = mlir.lower_fun(arrangement.prepare)(ctx.replace(avals_in=avals), lhs, rhs)
         avals = arrangement.prepared(*avals)
-    workspace = ctx.avals_in[0].update(shape=(made.workspace_bytes,), dtype=np.dtype(np.uint8))
+    stored = arrangement.stored(compat.local_aval(*ctx.avals_out))
+    workspace = stored.update(shape=(made.workspace_bytes,), dtype=np.dtype(np.uint8))
     call = jax.ffi.ffi_lowering(_HOST_TARGET if platform == "cpu" else _CUDA_TARGET)
-    ctx = ctx.replace(avals_in=[*avals, *ctx.avals_in[2:]], avals_out=[*ctx.avals_out, workspace])
-    return call(ctx, lhs, rhs, *others, **_attributes(made))[:1]
+    ctx = ctx.replace(avals_in=[*avals, *ctx.avals_in[2:]], avals_out=[stored, workspace])
+    out = call(ctx, lhs, rhs, *others, **_attributes(made))[0]
+    if arrangement.permute_result is None:
+        return [out]
+    transpose = functools.partial(lax.transpose, permutation=arrangement.permute_result)
+    return mlir.lower_fun(transpose, multiple_results=False)(ctx.replace(avals_in=[stored]), out)
 
 
-def _xla(lhs, rhs, *others, epilogue=Epilogue(), preferred_element_type, **params):
+def _xla(lhs, rhs, *others, epilogue=Epilogue(), preferred_element_type, permutation=None, **params):
     dtype = preferred_element_type
     product = dtype if epilogue.is_plain else wide(dtype)
-    return epilogue.apply(compat.dot_general_p.bind(lhs, rhs, preferred_element_type=product, **params), *others, dtype=dtype)
+    out = epilogue.apply(compat.dot_general_p.bind(lhs, rhs, preferred_element_type=product, **params), *others, dtype=dtype)
+    return out if permutation is None else lax.transpose(out, permutation)
 
 
 def _lower_to_xla(ctx, *operands, why, schedule, **params):
@@ -125,10 +134,10 @@ def _lower_to_xla(ctx, *operands, why, schedule, **params):
     return mlir.lower_fun(_xla, multiple_results=False)(ctx, *operands, **params)
 
 
-def _partitioned(avals, *, epilogue=Epilogue(), **params):
-    product = functools.partial(dot_general_p.bind, **params)
+def _partitioned(avals, *, epilogue=Epilogue(), permutation=None, **params):
+    product = functools.partial(dot_general_p.bind, permutation=permutation, **params)
     fused = product if epilogue.is_plain else functools.partial(linear_p.bind, epilogue=epilogue, **params)
-    factors = partition.Factors(params["dimension_numbers"], avals[0].ndim, avals[1].ndim, epilogue)
+    factors = partition.Factors(params["dimension_numbers"], avals[0].ndim, avals[1].ndim, epilogue, permutation)
     return partition.partitioned(product, epilogue.apply, fused, factors)
 
 

@@ -30,7 +30,7 @@ _no_mesh = jax.sharding.AbstractMesh((), ())
 class Factors:
     """The names of the dimensions of a product: those of one name are one factor."""
 
-    def __init__(self, dimension_numbers, lhs_ndim, rhs_ndim, epilogue=Epilogue()):
+    def __init__(self, dimension_numbers, lhs_ndim, rhs_ndim, epilogue=Epilogue(), permutation=None):
         contract, batch = dimension_numbers
         lhs, rhs = ([f"{side}{i}" for i in range(ndim)] for side, ndim in (("m", lhs_ndim), ("n", rhs_ndim)))
         for name, pairs in (("k", zip(*contract)), ("b", zip(*batch))):
@@ -39,7 +39,8 @@ class Factors:
         self.contract = tuple(lhs[i] for i in contract[0])
         batch = tuple(lhs[i] for i in batch[0])
         lhs_free, rhs_free = (tuple(x for x in side if x not in (*self.contract, *batch)) for side in (lhs, rhs))
-        self.result = (*batch, *lhs_free, *rhs_free)
+        result = (*batch, *lhs_free, *rhs_free)
+        self.result = result if permutation is None else tuple(result[i] for i in permutation)
         bias = (*batch[: epilogue.bias_batch], *rhs_free)
         self.operands = (tuple(lhs), tuple(rhs), *[bias] * epilogue.has_bias, *[self.result] * epilogue.has_residual)
 

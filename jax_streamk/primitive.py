@@ -13,16 +13,22 @@ from jax.interpreters import ad
 from jax_streamk import compat, schedules
 from jax_streamk.epilogue import ACTIVATIONS, scaled, wide
 
-# Parameters are those of lax.dot_general's primitive, and the schedule.
+# Parameters are those of lax.dot_general's primitive, the schedule, and the permutation that its result is transposed by, None for
+# none: XLA's dot takes over a transpose that follows it, a custom call does not.
 dot_general_p = Primitive("streamk_dot_general")
-# One more: the epilogue. Operands are lhs, rhs, and those that it says.
+# The epilogue instead of the permutation. Operands are lhs, rhs, and those that it says.
 linear_p = Primitive("streamk_linear")
 for _primitive in (dot_general_p, linear_p):
     _primitive.def_impl(functools.partial(compat.apply_primitive, _primitive))
 
 
-def bind(lhs, rhs, dimension_numbers, *, precision, preferred_element_type, out_sharding=None, schedule=schedules.Auto()):
-    """``lax.dot_general`` by our kernels. Operands are arrays; all else is canonical, as lax's primitive carries it."""
+def bind(
+    lhs, rhs, dimension_numbers, *, precision, preferred_element_type, out_sharding=None, schedule=schedules.Auto(), permutation=None
+):
+    """``lax.dot_general`` by our kernels, transposed by ``permutation``; ``out_sharding`` is what it has before.
+
+    Operands are arrays; all else is canonical, as lax's primitive carries it.
+    """
     lhs, rhs = compat.match_varying(lhs, rhs)
     return dot_general_p.bind(
         lhs,
@@ -32,6 +38,7 @@ def bind(lhs, rhs, dimension_numbers, *, precision, preferred_element_type, out_
         preferred_element_type=preferred_element_type,
         out_sharding=out_sharding,
         schedule=schedule,
+        permutation=permutation,
     )
 
 
@@ -43,9 +50,10 @@ def bind_linear(lhs, rhs, *others, epilogue, **params):
 
 
 @dot_general_p.def_effectful_abstract_eval
-def _abstract_eval(lhs, rhs, *, schedule, **params):
+def _abstract_eval(lhs, rhs, *, schedule, permutation, **params):
     del schedule
-    return compat.dot_general_p.abstract_eval(lhs, rhs, **params)
+    product, effects = compat.dot_general_p.abstract_eval(lhs, rhs, **params)
+    return product if permutation is None else lax.transpose_p.abstract_eval(product, permutation=permutation)[0], effects
 
 
 @linear_p.def_effectful_abstract_eval
@@ -57,12 +65,11 @@ def _linear_abstract_eval(lhs, rhs, *others, epilogue, schedule, **params):
     return product, effects
 
 
-def _transpose(of, cotangent, lhs, rhs, *, dimension_numbers, precision, preferred_element_type, out_sharding, schedule):
-    """The cotangent of operand ``of``: the output's times the other operand, over the output dimensions that came from the other.
-
-    Of the two orders of that product, one may give the operand's dimensions in their places, and no transpose follows.
-    """
+def _transpose(of, cotangent, lhs, rhs, *, dimension_numbers, precision, preferred_element_type, out_sharding, schedule, permutation):
+    """The cotangent of operand ``of``: the output's times the other operand, over the output dimensions that came from the other."""
     del out_sharding
+    if permutation is not None:
+        cotangent = lax.transpose(cotangent, np.argsort(permutation))
     contract, batch = dimension_numbers
     x, other = ((lhs, rhs), (rhs, lhs))[of]
     x_contract, other_contract = contract[of], contract[1 - of]
@@ -74,38 +81,32 @@ def _transpose(of, cotangent, lhs, rhs, *, dimension_numbers, precision, preferr
     in_output = range(len(batch[0]), len(batch[0]) + len(x_free) + len(other_free))
     from_other = in_output[len(x_free) :] if of == 0 else in_output[: len(other_free)]
     # The product's dimensions as those of x: its batch, and what is left of the two operands.
-    from_product = [x_contract[i] for i in np.argsort(other_contract)]
-    cotangent_first = [*x_batch, *x_free, *from_product]
-    other_first = [*x_batch, *from_product, *x_free]
-    output_batch = tuple(range(len(batch[0])))
-    if other_first == sorted(other_first):
-        order, operands = other_first, (other, cotangent)
-        numbers = ((tuple(other_free), tuple(from_other)), (tuple(other_batch), output_batch))
-    else:
-        order, operands = cotangent_first, (cotangent, other)
-        numbers = ((tuple(from_other), tuple(other_free)), (output_batch, tuple(other_batch)))
+    order = [*x_batch, *x_free, *(x_contract[i] for i in np.argsort(other_contract))]
     out = bind(
-        *operands,
-        numbers,
-        precision=precision[::-1] if isinstance(precision, tuple) and operands[0] is other else precision,
+        cotangent,
+        other,
+        ((tuple(from_other), tuple(other_free)), (tuple(range(len(batch[0]))), tuple(other_batch))),
+        precision=precision,
         preferred_element_type=preferred_element_type,
         out_sharding=compat.cotangent_sharding(x.aval, order),
         schedule=schedules.of_cotangent(schedule, of),
+        permutation=None if order == sorted(order) else tuple(map(order.index, range(x.aval.ndim))),
     )
-    if order != sorted(order):
-        out = lax.transpose(out, np.argsort(order))
     return out if out.dtype == x.aval.dtype else compat.convert_cotangent(out, x.aval)
 
 
 ad.defbilinear(dot_general_p, functools.partial(_transpose, 0), functools.partial(_transpose, 1))
 
 
-def _batch(axis_data, operands, dims, *, dimension_numbers, out_sharding, **params):
+def _batch(axis_data, operands, dims, *, dimension_numbers, out_sharding, permutation=None, **params):
     if tuple(dims) == (None, None):
-        return bind(*operands, dimension_numbers, out_sharding=out_sharding, **params), None
+        return bind(*operands, dimension_numbers, out_sharding=out_sharding, permutation=permutation, **params), None
     ndims = tuple(x.ndim for x in operands)
     numbers, out_dim, out_sharding = compat.batched_dimensions(axis_data, ndims, tuple(dims), dimension_numbers, out_sharding)
-    return bind(*operands, numbers, out_sharding=out_sharding, **params), out_dim
+    if permutation is not None:
+        permutation = (out_dim, *(dim + (dim >= out_dim) for dim in permutation))
+    out = bind(*operands, numbers, out_sharding=out_sharding, permutation=permutation, **params)
+    return out, out_dim if permutation is None else 0
 
 
 compat.def_batching(dot_general_p, _batch)
@@ -190,7 +191,8 @@ def as_jaxs(policy, products=(dot_general_p, linear_p)):
 
     def decide(primitive, *avals, **params):
         if primitive in products:
-            primitive, params = compat.dot_general_p, {name: params[name] for name in params if name not in ("schedule", "epilogue")}
+            ours = ("schedule", "permutation", "epilogue")
+            primitive, params = compat.dot_general_p, {name: params[name] for name in params if name not in ours}
         return policy(primitive, *avals, **params)
 
     return decide

@@ -1,6 +1,7 @@
 """From shapes, dtypes and dimension numbers to the strided GEMM that a kernel runs, without moving data where strides allow."""
 
 import dataclasses
+import itertools
 import math
 
 import jax
@@ -94,45 +95,57 @@ def _name(enum):
 
 @dataclasses.dataclass(frozen=True)
 class Arrangement:
-    """A product as a kernel sees it: the problem, and what must happen to the operands first.
+    """A product as a kernel sees it: the problem, and what must happen to the operands first and to D afterwards.
 
     Attributes:
       problem: what the kernel is given.
       dtype: that both operands are converted to.
-      permute_lhs, permute_rhs: transposes; None is none.
+      permute_lhs, permute_rhs, permute_result: transposes; None is none.
+      swapped: whether A is the rhs, and B the lhs.
     """
 
     problem: GemmProblem
     dtype: np.dtype
     permute_lhs: tuple[int, ...] | None = None
     permute_rhs: tuple[int, ...] | None = None
+    permute_result: tuple[int, ...] | None = None
+    swapped: bool = False
 
     def prepare(self, lhs, rhs):
         """The operands as the kernel takes them."""
         permutations = (self.permute_lhs, self.permute_rhs)
-        return [
+        operands = [
             lax.convert_element_type(x if permutation is None else lax.transpose(x, permutation), self.dtype)
             for x, permutation in zip((lhs, rhs), permutations)
         ]
+        return operands[::-1] if self.swapped else operands
 
     def prepared(self, lhs, rhs):
         """The types of what ``prepare`` returns."""
         permutations = (self.permute_lhs or range(lhs.ndim), self.permute_rhs or range(rhs.ndim))
-        return [x.update(shape=tuple(x.shape[i] for i in order), dtype=self.dtype) for x, order in zip((lhs, rhs), permutations)]
+        types = [x.update(shape=tuple(x.shape[i] for i in order), dtype=self.dtype) for x, order in zip((lhs, rhs), permutations)]
+        return types[::-1] if self.swapped else types
+
+    def stored(self, result):
+        """The type of D, of that of the result."""
+        order = range(result.ndim) if self.permute_result is None else np.argsort(self.permute_result)
+        return result.update(shape=tuple(result.shape[i] for i in order))
 
     def copies(self, lhs, rhs):
-        """A line for each copy that ``prepare`` makes."""
+        """A line for each copy, of an operand by ``prepare`` or of D."""
         lines = []
         for name, x, permutation in (("lhs", lhs, self.permute_lhs), ("rhs", rhs, self.permute_rhs)):
             if permutation is not None:
                 lines.append(f"{name} of shape {tuple(x.shape)} is transposed by {permutation} first: its dimensions have no common strides")
             if x.dtype != self.dtype:
                 lines.append(f"{name} is converted from {x.dtype} to {self.dtype} first: kernels multiply operands of one dtype")
+        if self.permute_result is not None:
+            lines.append(f"the result is transposed by {self.permute_result} afterwards: no kernel stores its dimensions in that order")
         return lines
 
 
-def arrange(lhs, rhs, dimension_numbers, precision, preferred_element_type, platform, epilogue=Epilogue()):
-    """Arranges ``lax.dot_general(lhs, rhs, ...)`` of row-major operands, and its epilogue, as one strided GEMM.
+def arrange(lhs, rhs, dimension_numbers, precision, preferred_element_type, platform, epilogue=Epilogue(), permutation=None):
+    """Arranges ``lax.dot_general(lhs, rhs, ...)`` of row-major operands, its epilogue, and a transpose of that as one strided GEMM.
 
     Args:
       lhs, rhs: anything with shape and dtype.
@@ -141,6 +154,7 @@ def arrange(lhs, rhs, dimension_numbers, precision, preferred_element_type, plat
       preferred_element_type: dtype of the result, or None for lax's choice.
       platform: "cpu" or "cuda"; it decides what a product of two f32 is.
       epilogue: what follows.
+      permutation: of the result, or None for none. With an epilogue, None.
 
     Raises:
       Unsupported: no kernel family has these types or this precision, or a shape is symbolic.
@@ -172,23 +186,40 @@ def arrange(lhs, rhs, dimension_numbers, precision, preferred_element_type, plat
     batch = math.prod((borrowed or a).sizes((borrowed or a).batch))
     major_a, lda = a.major_and_leading(rows=a.free, columns=a.contract)
     major_b, ldb = b.major_and_leading(rows=b.contract, columns=b.free)
-    # D is (batch, lhs free, rhs free), row-major: a batch borrowed from the rhs lies between m and n.
-    ldd, stride_d = (batch * n, n) if borrowed is b else (n, m * n)
+    # The product's dimensions are batch, lhs free, rhs free: a batch borrowed from the rhs lies between m and n.
+    sizes = a.sizes(a.batch), a.sizes(a.free), b.sizes(b.batch[len(rhs_batch) :]), b.sizes(b.free)
+    places = itertools.count()
+    batch_d, _, borrowed_d, columns = ([next(places) for _ in part] for part in sizes)
+    d = _Operand(sum(sizes, []), batch_d + borrowed_d, columns, permutation)
+    if permutation is not None and d.stride(columns) != 1 and d.stride(d.free) == 1:
+        # Column-major, and kernels store rows: of the transposed matrix, which is the product of the operands in the other order.
+        dims, first, last = range(len(d.shape)), len(lhs_batch), len(lhs.shape) - len(lhs_contract)
+        order = (*dims[:first], *dims[last:], *dims[first:last])
+        turned = arrange(
+            rhs, lhs, [sides[::-1] for sides in dimension_numbers], precision, preferred_element_type, platform, epilogue,
+            tuple(map(order.index, permutation)),
+        )  # fmt: skip
+        return dataclasses.replace(turned, permute_lhs=turned.permute_rhs, permute_rhs=turned.permute_lhs, swapped=True)
+    if not d.is_strided() or d.stride(columns) > 1:
+        d = _Operand(d.shape, d.batch, columns)
+    else:
+        permutation = None
     problem = GemmProblem(
-        batch, m, n, k, TYPES[dtype], TYPES[dtype], type_d, math_, major_a, major_b, lda, ldb, ldd,
-        0 if borrowed is b else a.stride(a.batch), 0 if borrowed is a else b.stride(b.batch), stride_d,
+        batch, m, n, k, TYPES[dtype], TYPES[dtype], type_d, math_, major_a, major_b, lda, ldb, d.stride(d.free) or n,
+        0 if borrowed is b else a.stride(a.batch), 0 if borrowed is a else b.stride(b.batch), d.stride(d.batch) or m * n,
         _ffi.Activation[epilogue.activation or "none"], epilogue.has_bias, epilogue.has_residual, epilogue.alpha, epilogue.beta,
         n if epilogue.has_bias and (borrowed is b or epilogue.bias_batch) else 0,
     )  # fmt: skip
-    return Arrangement(problem, dtype, permute_lhs, permute_rhs)
+    return Arrangement(problem, dtype, permute_lhs, permute_rhs, permutation)
 
 
 class _Operand:
-    """The dimensions of one operand by role, with the strides of its row-major layout."""
+    """The dimensions of one operand by role, with their strides where it is stored in this order of them: row-major, by default."""
 
-    def __init__(self, shape, batch, contract):
+    def __init__(self, shape, batch, contract, order=None):
         self.shape = tuple(shape)
-        self.strides = tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
+        order = range(len(self.shape)) if order is None else order
+        self.strides = {dim: math.prod(self.sizes(order[place + 1 :])) for place, dim in enumerate(order)}
         self.batch, self.contract = list(batch), list(contract)
         self.free = [i for i in range(len(self.shape)) if i not in self.batch and i not in self.contract]
 
@@ -202,6 +233,10 @@ class _Operand:
         """Whether these dimensions, in this order, are one dimension with one stride."""
         dims = self._solid(dims)
         return all(self.strides[i] == self.strides[j] * self.shape[j] for i, j in zip(dims, dims[1:]))
+
+    def is_strided(self):
+        """Whether every role has one stride."""
+        return all(map(self.collapses, (self.batch, self.free, self.contract)))
 
     def stride(self, dims):
         dims = self._solid(dims)
@@ -221,7 +256,7 @@ class _Operand:
         other products of a derivative need too.
         """
         units = (self.stride(dims) <= 1 for dims in (self.free, self.contract))
-        if all(map(self.collapses, (self.batch, self.free, self.contract))) and any(units):
+        if self.is_strided() and any(units):
             return None
         roles = [self.batch, self.free, self.contract]
         if max(self._solid(self.free), default=-1) > max(self._solid(self.contract), default=-1):

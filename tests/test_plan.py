@@ -200,8 +200,8 @@ def test_symbolic_shapes_are_left_to_xla():
 # How products are arranged.
 
 
-def arrange(shape_a, shape_b, dimension_numbers):
-    return problem.arrange(shaped(shape_a), shaped(shape_b), dimension_numbers, None, None, "cpu")
+def arrange(shape_a, shape_b, dimension_numbers, permutation=None):
+    return problem.arrange(shaped(shape_a), shaped(shape_b), dimension_numbers, None, None, "cpu", permutation=permutation)
 
 
 @pytest.mark.parametrize(
@@ -247,8 +247,57 @@ def test_only_the_operand_that_needs_it_is_transposed():
     assert arranged.problem.major_b == ROW
 
 
+@pytest.mark.parametrize(
+    "shape_a, shape_b, dimension_numbers, permutation, swapped, extents, leading, batch_stride",
+    [
+        ((4, 8), (8, 5), (((1,), (0,)), ((), ())), (1, 0), True, (1, 5, 4), 4, 20),
+        # A batch between rows and columns, either of which may be innermost; and two batches, that are one.
+        ((3, 4, 8), (3, 8, 5), (((2,), (1,)), ((0,), (0,))), (1, 0, 2), False, (3, 4, 5), 15, 5),
+        ((3, 4, 8), (3, 8, 5), (((2,), (1,)), ((0,), (0,))), (2, 0, 1), True, (3, 5, 4), 12, 4),
+        ((3, 4, 8), (3, 8, 5), (((2,), (1,)), ((0,), (0,))), (0, 2, 1), True, (3, 5, 4), 4, 20),
+        ((2, 3, 4, 8), (2, 3, 8, 5), (((3,), (2,)), ((0, 1), (0, 1))), (2, 0, 1, 3), False, (6, 4, 5), 30, 5),
+        # Rows and columns of two dimensions, and of a size of 1 that lies anywhere.
+        ((3, 4, 2, 8), (3, 8, 5), (((3,), (1,)), ((0,), (0,))), (1, 2, 0, 3), False, (3, 8, 5), 15, 5),
+        ((3, 4, 8), (3, 8, 5, 2), (((2,), (1,)), ((0,), (0,))), (2, 3, 0, 1), True, (3, 10, 4), 12, 4),
+        ((3, 4, 1, 8), (3, 8, 5), (((3,), (1,)), ((0,), (0,))), (1, 0, 3, 2), False, (3, 4, 5), 15, 5),
+        ((3, 4, 8), (3, 8, 1), (((2,), (1,)), ((0,), (0,))), (1, 0, 2), False, (3, 4, 1), 3, 1),
+        ((4, 8), (8, 1), (((1,), (0,)), ((), ())), (1, 0), True, (1, 1, 4), 4, 4),
+        # A batch that is borrowed from either operand.
+        ((4, 8), (3, 8, 5), (((1,), (1,)), ((), ())), (1, 0, 2), False, (3, 4, 5), 5, 20),
+        ((3, 8, 4), (8, 5), (((1,), (0,)), ((), ())), (1, 0, 2), False, (3, 4, 5), 15, 5),
+        ((4, 8), (3, 8, 5), (((1,), (1,)), ((), ())), (1, 2, 0), True, (3, 5, 4), 4, 20),
+    ],
+)  # fmt: skip
+def test_orders_of_results_that_need_no_transpose(
+    shape_a, shape_b, dimension_numbers, permutation, swapped, extents, leading, batch_stride
+):
+    arranged = arrange(shape_a, shape_b, dimension_numbers, permutation)
+    assert not arranged.copies(shaped(shape_a), shaped(shape_b))
+    gemm = arranged.problem
+    assert arranged.swapped == swapped and (gemm.batch, gemm.m, gemm.n) == extents
+    assert (gemm.ldd, gemm.batch_stride_d) == (leading, batch_stride)
+
+
+@pytest.mark.parametrize("permutation", [(1, 2, 0), (2, 1, 0)])
+def test_a_result_that_needs_a_transpose(permutation):
+    """No kernel stores a batch innermost."""
+    a, b = shaped((3, 4, 8)), shaped((3, 8, 5))
+    arranged = arrange(a.shape, b.shape, (((2,), (1,)), ((0,), (0,))), permutation)
+    assert arranged.permute_result == permutation
+    assert arranged.copies(a, b) == [f"the result is transposed by {permutation} afterwards: no kernel stores its dimensions in that order"]
+
+
+def test_a_plan_tells_of_the_results_transpose():
+    reason = "the result is transposed by (1, 0, 2, 3) afterwards"
+    assert reason in str(plan(shaped((5, 3, 4, 8)), shaped((3, 8, 6))))
+    assert "transposed" not in str(plan(shaped((4, 8)), shaped((3, 8, 6))))
+
+
 def random_product(rng):
-    """Shapes and dimension numbers: up to two dimensions of each role, anywhere, some of size 1 and few of size 0."""
+    """Shapes, dimension numbers, and half of the time a permutation of the result, else None.
+
+    There are up to two dimensions of each role, anywhere, some of size 1 and few of size 0.
+    """
 
     def sizes(least, most):
         return [int(rng.choice([0, 1, 1, 2, 3, 4, 5], p=[0.02, *[0.98 / 6] * 6])) for _ in range(rng.integers(least, most + 1))]
@@ -265,11 +314,13 @@ def random_product(rng):
 
     (shape_a, where_a), (shape_b, where_b) = operand(sizes(0, 3)), operand(sizes(0, 3))
     dims = [[tuple(where[role, i] for i in range(len(of))) for where in (where_a, where_b)] for role, of in (("k", contract), ("b", batch))]
-    return shape_a, shape_b, tuple(map(tuple, dims))
+    rank = len(shape_a) + len(shape_b) - len(batch) - 2 * len(contract)
+    permutation = tuple(map(int, rng.permutation(rank))) if rng.random() < 0.5 else None
+    return shape_a, shape_b, tuple(map(tuple, dims)), permutation
 
 
-def exact_product(a, b, dimension_numbers):
-    """dot_general of NumPy arrays, by einsum."""
+def exact_product(a, b, dimension_numbers, permutation):
+    """dot_general of NumPy arrays, by einsum, transposed."""
     (contract_a, contract_b), (batch_a, batch_b) = dimension_numbers
     letters_a, letters_b = list("ABCDEFGHI"[: a.ndim]), list("abcdefghi"[: b.ndim])
     for i, j in zip(contract_a + batch_a, contract_b + batch_b):
@@ -277,7 +328,8 @@ def exact_product(a, b, dimension_numbers):
     out = [letters_a[i] for i in batch_a]
     out += [x for i, x in enumerate(letters_a) if i not in contract_a + batch_a]
     out += [x for i, x in enumerate(letters_b) if i not in contract_b + batch_b]
-    return np.einsum(f"{''.join(letters_a)},{''.join(letters_b)}->{''.join(out)}", a, b)
+    product = np.einsum(f"{''.join(letters_a)},{''.join(letters_b)}->{''.join(out)}", a, b)
+    return product if permutation is None else np.ascontiguousarray(product.transpose(permutation))
 
 
 def run_arranged(arranged, a, b, out_shape):
@@ -291,12 +343,15 @@ def run_arranged(arranged, a, b, out_shape):
         assert last < flat.size, "reads past the operand"
         return np.lib.stride_tricks.as_strided(flat, (gemm.batch, rows, columns), [s * flat.itemsize for s in strides])
 
-    a = matrices(a, arranged.permute_lhs, gemm.major_a, gemm.lda, gemm.batch_stride_a, gemm.m, gemm.k)
-    b = matrices(b, arranged.permute_rhs, gemm.major_b, gemm.ldb, gemm.batch_stride_b, gemm.k, gemm.n)
+    operands = (a, arranged.permute_lhs), (b, arranged.permute_rhs)
+    (a, permute_a), (b, permute_b) = operands[::-1] if arranged.swapped else operands
+    a = matrices(a, permute_a, gemm.major_a, gemm.lda, gemm.batch_stride_a, gemm.m, gemm.k)
+    b = matrices(b, permute_b, gemm.major_b, gemm.ldb, gemm.batch_stride_b, gemm.k, gemm.n)
     d = np.full(math.prod(out_shape), np.nan)
     at = np.arange(gemm.batch)[:, None, None] * gemm.batch_stride_d + np.arange(gemm.m)[:, None] * gemm.ldd + np.arange(gemm.n)
     d[at] = a @ b
-    return d.reshape(out_shape)
+    d = d.reshape(arranged.stored(shaped(out_shape)).shape)
+    return d if arranged.permute_result is None else d.transpose(arranged.permute_result)
 
 
 def random_operands(rng, *shapes):
@@ -305,37 +360,41 @@ def random_operands(rng, *shapes):
 
 def test_random_dimension_orders_by_strides():
     rng = np.random.default_rng(7)
-    transposed = borrowed = 0
+    transposed = borrowed = in_order = out_of_order = swapped = 0
     for _ in range(3000):
-        shape_a, shape_b, dimension_numbers = random_product(rng)
+        shape_a, shape_b, dimension_numbers, permutation = random_product(rng)
         a, b = random_operands(rng, shape_a, shape_b)
-        arranged = arrange(shape_a, shape_b, dimension_numbers)
-        wanted = exact_product(a, b, dimension_numbers)
+        arranged = arrange(shape_a, shape_b, dimension_numbers, permutation)
+        wanted = exact_product(a, b, dimension_numbers, permutation)
         gemm = arranged.problem
         assert gemm.batch * gemm.m * gemm.n == wanted.size
         if 0 in (gemm.batch, gemm.m, gemm.n, gemm.k):
             continue
-        label = f"{shape_a} {shape_b} {dimension_numbers} {arranged}"
+        label = f"{shape_a} {shape_b} {dimension_numbers} {permutation} {arranged}"
         np.testing.assert_array_equal(run_arranged(arranged, a, b, wanted.shape), wanted, label)
         transposed += arranged.permute_lhs is not None or arranged.permute_rhs is not None
         borrowed += gemm.batch > 1 and 0 in (gemm.batch_stride_a, gemm.batch_stride_b)
-    assert transposed > 300 and borrowed > 100
+        if permutation is not None and list(permutation) != sorted(permutation):
+            in_order += arranged.permute_result is None
+            out_of_order += arranged.permute_result is not None
+            swapped += arranged.swapped
+    assert transposed > 300 and borrowed > 100 and in_order > 200 and out_of_order > 200 and swapped > 100
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_dimension_orders_by_kernels(seed):
     rng = np.random.default_rng(seed)
     for _ in range(30):
-        shape_a, shape_b, dimension_numbers = random_product(rng)
+        shape_a, shape_b, dimension_numbers, permutation = random_product(rng)
         a, b = random_operands(rng, shape_a, shape_b)
         # Kernels of the sm80 family cut no batches.
         cut = rng.random() < 0.5 and (PLATFORM == "cpu" or arrange(shape_a, shape_b, dimension_numbers).problem.batch == 1)
         got = primitive.bind(
             jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32), dimension_numbers=dimension_numbers, precision=None,
-            preferred_element_type=None, schedule=StreamK() if cut else DataParallel(),
+            preferred_element_type=None, schedule=StreamK() if cut else DataParallel(), permutation=permutation,
         )  # fmt: skip
-        wanted = exact_product(a, b, dimension_numbers)
-        np.testing.assert_array_equal(got, wanted, f"{shape_a} {shape_b} {dimension_numbers}")
+        wanted = exact_product(a, b, dimension_numbers, permutation)
+        np.testing.assert_array_equal(got, wanted, f"{shape_a} {shape_b} {dimension_numbers} {permutation}")
 
 
 def test_a_problem_tells_its_epilogue():

@@ -68,6 +68,20 @@ def test_nested_vmap(outer, inner):
     assert_same(gradient(matmul)(a, b), gradient(jnp.matmul)(a, b))
 
 
+@pytest.mark.parametrize("in_axes", [axes for axes in itertools.product((None, 0, 1, 3), repeat=2) if axes != (None, None)])
+def test_vmap_of_a_transposed_result(in_axes):
+    """matmul's leading dimensions, in another order than the product's."""
+    shapes = []
+    for shape, axis in zip(((2, 1, 7, 8), (4, 8, 5)), in_axes):
+        shapes.append(shape if axis is None else (*shape[:axis], 3, *shape[axis:]))
+    a, b = (normal(shape, i) for i, shape in enumerate(shapes))
+    f = lambda product: jax.vmap(product, in_axes, 1)
+    assert_same(f(matmul)(a, b), f(jnp.matmul)(a, b))
+    assert calls(f(matmul), a, b) == 1
+    gradient = lambda product: jax.grad(lambda a, b: jnp.sum(jnp.sin(f(product)(a, b))), (0, 1))
+    assert_same(gradient(matmul)(a, b), gradient(jnp.matmul)(a, b))
+
+
 def test_vmap_of_a_batched_product_and_of_nothing():
     numbers = (((2,), (1,)), ((0,), (0,)))
     a, b = normal((4, 3, 7, 8)), normal((3, 8, 4, 5))
@@ -106,6 +120,19 @@ DERIVATIVES = {
 def test_derivatives(name):
     transform, operands = DERIVATIVES[name]
     assert_same(jax.jit(transform(chain(matmul)))(*operands), transform(chain(jnp.matmul))(*operands))
+
+
+def test_second_derivatives_of_a_batch_in_the_middle():
+    """A cotangent is a product with a transposed result, and has a cotangent itself."""
+    numbers = (((2,), (0,)), ((1,), (1,)))
+    operands = normal((4, 3, 5)), normal((5, 3, 2), 1)
+
+    def hessian(product):
+        return jax.jit(jax.hessian(lambda a, b: jnp.sum(jnp.sin(product(a, b, numbers))), (0, 1)))(*operands)
+
+    assert_same(hessian(dot_general), hessian(lax.dot_general))
+    with jax.enable_x64(True):
+        check_grads(lambda a, b: dot_general(a, b, numbers), [jnp.asarray(x, jnp.float64) for x in operands], order=2)
 
 
 def test_transpose_of_a_linear_function():
