@@ -1,11 +1,13 @@
 """What ``accelerate`` does to a function: which products become ours, and how they are found inside other primitives."""
 
+import collections
 import functools
 import operator
 import weakref
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, primitives
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Var, primitives
 
 from jax_streamk import compat, lowering, primitive
 from jax_streamk.device import device_of
@@ -79,7 +81,7 @@ class _Rewriter:
         """A parameter of an equation: a jaxpr, a tuple in which there may be some, or anything else."""
         if isinstance(value, (Jaxpr, ClosedJaxpr)):
             if value not in self._rewritten:
-                eqns = _map(self._eqn, value.eqns)
+                eqns = _with_transposes(value, _map(self._eqn, value.eqns))
                 self._rewritten[value] = None if eqns is value.eqns else compat.with_eqns(value, eqns)
             return self._rewritten[value] or value
         return _map(self._value, value) if isinstance(value, tuple) else value
@@ -95,13 +97,9 @@ class _Rewriter:
         params = {name: rules.get(name, _Rewriter._value)(self, value) for name, value in eqn.params.items()}
         return eqn if all(params[name] is value for name, value in eqn.params.items()) else eqn.replace(params=params)
 
-    def _is_ours(self, lhs, rhs, *, out_sharding, **params):
-        del out_sharding
-        try:
-            made, _ = lowering.plan(lhs, rhs, schedule=self._schedule, device=device_of(None), **params)
-        except ValueError:  # an explicit schedule that no kernel can run
-            return False
-        return made.kernel is not None and (self._where is None or bool(self._where(made.problem)))
+    def _is_ours(self, lhs, rhs, **params):
+        made = _plan(lhs, rhs, schedule=self._schedule, **params)
+        return made is not None and made.kernel is not None and (self._where is None or bool(self._where(made.problem)))
 
     def _jaxpr_rule(self, rule):
         """A rule that JAX calls for a jaxpr."""
@@ -124,6 +122,36 @@ class _Rewriter:
         primitives.remat_p: {"policy": _policy},
         compat.custom_vmap_p: {"rule": _vmap_rule},
     }
+
+
+def _plan(lhs, rhs, *, out_sharding, **params):
+    """The plan of a product on the default device, or None where no kernel can run it under an explicit schedule."""
+    del out_sharding
+    try:
+        return lowering.plan(lhs, rhs, device=device_of(None), **params)[0]
+    except ValueError:
+        return None
+
+
+def _with_transposes(jaxpr, eqns):
+    """Products of ours take the transpose that follows, as in derivatives: XLA has its product store that order, not a custom call."""
+    operands = (*(x for eqn in eqns for x in eqn.invars), *getattr(jaxpr, "jaxpr", jaxpr).outvars)
+    uses = collections.Counter(x for x in operands if isinstance(x, Var))
+    products = {
+        eqn.outvars[0]: at
+        for at, eqn in enumerate(eqns)
+        if eqn.primitive is primitive.dot_general_p and eqn.params["permutation"] is None and uses[eqn.outvars[0]] == 1
+    }
+    new = list(eqns)
+    for at, eqn in enumerate(eqns):
+        if eqn.primitive is lax.transpose_p and isinstance(eqn.invars[0], Var) and eqn.invars[0] in products:
+            product = eqns[products[eqn.invars[0]]]
+            params = product.params | eqn.params
+            if _plan(*(x.aval for x in product.invars), **params) is not None:
+                new[products[eqn.invars[0]]] = product.replace(params=params, outvars=eqn.outvars)
+                new[at] = None
+    kept = [eqn for eqn in new if eqn is not None]
+    return kept if len(kept) < len(eqns) else eqns
 
 
 def _map(f, values):

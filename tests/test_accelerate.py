@@ -356,6 +356,42 @@ def test_names_are_kept():
     assert accelerate(attention).__name__ == "attention"
 
 
+def copies(fn, *args):
+    return len(re.findall(r"= \S+ (?:transpose|copy)\(", jax.jit(fn).lower(*args).compile().as_text()))
+
+
+@pytest.mark.parametrize(
+    "fn, shape_x, shape_w",
+    [
+        (gradient(lambda x, w: jnp.tanh(x @ w)), (6, 16), (16, 12)),
+        (lambda x, w: jnp.tanh((x @ w).T), (6, 16), (16, 12)),
+        (jax.jit(lambda x, w: jnp.einsum("etd,edf->tef", x, w)), (3, 6, 16), (3, 16, 12)),
+        (jnp.matmul, (6, 16), (3, 16, 12)),
+    ],
+)
+def test_a_transpose_that_follows_costs_no_copy(fn, shape_x, shape_w):
+    args = normal(*shape_x), normal(*shape_w)
+    assert_accelerated(accelerate(fn), fn, *args)
+    assert copies(accelerate(fn), *args) == 0
+
+
+def test_a_transpose_that_a_schedule_cannot_take():
+    """On a GPU atomic kernels store aligned rows only, and the transposed result has none."""
+    x, w = normal(129, 512), normal(512, 128)
+    fn, schedule = lambda x, w: jnp.tanh((x @ w).T), SplitK(4, "atomic")
+    assert products(accelerate(fn, schedule=schedule), x, w) == products(accelerate(jnp.matmul, schedule=schedule), x, w)
+    assert_close(accelerate(fn, schedule=schedule)(x, w), fn(x, w))
+
+
+def test_a_product_and_its_transpose():
+    def fn(x, w):
+        product = x @ w
+        return product, product.T, jnp.sin(product).T, (w @ x).T.T
+
+    x, w = normal(6, 16), normal(16, 6)
+    assert_accelerated(accelerate(fn), fn, x, w)
+
+
 def test_called_again_nothing_compiles_and_what_is_closed_over_may_change():
     w = [normal(16, 16)]
     inner = jax.jit(lambda x, w: jax.nn.relu(x @ w))
