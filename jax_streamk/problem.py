@@ -191,13 +191,14 @@ def arrange(lhs, rhs, dimension_numbers, precision, preferred_element_type, plat
     places = itertools.count()
     batch_d, _, borrowed_d, columns = ([next(places) for _ in part] for part in sizes)
     d = _Operand(sum(sizes, []), batch_d + borrowed_d, columns, permutation)
-    if permutation is not None and d.stride(columns) != 1 and d.stride(d.free) == 1:
-        # Column-major, and kernels store rows: of the transposed matrix, which is the product of the operands in the other order.
+    if d.stride(columns) != 1 and d.stride(d.free) == 1 and not epilogue.has_bias:
+        # Column-major or one column, and kernels store rows: of the transposed matrix, the product of the operands in the other order.
+        # With a bias, which has an element a column, a column stays one.
         dims, first, last = range(len(d.shape)), len(lhs_batch), len(lhs.shape) - len(lhs_contract)
         order = (*dims[:first], *dims[last:], *dims[first:last])
         turned = arrange(
             rhs, lhs, [sides[::-1] for sides in dimension_numbers], precision, preferred_element_type, platform, epilogue,
-            tuple(map(order.index, permutation)),
+            tuple(map(order.index, permutation or dims)),
         )  # fmt: skip
         return dataclasses.replace(turned, permute_lhs=turned.permute_rhs, permute_rhs=turned.permute_lhs, swapped=True)
     if not d.is_strided() or d.stride(columns) > 1:

@@ -83,13 +83,14 @@ def test_every_schedule_has_the_epilogue_once(schedule, has_bias, has_residual):
     np.testing.assert_array_equal(got, in_float64(x, w, bias, residual, **kwargs))
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 37, 1), (5, 1, 70), (129, 515, 300), (64, 0, 8), (3, 8, 0), (0, 4, 6)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 37, 1), (65, 37, 1), (5, 1, 70), (129, 515, 300), (64, 0, 8), (3, 8, 0), (0, 4, 6)], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_ragged_and_empty(shape, dtype):
     m, k, n = shape
     x, w, bias, residual = normal((m, k), dtype), normal((k, n), dtype), normal((n,), dtype), normal((m, n), dtype)
-    got = linear(x, w, bias, activation="silu", residual=residual, beta=2.0)
-    assert_as_exact(got, (x, w, bias, residual), activation="silu", beta=2.0)
+    for bias in (bias, None):
+        got = linear(x, w, bias, activation="silu", residual=residual, beta=2.0)
+        assert_as_exact(got, (x, w, bias, residual), activation="silu", beta=2.0)
 
 
 def test_leading_dimensions_and_vectors():

@@ -261,7 +261,10 @@ def test_only_the_operand_that_needs_it_is_transposed():
         ((3, 4, 8), (3, 8, 5, 2), (((2,), (1,)), ((0,), (0,))), (2, 3, 0, 1), True, (3, 10, 4), 12, 4),
         ((3, 4, 1, 8), (3, 8, 5), (((3,), (1,)), ((0,), (0,))), (1, 0, 3, 2), False, (3, 4, 5), 15, 5),
         ((3, 4, 8), (3, 8, 1), (((2,), (1,)), ((0,), (0,))), (1, 0, 2), False, (3, 4, 1), 3, 1),
+        # One column is stored as a row.
         ((4, 8), (8, 1), (((1,), (0,)), ((), ())), (1, 0), True, (1, 1, 4), 4, 4),
+        ((4, 8), (8,), (((1,), (0,)), ((), ())), None, True, (1, 1, 4), 4, 4),
+        ((3, 4, 8), (3, 8, 1), (((2,), (1,)), ((0,), (0,))), None, True, (3, 1, 4), 4, 4),
         # A batch that is borrowed from either operand.
         ((4, 8), (3, 8, 5), (((1,), (1,)), ((), ())), (1, 0, 2), False, (3, 4, 5), 5, 20),
         ((3, 8, 4), (8, 5), (((1,), (0,)), ((), ())), (1, 0, 2), False, (3, 4, 5), 15, 5),
@@ -285,6 +288,12 @@ def test_a_result_that_needs_a_transpose(permutation):
     arranged = arrange(a.shape, b.shape, (((2,), (1,)), ((0,), (0,))), permutation)
     assert arranged.permute_result == permutation
     assert arranged.copies(a, b) == [f"the result is transposed by {permutation} afterwards: no kernel stores its dimensions in that order"]
+
+
+def test_one_column_with_a_bias_stays_one():
+    for bias in (False, True):
+        made = plan(shaped((40, 64)), shaped((64, 1)), bias=bias, residual=True).problem
+        assert (made.m, made.n) == ((40, 1) if bias else (1, 40))
 
 
 def test_a_plan_tells_of_the_results_transpose():
