@@ -3,7 +3,8 @@
 //
 // Every kernel runs every epilogue, and the activations written out for each accumulator of a thread would be most of its code. So
 // accumulators take turns: a loop cannot index registers, but it can move a group of them past the few that it works on. Bias and
-// residual come straight from global memory, one turn ahead: as a C operand they would take shared memory from the main loop.
+// residual come straight from global memory, one turn ahead, and an idle warp has them brought near before: as a C operand they
+// would take shared memory from the main loop.
 #pragma once
 
 #include "cute/tensor.hpp"
@@ -43,37 +44,64 @@ struct Conversion : cutlass::epilogue::fusion::Sm90VisitorImpl<> {
   }
 };
 
+// How many groups a thread's accumulators make. Moves grow with the size of a group, code with the number of them.
+constexpr int groups(int values, int turn) {
+  int n = 1;
+  while (values % (n * turn) != 0 || values / n > 32) ++n;
+  return n;
+}
+
 // accumulators = epilogue(accumulators). `coordinates` are where a thread's accumulators lie in the kernel's own result, of extents
-// (m, n), which is D, or with swap_ab its transpose.
+// (m, n), which is D, or with swap_ab its transpose: two neighbours along n, two of a row 8 below, and so on along n.
 template <bool kSwap, class Element, class Accumulators, class Coordinates>
 CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t batch, int32_t m, int32_t n,
                           Coordinates const& coordinates, Accumulators& accumulators) {
   constexpr int kValues = cute::size(Accumulators{});
-  constexpr int kChunk = kValues > 128 ? 4 : 8, kGroup = kValues % 32 == 0 ? 32 : kValues;
-  static_assert(kGroup % kChunk == 0);
-  // Two neighbouring accumulators are neighbours along n.
+  // Those of one wgmma are spread alike.
+  constexpr int kBlock = cute::size<0>(Accumulators{}), kChunk = kValues > 128 || kBlock % 16 != 0 ? 8 : 16;
+  constexpr int kGroup = kValues / groups(kValues, kChunk);
+  static_assert(kBlock % kChunk == 0);
   constexpr int kVector = kSwap ? 1 : 2;  // neighbours in a row of D
   using Vector = cutlass::AlignedArray<Element, kVector>;
-  Element const* const bias = params.bias + batch * params.batch_stride_bias;
-  Element const* const residual = params.residual + batch * params.batch_stride_d;
+  // The accumulators of a column of D: as they are spread, 2 of 4 in turn, or with swap_ab all of the upper or the lower row.
+  constexpr int kBiases = kSwap ? 2 : kChunk / 4, kPerBias = kSwap ? 2 : 4;
+  // Opaque, or every load would compute them again.
+  auto const hidden = [](auto* pointer) {
+    asm("" : "+l"(pointer));
+    return pointer;
+  };
+  Element const* const bias = hidden(params.bias + batch * params.batch_stride_bias);
+  Element const* const residual = hidden(params.residual + batch * params.batch_stride_d);
+  bool const has_bias = params.bias != nullptr, has_residual = params.residual != nullptr;
 
   // As they lie in memory: unpacked they would take more registers.
-  Vector bias_values[kChunk / kVector], residual_values[kChunk / kVector];
+  Vector bias_values[kBiases], residual_values[kChunk / kVector];
   auto const load_operands = [&](int begin) {
     auto const first = coordinates(begin);
+    int32_t const first_m = cute::get<0>(first), first_n = cute::get<1>(first);
+    if (has_bias) {
+      Element const* const from = bias + (kSwap ? first_m : first_n);
 #pragma unroll
-    for (int i = 0; i < kChunk / kVector; ++i) {
-      auto const offset = coordinates.layout()(i * kVector);
-      int32_t const at_m = cute::get<0>(first) + cute::get<0>(offset), at_n = cute::get<1>(first) + cute::get<1>(offset);
-      int32_t const row = kSwap ? at_n : at_m, column = kSwap ? at_m : at_n;
-      if (params.bias != nullptr && column < (kSwap ? m : n)) bias_values[i] = load_vector<Vector>(bias + column);
-      if (params.residual != nullptr && at_m < m && at_n < n)
-        residual_values[i] = load_vector<Vector>(residual + row * params.ldd + column);
+      for (int i = 0; i < kBiases; ++i) {
+        auto const offset = coordinates.layout()(i * kPerBias);
+        int32_t const along = kSwap ? cute::get<0>(offset) : cute::get<1>(offset);
+        if ((kSwap ? first_m : first_n) + along < (kSwap ? m : n)) bias_values[i] = load_vector<Vector>(from + along);
+      }
+    }
+    if (has_residual) {
+      Element const* const from = residual + (kSwap ? first_n * params.ldd + first_m : first_m * params.ldd + first_n);
+#pragma unroll
+      for (int i = 0; i < kChunk / kVector; ++i) {
+        auto const offset = coordinates.layout()(i * kVector);
+        int32_t const at_m = cute::get<0>(offset), at_n = cute::get<1>(offset);
+        if (first_m + at_m < m && first_n + at_n < n)
+          residual_values[i] = load_vector<Vector>(from + (kSwap ? at_n * params.ldd + at_m : at_m * params.ldd + at_n));
+      }
     }
   };
 
 #pragma unroll
-  for (int i = 0; i < kChunk / kVector; ++i) bias_values[i].clear();
+  for (int i = 0; i < kBiases; ++i) bias_values[i].clear();
   load_operands(0);
 #pragma unroll
   for (int group = 0; group < kValues; group += kGroup) {
@@ -81,9 +109,11 @@ CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t 
     for (int begin = group; begin < group + kGroup; begin += kChunk) {
       float x[kChunk];
 #pragma unroll
-      for (int i = 0; i < kChunk; ++i)
-        x[i] = params.alpha * accumulators(group + i) + static_cast<float>(bias_values[i / kVector][i % kVector]);
-      if (params.residual != nullptr) {
+      for (int i = 0; i < kChunk; ++i) {
+        int const of_bias = kSwap ? i / 2 % 2 : i / 4;
+        x[i] = params.alpha * accumulators(group + i) + static_cast<float>(bias_values[of_bias][i % kVector]);
+      }
+      if (has_residual) {
 #pragma unroll
         for (int i = 0; i < kChunk; ++i) x[i] += params.beta * static_cast<float>(residual_values[i / kVector][i % kVector]);
       }
@@ -97,10 +127,47 @@ CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t 
   }
 }
 
+// Has the bias of a tile of D brought to L1, and its residual to L2, by a warp that stores nothing and waits for nothing. The tile
+// begins at (row, column) of D, (rows, columns) are the extents that D and the tile share.
+template <class Element>
+CUTLASS_DEVICE void prefetch(EpilogueParams<float, Element> const& params, int64_t batch, int32_t row, int32_t column, int32_t rows,
+                             int32_t columns, int lane) {
+  constexpr int kSector = 32 / sizeof(Element), kLine = 128 / sizeof(Element);
+  if (params.bias != nullptr) {
+    Element const* const bias = params.bias + batch * params.batch_stride_bias + column;
+    for (int32_t i = lane * kSector; i < columns; i += 32 * kSector) asm volatile("prefetch.global.L1 [%0];" ::"l"(bias + i));
+  }
+  if (params.residual != nullptr) {
+    Element const* const residual = params.residual + batch * params.batch_stride_d + column;
+    for (int32_t r = lane; r < rows; r += 32)
+      for (int32_t i = 0; i < columns; i += kLine)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(residual + (row + r) * params.ldd + i));
+  }
+}
+
 template <class Base, bool kSwap>
 struct CollectiveEpilogue : Base {
   CUTLASS_DEVICE CollectiveEpilogue(typename Base::Params const& params, typename Base::TensorStorage& storage)
       : Base(params, storage), params(params.thread) {}
+
+  // What CUTLASS's kernels call in the producer's epilogue warp, which would load C.
+  CUTLASS_DEVICE bool is_producer_load_needed() const { return params.bias != nullptr || params.residual != nullptr; }
+
+  template <class ProblemShape, class TileShape, class TileCoordinate, class TiledMma, class... Subtile>
+  CUTLASS_DEVICE auto load(typename Base::LoadPipeline, typename Base::LoadPipelineState state, ProblemShape problem_shape,
+                           TileShape tile_shape, TileCoordinate tile, TiledMma, int lane, typename Base::TensorStorage&, Subtile...) {
+    auto const [m, n, k, l] = problem_shape;
+    int32_t const begin_m = cute::get<0>(tile) * cute::get<0>(tile_shape), begin_n = cute::get<1>(tile) * cute::get<1>(tile_shape);
+    int32_t const extent_m = min(m - begin_m, static_cast<int32_t>(cute::get<0>(tile_shape)));
+    int32_t const extent_n = min(n - begin_n, static_cast<int32_t>(cute::get<1>(tile_shape)));
+    if constexpr (kSwap) {
+      prefetch(params, cute::get<3>(tile), begin_n, begin_m, extent_n, extent_m, lane);
+    } else {
+      prefetch(params, cute::get<3>(tile), begin_m, begin_n, extent_m, extent_n, lane);
+    }
+    return state;
+  }
+  CUTLASS_DEVICE auto load_tail(typename Base::LoadPipeline, typename Base::LoadPipelineState state) { return state; }
 
   template <class ProblemShape, class TileShape, class TileCoordinate, class Accumulators, class TiledMma, class... Subtile>
   CUTLASS_DEVICE auto store(typename Base::LoadPipeline load_pipeline, typename Base::LoadPipelineState load_state,
