@@ -2,6 +2,9 @@
 // translation unit that invokes JAX_STREAMK_SM90_KERNEL.
 #pragma once
 
+// Every width of wgmma, or CuTe would make a tile of 160 columns from five instructions of 32, which take half as long again.
+#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
+
 #include <memory>
 
 #include "cute/tensor.hpp"
@@ -237,41 +240,47 @@ class Sm90Kernel final : public CudaKernel {
   }
 };
 
-// One row of the table: a tile with all four majornesses of A and B, into the operands' type and into f32. Most of a translation
-// unit's compile time goes into CUTLASS's headers, so the eight cost little more than one.
-template <Type kTypeAB, int... kTileAndCluster>
+enum class Results { kOwn, kBoth };
+
+// One row of the table: a tile for bf16 and f16, with all four majornesses of A and B, into the operands' type and maybe f32. Much of a
+// translation unit's compile time goes into CUTLASS's headers, so sixteen kernels cost little more than four times one.
+template <int... kTileAndCluster>
 struct Row {
-  template <Type kTypeD, Major kMajorA, Major kMajorB, WarpSchedule kWarpSchedule, bool kSwapAB>
+  template <Type kTypeAB, Type kTypeD, Major kMajorA, Major kMajorB, WarpSchedule kWarpSchedule, bool kSwapAB>
   static void add() {
-    Registration(std::make_unique<
-                 Sm90Kernel<kTypeAB, kTypeD, kMajorA, kMajorB, kTileAndCluster..., kWarpSchedule, kSwapAB>>());
+    Registration(std::make_unique<Sm90Kernel<kTypeAB, kTypeD, kMajorA, kMajorB, kTileAndCluster..., kWarpSchedule, kSwapAB>>());
   }
-  template <Type kTypeD, WarpSchedule kWarpSchedule, bool kSwapAB>
+  template <Type kTypeAB, Type kTypeD, WarpSchedule kWarpSchedule, bool kSwapAB>
   static void add_majors() {
-    add<kTypeD, Major::kRow, Major::kRow, kWarpSchedule, kSwapAB>();
-    add<kTypeD, Major::kRow, Major::kColumn, kWarpSchedule, kSwapAB>();
-    add<kTypeD, Major::kColumn, Major::kRow, kWarpSchedule, kSwapAB>();
-    add<kTypeD, Major::kColumn, Major::kColumn, kWarpSchedule, kSwapAB>();
+    add<kTypeAB, kTypeD, Major::kRow, Major::kRow, kWarpSchedule, kSwapAB>();
+    add<kTypeAB, kTypeD, Major::kRow, Major::kColumn, kWarpSchedule, kSwapAB>();
+    add<kTypeAB, kTypeD, Major::kColumn, Major::kRow, kWarpSchedule, kSwapAB>();
+    add<kTypeAB, kTypeD, Major::kColumn, Major::kColumn, kWarpSchedule, kSwapAB>();
   }
-  template <WarpSchedule kWarpSchedule, bool kSwapAB>
+  template <Type kTypeAB, WarpSchedule kWarpSchedule, bool kSwapAB, Results kResults>
+  static void add_results() {
+    add_majors<kTypeAB, kTypeAB, kWarpSchedule, kSwapAB>();
+    if constexpr (kResults == Results::kBoth) add_majors<kTypeAB, Type::kF32, kWarpSchedule, kSwapAB>();
+  }
+  template <WarpSchedule kWarpSchedule, bool kSwapAB, Results kResults>
   static bool add_all() {
-    add_majors<kTypeAB, kWarpSchedule, kSwapAB>();
-    add_majors<Type::kF32, kWarpSchedule, kSwapAB>();
+    add_results<Type::kBF16, kWarpSchedule, kSwapAB, kResults>();
+    add_results<Type::kF16, kWarpSchedule, kSwapAB, kResults>();
     return true;
   }
 };
 
 // The words of table.txt.
 namespace words {
-inline constexpr Type bf16 = Type::kBF16, f16 = Type::kF16;
 inline constexpr WarpSchedule cooperative = WarpSchedule::kCooperative, pingpong = WarpSchedule::kPingpong;
 inline constexpr bool plain = false, swapped = true;
+inline constexpr Results own = Results::kOwn, both = Results::kBoth;
 }  // namespace words
 
 }  // namespace jax_streamk::sm90
 
-#define JAX_STREAMK_SM90_KERNEL(type_ab, tile_m, tile_n, tile_k, cluster_m, cluster_n, warp_schedule, operands)                  \
+#define JAX_STREAMK_SM90_KERNEL(tile_m, tile_n, tile_k, cluster_m, cluster_n, warp_schedule, operands, results)                 \
   namespace jax_streamk::sm90::words {                                                                                        \
   static bool const row_added =                                                                                               \
-      Row<type_ab, tile_m, tile_n, tile_k, cluster_m, cluster_n>::add_all<warp_schedule, operands>();                         \
+      Row<tile_m, tile_n, tile_k, cluster_m, cluster_n>::add_all<warp_schedule, operands, results>();                         \
   }
