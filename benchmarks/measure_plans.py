@@ -9,11 +9,13 @@ replayed and timed with events: microseconds per call, with every memset and red
 
 import argparse
 import csv
+import dataclasses
 import math
 import statistics
 import time
 
 from jax_streamk import _ffi
+from jax_streamk.cost_model import machine_of
 from jax_streamk.device import device_of
 from jax_streamk.measure import Memory
 from jax_streamk.problem import GemmProblem
@@ -21,6 +23,7 @@ from jax_streamk.tune import ORDERS
 from jax_streamk.tuned import Candidate
 
 HOPELESS = 1.6  # times the best of the shape: no other order of tiles is tried
+UNLIKELY = 2.5  # times the least estimate of the shape: not measured at all
 
 
 def candidates(kernel, m, n, k, sms):
@@ -76,21 +79,28 @@ def measure_shape(writer, kernels, memory, m, n, k, reductions):
     bf16, row, device = _ffi.Type.bf16, _ffi.Major.row, memory.device
     problem = GemmProblem(1, m, n, k, bf16, bf16, bf16, _ffi.Math.native, row, row, k, n, n, 0, 0, 0)
     rotation = memory.rotation(problem)
+    plans = [
+        (kernel, Candidate(kernel.name, name, splits, reduction.name, *ORDERS[0]))
+        for kernel in kernels
+        for name, splits, reduction in candidates(kernel, m, n, k, device.sms)
+        if ("none" if name == "data_parallel" else reduction.name) in reductions
+    ]
+    plans = [(kernel, plan) for kernel, plan in plans if _ffi.can_implement(kernel.name, problem.native(), plan.native(), device.native()) is None]
+    count, schedules = len(plans), [plan.native() for _, plan in plans]
+    batch = _ffi.Batch([kernel for kernel, _ in plans], [problem.native()] * count, schedules, device.native())
+    estimates = batch.microseconds(machine_of(device).native)
     best = []
-    for kernel in kernels:
-        for name, splits, reduction in candidates(kernel, m, n, k, device.sms):
-            if ("none" if name == "data_parallel" else reduction.name) not in reductions:
-                continue
-            for raster, swizzle in ORDERS:
-                schedule = Candidate(kernel.name, name, splits, reduction.name, raster, swizzle).native()
-                if _ffi.can_implement(kernel.name, problem.native(), schedule, device.native()) is not None:
-                    break
-                us = statistics.median(rotation.time(kernel.name, schedule))
-                record = (kernel.name, name, splits, reduction.name, raster.removeprefix("along_"), swizzle)
-                writer.writerow([m, n, k, *record, f"{us:.2f}"])
-                best.append((us, *record))
-                if us > HOPELESS * min(best)[0]:
-                    break
+    for (kernel, plan), estimate in zip(plans, estimates):
+        if estimate > UNLIKELY * min(estimates):
+            continue
+        for raster, swizzle in ORDERS:
+            plan = dataclasses.replace(plan, raster=raster, swizzle=swizzle)
+            us = statistics.median(rotation.time(kernel.name, plan.native()))
+            record = (kernel.name, plan.schedule, plan.splits, plan.reduction, raster.removeprefix("along_"), swizzle)
+            writer.writerow([m, n, k, *record, f"{us:.2f}"])
+            best.append((us, *record))
+            if us > HOPELESS * min(best)[0]:
+                break
     print((m, n, k), *min(best, default=()), flush=True)
 
 

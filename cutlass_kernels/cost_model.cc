@@ -23,6 +23,9 @@ constexpr int32_t kNeighbours = 16, kStarts[] = {0, 40}, kStrides[] = {8, 9};
 double fifth_power(double x) { return x * x * x * x * x; }
 constexpr double kOverlapCall = 1.6;
 
+// CTAs of the skinny family that share an SM.
+constexpr double kResident = 2;
+
 // Lower bounds of costs stay below them however both are rounded.
 constexpr double kRounding = 1 - 1e-9;
 
@@ -87,17 +90,18 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   double const size = size_of(p.type_a), accumulator = size_of(accumulator_of(p.type_a));
   double const area = kernel.tile_m * kernel.tile_n, tile_k = kernel.tile_k;
   floor_ = bytes_of(p) / machine.memory_rate;
+  launch_ = kernel.family == Family::kSkinny ? machine.skinny_launch : machine.launch;
   epilogue_ = machine.epilogue * (area / (128 * 128));
   partial_ = area * accumulator / machine.partial_rate_sm;
   result_bytes_ = static_cast<double>(p.batch) * p.m * p.n * accumulator;
 
   // wgmma loses a fixed time per iteration, as if the tile were wider; mma.sync loses where warps reuse little.
   if (kernel.family == Family::kSm90) {
-    bool const b_along_n = swap ? p.major_a == Major::kColumn : p.major_b == Major::kRow;
-    bool const uneven = kernel.tile_n % 64 != 0 && b_along_n;
-    math_ = 2 * kernel.tile_m * (kernel.tile_n + machine.narrow) * tile_k / machine.wgmma_rate_sm * (uneven ? machine.uneven : 1);
+    math_ = 2 * kernel.tile_m * (kernel.tile_n + machine.narrow) * tile_k / machine.wgmma_rate_sm;
     wgmma_sustained_ = 2 * area * tile_k * ctas / machine.wgmma_sustained;
-  } else if (kernel.family == Family::kSm80) {  // kernels of the skinny family wait for their loads
+  } else if (kernel.family == Family::kSkinny) {
+    math_ = 2 * area * tile_k / (machine.skinny_mma * mma_rate(machine, p.type_a, p.math) / machine.mma_16bit);
+  } else {
     math_ = 2 * area * tile_k / (mma_rate(machine, p.type_a, p.math) * std::pow(std::min(area / (128 * 128), 1.0), 0.35));
   }
 
@@ -114,13 +118,19 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   panel_b_ = panel_of(ldb, p.major_b == Major::kColumn);
   misaligned_ = is_misaligned(lda) || is_misaligned(ldb);
   if (repacked.a || repacked.b)
-    repack_ = machine.relaunch + 2 * static_cast<double>(repacked.bytes_a + repacked.bytes_b) / machine.memory_rate;
+    repack_ = machine.relaunch + 2 * static_cast<double>(repacked.bytes_a + repacked.bytes_b) / machine.copy_rate;
   if (repacked.d) write_d_ = reduction_of(1);
   double const tile_rows = std::min<double>(kernel.tile_m, rows_), tile_columns = std::min<double>(kernel.tile_n, columns_);
   auto const loaded = [&](double rows, double columns) {
     return (swap ? columns : rows) * panel_a_ + (swap ? rows : columns) * panel_b_;
   };
   loads_ = loaded(tile_rows, tile_columns) / machine.load_rate_sm;
+  if (kernel.family == Family::kSkinny) {
+    // Few warps of an SM wait for each other's loads. They ask L2 for half lines of a B that is contiguous along K.
+    double const half_lines = p.major_b == Major::kColumn ? machine.half_lines : 1;
+    loads_ = loaded(tile_rows, tile_columns) / machine.skinny_rate_sm * half_lines;
+    alone_ = machine.skinny_alone;
+  }
   multicast_ = loaded(tile_rows / kernel.cluster_n, tile_columns / kernel.cluster_m) * ctas;
 
   // CTAs that load the same panel queue for its lines, a line of which holds several short rows of an operand.
@@ -132,7 +142,12 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   double const pieces = std::max(tiles_ / workers_, 1.0), iterations = std::max(tiles_ * k_tiles_ / workers_, 1.0);
   double const busy = std::min(workers_, tiles_);
   double const iteration = std::max({math_, wgmma_sustained_ * busy, loads_, multicast_ * busy / machine.cache_rate, line_});
-  least_ = kRounding * (machine.launch + std::max(iteration * iterations + epilogue_ * pieces, floor_) + repack_);
+  least_ = kRounding * (launch_ + std::max(iteration * iterations + epilogue_ * epilogues(pieces), floor_) + repack_);
+}
+
+// Epilogues that a worker's time holds. A warpgroup of a pingpong kernel has one while the other multiplies.
+double Estimator::epilogues(double pieces) const {
+  return kernel_.warp_schedule == "pingpong" ? 1 + (pieces - 1) * (1 - machine_.overlapped) : pieces;
 }
 
 // Of the kernel that adds slices, and writes D.
@@ -241,8 +256,12 @@ Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   // Split-K shares every piece of a worker; of those that Stream-K shares the last one is waited for.
   double const shared = share.peers <= 1 ? 0 : cut_by_iterations ? 1 : share.pieces;
   bool const in_clusters = kernel_.family == Family::kSkinny;  // which share tiles without memory
-  cost.fix_up = in_clusters ? 0 : shared * (machine_.fix_up + (1 + share.peers) * partial_);
-  cost.launches = machine_.launch + machine_.relaunch * (share.launches - 1);
+  if (in_clusters) {
+    cost.fix_up = share.peers <= 1 ? 0 : machine_.skinny_fix_up + machine_.skinny_peer * share.peers * kernel_.tile_n / 16;
+  } else {
+    cost.fix_up = shared * (machine_.fix_up + (1 + share.peers) * partial_);
+  }
+  cost.launches = launch_ + machine_.relaunch * (share.launches - 1);
   if (separate) {
     cost.extra = reduction_of(splits);
   } else if (share.peers > 1 && !in_clusters) {
@@ -258,12 +277,13 @@ Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   if (cut_by_iterations) drift = 1;
   double const gpc = (together + drift * std::max(apart - together, 0.0)) / machine_.gpc_rate;
   double const cache = apart / machine_.cache_rate, math = std::max(math_, wgmma_sustained_ * share.busy);
-  auto const work = [&](double iteration) { return iteration * share.iterations + epilogue_ * share.pieces + cost.fix_up; };
-  double const least_work = work(std::max({math, loads_ + gpc, cache, line_}));
+  double const waits = std::max(line_, alone_ / std::min(share.pieces, kResident));
+  auto const work = [&](double iteration) { return iteration * share.iterations + epilogue_ * epilogues(share.pieces) + cost.fix_up; };
+  double const least_work = work(std::max({math, loads_ + gpc, cache, waits}));
   cost.microseconds = kRounding * (cost.launches + std::max(least_work, floor_) + cost.extra + cost.repack);
   if (cost.microseconds > limit) return cost;
 
-  cost.work = work(std::pow(fifth_power(math) + fifth_power(loads_ + gpc) + fifth_power(cache) + fifth_power(line_), 1.0 / 5));
+  cost.work = work(std::pow(fifth_power(math) + fifth_power(loads_ + gpc) + fifth_power(cache) + fifth_power(waits), 1.0 / 5));
   double const overlapped = std::pow(std::pow(cost.work, kOverlapCall) + std::pow(floor_, kOverlapCall), 1 / kOverlapCall);
   cost.microseconds = cost.launches + overlapped + cost.extra + cost.repack;
   cost.waves = tiles_ * splits / workers_;

@@ -16,8 +16,9 @@ struct Machine {
   double launch, relaunch;
   double memory_rate, cache_rate, gpc_rate, drift, misaligned_drift, load_rate_sm, line;
   double wgmma_rate_sm, wgmma_sustained, mma_16bit, mma_tf32, mma_tf32x3, mma_f64;
-  double narrow, uneven, misaligned_k, misaligned_mn;
-  double epilogue, fix_up, partial_rate_sm, memset, reduction, reduction_slice, reduction_rate;
+  double narrow, misaligned_k, misaligned_mn;
+  double skinny_launch, skinny_rate_sm, skinny_mma, skinny_alone, skinny_fix_up, skinny_peer, half_lines;
+  double epilogue, overlapped, copy_rate, fix_up, partial_rate_sm, memset, reduction, reduction_slice, reduction_rate;
 };
 
 // Rows of A and columns of B that one wave of whole tiles needs at once.
@@ -65,8 +66,6 @@ class Estimator {
   // No schedule costs less, in no order of tiles.
   double least() const { return least_; }
   Tiling const& tiling() const { return tiling_; }
-  // Whether the kernel needs copies of misaligned matrices.
-  bool repacks() const { return repack_ > 0 || write_d_ > 0; }
 
   Wave first_wave(Raster, int32_t swizzle) const;
   // What orders of tiles are ranked by: the time in which the caches can serve a wave, per element of K.
@@ -80,6 +79,7 @@ class Estimator {
  private:
   struct Share;
   Share share_of(Schedule const&, bool separate) const;
+  double epilogues(double pieces) const;
   double reduction_of(double slices) const;
   Cost host_cost(Schedule const&) const;
 
@@ -92,10 +92,10 @@ class Estimator {
   double rows_, columns_, wave_tiles_, tiles_, k_tiles_, workers_;
   // Of one MAC iteration: bytes of a row of A's tile and of a column of B's, bytes that a cluster loads, and microseconds, those of
   // wgmma at sustained clocks for each busy cluster.
-  double panel_a_ = 0, panel_b_ = 0, multicast_ = 0, math_ = 0, wgmma_sustained_ = 0, loads_ = 0, line_ = 0;
+  double panel_a_ = 0, panel_b_ = 0, multicast_ = 0, math_ = 0, wgmma_sustained_ = 0, loads_ = 0, line_ = 0, alone_ = 0;
   // Microseconds of memory, of a tile's epilogue and of a partial tile; bytes of D in the accumulator's type; microseconds of copying
   // operands first, and of the pass that then writes D.
-  double floor_ = 0, epilogue_ = 0, partial_ = 0, result_bytes_ = 0, repack_ = 0, write_d_ = 0;
+  double launch_ = 0, floor_ = 0, epilogue_ = 0, partial_ = 0, result_bytes_ = 0, repack_ = 0, write_d_ = 0;
   double least_ = 0;
   bool misaligned_ = false;
 };

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <numeric>
 #include <tuple>
 
 #include "cutlass_kernels/registry.h"
@@ -52,16 +53,15 @@ std::string closest_refusal(std::vector<Kernel const*> const& kernels, GemmProbl
 }  // namespace
 
 Choice choose(std::vector<Kernel const*> const& kernels, GemmProblem const& p, std::optional<Schedule> const& wanted,
-              Device const& device, Machine const& machine, size_t listed, bool repacks) {
+              Device const& device, Machine const& machine, size_t listed) {
   auto const kinds = kinds_of(wanted, p, device);
   int32_t const width = width_of(kinds[0][0], device);
   std::vector<Estimator> estimators;
   estimators.reserve(kernels.size());
   for (Kernel const* kernel : kernels) estimators.emplace_back(kernel->info, p, width, machine);
   // Kernels that may be cheap come first, so that the others need no more than a look.
-  std::vector<size_t> promising;
-  for (size_t i = 0; i < kernels.size(); ++i)
-    if (repacks || !estimators[i].repacks()) promising.push_back(i);
+  std::vector<size_t> promising(kernels.size());
+  std::iota(promising.begin(), promising.end(), 0);
   std::sort(promising.begin(), promising.end(), [&](size_t i, size_t j) { return estimators[i].least() < estimators[j].least(); });
 
   // Tiles of the same extents have the same orders.

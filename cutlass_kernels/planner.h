@@ -21,8 +21,8 @@ struct Choice {
 };
 
 // Chooses among kernels of the problem's types and majorness. A schedule that is wanted is the only one considered. Lists at most
-// `listed` candidates: the more, the longer the search. Kernels run on copies of misaligned matrices where `repacks`.
+// `listed` candidates: the more, the longer the search.
 Choice choose(std::vector<Kernel const*> const& kernels, GemmProblem const&, std::optional<Schedule> const& wanted, Device const&,
-              Machine const&, size_t listed, bool repacks);
+              Machine const&, size_t listed);
 
 }  // namespace jax_streamk

@@ -119,10 +119,19 @@ void bind_planner(nb::module_& m) {
       .def_rw("mma_tf32x3", &Machine::mma_tf32x3)
       .def_rw("mma_f64", &Machine::mma_f64)
       .def_rw("narrow", &Machine::narrow)
-      .def_rw("uneven", &Machine::uneven)
+      
       .def_rw("misaligned_k", &Machine::misaligned_k)
       .def_rw("misaligned_mn", &Machine::misaligned_mn)
+      .def_rw("skinny_launch", &Machine::skinny_launch)
+      .def_rw("skinny_rate_sm", &Machine::skinny_rate_sm)
+      .def_rw("skinny_mma", &Machine::skinny_mma)
+      .def_rw("skinny_alone", &Machine::skinny_alone)
+      .def_rw("skinny_fix_up", &Machine::skinny_fix_up)
+      .def_rw("skinny_peer", &Machine::skinny_peer)
+      .def_rw("half_lines", &Machine::half_lines)
       .def_rw("epilogue", &Machine::epilogue)
+      .def_rw("overlapped", &Machine::overlapped)
+      .def_rw("copy_rate", &Machine::copy_rate)
       .def_rw("fix_up", &Machine::fix_up)
       .def_rw("partial_rate_sm", &Machine::partial_rate_sm)
       .def_rw("memset", &Machine::memset)
@@ -163,12 +172,12 @@ void bind_planner(nb::module_& m) {
   m.def(
       "choose",
       [](Kernels const& kernels, GemmProblem const& p, std::optional<Schedule> const& wanted, Device const& device,
-         Machine const& machine, size_t listed, bool repacks) {
-        return choose(kernels.all(), p, wanted, device, machine, listed, repacks);
+         Machine const& machine, size_t listed) {
+        return choose(kernels.all(), p, wanted, device, machine, listed);
       },
-      "kernels"_a, "problem"_a, "schedule"_a.none(), "device"_a, "machine"_a, "listed"_a = 6, "repacks"_a = false,
+      "kernels"_a, "problem"_a, "schedule"_a.none(), "device"_a, "machine"_a, "listed"_a = 6,
       "The cheapest candidates, at most `listed`, among kernels of the problem's types and majorness, each of another kernel or kind of "
-      "schedule; a schedule but None is the only one considered. Where `repacks`, kernels may run on copies of misaligned matrices.");
+      "schedule; a schedule but None is the only one considered.");
   m.def("estimate", &estimate, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "machine"_a,
         "The Cost of a kernel under a schedule in the best order of tiles, whether or not the kernel can run it.");
   m.def("first_wave", &first_wave, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "The Wave that a CUDA kernel starts with.");

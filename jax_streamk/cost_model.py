@@ -29,10 +29,18 @@ class Machine:
     mma_tf32x3: float
     mma_f64: float
     narrow: float  # columns of tile_n that a MAC iteration of wgmma loses
-    uneven: float  # factor on wgmma of a tile_n that is no multiple of 64, B being contiguous along n
     misaligned_k: float  # factor on loads of an operand contiguous along K whose rows do not start on 128-byte lines
     misaligned_mn: float  # ... of one contiguous along m or n
+    skinny_launch: float  # of a kernel of few rows
+    skinny_rate_sm: float  # what kernels of few rows load into the shared memory of one SM
+    skinny_mma: float  # mma.sync of one SM in them, 16-bit operands
+    skinny_alone: float  # a MAC iteration of a CTA of them that is alone on its SM
+    skinny_fix_up: float  # of the CTAs of a cluster that share a tile
+    skinny_peer: float  # ... for each of them, in a tile of 16 rows
+    half_lines: float  # factor on what they load where B is contiguous along K
     epilogue: float  # of a tile of 128 x 128
+    overlapped: float  # share of it that a pingpong kernel's other warpgroup hides
+    copy_rate: float  # matrices with misaligned rows, read and written
     fix_up: float  # fences and ticket at a shared tile
     partial_rate_sm: float  # partials that one SM writes or reads
     memset: float  # the node that zeroes tickets
@@ -48,34 +56,43 @@ class Machine:
         return native
 
 
-# Fitted by benchmarks/fit_cost_model.py to benchmarks/results/plans_h200_2026-11-20.csv.gz, but for mma_*, estimates.
+# Fitted by benchmarks/fit_cost_model.py to benchmarks/results/plans_h200_2026-11-20.csv.gz, but for mma_*, memset and
+# half_lines, estimates.
 H200 = Machine(
-    launch=3.55,
-    relaunch=3.0,
-    memory_rate=5.03e6,
-    cache_rate=4.54e7,
-    gpc_rate=1.18e7,
-    drift=0.27,
-    misaligned_drift=0.52,
-    load_rate_sm=6.95e5,
-    line=0.0006,
-    wgmma_rate_sm=9.87e6,
-    wgmma_sustained=8.51e8,
+    launch=3.62,
+    relaunch=3.364,
+    memory_rate=5.142e6,
+    cache_rate=6.308e7,
+    gpc_rate=1.428e7,
+    drift=0.2358,
+    misaligned_drift=0.5599,
+    load_rate_sm=3.833e5,
+    line=0.0005635,
+    wgmma_rate_sm=9.609e6,
+    wgmma_sustained=8.16e8,
     mma_16bit=4.0e6,
     mma_tf32=2.0e6,
     mma_tf32x3=0.65e6,
     mma_f64=0.35e6,
-    narrow=51.2,
-    uneven=1.62,
-    misaligned_k=1.14,
-    misaligned_mn=1.49,
-    epilogue=1.23,
-    fix_up=2.77,
-    partial_rate_sm=1.14e5,
+    narrow=45.82,
+    misaligned_k=1.285,
+    misaligned_mn=1.458,
+    skinny_launch=3.165,
+    skinny_rate_sm=2.03e5,
+    skinny_mma=1.829e6,
+    skinny_alone=0.2068,
+    skinny_fix_up=0.6224,
+    skinny_peer=0.1675,
+    half_lines=1.9,
+    epilogue=0.9705,
+    overlapped=0.7512,
+    copy_rate=2.617e6,
+    fix_up=2.653,
+    partial_rate_sm=9.464e4,
     memset=1.0,
-    reduction=2.26,
-    reduction_slice=0.083,
-    reduction_rate=5.36e6,
+    reduction=1.871,
+    reduction_slice=0.1022,
+    reduction_rate=3.964e6,
 )
 
 # From the A100 SXM 80 GB datasheet at usual efficiencies; never fitted. It also stands in for GPUs that nobody measured.
@@ -86,6 +103,10 @@ A100 = dataclasses.replace(
     cache_rate=5.0e6,
     gpc_rate=4.0e6,
     load_rate_sm=8.0e4,
+    skinny_launch=3.8,
+    skinny_rate_sm=8.0e4,
+    skinny_alone=0.4,
+    copy_rate=9.0e5,
     mma_16bit=2.5e6,
     mma_tf32=1.2e6,
     mma_tf32x3=0.4e6,

@@ -50,7 +50,7 @@ class Memory:
         *starts, stride = np.cumsum([0, *map(_aligned, sizes)]).tolist()
         rotated, type_ = ROTATED_BYTES[self.device.platform], problem.type_a
         # What an unusually large product needed, or one of another type, is not kept.
-        self._held = {name: held for name, held in self._held.items() if held.nbytes <= rotated and name in (type_, *_OTHERS)}
+        self._held = {name: held for name, held in self._held.items() if held.nbytes <= 2 * rotated and name in (type_, *_OTHERS)}
         count = max(1, min(MOST_SETS, math.ceil(rotated / (stride + _aligned(d)))))
         operands = self._address(type_, max(count * stride, int(rotated)), lambda size: _random(_dtype(type_), size))
         results = self.address("results", count * _aligned(d))

@@ -86,18 +86,11 @@ def _native_schedule(schedule, raster="m", swizzle=1):
     return _ffi.Schedule(**_schedule_attributes(schedule, raster, swizzle))
 
 
-# The cost model has no fitted constants for this family, nor for copies of misaligned matrices: estimates choose neither, tuning tries
-# both.
-_UNTIMED = frozenset({_ffi.Family.skinny})
-
-
 @functools.cache
-def _registry(timed):
+def _registry():
     """``_ffi.Kernels`` by what a problem fixes: platform, operand types, math and majorness."""
     by_problem = {}
     for kernel in _ffi.kernels():
-        if timed and kernel.family in _UNTIMED:
-            continue
         platform = "cpu" if kernel.family == _ffi.Family.host else "cuda"
         key = (platform, kernel.type_a, kernel.math, kernel.major_a, kernel.major_b)
         by_problem.setdefault(key, []).append(kernel)
@@ -132,11 +125,11 @@ def make_plan(problem, schedule, device):
     return _plan(problem, schedule, device, tuned.lookup(problem, device) if isinstance(schedule, schedules.Auto) else None)
 
 
-def choose(problem, wanted, device, timed=True, **listed):
-    """The ``_ffi.Choice`` for a native schedule, or for None among all that are deterministic, and of what the cost model was fitted to or of all."""
+def choose(problem, wanted, device, **listed):
+    """The ``_ffi.Choice`` for a native schedule, or for None among all that are deterministic."""
     key = (device.platform, problem.type_a, problem.math, problem.major_a, problem.major_b)
-    kernels = _registry(timed).get(key) or _ffi.Kernels([])
-    return _ffi.choose(kernels, problem.native(), wanted, device.native(), cost_model.machine_of(device).native, repacks=not timed, **listed)
+    kernels = _registry().get(key) or _ffi.Kernels([])
+    return _ffi.choose(kernels, problem.native(), wanted, device.native(), cost_model.machine_of(device).native, **listed)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -29,8 +29,7 @@ _MARGIN = 1.01  # by which, and in every round, the planner's own choice must be
 
 
 def fastest(problem, memory):
-    """Finds the fastest plan of a problem, which some kernel runs, on the device of ``memory``, among the deterministic ones, those
-    that estimates do not choose from included.
+    """Finds the fastest plan of a problem, which some kernel runs, on the device of ``memory``, among the deterministic ones.
 
     Returns:
       The ``Tuned`` plan: the planner's own choice unless another is faster by more than noise.
@@ -39,8 +38,8 @@ def fastest(problem, memory):
       RuntimeError: a launch of the planner's own choice failed, or the device has no memory left for it.
     """
     device = memory.device
-    choices = [planner.choose(problem, None, device, timed, listed=_LISTED) for timed in (True, False)]
-    listed = list(dict.fromkeys(Candidate.of(found.kernel, found.schedule) for choice in choices for found in choice.candidates))
+    choice = planner.choose(problem, None, device, listed=_LISTED)
+    listed = [Candidate.of(found.kernel, found.schedule) for found in choice.candidates]
     own, rotation, times = listed[0], memory.rotation(problem), {}
     rotation.shorten(own.kernel, own.native())
     native_problem, native_device = problem.native(), device.native()

@@ -206,7 +206,10 @@ def test_sets_are_of_their_families():
     assert sum(x % 8 == 0 for shape in streamk for x in (shape.m, shape.n, shape.k)) > 3 * 192
     assert all(shape.k >= 4096 and shape.m * shape.n <= 1152**2 for shape in scaling)
     assert str(streamk[0]) == "632 x 7288 x 4280"  # the draws are the same everywhere
-    assert shapes.sample(streamk, 2) == [streamk[0], streamk[128]] and shapes.sample(streamk, 999) == streamk
+    first, second = shapes.sample(streamk, 2)
+    assert first in streamk[:128] and second in streamk[128:] and shapes.sample(streamk, 2) == [first, second]
+    assert shapes.sample(streamk, 999) == streamk
+    assert {shape.m for shape in shapes.sample(decode, 64)} == {shape.m for shape in decode}
     with pytest.raises(ValueError, match="no set 'nope'; there are decode_llm"):
         shapes.named("nope")
 

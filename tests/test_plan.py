@@ -115,13 +115,9 @@ def test_a_gpu_that_is_not_here():
     assert made.device == hopper and made.kernel.startswith("sm")
     for schedule in (DataParallel(), SplitK(2), StreamK()):
         assert plan(a, b, schedule=schedule, device=hopper).schedule == schedule
-    # Estimates are of what the cost model was fitted to: not skinny kernels, nor TMA kernels on copies of misaligned matrices.
-    row, weights = shaped((1, 4096), jnp.bfloat16), shaped((4096, 4096), jnp.bfloat16)
-    for schedule in (Auto(), SplitK(4)):
-        assert plan(row, weights, schedule=schedule, device=hopper).kernel.startswith("sm")
+    assert plan(shaped((1, 5120), jnp.bfloat16), shaped((5120, 1792), jnp.bfloat16), device=hopper).kernel.startswith("skinny")
     odd = shaped((1001, 1003), jnp.bfloat16), shaped((1003, 1001), jnp.bfloat16)
-    for schedule in (Auto(), SplitK(4)):
-        assert plan(*odd, schedule=schedule, device=hopper).kernel.startswith("sm80")
+    assert plan(*odd, device=hopper).kernel.startswith("sm90")
     # Atomic kernels are for aligned matrices.
     with pytest.raises(ValueError, match='no split-K with reduction "atomic"'):
         plan(*odd, schedule=SplitK(4, "atomic"), device=hopper)
@@ -136,7 +132,7 @@ HAS_SM90 = any(kernel.family == _ffi.Family.sm90 for kernel in jax_streamk.kerne
 def test_misaligned_matrices_have_copies_in_the_workspace(m, n, k, operands, out):
     device = Device("cuda", 90, 132)
     product = plan(shaped((m, k), jnp.bfloat16), shaped((k, n), jnp.bfloat16), preferred_element_type=out, device=device).problem
-    choice = planner.choose(product, planner._native_schedule(DataParallel()), device, timed=False)
+    choice = planner.choose(product, planner._native_schedule(DataParallel()), device)
     assert choice.candidates[0].kernel.startswith("sm90") and bool(choice.candidates[0].cost.repack) == bool(operands)
     round_up = lambda x, to: -(-x // to) * to  # noqa: E731
     copies = ("A" in operands) * 2 * m * round_up(k, 64) + ("B" in operands) * 2 * k * round_up(n, 64)

@@ -504,9 +504,7 @@ def test_on_a_gpu_other_orders_of_tiles_are_tried_around_the_best(monkeypatch):
         types.SimpleNamespace(kernel=f"kernel {i}", schedule=Candidate("", "data_parallel", 1, "ordered", "along_m", 2).native())
         for i in range(7)
     ]
-    # The last is of a family that estimates do not choose from.
-    of = {True: native[:6], False: native[6:]}
-    monkeypatch.setattr(planner, "choose", lambda problem, wanted, device, timed, listed: types.SimpleNamespace(candidates=of[timed][:listed]))
+    monkeypatch.setattr(planner, "choose", lambda problem, wanted, device, listed: types.SimpleNamespace(candidates=native[:listed]))
     refused = "kernel 5", "along_n", 1
     monkeypatch.setattr(_ffi, "can_implement", lambda kernel, problem, s, device: (kernel, s.raster.name, s.swizzle) == refused or None)
     asked = []
