@@ -171,9 +171,13 @@ def named(name):
 
 
 def sample(shapes, count):
-    """At most ``count`` of the shapes, evenly spaced."""
-    count = min(count, len(shapes))
-    return [shapes[i * len(shapes) // count] for i in range(count)]
+    """At most ``count`` of the shapes, the same ones each time, in their order: one of each of so many equal parts.
+
+    Lists have periods, batch sizes for one: every so-manieth shape may always have the same.
+    """
+    rng, count = random.Random(0), min(count, len(shapes))
+    bounds = [i * len(shapes) // count for i in range(count + 1)]
+    return [shapes[rng.randrange(begin, end)] for begin, end in zip(bounds, bounds[1:])]
 
 
 def positive(text):
@@ -190,7 +194,7 @@ def add_arguments(parser):
     what.add_argument("file", nargs="?", metavar="FILE.csv", help="columns m, n, k and optionally trans_a, trans_b, batch, source")
     what.add_argument("--set", choices=SETS, help="shapes that come with the library")
     parser.add_argument("--column-major", action="store_true", help="the file's operands are column-major, as DeepBench's are")
-    parser.add_argument("--sample", type=positive, metavar="N", help="only N of the shapes, evenly spaced")
+    parser.add_argument("--sample", type=positive, metavar="N", help="only N of the shapes, one of each of N equal parts")
     return what
 
 
