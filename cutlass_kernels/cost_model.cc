@@ -92,6 +92,7 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   floor_ = bytes_of(p) / machine.memory_rate;
   launch_ = kernel.family == Family::kSkinny ? machine.skinny_launch : machine.launch;
   epilogue_ = machine.epilogue * (area / (128 * 128));
+  if (!p.epilogue.is_plain()) fused_ = machine.fused * (area / (128 * 128));
   partial_ = area * accumulator / machine.partial_rate_sm;
   result_bytes_ = static_cast<double>(p.batch) * p.m * p.n * accumulator;
 
@@ -142,12 +143,14 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   double const pieces = std::max(tiles_ / workers_, 1.0), iterations = std::max(tiles_ * k_tiles_ / workers_, 1.0);
   double const busy = std::min(workers_, tiles_);
   double const iteration = std::max({math_, wgmma_sustained_ * busy, loads_, multicast_ * busy / machine.cache_rate, line_});
-  least_ = kRounding * (launch_ + std::max(iteration * iterations + epilogue_ * epilogues(pieces), floor_) + repack_);
+  least_ = kRounding * (launch_ + std::max(iteration * iterations + epilogues(pieces), floor_) + repack_);
 }
 
-// Epilogues that a worker's time holds. A warpgroup of a pingpong kernel has one while the other multiplies.
+// What a worker waits for epilogues. A warpgroup of a pingpong kernel has one while the other multiplies: what is fused into it is
+// arithmetic, and wholly hidden.
 double Estimator::epilogues(double pieces) const {
-  return kernel_.warp_schedule == "pingpong" ? 1 + (pieces - 1) * (1 - machine_.overlapped) : pieces;
+  if (kernel_.warp_schedule != "pingpong") return (epilogue_ + fused_) * pieces;
+  return epilogue_ * (1 + (pieces - 1) * (1 - machine_.overlapped)) + fused_;
 }
 
 // Of the kernel that adds slices, and writes D.
@@ -278,7 +281,7 @@ Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   double const gpc = (together + drift * std::max(apart - together, 0.0)) / machine_.gpc_rate;
   double const cache = apart / machine_.cache_rate, math = std::max(math_, wgmma_sustained_ * share.busy);
   double const waits = std::max(line_, alone_ / std::min(share.pieces, kResident));
-  auto const work = [&](double iteration) { return iteration * share.iterations + epilogue_ * epilogues(share.pieces) + cost.fix_up; };
+  auto const work = [&](double iteration) { return iteration * share.iterations + epilogues(share.pieces) + cost.fix_up; };
   double const least_work = work(std::max({math, loads_ + gpc, cache, waits}));
   cost.microseconds = kRounding * (cost.launches + std::max(least_work, floor_) + cost.extra + cost.repack);
   if (cost.microseconds > limit) return cost;

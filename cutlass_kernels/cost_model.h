@@ -18,7 +18,7 @@ struct Machine {
   double wgmma_rate_sm, wgmma_sustained, mma_16bit, mma_tf32, mma_tf32x3, mma_f64;
   double narrow, misaligned_k, misaligned_mn;
   double skinny_launch, skinny_rate_sm, skinny_mma, skinny_alone, skinny_fix_up, skinny_peer, half_lines;
-  double epilogue, overlapped, copy_rate, fix_up, partial_rate_sm, memset, reduction, reduction_slice, reduction_rate;
+  double epilogue, fused, overlapped, copy_rate, fix_up, partial_rate_sm, memset, reduction, reduction_slice, reduction_rate;
 };
 
 // Rows of A and columns of B that one wave of whole tiles needs at once.
@@ -93,9 +93,9 @@ class Estimator {
   // Of one MAC iteration: bytes of a row of A's tile and of a column of B's, bytes that a cluster loads, and microseconds, those of
   // wgmma at sustained clocks for each busy cluster.
   double panel_a_ = 0, panel_b_ = 0, multicast_ = 0, math_ = 0, wgmma_sustained_ = 0, loads_ = 0, line_ = 0, alone_ = 0;
-  // Microseconds of memory, of a tile's epilogue and of a partial tile; bytes of D in the accumulator's type; microseconds of copying
+  // Microseconds of the launch, of memory, of a tile's epilogue, of what is fused into it, and of a partial tile; bytes of D in the accumulator's type; microseconds of copying
   // operands first, and of the pass that then writes D.
-  double launch_ = 0, floor_ = 0, epilogue_ = 0, partial_ = 0, result_bytes_ = 0, repack_ = 0, write_d_ = 0;
+  double launch_ = 0, floor_ = 0, epilogue_ = 0, fused_ = 0, partial_ = 0, result_bytes_ = 0, repack_ = 0, write_d_ = 0;
   double least_ = 0;
   bool misaligned_ = false;
 };

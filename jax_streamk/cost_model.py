@@ -39,6 +39,7 @@ class Machine:
     skinny_peer: float  # ... for each of them, in a tile of 16 rows
     half_lines: float  # factor on what they load where B is contiguous along K
     epilogue: float  # of a tile of 128 x 128
+    fused: float  # ... more of it with a bias, a residual or an activation
     overlapped: float  # share of it that a pingpong kernel's other warpgroup hides
     copy_rate: float  # matrices with misaligned rows, read and written
     fix_up: float  # fences and ticket at a shared tile
@@ -56,7 +57,7 @@ class Machine:
         return native
 
 
-# Fitted by benchmarks/fit_cost_model.py to benchmarks/results/plans_h200_2026-11-20.csv.gz, but for mma_*, memset and
+# Fitted by benchmarks/fit_cost_model.py to benchmarks/results/plans_h200_2026-11-20.csv.gz, but for mma_*, memset, fused and
 # half_lines, estimates.
 H200 = Machine(
     launch=3.62,
@@ -85,6 +86,7 @@ H200 = Machine(
     skinny_peer=0.1675,
     half_lines=1.9,
     epilogue=0.9705,
+    fused=3.0,
     overlapped=0.7512,
     copy_rate=2.617e6,
     fix_up=2.653,

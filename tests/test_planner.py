@@ -211,6 +211,17 @@ def test_misaligned_matrices_are_copied_where_that_pays(cuda, m, n, k, copies):
     assert "sm80" in planner.choose(gemm(2, 4095, 4097), None, HOPPER).candidates[0].kernel
 
 
+def test_what_is_fused_is_hidden_by_pingpong_kernels(cuda):
+    """A cooperative kernel's tensor cores wait for it, tile after tile."""
+    problem = gemm(2048, 14336, 4096)
+    fused = dataclasses.replace(problem, activation=_ffi.Activation.silu, has_bias=True)
+    infos, plain = estimates(problem, DataParallel())
+    more = estimates(fused, DataParallel())[1].microseconds - plain.microseconds
+    pingpong = np.array([info.warp_schedule == "pingpong" for info in infos])
+    assert (more >= 0).all() and more[pingpong].max() < 4 < 20 < more[~pingpong].min()
+    assert cuda(fused)[1].warp_schedule == "pingpong"
+
+
 def test_a_machine_has_every_constant():
     native = cost_model.H200.native
     names = [name for name in dir(native) if not name.startswith("_")]
