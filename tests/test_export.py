@@ -61,6 +61,34 @@ def test_in_another_process(tmp_path):
     assert np.load(tmp_path / "product.npy").tobytes() == np.asarray(f(A, B)).tobytes()
 
 
+WITHOUT_A_GPU = """
+import pathlib, sys
+import jax, jax.numpy as jnp
+from jax import export
+from jax_streamk import EXPORT_CHECKS, StreamK, matmul
+
+assert jax.default_backend() == "cpu"
+shapes = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((70, 520), (520, 90))]
+f = jax.jit(jax.value_and_grad(lambda a, b: jnp.sin(matmul(a, b, schedule=StreamK())).astype("float32").sum(), (0, 1)))
+program = export.export(f, platforms=["cpu", "cuda"], disabled_checks=EXPORT_CHECKS)(*shapes)
+pathlib.Path(sys.argv[1]).write_bytes(program.serialize())
+"""
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="no GPU")
+def test_exported_where_there_is_no_gpu(tmp_path):
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", WITHOUT_A_GPU, str(tmp_path / "program")]
+    subprocess.run(command, check=True, timeout=120, env=environment, cwd=tmp_path)
+    program = export.deserialize(bytearray((tmp_path / "program").read_bytes()))
+    a, b = jnp.asarray(A, jnp.bfloat16), jnp.asarray(B, jnp.bfloat16)
+    assert jax.jit(program.call).lower(a, b).compile().as_text().count(f'custom_call_target="{TARGETS["cuda"]}"') == 3
+    wanted = jax.value_and_grad(lambda a, b: jnp.sin(a @ b).astype("float32").sum(), (0, 1))(a, b)
+    for x, y in zip(jax.tree.leaves(program.call(a, b)), jax.tree.leaves(wanted)):
+        assert x.devices() == {jax.devices()[0]}
+        np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=0.02, atol=0.02 * np.abs(np.float32(y)).max())
+
+
 @pytest.mark.skipif(not _ffi.has_cuda, reason="this build has no CUDA kernels")
 @pytest.mark.parametrize("schedule", [Auto(), SplitK(3), StreamK()], ids=str)
 def test_two_platforms(schedule):
