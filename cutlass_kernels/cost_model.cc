@@ -130,7 +130,7 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
     // Few warps of an SM wait for each other's loads. They ask L2 for half lines of a B that is contiguous along K.
     double const half_lines = p.major_b == Major::kColumn ? machine.half_lines : 1;
     loads_ = loaded(tile_rows, tile_columns) / machine.skinny_rate_sm * half_lines;
-    alone_ = machine.skinny_alone;
+    alone_ = machine.skinny_alone * kernel.tile_m / 64;
   }
   multicast_ = loaded(tile_rows / kernel.cluster_n, tile_columns / kernel.cluster_m) * ctas;
 

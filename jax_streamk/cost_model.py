@@ -34,7 +34,7 @@ class Machine:
     skinny_launch: float  # of a kernel of few rows
     skinny_rate_sm: float  # what kernels of few rows load into the shared memory of one SM
     skinny_mma: float  # mma.sync of one SM in them, 16-bit operands
-    skinny_alone: float  # a MAC iteration of a CTA of them that is alone on its SM
+    skinny_alone: float  # a MAC iteration of 64 columns of a CTA of them that is alone on its SM
     skinny_fix_up: float  # of the CTAs of a cluster that share a tile
     skinny_peer: float  # ... for each of them, in a tile of 16 rows
     half_lines: float  # factor on what they load where B is contiguous along K

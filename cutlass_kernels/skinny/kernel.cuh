@@ -5,7 +5,8 @@
 // neighbours in D. Shared memory is a queue of each warp's own: no barrier of the CTA and no descriptor is between memory and tensor
 // core, and a short product is short.
 //
-// The warps of a CTA share K; their sums meet in shared memory. Split-K is a cluster of CTAs, whose sums meet in the first one's
+// The warps of a CTA share K, and their sums meet in shared memory; or they are side by side, and a row of B that they load is four times
+// as long, which memory serves faster where there is much to load. Split-K is a cluster of CTAs, whose sums meet in the first one's
 // shared memory, in the order of K: no workspace, nothing to zero, one launch.
 #pragma once
 
@@ -18,7 +19,7 @@
 namespace jax_streamk::skinny {
 
 inline constexpr int kWarps = 4, kThreads = 32 * kWarps;
-inline constexpr int kTileN = 64;     // columns of a CTA, and of each of its warps
+inline constexpr int kColumns = 64;   // of a warp
 inline constexpr int kTileK = 128;    // what splits are cut by
 inline constexpr int kRows = 8;       // of A in one mma.sync
 inline constexpr int kStages = 4;     // chunks of a warp's queue
@@ -34,8 +35,6 @@ template <class T>
 inline constexpr int kVector = 16 / sizeof(T);
 template <class T>
 inline constexpr int kChunk = 4 * kVector<T>;  // of K, which a warp multiplies at a time
-template <class T>
-inline constexpr int kRound = kChunk<T> * kWarps;  // of K, which the warps multiply at a time
 
 template <class T, class D>
 struct Params {
@@ -59,13 +58,14 @@ struct Chunk {
   uint4 b[8][32], a[kBlocks][32];
 };
 
-template <int kBlocks>
+// Of a CTA in which `kDeep` warps share K.
+template <int kBlocks, int kDeep>
 struct Shared {
   union {
     Chunk<kBlocks> queue[kStages];
     struct {  // once the queue is empty
-      float sums[kRows * kBlocks][kTileN + 4];              // of this warp's part of K
-      float2 totals[kRows * kBlocks / kWarps][kTileN / 2];  // of all warps' parts, of this warp's part of the rows
+      float sums[kRows * kBlocks][kColumns + 4];            // of this warp's part of K
+      float2 totals[kRows * kBlocks / kDeep][kColumns / 2];  // of all warps' parts, of this warp's part of the rows
     };
   } warps[kWarps];
 };
@@ -80,23 +80,23 @@ inline constexpr int kNeighbours = kMajorB == Major::kRow ? kVector<T> : 8;  // 
 __device__ inline uint32_t word(uint4 const& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 // A thread's loads, chunk after chunk. What lies beyond an edge is zero, and its address, which may not even be aligned, is not used.
-template <class T, class D, Major kMajorB, int kBlocks>
+template <class T, class D, Major kMajorB, int kBlocks, int kDeep>
 class Loader {
  public:
-  // From row k of K on, which ends at row `end`.
-  __device__ Loader(Params<T, D> const& p, TileOrder::Coordinate at, int32_t k, int32_t end) : p_(p) {
+  // Of a tile that begins at row m0 and column n0 of D, from row k of K on, which ends at row `end`.
+  __device__ Loader(Params<T, D> const& p, int32_t batch, int32_t m0, int32_t n0, int32_t k, int32_t end) : p_(p) {
     int const lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     bool const by_rows = kMajorB == Major::kRow;
     int const g_b = by_rows ? lane % 8 : g, t_b = by_rows ? lane / 8 : t;  // what it loads of B another thread may take
-    int64_t const row = at.m * kRows * kBlocks + g, column = at.n * kTileN + kNeighbours<T, kMajorB> * g_b;
+    int64_t const row = m0 + g, column = n0 + kNeighbours<T, kMajorB> * g_b;
     int64_t const k_a = k + kVector<T> * t, k_b = k + kVector<T> * t_b;
-    rows_ = p.m - at.m * kRows * kBlocks - g;
-    columns_ = p.n - at.n * kTileN - kNeighbours<T, kMajorB> * g_b;
+    rows_ = p.m - m0 - g;
+    columns_ = p.n - n0 - kNeighbours<T, kMajorB> * g_b;
     left_a_ = end - k - kVector<T> * t;
     left_b_ = end - k - kVector<T> * t_b;
     slot_ = by_rows ? slot(g_b, t_b) : lane;
-    a_ = p.a + at.batch * p.batch_stride_a + row * p.lda + k_a;
-    b_ = p.b + at.batch * p.batch_stride_b + (by_rows ? k_b * p.ldb + column : column * p.ldb + k_b);
+    a_ = p.a + batch * p.batch_stride_a + row * p.lda + k_a;
+    b_ = p.b + batch * p.batch_stride_b + (by_rows ? k_b * p.ldb + column : column * p.ldb + k_b);
   }
 
   __device__ void next(Chunk<kBlocks>& to) {
@@ -115,13 +115,15 @@ class Loader {
     for (int block = 0; block < kBlocks; ++block)
       copy(to.a[block][lane], a_ + block * kRows * p_.lda, left_a_ > 0 && block * kRows < rows_);
     commit_copies();
-    a_ += kRound<T>;
-    b_ += kMajorB == Major::kRow ? kRound<T> * p_.ldb : kRound<T>;
-    left_a_ -= kRound<T>;
-    left_b_ -= kRound<T>;
+    a_ += kRound;
+    b_ += kMajorB == Major::kRow ? kRound * p_.ldb : kRound;
+    left_a_ -= kRound;
+    left_b_ -= kRound;
   }
 
  private:
+  static constexpr int kRound = kChunk<T> * kDeep;  // of K, which the warps that share it multiply at a time
+
   __device__ void copy(uint4& to, T const* from, bool inside) const { copy_async(&to, inside ? from : p_.b, !inside); }
 
   Params<T, D> const& p_;
@@ -190,22 +192,24 @@ __device__ inline void store(Params<T, D> const& p, int32_t batch, int32_t row, 
   }
 }
 
-template <class T, Math kMath, class D, Major kMajorB, int kBlocks>
+template <class T, Math kMath, class D, Major kMajorB, int kBlocks, int kDeep>
 __global__ __launch_bounds__(kThreads) void multiply(__grid_constant__ Params<T, D> const p) {
   extern __shared__ __align__(16) char storage[];
-  auto& shared = *reinterpret_cast<Shared<kBlocks>*>(storage);
+  auto& shared = *reinterpret_cast<Shared<kBlocks, kDeep>*>(storage);
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   int32_t const tile = p.splits > 1 ? quotient(blockIdx.x, p.splits) : blockIdx.x, rank = blockIdx.x - tile * p.splits;
   TileOrder::Coordinate const at = p.order.coordinate(tile);
-  int32_t const begin = p.runs.begin(rank) * kTileK + warp * kChunk<T>, end = min(p.runs.begin(rank + 1) * kTileK, p.k);
+  int const beside = warp / kDeep, deep = warp % kDeep;
+  int32_t const begin = p.runs.begin(rank) * kTileK + deep * kChunk<T>, end = min(p.runs.begin(rank + 1) * kTileK, p.k);
+  int32_t const m0 = at.m * kRows * kBlocks, n0 = (at.n * (kWarps / kDeep) + beside) * kColumns;
 
-  Loader<T, D, kMajorB, kBlocks> loader(p, at, begin, end);
+  Loader<T, D, kMajorB, kBlocks, kDeep> loader(p, at.batch, m0, n0, begin, end);
   auto& own = shared.warps[warp];
 #pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage) loader.next(own.queue[stage]);
   float sums[kBlocks][4][4] = {};
   int stage = 0;
-  for (int32_t k = begin; k < end; k += kRound<T>) {
+  for (int32_t k = begin; k < end; k += kChunk<T> * kDeep) {
     wait_for_copies<kStages - 2>();
     __syncwarp();  // those of all lanes are there, and all have read the chunk before
     Chunk<kBlocks> const& chunk = own.queue[stage];
@@ -260,15 +264,15 @@ __global__ __launch_bounds__(kThreads) void multiply(__grid_constant__ Params<T,
   }
   __syncthreads();
 
-  // Now a thread has columns 2 lane and 2 lane + 1 of every kWarps-th row.
-  constexpr int kPairs = kRows * kBlocks / kWarps;
+  // Now a thread has columns 2 lane and 2 lane + 1 of every kDeep-th row.
+  constexpr int kPairs = kRows * kBlocks / kDeep;
   float2 total[kPairs];
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {
     total[i] = {0, 0};
 #pragma unroll
-    for (int from = 0; from < kWarps; ++from) {
-      auto const part = *reinterpret_cast<float2 const*>(&shared.warps[from].sums[warp + i * kWarps][2 * lane]);
+    for (int from = 0; from < kDeep; ++from) {
+      auto const part = *reinterpret_cast<float2 const*>(&shared.warps[beside * kDeep + from].sums[deep + i * kDeep][2 * lane]);
       total[i].x += part.x, total[i].y += part.y;
     }
   }
@@ -301,10 +305,10 @@ __global__ __launch_bounds__(kThreads) void multiply(__grid_constant__ Params<T,
     }
     cluster_arrive();
   }
-  int32_t const column = at.n * kTileN + 2 * lane;
+  int32_t const column = n0 + 2 * lane;
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {
-    int32_t const row = at.m * kRows * kBlocks + warp + i * kWarps;
+    int32_t const row = m0 + deep + i * kDeep;
     float x[2] = {total[i].x, total[i].y};
     if (row < p.m && column < p.n) store(p, at.batch, row, column, x);
   }
@@ -326,11 +330,12 @@ struct ElementOf<Type::kF32> {
   using type = float;
 };
 
-template <Type kTypeAB, Math kMath, Type kTypeD, Major kMajorB, int kBlocks>
+template <Type kTypeAB, Math kMath, Type kTypeD, Major kMajorB, int kBlocks, int kTileN>
 class SkinnyKernel final : public CudaKernel {
   using T = typename ElementOf<kTypeAB>::type;
   using D = typename ElementOf<kTypeD>::type;
-  static constexpr int64_t kSharedMemory = sizeof(Shared<kBlocks>);
+  static constexpr int kDeep = kWarps * kColumns / kTileN;
+  static constexpr int64_t kSharedMemory = sizeof(Shared<kBlocks, kDeep>);
   static constexpr int64_t kMaxExtent = (int64_t{1} << 31) - 1024;  // positions a little beyond are counted in 32 bits
 
  public:
@@ -387,10 +392,10 @@ class SkinnyKernel final : public CudaKernel {
     config.attrs = &cluster;
     // A launch with clusters of one CTA places neighbouring CTAs differently.
     config.numAttrs = work.splits > 1;
-    return from_cuda(cudaLaunchKernelEx(&config, multiply<T, kMath, D, kMajorB, kBlocks>, params), "launching " + info.name);
+    return from_cuda(cudaLaunchKernelEx(&config, multiply<T, kMath, D, kMajorB, kBlocks, kDeep>, params), "launching " + info.name);
   }
 
-  void const* entry_point() const override { return reinterpret_cast<void const*>(&multiply<T, kMath, D, kMajorB, kBlocks>); }
+  void const* entry_point() const override { return reinterpret_cast<void const*>(&multiply<T, kMath, D, kMajorB, kBlocks, kDeep>); }
 
  private:
   static KernelInfo describe() {
@@ -429,11 +434,12 @@ class SkinnyKernel final : public CudaKernel {
   }
 };
 
-// One row of the table: so many rows of A, which is row-major, by a B of either majorness, into the operands' type and into f32.
-template <Type kTypeAB, Math kMath, int kTileM>
+// One row of the table: so many rows of A, which is row-major, by so many columns of a B of either majorness, into the operands' type and
+// into f32.
+template <Type kTypeAB, Math kMath, int kTileM, int kTileN>
 bool add_row() {
   auto const add = [](auto type_d, auto major_b) {
-    Registration(std::make_unique<SkinnyKernel<kTypeAB, kMath, type_d(), major_b(), kTileM / kRows>>());
+    Registration(std::make_unique<SkinnyKernel<kTypeAB, kMath, type_d(), major_b(), kTileM / kRows, kTileN>>());
   };
   std::integral_constant<Major, Major::kRow> const row;
   std::integral_constant<Major, Major::kColumn> const column;
@@ -454,7 +460,7 @@ inline constexpr Math native = Math::kNative, tf32 = Math::kTF32, tf32x3 = Math:
 
 }  // namespace jax_streamk::skinny
 
-#define JAX_STREAMK_SKINNY_KERNEL(type_ab, math, rows)              \
-  namespace jax_streamk::skinny::words {                            \
-  static bool const row_added = add_row<type_ab, math, rows>();     \
+#define JAX_STREAMK_SKINNY_KERNEL(type_ab, math, rows, columns)            \
+  namespace jax_streamk::skinny::words {                                   \
+  static bool const row_added = add_row<type_ab, math, rows, columns>();   \
   }
