@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "cutlass_kernels/clusters.h"
 #include "cutlass_kernels/repack.h"
 
 namespace jax_streamk {
@@ -84,7 +85,7 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   wave_tiles_ = static_cast<double>(tiling_.tiles_m) * tiling_.tiles_n;
   tiles_ = p.batch * wave_tiles_;
   k_tiles_ = ceil_div(p.k, kernel.tile_k);
-  workers_ = std::max(width / ctas, 1);
+  workers_ = active_clusters(width, ctas);
   if (kernel.family == Family::kHost) return;
 
   double const size = size_of(p.type_a), accumulator = size_of(accumulator_of(p.type_a));

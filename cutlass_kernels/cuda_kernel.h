@@ -5,6 +5,10 @@
 
 #include "cutlass_kernels/gemm.h"
 
+// What a row of table.txt, on its line, calls its registration: several rows share a translation unit.
+#define JAX_STREAMK_ROW_ON(line) row_##line
+#define JAX_STREAMK_ROW(line) JAX_STREAMK_ROW_ON(line)
+
 namespace jax_streamk {
 
 Status from_cuda(cudaError_t error, std::string const& what);

@@ -460,7 +460,7 @@ inline constexpr Math native = Math::kNative, tf32 = Math::kTF32, tf32x3 = Math:
 
 }  // namespace jax_streamk::skinny
 
-#define JAX_STREAMK_SKINNY_KERNEL(type_ab, math, rows, columns)            \
-  namespace jax_streamk::skinny::words {                                   \
-  static bool const row_added = add_row<type_ab, math, rows, columns>();   \
+#define JAX_STREAMK_SKINNY_KERNEL(type_ab, math, rows, columns)                            \
+  namespace jax_streamk::skinny::words {                                                   \
+  static bool const JAX_STREAMK_ROW(__LINE__) = add_row<type_ab, math, rows, columns>();   \
   }

@@ -347,7 +347,7 @@ class Sm80Kernel final : public CudaKernel {
 // One row of table.txt.
 #define JAX_STREAMK_SM80_KERNEL(ab, d, math, major_a, major_b, tile_m, tile_n, tile_k, warp_m, warp_n, warp_k, stages, align, \
                                 align_d, reduction)                                                                          \
-  static ::jax_streamk::Registration const sm80_registration(                                                                \
+  static ::jax_streamk::Registration const JAX_STREAMK_ROW(__LINE__)(                                                        \
       std::make_unique<::jax_streamk::Sm80Kernel<                                                                            \
           ::jax_streamk::sm80::ab, ::jax_streamk::sm80::d, ::jax_streamk::sm80::math, ::jax_streamk::sm80::major_a,          \
           ::jax_streamk::sm80::major_b, ::cutlass::gemm::GemmShape<tile_m, tile_n, tile_k>,                                  \

@@ -15,6 +15,7 @@
 #include "cutlass/gemm/collective/collective_builder.hpp"
 #include "cutlass/gemm/kernel/gemm_universal.hpp"
 #include "cutlass/kernel_launch.h"
+#include "cutlass_kernels/clusters.h"
 #include "cutlass_kernels/cuda_kernel.h"
 #include "cutlass_kernels/sm90/epilogue.h"
 #include "cutlass_kernels/sm90/scheduler.h"
@@ -104,7 +105,8 @@ class Sm90Kernel final : public CudaKernel {
     int32_t const sms = stream_k && s.max_sms > 0 && s.max_sms < device.sms ? s.max_sms : device.sms;
     TileOrder const order = tile_order(p, s);
     return Decomposition::make(s.kind == ScheduleKind::kStreamK && !stream_k ? ScheduleKind::kDataParallel : s.kind,
-                               static_cast<int32_t>(p.batch) * order.tiles_m * order.tiles_n, k_tiles(p), sms / kClusterSize,
+                               static_cast<int32_t>(p.batch) * order.tiles_m * order.tiles_n, k_tiles(p),
+                               active_clusters(sms, kClusterSize),
                                s.splits);
   }
 
@@ -279,8 +281,8 @@ inline constexpr Results own = Results::kOwn, both = Results::kBoth;
 
 }  // namespace jax_streamk::sm90
 
-#define JAX_STREAMK_SM90_KERNEL(tile_m, tile_n, tile_k, cluster_m, cluster_n, warp_schedule, operands, results)                 \
+#define JAX_STREAMK_SM90_KERNEL(tile_m, tile_n, tile_k, cluster_m, cluster_n, warp_schedule, operands, results)               \
   namespace jax_streamk::sm90::words {                                                                                        \
-  static bool const row_added =                                                                                               \
+  static bool const JAX_STREAMK_ROW(__LINE__) =                                                                               \
       Row<tile_m, tile_n, tile_k, cluster_m, cluster_n>::add_all<warp_schedule, operands, results>();                         \
   }
