@@ -222,6 +222,16 @@ def test_what_is_fused_is_hidden_by_pingpong_kernels(cuda):
     assert cuda(fused)[1].warp_schedule == "pingpong"
 
 
+@pytest.mark.parametrize("cluster, at_once", [((1, 1), 132), ((2, 1), 66), ((1, 2), 66), ((2, 2), 30), ((4, 1), 30)])
+def test_clusters_of_four_leave_sms_idle(cluster, at_once):
+    """As cudaOccupancyMaxActiveClusters says on an H200."""
+    kernel = fake_kernel(_ffi.Family.sm90, BF16, BF16, (128, 128, 64), cluster, "pingpong")
+    parts = planner._native_schedule(DataParallel()), HOPPER.native(), cost_model.H200.native
+    problem = gemm(128 * cluster[0] * at_once, 128 * cluster[1], 512)
+    one, more = (_ffi.estimate(kernel, dataclasses.replace(problem, m=m).native(), *parts) for m in (problem.m, problem.m + 1))
+    assert one.waves == 1 and more.waves > 1 and more.iterations == 2 * one.iterations
+
+
 def test_a_machine_has_every_constant():
     native = cost_model.H200.native
     names = [name for name in dir(native) if not name.startswith("_")]
