@@ -100,7 +100,8 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   // wgmma loses a fixed time per iteration, as if the tile were wider; mma.sync loses where warps reuse little.
   if (kernel.family == Family::kSm90) {
     math_ = 2 * kernel.tile_m * (kernel.tile_n + machine.narrow) * tile_k / machine.wgmma_rate_sm;
-    wgmma_sustained_ = 2 * area * tile_k * ctas / machine.wgmma_sustained;
+    // SMs that clusters leave out save no power for the others.
+    wgmma_sustained_ = 2 * area * tile_k * std::max(width / workers_, 1.0) / machine.wgmma_sustained;
   } else if (kernel.family == Family::kSkinny) {
     math_ = 2 * area * tile_k / (machine.skinny_mma * mma_rate(machine, p.type_a, p.math) / machine.mma_16bit);
   } else {
