@@ -24,7 +24,7 @@ constexpr int32_t kNeighbours = 16, kStarts[] = {0, 40}, kStrides[] = {8, 9};
 double fifth_power(double x) { return x * x * x * x * x; }
 constexpr double kOverlapCall = 1.6;
 
-// CTAs of the skinny family that share an SM.
+// CTAs that share an SM and wait for loads in turn: of the skinny family, and of those that load less than 16 bytes at a time.
 constexpr double kResident = 2;
 
 // Lower bounds of costs stay below them however both are rounded.
@@ -133,6 +133,8 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
     double const half_lines = p.major_b == Major::kColumn ? machine.half_lines : 1;
     loads_ = loaded(tile_rows, tile_columns) / machine.skinny_rate_sm * half_lines;
     alone_ = machine.skinny_alone * kernel.tile_m / 64;
+  } else if (double const bytes = kernel.align_a * size; bytes < 16) {
+    alone_ = machine.narrow_loads * std::pow(8 / bytes, 0.7) * tile_k / 32;
   }
   multicast_ = loaded(tile_rows / kernel.cluster_n, tile_columns / kernel.cluster_m) * ctas;
 

@@ -29,6 +29,7 @@ class Machine:
     mma_tf32x3: float
     mma_f64: float
     narrow: float  # columns of tile_n that a MAC iteration of wgmma loses
+    narrow_loads: float  # 32 of K of a CTA that is alone on its SM and loads 8 bytes at a time
     misaligned_k: float  # factor on loads of an operand contiguous along K whose rows do not start on 128-byte lines
     misaligned_mn: float  # ... of one contiguous along m or n
     skinny_launch: float  # of a kernel of few rows
@@ -57,8 +58,8 @@ class Machine:
         return native
 
 
-# Fitted by benchmarks/fit_cost_model.py to benchmarks/results/plans_h200_2026-11-20.csv.gz, but for mma_*, memset, fused and
-# half_lines, estimates.
+# Fitted by benchmarks/fit_cost_model.py to benchmarks/results/plans_h200_2026-11-20.csv.gz, but for mma_*, memset, fused,
+# narrow_loads and half_lines, estimates.
 H200 = Machine(
     launch=3.561,
     relaunch=3.351,
@@ -76,6 +77,7 @@ H200 = Machine(
     mma_tf32x3=0.65e6,
     mma_f64=0.35e6,
     narrow=49.9,
+    narrow_loads=0.37,
     misaligned_k=1.188,
     misaligned_mn=1.371,
     skinny_launch=3.08,

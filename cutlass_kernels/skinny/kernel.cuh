@@ -207,6 +207,16 @@ __global__ __launch_bounds__(kThreads) void multiply(__grid_constant__ Params<T,
   auto& own = shared.warps[warp];
 #pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage) loader.next(own.queue[stage]);
+  constexpr int kPairs = kRows * kBlocks / kDeep;  // of neighbours in D, that a thread ends with
+  int32_t const column = n0 + 2 * lane;
+  if (rank == 0 && !p.epilogue.plain && column < p.n) {
+    // Wanted when all else is done.
+    auto const& epilogue = p.epilogue;
+    if (epilogue.bias != nullptr) prefetch(epilogue.bias + at.batch * epilogue.batch_stride_bias + column);
+    if (epilogue.residual != nullptr)
+      for (int32_t row = m0 + deep; row < p.m && row < m0 + kRows * kBlocks; row += kDeep)
+        prefetch(epilogue.residual + at.batch * epilogue.batch_stride_d + row * epilogue.ldd + column);
+  }
   float sums[kBlocks][4][4] = {};
   int stage = 0;
   for (int32_t k = begin; k < end; k += kChunk<T> * kDeep) {
@@ -265,7 +275,6 @@ __global__ __launch_bounds__(kThreads) void multiply(__grid_constant__ Params<T,
   __syncthreads();
 
   // Now a thread has columns 2 lane and 2 lane + 1 of every kDeep-th row.
-  constexpr int kPairs = kRows * kBlocks / kDeep;
   float2 total[kPairs];
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {
@@ -305,7 +314,6 @@ __global__ __launch_bounds__(kThreads) void multiply(__grid_constant__ Params<T,
     }
     cluster_arrive();
   }
-  int32_t const column = n0 + 2 * lane;
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {
     int32_t const row = m0 + deep + i * kDeep;
