@@ -377,7 +377,7 @@ def test_a_transpose_that_follows_costs_no_copy(fn, shape_x, shape_w):
 
 def test_a_transpose_that_a_schedule_cannot_take():
     """On a GPU atomic kernels store aligned rows only, and the transposed result has none."""
-    x, w = normal(129, 512), normal(512, 128)
+    x, w = normal(129, 512), normal(512, 128) / 32  # tanh is not flat
     fn, schedule = lambda x, w: jnp.tanh((x @ w).T), SplitK(4, "atomic")
     assert products(accelerate(fn, schedule=schedule), x, w) == products(accelerate(jnp.matmul, schedule=schedule), x, w)
     assert_close(accelerate(fn, schedule=schedule)(x, w), fn(x, w))

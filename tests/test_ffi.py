@@ -11,9 +11,10 @@ from jax_streamk import DataParallel, SplitK, StreamK, _ffi, lowering, plan
 
 ON_GPU = jax.default_backend() == "gpu"
 TARGET = "jax_streamk_cuda_gemm" if ON_GPU else "jax_streamk_host_gemm"
-M, N, K = 104, 72, 640
+M, N, K = 1000, 1000, 640
 A, B = (np.random.default_rng(0).integers(-3, 4, shape).astype(np.float32) for shape in ((M, K), (K, N)))
 PLAN = plan(A, B, schedule=SplitK(2))
+assert PLAN.workspace_bytes > 16, "the tests change what a plan says of its workspace"
 SEVEN_MILLION = 7_000_000
 
 
@@ -103,7 +104,7 @@ def test_operands_that_do_not_hold_what_the_plan_says(changed, operand):
     attributes = lowering._attributes(plan(A, B, schedule=DataParallel()))
     message = f"INVALID_ARGUMENT: .* was given a buffer for {operand} of another type, or smaller, than its plan says"
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-        call(changed, workspace=2**20, attributes=attributes | {"workspace_bytes": L(2**20)})
+        call(changed, workspace=2**24, attributes=attributes | {"workspace_bytes": L(2**24)})
 
 
 BIAS, RESIDUAL = (np.random.default_rng(1).integers(-3, 4, shape).astype(np.float32) for shape in ((N,), (M, N)))
@@ -151,16 +152,16 @@ def test_operands_of_an_epilogue(changed, others, message):
 
 def test_a_bias_of_every_batch_does_not_fit_that_of_one():
     changed = WITH_BIAS | {"batch": L(2), "batch_stride_bias": L(N), "lda": L(K), "batch_stride_a": L(0), "batch_stride_b": L(0)}
-    attributes = lowering._attributes(plan(A, B, schedule=DataParallel())) | {"batch_stride_d": L(0), "workspace_bytes": L(2**20)}
+    attributes = lowering._attributes(plan(A, B, schedule=DataParallel())) | {"batch_stride_d": L(0), "workspace_bytes": L(2**24)}
     with pytest.raises(jax.errors.JaxRuntimeError, match="was given a buffer for the bias of another type, or smaller"):
-        call(changed, 2**20, attributes, (BIAS,))
+        call(changed, 2**24, attributes, (BIAS,))
 
 
 def test_operands_of_another_type():
     a, b = A.astype(jnp.bfloat16), B.astype(jnp.bfloat16)
     attributes = lowering._attributes(plan(a, b, schedule=DataParallel()))
     with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT: .* was given a buffer for A of another type"):
-        call({"workspace_bytes": L(2**20)}, workspace=2**20, attributes=attributes)
+        call({"workspace_bytes": L(2**24)}, workspace=2**24, attributes=attributes)
 
 
 @pytest.mark.parametrize("changed", [{"schedule": I(9)}, {"raster": I(8)}, {"max_sms": I(-2)}, {"swizzle": I(2**31 - 1)}], ids=str)
