@@ -1,5 +1,5 @@
-"""Measures our own plans on this GPU: every kernel that can run a problem, under many schedules. Writes the CSV that
-fit_cost_model.py reads.
+"""Measures our own plans on this GPU: every kernel that can run a problem, under many schedules, but for those whose estimate is far
+above the least. Writes the CSV that fit_cost_model.py reads.
 
 Each plan is captured into a CUDA graph of calls on rotating operands (more than 200 MB of them, so that L2 stays cold), which is
 replayed and timed with events: microseconds per call, with every memset and reduction kernel.
@@ -89,9 +89,10 @@ def measure_shape(writer, kernels, memory, m, n, k, reductions):
     count, schedules = len(plans), [plan.native() for _, plan in plans]
     batch = _ffi.Batch([kernel for kernel, _ in plans], [problem.native()] * count, schedules, device.native())
     estimates = batch.microseconds(machine_of(device).native)
+    bound = UNLIKELY * min(estimates, default=0)
     best = []
     for (kernel, plan), estimate in zip(plans, estimates):
-        if estimate > UNLIKELY * min(estimates):
+        if estimate > bound:
             continue
         for raster, swizzle in ORDERS:
             plan = dataclasses.replace(plan, raster=raster, swizzle=swizzle)

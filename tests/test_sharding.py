@@ -242,14 +242,14 @@ TYPED = {
     "stacked": ((None, None), ("x", None, "y"), P(None, "x", "y")),
 }
 
-def assert_typed_like_xla(ours, xlas, *operands):
+def assert_typed_like_xla(ours, xlas, *operands, atol=1e-5):
     """Types and values, of results and gradients; and no more collectives."""
     functions = [lambda *operands, f=f: with_gradients(f)(*operands, jnp.cos(f(*operands))) for f in (ours, xlas)]
     programs = [compiled(function, *operands) for function in functions]
     found, xla = (program(*operands) for program in programs)
     assert [jax.typeof(x) for x in found] == [jax.typeof(x) for x in xla]
     for got, want in zip(found, xla, strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=3e-5)
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=atol)
     mine, theirs = map(collectives, programs)
     assert mine.total() <= theirs.total(), (mine, theirs)
 
@@ -264,7 +264,8 @@ def test_explicit_sharding(case, named):
         shapes = (16, 24) if len(specs[0]) == 2 else (8, 16, 24), ((24,), (24, 40), (8, 24, 40))[len(specs[1]) - 1]
         a, b = place(*((normal(*shape), P(*spec)) for shape, spec in zip(shapes, specs)), mesh=EXPLICIT)
         ours, xlas = ((lambda a, b, f=f: f(a, b, out_sharding=out)) for f in (matmul, jnp.matmul))
-        assert_typed_like_xla(ours, xlas, a, b)
+        # The gradient of a matrix that a stack shares is eight times as long a sum.
+        assert_typed_like_xla(ours, xlas, a, b, atol=3e-5 if case == "stacked" else 1e-5)
         assert our_calls(compiled(ours, a, b))
         assert jax.typeof(ours(a, b)) == jax.typeof(xlas(a, b))  # outside of jit
 
