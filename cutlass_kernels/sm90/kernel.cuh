@@ -2,7 +2,7 @@
 // translation unit that invokes JAX_STREAMK_SM90_KERNEL.
 #pragma once
 
-// Every width of wgmma, or CuTe would make a tile of 160 columns from five instructions of 32, which take half as long again.
+// Every width of wgmma, or CuTe would make a tile of 160 columns from five instructions of 32, which take a third as long again.
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 
 #include <memory>
@@ -245,7 +245,7 @@ class Sm90Kernel final : public CudaKernel {
 enum class Results { kOwn, kBoth };
 
 // One row of the table: a tile for bf16 and f16, with all four majornesses of A and B, into the operands' type and maybe f32. Much of a
-// translation unit's compile time goes into CUTLASS's headers, so sixteen kernels cost little more than four times one.
+// translation unit's compile time goes into CUTLASS's headers, which they share.
 template <int... kTileAndCluster>
 struct Row {
   template <Type kTypeAB, Type kTypeD, Major kMajorA, Major kMajorB, WarpSchedule kWarpSchedule, bool kSwapAB>
