@@ -253,8 +253,8 @@ def test_a_profile_without_a_gpu_is_no_measurement():
 
 @pytest.mark.gpu
 def test_device_time_has_every_kernel_and_memset():
-    split = jax.jit(lambda x: jax_streamk.matmul(x, x, schedule=jax_streamk.SplitK(4)))  # which zeroes its tickets
-    x = jnp.ones((512, 512), jnp.bfloat16)
+    split = jax.jit(lambda x: jax_streamk.matmul(x, x, schedule=jax_streamk.SplitK(4)))  # which on a tile of Hopper zeroes its tickets
+    x = jnp.ones((2048, 2048), jnp.bfloat16)
     jax.block_until_ready(split(x))
     samples, names = timing.device_samples(timing.Program(lambda: [split(x) for _ in range(4)], jax.block_until_ready, 4))
     assert len(samples) == 20 and min(samples) > 0
