@@ -166,7 +166,8 @@ Wave Estimator::first_wave(Raster raster, int32_t swizzle) const {
   bool const along_m = raster == Raster::kAlongM, alone = tiling_.ctas == 1;
   int32_t const tiles_m = tiling_.tiles_m, tiles_n = tiling_.tiles_n;
   int32_t const fast = along_m ? tiles_m : tiles_n, slow = along_m ? tiles_n : tiles_m;
-  TileOrder const order{tiles_m, tiles_n, raster, std::min(swizzle, slow)};
+  swizzle = std::min(swizzle, slow);
+  TileOrder const order{tiles_m, tiles_n, raster, swizzle};
   double const workers = std::min(workers_, wave_tiles_);
 
   // Of the workers of one GPC, or of two that stand for all.
@@ -186,9 +187,9 @@ Wave Estimator::first_wave(Raster raster, int32_t swizzle) const {
   }
   double const rows = std::min(tiling_.rows, problem_.m), columns = std::min(tiling_.columns, problem_.n);
   wave.rows *= rows, wave.columns *= columns;
-  double const panels = ceil_div(workers, static_cast<double>(fast) * order.swizzle);
-  double const down = panels == 1 ? ceil_div(workers, order.swizzle) : fast;
-  double const across = std::min<double>(panels * order.swizzle, slow);
+  double const panels = ceil_div(workers, static_cast<double>(fast) * swizzle);
+  double const down = panels == 1 ? ceil_div(workers, swizzle) : fast;
+  double const across = std::min<double>(panels * swizzle, slow);
   wave.footprint = (along_m ? down : across) * rows + (along_m ? across : down) * columns;
   return wave;
 }

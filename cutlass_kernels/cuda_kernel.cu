@@ -61,9 +61,13 @@ __device__ inline int64_t divide(int64_t x, int64_t by) {
   return (x | by) >> 32 == 0 ? static_cast<uint32_t>(x) / static_cast<uint32_t>(by) : x / by;
 }
 
-// D = epilogue(sum over slices of partials[slice]). Partials are slices x rows x ld; rows are those of all batches. A thread owns 16
-// bytes of one row of partials, and adds the slices in the order of K: the same bits every time. Where kWide, D, bias and residual
-// have as many neighbours in whole vectors.
+constexpr int64_t kBusyThreads = 1 << 17;  // with eight loads each under way, enough for the memory of any GPU so far
+constexpr int kReducers = 128;  // threads of a block: few, so that small outputs still spread over every SM
+
+// D = epilogue(sum over slices of partials[slice]). Partials are slices x rows x ld; rows are those of all batches. The threads of a
+// block that have the same threadIdx.x own 16 bytes of one row of partials. Each adds a run of slices in the order of K, and the
+// first of them adds the runs in that order: the same bits every time. Where kWide, D, bias and residual have as many neighbours in
+// whole vectors.
 template <typename Accumulator, typename T, bool kWide>
 __global__ void reduce_slices(Accumulator const* __restrict__ partials, int slices, int64_t ld, int64_t rows,
                               int64_t rows_per_batch, int64_t n, T* __restrict__ d, EpilogueParams<Accumulator, T> epilogue) {
@@ -74,18 +78,37 @@ __global__ void reduce_slices(Accumulator const* __restrict__ partials, int slic
   struct alignas(sizeof(T) * kVector) Out {
     T x[kVector];
   };
-  int64_t const columns = ld / kVector;
-  for (int64_t at = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; at < rows * columns;
-       at += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+  __shared__ Vector sums[kReducers];
+  int const run = static_cast<int>(threadIdx.y), runs = static_cast<int>(blockDim.y), owners = static_cast<int>(blockDim.x);
+  int const owner = static_cast<int>(threadIdx.x);
+  int const begin = run * slices / runs, end = (run + 1) * slices / runs;
+  int64_t const columns = ld / kVector, vectors = rows * columns;
+  for (int64_t first = blockIdx.x * static_cast<int64_t>(owners); first < vectors; first += static_cast<int64_t>(gridDim.x) * owners) {
+    int64_t const at = first + owner;
     int64_t const row = divide(at, columns), column = (at - row * columns) * kVector;
-    Accumulator const* from = partials + row * ld + column;
-    Vector sum = *reinterpret_cast<Vector const*>(from);
+    Vector sum;
+    if (at < vectors) {
+      Accumulator const* const from = partials + row * ld + column;
+      sum = *reinterpret_cast<Vector const*>(from + begin * rows * ld);
 #pragma unroll 8
-    for (int slice = 1; slice < slices; ++slice) {
-      Vector const next = *reinterpret_cast<Vector const*>(from + slice * rows * ld);
+      for (int slice = begin + 1; slice < end; ++slice) {
+        Vector const next = *reinterpret_cast<Vector const*>(from + slice * rows * ld);
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) sum.x[i] += next.x[i];
+        for (int i = 0; i < kVector; ++i) sum.x[i] += next.x[i];
+      }
     }
+    if (runs > 1) {
+      __syncthreads();  // the sums before have been read
+      sums[run * owners + owner] = sum;
+      __syncthreads();
+      if (run > 0) continue;
+      for (int other = 1; other < runs; ++other) {
+        Vector const next = sums[other * owners + owner];
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) sum.x[i] += next.x[i];
+      }
+    }
+    if (at >= vectors) continue;
     int64_t const batch = divide(row, rows_per_batch);
     int64_t const offset = batch * epilogue.batch_stride_d + (row - batch * rows_per_batch) * epilogue.ldd + column;
     if (!epilogue.plain) {
@@ -126,9 +149,11 @@ Status launch_typed(GemmProblem const& p, int32_t slices, int64_t ld, void const
   constexpr int kVector = 16 / sizeof(Accumulator);
   int64_t const rows = p.batch * p.m, vectors = rows * (ld / kVector);
   bool const wide = (p.n | p.ldd | p.batch_stride_d | p.epilogue.batch_stride_bias) % kVector == 0;
-  // Few threads per block: small outputs still spread over every SM.
-  int const threads = 128;
-  int64_t const blocks = (vectors + threads - 1) / threads;
+  // Slices have several runs until there are threads to load them all at once.
+  int runs = 1;
+  while (runs < kReducers / 8 && runs * 4 <= slices && vectors * runs < kBusyThreads) runs *= 2;
+  dim3 const threads(kReducers / runs, runs);
+  int64_t const blocks = (vectors + threads.x - 1) / threads.x;
   unsigned const grid = static_cast<unsigned>(blocks < 65535 ? blocks : 65535);
   (wide ? reduce_slices<Accumulator, T, true> : reduce_slices<Accumulator, T, false>)<<<grid, threads, 0, stream>>>(
       static_cast<Accumulator const*>(partials), slices, ld, rows, p.m, p.n, static_cast<T*>(buffers.d),

@@ -41,6 +41,24 @@ JSK_HOST_DEVICE int32_t quotient(int32_t x, int32_t by) {
   return static_cast<int32_t>(static_cast<uint32_t>(x) / static_cast<uint32_t>(by));
 }
 
+// Divides non-negative numbers by a number known before the launch, in one multiplication: Granlund and Montgomery, "Division by
+// Invariant Integers using Multiplication" (1994). With 2^shift = 2^31 times the least power of two that is not below the divisor,
+// the product exceeds 2^shift times the exact quotient by less than 2^31, so for no x < 2^31 does it reach the next integer.
+class Divisor {
+ public:
+  Divisor() = default;
+  explicit Divisor(int32_t by) : shift_(by > 1 ? 63 - __builtin_clz(static_cast<uint32_t>(by - 1)) : 31) {
+    multiplier_ = static_cast<uint32_t>((uint64_t{1} << shift_) / static_cast<uint32_t>(by)) + 1;
+  }
+  JSK_HOST_DEVICE int32_t divide(int32_t x) const {
+    return static_cast<int32_t>(static_cast<uint64_t>(static_cast<uint32_t>(x)) * multiplier_ >> shift_);
+  }
+
+ private:
+  uint32_t multiplier_ = (uint32_t{1} << 31) + 1;
+  int32_t shift_ = 31;
+};
+
 // Cuts `total` into near-equal runs: the first total % runs of them are one longer.
 struct EvenRuns {
   int32_t base = 0, longer = 0;
@@ -109,7 +127,7 @@ struct Decomposition {
       out.k_count = runs.begin(out.peer + 1) - out.k_begin;
       return true;
     }
-    int32_t whole = ordinal;
+    int32_t whole = ordinal;  // of the worker's tiles that it shares with nobody
     if (worker < stream_k_workers) {
       int32_t const begin = runs.begin(worker), end = runs.begin(worker + 1);
       int32_t const first_tile = quotient(begin, k_tiles), last_tile = quotient(end - 1, k_tiles);
@@ -127,7 +145,12 @@ struct Decomposition {
       }
       whole -= last_tile - first_tile + 1;
     }
-    out.tile = stream_k_tiles + worker + whole * workers;
+    return whole_tile(worker, whole, out);
+  }
+
+  // All that work() does where nothing is shared.
+  JSK_HOST_DEVICE bool whole_tile(int32_t worker, int32_t ordinal, Work& out) const {
+    out.tile = stream_k_tiles + worker + ordinal * workers;
     if (out.tile >= tiles) return false;
     out.k_begin = 0;
     out.k_count = k_tiles;
@@ -155,29 +178,52 @@ enum class Raster : int32_t { kAlongM, kAlongN };
 
 // The order in which tiles are numbered. Along M means that consecutive tiles step down M; `swizzle` is the width, in tiles of
 // the other dimension, of the panel that is finished before the next one starts, so that a wave covers a squarer piece of D.
-struct TileOrder {
-  int32_t tiles_m = 1;
-  int32_t tiles_n = 1;
-  Raster raster = Raster::kAlongM;
-  int32_t swizzle = 1;
-
+class TileOrder {
+ public:
   struct Coordinate {
     int32_t m, n, batch;
   };
 
-  JSK_HOST_DEVICE Coordinate coordinate(int32_t tile) const {
-    int32_t const per_batch = tiles_m * tiles_n;
-    int32_t const fast = raster == Raster::kAlongM ? tiles_m : tiles_n;
-    int32_t const slow = raster == Raster::kAlongM ? tiles_n : tiles_m;
-    int32_t const batch = tile < per_batch ? 0 : quotient(tile, per_batch);
-    int32_t const index = tile - batch * per_batch;
-    int32_t const panel = quotient(index, fast * swizzle);
-    int32_t const within = index - panel * fast * swizzle;
-    int32_t const left = slow - panel * swizzle;
-    int32_t const width = left < swizzle ? left : swizzle;
-    int32_t const f = quotient(within, width), s = panel * swizzle + (within - f * width);
-    return raster == Raster::kAlongM ? Coordinate{f, s, batch} : Coordinate{s, f, batch};
+  TileOrder() = default;
+  TileOrder(int32_t tiles_m, int32_t tiles_n, Raster raster, int32_t swizzle) : raster_(raster) {
+    bool const along_m = raster == Raster::kAlongM;
+    int32_t const fast = along_m ? tiles_m : tiles_n, slow = along_m ? tiles_n : tiles_m;
+    swizzle_ = swizzle < slow ? swizzle : slow;
+    per_batch_ = product(fast, slow);
+    per_panel_ = product(fast, swizzle_);
+    panels_ = slow / swizzle_;
+    last_width_ = slow % swizzle_;
+    by_batch_ = Divisor(per_batch_);
+    by_panel_ = Divisor(per_panel_);
+    by_width_ = Divisor(swizzle_);
+    if (last_width_ > 0) by_last_width_ = Divisor(last_width_);
   }
+
+  JSK_HOST_DEVICE int32_t tiles_per_batch() const { return per_batch_; }
+
+  JSK_HOST_DEVICE Coordinate coordinate(int32_t tile) const {
+    int32_t const batch = by_batch_.divide(tile), index = tile - batch * per_batch_;
+    int32_t const panel = by_panel_.divide(index), within = index - panel * per_panel_;
+    bool const whole = panel < panels_;
+    int32_t const width = whole ? swizzle_ : last_width_;
+    int32_t const f = (whole ? by_width_ : by_last_width_).divide(within), s = panel * swizzle_ + (within - f * width);
+    return raster_ == Raster::kAlongM ? Coordinate{f, s, batch} : Coordinate{s, f, batch};
+  }
+
+ private:
+  // Of extents that no kernel runs, too, whose first tiles are planned with.
+  static int32_t product(int32_t x, int32_t y) {
+    int64_t const exact = static_cast<int64_t>(x) * y, most = 1 << 30;
+    return static_cast<int32_t>(exact < most ? exact : most);
+  }
+
+  Raster raster_ = Raster::kAlongM;
+  int32_t swizzle_ = 1;
+  int32_t per_batch_ = 1;
+  int32_t per_panel_ = 1;  // tiles of a whole panel
+  int32_t panels_ = 1;     // that are whole
+  int32_t last_width_ = 0;
+  Divisor by_batch_, by_panel_, by_width_, by_last_width_;
 };
 
 }  // namespace jax_streamk

@@ -44,4 +44,7 @@ __device__ inline Vector load_vector(void const* from) {
   return vector;
 }
 
+// Has a line of global memory brought to L2.
+__device__ inline void prefetch_to_l2(void const* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
 }  // namespace jax_streamk

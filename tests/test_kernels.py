@@ -380,6 +380,18 @@ def test_a_separate_reduction_converts(name):
             assert check(kernel, case, schedule, True, epilogue, type_d=kernel.type_a, ldd=ldd) is None
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SEPARATE or ["no CUDA kernel in this build"])
+def test_a_separate_reduction_of_many_slices(name):
+    """Threads that share an output add up to sixteen runs of slices, as many as keep the GPU busy."""
+    kernel = KERNELS[name]
+    for m, n, splits in ((1, 1, 35), (37, 60, 128), (64, 64, 97), (13, 9, 6), (260, 520, 33)):
+        case = admissible(kernel, Case(m, n, splits * kernel.tile_k - 8))
+        schedule = make_schedule(_ffi.ScheduleKind.split_k, splits, _ffi.Reduction.separate)
+        for epilogue in (PLAIN, EPILOGUES[4]):
+            assert check(kernel, case, schedule, True, epilogue, type_d=kernel.type_a) is None
+
+
 TMA = [name for name in one_kernel_of("family", "type_a", "type_d", "major_a", "major_b", "swap_ab") if name.startswith("sm90")]
 
 

@@ -210,15 +210,13 @@ class HostKernel final : public Kernel {
     ScheduleKind kind = s.kind;
     if (kind == ScheduleKind::kStreamK && s.max_sms == 1) kind = ScheduleKind::kDataParallel;
     int32_t const limit = limited ? s.max_sms : device.sms;
-    return Decomposition::make(kind, static_cast<int32_t>(p.batch) * order.tiles_m * order.tiles_n,
+    return Decomposition::make(kind, static_cast<int32_t>(p.batch) * order.tiles_per_batch(),
                                static_cast<int32_t>(ceil_div(p.k, info.tile_k)), std::min(limit, device.sms), s.splits);
   }
 
  private:
   TileOrder tile_order(GemmProblem const& p, Schedule const& s) const {
-    int32_t const tiles_m = static_cast<int32_t>(ceil_div(p.m, info.tile_m));
-    int32_t const tiles_n = static_cast<int32_t>(ceil_div(p.n, info.tile_n));
-    return {tiles_m, tiles_n, s.raster, std::min(s.swizzle, s.raster == Raster::kAlongM ? tiles_n : tiles_m)};
+    return {static_cast<int32_t>(ceil_div(p.m, info.tile_m)), static_cast<int32_t>(ceil_div(p.n, info.tile_n)), s.raster, s.swizzle};
   }
 
   Gemm gemm(GemmProblem const& p, Schedule const& s, Device const& device, Buffers const& buffers) const {

@@ -39,7 +39,6 @@ __device__ inline void copy_async(uint4* to, void const* from, bool zero) {
                "r"(zero ? 0 : 16)
                : "memory");
 }
-__device__ inline void prefetch(void const* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits for all groups but the last `kPending`.
 template <int kPending>

@@ -212,10 +212,10 @@ __global__ __launch_bounds__(kThreads) void multiply(__grid_constant__ Params<T,
   if (rank == 0 && !p.epilogue.plain && column < p.n) {
     // Wanted when all else is done.
     auto const& epilogue = p.epilogue;
-    if (epilogue.bias != nullptr) prefetch(epilogue.bias + at.batch * epilogue.batch_stride_bias + column);
+    if (epilogue.bias != nullptr) prefetch_to_l2(epilogue.bias + at.batch * epilogue.batch_stride_bias + column);
     if (epilogue.residual != nullptr)
       for (int32_t row = m0 + deep; row < p.m && row < m0 + kRows * kBlocks; row += kDeep)
-        prefetch(epilogue.residual + at.batch * epilogue.batch_stride_d + row * epilogue.ldd + column);
+        prefetch_to_l2(epilogue.residual + at.batch * epilogue.batch_stride_d + row * epilogue.ldd + column);
   }
   float sums[kBlocks][4][4] = {};
   int stage = 0;
@@ -352,7 +352,7 @@ class SkinnyKernel final : public CudaKernel {
   Decomposition decomposition(GemmProblem const& p, Schedule const& s, Device const&) const override {
     // As many workers as pieces of work. CTAs are numbered otherwise: those of a cluster, which share a tile, are neighbours.
     TileOrder const order = tile_order(p, s);
-    int32_t const tiles = static_cast<int32_t>(p.batch) * order.tiles_m * order.tiles_n;
+    int32_t const tiles = static_cast<int32_t>(p.batch) * order.tiles_per_batch();
     int32_t const splits = s.kind == ScheduleKind::kSplitK ? s.splits : 1;
     return Decomposition::make(splits > 1 ? s.kind : ScheduleKind::kDataParallel, tiles,
                                static_cast<int32_t>((p.k + kTileK - 1) / kTileK), tiles * splits, splits);
@@ -433,12 +433,8 @@ class SkinnyKernel final : public CudaKernel {
   }
 
   static TileOrder tile_order(GemmProblem const& p, Schedule const& s) {
-    TileOrder order;
-    order.tiles_m = static_cast<int32_t>((p.m + kRows * kBlocks - 1) / (kRows * kBlocks));
-    order.tiles_n = static_cast<int32_t>((p.n + kTileN - 1) / kTileN);
-    order.raster = s.raster;
-    order.swizzle = s.swizzle;
-    return order;
+    return {static_cast<int32_t>((p.m + kRows * kBlocks - 1) / (kRows * kBlocks)),
+            static_cast<int32_t>((p.n + kTileN - 1) / kTileN), s.raster, s.swizzle};
   }
 };
 

@@ -141,7 +141,7 @@ CUTLASS_DEVICE void prefetch(EpilogueParams<float, Element> const& params, int64
     Element const* const residual = params.residual + batch * params.batch_stride_d + column;
     for (int32_t r = lane; r < rows; r += 32)
       for (int32_t i = 0; i < columns; i += kLine)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(residual + (row + r) * params.ldd + i));
+        prefetch_to_l2(residual + (row + r) * params.ldd + i);
   }
 }
 

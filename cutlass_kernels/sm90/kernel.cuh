@@ -92,7 +92,7 @@ class Sm90Kernel final : public CudaKernel {
       std::conditional_t<kPingpong, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
                          cutlass::gemm::KernelTmaWarpSpecializedCooperative>>::CollectiveOp;
   using Gemm =
-      cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue, SchedulerTag>;
+      cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue, SchedulerTag<!kPingpong>>;
   using Scheduler = typename Gemm::TileScheduler;
 
   static constexpr int kClusterSize = kConfig.cluster_m * kConfig.cluster_n;
@@ -105,7 +105,7 @@ class Sm90Kernel final : public CudaKernel {
     int32_t const sms = stream_k && s.max_sms > 0 && s.max_sms < device.sms ? s.max_sms : device.sms;
     TileOrder const order = tile_order(p, s);
     return Decomposition::make(s.kind == ScheduleKind::kStreamK && !stream_k ? ScheduleKind::kDataParallel : s.kind,
-                               static_cast<int32_t>(p.batch) * order.tiles_m * order.tiles_n, k_tiles(p),
+                               static_cast<int32_t>(p.batch) * order.tiles_per_batch(), k_tiles(p),
                                active_clusters(sms, kClusterSize),
                                s.splits);
   }
@@ -214,13 +214,10 @@ class Sm90Kernel final : public CudaKernel {
     auto const cluster_tiles = [](int64_t extent, int tile, int cluster) {
       return static_cast<int32_t>((extent + tile * cluster - 1) / (tile * cluster));
     };
-    TileOrder order;
-    order.tiles_m = cluster_tiles(kSwap ? p.n : p.m, kConfig.tile_m, kConfig.cluster_m);
-    order.tiles_n = cluster_tiles(kSwap ? p.m : p.n, kConfig.tile_n, kConfig.cluster_n);
     bool const along_m = (s.raster == Raster::kAlongM) != kSwap;
-    order.raster = along_m ? Raster::kAlongM : Raster::kAlongN;
-    order.swizzle = s.swizzle;
-    return order;
+    return {cluster_tiles(kSwap ? p.n : p.m, kConfig.tile_m, kConfig.cluster_m),
+            cluster_tiles(kSwap ? p.m : p.n, kConfig.tile_n, kConfig.cluster_n), along_m ? Raster::kAlongM : Raster::kAlongN,
+            s.swizzle};
   }
 
   struct Workspace {
@@ -243,31 +240,34 @@ class Sm90Kernel final : public CudaKernel {
 };
 
 enum class Results { kOwn, kBoth };
+enum class Majors { kAll, kRow };
 
-// One row of the table: a tile for bf16 and f16, with all four majornesses of A and B, into the operands' type and maybe f32. Much of a
-// translation unit's compile time goes into CUTLASS's headers, which they share.
+// One row of the table: a tile for bf16 and f16, with all four majornesses of A and B or one, into the operands' type and maybe f32.
+// Much of a translation unit's compile time goes into CUTLASS's headers, which they share.
 template <int... kTileAndCluster>
 struct Row {
   template <Type kTypeAB, Type kTypeD, Major kMajorA, Major kMajorB, WarpSchedule kWarpSchedule, bool kSwapAB>
   static void add() {
     Registration(std::make_unique<Sm90Kernel<kTypeAB, kTypeD, kMajorA, kMajorB, kTileAndCluster..., kWarpSchedule, kSwapAB>>());
   }
-  template <Type kTypeAB, Type kTypeD, WarpSchedule kWarpSchedule, bool kSwapAB>
+  template <Type kTypeAB, Type kTypeD, WarpSchedule kWarpSchedule, bool kSwapAB, Majors kMajors>
   static void add_majors() {
     add<kTypeAB, kTypeD, Major::kRow, Major::kRow, kWarpSchedule, kSwapAB>();
-    add<kTypeAB, kTypeD, Major::kRow, Major::kColumn, kWarpSchedule, kSwapAB>();
-    add<kTypeAB, kTypeD, Major::kColumn, Major::kRow, kWarpSchedule, kSwapAB>();
-    add<kTypeAB, kTypeD, Major::kColumn, Major::kColumn, kWarpSchedule, kSwapAB>();
+    if constexpr (kMajors == Majors::kAll) {
+      add<kTypeAB, kTypeD, Major::kRow, Major::kColumn, kWarpSchedule, kSwapAB>();
+      add<kTypeAB, kTypeD, Major::kColumn, Major::kRow, kWarpSchedule, kSwapAB>();
+      add<kTypeAB, kTypeD, Major::kColumn, Major::kColumn, kWarpSchedule, kSwapAB>();
+    }
   }
-  template <Type kTypeAB, WarpSchedule kWarpSchedule, bool kSwapAB, Results kResults>
+  template <Type kTypeAB, WarpSchedule kWarpSchedule, bool kSwapAB, Results kResults, Majors kMajors>
   static void add_results() {
-    add_majors<kTypeAB, kTypeAB, kWarpSchedule, kSwapAB>();
-    if constexpr (kResults == Results::kBoth) add_majors<kTypeAB, Type::kF32, kWarpSchedule, kSwapAB>();
+    add_majors<kTypeAB, kTypeAB, kWarpSchedule, kSwapAB, kMajors>();
+    if constexpr (kResults == Results::kBoth) add_majors<kTypeAB, Type::kF32, kWarpSchedule, kSwapAB, kMajors>();
   }
-  template <WarpSchedule kWarpSchedule, bool kSwapAB, Results kResults>
+  template <WarpSchedule kWarpSchedule, bool kSwapAB, Results kResults, Majors kMajors>
   static bool add_all() {
-    add_results<Type::kBF16, kWarpSchedule, kSwapAB, kResults>();
-    add_results<Type::kF16, kWarpSchedule, kSwapAB, kResults>();
+    add_results<Type::kBF16, kWarpSchedule, kSwapAB, kResults, kMajors>();
+    add_results<Type::kF16, kWarpSchedule, kSwapAB, kResults, kMajors>();
     return true;
   }
 };
@@ -277,12 +277,13 @@ namespace words {
 inline constexpr WarpSchedule cooperative = WarpSchedule::kCooperative, pingpong = WarpSchedule::kPingpong;
 inline constexpr bool plain = false, swapped = true;
 inline constexpr Results own = Results::kOwn, both = Results::kBoth;
+inline constexpr Majors all = Majors::kAll, row = Majors::kRow;
 }  // namespace words
 
 }  // namespace jax_streamk::sm90
 
-#define JAX_STREAMK_SM90_KERNEL(tile_m, tile_n, tile_k, cluster_m, cluster_n, warp_schedule, operands, results)               \
+#define JAX_STREAMK_SM90_KERNEL(tile_m, tile_n, tile_k, cluster_m, cluster_n, warp_schedule, operands, results, majors)       \
   namespace jax_streamk::sm90::words {                                                                                        \
   static bool const JAX_STREAMK_ROW(__LINE__) =                                                                               \
-      Row<tile_m, tile_n, tile_k, cluster_m, cluster_n>::add_all<warp_schedule, operands, results>();                         \
+      Row<tile_m, tile_n, tile_k, cluster_m, cluster_n>::add_all<warp_schedule, operands, results, majors>();                 \
   }

@@ -16,9 +16,12 @@
 
 namespace jax_streamk::sm90 {
 
+// kShares: whether CTAs may share tiles. Where none do, the code that finds the first tile is short: all that a kernel runs before its
+// first load is read from memory first.
+template <bool kShares>
 struct SchedulerTag {};
 
-template <class TileShape, class ClusterShape>
+template <class TileShape, class ClusterShape, bool kShares>
 class Scheduler {
  public:
   static constexpr bool IsDynamicPersistent = false;
@@ -104,6 +107,13 @@ class Scheduler {
   CUTLASS_DEVICE static void fixup(Params const& params, WorkTileInfo& info, Accumulators& accumulators,
                                    uint32_t warp_groups, uint32_t warp_group) {
     info.finishes = true;
+    if constexpr (kShares) fixup_shared(params, info, accumulators, warp_groups, warp_group);
+  }
+
+ private:
+  template <class Accumulators>
+  CUTLASS_DEVICE static void fixup_shared(Params const& params, WorkTileInfo& info, Accumulators& accumulators,
+                                          uint32_t warp_groups, uint32_t warp_group) {
     Decomposition const& decomposition = params.decomposition;
     if (decomposition.kind == ScheduleKind::kDataParallel) return;
     Work work;
@@ -160,7 +170,6 @@ class Scheduler {
     }
   }
 
- private:
   // An arrival word counts tickets drawn in its low half and partials stored in its high half.
   static constexpr uint32_t kTickets = 0xffff, kPartial = 0x10000;
 
@@ -204,7 +213,8 @@ class Scheduler {
   CUTLASS_DEVICE WorkTileInfo work_at(int32_t ordinal) const {
     WorkTileInfo info;
     Work work;
-    if (params_.decomposition.work(worker(), ordinal, work)) {
+    Decomposition const& decomposition = params_.decomposition;
+    if (kShares ? decomposition.work(worker(), ordinal, work) : decomposition.whole_tile(worker(), ordinal, work)) {
       auto const at = params_.order.coordinate(work.tile);
       info.M_idx = at.m * kClusterM + static_cast<int32_t>(blockIdx.x % kClusterM);
       info.N_idx = at.n * kClusterN + static_cast<int32_t>(blockIdx.y);
@@ -226,9 +236,9 @@ class Scheduler {
 
 namespace cutlass::gemm::kernel::detail {
 
-template <class TileShape, class ClusterShape, uint32_t kStages>
-struct TileSchedulerSelector<jax_streamk::sm90::SchedulerTag, arch::Sm90, TileShape, ClusterShape, kStages> {
-  using Scheduler = jax_streamk::sm90::Scheduler<TileShape, ClusterShape>;
+template <bool kShares, class TileShape, class ClusterShape, uint32_t kStages>
+struct TileSchedulerSelector<jax_streamk::sm90::SchedulerTag<kShares>, arch::Sm90, TileShape, ClusterShape, kStages> {
+  using Scheduler = jax_streamk::sm90::Scheduler<TileShape, ClusterShape, kShares>;
 };
 
 }  // namespace cutlass::gemm::kernel::detail
