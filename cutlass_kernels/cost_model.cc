@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "cutlass_kernels/clusters.h"
+#include "cutlass_kernels/reduction.h"
 #include "cutlass_kernels/repack.h"
 
 namespace jax_streamk {
@@ -120,9 +121,11 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   panel_a_ = panel_of(lda, p.major_a == Major::kRow);
   panel_b_ = panel_of(ldb, p.major_b == Major::kColumn);
   misaligned_ = is_misaligned(lda) || is_misaligned(ldb);
-  if (repacked.a || repacked.b)
-    repack_ = machine.relaunch + 2 * static_cast<double>(repacked.bytes_a + repacked.bytes_b) / machine.copy_rate;
-  if (repacked.d) write_d_ = reduction_of(1);
+  // A and B are copied by one launch, D by another that is as short as a reduction.
+  repack_ = 2 * static_cast<double>(repacked.bytes()) / machine.copy_rate;
+  if (repacked.a || repacked.b) repack_ += machine.relaunch;
+  if (repacked.d) repack_ += machine.reduction;
+  if (repacked.reduced_d) write_d_ = reduction_of(1);
   double const tile_rows = std::min<double>(kernel.tile_m, rows_), tile_columns = std::min<double>(kernel.tile_n, columns_);
   auto const loaded = [&](double rows, double columns) {
     return (swap ? columns : rows) * panel_a_ + (swap ? rows : columns) * panel_b_;
@@ -159,7 +162,8 @@ double Estimator::epilogues(double pieces) const {
 
 // Of the kernel that adds slices, and writes D.
 double Estimator::reduction_of(double slices) const {
-  return machine_.reduction + machine_.reduction_slice * slices + slices * result_bytes_ / machine_.reduction_rate;
+  double const of_a_thread = slices / reduction_runs(result_bytes_ / 16, static_cast<int32_t>(slices));
+  return machine_.reduction + machine_.reduction_slice * of_a_thread + slices * result_bytes_ / machine_.reduction_rate;
 }
 
 Wave Estimator::first_wave(Raster raster, int32_t swizzle) const {

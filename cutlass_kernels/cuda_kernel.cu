@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include "cutlass_kernels/epilogue.cuh"
+#include "cutlass_kernels/reduction.h"
 #include "cutlass_kernels/repack.h"
 
 namespace jax_streamk {
@@ -60,9 +61,6 @@ struct Slices {
 __device__ inline int64_t divide(int64_t x, int64_t by) {
   return (x | by) >> 32 == 0 ? static_cast<uint32_t>(x) / static_cast<uint32_t>(by) : x / by;
 }
-
-constexpr int64_t kBusyThreads = 1 << 17;  // with eight loads each under way, enough for the memory of any GPU so far
-constexpr int kReducers = 128;  // threads of a block: few, so that small outputs still spread over every SM
 
 // D = epilogue(sum over slices of partials[slice]). Partials are slices x rows x ld; rows are those of all batches. The threads of a
 // block that have the same threadIdx.x own 16 bytes of one row of partials. Each adds a run of slices in the order of K, and the
@@ -149,9 +147,7 @@ Status launch_typed(GemmProblem const& p, int32_t slices, int64_t ld, void const
   constexpr int kVector = 16 / sizeof(Accumulator);
   int64_t const rows = p.batch * p.m, vectors = rows * (ld / kVector);
   bool const wide = (p.n | p.ldd | p.batch_stride_d | p.epilogue.batch_stride_bias) % kVector == 0;
-  // Slices have several runs until there are threads to load them all at once.
-  int runs = 1;
-  while (runs < kReducers / 8 && runs * 4 <= slices && vectors * runs < kBusyThreads) runs *= 2;
+  int32_t const runs = reduction_runs(static_cast<double>(vectors), slices);
   dim3 const threads(kReducers / runs, runs);
   int64_t const blocks = (vectors + threads.x - 1) / threads.x;
   unsigned const grid = static_cast<unsigned>(blocks < 65535 ? blocks : 65535);
@@ -172,58 +168,68 @@ Status launch_reduction(GemmProblem const& p, int32_t slices, int64_t ld, void c
   }
 }
 
-// Rows of 16-bit elements that start anywhere, copied into rows of whole 16 bytes, the last of which is filled up with zeros.
+// Rows of 16-bit elements to copy, which start anywhere, each filled up with zeros to a multiple of `unit` elements.
 struct Rows {
-  uint16_t const* from;
-  uint16_t* to;
-  int64_t batches, rows, columns, ld_from, ld_to, batch_stride_from;
+  uint16_t const* from = nullptr;
+  uint16_t* to = nullptr;
+  int64_t batches = 0, rows = 0, columns = 0, ld_from = 0, batch_stride_from = 0, ld_to = 0, batch_stride_to = 0;
+  int unit = 1;
 
   static constexpr int kPiece = 512;  // of a row, which a warp copies
-  __host__ __device__ int64_t pieces() const { return (columns + kPiece - 1) / kPiece; }
+  __host__ __device__ int64_t pieces_per_row() const { return (columns + kPiece - 1) / kPiece; }
+  int64_t pieces() const { return batches * rows * pieces_per_row(); }
 };
 
-// Of two matrices in one launch, along y.
-__global__ void repack(Rows first, Rows second) {
+// Two matrices in one launch, along y.
+__global__ void copy_rows(Rows first, Rows second) {
   Rows const p = blockIdx.y == 0 ? first : second;
-  int64_t const pieces = p.pieces(), rows = p.batches * p.rows;
+  int64_t const per_row = p.pieces_per_row(), pieces = p.batches * p.rows * per_row;
   int const lane = threadIdx.x % 32, warps = blockDim.x / 32;
-  for (int64_t at = blockIdx.x * static_cast<int64_t>(warps) + threadIdx.x / 32; at < rows * pieces;
+  for (int64_t at = blockIdx.x * static_cast<int64_t>(warps) + threadIdx.x / 32; at < pieces;
        at += static_cast<int64_t>(gridDim.x) * warps) {
-    int64_t const row = divide(at, pieces), batch = divide(row, p.rows), begin = (at - row * pieces) * Rows::kPiece;
-    uint16_t const* const from = p.from + batch * p.batch_stride_from + (row - batch * p.rows) * p.ld_from + begin;
-    uint16_t* const to = p.to + row * p.ld_to + begin;
+    int64_t const of_all = divide(at, per_row), begin = (at - of_all * per_row) * Rows::kPiece;
+    int64_t const batch = divide(of_all, p.rows), row = of_all - batch * p.rows;
+    uint16_t const* const from = p.from + batch * p.batch_stride_from + row * p.ld_from + begin;
+    uint16_t* const to = p.to + batch * p.batch_stride_to + row * p.ld_to + begin;
     int64_t const left = p.columns - begin;
-    int const columns = static_cast<int>(left < Rows::kPiece ? left : Rows::kPiece), filled = (columns + 7) / 8 * 8;
+    int const columns = static_cast<int>(left < Rows::kPiece ? left : Rows::kPiece);
+    int const filled = (columns + p.unit - 1) / p.unit * p.unit;
 #pragma unroll 8
     for (int column = lane; column < filled; column += 32) to[column] = column < columns ? __ldg(from + column) : 0;
   }
 }
 
-// Copies what must be copied to the head of the workspace, and points `at` there.
+Status launch_copies(Rows const& first, Rows const& second, cudaStream_t stream) {
+  int const threads = 256, warps = threads / 32;
+  int64_t const pieces = first.pieces() > second.pieces() ? first.pieces() : second.pieces(), blocks = (pieces + warps - 1) / warps;
+  copy_rows<<<dim3(static_cast<unsigned>(blocks < 65535 ? blocks : 65535), second.from != nullptr ? 2 : 1), threads, 0, stream>>>(
+      first, second);
+  return from_cuda(cudaGetLastError(), "launching the copy of misaligned matrices");
+}
+
+// Copies of A and B to the head of the workspace, as far as they are needed, and room for that of D. Points `at` there.
 Status launch_repack(GemmProblem const& p, Repack const& repacked, Buffers& at, cudaStream_t stream) {
   auto* to = static_cast<char*>(at.workspace);
-  Rows rows[2] = {};
+  Rows rows[2];
   unsigned matrices = 0;
-  int64_t most = 0;
   auto const add = [&](void const*& matrix, bool row_major, int64_t m, int64_t n, int64_t ld, int64_t ld_to, int64_t batch_stride,
-                       int64_t bytes) {
-    Rows const r{static_cast<uint16_t const*>(matrix), reinterpret_cast<uint16_t*>(to), batch_stride != 0 ? p.batch : 1,
-                 row_major ? m : n, row_major ? n : m, ld, ld_to, batch_stride};
-    rows[matrices++] = r;
-    int64_t const pieces = r.batches * r.rows * r.pieces();
-    if (pieces > most) most = pieces;
+                       int64_t batch_stride_to, int64_t bytes) {
+    rows[matrices++] = {static_cast<uint16_t const*>(matrix), reinterpret_cast<uint16_t*>(to), batch_stride != 0 ? p.batch : 1,
+                        row_major ? m : n, row_major ? n : m, ld, batch_stride, ld_to, batch_stride_to, 8};
     matrix = to;
     to += bytes;
   };
   GemmProblem const& q = repacked.problem;
-  if (repacked.a) add(at.a, p.major_a == Major::kRow, p.m, p.k, p.lda, q.lda, p.batch_stride_a, repacked.bytes_a);
-  if (repacked.b) add(at.b, p.major_b == Major::kRow, p.k, p.n, p.ldb, q.ldb, p.batch_stride_b, repacked.bytes_b);
+  if (repacked.a)
+    add(at.a, p.major_a == Major::kRow, p.m, p.k, p.lda, q.lda, p.batch_stride_a, q.batch_stride_a, repacked.bytes_a);
+  if (repacked.b)
+    add(at.b, p.major_b == Major::kRow, p.k, p.n, p.ldb, q.ldb, p.batch_stride_b, q.batch_stride_b, repacked.bytes_b);
+  if (repacked.d) {
+    at.d = to;
+    to += repacked.bytes_d;
+  }
   at.workspace = to;
-  if (matrices == 0) return {};
-  int const threads = 256, warps = threads / 32;
-  int64_t const blocks = (most + warps - 1) / warps;
-  repack<<<dim3(static_cast<unsigned>(blocks < 65535 ? blocks : 65535), matrices), threads, 0, stream>>>(rows[0], rows[1]);
-  return from_cuda(cudaGetLastError(), "launching the copy of misaligned operands");
+  return matrices == 0 ? Status{} : launch_copies(rows[0], rows[1], stream);
 }
 
 }  // namespace
@@ -231,17 +237,16 @@ Status launch_repack(GemmProblem const& p, Repack const& repacked, Buffers& at, 
 Status CudaKernel::can_implement(GemmProblem const& p, Schedule const& s, Device const& device) const {
   bool const separate = is_separate(s);
   Repack const repacked = repack_of(info, p, separate);
-  if (!separate) return can_launch(repacked.d ? Slices(info, repacked.problem, 1).problem : repacked.problem, s, device);
+  if (!separate) return can_launch(repacked.reduced_d ? Slices(info, repacked.problem, 1).problem : repacked.problem, s, device);
   return can_launch(Slices(info, repacked.problem, s.splits).problem, data_parallel(s), device);
 }
 
 int64_t CudaKernel::workspace_bytes(GemmProblem const& p, Schedule const& s, Device const& device) const {
   bool const separate = is_separate(s);
   Repack const repacked = repack_of(info, p, separate);
-  int64_t const copies = repacked.bytes_a + repacked.bytes_b;
-  if (!separate && !repacked.d) return copies + launch_workspace_bytes(repacked.problem, s, device);
+  if (!separate && !repacked.reduced_d) return repacked.bytes() + launch_workspace_bytes(repacked.problem, s, device);
   Slices const slices(info, repacked.problem, separate ? s.splits : 1);
-  return copies + slices.partial_bytes + (separate ? 0 : launch_workspace_bytes(slices.problem, s, device));
+  return repacked.bytes() + slices.partial_bytes + (separate ? 0 : launch_workspace_bytes(slices.problem, s, device));
 }
 
 Status CudaKernel::run(GemmProblem const& p, Schedule const& s, Device const& device, Buffers const& buffers, void* stream_,
@@ -252,7 +257,14 @@ Status CudaKernel::run(GemmProblem const& p, Schedule const& s, Device const& de
   Repack const repacked = repack_of(info, p, separate);
   Buffers aligned = buffers;
   if (Status status = launch_repack(p, repacked, aligned, stream); !status.ok()) return status;
-  if (!separate && !repacked.d) return launch(repacked.problem, s, device, aligned, stream);
+  if (!separate && !repacked.reduced_d) {
+    Status const status = launch(repacked.problem, s, device, aligned, stream);
+    if (!status.ok() || !repacked.d) return status;
+    GemmProblem const& q = repacked.problem;
+    Rows const d{static_cast<uint16_t const*>(aligned.d), static_cast<uint16_t*>(buffers.d), p.batch, p.m, p.n, q.ldd, q.batch_stride_d,
+                 p.ldd, p.batch_stride_d, 1};
+    return launch_copies(d, {}, stream);
+  }
 
   Slices const slices(info, repacked.problem, separate ? s.splits : 1);
   auto* const partials = static_cast<char*>(aligned.workspace);

@@ -185,21 +185,24 @@ class TileOrder {
   };
 
   TileOrder() = default;
-  TileOrder(int32_t tiles_m, int32_t tiles_n, Raster raster, int32_t swizzle) : raster_(raster) {
-    bool const along_m = raster == Raster::kAlongM;
-    int32_t const fast = along_m ? tiles_m : tiles_n, slow = along_m ? tiles_n : tiles_m;
-    swizzle_ = swizzle < slow ? swizzle : slow;
-    per_batch_ = product(fast, slow);
-    per_panel_ = product(fast, swizzle_);
-    panels_ = slow / swizzle_;
-    last_width_ = slow % swizzle_;
+  TileOrder(int32_t tiles_m, int32_t tiles_n, Raster raster, int32_t swizzle)
+      : raster_(raster),
+        fast_(raster == Raster::kAlongM ? tiles_m : tiles_n),
+        slow_(raster == Raster::kAlongM ? tiles_n : tiles_m),
+        swizzle_(swizzle < slow_ ? swizzle : slow_) {
+    per_batch_ = product(fast_, slow_);
+    per_panel_ = product(fast_, swizzle_);
+    panels_ = slow_ / swizzle_;
+    last_width_ = slow_ % swizzle_;
     by_batch_ = Divisor(per_batch_);
     by_panel_ = Divisor(per_panel_);
     by_width_ = Divisor(swizzle_);
     if (last_width_ > 0) by_last_width_ = Divisor(last_width_);
   }
 
-  JSK_HOST_DEVICE int32_t tiles_per_batch() const { return per_batch_; }
+  int32_t tiles_m() const { return raster_ == Raster::kAlongM ? fast_ : slow_; }
+  int32_t tiles_n() const { return raster_ == Raster::kAlongM ? slow_ : fast_; }
+  int32_t tiles_per_batch() const { return per_batch_; }
 
   JSK_HOST_DEVICE Coordinate coordinate(int32_t tile) const {
     int32_t const batch = by_batch_.divide(tile), index = tile - batch * per_batch_;
@@ -218,6 +221,7 @@ class TileOrder {
   }
 
   Raster raster_ = Raster::kAlongM;
+  int32_t fast_ = 1, slow_ = 1;  // tiles along the raster and across it
   int32_t swizzle_ = 1;
   int32_t per_batch_ = 1;
   int32_t per_panel_ = 1;  // tiles of a whole panel

@@ -116,7 +116,7 @@ Status check_or(Refuse refuse, Kernel const& kernel, GemmProblem const& p, Sched
   bool const separate = info.family != Family::kHost && s.kind == ScheduleKind::kSplitK && s.splits > 1 &&
                         s.reduction == Reduction::kSeparate;
   Repack const repack = repack_of(info, p, separate);
-  bool const reduces = separate || repack.d;  // a pass over partials writes D, however it lies
+  bool const reduces = separate || repack.reduced_d;  // a pass over partials writes D, however it lies
   Type const type_d = reduces ? accumulator_of(p.type_a) : p.type_d;
   if (p.type_a != info.type_a || p.type_b != info.type_b || type_d != info.type_d || p.math != info.math)
     return refuse("it multiplies ", name_of(info.type_a), " by ", name_of(info.type_b), " into ", name_of(info.type_d), " (",
@@ -132,7 +132,7 @@ Status check_or(Refuse refuse, Kernel const& kernel, GemmProblem const& p, Sched
     return refuse_alignment("A", info.align_a);
   if (!repack.b && !is_aligned(info.align_b, tma, row_b ? p.n : p.k, p.ldb, row_b ? p.k : p.n, p.batch_stride_b, p.batch))
     return refuse_alignment("B", info.align_b);
-  if (!reduces && !is_aligned(info.align_d, tma, p.n, p.ldd, p.m, p.batch_stride_d, p.batch))
+  if (!reduces && !repack.d && !is_aligned(info.align_d, tma, p.n, p.ldd, p.m, p.batch_stride_d, p.batch))
     return refuse_alignment("D", info.align_d);
   Epilogue const& epilogue = p.epilogue;
   if (epilogue.activation < Activation::kNone || epilogue.activation > Activation::kTanh)

@@ -29,8 +29,12 @@ Repack repack_of(KernelInfo const& info, GemmProblem const& p, bool separate) {
   GemmProblem& q = out.problem;
   out.a = copy(p.major_a == Major::kRow, p.m, p.k, info.align_a, p.type_a, q.lda, q.batch_stride_a, out.bytes_a);
   out.b = copy(p.major_b == Major::kRow, p.k, p.n, info.align_b, p.type_b, q.ldb, q.batch_stride_b, out.bytes_b);
-  out.d = !separate && info.type_d == accumulator_of(p.type_a) &&
-          !is_aligned(16 / size_of(p.type_d), true, p.n, p.ldd, p.m, p.batch_stride_d, p.batch);
+  if (separate) return out;
+  if (info.type_d == accumulator_of(p.type_a)) {
+    out.reduced_d = !is_aligned(16 / size_of(p.type_d), true, p.n, p.ldd, p.m, p.batch_stride_d, p.batch);
+  } else if (!p.epilogue.has_residual && !(p.epilogue.has_bias && p.n % 2 != 0)) {  // kernels load pairs of either
+    out.d = copy(true, p.m, p.n, info.align_d, p.type_d, q.ldd, q.batch_stride_d, out.bytes_d);
+  }
   return out;
 }
 

@@ -47,7 +47,7 @@ class Machine:
     partial_rate_sm: float  # partials that one SM writes or reads
     memset: float  # the node that zeroes tickets
     reduction: float  # the kernel that adds the slices of a separate split-K
-    reduction_slice: float  # ... more for each slice, which its threads add one after another
+    reduction_slice: float  # ... more for each slice that a thread adds after another
     reduction_rate: float  # ... partials it reads
 
     @functools.cached_property

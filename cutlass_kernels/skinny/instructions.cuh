@@ -33,10 +33,24 @@ __device__ inline uint32_t to_tf32(float x) {
   return rounded;
 }
 
+// How long L2 is to keep what is loaded: as anything else, or less.
+__device__ inline uint64_t cache_policy(bool evict_first) {
+  uint64_t first, normal;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(normal));
+  return evict_first ? first : normal;
+}
+
 // Copies sixteen bytes to shared memory, or zeroes them there. Copies are waited for in groups, by the thread that asked for them.
 __device__ inline void copy_async(uint4* to, void const* from, bool zero) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from),
                "r"(zero ? 0 : 16)
+               : "memory");
+}
+__device__ inline void copy_async(uint4* to, void const* from, bool zero, uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+               "l"(from), "r"(zero ? 0 : 16), "l"(policy)
                : "memory");
 }
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -45,6 +45,7 @@ struct Params {
   int32_t m, n, k, splits;
   EvenRuns runs;  // of k-tiles, by split
   TileOrder order;
+  bool b_read_once;
   bool pairs;  // whether two neighbours in D, in bias and residual are one access
   EpilogueParams<float, D> epilogue;
 };
@@ -97,6 +98,7 @@ class Loader {
     slot_ = by_rows ? slot(g_b, t_b) : lane;
     a_ = p.a + batch * p.batch_stride_a + row * p.lda + k_a;
     b_ = p.b + batch * p.batch_stride_b + (by_rows ? k_b * p.ldb + column : column * p.ldb + k_b);
+    policy_b_ = cache_policy(p.b_read_once);
   }
 
   __device__ void next(Chunk<kBlocks>& to) {
@@ -106,14 +108,16 @@ class Loader {
       constexpr int kPerRow = 8 / kVector<T>;  // vectors of a row-major B
       int const row = i / kPerRow, column = i % kPerRow * 32;
       if constexpr (kMajorB == Major::kRow) {
-        copy(to.b[i][slot_], b_ + row * p_.ldb + column, row < left_b_ && column < columns_);
+        copy_b(to.b[i][slot_], b_ + row * p_.ldb + column, row < left_b_ && column < columns_);
       } else {
-        copy(to.b[i][slot_], b_ + i * p_.ldb, left_b_ > 0 && i < columns_);
+        copy_b(to.b[i][slot_], b_ + i * p_.ldb, left_b_ > 0 && i < columns_);
       }
     }
 #pragma unroll
-    for (int block = 0; block < kBlocks; ++block)
-      copy(to.a[block][lane], a_ + block * kRows * p_.lda, left_a_ > 0 && block * kRows < rows_);
+    for (int block = 0; block < kBlocks; ++block) {
+      bool const inside = left_a_ > 0 && block * kRows < rows_;
+      copy_async(&to.a[block][lane], inside ? a_ + block * kRows * p_.lda : p_.b, !inside);
+    }
     commit_copies();
     a_ += kRound;
     b_ += kMajorB == Major::kRow ? kRound * p_.ldb : kRound;
@@ -124,13 +128,16 @@ class Loader {
  private:
   static constexpr int kRound = kChunk<T> * kDeep;  // of K, which the warps that share it multiply at a time
 
-  __device__ void copy(uint4& to, T const* from, bool inside) const { copy_async(&to, inside ? from : p_.b, !inside); }
+  __device__ void copy_b(uint4& to, T const* from, bool inside) const {
+    copy_async(&to, inside ? from : p_.b, !inside, policy_b_);
+  }
 
   Params<T, D> const& p_;
   int32_t rows_, columns_;   // left of A and of B, from this thread's first on
   int32_t left_a_, left_b_;  // of K, for what is loaded next
   int slot_;
   T const *a_, *b_;
+  uint64_t policy_b_;
 };
 
 // The product of two words of K by 16 columns of B and eight rows of A.
@@ -385,6 +392,7 @@ class SkinnyKernel final : public CudaKernel {
     params.splits = work.splits;
     params.runs = EvenRuns::of(work.k_tiles, work.splits);
     params.order = tile_order(p, s);
+    params.b_read_once = params.order.tiles_m() == 1 && (p.batch == 1 || p.batch_stride_b != 0);
     params.pairs = (p.n | p.ldd | p.batch_stride_d | p.epilogue.batch_stride_bias) % 2 == 0 &&
                    reinterpret_cast<uintptr_t>(buffers.d) % (2 * sizeof(D)) == 0;
     params.epilogue = EpilogueParams<float, D>(p, buffers);

@@ -18,6 +18,7 @@
 #include "cutlass_kernels/clusters.h"
 #include "cutlass_kernels/cuda_kernel.h"
 #include "cutlass_kernels/sm90/epilogue.h"
+#include "cutlass_kernels/sm90/mainloop.h"
 #include "cutlass_kernels/sm90/scheduler.h"
 
 namespace jax_streamk::sm90 {
@@ -85,12 +86,12 @@ class Sm90Kernel final : public CudaKernel {
       std::conditional_t<kPingpong, cutlass::epilogue::TmaWarpSpecialized,
                          cutlass::epilogue::TmaWarpSpecializedCooperative>,
       Conversion<ElementD>>::CollectiveOp, kSwap>;
-  using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
+  using Mainloop = CollectiveMainloop<typename cutlass::gemm::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, ElementAB, LayoutA, kAlignAB, ElementAB, LayoutB, kAlignAB, float,
       TileShape, ClusterShape,
       cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>,
       std::conditional_t<kPingpong, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
-                         cutlass::gemm::KernelTmaWarpSpecializedCooperative>>::CollectiveOp;
+                         cutlass::gemm::KernelTmaWarpSpecializedCooperative>>::CollectiveOp>;
   using Gemm =
       cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue, SchedulerTag<!kPingpong>>;
   using Scheduler = typename Gemm::TileScheduler;
@@ -133,7 +134,7 @@ class Sm90Kernel final : public CudaKernel {
     }
     typename Scheduler::Params scheduler;
     scheduler.decomposition = decomposition(p, s, device);
-    scheduler.order = tile_order(p, s);
+    TileOrder const order = scheduler.order = tile_order(p, s);
     scheduler.atomic = s.reduction == Reduction::kAtomic;
     scheduler.arrivals = reinterpret_cast<uint32_t*>(workspace);
     scheduler.partials = reinterpret_cast<float*>(workspace + parts.arrivals);
@@ -143,11 +144,16 @@ class Sm90Kernel final : public CudaKernel {
     auto const stride_a = stride<typename Gemm::StrideA>(kSwap ? p.ldb : p.lda, kSwap ? p.batch_stride_b : p.batch_stride_a);
     auto const stride_b = stride<typename Gemm::StrideB>(kSwap ? p.lda : p.ldb, kSwap ? p.batch_stride_a : p.batch_stride_b);
     auto const stride_d = stride<typename Gemm::StrideD>(p.ldd, p.batch_stride_d);
+    // Of an operand that so many cluster tiles of a batch read.
+    auto const hint = [&](int32_t readers, auto const& stride) {
+      bool const read_once = readers == 1 && (p.batch == 1 || cute::get<2>(stride) != 0);
+      return read_once ? Mainloop::Hint::EVICT_FIRST : Mainloop::Hint::EVICT_NORMAL;
+    };
     typename Gemm::Arguments const arguments{
         cutlass::gemm::GemmUniversalMode::kGemm,
         {static_cast<int>(kSwap ? p.n : p.m), static_cast<int>(kSwap ? p.m : p.n), static_cast<int>(p.k),
          static_cast<int>(p.batch)},
-        {a, stride_a, b, stride_b},
+        {{a, stride_a, b, stride_b}, hint(order.tiles_n(), stride_a), hint(order.tiles_m(), stride_b)},
         {EpilogueParams<float, ElementD>(p, buffers), nullptr, {}, static_cast<ElementD*>(buffers.d), stride_d},
         {0, device.sms},
         scheduler};
