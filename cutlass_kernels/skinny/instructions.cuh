@@ -33,12 +33,11 @@ __device__ inline uint32_t to_tf32(float x) {
   return rounded;
 }
 
-// How long L2 is to keep what is loaded: as anything else, or less.
-__device__ inline uint64_t cache_policy(bool evict_first) {
-  uint64_t first, normal;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
-  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(normal));
-  return evict_first ? first : normal;
+// Of what is not to stay in L2.
+__device__ inline uint64_t evict_first() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
 }
 
 // Copies sixteen bytes to shared memory, or zeroes them there. Copies are waited for in groups, by the thread that asked for them.

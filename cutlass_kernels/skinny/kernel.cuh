@@ -98,7 +98,6 @@ class Loader {
     slot_ = by_rows ? slot(g_b, t_b) : lane;
     a_ = p.a + batch * p.batch_stride_a + row * p.lda + k_a;
     b_ = p.b + batch * p.batch_stride_b + (by_rows ? k_b * p.ldb + column : column * p.ldb + k_b);
-    policy_b_ = cache_policy(p.b_read_once);
   }
 
   __device__ void next(Chunk<kBlocks>& to) {
@@ -129,7 +128,13 @@ class Loader {
   static constexpr int kRound = kChunk<T> * kDeep;  // of K, which the warps that share it multiply at a time
 
   __device__ void copy_b(uint4& to, T const* from, bool inside) const {
-    copy_async(&to, inside ? from : p_.b, !inside, policy_b_);
+    if (!inside) from = p_.b;
+    // A policy of eviction as usual is slower than none.
+    if (p_.b_read_once) {
+      copy_async(&to, from, !inside, evict_first_);
+    } else {
+      copy_async(&to, from, !inside);
+    }
   }
 
   Params<T, D> const& p_;
@@ -137,7 +142,7 @@ class Loader {
   int32_t left_a_, left_b_;  // of K, for what is loaded next
   int slot_;
   T const *a_, *b_;
-  uint64_t policy_b_;
+  uint64_t const evict_first_ = evict_first();
 };
 
 // The product of two words of K by 16 columns of B and eight rows of A.
