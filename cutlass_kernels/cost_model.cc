@@ -28,6 +28,9 @@ constexpr double kOverlapCall = 1.6;
 // CTAs that share an SM and wait for loads in turn: of the skinny family, and of those that load less than 16 bytes at a time.
 constexpr double kResident = 2;
 
+// Neighbours drift apart with every piece of work, and with so much of K as with a piece.
+constexpr double kDriftK = 16384;
+
 // Lower bounds of costs stay below them however both are rounded.
 constexpr double kRounding = 1 - 1e-9;
 
@@ -284,7 +287,7 @@ Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   // A wave may hold several batches or slices of K, alike but sharing nothing. Streams of one tile are at different k.
   double const alike = std::min(std::max(workers_ / wave_tiles_, 1.0), problem_.batch * splits);
   double const together = alike * (wave.rows * panel_a_ + wave.columns * panel_b_), apart = multicast_ * share.busy;
-  double drift = std::min(machine_.drift, 1.0) * (1 - 1 / share.pieces);
+  double drift = std::min(machine_.drift, 1.0) * (1 - 1 / (share.pieces + share.iterations * kernel_.tile_k / kDriftK));
   if (misaligned_) drift = std::max(drift, std::min(machine_.misaligned_drift, 1.0));
   if (cut_by_iterations) drift = 1;
   double const gpc = (together + drift * std::max(apart - together, 0.0)) / machine_.gpc_rate;

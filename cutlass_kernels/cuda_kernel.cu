@@ -4,6 +4,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include "cutlass_kernels/decomposition.h"
 #include "cutlass_kernels/epilogue.cuh"
 #include "cutlass_kernels/reduction.h"
 #include "cutlass_kernels/repack.h"
@@ -57,18 +58,24 @@ struct Slices {
   int64_t offset_b(int64_t k) const { return problem.major_b == Major::kRow ? k * problem.ldb : k; }
 };
 
-// Quotient of non-negative numbers. Those that fit 32 bits, as most do, divide much faster.
-__device__ inline int64_t divide(int64_t x, int64_t by) {
-  return (x | by) >> 32 == 0 ? static_cast<uint32_t>(x) / static_cast<uint32_t>(by) : x / by;
-}
+// Divides non-negative numbers. Those that fit 31 bits, as most do, divide much faster.
+struct Extent {
+  int64_t size;
+  Divisor divisor;
+
+  explicit Extent(int64_t size) : size(size), divisor(size >> 31 == 0 ? Divisor(static_cast<int32_t>(size)) : Divisor()) {}
+  __device__ int64_t divide(int64_t x) const {
+    return (x | size) >> 31 == 0 ? divisor.divide(static_cast<int32_t>(x)) : x / size;
+  }
+};
 
 // D = epilogue(sum over slices of partials[slice]). Partials are slices x rows x ld; rows are those of all batches. The threads of a
 // block that have the same threadIdx.x own 16 bytes of one row of partials. Each adds a run of slices in the order of K, and the
 // first of them adds the runs in that order: the same bits every time. Where kWide, D, bias and residual have as many neighbours in
 // whole vectors.
 template <typename Accumulator, typename T, bool kWide>
-__global__ void reduce_slices(Accumulator const* __restrict__ partials, int slices, int64_t ld, int64_t rows,
-                              int64_t rows_per_batch, int64_t n, T* __restrict__ d, EpilogueParams<Accumulator, T> epilogue) {
+__global__ void reduce_slices(Accumulator const* __restrict__ partials, int slices, Extent vectors_per_row, int64_t rows,
+                              Extent rows_per_batch, int64_t n, T* __restrict__ d, EpilogueParams<Accumulator, T> epilogue) {
   constexpr int kVector = 16 / sizeof(Accumulator);
   struct alignas(16) Vector {
     Accumulator x[kVector];
@@ -79,14 +86,14 @@ __global__ void reduce_slices(Accumulator const* __restrict__ partials, int slic
   __shared__ Vector sums[kReducers];
   int const run = static_cast<int>(threadIdx.y), runs = static_cast<int>(blockDim.y), owners = static_cast<int>(blockDim.x);
   int const owner = static_cast<int>(threadIdx.x);
-  int const begin = run * slices / runs, end = (run + 1) * slices / runs;
-  int64_t const columns = ld / kVector, vectors = rows * columns;
+  int const log_runs = 31 - __clz(runs), begin = run * slices >> log_runs, end = (run + 1) * slices >> log_runs;
+  int64_t const vectors = rows * vectors_per_row.size, ld = vectors_per_row.size * kVector;
   for (int64_t first = blockIdx.x * static_cast<int64_t>(owners); first < vectors; first += static_cast<int64_t>(gridDim.x) * owners) {
     int64_t const at = first + owner;
-    int64_t const row = divide(at, columns), column = (at - row * columns) * kVector;
+    int64_t const row = vectors_per_row.divide(at), column = at * kVector - row * ld;
     Vector sum;
     if (at < vectors) {
-      Accumulator const* const from = partials + row * ld + column;
+      Accumulator const* const from = partials + at * kVector;
       sum = *reinterpret_cast<Vector const*>(from + begin * rows * ld);
 #pragma unroll 8
       for (int slice = begin + 1; slice < end; ++slice) {
@@ -107,8 +114,8 @@ __global__ void reduce_slices(Accumulator const* __restrict__ partials, int slic
       }
     }
     if (at >= vectors) continue;
-    int64_t const batch = divide(row, rows_per_batch);
-    int64_t const offset = batch * epilogue.batch_stride_d + (row - batch * rows_per_batch) * epilogue.ldd + column;
+    int64_t const batch = rows_per_batch.divide(row);
+    int64_t const offset = batch * epilogue.batch_stride_d + (row - batch * rows_per_batch.size) * epilogue.ldd + column;
     if (!epilogue.plain) {
       auto const add = [&](Accumulator factor, T const* from) {
         Out values{};
@@ -152,7 +159,7 @@ Status launch_typed(GemmProblem const& p, int32_t slices, int64_t ld, void const
   int64_t const blocks = (vectors + threads.x - 1) / threads.x;
   unsigned const grid = static_cast<unsigned>(blocks < 65535 ? blocks : 65535);
   (wide ? reduce_slices<Accumulator, T, true> : reduce_slices<Accumulator, T, false>)<<<grid, threads, 0, stream>>>(
-      static_cast<Accumulator const*>(partials), slices, ld, rows, p.m, p.n, static_cast<T*>(buffers.d),
+      static_cast<Accumulator const*>(partials), slices, Extent(ld / kVector), rows, Extent(p.m), p.n, static_cast<T*>(buffers.d),
       EpilogueParams<Accumulator, T>(p, buffers));
   return from_cuda(cudaGetLastError(), "launching the split-K reduction");
 }
@@ -170,25 +177,27 @@ Status launch_reduction(GemmProblem const& p, int32_t slices, int64_t ld, void c
 
 // Rows of 16-bit elements to copy, which start anywhere, each filled up with zeros to a multiple of `unit` elements.
 struct Rows {
-  uint16_t const* from = nullptr;
-  uint16_t* to = nullptr;
-  int64_t batches = 0, rows = 0, columns = 0, ld_from = 0, batch_stride_from = 0, ld_to = 0, batch_stride_to = 0;
-  int unit = 1;
+  uint16_t const* from;
+  uint16_t* to;
+  int64_t batches;
+  Extent rows;
+  int64_t columns, ld_from, batch_stride_from, ld_to, batch_stride_to;
+  int unit;
+  Extent per_row{(columns + kPiece - 1) / kPiece};
 
   static constexpr int kPiece = 512;  // of a row, which a warp copies
-  __host__ __device__ int64_t pieces_per_row() const { return (columns + kPiece - 1) / kPiece; }
-  int64_t pieces() const { return batches * rows * pieces_per_row(); }
+  __host__ __device__ int64_t pieces() const { return batches * rows.size * per_row.size; }
 };
 
 // Two matrices in one launch, along y.
 __global__ void copy_rows(Rows first, Rows second) {
   Rows const p = blockIdx.y == 0 ? first : second;
-  int64_t const per_row = p.pieces_per_row(), pieces = p.batches * p.rows * per_row;
+  int64_t const pieces = p.pieces();
   int const lane = threadIdx.x % 32, warps = blockDim.x / 32;
   for (int64_t at = blockIdx.x * static_cast<int64_t>(warps) + threadIdx.x / 32; at < pieces;
        at += static_cast<int64_t>(gridDim.x) * warps) {
-    int64_t const of_all = divide(at, per_row), begin = (at - of_all * per_row) * Rows::kPiece;
-    int64_t const batch = divide(of_all, p.rows), row = of_all - batch * p.rows;
+    int64_t const of_all = p.per_row.divide(at), begin = (at - of_all * p.per_row.size) * Rows::kPiece;
+    int64_t const batch = p.rows.divide(of_all), row = of_all - batch * p.rows.size;
     uint16_t const* const from = p.from + batch * p.batch_stride_from + row * p.ld_from + begin;
     uint16_t* const to = p.to + batch * p.batch_stride_to + row * p.ld_to + begin;
     int64_t const left = p.columns - begin;
@@ -199,23 +208,24 @@ __global__ void copy_rows(Rows first, Rows second) {
   }
 }
 
-Status launch_copies(Rows const& first, Rows const& second, cudaStream_t stream) {
+Status launch_copies(std::vector<Rows> const& matrices, cudaStream_t stream) {
+  if (matrices.empty()) return {};
+  Rows const &first = matrices.front(), &last = matrices.back();
   int const threads = 256, warps = threads / 32;
-  int64_t const pieces = first.pieces() > second.pieces() ? first.pieces() : second.pieces(), blocks = (pieces + warps - 1) / warps;
-  copy_rows<<<dim3(static_cast<unsigned>(blocks < 65535 ? blocks : 65535), second.from != nullptr ? 2 : 1), threads, 0, stream>>>(
-      first, second);
+  int64_t const pieces = first.pieces() > last.pieces() ? first.pieces() : last.pieces(), blocks = (pieces + warps - 1) / warps;
+  dim3 const grid(static_cast<unsigned>(blocks < 65535 ? blocks : 65535), static_cast<unsigned>(matrices.size()));
+  copy_rows<<<grid, threads, 0, stream>>>(first, last);
   return from_cuda(cudaGetLastError(), "launching the copy of misaligned matrices");
 }
 
 // Copies of A and B to the head of the workspace, as far as they are needed, and room for that of D. Points `at` there.
 Status launch_repack(GemmProblem const& p, Repack const& repacked, Buffers& at, cudaStream_t stream) {
   auto* to = static_cast<char*>(at.workspace);
-  Rows rows[2];
-  unsigned matrices = 0;
+  std::vector<Rows> matrices;
   auto const add = [&](void const*& matrix, bool row_major, int64_t m, int64_t n, int64_t ld, int64_t ld_to, int64_t batch_stride,
                        int64_t batch_stride_to, int64_t bytes) {
-    rows[matrices++] = {static_cast<uint16_t const*>(matrix), reinterpret_cast<uint16_t*>(to), batch_stride != 0 ? p.batch : 1,
-                        row_major ? m : n, row_major ? n : m, ld, batch_stride, ld_to, batch_stride_to, 8};
+    matrices.push_back({static_cast<uint16_t const*>(matrix), reinterpret_cast<uint16_t*>(to), batch_stride != 0 ? p.batch : 1,
+                        Extent(row_major ? m : n), row_major ? n : m, ld, batch_stride, ld_to, batch_stride_to, 8});
     matrix = to;
     to += bytes;
   };
@@ -229,7 +239,7 @@ Status launch_repack(GemmProblem const& p, Repack const& repacked, Buffers& at, 
     to += repacked.bytes_d;
   }
   at.workspace = to;
-  return matrices == 0 ? Status{} : launch_copies(rows[0], rows[1], stream);
+  return launch_copies(matrices, stream);
 }
 
 }  // namespace
@@ -261,9 +271,9 @@ Status CudaKernel::run(GemmProblem const& p, Schedule const& s, Device const& de
     Status const status = launch(repacked.problem, s, device, aligned, stream);
     if (!status.ok() || !repacked.d) return status;
     GemmProblem const& q = repacked.problem;
-    Rows const d{static_cast<uint16_t const*>(aligned.d), static_cast<uint16_t*>(buffers.d), p.batch, p.m, p.n, q.ldd, q.batch_stride_d,
-                 p.ldd, p.batch_stride_d, 1};
-    return launch_copies(d, {}, stream);
+    return launch_copies({{static_cast<uint16_t const*>(aligned.d), static_cast<uint16_t*>(buffers.d), p.batch, Extent(p.m), p.n, q.ldd,
+                           q.batch_stride_d, p.ldd, p.batch_stride_d, 1}},
+                         stream);
   }
 
   Slices const slices(info, repacked.problem, separate ? s.splits : 1);

@@ -296,7 +296,7 @@ def test_choices_are_near_the_best_that_was_measured(monkeypatch):
     predicted = fit_cost_model.predictor(rows, HOPPER.sms)(cost_model.H200)
     regrets = [regret for regret, _, _ in fit_cost_model.choices(rows, predicted, measured).values()]
     assert np.exp(np.mean(np.log(regrets))) <= 1.04
-    assert max(regrets) <= 1.22
+    assert max(regrets) <= 1.28
 
 
 @pytest.mark.parametrize(
