@@ -187,9 +187,9 @@ class TileOrder {
   TileOrder() = default;
   TileOrder(int32_t tiles_m, int32_t tiles_n, Raster raster, int32_t swizzle)
       : raster_(raster),
-        fast_(raster == Raster::kAlongM ? tiles_m : tiles_n),
-        slow_(raster == Raster::kAlongM ? tiles_n : tiles_m),
-        swizzle_(swizzle < slow_ ? swizzle : slow_) {
+        fast_(at_least_1(raster == Raster::kAlongM ? tiles_m : tiles_n)),
+        slow_(at_least_1(raster == Raster::kAlongM ? tiles_n : tiles_m)),
+        swizzle_(at_least_1(swizzle < slow_ ? swizzle : slow_)) {
     per_batch_ = product(fast_, slow_);
     per_panel_ = product(fast_, swizzle_);
     panels_ = slow_ / swizzle_;
@@ -214,7 +214,8 @@ class TileOrder {
   }
 
  private:
-  // Of extents that no kernel runs, too, whose first tiles are planned with.
+  // Of extents that no kernel runs, too, which planning may ask about: none, and more than can be counted.
+  static int32_t at_least_1(int32_t x) { return x > 1 ? x : 1; }
   static int32_t product(int32_t x, int32_t y) {
     int64_t const exact = static_cast<int64_t>(x) * y, most = 1 << 30;
     return static_cast<int32_t>(exact < most ? exact : most);

@@ -282,6 +282,13 @@ def test_a_wave_is_the_tiles_that_run_together(m, n, raster, swizzle, cluster):
         assert got == pytest.approx(np.mean(shared), rel=0.4)
 
 
+def test_nothing_to_multiply_divides_by_nothing():
+    """A division by zero would end the process."""
+    kernel = next(kernel for kernel in fake_kernels() if kernel.family == _ffi.Family.sm90)
+    for m, n in ((0, 8), (8, 0)):
+        _ffi.first_wave(kernel, gemm(m, n, 8).native(), _ffi.Schedule(_ffi.ScheduleKind.data_parallel), HOPPER.native())
+
+
 def test_choices_are_near_the_best_that_was_measured(monkeypatch):
     """The time measured of the plan that the model ranks first, over the best measured, for each of the shapes."""
     benchmarks = pathlib.Path(__file__).parents[1] / "benchmarks"
