@@ -197,20 +197,21 @@ def test_the_sm80_family_serves_what_others_do_not(cuda, problem, device):
 
 @pytest.mark.parametrize("m, n, k, copies", [(1000, 1001, 999, "ab d"), (1000, 1024, 999, "a"), (1000, 1001, 1024, "b d"), (1000, 1024, 1000, "")])
 def test_misaligned_matrices_are_copied_where_that_pays(cuda, m, n, k, copies):
-    chosen = planner.choose(gemm(m, n, k), None, HOPPER).candidates[0]
-    kernel = next(kernel for kernel in fake_kernels() if kernel.name == chosen.kernel)
-    assert kernel.family == _ffi.Family.sm90
-    assert ("for matrices whose rows are not whole 16 bytes" in cost_model.describe(chosen.cost)) == bool(copies)
+    candidates = planner.choose(gemm(m, n, k), None, HOPPER).candidates
+    kernels = {kernel.name: kernel for kernel in fake_kernels()}
+    kernel = kernels[candidates[0].kernel]
+    assert kernel.family == _ffi.Family.sm90 and kernel.type_d == (F32 if "d" in copies else BF16)
+    assert ("for matrices whose rows are not whole 16 bytes" in cost_model.describe(candidates[0].cost)) == bool(copies)
     machine, padded = cost_model.H200, lambda x: -(-x // 64) * 64
     copied = ("a" in copies) * m * padded(k) + ("b" in copies) * k * padded(n)
-    expected = machine.relaunch * ("a" in copies or "b" in copies)
-    if kernel.type_d == F32:  # D is written by the pass that otherwise adds slices
-        expected += machine.reduction + machine.reduction_slice + 4 * m * n / machine.reduction_rate
-    elif "d" in copies:
-        expected += machine.reduction
-        copied += m * padded(n)
-    expected += 2 * 2 * copied / machine.copy_rate
-    assert chosen.cost.repack == pytest.approx(expected)
+    expected = machine.relaunch + 2 * 2 * copied / machine.copy_rate if copied else 0
+    # D is written by the pass that otherwise adds slices, or copied out of rows that are whole.
+    expected_d = {F32: machine.reduction + machine.reduction_slice + 4 * m * n / machine.reduction_rate}
+    expected_d[BF16] = machine.reduction + 2 * 2 * m * padded(n) / machine.copy_rate
+    costs = {kernels[candidate.kernel].type_d: candidate.cost.repack for candidate in reversed(candidates)}
+    assert ("d" in copies) == (set(costs) == {F32, BF16})
+    for type_d, cost in costs.items():
+        assert cost == pytest.approx(expected + ("d" in copies) * expected_d[type_d])
     # Copying all of B, to read it once, does not pay.
     assert "sm80" in planner.choose(gemm(2, 4095, 4097), None, HOPPER).candidates[0].kernel
 
