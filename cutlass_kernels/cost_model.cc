@@ -31,6 +31,9 @@ constexpr double kResident = 2;
 // Neighbours drift apart with every piece of work, and with so much of K as with a piece.
 constexpr double kDriftK = 16384;
 
+// How much longer one warpgroup takes for what is fused into a tile's epilogue than two that share the tile.
+constexpr double kOneWarpgroup = 1.5;
+
 // Lower bounds of costs stay below them however both are rounded.
 constexpr double kRounding = 1 - 1e-9;
 
@@ -157,10 +160,10 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
 }
 
 // What a worker waits for epilogues. A warpgroup of a pingpong kernel has one while the other multiplies: what is fused into it is
-// arithmetic, and wholly hidden.
+// arithmetic, and wholly hidden but for the last, which one warpgroup has alone.
 double Estimator::epilogues(double pieces) const {
   if (kernel_.warp_schedule != "pingpong") return (epilogue_ + fused_) * pieces;
-  return epilogue_ * (1 + (pieces - 1) * (1 - machine_.overlapped)) + fused_;
+  return epilogue_ * (1 + (pieces - 1) * (1 - machine_.overlapped)) + kOneWarpgroup * fused_;
 }
 
 // Of the kernel that adds slices, and writes D.
@@ -230,6 +233,7 @@ struct Estimator::Share {
   double pieces;      // of the busiest worker
   double iterations;  // of the busiest worker
   double peers;       // of a shared tile, at most; 1 where none is shared
+  double slices = 1;  // that a separate reduction adds
   double launches = 1;
 };
 
@@ -243,26 +247,26 @@ Estimator::Share Estimator::share_of(Schedule const& s, bool separate) const {
     double const pieces = whole_waves + ceil_div(share, k_tiles_) + (remainder_of(share, k_tiles_) != 0);
     return {std::min(workers_, tiles_ * k_tiles_), pieces, whole_waves * k_tiles_ + share, peers};
   }
-  // Data-parallel is split-K in one. The first k_tiles % splits runs of a tile are one iteration longer, and come first.
+  // Data-parallel is split-K in one.
   double const splits = std::min(splits_of(s), k_tiles_);
-  double const base = floor_div(k_tiles_, splits), longer = k_tiles_ - base * splits;
-  double const busy = std::min(workers_, tiles_ * splits), pieces_longer = ceil_div(tiles_ * longer, workers_);
-  if (!separate) {
-    double const pieces = ceil_div(tiles_ * splits, workers_);
-    return {busy, pieces, pieces * base + pieces_longer, splits};
+  if (separate) {
+    // sm80 kernels launch a slice that K cuts short after the others.
+    double const extent = ceil_div(k_tiles_, splits), slices = ceil_div(k_tiles_, extent);
+    bool const launched_apart = kernel_.family == Family::kSm80 && problem_.k < slices * extent * kernel_.tile_k;
+    double const pieces = ceil_div(tiles_ * (slices - launched_apart), workers_) + launched_apart * ceil_div(tiles_, workers_);
+    double const launches = kernel_.family == Family::kSm80 ? std::min<double>(problem_.batch * (1 + launched_apart), slices) : 1;
+    return {std::min(workers_, tiles_ * slices), pieces, pieces * extent, 1, slices, launches};
   }
-  // Separate: the longer slices, the shorter ones, and one that K cuts short are launched one after another.
-  double const cut_short = problem_.k % kernel_.tile_k != 0 && splits > 1, shorter = splits - longer - cut_short;
-  double const pieces_shorter = ceil_div(tiles_ * shorter, workers_) + ceil_div(tiles_ * cut_short, workers_);
-  return {busy, pieces_longer + pieces_shorter, pieces_longer * (base + 1) + pieces_shorter * base, 1,
-          std::min(((longer > 0) + (shorter > 0) + cut_short) * problem_.batch, splits)};
+  // The first k_tiles % splits runs of a tile are one iteration longer, and come first.
+  double const base = floor_div(k_tiles_, splits), longer = k_tiles_ - base * splits, pieces = ceil_div(tiles_ * splits, workers_);
+  return {std::min(workers_, tiles_ * splits), pieces, pieces * base + ceil_div(tiles_ * longer, workers_), splits};
 }
 
 Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   if (kernel_.family == Family::kHost) return host_cost(s);
-  double const splits = splits_of(s);
-  bool const separate = splits > 1 && s.reduction == Reduction::kSeparate;
+  bool const separate = splits_of(s) > 1 && s.reduction == Reduction::kSeparate;
   Share const share = share_of(s, separate);
+  double const splits = separate ? share.slices : splits_of(s);
   bool const cut_by_iterations = streams(s) && share.peers > 1;
   Cost cost;
   cost.iterations = share.iterations;
@@ -278,7 +282,7 @@ Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   }
   cost.launches = launch_ + machine_.relaunch * (share.launches - 1);
   if (separate) {
-    cost.extra = reduction_of(splits);
+    cost.extra = reduction_of(share.slices);
   } else if (share.peers > 1 && !in_clusters) {
     cost.extra = machine_.memset;
   }

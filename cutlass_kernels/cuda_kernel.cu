@@ -4,7 +4,10 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <algorithm>
+
 #include "cutlass_kernels/decomposition.h"
+#include "cutlass_kernels/dependent_launch.cuh"
 #include "cutlass_kernels/epilogue.cuh"
 #include "cutlass_kernels/reduction.h"
 #include "cutlass_kernels/repack.h"
@@ -29,34 +32,19 @@ Schedule data_parallel(Schedule s) {
   return s;
 }
 
-// The K slices of a separate split-K, or all of K as one, as GEMMs into the partials: slices x batches x m x (n in whole 16 bytes).
-// Slices of equal extent that are evenly spaced in A and B are one launch whose batch is the slices; a batched problem
-// launches once per slice, or once per batch and run of equal slices, whichever is fewer.
-struct Slices {
-  GemmProblem problem;  // of the longest slice
-  int64_t partial_bytes;
-  int32_t splits, tile_k;
-  EvenRuns runs;
+// The GEMM into partial sums, slices x batches x m x (n in whole 16 bytes), that a reduction finishes: it has the epilogue.
+GemmProblem into_partials(GemmProblem p) {
+  p.type_d = accumulator_of(p.type_a);
+  p.epilogue = {};
+  int64_t const vector = 16 / size_of(p.type_d);
+  p.ldd = (p.n + vector - 1) / vector * vector;
+  p.batch_stride_d = p.m * p.ldd;
+  return p;
+}
 
-  Slices(KernelInfo const& info, GemmProblem const& p, int32_t splits) : problem(p), splits(splits), tile_k(info.tile_k) {
-    problem.type_d = accumulator_of(p.type_a);
-    problem.epilogue = {};  // that of the reduction
-    int64_t const vector = 16 / size_of(problem.type_d);
-    problem.ldd = (p.n + vector - 1) / vector * vector;
-    problem.batch_stride_d = p.m * problem.ldd;
-    partial_bytes = align_workspace(splits * p.batch * problem.batch_stride_d * size_of(problem.type_d));
-    runs = EvenRuns::of(static_cast<int32_t>((p.k + tile_k - 1) / tile_k), splits);
-    problem.k = extent(0, p.k);
-  }
-
-  int64_t begin(int32_t slice) const { return static_cast<int64_t>(runs.begin(slice)) * tile_k; }
-  int64_t extent(int32_t slice, int64_t k) const {
-    int64_t const end = begin(slice + 1);
-    return (end < k ? end : k) - begin(slice);
-  }
-  int64_t offset_a(int64_t k) const { return problem.major_a == Major::kRow ? k : k * problem.lda; }
-  int64_t offset_b(int64_t k) const { return problem.major_b == Major::kRow ? k * problem.ldb : k; }
-};
+int64_t partial_bytes(GemmProblem const& partials, int32_t slices) {
+  return align_workspace(slices * partials.batch * partials.batch_stride_d * size_of(partials.type_d));
+}
 
 // Divides non-negative numbers. Those that fit 31 bits, as most do, divide much faster.
 struct Extent {
@@ -69,14 +57,18 @@ struct Extent {
   }
 };
 
+// How D lies, and what becomes of it: as partials lie, a vector of them after the other and nothing but converted; with whole vectors in a
+// row; or anyhow.
+enum class Result { kAsPartials, kWide, kAny };
+
 // D = epilogue(sum over slices of partials[slice]). Partials are slices x rows x ld; rows are those of all batches. The threads of a
 // block that have the same threadIdx.x own 16 bytes of one row of partials. Each adds a run of slices in the order of K, and the
-// first of them adds the runs in that order: the same bits every time. Where kWide, D, bias and residual have as many neighbours in
-// whole vectors.
-template <typename Accumulator, typename T, bool kWide>
-__global__ void reduce_slices(Accumulator const* __restrict__ partials, int slices, Extent vectors_per_row, int64_t rows,
+// first of them adds the runs in that order: the same bits every time.
+template <typename Accumulator, typename T, Result kResult>
+__global__ void reduce_slices(Accumulator const* __restrict__ partials, int slices, int64_t vectors, Extent vectors_per_row,
                               Extent rows_per_batch, int64_t n, T* __restrict__ d, EpilogueParams<Accumulator, T> epilogue) {
-  constexpr int kVector = 16 / sizeof(Accumulator);
+  constexpr int kVector = 16 / sizeof(Accumulator), kAtOnce = 4;
+  constexpr bool kWide = kResult != Result::kAny;
   struct alignas(16) Vector {
     Accumulator x[kVector];
   };
@@ -87,19 +79,25 @@ __global__ void reduce_slices(Accumulator const* __restrict__ partials, int slic
   int const run = static_cast<int>(threadIdx.y), runs = static_cast<int>(blockDim.y), owners = static_cast<int>(blockDim.x);
   int const owner = static_cast<int>(threadIdx.x);
   int const log_runs = 31 - __clz(runs), begin = run * slices >> log_runs, end = (run + 1) * slices >> log_runs;
-  int64_t const vectors = rows * vectors_per_row.size, ld = vectors_per_row.size * kVector;
+  wait_for_primary();
   for (int64_t first = blockIdx.x * static_cast<int64_t>(owners); first < vectors; first += static_cast<int64_t>(gridDim.x) * owners) {
     int64_t const at = first + owner;
-    int64_t const row = vectors_per_row.divide(at), column = at * kVector - row * ld;
-    Vector sum;
+    Vector sum{};
     if (at < vectors) {
-      Accumulator const* const from = partials + at * kVector;
-      sum = *reinterpret_cast<Vector const*>(from + begin * rows * ld);
-#pragma unroll 8
-      for (int slice = begin + 1; slice < end; ++slice) {
-        Vector const next = *reinterpret_cast<Vector const*>(from + slice * rows * ld);
+      Vector const* from = reinterpret_cast<Vector const*>(partials) + begin * vectors + at;
+      sum = *from;
+      // Some loads at once before their additions, but few: of a large result, what is predicated off takes as long as what is loaded.
+      for (int slice = begin + 1; slice < end; slice += kAtOnce) {
+        Vector next[kAtOnce];
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) sum.x[i] += next.x[i];
+        for (int j = 0; j < kAtOnce; ++j)
+          if (slice + j < end) next[j] = *(from += vectors);
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          if (slice + j >= end) break;
+#pragma unroll
+          for (int i = 0; i < kVector; ++i) sum.x[i] += next[j].x[i];
+        }
       }
     }
     if (runs > 1) {
@@ -114,9 +112,13 @@ __global__ void reduce_slices(Accumulator const* __restrict__ partials, int slic
       }
     }
     if (at >= vectors) continue;
-    int64_t const batch = rows_per_batch.divide(row);
-    int64_t const offset = batch * epilogue.batch_stride_d + (row - batch * rows_per_batch.size) * epilogue.ldd + column;
-    if (!epilogue.plain) {
+    int64_t offset = at * kVector, batch = 0, column = 0;
+    if constexpr (kResult != Result::kAsPartials) {
+      int64_t const row = vectors_per_row.divide(at);
+      batch = rows_per_batch.divide(row), column = (at - row * vectors_per_row.size) * kVector;
+      offset = batch * epilogue.batch_stride_d + (row - batch * rows_per_batch.size) * epilogue.ldd + column;
+    }
+    if (kResult != Result::kAsPartials && !epilogue.plain) {
       auto const add = [&](Accumulator factor, T const* from) {
         Out values{};
         if constexpr (kWide) {
@@ -148,29 +150,53 @@ __global__ void reduce_slices(Accumulator const* __restrict__ partials, int slic
   }
 }
 
-template <typename Accumulator, typename T>
-Status launch_typed(GemmProblem const& p, int32_t slices, int64_t ld, void const* partials, Buffers const& buffers,
-                    cudaStream_t stream) {
-  constexpr int kVector = 16 / sizeof(Accumulator);
-  int64_t const rows = p.batch * p.m, vectors = rows * (ld / kVector);
-  bool const wide = (p.n | p.ldd | p.batch_stride_d | p.epilogue.batch_stride_bias) % kVector == 0;
-  int32_t const runs = reduction_runs(static_cast<double>(vectors), slices);
-  dim3 const threads(kReducers / runs, runs);
-  int64_t const blocks = (vectors + threads.x - 1) / threads.x;
-  unsigned const grid = static_cast<unsigned>(blocks < 65535 ? blocks : 65535);
-  (wide ? reduce_slices<Accumulator, T, true> : reduce_slices<Accumulator, T, false>)<<<grid, threads, 0, stream>>>(
-      static_cast<Accumulator const*>(partials), slices, Extent(ld / kVector), rows, Extent(p.m), p.n, static_cast<T*>(buffers.d),
-      EpilogueParams<Accumulator, T>(p, buffers));
-  return from_cuda(cudaGetLastError(), "launching the split-K reduction");
+// Of kernels whose blocks go on to further work.
+unsigned blocks_for(int64_t work, int64_t per_block) {
+  int64_t const blocks = (work + per_block - 1) / per_block, most = 65535;
+  return static_cast<unsigned>(blocks < most ? blocks : most);
 }
 
-Status launch_reduction(GemmProblem const& p, int32_t slices, int64_t ld, void const* partials, Buffers const& buffers,
-                        cudaStream_t stream) {
+// `overlap`: the kernel, which calls wait_for_primary(), may start while the one before it ends.
+template <typename... Parameters, typename... Arguments>
+Status launch_overlapping(void (*kernel)(Parameters...), dim3 grid, dim3 block, bool overlap, cudaStream_t stream, char const* what,
+                          Arguments const&... arguments) {
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = kHopper && overlap;
+  return from_cuda(cudaLaunchKernelEx(&config, kernel, arguments...), what);
+}
+
+template <typename Accumulator, typename T>
+Status launch_typed(GemmProblem const& p, Device const& device, int32_t slices, int64_t ld, void const* partials,
+                    Buffers const& buffers, cudaStream_t stream) {
+  constexpr int kVector = 16 / sizeof(Accumulator);
+  int64_t const vectors = p.batch * p.m * (ld / kVector);
+  bool const wide = (p.n | p.ldd | p.batch_stride_d | p.epilogue.batch_stride_bias) % kVector == 0;
+  bool const as_partials = p.epilogue.is_plain() && ld == p.n && ld == p.ldd && (p.batch == 1 || p.batch_stride_d == p.m * ld);
+  int32_t const runs = reduction_runs(static_cast<double>(vectors), slices);
+  dim3 const threads(kReducers / runs, runs);
+  auto* const kernel = as_partials ? reduce_slices<Accumulator, T, Result::kAsPartials>
+                       : wide      ? reduce_slices<Accumulator, T, Result::kWide>
+                                   : reduce_slices<Accumulator, T, Result::kAny>;
+  return launch_overlapping(kernel, dim3(blocks_for(vectors, threads.x)), threads, device.arch >= 90, stream,
+                            "launching the split-K reduction", static_cast<Accumulator const*>(partials), slices, vectors,
+                            Extent(ld / kVector), Extent(p.m), p.n, static_cast<T*>(buffers.d), EpilogueParams<Accumulator, T>(p, buffers));
+}
+
+// Starts while the kernel launched before it, which writes the partials, ends.
+Status launch_reduction(GemmProblem const& p, Device const& device, int32_t slices, int64_t ld, void const* partials,
+                        Buffers const& buffers, cudaStream_t stream) {
   switch (p.type_d) {
-    case Type::kF64: return launch_typed<double, double>(p, slices, ld, partials, buffers, stream);
-    case Type::kF32: return launch_typed<float, float>(p, slices, ld, partials, buffers, stream);
-    case Type::kBF16: return launch_typed<float, __nv_bfloat16>(p, slices, ld, partials, buffers, stream);
-    case Type::kF16: return launch_typed<float, __half>(p, slices, ld, partials, buffers, stream);
+    case Type::kF64: return launch_typed<double, double>(p, device, slices, ld, partials, buffers, stream);
+    case Type::kF32: return launch_typed<float, float>(p, device, slices, ld, partials, buffers, stream);
+    case Type::kBF16: return launch_typed<float, __nv_bfloat16>(p, device, slices, ld, partials, buffers, stream);
+    case Type::kF16: return launch_typed<float, __half>(p, device, slices, ld, partials, buffers, stream);
     default: return Status::internal(std::string("no split-K reduction into ") + name_of(p.type_d));
   }
 }
@@ -191,6 +217,8 @@ struct Rows {
 
 // Two matrices in one launch, along y.
 __global__ void copy_rows(Rows first, Rows second) {
+  let_dependents_start();
+  wait_for_primary();
   Rows const p = blockIdx.y == 0 ? first : second;
   int64_t const pieces = p.pieces();
   int const lane = threadIdx.x % 32, warps = blockDim.x / 32;
@@ -208,14 +236,13 @@ __global__ void copy_rows(Rows first, Rows second) {
   }
 }
 
-Status launch_copies(std::vector<Rows> const& matrices, cudaStream_t stream) {
+// `overlap`: it may start while the kernel launched before it ends.
+Status launch_copies(std::vector<Rows> const& matrices, bool overlap, cudaStream_t stream) {
   if (matrices.empty()) return {};
   Rows const &first = matrices.front(), &last = matrices.back();
   int const threads = 256, warps = threads / 32;
-  int64_t const pieces = first.pieces() > last.pieces() ? first.pieces() : last.pieces(), blocks = (pieces + warps - 1) / warps;
-  dim3 const grid(static_cast<unsigned>(blocks < 65535 ? blocks : 65535), static_cast<unsigned>(matrices.size()));
-  copy_rows<<<grid, threads, 0, stream>>>(first, last);
-  return from_cuda(cudaGetLastError(), "launching the copy of misaligned matrices");
+  dim3 const grid(blocks_for(std::max(first.pieces(), last.pieces()), warps), static_cast<unsigned>(matrices.size()));
+  return launch_overlapping(copy_rows, grid, dim3(threads), overlap, stream, "launching the copy of misaligned matrices", first, last);
 }
 
 // Copies of A and B to the head of the workspace, as far as they are needed, and room for that of D. Points `at` there.
@@ -239,24 +266,32 @@ Status launch_repack(GemmProblem const& p, Repack const& repacked, Buffers& at, 
     to += repacked.bytes_d;
   }
   at.workspace = to;
-  return launch_copies(matrices, stream);
+  return launch_copies(matrices, false, stream);
 }
 
 }  // namespace
 
+Slices Slices::of(int64_t k, int32_t tile_k, int32_t splits) {
+  int64_t const k_tiles = (k + tile_k - 1) / tile_k, of_slice = (k_tiles + splits - 1) / splits;
+  return {static_cast<int32_t>((k_tiles + of_slice - 1) / of_slice), of_slice * tile_k};
+}
+
 Status CudaKernel::can_implement(GemmProblem const& p, Schedule const& s, Device const& device) const {
   bool const separate = is_separate(s);
   Repack const repacked = repack_of(info, p, separate);
-  if (!separate) return can_launch(repacked.reduced_d ? Slices(info, repacked.problem, 1).problem : repacked.problem, s, device);
-  return can_launch(Slices(info, repacked.problem, s.splits).problem, data_parallel(s), device);
+  GemmProblem const& q = repacked.problem;
+  if (separate) return can_launch(Slices::of(p.k, info.tile_k, s.splits).as_batch(into_partials(q)), data_parallel(s), device);
+  return can_launch(repacked.reduced_d ? into_partials(q) : q, s, device);
 }
 
 int64_t CudaKernel::workspace_bytes(GemmProblem const& p, Schedule const& s, Device const& device) const {
   bool const separate = is_separate(s);
   Repack const repacked = repack_of(info, p, separate);
-  if (!separate && !repacked.reduced_d) return repacked.bytes() + launch_workspace_bytes(repacked.problem, s, device);
-  Slices const slices(info, repacked.problem, separate ? s.splits : 1);
-  return repacked.bytes() + slices.partial_bytes + (separate ? 0 : launch_workspace_bytes(slices.problem, s, device));
+  GemmProblem const& q = repacked.problem;
+  if (separate) return repacked.bytes() + partial_bytes(into_partials(q), Slices::of(p.k, info.tile_k, s.splits).count);
+  if (!repacked.reduced_d) return repacked.bytes() + launch_workspace_bytes(q, s, device);
+  GemmProblem const partials = into_partials(q);
+  return repacked.bytes() + partial_bytes(partials, 1) + launch_workspace_bytes(partials, s, device);
 }
 
 Status CudaKernel::run(GemmProblem const& p, Schedule const& s, Device const& device, Buffers const& buffers, void* stream_,
@@ -265,71 +300,24 @@ Status CudaKernel::run(GemmProblem const& p, Schedule const& s, Device const& de
   if (Status status = allow_shared_memory(); !status.ok()) return status;
   bool const separate = is_separate(s);
   Repack const repacked = repack_of(info, p, separate);
+  GemmProblem const& q = repacked.problem;
   Buffers aligned = buffers;
   if (Status status = launch_repack(p, repacked, aligned, stream); !status.ok()) return status;
+  bool const after_copy = repacked.a || repacked.b;
+  Slices slices{1, p.k};
   if (!separate && !repacked.reduced_d) {
-    Status const status = launch(repacked.problem, s, device, aligned, stream);
+    Status const status = launch(q, slices, s, device, aligned, after_copy, stream);
     if (!status.ok() || !repacked.d) return status;
-    GemmProblem const& q = repacked.problem;
     return launch_copies({{static_cast<uint16_t const*>(aligned.d), static_cast<uint16_t*>(buffers.d), p.batch, Extent(p.m), p.n, q.ldd,
                            q.batch_stride_d, p.ldd, p.batch_stride_d, 1}},
-                         stream);
+                         true, stream);
   }
-
-  Slices const slices(info, repacked.problem, separate ? s.splits : 1);
-  auto* const partials = static_cast<char*>(aligned.workspace);
-  auto const reduce = [&] { return launch_reduction(p, slices.splits, slices.problem.ldd, partials, buffers, stream); };
-  if (!separate) {
-    aligned.d = partials;
-    aligned.workspace = partials + slices.partial_bytes;
-    Status const status = launch(slices.problem, s, device, aligned, stream);
-    return status.ok() ? reduce() : status;
-  }
-  GemmProblem const& whole = repacked.problem;
-  auto const* a = static_cast<char const*>(aligned.a);
-  auto const* b = static_cast<char const*>(aligned.b);
-  int64_t const size_ab = size_of(p.type_a), size_d = size_of(slices.problem.type_d), stride_m_n = slices.problem.batch_stride_d;
-  auto const launch_slices = [&](int32_t first, int32_t count, int64_t batch_first, int64_t batch_count) {
-    GemmProblem q = slices.problem;
-    q.k = slices.extent(first, p.k);
-    int64_t const k0 = slices.begin(first);
-    if (count > 1) {
-      q.batch = count;
-      q.batch_stride_a = slices.offset_a(q.k);
-      q.batch_stride_b = slices.offset_b(q.k);
-      q.batch_stride_d = p.batch * stride_m_n;
-    } else {
-      q.batch = batch_count;
-    }
-    Buffers at = aligned;
-    at.a = a + (slices.offset_a(k0) + batch_first * whole.batch_stride_a) * size_ab;
-    at.b = b + (slices.offset_b(k0) + batch_first * whole.batch_stride_b) * size_ab;
-    at.d = partials + (first * p.batch + batch_first) * stride_m_n * size_d;
-    at.workspace = nullptr;  // a data-parallel launch uses none
-    return launch(q, data_parallel(s), device, at, stream);
-  };
-  // Runs of slices with equal extents: the longer ones, the shorter ones, and a last one that K cuts off.
-  struct Run {
-    int32_t first, count;
-  };
-  std::vector<Run> runs;
-  for (int32_t slice = 0; slice < slices.splits; ++slice) {
-    if (!runs.empty() && slices.extent(slice, p.k) == slices.extent(runs.back().first, p.k)) {
-      ++runs.back().count;
-    } else {
-      runs.push_back({slice, 1});
-    }
-  }
-  bool const by_slice = slices.splits <= static_cast<int64_t>(runs.size()) * p.batch;
-  Status status;
-  if (by_slice) {
-    for (int32_t slice = 0; slice < slices.splits && status.ok(); ++slice) status = launch_slices(slice, 1, 0, p.batch);
-  } else {
-    for (int64_t batch = 0; batch < p.batch; ++batch)
-      for (Run const& run : runs)
-        if (status.ok()) status = launch_slices(run.first, run.count, batch, 1);
-  }
-  return status.ok() ? reduce() : status;
+  GemmProblem const partials = into_partials(q);
+  if (separate) slices = Slices::of(p.k, info.tile_k, s.splits);
+  aligned.d = aligned.workspace;
+  aligned.workspace = static_cast<char*>(aligned.workspace) + partial_bytes(partials, slices.count);
+  Status const status = launch(partials, slices, separate ? data_parallel(s) : s, device, aligned, after_copy, stream);
+  return status.ok() ? launch_reduction(p, device, slices.count, partials.ldd, aligned.d, buffers, stream) : status;
 }
 
 Status CudaKernel::resources(Resources& out) const {

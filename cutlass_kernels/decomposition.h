@@ -33,6 +33,7 @@ struct Work {
   int32_t k_count = 0;
   int32_t peer = 0;
   int32_t peers = 0;
+  bool last = false;  // of its worker, as far as is easily known
 };
 
 // Quotient of non-negative numbers. A GPU divides at the head of every tile, in warps with few registers: 32-bit unsigned division
@@ -119,6 +120,7 @@ struct Decomposition {
     if (kind == ScheduleKind::kSplitK) {
       int32_t const unit = worker + ordinal * workers;
       if (unit >= tiles * splits) return false;
+      out.last = unit + workers >= tiles * splits;
       // Neighbouring workers share a run of K and not a tile, so that they reuse each other's operand panels in L2.
       out.peer = quotient(unit, tiles);
       out.tile = unit - out.peer * tiles;
@@ -152,6 +154,7 @@ struct Decomposition {
   JSK_HOST_DEVICE bool whole_tile(int32_t worker, int32_t ordinal, Work& out) const {
     out.tile = stream_k_tiles + worker + ordinal * workers;
     if (out.tile >= tiles) return false;
+    out.last = out.tile + workers >= tiles;
     out.k_begin = 0;
     out.k_count = k_tiles;
     out.peer = 0;

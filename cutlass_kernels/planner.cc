@@ -12,17 +12,14 @@ namespace {
 
 constexpr int32_t kMostSplits = 128;
 
-// Numbers of splits worth trying: small ones, powers of two, those that fill a wave, and divisors of K's tiles.
+// Numbers of splits worth trying: small ones, powers of two, and those that fill a wave.
 std::vector<int32_t> split_counts(GemmProblem const& p, Device const& device) {
   std::vector<bool> worth(kMostSplits + 1);
   for (int32_t const splits : {32, 64, 128}) worth[splits] = true;
   for (int32_t tiles = 1; tiles <= device.sms / 16; ++tiles) worth[std::min(device.sms / tiles, kMostSplits)] = true;
   std::vector<int32_t> counts;
-  for (int32_t splits = 2; splits <= std::min<int64_t>(kMostSplits, p.k); ++splits) {
-    // Slices of one length are one launch.
-    bool const even = p.k % (64 * splits) == 0;
-    if (splits <= 16 || worth[splits] || even) counts.push_back(splits);
-  }
+  for (int32_t splits = 2; splits <= std::min<int64_t>(kMostSplits, p.k); ++splits)
+    if (splits <= 16 || worth[splits]) counts.push_back(splits);
   return counts;
 }
 

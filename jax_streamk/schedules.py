@@ -34,7 +34,8 @@ class SplitK:
       splits: at least 1, at most the number of k-tiles. 1 is bit for bit the unsplit product.
       reduction: ``"ordered"`` adds the f32 partials of a tile in the order of K inside the kernel (deterministic);
         ``"atomic"`` adds them as they arrive; ``"separate"`` leaves them to a second kernel (deterministic), which reduces many
-        splits in parallel.
+        splits in parallel. On GPUs the runs of the latter have one length, but for the last, and are no more than that takes:
+        15 splits of 64 k-tiles are 13 runs.
 
     Raises:
       ValueError: splits or reduction is not as above.

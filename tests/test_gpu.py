@@ -145,7 +145,8 @@ from jax_streamk import DataParallel, SplitK, StreamK, matmul
 
 schedules = [DataParallel(), SplitK(3), StreamK(), SplitK(4, "separate"), StreamK(max_sms=50), SplitK(2), StreamK(), SplitK(7)]
 keys = jax.random.split(jax.random.key(0), len(schedules) + 2)
-weights = [(jax.random.normal(key, (1024, 1024)) / 32).astype(jnp.bfloat16) for key in keys[2:]]
+widths = [1024, 1024, 1023, 1024, 1024, 1023, 1023, 1024, 1024]  # misaligned matrices may be copied
+weights = [(jax.random.normal(key, shape) / 32).astype(jnp.bfloat16) for key, *shape in zip(keys[2:], widths, widths[1:])]
 inputs = [jax.random.normal(key, (96, 1024)).astype(jnp.bfloat16) for key in keys[:2]]
 
 def chain(x, weights):

@@ -13,6 +13,7 @@
 #include <algorithm>
 
 #include "cutlass_kernels/cuda_kernel.h"
+#include "cutlass_kernels/dependent_launch.cuh"
 #include "cutlass_kernels/epilogue.cuh"
 #include "cutlass_kernels/skinny/instructions.cuh"
 
@@ -24,12 +25,6 @@ inline constexpr int kTileK = 128;    // what splits are cut by
 inline constexpr int kRows = 8;       // of A in one mma.sync
 inline constexpr int kStages = 4;     // chunks of a warp's queue
 inline constexpr int kMaxSplits = 8;  // CTAs in a cluster: the portable limit
-// Whether this build is for any architecture that has clusters.
-#ifdef JAX_STREAMK_CLUSTERS
-inline constexpr bool kClusters = true;
-#else
-inline constexpr bool kClusters = false;
-#endif
 
 template <class T>
 inline constexpr int kVector = 16 / sizeof(T);
@@ -43,7 +38,9 @@ struct Params {
   D* d;
   int64_t lda, ldb, batch_stride_a, batch_stride_b;
   int32_t m, n, k, splits;
-  EvenRuns runs;  // of k-tiles, by split
+  int32_t batch;
+  Divisor by_batch;  // of batches, which come once for each slice
+  EvenRuns runs;     // of k-tiles, by split or by slice
   TileOrder order;
   bool b_read_once;
   bool pairs;  // whether two neighbours in D, in bias and residual are one access
@@ -212,10 +209,16 @@ __global__ __launch_bounds__(kThreads) void multiply(__grid_constant__ Params<T,
   int32_t const tile = p.splits > 1 ? quotient(blockIdx.x, p.splits) : blockIdx.x, rank = blockIdx.x - tile * p.splits;
   TileOrder::Coordinate const at = p.order.coordinate(tile);
   int const beside = warp / kDeep, deep = warp % kDeep;
-  int32_t const begin = p.runs.begin(rank) * kTileK + deep * kChunk<T>, end = min(p.runs.begin(rank + 1) * kTileK, p.k);
+  int32_t batch = at.batch, run = rank;
+  if constexpr (std::is_same_v<D, float>) {
+    int32_t const slice = p.by_batch.divide(batch);
+    batch -= slice * p.batch;
+    run += slice;  // of splits or slices there are several, not of both
+  }
+  int32_t const begin = p.runs.begin(run) * kTileK + deep * kChunk<T>, end = min(p.runs.begin(run + 1) * kTileK, p.k);
   int32_t const m0 = at.m * kRows * kBlocks, n0 = (at.n * (kWarps / kDeep) + beside) * kColumns;
 
-  Loader<T, D, kMajorB, kBlocks, kDeep> loader(p, at.batch, m0, n0, begin, end);
+  Loader<T, D, kMajorB, kBlocks, kDeep> loader(p, batch, m0, n0, begin, end);
   auto& own = shared.warps[warp];
 #pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage) loader.next(own.queue[stage]);
@@ -326,6 +329,7 @@ __global__ __launch_bounds__(kThreads) void multiply(__grid_constant__ Params<T,
     }
     cluster_arrive();
   }
+  if constexpr (std::is_same_v<D, float>) let_dependents_start();  // which reduce slices
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {
     int32_t const row = m0 + deep + i * kDeep;
@@ -375,7 +379,7 @@ class SkinnyKernel final : public CudaKernel {
     if (device.arch < 80) return Status::invalid(info.name + " needs compute capability 8.0 or newer");
     if (std::max({p.m, p.n, p.k}) >= kMaxExtent) return Status::invalid(info.name + ": too large");
     if (decomposition(p, s, device).splits == 1) return {};
-    if (device.arch < 90 || !kClusters)
+    if (device.arch < 90 || !kHopper)
       return Status::invalid(info.name + " splits K among the CTAs of a cluster, which needs compute capability 9.0 and a build for it");
     if (s.splits > kMaxSplits)
       return Status::invalid(info.name + " has at most " + std::to_string(kMaxSplits) + " splits, the CTAs of a cluster");
@@ -384,9 +388,9 @@ class SkinnyKernel final : public CudaKernel {
 
   int64_t launch_workspace_bytes(GemmProblem const&, Schedule const&, Device const&) const override { return 0; }
 
-  Status launch(GemmProblem const& p, Schedule const& s, Device const& device, Buffers const& buffers,
-                cudaStream_t stream) const override {
-    Decomposition const work = decomposition(p, s, device);
+  Status launch(GemmProblem const& p, Slices const& slices, Schedule const& s, Device const& device, Buffers const& buffers,
+                bool, cudaStream_t stream) const override {
+    Decomposition const work = decomposition(slices.as_batch(p), s, device);
     Params<T, D> params;
     params.a = static_cast<T const*>(buffers.a);
     params.b = static_cast<T const*>(buffers.b);
@@ -395,7 +399,9 @@ class SkinnyKernel final : public CudaKernel {
     params.batch_stride_a = p.batch_stride_a, params.batch_stride_b = p.batch_stride_b;
     params.m = static_cast<int32_t>(p.m), params.n = static_cast<int32_t>(p.n), params.k = static_cast<int32_t>(p.k);
     params.splits = work.splits;
-    params.runs = EvenRuns::of(work.k_tiles, work.splits);
+    params.batch = static_cast<int32_t>(p.batch);
+    params.by_batch = Divisor(params.batch);
+    params.runs = slices.count > 1 ? EvenRuns{work.k_tiles, 0} : EvenRuns::of(work.k_tiles, work.splits);
     params.order = tile_order(p, s);
     params.b_read_once = params.order.tiles_m() == 1 && (p.batch == 1 || p.batch_stride_b != 0);
     params.pairs = (p.n | p.ldd | p.batch_stride_d | p.epilogue.batch_stride_bias) % 2 == 0 &&

@@ -231,8 +231,42 @@ class Sm80Kernel final : public CudaKernel {
     return needs_workspace(params) ? align_workspace(static_cast<int64_t>(params.get_workspace_size())) : 0;
   }
 
-  Status launch(GemmProblem const& problem, Schedule const& s, Device const& device, Buffers const& buffers,
-                cudaStream_t stream) const override {
+  // Slices of one extent that are evenly spaced in A and B are one launch whose batch is the slices. A batched problem is launched for
+  // each slice, or for each batch, whichever is less.
+  Status launch(GemmProblem const& p, Slices const& slices, Schedule const& s, Device const& device, Buffers const& buffers,
+                bool, cudaStream_t stream) const override {
+    if (slices.count == 1) return launch_batch(p, s, device, buffers, stream);
+    auto const whole = static_cast<int32_t>(p.k / slices.extent);
+    int64_t const stride_a = MajorA::kMajor == Major::kRow ? slices.extent : slices.extent * p.lda;
+    int64_t const stride_b = MajorB::kMajor == Major::kRow ? slices.extent * p.ldb : slices.extent;
+    auto const part = [&](int32_t slice, int32_t count, int64_t batch, int64_t batches) {
+      GemmProblem q = p;
+      q.k = std::min(slices.extent, p.k - slice * slices.extent);
+      q.batch = batches;
+      if (count > 1) q.batch = count, q.batch_stride_a = stride_a, q.batch_stride_b = stride_b, q.batch_stride_d *= p.batch;
+      Buffers at = buffers;
+      at.a = static_cast<typename AB::Element const*>(buffers.a) + slice * stride_a + batch * p.batch_stride_a;
+      at.b = static_cast<typename AB::Element const*>(buffers.b) + slice * stride_b + batch * p.batch_stride_b;
+      at.d = static_cast<typename D::Element*>(buffers.d) + (slice * p.batch + batch) * p.batch_stride_d;
+      return launch_batch(q, s, device, at, stream);
+    };
+    Status status;
+    if (slices.count <= p.batch * (1 + (whole < slices.count))) {
+      for (int32_t slice = 0; slice < slices.count && status.ok(); ++slice) status = part(slice, 1, 0, p.batch);
+    } else {
+      for (int64_t batch = 0; batch < p.batch && status.ok(); ++batch) {
+        if (whole > 0) status = part(0, whole, batch, 1);
+        if (status.ok() && whole < slices.count) status = part(whole, 1, batch, 1);
+      }
+    }
+    return status;
+  }
+
+  void const* entry_point() const override { return reinterpret_cast<void const*>(&sm80_gemm<Gemm>); }
+
+ private:
+  Status launch_batch(GemmProblem const& problem, Schedule const& s, Device const& device, Buffers const& buffers,
+                      cudaStream_t stream) const {
     for (int64_t first = 0; first < problem.batch; first += kMaxGridZ) {
       GemmProblem p = problem;
       p.batch = std::min(problem.batch - first, kMaxGridZ);
@@ -252,9 +286,6 @@ class Sm80Kernel final : public CudaKernel {
     return {};
   }
 
-  void const* entry_point() const override { return reinterpret_cast<void const*>(&sm80_gemm<Gemm>); }
-
- private:
   static KernelInfo describe() {
     auto const initial = [](Major major) { return major == Major::kRow ? 'r' : 'c'; };
     auto const number = [](int x) { return std::to_string(x); };

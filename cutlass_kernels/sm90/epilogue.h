@@ -1,15 +1,14 @@
 // The epilogue of the sm90 family: accumulators go through ours in registers, then through CUTLASS's, which converts them and
 // stores them by way of shared memory.
 //
-// Every kernel runs every epilogue, and the activations written out for each accumulator of a thread would be most of its code. So
-// accumulators take turns: a loop cannot index registers, but it can move a group of them past the few that it works on. Bias and
-// residual come straight from global memory, one turn ahead, and an idle warp has them brought near before: as a C operand they
-// would take shared memory from the main loop.
+// Bias and residual come straight from global memory, some accumulators ahead, and an idle warp has them brought near before: as a C
+// operand they would take shared memory from the main loop.
 #pragma once
 
 #include "cute/tensor.hpp"
 #include "cutlass/epilogue/fusion/sm90_visitor_tma_warpspecialized.hpp"
 #include "cutlass/numeric_conversion.h"
+#include "cutlass_kernels/dependent_launch.cuh"
 #include "cutlass_kernels/epilogue.cuh"
 
 namespace jax_streamk::sm90 {
@@ -44,86 +43,72 @@ struct Conversion : cutlass::epilogue::fusion::Sm90VisitorImpl<> {
   }
 };
 
-// How many groups a thread's accumulators make. Moves grow with the size of a group, code with the number of them.
-constexpr int groups(int values, int turn) {
-  int n = 1;
-  while (values % (n * turn) != 0 || values / n > 32) ++n;
-  return n;
-}
-
 // accumulators = epilogue(accumulators). `coordinates` are where a thread's accumulators lie in the kernel's own result, of extents
 // (m, n), which is D, or with swap_ab its transpose: two neighbours along n, two of a row 8 below, and so on along n.
 template <bool kSwap, class Element, class Accumulators, class Coordinates>
 CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t batch, int32_t m, int32_t n,
                           Coordinates const& coordinates, Accumulators& accumulators) {
-  constexpr int kValues = cute::size(Accumulators{});
-  // Those of one wgmma are spread alike.
-  constexpr int kBlock = cute::size<0>(Accumulators{}), kChunk = kValues > 128 || kBlock % 16 != 0 ? 8 : 16;
-  constexpr int kGroup = kValues / groups(kValues, kChunk);
-  static_assert(kBlock % kChunk == 0);
+  // A loop around turns would have to move accumulators, since registers have no index, and take longer than its code does to load.
+  constexpr int kValues = cute::size(Accumulators{}), kTurn = kValues > 160 ? 8 : kValues > 128 ? 16 : 32;
   constexpr int kVector = kSwap ? 1 : 2;  // neighbours in a row of D
   using Vector = cutlass::AlignedArray<Element, kVector>;
-  // The accumulators of a column of D: as they are spread, 2 of 4 in turn, or with swap_ab all of the upper or the lower row.
-  constexpr int kBiases = kSwap ? 2 : kChunk / 4, kPerBias = kSwap ? 2 : 4;
+  // Accumulators of one wgmma are spread alike. Of a column of D are 2 of 4 in turn, or with swap_ab a wgmma's upper or lower rows.
+  constexpr int kBlock = cute::size<0>(Accumulators{}), kBiases = kSwap ? kValues / kBlock * 2 : kTurn / 4;
+  auto const bias_of = [](int begin, int i) { return kSwap ? (begin + i) / kBlock * 2 + i / 2 % 2 : i / 4; };
+  auto const offset_m = [&](int i) { return static_cast<int32_t>(cute::get<0>(coordinates.layout()(i))); };
+  auto const offset_n = [&](int i) { return static_cast<int32_t>(cute::get<1>(coordinates.layout()(i))); };
   // Opaque, or every load would compute them again.
   auto const hidden = [](auto* pointer) {
     asm("" : "+l"(pointer));
     return pointer;
   };
-  Element const* const bias = hidden(params.bias + batch * params.batch_stride_bias);
-  Element const* const residual = hidden(params.residual + batch * params.batch_stride_d);
+  auto const first = coordinates(0);
+  int32_t const first_m = cute::get<0>(first), first_n = cute::get<1>(first);
+  Element const* const bias = hidden(params.bias + batch * params.batch_stride_bias + (kSwap ? first_m : first_n));
+  Element const* const residual = hidden(params.residual + batch * params.batch_stride_d +
+                                         (kSwap ? first_n * params.ldd + first_m : first_m * params.ldd + first_n));
   bool const has_bias = params.bias != nullptr, has_residual = params.residual != nullptr;
 
   // As they lie in memory: unpacked they would take more registers.
-  Vector bias_values[kBiases], residual_values[kChunk / kVector];
-  auto const load_operands = [&](int begin) {
-    auto const first = coordinates(begin);
-    int32_t const first_m = cute::get<0>(first), first_n = cute::get<1>(first);
-    if (has_bias) {
-      Element const* const from = bias + (kSwap ? first_m : first_n);
+  Vector bias_values[kBiases], residual_values[kTurn / kVector];
 #pragma unroll
-      for (int i = 0; i < kBiases; ++i) {
-        auto const offset = coordinates.layout()(i * kPerBias);
-        int32_t const along = kSwap ? cute::get<0>(offset) : cute::get<1>(offset);
-        if ((kSwap ? first_m : first_n) + along < (kSwap ? m : n)) bias_values[i] = load_vector<Vector>(from + along);
+  for (Vector& values : bias_values) values.clear();
+  auto const load_operands = [&](int begin) {
+    if (has_bias && (!kSwap || begin == 0)) {
+#pragma unroll
+      for (int j = 0; j < kBiases; ++j) {
+        int const i = kSwap ? j / 2 * kBlock + j % 2 * 2 : begin + j * 4;
+        if (i >= kValues) break;
+        int32_t const along = kSwap ? offset_m(i) : offset_n(i);
+        if ((kSwap ? first_m : first_n) + along < (kSwap ? m : n)) bias_values[j] = load_vector<Vector>(bias + along);
       }
     }
     if (has_residual) {
-      Element const* const from = residual + (kSwap ? first_n * params.ldd + first_m : first_m * params.ldd + first_n);
 #pragma unroll
-      for (int i = 0; i < kChunk / kVector; ++i) {
-        auto const offset = coordinates.layout()(i * kVector);
-        int32_t const at_m = cute::get<0>(offset), at_n = cute::get<1>(offset);
+      for (int i = 0; begin + i < kValues && i < kTurn; i += kVector) {
+        int32_t const at_m = offset_m(begin + i), at_n = offset_n(begin + i);
         if (first_m + at_m < m && first_n + at_n < n)
-          residual_values[i] = load_vector<Vector>(from + (kSwap ? at_n * params.ldd + at_m : at_m * params.ldd + at_n));
+          residual_values[i / kVector] = load_vector<Vector>(residual + (kSwap ? at_n * params.ldd + at_m : at_m * params.ldd + at_n));
       }
     }
   };
 
-#pragma unroll
-  for (int i = 0; i < kBiases; ++i) bias_values[i].clear();
   load_operands(0);
 #pragma unroll
-  for (int group = 0; group < kValues; group += kGroup) {
-#pragma unroll 1
-    for (int begin = group; begin < group + kGroup; begin += kChunk) {
-      float x[kChunk];
+  for (int begin = 0; begin < kValues; begin += kTurn) {
+    int const count = kValues - begin < kTurn ? kValues - begin : kTurn;
+    float x[kTurn];
 #pragma unroll
-      for (int i = 0; i < kChunk; ++i) {
-        int const of_bias = kSwap ? i / 2 % 2 : i / 4;
-        x[i] = params.alpha * accumulators(group + i) + static_cast<float>(bias_values[of_bias][i % kVector]);
-      }
-      if (has_residual) {
+    for (int i = 0; i < count; ++i)
+      x[i] = params.alpha * accumulators(begin + i) + static_cast<float>(bias_values[bias_of(begin, i)][i % kVector]);
+    if (has_residual) {
 #pragma unroll
-        for (int i = 0; i < kChunk; ++i) x[i] += params.beta * static_cast<float>(residual_values[i / kVector][i % kVector]);
-      }
-      if (begin + kChunk < kValues) load_operands(begin + kChunk);
-      activate(params.activation, x, kChunk);
-#pragma unroll
-      for (int i = 0; i < kGroup - kChunk; ++i) accumulators(group + i) = accumulators(group + i + kChunk);
-#pragma unroll
-      for (int i = 0; i < kChunk; ++i) accumulators(group + kGroup - kChunk + i) = x[i];
+      for (int i = 0; i < count; ++i) x[i] += params.beta * static_cast<float>(residual_values[i / kVector][i % kVector]);
     }
+    if (begin + kTurn < kValues) load_operands(begin + kTurn);
+    activate(params.activation, x, count);
+#pragma unroll
+    for (int i = 0; i < count; ++i) accumulators(begin + i) = x[i];
   }
 }
 
@@ -174,6 +159,7 @@ struct CollectiveEpilogue : Base {
                             typename Base::StorePipeline store_pipeline, typename Base::StorePipelineState store_state,
                             ProblemShape problem_shape, TileShape tile_shape, TileCoordinate tile, Accumulators accumulators,
                             TiledMma tiled_mma, int thread, typename Base::TensorStorage& storage, Subtile... subtile) {
+    let_dependents_start();  // which reduce slices or copy D
     if (!params.plain) {
       auto const [m, n, k, l] = problem_shape;
       auto const whole = cute::make_identity_tensor(cute::make_shape(m, n));

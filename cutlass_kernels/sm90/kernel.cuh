@@ -91,7 +91,8 @@ class Sm90Kernel final : public CudaKernel {
       TileShape, ClusterShape,
       cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>,
       std::conditional_t<kPingpong, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
-                         cutlass::gemm::KernelTmaWarpSpecializedCooperative>>::CollectiveOp>;
+                         cutlass::gemm::KernelTmaWarpSpecializedCooperative>>::CollectiveOp,
+      kConfig.type_d == Type::kF32>;
   using Gemm =
       cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue, SchedulerTag<!kPingpong>>;
   using Scheduler = typename Gemm::TileScheduler;
@@ -124,16 +125,17 @@ class Sm90Kernel final : public CudaKernel {
     return workspace(p, s, device).bytes;
   }
 
-  Status launch(GemmProblem const& p, Schedule const& s, Device const& device, Buffers const& buffers,
-                cudaStream_t stream) const override {
-    Workspace const parts = workspace(p, s, device);
+  Status launch(GemmProblem const& p, Slices const& slices, Schedule const& s, Device const& device, Buffers const& buffers,
+                bool after_copy, cudaStream_t stream) const override {
+    GemmProblem const q = slices.as_batch(p);
+    Workspace const parts = workspace(q, s, device);
     auto* const workspace = static_cast<char*>(buffers.workspace);
     if (parts.zeroed > 0) {
       Status const status = from_cuda(cudaMemsetAsync(workspace, 0, parts.zeroed, stream), info.name + ": zeroing its arrival words");
       if (!status.ok()) return status;
     }
     typename Scheduler::Params scheduler;
-    scheduler.decomposition = decomposition(p, s, device);
+    scheduler.decomposition = decomposition(q, s, device);
     TileOrder const order = scheduler.order = tile_order(p, s);
     scheduler.atomic = s.reduction == Reduction::kAtomic;
     scheduler.arrivals = reinterpret_cast<uint32_t*>(workspace);
@@ -151,23 +153,28 @@ class Sm90Kernel final : public CudaKernel {
     };
     typename Gemm::Arguments const arguments{
         cutlass::gemm::GemmUniversalMode::kGemm,
-        {static_cast<int>(kSwap ? p.n : p.m), static_cast<int>(kSwap ? p.m : p.n), static_cast<int>(p.k),
-         static_cast<int>(p.batch)},
-        {{a, stride_a, b, stride_b}, hint(order.tiles_n(), stride_a), hint(order.tiles_m(), stride_b)},
+        {static_cast<int>(kSwap ? p.n : p.m), static_cast<int>(kSwap ? p.m : p.n), static_cast<int>(q.k),
+         static_cast<int>(q.batch)},
+        {{a, stride_a, b, stride_b},
+         hint(order.tiles_n(), stride_a),
+         hint(order.tiles_m(), stride_b),
+         static_cast<int32_t>(p.k),
+         static_cast<int32_t>(p.batch)},
         {EpilogueParams<float, ElementD>(p, buffers), nullptr, {}, static_cast<ElementD*>(buffers.d), stride_d},
         {0, device.sms},
         scheduler};
     typename Gemm::Params params = Gemm::to_underlying_arguments(arguments, nullptr);
     dim3 const cluster(kConfig.cluster_m, kConfig.cluster_n, 1);
     dim3 const grid(scheduler.decomposition.workers * cluster.x, cluster.y, 1);
+    bool const overlap = after_copy && parts.zeroed == 0;
     cutlass::Status launched;
     if constexpr (kClusterSize == 1) {
       // A launch with clusters of one CTA places neighbouring CTAs differently, and they share fewer of their loads.
-      launched = cutlass::kernel_launch<Gemm>(grid, Gemm::get_block_shape(), Gemm::SharedStorageSize, stream, params, false);
+      launched = cutlass::kernel_launch<Gemm>(grid, Gemm::get_block_shape(), Gemm::SharedStorageSize, stream, params, overlap);
     } else {
       void* kernel_arguments[] = {&params};
       launched = cutlass::ClusterLauncher::launch(grid, cluster, Gemm::get_block_shape(), Gemm::SharedStorageSize, stream,
-                                                  entry_point(), kernel_arguments);
+                                                  entry_point(), kernel_arguments, overlap);
     }
     cudaError_t const error = cudaGetLastError();
     if (launched != cutlass::Status::kSuccess && error == cudaSuccess)
@@ -245,10 +252,10 @@ class Sm90Kernel final : public CudaKernel {
   }
 };
 
-enum class Results { kOwn, kBoth };
+enum class Results { kOwn, kF32, kBoth };
 enum class Majors { kAll, kRow };
 
-// One row of the table: a tile for bf16 and f16, with all four majornesses of A and B or one, into the operands' type and maybe f32.
+// One row of the table: a tile for bf16 and f16, with all four majornesses of A and B or one, into the operands' type, f32 or both.
 // Much of a translation unit's compile time goes into CUTLASS's headers, which they share.
 template <int... kTileAndCluster>
 struct Row {
@@ -267,8 +274,8 @@ struct Row {
   }
   template <Type kTypeAB, WarpSchedule kWarpSchedule, bool kSwapAB, Results kResults, Majors kMajors>
   static void add_results() {
-    add_majors<kTypeAB, kTypeAB, kWarpSchedule, kSwapAB, kMajors>();
-    if constexpr (kResults == Results::kBoth) add_majors<kTypeAB, Type::kF32, kWarpSchedule, kSwapAB, kMajors>();
+    if constexpr (kResults != Results::kF32) add_majors<kTypeAB, kTypeAB, kWarpSchedule, kSwapAB, kMajors>();
+    if constexpr (kResults != Results::kOwn) add_majors<kTypeAB, Type::kF32, kWarpSchedule, kSwapAB, kMajors>();
   }
   template <WarpSchedule kWarpSchedule, bool kSwapAB, Results kResults, Majors kMajors>
   static bool add_all() {
@@ -282,7 +289,7 @@ struct Row {
 namespace words {
 inline constexpr WarpSchedule cooperative = WarpSchedule::kCooperative, pingpong = WarpSchedule::kPingpong;
 inline constexpr bool plain = false, swapped = true;
-inline constexpr Results own = Results::kOwn, both = Results::kBoth;
+inline constexpr Results own = Results::kOwn, f32 = Results::kF32, both = Results::kBoth;
 inline constexpr Majors all = Majors::kAll, row = Majors::kRow;
 }  // namespace words
 

@@ -56,6 +56,7 @@ class Scheduler {
     int32_t k_begin = 0;
     int32_t k_count = 0;  // 0: there is no more work
     int32_t ordinal = 0;
+    bool last = false;
     bool finishes = true;  // whether this CTA runs the epilogue of the tile; known after fixup()
 
     CUTLASS_DEVICE bool is_valid() const { return k_count > 0; }
@@ -81,7 +82,8 @@ class Scheduler {
   CUTLASS_DEVICE WorkTileInfo get_current_work() const { return work_at(ordinal_); }
   CUTLASS_DEVICE void advance_to_next_work(uint32_t count = 1) { ordinal_ += count; }
   CUTLASS_DEVICE auto fetch_next_work(WorkTileInfo const& info) const {
-    return cute::make_tuple(work_at(info.ordinal + 1), true);
+    // At the end of a short kernel, code that nobody has run before is waited for.
+    return cute::make_tuple(__builtin_expect(info.last, 1) ? WorkTileInfo{} : work_at(info.ordinal + 1), true);
   }
 
   template <class Pipeline, class PipelineState>
@@ -222,6 +224,7 @@ class Scheduler {
       info.k_begin = work.k_begin;
       info.k_count = work.k_count;
       info.ordinal = ordinal;
+      info.last = work.last;
     }
     return info;
   }

@@ -1,6 +1,7 @@
 """How long a call takes: on the device, by a profile of all that the device did, and on the wall."""
 
 import dataclasses
+import math
 import pathlib
 import tempfile
 import time
@@ -36,11 +37,23 @@ def device_work(profile):
 
 
 def per_call(work, calls):
-    """Microseconds of each of ``calls`` equal calls that did this work one after another; their mean where it does not divide."""
+    """Microseconds of each of ``calls`` equal calls that did this work one after another; their mean where it does not divide.
+
+    Kernels that overlap are counted once: it is the time in which the device did anything.
+    """
     size, rest = divmod(len(work), calls)
     if rest:
-        return [sum(duration for _, duration, _ in work) / calls / 1e3]
-    return [sum(duration for _, duration, _ in work[i * size : (i + 1) * size]) / 1e3 for i in range(calls)]
+        return [_busy(work) / calls / 1e3]
+    return [_busy(work[i * size : (i + 1) * size]) / 1e3 for i in range(calls)]
+
+
+def _busy(work):
+    """Length of the union of intervals (start, duration, name), by start."""
+    busy, until = 0, -math.inf
+    for start, duration, _ in work:
+        busy += max(start + duration - max(start, until), 0)
+        until = max(until, start + duration)
+    return busy
 
 
 def profile(run):

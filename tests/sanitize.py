@@ -1,0 +1,35 @@
+"""Launches a few plans of every kind once each, on small products, for compute-sanitizer (seconds on an H200):
+
+    compute-sanitizer --tool memcheck --target-processes all python tests/sanitize.py
+    compute-sanitizer --tool racecheck --target-processes all python tests/sanitize.py
+"""
+
+from jax_streamk import _ffi, measure
+from jax_streamk.device import device_of
+from jax_streamk.problem import GemmProblem
+from jax_streamk.tuned import Candidate
+
+measure.ROTATED_BYTES = {"cuda": 1e5}
+BF16, ROW = _ffi.Type.bf16, _ffi.Major.row
+SILU = dict(has_bias=True, activation=_ffi.Activation.silu)
+LAUNCHES = [  # kernel, (m, n, k), (schedule, splits, reduction), epilogue
+    ("sm90_bf16_bf16_rr_64x176x64_1x1_pingpong_swap", (181, 136, 264), ("data_parallel", 1, "ordered"), dict(SILU, has_residual=True)),
+    ("sm90_bf16_bf16_rr_128x128x64_1x1_coop", (200, 264, 520), ("stream_k", 1, "ordered"), SILU),
+    ("sm90_bf16_bf16_rr_128x128x64_1x1_coop", (200, 264, 520), ("split_k", 3, "ordered"), {}),
+    ("sm90_bf16_f32_rr_64x144x64_1x1_pingpong_swap", (264, 200, 1000), ("split_k", 5, "separate"), {}),
+    ("sm90_bf16_f32_rr_64x64x128_1x1_pingpong", (72, 136, 2056), ("split_k", 7, "separate"), SILU),
+    ("sm90_bf16_f32_rr_64x64x128_1x1_pingpong", (37, 60, 9000), ("split_k", 64, "separate"), {}),  # threads share outputs
+    ("sm90_bf16_bf16_rr_64x128x64_1x1_pingpong", (70, 131, 101), ("data_parallel", 1, "ordered"), {}),  # A, B and D are copied
+    ("sm90_bf16_f32_rr_64x64x128_1x1_pingpong", (70, 131, 301), ("data_parallel", 1, "ordered"), {}),  # the reduction writes D
+    ("skinny_bf16_bf16_rr_64x8x128", (7, 1000, 1032), ("data_parallel", 1, "ordered"), SILU),
+    ("skinny_bf16_bf16_rr_64x16x128", (16, 1000, 1032), ("split_k", 3, "ordered"), {}),
+    ("skinny_bf16_f32_rr_64x16x128", (16, 136, 2056), ("split_k", 9, "separate"), {}),
+    ("sm80_bf16_f32_rr_128x128x32_s4_a8", (130, 136, 1000), ("split_k", 3, "separate"), {}),  # the last slice is a launch
+]
+
+if __name__ == "__main__":
+    memory = measure.Memory(device_of(None))
+    for name, (m, n, k), way, epilogue in LAUNCHES:
+        problem = GemmProblem(1, m, n, k, BF16, BF16, BF16, _ffi.Math.native, ROW, ROW, k, n, n, 0, 0, 0, **epilogue)
+        result = memory.rotation(problem).result(name, Candidate(name, *way, "along_m", 1).native())
+        print(name, (m, n, k), *way, float(abs(result.astype("float32")).max()), flush=True)
