@@ -48,7 +48,8 @@ struct Conversion : cutlass::epilogue::fusion::Sm90VisitorImpl<> {
 template <bool kSwap, class Element, class Accumulators, class Coordinates>
 CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t batch, int32_t m, int32_t n,
                           Coordinates const& coordinates, Accumulators& accumulators) {
-  // A loop around turns would have to move accumulators, since registers have no index, and take longer than its code does to load.
+  // A loop around turns would have to move accumulators, since registers have no index, and take longer than its code does to load. The
+  // more accumulators, the fewer registers a turn has before it spills.
   constexpr int kValues = cute::size(Accumulators{}), kTurn = kValues > 160 ? 8 : kValues > 128 ? 16 : 32;
   constexpr int kVector = kSwap ? 1 : 2;  // neighbours in a row of D
   using Vector = cutlass::AlignedArray<Element, kVector>;
