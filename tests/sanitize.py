@@ -1,4 +1,4 @@
-"""Launches a few plans of every kind once each, on small products, for compute-sanitizer (seconds on an H200):
+"""Launches a few plans of every kind once each, on small products, for compute-sanitizer:
 
     compute-sanitizer --tool memcheck --target-processes all python tests/sanitize.py
     compute-sanitizer --tool racecheck --target-processes all python tests/sanitize.py
