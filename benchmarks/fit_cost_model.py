@@ -1,6 +1,6 @@
 """Fits the constants of jax_streamk.cost_model's Machine to measured times, and says how well it then chooses.
 
-    python benchmarks/fit_cost_model.py benchmarks/results/plans_h200_2026-11-20.csv.gz [--fix-up] [--shapes] [--sms 132]
+    python benchmarks/fit_cost_model.py benchmarks/results/plans_h200_2026-11-21.csv.gz [--fix-up] [--shapes] [--sms 132]
 
 Reads what measure_plans.py writes (m, n, k, kernel, schedule, splits, reduction, raster, swizzle, us), or the plain CUTLASS
 measurements that the project began with (m, n, k, config, swap_ab, schedule, splits, decomposition, kernel_us). Kernels are known

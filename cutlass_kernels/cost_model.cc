@@ -100,6 +100,8 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   floor_ = bytes_of(p) / machine.memory_rate;
   launch_ = kernel.family == Family::kSkinny ? machine.skinny_launch : machine.launch;
   epilogue_ = machine.epilogue * (area / (128 * 128));
+  if (kernel.family == Family::kSm90 && !is_aligned(16 / size_of(p.type_d), true, p.n, p.ldd, p.m, p.batch_stride_d, p.batch))
+    misaligned_d_ = machine.misaligned_d * (area / (128 * 128));
   if (!p.epilogue.is_plain()) fused_ = machine.fused * (area / (128 * 128));
   partial_ = area * accumulator / machine.partial_rate_sm;
   result_bytes_ = static_cast<double>(p.batch) * p.m * p.n * accumulator;
@@ -122,16 +124,13 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   auto const panel_of = [&](int64_t ld, bool along_k) {
     return is_misaligned(ld) ? panel * (along_k ? machine.misaligned_k : machine.misaligned_mn) : panel;
   };
-  Repack const repacked = repack_of(kernel, p, false);
+  Repack const repacked = repack_of(kernel, p);
   int64_t const lda = repacked.problem.lda, ldb = repacked.problem.ldb;
   panel_a_ = panel_of(lda, p.major_a == Major::kRow);
   panel_b_ = panel_of(ldb, p.major_b == Major::kColumn);
   misaligned_ = is_misaligned(lda) || is_misaligned(ldb);
-  // A and B are copied by one launch, D by another that is as short as a reduction.
   repack_ = 2 * static_cast<double>(repacked.bytes()) / machine.copy_rate;
   if (repacked.a || repacked.b) repack_ += machine.relaunch;
-  if (repacked.d) repack_ += machine.reduction;
-  if (repacked.reduced_d) write_d_ = reduction_of(1);
   double const tile_rows = std::min<double>(kernel.tile_m, rows_), tile_columns = std::min<double>(kernel.tile_n, columns_);
   auto const loaded = [&](double rows, double columns) {
     return (swap ? columns : rows) * panel_a_ + (swap ? rows : columns) * panel_b_;
@@ -156,14 +155,14 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   double const pieces = std::max(tiles_ / workers_, 1.0), iterations = std::max(tiles_ * k_tiles_ / workers_, 1.0);
   double const busy = std::min(workers_, tiles_);
   double const iteration = std::max({math_, wgmma_sustained_ * busy, loads_, multicast_ * busy / machine.cache_rate, line_});
-  least_ = kRounding * (launch_ + std::max(iteration * iterations + epilogues(pieces), floor_) + repack_);
+  least_ = kRounding * (launch_ + std::max(iteration * iterations + epilogues(epilogue_, pieces), floor_) + repack_);
 }
 
 // What a worker waits for epilogues. A warpgroup of a pingpong kernel has one while the other multiplies: what is fused into it is
 // arithmetic, and wholly hidden but for the last, which one warpgroup has alone.
-double Estimator::epilogues(double pieces) const {
-  if (kernel_.warp_schedule != "pingpong") return (epilogue_ + fused_) * pieces;
-  return epilogue_ * (1 + (pieces - 1) * (1 - machine_.overlapped)) + kOneWarpgroup * fused_;
+double Estimator::epilogues(double epilogue, double pieces) const {
+  if (kernel_.warp_schedule != "pingpong") return (epilogue + fused_) * pieces;
+  return epilogue * (1 + (pieces - 1) * (1 - machine_.overlapped)) + kOneWarpgroup * fused_;
 }
 
 // Of the kernel that adds slices, and writes D.
@@ -286,7 +285,7 @@ Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   } else if (share.peers > 1 && !in_clusters) {
     cost.extra = machine_.memset;
   }
-  cost.repack = repack_ + (separate ? 0 : write_d_);
+  cost.repack = repack_;
 
   // A wave may hold several batches or slices of K, alike but sharing nothing. Streams of one tile are at different k.
   double const alike = std::min(std::max(workers_ / wave_tiles_, 1.0), problem_.batch * splits);
@@ -297,7 +296,9 @@ Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   double const gpc = (together + drift * std::max(apart - together, 0.0)) / machine_.gpc_rate;
   double const cache = apart / machine_.cache_rate, math = std::max(math_, wgmma_sustained_ * share.busy);
   double const waits = std::max(line_, alone_ / std::min(share.pieces, kResident));
-  auto const work = [&](double iteration) { return iteration * share.iterations + epilogues(share.pieces) + cost.fix_up; };
+  // A separate reduction writes D, and partials are aligned.
+  double const epilogue = epilogue_ + (separate ? 0 : misaligned_d_);
+  auto const work = [&](double iteration) { return iteration * share.iterations + epilogues(epilogue, share.pieces) + cost.fix_up; };
   double const least_work = work(std::max({math, loads_ + gpc, cache, waits}));
   cost.microseconds = kRounding * (cost.launches + std::max(least_work, floor_) + cost.extra + cost.repack);
   if (cost.microseconds > limit) return cost;

@@ -18,7 +18,7 @@ struct Machine {
   double wgmma_rate_sm, wgmma_sustained, mma_16bit, mma_tf32, mma_tf32x3, mma_f64;
   double narrow, narrow_loads, misaligned_k, misaligned_mn;
   double skinny_launch, skinny_rate_sm, skinny_mma, skinny_alone, skinny_fix_up, skinny_peer, half_lines;
-  double epilogue, fused, overlapped, copy_rate, fix_up, partial_rate_sm, memset, reduction, reduction_slice, reduction_rate;
+  double epilogue, misaligned_d, fused, overlapped, copy_rate, fix_up, partial_rate_sm, memset, reduction, reduction_slice, reduction_rate;
 };
 
 // Rows of A and columns of B that one wave of whole tiles needs at once.
@@ -51,7 +51,7 @@ struct Cost {
   double floor = 0;         // what memory needs for the problem whatever the tile; it overlaps with work
   double launches = 0;      // kernel launches, or waking threads
   double extra = 0;         // the memset, and the reduction kernel
-  double repack = 0;        // copying misaligned operands, and writing a misaligned D
+  double repack = 0;        // copying misaligned operands
 };
 
 // How many SMs or threads share the work of a schedule.
@@ -79,7 +79,7 @@ class Estimator {
  private:
   struct Share;
   Share share_of(Schedule const&, bool separate) const;
-  double epilogues(double pieces) const;
+  double epilogues(double epilogue, double pieces) const;
   double reduction_of(double slices) const;
   Cost host_cost(Schedule const&) const;
 
@@ -93,9 +93,9 @@ class Estimator {
   // Of one MAC iteration: bytes of a row of A's tile and of a column of B's, bytes that a cluster loads, and microseconds, those of
   // wgmma at sustained clocks for each busy cluster.
   double panel_a_ = 0, panel_b_ = 0, multicast_ = 0, math_ = 0, wgmma_sustained_ = 0, loads_ = 0, line_ = 0, alone_ = 0;
-  // Microseconds of the launch, of memory, of a tile's epilogue, of what is fused into it, and of a partial tile; bytes of D in the
-  // accumulator's type; microseconds of copying operands first, and of the pass that then writes D.
-  double launch_ = 0, floor_ = 0, epilogue_ = 0, fused_ = 0, partial_ = 0, result_bytes_ = 0, repack_ = 0, write_d_ = 0;
+  // Microseconds of the launch, of memory, of a tile's epilogue, more of it to a misaligned D, of what is fused into it, and of a
+  // partial tile; bytes of D in the accumulator's type; microseconds of copying operands first.
+  double launch_ = 0, floor_ = 0, epilogue_ = 0, misaligned_d_ = 0, fused_ = 0, partial_ = 0, result_bytes_ = 0, repack_ = 0;
   double least_ = 0;
   bool misaligned_ = false;
 };

@@ -156,22 +156,6 @@ unsigned blocks_for(int64_t work, int64_t per_block) {
   return static_cast<unsigned>(blocks < most ? blocks : most);
 }
 
-// `overlap`: the kernel, which calls wait_for_primary(), may start while the one before it ends.
-template <typename... Parameters, typename... Arguments>
-Status launch_overlapping(void (*kernel)(Parameters...), dim3 grid, dim3 block, bool overlap, cudaStream_t stream, char const* what,
-                          Arguments const&... arguments) {
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = block;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = kHopper && overlap;
-  return from_cuda(cudaLaunchKernelEx(&config, kernel, arguments...), what);
-}
-
 template <typename Accumulator, typename T>
 Status launch_typed(GemmProblem const& p, Device const& device, int32_t slices, int64_t ld, void const* partials,
                     Buffers const& buffers, cudaStream_t stream) {
@@ -184,12 +168,22 @@ Status launch_typed(GemmProblem const& p, Device const& device, int32_t slices, 
   auto* const kernel = as_partials ? reduce_slices<Accumulator, T, Result::kAsPartials>
                        : wide      ? reduce_slices<Accumulator, T, Result::kWide>
                                    : reduce_slices<Accumulator, T, Result::kAny>;
-  return launch_overlapping(kernel, dim3(blocks_for(vectors, threads.x)), threads, device.arch >= 90, stream,
-                            "launching the split-K reduction", static_cast<Accumulator const*>(partials), slices, vectors,
-                            Extent(ld / kVector), Extent(p.m), p.n, static_cast<T*>(buffers.d), EpilogueParams<Accumulator, T>(p, buffers));
+  // It starts while the kernel that writes the partials ends.
+  cudaLaunchAttribute overlap;
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks_for(vectors, threads.x));
+  config.blockDim = threads;
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = kHopper && device.arch >= 90;
+  cudaError_t const error =
+      cudaLaunchKernelEx(&config, kernel, static_cast<Accumulator const*>(partials), slices, vectors, Extent(ld / kVector), Extent(p.m),
+                         p.n, static_cast<T*>(buffers.d), EpilogueParams<Accumulator, T>(p, buffers));
+  return from_cuda(error, "launching the split-K reduction");
 }
 
-// Starts while the kernel launched before it, which writes the partials, ends.
 Status launch_reduction(GemmProblem const& p, Device const& device, int32_t slices, int64_t ld, void const* partials,
                         Buffers const& buffers, cudaStream_t stream) {
   switch (p.type_d) {
@@ -201,14 +195,13 @@ Status launch_reduction(GemmProblem const& p, Device const& device, int32_t slic
   }
 }
 
-// Rows of 16-bit elements to copy, which start anywhere, each filled up with zeros to a multiple of `unit` elements.
+// Rows of 16-bit elements to copy, which start anywhere, each filled up with zeros to whole 16 bytes.
 struct Rows {
   uint16_t const* from;
   uint16_t* to;
   int64_t batches;
   Extent rows;
   int64_t columns, ld_from, batch_stride_from, ld_to, batch_stride_to;
-  int unit;
   Extent per_row{(columns + kPiece - 1) / kPiece};
 
   static constexpr int kPiece = 512;  // of a row, which a warp copies
@@ -218,7 +211,6 @@ struct Rows {
 // Two matrices in one launch, along y.
 __global__ void copy_rows(Rows first, Rows second) {
   let_dependents_start();
-  wait_for_primary();
   Rows const p = blockIdx.y == 0 ? first : second;
   int64_t const pieces = p.pieces();
   int const lane = threadIdx.x % 32, warps = blockDim.x / 32;
@@ -230,29 +222,39 @@ __global__ void copy_rows(Rows first, Rows second) {
     uint16_t* const to = p.to + batch * p.batch_stride_to + row * p.ld_to + begin;
     int64_t const left = p.columns - begin;
     int const columns = static_cast<int>(left < Rows::kPiece ? left : Rows::kPiece);
-    int const filled = (columns + p.unit - 1) / p.unit * p.unit;
-#pragma unroll 8
-    for (int column = lane; column < filled; column += 32) to[column] = column < columns ? __ldg(from + column) : 0;
+    // Pairs, all loads before the first store. Of a row that starts in the upper half of a word, a pair is the upper half of one word and
+    // the lower of the next, which a neighbour has.
+    constexpr int kPairs = Rows::kPiece / 64;
+    int const odd = reinterpret_cast<uintptr_t>(from) % 4 != 0;
+    auto const load = [&](int column) -> uint32_t {
+      if (column + 1 < columns) return __ldg(reinterpret_cast<uint32_t const*>(from + column));
+      return column < columns ? __ldg(from + column) : 0;
+    };
+    uint32_t words[kPairs + 1];
+#pragma unroll
+    for (int j = 0; j < kPairs; ++j) words[j] = load(2 * (lane + 32 * j) - odd);
+    words[kPairs] = odd && lane == 0 ? load(Rows::kPiece - 1) : 0;
+#pragma unroll
+    for (int j = 0; j < kPairs; ++j) {
+      int const column = 2 * (lane + 32 * j);
+      uint32_t pair = words[j];
+      if (odd) {
+        uint32_t const next = __shfl_down_sync(~0u, words[j], 1), first = __shfl_sync(~0u, words[j + 1], 0);
+        pair = pair >> 16 | (lane == 31 ? first : next) << 16;
+      }
+      if (column < (columns + 7) / 8 * 8) *reinterpret_cast<uint32_t*>(to + column) = pair;
+    }
   }
 }
 
-// `overlap`: it may start while the kernel launched before it ends.
-Status launch_copies(std::vector<Rows> const& matrices, bool overlap, cudaStream_t stream) {
-  if (matrices.empty()) return {};
-  Rows const &first = matrices.front(), &last = matrices.back();
-  int const threads = 256, warps = threads / 32;
-  dim3 const grid(blocks_for(std::max(first.pieces(), last.pieces()), warps), static_cast<unsigned>(matrices.size()));
-  return launch_overlapping(copy_rows, grid, dim3(threads), overlap, stream, "launching the copy of misaligned matrices", first, last);
-}
-
-// Copies of A and B to the head of the workspace, as far as they are needed, and room for that of D. Points `at` there.
+// Copies of A and B to the head of the workspace, as far as they are needed. Points `at` there.
 Status launch_repack(GemmProblem const& p, Repack const& repacked, Buffers& at, cudaStream_t stream) {
   auto* to = static_cast<char*>(at.workspace);
   std::vector<Rows> matrices;
   auto const add = [&](void const*& matrix, bool row_major, int64_t m, int64_t n, int64_t ld, int64_t ld_to, int64_t batch_stride,
                        int64_t batch_stride_to, int64_t bytes) {
     matrices.push_back({static_cast<uint16_t const*>(matrix), reinterpret_cast<uint16_t*>(to), batch_stride != 0 ? p.batch : 1,
-                        Extent(row_major ? m : n), row_major ? n : m, ld, batch_stride, ld_to, batch_stride_to, 8});
+                        Extent(row_major ? m : n), row_major ? n : m, ld, batch_stride, ld_to, batch_stride_to});
     matrix = to;
     to += bytes;
   };
@@ -261,12 +263,13 @@ Status launch_repack(GemmProblem const& p, Repack const& repacked, Buffers& at, 
     add(at.a, p.major_a == Major::kRow, p.m, p.k, p.lda, q.lda, p.batch_stride_a, q.batch_stride_a, repacked.bytes_a);
   if (repacked.b)
     add(at.b, p.major_b == Major::kRow, p.k, p.n, p.ldb, q.ldb, p.batch_stride_b, q.batch_stride_b, repacked.bytes_b);
-  if (repacked.d) {
-    at.d = to;
-    to += repacked.bytes_d;
-  }
   at.workspace = to;
-  return launch_copies(matrices, false, stream);
+  if (matrices.empty()) return {};
+  Rows const &first = matrices.front(), &last = matrices.back();
+  int const threads = 256, warps = threads / 32;
+  copy_rows<<<dim3(blocks_for(std::max(first.pieces(), last.pieces()), warps), static_cast<unsigned>(matrices.size())), threads, 0,
+              stream>>>(first, last);
+  return from_cuda(cudaGetLastError(), "launching the copy of misaligned matrices");
 }
 
 }  // namespace
@@ -277,46 +280,31 @@ Slices Slices::of(int64_t k, int32_t tile_k, int32_t splits) {
 }
 
 Status CudaKernel::can_implement(GemmProblem const& p, Schedule const& s, Device const& device) const {
-  bool const separate = is_separate(s);
-  Repack const repacked = repack_of(info, p, separate);
-  GemmProblem const& q = repacked.problem;
-  if (separate) return can_launch(Slices::of(p.k, info.tile_k, s.splits).as_batch(into_partials(q)), data_parallel(s), device);
-  return can_launch(repacked.reduced_d ? into_partials(q) : q, s, device);
+  GemmProblem const q = repack_of(info, p).problem;
+  if (!is_separate(s)) return can_launch(q, s, device);
+  return can_launch(Slices::of(p.k, info.tile_k, s.splits).as_batch(into_partials(q)), data_parallel(s), device);
 }
 
 int64_t CudaKernel::workspace_bytes(GemmProblem const& p, Schedule const& s, Device const& device) const {
-  bool const separate = is_separate(s);
-  Repack const repacked = repack_of(info, p, separate);
-  GemmProblem const& q = repacked.problem;
-  if (separate) return repacked.bytes() + partial_bytes(into_partials(q), Slices::of(p.k, info.tile_k, s.splits).count);
-  if (!repacked.reduced_d) return repacked.bytes() + launch_workspace_bytes(q, s, device);
-  GemmProblem const partials = into_partials(q);
-  return repacked.bytes() + partial_bytes(partials, 1) + launch_workspace_bytes(partials, s, device);
+  Repack const repacked = repack_of(info, p);
+  if (!is_separate(s)) return repacked.bytes() + launch_workspace_bytes(repacked.problem, s, device);
+  return repacked.bytes() + partial_bytes(into_partials(repacked.problem), Slices::of(p.k, info.tile_k, s.splits).count);
 }
 
 Status CudaKernel::run(GemmProblem const& p, Schedule const& s, Device const& device, Buffers const& buffers, void* stream_,
                        Executor*) const {
   auto const stream = static_cast<cudaStream_t>(stream_);
   if (Status status = allow_shared_memory(); !status.ok()) return status;
-  bool const separate = is_separate(s);
-  Repack const repacked = repack_of(info, p, separate);
+  Repack const repacked = repack_of(info, p);
   GemmProblem const& q = repacked.problem;
   Buffers aligned = buffers;
   if (Status status = launch_repack(p, repacked, aligned, stream); !status.ok()) return status;
   bool const after_copy = repacked.a || repacked.b;
-  Slices slices{1, p.k};
-  if (!separate && !repacked.reduced_d) {
-    Status const status = launch(q, slices, s, device, aligned, after_copy, stream);
-    if (!status.ok() || !repacked.d) return status;
-    return launch_copies({{static_cast<uint16_t const*>(aligned.d), static_cast<uint16_t*>(buffers.d), p.batch, Extent(p.m), p.n, q.ldd,
-                           q.batch_stride_d, p.ldd, p.batch_stride_d, 1}},
-                         true, stream);
-  }
+  if (!is_separate(s)) return launch(q, {1, p.k}, s, device, aligned, after_copy, stream);
   GemmProblem const partials = into_partials(q);
-  if (separate) slices = Slices::of(p.k, info.tile_k, s.splits);
+  Slices const slices = Slices::of(p.k, info.tile_k, s.splits);
   aligned.d = aligned.workspace;
-  aligned.workspace = static_cast<char*>(aligned.workspace) + partial_bytes(partials, slices.count);
-  Status const status = launch(partials, slices, separate ? data_parallel(s) : s, device, aligned, after_copy, stream);
+  Status const status = launch(partials, slices, data_parallel(s), device, aligned, after_copy, stream);
   return status.ok() ? launch_reduction(p, device, slices.count, partials.ldd, aligned.d, buffers, stream) : status;
 }
 

@@ -115,9 +115,8 @@ Status check_or(Refuse refuse, Kernel const& kernel, GemmProblem const& p, Sched
   if (p.batch > limit || p.m > limit || p.n > limit || p.k > limit) return refuse("every extent must be below 2^31");
   bool const separate = info.family != Family::kHost && s.kind == ScheduleKind::kSplitK && s.splits > 1 &&
                         s.reduction == Reduction::kSeparate;
-  Repack const repack = repack_of(info, p, separate);
-  bool const reduces = separate || repack.reduced_d;  // a pass over partials writes D, however it lies
-  Type const type_d = reduces ? accumulator_of(p.type_a) : p.type_d;
+  Repack const repack = repack_of(info, p);
+  Type const type_d = separate ? accumulator_of(p.type_a) : p.type_d;
   if (p.type_a != info.type_a || p.type_b != info.type_b || type_d != info.type_d || p.math != info.math)
     return refuse("it multiplies ", name_of(info.type_a), " by ", name_of(info.type_b), " into ", name_of(info.type_d), " (",
                   name_of(info.math), ")");
@@ -132,13 +131,13 @@ Status check_or(Refuse refuse, Kernel const& kernel, GemmProblem const& p, Sched
     return refuse_alignment("A", info.align_a);
   if (!repack.b && !is_aligned(info.align_b, tma, row_b ? p.n : p.k, p.ldb, row_b ? p.k : p.n, p.batch_stride_b, p.batch))
     return refuse_alignment("B", info.align_b);
-  if (!reduces && !repack.d && !is_aligned(info.align_d, tma, p.n, p.ldd, p.m, p.batch_stride_d, p.batch))
+  if (!separate && !is_aligned(info.align_d, tma, p.n, p.ldd, p.m, p.batch_stride_d, p.batch))
     return refuse_alignment("D", info.align_d);
   Epilogue const& epilogue = p.epilogue;
   if (epilogue.activation < Activation::kNone || epilogue.activation > Activation::kTanh)
     return refuse("there is no activation ", static_cast<int32_t>(epilogue.activation));
   if (p.type_d == Type::kS32 && !epilogue.is_plain()) return refuse("an epilogue needs D in floating point");
-  if (!reduces && epilogue.has_bias && p.batch > 1 && epilogue.batch_stride_bias % info.align_d != 0)
+  if (!separate && epilogue.has_bias && p.batch > 1 && epilogue.batch_stride_bias % info.align_d != 0)
     return refuse("the batch stride of the bias must be a multiple of ", info.align_d, " elements");
   if ((info.family == Family::kHost) != (device.arch == 0))
     return refuse("it runs on ", info.family == Family::kHost ? "a CPU" : "a GPU");

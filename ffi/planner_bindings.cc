@@ -130,6 +130,7 @@ void bind_planner(nb::module_& m) {
       .def_rw("skinny_peer", &Machine::skinny_peer)
       .def_rw("half_lines", &Machine::half_lines)
       .def_rw("epilogue", &Machine::epilogue)
+      .def_rw("misaligned_d", &Machine::misaligned_d)
       .def_rw("fused", &Machine::fused)
       .def_rw("overlapped", &Machine::overlapped)
       .def_rw("copy_rate", &Machine::copy_rate)

@@ -40,9 +40,10 @@ class Machine:
     skinny_peer: float  # ... for each of them, in a tile of 16 rows
     half_lines: float  # factor on what they load where B is contiguous along K
     epilogue: float  # of a tile of 128 x 128
+    misaligned_d: float  # ... more of it to a D whose rows do not start on 16 bytes
     fused: float  # ... more of it with a bias, a residual or an activation
     overlapped: float  # share of it that a pingpong kernel's other warpgroup hides
-    copy_rate: float  # matrices with misaligned rows, read and written
+    copy_rate: float  # operands with misaligned rows, read and written
     fix_up: float  # fences and ticket at a shared tile
     partial_rate_sm: float  # partials that one SM writes or reads
     memset: float  # the node that zeroes tickets
@@ -58,12 +59,13 @@ class Machine:
         return native
 
 
-# Fitted by benchmarks/fit_cost_model.py to benchmarks/results/plans_h200_2026-11-20.csv.gz as it was at commit f15b64a; relaunch and
-# reduction_* to the file as it is, with half a microsecond more of reduction: plans are timed in graphs, where it overlaps. mma_*, memset,
-# fused, narrow_loads and half_lines are estimates.
+# Fitted by benchmarks/fit_cost_model.py to benchmarks/results/plans_h200_2026-11-20.csv.gz as it was at commit f15b64a; reduction_* to the
+# file as it was later, with half a microsecond more of reduction: plans are timed in graphs, where it overlaps. launch, relaunch, copy_rate
+# and misaligned_d are such that estimates of plans_h200_2026-11-21.csv.gz have no bias. mma_*, memset, fused, narrow_loads and half_lines
+# are estimates.
 H200 = Machine(
-    launch=3.264,
-    relaunch=2.911,
+    launch=2.85,
+    relaunch=2.4,
     memory_rate=5.549e6,
     cache_rate=7.76e7,
     gpc_rate=1.368e7,
@@ -85,13 +87,14 @@ H200 = Machine(
     skinny_rate_sm=1.903e5,
     skinny_mma=1.69e6,
     skinny_alone=0.2191,
-    skinny_fix_up=0.8417,
+    skinny_fix_up=1.1,
     skinny_peer=0.1685,
     half_lines=1.9,
     epilogue=1.092,
+    misaligned_d=1.2,
     fused=1.7,
     overlapped=0.7369,
-    copy_rate=2.624e6,
+    copy_rate=3.6e6,
     fix_up=2.805,
     partial_rate_sm=1.007e5,
     memset=1.0,
@@ -128,7 +131,7 @@ def machine_of(device):
 def describe(cost):
     """One line about a ``_ffi.Cost``."""
     extra = f", {cost.extra:.1f} to zero tickets or add slices" if cost.extra else ""
-    extra += f", {cost.repack:.1f} for matrices whose rows are not whole 16 bytes" if cost.repack else ""
+    extra += f", {cost.repack:.1f} for operands whose rows are not whole 16 bytes" if cost.repack else ""
     fix_up = f", {cost.fix_up:.1f} of them to fix up tiles of {cost.peers:.0f} peers" if cost.peers > 1 else ""
     floor = f", over which memory needs {cost.floor:.1f}" if cost.floor else ""
     return (

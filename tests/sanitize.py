@@ -13,14 +13,15 @@ measure.ROTATED_BYTES = {"cuda": 1e5}
 BF16, ROW = _ffi.Type.bf16, _ffi.Major.row
 SILU = dict(has_bias=True, activation=_ffi.Activation.silu)
 LAUNCHES = [  # kernel, (m, n, k), (schedule, splits, reduction), epilogue
-    ("sm90_bf16_bf16_rr_64x176x64_1x1_pingpong_swap", (181, 136, 264), ("data_parallel", 1, "ordered"), dict(SILU, has_residual=True)),
+    ("sm90_bf16_bf16_rr_64x176x64_4x1_pingpong_swap", (181, 136, 264), ("data_parallel", 1, "ordered"), dict(SILU, has_residual=True)),
     ("sm90_bf16_bf16_rr_128x128x64_1x1_coop", (200, 264, 520), ("stream_k", 1, "ordered"), SILU),
     ("sm90_bf16_bf16_rr_128x128x64_1x1_coop", (200, 264, 520), ("split_k", 3, "ordered"), {}),
     ("sm90_bf16_f32_rr_64x144x64_1x1_pingpong_swap", (264, 200, 1000), ("split_k", 5, "separate"), {}),
     ("sm90_bf16_f32_rr_64x64x128_1x1_pingpong", (72, 136, 2056), ("split_k", 7, "separate"), SILU),
     ("sm90_bf16_f32_rr_64x64x128_1x1_pingpong", (37, 60, 9000), ("split_k", 64, "separate"), {}),  # threads share outputs
-    ("sm90_bf16_bf16_rr_64x128x64_1x1_pingpong", (70, 131, 101), ("data_parallel", 1, "ordered"), {}),  # A, B and D are copied
-    ("sm90_bf16_f32_rr_64x64x128_1x1_pingpong", (70, 131, 301), ("data_parallel", 1, "ordered"), {}),  # the reduction writes D
+    ("sm90_bf16_bf16_rr_64x128x64_1x1_pingpong", (70, 131, 101), ("data_parallel", 1, "ordered"), {}),  # A and B are copied
+    ("sm90_bf16_bf16_rr_64x16x128_1x1_pingpong_swap", (37, 131, 301), ("data_parallel", 1, "ordered"), dict(SILU, has_residual=True)),
+    ("sm90_bf16_bf16_rr_128x128x64_1x1_coop", (200, 261, 520), ("stream_k", 1, "ordered"), SILU),
     ("skinny_bf16_bf16_rr_64x8x128", (7, 1000, 1032), ("data_parallel", 1, "ordered"), SILU),
     ("skinny_bf16_bf16_rr_64x16x128", (16, 1000, 1032), ("split_k", 3, "ordered"), {}),
     ("skinny_bf16_f32_rr_64x16x128", (16, 136, 2056), ("split_k", 9, "separate"), {}),

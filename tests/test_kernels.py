@@ -399,7 +399,7 @@ TMA = [name for name in one_kernel_of("family", "type_a", "type_d", "major_a", "
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", TMA or ["no kernel in this build"])
 def test_misaligned_matrices(name):
-    """TMA kernels run on copies of operands whose rows are not whole 16 bytes, and a pass of its own writes such a D."""
+    """TMA kernels run on copies of operands whose rows are not whole 16 bytes, and store such a D without TMA."""
     kernel = KERNELS[name]
     cases = [
         Case(1, 1, 1),

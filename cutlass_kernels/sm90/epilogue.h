@@ -1,5 +1,5 @@
 // The epilogue of the sm90 family: accumulators go through ours in registers, then through CUTLASS's, which converts them and
-// stores them by way of shared memory.
+// stores them by way of shared memory. Where rows of D do not start on TMA's 16 bytes, the second half is ours too.
 //
 // Bias and residual come straight from global memory, some accumulators ahead, and an idle warp has them brought near before: as a C
 // operand they would take shared memory from the main loop.
@@ -13,10 +13,19 @@
 
 namespace jax_streamk::sm90 {
 
+template <class Element>
+struct StoreParams : EpilogueParams<float, Element> {
+  Element* misaligned_d;  // where rows of D start anywhere; null where TMA stores them
+
+  StoreParams() = default;
+  StoreParams(GemmProblem const& p, Buffers const& buffers, bool misaligned)
+      : EpilogueParams<float, Element>(p, buffers), misaligned_d(misaligned ? static_cast<Element*>(buffers.d) : nullptr) {}
+};
+
 // What CUTLASS's epilogue does to accumulators: it converts them. It also carries the parameters of ours.
 template <class Element>
 struct Conversion : cutlass::epilogue::fusion::Sm90VisitorImpl<> {
-  using Params = EpilogueParams<float, Element>;
+  using Params = StoreParams<Element>;
   using Arguments = Params;
 
   template <class ProblemShape>
@@ -113,6 +122,117 @@ CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t 
   }
 }
 
+// D = epilogue(accumulators), whose rows may start anywhere: each warp puts some of its accumulators into `kBytes` of shared memory of
+// its own and takes them out along rows of D. The arguments are those of apply().
+template <bool kSwap, int kBytes, class Element, class Accumulators, class Coordinates>
+CUTLASS_DEVICE void store_misaligned(StoreParams<Element> const& params, int64_t batch, int32_t m, int32_t n,
+                                     Coordinates const& coordinates, Accumulators const& accumulators, float* shared) {
+  // A warp has 16 rows of the kernel's own result, and of so many blocks of 8 columns at a time.
+  constexpr int kBlocks = kBytes >= 2048 ? 4 : kBytes >= 1024 ? 2 : 1;
+  static_assert(kBytes >= 512);
+  constexpr int kRows = kSwap ? 8 * kBlocks : 16, kColumns = kSwap ? 16 : 8 * kBlocks;  // of D
+  int lane = threadIdx.x % 32;
+  asm volatile("" : "+r"(lane));  // or addresses would be computed before the first tile, and take registers from all
+  // Spread over banks.
+  auto const at = [&](int row, int column) {
+    constexpr int kPeriod = kSwap ? 2 : 4 / kBlocks;
+    return shared + row * kColumns + (column ^ row / kPeriod % (kColumns / 8) * 8);
+  };
+  auto const first = coordinates(0);
+  int32_t const first_m = cute::get<0>(first) - lane / 4, first_n = cute::get<1>(first) - lane % 4 * 2;
+  int32_t const rows = kSwap ? n : m, columns = kSwap ? m : n;
+  constexpr int kValues = cute::size(Accumulators{});
+  // write(row and column of D where a piece begins, blocks of it) for each piece, which is in shared memory. Each `write` has a loop of its
+  // own: code that others skip would lie between its pieces, and be read with every tile.
+  auto const each_piece = [&](auto const& write) {
+    // Of one wgmma, of which the accumulators of 8 columns are 4.
+    constexpr int kValuesOfMma = cute::size<0>(Accumulators{});
+#pragma unroll
+    for (int of_mma = 0; of_mma < kValues; of_mma += kValuesOfMma) {
+#pragma unroll
+      for (int block = 0; block < kValuesOfMma / 4; block += kBlocks) {
+        int const begin = of_mma + block * 4, blocks = cute::min(kBlocks, kValuesOfMma / 4 - block);
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < blocks * 4; ++i) {
+          int const own_row = lane / 4 + i / 2 % 2 * 8, own_column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+          *(kSwap ? at(own_column, own_row) : at(own_row, own_column)) = accumulators(begin + i);
+        }
+        __syncwarp();
+        int32_t const begin_m = first_m + static_cast<int32_t>(cute::get<0>(coordinates.layout()(begin)));
+        int32_t const begin_n = first_n + static_cast<int32_t>(cute::get<1>(coordinates.layout()(begin)));
+        write(kSwap ? begin_n : begin_m, kSwap ? begin_m : begin_n, blocks);
+      }
+    }
+  };
+  Element* const d = params.misaligned_d + batch * params.batch_stride_d;
+
+  // As many neighbours in one store as their address allows.
+  auto const store_plain = [&](auto width) {
+    constexpr int kWidth = decltype(width)::value, kLanes = kColumns / kWidth, kStep = 32 / kLanes;
+    // Many accumulators leave no registers for addresses.
+    constexpr bool kMany = kValues >= 128;
+    constexpr int kAtOnce = cute::min(kRows / kStep, kMany ? cute::max(4 / kWidth, 1) : kRows), kUnroll = kMany ? 1 : kRows;
+    using From = cutlass::AlignedArray<float, kWidth>;
+    using To = cutlass::AlignedArray<Element, kWidth>;
+    each_piece([&](int32_t d_row, int32_t d_column, int blocks) {
+      int const row = lane / kLanes, column = lane % kLanes * kWidth;
+      bool const inside = d_column + column < columns && (kSwap || column < blocks * 8);
+      Element* to = d + (d_row + row) * params.ldd + d_column + column;
+#pragma unroll kUnroll
+      for (int turn = 0; turn < kRows; turn += kAtOnce * kStep) {
+        From x[kAtOnce];
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) x[j] = *reinterpret_cast<From const*>(at(turn + j * kStep + row, column));
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j, to += kStep * params.ldd) {
+          auto const converted = cutlass::NumericArrayConverter<Element, float, kWidth>{}(x[j]);
+          To out;
+#pragma unroll
+          for (int i = 0; i < kWidth; ++i) out[i] = converted[i];
+          int const own_row = turn + j * kStep + row;
+          if (inside && d_row + own_row < rows && (!kSwap || own_row < blocks * 8)) *reinterpret_cast<To*>(to) = out;
+        }
+      }
+    });
+  };
+  if (params.plain) {
+    int64_t const strides = params.ldd | params.batch_stride_d | columns;
+    if (sizeof(Element) == 2 && strides % 4 == 0) return store_plain(cute::Int<4>{});
+    if (strides % 2 == 0) return store_plain(cute::Int<2>{});
+    return store_plain(cute::Int<1>{});
+  }
+
+  constexpr int kStep = 32 / kColumns, kTurn = 4;  // few values at once: activations are much code
+  each_piece([&](int32_t d_row, int32_t d_column, int blocks) {
+    int const row = lane / kColumns, column = lane % kColumns;
+    bool const inside = d_column + column < columns && (kSwap || column < blocks * 8);
+    float bias = 0;
+    if (params.bias != nullptr && inside) bias = static_cast<float>(params.bias[batch * params.batch_stride_bias + d_column + column]);
+#pragma unroll 1
+    for (int below = row; below - row < kRows; below += kTurn * kStep) {
+      auto const stored = [&](int j) {
+        int const own_row = below + j * kStep;
+        return inside && d_row + own_row < rows && (!kSwap || own_row < blocks * 8);
+      };
+      int64_t const offset = (d_row + below) * params.ldd + d_column + column;
+      float x[kTurn];
+#pragma unroll
+      for (int j = 0; j < kTurn; ++j) x[j] = params.alpha * *at(below + j * kStep, column) + bias;
+      if (params.residual != nullptr) {
+        Element const* const residual = params.residual + batch * params.batch_stride_d + offset;
+#pragma unroll
+        for (int j = 0; j < kTurn; ++j)
+          if (stored(j)) x[j] += params.beta * static_cast<float>(residual[j * kStep * params.ldd]);
+      }
+      activate(params.activation, x, kTurn);
+#pragma unroll
+      for (int j = 0; j < kTurn; ++j)
+        if (stored(j)) d[offset + j * kStep * params.ldd] = static_cast<Element>(x[j]);
+    }
+  });
+}
+
 // Has the bias of a tile of D brought to L1, and its residual to L2, by a warp that stores nothing and waits for nothing. The tile
 // begins at (row, column) of D, (rows, columns) are the extents that D and the tile share.
 template <class Element>
@@ -131,47 +251,77 @@ CUTLASS_DEVICE void prefetch(EpilogueParams<float, Element> const& params, int64
   }
 }
 
+// CUTLASS's collective, and ours before it or in its place.
 template <class Base, bool kSwap>
-struct CollectiveEpilogue : Base {
-  CUTLASS_DEVICE CollectiveEpilogue(typename Base::Params const& params, typename Base::TensorStorage& storage)
-      : Base(params, storage), params(params.thread) {}
+class CollectiveEpilogue {
+ public:
+  using Arguments = typename Base::Arguments;
+  using Params = typename Base::Params;
+  using StrideD = typename Base::StrideD;
+  using TensorStorage = typename Base::TensorStorage;
 
-  // What CUTLASS's kernels call in the producer's epilogue warp, which would load C.
-  CUTLASS_DEVICE bool is_producer_load_needed() const { return params.bias != nullptr || params.residual != nullptr; }
+  template <class ProblemShape>
+  static Params to_underlying_arguments(ProblemShape const& shape, Arguments const& arguments) {
+    return Base::to_underlying_arguments(shape, arguments, nullptr);
+  }
 
-  template <class ProblemShape, class TileShape, class TileCoordinate, class TiledMma, class... Subtile>
-  CUTLASS_DEVICE auto load(typename Base::LoadPipeline, typename Base::LoadPipelineState state, ProblemShape problem_shape,
-                           TileShape tile_shape, TileCoordinate tile, TiledMma, int lane, typename Base::TensorStorage&, Subtile...) {
-    auto const [m, n, k, l] = problem_shape;
-    int32_t const begin_m = cute::get<0>(tile) * cute::get<0>(tile_shape), begin_n = cute::get<1>(tile) * cute::get<1>(tile_shape);
-    int32_t const extent_m = min(m - begin_m, static_cast<int32_t>(cute::get<0>(tile_shape)));
-    int32_t const extent_n = min(n - begin_n, static_cast<int32_t>(cute::get<1>(tile_shape)));
+  // Whether there is anything to prefetch.
+  static CUTLASS_DEVICE bool has_operands(Params const& params) {
+    return params.thread.bias != nullptr || params.thread.residual != nullptr;
+  }
+
+  // For the tile (m, n) of the kernel's own result.
+  template <class ProblemShape, class TileShape>
+  static CUTLASS_DEVICE void prefetch(Params const& params, ProblemShape const& shape, TileShape tile_shape, int32_t tile_m,
+                                      int32_t tile_n, int32_t batch) {
+    int32_t const begin_m = tile_m * cute::get<0>(tile_shape), begin_n = tile_n * cute::get<1>(tile_shape);
+    int32_t const extent_m = min(cute::get<0>(shape) - begin_m, static_cast<int32_t>(cute::get<0>(tile_shape)));
+    int32_t const extent_n = min(cute::get<1>(shape) - begin_n, static_cast<int32_t>(cute::get<1>(tile_shape)));
     if constexpr (kSwap) {
-      prefetch(params, cute::get<3>(tile), begin_n, begin_m, extent_n, extent_m, lane);
+      sm90::prefetch(params.thread, batch, begin_n, begin_m, extent_n, extent_m, threadIdx.x % 32);
     } else {
-      prefetch(params, cute::get<3>(tile), begin_m, begin_n, extent_m, extent_n, lane);
+      sm90::prefetch(params.thread, batch, begin_m, begin_n, extent_m, extent_n, threadIdx.x % 32);
     }
-    return state;
-  }
-  CUTLASS_DEVICE auto load_tail(typename Base::LoadPipeline, typename Base::LoadPipelineState state) { return state; }
-
-  template <class ProblemShape, class TileShape, class TileCoordinate, class Accumulators, class TiledMma, class... Subtile>
-  CUTLASS_DEVICE auto store(typename Base::LoadPipeline load_pipeline, typename Base::LoadPipelineState load_state,
-                            typename Base::StorePipeline store_pipeline, typename Base::StorePipelineState store_state,
-                            ProblemShape problem_shape, TileShape tile_shape, TileCoordinate tile, Accumulators accumulators,
-                            TiledMma tiled_mma, int thread, typename Base::TensorStorage& storage, Subtile... subtile) {
-    let_dependents_start();  // which reduce slices or copy D
-    if (!params.plain) {
-      auto const [m, n, k, l] = problem_shape;
-      auto const whole = cute::make_identity_tensor(cute::make_shape(m, n));
-      auto const of_tile = cute::local_tile(whole, cute::take<0, 2>(tile_shape), cute::take<0, 2>(tile));
-      apply<kSwap>(params, cute::get<3>(tile), m, n, tiled_mma.get_slice(thread).partition_C(of_tile), accumulators);
-    }
-    return Base::store(load_pipeline, load_state, store_pipeline, store_state, problem_shape, tile_shape, tile, accumulators,
-                       tiled_mma, thread, storage, subtile...);
   }
 
-  typename Base::FusionCallbacks::Params const& params;
+  CUTLASS_DEVICE CollectiveEpilogue(Params const& params, TensorStorage& storage)
+      : params_(params), storage_(storage), base_(params, storage), stores_({true}) {}
+
+  // By the consumers of the tile, `thread` of them.
+  template <class ProblemShape, class TileShape, class TileCoordinate, class Accumulators, class TiledMma>
+  CUTLASS_DEVICE void store(ProblemShape const& shape, TileShape tile_shape, TileCoordinate const& tile, Accumulators& accumulators,
+                            TiledMma tiled_mma, int thread) {
+    let_dependents_start();  // which reduce slices
+    auto const& epilogue = params_.thread;
+    auto const coordinates = [&] {
+      auto const whole = cute::make_identity_tensor(cute::take<0, 2>(shape));
+      return tiled_mma.get_slice(thread).partition_C(cute::local_tile(whole, cute::take<0, 2>(tile_shape), cute::take<0, 2>(tile)));
+    };
+    auto const [m, n, k, l] = shape;
+    if (epilogue.misaligned_d != nullptr) {
+      constexpr int kWarps = cute::size(TiledMma{}) / 32, kBytes = sizeof(TensorStorage) / kWarps / 512 * 512;
+      auto* const of_warp = reinterpret_cast<char*>(&storage_) + thread / 32 * kBytes;
+      store_misaligned<kSwap, kBytes>(epilogue, cute::get<3>(tile), m, n, coordinates(), accumulators, reinterpret_cast<float*>(of_warp));
+      return;
+    }
+    if (!epilogue.plain) apply<kSwap>(epilogue, cute::get<3>(tile), m, n, coordinates(), accumulators);
+    // Nothing is loaded for it: these barriers are never touched.
+    auto& barriers = reinterpret_cast<typename Base::LoadPipeline::SharedStorage&>(storage_);
+    typename Base::LoadPipeline loads(barriers, {}, cute::false_type{});
+    auto const after = base_.store(loads, typename Base::LoadPipelineState{}, stores_, state_, shape, tile_shape, tile, accumulators,
+                                   tiled_mma, thread, storage_);
+    state_ = cute::get<1>(after);
+  }
+
+  // Waits until shared memory has been read.
+  CUTLASS_DEVICE void finish() { stores_.producer_tail(state_); }
+
+ private:
+  Params const& params_;
+  TensorStorage& storage_;
+  Base base_;
+  typename Base::StorePipeline stores_;
+  typename Base::StorePipelineState state_ = cutlass::make_producer_start_state<typename Base::StorePipeline>();
 };
 
 }  // namespace jax_streamk::sm90

@@ -1,5 +1,5 @@
-// The sm90 family: CUTLASS 3.x warp-specialized TMA + wgmma kernels under our own tile scheduler. A row of table.txt becomes a
-// translation unit that invokes JAX_STREAMK_SM90_KERNEL.
+// The sm90 family: warp-specialized TMA + wgmma kernels made of CUTLASS 3.x's collectives. A row of table.txt becomes a translation
+// unit that invokes JAX_STREAMK_SM90_KERNEL.
 #pragma once
 
 // Every width of wgmma, or CuTe would make a tile of 160 columns from five instructions of 32, which take a third as long again.
@@ -8,16 +8,14 @@
 #include <memory>
 
 #include "cute/tensor.hpp"
-#include "cutlass/cluster_launch.hpp"
 #include "cutlass/cutlass.h"
-#include "cutlass/device_kernel.h"
 #include "cutlass/epilogue/collective/collective_builder.hpp"
 #include "cutlass/gemm/collective/collective_builder.hpp"
-#include "cutlass/gemm/kernel/gemm_universal.hpp"
-#include "cutlass/kernel_launch.h"
 #include "cutlass_kernels/clusters.h"
 #include "cutlass_kernels/cuda_kernel.h"
+#include "cutlass_kernels/repack.h"
 #include "cutlass_kernels/sm90/epilogue.h"
+#include "cutlass_kernels/sm90/gemm.h"
 #include "cutlass_kernels/sm90/mainloop.h"
 #include "cutlass_kernels/sm90/scheduler.h"
 
@@ -80,22 +78,35 @@ class Sm90Kernel final : public CudaKernel {
   using TileShape = cute::Shape<cute::Int<kConfig.tile_m>, cute::Int<kConfig.tile_n>, cute::Int<kConfig.tile_k>>;
   using ClusterShape = cute::Shape<cute::Int<kConfig.cluster_m>, cute::Int<kConfig.cluster_n>, cute::_1>;
 
+  // How many columns one warpgroup stores at once, after waiting twice for all of it; 0 where CUTLASS's 16 or 32 are best.
+  static constexpr int store_columns(Config const& c) {
+    if (c.warp_schedule != WarpSchedule::kPingpong || sizeof(ElementD) != 2 || (c.tile_m == 64 && !c.swap_ab)) return 0;
+    switch (c.tile_n) {
+      case 96: case 144: return 48;
+      case 112: case 176: return c.tile_n;  // whose divisors are no multiples of 16 but 16
+      case 128: case 192: return 64;
+      case 160: return 80;
+      default: return 0;
+    }
+  }
+  static constexpr int kStoreColumns = store_columns(kConfig);
+  using EpilogueTile = std::conditional_t<kStoreColumns != 0, cute::Shape<cute::_64, cute::Int<kStoreColumns>>,
+                                          cutlass::epilogue::collective::EpilogueTileAuto>;
   using Epilogue = CollectiveEpilogue<typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, TileShape, ClusterShape,
-      cutlass::epilogue::collective::EpilogueTileAuto, float, float, void, LayoutD, kAlignD, ElementD, LayoutD, kAlignD,
+      EpilogueTile, float, float, void, LayoutD, kAlignD, ElementD, LayoutD, kAlignD,
       std::conditional_t<kPingpong, cutlass::epilogue::TmaWarpSpecialized,
                          cutlass::epilogue::TmaWarpSpecializedCooperative>,
       Conversion<ElementD>>::CollectiveOp, kSwap>;
   using Mainloop = CollectiveMainloop<typename cutlass::gemm::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, ElementAB, LayoutA, kAlignAB, ElementAB, LayoutB, kAlignAB, float,
       TileShape, ClusterShape,
-      cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>,
+      cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::TensorStorage))>,
       std::conditional_t<kPingpong, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
                          cutlass::gemm::KernelTmaWarpSpecializedCooperative>>::CollectiveOp,
       kConfig.type_d == Type::kF32>;
-  using Gemm =
-      cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue, SchedulerTag<!kPingpong>>;
-  using Scheduler = typename Gemm::TileScheduler;
+  using Scheduler = sm90::Scheduler<TileShape, ClusterShape, !kPingpong>;
+  using Gemm = GemmKernel<Mainloop, Epilogue, Scheduler, kPingpong>;
 
   static constexpr int kClusterSize = kConfig.cluster_m * kConfig.cluster_n;
 
@@ -134,55 +145,57 @@ class Sm90Kernel final : public CudaKernel {
       Status const status = from_cuda(cudaMemsetAsync(workspace, 0, parts.zeroed, stream), info.name + ": zeroing its arrival words");
       if (!status.ok()) return status;
     }
-    typename Scheduler::Params scheduler;
-    scheduler.decomposition = decomposition(q, s, device);
-    TileOrder const order = scheduler.order = tile_order(p, s);
-    scheduler.atomic = s.reduction == Reduction::kAtomic;
-    scheduler.arrivals = reinterpret_cast<uint32_t*>(workspace);
-    scheduler.partials = reinterpret_cast<float*>(workspace + parts.arrivals);
-
-    auto const* a = static_cast<ElementAB const*>(kSwap ? buffers.b : buffers.a);
-    auto const* b = static_cast<ElementAB const*>(kSwap ? buffers.a : buffers.b);
-    auto const stride_a = stride<typename Gemm::StrideA>(kSwap ? p.ldb : p.lda, kSwap ? p.batch_stride_b : p.batch_stride_a);
-    auto const stride_b = stride<typename Gemm::StrideB>(kSwap ? p.lda : p.ldb, kSwap ? p.batch_stride_a : p.batch_stride_b);
-    auto const stride_d = stride<typename Gemm::StrideD>(p.ldd, p.batch_stride_d);
+    TileOrder const order = tile_order(p, s);
+    auto const stride_a = stride<typename Mainloop::StrideA>(kSwap ? p.ldb : p.lda, kSwap ? p.batch_stride_b : p.batch_stride_a);
+    auto const stride_b = stride<typename Mainloop::StrideB>(kSwap ? p.lda : p.ldb, kSwap ? p.batch_stride_a : p.batch_stride_b);
+    // A descriptor that is not used must be valid all the same.
+    bool const misaligned_d = !is_aligned(kAlignD, true, p.n, p.ldd, p.m, p.batch_stride_d | p.epilogue.batch_stride_bias, p.batch);
+    auto const stride_d = misaligned_d ? stride<typename Epilogue::StrideD>(kAlignD, kAlignD)
+                                       : stride<typename Epilogue::StrideD>(p.ldd, p.batch_stride_d);
     // Of an operand that so many cluster tiles of a batch read.
     auto const hint = [&](int32_t readers, auto const& stride) {
       bool const read_once = readers == 1 && (p.batch == 1 || cute::get<2>(stride) != 0);
       return read_once ? Mainloop::Hint::EVICT_FIRST : Mainloop::Hint::EVICT_NORMAL;
     };
-    typename Gemm::Arguments const arguments{
-        cutlass::gemm::GemmUniversalMode::kGemm,
-        {static_cast<int>(kSwap ? p.n : p.m), static_cast<int>(kSwap ? p.m : p.n), static_cast<int>(q.k),
-         static_cast<int>(q.batch)},
-        {{a, stride_a, b, stride_b},
-         hint(order.tiles_n(), stride_a),
-         hint(order.tiles_m(), stride_b),
-         static_cast<int32_t>(p.k),
-         static_cast<int32_t>(p.batch)},
-        {EpilogueParams<float, ElementD>(p, buffers), nullptr, {}, static_cast<ElementD*>(buffers.d), stride_d},
-        {0, device.sms},
-        scheduler};
-    typename Gemm::Params params = Gemm::to_underlying_arguments(arguments, nullptr);
-    dim3 const cluster(kConfig.cluster_m, kConfig.cluster_n, 1);
-    dim3 const grid(scheduler.decomposition.workers * cluster.x, cluster.y, 1);
-    bool const overlap = after_copy && parts.zeroed == 0;
-    cutlass::Status launched;
-    if constexpr (kClusterSize == 1) {
-      // A launch with clusters of one CTA places neighbouring CTAs differently, and they share fewer of their loads.
-      launched = cutlass::kernel_launch<Gemm>(grid, Gemm::get_block_shape(), Gemm::SharedStorageSize, stream, params, overlap);
-    } else {
-      void* kernel_arguments[] = {&params};
-      launched = cutlass::ClusterLauncher::launch(grid, cluster, Gemm::get_block_shape(), Gemm::SharedStorageSize, stream,
-                                                  entry_point(), kernel_arguments, overlap);
+    typename Gemm::Params params;
+    params.scheduler.decomposition = decomposition(q, s, device);
+    params.scheduler.order = order;
+    params.scheduler.atomic = s.reduction == Reduction::kAtomic;
+    params.scheduler.arrivals = reinterpret_cast<uint32_t*>(workspace);
+    params.scheduler.partials = reinterpret_cast<float*>(workspace + parts.arrivals);
+    params.shape = {static_cast<int>(kSwap ? p.n : p.m), static_cast<int>(kSwap ? p.m : p.n), static_cast<int>(q.k),
+                    static_cast<int>(q.batch)};
+    params.mainloop = Mainloop::to_underlying_arguments(
+        params.shape, {{static_cast<ElementAB const*>(kSwap ? buffers.b : buffers.a), stride_a,
+                        static_cast<ElementAB const*>(kSwap ? buffers.a : buffers.b), stride_b},
+                       hint(order.tiles_n(), stride_a),
+                       hint(order.tiles_m(), stride_b),
+                       static_cast<int32_t>(p.k),
+                       static_cast<int32_t>(p.batch)});
+    params.epilogue = Epilogue::to_underlying_arguments(
+        params.shape, {StoreParams<ElementD>(p, buffers, misaligned_d), nullptr, {}, static_cast<ElementD*>(buffers.d), stride_d});
+    cudaLaunchAttribute attributes[2];
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(params.scheduler.decomposition.workers * kConfig.cluster_m, kConfig.cluster_n);
+    config.blockDim = dim3(Gemm::kThreads);
+    config.dynamicSmemBytes = sizeof(typename Gemm::SharedStorage);
+    config.stream = stream;
+    config.attrs = attributes;
+    // A launch with clusters of one CTA places neighbouring CTAs differently, and they share fewer of their loads.
+    if (kClusterSize > 1) {
+      cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+      attribute.id = cudaLaunchAttributeClusterDimension;
+      attribute.val.clusterDim.x = kConfig.cluster_m, attribute.val.clusterDim.y = kConfig.cluster_n, attribute.val.clusterDim.z = 1;
     }
-    cudaError_t const error = cudaGetLastError();
-    if (launched != cutlass::Status::kSuccess && error == cudaSuccess)
-      return Status::internal(info.name + ": the cluster launch was refused");
-    return from_cuda(error, "launching " + info.name);
+    if (after_copy && parts.zeroed == 0) {
+      cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+      attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attribute.val.programmaticStreamSerializationAllowed = 1;
+    }
+    return from_cuda(cudaLaunchKernelEx(&config, multiply<Gemm>, params), "launching " + info.name);
   }
 
-  void const* entry_point() const override { return reinterpret_cast<void const*>(&cutlass::device_kernel<Gemm>); }
+  void const* entry_point() const override { return reinterpret_cast<void const*>(&multiply<Gemm>); }
 
  private:
   static KernelInfo make_info() {
@@ -194,7 +207,7 @@ class Sm90Kernel final : public CudaKernel {
     info.major_a = kConfig.major_a;
     info.major_b = kConfig.major_b;
     info.align_a = info.align_b = kAlignAB;
-    info.align_d = kAlignD;
+    info.align_d = 1;
     info.tile_m = kConfig.tile_m;
     info.tile_n = kConfig.tile_n;
     info.tile_k = kConfig.tile_k;
@@ -206,8 +219,8 @@ class Sm90Kernel final : public CudaKernel {
     // Consumer warpgroups of the pingpong kernel own different tiles and always run all of K.
     if (!kPingpong) info.split_k_reductions = info.stream_k_reductions = {Reduction::kOrdered, Reduction::kAtomic};
     if (kConfig.type_d == Type::kF32) info.split_k_reductions.push_back(Reduction::kSeparate);
-    info.threads = Gemm::MaxThreadsPerBlock;
-    info.shared_memory = Gemm::SharedStorageSize;
+    info.threads = Gemm::kThreads;
+    info.shared_memory = sizeof(typename Gemm::SharedStorage);
     return info;
   }
 

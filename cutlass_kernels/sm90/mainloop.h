@@ -1,4 +1,5 @@
-// The main loop of the sm90 family: CUTLASS's, with a say in how long L2 keeps what is loaded, and in what a batch is.
+// The main loop of the sm90 family: how a tile's operands are loaded into stages of shared memory and multiplied from there. Layouts,
+// TMA copies and wgmma are those of the collective that CUTLASS builds; the loops are ours.
 //
 // Operands that stream past push everything else out of L2, instructions included, which at the end of a short kernel are then
 // waited for. What no other CTA reads again is marked to go first.
@@ -7,7 +8,6 @@
 #include "cute/atom/copy_traits_sm90_tma.hpp"
 #include "cute/tensor.hpp"
 #include "cutlass_kernels/decomposition.h"
-#include "cutlass_kernels/dependent_launch.cuh"
 
 namespace jax_streamk::sm90 {
 
@@ -16,60 +16,125 @@ namespace jax_streamk::sm90 {
 template <class Base, bool kSlices>
 struct CollectiveMainloop : Base {
   using Hint = cute::TMA::CacheHintSm90;
+  using typename Base::TensorStorage;
+  using typename Base::TileShape;
+  using typename Base::TiledMma;
 
   struct Arguments : Base::Arguments {
     Hint hint_a, hint_b;
     int32_t k, batch;  // all of K, and of the batches that A and B have
   };
-  struct Params : Base::Params {
+  struct Loads {
     Hint hint_a, hint_b;
     int32_t batch;
     Divisor by_batch;
   };
+  struct Params : Loads, Base::Params {};
 
   template <class ProblemShape>
-  static Params to_underlying_arguments(ProblemShape const& shape, Arguments const& arguments, void* workspace) {
+  static Params to_underlying_arguments(ProblemShape const& shape, Arguments const& arguments) {
     auto const whole = cute::make_shape(cute::get<0>(shape), cute::get<1>(shape), arguments.k, arguments.batch);
-    return {Base::to_underlying_arguments(whole, arguments, workspace), arguments.hint_a, arguments.hint_b, arguments.batch,
-            Divisor(arguments.batch)};
+    return {Loads{arguments.hint_a, arguments.hint_b, arguments.batch, Divisor(arguments.batch)},
+            Base::to_underlying_arguments(whole, arguments, nullptr)};
   }
 
-  // Called by the producer warp for each tile: as many k-tiles as `count`, from `first` on, into the stages of the pipeline. A CTA
-  // loads its part of what its cluster's rows and columns share, for all of them.
-  template <class TensorA, class TensorB, class BlockCoordinate, class KTile>
-  CUTLASS_DEVICE void load(Params const& params, typename Base::MainloopPipeline pipeline, typename Base::PipelineState stage,
-                           cute::tuple<TensorA, TensorB> const& operands, BlockCoordinate const& at, KTile first, int count,
-                           int, uint32_t rank, typename Base::TensorStorage& storage) {
+  static CUTLASS_DEVICE void prefetch_tma_descriptors(Params const& params) { Base::prefetch_tma_descriptors(params); }
+
+  // By one thread: the k-tiles of `tile` into stages as they become empty. A CTA loads its part of what its cluster's rows and columns
+  // share, for all of them.
+  template <class ProblemShape, class Tile, class Full, class Empty, class Stage>
+  static CUTLASS_DEVICE void load(Params const& params, ProblemShape const& shape, Tile const& tile, Full* full, Empty* empty,
+                                  Stage& stage, TensorStorage& storage) {
     using namespace cute;
-    if (!elect_one_sync()) return;
-    wait_for_primary();
     constexpr int kClusterM = size<0>(typename Base::DispatchPolicy::ClusterShape{});
     constexpr int kClusterN = size<1>(typename Base::DispatchPolicy::ClusterShape{});
-    int const cta_m = rank % kClusterM, cta_n = rank / kClusterM;
     // CTAs are numbered along m first: those of a row are kClusterM apart.
+    int const rank = kClusterM * kClusterN == 1 ? 0 : block_rank_in_cluster(), cta_m = rank % kClusterM, cta_n = rank / kClusterM;
     uint16_t row = 0, column = ((1u << kClusterM) - 1) << (cta_n * kClusterM);
     CUTLASS_PRAGMA_UNROLL
     for (int n = 0; n < kClusterN; ++n) row |= 1u << (cta_m + n * kClusterM);
 
+    auto const operands = Base{}.load_init(shape, params);
     auto const part_a = params.tma_load_a.get_slice(cta_n);
     auto const part_b = params.tma_load_b.get_slice(cta_m);
-    auto const m = get<0>(at), n = get<1>(at);
-    int32_t batch = get<3>(at), k_tile = *first;
+    int32_t batch = tile.batch, k_tile = tile.k_begin;
     if constexpr (kSlices) {
       int32_t const slice = params.by_batch.divide(batch);
       batch -= slice * params.batch;
       k_tile += slice * static_cast<int32_t>(size<3>(get<0>(operands)));
     }
-    auto const from_a = part_a.partition_S(get<0>(operands)(_, _, m, _, batch));
-    auto const from_b = part_b.partition_S(get<1>(operands)(_, _, n, _, batch));
+    auto const from_a = part_a.partition_S(get<0>(operands)(_, _, tile.m, _, batch));
+    auto const from_b = part_b.partition_S(get<1>(operands)(_, _, tile.n, _, batch));
     auto const to_a = part_a.partition_D(make_tensor(make_smem_ptr(storage.smem_A.data()), typename Base::SmemLayoutA{}));
     auto const to_b = part_b.partition_D(make_tensor(make_smem_ptr(storage.smem_B.data()), typename Base::SmemLayoutB{}));
     CUTLASS_PRAGMA_NO_UNROLL
-    for (; count > 0; --count, ++k_tile, ++stage) {
-      pipeline.producer_acquire(stage);
-      auto* const barrier = pipeline.producer_get_barrier(stage);
-      copy(params.tma_load_a.with(*barrier, row, params.hint_a), from_a(_, _, _, k_tile), to_a(_, _, _, stage.index()));
-      copy(params.tma_load_b.with(*barrier, column, params.hint_b), from_b(_, _, _, k_tile), to_b(_, _, _, stage.index()));
+    for (int32_t left = tile.k_count; left > 0; --left, ++k_tile, ++stage) {
+      int const s = stage.index();
+      empty[s].wait(stage.phase());
+      full[s].arrive_and_expect_tx(Base::TmaTransactionBytes);
+      auto& barrier = *reinterpret_cast<uint64_t*>(&full[s]);
+      copy(params.tma_load_a.with(barrier, row, params.hint_a), from_a(_, _, _, k_tile), to_a(_, _, _, s));
+      copy(params.tma_load_b.with(barrier, column, params.hint_b), from_b(_, _, _, k_tile), to_b(_, _, _, s));
+    }
+  }
+
+  // By the consumers of a tile: accumulators = the sum of `count` k-tiles. The last one's products may still be under way, and its
+  // stage, which is returned, be read: finish() waits for them.
+  template <class Full, class Empty, class Stage, class Accumulators>
+  static CUTLASS_DEVICE int multiply(Full* full, Empty* empty, Stage& stage, Accumulators& accumulators, int32_t count, int warpgroup,
+                                     TensorStorage& storage) {
+    using namespace cute;
+    TiledMma mma;
+    // Descriptors of a warpgroup do not depend on the thread.
+    auto const part = mma.get_slice(size(mma) == NumThreadsPerWarpGroup ? 0 : warpgroup * NumThreadsPerWarpGroup);
+    auto const a = part.make_fragment_A(
+        part.partition_A(make_tensor(make_smem_ptr(storage.smem_A.data()), typename Base::SmemLayoutA{})));
+    auto const b = part.make_fragment_B(
+        part.partition_B(make_tensor(make_smem_ptr(storage.smem_B.data()), typename Base::SmemLayoutB{})));
+    mma.accumulate_ = GMMA::ScaleOut::Zero;
+    int unreleased = -1;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (; count > 0; --count, ++stage) {
+      int const s = stage.index();
+      full[s].wait(stage.phase());
+      warpgroup_fence_operand(accumulators);
+      warpgroup_arrive();
+      CUTLASS_PRAGMA_UNROLL
+      for (int k = 0; k < size<2>(a); ++k) {
+        cute::gemm(mma, a(_, _, k, s), b(_, _, k, s), accumulators);
+        mma.accumulate_ = GMMA::ScaleOut::One;
+      }
+      warpgroup_commit_batch();
+      warpgroup_wait<1>();
+      warpgroup_fence_operand(accumulators);
+      if (unreleased >= 0) release(empty[unreleased]);
+      unreleased = s;
+    }
+    return unreleased;
+  }
+
+  template <class Empty, class Accumulators>
+  static CUTLASS_DEVICE void finish(Empty* empty, Accumulators& accumulators, int unreleased) {
+    cute::warpgroup_wait<0>();
+    cute::warpgroup_fence_operand(accumulators);
+    release(empty[unreleased]);
+  }
+
+ private:
+  static constexpr int NumThreadsPerWarpGroup = cutlass::NumThreadsPerWarpGroup;
+
+  // Tells every CTA that loads into this one's stage that a warpgroup has read it.
+  template <class Empty>
+  static CUTLASS_DEVICE void release(Empty const& empty) {
+    constexpr int kClusterM = cute::size<0>(typename Base::DispatchPolicy::ClusterShape{});
+    constexpr int kClusterN = cute::size<1>(typename Base::DispatchPolicy::ClusterShape{});
+    int const thread = threadIdx.x % NumThreadsPerWarpGroup;
+    if constexpr (kClusterM * kClusterN == 1) {
+      if (thread == 0) empty.arrive();
+    } else {
+      int const rank = cute::block_rank_in_cluster();
+      bool const shares = thread % kClusterM == rank % kClusterM || thread / kClusterM == rank / kClusterM;
+      empty.arrive(thread, thread < kClusterM * kClusterN && shares);
     }
   }
 };

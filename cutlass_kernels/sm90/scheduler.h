@@ -1,5 +1,5 @@
-// The tile scheduler of the sm90 family: CUTLASS's warp-specialized kernels ask it which tile and which MAC iterations come next
-// (decomposition.h answers) and hand it the accumulators of a shared tile to fix up.
+// The tile scheduler of the sm90 family: the kernel asks it which tile and which MAC iterations come next (decomposition.h answers)
+// and hands it the accumulators of a shared tile to fix up.
 //
 // CUTLASS's own Stream-K scheduler folds the partials of a tile one after another, each peer waiting for the one before it. Here
 // every peer draws a ticket when its accumulators are ready. All but the last store their partials at once and leave; the last
@@ -10,34 +10,19 @@
 
 #include "cute/tensor.hpp"
 #include "cutlass/arch/barrier.h"
-#include "cutlass/gemm/kernel/tile_scheduler.hpp"
-#include "cutlass/kernel_hardware_info.h"
 #include "cutlass_kernels/decomposition.h"
 
 namespace jax_streamk::sm90 {
 
 // kShares: whether CTAs may share tiles. Where none do, the code that finds the first tile is short: all that a kernel runs before its
 // first load is read from memory first.
-template <bool kShares>
-struct SchedulerTag {};
-
 template <class TileShape, class ClusterShape, bool kShares>
 class Scheduler {
  public:
-  static constexpr bool IsDynamicPersistent = false;
   static constexpr int kClusterM = cute::size<0>(ClusterShape{}), kClusterN = cute::size<1>(ClusterShape{});
   static constexpr int kClusterSize = kClusterM * kClusterN;
   static constexpr int kMaxPeers = 0xffff;  // of a tile: what an arrival word can count
   static constexpr int kTileValues = cute::size<0>(TileShape{}) * cute::size<1>(TileShape{});
-
-  using Pipeline = cutlass::PipelineEmpty;
-  using ThrottlePipeline = cutlass::PipelineEmpty;
-  struct CLCResponse {};
-  struct SharedStorage {
-    CUTLASS_DEVICE typename Pipeline::SharedStorage pipeline() { return {}; }
-    CUTLASS_DEVICE typename ThrottlePipeline::SharedStorage throttle_pipeline() { return {}; }
-    CUTLASS_DEVICE CLCResponse* data() { return nullptr; }
-  };
 
   // Tiles here are cluster tiles: the CTAs of a cluster share operands by multicast, so they do the same MAC iterations.
   struct Params {
@@ -47,12 +32,11 @@ class Scheduler {
     uint32_t* arrivals = nullptr;  // [shared cluster tile][CTA of the cluster]; zero before the launch
     float* partials = nullptr;  // [slot, or shared cluster tile if atomic][CTA of the cluster][kTileValues]; zero if atomic
   };
-  using Arguments = Params;
 
-  // Consumers keep this in registers beside their accumulators, so it holds no more than the kernels ask for; fixup() asks the
+  // Consumers keep this in registers beside their accumulators, so it holds no more than the kernel asks for; fixup() asks the
   // decomposition again.
-  struct WorkTileInfo {
-    int32_t M_idx = 0, N_idx = 0, L_idx = 0;
+  struct Tile {
+    int32_t m = 0, n = 0, batch = 0;  // of the CTA, in tiles of its own
     int32_t k_begin = 0;
     int32_t k_count = 0;  // 0: there is no more work
     int32_t ordinal = 0;
@@ -60,66 +44,45 @@ class Scheduler {
     bool finishes = true;  // whether this CTA runs the epilogue of the tile; known after fixup()
 
     CUTLASS_DEVICE bool is_valid() const { return k_count > 0; }
-    CUTLASS_DEVICE int32_t reduction_subtile_idx() const { return -1; }
   };
-
-  template <class ProblemShape>
-  static Params to_underlying_arguments(ProblemShape, TileShape, ClusterShape, cutlass::KernelHardwareInfo const&,
-                                        Arguments const& arguments, void* = nullptr, uint32_t = 1, uint32_t = 1) {
-    return arguments;
-  }
-
-  // The family lays out the workspace itself.
-  template <class ProblemShape, class ElementAccumulator>
-  static size_t get_workspace_size(Arguments const&, ProblemShape, cutlass::KernelHardwareInfo const&, uint32_t, uint32_t = 1,
-                                   uint32_t = 1) {
-    return 0;
-  }
 
   CUTLASS_DEVICE explicit Scheduler(Params const& params) : params_(params) {}
 
-  CUTLASS_DEVICE WorkTileInfo initial_work_tile_info(ClusterShape) const { return get_current_work(); }
-  CUTLASS_DEVICE WorkTileInfo get_current_work() const { return work_at(ordinal_); }
-  CUTLASS_DEVICE void advance_to_next_work(uint32_t count = 1) { ordinal_ += count; }
-  CUTLASS_DEVICE auto fetch_next_work(WorkTileInfo const& info) const {
-    // At the end of a short kernel, code that nobody has run before is waited for.
-    return cute::make_tuple(__builtin_expect(info.last, 1) ? WorkTileInfo{} : work_at(info.ordinal + 1), true);
+  // The `ordinal`-th of this CTA.
+  CUTLASS_DEVICE Tile tile(int32_t ordinal) const {
+    Tile tile;
+    Work work;
+    Decomposition const& decomposition = params_.decomposition;
+    if (kShares ? decomposition.work(worker(), ordinal, work) : decomposition.whole_tile(worker(), ordinal, work)) {
+      auto const at = params_.order.coordinate(work.tile);
+      tile.m = at.m * kClusterM + static_cast<int32_t>(blockIdx.x % kClusterM);
+      tile.n = at.n * kClusterN + static_cast<int32_t>(blockIdx.y);
+      tile.batch = at.batch;
+      tile.k_begin = work.k_begin;
+      tile.k_count = work.k_count;
+      tile.ordinal = ordinal;
+      tile.last = work.last;
+    }
+    return tile;
   }
 
-  template <class Pipeline, class PipelineState>
-  CUTLASS_DEVICE auto fetch_next_work(WorkTileInfo const& info, Pipeline&, PipelineState) const {
-    return fetch_next_work(info);
-  }
-
-  template <class ProblemShape>
-  CUTLASS_DEVICE static int32_t get_work_k_tile_count(WorkTileInfo const& info, ProblemShape, TileShape) {
-    return info.k_count;
-  }
-  CUTLASS_DEVICE static int32_t get_work_k_tile_start(WorkTileInfo const& info) { return info.k_begin; }
-
-  // Every consumer warpgroup has work: runs of MAC iterations are never empty, and there is no separate reduction unit.
-  CUTLASS_DEVICE static bool valid_warpgroup_in_work_tile(WorkTileInfo const&) { return true; }
-  CUTLASS_DEVICE static bool requires_separate_reduction(Params const&) { return false; }
-
-  CUTLASS_DEVICE static bool compute_epilogue(WorkTileInfo const& info, Params const&) { return info.finishes; }
-
-  // Called by all consumer threads with their accumulators of `info`'s run of iterations. Afterwards exactly one of the CTAs that
-  // share the tile has info.finishes set, and its accumulators hold the whole sum.
+  // Called by all consumer threads with their accumulators of `tile`'s run of iterations. Afterwards exactly one of the CTAs that
+  // share the tile has `finishes` set, and its accumulators hold the whole sum.
   template <class Accumulators>
-  CUTLASS_DEVICE static void fixup(Params const& params, WorkTileInfo& info, Accumulators& accumulators,
+  CUTLASS_DEVICE static void fixup(Params const& params, Tile& tile, Accumulators& accumulators,
                                    uint32_t warp_groups, uint32_t warp_group) {
-    info.finishes = true;
-    if constexpr (kShares) fixup_shared(params, info, accumulators, warp_groups, warp_group);
+    tile.finishes = true;
+    if constexpr (kShares) fixup_shared(params, tile, accumulators, warp_groups, warp_group);
   }
 
  private:
   template <class Accumulators>
-  CUTLASS_DEVICE static void fixup_shared(Params const& params, WorkTileInfo& info, Accumulators& accumulators,
+  CUTLASS_DEVICE static void fixup_shared(Params const& params, Tile& tile, Accumulators& accumulators,
                                           uint32_t warp_groups, uint32_t warp_group) {
     Decomposition const& decomposition = params.decomposition;
     if (decomposition.kind == ScheduleKind::kDataParallel) return;
     Work work;
-    decomposition.work(worker(), info.ordinal, work);
+    decomposition.work(worker(), tile.ordinal, work);
     if (work.peers == 1) return;
     constexpr int kValues = cute::size(Accumulators{});
     uint32_t const threads = warp_groups * cutlass::NumThreadsPerWarpGroup;
@@ -132,9 +95,9 @@ class Scheduler {
     uint32_t* const arrival = params.arrivals + work.tile * kClusterSize + cta;
     bool last = false;
     if (thread == 0) last = (draw_ticket(arrival) & kTickets) + 1 == static_cast<uint32_t>(work.peers);
-    info.finishes = any(last, threads);
+    tile.finishes = any(last, threads);
 
-    if (!info.finishes) {
+    if (!tile.finishes) {
       float* const to = partial(params.atomic ? work.tile : decomposition.slot(work.tile, work.peer));
       if (params.atomic) {
 #pragma unroll
@@ -212,36 +175,9 @@ class Scheduler {
     return result != 0;
   }
 
-  CUTLASS_DEVICE WorkTileInfo work_at(int32_t ordinal) const {
-    WorkTileInfo info;
-    Work work;
-    Decomposition const& decomposition = params_.decomposition;
-    if (kShares ? decomposition.work(worker(), ordinal, work) : decomposition.whole_tile(worker(), ordinal, work)) {
-      auto const at = params_.order.coordinate(work.tile);
-      info.M_idx = at.m * kClusterM + static_cast<int32_t>(blockIdx.x % kClusterM);
-      info.N_idx = at.n * kClusterN + static_cast<int32_t>(blockIdx.y);
-      info.L_idx = at.batch;
-      info.k_begin = work.k_begin;
-      info.k_count = work.k_count;
-      info.ordinal = ordinal;
-      info.last = work.last;
-    }
-    return info;
-  }
-
   CUTLASS_DEVICE static int32_t worker() { return blockIdx.x / kClusterM; }
 
   Params const& params_;
-  int32_t ordinal_ = 0;
 };
 
 }  // namespace jax_streamk::sm90
-
-namespace cutlass::gemm::kernel::detail {
-
-template <bool kShares, class TileShape, class ClusterShape, uint32_t kStages>
-struct TileSchedulerSelector<jax_streamk::sm90::SchedulerTag<kShares>, arch::Sm90, TileShape, ClusterShape, kStages> {
-  using Scheduler = jax_streamk::sm90::Scheduler<TileShape, ClusterShape, kShares>;
-};
-
-}  // namespace cutlass::gemm::kernel::detail

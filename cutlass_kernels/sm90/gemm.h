@@ -1,0 +1,162 @@
+// The kernel of the sm90 family: which warps load, multiply and store, and when. CUTLASS's collectives do the work, under our own tile
+// scheduler.
+//
+// Before the first load every instruction of a kernel comes from memory, and that load is what a short product waits for. So the warp
+// that loads has its own barriers ready and what it needs of the parameters in few lines, and all else comes later.
+#pragma once
+
+#include "cute/arch/cluster_sm90.hpp"
+#include "cute/tensor.hpp"
+#include "cutlass/arch/barrier.h"
+#include "cutlass/arch/reg_reconfig.h"
+#include "cutlass/pipeline/sm90_pipeline.hpp"
+#include "cutlass_kernels/dependent_launch.cuh"
+
+namespace jax_streamk::sm90 {
+
+// kPingpong: each of two consumer warpgroups has a tile of its own, of which it runs the epilogue while the other multiplies. Otherwise
+// they share a tile.
+template <class Mainloop, class Epilogue, class Scheduler, bool kPingpong>
+struct GemmKernel {
+  static constexpr int kStages = Mainloop::DispatchPolicy::Stages;
+  static constexpr int kWarpgroup = cutlass::NumThreadsPerWarpGroup, kConsumers = 2, kThreads = kWarpgroup * (1 + kConsumers);
+  static constexpr int kClusterM = Scheduler::kClusterM, kClusterN = Scheduler::kClusterN, kClusterSize = kClusterM * kClusterN;
+  using TiledMma = typename Mainloop::TiledMma;
+  using TileShape = typename Mainloop::TileShape;
+  using Stage = cutlass::PipelineState<kStages>;
+  using Full = cutlass::arch::ClusterTransactionBarrier;
+  using Empty = cutlass::arch::ClusterBarrier;
+
+  // What is needed first comes first.
+  struct Params {
+    typename Scheduler::Params scheduler;
+    cute::Shape<int, int, int, int> shape;  // m, n, k, batch of the kernel's own result
+    typename Mainloop::Params mainloop;
+    typename Epilogue::Params epilogue;
+  };
+
+  struct SharedStorage {
+    typename Mainloop::TensorStorage mainloop;
+    typename Epilogue::TensorStorage epilogue;
+    Full full[kStages];
+    Empty empty[kStages];
+  };
+
+  static_assert(sizeof(SharedStorage) <= 227 << 10);
+
+  static CUTLASS_DEVICE void run(Params const& params, SharedStorage& shared) {
+    int const warp = cutlass::canonical_warp_idx_sync();
+    if (warp == 0) {
+      if (cute::elect_one_sync()) {
+        Mainloop::prefetch_tma_descriptors(params.mainloop);
+        // A stage is read by one warpgroup, or both, of every CTA that it is multicast from.
+        constexpr int kReaders = (kPingpong ? 1 : kConsumers) * (kClusterM + kClusterN - 1);
+#pragma unroll
+        for (int i = 0; i < kStages; ++i) {
+          shared.full[i].init(1);
+          shared.empty[i].init(kReaders);
+        }
+        cutlass::arch::fence_barrier_init();
+      }
+      __syncwarp();
+    }
+    if constexpr (kClusterSize == 1) {
+      // Others wait for the barriers, but not the warp that initialized them.
+      if (warp == 0) {
+        cutlass::arch::NamedBarrier::arrive(kThreads, kReady);
+      } else {
+        cutlass::arch::NamedBarrier::sync(kThreads, kReady);
+      }
+    } else {
+      cute::cluster_arrive_relaxed();
+      cute::cluster_wait();
+    }
+    if (warp >= 4) {
+      cutlass::arch::warpgroup_reg_alloc<kFewRegisters ? 240 : 232>();
+      consume(params, shared, warp / 4 - 1);
+      return;
+    }
+    cutlass::arch::warpgroup_reg_dealloc<kFewRegisters ? 24 : 40>();
+    if (warp > 0) {
+      if (warp == 1) prefetch(params);
+      return;
+    }
+    load(params, shared);
+  }
+
+ private:
+  // So many accumulators that consumers need what the others can spare.
+  static constexpr bool kFewRegisters =
+      cute::size<0>(TileShape{}) * cute::size<1>(TileShape{}) / (kWarpgroup * (kPingpong ? 1 : kConsumers)) >= 208;
+
+  // Named barriers. A consumer of a pingpong kernel waits for its turn to multiply, and to store, at that of its warpgroup.
+  static constexpr uint32_t kReady = 0, kMultiplies = 1, kStores = kMultiplies + kConsumers;
+
+  static CUTLASS_DEVICE void load(Params const& params, SharedStorage& shared) {
+    if (!cute::elect_one_sync()) return;
+    wait_for_primary();
+    Scheduler const scheduler(params.scheduler);
+    Stage stage(0, 1, 0);  // all are empty
+    auto tile = scheduler.tile(0);
+    while (true) {
+      Mainloop::load(params.mainloop, params.shape, tile, shared.full, shared.empty, stage, shared.mainloop);
+      if (tile.last) break;
+      tile = scheduler.tile(tile.ordinal + 1);
+      if (!tile.is_valid()) break;
+    }
+    // Consumers of other CTAs arrive at this one's barriers, which must not be gone.
+    if constexpr (kClusterSize > 1) {
+      for (int i = 0; i < kStages; ++i, ++stage) shared.empty[stage.index()].wait(stage.phase());
+    }
+  }
+
+  static CUTLASS_DEVICE void prefetch(Params const& params) {
+    if (!Epilogue::has_operands(params.epilogue)) return;
+    wait_for_primary();
+    Scheduler const scheduler(params.scheduler);
+    for (auto tile = scheduler.tile(0); tile.is_valid(); tile = scheduler.tile(tile.ordinal + 1))
+      Epilogue::prefetch(params.epilogue, params.shape, TileShape{}, tile.m, tile.n, tile.batch);
+  }
+
+  static CUTLASS_DEVICE void consume(Params const& params, SharedStorage& shared, int warpgroup) {
+    Scheduler const scheduler(params.scheduler);
+    constexpr int kStep = kPingpong ? kConsumers : 1;
+    auto tile = scheduler.tile(kPingpong ? warpgroup : 0);
+    Stage stage;
+    if (kPingpong && warpgroup > 0) stage.advance(tile.k_count);
+    int const thread = threadIdx.x % kWarpgroup + (kPingpong ? 0 : warpgroup * kWarpgroup);
+    uint32_t const other = 1 - warpgroup;
+    TiledMma tiled_mma;
+    Epilogue epilogue(params.epilogue, shared.epilogue);
+    while (tile.is_valid()) {
+      auto accumulators = cute::partition_fragment_C(tiled_mma, cute::take<0, 2>(TileShape{}));
+      if (kPingpong && tile.ordinal > 0) cutlass::arch::NamedBarrier::sync(kConsumers * kWarpgroup, kMultiplies + warpgroup);
+      int const unreleased = Mainloop::multiply(shared.full, shared.empty, stage, accumulators, tile.k_count, warpgroup, shared.mainloop);
+      if (kPingpong && !tile.last) cutlass::arch::NamedBarrier::arrive(kConsumers * kWarpgroup, kMultiplies + other);
+      Mainloop::finish(shared.empty, accumulators, unreleased);
+      if constexpr (kPingpong) {
+        stage.advance(tile.k_count);
+        if (tile.ordinal > 0) cutlass::arch::NamedBarrier::sync(kConsumers * kWarpgroup, kStores + warpgroup);
+      } else {
+        Scheduler::fixup(params.scheduler, tile, accumulators, kConsumers, warpgroup);
+      }
+      if (kPingpong || tile.finishes) {
+        auto const at = cute::make_coord(tile.m, tile.n, cute::_0{}, tile.batch);
+        epilogue.store(params.shape, TileShape{}, at, accumulators, tiled_mma, thread);
+      }
+      if (kPingpong) epilogue.finish();
+      if (kPingpong && !tile.last) cutlass::arch::NamedBarrier::arrive(kConsumers * kWarpgroup, kStores + other);
+      if (tile.last) break;
+      tile = scheduler.tile(tile.ordinal + kStep);
+    }
+    if (!kPingpong) epilogue.finish();
+  }
+};
+
+template <class Gemm>
+__global__ __launch_bounds__(Gemm::kThreads, 1) void multiply(__grid_constant__ typename Gemm::Params const params) {
+  extern __shared__ __align__(1024) char memory[];
+  Gemm::run(params, *reinterpret_cast<typename Gemm::SharedStorage*>(memory));
+}
+
+}  // namespace jax_streamk::sm90
