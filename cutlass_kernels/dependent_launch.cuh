@@ -18,8 +18,8 @@ __device__ inline void let_dependents_start() {
 #endif
 }
 
-// Every thread of a kernel that overlaps with the one before comes here before it reads what that one writes, or ends: this waits until
-// the one before has ended.
+// Some thread of every CTA of a kernel that overlaps with the one before comes here, and what reads what that one writes comes after it:
+// this waits until the one before has ended. So no such kernel ends sooner.
 __device__ inline void wait_for_primary() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
