@@ -43,7 +43,8 @@ struct f32 {
 struct f64 {
   using Element = double;
   using Accumulator = double;
-  using Instruction = cutlass::gemm::GemmShape<8, 8, 4>;
+  // A type of its own, for which cutlass::arch::Mma picks the instruction below.
+  struct Instruction : cutlass::gemm::GemmShape<16, 8, 4> {};
   static constexpr Type kType = Type::kF64;
 };
 
@@ -86,6 +87,37 @@ struct atomic : cutlass::gemm::threadblock::ThreadblockSwizzleStreamK {
 };
 
 }  // namespace sm80
+
+// CUTLASS's f64 instructions.
+template <int kM>
+using F64Mma = cutlass::arch::Mma<cutlass::gemm::GemmShape<kM, 8, 4>, 32, double, cutlass::layout::RowMajor, double,
+                                  cutlass::layout::ColumnMajor, double, cutlass::layout::RowMajor, cutlass::arch::OpMultiplyAdd>;
+
+}  // namespace jax_streamk
+
+// f64 at the tensor cores' full rate: m16n8k4 where it exists, from compute capability 9.0 on. Elsewhere two m8n8k4, one of the upper
+// and one of the lower 8 rows: their registers, one after the other, are those of m16n8k4. So all around the instruction, from Params
+// to the partials in the workspace, is the same on every architecture, and the host need not know which it is.
+template <>
+struct cutlass::arch::Mma<jax_streamk::sm80::f64::Instruction, 32, double, cutlass::layout::RowMajor, double,
+                          cutlass::layout::ColumnMajor, double, cutlass::layout::RowMajor, cutlass::arch::OpMultiplyAdd>
+    : jax_streamk::F64Mma<16> {
+  CUTLASS_DEVICE void operator()(FragmentC& d, FragmentA const& a, FragmentB const& b, FragmentC const& c) const {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    jax_streamk::F64Mma<16>::operator()(d, a, b, c);
+#else
+    using Half = jax_streamk::F64Mma<8>;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      Half::FragmentC half = {c[2 * i], c[2 * i + 1]};
+      Half{}(half, {a[i]}, b, half);
+      d[2 * i] = half[0], d[2 * i + 1] = half[1];
+    }
+#endif
+  }
+};
+
+namespace jax_streamk {
 
 // CUTLASS's iterator over D, with the epilogue before its stores: fragments are of accumulators. It finds the batch by itself, as
 // bias and residual have strides of their own.
