@@ -1,6 +1,6 @@
 """Reads the log of a build with -Xptxas=-v: python3 check_ptxas.py LOG
 
-Fails when ptxas serialized wgmma (C7510) or an sm90 kernel spills registers; counts what other kernels spill.
+Fails when ptxas serialized wgmma (C7510 and others) or an sm90 kernel spills registers; counts what other kernels spill.
 """
 
 import re
@@ -15,7 +15,7 @@ def main(path):
     entries, spills, serialized = {}, [], []
     name = arch = None
     for line in open(path, errors="replace"):
-        if "C7510" in line:
+        if "wgmma" in line and "serialized" in line:
             serialized.append(line.strip())
         elif found := ENTRY.search(line):
             name, arch = found.groups()

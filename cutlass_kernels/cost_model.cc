@@ -108,9 +108,13 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
 
   // wgmma loses a fixed time per iteration, as if the tile were wider; mma.sync loses where warps reuse little.
   if (kernel.family == Family::kSm90) {
-    math_ = 2 * kernel.tile_m * (kernel.tile_n + machine.narrow) * tile_k / machine.wgmma_rate_sm;
+    double const operations = size;  // 2 of a multiply-add; TF32's run at half the rate of 16 bits
+    math_ = operations * kernel.tile_m * (kernel.tile_n + machine.narrow) * tile_k / machine.wgmma_rate_sm;
+    Major const major = swap ? kernel.major_b : kernel.major_a;
+    bool const along_k = (major == Major::kColumn) == swap;
+    if (p.type_a == Type::kF32 && !along_k) math_ *= machine.from_registers;
     // SMs that clusters leave out save no power for the others.
-    wgmma_sustained_ = 2 * area * tile_k * std::max(width / workers_, 1.0) / machine.wgmma_sustained;
+    wgmma_sustained_ = operations * area * tile_k * std::max(width / workers_, 1.0) / machine.wgmma_sustained;
   } else if (kernel.family == Family::kSkinny) {
     math_ = 2 * area * tile_k / (machine.skinny_mma * mma_rate(machine, p.type_a, p.math) / machine.mma_16bit);
   } else {
@@ -126,8 +130,8 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   };
   Repack const repacked = repack_of(kernel, p);
   int64_t const lda = repacked.problem.lda, ldb = repacked.problem.ldb;
-  panel_a_ = panel_of(lda, p.major_a == Major::kRow);
-  panel_b_ = panel_of(ldb, p.major_b == Major::kColumn);
+  panel_a_ = panel_of(lda, kernel.major_a == Major::kRow);
+  panel_b_ = panel_of(ldb, kernel.major_b == Major::kColumn);
   misaligned_ = is_misaligned(lda) || is_misaligned(ldb);
   repack_ = 2 * static_cast<double>(repacked.bytes()) / machine.copy_rate;
   if (repacked.a || repacked.b) repack_ += machine.relaunch;

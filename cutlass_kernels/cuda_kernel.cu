@@ -195,7 +195,7 @@ Status launch_reduction(GemmProblem const& p, Device const& device, int32_t slic
   }
 }
 
-// Rows of 16-bit elements to copy, which start anywhere, each filled up with zeros to whole 16 bytes.
+// Rows of 16-bit elements, or of 32 bits as two of them, to copy, which start anywhere, each filled up with zeros to whole 16 bytes.
 struct Rows {
   uint16_t const* from;
   uint16_t* to;
@@ -247,27 +247,72 @@ __global__ void copy_rows(Rows first, Rows second) {
   }
 }
 
+// `to` = the transpose of `from`, of `rows` by `columns` 32-bit elements, batch after batch.
+struct Transposed {
+  uint32_t const* from;
+  uint32_t* to;
+  int64_t batches, rows, columns, ld_from, batch_stride_from, ld_to, batch_stride_to;
+
+  static constexpr int kSide = 32, kThreads = 8;  // of a square that a block copies; threads down it
+  Extent down{(rows + kSide - 1) / kSide}, across{(columns + kSide - 1) / kSide};
+  __host__ __device__ int64_t squares() const { return batches * down.size * across.size; }
+};
+
+__global__ void transpose(Transposed p) {
+  let_dependents_start();
+  constexpr int kSide = Transposed::kSide;
+  __shared__ uint32_t square[kSide][kSide + 1];  // columns in different banks
+  int const x = threadIdx.x;
+  for (int64_t at = blockIdx.x; at < p.squares(); at += gridDim.x) {
+    int64_t const of_all = p.across.divide(at), batch = p.down.divide(of_all);
+    int64_t const column = (at - of_all * p.across.size) * kSide, row = (of_all - batch * p.down.size) * kSide;
+    uint32_t const* const from = p.from + batch * p.batch_stride_from;
+    uint32_t* const to = p.to + batch * p.batch_stride_to;
+#pragma unroll
+    for (int y = threadIdx.y; y < kSide; y += Transposed::kThreads)
+      if (row + y < p.rows && column + x < p.columns) square[y][x] = __ldg(from + (row + y) * p.ld_from + column + x);
+    __syncthreads();
+#pragma unroll
+    for (int y = threadIdx.y; y < kSide; y += Transposed::kThreads)
+      if (column + y < p.columns && row + x < p.rows) to[(column + y) * p.ld_to + row + x] = square[x][y];
+    __syncthreads();
+  }
+}
+
 // Copies of A and B to the head of the workspace, as far as they are needed. Points `at` there.
 Status launch_repack(GemmProblem const& p, Repack const& repacked, Buffers& at, cudaStream_t stream) {
+  GemmProblem const& q = repacked.problem;
   auto* to = static_cast<char*>(at.workspace);
-  std::vector<Rows> matrices;
-  auto const add = [&](void const*& matrix, bool row_major, int64_t m, int64_t n, int64_t ld, int64_t ld_to, int64_t batch_stride,
+  std::vector<Rows> copied;
+  std::vector<Transposed> transposed;
+  // Of rows of the copy, which are the matrix's own or, where those are transposed, its columns.
+  auto const add = [&](void const*& matrix, Major major, Major as, int64_t m, int64_t n, int64_t ld, int64_t ld_to, int64_t batch_stride,
                        int64_t batch_stride_to, int64_t bytes) {
-    matrices.push_back({static_cast<uint16_t const*>(matrix), reinterpret_cast<uint16_t*>(to), batch_stride != 0 ? p.batch : 1,
-                        Extent(row_major ? m : n), row_major ? n : m, ld, batch_stride, ld_to, batch_stride_to});
+    int64_t const batches = batch_stride != 0 ? p.batch : 1, rows = as == Major::kRow ? m : n, columns = as == Major::kRow ? n : m;
+    if (major != as) {
+      transposed.push_back({static_cast<uint32_t const*>(matrix), reinterpret_cast<uint32_t*>(to), batches, columns, rows, ld, batch_stride,
+                            ld_to, batch_stride_to});
+    } else {
+      int64_t const halves = size_of(p.type_a) / 2;
+      copied.push_back({static_cast<uint16_t const*>(matrix), reinterpret_cast<uint16_t*>(to), batches, Extent(rows), columns * halves,
+                        ld * halves, batch_stride * halves, ld_to * halves, batch_stride_to * halves});
+    }
     matrix = to;
     to += bytes;
   };
-  GemmProblem const& q = repacked.problem;
   if (repacked.a)
-    add(at.a, p.major_a == Major::kRow, p.m, p.k, p.lda, q.lda, p.batch_stride_a, q.batch_stride_a, repacked.bytes_a);
+    add(at.a, p.major_a, q.major_a, p.m, p.k, p.lda, q.lda, p.batch_stride_a, q.batch_stride_a, repacked.bytes_a);
   if (repacked.b)
-    add(at.b, p.major_b == Major::kRow, p.k, p.n, p.ldb, q.ldb, p.batch_stride_b, q.batch_stride_b, repacked.bytes_b);
+    add(at.b, p.major_b, q.major_b, p.k, p.n, p.ldb, q.ldb, p.batch_stride_b, q.batch_stride_b, repacked.bytes_b);
   at.workspace = to;
-  if (matrices.empty()) return {};
-  Rows const &first = matrices.front(), &last = matrices.back();
   int const threads = 256, warps = threads / 32;
-  copy_rows<<<dim3(blocks_for(std::max(first.pieces(), last.pieces()), warps), static_cast<unsigned>(matrices.size())), threads, 0,
+  for (Transposed const& matrix : transposed) {
+    transpose<<<blocks_for(matrix.squares(), 1), dim3(Transposed::kSide, Transposed::kThreads), 0, stream>>>(matrix);
+    if (Status status = from_cuda(cudaGetLastError(), "launching the transpose of an operand"); !status.ok()) return status;
+  }
+  if (copied.empty()) return {};
+  Rows const &first = copied.front(), &last = copied.back();
+  copy_rows<<<dim3(blocks_for(std::max(first.pieces(), last.pieces()), warps), static_cast<unsigned>(copied.size())), threads, 0,
               stream>>>(first, last);
   return from_cuda(cudaGetLastError(), "launching the copy of misaligned matrices");
 }

@@ -120,7 +120,7 @@ Status check_or(Refuse refuse, Kernel const& kernel, GemmProblem const& p, Sched
   if (p.type_a != info.type_a || p.type_b != info.type_b || type_d != info.type_d || p.math != info.math)
     return refuse("it multiplies ", name_of(info.type_a), " by ", name_of(info.type_b), " into ", name_of(info.type_d), " (",
                   name_of(info.math), ")");
-  if (p.major_a != info.major_a || p.major_b != info.major_b)
+  if (repack.problem.major_a != info.major_a || repack.problem.major_b != info.major_b)
     return refuse("A must be ", name_of(info.major_a), "-major and B ", name_of(info.major_b), "-major");
   bool const tma = info.family == Family::kSm90;
   bool const row_a = p.major_a == Major::kRow, row_b = p.major_b == Major::kRow;

@@ -17,7 +17,7 @@ struct Repack {
   int64_t bytes() const { return bytes_a + bytes_b; }
 };
 
-// Nothing for a kernel that has the alignments, or does not use TMA for elements of 16 bits.
+// Nothing for a kernel that has the alignments, or does not use TMA.
 Repack repack_of(KernelInfo const&, GemmProblem const&);
 
 }  // namespace jax_streamk

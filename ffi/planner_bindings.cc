@@ -119,6 +119,7 @@ void bind_planner(nb::module_& m) {
       .def_rw("mma_tf32x3", &Machine::mma_tf32x3)
       .def_rw("mma_f64", &Machine::mma_f64)
       .def_rw("narrow", &Machine::narrow)
+      .def_rw("from_registers", &Machine::from_registers)
       .def_rw("narrow_loads", &Machine::narrow_loads)
       .def_rw("misaligned_k", &Machine::misaligned_k)
       .def_rw("misaligned_mn", &Machine::misaligned_mn)

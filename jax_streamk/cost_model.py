@@ -29,6 +29,7 @@ class Machine:
     mma_tf32x3: float
     mma_f64: float
     narrow: float  # columns of tile_n that a MAC iteration of wgmma loses
+    from_registers: float  # factor on wgmma's time where one operand comes from registers
     narrow_loads: float  # 32 of K of a CTA that is alone on its SM and loads 8 bytes at a time
     misaligned_k: float  # factor on loads of an operand contiguous along K whose rows do not start on 128-byte lines
     misaligned_mn: float  # ... of one contiguous along m or n
@@ -60,9 +61,9 @@ class Machine:
 
 
 # Fitted by benchmarks/fit_cost_model.py to benchmarks/results/plans_h200_2026-11-20.csv.gz as it was at commit f15b64a; reduction_* to the
-# file as it was later, with half a microsecond more of reduction: plans are timed in graphs, where it overlaps. launch, relaunch, copy_rate
-# and misaligned_d are such that estimates of plans_h200_2026-11-21.csv.gz have no bias, and skinny_fix_up is what lowered its regret. mma_*,
-# memset, fused, narrow_loads and half_lines are estimates.
+# file as it was later. launch, relaunch, reduction, copy_rate and misaligned_d are such that estimates of plans_h200_2026-11-21.csv.gz have
+# no bias, and skinny_fix_up is what lowered its regret. from_registers is of 27 products of TF32. mma_*, memset, fused, narrow_loads and
+# half_lines are estimates.
 H200 = Machine(
     launch=2.85,
     relaunch=2.4,
@@ -80,6 +81,7 @@ H200 = Machine(
     mma_tf32x3=0.65e6,
     mma_f64=0.35e6,
     narrow=48.47,
+    from_registers=1.45,
     narrow_loads=0.37,
     misaligned_k=1.195,
     misaligned_mn=1.299,
@@ -98,7 +100,7 @@ H200 = Machine(
     fix_up=2.805,
     partial_rate_sm=1.007e5,
     memset=1.0,
-    reduction=2.0,
+    reduction=1.3,
     reduction_slice=0.0114,
     reduction_rate=5e6,
 )
@@ -131,7 +133,7 @@ def machine_of(device):
 def describe(cost):
     """One line about a ``_ffi.Cost``."""
     extra = f", {cost.extra:.1f} to zero tickets or add slices" if cost.extra else ""
-    extra += f", {cost.repack:.1f} for operands whose rows are not whole 16 bytes" if cost.repack else ""
+    extra += f", {cost.repack:.1f} to copy operands as TMA and wgmma take them" if cost.repack else ""
     fix_up = f", {cost.fix_up:.1f} of them to fix up tiles of {cost.peers:.0f} peers" if cost.peers > 1 else ""
     floor = f", over which memory needs {cost.floor:.1f}" if cost.floor else ""
     return (

@@ -92,8 +92,12 @@ def _registry():
     by_problem = {}
     for kernel in _ffi.kernels():
         platform = "cpu" if kernel.family == _ffi.Family.host else "cuda"
-        key = (platform, kernel.type_a, kernel.math, kernel.major_a, kernel.major_b)
-        by_problem.setdefault(key, []).append(kernel)
+        majors = {(kernel.major_a, kernel.major_b)}
+        if kernel.family == _ffi.Family.sm90 and kernel.math == _ffi.Math.tf32 and kernel.major_a == kernel.major_b:
+            # No such kernel multiplies operands that are contiguous along m and n: these have one transposed (repack.h).
+            majors.add((_ffi.Major.column, _ffi.Major.row))
+        for major_a, major_b in majors:
+            by_problem.setdefault((platform, kernel.type_a, kernel.math, major_a, major_b), []).append(kernel)
     return {key: _ffi.Kernels(kernels) for key, kernels in by_problem.items()}
 
 

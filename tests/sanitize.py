@@ -10,7 +10,7 @@ from jax_streamk.problem import GemmProblem
 from jax_streamk.tuned import Candidate
 
 measure.ROTATED_BYTES = {"cuda": 1e5}
-BF16, ROW = _ffi.Type.bf16, _ffi.Major.row
+KERNELS = {kernel.name: kernel for kernel in _ffi.kernels()}
 SILU = dict(has_bias=True, activation=_ffi.Activation.silu)
 LAUNCHES = [  # kernel, (m, n, k), (schedule, splits, reduction), epilogue
     ("sm90_bf16_bf16_rr_64x176x64_4x1_pingpong_swap", (181, 136, 264), ("data_parallel", 1, "ordered"), dict(SILU, has_residual=True)),
@@ -25,12 +25,17 @@ LAUNCHES = [  # kernel, (m, n, k), (schedule, splits, reduction), epilogue
     ("skinny_bf16_bf16_rr_64x8x128", (7, 1000, 1032), ("data_parallel", 1, "ordered"), SILU),
     ("skinny_bf16_bf16_rr_64x16x128", (16, 1000, 1032), ("split_k", 3, "ordered"), {}),
     ("skinny_bf16_f32_rr_64x16x128", (16, 136, 2056), ("split_k", 9, "separate"), {}),
+    ("sm90_f32_f32_rr_128x128x32_1x1_coop_swap_tf32", (200, 264, 520), ("split_k", 3, "ordered"), SILU),
+    ("sm90_f32_f32_rr_64x64x64_1x1_pingpong_swap_tf32", (37, 131, 301), ("split_k", 3, "separate"), {}),  # A and B are copied
+    ("sm80_f64_f64_rr_16x128x16_s5_a1", (13, 131, 301), ("split_k", 3, "ordered"), SILU),
     ("sm80_bf16_f32_rr_128x128x32_s4_a8", (130, 136, 1000), ("split_k", 3, "separate"), {}),  # the last slice is a launch
 ]
 
 if __name__ == "__main__":
     memory = measure.Memory(device_of(None))
     for name, (m, n, k), way, epilogue in LAUNCHES:
-        problem = GemmProblem(1, m, n, k, BF16, BF16, BF16, _ffi.Math.native, ROW, ROW, k, n, n, 0, 0, 0, **epilogue)
+        kernel = KERNELS[name]
+        types = kernel.type_a, kernel.type_a, kernel.type_a, kernel.math, kernel.major_a, kernel.major_b
+        problem = GemmProblem(1, m, n, k, *types, k, n, n, 0, 0, 0, **epilogue)
         result = memory.rotation(problem).result(name, Candidate(name, *way, "along_m", 1).native())
         print(name, (m, n, k), *way, float(abs(result.astype("float32")).max()), flush=True)

@@ -162,19 +162,18 @@ def with_epilogue(epilogue, case, sums, dtype, align, ldd):
     return activated(epilogue.activation, exact), bias if epilogue.bias else None, residual if epilogue.residual else None
 
 
-def launch(kernel, case, schedule, epilogue=PLAIN, type_d=None, ldd=None, aligned=True):
-    """Runs a kernel; returns D, after checking that nothing around D was written, what D exactly is, and (scale, XLA's errors)."""
+def launch(kernel, case, schedule, epilogue=PLAIN, type_d=None, ldd=None, aligned=True, majors=None):
+    """Runs a kernel, of operands of other majornesses than its own where `majors` says so; returns D, after checking that nothing around D was written, what D exactly is, and (scale, XLA's errors)."""
     type_d = kernel.type_d if type_d is None else type_d
     align_a, align_b, align_d = (kernel.align_a, kernel.align_b, kernel.align_d) if aligned else (1, 1, 1)
-    a, b, lda, ldb, exact, scale, xla_error = operands(
-        case, kernel.type_a, kernel.major_a, kernel.major_b, align_a, align_b, kernel.math.name, type_d
-    )
+    major_a, major_b = majors or (kernel.major_a, kernel.major_b)
+    a, b, lda, ldb, exact, scale, xla_error = operands(case, kernel.type_a, major_a, major_b, align_a, align_b, kernel.math.name, type_d)
     dtype = DTYPES[type_d]
     if ldd is None:
         ldd = round_up(case.n, align_d) + case.pad * align_d
     arguments = [
-        case.batch, case.m, case.n, case.k, kernel.type_a, kernel.type_b, type_d, kernel.math, kernel.major_a,
-        kernel.major_b, lda, ldb, ldd, 0 if "a" in case.broadcast else a[0].size, 0 if "b" in case.broadcast else b[0].size,
+        case.batch, case.m, case.n, case.k, kernel.type_a, kernel.type_b, type_d, kernel.math, major_a, major_b,
+        lda, ldb, ldd, 0 if "a" in case.broadcast else a[0].size, 0 if "b" in case.broadcast else b[0].size,
         case.m * ldd,
     ]  # fmt: skip
     bias = residual = None
@@ -416,6 +415,30 @@ def test_misaligned_matrices(name):
         for schedule in all_schedules(kernel, case.k):
             for epilogue, type_d in ((PLAIN, kernel.type_d), (PLAIN, kernel.type_a), *((e, kernel.type_d) for e in EPILOGUES[:2])):
                 served += check(kernel, case, schedule, True, epilogue, type_d=type_d, aligned=False) is None
+        assert served > 0, f"{name} runs {case} in no way"
+
+
+TF32 = [name for name in TMA if KERNELS[name].type_a == _ffi.Type.f32 and KERNELS[name].major_a == KERNELS[name].major_b]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", TF32 or ["no kernel in this build"])
+def test_an_operand_is_transposed(name):
+    """wgmma multiplies no TF32 of which both operands are contiguous along m and n."""
+    kernel = KERNELS[name]
+    cases = [
+        Case(1, 1, 1),
+        Case(13, 67, 3 * kernel.tile_k + 5, pad=1),
+        Case(130, 72, 2 * kernel.tile_k + 3, batch=3, broadcast="b", pad=2),
+        Case(72, 131, 4 * kernel.tile_k, batch=2, broadcast="a"),
+        Case(1001, 1003, 1005),
+    ]
+    for case in cases:
+        served = 0
+        for schedule in all_schedules(kernel, case.k):
+            for epilogue in (PLAIN, EPILOGUES[0]):
+                why = check(kernel, case, schedule, True, epilogue, aligned=False, majors=(_ffi.Major.column, _ffi.Major.row))
+                served += why is None
         assert served > 0, f"{name} runs {case} in no way"
 
 

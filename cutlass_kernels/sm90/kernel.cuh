@@ -54,7 +54,7 @@ inline std::string name_of(Config const& c) {
   return std::string("sm90_") + jax_streamk::name_of(c.type_ab) + "_" + jax_streamk::name_of(c.type_d) + "_" +
          letter(c.major_a) + letter(c.major_b) + "_" + number(c.tile_m) + "x" + number(c.tile_n) + "x" + number(c.tile_k) + "_" +
          number(c.cluster_m) + "x" + number(c.cluster_n) + (c.warp_schedule == WarpSchedule::kPingpong ? "_pingpong" : "_coop") +
-         (c.swap_ab ? "_swap" : "");
+         (c.swap_ab ? "_swap" : "") + (c.type_ab == Type::kF32 ? "_tf32" : "");
 }
 
 template <Type kTypeAB, Type kTypeD, Major kMajorA, Major kMajorB, int kTileM, int kTileN, int kTileK, int kClusterM, int kClusterN,
@@ -98,12 +98,12 @@ class Sm90Kernel final : public CudaKernel {
       std::conditional_t<kPingpong, cutlass::epilogue::TmaWarpSpecialized,
                          cutlass::epilogue::TmaWarpSpecializedCooperative>,
       Conversion<ElementD>>::CollectiveOp, kSwap>;
-  using Mainloop = CollectiveMainloop<typename cutlass::gemm::collective::CollectiveBuilder<
+  using Mainloop = CollectiveMainloop<typename WideRows<typename cutlass::gemm::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, ElementAB, LayoutA, kAlignAB, ElementAB, LayoutB, kAlignAB, float,
       TileShape, ClusterShape,
       cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::TensorStorage))>,
       std::conditional_t<kPingpong, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
-                         cutlass::gemm::KernelTmaWarpSpecializedCooperative>>::CollectiveOp,
+                         cutlass::gemm::KernelTmaWarpSpecializedCooperative>>::CollectiveOp>::type,
       kConfig.type_d == Type::kF32>;
   using Scheduler = sm90::Scheduler<TileShape, ClusterShape, !kPingpong>;
   using Gemm = GemmKernel<Mainloop, Epilogue, Scheduler, kPingpong>;
@@ -204,6 +204,7 @@ class Sm90Kernel final : public CudaKernel {
     info.family = Family::kSm90;
     info.type_a = info.type_b = kConfig.type_ab;
     info.type_d = kConfig.type_d;
+    if (kConfig.type_ab == Type::kF32) info.math = Math::kTF32;
     info.major_a = kConfig.major_a;
     info.major_b = kConfig.major_b;
     info.align_a = info.align_b = kAlignAB;
@@ -268,7 +269,10 @@ class Sm90Kernel final : public CudaKernel {
 enum class Results { kOwn, kF32, kBoth };
 enum class Majors { kAll, kRow };
 
-// One row of the table: a tile for bf16 and f16, with all four majornesses of A and B or one, into the operands' type, f32 or both.
+enum class Operands { kHalf, kTF32 };
+
+// One row of the table: a tile for bf16 and f16, with all four majornesses of A and B or one, into the operands' type, f32 or both; or for
+// f32 as TF32.
 // Much of a translation unit's compile time goes into CUTLASS's headers, which they share.
 template <int... kTileAndCluster>
 struct Row {
@@ -290,16 +294,31 @@ struct Row {
     if constexpr (kResults != Results::kF32) add_majors<kTypeAB, kTypeAB, kWarpSchedule, kSwapAB, kMajors>();
     if constexpr (kResults != Results::kOwn) add_majors<kTypeAB, Type::kF32, kWarpSchedule, kSwapAB, kMajors>();
   }
-  template <WarpSchedule kWarpSchedule, bool kSwapAB, Results kResults, Majors kMajors>
+  // With B row-major, B is what comes from registers. With both contiguous along m and n there would have to be two.
+  template <WarpSchedule kWarpSchedule, Majors kMajors>
+  static void add_tf32() {
+    add<Type::kF32, Type::kF32, Major::kRow, Major::kRow, kWarpSchedule, true>();
+    if constexpr (kMajors == Majors::kAll) {
+      add<Type::kF32, Type::kF32, Major::kRow, Major::kColumn, kWarpSchedule, true>();
+      add<Type::kF32, Type::kF32, Major::kColumn, Major::kColumn, kWarpSchedule, false>();
+    }
+  }
+  template <Operands kOperands, WarpSchedule kWarpSchedule, bool kSwapAB, Results kResults, Majors kMajors>
   static bool add_all() {
-    add_results<Type::kBF16, kWarpSchedule, kSwapAB, kResults, kMajors>();
-    add_results<Type::kF16, kWarpSchedule, kSwapAB, kResults, kMajors>();
+    if constexpr (kOperands == Operands::kTF32) {
+      static_assert(kSwapAB && kResults == Results::kF32);
+      add_tf32<kWarpSchedule, kMajors>();
+    } else {
+      add_results<Type::kBF16, kWarpSchedule, kSwapAB, kResults, kMajors>();
+      add_results<Type::kF16, kWarpSchedule, kSwapAB, kResults, kMajors>();
+    }
     return true;
   }
 };
 
 // The words of table.txt.
 namespace words {
+inline constexpr Operands half = Operands::kHalf, tf32 = Operands::kTF32;
 inline constexpr WarpSchedule cooperative = WarpSchedule::kCooperative, pingpong = WarpSchedule::kPingpong;
 inline constexpr bool plain = false, swapped = true;
 inline constexpr Results own = Results::kOwn, f32 = Results::kF32, both = Results::kBoth;
@@ -308,8 +327,8 @@ inline constexpr Majors all = Majors::kAll, row = Majors::kRow;
 
 }  // namespace jax_streamk::sm90
 
-#define JAX_STREAMK_SM90_KERNEL(tile_m, tile_n, tile_k, cluster_m, cluster_n, warp_schedule, operands, results, majors)       \
+#define JAX_STREAMK_SM90_KERNEL(types, tile_m, tile_n, tile_k, cluster_m, cluster_n, warp_schedule, operands, results, majors) \
   namespace jax_streamk::sm90::words {                                                                                        \
   static bool const JAX_STREAMK_ROW(__LINE__) =                                                                               \
-      Row<tile_m, tile_n, tile_k, cluster_m, cluster_n>::add_all<warp_schedule, operands, results, majors>();                 \
+      Row<tile_m, tile_n, tile_k, cluster_m, cluster_n>::add_all<types, warp_schedule, operands, results, majors>();          \
   }

@@ -7,9 +7,61 @@
 
 #include "cute/atom/copy_traits_sm90_tma.hpp"
 #include "cute/tensor.hpp"
+#include "cutlass/gemm/collective/collective_mma.hpp"
 #include "cutlass_kernels/decomposition.h"
 
 namespace jax_streamk::sm90 {
+
+// wgmma takes TF32 that is contiguous along K, or an A of it from registers. Of an A that is contiguous along m, CUTLASS would have TMA
+// bring rows of 32 bytes, which threads can read without conflicts of banks; these are rows of 128, read by turns (LoaderOfA).
+template <class Collective>
+struct WideRows {
+  using type = Collective;
+};
+template <int kStages, class Cluster, class KernelSchedule, class Tile, class StrideA, class StrideB, class Mma, class CopyA, class LayoutA,
+          class FromA, class CopyB, class LayoutB, class FromB>
+struct WideRows<cutlass::gemm::collective::CollectiveMma<
+    cutlass::gemm::MainloopSm90TmaGmmaRmemAWarpSpecialized<kStages, Cluster, KernelSchedule>, Tile, float, StrideA, float, StrideB, Mma, CopyA,
+    LayoutA, FromA, cute::identity, CopyB, LayoutB, FromB, cute::identity>> {
+  using type = cutlass::gemm::collective::CollectiveMma<
+      cutlass::gemm::MainloopSm90TmaGmmaRmemAWarpSpecialized<kStages, Cluster, KernelSchedule>, Tile, float, StrideA, float, StrideB, Mma,
+      CopyA, cute::GMMA::Layout_MN_SW128_Atom<cutlass::tfloat32_t>, FromA, cute::identity, CopyB, LayoutB, FromB, cute::identity>;
+};
+
+// A thread's part of an A of TF32 that is contiguous along m in shared memory: of each eight of K, rows g and g + 8 of its warp's sixteen at
+// t, then at t + 4, with g = lane / 4 and t = lane % 4.
+template <int kTileK>
+class LoaderOfA {
+ public:
+  // `first` is the stage 0 of a warpgroup's first 64 rows.
+  CUTLASS_DEVICE explicit LoaderOfA(void const* first) {
+    int const lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, g = lane / 4, t = lane % 4;
+    odd_ = t % 2;
+    // Memory has blocks of 32 rows by 8 of K, of which sixteen bytes lie at their number XOR k: four t of neighbouring k meet in the same
+    // banks. Odd t load t + 4 first.
+    for (int i = 0; i < 4; ++i) {
+      int const k = t ^ ((i / 2 ^ odd_) * 4), number = warp % 2 * 4 + i % 2 * 2 + g / 4;
+      from_[i] = cute::cast_smem_ptr_to_uint(first) + warp / 2 * kBlocks * kBlock + k * 128 + (number ^ k) * 16 + g % 4 * 4;
+    }
+  }
+
+  // `a` = the fragment of eight of K, `offset` bytes on.
+  template <class Fragment>
+  CUTLASS_DEVICE void load(Fragment&& a, int offset) const {
+    auto words = cute::recast<uint32_t>(a);
+    uint32_t x[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x[i]) : "r"(from_[i] + offset));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words(i) = odd_ ? x[i ^ 2] : x[i];
+  }
+
+  static constexpr int kBlock = 1024, kBlocks = kTileK / 8;  // bytes of one; of 32 rows
+
+ private:
+  uint32_t from_[4];
+  bool odd_;
+};
 
 // Where kSlices, a batch may be a slice of K: the kernel's K is that of a slice, and what it calls batches are slices x batches. TMA reads
 // zeros beyond the end of the last slice.
@@ -83,6 +135,26 @@ struct CollectiveMainloop : Base {
   template <class Full, class Empty, class Stage, class Accumulators>
   static CUTLASS_DEVICE int multiply(Full* full, Empty* empty, Stage& stage, Accumulators& accumulators, int32_t count, int warpgroup,
                                      TensorStorage& storage) {
+    if constexpr (cute::is_base_of<cute::GMMA::DescriptorIterator, typename TiledMma::FrgTypeA>::value) {
+      return multiply_from_memory(full, empty, stage, accumulators, count, warpgroup, storage);
+    } else {
+      return multiply_from_registers(full, empty, stage, accumulators, count, warpgroup, storage);
+    }
+  }
+
+  template <class Empty, class Accumulators>
+  static CUTLASS_DEVICE void finish(Empty* empty, Accumulators& accumulators, int unreleased) {
+    cute::warpgroup_wait<0>();
+    cute::warpgroup_fence_operand(accumulators);
+    release(empty[unreleased]);
+  }
+
+ private:
+  static constexpr int NumThreadsPerWarpGroup = cutlass::NumThreadsPerWarpGroup;
+
+  template <class Full, class Empty, class Stage, class Accumulators>
+  static CUTLASS_DEVICE int multiply_from_memory(Full* full, Empty* empty, Stage& stage, Accumulators& accumulators, int32_t count,
+                                                 int warpgroup, TensorStorage& storage) {
     using namespace cute;
     TiledMma mma;
     // Descriptors of a warpgroup do not depend on the thread.
@@ -113,15 +185,52 @@ struct CollectiveMainloop : Base {
     return unreleased;
   }
 
-  template <class Empty, class Accumulators>
-  static CUTLASS_DEVICE void finish(Empty* empty, Accumulators& accumulators, int unreleased) {
-    cute::warpgroup_wait<0>();
-    cute::warpgroup_fence_operand(accumulators);
-    release(empty[unreleased]);
+  // ... with A in registers.
+  template <class Full, class Empty, class Stage, class Accumulators>
+  static CUTLASS_DEVICE int multiply_from_registers(Full* full, Empty* empty, Stage& stage, Accumulators& accumulators, int32_t count,
+                                                    int warpgroup, TensorStorage& storage) {
+    using namespace cute;
+    TiledMma mma;
+    constexpr int kWarpgroups = size(mma) / NumThreadsPerWarpGroup, kTileM = size<0>(TileShape{}), kTileK = size<2>(TileShape{});
+    using Loader = LoaderOfA<kTileK>;
+    constexpr int kOf64Rows = 2 * Loader::kBlocks * Loader::kBlock, kStage = kTileM / 32 * Loader::kBlocks * Loader::kBlock;
+    int const of_warpgroup = kWarpgroups == 1 ? 0 : warpgroup;
+    Loader const loader(reinterpret_cast<char const*>(storage.smem_A.data()) + of_warpgroup * kOf64Rows);
+    auto const part = mma.get_slice(of_warpgroup * NumThreadsPerWarpGroup);
+    auto a = part.partition_fragment_A(make_tensor(make_smem_ptr(storage.smem_A.data()), typename Base::SmemLayoutA{})(_, _, Int<0>{}));
+    auto const b = part.make_fragment_B(
+        part.partition_B(make_tensor(make_smem_ptr(storage.smem_B.data()), typename Base::SmemLayoutB{})));
+    mma.accumulate_ = GMMA::ScaleOut::Zero;
+    int unreleased = -1;
+    // While one half of a stage is multiplied, the other half's registers are loaded.
+    constexpr int kHalf = size<2>(a) / 2;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (; count > 0; --count, ++stage) {
+      int const s = stage.index();
+      full[s].wait(stage.phase());
+      CUTLASS_PRAGMA_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        warpgroup_wait<1>();
+        if (half == 1 && unreleased >= 0) release(empty[unreleased]);
+        CUTLASS_PRAGMA_UNROLL
+        for (int k = half * kHalf; k < (half + 1) * kHalf; ++k) {
+          CUTLASS_PRAGMA_UNROLL
+          for (int m = 0; m < size<1>(a); ++m) loader.load(a(_, m, k), s * kStage + m * kWarpgroups * kOf64Rows + k * Loader::kBlock);
+        }
+        warpgroup_fence_operand(accumulators);
+        warpgroup_arrive();
+        CUTLASS_PRAGMA_UNROLL
+        for (int k = half * kHalf; k < (half + 1) * kHalf; ++k) {
+          cute::gemm(mma, a(_, _, k), b(_, _, k, s), accumulators);
+          mma.accumulate_ = GMMA::ScaleOut::One;
+        }
+        warpgroup_commit_batch();
+        warpgroup_fence_operand(accumulators);
+      }
+      unreleased = s;
+    }
+    return unreleased;
   }
-
- private:
-  static constexpr int NumThreadsPerWarpGroup = cutlass::NumThreadsPerWarpGroup;
 
   // Tells every CTA that loads into this one's stage that a warpgroup has read it.
   template <class Empty>
