@@ -17,7 +17,8 @@ Repack repack_of(KernelInfo const& info, GemmProblem const& p) {
   auto const copy = [&](Major& major, Major wanted, int64_t rows, int64_t columns, int64_t align, int64_t& ld, int64_t& batch_stride,
                         int64_t& bytes) {
     // wgmma has no TF32 of two operands that are contiguous along m and n.
-    bool const transposes = major != wanted && info.math == Math::kTF32;
+    bool const known = major == Major::kRow || major == Major::kColumn;
+    bool const transposes = known && major != wanted && info.math == Math::kTF32;
     bool const row_major = (transposes ? wanted : major) == Major::kRow;
     int64_t const contiguous = row_major ? columns : rows, steps = row_major ? rows : columns;
     if (!transposes && is_aligned(align, true, contiguous, ld, steps, batch_stride, p.batch)) return false;

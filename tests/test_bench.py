@@ -276,7 +276,9 @@ def test_chained_calls_wait_for_each_other_at_the_cost_of_one_write(shape):
         linked = np.array(operands[0][link])
         for out, xs in zip(outs, operands, strict=True):
             xs = [linked if i == link else x for i, x in enumerate(xs)]
-            np.testing.assert_allclose(out, function(*xs), rtol=1e-4, atol=1e-4)
+            # Kernels of one product may round a TF32 that lies halfway between two in either way.
+            tolerance = 1e-4 if jax.default_backend() == "cpu" else 5e-3
+            np.testing.assert_allclose(out, function(*xs), rtol=tolerance, atol=tolerance)
             linked.flat[0] = np.asarray(out).flat[0]
         texts[name] = chained.lower(operands).compile().as_text()
     for name, text in texts.items():

@@ -115,7 +115,10 @@ def test_a_gpu_that_is_not_here():
     assert made.device == hopper and made.kernel.startswith(("sm", "skinny"))
     for schedule in (DataParallel(), SplitK(2), StreamK()):
         assert plan(a, b, schedule=schedule, device=hopper).schedule == schedule
-    assert plan(shaped((1, 5120), jnp.bfloat16), shaped((5120, 1792), jnp.bfloat16), device=hopper).kernel.startswith("skinny")
+    assert plan(shaped((1, 5120)), shaped((5120, 1792)), precision="high", device=hopper).kernel.startswith("skinny")
+    # Of TF32 whose operands are contiguous along m and n, one is transposed where that pays.
+    gradient = plan(shaped((4096, 4096)), shaped((4096, 4096)), (((0,), (0,)), ((), ())), device=hopper)
+    assert gradient.kernel.startswith("sm90") and gradient.workspace_bytes >= 4 * 4096**2
     odd = shaped((1001, 1003), jnp.bfloat16), shaped((1003, 1001), jnp.bfloat16)
     assert plan(*odd, device=hopper).kernel.startswith("sm90")
     # Atomic kernels are for aligned matrices, or for their copies.

@@ -437,7 +437,7 @@ def test_every_set_of_operands_is_multiplied(which, monkeypatch):
 def test_measurements_of_what_cannot_run_are_refused(quick):
     problem = plan(A, B).problem
     memory = measure.Memory(here())
-    made = planner.make_plan(problem, Auto(), here())
+    made = planner.make_plan(problem, SplitK(2), here())
     schedule = SplitK(10_000)
     with pytest.raises(ValueError, match="splits=10000 exceeds"):
         memory.rotation(problem).time(made.kernel, planner._native_schedule(schedule))
