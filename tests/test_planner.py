@@ -302,7 +302,7 @@ def test_choices_are_near_the_best_that_was_measured(monkeypatch):
     rows = fit_cost_model.in_planned_order(measured, cost_model.H200, HOPPER.sms)
     predicted = fit_cost_model.predictor(rows, HOPPER.sms)(cost_model.H200)
     regrets = [regret for regret, _, _ in fit_cost_model.choices(rows, predicted, measured).values()]
-    assert np.exp(np.mean(np.log(regrets))) <= 1.045
+    assert np.exp(np.mean(np.log(regrets))) <= 1.042
     *others, last, worst = sorted(regrets)
     assert last <= 1.22 and worst <= 1.47  # (264, 1088, 49152), of which the plan chosen took 59 us in another run, here 71
 
