@@ -91,9 +91,18 @@ def poisoned(shape, dtype):
     return np.full(math.prod(shape) * dtype.itemsize, POISON, np.uint8).view(dtype).reshape(shape)
 
 
+def exact_product(a, b):
+    """The product in float64, or of float64 operands in long double: a BLAS that adds in XLA's order would share XLA's error, and hide it."""
+    if a.dtype != np.float64:
+        return np.matmul(a.astype(np.float64), b.astype(np.float64))
+    # Multiples of 2^-18, below 2^3 in size: float64 adds their products without rounding.
+    high_a, high_b = (np.rint(x * 2.0**18) / 2.0**18 for x in (a, b))
+    return np.matmul(high_a, high_b) + (np.matmul(high_a, b - high_b) + np.matmul(a - high_a, b)).astype(np.longdouble)
+
+
 @functools.lru_cache(maxsize=64)
 def operands(case, type_ab, major_a, major_b, align_a, align_b, math_name, type_d):
-    """Operands with NaN between their rows, the float64 product, and the error of XLA's own product of the same values."""
+    """Operands with NaN between their rows, the exact product, and the error of XLA's own product of the same values."""
     rng = np.random.default_rng(zlib.crc32(repr((case, type_ab, major_a, major_b)).encode()))
     dtype = DTYPES[type_ab]
 
@@ -108,7 +117,7 @@ def operands(case, type_ab, major_a, major_b, align_a, align_b, math_name, type_
 
     a, a_values, lda = matrix(case.m, case.k, major_a, align_a, 1 if "a" in case.broadcast else case.batch)
     b, b_values, ldb = matrix(case.k, case.n, major_b, align_b, 1 if "b" in case.broadcast else case.batch)
-    exact = np.matmul(a_values.astype(np.float64), b_values.astype(np.float64))
+    exact = exact_product(a_values, b_values)
     with jax.enable_x64(bool(dtype == np.float64)):
         xla = jnp.matmul(
             jnp.asarray(a_values), jnp.asarray(b_values), precision=PRECISIONS[math_name], preferred_element_type=DTYPES[type_d]
