@@ -115,10 +115,16 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
     if (p.type_a == Type::kF32 && !along_k) math_ *= machine.from_registers;
     // SMs that clusters leave out save no power for the others.
     wgmma_sustained_ = operations * area * tile_k * std::max(width / workers_, 1.0) / machine.wgmma_sustained;
-  } else if (kernel.family == Family::kSkinny) {
-    math_ = 2 * area * tile_k / (machine.skinny_mma * mma_rate(machine, p.type_a, p.math) / machine.mma_16bit);
   } else {
-    math_ = 2 * area * tile_k / (mma_rate(machine, p.type_a, p.math) * std::pow(std::min(area / (128 * 128), 1.0), 0.35));
+    double rate = mma_rate(machine, p.type_a, p.math);
+    // f64's instructions take so long that tiles of a quarter feed them as well.
+    double const enough = p.type_a == Type::kF64 ? 64 * 64 : 128 * 128;
+    if (kernel.family == Family::kSkinny && p.type_a != Type::kF64) {
+      rate *= machine.skinny_mma / machine.mma_16bit;
+    } else {
+      rate *= std::pow(std::min(area / enough, 1.0), 0.35);
+    }
+    math_ = 2 * area * tile_k / rate;
   }
 
   // Rows of A and columns of B of a CTA: those beyond the problem are not loaded. Vectors below 16 bytes take more requests for the
@@ -144,7 +150,7 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
     // Few warps of an SM wait for each other's loads. They ask L2 for half lines of a B that is contiguous along K.
     double const half_lines = p.major_b == Major::kColumn ? machine.half_lines : 1;
     loads_ = loaded(tile_rows, tile_columns) / machine.skinny_rate_sm * half_lines;
-    alone_ = machine.skinny_alone * kernel.tile_m / 64;
+    alone_ = machine.skinny_alone * kernel.tile_m / 64 * std::sqrt(size / 2);
   } else if (double const bytes = kernel.align_a * size; bytes < 16) {
     alone_ = machine.narrow_loads * std::pow(8 / bytes, 0.7) * tile_k / 32;
   }
@@ -279,7 +285,8 @@ Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   double const shared = share.peers <= 1 ? 0 : cut_by_iterations ? 1 : share.pieces;
   bool const in_clusters = kernel_.family == Family::kSkinny;  // which share tiles without memory
   if (in_clusters) {
-    cost.fix_up = share.peers <= 1 ? 0 : machine_.skinny_fix_up + machine_.skinny_peer * share.peers * kernel_.tile_n / 16;
+    double const sixteens = kernel_.tile_n * size_of(accumulator_of(problem_.type_a)) / 64.0;  // of rows of f32
+    cost.fix_up = share.peers <= 1 ? 0 : machine_.skinny_fix_up + machine_.skinny_peer * share.peers * sixteens;
   } else {
     cost.fix_up = shared * (machine_.fix_up + (1 + share.peers) * partial_);
   }

@@ -6,9 +6,9 @@ namespace jax_streamk {
 
 // Whether this build is for any architecture from compute capability 9.0 on.
 #ifdef JAX_STREAMK_HOPPER
-inline constexpr bool kHopper = true;
+constexpr bool kHopper = true;
 #else
-inline constexpr bool kHopper = false;
+constexpr bool kHopper = false;
 #endif
 
 // A kernel that was launched to overlap with this one may start once every CTA of this one has come here or ended.

@@ -38,7 +38,7 @@ class Machine:
     skinny_mma: float  # mma.sync of one SM in them, 16-bit operands
     skinny_alone: float  # a MAC iteration of 64 columns of a CTA of them that is alone on its SM
     skinny_fix_up: float  # of the CTAs of a cluster that share a tile
-    skinny_peer: float  # ... for each of them, in a tile of 16 rows
+    skinny_peer: float  # ... for each of them, in a tile of 16 rows of f32 sums
     half_lines: float  # factor on what they load where B is contiguous along K
     epilogue: float  # of a tile of 128 x 128
     misaligned_d: float  # ... more of it to a D whose rows do not start on 16 bytes
@@ -62,8 +62,8 @@ class Machine:
 
 # Fitted by benchmarks/fit_cost_model.py to benchmarks/results/plans_h200_2026-11-20.csv.gz as it was at commit f15b64a; reduction_* to the
 # file as it was later. launch, relaunch, reduction, copy_rate and misaligned_d are such that estimates of plans_h200_2026-11-21.csv.gz have
-# no bias, and skinny_fix_up is what lowered its regret. from_registers and mma_f64 are what lowered the regret of
-# plans_dtypes_h200_2026-11-21.csv.gz. The other mma_*, memset, fused, narrow_loads and half_lines are estimates.
+# no bias, and skinny_fix_up is what lowered its regret. from_registers, mma_tf32 and mma_f64 are what lowered the regret of
+# plans_dtypes_h200_2026-11-21.csv.gz. mma_16bit, mma_tf32x3, memset, fused, narrow_loads and half_lines are estimates.
 H200 = Machine(
     launch=2.85,
     relaunch=2.4,
@@ -77,9 +77,9 @@ H200 = Machine(
     wgmma_rate_sm=1.018e7,
     wgmma_sustained=7.926e8,
     mma_16bit=4.0e6,
-    mma_tf32=2.0e6,
+    mma_tf32=1.6e6,
     mma_tf32x3=0.65e6,
-    mma_f64=0.55e6,
+    mma_f64=0.45e6,
     narrow=48.47,
     from_registers=1.3,
     narrow_loads=0.37,

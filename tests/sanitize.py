@@ -25,6 +25,8 @@ LAUNCHES = [  # kernel, (m, n, k), (schedule, splits, reduction), epilogue
     ("skinny_bf16_bf16_rr_64x8x128", (7, 1000, 1032), ("data_parallel", 1, "ordered"), SILU),
     ("skinny_bf16_bf16_rr_64x16x128", (16, 1000, 1032), ("split_k", 3, "ordered"), {}),
     ("skinny_bf16_f32_rr_64x16x128", (16, 136, 2056), ("split_k", 9, "separate"), {}),
+    ("skinny_f64_f64_rr_64x16x128", (13, 136, 1032), ("split_k", 3, "ordered"), SILU),
+    ("skinny_f64_f64_rr_64x8x128", (7, 136, 1032), ("split_k", 5, "separate"), {}),
     ("sm90_f32_f32_rr_128x128x32_1x1_coop_swap_tf32", (200, 264, 520), ("split_k", 3, "ordered"), SILU),
     ("sm90_f32_f32_rr_64x64x64_1x1_pingpong_swap_tf32", (37, 131, 301), ("split_k", 3, "separate"), {}),  # A and B are copied
     ("sm80_f64_f64_rr_16x128x16_s5_a1", (13, 131, 301), ("split_k", 3, "ordered"), SILU),

@@ -1,6 +1,6 @@
 // The skinny family: products of few rows, whose time is that of reading B once.
 //
-// A warp multiplies 64 columns of B, 32 of K at a time (16 of f32), with mma.sync. Which element of a fragment a register holds is free as
+// A warp multiplies 64 columns of B, 32 of K at a time (16 of f32, 8 of f64), with mma.sync. Which element of a fragment a register holds is free as
 // long as both operands agree on K and D on n: a thread takes vectors of sixteen bytes of either majorness, and its accumulators are
 // neighbours in D. Shared memory is a queue of each warp's own: no barrier of the CTA and no descriptor is between memory and tensor
 // core, and a short product is short.
@@ -44,26 +44,29 @@ struct Params {
   TileOrder order;
   bool b_read_once;
   bool pairs;  // whether two neighbours in D, in bias and residual are one access
-  EpilogueParams<float, D> epilogue;
+  EpilogueParams<Accumulator<T>, D> epilogue;
 };
 
 // What each thread of a warp has of a chunk: with g = lane / 4, t = lane % 4 and V elements in a vector, rows Vt ... Vt + V - 1
 // of K, by eight columns of B and by row g of each eight of A. The columns are 8g ... 8g + 7, one vector each where B is contiguous
-// along K. Of a row-major B a vector is a row's; rows of f32 are two of them, of which lanes together load whole sectors: columns
-// 4g ... 4g + 3 and 32 more.
+// along K. Of a row-major B a vector is a row's; rows of f32 are two of them and rows of f64 four, of which lanes together load whole
+// sectors: columns Vg ... Vg + V - 1, as many 8V further on, and so on.
 template <int kBlocks>
 struct Chunk {
   uint4 b[8][32], a[kBlocks][32];
 };
 
+template <class T>
+using Pair = std::conditional_t<std::is_same_v<T, double>, double2, float2>;  // of sums, neighbours in D
+
 // Of a CTA in which `kDeep` warps share K.
-template <int kBlocks, int kDeep>
+template <class T, int kBlocks, int kDeep>
 struct Shared {
   union {
     Chunk<kBlocks> queue[kStages];
     struct {  // once the queue is empty
-      float sums[kRows * kBlocks][kColumns + 4];            // of this warp's part of K
-      float2 totals[kRows * kBlocks / kDeep][kColumns / 2];  // of all warps' parts, of this warp's part of the rows
+      Accumulator<T> sums[kRows * kBlocks][kColumns + 4];     // of this warp's part of K
+      Pair<T> totals[kRows * kBlocks / kDeep][kColumns / 2];  // of all warps' parts, of this warp's part of the rows
     };
   } warps[kWarps];
 };
@@ -102,7 +105,7 @@ class Loader {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       constexpr int kPerRow = 8 / kVector<T>;  // vectors of a row-major B
-      int const row = i / kPerRow, column = i % kPerRow * 32;
+      int const row = i / kPerRow, column = i % kPerRow * 8 * kVector<T>;
       if constexpr (kMajorB == Major::kRow) {
         copy_b(to.b[i][slot_], b_ + row * p_.ldb + column, row < left_b_ && column < columns_);
       } else {
@@ -144,7 +147,7 @@ class Loader {
 
 // The product of two words of K by 16 columns of B and eight rows of A.
 template <class T, Math kMath>
-__device__ inline void multiply_add(float (&sums)[4], uint32_t const (&b)[4], uint32_t a0, uint32_t a1) {
+__device__ inline void multiply_add(Accumulator<T> (&sums)[4], uint32_t const (&b)[4], uint32_t a0, uint32_t a1) {
   if constexpr (kMath == Math::kNative) {
     multiply_words<T>(sums, b, a0, a1);
   } else {
@@ -168,33 +171,33 @@ __device__ inline void multiply_add(float (&sums)[4], uint32_t const (&b)[4], ui
 
 // Two neighbours of D.
 template <class T, class D>
-__device__ inline void store(Params<T, D> const& p, int32_t batch, int32_t row, int32_t column, float (&x)[2]) {
-  struct alignas(2 * sizeof(D)) Pair {
+__device__ inline void store(Params<T, D> const& p, int32_t batch, int32_t row, int32_t column, Accumulator<T> (&x)[2]) {
+  struct alignas(2 * sizeof(D)) Neighbours {
     D x[2];
   };
   auto const& epilogue = p.epilogue;
   int64_t const offset = batch * epilogue.batch_stride_d + row * epilogue.ldd + column;
   bool const both = column + 1 < p.n;
   if (!epilogue.plain) {
-    auto const add = [&](float factor, D const* from) {
-      Pair values{};
+    auto const add = [&](Accumulator<T> factor, D const* from) {
+      Neighbours values{};
       if (p.pairs) {
-        values = load_vector<Pair>(from);
+        values = load_vector<Neighbours>(from);
       } else {
         values.x[0] = from[0];
         if (both) values.x[1] = from[1];
       }
-      x[0] += factor * static_cast<float>(values.x[0]);
-      x[1] += factor * static_cast<float>(values.x[1]);
+      x[0] += factor * static_cast<Accumulator<T>>(values.x[0]);
+      x[1] += factor * static_cast<Accumulator<T>>(values.x[1]);
     };
     x[0] *= epilogue.alpha, x[1] *= epilogue.alpha;
     if (epilogue.bias != nullptr) add(1, epilogue.bias + batch * epilogue.batch_stride_bias + column);
     if (epilogue.residual != nullptr) add(epilogue.beta, epilogue.residual + offset);
     activate(epilogue.activation, x, 2);
   }
-  Pair const out{static_cast<D>(x[0]), static_cast<D>(x[1])};
+  Neighbours const out{static_cast<D>(x[0]), static_cast<D>(x[1])};
   if (p.pairs) {
-    *reinterpret_cast<Pair*>(p.d + offset) = out;
+    *reinterpret_cast<Neighbours*>(p.d + offset) = out;
   } else {
     p.d[offset] = out.x[0];
     if (both) p.d[offset + 1] = out.x[1];
@@ -204,13 +207,14 @@ __device__ inline void store(Params<T, D> const& p, int32_t batch, int32_t row, 
 template <class T, Math kMath, class D, Major kMajorB, int kBlocks, int kDeep>
 __global__ __launch_bounds__(kThreads) void multiply(__grid_constant__ Params<T, D> const p) {
   extern __shared__ __align__(16) char storage[];
-  auto& shared = *reinterpret_cast<Shared<kBlocks, kDeep>*>(storage);
+  auto& shared = *reinterpret_cast<Shared<T, kBlocks, kDeep>*>(storage);
+  using Pair = skinny::Pair<T>;
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   int32_t const tile = p.splits > 1 ? quotient(blockIdx.x, p.splits) : blockIdx.x, rank = blockIdx.x - tile * p.splits;
   TileOrder::Coordinate const at = p.order.coordinate(tile);
   int const beside = warp / kDeep, deep = warp % kDeep;
   int32_t batch = at.batch, run = rank;
-  if constexpr (std::is_same_v<D, float>) {
+  if constexpr (std::is_same_v<D, Accumulator<T>>) {
     int32_t const slice = p.by_batch.divide(batch);
     batch -= slice * p.batch;
     run += slice;  // of splits or slices there are several, not of both
@@ -232,7 +236,7 @@ __global__ __launch_bounds__(kThreads) void multiply(__grid_constant__ Params<T,
       for (int32_t row = m0 + deep; row < p.m && row < m0 + kRows * kBlocks; row += kDeep)
         prefetch_to_l2(epilogue.residual + at.batch * epilogue.batch_stride_d + row * epilogue.ldd + column);
   }
-  float sums[kBlocks][4][4] = {};
+  Accumulator<T> sums[kBlocks][4][4] = {};
   int stage = 0;
   for (int32_t k = begin; k < end; k += kChunk<T> * kDeep) {
     wait_for_copies<kStages - 2>();
@@ -261,6 +265,9 @@ __global__ __launch_bounds__(kThreads) void multiply(__grid_constant__ Params<T,
           uint32_t const v2 = word(b[4 * step + 2], j), v3 = word(b[4 * step + 3], j);
           w[0] = __byte_perm(v0, v1, 0x5410), w[1] = __byte_perm(v0, v1, 0x7632);
           w[2] = __byte_perm(v2, v3, 0x5410), w[3] = __byte_perm(v2, v3, 0x7632);
+        } else if constexpr (sizeof(T) == 8) {
+          uint4 const& v = b[4 * step + j];
+          w[0] = v.x, w[2] = v.y, w[1] = v.z, w[3] = v.w;
         } else {
           uint4 const& v0 = b[4 * step + j / 2];
           uint4 const& v1 = b[4 * step + 2 + j / 2];
@@ -282,21 +289,22 @@ __global__ __launch_bounds__(kThreads) void multiply(__grid_constant__ Params<T,
     for (int i = 0; i < 2; ++i) {
       auto const& s = sums[block];
       constexpr int kSide = kNeighbours<T, kMajorB>;
-      float* const to = &own.sums[block * kRows + 2 * t + i][kSide * g];
-      *reinterpret_cast<float4*>(to) = {s[0][i], s[0][i + 2], s[1][i], s[1][i + 2]};
-      *reinterpret_cast<float4*>(to + (kSide == 8 ? 4 : 32)) = {s[2][i], s[2][i + 2], s[3][i], s[3][i + 2]};
+      Accumulator<T>* const to = &own.sums[block * kRows + 2 * t + i][kSide * g];
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        *reinterpret_cast<Pair*>(to + 2 * j % kSide + 2 * j / kSide * 8 * kSide) = {s[j][i], s[j][i + 2]};
     }
   }
   __syncthreads();
 
   // Now a thread has columns 2 lane and 2 lane + 1 of every kDeep-th row.
-  float2 total[kPairs];
+  Pair total[kPairs];
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {
     total[i] = {0, 0};
 #pragma unroll
     for (int from = 0; from < kDeep; ++from) {
-      auto const part = *reinterpret_cast<float2 const*>(&shared.warps[beside * kDeep + from].sums[deep + i * kDeep][2 * lane]);
+      auto const part = *reinterpret_cast<Pair const*>(&shared.warps[beside * kDeep + from].sums[deep + i * kDeep][2 * lane]);
       total[i].x += part.x, total[i].y += part.y;
     }
   }
@@ -316,12 +324,12 @@ __global__ __launch_bounds__(kThreads) void multiply(__grid_constant__ Params<T,
     // All loads at once, but where their values would fill the registers.
     constexpr int kAtOnce = kBlocks <= 2 ? kMaxSplits - 1 : 1;
     for (int peer = 1; peer < p.splits; peer += kAtOnce) {
-      float2 parts[kAtOnce][kPairs];
+      Pair parts[kAtOnce][kPairs];
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j)
 #pragma unroll
         for (int i = 0; i < kPairs; ++i)
-          parts[j][i] = peer + j < p.splits ? load_of(peer + j, &own.totals[i][lane]) : float2{};
+          parts[j][i] = peer + j < p.splits ? load_of(peer + j, &own.totals[i][lane]) : Pair{};
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j)
 #pragma unroll
@@ -329,11 +337,11 @@ __global__ __launch_bounds__(kThreads) void multiply(__grid_constant__ Params<T,
     }
     cluster_arrive();
   }
-  if constexpr (std::is_same_v<D, float>) let_dependents_start();  // which reduce slices
+  if constexpr (std::is_same_v<D, Accumulator<T>>) let_dependents_start();  // which reduce slices
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {
     int32_t const row = m0 + deep + i * kDeep;
-    float x[2] = {total[i].x, total[i].y};
+    Accumulator<T> x[2] = {total[i].x, total[i].y};
     if (row < p.m && column < p.n) store(p, at.batch, row, column, x);
   }
   if (p.splits > 1) cluster_wait();
@@ -353,13 +361,17 @@ template <>
 struct ElementOf<Type::kF32> {
   using type = float;
 };
+template <>
+struct ElementOf<Type::kF64> {
+  using type = double;
+};
 
 template <Type kTypeAB, Math kMath, Type kTypeD, Major kMajorB, int kBlocks, int kTileN>
 class SkinnyKernel final : public CudaKernel {
   using T = typename ElementOf<kTypeAB>::type;
   using D = typename ElementOf<kTypeD>::type;
   static constexpr int kDeep = kWarps * kColumns / kTileN;
-  static constexpr int64_t kSharedMemory = sizeof(Shared<kBlocks, kDeep>);
+  static constexpr int64_t kSharedMemory = sizeof(Shared<T, kBlocks, kDeep>);
   static constexpr int64_t kMaxExtent = (int64_t{1} << 31) - 1024;  // positions a little beyond are counted in 32 bits
 
  public:
@@ -406,7 +418,7 @@ class SkinnyKernel final : public CudaKernel {
     params.b_read_once = params.order.tiles_m() == 1 && (p.batch == 1 || p.batch_stride_b != 0);
     params.pairs = (p.n | p.ldd | p.batch_stride_d | p.epilogue.batch_stride_bias) % 2 == 0 &&
                    reinterpret_cast<uintptr_t>(buffers.d) % (2 * sizeof(D)) == 0;
-    params.epilogue = EpilogueParams<float, D>(p, buffers);
+    params.epilogue = EpilogueParams<Accumulator<T>, D>(p, buffers);
 
     cudaLaunchAttribute cluster;
     cluster.id = cudaLaunchAttributeClusterDimension;
@@ -445,7 +457,7 @@ class SkinnyKernel final : public CudaKernel {
     info.warp_schedule = "streaming";
     info.swap_ab = true;
     info.split_k_reductions = {Reduction::kOrdered};
-    if (kTypeD == Type::kF32) info.split_k_reductions.push_back(Reduction::kSeparate);
+    if (kTypeD == accumulator_of(kTypeAB)) info.split_k_reductions.push_back(Reduction::kSeparate);
     info.threads = kThreads;
     info.shared_memory = kSharedMemory;
     return info;
@@ -458,7 +470,7 @@ class SkinnyKernel final : public CudaKernel {
 };
 
 // One row of the table: so many rows of A, which is row-major, by so many columns of a B of either majorness, into the operands' type and
-// into f32.
+// into that of their sums.
 template <Type kTypeAB, Math kMath, int kTileM, int kTileN>
 bool add_row() {
   auto const add = [](auto type_d, auto major_b) {
@@ -466,9 +478,9 @@ bool add_row() {
   };
   std::integral_constant<Major, Major::kRow> const row;
   std::integral_constant<Major, Major::kColumn> const column;
-  std::integral_constant<Type, Type::kF32> const f32;
-  add(f32, row), add(f32, column);
-  if constexpr (kTypeAB != Type::kF32) {
+  std::integral_constant<Type, kTypeAB == Type::kF64 ? Type::kF64 : Type::kF32> const accumulator;
+  add(accumulator, row), add(accumulator, column);
+  if constexpr (kTypeAB == Type::kBF16 || kTypeAB == Type::kF16) {
     std::integral_constant<Type, kTypeAB> const same;
     add(same, row), add(same, column);
   }
@@ -477,7 +489,7 @@ bool add_row() {
 
 // The words of table.txt.
 namespace words {
-inline constexpr Type bf16 = Type::kBF16, f16 = Type::kF16, f32 = Type::kF32;
+inline constexpr Type bf16 = Type::kBF16, f16 = Type::kF16, f32 = Type::kF32, f64 = Type::kF64;
 inline constexpr Math native = Math::kNative, tf32 = Math::kTF32, tf32x3 = Math::kTF32x3;
 }  // namespace words
 

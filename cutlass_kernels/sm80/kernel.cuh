@@ -15,6 +15,7 @@
 #include "cutlass/gemm/kernel/default_gemm_universal.h"
 #include "cutlass/gemm/threadblock/threadblock_swizzle_streamk.h"
 #include "cutlass_kernels/cuda_kernel.h"
+#include "cutlass_kernels/dependent_launch.cuh"
 #include "cutlass_kernels/epilogue.cuh"
 
 namespace jax_streamk {
@@ -187,6 +188,7 @@ class OutputIterator : public Base {
 template <typename Gemm>
 __global__ __launch_bounds__(Gemm::kThreadCount, 1) void sm80_gemm(typename Gemm::Params params) {
   extern __shared__ __align__(16) char storage[];
+  let_dependents_start();  // which reduce slices
   Gemm::invoke(params, *reinterpret_cast<typename Gemm::SharedStorage*>(storage));
 }
 
