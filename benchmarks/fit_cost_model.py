@@ -1,14 +1,16 @@
 """Fits the constants of jax_streamk.cost_model's Machine to measured times, and says how well it then chooses.
 
     python benchmarks/fit_cost_model.py benchmarks/results/plans_h200_2026-11-21.csv.gz [--fix-up] [--shapes] [--sms 132]
+    python benchmarks/fit_cost_model.py benchmarks/results/plans_dtypes_h200_2026-11-21.csv.gz --type f64 [--majors rr]
 
-Reads what measure_plans.py writes (m, n, k, kernel, schedule, splits, reduction, raster, swizzle, us), or the plain CUTLASS
+Reads what measure_plans.py writes (majors, m, n, k, kernel, schedule, splits, reduction, raster, swizzle, us), or the plain CUTLASS
 measurements that the project began with (m, n, k, config, swap_ab, schedule, splits, decomposition, kernel_us). Kernels are known
 by their names: no GPU and no CUDA build is needed. Needs scipy.
 
 Prints the constants ready to paste, the error of the predicted times, and the regret: the time of the plan that the model ranks
 first among those measured over that of the best, for every shape; held out, a shape is predicted by constants fitted to others. `--fix-up`
-fits the constants of the fix-up alone, for kernels whose other parts did not change. Of the CUTLASS measurements only data-parallel ones are fitted, because
+fits the constants of the fix-up alone, for kernels whose other parts did not change. Of types other than bf16 only the error and
+the regret of the constants as they are is printed. Of the CUTLASS measurements only data-parallel ones are fitted, because
 their kernels fold split-K partials one after another and ours do not; the others still count for the regret, under constants of
 their own.
 """
@@ -33,9 +35,12 @@ NEVER = ("mma_16bit", "mma_tf32", "mma_tf32x3", "mma_f64", "memset", "fused", "n
 PRIOR = 0.2  # weight of a constant's logarithm staying where it started, beside those of thousands of rows
 FOLDS = 6  # of shapes, in cross-validation
 
-_SM90 = re.compile(r"sm90_(\w+?)_(\w+?)_([rc])([rc])_(\d+)x(\d+)x(\d+)_(\d)x(\d)_(coop|pingpong)(_swap)?")
+_SM90 = re.compile(r"sm90_(\w+?)_(\w+?)_([rc])([rc])_(\d+)x(\d+)x(\d+)_(\d)x(\d)_(coop|pingpong)(_swap)?(?:_tf32)?")
 _SM80 = re.compile(r"sm80_(\w+?)_(\w+?)_([rc])([rc])_(\d+)x(\d+)x(\d+)_s(\d+)_a(\d+)")
 _SKINNY = re.compile(r"skinny_(\w+?)_(\w+?)_(r)([rc])_(\d+)x(\d+)x(\d+)(?:_\w+)?")
+_SIZES = {"bf16": 2, "f16": 2, "f32": 4, "f64": 8}
+_MATH = {"f32": _ffi.Math.tf32}
+_MAJORS = {"r": _ffi.Major.row, "c": _ffi.Major.column}
 _CUTLASS = re.compile(r"(\d+)x(\d+)x(\d+)c(\d)(\d)")
 
 
@@ -54,15 +59,15 @@ class Row:
     raster: str
     swizzle: int
     label: str
+    majors: str = "rr"  # of A and B, row or column
 
 
 def kernel_of(name):
     """What the cost model reads of a kernel, as its name tells."""
-    major = {"r": _ffi.Major.row, "c": _ffi.Major.column}
     if match := _SM90.fullmatch(name):
         a, d, major_a, major_b, *numbers, warps, swap = match.groups()
         tile_m, tile_n, tile_k, cluster_m, cluster_n = map(int, numbers)
-        family, align, warp_schedule = _ffi.Family.sm90, 8, "pingpong" if warps == "pingpong" else "cooperative"
+        family, align, warp_schedule = _ffi.Family.sm90, 16 // _SIZES[a], "pingpong" if warps == "pingpong" else "cooperative"
     elif match := _SM80.match(name):
         a, d, major_a, major_b, *numbers = match.groups()
         tile_m, tile_n, tile_k, _, align = map(int, numbers)
@@ -70,12 +75,12 @@ def kernel_of(name):
     elif match := _SKINNY.fullmatch(name):
         a, d, major_a, major_b, *numbers = match.groups()
         tile_m, tile_n, tile_k = map(int, numbers)
-        family, cluster_m, cluster_n, align, warp_schedule, swap = _ffi.Family.skinny, 1, 1, 4 if a == "f32" else 8, "streaming", True
+        family, cluster_m, cluster_n, align, warp_schedule, swap = _ffi.Family.skinny, 1, 1, 16 // _SIZES[a], "streaming", True
     else:
         raise ValueError(f"{name!r} is not the name of a CUDA kernel")
     return _ffi.KernelInfo(
-        name=name, family=family, type_ab=getattr(_ffi.Type, a), type_d=getattr(_ffi.Type, d), math=_ffi.Math.native,
-        major_a=major[major_a], major_b=major[major_b], tile=(tile_m, tile_n, tile_k), cluster=(cluster_m, cluster_n), align_ab=align,
+        name=name, family=family, type_ab=getattr(_ffi.Type, a), type_d=getattr(_ffi.Type, d), math=_MATH.get(a, _ffi.Math.native),
+        major_a=_MAJORS[major_a], major_b=_MAJORS[major_b], tile=(tile_m, tile_n, tile_k), cluster=(cluster_m, cluster_n), align_ab=align,
         align_d=align, warp_schedule=warp_schedule, swap_ab=bool(swap), split_k_reductions=[], stream_k_reductions=[],
     )  # fmt: skip
 
@@ -86,7 +91,14 @@ def ours(record):
     raster, swizzle = record["raster"], int(record["swizzle"])
     label = f"{kernel.name}, {record['schedule']} {splits} {record['reduction']}, along {raster} by {swizzle}"
     m, n, k = (int(record[x]) for x in "mnk")
-    return Row(m, n, k, kernel, record["schedule"], splits, record["reduction"], float(record["us"]), raster, swizzle, label)
+    us, majors = float(record["us"]), record.get("majors", "rr")
+    return Row(m, n, k, kernel, record["schedule"], splits, record["reduction"], us, raster, swizzle, label, majors)
+
+
+def ours_of(records, type_, majors):
+    """Rows of one type of operands and their majorness."""
+    rows = map(ours, records)
+    return [row for row in rows if row.kernel.type_a == _ffi.Type[type_] and row.majors == majors]
 
 
 def in_planned_order(rows, machine, sms):
@@ -129,12 +141,13 @@ def cutlass(record, sms):
 
 
 def _batch(rows, sms):
-    """The rows as the cost model takes them; measurements have row-major operands and a result of their type."""
-    row_major, native = _ffi.Major.row, _ffi.Math.native
+    """The rows as the cost model takes them; measurements have a result of the operands' type."""
     problems, schedules = [], []
     for row in rows:
         m, n, k, type_ = row.m, row.n, row.k, row.kernel.type_a
-        problems.append(_ffi.GemmProblem(1, m, n, k, type_, type_, type_, native, row_major, row_major, k, n, n, 0, 0, 0))
+        major_a, major_b = (_MAJORS[x] for x in row.majors)
+        lda, ldb = k if row.majors[0] == "r" else m, n if row.majors[1] == "r" else k
+        problems.append(_ffi.GemmProblem(1, m, n, k, type_, type_, type_, row.kernel.math, major_a, major_b, lda, ldb, n, 0, 0, 0))
         raster = _ffi.Raster.along_m if row.raster == "m" else _ffi.Raster.along_n
         schedules.append(
             _ffi.Schedule(_ffi.ScheduleKind[row.schedule], row.splits, _ffi.Reduction[row.reduction], 0, raster, row.swizzle)
@@ -228,15 +241,19 @@ def main():
     parser.add_argument("measured")
     parser.add_argument("--sms", type=int, default=132, help="of the GPU that was measured (default: an H200's 132)")
     parser.add_argument("--fix-up", action="store_true", help="fit the constants of the fix-up alone")
+    parser.add_argument("--type", choices=list(_SIZES), default="bf16", help="of operands; rows of others are left out")
+    parser.add_argument("--majors", choices=["rr", "rc", "cr", "cc"], default="rr", help="row or column, of A and of B; likewise")
     parser.add_argument("--shapes", action="store_true", help="print the regret of every shape, not of the worst only")
     arguments = parser.parse_args()
     records = read(arguments.measured)
     names, sms = [field.name for field in dataclasses.fields(H200) if field.name not in NEVER], arguments.sms
     if "kernel" in records[0]:
-        measured = [ours(record) for record in records]
+        measured = ours_of(records, arguments.type, arguments.majors)
         rows = in_planned_order(measured, H200, sms)
         names = FIX_UP if arguments.fix_up else names
-        report("before fitting", rows, predictor(rows, sms)(H200), False, measured)
+        report("before fitting", rows, predictor(rows, sms)(H200), arguments.shapes and arguments.type != "bf16", measured)
+        if arguments.type != "bf16":
+            return
         fitted = fit(rows, H200, names, sms)
         report("fitted", rows, predictor(rows, sms)(fitted), arguments.shapes, measured)
         report("held out", rows, cross_validated(rows, H200, names, sms), arguments.shapes, measured)

@@ -5,6 +5,7 @@ Each plan is captured into a CUDA graph of calls on rotating operands (more than
 replayed and timed with events: microseconds per call, with every memset and reduction kernel.
 
     python benchmarks/measure_plans.py benchmarks/shapes/planner.csv out.csv [--limit SECONDS]
+    python benchmarks/measure_plans.py benchmarks/shapes/dtypes.csv out.csv --type f32 --majors rc
 """
 
 import argparse
@@ -27,7 +28,7 @@ UNLIKELY = 2.5  # times the least estimate of the shape: not measured at all
 
 
 def candidates(kernel, m, n, k, sms):
-    """(schedule, splits, reduction) worth measuring for a bf16 result."""
+    """(schedule, splits, reduction) worth measuring for a result of the operands' type."""
     rows, columns = (n, m) if kernel.swap_ab else (m, n)
     tiles = -(-rows // kernel.tile_m) * -(-columns // kernel.tile_n)
     k_tiles = -(-k // kernel.tile_k)
@@ -35,13 +36,13 @@ def candidates(kernel, m, n, k, sms):
         return
     splits = sorted({s for s in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, sms // tiles if tiles < sms else 2) if s >= 2})
     splits = [s for s in splits if s <= k_tiles and tiles * s <= 4 * sms]
-    if kernel.type_d == _ffi.Type.bf16:
+    if kernel.type_d == kernel.type_a:
         yield "data_parallel", 1, _ffi.Reduction.ordered
         if _ffi.Reduction.ordered in kernel.stream_k_reductions and tiles % sms:
             yield "stream_k", 1, _ffi.Reduction.ordered
         if _ffi.Reduction.ordered in kernel.split_k_reductions:
             yield from (("split_k", s, _ffi.Reduction.ordered) for s in splits if s <= 16)
-    elif _ffi.Reduction.separate in kernel.split_k_reductions:
+    if _ffi.Reduction.separate in kernel.split_k_reductions:
         yield from (("split_k", s, _ffi.Reduction.separate) for s in splits)
 
 
@@ -49,35 +50,42 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("shapes")
     parser.add_argument("out")
+    parser.add_argument("--type", choices=["bf16", "f16", "f32", "f64"], default="bf16", help="of operands and result; f32 is multiplied as TF32")
+    parser.add_argument("--majors", choices=["rr", "rc", "cr", "cc"], default="rr", help="row or column, of A and of B")
     parser.add_argument("--reductions", default="none,ordered,separate", help="which ways to share tiles; none is data-parallel")
-    parser.add_argument("--family", action="append", help="of kernels; may be given several times (sm90 and skinny, or host)")
+    parser.add_argument("--family", action="append", help="of kernels; may be given several times (all but sm80 where others serve the type)")
     parser.add_argument("--limit", type=float, default=300, help="seconds after which no new shape is begun")
     arguments = parser.parse_args()
     memory = Memory(device_of(None))
-    families = [_ffi.Family[name] for name in arguments.family or (["sm90", "skinny"] if memory.device.arch else ["host"])]
-    kernels = [
-        kernel
-        for kernel in _ffi.kernels()
-        if kernel.family in families and kernel.type_a == _ffi.Type.bf16
-        and (kernel.major_a, kernel.major_b) == (_ffi.Major.row, _ffi.Major.row)
-    ]  # fmt: skip
+    type_, row, column = _ffi.Type[arguments.type], _ffi.Major.row, _ffi.Major.column
+    math_ = _ffi.Math.tf32 if type_ == _ffi.Type.f32 and memory.device.arch else _ffi.Math.native
+    major_a, major_b = (row if major == "r" else column for major in arguments.majors)
+    gpu = ["sm90", "skinny"] + ["sm80"] * (arguments.type in ("f32", "f64"))
+    families = [_ffi.Family[name] for name in arguments.family or (gpu if memory.device.arch else ["host"])]
+    kernels = [kernel for kernel in _ffi.kernels() if kernel.family in families and kernel.type_a == type_ and kernel.math == math_]
+
+    def problem_of(m, n, k):
+        lda, ldb = k if major_a == row else m, n if major_b == row else k
+        return GemmProblem(1, m, n, k, type_, type_, type_, math_, major_a, major_b, lda, ldb, n, 0, 0, 0)
+
     with open(arguments.shapes) as file:
         shapes = sorted({(int(row["m"]), int(row["n"]), int(row["k"])) for row in csv.DictReader(file)}, key=math.prod)
     started = time.time()
     with open(arguments.out, "w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow("m n k kernel schedule splits reduction raster swizzle us".split())
+        writer.writerow("majors m n k kernel schedule splits reduction raster swizzle us".split())
         for m, n, k in shapes:
             if time.time() - started > arguments.limit:
                 print("stopped at the time limit before", (m, n, k))
                 break
-            measure_shape(writer, kernels, memory, m, n, k, arguments.reductions.split(","))
+            for time_of_plan in measured(problem_of(m, n, k), kernels, memory, arguments.reductions.split(",")):
+                writer.writerow([arguments.majors, m, n, k, *time_of_plan])
             file.flush()
 
 
-def measure_shape(writer, kernels, memory, m, n, k, reductions):
-    bf16, row, device = _ffi.Type.bf16, _ffi.Major.row, memory.device
-    problem = GemmProblem(1, m, n, k, bf16, bf16, bf16, _ffi.Math.native, row, row, k, n, n, 0, 0, 0)
+def measured(problem, kernels, memory, reductions):
+    """Kernel, schedule, splits, reduction, raster, swizzle and microseconds of every plan that is measured."""
+    m, n, k, device = problem.m, problem.n, problem.k, memory.device
     rotation = memory.rotation(problem)
     plans = [
         (kernel, Candidate(kernel.name, name, splits, reduction.name, *ORDERS[0]))
@@ -94,11 +102,11 @@ def measure_shape(writer, kernels, memory, m, n, k, reductions):
     for (kernel, plan), estimate in zip(plans, estimates):
         if estimate > bound:
             continue
-        for raster, swizzle in ORDERS:
+        for raster, swizzle in ORDERS[:1] if kernel.family == _ffi.Family.sm80 else ORDERS:  # which order their tiles themselves
             plan = dataclasses.replace(plan, raster=raster, swizzle=swizzle)
             us = statistics.median(rotation.time(kernel.name, plan.native()))
             record = (kernel.name, plan.schedule, plan.splits, plan.reduction, raster.removeprefix("along_"), swizzle)
-            writer.writerow([m, n, k, *record, f"{us:.2f}"])
+            yield *record, f"{us:.2f}"
             best.append((us, *record))
             if us > HOPELESS * min(best)[0]:
                 break

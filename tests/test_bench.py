@@ -335,6 +335,16 @@ def test_linear_layers_are_beside_xlas_expression_and_our_product(activation):
     assert row["bytes"] == 2 * (16 * 64 + 64 * 32 + 32 + 16 * 32)
 
 
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("precision, backend, algorithm", [(None, "gpu", ""), ("high", "gpu", "TF32_TF32_F32_X3"), ("high", "cpu", "")])
+def test_xla_multiplies_as_exactly_as_we_do(monkeypatch, activation, precision, backend, algorithm):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    task, shape = sides.Task("float32", precision, activation), shapes.Shape(16, 32, 64)
+    programs = {name: str(jax.make_jaxpr(f)(*task.operands(shape, 1)[0])) for name, f in task.functions(shape).items()}
+    assert ("TF32_TF32_F32_X3" in programs[sides.XLA]) == bool(algorithm)
+    assert not any("TF32_TF32_F32_X3" in program for name, program in programs.items() if name != sides.XLA)
+
+
 def test_results_in_the_repository_say_what_their_pages_say():
     folder = pathlib.Path(__file__).parents[1] / "benchmarks" / "results"
     found = list(folder.glob("matmul_*.json"))

@@ -201,16 +201,19 @@ def test_the_command_line(tmp_path):
     assert done.returncode == 2 and "usage: python -m jax_streamk" in done.stderr
 
 
-def test_measured_plans_are_what_the_cost_model_is_fitted_to(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("kind", [("bf16", "rr"), ("f32", "cr"), ("f64", "rc")], ids="_".join)
+def test_measured_plans_are_what_the_cost_model_is_fitted_to(tmp_path, monkeypatch, kind):
     benchmarks = pathlib.Path(__file__).parents[1] / "benchmarks"
     monkeypatch.syspath_prepend(benchmarks)
     import measure_plans
 
     monkeypatch.setitem(measure.ROTATED_BYTES, device_of(None).platform, 1e5)
     out = tmp_path / "out.csv"
-    monkeypatch.setattr(sys, "argv", ["measure_plans.py", write(tmp_path / "s.csv", "64,64,256", header="m,n,k"), str(out)])
+    of = ["--type", kind[0], "--majors", kind[1]]
+    monkeypatch.setattr(sys, "argv", ["measure_plans.py", write(tmp_path / "s.csv", "64,64,256", header="m,n,k"), str(out), *of])
     measure_plans.main()
     rows = list(csv.DictReader(out.open()))
-    assert list(rows[0]) == "m n k kernel schedule splits reduction raster swizzle us".split()
+    assert list(rows[0]) == "majors m n k kernel schedule splits reduction raster swizzle us".split()
     assert {"data_parallel", "split_k"} <= {row["schedule"] for row in rows} and {row["raster"] for row in rows} == {"m", "n"}
+    assert all(row["majors"] == kind[1] and f"_{kind[0]}_" in row["kernel"] for row in rows)
     assert all(float(row["us"]) > 0 for row in rows)
