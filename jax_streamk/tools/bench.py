@@ -100,6 +100,8 @@ def measure_all(arguments, report):
         arguments.error(f"--measure {' '.join(arguments.measure)}: {notes[0]}")
     builders, absent = ({}, {}) if arguments.no_peers else sides.peers(task)
     notes += [f"not measured: {name}: {why}" for name, why in absent.items()]
+    if task.xla_precision != task.precision:
+        notes.append(f"XLA's precision is {task.xla_precision.name}, as exact as ours")
     result = dict(
         format=results.FORMAT, date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), command=_command(), machine=_machine(),
         task=dataclasses.asdict(task), measures=measures, rounds=arguments.rounds, notes=notes, limits={}, link_us=None, rows=[],
