@@ -1,8 +1,8 @@
 // The epilogue of the sm90 family: accumulators go through ours in registers, then through CUTLASS's, which converts them and
 // stores them by way of shared memory. Where rows of D do not start on TMA's 16 bytes, the second half is ours too.
 //
-// Bias and residual come straight from global memory, some accumulators ahead, and an idle warp has them brought near before: as a C
-// operand they would take shared memory from the main loop.
+// Bias and residual come straight from global memory: as a C operand they would take shared memory from the main loop. The bias waits in
+// registers while a tile is multiplied; the residual comes some accumulators ahead, and an idle warp has it brought near before.
 #pragma once
 
 #include "cute/tensor.hpp"
@@ -52,19 +52,59 @@ struct Conversion : cutlass::epilogue::fusion::Sm90VisitorImpl<> {
   }
 };
 
-// accumulators = epilogue(accumulators). `coordinates` are where a thread's accumulators lie in the kernel's own result, of extents
-// (m, n), which is D, or with swap_ab its transpose: two neighbours along n, two of a row 8 below, and so on along n.
+// How many accumulators the epilogue takes at a time. A loop around turns would have to move accumulators, since registers have no index,
+// and take longer than its code does to load. The more accumulators, the fewer registers a turn has before it spills.
+constexpr int turn_of(int values) { return values > 160 ? 8 : values > 128 ? 16 : 32; }
+
+// The bias of a thread's accumulators, as it lies in memory: unpacked it would take more registers. `coordinates` are where accumulators
+// lie in the kernel's own result, of extents (m, n), which is D, or with swap_ab its transpose: two neighbours along n, two of a row 8
+// below, and so on along n. So of a column of D are 2 of 4 in turn, or with swap_ab the upper or lower rows of a wgmma.
+template <bool kSwap, class Element, class Accumulators>
+struct Biases {
+  static constexpr int kValues = cute::size(Accumulators{}), kBlock = cute::size<0>(Accumulators{}), kTurn = turn_of(kValues);
+  static constexpr int kVector = kSwap ? 1 : 2;  // neighbours in a row of D
+  using Vector = cutlass::AlignedArray<Element, kVector>;
+  static constexpr int kOfTile = kSwap ? kValues / kBlock * 2 : kValues / 4;
+  // Whether all of a tile's are loaded before it is multiplied. Where they take too many registers each turn loads its own.
+  static constexpr bool kEarly = kOfTile * sizeof(Vector) <= 128;
+  static constexpr int kCount = kEarly ? kOfTile : kTurn / 4;
+
+  Vector values[kCount];
+
+  CUTLASS_DEVICE Biases() {
+#pragma unroll
+    for (Vector& value : values) value.clear();
+  }
+
+  // From the accumulator `begin` on.
+  template <class Coordinates>
+  CUTLASS_DEVICE void load(EpilogueParams<float, Element> const& params, int64_t batch, int32_t m, int32_t n,
+                           Coordinates const& coordinates, int begin) {
+    if (params.bias == nullptr) return;
+    constexpr int kAlong = kSwap ? 0 : 1;
+    int32_t const first = cute::get<kAlong>(coordinates(0)), extent = kSwap ? m : n;
+    Element const* const bias = params.bias + batch * params.batch_stride_bias + first;
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      int const i = kSwap ? j / 2 * kBlock + j % 2 * 2 : begin + j * 4;
+      if (i >= kValues) break;
+      auto const along = static_cast<int32_t>(cute::get<kAlong>(coordinates.layout()(i)));
+      if (first + along < extent) values[j] = load_vector<Vector>(bias + along);
+    }
+  }
+
+  CUTLASS_DEVICE float of(int i) const {
+    return static_cast<float>(values[kSwap ? i / kBlock * 2 + i / 2 % 2 : (kEarly ? i : i % kTurn) / 4][i % kVector]);
+  }
+};
+
+// accumulators = epilogue(accumulators), with what `Biases` says.
 template <bool kSwap, class Element, class Accumulators, class Coordinates>
 CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t batch, int32_t m, int32_t n,
-                          Coordinates const& coordinates, Accumulators& accumulators) {
-  // A loop around turns would have to move accumulators, since registers have no index, and take longer than its code does to load. The
-  // more accumulators, the fewer registers a turn has before it spills.
-  constexpr int kValues = cute::size(Accumulators{}), kTurn = kValues > 160 ? 8 : kValues > 128 ? 16 : 32;
-  constexpr int kVector = kSwap ? 1 : 2;  // neighbours in a row of D
-  using Vector = cutlass::AlignedArray<Element, kVector>;
-  // Accumulators of one wgmma are spread alike. Of a column of D are 2 of 4 in turn, or with swap_ab a wgmma's upper or lower rows.
-  constexpr int kBlock = cute::size<0>(Accumulators{}), kBiases = kSwap ? kValues / kBlock * 2 : kTurn / 4;
-  auto const bias_of = [](int begin, int i) { return kSwap ? (begin + i) / kBlock * 2 + i / 2 % 2 : i / 4; };
+                          Coordinates const& coordinates, Biases<kSwap, Element, Accumulators>& biases, Accumulators& accumulators) {
+  using Bias = Biases<kSwap, Element, Accumulators>;
+  constexpr int kValues = Bias::kValues, kTurn = Bias::kTurn, kVector = Bias::kVector;
+  using Vector = typename Bias::Vector;
   auto const offset_m = [&](int i) { return static_cast<int32_t>(cute::get<0>(coordinates.layout()(i))); };
   auto const offset_n = [&](int i) { return static_cast<int32_t>(cute::get<1>(coordinates.layout()(i))); };
   // Opaque, or every load would compute them again.
@@ -74,32 +114,19 @@ CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t 
   };
   auto const first = coordinates(0);
   int32_t const first_m = cute::get<0>(first), first_n = cute::get<1>(first);
-  Element const* const bias = hidden(params.bias + batch * params.batch_stride_bias + (kSwap ? first_m : first_n));
   Element const* const residual = hidden(params.residual + batch * params.batch_stride_d +
                                          (kSwap ? first_n * params.ldd + first_m : first_m * params.ldd + first_n));
-  bool const has_bias = params.bias != nullptr, has_residual = params.residual != nullptr;
+  bool const has_residual = params.residual != nullptr;
 
-  // As they lie in memory: unpacked they would take more registers.
-  Vector bias_values[kBiases], residual_values[kTurn / kVector];
-#pragma unroll
-  for (Vector& values : bias_values) values.clear();
+  Vector residual_values[kTurn / kVector];
   auto const load_operands = [&](int begin) {
-    if (has_bias && (!kSwap || begin == 0)) {
+    if (!Bias::kEarly) biases.load(params, batch, m, n, coordinates, begin);
+    if (!has_residual) return;
 #pragma unroll
-      for (int j = 0; j < kBiases; ++j) {
-        int const i = kSwap ? j / 2 * kBlock + j % 2 * 2 : begin + j * 4;
-        if (i >= kValues) break;
-        int32_t const along = kSwap ? offset_m(i) : offset_n(i);
-        if ((kSwap ? first_m : first_n) + along < (kSwap ? m : n)) bias_values[j] = load_vector<Vector>(bias + along);
-      }
-    }
-    if (has_residual) {
-#pragma unroll
-      for (int i = 0; begin + i < kValues && i < kTurn; i += kVector) {
-        int32_t const at_m = offset_m(begin + i), at_n = offset_n(begin + i);
-        if (first_m + at_m < m && first_n + at_n < n)
-          residual_values[i / kVector] = load_vector<Vector>(residual + (kSwap ? at_n * params.ldd + at_m : at_m * params.ldd + at_n));
-      }
+    for (int i = 0; begin + i < kValues && i < kTurn; i += kVector) {
+      int32_t const at_m = offset_m(begin + i), at_n = offset_n(begin + i);
+      if (first_m + at_m < m && first_n + at_n < n)
+        residual_values[i / kVector] = load_vector<Vector>(residual + (kSwap ? at_n * params.ldd + at_m : at_m * params.ldd + at_n));
     }
   };
 
@@ -110,7 +137,7 @@ CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t 
     float x[kTurn];
 #pragma unroll
     for (int i = 0; i < count; ++i)
-      x[i] = params.alpha * accumulators(begin + i) + static_cast<float>(bias_values[bias_of(begin, i)][i % kVector]);
+      x[i] = params.alpha * accumulators(begin + i) + biases.of(begin + i);
     if (has_residual) {
 #pragma unroll
       for (int i = 0; i < count; ++i) x[i] += params.beta * static_cast<float>(residual_values[i / kVector][i % kVector]);
@@ -233,22 +260,15 @@ CUTLASS_DEVICE void store_misaligned(StoreParams<Element> const& params, int64_t
   });
 }
 
-// Has the bias of a tile of D brought to L1, and its residual to L2, by a warp that stores nothing and waits for nothing. The tile
-// begins at (row, column) of D, (rows, columns) are the extents that D and the tile share.
+// Has the residual of a tile of D brought to L2 by a warp that stores nothing and waits for nothing. The tile begins at (row, column) of D,
+// (rows, columns) are the extents that D and the tile share.
 template <class Element>
 CUTLASS_DEVICE void prefetch(EpilogueParams<float, Element> const& params, int64_t batch, int32_t row, int32_t column, int32_t rows,
                              int32_t columns, int lane) {
-  constexpr int kSector = 32 / sizeof(Element), kLine = 128 / sizeof(Element);
-  if (params.bias != nullptr) {
-    Element const* const bias = params.bias + batch * params.batch_stride_bias + column;
-    for (int32_t i = lane * kSector; i < columns; i += 32 * kSector) asm volatile("prefetch.global.L1 [%0];" ::"l"(bias + i));
-  }
-  if (params.residual != nullptr) {
-    Element const* const residual = params.residual + batch * params.batch_stride_d + column;
-    for (int32_t r = lane; r < rows; r += 32)
-      for (int32_t i = 0; i < columns; i += kLine)
-        prefetch_to_l2(residual + (row + r) * params.ldd + i);
-  }
+  constexpr int kLine = 128 / sizeof(Element);
+  Element const* const residual = params.residual + batch * params.batch_stride_d + column;
+  for (int32_t r = lane; r < rows; r += 32)
+    for (int32_t i = 0; i < columns; i += kLine) prefetch_to_l2(residual + (row + r) * params.ldd + i);
 }
 
 // CUTLASS's collective, and ours before it or in its place.
@@ -266,9 +286,7 @@ class CollectiveEpilogue {
   }
 
   // Whether there is anything to prefetch.
-  static CUTLASS_DEVICE bool has_operands(Params const& params) {
-    return params.thread.bias != nullptr || params.thread.residual != nullptr;
-  }
+  static CUTLASS_DEVICE bool has_residual(Params const& params) { return params.thread.residual != nullptr; }
 
   // For the tile (m, n) of the kernel's own result.
   template <class ProblemShape, class TileShape>
@@ -287,16 +305,25 @@ class CollectiveEpilogue {
   CUTLASS_DEVICE CollectiveEpilogue(Params const& params, TensorStorage& storage)
       : params_(params), storage_(storage), base_(params, storage), stores_({true}) {}
 
-  // By the consumers of the tile, `thread` of them.
-  template <class ProblemShape, class TileShape, class TileCoordinate, class Accumulators, class TiledMma>
-  CUTLASS_DEVICE void store(ProblemShape const& shape, TileShape tile_shape, TileCoordinate const& tile, Accumulators& accumulators,
-                            TiledMma tiled_mma, int thread) {
+  // Of the tile that is multiplied next, by its consumers, `thread` of them.
+  template <class Accumulators, class ProblemShape, class TileShape, class TileCoordinate, class TiledMma>
+  CUTLASS_DEVICE auto biases(ProblemShape const& shape, TileShape tile_shape, TileCoordinate const& tile, TiledMma const& tiled_mma,
+                             int thread) const {
+    Biases<kSwap, Element, Accumulators> biases;
+    if (decltype(biases)::kEarly && params_.thread.bias != nullptr && params_.thread.misaligned_d == nullptr) {
+      wait_for_primary();
+      auto const [m, n, k, l] = shape;
+      biases.load(params_.thread, cute::get<3>(tile), m, n, coordinates_of(shape, tile_shape, tile, tiled_mma, thread), 0);
+    }
+    return biases;
+  }
+
+  template <class ProblemShape, class TileShape, class TileCoordinate, class Biases, class Accumulators, class TiledMma>
+  CUTLASS_DEVICE void store(ProblemShape const& shape, TileShape tile_shape, TileCoordinate const& tile, Biases& biases,
+                            Accumulators& accumulators, TiledMma tiled_mma, int thread) {
     let_dependents_start();  // which reduce slices
     auto const& epilogue = params_.thread;
-    auto const coordinates = [&] {
-      auto const whole = cute::make_identity_tensor(cute::take<0, 2>(shape));
-      return tiled_mma.get_slice(thread).partition_C(cute::local_tile(whole, cute::take<0, 2>(tile_shape), cute::take<0, 2>(tile)));
-    };
+    auto const coordinates = [&] { return coordinates_of(shape, tile_shape, tile, tiled_mma, thread); };
     auto const [m, n, k, l] = shape;
     if (epilogue.misaligned_d != nullptr) {
       constexpr int kWarps = cute::size(TiledMma{}) / 32, kBytes = sizeof(TensorStorage) / kWarps / 512 * 512;
@@ -304,7 +331,7 @@ class CollectiveEpilogue {
       store_misaligned<kSwap, kBytes>(epilogue, cute::get<3>(tile), m, n, coordinates(), accumulators, reinterpret_cast<float*>(of_warp));
       return;
     }
-    if (!epilogue.plain) apply<kSwap>(epilogue, cute::get<3>(tile), m, n, coordinates(), accumulators);
+    if (!epilogue.plain) apply<kSwap>(epilogue, cute::get<3>(tile), m, n, coordinates(), biases, accumulators);
     // Nothing is loaded for it: these barriers are never touched.
     auto& barriers = reinterpret_cast<typename Base::LoadPipeline::SharedStorage&>(storage_);
     typename Base::LoadPipeline loads(barriers, {}, cute::false_type{});
@@ -317,6 +344,15 @@ class CollectiveEpilogue {
   CUTLASS_DEVICE void finish() { stores_.producer_tail(state_); }
 
  private:
+  using Element = typename Base::ElementD;
+
+  template <class ProblemShape, class TileShape, class TileCoordinate, class TiledMma>
+  static CUTLASS_DEVICE auto coordinates_of(ProblemShape const& shape, TileShape tile_shape, TileCoordinate const& tile,
+                                            TiledMma const& tiled_mma, int thread) {
+    auto const whole = cute::make_identity_tensor(cute::take<0, 2>(shape));
+    return tiled_mma.get_slice(thread).partition_C(cute::local_tile(whole, cute::take<0, 2>(tile_shape), cute::take<0, 2>(tile)));
+  }
+
   Params const& params_;
   TensorStorage& storage_;
   Base base_;

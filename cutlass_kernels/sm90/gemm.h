@@ -111,7 +111,7 @@ struct GemmKernel {
   }
 
   static CUTLASS_DEVICE void prefetch(Params const& params) {
-    if (!Epilogue::has_operands(params.epilogue)) return;
+    if (!Epilogue::has_residual(params.epilogue)) return;
     wait_for_primary();
     Scheduler const scheduler(params.scheduler);
     for (auto tile = scheduler.tile(0); tile.is_valid(); tile = scheduler.tile(tile.ordinal + 1))
@@ -130,6 +130,8 @@ struct GemmKernel {
     Epilogue epilogue(params.epilogue, shared.epilogue);
     while (tile.is_valid()) {
       auto accumulators = cute::partition_fragment_C(tiled_mma, cute::take<0, 2>(TileShape{}));
+      auto const at = cute::make_coord(tile.m, tile.n, cute::_0{}, tile.batch);
+      auto biases = epilogue.template biases<decltype(accumulators)>(params.shape, TileShape{}, at, tiled_mma, thread);
       if (kPingpong && tile.ordinal > 0) cutlass::arch::NamedBarrier::sync(kConsumers * kWarpgroup, kMultiplies + warpgroup);
       int const unreleased = Mainloop::multiply(shared.full, shared.empty, stage, accumulators, tile.k_count, warpgroup, shared.mainloop);
       if (kPingpong && !tile.last) cutlass::arch::NamedBarrier::arrive(kConsumers * kWarpgroup, kMultiplies + other);
@@ -140,10 +142,7 @@ struct GemmKernel {
       } else {
         Scheduler::fixup(params.scheduler, tile, accumulators, kConsumers, warpgroup);
       }
-      if (kPingpong || tile.finishes) {
-        auto const at = cute::make_coord(tile.m, tile.n, cute::_0{}, tile.batch);
-        epilogue.store(params.shape, TileShape{}, at, accumulators, tiled_mma, thread);
-      }
+      if (kPingpong || tile.finishes) epilogue.store(params.shape, TileShape{}, at, biases, accumulators, tiled_mma, thread);
       if (kPingpong) epilogue.finish();
       if (kPingpong && !tile.last) cutlass::arch::NamedBarrier::arrive(kConsumers * kWarpgroup, kStores + other);
       if (tile.last) break;
