@@ -251,9 +251,10 @@ def main():
         measured = ours_of(records, arguments.type, arguments.majors)
         rows = in_planned_order(measured, H200, sms)
         names = FIX_UP if arguments.fix_up else names
-        report("before fitting", rows, predictor(rows, sms)(H200), arguments.shapes and arguments.type != "bf16", measured)
         if arguments.type != "bf16":
+            report("as it is", rows, predictor(rows, sms)(H200), arguments.shapes, measured)
             return
+        report("before fitting", rows, predictor(rows, sms)(H200), False, measured)
         fitted = fit(rows, H200, names, sms)
         report("fitted", rows, predictor(rows, sms)(fitted), arguments.shapes, measured)
         report("held out", rows, cross_validated(rows, H200, names, sms), arguments.shapes, measured)
