@@ -21,9 +21,9 @@ double remainder_of(double x, double y) { return x - floor_div(x, y) * y; }
 constexpr int32_t kNeighbours = 16, kStarts[] = {0, 40}, kStrides[] = {8, 9};
 
 // How nearly the slowest of several overlapping things hides the others: exponents of the norms that join those of a MAC iteration
-// (5) and of a call.
+// (5) and of a call. Memory and workers wait for each other at a call's start and end: the longer memory takes, the less that matters.
 double fifth_power(double x) { return x * x * x * x * x; }
-constexpr double kOverlapCall = 1.6;
+double overlap_of_call(double floor) { return 1.6 + 0.4 * std::max(std::log2(floor / 8), 0.0); }
 
 // CTAs that share an SM and wait for loads in turn: of the skinny family, and of those that load less than 16 bytes at a time.
 constexpr double kResident = 2;
@@ -91,17 +91,17 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   columns_ = swap ? p.m : p.n;
   wave_tiles_ = static_cast<double>(tiling_.tiles_m) * tiling_.tiles_n;
   tiles_ = p.batch * wave_tiles_;
-  k_tiles_ = ceil_div(p.k, kernel.tile_k);
+  Repack const repacked = repack_of(kernel, p);
+  k_tiles_ = ceil_div(repacked.problem.k, kernel.tile_k);
   workers_ = active_clusters(width, ctas);
   if (kernel.family == Family::kHost) return;
 
   double const size = size_of(p.type_a), accumulator = size_of(accumulator_of(p.type_a));
   double const area = kernel.tile_m * kernel.tile_n, tile_k = kernel.tile_k;
   floor_ = bytes_of(p) / machine.memory_rate;
-  launch_ = kernel.family == Family::kSkinny ? machine.skinny_launch : machine.launch;
+  launch_ = kernel.family == Family::kSkinny ? machine.skinny_launch : machine.launch + (ctas > 1 ? machine.cluster : 0);
   epilogue_ = machine.epilogue * (area / (128 * 128));
-  if (kernel.family == Family::kSm90 && !is_aligned(16 / size_of(p.type_d), true, p.n, p.ldd, p.m, p.batch_stride_d, p.batch))
-    misaligned_d_ = machine.misaligned_d * (area / (128 * 128));
+  if (kernel.family == Family::kSm90 && has_misaligned_d(p)) misaligned_d_ = machine.misaligned_d * (area / (128 * 128));
   if (!p.epilogue.is_plain()) fused_ = machine.fused * (area / (128 * 128));
   partial_ = area * accumulator / machine.partial_rate_sm;
   result_bytes_ = static_cast<double>(p.batch) * p.m * p.n * accumulator;
@@ -134,7 +134,6 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   auto const panel_of = [&](int64_t ld, bool along_k) {
     return is_misaligned(ld) ? panel * (along_k ? machine.misaligned_k : machine.misaligned_mn) : panel;
   };
-  Repack const repacked = repack_of(kernel, p);
   int64_t const lda = repacked.problem.lda, ldb = repacked.problem.ldb;
   panel_a_ = panel_of(lda, kernel.major_a == Major::kRow);
   panel_b_ = panel_of(ldb, kernel.major_b == Major::kColumn);
@@ -305,17 +304,24 @@ Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   if (misaligned_) drift = std::max(drift, std::min(machine_.misaligned_drift, 1.0));
   if (cut_by_iterations) drift = 1;
   double const gpc = (together + drift * std::max(apart - together, 0.0)) / machine_.gpc_rate;
-  double const cache = apart / machine_.cache_rate, math = std::max(math_, wgmma_sustained_ * share.busy);
+  double const cache = apart / machine_.cache_rate, sustained = wgmma_sustained_ * share.busy;
   double const waits = std::max(line_, alone_ / std::min(share.pieces, kResident));
   // A separate reduction writes D, and partials are aligned.
   double const epilogue = epilogue_ + (separate ? 0 : misaligned_d_);
-  auto const work = [&](double iteration) { return iteration * share.iterations + epilogues(epilogue, share.pieces) + cost.fix_up; };
-  double const least_work = work(std::max({math, loads_ + gpc, cache, waits}));
+  // Workers of the last wave that have a piece, of those of all others. They have to themselves what all share: caches and power.
+  double const last = share.iterations / share.pieces, left = tiles_ * splits - (share.pieces - 1) * share.busy;
+  double const busy_last = cut_by_iterations ? 1 : std::clamp(left / share.busy, 0.0, 1.0);
+  auto const work = [&](auto const& join) {
+    auto const iteration = [&](double busy) { return join(std::max(math_, sustained * busy), loads_ + gpc * busy, cache * busy, waits); };
+    return iteration(1) * (share.iterations - last) + iteration(busy_last) * last + epilogues(epilogue, share.pieces) + cost.fix_up;
+  };
+  double const least_work = work([](auto... times) { return std::max({times...}); });
   cost.microseconds = kRounding * (cost.launches + std::max(least_work, floor_) + cost.extra + cost.repack);
   if (cost.microseconds > limit) return cost;
 
-  cost.work = work(std::pow(fifth_power(math) + fifth_power(loads_ + gpc) + fifth_power(cache) + fifth_power(waits), 1.0 / 5));
-  double const overlapped = std::pow(std::pow(cost.work, kOverlapCall) + std::pow(floor_, kOverlapCall), 1 / kOverlapCall);
+  cost.work = work([](auto... times) { return std::pow((fifth_power(times) + ...), 1.0 / 5); });
+  double const overlap = overlap_of_call(floor_);
+  double const overlapped = std::pow(std::pow(cost.work, overlap) + std::pow(floor_, overlap), 1 / overlap);
   cost.microseconds = cost.launches + overlapped + cost.extra + cost.repack;
   cost.waves = tiles_ * splits / workers_;
   return cost;

@@ -11,6 +11,7 @@
 #include "cutlass_kernels/epilogue.cuh"
 #include "cutlass_kernels/reduction.h"
 #include "cutlass_kernels/repack.h"
+#include "cutlass_kernels/tf32.cuh"
 
 namespace jax_streamk {
 
@@ -279,8 +280,79 @@ __global__ void transpose(Transposed p) {
   }
 }
 
+// Rows of two parts along K, of a matrix of f32 with so many rows or columns of K elements: TF32 numbers near the elements, and what they
+// lack, or the other way round.
+struct Split {
+  float const* from;
+  float* to;
+  int64_t batches, rows, k, part, ld_from, batch_stride_from, batch_stride_to;
+  bool along_k;  // as the rows to be
+  bool small_first;
+
+  static constexpr int kSide = 32, kThreads = 8;  // as of Transposed
+  Extent down{(rows + kSide - 1) / kSide}, across{part / kSide};
+  __host__ __device__ int64_t squares() const { return batches * down.size * across.size; }
+};
+
+// Two matrices in one launch, along y.
+__global__ void split(Split first, Split second) {
+  let_dependents_start();
+  constexpr int kSide = Split::kSide, kStep = Split::kThreads;
+  __shared__ float square[kSide][kSide + 1];
+  Split const p = blockIdx.y == 0 ? first : second;
+  int const x = threadIdx.x;
+  for (int64_t at = blockIdx.x; at < p.squares(); at += gridDim.x) {
+    int64_t const of_all = p.across.divide(at), batch = p.down.divide(of_all);
+    int64_t const k = (at - of_all * p.across.size) * kSide, row = (of_all - batch * p.down.size) * kSide;
+    float const* const from = p.from + batch * p.batch_stride_from;
+    float* const to = p.to + batch * p.batch_stride_to + row * 2 * p.part + k + x;
+    float values[kSide / kStep];
+#pragma unroll
+    for (int i = 0; i < kSide / kStep; ++i) {
+      int const y = threadIdx.y + i * kStep;
+      int64_t const at_row = row + (p.along_k ? y : x), at_k = k + (p.along_k ? x : y);
+      values[i] = at_row < p.rows && at_k < p.k ? __ldg(from + (p.along_k ? at_row * p.ld_from + at_k : at_k * p.ld_from + at_row)) : 0;
+    }
+    if (!p.along_k) {
+#pragma unroll
+      for (int i = 0; i < kSide / kStep; ++i) square[threadIdx.y + i * kStep][x] = values[i];
+      __syncthreads();
+#pragma unroll
+      for (int i = 0; i < kSide / kStep; ++i) values[i] = square[x][threadIdx.y + i * kStep];
+      __syncthreads();
+    }
+#pragma unroll
+    for (int i = 0; i < kSide / kStep; ++i) {
+      int const y = threadIdx.y + i * kStep;
+      if (row + y >= p.rows) break;
+      float const large = __uint_as_float(to_tf32(values[i])), small = __uint_as_float(to_tf32(values[i] - large));
+      to[y * 2 * p.part] = p.small_first ? small : large;
+      to[y * 2 * p.part + p.part] = p.small_first ? large : small;
+    }
+  }
+}
+
+Status launch_split(GemmProblem const& p, Repack const& repacked, bool swap_ab, Buffers& at, cudaStream_t stream) {
+  GemmProblem const& q = repacked.problem;
+  auto const of = [&](void const*& matrix, bool along_k, int64_t rows, int64_t ld, int64_t batch_stride, int64_t batch_stride_to,
+                      bool small_first, int64_t bytes) {
+    auto* const to = static_cast<float*>(at.workspace);
+    int64_t const batches = batch_stride != 0 ? p.batch : 1;
+    Split const out{static_cast<float const*>(matrix), to, batches, rows, p.k, repacked.part, ld, batch_stride, batch_stride_to, along_k,
+                    small_first};
+    matrix = to;
+    at.workspace = static_cast<char*>(at.workspace) + bytes;
+    return out;
+  };
+  Split const a = of(at.a, p.major_a == Major::kRow, p.m, p.lda, p.batch_stride_a, q.batch_stride_a, !swap_ab, repacked.bytes_a);
+  Split const b = of(at.b, p.major_b == Major::kColumn, p.n, p.ldb, p.batch_stride_b, q.batch_stride_b, swap_ab, repacked.bytes_b);
+  split<<<dim3(blocks_for(std::max(a.squares(), b.squares()), 1), 2), dim3(Split::kSide, Split::kThreads), 0, stream>>>(a, b);
+  return from_cuda(cudaGetLastError(), "launching the copy of operands in two parts");
+}
+
 // Copies of A and B to the head of the workspace, as far as they are needed. Points `at` there.
-Status launch_repack(GemmProblem const& p, Repack const& repacked, Buffers& at, cudaStream_t stream) {
+Status launch_repack(GemmProblem const& p, Repack const& repacked, bool swap_ab, Buffers& at, cudaStream_t stream) {
+  if (repacked.part > 0) return launch_split(p, repacked, swap_ab, at, stream);
   GemmProblem const& q = repacked.problem;
   auto* to = static_cast<char*>(at.workspace);
   std::vector<Rows> copied;
@@ -327,13 +399,14 @@ Slices Slices::of(int64_t k, int32_t tile_k, int32_t splits) {
 Status CudaKernel::can_implement(GemmProblem const& p, Schedule const& s, Device const& device) const {
   GemmProblem const q = repack_of(info, p).problem;
   if (!is_separate(s)) return can_launch(q, s, device);
-  return can_launch(Slices::of(p.k, info.tile_k, s.splits).as_batch(into_partials(q)), data_parallel(s), device);
+  return can_launch(Slices::of(q.k, info.tile_k, s.splits).as_batch(into_partials(q)), data_parallel(s), device);
 }
 
 int64_t CudaKernel::workspace_bytes(GemmProblem const& p, Schedule const& s, Device const& device) const {
   Repack const repacked = repack_of(info, p);
   if (!is_separate(s)) return repacked.bytes() + launch_workspace_bytes(repacked.problem, s, device);
-  return repacked.bytes() + partial_bytes(into_partials(repacked.problem), Slices::of(p.k, info.tile_k, s.splits).count);
+  GemmProblem const& q = repacked.problem;
+  return repacked.bytes() + partial_bytes(into_partials(q), Slices::of(q.k, info.tile_k, s.splits).count);
 }
 
 Status CudaKernel::run(GemmProblem const& p, Schedule const& s, Device const& device, Buffers const& buffers, void* stream_,
@@ -343,11 +416,11 @@ Status CudaKernel::run(GemmProblem const& p, Schedule const& s, Device const& de
   Repack const repacked = repack_of(info, p);
   GemmProblem const& q = repacked.problem;
   Buffers aligned = buffers;
-  if (Status status = launch_repack(p, repacked, aligned, stream); !status.ok()) return status;
+  if (Status status = launch_repack(p, repacked, info.swap_ab, aligned, stream); !status.ok()) return status;
   bool const after_copy = repacked.a || repacked.b;
-  if (!is_separate(s)) return launch(q, {1, p.k}, s, device, aligned, after_copy, stream);
+  if (!is_separate(s)) return launch(q, {1, q.k}, s, device, aligned, after_copy, stream);
   GemmProblem const partials = into_partials(q);
-  Slices const slices = Slices::of(p.k, info.tile_k, s.splits);
+  Slices const slices = Slices::of(q.k, info.tile_k, s.splits);
   aligned.d = aligned.workspace;
   Status const status = launch(partials, slices, data_parallel(s), device, aligned, after_copy, stream);
   return status.ok() ? launch_reduction(p, device, slices.count, partials.ldd, aligned.d, buffers, stream) : status;

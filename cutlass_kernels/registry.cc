@@ -122,6 +122,7 @@ Status check_or(Refuse refuse, Kernel const& kernel, GemmProblem const& p, Sched
                   name_of(info.math), ")");
   if (repack.problem.major_a != info.major_a || repack.problem.major_b != info.major_b)
     return refuse("A must be ", name_of(info.major_a), "-major and B ", name_of(info.major_b), "-major");
+  if (repack.part > 0 && !(repack.a && repack.b)) return refuse("copies of A and B would be too large");
   bool const tma = info.family == Family::kSm90;
   bool const row_a = p.major_a == Major::kRow, row_b = p.major_b == Major::kRow;
   auto const refuse_alignment = [&](char const* operand, int32_t align) {
@@ -143,7 +144,7 @@ Status check_or(Refuse refuse, Kernel const& kernel, GemmProblem const& p, Sched
     return refuse("it runs on ", info.family == Family::kHost ? "a CPU" : "a GPU");
   if (s.swizzle < 1) return refuse("swizzle must be at least 1");
 
-  int64_t const k_tiles = (p.k + info.tile_k - 1) / info.tile_k;
+  int64_t const k_tiles = (repack.problem.k + info.tile_k - 1) / info.tile_k;
   if (s.kind == ScheduleKind::kSplitK) {
     if (s.splits < 1) return refuse("splits must be at least 1");
     if (s.splits > k_tiles)

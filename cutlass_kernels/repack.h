@@ -1,4 +1,5 @@
-// What a kernel that loads by TMA does about operands whose rows do not start on its 16 bytes: they are copied into rows that do.
+// What a kernel that loads by TMA does about operands whose rows do not start on its 16 bytes: they are copied into rows that do. And how
+// wgmma multiplies f32 as three TF32, which it has no room in registers to make: operands are copied in two parts.
 #pragma once
 
 #include "cutlass_kernels/gemm.h"
@@ -9,9 +10,16 @@ namespace jax_streamk {
 // for TMA, whose descriptors hold them all.
 bool is_aligned(int64_t align, bool tma, int64_t contiguous, int64_t ld, int64_t steps, int64_t batch_stride, int64_t batch);
 
+// Whether TMA cannot store D, or read a bias of each batch.
+bool has_misaligned_d(GemmProblem const&);
+
 struct Repack {
   bool a = false, b = false;         // copied
-  GemmProblem problem;               // what the kernel runs: with the strides of copies
+  GemmProblem problem;               // what the kernel runs: with the strides of copies, and all K that it multiplies
+  // Where f32 is split: so much of K, in rows of A and columns of B, are large TF32 numbers, and as much what they lack, filled up with
+  // zeros. The small ones are first of A, of B the large ones, or with swap_ab the other way round. The kernel multiplies small by large,
+  // large by small and large by large, thrice as long a K. Else 0.
+  int64_t part = 0;
   int64_t bytes_a = 0, bytes_b = 0;  // of workspace, for the copies
 
   int64_t bytes() const { return bytes_a + bytes_b; }

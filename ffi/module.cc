@@ -14,6 +14,7 @@
 #ifdef JAX_STREAMK_WITH_CUDA
 #include "cutlass_kernels/cuda_kernel.h"
 #endif
+#include "cutlass_kernels/repack.h"
 #include "ffi/gemm_call.h"
 #include "ffi/planner_bindings.h"
 #include "ffi/timing.h"
@@ -71,7 +72,8 @@ std::optional<std::string> can_implement(std::string const& name, GemmProblem co
 using Piece = std::tuple<int32_t, int32_t, int32_t, int32_t, int32_t>;
 std::vector<std::vector<Piece>> decomposition(std::string const& name, GemmProblem const& p, Schedule const& s,
                                               Device const& device) {
-  Decomposition const d = kernel_that_runs(name, p, s, device).decomposition(p, s, device);
+  Kernel const& kernel = kernel_that_runs(name, p, s, device);
+  Decomposition const d = kernel.decomposition(repack_of(kernel.info, p).problem, s, device);
   std::vector<std::vector<Piece>> workers(d.workers);
   for (int32_t worker = 0; worker < d.workers; ++worker) {
     Work work;

@@ -104,6 +104,7 @@ void bind_planner(nb::module_& m) {
   nb::class_<Machine>(m, "Machine", "The native side of cost_model.Machine.")
       .def("__init__", [](Machine* self) { new (self) Machine{}; })
       .def_rw("launch", &Machine::launch)
+      .def_rw("cluster", &Machine::cluster)
       .def_rw("relaunch", &Machine::relaunch)
       .def_rw("memory_rate", &Machine::memory_rate)
       .def_rw("cache_rate", &Machine::cache_rate)

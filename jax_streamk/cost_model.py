@@ -14,6 +14,7 @@ class Machine:
     """Constants of one kind of GPU. Times in microseconds; rates in bytes or FLOPs per microsecond."""
 
     launch: float  # of a kernel, its first loads and its last stores included
+    cluster: float  # more of it to a kernel of clusters of several CTAs
     relaunch: float  # of each further kernel of a call
     memory_rate: float  # DRAM to all SMs
     cache_rate: float  # L2 to all SMs, a multicast counted once
@@ -66,8 +67,9 @@ class Machine:
 # plans_dtypes_h200_2026-11-21.csv.gz. mma_16bit, mma_tf32x3, memset, fused, narrow_loads and half_lines are estimates.
 H200 = Machine(
     launch=2.85,
+    cluster=0.05,
     relaunch=2.4,
-    memory_rate=5.549e6,
+    memory_rate=4.6e6,
     cache_rate=7.76e7,
     gpc_rate=1.368e7,
     drift=0.2554,

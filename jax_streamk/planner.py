@@ -5,6 +5,7 @@ cutlass_kernels/planner.cc searches, by the cost model next to it.
 
 import dataclasses
 import functools
+import itertools
 
 from jax_streamk import _ffi, cost_model, schedules, tuned
 from jax_streamk.device import Device
@@ -93,7 +94,10 @@ def _registry():
     for kernel in _ffi.kernels():
         platform = "cpu" if kernel.family == _ffi.Family.host else "cuda"
         majors = {(kernel.major_a, kernel.major_b)}
-        if kernel.family == _ffi.Family.sm90 and kernel.math == _ffi.Math.tf32 and kernel.major_a == kernel.major_b:
+        if kernel.family == _ffi.Family.sm90 and kernel.math == _ffi.Math.tf32x3:
+            # Operands are copied in two parts anyhow (repack.h).
+            majors = set(itertools.product((_ffi.Major.row, _ffi.Major.column), repeat=2))
+        elif kernel.family == _ffi.Family.sm90 and kernel.math == _ffi.Math.tf32 and kernel.major_a == kernel.major_b:
             # No such kernel multiplies operands that are contiguous along m and n: these have one transposed (repack.h).
             majors.add((_ffi.Major.column, _ffi.Major.row))
         for major_a, major_b in majors:

@@ -29,6 +29,8 @@ LAUNCHES = [  # kernel, (m, n, k), (schedule, splits, reduction), epilogue
     ("skinny_f64_f64_rr_64x8x128", (7, 136, 1032), ("split_k", 5, "separate"), {}),
     ("sm90_f32_f32_rr_128x128x32_1x1_coop_swap_tf32", (200, 264, 520), ("split_k", 3, "ordered"), SILU),
     ("sm90_f32_f32_rr_64x64x64_1x1_pingpong_swap_tf32", (37, 131, 301), ("split_k", 3, "separate"), {}),  # A and B are copied
+    ("sm90_f32_f32_rc_128x64x32_1x1_coop_swap_tf32x3", (200, 264, 520), ("split_k", 3, "ordered"), SILU),  # A and B are split
+    ("sm90_f32_f32_rc_64x16x64_1x1_pingpong_tf32x3", (131, 37, 301), ("split_k", 3, "separate"), {}),
     ("sm80_f64_f64_rr_16x128x16_s5_a1", (13, 131, 301), ("split_k", 3, "ordered"), SILU),
     ("sm80_bf16_f32_rr_128x128x32_s4_a8", (130, 136, 1000), ("split_k", 3, "separate"), {}),  # the last slice is a launch
 ]
@@ -38,6 +40,7 @@ if __name__ == "__main__":
     for name, (m, n, k), way, epilogue in LAUNCHES:
         kernel = KERNELS[name]
         types = kernel.type_a, kernel.type_a, kernel.type_a, kernel.math, kernel.major_a, kernel.major_b
-        problem = GemmProblem(1, m, n, k, *types, k, n, n, 0, 0, 0, **epilogue)
+        ldb = n if kernel.major_b == _ffi.Major.row else k
+        problem = GemmProblem(1, m, n, k, *types, k, ldb, n, 0, 0, 0, **epilogue)
         result = memory.rotation(problem).result(name, Candidate(name, *way, "along_m", 1).native())
         print(name, (m, n, k), *way, float(abs(result.astype("float32")).max()), flush=True)

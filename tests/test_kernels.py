@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import zlib
 
@@ -23,7 +24,8 @@ DTYPES = {
 }
 GUARD = 256  # bytes of poison before and after D
 POISON = 0xFF  # NaN in every floating-point type, -1 in the integers
-PRECISIONS = {"native": None, "tf32": jax.lax.Precision.DEFAULT, "tf32x3": jax.lax.Precision.HIGH}
+# At HIGH, XLA multiplies TF32 once.
+PRECISIONS = {"native": None, "tf32": jax.lax.Precision.DEFAULT, "tf32x3": jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3}
 
 ON_GPU = jax.default_backend() == "gpu"
 KERNELS = {kernel.name: kernel for kernel in _ffi.kernels()}
@@ -227,8 +229,10 @@ def check(kernel, case, schedule, twice=True, epilogue=PLAIN, **kwargs):
     few = exact.size < 64
     floor = 2.0**-51 if kernel.type_d == _ffi.Type.f64 else 2.0**-22
     floor *= math.sqrt(case.k) if few else 1
-    if few and kernel.math != _ffi.Math.native:
-        floor = 2.0**-10 if kernel.math == _ffi.Math.tf32 else 2.0**-20
+    if few and kernel.math == _ffi.Math.tf32x3:
+        floor = 2.0**-20
+    if exact.size < 8192 and kernel.math == _ffi.Math.tf32:
+        floor = 2.0**-10 if few else 2.0**-11
     one_chain = kernel.family == _ffi.Family.sm90 or (kernel.family == _ffi.Family.skinny and kernel.tile_m == 256)
     if one_chain and (exact.size < 4096 or not kwargs.get("aligned", True)):
         floor += 2.0**-25 * case.k / 16
@@ -427,14 +431,21 @@ def test_misaligned_matrices(name):
         assert served > 0, f"{name} runs {case} in no way"
 
 
-TF32 = [name for name in TMA if KERNELS[name].type_a == _ffi.Type.f32 and KERNELS[name].major_a == KERNELS[name].major_b]
+COLUMN, ROW = _ffi.Major.column, _ffi.Major.row
+# wgmma multiplies no TF32 of which both operands are contiguous along m and n; three TF32 are of copies anyhow.
+COPIED = [
+    *(name for name in TMA if KERNELS[name].math == _ffi.Math.tf32 and KERNELS[name].major_a == KERNELS[name].major_b),
+    *(name for name in HERE if name.startswith("sm90") and KERNELS[name].math == _ffi.Math.tf32x3),
+]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", TF32 or ["no kernel in this build"])
-def test_an_operand_is_transposed(name):
-    """wgmma multiplies no TF32 of which both operands are contiguous along m and n."""
+@pytest.mark.parametrize("name", COPIED or ["no kernel in this build"])
+def test_copied_operands_have_other_majors(name):
     kernel = KERNELS[name]
+    own = kernel.major_a, kernel.major_b
+    split = kernel.math == _ffi.Math.tf32x3
+    others = [x for x in itertools.product((ROW, COLUMN), repeat=2) if x != own] if split else [(COLUMN, ROW)]
     cases = [
         Case(1, 1, 1),
         Case(13, 67, 3 * kernel.tile_k + 5, pad=1),
@@ -442,12 +453,11 @@ def test_an_operand_is_transposed(name):
         Case(72, 131, 4 * kernel.tile_k, batch=2, broadcast="a"),
         Case(1001, 1003, 1005),
     ]
-    for case in cases:
+    for case, majors in itertools.product(cases, others):
         served = 0
         for schedule in all_schedules(kernel, case.k):
             for epilogue in (PLAIN, EPILOGUES[0]):
-                why = check(kernel, case, schedule, True, epilogue, aligned=False, majors=(_ffi.Major.column, _ffi.Major.row))
-                served += why is None
+                served += check(kernel, case, schedule, True, epilogue, aligned=False, majors=majors) is None
         assert served > 0, f"{name} runs {case} in no way"
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 
@@ -116,6 +117,10 @@ def test_a_gpu_that_is_not_here():
     for schedule in (DataParallel(), SplitK(2), StreamK()):
         assert plan(a, b, schedule=schedule, device=hopper).schedule == schedule
     assert plan(shaped((1, 5120)), shaped((5120, 1792)), precision="high", device=hopper).kernel.startswith("skinny")
+    # Much of f32 at "high" is multiplied of copies in two parts, whatever the majors.
+    for dims in itertools.product((0, 1), repeat=2):
+        large = plan(shaped((4096, 4096)), shaped((4096, 4096)), (((dims[0],), (dims[1],)), ((), ())), precision="high", device=hopper)
+        assert large.kernel.startswith("sm90") and large.workspace_bytes >= 2 * 2 * 4 * 4096**2
     # Of TF32 whose operands are contiguous along m and n, one is transposed where that pays.
     gradient = plan(shaped((4096, 4096)), shaped((4096, 4096)), (((0,), (0,)), ((), ())), device=hopper)
     assert gradient.kernel.startswith("sm90") and gradient.workspace_bytes >= 4 * 4096**2

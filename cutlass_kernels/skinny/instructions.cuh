@@ -44,13 +44,6 @@ __device__ inline void multiply_words<double>(double (&d)[4], uint32_t const (&a
 #endif
 }
 
-// The nearest TF32 number, ties away from zero.
-__device__ inline uint32_t to_tf32(float x) {
-  uint32_t rounded;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(x));
-  return rounded;
-}
-
 // Of what is not to stay in L2.
 __device__ inline uint64_t evict_first() {
   uint64_t policy;

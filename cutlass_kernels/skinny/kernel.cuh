@@ -16,6 +16,7 @@
 #include "cutlass_kernels/dependent_launch.cuh"
 #include "cutlass_kernels/epilogue.cuh"
 #include "cutlass_kernels/skinny/instructions.cuh"
+#include "cutlass_kernels/tf32.cuh"
 
 namespace jax_streamk::skinny {
 
@@ -161,11 +162,17 @@ __device__ inline void multiply_add(Accumulator<T> (&sums)[4], uint32_t const (&
     }
     uint32_t const large_b[4] = {large[0], large[1], large[2], large[3]};
     if constexpr (kMath == Math::kTF32x3) {
+      // Tensor cores cut off what a sum has no bits for, each time: of few products that is little.
+      float products[4] = {};
       uint32_t const small_b[4] = {small[0], small[1], small[2], small[3]};
-      multiply_words<T>(sums, small_b, large[4], large[5]);
-      multiply_words<T>(sums, large_b, small[4], small[5]);
+      multiply_words<T>(products, small_b, large[4], large[5]);
+      multiply_words<T>(products, large_b, small[4], small[5]);
+      multiply_words<T>(products, large_b, large[4], large[5]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[i] += products[i];
+    } else {
+      multiply_words<T>(sums, large_b, large[4], large[5]);
     }
-    multiply_words<T>(sums, large_b, large[4], large[5]);
   }
 }
 

@@ -46,6 +46,7 @@ struct Config {
   WarpSchedule warp_schedule;
   // Computes D^T = B^T A^T, so that the tile's short side, a multiple of 8 and not of 64, runs along m.
   bool swap_ab;
+  Math math;
 };
 
 inline std::string name_of(Config const& c) {
@@ -54,14 +55,14 @@ inline std::string name_of(Config const& c) {
   return std::string("sm90_") + jax_streamk::name_of(c.type_ab) + "_" + jax_streamk::name_of(c.type_d) + "_" +
          letter(c.major_a) + letter(c.major_b) + "_" + number(c.tile_m) + "x" + number(c.tile_n) + "x" + number(c.tile_k) + "_" +
          number(c.cluster_m) + "x" + number(c.cluster_n) + (c.warp_schedule == WarpSchedule::kPingpong ? "_pingpong" : "_coop") +
-         (c.swap_ab ? "_swap" : "") + (c.type_ab == Type::kF32 ? "_tf32" : "");
+         (c.swap_ab ? "_swap" : "") + (c.math == Math::kNative ? "" : std::string("_") + jax_streamk::name_of(c.math));
 }
 
 template <Type kTypeAB, Type kTypeD, Major kMajorA, Major kMajorB, int kTileM, int kTileN, int kTileK, int kClusterM, int kClusterN,
-          WarpSchedule kWarpSchedule, bool kSwapAB>
+          WarpSchedule kWarpSchedule, bool kSwapAB, Math kMath>
 class Sm90Kernel final : public CudaKernel {
   static constexpr Config kConfig = {kTypeAB, kTypeD,    kMajorA,   kMajorB,       kTileM, kTileN,
-                                     kTileK,  kClusterM, kClusterN, kWarpSchedule, kSwapAB};
+                                     kTileK,  kClusterM, kClusterN, kWarpSchedule, kSwapAB, kMath};
   static constexpr bool kPingpong = kConfig.warp_schedule == WarpSchedule::kPingpong;
   static constexpr bool kSwap = kConfig.swap_ab;
 
@@ -104,7 +105,7 @@ class Sm90Kernel final : public CudaKernel {
       cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::TensorStorage))>,
       std::conditional_t<kPingpong, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
                          cutlass::gemm::KernelTmaWarpSpecializedCooperative>>::CollectiveOp>::type,
-      kConfig.type_d == Type::kF32>;
+      kConfig.type_d == Type::kF32, kConfig.math == Math::kTF32x3>;
   using Scheduler = sm90::Scheduler<TileShape, ClusterShape, !kPingpong>;
   using Gemm = GemmKernel<Mainloop, Epilogue, Scheduler, kPingpong>;
 
@@ -149,7 +150,7 @@ class Sm90Kernel final : public CudaKernel {
     auto const stride_a = stride<typename Mainloop::StrideA>(kSwap ? p.ldb : p.lda, kSwap ? p.batch_stride_b : p.batch_stride_a);
     auto const stride_b = stride<typename Mainloop::StrideB>(kSwap ? p.lda : p.ldb, kSwap ? p.batch_stride_a : p.batch_stride_b);
     // A descriptor that is not used must be valid all the same.
-    bool const misaligned_d = !is_aligned(kAlignD, true, p.n, p.ldd, p.m, p.batch_stride_d | p.epilogue.batch_stride_bias, p.batch);
+    bool const misaligned_d = has_misaligned_d(p);
     auto const stride_d = misaligned_d ? stride<typename Epilogue::StrideD>(kAlignD, kAlignD)
                                        : stride<typename Epilogue::StrideD>(p.ldd, p.batch_stride_d);
     // Of an operand that so many cluster tiles of a batch read.
@@ -157,6 +158,7 @@ class Sm90Kernel final : public CudaKernel {
       bool const read_once = readers == 1 && (p.batch == 1 || cute::get<2>(stride) != 0);
       return read_once ? Mainloop::Hint::EVICT_FIRST : Mainloop::Hint::EVICT_NORMAL;
     };
+    int64_t const part = kConfig.math == Math::kTF32x3 ? p.k / 3 : 0;
     typename Gemm::Params params;
     params.scheduler.decomposition = decomposition(q, s, device);
     params.scheduler.order = order;
@@ -170,8 +172,9 @@ class Sm90Kernel final : public CudaKernel {
                         static_cast<ElementAB const*>(kSwap ? buffers.a : buffers.b), stride_b},
                        hint(order.tiles_n(), stride_a),
                        hint(order.tiles_m(), stride_b),
-                       static_cast<int32_t>(p.k),
-                       static_cast<int32_t>(p.batch)});
+                       static_cast<int32_t>(part > 0 ? 2 * part : p.k),
+                       static_cast<int32_t>(p.batch),
+                       static_cast<int32_t>(part / kConfig.tile_k)});
     params.epilogue = Epilogue::to_underlying_arguments(
         params.shape, {StoreParams<ElementD>(p, buffers, misaligned_d), nullptr, {}, static_cast<ElementD*>(buffers.d), stride_d});
     cudaLaunchAttribute attributes[2];
@@ -204,7 +207,7 @@ class Sm90Kernel final : public CudaKernel {
     info.family = Family::kSm90;
     info.type_a = info.type_b = kConfig.type_ab;
     info.type_d = kConfig.type_d;
-    if (kConfig.type_ab == Type::kF32) info.math = Math::kTF32;
+    info.math = kConfig.math;
     info.major_a = kConfig.major_a;
     info.major_b = kConfig.major_b;
     info.align_a = info.align_b = kAlignAB;
@@ -269,16 +272,16 @@ class Sm90Kernel final : public CudaKernel {
 enum class Results { kOwn, kF32, kBoth };
 enum class Majors { kAll, kRow };
 
-enum class Operands { kHalf, kTF32 };
+enum class Operands { kHalf, kTF32, kTF32x3 };
 
 // One row of the table: a tile for bf16 and f16, with all four majornesses of A and B or one, into the operands' type, f32 or both; or for
-// f32 as TF32.
+// f32 as one TF32 or three.
 // Much of a translation unit's compile time goes into CUTLASS's headers, which they share.
 template <int... kTileAndCluster>
 struct Row {
-  template <Type kTypeAB, Type kTypeD, Major kMajorA, Major kMajorB, WarpSchedule kWarpSchedule, bool kSwapAB>
+  template <Type kTypeAB, Type kTypeD, Major kMajorA, Major kMajorB, WarpSchedule kWarpSchedule, bool kSwapAB, Math kMath = Math::kNative>
   static void add() {
-    Registration(std::make_unique<Sm90Kernel<kTypeAB, kTypeD, kMajorA, kMajorB, kTileAndCluster..., kWarpSchedule, kSwapAB>>());
+    Registration(std::make_unique<Sm90Kernel<kTypeAB, kTypeD, kMajorA, kMajorB, kTileAndCluster..., kWarpSchedule, kSwapAB, kMath>>());
   }
   template <Type kTypeAB, Type kTypeD, WarpSchedule kWarpSchedule, bool kSwapAB, Majors kMajors>
   static void add_majors() {
@@ -297,10 +300,10 @@ struct Row {
   // With B row-major, B is what comes from registers. With both contiguous along m and n there would have to be two.
   template <WarpSchedule kWarpSchedule, Majors kMajors>
   static void add_tf32() {
-    add<Type::kF32, Type::kF32, Major::kRow, Major::kRow, kWarpSchedule, true>();
+    add<Type::kF32, Type::kF32, Major::kRow, Major::kRow, kWarpSchedule, true, Math::kTF32>();
     if constexpr (kMajors == Majors::kAll) {
-      add<Type::kF32, Type::kF32, Major::kRow, Major::kColumn, kWarpSchedule, true>();
-      add<Type::kF32, Type::kF32, Major::kColumn, Major::kColumn, kWarpSchedule, false>();
+      add<Type::kF32, Type::kF32, Major::kRow, Major::kColumn, kWarpSchedule, true, Math::kTF32>();
+      add<Type::kF32, Type::kF32, Major::kColumn, Major::kColumn, kWarpSchedule, false, Math::kTF32>();
     }
   }
   template <Operands kOperands, WarpSchedule kWarpSchedule, bool kSwapAB, Results kResults, Majors kMajors>
@@ -308,6 +311,10 @@ struct Row {
     if constexpr (kOperands == Operands::kTF32) {
       static_assert(kSwapAB && kResults == Results::kF32);
       add_tf32<kWarpSchedule, kMajors>();
+    } else if constexpr (kOperands == Operands::kTF32x3) {
+      // Of copies, which are contiguous along K whatever the operands are (repack.h).
+      static_assert(kResults == Results::kF32);
+      add<Type::kF32, Type::kF32, Major::kRow, Major::kColumn, kWarpSchedule, kSwapAB, Math::kTF32x3>();
     } else {
       add_results<Type::kBF16, kWarpSchedule, kSwapAB, kResults, kMajors>();
       add_results<Type::kF16, kWarpSchedule, kSwapAB, kResults, kMajors>();
@@ -318,7 +325,7 @@ struct Row {
 
 // The words of table.txt.
 namespace words {
-inline constexpr Operands half = Operands::kHalf, tf32 = Operands::kTF32;
+inline constexpr Operands half = Operands::kHalf, tf32 = Operands::kTF32, tf32x3 = Operands::kTF32x3;
 inline constexpr WarpSchedule cooperative = WarpSchedule::kCooperative, pingpong = WarpSchedule::kPingpong;
 inline constexpr bool plain = false, swapped = true;
 inline constexpr Results own = Results::kOwn, f32 = Results::kF32, both = Results::kBoth;

@@ -64,21 +64,24 @@ class LoaderOfA {
 };
 
 // Where kSlices, a batch may be a slice of K: the kernel's K is that of a slice, and what it calls batches are slices x batches. TMA reads
-// zeros beyond the end of the last slice.
-template <class Base, bool kSlices>
+// zeros beyond the end of the last slice. With kSplits f32 is in two parts (repack.h).
+template <class Base, bool kSlices, bool kSplits>
 struct CollectiveMainloop : Base {
   using Hint = cute::TMA::CacheHintSm90;
   using typename Base::TensorStorage;
   using typename Base::TileShape;
   using typename Base::TiledMma;
+  static constexpr int kClusterM = cute::size<0>(typename Base::DispatchPolicy::ClusterShape{});
+  static constexpr int kClusterN = cute::size<1>(typename Base::DispatchPolicy::ClusterShape{});
 
   struct Arguments : Base::Arguments {
     Hint hint_a, hint_b;
-    int32_t k, batch;  // all of K, and of the batches that A and B have
+    int32_t k, batch;  // all of K that A and B have, and of the batches
+    int32_t part;      // k-tiles, with kSplits
   };
   struct Loads {
     Hint hint_a, hint_b;
-    int32_t batch;
+    int32_t batch, part;
     Divisor by_batch;
   };
   struct Params : Loads, Base::Params {};
@@ -86,7 +89,7 @@ struct CollectiveMainloop : Base {
   template <class ProblemShape>
   static Params to_underlying_arguments(ProblemShape const& shape, Arguments const& arguments) {
     auto const whole = cute::make_shape(cute::get<0>(shape), cute::get<1>(shape), arguments.k, arguments.batch);
-    return {Loads{arguments.hint_a, arguments.hint_b, arguments.batch, Divisor(arguments.batch)},
+    return {Loads{arguments.hint_a, arguments.hint_b, arguments.batch, arguments.part, Divisor(arguments.batch)},
             Base::to_underlying_arguments(whole, arguments, nullptr)};
   }
 
@@ -98,8 +101,6 @@ struct CollectiveMainloop : Base {
   static CUTLASS_DEVICE void load(Params const& params, ProblemShape const& shape, Tile const& tile, Full* full, Empty* empty,
                                   Stage& stage, TensorStorage& storage) {
     using namespace cute;
-    constexpr int kClusterM = size<0>(typename Base::DispatchPolicy::ClusterShape{});
-    constexpr int kClusterN = size<1>(typename Base::DispatchPolicy::ClusterShape{});
     // CTAs are numbered along m first: those of a row are kClusterM apart.
     int const rank = kClusterM * kClusterN == 1 ? 0 : block_rank_in_cluster(), cta_m = rank % kClusterM, cta_n = rank / kClusterM;
     uint16_t row = 0, column = ((1u << kClusterM) - 1) << (cta_n * kClusterM);
@@ -125,8 +126,11 @@ struct CollectiveMainloop : Base {
       empty[s].wait(stage.phase());
       full[s].arrive_and_expect_tx(Base::TmaTransactionBytes);
       auto& barrier = *reinterpret_cast<uint64_t*>(&full[s]);
-      copy(params.tma_load_a.with(barrier, row, params.hint_a), from_a(_, _, _, k_tile), to_a(_, _, _, s));
-      copy(params.tma_load_b.with(barrier, column, params.hint_b), from_b(_, _, _, k_tile), to_b(_, _, _, s));
+      // Of A, small, large and again large numbers; of B, large, small and large.
+      bool const again = kSplits && k_tile >= 2 * params.part;
+      int32_t const k_a = again ? k_tile - params.part : k_tile, k_b = again ? k_tile - 2 * params.part : k_tile;
+      copy(params.tma_load_a.with(barrier, row, params.hint_a), from_a(_, _, _, k_a), to_a(_, _, _, s));
+      copy(params.tma_load_b.with(barrier, column, params.hint_b), from_b(_, _, _, k_b), to_b(_, _, _, s));
     }
   }
 
@@ -135,7 +139,10 @@ struct CollectiveMainloop : Base {
   template <class Full, class Empty, class Stage, class Accumulators>
   static CUTLASS_DEVICE int multiply(Full* full, Empty* empty, Stage& stage, Accumulators& accumulators, int32_t count, int warpgroup,
                                      TensorStorage& storage) {
-    if constexpr (cute::is_base_of<cute::GMMA::DescriptorIterator, typename TiledMma::FrgTypeA>::value) {
+    if constexpr (kSplits) {
+      multiply_parts(full, empty, stage, accumulators, count, warpgroup, storage);
+      return 0;
+    } else if constexpr (cute::is_base_of<cute::GMMA::DescriptorIterator, typename TiledMma::FrgTypeA>::value) {
       return multiply_from_memory(full, empty, stage, accumulators, count, warpgroup, storage);
     } else {
       return multiply_from_registers(full, empty, stage, accumulators, count, warpgroup, storage);
@@ -144,6 +151,7 @@ struct CollectiveMainloop : Base {
 
   template <class Empty, class Accumulators>
   static CUTLASS_DEVICE void finish(Empty* empty, Accumulators& accumulators, int unreleased) {
+    if constexpr (kSplits) return;
     cute::warpgroup_wait<0>();
     cute::warpgroup_fence_operand(accumulators);
     release(empty[unreleased]);
@@ -183,6 +191,24 @@ struct CollectiveMainloop : Base {
       unreleased = s;
     }
     return unreleased;
+  }
+
+  // ... where f32 is split. wgmma's sums lose their last bits with every eight of K, more of a long K than the small parts are worth: those
+  // of one k-tile are added to the accumulators outside.
+  template <class Full, class Empty, class Stage, class Accumulators>
+  static CUTLASS_DEVICE void multiply_parts(Full* full, Empty* empty, Stage& stage, Accumulators& accumulators, int32_t count,
+                                            int warpgroup, TensorStorage& storage) {
+    auto sums = cute::make_fragment_like(accumulators);
+    cute::clear(accumulators);
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (; count > 0; --count) {
+      int const of_tile = multiply_from_memory(full, empty, stage, sums, 1, warpgroup, storage);
+      cute::warpgroup_wait<0>();
+      cute::warpgroup_fence_operand(sums);
+      release(empty[of_tile]);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < cute::size(sums); ++i) accumulators(i) += sums(i);
+    }
   }
 
   // ... with A in registers.
@@ -235,8 +261,6 @@ struct CollectiveMainloop : Base {
   // Tells every CTA that loads into this one's stage that a warpgroup has read it.
   template <class Empty>
   static CUTLASS_DEVICE void release(Empty const& empty) {
-    constexpr int kClusterM = cute::size<0>(typename Base::DispatchPolicy::ClusterShape{});
-    constexpr int kClusterN = cute::size<1>(typename Base::DispatchPolicy::ClusterShape{});
     int const thread = threadIdx.x % NumThreadsPerWarpGroup;
     if constexpr (kClusterM * kClusterN == 1) {
       if (thread == 0) empty.arrive();
