@@ -136,20 +136,19 @@ def test_many_tiles_are_not_split_by_number(cuda, size):
 
 @pytest.mark.parametrize("majors", [*itertools.product((_ffi.Major.row, _ffi.Major.column), repeat=2)])
 def test_copies_in_two_parts_pay_where_much_is_multiplied(cuda, majors):
-    def planned(m, n, k):
-        ld_a, ld_b = k if majors[0] == _ffi.Major.row else m, n if majors[1] == _ffi.Major.row else k
-        return cuda(dataclasses.replace(gemm(m, n, k, F32, TF32X3), major_a=majors[0], major_b=majors[1], lda=ld_a, ldb=ld_b))
+    def product(m, n, k):
+        lda, ldb = k if majors[0] == _ffi.Major.row else m, n if majors[1] == _ffi.Major.row else k
+        return dataclasses.replace(gemm(m, n, k, F32, TF32X3), major_a=majors[0], major_b=majors[1], lda=lda, ldb=ldb)
 
-    _, kernel = planned(4096, 4096, 4090)
+    _, kernel = cuda(product(4096, 4096, 4090))
     assert kernel.family == _ffi.Family.sm90
     # Thrice the MAC iterations of K in whole k-tiles, after two parts of A and B, read once and written, have been copied.
     m, n, k = 1000, 3000, 4090
-    problem = dataclasses.replace(gemm(m, n, k, F32, TF32X3), major_a=majors[0], major_b=majors[1])
-    cost = _ffi.estimate(kernel, problem.native(), planner._native_schedule(DataParallel()), HOPPER.native(), cost_model.H200.native)
+    cost = _ffi.estimate(kernel, product(m, n, k).native(), planner._native_schedule(DataParallel()), HOPPER.native(), cost_model.H200.native)
     assert cost.iterations % 3 == 0 and cost.iterations >= 3 * 4096 // 32
     assert cost.repack > 3 * 4 * (m + n) * k / cost_model.H200.copy_rate
     if majors == (_ffi.Major.row, _ffi.Major.row):
-        assert planned(64, 64, 4096)[1].family == _ffi.Family.sm80
+        assert cuda(product(64, 64, 4096))[1].family == _ffi.Family.sm80
 
 
 @pytest.mark.parametrize("m", [1, 4, 16])
