@@ -99,6 +99,11 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   double const size = size_of(p.type_a), accumulator = size_of(accumulator_of(p.type_a));
   double const area = kernel.tile_m * kernel.tile_n, tile_k = kernel.tile_k;
   floor_ = bytes_of(p) / machine.memory_rate;
+  if (kernel.family == Family::kSm90) {
+    // TMA takes its time for rows of A's tile beyond the problem, which a cluster shares.
+    double const beyond = (swap ? kernel.tile_n : kernel.tile_m) - p.m, sharers = swap ? kernel.cluster_m : kernel.cluster_n;
+    floor_ *= 1 + machine.beyond * std::max(beyond, 0.0) / 64 / sharers;
+  }
   launch_ = kernel.family == Family::kSkinny ? machine.skinny_launch : machine.launch + (ctas > 1 ? machine.cluster : 0);
   epilogue_ = machine.epilogue * (area / (128 * 128));
   if (kernel.family == Family::kSm90 && has_misaligned_d(p)) misaligned_d_ = machine.misaligned_d * (area / (128 * 128));
@@ -309,8 +314,8 @@ Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   // A separate reduction writes D, and partials are aligned.
   double const epilogue = epilogue_ + (separate ? 0 : misaligned_d_);
   // Workers of the last wave that have a piece, of those of all others. They have to themselves what all share: caches and power.
-  double const last = share.iterations / share.pieces, left = tiles_ * splits - (share.pieces - 1) * share.busy;
-  double const busy_last = cut_by_iterations ? 1 : std::clamp(left / share.busy, 0.0, 1.0);
+  double const last = share.iterations / share.pieces, left = std::max(tiles_ * splits - (share.pieces - 1) * share.busy, 1.0);
+  double const busy_last = cut_by_iterations ? 1 : std::min(left / share.busy, 1.0);
   auto const work = [&](auto const& join) {
     auto const iteration = [&](double busy) { return join(std::max(math_, sustained * busy), loads_ + gpc * busy, cache * busy, waits); };
     return iteration(1) * (share.iterations - last) + iteration(busy_last) * last + epilogues(epilogue, share.pieces) + cost.fix_up;
@@ -320,8 +325,13 @@ Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   if (cost.microseconds > limit) return cost;
 
   cost.work = work([](auto... times) { return std::pow((fifth_power(times) + ...), 1.0 / 5); });
+  // Few workers do not draw all that memory could give: those of the whole waves, and of the last one.
+  double const of_last = cut_by_iterations ? 1 : left / (tiles_ * splits), busy = share.busy / workers_;
+  auto const slower = [&](double part) { return std::pow(part, -machine_.idle); };
+  cost.floor = floor_ * ((1 - of_last) * slower(busy) + of_last * slower(busy * busy_last));
+  if (in_clusters) cost.floor *= 1 + machine_.gang * (share.peers - 1);
   double const overlap = overlap_of_call(floor_);
-  double const overlapped = std::pow(std::pow(cost.work, overlap) + std::pow(floor_, overlap), 1 / overlap);
+  double const overlapped = std::pow(std::pow(cost.work, overlap) + std::pow(cost.floor, overlap), 1 / overlap);
   cost.microseconds = cost.launches + overlapped + cost.extra + cost.repack;
   cost.waves = tiles_ * splits / workers_;
   return cost;
