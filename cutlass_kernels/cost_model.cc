@@ -107,7 +107,8 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   launch_ = kernel.family == Family::kSkinny ? machine.skinny_launch : machine.launch + (ctas > 1 ? machine.cluster : 0);
   epilogue_ = machine.epilogue * (area / (128 * 128));
   if (kernel.family == Family::kSm90 && has_misaligned_d(p)) misaligned_d_ = machine.misaligned_d * (area / (128 * 128));
-  if (!p.epilogue.is_plain()) fused_ = machine.fused * (area / (128 * 128));
+  if (!p.epilogue.is_plain())
+    fused_ = machine.fused * (area / (128 * 128)) * (kernel.warp_schedule == "pingpong" ? kOneWarpgroup : 1);
   partial_ = area * accumulator / machine.partial_rate_sm;
   result_bytes_ = static_cast<double>(p.batch) * p.m * p.n * accumulator;
 
@@ -169,14 +170,14 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   double const pieces = std::max(tiles_ / workers_, 1.0), iterations = std::max(tiles_ * k_tiles_ / workers_, 1.0);
   double const busy = std::min(workers_, tiles_);
   double const iteration = std::max({math_, wgmma_sustained_ * busy, loads_, multicast_ * busy / machine.cache_rate, line_});
-  least_ = kRounding * (launch_ + std::max(iteration * iterations + epilogues(epilogue_, pieces), floor_) + repack_);
+  least_ = kRounding * (launch_ + std::max(iteration * iterations + epilogues(epilogue_, pieces), floor_) + fused_ + repack_);
 }
 
-// What a worker waits for epilogues. A warpgroup of a pingpong kernel has one while the other multiplies: what is fused into it is
-// arithmetic, and wholly hidden but for the last, which one warpgroup has alone.
+// What a worker waits for epilogues, but for what is fused into its last one. A warpgroup of a pingpong kernel has one while the other
+// multiplies: what is fused into it is arithmetic, and wholly hidden.
 double Estimator::epilogues(double epilogue, double pieces) const {
-  if (kernel_.warp_schedule != "pingpong") return (epilogue + fused_) * pieces;
-  return epilogue * (1 + (pieces - 1) * (1 - machine_.overlapped)) + kOneWarpgroup * fused_;
+  if (kernel_.warp_schedule != "pingpong") return epilogue * pieces + fused_ * (pieces - 1);
+  return epilogue * (1 + (pieces - 1) * (1 - machine_.overlapped));
 }
 
 // Of the kernel that adds slices, and writes D.
@@ -321,7 +322,7 @@ Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
     return iteration(1) * (share.iterations - last) + iteration(busy_last) * last + epilogues(epilogue, share.pieces) + cost.fix_up;
   };
   double const least_work = work([](auto... times) { return std::max({times...}); });
-  cost.microseconds = kRounding * (cost.launches + std::max(least_work, floor_) + cost.extra + cost.repack);
+  cost.microseconds = kRounding * (cost.launches + std::max(least_work, floor_) + fused_ + cost.extra + cost.repack);
   if (cost.microseconds > limit) return cost;
 
   cost.work = work([](auto... times) { return std::pow((fifth_power(times) + ...), 1.0 / 5); });
@@ -332,7 +333,8 @@ Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   if (in_clusters) cost.floor *= 1 + machine_.gang * (share.peers - 1);
   double const overlap = overlap_of_call(floor_);
   double const overlapped = std::pow(std::pow(cost.work, overlap) + std::pow(cost.floor, overlap), 1 / overlap);
-  cost.microseconds = cost.launches + overlapped + cost.extra + cost.repack;
+  cost.work += fused_;  // of the last epilogue, or the pass that adds slices, which overlaps with nothing
+  cost.microseconds = cost.launches + overlapped + fused_ + cost.extra + cost.repack;
   cost.waves = tiles_ * splits / workers_;
   return cost;
 }
