@@ -248,64 +248,34 @@ __global__ void copy_rows(Rows first, Rows second) {
   }
 }
 
-// `to` = the transpose of `from`, of `rows` by `columns` 32-bit elements, batch after batch.
-struct Transposed {
-  uint32_t const* from;
-  uint32_t* to;
-  int64_t batches, rows, columns, ld_from, batch_stride_from, ld_to, batch_stride_to;
+// A matrix of f32, of so many rows or columns of k elements, copied into rows: as it is, or with `part`, in two parts of so many, which
+// zeros fill up: TF32 numbers near the elements, and what they lack, or the other way round.
+struct Squares {
+  float const* from;
+  float* to;
+  int64_t batches, rows, k, ld_from, batch_stride_from, ld_to, batch_stride_to;
+  bool along_k;  // as the rows to be
+  int64_t part = 0;
+  bool small_first = false;
 
   static constexpr int kSide = 32, kThreads = 8;  // of a square that a block copies; threads down it
+  int64_t columns = part > 0 ? part : k;
   Extent down{(rows + kSide - 1) / kSide}, across{(columns + kSide - 1) / kSide};
   __host__ __device__ int64_t squares() const { return batches * down.size * across.size; }
 };
 
-__global__ void transpose(Transposed p) {
-  let_dependents_start();
-  constexpr int kSide = Transposed::kSide;
-  __shared__ uint32_t square[kSide][kSide + 1];  // columns in different banks
-  int const x = threadIdx.x;
-  for (int64_t at = blockIdx.x; at < p.squares(); at += gridDim.x) {
-    int64_t const of_all = p.across.divide(at), batch = p.down.divide(of_all);
-    int64_t const column = (at - of_all * p.across.size) * kSide, row = (of_all - batch * p.down.size) * kSide;
-    uint32_t const* const from = p.from + batch * p.batch_stride_from;
-    uint32_t* const to = p.to + batch * p.batch_stride_to;
-#pragma unroll
-    for (int y = threadIdx.y; y < kSide; y += Transposed::kThreads)
-      if (row + y < p.rows && column + x < p.columns) square[y][x] = __ldg(from + (row + y) * p.ld_from + column + x);
-    __syncthreads();
-#pragma unroll
-    for (int y = threadIdx.y; y < kSide; y += Transposed::kThreads)
-      if (column + y < p.columns && row + x < p.rows) to[(column + y) * p.ld_to + row + x] = square[x][y];
-    __syncthreads();
-  }
-}
-
-// Rows of two parts along K, of a matrix of f32 with so many rows or columns of K elements: TF32 numbers near the elements, and what they
-// lack, or the other way round.
-struct Split {
-  float const* from;
-  float* to;
-  int64_t batches, rows, k, part, ld_from, batch_stride_from, batch_stride_to;
-  bool along_k;  // as the rows to be
-  bool small_first;
-
-  static constexpr int kSide = 32, kThreads = 8;  // as of Transposed
-  Extent down{(rows + kSide - 1) / kSide}, across{part / kSide};
-  __host__ __device__ int64_t squares() const { return batches * down.size * across.size; }
-};
-
 // Two matrices in one launch, along y.
-__global__ void split(Split first, Split second) {
+__global__ void copy_squares(Squares first, Squares second) {
   let_dependents_start();
-  constexpr int kSide = Split::kSide, kStep = Split::kThreads;
-  __shared__ float square[kSide][kSide + 1];
-  Split const p = blockIdx.y == 0 ? first : second;
+  constexpr int kSide = Squares::kSide, kStep = Squares::kThreads;
+  __shared__ float square[kSide][kSide + 1];  // columns in different banks
+  Squares const p = blockIdx.y == 0 ? first : second;
   int const x = threadIdx.x;
   for (int64_t at = blockIdx.x; at < p.squares(); at += gridDim.x) {
     int64_t const of_all = p.across.divide(at), batch = p.down.divide(of_all);
     int64_t const k = (at - of_all * p.across.size) * kSide, row = (of_all - batch * p.down.size) * kSide;
     float const* const from = p.from + batch * p.batch_stride_from;
-    float* const to = p.to + batch * p.batch_stride_to + row * 2 * p.part + k + x;
+    float* const to = p.to + batch * p.batch_stride_to + row * p.ld_to + k + x;
     float values[kSide / kStep];
 #pragma unroll
     for (int i = 0; i < kSide / kStep; ++i) {
@@ -324,68 +294,55 @@ __global__ void split(Split first, Split second) {
 #pragma unroll
     for (int i = 0; i < kSide / kStep; ++i) {
       int const y = threadIdx.y + i * kStep;
-      if (row + y >= p.rows) break;
+      if (row + y >= p.rows || k + x >= p.columns) break;
+      if (p.part == 0) {
+        to[y * p.ld_to] = values[i];
+        continue;
+      }
       float const large = __uint_as_float(to_tf32(values[i])), small = __uint_as_float(to_tf32(values[i] - large));
-      to[y * 2 * p.part] = p.small_first ? small : large;
-      to[y * 2 * p.part + p.part] = p.small_first ? large : small;
+      to[y * p.ld_to] = p.small_first ? small : large;
+      to[y * p.ld_to + p.part] = p.small_first ? large : small;
     }
   }
 }
 
-Status launch_split(GemmProblem const& p, Repack const& repacked, bool swap_ab, Buffers& at, cudaStream_t stream) {
-  GemmProblem const& q = repacked.problem;
-  auto const of = [&](void const*& matrix, bool along_k, int64_t rows, int64_t ld, int64_t batch_stride, int64_t batch_stride_to,
-                      bool small_first, int64_t bytes) {
-    auto* const to = static_cast<float*>(at.workspace);
-    int64_t const batches = batch_stride != 0 ? p.batch : 1;
-    Split const out{static_cast<float const*>(matrix), to, batches, rows, p.k, repacked.part, ld, batch_stride, batch_stride_to, along_k,
-                    small_first};
-    matrix = to;
-    at.workspace = static_cast<char*>(at.workspace) + bytes;
-    return out;
-  };
-  Split const a = of(at.a, p.major_a == Major::kRow, p.m, p.lda, p.batch_stride_a, q.batch_stride_a, !swap_ab, repacked.bytes_a);
-  Split const b = of(at.b, p.major_b == Major::kColumn, p.n, p.ldb, p.batch_stride_b, q.batch_stride_b, swap_ab, repacked.bytes_b);
-  split<<<dim3(blocks_for(std::max(a.squares(), b.squares()), 1), 2), dim3(Split::kSide, Split::kThreads), 0, stream>>>(a, b);
-  return from_cuda(cudaGetLastError(), "launching the copy of operands in two parts");
-}
-
 // Copies of A and B to the head of the workspace, as far as they are needed. Points `at` there.
 Status launch_repack(GemmProblem const& p, Repack const& repacked, bool swap_ab, Buffers& at, cudaStream_t stream) {
-  if (repacked.part > 0) return launch_split(p, repacked, swap_ab, at, stream);
   GemmProblem const& q = repacked.problem;
   auto* to = static_cast<char*>(at.workspace);
-  std::vector<Rows> copied;
-  std::vector<Transposed> transposed;
+  std::vector<Rows> rows;
+  std::vector<Squares> squares;
   // Of rows of the copy, which are the matrix's own or, where those are transposed, its columns.
   auto const add = [&](void const*& matrix, Major major, Major as, int64_t m, int64_t n, int64_t ld, int64_t ld_to, int64_t batch_stride,
-                       int64_t batch_stride_to, int64_t bytes) {
-    int64_t const batches = batch_stride != 0 ? p.batch : 1, rows = as == Major::kRow ? m : n, columns = as == Major::kRow ? n : m;
-    if (major != as) {
-      transposed.push_back({static_cast<uint32_t const*>(matrix), reinterpret_cast<uint32_t*>(to), batches, columns, rows, ld, batch_stride,
-                            ld_to, batch_stride_to});
+                       int64_t batch_stride_to, bool small_first, int64_t bytes) {
+    int64_t const batches = batch_stride != 0 ? p.batch : 1, extent = as == Major::kRow ? m : n, columns = as == Major::kRow ? n : m;
+    if (major != as || repacked.part > 0) {
+      squares.push_back({static_cast<float const*>(matrix), reinterpret_cast<float*>(to), batches, extent, columns, ld, batch_stride, ld_to,
+                         batch_stride_to, major == as, repacked.part, small_first});
     } else {
       int64_t const halves = size_of(p.type_a) / 2;
-      copied.push_back({static_cast<uint16_t const*>(matrix), reinterpret_cast<uint16_t*>(to), batches, Extent(rows), columns * halves,
-                        ld * halves, batch_stride * halves, ld_to * halves, batch_stride_to * halves});
+      rows.push_back({static_cast<uint16_t const*>(matrix), reinterpret_cast<uint16_t*>(to), batches, Extent(extent), columns * halves,
+                      ld * halves, batch_stride * halves, ld_to * halves, batch_stride_to * halves});
     }
     matrix = to;
     to += bytes;
   };
   if (repacked.a)
-    add(at.a, p.major_a, q.major_a, p.m, p.k, p.lda, q.lda, p.batch_stride_a, q.batch_stride_a, repacked.bytes_a);
+    add(at.a, p.major_a, q.major_a, p.m, p.k, p.lda, q.lda, p.batch_stride_a, q.batch_stride_a, !swap_ab, repacked.bytes_a);
   if (repacked.b)
-    add(at.b, p.major_b, q.major_b, p.k, p.n, p.ldb, q.ldb, p.batch_stride_b, q.batch_stride_b, repacked.bytes_b);
+    add(at.b, p.major_b, q.major_b, p.k, p.n, p.ldb, q.ldb, p.batch_stride_b, q.batch_stride_b, swap_ab, repacked.bytes_b);
   at.workspace = to;
-  int const threads = 256, warps = threads / 32;
-  for (Transposed const& matrix : transposed) {
-    transpose<<<blocks_for(matrix.squares(), 1), dim3(Transposed::kSide, Transposed::kThreads), 0, stream>>>(matrix);
-    if (Status status = from_cuda(cudaGetLastError(), "launching the transpose of an operand"); !status.ok()) return status;
+  if (!squares.empty()) {
+    Squares const &first = squares.front(), &last = squares.back();
+    copy_squares<<<dim3(blocks_for(std::max(first.squares(), last.squares()), 1), static_cast<unsigned>(squares.size())),
+                   dim3(Squares::kSide, Squares::kThreads), 0, stream>>>(first, last);
+    if (Status status = from_cuda(cudaGetLastError(), "launching the copy of operands of f32"); !status.ok()) return status;
   }
-  if (copied.empty()) return {};
-  Rows const &first = copied.front(), &last = copied.back();
-  copy_rows<<<dim3(blocks_for(std::max(first.pieces(), last.pieces()), warps), static_cast<unsigned>(copied.size())), threads, 0,
-              stream>>>(first, last);
+  if (rows.empty()) return {};
+  int const threads = 256, warps = threads / 32;
+  Rows const &first = rows.front(), &last = rows.back();
+  copy_rows<<<dim3(blocks_for(std::max(first.pieces(), last.pieces()), warps), static_cast<unsigned>(rows.size())), threads, 0, stream>>>(
+      first, last);
   return from_cuda(cudaGetLastError(), "launching the copy of misaligned matrices");
 }
 

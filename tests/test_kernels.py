@@ -25,7 +25,11 @@ DTYPES = {
 GUARD = 256  # bytes of poison before and after D
 POISON = 0xFF  # NaN in every floating-point type, -1 in the integers
 # At HIGH, XLA multiplies TF32 once.
-PRECISIONS = {"native": None, "tf32": jax.lax.Precision.DEFAULT, "tf32x3": jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3}
+PRECISIONS = {
+    "native": None,
+    "tf32": jax.lax.DotAlgorithmPreset.TF32_TF32_F32,
+    "tf32x3": jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3,
+}
 
 ON_GPU = jax.default_backend() == "gpu"
 KERNELS = {kernel.name: kernel for kernel in _ffi.kernels()}
@@ -229,10 +233,8 @@ def check(kernel, case, schedule, twice=True, epilogue=PLAIN, **kwargs):
     few = exact.size < 64
     floor = 2.0**-51 if kernel.type_d == _ffi.Type.f64 else 2.0**-22
     floor *= math.sqrt(case.k) if few else 1
-    if few and kernel.math == _ffi.Math.tf32x3:
-        floor = 2.0**-20
-    if exact.size < 8192 and kernel.math == _ffi.Math.tf32:
-        floor = 2.0**-10 if few else 2.0**-11
+    if few and kernel.math != _ffi.Math.native:
+        floor = 2.0**-10 if kernel.math == _ffi.Math.tf32 else 2.0**-20
     one_chain = kernel.family == _ffi.Family.sm90 or (kernel.family == _ffi.Family.skinny and kernel.tile_m == 256)
     if one_chain and (exact.size < 4096 or not kwargs.get("aligned", True)):
         floor += 2.0**-25 * case.k / 16
