@@ -34,6 +34,9 @@ constexpr double kDriftK = 16384;
 // How much longer one warpgroup takes for what is fused into a tile's epilogue than two that share the tile.
 constexpr double kOneWarpgroup = 1.5;
 
+// Of what is fused into an epilogue of 128 x 128, the share that the pass which adds slices takes longer.
+constexpr double kOfReduction = 0.4;
+
 // Lower bounds of costs stay below them however both are rounded.
 constexpr double kRounding = 1 - 1e-9;
 
@@ -100,9 +103,10 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   double const area = kernel.tile_m * kernel.tile_n, tile_k = kernel.tile_k;
   floor_ = bytes_of(p) / machine.memory_rate;
   if (kernel.family == Family::kSm90) {
-    // TMA takes its time for rows of A's tile beyond the problem, which a cluster shares.
-    double const beyond = (swap ? kernel.tile_n : kernel.tile_m) - p.m, sharers = swap ? kernel.cluster_m : kernel.cluster_n;
-    floor_ *= 1 + machine.beyond * std::max(beyond, 0.0) / 64 / sharers;
+    // Rows of A's tiles beyond the problem come from nowhere, but TMA takes its time for them; a cluster shares them.
+    double const rows = swap ? kernel.tile_n : kernel.tile_m, sharers = swap ? kernel.cluster_m : kernel.cluster_n;
+    double const beyond = rows - p.m / ceil_div(p.m, rows);
+    floor_ *= 1 + machine.beyond * beyond / 64 / sharers;
   }
   launch_ = kernel.family == Family::kSkinny ? machine.skinny_launch : machine.launch + (ctas > 1 ? machine.cluster : 0);
   epilogue_ = machine.epilogue * (area / (128 * 128));
@@ -170,13 +174,13 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   double const pieces = std::max(tiles_ / workers_, 1.0), iterations = std::max(tiles_ * k_tiles_ / workers_, 1.0);
   double const busy = std::min(workers_, tiles_);
   double const iteration = std::max({math_, wgmma_sustained_ * busy, loads_, multicast_ * busy / machine.cache_rate, line_});
-  least_ = kRounding * (launch_ + std::max(iteration * iterations + epilogues(epilogue_, pieces), floor_) + fused_ + repack_);
+  least_ = kRounding * (launch_ + std::max(iteration * iterations + epilogues(epilogue_, 0, pieces), floor_) + repack_);
 }
 
-// What a worker waits for epilogues, but for what is fused into its last one. A warpgroup of a pingpong kernel has one while the other
+// What a worker waits for epilogues, but for what is fused into its last one: `fused` is of the others. A warpgroup of a pingpong kernel has one while the other
 // multiplies: what is fused into it is arithmetic, and wholly hidden.
-double Estimator::epilogues(double epilogue, double pieces) const {
-  if (kernel_.warp_schedule != "pingpong") return epilogue * pieces + fused_ * (pieces - 1);
+double Estimator::epilogues(double epilogue, double fused, double pieces) const {
+  if (kernel_.warp_schedule != "pingpong") return epilogue * pieces + fused * (pieces - 1);
   return epilogue * (1 + (pieces - 1) * (1 - machine_.overlapped));
 }
 
@@ -285,7 +289,6 @@ Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   Cost cost;
   cost.iterations = share.iterations;
   cost.peers = share.peers;
-  cost.floor = floor_;
   // Split-K shares every piece of a worker; of those that Stream-K shares the last one is waited for.
   double const shared = share.peers <= 1 ? 0 : cut_by_iterations ? 1 : share.pieces;
   bool const in_clusters = kernel_.family == Family::kSkinny;  // which share tiles without memory
@@ -314,27 +317,32 @@ Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   double const waits = std::max(line_, alone_ / std::min(share.pieces, kResident));
   // A separate reduction writes D, and partials are aligned.
   double const epilogue = epilogue_ + (separate ? 0 : misaligned_d_);
+  // What is fused overlaps with nothing in the last epilogue. A pass that adds slices does it for all of them.
+  double const each_fused = separate ? 0 : fused_;
+  double const last_fused = separate && fused_ > 0 ? kOfReduction * machine_.fused : fused_;
   // Workers of the last wave that have a piece, of those of all others. They have to themselves what all share: caches and power.
+  // Slices that sm80 kernels launch apart may leave none to it.
   double const last = share.iterations / share.pieces, left = std::max(tiles_ * splits - (share.pieces - 1) * share.busy, 1.0);
   double const busy_last = cut_by_iterations ? 1 : std::min(left / share.busy, 1.0);
   auto const work = [&](auto const& join) {
     auto const iteration = [&](double busy) { return join(std::max(math_, sustained * busy), loads_ + gpc * busy, cache * busy, waits); };
-    return iteration(1) * (share.iterations - last) + iteration(busy_last) * last + epilogues(epilogue, share.pieces) + cost.fix_up;
+    return iteration(1) * (share.iterations - last) + iteration(busy_last) * last + epilogues(epilogue, each_fused, share.pieces) + cost.fix_up;
   };
   double const least_work = work([](auto... times) { return std::max({times...}); });
-  cost.microseconds = kRounding * (cost.launches + std::max(least_work, floor_) + fused_ + cost.extra + cost.repack);
+  cost.microseconds = kRounding * (cost.launches + std::max(least_work, floor_) + last_fused + cost.extra + cost.repack);
   if (cost.microseconds > limit) return cost;
 
   cost.work = work([](auto... times) { return std::pow((fifth_power(times) + ...), 1.0 / 5); });
-  // Few workers do not draw all that memory could give: those of the whole waves, and of the last one.
-  double const of_last = cut_by_iterations ? 1 : left / (tiles_ * splits), busy = share.busy / workers_;
-  auto const slower = [&](double part) { return std::pow(part, -machine_.idle); };
-  cost.floor = floor_ * ((1 - of_last) * slower(busy) + of_last * slower(busy * busy_last));
+  // Few workers do not draw all that memory could give: those with a piece of the whole waves, and of the last one. CTAs of a cluster
+  // wait until there is room for all of them.
+  auto const slower = [&](double at_work) { return std::pow(at_work, -machine_.idle); };
+  double const of_last = left / (tiles_ * splits);
+  cost.floor = floor_ * slower(share.busy / workers_) * (1 - of_last + of_last * slower(busy_last));
   if (in_clusters) cost.floor *= 1 + machine_.gang * (share.peers - 1);
   double const overlap = overlap_of_call(floor_);
   double const overlapped = std::pow(std::pow(cost.work, overlap) + std::pow(cost.floor, overlap), 1 / overlap);
-  cost.work += fused_;  // of the last epilogue, or the pass that adds slices, which overlaps with nothing
-  cost.microseconds = cost.launches + overlapped + fused_ + cost.extra + cost.repack;
+  cost.work += last_fused;
+  cost.microseconds = cost.launches + overlapped + last_fused + cost.extra + cost.repack;
   cost.waves = tiles_ * splits / workers_;
   return cost;
 }

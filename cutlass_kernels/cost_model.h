@@ -46,12 +46,12 @@ struct Cost {
   double waves = 0;         // output tiles, times splits, over workers
   double iterations = 0;    // MAC iterations of the busiest worker
   double peers = 1;         // workers that share a tile, at most
-  double work = 0;          // the busiest worker's time, fix-up included
+  double work = 0;          // the busiest worker's time, fix-up and what is fused included
   double fix_up = 0;        // of that, storing and adding partial tiles
-  double floor = 0;         // what memory needs for the problem whatever the tile; it overlaps with work
+  double floor = 0;         // what memory needs for the problem, asked by so many workers; it overlaps with work
   double launches = 0;      // kernel launches, or waking threads
   double extra = 0;         // the memset, and the reduction kernel
-  double repack = 0;        // copying misaligned operands
+  double repack = 0;        // copying operands as TMA and wgmma take them
 };
 
 // How many SMs or threads share the work of a schedule.
@@ -79,7 +79,7 @@ class Estimator {
  private:
   struct Share;
   Share share_of(Schedule const&, bool separate) const;
-  double epilogues(double epilogue, double pieces) const;
+  double epilogues(double epilogue, double fused, double pieces) const;
   double reduction_of(double slices) const;
   Cost host_cost(Schedule const&) const;
 

@@ -248,15 +248,14 @@ __global__ void copy_rows(Rows first, Rows second) {
   }
 }
 
-// A matrix of f32, of so many rows or columns of k elements, copied into rows: as it is, or with `part`, in two parts of so many, which
-// zeros fill up: TF32 numbers near the elements, and what they lack, or the other way round.
+// A matrix of f32, of so many rows or columns of k elements, copied into rows of k.
 struct Squares {
   float const* from;
   float* to;
   int64_t batches, rows, k, ld_from, batch_stride_from, ld_to, batch_stride_to;
   bool along_k;  // as the rows to be
-  int64_t part = 0;
-  bool small_first = false;
+  int64_t part = 0;  // or of twice so many, filled up with zeros: TF32 numbers near the elements, and what they lack
+  bool small_first = false;  // what they lack
 
   static constexpr int kSide = 32, kThreads = 8;  // of a square that a block copies; threads down it
   int64_t columns = part > 0 ? part : k;

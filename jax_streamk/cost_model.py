@@ -17,8 +17,8 @@ class Machine:
     cluster: float  # more of it to a kernel of clusters of several CTAs
     relaunch: float  # of each further kernel of a call
     memory_rate: float  # DRAM to all SMs
-    idle: float  # exponent of the share of SMs at work, which memory's rate falls with
-    beyond: float  # share by which it falls with 64 rows that A's tile has beyond the problem
+    idle: float  # exponent of the share of a schedule's workers that have work, which memory's rate falls with
+    beyond: float  # share by which it falls with 64 rows that A's tiles have beyond the problem
     gang: float  # share by which it falls with each further CTA of a cluster that shares a tile of a few rows
     cache_rate: float  # L2 to all SMs, a multicast counted once
     gpc_rate: float  # L2 to all GPCs, what SMs of one load together counted once
@@ -67,10 +67,10 @@ class Machine:
 # Fitted by benchmarks/fit_cost_model.py to benchmarks/results/plans_h200_2026-11-20.csv.gz as it was at commit f15b64a; reduction_* to the
 # file as it was later. launch, relaunch, reduction, copy_rate and misaligned_d are such that estimates of plans_h200_2026-11-21.csv.gz have
 # no bias, and skinny_fix_up is what lowered its regret. from_registers, mma_tf32 and mma_f64 are what lowered the regret of
-# plans_dtypes_h200_2026-11-21.csv.gz, cluster that of plans_more_h200_2026-11-21.csv.gz, and memory_rate, idle, beyond and gang that of
-# plans_large_h200_2026-11-21.csv.gz and of all others. mma_16bit, mma_tf32x3, memset, fused, narrow_loads and half_lines are estimates.
+# plans_dtypes_h200_2026-11-21.csv.gz, cluster that of plans_more_h200_2026-11-21.csv.gz, and memory_rate, idle, beyond, gang and memset that of
+# plans_large_h200_2026-11-21.csv.gz and of all others. mma_16bit, mma_tf32x3, fused, narrow_loads and half_lines are estimates.
 H200 = Machine(
-    launch=2.85,
+    launch=2.45,
     cluster=0.05,
     relaunch=2.4,
     memory_rate=4.5e6,
@@ -94,7 +94,7 @@ H200 = Machine(
     narrow_loads=0.37,
     misaligned_k=1.195,
     misaligned_mn=1.299,
-    skinny_launch=2.765,
+    skinny_launch=2.5,
     skinny_rate_sm=1.903e5,
     skinny_mma=1.69e6,
     skinny_alone=0.2191,

@@ -12,7 +12,8 @@ from jax_streamk.tuned import Candidate
 measure.ROTATED_BYTES = {"cuda": 1e5}
 KERNELS = {kernel.name: kernel for kernel in _ffi.kernels()}
 SILU = dict(has_bias=True, activation=_ffi.Activation.silu)
-LAUNCHES = [  # kernel, (m, n, k), (schedule, splits, reduction), epilogue
+ROW, COLUMN = _ffi.Major.row, _ffi.Major.column
+LAUNCHES = [  # kernel, (m, n, k), (schedule, splits, reduction), epilogue, and majors of A and B where they are not the kernel's
     ("sm90_bf16_bf16_rr_64x176x64_4x1_pingpong_swap", (181, 136, 264), ("data_parallel", 1, "ordered"), dict(SILU, has_residual=True)),
     ("sm90_bf16_bf16_rr_128x128x64_1x1_coop", (200, 264, 520), ("stream_k", 1, "ordered"), SILU),
     ("sm90_bf16_bf16_rr_128x128x64_1x1_coop", (200, 264, 520), ("split_k", 3, "ordered"), {}),
@@ -31,16 +32,18 @@ LAUNCHES = [  # kernel, (m, n, k), (schedule, splits, reduction), epilogue
     ("sm90_f32_f32_rr_64x64x64_1x1_pingpong_swap_tf32", (37, 131, 301), ("split_k", 3, "separate"), {}),  # A and B are copied
     ("sm90_f32_f32_rc_128x64x32_1x1_coop_swap_tf32x3", (200, 264, 520), ("split_k", 3, "ordered"), SILU),  # A and B are split
     ("sm90_f32_f32_rc_64x16x64_1x1_pingpong_tf32x3", (131, 37, 301), ("split_k", 3, "separate"), {}),
+    ("sm90_f32_f32_rc_64x32x64_1x1_pingpong_swap_tf32x3", (37, 131, 301), ("data_parallel", 1, "ordered"), {}, COLUMN, ROW),  # ... transposed
+    ("sm90_f32_f32_rr_64x64x64_1x1_pingpong_swap_tf32", (132, 200, 301), ("data_parallel", 1, "ordered"), {}, COLUMN, ROW),  # A is transposed
     ("sm80_f64_f64_rr_16x128x16_s5_a1", (13, 131, 301), ("split_k", 3, "ordered"), SILU),
     ("sm80_bf16_f32_rr_128x128x32_s4_a8", (130, 136, 1000), ("split_k", 3, "separate"), {}),  # the last slice is a launch
 ]
 
 if __name__ == "__main__":
     memory = measure.Memory(device_of(None))
-    for name, (m, n, k), way, epilogue in LAUNCHES:
+    for name, (m, n, k), way, epilogue, *majors in LAUNCHES:
         kernel = KERNELS[name]
-        types = kernel.type_a, kernel.type_a, kernel.type_a, kernel.math, kernel.major_a, kernel.major_b
-        ldb = n if kernel.major_b == _ffi.Major.row else k
-        problem = GemmProblem(1, m, n, k, *types, k, ldb, n, 0, 0, 0, **epilogue)
+        major_a, major_b = majors or (kernel.major_a, kernel.major_b)
+        types = kernel.type_a, kernel.type_a, kernel.type_a, kernel.math, major_a, major_b
+        problem = GemmProblem(1, m, n, k, *types, k if major_a == ROW else m, n if major_b == ROW else k, n, 0, 0, 0, **epilogue)
         result = memory.rotation(problem).result(name, Candidate(name, *way, "along_m", 1).native())
         print(name, (m, n, k), *way, float(abs(result.astype("float32")).max()), flush=True)

@@ -24,7 +24,7 @@ DTYPES = {
 }
 GUARD = 256  # bytes of poison before and after D
 POISON = 0xFF  # NaN in every floating-point type, -1 in the integers
-# At HIGH, XLA multiplies TF32 once.
+# What XLA would else choose itself: no TF32 for some small products, and at HIGH one instead of three.
 PRECISIONS = {
     "native": None,
     "tf32": jax.lax.DotAlgorithmPreset.TF32_TF32_F32,
