@@ -148,8 +148,7 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   panel_a_ = panel_of(lda, kernel.major_a == Major::kRow);
   panel_b_ = panel_of(ldb, kernel.major_b == Major::kColumn);
   misaligned_ = is_misaligned(lda) || is_misaligned(ldb);
-  repack_ = 2 * static_cast<double>(repacked.bytes()) / machine.copy_rate;
-  if (repacked.a || repacked.b) repack_ += machine.relaunch;
+  repack_ = 2 * static_cast<double>(repacked.bytes()) / machine.copy_rate + machine.relaunch * repacked.launches;
   double const tile_rows = std::min<double>(kernel.tile_m, rows_), tile_columns = std::min<double>(kernel.tile_n, columns_);
   auto const loaded = [&](double rows, double columns) {
     return (swap ? columns : rows) * panel_a_ + (swap ? rows : columns) * panel_b_;

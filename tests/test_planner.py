@@ -258,6 +258,17 @@ def test_misaligned_matrices_are_copied_where_that_pays(cuda, m, n, k, copies):
     assert "sm80" in planner.choose(gemm(16, 100, 7), None, HOPPER).candidates[0].kernel
 
 
+def test_a_transposed_operand_and_a_misaligned_one_are_copied_apart():
+    """Of TF32 with A column-major, which a kernel of row-major operands has transposed, and B's rows anywhere or on 16 bytes."""
+    kernel, machine, column = fake_kernel(_ffi.Family.sm90, F32, F32, (64, 64, 64), swap_ab=True, align=4, math=TF32), cost_model.H200, _ffi.Major.column
+    parts = planner._native_schedule(DataParallel()), HOPPER.native(), machine.native
+    m, k = 256, 512
+    for n, copied, launches in ((301, m * k + k * 320, 2), (320, m * k, 1)):
+        problem = dataclasses.replace(gemm(m, n, k, F32, TF32), major_a=column, lda=m)
+        repack = _ffi.estimate(kernel, problem.native(), *parts).repack
+        assert repack == pytest.approx(launches * machine.relaunch + 2 * 4 * copied / machine.copy_rate)
+
+
 def test_what_is_fused_is_hidden_by_pingpong_kernels(cuda):
     """A cooperative kernel's tensor cores wait for it, tile after tile."""
     problem = gemm(2048, 14336, 4096)
