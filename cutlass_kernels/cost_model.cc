@@ -176,8 +176,8 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   least_ = kRounding * (launch_ + std::max(iteration * iterations + epilogues(epilogue_, 0, pieces), floor_) + repack_);
 }
 
-// What a worker waits for epilogues, but for what is fused into its last one: `fused` is of the others. A warpgroup of a pingpong kernel has one while the other
-// multiplies: what is fused into it is arithmetic, and wholly hidden.
+// What a worker waits for epilogues, but for what is fused into its last one: `fused` is of the others. A warpgroup of a pingpong kernel
+// has one while the other multiplies: what is fused into it is arithmetic, and wholly hidden.
 double Estimator::epilogues(double epilogue, double fused, double pieces) const {
   if (kernel_.warp_schedule != "pingpong") return epilogue * pieces + fused * (pieces - 1);
   return epilogue * (1 + (pieces - 1) * (1 - machine_.overlapped));

@@ -260,11 +260,11 @@ def test_misaligned_matrices_are_copied_where_that_pays(cuda, m, n, k, copies):
 
 def test_a_transposed_operand_and_a_misaligned_one_are_copied_apart():
     """Of TF32 with A column-major, which a kernel of row-major operands has transposed, and B's rows anywhere or on 16 bytes."""
-    kernel, machine, column = fake_kernel(_ffi.Family.sm90, F32, F32, (64, 64, 64), swap_ab=True, align=4, math=TF32), cost_model.H200, _ffi.Major.column
+    kernel, machine = fake_kernel(_ffi.Family.sm90, F32, F32, (64, 64, 64), swap_ab=True, align=4, math=TF32), cost_model.H200
     parts = planner._native_schedule(DataParallel()), HOPPER.native(), machine.native
     m, k = 256, 512
     for n, copied, launches in ((301, m * k + k * 320, 2), (320, m * k, 1)):
-        problem = dataclasses.replace(gemm(m, n, k, F32, TF32), major_a=column, lda=m)
+        problem = dataclasses.replace(gemm(m, n, k, F32, TF32), major_a=_ffi.Major.column, lda=m)
         repack = _ffi.estimate(kernel, problem.native(), *parts).repack
         assert repack == pytest.approx(launches * machine.relaunch + 2 * 4 * copied / machine.copy_rate)
 
