@@ -103,10 +103,10 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   double const area = kernel.tile_m * kernel.tile_n, tile_k = kernel.tile_k;
   floor_ = bytes_of(p) / machine.memory_rate;
   if (kernel.family == Family::kSm90) {
-    // Rows of A's tiles beyond the problem come from nowhere, but TMA takes its time for them; a cluster shares them.
-    double const rows = swap ? kernel.tile_n : kernel.tile_m, sharers = swap ? kernel.cluster_m : kernel.cluster_n;
-    double const beyond = rows - p.m / ceil_div(p.m, rows);
-    floor_ *= 1 + machine.beyond * beyond / 64 / sharers;
+    // Rows that a tile of A has beyond the problem come from nowhere, but TMA takes its time for them; a cluster shares them. Measured of
+    // products of fewer rows than a tile.
+    double const beyond = (swap ? kernel.tile_n : kernel.tile_m) - p.m, sharers = swap ? kernel.cluster_m : kernel.cluster_n;
+    floor_ *= 1 + machine.beyond * std::max(beyond, 0.0) / 64 / sharers;
   }
   launch_ = kernel.family == Family::kSkinny ? machine.skinny_launch : machine.launch + (ctas > 1 ? machine.cluster : 0);
   epilogue_ = machine.epilogue * (area / (128 * 128));
@@ -317,7 +317,6 @@ Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   // A separate reduction writes D, and partials are aligned.
   double const epilogue = epilogue_ + (separate ? 0 : misaligned_d_);
   // What is fused overlaps with nothing in the last epilogue. A pass that adds slices does it for all of them.
-  double const each_fused = separate ? 0 : fused_;
   double const last_fused = separate && fused_ > 0 ? kOfReduction * machine_.fused : fused_;
   // Workers of the last wave that have a piece, of those of all others. They have to themselves what all share: caches and power.
   // Slices that sm80 kernels launch apart may leave none to it.
@@ -325,7 +324,7 @@ Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   double const busy_last = cut_by_iterations ? 1 : std::min(left / share.busy, 1.0);
   auto const work = [&](auto const& join) {
     auto const iteration = [&](double busy) { return join(std::max(math_, sustained * busy), loads_ + gpc * busy, cache * busy, waits); };
-    return iteration(1) * (share.iterations - last) + iteration(busy_last) * last + epilogues(epilogue, each_fused, share.pieces) + cost.fix_up;
+    return iteration(1) * (share.iterations - last) + iteration(busy_last) * last + epilogues(epilogue, separate ? 0 : fused_, share.pieces) + cost.fix_up;
   };
   double const least_work = work([](auto... times) { return std::max({times...}); });
   cost.microseconds = kRounding * (cost.launches + std::max(least_work, floor_) + last_fused + cost.extra + cost.repack);

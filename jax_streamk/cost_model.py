@@ -18,7 +18,7 @@ class Machine:
     relaunch: float  # of each further kernel of a call
     memory_rate: float  # DRAM to all SMs
     idle: float  # exponent of the share of a schedule's workers that have work, which memory's rate falls with
-    beyond: float  # share by which it falls with 64 rows that A's tiles have beyond the problem
+    beyond: float  # share by which it falls with 64 rows that A's tile has beyond the problem
     gang: float  # share by which it falls with each further CTA of a cluster that shares a tile of a few rows
     cache_rate: float  # L2 to all SMs, a multicast counted once
     gpc_rate: float  # L2 to all GPCs, what SMs of one load together counted once
