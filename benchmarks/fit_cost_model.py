@@ -35,7 +35,7 @@ NEVER = ("mma_16bit", "mma_tf32", "mma_tf32x3", "mma_f64", "memset", "fused", "n
 PRIOR = 0.2  # weight of a constant's logarithm staying where it started, beside those of thousands of rows
 FOLDS = 6  # of shapes, in cross-validation
 
-_SM90 = re.compile(r"sm90_(\w+?)_(\w+?)_([rc])([rc])_(\d+)x(\d+)x(\d+)_(\d)x(\d)_(coop|pingpong)(_swap)?(?:_tf32)?")
+_SM90 = re.compile(r"sm90_(\w+?)_(\w+?)_([rc])([rc])_(\d+)x(\d+)x(\d+)_(\d)x(\d)_(coop|pingpong|single)(_swap)?(?:_tf32)?")
 _SM80 = re.compile(r"sm80_(\w+?)_(\w+?)_([rc])([rc])_(\d+)x(\d+)x(\d+)_s(\d+)_a(\d+)")
 _SKINNY = re.compile(r"skinny_(\w+?)_(\w+?)_(r)([rc])_(\d+)x(\d+)x(\d+)(?:_\w+)?")
 _SIZES = {"bf16": 2, "f16": 2, "f32": 4, "f64": 8}
@@ -67,7 +67,7 @@ def kernel_of(name):
     if match := _SM90.fullmatch(name):
         a, d, major_a, major_b, *numbers, warps, swap = match.groups()
         tile_m, tile_n, tile_k, cluster_m, cluster_n = map(int, numbers)
-        family, align, warp_schedule = _ffi.Family.sm90, 16 // _SIZES[a], "pingpong" if warps == "pingpong" else "cooperative"
+        family, align, warp_schedule = _ffi.Family.sm90, 16 // _SIZES[a], {"coop": "cooperative"}.get(warps, warps)
     elif match := _SM80.match(name):
         a, d, major_a, major_b, *numbers = match.groups()
         tile_m, tile_n, tile_k, _, align = map(int, numbers)

@@ -96,7 +96,8 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   tiles_ = p.batch * wave_tiles_;
   Repack const repacked = repack_of(kernel, p);
   k_tiles_ = ceil_div(repacked.problem.k, kernel.tile_k);
-  workers_ = active_clusters(width, ctas);
+  ctas_of_sm_ = kernel.warp_schedule == "single" ? kSingles : 1;
+  workers_ = active_clusters(width * ctas_of_sm_, ctas);
   if (kernel.family == Family::kHost) return;
 
   double const size = size_of(p.type_a), accumulator = size_of(accumulator_of(p.type_a));
@@ -112,7 +113,7 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   epilogue_ = machine.epilogue * (area / (128 * 128));
   if (kernel.family == Family::kSm90 && has_misaligned_d(p)) misaligned_d_ = machine.misaligned_d * (area / (128 * 128));
   if (!p.epilogue.is_plain())
-    fused_ = machine.fused * (area / (128 * 128)) * (kernel.warp_schedule == "pingpong" ? kOneWarpgroup : 1);
+    fused_ = machine.fused * (area / (128 * 128)) * (ctas_of_sm_ > 1 || kernel.warp_schedule == "pingpong" ? kOneWarpgroup : 1);
   partial_ = area * accumulator / machine.partial_rate_sm;
   result_bytes_ = static_cast<double>(p.batch) * p.m * p.n * accumulator;
 
@@ -154,6 +155,12 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
     return (swap ? columns : rows) * panel_a_ + (swap ? rows : columns) * panel_b_;
   };
   loads_ = loaded(tile_rows, tile_columns) / machine.load_rate_sm;
+  if (ctas_of_sm_ > 1) {
+    // They take turns, and each has stages for its part of what an SM can ask for.
+    double const turns = std::clamp(std::ceil(tiles_ / width), 1.0, static_cast<double>(ctas_of_sm_));
+    math_ *= turns, epilogue_ *= turns, misaligned_d_ *= turns, fused_ *= turns;
+    loads_ *= ctas_of_sm_;
+  }
   if (kernel.family == Family::kSkinny) {
     // Few warps of an SM wait for each other's loads. They ask L2 for half lines of a B that is contiguous along K.
     double const half_lines = p.major_b == Major::kColumn ? machine.half_lines : 1;
@@ -335,7 +342,7 @@ Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   // wait until there is room for all of them.
   auto const slower = [&](double at_work) { return std::pow(at_work, -machine_.idle); };
   double const of_last = left / (tiles_ * splits);
-  cost.floor = floor_ * slower(share.busy / workers_) * (1 - of_last + of_last * slower(busy_last));
+  cost.floor = floor_ * slower(std::min(share.busy * ctas_of_sm_ / workers_, 1.0)) * (1 - of_last + of_last * slower(busy_last));
   if (in_clusters) cost.floor *= 1 + machine_.gang * (share.peers - 1);
   double const overlap = overlap_of_call(floor_);
   double const overlapped = std::pow(std::pow(cost.work, overlap) + std::pow(cost.floor, overlap), 1 / overlap);

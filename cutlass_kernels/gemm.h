@@ -92,7 +92,7 @@ struct KernelInfo {
   int32_t tile_m, tile_n, tile_k;     // of the kernel's own GEMM: with swap_ab, tile_m runs along n
   int32_t cluster_m = 1, cluster_n = 1;
   int32_t stages = 1;
-  std::string warp_schedule;  // "cooperative", "pingpong", "multistage", "pipelined", "streaming", "threads"
+  std::string warp_schedule;  // "cooperative", "pingpong", "single", "multistage", "pipelined", "streaming", "threads"
   bool swap_ab = false;
   // Which schedules the kernel runs besides data-parallel. A CUDA kernel that lists kSeparate writes accumulators: the reduction
   // pass converts them to the problem's type of D.

@@ -33,7 +33,7 @@ def gemm(m, n, k, type_ab=BF16, math=NATIVE, batch=1, type_d=None):
 def fake_kernel(
     family, type_ab, type_d, tile, cluster=(1, 1), warp_schedule="cooperative", swap_ab=False, align=8, math=NATIVE, major_b=_ffi.Major.row
 ):
-    reductions = [] if warp_schedule == "pingpong" else [ORDERED]
+    reductions = [] if warp_schedule in ("pingpong", "single") else [ORDERED]
     accumulator = F64 if type_ab == F64 else F32
     sm90 = family == _ffi.Family.sm90
     parts = [family, type_ab, type_d, "x".join(map(str, tile)), cluster[0], cluster[1], warp_schedule, swap_ab, align, math, major_b]
@@ -54,6 +54,7 @@ def fake_kernels():
         for tile in [(128, 64, 64), (128, 128, 64), (128, 256, 64)]:
             found.append(fake_kernel(sm90, BF16, type_d, tile))
         found.append(fake_kernel(sm90, BF16, type_d, (64, 16, 128), warp_schedule="pingpong", swap_ab=True))
+        found.append(fake_kernel(sm90, BF16, type_d, (64, 16, 64), warp_schedule="single", swap_ab=True))
         found.append(fake_kernel(sm90, BF16, type_d, (128, 16, 128), swap_ab=True))
         found.append(fake_kernel(sm80, BF16, type_d, (128, 128, 32), warp_schedule="multistage"))
         for align in (1, 2):
@@ -184,6 +185,12 @@ def test_slices_have_one_length_and_are_no_more_than_that_takes():
     in_64 = np.array([info.tile_k == 64 for info in infos])
     assert (of_15.microseconds == of_13.microseconds)[in_64].all()
     assert (of_15.launches == of_16.launches)[ours].all() and (of_15.launches > of_16.launches)[~ours].all()
+
+
+@pytest.mark.parametrize("columns, at_once", [(4096, False), (8192, False), (21888, True), (28672, True), (65536, False)])
+def test_tiles_of_a_few_rows_share_sms_where_their_last_wave_would_leave_many_idle(cuda, columns, at_once):
+    _, kernel = cuda(gemm(16, columns, 4096), DataParallel())
+    assert (kernel.warp_schedule == "single") == at_once
 
 
 def test_a_product_that_memory_bounds_costs_its_bytes():

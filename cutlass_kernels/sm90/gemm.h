@@ -10,16 +10,21 @@
 #include "cutlass/arch/barrier.h"
 #include "cutlass/arch/reg_reconfig.h"
 #include "cutlass/pipeline/sm90_pipeline.hpp"
+#include "cutlass_kernels/clusters.h"
 #include "cutlass_kernels/dependent_launch.cuh"
 
 namespace jax_streamk::sm90 {
 
-// kPingpong: each of two consumer warpgroups has a tile of its own, of which it runs the epilogue while the other multiplies. Otherwise
-// they share a tile.
-template <class Mainloop, class Epilogue, class Scheduler, bool kPingpong>
+// Cooperative: two consumer warpgroups share a tile. Pingpong: each has a tile of its own, of which it runs the epilogue while the other
+// multiplies. Single: there is one, and a warp that loads; an SM has several such CTAs.
+enum class WarpSchedule { kCooperative, kPingpong, kSingle };
+
+template <class Mainloop, class Epilogue, class Scheduler, WarpSchedule kWarpSchedule>
 struct GemmKernel {
+  static constexpr bool kPingpong = kWarpSchedule == WarpSchedule::kPingpong, kSingle = kWarpSchedule == WarpSchedule::kSingle;
   static constexpr int kStages = Mainloop::DispatchPolicy::Stages;
-  static constexpr int kWarpgroup = cutlass::NumThreadsPerWarpGroup, kConsumers = 2, kThreads = kWarpgroup * (1 + kConsumers);
+  static constexpr int kWarpgroup = cutlass::NumThreadsPerWarpGroup, kConsumers = kSingle ? 1 : 2;
+  static constexpr int kThreads = kSingle ? kWarpgroup + 32 : kWarpgroup * (1 + kConsumers), kCtasOfSm = kSingle ? kSingles : 1;
   static constexpr int kClusterM = Scheduler::kClusterM, kClusterN = Scheduler::kClusterN, kClusterSize = kClusterM * kClusterN;
   using TiledMma = typename Mainloop::TiledMma;
   using TileShape = typename Mainloop::TileShape;
@@ -46,7 +51,7 @@ struct GemmKernel {
 
   static CUTLASS_DEVICE void run(Params const& params, SharedStorage& shared) {
     int const warp = cutlass::canonical_warp_idx_sync();
-    if (warp == 0) {
+    if (warp == kLoader) {
       if (cute::elect_one_sync()) {
         Mainloop::prefetch_tma_descriptors(params.mainloop);
         // A stage is read by one warpgroup, or both, of every CTA that it is multicast from.
@@ -62,7 +67,7 @@ struct GemmKernel {
     }
     if constexpr (kClusterSize == 1) {
       // Others wait for the barriers, but not the warp that initialized them.
-      if (warp == 0) {
+      if (warp == kLoader) {
         cutlass::arch::NamedBarrier::arrive(kThreads, kReady);
       } else {
         cutlass::arch::NamedBarrier::sync(kThreads, kReady);
@@ -71,20 +76,24 @@ struct GemmKernel {
       cute::cluster_arrive_relaxed();
       cute::cluster_wait();
     }
-    if (warp >= 4) {
-      cutlass::arch::warpgroup_reg_alloc<kFewRegisters ? 240 : 232>();
-      consume(params, shared, warp / 4 - 1);
-      return;
-    }
-    cutlass::arch::warpgroup_reg_dealloc<kFewRegisters ? 24 : 40>();
-    if (warp > 0) {
+    if constexpr (kSingle) {
+      if (warp < kLoader) return consume(params, shared, 0);
+    } else {
+      if (warp >= 4) {
+        cutlass::arch::warpgroup_reg_alloc<kFewRegisters ? 240 : 232>();
+        return consume(params, shared, warp / 4 - 1);
+      }
+      cutlass::arch::warpgroup_reg_dealloc<kFewRegisters ? 24 : 40>();
       if (warp == 1) prefetch(params);
-      return;
+      if (warp != kLoader) return;
     }
     load(params, shared);
   }
 
  private:
+  // The warp that loads. wgmma wants consumers to be warps 0 to 3 of four, or the next.
+  static constexpr int kLoader = kSingle ? 4 : 0;
+
   // So many accumulators that consumers need what the others can spare.
   static constexpr bool kFewRegisters =
       cute::size<0>(TileShape{}) * cute::size<1>(TileShape{}) / (kWarpgroup * (kPingpong ? 1 : kConsumers)) >= 208;
@@ -153,7 +162,7 @@ struct GemmKernel {
 };
 
 template <class Gemm>
-__global__ __launch_bounds__(Gemm::kThreads, 1) void multiply(__grid_constant__ typename Gemm::Params const params) {
+__global__ __launch_bounds__(Gemm::kThreads, Gemm::kCtasOfSm) void multiply(__grid_constant__ typename Gemm::Params const params) {
   extern __shared__ __align__(1024) char memory[];
   Gemm::run(params, *reinterpret_cast<typename Gemm::SharedStorage*>(memory));
 }

@@ -36,8 +36,6 @@ struct ElementOf<Type::kF32> {
   using type = float;
 };
 
-enum class WarpSchedule { kCooperative, kPingpong };
-
 struct Config {
   Type type_ab, type_d;
   Major major_a, major_b;
@@ -49,12 +47,16 @@ struct Config {
   Math math;
 };
 
+inline char const* name_of(WarpSchedule schedule) {
+  return schedule == WarpSchedule::kPingpong ? "pingpong" : schedule == WarpSchedule::kSingle ? "single" : "coop";
+}
+
 inline std::string name_of(Config const& c) {
   auto const letter = [](Major major) { return major == Major::kRow ? "r" : "c"; };
   auto const number = [](int x) { return std::to_string(x); };
   return std::string("sm90_") + jax_streamk::name_of(c.type_ab) + "_" + jax_streamk::name_of(c.type_d) + "_" +
          letter(c.major_a) + letter(c.major_b) + "_" + number(c.tile_m) + "x" + number(c.tile_n) + "x" + number(c.tile_k) + "_" +
-         number(c.cluster_m) + "x" + number(c.cluster_n) + (c.warp_schedule == WarpSchedule::kPingpong ? "_pingpong" : "_coop") +
+         number(c.cluster_m) + "x" + number(c.cluster_n) + "_" + name_of(c.warp_schedule) +
          (c.swap_ab ? "_swap" : "") + (c.math == Math::kNative ? "" : std::string("_") + jax_streamk::name_of(c.math));
 }
 
@@ -63,7 +65,8 @@ template <Type kTypeAB, Type kTypeD, Major kMajorA, Major kMajorB, int kTileM, i
 class Sm90Kernel final : public CudaKernel {
   static constexpr Config kConfig = {kTypeAB, kTypeD,    kMajorA,   kMajorB,       kTileM, kTileN,
                                      kTileK,  kClusterM, kClusterN, kWarpSchedule, kSwapAB, kMath};
-  static constexpr bool kPingpong = kConfig.warp_schedule == WarpSchedule::kPingpong;
+  static constexpr bool kCooperative = kConfig.warp_schedule == WarpSchedule::kCooperative;
+  static constexpr int kCtasOfSm = kConfig.warp_schedule == WarpSchedule::kSingle ? kSingles : 1;
   static constexpr bool kSwap = kConfig.swap_ab;
 
   using ElementAB = typename ElementOf<kConfig.type_ab>::type;
@@ -91,23 +94,26 @@ class Sm90Kernel final : public CudaKernel {
     }
   }
   static constexpr int kStoreColumns = store_columns(kConfig);
+  // Bytes of an SM's shared memory, 1 KB of which each CTA needs besides, that a CTA leaves to others. Barriers take no more than 256.
+  static constexpr int kOfSm = 228 << 10, kOfOthers = kCtasOfSm == 1 ? 0 : (227 << 10) - (kOfSm / kCtasOfSm - 1024 - 256);
   using EpilogueTile = std::conditional_t<kStoreColumns != 0, cute::Shape<cute::_64, cute::Int<kStoreColumns>>,
                                           cutlass::epilogue::collective::EpilogueTileAuto>;
   using Epilogue = CollectiveEpilogue<typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, TileShape, ClusterShape,
       EpilogueTile, float, float, void, LayoutD, kAlignD, ElementD, LayoutD, kAlignD,
-      std::conditional_t<kPingpong, cutlass::epilogue::TmaWarpSpecialized,
-                         cutlass::epilogue::TmaWarpSpecializedCooperative>,
+      std::conditional_t<kCooperative, cutlass::epilogue::TmaWarpSpecializedCooperative,
+                         cutlass::epilogue::TmaWarpSpecialized>,
       Conversion<ElementD>>::CollectiveOp, kSwap>;
   using Mainloop = CollectiveMainloop<typename WideRows<typename cutlass::gemm::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, ElementAB, LayoutA, kAlignAB, ElementAB, LayoutB, kAlignAB, float,
       TileShape, ClusterShape,
-      cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::TensorStorage))>,
-      std::conditional_t<kPingpong, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
-                         cutlass::gemm::KernelTmaWarpSpecializedCooperative>>::CollectiveOp>::type,
+      cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::TensorStorage)) + kOfOthers>,
+      std::conditional_t<kCooperative, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
+                         cutlass::gemm::KernelTmaWarpSpecializedPingpong>>::CollectiveOp>::type,
       kConfig.type_d == Type::kF32, kConfig.math == Math::kTF32x3>;
-  using Scheduler = sm90::Scheduler<TileShape, ClusterShape, !kPingpong>;
-  using Gemm = GemmKernel<Mainloop, Epilogue, Scheduler, kPingpong>;
+  using Scheduler = sm90::Scheduler<TileShape, ClusterShape, kCooperative>;
+  using Gemm = GemmKernel<Mainloop, Epilogue, Scheduler, kConfig.warp_schedule>;
+  static_assert(kCtasOfSm * (sizeof(typename Gemm::SharedStorage) + 1024) <= kOfSm);
 
   static constexpr int kClusterSize = kConfig.cluster_m * kConfig.cluster_n;
 
@@ -120,7 +126,7 @@ class Sm90Kernel final : public CudaKernel {
     TileOrder const order = tile_order(p, s);
     return Decomposition::make(s.kind == ScheduleKind::kStreamK && !stream_k ? ScheduleKind::kDataParallel : s.kind,
                                static_cast<int32_t>(p.batch) * order.tiles_per_batch(), k_tiles(p),
-                               active_clusters(sms, kClusterSize),
+                               active_clusters(sms * kCtasOfSm, kClusterSize),
                                s.splits);
   }
 
@@ -218,10 +224,10 @@ class Sm90Kernel final : public CudaKernel {
     info.cluster_m = kConfig.cluster_m;
     info.cluster_n = kConfig.cluster_n;
     info.stages = Mainloop::DispatchPolicy::Stages;
-    info.warp_schedule = kPingpong ? "pingpong" : "cooperative";
+    info.warp_schedule = kCooperative ? "cooperative" : name_of(kConfig.warp_schedule);
     info.swap_ab = kSwap;
-    // Consumer warpgroups of the pingpong kernel own different tiles and always run all of K.
-    if (!kPingpong) info.split_k_reductions = info.stream_k_reductions = {Reduction::kOrdered, Reduction::kAtomic};
+    // A consumer warpgroup that has a tile to itself always runs all of K.
+    if (kCooperative) info.split_k_reductions = info.stream_k_reductions = {Reduction::kOrdered, Reduction::kAtomic};
     if (kConfig.type_d == Type::kF32) info.split_k_reductions.push_back(Reduction::kSeparate);
     info.threads = Gemm::kThreads;
     info.shared_memory = sizeof(typename Gemm::SharedStorage);
@@ -326,7 +332,7 @@ struct Row {
 // The words of table.txt.
 namespace words {
 inline constexpr Operands half = Operands::kHalf, tf32 = Operands::kTF32, tf32x3 = Operands::kTF32x3;
-inline constexpr WarpSchedule cooperative = WarpSchedule::kCooperative, pingpong = WarpSchedule::kPingpong;
+inline constexpr WarpSchedule cooperative = WarpSchedule::kCooperative, pingpong = WarpSchedule::kPingpong, single = WarpSchedule::kSingle;
 inline constexpr bool plain = false, swapped = true;
 inline constexpr Results own = Results::kOwn, f32 = Results::kF32, both = Results::kBoth;
 inline constexpr Majors all = Majors::kAll, row = Majors::kRow;
