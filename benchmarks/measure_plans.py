@@ -101,25 +101,24 @@ def measured(problem, kernels, memory, reductions):
     batch = _ffi.Batch([kernel for kernel, _ in plans], [problem.native()] * count, schedules, device.native())
     estimates = batch.microseconds(machine_of(device).native)
     bound = UNLIKELY * min(estimates, default=0)
-    times = {}
+    us, least = {}, math.inf
     for (kernel, plan), estimate in zip(plans, estimates):
         if estimate > bound:
             continue
         for raster, swizzle in ORDERS[:1] if kernel.family == _ffi.Family.sm80 else ORDERS:  # which order their tiles themselves
             plan = dataclasses.replace(plan, raster=raster, swizzle=swizzle)
-            times[plan] = rotation.time(kernel.name, plan.native())
-            least = min(map(statistics.median, times.values()))
-            if statistics.median(times[plan]) > HOPELESS * least:
+            us[plan] = statistics.median(rotation.time(plan.kernel, plan.native()))
+            least = min(least, us[plan])
+            if us[plan] > HOPELESS * least:
                 break
-    close = [plan for plan, of_plan in times.items() if statistics.median(of_plan) < CLOSE * least]
-    times.update((plan, []) for plan in close)
+    turns = {plan: [] for plan in us if us[plan] < CLOSE * least}
     for _ in range(ROUNDS):
-        for plan in random.sample(close, len(close)):
-            times[plan] += rotation.time(plan.kernel, plan.native(), repeats=1)
-    found = [(statistics.median(of_plan), plan) for plan, of_plan in times.items()]
-    print((m, n, k), *min(found, key=lambda x: x[0], default=()), flush=True)
-    for us, plan in found:
-        yield plan.kernel, plan.schedule, plan.splits, plan.reduction, plan.raster.removeprefix("along_"), plan.swizzle, f"{us:.2f}"
+        for plan in random.sample(list(turns), len(turns)):
+            turns[plan] += rotation.time(plan.kernel, plan.native(), repeats=1)
+    us.update((plan, statistics.median(times)) for plan, times in turns.items())
+    print((m, n, k), min(us.values(), default=None), min(us, key=us.get, default=None), flush=True)
+    for plan in us:
+        yield plan.kernel, plan.schedule, plan.splits, plan.reduction, plan.raster.removeprefix("along_"), plan.swizzle, f"{us[plan]:.2f}"
 
 
 if __name__ == "__main__":
