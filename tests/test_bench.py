@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 import xml.etree.ElementTree
 
 import jax
@@ -250,6 +251,21 @@ def test_a_profile_without_a_gpu_is_no_measurement():
     assert timing.device_work(timing.profile(program.run)) == []
     with pytest.raises(RuntimeError, match="no kernel of a GPU"):
         timing.device_samples(program)
+
+
+def test_no_run_starts_while_the_results_of_the_last_are_held():
+    class Result:
+        pass
+
+    results = []
+
+    def run():
+        assert not any(result() for result in results)
+        results.append(weakref.ref(result := Result()))
+        return result
+
+    timing.wall_sample(timing.Program(run, lambda _: time.sleep(0.001), 1), least=0.003)
+    assert len(results) > 2
 
 
 @pytest.mark.gpu

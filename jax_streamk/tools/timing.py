@@ -94,6 +94,9 @@ def _wall(program, repeats):
 
 def _repeat(program, repeats):
     for _ in range(repeats):
+        # While the last run's results are held the next run's lie elsewhere, and XLA writes new addresses into its CUDA graph before
+        # every run: 4 us a node on the host, more than many a small product takes.
+        out = None
         out = program.run()
     program.wait(out)
 
