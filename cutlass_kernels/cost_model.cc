@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "cutlass_kernels/clusters.h"
 #include "cutlass_kernels/reduction.h"
@@ -33,6 +34,9 @@ constexpr double kDriftK = 16384;
 
 // How much longer one warpgroup takes for what is fused into a tile's epilogue than two that share the tile.
 constexpr double kOneWarpgroup = 1.5;
+// Warpgroups that share a tile stop together between stages and tiles: in several waves cooperative kernels took so much longer, beside
+// pingpong kernels, than without it was expected of 16-bit types. Of TF32's nothing of the kind was seen.
+constexpr double kTogether = 1.03;
 
 // Of what is fused into an epilogue of 128 x 128, the share that the pass which adds slices takes longer.
 constexpr double kOfReduction = 0.4;
@@ -126,6 +130,7 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
     if (p.type_a == Type::kF32 && !along_k) math_ *= machine.from_registers;
     // SMs that clusters leave out save no power for the others.
     wgmma_sustained_ = operations * area * tile_k * std::max(width / workers_, 1.0) / machine.wgmma_sustained;
+    if (kernel.warp_schedule == "cooperative" && p.type_a != Type::kF32) math_ *= kTogether, wgmma_sustained_ *= kTogether;
   } else {
     double rate = mma_rate(machine, p.type_a, p.math);
     // f64's instructions take so long that tiles of a quarter feed them as well.
@@ -142,12 +147,16 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   // same bytes.
   double const panel = tile_k * size / std::sqrt(std::min(kernel.align_a * size / 16, 1.0));
   auto const is_misaligned = [&](int64_t ld) { return ld * static_cast<int64_t>(size) % 128 != 0; };
-  auto const panel_of = [&](int64_t ld, bool along_k) {
-    return is_misaligned(ld) ? panel * (along_k ? machine.misaligned_k : machine.misaligned_mn) : panel;
+  // TMA brings a tile that is contiguous along m or n in rows of at most 128 bytes that divide its extent. Each row costs more.
+  auto const panel_of = [&](int64_t ld, bool along_k, int32_t extent) {
+    if (!is_misaligned(ld)) return panel;
+    if (along_k) return panel * machine.misaligned_k;
+    double const rows = kernel.family == Family::kSm90 ? 128 / std::gcd(extent * static_cast<int32_t>(size), 128) : 1;
+    return panel * (1 + rows * (machine.misaligned_mn - 1));
   };
   int64_t const lda = repacked.problem.lda, ldb = repacked.problem.ldb;
-  panel_a_ = panel_of(lda, kernel.major_a == Major::kRow);
-  panel_b_ = panel_of(ldb, kernel.major_b == Major::kColumn);
+  panel_a_ = panel_of(lda, kernel.major_a == Major::kRow, swap ? kernel.tile_n : kernel.tile_m);
+  panel_b_ = panel_of(ldb, kernel.major_b == Major::kColumn, swap ? kernel.tile_m : kernel.tile_n);
   misaligned_ = is_misaligned(lda) || is_misaligned(ldb);
   repack_ = 2 * static_cast<double>(repacked.bytes()) / machine.copy_rate + machine.relaunch * repacked.launches;
   double const tile_rows = std::min<double>(kernel.tile_m, rows_), tile_columns = std::min<double>(kernel.tile_n, columns_);

@@ -10,6 +10,7 @@
 #include "cutlass/numeric_conversion.h"
 #include "cutlass_kernels/dependent_launch.cuh"
 #include "cutlass_kernels/epilogue.cuh"
+#include "cutlass_kernels/sm90/mainloop.h"
 
 namespace jax_streamk::sm90 {
 
@@ -50,6 +51,12 @@ struct Conversion : cutlass::epilogue::fusion::Sm90VisitorImpl<> {
   CUTLASS_DEVICE auto get_consumer_store_callbacks(cutlass::epilogue::fusion::ConsumerStoreArgs<Args...> const&) {
     return Callbacks{};
   }
+};
+
+// Three warpgroups store 64 rows each at once, where one would store them one after another.
+template <class Policy, class Tile, int kColumns, class... Others>
+struct OfThree<true, cutlass::epilogue::collective::CollectiveEpilogue<Policy, Tile, cute::Shape<cute::_64, cute::Int<kColumns>>, Others...>> {
+  using type = cutlass::epilogue::collective::CollectiveEpilogue<Policy, Tile, cute::Shape<cute::_192, cute::Int<kColumns>>, Others...>;
 };
 
 // How many accumulators the epilogue takes at a time. A loop around turns would have to move accumulators, since registers have no index,

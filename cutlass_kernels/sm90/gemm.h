@@ -15,19 +15,20 @@
 
 namespace jax_streamk::sm90 {
 
-// Cooperative: two consumer warpgroups share a tile. Pingpong: each has a tile of its own, of which it runs the epilogue while the other
-// multiplies. Single: there is one, and a warp that loads; an SM has several such CTAs.
+// Cooperative: two consumer warpgroups share a tile, or three one of 192 rows. Pingpong: each of two has a tile of its own, of which it
+// runs the epilogue while the other multiplies. Single: there is one, and a warp that loads; an SM has several such CTAs.
 enum class WarpSchedule { kCooperative, kPingpong, kSingle };
 
 template <class Mainloop, class Epilogue, class Scheduler, WarpSchedule kWarpSchedule>
 struct GemmKernel {
   static constexpr bool kPingpong = kWarpSchedule == WarpSchedule::kPingpong, kSingle = kWarpSchedule == WarpSchedule::kSingle;
   static constexpr int kStages = Mainloop::DispatchPolicy::Stages;
-  static constexpr int kWarpgroup = cutlass::NumThreadsPerWarpGroup, kConsumers = kSingle ? 1 : 2;
-  static constexpr int kThreads = kSingle ? kWarpgroup + 32 : kWarpgroup * (1 + kConsumers), kCtasOfSm = kSingle ? kSingles : 1;
-  static constexpr int kClusterM = Scheduler::kClusterM, kClusterN = Scheduler::kClusterN, kClusterSize = kClusterM * kClusterN;
   using TiledMma = typename Mainloop::TiledMma;
   using TileShape = typename Mainloop::TileShape;
+  static constexpr int kWarpgroup = cutlass::NumThreadsPerWarpGroup;
+  static constexpr int kConsumers = kSingle ? 1 : kPingpong ? 2 : cute::size(TiledMma{}) / kWarpgroup;
+  static constexpr int kThreads = kSingle ? kWarpgroup + 32 : kWarpgroup * (1 + kConsumers), kCtasOfSm = kSingle ? kSingles : 1;
+  static constexpr int kClusterM = Scheduler::kClusterM, kClusterN = Scheduler::kClusterN, kClusterSize = kClusterM * kClusterN;
   using Stage = cutlass::PipelineState<kStages>;
   using Full = cutlass::arch::ClusterTransactionBarrier;
   using Empty = cutlass::arch::ClusterBarrier;
@@ -54,7 +55,7 @@ struct GemmKernel {
     if (warp == kLoader) {
       if (cute::elect_one_sync()) {
         Mainloop::prefetch_tma_descriptors(params.mainloop);
-        // A stage is read by one warpgroup, or both, of every CTA that it is multicast from.
+        // A stage is read by one warpgroup, or all, of every CTA that it is multicast from.
         constexpr int kReaders = (kPingpong ? 1 : kConsumers) * (kClusterM + kClusterN - 1);
 #pragma unroll
         for (int i = 0; i < kStages; ++i) {
@@ -80,10 +81,10 @@ struct GemmKernel {
       if (warp < kLoader) return consume(params, shared, 0);
     } else {
       if (warp >= 4) {
-        cutlass::arch::warpgroup_reg_alloc<kFewRegisters ? 240 : 232>();
+        cutlass::arch::warpgroup_reg_alloc<kConsumers == 3 ? 160 : kFewRegisters ? 240 : 232>();
         return consume(params, shared, warp / 4 - 1);
       }
-      cutlass::arch::warpgroup_reg_dealloc<kFewRegisters ? 24 : 40>();
+      cutlass::arch::warpgroup_reg_dealloc<kConsumers == 3 ? 32 : kFewRegisters ? 24 : 40>();
       if (warp == 1) prefetch(params);
       if (warp != kLoader) return;
     }

@@ -66,6 +66,8 @@ class Sm90Kernel final : public CudaKernel {
   static constexpr Config kConfig = {kTypeAB, kTypeD,    kMajorA,   kMajorB,       kTileM, kTileN,
                                      kTileK,  kClusterM, kClusterN, kWarpSchedule, kSwapAB, kMath};
   static constexpr bool kCooperative = kConfig.warp_schedule == WarpSchedule::kCooperative;
+  // CUTLASS knows no three warpgroups that share a tile: it builds the collectives of one that has all of it.
+  static constexpr bool kThree = kCooperative && kConfig.tile_m == 192, kTwo = kCooperative && !kThree;
   static constexpr int kCtasOfSm = kConfig.warp_schedule == WarpSchedule::kSingle ? kSingles : 1;
   static constexpr bool kSwap = kConfig.swap_ab;
 
@@ -98,18 +100,18 @@ class Sm90Kernel final : public CudaKernel {
   static constexpr int kOfSm = 228 << 10, kOfOthers = kCtasOfSm == 1 ? 0 : (227 << 10) - (kOfSm / kCtasOfSm - 1024 - 256);
   using EpilogueTile = std::conditional_t<kStoreColumns != 0, cute::Shape<cute::_64, cute::Int<kStoreColumns>>,
                                           cutlass::epilogue::collective::EpilogueTileAuto>;
-  using Epilogue = CollectiveEpilogue<typename cutlass::epilogue::collective::CollectiveBuilder<
+  using Epilogue = CollectiveEpilogue<typename OfThree<kThree, typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, TileShape, ClusterShape,
       EpilogueTile, float, float, void, LayoutD, kAlignD, ElementD, LayoutD, kAlignD,
-      std::conditional_t<kCooperative, cutlass::epilogue::TmaWarpSpecializedCooperative,
+      std::conditional_t<kTwo, cutlass::epilogue::TmaWarpSpecializedCooperative,
                          cutlass::epilogue::TmaWarpSpecialized>,
-      Conversion<ElementD>>::CollectiveOp, kSwap>;
-  using Mainloop = CollectiveMainloop<typename WideRows<typename cutlass::gemm::collective::CollectiveBuilder<
+      Conversion<ElementD>>::CollectiveOp>::type, kSwap>;
+  using Mainloop = CollectiveMainloop<typename OfThree<kThree, typename WideRows<typename cutlass::gemm::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, ElementAB, LayoutA, kAlignAB, ElementAB, LayoutB, kAlignAB, float,
       TileShape, ClusterShape,
       cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::TensorStorage)) + kOfOthers>,
-      std::conditional_t<kCooperative, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
-                         cutlass::gemm::KernelTmaWarpSpecializedPingpong>>::CollectiveOp>::type,
+      std::conditional_t<kTwo, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
+                         cutlass::gemm::KernelTmaWarpSpecializedPingpong>>::CollectiveOp>::type>::type,
       kConfig.type_d == Type::kF32, kConfig.math == Math::kTF32x3>;
   using Scheduler = sm90::Scheduler<TileShape, ClusterShape, kCooperative>;
   using Gemm = GemmKernel<Mainloop, Epilogue, Scheduler, kConfig.warp_schedule>;

@@ -28,6 +28,20 @@ struct WideRows<cutlass::gemm::collective::CollectiveMma<
       CopyA, cute::GMMA::Layout_MN_SW128_Atom<cutlass::tfloat32_t>, FromA, cute::identity, CopyB, LayoutB, FromB, cute::identity>;
 };
 
+// A collective of one warpgroup, made one of three that are side by side along m, where kThree.
+template <bool kThree, class Collective>
+struct OfThree {
+  using type = Collective;
+};
+template <int kStages, class Cluster, class KernelSchedule, class Tile, class A, class StrideA, class B, class StrideB, class Mma, class... Copies>
+struct OfThree<true, cutlass::gemm::collective::CollectiveMma<
+                         cutlass::gemm::MainloopSm90TmaGmmaWarpSpecialized<kStages, Cluster, KernelSchedule>, Tile, A, StrideA, B, StrideB,
+                         Mma, Copies...>> {
+  using Three = decltype(cute::make_tiled_mma(typename Mma::Atom{}, cute::Layout<cute::Shape<cute::_3, cute::_1, cute::_1>>{}));
+  using type = cutlass::gemm::collective::CollectiveMma<
+      cutlass::gemm::MainloopSm90TmaGmmaWarpSpecialized<kStages, Cluster, KernelSchedule>, Tile, A, StrideA, B, StrideB, Three, Copies...>;
+};
+
 // A thread's part of an A of TF32 that is contiguous along m in shared memory: of each eight of K, rows g and g + 8 of its warp's sixteen at
 // t, then at t + 4, with g = lane / 4 and t = lane % 4.
 template <int kTileK>
