@@ -34,9 +34,6 @@ constexpr double kDriftK = 16384;
 
 // How much longer one warpgroup takes for what is fused into a tile's epilogue than two that share the tile.
 constexpr double kOneWarpgroup = 1.5;
-// Warpgroups that share a tile stop together between stages and tiles: in several waves cooperative kernels took so much longer, beside
-// pingpong kernels, than without it was expected of 16-bit types. Of TF32's nothing of the kind was seen.
-constexpr double kTogether = 1.03;
 
 // Of what is fused into an epilogue of 128 x 128, the share that the pass which adds slices takes longer.
 constexpr double kOfReduction = 0.4;
@@ -130,7 +127,6 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
     if (p.type_a == Type::kF32 && !along_k) math_ *= machine.from_registers;
     // SMs that clusters leave out save no power for the others.
     wgmma_sustained_ = operations * area * tile_k * std::max(width / workers_, 1.0) / machine.wgmma_sustained;
-    if (kernel.warp_schedule == "cooperative" && p.type_a != Type::kF32) math_ *= kTogether, wgmma_sustained_ *= kTogether;
   } else {
     double rate = mma_rate(machine, p.type_a, p.math);
     // f64's instructions take so long that tiles of a quarter feed them as well.
@@ -211,7 +207,8 @@ Wave Estimator::first_wave(Raster raster, int32_t swizzle) const {
   int32_t const fast = along_m ? tiles_m : tiles_n, slow = along_m ? tiles_n : tiles_m;
   swizzle = std::min(swizzle, slow);
   TileOrder const order{tiles_m, tiles_n, raster, swizzle};
-  double const workers = std::min(workers_, wave_tiles_);
+  // CTAs that share an SM take turns: a wave is one of each SM, as it is of kernels that have as many tiles and fill an SM.
+  double const workers = std::min(workers_ / ctas_of_sm_, wave_tiles_);
 
   // Of the workers of one GPC, or of two that stand for all.
   Wave wave;

@@ -187,7 +187,7 @@ def test_slices_have_one_length_and_are_no_more_than_that_takes():
     assert (of_15.launches == of_16.launches)[ours].all() and (of_15.launches > of_16.launches)[~ours].all()
 
 
-@pytest.mark.parametrize("columns, at_once", [(4096, False), (8192, False), (21888, True), (28672, True), (65536, False)])
+@pytest.mark.parametrize("columns, at_once", [(4096, False), (8192, False), (21888, True), (28672, True), (40960, False)])
 def test_tiles_of_a_few_rows_share_sms_where_their_last_wave_would_leave_many_idle(cuda, columns, at_once):
     _, kernel = cuda(gemm(16, columns, 4096), DataParallel())
     assert (kernel.warp_schedule == "single") == at_once
@@ -380,7 +380,8 @@ def test_choices_are_near_the_best_that_was_measured(monkeypatch, table, type_, 
 
 
 @pytest.mark.parametrize(
-    "shape", [(16, 4096, 4096), (64, 64, 65536), (96, 1000, 1000), (512, 512, 4096), (1000, 3000, 6144), (4096, 4096, 4096)]
+    "shape",
+    [(16, 4096, 4096), (32, 12288, 3072), (64, 64, 65536), (96, 1000, 1000), (512, 512, 4096), (1000, 3000, 6144), (4096, 4096, 4096)],
 )
 @pytest.mark.parametrize("device", [HOPPER, A100, Device("cuda", 120, 170)])
 @pytest.mark.parametrize("epilogue", [{}, dict(has_bias=True, activation=_ffi.Activation.silu)], ids=["plain", "fused"])
@@ -397,7 +398,7 @@ def test_the_cheapest_of_all_candidates_is_chosen(cuda, shape, device, epilogue)
             for candidate in _ffi.choose(alone, problem.native(), planner._native_schedule(schedule), *parts).candidates:
                 found[candidate.cost.microseconds, kernel.name, str(schedule)] = candidate
     made, _ = cuda(problem, device=device)
-    assert made.microseconds <= min(found)[0]
+    assert made.microseconds == min(found)[0]
     again, _ = cuda(problem, made.schedule, device=device)
     assert dataclasses.replace(again, reasons=made.reasons) == made
     runners_up = [float(reason.split()[-2]) for reason in made.reasons if reason.startswith("over ")]
