@@ -60,15 +60,16 @@ struct OfThree<true, cutlass::epilogue::collective::CollectiveEpilogue<Policy, T
 };
 
 // How many accumulators the epilogue takes at a time. A loop around turns would have to move accumulators, since registers have no index,
-// and take longer than its code does to load. The more accumulators, the fewer registers a turn has before it spills.
-constexpr int turn_of(int values) { return values > 160 ? 8 : values > 128 ? 16 : 32; }
+// and take longer than its code does to load. The more accumulators, the fewer registers a turn has before it spills; three warpgroups
+// have 160 each where two have 240.
+constexpr int turn_of(int values, bool three) { return values > 160 ? 8 : values > (three ? 72 : 128) ? 16 : 32; }
 
 // The bias of a thread's accumulators, as it lies in memory: unpacked it would take more registers. `coordinates` are where accumulators
 // lie in the kernel's own result, of extents (m, n), which is D, or with swap_ab its transpose: two neighbours along n, two of a row 8
 // below, and so on along n. So of a column of D are 2 of 4 in turn, or with swap_ab the upper or lower rows of a wgmma.
-template <bool kSwap, class Element, class Accumulators>
+template <bool kSwap, class Element, class Accumulators, bool kThree>
 struct Biases {
-  static constexpr int kValues = cute::size(Accumulators{}), kBlock = cute::size<0>(Accumulators{}), kTurn = turn_of(kValues);
+  static constexpr int kValues = cute::size(Accumulators{}), kBlock = cute::size<0>(Accumulators{}), kTurn = turn_of(kValues, kThree);
   static constexpr int kVector = kSwap ? 1 : 2;  // neighbours in a row of D
   using Vector = cutlass::AlignedArray<Element, kVector>;
   static constexpr int kOfTile = kSwap ? kValues / kBlock * 2 : kValues / 4;
@@ -106,10 +107,10 @@ struct Biases {
 };
 
 // accumulators = epilogue(accumulators), with what `Biases` says.
-template <bool kSwap, class Element, class Accumulators, class Coordinates>
+template <bool kSwap, bool kThree, class Element, class Accumulators, class Coordinates>
 CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t batch, int32_t m, int32_t n,
-                          Coordinates const& coordinates, Biases<kSwap, Element, Accumulators>& biases, Accumulators& accumulators) {
-  using Bias = Biases<kSwap, Element, Accumulators>;
+                          Coordinates const& coordinates, Biases<kSwap, Element, Accumulators, kThree>& biases, Accumulators& accumulators) {
+  using Bias = Biases<kSwap, Element, Accumulators, kThree>;
   constexpr int kValues = Bias::kValues, kTurn = Bias::kTurn, kVector = Bias::kVector;
   using Vector = typename Bias::Vector;
   auto const offset_m = [&](int i) { return static_cast<int32_t>(cute::get<0>(coordinates.layout()(i))); };
@@ -316,7 +317,7 @@ class CollectiveEpilogue {
   template <class Accumulators, class ProblemShape, class TileShape, class TileCoordinate, class TiledMma>
   CUTLASS_DEVICE auto biases(ProblemShape const& shape, TileShape tile_shape, TileCoordinate const& tile, TiledMma const& tiled_mma,
                              int thread) const {
-    Biases<kSwap, Element, Accumulators> biases;
+    Biases<kSwap, Element, Accumulators, cute::size(TiledMma{}) == 3 * cutlass::NumThreadsPerWarpGroup> biases;
     if (decltype(biases)::kEarly && params_.thread.bias != nullptr && params_.thread.misaligned_d == nullptr) {
       wait_for_primary();
       auto const [m, n, k, l] = shape;
@@ -338,7 +339,7 @@ class CollectiveEpilogue {
       store_misaligned<kSwap, kBytes>(epilogue, cute::get<3>(tile), m, n, coordinates(), accumulators, reinterpret_cast<float*>(of_warp));
       return;
     }
-    if (!epilogue.plain) apply<kSwap>(epilogue, cute::get<3>(tile), m, n, coordinates(), biases, accumulators);
+    if (!epilogue.plain) apply(epilogue, cute::get<3>(tile), m, n, coordinates(), biases, accumulators);
     // Nothing is loaded for it: these barriers are never touched.
     auto& barriers = reinterpret_cast<typename Base::LoadPipeline::SharedStorage&>(storage_);
     typename Base::LoadPipeline loads(barriers, {}, cute::false_type{});
