@@ -10,7 +10,7 @@
 #include "cute/tensor.hpp"
 #include "cutlass/cutlass.h"
 #include "cutlass/epilogue/collective/collective_builder.hpp"
-#include "cutlass/gemm/collective/collective_builder.hpp"
+#include "cutlass/gemm/collective/builders/sm90_gmma_builder.inl"
 #include "cutlass_kernels/clusters.h"
 #include "cutlass_kernels/cuda_kernel.h"
 #include "cutlass_kernels/repack.h"

@@ -7,7 +7,9 @@
 
 #include "cute/atom/copy_traits_sm90_tma.hpp"
 #include "cute/tensor.hpp"
-#include "cutlass/gemm/collective/collective_mma.hpp"
+#include "cutlass/gemm/collective/collective_mma_decl.hpp"
+#include "cutlass/gemm/collective/sm90_mma_tma_gmma_rs_warpspecialized.hpp"
+#include "cutlass/gemm/collective/sm90_mma_tma_gmma_ss_warpspecialized.hpp"
 #include "cutlass_kernels/decomposition.h"
 
 namespace jax_streamk::sm90 {
