@@ -10,6 +10,9 @@ import pytest
 _cache = tempfile.TemporaryDirectory(prefix="jax_streamk_tests_")
 os.environ["XDG_CACHE_HOME"] = _cache.name
 
+# Several processes share a GPU: pytest-xdist's and those that tests start.
+os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+
 # Simulated devices for the tests of sharding; all others use the first of them.
 jax.config.update("jax_num_cpu_devices", 8)
 

@@ -21,7 +21,7 @@ def blocks(page):
 def test_page(page, tmp_path):
     if page.stem == "sharding" and jax.default_backend() == "gpu" and len(jax.devices()) < 4:
         pytest.skip("needs four GPUs")
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(blocks(page))], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280
     )

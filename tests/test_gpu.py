@@ -171,8 +171,7 @@ print(json.dumps({"runs": runs, "singly": [bits(chain(x, weights)) for x in inpu
 def run_chain(folder, *flags):
     """What the program above prints, and the thunks of its executables after XLA's passes."""
     flags = (*flags, f"--xla_dump_to={folder}", "--xla_dump_hlo_module_re=.*chain.*")
-    # This process may hold most of the GPU's memory.
-    environment = os.environ | {"XLA_FLAGS": " ".join(flags), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    environment = os.environ | {"XLA_FLAGS": " ".join(flags)}
     done = subprocess.run([sys.executable, "-c", CHAIN], env=environment, capture_output=True, text=True, timeout=280, cwd="/")
     assert done.returncode == 0, done.stderr[-4000:]
     thunks = "\n".join(path.read_text() for path in folder.glob("*thunk_sequence_after_thunk_passes*"))

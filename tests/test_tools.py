@@ -192,7 +192,7 @@ def test_info_says_what_fails(monkeypatch, capsys):
 
 
 def test_the_command_line(tmp_path):
-    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     run = dict(cwd=tmp_path, env=environment, capture_output=True, text=True)
     done = subprocess.run([sys.executable, "-m", "jax_streamk", "info"], **run)
     assert done.returncode == 0 and str(tmp_path / "jax_streamk") in done.stdout, done.stderr
