@@ -62,64 +62,67 @@ struct Extent {
 // row; or anyhow.
 enum class Result { kAsPartials, kWide, kAny };
 
-// D = epilogue(sum over slices of partials[slice]). Partials are slices x rows x ld; rows are those of all batches. The threads of a
-// block that have the same threadIdx.x own 16 bytes of one row of partials. Each adds a run of slices in the order of K, and the
-// first of them adds the runs in that order: the same bits every time.
+// The same vector of so many slices, `stride` vectors apart, in their order.
+template <int kVector, typename Accumulator>
+struct alignas(16) Sum {
+  Accumulator x[kVector] = {};
+
+  __device__ void add(Sum const* from, int64_t stride, int count) {
+    constexpr int kAtOnce = 4;  // loads before their additions: of a large result, those predicated off take as long as the others
+#pragma unroll 1
+    for (; count > 0; count -= kAtOnce) {
+      Sum next[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j, from += stride)
+        if (j < count) next[j] = *from;
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) x[i] += next[j].x[i];
+      }
+    }
+  }
+};
+
+// D = epilogue(sum over slices of partials[slice]). Partials are slices x rows x ld; rows are those of all batches. `runs` lanes of a warp
+// own 16 bytes of one row of partials together: each adds a run of slices in the order of K, and neighbouring runs are added, then
+// neighbouring pairs, and so on: the same bits every time.
+//
+// It is short, and starts while the kernel before it multiplies: until that has ended it runs all of its code once with nothing to add, so
+// that none of it has to be read from memory when time counts.
 template <typename Accumulator, typename T, Result kResult>
-__global__ void reduce_slices(Accumulator const* __restrict__ partials, int slices, int64_t vectors, Extent vectors_per_row,
-                              Extent rows_per_batch, int64_t n, T* __restrict__ d, EpilogueParams<Accumulator, T> epilogue) {
-  constexpr int kVector = 16 / sizeof(Accumulator), kAtOnce = 4;
+__global__ __launch_bounds__(kReducers) void reduce_slices(Accumulator const* partials, int slices, int runs, int64_t vectors,
+                                                           Extent vectors_per_row, Extent rows_per_batch, int64_t n, T* d,
+                                                           EpilogueParams<Accumulator, T> epilogue) {
+  constexpr int kVector = 16 / sizeof(Accumulator);
   constexpr bool kWide = kResult != Result::kAny;
-  struct alignas(16) Vector {
-    Accumulator x[kVector];
-  };
+  using Vector = Sum<kVector, Accumulator>;
   struct alignas(sizeof(T) * kVector) Out {
     T x[kVector];
   };
-  __shared__ Vector sums[kReducers];
-  int const run = static_cast<int>(threadIdx.y), runs = static_cast<int>(blockDim.y), owners = static_cast<int>(blockDim.x);
-  int const owner = static_cast<int>(threadIdx.x);
-  int const log_runs = 31 - __clz(runs), begin = run * slices >> log_runs, end = (run + 1) * slices >> log_runs;
-  wait_for_primary();
-  for (int64_t first = blockIdx.x * static_cast<int64_t>(owners); first < vectors; first += static_cast<int64_t>(gridDim.x) * owners) {
-    int64_t const at = first + owner;
-    Vector sum{};
-    if (at < vectors) {
-      Vector const* from = reinterpret_cast<Vector const*>(partials) + begin * vectors + at;
-      sum = *from;
-      // Some loads at once before their additions, but few: of a large result, what is predicated off takes as long as what is loaded.
-      for (int slice = begin + 1; slice < end; slice += kAtOnce) {
-        Vector next[kAtOnce];
+  int const log_runs = 31 - __clz(runs), owners = 32 >> log_runs;  // of a warp
+  int const lane = static_cast<int>(threadIdx.x) % 32, run = lane / owners, begin = run * slices >> log_runs;
+  int64_t const at = (blockIdx.x * static_cast<int64_t>(kReducers / 32) + threadIdx.x / 32) * owners + lane % owners;
+  Vector const* const from = reinterpret_cast<Vector const*>(partials) + begin * vectors + at;
+  int const all = at < vectors ? ((run + 1) * slices >> log_runs) - begin : 0;
+#pragma unroll 1
+  for (int pass = 0; pass < 2; ++pass) {
+    if (pass > 0) wait_for_primary();
+    Vector sum;
+    sum.add(from, vectors, pass > 0 ? all : 0);
+#pragma unroll 1
+    for (int lanes = owners; lanes < 32; lanes *= 2) {
 #pragma unroll
-        for (int j = 0; j < kAtOnce; ++j)
-          if (slice + j < end) next[j] = *(from += vectors);
-#pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) {
-          if (slice + j >= end) break;
-#pragma unroll
-          for (int i = 0; i < kVector; ++i) sum.x[i] += next[j].x[i];
-        }
-      }
+      for (int i = 0; i < kVector; ++i) sum.x[i] += __shfl_xor_sync(~0u, sum.x[i], lanes);
     }
-    if (runs > 1) {
-      __syncthreads();  // the sums before have been read
-      sums[run * owners + owner] = sum;
-      __syncthreads();
-      if (run > 0) continue;
-      for (int other = 1; other < runs; ++other) {
-        Vector const next = sums[other * owners + owner];
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) sum.x[i] += next.x[i];
-      }
-    }
-    if (at >= vectors) continue;
+    bool const stores = pass > 0 && run == 0 && at < vectors;
     int64_t offset = at * kVector, batch = 0, column = 0;
     if constexpr (kResult != Result::kAsPartials) {
       int64_t const row = vectors_per_row.divide(at);
       batch = rows_per_batch.divide(row), column = (at - row * vectors_per_row.size) * kVector;
       offset = batch * epilogue.batch_stride_d + (row - batch * rows_per_batch.size) * epilogue.ldd + column;
     }
-    if (kResult != Result::kAsPartials && !epilogue.plain) {
+    if (kResult != Result::kAsPartials && !epilogue.plain && stores) {
       auto const add = [&](Accumulator factor, T const* from) {
         Out values{};
         if constexpr (kWide) {
@@ -142,13 +145,32 @@ __global__ void reduce_slices(Accumulator const* __restrict__ partials, int slic
 #pragma unroll
     for (int i = 0; i < kVector; ++i) out.x[i] = static_cast<T>(sum.x[i]);
     if constexpr (kWide) {
-      *reinterpret_cast<Out*>(d + offset) = out;
+      if (stores) *reinterpret_cast<Out*>(d + offset) = out;
     } else {
 #pragma unroll
       for (int i = 0; i < kVector; ++i)
-        if (column + i < n) d[offset + i] = out.x[i];
+        if (stores && column + i < n) d[offset + i] = out.x[i];
     }
   }
+}
+
+// A launch beside kernels that use all shared memory of an SM: one that asks for another division of it and L1 would wait until the SM is
+// idle. Where `overlaps`, it starts while the kernel before it ends.
+template <typename... Params, typename... Args>
+cudaError_t launch_beside(Device const& device, bool overlaps, void (*kernel)(Params...), dim3 grid, dim3 block, cudaStream_t stream,
+                          Args&&... args) {
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+  attributes[0].val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = kHopper && device.arch >= 90 ? (overlaps ? 2 : 1) : 0;
+  return cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
 }
 
 // Of kernels whose blocks go on to further work.
@@ -165,23 +187,14 @@ Status launch_typed(GemmProblem const& p, Device const& device, int32_t slices, 
   bool const wide = (p.n | p.ldd | p.batch_stride_d | p.epilogue.batch_stride_bias) % kVector == 0;
   bool const as_partials = p.epilogue.is_plain() && ld == p.n && ld == p.ldd && (p.batch == 1 || p.batch_stride_d == p.m * ld);
   int32_t const runs = reduction_runs(static_cast<double>(vectors), slices);
-  dim3 const threads(kReducers / runs, runs);
+  int64_t const blocks = (vectors * runs + kReducers - 1) / kReducers;
+  if (blocks >> 31 != 0) return Status::invalid("a split-K reduction of more than 2^31 blocks");
   auto* const kernel = as_partials ? reduce_slices<Accumulator, T, Result::kAsPartials>
                        : wide      ? reduce_slices<Accumulator, T, Result::kWide>
                                    : reduce_slices<Accumulator, T, Result::kAny>;
-  // It starts while the kernel that writes the partials ends.
-  cudaLaunchAttribute overlap;
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks_for(vectors, threads.x));
-  config.blockDim = threads;
-  config.stream = stream;
-  config.attrs = &overlap;
-  config.numAttrs = kHopper && device.arch >= 90;
-  cudaError_t const error =
-      cudaLaunchKernelEx(&config, kernel, static_cast<Accumulator const*>(partials), slices, vectors, Extent(ld / kVector), Extent(p.m),
-                         p.n, static_cast<T*>(buffers.d), EpilogueParams<Accumulator, T>(p, buffers));
+  cudaError_t const error = launch_beside(device, true, kernel, dim3(static_cast<unsigned>(blocks)), dim3(kReducers), stream,
+                                          static_cast<Accumulator const*>(partials), slices, runs, vectors, Extent(ld / kVector), Extent(p.m),
+                                          p.n, static_cast<T*>(buffers.d), EpilogueParams<Accumulator, T>(p, buffers));
   return from_cuda(error, "launching the split-K reduction");
 }
 
@@ -306,7 +319,7 @@ __global__ void copy_squares(Squares first, Squares second) {
 }
 
 // Copies of A and B to the head of the workspace, as far as they are needed. Points `at` there.
-Status launch_repack(GemmProblem const& p, Repack const& repacked, bool swap_ab, Buffers& at, cudaStream_t stream) {
+Status launch_repack(GemmProblem const& p, Repack const& repacked, bool swap_ab, Device const& device, Buffers& at, cudaStream_t stream) {
   GemmProblem const& q = repacked.problem;
   auto* to = static_cast<char*>(at.workspace);
   std::vector<Rows> rows;
@@ -333,16 +346,16 @@ Status launch_repack(GemmProblem const& p, Repack const& repacked, bool swap_ab,
   at.workspace = to;
   if (!squares.empty()) {
     Squares const &first = squares.front(), &last = squares.back();
-    copy_squares<<<dim3(blocks_for(std::max(first.squares(), last.squares()), 1), static_cast<unsigned>(squares.size())),
-                   dim3(Squares::kSide, Squares::kThreads), 0, stream>>>(first, last);
-    if (Status status = from_cuda(cudaGetLastError(), "launching the copy of operands of f32"); !status.ok()) return status;
+    dim3 const grid(blocks_for(std::max(first.squares(), last.squares()), 1), static_cast<unsigned>(squares.size()));
+    cudaError_t const error = launch_beside(device, false, copy_squares, grid, dim3(Squares::kSide, Squares::kThreads), stream, first, last);
+    if (Status status = from_cuda(error, "launching the copy of operands of f32"); !status.ok()) return status;
   }
   if (rows.empty()) return {};
   int const threads = 256, warps = threads / 32;
   Rows const &first = rows.front(), &last = rows.back();
-  copy_rows<<<dim3(blocks_for(std::max(first.pieces(), last.pieces()), warps), static_cast<unsigned>(rows.size())), threads, 0, stream>>>(
-      first, last);
-  return from_cuda(cudaGetLastError(), "launching the copy of misaligned matrices");
+  dim3 const grid(blocks_for(std::max(first.pieces(), last.pieces()), warps), static_cast<unsigned>(rows.size()));
+  return from_cuda(launch_beside(device, false, copy_rows, grid, dim3(threads), stream, first, last),
+                   "launching the copy of misaligned matrices");
 }
 
 }  // namespace
@@ -372,7 +385,7 @@ Status CudaKernel::run(GemmProblem const& p, Schedule const& s, Device const& de
   Repack const repacked = repack_of(info, p);
   GemmProblem const& q = repacked.problem;
   Buffers aligned = buffers;
-  if (Status status = launch_repack(p, repacked, info.swap_ab, aligned, stream); !status.ok()) return status;
+  if (Status status = launch_repack(p, repacked, info.swap_ab, device, aligned, stream); !status.ok()) return status;
   bool const after_copy = repacked.a || repacked.b;
   if (!is_separate(s)) return launch(q, {1, q.k}, s, device, aligned, after_copy, stream);
   GemmProblem const partials = into_partials(q);
