@@ -17,10 +17,13 @@ namespace jax_streamk::sm90 {
 template <class Element>
 struct StoreParams : EpilogueParams<float, Element> {
   Element* misaligned_d;  // where rows of D start anywhere; null where TMA stores them
+  int more_than_converts;
 
   StoreParams() = default;
   StoreParams(GemmProblem const& p, Buffers const& buffers, bool misaligned)
-      : EpilogueParams<float, Element>(p, buffers), misaligned_d(misaligned ? static_cast<Element*>(buffers.d) : nullptr) {}
+      : EpilogueParams<float, Element>(p, buffers),
+        misaligned_d(misaligned ? static_cast<Element*>(buffers.d) : nullptr),
+        more_than_converts(misaligned || !this->plain) {}
 };
 
 // What CUTLASS's epilogue does to accumulators: it converts them. It also carries the parameters of ours.
@@ -326,10 +329,12 @@ class CollectiveEpilogue {
     return biases;
   }
 
+  // Positive where there is more to do than store_converted() does.
+  CUTLASS_DEVICE int more_than_converts() const { return params_.thread.more_than_converts; }
+
   template <class ProblemShape, class TileShape, class TileCoordinate, class Biases, class Accumulators, class TiledMma>
   CUTLASS_DEVICE void store(ProblemShape const& shape, TileShape tile_shape, TileCoordinate const& tile, Biases& biases,
                             Accumulators& accumulators, TiledMma tiled_mma, int thread) {
-    let_dependents_start();  // which reduce slices
     auto const& epilogue = params_.thread;
     auto const coordinates = [&] { return coordinates_of(shape, tile_shape, tile, tiled_mma, thread); };
     auto const [m, n, k, l] = shape;
@@ -340,6 +345,13 @@ class CollectiveEpilogue {
       return;
     }
     if (!epilogue.plain) apply(epilogue, cute::get<3>(tile), m, n, coordinates(), biases, accumulators);
+    store_converted(shape, tile_shape, tile, accumulators, tiled_mma, thread);
+  }
+
+  template <class ProblemShape, class TileShape, class TileCoordinate, class Accumulators, class TiledMma>
+  CUTLASS_DEVICE void store_converted(ProblemShape const& shape, TileShape tile_shape, TileCoordinate const& tile, Accumulators& accumulators,
+                                      TiledMma tiled_mma, int thread) {
+    let_dependents_start();  // which reduce slices
     // Nothing is loaded for it: these barriers are never touched.
     auto& barriers = reinterpret_cast<typename Base::LoadPipeline::SharedStorage&>(storage_);
     typename Base::LoadPipeline loads(barriers, {}, cute::false_type{});

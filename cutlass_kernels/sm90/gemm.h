@@ -19,7 +19,7 @@ namespace jax_streamk::sm90 {
 // runs the epilogue while the other multiplies. Single: there is one, and a warp that loads; an SM has several such CTAs.
 enum class WarpSchedule { kCooperative, kPingpong, kSingle };
 
-template <class Mainloop, class Epilogue, class Scheduler, WarpSchedule kWarpSchedule>
+template <class Mainloop, class Epilogue, class Scheduler, WarpSchedule kWarpSchedule, bool kRoom>
 struct GemmKernel {
   static constexpr bool kPingpong = kWarpSchedule == WarpSchedule::kPingpong, kSingle = kWarpSchedule == WarpSchedule::kSingle;
   static constexpr int kStages = Mainloop::DispatchPolicy::Stages;
@@ -28,6 +28,9 @@ struct GemmKernel {
   static constexpr int kWarpgroup = cutlass::NumThreadsPerWarpGroup;
   static constexpr int kConsumers = kSingle ? 1 : kPingpong ? 2 : cute::size(TiledMma{}) / kWarpgroup;
   static constexpr int kThreads = kSingle ? kWarpgroup + 32 : kWarpgroup * (1 + kConsumers), kCtasOfSm = kSingle ? kSingles : 1;
+  // Whether an SM that has a CTA has room for blocks of the reduction that comes next (cuda_kernel.cu), which then starts beside it.
+  static constexpr bool kLeavesRoom = kRoom;
+  static constexpr int kRegistersFor = kLeavesRoom ? 512 : kThreads;  // threads that a launch has registers for
   static constexpr int kClusterM = Scheduler::kClusterM, kClusterN = Scheduler::kClusterN, kClusterSize = kClusterM * kClusterN;
   using Stage = cutlass::PipelineState<kStages>;
   using Full = cutlass::arch::ClusterTransactionBarrier;
@@ -66,27 +69,22 @@ struct GemmKernel {
       }
       __syncwarp();
     }
-    if constexpr (kClusterSize == 1) {
-      // Others wait for the barriers, but not the warp that initialized them.
-      if (warp == kLoader) {
-        cutlass::arch::NamedBarrier::arrive(kThreads, kReady);
-      } else {
-        cutlass::arch::NamedBarrier::sync(kThreads, kReady);
-      }
-    } else {
-      cute::cluster_arrive_relaxed();
-      cute::cluster_wait();
-    }
+    if constexpr (kClusterSize > 1) cute::cluster_arrive_relaxed();
+    // ptxas places what a branch skips next to it: the loader's code, in line from the kernel's beginning to its first load.
     if constexpr (kSingle) {
       if (warp < kLoader) return consume(params, shared, 0);
     } else {
       if (warp >= 4) {
-        cutlass::arch::warpgroup_reg_alloc<kConsumers == 3 ? 160 : kFewRegisters ? 240 : 232>();
+        cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
         return consume(params, shared, warp / 4 - 1);
       }
-      cutlass::arch::warpgroup_reg_dealloc<kConsumers == 3 ? 32 : kFewRegisters ? 24 : 40>();
-      if (warp == 1) prefetch(params);
-      if (warp != kLoader) return;
+      cutlass::arch::warpgroup_reg_dealloc<kLoaderRegisters>();
+      if (warp > kLoader) {
+        if constexpr (kClusterSize > 1) cute::cluster_wait();
+        if (kLeavesRoom && warp == 2) let_dependents_start();
+        if (warp == 1) prefetch(params);
+        return;
+      }
     }
     load(params, shared);
   }
@@ -99,19 +97,41 @@ struct GemmKernel {
   static constexpr bool kFewRegisters =
       cute::size<0>(TileShape{}) * cute::size<1>(TileShape{}) / (kWarpgroup * (kPingpong ? 1 : kConsumers)) >= 208;
 
+  // Registers of a thread. Where room is left for a reduction, the launch's 128 of each, not 168, are what there is to share.
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kLeavesRoom ? 176 : kFewRegisters ? 240 : 232;
+  static constexpr int kLoaderRegisters = kConsumers == 3 || kLeavesRoom ? 32 : kFewRegisters ? 24 : 40;
+
   // Named barriers. A consumer of a pingpong kernel waits for its turn to multiply, and to store, at that of its warpgroup.
   static constexpr uint32_t kReady = 0, kMultiplies = 1, kStores = kMultiplies + kConsumers;
 
+  // Until the barriers that this CTA waits at or arrives at are initialized. All consumers come here, and the warp that loads.
+  static CUTLASS_DEVICE void wait_for_barriers(bool loads) {
+    if constexpr (kClusterSize > 1) {
+      cute::cluster_wait();
+    } else if (loads) {
+      cutlass::arch::NamedBarrier::arrive(kConsumers * kWarpgroup + 32, kReady);  // it has initialized them
+    } else {
+      cutlass::arch::NamedBarrier::sync(kConsumers * kWarpgroup + 32, kReady);
+    }
+  }
+
   static CUTLASS_DEVICE void load(Params const& params, SharedStorage& shared) {
-    if (!cute::elect_one_sync()) return;
-    wait_for_primary();
+    if (Scheduler::shares(params.scheduler) > 0) return load_tiles<false>(params, shared);
+    load_tiles<true>(params, shared);
+  }
+
+  template <bool kWhole>
+  static CUTLASS_DEVICE void load_tiles(Params const& params, SharedStorage& shared) {
     Scheduler const scheduler(params.scheduler);
     Stage stage(0, 1, 0);  // all are empty
-    auto tile = scheduler.tile(0);
+    auto tile = scheduler.template tile<kWhole>(0);
+    wait_for_barriers(true);
+    if (!cute::elect_one_sync()) return;
+    wait_for_primary();
     while (true) {
       Mainloop::load(params.mainloop, params.shape, tile, shared.full, shared.empty, stage, shared.mainloop);
       if (tile.last) break;
-      tile = scheduler.tile(tile.ordinal + 1);
+      tile = scheduler.template tile<kWhole>(tile.ordinal + 1);
       if (!tile.is_valid()) break;
     }
     // Consumers of other CTAs arrive at this one's barriers, which must not be gone.
@@ -128,10 +148,20 @@ struct GemmKernel {
       Epilogue::prefetch(params.epilogue, params.shape, TileShape{}, tile.m, tile.n, tile.batch);
   }
 
+  // wgmma's first product of a tile ignores them; without this they would be set to zero all the same. ptxas then spills where there are
+  // more.
+  static constexpr int kMostUnset = 128;
+  template <class Accumulators>
+  static CUTLASS_DEVICE void leave_unset(Accumulators& accumulators) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < cute::size(accumulators); ++i) asm volatile("" : "=f"(accumulators(i)));
+  }
+
   static CUTLASS_DEVICE void consume(Params const& params, SharedStorage& shared, int warpgroup) {
     Scheduler const scheduler(params.scheduler);
     constexpr int kStep = kPingpong ? kConsumers : 1;
     auto tile = scheduler.tile(kPingpong ? warpgroup : 0);
+    wait_for_barriers(false);
     Stage stage;
     if (kPingpong && warpgroup > 0) stage.advance(tile.k_count);
     int const thread = threadIdx.x % kWarpgroup + (kPingpong ? 0 : warpgroup * kWarpgroup);
@@ -140,6 +170,7 @@ struct GemmKernel {
     Epilogue epilogue(params.epilogue, shared.epilogue);
     while (tile.is_valid()) {
       auto accumulators = cute::partition_fragment_C(tiled_mma, cute::take<0, 2>(TileShape{}));
+      if (cute::size(accumulators) <= kMostUnset) leave_unset(accumulators);
       auto const at = cute::make_coord(tile.m, tile.n, cute::_0{}, tile.batch);
       auto biases = epilogue.template biases<decltype(accumulators)>(params.shape, TileShape{}, at, tiled_mma, thread);
       if (kPingpong && tile.ordinal > 0) cutlass::arch::NamedBarrier::sync(kConsumers * kWarpgroup, kMultiplies + warpgroup);
@@ -149,10 +180,15 @@ struct GemmKernel {
       if constexpr (kPingpong) {
         stage.advance(tile.k_count);
         if (tile.ordinal > 0) cutlass::arch::NamedBarrier::sync(kConsumers * kWarpgroup, kStores + warpgroup);
-      } else {
-        Scheduler::fixup(params.scheduler, tile, accumulators, kConsumers, warpgroup);
       }
-      if (kPingpong || tile.finishes) epilogue.store(params.shape, TileShape{}, at, biases, accumulators, tiled_mma, thread);
+      // Most products end here: the code of their store follows that of the main loop, and nothing comes after it.
+      if (epilogue.more_than_converts() + Scheduler::shares(params.scheduler) > 0) {
+        if (Scheduler::fixup(params.scheduler, tile, accumulators, kConsumers, warpgroup))
+          epilogue.store(params.shape, TileShape{}, at, biases, accumulators, tiled_mma, thread);
+      } else {
+        epilogue.store_converted(params.shape, TileShape{}, at, accumulators, tiled_mma, thread);
+        if (tile.last) return epilogue.finish();
+      }
       if (kPingpong) epilogue.finish();
       if (kPingpong && !tile.last) cutlass::arch::NamedBarrier::arrive(kConsumers * kWarpgroup, kStores + other);
       if (tile.last) break;
@@ -163,7 +199,7 @@ struct GemmKernel {
 };
 
 template <class Gemm>
-__global__ __launch_bounds__(Gemm::kThreads, Gemm::kCtasOfSm) void multiply(__grid_constant__ typename Gemm::Params const params) {
+__global__ __launch_bounds__(Gemm::kRegistersFor, Gemm::kCtasOfSm) void multiply(__grid_constant__ typename Gemm::Params const params) {
   extern __shared__ __align__(1024) char memory[];
   Gemm::run(params, *reinterpret_cast<typename Gemm::SharedStorage*>(memory));
 }

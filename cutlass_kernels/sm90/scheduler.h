@@ -41,19 +41,22 @@ class Scheduler {
     int32_t k_count = 0;  // 0: there is no more work
     int32_t ordinal = 0;
     bool last = false;
-    bool finishes = true;  // whether this CTA runs the epilogue of the tile; known after fixup()
 
     CUTLASS_DEVICE bool is_valid() const { return k_count > 0; }
   };
 
   CUTLASS_DEVICE explicit Scheduler(Params const& params) : params_(params) {}
 
-  // The `ordinal`-th of this CTA.
+  // Positive where CTAs may share tiles.
+  CUTLASS_DEVICE static int32_t shares(Params const& params) { return kShares ? static_cast<int32_t>(params.decomposition.kind) : 0; }
+
+  // The `ordinal`-th of this CTA; kWhole: where none are shared.
+  template <bool kWhole = false>
   CUTLASS_DEVICE Tile tile(int32_t ordinal) const {
     Tile tile;
     Work work;
     Decomposition const& decomposition = params_.decomposition;
-    if (kShares ? decomposition.work(worker(), ordinal, work) : decomposition.whole_tile(worker(), ordinal, work)) {
+    if (kShares && !kWhole ? decomposition.work(worker(), ordinal, work) : decomposition.whole_tile(worker(), ordinal, work)) {
       auto const at = params_.order.coordinate(work.tile);
       tile.m = at.m * kClusterM + static_cast<int32_t>(blockIdx.x % kClusterM);
       tile.n = at.n * kClusterN + static_cast<int32_t>(blockIdx.y);
@@ -66,24 +69,24 @@ class Scheduler {
     return tile;
   }
 
-  // Called by all consumer threads with their accumulators of `tile`'s run of iterations. Afterwards exactly one of the CTAs that
-  // share the tile has `finishes` set, and its accumulators hold the whole sum.
+  // Called by all consumer threads with their accumulators of `tile`'s run of iterations. Of the CTAs that share the tile it answers one
+  // that it is to run the epilogue; that one's accumulators hold the whole sum.
   template <class Accumulators>
-  CUTLASS_DEVICE static void fixup(Params const& params, Tile& tile, Accumulators& accumulators,
+  CUTLASS_DEVICE static bool fixup(Params const& params, Tile const& tile, Accumulators& accumulators,
                                    uint32_t warp_groups, uint32_t warp_group) {
-    tile.finishes = true;
-    if constexpr (kShares) fixup_shared(params, tile, accumulators, warp_groups, warp_group);
+    if constexpr (kShares) return fixup_shared(params, tile, accumulators, warp_groups, warp_group);
+    return true;
   }
 
  private:
   template <class Accumulators>
-  CUTLASS_DEVICE static void fixup_shared(Params const& params, Tile& tile, Accumulators& accumulators,
+  CUTLASS_DEVICE static bool fixup_shared(Params const& params, Tile const& tile, Accumulators& accumulators,
                                           uint32_t warp_groups, uint32_t warp_group) {
     Decomposition const& decomposition = params.decomposition;
-    if (decomposition.kind == ScheduleKind::kDataParallel) return;
+    if (decomposition.kind == ScheduleKind::kDataParallel) return true;
     Work work;
     decomposition.work(worker(), tile.ordinal, work);
-    if (work.peers == 1) return;
+    if (work.peers == 1) return true;
     constexpr int kValues = cute::size(Accumulators{});
     uint32_t const threads = warp_groups * cutlass::NumThreadsPerWarpGroup;
     uint32_t const thread = warp_group * cutlass::NumThreadsPerWarpGroup + threadIdx.x % cutlass::NumThreadsPerWarpGroup;
@@ -95,9 +98,7 @@ class Scheduler {
     uint32_t* const arrival = params.arrivals + work.tile * kClusterSize + cta;
     bool last = false;
     if (thread == 0) last = (draw_ticket(arrival) & kTickets) + 1 == static_cast<uint32_t>(work.peers);
-    tile.finishes = any(last, threads);
-
-    if (!tile.finishes) {
+    if (!any(last, threads)) {
       float* const to = partial(params.atomic ? work.tile : decomposition.slot(work.tile, work.peer));
       if (params.atomic) {
 #pragma unroll
@@ -108,7 +109,7 @@ class Scheduler {
       }
       sync(threads);
       if (thread == 0) announce_partial(arrival);
-      return;
+      return false;
     }
 
     if (thread == 0)
@@ -120,7 +121,7 @@ class Scheduler {
       float const* const from = partial(params.atomic ? work.tile : decomposition.slot(work.tile, 1 - work.peer));
 #pragma unroll
       for (int v = 0; v < kValues; ++v) accumulators(v) += __ldcg(from + v * threads);
-      return;
+      return true;
     }
     // More partials are added in the order of K, whoever came last. Its own goes through memory too: there are no registers for
     // a second tile.
@@ -133,6 +134,7 @@ class Scheduler {
 #pragma unroll
       for (int v = 0; v < kValues; ++v) accumulators(v) += __ldcg(from + v * threads);
     }
+    return true;
   }
 
   // An arrival word counts tickets drawn in its low half and partials stored in its high half.
