@@ -166,20 +166,25 @@ struct GemmKernel {
     if (kPingpong && warpgroup > 0) stage.advance(tile.k_count);
     int const thread = threadIdx.x % kWarpgroup + (kPingpong ? 0 : warpgroup * kWarpgroup);
     uint32_t const other = 1 - warpgroup;
+    // Where its CTA has one tile, a pingpong kernel's second warpgroup stores one beyond the result while the first multiplies, which then
+    // finds the code of the store near.
+    bool const rehearses = kPingpong && !tile.is_valid();
+    if (rehearses) tile.m = (cute::get<0>(params.shape) - 1) / static_cast<int32_t>(cute::size<0>(TileShape{})) + 1;
     TiledMma tiled_mma;
     Epilogue epilogue(params.epilogue, shared.epilogue);
-    while (tile.is_valid()) {
+    while (rehearses || tile.is_valid()) {
       auto accumulators = cute::partition_fragment_C(tiled_mma, cute::take<0, 2>(TileShape{}));
       if (cute::size(accumulators) <= kMostUnset) leave_unset(accumulators);
       auto const at = cute::make_coord(tile.m, tile.n, cute::_0{}, tile.batch);
       auto biases = epilogue.template biases<decltype(accumulators)>(params.shape, TileShape{}, at, tiled_mma, thread);
       if (kPingpong && tile.ordinal > 0) cutlass::arch::NamedBarrier::sync(kConsumers * kWarpgroup, kMultiplies + warpgroup);
       int const unreleased = Mainloop::multiply(shared.full, shared.empty, stage, accumulators, tile.k_count, warpgroup, shared.mainloop);
-      if (kPingpong && !tile.last) cutlass::arch::NamedBarrier::arrive(kConsumers * kWarpgroup, kMultiplies + other);
+      if (kPingpong && !tile.last && !rehearses) cutlass::arch::NamedBarrier::arrive(kConsumers * kWarpgroup, kMultiplies + other);
       Mainloop::finish(shared.empty, accumulators, unreleased);
       if constexpr (kPingpong) {
         stage.advance(tile.k_count);
-        if (tile.ordinal > 0) cutlass::arch::NamedBarrier::sync(kConsumers * kWarpgroup, kStores + warpgroup);
+        // Of one tile alone, until it has been rehearsed.
+        if (tile.ordinal > 0 || tile.last) cutlass::arch::NamedBarrier::sync(kConsumers * kWarpgroup, kStores + warpgroup);
       }
       // Most products end here: the code of their store follows that of the main loop, and nothing comes after it.
       if (epilogue.more_than_converts() + Scheduler::shares(params.scheduler) > 0) {
@@ -191,7 +196,7 @@ struct GemmKernel {
       }
       if (kPingpong) epilogue.finish();
       if (kPingpong && !tile.last) cutlass::arch::NamedBarrier::arrive(kConsumers * kWarpgroup, kStores + other);
-      if (tile.last) break;
+      if (tile.last || rehearses) break;
       tile = scheduler.tile(tile.ordinal + kStep);
     }
     if (!kPingpong) epilogue.finish();

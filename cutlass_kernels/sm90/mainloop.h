@@ -151,7 +151,7 @@ struct CollectiveMainloop : Base {
   }
 
   // By the consumers of a tile: accumulators = the sum of `count` k-tiles. The last one's products may still be under way, and its
-  // stage, which is returned, be read: finish() waits for them.
+  // stage, which is returned, be read: finish() waits for them. Without any it is -1.
   template <class Full, class Empty, class Stage, class Accumulators>
   static CUTLASS_DEVICE int multiply(Full* full, Empty* empty, Stage& stage, Accumulators& accumulators, int32_t count, int warpgroup,
                                      TensorStorage& storage) {
@@ -170,7 +170,7 @@ struct CollectiveMainloop : Base {
     if constexpr (kSplits) return;
     cute::warpgroup_wait<0>();
     cute::warpgroup_fence_operand(accumulators);
-    release(empty[unreleased]);
+    if (unreleased >= 0) release(empty[unreleased]);
   }
 
  private:
