@@ -172,6 +172,12 @@ struct GemmKernel {
     if (rehearses) tile.m = (cute::get<0>(params.shape) - 1) / static_cast<int32_t>(cute::size<0>(TileShape{})) + 1;
     TiledMma tiled_mma;
     Epilogue epilogue(params.epilogue, shared.epilogue);
+    // After a tile's store: whether it was the last of this warpgroup.
+    auto const ends = [&] {
+      if (kPingpong || tile.last) epilogue.finish();
+      if (kPingpong && !tile.last) cutlass::arch::NamedBarrier::arrive(kConsumers * kWarpgroup, kStores + other);
+      return tile.last || rehearses;
+    };
     while (rehearses || tile.is_valid()) {
       auto accumulators = cute::partition_fragment_C(tiled_mma, cute::take<0, 2>(TileShape{}));
       if (cute::size(accumulators) <= kMostUnset) leave_unset(accumulators);
@@ -190,13 +196,11 @@ struct GemmKernel {
       if (epilogue.more_than_converts() + Scheduler::shares(params.scheduler) > 0) {
         if (Scheduler::fixup(params.scheduler, tile, accumulators, kConsumers, warpgroup))
           epilogue.store(params.shape, TileShape{}, at, biases, accumulators, tiled_mma, thread);
+        if (ends()) return;
       } else {
         epilogue.store_converted(params.shape, TileShape{}, at, accumulators, tiled_mma, thread);
-        if (tile.last) return epilogue.finish();
+        if (ends()) return;
       }
-      if (kPingpong) epilogue.finish();
-      if (kPingpong && !tile.last) cutlass::arch::NamedBarrier::arrive(kConsumers * kWarpgroup, kStores + other);
-      if (tile.last || rehearses) break;
       tile = scheduler.tile(tile.ordinal + kStep);
     }
     if (!kPingpong) epilogue.finish();
