@@ -68,45 +68,53 @@ struct alignas(16) Sum {
   Accumulator x[kVector] = {};
 
   __device__ void add(Sum const* from, int64_t stride, int count) {
-    constexpr int kAtOnce = 4;  // loads before their additions: of a large result, those predicated off take as long as the others
+    constexpr int kAtOnce = 4;
 #pragma unroll 1
-    for (; count > 0; count -= kAtOnce) {
-      Sum next[kAtOnce];
+    do {
+      uint4 next[kAtOnce];
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j, from += stride)
-        if (j < count) next[j] = *from;
+      for (int j = 0; j < kAtOnce; ++j)
+        if (j < count) next[j] = __ldcg(reinterpret_cast<uint4 const*>(from + j * stride));
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
+        // Without these branches ptxas has the first added before the last is asked for.
+        if (j >= count) break;
+        Accumulator values[kVector];
+        std::memcpy(values, &next[j], sizeof values);
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) x[i] += next[j].x[i];
+        for (int i = 0; i < kVector; ++i) x[i] += values[i];
       }
-    }
+      count -= kAtOnce, from += kAtOnce * stride;
+    } while (count > 0);
   }
 };
 
-// D = epilogue(sum over slices of partials[slice]). Partials are slices x rows x ld; rows are those of all batches. `runs` lanes of a warp
-// own 16 bytes of one row of partials together: each adds a run of slices in the order of K, and neighbouring runs are added, then
-// neighbouring pairs, and so on: the same bits every time.
+// D = epilogue(sum over slices of partials[slice]). Partials are slices x rows x ld; rows are those of all batches. Each of `runs` lanes adds
+// 16 bytes of one row of partials in a run of slices, in the order of K. Neighbouring runs are added, then neighbouring pairs of them, and
+// then what warps have, in their order: the same bits every time. Lanes that read next to each other ask for a line of 128 bytes at least.
 //
-// It is short, and starts while the kernel before it multiplies: until that has ended it runs all of its code once with nothing to add, so
-// that none of it has to be read from memory when time counts.
+// A block that waits beside the kernel that writes the partials meanwhile runs all of its code with nothing to add: `first_pass` is then 0,
+// not 1, and no instruction has to be read from memory when the time comes.
 template <typename Accumulator, typename T, Result kResult>
-__global__ __launch_bounds__(kReducers) void reduce_slices(Accumulator const* partials, int slices, int runs, int64_t vectors,
-                                                           Extent vectors_per_row, Extent rows_per_batch, int64_t n, T* d,
-                                                           EpilogueParams<Accumulator, T> epilogue) {
+__global__ __launch_bounds__(kReducers) void reduce_slices(Accumulator const* partials, int slices, int runs, int first_pass,
+                                                           int64_t vectors, Extent vectors_per_row, Extent rows_per_batch, int64_t n,
+                                                           T* d, EpilogueParams<Accumulator, T> epilogue) {
   constexpr int kVector = 16 / sizeof(Accumulator);
   constexpr bool kWide = kResult != Result::kAny;
   using Vector = Sum<kVector, Accumulator>;
   struct alignas(sizeof(T) * kVector) Out {
     T x[kVector];
   };
-  int const log_runs = 31 - __clz(runs), owners = 32 >> log_runs;  // of a warp
-  int const lane = static_cast<int>(threadIdx.x) % 32, run = lane / owners, begin = run * slices >> log_runs;
-  int64_t const at = (blockIdx.x * static_cast<int64_t>(kReducers / 32) + threadIdx.x / 32) * owners + lane % owners;
+  constexpr int kWarps = kReducers / 32, kMostInner = 4;
+  __shared__ Vector sums[kWarps][32 / kMostInner];
+  int const log_runs = 31 - __clz(runs), log_inner = min(log_runs, 31 - __clz(kMostInner)), log_outer = log_runs - log_inner;
+  int const lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32, owners = 32 >> log_inner;  // of a warp
+  int const outer = warp & ((1 << log_outer) - 1), run = (outer << log_inner) + (lane >> (5 - log_inner)), begin = run * slices >> log_runs;
+  int64_t const at = (blockIdx.x * static_cast<int64_t>(kWarps >> log_outer) + (warp >> log_outer)) * owners + (lane & (owners - 1));
   Vector const* const from = reinterpret_cast<Vector const*>(partials) + begin * vectors + at;
   int const all = at < vectors ? ((run + 1) * slices >> log_runs) - begin : 0;
 #pragma unroll 1
-  for (int pass = 0; pass < 2; ++pass) {
+  for (int pass = first_pass; pass < 2; ++pass) {
     if (pass > 0) wait_for_primary();
     Vector sum;
     sum.add(from, vectors, pass > 0 ? all : 0);
@@ -114,6 +122,17 @@ __global__ __launch_bounds__(kReducers) void reduce_slices(Accumulator const* pa
     for (int lanes = owners; lanes < 32; lanes *= 2) {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) sum.x[i] += __shfl_xor_sync(~0u, sum.x[i], lanes);
+    }
+    if (log_outer > 0) {
+      __syncthreads();  // the pass before has been read
+      if (lane < owners) sums[warp][lane] = sum;
+      __syncthreads();
+#pragma unroll 1
+      for (int other = 1; other < 1 << log_outer; ++other) {
+        Vector const next = sums[min(warp + other, kWarps - 1)][lane & (owners - 1)];
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) sum.x[i] += next.x[i];
+      }
     }
     bool const stores = pass > 0 && run == 0 && at < vectors;
     int64_t offset = at * kVector, batch = 0, column = 0;
@@ -154,25 +173,6 @@ __global__ __launch_bounds__(kReducers) void reduce_slices(Accumulator const* pa
   }
 }
 
-// A launch beside kernels that use all shared memory of an SM: one that asks for another division of it and L1 would wait until the SM is
-// idle. Where `overlaps`, it starts while the kernel before it ends.
-template <typename... Params, typename... Args>
-cudaError_t launch_beside(Device const& device, bool overlaps, void (*kernel)(Params...), dim3 grid, dim3 block, cudaStream_t stream,
-                          Args&&... args) {
-  cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
-  attributes[0].val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = block;
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = kHopper && device.arch >= 90 ? (overlaps ? 2 : 1) : 0;
-  return cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
-}
-
 // Of kernels whose blocks go on to further work.
 unsigned blocks_for(int64_t work, int64_t per_block) {
   int64_t const blocks = (work + per_block - 1) / per_block, most = 65535;
@@ -180,7 +180,7 @@ unsigned blocks_for(int64_t work, int64_t per_block) {
 }
 
 template <typename Accumulator, typename T>
-Status launch_typed(GemmProblem const& p, Device const& device, int32_t slices, int64_t ld, void const* partials,
+Status launch_typed(GemmProblem const& p, Device const& device, int32_t slices, int64_t ld, bool beside, void const* partials,
                     Buffers const& buffers, cudaStream_t stream) {
   constexpr int kVector = 16 / sizeof(Accumulator);
   int64_t const vectors = p.batch * p.m * (ld / kVector);
@@ -192,19 +192,29 @@ Status launch_typed(GemmProblem const& p, Device const& device, int32_t slices, 
   auto* const kernel = as_partials ? reduce_slices<Accumulator, T, Result::kAsPartials>
                        : wide      ? reduce_slices<Accumulator, T, Result::kWide>
                                    : reduce_slices<Accumulator, T, Result::kAny>;
-  cudaError_t const error = launch_beside(device, true, kernel, dim3(static_cast<unsigned>(blocks)), dim3(kReducers), stream,
-                                          static_cast<Accumulator const*>(partials), slices, runs, vectors, Extent(ld / kVector), Extent(p.m),
-                                          p.n, static_cast<T*>(buffers.d), EpilogueParams<Accumulator, T>(p, buffers));
+  // It starts while the kernel that writes the partials ends.
+  cudaLaunchAttribute overlap;
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(kReducers);
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = kHopper && device.arch >= 90;
+  cudaError_t const error =
+      cudaLaunchKernelEx(&config, kernel, static_cast<Accumulator const*>(partials), slices, runs, beside ? 0 : 1, vectors,
+                         Extent(ld / kVector), Extent(p.m), p.n, static_cast<T*>(buffers.d), EpilogueParams<Accumulator, T>(p, buffers));
   return from_cuda(error, "launching the split-K reduction");
 }
 
-Status launch_reduction(GemmProblem const& p, Device const& device, int32_t slices, int64_t ld, void const* partials,
+Status launch_reduction(GemmProblem const& p, Device const& device, int32_t slices, int64_t ld, bool beside, void const* partials,
                         Buffers const& buffers, cudaStream_t stream) {
   switch (p.type_d) {
-    case Type::kF64: return launch_typed<double, double>(p, device, slices, ld, partials, buffers, stream);
-    case Type::kF32: return launch_typed<float, float>(p, device, slices, ld, partials, buffers, stream);
-    case Type::kBF16: return launch_typed<float, __nv_bfloat16>(p, device, slices, ld, partials, buffers, stream);
-    case Type::kF16: return launch_typed<float, __half>(p, device, slices, ld, partials, buffers, stream);
+    case Type::kF64: return launch_typed<double, double>(p, device, slices, ld, beside, partials, buffers, stream);
+    case Type::kF32: return launch_typed<float, float>(p, device, slices, ld, beside, partials, buffers, stream);
+    case Type::kBF16: return launch_typed<float, __nv_bfloat16>(p, device, slices, ld, beside, partials, buffers, stream);
+    case Type::kF16: return launch_typed<float, __half>(p, device, slices, ld, beside, partials, buffers, stream);
     default: return Status::internal(std::string("no split-K reduction into ") + name_of(p.type_d));
   }
 }
@@ -319,7 +329,7 @@ __global__ void copy_squares(Squares first, Squares second) {
 }
 
 // Copies of A and B to the head of the workspace, as far as they are needed. Points `at` there.
-Status launch_repack(GemmProblem const& p, Repack const& repacked, bool swap_ab, Device const& device, Buffers& at, cudaStream_t stream) {
+Status launch_repack(GemmProblem const& p, Repack const& repacked, bool swap_ab, Buffers& at, cudaStream_t stream) {
   GemmProblem const& q = repacked.problem;
   auto* to = static_cast<char*>(at.workspace);
   std::vector<Rows> rows;
@@ -346,16 +356,16 @@ Status launch_repack(GemmProblem const& p, Repack const& repacked, bool swap_ab,
   at.workspace = to;
   if (!squares.empty()) {
     Squares const &first = squares.front(), &last = squares.back();
-    dim3 const grid(blocks_for(std::max(first.squares(), last.squares()), 1), static_cast<unsigned>(squares.size()));
-    cudaError_t const error = launch_beside(device, false, copy_squares, grid, dim3(Squares::kSide, Squares::kThreads), stream, first, last);
-    if (Status status = from_cuda(error, "launching the copy of operands of f32"); !status.ok()) return status;
+    copy_squares<<<dim3(blocks_for(std::max(first.squares(), last.squares()), 1), static_cast<unsigned>(squares.size())),
+                   dim3(Squares::kSide, Squares::kThreads), 0, stream>>>(first, last);
+    if (Status status = from_cuda(cudaGetLastError(), "launching the copy of operands of f32"); !status.ok()) return status;
   }
   if (rows.empty()) return {};
   int const threads = 256, warps = threads / 32;
   Rows const &first = rows.front(), &last = rows.back();
-  dim3 const grid(blocks_for(std::max(first.pieces(), last.pieces()), warps), static_cast<unsigned>(rows.size()));
-  return from_cuda(launch_beside(device, false, copy_rows, grid, dim3(threads), stream, first, last),
-                   "launching the copy of misaligned matrices");
+  copy_rows<<<dim3(blocks_for(std::max(first.pieces(), last.pieces()), warps), static_cast<unsigned>(rows.size())), threads, 0, stream>>>(
+      first, last);
+  return from_cuda(cudaGetLastError(), "launching the copy of misaligned matrices");
 }
 
 }  // namespace
@@ -385,14 +395,14 @@ Status CudaKernel::run(GemmProblem const& p, Schedule const& s, Device const& de
   Repack const repacked = repack_of(info, p);
   GemmProblem const& q = repacked.problem;
   Buffers aligned = buffers;
-  if (Status status = launch_repack(p, repacked, info.swap_ab, device, aligned, stream); !status.ok()) return status;
+  if (Status status = launch_repack(p, repacked, info.swap_ab, aligned, stream); !status.ok()) return status;
   bool const after_copy = repacked.a || repacked.b;
   if (!is_separate(s)) return launch(q, {1, q.k}, s, device, aligned, after_copy, stream);
   GemmProblem const partials = into_partials(q);
   Slices const slices = Slices::of(q.k, info.tile_k, s.splits);
   aligned.d = aligned.workspace;
   Status const status = launch(partials, slices, data_parallel(s), device, aligned, after_copy, stream);
-  return status.ok() ? launch_reduction(p, device, slices.count, partials.ldd, aligned.d, buffers, stream) : status;
+  return status.ok() ? launch_reduction(p, device, slices.count, partials.ldd, leaves_room(), aligned.d, buffers, stream) : status;
 }
 
 Status CudaKernel::resources(Resources& out) const {

@@ -351,7 +351,6 @@ class CollectiveEpilogue {
   template <class ProblemShape, class TileShape, class TileCoordinate, class Accumulators, class TiledMma>
   CUTLASS_DEVICE void store_converted(ProblemShape const& shape, TileShape tile_shape, TileCoordinate const& tile, Accumulators& accumulators,
                                       TiledMma tiled_mma, int thread) {
-    let_dependents_start();  // which reduce slices
     // Nothing is loaded for it: these barriers are never touched.
     auto& barriers = reinterpret_cast<typename Base::LoadPipeline::SharedStorage&>(storage_);
     typename Base::LoadPipeline loads(barriers, {}, cute::false_type{});

@@ -19,7 +19,8 @@ namespace jax_streamk::sm90 {
 // runs the epilogue while the other multiplies. Single: there is one, and a warp that loads; an SM has several such CTAs.
 enum class WarpSchedule { kCooperative, kPingpong, kSingle };
 
-template <class Mainloop, class Epilogue, class Scheduler, WarpSchedule kWarpSchedule, bool kRoom>
+// kLeavesRoom: an SM that has a CTA has room for blocks of the reduction of slices (cuda_kernel.cu), which is let start at once, and waits there.
+template <class Mainloop, class Epilogue, class Scheduler, WarpSchedule kWarpSchedule, bool kLeavesRoom>
 struct GemmKernel {
   static constexpr bool kPingpong = kWarpSchedule == WarpSchedule::kPingpong, kSingle = kWarpSchedule == WarpSchedule::kSingle;
   static constexpr int kStages = Mainloop::DispatchPolicy::Stages;
@@ -28,9 +29,7 @@ struct GemmKernel {
   static constexpr int kWarpgroup = cutlass::NumThreadsPerWarpGroup;
   static constexpr int kConsumers = kSingle ? 1 : kPingpong ? 2 : cute::size(TiledMma{}) / kWarpgroup;
   static constexpr int kThreads = kSingle ? kWarpgroup + 32 : kWarpgroup * (1 + kConsumers), kCtasOfSm = kSingle ? kSingles : 1;
-  // Whether an SM that has a CTA has room for blocks of the reduction that comes next (cuda_kernel.cu), which then starts beside it.
-  static constexpr bool kLeavesRoom = kRoom;
-  static constexpr int kRegistersFor = kLeavesRoom ? 512 : kThreads;  // threads that a launch has registers for
+  static constexpr int kRegistersFor = kLeavesRoom ? 512 : kThreads;  // threads among which the launch divides an SM's registers
   static constexpr int kClusterM = Scheduler::kClusterM, kClusterN = Scheduler::kClusterN, kClusterSize = kClusterM * kClusterN;
   using Stage = cutlass::PipelineState<kStages>;
   using Full = cutlass::arch::ClusterTransactionBarrier;
@@ -97,7 +96,7 @@ struct GemmKernel {
   static constexpr bool kFewRegisters =
       cute::size<0>(TileShape{}) * cute::size<1>(TileShape{}) / (kWarpgroup * (kPingpong ? 1 : kConsumers)) >= 208;
 
-  // Registers of a thread. Where room is left for a reduction, the launch's 128 of each, not 168, are what there is to share.
+  // Registers of a thread. A launch that leaves room has 128 for each to share, others 168.
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kLeavesRoom ? 176 : kFewRegisters ? 240 : 232;
   static constexpr int kLoaderRegisters = kConsumers == 3 || kLeavesRoom ? 32 : kFewRegisters ? 24 : 40;
 
@@ -148,8 +147,8 @@ struct GemmKernel {
       Epilogue::prefetch(params.epilogue, params.shape, TileShape{}, tile.m, tile.n, tile.batch);
   }
 
-  // wgmma's first product of a tile ignores them; without this they would be set to zero all the same. ptxas then spills where there are
-  // more.
+  // A tile's first product ignores its accumulators; without this they would be set to zero all the same. Of more than so many, ptxas then
+  // spills some.
   static constexpr int kMostUnset = 128;
   template <class Accumulators>
   static CUTLASS_DEVICE void leave_unset(Accumulators& accumulators) {
@@ -192,6 +191,7 @@ struct GemmKernel {
         // Of one tile alone, until it has been rehearsed.
         if (tile.ordinal > 0 || tile.last) cutlass::arch::NamedBarrier::sync(kConsumers * kWarpgroup, kStores + warpgroup);
       }
+      if (!kLeavesRoom && !rehearses) let_dependents_start();  // which reduce slices
       // Most products end here: the code of their store follows that of the main loop, and nothing comes after it.
       if (epilogue.more_than_converts() + Scheduler::shares(params.scheduler) > 0) {
         if (Scheduler::fixup(params.scheduler, tile, accumulators, kConsumers, warpgroup))

@@ -96,7 +96,8 @@ class Sm90Kernel final : public CudaKernel {
     }
   }
   static constexpr int kStoreColumns = store_columns(kConfig);
-  // Slices of K, which a reduction adds. With more accumulators a consumer's 176 registers are too few.
+  // Results that may be slices, which a reduction adds: two of its blocks find shared memory. With more accumulators a consumer's registers
+  // would be too few.
   static constexpr bool kLeavesRoom = kConfig.type_d == Type::kF32 && kConfig.type_ab != Type::kF32 && !kThree && kCtasOfSm == 1 &&
                                       kConfig.tile_m * kConfig.tile_n <= 88 * cutlass::NumThreadsPerWarpGroup * (kCooperative ? 2 : 1);
   // Bytes of an SM's shared memory, 1 KB of which each CTA needs besides, that a CTA leaves to others. Barriers take no more than 256.
@@ -209,6 +210,8 @@ class Sm90Kernel final : public CudaKernel {
     }
     return from_cuda(cudaLaunchKernelEx(&config, multiply<Gemm>, params), "launching " + info.name);
   }
+
+  bool leaves_room() const override { return kLeavesRoom; }
 
   void const* entry_point() const override { return reinterpret_cast<void const*>(&multiply<Gemm>); }
 
