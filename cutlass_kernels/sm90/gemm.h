@@ -149,7 +149,7 @@ struct GemmKernel {
 
   // A tile's first product ignores its accumulators; without this they would be set to zero all the same. Of more than so many, ptxas then
   // spills some.
-  static constexpr int kMostUnset = 128;
+  static constexpr int kMostUnset = 96;
   template <class Accumulators>
   static CUTLASS_DEVICE void leave_unset(Accumulators& accumulators) {
     CUTLASS_PRAGMA_UNROLL
