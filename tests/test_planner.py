@@ -31,8 +31,7 @@ def gemm(m, n, k, type_ab=BF16, math=NATIVE, batch=1, type_d=None):
 
 
 def fake_kernel(
-    family, type_ab, type_d, tile, cluster=(1, 1), warp_schedule="cooperative", swap_ab=False, align=8, math=NATIVE, major_b=_ffi.Major.row,
-    leaves_room=False,
+    family, type_ab, type_d, tile, cluster=(1, 1), warp_schedule="cooperative", swap_ab=False, align=8, math=NATIVE, major_b=_ffi.Major.row
 ):
     reductions = [] if warp_schedule in ("pingpong", "single") else [ORDERED]
     accumulator = F64 if type_ab == F64 else F32
@@ -43,7 +42,6 @@ def fake_kernel(
         major_a=_ffi.Major.row, major_b=major_b, tile=tile, cluster=cluster, align_ab=align,
         align_d=1 if sm90 else align, warp_schedule=warp_schedule, swap_ab=swap_ab,
         split_k_reductions=reductions + ([SEPARATE] if type_d == accumulator else []), stream_k_reductions=reductions,
-        leaves_room=leaves_room,
     )  # fmt: skip
 
 
@@ -236,14 +234,6 @@ def test_memory_gives_less_where_few_ask():
     assert slower(narrow, gemm(16, 128 * 132, 8192)) == pytest.approx(1)
     skinny = fake_kernel(_ffi.Family.skinny, *bf16, (64, 16, 128), warp_schedule="streaming", swap_ab=True)
     assert slower(skinny, gemm(1, 64 * 66, 8192), SplitK(4)) == pytest.approx(1 + 3 * machine.gang)
-
-
-def test_a_reduction_that_waits_beside_its_kernel_costs_less():
-    problem, machine = gemm(64, 256, 16384), cost_model.H200
-    for schedule, saved in ((SplitK(8, "separate"), machine.beside), (DataParallel(), 0)):
-        parts = problem.native(), planner._native_schedule(schedule), HOPPER.native(), machine.native
-        alone, beside = (_ffi.estimate(fake_kernel(_ffi.Family.sm90, BF16, F32, (64, 64, 128), leaves_room=room), *parts) for room in (False, True))
-        assert alone.microseconds - beside.microseconds == pytest.approx(saved)
 
 
 @pytest.mark.parametrize(
