@@ -3,7 +3,7 @@
     python benchmarks/fit_cost_model.py benchmarks/results/plans_h200_2026-11-21.csv.gz [--fix-up] [--shapes] [--sms 132]
     python benchmarks/fit_cost_model.py benchmarks/results/plans_dtypes_h200_2026-11-21.csv.gz --type f64 [--majors rr]
 
-Reads what measure_plans.py writes (majors, m, n, k, kernel, schedule, splits, reduction, raster, swizzle, us, room), or the plain CUTLASS
+Reads what measure_plans.py writes (majors, m, n, k, kernel, schedule, splits, reduction, raster, swizzle, us), or the plain CUTLASS
 measurements that the project began with (m, n, k, config, swap_ab, schedule, splits, decomposition, kernel_us). Kernels are known
 by their names: no GPU and no CUDA build is needed. Needs scipy.
 
@@ -31,7 +31,7 @@ from jax_streamk.cost_model import H200
 FIX_UP = ("fix_up", "partial_rate_sm")
 OURS_ONLY = (*FIX_UP, "relaunch", "reduction", "reduction_slice", "reduction_rate")
 # The memset comes and goes with the fix-up: their times add up and cannot be told apart.
-NEVER = ("beside", "mma_16bit", "mma_tf32", "mma_tf32x3", "mma_f64", "memset", "fused", "narrow_loads", "half_lines")
+NEVER = ("mma_16bit", "mma_tf32", "mma_tf32x3", "mma_f64", "memset", "fused", "narrow_loads", "half_lines")
 PRIOR = 0.2  # weight of a constant's logarithm staying where it started, beside those of thousands of rows
 FOLDS = 6  # of shapes, in cross-validation
 
@@ -62,8 +62,8 @@ class Row:
     majors: str = "rr"  # of A and B, row or column
 
 
-def kernel_of(name, leaves_room=False):
-    """What the cost model reads of a kernel, as its name tells, and whether it left room for a reduction when it was measured."""
+def kernel_of(name):
+    """What the cost model reads of a kernel, as its name tells."""
     if match := _SM90.fullmatch(name):
         a, d, major_a, major_b, *numbers, warps, swap = match.groups()
         tile_m, tile_n, tile_k, cluster_m, cluster_n = map(int, numbers)
@@ -81,12 +81,12 @@ def kernel_of(name, leaves_room=False):
     return _ffi.KernelInfo(
         name=name, family=family, type_ab=getattr(_ffi.Type, a), type_d=getattr(_ffi.Type, d), math=_MATH.get(a, _ffi.Math.native),
         major_a=_MAJORS[major_a], major_b=_MAJORS[major_b], tile=(tile_m, tile_n, tile_k), cluster=(cluster_m, cluster_n), align_ab=align,
-        align_d=align, warp_schedule=warp_schedule, swap_ab=bool(swap), split_k_reductions=[], stream_k_reductions=[], leaves_room=leaves_room,
+        align_d=align, warp_schedule=warp_schedule, swap_ab=bool(swap), split_k_reductions=[], stream_k_reductions=[],
     )  # fmt: skip
 
 
 def ours(record):
-    kernel = kernel_of(record["kernel"], record.get("room") == "1")
+    kernel = kernel_of(record["kernel"])
     splits = int(record["splits"])
     raster, swizzle = record["raster"], int(record["swizzle"])
     label = f"{kernel.name}, {record['schedule']} {splits} {record['reduction']}, along {raster} by {swizzle}"

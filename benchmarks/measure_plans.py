@@ -76,7 +76,7 @@ def main():
     started = time.time()
     with open(arguments.out, "w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow("majors m n k kernel schedule splits reduction raster swizzle us room".split())
+        writer.writerow("majors m n k kernel schedule splits reduction raster swizzle us".split())
         for m, n, k in shapes:
             if time.time() - started > arguments.limit:
                 print("stopped at the time limit before", (m, n, k))
@@ -87,7 +87,7 @@ def main():
 
 
 def measured(problem, kernels, memory, reductions):
-    """Kernel, schedule, splits, reduction, raster, swizzle, microseconds, and whether it leaves room, of every plan that is measured."""
+    """Kernel, schedule, splits, reduction, raster, swizzle and microseconds of every plan that is measured."""
     m, n, k, device = problem.m, problem.n, problem.k, memory.device
     rotation = memory.rotation(problem)
     plans = [
@@ -117,9 +117,8 @@ def measured(problem, kernels, memory, reductions):
             turns[plan] += rotation.time(plan.kernel, plan.native(), repeats=1)
     us.update((plan, statistics.median(times)) for plan, times in turns.items())
     print((m, n, k), min(us.values(), default=None), min(us, key=us.get, default=None), flush=True)
-    rooms = {kernel.name: int(kernel.leaves_room) for kernel in kernels}
     for plan in us:
-        yield plan.kernel, plan.schedule, plan.splits, plan.reduction, plan.raster.removeprefix("along_"), plan.swizzle, f"{us[plan]:.2f}", rooms[plan.kernel]
+        yield plan.kernel, plan.schedule, plan.splits, plan.reduction, plan.raster.removeprefix("along_"), plan.swizzle, f"{us[plan]:.2f}"
 
 
 if __name__ == "__main__":

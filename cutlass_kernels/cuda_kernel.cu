@@ -402,7 +402,7 @@ Status CudaKernel::run(GemmProblem const& p, Schedule const& s, Device const& de
   Slices const slices = Slices::of(q.k, info.tile_k, s.splits);
   aligned.d = aligned.workspace;
   Status const status = launch(partials, slices, data_parallel(s), device, aligned, after_copy, stream);
-  return status.ok() ? launch_reduction(p, device, slices.count, partials.ldd, info.leaves_room, aligned.d, buffers, stream) : status;
+  return status.ok() ? launch_reduction(p, device, slices.count, partials.ldd, leaves_room(), aligned.d, buffers, stream) : status;
 }
 
 Status CudaKernel::resources(Resources& out) const {

@@ -94,7 +94,6 @@ struct KernelInfo {
   int32_t stages = 1;
   std::string warp_schedule;  // "cooperative", "pingpong", "single", "multistage", "pipelined", "streaming", "threads"
   bool swap_ab = false;
-  bool leaves_room = false;  // an SM that has a CTA has room for blocks of the reduction of slices, which then wait beside it
   // Which schedules the kernel runs besides data-parallel. A CUDA kernel that lists kSeparate writes accumulators: the reduction
   // pass converts them to the problem's type of D.
   std::vector<Reduction> split_k_reductions, stream_k_reductions;

@@ -144,8 +144,7 @@ void bind_planner(nb::module_& m) {
       .def_rw("memset", &Machine::memset)
       .def_rw("reduction", &Machine::reduction)
       .def_rw("reduction_slice", &Machine::reduction_slice)
-      .def_rw("reduction_rate", &Machine::reduction_rate)
-      .def_rw("beside", &Machine::beside);
+      .def_rw("reduction_rate", &Machine::reduction_rate);
 
   nb::class_<Wave>(m, "Wave", "Rows of A and columns of B that one wave needs: of all GPCs added up, and of the whole wave.")
       .def_ro("rows", &Wave::rows)

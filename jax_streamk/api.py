@@ -253,8 +253,8 @@ def kernels():
     """Every kernel compiled into this build, ordered by name.
 
     Each has ``name, family, type_a, type_b, type_d, math, major_a, major_b, align_a, align_b, align_d`` (elements),
-    ``tile_m, tile_n, tile_k, cluster_m, cluster_n, stages, warp_schedule, swap_ab, leaves_room`` (whether a reduction of
-    slices can wait on the SMs that it works on), ``split_k_reductions, stream_k_reductions, threads, shared_memory`` (bytes per CTA), and the method ``resources()``: registers per thread and CTAs per SM on the current
+    ``tile_m, tile_n, tile_k, cluster_m, cluster_n, stages, warp_schedule, swap_ab, split_k_reductions, stream_k_reductions,
+    threads, shared_memory`` (bytes per CTA), and the method ``resources()``: registers per thread and CTAs per SM on the current
     GPU, which it needs.
     """
     return _ffi.kernels()

@@ -55,7 +55,6 @@ class Machine:
     reduction: float  # the kernel that adds the slices of a separate split-K
     reduction_slice: float  # ... more for each slice that a thread adds after another
     reduction_rate: float  # ... partials it reads
-    beside: float  # ... less of it where it waits beside the kernel that writes them
 
     @functools.cached_property
     def native(self):
@@ -114,7 +113,6 @@ H200 = Machine(
     reduction=1.3,
     reduction_slice=0.0114,
     reduction_rate=5e6,
-    beside=0.35,
 )
 
 # From the A100 SXM 80 GB datasheet at usual efficiencies; never fitted. It also stands in for GPUs that nobody measured.
@@ -135,7 +133,6 @@ A100 = dataclasses.replace(
     mma_f64=0.16e6,
     partial_rate_sm=3.0e4,
     reduction_rate=1.5e6,
-    beside=0.0,
 )
 
 

@@ -211,6 +211,8 @@ class Sm90Kernel final : public CudaKernel {
     return from_cuda(cudaLaunchKernelEx(&config, multiply<Gemm>, params), "launching " + info.name);
   }
 
+  bool leaves_room() const override { return kLeavesRoom; }
+
   void const* entry_point() const override { return reinterpret_cast<void const*>(&multiply<Gemm>); }
 
  private:
@@ -233,7 +235,6 @@ class Sm90Kernel final : public CudaKernel {
     info.stages = Mainloop::DispatchPolicy::Stages;
     info.warp_schedule = kCooperative ? "cooperative" : name_of(kConfig.warp_schedule);
     info.swap_ab = kSwap;
-    info.leaves_room = kLeavesRoom;
     // A consumer warpgroup that has a tile to itself always runs all of K.
     if (kCooperative) info.split_k_reductions = info.stream_k_reductions = {Reduction::kOrdered, Reduction::kAtomic};
     if (kConfig.type_d == Type::kF32) info.split_k_reductions.push_back(Reduction::kSeparate);
