@@ -89,87 +89,66 @@ struct alignas(16) Sum {
   }
 };
 
-// D = epilogue(sum over slices of partials[slice]). Partials are slices x rows x ld; rows are those of all batches. Each of `runs` lanes adds
-// 16 bytes of one row of partials in a run of slices, in the order of K. Neighbouring runs are added, then neighbouring pairs of them, and
-// then what warps have, in their order: the same bits every time. Lanes that read next to each other ask for a line of 128 bytes at least.
-//
-// A block that waits beside the kernel that writes the partials meanwhile runs all of its code with nothing to add: `first_pass` is then 0,
-// not 1, and no instruction has to be read from memory when the time comes.
+// D = epilogue(sum over slices of partials[slice]). Partials are slices x rows x ld; rows are those of all batches. Each of `runs` lanes of a
+// warp adds 16 bytes of one row of partials in a run of slices, in the order of K; then neighbouring runs are added, neighbouring pairs of
+// them, and so on: the same bits every time.
 template <typename Accumulator, typename T, Result kResult>
-__global__ __launch_bounds__(kReducers) void reduce_slices(Accumulator const* partials, int slices, int runs, int first_pass,
-                                                           int64_t vectors, Extent vectors_per_row, Extent rows_per_batch, int64_t n,
-                                                           T* d, EpilogueParams<Accumulator, T> epilogue) {
+__global__ __launch_bounds__(kReducers) void reduce_slices(Accumulator const* partials, int slices, int runs, int64_t vectors,
+                                                           Extent vectors_per_row, Extent rows_per_batch, int64_t n, T* d,
+                                                           EpilogueParams<Accumulator, T> epilogue) {
   constexpr int kVector = 16 / sizeof(Accumulator);
   constexpr bool kWide = kResult != Result::kAny;
   using Vector = Sum<kVector, Accumulator>;
   struct alignas(sizeof(T) * kVector) Out {
     T x[kVector];
   };
-  constexpr int kWarps = kReducers / 32, kMostInner = 4;
-  __shared__ Vector sums[kWarps][32 / kMostInner];
-  int const log_runs = 31 - __clz(runs), log_inner = min(log_runs, 31 - __clz(kMostInner)), log_outer = log_runs - log_inner;
-  int const lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32, owners = 32 >> log_inner;  // of a warp
-  int const outer = warp & ((1 << log_outer) - 1), run = (outer << log_inner) + (lane >> (5 - log_inner)), begin = run * slices >> log_runs;
-  int64_t const at = (blockIdx.x * static_cast<int64_t>(kWarps >> log_outer) + (warp >> log_outer)) * owners + (lane & (owners - 1));
-  Vector const* const from = reinterpret_cast<Vector const*>(partials) + begin * vectors + at;
-  int const all = at < vectors ? ((run + 1) * slices >> log_runs) - begin : 0;
+  int const log_runs = 31 - __clz(runs), owners = 32 >> log_runs;  // of a warp
+  int const lane = static_cast<int>(threadIdx.x) % 32, run = lane >> (5 - log_runs), begin = run * slices >> log_runs;
+  int64_t const at = (blockIdx.x * static_cast<int64_t>(kReducers / 32) + threadIdx.x / 32) * owners + (lane & (owners - 1));
+  wait_for_primary();
+  Vector sum;
+  if (at < vectors)
+    sum.add(reinterpret_cast<Vector const*>(partials) + begin * vectors + at, vectors, ((run + 1) * slices >> log_runs) - begin);
 #pragma unroll 1
-  for (int pass = first_pass; pass < 2; ++pass) {
-    if (pass > 0) wait_for_primary();
-    Vector sum;
-    sum.add(from, vectors, pass > 0 ? all : 0);
-#pragma unroll 1
-    for (int lanes = owners; lanes < 32; lanes *= 2) {
+  for (int lanes = owners; lanes < 32; lanes *= 2) {
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) sum.x[i] += __shfl_xor_sync(~0u, sum.x[i], lanes);
-    }
-    if (log_outer > 0) {
-      __syncthreads();  // the pass before has been read
-      if (lane < owners) sums[warp][lane] = sum;
-      __syncthreads();
-#pragma unroll 1
-      for (int other = 1; other < 1 << log_outer; ++other) {
-        Vector const next = sums[min(warp + other, kWarps - 1)][lane & (owners - 1)];
+    for (int i = 0; i < kVector; ++i) sum.x[i] += __shfl_xor_sync(~0u, sum.x[i], lanes);
+  }
+  if (run > 0 || at >= vectors) return;
+  int64_t offset = at * kVector, batch = 0, column = 0;
+  if constexpr (kResult != Result::kAsPartials) {
+    int64_t const row = vectors_per_row.divide(at);
+    batch = rows_per_batch.divide(row), column = (at - row * vectors_per_row.size) * kVector;
+    offset = batch * epilogue.batch_stride_d + (row - batch * rows_per_batch.size) * epilogue.ldd + column;
+  }
+  if (kResult != Result::kAsPartials && !epilogue.plain) {
+    auto const add = [&](Accumulator factor, T const* from) {
+      Out values{};
+      if constexpr (kWide) {
+        values = load_vector<Out>(from);
+      } else {
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) sum.x[i] += next.x[i];
+        for (int i = 0; i < kVector; ++i)
+          if (column + i < n) values.x[i] = from[i];
       }
-    }
-    bool const stores = pass > 0 && run == 0 && at < vectors;
-    int64_t offset = at * kVector, batch = 0, column = 0;
-    if constexpr (kResult != Result::kAsPartials) {
-      int64_t const row = vectors_per_row.divide(at);
-      batch = rows_per_batch.divide(row), column = (at - row * vectors_per_row.size) * kVector;
-      offset = batch * epilogue.batch_stride_d + (row - batch * rows_per_batch.size) * epilogue.ldd + column;
-    }
-    if (kResult != Result::kAsPartials && !epilogue.plain && stores) {
-      auto const add = [&](Accumulator factor, T const* from) {
-        Out values{};
-        if constexpr (kWide) {
-          values = load_vector<Out>(from);
-        } else {
 #pragma unroll
-          for (int i = 0; i < kVector; ++i)
-            if (column + i < n) values.x[i] = from[i];
-        }
+      for (int i = 0; i < kVector; ++i) sum.x[i] += factor * static_cast<Accumulator>(values.x[i]);
+    };
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) sum.x[i] += factor * static_cast<Accumulator>(values.x[i]);
-      };
+    for (int i = 0; i < kVector; ++i) sum.x[i] *= epilogue.alpha;
+    if (epilogue.bias != nullptr) add(1, epilogue.bias + batch * epilogue.batch_stride_bias + column);
+    if (epilogue.residual != nullptr) add(epilogue.beta, epilogue.residual + offset);
+    activate(epilogue.activation, sum.x, kVector);
+  }
+  Out out;
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) sum.x[i] *= epilogue.alpha;
-      if (epilogue.bias != nullptr) add(1, epilogue.bias + batch * epilogue.batch_stride_bias + column);
-      if (epilogue.residual != nullptr) add(epilogue.beta, epilogue.residual + offset);
-      activate(epilogue.activation, sum.x, kVector);
-    }
-    Out out;
+  for (int i = 0; i < kVector; ++i) out.x[i] = static_cast<T>(sum.x[i]);
+  if constexpr (kWide) {
+    *reinterpret_cast<Out*>(d + offset) = out;
+  } else {
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) out.x[i] = static_cast<T>(sum.x[i]);
-    if constexpr (kWide) {
-      if (stores) *reinterpret_cast<Out*>(d + offset) = out;
-    } else {
-#pragma unroll
-      for (int i = 0; i < kVector; ++i)
-        if (stores && column + i < n) d[offset + i] = out.x[i];
-    }
+    for (int i = 0; i < kVector; ++i)
+      if (column + i < n) d[offset + i] = out.x[i];
   }
 }
 
@@ -180,7 +159,7 @@ unsigned blocks_for(int64_t work, int64_t per_block) {
 }
 
 template <typename Accumulator, typename T>
-Status launch_typed(GemmProblem const& p, Device const& device, int32_t slices, int64_t ld, bool beside, void const* partials,
+Status launch_typed(GemmProblem const& p, Device const& device, int32_t slices, int64_t ld, void const* partials,
                     Buffers const& buffers, cudaStream_t stream) {
   constexpr int kVector = 16 / sizeof(Accumulator);
   int64_t const vectors = p.batch * p.m * (ld / kVector);
@@ -203,18 +182,18 @@ Status launch_typed(GemmProblem const& p, Device const& device, int32_t slices, 
   config.attrs = &overlap;
   config.numAttrs = kHopper && device.arch >= 90;
   cudaError_t const error =
-      cudaLaunchKernelEx(&config, kernel, static_cast<Accumulator const*>(partials), slices, runs, beside ? 0 : 1, vectors,
-                         Extent(ld / kVector), Extent(p.m), p.n, static_cast<T*>(buffers.d), EpilogueParams<Accumulator, T>(p, buffers));
+      cudaLaunchKernelEx(&config, kernel, static_cast<Accumulator const*>(partials), slices, runs, vectors, Extent(ld / kVector), Extent(p.m),
+                         p.n, static_cast<T*>(buffers.d), EpilogueParams<Accumulator, T>(p, buffers));
   return from_cuda(error, "launching the split-K reduction");
 }
 
-Status launch_reduction(GemmProblem const& p, Device const& device, int32_t slices, int64_t ld, bool beside, void const* partials,
+Status launch_reduction(GemmProblem const& p, Device const& device, int32_t slices, int64_t ld, void const* partials,
                         Buffers const& buffers, cudaStream_t stream) {
   switch (p.type_d) {
-    case Type::kF64: return launch_typed<double, double>(p, device, slices, ld, beside, partials, buffers, stream);
-    case Type::kF32: return launch_typed<float, float>(p, device, slices, ld, beside, partials, buffers, stream);
-    case Type::kBF16: return launch_typed<float, __nv_bfloat16>(p, device, slices, ld, beside, partials, buffers, stream);
-    case Type::kF16: return launch_typed<float, __half>(p, device, slices, ld, beside, partials, buffers, stream);
+    case Type::kF64: return launch_typed<double, double>(p, device, slices, ld, partials, buffers, stream);
+    case Type::kF32: return launch_typed<float, float>(p, device, slices, ld, partials, buffers, stream);
+    case Type::kBF16: return launch_typed<float, __nv_bfloat16>(p, device, slices, ld, partials, buffers, stream);
+    case Type::kF16: return launch_typed<float, __half>(p, device, slices, ld, partials, buffers, stream);
     default: return Status::internal(std::string("no split-K reduction into ") + name_of(p.type_d));
   }
 }
@@ -402,7 +381,7 @@ Status CudaKernel::run(GemmProblem const& p, Schedule const& s, Device const& de
   Slices const slices = Slices::of(q.k, info.tile_k, s.splits);
   aligned.d = aligned.workspace;
   Status const status = launch(partials, slices, data_parallel(s), device, aligned, after_copy, stream);
-  return status.ok() ? launch_reduction(p, device, slices.count, partials.ldd, leaves_room(), aligned.d, buffers, stream) : status;
+  return status.ok() ? launch_reduction(p, device, slices.count, partials.ldd, aligned.d, buffers, stream) : status;
 }
 
 Status CudaKernel::resources(Resources& out) const {

@@ -45,8 +45,6 @@ class CudaKernel : public Kernel {
   virtual int64_t launch_workspace_bytes(GemmProblem const&, Schedule const&, Device const&) const = 0;
   virtual Status launch(GemmProblem const& p, Slices const&, Schedule const&, Device const&, Buffers const&, bool after_copy,
                         cudaStream_t) const = 0;
-  // Whether an SM that has a CTA of this kernel has room for blocks of the reduction of slices, which then wait beside it.
-  virtual bool leaves_room() const { return false; }
   // The __global__ function, for its registers and occupancy and to raise its shared memory limit.
   virtual void const* entry_point() const = 0;
 

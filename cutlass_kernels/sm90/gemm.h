@@ -19,8 +19,7 @@ namespace jax_streamk::sm90 {
 // runs the epilogue while the other multiplies. Single: there is one, and a warp that loads; an SM has several such CTAs.
 enum class WarpSchedule { kCooperative, kPingpong, kSingle };
 
-// kLeavesRoom: an SM that has a CTA has room for blocks of the reduction of slices (cuda_kernel.cu), which is let start at once, and waits there.
-template <class Mainloop, class Epilogue, class Scheduler, WarpSchedule kWarpSchedule, bool kLeavesRoom>
+template <class Mainloop, class Epilogue, class Scheduler, WarpSchedule kWarpSchedule>
 struct GemmKernel {
   static constexpr bool kPingpong = kWarpSchedule == WarpSchedule::kPingpong, kSingle = kWarpSchedule == WarpSchedule::kSingle;
   static constexpr int kStages = Mainloop::DispatchPolicy::Stages;
@@ -29,7 +28,6 @@ struct GemmKernel {
   static constexpr int kWarpgroup = cutlass::NumThreadsPerWarpGroup;
   static constexpr int kConsumers = kSingle ? 1 : kPingpong ? 2 : cute::size(TiledMma{}) / kWarpgroup;
   static constexpr int kThreads = kSingle ? kWarpgroup + 32 : kWarpgroup * (1 + kConsumers), kCtasOfSm = kSingle ? kSingles : 1;
-  static constexpr int kRegistersFor = kLeavesRoom ? 512 : kThreads;  // threads among which the launch divides an SM's registers
   static constexpr int kClusterM = Scheduler::kClusterM, kClusterN = Scheduler::kClusterN, kClusterSize = kClusterM * kClusterN;
   using Stage = cutlass::PipelineState<kStages>;
   using Full = cutlass::arch::ClusterTransactionBarrier;
@@ -80,7 +78,6 @@ struct GemmKernel {
       cutlass::arch::warpgroup_reg_dealloc<kLoaderRegisters>();
       if (warp > kLoader) {
         if constexpr (kClusterSize > 1) cute::cluster_wait();
-        if (kLeavesRoom && warp == 2) let_dependents_start();
         if (warp == 1) prefetch(params);
         return;
       }
@@ -92,13 +89,12 @@ struct GemmKernel {
   // The warp that loads. wgmma wants consumers to be warps 0 to 3 of four, or the next.
   static constexpr int kLoader = kSingle ? 4 : 0;
 
-  // So many accumulators that consumers need what the others can spare.
-  static constexpr bool kFewRegisters =
-      cute::size<0>(TileShape{}) * cute::size<1>(TileShape{}) / (kWarpgroup * (kPingpong ? 1 : kConsumers)) >= 208;
+  static constexpr int kAccumulators = cute::size<0>(TileShape{}) * cute::size<1>(TileShape{}) / (kWarpgroup * (kPingpong ? 1 : kConsumers));
+  // So many that consumers need what the others can spare.
+  static constexpr bool kFewRegisters = kAccumulators >= 208;
 
-  // Registers of a thread. A launch that leaves room has 128 for each to share, others 168.
-  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kLeavesRoom ? 176 : kFewRegisters ? 240 : 232;
-  static constexpr int kLoaderRegisters = kConsumers == 3 || kLeavesRoom ? 32 : kFewRegisters ? 24 : 40;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kFewRegisters ? 240 : 232;
+  static constexpr int kLoaderRegisters = kConsumers == 3 ? 32 : kFewRegisters ? 24 : 40;
 
   // Named barriers. A consumer of a pingpong kernel waits for its turn to multiply, and to store, at that of its warpgroup.
   static constexpr uint32_t kReady = 0, kMultiplies = 1, kStores = kMultiplies + kConsumers;
@@ -147,9 +143,12 @@ struct GemmKernel {
       Epilogue::prefetch(params.epilogue, params.shape, TileShape{}, tile.m, tile.n, tile.batch);
   }
 
-  // A tile's first product ignores its accumulators; without this they would be set to zero all the same. Of more than so many, ptxas then
-  // spills some.
-  static constexpr int kMostUnset = 96;
+  // Whether a plain product has a store of its own. ptxas has no registers for that beside as many accumulators and an operand in registers.
+  static constexpr bool kStraight = kAccumulators < 128 || !Mainloop::kFromRegisters;
+
+  // A tile's first product ignores its accumulators; without this they would be set to zero all the same. Of more than so many, or
+  // of three warpgroups' few registers, ptxas then spills some.
+  static constexpr int kMostUnset = kConsumers == 3 ? 0 : 96;
   template <class Accumulators>
   static CUTLASS_DEVICE void leave_unset(Accumulators& accumulators) {
     CUTLASS_PRAGMA_UNROLL
@@ -191,9 +190,9 @@ struct GemmKernel {
         // Of one tile alone, until it has been rehearsed.
         if (tile.ordinal > 0 || tile.last) cutlass::arch::NamedBarrier::sync(kConsumers * kWarpgroup, kStores + warpgroup);
       }
-      if (!kLeavesRoom && !rehearses) let_dependents_start();  // which reduce slices
+      if (!rehearses) let_dependents_start();  // which reduce slices
       // Most products end here: the code of their store follows that of the main loop, and nothing comes after it.
-      if (epilogue.more_than_converts() + Scheduler::shares(params.scheduler) > 0) {
+      if (!kStraight || epilogue.more_than_converts() + Scheduler::shares(params.scheduler) > 0) {
         if (Scheduler::fixup(params.scheduler, tile, accumulators, kConsumers, warpgroup))
           epilogue.store(params.shape, TileShape{}, at, biases, accumulators, tiled_mma, thread);
         if (ends()) return;
@@ -208,7 +207,7 @@ struct GemmKernel {
 };
 
 template <class Gemm>
-__global__ __launch_bounds__(Gemm::kRegistersFor, Gemm::kCtasOfSm) void multiply(__grid_constant__ typename Gemm::Params const params) {
+__global__ __launch_bounds__(Gemm::kThreads, Gemm::kCtasOfSm) void multiply(__grid_constant__ typename Gemm::Params const params) {
   extern __shared__ __align__(1024) char memory[];
   Gemm::run(params, *reinterpret_cast<typename Gemm::SharedStorage*>(memory));
 }

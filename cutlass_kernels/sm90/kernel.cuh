@@ -96,13 +96,8 @@ class Sm90Kernel final : public CudaKernel {
     }
   }
   static constexpr int kStoreColumns = store_columns(kConfig);
-  // Results that may be slices, which a reduction adds: two of its blocks find shared memory. With more accumulators a consumer's registers
-  // would be too few.
-  static constexpr bool kLeavesRoom = kConfig.type_d == Type::kF32 && kConfig.type_ab != Type::kF32 && !kThree && kCtasOfSm == 1 &&
-                                      kConfig.tile_m * kConfig.tile_n <= 88 * cutlass::NumThreadsPerWarpGroup * (kCooperative ? 2 : 1);
   // Bytes of an SM's shared memory, 1 KB of which each CTA needs besides, that a CTA leaves to others. Barriers take no more than 256.
-  static constexpr int kOfSm = 228 << 10,
-                       kOfOthers = kCtasOfSm == 1 ? (kLeavesRoom ? 3 << 10 : 0) : (227 << 10) - (kOfSm / kCtasOfSm - 1024 - 256);
+  static constexpr int kOfSm = 228 << 10, kOfOthers = kCtasOfSm == 1 ? 0 : (227 << 10) - (kOfSm / kCtasOfSm - 1024 - 256);
   using EpilogueTile = std::conditional_t<kStoreColumns != 0, cute::Shape<cute::_64, cute::Int<kStoreColumns>>,
                                           cutlass::epilogue::collective::EpilogueTileAuto>;
   using Epilogue = CollectiveEpilogue<typename OfThree<kThree, typename cutlass::epilogue::collective::CollectiveBuilder<
@@ -119,7 +114,7 @@ class Sm90Kernel final : public CudaKernel {
                          cutlass::gemm::KernelTmaWarpSpecializedPingpong>>::CollectiveOp>::type>::type,
       kConfig.type_d == Type::kF32, kConfig.math == Math::kTF32x3>;
   using Scheduler = sm90::Scheduler<TileShape, ClusterShape, kCooperative>;
-  using Gemm = GemmKernel<Mainloop, Epilogue, Scheduler, kConfig.warp_schedule, kLeavesRoom>;
+  using Gemm = GemmKernel<Mainloop, Epilogue, Scheduler, kConfig.warp_schedule>;
   static_assert(kCtasOfSm * (sizeof(typename Gemm::SharedStorage) + 1024) <= kOfSm);
 
   static constexpr int kClusterSize = kConfig.cluster_m * kConfig.cluster_n;
@@ -210,8 +205,6 @@ class Sm90Kernel final : public CudaKernel {
     }
     return from_cuda(cudaLaunchKernelEx(&config, multiply<Gemm>, params), "launching " + info.name);
   }
-
-  bool leaves_room() const override { return kLeavesRoom; }
 
   void const* entry_point() const override { return reinterpret_cast<void const*>(&multiply<Gemm>); }
 

@@ -87,6 +87,8 @@ struct CollectiveMainloop : Base {
   using typename Base::TensorStorage;
   using typename Base::TileShape;
   using typename Base::TiledMma;
+  // Of A.
+  static constexpr bool kFromRegisters = !cute::is_base_of<cute::GMMA::DescriptorIterator, typename TiledMma::FrgTypeA>::value;
   static constexpr int kClusterM = cute::size<0>(typename Base::DispatchPolicy::ClusterShape{});
   static constexpr int kClusterN = cute::size<1>(typename Base::DispatchPolicy::ClusterShape{});
 
@@ -158,10 +160,10 @@ struct CollectiveMainloop : Base {
     if constexpr (kSplits) {
       multiply_parts(full, empty, stage, accumulators, count, warpgroup, storage);
       return 0;
-    } else if constexpr (cute::is_base_of<cute::GMMA::DescriptorIterator, typename TiledMma::FrgTypeA>::value) {
-      return multiply_from_memory(full, empty, stage, accumulators, count, warpgroup, storage);
-    } else {
+    } else if constexpr (kFromRegisters) {
       return multiply_from_registers(full, empty, stage, accumulators, count, warpgroup, storage);
+    } else {
+      return multiply_from_memory(full, empty, stage, accumulators, count, warpgroup, storage);
     }
   }
 
