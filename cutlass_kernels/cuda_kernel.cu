@@ -62,30 +62,32 @@ struct Extent {
 // row; or anyhow.
 enum class Result { kAsPartials, kWide, kAny };
 
-// The same vector of so many slices, `stride` vectors apart, in their order.
-template <int kVector, typename Accumulator>
-struct alignas(16) Sum {
-  Accumulator x[kVector] = {};
+template <typename Accumulator>
+struct alignas(16) Sums {
+  static constexpr int kCount = 16 / sizeof(Accumulator);
+  Accumulator x[kCount] = {};
 
-  __device__ void add(Sum const* from, int64_t stride, int count) {
+  // += those of so many slices, `stride` apart, in their order. The kernel that writes them may still run when this one starts: they do not
+  // come by way of the read-only cache.
+  __device__ void add(Sums const* from, int64_t stride, int slices) {
     constexpr int kAtOnce = 4;
 #pragma unroll 1
     do {
       uint4 next[kAtOnce];
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j)
-        if (j < count) next[j] = __ldcg(reinterpret_cast<uint4 const*>(from + j * stride));
+        if (j < slices) next[j] = __ldcg(reinterpret_cast<uint4 const*>(from + j * stride));
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
         // Without these branches ptxas has the first added before the last is asked for.
-        if (j >= count) break;
-        Accumulator values[kVector];
+        if (j >= slices) break;
+        Accumulator values[kCount];
         std::memcpy(values, &next[j], sizeof values);
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) x[i] += values[i];
+        for (int i = 0; i < kCount; ++i) x[i] += values[i];
       }
-      count -= kAtOnce, from += kAtOnce * stride;
-    } while (count > 0);
+      slices -= kAtOnce, from += kAtOnce * stride;
+    } while (slices > 0);
   }
 };
 
@@ -96,9 +98,8 @@ template <typename Accumulator, typename T, Result kResult>
 __global__ __launch_bounds__(kReducers) void reduce_slices(Accumulator const* partials, int slices, int runs, int64_t vectors,
                                                            Extent vectors_per_row, Extent rows_per_batch, int64_t n, T* d,
                                                            EpilogueParams<Accumulator, T> epilogue) {
-  constexpr int kVector = 16 / sizeof(Accumulator);
+  constexpr int kVector = Sums<Accumulator>::kCount;
   constexpr bool kWide = kResult != Result::kAny;
-  using Vector = Sum<kVector, Accumulator>;
   struct alignas(sizeof(T) * kVector) Out {
     T x[kVector];
   };
@@ -106,9 +107,9 @@ __global__ __launch_bounds__(kReducers) void reduce_slices(Accumulator const* pa
   int const lane = static_cast<int>(threadIdx.x) % 32, run = lane >> (5 - log_runs), begin = run * slices >> log_runs;
   int64_t const at = (blockIdx.x * static_cast<int64_t>(kReducers / 32) + threadIdx.x / 32) * owners + (lane & (owners - 1));
   wait_for_primary();
-  Vector sum;
+  Sums<Accumulator> sum;
   if (at < vectors)
-    sum.add(reinterpret_cast<Vector const*>(partials) + begin * vectors + at, vectors, ((run + 1) * slices >> log_runs) - begin);
+    sum.add(reinterpret_cast<Sums<Accumulator> const*>(partials) + begin * vectors + at, vectors, ((run + 1) * slices >> log_runs) - begin);
 #pragma unroll 1
   for (int lanes = owners; lanes < 32; lanes *= 2) {
 #pragma unroll
@@ -161,13 +162,12 @@ unsigned blocks_for(int64_t work, int64_t per_block) {
 template <typename Accumulator, typename T>
 Status launch_typed(GemmProblem const& p, Device const& device, int32_t slices, int64_t ld, void const* partials,
                     Buffers const& buffers, cudaStream_t stream) {
-  constexpr int kVector = 16 / sizeof(Accumulator);
+  constexpr int kVector = Sums<Accumulator>::kCount;
   int64_t const vectors = p.batch * p.m * (ld / kVector);
   bool const wide = (p.n | p.ldd | p.batch_stride_d | p.epilogue.batch_stride_bias) % kVector == 0;
   bool const as_partials = p.epilogue.is_plain() && ld == p.n && ld == p.ldd && (p.batch == 1 || p.batch_stride_d == p.m * ld);
   int32_t const runs = reduction_runs(static_cast<double>(vectors), slices);
   int64_t const blocks = (vectors * runs + kReducers - 1) / kReducers;
-  if (blocks >> 31 != 0) return Status::invalid("a split-K reduction of more than 2^31 blocks");
   auto* const kernel = as_partials ? reduce_slices<Accumulator, T, Result::kAsPartials>
                        : wide      ? reduce_slices<Accumulator, T, Result::kWide>
                                    : reduce_slices<Accumulator, T, Result::kAny>;

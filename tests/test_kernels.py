@@ -22,7 +22,7 @@ DTYPES = {
     _ffi.Type.s8: np.dtype(np.int8),
     _ffi.Type.s32: np.dtype(np.int32),
 }
-GUARD = 256  # bytes of poison before and after D
+GUARD = 256  # bytes of poison before D, and at least after it
 POISON = 0xFF  # NaN in every floating-point type, -1 in the integers
 # What XLA would else choose itself: no TF32 for some small products, and at HIGH one instead of three.
 PRECISIONS = {
@@ -203,7 +203,9 @@ def launch(kernel, case, schedule, epilogue=PLAIN, type_d=None, ldd=None, aligne
     if why is not None:
         return why, None, None
     a, b = Memory(kernel, a), Memory(kernel, b)
-    d = Memory(kernel, GUARD * 2 + case.batch * case.m * ldd * dtype.itemsize)
+    # Tiles beyond D are stored nowhere: poison as far as the next two reach.
+    beyond = 2 * max(kernel.tile_m, kernel.tile_n) * ldd * dtype.itemsize
+    d = Memory(kernel, GUARD * 2 + case.batch * case.m * ldd * dtype.itemsize + beyond)
     workspace = Memory(kernel, _ffi.workspace_bytes(kernel.name, problem, schedule, device))
     others = [0 if array is None else Memory(kernel, array) for array in (bias, residual)]
     addresses = [other and other.address for other in others]
@@ -379,6 +381,7 @@ def test_every_epilogue_in_every_schedule(name):
 
 
 SEPARATE = [name for name in one_kernel_of("family", "type_a", "type_d", "major_b") if "host" not in name and "16_f32" in name]
+SEPARATE_F64 = [name for name in one_kernel_of("family", "type_d") if "_f64_f64" in name and "host" not in name]
 
 
 @pytest.mark.gpu
@@ -396,12 +399,12 @@ def test_a_separate_reduction_converts(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", SEPARATE or ["no CUDA kernel in this build"])
+@pytest.mark.parametrize("name", SEPARATE + SEPARATE_F64 or ["no CUDA kernel in this build"])
 def test_a_separate_reduction_of_many_slices(name):
     """Threads that share an output add up to sixteen runs of slices, as many as keep the GPU busy."""
     kernel = KERNELS[name]
-    for m, n, splits in ((1, 1, 35), (37, 60, 128), (64, 64, 97), (13, 9, 6), (260, 520, 33)):
-        case = admissible(kernel, Case(m, n, splits * kernel.tile_k - 8))
+    for m, n, splits, batch in ((1, 1, 35, 1), (37, 60, 128, 1), (64, 64, 97, 1), (13, 9, 6, 1), (37, 60, 20, 3), (260, 520, 33, 1)):
+        case = admissible(kernel, Case(m, n, splits * kernel.tile_k - 8, batch=batch))
         schedule = make_schedule(_ffi.ScheduleKind.split_k, splits, _ffi.Reduction.separate)
         for epilogue in (PLAIN, EPILOGUES[4]):
             assert check(kernel, case, schedule, True, epilogue, type_d=kernel.type_a) is None
