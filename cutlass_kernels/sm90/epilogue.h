@@ -17,13 +17,10 @@ namespace jax_streamk::sm90 {
 template <class Element>
 struct StoreParams : EpilogueParams<float, Element> {
   Element* misaligned_d;  // where rows of D start anywhere; null where TMA stores them
-  int more_than_converts;
 
   StoreParams() = default;
   StoreParams(GemmProblem const& p, Buffers const& buffers, bool misaligned)
-      : EpilogueParams<float, Element>(p, buffers),
-        misaligned_d(misaligned ? static_cast<Element*>(buffers.d) : nullptr),
-        more_than_converts(misaligned || !this->plain) {}
+      : EpilogueParams<float, Element>(p, buffers), misaligned_d(misaligned ? static_cast<Element*>(buffers.d) : nullptr) {}
 };
 
 // What CUTLASS's epilogue does to accumulators: it converts them. It also carries the parameters of ours.
@@ -328,9 +325,6 @@ class CollectiveEpilogue {
     }
     return biases;
   }
-
-  // Positive where there is more to do than store_converted() does.
-  CUTLASS_DEVICE int more_than_converts() const { return params_.thread.more_than_converts; }
 
   template <class ProblemShape, class TileShape, class TileCoordinate, class Biases, class Accumulators, class TiledMma>
   CUTLASS_DEVICE void store(ProblemShape const& shape, TileShape tile_shape, TileCoordinate const& tile, Biases& biases,

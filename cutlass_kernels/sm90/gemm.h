@@ -36,6 +36,7 @@ struct GemmKernel {
   // What is needed first comes first.
   struct Params {
     typename Scheduler::Params scheduler;
+    bool straight;  // nobody shares tiles, and their accumulators are but converted and stored by TMA
     cute::Shape<int, int, int, int> shape;  // m, n, k, batch of the kernel's own result
     typename Mainloop::Params mainloop;
     typename Epilogue::Params epilogue;
@@ -111,7 +112,7 @@ struct GemmKernel {
   }
 
   static CUTLASS_DEVICE void load(Params const& params, SharedStorage& shared) {
-    if (Scheduler::shares(params.scheduler) > 0) return load_tiles<false>(params, shared);
+    if (Scheduler::shares(params.scheduler)) return load_tiles<false>(params, shared);
     load_tiles<true>(params, shared);
   }
 
@@ -143,7 +144,7 @@ struct GemmKernel {
       Epilogue::prefetch(params.epilogue, params.shape, TileShape{}, tile.m, tile.n, tile.batch);
   }
 
-  // Whether a plain product has a store of its own. ptxas has no registers for that beside as many accumulators and an operand in registers.
+  // Whether a straight product has a store of its own. ptxas has no registers for that beside as many accumulators and an operand in registers.
   static constexpr bool kStraight = kAccumulators < 128 || !Mainloop::kFromRegisters;
 
   // A tile's first product ignores its accumulators; without this they would be set to zero all the same. Of more than so many, or
@@ -178,7 +179,7 @@ struct GemmKernel {
     };
     while (rehearses || tile.is_valid()) {
       auto accumulators = cute::partition_fragment_C(tiled_mma, cute::take<0, 2>(TileShape{}));
-      if (cute::size(accumulators) <= kMostUnset) leave_unset(accumulators);
+      if constexpr (kAccumulators <= kMostUnset) leave_unset(accumulators);
       auto const at = cute::make_coord(tile.m, tile.n, cute::_0{}, tile.batch);
       auto biases = epilogue.template biases<decltype(accumulators)>(params.shape, TileShape{}, at, tiled_mma, thread);
       if (kPingpong && tile.ordinal > 0) cutlass::arch::NamedBarrier::sync(kConsumers * kWarpgroup, kMultiplies + warpgroup);
@@ -191,12 +192,13 @@ struct GemmKernel {
         if (tile.ordinal > 0 || tile.last) cutlass::arch::NamedBarrier::sync(kConsumers * kWarpgroup, kStores + warpgroup);
       }
       if (!rehearses) let_dependents_start();  // which reduce slices
-      // Most products end here: the code of their store follows that of the main loop, and nothing comes after it.
-      if (!kStraight || epilogue.more_than_converts() + Scheduler::shares(params.scheduler) > 0) {
+      if (!kStraight || !params.straight) {
         if (Scheduler::fixup(params.scheduler, tile, accumulators, kConsumers, warpgroup))
           epilogue.store(params.shape, TileShape{}, at, biases, accumulators, tiled_mma, thread);
         if (ends()) return;
       } else {
+        // Most products end here: the code of their store follows that of the main loop, and nothing comes after it. So what ends() does
+        // is there twice.
         epilogue.store_converted(params.shape, TileShape{}, at, accumulators, tiled_mma, thread);
         if (ends()) return;
       }

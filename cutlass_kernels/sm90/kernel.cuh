@@ -173,6 +173,7 @@ class Sm90Kernel final : public CudaKernel {
     params.scheduler.atomic = s.reduction == Reduction::kAtomic;
     params.scheduler.arrivals = reinterpret_cast<uint32_t*>(workspace);
     params.scheduler.partials = reinterpret_cast<float*>(workspace + parts.arrivals);
+    params.straight = params.scheduler.decomposition.kind == ScheduleKind::kDataParallel && p.epilogue.is_plain() && !misaligned_d;
     params.shape = {static_cast<int>(kSwap ? p.n : p.m), static_cast<int>(kSwap ? p.m : p.n), static_cast<int>(q.k),
                     static_cast<int>(q.batch)};
     params.mainloop = Mainloop::to_underlying_arguments(

@@ -87,7 +87,7 @@ struct CollectiveMainloop : Base {
   using typename Base::TensorStorage;
   using typename Base::TileShape;
   using typename Base::TiledMma;
-  // Of A.
+  // Whether A comes from registers.
   static constexpr bool kFromRegisters = !cute::is_base_of<cute::GMMA::DescriptorIterator, typename TiledMma::FrgTypeA>::value;
   static constexpr int kClusterM = cute::size<0>(typename Base::DispatchPolicy::ClusterShape{});
   static constexpr int kClusterN = cute::size<1>(typename Base::DispatchPolicy::ClusterShape{});
@@ -153,13 +153,13 @@ struct CollectiveMainloop : Base {
   }
 
   // By the consumers of a tile: accumulators = the sum of `count` k-tiles. The last one's products may still be under way, and its
-  // stage, which is returned, be read: finish() waits for them. Without any it is -1.
+  // stage, which is returned, be read: finish() waits for them. -1 where there are none.
   template <class Full, class Empty, class Stage, class Accumulators>
   static CUTLASS_DEVICE int multiply(Full* full, Empty* empty, Stage& stage, Accumulators& accumulators, int32_t count, int warpgroup,
                                      TensorStorage& storage) {
     if constexpr (kSplits) {
       multiply_parts(full, empty, stage, accumulators, count, warpgroup, storage);
-      return 0;
+      return -1;
     } else if constexpr (kFromRegisters) {
       return multiply_from_registers(full, empty, stage, accumulators, count, warpgroup, storage);
     } else {

@@ -47,8 +47,10 @@ class Scheduler {
 
   CUTLASS_DEVICE explicit Scheduler(Params const& params) : params_(params) {}
 
-  // Positive where CTAs may share tiles.
-  CUTLASS_DEVICE static int32_t shares(Params const& params) { return kShares ? static_cast<int32_t>(params.decomposition.kind) : 0; }
+  // Whether CTAs may share tiles.
+  CUTLASS_DEVICE static bool shares(Params const& params) {
+    return kShares && params.decomposition.kind != ScheduleKind::kDataParallel;
+  }
 
   // The `ordinal`-th of this CTA; kWhole: where none are shared.
   template <bool kWhole = false>
@@ -74,16 +76,8 @@ class Scheduler {
   template <class Accumulators>
   CUTLASS_DEVICE static bool fixup(Params const& params, Tile const& tile, Accumulators& accumulators,
                                    uint32_t warp_groups, uint32_t warp_group) {
-    if constexpr (kShares) return fixup_shared(params, tile, accumulators, warp_groups, warp_group);
-    return true;
-  }
-
- private:
-  template <class Accumulators>
-  CUTLASS_DEVICE static bool fixup_shared(Params const& params, Tile const& tile, Accumulators& accumulators,
-                                          uint32_t warp_groups, uint32_t warp_group) {
+    if (!shares(params)) return true;
     Decomposition const& decomposition = params.decomposition;
-    if (decomposition.kind == ScheduleKind::kDataParallel) return true;
     Work work;
     decomposition.work(worker(), tile.ordinal, work);
     if (work.peers == 1) return true;
@@ -137,6 +131,7 @@ class Scheduler {
     return true;
   }
 
+ private:
   // An arrival word counts tickets drawn in its low half and partials stored in its high half.
   static constexpr uint32_t kTickets = 0xffff, kPartial = 0x10000;
 
