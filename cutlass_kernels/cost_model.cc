@@ -143,16 +143,16 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   // same bytes.
   double const panel = tile_k * size / std::sqrt(std::min(kernel.align_a * size / 16, 1.0));
   auto const is_misaligned = [&](int64_t ld) { return ld * static_cast<int64_t>(size) % 128 != 0; };
-  // TMA brings a tile that is contiguous along m or n in rows of at most 128 bytes that divide its extent. Each row costs more.
-  auto const panel_of = [&](int64_t ld, bool along_k, int32_t extent) {
-    if (!is_misaligned(ld)) return panel;
-    if (along_k) return panel * machine.misaligned_k;
-    double const rows = kernel.family == Family::kSm90 ? 128 / std::gcd(extent * static_cast<int32_t>(size), 128) : 1;
-    return panel * (1 + rows * (machine.misaligned_mn - 1));
+  // A tile that is contiguous along m or n comes in rows of at most 128 bytes, of which each costs more.
+  auto const panel_of = [&](int64_t ld, bool along_k, bool is_b) {
+    double const each = !is_misaligned(ld) ? 0 : (along_k ? machine.misaligned_k : machine.misaligned_mn) - 1;
+    if (along_k || kernel.family != Family::kSm90) return panel * (1 + each);
+    int32_t const extent = is_b ? kernel.tile_n : kernel.tile_m, brought = is_b ? columns_by_tma(kernel.tile_m, extent) : extent;
+    return panel * brought / extent * (1 + 128 / std::gcd(brought * static_cast<int32_t>(size), 128) * each);
   };
   int64_t const lda = repacked.problem.lda, ldb = repacked.problem.ldb;
-  panel_a_ = panel_of(lda, kernel.major_a == Major::kRow, swap ? kernel.tile_n : kernel.tile_m);
-  panel_b_ = panel_of(ldb, kernel.major_b == Major::kColumn, swap ? kernel.tile_m : kernel.tile_n);
+  panel_a_ = panel_of(lda, kernel.major_a == Major::kRow, swap);
+  panel_b_ = panel_of(ldb, kernel.major_b == Major::kColumn, !swap);
   misaligned_ = is_misaligned(lda) || is_misaligned(ldb);
   repack_ = 2 * static_cast<double>(repacked.bytes()) / machine.copy_rate + machine.relaunch * repacked.launches;
   double const tile_rows = std::min<double>(kernel.tile_m, rows_), tile_columns = std::min<double>(kernel.tile_n, columns_);

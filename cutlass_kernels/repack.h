@@ -1,5 +1,5 @@
-// What a kernel that loads by TMA does about operands whose rows do not start on its 16 bytes: they are copied into rows that do. And how
-// wgmma multiplies f32 as three TF32, which it has no room in registers to make: operands are copied in two parts.
+// How TMA brings operands. Those whose rows do not start on its 16 bytes are copied into rows that do. And how wgmma multiplies f32 as three
+// TF32, which it has no room in registers to make: operands are copied in two parts.
 #pragma once
 
 #include "cutlass_kernels/gemm.h"
@@ -12,6 +12,13 @@ bool is_aligned(int64_t align, bool tma, int64_t contiguous, int64_t ld, int64_t
 
 // Whether TMA cannot store D, or read a bias of each batch.
 bool has_misaligned_d(GemmProblem const&);
+
+// How many columns of a B of 16 bits that is contiguous along n come for a tile of so many rows and columns. TMA's rows have 128, 64 or 32
+// bytes and cost about as much to ask for: they have 128, though some columns then are loaded for nothing. Beside 256 rows of A these would
+// take the room of a stage.
+constexpr int32_t columns_by_tma(int32_t tile_m, int32_t tile_n) {
+  return tile_m < 256 && tile_n > 64 ? (tile_n + 63) / 64 * 64 : tile_n;
+}
 
 struct Repack {
   bool a = false, b = false;         // copied

@@ -84,9 +84,12 @@ class Sm90Kernel final : public CudaKernel {
   using TileShape = cute::Shape<cute::Int<kConfig.tile_m>, cute::Int<kConfig.tile_n>, cute::Int<kConfig.tile_k>>;
   using ClusterShape = cute::Shape<cute::Int<kConfig.cluster_m>, cute::Int<kConfig.cluster_n>, cute::_1>;
 
-  // How many columns one warpgroup stores at once, after waiting twice for all of it; 0 where CUTLASS's 16 or 32 are best.
+  // How many columns are stored at once, after waiting twice for all warpgroups that share them; 0 where CUTLASS's 16 or 32 are best.
   static constexpr int store_columns(Config const& c) {
-    if (c.warp_schedule != WarpSchedule::kPingpong || sizeof(ElementD) != 2 || (c.tile_m == 64 && !c.swap_ab)) return 0;
+    if (sizeof(ElementD) != 2) return 0;
+    if (kTwo) return c.tile_n % 128 == 0 ? 64 : 0;
+    if (kThree) return c.swap_ab && c.tile_n == 144 ? 48 : 0;
+    if (c.warp_schedule != WarpSchedule::kPingpong || (c.tile_m == 64 && !c.swap_ab)) return 0;
     switch (c.tile_n) {
       case 96: case 144: return 48;
       case 112: case 176: return c.tile_n;  // whose divisors are no multiples of 16 but 16
@@ -98,7 +101,7 @@ class Sm90Kernel final : public CudaKernel {
   static constexpr int kStoreColumns = store_columns(kConfig);
   // Bytes of an SM's shared memory, 1 KB of which each CTA needs besides, that a CTA leaves to others. Barriers take no more than 256.
   static constexpr int kOfSm = 228 << 10, kOfOthers = kCtasOfSm == 1 ? 0 : (227 << 10) - (kOfSm / kCtasOfSm - 1024 - 256);
-  using EpilogueTile = std::conditional_t<kStoreColumns != 0, cute::Shape<cute::_64, cute::Int<kStoreColumns>>,
+  using EpilogueTile = std::conditional_t<kStoreColumns != 0, cute::Shape<cute::Int<kTwo ? 128 : 64>, cute::Int<kStoreColumns>>,
                                           cutlass::epilogue::collective::EpilogueTileAuto>;
   using Epilogue = CollectiveEpilogue<typename OfThree<kThree, typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, TileShape, ClusterShape,
@@ -106,13 +109,18 @@ class Sm90Kernel final : public CudaKernel {
       std::conditional_t<kTwo, cutlass::epilogue::TmaWarpSpecializedCooperative,
                          cutlass::epilogue::TmaWarpSpecialized>,
       Conversion<ElementD>>::CollectiveOp>::type, kSwap>;
-  using Mainloop = CollectiveMainloop<typename OfThree<kThree, typename WideRows<typename cutlass::gemm::collective::CollectiveBuilder<
+  template <class Tile>
+  using Collective = typename OfThree<kThree, typename WideRows<typename cutlass::gemm::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, ElementAB, LayoutA, kAlignAB, ElementAB, LayoutB, kAlignAB, float,
-      TileShape, ClusterShape,
+      Tile, ClusterShape,
       cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::TensorStorage)) + kOfOthers>,
       std::conditional_t<kTwo, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
-                         cutlass::gemm::KernelTmaWarpSpecializedPingpong>>::CollectiveOp>::type>::type,
-      kConfig.type_d == Type::kF32, kConfig.math == Math::kTF32x3>;
+                         cutlass::gemm::KernelTmaWarpSpecializedPingpong>>::CollectiveOp>::type>::type;
+  static constexpr bool kBAlongN = std::is_same_v<LayoutB, cutlass::layout::RowMajor>;
+  static constexpr int kLoadedN = kBAlongN ? columns_by_tma(kConfig.tile_m, kConfig.tile_n) : kConfig.tile_n;
+  using Mainloop = CollectiveMainloop<Collective<cute::Shape<cute::Int<kConfig.tile_m>, cute::Int<kLoadedN>, cute::Int<kConfig.tile_k>>>,
+                                      typename Collective<TileShape>::TiledMma, TileShape, kConfig.type_d == Type::kF32,
+                                      kConfig.math == Math::kTF32x3>;
   using Scheduler = sm90::Scheduler<TileShape, ClusterShape, kCooperative>;
   using Gemm = GemmKernel<Mainloop, Epilogue, Scheduler, kConfig.warp_schedule>;
   static_assert(kCtasOfSm * (sizeof(typename Gemm::SharedStorage) + 1024) <= kOfSm);

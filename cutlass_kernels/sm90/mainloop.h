@@ -79,14 +79,17 @@ class LoaderOfA {
   bool odd_;
 };
 
+// OwnMma multiplies a tile of OwnShape, whose operands Base brings as those of a tile of as many columns or more: rows of 128 bytes, where those
+// of a B that is contiguous along n would be 32 or 64. They cost as much to ask for.
+//
 // Where kSlices, a batch may be a slice of K: the kernel's K is that of a slice, and what it calls batches are slices x batches. TMA reads
 // zeros beyond the end of the last slice. With kSplits f32 is in two parts (repack.h).
-template <class Base, bool kSlices, bool kSplits>
+template <class Base, class OwnMma, class OwnShape, bool kSlices, bool kSplits>
 struct CollectiveMainloop : Base {
   using Hint = cute::TMA::CacheHintSm90;
   using typename Base::TensorStorage;
-  using typename Base::TileShape;
-  using typename Base::TiledMma;
+  using TileShape = OwnShape;
+  using TiledMma = OwnMma;
   // Whether A comes from registers.
   static constexpr bool kFromRegisters = !cute::is_base_of<cute::GMMA::DescriptorIterator, typename TiledMma::FrgTypeA>::value;
   static constexpr int kClusterM = cute::size<0>(typename Base::DispatchPolicy::ClusterShape{});
@@ -135,7 +138,8 @@ struct CollectiveMainloop : Base {
       k_tile += slice * static_cast<int32_t>(size<3>(get<0>(operands)));
     }
     auto const from_a = part_a.partition_S(get<0>(operands)(_, _, tile.m, _, batch));
-    auto const from_b = part_b.partition_S(get<1>(operands)(_, _, tile.n, _, batch));
+    auto const b_from_n = domain_offset(make_coord(tile.n * size<1>(TileShape{}), 0, 0), params.tma_load_b.get_tma_tensor(select<1, 2, 3>(shape)));
+    auto const from_b = part_b.partition_S(local_tile(b_from_n, select<1, 2>(typename Base::TileShape{}), make_coord(0, _, batch)));
     auto const to_a = part_a.partition_D(make_tensor(make_smem_ptr(storage.smem_A.data()), typename Base::SmemLayoutA{}));
     auto const to_b = part_b.partition_D(make_tensor(make_smem_ptr(storage.smem_B.data()), typename Base::SmemLayoutB{}));
     CUTLASS_PRAGMA_NO_UNROLL
@@ -187,8 +191,10 @@ struct CollectiveMainloop : Base {
     auto const part = mma.get_slice(size(mma) == NumThreadsPerWarpGroup ? 0 : warpgroup * NumThreadsPerWarpGroup);
     auto const a = part.make_fragment_A(
         part.partition_A(make_tensor(make_smem_ptr(storage.smem_A.data()), typename Base::SmemLayoutA{})));
-    auto const b = part.make_fragment_B(
-        part.partition_B(make_tensor(make_smem_ptr(storage.smem_B.data()), typename Base::SmemLayoutB{})));
+    // Nor do those of B on how many of the columns are multiplied.
+    auto const loaded = typename Base::TiledMma{}.get_slice(0);
+    auto const b = loaded.make_fragment_B(
+        loaded.partition_B(make_tensor(make_smem_ptr(storage.smem_B.data()), typename Base::SmemLayoutB{})));
     mma.accumulate_ = GMMA::ScaleOut::Zero;
     int unreleased = -1;
     CUTLASS_PRAGMA_NO_UNROLL
