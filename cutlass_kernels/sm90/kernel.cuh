@@ -84,16 +84,18 @@ class Sm90Kernel final : public CudaKernel {
   using TileShape = cute::Shape<cute::Int<kConfig.tile_m>, cute::Int<kConfig.tile_n>, cute::Int<kConfig.tile_k>>;
   using ClusterShape = cute::Shape<cute::Int<kConfig.cluster_m>, cute::Int<kConfig.cluster_n>, cute::_1>;
 
-  // How many columns are stored at once, after waiting twice for all warpgroups that share them; 0 where CUTLASS's 16 or 32 are best.
+  // How many columns are stored at once, after waiting twice for all warpgroups that share them; 0 where CUTLASS's 16 or 32 are best. Those
+  // of a plain tile are rows of D, which TMA writes 128, 64 or 32 bytes at a time as their number divides.
   static constexpr int store_columns(Config const& c) {
     if (sizeof(ElementD) != 2) return 0;
-    if (kTwo) return c.tile_n % 128 == 0 ? 64 : 0;
+    if (kTwo) return c.tile_n % 128 == 0 ? 64 : c.tile_n == 240 ? 48 : 0;
     if (kThree) return c.swap_ab && c.tile_n == 144 ? 48 : 0;
     if (c.warp_schedule != WarpSchedule::kPingpong || (c.tile_m == 64 && !c.swap_ab)) return 0;
+    if (c.tile_n == 128 || c.tile_n == 192) return 64;
+    if (!c.swap_ab) return 0;
     switch (c.tile_n) {
       case 96: case 144: return 48;
       case 112: case 176: return c.tile_n;  // whose divisors are no multiples of 16 but 16
-      case 128: case 192: return 64;
       case 160: return 80;
       default: return 0;
     }
