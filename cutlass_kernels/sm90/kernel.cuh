@@ -87,7 +87,10 @@ class Sm90Kernel final : public CudaKernel {
   // How many columns are stored at once, after waiting twice for all warpgroups that share them; 0 where CUTLASS's 16 or 32 are best. Those
   // of a plain tile are rows of D, which TMA writes 128, 64 or 32 bytes at a time as their number divides.
   static constexpr int store_columns(Config const& c) {
-    if (sizeof(ElementD) != 2) return 0;
+    if (c.type_d == Type::kF32) {
+      if (c.tile_m != 64 || !c.swap_ab || c.math != Math::kNative) return 0;
+      return c.tile_n == 192 ? 64 : c.tile_n == 80 || c.tile_n == 144 ? c.tile_n : 0;
+    }
     if (kTwo) return c.tile_n % 128 == 0 ? 64 : c.tile_n == 240 ? 48 : 0;
     if (kThree) return c.swap_ab && c.tile_n == 144 ? 48 : 0;
     if (c.warp_schedule != WarpSchedule::kPingpong || (c.tile_m == 64 && !c.swap_ab)) return 0;
