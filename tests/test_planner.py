@@ -297,6 +297,19 @@ def test_clusters_of_four_leave_sms_idle(cluster, at_once):
     assert one.waves == 1 and more.waves > 1 and more.iterations == 2 * one.iterations
 
 
+@pytest.mark.parametrize(
+    "tile, swap_ab, columns", [((128, 224, 64), False, 256), ((128, 256, 64), False, 256), ((256, 160, 64), False, 160), ((128, 224, 64), True, 224)]
+)
+def test_columns_that_are_loaded_for_nothing_cost(tile, swap_ab, columns):
+    """A row-major B comes in rows of 128 bytes, whatever the width of a tile, but beside 256 rows of A."""
+    slow = dataclasses.replace(cost_model.H200, load_rate_sm=1e3)  # nothing else counts
+    kernel = fake_kernel(_ffi.Family.sm90, BF16, BF16, tile, swap_ab=swap_ab)
+    m, n = (2 * tile[1], tile[0]) if swap_ab else (tile[0], 2 * tile[1])
+    parts = planner._native_schedule(DataParallel()), HOPPER.native(), slow.native
+    one, two = (_ffi.estimate(kernel, gemm(m, n, k, BF16).native(), *parts).work for k in (1024, 2048))
+    assert two - one == pytest.approx(1024 * (tile[0] + columns) * 2 / 1e3, rel=1e-3)
+
+
 def test_a_machine_has_every_constant():
     native = cost_model.H200.native
     names = [name for name in dir(native) if not name.startswith("_")]
