@@ -91,7 +91,7 @@ class Sm90Kernel final : public CudaKernel {
       if (c.tile_m != 64 || !c.swap_ab || c.math != Math::kNative) return 0;
       return c.tile_n == 192 ? 64 : c.tile_n == 80 || c.tile_n == 144 ? c.tile_n : 0;
     }
-    if (kTwo) return c.tile_n % 128 == 0 ? 64 : c.tile_n == 240 ? 48 : 0;
+    if (kTwo) return c.tile_n % 128 == 0 ? 64 : 0;
     if (kThree) return c.swap_ab && c.tile_n == 144 ? 48 : 0;
     if (c.warp_schedule != WarpSchedule::kPingpong || (c.tile_m == 64 && !c.swap_ab)) return 0;
     if (c.tile_n == 128 || c.tile_n == 192) return 64;
