@@ -64,12 +64,12 @@ class Machine:
         return native
 
 
-# Fitted by benchmarks/fit_cost_model.py to benchmarks/results/plans_h200_2026-11-20.csv.gz as it was at commit f15b64a; reduction_* to the
-# file as it was later, of a slower reduction than there is now. launch, relaunch, reduction, copy_rate and misaligned_d are such that estimates of plans_h200_2026-11-21.csv.gz have
-# no bias, and skinny_fix_up is what lowered its regret. from_registers, mma_tf32 and mma_f64 are what lowered the regret of
-# plans_dtypes_h200_2026-11-21.csv.gz, cluster that of plans_more_h200_2026-11-21.csv.gz, memory_rate, idle, beyond, gang and memset that of
-# plans_large_h200_2026-11-21.csv.gz and of all others, and misaligned_k and misaligned_mn that of plans_tiles_h200_2026-11-21.csv.gz.
-# mma_16bit, mma_tf32x3, fused, narrow_loads and half_lines are estimates.
+# Fitted by benchmarks/fit_cost_model.py to benchmarks/results/plans_h200_2026-11-20.csv.gz as it was at commit f15b64a; reduction_* to
+# the file as it was later, of a slower reduction than there is now. launch, relaunch, reduction, copy_rate and misaligned_d are such that
+# estimates of plans_h200_2026-11-21.csv.gz have no bias, and skinny_fix_up is what lowered its regret. from_registers, mma_tf32 and
+# mma_f64 are what lowered the regret of plans_dtypes_h200_2026-11-21.csv.gz, cluster that of plans_more_h200_2026-11-21.csv.gz,
+# memory_rate, idle, beyond, gang and memset that of plans_large_h200_2026-11-21.csv.gz and of all others, and misaligned_k and
+# misaligned_mn that of plans_tiles_h200_2026-11-21.csv.gz. mma_16bit, mma_tf32x3, fused, narrow_loads and half_lines are estimates.
 H200 = Machine(
     launch=2.45,
     cluster=0.05,
