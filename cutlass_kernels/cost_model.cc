@@ -18,8 +18,9 @@ double remainder_of(double x, double y) { return x - floor_div(x, y) * y; }
 
 // Which workers of a wave sit on one GPC, so that what they load together is fetched once. Measured by ordering tiles in many
 // ways: CTAs launched without clusters behave as if sixteen neighbours did, clusters as if every eighth or, about as often, ninth
-// did.
-constexpr int32_t kNeighbours = 16, kStarts[] = {0, 40}, kStrides[] = {8, 9};
+// did. Slices of few tiles come in the same order one after another, so that the nearest neighbours tell: sixes and dozens of the first
+// two dozen.
+constexpr int32_t kNeighbours = 16, kStarts[] = {0, 40}, kStrides[] = {8, 9}, kNear[] = {6, 12}, kCounted = 24;
 
 // How nearly the slowest of several overlapping things hides the others: exponents of the norms that join those of a MAC iteration
 // (5) and of a call. Memory and workers wait for each other at a call's start and end: the longer memory takes, the less that matters.
@@ -91,6 +92,7 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   if (swap) std::swap(tiling_.rows, tiling_.columns);
   tiling_.tiles_m = (p.m + tiling_.rows - 1) / tiling_.rows;
   tiling_.tiles_n = (p.n + tiling_.columns - 1) / tiling_.columns;
+  partials_ = kernel.type_d != p.type_d;
   rows_ = swap ? p.n : p.m;
   columns_ = swap ? p.m : p.n;
   wave_tiles_ = static_cast<double>(tiling_.tiles_m) * tiling_.tiles_n;
@@ -109,6 +111,10 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
     // products of fewer rows than a tile.
     double const beyond = (swap ? kernel.tile_n : kernel.tile_m) - p.m, sharers = swap ? kernel.cluster_m : kernel.cluster_n;
     floor_ *= 1 + machine.beyond * std::max(beyond, 0.0) / 64 / sharers;
+  }
+  if (partials_ && kernel.family == Family::kSm90) {
+    double const a = static_cast<double>(p.m) * p.k, b = static_cast<double>(p.n) * p.k;
+    floor_ *= 1 + machine.again * ((tiling_.tiles_n > 1 ? a : 0) + (tiling_.tiles_m > 1 ? b : 0)) / (a + b);
   }
   launch_ = kernel.family == Family::kSkinny ? machine.skinny_launch : machine.launch + (ctas > 1 ? machine.cluster : 0);
   epilogue_ = machine.epilogue * (area / (128 * 128));
@@ -211,22 +217,35 @@ Wave Estimator::first_wave(Raster raster, int32_t swizzle) const {
   double const workers = std::min(workers_ / ctas_of_sm_, wave_tiles_);
 
   // Of the workers of one GPC, or of two that stand for all.
-  Wave wave;
+  double const rows = std::min(tiling_.rows, problem_.m), columns = std::min(tiling_.columns, problem_.n);
   Distinct on_m, on_n;
-  for (int which = 0; which < 2; ++which) {
-    int32_t const first = alone && workers > kStarts[which] ? kStarts[which] : 0, stride = alone ? 1 : kStrides[which];
-    int32_t const last = alone ? std::min<int32_t>(workers, first + kNeighbours) : workers;
+  auto const count = [&](int32_t first, int32_t last, int32_t stride) {
     on_m.clear(), on_n.clear();
     for (int32_t worker = first; worker < last; worker += stride) {
       TileOrder::Coordinate const at = order.coordinate(worker);
       on_m.add(at.m), on_n.add(at.n);
     }
+  };
+  Wave wave;
+  for (int which = 0; which < 2; ++which) {
+    int32_t const first = alone && workers > kStarts[which] ? kStarts[which] : 0, stride = alone ? 1 : kStrides[which];
+    int32_t const last = alone ? std::min<int32_t>(workers, first + kNeighbours) : workers;
+    count(first, last, stride);
     double const gpcs_worth = workers / ((last - first + stride - 1) / stride) / 2;
-    wave.rows += gpcs_worth * on_m.size();
-    wave.columns += gpcs_worth * on_n.size();
+    wave.rows += gpcs_worth * rows * on_m.size();
+    wave.columns += gpcs_worth * columns * on_n.size();
   }
-  double const rows = std::min(tiling_.rows, problem_.m), columns = std::min(tiling_.columns, problem_.n);
-  wave.rows *= rows, wave.columns *= columns;
+  wave.apart = wave.rows + wave.columns;
+  if (alone && partials_) {
+    wave.apart = 0;
+    int32_t const counted = std::min<int32_t>(workers, kCounted);
+    for (int32_t const near : kNear) {
+      for (int32_t first = 0; first < counted; first += near) {
+        count(first, std::min(first + near, counted), 1);
+        wave.apart += workers / counted / 2 * (rows * on_m.size() + columns * on_n.size());
+      }
+    }
+  }
   double const panels = ceil_div(workers, static_cast<double>(fast) * swizzle);
   double const down = panels == 1 ? ceil_div(workers, swizzle) : fast;
   double const across = std::min<double>(panels * swizzle, slow);
@@ -235,7 +254,7 @@ Wave Estimator::first_wave(Raster raster, int32_t swizzle) const {
 }
 
 double Estimator::needs(Wave const& wave) const {
-  return (wave.rows + wave.columns) / machine_.gpc_rate + wave.footprint / machine_.memory_rate;
+  return wave.apart / machine_.gpc_rate + wave.footprint / machine_.memory_rate;
 }
 
 Order Estimator::best_order() const {

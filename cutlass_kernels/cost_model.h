@@ -14,7 +14,7 @@ namespace jax_streamk {
 // The constants of one kind of GPU. jax_streamk/cost_model.py says what each is, and has their values.
 struct Machine {
   double launch, cluster, relaunch;
-  double memory_rate, idle, beyond, gang, cache_rate, gpc_rate, drift, misaligned_drift, load_rate_sm, line;
+  double memory_rate, idle, beyond, again, gang, cache_rate, gpc_rate, drift, misaligned_drift, load_rate_sm, line;
   double wgmma_rate_sm, wgmma_sustained, mma_16bit, mma_tf32, mma_tf32x3, mma_f64;
   double narrow, from_registers, narrow_loads, misaligned_k, misaligned_mn;
   double skinny_launch, skinny_rate_sm, skinny_mma, skinny_alone, skinny_fix_up, skinny_peer, half_lines;
@@ -25,6 +25,7 @@ struct Machine {
 struct Wave {
   double rows = 0, columns = 0;  // of all GPCs added up, a GPC's own CTAs sharing what they load
   double footprint = 0;          // rows and columns of the whole wave, which shares them in L2
+  double apart = 0;              // rows and columns of groups of neighbours added up, which tell orders apart
 };
 
 // An order of tiles, and the wave it starts with.
@@ -91,6 +92,7 @@ class Estimator {
   // clusters or threads that work at once.
   double rows_, columns_, wave_tiles_, tiles_, k_tiles_, workers_;
   int32_t ctas_of_sm_ = 1;  // that share one
+  bool partials_;           // of which D is the sum
   // Of one MAC iteration: bytes of a row of A's tile and of a column of B's, bytes that a cluster loads, and microseconds, those of
   // wgmma at sustained clocks for each busy cluster.
   double panel_a_ = 0, panel_b_ = 0, multicast_ = 0, math_ = 0, wgmma_sustained_ = 0, loads_ = 0, line_ = 0, alone_ = 0;

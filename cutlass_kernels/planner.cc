@@ -61,11 +61,11 @@ Choice choose(std::vector<Kernel const*> const& kernels, GemmProblem const& p, s
   std::iota(promising.begin(), promising.end(), 0);
   std::sort(promising.begin(), promising.end(), [&](size_t i, size_t j) { return estimators[i].least() < estimators[j].least(); });
 
-  // Tiles of the same extents have the same orders.
-  std::map<std::tuple<int64_t, int64_t, int64_t>, Order> orders;
-  auto const order_of = [&](Estimator const& estimator) -> Order const& {
+  // Tiles of the same extents have the same orders, and so have partials of them.
+  std::map<std::tuple<int64_t, int64_t, int64_t, Type>, Order> orders;
+  auto const order_of = [&](Type type_d, Estimator const& estimator) -> Order const& {
     Tiling const& tiling = estimator.tiling();
-    auto const [at, is_new] = orders.try_emplace({tiling.rows, tiling.columns, tiling.ctas});
+    auto const [at, is_new] = orders.try_emplace({tiling.rows, tiling.columns, tiling.ctas, type_d});
     if (is_new && device.arch != 0) at->second = estimator.best_order();
     return at->second;
   };
@@ -89,7 +89,7 @@ Choice choose(std::vector<Kernel const*> const& kernels, GemmProblem const& p, s
     Order const* order = nullptr;
     for (size_t kind = 0; kind < kinds.size(); ++kind) {
       if (kinds[kind].empty() || !can_run(kernel, p, kinds[kind][0], device)) continue;
-      if (order == nullptr) order = &order_of(estimators[i]);
+      if (order == nullptr) order = &order_of(kernel.info.type_d, estimators[i]);
       std::optional<Candidate> cheapest;
       for (Schedule s : kinds[kind]) {
         if (s.kind == ScheduleKind::kSplitK && int64_t{s.splits - 1} * kernel.info.tile_k >= p.k) break;

@@ -109,6 +109,7 @@ void bind_planner(nb::module_& m) {
       .def_rw("memory_rate", &Machine::memory_rate)
       .def_rw("idle", &Machine::idle)
       .def_rw("beyond", &Machine::beyond)
+      .def_rw("again", &Machine::again)
       .def_rw("gang", &Machine::gang)
       .def_rw("cache_rate", &Machine::cache_rate)
       .def_rw("gpc_rate", &Machine::gpc_rate)
@@ -187,6 +188,12 @@ void bind_planner(nb::module_& m) {
       "schedule; a schedule but None is the only one considered.");
   m.def("estimate", &estimate, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "machine"_a,
         "The Cost of a kernel under a schedule in the best order of tiles, whether or not the kernel can run it.");
+  m.def(
+      "reach",
+      [](int32_t tiles_m, int32_t tiles_n, Raster raster, int32_t swizzle, Raster line) {
+        return TileOrder(tiles_m, tiles_n, raster, swizzle).reach(line);
+      },
+      "tiles_m"_a, "tiles_n"_a, "raster"_a, "swizzle"_a, "line"_a, "Among how many consecutive tiles, at most, those of a line along m or n are.");
   m.def("first_wave", &first_wave, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "The Wave that a CUDA kernel starts with.");
 
   nb::class_<Batch>(m, "Batch", "CUDA candidates, as a list of each of their parts, to estimate on one machine after another.")

@@ -5,6 +5,7 @@
 // Every width of wgmma, or CuTe would make a tile of 160 columns from five instructions of 32, which take a third as long again.
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 
+#include <limits>
 #include <memory>
 
 #include "cute/tensor.hpp"
@@ -174,26 +175,32 @@ class Sm90Kernel final : public CudaKernel {
     bool const misaligned_d = has_misaligned_d(p);
     auto const stride_d = misaligned_d ? stride<typename Epilogue::StrideD>(kAlignD, kAlignD)
                                        : stride<typename Epilogue::StrideD>(p.ldd, p.batch_stride_d);
-    // Of an operand that so many cluster tiles of a batch read.
-    auto const hint = [&](int32_t readers, auto const& stride) {
-      bool const read_once = readers == 1 && (p.batch == 1 || cute::get<2>(stride) != 0);
-      return read_once ? Mainloop::Hint::EVICT_FIRST : Mainloop::Hint::EVICT_NORMAL;
+    Decomposition const cut = decomposition(q, s, device);
+    // What nobody reads again once the CTAs that run now are done may go first from L2; an operand much smaller than the other may well
+    // stay. `lines` of tiles read the same of an operand.
+    bool const at_once = cut.kind != ScheduleKind::kStreamK && cut.workers == cut.tiles * cut.splits;
+    auto const bytes = [&](int64_t extent, auto const& stride) { return extent * (cute::get<2>(stride) != 0 ? p.batch : 1); };
+    int64_t const bytes_a = bytes(kSwap ? p.n : p.m, stride_a), bytes_b = bytes(kSwap ? p.m : p.n, stride_b);
+    auto const hint = [&](Raster lines, auto const& stride, int64_t mine, int64_t other) {
+      int32_t const reach = p.batch == 1 || cute::get<2>(stride) != 0 ? order.reach(lines) : std::numeric_limits<int32_t>::max();
+      bool const goes_first = reach == 1 || ((at_once || reach <= kNeighbours) && kMuch * mine >= other);
+      return goes_first ? Mainloop::Hint::EVICT_FIRST : Mainloop::Hint::EVICT_NORMAL;
     };
     int64_t const part = kConfig.math == Math::kTF32x3 ? p.k / 3 : 0;
     typename Gemm::Params params;
-    params.scheduler.decomposition = decomposition(q, s, device);
+    params.scheduler.decomposition = cut;
     params.scheduler.order = order;
     params.scheduler.atomic = s.reduction == Reduction::kAtomic;
     params.scheduler.arrivals = reinterpret_cast<uint32_t*>(workspace);
     params.scheduler.partials = reinterpret_cast<float*>(workspace + parts.arrivals);
-    params.straight = params.scheduler.decomposition.kind == ScheduleKind::kDataParallel && p.epilogue.is_plain() && !misaligned_d;
+    params.straight = cut.kind == ScheduleKind::kDataParallel && p.epilogue.is_plain() && !misaligned_d;
     params.shape = {static_cast<int>(kSwap ? p.n : p.m), static_cast<int>(kSwap ? p.m : p.n), static_cast<int>(q.k),
                     static_cast<int>(q.batch)};
     params.mainloop = Mainloop::to_underlying_arguments(
         params.shape, {{static_cast<ElementAB const*>(kSwap ? buffers.b : buffers.a), stride_a,
                         static_cast<ElementAB const*>(kSwap ? buffers.a : buffers.b), stride_b},
-                       hint(order.tiles_n(), stride_a),
-                       hint(order.tiles_m(), stride_b),
+                       hint(Raster::kAlongN, stride_a, bytes_a, bytes_b),
+                       hint(Raster::kAlongM, stride_b, bytes_b, bytes_a),
                        static_cast<int32_t>(part > 0 ? 2 * part : p.k),
                        static_cast<int32_t>(p.batch),
                        static_cast<int32_t>(part / kConfig.tile_k)});
@@ -201,7 +208,7 @@ class Sm90Kernel final : public CudaKernel {
         params.shape, {StoreParams<ElementD>(p, buffers, misaligned_d), nullptr, {}, static_cast<ElementD*>(buffers.d), stride_d});
     cudaLaunchAttribute attributes[2];
     cudaLaunchConfig_t config{};
-    config.gridDim = dim3(params.scheduler.decomposition.workers * kConfig.cluster_m, kConfig.cluster_n);
+    config.gridDim = dim3(cut.workers * kConfig.cluster_m, kConfig.cluster_n);
     config.blockDim = dim3(Gemm::kThreads);
     config.dynamicSmemBytes = sizeof(typename Gemm::SharedStorage);
     config.stream = stream;
@@ -223,6 +230,10 @@ class Sm90Kernel final : public CudaKernel {
   void const* entry_point() const override { return reinterpret_cast<void const*>(&multiply<Gemm>); }
 
  private:
+  // So many tiles one after another read what they share at once; an operand of less than one part in so many of the other is much
+  // smaller. Measured: benchmarks/results/l2_h200_2026-11-22.md.
+  static constexpr int32_t kNeighbours = 4, kMuch = 8;
+
   static KernelInfo make_info() {
     KernelInfo info;
     info.name = name_of(kConfig);

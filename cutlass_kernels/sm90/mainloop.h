@@ -2,7 +2,7 @@
 // TMA copies and wgmma are those of the collective that CUTLASS builds; the loops are ours.
 //
 // Operands that stream past push everything else out of L2, instructions included, which at the end of a short kernel are then
-// waited for. What no other CTA reads again is marked to go first.
+// waited for. What CTAs that come later do not read is marked to go first.
 #pragma once
 
 #include "cute/atom/copy_traits_sm90_tma.hpp"
