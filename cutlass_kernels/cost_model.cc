@@ -112,10 +112,6 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
     double const beyond = (swap ? kernel.tile_n : kernel.tile_m) - p.m, sharers = swap ? kernel.cluster_m : kernel.cluster_n;
     floor_ *= 1 + machine.beyond * std::max(beyond, 0.0) / 64 / sharers;
   }
-  if (partials_ && kernel.family == Family::kSm90) {
-    double const a = static_cast<double>(p.m) * p.k, b = static_cast<double>(p.n) * p.k;
-    floor_ *= 1 + machine.again * ((tiling_.tiles_n > 1 ? a : 0) + (tiling_.tiles_m > 1 ? b : 0)) / (a + b);
-  }
   launch_ = kernel.family == Family::kSkinny ? machine.skinny_launch : machine.launch + (ctas > 1 ? machine.cluster : 0);
   epilogue_ = machine.epilogue * (area / (128 * 128));
   if (kernel.family == Family::kSm90 && has_misaligned_d(p)) misaligned_d_ = machine.misaligned_d * (area / (128 * 128));

@@ -109,7 +109,6 @@ void bind_planner(nb::module_& m) {
       .def_rw("memory_rate", &Machine::memory_rate)
       .def_rw("idle", &Machine::idle)
       .def_rw("beyond", &Machine::beyond)
-      .def_rw("again", &Machine::again)
       .def_rw("gang", &Machine::gang)
       .def_rw("cache_rate", &Machine::cache_rate)
       .def_rw("gpc_rate", &Machine::gpc_rate)

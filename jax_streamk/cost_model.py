@@ -19,7 +19,6 @@ class Machine:
     memory_rate: float  # DRAM to all SMs
     idle: float  # exponent of the share of a schedule's workers that have work, which memory's rate falls with
     beyond: float  # share by which it falls with 64 rows that A's tile has beyond the problem
-    again: float  # ... with operands that several tiles of partials read
     gang: float  # share by which it falls with each further CTA of a cluster that shares a tile of a few rows
     cache_rate: float  # L2 to all SMs, a multicast counted once
     gpc_rate: float  # L2 to all GPCs, what SMs of one load together counted once
@@ -78,7 +77,6 @@ H200 = Machine(
     memory_rate=4.5e6,
     idle=0.12,
     beyond=0.1,
-    again=0.1,
     gang=0.015,
     cache_rate=7.76e7,
     gpc_rate=1.368e7,
