@@ -192,7 +192,8 @@ void bind_planner(nb::module_& m) {
       [](int32_t tiles_m, int32_t tiles_n, Raster raster, int32_t swizzle, Raster line) {
         return TileOrder(tiles_m, tiles_n, raster, swizzle).reach(line);
       },
-      "tiles_m"_a, "tiles_n"_a, "raster"_a, "swizzle"_a, "line"_a, "Among how many consecutive tiles, at most, those of a line along m or n are.");
+      "tiles_m"_a, "tiles_n"_a, "raster"_a, "swizzle"_a, "line"_a,
+      "Among how many consecutive tiles, at most, those of a line along m or n are.");
   m.def("first_wave", &first_wave, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "The Wave that a CUDA kernel starts with.");
 
   nb::class_<Batch>(m, "Batch", "CUDA candidates, as a list of each of their parts, to estimate on one machine after another.")
