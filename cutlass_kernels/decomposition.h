@@ -206,7 +206,7 @@ class TileOrder {
   int32_t tiles_m() const { return raster_ == Raster::kAlongM ? fast_ : slow_; }
   int32_t tiles_n() const { return raster_ == Raster::kAlongM ? slow_ : fast_; }
   int32_t tiles_per_batch() const { return per_batch_; }
-  // Among how many consecutive tiles, at most, those of a line along M, or along N, are.
+  // No less than the number of consecutive tiles of a batch among which those of a line along M, or along N, are.
   int32_t reach(Raster line) const {
     if (line == raster_) return fast_ == 1 ? 1 : per_panel_;
     return slow_ == swizzle_ ? slow_ : per_batch_;

@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "cutlass_kernels/eviction.h"
 #include "cutlass_kernels/planner.h"
 
 namespace nb = nanobind;
@@ -188,12 +189,14 @@ void bind_planner(nb::module_& m) {
   m.def("estimate", &estimate, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "machine"_a,
         "The Cost of a kernel under a schedule in the best order of tiles, whether or not the kernel can run it.");
   m.def(
-      "reach",
-      [](int32_t tiles_m, int32_t tiles_n, Raster raster, int32_t swizzle, Raster line) {
-        return TileOrder(tiles_m, tiles_n, raster, swizzle).reach(line);
+      "goes_first",
+      [](int32_t tiles_m, int32_t tiles_n, Schedule const& s, int32_t workers, Raster line, bool by_all_batches, bool again, int64_t bytes,
+         int64_t others) {
+        auto const cut = Decomposition::make(s.kind, tiles_m * tiles_n, 64, workers, s.splits);
+        return goes_first(TileOrder(tiles_m, tiles_n, s.raster, s.swizzle), cut, {line, by_all_batches, again, bytes, others});
       },
-      "tiles_m"_a, "tiles_n"_a, "raster"_a, "swizzle"_a, "line"_a,
-      "Among how many consecutive tiles, at most, those of a line along m or n are.");
+      "tiles_m"_a, "tiles_n"_a, "schedule"_a, "workers"_a, "line"_a, "by_all_batches"_a = false, "again"_a = false, "bytes"_a = 1,
+      "others"_a = 1, "Whether what a line of tiles, of one batch and 64 MAC iterations, reads of an operand may leave L2 first.");
   m.def("first_wave", &first_wave, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "The Wave that a CUDA kernel starts with.");
 
   nb::class_<Batch>(m, "Batch", "CUDA candidates, as a list of each of their parts, to estimate on one machine after another.")

@@ -356,19 +356,46 @@ def test_a_wave_is_the_tiles_that_run_together(m, n, raster, swizzle, cluster):
         assert got == pytest.approx(np.mean(shared), rel=0.4)
 
 
-@pytest.mark.parametrize("tiles_m, tiles_n", list(itertools.product((1, 2, 3, 8, 33), repeat=2)))
-@pytest.mark.parametrize("raster, swizzle", list(itertools.product("mn", (1, 2, 4, 16))))
-def test_how_far_apart_tiles_are_that_read_the_same(tiles_m, tiles_n, raster, swizzle):
-    fast, slow = (tiles_m, tiles_n) if raster == "m" else (tiles_n, tiles_m)
-    width = min(swizzle, slow)
-    order = [(f, s) for panel in range(0, slow, width) for f in range(fast) for s in range(panel, min(panel + width, slow))]
-    rasters = {"m": _ffi.Raster.along_m, "n": _ffi.Raster.along_n}
-    for line, axis in (("m", 0), ("n", 1)):
-        across = (1 - axis) if raster == "m" else axis  # of a coordinate, what all tiles of the line have in common
-        places = [[at for at, tile in enumerate(order) if tile[across] == common] for common in {tile[across] for tile in order}]
-        span = max(at[-1] - at[0] + 1 for at in places)
-        reach = _ffi.reach(tiles_m, tiles_n, rasters[raster], swizzle, rasters[line])
-        assert span <= reach <= max(span + width - 1, 1 if span == 1 else len(order) * (line != raster))
+# 120 tiles of which those of a row or of a column follow each other or do not, on so many workers that all run at once, or half of them.
+@pytest.mark.parametrize(
+    "tiles, schedule, line, workers, others, first",
+    [
+        ((1, 120), DataParallel(), "m", 60, dict(others=1000), True),  # read once
+        ((120, 1), DataParallel(), "n", 60, dict(others=1000), True),
+        ((1, 120), DataParallel(), "m", 60, dict(by_all_batches=True), False),
+        ((12, 10), DataParallel(), "m", 120, {}, True),  # at once
+        ((12, 10), DataParallel(), "m", 120, dict(by_all_batches=True), True),
+        ((12, 10), DataParallel(), "m", 120, dict(others=8), True),
+        ((12, 10), DataParallel(), "m", 120, dict(others=9), False),  # much smaller than the other
+        ((12, 10), DataParallel(), "m", 120, dict(again=True), False),
+        ((12, 10), DataParallel(), "m", 60, {}, False),
+        ((12, 10), DataParallel(), "m", 119, {}, False),
+        ((6, 10), SplitK(2), "m", 120, {}, True),
+        ((6, 10), SplitK(2), "m", 60, {}, False),
+        ((12, 10), StreamK(), "m", 113, {}, False),
+        ((4, 30), DataParallel(), "m", 60, {}, True),  # four that follow each other
+        ((5, 24), DataParallel(), "m", 60, {}, False),
+        ((4, 30), DataParallel(), "m", 60, dict(others=2), False),
+        ((4, 30), DataParallel(), "m", 60, dict(again=True), False),
+        ((4, 30), DataParallel(), "m", 60, dict(by_all_batches=True), False),
+        ((4, 30), StreamK(), "m", 50, {}, False),
+        ((4, 30), DataParallel(), "n", 60, {}, False),
+        ((30, 4), DataParallel(), "n", 60, {}, False),  # thirty tiles apart
+    ],
+)
+@pytest.mark.parametrize("turned", [False, True])
+def test_what_goes_first_from_l2(tiles, schedule, line, workers, others, first, turned):
+    along = {"m": _ffi.Raster.along_m, "n": _ffi.Raster.along_n}
+    if turned:  # the same with rows and columns exchanged
+        tiles, line = tiles[::-1], "nm"["mn".index(line)]
+    native = planner._native_schedule(schedule, "n" if turned else "m")
+    assert _ffi.goes_first(*tiles, native, workers, along[line], **others) == first
+
+
+@pytest.mark.parametrize("swizzle, first", [(1, False), (2, False), (4, True), (16, True)])
+def test_a_panel_of_all_tiles_keeps_those_that_read_the_same_together(swizzle, first):
+    native = planner._native_schedule(DataParallel(), "m", swizzle)
+    assert _ffi.goes_first(30, 4, native, 60, _ffi.Raster.along_n) == first
 
 
 @pytest.mark.parametrize("m, n, near", [(552, 128, "A"), (128, 552, "B")])

@@ -5,7 +5,6 @@
 // Every width of wgmma, or CuTe would make a tile of 160 columns from five instructions of 32, which take a third as long again.
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 
-#include <limits>
 #include <memory>
 
 #include "cute/tensor.hpp"
@@ -14,6 +13,7 @@
 #include "cutlass/gemm/collective/builders/sm90_gmma_builder.inl"
 #include "cutlass_kernels/clusters.h"
 #include "cutlass_kernels/cuda_kernel.h"
+#include "cutlass_kernels/eviction.h"
 #include "cutlass_kernels/repack.h"
 #include "cutlass_kernels/sm90/epilogue.h"
 #include "cutlass_kernels/sm90/gemm.h"
@@ -176,16 +176,14 @@ class Sm90Kernel final : public CudaKernel {
     auto const stride_d = misaligned_d ? stride<typename Epilogue::StrideD>(kAlignD, kAlignD)
                                        : stride<typename Epilogue::StrideD>(p.ldd, p.batch_stride_d);
     Decomposition const cut = decomposition(q, s, device);
-    // What nobody reads again once the CTAs that run now are done may go first from L2; an operand much smaller than the other may well
-    // stay. `lines` of tiles read the same of an operand.
-    bool const at_once = cut.kind != ScheduleKind::kStreamK && cut.workers == cut.tiles * cut.splits;
-    auto const bytes = [&](int64_t extent, auto const& stride) { return extent * (cute::get<2>(stride) != 0 ? p.batch : 1); };
-    int64_t const bytes_a = bytes(kSwap ? p.n : p.m, stride_a), bytes_b = bytes(kSwap ? p.m : p.n, stride_b);
-    auto const hint = [&](Raster lines, auto const& stride, int64_t mine, int64_t other) {
-      int32_t const reach = p.batch == 1 || cute::get<2>(stride) != 0 ? order.reach(lines) : std::numeric_limits<int32_t>::max();
-      bool const goes_first = reach == 1 || ((at_once || reach <= kNeighbours) && kMuch * mine >= other);
-      return goes_first ? Mainloop::Hint::EVICT_FIRST : Mainloop::Hint::EVICT_NORMAL;
+    // Of an operand of so many rows or columns along K. Parts of three TF32 are read more than once.
+    auto const hint = [&](Raster line, int64_t extent, int64_t other, auto const& stride, auto const& other_stride) {
+      auto const batches = [&](auto const& stride) { return cute::get<2>(stride) != 0 ? p.batch : 1; };
+      OperandUse const use{line, batches(stride) < p.batch, kConfig.math == Math::kTF32x3, extent * batches(stride),
+                           other * batches(other_stride)};
+      return goes_first(order, cut, use) ? Mainloop::Hint::EVICT_FIRST : Mainloop::Hint::EVICT_NORMAL;
     };
+    int64_t const rows = kSwap ? p.n : p.m, columns = kSwap ? p.m : p.n;
     int64_t const part = kConfig.math == Math::kTF32x3 ? p.k / 3 : 0;
     typename Gemm::Params params;
     params.scheduler.decomposition = cut;
@@ -194,13 +192,13 @@ class Sm90Kernel final : public CudaKernel {
     params.scheduler.arrivals = reinterpret_cast<uint32_t*>(workspace);
     params.scheduler.partials = reinterpret_cast<float*>(workspace + parts.arrivals);
     params.straight = cut.kind == ScheduleKind::kDataParallel && p.epilogue.is_plain() && !misaligned_d;
-    params.shape = {static_cast<int>(kSwap ? p.n : p.m), static_cast<int>(kSwap ? p.m : p.n), static_cast<int>(q.k),
+    params.shape = {static_cast<int>(rows), static_cast<int>(columns), static_cast<int>(q.k),
                     static_cast<int>(q.batch)};
     params.mainloop = Mainloop::to_underlying_arguments(
         params.shape, {{static_cast<ElementAB const*>(kSwap ? buffers.b : buffers.a), stride_a,
                         static_cast<ElementAB const*>(kSwap ? buffers.a : buffers.b), stride_b},
-                       hint(Raster::kAlongN, stride_a, bytes_a, bytes_b),
-                       hint(Raster::kAlongM, stride_b, bytes_b, bytes_a),
+                       hint(Raster::kAlongN, rows, columns, stride_a, stride_b),
+                       hint(Raster::kAlongM, columns, rows, stride_b, stride_a),
                        static_cast<int32_t>(part > 0 ? 2 * part : p.k),
                        static_cast<int32_t>(p.batch),
                        static_cast<int32_t>(part / kConfig.tile_k)});
@@ -230,10 +228,6 @@ class Sm90Kernel final : public CudaKernel {
   void const* entry_point() const override { return reinterpret_cast<void const*>(&multiply<Gemm>); }
 
  private:
-  // So many tiles one after another read what they share at once; an operand of less than one part in so many of the other is much
-  // smaller. Measured: benchmarks/results/l2_h200_2026-11-22.md.
-  static constexpr int32_t kNeighbours = 4, kMuch = 8;
-
   static KernelInfo make_info() {
     KernelInfo info;
     info.name = name_of(kConfig);

@@ -1,8 +1,7 @@
 // The main loop of the sm90 family: how a tile's operands are loaded into stages of shared memory and multiplied from there. Layouts,
 // TMA copies and wgmma are those of the collective that CUTLASS builds; the loops are ours.
 //
-// Operands that stream past push everything else out of L2, instructions included, which at the end of a short kernel are then
-// waited for. What CTAs that come later do not read is marked to go first.
+// Loads of what goes first from L2 say so (eviction.h).
 #pragma once
 
 #include "cute/atom/copy_traits_sm90_tma.hpp"

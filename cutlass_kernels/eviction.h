@@ -1,0 +1,21 @@
+// What leaves L2 first. Operands that stream past push everything else out of it, instructions included, which at the end of a short
+// kernel are then waited for.
+#pragma once
+
+#include "cutlass_kernels/decomposition.h"
+
+namespace jax_streamk {
+
+// An operand of a GEMM as its tiles read it: those of a line along M or N read the same of it.
+struct OperandUse {
+  Raster line;
+  bool by_all_batches;  // several batches have the same
+  bool again;           // a tile reads it more than once
+  int64_t bytes, others;  // of it and of the other operand, in any unit
+};
+
+// Whether its loads may go first: nobody reads them again once the workers that are busy now are done, and it is not much smaller than the
+// other, which may well stay. Where that pays is measured in benchmarks/results/l2_h200_2026-11-22.md.
+bool goes_first(TileOrder const&, Decomposition const&, OperandUse const&);
+
+}  // namespace jax_streamk
