@@ -231,14 +231,14 @@ Wave Estimator::first_wave(Raster raster, int32_t swizzle) const {
     wave.rows += gpcs_worth * rows * on_m.size();
     wave.columns += gpcs_worth * columns * on_n.size();
   }
-  wave.apart = wave.rows + wave.columns;
+  wave.near = wave.rows + wave.columns;
   if (alone && partials_) {
-    wave.apart = 0;
+    wave.near = 0;
     int32_t const counted = std::min<int32_t>(workers, kCounted);
     for (int32_t const near : kNear) {
       for (int32_t first = 0; first < counted; first += near) {
         count(first, std::min(first + near, counted), 1);
-        wave.apart += workers / counted / 2 * (rows * on_m.size() + columns * on_n.size());
+        wave.near += workers / counted / 2 * (rows * on_m.size() + columns * on_n.size());
       }
     }
   }
@@ -250,7 +250,7 @@ Wave Estimator::first_wave(Raster raster, int32_t swizzle) const {
 }
 
 double Estimator::needs(Wave const& wave) const {
-  return wave.apart / machine_.gpc_rate + wave.footprint / machine_.memory_rate;
+  return wave.near / machine_.gpc_rate + wave.footprint / machine_.memory_rate;
 }
 
 Order Estimator::best_order() const {

@@ -25,7 +25,7 @@ struct Machine {
 struct Wave {
   double rows = 0, columns = 0;  // of all GPCs added up, a GPC's own CTAs sharing what they load
   double footprint = 0;          // rows and columns of the whole wave, which shares them in L2
-  double apart = 0;              // rows and columns of groups of neighbours added up, which tell orders apart
+  double near = 0;               // ... of all groups of near neighbours added up, by which orders are ranked
 };
 
 // An order of tiles, and the wave it starts with.
@@ -92,7 +92,7 @@ class Estimator {
   // clusters or threads that work at once.
   double rows_, columns_, wave_tiles_, tiles_, k_tiles_, workers_;
   int32_t ctas_of_sm_ = 1;  // that share one
-  bool partials_;           // of which D is the sum
+  bool partials_;           // are all that the kernel writes
   // Of one MAC iteration: bytes of a row of A's tile and of a column of B's, bytes that a cluster loads, and microseconds, those of
   // wgmma at sustained clocks for each busy cluster.
   double panel_a_ = 0, panel_b_ = 0, multicast_ = 0, math_ = 0, wgmma_sustained_ = 0, loads_ = 0, line_ = 0, alone_ = 0;
