@@ -367,6 +367,10 @@ def test_a_wave_is_the_tiles_that_run_together(m, n, raster, swizzle, cluster):
         ((12, 10), DataParallel(), "m", 120, dict(by_all_batches=True), True),
         ((12, 10), DataParallel(), "m", 120, dict(others=8), True),
         ((12, 10), DataParallel(), "m", 120, dict(others=9), False),  # much smaller than the other
+        ((12, 10), DataParallel(), "m", 120, dict(bytes=9, k_tiles=128), True),
+        ((12, 10), DataParallel(), "m", 120, dict(bytes=9, k_tiles=129), False),  # much larger, and readers drift apart
+        ((12, 10), DataParallel(), "m", 120, dict(bytes=8, k_tiles=129), True),
+        ((6, 10), SplitK(2), "m", 120, dict(bytes=9, k_tiles=256), True),
         ((12, 10), DataParallel(), "m", 120, dict(again=True), False),
         ((12, 10), DataParallel(), "m", 60, {}, False),
         ((12, 10), DataParallel(), "m", 119, {}, False),
