@@ -62,7 +62,7 @@ struct OfThree<true, cutlass::epilogue::collective::CollectiveEpilogue<Policy, T
 // How many accumulators the epilogue takes at a time. A loop around turns would have to move accumulators, since registers have no index,
 // and take longer than its code does to load. The more accumulators, the fewer registers a turn has before it spills; three warpgroups
 // have 160 each where two have 240.
-constexpr int turn_of(int values, bool three) { return values > 160 ? 8 : values > (three ? 72 : 128) ? 16 : 32; }
+constexpr int turn_of(int values, bool three) { return values >= 160 ? 8 : values > (three ? 72 : 128) ? 16 : 32; }
 
 // The bias of a thread's accumulators, as it lies in memory: unpacked it would take more registers. `coordinates` are where accumulators
 // lie in the kernel's own result, of extents (m, n), which is D, or with swap_ab its transpose: two neighbours along n, two of a row 8
@@ -74,7 +74,7 @@ struct Biases {
   using Vector = cutlass::AlignedArray<Element, kVector>;
   static constexpr int kOfTile = kSwap ? kValues / kBlock * 2 : kValues / 4;
   // Whether all of a tile's are loaded before it is multiplied. Where they take too many registers each turn loads its own.
-  static constexpr bool kEarly = kOfTile * sizeof(Vector) <= 128;
+  static constexpr bool kEarly = kOfTile * sizeof(Vector) <= 128 && kValues < 160;
   static constexpr int kCount = kEarly ? kOfTile : kTurn / 4;
 
   Vector values[kCount];
@@ -106,7 +106,8 @@ struct Biases {
   }
 };
 
-// accumulators = epilogue(accumulators), with what `Biases` says.
+// accumulators = epilogue(accumulators), with what `Biases` says. An activation has the accumulators of a whole tile in one piece of code: at
+// every jump instructions that nobody has read are waited for.
 template <bool kSwap, bool kThree, class Element, class Accumulators, class Coordinates>
 CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t batch, int32_t m, int32_t n,
                           Coordinates const& coordinates, Biases<kSwap, Element, Accumulators, kThree>& biases, Accumulators& accumulators) {
@@ -125,6 +126,20 @@ CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t 
   Element const* const residual = hidden(params.residual + batch * params.batch_stride_d +
                                          (kSwap ? first_n * params.ldd + first_m : first_m * params.ldd + first_n));
   bool const has_residual = params.residual != nullptr;
+  // Whether D ends before these. ptxas moves little past a branch: many accumulators would need more registers than there are, were they all
+  // under way at once.
+  int32_t const warp_n = first_n - threadIdx.x % 4 * 2;
+  auto const outside = [&](int begin, int count) {
+    bool const of_one_mma = begin / Bias::kBlock == (begin + count - 1) / Bias::kBlock;
+    return kValues > 64 && warp_n + (of_one_mma ? offset_n(begin) : 0) >= n;
+  };
+  auto const each_of = [&](auto count, int begin, auto const& function) {
+    constexpr int kCount = decltype(count)::value;
+    if (outside(begin, kValues - begin < kCount ? kValues - begin : kCount)) return;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      if (begin + i < kValues) accumulators(begin + i) = function(accumulators(begin + i), begin + i);
+  };
 
   Vector residual_values[kTurn / kVector];
   auto const load_operands = [&](int begin) {
@@ -138,23 +153,25 @@ CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t 
     }
   };
 
-  load_operands(0);
+  float alpha = params.alpha;
+  if (has_residual || (!Bias::kEarly && params.bias != nullptr)) {
+    load_operands(0);
 #pragma unroll
-  for (int begin = 0; begin < kValues; begin += kTurn) {
-    int const count = kValues - begin < kTurn ? kValues - begin : kTurn;
-    float x[kTurn];
-#pragma unroll
-    for (int i = 0; i < count; ++i)
-      x[i] = params.alpha * accumulators(begin + i) + biases.of(begin + i);
-    if (has_residual) {
-#pragma unroll
-      for (int i = 0; i < count; ++i) x[i] += params.beta * static_cast<float>(residual_values[i / kVector][i % kVector]);
+    for (int begin = 0; begin < kValues; begin += kTurn) {
+      each_of(cute::Int<kTurn>{}, begin, [&](float x, int i) {
+        x = alpha * x + (Bias::kEarly ? 0 : biases.of(i));
+        return has_residual ? x + params.beta * static_cast<float>(residual_values[i % kTurn / kVector][i % kVector]) : x;
+      });
+      if (begin + kTurn < kValues) load_operands(begin + kTurn);
     }
-    if (begin + kTurn < kValues) load_operands(begin + kTurn);
-    activate(params.activation, x, count);
-#pragma unroll
-    for (int i = 0; i < count; ++i) accumulators(begin + i) = x[i];
+    alpha = 1;
   }
+  constexpr int kFew = kTurn / 2;
+  with_activation(params.activation, [&](auto const& function) {
+#pragma unroll
+    for (int begin = 0; begin < kValues; begin += kFew)
+      each_of(cute::Int<kFew>{}, begin, [&](float x, int i) { return function(alpha * x + (Bias::kEarly ? biases.of(i) : 0)); });
+  });
 }
 
 // D = epilogue(accumulators), whose rows may start anywhere: each warp puts some of its accumulators into `kBytes` of shared memory of
