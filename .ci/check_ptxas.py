@@ -1,6 +1,7 @@
 """Reads the log of a build with -Xptxas=-v: python3 check_ptxas.py LOG
 
-Fails when ptxas serialized wgmma (C7510 and others) or an sm90 kernel spills registers; counts what other kernels spill.
+Fails when ptxas serialized wgmma (C7510 and others), or when an sm90 kernel spills registers or has arrays in local memory, such as
+accumulators that a loop indexes which was not unrolled; counts what other kernels spill.
 """
 
 import re
@@ -8,7 +9,7 @@ import sys
 
 # The sm80 family compiles for sm_80 and sm_90, the sm90 family for sm_90a.
 ENTRY = re.compile(r"Compiling entry function '([^']+)' for '(sm_\w+)'")
-SPILL = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+LOCAL = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
 def main(path):
@@ -20,13 +21,13 @@ def main(path):
         elif found := ENTRY.search(line):
             name, arch = found.groups()
             entries[arch] = entries.get(arch, 0) + 1
-        elif (found := SPILL.search(line)) and name:
+        elif (found := LOCAL.search(line)) and name:
             if any(map(int, found.groups())):
                 spills.append((arch, name, line.strip()))
             name = None
     print("ptxas compiled", ", ".join(f"{count} entries for {arch}" for arch, count in sorted(entries.items())))
     for arch, name, what in spills:
-        print(f"spills on {arch}: {what}: {name[:160]}")
+        print(f"local memory on {arch}: {what}: {name[:160]}")
     for line in serialized:
         print(f"serialized wgmma: {line}")
     if "sm_90a" not in entries or "sm_80" not in entries:

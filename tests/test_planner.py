@@ -424,20 +424,23 @@ def test_nothing_to_multiply_divides_by_nothing():
 @pytest.mark.parametrize(
     "table, type_, majors, mean, second, worst",
     [
-        ("plans", "bf16", "rr", 1.035, 1.19, 1.22),
-        ("plans_more", "bf16", "rr", 1.035, 1.24, 1.24),
-        ("plans_large", "bf16", "rr", 1.025, 1.11, 1.13),
-        ("plans_tiles", "bf16", "rr", 1.034, 1.18, 1.21),
-        ("plans_dtypes", "f32", "rr", 1.028, 1.13, 1.14),
-        ("plans_dtypes", "f32", "rc", 1.037, 1.18, 1.18),
-        ("plans_dtypes", "f32", "cr", 1.057, 1.2, 1.34),
-        ("plans_dtypes", "f64", "rr", 1.01, 1.04, 1.12),
+        ("plans_h200_2026-11-21", "bf16", "rr", 1.035, 1.19, 1.22),
+        ("plans_more_h200_2026-11-21", "bf16", "rr", 1.035, 1.24, 1.24),
+        ("plans_large_h200_2026-11-21", "bf16", "rr", 1.025, 1.11, 1.13),
+        ("plans_tiles_h200_2026-11-21", "bf16", "rr", 1.034, 1.18, 1.21),
+        ("plans_h200_2026-11-22", "bf16", "rr", 1.035, 1.19, 1.23),
+        ("plans_strong_scaling_h200_2026-11-22", "bf16", "rr", 1.022, 1.09, 1.1),
+        ("plans_decode_h200_2026-11-22", "bf16", "rr", 1.03, 1.14, 1.14),
+        ("plans_dtypes_h200_2026-11-21", "f32", "rr", 1.028, 1.13, 1.14),
+        ("plans_dtypes_h200_2026-11-21", "f32", "rc", 1.037, 1.18, 1.18),
+        ("plans_dtypes_h200_2026-11-21", "f32", "cr", 1.057, 1.2, 1.34),
+        ("plans_dtypes_h200_2026-11-21", "f64", "rr", 1.01, 1.04, 1.12),
     ],
 )
 def test_choices_are_near_the_best_that_was_measured(monkeypatch, table, type_, majors, mean, second, worst):
     """The time measured of the plan that the model ranks first, over the best measured, for each of the shapes."""
     benchmarks = pathlib.Path(__file__).parents[1] / "benchmarks"
-    measurements = benchmarks / "results" / f"{table}_h200_2026-11-21.csv.gz"
+    measurements = benchmarks / "results" / f"{table}.csv.gz"
     if not measurements.exists():
         pytest.skip("source distributions are without the measurements")
     monkeypatch.syspath_prepend(benchmarks)
