@@ -1,7 +1,7 @@
 """Reads the log of a build with -Xptxas=-v: python3 check_ptxas.py LOG
 
 Fails when ptxas serialized wgmma (C7510 and others), or when an sm90 kernel spills registers or has arrays in local memory, such as
-accumulators that a loop indexes which was not unrolled; counts what other kernels spill.
+accumulators indexed by a loop that was not unrolled; counts what other kernels spill.
 """
 
 import re
@@ -13,7 +13,7 @@ LOCAL = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) by
 
 
 def main(path):
-    entries, spills, serialized = {}, [], []
+    entries, local, serialized = {}, [], []
     name = arch = None
     for line in open(path, errors="replace"):
         if "wgmma" in line and "serialized" in line:
@@ -23,16 +23,16 @@ def main(path):
             entries[arch] = entries.get(arch, 0) + 1
         elif (found := LOCAL.search(line)) and name:
             if any(map(int, found.groups())):
-                spills.append((arch, name, line.strip()))
+                local.append((arch, name, line.strip()))
             name = None
     print("ptxas compiled", ", ".join(f"{count} entries for {arch}" for arch, count in sorted(entries.items())))
-    for arch, name, what in spills:
+    for arch, name, what in local:
         print(f"local memory on {arch}: {what}: {name[:160]}")
     for line in serialized:
         print(f"serialized wgmma: {line}")
     if "sm_90a" not in entries or "sm_80" not in entries:
         sys.exit("the log shows no kernels for sm_80 or none for sm_90a: was it compiled with -Xptxas=-v?")
-    if serialized or any(arch == "sm_90a" for arch, *_ in spills):
+    if serialized or any(arch == "sm_90a" for arch, *_ in local):
         sys.exit(1)
 
 

@@ -2,7 +2,7 @@
 // stores them by way of shared memory. Where rows of D do not start on TMA's 16 bytes, the second half is ours too.
 //
 // Bias and residual come straight from global memory: as a C operand they would take shared memory from the main loop. The bias waits in
-// registers while a tile is multiplied; the residual comes some accumulators ahead, and an idle warp has it brought near before.
+// registers while a tile is multiplied; an idle warp has the residual brought near meanwhile.
 #pragma once
 
 #include "cute/tensor.hpp"
@@ -73,9 +73,10 @@ struct Biases {
   static constexpr int kVector = kSwap ? 1 : 2;  // neighbours in a row of D
   using Vector = cutlass::AlignedArray<Element, kVector>;
   static constexpr int kOfTile = kSwap ? kValues / kBlock * 2 : kValues / 4;
-  // Whether all of a tile's are loaded before it is multiplied. Where they take too many registers each turn loads its own.
+  // Whether all of a tile's are loaded before it is multiplied. Where there are no registers for them each turn loads its own, or with
+  // swap_ab, of which there are few, the first all.
   static constexpr bool kEarly = kOfTile * sizeof(Vector) <= 128 && kValues < 160;
-  static constexpr int kCount = kEarly ? kOfTile : kTurn / 4;
+  static constexpr int kCount = kEarly || kSwap ? kOfTile : kTurn / 4;
 
   Vector values[kCount];
 
@@ -88,7 +89,7 @@ struct Biases {
   template <class Coordinates>
   CUTLASS_DEVICE void load(EpilogueParams<float, Element> const& params, int64_t batch, int32_t m, int32_t n,
                            Coordinates const& coordinates, int begin) {
-    if (params.bias == nullptr) return;
+    if (params.bias == nullptr || (kSwap && begin > 0)) return;
     constexpr int kAlong = kSwap ? 0 : 1;
     int32_t const first = cute::get<kAlong>(coordinates(0)), extent = kSwap ? m : n;
     Element const* const bias = params.bias + batch * params.batch_stride_bias + first;
@@ -106,8 +107,8 @@ struct Biases {
   }
 };
 
-// accumulators = epilogue(accumulators), with what `Biases` says. An activation has the accumulators of a whole tile in one piece of code: at
-// every jump instructions that nobody has read are waited for.
+// accumulators = epilogue(accumulators), with what `Biases` says. Each activation has one piece of code for a whole tile: at every jump the
+// instructions are fetched that nobody has read, and waited for.
 template <bool kSwap, bool kThree, class Element, class Accumulators, class Coordinates>
 CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t batch, int32_t m, int32_t n,
                           Coordinates const& coordinates, Biases<kSwap, Element, Accumulators, kThree>& biases, Accumulators& accumulators) {
@@ -126,16 +127,16 @@ CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t 
   Element const* const residual = hidden(params.residual + batch * params.batch_stride_d +
                                          (kSwap ? first_n * params.ldd + first_m : first_m * params.ldd + first_n));
   bool const has_residual = params.residual != nullptr;
-  // Whether D ends before these. ptxas moves little past a branch: many accumulators would need more registers than there are, were they all
-  // under way at once.
-  int32_t const warp_n = first_n - threadIdx.x % 4 * 2;
-  auto const outside = [&](int begin, int count) {
+  // Whether these lie beyond D, along n. That saves their work; and as ptxas moves little past a branch, it keeps from being under way
+  // at once what there are no registers for. Where two wgmmas meet the tile's first column is asked for, which never is beyond.
+  int32_t const tile_n = first_n - threadIdx.x % 4 * 2;
+  auto const beyond = [&](int begin, int count) {
     bool const of_one_mma = begin / Bias::kBlock == (begin + count - 1) / Bias::kBlock;
-    return kValues > 64 && warp_n + (of_one_mma ? offset_n(begin) : 0) >= n;
+    return kValues > 64 && tile_n + (of_one_mma ? offset_n(begin) : 0) >= n;
   };
   auto const each_of = [&](auto count, int begin, auto const& function) {
     constexpr int kCount = decltype(count)::value;
-    if (outside(begin, kValues - begin < kCount ? kValues - begin : kCount)) return;
+    if (beyond(begin, kValues - begin < kCount ? kValues - begin : kCount)) return;
 #pragma unroll
     for (int i = 0; i < kCount; ++i)
       if (begin + i < kValues) accumulators(begin + i) = function(accumulators(begin + i), begin + i);
@@ -166,7 +167,7 @@ CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t 
     }
     alpha = 1;
   }
-  constexpr int kFew = kTurn / 2;
+  constexpr int kFew = kTurn / 2;  // an activation needs registers of its own
   with_activation(params.activation, [&](auto const& function) {
 #pragma unroll
     for (int begin = 0; begin < kValues; begin += kFew)
