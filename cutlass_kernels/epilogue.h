@@ -110,9 +110,9 @@ JSK_HOST_DEVICE float gelu(float x) {
 }
 JSK_HOST_DEVICE double gelu(double x) { return 0.5 * x * std::erfc(-0.70710678118654752 * x); }
 
-// use(function): what the activation makes of a number.
+// use(function): what the activation makes of a number. In line, as `use` must be: registers cannot be passed by reference.
 template <class Use>
-JSK_HOST_DEVICE void with_activation(Activation activation, Use const& use) {
+__attribute__((always_inline)) JSK_HOST_DEVICE void with_activation(Activation activation, Use const& use) {
   // One comparison after another: a GPU would wait for a jump table, which nothing has read before.
   auto const is = [=](Activation one) {
     auto asked = static_cast<int32_t>(activation);

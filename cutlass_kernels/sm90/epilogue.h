@@ -134,7 +134,7 @@ CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t 
     bool const of_one_mma = begin / Bias::kBlock == (begin + count - 1) / Bias::kBlock;
     return kValues > 64 && tile_n + (of_one_mma ? offset_n(begin) : 0) >= n;
   };
-  auto const each_of = [&](auto count, int begin, auto const& function) {
+  auto const each_of = [&](auto count, int begin, auto const& function) CUTLASS_LAMBDA_FUNC_INLINE {
     constexpr int kCount = decltype(count)::value;
     if (beyond(begin, kValues - begin < kCount ? kValues - begin : kCount)) return;
 #pragma unroll
@@ -159,7 +159,7 @@ CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t 
     load_operands(0);
 #pragma unroll
     for (int begin = 0; begin < kValues; begin += kTurn) {
-      each_of(cute::Int<kTurn>{}, begin, [&](float x, int i) {
+      each_of(cute::Int<kTurn>{}, begin, [&](float x, int i) CUTLASS_LAMBDA_FUNC_INLINE {
         x = alpha * x + (Bias::kEarly ? 0 : biases.of(i));
         return has_residual ? x + params.beta * static_cast<float>(residual_values[i % kTurn / kVector][i % kVector]) : x;
       });
@@ -168,10 +168,12 @@ CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t 
     alpha = 1;
   }
   constexpr int kFew = kTurn / 2;  // an activation needs registers of its own
-  with_activation(params.activation, [&](auto const& function) {
+  with_activation(params.activation, [&](auto const& function) CUTLASS_LAMBDA_FUNC_INLINE {
 #pragma unroll
     for (int begin = 0; begin < kValues; begin += kFew)
-      each_of(cute::Int<kFew>{}, begin, [&](float x, int i) { return function(alpha * x + (Bias::kEarly ? biases.of(i) : 0)); });
+      each_of(cute::Int<kFew>{}, begin, [&](float x, int i) CUTLASS_LAMBDA_FUNC_INLINE {
+        return function(alpha * x + (Bias::kEarly ? biases.of(i) : 0));
+      });
   });
 }
 
