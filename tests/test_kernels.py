@@ -371,7 +371,21 @@ def one_kernel_of(*of):
     return list(first.values())
 
 
-@pytest.mark.parametrize("name", one_kernel_of("family", "type_d"))
+def one_of_each_sm90_epilogue():
+    """The first kernel for so many accumulators of a thread, which are activated a few at a time or all at once, and as they lie in D."""
+    first = {}
+    for name in IN_FLOATING_POINT:
+        kernel = KERNELS[name]
+        if kernel.family != _ffi.Family.sm90:
+            continue
+        warpgroups = {"cooperative": 3 if kernel.tile_m == 192 else 2}.get(kernel.warp_schedule, 1)
+        accumulators = kernel.tile_m * kernel.tile_n // (128 * warpgroups)
+        several = [accumulators > bound for bound in (64, 128, 159)]
+        first.setdefault((kernel.type_d, kernel.swap_ab, warpgroups == 3, *several), name)
+    return list(first.values())
+
+
+@pytest.mark.parametrize("name", sorted({*one_kernel_of("family", "type_d"), *one_of_each_sm90_epilogue()}))
 def test_every_epilogue_in_every_schedule(name):
     kernel = KERNELS[name]
     for epilogue in EPILOGUES:
