@@ -2,7 +2,7 @@
 // stores them by way of shared memory. Where rows of D do not start on TMA's 16 bytes, the second half is ours too.
 //
 // Bias and residual come straight from global memory: as a C operand they would take shared memory from the main loop. The bias waits in
-// registers while a tile is multiplied; an idle warp has the residual brought near meanwhile.
+// registers while a tile is multiplied; the residual comes some accumulators ahead, and an idle warp has it brought near before.
 #pragma once
 
 #include "cute/tensor.hpp"
@@ -62,7 +62,7 @@ struct OfThree<true, cutlass::epilogue::collective::CollectiveEpilogue<Policy, T
 // How many accumulators the epilogue takes at a time. A loop around turns would have to move accumulators, since registers have no index,
 // and take longer than its code does to load. The more accumulators, the fewer registers a turn has before it spills; three warpgroups
 // have 160 each where two have 240.
-constexpr int turn_of(int values, bool three) { return values >= 160 ? 8 : values > (three ? 72 : 128) ? 16 : 32; }
+constexpr int turn_of(int values, bool three) { return values > 160 ? 8 : values > (three ? 72 : 128) ? 16 : 32; }
 
 // The bias of a thread's accumulators, as it lies in memory: unpacked it would take more registers. `coordinates` are where accumulators
 // lie in the kernel's own result, of extents (m, n), which is D, or with swap_ab its transpose: two neighbours along n, two of a row 8
@@ -73,10 +73,9 @@ struct Biases {
   static constexpr int kVector = kSwap ? 1 : 2;  // neighbours in a row of D
   using Vector = cutlass::AlignedArray<Element, kVector>;
   static constexpr int kOfTile = kSwap ? kValues / kBlock * 2 : kValues / 4;
-  // Whether all of a tile's are loaded before it is multiplied. Where there are no registers for them each turn loads its own, or with
-  // swap_ab, of which there are few, the first all.
-  static constexpr bool kEarly = kOfTile * sizeof(Vector) <= 128 && kValues < 160;
-  static constexpr int kCount = kEarly || kSwap ? kOfTile : kTurn / 4;
+  // Whether all of a tile's are loaded before it is multiplied. Where they take too many registers each turn loads its own.
+  static constexpr bool kEarly = kOfTile * sizeof(Vector) <= 128;
+  static constexpr int kCount = kEarly ? kOfTile : kTurn / 4;
 
   Vector values[kCount];
 
@@ -89,7 +88,7 @@ struct Biases {
   template <class Coordinates>
   CUTLASS_DEVICE void load(EpilogueParams<float, Element> const& params, int64_t batch, int32_t m, int32_t n,
                            Coordinates const& coordinates, int begin) {
-    if (params.bias == nullptr || (kSwap && begin > 0)) return;
+    if (params.bias == nullptr) return;
     constexpr int kAlong = kSwap ? 0 : 1;
     int32_t const first = cute::get<kAlong>(coordinates(0)), extent = kSwap ? m : n;
     Element const* const bias = params.bias + batch * params.batch_stride_bias + first;
@@ -107,8 +106,7 @@ struct Biases {
   }
 };
 
-// accumulators = epilogue(accumulators), with what `Biases` says. Each activation has one piece of code for a whole tile: at every jump the
-// instructions are fetched that nobody has read, and waited for.
+// accumulators = epilogue(accumulators), with what `Biases` says.
 template <bool kSwap, bool kThree, class Element, class Accumulators, class Coordinates>
 CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t batch, int32_t m, int32_t n,
                           Coordinates const& coordinates, Biases<kSwap, Element, Accumulators, kThree>& biases, Accumulators& accumulators) {
@@ -127,20 +125,6 @@ CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t 
   Element const* const residual = hidden(params.residual + batch * params.batch_stride_d +
                                          (kSwap ? first_n * params.ldd + first_m : first_m * params.ldd + first_n));
   bool const has_residual = params.residual != nullptr;
-  // Whether these lie beyond D, along n. That saves their work; and as ptxas moves little past a branch, it keeps from being under way
-  // at once what there are no registers for. Where two wgmmas meet the tile's first column is asked for, which never is beyond.
-  int32_t const tile_n = first_n - threadIdx.x % 4 * 2;
-  auto const beyond = [&](int begin, int count) {
-    bool const of_one_mma = begin / Bias::kBlock == (begin + count - 1) / Bias::kBlock;
-    return kValues > 64 && tile_n + (of_one_mma ? offset_n(begin) : 0) >= n;
-  };
-  auto const each_of = [&](auto count, int begin, auto const& function) CUTLASS_LAMBDA_FUNC_INLINE {
-    constexpr int kCount = decltype(count)::value;
-    if (beyond(begin, kValues - begin < kCount ? kValues - begin : kCount)) return;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i)
-      if (begin + i < kValues) accumulators(begin + i) = function(accumulators(begin + i), begin + i);
-  };
 
   Vector residual_values[kTurn / kVector];
   auto const load_operands = [&](int begin) {
@@ -154,27 +138,23 @@ CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t 
     }
   };
 
-  float alpha = params.alpha;
-  if (has_residual || (!Bias::kEarly && params.bias != nullptr)) {
-    load_operands(0);
+  load_operands(0);
 #pragma unroll
-    for (int begin = 0; begin < kValues; begin += kTurn) {
-      each_of(cute::Int<kTurn>{}, begin, [&](float x, int i) CUTLASS_LAMBDA_FUNC_INLINE {
-        x = alpha * x + (Bias::kEarly ? 0 : biases.of(i));
-        return has_residual ? x + params.beta * static_cast<float>(residual_values[i % kTurn / kVector][i % kVector]) : x;
-      });
-      if (begin + kTurn < kValues) load_operands(begin + kTurn);
+  for (int begin = 0; begin < kValues; begin += kTurn) {
+    int const count = kValues - begin < kTurn ? kValues - begin : kTurn;
+    float x[kTurn];
+#pragma unroll
+    for (int i = 0; i < count; ++i)
+      x[i] = params.alpha * accumulators(begin + i) + biases.of(begin + i);
+    if (has_residual) {
+#pragma unroll
+      for (int i = 0; i < count; ++i) x[i] += params.beta * static_cast<float>(residual_values[i / kVector][i % kVector]);
     }
-    alpha = 1;
-  }
-  constexpr int kFew = kTurn / 2;  // an activation needs registers of its own
-  with_activation(params.activation, [&](auto const& function) CUTLASS_LAMBDA_FUNC_INLINE {
+    if (begin + kTurn < kValues) load_operands(begin + kTurn);
+    activate(params.activation, x, count);
 #pragma unroll
-    for (int begin = 0; begin < kValues; begin += kFew)
-      each_of(cute::Int<kFew>{}, begin, [&](float x, int i) CUTLASS_LAMBDA_FUNC_INLINE {
-        return function(alpha * x + (Bias::kEarly ? biases.of(i) : 0));
-      });
-  });
+    for (int i = 0; i < count; ++i) accumulators(begin + i) = x[i];
+  }
 }
 
 // D = epilogue(accumulators), whose rows may start anywhere: each warp puts some of its accumulators into `kBytes` of shared memory of
