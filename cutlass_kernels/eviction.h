@@ -14,9 +14,8 @@ struct OperandUse {
   int64_t bytes, others;  // of it and of the other operand, in any unit
 };
 
-// Whether its loads may go first: nobody reads them again once the workers that are busy now are done, and it is not much smaller than the
-// other, which may well stay, nor so much larger that those who read the same along a long K find it gone. Where that pays is measured in
-// benchmarks/results/l2_h200_2026-11-22.md and plans_h200_2026-11-22.md.
+// Whether its loads may go first: those who read the same are busy now, or not much later, and will not find it gone, and it is not much
+// smaller than the other. Where that pays is measured in benchmarks/results/l2_h200_2026-11-22.md and plans_h200_2026-11-22.md.
 bool goes_first(TileOrder const&, Decomposition const&, OperandUse const&);
 
 }  // namespace jax_streamk
