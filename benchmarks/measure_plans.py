@@ -24,10 +24,10 @@ from jax_streamk.problem import GemmProblem
 from jax_streamk.tune import ORDERS
 from jax_streamk.tuned import Candidate
 
-HOPELESS = 1.4  # times the best of the shape: no other order of tiles is tried
-CLOSE = 1.2  # times the best of the shape: measured again, in turns
+HOPELESS = 1.6  # times the best of the shape: no other order of tiles is tried
+CLOSE = 1.25  # times the best of the shape: measured again, in turns
 ROUNDS = 5  # of turns. A GPU at its power limit slows down within milliseconds: what comes first would look fast
-UNLIKELY = 1.6  # times the least estimate of the shape: not measured at all
+UNLIKELY = 2.5  # times the least estimate of the shape: not measured at all
 
 
 def candidates(kernel, m, n, k, sms):
