@@ -372,7 +372,7 @@ def one_kernel_of(*of):
 
 
 def one_of_each_sm90_epilogue():
-    """The first kernel for so many accumulators of a thread, which are activated a few at a time or all at once, and as they lie in D."""
+    """The first kernel for each range of accumulators of a thread, of which the epilogue takes the fewer at a time the more there are."""
     first = {}
     for name in IN_FLOATING_POINT:
         kernel = KERNELS[name]
