@@ -110,12 +110,9 @@ JSK_HOST_DEVICE float gelu(float x) {
 }
 JSK_HOST_DEVICE double gelu(double x) { return 0.5 * x * std::erfc(-0.70710678118654752 * x); }
 
-template <class T>
-JSK_HOST_DEVICE void activate(Activation activation, T* x, int n) {
-  auto const each = [&](auto const& function) {
-#pragma unroll
-    for (int i = 0; i < n; ++i) x[i] = function(x[i]);
-  };
+// use(function): what the activation makes of a number. In line, as `use` must be: registers cannot be passed by reference.
+template <class Use>
+__attribute__((always_inline)) JSK_HOST_DEVICE void with_activation(Activation activation, Use const& use) {
   // One comparison after another: a GPU would wait for a jump table, which nothing has read before.
   auto const is = [=](Activation one) {
     auto asked = static_cast<int32_t>(activation);
@@ -124,13 +121,21 @@ JSK_HOST_DEVICE void activate(Activation activation, T* x, int n) {
 #endif
     return asked == static_cast<int32_t>(one);
   };
-  if (is(Activation::kNone)) return;
-  if (is(Activation::kSilu)) return each([](T v) { return silu(v); });
-  if (is(Activation::kRelu)) return each([](T v) { return relu(v); });
-  if (is(Activation::kGeluTanh)) return each([](T v) { return gelu_tanh(v); });
-  if (is(Activation::kGelu)) return each([](T v) { return gelu(v); });
-  if (is(Activation::kSigmoid)) return each([](T v) { return sigmoid(v); });
-  each([](T v) { return hyperbolic_tangent(v); });
+  if (is(Activation::kNone)) return use([](auto v) { return v; });
+  if (is(Activation::kSilu)) return use([](auto v) { return silu(v); });
+  if (is(Activation::kRelu)) return use([](auto v) { return relu(v); });
+  if (is(Activation::kGeluTanh)) return use([](auto v) { return gelu_tanh(v); });
+  if (is(Activation::kGelu)) return use([](auto v) { return gelu(v); });
+  if (is(Activation::kSigmoid)) return use([](auto v) { return sigmoid(v); });
+  use([](auto v) { return hyperbolic_tangent(v); });
+}
+
+template <class T>
+JSK_HOST_DEVICE void activate(Activation activation, T* x, int n) {
+  with_activation(activation, [=](auto const& function) {
+#pragma unroll
+    for (int i = 0; i < n; ++i) x[i] = function(x[i]);
+  });
 }
 
 }  // namespace

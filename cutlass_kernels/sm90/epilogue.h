@@ -2,7 +2,7 @@
 // stores them by way of shared memory. Where rows of D do not start on TMA's 16 bytes, the second half is ours too.
 //
 // Bias and residual come straight from global memory: as a C operand they would take shared memory from the main loop. The bias waits in
-// registers while a tile is multiplied; the residual comes some accumulators ahead, and an idle warp has it brought near before.
+// registers while a tile is multiplied; an idle warp has the residual brought near meanwhile.
 #pragma once
 
 #include "cute/tensor.hpp"
@@ -60,22 +60,24 @@ struct OfThree<true, cutlass::epilogue::collective::CollectiveEpilogue<Policy, T
 };
 
 // How many accumulators the epilogue takes at a time. A loop around turns would have to move accumulators, since registers have no index,
-// and take longer than its code does to load. The more accumulators, the fewer registers a turn has before it spills; three warpgroups
-// have 160 each where two have 240.
-constexpr int turn_of(int values, bool three) { return values > 160 ? 8 : values > (three ? 72 : 128) ? 16 : 32; }
+// and take longer than its code does to load. The more accumulators, the fewer registers a turn and its residual, of elements of so many
+// bytes, have before they spill; three warpgroups have 160 each where two have 240.
+constexpr int turn_of(int values, int bytes, bool three) { return values >= 160 ? 8 : values * bytes > (three ? 144 : 256) ? 16 : 32; }
 
 // The bias of a thread's accumulators, as it lies in memory: unpacked it would take more registers. `coordinates` are where accumulators
 // lie in the kernel's own result, of extents (m, n), which is D, or with swap_ab its transpose: two neighbours along n, two of a row 8
 // below, and so on along n. So of a column of D are 2 of 4 in turn, or with swap_ab the upper or lower rows of a wgmma.
 template <bool kSwap, class Element, class Accumulators, bool kThree>
 struct Biases {
-  static constexpr int kValues = cute::size(Accumulators{}), kBlock = cute::size<0>(Accumulators{}), kTurn = turn_of(kValues, kThree);
+  static constexpr int kValues = cute::size(Accumulators{}), kBlock = cute::size<0>(Accumulators{});
+  static constexpr int kTurn = turn_of(kValues, sizeof(Element), kThree);
   static constexpr int kVector = kSwap ? 1 : 2;  // neighbours in a row of D
   using Vector = cutlass::AlignedArray<Element, kVector>;
   static constexpr int kOfTile = kSwap ? kValues / kBlock * 2 : kValues / 4;
-  // Whether all of a tile's are loaded before it is multiplied. Where they take too many registers each turn loads its own.
-  static constexpr bool kEarly = kOfTile * sizeof(Vector) <= 128;
-  static constexpr int kCount = kEarly ? kOfTile : kTurn / 4;
+  // Whether all of a tile's are loaded before it is multiplied. Where there are no registers for them each turn loads its own, or with
+  // swap_ab, of which there are few, the first all.
+  static constexpr bool kEarly = kOfTile * sizeof(Vector) <= 128 && kValues < 160;
+  static constexpr int kCount = kEarly || kSwap ? kOfTile : kTurn / 4;
 
   Vector values[kCount];
 
@@ -88,7 +90,7 @@ struct Biases {
   template <class Coordinates>
   CUTLASS_DEVICE void load(EpilogueParams<float, Element> const& params, int64_t batch, int32_t m, int32_t n,
                            Coordinates const& coordinates, int begin) {
-    if (params.bias == nullptr) return;
+    if (params.bias == nullptr || (kSwap && begin > 0)) return;
     constexpr int kAlong = kSwap ? 0 : 1;
     int32_t const first = cute::get<kAlong>(coordinates(0)), extent = kSwap ? m : n;
     Element const* const bias = params.bias + batch * params.batch_stride_bias + first;
@@ -106,7 +108,8 @@ struct Biases {
   }
 };
 
-// accumulators = epilogue(accumulators), with what `Biases` says.
+// accumulators = epilogue(accumulators), with what `Biases` says. Each activation has one piece of code for a whole tile: at every jump the
+// instructions are fetched that nobody has read, and waited for.
 template <bool kSwap, bool kThree, class Element, class Accumulators, class Coordinates>
 CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t batch, int32_t m, int32_t n,
                           Coordinates const& coordinates, Biases<kSwap, Element, Accumulators, kThree>& biases, Accumulators& accumulators) {
@@ -125,9 +128,23 @@ CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t 
   Element const* const residual = hidden(params.residual + batch * params.batch_stride_d +
                                          (kSwap ? first_n * params.ldd + first_m : first_m * params.ldd + first_n));
   bool const has_residual = params.residual != nullptr;
+  // Whether these lie beyond D, along n. That saves their work; and as ptxas moves little past a branch, it keeps from being under way
+  // at once what there are no registers for. Where two wgmmas meet the tile's first column is asked for, which never is beyond.
+  int32_t const tile_n = first_n - threadIdx.x % 4 * 2;
+  auto const beyond = [&](int begin, int count) {
+    bool const of_one_mma = begin / Bias::kBlock == (begin + count - 1) / Bias::kBlock;
+    return kValues > 64 && tile_n + (of_one_mma ? offset_n(begin) : 0) >= n;
+  };
+  auto const each_of = [&](auto count, int begin, auto const& function) CUTLASS_LAMBDA_FUNC_INLINE {
+    constexpr int kCount = decltype(count)::value;
+    if (beyond(begin, kValues - begin < kCount ? kValues - begin : kCount)) return;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      if (begin + i < kValues) accumulators(begin + i) = function(accumulators(begin + i), begin + i);
+  };
 
   Vector residual_values[kTurn / kVector];
-  auto const load_operands = [&](int begin) {
+  auto const load_operands = [&](int begin) CUTLASS_LAMBDA_FUNC_INLINE {
     if (!Bias::kEarly) biases.load(params, batch, m, n, coordinates, begin);
     if (!has_residual) return;
 #pragma unroll
@@ -138,23 +155,27 @@ CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t 
     }
   };
 
-  load_operands(0);
+  float alpha = params.alpha;
+  if (has_residual || (!Bias::kEarly && params.bias != nullptr)) {
+    load_operands(0);
 #pragma unroll
-  for (int begin = 0; begin < kValues; begin += kTurn) {
-    int const count = kValues - begin < kTurn ? kValues - begin : kTurn;
-    float x[kTurn];
-#pragma unroll
-    for (int i = 0; i < count; ++i)
-      x[i] = params.alpha * accumulators(begin + i) + biases.of(begin + i);
-    if (has_residual) {
-#pragma unroll
-      for (int i = 0; i < count; ++i) x[i] += params.beta * static_cast<float>(residual_values[i / kVector][i % kVector]);
+    for (int begin = 0; begin < kValues; begin += kTurn) {
+      each_of(cute::Int<kTurn>{}, begin, [&](float x, int i) CUTLASS_LAMBDA_FUNC_INLINE {
+        x = alpha * x + (Bias::kEarly ? 0 : biases.of(i));
+        return has_residual ? x + params.beta * static_cast<float>(residual_values[i % kTurn / kVector][i % kVector]) : x;
+      });
+      if (begin + kTurn < kValues) load_operands(begin + kTurn);
     }
-    if (begin + kTurn < kValues) load_operands(begin + kTurn);
-    activate(params.activation, x, count);
-#pragma unroll
-    for (int i = 0; i < count; ++i) accumulators(begin + i) = x[i];
+    alpha = 1;
   }
+  constexpr int kFew = kTurn / 2;  // an activation needs registers of its own
+  with_activation(params.activation, [&](auto const& function) CUTLASS_LAMBDA_FUNC_INLINE {
+#pragma unroll
+    for (int begin = 0; begin < kValues; begin += kFew)
+      each_of(cute::Int<kFew>{}, begin, [&](float x, int i) CUTLASS_LAMBDA_FUNC_INLINE {
+        return function(alpha * x + (Bias::kEarly ? biases.of(i) : 0));
+      });
+  });
 }
 
 // D = epilogue(accumulators), whose rows may start anywhere: each warp puts some of its accumulators into `kBytes` of shared memory of
@@ -179,7 +200,7 @@ CUTLASS_DEVICE void store_misaligned(StoreParams<Element> const& params, int64_t
   constexpr int kValues = cute::size(Accumulators{});
   // write(row and column of D where a piece begins, blocks of it) for each piece, which is in shared memory. Each `write` has a loop of its
   // own: code that others skip would lie between its pieces, and be read with every tile.
-  auto const each_piece = [&](auto const& write) {
+  auto const each_piece = [&](auto const& write) CUTLASS_LAMBDA_FUNC_INLINE {
     // Of one wgmma, of which the accumulators of 8 columns are 4.
     constexpr int kValuesOfMma = cute::size<0>(Accumulators{});
 #pragma unroll
@@ -203,14 +224,14 @@ CUTLASS_DEVICE void store_misaligned(StoreParams<Element> const& params, int64_t
   Element* const d = params.misaligned_d + batch * params.batch_stride_d;
 
   // As many neighbours in one store as their address allows.
-  auto const store_plain = [&](auto width) {
+  auto const store_plain = [&](auto width) CUTLASS_LAMBDA_FUNC_INLINE {
     constexpr int kWidth = decltype(width)::value, kLanes = kColumns / kWidth, kStep = 32 / kLanes;
     // Many accumulators leave no registers for addresses.
     constexpr bool kMany = kValues >= 128;
     constexpr int kAtOnce = cute::min(kRows / kStep, kMany ? cute::max(4 / kWidth, 1) : kRows), kUnroll = kMany ? 1 : kRows;
     using From = cutlass::AlignedArray<float, kWidth>;
     using To = cutlass::AlignedArray<Element, kWidth>;
-    each_piece([&](int32_t d_row, int32_t d_column, int blocks) {
+    each_piece([&](int32_t d_row, int32_t d_column, int blocks) CUTLASS_LAMBDA_FUNC_INLINE {
       int const row = lane / kLanes, column = lane % kLanes * kWidth;
       bool const inside = d_column + column < columns && (kSwap || column < blocks * 8);
       Element* to = d + (d_row + row) * params.ldd + d_column + column;
@@ -239,7 +260,7 @@ CUTLASS_DEVICE void store_misaligned(StoreParams<Element> const& params, int64_t
   }
 
   constexpr int kStep = 32 / kColumns, kTurn = 4;  // few values at once: activations are much code
-  each_piece([&](int32_t d_row, int32_t d_column, int blocks) {
+  each_piece([&](int32_t d_row, int32_t d_column, int blocks) CUTLASS_LAMBDA_FUNC_INLINE {
     int const row = lane / kColumns, column = lane % kColumns;
     bool const inside = d_column + column < columns && (kSwap || column < blocks * 8);
     float bias = 0;
