@@ -59,10 +59,15 @@ struct OfThree<true, cutlass::epilogue::collective::CollectiveEpilogue<Policy, T
   using type = cutlass::epilogue::collective::CollectiveEpilogue<Policy, Tile, cute::Shape<cute::_192, cute::Int<kColumns>>, Others...>;
 };
 
-// How many accumulators the epilogue takes at a time. A loop around turns would have to move accumulators, since registers have no index,
-// and take longer than its code does to load. The more accumulators, the fewer registers a turn and its residual, of elements of so many
-// bytes, have before they spill; three warpgroups have 160 each where two have 240.
-constexpr int turn_of(int values, int bytes, bool three) { return values >= 160 ? 8 : values * bytes > (three ? 144 : 256) ? 16 : 32; }
+// How many accumulators get their residual at a time: all loads of a turn are under way at once, and the next turn waits for its own. The
+// more accumulators, the fewer registers a turn has, of elements of so many bytes, before it spills; three warpgroups have 160 each where
+// two have 240. A loop around turns would have to move accumulators, since registers have no index, and take longer than its code does to
+// load.
+constexpr int turn_of(int values, int bytes, bool three) {
+  if (values >= 160) return 8;
+  if (values * bytes > (three ? 144 : 256)) return 16;
+  return three || values * bytes > 128 ? 32 : 64;
+}
 
 // The bias of a thread's accumulators, as it lies in memory: unpacked it would take more registers. `coordinates` are where accumulators
 // lie in the kernel's own result, of extents (m, n), which is D, or with swap_ab its transpose: two neighbours along n, two of a row 8
@@ -168,7 +173,7 @@ CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t 
     }
     alpha = 1;
   }
-  constexpr int kFew = kTurn / 2;  // an activation needs registers of its own
+  constexpr int kFew = cute::min(kTurn / 2, 16);  // an activation needs registers of its own
   with_activation(params.activation, [&](auto const& function) CUTLASS_LAMBDA_FUNC_INLINE {
 #pragma unroll
     for (int begin = 0; begin < kValues; begin += kFew)
