@@ -60,13 +60,13 @@ struct OfThree<true, cutlass::epilogue::collective::CollectiveEpilogue<Policy, T
 };
 
 // How many accumulators get their residual at a time: all loads of a turn are under way at once, and the next turn waits for its own. The
-// more accumulators, the fewer registers a turn has, of elements of so many bytes, before it spills; three warpgroups have 160 each where
+// more accumulators, the fewer registers there are for elements of so many bytes before ptxas spills; three warpgroups have 160 each where
 // two have 240. A loop around turns would have to move accumulators, since registers have no index, and take longer than its code does to
 // load.
 constexpr int turn_of(int values, int bytes, bool three) {
   if (values >= 160) return 8;
-  if (values * bytes > (three ? 144 : 256)) return 16;
-  return three || values * bytes > 128 ? 32 : 64;
+  if (values > (three ? 72 : 128)) return 16;
+  return cute::min(values, (three || values >= 128 || values * bytes > 256 ? 64 : 128) / bytes);
 }
 
 // The bias of a thread's accumulators, as it lies in memory: unpacked it would take more registers. `coordinates` are where accumulators
@@ -113,32 +113,92 @@ struct Biases {
   }
 };
 
+// The residual of a turn's accumulators, with what `Biases` says. Of elements of 2 bytes threads load words that lie together, for
+// accumulators of their neighbours, and exchange them when they have come: each load touches eight rows of D, and lines take time to look
+// up.
+template <bool kSwap, class Element, class Accumulators, int kTurn>
+struct Residuals {
+  static constexpr int kValues = cute::size(Accumulators{});
+  static constexpr bool kHalf = sizeof(Element) == 2;
+  static constexpr int kOfWord = kHalf ? 2 : 1;                        // accumulators, neighbours along n
+  static constexpr bool kOfFour = kHalf && !kSwap && kTurn % 16 == 0;  // of four blocks of 8 columns each of four threads loads one
+  static constexpr int kLoaded = kOfFour ? 4 : kHalf || kSwap ? 1 : 2;  // words at once
+  using Words = cutlass::AlignedArray<uint32_t, kLoaded>;
+  static_assert(!kOfFour || cute::size<0>(Accumulators{}) % 16 == 0);
+
+  uint32_t words[kTurn / kOfWord];
+
+  // Of the accumulators of a turn. Before the exchange those that a thread has loaded at once follow each other.
+  static constexpr int index(int i) { return kOfFour ? i / 16 * 8 + i / 2 % 2 * 4 + i / 4 % 4 : i / kOfWord; }
+
+  // From the accumulator `begin` on.
+  template <class Coordinates>
+  CUTLASS_DEVICE void load(EpilogueParams<float, Element> const& params, int64_t batch, int32_t m, int32_t n,
+                           Coordinates const& coordinates, int begin) {
+    int32_t first_m = cute::get<0>(coordinates(0)), first_n = cute::get<1>(coordinates(0));
+    int32_t const row = threadIdx.x % 32 / 4, place = threadIdx.x % 4;
+    if (kOfFour) first_n += 6 * place;  // 8 columns each instead of 2
+    if (kHalf && kSwap) first_m += 2 * place - row, first_n += row - 2 * place;
+    Element const* base = params.residual + batch * params.batch_stride_d;
+    base += kSwap ? first_n * params.ldd + first_m : first_m * params.ldd + first_n;
+    asm("" : "+l"(base));  // opaque, or every load would compute it again
+#pragma unroll
+    for (int i = 0; i < kTurn && begin + i < kValues; i += kHalf ? 2 : kLoaded) {
+      if (kOfFour && i % 16 >= 4) continue;
+      auto const at_m = static_cast<int32_t>(cute::get<0>(coordinates.layout()(begin + i)));
+      auto const at_n = static_cast<int32_t>(cute::get<1>(coordinates.layout()(begin + i)));
+      if (first_m + at_m >= m || first_n + at_n >= n) continue;
+      auto const loaded = load_vector<Words>(base + (kSwap ? at_n * params.ldd + at_m : at_m * params.ldd + at_n));
+#pragma unroll
+      for (int j = 0; j < kLoaded; ++j) words[index(i) + j] = loaded[j];
+    }
+  }
+
+  // By all threads of a warp, before of().
+  CUTLASS_DEVICE void exchange(int begin) {
+#pragma unroll
+    for (int i = 0; i < kTurn / 2 && begin + 2 * i < kValues; i += kLoaded) {
+      if constexpr (kHalf && kSwap) {
+        asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(words[i]));
+      } else if constexpr (kOfFour) {
+        // Four words of four threads are a matrix: its transpose, first of each two by two and then of those.
+#pragma unroll
+        for (int apart = 1; apart <= 2; apart *= 2) {
+          bool const second = threadIdx.x & apart;
+#pragma unroll
+          for (int j = i; j < i + 4; ++j) {
+            if (j & apart) continue;
+            uint32_t const got = __shfl_xor_sync(~0u, second ? words[j] : words[j + apart], apart);
+            words[j] = second ? got : words[j];
+            words[j + apart] = second ? words[j + apart] : got;
+          }
+        }
+      }
+    }
+  }
+
+  CUTLASS_DEVICE float of(int i) const {
+    cutlass::AlignedArray<Element, kOfWord> word;
+    std::memcpy(&word, &words[index(i % kTurn)], sizeof(word));
+    return static_cast<float>(word[i % kOfWord]);
+  }
+};
+
 // accumulators = epilogue(accumulators), with what `Biases` says. Each activation has one piece of code for a whole tile: at every jump the
 // instructions are fetched that nobody has read, and waited for.
 template <bool kSwap, bool kThree, class Element, class Accumulators, class Coordinates>
 CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t batch, int32_t m, int32_t n,
                           Coordinates const& coordinates, Biases<kSwap, Element, Accumulators, kThree>& biases, Accumulators& accumulators) {
   using Bias = Biases<kSwap, Element, Accumulators, kThree>;
-  constexpr int kValues = Bias::kValues, kTurn = Bias::kTurn, kVector = Bias::kVector;
-  using Vector = typename Bias::Vector;
-  auto const offset_m = [&](int i) { return static_cast<int32_t>(cute::get<0>(coordinates.layout()(i))); };
-  auto const offset_n = [&](int i) { return static_cast<int32_t>(cute::get<1>(coordinates.layout()(i))); };
-  // Opaque, or every load would compute them again.
-  auto const hidden = [](auto* pointer) {
-    asm("" : "+l"(pointer));
-    return pointer;
-  };
-  auto const first = coordinates(0);
-  int32_t const first_m = cute::get<0>(first), first_n = cute::get<1>(first);
-  Element const* const residual = hidden(params.residual + batch * params.batch_stride_d +
-                                         (kSwap ? first_n * params.ldd + first_m : first_m * params.ldd + first_n));
+  constexpr int kValues = Bias::kValues, kTurn = Bias::kTurn;
   bool const has_residual = params.residual != nullptr;
   // Whether these lie beyond D, along n. That saves their work; and as ptxas moves little past a branch, it keeps from being under way
   // at once what there are no registers for. Where two wgmmas meet the tile's first column is asked for, which never is beyond.
-  int32_t const tile_n = first_n - threadIdx.x % 4 * 2;
+  int32_t const tile_n = cute::get<1>(coordinates(0)) - threadIdx.x % 4 * 2;
   auto const beyond = [&](int begin, int count) {
     bool const of_one_mma = begin / Bias::kBlock == (begin + count - 1) / Bias::kBlock;
-    return kValues > 64 && tile_n + (of_one_mma ? offset_n(begin) : 0) >= n;
+    auto const first_n = static_cast<int32_t>(cute::get<1>(coordinates.layout()(begin)));
+    return kValues > 64 && tile_n + (of_one_mma ? first_n : 0) >= n;
   };
   auto const each_of = [&](auto count, int begin, auto const& function) CUTLASS_LAMBDA_FUNC_INLINE {
     constexpr int kCount = decltype(count)::value;
@@ -148,16 +208,10 @@ CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t 
       if (begin + i < kValues) accumulators(begin + i) = function(accumulators(begin + i), begin + i);
   };
 
-  Vector residual_values[kTurn / kVector];
+  Residuals<kSwap, Element, Accumulators, kTurn> residuals;
   auto const load_operands = [&](int begin) CUTLASS_LAMBDA_FUNC_INLINE {
     if (!Bias::kEarly) biases.load(params, batch, m, n, coordinates, begin);
-    if (!has_residual) return;
-#pragma unroll
-    for (int i = 0; begin + i < kValues && i < kTurn; i += kVector) {
-      int32_t const at_m = offset_m(begin + i), at_n = offset_n(begin + i);
-      if (first_m + at_m < m && first_n + at_n < n)
-        residual_values[i / kVector] = load_vector<Vector>(residual + (kSwap ? at_n * params.ldd + at_m : at_m * params.ldd + at_n));
-    }
+    if (has_residual) residuals.load(params, batch, m, n, coordinates, begin);
   };
 
   float alpha = params.alpha;
@@ -165,9 +219,10 @@ CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t 
     load_operands(0);
 #pragma unroll
     for (int begin = 0; begin < kValues; begin += kTurn) {
+      if (has_residual) residuals.exchange(begin);
       each_of(cute::Int<kTurn>{}, begin, [&](float x, int i) CUTLASS_LAMBDA_FUNC_INLINE {
         x = alpha * x + (Bias::kEarly ? 0 : biases.of(i));
-        return has_residual ? x + params.beta * static_cast<float>(residual_values[i % kTurn / kVector][i % kVector]) : x;
+        return has_residual ? x + params.beta * residuals.of(i) : x;
       });
       if (begin + kTurn < kValues) load_operands(begin + kTurn);
     }
