@@ -310,6 +310,7 @@ def test_ragged_tiny_and_deep(name):
         Case(1, 1, 1),
         Case(1, 1, 3 * kernel.tile_k + 1),
         Case(kernel.tile_m + 3, kernel.tile_n + 5, 2 * kernel.tile_k + 9, pad=1),
+        Case(kernel.tile_m + 5, round_up(kernel.tile_n + 3, 8), kernel.tile_k + 7, pad=8),  # rows of D that TMA stores
         Case(17, 33, 5 * kernel.tile_k, batch=2, broadcast="a"),
         Case(33, 9, kernel.tile_k + 3, batch=3, broadcast="b", pad=2),
     ]
@@ -354,7 +355,7 @@ def test_epilogue(name):
     first = zlib.crc32(name.encode()) % len(EPILOGUES)
     cases = [
         Case(1, 1, 1),
-        Case(kernel.tile_m + 3, kernel.tile_n + 5, 3 * kernel.tile_k + 9, pad=1),
+        Case(kernel.tile_m + 3, round_up(kernel.tile_n + 5, 8), 3 * kernel.tile_k + 9, pad=8),  # rows of D that TMA stores
         Case(33, 49, 2 * kernel.tile_k + 3, batch=3, broadcast="b", pad=2),
     ]
     for i, case in enumerate(cases):
@@ -380,7 +381,7 @@ def one_of_each_sm90_epilogue():
             continue
         warpgroups = {"cooperative": 3 if kernel.tile_m == 192 else 2}.get(kernel.warp_schedule, 1)
         accumulators = kernel.tile_m * kernel.tile_n // (128 * warpgroups)
-        several = [accumulators > bound for bound in (64, 128, 159)]
+        several = [accumulators > bound for bound in (64, 72, 127, 128, 159)]
         first.setdefault((kernel.type_d, kernel.swap_ab, warpgroups == 3, *several), name)
     return list(first.values())
 
@@ -388,8 +389,8 @@ def one_of_each_sm90_epilogue():
 @pytest.mark.parametrize("name", sorted({*one_kernel_of("family", "type_d"), *one_of_each_sm90_epilogue()}))
 def test_every_epilogue_in_every_schedule(name):
     kernel = KERNELS[name]
-    for epilogue in EPILOGUES:
-        case = admissible(kernel, Case(70, 130, 4 * kernel.tile_k + 1, pad=1))
+    for epilogue, pad in itertools.product(EPILOGUES, (1, 8)):  # rows of D that TMA stores start on 16 bytes
+        case = admissible(kernel, Case(70, 136, 4 * kernel.tile_k + 1, pad=pad))
         for schedule in all_schedules(kernel, case.k):
             assert check(kernel, case, schedule, False, epilogue) is None
 
