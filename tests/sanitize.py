@@ -15,7 +15,7 @@ SILU = dict(has_bias=True, activation=_ffi.Activation.silu)
 ROW, COLUMN = _ffi.Major.row, _ffi.Major.column
 LAUNCHES = [  # kernel, (m, n, k), (schedule, splits, reduction), epilogue, and majors of A and B where they are not the kernel's
     ("sm90_bf16_bf16_rr_64x176x64_4x1_pingpong_swap", (181, 136, 264), ("data_parallel", 1, "ordered"), dict(SILU, has_residual=True)),
-    ("sm90_bf16_bf16_rr_128x128x64_1x1_coop", (200, 264, 520), ("stream_k", 1, "ordered"), SILU),
+    ("sm90_bf16_bf16_rr_128x128x64_1x1_coop", (200, 264, 520), ("stream_k", 1, "ordered"), dict(SILU, has_residual=True)),
     ("sm90_bf16_bf16_rr_128x128x64_1x1_coop", (200, 264, 520), ("split_k", 3, "ordered"), {}),
     ("sm90_bf16_bf16_rr_192x176x64_1x2_coop_swap", (360, 400, 520), ("split_k", 3, "ordered"), SILU),  # three warpgroups
     ("sm90_bf16_bf16_rr_128x160x64_2x4_pingpong_swap", (181, 264, 520), ("data_parallel", 1, "ordered"), {}),
