@@ -355,6 +355,7 @@ def test_epilogue(name):
     first = zlib.crc32(name.encode()) % len(EPILOGUES)
     cases = [
         Case(1, 1, 1),
+        Case(kernel.tile_m + 3, kernel.tile_n + 5, 3 * kernel.tile_k + 9, pad=1),
         Case(kernel.tile_m + 3, round_up(kernel.tile_n + 5, 8), 3 * kernel.tile_k + 9, pad=8),  # rows of D that TMA stores
         Case(33, 49, 2 * kernel.tile_k + 3, batch=3, broadcast="b", pad=2),
     ]
@@ -381,7 +382,7 @@ def one_of_each_sm90_epilogue():
             continue
         warpgroups = {"cooperative": 3 if kernel.tile_m == 192 else 2}.get(kernel.warp_schedule, 1)
         accumulators = kernel.tile_m * kernel.tile_n // (128 * warpgroups)
-        several = [accumulators > bound for bound in (64, 72, 127, 128, 159)]
+        several = [accumulators > bound for bound in (32, 64, 72, 127, 128, 159)]
         first.setdefault((kernel.type_d, kernel.swap_ab, warpgroups == 3, *several), name)
     return list(first.values())
 

@@ -59,14 +59,15 @@ struct OfThree<true, cutlass::epilogue::collective::CollectiveEpilogue<Policy, T
   using type = cutlass::epilogue::collective::CollectiveEpilogue<Policy, Tile, cute::Shape<cute::_192, cute::Int<kColumns>>, Others...>;
 };
 
-// How many accumulators get their residual at a time: all loads of a turn are under way at once, and the next turn waits for its own. The
-// more accumulators, the fewer registers there are for elements of so many bytes before ptxas spills; three warpgroups have 160 each where
-// two have 240. A loop around turns would have to move accumulators, since registers have no index, and take longer than its code does to
-// load.
+// How many accumulators get their residual at a time, of elements of so many bytes: all loads of a turn are under way at once, and the next
+// turn waits for its own. The more accumulators, the fewer registers are left for it before ptxas spills; three warpgroups have 160 each
+// where two have 240. A loop around turns would have to move accumulators, since registers have no index, and take longer than its code
+// does to load.
 constexpr int turn_of(int values, int bytes, bool three) {
   if (values >= 160) return 8;
   if (values > (three ? 72 : 128)) return 16;
-  return cute::min(values, (three || values >= 128 || values * bytes > 256 ? 64 : 128) / bytes);
+  int const bytes_of_turn = three || values == 128 || values * bytes > 256 ? 64 : 128;
+  return cute::min(values, bytes_of_turn / bytes);
 }
 
 // The bias of a thread's accumulators, as it lies in memory: unpacked it would take more registers. `coordinates` are where accumulators
@@ -79,8 +80,8 @@ struct Biases {
   static constexpr int kVector = kSwap ? 1 : 2;  // neighbours in a row of D
   using Vector = cutlass::AlignedArray<Element, kVector>;
   static constexpr int kOfTile = kSwap ? kValues / kBlock * 2 : kValues / 4;
-  // Whether all of a tile's are loaded before it is multiplied. Where there are no registers for them each turn loads its own, or with
-  // swap_ab, of which there are few, the first all.
+  // Whether all of a tile's are loaded before it is multiplied. Where there are no registers for them each turn loads its own; with swap_ab
+  // they are few, and the first turn loads all.
   static constexpr bool kEarly = kOfTile * sizeof(Vector) <= 128 && kValues < 160;
   static constexpr int kCount = kEarly || kSwap ? kOfTile : kTurn / 4;
 
@@ -113,18 +114,18 @@ struct Biases {
   }
 };
 
-// The residual of a turn's accumulators, with what `Biases` says. Of elements of 2 bytes threads load words that lie together, for
-// accumulators of their neighbours, and exchange them when they have come: each load touches eight rows of D, and lines take time to look
-// up.
+// The residual of a turn's accumulators, with what `Biases` says. Each load of a warp touches eight rows of D, and lines take time to look
+// up. So of 2-byte elements threads load words as they lie together, 16 bytes each or 4 of a transposed tile, and exchange them when they
+// have come. Turns too short for 16 bytes have each thread load its own.
 template <bool kSwap, class Element, class Accumulators, int kTurn>
 struct Residuals {
   static constexpr int kValues = cute::size(Accumulators{});
   static constexpr bool kHalf = sizeof(Element) == 2;
-  static constexpr int kOfWord = kHalf ? 2 : 1;                        // accumulators, neighbours along n
-  static constexpr bool kOfFour = kHalf && !kSwap && kTurn % 16 == 0;  // of four blocks of 8 columns each of four threads loads one
+  static constexpr int kOfWord = kHalf ? 2 : 1;  // accumulators, neighbours along n
+  // Of four blocks of 8 columns each of four threads loads one.
+  static constexpr bool kOfFour = kHalf && !kSwap && kTurn % 16 == 0 && cute::size<0>(Accumulators{}) % 16 == 0;
   static constexpr int kLoaded = kOfFour ? 4 : kHalf || kSwap ? 1 : 2;  // words at once
   using Words = cutlass::AlignedArray<uint32_t, kLoaded>;
-  static_assert(!kOfFour || cute::size<0>(Accumulators{}) % 16 == 0);
 
   uint32_t words[kTurn / kOfWord];
 
@@ -154,12 +155,13 @@ struct Residuals {
     }
   }
 
-  // By all threads of a warp, before of().
+  // By all threads of a warp, before of(). `i` counts words.
   CUTLASS_DEVICE void exchange(int begin) {
+    if constexpr (!kHalf) return;
 #pragma unroll
     for (int i = 0; i < kTurn / 2 && begin + 2 * i < kValues; i += kLoaded) {
-      if constexpr (kHalf && kSwap) {
-        asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(words[i]));
+      if constexpr (kSwap) {
+        cute::SM75_U32x1_MOVM_T::copy(words[i], words[i]);
       } else if constexpr (kOfFour) {
         // Four words of four threads are a matrix: its transpose, first of each two by two and then of those.
 #pragma unroll
@@ -192,17 +194,17 @@ CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t 
   using Bias = Biases<kSwap, Element, Accumulators, kThree>;
   constexpr int kValues = Bias::kValues, kTurn = Bias::kTurn;
   bool const has_residual = params.residual != nullptr;
-  // Whether these lie beyond D, along n. That saves their work; and as ptxas moves little past a branch, it keeps from being under way
-  // at once what there are no registers for. Where two wgmmas meet the tile's first column is asked for, which never is beyond.
+  // Whether all of these lie beyond D, along n. Then their work is skipped; and as ptxas moves little past a branch, it keeps more from being
+  // under way at once than there are registers for, of which 64 accumulators leave enough. Columns of two wgmmas begin with the tile's.
   int32_t const tile_n = cute::get<1>(coordinates(0)) - threadIdx.x % 4 * 2;
-  auto const beyond = [&](int begin, int count) {
+  auto const beyond = [&](int begin, int count) CUTLASS_LAMBDA_FUNC_INLINE {
     bool const of_one_mma = begin / Bias::kBlock == (begin + count - 1) / Bias::kBlock;
     auto const first_n = static_cast<int32_t>(cute::get<1>(coordinates.layout()(begin)));
     return kValues > 64 && tile_n + (of_one_mma ? first_n : 0) >= n;
   };
   auto const each_of = [&](auto count, int begin, auto const& function) CUTLASS_LAMBDA_FUNC_INLINE {
     constexpr int kCount = decltype(count)::value;
-    if (beyond(begin, kValues - begin < kCount ? kValues - begin : kCount)) return;
+    if (beyond(begin, cute::min(kCount, kValues - begin))) return;
 #pragma unroll
     for (int i = 0; i < kCount; ++i)
       if (begin + i < kValues) accumulators(begin + i) = function(accumulators(begin + i), begin + i);
