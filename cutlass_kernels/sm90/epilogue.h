@@ -63,8 +63,8 @@ struct OfThree<true, cutlass::epilogue::collective::CollectiveEpilogue<Policy, T
 // turn waits for its own. The more accumulators, the fewer registers are left for it before ptxas spills; three warpgroups have 160 each
 // where two have 240. A loop around turns would have to move accumulators, since registers have no index, and take longer than its code
 // does to load.
-constexpr int turn_of(int values, int bytes, bool three) {
-  if (values >= 160) return 8;
+constexpr int turn_of(int values, int bytes, bool swap, bool three) {
+  if (values >= 160) return swap && values == 160 ? 32 / bytes : 8;
   if (values > (three ? 72 : 128)) return 16;
   int const bytes_of_turn = three || values == 128 || values * bytes > 256 ? 64 : 128;
   return cute::min(values, bytes_of_turn / bytes);
@@ -76,14 +76,13 @@ constexpr int turn_of(int values, int bytes, bool three) {
 template <bool kSwap, class Element, class Accumulators, bool kThree>
 struct Biases {
   static constexpr int kValues = cute::size(Accumulators{}), kBlock = cute::size<0>(Accumulators{});
-  static constexpr int kTurn = turn_of(kValues, sizeof(Element), kThree);
+  static constexpr int kTurn = turn_of(kValues, sizeof(Element), kSwap, kThree);
   static constexpr int kVector = kSwap ? 1 : 2;  // neighbours in a row of D
   using Vector = cutlass::AlignedArray<Element, kVector>;
   static constexpr int kOfTile = kSwap ? kValues / kBlock * 2 : kValues / 4;
-  // Whether all of a tile's are loaded before it is multiplied. Where there are no registers for them each turn loads its own; with swap_ab
-  // they are few, and the first turn loads all.
-  static constexpr bool kEarly = kOfTile * sizeof(Vector) <= 128 && kValues < 160;
-  static constexpr int kCount = kEarly || kSwap ? kOfTile : kTurn / 4;
+  // Whether all of a tile's are loaded before it is multiplied. Where there are no registers for them each turn loads its own.
+  static constexpr bool kEarly = kOfTile * sizeof(Vector) <= 128;
+  static constexpr int kCount = kEarly ? kOfTile : kTurn / 4;
 
   Vector values[kCount];
 
@@ -96,7 +95,7 @@ struct Biases {
   template <class Coordinates>
   CUTLASS_DEVICE void load(EpilogueParams<float, Element> const& params, int64_t batch, int32_t m, int32_t n,
                            Coordinates const& coordinates, int begin) {
-    if (params.bias == nullptr || (kSwap && begin > 0)) return;
+    if (params.bias == nullptr) return;
     constexpr int kAlong = kSwap ? 0 : 1;
     int32_t const first = cute::get<kAlong>(coordinates(0)), extent = kSwap ? m : n;
     Element const* const bias = params.bias + batch * params.batch_stride_bias + first;
@@ -228,9 +227,10 @@ CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t 
       });
       if (begin + kTurn < kValues) load_operands(begin + kTurn);
     }
+    if (params.activation == Activation::kNone) return;
     alpha = 1;
   }
-  constexpr int kFew = cute::min(kTurn / 2, 16);  // an activation needs registers of its own
+  constexpr int kFew = kValues >= 160 ? 4 : cute::min(kTurn / 2, 16);  // an activation needs registers of its own
   with_activation(params.activation, [&](auto const& function) CUTLASS_LAMBDA_FUNC_INLINE {
 #pragma unroll
     for (int begin = 0; begin < kValues; begin += kFew)
