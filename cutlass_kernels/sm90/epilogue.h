@@ -66,7 +66,7 @@ struct OfThree<true, cutlass::epilogue::collective::CollectiveEpilogue<Policy, T
 constexpr int turn_of(int values, int bytes, bool swap, bool three) {
   if (values >= 160) return swap && values == 160 ? 32 / bytes : 8;
   if (values > (three ? 72 : 128)) return 16;
-  int const bytes_of_turn = three || values == 128 || values * bytes > 256 ? 64 : 128;
+  int const bytes_of_turn = three || values >= (swap ? 128 : 112) || values * bytes > 256 ? 64 : 128;  // a plain tile has more of a bias
   return cute::min(values, bytes_of_turn / bytes);
 }
 
@@ -193,8 +193,8 @@ CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t 
   using Bias = Biases<kSwap, Element, Accumulators, kThree>;
   constexpr int kValues = Bias::kValues, kTurn = Bias::kTurn;
   bool const has_residual = params.residual != nullptr;
-  // Whether all of these lie beyond D, along n. Then their work is skipped; and as ptxas moves little past a branch, it keeps more from being
-  // under way at once than there are registers for, of which 64 accumulators leave enough. Columns of two wgmmas begin with the tile's.
+  // Whether all of these lie beyond D, along n. Then their work is skipped; and as ptxas moves little past a branch, it keeps from being
+  // under way at once what there are no registers for, of which 64 accumulators leave enough. Columns of two wgmmas begin with the tile's.
   int32_t const tile_n = cute::get<1>(coordinates(0)) - threadIdx.x % 4 * 2;
   auto const beyond = [&](int begin, int count) CUTLASS_LAMBDA_FUNC_INLINE {
     bool const of_one_mma = begin / Bias::kBlock == (begin + count - 1) / Bias::kBlock;
