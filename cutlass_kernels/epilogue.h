@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "cutlass_kernels/gemm.h"
 
@@ -77,15 +78,33 @@ JSK_HOST_DEVICE T sigmoid(T x) {
   return reciprocal(1 + exponential(-x));
 }
 
+// What two numbers divide with one reciprocal, of which a GPU's unit for those and for powers makes a sixteenth of what others do. The
+// denominator is from 1 to 2, whatever x is, so that nothing of one number gets into the other.
 template <class T>
-JSK_HOST_DEVICE T silu(T x) {
-  return x * sigmoid(x);
+struct Quotient {
+  T numerator, denominator;
+};
+
+// factor * sigmoid(x), of a factor that is NaN where x is.
+template <bool kShares, class T>
+JSK_HOST_DEVICE auto times_sigmoid(T factor, T x) {
+  if constexpr (kShares) {
+    T const power = exponential(-(std::abs(x) < 800 ? std::abs(x) : T(800)));
+    return Quotient<T>{x < 0 ? factor * power : factor, 1 + power};
+  } else {
+    return factor * sigmoid(x);
+  }
+}
+
+template <bool kShares, class T>
+JSK_HOST_DEVICE auto silu(T x) {
+  return times_sigmoid<kShares>(x, x);
 }
 
 // x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2
-template <class T>
-JSK_HOST_DEVICE T gelu_tanh(T x) {
-  return x * sigmoid(x * (T(1.5957691216057308) + T(0.0713548162726) * x * x));
+template <bool kShares, class T>
+JSK_HOST_DEVICE auto gelu_tanh(T x) {
+  return times_sigmoid<kShares>(x, x * (T(1.5957691216057308) + T(0.0713548162726) * x * x));
 }
 
 JSK_HOST_DEVICE float hyperbolic_tangent(float x) {
@@ -110,8 +129,9 @@ JSK_HOST_DEVICE float gelu(float x) {
 }
 JSK_HOST_DEVICE double gelu(double x) { return 0.5 * x * std::erfc(-0.70710678118654752 * x); }
 
-// use(function): what the activation makes of a number. In line, as `use` must be: registers cannot be passed by reference.
-template <class Use>
+// use(function): what the activation makes of a number, or with kShares of what to make it. In line, as `use` must be: registers cannot be
+// passed by reference.
+template <bool kShares, class Use>
 __attribute__((always_inline)) JSK_HOST_DEVICE void with_activation(Activation activation, Use const& use) {
   // One comparison after another: a GPU would wait for a jump table, which nothing has read before.
   auto const is = [=](Activation one) {
@@ -122,17 +142,30 @@ __attribute__((always_inline)) JSK_HOST_DEVICE void with_activation(Activation a
     return asked == static_cast<int32_t>(one);
   };
   if (is(Activation::kNone)) return use([](auto v) { return v; });
-  if (is(Activation::kSilu)) return use([](auto v) { return silu(v); });
+  if (is(Activation::kSilu)) return use([](auto v) { return silu<kShares>(v); });
   if (is(Activation::kRelu)) return use([](auto v) { return relu(v); });
-  if (is(Activation::kGeluTanh)) return use([](auto v) { return gelu_tanh(v); });
+  if (is(Activation::kGeluTanh)) return use([](auto v) { return gelu_tanh<kShares>(v); });
   if (is(Activation::kGelu)) return use([](auto v) { return gelu(v); });
   if (is(Activation::kSigmoid)) return use([](auto v) { return sigmoid(v); });
   use([](auto v) { return hyperbolic_tangent(v); });
 }
 
+// x and y = what the activation makes of them.
+template <class Function, class T>
+__attribute__((always_inline)) JSK_HOST_DEVICE void activate_two(Function const& function, T& x, T& y) {
+  auto const of_x = function(x), of_y = function(y);
+  if constexpr (std::is_same_v<decltype(of_x), T const>) {
+    x = of_x, y = of_y;
+  } else {
+    T const of_both = reciprocal(of_x.denominator * of_y.denominator);
+    x = of_x.numerator * (of_both * of_y.denominator);
+    y = of_y.numerator * (of_both * of_x.denominator);
+  }
+}
+
 template <class T>
 JSK_HOST_DEVICE void activate(Activation activation, T* x, int n) {
-  with_activation(activation, [=](auto const& function) {
+  with_activation<false>(activation, [=](auto const& function) {
 #pragma unroll
     for (int i = 0; i < n; ++i) x[i] = function(x[i]);
   });

@@ -201,12 +201,12 @@ CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t 
     auto const first_n = static_cast<int32_t>(cute::get<1>(coordinates.layout()(begin)));
     return kValues > 64 && tile_n + (of_one_mma ? first_n : 0) >= n;
   };
-  auto const each_of = [&](auto count, int begin, auto const& function) CUTLASS_LAMBDA_FUNC_INLINE {
+  // function(two neighbours) of these.
+  auto const each_two_of = [&](auto count, int begin, auto const& function) CUTLASS_LAMBDA_FUNC_INLINE {
     constexpr int kCount = decltype(count)::value;
     if (beyond(begin, cute::min(kCount, kValues - begin))) return;
 #pragma unroll
-    for (int i = 0; i < kCount; ++i)
-      if (begin + i < kValues) accumulators(begin + i) = function(accumulators(begin + i), begin + i);
+    for (int i = begin; i < cute::min(begin + kCount, kValues); i += 2) function(i, i + 1);
   };
 
   Residuals<kSwap, Element, Accumulators, kTurn> residuals;
@@ -221,21 +221,26 @@ CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t 
 #pragma unroll
     for (int begin = 0; begin < kValues; begin += kTurn) {
       if (has_residual) residuals.exchange(begin);
-      each_of(cute::Int<kTurn>{}, begin, [&](float x, int i) CUTLASS_LAMBDA_FUNC_INLINE {
-        x = alpha * x + (Bias::kEarly ? 0 : biases.of(i));
-        return has_residual ? x + params.beta * residuals.of(i) : x;
-      });
+      auto const add = [&](int i) CUTLASS_LAMBDA_FUNC_INLINE {
+        accumulators(i) = alpha * accumulators(i) + (Bias::kEarly ? 0 : biases.of(i));
+        if (has_residual) accumulators(i) += params.beta * residuals.of(i);
+      };
+      each_two_of(cute::Int<kTurn>{}, begin, [&](int i, int j) CUTLASS_LAMBDA_FUNC_INLINE { add(i), add(j); });
       if (begin + kTurn < kValues) load_operands(begin + kTurn);
     }
     if (params.activation == Activation::kNone) return;
     alpha = 1;
   }
   constexpr int kFew = kValues >= 160 ? 4 : cute::min(kTurn / 2, 16);  // an activation needs registers of its own
-  with_activation(params.activation, [&](auto const& function) CUTLASS_LAMBDA_FUNC_INLINE {
+  constexpr bool kShares = kValues < 128;  // as two do that share a reciprocal
+  with_activation<kShares>(params.activation, [&](auto const& function) CUTLASS_LAMBDA_FUNC_INLINE {
 #pragma unroll
     for (int begin = 0; begin < kValues; begin += kFew)
-      each_of(cute::Int<kFew>{}, begin, [&](float x, int i) CUTLASS_LAMBDA_FUNC_INLINE {
-        return function(alpha * x + (Bias::kEarly ? biases.of(i) : 0));
+      each_two_of(cute::Int<kFew>{}, begin, [&](int i, int j) CUTLASS_LAMBDA_FUNC_INLINE {
+        auto const biased = [&](int at) CUTLASS_LAMBDA_FUNC_INLINE { return alpha * accumulators(at) + (Bias::kEarly ? biases.of(at) : 0); };
+        float x = biased(i), y = biased(j);
+        activate_two(function, x, y);
+        accumulators(i) = x, accumulators(j) = y;
       });
   });
 }
