@@ -183,10 +183,11 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   multicast_ = loaded(tile_rows / kernel.cluster_n, tile_columns / kernel.cluster_m) * ctas;
 
   // CTAs that load the same panel queue for its lines, a line of which holds several short rows of an operand. TMA asks for as many rows as
-  // its tile is wide.
+  // its tile is wide, and tiles narrower than a line each for their part of it.
   auto const short_rows = [&](int64_t ld, bool along_k, bool is_b, double extent) {
     if (!by_tma) return std::max(128 / (ld * size), 1.0);
-    return along_k ? 1.0 : std::max(brought_of(is_b) / extent, 1.0);
+    double const brought = brought_of(is_b);
+    return along_k ? 1.0 : std::max(brought / extent, std::min(extent, 128 / size) / brought);
   };
   double const queue = std::max(tiling_.tiles_n * short_rows(lda, a_along_k, swap, p.m), tiling_.tiles_m * short_rows(ldb, b_along_k, !swap, p.n));
   line_ = machine.line * std::min(workers_ / wave_tiles_, 1.0) * queue * tile_k / 64;
