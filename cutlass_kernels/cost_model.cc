@@ -147,16 +147,18 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   auto const is_misaligned = [&](int64_t ld) { return ld * static_cast<int64_t>(size) % 128 != 0; };
   bool const by_tma = kernel.family == Family::kSm90, a_along_k = kernel.major_a == Major::kRow, b_along_k = kernel.major_b == Major::kColumn;
   auto const brought_of = [&](bool is_b) { return is_b ? columns_by_tma(kernel.tile_m, kernel.tile_n) : kernel.tile_m; };
-  // A tile that is contiguous along m or n comes in rows of at most 128 bytes, of which each costs more.
-  auto const panel_of = [&](int64_t ld, bool along_k, bool is_b) {
+  // How many tiles ask each for a part of a line.
+  auto const parts_of = [&](bool is_b, double extent) { return std::max(std::min(extent, 128 / size) / brought_of(is_b), 1.0); };
+  // A tile that is contiguous along m or n comes in rows of at most 128 bytes, of which each costs more. A part of one costs as much.
+  auto const panel_of = [&](int64_t ld, bool along_k, bool is_b, double of_problem) {
     double const each = !is_misaligned(ld) ? 0 : (along_k ? machine.misaligned_k : machine.misaligned_mn) - 1;
     if (along_k || !by_tma) return panel * (1 + each);
     int32_t const extent = is_b ? kernel.tile_n : kernel.tile_m, brought = brought_of(is_b);
-    return panel * brought / extent * (1 + 128 / std::gcd(brought * static_cast<int32_t>(size), 128) * each);
+    return panel * parts_of(is_b, of_problem) * brought / extent * (1 + 128 / std::gcd(brought * static_cast<int32_t>(size), 128) * each);
   };
   int64_t const lda = repacked.problem.lda, ldb = repacked.problem.ldb;
-  panel_a_ = panel_of(lda, a_along_k, swap);
-  panel_b_ = panel_of(ldb, b_along_k, !swap);
+  panel_a_ = panel_of(lda, a_along_k, swap, p.m);
+  panel_b_ = panel_of(ldb, b_along_k, !swap, p.n);
   misaligned_ = is_misaligned(lda) || is_misaligned(ldb);
   repack_ = 2 * static_cast<double>(repacked.bytes()) / machine.copy_rate + machine.relaunch * repacked.launches;
   double const tile_rows = std::min<double>(kernel.tile_m, rows_), tile_columns = std::min<double>(kernel.tile_n, columns_);
@@ -183,11 +185,10 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   multicast_ = loaded(tile_rows / kernel.cluster_n, tile_columns / kernel.cluster_m) * ctas;
 
   // CTAs that load the same panel queue for its lines, a line of which holds several short rows of an operand. TMA asks for as many rows as
-  // its tile is wide, and tiles narrower than a line each for their part of it.
+  // its tile is wide.
   auto const short_rows = [&](int64_t ld, bool along_k, bool is_b, double extent) {
     if (!by_tma) return std::max(128 / (ld * size), 1.0);
-    double const brought = brought_of(is_b);
-    return along_k ? 1.0 : std::max(brought / extent, std::min(extent, 128 / size) / brought);
+    return along_k ? 1.0 : std::max(brought_of(is_b) / extent, parts_of(is_b, extent));
   };
   double const queue = std::max(tiling_.tiles_n * short_rows(lda, a_along_k, swap, p.m), tiling_.tiles_m * short_rows(ldb, b_along_k, !swap, p.n));
   line_ = machine.line * std::min(workers_ / wave_tiles_, 1.0) * queue * tile_k / 64;
