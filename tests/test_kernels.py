@@ -344,6 +344,7 @@ EPILOGUES = [
     Epilogue(A.tanh, "shared", True, 2.0, -0.5),
     Epilogue(A.none, "", False, -3.0, 1.0),
     Epilogue(A.silu, "", False, 1.0, 1.0),
+    Epilogue(A.none, "shared", True, 0.25, -1.5),
 ]
 IN_FLOATING_POINT = [name for name in HERE if KERNELS[name].type_d != _ffi.Type.s32]
 
