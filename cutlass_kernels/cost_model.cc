@@ -145,29 +145,38 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   // same bytes.
   double const panel = tile_k * size / std::sqrt(std::min(kernel.align_a * size / 16, 1.0));
   auto const is_misaligned = [&](int64_t ld) { return ld * static_cast<int64_t>(size) % 128 != 0; };
-  bool const by_tma = kernel.family == Family::kSm90, a_along_k = kernel.major_a == Major::kRow, b_along_k = kernel.major_b == Major::kColumn;
-  auto const brought_of = [&](bool is_b) { return is_b ? columns_by_tma(kernel.tile_m, kernel.tile_n) : kernel.tile_m; };
-  // How many tiles ask each for a part of a line.
-  auto const parts_of = [&](bool is_b, double extent) { return std::max(std::min(extent, 128 / size) / brought_of(is_b), 1.0); };
-  // A tile that is contiguous along m or n comes in rows of at most 128 bytes, of which each costs more. A part of one costs as much.
-  auto const panel_of = [&](int64_t ld, bool along_k, bool is_b, double of_problem) {
-    double const each = !is_misaligned(ld) ? 0 : (along_k ? machine.misaligned_k : machine.misaligned_mn) - 1;
-    if (along_k || !by_tma) return panel * (1 + each);
-    int32_t const extent = is_b ? kernel.tile_n : kernel.tile_m, brought = brought_of(is_b);
-    return panel * parts_of(is_b, of_problem) * brought / extent * (1 + 128 / std::gcd(brought * static_cast<int32_t>(size), 128) * each);
+  bool const by_tma = kernel.family == Family::kSm90;
+  // A or B: what lies contiguously, along K or so many of m or n, `ld` apart; and how many of m or n a tile has, and brings.
+  struct Operand {
+    int64_t ld;
+    bool along_k;
+    int64_t extent;
+    int32_t tile, brought;
   };
-  int64_t const lda = repacked.problem.lda, ldb = repacked.problem.ldb;
-  panel_a_ = panel_of(lda, a_along_k, swap, p.m);
-  panel_b_ = panel_of(ldb, b_along_k, !swap, p.n);
-  misaligned_ = is_misaligned(lda) || is_misaligned(ldb);
+  auto const operand = [&](int64_t ld, bool along_k, int64_t extent, bool is_b) -> Operand {
+    return {ld, along_k, extent, is_b ? kernel.tile_n : kernel.tile_m, is_b ? columns_by_tma(kernel.tile_m, kernel.tile_n) : kernel.tile_m};
+  };
+  Operand const a = operand(repacked.problem.lda, kernel.major_a == Major::kRow, p.m, swap);
+  Operand const b = operand(repacked.problem.ldb, kernel.major_b == Major::kColumn, p.n, !swap);
+  // How many tiles ask each for a part of a line.
+  auto const parts_of = [&](Operand const& x) { return std::max(std::min<double>(x.extent, 128 / size) / x.brought, 1.0); };
+  // A tile that is contiguous along m or n comes in rows of at most 128 bytes, of which each costs more. A part of one costs as much.
+  auto const panel_of = [&](Operand const& x) {
+    double const each = !is_misaligned(x.ld) ? 0 : (x.along_k ? machine.misaligned_k : machine.misaligned_mn) - 1;
+    if (x.along_k || !by_tma) return panel * (1 + each);
+    return panel * parts_of(x) * x.brought / x.tile * (1 + 128 / std::gcd(x.brought * static_cast<int32_t>(size), 128) * each);
+  };
+  panel_a_ = panel_of(a);
+  panel_b_ = panel_of(b);
+  misaligned_ = is_misaligned(a.ld) || is_misaligned(b.ld);
   repack_ = 2 * static_cast<double>(repacked.bytes()) / machine.copy_rate + machine.relaunch * repacked.launches;
   double const tile_rows = std::min<double>(kernel.tile_m, rows_), tile_columns = std::min<double>(kernel.tile_n, columns_);
   auto const loaded = [&](double rows, double columns) {
     return (swap ? columns : rows) * panel_a_ + (swap ? rows : columns) * panel_b_;
   };
   // TMA takes as long for what a row that is not along K has beyond the problem.
-  loads_ = loaded(by_tma && !(swap ? b_along_k : a_along_k) ? kernel.tile_m : tile_rows,
-                  by_tma && !(swap ? a_along_k : b_along_k) ? kernel.tile_n : tile_columns) / machine.load_rate_sm;
+  loads_ = loaded(by_tma && !(swap ? b : a).along_k ? kernel.tile_m : tile_rows, by_tma && !(swap ? a : b).along_k ? kernel.tile_n : tile_columns) /
+           machine.load_rate_sm;
   if (ctas_of_sm_ > 1) {
     // They take turns, and each has stages for its part of what an SM can ask for.
     double const turns = std::clamp(std::ceil(tiles_ / width), 1.0, static_cast<double>(ctas_of_sm_));
@@ -186,11 +195,11 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
 
   // CTAs that load the same panel queue for its lines, a line of which holds several short rows of an operand. TMA asks for as many rows as
   // its tile is wide.
-  auto const short_rows = [&](int64_t ld, bool along_k, bool is_b, double extent) {
-    if (!by_tma) return std::max(128 / (ld * size), 1.0);
-    return along_k ? 1.0 : std::max(brought_of(is_b) / extent, parts_of(is_b, extent));
+  auto const short_rows = [&](Operand const& x) {
+    if (!by_tma) return std::max(128 / (x.ld * size), 1.0);
+    return x.along_k ? 1.0 : std::max(static_cast<double>(x.brought) / x.extent, parts_of(x));
   };
-  double const queue = std::max(tiling_.tiles_n * short_rows(lda, a_along_k, swap, p.m), tiling_.tiles_m * short_rows(ldb, b_along_k, !swap, p.n));
+  double const queue = std::max(tiling_.tiles_n * short_rows(a), tiling_.tiles_m * short_rows(b));
   line_ = machine.line * std::min(workers_ / wave_tiles_, 1.0) * queue * tile_k / 64;
 
   // The busiest worker has no less than its share of everything, and busy workers are no fewer than tiles.
