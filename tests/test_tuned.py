@@ -161,8 +161,9 @@ def test_writers_at_once_lose_nothing(store):
     for writer in writers:
         writer.stdin.write("go\n")
         writer.stdin.flush()
-    # One dies in the middle of a line, too: what comes after is on a line of its own.
+    # One dies in the middle of a line, too, where it has the lock: what comes after is on a line of its own.
     with open(store.path(here()), "ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         file.write(b'{"device": {"platform": "c')
     for i in range(50):
         store.add(here(), dataclasses.replace(problem, beta=-1.0 - i), found(problem, here()))
