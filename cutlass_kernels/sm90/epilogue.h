@@ -228,7 +228,8 @@ CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t 
       each_two_of(cute::Int<kTurn>{}, begin, [&](int i, int j) CUTLASS_LAMBDA_FUNC_INLINE { add(i), add(j); });
       if (begin + kTurn < kValues) load_operands(begin + kTurn);
     }
-    if (!Bias::kEarly && params.activation == Activation::kNone) return;  // what came early is added below
+    bool const waits = Bias::kEarly && params.bias != nullptr;  // what came early is added below
+    if (params.activation == Activation::kNone && !waits) return;
     alpha = 1;
   }
   constexpr int kFew = kValues >= 160 ? 4 : cute::min(kTurn / 2, 16);  // an activation needs registers of its own
