@@ -161,6 +161,8 @@ Status check_or(Refuse refuse, Kernel const& kernel, GemmProblem const& p, Sched
   if (tiles_m * tiles_n >= limit / p.batch ||
       !Decomposition::fits(p.batch * tiles_m * tiles_n, k_tiles, device.sms, s.kind == ScheduleKind::kSplitK ? s.splits : 1))
     return refuse("it has too many tiles or MAC iterations to count in 32 bits");
+  // So do coordinates, also those that a tile or a cluster has beyond D.
+  if (tma && std::max(tiles_m * info.tile_m, tiles_n * info.tile_n) > limit) return refuse("its last tile would end beyond 2^31");
   if (std::max(tiles_m, tiles_n) * s.swizzle >= limit) return refuse("swizzle=", s.swizzle, " is too wide");
   return kernel.can_implement(p, s, device);
 }

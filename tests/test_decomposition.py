@@ -151,7 +151,23 @@ def test_more_splits_than_k_tiles_are_refused(kernel):
         assert f"splits={k_tiles + 1} exceeds its {k_tiles} k-tiles of {kernel.tile_k}" in why
 
 
-@pytest.mark.skipif(not any(k.family == _ffi.Family.sm90 for k in KERNELS.values()), reason="this build has no kernels for clusters")
+needs_sm90 = pytest.mark.skipif(
+    not any(k.family == _ffi.Family.sm90 for k in KERNELS.values()), reason="this build has no kernels for clusters"
+)
+
+
+@needs_sm90
+def test_tiles_that_end_beyond_32_bits_are_refused():
+    for kernel in SHAPES_OF_KERNELS.values():
+        if kernel.family != _ffi.Family.sm90:
+            continue
+        for extents in ((2**31 - 8, 8), (8, 2**31 - 8)):
+            problem, _, _ = problem_of(kernel, *extents, 8)
+            why = _ffi.can_implement(kernel.name, problem, schedule_of(DATA_PARALLEL), device_of(kernel, 132))
+            assert "its last tile would end beyond 2^31" in why
+
+
+@needs_sm90
 def test_skinny_kernels_split_within_a_cluster():
     for kernel in _ffi.kernels():
         if kernel.family != _ffi.Family.skinny:
