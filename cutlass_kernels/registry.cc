@@ -117,7 +117,8 @@ Status check_or(Refuse refuse, Kernel const& kernel, GemmProblem const& p, Sched
                         s.reduction == Reduction::kSeparate;
   Repack const repack = repack_of(info, p);
   Type const type_d = separate ? accumulator_of(p.type_a) : p.type_d;
-  if (p.type_a != info.type_a || p.type_b != info.type_b || type_d != info.type_d || p.math != info.math)
+  bool const reduces_to_d = !separate || p.type_d == type_d || p.type_d == p.type_a;
+  if (p.type_a != info.type_a || p.type_b != info.type_b || type_d != info.type_d || p.math != info.math || !reduces_to_d)
     return refuse("it multiplies ", name_of(info.type_a), " by ", name_of(info.type_b), " into ", name_of(info.type_d), " (",
                   name_of(info.math), ")");
   if (repack.problem.major_a != info.major_a || repack.problem.major_b != info.major_b)

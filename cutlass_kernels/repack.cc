@@ -1,8 +1,11 @@
 #include "cutlass_kernels/repack.h"
 
+#include <algorithm>
+
 namespace jax_streamk {
 
 bool is_aligned(int64_t align, bool tma, int64_t contiguous, int64_t ld, int64_t steps, int64_t batch_stride, int64_t batch) {
+  if (tma && std::max(ld, batch_stride) >= int64_t{1} << 38) return false;  // strides that it encodes are below 2^40 bytes
   return contiguous % align == 0 && ((steps <= 1 && !tma) || ld % align == 0) &&
          ((batch <= 1 && !tma) || batch_stride % align == 0);
 }

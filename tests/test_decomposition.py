@@ -23,12 +23,12 @@ def round_up(x, to):
     return ceil_div(x, to) * to
 
 
-def problem_of(kernel, m, n, k, batch=1):
+def problem_of(kernel, m, n, k, batch=1, type_d=None, lda=None):
     n, k, m = (round_up(x, 8) for x in (n, k, m))
     row_a, row_b = kernel.major_a == _ffi.Major.row, kernel.major_b == _ffi.Major.row
     problem = _ffi.GemmProblem(
-        batch, m, n, k, kernel.type_a, kernel.type_b, kernel.type_d, kernel.math, kernel.major_a, kernel.major_b,
-        k if row_a else m, n if row_b else k, n, m * k, k * n, m * n,
+        batch, m, n, k, kernel.type_a, kernel.type_b, kernel.type_d if type_d is None else type_d, kernel.math, kernel.major_a, kernel.major_b,
+        lda or (k if row_a else m), n if row_b else k, n, m * k, k * n, m * n,
     )  # fmt: skip
     rows, columns = (n, m) if kernel.swap_ab else (m, n)
     # A cluster works on whole rows of tiles: those that pad the last cluster are tiles too.
@@ -165,6 +165,24 @@ def test_tiles_that_end_beyond_32_bits_are_refused():
             problem, _, _ = problem_of(kernel, *extents, 8)
             why = _ffi.can_implement(kernel.name, problem, schedule_of(DATA_PARALLEL), device_of(kernel, 132))
             assert "its last tile would end beyond 2^31" in why
+
+
+@needs_sm90
+def test_a_separate_reduction_into_other_types_is_refused():
+    kernel = next(k for k in KERNELS.values() if k.family == _ffi.Family.sm90 and (k.type_a, k.type_d) == (_ffi.Type.bf16, _ffi.Type.f32))
+    schedule = schedule_of(SPLIT_K, 2, _ffi.Reduction.separate)
+    for type_d in _ffi.Type:
+        problem, _, _ = problem_of(kernel, 64, 64, 2 * kernel.tile_k, type_d=type_d)
+        why = _ffi.can_implement(kernel.name, problem, schedule, device_of(kernel, 132))
+        assert why is None if type_d in (_ffi.Type.bf16, _ffi.Type.f32) else "it multiplies bf16 by bf16 into f32" in why
+
+
+@needs_sm90
+def test_strides_that_tma_cannot_encode_are_copied():
+    kernel = next(k for k in KERNELS.values() if k.family == _ffi.Family.sm90 and k.type_d == _ffi.Type.bf16)
+    problems = [problem_of(kernel, 8, 64, 64, lda=lda)[0] for lda in (64, 2**38)]
+    bytes_ = [_ffi.workspace_bytes(kernel.name, problem, schedule_of(DATA_PARALLEL), device_of(kernel, 132)) for problem in problems]
+    assert bytes_[0] == 0 < bytes_[1]
 
 
 @needs_sm90
