@@ -36,7 +36,7 @@ def matmul(a, b, *, precision=None, preferred_element_type=None, out_sharding=No
         product under the given schedule.
     """
     schedule = check_schedule(schedule)
-    a, b, weak = _promoted("matmul", a=a, b=b)
+    a, b, weak = _promoted("matmul", preferred_element_type, a=a, b=b)
     precision = compat.canonicalize_precision(precision)
     dimension_numbers, squeeze, order = _matmul_dimensions(a.shape, b.shape)
     a, b = (lax.squeeze(x, dims) if dims else x for x, dims in zip((a, b), squeeze))
@@ -50,7 +50,7 @@ def matmul(a, b, *, precision=None, preferred_element_type=None, out_sharding=No
         schedule=schedule,
         permutation=order,
     )
-    return compat.as_weak_type(out) if weak and preferred_element_type is None else out
+    return compat.as_weak_type(out) if weak else out
 
 
 def dot_general(lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, *, out_sharding=None, schedule=None):
@@ -155,13 +155,19 @@ def linear(
     schedule = check_schedule(schedule)
     check_activation("linear", activation)
     alpha, beta = _factor("linear", "alpha", alpha), _factor("linear", "beta", beta)
-    x, w, weak = _promoted("linear", x=x, w=w)
+    x, w, weak = _promoted("linear", preferred_element_type, x=x, w=w)
     if x.ndim == 0 or w.ndim != 2 or x.shape[-1] != w.shape[0]:
         raise ValueError(f"linear: x has shape {x.shape} and w {w.shape}; they must be (..., k) and (k, n)")
     dtype = _element_type(preferred_element_type) or x.dtype
     if not jnp.issubdtype(dtype, np.floating):
         raise TypeError(f"linear: the result's dtype is {dtype}; an epilogue needs floating-point numbers")
     shape = (*x.shape[:-1], w.shape[1])
+    params = dict(
+        dimension_numbers=(((x.ndim - 1,), (0,)), ((), ())),
+        precision=compat.canonicalize_precision(precision),
+        preferred_element_type=dtype,
+        out_sharding=compat.canonicalize_sharding(out_sharding, "linear"),
+    )
     others = []
     for name, operand, fits in (("bias", bias, shape[-1:]), ("residual", residual, shape)):
         if operand is None:
@@ -174,19 +180,16 @@ def linear(
             if name == "bias" or not broadcasts:
                 raise ValueError(f"linear: {name} has shape {operand.shape}; it must {'be' if name == 'bias' else 'broadcast to'} {fits}")
             operand = jnp.broadcast_to(operand, fits)
-        others.append(operand.astype(dtype))
+        others.append(compat.sharded_like_last_of(compat.product_aval(x, w, **params), operand.astype(dtype)))
     out = primitive.bind_linear(
         x,
         w,
         *others,
         epilogue=Epilogue(activation, alpha, beta, bias is not None, has_residual=residual is not None),
-        dimension_numbers=(((x.ndim - 1,), (0,)), ((), ())),
-        precision=compat.canonicalize_precision(precision),
-        preferred_element_type=dtype,
-        out_sharding=compat.canonicalize_sharding(out_sharding, "linear"),
         schedule=schedule,
+        **params,
     )
-    return compat.as_weak_type(out) if weak and preferred_element_type is None else out
+    return compat.as_weak_type(out) if weak else out
 
 
 def _factor(function, name, factor):
@@ -225,10 +228,12 @@ def plan(
     lhs, rhs = (_shaped(name, x) for name, x in (("lhs", lhs), ("rhs", rhs)))
     permutation = None
     if dimension_numbers is None:
-        # Traced, because promotion asks values and tracers, and no shapes, whether their type is weak.
-        dtype = jax.eval_shape(lambda *xs: jnp.zeros((), jnp.result_type(*xs)), lhs, rhs).dtype
+        if preferred_element_type is None:
+            # Traced, because promotion asks values and tracers, and no shapes, whether their type is weak.
+            dtype = jax.eval_shape(lambda *xs: jnp.zeros((), jnp.result_type(*xs)), lhs, rhs).dtype
+            lhs, rhs = (jax.ShapeDtypeStruct(x.shape, dtype) for x in (lhs, rhs))
         dimension_numbers, (drop_lhs, drop_rhs), permutation = _matmul_dimensions(lhs.shape, rhs.shape)
-        lhs, rhs = (_drop(x.shape, dims, dtype) for x, dims in ((lhs, drop_lhs), (rhs, drop_rhs)))
+        lhs, rhs = (_drop(x, dims) for x, dims in ((lhs, drop_lhs), (rhs, drop_rhs)))
     check_activation("plan", activation)
     alpha, beta = _factor("plan", "alpha", alpha), _factor("plan", "beta", beta)
     params = dict(
@@ -270,11 +275,13 @@ def _array(function, name, x):
     return x
 
 
-def _promoted(function, **operands):
-    """The operands as arrays of one dtype, and whether that is weak: whether both operands' are."""
+def _promoted(function, preferred_element_type, **operands):
+    """The operands as arrays, of one dtype where the result's is not given, and whether that is weak."""
     out = [_array(function, name, x) for name, x in operands.items()]
-    dtype = jnp.result_type(*out)
-    return *(x.astype(dtype) for x in out), all(x.weak_type for x in out)
+    if preferred_element_type is not None:
+        return *out, False
+    dtype, weak = jax.dtypes.result_type(*out, return_weak_type_flag=True)
+    return *(x.astype(dtype) for x in out), weak
 
 
 def _describe(x):
@@ -291,11 +298,13 @@ def _element_type(dtype):
 def _shaped(name, x):
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         raise TypeError(f"plan: {name} is {type(x).__name__}; it must have a shape and a dtype")
+    if not (jnp.issubdtype(x.dtype, np.number) or x.dtype == bool):
+        raise TypeError(f"plan: {name} is {_describe(x)}; it must be of numbers")
     return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype), weak_type=getattr(x, "weak_type", False))
 
 
-def _drop(shape, dims, dtype):
-    return jax.ShapeDtypeStruct([size for i, size in enumerate(shape) if i not in dims], dtype)
+def _drop(x, dims):
+    return jax.ShapeDtypeStruct([size for i, size in enumerate(x.shape) if i not in dims], x.dtype)
 
 
 def _matmul_dimensions(a, b):

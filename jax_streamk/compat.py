@@ -1,8 +1,11 @@
 """Everything here comes from inside JAX and may move between versions: the one file to look at when it does."""
 
+import dataclasses
 import enum
+import functools
 
 import jax
+from jax._src import checkify as _checkify
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import dtypes as _dtypes
@@ -21,6 +24,7 @@ __all__ = [
     "canonicalize_dtype",
     "canonicalize_precision",
     "canonicalize_sharding",
+    "check_nan",
     "convert_cotangent",
     "cotangent_sharding",
     "custom_vmap_p",
@@ -33,9 +37,12 @@ __all__ = [
     "match_varying",
     "needs_devices",
     "placement",
+    "product_aval",
+    "sharded_like_last_of",
     "tell_apart",
     "transpose_behind",
     "with_eqns",
+    "with_mesh",
     "with_sharding_of",
     "wrapped",
 ]
@@ -76,9 +83,26 @@ def cotangent_sharding(aval, permutation):
     return canonicalize_sharding(sharding, "dot_general")
 
 
+def product_aval(lhs, rhs, **params):
+    """The type of ``lax.dot_general(lhs, rhs, ...)`` with its explicit sharding, and without the axes of shard_map that it varies over."""
+    avals = (_core.ShapedArray(aval.shape, aval.dtype, sharding=aval.sharding) for aval in map(jax.typeof, (lhs, rhs)))
+    return dot_general_p.abstract_eval(*avals, **params)[0]
+
+
+def sharded_like_last_of(aval, x):
+    """``x`` with the explicit sharding of the type's last dimensions, as many as ``x`` has."""
+    spec = jax.P(*tuple(aval.sharding.spec)[aval.ndim - x.ndim :])
+    return x if tuple(jax.typeof(x).sharding.spec) == tuple(spec) else jax.sharding.reshard(x, spec)
+
+
 def is_unreduced(aval):
     """Whether devices hold terms of a value, by its explicit sharding, and not the value."""
     return bool(getattr(aval.sharding.spec, "unreduced", None))
+
+
+def check_nan(primitive):
+    """Has ``checkify`` look for NaN in what the primitive makes."""
+    _checkify.error_checks[primitive] = functools.partial(_checkify.nan_error_check, primitive)
 
 
 def needs_devices(primitive):
@@ -119,9 +143,24 @@ def placement(ctx):
         return Placement.ONE_DEVICE if set(axes.manual_axes) == set(axes.mesh.axis_names) else Placement.UNKNOWN
     if getattr(axes, "num_devices", 1) == 1:
         return Placement.ONE_DEVICE
-    # What is partitioned calls back into this process.
+    # What is partitioned calls back into this process, with a mesh.
     here = axes.device_assignment is not None and not ctx.module_context.lowering_parameters.for_export
-    return Placement.PARTITIONED if here else Placement.UNKNOWN
+    return Placement.PARTITIONED if here and _mesh(axes) is not None else Placement.UNKNOWN
+
+
+def _mesh(axes):
+    """Of the arguments of a program, or where none of them has one the mesh that is set; None without."""
+    if axes.abstract_mesh is not None:
+        return axes.abstract_mesh
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty or mesh.size != axes.num_devices else mesh
+
+
+def with_mesh(ctx):
+    """The context of a lowering rule for what is ``PARTITIONED``, with the mesh that partitioning needs."""
+    axes = ctx.module_context.axis_context
+    axes = dataclasses.replace(axes, abstract_mesh=_mesh(axes))
+    return ctx.replace(module_context=ctx.module_context.replace(axis_context=axes))
 
 
 def lower_per_platform(ctx, rules, default, *operands, **params):

@@ -74,7 +74,8 @@ def _lower(ctx, *operands, **params):
 def _lower_with_kernels(ctx, *operands, platform, **params):
     placement = compat.placement(ctx)
     if placement == compat.Placement.UNKNOWN:
-        why = "XLA alone divides products in a shard_map that leaves mesh axes to it, and in an export for several devices"
+        where = "in a shard_map that leaves mesh axes to it, in an export for several devices, and without a mesh"
+        why = f"XLA alone divides products {where}"
         return _lower_to_xla(ctx, *operands, why=why, **params)
     if compat.is_unreduced(ctx.avals_out[0]):
         why = "XLA alone leaves a sum over devices open, as an out_sharding with unreduced axes asks"
@@ -84,7 +85,7 @@ def _lower_with_kernels(ctx, *operands, platform, **params):
     params["out_sharding"] = None
     if placement == compat.Placement.PARTITIONED:
         later = params | dict(schedule=tune.later(params["schedule"]))
-        (out,) = mlir.lower_fun(_partitioned(local.avals_in, **later), multiple_results=False)(local, *operands)
+        (out,) = mlir.lower_fun(_partitioned(local.avals_in, **later), multiple_results=False)(compat.with_mesh(local), *operands)
         device = device_for_lowering(platform)
         kernels = f"kernels {tuned.kernel_set(platform)} and tuned plans {tune.digest(device)}"
         compat.tell_apart(out, f"{sorted(params.items())} for {device} with {kernels}")

@@ -36,7 +36,8 @@ class Factors:
         for name, pairs in (("k", zip(*contract)), ("b", zip(*batch))):
             for i, j in pairs:
                 lhs[i] = rhs[j] = f"{name}{i}"
-        self.contract = tuple(lhs[i] for i in contract[0])
+        # In the order in which lhs has them, as Shardy wants it of the rule.
+        self.contract = tuple(lhs[i] for i in sorted(contract[0]))
         batch = tuple(lhs[i] for i in batch[0])
         lhs_free, rhs_free = (tuple(x for x in side if x not in (*self.contract, *batch)) for side in (lhs, rhs))
         result = (*batch, *lhs_free, *rhs_free)

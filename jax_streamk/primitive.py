@@ -20,6 +20,7 @@ dot_general_p = Primitive("streamk_dot_general")
 linear_p = Primitive("streamk_linear")
 for _primitive in (dot_general_p, linear_p):
     _primitive.def_impl(functools.partial(compat.apply_primitive, _primitive))
+    compat.check_nan(_primitive)
 
 
 def bind(

@@ -193,9 +193,20 @@ def test_preferred_element_type(dtype, result):
     np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted))
 
 
+@pytest.mark.parametrize("dtypes", [(np.int32, BF16), (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2), (ml_dtypes.float8_e4m3fn, BF16)], ids=str)
+def test_with_a_preferred_element_type_operands_are_not_promoted(dtypes):
+    """257 is no bfloat16, and two kinds of float8 have no common type."""
+    a, b = (np.full((4, 4), 257 if dtype == np.int32 else 2, dtype) for dtype in dtypes)
+    wanted, *got = (f(a, b, preferred_element_type=np.float32) for f in (jnp.matmul, matmul, jax_streamk.linear))
+    for out in got:
+        assert out.dtype == wanted.dtype
+        np.testing.assert_array_equal(out, wanted)
+    assert jax_streamk.plan(a, b, preferred_element_type=np.float32).reasons
+
+
 def test_weak_types_promote_as_in_jax():
     weak, narrow = jnp.full((8, 8), 2.0), jnp.ones((8, 8), jnp.bfloat16)
-    for a, b in [(weak, weak), (weak, narrow), (narrow, weak)]:
+    for a, b in [(weak, weak), (weak, narrow), (narrow, weak), (jnp.ones((8, 8), np.int32), weak), (weak, jnp.ones((8, 8), bool))]:
         wanted, got = jnp.matmul(a, b), matmul(a, b)
         assert (got.dtype, got.weak_type) == (wanted.dtype, wanted.weak_type)
 
@@ -416,6 +427,8 @@ def test_refused_keys():
     [
         (lambda: SplitK(0), ValueError, "splits=0: must be an integer of at least 1"),
         (lambda: SplitK(-3), ValueError, "splits=-3: must be an integer of at least 1"),
+        (lambda: SplitK(2**40), ValueError, r"splits=1099511627776: must be an integer of at least 1 and below 2\^31"),
+        (lambda: StreamK(max_sms=2**31), ValueError, r"max_sms=2147483648: must be an integer of at least 1 and below 2\^31"),
         (lambda: SplitK(2.0), ValueError, r"splits=2\.0: must be an integer"),
         (lambda: SplitK(True), ValueError, "splits=True: must be an integer"),
         (lambda: SplitK(2, "fast"), ValueError, "reduction='fast': must be one of 'ordered', 'atomic', 'separate'"),

@@ -1,6 +1,7 @@
 """Products over eight simulated CPU devices, against XLA's: values, gradients, types, and the collectives of the compiled programs."""
 
 import collections
+import functools
 import itertools
 import os
 import re
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax._src.sharding_impls import GSPMDSharding
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -298,6 +300,25 @@ def test_explicit_sharding_of_linear():
             assert collectives(compiled(ours, *operands)) == {collective: 1}
 
 
+@pytest.mark.parametrize("spec_residual", [P(None, None), P("x", None), P(None, "y")], ids=str)
+@pytest.mark.parametrize("spec_bias", [P(None), P("y")], ids=str)
+@pytest.mark.parametrize("spec_x", [P(None, None), P("x", None)], ids=str)
+def test_bias_and_residual_take_the_sharding_of_the_product(spec_x, spec_bias, spec_residual):
+    with jax.set_mesh(EXPLICIT):
+        x, w, bias, residual = operands = place(
+            (normal(16, 24), spec_x), (normal(24, 40), P(None, None)), (normal(40), spec_bias), (normal(16, 40), spec_residual),
+            mesh=EXPLICIT,
+        )  # fmt: skip
+        assert jax.typeof(linear(x, w, bias, residual=residual)) == jax.typeof(jnp.matmul(x, w))
+        layer = lambda x, w, bias, residual: linear(x, w, bias, residual=residual, activation="silu")
+        gradients = jax.jit(jax.grad(lambda *operands: layer(*operands).sum(), argnums=(0, 1, 2, 3)))(*operands)
+        assert [*map(jax.typeof, gradients)] == [*map(jax.typeof, operands)]
+        out, tangent = jax.jvp(lambda residual: layer(x, w, bias, residual), (residual,), (residual,))
+        assert jax.typeof(out) == jax.typeof(tangent)
+        exact = np.asarray(x) @ np.asarray(w) + np.asarray(bias) + np.asarray(residual)
+        np.testing.assert_allclose(out, exact / (1 + np.exp(-exact)), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("spec_a, spec_b", [((None, "x"), ("x", None)), ((None, "x"), ("y", None)), (("x", None), (None, "x"))])
 def test_explicit_sharding_that_lax_refuses(spec_a, spec_b):
     with jax.set_mesh(EXPLICIT):
@@ -555,6 +576,38 @@ def test_metadata_stays_on_a_product():
     with set_xla_metadata(layer="first"):
         text = jax.jit(lambda x, w: matmul(x, w)).lower(*operands).as_text()
     assert re.search(r'mhlo.frontend_attributes = \{jax_streamk = ".*", layer = "first"\}', text)
+
+
+def test_dimensions_of_k_in_any_order():
+    """An attention's output projection: jnp.einsum contracts h and d in the order of the alphabet."""
+    (a,) = place((normal(4, 6, 8, 16), P("x", None, "y")))
+    w = normal(8, 16, 24)
+    ours, xlas = (jax.jit(functools.partial(f, "bqhd,hdm->bqm"))(a, w) for f in (jax_streamk.einsum, jnp.einsum))
+    assert_as_exact([ours], [xlas], [np.einsum("bqhd,hdm->bqm", np.asarray(a, np.float64), w.astype(np.float64))])
+
+
+def test_programs_whose_arguments_have_no_sharding():
+    """The mesh is the one that is set: none of the arguments has one."""
+    a, b = normal(16, 24), normal(24, 40)
+    with jax.set_mesh(AUTO):
+        (divided,) = place((b, P("y", None)))
+        programs = [
+            lambda a: matmul(a, b), lambda a: matmul(a, divided), lambda a: matmul(lax.with_sharding_constraint(a, P("x", "y")), b),
+            lambda a: linear(a, b, activation="relu") - linear(-a, b, activation="relu"),
+        ]  # fmt: skip
+        for program in programs:
+            np.testing.assert_allclose(jax.jit(program)(a), a @ b, rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(compiled(program, jax.ShapeDtypeStruct(a.shape, a.dtype))(a), a @ b, rtol=1e-4, atol=1e-4)
+        gradient = jax.jit(jax.grad(lambda a: matmul(a, divided).sum()))(a)
+        np.testing.assert_allclose(gradient, np.broadcast_to(b.sum(1), a.shape), rtol=1e-4, atol=1e-4)
+        assert collectives(compiled(programs[2], a)) == {"all-reduce": 1}
+
+
+def test_shardings_without_a_mesh():
+    """XLA's own product: partitioning has no names for what such arrays are divided over."""
+    a, b = normal(16, 24), normal(24, 40)
+    rows = GSPMDSharding(AUTO.devices.ravel().tolist(), NamedSharding(AUTO, P(("x", "y")))._to_xla_hlo_sharding(2))
+    np.testing.assert_allclose(jax.jit(matmul)(jax.device_put(a, rows), b), a @ b, rtol=1e-4, atol=1e-4)
 
 
 def test_two_meshes_are_refused_by_jax():
