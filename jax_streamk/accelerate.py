@@ -13,6 +13,7 @@ from jax_streamk import compat, lowering, primitive
 from jax_streamk.device import device_of
 from jax_streamk.schedules import check_schedule
 
+_TRACED = object()
 # Their bodies are not XLA's to compile.
 _FOREIGN = ("pallas_call", "core_map", "mpmd_map", "cudnn_fusion")
 
@@ -70,12 +71,14 @@ class _Rewriter:
 
         def traced():
             nonlocal leaves, tree
-            leaves, tree = jax.tree.flatten(fn(*args, **kwargs))
-            return [x for x in leaves if isinstance(x, jax.core.Tracer)]
+            out, tree = jax.tree.flatten(fn(*args, **kwargs))
+            # Tracers must not outlive the trace.
+            leaves = [_TRACED if isinstance(x, jax.core.Tracer) else x for x in out]
+            return [x for x in out if isinstance(x, jax.core.Tracer)]
 
         jaxpr = self._value(jax.make_jaxpr(traced)())
         results = iter(jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts))
-        return tree.unflatten(next(results) if isinstance(x, jax.core.Tracer) else x for x in leaves)
+        return tree.unflatten(next(results) if x is _TRACED else x for x in leaves)
 
     def _value(self, value):
         """A parameter of an equation: a jaxpr, a tuple in which there may be some, or anything else."""

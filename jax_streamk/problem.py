@@ -157,7 +157,7 @@ def arrange(lhs, rhs, dimension_numbers, precision, preferred_element_type, plat
       permutation: of the result, or None for none. With an epilogue, None.
 
     Raises:
-      Unsupported: no kernel family has these types or this precision, or a shape is symbolic.
+      Unsupported: no kernel family has these types or this precision, or a shape is symbolic or beyond 64 bits.
     """
     dtype, type_d, math_ = _types(lhs.dtype, rhs.dtype, preferred_element_type, precision, platform)
     if not all(isinstance(size, (int, np.integer)) for size in (*lhs.shape, *rhs.shape)):
@@ -211,6 +211,8 @@ def arrange(lhs, rhs, dimension_numbers, precision, preferred_element_type, plat
         _ffi.Activation[epilogue.activation or "none"], epilogue.has_bias, epilogue.has_residual, epilogue.alpha, epilogue.beta,
         n if epilogue.has_bias and (borrowed is b or epilogue.bias_batch) else 0,
     )  # fmt: skip
+    if max(value for value in problem.attributes().values() if isinstance(value, int)) >= 2**63:
+        raise Unsupported(f"shapes {lhs.shape} and {rhs.shape} have more elements than 64 bits count")
     return Arrangement(problem, dtype, permute_lhs, permute_rhs, permutation)
 
 

@@ -12,8 +12,8 @@ def _check_reduction(reduction):
 
 
 def _check_count(name, value, least=1):
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}={value!r}: must be an integer of at least {least}")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
+        raise ValueError(f"{name}={value!r}: must be an integer of at least {least} and below 2^31")
 
 
 @dataclasses.dataclass(frozen=True)

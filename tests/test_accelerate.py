@@ -431,6 +431,11 @@ def test_compiled_program_is_that_of_matmul():
     assert program(accelerate(lambda x, w: jnp.tanh(x @ w))) == program(lambda x, w: jnp.tanh(matmul(x, w)))
 
 
+def test_no_tracer_outlives_its_trace():
+    with jax.checking_leaks():
+        np.testing.assert_array_equal(accelerate(lambda x: (x @ x.T, 3))(np.ones((2, 4), np.float32))[0], np.full((2, 2), 4.0))
+
+
 def test_debug_nans_sees_inside():
     with jax.debug_nans(True), pytest.raises(FloatingPointError):
         accelerate(lambda x: jnp.log(x @ x - 1e6))(normal(16, 16))

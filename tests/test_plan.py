@@ -153,6 +153,7 @@ def test_misaligned_matrices_have_copies_in_the_workspace(m, n, k, operands, out
     [
         (shaped((4, 8), jnp.int32), shaped((8, 4), jnp.int32), {}, "falls back to XLA: int32 x int32: no kernel multiplies int32"),
         (shaped((4, 8)), shaped((8, 4)), {"preferred_element_type": jnp.bfloat16}, "falls back to XLA: .*results of float32 may be float32"),
+        (shaped((2**20, 2**30)), shaped((2**30, 2**44)), {}, r"falls back to XLA: .* have more elements than 64 bits count"),
         (shaped((0, 8)), shaped((8, 4)), {}, "the result is empty or zero"),
         (shaped((4, 0)), shaped((0, 4)), {}, "the result is empty or zero"),
     ],
@@ -183,6 +184,8 @@ def test_plans_are_frozen_hashable_and_printable():
 def test_refused_arguments():
     with pytest.raises(TypeError, match="plan: rhs is list; it must have a shape and a dtype"):
         plan(shaped((4, 8)), [[1.0]])
+    with pytest.raises(TypeError, match="plan: lhs is PRNGKeyArray of dtype .*; it must be of numbers"):
+        plan(jax.random.key(0), shaped((8, 4)))
     with pytest.raises(ValueError, match=r"contract sizes 8 and 7; they must be equal"):
         plan(shaped((4, 8)), shaped((7, 4)))
     with pytest.raises(TypeError, match="schedule='auto': must be None"):

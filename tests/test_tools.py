@@ -135,6 +135,8 @@ def test_bad_arguments_are_refused_before_anything_is_measured(tmp_path, pretend
         main(["tune", bad, "--cache", str(tmp_path / "cache")])
     with pytest.raises(SystemExit, match="No such file"):
         main(["tune", str(tmp_path / "missing.csv"), "--cache", str(tmp_path / "cache")])
+    with pytest.raises(SystemExit, match="tune: cache='': must be the path of a folder"):
+        main(["tune", "--set", "strong_scaling", "--sample", "1", "--cache", ""])
     with pytest.raises(SystemExit):
         main(["tune", write(tmp_path / "a.csv", "1,2,3", header="m,n,k"), "--dtype", "bfloat", "--cache", str(tmp_path / "cache")])
     assert "argument --dtype: invalid dtype value: 'bfloat'" in capsys.readouterr().err

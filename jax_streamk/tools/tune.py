@@ -27,9 +27,9 @@ def run(arguments):
         wanted = shapes.chosen(arguments)
         device = device_of(None)
         problems, left = _plan(wanted, arguments.dtype or [dtype("bfloat16")], arguments.out_dtype, device)
+        store = tuned.store_of(arguments.cache)
     except (OSError, ValueError, RuntimeError) as error:
         raise SystemExit(f"tune: {error}") from None
-    store = tuned.store_of(arguments.cache)
     try:
         if problems:
             store.check_writable(device)
