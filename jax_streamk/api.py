@@ -180,11 +180,11 @@ def linear(
             if name == "bias" or not broadcasts:
                 raise ValueError(f"linear: {name} has shape {operand.shape}; it must {'be' if name == 'bias' else 'broadcast to'} {fits}")
             operand = jnp.broadcast_to(operand, fits)
-        others.append(compat.sharded_like_last_of(compat.product_aval(x, w, **params), operand.astype(dtype)))
+        others.append(operand.astype(dtype))
     out = primitive.bind_linear(
         x,
         w,
-        *others,
+        *compat.sharded_like_product(others, x, w, **params),
         epilogue=Epilogue(activation, alpha, beta, bias is not None, has_residual=residual is not None),
         schedule=schedule,
         **params,
@@ -270,9 +270,13 @@ def _array(function, name, x):
         x = jnp.asarray(x)
     except (TypeError, ValueError):
         raise TypeError(f"{function}: {name} is {_describe(x)}; it must be an array of numbers") from None
-    if not (jnp.issubdtype(x.dtype, np.number) or x.dtype == bool):
+    if not _is_numeric(x.dtype):
         raise TypeError(f"{function}: {name} is {_describe(x)}; it must be an array of numbers")
     return x
+
+
+def _is_numeric(dtype):
+    return jnp.issubdtype(dtype, np.number) or dtype == bool
 
 
 def _promoted(function, preferred_element_type, **operands):
@@ -298,7 +302,7 @@ def _element_type(dtype):
 def _shaped(name, x):
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         raise TypeError(f"plan: {name} is {type(x).__name__}; it must have a shape and a dtype")
-    if not (jnp.issubdtype(x.dtype, np.number) or x.dtype == bool):
+    if not _is_numeric(x.dtype):
         raise TypeError(f"plan: {name} is {_describe(x)}; it must be of numbers")
     return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype), weak_type=getattr(x, "weak_type", False))
 

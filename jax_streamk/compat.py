@@ -37,8 +37,7 @@ __all__ = [
     "match_varying",
     "needs_devices",
     "placement",
-    "product_aval",
-    "sharded_like_last_of",
+    "sharded_like_product",
     "tell_apart",
     "transpose_behind",
     "with_eqns",
@@ -83,16 +82,17 @@ def cotangent_sharding(aval, permutation):
     return canonicalize_sharding(sharding, "dot_general")
 
 
-def product_aval(lhs, rhs, **params):
-    """The type of ``lax.dot_general(lhs, rhs, ...)`` with its explicit sharding, and without the axes of shard_map that it varies over."""
-    avals = (_core.ShapedArray(aval.shape, aval.dtype, sharding=aval.sharding) for aval in map(jax.typeof, (lhs, rhs)))
-    return dot_general_p.abstract_eval(*avals, **params)[0]
-
-
-def sharded_like_last_of(aval, x):
-    """``x`` with the explicit sharding of the type's last dimensions, as many as ``x`` has."""
-    spec = jax.P(*tuple(aval.sharding.spec)[aval.ndim - x.ndim :])
-    return x if tuple(jax.typeof(x).sharding.spec) == tuple(spec) else jax.sharding.reshard(x, spec)
+def sharded_like_product(others, lhs, rhs, **params):
+    """``others``, each with the explicit sharding of the last dimensions of ``lax.dot_general(lhs, rhs, ...)``, as many as it has."""
+    avals = [jax.typeof(x) for x in (lhs, rhs, *others)]
+    if not others or all(aval.sharding.mesh.empty for aval in avals):
+        return others
+    # Without the axes of shard_map that they vary over, which must be the same.
+    lhs, rhs = (_core.ShapedArray(aval.shape, aval.dtype, sharding=aval.sharding) for aval in avals[:2])
+    product, _ = dot_general_p.abstract_eval(lhs, rhs, **params)
+    specs = [tuple(product.sharding.spec)[product.ndim - x.ndim :] for x in others]
+    pairs = zip(others, avals[2:], specs)
+    return [x if tuple(aval.sharding.spec) == spec else jax.sharding.reshard(x, jax.P(*spec)) for x, aval, spec in pairs]
 
 
 def is_unreduced(aval):

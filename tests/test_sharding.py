@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax._src.sharding_impls import GSPMDSharding
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -605,6 +604,8 @@ def test_programs_whose_arguments_have_no_sharding():
 
 def test_shardings_without_a_mesh():
     """XLA's own product: partitioning has no names for what such arrays are divided over."""
+    from jax._src.sharding_impls import GSPMDSharding
+
     a, b = normal(16, 24), normal(24, 40)
     rows = GSPMDSharding(AUTO.devices.ravel().tolist(), NamedSharding(AUTO, P(("x", "y")))._to_xla_hlo_sharding(2))
     np.testing.assert_allclose(jax.jit(matmul)(jax.device_put(a, rows), b), a @ b, rtol=1e-4, atol=1e-4)
