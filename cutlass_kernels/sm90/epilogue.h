@@ -1,12 +1,15 @@
-// The epilogue of the sm90 family: accumulators go through ours in registers, then through CUTLASS's, which converts them and
-// stores them by way of shared memory. Where rows of D do not start on TMA's 16 bytes, the second half is ours too.
+// The epilogue of the sm90 family, in registers, and the store of D by way of shared memory: by TMA, or by threads where rows of D do not
+// start on 16 bytes.
 //
 // Bias and residual come straight from global memory: as a C operand they would take shared memory from the main loop. The bias waits in
 // registers while a tile is multiplied; an idle warp has the residual brought near meanwhile.
 #pragma once
 
+#include "cute/arch/copy_sm90_desc.hpp"
+#include "cute/arch/copy_sm90_tma.hpp"
 #include "cute/tensor.hpp"
-#include "cutlass/epilogue/fusion/sm90_visitor_tma_warpspecialized.hpp"
+#include "cutlass/arch/barrier.h"
+#include "cutlass/cuda_host_adapter.hpp"
 #include "cutlass/numeric_conversion.h"
 #include "cutlass_kernels/dependent_launch.cuh"
 #include "cutlass_kernels/epilogue.cuh"
@@ -21,42 +24,6 @@ struct StoreParams : EpilogueParams<float, Element> {
   StoreParams() = default;
   StoreParams(GemmProblem const& p, Buffers const& buffers, bool misaligned)
       : EpilogueParams<float, Element>(p, buffers), misaligned_d(misaligned ? static_cast<Element*>(buffers.d) : nullptr) {}
-};
-
-// What CUTLASS's epilogue does to accumulators: it converts them. It also carries the parameters of ours.
-template <class Element>
-struct Conversion : cutlass::epilogue::fusion::Sm90VisitorImpl<> {
-  using Params = StoreParams<Element>;
-  using Arguments = Params;
-
-  template <class ProblemShape>
-  static Params to_underlying_arguments(ProblemShape const&, Arguments const& arguments, void*) {
-    return arguments;
-  }
-  template <class ProblemShape>
-  static size_t get_workspace_size(ProblemShape const&, Arguments const&) {
-    return 0;
-  }
-
-  CUTLASS_HOST_DEVICE Conversion() {}
-  CUTLASS_HOST_DEVICE Conversion(Params const&, SharedStorage const&) {}
-
-  struct Callbacks : cutlass::epilogue::fusion::EmptyConsumerStoreCallbacks {
-    template <int kCount>
-    CUTLASS_DEVICE auto visit(cutlass::Array<float, kCount> const& x, int, int, int) {
-      return cutlass::NumericArrayConverter<Element, float, kCount>{}(x);
-    }
-  };
-  template <bool kReferenceSource, class... Args>
-  CUTLASS_DEVICE auto get_consumer_store_callbacks(cutlass::epilogue::fusion::ConsumerStoreArgs<Args...> const&) {
-    return Callbacks{};
-  }
-};
-
-// Three warpgroups store 64 rows each at once, where one would store them one after another.
-template <class Policy, class Tile, int kColumns, class... Others>
-struct OfThree<true, cutlass::epilogue::collective::CollectiveEpilogue<Policy, Tile, cute::Shape<cute::_64, cute::Int<kColumns>>, Others...>> {
-  using type = cutlass::epilogue::collective::CollectiveEpilogue<Policy, Tile, cute::Shape<cute::_192, cute::Int<kColumns>>, Others...>;
 };
 
 // How many accumulators get their residual at a time, of elements of so many bytes: all loads of a turn are under way at once, and the next
@@ -185,28 +152,29 @@ struct Residuals {
   }
 };
 
-// accumulators = epilogue(accumulators), with what `Biases` says. Each activation has one piece of code for a whole tile: at every jump the
-// instructions are fetched that nobody has read, and waited for.
-template <bool kSwap, bool kThree, class Element, class Accumulators, class Coordinates>
-CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t batch, int32_t m, int32_t n,
-                          Coordinates const& coordinates, Biases<kSwap, Element, Accumulators, kThree>& biases, Accumulators& accumulators) {
+// accumulators = epilogue(accumulators), with what `Biases` says, and store(begin, end) for so many in turn: they are stored while the next
+// have their activation. Returns whether they are: a residual alone is added at once. Each activation has one piece of code for a whole
+// tile: at every jump the instructions are fetched that nobody has read, and waited for.
+template <int kAtOnce, bool kSwap, bool kThree, class Element, class Accumulators, class Coordinates, class Store>
+CUTLASS_DEVICE bool apply_and_store(EpilogueParams<float, Element> const& params, int64_t batch, int32_t m, int32_t n,
+                                    Coordinates const& coordinates, Biases<kSwap, Element, Accumulators, kThree>& biases,
+                                    Accumulators& accumulators, Store const& store) {
   using Bias = Biases<kSwap, Element, Accumulators, kThree>;
   constexpr int kValues = Bias::kValues, kTurn = Bias::kTurn;
   bool const has_residual = params.residual != nullptr;
   // Whether all of these lie beyond D, along n. Then their work is skipped; and as ptxas moves little past a branch, it keeps from being
   // under way at once what there are no registers for, of which 64 accumulators leave enough. Columns of two wgmmas begin with the tile's.
   int32_t const tile_n = cute::get<1>(coordinates(0)) - threadIdx.x % 4 * 2;
-  auto const beyond = [&](int begin, int count) CUTLASS_LAMBDA_FUNC_INLINE {
-    bool const of_one_mma = begin / Bias::kBlock == (begin + count - 1) / Bias::kBlock;
+  auto const beyond = [&](int begin, int end) CUTLASS_LAMBDA_FUNC_INLINE {
+    bool const of_one_mma = begin / Bias::kBlock == (end - 1) / Bias::kBlock;
     auto const first_n = static_cast<int32_t>(cute::get<1>(coordinates.layout()(begin)));
     return kValues > 64 && tile_n + (of_one_mma ? first_n : 0) >= n;
   };
   // function(two neighbours) of these.
-  auto const each_two_of = [&](auto count, int begin, auto const& function) CUTLASS_LAMBDA_FUNC_INLINE {
-    constexpr int kCount = decltype(count)::value;
-    if (beyond(begin, cute::min(kCount, kValues - begin))) return;
+  auto const each_two_of = [&](int begin, int end, auto const& function) CUTLASS_LAMBDA_FUNC_INLINE {
+    if (beyond(begin, end)) return;
 #pragma unroll
-    for (int i = begin; i < cute::min(begin + kCount, kValues); i += 2) function(i, i + 1);
+    for (int i = begin; i < end; i += 2) function(i, i + 1);
   };
 
   Residuals<kSwap, Element, Accumulators, kTurn> residuals;
@@ -225,29 +193,35 @@ CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t 
         accumulators(i) = alpha * accumulators(i) + (Bias::kEarly ? 0 : biases.of(i));
         if (has_residual) accumulators(i) += params.beta * residuals.of(i);
       };
-      each_two_of(cute::Int<kTurn>{}, begin, [&](int i, int j) CUTLASS_LAMBDA_FUNC_INLINE { add(i), add(j); });
+      each_two_of(begin, cute::min(begin + kTurn, kValues), [&](int i, int j) CUTLASS_LAMBDA_FUNC_INLINE { add(i), add(j); });
       if (begin + kTurn < kValues) load_operands(begin + kTurn);
     }
     bool const waits = Bias::kEarly && params.bias != nullptr;  // what came early is added below
-    if (params.activation == Activation::kNone && !waits) return;
+    if (params.activation == Activation::kNone && !waits) return false;
     alpha = 1;
   }
   constexpr int kFew = kValues >= 160 ? 4 : cute::min(kTurn / 2, 16);  // an activation needs registers of its own
   constexpr bool kShares = kValues < 128;  // as two do that share a reciprocal
   with_activation<kShares>(params.activation, [&](auto const& function) CUTLASS_LAMBDA_FUNC_INLINE {
 #pragma unroll
-    for (int begin = 0; begin < kValues; begin += kFew)
-      each_two_of(cute::Int<kFew>{}, begin, [&](int i, int j) CUTLASS_LAMBDA_FUNC_INLINE {
-        auto const biased = [&](int at) CUTLASS_LAMBDA_FUNC_INLINE { return alpha * accumulators(at) + (Bias::kEarly ? biases.of(at) : 0); };
-        float x = biased(i), y = biased(j);
-        activate_two(function, x, y);
-        accumulators(i) = x, accumulators(j) = y;
-      });
+    for (int first = 0; first < kValues; first += kAtOnce) {
+      int const last = cute::min(first + kAtOnce, kValues);
+#pragma unroll
+      for (int begin = first; begin < last; begin += kFew)
+        each_two_of(begin, cute::min(begin + kFew, last), [&](int i, int j) CUTLASS_LAMBDA_FUNC_INLINE {
+          auto const biased = [&](int at) CUTLASS_LAMBDA_FUNC_INLINE { return alpha * accumulators(at) + (Bias::kEarly ? biases.of(at) : 0); };
+          float x = biased(i), y = biased(j);
+          activate_two(function, x, y);
+          accumulators(i) = x, accumulators(j) = y;
+        });
+      store(first, last);
+    }
   });
+  return true;
 }
 
 // D = epilogue(accumulators), whose rows may start anywhere: each warp puts some of its accumulators into `kBytes` of shared memory of
-// its own and takes them out along rows of D. The arguments are those of apply().
+// its own and takes them out along rows of D. The arguments are those of apply_and_store().
 template <bool kSwap, int kBytes, class Element, class Accumulators, class Coordinates>
 CUTLASS_DEVICE void store_misaligned(StoreParams<Element> const& params, int64_t batch, int32_t m, int32_t n,
                                      Coordinates const& coordinates, Accumulators const& accumulators, float* shared) {
@@ -368,30 +342,66 @@ CUTLASS_DEVICE void prefetch(EpilogueParams<float, Element> const& params, int64
     for (int32_t i = 0; i < columns; i += kLine) prefetch_to_l2(residual + (row + r) * params.ldd + i);
 }
 
-// CUTLASS's collective, and ours before it or in its place.
-template <class Base, bool kSwap>
-class CollectiveEpilogue {
- public:
-  using Arguments = typename Base::Arguments;
-  using Params = typename Base::Params;
-  using StrideD = typename Base::StrideD;
-  using TensorStorage = typename Base::TensorStorage;
+// How TMA writes boxes of so many columns and rows of D, from rows of 32, 64 or 128 bytes of shared memory, between which pieces of 16 bytes
+// change places.
+template <class Element>
+CUresult describe_store(cute::TmaDescriptor& descriptor, void* d, int64_t columns, int64_t rows, int64_t batch, int64_t ldd,
+                        int64_t batch_stride_d, uint32_t box_columns, uint32_t box_rows) {
+  constexpr uint64_t kSize = sizeof(Element);
+  uint64_t const extents[] = {uint64_t(columns), uint64_t(rows), uint64_t(batch)}, strides[] = {ldd * kSize, batch_stride_d * kSize};
+  uint32_t const box[] = {box_columns, box_rows, 1}, steps[] = {1, 1, 1};
+  uint64_t const row = box_columns * kSize;
+  return CUTLASS_CUDA_DRIVER_WRAPPER_CALL(cuTensorMapEncodeTiled)(
+      &descriptor, cute::TMA::to_CUtensorMapDataType<Element>(), 3, d, extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      row == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : row == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_32B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
 
+// Of kernels whose tile is shared by so many warpgroups, each with 64 rows in turn. A warpgroup puts 64 rows by kColumns columns into a box
+// of shared memory, and while TMA stores it fills another.
+template <class Element, bool kSwap, int kTileM, int kTileN, int kWarpgroups, int kColumns>
+class CollectiveEpilogue {
+  static constexpr int kSize = sizeof(Element), kRows = 64;
+  static constexpr int kBoxesOfMma = kTileN / kColumns, kBoxes = kTileM / (kRows * kWarpgroups) * kBoxesOfMma;
+  static constexpr int kStages = cute::min(kBoxes, 2);
+  static constexpr int kOfBox = kColumns / 2, kValues = kBoxes * kOfBox;  // accumulators of a thread
+  // So many have their activation before they are stored. A few are done sooner than TMA reads a box that is waited for, and many leave no
+  // registers.
+  static constexpr int kAtOnce = kValues * kWarpgroups <= 64 || kValues > 160 ? kValues : kOfBox * kWarpgroups < 24 ? 2 * kOfBox : kOfBox;
+  // A row of shared memory is of D, and of no more than 128 bytes.
+  static constexpr int kParts = kSwap ? kRows * kSize / 128 : 1;
+  static constexpr int kRowBytes = kSwap ? 128 : kColumns * kSize, kBoxBytes = kRows * kColumns * kSize;
+  static_assert(kRowBytes == 32 || kRowBytes == 64 || kRowBytes == 128);
+  static_assert(kColumns % 16 == 0 && kTileN % kColumns == 0 && kTileM % (kRows * kWarpgroups) == 0);
+
+ public:
+  struct Params {
+    StoreParams<Element> thread;
+    cute::TmaDescriptor d;
+  };
+  struct alignas(1024) TensorStorage {
+    char boxes[kWarpgroups][kStages][kBoxBytes];
+  };
+
+  // (m, n, k, batch) is the kernel's own shape.
   template <class ProblemShape>
-  static Params to_underlying_arguments(ProblemShape const& shape, Arguments const& arguments) {
-    return Base::to_underlying_arguments(shape, arguments, nullptr);
+  static CUresult set_up(Params& params, ProblemShape const& shape, GemmProblem const& p, Buffers const& buffers) {
+    bool const misaligned = has_misaligned_d(p);
+    params.thread = {p, buffers, misaligned};
+    if (misaligned) return CUDA_SUCCESS;
+    auto const [m, n, k, batch] = shape;
+    return describe_store<Element>(params.d, buffers.d, kSwap ? m : n, kSwap ? n : m, batch, p.ldd, p.batch_stride_d, kRowBytes / kSize,
+                                   kSwap ? kColumns : kRows);
   }
 
   // Whether there is anything to prefetch.
   static CUTLASS_DEVICE bool has_residual(Params const& params) { return params.thread.residual != nullptr; }
 
   // For the tile (m, n) of the kernel's own result.
-  template <class ProblemShape, class TileShape>
-  static CUTLASS_DEVICE void prefetch(Params const& params, ProblemShape const& shape, TileShape tile_shape, int32_t tile_m,
-                                      int32_t tile_n, int32_t batch) {
-    int32_t const begin_m = tile_m * cute::get<0>(tile_shape), begin_n = tile_n * cute::get<1>(tile_shape);
-    int32_t const extent_m = min(cute::get<0>(shape) - begin_m, static_cast<int32_t>(cute::get<0>(tile_shape)));
-    int32_t const extent_n = min(cute::get<1>(shape) - begin_n, static_cast<int32_t>(cute::get<1>(tile_shape)));
+  template <class ProblemShape>
+  static CUTLASS_DEVICE void prefetch(Params const& params, ProblemShape const& shape, int32_t tile_m, int32_t tile_n, int32_t batch) {
+    int32_t const begin_m = tile_m * kTileM, begin_n = tile_n * kTileN;
+    int32_t const extent_m = min(cute::get<0>(shape) - begin_m, kTileM), extent_n = min(cute::get<1>(shape) - begin_n, kTileN);
     if constexpr (kSwap) {
       sm90::prefetch(params.thread, batch, begin_n, begin_m, extent_n, extent_m, threadIdx.x % 32);
     } else {
@@ -399,67 +409,146 @@ class CollectiveEpilogue {
     }
   }
 
-  CUTLASS_DEVICE CollectiveEpilogue(Params const& params, TensorStorage& storage)
-      : params_(params), storage_(storage), base_(params, storage), stores_({true}) {}
+  // `thread` of those that share a tile; the named barrier is its warpgroup's.
+  CUTLASS_DEVICE CollectiveEpilogue(Params const& params, TensorStorage& storage, int thread, uint32_t barrier)
+      : params_(params), storage_(storage), thread_(thread), barrier_(barrier) {
+    int const lane = thread % 32, warp = thread / 32 % 4;
+    int offset;
+    if constexpr (kSize == 2) {
+      // What stmatrix takes of each thread: where a row of one of four squares of 8 x 8 begins.
+      int const square = lane / 8, row = lane % 8;
+      offset = kSwap ? (square / 2 * 8 + row) * kRowBytes + (warp * 2 + square % 2) * 16
+                     : (warp * 16 + square % 2 * 8 + row) * kRowBytes + square / 2 * 16;
+    } else {
+      int const row = lane / 4, column = lane % 4 * 2;
+      offset = kSwap ? warp / 2 * (kBoxBytes / 2) + column * kRowBytes + (warp % 2 * 16 + row) * 4
+                     : (warp * 16 + row) * kRowBytes + column * 4;
+    }
+    at_ = cute::cast_smem_ptr_to_uint(storage.boxes[thread / kWarpgroup]) + (offset ^ (offset >> 3 & kRowBytes - 16));
+    asm("" : "+r"(at_));  // opaque, or it would be computed when accumulators wait for it
+  }
 
-  // Of the tile that is multiplied next, by its consumers, `thread` of them.
-  template <class Accumulators, class ProblemShape, class TileShape, class TileCoordinate, class TiledMma>
-  CUTLASS_DEVICE auto biases(ProblemShape const& shape, TileShape tile_shape, TileCoordinate const& tile, TiledMma const& tiled_mma,
-                             int thread) const {
-    Biases<kSwap, Element, Accumulators, cute::size(TiledMma{}) == 3 * cutlass::NumThreadsPerWarpGroup> biases;
+  // Of the tile that is multiplied next, by its consumers.
+  template <class Accumulators, class ProblemShape, class TileCoordinate, class TiledMma>
+  CUTLASS_DEVICE auto biases(ProblemShape const& shape, TileCoordinate const& tile, TiledMma const& tiled_mma) const {
+    Biases<kSwap, Element, Accumulators, kWarpgroups == 3> biases;
     if (decltype(biases)::kEarly && params_.thread.bias != nullptr && params_.thread.misaligned_d == nullptr) {
       wait_for_primary();
       auto const [m, n, k, l] = shape;
-      biases.load(params_.thread, cute::get<3>(tile), m, n, coordinates_of(shape, tile_shape, tile, tiled_mma, thread), 0);
+      biases.load(params_.thread, cute::get<3>(tile), m, n, coordinates_of(shape, tile, tiled_mma), 0);
     }
     return biases;
   }
 
-  template <class ProblemShape, class TileShape, class TileCoordinate, class Biases, class Accumulators, class TiledMma>
-  CUTLASS_DEVICE void store(ProblemShape const& shape, TileShape tile_shape, TileCoordinate const& tile, Biases& biases,
-                            Accumulators& accumulators, TiledMma tiled_mma, int thread) {
+  template <class ProblemShape, class TileCoordinate, class Biases, class Accumulators, class TiledMma>
+  CUTLASS_DEVICE void store(ProblemShape const& shape, TileCoordinate const& tile, Biases& biases, Accumulators& accumulators,
+                            TiledMma const& tiled_mma) {
     auto const& epilogue = params_.thread;
-    auto const coordinates = [&] { return coordinates_of(shape, tile_shape, tile, tiled_mma, thread); };
+    auto const coordinates = [&] { return coordinates_of(shape, tile, tiled_mma); };
     auto const [m, n, k, l] = shape;
     if (epilogue.misaligned_d != nullptr) {
-      constexpr int kWarps = cute::size(TiledMma{}) / 32, kBytes = sizeof(TensorStorage) / kWarps / 512 * 512;
-      auto* const of_warp = reinterpret_cast<char*>(&storage_) + thread / 32 * kBytes;
+      constexpr int kBytes = sizeof(TensorStorage) / (kWarpgroups * 4) / 512 * 512;
+      auto* const of_warp = reinterpret_cast<char*>(&storage_) + thread_ / 32 * kBytes;
       store_misaligned<kSwap, kBytes>(epilogue, cute::get<3>(tile), m, n, coordinates(), accumulators, reinterpret_cast<float*>(of_warp));
       return;
     }
-    if (!epilogue.plain) apply(epilogue, cute::get<3>(tile), m, n, coordinates(), biases, accumulators);
-    store_converted(shape, tile_shape, tile, accumulators, tiled_mma, thread);
+    auto const store_some = [&](int begin, int end) CUTLASS_LAMBDA_FUNC_INLINE { store_converted(tile, accumulators, begin, end); };
+    bool const stored = !epilogue.plain && apply_and_store<kAtOnce>(epilogue, cute::get<3>(tile), m, n, coordinates(), biases, accumulators,
+                                                                    store_some);
+    if (!stored) store_converted(tile, accumulators);
   }
 
-  template <class ProblemShape, class TileShape, class TileCoordinate, class Accumulators, class TiledMma>
-  CUTLASS_DEVICE void store_converted(ProblemShape const& shape, TileShape tile_shape, TileCoordinate const& tile, Accumulators& accumulators,
-                                      TiledMma tiled_mma, int thread) {
-    // Nothing is loaded for it: these barriers are never touched.
-    auto& barriers = reinterpret_cast<typename Base::LoadPipeline::SharedStorage&>(storage_);
-    typename Base::LoadPipeline loads(barriers, {}, cute::false_type{});
-    auto const after = base_.store(loads, typename Base::LoadPipelineState{}, stores_, state_, shape, tile_shape, tile, accumulators,
-                                   tiled_mma, thread, storage_);
-    state_ = cute::get<1>(after);
+  // Accumulators, of whole boxes.
+  template <class TileCoordinate, class Accumulators>
+  CUTLASS_DEVICE void store_converted(TileCoordinate const& tile, Accumulators const& accumulators, int begin = 0, int end = kValues) {
+    static_assert(cute::size(Accumulators{}) == kValues && cute::size<0>(Accumulators{}) == kTileN / 2);
+#pragma unroll
+    for (int box = begin / kOfBox; box < end / kOfBox; ++box) store_box(tile, accumulators, box);
   }
 
-  // Waits until shared memory has been read.
-  CUTLASS_DEVICE void finish() { stores_.producer_tail(state_); }
+  // Waits until TMA has read all boxes but the newest so many, and tells the warpgroup.
+  template <int kNewest = 0>
+  CUTLASS_DEVICE void wait_for_boxes() {
+    cute::tma_store_wait<kNewest>();
+    cutlass::arch::NamedBarrier::sync(kWarpgroup, barrier_);
+  }
+
+  // The same, when nothing more is stored.
+  CUTLASS_DEVICE void finish() { cute::tma_store_wait<0>(); }
 
  private:
-  using Element = typename Base::ElementD;
+  static constexpr int kWarpgroup = cutlass::NumThreadsPerWarpGroup;
 
-  template <class ProblemShape, class TileShape, class TileCoordinate, class TiledMma>
-  static CUTLASS_DEVICE auto coordinates_of(ProblemShape const& shape, TileShape tile_shape, TileCoordinate const& tile,
-                                            TiledMma const& tiled_mma, int thread) {
+  template <class TileCoordinate, class Accumulators>
+  CUTLASS_DEVICE void store_box(TileCoordinate const& tile, Accumulators const& accumulators, int box) {
+    if (box >= kStages) wait_for_boxes<kStages - 1>();
+    fill(accumulators, box);
+    cute::tma_store_fence();
+    cutlass::arch::NamedBarrier::sync(kWarpgroup, barrier_);
+    // A warp, whose store is one: of a thread elected, what it needs would leave uniform registers.
+    if (thread_ / 32 % 4 != 0) return;
+    int const warpgroup = thread_ / kWarpgroup, mma = box / kBoxesOfMma;
+    int32_t const m = cute::get<0>(tile) * kTileM + (mma * kWarpgroups + warpgroup) * kRows;
+    int32_t const n = cute::get<1>(tile) * kTileN + box % kBoxesOfMma * kColumns;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part)
+      cute::SM90_TMA_STORE_3D::copy(&params_.d, storage_.boxes[warpgroup][box % kStages] + part * (kBoxBytes / kParts),
+                                    kSwap ? m + part * (kRows / kParts) : n, kSwap ? n : m, cute::get<3>(tile));
+    cute::tma_store_arrive();
+  }
+
+  // A box's accumulators into shared memory. Along a row the pieces' places are those of the first with some bits flipped.
+  template <class Accumulators>
+  CUTLASS_DEVICE void fill(Accumulators const& accumulators, int box) {
+    uint32_t const at = at_ + box % kStages * kBoxBytes;
+    int const begin = box * kOfBox;
+    if constexpr (kSize == 2) {
+#pragma unroll
+      for (int block = 0; block < kColumns / 8; block += 2) {
+        uint32_t words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          cutlass::Array<float, 2> two;
+          two[0] = accumulators(begin + block * 4 + i * 2), two[1] = accumulators(begin + block * 4 + i * 2 + 1);
+          auto const converted = cutlass::NumericArrayConverter<Element, float, 2>{}(two);
+          std::memcpy(&words[i], &converted, 4);
+        }
+        if constexpr (kSwap) {
+          asm volatile("stmatrix.sync.aligned.x4.trans.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at + block * 8 * kRowBytes),
+                       "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
+        } else {
+          asm volatile("stmatrix.sync.aligned.x4.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at ^ block * 16),
+                       "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
+        }
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kOfBox; i += 2) {
+        int const block = i / 4, lower = i / 2 % 2;  // 8 rows below
+        float const x = accumulators(begin + i), y = accumulators(begin + i + 1);
+        if constexpr (kSwap) {
+          uint32_t const first = (at ^ lower * 32) + block * 8 * kRowBytes;
+          asm volatile("st.shared.f32 [%0], %1;" ::"r"(first), "f"(x) : "memory");
+          asm volatile("st.shared.f32 [%0], %1;" ::"r"(first ^ kRowBytes + 16), "f"(y) : "memory");
+        } else {
+          asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"((at ^ block * 32) + lower * 8 * kRowBytes), "f"(x), "f"(y) : "memory");
+        }
+      }
+    }
+  }
+
+  template <class ProblemShape, class TileCoordinate, class TiledMma>
+  CUTLASS_DEVICE auto coordinates_of(ProblemShape const& shape, TileCoordinate const& tile, TiledMma const& tiled_mma) const {
     auto const whole = cute::make_identity_tensor(cute::take<0, 2>(shape));
-    return tiled_mma.get_slice(thread).partition_C(cute::local_tile(whole, cute::take<0, 2>(tile_shape), cute::take<0, 2>(tile)));
+    auto const tile_shape = cute::Shape<cute::Int<kTileM>, cute::Int<kTileN>>{};
+    return tiled_mma.get_slice(thread_).partition_C(cute::local_tile(whole, tile_shape, cute::take<0, 2>(tile)));
   }
 
   Params const& params_;
   TensorStorage& storage_;
-  Base base_;
-  typename Base::StorePipeline stores_;
-  typename Base::StorePipelineState state_ = cutlass::make_producer_start_state<typename Base::StorePipeline>();
+  int const thread_;
+  uint32_t const barrier_;
+  uint32_t at_;  // where this thread's part of the first box begins
 };
 
 }  // namespace jax_streamk::sm90

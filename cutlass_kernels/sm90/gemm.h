@@ -97,8 +97,9 @@ struct GemmKernel {
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kFewRegisters ? 240 : 232;
   static constexpr int kLoaderRegisters = kConsumers == 3 ? 32 : kFewRegisters ? 24 : 40;
 
-  // Named barriers. A consumer of a pingpong kernel waits for its turn to multiply, and to store, at that of its warpgroup.
-  static constexpr uint32_t kReady = 0, kMultiplies = 1, kStores = kMultiplies + kConsumers;
+  // Named barriers. A consumer of a pingpong kernel waits for its turn to multiply, and to store, at that of its warpgroup. Threads
+  // of a warpgroup that stores wait for each other at the last.
+  static constexpr uint32_t kReady = 0, kMultiplies = 1, kStores = kMultiplies + kConsumers, kStored = kPingpong ? kStores + kConsumers : 1;
 
   // Until the barriers that this CTA waits at or arrives at are initialized. All consumers come here, and the warp that loads.
   static CUTLASS_DEVICE void wait_for_barriers(bool loads) {
@@ -141,7 +142,7 @@ struct GemmKernel {
     wait_for_primary();
     Scheduler const scheduler(params.scheduler);
     for (auto tile = scheduler.tile(0); tile.is_valid(); tile = scheduler.tile(tile.ordinal + 1))
-      Epilogue::prefetch(params.epilogue, params.shape, TileShape{}, tile.m, tile.n, tile.batch);
+      Epilogue::prefetch(params.epilogue, params.shape, tile.m, tile.n, tile.batch);
   }
 
   // Whether a straight product has a store of its own. ptxas has no registers for that beside as many accumulators and an operand in registers.
@@ -170,7 +171,7 @@ struct GemmKernel {
     bool const rehearses = kPingpong && !tile.is_valid();
     if (rehearses) tile.m = (cute::get<0>(params.shape) - 1) / static_cast<int32_t>(cute::size<0>(TileShape{})) + 1;
     TiledMma tiled_mma;
-    Epilogue epilogue(params.epilogue, shared.epilogue);
+    Epilogue epilogue(params.epilogue, shared.epilogue, thread, kStored + (kPingpong ? 0 : warpgroup));
     // After a tile's store: whether it was the last of this warpgroup.
     auto const ends = [&] {
       if (kPingpong || tile.last) epilogue.finish();
@@ -181,7 +182,7 @@ struct GemmKernel {
       auto accumulators = cute::partition_fragment_C(tiled_mma, cute::take<0, 2>(TileShape{}));
       if constexpr (kAccumulators <= kMostUnset) leave_unset(accumulators);
       auto const at = cute::make_coord(tile.m, tile.n, cute::_0{}, tile.batch);
-      auto biases = epilogue.template biases<decltype(accumulators)>(params.shape, TileShape{}, at, tiled_mma, thread);
+      auto biases = epilogue.template biases<decltype(accumulators)>(params.shape, at, tiled_mma);
       if (kPingpong && tile.ordinal > 0) cutlass::arch::NamedBarrier::sync(kConsumers * kWarpgroup, kMultiplies + warpgroup);
       int const unreleased = Mainloop::multiply(shared.full, shared.empty, stage, accumulators, tile.k_count, warpgroup, shared.mainloop);
       if (kPingpong && !tile.last && !rehearses) cutlass::arch::NamedBarrier::arrive(kConsumers * kWarpgroup, kMultiplies + other);
@@ -192,14 +193,15 @@ struct GemmKernel {
         if (tile.ordinal > 0 || tile.last) cutlass::arch::NamedBarrier::sync(kConsumers * kWarpgroup, kStores + warpgroup);
       }
       if (!rehearses) let_dependents_start();  // which reduce slices
+      if (!kPingpong && tile.ordinal > 0) epilogue.wait_for_boxes();
       if (!kStraight || !params.straight) {
         if (Scheduler::fixup(params.scheduler, tile, accumulators, kConsumers, warpgroup))
-          epilogue.store(params.shape, TileShape{}, at, biases, accumulators, tiled_mma, thread);
+          epilogue.store(params.shape, at, biases, accumulators, tiled_mma);
         if (ends()) return;
       } else {
         // Most products end here: the code of their store follows that of the main loop, and nothing comes after it. So what ends() does
         // is there twice.
-        epilogue.store_converted(params.shape, TileShape{}, at, accumulators, tiled_mma, thread);
+        epilogue.store_converted(at, accumulators);
         if (ends()) return;
       }
       tile = scheduler.tile(tile.ordinal + kStep);

@@ -9,7 +9,6 @@
 
 #include "cute/tensor.hpp"
 #include "cutlass/cutlass.h"
-#include "cutlass/epilogue/collective/collective_builder.hpp"
 #include "cutlass/gemm/collective/builders/sm90_gmma_builder.inl"
 #include "cutlass_kernels/clusters.h"
 #include "cutlass_kernels/cuda_kernel.h"
@@ -79,42 +78,35 @@ class Sm90Kernel final : public CudaKernel {
   // The kernel's own operands: with swap_ab its A is B^T (n x k) and its B is A^T (k x m).
   using LayoutA = Layout<kSwap ? kConfig.major_b == Major::kColumn : kConfig.major_a == Major::kRow>;
   using LayoutB = Layout<kSwap ? kConfig.major_a == Major::kColumn : kConfig.major_b == Major::kRow>;
-  using LayoutD = Layout<!kSwap>;
-  static constexpr int kAlignAB = 16 / sizeof(ElementAB), kAlignD = 16 / sizeof(ElementD);
+  static constexpr int kAlignAB = 16 / sizeof(ElementAB);
 
   using TileShape = cute::Shape<cute::Int<kConfig.tile_m>, cute::Int<kConfig.tile_n>, cute::Int<kConfig.tile_k>>;
   using ClusterShape = cute::Shape<cute::Int<kConfig.cluster_m>, cute::Int<kConfig.cluster_n>, cute::_1>;
 
-  // How many columns are stored at once, after waiting twice for all warpgroups that share them; 0 where CUTLASS's 16 or 32 are best. Those
-  // of a plain tile are rows of D, which TMA writes 128, 64 or 32 bytes at a time as their number divides.
+  // How many columns a warpgroup stores at once, after its threads have waited for each other. Those of a plain tile are rows of D, which
+  // TMA writes 128, 64 or 32 bytes at a time.
   static constexpr int store_columns(Config const& c) {
+    int const few = c.tile_n % 32 == 0 ? 32 : 16;
     if (c.type_d == Type::kF32) {
-      if (c.tile_m != 64 || !c.swap_ab || c.math != Math::kNative) return 0;
-      return c.tile_n == 192 ? 64 : c.tile_n == 80 || c.tile_n == 144 ? c.tile_n : 0;
+      if (c.tile_m != 64 || !c.swap_ab || c.math != Math::kNative) return few;
+      return c.tile_n == 192 ? 64 : c.tile_n == 80 || c.tile_n == 144 ? c.tile_n : few;
     }
-    if (kTwo) return c.tile_n % 128 == 0 ? 64 : 0;
-    if (kThree) return c.swap_ab && c.tile_n == 144 ? 48 : 0;
-    if (c.warp_schedule != WarpSchedule::kPingpong || (c.tile_m == 64 && !c.swap_ab)) return 0;
+    if (kTwo) return c.tile_n % 128 == 0 ? 64 : few;
+    if (kThree) return c.swap_ab && c.tile_n == 144 ? 48 : few;
+    if (c.warp_schedule != WarpSchedule::kPingpong || (c.tile_m == 64 && !c.swap_ab)) return few;
     if (c.tile_n == 128 || c.tile_n == 192) return 64;
-    if (!c.swap_ab) return 0;
+    if (!c.swap_ab) return few;
     switch (c.tile_n) {
       case 96: case 144: return 48;
       case 112: case 176: return c.tile_n;  // whose divisors are no multiples of 16 but 16
       case 160: return 80;
-      default: return 0;
+      default: return few;
     }
   }
-  static constexpr int kStoreColumns = store_columns(kConfig);
   // Bytes of an SM's shared memory, 1 KB of which each CTA needs besides, that a CTA leaves to others. Barriers take no more than 256.
   static constexpr int kOfSm = 228 << 10, kOfOthers = kCtasOfSm == 1 ? 0 : (227 << 10) - (kOfSm / kCtasOfSm - 1024 - 256);
-  using EpilogueTile = std::conditional_t<kStoreColumns != 0, cute::Shape<cute::Int<kTwo ? 128 : 64>, cute::Int<kStoreColumns>>,
-                                          cutlass::epilogue::collective::EpilogueTileAuto>;
-  using Epilogue = CollectiveEpilogue<typename OfThree<kThree, typename cutlass::epilogue::collective::CollectiveBuilder<
-      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, TileShape, ClusterShape,
-      EpilogueTile, float, float, void, LayoutD, kAlignD, ElementD, LayoutD, kAlignD,
-      std::conditional_t<kTwo, cutlass::epilogue::TmaWarpSpecializedCooperative,
-                         cutlass::epilogue::TmaWarpSpecialized>,
-      Conversion<ElementD>>::CollectiveOp>::type, kSwap>;
+  static constexpr int kWarpgroupsOfTile = kThree ? 3 : kTwo ? 2 : 1;
+  using Epilogue = CollectiveEpilogue<ElementD, kSwap, kConfig.tile_m, kConfig.tile_n, kWarpgroupsOfTile, store_columns(kConfig)>;
   template <class Tile>
   using Collective = typename OfThree<kThree, typename WideRows<typename cutlass::gemm::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, ElementAB, LayoutA, kAlignAB, ElementAB, LayoutB, kAlignAB, float,
@@ -171,10 +163,6 @@ class Sm90Kernel final : public CudaKernel {
     TileOrder const order = tile_order(p, s);
     auto const stride_a = stride<typename Mainloop::StrideA>(kSwap ? p.ldb : p.lda, kSwap ? p.batch_stride_b : p.batch_stride_a);
     auto const stride_b = stride<typename Mainloop::StrideB>(kSwap ? p.lda : p.ldb, kSwap ? p.batch_stride_a : p.batch_stride_b);
-    // A descriptor that is not used must be valid all the same.
-    bool const misaligned_d = has_misaligned_d(p);
-    auto const stride_d = misaligned_d ? stride<typename Epilogue::StrideD>(kAlignD, kAlignD)
-                                       : stride<typename Epilogue::StrideD>(p.ldd, p.batch_stride_d);
     Decomposition const cut = decomposition(q, s, device);
     // Of an operand of so many rows or columns along K. Parts of three TF32 are read more than once.
     auto const hint = [&](Raster line, int64_t extent, int64_t other, auto const& stride, auto const& other_stride) {
@@ -191,7 +179,7 @@ class Sm90Kernel final : public CudaKernel {
     params.scheduler.atomic = s.reduction == Reduction::kAtomic;
     params.scheduler.arrivals = reinterpret_cast<uint32_t*>(workspace);
     params.scheduler.partials = reinterpret_cast<float*>(workspace + parts.arrivals);
-    params.straight = cut.kind == ScheduleKind::kDataParallel && p.epilogue.is_plain() && !misaligned_d;
+    params.straight = cut.kind == ScheduleKind::kDataParallel && p.epilogue.is_plain() && !has_misaligned_d(p);
     params.shape = {static_cast<int>(rows), static_cast<int>(columns), static_cast<int>(q.k),
                     static_cast<int>(q.batch)};
     params.mainloop = Mainloop::to_underlying_arguments(
@@ -202,8 +190,8 @@ class Sm90Kernel final : public CudaKernel {
                        static_cast<int32_t>(part > 0 ? 2 * part : p.k),
                        static_cast<int32_t>(p.batch),
                        static_cast<int32_t>(part / kConfig.tile_k)});
-    params.epilogue = Epilogue::to_underlying_arguments(
-        params.shape, {StoreParams<ElementD>(p, buffers, misaligned_d), nullptr, {}, static_cast<ElementD*>(buffers.d), stride_d});
+    if (Epilogue::set_up(params.epilogue, params.shape, p, buffers) != CUDA_SUCCESS)
+      return Status::internal(info.name + ": TMA cannot store D");
     cudaLaunchAttribute attributes[2];
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(cut.workers * kConfig.cluster_m, kConfig.cluster_n);
