@@ -153,10 +153,10 @@ struct Residuals {
 };
 
 // accumulators = epilogue(accumulators), with what `Biases` says, and store(begin, end) for so many in turn: they are stored while the next
-// have their activation. Returns whether they are: a residual alone is added at once. Each activation has one piece of code for a whole
-// tile: at every jump the instructions are fetched that nobody has read, and waited for.
+// have their activation. Each activation has one piece of code for a whole tile: at every jump the instructions are fetched that nobody
+// has read, and waited for.
 template <int kAtOnce, bool kSwap, bool kThree, class Element, class Accumulators, class Coordinates, class Store>
-CUTLASS_DEVICE bool apply_and_store(EpilogueParams<float, Element> const& params, int64_t batch, int32_t m, int32_t n,
+CUTLASS_DEVICE void apply_and_store(EpilogueParams<float, Element> const& params, int64_t batch, int32_t m, int32_t n,
                                     Coordinates const& coordinates, Biases<kSwap, Element, Accumulators, kThree>& biases,
                                     Accumulators& accumulators, Store const& store) {
   using Bias = Biases<kSwap, Element, Accumulators, kThree>;
@@ -197,7 +197,7 @@ CUTLASS_DEVICE bool apply_and_store(EpilogueParams<float, Element> const& params
       if (begin + kTurn < kValues) load_operands(begin + kTurn);
     }
     bool const waits = Bias::kEarly && params.bias != nullptr;  // what came early is added below
-    if (params.activation == Activation::kNone && !waits) return false;
+    if (params.activation == Activation::kNone && !waits) return store(0, kValues);
     alpha = 1;
   }
   constexpr int kFew = kValues >= 160 ? 4 : cute::min(kTurn / 2, 16);  // an activation needs registers of its own
@@ -217,7 +217,6 @@ CUTLASS_DEVICE bool apply_and_store(EpilogueParams<float, Element> const& params
       store(first, last);
     }
   });
-  return true;
 }
 
 // D = epilogue(accumulators), whose rows may start anywhere: each warp puts some of its accumulators into `kBytes` of shared memory of
@@ -452,10 +451,9 @@ class CollectiveEpilogue {
       store_misaligned<kSwap, kBytes>(epilogue, cute::get<3>(tile), m, n, coordinates(), accumulators, reinterpret_cast<float*>(of_warp));
       return;
     }
-    auto const store_some = [&](int begin, int end) CUTLASS_LAMBDA_FUNC_INLINE { store_converted(tile, accumulators, begin, end); };
-    bool const stored = !epilogue.plain && apply_and_store<kAtOnce>(epilogue, cute::get<3>(tile), m, n, coordinates(), biases, accumulators,
-                                                                    store_some);
-    if (!stored) store_converted(tile, accumulators);
+    if (epilogue.plain) return store_converted(tile, accumulators);
+    apply_and_store<kAtOnce>(epilogue, cute::get<3>(tile), m, n, coordinates(), biases, accumulators,
+                             [&](int begin, int end) CUTLASS_LAMBDA_FUNC_INLINE { store_converted(tile, accumulators, begin, end); });
   }
 
   // Accumulators, of whole boxes.
@@ -485,7 +483,7 @@ class CollectiveEpilogue {
     fill(accumulators, box);
     cute::tma_store_fence();
     cutlass::arch::NamedBarrier::sync(kWarpgroup, barrier_);
-    // A warp, whose store is one: of a thread elected, what it needs would leave uniform registers.
+    // A warp issues it once. Electing a thread takes longer: what it needs then leaves uniform registers.
     if (thread_ / 32 % 4 != 0) return;
     int const warpgroup = thread_ / kWarpgroup, mma = box / kBoxesOfMma;
     int32_t const m = cute::get<0>(tile) * kTileM + (mma * kWarpgroups + warpgroup) * kRows;
