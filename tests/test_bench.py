@@ -165,13 +165,16 @@ def test_bad_files_are_refused_by_line(text, message, tmp_path, monkeypatch, cap
         (["shapes.csv", "--out", "out.md"], "--out out.md: its name must end in .json"),
         (["shapes.csv", "--resume"], "--resume needs --out"),
         (["--from", "shapes.csv"], "shapes.csv is not JSON"),
+        (["shapes.csv", "--limit", "nan"], "invalid seconds value: 'nan'"),
         (["--from", "foreign.json"], "foreign.json is not a result of bench"),
+        (["--from", "part.json"], "part.json is no whole result of bench: it lacks command, date, limits,"),
     ],
     ids=lambda value: "-".join(value) or "nothing" if isinstance(value, list) else "",
 )
 def test_bad_arguments_are_refused(arguments, message, tmp_path, monkeypatch, capsys):
     (tmp_path / "shapes.csv").write_text(SHAPES)
     (tmp_path / "foreign.json").write_text('{"rows": []}')
+    (tmp_path / "part.json").write_text('{"format": "jax_streamk bench 1", "rows": []}')
     monkeypatch.chdir(tmp_path)
     assert message in refused(monkeypatch, capsys, *arguments)
 

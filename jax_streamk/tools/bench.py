@@ -38,7 +38,7 @@ def add_arguments(parser):
     parser.add_argument("--measure", action="append", choices=sides.MEASURES, help=f"may be given several times; all without it. {kinds}")
     parser.add_argument("--rounds", type=shapes.positive, default=2, help="in each, the sides are timed in order and in reverse (%(default)s)")
     parser.add_argument("--no-peers", action="store_true", help="XLA only, not other libraries that are installed")
-    parser.add_argument("--limit", type=float, default=math.inf, metavar="SECONDS", help="after which no new shape is begun")
+    parser.add_argument("--limit", type=shapes.seconds, default=math.inf, metavar="SECONDS", help="after which no new shape is begun")
     parser.add_argument("--out", type=pathlib.Path, metavar="OUT.json", help="written after every shape; at the end OUT.md, the table")
     parser.add_argument("--resume", action="store_true", help="go on with what OUT.json has")
     parser.add_argument("--plot", type=pathlib.Path, metavar="DIR", help="write plots there: roofline and ratios, as SVG and PNG")

@@ -8,6 +8,7 @@ import pathlib
 from jax_streamk.tools.sides import XLA
 
 FORMAT = "jax_streamk bench 1"
+FIELDS = {"date", "command", "machine", "task", "measures", "rounds", "notes", "limits", "link_us", "rows"}
 LOSS = 0.95  # ratios below count as losses
 
 
@@ -24,6 +25,8 @@ def load(path):
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(result, dict) or result.get("format") != FORMAT:
         raise ValueError(f"{path} is not a result of bench: its format is not {FORMAT!r}")
+    if missing := FIELDS - result.keys():
+        raise ValueError(f"{path} is no whole result of bench: it lacks {', '.join(sorted(missing))}")
     return result
 
 

@@ -188,6 +188,14 @@ def positive(text):
     return value
 
 
+def seconds(text):
+    """An argument that is a time, not negative."""
+    value = float(text)
+    if not value >= 0:
+        raise ValueError
+    return value
+
+
 def add_arguments(parser):
     """Adds what ``chosen`` reads; returns the group of which one is given, for more ways to say what."""
     what = parser.add_mutually_exclusive_group(required=True)

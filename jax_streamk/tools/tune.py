@@ -18,7 +18,7 @@ def add_arguments(parser):
     parser.add_argument("--dtype", action="append", type=dtype, help="of operands (bfloat16); may be given several times")
     parser.add_argument("--out-dtype", type=dtype, help="of results (JAX's choice)")
     parser.add_argument("--cache", metavar="DIR", help="where plans are stored (the user's cache folder, which programs look in)")
-    parser.add_argument("--limit", type=float, default=math.inf, metavar="SECONDS", help="begin no product after so long")
+    parser.add_argument("--limit", type=shapes.seconds, default=math.inf, metavar="SECONDS", help="begin no product after so long")
     parser.add_argument("--again", action="store_true", help="measure what is stored already, too")
 
 
