@@ -152,15 +152,18 @@ struct Residuals {
   }
 };
 
-// accumulators = epilogue(accumulators), with what `Biases` says, and store(begin, end) for so many in turn: they are stored while the next
-// have their activation. Each activation has one piece of code for a whole tile: at every jump the instructions are fetched that nobody
-// has read, and waited for.
+// accumulators = epilogue(accumulators), with what `Biases` says; and unless all are done at once, store(begin, end) for so many in turn,
+// which are stored while the next have their activation. Each activation has one piece of code for a whole tile: at every jump the
+// instructions are fetched that nobody has read, and waited for.
 template <int kAtOnce, bool kSwap, bool kThree, class Element, class Accumulators, class Coordinates, class Store>
-CUTLASS_DEVICE void apply_and_store(EpilogueParams<float, Element> const& params, int64_t batch, int32_t m, int32_t n,
-                                    Coordinates const& coordinates, Biases<kSwap, Element, Accumulators, kThree>& biases,
-                                    Accumulators& accumulators, Store const& store) {
+CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t batch, int32_t m, int32_t n,
+                          Coordinates const& coordinates, Biases<kSwap, Element, Accumulators, kThree>& biases, Accumulators& accumulators,
+                          Store const& store) {
   using Bias = Biases<kSwap, Element, Accumulators, kThree>;
   constexpr int kValues = Bias::kValues, kTurn = Bias::kTurn;
+  auto const store_some = [&](int begin, int end) CUTLASS_LAMBDA_FUNC_INLINE {
+    if (kAtOnce < kValues) store(begin, end);
+  };
   bool const has_residual = params.residual != nullptr;
   // Whether all of these lie beyond D, along n. Then their work is skipped; and as ptxas moves little past a branch, it keeps from being
   // under way at once what there are no registers for, of which 64 accumulators leave enough. Columns of two wgmmas begin with the tile's.
@@ -197,7 +200,7 @@ CUTLASS_DEVICE void apply_and_store(EpilogueParams<float, Element> const& params
       if (begin + kTurn < kValues) load_operands(begin + kTurn);
     }
     bool const waits = Bias::kEarly && params.bias != nullptr;  // what came early is added below
-    if (params.activation == Activation::kNone && !waits) return store(0, kValues);
+    if (params.activation == Activation::kNone && !waits) return store_some(0, kValues);
     alpha = 1;
   }
   constexpr int kFew = kValues >= 160 ? 4 : cute::min(kTurn / 2, 16);  // an activation needs registers of its own
@@ -214,13 +217,13 @@ CUTLASS_DEVICE void apply_and_store(EpilogueParams<float, Element> const& params
           activate_two(function, x, y);
           accumulators(i) = x, accumulators(j) = y;
         });
-      store(first, last);
+      store_some(first, last);
     }
   });
 }
 
 // D = epilogue(accumulators), whose rows may start anywhere: each warp puts some of its accumulators into `kBytes` of shared memory of
-// its own and takes them out along rows of D. The arguments are those of apply_and_store().
+// its own and takes them out along rows of D. The arguments are those of apply().
 template <bool kSwap, int kBytes, class Element, class Accumulators, class Coordinates>
 CUTLASS_DEVICE void store_misaligned(StoreParams<Element> const& params, int64_t batch, int32_t m, int32_t n,
                                      Coordinates const& coordinates, Accumulators const& accumulators, float* shared) {
@@ -364,9 +367,10 @@ class CollectiveEpilogue {
   static constexpr int kBoxesOfMma = kTileN / kColumns, kBoxes = kTileM / (kRows * kWarpgroups) * kBoxesOfMma;
   static constexpr int kStages = cute::min(kBoxes, 2);
   static constexpr int kOfBox = kColumns / 2, kValues = kBoxes * kOfBox;  // accumulators of a thread
-  // So many have their activation before they are stored. A few are done sooner than TMA reads a box that is waited for, and many leave no
-  // registers.
-  static constexpr int kAtOnce = kValues * kWarpgroups <= 64 || kValues > 160 ? kValues : kOfBox * kWarpgroups < 24 ? 2 * kOfBox : kOfBox;
+  // So many have their activation before they are stored. All where they are done sooner than TMA reads a box that is waited for, or leave
+  // no registers.
+  static constexpr bool kAll = kValues * kWarpgroups <= 64 || kValues >= 144 || kTileM == 256 || kTileN == 224;
+  static constexpr int kAtOnce = kAll ? kValues : kOfBox * kWarpgroups < 24 ? 2 * kOfBox : kOfBox;
   // A row of shared memory is of D, and of no more than 128 bytes.
   static constexpr int kParts = kSwap ? kRows * kSize / 128 : 1;
   static constexpr int kRowBytes = kSwap ? 128 : kColumns * kSize, kBoxBytes = kRows * kColumns * kSize;
@@ -424,7 +428,7 @@ class CollectiveEpilogue {
                      : (warp * 16 + row) * kRowBytes + column * 4;
     }
     at_ = cute::cast_smem_ptr_to_uint(storage.boxes[thread / kWarpgroup]) + (offset ^ (offset >> 3 & kRowBytes - 16));
-    asm("" : "+r"(at_));  // opaque, or it would be computed when accumulators wait for it
+    if (kValues < 192) asm("" : "+r"(at_));  // opaque, or it would be computed when accumulators wait for it
   }
 
   // Of the tile that is multiplied next, by its consumers.
@@ -451,9 +455,10 @@ class CollectiveEpilogue {
       store_misaligned<kSwap, kBytes>(epilogue, cute::get<3>(tile), m, n, coordinates(), accumulators, reinterpret_cast<float*>(of_warp));
       return;
     }
-    if (epilogue.plain) return store_converted(tile, accumulators);
-    apply_and_store<kAtOnce>(epilogue, cute::get<3>(tile), m, n, coordinates(), biases, accumulators,
-                             [&](int begin, int end) CUTLASS_LAMBDA_FUNC_INLINE { store_converted(tile, accumulators, begin, end); });
+    if (!epilogue.plain)
+      apply<kAtOnce>(epilogue, cute::get<3>(tile), m, n, coordinates(), biases, accumulators,
+                     [&](int begin, int end) CUTLASS_LAMBDA_FUNC_INLINE { store_converted(tile, accumulators, begin, end); });
+    if (epilogue.plain || kAtOnce == kValues) store_converted(tile, accumulators);
   }
 
   // Accumulators, of whole boxes.
@@ -498,7 +503,8 @@ class CollectiveEpilogue {
   // A box's accumulators into shared memory. Along a row the pieces' places are those of the first with some bits flipped.
   template <class Accumulators>
   CUTLASS_DEVICE void fill(Accumulators const& accumulators, int box) {
-    uint32_t const at = at_ + box % kStages * kBoxBytes;
+    uint32_t at = at_ + box % kStages * kBoxBytes;
+    if (kBoxes > 2) asm volatile("" : "+r"(at));  // opaque, or the places of all boxes would be in registers
     int const begin = box * kOfBox;
     if constexpr (kSize == 2) {
 #pragma unroll

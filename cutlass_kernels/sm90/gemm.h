@@ -145,8 +145,8 @@ struct GemmKernel {
       Epilogue::prefetch(params.epilogue, params.shape, tile.m, tile.n, tile.batch);
   }
 
-  // Whether a straight product has a store of its own. ptxas has no registers for that beside as many accumulators and an operand in registers.
-  static constexpr bool kStraight = kAccumulators < 128 || !Mainloop::kFromRegisters;
+  // Whether a straight product has a store of its own. ptxas has no registers for that beside more accumulators, or an operand in registers.
+  static constexpr bool kStraight = kAccumulators < (Mainloop::kFromRegisters ? 128 : 160);
 
   // A tile's first product ignores its accumulators; without this they would be set to zero all the same. Of more than so many, or
   // of three warpgroups' few registers, ptxas then spills some.
