@@ -6,8 +6,8 @@ threads. ``plan`` tells which kernel and schedule it would run, and why.
 
 from jax_streamk.accelerate import accelerate
 from jax_streamk.api import dot_general, einsum, kernels, linear, matmul, plan
+from jax_streamk.custom_call import EXPORT_CHECKS
 from jax_streamk.device import Device
-from jax_streamk.lowering import EXPORT_CHECKS
 from jax_streamk.planner import Plan
 from jax_streamk.primitive import dots_saveable, dots_with_no_batch_dims_saveable
 from jax_streamk.schedules import Auto, DataParallel, PerPass, SplitK, StreamK

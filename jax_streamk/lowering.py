@@ -1,22 +1,17 @@
 """What a product becomes in a program: a custom call on one device, or on several a product that XLA partitions."""
 
-import enum
 import functools
 
 import jax
-import jax.export
 import numpy as np
 from jax import lax
 from jax.interpreters import mlir
 
-from jax_streamk import _ffi, compat, partition, planner, problem, schedules, tune, tuned
+from jax_streamk import _ffi, compat, custom_call, partition, planner, problem, schedules, tune, tuned
 from jax_streamk.device import device_for_lowering
 from jax_streamk.epilogue import Epilogue, wide
 from jax_streamk.primitive import dot_general_p, linear_p
 
-_HOST_TARGET, _CUDA_TARGET = "jax_streamk_host_gemm", "jax_streamk_cuda_gemm"
-# jax.export serializes custom calls other than JAX's own only where it is told to.
-EXPORT_CHECKS = tuple(jax.export.DisabledSafetyCheck.custom_call(target) for target in (_HOST_TARGET, _CUDA_TARGET))
 _REBUILD = "pip install . -C cmake.define.JAX_STREAMK_CUDA=ON"
 
 
@@ -40,29 +35,12 @@ def plan(
         _refuse_schedule(schedule, " this product", why)
         return planner.Plan(None, device, None, None, reasons=(f"falls back to XLA: {why}",)), None
     made = planner.make_plan(arrangement.problem, schedule, device)
-    return made.with_reasons(arrangement.copies(lhs, rhs)), arrangement
+    return made if made.kernel is None else made.with_reasons(arrangement.copies(lhs, rhs)), arrangement
 
 
 def _refuse_schedule(schedule, what, why):
     if not isinstance(schedules.of_forward(schedule), schedules.Auto):
         raise ValueError(f"schedule={schedule} cannot run{what}: {why}")
-
-
-def _attributes(made):
-    """The custom call's attributes: the members of GemmAttributes in ffi/gemm_call.h."""
-    # Of the problem, enumerations are 32 bits wide and numbers 64; of the schedule all are 32.
-    width = {bool: np.bool_, int: np.int64, float: np.float64}
-    attributes = {
-        name: (np.int32 if isinstance(value, enum.Enum) else width[type(value)])(value)
-        for name, value in made.problem.attributes().items()
-    }
-    attributes |= {name: np.int32(value) for name, value in made.schedule_attributes().items()}
-    return attributes | dict(
-        kernel=made.kernel,
-        arch=np.int32(made.device.arch),
-        sms=np.int32(made.device.sms),
-        workspace_bytes=np.int64(made.workspace_bytes),
-    )
 
 
 def _lower(ctx, *operands, **params):
@@ -114,9 +92,9 @@ def _lower_on_one_device(ctx, lhs, rhs, *others, platform, schedule, out_shardin
         avals = arrangement.prepared(*avals)
     stored = arrangement.stored(compat.local_aval(*ctx.avals_out))
     workspace = stored.update(shape=(made.workspace_bytes,), dtype=np.dtype(np.uint8))
-    call = jax.ffi.ffi_lowering(_HOST_TARGET if platform == "cpu" else _CUDA_TARGET)
+    call = jax.ffi.ffi_lowering(custom_call.target(made))
     ctx = ctx.replace(avals_in=[*avals, *ctx.avals_in[2:]], avals_out=[stored, workspace])
-    out = call(ctx, lhs, rhs, *others, **_attributes(made))[0]
+    out = call(ctx, lhs, rhs, *others, **custom_call.attributes(made))[0]
     if arrangement.permute_result is None:
         return [out]
     transpose = functools.partial(lax.transpose, permutation=arrangement.permute_result)
@@ -162,12 +140,3 @@ for _primitive in (dot_general_p, linear_p):
     compat.needs_devices(_primitive)
     # A cached rule would not see what its operands come from.
     mlir.register_lowering(_primitive, _lower, cacheable=False)
-
-
-def _register_handlers():
-    jax.ffi.register_ffi_target(_HOST_TARGET, _ffi.host_handler(), platform="cpu")
-    if _ffi.has_cuda:
-        jax.ffi.register_ffi_target(_CUDA_TARGET, _ffi.cuda_handler(), platform="CUDA")
-
-
-_register_handlers()

@@ -19,6 +19,7 @@ import pytest
 
 import jax_streamk
 from jax_streamk import __main__ as command
+from jax_streamk.programs import Program, chain, wall_sample
 from jax_streamk.tools import bench, results, shapes, sides, timing
 
 SHAPES = "m,n,k,trans_a,trans_b,batch\n16,48,64,0,0,1\n64,64,4096,1,0,1\n33,17,129,0,1,1\n8,16,24,0,0,3\n"
@@ -250,7 +251,7 @@ def test_device_time_is_of_kernels_memsets_and_copies():
 def test_a_profile_without_a_gpu_is_no_measurement():
     if jax.default_backend() == "gpu":
         pytest.skip("a GPU has device times")
-    program = timing.Program(lambda: jnp.ones(8) + 1, jax.block_until_ready, 1)
+    program = Program(lambda: jnp.ones(8) + 1, jax.block_until_ready, 1)
     assert timing.device_work(timing.profile(program.run)) == []
     with pytest.raises(RuntimeError, match="no kernel of a GPU"):
         timing.device_samples(program)
@@ -267,7 +268,7 @@ def test_no_run_starts_while_the_results_of_the_last_are_held():
         results.append(weakref.ref(result := Result()))
         return result
 
-    timing.wall_sample(timing.Program(run, lambda _: time.sleep(0.001), 1), least=0.003)
+    wall_sample(Program(run, lambda _: time.sleep(0.001), 1), least=0.003)
     assert len(results) > 2
 
 
@@ -276,7 +277,7 @@ def test_device_time_has_every_kernel_and_memset():
     split = jax.jit(lambda x: jax_streamk.matmul(x, x, schedule=jax_streamk.SplitK(4)))  # which on a tile of Hopper zeroes its tickets
     x = jnp.ones((2048, 2048), jnp.bfloat16)
     jax.block_until_ready(split(x))
-    samples, names = timing.device_samples(timing.Program(lambda: [split(x) for _ in range(4)], jax.block_until_ready, 4))
+    samples, names = timing.device_samples(Program(lambda: [split(x) for _ in range(4)], jax.block_until_ready, 4))
     assert len(samples) == 20 and min(samples) > 0
     assert any("memset" in name.lower() for name in names) and len(names) >= 2, names
 
@@ -290,7 +291,7 @@ def test_chained_calls_wait_for_each_other_at_the_cost_of_one_write(shape):
     link = operands[0][0].size > operands[0][1].size
     texts = {}
     for name, function in task.functions(shape).items():
-        chained = sides.chain(function)
+        chained = chain(function)
         linked = np.array(operands[0][link])
         for xs in operands:
             linked.flat[0] = np.asarray(function(*(linked if i == link else x for i, x in enumerate(xs)))).flat[0]

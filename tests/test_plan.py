@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jax_streamk
-from jax_streamk import Auto, DataParallel, Device, Plan, SplitK, StreamK, _ffi, lowering, matmul, plan, planner, primitive, problem
+from jax_streamk import Auto, DataParallel, Device, Plan, SplitK, StreamK, _ffi, custom_call, matmul, plan, planner, primitive, problem
 
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else "cpu"
 TARGET = "jax_streamk_cuda_gemm" if PLATFORM == "cuda" else "jax_streamk_host_gemm"
@@ -47,7 +47,7 @@ def test_lowering_emits_the_plan(shape_a, shape_b, dtype, preferred, schedule):
     a, b = shaped(shape_a, dtype), shaped(shape_b, dtype)
     made = plan(a, b, schedule=schedule, preferred_element_type=preferred)
     calls = emitted_attributes(functools.partial(matmul, schedule=schedule, preferred_element_type=preferred), a, b)
-    attributes = lowering._attributes(made)
+    attributes = custom_call.attributes(made)
     as_text = {np.float64: "{:.6e}".format, np.bool_: lambda value: str(value).lower()}
     assert calls == [{name: as_text.get(type(value), str)(value) for name, value in attributes.items()}]
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import jax_streamk
 from jax_streamk.device import device_of
 from jax_streamk.epilogue import ACTIVATIONS
+from jax_streamk.programs import wall_sample
 from jax_streamk.tools import results, shapes, sides, timing
 from jax_streamk.tools.info import driver
 
@@ -121,7 +122,7 @@ def measure_all(arguments, report):
     except OSError as error:
         arguments.error(f"--out {arguments.out}: cannot write it: {error}")
     if result["link_us"] is None:
-        result["link_us"] = timing.wall_sample(_warm(link))
+        result["link_us"] = wall_sample(_warm(link))
         result["limits"] = _limits(task.dtype) if gpu else {}
     done = {_key(row) for row in result["rows"]}
     todo = [shape for shape in todo if _key(dataclasses.asdict(shape)) not in done]
@@ -200,7 +201,7 @@ def measure(task, shape, peers, measures, rounds, gpu):
                 if each == "device":
                     more, side["kernels"] = timing.device_samples(programs[name][each])
                 else:
-                    more = [timing.wall_sample(programs[name][each])]
+                    more = [wall_sample(programs[name][each])]
                 samples[name][each] += more
     for name, side in row["sides"].items():
         if "error" not in side:
@@ -254,7 +255,7 @@ def _limits(dtype):
     """What a GPU reaches: bytes per second read and written by an elementwise function, and FLOP per second of XLA's large square."""
     x, size = jnp.ones(1 << 26), 8192
     stream, square = (
-        timing.wall_sample(_warm(sides.jax_programs(function, [operands], 1)["device"]), 0.1)
+        wall_sample(_warm(sides.jax_programs(function, [operands], 1)["device"]), 0.1)
         for function, operands in ((jnp.negative, (x,)), (jnp.matmul, sides.Task(dtype).operands(shapes.Shape(size, size, size), 1)[0]))
     )
     return dict(bytes_per_s=2 * x.nbytes / stream * 1e6, flops_per_s=2 * size**3 / square * 1e6)

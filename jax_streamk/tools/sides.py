@@ -1,6 +1,6 @@
 """What is measured side by side: our product, XLA's, and those of other libraries where they are installed.
 
-A side makes of a ``Shape`` and operands the ``Program``s that timing.py measures.
+A side makes of a ``Shape`` and operands the ``Program``s that are measured.
 """
 
 import dataclasses
@@ -17,7 +17,8 @@ from jax import lax
 import jax_streamk
 from jax_streamk.device import device_of
 from jax_streamk.epilogue import ACTIVATIONS
-from jax_streamk.tools.timing import Program, device_samples, summary
+from jax_streamk.programs import Program, chain
+from jax_streamk.tools.timing import device_samples, summary
 
 OURS, XLA, OUR_MATMUL = "jax_streamk", "XLA", "jax_streamk.matmul"
 MEASURES = {
@@ -108,30 +109,6 @@ def jax_programs(function, operands, in_program):
         "dependent": Program(lambda: linked(few), jax.block_until_ready, len(few)),
         "independent": Program(lambda: several(few), jax.block_until_ready, len(few)),
     }
-
-
-def chain(function):
-    """A jitted function that calls ``function`` on operands one after another, each call waiting for the result of the one before.
-
-    One array is the smaller operand of all calls, and after each of them one element of its result is written into it, in place: a
-    little kernel that is the same whatever ``function`` is, since barriers keep XLA from merging it with what is around.
-
-    Returns:
-      The array. Results that are returned would each cost the host an allocation in every run, more than a small product takes.
-    """
-
-    @jax.jit
-    def run(products):
-        link = min((0, 1), key=lambda i: products[0][i].size)
-        linked = products[0][link]
-        for operands in products:
-            operands = (*operands[:link], linked, *operands[link + 1 :])
-            out = lax.optimization_barrier(function(*operands))
-            element = out[(slice(0, 1),) * linked.ndim].astype(linked.dtype)
-            linked = lax.optimization_barrier(lax.dynamic_update_slice(linked, element, (0,) * linked.ndim))
-        return linked
-
-    return run
 
 
 def link_program():

@@ -1,27 +1,17 @@
-"""How long a call takes: on the device, by a profile of all that the device did, and on the wall."""
+"""How long a call takes on the device, by a profile of all that the device did."""
 
-import dataclasses
 import math
 import pathlib
 import tempfile
-import time
-from collections.abc import Callable
 
 import jax
 import numpy as np
 
+from jax_streamk.programs import repeat
+
 # Every event of XLA's CUPTI tracer that is a kernel, a copy or a memset has one of these, and no other event (overhead, markers) has.
 # Those inside a CUDA graph are traced one by one, unless the profiler's gpu_enable_cupti_activity_graph_trace is set.
 _DETAILS = {"kernel_details", "memcpy_details", "memset_details"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """``wait(run())`` makes so many calls. ``run`` returns early where the device works on its own."""
-
-    run: Callable
-    wait: Callable
-    calls: int
 
 
 def device_work(profile):
@@ -74,32 +64,10 @@ def device_samples(program, least=20):
       RuntimeError: the profile has nothing of a GPU.
     """
     repeats = -(-least // program.calls)
-    work = device_work(profile(lambda: _repeat(program, repeats)))
+    work = device_work(profile(lambda: repeat(program, repeats)))
     if not work:
         raise RuntimeError("the profile has no kernel of a GPU: CUPTI is missing, or another profiler has it")
     return per_call(work, repeats * program.calls), sorted({name for _, _, name in work})
-
-
-def wall_sample(program, least=0.03):
-    """Microseconds a call of the wall's time, the program being started over and over for at least so many seconds."""
-    _repeat(program, 2)  # another program ran before
-    seconds = _wall(program, 1)
-    return _wall(program, max(1, round(least / seconds))) / program.calls * 1e6
-
-
-def _wall(program, repeats):
-    start = time.perf_counter()
-    _repeat(program, repeats)
-    return (time.perf_counter() - start) / repeats
-
-
-def _repeat(program, repeats):
-    for _ in range(repeats):
-        # While the last run's results are held the next run's lie elsewhere, and XLA writes new addresses into its CUDA graph before
-        # every run: 4 us a node on the host, more than many a small product takes.
-        out = None
-        out = program.run()
-    program.wait(out)
 
 
 def summary(samples):
