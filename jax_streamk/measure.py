@@ -36,23 +36,15 @@ class Memory:
 
     def rotation(self, problem):
         """The ``Rotation`` of a ``GemmProblem``, valid until the next one is asked for."""
-        size_ab, size_d = (_dtype(type_).itemsize for type_ in (problem.type_a, problem.type_d))
-        d = size_d * _span(problem.batch, problem.batch_stride_d, problem.m, problem.ldd, problem.n)
-        row_a, row_b = (major == _ffi.Major.row for major in (problem.major_a, problem.major_b))
-        a = (problem.m, problem.lda, problem.k) if row_a else (problem.k, problem.lda, problem.m)
-        b = (problem.k, problem.ldb, problem.n) if row_b else (problem.n, problem.ldb, problem.k)
-        sizes = [
-            size_ab * _span(problem.batch, problem.batch_stride_a, *a),
-            size_ab * _span(problem.batch, problem.batch_stride_b, *b),
-            size_d * _span(problem.batch, problem.batch_stride_bias, 1, 0, problem.n) if problem.has_bias else 0,
-            d if problem.has_residual else 0,
-        ]
-        *starts, stride = np.cumsum([0, *map(_aligned, sizes)]).tolist()
+        size_ab, size_d = (dtype_of(type_).itemsize for type_ in (problem.type_a, problem.type_d))
+        a, b, d, bias, residual = spans(problem)
+        *starts, stride = np.cumsum([0, *map(_aligned, (size_ab * a, size_ab * b, size_d * bias, size_d * residual))]).tolist()
+        d *= size_d
         rotated, type_ = ROTATED_BYTES[self.device.platform], problem.type_a
         # What an unusually large product needed, or one of another type, is not kept.
         self._held = {name: held for name, held in self._held.items() if held.nbytes <= 2 * rotated and name in (type_, *_OTHERS)}
         count = max(1, min(MOST_SETS, math.ceil(rotated / (stride + _aligned(d)))))
-        operands = self._address(type_, max(count * stride, int(rotated)), lambda size: _random(_dtype(type_), size))
+        operands = self._address(type_, max(count * stride, int(rotated)), lambda size: _random(dtype_of(type_), size))
         results = self.address("results", count * _aligned(d))
         at_a, at_b, at_bias, at_residual = ([operands + start + i * stride for i in range(count)] for start in starts)
         at_d = [results + i * _aligned(d) for i in range(count)]
@@ -68,6 +60,11 @@ class Memory:
             self._held[name] = self.put(content(size))
         return self._held[name].unsafe_buffer_pointer()
 
+    def check_running(self):
+        """Raises RuntimeError once measuring was stopped."""
+        if self.stopped.is_set():
+            raise RuntimeError("measuring was stopped")
+
     def put(self, array):
         return jax.block_until_ready(jax.device_put(array, self._on))
 
@@ -77,7 +74,7 @@ class Rotation:
 
     def __init__(self, memory, problem, sets, result_bytes):
         self._memory, self._problem, self._sets, self._result_bytes = memory, problem.native(), sets, result_bytes
-        self._dtype = _dtype(problem.type_d)
+        self._dtype = dtype_of(problem.type_d)
 
     def shorten(self, kernel, schedule):
         """Drops sets until a pass over them takes no longer than ``LONGEST_PASS`` with this kernel and schedule."""
@@ -101,20 +98,29 @@ class Rotation:
         return np.asarray(d).view(self._dtype)
 
     def _time(self, kernel, schedule, sets, repeats):
-        if self._memory.stopped.is_set():
-            raise RuntimeError("measuring was stopped")
+        self._memory.check_running()
         what = kernel, self._problem, schedule, self._memory.device.native()
         workspace = self._memory.address("workspace", max(1, _ffi.workspace_bytes(*what)))
         return _ffi.time_launches(*what, sets, workspace, repeats)
 
 
-def _dtype(type_):
+def dtype_of(type_):
+    """The dtype that is an ``_ffi.Type``."""
     return next(dtype for dtype, known in TYPES.items() if known == type_)
 
 
-def _span(batch, batch_stride, rows, ld, columns):
-    """Elements from the first to the last of a batch of strided matrices."""
-    return (batch - 1) * batch_stride + (rows - 1) * ld + columns
+def spans(problem):
+    """Elements from the first to the last of A, B, D, bias and residual; 0 of what is absent."""
+
+    def span(batch_stride, rows, ld, columns):
+        return (problem.batch - 1) * batch_stride + (rows - 1) * ld + columns
+
+    row_a, row_b = (major == _ffi.Major.row for major in (problem.major_a, problem.major_b))
+    a = (problem.m, problem.lda, problem.k) if row_a else (problem.k, problem.lda, problem.m)
+    b = (problem.k, problem.ldb, problem.n) if row_b else (problem.n, problem.ldb, problem.k)
+    d = span(problem.batch_stride_d, problem.m, problem.ldd, problem.n)
+    bias = problem.has_bias * span(problem.batch_stride_bias, 1, 0, problem.n)
+    return span(problem.batch_stride_a, *a), span(problem.batch_stride_b, *b), d, bias, problem.has_residual * d
 
 
 def _aligned(size):

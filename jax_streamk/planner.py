@@ -124,13 +124,14 @@ def _order(raster, swizzle):
 def make_plan(problem, schedule, device):
     """Plans a ``GemmProblem`` on a ``Device``.
 
-    ``Auto()`` takes what tuning found for this very problem and device. Without, it takes the candidate with the least estimate, and
-    XLA's product where no kernel can run the problem. Any other schedule is obeyed: on the best kernel that can, or refused.
+    ``Auto()`` takes what tuning found for this very problem and device, XLA's product where that was faster. Without, it takes the
+    candidate with the least estimate, and XLA's product where no kernel can run the problem. Any other schedule is obeyed: on the best
+    kernel that can, or refused.
 
     Raises:
       ValueError: an explicit schedule that no kernel can run, with the reason of the kernel that came closest.
     """
-    return _plan(problem, schedule, device, tuned.lookup(problem, device) if isinstance(schedule, schedules.Auto) else None)
+    return plan_with(tuned.lookup(problem, device) if isinstance(schedule, schedules.Auto) else None, problem, schedule, device)
 
 
 def choose(problem, wanted, device, **listed):
@@ -141,7 +142,8 @@ def choose(problem, wanted, device, **listed):
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(problem, schedule, device, found):
+def plan_with(found, problem, schedule, device):
+    """``make_plan`` where tuning found what is in ``found``; None: nothing."""
     if problem.is_empty:
         return Plan(problem, device, None, None, reasons=("there is nothing to multiply: the result is empty or zero",))
     auto = isinstance(schedule, schedules.Auto)
@@ -156,13 +158,14 @@ def _plan(problem, schedule, device, found):
     kernel, native, workspace_bytes, microseconds = chosen.kernel, chosen.schedule, choice.workspace_bytes, chosen.cost.microseconds
     if found is not None:
         alone = f"{kernel}, {_schedule_of(native)}, {_order(_letter(native.raster), native.swizzle)}"
+        without = f"without tuning the planner takes {alone}: {microseconds:.1f} us estimated"
+        if found.is_left_to_xla:
+            took = f"its product took {found.xla_ratio:.2f} of the time of {found.kernel}, measured by tuning on {found.date[:10]}"
+            return Plan(problem, device, None, None, reasons=(f"falls back to XLA: {took}", without))
         kernel, native, microseconds = found.kernel, found.native(), found.microseconds
         workspace_bytes = _ffi.workspace_bytes(kernel, problem.native(), native, device.native())
-        reasons = [
-            f"{microseconds:.1f} us measured by tuning on {found.date[:10]}, "
-            f"{found.planned_microseconds:.1f} us of the planner's choice then",
-            f"without tuning the planner takes {alone}: {chosen.cost.microseconds:.1f} us estimated",
-        ]
+        planned = f"{found.planned_microseconds:.1f} us of the planner's choice then"
+        reasons = [f"{microseconds:.1f} us measured by tuning on {found.date[:10]}, {planned}", without]
     else:
         reasons = [] if auto else ["the schedule was given"]
         reasons.append(cost_model.describe(chosen.cost))

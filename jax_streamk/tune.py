@@ -13,7 +13,7 @@ import warnings
 import jax
 import numpy as np
 
-from jax_streamk import _ffi, planner, schedules, tuned
+from jax_streamk import _ffi, contest, planner, schedules, tuned
 from jax_streamk.device import device_of, jax_device_of
 from jax_streamk.measure import Memory
 from jax_streamk.tuned import Candidate, Tuned
@@ -25,14 +25,13 @@ _HOPELESS = 1.5  # times the best so far: measured once and no more
 _BEST = 3  # of them, around which more are tried
 _FINALISTS = 4  # are measured again, in turn
 _ROUNDS = 5
-_MARGIN = 1.01  # by which, and in every round, the planner's own choice must be beaten: less is noise
 
 
 def fastest(problem, memory):
     """Finds the fastest plan of a problem, which some kernel runs, on the device of ``memory``, among the deterministic ones.
 
     Returns:
-      The ``Tuned`` plan: the planner's own choice unless another is faster by more than noise.
+      The ``Tuned`` plan: the planner's own choice unless another is faster by more than noise. And how XLA's product compares.
 
     Raises:
       RuntimeError: a launch of the planner's own choice failed, or the device has no memory left for it.
@@ -72,14 +71,18 @@ def fastest(problem, memory):
             medians.append(statistics.median(rotation.time(candidate.kernel, candidate.native())))
     final = {candidate: statistics.median(medians) for candidate, medians in rounds.items()}
     right = rotation.result(own.kernel, own.native())
+    winner = own
     for candidate in sorted(final, key=final.get):
-        is_beaten = final[own] > _MARGIN * final[candidate] and all(x > y for x, y in zip(rounds[own], rounds[candidate]))
-        if not is_beaten:
+        # The planner's own choice must be beaten in every round, too.
+        if final[own] <= tuned.MARGIN * final[candidate] or any(x <= y for x, y in zip(rounds[own], rounds[candidate])):
             break
         if _agree(rotation.result(candidate.kernel, candidate.native()), right):
-            return Tuned.now(candidate, final[candidate], final[own])
+            winner = candidate
+            break
         warnings.warn(f"jax_streamk does not take {candidate}: its result differs from that of {own}. Please report this.")
-    return Tuned.now(own, final[own], final[own])
+    found = Tuned.now(winner, final[winner], final[own])
+    ratio = contest.xla_ratio(planner.plan_with(found, problem, schedules.Auto(), device), memory, _ROUNDS)
+    return dataclasses.replace(found, xla_ratio=ratio)
 
 
 def _agree(x, y):
@@ -118,9 +121,9 @@ def tuning(cache=None):
     """Tunes the products that programs are lowered with meanwhile: a context manager.
 
     Within it, lowering a product whose schedule is ``Auto()``, for a device of this process and without a tuned plan, measures
-    candidates on that device at once, stores the fastest and uses it. Functions that were compiled before are compiled anew inside, and
-    those compiled inside once more after it. It holds for the thread, or the asyncio task, that enters it, and may be entered again
-    inside; not inside a function that is traced.
+    candidates on that device at once, XLA's product beside the fastest, stores what it found and uses it. Functions that were compiled
+    before are compiled anew inside, and those compiled inside once more after it. It holds for the thread, or the asyncio task, that
+    enters it, and may be entered again inside; not inside a function that is traced.
 
     Args:
       cache: the folder that plans are taken from meanwhile, and stored in; None is the one in use, see ``use_tuned_plans``.

@@ -19,10 +19,13 @@ import warnings
 import zlib
 
 import jax
+import jaxlib
 import platformdirs
 
 from jax_streamk import _ffi
 from jax_streamk.problem import GemmProblem
+
+MARGIN = 1.01  # by which a choice must be beaten: less is noise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,17 +55,26 @@ class Tuned(Candidate):
     Attributes:
       microseconds: what it was measured to take.
       planned_microseconds: what the planner's own choice was measured to take beside it.
+      xla_ratio: the time of XLA's product over its, both in programs; 0 where that was not measured.
+      jaxlib: the version that XLA's product is of.
       date: of the measurement, ISO 8601.
     """
 
     microseconds: float
     planned_microseconds: float
+    xla_ratio: float
+    jaxlib: str
     date: str
 
     @classmethod
-    def now(cls, candidate, microseconds, planned_microseconds):
+    def now(cls, candidate, microseconds, planned_microseconds, xla_ratio=0.0):
         date = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-        return cls(**vars(candidate), microseconds=microseconds, planned_microseconds=planned_microseconds, date=date)
+        return cls(*vars(candidate).values(), microseconds, planned_microseconds, xla_ratio, jaxlib.__version__, date)
+
+    @property
+    def is_left_to_xla(self):
+        """Whether the XLA that is here was faster."""
+        return 0 < MARGIN * self.xla_ratio < 1 and self.jaxlib == jaxlib.__version__
 
 
 @functools.cache
@@ -76,9 +88,11 @@ def version():
 
 @functools.cache
 def kernel_set(platform):
-    """A hash of the kernels of this build for "cpu" or "cuda", and of the version: what a measurement holds for."""
+    """A hash of the kernels of this build for "cpu" or "cuda", of the version, and of what is told of a plan: what a measurement holds
+    for."""
     names = (kernel.name for kernel in _ffi.kernels() if (kernel.family == _ffi.Family.host) == (platform == "cpu"))
-    return hashlib.sha256("\n".join((version(), *names)).encode()).hexdigest()[:16]
+    fields = (field.name for field in dataclasses.fields(Tuned))
+    return hashlib.sha256("\n".join((version(), *fields, *names)).encode()).hexdigest()[:16]
 
 
 def _line(device, problem, tuned):
@@ -101,7 +115,8 @@ def _parse(line, device):
     tuned = Tuned(**{field.name: _of_type(field.type, record.pop(field.name)) for field in dataclasses.fields(Tuned)})
     problem = GemmProblem(**{f.name: _of_type(f.type, extents.pop(f.name)) for f in dataclasses.fields(GemmProblem)})
     datetime.datetime.fromisoformat(tuned.date)
-    if record or extents or not all(0 < us < math.inf for us in (tuned.microseconds, tuned.planned_microseconds)):
+    times = tuned.microseconds, tuned.planned_microseconds
+    if record or extents or not all(0 < us < math.inf for us in times) or not 0 <= tuned.xla_ratio < math.inf:
         raise ValueError(line)
     native = tuned.native()
     if tuned.reduction == _ffi.Reduction.atomic.name:
@@ -277,8 +292,8 @@ def use_tuned_plans(cache=None):
 
 def _digest(plans):
     """Of what runs, however long it took."""
-    what = sorted(f"{problem} {found.kernel} {found.schedule} {found.splits} {found.reduction} {found.raster} {found.swizzle}"
-                  for problem, found in plans.items())  # fmt: skip
+    what = sorted(f"{problem} {found.is_left_to_xla} {found.kernel} {found.schedule} {found.splits} {found.reduction} {found.raster} "
+                  f"{found.swizzle}" for problem, found in plans.items())  # fmt: skip
     return zlib.crc32(" ".join(what).encode())
 
 

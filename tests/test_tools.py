@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jax_streamk
-from jax_streamk import _ffi, measure, plan, planner, tune, tuned
+from jax_streamk import _ffi, contest, measure, plan, planner, tune, tuned
 from jax_streamk.__main__ import main
 from jax_streamk.device import device_of
 from jax_streamk.tools import info
@@ -83,6 +83,17 @@ def test_tune_measures(tmp_path, monkeypatch, capsys):
     assert main(["tune", path, "--dtype", "float32", "--cache", str(tmp_path / "cache")]) == 0
     (found,) = Store(tmp_path / "cache").plans(device_of(None)).values()
     assert f"{found.microseconds:.1f} us by" in capsys.readouterr().err
+
+
+def test_tune_tells_what_it_leaves_to_xla(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(measure.ROTATED_BYTES, device_of(None).platform, 1e5)
+    ratios = iter([0.876, 1.2])
+    monkeypatch.setattr(contest, "xla_ratio", lambda made, memory, rounds: next(ratios))
+    path = write(tmp_path / "two.csv", "40,24,64", "48,24,64", header="m,n,k")
+    assert main(["tune", path, "--dtype", "float32", "--cache", str(tmp_path / "cache")]) == 0
+    out, err = capsys.readouterr()
+    assert "left to XLA, whose product is faster: 1 of 2" in out
+    assert err.count("left to XLA") == 1 and "; left to XLA, whose product took 0.88 of the time\n48 x 24 x 64" in err
 
 
 def test_an_interrupted_run_has_stored_what_it_finished(file, tmp_path, capsys, pretended, monkeypatch):

@@ -17,13 +17,14 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 import platformdirs
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_streamk
-from jax_streamk import Auto, DataParallel, Plan, SplitK, StreamK, _ffi, linear, matmul, measure, plan, planner, tune, tuned
+from jax_streamk import Auto, DataParallel, Plan, SplitK, StreamK, _ffi, contest, linear, matmul, measure, plan, planner, tune, tuned
 from jax_streamk.device import HOPPER, device_of
 from jax_streamk.tuned import Candidate, Store, Tuned
 
@@ -48,8 +49,9 @@ def another(problem, device):
     return dataclasses.replace(Candidate.of(other.kernel, other.schedule), raster="along_n", swizzle=3)
 
 
-def found(problem, device, microseconds=7.0, planned_microseconds=9.0, date="2026-01-02T03:04:05+00:00"):
-    return Tuned(**vars(another(problem, device)), microseconds=microseconds, planned_microseconds=planned_microseconds, date=date)
+def found(problem, device, microseconds=7.0, **others):
+    others = dict(planned_microseconds=9.0, xla_ratio=1.2, jaxlib=jaxlib.__version__, date="2026-01-02T03:04:05+00:00") | others
+    return Tuned(**vars(another(problem, device)), microseconds=microseconds, **others)
 
 
 @pytest.fixture
@@ -106,6 +108,24 @@ def test_auto_takes_what_is_stored_for_this_very_problem(store):
     assert "tuning" not in str(plan(A, B, device=unknown)) and plan(A, B, device=unknown).kernel == alone.kernel
     for schedule in (DataParallel(), SplitK(2), StreamK()):
         assert plan(A, B, schedule=schedule).reasons[0] == "the schedule was given"
+
+
+def test_auto_leaves_to_xla_what_xla_was_faster_at(store):
+    alone = plan(A, B)
+    digests = set()
+    for changes, is_left in (({}, False), (dict(xla_ratio=0.9), True), (dict(xla_ratio=0.995), False), (dict(xla_ratio=0.0), False),
+                             (dict(xla_ratio=0.9, jaxlib="0.0.1"), False)):  # fmt: skip
+        store.add(here(), alone.problem, found(alone.problem, here(), **changes))
+        made = plan(A, B)
+        assert (made.kernel is None) == is_left and len(emitted(lambda a, b: matmul(a, b), A, B)) == 1 - is_left
+        assert plan(A, B, schedule=DataParallel()).kernel and emitted(lambda a, b: matmul(a, b, schedule=StreamK()), A, B)
+        digests.add((is_left, store.digest(here())))
+        if is_left:
+            loser = another(alone.problem, here()).kernel
+            assert made.reasons[0] == f"falls back to XLA: its product took 0.90 of the time of {loser}, measured by tuning on 2026-01-02"
+            assert made.reasons[1].startswith(f"without tuning the planner takes {alone.kernel}, {alone.schedule}")
+            assert Store(store.directory).read(here()).plans == store.plans(here())
+    assert len(digests) == 2 == len({digest for _, digest in digests})
 
 
 def test_programs_run_what_is_stored(store):
@@ -216,6 +236,7 @@ def broken_lines():
         "unknown schedule": line(schedule="greedy"),
         "no time": line(microseconds=float("inf")),
         "negative time": line(planned_microseconds=-1.0),
+        "no ratio": line(xla_ratio=float("nan")),
         "no date": line(date="yesterday"),
         "kernel is null": line(kernel=None),
     }
@@ -451,6 +472,7 @@ def test_measurements_of_what_cannot_run_are_refused(quick):
 def test_a_tuned_plan_is_a_measured_one_that_runs(quick):
     problem = plan(A, B).problem
     made = tune.fastest(problem, measure.Memory(here()))
+    assert 0 < made.xla_ratio < 1e6
     assert _ffi.can_implement(made.kernel, problem.native(), made.native(), here().native()) is None
     assert 0 < made.microseconds <= made.planned_microseconds < 1e6 and made.reduction != "atomic"
 
@@ -480,11 +502,19 @@ def test_the_planners_choice_stays_unless_beaten_by_more_than_noise(monkeypatch,
         def result(self, kernel, schedule):
             return np.array([np.nan, 3.0, -4.0 - wrong * (Candidate.of(kernel, schedule) == best)])
 
+    def against(made, memory, rounds):
+        assert Candidate.of(made.kernel, made.native_schedule()) == (best if wins else own)
+        return 0.7
+
     memory = measure.Memory(here())
     monkeypatch.setattr(memory, "rotation", lambda problem: Pretended())
+    monkeypatch.setattr(contest, "xla_ratio", against)
     with pytest.warns(UserWarning, match="its result differs") if wrong else contextlib.nullcontext():
         made = tune.fastest(problem, memory)
-    assert made == Tuned.now(best if wins else own, made.microseconds, 10.0)
+    assert dataclasses.replace(made, date="") == Tuned(
+        **vars(best if wins else own), microseconds=made.microseconds, planned_microseconds=10.0, xla_ratio=0.7,
+        jaxlib=jaxlib.__version__, date="",
+    )  # fmt: skip
     assert made.microseconds == pytest.approx(10 * faster if wins else 10)
     assert {Candidate.of(x.kernel, x.schedule) for x in native} <= set(asked)
     # The finalists in turn, not one after the other.
@@ -508,6 +538,8 @@ def test_on_a_gpu_other_orders_of_tiles_are_tried_around_the_best(monkeypatch):
     monkeypatch.setattr(planner, "choose", lambda problem, wanted, device, listed: types.SimpleNamespace(candidates=native[:listed]))
     refused = "kernel 5", "along_n", 1
     monkeypatch.setattr(_ffi, "can_implement", lambda kernel, problem, s, device: (kernel, s.raster.name, s.swizzle) == refused or None)
+    monkeypatch.setattr(planner, "plan_with", lambda *parts: None)
+    monkeypatch.setattr(contest, "xla_ratio", lambda *parts: 0.0)
     asked = []
 
     class Pretended:
@@ -537,6 +569,56 @@ def test_on_a_gpu_other_orders_of_tiles_are_tried_around_the_best(monkeypatch):
     for kernel in ("kernel 4", "kernel 5", "kernel 6"):
         assert {(kernel, *order) for order in tune.ORDERS} - set(asked) == ({refused} if kernel == "kernel 5" else set())
     assert ("kernel 3", "along_n", 1) not in asked
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_both_sides_of_the_contest_multiply_the_same(which):
+    problem = problems_to_run()[which]
+    made = planner.make_plan(problem, Auto(), here())
+    (our_product, our_shapes), (xlas_product, xlas_shapes) = contest.ours(made), contest.xlas(made)
+    rng, dtype = np.random.default_rng(0), measure.dtype_of(problem.type_a)
+    operands = [jnp.asarray(rng.standard_normal(shape), dtype) for shape in xlas_shapes]
+    flat = [x.reshape(shape) for x, shape in zip(operands, our_shapes, strict=True)]
+    wanted = jax.jit(xlas_product)(*operands)
+    assert wanted.shape == ((3, 24, 32) if which < 2 else (64, 96))
+    np.testing.assert_allclose(jax.jit(our_product)(*flat), wanted.ravel(), rtol=2**-6, atol=2e-2 if which < 2 else 1.0)
+    assert f"custom_call @{TARGET}" in jax.jit(our_product).lower(*flat).as_text()
+    assert TARGET not in jax.jit(xlas_product).lower(*operands).as_text()
+
+
+def test_the_contest_takes_operands_as_they_are_strided_and_typed():
+    wide = problems_to_run()[0]
+    strided = dataclasses.replace(wide, lda=72, batch_stride_a=2000, ldd=33, batch_stride_d=800)
+    _, shapes = contest.ours(planner.make_plan(strided, Auto(), here()))
+    assert shapes == [(2 * 2000 + 23 * 72 + 40,), (3 * 40 * 32,), (32,), (2 * 800 + 23 * 33 + 32,)]
+    memory = measure.Memory(here())
+    for dtype in (jnp.float64, *[jnp.int8] * (not here().arch)):  # without 64-bit types in this process
+        made = plan(*(types.SimpleNamespace(shape=(8, 64), dtype=jnp.dtype(dtype)) for _ in range(2)), (((1,), (1,)), ((), ())),
+                    device=here(), preferred_element_type=jnp.int32 if dtype == jnp.int8 else None)  # fmt: skip
+        problem = dataclasses.replace(made.problem, type_a=_ffi.Type.f64, type_b=_ffi.Type.f64, type_d=_ffi.Type.f64)
+        made = made if dtype == jnp.int8 else dataclasses.replace(planner.make_plan(problem, Auto(), here()), microseconds=1.0)
+        assert contest.xla_ratio(made, memory, 1) > 0
+
+
+@pytest.mark.parametrize("xlas_times, largest", [([9.0, 8.0, 9.5], 0.95), ([9.0, 12.0], 1.2), ([12.0], 1.2), ([], 0)])
+def test_xla_wins_in_every_round_or_not_at_all(monkeypatch, xlas_times, largest):
+    times = iter([time for xlas in xlas_times for time in (10.0, xlas)])
+    monkeypatch.setattr(contest, "wall_sample", lambda program: next(times))  # raises at the end: a failure of XLA's, say
+    rounds = 3 if len(xlas_times) != 0 else 1
+    assert contest.xla_ratio(plan(A, B), measure.Memory(here()), rounds) == largest
+    assert next(times, None) is None
+
+
+def test_a_contest_that_is_stopped_says_so(monkeypatch):
+    memory = measure.Memory(here())
+    memory.stopped.set()
+    with pytest.raises(RuntimeError, match="measuring was stopped"):
+        contest.xla_ratio(plan(A, B), memory, 3)
+
+
+def test_three_tf32_are_not_left_to_one():
+    problem = dataclasses.replace(plan(shaped(64, 64, dtype=jnp.float32), shaped(64, 64, dtype=jnp.float32)).problem, math=_ffi.Math.tf32x3)
+    assert contest.xla_ratio(Plan(problem, HOPPER, "a kernel", DataParallel()), None, 3) == 0
 
 
 # tuning()
@@ -659,6 +741,22 @@ def test_tuning_on_several_devices(store, pretended, how):
     np.testing.assert_array_equal(out, np.full((128, 80), 320))
     (made,) = plans
     assert (made.problem.m, made.problem.n, made.problem.k) == (64, 80, 320) and made.swizzle == 3
+
+
+def test_what_is_partitioned_runs_beside_xlas_product(store, quick, monkeypatch):
+    """Within the compilation of one program, two more are compiled and run."""
+    if len(jax.devices()) < 2:
+        pytest.skip("needs two devices")
+    ratios = []
+    measured = contest.xla_ratio
+    monkeypatch.setattr(contest, "xla_ratio", lambda *parts: ratios.append(measured(*parts)) or 0.5)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    a = jax.device_put(jnp.ones((128, 320), jnp.bfloat16), NamedSharding(mesh, PartitionSpec("x")))
+    with jax_streamk.tuning() as plans, jax.set_mesh(mesh):
+        run = jax.jit(lambda a: matmul(a, a.T)).lower(a).compile()
+    (made,) = plans
+    assert ratios[0] > 0 and made.kernel is None and TARGET not in run.as_text()
+    np.testing.assert_array_equal(run(a), np.full((128, 128), 320))
 
 
 def test_tuning_holds_for_its_thread_and_store(store, pretended, tmp_path):

@@ -72,6 +72,7 @@ def run(arguments):
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
         changed = sum(ratio != 1 for ratio in ratios)
         print(f"{changed} of {len(plans)} plans are not the planner's; its time over theirs, geometric mean: {mean:.3f}")
+        print(f"left to XLA, whose product is faster: {sum(plan.is_left_to_xla for plan in plans)} of {len(plans)}")
         print(f"stored in {store.path(device)}")
     return 130 if interrupted else int(failed > 0)
 
@@ -102,12 +103,13 @@ def _plan(wanted, dtypes, out_dtype, device):
 
 
 def _found(found):
-    what = f"{found.microseconds:.1f} us"
+    what, planners = f"{found.microseconds:.1f} us", "by the planner's choice"
+    left = f"; left to XLA, whose product took {found.xla_ratio:.2f} of the time" if found.is_left_to_xla else ""
     if found.microseconds == found.planned_microseconds:
-        return f"{what} by the planner's choice"
+        return f"{what} {planners}{left}"
     splits = f", {found.splits} splits, {found.reduction}" if found.splits > 1 else ""
     how = f"{found.kernel}, {found.schedule}{splits}, {found.raster.replace('_', ' ')}, panels of {found.swizzle}"
-    return f"{what} by {how}; {found.planned_microseconds:.1f} us by the planner's choice"
+    return f"{what} by {how}; {found.planned_microseconds:.1f} us {planners}{left}"
 
 
 def _progress():
