@@ -137,6 +137,22 @@ def _linear_jvp(primals, tangents, *, epilogue, **params):
 ad.primitive_jvps[linear_p] = _linear_jvp
 
 
+def _linear_transpose(cotangent, *operands, epilogue, **params):
+    """Of what is linear without a derivative: a product that is scaled, and what is added to it."""
+    is_linear = [ad.is_undefined_primal(x) for x in operands]
+
+    def apart(*unknown):
+        unknown = iter(unknown)
+        lhs, rhs, *others = (next(unknown) if free else x for x, free in zip(operands, is_linear))
+        return epilogue.apply(bind(lhs, rhs, **params), *others)
+
+    transposed = iter(jax.linear_transpose(apart, *(x.aval for x in operands if ad.is_undefined_primal(x)))(cotangent))
+    return [next(transposed) if free else None for free in is_linear]
+
+
+ad.primitive_transposes[linear_p] = _linear_transpose
+
+
 def _linear_batch(axis_data, operands, dims, *, epilogue, dimension_numbers, out_sharding, **params):
     """One kernel where the mapped axis is a batch, or free in the one matrix that has it; else the epilogue follows the product."""
     (lhs, rhs, *others), (lhs_dim, rhs_dim, *other_dims) = operands, dims

@@ -211,6 +211,22 @@ def test_second_derivatives_and_forward_mode():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), transform(ours)(*operands), transform(wanted)(*operands))
 
 
+def test_transposes_without_a_derivative():
+    x, w, residual, cotangent = (jnp.asarray(normal(shape)) for shape in ((6, 130), (130, 9), (6, 9), (6, 9)))
+    functions = {
+        "x": (lambda f, x: f(x, w, alpha=0.5), x),
+        "w": (lambda f, w: f(x, w, alpha=-2.0), w),
+        "x and residual": (lambda f, xs: f(xs[0], w, residual=xs[1], alpha=0.5, beta=3.0), (x, residual)),
+        "bias": (lambda f, bias: f(jnp.zeros_like(x), w, bias), w[0]),
+    }
+    for name, (function, operand) in functions.items():
+        got, wanted = (jax.linear_transpose(functools.partial(function, f), operand)(cotangent) for f in (linear, formula))
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-2, atol=0.2, err_msg=name), got, wanted)
+    for silly in (lambda x: linear(x, w, activation="silu"), lambda x: linear(x, x.T)):
+        with pytest.raises((NotImplementedError, AssertionError, TypeError, ValueError)):
+            jax.linear_transpose(silly, x)(jnp.ones_like(silly(x)))
+
+
 def test_schedule_of_the_backward_pass():
     x, w = normal((64, 512)), normal((512, 128))
     f = lambda x, w: jnp.sum(linear(x, w, activation="silu", schedule=SplitK(4)))
