@@ -9,8 +9,8 @@ from jax.interpreters import mlir
 
 from jax_streamk import _ffi, compat, custom_call, partition, planner, problem, schedules, tune, tuned
 from jax_streamk.device import device_for_lowering
-from jax_streamk.epilogue import Epilogue, wide
-from jax_streamk.primitive import dot_general_p, linear_p
+from jax_streamk.epilogue import Epilogue
+from jax_streamk.primitive import dot_general_p, linear_p, xlas_product
 
 _REBUILD = "pip install . -C cmake.define.JAX_STREAMK_CUDA=ON"
 
@@ -84,7 +84,7 @@ def _lower_on_one_device(ctx, lhs, rhs, *others, platform, schedule, out_shardin
 
     made, arrangement = tune.in_its_context(schedules.of_forward(schedule), planned)
     if made.kernel is None:
-        rule = mlir.lower_fun(_xla, multiple_results=False)
+        rule = mlir.lower_fun(xlas_product, multiple_results=False)
         ctx = ctx.replace(avals_in=[*avals, *ctx.avals_in[2:]])
         return rule(ctx, lhs, rhs, *others, out_sharding=out_sharding, epilogue=epilogue, **params)
     if arrangement.swapped or arrangement.copies(*avals):
@@ -101,16 +101,9 @@ def _lower_on_one_device(ctx, lhs, rhs, *others, platform, schedule, out_shardin
     return mlir.lower_fun(transpose, multiple_results=False)(ctx.replace(avals_in=[stored]), out)
 
 
-def _xla(lhs, rhs, *others, epilogue=Epilogue(), preferred_element_type, permutation=None, **params):
-    dtype = preferred_element_type
-    product = dtype if epilogue.is_plain else wide(dtype)
-    out = epilogue.apply(compat.dot_general_p.bind(lhs, rhs, preferred_element_type=product, **params), *others, dtype=dtype)
-    return out if permutation is None else lax.transpose(out, permutation)
-
-
 def _lower_to_xla(ctx, *operands, why, schedule, **params):
     _refuse_schedule(schedule, "", why)
-    return mlir.lower_fun(_xla, multiple_results=False)(ctx, *operands, **params)
+    return mlir.lower_fun(xlas_product, multiple_results=False)(ctx, *operands, **params)
 
 
 def _partitioned(avals, *, epilogue=Epilogue(), permutation=None, **params):

@@ -44,7 +44,7 @@ class Memory:
         # What an unusually large product needed, or one of another type, is not kept.
         self._held = {name: held for name, held in self._held.items() if held.nbytes <= 2 * rotated and name in (type_, *_OTHERS)}
         count = max(1, min(MOST_SETS, math.ceil(rotated / (stride + _aligned(d)))))
-        operands = self._address(type_, max(count * stride, int(rotated)), lambda size: _random(dtype_of(type_), size))
+        operands = self._address(type_, max(count * stride, int(rotated)), lambda size: random_bytes(dtype_of(type_), size))
         results = self.address("results", count * _aligned(d))
         at_a, at_b, at_bias, at_residual = ([operands + start + i * stride for i in range(count)] for start in starts)
         at_d = [results + i * _aligned(d) for i in range(count)]
@@ -127,7 +127,7 @@ def _aligned(size):
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _random(dtype, size):
+def random_bytes(dtype, size):
     """Bytes of random numbers of a dtype: normal, or of int8 all alike.
 
     They repeat after a prime number of elements, so that rows of matrices do not.

@@ -131,7 +131,7 @@ def make_plan(problem, schedule, device):
     Raises:
       ValueError: an explicit schedule that no kernel can run, with the reason of the kernel that came closest.
     """
-    return plan_with(tuned.lookup(problem, device) if isinstance(schedule, schedules.Auto) else None, problem, schedule, device)
+    return plan_with(problem, schedule, device, tuned.lookup(problem, device) if isinstance(schedule, schedules.Auto) else None)
 
 
 def choose(problem, wanted, device, **listed):
@@ -142,8 +142,8 @@ def choose(problem, wanted, device, **listed):
 
 
 @functools.lru_cache(maxsize=4096)
-def plan_with(found, problem, schedule, device):
-    """``make_plan`` where tuning found what is in ``found``; None: nothing."""
+def plan_with(problem, schedule, device, found):
+    """``make_plan`` where this is what tuning found; None for nothing."""
     if problem.is_empty:
         return Plan(problem, device, None, None, reasons=("there is nothing to multiply: the result is empty or zero",))
     auto = isinstance(schedule, schedules.Auto)
@@ -162,10 +162,12 @@ def plan_with(found, problem, schedule, device):
         if found.is_left_to_xla:
             took = f"its product took {found.xla_ratio:.2f} of the time of {found.kernel}, measured by tuning on {found.date[:10]}"
             return Plan(problem, device, None, None, reasons=(f"falls back to XLA: {took}", without))
+        known = found.xla_ratio and found.is_of_this_xla
+        beside = f"XLA's product took {found.xla_ratio:.2f} of its time" if known else "XLA's product was not measured"
         kernel, native, microseconds = found.kernel, found.native(), found.microseconds
         workspace_bytes = _ffi.workspace_bytes(kernel, problem.native(), native, device.native())
         planned = f"{found.planned_microseconds:.1f} us of the planner's choice then"
-        reasons = [f"{microseconds:.1f} us measured by tuning on {found.date[:10]}, {planned}", without]
+        reasons = [f"{microseconds:.1f} us measured by tuning on {found.date[:10]}, {planned}", beside, without]
     else:
         reasons = [] if auto else ["the schedule was given"]
         reasons.append(cost_model.describe(chosen.cost))

@@ -11,7 +11,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad
 
 from jax_streamk import compat, schedules
-from jax_streamk.epilogue import ACTIVATIONS, scaled, wide
+from jax_streamk.epilogue import ACTIVATIONS, Epilogue, scaled, wide
 
 # Parameters are those of lax.dot_general's primitive, the schedule, and the permutation that its result is transposed by, None for
 # none: XLA's dot takes over a transpose that follows it, a custom call does not.
@@ -48,6 +48,14 @@ def bind_linear(lhs, rhs, *others, epilogue, **params):
     if epilogue.is_plain:
         return bind(lhs, rhs, **params)
     return linear_p.bind(*compat.match_varying(lhs, rhs, *others), epilogue=epilogue, **params)
+
+
+def xlas_product(lhs, rhs, *others, preferred_element_type, epilogue=Epilogue(), permutation=None, **params):
+    """What our primitives compute, of XLA's making."""
+    dtype = preferred_element_type
+    out = compat.dot_general_p.bind(lhs, rhs, preferred_element_type=dtype if epilogue.is_plain else wide(dtype), **params)
+    out = epilogue.apply(out, *others, dtype=dtype)
+    return out if permutation is None else lax.transpose(out, permutation)
 
 
 @dot_general_p.def_effectful_abstract_eval
@@ -138,7 +146,7 @@ ad.primitive_jvps[linear_p] = _linear_jvp
 
 
 def _linear_transpose(cotangent, *operands, epilogue, **params):
-    """Of what is linear without a derivative: a product that is scaled, and what is added to it."""
+    """Of what is linear as it is, without a derivative: solvers transpose their matrix so."""
     is_linear = [ad.is_undefined_primal(x) for x in operands]
 
     def apart(*unknown):

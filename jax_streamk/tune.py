@@ -81,7 +81,7 @@ def fastest(problem, memory):
             break
         warnings.warn(f"jax_streamk does not take {candidate}: its result differs from that of {own}. Please report this.")
     found = Tuned.now(winner, final[winner], final[own])
-    ratio = contest.xla_ratio(planner.plan_with(found, problem, schedules.Auto(), device), memory, _ROUNDS)
+    ratio = contest.xla_ratio(planner.plan_with(problem, schedules.Auto(), device, found), memory, _ROUNDS)
     return dataclasses.replace(found, xla_ratio=ratio)
 
 
@@ -106,7 +106,7 @@ class _Session:
         self.store, self.plans, self.failed, self._memories = store, [], set(), {}
 
     def memory(self, device):
-        if device not in self._memories:
+        if device not in self._memories or self._memories[device].stopped.is_set():
             self._memories[device] = Memory(device)
         return self._memories[device]
 
@@ -169,12 +169,12 @@ def in_its_context(schedule, function):
 def tuned_if_asked(plan):
     """The plan of ``Auto()`` itself, or where ``tuning()`` asks for one, the tuned one."""
     session, problem, device = _session.get(), plan.problem, plan.device
-    if session is None or plan.kernel is None or tuned.lookup(problem, device) is not None or jax_device_of(device) is None:
+    if session is None or plan.kernel is None or _is_tuned(problem, device) or jax_device_of(device) is None:
         return plan
     if (problem, device) in session.failed:
         return plan
     with _measuring:
-        if tuned.lookup(problem, device) is None:  # no other thread was first
+        if not _is_tuned(problem, device):  # no other thread was first
             try:
                 found = _apart(problem, session.memory(device))
             except Exception as error:  # lack of memory has many names
@@ -187,6 +187,11 @@ def tuned_if_asked(plan):
                 warnings.warn(f"jax_streamk could not store the tuned plan of {problem}: {error}")
             session.plans.append(planner.make_plan(problem, schedules.Auto(), device))
     return planner.make_plan(problem, schedules.Auto(), device)
+
+
+def _is_tuned(problem, device):
+    found = tuned.lookup(problem, device)
+    return found is not None and found.is_of_this_xla
 
 
 def _apart(problem, memory):

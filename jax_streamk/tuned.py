@@ -55,7 +55,7 @@ class Tuned(Candidate):
     Attributes:
       microseconds: what it was measured to take.
       planned_microseconds: what the planner's own choice was measured to take beside it.
-      xla_ratio: the time of XLA's product over its, both in programs; 0 where that was not measured.
+      xla_ratio: the time of XLA's product over its, both in programs; 0 where XLA's is less exact or failed.
       jaxlib: the version that XLA's product is of.
       date: of the measurement, ISO 8601.
     """
@@ -69,12 +69,17 @@ class Tuned(Candidate):
     @classmethod
     def now(cls, candidate, microseconds, planned_microseconds, xla_ratio=0.0):
         date = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-        return cls(*vars(candidate).values(), microseconds, planned_microseconds, xla_ratio, jaxlib.__version__, date)
+        times = dict(microseconds=microseconds, planned_microseconds=planned_microseconds, xla_ratio=xla_ratio)
+        return cls(**vars(candidate), **times, jaxlib=jaxlib.__version__, date=date)
+
+    @property
+    def is_of_this_xla(self):
+        """Whether tuning has nothing to add: another XLA may be faster or slower."""
+        return self.jaxlib == jaxlib.__version__
 
     @property
     def is_left_to_xla(self):
-        """Whether the XLA that is here was faster."""
-        return 0 < MARGIN * self.xla_ratio < 1 and self.jaxlib == jaxlib.__version__
+        return 0 < MARGIN * self.xla_ratio < 1 and self.is_of_this_xla
 
 
 @functools.cache
@@ -88,8 +93,7 @@ def version():
 
 @functools.cache
 def kernel_set(platform):
-    """A hash of the kernels of this build for "cpu" or "cuda", of the version, and of what is told of a plan: what a measurement holds
-    for."""
+    """A hash of the kernels of this build for "cpu" or "cuda", of the version and of ``Tuned``: what a measurement holds for."""
     names = (kernel.name for kernel in _ffi.kernels() if (kernel.family == _ffi.Family.host) == (platform == "cpu"))
     fields = (field.name for field in dataclasses.fields(Tuned))
     return hashlib.sha256("\n".join((version(), *fields, *names)).encode()).hexdigest()[:16]

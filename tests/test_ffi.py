@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_streamk import DataParallel, SplitK, StreamK, _ffi, lowering, plan
+from jax_streamk import DataParallel, SplitK, StreamK, _ffi, custom_call, plan
 
 ON_GPU = jax.default_backend() == "gpu"
 TARGET = "jax_streamk_cuda_gemm" if ON_GPU else "jax_streamk_host_gemm"
@@ -23,7 +23,7 @@ def call(changed=(), workspace=PLAN.workspace_bytes, attributes=None, others=())
 
     `others` are the operands after A and B.
     """
-    attributes = (attributes or lowering._attributes(PLAN)) | dict(changed)
+    attributes = (attributes or custom_call.attributes(PLAN)) | dict(changed)
     out = (jax.ShapeDtypeStruct((M, N), jnp.float32), jax.ShapeDtypeStruct((workspace,), jnp.uint8))
     product = jax.ffi.ffi_call(TARGET, out)(A, B, *others, **{name: value for name, value in attributes.items() if value is not None})[0]
     return product.block_until_ready()
@@ -101,7 +101,7 @@ def test_a_buffer_smaller_than_the_plan_says():
 )
 def test_operands_that_do_not_hold_what_the_plan_says(changed, operand):
     # Data-parallel: what is refused must not be the workspace.
-    attributes = lowering._attributes(plan(A, B, schedule=DataParallel()))
+    attributes = custom_call.attributes(plan(A, B, schedule=DataParallel()))
     message = f"INVALID_ARGUMENT: .* was given a buffer for {operand} of another type, or smaller, than its plan says"
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         call(changed, workspace=2**24, attributes=attributes | {"workspace_bytes": L(2**24)})
@@ -152,14 +152,14 @@ def test_operands_of_an_epilogue(changed, others, message):
 
 def test_a_bias_of_every_batch_does_not_fit_that_of_one():
     changed = WITH_BIAS | {"batch": L(2), "batch_stride_bias": L(N), "lda": L(K), "batch_stride_a": L(0), "batch_stride_b": L(0)}
-    attributes = lowering._attributes(plan(A, B, schedule=DataParallel())) | {"batch_stride_d": L(0), "workspace_bytes": L(2**24)}
+    attributes = custom_call.attributes(plan(A, B, schedule=DataParallel())) | {"batch_stride_d": L(0), "workspace_bytes": L(2**24)}
     with pytest.raises(jax.errors.JaxRuntimeError, match="was given a buffer for the bias of another type, or smaller"):
         call(changed, 2**24, attributes, (BIAS,))
 
 
 def test_operands_of_another_type():
     a, b = A.astype(jnp.bfloat16), B.astype(jnp.bfloat16)
-    attributes = lowering._attributes(plan(a, b, schedule=DataParallel()))
+    attributes = custom_call.attributes(plan(a, b, schedule=DataParallel()))
     with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT: .* was given a buffer for A of another type"):
         call({"workspace_bytes": L(2**24)}, workspace=2**24, attributes=attributes)
 
@@ -182,14 +182,14 @@ def test_any_number_of_threads_serves(threads, schedule):
     made = plan(A, B, schedule=schedule)
     native = _ffi.Device(0, threads)
     needed = _ffi.workspace_bytes(made.kernel, made.problem.native(), made.native_schedule(), native)
-    product = call({"sms": I(threads), "workspace_bytes": L(needed)}, needed, lowering._attributes(made))
+    product = call({"sms": I(threads), "workspace_bytes": L(needed)}, needed, custom_call.attributes(made))
     np.testing.assert_array_equal(product, A @ B)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name, change", [("arch", -10), ("sms", -1), ("sms", 1)])
 def test_another_gpu(name, change):
-    attributes = lowering._attributes(PLAN)
+    attributes = custom_call.attributes(PLAN)
     # Room for what a wider machine needs: the device is what must be refused.
     room = PLAN.workspace_bytes * 2
     with pytest.raises(

@@ -74,7 +74,7 @@ def cuda(monkeypatch):
     fakes = {kernel.name: kernel for kernel in fake_kernels()}
     monkeypatch.setattr(_ffi, "kernels", lambda: list(fakes.values()))
     planner._registry.cache_clear()
-    planner._plan.cache_clear()
+    planner.plan_with.cache_clear()
 
     def plan(problem, schedule=Auto(), device=HOPPER):
         made = planner.make_plan(problem, schedule, device)
@@ -82,7 +82,7 @@ def cuda(monkeypatch):
 
     yield plan
     planner._registry.cache_clear()
-    planner._plan.cache_clear()
+    planner.plan_with.cache_clear()
 
 
 def estimates(problem, schedule, machine=cost_model.H200):

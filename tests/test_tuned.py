@@ -124,6 +124,10 @@ def test_auto_leaves_to_xla_what_xla_was_faster_at(store):
             loser = another(alone.problem, here()).kernel
             assert made.reasons[0] == f"falls back to XLA: its product took 0.90 of the time of {loser}, measured by tuning on 2026-01-02"
             assert made.reasons[1].startswith(f"without tuning the planner takes {alone.kernel}, {alone.schedule}")
+        else:
+            ratio = changes.get("xla_ratio", 1.2) * ("jaxlib" not in changes)
+            assert (f"XLA's product took {ratio:.2f} of its time" if ratio else "XLA's product was not measured") in made.reasons
+        if is_left:
             assert Store(store.directory).read(here()).plans == store.plans(here())
     assert len(digests) == 2 == len({digest for _, digest in digests})
 
@@ -571,42 +575,79 @@ def test_on_a_gpu_other_orders_of_tiles_are_tried_around_the_best(monkeypatch):
     assert ("kernel 3", "along_n", 1) not in asked
 
 
-@pytest.mark.parametrize("which", range(3))
-def test_both_sides_of_the_contest_multiply_the_same(which):
-    problem = problems_to_run()[which]
-    made = planner.make_plan(problem, Auto(), here())
-    (our_product, our_shapes), (xlas_product, xlas_shapes) = contest.ours(made), contest.xlas(made)
-    rng, dtype = np.random.default_rng(0), measure.dtype_of(problem.type_a)
-    operands = [jnp.asarray(rng.standard_normal(shape), dtype) for shape in xlas_shapes]
-    flat = [x.reshape(shape) for x, shape in zip(operands, our_shapes, strict=True)]
-    wanted = jax.jit(xlas_product)(*operands)
-    assert wanted.shape == ((3, 24, 32) if which < 2 else (64, 96))
-    np.testing.assert_allclose(jax.jit(our_product)(*flat), wanted.ravel(), rtol=2**-6, atol=2e-2 if which < 2 else 1.0)
-    assert f"custom_call @{TARGET}" in jax.jit(our_product).lower(*flat).as_text()
-    assert TARGET not in jax.jit(xlas_product).lower(*operands).as_text()
+def contested():
+    """Besides those above: one operand or both without a batch, a bias a batch, B column-major, D of another type than the sums, K = 1."""
+    wide, shared, column = problems_to_run()
+    turned = dataclasses.replace(wide, major_b=_ffi.Major.column, ldb=40)
+    lone_a = dataclasses.replace(wide, batch_stride_a=0, ldd=96, batch_stride_d=32, batch_stride_bias=32)
+    each_bias = dataclasses.replace(wide, batch_stride_bias=32)
+    narrow = plan(A, B, activation="silu", bias=True).problem
+    shared = dataclasses.replace(shared, batch_stride_bias=0)
+    return [wide, shared, column, turned, lone_a, each_bias, narrow, plan(shaped(5, 1), shaped(1, 7)).problem]
 
 
-def test_the_contest_takes_operands_as_they_are_strided_and_typed():
-    wide = problems_to_run()[0]
-    strided = dataclasses.replace(wide, lda=72, batch_stride_a=2000, ldd=33, batch_stride_d=800)
-    _, shapes = contest.ours(planner.make_plan(strided, Auto(), here()))
-    assert shapes == [(2 * 2000 + 23 * 72 + 40,), (3 * 40 * 32,), (32,), (2 * 800 + 23 * 33 + 32,)]
+@pytest.mark.parametrize("which", range(8))
+def test_both_sides_of_the_contest_multiply_the_same(which, quick):
+    made = planner.make_plan(contested()[which], Auto(), here())
+    products = []
+    for product in (contest.ours(made), contest.xlas(made)):
+        products.append(jax.jit(product))
     memory = measure.Memory(here())
-    for dtype in (jnp.float64, *[jnp.int8] * (not here().arch)):  # without 64-bit types in this process
-        made = plan(*(types.SimpleNamespace(shape=(8, 64), dtype=jnp.dtype(dtype)) for _ in range(2)), (((1,), (1,)), ((), ())),
-                    device=here(), preferred_element_type=jnp.int32 if dtype == jnp.int8 else None)  # fmt: skip
-        problem = dataclasses.replace(made.problem, type_a=_ffi.Type.f64, type_b=_ffi.Type.f64, type_d=_ffi.Type.f64)
-        made = made if dtype == jnp.int8 else dataclasses.replace(planner.make_plan(problem, Auto(), here()), microseconds=1.0)
-        assert contest.xla_ratio(made, memory, 1) > 0
+    operands = contest._operands(made, memory)[0]
+    assert [x.shape for x in operands] == [(size,) for i, size in enumerate(measure.spans(made.problem)) if size and i != 2]
+    ours, xlas = (product(*operands) for product in products)
+    assert ours.shape == xlas.shape == (measure.spans(made.problem)[2],) and ours.dtype == xlas.dtype
+    size = np.abs(np.asarray(xlas, np.float64)).max()
+    np.testing.assert_allclose(np.asarray(ours, np.float64), np.asarray(xlas, np.float64), rtol=0, atol=2**-6 * size)
+    texts = [product.lower(*operands).as_text() for product in products]
+    assert [text.count(f"custom_call @{TARGET}") for text in texts] == [1, 0] and texts[1].count("stablehlo.dot_general") == 1
+    if which == 6:  # as the product is that runs instead: activated before it is rounded
+        assert re.search(r"dot_general.*-> tensor<64x96xf32>", texts[1])
+    assert contest.xla_ratio(made, memory, 1) > 0
 
 
-@pytest.mark.parametrize("xlas_times, largest", [([9.0, 8.0, 9.5], 0.95), ([9.0, 12.0], 1.2), ([12.0], 1.2), ([], 0)])
-def test_xla_wins_in_every_round_or_not_at_all(monkeypatch, xlas_times, largest):
+def test_operands_of_a_contest_rotate(monkeypatch):
+    made = dataclasses.replace(plan(A, B), microseconds=10.0)
+    larger, seen = 2048 * 96 * 2, []
+    monkeypatch.setattr(contest, "wall_sample", lambda program: seen.append(program.calls) or 1.0)
+    cases = (20, 10.0, 20, 20), (3, 10.0, 16, 3), (1000, 10.0, 64, 64), (20, 4e3, 5, 5), (20, 1e6, 1, 1)
+    for larger_operands, microseconds, calls, sets in cases:
+        monkeypatch.setitem(measure.ROTATED_BYTES, here().platform, larger_operands * larger)
+        made = dataclasses.replace(made, microseconds=microseconds)
+        memory = measure.Memory(here())
+        operands = contest._operands(made, memory)
+        assert len(operands) == calls and len({b.unsafe_buffer_pointer() for _, b in operands}) == sets
+        assert contest.xla_ratio(made, memory, 1) == 1 and seen == [calls] * 2
+        seen.clear()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float64, jnp.int8])
+def test_a_contest_of_types_that_this_process_does_not_have(dtype, quick):
+    if dtype == jnp.int8 and here().arch:
+        pytest.skip("no kernel multiplies int8 on a GPU")
+    out = {"preferred_element_type": jnp.int32} if dtype == jnp.int8 else {}
+    with jax.enable_x64(True):
+        made = plan(shaped(8, 64, dtype=dtype), shaped(64, 24, dtype=dtype), **out)
+    assert contest.xla_ratio(made, measure.Memory(here()), 1) > 0
+
+
+def test_a_contest_under_strict_settings(quick):
+    with jax.numpy_dtype_promotion("strict"), jax.transfer_guard("disallow"), jax.debug_nans(True), jax.numpy_rank_promotion("raise"):
+        assert contest.xla_ratio(plan(A, B, activation="silu", bias=True), measure.Memory(here()), 1) > 0
+
+
+@pytest.mark.parametrize("xlas_times, largest", [([9.0, 8.0, 9.5], 0.95), ([9.0, 12.0], 1.2), ([12.0], 1.2)])
+def test_xla_wins_in_every_round_or_not_at_all(monkeypatch, quick, xlas_times, largest):
     times = iter([time for xlas in xlas_times for time in (10.0, xlas)])
-    monkeypatch.setattr(contest, "wall_sample", lambda program: next(times))  # raises at the end: a failure of XLA's, say
-    rounds = 3 if len(xlas_times) != 0 else 1
-    assert contest.xla_ratio(plan(A, B), measure.Memory(here()), rounds) == largest
+    monkeypatch.setattr(contest, "wall_sample", lambda program: next(times))
+    assert contest.xla_ratio(plan(A, B), measure.Memory(here()), 3) == largest
     assert next(times, None) is None
+
+
+def test_a_contest_that_fails_warns(monkeypatch, quick):
+    monkeypatch.setattr(contest, "wall_sample", lambda program: fail_of(0, 0, 0))
+    with pytest.warns(UserWarning, match="could not compare .* with XLA's: RuntimeError: out of memory"):
+        assert contest.xla_ratio(plan(A, B), measure.Memory(here()), 3) == 0
 
 
 def test_a_contest_that_is_stopped_says_so(monkeypatch):
@@ -684,6 +725,42 @@ def test_tuning_under_transformations(store, pretended, name):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2**-6), got, wanted)
     assert len(plans) == products == len(set(pretended)) == len(store.plans(here()))
     assert all(made.swizzle == 3 for made in plans)
+
+
+@pytest.mark.parametrize("name", transformed())
+def test_what_is_left_to_xla_under_transformations(store, pretended, name, monkeypatch):
+    f, operands, products = transformed()[name]
+    wanted = jax.jit(lambda *xs: f(*xs))(*operands)
+    monkeypatch.setattr(tune, "fastest", lambda problem, memory: found(problem, memory.device, xla_ratio=0.5))
+    with jax_streamk.tuning() as plans:
+        lowered = jax.jit(lambda *xs: f(*xs)).lower(*operands)
+        got = lowered.compile()(*operands)
+    assert TARGET not in lowered.as_text() and len(plans) == products and not any(made.kernel for made in plans)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2**-6), got, wanted)
+
+
+def test_another_xla_is_measured_again(store, pretended, monkeypatch):
+    program = lambda: jax.jit(lambda a, b: matmul(a, b)).lower(A, B)  # noqa: E731
+    store.add(here(), plan(A, B).problem, found(plan(A, B).problem, here(), xla_ratio=0.5, jaxlib="0.0.1"))
+    assert plan(A, B).kernel and "XLA's product took 0.50" not in str(plan(A, B))
+    with jax_streamk.tuning() as plans:
+        program(), program()
+    assert len(plans) == len(pretended) == 1 and "XLA's product took 1.20" in str(plan(A, B))
+
+
+def test_after_an_interruption_tuning_goes_on(store, quick, monkeypatch):
+    measured = tune.fastest
+
+    def interrupted(problem, memory):
+        monkeypatch.setattr(tune, "fastest", measured)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tune, "fastest", interrupted)
+    with jax_streamk.tuning() as plans:
+        with pytest.raises(KeyboardInterrupt):
+            jax.jit(matmul).lower(A, B)
+        jax.jit(lambda a, b: matmul(a, b)).lower(A, B)
+    assert len(plans) == 1
 
 
 def test_tuning_lowers_again_what_was_compiled_before(store, pretended):

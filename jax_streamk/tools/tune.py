@@ -39,8 +39,8 @@ def run(arguments):
     for product, why in left.items():
         console.print(f"{product}: {why}")
 
-    stored = store.plans(device)
-    before = {} if arguments.again else {problem: stored[problem] for problem in problems if problem in stored}
+    stored = {} if arguments.again else {problem: found for problem, found in store.plans(device).items() if found.is_of_this_xla}
+    before = {problem: stored[problem] for problem in problems if problem in stored}
     now, failed, ended, interrupted = {}, 0, "", False
     memory, started = Memory(device), time.monotonic()
     try:
