@@ -104,12 +104,13 @@ def _plan(wanted, dtypes, out_dtype, device):
 
 def _found(found):
     what, planners = f"{found.microseconds:.1f} us", "by the planner's choice"
-    left = f"; left to XLA, whose product took {found.xla_ratio:.2f} of the time" if found.is_left_to_xla else ""
+    beside = f"; XLA's product took {found.xla_ratio:.2f} of the time" if found.xla_ratio else ""
+    beside += ", and has it" * found.is_left_to_xla
     if found.microseconds == found.planned_microseconds:
-        return f"{what} {planners}{left}"
+        return f"{what} {planners}{beside}"
     splits = f", {found.splits} splits, {found.reduction}" if found.splits > 1 else ""
     how = f"{found.kernel}, {found.schedule}{splits}, {found.raster.replace('_', ' ')}, panels of {found.swizzle}"
-    return f"{what} by {how}; {found.planned_microseconds:.1f} us {planners}{left}"
+    return f"{what} by {how}; {found.planned_microseconds:.1f} us {planners}{beside}"
 
 
 def _progress():
