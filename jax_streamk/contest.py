@@ -10,7 +10,7 @@ import numpy as np
 from jax_streamk import _ffi, custom_call, measure
 from jax_streamk.epilogue import Epilogue
 from jax_streamk.primitive import xlas_product
-from jax_streamk.programs import Program, chain, wall_sample
+from jax_streamk.programs import dependent, wall_sample
 
 _LEAST_CALLS, _MOST_CALLS = 16, 64  # in a program: to outlast its launch, and because XLA takes time to compile each
 
@@ -29,7 +29,7 @@ def xla_ratio(made, memory, rounds):
     try:
         with jax.enable_x64(True):  # types are the problem's, whatever programs may have elsewhere
             operands = _operands(made, memory)
-            programs = [_program(product(made), operands) for product in (ours, xlas)]
+            programs = [dependent(product(made), operands) for product in (ours, xlas)]
             for _ in range(rounds):
                 memory.check_running()
                 our_time, xla_time = map(wall_sample, programs)
@@ -85,8 +85,3 @@ def _operands(made, memory):
         return [memory.put(x) for x in np.split(measure.random_bytes(dtype, sets * size * dtype.itemsize).view(dtype), sets)]
 
     return list(itertools.islice(itertools.cycle(zip(*(put(*part) for part in parts))), calls))
-
-
-def _program(product, operands):
-    run = chain(product)
-    return Program(lambda: run(operands), jax.block_until_ready, len(operands))

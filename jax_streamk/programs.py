@@ -41,6 +41,12 @@ def chain(function):
     return run
 
 
+def dependent(function, operands):
+    """The ``Program`` of ``chain(function)`` on operands of so many calls."""
+    run = chain(function)
+    return Program(lambda: run(operands), jax.block_until_ready, len(operands))
+
+
 def wall_sample(program, least=0.03):
     """Microseconds a call of the wall's time, the program being started over and over for at least so many seconds."""
     repeat(program, 2)  # another program ran before

@@ -67,9 +67,10 @@ class Tuned(Candidate):
     date: str
 
     @classmethod
-    def now(cls, candidate, microseconds, planned_microseconds, xla_ratio=0.0):
+    def now(cls, candidate, microseconds, planned_microseconds):
+        """Before XLA's product has run beside it."""
         date = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-        times = dict(microseconds=microseconds, planned_microseconds=planned_microseconds, xla_ratio=xla_ratio)
+        times = dict(microseconds=microseconds, planned_microseconds=planned_microseconds, xla_ratio=0.0)
         return cls(**vars(candidate), **times, jaxlib=jaxlib.__version__, date=date)
 
     @property

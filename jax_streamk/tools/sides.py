@@ -17,7 +17,7 @@ from jax import lax
 import jax_streamk
 from jax_streamk.device import device_of
 from jax_streamk.epilogue import ACTIVATIONS
-from jax_streamk.programs import Program, chain
+from jax_streamk.programs import Program, dependent
 from jax_streamk.tools.timing import device_samples, summary
 
 OURS, XLA, OUR_MATMUL = "jax_streamk", "XLA", "jax_streamk.matmul"
@@ -101,20 +101,19 @@ class Task:
 
 def jax_programs(function, operands, in_program):
     """``Program``s by measure; the calls of the last two are the first ``in_program`` of the operands'."""
-    one, linked = jax.jit(function), chain(function)
+    one = jax.jit(function)
     several = jax.jit(lambda products: [function(*xs) for xs in products])
     few = operands[:in_program]
     return {
         "device": Program(lambda: [one(*xs) for xs in operands], jax.block_until_ready, len(operands)),
-        "dependent": Program(lambda: linked(few), jax.block_until_ready, len(few)),
+        "dependent": dependent(function, few),
         "independent": Program(lambda: several(few), jax.block_until_ready, len(few)),
     }
 
 
 def link_program():
     """The ``Program`` of what ``chain`` adds to its calls, without them."""
-    products, links = [(jnp.zeros((8, 8)), jnp.ones((8, 8)))] * 64, chain(lambda a, b: b)
-    return Program(lambda: links(products), jax.block_until_ready, len(products))
+    return dependent(lambda a, b: b, [(jnp.zeros((8, 8)), jnp.ones((8, 8)))] * 64)
 
 
 def peers(task):
