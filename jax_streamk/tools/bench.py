@@ -18,13 +18,13 @@ import jax.numpy as jnp
 import jax_streamk
 from jax_streamk.device import device_of
 from jax_streamk.epilogue import ACTIVATIONS
+from jax_streamk.measure import ROTATED_BYTES
 from jax_streamk.programs import wall_sample
 from jax_streamk.tools import results, shapes, sides, timing
 from jax_streamk.tools.info import driver
 
 # Of the largest entry: what rounding, TF32 against float32 included, stays far below, and a wrong sum does not.
 GROSS_ERROR = {"bfloat16": 0.02, "float16": 0.02, "float32": 0.01, "float64": 1e-9}
-ROTATED_BYTES = 220e6  # of operands between two uses of one on a GPU, so that its L2 cache is cold
 MOST_CALLS, MOST_CALLS_IN_PROGRAM = 256, 64
 
 
@@ -156,7 +156,7 @@ def _settings(value):
 def measure(task, shape, peers, measures, rounds, gpu):
     """The row of a shape in a result."""
     size, least = task.bytes(shape), 2
-    count = max(least, min(MOST_CALLS, math.ceil(ROTATED_BYTES / size))) if gpu else least
+    count = max(least, min(MOST_CALLS, math.ceil(ROTATED_BYTES["cuda"] / size))) if gpu else least
     in_program = min(max(count, 8 if gpu else least), MOST_CALLS_IN_PROGRAM)
     plan = task.plan(shape)
     row = dataclasses.asdict(shape) | dict(
