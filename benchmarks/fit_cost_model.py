@@ -2,6 +2,7 @@
 
     python benchmarks/fit_cost_model.py benchmarks/results/plans_h200_2026-11-21.csv.gz [--fix-up] [--shapes] [--sms 132]
     python benchmarks/fit_cost_model.py benchmarks/results/plans_dtypes_h200_2026-11-21.csv.gz --type f64 [--majors rr]
+    python benchmarks/fit_cost_model.py benchmarks/results/plans_alone_*_h200_2026-11-23.csv.gz --choices 300 [--keep TABLE ...]
 
 Reads what measure_plans.py writes (majors, m, n, k, kernel, schedule, splits, reduction, raster, swizzle, us), or the plain CUTLASS
 measurements that the project began with (m, n, k, config, swap_ab, schedule, splits, decomposition, kernel_us). Kernels are known
@@ -10,7 +11,8 @@ by their names: no GPU and no CUDA build is needed. Needs scipy.
 Prints the constants ready to paste, the error of the predicted times, and the regret: the time of the plan that the model ranks
 first among those measured over that of the best, for every shape; held out, a shape is predicted by constants fitted to others. `--fix-up`
 fits the constants of the fix-up alone, for kernels whose other parts did not change. Of types other than bf16 only the error and
-the regret of the constants as they are is printed. Of the CUTLASS measurements only data-parallel ones are fitted, because
+the regret of the constants as they are is printed. `--choices` takes so many seconds to move constants one after another as long as the
+regret falls, of all tables given and for constants a little off as well; that of tables to `--keep` may not rise. Of the CUTLASS measurements only data-parallel ones are fitted, because
 their kernels fold split-K partials one after another and ours do not; the others still count for the regret, under constants of
 their own.
 """
@@ -22,6 +24,7 @@ import dataclasses
 import gzip
 import math
 import re
+import time
 
 import numpy as np
 
@@ -96,8 +99,8 @@ def ours(record):
 
 
 def ours_of(records, type_, majors):
-    """Rows of one type of operands and their majorness."""
-    rows = map(ours, records)
+    """Rows of one type of operands and their majorness; XLA's product is none."""
+    rows = (ours(record) for record in records if record["kernel"] != "XLA")
     return [row for row in rows if row.kernel.type_a == _ffi.Type[type_] and row.majors == majors]
 
 
@@ -216,6 +219,56 @@ def choices(rows, predicted, measured):
     return found
 
 
+class Choices:
+    """What is lost by the plans that a Machine ranks first among those of a table."""
+
+    def __init__(self, records, type_, majors, sms):
+        measured = ours_of(records, type_, majors)
+        rows, best = in_planned_order(measured, H200, sms), best_times(measured)
+        shapes = [(row.m, row.n, row.k) for row in rows]
+        self._shape = np.unique(shapes, axis=0, return_inverse=True)[1].ravel()
+        self._lost = np.log([row.us / best[shape] for row, shape in zip(rows, shapes)])
+        self._predict = predictor(rows, sms)
+
+    def lost(self, machine):
+        """The logarithm of the regret of every shape."""
+        order = np.lexsort((self._predict(machine), self._shape))
+        return self._lost[order[np.flatnonzero(np.diff(self._shape[order], prepend=-1))]]
+
+
+def descend(tables, kept, start, names, seconds):
+    """The Machine to which steps of single constants lead that make choices among the plans of ``tables`` better, and of ``kept`` no worse.
+
+    Constants a few percent off must choose as well, and none may leave its start without a gain.
+    """
+    rng = np.random.default_rng(0)
+    off = np.exp(rng.normal(0, 0.03, (6, len(names))))
+    least = [np.mean(table.lost(start)) for table in kept]
+
+    def moved(machine, factors):
+        shares = {"overlapped", "drift", "misaligned_drift"}
+        values = {name: getattr(machine, name) * factor for name, factor in zip(names, factors)}
+        return dataclasses.replace(machine, **{name: min(x, 1.0) if name in shares else x for name, x in values.items()})
+
+    def cost(machine):
+        lost = np.mean([np.mean(np.concatenate([table.lost(moved(machine, factors)) for table in tables])) for factors in off])
+        worse = sum(max(np.mean(table.lost(machine)) - bound, 0) for table, bound in zip(kept, least))
+        return lost + 8 * worse + 0.001 * sum(math.log(getattr(machine, name) / getattr(start, name)) ** 2 for name in names)
+
+    machine, best, steps = start, cost(start), np.full(len(names), 0.2)
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        for at in rng.permutation(len(names)):
+            for factor in (1 + steps[at], 1 / (1 + steps[at])):
+                other = moved(machine, np.where(np.arange(len(names)) == at, factor, 1.0))
+                if (now := cost(other)) < best - 5e-6:
+                    machine, best = other, now
+                    break
+            else:
+                steps[at] = 0.6 * steps[at] if steps[at] > 0.025 else rng.choice([0.3, 0.15, 0.06])
+    return machine
+
+
 def report(title, rows, predicted, every_shape, measured=None):
     """Prints error and regret of predicted times of `rows`; the best plan is sought among `measured`, by default the rows."""
     us = np.array([row.us for row in rows])
@@ -238,16 +291,25 @@ def report(title, rows, predicted, every_shape, measured=None):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("measured")
+    parser.add_argument("measured", nargs="+")
     parser.add_argument("--sms", type=int, default=132, help="of the GPU that was measured (default: an H200's 132)")
     parser.add_argument("--fix-up", action="store_true", help="fit the constants of the fix-up alone")
     parser.add_argument("--type", choices=list(_SIZES), default="bf16", help="of operands; rows of others are left out")
     parser.add_argument("--majors", choices=["rr", "rc", "cr", "cc"], default="rr", help="row or column, of A and of B; likewise")
     parser.add_argument("--shapes", action="store_true", help="print the regret of every shape, not of the worst only")
+    parser.add_argument("--choices", type=float, metavar="SECONDS", help="make the planner's choices better, for so long")
+    parser.add_argument("--keep", nargs="*", default=[], help="tables of whose choices none may become worse, on average")
     arguments = parser.parse_args()
-    records = read(arguments.measured)
+    records = [record for path in arguments.measured for record in read(path)]
     names, sms = [field.name for field in dataclasses.fields(H200) if field.name not in NEVER], arguments.sms
-    if "kernel" in records[0]:
+    if arguments.choices:
+        of = arguments.type, arguments.majors, sms
+        tables, kept = ([Choices(read(path), *of) for path in paths] for paths in (arguments.measured, arguments.keep))
+        fitted = descend(tables, kept, H200, names, arguments.choices)
+        for path, table in zip(arguments.measured + arguments.keep, tables + kept):
+            regrets = [f"{math.exp(np.mean(table.lost(machine))):.4f}" for machine in (H200, fitted)]
+            print(f"# regret: geomean {regrets[0]}, then {regrets[1]}: {path}")
+    elif "kernel" in records[0]:
         measured = ours_of(records, arguments.type, arguments.majors)
         rows = in_planned_order(measured, H200, sms)
         names = FIX_UP if arguments.fix_up else names

@@ -4,8 +4,12 @@ above the least. Writes the CSV that fit_cost_model.py reads.
 Each plan is captured into a CUDA graph of calls on rotating operands (more than 200 MB of them, so that L2 stays cold), which is
 replayed and timed with events: microseconds per call, with every memset and reduction kernel.
 
+With `--alone`, the planner's first plans only, and XLA's product, whose kernel is written as XLA: by the profiler, calls taking turns one
+by one, each after L2 was filled with something else. That is what `bench` calls device time, and takes a second or two a shape.
+
     python benchmarks/measure_plans.py benchmarks/shapes/planner.csv out.csv [--limit SECONDS]
     python benchmarks/measure_plans.py benchmarks/shapes/dtypes.csv out.csv --type f32 --majors rc
+    python benchmarks/measure_plans.py ../shared/shapes/streamk_sample.csv out.csv --alone
 """
 
 import argparse
@@ -16,18 +20,24 @@ import random
 import statistics
 import time
 
-from jax_streamk import _ffi
+import jax
+import jax.numpy as jnp
+
+from jax_streamk import Auto, _ffi, contest, planner
 from jax_streamk.cost_model import machine_of
 from jax_streamk.device import device_of
 from jax_streamk.measure import Memory
 from jax_streamk.problem import GemmProblem
+from jax_streamk.tools import timing
 from jax_streamk.tune import ORDERS
-from jax_streamk.tuned import Candidate
+from jax_streamk.tuned import Candidate, Tuned
 
 HOPELESS = 1.6  # times the best of the shape: no other order of tiles is tried
 CLOSE = 1.25  # times the best of the shape: measured again, in turns
 ROUNDS = 5  # of turns. A GPU at its power limit slows down within milliseconds: what comes first would look fast
 UNLIKELY = 2.5  # times the least estimate of the shape: not measured at all
+FIRST, LIKELY = 16, 1.2  # plans measured alone: so many, and estimates of at most so many times the least
+TURNS = 9  # of those
 
 
 def candidates(kernel, m, n, k, sms):
@@ -57,6 +67,7 @@ def main():
     parser.add_argument("--majors", choices=["rr", "rc", "cr", "cc"], default="rr", help="row or column, of A and of B")
     parser.add_argument("--reductions", default="none,ordered,separate", help="which ways to share tiles; none is data-parallel")
     parser.add_argument("--family", action="append", help="of kernels; may be given several times (all but sm80 where others serve the type)")
+    parser.add_argument("--alone", action="store_true", help="the planner's first plans and XLA's product, by the profiler")
     parser.add_argument("--limit", type=float, default=300, help="seconds after which no new shape is begun")
     arguments = parser.parse_args()
     memory = Memory(device_of(None))
@@ -81,7 +92,9 @@ def main():
             if time.time() - started > arguments.limit:
                 print("stopped at the time limit before", (m, n, k))
                 break
-            for time_of_plan in measured(problem_of(m, n, k), kernels, memory, arguments.reductions.split(",")):
+            problem = problem_of(m, n, k)
+            times = measured_alone(problem, memory) if arguments.alone else measured(problem, kernels, memory, arguments.reductions.split(","))
+            for time_of_plan in times:
                 writer.writerow([arguments.majors, m, n, k, *time_of_plan])
             file.flush()
 
@@ -119,6 +132,51 @@ def measured(problem, kernels, memory, reductions):
     print((m, n, k), min(us.values(), default=None), min(us, key=us.get, default=None), flush=True)
     for plan in us:
         yield plan.kernel, plan.schedule, plan.splits, plan.reduction, plan.raster.removeprefix("along_"), plan.swizzle, f"{us[plan]:.2f}"
+
+
+def measured_alone(problem, memory):
+    """The same of the planner's first plans, and of XLA's product."""
+    found = planner.choose(problem, None, memory.device, listed=FIRST).candidates
+    estimates = {Candidate.of(x.kernel, x.schedule): x.cost.microseconds for x in found}
+    plans = [plan for plan, us in estimates.items() if us <= LIKELY * min(estimates.values())]
+    made = [planner.plan_with(problem, Auto(), memory.device, Tuned.now(plan, estimates[plan], estimates[plan])) for plan in plans]
+    operands = list({id(each[1]): each for each in contest.operands_of(made[0], memory)}.values())
+    calls = [jax.jit(contest.xlas(made[0])), *(jax.jit(contest.ours(each)) for each in made)]
+    begins, ends, fill = jax.jit(jnp.sin), jax.jit(jnp.cos), jax.jit(jnp.max)
+    one, full = memory.put(jnp.ones(8)), memory.put(jnp.ones(1 << 26))
+
+    def turns(count):
+        for turn in range(count * len(calls)):
+            fill(full)
+            begins(one)
+            calls[turn % len(calls)](*operands[turn % len(operands)])
+            last = ends(one)
+        last.block_until_ready()
+
+    turns(2)
+    times = between(timing.device_work(timing.profile(lambda: turns(TURNS))), "sine", "cosine")
+    if len(times) != TURNS * len(calls):
+        raise RuntimeError(f"the profile has {len(times)} calls of {TURNS * len(calls)}: it takes a GPU and CUPTI")
+    us = {plan: statistics.median(times[i :: len(calls)]) for i, plan in enumerate([None, *plans])}
+    print((problem.m, problem.n, problem.k), us, flush=True)
+    yield "XLA", "", "", "", "", "", f"{us.pop(None):.2f}"
+    for plan in us:
+        yield plan.kernel, plan.schedule, plan.splits, plan.reduction, plan.raster.removeprefix("along_"), plan.swizzle, f"{us[plan]:.2f}"
+
+
+def between(work, begins, ends):
+    """Microseconds in which the device did anything between kernels that have the one and the other in their names."""
+    times, during = [], None
+    for event in work:
+        words = event[2].lower().split("_")
+        if begins in words:
+            during = []
+        elif ends in words:
+            times.append(timing.busy(during) / 1e3)
+            during = None
+        elif during is not None:
+            during.append(event)
+    return times
 
 
 if __name__ == "__main__":

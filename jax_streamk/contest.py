@@ -28,7 +28,7 @@ def xla_ratio(made, memory, rounds):
     largest = 0.0
     try:
         with jax.enable_x64(True):  # types are the problem's, whatever programs may have elsewhere
-            operands = _operands(made, memory)
+            operands = operands_of(made, memory)
             programs = [dependent(product(made), operands) for product in (ours, xlas)]
             for _ in range(rounds):
                 memory.check_running()
@@ -72,7 +72,7 @@ def xlas(made):
     return lambda *operands: xlas_product(*(x.reshape(shape) for x, shape in zip(operands, shapes)), **params).reshape(-1)
 
 
-def _operands(made, memory):
+def operands_of(made, memory):
     """Those of each call, of which there are enough not to find the larger one in a GPU's L2 cache, or the most."""
     a, b, _, *others = measure.spans(made.problem)
     type_ab, type_d = map(measure.dtype_of, (made.problem.type_a, made.problem.type_d))

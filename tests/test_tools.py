@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import os
 import pathlib
 import re
@@ -231,3 +232,28 @@ def test_measured_plans_are_what_the_cost_model_is_fitted_to(tmp_path, monkeypat
     assert {"data_parallel", "split_k"} <= {row["schedule"] for row in rows} and {row["raster"] for row in rows} == {"m", "n"}
     assert all(row["majors"] == kind[1] and f"_{kind[0]}_" in row["kernel"] for row in rows)
     assert all(float(row["us"]) > 0 for row in rows)
+
+
+def test_first_plans_are_measured_alone_beside_xlas_product(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[1] / "benchmarks")
+    import fit_cost_model
+    import measure_plans
+
+    work = [(0, 5, "wrapped_sine"), (9, 1000, "multiply"), (1009, 500, "reduce"), (2000, 5, "wrapped_cosine"), (2010, 80, "input_reduce_fusion")]
+    assert measure_plans.between(work * 2, "sine", "cosine") == [1.5, 1.5]
+
+    out = tmp_path / "out.csv"
+    monkeypatch.setattr(sys, "argv", ["measure_plans.py", write(tmp_path / "s.csv", "64,64,256", header="m,n,k"), str(out), "--alone"])
+    monkeypatch.setattr(measure_plans, "FIRST", 2)
+    if device_of(None).platform == "cpu":
+        with pytest.raises(RuntimeError, match=r"the profile has 0 calls of \d+: it takes a GPU"):
+            measure_plans.main()
+        monkeypatch.setattr(measure_plans, "between", lambda *_: [3.0, 2.0, 1.0] * measure_plans.TURNS)
+        monkeypatch.setattr(measure_plans, "LIKELY", math.inf)
+    measure_plans.main()
+    rows = list(csv.DictReader(out.open()))
+    assert [row["kernel"] for row in rows[:1]] == ["XLA"] and all(float(row["us"]) > 0 for row in rows)
+    if device_of(None).platform == "cpu":
+        assert [row["us"] for row in rows] == ["3.00", "2.00", "1.00"]
+    else:
+        assert len(fit_cost_model.ours_of(rows, "bf16", "rr")) == len(rows) - 1

@@ -590,7 +590,7 @@ def test_both_sides_of_the_contest_multiply_the_same(which, quick):
     made = planner.make_plan(contested()[which], Auto(), here())
     products = [jax.jit(side(made)) for side in (contest.ours, contest.xlas)]
     memory = measure.Memory(here())
-    operands = contest._operands(made, memory)[0]
+    operands = contest.operands_of(made, memory)[0]
     assert [x.shape for x in operands] == [(size,) for i, size in enumerate(measure.spans(made.problem)) if size and i != 2]
     ours, xlas = (product(*operands) for product in products)
     assert ours.shape == xlas.shape == (measure.spans(made.problem)[2],) and ours.dtype == xlas.dtype
@@ -612,7 +612,7 @@ def test_operands_of_a_contest_rotate(monkeypatch):
         monkeypatch.setitem(measure.ROTATED_BYTES, here().platform, larger_operands * larger)
         made = dataclasses.replace(made, microseconds=microseconds)
         memory = measure.Memory(here())
-        operands = contest._operands(made, memory)
+        operands = contest.operands_of(made, memory)
         assert len(operands) == calls and len({b.unsafe_buffer_pointer() for _, b in operands}) == sets
         assert contest.xla_ratio(made, memory, 1) == 1 and seen == [calls] * 2
         seen.clear()

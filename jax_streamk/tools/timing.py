@@ -33,17 +33,17 @@ def per_call(work, calls):
     """
     size, rest = divmod(len(work), calls)
     if rest:
-        return [_busy(work) / calls / 1e3]
-    return [_busy(work[i * size : (i + 1) * size]) / 1e3 for i in range(calls)]
+        return [busy(work) / calls / 1e3]
+    return [busy(work[i * size : (i + 1) * size]) / 1e3 for i in range(calls)]
 
 
-def _busy(work):
+def busy(work):
     """Length of the union of intervals (start, duration, name), by start."""
-    busy, until = 0, -math.inf
+    total, until = 0, -math.inf
     for start, duration, _ in work:
-        busy += max(start + duration - max(start, until), 0)
+        total += max(start + duration - max(start, until), 0)
         until = max(until, start + duration)
-    return busy
+    return total
 
 
 def profile(run):
