@@ -186,7 +186,8 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   if (kernel.family == Family::kSkinny) {
     // Few warps of an SM wait for each other's loads. They ask L2 for half lines of a B that is contiguous along K.
     double const half_lines = p.major_b == Major::kColumn ? machine.half_lines : 1;
-    loads_ = loaded(tile_rows, tile_columns) / machine.skinny_rate_sm * half_lines;
+    double const rate = size == 2 ? machine.skinny_rate_16bit : machine.skinny_rate_sm;
+    loads_ = loaded(tile_rows, tile_columns) / rate * half_lines;
     alone_ = machine.skinny_alone * kernel.tile_m / 64 * std::sqrt(size / 2);
   } else if (double const bytes = kernel.align_a * size; bytes < 16) {
     alone_ = machine.narrow_loads * std::pow(8 / bytes, 0.7) * tile_k / 32;
@@ -361,8 +362,8 @@ Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   double const gpc = (together + drift * std::max(apart - together, 0.0)) / machine_.gpc_rate;
   double const cache = apart / machine_.cache_rate, sustained = wgmma_sustained_ * share.busy;
   double const waits = std::max(line_, alone_ / std::min(share.pieces, kResident));
-  // A separate reduction writes D, and partials are aligned.
-  double const epilogue = epilogue_ + (separate ? 0 : misaligned_d_);
+  // A separate reduction writes D, and partials are aligned. Threads that store a misaligned D keep others from issuing: nothing hides them.
+  double const misaligned_d = separate ? 0 : misaligned_d_ * share.pieces;
   // What is fused overlaps with nothing in the last epilogue. A pass that adds slices does it for all of them.
   double const last_fused = separate && fused_ > 0 ? kOfReduction * machine_.fused : fused_;
   // Workers of the last wave that have a piece, of those of all others. They have to themselves what all share: caches and power.
@@ -371,7 +372,7 @@ Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   double const busy_last = cut_by_iterations ? 1 : std::min(left / share.busy, 1.0);
   auto const work = [&](auto const& join) {
     auto const iteration = [&](double busy) { return join(std::max(math_, sustained * busy), loads_ + gpc * busy, cache * busy, waits); };
-    return iteration(1) * (share.iterations - last) + iteration(busy_last) * last + epilogues(epilogue, separate ? 0 : fused_, share.pieces) + cost.fix_up;
+    return iteration(1) * (share.iterations - last) + iteration(busy_last) * last + epilogues(epilogue_, separate ? 0 : fused_, share.pieces) + misaligned_d + cost.fix_up;
   };
   double const least_work = work([](auto... times) { return std::max({times...}); });
   cost.microseconds = kRounding * (cost.launches + std::max(least_work, floor_) + last_fused + cost.extra + cost.repack);
