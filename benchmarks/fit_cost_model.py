@@ -12,9 +12,9 @@ Prints the constants ready to paste, the error of the predicted times, and the r
 first among those measured over that of the best, for every shape; held out, a shape is predicted by constants fitted to others. `--fix-up`
 fits the constants of the fix-up alone, for kernels whose other parts did not change. Of types other than bf16 only the error and
 the regret of the constants as they are is printed. `--choices` takes so many seconds to move constants one after another as long as the
-regret falls, of all tables given and for constants a little off as well; that of tables to `--keep` may not rise. Of the CUTLASS measurements only data-parallel ones are fitted, because
-their kernels fold split-K partials one after another and ours do not; the others still count for the regret, under constants of
-their own.
+regret falls, of all tables given and for constants a little off as well; that of tables to `--keep` may not rise. Of the CUTLASS
+measurements only data-parallel ones are fitted, because their kernels fold split-K partials one after another and ours do not; the
+others still count for the regret, under constants of their own.
 """
 
 import argparse

@@ -362,7 +362,7 @@ Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   double const gpc = (together + drift * std::max(apart - together, 0.0)) / machine_.gpc_rate;
   double const cache = apart / machine_.cache_rate, sustained = wgmma_sustained_ * share.busy;
   double const waits = std::max(line_, alone_ / std::min(share.pieces, kResident));
-  // A separate reduction writes D, and partials are aligned. Threads that store a misaligned D keep others from issuing: nothing hides them.
+  // A separate reduction writes D, and partials are aligned. What threads store of a misaligned D themselves was measured not to be hidden.
   double const misaligned_d = separate ? 0 : misaligned_d_ * share.pieces;
   // What is fused overlaps with nothing in the last epilogue. A pass that adds slices does it for all of them.
   double const last_fused = separate && fused_ > 0 ? kOfReduction * machine_.fused : fused_;
