@@ -207,33 +207,37 @@ def read(path):
         return list(csv.DictReader(file))
 
 
+def least_of_shapes(shapes, values):
+    """Where each shape, of those that are numbered by row, has its least value, the first of equals."""
+    order = np.lexsort((values, shapes))
+    return order[np.flatnonzero(np.diff(shapes[order], prepend=-1))]
+
+
+def numbered(rows):
+    """The number of every row's shape."""
+    return np.unique([(row.m, row.n, row.k) for row in rows], axis=0, return_inverse=True)[1].ravel()
+
+
 def choices(rows, predicted, measured):
     """For every shape its regret, and the rows predicted and measured to be best."""
-    best_of, by_shape = best_times(measured), collections.defaultdict(list)
-    for at, row in enumerate(rows):
-        by_shape[row.m, row.n, row.k].append(at)
-    found = {}
-    for shape, members in by_shape.items():
-        chosen, best = min(members, key=predicted.__getitem__), min(members, key=lambda at: rows[at].us)
+    best_of, shapes, found = best_times(measured), numbered(rows), {}
+    for chosen, best in zip(*(least_of_shapes(shapes, values) for values in (predicted, [row.us for row in rows]))):
+        shape = rows[chosen].m, rows[chosen].n, rows[chosen].k
         found[shape] = rows[chosen].us / best_of[shape], chosen, best
     return found
 
 
 class Choices:
-    """What is lost by the plans that a Machine ranks first among those of a table."""
+    """What is lost by the plans that one Machine after another ranks first among those of a table."""
 
-    def __init__(self, records, type_, majors, sms):
-        measured = ours_of(records, type_, majors)
+    def __init__(self, measured, sms):
         rows, best = in_planned_order(measured, H200, sms), best_times(measured)
-        shapes = [(row.m, row.n, row.k) for row in rows]
-        self._shape = np.unique(shapes, axis=0, return_inverse=True)[1].ravel()
-        self._lost = np.log([row.us / best[shape] for row, shape in zip(rows, shapes)])
-        self._predict = predictor(rows, sms)
+        self._shapes, self._predict = numbered(rows), predictor(rows, sms)
+        self._lost = np.log([row.us / best[row.m, row.n, row.k] for row in rows])
 
     def lost(self, machine):
         """The logarithm of the regret of every shape."""
-        order = np.lexsort((self._predict(machine), self._shape))
-        return self._lost[order[np.flatnonzero(np.diff(self._shape[order], prepend=-1))]]
+        return self._lost[least_of_shapes(self._shapes, self._predict(machine))]
 
 
 def descend(tables, kept, start, names, seconds):
@@ -300,13 +304,15 @@ def main():
     parser.add_argument("--choices", type=float, metavar="SECONDS", help="make the planner's choices better, for so long")
     parser.add_argument("--keep", nargs="*", default=[], help="tables of whose choices none may become worse, on average")
     arguments = parser.parse_args()
-    records = [record for path in arguments.measured for record in read(path)]
+    tables = [read(path) for path in arguments.measured]
+    records = [record for table in tables for record in table]
     names, sms = [field.name for field in dataclasses.fields(H200) if field.name not in NEVER], arguments.sms
     if arguments.choices:
-        of = arguments.type, arguments.majors, sms
-        tables, kept = ([Choices(read(path), *of) for path in paths] for paths in (arguments.measured, arguments.keep))
-        fitted = descend(tables, kept, H200, names, arguments.choices)
-        for path, table in zip(arguments.measured + arguments.keep, tables + kept):
+        tables += [read(path) for path in arguments.keep]
+        tables = [Choices(ours_of(table, arguments.type, arguments.majors), sms) for table in tables]
+        count = len(arguments.measured)
+        fitted = descend(tables[:count], tables[count:], H200, names, arguments.choices)
+        for path, table in zip(arguments.measured + arguments.keep, tables):
             regrets = [f"{math.exp(np.mean(table.lost(machine))):.4f}" for machine in (H200, fitted)]
             print(f"# regret: geomean {regrets[0]}, then {regrets[1]}: {path}")
     elif "kernel" in records[0]:

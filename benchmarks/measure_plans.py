@@ -38,6 +38,8 @@ ROUNDS = 5  # of turns. A GPU at its power limit slows down within milliseconds:
 UNLIKELY = 2.5  # times the least estimate of the shape: not measured at all
 FIRST, LIKELY = 16, 1.2  # plans measured alone: so many, and estimates of at most so many times the least
 TURNS = 9  # of those
+# Around each call: what fills L2, and what shows in a profile where the call begins and ends.
+FILL, BEGINS, ENDS = map(jax.jit, (jnp.max, jnp.sin, jnp.cos))
 
 
 def candidates(kernel, m, n, k, sms):
@@ -67,7 +69,7 @@ def main():
     parser.add_argument("--majors", choices=["rr", "rc", "cr", "cc"], default="rr", help="row or column, of A and of B")
     parser.add_argument("--reductions", default="none,ordered,separate", help="which ways to share tiles; none is data-parallel")
     parser.add_argument("--family", action="append", help="of kernels; may be given several times (all but sm80 where others serve the type)")
-    parser.add_argument("--alone", action="store_true", help="the planner's first plans and XLA's product, by the profiler")
+    parser.add_argument("--alone", action="store_true", help="the planner's first plans, of any kernel, and XLA's product, by the profiler")
     parser.add_argument("--limit", type=float, default=300, help="seconds after which no new shape is begun")
     arguments = parser.parse_args()
     memory = Memory(device_of(None))
@@ -94,13 +96,16 @@ def main():
                 break
             problem = problem_of(m, n, k)
             times = measured_alone(problem, memory) if arguments.alone else measured(problem, kernels, memory, arguments.reductions.split(","))
-            for time_of_plan in times:
-                writer.writerow([arguments.majors, m, n, k, *time_of_plan])
+            for plan, us in times:
+                of = "XLA", "", "", "", "", ""
+                if plan is not None:
+                    of = plan.kernel, plan.schedule, plan.splits, plan.reduction, plan.raster.removeprefix("along_"), plan.swizzle
+                writer.writerow([arguments.majors, m, n, k, *of, f"{us:.2f}"])
             file.flush()
 
 
 def measured(problem, kernels, memory, reductions):
-    """Kernel, schedule, splits, reduction, raster, swizzle and microseconds of every plan that is measured."""
+    """Every plan that is measured, a ``Candidate``, and its microseconds."""
     m, n, k, device = problem.m, problem.n, problem.k, memory.device
     rotation = memory.rotation(problem)
     plans = [
@@ -130,27 +135,25 @@ def measured(problem, kernels, memory, reductions):
             turns[plan] += rotation.time(plan.kernel, plan.native(), repeats=1)
     us.update((plan, statistics.median(times)) for plan, times in turns.items())
     print((m, n, k), min(us.values(), default=None), min(us, key=us.get, default=None), flush=True)
-    for plan in us:
-        yield plan.kernel, plan.schedule, plan.splits, plan.reduction, plan.raster.removeprefix("along_"), plan.swizzle, f"{us[plan]:.2f}"
+    yield from us.items()
 
 
 def measured_alone(problem, memory):
-    """The same of the planner's first plans, and of XLA's product."""
+    """The same of the planner's first plans, and of XLA's product, which is None."""
     found = planner.choose(problem, None, memory.device, listed=FIRST).candidates
     estimates = {Candidate.of(x.kernel, x.schedule): x.cost.microseconds for x in found}
     plans = [plan for plan, us in estimates.items() if us <= LIKELY * min(estimates.values())]
     made = [planner.plan_with(problem, Auto(), memory.device, Tuned.now(plan, estimates[plan], estimates[plan])) for plan in plans]
     operands = list({id(each[1]): each for each in contest.operands_of(made[0], memory)}.values())
     calls = [jax.jit(contest.xlas(made[0])), *(jax.jit(contest.ours(each)) for each in made)]
-    begins, ends, fill = jax.jit(jnp.sin), jax.jit(jnp.cos), jax.jit(jnp.max)
     one, full = memory.put(jnp.ones(8)), memory.put(jnp.ones(1 << 26))
 
     def turns(count):
         for turn in range(count * len(calls)):
-            fill(full)
-            begins(one)
+            FILL(full)
+            BEGINS(one)
             calls[turn % len(calls)](*operands[turn % len(operands)])
-            last = ends(one)
+            last = ENDS(one)
         last.block_until_ready()
 
     turns(2)
@@ -159,9 +162,7 @@ def measured_alone(problem, memory):
         raise RuntimeError(f"the profile has {len(times)} calls of {TURNS * len(calls)}: it takes a GPU and CUPTI")
     us = {plan: statistics.median(times[i :: len(calls)]) for i, plan in enumerate([None, *plans])}
     print((problem.m, problem.n, problem.k), us, flush=True)
-    yield "XLA", "", "", "", "", "", f"{us.pop(None):.2f}"
-    for plan in us:
-        yield plan.kernel, plan.schedule, plan.splits, plan.reduction, plan.raster.removeprefix("along_"), plan.swizzle, f"{us[plan]:.2f}"
+    yield from us.items()
 
 
 def between(work, begins, ends):
