@@ -33,6 +33,10 @@ constexpr double kResident = 2;
 // Neighbours drift apart with every piece of work, and with so much of K as with a piece.
 constexpr double kDriftK = 16384;
 
+// Rows of B that start anywhere: a warp's 128 bytes of one are in five sectors instead of four, and three requests instead of one, which were
+// measured to take twice as long.
+constexpr double kSectors = 1.25, kRequests = 2;
+
 // How much longer one warpgroup takes for what is fused into a tile's epilogue than two that share the tile.
 constexpr double kOneWarpgroup = 1.5;
 
@@ -187,6 +191,10 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
     // Few warps of an SM wait for each other's loads. They ask L2 for half lines of a B that is contiguous along K.
     double const half_lines = p.major_b == Major::kColumn ? machine.half_lines : 1;
     double const rate = size == 2 ? machine.skinny_rate_16bit : machine.skinny_rate_sm;
+    if (kernel.align_b < kernel.align_a) {
+      panel_b_ *= kRequests;
+      floor_ *= kSectors;
+    }
     loads_ = loaded(tile_rows, tile_columns) / rate * half_lines;
     alone_ = machine.skinny_alone * kernel.tile_m / 64 * std::sqrt(size / 2);
   } else if (double const bytes = kernel.align_a * size; bytes < 16) {

@@ -31,16 +31,16 @@ def gemm(m, n, k, type_ab=BF16, math=NATIVE, batch=1, type_d=None):
 
 
 def fake_kernel(
-    family, type_ab, type_d, tile, cluster=(1, 1), warp_schedule="cooperative", swap_ab=False, align=8, math=NATIVE, major_b=_ffi.Major.row
-):
+    family, type_ab, type_d, tile, cluster=(1, 1), warp_schedule="cooperative", swap_ab=False, align=8, math=NATIVE,
+    major_b=_ffi.Major.row, align_b=None,
+):  # fmt: skip
     reductions = [] if warp_schedule in ("pingpong", "single") else [ORDERED]
     accumulator = F64 if type_ab == F64 else F32
-    sm90 = family == _ffi.Family.sm90
-    parts = [family, type_ab, type_d, "x".join(map(str, tile)), cluster[0], cluster[1], warp_schedule, swap_ab, align, math, major_b]
+    parts = [family, type_ab, type_d, "x".join(map(str, tile)), cluster[0], cluster[1], warp_schedule, swap_ab, align, math, major_b, align_b]
     return _ffi.KernelInfo(
         name="_".join(str(getattr(part, "name", part)) for part in parts), family=family, type_ab=type_ab, type_d=type_d, math=math,
-        major_a=_ffi.Major.row, major_b=major_b, tile=tile, cluster=cluster, align_ab=align,
-        align_d=1 if sm90 else align, warp_schedule=warp_schedule, swap_ab=swap_ab,
+        major_a=_ffi.Major.row, major_b=major_b, tile=tile, cluster=cluster, align_a=align, align_b=align_b or align,
+        align_d=align if family == _ffi.Family.sm80 else 1, warp_schedule=warp_schedule, swap_ab=swap_ab,
         split_k_reductions=reductions + ([SEPARATE] if type_d == accumulator else []), stream_k_reductions=reductions,
     )  # fmt: skip
 
@@ -263,6 +263,16 @@ def test_misaligned_matrices_are_copied_where_that_pays(cuda, m, n, k, copies):
     assert best.cost.repack == pytest.approx(machine.relaunch + 2 * 2 * copied / machine.copy_rate if copied else 0)
     # A short sum is done before the copies would be.
     assert "sm80" in planner.choose(gemm(16, 100, 7), None, HOPPER).candidates[0].kernel
+
+
+@pytest.mark.parametrize("m, n, k, itself", [(16, 50257, 768, True), (1, 32001, 4096, True), (64, 8457, 2048, False), (16, 50257, 769, False)])
+def test_few_rows_do_not_wait_for_a_copy_of_a_misaligned_matrix(cuda, monkeypatch, m, n, k, itself):
+    """A has to be aligned, which the last one is not."""
+    shifted = fake_kernel(_ffi.Family.skinny, BF16, BF16, (64, 16, 128), warp_schedule="streaming", swap_ab=True, align_b=1)
+    found = [*_ffi.kernels(), shifted]
+    monkeypatch.setattr(_ffi, "kernels", lambda: found)
+    planner._registry.cache_clear()
+    assert (cuda(gemm(m, n, k))[0].kernel == shifted.name) == itself
 
 
 def test_a_transposed_operand_and_a_misaligned_one_are_copied_apart():

@@ -51,16 +51,17 @@ __device__ inline uint64_t evict_first() {
   return policy;
 }
 
-// Copies sixteen bytes to shared memory, or zeroes them there. Copies are waited for in groups, by the thread that asked for them.
-__device__ inline void copy_async(uint4* to, void const* from, bool zero) {
+// Copies so many of sixteen bytes to shared memory, and zeroes the others there. Copies are waited for in groups, by the thread that asked
+// for them.
+__device__ inline void copy_async(uint4* to, void const* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from),
-               "r"(zero ? 0 : 16)
+               "r"(bytes)
                : "memory");
 }
-__device__ inline void copy_async(uint4* to, void const* from, bool zero, uint64_t policy) {
+__device__ inline void copy_async(uint4* to, void const* from, int bytes, uint64_t policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(
                    static_cast<uint32_t>(__cvta_generic_to_shared(to))),
-               "l"(from), "r"(zero ? 0 : 16), "l"(policy)
+               "l"(from), "r"(bytes), "l"(policy)
                : "memory");
 }
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -5,6 +5,8 @@
 // neighbours in D. Shared memory is a queue of each warp's own: no barrier of the CTA and no descriptor is between memory and tensor
 // core, and a short product is short.
 //
+// Rows of a B that start anywhere come as the vectors that they touch, nine for 64 columns, and are shifted into place in registers.
+//
 // The warps of a CTA share K, and their sums meet in shared memory; or they are side by side, and a row of B that they load is four times
 // as long, which memory serves faster where there is much to load. Split-K is a cluster of CTAs, whose sums meet in the first one's
 // shared memory, in the order of K: no workspace, nothing to zero, one launch.
@@ -24,8 +26,12 @@ inline constexpr int kWarps = 4, kThreads = 32 * kWarps;
 inline constexpr int kColumns = 64;   // of a warp
 inline constexpr int kTileK = 128;    // what splits are cut by
 inline constexpr int kRows = 8;       // of A in one mma.sync
-inline constexpr int kStages = 4;     // chunks of a warp's queue
 inline constexpr int kMaxSplits = 8;  // CTAs in a cluster: the portable limit
+
+// Chunks of a warp's queue. Those that are shifted are larger: with three of them an SM has a CTA more, of which one loads while another
+// starts or ends.
+template <bool kShifts>
+inline constexpr int kStages = kShifts ? 3 : 4;
 
 template <class T>
 inline constexpr int kVector = 16 / sizeof(T);
@@ -52,19 +58,19 @@ struct Params {
 // of K, by eight columns of B and by row g of each eight of A. The columns are 8g ... 8g + 7, one vector each where B is contiguous
 // along K. Of a row-major B a vector is a row's; rows of f32 are two of them and rows of f64 four, of which lanes together load whole
 // sectors: columns Vg ... Vg + V - 1, as many 8V further on, and so on.
-template <int kBlocks>
+template <int kBlocks, bool kShifts>
 struct Chunk {
-  uint4 b[8][32], a[kBlocks][32];
+  uint4 b[8][kShifts ? 36 : 32], a[kBlocks][32];  // four more: the ninth vectors
 };
 
 template <class T>
 using Pair = std::conditional_t<std::is_same_v<T, double>, double2, float2>;  // of sums, neighbours in D
 
 // Of a CTA in which `kDeep` warps share K.
-template <class T, int kBlocks, int kDeep>
+template <class T, int kBlocks, int kDeep, bool kShifts>
 struct Shared {
   union {
-    Chunk<kBlocks> queue[kStages];
+    Chunk<kBlocks, kShifts> queue[kStages<kShifts>];
     struct {  // once the queue is empty
       Accumulator<T> sums[kRows * kBlocks][kColumns + 4];     // of this warp's part of K
       Pair<T> totals[kRows * kBlocks / kDeep][kColumns / 2];  // of all warps' parts, of this warp's part of the rows
@@ -81,8 +87,25 @@ inline constexpr int kNeighbours = kMajorB == Major::kRow ? kVector<T> : 8;  // 
 
 __device__ inline uint32_t word(uint4 const& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
+// The vector that begins `offset` bytes, an even number below sixteen, into these two.
+__device__ inline uint4 shifted(uint4 const& first, uint4 const& second, uint32_t offset) {
+  uint32_t w[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+#pragma unroll
+  for (int i = 0; i < 6; ++i) w[i] = offset & 8 ? w[i + 2] : w[i];
+#pragma unroll
+  for (int i = 0; i < 5; ++i) w[i] = offset & 4 ? w[i + 1] : w[i];
+  uint32_t const bits = (offset & 2) * 8;
+  return {__funnelshift_r(w[0], w[1], bits), __funnelshift_r(w[1], w[2], bits), __funnelshift_r(w[2], w[3], bits),
+          __funnelshift_r(w[3], w[4], bits)};
+}
+
+template <class T>
+__device__ inline uint32_t offset_of(T const* p) {
+  return reinterpret_cast<uintptr_t>(p) % 16;
+}
+
 // A thread's loads, chunk after chunk. What lies beyond an edge is zero, and its address, which may not even be aligned, is not used.
-template <class T, class D, Major kMajorB, int kBlocks, int kDeep>
+template <class T, class D, Major kMajorB, int kBlocks, int kDeep, bool kShifts>
 class Loader {
  public:
   // Of a tile that begins at row m0 and column n0 of D, from row k of K on, which ends at row `end`.
@@ -90,10 +113,11 @@ class Loader {
     int const lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     bool const by_rows = kMajorB == Major::kRow;
     int const g_b = by_rows ? lane % 8 : g, t_b = by_rows ? lane / 8 : t;  // what it loads of B another thread may take
-    int64_t const row = m0 + g, column = n0 + kNeighbours<T, kMajorB> * g_b;
+    int const own = kShifts ? 0 : kNeighbours<T, kMajorB> * g_b;  // columns before this thread's, which shares rows that are shifted
+    int64_t const row = m0 + g, column = n0 + own;
     int64_t const k_a = k + kVector<T> * t, k_b = k + kVector<T> * t_b;
     rows_ = p.m - m0 - g;
-    columns_ = p.n - n0 - kNeighbours<T, kMajorB> * g_b;
+    columns_ = kShifts ? min(p.n - n0, kColumns) : p.n - n0 - own;
     left_a_ = end - k - kVector<T> * t;
     left_b_ = end - k - kVector<T> * t_b;
     slot_ = by_rows ? slot(g_b, t_b) : lane;
@@ -101,22 +125,28 @@ class Loader {
     b_ = p.b + batch * p.batch_stride_b + (by_rows ? k_b * p.ldb + column : column * p.ldb + k_b);
   }
 
-  __device__ void next(Chunk<kBlocks>& to) {
+  __device__ void next(Chunk<kBlocks, kShifts>& to) {
     int const lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       constexpr int kPerRow = 8 / kVector<T>;  // vectors of a row-major B
       int const row = i / kPerRow, column = i % kPerRow * 8 * kVector<T>;
-      if constexpr (kMajorB == Major::kRow) {
-        copy_b(to.b[i][slot_], b_ + row * p_.ldb + column, row < left_b_ && column < columns_);
+      if constexpr (kShifts) {
+        copy_touched(to.b[i][slot_], b_ + row * p_.ldb, lane % 8, row < left_b_);
+      } else if constexpr (kMajorB == Major::kRow) {
+        copy_b(to.b[i][slot_], b_ + row * p_.ldb + column, row < left_b_ && column < columns_ ? 16 : 0);
       } else {
-        copy_b(to.b[i][slot_], b_ + i * p_.ldb, left_b_ > 0 && i < columns_);
+        copy_b(to.b[i][slot_], b_ + i * p_.ldb, left_b_ > 0 && i < columns_ ? 16 : 0);
       }
+    }
+    if constexpr (kShifts) {
+      int const row = lane % 8;
+      copy_touched(to.b[row][32 + lane / 8], b_ + row * p_.ldb, 8, row < left_b_);
     }
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
       bool const inside = left_a_ > 0 && block * kRows < rows_;
-      copy_async(&to.a[block][lane], inside ? a_ + block * kRows * p_.lda : p_.b, !inside);
+      copy_async(&to.a[block][lane], inside ? a_ + block * kRows * p_.lda : p_.a, inside ? 16 : 0);
     }
     commit_copies();
     a_ += kRound;
@@ -128,14 +158,20 @@ class Loader {
  private:
   static constexpr int kRound = kChunk<T> * kDeep;  // of K, which the warps that share it multiply at a time
 
-  __device__ void copy_b(uint4& to, T const* from, bool inside) const {
-    if (!inside) from = p_.b;
-    // A policy of eviction as usual is slower than none.
-    if (p_.b_read_once) {
-      copy_async(&to, from, !inside, evict_first_);
+  __device__ void copy_b(uint4& to, void const* from, int bytes) const {
+    if (bytes == 0) from = p_.a;
+    // A policy of eviction as usual is slower than none. Lines of rows that start anywhere are read by neighbours, too.
+    if (!kShifts && p_.b_read_once) {
+      copy_async(&to, from, bytes, evict_first_);
     } else {
-      copy_async(&to, from, !inside);
+      copy_async(&to, from, bytes);
     }
+  }
+
+  // Of the vectors that the tile's part of a row touches, so many on from the first.
+  __device__ void copy_touched(uint4& to, T const* row, int vector, bool inside) const {
+    int const offset = static_cast<int>(offset_of(row)), bytes = offset + columns_ * static_cast<int>(sizeof(T)) - 16 * vector;
+    copy_b(to, reinterpret_cast<char const*>(row) - offset + 16 * vector, inside ? min(max(bytes, 0), 16) : 0);
   }
 
   Params<T, D> const& p_;
@@ -211,10 +247,11 @@ __device__ inline void store(Params<T, D> const& p, int32_t batch, int32_t row, 
   }
 }
 
-template <class T, Math kMath, class D, Major kMajorB, int kBlocks, int kDeep>
+template <class T, Math kMath, class D, Major kMajorB, int kBlocks, int kDeep, bool kShifts>
 __global__ __launch_bounds__(kThreads) void multiply(__grid_constant__ Params<T, D> const p) {
   extern __shared__ __align__(16) char storage[];
-  auto& shared = *reinterpret_cast<Shared<T, kBlocks, kDeep>*>(storage);
+  auto& shared = *reinterpret_cast<Shared<T, kBlocks, kDeep, kShifts>*>(storage);
+  constexpr int kStages = skinny::kStages<kShifts>;
   using Pair = skinny::Pair<T>;
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   int32_t const tile = p.splits > 1 ? quotient(blockIdx.x, p.splits) : blockIdx.x, rank = blockIdx.x - tile * p.splits;
@@ -229,7 +266,10 @@ __global__ __launch_bounds__(kThreads) void multiply(__grid_constant__ Params<T,
   int32_t const begin = p.runs.begin(run) * kTileK + deep * kChunk<T>, end = min(p.runs.begin(run + 1) * kTileK, p.k);
   int32_t const m0 = at.m * kRows * kBlocks, n0 = (at.n * (kWarps / kDeep) + beside) * kColumns;
 
-  Loader<T, D, kMajorB, kBlocks, kDeep> loader(p, batch, m0, n0, begin, end);
+  Loader<T, D, kMajorB, kBlocks, kDeep, kShifts> loader(p, batch, m0, n0, begin, end);
+  // Where this thread's rows of B start: the same in all chunks, as 32 rows are whole vectors.
+  uint32_t const row_bytes = static_cast<uint32_t>(p.ldb * sizeof(T));
+  uint32_t const first_offset = kShifts ? offset_of(p.b + batch * p.batch_stride_b + (begin + kVector<T> * t) * p.ldb + n0) : 0;
   auto& own = shared.warps[warp];
 #pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage) loader.next(own.queue[stage]);
@@ -248,17 +288,24 @@ __global__ __launch_bounds__(kThreads) void multiply(__grid_constant__ Params<T,
   for (int32_t k = begin; k < end; k += kChunk<T> * kDeep) {
     wait_for_copies<kStages - 2>();
     __syncwarp();  // those of all lanes are there, and all have read the chunk before
-    Chunk<kBlocks> const& chunk = own.queue[stage];
+    Chunk<kBlocks, kShifts> const& chunk = own.queue[stage];
     uint4 b[8], a[kBlocks];
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) a[block] = chunk.a[block][lane];
+    if constexpr (!kShifts) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) b[i] = chunk.b[i][kMajorB == Major::kRow ? slot(g, t) : lane];
+      for (int i = 0; i < 8; ++i) b[i] = chunk.b[i][kMajorB == Major::kRow ? slot(g, t) : lane];
+    }
     // Into the chunk before this one, which is used up.
     loader.next(own.queue[stage == 0 ? kStages - 1 : stage - 1]);
     stage = stage == kStages - 1 ? 0 : stage + 1;
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
+      if constexpr (kShifts) {
+#pragma unroll
+        for (int i = 4 * step; i < 4 * step + 4; ++i)
+          b[i] = shifted(chunk.b[i][slot(g, t)], chunk.b[i][g < 7 ? slot(g + 1, t) : 32 + t], (first_offset + i * row_bytes) % 16);
+      }
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         // Words 2 step and 2 step + 1 of this thread's rows of K are what the instruction calls words t and t + 4. Row g of its D is
@@ -373,12 +420,13 @@ struct ElementOf<Type::kF64> {
   using type = double;
 };
 
-template <Type kTypeAB, Math kMath, Type kTypeD, Major kMajorB, int kBlocks, int kTileN>
+template <Type kTypeAB, Math kMath, Type kTypeD, Major kMajorB, int kBlocks, int kTileN, bool kShifts>
 class SkinnyKernel final : public CudaKernel {
   using T = typename ElementOf<kTypeAB>::type;
   using D = typename ElementOf<kTypeD>::type;
   static constexpr int kDeep = kWarps * kColumns / kTileN;
-  static constexpr int64_t kSharedMemory = sizeof(Shared<T, kBlocks, kDeep>);
+  static constexpr int64_t kSharedMemory = sizeof(Shared<T, kBlocks, kDeep, kShifts>);
+  static_assert(!kShifts || (sizeof(T) == 2 && kMajorB == Major::kRow));
   static constexpr int64_t kMaxExtent = (int64_t{1} << 31) - 1024;  // positions a little beyond are counted in 32 bits
 
  public:
@@ -438,29 +486,33 @@ class SkinnyKernel final : public CudaKernel {
     config.attrs = &cluster;
     // A launch with clusters of one CTA places neighbouring CTAs differently.
     config.numAttrs = work.splits > 1;
-    return from_cuda(cudaLaunchKernelEx(&config, multiply<T, kMath, D, kMajorB, kBlocks, kDeep>, params), "launching " + info.name);
+    return from_cuda(cudaLaunchKernelEx(&config, kMultiply, params), "launching " + info.name);
   }
 
-  void const* entry_point() const override { return reinterpret_cast<void const*>(&multiply<T, kMath, D, kMajorB, kBlocks, kDeep>); }
+  void const* entry_point() const override { return reinterpret_cast<void const*>(kMultiply); }
 
  private:
+  static constexpr auto kMultiply = &multiply<T, kMath, D, kMajorB, kBlocks, kDeep, kShifts>;
+
   static KernelInfo describe() {
     KernelInfo info;
     info.name = std::string("skinny_") + name_of(kTypeAB) + "_" + name_of(kTypeD) + (kMajorB == Major::kRow ? "_rr_" : "_rc_") +
                 std::to_string(kTileN) + "x" + std::to_string(kRows * kBlocks) + "x" + std::to_string(kTileK);
     if (kMath != Math::kNative) info.name += std::string("_") + name_of(kMath);
+    if (kShifts) info.name += "_shifted";
     info.family = Family::kSkinny;
     info.type_a = info.type_b = kTypeAB;
     info.type_d = kTypeD;
     info.math = kMath;
     info.major_a = Major::kRow;
     info.major_b = kMajorB;
-    info.align_a = info.align_b = kVector<T>;
+    info.align_a = kVector<T>;
+    info.align_b = kShifts ? 1 : kVector<T>;
     info.align_d = 1;
     info.tile_m = kTileN;
     info.tile_n = kRows * kBlocks;
     info.tile_k = kTileK;
-    info.stages = kStages;
+    info.stages = kStages<kShifts>;
     info.warp_schedule = "streaming";
     info.swap_ab = true;
     info.split_k_reductions = {Reduction::kOrdered};
@@ -477,20 +529,21 @@ class SkinnyKernel final : public CudaKernel {
 };
 
 // One row of the table: so many rows of A, which is row-major, by so many columns of a B of either majorness, into the operands' type and
-// into that of their sums.
+// into that of their sums. Of 16 bits, also by those of a row-major B whose rows start anywhere.
 template <Type kTypeAB, Math kMath, int kTileM, int kTileN>
 bool add_row() {
-  auto const add = [](auto type_d, auto major_b) {
-    Registration(std::make_unique<SkinnyKernel<kTypeAB, kMath, type_d(), major_b(), kTileM / kRows, kTileN>>());
+  constexpr bool kHalf = kTypeAB == Type::kBF16 || kTypeAB == Type::kF16;
+  auto const add = [](auto type_d, auto major_b, auto shifts) {
+    Registration(std::make_unique<SkinnyKernel<kTypeAB, kMath, type_d(), major_b(), kTileM / kRows, kTileN, shifts()>>());
+  };
+  auto const add_types = [&](auto major_b, auto shifts) {
+    add(std::integral_constant<Type, kTypeAB == Type::kF64 ? Type::kF64 : Type::kF32>(), major_b, shifts);
+    if constexpr (kHalf) add(std::integral_constant<Type, kTypeAB>(), major_b, shifts);
   };
   std::integral_constant<Major, Major::kRow> const row;
   std::integral_constant<Major, Major::kColumn> const column;
-  std::integral_constant<Type, kTypeAB == Type::kF64 ? Type::kF64 : Type::kF32> const accumulator;
-  add(accumulator, row), add(accumulator, column);
-  if constexpr (kTypeAB == Type::kBF16 || kTypeAB == Type::kF16) {
-    std::integral_constant<Type, kTypeAB> const same;
-    add(same, row), add(same, column);
-  }
+  add_types(row, std::false_type()), add_types(column, std::false_type());
+  if constexpr (kHalf) add_types(row, std::true_type());
   return true;
 }
 
