@@ -173,7 +173,8 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   panel_a_ = panel_of(a);
   panel_b_ = panel_of(b);
   misaligned_ = is_misaligned(a.ld) || is_misaligned(b.ld);
-  repack_ = 2 * static_cast<double>(repacked.bytes()) / machine.copy_rate + machine.relaunch * repacked.launches;
+  double const rearranged = repacked.bytes_rearranged;
+  repack_ = 2 * ((repacked.bytes() - rearranged) / machine.copy_rate + rearranged / machine.rearrange_rate) + machine.relaunch * repacked.launches;
   double const tile_rows = std::min<double>(kernel.tile_m, rows_), tile_columns = std::min<double>(kernel.tile_n, columns_);
   auto const loaded = [&](double rows, double columns) {
     return (swap ? columns : rows) * panel_a_ + (swap ? rows : columns) * panel_b_;

@@ -46,6 +46,7 @@ Repack repack_of(KernelInfo const& info, GemmProblem const& p) {
   out.a = copy(q.major_a, info.major_a, p.m, p.k, info.align_a, q.lda, q.batch_stride_a, out.bytes_a);
   out.b = copy(q.major_b, info.major_b, p.k, p.n, info.align_b, q.ldb, q.batch_stride_b, out.bytes_b);
   bool const keeps_a = !splits && q.major_a == p.major_a, keeps_b = !splits && q.major_b == p.major_b;
+  out.bytes_rearranged = (keeps_a ? 0 : out.bytes_a) + (keeps_b ? 0 : out.bytes_b);
   out.launches = ((out.a && keeps_a) || (out.b && keeps_b)) + ((out.a && !keeps_a) || (out.b && !keeps_b));
   if (splits) q.k = 3 * out.part;
   return out;

@@ -28,7 +28,8 @@ struct Repack {
   // large by small and large by large, thrice as long a K. Else 0.
   int64_t part = 0;
   int64_t bytes_a = 0, bytes_b = 0;  // of workspace, for the copies
-  int32_t launches = 0;              // one of copies that keep their rows, one of those that are transposed or split
+  int64_t bytes_rearranged = 0;      // of them, those of operands that are transposed or split
+  int32_t launches = 0;              // one of copies that keep their rows, one of the others
 
   int64_t bytes() const { return bytes_a + bytes_b; }
 };

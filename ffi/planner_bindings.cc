@@ -141,6 +141,7 @@ void bind_planner(nb::module_& m) {
       .def_rw("fused", &Machine::fused)
       .def_rw("overlapped", &Machine::overlapped)
       .def_rw("copy_rate", &Machine::copy_rate)
+      .def_rw("rearrange_rate", &Machine::rearrange_rate)
       .def_rw("fix_up", &Machine::fix_up)
       .def_rw("partial_rate_sm", &Machine::partial_rate_sm)
       .def_rw("memset", &Machine::memset)

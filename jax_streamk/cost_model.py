@@ -50,6 +50,7 @@ class Machine:
     fused: float  # ... more of it with a bias, a residual or an activation
     overlapped: float  # share of it that a pingpong kernel's other warpgroup hides
     copy_rate: float  # operands with misaligned rows, read and written
+    rearrange_rate: float  # ... that are transposed, too, or split into TF32 numbers
     fix_up: float  # fences and ticket at a shared tile
     partial_rate_sm: float  # partials that one SM writes or reads
     memset: float  # the node that zeroes tickets
@@ -66,11 +67,12 @@ class Machine:
 
 
 # Fitted by benchmarks/fit_cost_model.py to benchmarks/results/plans_h200_2026-11-20.csv.gz as it was at commit f15b64a; reduction_* to
-# the file as it was later, of a slower reduction than there is now. launch, relaunch, reduction, copy_rate and misaligned_d are such that
+# the file as it was later, of a slower reduction than there is now. launch, relaunch, reduction, rearrange_rate and misaligned_d are such that
 # estimates of plans_h200_2026-11-21.csv.gz have no bias, and skinny_fix_up is what lowered its regret. from_registers, mma_tf32 and
 # mma_f64 are what lowered the regret of plans_dtypes_h200_2026-11-21.csv.gz, cluster that of plans_more_h200_2026-11-21.csv.gz,
-# memory_rate, idle, beyond, gang and memset that of plans_large_h200_2026-11-21.csv.gz and of all others, and misaligned_k and
-# misaligned_mn that of plans_tiles_h200_2026-11-21.csv.gz. mma_16bit, mma_tf32x3, fused, narrow_loads and half_lines are estimates.
+# memory_rate, idle, beyond, gang and memset that of plans_large_h200_2026-11-21.csv.gz and of all others, misaligned_k and
+# misaligned_mn that of plans_tiles_h200_2026-11-21.csv.gz, and copy_rate that of plans_misaligned_h200_2026-11-23.csv.gz. mma_16bit,
+# mma_tf32x3, fused, narrow_loads and half_lines are estimates.
 # All but those were then moved a little, as --choices does it, by what the planner's choices take alone: plans_alone_*_h200_2026-11-23 and
 # strong_device_h200_2026-11-22, within what tests/test_planner.py asks of the other tables.
 H200 = Machine(
@@ -110,7 +112,8 @@ H200 = Machine(
     misaligned_d=1.193,
     fused=1.2,
     overlapped=0.7858,
-    copy_rate=3.353e6,
+    copy_rate=4.1e6,
+    rearrange_rate=3.353e6,
     fix_up=2.805,
     partial_rate_sm=1.007e5,
     memset=2.0,
@@ -132,6 +135,7 @@ A100 = dataclasses.replace(
     skinny_rate_16bit=8.0e4,
     skinny_alone=0.4,
     copy_rate=9.0e5,
+    rearrange_rate=9.0e5,
     mma_16bit=2.5e6,
     mma_tf32=1.2e6,
     mma_tf32x3=0.4e6,
