@@ -33,8 +33,8 @@ constexpr double kResident = 2;
 // Neighbours drift apart with every piece of work, and with so much of K as with a piece.
 constexpr double kDriftK = 16384;
 
-// Rows of B that start anywhere: a warp's 128 bytes of one are in five sectors instead of four, and three requests instead of one, which were
-// measured to take twice as long.
+// Rows of B that start anywhere: a warp's 128 bytes of one are in five sectors instead of four, and B is nearly all that memory gives; and they
+// are three requests instead of one. With so much more for loads, choices are best among benchmarks/results/plans_misaligned_h200_2026-11-23.csv.gz.
 constexpr double kSectors = 1.25, kRequests = 2;
 
 // How much longer one warpgroup takes for what is fused into a tile's epilogue than two that share the tile.

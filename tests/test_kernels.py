@@ -315,6 +315,7 @@ def test_ragged_tiny_and_deep(name):
         Case(kernel.tile_m + 5, round_up(kernel.tile_n + 3, 8), kernel.tile_k + 7, pad=8),  # rows of D that TMA stores
         Case(17, 33, 5 * kernel.tile_k, batch=2, broadcast="a"),
         Case(33, 9, kernel.tile_k + 3, batch=3, broadcast="b", pad=2),
+        Case(kernel.tile_n + 3, 2 * kernel.tile_m + 57, kernel.tile_k + 9, batch=2, pad=1),  # several tiles of B where operands are swapped
     ]
     for case in (admissible(kernel, case) for case in cases):
         served = 0

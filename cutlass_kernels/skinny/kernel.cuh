@@ -28,8 +28,8 @@ inline constexpr int kTileK = 128;    // what splits are cut by
 inline constexpr int kRows = 8;       // of A in one mma.sync
 inline constexpr int kMaxSplits = 8;  // CTAs in a cluster: the portable limit
 
-// Chunks of a warp's queue. Those that are shifted are larger: with three of them an SM has a CTA more, of which one loads while another
-// starts or ends.
+// Chunks of a warp's queue. Those that are shifted are larger: with three of them an SM of Hopper has three CTAs of up to 16 rows instead of
+// two, of which one loads while another starts or ends.
 template <bool kShifts>
 inline constexpr int kStages = kShifts ? 3 : 4;
 
