@@ -33,9 +33,11 @@ constexpr double kResident = 2;
 // Neighbours drift apart with every piece of work, and with so much of K as with a piece.
 constexpr double kDriftK = 16384;
 
-// Rows of B that start anywhere: a warp's 128 bytes of one are in five sectors instead of four, and B is nearly all that memory gives; and they
-// are three requests instead of one. With so much more for loads, choices are best among benchmarks/results/plans_misaligned_h200_2026-11-23.csv.gz.
-constexpr double kSectors = 1.25, kRequests = 2;
+// Rows of B that start anywhere: a warp's 128 bytes of one are in five sectors instead of four, and B is nearly all that memory gives.
+constexpr double kSectors = 1.25;
+// ... and are three requests instead of one. With so much more for loads, choices are best among
+// benchmarks/results/plans_misaligned_h200_2026-11-23.csv.gz.
+constexpr double kRequests = 2;
 
 // How much longer one warpgroup takes for what is fused into a tile's epilogue than two that share the tile.
 constexpr double kOneWarpgroup = 1.5;
@@ -174,7 +176,8 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   panel_b_ = panel_of(b);
   misaligned_ = is_misaligned(a.ld) || is_misaligned(b.ld);
   double const rearranged = repacked.bytes_rearranged;
-  repack_ = 2 * ((repacked.bytes() - rearranged) / machine.copy_rate + rearranged / machine.rearrange_rate) + machine.relaunch * repacked.launches;
+  double const copies = (repacked.bytes() - rearranged) / machine.copy_rate + rearranged / machine.rearrange_rate;
+  repack_ = 2 * copies + machine.relaunch * repacked.launches;
   double const tile_rows = std::min<double>(kernel.tile_m, rows_), tile_columns = std::min<double>(kernel.tile_n, columns_);
   auto const loaded = [&](double rows, double columns) {
     return (swap ? columns : rows) * panel_a_ + (swap ? rows : columns) * panel_b_;

@@ -187,8 +187,8 @@ NB_MODULE(_ffi, m) {
       .def(
           "__init__",
           [](KernelInfo* self, std::string name, Family family, Type type_ab, Type type_d, Math math, Major major_a, Major major_b,
-             std::tuple<int32_t, int32_t, int32_t> tile, std::tuple<int32_t, int32_t> cluster, int32_t align_a, int32_t align_b, int32_t align_d,
-             std::string warp_schedule, bool swap_ab, std::vector<Reduction> split_k, std::vector<Reduction> stream_k) {
+             std::tuple<int32_t, int32_t, int32_t> tile, std::tuple<int32_t, int32_t> cluster, int32_t align_a, int32_t align_b,
+             int32_t align_d, std::string warp_schedule, bool swap_ab, std::vector<Reduction> split_k, std::vector<Reduction> stream_k) {
             auto const [tile_m, tile_n, tile_k] = tile;
             auto const [cluster_m, cluster_n] = cluster;
             new (self) KernelInfo{std::move(name), family, type_ab, type_ab, type_d, math, major_a, major_b, align_a, align_b, align_d,

@@ -70,9 +70,9 @@ class Machine:
 # the file as it was later, of a slower reduction than there is now. launch, relaunch, reduction and misaligned_d are such that estimates of
 # plans_h200_2026-11-21.csv.gz had no bias when all operands were copied at rearrange_rate, and skinny_fix_up is what lowered its regret.
 # from_registers, mma_tf32 and mma_f64 are what lowered the regret of plans_dtypes_h200_2026-11-21.csv.gz, cluster that of
-# plans_more_h200_2026-11-21.csv.gz, memory_rate, idle, beyond, gang and memset that of plans_large_h200_2026-11-21.csv.gz and of all others, misaligned_k and
-# misaligned_mn that of plans_tiles_h200_2026-11-21.csv.gz, and copy_rate that of plans_misaligned_h200_2026-11-23.csv.gz. mma_16bit,
-# mma_tf32x3, fused, narrow_loads and half_lines are estimates.
+# plans_more_h200_2026-11-21.csv.gz, memory_rate, idle, beyond, gang and memset that of plans_large_h200_2026-11-21.csv.gz and of all
+# others, misaligned_k and misaligned_mn that of plans_tiles_h200_2026-11-21.csv.gz, and copy_rate that of
+# plans_misaligned_h200_2026-11-23.csv.gz. mma_16bit, mma_tf32x3, fused, narrow_loads and half_lines are estimates.
 # All but those were then moved a little, as --choices does it, by what the planner's choices take alone: plans_alone_decode_ and
 # plans_alone_streamk_h200_2026-11-23 and strong_device_h200_2026-11-22, within what tests/test_planner.py asks of the other tables.
 H200 = Machine(

@@ -265,7 +265,9 @@ def test_misaligned_matrices_are_copied_where_that_pays(cuda, m, n, k, copies):
     assert "sm80" in planner.choose(gemm(16, 100, 7), None, HOPPER).candidates[0].kernel
 
 
-@pytest.mark.parametrize("m, n, k, itself", [(16, 50257, 768, True), (1, 32001, 4096, True), (64, 8457, 2048, False), (16, 50257, 769, False)])
+@pytest.mark.parametrize(
+    "m, n, k, itself", [(16, 50257, 768, True), (1, 32001, 4096, True), (64, 8457, 2048, False), (16, 50257, 769, False)]
+)
 def test_few_rows_do_not_wait_for_a_copy_of_a_misaligned_matrix(cuda, monkeypatch, m, n, k, itself):
     """A has to be aligned, which the last one is not."""
     shifted = fake_kernel(_ffi.Family.skinny, BF16, BF16, (64, 16, 128), warp_schedule="streaming", swap_ab=True, align_b=1)
