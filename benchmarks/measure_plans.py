@@ -4,8 +4,9 @@ above the least. Writes the CSV that fit_cost_model.py reads.
 Each plan is captured into a CUDA graph of calls on rotating operands (more than 200 MB of them, so that L2 stays cold), which is
 replayed and timed with events: microseconds per call, with every memset and reduction kernel.
 
-With `--alone`, the planner's first plans only, and XLA's product, whose kernel is written as XLA: by the profiler, calls taking turns one
-by one, each after L2 was filled with something else. That is what `bench` calls device time, and takes a second or two a shape.
+With `--alone`, the planner's first plans only, few of a kernel, and XLA's product, whose kernel is written as XLA: by the profiler, calls
+taking turns one by one, each after L2 was filled with something else. That is what `bench` calls device time, and takes a second or two
+a shape.
 
     python benchmarks/measure_plans.py benchmarks/shapes/planner.csv out.csv [--limit SECONDS]
     python benchmarks/measure_plans.py benchmarks/shapes/dtypes.csv out.csv --type f32 --majors rc
@@ -13,6 +14,7 @@ by one, each after L2 was filled with something else. That is what `bench` calls
 """
 
 import argparse
+import collections
 import csv
 import dataclasses
 import math
@@ -36,7 +38,7 @@ HOPELESS = 1.6  # times the best of the shape: no other order of tiles is tried
 CLOSE = 1.25  # times the best of the shape: measured again, in turns
 ROUNDS = 5  # of turns. A GPU at its power limit slows down within milliseconds: what comes first would look fast
 UNLIKELY = 2.5  # times the least estimate of the shape: not measured at all
-FIRST, LIKELY = 16, 1.2  # plans measured alone: so many, and estimates of at most so many times the least
+FIRST, OF_KERNEL, LIKELY = 24, 3, 1.5  # plans measured alone: so many, so many of a kernel, and estimates of at most so many times the least
 TURNS = 9  # of those
 # Around each call: what fills L2, and what shows in a profile where the call begins and ends.
 FILL, BEGINS, ENDS = map(jax.jit, (jnp.max, jnp.sin, jnp.cos))
@@ -140,9 +142,13 @@ def measured(problem, kernels, memory, reductions):
 
 def measured_alone(problem, memory):
     """The same of the planner's first plans, and of XLA's product, which is None."""
-    found = planner.choose(problem, None, memory.device, listed=FIRST).candidates
+    found = planner.choose(problem, None, memory.device, listed=20 * FIRST).candidates
     estimates = {Candidate.of(x.kernel, x.schedule): x.cost.microseconds for x in found}
-    plans = [plan for plan, us in estimates.items() if us <= LIKELY * min(estimates.values())]
+    of_kernel, plans = collections.Counter(), []
+    for plan, us in estimates.items():
+        if us <= LIKELY * min(estimates.values()) and of_kernel[plan.kernel] < OF_KERNEL and len(plans) < FIRST:
+            plans.append(plan)
+            of_kernel[plan.kernel] += 1
     made = [planner.plan_with(problem, Auto(), memory.device, Tuned.now(plan, estimates[plan], estimates[plan])) for plan in plans]
     operands = list({id(each[1]): each for each in contest.operands_of(made[0], memory)}.values())
     calls = [jax.jit(contest.xlas(made[0])), *(jax.jit(contest.ours(each)) for each in made)]

@@ -33,11 +33,11 @@ constexpr double kResident = 2;
 // Neighbours drift apart with every piece of work, and with so much of K as with a piece.
 constexpr double kDriftK = 16384;
 
-// Rows of B that start anywhere: a warp's 128 bytes of one are in five sectors instead of four, and B is nearly all that memory gives.
-constexpr double kSectors = 1.25;
-// ... and are three requests instead of one. With so much more for loads, choices are best among
-// benchmarks/results/plans_misaligned_h200_2026-11-23.csv.gz.
-constexpr double kRequests = 2;
+// Rows of B that start anywhere: a warp's columns of one are in a sector more, of 16 columns, and B is nearly all that memory gives.
+constexpr double kSectorColumns = 16;
+// ... They take more requests, as if so much more were loaded, and the sums of the four warps that share K meet. With these two choices are
+// best among benchmarks/results/plans_misaligned_h200_2026-11-23.csv.gz.
+constexpr double kRequests = 2, kMeeting = 4;
 
 // How much longer one warpgroup takes for what is fused into a tile's epilogue than two that share the tile.
 constexpr double kOneWarpgroup = 1.5;
@@ -197,7 +197,8 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
     double const rate = size == 2 ? machine.skinny_rate_16bit : machine.skinny_rate_sm;
     if (kernel.align_b < kernel.align_a) {
       panel_b_ *= kRequests;
-      floor_ *= kSectors;
+      floor_ *= 1 + kSectorColumns / kernel.tile_m;
+      epilogue_ *= kMeeting;
     }
     loads_ = loaded(tile_rows, tile_columns) / rate * half_lines;
     alone_ = machine.skinny_alone * kernel.tile_m / 64 * std::sqrt(size / 2);

@@ -32,7 +32,7 @@ LAUNCHES = [  # kernel, (m, n, k), (schedule, splits, reduction), epilogue, and 
     ("skinny_bf16_bf16_rr_64x16x128", (16, 1000, 1032), ("split_k", 3, "ordered"), {}),
     ("skinny_bf16_f32_rr_64x16x128", (16, 136, 2056), ("split_k", 9, "separate"), {}),
     ("skinny_bf16_bf16_rr_64x32x128_shifted", (29, 1003, 1032), ("split_k", 3, "ordered"), dict(SILU, has_residual=True)),
-    ("skinny_bf16_f32_rr_256x8x128_shifted", (7, 301, 1032), ("split_k", 5, "separate"), {}),
+    ("skinny_bf16_f32_rr_128x8x128_shifted", (7, 301, 1032), ("split_k", 5, "separate"), {}),
     ("skinny_f64_f64_rr_64x16x128", (13, 136, 1032), ("split_k", 3, "ordered"), SILU),
     ("skinny_f64_f64_rr_64x8x128", (7, 136, 1032), ("split_k", 5, "separate"), {}),
     ("sm90_f32_f32_rr_128x128x32_1x1_coop_swap_tf32", (200, 264, 520), ("split_k", 3, "ordered"), SILU),

@@ -64,6 +64,12 @@ __device__ inline void copy_async(uint4* to, void const* from, int bytes, uint64
                "l"(from), "r"(bytes), "l"(policy)
                : "memory");
 }
+// Copies eight bytes, or zeroes them.
+__device__ inline void copy_async(uint2* to, void const* from, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from),
+               "r"(bytes)
+               : "memory");
+}
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits for all groups but the last `kPending`.
 template <int kPending>

@@ -5,7 +5,8 @@
 // neighbours in D. Shared memory is a queue of each warp's own: no barrier of the CTA and no descriptor is between memory and tensor
 // core, and a short product is short.
 //
-// Rows of a B that start anywhere come as the vectors that they touch, nine for 64 columns, and are shifted into place in registers.
+// Rows of a B that start anywhere come as the vectors that they touch, nine for 64 columns, and are shifted into place in registers. A warp
+// with 128 columns, and half as much of K at a time, asks for 17: fewer requests for as many bytes.
 //
 // The warps of a CTA share K, and their sums meet in shared memory; or they are side by side, and a row of B that they load is four times
 // as long, which memory serves faster where there is much to load. Split-K is a cluster of CTAs, whose sums meet in the first one's
@@ -23,20 +24,23 @@
 namespace jax_streamk::skinny {
 
 inline constexpr int kWarps = 4, kThreads = 32 * kWarps;
-inline constexpr int kColumns = 64;   // of a warp
+inline constexpr int kColumns = 64;   // of a warp, or of half of a wide one
 inline constexpr int kTileK = 128;    // what splits are cut by
 inline constexpr int kRows = 8;       // of A in one mma.sync
 inline constexpr int kMaxSplits = 8;  // CTAs in a cluster: the portable limit
 
 // Chunks of a warp's queue. Those that are shifted are larger: with three of them an SM of Hopper has three CTAs of up to 16 rows instead of
 // two, of which one loads while another starts or ends.
-template <bool kShifts>
-inline constexpr int kStages = kShifts ? 3 : 4;
+template <int kShifted>
+inline constexpr int kStages = kShifted ? 3 : 4;
 
 template <class T>
 inline constexpr int kVector = 16 / sizeof(T);
-template <class T>
-inline constexpr int kChunk = 4 * kVector<T>;  // of K, which a warp multiplies at a time
+// Of a kernel that shifts B, how many times kColumns a warp has, one or two; zero of others.
+template <int kShifted>
+inline constexpr int kWide = kShifted == 2 ? 2 : 1;
+template <class T, int kShifted>
+inline constexpr int kChunk = 4 * kVector<T> / kWide<kShifted>;  // of K, which a warp multiplies at a time
 
 template <class T, class D>
 struct Params {
@@ -58,22 +62,28 @@ struct Params {
 // of K, by eight columns of B and by row g of each eight of A. The columns are 8g ... 8g + 7, one vector each where B is contiguous
 // along K. Of a row-major B a vector is a row's; rows of f32 are two of them and rows of f64 four, of which lanes together load whole
 // sectors: columns Vg ... Vg + V - 1, as many 8V further on, and so on.
-template <int kBlocks, bool kShifts>
+template <int kBlocks, int kShifted>
 struct Chunk {
-  uint4 b[8][kShifts ? 36 : 32], a[kBlocks][32];  // four more: the ninth vectors
+  // Of a B that is shifted, the vectors that rows touch, and their last ones. A wide warp's threads have rows 4t ... 4t + 3, in each half.
+  uint4 b[8 / kShifted][kShifted][32], last[32 / kShifted];
+  std::conditional_t<kShifted == 2, uint2, uint4> a[kBlocks][32];
+};
+template <int kBlocks>
+struct Chunk<kBlocks, 0> {
+  uint4 b[8][32], a[kBlocks][32];
 };
 
 template <class T>
 using Pair = std::conditional_t<std::is_same_v<T, double>, double2, float2>;  // of sums, neighbours in D
 
 // Of a CTA in which `kDeep` warps share K.
-template <class T, int kBlocks, int kDeep, bool kShifts>
+template <class T, int kBlocks, int kDeep, int kShifted>
 struct Shared {
   union {
-    Chunk<kBlocks, kShifts> queue[kStages<kShifts>];
+    Chunk<kBlocks, kShifted> queue[kStages<kShifted>];
     struct {  // once the queue is empty
-      Accumulator<T> sums[kRows * kBlocks][kColumns + 4];     // of this warp's part of K
-      Pair<T> totals[kRows * kBlocks / kDeep][kColumns / 2];  // of all warps' parts, of this warp's part of the rows
+      Accumulator<T> sums[kRows * kBlocks][kWide<kShifted> * kColumns + 4];     // of this warp's part of K
+      Pair<T> totals[kRows * kBlocks * kWide<kShifted> / kDeep][kColumns / 2];  // of all warps' parts, of this warp's part of the rows
     };
   } warps[kWarps];
 };
@@ -86,6 +96,7 @@ template <class T, Major kMajorB>
 inline constexpr int kNeighbours = kMajorB == Major::kRow ? kVector<T> : 8;  // a thread's columns that lie side by side
 
 __device__ inline uint32_t word(uint4 const& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+__device__ inline uint32_t word(uint2 const& v, int i) { return i == 0 ? v.x : v.y; }
 
 // The vector that begins `offset` bytes, an even number below sixteen, into these two.
 __device__ inline uint4 shifted(uint4 const& first, uint4 const& second, uint32_t offset) {
@@ -105,7 +116,7 @@ __device__ inline uint32_t offset_of(T const* p) {
 }
 
 // A thread's loads, chunk after chunk. What lies beyond an edge is zero, and its address, which may not even be aligned, is not used.
-template <class T, class D, Major kMajorB, int kBlocks, int kDeep, bool kShifts>
+template <class T, class D, Major kMajorB, int kBlocks, int kDeep>
 class Loader {
  public:
   // Of a tile that begins at row m0 and column n0 of D, from row k of K on, which ends at row `end`.
@@ -113,11 +124,10 @@ class Loader {
     int const lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     bool const by_rows = kMajorB == Major::kRow;
     int const g_b = by_rows ? lane % 8 : g, t_b = by_rows ? lane / 8 : t;  // what it loads of B another thread may take
-    int const own = kShifts ? 0 : kNeighbours<T, kMajorB> * g_b;  // columns before this thread's, which shares rows that are shifted
-    int64_t const row = m0 + g, column = n0 + own;
+    int64_t const row = m0 + g, column = n0 + kNeighbours<T, kMajorB> * g_b;
     int64_t const k_a = k + kVector<T> * t, k_b = k + kVector<T> * t_b;
     rows_ = p.m - m0 - g;
-    columns_ = kShifts ? min(p.n - n0, kColumns) : p.n - n0 - own;
+    columns_ = p.n - n0 - kNeighbours<T, kMajorB> * g_b;
     left_a_ = end - k - kVector<T> * t;
     left_b_ = end - k - kVector<T> * t_b;
     slot_ = by_rows ? slot(g_b, t_b) : lane;
@@ -125,28 +135,22 @@ class Loader {
     b_ = p.b + batch * p.batch_stride_b + (by_rows ? k_b * p.ldb + column : column * p.ldb + k_b);
   }
 
-  __device__ void next(Chunk<kBlocks, kShifts>& to) {
+  __device__ void next(Chunk<kBlocks, 0>& to) {
     int const lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       constexpr int kPerRow = 8 / kVector<T>;  // vectors of a row-major B
       int const row = i / kPerRow, column = i % kPerRow * 8 * kVector<T>;
-      if constexpr (kShifts) {
-        copy_touched(to.b[i][slot_], b_ + row * p_.ldb, lane % 8, row < left_b_);
-      } else if constexpr (kMajorB == Major::kRow) {
-        copy_b(to.b[i][slot_], b_ + row * p_.ldb + column, row < left_b_ && column < columns_ ? 16 : 0);
+      if constexpr (kMajorB == Major::kRow) {
+        copy_b(to.b[i][slot_], b_ + row * p_.ldb + column, row < left_b_ && column < columns_);
       } else {
-        copy_b(to.b[i][slot_], b_ + i * p_.ldb, left_b_ > 0 && i < columns_ ? 16 : 0);
+        copy_b(to.b[i][slot_], b_ + i * p_.ldb, left_b_ > 0 && i < columns_);
       }
-    }
-    if constexpr (kShifts) {
-      int const row = lane % 8;
-      copy_touched(to.b[row][32 + lane / 8], b_ + row * p_.ldb, 8, row < left_b_);
     }
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
       bool const inside = left_a_ > 0 && block * kRows < rows_;
-      copy_async(&to.a[block][lane], inside ? a_ + block * kRows * p_.lda : p_.a, inside ? 16 : 0);
+      copy_async(&to.a[block][lane], inside ? a_ + block * kRows * p_.lda : p_.b, inside ? 16 : 0);
     }
     commit_copies();
     a_ += kRound;
@@ -156,22 +160,16 @@ class Loader {
   }
 
  private:
-  static constexpr int kRound = kChunk<T> * kDeep;  // of K, which the warps that share it multiply at a time
+  static constexpr int kRound = kChunk<T, 0> * kDeep;  // of K, which the warps that share it multiply at a time
 
-  __device__ void copy_b(uint4& to, void const* from, int bytes) const {
-    if (bytes == 0) from = p_.a;
-    // A policy of eviction as usual is slower than none. Lines of rows that start anywhere are read by neighbours, too.
-    if (!kShifts && p_.b_read_once) {
-      copy_async(&to, from, bytes, evict_first_);
+  __device__ void copy_b(uint4& to, T const* from, bool inside) const {
+    if (!inside) from = p_.b;
+    // A policy of eviction as usual is slower than none.
+    if (p_.b_read_once) {
+      copy_async(&to, from, inside ? 16 : 0, evict_first_);
     } else {
-      copy_async(&to, from, bytes);
+      copy_async(&to, from, inside ? 16 : 0);
     }
-  }
-
-  // Of the vectors that the tile's part of a row touches, so many on from the first.
-  __device__ void copy_touched(uint4& to, T const* row, int vector, bool inside) const {
-    int const offset = static_cast<int>(offset_of(row)), bytes = offset + columns_ * static_cast<int>(sizeof(T)) - 16 * vector;
-    copy_b(to, reinterpret_cast<char const*>(row) - offset + 16 * vector, inside ? min(max(bytes, 0), 16) : 0);
   }
 
   Params<T, D> const& p_;
@@ -180,6 +178,59 @@ class Loader {
   int slot_;
   T const *a_, *b_;
   uint64_t const evict_first_ = evict_first();
+};
+
+// The same of a row-major B whose rows start anywhere. Neighbours load what fills the tile's columns of a row, and one what is beyond.
+template <class T, class D, int kBlocks, int kDeep, int kShifted>
+class ShiftedLoader {
+ public:
+  __device__ ShiftedLoader(Params<T, D> const& p, int32_t batch, int32_t m0, int32_t n0, int32_t k, int32_t end) : p_(p) {
+    int const lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    rows_ = p.m - m0 - g;
+    bytes_ = min(p.n - n0, kShifted * kColumns) * static_cast<int>(sizeof(T));
+    left_ = end - k;
+    a_ = p.a + batch * p.batch_stride_a + int64_t{m0 + g} * p.lda + k + kOwn * t;
+    T const* const b = p.b + batch * p.batch_stride_b + int64_t{k} * p.ldb + n0;
+    b_ = b + lane / kNeighbours * p.ldb;
+    last_ = b + lane * p.ldb;
+  }
+
+  __device__ void next(Chunk<kBlocks, kShifted>& to) {
+    int const lane = threadIdx.x % 32, t = lane % 4, vector = lane % kNeighbours;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      constexpr int kAtOnce = 32 / kNeighbours;
+      int const row = i * kAtOnce + lane / kNeighbours;
+      copy_touched(&to.b[row % kOwn][vector / 8][slot(vector % 8, row / kOwn)], b_ + i * kAtOnce * p_.ldb, vector, row < left_);
+    }
+    if (lane < 4 * kOwn) copy_touched(&to.last[lane], last_, kNeighbours, lane < left_);
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      bool const inside = kOwn * t < left_ && block * kRows < rows_;
+      copy_async(&to.a[block][lane], inside ? a_ + block * kRows * p_.lda : p_.a, inside ? sizeof(to.a[0][0]) : 0);
+    }
+    commit_copies();
+    a_ += kRound;
+    b_ += kRound * p_.ldb;
+    last_ += kRound * p_.ldb;
+    left_ -= kRound;
+  }
+
+ private:
+  static constexpr int kRound = kChunk<T, kShifted> * kDeep;
+  static constexpr int kOwn = 8 / kShifted;          // a thread's rows of K
+  static constexpr int kNeighbours = 8 * kShifted;  // threads that load a row
+
+  // Of the vectors that the tile's part of a row touches, so many on from the first. Neighbours read the line, too: it stays in L2.
+  __device__ void copy_touched(uint4* to, T const* row, int vector, bool inside) const {
+    int const offset = static_cast<int>(offset_of(row)), bytes = inside ? min(max(offset + bytes_ - 16 * vector, 0), 16) : 0;
+    copy_async(to, bytes > 0 ? reinterpret_cast<char const*>(row) - offset + 16 * vector : reinterpret_cast<char const*>(p_.a), bytes);
+  }
+
+  Params<T, D> const& p_;
+  int32_t rows_, bytes_;  // left of A and of a row of B
+  int32_t left_;          // of K, for what is loaded next
+  T const *a_, *b_, *last_;
 };
 
 // The product of two words of K by 16 columns of B and eight rows of A.
@@ -247,11 +298,17 @@ __device__ inline void store(Params<T, D> const& p, int32_t batch, int32_t row, 
   }
 }
 
-template <class T, Math kMath, class D, Major kMajorB, int kBlocks, int kDeep, bool kShifts>
-__global__ __launch_bounds__(kThreads) void multiply(__grid_constant__ Params<T, D> const p) {
+// The words of four rows of K as mma.sync takes them: those of the first two by column, and those of the others.
+__device__ inline void pair_rows(uint32_t (&w)[4], uint32_t v0, uint32_t v1, uint32_t v2, uint32_t v3) {
+  w[0] = __byte_perm(v0, v1, 0x5410), w[1] = __byte_perm(v0, v1, 0x7632);
+  w[2] = __byte_perm(v2, v3, 0x5410), w[3] = __byte_perm(v2, v3, 0x7632);
+}
+
+template <class T, Math kMath, class D, Major kMajorB, int kBlocks, int kDeep, int kShifted>
+__global__ __launch_bounds__(kThreads, kShifted && kBlocks <= 2 ? 3 : 1) void multiply(__grid_constant__ Params<T, D> const p) {
   extern __shared__ __align__(16) char storage[];
-  auto& shared = *reinterpret_cast<Shared<T, kBlocks, kDeep, kShifts>*>(storage);
-  constexpr int kStages = skinny::kStages<kShifts>;
+  auto& shared = *reinterpret_cast<Shared<T, kBlocks, kDeep, kShifted>*>(storage);
+  constexpr int kStages = skinny::kStages<kShifted>;
   using Pair = skinny::Pair<T>;
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   int32_t const tile = p.splits > 1 ? quotient(blockIdx.x, p.splits) : blockIdx.x, rank = blockIdx.x - tile * p.splits;
@@ -263,74 +320,98 @@ __global__ __launch_bounds__(kThreads) void multiply(__grid_constant__ Params<T,
     batch -= slice * p.batch;
     run += slice;  // of splits or slices there are several, not of both
   }
-  int32_t const begin = p.runs.begin(run) * kTileK + deep * kChunk<T>, end = min(p.runs.begin(run + 1) * kTileK, p.k);
-  int32_t const m0 = at.m * kRows * kBlocks, n0 = (at.n * (kWarps / kDeep) + beside) * kColumns;
+  constexpr int kWide = skinny::kWide<kShifted>, kChunk = skinny::kChunk<T, kShifted>;
+  int32_t const begin = p.runs.begin(run) * kTileK + deep * kChunk, end = min(p.runs.begin(run + 1) * kTileK, p.k);
+  int32_t const m0 = at.m * kRows * kBlocks, n0 = (at.n * (kWarps / kDeep) + beside) * kWide * kColumns;
 
-  Loader<T, D, kMajorB, kBlocks, kDeep, kShifts> loader(p, batch, m0, n0, begin, end);
-  // Where this thread's rows of B start: the same in all chunks, as 32 rows are whole vectors.
+  using Loader = std::conditional_t<kShifted != 0, ShiftedLoader<T, D, kBlocks, kDeep, kShifted>, skinny::Loader<T, D, kMajorB, kBlocks, kDeep>>;
+  Loader loader(p, batch, m0, n0, begin, end);
+  // Where this thread's first row of B starts: the same in all chunks, as eight rows are whole vectors.
   uint32_t const row_bytes = static_cast<uint32_t>(p.ldb * sizeof(T));
-  uint32_t const first_offset = kShifts ? offset_of(p.b + batch * p.batch_stride_b + (begin + kVector<T> * t) * p.ldb + n0) : 0;
+  uint32_t const offset = offset_of(p.b + batch * p.batch_stride_b) + 8 / kWide * t * row_bytes;
   auto& own = shared.warps[warp];
 #pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage) loader.next(own.queue[stage]);
-  constexpr int kPairs = kRows * kBlocks / kDeep;  // of neighbours in D, that a thread ends with
-  int32_t const column = n0 + 2 * lane;
-  if (rank == 0 && !p.epilogue.plain && column < p.n) {
+  // Neighbours in D that a thread ends with: columns 2 lane and 2 lane + 1 of each 64, of every kDeep-th row.
+  constexpr int kPairs = kRows * kBlocks * kWide / kDeep;
+  auto const row_of = [&](int pair) { return m0 + deep + pair / kWide * kDeep; };
+  auto const column_of = [&](int pair) { return n0 + pair % kWide * kColumns + 2 * lane; };
+  if (rank == 0 && !p.epilogue.plain) {
     // Wanted when all else is done.
     auto const& epilogue = p.epilogue;
-    if (epilogue.bias != nullptr) prefetch_to_l2(epilogue.bias + at.batch * epilogue.batch_stride_bias + column);
-    if (epilogue.residual != nullptr)
-      for (int32_t row = m0 + deep; row < p.m && row < m0 + kRows * kBlocks; row += kDeep)
+    for (int i = 0; i < kPairs && row_of(i) < p.m; ++i) {
+      int32_t const row = row_of(i), column = column_of(i);
+      if (column >= p.n) continue;
+      if (epilogue.bias != nullptr && i < kWide) prefetch_to_l2(epilogue.bias + at.batch * epilogue.batch_stride_bias + column);
+      if (epilogue.residual != nullptr)
         prefetch_to_l2(epilogue.residual + at.batch * epilogue.batch_stride_d + row * epilogue.ldd + column);
+    }
   }
-  Accumulator<T> sums[kBlocks][4][4] = {};
+  Accumulator<T> sums[kBlocks][4 * kWide][4] = {};
   int stage = 0;
-  for (int32_t k = begin; k < end; k += kChunk<T> * kDeep) {
+  for (int32_t k = begin; k < end; k += kChunk * kDeep) {
     wait_for_copies<kStages - 2>();
     __syncwarp();  // those of all lanes are there, and all have read the chunk before
-    Chunk<kBlocks, kShifts> const& chunk = own.queue[stage];
-    uint4 b[8], a[kBlocks];
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block) a[block] = chunk.a[block][lane];
-    if constexpr (!kShifts) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) b[i] = chunk.b[i][kMajorB == Major::kRow ? slot(g, t) : lane];
-    }
-    // Into the chunk before this one, which is used up.
-    loader.next(own.queue[stage == 0 ? kStages - 1 : stage - 1]);
+    Chunk<kBlocks, kShifted> const& chunk = own.queue[stage];
+    auto& used_up = own.queue[stage == 0 ? kStages - 1 : stage - 1];
     stage = stage == kStages - 1 ? 0 : stage + 1;
+    std::remove_const_t<std::remove_reference_t<decltype(chunk.a[0][0])>> a[kBlocks];
+    if constexpr (kShifted) {
+      loader.next(used_up);
 #pragma unroll
-    for (int step = 0; step < 2; ++step) {
-      if constexpr (kShifts) {
+      for (int block = 0; block < kBlocks; ++block) a[block] = chunk.a[block][lane];
 #pragma unroll
-        for (int i = 4 * step; i < 4 * step + 4; ++i)
-          b[i] = shifted(chunk.b[i][slot(g, t)], chunk.b[i][g < 7 ? slot(g + 1, t) : 32 + t], (first_offset + i * row_bytes) % 16);
-      }
+      for (int step = 0; step < 2; ++step) {
+        // A wide warp's other half, or the other rows of K.
+        int const half = step % kWide, first = 4 * step % (8 / kWide);
+        uint4 b[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        // Words 2 step and 2 step + 1 of this thread's rows of K are what the instruction calls words t and t + 4. Row g of its D is
-        // column 2j of this thread's eight, and row g + 8 the next.
-        uint32_t w[4];
-        if constexpr (kMajorB == Major::kColumn) {
-          w[0] = word(b[2 * j], 2 * step), w[1] = word(b[2 * j + 1], 2 * step);
-          w[2] = word(b[2 * j], 2 * step + 1), w[3] = word(b[2 * j + 1], 2 * step + 1);
-        } else if constexpr (sizeof(T) == 2) {
-          uint32_t const v0 = word(b[4 * step], j), v1 = word(b[4 * step + 1], j);
-          uint32_t const v2 = word(b[4 * step + 2], j), v3 = word(b[4 * step + 3], j);
-          w[0] = __byte_perm(v0, v1, 0x5410), w[1] = __byte_perm(v0, v1, 0x7632);
-          w[2] = __byte_perm(v2, v3, 0x5410), w[3] = __byte_perm(v2, v3, 0x7632);
-        } else if constexpr (sizeof(T) == 8) {
-          uint4 const& v = b[4 * step + j];
-          w[0] = v.x, w[2] = v.y, w[1] = v.z, w[3] = v.w;
-        } else {
-          uint4 const& v0 = b[4 * step + j / 2];
-          uint4 const& v1 = b[4 * step + 2 + j / 2];
-          w[0] = word(v0, 2 * j % 4), w[1] = word(v0, 2 * j % 4 + 1);
-          w[2] = word(v1, 2 * j % 4), w[3] = word(v1, 2 * j % 4 + 1);
+        for (int i = 0; i < 4; ++i) {
+          auto const& row = chunk.b[first + i];
+          uint4 const& beyond = half + 1 < kWide ? row[half + 1][slot(0, t)] : chunk.last[8 / kWide * t + first + i];
+          b[i] = shifted(row[half][slot(g, t)], g < 7 ? row[half][slot(g + 1, t)] : beyond, (offset + (first + i) * row_bytes) % 16);
         }
 #pragma unroll
-        for (int block = 0; block < kBlocks; ++block)
-          multiply_add<T, kMath>(sums[block][j], w, word(a[block], 2 * step), word(a[block], 2 * step + 1));
+        for (int j = 0; j < 4; ++j) {
+          uint32_t w[4];
+          pair_rows(w, word(b[0], j), word(b[1], j), word(b[2], j), word(b[3], j));
+#pragma unroll
+          for (int block = 0; block < kBlocks; ++block)
+            multiply_add<T, kMath>(sums[block][4 * half + j], w, word(a[block], first / 2), word(a[block], first / 2 + 1));
+        }
+      }
+    } else {
+      uint4 b[8];
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) a[block] = chunk.a[block][lane];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) b[i] = chunk.b[i][kMajorB == Major::kRow ? slot(g, t) : lane];
+      loader.next(used_up);
+#pragma unroll
+      for (int step = 0; step < 2; ++step) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          // Words 2 step and 2 step + 1 of this thread's rows of K are what the instruction calls words t and t + 4. Row g of its D is
+          // column 2j of this thread's eight, and row g + 8 the next.
+          uint32_t w[4];
+          if constexpr (kMajorB == Major::kColumn) {
+            w[0] = word(b[2 * j], 2 * step), w[1] = word(b[2 * j + 1], 2 * step);
+            w[2] = word(b[2 * j], 2 * step + 1), w[3] = word(b[2 * j + 1], 2 * step + 1);
+          } else if constexpr (sizeof(T) == 2) {
+            pair_rows(w, word(b[4 * step], j), word(b[4 * step + 1], j), word(b[4 * step + 2], j), word(b[4 * step + 3], j));
+          } else if constexpr (sizeof(T) == 8) {
+            uint4 const& v = b[4 * step + j];
+            w[0] = v.x, w[2] = v.y, w[1] = v.z, w[3] = v.w;
+          } else {
+            uint4 const& v0 = b[4 * step + j / 2];
+            uint4 const& v1 = b[4 * step + 2 + j / 2];
+            w[0] = word(v0, 2 * j % 4), w[1] = word(v0, 2 * j % 4 + 1);
+            w[2] = word(v1, 2 * j % 4), w[3] = word(v1, 2 * j % 4 + 1);
+          }
+#pragma unroll
+          for (int block = 0; block < kBlocks; ++block)
+            multiply_add<T, kMath>(sums[block][j], w, word(a[block], 2 * step), word(a[block], 2 * step + 1));
+        }
       }
     }
   }
@@ -345,20 +426,19 @@ __global__ __launch_bounds__(kThreads) void multiply(__grid_constant__ Params<T,
       constexpr int kSide = kNeighbours<T, kMajorB>;
       Accumulator<T>* const to = &own.sums[block * kRows + 2 * t + i][kSide * g];
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
+      for (int j = 0; j < 4 * kWide; ++j)
         *reinterpret_cast<Pair*>(to + 2 * j % kSide + 2 * j / kSide * 8 * kSide) = {s[j][i], s[j][i + 2]};
     }
   }
   __syncthreads();
 
-  // Now a thread has columns 2 lane and 2 lane + 1 of every kDeep-th row.
   Pair total[kPairs];
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {
     total[i] = {0, 0};
 #pragma unroll
     for (int from = 0; from < kDeep; ++from) {
-      auto const part = *reinterpret_cast<Pair const*>(&shared.warps[beside * kDeep + from].sums[deep + i * kDeep][2 * lane]);
+      auto const part = *reinterpret_cast<Pair const*>(&shared.warps[beside * kDeep + from].sums[row_of(i) - m0][column_of(i) - n0]);
       total[i].x += part.x, total[i].y += part.y;
     }
   }
@@ -394,7 +474,7 @@ __global__ __launch_bounds__(kThreads) void multiply(__grid_constant__ Params<T,
   if constexpr (std::is_same_v<D, Accumulator<T>>) let_dependents_start();  // which reduce slices
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {
-    int32_t const row = m0 + deep + i * kDeep;
+    int32_t const row = row_of(i), column = column_of(i);
     Accumulator<T> x[2] = {total[i].x, total[i].y};
     if (row < p.m && column < p.n) store(p, at.batch, row, column, x);
   }
@@ -420,13 +500,13 @@ struct ElementOf<Type::kF64> {
   using type = double;
 };
 
-template <Type kTypeAB, Math kMath, Type kTypeD, Major kMajorB, int kBlocks, int kTileN, bool kShifts>
+template <Type kTypeAB, Math kMath, Type kTypeD, Major kMajorB, int kBlocks, int kTileN, int kShifted>
 class SkinnyKernel final : public CudaKernel {
   using T = typename ElementOf<kTypeAB>::type;
   using D = typename ElementOf<kTypeD>::type;
-  static constexpr int kDeep = kWarps * kColumns / kTileN;
-  static constexpr int64_t kSharedMemory = sizeof(Shared<T, kBlocks, kDeep, kShifts>);
-  static_assert(!kShifts || (sizeof(T) == 2 && kMajorB == Major::kRow));
+  static constexpr int kDeep = kWarps * kWide<kShifted> * kColumns / kTileN;
+  static constexpr int64_t kSharedMemory = sizeof(Shared<T, kBlocks, kDeep, kShifted>);
+  static_assert(!kShifted || (sizeof(T) == 2 && kMajorB == Major::kRow));
   static constexpr int64_t kMaxExtent = (int64_t{1} << 31) - 1024;  // positions a little beyond are counted in 32 bits
 
  public:
@@ -492,14 +572,14 @@ class SkinnyKernel final : public CudaKernel {
   void const* entry_point() const override { return reinterpret_cast<void const*>(kMultiply); }
 
  private:
-  static constexpr auto kMultiply = &multiply<T, kMath, D, kMajorB, kBlocks, kDeep, kShifts>;
+  static constexpr auto kMultiply = &multiply<T, kMath, D, kMajorB, kBlocks, kDeep, kShifted>;
 
   static KernelInfo describe() {
     KernelInfo info;
     info.name = std::string("skinny_") + name_of(kTypeAB) + "_" + name_of(kTypeD) + (kMajorB == Major::kRow ? "_rr_" : "_rc_") +
                 std::to_string(kTileN) + "x" + std::to_string(kRows * kBlocks) + "x" + std::to_string(kTileK);
     if (kMath != Math::kNative) info.name += std::string("_") + name_of(kMath);
-    if (kShifts) info.name += "_shifted";
+    if (kShifted) info.name += "_shifted";
     info.family = Family::kSkinny;
     info.type_a = info.type_b = kTypeAB;
     info.type_d = kTypeD;
@@ -507,12 +587,12 @@ class SkinnyKernel final : public CudaKernel {
     info.major_a = Major::kRow;
     info.major_b = kMajorB;
     info.align_a = kVector<T>;
-    info.align_b = kShifts ? 1 : kVector<T>;
+    info.align_b = kShifted ? 1 : kVector<T>;
     info.align_d = 1;
     info.tile_m = kTileN;
     info.tile_n = kRows * kBlocks;
     info.tile_k = kTileK;
-    info.stages = kStages<kShifts>;
+    info.stages = kStages<kShifted>;
     info.warp_schedule = "streaming";
     info.swap_ab = true;
     info.split_k_reductions = {Reduction::kOrdered};
@@ -529,21 +609,26 @@ class SkinnyKernel final : public CudaKernel {
 };
 
 // One row of the table: so many rows of A, which is row-major, by so many columns of a B of either majorness, into the operands' type and
-// into that of their sums. Of 16 bits, also by those of a row-major B whose rows start anywhere.
+// into that of their sums. Of 16 bits and where warps share K, also by as many and twice as many of a row-major B whose rows start anywhere.
 template <Type kTypeAB, Math kMath, int kTileM, int kTileN>
 bool add_row() {
   constexpr bool kHalf = kTypeAB == Type::kBF16 || kTypeAB == Type::kF16;
-  auto const add = [](auto type_d, auto major_b, auto shifts) {
-    Registration(std::make_unique<SkinnyKernel<kTypeAB, kMath, type_d(), major_b(), kTileM / kRows, kTileN, shifts()>>());
-  };
-  auto const add_types = [&](auto major_b, auto shifts) {
-    add(std::integral_constant<Type, kTypeAB == Type::kF64 ? Type::kF64 : Type::kF32>(), major_b, shifts);
-    if constexpr (kHalf) add(std::integral_constant<Type, kTypeAB>(), major_b, shifts);
+  auto const add = [](auto major_b, auto columns, auto shifted) {
+    auto const add_type = [&](auto type_d) {
+      Registration(std::make_unique<SkinnyKernel<kTypeAB, kMath, type_d(), major_b(), kTileM / kRows, columns(), shifted()>>());
+    };
+    add_type(std::integral_constant<Type, kTypeAB == Type::kF64 ? Type::kF64 : Type::kF32>());
+    if constexpr (kHalf) add_type(std::integral_constant<Type, kTypeAB>());
   };
   std::integral_constant<Major, Major::kRow> const row;
   std::integral_constant<Major, Major::kColumn> const column;
-  add_types(row, std::false_type()), add_types(column, std::false_type());
-  if constexpr (kHalf) add_types(row, std::true_type());
+  std::integral_constant<int, kTileN> const columns;
+  std::integral_constant<int, 0> const none;
+  add(row, columns, none), add(column, columns, none);
+  if constexpr (kHalf && kTileN == kColumns) {
+    add(row, columns, std::integral_constant<int, 1>());
+    add(row, std::integral_constant<int, 2 * kColumns>(), std::integral_constant<int, 2>());
+  }
   return true;
 }
 
