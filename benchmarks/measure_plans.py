@@ -4,9 +4,8 @@ above the least. Writes the CSV that fit_cost_model.py reads.
 Each plan is captured into a CUDA graph of calls on rotating operands (more than 200 MB of them, so that L2 stays cold), which is
 replayed and timed with events: microseconds per call, with every memset and reduction kernel.
 
-With `--alone`, the planner's first plans only, few of a kernel, and XLA's product, whose kernel is written as XLA: by the profiler, calls
-taking turns one by one, each after L2 was filled with something else. That is what `bench` calls device time, and takes a second or two
-a shape.
+With `--alone`, the planner's first plans only, few of a kernel, and XLA's product, whose kernel is written as XLA: by the profiler, as
+`bench` measures device time.
 
     python benchmarks/measure_plans.py benchmarks/shapes/planner.csv out.csv [--limit SECONDS]
     python benchmarks/measure_plans.py benchmarks/shapes/dtypes.csv out.csv --type f32 --majors rc
@@ -23,14 +22,14 @@ import statistics
 import time
 
 import jax
-import jax.numpy as jnp
 
 from jax_streamk import Auto, _ffi, contest, planner
 from jax_streamk.cost_model import machine_of
 from jax_streamk.device import device_of
-from jax_streamk.measure import Memory
+from jax_streamk.measure import Memory, dtype_of
 from jax_streamk.problem import GemmProblem
-from jax_streamk.tools import timing
+from jax_streamk.tools import bench, sides, timing
+from jax_streamk.tools.shapes import Shape
 from jax_streamk.tune import ORDERS
 from jax_streamk.tuned import Candidate, Tuned
 
@@ -39,9 +38,6 @@ CLOSE = 1.25  # times the best of the shape: measured again, in turns
 ROUNDS = 5  # of turns. A GPU at its power limit slows down within milliseconds: what comes first would look fast
 UNLIKELY = 2.5  # times the least estimate of the shape: not measured at all
 FIRST, OF_KERNEL, LIKELY = 24, 3, 1.5  # plans measured alone: so many, so many of a kernel, and estimates of at most so many times the least
-TURNS = 9  # of those
-# Around each call: what fills L2, and what shows in a profile where the call begins and ends.
-FILL, BEGINS, ENDS = map(jax.jit, (jnp.max, jnp.sin, jnp.cos))
 
 
 def candidates(kernel, m, n, k, sms):
@@ -150,40 +146,21 @@ def measured_alone(problem, memory):
             plans.append(plan)
             of_kernel[plan.kernel] += 1
     made = [planner.plan_with(problem, Auto(), memory.device, Tuned.now(plan, estimates[plan], estimates[plan])) for plan in plans]
-    operands = list({id(each[1]): each for each in contest.operands_of(made[0], memory)}.values())
-    calls = [jax.jit(contest.xlas(made[0])), *(jax.jit(contest.ours(each)) for each in made)]
-    one, full = memory.put(jnp.ones(8)), memory.put(jnp.ones(1 << 26))
-
-    def turns(count):
-        for turn in range(count * len(calls)):
-            FILL(full)
-            BEGINS(one)
-            calls[turn % len(calls)](*operands[turn % len(operands)])
-            last = ENDS(one)
-        last.block_until_ready()
-
-    turns(2)
-    times = between(timing.device_work(timing.profile(lambda: turns(TURNS))), "sine", "cosine")
-    if len(times) != TURNS * len(calls):
-        raise RuntimeError(f"the profile has {len(times)} calls of {TURNS * len(calls)}: it takes a GPU and CUPTI")
-    us = {plan: statistics.median(times[i :: len(calls)]) for i, plan in enumerate([None, *plans])}
+    row = _ffi.Major.row
+    shape = Shape(problem.m, problem.n, problem.k, problem.major_a != row, problem.major_b != row)
+    with jax.enable_x64(True):  # types are the problem's
+        task = sides.Task(dtype_of(problem.type_a).name)
+        count, _ = bench.calls_of(task.bytes(shape), gpu=True)
+        operands = [tuple(x.reshape(-1) for x in xs) for xs in task.operands(shape, count)]
+        programs = [sides.jax_programs(function, operands, 1)["device"] for function in (contest.xlas(made[0]), *map(contest.ours, made))]
+        times = [[] for _ in programs]
+        for program in programs:
+            program.wait(program.run())
+        for i in [*range(len(programs)), *reversed(range(len(programs)))]:
+            times[i] += timing.device_samples(programs[i])[0]
+    us = dict(zip([None, *plans], map(statistics.median, times)))
     print((problem.m, problem.n, problem.k), us, flush=True)
     yield from us.items()
-
-
-def between(work, begins, ends):
-    """Microseconds in which the device did anything between kernels that have the one and the other in their names."""
-    times, during = [], None
-    for event in work:
-        words = event[2].lower().split("_")
-        if begins in words:
-            during = []
-        elif ends in words:
-            times.append(timing.busy(during) / 1e3)
-            during = None
-        elif during is not None:
-            during.append(event)
-    return times
 
 
 if __name__ == "__main__":

@@ -153,11 +153,16 @@ def _settings(value):
     return {key: x for key, x in value.items() if key != "load_average"} if isinstance(value, dict) else value
 
 
+def calls_of(size, gpu):
+    """(calls on operands of their own, so many bytes each, that leave nothing of the first in a GPU's L2; those of them in a program)."""
+    count = max(8, min(MOST_CALLS, math.ceil(ROTATED_BYTES["cuda"] / size))) if gpu else 2
+    return count, min(count, MOST_CALLS_IN_PROGRAM)
+
+
 def measure(task, shape, peers, measures, rounds, gpu):
     """The row of a shape in a result."""
-    size, least = task.bytes(shape), 2
-    count = max(least, min(MOST_CALLS, math.ceil(ROTATED_BYTES["cuda"] / size))) if gpu else least
-    in_program = min(max(count, 8 if gpu else least), MOST_CALLS_IN_PROGRAM)
+    size = task.bytes(shape)
+    count, in_program = calls_of(size, gpu)
     plan = task.plan(shape)
     row = dataclasses.asdict(shape) | dict(
         bytes=size, flops=2 * shape.batch * shape.m * shape.n * shape.k, rotated_bytes=size * in_program, calls_in_program=in_program,
@@ -168,7 +173,7 @@ def measure(task, shape, peers, measures, rounds, gpu):
         sides={},
     )  # fmt: skip
     with _recorded(no_operands := {}):
-        operands = jax.block_until_ready(task.operands(shape, max(count, in_program)))
+        operands = jax.block_until_ready(task.operands(shape, count))
     if no_operands:
         row["sides"] = {sides.XLA: no_operands, sides.OURS: no_operands}
         return row
