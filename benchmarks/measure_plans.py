@@ -37,7 +37,8 @@ HOPELESS = 1.6  # times the best of the shape: no other order of tiles is tried
 CLOSE = 1.25  # times the best of the shape: measured again, in turns
 ROUNDS = 5  # of turns. A GPU at its power limit slows down within milliseconds: what comes first would look fast
 UNLIKELY = 2.5  # times the least estimate of the shape: not measured at all
-FIRST, OF_KERNEL, LIKELY = 24, 3, 1.5  # plans measured alone: so many, so many of a kernel, and estimates of at most so many times the least
+# Plans measured alone: so many, so many of a kernel, and estimates of at most so many times the least.
+FIRST, OF_KERNEL, LIKELY = 24, 3, 1.5
 
 
 def candidates(kernel, m, n, k, sms):

@@ -35,9 +35,9 @@ constexpr double kDriftK = 16384;
 
 // Rows of B that start anywhere: a warp's columns of one are in a sector more, of 16 columns, and B is nearly all that memory gives.
 constexpr double kSectorColumns = 16;
-// ... They take more requests, as if so much more were loaded, and the sums of the four warps that share K meet. With these two choices are
-// best among benchmarks/results/plans_misaligned_h200_2026-11-23.csv.gz.
-constexpr double kRequests = 2, kMeeting = 4;
+// ... They take more requests, as if so much more were loaded. That, and so much longer for what comes after the loads, was fitted:
+// choices are best among benchmarks/results/plans_misaligned_h200_2026-11-23.csv.gz.
+constexpr double kRequests = 2, kAfterwards = 4;
 
 // How much longer one warpgroup takes for what is fused into a tile's epilogue than two that share the tile.
 constexpr double kOneWarpgroup = 1.5;
@@ -198,7 +198,7 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
     if (kernel.align_b < kernel.align_a) {
       panel_b_ *= kRequests;
       floor_ *= 1 + kSectorColumns / kernel.tile_m;
-      epilogue_ *= kMeeting;
+      epilogue_ *= kAfterwards;
     }
     loads_ = loaded(tile_rows, tile_columns) / rate * half_lines;
     alone_ = machine.skinny_alone * kernel.tile_m / 64 * std::sqrt(size / 2);

@@ -60,6 +60,7 @@ class Case:
     batch: int = 1
     broadcast: str = ""  # operands with batch stride 0: "a", "b" or ""
     pad: int = 0  # alignments by which leading dimensions exceed the extents
+    woven: bool = False  # a row, or column, of B is followed by that of the next batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,17 +113,19 @@ def operands(case, type_ab, major_a, major_b, align_a, align_b, math_name, type_
     rng = np.random.default_rng(zlib.crc32(repr((case, type_ab, major_a, major_b)).encode()))
     dtype = DTYPES[type_ab]
 
-    def matrix(rows, columns, major, align, batch):
+    def matrix(rows, columns, major, align, batch, woven=False):
         shape = (rows, columns) if major == _ffi.Major.row else (columns, rows)
         ld = round_up(shape[1], align) + case.pad * align
-        buffer = poisoned((batch, shape[0], ld), dtype)
+        stored = poisoned((shape[0], batch, ld) if woven else (batch, shape[0], ld), dtype)
+        buffer = stored.swapaxes(0, 1) if woven else stored
         values = rng.integers(-9, 10, (batch, *shape)) if dtype == np.int8 else rng.standard_normal((batch, *shape))
         buffer[:, :, : shape[1]] = values.astype(dtype)
         logical = buffer[:, :, : shape[1]]
-        return buffer, logical if major == _ffi.Major.row else logical.swapaxes(1, 2), ld
+        strides = (batch * ld, ld) if woven else (ld, 0 if batch < case.batch else shape[0] * ld)
+        return stored, logical if major == _ffi.Major.row else logical.swapaxes(1, 2), strides
 
-    a, a_values, lda = matrix(case.m, case.k, major_a, align_a, 1 if "a" in case.broadcast else case.batch)
-    b, b_values, ldb = matrix(case.k, case.n, major_b, align_b, 1 if "b" in case.broadcast else case.batch)
+    a, a_values, strides_a = matrix(case.m, case.k, major_a, align_a, 1 if "a" in case.broadcast else case.batch)
+    b, b_values, strides_b = matrix(case.k, case.n, major_b, align_b, 1 if "b" in case.broadcast else case.batch, case.woven)
     exact = exact_product(a_values, b_values)
     with jax.enable_x64(bool(dtype == np.float64)):
         xla = jnp.matmul(
@@ -130,7 +133,7 @@ def operands(case, type_ab, major_a, major_b, align_a, align_b, math_name, type_
         )
         xla = np.asarray(xla).astype(np.float64)
     scale = math.sqrt(case.k * np.mean(a_values.astype(np.float64) ** 2) * np.mean(b_values.astype(np.float64) ** 2))
-    return a, b, lda, ldb, exact, scale, error(xla, exact, scale)
+    return a, b, strides_a, strides_b, exact, scale, error(xla, exact, scale)
 
 
 def error(got, exact, scale):
@@ -184,14 +187,13 @@ def launch(kernel, case, schedule, epilogue=PLAIN, type_d=None, ldd=None, aligne
     type_d = kernel.type_d if type_d is None else type_d
     align_a, align_b, align_d = (kernel.align_a, kernel.align_b, kernel.align_d) if aligned else (1, 1, 1)
     major_a, major_b = majors or (kernel.major_a, kernel.major_b)
-    a, b, lda, ldb, exact, scale, xla_error = operands(case, kernel.type_a, major_a, major_b, align_a, align_b, kernel.math.name, type_d)
+    a, b, (lda, batch_stride_a), (ldb, batch_stride_b), exact, scale, xla_error = operands(case, kernel.type_a, major_a, major_b, align_a, align_b, kernel.math.name, type_d)
     dtype = DTYPES[type_d]
     if ldd is None:
         ldd = round_up(case.n, align_d) + case.pad * align_d
     arguments = [
         case.batch, case.m, case.n, case.k, kernel.type_a, kernel.type_b, type_d, kernel.math, major_a, major_b,
-        lda, ldb, ldd, 0 if "a" in case.broadcast else a[0].size, 0 if "b" in case.broadcast else b[0].size,
-        case.m * ldd,
+        lda, ldb, ldd, batch_stride_a, batch_stride_b, case.m * ldd,
     ]  # fmt: skip
     bias = residual = None
     if epilogue != PLAIN:
@@ -316,6 +318,7 @@ def test_ragged_tiny_and_deep(name):
         Case(17, 33, 5 * kernel.tile_k, batch=2, broadcast="a"),
         Case(33, 9, kernel.tile_k + 3, batch=3, broadcast="b", pad=2),
         Case(kernel.tile_n + 3, 2 * kernel.tile_m + 57, kernel.tile_k + 9, batch=2, pad=1),  # several tiles of B where operands are swapped
+        Case(9, 2 * kernel.tile_m + 3, 2 * kernel.tile_k + 8, batch=3, woven=True),  # a batch may start anywhere
     ]
     for case in (admissible(kernel, case) for case in cases):
         served = 0
@@ -554,7 +557,7 @@ def test_one_split_is_the_unsplit_product_bit_for_bit(name):
 def test_nan_and_inf_propagate(name):
     kernel = KERNELS[name]
     case = admissible(kernel, Case(9, 11, 3 * kernel.tile_k))
-    a, b, lda, ldb, _, _, _ = operands(
+    a, b, (lda, _), (ldb, _), _, _, _ = operands(
         case, kernel.type_a, kernel.major_a, kernel.major_b, kernel.align_a, kernel.align_b, kernel.math.name, kernel.type_d
     )
     a, b = a.copy(), b.copy()

@@ -29,16 +29,19 @@ inline constexpr int kTileK = 128;    // what splits are cut by
 inline constexpr int kRows = 8;       // of A in one mma.sync
 inline constexpr int kMaxSplits = 8;  // CTAs in a cluster: the portable limit
 
-// Chunks of a warp's queue. Those that are shifted are larger: with three of them an SM of Hopper has three CTAs of up to 16 rows instead of
-// two, of which one loads while another starts or ends.
+// A kernel that shifts B has `kShifted` times 64 columns in a warp, one or two; of others it is zero.
+template <int kShifted>
+inline constexpr int kWide = kShifted == 2 ? 2 : 1;  // times kColumns, of a warp
+
+// Chunks of a warp's queue. With three that are shifted, and with registers for it, an SM of Hopper has three CTAs of up to 16 rows, of which
+// one loads while another starts or ends. Those of 16 rows would be two with a fourth chunk.
 template <int kShifted>
 inline constexpr int kStages = kShifted ? 3 : 4;
+template <int kBlocks, int kShifted>
+inline constexpr int kCtas = kShifted && kBlocks <= 2 ? 3 : 0;  // zero leaves it to the compiler
 
 template <class T>
 inline constexpr int kVector = 16 / sizeof(T);
-// Of a kernel that shifts B, how many times kColumns a warp has, one or two; zero of others.
-template <int kShifted>
-inline constexpr int kWide = kShifted == 2 ? 2 : 1;
 template <class T, int kShifted>
 inline constexpr int kChunk = 4 * kVector<T> / kWide<kShifted>;  // of K, which a warp multiplies at a time
 
@@ -66,11 +69,14 @@ template <int kBlocks, int kShifted>
 struct Chunk {
   // Of a B that is shifted, the vectors that rows touch, and their last ones. A wide warp's threads have rows 4t ... 4t + 3, in each half.
   uint4 b[8 / kShifted][kShifted][32], last[32 / kShifted];
-  std::conditional_t<kShifted == 2, uint2, uint4> a[kBlocks][32];
+  using Words = std::conditional_t<kShifted == 2, uint2, uint4>;
+  Words a[kBlocks][32];
 };
 template <int kBlocks>
 struct Chunk<kBlocks, 0> {
-  uint4 b[8][32], a[kBlocks][32];
+  using Words = uint4;
+  uint4 b[8][32];
+  Words a[kBlocks][32];
 };
 
 template <class T>
@@ -150,7 +156,7 @@ class Loader {
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
       bool const inside = left_a_ > 0 && block * kRows < rows_;
-      copy_async(&to.a[block][lane], inside ? a_ + block * kRows * p_.lda : p_.b, inside ? 16 : 0);
+      copy_async(&to.a[block][lane], inside ? a_ + block * kRows * p_.lda : p_.a, inside ? 16 : 0);
     }
     commit_copies();
     a_ += kRound;
@@ -163,7 +169,7 @@ class Loader {
   static constexpr int kRound = kChunk<T, 0> * kDeep;  // of K, which the warps that share it multiply at a time
 
   __device__ void copy_b(uint4& to, T const* from, bool inside) const {
-    if (!inside) from = p_.b;
+    if (!inside) from = p_.a;
     // A policy of eviction as usual is slower than none.
     if (p_.b_read_once) {
       copy_async(&to, from, inside ? 16 : 0, evict_first_);
@@ -191,19 +197,19 @@ class ShiftedLoader {
     left_ = end - k;
     a_ = p.a + batch * p.batch_stride_a + int64_t{m0 + g} * p.lda + k + kOwn * t;
     T const* const b = p.b + batch * p.batch_stride_b + int64_t{k} * p.ldb + n0;
-    b_ = b + lane / kNeighbours * p.ldb;
+    b_ = b + lane / kOfRow * p.ldb;
     last_ = b + lane * p.ldb;
   }
 
   __device__ void next(Chunk<kBlocks, kShifted>& to) {
-    int const lane = threadIdx.x % 32, t = lane % 4, vector = lane % kNeighbours;
+    int const lane = threadIdx.x % 32, t = lane % 4, vector = lane % kOfRow;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      constexpr int kAtOnce = 32 / kNeighbours;
-      int const row = i * kAtOnce + lane / kNeighbours;
+      constexpr int kAtOnce = 32 / kOfRow;
+      int const row = i * kAtOnce + lane / kOfRow;
       copy_touched(&to.b[row % kOwn][vector / 8][slot(vector % 8, row / kOwn)], b_ + i * kAtOnce * p_.ldb, vector, row < left_);
     }
-    if (lane < 4 * kOwn) copy_touched(&to.last[lane], last_, kNeighbours, lane < left_);
+    if (lane < 4 * kOwn) copy_touched(&to.last[lane], last_, kOfRow, lane < left_);
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
       bool const inside = kOwn * t < left_ && block * kRows < rows_;
@@ -218,10 +224,10 @@ class ShiftedLoader {
 
  private:
   static constexpr int kRound = kChunk<T, kShifted> * kDeep;
-  static constexpr int kOwn = 8 / kShifted;          // a thread's rows of K
-  static constexpr int kNeighbours = 8 * kShifted;  // threads that load a row
+  static constexpr int kOwn = 8 / kShifted;     // a thread's rows of K
+  static constexpr int kOfRow = 8 * kShifted;  // threads that load a row
 
-  // Of the vectors that the tile's part of a row touches, so many on from the first. Neighbours read the line, too: it stays in L2.
+  // Of the vectors that the tile's part of a row touches, so many on from the first. Tiles beside this one read the line, too: it stays in L2.
   __device__ void copy_touched(uint4* to, T const* row, int vector, bool inside) const {
     int const offset = static_cast<int>(offset_of(row)), bytes = inside ? min(max(offset + bytes_ - 16 * vector, 0), 16) : 0;
     copy_async(to, bytes > 0 ? reinterpret_cast<char const*>(row) - offset + 16 * vector : reinterpret_cast<char const*>(p_.a), bytes);
@@ -305,7 +311,7 @@ __device__ inline void pair_rows(uint32_t (&w)[4], uint32_t v0, uint32_t v1, uin
 }
 
 template <class T, Math kMath, class D, Major kMajorB, int kBlocks, int kDeep, int kShifted>
-__global__ __launch_bounds__(kThreads, kShifted && kBlocks <= 2 ? 3 : 1) void multiply(__grid_constant__ Params<T, D> const p) {
+__global__ __launch_bounds__(kThreads, kCtas<kBlocks, kShifted>) void multiply(__grid_constant__ Params<T, D> const p) {
   extern __shared__ __align__(16) char storage[];
   auto& shared = *reinterpret_cast<Shared<T, kBlocks, kDeep, kShifted>*>(storage);
   constexpr int kStages = skinny::kStages<kShifted>;
@@ -324,11 +330,13 @@ __global__ __launch_bounds__(kThreads, kShifted && kBlocks <= 2 ? 3 : 1) void mu
   int32_t const begin = p.runs.begin(run) * kTileK + deep * kChunk, end = min(p.runs.begin(run + 1) * kTileK, p.k);
   int32_t const m0 = at.m * kRows * kBlocks, n0 = (at.n * (kWarps / kDeep) + beside) * kWide * kColumns;
 
-  using Loader = std::conditional_t<kShifted != 0, ShiftedLoader<T, D, kBlocks, kDeep, kShifted>, skinny::Loader<T, D, kMajorB, kBlocks, kDeep>>;
+  using Aligned = Loader<T, D, kMajorB, kBlocks, kDeep>;
+  using Loader = std::conditional_t<kShifted != 0, ShiftedLoader<T, D, kBlocks, kDeep, kShifted>, Aligned>;
   Loader loader(p, batch, m0, n0, begin, end);
   // Where this thread's first row of B starts: the same in all chunks, as eight rows are whole vectors.
   uint32_t const row_bytes = static_cast<uint32_t>(p.ldb * sizeof(T));
-  uint32_t const offset = offset_of(p.b + batch * p.batch_stride_b) + 8 / kWide * t * row_bytes;
+  constexpr int kOwn = 8 / kWide;
+  uint32_t const offset = offset_of(p.b + batch * p.batch_stride_b) + kOwn * t * row_bytes;
   auto& own = shared.warps[warp];
 #pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage) loader.next(own.queue[stage]);
@@ -355,7 +363,7 @@ __global__ __launch_bounds__(kThreads, kShifted && kBlocks <= 2 ? 3 : 1) void mu
     Chunk<kBlocks, kShifted> const& chunk = own.queue[stage];
     auto& used_up = own.queue[stage == 0 ? kStages - 1 : stage - 1];
     stage = stage == kStages - 1 ? 0 : stage + 1;
-    std::remove_const_t<std::remove_reference_t<decltype(chunk.a[0][0])>> a[kBlocks];
+    typename Chunk<kBlocks, kShifted>::Words a[kBlocks];
     if constexpr (kShifted) {
       loader.next(used_up);
 #pragma unroll
@@ -363,12 +371,12 @@ __global__ __launch_bounds__(kThreads, kShifted && kBlocks <= 2 ? 3 : 1) void mu
 #pragma unroll
       for (int step = 0; step < 2; ++step) {
         // A wide warp's other half, or the other rows of K.
-        int const half = step % kWide, first = 4 * step % (8 / kWide);
+        int const half = step % kWide, first = 4 * step % kOwn;
         uint4 b[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           auto const& row = chunk.b[first + i];
-          uint4 const& beyond = half + 1 < kWide ? row[half + 1][slot(0, t)] : chunk.last[8 / kWide * t + first + i];
+          uint4 const& beyond = half + 1 < kWide ? row[half + 1][slot(0, t)] : chunk.last[kOwn * t + first + i];
           b[i] = shifted(row[half][slot(g, t)], g < 7 ? row[half][slot(g + 1, t)] : beyond, (offset + (first + i) * row_bytes) % 16);
         }
 #pragma unroll
