@@ -28,6 +28,7 @@ from jax_streamk.cost_model import machine_of
 from jax_streamk.device import device_of
 from jax_streamk.measure import Memory, dtype_of
 from jax_streamk.problem import GemmProblem
+from jax_streamk.programs import repeat
 from jax_streamk.tools import bench, sides, timing
 from jax_streamk.tools.shapes import Shape
 from jax_streamk.tune import ORDERS
@@ -141,9 +142,9 @@ def measured_alone(problem, memory):
     """The same of the planner's first plans, and of XLA's product, which is None."""
     found = planner.choose(problem, None, memory.device, listed=20 * FIRST).candidates
     estimates = {Candidate.of(x.kernel, x.schedule): x.cost.microseconds for x in found}
-    of_kernel, plans = collections.Counter(), []
+    of_kernel, plans, least = collections.Counter(), [], min(estimates.values())
     for plan, us in estimates.items():
-        if us <= LIKELY * min(estimates.values()) and of_kernel[plan.kernel] < OF_KERNEL and len(plans) < FIRST:
+        if us <= LIKELY * least and of_kernel[plan.kernel] < OF_KERNEL and len(plans) < FIRST:
             plans.append(plan)
             of_kernel[plan.kernel] += 1
     made = [planner.plan_with(problem, Auto(), memory.device, Tuned.now(plan, estimates[plan], estimates[plan])) for plan in plans]
@@ -156,7 +157,7 @@ def measured_alone(problem, memory):
         programs = [sides.jax_programs(function, operands, 1)["device"] for function in (contest.xlas(made[0]), *map(contest.ours, made))]
         times = [[] for _ in programs]
         for program in programs:
-            program.wait(program.run())
+            repeat(program, 1)
         for i in [*range(len(programs)), *reversed(range(len(programs)))]:
             times[i] += timing.device_samples(programs[i])[0]
     us = dict(zip([None, *plans], map(statistics.median, times)))

@@ -187,7 +187,9 @@ def launch(kernel, case, schedule, epilogue=PLAIN, type_d=None, ldd=None, aligne
     type_d = kernel.type_d if type_d is None else type_d
     align_a, align_b, align_d = (kernel.align_a, kernel.align_b, kernel.align_d) if aligned else (1, 1, 1)
     major_a, major_b = majors or (kernel.major_a, kernel.major_b)
-    a, b, (lda, batch_stride_a), (ldb, batch_stride_b), exact, scale, xla_error = operands(case, kernel.type_a, major_a, major_b, align_a, align_b, kernel.math.name, type_d)
+    a, b, (lda, batch_stride_a), (ldb, batch_stride_b), exact, scale, xla_error = operands(
+        case, kernel.type_a, major_a, major_b, align_a, align_b, kernel.math.name, type_d
+    )
     dtype = DTYPES[type_d]
     if ldd is None:
         ldd = round_up(case.n, align_d) + case.pad * align_d

@@ -32,6 +32,8 @@ inline constexpr int kMaxSplits = 8;  // CTAs in a cluster: the portable limit
 // A kernel that shifts B has `kShifted` times 64 columns in a warp, one or two; of others it is zero.
 template <int kShifted>
 inline constexpr int kWide = kShifted == 2 ? 2 : 1;  // times kColumns, of a warp
+template <int kShifted>
+inline constexpr int kOwn = 8 / kWide<kShifted>;  // a thread's rows of K of a chunk that is shifted
 
 // Chunks of a warp's queue. With three that are shifted, and with registers for it, an SM of Hopper has three CTAs of up to 16 rows, of which
 // one loads while another starts or ends. Those of 16 rows would be two with a fourth chunk.
@@ -68,7 +70,7 @@ struct Params {
 template <int kBlocks, int kShifted>
 struct Chunk {
   // Of a B that is shifted, the vectors that rows touch, and their last ones. A wide warp's threads have rows 4t ... 4t + 3, in each half.
-  uint4 b[8 / kShifted][kShifted][32], last[32 / kShifted];
+  uint4 b[kOwn<kShifted>][kShifted][32], last[4 * kOwn<kShifted>];
   using Words = std::conditional_t<kShifted == 2, uint2, uint4>;
   Words a[kBlocks][32];
 };
@@ -224,7 +226,7 @@ class ShiftedLoader {
 
  private:
   static constexpr int kRound = kChunk<T, kShifted> * kDeep;
-  static constexpr int kOwn = 8 / kShifted;     // a thread's rows of K
+  static constexpr int kOwn = skinny::kOwn<kShifted>;
   static constexpr int kOfRow = 8 * kShifted;  // threads that load a row
 
   // Of the vectors that the tile's part of a row touches, so many on from the first. Tiles beside this one read the line, too: it stays in L2.
@@ -326,7 +328,7 @@ __global__ __launch_bounds__(kThreads, kCtas<kBlocks, kShifted>) void multiply(_
     batch -= slice * p.batch;
     run += slice;  // of splits or slices there are several, not of both
   }
-  constexpr int kWide = skinny::kWide<kShifted>, kChunk = skinny::kChunk<T, kShifted>;
+  constexpr int kWide = skinny::kWide<kShifted>, kOwn = skinny::kOwn<kShifted>, kChunk = skinny::kChunk<T, kShifted>;
   int32_t const begin = p.runs.begin(run) * kTileK + deep * kChunk, end = min(p.runs.begin(run + 1) * kTileK, p.k);
   int32_t const m0 = at.m * kRows * kBlocks, n0 = (at.n * (kWarps / kDeep) + beside) * kWide * kColumns;
 
@@ -335,7 +337,6 @@ __global__ __launch_bounds__(kThreads, kCtas<kBlocks, kShifted>) void multiply(_
   Loader loader(p, batch, m0, n0, begin, end);
   // Where this thread's first row of B starts: the same in all chunks, as eight rows are whole vectors.
   uint32_t const row_bytes = static_cast<uint32_t>(p.ldb * sizeof(T));
-  constexpr int kOwn = 8 / kWide;
   uint32_t const offset = offset_of(p.b + batch * p.batch_stride_b) + kOwn * t * row_bytes;
   auto& own = shared.warps[warp];
 #pragma unroll

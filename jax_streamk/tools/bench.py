@@ -19,7 +19,7 @@ import jax_streamk
 from jax_streamk.device import device_of
 from jax_streamk.epilogue import ACTIVATIONS
 from jax_streamk.measure import ROTATED_BYTES
-from jax_streamk.programs import wall_sample
+from jax_streamk.programs import repeat, wall_sample
 from jax_streamk.tools import results, shapes, sides, timing
 from jax_streamk.tools.info import driver
 
@@ -232,7 +232,7 @@ def _recorded(side):
 
 
 def _warm(program):
-    program.wait(program.run())
+    repeat(program, 1)
     return program
 
 
