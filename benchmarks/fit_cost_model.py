@@ -11,8 +11,9 @@ by their names: no GPU and no CUDA build is needed. Needs scipy.
 Prints the constants ready to paste, the error of the predicted times, and the regret: the time of the plan that the model ranks
 first among those measured over that of the best, for every shape; held out, a shape is predicted by constants fitted to others. `--fix-up`
 fits the constants of the fix-up alone, for kernels whose other parts did not change. Of types other than bf16 only the error and
-the regret of the constants as they are is printed. `--choices` takes so many seconds to move constants one after another as long as the
-regret falls, of all tables given and for constants a little off as well; that of tables to `--keep` may not rise. Of the CUTLASS
+the regret of the constants as they are is printed. `--choices` takes so many seconds to make the regret less: half
+of them along the gradient of that of all tables, the other half by moving constants one after another as long as it falls, of the
+tables measured and for constants a little off as well; that of tables to `--keep` may not rise. Of the CUTLASS
 measurements only data-parallel ones are fitted, because their kernels fold split-K partials one after another and ours do not; the
 others still count for the regret, under constants of their own.
 """
@@ -37,6 +38,7 @@ OURS_ONLY = (*FIX_UP, "relaunch", "reduction", "reduction_slice", "reduction_rat
 NEVER = ("mma_16bit", "mma_tf32", "mma_tf32x3", "mma_f64", "memset", "fused", "narrow_loads", "half_lines")
 PRIOR = 0.2  # weight of a constant's logarithm staying where it started, beside those of thousands of rows
 FOLDS = 6  # of shapes, in cross-validation
+NOISE = 0.007  # in the logarithm of estimates, that makes choices among plans smooth
 
 _SM90 = re.compile(r"sm90_(\w+?)_(\w+?)_([rc])([rc])_(\d+)x(\d+)x(\d+)_(\d)x(\d)_(coop|pingpong|single)(_swap)?(?:_tf32)?")
 _SM80 = re.compile(r"sm80_(\w+?)_(\w+?)_([rc])([rc])_(\d+)x(\d+)x(\d+)_s(\d+)_a(\d+)")
@@ -240,6 +242,39 @@ class Choices:
         """The logarithm of the regret of every shape."""
         return self._lost[least_of_shapes(self._shapes, self._predict(machine))]
 
+    def expected(self, machine):
+        """The mean of it, smooth in the constants: of plans whose estimates are close each is chosen as often as NOISE says."""
+        estimates = np.log(self._predict(machine))
+        above = estimates - estimates[least_of_shapes(self._shapes, estimates)][self._shapes]
+        weights = np.exp(-above / NOISE)
+        return np.mean(np.bincount(self._shapes, weights * self._lost) / np.bincount(self._shapes, weights))
+
+
+def moved(machine, names, factors):
+    shares = {"overlapped", "drift", "misaligned_drift"}
+    values = {name: getattr(machine, name) * factor for name, factor in zip(names, factors)}
+    return dataclasses.replace(machine, **{name: min(x, 1.0) if name in shares else x for name, x in values.items()})
+
+
+def slide(tables, start, names, seconds):
+    """The Machine to which the gradient of expected choices leads. Constants stay near the start: estimates are of time, too."""
+    from scipy.optimize import minimize
+
+    until = time.monotonic() + seconds
+
+    def cost(x):
+        machine = moved(start, names, np.exp(x))
+        return np.mean([table.expected(machine) for table in tables]) + 0.002 * np.sum(np.square(x))
+
+    def with_gradient(x):
+        if time.monotonic() > until:
+            return cost(x), np.zeros_like(x)
+        steps = 0.006 * np.eye(len(x))
+        return cost(x), np.array([cost(x + step) - cost(x - step) for step in steps]) / 0.012
+
+    found = minimize(with_gradient, np.zeros(len(names)), jac=True, method="L-BFGS-B", bounds=[(-0.7, 0.7)] * len(names)).x
+    return moved(start, names, np.exp(found))
+
 
 def descend(tables, kept, start, names, seconds):
     """The Machine to which steps of single constants lead that make choices among the plans of ``tables`` better, and of ``kept`` no worse.
@@ -248,15 +283,10 @@ def descend(tables, kept, start, names, seconds):
     """
     rng = np.random.default_rng(0)
     off = np.exp(rng.normal(0, 0.03, (6, len(names))))
-    least = [np.mean(table.lost(start)) for table in kept]
-
-    def moved(machine, factors):
-        shares = {"overlapped", "drift", "misaligned_drift"}
-        values = {name: getattr(machine, name) * factor for name, factor in zip(names, factors)}
-        return dataclasses.replace(machine, **{name: min(x, 1.0) if name in shares else x for name, x in values.items()})
+    least = [np.mean(table.lost(H200)) for table in kept]
 
     def cost(machine):
-        lost = np.mean([np.mean(np.concatenate([table.lost(moved(machine, factors)) for table in tables])) for factors in off])
+        lost = np.mean([np.mean(np.concatenate([table.lost(moved(machine, names, factors)) for table in tables])) for factors in off])
         worse = sum(max(np.mean(table.lost(machine)) - bound, 0) for table, bound in zip(kept, least))
         return lost + 8 * worse + 0.001 * sum(math.log(getattr(machine, name) / getattr(start, name)) ** 2 for name in names)
 
@@ -265,7 +295,7 @@ def descend(tables, kept, start, names, seconds):
     while time.monotonic() < until:
         for at in rng.permutation(len(names)):
             for factor in (1 + steps[at], 1 / (1 + steps[at])):
-                other = moved(machine, np.where(np.arange(len(names)) == at, factor, 1.0))
+                other = moved(machine, names, np.where(np.arange(len(names)) == at, factor, 1.0))
                 if (now := cost(other)) < best - 5e-6:
                     machine, best = other, now
                     break
@@ -312,7 +342,8 @@ def main():
         tables += [read(path) for path in arguments.keep]
         tables = [Choices(ours_of(table, arguments.type, arguments.majors), sms) for table in tables]
         count = len(arguments.measured)
-        fitted = descend(tables[:count], tables[count:], H200, names, arguments.choices)
+        fitted = slide(tables, H200, names, arguments.choices / 2)
+        fitted = descend(tables[:count], tables[count:], fitted, names, arguments.choices / 2)
         for path, table in zip(arguments.measured + arguments.keep, tables):
             regrets = [f"{math.exp(np.mean(table.lost(machine))):.4f}" for machine in (H200, fitted)]
             print(f"# regret: geomean {regrets[0]}, then {regrets[1]}: {path}")

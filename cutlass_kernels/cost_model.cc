@@ -150,7 +150,8 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   // Rows of A and columns of B of a CTA: those beyond the problem are not loaded. Vectors below 16 bytes take more requests for the
   // same bytes.
   double const panel = tile_k * size / std::sqrt(std::min(kernel.align_a * size / 16, 1.0));
-  auto const is_misaligned = [&](int64_t ld) { return ld * static_cast<int64_t>(size) % 128 != 0; };
+  auto const misses = [&](int64_t ld, int64_t bytes) { return ld * static_cast<int64_t>(size) % bytes != 0; };
+  auto const is_misaligned = [&](int64_t ld) { return misses(ld, 128); };
   bool const by_tma = kernel.family == Family::kSm90;
   // A or B: what lies contiguously, along K or so many of m or n, `ld` apart; and how many of m or n a tile has, and brings.
   struct Operand {
@@ -168,7 +169,8 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   auto const parts_of = [&](Operand const& x) { return std::max(std::min<double>(x.extent, 128 / size) / x.brought, 1.0); };
   // A tile that is contiguous along m or n comes in rows of at most 128 bytes, of which each costs more. A part of one costs as much.
   auto const panel_of = [&](Operand const& x) {
-    double const each = !is_misaligned(x.ld) ? 0 : (x.along_k ? machine.misaligned_k : machine.misaligned_mn) - 1;
+    double const along_k = misses(x.ld, 32) ? machine.sector_k : machine.misaligned_k;
+    double const each = !is_misaligned(x.ld) ? 0 : (x.along_k ? along_k : machine.misaligned_mn) - 1;
     if (x.along_k || !by_tma) return panel * (1 + each);
     return panel * parts_of(x) * x.brought / x.tile * (1 + 128 / std::gcd(x.brought * static_cast<int32_t>(size), 128) * each);
   };

@@ -127,6 +127,7 @@ void bind_planner(nb::module_& m) {
       .def_rw("from_registers", &Machine::from_registers)
       .def_rw("narrow_loads", &Machine::narrow_loads)
       .def_rw("misaligned_k", &Machine::misaligned_k)
+      .def_rw("sector_k", &Machine::sector_k)
       .def_rw("misaligned_mn", &Machine::misaligned_mn)
       .def_rw("skinny_launch", &Machine::skinny_launch)
       .def_rw("skinny_rate_sm", &Machine::skinny_rate_sm)
