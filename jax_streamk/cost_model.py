@@ -76,21 +76,22 @@ class Machine:
 # plans_misaligned_h200_2026-11-23.csv.gz. mma_16bit, mma_tf32x3, fused, narrow_loads and half_lines are estimates.
 # All but those were then moved as --choices does it, and with them mma_f64, mma_tf32, from_registers and rearrange_rate, by what the
 # planner's choices take alone: plans_alone_decode_ and plans_alone_streamk_h200_2026-11-23, plans_alone_strong_ and
-# plans_losing_h200_2026-11-24, within what tests/test_planner.py asks of the other tables.
+# plans_losing_h200_2026-11-24, and what bench measured of each, plans_pairs_h200_2026-11-24, within what tests/test_planner.py asks of
+# the other tables.
 H200 = Machine(
     launch=2.282,
-    cluster=0.1429,
+    cluster=0.1457,
     relaunch=2.126,
     memory_rate=4.454e6,
-    idle=0.1238,
-    beyond=0.1028,
+    idle=0.1043,
+    beyond=0.1101,
     gang=0.015,
     cache_rate=7.838e7,
     gpc_rate=1.101e7,
-    drift=0.2649,
-    misaligned_drift=0.622,
-    load_rate_sm=5.273e5,
-    line=0.0007371,
+    drift=0.243,
+    misaligned_drift=0.6185,
+    load_rate_sm=5.2e5,
+    line=0.0006667,
     wgmma_rate_sm=9.35e6,
     wgmma_sustained=8.517e8,
     mma_16bit=4.0e6,
@@ -100,7 +101,7 @@ H200 = Machine(
     narrow=44.58,
     from_registers=1.25,
     narrow_loads=0.37,
-    misaligned_k=1.067,
+    misaligned_k=1.077,
     sector_k=1.489,
     misaligned_mn=1.304,
     skinny_launch=2.275,
@@ -111,18 +112,18 @@ H200 = Machine(
     skinny_fix_up=1.1,
     skinny_peer=0.1685,
     half_lines=1.9,
-    epilogue=0.9525,
-    misaligned_d=0.7063,
+    epilogue=0.9403,
+    misaligned_d=0.81,
     fused=1.2,
-    overlapped=0.8215,
-    copy_rate=3.491e6,
+    overlapped=0.8799,
+    copy_rate=3.424e6,
     rearrange_rate=2.639e6,
     fix_up=2.263,
-    partial_rate_sm=8.797e4,
-    memset=2.316,
+    partial_rate_sm=8.491e4,
+    memset=2.343,
     reduction=0.9911,
     reduction_slice=0.01616,
-    reduction_rate=3.448e6,
+    reduction_rate=3.34e6,
 )
 
 # From the A100 SXM 80 GB datasheet at usual efficiencies; never fitted. It also stands in for GPUs that nobody measured.

@@ -446,6 +446,7 @@ def test_nothing_to_multiply_divides_by_nothing():
         ("plans_alone_streamk_h200_2026-11-23", "bf16", "rr", 1.026, 1.21, 1.37),
         ("plans_alone_strong_h200_2026-11-24", "bf16", "rr", 1.01, 1.07, 1.1),
         ("plans_losing_h200_2026-11-24", "bf16", "rr", 1.035, 1.21, 1.34),
+        ("plans_pairs_h200_2026-11-24", "bf16", "rr", 1.012, 1.25, 1.32),
         ("plans_misaligned_h200_2026-11-23", "bf16", "rr", 1.015, 1.11, 1.11),
         ("plans_strong_scaling_h200_2026-11-22", "bf16", "rr", 1.021, 1.09, 1.09),
         ("plans_decode_h200_2026-11-22", "bf16", "rr", 1.029, 1.14, 1.14),
