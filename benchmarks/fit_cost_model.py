@@ -11,9 +11,9 @@ by their names: no GPU and no CUDA build is needed. Needs scipy.
 Prints the constants ready to paste, the error of the predicted times, and the regret: the time of the plan that the model ranks
 first among those measured over that of the best, for every shape; held out, a shape is predicted by constants fitted to others. `--fix-up`
 fits the constants of the fix-up alone, for kernels whose other parts did not change. Of types other than bf16 only the error and
-the regret of the constants as they are is printed. `--choices` takes so many seconds to make the regret less: half
-of them along the gradient of that of all tables, the other half by moving constants one after another as long as it falls, of the
-tables measured and for constants a little off as well; that of tables to `--keep` may not rise. Of the CUTLASS
+the regret of the constants as they are is printed. `--choices` takes so many seconds to make the regret less, at most half of them
+along the gradient of that of all tables, the others by moving constants one after another as long as it falls, of the tables measured and
+for constants a little off as well; what tables to `--keep` lose counts eightfold. Of the CUTLASS
 measurements only data-parallel ones are fitted, because their kernels fold split-K partials one after another and ours do not; the
 others still count for the regret, under constants of their own.
 """
@@ -243,7 +243,7 @@ class Choices:
         return self._lost[least_of_shapes(self._shapes, self._predict(machine))]
 
     def expected(self, machine):
-        """The mean of it, smooth in the constants: of plans whose estimates are close each is chosen as often as NOISE says."""
+        """The mean logarithm of the regret if each plan is chosen with the weight exp(-gap / NOISE), of its estimate's logarithm to the least."""
         estimates = np.log(self._predict(machine))
         above = estimates - estimates[least_of_shapes(self._shapes, estimates)][self._shapes]
         weights = np.exp(-above / NOISE)
@@ -256,42 +256,48 @@ def moved(machine, names, factors):
     return dataclasses.replace(machine, **{name: min(x, 1.0) if name in shares else x for name, x in values.items()})
 
 
-def slide(tables, start, names, seconds):
-    """The Machine to which the gradient of expected choices leads. Constants stay near the start: estimates are of time, too."""
-    from scipy.optimize import minimize
+def slide(tables, start, names, until):
+    """The Machine to which the gradient of expected choices leads, every table counting as much as another.
 
-    until = time.monotonic() + seconds
+    Constants stay near the start: estimates are of time, too.
+    """
+    from scipy.optimize import minimize
 
     def cost(x):
         machine = moved(start, names, np.exp(x))
         return np.mean([table.expected(machine) for table in tables]) + 0.002 * np.sum(np.square(x))
 
     def with_gradient(x):
-        if time.monotonic() > until:
-            return cost(x), np.zeros_like(x)
         steps = 0.006 * np.eye(len(x))
         return cost(x), np.array([cost(x + step) - cost(x - step) for step in steps]) / 0.012
 
-    found = minimize(with_gradient, np.zeros(len(names)), jac=True, method="L-BFGS-B", bounds=[(-0.7, 0.7)] * len(names)).x
-    return moved(start, names, np.exp(found))
+    def stop_in_time(intermediate_result):
+        if time.monotonic() > until:
+            raise StopIteration
+
+    bounds, started = [(-0.7, 0.7)] * len(names), np.zeros(len(names))
+    found = minimize(with_gradient, started, jac=True, method="L-BFGS-B", bounds=bounds, callback=stop_in_time)
+    return moved(start, names, np.exp(found.x))
 
 
-def descend(tables, kept, start, names, seconds):
-    """The Machine to which steps of single constants lead that make choices among the plans of ``tables`` better, and of ``kept`` no worse.
+def descend(tables, kept, start, slid, names, until):
+    """The Machine to which steps of single constants lead that make choices among the plans of ``tables`` better, every shape counting as
+    much as another, from the better of ``start`` and ``slid``.
 
-    Constants a few percent off must choose as well, and none may leave its start without a gain.
+    What ``kept`` lose more than by ``start`` counts eightfold. Constants a few percent off must choose as well, and none may leave
+    ``start`` without a gain.
     """
     rng = np.random.default_rng(0)
     off = np.exp(rng.normal(0, 0.03, (6, len(names))))
-    least = [np.mean(table.lost(H200)) for table in kept]
+    least = [np.mean(table.lost(start)) for table in kept]
 
     def cost(machine):
         lost = np.mean([np.mean(np.concatenate([table.lost(moved(machine, names, factors)) for table in tables])) for factors in off])
         worse = sum(max(np.mean(table.lost(machine)) - bound, 0) for table, bound in zip(kept, least))
         return lost + 8 * worse + 0.001 * sum(math.log(getattr(machine, name) / getattr(start, name)) ** 2 for name in names)
 
-    machine, best, steps = start, cost(start), np.full(len(names), 0.2)
-    until = time.monotonic() + seconds
+    machine = min(start, slid, key=cost)
+    best, steps = cost(machine), np.full(len(names), 0.2)
     while time.monotonic() < until:
         for at in rng.permutation(len(names)):
             for factor in (1 + steps[at], 1 / (1 + steps[at])):
@@ -342,8 +348,9 @@ def main():
         tables += [read(path) for path in arguments.keep]
         tables = [Choices(ours_of(table, arguments.type, arguments.majors), sms) for table in tables]
         count = len(arguments.measured)
-        fitted = slide(tables, H200, names, arguments.choices / 2)
-        fitted = descend(tables[:count], tables[count:], fitted, names, arguments.choices / 2)
+        now = time.monotonic()
+        slid = slide(tables, H200, names, now + arguments.choices / 2)
+        fitted = descend(tables[:count], tables[count:], H200, slid, names, now + arguments.choices)
         for path, table in zip(arguments.measured + arguments.keep, tables):
             regrets = [f"{math.exp(np.mean(table.lost(machine))):.4f}" for machine in (H200, fitted)]
             print(f"# regret: geomean {regrets[0]}, then {regrets[1]}: {path}")

@@ -169,8 +169,8 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   auto const parts_of = [&](Operand const& x) { return std::max(std::min<double>(x.extent, 128 / size) / x.brought, 1.0); };
   // A tile that is contiguous along m or n comes in rows of at most 128 bytes, of which each costs more. A part of one costs as much.
   auto const panel_of = [&](Operand const& x) {
-    double const along_k = misses(x.ld, 32) ? machine.sector_k : machine.misaligned_k;
-    double const each = !is_misaligned(x.ld) ? 0 : (x.along_k ? along_k : machine.misaligned_mn) - 1;
+    double const of_k = misses(x.ld, 32) ? machine.sector_k : machine.misaligned_k;
+    double const each = !is_misaligned(x.ld) ? 0 : (x.along_k ? of_k : machine.misaligned_mn) - 1;
     if (x.along_k || !by_tma) return panel * (1 + each);
     return panel * parts_of(x) * x.brought / x.tile * (1 + 128 / std::gcd(x.brought * static_cast<int32_t>(size), 128) * each);
   };

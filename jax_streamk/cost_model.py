@@ -36,7 +36,7 @@ class Machine:
     from_registers: float  # factor on wgmma's time where one operand comes from registers
     narrow_loads: float  # 32 of K of a CTA that is alone on its SM and loads 8 bytes at a time
     misaligned_k: float  # factor on loads of an operand contiguous along K whose rows do not start on 128-byte lines
-    sector_k: float  # ... nor on sectors of 32 bytes
+    sector_k: float  # ... instead of that where they do not start on sectors of 32 bytes either
     misaligned_mn: float  # ... on loads of one contiguous along m or n whose rows do not start on lines
     skinny_launch: float  # of a kernel of few rows
     skinny_rate_sm: float  # what kernels of few rows load into the shared memory of one SM
@@ -74,10 +74,10 @@ class Machine:
 # plans_more_h200_2026-11-21.csv.gz, memory_rate, idle, beyond, gang and memset that of plans_large_h200_2026-11-21.csv.gz and of all
 # others, misaligned_k and misaligned_mn that of plans_tiles_h200_2026-11-21.csv.gz, and copy_rate that of
 # plans_misaligned_h200_2026-11-23.csv.gz. mma_16bit, mma_tf32x3, fused, narrow_loads and half_lines are estimates.
-# All but those were then moved as --choices does it, and with them mma_f64, mma_tf32, from_registers and rearrange_rate, by what the
-# planner's choices take alone: plans_alone_decode_ and plans_alone_streamk_h200_2026-11-23, plans_alone_strong_ and
-# plans_losing_h200_2026-11-24, and what bench measured of each, plans_pairs_h200_2026-11-24, within what tests/test_planner.py asks of
-# the other tables.
+# Most of them were then moved, by forerunners of --choices, by what the planner's choices take alone: plans_alone_decode_ and
+# plans_alone_streamk_h200_2026-11-23, plans_alone_strong_ and plans_losing_h200_2026-11-24, and what bench measured of each,
+# plans_pairs_h200_2026-11-24, within what tests/test_planner.py asks of the other tables; mma_f64, from_registers and rearrange_rate
+# by plans_dtypes_h200_2026-11-21.
 H200 = Machine(
     launch=2.282,
     cluster=0.1457,
