@@ -33,7 +33,7 @@ from jax_streamk import Device, _ffi
 from jax_streamk.cost_model import H200
 
 FIX_UP = ("fix_up", "partial_rate_sm")
-OURS_ONLY = (*FIX_UP, "relaunch", "reduction", "reduction_slice", "reduction_rate")
+OURS_ONLY = (*FIX_UP, "relaunch", "reduction", "reduction_sharing", "reduction_rate")
 # The memset comes and goes with the fix-up: their times add up and cannot be told apart.
 NEVER = ("mma_16bit", "mma_tf32", "mma_tf32x3", "mma_f64", "memset", "fused", "narrow_loads", "half_lines")
 PRIOR = 0.2  # weight of a constant's logarithm staying where it started, beside those of thousands of rows

@@ -234,8 +234,8 @@ double Estimator::epilogues(double epilogue, double fused, double pieces) const 
 
 // Of the kernel that adds slices, and writes D.
 double Estimator::reduction_of(double slices) const {
-  double const of_a_thread = slices / reduction_runs(result_bytes_ / 16, static_cast<int32_t>(slices));
-  return machine_.reduction + machine_.reduction_slice * of_a_thread + slices * result_bytes_ / machine_.reduction_rate;
+  double const sharers = reduction_runs(result_bytes_ / 16, static_cast<int32_t>(slices));
+  return machine_.reduction + machine_.reduction_sharing * std::log2(sharers) + slices * result_bytes_ / machine_.reduction_rate;
 }
 
 Wave Estimator::first_wave(Raster raster, int32_t swizzle) const {

@@ -18,7 +18,7 @@ struct Machine {
   double wgmma_rate_sm, wgmma_sustained, mma_16bit, mma_tf32, mma_tf32x3, mma_f64;
   double narrow, from_registers, narrow_loads, misaligned_k, sector_k, misaligned_mn;
   double skinny_launch, skinny_rate_sm, skinny_rate_16bit, skinny_mma, skinny_alone, skinny_fix_up, skinny_peer, half_lines;
-  double epilogue, misaligned_d, fused, overlapped, copy_rate, rearrange_rate, fix_up, partial_rate_sm, memset, reduction, reduction_slice, reduction_rate;
+  double epilogue, misaligned_d, fused, overlapped, copy_rate, rearrange_rate, fix_up, partial_rate_sm, memset, reduction, reduction_sharing, reduction_rate;
 };
 
 // Rows of A and columns of B that one wave of whole tiles needs at once.

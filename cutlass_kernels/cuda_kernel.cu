@@ -5,6 +5,9 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <cstring>
+#include <limits>
+#include <type_traits>
 
 #include "cutlass_kernels/decomposition.h"
 #include "cutlass_kernels/dependent_launch.cuh"
@@ -58,6 +61,14 @@ struct Extent {
   }
 };
 
+// The same of numbers that always do.
+struct ShortExtent {
+  int32_t size;
+  Divisor divisor;
+
+  explicit ShortExtent(int64_t size) : size(static_cast<int32_t>(size)), divisor(this->size) {}
+};
+
 // How D lies, and what becomes of it: as partials lie, a vector of them after the other and nothing but converted; with whole vectors in a
 // row; or anyhow.
 enum class Result { kAsPartials, kWide, kAny };
@@ -67,85 +78,120 @@ struct alignas(16) Sums {
   static constexpr int kCount = 16 / sizeof(Accumulator);
   Accumulator x[kCount] = {};
 
-  // += those of so many slices, `stride` apart, in their order. The kernel that writes them may still run when this one starts: they do not
-  // come by way of the read-only cache.
-  __device__ void add(Sums const* from, int64_t stride, int slices) {
-    constexpr int kAtOnce = 4;
-#pragma unroll 1
-    do {
-      uint4 next[kAtOnce];
+  __device__ void operator+=(Sums const& other) {
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j)
-        if (j < slices) next[j] = __ldcg(reinterpret_cast<uint4 const*>(from + j * stride));
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        // Without these branches ptxas has the first added before the last is asked for.
-        if (j >= slices) break;
-        Accumulator values[kCount];
-        std::memcpy(values, &next[j], sizeof values);
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) x[i] += values[i];
-      }
-      slices -= kAtOnce, from += kAtOnce * stride;
-    } while (slices > 0);
+    for (int i = 0; i < kCount; ++i) x[i] += other.x[i];
   }
 };
 
-// D = epilogue(sum over slices of partials[slice]). Partials are slices x rows x ld; rows are those of all batches. Each of `runs` lanes of a
-// warp adds 16 bytes of one row of partials in a run of slices, in the order of K; then neighbouring runs are added, neighbouring pairs of
-// them, and so on: the same bits every time.
-template <typename Accumulator, typename T, Result kResult>
-__global__ __launch_bounds__(kReducers) void reduce_slices(Accumulator const* partials, int slices, int runs, int64_t vectors,
-                                                           Extent vectors_per_row, Extent rows_per_batch, int64_t n, T* d,
-                                                           EpilogueParams<Accumulator, T> epilogue) {
-  constexpr int kVector = Sums<Accumulator>::kCount;
+// The kernel that writes partials may still run when the one that reads them starts: they do not come by way of the read-only cache.
+template <typename Accumulator>
+__device__ Sums<Accumulator> load_partials(Sums<Accumulator> const* from) {
+  uint4 const words = __ldcg(reinterpret_cast<uint4 const*>(from));
+  Sums<Accumulator> sums;
+  std::memcpy(&sums, &words, sizeof sums);
+  return sums;
+}
+
+// D = epilogue(sum over slices of partials[slice]). Partials are slices x rows x ld; rows are those of all batches. kRuns threads share 16
+// bytes of one row of partials: each adds every kRuns-th slice, then the runs are added, all in an order that is always the same.
+//
+// Of a small result nearly all the time is latency, that of instructions among it, which come by lines. So there is a kernel for each number of
+// slices of a thread, kLoads, that asks for all of them in one straight line of code; only the last may be missing. kLoads = 0 is for any number
+// from four on.
+template <typename Accumulator, typename T, Result kResult, int kRuns, int kLoads>
+__global__ __launch_bounds__(reducers(kRuns)) void reduce_slices(Accumulator const* partials, int vectors, int slices, T* d, int64_t n,
+                                                                 ShortExtent vectors_per_row, ShortExtent rows_per_batch,
+                                                                 EpilogueParams<Accumulator, T> epilogue) {
+  constexpr int kLaneRuns = lane_runs(kRuns), kWarps = kRuns / kLaneRuns, kOwners = 32 / kLaneRuns;
+  constexpr int kVector = Sums<Accumulator>::kCount, kAtOnce = kLoads > 0 ? kLoads : 4;
   constexpr bool kWide = kResult != Result::kAny;
   struct alignas(sizeof(T) * kVector) Out {
     T x[kVector];
   };
-  int const log_runs = 31 - __clz(runs), owners = 32 >> log_runs;  // of a warp
-  int const lane = static_cast<int>(threadIdx.x) % 32, run = lane >> (5 - log_runs), begin = run * slices >> log_runs;
-  int64_t const at = (blockIdx.x * static_cast<int64_t>(kReducers / 32) + threadIdx.x / 32) * owners + (lane & (owners - 1));
+  int const lane = threadIdx.x % 32, warp = threadIdx.x / 32, run = warp % kWarps * kLaneRuns + lane / kOwners;
+  int const at = blockIdx.x * (reducers(kRuns) / kRuns) + warp / kWarps * kOwners + lane % kOwners;
+  bool const is_inside = at < vectors;
+  auto const* from = reinterpret_cast<Sums<Accumulator> const*>(partials) + (static_cast<int64_t>(run) * vectors + (is_inside ? at : 0));
+  int64_t const stride = static_cast<int64_t>(kRuns) * vectors;
+  Sums<Accumulator> next[kAtOnce];
   wait_for_primary();
-  Sums<Accumulator> sum;
-  if (at < vectors)
-    sum.add(reinterpret_cast<Sums<Accumulator> const*>(partials) + begin * vectors + at, vectors, ((run + 1) * slices >> log_runs) - begin);
+  if (kRuns == 1 || run + (kAtOnce - 1) * kRuns < slices) next[kAtOnce - 1] = load_partials(from + (kAtOnce - 1) * stride);
+#pragma unroll
+  for (int j = 0; j < kAtOnce - 1; ++j) next[j] = load_partials(from + j * stride);
+
+  // Meanwhile, where D is, and what else there is to add.
+  int64_t offset = static_cast<int64_t>(at) * kVector;
+  int column = 0;
+  Out bias{}, residual{};
+  if constexpr (kResult != Result::kAsPartials) {
+    int const row = vectors_per_row.divisor.divide(at), batch = rows_per_batch.divisor.divide(row);
+    column = (at - row * vectors_per_row.size) * kVector;
+    offset = batch * epilogue.batch_stride_d + (row - batch * rows_per_batch.size) * epilogue.ldd + column;
+    auto const load = [&](T const* from) {
+      if constexpr (kWide) return load_vector<Out>(from);
+      Out values{};
+#pragma unroll
+      for (int i = 0; i < kVector; ++i)
+        if (column + i < n) values.x[i] = from[i];
+      return values;
+    };
+    if (is_inside && run == 0) {
+      if (epilogue.bias != nullptr) bias = load(epilogue.bias + batch * epilogue.batch_stride_bias + column);
+      if (epilogue.residual != nullptr) residual = load(epilogue.residual + offset);
+    }
+  }
+
+  Sums<Accumulator> sum = next[0];
+#pragma unroll
+  for (int j = 1; j < kAtOnce; ++j) sum += next[j];
+  if constexpr (kLoads == 0) {
 #pragma unroll 1
-  for (int lanes = owners; lanes < 32; lanes *= 2) {
+    for (int left = slices - run - kAtOnce * kRuns; left > 0; left -= kAtOnce * kRuns) {
+      from += kAtOnce * stride;
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j)
+        if (j * kRuns < left) next[j] = load_partials(from + j * stride);
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        // Without these branches ptxas has the first added before the last is asked for.
+        if (j * kRuns >= left) break;
+        sum += next[j];
+      }
+    }
+  }
+#pragma unroll
+  for (int lanes = kOwners; lanes < 32; lanes *= 2) {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) sum.x[i] += __shfl_xor_sync(~0u, sum.x[i], lanes);
   }
-  if (run > 0 || at >= vectors) return;
-  int64_t offset = at * kVector, batch = 0, column = 0;
-  if constexpr (kResult != Result::kAsPartials) {
-    int64_t const row = vectors_per_row.divide(at);
-    batch = rows_per_batch.divide(row), column = (at - row * vectors_per_row.size) * kVector;
-    offset = batch * epilogue.batch_stride_d + (row - batch * rows_per_batch.size) * epilogue.ldd + column;
+  if constexpr (kWarps > 1) {
+    static_assert(reducers(kRuns) == 32 * kWarps);
+    __shared__ Sums<Accumulator> of_warps[kWarps][kOwners];
+    if (lane < kOwners) of_warps[warp][lane] = sum;
+    __syncthreads();
+    if (warp > 0) return;
+#pragma unroll
+    for (int j = 1; j < kWarps; ++j) sum += of_warps[j][lane % kOwners];
   }
+  if (!is_inside || run > 0) return;
   if (kResult != Result::kAsPartials && !epilogue.plain) {
-    auto const add = [&](Accumulator factor, T const* from) {
-      Out values{};
-      if constexpr (kWide) {
-        values = load_vector<Out>(from);
-      } else {
 #pragma unroll
-        for (int i = 0; i < kVector; ++i)
-          if (column + i < n) values.x[i] = from[i];
-      }
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) sum.x[i] += factor * static_cast<Accumulator>(values.x[i]);
-    };
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) sum.x[i] *= epilogue.alpha;
-    if (epilogue.bias != nullptr) add(1, epilogue.bias + batch * epilogue.batch_stride_bias + column);
-    if (epilogue.residual != nullptr) add(epilogue.beta, epilogue.residual + offset);
+    for (int i = 0; i < kVector; ++i) {
+      sum.x[i] *= epilogue.alpha;
+      if (epilogue.bias != nullptr) sum.x[i] += static_cast<Accumulator>(bias.x[i]);
+      if (epilogue.residual != nullptr) sum.x[i] += epilogue.beta * static_cast<Accumulator>(residual.x[i]);
+    }
     activate(epilogue.activation, sum.x, kVector);
   }
   Out out;
 #pragma unroll
   for (int i = 0; i < kVector; ++i) out.x[i] = static_cast<T>(sum.x[i]);
   if constexpr (kWide) {
-    *reinterpret_cast<Out*>(d + offset) = out;
+    // T's own assignment would store element by element.
+    std::conditional_t<sizeof out == 8, uint2, uint4> word;
+    std::memcpy(&word, &out, sizeof out);
+    *reinterpret_cast<decltype(word)*>(d + offset) = word;
   } else {
 #pragma unroll
     for (int i = 0; i < kVector; ++i)
@@ -160,30 +206,54 @@ unsigned blocks_for(int64_t work, int64_t per_block) {
 }
 
 template <typename Accumulator, typename T>
+using Reducer = void (*)(Accumulator const*, int, int, T*, int64_t, ShortExtent, ShortExtent, EpilogueParams<Accumulator, T>);
+
+// The kernel for so many loads of a thread, if it is among kLoads.
+template <typename Accumulator, typename T, Result kResult, int kRuns, int... kLoads>
+Reducer<Accumulator, T> reducer_of(int32_t loads) {
+  Reducer<Accumulator, T> found = nullptr;
+  ((loads == kLoads ? void(found = reduce_slices<Accumulator, T, kResult, kRuns, kLoads>) : void()), ...);
+  return found;
+}
+
+// For what reduction_runs says; 0 loads are any number.
+template <typename Accumulator, typename T, Result kResult>
+Reducer<Accumulator, T> reducer_of(int32_t runs, int32_t loads) {
+  switch (runs) {
+    case 1: return reducer_of<Accumulator, T, kResult, 1, 1, 2, 3, 4, 5, 6, 7, 8>(loads);
+    case 2: return reducer_of<Accumulator, T, kResult, 2, 4, 5, 6, 7, 8>(loads);
+    case 4: return reducer_of<Accumulator, T, kResult, 4, 4, 5, 6, 7, 8>(loads);
+    case 8: return reducer_of<Accumulator, T, kResult, 8, 4>(loads);
+    case 16: return reducer_of<Accumulator, T, kResult, 16, 3, 4>(loads);
+    default: return reducer_of<Accumulator, T, kResult, kMostRuns, 0, 3, 4>(loads <= 4 ? loads : 0);
+  }
+}
+
+template <typename Accumulator, typename T>
 Status launch_typed(GemmProblem const& p, Device const& device, int32_t slices, int64_t ld, void const* partials,
                     Buffers const& buffers, cudaStream_t stream) {
   constexpr int kVector = Sums<Accumulator>::kCount;
-  int64_t const vectors = p.batch * p.m * (ld / kVector);
+  auto const vectors = static_cast<int32_t>(p.batch * p.m * (ld / kVector));
   bool const wide = (p.n | p.ldd | p.batch_stride_d | p.epilogue.batch_stride_bias) % kVector == 0;
   bool const as_partials = p.epilogue.is_plain() && ld == p.n && ld == p.ldd && (p.batch == 1 || p.batch_stride_d == p.m * ld);
-  int32_t const runs = reduction_runs(static_cast<double>(vectors), slices);
-  int64_t const blocks = (vectors * runs + kReducers - 1) / kReducers;
-  auto* const kernel = as_partials ? reduce_slices<Accumulator, T, Result::kAsPartials>
-                       : wide      ? reduce_slices<Accumulator, T, Result::kWide>
-                                   : reduce_slices<Accumulator, T, Result::kAny>;
+  int32_t const runs = reduction_runs(vectors, slices);
+  int32_t const loads = (slices + runs - 1) / runs, threads = reducers(runs);
+  auto* const kernel = as_partials ? reducer_of<Accumulator, T, Result::kAsPartials>(runs, loads)
+                       : wide      ? reducer_of<Accumulator, T, Result::kWide>(runs, loads)
+                                   : reducer_of<Accumulator, T, Result::kAny>(runs, loads);
+  int32_t const owners = threads / runs, blocks = (vectors + owners - 1) / owners;
   // It starts while the kernel that writes the partials ends.
   cudaLaunchAttribute overlap;
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(kReducers);
+  config.blockDim = dim3(static_cast<unsigned>(threads));
   config.stream = stream;
   config.attrs = &overlap;
   config.numAttrs = kHopper && device.arch >= 90;
-  cudaError_t const error =
-      cudaLaunchKernelEx(&config, kernel, static_cast<Accumulator const*>(partials), slices, runs, vectors, Extent(ld / kVector), Extent(p.m),
-                         p.n, static_cast<T*>(buffers.d), EpilogueParams<Accumulator, T>(p, buffers));
+  cudaError_t const error = cudaLaunchKernelEx(&config, kernel, static_cast<Accumulator const*>(partials), vectors, slices, static_cast<T*>(buffers.d),
+                                               p.n, ShortExtent(ld / kVector), ShortExtent(p.m), EpilogueParams<Accumulator, T>(p, buffers));
   return from_cuda(error, "launching the split-K reduction");
 }
 
@@ -357,6 +427,8 @@ Slices Slices::of(int64_t k, int32_t tile_k, int32_t splits) {
 Status CudaKernel::can_implement(GemmProblem const& p, Schedule const& s, Device const& device) const {
   GemmProblem const q = repack_of(info, p).problem;
   if (!is_separate(s)) return can_launch(q, s, device);
+  if (GemmProblem const partials = into_partials(q); partials.batch * partials.batch_stride_d >= std::numeric_limits<int32_t>::max())
+    return Status::invalid(info.name + ": D has too many elements for a separate reduction, which takes less than 2^31");
   return can_launch(Slices::of(q.k, info.tile_k, s.splits).as_batch(into_partials(q)), data_parallel(s), device);
 }
 

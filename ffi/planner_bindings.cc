@@ -147,7 +147,7 @@ void bind_planner(nb::module_& m) {
       .def_rw("partial_rate_sm", &Machine::partial_rate_sm)
       .def_rw("memset", &Machine::memset)
       .def_rw("reduction", &Machine::reduction)
-      .def_rw("reduction_slice", &Machine::reduction_slice)
+      .def_rw("reduction_sharing", &Machine::reduction_sharing)
       .def_rw("reduction_rate", &Machine::reduction_rate);
 
   nb::class_<Wave>(m, "Wave", "Rows of A and columns of B that one wave needs: of all GPCs added up, and of the whole wave.")

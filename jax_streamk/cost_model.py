@@ -56,7 +56,7 @@ class Machine:
     partial_rate_sm: float  # partials that one SM writes or reads
     memset: float  # the node that zeroes tickets
     reduction: float  # the kernel that adds the slices of a separate split-K
-    reduction_slice: float  # ... more for each slice that a thread adds after another
+    reduction_sharing: float  # ... more for twice as many threads that share an output
     reduction_rate: float  # ... partials it reads
 
     @functools.cached_property
@@ -121,8 +121,8 @@ H200 = Machine(
     fix_up=2.263,
     partial_rate_sm=8.491e4,
     memset=2.343,
-    reduction=0.9911,
-    reduction_slice=0.01616,
+    reduction=1.0,
+    reduction_sharing=0.043,
     reduction_rate=3.34e6,
 )
 

@@ -168,6 +168,17 @@ def test_tiles_that_end_beyond_32_bits_are_refused():
 
 
 @needs_sm90
+def test_a_separate_reduction_into_more_than_31_bits_count_is_refused():
+    for kernel in SHAPES_OF_KERNELS.values():
+        if kernel.family == _ffi.Family.host or _ffi.Reduction.separate not in kernel.split_k_reductions:
+            continue
+        for m, why in ((2**15 - 1, None), (2**15, "less than 2^31")):
+            problem, _, _ = problem_of(kernel, m, 2**16, 2 * kernel.tile_k)
+            found = _ffi.can_implement(kernel.name, problem, schedule_of(SPLIT_K, 2, _ffi.Reduction.separate), device_of(kernel, 132))
+            assert found is None if why is None else why in found
+
+
+@needs_sm90
 def test_a_separate_reduction_into_other_types_is_refused():
     kernel = next(k for k in KERNELS.values() if k.family == _ffi.Family.sm90 and (k.type_a, k.type_d) == (_ffi.Type.bf16, _ffi.Type.f32))
     schedule = schedule_of(SPLIT_K, 2, _ffi.Reduction.separate)

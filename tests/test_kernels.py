@@ -427,11 +427,32 @@ def test_a_separate_reduction_converts(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SEPARATE + SEPARATE_F64 or ["no CUDA kernel in this build"])
 def test_a_separate_reduction_of_many_slices(name):
-    """Threads that share an output add up to sixteen runs of slices, as many as keep the GPU busy."""
+    """Up to 32 threads share an output, lanes of a warp and warps of a block."""
     kernel = KERNELS[name]
     for m, n, splits, batch in ((1, 1, 35, 1), (37, 60, 128, 1), (64, 64, 97, 1), (13, 9, 6, 1), (37, 60, 20, 3), (260, 520, 33, 1)):
         case = admissible(kernel, Case(m, n, splits * kernel.tile_k - 8, batch=batch))
         schedule = make_schedule(_ffi.ScheduleKind.split_k, splits, _ffi.Reduction.separate)
+        for epilogue in (PLAIN, EPILOGUES[4]):
+            assert check(kernel, case, schedule, True, epilogue, type_d=kernel.type_a) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SEPARATE[:1] + SEPARATE_F64[:1] or ["no CUDA kernel in this build"])
+@pytest.mark.parametrize(
+    "m, n, splits",
+    [
+        (3, 20, [*range(2, 34), 48, 49, 64, 65, 96, 97, 128, 129, 150, 260]),
+        (100, 520, [8, 11, 13, 14, 16, 17]),
+        (65, 408, [13, 24, 25, 27, 29, 32, 33]),
+        (190, 520, [5, 6, 7, 8, 9, 15]),
+    ],
+)
+def test_a_separate_reduction_of_any_number_of_slices(name, m, n, splits):
+    """There is a kernel for each number that a thread asks for at once, and the more threads there are the more it asks for."""
+    kernel = KERNELS[name]
+    for count in splits:
+        case = admissible(kernel, Case(m, n, count * kernel.tile_k))
+        schedule = make_schedule(_ffi.ScheduleKind.split_k, count, _ffi.Reduction.separate)
         for epilogue in (PLAIN, EPILOGUES[4]):
             assert check(kernel, case, schedule, True, epilogue, type_d=kernel.type_a) is None
 
