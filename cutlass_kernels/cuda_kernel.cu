@@ -63,9 +63,10 @@ struct Extent {
 
 // The same of numbers that always do.
 struct ShortExtent {
-  int32_t size;
+  int32_t size = 1;
   Divisor divisor;
 
+  ShortExtent() = default;
   explicit ShortExtent(int64_t size) : size(static_cast<int32_t>(size)), divisor(this->size) {}
 };
 
@@ -270,53 +271,55 @@ Status launch_reduction(GemmProblem const& p, Device const& device, int32_t slic
 
 // Rows of 16-bit elements, or of 32 bits as two of them, to copy, which start anywhere, each filled up with zeros to whole 16 bytes.
 struct Rows {
+  static constexpr int kPiece = 512;  // of a row, which a warp copies
+
   uint16_t const* from;
   uint16_t* to;
-  int64_t batches;
-  Extent rows;
   int64_t columns, ld_from, batch_stride_from, ld_to, batch_stride_to;
-  Extent per_row{(columns + kPiece - 1) / kPiece};
-
-  static constexpr int kPiece = 512;  // of a row, which a warp copies
-  __host__ __device__ int64_t pieces() const { return batches * rows.size * per_row.size; }
+  int32_t pieces = 0;
+  ShortExtent per_row, of_batch;
 };
 
-// Two matrices in one launch, along y.
-__global__ void copy_rows(Rows first, Rows second) {
+// One or two matrices in one launch, along y.
+struct Copies {
+  Rows of[2];
+  int count = 0;
+};
+
+constexpr int kCopiers = 256;
+
+__global__ __launch_bounds__(kCopiers) void copy_rows(__grid_constant__ Copies const copies) {
   let_dependents_start();
-  Rows const p = blockIdx.y == 0 ? first : second;
-  int64_t const pieces = p.pieces();
-  int const lane = threadIdx.x % 32, warps = blockDim.x / 32;
-  for (int64_t at = blockIdx.x * static_cast<int64_t>(warps) + threadIdx.x / 32; at < pieces;
-       at += static_cast<int64_t>(gridDim.x) * warps) {
-    int64_t const of_all = p.per_row.divide(at), begin = (at - of_all * p.per_row.size) * Rows::kPiece;
-    int64_t const batch = p.rows.divide(of_all), row = of_all - batch * p.rows.size;
-    uint16_t const* const from = p.from + batch * p.batch_stride_from + row * p.ld_from + begin;
-    uint16_t* const to = p.to + batch * p.batch_stride_to + row * p.ld_to + begin;
-    int64_t const left = p.columns - begin;
-    int const columns = static_cast<int>(left < Rows::kPiece ? left : Rows::kPiece);
-    // Pairs, all loads before the first store. Of a row that starts in the upper half of a word, a pair is the upper half of one word and
-    // the lower of the next, which a neighbour has.
-    constexpr int kPairs = Rows::kPiece / 64;
-    int const odd = reinterpret_cast<uintptr_t>(from) % 4 != 0;
-    auto const load = [&](int column) -> uint32_t {
-      if (column + 1 < columns) return __ldg(reinterpret_cast<uint32_t const*>(from + column));
-      return column < columns ? __ldg(from + column) : 0;
-    };
-    uint32_t words[kPairs + 1];
+  Rows const& p = copies.of[blockIdx.y];
+  int const lane = threadIdx.x % 32, at = blockIdx.x * (kCopiers / 32) + threadIdx.x / 32;
+  if (at >= p.pieces) return;
+  int const of_all = p.per_row.divisor.divide(at), begin = (at - of_all * p.per_row.size) * Rows::kPiece;
+  int const batch = p.of_batch.divisor.divide(of_all), row = of_all - batch * p.of_batch.size;
+  uint16_t const* const from = p.from + batch * p.batch_stride_from + row * p.ld_from + begin;
+  uint16_t* const to = p.to + batch * p.batch_stride_to + row * p.ld_to + begin;
+  int const columns = static_cast<int>(min(p.columns - begin, int64_t{Rows::kPiece}));
+  // Pairs, all loads before the first store. Of a row that starts in the upper half of a word, a pair is the upper half of one word and the
+  // lower of the next, which a neighbour has. The last word may have one element of the row, and end beyond the matrix.
+  constexpr int kPairs = Rows::kPiece / 64;
+  int const odd = reinterpret_cast<uintptr_t>(from) % 4 != 0, whole = (columns + odd) / 2;
+  bool const is_last = (columns + odd) % 2 != 0 && whole % 32 == lane;
+  uint32_t words[kPairs + 1] = {};
+  uint32_t const last = is_last ? __ldg(from + columns - 1) : 0;
 #pragma unroll
-    for (int j = 0; j < kPairs; ++j) words[j] = load(2 * (lane + 32 * j) - odd);
-    words[kPairs] = odd && lane == 0 ? load(Rows::kPiece - 1) : 0;
+  for (int j = 0; j < kPairs; ++j)
+    if (lane + 32 * j < whole) words[j] = __ldg(reinterpret_cast<uint32_t const*>(from - odd) + lane + 32 * j);
 #pragma unroll
-    for (int j = 0; j < kPairs; ++j) {
-      int const column = 2 * (lane + 32 * j);
-      uint32_t pair = words[j];
-      if (odd) {
-        uint32_t const next = __shfl_down_sync(~0u, words[j], 1), first = __shfl_sync(~0u, words[j + 1], 0);
-        pair = pair >> 16 | (lane == 31 ? first : next) << 16;
-      }
-      if (column < (columns + 7) / 8 * 8) *reinterpret_cast<uint32_t*>(to + column) = pair;
+  for (int j = 0; j <= kPairs; ++j)
+    if (is_last && whole / 32 == j) words[j] = last;
+#pragma unroll
+  for (int j = 0; j < kPairs; ++j) {
+    int const column = 2 * (lane + 32 * j);
+    uint32_t pair = words[j];
+    if (odd) {
+      uint32_t const next = __shfl_down_sync(~0u, words[j], 1), first = __shfl_sync(~0u, words[j + 1], 0);
+      pair = pair >> 16 | (lane == 31 ? first : next) << 16;
     }
+    if (column < (columns + 7) / 8 * 8) *reinterpret_cast<uint32_t*>(to + column) = pair;
   }
 }
 
@@ -381,7 +384,7 @@ __global__ void copy_squares(Squares first, Squares second) {
 Status launch_repack(GemmProblem const& p, Repack const& repacked, bool swap_ab, Buffers& at, cudaStream_t stream) {
   GemmProblem const& q = repacked.problem;
   auto* to = static_cast<char*>(at.workspace);
-  std::vector<Rows> rows;
+  Copies copies;
   std::vector<Squares> squares;
   // Of rows of the copy, which are the matrix's own or, where those are transposed, its columns.
   auto const add = [&](void const*& matrix, Major major, Major as, int64_t m, int64_t n, int64_t ld, int64_t ld_to, int64_t batch_stride,
@@ -391,9 +394,10 @@ Status launch_repack(GemmProblem const& p, Repack const& repacked, bool swap_ab,
       squares.push_back({static_cast<float const*>(matrix), reinterpret_cast<float*>(to), batches, extent, columns, ld, batch_stride, ld_to,
                          batch_stride_to, major == as, repacked.part, small_first});
     } else {
-      int64_t const halves = size_of(p.type_a) / 2;
-      rows.push_back({static_cast<uint16_t const*>(matrix), reinterpret_cast<uint16_t*>(to), batches, Extent(extent), columns * halves,
-                      ld * halves, batch_stride * halves, ld_to * halves, batch_stride_to * halves});
+      int64_t const halves = size_of(p.type_a) / 2, pieces = (columns * halves + Rows::kPiece - 1) / Rows::kPiece;
+      copies.of[copies.count++] = {static_cast<uint16_t const*>(matrix), reinterpret_cast<uint16_t*>(to), columns * halves,
+                                   ld * halves, batch_stride * halves, ld_to * halves, batch_stride_to * halves,
+                                   static_cast<int32_t>(batches * extent * pieces), ShortExtent(pieces), ShortExtent(extent)};
     }
     matrix = to;
     to += bytes;
@@ -409,11 +413,9 @@ Status launch_repack(GemmProblem const& p, Repack const& repacked, bool swap_ab,
                    dim3(Squares::kSide, Squares::kThreads), 0, stream>>>(first, last);
     if (Status status = from_cuda(cudaGetLastError(), "launching the copy of operands of f32"); !status.ok()) return status;
   }
-  if (rows.empty()) return {};
-  int const threads = 256, warps = threads / 32;
-  Rows const &first = rows.front(), &last = rows.back();
-  copy_rows<<<dim3(blocks_for(std::max(first.pieces(), last.pieces()), warps), static_cast<unsigned>(rows.size())), threads, 0, stream>>>(
-      first, last);
+  if (copies.count == 0) return {};
+  int const warps = kCopiers / 32, blocks = (std::max(copies.of[0].pieces, copies.of[1].pieces) + warps - 1) / warps;
+  copy_rows<<<dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(copies.count)), kCopiers, 0, stream>>>(copies);
   return from_cuda(cudaGetLastError(), "launching the copy of misaligned matrices");
 }
 
@@ -425,7 +427,12 @@ Slices Slices::of(int64_t k, int32_t tile_k, int32_t splits) {
 }
 
 Status CudaKernel::can_implement(GemmProblem const& p, Schedule const& s, Device const& device) const {
-  GemmProblem const q = repack_of(info, p).problem;
+  Repack const repacked = repack_of(info, p);
+  GemmProblem const& q = repacked.problem;
+  // Pieces of rows, if the elements are of 32 bits.
+  int64_t const pieces = p.batch * (std::max({p.m, p.n, p.k}) + std::max(p.m, p.n) * p.k / (Rows::kPiece / 2));
+  if ((repacked.a || repacked.b) && pieces >= std::numeric_limits<int32_t>::max())
+    return Status::invalid(info.name + ": operands whose rows are not whole 16 bytes have too many of them for a copy, which takes less than 2^31");
   if (!is_separate(s)) return can_launch(q, s, device);
   if (GemmProblem const partials = into_partials(q); partials.batch * partials.batch_stride_d >= std::numeric_limits<int32_t>::max())
     return Status::invalid(info.name + ": D has too many elements for a separate reduction, which takes less than 2^31");
