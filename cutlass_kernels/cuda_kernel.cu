@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 #include <type_traits>
 
 #include "cutlass_kernels/decomposition.h"
@@ -61,7 +60,7 @@ struct Extent {
   }
 };
 
-// The same of numbers that always do.
+// The same for numbers that always fit.
 struct ShortExtent {
   int32_t size = 1;
   Divisor divisor;
@@ -97,9 +96,9 @@ __device__ Sums<Accumulator> load_partials(Sums<Accumulator> const* from) {
 // D = epilogue(sum over slices of partials[slice]). Partials are slices x rows x ld; rows are those of all batches. kRuns threads share 16
 // bytes of one row of partials: each adds every kRuns-th slice, then the runs are added, all in an order that is always the same.
 //
-// Of a small result nearly all the time is latency, that of instructions among it, which come by lines. So there is a kernel for each number of
-// slices of a thread, kLoads, that asks for all of them in one straight line of code; only the last may be missing. kLoads = 0 is for any number
-// from four on.
+// Of a small result nearly all the time is latency, also that of instructions, which come a cache line at a time. So there is a kernel for
+// each number of slices of a thread, kLoads, that asks for all of them in one straight line of code; only the last may be missing.
+// kLoads = 0 is for any number from four on.
 template <typename Accumulator, typename T, Result kResult, int kRuns, int kLoads>
 __global__ __launch_bounds__(reducers(kRuns)) void reduce_slices(Accumulator const* partials, int vectors, int slices, T* d, int64_t n,
                                                                  ShortExtent vectors_per_row, ShortExtent rows_per_batch,
@@ -213,7 +212,7 @@ using Reducer = void (*)(Accumulator const*, int, int, T*, int64_t, ShortExtent,
 template <typename Accumulator, typename T, Result kResult, int kRuns, int... kLoads>
 Reducer<Accumulator, T> reducer_of(int32_t loads) {
   Reducer<Accumulator, T> found = nullptr;
-  ((loads == kLoads ? void(found = reduce_slices<Accumulator, T, kResult, kRuns, kLoads>) : void()), ...);
+  ((loads == kLoads && (found = reduce_slices<Accumulator, T, kResult, kRuns, kLoads>)), ...);
   return found;
 }
 
@@ -221,7 +220,7 @@ Reducer<Accumulator, T> reducer_of(int32_t loads) {
 template <typename Accumulator, typename T, Result kResult>
 Reducer<Accumulator, T> reducer_of(int32_t runs, int32_t loads) {
   switch (runs) {
-    case 1: return reducer_of<Accumulator, T, kResult, 1, 1, 2, 3, 4, 5, 6, 7, 8>(loads);
+    case 1: return reducer_of<Accumulator, T, kResult, 1, 2, 3, 4, 5, 6, 7, 8>(loads);
     case 2: return reducer_of<Accumulator, T, kResult, 2, 4, 5, 6, 7, 8>(loads);
     case 4: return reducer_of<Accumulator, T, kResult, 4, 4, 5, 6, 7, 8>(loads);
     case 8: return reducer_of<Accumulator, T, kResult, 8, 4>(loads);
@@ -242,6 +241,7 @@ Status launch_typed(GemmProblem const& p, Device const& device, int32_t slices, 
   auto* const kernel = as_partials ? reducer_of<Accumulator, T, Result::kAsPartials>(runs, loads)
                        : wide      ? reducer_of<Accumulator, T, Result::kWide>(runs, loads)
                                    : reducer_of<Accumulator, T, Result::kAny>(runs, loads);
+  if (kernel == nullptr) return Status::internal("no reduction for " + std::to_string(loads) + " slices of a thread");
   int32_t const owners = threads / runs, blocks = (vectors + owners - 1) / owners;
   // It starts while the kernel that writes the partials ends.
   cudaLaunchAttribute overlap;
@@ -253,8 +253,9 @@ Status launch_typed(GemmProblem const& p, Device const& device, int32_t slices, 
   config.stream = stream;
   config.attrs = &overlap;
   config.numAttrs = kHopper && device.arch >= 90;
-  cudaError_t const error = cudaLaunchKernelEx(&config, kernel, static_cast<Accumulator const*>(partials), vectors, slices, static_cast<T*>(buffers.d),
-                                               p.n, ShortExtent(ld / kVector), ShortExtent(p.m), EpilogueParams<Accumulator, T>(p, buffers));
+  cudaError_t const error =
+      cudaLaunchKernelEx(&config, kernel, static_cast<Accumulator const*>(partials), vectors, slices, static_cast<T*>(buffers.d), p.n,
+                         ShortExtent(ld / kVector), ShortExtent(p.m), EpilogueParams<Accumulator, T>(p, buffers));
   return from_cuda(error, "launching the split-K reduction");
 }
 
@@ -293,7 +294,8 @@ __global__ __launch_bounds__(kCopiers) void copy_rows(__grid_constant__ Copies c
   Rows const& p = copies.of[blockIdx.y];
   int const lane = threadIdx.x % 32, at = blockIdx.x * (kCopiers / 32) + threadIdx.x / 32;
   if (at >= p.pieces) return;
-  int const of_all = p.per_row.divisor.divide(at), begin = (at - of_all * p.per_row.size) * Rows::kPiece;
+  int const of_all = p.per_row.divisor.divide(at);
+  int64_t const begin = static_cast<int64_t>(at - of_all * p.per_row.size) * Rows::kPiece;
   int const batch = p.of_batch.divisor.divide(of_all), row = of_all - batch * p.of_batch.size;
   uint16_t const* const from = p.from + batch * p.batch_stride_from + row * p.ld_from + begin;
   uint16_t* const to = p.to + batch * p.batch_stride_to + row * p.ld_to + begin;
@@ -380,6 +382,12 @@ __global__ void copy_squares(Squares first, Squares second) {
   }
 }
 
+// What a copy of an m x n matrix in rows, or columns, is cut into.
+int64_t pieces_of(GemmProblem const& p, Major as, int64_t m, int64_t n, int64_t batch_stride) {
+  if (as != Major::kRow) std::swap(m, n);
+  return (batch_stride != 0 ? p.batch : 1) * m * ((n * (size_of(p.type_a) / 2) + Rows::kPiece - 1) / Rows::kPiece);
+}
+
 // Copies of A and B to the head of the workspace, as far as they are needed. Points `at` there.
 Status launch_repack(GemmProblem const& p, Repack const& repacked, bool swap_ab, Buffers& at, cudaStream_t stream) {
   GemmProblem const& q = repacked.problem;
@@ -394,10 +402,17 @@ Status launch_repack(GemmProblem const& p, Repack const& repacked, bool swap_ab,
       squares.push_back({static_cast<float const*>(matrix), reinterpret_cast<float*>(to), batches, extent, columns, ld, batch_stride, ld_to,
                          batch_stride_to, major == as, repacked.part, small_first});
     } else {
-      int64_t const halves = size_of(p.type_a) / 2, pieces = (columns * halves + Rows::kPiece - 1) / Rows::kPiece;
-      copies.of[copies.count++] = {static_cast<uint16_t const*>(matrix), reinterpret_cast<uint16_t*>(to), columns * halves,
-                                   ld * halves, batch_stride * halves, ld_to * halves, batch_stride_to * halves,
-                                   static_cast<int32_t>(batches * extent * pieces), ShortExtent(pieces), ShortExtent(extent)};
+      int64_t const halves = size_of(p.type_a) / 2;
+      copies.of[copies.count++] = {static_cast<uint16_t const*>(matrix),
+                                   reinterpret_cast<uint16_t*>(to),
+                                   columns * halves,
+                                   ld * halves,
+                                   batch_stride * halves,
+                                   ld_to * halves,
+                                   batch_stride_to * halves,
+                                   static_cast<int32_t>(pieces_of(p, as, m, n, batch_stride)),
+                                   ShortExtent((columns * halves + Rows::kPiece - 1) / Rows::kPiece),
+                                   ShortExtent(extent)};
     }
     matrix = to;
     to += bytes;
@@ -429,14 +444,14 @@ Slices Slices::of(int64_t k, int32_t tile_k, int32_t splits) {
 Status CudaKernel::can_implement(GemmProblem const& p, Schedule const& s, Device const& device) const {
   Repack const repacked = repack_of(info, p);
   GemmProblem const& q = repacked.problem;
-  // Pieces of rows, if the elements are of 32 bits.
-  int64_t const pieces = p.batch * (std::max({p.m, p.n, p.k}) + std::max(p.m, p.n) * p.k / (Rows::kPiece / 2));
-  if ((repacked.a || repacked.b) && pieces >= std::numeric_limits<int32_t>::max())
-    return Status::invalid(info.name + ": operands whose rows are not whole 16 bytes have too many of them for a copy, which takes less than 2^31");
+  if (std::max(repacked.a ? pieces_of(p, q.major_a, p.m, p.k, p.batch_stride_a) : 0,
+               repacked.b ? pieces_of(p, q.major_b, p.k, p.n, p.batch_stride_b) : 0) >= INT32_MAX - kCopiers)
+    return Status::invalid(info.name + ": operands to be copied have too many rows, or pieces of them, of which a copy takes less than 2^31");
   if (!is_separate(s)) return can_launch(q, s, device);
-  if (GemmProblem const partials = into_partials(q); partials.batch * partials.batch_stride_d >= std::numeric_limits<int32_t>::max())
+  GemmProblem const partials = into_partials(q);
+  if (partials.batch * partials.batch_stride_d >= INT32_MAX)
     return Status::invalid(info.name + ": D has too many elements for a separate reduction, which takes less than 2^31");
-  return can_launch(Slices::of(q.k, info.tile_k, s.splits).as_batch(into_partials(q)), data_parallel(s), device);
+  return can_launch(Slices::of(q.k, info.tile_k, s.splits).as_batch(partials), data_parallel(s), device);
 }
 
 int64_t CudaKernel::workspace_bytes(GemmProblem const& p, Schedule const& s, Device const& device) const {

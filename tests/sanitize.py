@@ -23,7 +23,8 @@ LAUNCHES = [  # kernel, (m, n, k), (schedule, splits, reduction), epilogue, and 
     ("sm90_bf16_bf16_rr_128x16x128_1x1_coop_swap", (24, 200, 1032), ("stream_k", 1, "ordered"), dict(SILU, has_residual=True)),
     ("sm90_bf16_f32_rr_64x144x64_1x1_pingpong_swap", (264, 200, 1000), ("split_k", 5, "separate"), {}),
     ("sm90_bf16_f32_rr_64x64x128_1x1_pingpong", (72, 136, 2056), ("split_k", 7, "separate"), SILU),
-    ("sm90_bf16_f32_rr_64x64x128_1x1_pingpong", (37, 60, 9000), ("split_k", 64, "separate"), {}),  # threads share outputs
+    ("sm90_bf16_f32_rr_64x64x128_1x1_pingpong", (37, 60, 9000), ("split_k", 64, "separate"), {}),  # warps share outputs
+    ("sm90_bf16_f32_rr_64x64x128_1x1_pingpong", (37, 60, 19200), ("split_k", 150, "separate"), SILU),  # in rounds
     ("sm90_bf16_bf16_rr_64x128x64_1x1_pingpong", (70, 131, 101), ("data_parallel", 1, "ordered"), {}),  # A and B are copied
     ("sm90_bf16_bf16_rr_64x16x128_1x1_pingpong_swap", (37, 131, 301), ("data_parallel", 1, "ordered"), dict(SILU, has_residual=True)),
     ("sm90_bf16_bf16_rr_128x128x64_1x1_coop", (200, 261, 520), ("stream_k", 1, "ordered"), SILU),

@@ -444,6 +444,7 @@ def test_a_separate_reduction_of_many_slices(name):
         (3, 20, [*range(2, 34), 48, 49, 64, 65, 96, 97, 128, 129, 150, 260]),
         (100, 520, [8, 11, 13, 14, 16, 17]),
         (65, 408, [13, 24, 25, 27, 29, 32, 33]),
+        (5, 19, [2, 7, 13, 25, 33, 65, 129]),  # no whole vectors in a row
         (190, 520, [5, 6, 7, 8, 9, 15]),
     ],
 )
@@ -474,6 +475,7 @@ def test_misaligned_matrices(name):
         Case(72, 136, 3 * kernel.tile_k + 5),  # D is aligned
         Case(73, 136, 3 * kernel.tile_k + 5, batch=2),
         Case(1001, 1003, 1005),
+        Case(3, 513, 1025),  # pieces of rows that are one element
     ]
     for case in cases:
         served = 0
