@@ -169,8 +169,7 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   auto const parts_of = [&](Operand const& x) { return std::max(std::min<double>(x.extent, 128 / size) / x.brought, 1.0); };
   // A tile that is contiguous along m or n comes in rows of at most 128 bytes, of which each costs more. A part of one costs as much.
   auto const panel_of = [&](Operand const& x) {
-    double const of_k = misses(x.ld, 32) ? machine.sector_k : machine.misaligned_k;
-    double const each = !is_misaligned(x.ld) ? 0 : (x.along_k ? of_k : machine.misaligned_mn) - 1;
+    double const each = x.along_k ? (misses(x.ld, 32) ? machine.misaligned_k - 1 : 0) : is_misaligned(x.ld) ? machine.misaligned_mn - 1 : 0;
     if (x.along_k || !by_tma) return panel * (1 + each);
     return panel * parts_of(x) * x.brought / x.tile * (1 + 128 / std::gcd(x.brought * static_cast<int32_t>(size), 128) * each);
   };
@@ -215,8 +214,9 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
     if (!by_tma) return std::max(128 / (x.ld * size), 1.0);
     return x.along_k ? 1.0 : std::max(static_cast<double>(x.brought) / x.extent, parts_of(x));
   };
-  double const queue = std::max(tiling_.tiles_n * short_rows(a), tiling_.tiles_m * short_rows(b));
-  line_ = machine.line * std::min(workers_ / wave_tiles_, 1.0) * queue * tile_k / 64;
+  double const queue = std::min(workers_ / wave_tiles_, 1.0) * std::max(tiling_.tiles_n * short_rows(a), tiling_.tiles_m * short_rows(b));
+  line_ = machine.line * queue * tile_k / 64;
+  launch_ += machine.first_line * queue;
 
   // The busiest worker has no less than its share of everything, and busy workers are no fewer than tiles.
   double const pieces = std::max(tiles_ / workers_, 1.0), iterations = std::max(tiles_ * k_tiles_ / workers_, 1.0);

@@ -14,11 +14,12 @@ namespace jax_streamk {
 // The constants of one kind of GPU. jax_streamk/cost_model.py says what each is, and has their values.
 struct Machine {
   double launch, cluster, relaunch;
-  double memory_rate, idle, beyond, gang, cache_rate, gpc_rate, drift, misaligned_drift, load_rate_sm, line;
+  double memory_rate, idle, beyond, gang, cache_rate, gpc_rate, drift, misaligned_drift, load_rate_sm, line, first_line;
   double wgmma_rate_sm, wgmma_sustained, mma_16bit, mma_tf32, mma_tf32x3, mma_f64;
-  double narrow, from_registers, narrow_loads, misaligned_k, sector_k, misaligned_mn;
+  double narrow, from_registers, narrow_loads, misaligned_k, misaligned_mn;
   double skinny_launch, skinny_rate_sm, skinny_rate_16bit, skinny_mma, skinny_alone, skinny_fix_up, skinny_peer, half_lines;
-  double epilogue, misaligned_d, fused, overlapped, copy_rate, rearrange_rate, fix_up, partial_rate_sm, memset, reduction, reduction_sharing, reduction_rate;
+  double epilogue, misaligned_d, fused, overlapped, copy_rate, rearrange_rate, fix_up, partial_rate_sm, memset;
+  double reduction, reduction_sharing, reduction_rate;
 };
 
 // Rows of A and columns of B that one wave of whole tiles needs at once.

@@ -26,6 +26,7 @@ class Machine:
     misaligned_drift: float  # ... in every wave, of an operand whose rows do not start on 128-byte lines
     load_rate_sm: float  # into the shared memory of one SM
     line: float  # per CTA that wants the same 128-byte line at once, and 64 of K
+    first_line: float  # ... once a call
     wgmma_rate_sm: float  # tensor cores of one SM at boost clock, 16-bit operands
     wgmma_sustained: float  # all SMs together, by power
     mma_16bit: float  # mma.sync of one SM on large tiles
@@ -35,9 +36,8 @@ class Machine:
     narrow: float  # columns of tile_n that a MAC iteration of wgmma loses
     from_registers: float  # factor on wgmma's time where one operand comes from registers
     narrow_loads: float  # 32 of K of a CTA that is alone on its SM and loads 8 bytes at a time
-    misaligned_k: float  # factor on loads of an operand contiguous along K whose rows do not start on 128-byte lines
-    sector_k: float  # ... instead of that where they do not start on sectors of 32 bytes either
-    misaligned_mn: float  # ... on loads of one contiguous along m or n whose rows do not start on lines
+    misaligned_k: float  # factor on loads of an operand contiguous along K whose rows do not start on sectors of 32 bytes
+    misaligned_mn: float  # ... of one contiguous along m or n whose rows do not start on 128-byte lines
     skinny_launch: float  # of a kernel of few rows
     skinny_rate_sm: float  # what kernels of few rows load into the shared memory of one SM
     skinny_rate_16bit: float  # ... of 16-bit operands, of which the same bytes are more to multiply
@@ -76,35 +76,36 @@ class Machine:
 # plans_misaligned_h200_2026-11-23.csv.gz. mma_16bit, mma_tf32x3, fused, narrow_loads and half_lines are estimates.
 # Most of them were then moved, by forerunners of --choices, by what the planner's choices take alone: plans_alone_decode_ and
 # plans_alone_streamk_h200_2026-11-23, plans_alone_strong_ and plans_losing_h200_2026-11-24, and what bench measured of each,
-# plans_pairs_h200_2026-11-24, within what tests/test_planner.py asks of the other tables; mma_f64, from_registers and rearrange_rate
-# by plans_dtypes_h200_2026-11-21.
+# plans_pairs_h200_2026-11-24, within what tests/test_planner.py asks of the other tables, and with first_line once more; mma_f64,
+# from_registers and rearrange_rate by plans_dtypes_h200_2026-11-21. reduction_sharing is what reduction_h200_2026-11-24.csv says of the
+# kernel alone, and reduction nearly so.
 H200 = Machine(
-    launch=2.282,
-    cluster=0.1457,
+    launch=2.487,
+    cluster=0.2164,
     relaunch=2.126,
     memory_rate=4.454e6,
     idle=0.1043,
     beyond=0.1101,
     gang=0.015,
-    cache_rate=7.838e7,
+    cache_rate=9.512e7,
     gpc_rate=1.101e7,
-    drift=0.243,
-    misaligned_drift=0.6185,
+    drift=0.257,
+    misaligned_drift=0.6085,
     load_rate_sm=5.2e5,
-    line=0.0006667,
-    wgmma_rate_sm=9.35e6,
+    line=0.0006122,
+    first_line=0.00203,
+    wgmma_rate_sm=9.23e6,
     wgmma_sustained=8.517e8,
     mma_16bit=4.0e6,
     mma_tf32=1.6e6,
     mma_tf32x3=0.65e6,
     mma_f64=3.95e5,
-    narrow=44.58,
+    narrow=44.01,
     from_registers=1.25,
     narrow_loads=0.37,
-    misaligned_k=1.077,
-    sector_k=1.489,
-    misaligned_mn=1.304,
-    skinny_launch=2.275,
+    misaligned_k=1.465,
+    misaligned_mn=1.296,
+    skinny_launch=2.49,
     skinny_rate_sm=3.793e5,
     skinny_rate_16bit=1.387e5,
     skinny_mma=1.478e6,
