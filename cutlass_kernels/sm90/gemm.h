@@ -192,8 +192,8 @@ struct GemmKernel {
         // Of one tile alone, until it has been rehearsed.
         if (tile.ordinal > 0 || tile.last) cutlass::arch::NamedBarrier::sync(kConsumers * kWarpgroup, kStores + warpgroup);
       }
-      // Which reduce slices: before its last tile's epilogue they would only wait, on SMs that this kernel still uses.
-      if (tile.last && !rehearses) let_dependents_start();
+      // The kernel that adds slices: started before a CTA's last epilogue it would only wait, on SMs that this one still uses.
+      if (tile.last) let_dependents_start();
       if (!kPingpong && tile.ordinal > 0) epilogue.wait_for_boxes();
       if (!kStraight || !params.straight) {
         if (Scheduler::fixup(params.scheduler, tile, accumulators, kConsumers, warpgroup))
