@@ -19,10 +19,12 @@ LAUNCHES = [  # kernel, (m, n, k), (schedule, splits, reduction), epilogue, and 
     ("sm90_bf16_bf16_rr_128x128x64_1x1_coop", (200, 264, 520), ("split_k", 3, "ordered"), {}),
     ("sm90_bf16_bf16_rr_192x176x64_1x2_coop_swap", (360, 400, 520), ("split_k", 3, "ordered"), SILU),  # three warpgroups
     ("sm90_bf16_bf16_rr_128x160x64_2x4_pingpong_swap", (181, 264, 520), ("data_parallel", 1, "ordered"), {}),
+    ("sm90_bf16_bf16_rr_64x80x64_1x4_pingpong_swap", (300, 136, 264), ("data_parallel", 1, "ordered"), SILU),
     ("sm90_bf16_bf16_rr_128x224x64_2x1_coop", (300, 504, 520), ("data_parallel", 1, "ordered"), {}),  # loaded as 256 columns
     ("sm90_bf16_bf16_rr_128x16x128_1x1_coop_swap", (24, 200, 1032), ("stream_k", 1, "ordered"), dict(SILU, has_residual=True)),
     ("sm90_bf16_f32_rr_64x144x64_1x1_pingpong_swap", (264, 200, 1000), ("split_k", 5, "separate"), {}),
     ("sm90_bf16_f32_rr_64x64x128_1x1_pingpong", (72, 136, 2056), ("split_k", 7, "separate"), SILU),
+    ("sm90_bf16_f32_rr_64x16x128_1x1_pingpong_swap", (13, 2000, 2056), ("split_k", 9, "separate"), {}),  # three tiles a CTA
     ("sm90_bf16_f32_rr_64x64x128_1x1_pingpong", (37, 60, 9000), ("split_k", 64, "separate"), {}),  # warps share outputs
     ("sm90_bf16_f32_rr_64x64x128_1x1_pingpong", (37, 60, 19200), ("split_k", 150, "separate"), SILU),  # in rounds
     ("sm90_bf16_bf16_rr_64x128x64_1x1_pingpong", (70, 131, 101), ("data_parallel", 1, "ordered"), {}),  # A and B are copied
