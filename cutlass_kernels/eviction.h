@@ -12,10 +12,14 @@ struct OperandUse {
   bool by_all_batches;  // several batches have the same
   bool again;           // a tile reads it more than once
   int64_t bytes, others;  // of it and of the other operand, in any unit
+  int32_t element_bytes;
+  int32_t slices;  // of K, whose sums a second kernel adds; 1: none
+  double multiply_adds;  // of the whole product
 };
 
-// Whether its loads may go first: those who read the same are busy now, or not much later, and will not find it gone, and it is not much
-// smaller than the other. Where that pays is measured in benchmarks/results/l2_h200_2026-11-22.md and plans_h200_2026-11-22.md.
+// Whether its loads may go first: those who read the same are busy now, or not much later, and will not find it gone, it is not much
+// smaller than the other, and these are not whole tiles of a long product. Where that pays is measured in benchmarks/results/l2_h200_2026-11-22.md, plans_h200_2026-11-22.md and
+// eviction_h200_2026-11-24.md.
 bool goes_first(TileOrder const&, Decomposition const&, OperandUse const&);
 
 }  // namespace jax_streamk

@@ -194,12 +194,14 @@ void bind_planner(nb::module_& m) {
   m.def(
       "goes_first",
       [](int32_t tiles_m, int32_t tiles_n, Schedule const& s, int32_t workers, Raster line, bool by_all_batches, bool again, int64_t bytes,
-         int64_t others, int32_t k_tiles) {
+         int64_t others, int32_t element_bytes, int32_t slices, double multiply_adds, int32_t k_tiles) {
         auto const cut = Decomposition::make(s.kind, tiles_m * tiles_n, k_tiles, workers, s.splits);
-        return goes_first(TileOrder(tiles_m, tiles_n, s.raster, s.swizzle), cut, {line, by_all_batches, again, bytes, others});
+        OperandUse const use{line, by_all_batches, again, bytes, others, element_bytes, slices, multiply_adds};
+        return goes_first(TileOrder(tiles_m, tiles_n, s.raster, s.swizzle), cut, use);
       },
       "tiles_m"_a, "tiles_n"_a, "schedule"_a, "workers"_a, "line"_a, "by_all_batches"_a = false, "again"_a = false, "bytes"_a = 1,
-      "others"_a = 1, "k_tiles"_a = 64, "Whether what a line of tiles of one batch reads of an operand may leave L2 first.");
+      "others"_a = 1, "element_bytes"_a = 2, "slices"_a = 1, "multiply_adds"_a = 0.0, "k_tiles"_a = 64,
+      "Whether what a line of tiles of one batch reads of an operand may leave L2 first.");
   m.def("first_wave", &first_wave, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "The Wave that a CUDA kernel starts with.");
 
   nb::class_<Batch>(m, "Batch", "CUDA candidates, as a list of each of their parts, to estimate on one machine after another.")

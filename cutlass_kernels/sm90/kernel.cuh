@@ -168,7 +168,8 @@ class Sm90Kernel final : public CudaKernel {
     auto const hint = [&](Raster line, int64_t extent, int64_t other, auto const& stride, auto const& other_stride) {
       auto const batches = [&](auto const& stride) { return cute::get<2>(stride) != 0 ? p.batch : 1; };
       OperandUse const use{line, batches(stride) < p.batch, kConfig.math == Math::kTF32x3, extent * batches(stride),
-                           other * batches(other_stride)};
+                           other * batches(other_stride), sizeof(ElementAB), slices.count,
+                           static_cast<double>(p.batch) * p.m * p.n * p.k};
       return goes_first(order, cut, use) ? Mainloop::Hint::EVICT_FIRST : Mainloop::Hint::EVICT_NORMAL;
     };
     int64_t const rows = kSwap ? p.n : p.m, columns = kSwap ? p.m : p.n;
