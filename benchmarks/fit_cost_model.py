@@ -3,6 +3,7 @@
     python benchmarks/fit_cost_model.py benchmarks/results/plans_h200_2026-11-21.csv.gz [--fix-up] [--shapes] [--sms 132]
     python benchmarks/fit_cost_model.py benchmarks/results/plans_dtypes_h200_2026-11-21.csv.gz --type f64 [--majors rr]
     python benchmarks/fit_cost_model.py benchmarks/results/plans_alone_*_h200_2026-11-23.csv.gz --choices 300 [--keep TABLE ...]
+    python benchmarks/fit_cost_model.py benchmarks/results/plans_alone_h100_2026-11-24.csv.gz --machine H100
 
 Reads what measure_plans.py writes (majors, m, n, k, kernel, schedule, splits, reduction, raster, swizzle, us), or the plain CUTLASS
 measurements that the project began with (m, n, k, config, swap_ab, schedule, splits, decomposition, kernel_us). Kernels are known
@@ -29,8 +30,7 @@ import time
 
 import numpy as np
 
-from jax_streamk import Device, _ffi
-from jax_streamk.cost_model import H200
+from jax_streamk import Device, _ffi, cost_model
 
 FIX_UP = ("fix_up", "partial_rate_sm")
 OURS_ONLY = (*FIX_UP, "relaunch", "reduction", "reduction_sharing", "reduction_rate")
@@ -233,8 +233,8 @@ def choices(rows, predicted, measured):
 class Choices:
     """What is lost by the plans that one Machine after another ranks first among those of a table."""
 
-    def __init__(self, measured, sms):
-        rows, best = in_planned_order(measured, H200, sms), best_times(measured)
+    def __init__(self, measured, machine, sms):
+        rows, best = in_planned_order(measured, machine, sms), best_times(measured)
         self._shapes, self._predict = numbered(rows), predictor(rows, sms)
         self._lost = np.log([row.us / best[row.m, row.n, row.k] for row in rows])
 
@@ -333,6 +333,7 @@ def report(title, rows, predicted, every_shape, measured=None):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("measured", nargs="+")
+    parser.add_argument("--machine", choices=["H200", "H100"], default="H200", help="whose constants to begin with (%(default)s)")
     parser.add_argument("--sms", type=int, default=132, help="of the GPU that was measured (default: an H200's 132)")
     parser.add_argument("--fix-up", action="store_true", help="fit the constants of the fix-up alone")
     parser.add_argument("--type", choices=list(_SIZES), default="bf16", help="of operands; rows of others are left out")
@@ -343,33 +344,34 @@ def main():
     arguments = parser.parse_args()
     tables = [read(path) for path in arguments.measured]
     records = [record for table in tables for record in table]
-    names, sms = [field.name for field in dataclasses.fields(H200) if field.name not in NEVER], arguments.sms
+    start = getattr(cost_model, arguments.machine)
+    names, sms = [field.name for field in dataclasses.fields(start) if field.name not in NEVER], arguments.sms
     if arguments.choices:
         tables += [read(path) for path in arguments.keep]
-        tables = [Choices(ours_of(table, arguments.type, arguments.majors), sms) for table in tables]
+        tables = [Choices(ours_of(table, arguments.type, arguments.majors), start, sms) for table in tables]
         count = len(arguments.measured)
         now = time.monotonic()
-        slid = slide(tables, H200, names, now + arguments.choices / 2)
-        fitted = descend(tables[:count], tables[count:], H200, slid, names, now + arguments.choices)
+        slid = slide(tables, start, names, now + arguments.choices / 2)
+        fitted = descend(tables[:count], tables[count:], start, slid, names, now + arguments.choices)
         for path, table in zip(arguments.measured + arguments.keep, tables):
-            regrets = [f"{math.exp(np.mean(table.lost(machine))):.4f}" for machine in (H200, fitted)]
+            regrets = [f"{math.exp(np.mean(table.lost(machine))):.4f}" for machine in (start, fitted)]
             print(f"# regret: geomean {regrets[0]}, then {regrets[1]}: {path}")
     elif "kernel" in records[0]:
         measured = ours_of(records, arguments.type, arguments.majors)
-        rows = in_planned_order(measured, H200, sms)
+        rows = in_planned_order(measured, start, sms)
         names = FIX_UP if arguments.fix_up else names
         if arguments.type != "bf16":
-            report("as it is", rows, predictor(rows, sms)(H200), arguments.shapes, measured)
+            report("as it is", rows, predictor(rows, sms)(start), arguments.shapes, measured)
             return
-        report("before fitting", rows, predictor(rows, sms)(H200), False, measured)
-        fitted = fit(rows, H200, names, sms)
+        report("before fitting", rows, predictor(rows, sms)(start), False, measured)
+        fitted = fit(rows, start, names, sms)
         report("fitted", rows, predictor(rows, sms)(fitted), arguments.shapes, measured)
-        report("held out", rows, cross_validated(rows, H200, names, sms), arguments.shapes, measured)
+        report("held out", rows, cross_validated(rows, start, names, sms), arguments.shapes, measured)
     else:
         rows = [row for record in records if (row := cutlass(record, sms))]
         whole = [row for row in rows if row.schedule == "data_parallel"]
         names = [name for name in names if name not in OURS_ONLY]
-        fitted = fit(whole, H200, names, sms)
+        fitted = fit(whole, start, names, sms)
         report("data-parallel", whole, predictor(whole, sms)(fitted), arguments.shapes)
         # CUTLASS's turnstile, and no memset in the sum of kernel times.
         cut = [row for row in rows if row.schedule != "data_parallel"]

@@ -18,7 +18,8 @@ class Device:
       platform: ``"cpu"`` or ``"cuda"``.
       arch: 10 * major + minor of the compute capability; 0 on a CPU.
       sms: streaming multiprocessors; threads on a CPU.
-      kind: the model's name, under which tuned plans are kept; without one there are none.
+      kind: the model's name, under which tuned plans are kept; without one there are none. It also tells an H100 from an H200, whose
+        memory is faster.
     """
 
     platform: str
@@ -30,7 +31,7 @@ class Device:
         return _ffi.Device(self.arch, self.sms)
 
 
-# What programs are lowered for when CUDA is asked for on a machine without a GPU (the H100 and H200 SXM).
+# What programs are lowered for when CUDA is asked for on a machine without a GPU: the H100 and H200 SXM, by an H200's constants.
 HOPPER = Device("cuda", 90, 132)
 
 

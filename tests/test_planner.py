@@ -331,6 +331,8 @@ def test_a_machine_has_every_constant():
 
 def test_machines_differ():
     assert cost_model.machine_of(HOPPER) is cost_model.H200
+    assert cost_model.machine_of(dataclasses.replace(HOPPER, kind="NVIDIA H200")) is cost_model.H200
+    assert cost_model.machine_of(dataclasses.replace(HOPPER, kind="NVIDIA H100 80GB HBM3")) is cost_model.H100
     assert cost_model.machine_of(A100) is cost_model.A100
     _, fast = estimates(gemm(4096, 4096, 4096), DataParallel())
     _, slow = estimates(gemm(4096, 4096, 4096), DataParallel(), cost_model.A100)
@@ -385,6 +387,13 @@ def test_a_wave_is_the_tiles_that_run_together(m, n, raster, swizzle, cluster):
         ((12, 10), DataParallel(), "m", 120, dict(bytes=8, k_tiles=129), True),
         ((6, 10), SplitK(2), "m", 120, dict(bytes=9, k_tiles=256), True),
         ((12, 10), DataParallel(), "m", 120, dict(again=True), False),
+        ((1, 120), DataParallel(), "m", 60, dict(multiply_adds=4e9), True),
+        ((1, 120), DataParallel(), "m", 60, dict(multiply_adds=5e9), False),  # a long product
+        ((12, 10), DataParallel(), "m", 120, dict(multiply_adds=5e9), False),
+        ((1, 120), DataParallel(), "m", 60, dict(multiply_adds=5e9, slices=2), True),
+        ((1, 120), DataParallel(), "m", 60, dict(multiply_adds=5e9, element_bytes=4), True),
+        ((6, 10), SplitK(2), "m", 120, dict(multiply_adds=5e9), True),
+        ((1, 113), StreamK(), "m", 60, dict(multiply_adds=5e9), True),
         ((12, 10), DataParallel(), "m", 60, {}, False),
         ((12, 10), DataParallel(), "m", 119, {}, False),
         ((6, 10), SplitK(2), "m", 120, {}, True),
@@ -454,6 +463,7 @@ def test_nothing_to_multiply_divides_by_nothing():
         ("plans_alone_strong_h200_2026-11-24", "bf16", "rr", 1.01, 1.07, 1.1),
         ("plans_losing_h200_2026-11-24", "bf16", "rr", 1.029, 1.19, 1.2),
         ("plans_pairs_h200_2026-11-24", "bf16", "rr", 1.01, 1.19, 1.25),
+        ("plans_alone_h100_2026-11-24", "bf16", "rr", 1.017, 1.14, 1.16),
         ("plans_misaligned_h200_2026-11-23", "bf16", "rr", 1.015, 1.11, 1.11),
         ("plans_strong_scaling_h200_2026-11-22", "bf16", "rr", 1.019, 1.09, 1.09),
         ("plans_decode_h200_2026-11-22", "bf16", "rr", 1.028, 1.14, 1.14),
@@ -472,9 +482,10 @@ def test_choices_are_near_the_best_that_was_measured(monkeypatch, table, type_, 
     monkeypatch.syspath_prepend(benchmarks)
     import fit_cost_model
 
+    machine = cost_model.H100 if "h100" in table else cost_model.H200
     measured = fit_cost_model.ours_of(fit_cost_model.read(measurements), type_, majors)
-    rows = fit_cost_model.in_planned_order(measured, cost_model.H200, HOPPER.sms)
-    predicted = fit_cost_model.predictor(rows, HOPPER.sms)(cost_model.H200)
+    rows = fit_cost_model.in_planned_order(measured, machine, HOPPER.sms)
+    predicted = fit_cost_model.predictor(rows, HOPPER.sms)(machine)
     regrets = sorted(regret for regret, _, _ in fit_cost_model.choices(rows, predicted, measured).values())
     assert np.exp(np.mean(np.log(regrets))) <= mean and regrets[-2] <= second and regrets[-1] <= worst
 
