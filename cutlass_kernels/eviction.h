@@ -18,8 +18,8 @@ struct OperandUse {
 };
 
 // Whether its loads may go first: those who read the same are busy now, or not much later, and will not find it gone, it is not much
-// smaller than the other, and these are not whole tiles of a long product. Where that pays is measured in benchmarks/results/l2_h200_2026-11-22.md, plans_h200_2026-11-22.md and
-// eviction_h200_2026-11-24.md.
+// smaller than the other, and these are not whole tiles of a long product. Measured in benchmarks/results/l2_h200_2026-11-22.md,
+// plans_h200_2026-11-22.md and eviction_h200_2026-11-24.md.
 bool goes_first(TileOrder const&, Decomposition const&, OperandUse const&);
 
 }  // namespace jax_streamk
