@@ -332,7 +332,8 @@ def test_a_machine_has_every_constant():
 def test_machines_differ():
     assert cost_model.machine_of(HOPPER) is cost_model.H200
     assert cost_model.machine_of(dataclasses.replace(HOPPER, kind="NVIDIA H200")) is cost_model.H200
-    assert cost_model.machine_of(dataclasses.replace(HOPPER, kind="NVIDIA H100 80GB HBM3")) is cost_model.H100
+    for kind in ("NVIDIA H100 80GB HBM3", "NVIDIA H800"):
+        assert cost_model.machine_of(dataclasses.replace(HOPPER, kind=kind)) is cost_model.H100
     assert cost_model.machine_of(A100) is cost_model.A100
     _, fast = estimates(gemm(4096, 4096, 4096), DataParallel())
     _, slow = estimates(gemm(4096, 4096, 4096), DataParallel(), cost_model.A100)
