@@ -414,7 +414,7 @@ class CollectiveEpilogue {
 
   // `thread` of those that share a tile; the named barrier is its warpgroup's.
   CUTLASS_DEVICE CollectiveEpilogue(Params const& params, TensorStorage& storage, int thread, uint32_t barrier)
-      : params_(params), storage_(storage), thread_(thread), barrier_(barrier) {
+      : params_(params), storage_(storage), boxes_(storage.boxes[thread / kWarpgroup][0]), thread_(thread), barrier_(barrier) {
     int const lane = thread % 32, warp = thread / 32 % 4;
     int offset;
     if constexpr (kSize == 2) {
@@ -479,12 +479,22 @@ class CollectiveEpilogue {
   // The same, when nothing more is stored.
   CUTLASS_DEVICE void finish() { cute::tma_store_wait<0>(); }
 
+  // From now on no box waits for another: each has a place of its own in `memory`, which the main loop has left.
+  template <class Storage>
+  CUTLASS_DEVICE void spread(Storage& memory) {
+    static_assert(alignof(Storage) % 128 == 0 && sizeof(Storage) >= kBoxes * kBoxBytes);
+    if constexpr (kBoxes == kStages) return;
+    at_ += cute::cast_smem_ptr_to_uint(&memory) - cute::cast_smem_ptr_to_uint(boxes_);
+    boxes_ = reinterpret_cast<char*>(&memory);
+    spread_ = true;
+  }
+
  private:
   static constexpr int kWarpgroup = cutlass::NumThreadsPerWarpGroup;
 
   template <class TileCoordinate, class Accumulators>
   CUTLASS_DEVICE void store_box(TileCoordinate const& tile, Accumulators const& accumulators, int box) {
-    if (box >= kStages) wait_for_boxes<kStages - 1>();
+    if (box >= kStages && !spread_) wait_for_boxes<kStages - 1>();
     fill(accumulators, box);
     cute::tma_store_fence();
     cutlass::arch::NamedBarrier::sync(kWarpgroup, barrier_);
@@ -495,7 +505,7 @@ class CollectiveEpilogue {
     int32_t const n = cute::get<1>(tile) * kTileN + box % kBoxesOfMma * kColumns;
 #pragma unroll
     for (int part = 0; part < kParts; ++part)
-      cute::SM90_TMA_STORE_3D::copy(&params_.d, storage_.boxes[warpgroup][box % kStages] + part * (kBoxBytes / kParts),
+      cute::SM90_TMA_STORE_3D::copy(&params_.d, boxes_ + place(box) + part * (kBoxBytes / kParts),
                                     kSwap ? m + part * (kRows / kParts) : n, kSwap ? n : m, cute::get<3>(tile));
     cute::tma_store_arrive();
   }
@@ -503,7 +513,7 @@ class CollectiveEpilogue {
   // A box's accumulators into shared memory. Along a row the pieces' places are those of the first with some bits flipped.
   template <class Accumulators>
   CUTLASS_DEVICE void fill(Accumulators const& accumulators, int box) {
-    uint32_t at = at_ + box % kStages * kBoxBytes;
+    uint32_t at = at_ + place(box);
     if (kBoxes > 2) asm volatile("" : "+r"(at));  // opaque, or the places of all boxes would be in registers
     int const begin = box * kOfBox;
     if constexpr (kSize == 2) {
@@ -548,8 +558,12 @@ class CollectiveEpilogue {
     return tiled_mma.get_slice(thread_).partition_C(cute::local_tile(whole, tile_shape, cute::take<0, 2>(tile)));
   }
 
+  CUTLASS_DEVICE int place(int box) const { return (spread_ ? box : box % kStages) * kBoxBytes; }
+
   Params const& params_;
   TensorStorage& storage_;
+  char* boxes_;  // of this warpgroup
+  bool spread_ = false;
   int const thread_;
   uint32_t const barrier_;
   uint32_t at_;  // where this thread's part of the first box begins

@@ -1,8 +1,8 @@
 // The kernel of the sm90 family: which warps load, multiply and store, and when. CUTLASS's collectives do the work, under our own tile
 // scheduler.
 //
-// Before the first load every instruction of a kernel comes from memory, and that load is what a short product waits for. So the warp
-// that loads has its own barriers ready and what it needs of the parameters in few lines, and all else comes later.
+// Before the first load every instruction of a kernel comes from memory, and that load is what a short product waits for. So one warp
+// initializes the barriers while another finds out what to load, and all else comes later.
 #pragma once
 
 #include "cute/arch/cluster_sm90.hpp"
@@ -53,9 +53,8 @@ struct GemmKernel {
 
   static CUTLASS_DEVICE void run(Params const& params, SharedStorage& shared) {
     int const warp = cutlass::canonical_warp_idx_sync();
-    if (warp == kLoader) {
+    if (warp == kInitializer) {
       if (cute::elect_one_sync()) {
-        Mainloop::prefetch_tma_descriptors(params.mainloop);
         // A stage is read by one warpgroup, or all, of every CTA that it is multicast from.
         constexpr int kReaders = (kPingpong ? 1 : kConsumers) * (kClusterM + kClusterN - 1);
 #pragma unroll
@@ -66,6 +65,7 @@ struct GemmKernel {
         cutlass::arch::fence_barrier_init();
       }
       __syncwarp();
+      if constexpr (kClusterSize == 1 && !kSingle) cutlass::arch::NamedBarrier::arrive(kWaiting, kReady);
     }
     if constexpr (kClusterSize > 1) cute::cluster_arrive_relaxed();
     // ptxas places what a branch skips next to it: the loader's code, in line from the kernel's beginning to its first load.
@@ -73,27 +73,26 @@ struct GemmKernel {
       if (warp < kLoader) return consume(params, shared, 0);
     } else {
       if (warp >= 4) {
-        cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
+        if constexpr (kTakesRegisters) cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
         return consume(params, shared, warp / 4 - 1);
       }
-      cutlass::arch::warpgroup_reg_dealloc<kLoaderRegisters>();
-      if (warp > kLoader) {
-        if constexpr (kClusterSize > 1) cute::cluster_wait();
-        if (warp == 1) prefetch(params);
-        return;
-      }
     }
-    load(params, shared);
+    if (Scheduler::shares(params.scheduler)) return load_tiles<false>(params, shared, warp);
+    load_tiles<true>(params, shared, warp);
   }
 
  private:
-  // The warp that loads. wgmma wants consumers to be warps 0 to 3 of four, or the next.
-  static constexpr int kLoader = kSingle ? 4 : 0;
+  // The warp that loads, and those that initialize the barriers and prefetch descriptors. wgmma wants consumers to be warps 0 to 3 of four,
+  // or the next.
+  static constexpr int kLoader = kSingle ? 4 : 0, kInitializer = kSingle ? 0 : 3, kPrefetcher = kSingle ? 4 : 2;
 
   static constexpr int kAccumulators = cute::size<0>(TileShape{}) * cute::size<1>(TileShape{}) / (kWarpgroup * (kPingpong ? 1 : kConsumers));
   // So many that consumers need what the others can spare.
   static constexpr bool kFewRegisters = kAccumulators >= 208;
 
+  // Whether consumers need more registers than a launch gives everybody, which takes time. With fewer ptxas spills some.
+  static constexpr bool kTakesRegisters =
+      !kSingle && (!kPingpong || kAccumulators > 72 || Mainloop::kFromRegisters || Mainloop::kSumsApart);
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kFewRegisters ? 240 : 232;
   static constexpr int kLoaderRegisters = kConsumers == 3 ? 32 : kFewRegisters ? 24 : 40;
 
@@ -101,35 +100,46 @@ struct GemmKernel {
   // of a warpgroup that stores wait for each other at the last.
   static constexpr uint32_t kReady = 0, kMultiplies = 1, kStores = kMultiplies + kConsumers, kStored = kPingpong ? kStores + kConsumers : 1;
 
-  // Until the barriers that this CTA waits at or arrives at are initialized. All consumers come here, and the warp that loads.
-  static CUTLASS_DEVICE void wait_for_barriers(bool loads) {
+  // Until the barriers that this CTA waits at or arrives at are initialized. All consumers come here, and the warp that loads; an
+  // initializer that is neither arrives, as the warps of a cluster do.
+  static constexpr uint32_t kWaiting = kConsumers * kWarpgroup + (kSingle ? 32 : 64);
+  static CUTLASS_DEVICE void wait_for_barriers() {
     if constexpr (kClusterSize > 1) {
       cute::cluster_wait();
-    } else if (loads) {
-      cutlass::arch::NamedBarrier::arrive(kConsumers * kWarpgroup + 32, kReady);  // it has initialized them
     } else {
-      cutlass::arch::NamedBarrier::sync(kConsumers * kWarpgroup + 32, kReady);
+      cutlass::arch::NamedBarrier::sync(kWaiting, kReady);
     }
   }
 
-  static CUTLASS_DEVICE void load(Params const& params, SharedStorage& shared) {
-    if (Scheduler::shares(params.scheduler)) return load_tiles<false>(params, shared);
-    load_tiles<true>(params, shared);
-  }
-
+  // The warps beside the consumers' come here.
   template <bool kWhole>
-  static CUTLASS_DEVICE void load_tiles(Params const& params, SharedStorage& shared) {
+  static CUTLASS_DEVICE void load_tiles(Params const& params, SharedStorage& shared, int warp) {
+    if (warp == kPrefetcher && cute::elect_one_sync()) Mainloop::prefetch_tma_descriptors(params.mainloop);
     Scheduler const scheduler(params.scheduler);
     Stage stage(0, 1, 0);  // all are empty
-    auto tile = scheduler.template tile<kWhole>(0);
-    wait_for_barriers(true);
-    if (!cute::elect_one_sync()) return;
+    auto tile = [&] {
+      if constexpr (kWhole && Scheduler::kHasList) return scheduler.listed();
+      return scheduler.template tile<kWhole>(0);
+    }();
+    Mainloop::locate(params.mainloop, params.shape, tile);
+    // A launch has no worker without a tile, but ptxas reads where it is only before a branch, and else when it has waited.
+    if (!tile.is_valid()) return;
+    // By all warps of a warpgroup, and it takes a while.
+    if constexpr (kTakesRegisters) cutlass::arch::warpgroup_reg_dealloc<kLoaderRegisters>();
+    if (warp > kLoader) {
+      if constexpr (kClusterSize > 1) cute::cluster_wait();
+      if (warp == 1) prefetch(params);
+      return;
+    }
     wait_for_primary();
+    wait_for_barriers();
+    if (!cute::elect_one_sync()) return;
     while (true) {
       Mainloop::load(params.mainloop, params.shape, tile, shared.full, shared.empty, stage, shared.mainloop);
       if (tile.last) break;
       tile = scheduler.template tile<kWhole>(tile.ordinal + 1);
       if (!tile.is_valid()) break;
+      Mainloop::locate(params.mainloop, params.shape, tile);
     }
     // Consumers of other CTAs arrive at this one's barriers, which must not be gone.
     if constexpr (kClusterSize > 1) {
@@ -160,8 +170,8 @@ struct GemmKernel {
   static CUTLASS_DEVICE void consume(Params const& params, SharedStorage& shared, int warpgroup) {
     Scheduler const scheduler(params.scheduler);
     constexpr int kStep = kPingpong ? kConsumers : 1;
+    wait_for_barriers();  // at once: the warp that loads waits for all consumers, if not in a cluster
     auto tile = scheduler.tile(kPingpong ? warpgroup : 0);
-    wait_for_barriers(false);
     Stage stage;
     if (kPingpong && warpgroup > 0) stage.advance(tile.k_count);
     int const thread = threadIdx.x % kWarpgroup + (kPingpong ? 0 : warpgroup * kWarpgroup);
@@ -195,6 +205,7 @@ struct GemmKernel {
       // The kernel that adds slices: started before a CTA's last epilogue it would only wait, on SMs that this one still uses.
       if (tile.last) let_dependents_start();
       if (!kPingpong && tile.ordinal > 0) epilogue.wait_for_boxes();
+      if (kPingpong && kAccumulators < 192 && tile.ordinal == 0 && tile.last) epilogue.spread(shared.mainloop);
       if (!kStraight || !params.straight) {
         if (Scheduler::fixup(params.scheduler, tile, accumulators, kConsumers, warpgroup))
           epilogue.store(params.shape, at, biases, accumulators, tiled_mma);
@@ -215,6 +226,24 @@ template <class Gemm>
 __global__ __launch_bounds__(Gemm::kThreads, Gemm::kCtasOfSm) void multiply(__grid_constant__ typename Gemm::Params const params) {
   extern __shared__ __align__(1024) char memory[];
   Gemm::run(params, *reinterpret_cast<typename Gemm::SharedStorage*>(memory));
+}
+
+// The same in clusters, whose size a kernel would else look up when it has started, in a line of constants of its own.
+template <class Gemm>
+__global__ __cluster_dims__(Gemm::kClusterM, Gemm::kClusterN, 1) __launch_bounds__(Gemm::kThreads, Gemm::kCtasOfSm)
+void multiply_in_clusters(__grid_constant__ typename Gemm::Params const params) {
+  extern __shared__ __align__(1024) char memory[];
+  Gemm::run(params, *reinterpret_cast<typename Gemm::SharedStorage*>(memory));
+}
+
+template <class Gemm>
+auto entry_of() {
+  if constexpr (Gemm::kClusterSize > 1) {
+    return &multiply_in_clusters<Gemm>;
+  } else {
+    // A launch with clusters of one CTA places neighbouring CTAs differently, and they share fewer of their loads.
+    return &multiply<Gemm>;
+  }
 }
 
 }  // namespace jax_streamk::sm90

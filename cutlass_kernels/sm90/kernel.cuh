@@ -5,6 +5,7 @@
 // Every width of wgmma, or CuTe would make a tile of 160 columns from five instructions of 32, which take a third as long again.
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 
+#include <algorithm>
 #include <memory>
 
 #include "cute/tensor.hpp"
@@ -119,7 +120,7 @@ class Sm90Kernel final : public CudaKernel {
   using Mainloop = CollectiveMainloop<Collective<cute::Shape<cute::Int<kConfig.tile_m>, cute::Int<kLoadedN>, cute::Int<kConfig.tile_k>>>,
                                       typename Collective<TileShape>::TiledMma, TileShape, kConfig.type_d == Type::kF32,
                                       kConfig.math == Math::kTF32x3>;
-  using Scheduler = sm90::Scheduler<TileShape, ClusterShape, kCooperative>;
+  using Scheduler = sm90::Scheduler<TileShape, ClusterShape, kCooperative, kCtasOfSm == 1>;  // else there are too many clusters to list
   using Gemm = GemmKernel<Mainloop, Epilogue, Scheduler, kConfig.warp_schedule>;
   static_assert(kCtasOfSm * (sizeof(typename Gemm::SharedStorage) + 1024) <= kOfSm);
 
@@ -131,10 +132,11 @@ class Sm90Kernel final : public CudaKernel {
   Decomposition decomposition(GemmProblem const& p, Schedule const& s, Device const& device) const override {
     bool const stream_k = s.kind == ScheduleKind::kStreamK && s.max_sms != 1;
     int32_t const sms = stream_k && s.max_sms > 0 && s.max_sms < device.sms ? s.max_sms : device.sms;
+    int32_t const clusters = active_clusters(sms * kCtasOfSm, kClusterSize);
     TileOrder const order = tile_order(p, s);
     return Decomposition::make(s.kind == ScheduleKind::kStreamK && !stream_k ? ScheduleKind::kDataParallel : s.kind,
                                static_cast<int32_t>(p.batch) * order.tiles_per_batch(), k_tiles(p),
-                               active_clusters(sms * kCtasOfSm, kClusterSize),
+                               Scheduler::kHasList ? std::min(clusters, Scheduler::kListed) : clusters,
                                s.splits);
   }
 
@@ -177,6 +179,7 @@ class Sm90Kernel final : public CudaKernel {
     typename Gemm::Params params;
     params.scheduler.decomposition = cut;
     params.scheduler.order = order;
+    params.scheduler.make_list();
     params.scheduler.atomic = s.reduction == Reduction::kAtomic;
     params.scheduler.arrivals = reinterpret_cast<uint32_t*>(workspace);
     params.scheduler.partials = reinterpret_cast<float*>(workspace + parts.arrivals);
@@ -193,28 +196,22 @@ class Sm90Kernel final : public CudaKernel {
                        static_cast<int32_t>(part / kConfig.tile_k)});
     if (Epilogue::set_up(params.epilogue, params.shape, p, buffers) != CUDA_SUCCESS)
       return Status::internal(info.name + ": TMA cannot store D");
-    cudaLaunchAttribute attributes[2];
+    cudaLaunchAttribute attributes[1];
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(cut.workers * kConfig.cluster_m, kConfig.cluster_n);
     config.blockDim = dim3(Gemm::kThreads);
     config.dynamicSmemBytes = sizeof(typename Gemm::SharedStorage);
     config.stream = stream;
     config.attrs = attributes;
-    // A launch with clusters of one CTA places neighbouring CTAs differently, and they share fewer of their loads.
-    if (kClusterSize > 1) {
-      cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
-      attribute.id = cudaLaunchAttributeClusterDimension;
-      attribute.val.clusterDim.x = kConfig.cluster_m, attribute.val.clusterDim.y = kConfig.cluster_n, attribute.val.clusterDim.z = 1;
-    }
     if (after_copy && parts.zeroed == 0) {
       cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
       attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
       attribute.val.programmaticStreamSerializationAllowed = 1;
     }
-    return from_cuda(cudaLaunchKernelEx(&config, multiply<Gemm>, params), "launching " + info.name);
+    return from_cuda(cudaLaunchKernelEx(&config, entry_of<Gemm>(), params), "launching " + info.name);
   }
 
-  void const* entry_point() const override { return reinterpret_cast<void const*>(&multiply<Gemm>); }
+  void const* entry_point() const override { return reinterpret_cast<void const*>(entry_of<Gemm>()); }
 
  private:
   static KernelInfo make_info() {

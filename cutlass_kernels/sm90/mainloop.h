@@ -91,6 +91,7 @@ struct CollectiveMainloop : Base {
   using TiledMma = OwnMma;
   // Whether A comes from registers.
   static constexpr bool kFromRegisters = !cute::is_base_of<cute::GMMA::DescriptorIterator, typename TiledMma::FrgTypeA>::value;
+  static constexpr bool kSumsApart = kSplits;  // each k-tile's are added to the accumulators
   static constexpr int kClusterM = cute::size<0>(typename Base::DispatchPolicy::ClusterShape{});
   static constexpr int kClusterN = cute::size<1>(typename Base::DispatchPolicy::ClusterShape{});
 
@@ -115,14 +116,25 @@ struct CollectiveMainloop : Base {
 
   static CUTLASS_DEVICE void prefetch_tma_descriptors(Params const& params) { Base::prefetch_tma_descriptors(params); }
 
-  // By one thread: the k-tiles of `tile` into stages as they become empty. A CTA loads its part of what its cluster's rows and columns
-  // share, for all of them.
+  // Where a tile's operands lie: of a slice its batch and first k-tile.
+  template <class ProblemShape, class Tile>
+  static CUTLASS_DEVICE void locate(Params const& params, ProblemShape const& shape, Tile& tile) {
+    if constexpr (kSlices) {
+      constexpr int32_t kTileK = cute::size<2>(TileShape{});
+      int32_t const slice = params.by_batch.divide(tile.batch);
+      tile.batch -= slice * params.batch;
+      tile.k_begin += slice * ((cute::get<2>(shape) + kTileK - 1) / kTileK);
+    }
+  }
+
+  // By one thread: the k-tiles of a located `tile` into stages as they become empty. A CTA loads its part of what its cluster's rows and
+  // columns share, for all of them.
   template <class ProblemShape, class Tile, class Full, class Empty, class Stage>
   static CUTLASS_DEVICE void load(Params const& params, ProblemShape const& shape, Tile const& tile, Full* full, Empty* empty,
                                   Stage& stage, TensorStorage& storage) {
     using namespace cute;
     // CTAs are numbered along m first: those of a row are kClusterM apart.
-    int const rank = kClusterM * kClusterN == 1 ? 0 : block_rank_in_cluster(), cta_m = rank % kClusterM, cta_n = rank / kClusterM;
+    uint32_t const rank = kClusterM * kClusterN == 1 ? 0 : block_rank_in_cluster(), cta_m = rank % kClusterM, cta_n = rank / kClusterM;
     uint16_t row = 0, column = ((1u << kClusterM) - 1) << (cta_n * kClusterM);
     CUTLASS_PRAGMA_UNROLL
     for (int n = 0; n < kClusterN; ++n) row |= 1u << (cta_m + n * kClusterM);
@@ -130,15 +142,10 @@ struct CollectiveMainloop : Base {
     auto const operands = Base{}.load_init(shape, params);
     auto const part_a = params.tma_load_a.get_slice(cta_n);
     auto const part_b = params.tma_load_b.get_slice(cta_m);
-    int32_t batch = tile.batch, k_tile = tile.k_begin;
-    if constexpr (kSlices) {
-      int32_t const slice = params.by_batch.divide(batch);
-      batch -= slice * params.batch;
-      k_tile += slice * static_cast<int32_t>(size<3>(get<0>(operands)));
-    }
-    auto const from_a = part_a.partition_S(get<0>(operands)(_, _, tile.m, _, batch));
+    int32_t k_tile = tile.k_begin;
+    auto const from_a = part_a.partition_S(get<0>(operands)(_, _, tile.m, _, tile.batch));
     auto const b_from_n = domain_offset(make_coord(tile.n * size<1>(TileShape{}), 0, 0), params.tma_load_b.get_tma_tensor(select<1, 2, 3>(shape)));
-    auto const from_b = part_b.partition_S(local_tile(b_from_n, select<1, 2>(typename Base::TileShape{}), make_coord(0, _, batch)));
+    auto const from_b = part_b.partition_S(local_tile(b_from_n, select<1, 2>(typename Base::TileShape{}), make_coord(0, _, tile.batch)));
     auto const to_a = part_a.partition_D(make_tensor(make_smem_ptr(storage.smem_A.data()), typename Base::SmemLayoutA{}));
     auto const to_b = part_b.partition_D(make_tensor(make_smem_ptr(storage.smem_B.data()), typename Base::SmemLayoutB{}));
     CUTLASS_PRAGMA_NO_UNROLL

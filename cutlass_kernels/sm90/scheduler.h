@@ -8,20 +8,27 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
+
 #include "cute/tensor.hpp"
 #include "cutlass/arch/barrier.h"
+#include "cutlass_kernels/clusters.h"
 #include "cutlass_kernels/decomposition.h"
 
 namespace jax_streamk::sm90 {
 
-// kShares: whether CTAs may share tiles. Where none do, the code that finds the first tile is short: all that a kernel runs before its
-// first load is read from memory first.
-template <class TileShape, class ClusterShape, bool kShares>
+// kShares: whether CTAs may share tiles. kHasList: whether the parameters list the clusters' numbers as workers, by which neighbours sit on one
+// GPC, and where the tiles of these numbers lie: the first ones, where none are shared. All that a kernel runs before its first load, and all
+// of the parameters that it reads, comes from memory first, and this is little.
+template <class TileShape, class ClusterShape, bool kShares, bool kList>
 class Scheduler {
  public:
   static constexpr int kClusterM = cute::size<0>(ClusterShape{}), kClusterN = cute::size<1>(ClusterShape{});
   static constexpr int kClusterSize = kClusterM * kClusterN;
   static constexpr int kMaxPeers = 0xffff;  // of a tile: what an arrival word can count
+  static constexpr bool kHasList = kList;
+  static constexpr int kListed = 144;  // clusters: no GPU of this architecture has more SMs
+  static constexpr uint32_t kNone = ~0u;
   static constexpr int kTileValues = cute::size<0>(TileShape{}) * cute::size<1>(TileShape{});
 
   // Tiles here are cluster tiles: the CTAs of a cluster share operands by multicast, so they do the same MAC iterations.
@@ -31,6 +38,20 @@ class Scheduler {
     bool atomic = false;
     uint32_t* arrivals = nullptr;  // [shared cluster tile][CTA of the cluster]; zero before the launch
     float* partials = nullptr;  // [slot, or shared cluster tile if atomic][CTA of the cluster][kTileValues]; zero if atomic
+    // Of a cluster where its first tile lies along m, along n and among batches, and its number, 8 bits each; or kNone.
+    uint32_t list[kHasList ? kListed : 1];
+
+    void make_list() {
+      if constexpr (kHasList) {
+        uint8_t numbers[kListed];
+        number_by_gpc(decomposition.workers, kClusterSize, numbers);
+        std::fill_n(list, kListed, kNone);
+        for (int32_t cluster = 0; cluster < decomposition.workers; ++cluster) {
+          auto const at = order.coordinate(numbers[cluster]);
+          list[cluster] = at.m | at.n << 8 | at.batch << 16 | static_cast<uint32_t>(numbers[cluster]) << 24;
+        }
+      }
+    }
   };
 
   // Consumers keep this in registers beside their accumulators, so it holds no more than the kernel asks for; fixup() asks the
@@ -52,13 +73,26 @@ class Scheduler {
     return kShares && params.decomposition.kind != ScheduleKind::kDataParallel;
   }
 
+  // The first of this CTA, where none are shared and it is listed.
+  CUTLASS_DEVICE Tile listed() const {
+    Decomposition const& decomposition = params_.decomposition;
+    uint32_t const at = params_.list[cluster()];
+    Tile tile;
+    tile.m = static_cast<int32_t>(at & 0xff) * kClusterM + static_cast<int32_t>(blockIdx.x % kClusterM);
+    tile.n = static_cast<int32_t>(at >> 8 & 0xff) * kClusterN + static_cast<int32_t>(blockIdx.y);
+    tile.batch = static_cast<int32_t>(at >> 16 & 0xff);
+    tile.k_count = at == kNone ? 0 : decomposition.k_tiles;
+    tile.last = static_cast<int32_t>(at >> 24) + decomposition.workers >= decomposition.tiles;
+    return tile;
+  }
+
   // The `ordinal`-th of this CTA; kWhole: where none are shared.
   template <bool kWhole = false>
   CUTLASS_DEVICE Tile tile(int32_t ordinal) const {
     Tile tile;
     Work work;
     Decomposition const& decomposition = params_.decomposition;
-    if (kShares && !kWhole ? decomposition.work(worker(), ordinal, work) : decomposition.whole_tile(worker(), ordinal, work)) {
+    if (kShares && !kWhole ? decomposition.work(worker(params_), ordinal, work) : decomposition.whole_tile(worker(params_), ordinal, work)) {
       auto const at = params_.order.coordinate(work.tile);
       tile.m = at.m * kClusterM + static_cast<int32_t>(blockIdx.x % kClusterM);
       tile.n = at.n * kClusterN + static_cast<int32_t>(blockIdx.y);
@@ -79,7 +113,7 @@ class Scheduler {
     if (!shares(params)) return true;
     Decomposition const& decomposition = params.decomposition;
     Work work;
-    decomposition.work(worker(), tile.ordinal, work);
+    decomposition.work(worker(params), tile.ordinal, work);
     if (work.peers == 1) return true;
     constexpr int kValues = cute::size(Accumulators{});
     uint32_t const threads = warp_groups * cutlass::NumThreadsPerWarpGroup;
@@ -172,7 +206,12 @@ class Scheduler {
     return result != 0;
   }
 
-  CUTLASS_DEVICE static int32_t worker() { return blockIdx.x / kClusterM; }
+  CUTLASS_DEVICE static int32_t cluster() { return blockIdx.x / kClusterM; }
+  CUTLASS_DEVICE static int32_t worker(Params const& params) {
+    int32_t at = cluster();
+    asm volatile("" : "+r"(at));  // opaque, or the number would stay in a register while a tile is multiplied
+    return kHasList ? params.list[at] >> 24 : at;
+  }
 
   Params const& params_;
 };
