@@ -16,11 +16,10 @@ double floor_div(double x, double y) { return std::floor(x / y); }
 double ceil_div(double x, double y) { return std::ceil(x / y); }
 double remainder_of(double x, double y) { return x - floor_div(x, y) * y; }
 
-// Which workers of a wave sit on one GPC, so that what they load together is fetched once. Measured by ordering tiles in many
-// ways: CTAs launched without clusters behave as if sixteen neighbours did, clusters as if every eighth or, about as often, ninth
-// did. Slices of few tiles come in the same order one after another, so that the nearest neighbours tell: sixes and dozens of the first
-// two dozen.
-constexpr int32_t kNeighbours = 16, kStarts[] = {0, 40}, kStrides[] = {8, 9}, kNear[] = {6, 12}, kCounted = 24;
+// So many CTAs of neighbouring workers sit on one GPC (clusters.h), and what they load together is fetched from L2 once; but for multicasts, of
+// which each is fetched (benchmarks/results/placement_h200_2026-11-25.md). Of CTAs without clusters two such groups stand for all. Slices of
+// few tiles come in the same order one after another, so that the nearest neighbours tell: sixes and dozens of the first two dozen.
+constexpr int32_t kNeighbours = 16, kStarts[] = {0, 40}, kNear[] = {6, 12}, kCounted = 24;
 
 // How nearly the slowest of several overlapping things hides the others: exponents of the norms that join those of a MAC iteration
 // (5) and of a call. Memory and workers wait for each other at a call's start and end: the longer memory takes, the less that matters.
@@ -94,8 +93,8 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
     : kernel_(kernel), problem_(p), machine_(machine) {
   bool const swap = kernel.swap_ab;
   int32_t const ctas = kernel.cluster_m * kernel.cluster_n;
-  tiling_ = {kernel.tile_m * kernel.cluster_m, kernel.tile_n * kernel.cluster_n, ctas};
-  if (swap) std::swap(tiling_.rows, tiling_.columns);
+  tiling_ = {kernel.tile_m * kernel.cluster_m, kernel.tile_n * kernel.cluster_n, kernel.cluster_m, kernel.cluster_n};
+  if (swap) std::swap(tiling_.rows, tiling_.columns), std::swap(tiling_.ctas_m, tiling_.ctas_n);
   tiling_.tiles_m = (p.m + tiling_.rows - 1) / tiling_.rows;
   tiling_.tiles_n = (p.n + tiling_.columns - 1) / tiling_.columns;
   partials_ = kernel.type_d != p.type_d;
@@ -118,7 +117,9 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
     double const beyond = (swap ? kernel.tile_n : kernel.tile_m) - p.m, sharers = swap ? kernel.cluster_m : kernel.cluster_n;
     floor_ *= 1 + machine.beyond * std::max(beyond, 0.0) / 64 / sharers;
   }
-  launch_ = kernel.family == Family::kSkinny ? machine.skinny_launch : machine.launch + (ctas > 1 ? machine.cluster : 0);
+  // The more of a stage is multicast, the later the first one is complete.
+  double const multicast = (kernel.cluster_n > 1 ? kernel.tile_m : 0) + (kernel.cluster_m > 1 ? kernel.tile_n : 0);
+  launch_ = kernel.family == Family::kSkinny ? machine.skinny_launch : machine.launch + machine.cluster * multicast / 128;
   epilogue_ = machine.epilogue * (area / (128 * 128));
   if (kernel.family == Family::kSm90 && has_misaligned_d(p)) misaligned_d_ = machine.misaligned_d * (area / (128 * 128));
   if (!p.epilogue.is_plain())
@@ -239,7 +240,7 @@ double Estimator::reduction_of(double slices) const {
 }
 
 Wave Estimator::first_wave(Raster raster, int32_t swizzle) const {
-  bool const along_m = raster == Raster::kAlongM, alone = tiling_.ctas == 1;
+  bool const along_m = raster == Raster::kAlongM;
   int32_t const tiles_m = tiling_.tiles_m, tiles_n = tiling_.tiles_n;
   int32_t const fast = along_m ? tiles_m : tiles_n, slow = along_m ? tiles_n : tiles_m;
   swizzle = std::min(swizzle, slow);
@@ -247,34 +248,41 @@ Wave Estimator::first_wave(Raster raster, int32_t swizzle) const {
   // CTAs that share an SM take turns: a wave is one of each SM, as it is of kernels that have as many tiles and fill an SM.
   double const workers = std::min(workers_ / ctas_of_sm_, wave_tiles_);
 
-  // Of the workers of one GPC, or of two that stand for all.
   double const rows = std::min(tiling_.rows, problem_.m), columns = std::min(tiling_.columns, problem_.n);
+  // Tiles of runs of workers, and along m and n the different ones of each run.
+  double counted = 0, of_m = 0, of_n = 0;
   Distinct on_m, on_n;
-  auto const count = [&](int32_t first, int32_t last, int32_t stride) {
+  auto const count = [&](int32_t begin, int32_t end) {
     on_m.clear(), on_n.clear();
-    for (int32_t worker = first; worker < last; worker += stride) {
+    for (int32_t worker = begin; worker < end; ++worker) {
       TileOrder::Coordinate const at = order.coordinate(worker);
       on_m.add(at.m), on_n.add(at.n);
     }
+    counted += end - begin, of_m += on_m.size(), of_n += on_n.size();
   };
   Wave wave;
-  for (int which = 0; which < 2; ++which) {
-    int32_t const first = alone && workers > kStarts[which] ? kStarts[which] : 0, stride = alone ? 1 : kStrides[which];
-    int32_t const last = alone ? std::min<int32_t>(workers, first + kNeighbours) : workers;
-    count(first, last, stride);
-    double const gpcs_worth = workers / ((last - first + stride - 1) / stride) / 2;
-    wave.rows += gpcs_worth * rows * on_m.size();
-    wave.columns += gpcs_worth * columns * on_n.size();
+  int32_t const ctas = static_cast<int32_t>(tiling_.ctas_m * tiling_.ctas_n), last = static_cast<int32_t>(workers);
+  if (ctas == 1) {
+    for (int32_t const start : kStarts) {
+      int32_t const begin = last > start ? start : 0;
+      count(begin, std::min(last, begin + kNeighbours));
+    }
+  } else {
+    // A GPC's run begins in the middle of these as often as not.
+    int32_t const run = kNeighbours / ctas;
+    for (int32_t begin = 0; begin < last; begin += std::max(run / 2, 1)) count(begin, std::min(last, begin + run));
   }
+  // A is multicast along n, B along m.
+  wave.rows = workers * rows * (tiling_.ctas_n > 1 ? 1 : of_m / counted);
+  wave.columns = workers * columns * (tiling_.ctas_m > 1 ? 1 : of_n / counted);
   wave.near = wave.rows + wave.columns;
-  if (alone && partials_) {
+  if (ctas == 1 && partials_) {
     wave.near = 0;
-    int32_t const counted = std::min<int32_t>(workers, kCounted);
+    int32_t const nearest = std::min(last, kCounted);
     for (int32_t const near : kNear) {
-      for (int32_t first = 0; first < counted; first += near) {
-        count(first, std::min(first + near, counted), 1);
-        wave.near += workers / counted / 2 * (rows * on_m.size() + columns * on_n.size());
-      }
+      counted = of_m = of_n = 0;
+      for (int32_t begin = 0; begin < nearest; begin += near) count(begin, std::min(nearest, begin + near));
+      wave.near += workers / counted * (rows * of_m + columns * of_n) / 2;
     }
   }
   double const panels = ceil_div(workers, static_cast<double>(fast) * swizzle);

@@ -24,7 +24,7 @@ struct Machine {
 
 // Rows of A and columns of B that one wave of whole tiles needs at once.
 struct Wave {
-  double rows = 0, columns = 0;  // of all GPCs added up, a GPC's own CTAs sharing what they load
+  double rows = 0, columns = 0;  // of all GPCs added up, whose clusters share what their CTAs load by themselves
   double footprint = 0;          // rows and columns of the whole wave, which shares them in L2
   double near = 0;               // ... of all groups of near neighbours added up, by which orders are ranked
 };
@@ -36,9 +36,10 @@ struct Order {
   Wave wave;
 };
 
-// The output tiles of one batch, those of a cluster of CTAs being one: their extents along m and n, and how many there are.
+// The output tiles of one batch, those of a cluster of CTAs being one: their extents along m and n, the CTAs of one, and how many there are.
 struct Tiling {
-  int64_t rows = 0, columns = 0, ctas = 1;
+  int64_t rows = 0, columns = 0;
+  int64_t ctas_m = 1, ctas_n = 1;
   int64_t tiles_m = 0, tiles_n = 0;
 };
 

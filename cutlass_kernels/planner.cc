@@ -61,11 +61,11 @@ Choice choose(std::vector<Kernel const*> const& kernels, GemmProblem const& p, s
   std::iota(promising.begin(), promising.end(), 0);
   std::sort(promising.begin(), promising.end(), [&](size_t i, size_t j) { return estimators[i].least() < estimators[j].least(); });
 
-  // Tiles of the same extents and type have the same orders: those of partials have their own.
-  std::map<std::tuple<int64_t, int64_t, int64_t, Type>, Order> orders;
+  // Tiles of the same extents, clusters and type have the same orders: those of partials have their own.
+  std::map<std::tuple<int64_t, int64_t, int64_t, int64_t, Type>, Order> orders;
   auto const order_of = [&](Type type_d, Estimator const& estimator) -> Order const& {
     Tiling const& tiling = estimator.tiling();
-    auto const [at, is_new] = orders.try_emplace({tiling.rows, tiling.columns, tiling.ctas, type_d});
+    auto const [at, is_new] = orders.try_emplace({tiling.rows, tiling.columns, tiling.ctas_m, tiling.ctas_n, type_d});
     if (is_new && device.arch != 0) at->second = estimator.best_order();
     return at->second;
   };

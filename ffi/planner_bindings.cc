@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "cutlass_kernels/clusters.h"
 #include "cutlass_kernels/eviction.h"
 #include "cutlass_kernels/planner.h"
 
@@ -202,6 +203,14 @@ void bind_planner(nb::module_& m) {
       "tiles_m"_a, "tiles_n"_a, "schedule"_a, "workers"_a, "line"_a, "by_all_batches"_a = false, "again"_a = false, "bytes"_a = 1,
       "others"_a = 1, "element_bytes"_a = 2, "slices"_a = 1, "multiply_adds"_a = 0.0, "k_tiles"_a = 64,
       "Whether what a line of tiles of one batch reads of an operand may leave L2 first.");
+  m.def(
+      "number_by_gpc",
+      [](uint8_t clusters, int32_t ctas) {
+        std::vector<uint8_t> numbers(clusters);
+        number_by_gpc(clusters, ctas, numbers.data());
+        return std::vector<int32_t>(numbers.begin(), numbers.end());
+      },
+      "clusters"_a, "ctas"_a, "The number of each cluster of so many CTAs, by which those of a GPC follow one another.");
   m.def("first_wave", &first_wave, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "The Wave that a CUDA kernel starts with.");
 
   nb::class_<Batch>(m, "Batch", "CUDA candidates, as a list of each of their parts, to estimate on one machine after another.")

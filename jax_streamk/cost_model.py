@@ -14,7 +14,7 @@ class Machine:
     """Constants of one kind of GPU. Times in microseconds; rates in bytes or FLOPs per microsecond."""
 
     launch: float  # of a kernel, its first loads and its last stores included
-    cluster: float  # more of it to a kernel of clusters of several CTAs
+    cluster: float  # more of it where 128 rows or columns of a CTA's tile are multicast
     relaunch: float  # of each further kernel of a call
     memory_rate: float  # DRAM to all SMs
     idle: float  # exponent of the share of a schedule's workers that have work, which memory's rate falls with
