@@ -5,7 +5,7 @@ Each plan is captured into a CUDA graph of calls on rotating operands (more than
 replayed and timed with events: microseconds per call, with every memset and reduction kernel.
 
 With `--alone`, the planner's first plans only, few of a kernel, and XLA's product, whose kernel is written as XLA: by the profiler, as
-`bench` measures device time.
+`bench` measures device time. `--plans` says how many; `--no-xla` leaves out what takes longest.
 
     python benchmarks/measure_plans.py benchmarks/shapes/planner.csv out.csv [--limit SECONDS]
     python benchmarks/measure_plans.py benchmarks/shapes/dtypes.csv out.csv --type f32 --majors rc
@@ -70,6 +70,8 @@ def main():
     parser.add_argument("--reductions", default="none,ordered,separate", help="which ways to share tiles; none is data-parallel")
     parser.add_argument("--family", action="append", help="of kernels; may be given several times (all but sm80 where others serve the type)")
     parser.add_argument("--alone", action="store_true", help="the planner's first plans, of any kernel, and XLA's product, by the profiler")
+    parser.add_argument("--plans", type=int, default=FIRST, help="of --alone, at most (%(default)s)")
+    parser.add_argument("--no-xla", action="store_true", help="--alone without XLA's product")
     parser.add_argument("--limit", type=float, default=300, help="seconds after which no new shape is begun")
     arguments = parser.parse_args()
     memory = Memory(device_of(None))
@@ -95,7 +97,10 @@ def main():
                 print("stopped at the time limit before", (m, n, k))
                 break
             problem = problem_of(m, n, k)
-            times = measured_alone(problem, memory) if arguments.alone else measured(problem, kernels, memory, arguments.reductions.split(","))
+            if arguments.alone:
+                times = measured_alone(problem, memory, arguments.plans, not arguments.no_xla)
+            else:
+                times = measured(problem, kernels, memory, arguments.reductions.split(","))
             for plan, us in times:
                 of = "XLA", "", "", "", "", ""
                 if plan is not None:
@@ -138,13 +143,13 @@ def measured(problem, kernels, memory, reductions):
     yield from us.items()
 
 
-def measured_alone(problem, memory):
-    """The same of the planner's first plans, and of XLA's product, which is None."""
+def measured_alone(problem, memory, first, has_xla):
+    """The same of so many of the planner's first plans, and of XLA's product, which is None."""
     found = planner.choose(problem, None, memory.device, listed=20 * FIRST).candidates
     estimates = {Candidate.of(x.kernel, x.schedule): x.cost.microseconds for x in found}
     of_kernel, plans, least = collections.Counter(), [], min(estimates.values())
     for plan, us in estimates.items():
-        if us <= LIKELY * least and of_kernel[plan.kernel] < OF_KERNEL and len(plans) < FIRST:
+        if us <= LIKELY * least and of_kernel[plan.kernel] < OF_KERNEL and len(plans) < first:
             plans.append(plan)
             of_kernel[plan.kernel] += 1
     made = [planner.plan_with(problem, Auto(), memory.device, Tuned.now(plan, estimates[plan], estimates[plan])) for plan in plans]
@@ -154,13 +159,14 @@ def measured_alone(problem, memory):
         task = sides.Task(dtype_of(problem.type_a).name)
         count, _ = bench.calls_of(task.bytes(shape), gpu=True)
         operands = [tuple(x.reshape(-1) for x in xs) for xs in task.operands(shape, count)]
-        programs = [sides.jax_programs(function, operands, 1)["device"] for function in (contest.xlas(made[0]), *map(contest.ours, made))]
+        functions = [contest.xlas(made[0])] * has_xla + [contest.ours(x) for x in made]
+        programs = [sides.jax_programs(function, operands, 1)["device"] for function in functions]
         times = [[] for _ in programs]
         for program in programs:
             repeat(program, 1)
         for i in [*range(len(programs)), *reversed(range(len(programs)))]:
             times[i] += timing.device_samples(programs[i])[0]
-    us = dict(zip([None, *plans], map(statistics.median, times)))
+    us = dict(zip([None] * has_xla + plans, map(statistics.median, times)))
     print((problem.m, problem.n, problem.k), us, flush=True)
     yield from us.items()
 
