@@ -116,9 +116,11 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
     // products of fewer rows than a tile.
     double const beyond = (swap ? kernel.tile_n : kernel.tile_m) - p.m, sharers = swap ? kernel.cluster_m : kernel.cluster_n;
     floor_ *= 1 + machine.beyond * std::max(beyond, 0.0) / 64 / sharers;
+    // CTAs of a cluster wait for one another.
+    floor_ *= 1 + machine.gang * (ctas - 1);
   }
-  // The more of a stage is multicast, the later the first one is complete.
-  double const multicast = (kernel.cluster_n > 1 ? kernel.tile_m : 0) + (kernel.cluster_m > 1 ? kernel.tile_n : 0);
+  // The more of B is multicast, the later the first stage is complete. Of A that costs nothing, as measured.
+  double const multicast = kernel.cluster_m > 1 ? kernel.tile_n : 0;
   launch_ = kernel.family == Family::kSkinny ? machine.skinny_launch : machine.launch + machine.cluster * multicast / 128;
   epilogue_ = machine.epilogue * (area / (128 * 128));
   if (kernel.family == Family::kSm90 && has_misaligned_d(p)) misaligned_d_ = machine.misaligned_d * (area / (128 * 128));

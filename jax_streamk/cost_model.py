@@ -14,12 +14,12 @@ class Machine:
     """Constants of one kind of GPU. Times in microseconds; rates in bytes or FLOPs per microsecond."""
 
     launch: float  # of a kernel, its first loads and its last stores included
-    cluster: float  # more of it where 128 rows or columns of a CTA's tile are multicast
+    cluster: float  # more of it where 128 columns of a CTA's B are multicast
     relaunch: float  # of each further kernel of a call
     memory_rate: float  # DRAM to all SMs
     idle: float  # exponent of the share of a schedule's workers that have work, which memory's rate falls with
     beyond: float  # share by which it falls with 64 rows that A's tile has beyond the problem
-    gang: float  # share by which it falls with each further CTA of a cluster that shares a tile of a few rows
+    gang: float  # share by which it falls with each further CTA of a cluster
     cache_rate: float  # L2 to all SMs, a multicast counted once
     gpc_rate: float  # L2 to all GPCs, what SMs of one load together counted once
     drift: float  # share of what SMs load together in the first wave that they load apart in later ones
@@ -78,7 +78,8 @@ class Machine:
 # plans_alone_streamk_h200_2026-11-23, plans_alone_strong_ and plans_losing_h200_2026-11-24, and what bench measured of each,
 # plans_pairs_h200_2026-11-24, within what tests/test_planner.py asks of the other tables, and with first_line once more; mma_f64,
 # from_registers and rearrange_rate by plans_dtypes_h200_2026-11-21. reduction_sharing is what reduction_h200_2026-11-24.csv says of the
-# kernel alone, and reduction nearly so.
+# kernel alone, and reduction nearly so. partial_rate_sm is such that 128 x 18432 by 12288 is not shared, which took an eighth longer
+# (plans_numbered_decode_h200_2026-11-25).
 H200 = Machine(
     launch=2.487,
     cluster=0.2164,
@@ -120,7 +121,7 @@ H200 = Machine(
     copy_rate=3.424e6,
     rearrange_rate=2.639e6,
     fix_up=2.263,
-    partial_rate_sm=8.491e4,
+    partial_rate_sm=6.2e4,
     memset=2.343,
     reduction=1.0,
     reduction_sharing=0.043,
