@@ -375,7 +375,7 @@ class CollectiveEpilogue {
   static constexpr int kParts = kSwap ? kRows * kSize / 128 : 1;
   static constexpr int kRowBytes = kSwap ? 128 : kColumns * kSize, kBoxBytes = kRows * kColumns * kSize;
   static_assert(kRowBytes == 32 || kRowBytes == 64 || kRowBytes == 128);
-  static_assert(kColumns % 16 == 0 && kTileN % kColumns == 0 && kTileM % (kRows * kWarpgroups) == 0);
+  static_assert(kColumns % (kSwap && kSize == 2 ? 8 : 16) == 0 && kTileN % kColumns == 0 && kTileM % (kRows * kWarpgroups) == 0);
 
  public:
   struct Params {
@@ -519,17 +519,23 @@ class CollectiveEpilogue {
     if constexpr (kSize == 2) {
 #pragma unroll
       for (int block = 0; block < kColumns / 8; block += 2) {
+        bool const alone = block + 1 == kColumns / 8;  // a last block of a transposed tile
         uint32_t words[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        for (int i = 0; i < (alone ? 2 : 4); ++i) {
           cutlass::Array<float, 2> two;
           two[0] = accumulators(begin + block * 4 + i * 2), two[1] = accumulators(begin + block * 4 + i * 2 + 1);
           auto const converted = cutlass::NumericArrayConverter<Element, float, 2>{}(two);
           std::memcpy(&words[i], &converted, 4);
         }
         if constexpr (kSwap) {
-          asm volatile("stmatrix.sync.aligned.x4.trans.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at + block * 8 * kRowBytes),
-                       "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
+          uint32_t const to = at + block * 8 * kRowBytes;
+          if (alone) {
+            asm volatile("stmatrix.sync.aligned.x2.trans.m8n8.shared.b16 [%0], {%1, %2};" ::"r"(to), "r"(words[0]), "r"(words[1]) : "memory");
+          } else {
+            asm volatile("stmatrix.sync.aligned.x4.trans.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+                         "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
+          }
         } else {
           asm volatile("stmatrix.sync.aligned.x4.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at ^ block * 16),
                        "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");

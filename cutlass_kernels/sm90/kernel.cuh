@@ -92,16 +92,17 @@ class Sm90Kernel final : public CudaKernel {
       if (c.tile_m != 64 || !c.swap_ab || c.math != Math::kNative) return few;
       return c.tile_n == 192 ? 64 : c.tile_n == 80 || c.tile_n == 144 ? c.tile_n : few;
     }
-    if (kTwo) return c.tile_n % 128 == 0 ? 64 : few;
+    if (kTwo) return c.tile_n % 128 == 0 ? 64 : c.tile_n == 240 ? 48 : c.tile_n == 200 ? 40 : few;
     if (kThree) return c.swap_ab && c.tile_n == 144 ? 48 : few;
     if (c.warp_schedule != WarpSchedule::kPingpong || (c.tile_m == 64 && !c.swap_ab)) return few;
     if (c.tile_n == 128 || c.tile_n == 192) return 64;
     if (!c.swap_ab) return few;
     switch (c.tile_n) {
+      case 80: return 40;
       case 96: case 144: return 48;
-      case 112: case 176: return c.tile_n;  // whose divisors are no multiples of 16 but 16
       case 160: return 80;
-      default: return few;
+      case 168: return 56;
+      default: return c.tile_n % 32 == 0 ? 32 : c.tile_n;  // halves of 112 and 176 columns take as long
     }
   }
   // Bytes of an SM's shared memory, 1 KB of which each CTA needs besides, that a CTA leaves to others. Barriers take no more than 256.
@@ -116,7 +117,9 @@ class Sm90Kernel final : public CudaKernel {
       std::conditional_t<kTwo, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
                          cutlass::gemm::KernelTmaWarpSpecializedPingpong>>::CollectiveOp>::type>::type;
   static constexpr bool kBAlongN = std::is_same_v<LayoutB, cutlass::layout::RowMajor>;
-  static constexpr int kLoadedN = kBAlongN ? columns_by_tma(kConfig.tile_m, kConfig.tile_n) : kConfig.tile_n;
+  // CuTe tells stages of rows along K apart where they are multiples of 16 rows: a tile of 8 more has 8 loaded for nothing.
+  static constexpr int kRowsAlongK = sizeof(ElementAB) == 2 && kConfig.tile_k == 64 ? (kConfig.tile_n + 15) / 16 * 16 : kConfig.tile_n;
+  static constexpr int kLoadedN = kBAlongN ? columns_by_tma(kConfig.tile_m, kConfig.tile_n) : kRowsAlongK;
   using Mainloop = CollectiveMainloop<Collective<cute::Shape<cute::Int<kConfig.tile_m>, cute::Int<kLoadedN>, cute::Int<kConfig.tile_k>>>,
                                       typename Collective<TileShape>::TiledMma, TileShape, kConfig.type_d == Type::kF32,
                                       kConfig.math == Math::kTF32x3>;
