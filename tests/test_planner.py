@@ -510,6 +510,8 @@ def test_nothing_to_multiply_divides_by_nothing():
         ("plans_numbered_losing_h200_2026-11-25", "bf16", "rr", 1.031, 1.12, 1.19),
         ("plans_numbered_h200_2026-11-25", "bf16", "rr", 1.014, 1.13, 1.2),
         ("plans_numbered_decode_h200_2026-11-25", "bf16", "rr", 1.014, 1.11, 1.15),
+        ("plans_eights_losing_h200_2026-11-25", "bf16", "rr", 1.018, 1.07, 1.11),
+        ("plans_eights_h200_2026-11-25", "bf16", "rr", 1.031, 1.24, 1.27),
         ("plans_alone_h100_2026-11-24", "bf16", "rr", 1.018, 1.14, 1.16),
         ("plans_misaligned_h200_2026-11-23", "bf16", "rr", 1.015, 1.11, 1.11),
         ("plans_strong_scaling_h200_2026-11-22", "bf16", "rr", 1.019, 1.09, 1.09),
