@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 
 namespace jax_streamk {
 
@@ -13,20 +14,55 @@ inline constexpr int32_t kSingles = 4;
 // (cudaOccupancyMaxActiveClusters): a persistent grid of more would begin its last clusters when the first have ended.
 inline int32_t active_clusters(int32_t sms, int32_t ctas) { return std::max((ctas > 2 ? sms * 10 / 11 : sms) / ctas, 1); }
 
+// Clusters of a launch that get no work: so many of them, from the `first` on.
+struct Idle {
+  int32_t first = 0, count = 0;
+};
+
+// Which these are beside `working` ones. CTAs and pairs first go to eight SMs apart, which no larger cluster reaches, and so does the second CTA
+// of an SM. The SMs apart share the way to L2 with the eight of the smallest GPC: where not all SMs have work, this GPC would have up to twice as
+// much to load as any other, and takes up to a fifth longer (benchmarks/results/apart_h200_2026-11-25.md). So clusters on the SMs apart are
+// idle, but for as many as make all GPCs even.
+inline Idle idle_clusters(int32_t working, int32_t ctas, int32_t sms) {
+  constexpr int32_t kGpcs = 8, kApart = 8, kOthers = 8;  // GPCs; SMs apart, and others of their GPC
+  if (ctas > 2) return {};
+  int32_t const layer = sms / ctas, full = working / layer, rest = working % layer;
+  if (rest == 0 || full > 1) return {};  // where the third CTA of an SM goes is less simple
+  int32_t const apart = std::clamp((rest - kGpcs * kOthers / ctas) / kGpcs, 0, kApart / ctas);
+  return {full * layer, std::min(kApart / ctas - apart, layer - rest)};
+}
+
+constexpr uint8_t kIdle = 0xff;
+
 // Numbers the clusters of a launch so that those which share a GPC follow one another: what its CTAs ask for at the same time L2 serves once,
-// unless it is multicast. Measured on H100 and H200, whose eight GPCs have 8 to 18 SMs (benchmarks/results/placement_h200_2026-11-25.md):
+// unless it is multicast. The first `idle` have no work, and get kIdle. Measured on H100 and H200, whose eight GPCs have 8 to 18 SMs
+// (benchmarks/results/placement_h200_2026-11-25.md):
 //
 // - CTAs without clusters fill one GPC after the other, and stay in order. Clusters go to all GPCs in turn, until the smallest is full, and
 //   then to the others.
 // - Which GPC a turn begins with depends on the launches before. So the later clusters of a GPC have the place in their turns that the earlier
 //   ones have in theirs, or the one before: they are numbered between the earlier ones of both places.
-// - Pairs first go to eight SMs that no larger cluster reaches. These come last.
-inline void number_by_gpc(int32_t clusters, int32_t ctas, uint8_t* numbers) {
+// - Pairs first go to the SMs apart. These come last.
+//
+// Or, to `spread` them, so that the first of them are as many of each GPC: those with one piece of work more than others, where neighbours share
+// nothing that other clusters do not need as well.
+inline void number_by_gpc(int32_t clusters, int32_t idle, int32_t ctas, bool spread, uint8_t* numbers) {
   constexpr int32_t kGpcs = 8, kSmallest = 8, kApart = 8;  // GPCs; SMs of the smallest, and of those that come last
   int32_t const apart = ctas == 2 ? kApart / ctas : 0, turns = ctas == 1 ? 0 : kSmallest / ctas, all = turns * kGpcs;
+  std::fill_n(numbers, idle, kIdle);
+  // The number of each place in the order of GPCs. Places in the order of their reversed bits are spread however many one takes (van der Corput).
+  constexpr int32_t kBits = 8;
+  int32_t const places = clusters - idle;
+  uint8_t at[1 << kBits];
+  std::iota(at, at + places, uint8_t{0});
+  for (int32_t i = 0, number = 0; spread && i < 1 << kBits; ++i) {
+    int32_t reversed = 0;
+    for (int32_t bit = 0; bit < kBits; ++bit) reversed |= (i >> bit & 1) << (kBits - 1 - bit);
+    if (reversed < places) at[reversed] = static_cast<uint8_t>(number++);
+  }
   int32_t next = 0;
   auto const add = [&](int32_t cluster) {
-    if (cluster < clusters) numbers[cluster] = static_cast<uint8_t>(next++);
+    if (cluster >= idle && cluster < clusters) numbers[cluster] = at[next++];
   };
   for (int32_t gpc = 0; gpc < kGpcs; ++gpc) {
     for (int32_t turn = 0; turn < turns; ++turn) add(apart + turn * kGpcs + gpc);

@@ -21,10 +21,15 @@ double remainder_of(double x, double y) { return x - floor_div(x, y) * y; }
 // few tiles come in the same order one after another, so that the nearest neighbours tell: sixes and dozens of the first two dozen.
 constexpr int32_t kNeighbours = 16, kStarts[] = {0, 40}, kNear[] = {6, 12}, kCounted = 24;
 
-// How nearly the slowest of several overlapping things hides the others: exponents of the norms that join those of a MAC iteration
-// (5) and of a call. Memory and workers wait for each other at a call's start and end: the longer memory takes, the less that matters.
+// How nearly the slowest of several overlapping things hides the others: the exponent of the norm that joins them, those of a MAC iteration
+// and those of a call of an sm90 kernel. In the other families those who multiply load as well, and wait for memory at a call's start and end: the
+// longer it takes, the less that matters.
 double fifth_power(double x) { return x * x * x * x * x; }
+constexpr auto overlapped = [](auto... times) { return std::pow((fifth_power(times) + ...), 1.0 / 5); };
 double overlap_of_call(double floor) { return 1.6 + 0.4 * std::max(std::log2(floor / 8), 0.0); }
+
+// CTAs that share an SM have fewer stages each: one draws what the only one would over this power of their number.
+constexpr double kFewerStages = 0.7;
 
 // CTAs that share an SM and wait for loads in turn: of the skinny family, and of those that load less than 16 bytes at a time.
 constexpr double kResident = 2;
@@ -52,13 +57,13 @@ constexpr double kRounding = 1 - 1e-9;
 // of 128x128 was measured to have about nine tenths and one of 64x64 three quarters.
 constexpr double kHostMultiplyAdd = 1.2e-5, kHostPack = 1.7e-4, kHostPartial = 5e-4, kHostWake = 20;
 
-// Bytes that any kernel must move: each operand read once, bias and residual too, D written once.
-double bytes_of(GemmProblem const& p) {
+// Bytes that any kernel must move: each operand read once, bias and residual too, D written once, which takes longer.
+double bytes_of(GemmProblem const& p, double written) {
   auto const batches = [&](int64_t stride) { return static_cast<double>(stride != 0 ? p.batch : 1); };
   double const m = p.m, n = p.n, k = p.k, batch = p.batch;
   double const bias = p.epilogue.has_bias ? n * batches(p.epilogue.batch_stride_bias) : 0;
   return m * k * batches(p.batch_stride_a) * size_of(p.type_a) + k * n * batches(p.batch_stride_b) * size_of(p.type_b) +
-         ((p.epilogue.has_residual ? 2 : 1) * batch * m * n + bias) * size_of(p.type_d);
+         (((p.epilogue.has_residual ? 1 : 0) + written) * batch * m * n + bias) * size_of(p.type_d);
 }
 
 double mma_rate(Machine const& machine, Type type, Math math) {
@@ -110,7 +115,8 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
 
   double const size = size_of(p.type_a), accumulator = size_of(accumulator_of(p.type_a));
   double const area = kernel.tile_m * kernel.tile_n, tile_k = kernel.tile_k;
-  floor_ = bytes_of(p) / machine.memory_rate;
+  floor_ = bytes_of(p, machine.written) / machine.memory_rate;
+  drawn_ = machine.memory_rate_sm * ctas / std::pow(ctas_of_sm_, kFewerStages);
   if (kernel.family == Family::kSm90) {
     // Rows that a tile of A has beyond the problem come from nowhere, but TMA takes its time for them; a cluster shares them. Measured of
     // products of fewer rows than a tile.
@@ -135,7 +141,7 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
     math_ = operations * kernel.tile_m * (kernel.tile_n + machine.narrow) * tile_k / machine.wgmma_rate_sm;
     Major const major = swap ? kernel.major_b : kernel.major_a;
     bool const along_k = (major == Major::kColumn) == swap;
-    if (p.type_a == Type::kF32 && !along_k) math_ *= machine.from_registers;
+    if (p.type_a == Type::kF32) math_ *= along_k ? machine.wgmma_tf32 : machine.from_registers;
     // SMs that clusters leave out save no power for the others.
     wgmma_sustained_ = operations * area * tile_k * std::max(width / workers_, 1.0) / machine.wgmma_sustained;
   } else {
@@ -164,7 +170,8 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
     int32_t tile, brought;
   };
   auto const operand = [&](int64_t ld, bool along_k, int64_t extent, bool is_b) -> Operand {
-    return {ld, along_k, extent, is_b ? kernel.tile_n : kernel.tile_m, is_b ? columns_by_tma(kernel.tile_m, kernel.tile_n) : kernel.tile_m};
+    int32_t const tile = is_b ? kernel.tile_n : kernel.tile_m;
+    return {ld, along_k, extent, tile, !by_tma ? tile : along_k ? rows_by_tma(tile) : is_b ? columns_by_tma(kernel.tile_m, tile) : tile};
   };
   Operand const a = operand(repacked.problem.lda, kernel.major_a == Major::kRow, p.m, swap);
   Operand const b = operand(repacked.problem.ldb, kernel.major_b == Major::kColumn, p.n, !swap);
@@ -173,7 +180,7 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   // A tile that is contiguous along m or n comes in rows of at most 128 bytes, of which each costs more. A part of one costs as much.
   auto const panel_of = [&](Operand const& x) {
     double const each = x.along_k ? (misses(x.ld, 32) ? machine.misaligned_k - 1 : 0) : is_misaligned(x.ld) ? machine.misaligned_mn - 1 : 0;
-    if (x.along_k || !by_tma) return panel * (1 + each);
+    if (x.along_k || !by_tma) return panel * (1 + each) * x.brought / x.tile;
     return panel * parts_of(x) * x.brought / x.tile * (1 + 128 / std::gcd(x.brought * static_cast<int32_t>(size), 128) * each);
   };
   panel_a_ = panel_of(a);
@@ -189,6 +196,7 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   // TMA takes as long for what a row that is not along K has beyond the problem.
   loads_ = loaded(by_tma && !(swap ? b : a).along_k ? kernel.tile_m : tile_rows, by_tma && !(swap ? a : b).along_k ? kernel.tile_n : tile_columns) /
            machine.load_rate_sm;
+  if (by_tma && ctas > 1) loads_ += machine.handshake * tile_k / 64;
   if (ctas_of_sm_ > 1) {
     // They take turns, and each has stages for its part of what an SM can ask for.
     double const turns = std::clamp(std::ceil(tiles_ / width), 1.0, static_cast<double>(ctas_of_sm_));
@@ -403,17 +411,26 @@ Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   cost.microseconds = kRounding * (cost.launches + std::max(least_work, floor_) + last_fused + cost.extra + cost.repack);
   if (cost.microseconds > limit) return cost;
 
-  cost.work = work([](auto... times) { return std::pow((fifth_power(times) + ...), 1.0 / 5); });
-  // Few workers do not draw all that memory could give: those with a piece of the whole waves, and of the last one. CTAs of a cluster
-  // wait until there is room for all of them.
-  auto const slower = [&](double at_work) { return std::pow(at_work, -machine_.idle); };
+  cost.work = work(overlapped);
+  // Few workers do not draw all that memory could give: those with a piece of the whole waves, and of the last one. Those of sm90 kernels are
+  // spread over all GPCs, but in the last of several waves only where tiles are in one line (sm90/scheduler.h).
+  bool const sm90 = kernel_.family == Family::kSm90;
+  auto const slower = [&](double at_work, bool is_spread) {
+    double const draw = drawn_ * at_work * share.busy;
+    double const uneven = is_spread ? 1 : std::pow(std::min(at_work * share.busy * ctas_of_sm_ / workers_, 1.0), -machine_.idle);
+    return sm90 ? uneven * overlapped(1.0, machine_.memory_rate / draw) : uneven;
+  };
   double const of_last = left / (tiles_ * splits);
-  cost.floor = floor_ * slower(std::min(share.busy * ctas_of_sm_ / workers_, 1.0)) * (1 - of_last + of_last * slower(busy_last));
+  bool const one_line = tiling_.tiles_m == 1 || tiling_.tiles_n == 1;
+  cost.floor = floor_ * ((1 - of_last) * slower(1, sm90) + of_last * slower(busy_last, sm90 && (one_line || share.pieces == 1)));
   if (in_clusters) cost.floor *= 1 + machine_.gang * (share.peers - 1);
-  double const overlap = overlap_of_call(floor_);
-  double const overlapped = std::pow(std::pow(cost.work, overlap) + std::pow(cost.floor, overlap), 1 / overlap);
+  auto const of_call = [&] {
+    if (sm90) return overlapped(cost.work, cost.floor);
+    double const power = overlap_of_call(floor_);
+    return std::pow(std::pow(cost.work, power) + std::pow(cost.floor, power), 1 / power);
+  };
+  cost.microseconds = cost.launches + of_call() + last_fused + cost.extra + cost.repack;
   cost.work += last_fused;
-  cost.microseconds = cost.launches + overlapped + last_fused + cost.extra + cost.repack;
   cost.waves = tiles_ * splits / workers_;
   return cost;
 }

@@ -14,9 +14,9 @@ namespace jax_streamk {
 // The constants of one kind of GPU. jax_streamk/cost_model.py says what each is, and has their values.
 struct Machine {
   double launch, cluster, relaunch;
-  double memory_rate, idle, beyond, gang, cache_rate, gpc_rate, drift, misaligned_drift, load_rate_sm, line, first_line;
+  double memory_rate, memory_rate_sm, written, idle, beyond, gang, handshake, cache_rate, gpc_rate, drift, misaligned_drift, load_rate_sm, line, first_line;
   double wgmma_rate_sm, wgmma_sustained, mma_16bit, mma_tf32, mma_tf32x3, mma_f64;
-  double narrow, from_registers, narrow_loads, misaligned_k, misaligned_mn;
+  double narrow, wgmma_tf32, from_registers, narrow_loads, misaligned_k, misaligned_mn;
   double skinny_launch, skinny_rate_sm, skinny_rate_16bit, skinny_mma, skinny_alone, skinny_fix_up, skinny_peer, half_lines;
   double epilogue, misaligned_d, fused, overlapped, copy_rate, rearrange_rate, fix_up, partial_rate_sm, memset;
   double reduction, reduction_sharing, reduction_rate;
@@ -100,7 +100,7 @@ class Estimator {
   double panel_a_ = 0, panel_b_ = 0, multicast_ = 0, math_ = 0, wgmma_sustained_ = 0, loads_ = 0, line_ = 0, alone_ = 0;
   // Microseconds of the launch, of memory, of a tile's epilogue, more of it to a misaligned D, of what is fused into it, and of a
   // partial tile; bytes of D in the accumulator's type; microseconds of copying operands first.
-  double launch_ = 0, floor_ = 0, epilogue_ = 0, misaligned_d_ = 0, fused_ = 0, partial_ = 0, result_bytes_ = 0, repack_ = 0;
+  double launch_ = 0, floor_ = 0, drawn_ = 0, epilogue_ = 0, misaligned_d_ = 0, fused_ = 0, partial_ = 0, result_bytes_ = 0, repack_ = 0;
   double least_ = 0;
   bool misaligned_ = false;
 };

@@ -20,6 +20,9 @@ constexpr int32_t columns_by_tma(int32_t tile_m, int32_t tile_n) {
   return tile_m < 256 && tile_n > 64 ? (tile_n + 63) / 64 * 64 : tile_n;
 }
 
+// How many rows of an operand that is contiguous along K come for a tile of so many: CuTe tells stages apart where they are multiples of 16 rows.
+constexpr int32_t rows_by_tma(int32_t tile) { return (tile + 15) / 16 * 16; }
+
 struct Repack {
   bool a = false, b = false;         // copied
   GemmProblem problem;               // what the kernel runs: with the strides of copies, and all K that it multiplies

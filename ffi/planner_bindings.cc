@@ -1,6 +1,7 @@
 #include "ffi/planner_bindings.h"
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -109,9 +110,12 @@ void bind_planner(nb::module_& m) {
       .def_rw("cluster", &Machine::cluster)
       .def_rw("relaunch", &Machine::relaunch)
       .def_rw("memory_rate", &Machine::memory_rate)
+      .def_rw("memory_rate_sm", &Machine::memory_rate_sm)
+      .def_rw("written", &Machine::written)
       .def_rw("idle", &Machine::idle)
       .def_rw("beyond", &Machine::beyond)
       .def_rw("gang", &Machine::gang)
+      .def_rw("handshake", &Machine::handshake)
       .def_rw("cache_rate", &Machine::cache_rate)
       .def_rw("gpc_rate", &Machine::gpc_rate)
       .def_rw("drift", &Machine::drift)
@@ -126,6 +130,7 @@ void bind_planner(nb::module_& m) {
       .def_rw("mma_tf32x3", &Machine::mma_tf32x3)
       .def_rw("mma_f64", &Machine::mma_f64)
       .def_rw("narrow", &Machine::narrow)
+      .def_rw("wgmma_tf32", &Machine::wgmma_tf32)
       .def_rw("from_registers", &Machine::from_registers)
       .def_rw("narrow_loads", &Machine::narrow_loads)
       .def_rw("misaligned_k", &Machine::misaligned_k)
@@ -204,13 +209,21 @@ void bind_planner(nb::module_& m) {
       "others"_a = 1, "element_bytes"_a = 2, "slices"_a = 1, "multiply_adds"_a = 0.0, "k_tiles"_a = 64,
       "Whether what a line of tiles of one batch reads of an operand may leave L2 first.");
   m.def(
-      "number_by_gpc",
-      [](uint8_t clusters, int32_t ctas) {
-        std::vector<uint8_t> numbers(clusters);
-        number_by_gpc(clusters, ctas, numbers.data());
-        return std::vector<int32_t>(numbers.begin(), numbers.end());
+      "idle_clusters",
+      [](int32_t working, int32_t ctas, int32_t sms) {
+        Idle const idle = idle_clusters(working, ctas, sms);
+        return std::pair(idle.first, idle.count);
       },
-      "clusters"_a, "ctas"_a, "The number of each cluster of so many CTAs, by which those of a GPC follow one another.");
+      "working"_a, "ctas"_a, "sms"_a, "The first, and how many, clusters without work a launch has beside so many, of so many CTAs each.");
+  m.def(
+      "number_by_gpc",
+      [](uint8_t clusters, uint8_t idle, int32_t ctas, bool spread) {
+        std::vector<uint8_t> numbers(std::max(clusters, idle));
+        number_by_gpc(clusters, idle, ctas, spread, numbers.data());
+        return std::vector<int32_t>(numbers.begin() + idle, numbers.end());
+      },
+      "clusters"_a, "idle"_a, "ctas"_a, "spread"_a,
+      "The number of each cluster of so many CTAs but the first ones, which are idle, by which those of a GPC follow one another, or are spread.");
   m.def("first_wave", &first_wave, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "The Wave that a CUDA kernel starts with.");
 
   nb::class_<Batch>(m, "Batch", "CUDA candidates, as a list of each of their parts, to estimate on one machine after another.")

@@ -17,9 +17,12 @@ class Machine:
     cluster: float  # more of it where 128 columns of a CTA's B are multicast
     relaunch: float  # of each further kernel of a call
     memory_rate: float  # DRAM to all SMs
+    memory_rate_sm: float  # ... to the CTA of one
+    written: float  # how many bytes read a byte of D that is written counts as
     idle: float  # exponent of the share of a schedule's workers that have work, which memory's rate falls with
     beyond: float  # share by which it falls with 64 rows that A's tile has beyond the problem
     gang: float  # share by which it falls with each further CTA of a cluster
+    handshake: float  # of the CTAs of a cluster for 64 of K: a stage waits until all have read it
     cache_rate: float  # L2 to all SMs, a multicast counted once
     gpc_rate: float  # L2 to all GPCs, what SMs of one load together counted once
     drift: float  # share of what SMs load together in the first wave that they load apart in later ones
@@ -34,7 +37,8 @@ class Machine:
     mma_tf32x3: float
     mma_f64: float
     narrow: float  # columns of tile_n that a MAC iteration of wgmma loses
-    from_registers: float  # factor on wgmma's time where one operand comes from registers
+    wgmma_tf32: float  # factor on wgmma's time of TF32
+    from_registers: float  # ... where one operand comes from registers
     narrow_loads: float  # 32 of K of a CTA that is alone on its SM and loads 8 bytes at a time
     misaligned_k: float  # factor on loads of an operand contiguous along K whose rows do not start on sectors of 32 bytes
     misaligned_mn: float  # ... of one contiguous along m or n whose rows do not start on 128-byte lines
@@ -67,65 +71,63 @@ class Machine:
         return native
 
 
-# Fitted by benchmarks/fit_cost_model.py to benchmarks/results/plans_h200_2026-11-20.csv.gz as it was at commit f15b64a; reduction_* to
-# the file as it was later, of a slower reduction than there is now. launch, relaunch, reduction and misaligned_d are such that estimates of
-# plans_h200_2026-11-21.csv.gz had no bias when all operands were copied at rearrange_rate, and skinny_fix_up is what lowered its regret.
-# from_registers, mma_tf32 and mma_f64 are what lowered the regret of plans_dtypes_h200_2026-11-21.csv.gz, cluster that of
-# plans_more_h200_2026-11-21.csv.gz, memory_rate, idle, beyond, gang and memset that of plans_large_h200_2026-11-21.csv.gz and of all
-# others, misaligned_k and misaligned_mn that of plans_tiles_h200_2026-11-21.csv.gz, and copy_rate that of
-# plans_misaligned_h200_2026-11-23.csv.gz. mma_16bit, mma_tf32x3, fused, narrow_loads and half_lines are estimates.
-# Most of them were then moved, by forerunners of --choices, by what the planner's choices take alone: plans_alone_decode_ and
-# plans_alone_streamk_h200_2026-11-23, plans_alone_strong_ and plans_losing_h200_2026-11-24, and what bench measured of each,
-# plans_pairs_h200_2026-11-24, within what tests/test_planner.py asks of the other tables, and with first_line once more; mma_f64,
-# from_registers and rearrange_rate by plans_dtypes_h200_2026-11-21. reduction_sharing is what reduction_h200_2026-11-24.csv says of the
-# kernel alone, and reduction nearly so. partial_rate_sm is such that 128 x 18432 by 12288 is not shared, which took an eighth longer
-# (plans_numbered_decode_h200_2026-11-25).
+# Fitted to times by the profiler (plans_alone_decode_h200_2026-11-23, plans_alone_strong_h200_2026-11-24 and the plans_ tables of 2026-11-25), but for plans
+# that launches with idle CTAs or spread last waves have made faster since, of which plans_even_decode_, plans_even_strong_ and
+# plans_even_streamk_h200_2026-11-25 tell; then all but those of the skinny family moved, by random steps, by what choices among the plans of the
+# latter and of plans_alone_strong_ lose, and those of float32, float64 and the skinny family by plans_dtypes_h200_2026-11-21 and
+# plans_misaligned_h200_2026-11-23 (benchmarks/results/even_h200_2026-11-25.md). By hand: beyond, which products of 1 to 8 rows by large weights tell, and
+# reduction_rate and drift by 1 and 3%, which keep 1024 x 512 x 131072 from seven splits. copy_rate and memset are as they were fitted before;
+# mma_16bit, mma_tf32x3, fused and narrow_loads are estimates.
 H200 = Machine(
-    launch=2.487,
-    cluster=0.2164,
-    relaunch=2.126,
-    memory_rate=4.454e6,
-    idle=0.1043,
-    beyond=0.1101,
-    gang=0.015,
-    cache_rate=9.512e7,
-    gpc_rate=1.101e7,
-    drift=0.257,
-    misaligned_drift=0.6085,
-    load_rate_sm=5.2e5,
-    line=0.0006122,
-    first_line=0.00203,
-    wgmma_rate_sm=9.23e6,
-    wgmma_sustained=8.517e8,
+    launch=2.11,
+    cluster=0.2751,
+    relaunch=2.508,
+    memory_rate=4.506e6,
+    memory_rate_sm=1.882e5,
+    written=1.336,
+    idle=0.164,
+    beyond=0.11,
+    gang=0.02367,
+    handshake=0.01801,
+    cache_rate=9.42e7,
+    gpc_rate=1.498e7,
+    drift=0.478,
+    misaligned_drift=0.8879,
+    load_rate_sm=3.873e5,
+    line=0.0005938,
+    first_line=0.004848,
+    wgmma_rate_sm=9.77e6,
+    wgmma_sustained=8.565e8,
     mma_16bit=4.0e6,
-    mma_tf32=1.6e6,
+    mma_tf32=1.829e6,
     mma_tf32x3=0.65e6,
-    mma_f64=3.95e5,
-    narrow=44.01,
-    from_registers=1.25,
+    mma_f64=4.363e5,
+    narrow=48.85,
+    wgmma_tf32=1.183,
+    from_registers=1.054,
     narrow_loads=0.37,
-    misaligned_k=1.465,
-    misaligned_mn=1.296,
-    skinny_launch=2.49,
-    skinny_rate_sm=3.793e5,
-    skinny_rate_16bit=1.387e5,
-    skinny_mma=1.478e6,
-    skinny_alone=0.1746,
-    skinny_fix_up=1.1,
-    skinny_peer=0.1685,
-    half_lines=1.9,
-    epilogue=0.9403,
-    misaligned_d=0.81,
+    misaligned_k=1.449,
+    misaligned_mn=1.251,
+    skinny_launch=1.981,
+    skinny_rate_sm=6.063e5,
+    skinny_rate_16bit=1.358e5,
+    skinny_mma=1.125e6,
+    skinny_alone=0.3375,
+    skinny_fix_up=0.6481,
+    skinny_peer=0.2888,
+    half_lines=2.042,
+    epilogue=1.015,
+    misaligned_d=0.8191,
     fused=1.2,
-    overlapped=0.8799,
-    copy_rate=3.424e6,
-    rearrange_rate=2.639e6,
-    fix_up=2.263,
-    partial_rate_sm=6.2e4,
+    overlapped=0.8572,
+    copy_rate=3.285e6,
+    rearrange_rate=1.375e6,
+    fix_up=3.283,
+    partial_rate_sm=3.916e+04,
     memset=2.343,
-    reduction=1.0,
-    reduction_sharing=0.043,
-    reduction_rate=3.34e6,
+    reduction=0.9712,
+    reduction_sharing=0.2083,
+    reduction_rate=2.62e6,
 )
 
 # An H100 SXM has the SMs of an H200, and nearly three quarters of its memory's rate: so estimates of large weights by few rows have no bias

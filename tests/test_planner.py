@@ -188,9 +188,11 @@ def test_slices_have_one_length_and_are_no_more_than_that_takes():
     assert (of_15.launches == of_16.launches)[ours].all() and (of_15.launches > of_16.launches)[~ours].all()
 
 
-@pytest.mark.parametrize("columns, at_once", [(4096, False), (8192, False), (21888, True), (28672, True), (40960, False)])
-def test_tiles_of_a_few_rows_share_sms_where_their_last_wave_would_leave_many_idle(cuda, columns, at_once):
-    _, kernel = cuda(gemm(16, columns, 4096), DataParallel())
+@pytest.mark.parametrize(
+    "m, n, k, at_once", [(16, 4096, 4096, False), (16, 8192, 4096, False), (1, 18432, 12288, True), (16, 40960, 4096, False)]
+)
+def test_tiles_of_a_few_rows_share_sms_where_their_last_wave_would_leave_many_idle(cuda, m, n, k, at_once):
+    _, kernel = cuda(gemm(m, n, k), DataParallel())
     assert (kernel.warp_schedule == "single") == at_once
 
 
@@ -201,38 +203,43 @@ def test_a_product_that_memory_bounds_costs_its_bytes():
 
 
 def test_memory_moves_operands_once():
-    """The floor counts an operand that the batch shares once, and what the epilogue reads."""
+    """The floor counts an operand that the batch shares once, what the epilogue reads, and what is written as more of it."""
     b, m, n, k = 3, 128, 256, 512
     problem = gemm(m, n, k, batch=b)
-    machine = dataclasses.replace(cost_model.H200, idle=0, beyond=0, gang=0)  # the same of all kernels
+    machine = dataclasses.replace(cost_model.H200, written=1.5, idle=0, beyond=0, gang=0, memory_rate_sm=1e12)  # the same of all kernels
 
     def elements(**changes):
         _, costs = estimates(dataclasses.replace(problem, **changes), DataParallel(), machine)
         return np.unique(costs.floor) * cost_model.H200.memory_rate / 2
 
-    assert elements() == pytest.approx([b * (m * k + k * n + m * n)])
-    assert elements(batch_stride_b=0) == pytest.approx([b * (m * k + m * n) + k * n])
-    assert elements(batch_stride_a=0, has_bias=True) == pytest.approx([m * k + b * (k * n + m * n) + n])
-    assert elements(has_residual=True, has_bias=True, batch_stride_bias=n) == pytest.approx([b * (m * k + k * n + 2 * m * n + n)])
+    assert elements() == pytest.approx([b * (m * k + k * n + 1.5 * m * n)])
+    assert elements(batch_stride_b=0) == pytest.approx([b * (m * k + 1.5 * m * n) + k * n])
+    assert elements(batch_stride_a=0, has_bias=True) == pytest.approx([m * k + b * (k * n + 1.5 * m * n) + n])
+    assert elements(has_residual=True, has_bias=True, batch_stride_bias=n) == pytest.approx([b * (m * k + k * n + 2.5 * m * n + n)])
 
 
 def test_memory_gives_less_where_few_ask():
-    """A busy worker in two, a last wave, rows that only the tile has, and clusters that share one."""
-    machine, bf16 = cost_model.H200, (BF16, BF16)
+    """Few CTAs, a last wave, rows that only the tile has, and clusters that share one."""
+    machine, bf16 = dataclasses.replace(cost_model.H200, written=1), (BF16, BF16)
 
     def slower(kernel, problem, schedule=DataParallel()):
         cost = _ffi.estimate(kernel, problem.native(), planner._native_schedule(schedule), HOPPER.native(), machine.native)
         return cost.floor / (2 * (problem.m * problem.k + problem.k * problem.n + problem.m * problem.n) / machine.memory_rate)
 
+    def drawn(ctas):
+        return (1 + (machine.memory_rate / machine.memory_rate_sm / ctas) ** 5) ** 0.2
+
     plain = fake_kernel(_ffi.Family.sm90, *bf16, (128, 128, 64))
-    whole, half = (slower(plain, gemm(128, 128 * tiles, 8192)) for tiles in (132, 66))
-    assert whole == pytest.approx(1) and half == pytest.approx(2**machine.idle)
-    assert slower(plain, gemm(128, 128 * 198, 8192)) == pytest.approx((2 + half) / 3)
-    assert slower(plain, gemm(64, 128 * 132, 8192)) == pytest.approx(1 + machine.beyond)
+    for ctas in (132, 66, 20, 10):
+        assert slower(plain, gemm(128, 128 * ctas, 8192)) == pytest.approx(drawn(ctas))
+    assert slower(plain, gemm(128, 128 * 198, 8192)) == pytest.approx((2 * drawn(132) + drawn(66)) / 3)
+    # Tiles in several lines leave GPCs uneven in the last wave.
+    assert slower(plain, gemm(256, 128 * 99, 8192)) == pytest.approx((2 * drawn(132) + drawn(66) * 2**machine.idle) / 3)
+    assert slower(plain, gemm(64, 128 * 132, 8192)) == pytest.approx((1 + machine.beyond) * drawn(132))
     multicast = fake_kernel(_ffi.Family.sm90, *bf16, (128, 128, 64), (1, 2))
-    assert slower(multicast, gemm(64, 128 * 132, 8192)) == pytest.approx((1 + machine.beyond / 2) * (1 + machine.gang))
+    assert slower(multicast, gemm(64, 128 * 132, 8192)) == pytest.approx((1 + machine.beyond / 2) * (1 + machine.gang) * drawn(132))
     narrow = fake_kernel(_ffi.Family.sm90, *bf16, (128, 16, 128), swap_ab=True)
-    assert slower(narrow, gemm(16, 128 * 132, 8192)) == pytest.approx(1)
+    assert slower(narrow, gemm(16, 128 * 132, 8192)) == pytest.approx(drawn(132))
     skinny = fake_kernel(_ffi.Family.skinny, *bf16, (64, 16, 128), warp_schedule="streaming", swap_ab=True)
     assert slower(skinny, gemm(1, 64 * 66, 8192), SplitK(4)) == pytest.approx(1 + 3 * machine.gang)
 
@@ -388,18 +395,49 @@ def gpcs_dealt_to(ctas, begin):
 
 @pytest.mark.parametrize("ctas", [2, 4, 8])
 def test_clusters_of_a_gpc_have_neighbouring_numbers(ctas):
-    for clusters in {1, 7, 40 // ctas, 120 // ctas, 132 // ctas}:
-        numbers = _ffi.number_by_gpc(clusters, ctas)
-        assert sorted(numbers) == list(range(clusters))
+    for working in {1, 7, 40 // ctas, 120 // ctas, 132 // ctas}:
+        _, idle = _ffi.idle_clusters(working, ctas, 132)
+        numbers = _ffi.number_by_gpc(working + idle, idle, ctas, spread=False)
+        assert sorted(numbers) == list(range(working))
         for begin in range(8):
             of_gpc = collections.defaultdict(list)
-            for number, gpc in zip(numbers, gpcs_dealt_to(ctas, begin)):
+            for number, gpc in zip(numbers, gpcs_dealt_to(ctas, begin)[idle:]):
                 of_gpc[gpc].append(number)
             assert all(max(of) - min(of) == len(of) - 1 for of in of_gpc.values())
 
 
+@pytest.mark.parametrize("begin", range(8))
+def test_pairs_share_the_ways_to_l2_evenly(begin):
+    for pairs in range(1, 67):
+        first, idle = _ffi.idle_clusters(pairs, 2, 132)
+        assert first == 0 or idle == 0
+        count = collections.Counter(gpcs_dealt_to(2, begin)[idle : pairs + idle])
+        others = [count[gpc] for gpc in range(1, 8)]
+        assert count[None] + count[0] <= max(*others, 4) and (count[None] == 0 or min(others) >= 4)
+
+
+def test_clusters_are_idle_where_there_is_room():
+    assert [_ffi.idle_clusters(ctas, 1, 132) for ctas in (1, 64, 96, 131, 132)] == [(0, 8), (0, 8), (0, 4), (0, 0), (0, 0)]
+    # The second CTAs of SMs, and the third.
+    assert [_ffi.idle_clusters(ctas, 1, 132) for ctas in (133, 192, 263, 264, 300)] == [(132, 8), (132, 8), (132, 0), (0, 0), (0, 0)]
+    assert [_ffi.idle_clusters(pairs, 2, 114)[1] for pairs in (10, 52, 55, 57)] == [4, 2, 2, 0]
+    assert _ffi.idle_clusters(7, 4, 132) == (0, 0)
+
+
 def test_ctas_without_a_cluster_stay_in_order():
-    assert _ffi.number_by_gpc(132, 1) == list(range(132))
+    assert _ffi.number_by_gpc(132, 0, 1, spread=False) == list(range(132))
+
+
+@pytest.mark.parametrize("ctas, clusters", [(1, 132), (1, 114), (2, 66), (4, 30), (8, 15), (1, 1)])
+def test_the_first_of_clusters_that_are_spread_are_on_all_gpcs(ctas, clusters):
+    numbers = _ffi.number_by_gpc(clusters, 0, ctas, spread=True)
+    assert sorted(numbers) == list(range(clusters))
+    by_gpc = np.argsort(_ffi.number_by_gpc(clusters, 0, ctas, spread=False))
+    for first in range(clusters):
+        # Of any eighth of the clusters that are neighbours by GPC.
+        has = np.array(numbers)[by_gpc] < first
+        of_gpc = [has[at : at + -(-clusters // 8)].sum() for at in range(0, clusters - clusters // 8, max(clusters // 8, 1))]
+        assert max(of_gpc) - min(of_gpc) <= 2
 
 
 # 120 tiles of which those of a row or of a column follow each other or do not, on so many workers that all run at once, or half of them.
@@ -482,7 +520,7 @@ def test_a_multicast_of_b_delays_the_first_stage():
         _ffi.estimate(fake_kernel(_ffi.Family.sm90, *bf16, (64, 128, 64), cluster), *parts).launches for cluster in ((1, 1), (1, 4), (4, 1))
     )
     # Both sit on fewer SMs, so that fewer CTAs queue for a line at once.
-    assert of_b - of_a == pytest.approx(cost_model.H200.cluster, rel=0.1)
+    assert of_b - of_a == pytest.approx(cost_model.H200.cluster, rel=0.2)
     assert of_a == pytest.approx(plain, rel=0.05)
 
 
@@ -496,36 +534,40 @@ def test_nothing_to_multiply_divides_by_nothing():
 @pytest.mark.parametrize(
     "table, type_, majors, mean, second, worst",
     [
-        ("plans_h200_2026-11-21", "bf16", "rr", 1.039, 1.27, 1.3),
-        ("plans_more_h200_2026-11-21", "bf16", "rr", 1.036, 1.24, 1.3),
-        ("plans_large_h200_2026-11-21", "bf16", "rr", 1.022, 1.1, 1.1),
-        ("plans_tiles_h200_2026-11-21", "bf16", "rr", 1.048, 1.2, 1.28),
-        ("plans_h200_2026-11-22", "bf16", "rr", 1.036, 1.29, 1.37),
-        ("plans_alone_decode_h200_2026-11-23", "bf16", "rr", 1.012, 1.1, 1.11),
-        ("plans_alone_streamk_h200_2026-11-23", "bf16", "rr", 1.031, 1.21, 1.37),
-        ("plans_alone_strong_h200_2026-11-24", "bf16", "rr", 1.01, 1.07, 1.1),
-        ("plans_losing_h200_2026-11-24", "bf16", "rr", 1.035, 1.16, 1.19),
-        ("plans_pairs_h200_2026-11-24", "bf16", "rr", 1.013, 1.18, 1.25),
-        ("plans_first_h200_2026-11-25", "bf16", "rr", 1.021, 1.12, 1.16),
-        ("plans_numbered_losing_h200_2026-11-25", "bf16", "rr", 1.031, 1.12, 1.19),
-        ("plans_numbered_h200_2026-11-25", "bf16", "rr", 1.014, 1.13, 1.2),
-        ("plans_numbered_decode_h200_2026-11-25", "bf16", "rr", 1.014, 1.11, 1.15),
-        ("plans_eights_losing_h200_2026-11-25", "bf16", "rr", 1.018, 1.07, 1.11),
-        ("plans_eights_h200_2026-11-25", "bf16", "rr", 1.031, 1.24, 1.27),
-        ("plans_alone_h100_2026-11-24", "bf16", "rr", 1.018, 1.14, 1.16),
-        ("plans_misaligned_h200_2026-11-23", "bf16", "rr", 1.015, 1.11, 1.11),
-        ("plans_strong_scaling_h200_2026-11-22", "bf16", "rr", 1.019, 1.09, 1.09),
-        ("plans_decode_h200_2026-11-22", "bf16", "rr", 1.027, 1.11, 1.13),
-        ("plans_dtypes_h200_2026-11-21", "f32", "rr", 1.024, 1.13, 1.14),
-        ("plans_dtypes_h200_2026-11-21", "f32", "rc", 1.036, 1.18, 1.18),
-        ("plans_dtypes_h200_2026-11-21", "f32", "cr", 1.044, 1.19, 1.2),
-        ("plans_dtypes_h200_2026-11-21", "f64", "rr", 1.008, 1.05, 1.09),
+        ("plans_h200_2026-11-21", "bf16", "rr", 1.045, 1.27, 1.3),
+        ("plans_more_h200_2026-11-21", "bf16", "rr", 1.047, 1.33, 1.35),
+        ("plans_large_h200_2026-11-21", "bf16", "rr", 1.044, 1.1, 1.1),
+        ("plans_tiles_h200_2026-11-21", "bf16", "rr", 1.045, 1.2, 1.28),
+        ("plans_h200_2026-11-22", "bf16", "rr", 1.043, 1.29, 1.37),
+        ("plans_alone_decode_h200_2026-11-23", "bf16", "rr", 1.025, 1.11, 1.14),
+        ("plans_alone_streamk_h200_2026-11-23", "bf16", "rr", 1.032, 1.21, 1.37),
+        ("plans_alone_strong_h200_2026-11-24", "bf16", "rr", 1.011, 1.09, 1.17),
+        ("plans_losing_h200_2026-11-24", "bf16", "rr", 1.038, 1.18, 1.19),
+        ("plans_pairs_h200_2026-11-24", "bf16", "rr", 1.015, 1.16, 1.25),
+        ("plans_first_h200_2026-11-25", "bf16", "rr", 1.022, 1.1, 1.16),
+        ("plans_numbered_losing_h200_2026-11-25", "bf16", "rr", 1.029, 1.11, 1.19),
+        ("plans_numbered_h200_2026-11-25", "bf16", "rr", 1.013, 1.12, 1.13),
+        ("plans_numbered_decode_h200_2026-11-25", "bf16", "rr", 1.012, 1.09, 1.15),
+        ("plans_eights_losing_h200_2026-11-25", "bf16", "rr", 1.013, 1.05, 1.07),
+        ("plans_eights_h200_2026-11-25", "bf16", "rr", 1.036, 1.26, 1.34),
+        ("plans_even_decode_h200_2026-11-25", "bf16", "rr", 1.007, 1.03, 1.06),
+        ("plans_even_strong_h200_2026-11-25", "bf16", "rr", 1.009, 1.03, 1.05),
+        ("plans_even_streamk_h200_2026-11-25", "bf16", "rr", 1.027, 1.13, 1.17),
+        ("plans_alone_h100_2026-11-24", "bf16", "rr", 1.031, 1.14, 1.37),
+        ("plans_misaligned_h200_2026-11-23", "bf16", "rr", 1.016, 1.1, 1.11),
+        ("plans_strong_scaling_h200_2026-11-22", "bf16", "rr", 1.028, 1.12, 1.12),
+        ("plans_decode_h200_2026-11-22", "bf16", "rr", 1.027, 1.11, 1.12),
+        ("plans_dtypes_h200_2026-11-21", "f32", "rr", 1.046, 1.24, 1.35),
+        ("plans_dtypes_h200_2026-11-21", "f32", "rc", 1.035, 1.18, 1.18),
+        ("plans_dtypes_h200_2026-11-21", "f32", "cr", 1.051, 1.19, 1.22),
+        ("plans_dtypes_h200_2026-11-21", "f64", "rr", 1.016, 1.09, 1.19),
     ],
 )
 def test_choices_are_near_the_best_that_was_measured(monkeypatch, table, type_, majors, mean, second, worst):
     """The time measured of the plan that the model ranks first, over the best measured, for each of the shapes.
 
-    Tables before 2026-11-25 are of clusters whose numbers did not say on which GPC they sit.
+    Tables before 2026-11-25 are of clusters whose numbers did not say on which GPC they sit, and all but plans_even_ of launches that loaded one
+    GPC more than others, which slowed plans of less than a wave down.
     """
     benchmarks = pathlib.Path(__file__).parents[1] / "benchmarks"
     measurements = benchmarks / "results" / f"{table}.csv.gz"
@@ -552,7 +594,7 @@ def test_the_cheapest_of_all_candidates_is_chosen(cuda, shape, device, epilogue)
     """Against the estimate of every kernel under every schedule, one at a time, so that nothing is left out of the search."""
     problem = dataclasses.replace(gemm(*shape), **epilogue)
     parts = device.native(), cost_model.machine_of(device).native
-    splits = [*range(2, 17), 32, 64, 128]
+    splits = {*range(2, 17), 32, 64, 128, *(min(device.sms // tiles, 128) for tiles in range(1, device.sms // 16 + 1))}
     tried = [DataParallel(), StreamK(), *(SplitK(n, reduction) for n in splits for reduction in ("ordered", "separate"))]
     found = {}
     for kernel in (kernel for kernel in fake_kernels() if kernel.type_a == BF16):

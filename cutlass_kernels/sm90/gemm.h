@@ -122,8 +122,14 @@ struct GemmKernel {
       return scheduler.template tile<kWhole>(0);
     }();
     Mainloop::locate(params.mainloop, params.shape, tile);
-    // A launch has no worker without a tile, but ptxas reads where it is only before a branch, and else when it has waited.
-    if (!tile.is_valid()) return;
+    // ptxas reads where a tile is only before a branch, and else when it has waited.
+    if (!tile.is_valid()) {
+      // An idle CTA's consumers wait for registers, and for the warp that loads.
+      if constexpr (kTakesRegisters) cutlass::arch::warpgroup_reg_dealloc<kLoaderRegisters>();
+      if constexpr (kClusterSize == 1)
+        if (warp == kLoader) cutlass::arch::NamedBarrier::arrive(kWaiting, kReady);
+      return;
+    }
     // By all warps of a warpgroup, and it takes a while.
     if constexpr (kTakesRegisters) cutlass::arch::warpgroup_reg_dealloc<kLoaderRegisters>();
     if (warp > kLoader) {
@@ -179,6 +185,7 @@ struct GemmKernel {
     // Where its CTA has one tile, a pingpong kernel's second warpgroup stores one beyond the result while the first multiplies, which then
     // finds the code of the store near.
     bool const rehearses = kPingpong && !tile.is_valid();
+    if (rehearses && Scheduler::is_idle(params.scheduler)) return;
     if (rehearses) tile.m = (cute::get<0>(params.shape) - 1) / static_cast<int32_t>(cute::size<0>(TileShape{})) + 1;
     TiledMma tiled_mma;
     Epilogue epilogue(params.epilogue, shared.epilogue, thread, kStored + (kPingpong ? 0 : warpgroup));

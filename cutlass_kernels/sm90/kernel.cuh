@@ -117,9 +117,7 @@ class Sm90Kernel final : public CudaKernel {
       std::conditional_t<kTwo, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
                          cutlass::gemm::KernelTmaWarpSpecializedPingpong>>::CollectiveOp>::type>::type;
   static constexpr bool kBAlongN = std::is_same_v<LayoutB, cutlass::layout::RowMajor>;
-  // CuTe tells stages of rows along K apart where they are multiples of 16 rows: a tile of 8 more has 8 loaded for nothing.
-  static constexpr int kRowsAlongK = sizeof(ElementAB) == 2 && kConfig.tile_k == 64 ? (kConfig.tile_n + 15) / 16 * 16 : kConfig.tile_n;
-  static constexpr int kLoadedN = kBAlongN ? columns_by_tma(kConfig.tile_m, kConfig.tile_n) : kRowsAlongK;
+  static constexpr int kLoadedN = kBAlongN ? columns_by_tma(kConfig.tile_m, kConfig.tile_n) : rows_by_tma(kConfig.tile_n);
   using Mainloop = CollectiveMainloop<Collective<cute::Shape<cute::Int<kConfig.tile_m>, cute::Int<kLoadedN>, cute::Int<kConfig.tile_k>>>,
                                       typename Collective<TileShape>::TiledMma, TileShape, kConfig.type_d == Type::kF32,
                                       kConfig.math == Math::kTF32x3>;
@@ -182,7 +180,7 @@ class Sm90Kernel final : public CudaKernel {
     typename Gemm::Params params;
     params.scheduler.decomposition = cut;
     params.scheduler.order = order;
-    params.scheduler.make_list();
+    int32_t const clusters = params.scheduler.place(device.sms);
     params.scheduler.atomic = s.reduction == Reduction::kAtomic;
     params.scheduler.arrivals = reinterpret_cast<uint32_t*>(workspace);
     params.scheduler.partials = reinterpret_cast<float*>(workspace + parts.arrivals);
@@ -201,7 +199,7 @@ class Sm90Kernel final : public CudaKernel {
       return Status::internal(info.name + ": TMA cannot store D");
     cudaLaunchAttribute attributes[1];
     cudaLaunchConfig_t config{};
-    config.gridDim = dim3(cut.workers * kConfig.cluster_m, kConfig.cluster_n);
+    config.gridDim = dim3(clusters * kConfig.cluster_m, kConfig.cluster_n);
     config.blockDim = dim3(Gemm::kThreads);
     config.dynamicSmemBytes = sizeof(typename Gemm::SharedStorage);
     config.stream = stream;

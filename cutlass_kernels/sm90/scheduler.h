@@ -27,6 +27,7 @@ class Scheduler {
   static constexpr int kClusterSize = kClusterM * kClusterN;
   static constexpr int kMaxPeers = 0xffff;  // of a tile: what an arrival word can count
   static constexpr bool kHasList = kList;
+  static constexpr bool kHasIdle = kClusterSize <= 2;  // whether a launch may have clusters without work (clusters.h)
   static constexpr int kListed = 144;  // clusters: no GPU of this architecture has more SMs
   static constexpr uint32_t kNone = ~0u;
   static constexpr int kTileValues = cute::size<0>(TileShape{}) * cute::size<1>(TileShape{});
@@ -38,19 +39,29 @@ class Scheduler {
     bool atomic = false;
     uint32_t* arrivals = nullptr;  // [shared cluster tile][CTA of the cluster]; zero before the launch
     float* partials = nullptr;  // [slot, or shared cluster tile if atomic][CTA of the cluster][kTileValues]; zero if atomic
+    Idle idle;
     // Of a cluster where its first tile lies along m, along n and among batches, and its number, 8 bits each; or kNone.
     uint32_t list[kHasList ? kListed : 1];
 
-    void make_list() {
+    // Returns how many clusters to launch.
+    int32_t place(int32_t sms) {
+      // Nobody else may have their number: where a schedule leaves most SMs alone, there are tiles for it.
+      if (Work work; kHasIdle && !decomposition.work(kIdle, 0, work)) idle = idle_clusters(decomposition.workers, kClusterSize, sms);
+      int32_t const clusters = decomposition.workers + idle.count;
       if constexpr (kHasList) {
+        // Of one line of tiles neighbours share what all do. But they read neighbouring memory: where the last of many waves counts for little,
+        // narrow tiles were 2 to 5% faster in order.
+        int32_t const pieces = decomposition.tiles * decomposition.splits;
+        bool const spread = pieces > decomposition.workers && pieces < 4 * decomposition.workers && (order.tiles_m() == 1 || order.tiles_n() == 1);
         uint8_t numbers[kListed];
-        number_by_gpc(decomposition.workers, kClusterSize, numbers);
+        number_by_gpc(clusters, idle.count, kClusterSize, spread, numbers);
         std::fill_n(list, kListed, kNone);
-        for (int32_t cluster = 0; cluster < decomposition.workers; ++cluster) {
+        for (int32_t cluster = idle.count; cluster < clusters; ++cluster) {
           auto const at = order.coordinate(numbers[cluster]);
           list[cluster] = at.m | at.n << 8 | at.batch << 16 | static_cast<uint32_t>(numbers[cluster]) << 24;
         }
       }
+      return clusters;
     }
   };
 
@@ -71,6 +82,13 @@ class Scheduler {
   // Whether CTAs may share tiles.
   CUTLASS_DEVICE static bool shares(Params const& params) {
     return kShares && params.decomposition.kind != ScheduleKind::kDataParallel;
+  }
+
+  // Whether this CTA has no work at all.
+  CUTLASS_DEVICE static bool is_idle(Params const& params) {
+    if constexpr (!kHasIdle) return false;
+    if constexpr (kHasList) return params.list[cluster()] == kNone;
+    return static_cast<uint32_t>(cluster() - params.idle.first) < static_cast<uint32_t>(params.idle.count);
   }
 
   // The first of this CTA, where none are shared and it is listed.
@@ -207,10 +225,13 @@ class Scheduler {
   }
 
   CUTLASS_DEVICE static int32_t cluster() { return blockIdx.x / kClusterM; }
+  static constexpr int32_t kNobody = 1 << 30;  // has no work by any decomposition
   CUTLASS_DEVICE static int32_t worker(Params const& params) {
     int32_t at = cluster();
     asm volatile("" : "+r"(at));  // opaque, or the number would stay in a register while a tile is multiplied
-    return kHasList ? params.list[at] >> 24 : at;
+    if constexpr (kHasList) return params.list[at] >> 24;
+    if constexpr (!kHasIdle) return at;
+    return at < params.idle.first ? at : at < params.idle.first + params.idle.count ? kNobody : at - params.idle.count;
   }
 
   Params const& params_;
