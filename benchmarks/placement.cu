@@ -1,16 +1,18 @@
-// Prints which SMs share a GPC, and on which GPC the clusters of a launch land, one CTA an SM:
+// Prints which SMs share a GPC, and on which GPC the clusters of a launch land, one CTA an SM, and how many on each where they are fewer or SMs have
+// room for four:
 //
 //   nvcc -O2 -std=c++17 -gencode arch=compute_90a,code=sm_90a benchmarks/placement.cu -o placement && ./placement
 //
 // SMs that were ever in one cluster share a GPC; a GPC's other SMs, which no cluster of more than two reaches, count as GPCs of their own.
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <numeric>
 #include <vector>
 
-constexpr int kLaunches = 6, kFills = 214 << 10;  // bytes of shared memory that leave no room for another CTA
+constexpr int kLaunches = 6, kFills = 214 << 10, kFourth = 54 << 10;  // bytes of shared memory that leave no room for another CTA, or for three
 
 void check(cudaError_t error) {
   if (error == cudaSuccess) return;
@@ -34,7 +36,7 @@ std::vector<int> sms_of(int clusters, int along_x, int along_y, int bytes, int c
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {unsigned(along_x), unsigned(along_y), 1};
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(clusters * along_x, along_y), config.blockDim = 384, config.dynamicSmemBytes = bytes;
+  config.gridDim = dim3(clusters * along_x, along_y), config.blockDim = bytes == kFourth ? 160 : 384, config.dynamicSmemBytes = bytes;
   config.attrs = &attribute, config.numAttrs = along_x * along_y > 1;
   check(cudaLaunchKernelEx(&config, where, sms, cycles));
   std::vector<int> result(clusters * along_x * along_y);
@@ -76,5 +78,16 @@ int main() {
       for (int cluster = 0; cluster < count; ++cluster) std::printf(" %d", gpc[at[cluster * size]]);
       std::printf("\n");
     }
+  }
+  int const few[][3] = {{1, 24, kFills}, {1, 40, kFills}, {1, 66, kFills}, {1, 96, kFills}, {1, 124, kFills}, {2, 20, kFills}, {2, 33, kFills},
+                        {2, 42, kFills}, {2, 50, kFills}, {2, 60, kFills}, {4, 12, kFills}, {4, 20, kFills}, {4, 26, kFills}, {1, 96, kFourth},
+                        {1, 160, kFourth}, {1, 192, kFourth}, {1, 224, kFourth}, {1, 288, kFourth}, {1, 448, kFourth}};
+  for (auto const& [size, count, bytes] : few) {
+    auto const at = sms_of(count, size, 1, bytes, 20000);
+    std::vector<int> clusters(sms);
+    for (int cluster = 0; cluster < count; ++cluster) ++clusters[gpc[at[cluster * size]]];
+    std::printf("%d clusters of %d, room for %d: so many of GPCs 0, 1, ...", count, size, bytes == kFourth ? 4 : 1);
+    for (int i = 0; i <= *std::max_element(gpc.begin(), gpc.end()); ++i) std::printf(" %d", clusters[i]);
+    std::printf("\n");
   }
 }
