@@ -19,7 +19,7 @@ class Machine:
     memory_rate: float  # DRAM to all SMs
     memory_rate_sm: float  # ... to the CTA of one
     written: float  # how many bytes read a byte of D that is written counts as
-    idle: float  # exponent of the share of a schedule's workers that have work, which memory's rate falls with
+    idle: float  # exponent of the share of workers at work, which it falls with in other families than sm90, and in last waves of several lines of tiles
     beyond: float  # share by which it falls with 64 rows that A's tile has beyond the problem
     gang: float  # share by which it falls with each further CTA of a cluster
     handshake: float  # of the CTAs of a cluster for 64 of K: a stage waits until all have read it
@@ -76,8 +76,8 @@ class Machine:
 # plans_even_streamk_h200_2026-11-25 tell; then all but those of the skinny family moved, by random steps, by what choices among the plans of the
 # latter and of plans_alone_strong_ lose, and those of float32, float64 and the skinny family by plans_dtypes_h200_2026-11-21 and
 # plans_misaligned_h200_2026-11-23 (benchmarks/results/even_h200_2026-11-25.md). By hand: beyond, which products of 1 to 8 rows by large weights tell, and
-# reduction_rate and drift by 1 and 3%, which keep 1024 x 512 x 131072 from seven splits. copy_rate and memset are as they were fitted before;
-# mma_16bit, mma_tf32x3, fused and narrow_loads are estimates.
+# reduction_rate and drift by 1 and 3%, which keep 1024 x 512 x 131072 from seven splits. memset is as it was fitted before, copy_rate as a
+# fit of this kind left it that was not taken (eights_h200_2026-11-25.md); mma_16bit, mma_tf32x3, fused and narrow_loads are estimates.
 H200 = Machine(
     launch=2.11,
     cluster=0.2751,
