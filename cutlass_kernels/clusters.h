@@ -7,6 +7,10 @@
 
 namespace jax_streamk {
 
+// Of SMs as H100s and H200s have them: GPCs, of 8 to 18 SMs each; the SMs of the smallest, which shares its way to L2 with eight SMs apart that
+// no cluster of more than two reaches. Measured (benchmarks/results/placement_h200_2026-11-25.md and apart_h200_2026-11-25.md).
+inline constexpr int32_t kGpcs = 8, kSmallest = 8, kApart = 8;
+
 // Of sm90 kernels with one consumer warpgroup an SM has so many CTAs; those of all others fill it.
 inline constexpr int32_t kSingles = 4;
 
@@ -19,24 +23,21 @@ struct Idle {
   int32_t first = 0, count = 0;
 };
 
-// Which these are beside `working` ones. CTAs and pairs first go to eight SMs apart, which no larger cluster reaches, and so does the second CTA
-// of an SM. The SMs apart share the way to L2 with the eight of the smallest GPC: where not all SMs have work, this GPC would have up to twice as
-// much to load as any other, and takes up to a fifth longer (benchmarks/results/apart_h200_2026-11-25.md). So clusters on the SMs apart are
-// idle, but for as many as make all GPCs even.
+// Which these are beside `working` ones. CTAs and pairs first go to the SMs apart, and so do the second CTAs of SMs. Where not all SMs have work,
+// the smallest GPC and these would have up to 11 CTAs of 32 to load for, others 3, and takes up to a fifth longer. So clusters on the SMs apart
+// are idle, but for as many as make all GPCs even.
 inline Idle idle_clusters(int32_t working, int32_t ctas, int32_t sms) {
-  constexpr int32_t kGpcs = 8, kApart = 8, kOthers = 8;  // GPCs; SMs apart, and others of their GPC
   if (ctas > 2) return {};
   int32_t const layer = sms / ctas, full = working / layer, rest = working % layer;
   if (rest == 0 || full > 1) return {};  // where the third CTA of an SM goes is less simple
-  int32_t const apart = std::clamp((rest - kGpcs * kOthers / ctas) / kGpcs, 0, kApart / ctas);
+  int32_t const apart = std::clamp((rest - kGpcs * kSmallest / ctas) / kGpcs, 0, kApart / ctas);
   return {full * layer, std::min(kApart / ctas - apart, layer - rest)};
 }
 
 constexpr uint8_t kIdle = 0xff;
 
 // Numbers the clusters of a launch so that those which share a GPC follow one another: what its CTAs ask for at the same time L2 serves once,
-// unless it is multicast. The first `idle` have no work, and get kIdle. Measured on H100 and H200, whose eight GPCs have 8 to 18 SMs
-// (benchmarks/results/placement_h200_2026-11-25.md):
+// unless it is multicast. The first `idle` have no work, and get kIdle. As was measured:
 //
 // - CTAs without clusters fill one GPC after the other, and stay in order. Clusters go to all GPCs in turn, until the smallest is full, and
 //   then to the others.
@@ -47,7 +48,6 @@ constexpr uint8_t kIdle = 0xff;
 // Or, to `spread` them, so that the first of them are as many of each GPC: those with one piece of work more than others, where neighbours share
 // nothing that other clusters do not need as well.
 inline void number_by_gpc(int32_t clusters, int32_t idle, int32_t ctas, bool spread, uint8_t* numbers) {
-  constexpr int32_t kGpcs = 8, kSmallest = 8, kApart = 8;  // GPCs; SMs of the smallest, and of those that come last
   int32_t const apart = ctas == 2 ? kApart / ctas : 0, turns = ctas == 1 ? 0 : kSmallest / ctas, all = turns * kGpcs;
   std::fill_n(numbers, idle, kIdle);
   // The number of each place in the order of GPCs. Places in the order of their reversed bits are spread however many one takes (van der Corput).
