@@ -72,17 +72,42 @@ double mma_rate(Machine const& machine, Type type, Math math) {
   return machine.mma_16bit;
 }
 
-// A set of few numbers, of which neighbours are often alike.
-class Distinct {
+// Lines of tiles, along the raster and across it, among consecutive ones of a batch (TileOrder in decomposition.h).
+class Lines {
  public:
-  void add(int32_t number) {
-    if (std::find(numbers_.rbegin(), numbers_.rend(), number) == numbers_.rend()) numbers_.push_back(number);
+  struct Count {
+    int32_t along, across;
+  };
+
+  // `slow` lines along the raster, of `fast` tiles each.
+  Lines(int32_t fast, int32_t slow, int32_t swizzle)
+      : fast_(std::max(fast, 1)),
+        swizzle_(std::clamp(swizzle, 1, std::max(slow, 1))),
+        panel_(static_cast<int32_t>(std::min(int64_t{fast_} * swizzle_, int64_t{1} << 30))),
+        whole_(slow / swizzle_),
+        last_width_(slow % swizzle_),
+        by_panel_(panel_),
+        by_width_(swizzle_) {
+    if (last_width_ > 0) by_last_width_ = Divisor(last_width_);
   }
-  size_t size() const { return numbers_.size(); }
-  void clear() { numbers_.clear(); }
+
+  // How many there are among tiles [begin, end).
+  Count among(int32_t begin, int32_t end) const {
+    int32_t const first = by_panel_.divide(begin), last = by_panel_.divide(end - 1);
+    int32_t const from = begin - first * panel_, to = end - 1 - last * panel_;
+    bool const whole = last < whole_;
+    int32_t const width = whole ? swizzle_ : last_width_;
+    Divisor const& by_width = whole ? by_width_ : by_last_width_;
+    if (first == last) return {std::min(end - begin, width), by_width.divide(to) - by_width.divide(from) + 1};
+    // They leave a panel at its end, and enter the next at its begin.
+    int32_t const along = std::min(panel_ - from, swizzle_) + (last - first - 1) * swizzle_ + std::min(to + 1, width);
+    int32_t const across = last - first > 1 ? fast_ : fast_ - by_width_.divide(from) + by_width.divide(to) + 1;
+    return {along, std::min(across, fast_)};
+  }
 
  private:
-  std::vector<int32_t> numbers_;
+  int32_t fast_, swizzle_, panel_, whole_, last_width_;  // tiles of a panel, panels that are whole, width of one that is not
+  Divisor by_panel_, by_width_, by_last_width_;
 };
 
 bool streams(Schedule const& s) { return s.kind == ScheduleKind::kStreamK && s.max_sms != 1; }
@@ -229,11 +254,18 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   line_ = machine.line * queue * tile_k / 64;
   launch_ += machine.first_line * queue;
 
-  // The busiest worker has no less than its share of everything, and busy workers are no fewer than tiles.
-  double const pieces = std::max(tiles_ / workers_, 1.0), iterations = std::max(tiles_ * k_tiles_ / workers_, 1.0);
+  // The busiest worker has no less than its share of everything, whole tiles of a kernel that shares none, and busy workers are no fewer than tiles.
+  bool const shares = !kernel.split_k_reductions.empty() || !kernel.stream_k_reductions.empty();
+  double const pieces = shares ? std::max(tiles_ / workers_, 1.0) : ceil_div(tiles_, workers_);
+  double const iterations = shares ? std::max(tiles_ * k_tiles_ / workers_, 1.0) : pieces * k_tiles_;
   double const busy = std::min(workers_, tiles_);
-  double const iteration = std::max({math_, wgmma_sustained_ * busy, loads_, multicast_ * busy / machine.cache_rate, line_});
-  least_ = kRounding * (launch_ + std::max(iteration * iterations + epilogues(epilogue_, 0, pieces), floor_) + repack_);
+  double const last = shares ? 0 : k_tiles_, busy_last = tiles_ - (pieces - 1) * busy;
+  auto const iteration = [&](double busy) {
+    return std::max({math_, wgmma_sustained_ * busy, loads_, multicast_ * busy / machine.cache_rate, line_});
+  };
+  double const work = iteration(busy) * (iterations - last) + (last > 0 ? iteration(busy_last) * last : 0);
+  double const reduction = partials_ ? machine.reduction + 2 * result_bytes_ / machine.reduction_rate : 0;
+  least_ = kRounding * (launch_ + std::max(work + epilogues(epilogue_, 0, pieces), floor_) + reduction + repack_);
 }
 
 // What a worker waits for epilogues, but for what is fused into its last one: `fused` is of the others. A warpgroup of a pingpong kernel
@@ -254,21 +286,16 @@ Wave Estimator::first_wave(Raster raster, int32_t swizzle) const {
   int32_t const tiles_m = tiling_.tiles_m, tiles_n = tiling_.tiles_n;
   int32_t const fast = along_m ? tiles_m : tiles_n, slow = along_m ? tiles_n : tiles_m;
   swizzle = std::min(swizzle, slow);
-  TileOrder const order{tiles_m, tiles_n, raster, swizzle};
+  Lines const lines(fast, slow, swizzle);
   // CTAs that share an SM take turns: a wave is one of each SM, as it is of kernels that have as many tiles and fill an SM.
   double const workers = std::min(workers_ / ctas_of_sm_, wave_tiles_);
 
   double const rows = std::min(tiling_.rows, problem_.m), columns = std::min(tiling_.columns, problem_.n);
   // Tiles of runs of workers, and along m and n the different ones of each run.
   double counted = 0, of_m = 0, of_n = 0;
-  Distinct on_m, on_n;
   auto const count = [&](int32_t begin, int32_t end) {
-    on_m.clear(), on_n.clear();
-    for (int32_t worker = begin; worker < end; ++worker) {
-      TileOrder::Coordinate const at = order.coordinate(worker);
-      on_m.add(at.m), on_n.add(at.n);
-    }
-    counted += end - begin, of_m += on_m.size(), of_n += on_n.size();
+    auto const [along, across] = lines.among(begin, end);
+    counted += end - begin, of_m += along_m ? across : along, of_n += along_m ? along : across;
   };
   Wave wave;
   int32_t const ctas = static_cast<int32_t>(tiling_.ctas_m * tiling_.ctas_n), last = static_cast<int32_t>(workers);
