@@ -22,11 +22,14 @@ double remainder_of(double x, double y) { return x - floor_div(x, y) * y; }
 constexpr int32_t kNeighbours = 16, kStarts[] = {0, 40}, kNear[] = {6, 12}, kCounted = 24;
 
 // How nearly the slowest of several overlapping things hides the others: the exponent of the norm that joins them, those of a MAC iteration
-// and those of a call of an sm90 kernel. In the other families those who multiply load as well, and wait for memory at a call's start and end: the
-// longer it takes, the less that matters.
+// and those of a call. In sm80 kernels and those of f64 who multiplies loads as well, and waits for memory at a call's start and end: the longer it
+// takes, the less that matters.
 double fifth_power(double x) { return x * x * x * x * x; }
 constexpr auto overlapped = [](auto... times) { return std::pow((fifth_power(times) + ...), 1.0 / 5); };
-double overlap_of_call(double floor) { return 1.6 + 0.4 * std::max(std::log2(floor / 8), 0.0); }
+double softly_overlapped(double work, double floor) {
+  double const power = 1.6 + 0.4 * std::max(std::log2(floor / 8), 0.0);
+  return std::pow(std::pow(work, power) + std::pow(floor, power), 1 / power);
+}
 
 // CTAs that share an SM have fewer stages each: one draws what the only one would over this power of their number.
 constexpr double kFewerStages = 0.7;
@@ -39,9 +42,9 @@ constexpr double kDriftK = 16384;
 
 // Rows of B that start anywhere: a warp's columns of one are in a sector more, of 16 columns, and B is nearly all that memory gives.
 constexpr double kSectorColumns = 16;
-// ... They take more requests, as if so much more were loaded. That, and so much longer for what comes after the loads, was fitted:
-// choices are best among benchmarks/results/plans_misaligned_h200_2026-11-23.csv.gz.
-constexpr double kRequests = 2, kAfterwards = 4;
+// ... They take more requests, as if so much more were loaded. That, and so much longer for what comes after the loads, was fitted to choices and
+// times in benchmarks/results/plans_misaligned_h200_2026-11-23.csv.gz.
+constexpr double kRequests = 1.35, kAfterwards = 23;
 
 // How much longer one warpgroup takes for what is fused into a tile's epilogue than two that share the tile.
 constexpr double kOneWarpgroup = 1.5;
@@ -238,6 +241,7 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
       epilogue_ *= kAfterwards;
     }
     loads_ = loaded(tile_rows, tile_columns) / rate * half_lines;
+    if (p.type_a != Type::kF64) floor_ *= machine.skinny_memory;
     alone_ = machine.skinny_alone * kernel.tile_m / 64 * std::sqrt(size / 2);
   } else if (double const bytes = kernel.align_a * size; bytes < 16) {
     alone_ = machine.narrow_loads * std::pow(8 / bytes, 0.7) * tile_k / 32;
@@ -451,12 +455,9 @@ Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   bool const one_line = tiling_.tiles_m == 1 || tiling_.tiles_n == 1;
   cost.floor = floor_ * ((1 - of_last) * slower(1, sm90) + of_last * slower(busy_last, sm90 && (one_line || share.pieces == 1)));
   if (in_clusters) cost.floor *= 1 + machine_.gang * (share.peers - 1);
-  auto const of_call = [&] {
-    if (sm90) return overlapped(cost.work, cost.floor);
-    double const power = overlap_of_call(floor_);
-    return std::pow(std::pow(cost.work, power) + std::pow(cost.floor, power), 1 / power);
-  };
-  cost.microseconds = cost.launches + of_call() + last_fused + cost.extra + cost.repack;
+  bool const softly = kernel_.family == Family::kSm80 || problem_.type_a == Type::kF64;
+  double const of_call = softly ? softly_overlapped(cost.work, cost.floor) : overlapped(cost.work, cost.floor);
+  cost.microseconds = cost.launches + of_call + last_fused + cost.extra + cost.repack;
   cost.work += last_fused;
   cost.waves = tiles_ * splits / workers_;
   return cost;

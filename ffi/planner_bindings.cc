@@ -138,6 +138,7 @@ void bind_planner(nb::module_& m) {
       .def_rw("skinny_launch", &Machine::skinny_launch)
       .def_rw("skinny_rate_sm", &Machine::skinny_rate_sm)
       .def_rw("skinny_rate_16bit", &Machine::skinny_rate_16bit)
+      .def_rw("skinny_memory", &Machine::skinny_memory)
       .def_rw("skinny_mma", &Machine::skinny_mma)
       .def_rw("skinny_alone", &Machine::skinny_alone)
       .def_rw("skinny_fix_up", &Machine::skinny_fix_up)

@@ -45,6 +45,7 @@ class Machine:
     skinny_launch: float  # of a kernel of few rows
     skinny_rate_sm: float  # what kernels of few rows load into the shared memory of one SM
     skinny_rate_16bit: float  # ... of 16-bit operands, of which the same bytes are more to multiply
+    skinny_memory: float  # factor on what memory needs where few warps of an SM wait for it, but for float64
     skinny_mma: float  # mma.sync of one SM in them, 16-bit operands
     skinny_alone: float  # a MAC iteration of 64 columns of a CTA of them that is alone on its SM
     skinny_fix_up: float  # of the CTAs of a cluster that share a tile
@@ -74,8 +75,9 @@ class Machine:
 # Fitted to times by the profiler (plans_alone_decode_h200_2026-11-23, plans_alone_strong_h200_2026-11-24 and the plans_ tables of 2026-11-25), but for plans
 # that launches with idle CTAs or spread last waves have made faster since, of which plans_even_decode_, plans_even_strong_ and
 # plans_even_streamk_h200_2026-11-25 tell; then all but those of the skinny family moved, by random steps, by what choices among the plans of the
-# latter and of plans_alone_strong_ lose, and those of float32, float64 and the skinny family by plans_dtypes_h200_2026-11-21 and
-# plans_misaligned_h200_2026-11-23 (benchmarks/results/even_h200_2026-11-25.md). By hand: beyond, which products of 1 to 8 rows by large weights tell, and
+# latter and of plans_alone_strong_ lose, and those of float32 and float64 by plans_dtypes_h200_2026-11-21 (benchmarks/results/even_h200_2026-11-25.md).
+# Those of the skinny family are fitted to the choices and its times in plans_dtypes_, plans_misaligned_h200_2026-11-23, plans_even_decode_ and
+# plans_alone_decode_h200_2026-11-23 (benchmarks/results/hopper_2026-11-25.md). By hand: beyond, which products of 1 to 8 rows by large weights tell, and
 # reduction_rate and drift by 1 and 3%, which keep 1024 x 512 x 131072 from seven splits. memset is as it was fitted before, copy_rate as a
 # fit of this kind left it that was not taken (eights_h200_2026-11-25.md); mma_16bit, mma_tf32x3, fused and narrow_loads are estimates.
 H200 = Machine(
@@ -108,13 +110,14 @@ H200 = Machine(
     narrow_loads=0.37,
     misaligned_k=1.449,
     misaligned_mn=1.251,
-    skinny_launch=1.981,
+    skinny_launch=1.93,
     skinny_rate_sm=6.063e5,
-    skinny_rate_16bit=1.358e5,
-    skinny_mma=1.125e6,
-    skinny_alone=0.3375,
-    skinny_fix_up=0.6481,
-    skinny_peer=0.2888,
+    skinny_rate_16bit=1.09e5,
+    skinny_memory=1.03,
+    skinny_mma=1.079e6,
+    skinny_alone=0.345,
+    skinny_fix_up=0.3,
+    skinny_peer=0.463,
     half_lines=2.042,
     epilogue=1.015,
     misaligned_d=0.8191,
@@ -130,10 +133,9 @@ H200 = Machine(
     reduction_rate=2.62e6,
 )
 
-# An H100 SXM has the SMs of an H200, and nearly three quarters of its memory's rate: so estimates of large weights by few rows have no bias
-# in plans_alone_h100_2026-11-24, and others are 7% too long. Fitting more constants to it made choices no better. An H100 PCIe, with
-# slower memory, is not told apart.
-H100 = dataclasses.replace(H200, memory_rate=3.25e6, copy_rate=2.5e6, rearrange_rate=1.93e6)
+# An H100 SXM has the SMs of an H200, and seven tenths of its memory's rate: so the estimates of decode_llm's 308 shapes have no bias, and are right
+# within 3% (decode_llm_h100_2026-11-25). Fitting more constants made choices no better. An H100 PCIe, with slower memory, is not told apart.
+H100 = dataclasses.replace(H200, memory_rate=3.15e6, copy_rate=2.5e6, rearrange_rate=1.93e6)
 
 # From the A100 SXM 80 GB datasheet at usual efficiencies; never fitted. It also stands in for GPUs that nobody measured.
 A100 = dataclasses.replace(
