@@ -170,8 +170,8 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
     Major const major = swap ? kernel.major_b : kernel.major_a;
     bool const along_k = (major == Major::kColumn) == swap;
     if (p.type_a == Type::kF32) math_ *= along_k ? machine.wgmma_tf32 : machine.from_registers;
-    // SMs that clusters leave out save no power for the others.
-    wgmma_sustained_ = operations * area * tile_k * std::max(width / workers_, 1.0) / machine.wgmma_sustained;
+    // SMs that clusters leave out save some of their power for the others.
+    wgmma_sustained_ = operations * area * tile_k * ctas * std::sqrt(std::max(width / (workers_ * ctas), 1.0)) / machine.wgmma_sustained;
   } else {
     double rate = mma_rate(machine, p.type_a, p.math);
     // f64's instructions take so long that tiles of a quarter feed them as well.
