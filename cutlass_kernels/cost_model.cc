@@ -31,8 +31,13 @@ double softly_overlapped(double work, double floor) {
   return std::pow(std::pow(work, power) + std::pow(floor, power), 1 / power);
 }
 
-// CTAs that share an SM have fewer stages each: one draws what the only one would over this power of their number.
-constexpr double kFewerStages = 0.7;
+// Bytes of stages that a CTA has, alone on an SM and where CTAs share one. The fewer bytes its stages hold, but for the one that is multiplied, the less
+// it draws from memory. But rows of 256 bytes take less of memory's time where all tiles are under way at once, up to so many an SM. Measured
+// (benchmarks/results/eights_h100_2026-11-25.md).
+constexpr double kStages = 200 << 10, kStagesOfSingle = 52 << 10, kWideRows = 0.97, kAtOnce = 2.5;
+
+// How many microseconds later the CTAs of a cluster of eight are all there than those of smaller ones: choices in all measured tables lose least by it.
+constexpr double kBeginTogether = 0.2;
 
 // CTAs that share an SM and wait for loads in turn: of the skinny family, and of those that load less than 16 bytes at a time.
 constexpr double kResident = 2;
@@ -144,7 +149,12 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   double const size = size_of(p.type_a), accumulator = size_of(accumulator_of(p.type_a));
   double const area = kernel.tile_m * kernel.tile_n, tile_k = kernel.tile_k;
   floor_ = bytes_of(p, machine.written) / machine.memory_rate;
-  drawn_ = machine.memory_rate_sm * ctas / std::pow(ctas_of_sm_, kFewerStages);
+  drawn_ = machine.memory_rate_sm * ctas;
+  if (ctas_of_sm_ > 1) {
+    double const stage = (kernel.tile_m + kernel.tile_n) * tile_k * size;
+    drawn_ *= (std::floor(kStagesOfSingle / stage) - 1) * stage / kStages;
+    if (kernel.tile_m > 64 && columns_ <= kernel.tile_n && tiles_ <= kAtOnce * width) floor_ *= kWideRows;
+  }
   if (kernel.family == Family::kSm90) {
     // Rows that a tile of A has beyond the problem come from nowhere, but TMA takes its time for them; a cluster shares them. Measured of
     // products of fewer rows than a tile.
@@ -156,6 +166,7 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   // The more of B is multicast, the later the first stage is complete. Of A that costs nothing, as measured.
   double const multicast = kernel.cluster_m > 1 ? kernel.tile_n : 0;
   launch_ = kernel.family == Family::kSkinny ? machine.skinny_launch : machine.launch + machine.cluster * multicast / 128;
+  if (ctas > 4) launch_ += kBeginTogether;
   epilogue_ = machine.epilogue * (area / (128 * 128));
   if (kernel.family == Family::kSm90 && has_misaligned_d(p)) misaligned_d_ = machine.misaligned_d * (area / (128 * 128));
   if (!p.epilogue.is_plain())

@@ -134,9 +134,10 @@ H200 = Machine(
 )
 
 # An H100 SXM has the SMs of an H200, and seven tenths of its memory's rate: so the estimates of decode_llm's 308 shapes have no bias, and are right
-# within 3% (decode_llm_h100_2026-11-25). What its GPCs load is fitted to all sets measured there (benchmarks/results/hopper_2026-11-25.md). Fitting more
-# constants made choices no better. An H100 PCIe, with slower memory, is not told apart.
-H100 = dataclasses.replace(H200, memory_rate=3.15e6, gpc_rate=1.39e7, copy_rate=2.5e6, rearrange_rate=1.93e6)
+# within 3% (decode_llm_h100_2026-11-25). What its GPCs load is fitted to all sets measured there (benchmarks/results/hopper_2026-11-25.md), and what tensor
+# cores sustain to choices among what 128 shapes of more than 64 rows took there (eights_h100_2026-11-25.md). Fitting more constants made choices no better.
+# An H100 PCIe, with slower memory, is not told apart.
+H100 = dataclasses.replace(H200, memory_rate=3.15e6, gpc_rate=1.39e7, wgmma_sustained=8.8e8, copy_rate=2.5e6, rearrange_rate=1.93e6)
 
 # From the A100 SXM 80 GB datasheet at usual efficiencies; never fitted. It also stands in for GPUs that nobody measured.
 A100 = dataclasses.replace(
