@@ -31,10 +31,10 @@ double softly_overlapped(double work, double floor) {
   return std::pow(std::pow(work, power) + std::pow(floor, power), 1 / power);
 }
 
-// Bytes of stages that a CTA has, alone on an SM and where CTAs share one. The fewer bytes its stages hold, but for the one that is multiplied, the less
-// it draws from memory. But rows of 256 bytes take less of memory's time where all tiles are under way at once, up to so many an SM. Measured
-// (benchmarks/results/eights_h100_2026-11-25.md).
-constexpr double kStages = 200 << 10, kStagesOfSingle = 52 << 10, kWideRows = 0.97, kAtOnce = 2.5;
+// Bytes that are under way to a CTA alone on an SM, and of the stages of one that shares it, of which one is being multiplied: the fewer are under
+// way, the less it draws from memory. But few rows by weights that come in rows of more than 128 bytes take less of memory's time where all tiles
+// are under way at once, up to so many an SM. Measured (benchmarks/results/eights_h100_2026-11-25.md).
+constexpr double kUnderWay = 200 << 10, kStagesOfSingle = 52 << 10, kWideRows = 0.97, kAtOnce = 2.5;
 
 // How many microseconds later the CTAs of a cluster of eight are all there than those of smaller ones: choices in all measured tables lose least by it.
 constexpr double kBeginTogether = 0.2;
@@ -152,8 +152,9 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   drawn_ = machine.memory_rate_sm * ctas;
   if (ctas_of_sm_ > 1) {
     double const stage = (kernel.tile_m + kernel.tile_n) * tile_k * size;
-    drawn_ *= (std::floor(kStagesOfSingle / stage) - 1) * stage / kStages;
-    if (kernel.tile_m > 64 && columns_ <= kernel.tile_n && tiles_ <= kAtOnce * width) floor_ *= kWideRows;
+    drawn_ *= std::max(std::floor(kStagesOfSingle / stage) - 1, 1.0) * stage / kUnderWay;
+    bool const wide = swap && kernel.major_b == Major::kRow && kernel.tile_m * size > 128;
+    if (wide && columns_ <= kernel.tile_n && tiles_ <= kAtOnce * width) floor_ *= kWideRows;
   }
   if (kernel.family == Family::kSm90) {
     // Rows that a tile of A has beyond the problem come from nowhere, but TMA takes its time for them; a cluster shares them. Measured of

@@ -557,6 +557,7 @@ def test_nothing_to_multiply_divides_by_nothing():
         ("plans_few_h100_2026-11-25", "bf16", "rr", 1.016, 1.07, 1.07),
         ("plans_large_h100_2026-11-25", "bf16", "rr", 1.032, 1.06, 1.07),
         ("plans_eights_h100_2026-11-25", "bf16", "rr", 1.017, 1.13, 1.14),
+        ("plans_single_h100_2026-11-25", "bf16", "rr", 1.01, 1.03, 1.07),
         ("plans_misaligned_h200_2026-11-23", "bf16", "rr", 1.014, 1.1, 1.11),
         ("plans_strong_scaling_h200_2026-11-22", "bf16", "rr", 1.028, 1.12, 1.12),
         ("plans_decode_h200_2026-11-22", "bf16", "rr", 1.027, 1.11, 1.12),
