@@ -33,8 +33,8 @@ double softly_overlapped(double work, double floor) {
 
 // Bytes that are under way to a CTA alone on an SM, and of the stages of one that shares it, of which one is being multiplied: the fewer are under
 // way, the less it draws from memory. But few rows by weights that come in rows of more than 128 bytes take less of memory's time where all tiles
-// are under way at once, up to so many an SM. Measured (benchmarks/results/eights_h100_2026-11-25.md).
-constexpr double kUnderWay = 200 << 10, kStagesOfSingle = 52 << 10, kWideRows = 0.97, kAtOnce = 2.5;
+// are under way at once, up to so many bytes of stages. Measured (benchmarks/results/eights_h100_2026-11-25.md and under_way_2026-11-26.md).
+constexpr double kUnderWay = 200 << 10, kStagesOfSingle = 52 << 10, kWideRows = 0.97, kAtOnce = 17.5e6;
 
 // How many microseconds later the CTAs of a cluster of eight are all there than those of smaller ones: choices in all measured tables lose least by it.
 constexpr double kBeginTogether = 0.2;
@@ -53,6 +53,14 @@ constexpr double kRequests = 1.35, kAfterwards = 23;
 
 // How much longer one warpgroup takes for what is fused into a tile's epilogue than two that share the tile.
 constexpr double kOneWarpgroup = 1.5;
+
+// How much longer an epilogue takes that stores 32 bytes of a row at a time: of a plain tile whose columns are no multiple of 32. Choices in all measured
+// tables lose least by it.
+constexpr double kNarrowBoxes = 1.4;
+
+// How much longer it takes where workers are at different k, and share neither lines of L2 nor pages of memory. Measured
+// (benchmarks/results/plans_orders_h200_2026-11-26.csv.gz and the tables of plans alone of 2026-11-25).
+constexpr double kEverywhere = 1.05;
 
 // Of what is fused into an epilogue of 128 x 128, the share that the pass which adds slices takes longer.
 constexpr double kOfReduction = 0.4;
@@ -152,9 +160,10 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   drawn_ = machine.memory_rate_sm * ctas;
   if (ctas_of_sm_ > 1) {
     double const stage = (kernel.tile_m + kernel.tile_n) * tile_k * size;
-    drawn_ *= std::max(std::floor(kStagesOfSingle / stage) - 1, 1.0) * stage / kUnderWay;
+    double const stages = std::floor(kStagesOfSingle / stage);
+    drawn_ *= std::max(stages - 1, 1.0) * stage / kUnderWay;
     bool const wide = swap && kernel.major_b == Major::kRow && kernel.tile_m * size > 128;
-    if (wide && columns_ <= kernel.tile_n && tiles_ <= kAtOnce * width) floor_ *= kWideRows;
+    if (wide && columns_ <= kernel.tile_n && tiles_ <= std::min(workers_, kAtOnce / (stages * stage))) floor_ *= kWideRows;
   }
   if (kernel.family == Family::kSm90) {
     // Rows that a tile of A has beyond the problem come from nowhere, but TMA takes its time for them; a cluster shares them. Measured of
@@ -169,6 +178,7 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   launch_ = kernel.family == Family::kSkinny ? machine.skinny_launch : machine.launch + machine.cluster * multicast / 128;
   if (ctas > 4) launch_ += kBeginTogether;
   epilogue_ = machine.epilogue * (area / (128 * 128));
+  if (kernel.family == Family::kSm90 && !swap && kernel.tile_n % 32 != 0 && kernel.tile_n > 16 && size_of(kernel.type_d) == 2) epilogue_ *= kNarrowBoxes;
   if (kernel.family == Family::kSm90 && has_misaligned_d(p)) misaligned_d_ = machine.misaligned_d * (area / (128 * 128));
   if (!p.epilogue.is_plain())
     fused_ = machine.fused * (area / (128 * 128)) * (ctas_of_sm_ > 1 || kernel.warp_schedule == "pingpong" ? kOneWarpgroup : 1);
@@ -468,7 +478,7 @@ Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   cost.floor = floor_ * ((1 - of_last) * slower(1, sm90) + of_last * slower(busy_last, sm90 && (one_line || share.pieces == 1)));
   if (in_clusters) cost.floor *= 1 + machine_.gang * (share.peers - 1);
   bool const softly = kernel_.family == Family::kSm80 || problem_.type_a == Type::kF64;
-  double const of_call = softly ? softly_overlapped(cost.work, cost.floor) : overlapped(cost.work, cost.floor);
+  double const of_call = (softly ? softly_overlapped(cost.work, cost.floor) : overlapped(cost.work, cost.floor)) * (sm90 && cut_by_iterations ? kEverywhere : 1);
   cost.microseconds = cost.launches + of_call + last_fused + cost.extra + cost.repack;
   cost.work += last_fused;
   cost.waves = tiles_ * splits / workers_;

@@ -66,10 +66,11 @@ struct Schedule {
 };
 
 // What a plan was made for. `arch` is 10 * major + minor of the compute capability, 0 for the host; `sms` counts CPU threads
-// on the host.
+// on the host; of an operand that streams past its memory should have no more than `under_way` bytes under way, 0: any.
 struct Device {
   int32_t arch = 0;
   int32_t sms = 1;
+  int64_t under_way = 0;
 };
 
 struct Status {

@@ -13,7 +13,7 @@ GemmCall::GemmCall(GemmAttributes const& at)
               at.batch_stride_b, at.batch_stride_d,
               {at.activation, at.has_bias, at.has_residual, at.alpha, at.beta, at.batch_stride_bias}},
       schedule{at.schedule, at.splits, at.reduction, at.max_sms, at.raster, at.swizzle},
-      device{at.arch, at.sms},
+      device{at.arch, at.sms, at.under_way},
       workspace_bytes(at.workspace_bytes) {}
 
 ffi::Error to_error(Status const& status) {

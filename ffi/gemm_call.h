@@ -31,6 +31,7 @@ struct GemmAttributes {
   int32_t swizzle;
   // What the plan was made for; execution refuses anything else.
   int32_t arch, sms;
+  int64_t under_way;  // Device's
   int64_t workspace_bytes;
 };
 
@@ -78,4 +79,4 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<jax_streamk::ScheduleKind>("schedule"), StructMember<int32_t>("splits"),
     StructMember<jax_streamk::Reduction>("reduction"), StructMember<int32_t>("max_sms"),
     StructMember<jax_streamk::Raster>("raster"), StructMember<int32_t>("swizzle"), StructMember<int32_t>("arch"),
-    StructMember<int32_t>("sms"), StructMember<int64_t>("workspace_bytes"));
+    StructMember<int32_t>("sms"), StructMember<int64_t>("under_way"), StructMember<int64_t>("workspace_bytes"));

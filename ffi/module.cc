@@ -179,9 +179,10 @@ NB_MODULE(_ffi, m) {
       .def_ro("raster", &Schedule::raster)
       .def_ro("swizzle", &Schedule::swizzle);
 
-  nb::class_<Device>(m, "Device", "arch is 10 * major + minor of the compute capability, 0 for the host.")
+  nb::class_<Device>(m, "Device", "arch is 10 * major + minor of the compute capability, 0 for the host; of under_way cost_model.under_way tells.")
       .def(
-          "__init__", [](Device* self, int32_t arch, int32_t sms) { new (self) Device{arch, sms}; }, "arch"_a, "sms"_a);
+          "__init__", [](Device* self, int32_t arch, int32_t sms, int64_t under_way) { new (self) Device{arch, sms, under_way}; }, "arch"_a,
+          "sms"_a, "under_way"_a = 0);
 
   nb::class_<KernelInfo>(m, "KernelInfo", "One kernel: of this build, or described, to plan for another.")
       .def(

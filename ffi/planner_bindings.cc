@@ -8,6 +8,7 @@
 #include "cutlass_kernels/clusters.h"
 #include "cutlass_kernels/eviction.h"
 #include "cutlass_kernels/planner.h"
+#include "cutlass_kernels/under_way.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -209,6 +210,17 @@ void bind_planner(nb::module_& m) {
       "tiles_m"_a, "tiles_n"_a, "schedule"_a, "workers"_a, "line"_a, "by_all_batches"_a = false, "again"_a = false, "bytes"_a = 1,
       "others"_a = 1, "element_bytes"_a = 2, "slices"_a = 1, "multiply_adds"_a = 0.0, "k_tiles"_a = 64,
       "Whether what a line of tiles of one batch reads of an operand may leave L2 first.");
+  m.def(
+      "held_back",
+      [](int32_t tiles, Schedule const& s, int32_t workers, int32_t ctas, int32_t stages, int64_t stage_bytes, int64_t under_way) {
+        auto const cut = Decomposition::make(s.kind, tiles, s.splits, workers, s.splits);
+        HeldBack const held = held_back(cut, ctas, stages, stage_bytes, under_way);
+        std::vector<int32_t> of_waves;
+        for (int32_t left = tiles * s.splits, wave = 0; left > 0; left -= cut.workers, ++wave) of_waves.push_back(held.stages(wave));
+        return of_waves;
+      },
+      "tiles"_a, "schedule"_a, "workers"_a, "ctas"_a, "stages"_a, "stage_bytes"_a, "under_way"_a,
+      "Of each wave of whole tiles or slices, how many stages of a CTA its loads leave empty.");
   m.def(
       "idle_clusters",
       [](int32_t working, int32_t ctas, int32_t sms) {

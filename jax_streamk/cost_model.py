@@ -168,6 +168,14 @@ def machine_of(device):
     return H100 if "H100" in device.kind or "H800" in device.kind else H200
 
 
+def under_way(device):
+    """How many bytes of an operand that streams past should be under way at once (cutlass_kernels/under_way.h); 0: any number, where nobody measured it.
+
+    As measured (benchmarks/results/under_way_2026-11-26.md).
+    """
+    return {H100: 9_300_000, H200: 11_200_000}.get(machine_of(device), 0) if device.arch == 90 else 0
+
+
 def describe(cost):
     """One line about a ``_ffi.Cost``."""
     extra = f", {cost.extra:.1f} to zero tickets or add slices" if cost.extra else ""

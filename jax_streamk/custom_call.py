@@ -7,6 +7,7 @@ import jax.export
 import numpy as np
 
 from jax_streamk import _ffi
+from jax_streamk.cost_model import under_way
 
 _TARGETS = {"cpu": "jax_streamk_host_gemm", "cuda": "jax_streamk_cuda_gemm"}
 # jax.export serializes custom calls other than JAX's own only where it is told to.
@@ -31,6 +32,7 @@ def attributes(made):
         kernel=made.kernel,
         arch=np.int32(made.device.arch),
         sms=np.int32(made.device.sms),
+        under_way=np.int64(under_way(made.device)),
         workspace_bytes=np.int64(made.workspace_bytes),
     )
 

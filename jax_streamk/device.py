@@ -8,6 +8,7 @@ import platform
 import jax
 
 from jax_streamk import _ffi
+from jax_streamk.cost_model import under_way
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Device:
     kind: str = ""
 
     def native(self):
-        return _ffi.Device(self.arch, self.sms)
+        return _ffi.Device(self.arch, self.sms, under_way(self))
 
 
 # What programs are lowered for when CUDA is asked for on a machine without a GPU: the H100 and H200 SXM, by an H200's constants.

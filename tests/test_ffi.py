@@ -70,8 +70,8 @@ REFUSED = rf"INVALID_ARGUMENT: jax_streamk: {NAME} cannot run \(batch, m, n, k\)
         ({"n": L(2**40)}, r"INVALID_ARGUMENT: .*every extent must be below 2\^31"),
         # As the attributes of another version would be.
         ({"splits": L(3)}, "INVALID_ARGUMENT: .*expected S32 but got S64"),
-        ({"splits": None}, "INVALID_ARGUMENT: .*expected 32 attributes but got 31"),
-        ({"epilogue": I(0)}, "INVALID_ARGUMENT: .*expected 32 attributes but got 33"),
+        ({"splits": None}, "INVALID_ARGUMENT: .*expected 33 attributes but got 32"),
+        ({"epilogue": I(0)}, "INVALID_ARGUMENT: .*expected 33 attributes but got 34"),
     ],
     ids=lambda x: str(x) if isinstance(x, dict) else "",
 )  # fmt: skip

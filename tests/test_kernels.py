@@ -182,7 +182,7 @@ def with_epilogue(epilogue, case, sums, dtype, align, ldd):
     return activated(epilogue.activation, exact), bias if epilogue.bias else None, residual if epilogue.residual else None
 
 
-def launch(kernel, case, schedule, epilogue=PLAIN, type_d=None, ldd=None, aligned=True, majors=None):
+def launch(kernel, case, schedule, epilogue=PLAIN, type_d=None, ldd=None, aligned=True, majors=None, device=None):
     """Runs a kernel, of operands of other majornesses than its own where `majors` says so; returns D, after checking that nothing around D was written, what D exactly is, and (scale, XLA's errors)."""
     type_d = kernel.type_d if type_d is None else type_d
     align_a, align_b, align_d = (kernel.align_a, kernel.align_b, kernel.align_d) if aligned else (1, 1, 1)
@@ -204,7 +204,7 @@ def launch(kernel, case, schedule, epilogue=PLAIN, type_d=None, ldd=None, aligne
         arguments += [epilogue.activation, bool(epilogue.bias), epilogue.residual, epilogue.alpha / scale, epilogue.beta, stride_bias]
         scale = 1.0
     problem = _ffi.GemmProblem(*arguments)
-    device = device_of(kernel)
+    device = device or device_of(kernel)
     why = _ffi.can_implement(kernel.name, problem, schedule, device)
     if why is not None:
         return why, None, None
@@ -576,6 +576,19 @@ def test_one_split_is_the_unsplit_product_bit_for_bit(name):
         same, exact, _ = launch(kernel, case, schedule)
         assert exact is not None, same
         assert same.tobytes() == unsplit.tobytes(), describe(schedule)
+
+
+@pytest.mark.parametrize("name", [name for name in HERE if KERNELS[name].family == _ffi.Family.sm90])
+def test_stages_that_loads_leave_empty_change_no_bit(name):
+    """Few rows by so many columns that CTAs of a part of the GPU have several tiles, of more k-tiles than there are stages."""
+    kernel = KERNELS[name]
+    case = admissible(kernel, Case(13, 2600, (kernel.stages + 2) * kernel.tile_k + 1))
+    ways = [make_schedule(_ffi.ScheduleKind.data_parallel)]
+    if _ffi.Reduction.separate in kernel.split_k_reductions:
+        ways.append(make_schedule(_ffi.ScheduleKind.split_k, 2, _ffi.Reduction.separate))
+    for schedule in ways:
+        products = [launch(kernel, case, schedule, device=_ffi.Device(90, 16, under_way))[0] for under_way in (0, 1)]
+        assert products[0].tobytes() == products[1].tobytes(), describe(schedule)
 
 
 @pytest.mark.parametrize("name", [name for name in HERE if KERNELS[name].type_a not in (_ffi.Type.s8,)])

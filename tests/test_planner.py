@@ -486,6 +486,40 @@ def test_what_goes_first_from_l2(tiles, schedule, line, workers, others, first, 
     assert _ffi.goes_first(*tiles, native, workers, along[line], **others) == first
 
 
+@pytest.mark.parametrize(
+    "tiles, schedule, workers, held",
+    [
+        (60, DataParallel(), 132, [2]),  # 60 x 4 stages are as many as memory wants
+        (132, DataParallel(), 132, [3]),  # 132 x 2 would be, and cover no latency
+        (200, DataParallel(), 132, [3, 2]),
+        (300, DataParallel(), 132, [3, 3, 0]),
+        (100, SplitK(2), 132, [3, 2]),
+        (140, StreamK(), 132, [0, 0]),
+        (10, DataParallel(), 132, [0]),
+    ],
+)
+def test_stages_that_loads_leave_empty(tiles, schedule, workers, held):
+    """Of six."""
+    native = planner._native_schedule(schedule)
+    assert _ffi.held_back(tiles, native, workers, 1, 6, 1000, 239_500) == held
+    assert _ffi.held_back(tiles, native, workers, 2, 6, 500, 239_500) == held  # in pairs
+    assert _ffi.held_back(tiles, native, workers, 1, 6, 1000, 0) == [0] * len(held)
+    assert _ffi.held_back(tiles, native, workers, 1, 2, 1000, 1) == [0] * len(held)
+    assert _ffi.held_back(tiles, native, workers, 1, 6, 0, 1) == [0] * len(held)  # no operand streams
+
+
+def test_a_cta_alone_on_its_sm_has_144_kb_under_way():
+    native = planner._native_schedule(DataParallel())
+    assert _ffi.held_back(64, native, 132, 1, 11, 16 << 10, 1 << 30) == [2]  # 4096 columns by 64x16x128
+    assert _ffi.held_back(64, native, 132, 1, 6, 32 << 10, 1 << 30) == [1]  # 8192 by 128x16x128
+    assert _ffi.held_back(48, native, 132, 1, 5, 32 << 10, 1 << 30) == [0]  # 12288 by 64x256x64
+
+
+def test_what_is_under_way_is_limited_where_it_was_measured():
+    assert 0 < cost_model.under_way(dataclasses.replace(HOPPER, kind="NVIDIA H100 80GB HBM3")) < cost_model.under_way(HOPPER)
+    assert cost_model.under_way(A100) == cost_model.under_way(Device("cpu", 0, 4)) == 0
+
+
 @pytest.mark.parametrize("swizzle, first", [(1, False), (2, False), (4, True), (16, True)])
 def test_a_panel_of_all_tiles_keeps_those_that_read_the_same_together(swizzle, first):
     native = planner._native_schedule(DataParallel(), "m", swizzle)

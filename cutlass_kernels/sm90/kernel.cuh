@@ -126,6 +126,7 @@ class Sm90Kernel final : public CudaKernel {
   static_assert(kCtasOfSm * (sizeof(typename Gemm::SharedStorage) + 1024) <= kOfSm);
 
   static constexpr int kClusterSize = kConfig.cluster_m * kConfig.cluster_n;
+  static constexpr int64_t kFew = 64;  // rows or columns: more take as long to multiply as the other operand to come from memory
 
  public:
   Sm90Kernel() : CudaKernel(make_info()) {}
@@ -177,6 +178,8 @@ class Sm90Kernel final : public CudaKernel {
     };
     int64_t const rows = kSwap ? p.n : p.m, columns = kSwap ? p.m : p.n;
     int64_t const part = kConfig.math == Math::kTF32x3 ? p.k / 3 : 0;
+    // Few columns or rows wait for the other operand, which is read once: so many rows or columns of it a stage.
+    int64_t const streaming = order.tiles_n() == 1 && columns <= kFew ? kConfig.tile_m : order.tiles_m() == 1 && rows <= kFew ? kConfig.tile_n : 0;
     typename Gemm::Params params;
     params.scheduler.decomposition = cut;
     params.scheduler.order = order;
@@ -194,7 +197,8 @@ class Sm90Kernel final : public CudaKernel {
                        hint(Raster::kAlongM, columns, rows, stride_b, stride_a),
                        static_cast<int32_t>(part > 0 ? 2 * part : p.k),
                        static_cast<int32_t>(p.batch),
-                       static_cast<int32_t>(part / kConfig.tile_k)});
+                       static_cast<int32_t>(part / kConfig.tile_k),
+                       held_back(cut, kClusterSize, info.stages, streaming * kConfig.tile_k * sizeof(ElementAB), device.under_way)});
     if (Epilogue::set_up(params.epilogue, params.shape, p, buffers) != CUDA_SUCCESS)
       return Status::internal(info.name + ": TMA cannot store D");
     cudaLaunchAttribute attributes[1];

@@ -10,6 +10,7 @@
 #include "cutlass/gemm/collective/sm90_mma_tma_gmma_rs_warpspecialized.hpp"
 #include "cutlass/gemm/collective/sm90_mma_tma_gmma_ss_warpspecialized.hpp"
 #include "cutlass_kernels/decomposition.h"
+#include "cutlass_kernels/under_way.h"
 
 namespace jax_streamk::sm90 {
 
@@ -92,6 +93,7 @@ struct CollectiveMainloop : Base {
   // Whether A comes from registers.
   static constexpr bool kFromRegisters = !cute::is_base_of<cute::GMMA::DescriptorIterator, typename TiledMma::FrgTypeA>::value;
   static constexpr bool kSumsApart = kSplits;  // each k-tile's are added to the accumulators
+  static constexpr int kStages = Base::DispatchPolicy::Stages;
   static constexpr int kClusterM = cute::size<0>(typename Base::DispatchPolicy::ClusterShape{});
   static constexpr int kClusterN = cute::size<1>(typename Base::DispatchPolicy::ClusterShape{});
 
@@ -99,18 +101,20 @@ struct CollectiveMainloop : Base {
     Hint hint_a, hint_b;
     int32_t k, batch;  // all of K that A and B have, and of the batches
     int32_t part;      // k-tiles, with kSplits
+    HeldBack held_back;
   };
   struct Loads {
     Hint hint_a, hint_b;
     int32_t batch, part;
     Divisor by_batch;
+    HeldBack held_back;
   };
   struct Params : Loads, Base::Params {};
 
   template <class ProblemShape>
   static Params to_underlying_arguments(ProblemShape const& shape, Arguments const& arguments) {
     auto const whole = cute::make_shape(cute::get<0>(shape), cute::get<1>(shape), arguments.k, arguments.batch);
-    return {Loads{arguments.hint_a, arguments.hint_b, arguments.batch, arguments.part, Divisor(arguments.batch)},
+    return {Loads{arguments.hint_a, arguments.hint_b, arguments.batch, arguments.part, Divisor(arguments.batch), arguments.held_back},
             Base::to_underlying_arguments(whole, arguments, nullptr)};
   }
 
@@ -148,10 +152,13 @@ struct CollectiveMainloop : Base {
     auto const from_b = part_b.partition_S(local_tile(b_from_n, select<1, 2>(typename Base::TileShape{}), make_coord(0, _, tile.batch)));
     auto const to_a = part_a.partition_D(make_tensor(make_smem_ptr(storage.smem_A.data()), typename Base::SmemLayoutA{}));
     auto const to_b = part_b.partition_D(make_tensor(make_smem_ptr(storage.smem_B.data()), typename Base::SmemLayoutB{}));
+    int const held_back = params.held_back.stages(tile.ordinal);
     CUTLASS_PRAGMA_NO_UNROLL
     for (int32_t left = tile.k_count; left > 0; --left, ++k_tile, ++stage) {
       int const s = stage.index();
-      empty[s].wait(stage.phase());
+      // So that so many stay empty, the stage that far ahead is waited for; this one was, that many k-tiles ago.
+      bool const wraps = s + held_back >= kStages;
+      empty[s + held_back - (wraps ? kStages : 0)].wait(stage.phase() ^ wraps);
       full[s].arrive_and_expect_tx(Base::TmaTransactionBytes);
       auto& barrier = *reinterpret_cast<uint64_t*>(&full[s]);
       // Of A, small, large and again large numbers; of B, large, small and large.

@@ -1,0 +1,22 @@
+// How much of an operand that streams past is on its way from memory at once: more than memory serves well makes it slower.
+#pragma once
+
+#include <cstdint>
+
+#include "cutlass_kernels/decomposition.h"
+
+namespace jax_streamk {
+
+// Stages of each CTA that its loads leave empty. In the last wave fewer CTAs load, and each may have more under way.
+struct HeldBack {
+  int32_t whole_waves = 0;
+  int32_t in_whole = 0, in_last = 0;
+
+  JSK_HOST_DEVICE int32_t stages(int32_t ordinal) const { return ordinal < whole_waves ? in_whole : in_last; }
+};
+
+// For pieces of work that clusters of `ctas` take in turn, each CTA with `stages` that hold so many bytes of the operand, where all together should
+// have no more than `under_way` bytes of it under way; 0: as many as the stages hold.
+HeldBack held_back(Decomposition const& cut, int32_t ctas, int32_t stages, int64_t stage_bytes, int64_t under_way);
+
+}  // namespace jax_streamk
