@@ -141,12 +141,23 @@ def choose(problem, wanted, device, **listed):
     return _ffi.choose(kernels, problem.native(), wanted, device.native(), cost_model.machine_of(device).native, **listed)
 
 
+def _is_left_to_xla(problem, device):
+    """Whether XLA's product was measured to be faster than all of ours, as it was for 33 to 64 rows by a row-major B of 16 bits whose rows start
+    anywhere, and a K that its tiles divide (benchmarks/results/misaligned_h200_2026-11-23.md, deepbench_train_h200_2026-11-26.md)."""
+    of_16_bits = problem.type_a in (_ffi.Type.bf16, _ffi.Type.f16)
+    anywhere = problem.major_b == _ffi.Major.row and problem.ldb % 8 != 0 and problem.n >= 1000
+    return device.arch == 90 and of_16_bits and problem.batch == 1 and 32 < problem.m <= 64 and anywhere and problem.k % 64 == 0
+
+
 @functools.lru_cache(maxsize=4096)
 def plan_with(problem, schedule, device, found):
     """``make_plan`` where this is what tuning found; None for nothing."""
     if problem.is_empty:
         return Plan(problem, device, None, None, reasons=("there is nothing to multiply: the result is empty or zero",))
     auto = isinstance(schedule, schedules.Auto)
+    if auto and found is None and _is_left_to_xla(problem, device):
+        why = "B's rows start anywhere, and for so many rows of A our kernels copy it first, which was measured to take longer"
+        return Plan(problem, device, None, None, reasons=(f"falls back to XLA: {why}",))
     choice = choose(problem, None if auto else _native_schedule(schedule), device)
     if not choice.candidates:
         why = choice.refusal or f"no kernel of this build runs it on {device.platform}, sm_{device.arch}"

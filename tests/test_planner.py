@@ -502,7 +502,7 @@ def test_stages_that_loads_leave_empty(tiles, schedule, workers, held):
     """Of six."""
     native = planner._native_schedule(schedule)
     assert _ffi.held_back(tiles, native, workers, 1, 6, 1000, 239_500) == held
-    assert _ffi.held_back(tiles, native, workers, 2, 6, 500, 239_500) == held  # in pairs
+    assert _ffi.held_back(tiles // 2, native, workers // 2, 2, 6, 1000, 239_500) == held  # in pairs
     assert _ffi.held_back(tiles, native, workers, 1, 6, 1000, 0) == [0] * len(held)
     assert _ffi.held_back(tiles, native, workers, 1, 2, 1000, 1) == [0] * len(held)
     assert _ffi.held_back(tiles, native, workers, 1, 6, 0, 1) == [0] * len(held)  # no operand streams
@@ -513,6 +513,12 @@ def test_a_cta_alone_on_its_sm_has_144_kb_under_way():
     assert _ffi.held_back(64, native, 132, 1, 11, 16 << 10, 1 << 30) == [2]  # 4096 columns by 64x16x128
     assert _ffi.held_back(64, native, 132, 1, 6, 32 << 10, 1 << 30) == [1]  # 8192 by 128x16x128
     assert _ffi.held_back(48, native, 132, 1, 5, 32 << 10, 1 << 30) == [0]  # 12288 by 64x256x64
+
+
+def test_ctas_that_share_an_sm_have_less_under_way():
+    native = planner._native_schedule(DataParallel())
+    assert _ffi.held_back(132, native, 528, 1, 5, 1000, 132 * 4800) == [0]
+    assert _ffi.held_back(264, native, 528, 1, 5, 1000, 264 * 4800) == [1]
 
 
 def test_what_is_under_way_is_limited_where_it_was_measured():
@@ -736,6 +742,20 @@ def test_auto_falls_back_openly():
     assert made.reasons[0].startswith("falls back to XLA: ") and "int32" in str(made)
     with pytest.raises(ValueError, match="cannot run this product.*int32"):
         jax_streamk.plan(x, x, device=CPU, schedule=StreamK())
+
+
+@pytest.mark.parametrize(
+    "shape, falls_back",
+    [
+        ((35, 8457, 2048), True), ((33, 1001, 64), True), ((64, 50257, 1600), True),
+        ((32, 8457, 2048), False), ((65, 8457, 2048), False), ((35, 8456, 2048), False), ((35, 8457, 1760), False), ((35, 161, 2048), False),
+    ],
+)  # fmt: skip
+def test_auto_leaves_to_xla_what_it_was_measured_to_be_faster_at(cuda, shape, falls_back):
+    made, _ = cuda(gemm(*shape))
+    assert (made.kernel is None) == falls_back and ("falls back to XLA" in str(made)) == falls_back
+    assert cuda(gemm(*shape), DataParallel())[0].kernel
+    assert cuda(gemm(*shape, batch=2))[0].kernel and cuda(gemm(*shape), device=A100)[0].kernel
 
 
 def test_auto_falls_back_where_no_kernel_runs(cuda):
