@@ -21,7 +21,7 @@ bool goes_first(TileOrder const& order, Decomposition const& cut, OperandUse con
   if (use.again || cut.kind == ScheduleKind::kStreamK) return false;
   bool const at_once = cut.workers == cut.tiles * cut.splits;
   // A much larger operand is what fills L2, and readers that have drifted apart would find it gone.
-  bool const gone = cut.k_tiles / cut.splits > kDriftAfter && use.bytes > kMuchSmaller * use.others;
+  bool const gone = cut.k_tiles / cut.splits > kDriftAfter && use.bytes >= kMuchSmaller * use.others;
   if (at_once) return kMuchSmaller * use.bytes >= use.others && !gone;
   return reach <= kReadTogether && !use.by_all_batches && use.bytes >= use.others;
 }
