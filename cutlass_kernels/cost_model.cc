@@ -31,9 +31,10 @@ double softly_overlapped(double work, double floor) {
   return std::pow(std::pow(work, power) + std::pow(floor, power), 1 / power);
 }
 
-// Bytes that are under way to a CTA alone on an SM, and of the stages of one that shares it, of which one is being multiplied: the fewer are under
-// way, the less it draws from memory. But few rows by weights that come in rows of more than 128 bytes take less of memory's time where all tiles
-// are under way at once, up to so many bytes of stages. Measured (benchmarks/results/eights_h100_2026-11-25.md and under_way_2026-11-26.md).
+// Bytes that the stages of a CTA alone on an SM hold, and those of one that shares it, of which one is being multiplied: the fewer these are, the
+// less it draws from memory, whether or not loads leave some empty (under_way.h). But few rows by weights that come in rows of more than 128 bytes take
+// less of memory's time where all tiles are at work at once, up to so many bytes of all their stages. Fitted to stages_h100_2026-11-25.csv.gz and
+// plans_single_h100_2026-11-25.csv.gz of benchmarks/results.
 constexpr double kUnderWay = 200 << 10, kStagesOfSingle = 52 << 10, kWideRows = 0.97, kAtOnce = 17.5e6;
 
 // How many microseconds later the CTAs of a cluster of eight are all there than those of smaller ones: choices in all measured tables lose least by it.

@@ -7,7 +7,7 @@
 
 namespace jax_streamk {
 
-// Stages of each CTA that its loads leave empty. In the last wave fewer CTAs load, and each may have more under way.
+// Stages of each CTA that its loads leave empty: all but two at most, for consumers hold one while they wait for the next, and in the last wave, where fewer CTAs load, no more than before, for loads wait for stages that far ahead.
 struct HeldBack {
   int32_t whole_waves = 0;
   int32_t in_whole = 0, in_last = 0;
@@ -16,7 +16,7 @@ struct HeldBack {
 };
 
 // For pieces of work that clusters of `ctas` take in turn, each CTA with `stages` that hold so many bytes of the operand, where all together should
-// have no more than `under_way` bytes of it under way; 0: as many as the stages hold.
+// have about `under_way` bytes of it under way, in whole stages, three at least; 0: as many as the stages hold.
 HeldBack held_back(Decomposition const& cut, int32_t ctas, int32_t stages, int64_t stage_bytes, int64_t under_way);
 
 }  // namespace jax_streamk

@@ -70,7 +70,7 @@ def dot_general(lhs, rhs, dimension_numbers, precision=None, preferred_element_t
     Raises:
       TypeError: an operand is not an array of numbers, dimensions do not match, or schedule is not a schedule.
       ValueError: no kernel can run the product under the given schedule. Under ``Auto()`` XLA's own product runs where there is no
-        kernel (integers, complex numbers, some algorithms) or tuning found it faster, and ``plan`` says so.
+        kernel (integers, complex numbers, some algorithms), or tuning or we found it faster, and ``plan`` says so.
     """
     schedule = check_schedule(schedule)
     lhs, rhs = (_array("dot_general", name, x) for name, x in (("lhs", lhs), ("rhs", rhs)))

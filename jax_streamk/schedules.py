@@ -18,7 +18,7 @@ def _check_count(name, value, least=1):
 
 @dataclasses.dataclass(frozen=True)
 class Auto:
-    """The default: the planner chooses kernel and schedule, or XLA's own product where no kernel serves or tuning found it faster."""
+    """The default: the planner chooses kernel and schedule, or XLA's own product where no kernel serves, or tuning or we found it faster."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -587,8 +587,10 @@ def test_stages_that_loads_leave_empty_change_no_bit(name):
     if _ffi.Reduction.separate in kernel.split_k_reductions:
         ways.append(make_schedule(_ffi.ScheduleKind.split_k, 2, _ffi.Reduction.separate))
     for schedule in ways:
-        products = [launch(kernel, case, schedule, device=_ffi.Device(90, 16, under_way))[0] for under_way in (0, 1)]
-        assert products[0].tobytes() == products[1].tobytes(), describe(schedule)
+        # As many as there are; three stages; and, for most kernels, three while all CTAs have tiles and then more.
+        ways_to_load = 0, 1, 16 * 3 * kernel.tile_m * kernel.tile_k * DTYPES[kernel.type_a].itemsize
+        products = [launch(kernel, case, schedule, device=_ffi.Device(90, 16, under_way))[0] for under_way in ways_to_load]
+        assert len({product.tobytes() for product in products}) == 1, describe(schedule)
 
 
 @pytest.mark.parametrize("name", [name for name in HERE if KERNELS[name].type_a not in (_ffi.Type.s8,)])

@@ -749,7 +749,7 @@ def test_auto_falls_back_openly():
     "shape, falls_back",
     [
         ((35, 8457, 2048), True), ((33, 1001, 64), True), ((64, 50257, 1600), True),
-        ((32, 8457, 2048), False), ((65, 8457, 2048), False), ((35, 8456, 2048), False), ((35, 8457, 1760), False), ((35, 161, 2048), False),
+        ((35, 8458, 2048), False), ((32, 8457, 2048), False), ((65, 8457, 2048), False), ((35, 8456, 2048), False), ((35, 8457, 1760), False), ((35, 161, 2048), False),
     ],
 )  # fmt: skip
 def test_auto_leaves_to_xla_what_it_was_measured_to_be_faster_at(cuda, shape, falls_back):
@@ -757,6 +757,7 @@ def test_auto_leaves_to_xla_what_it_was_measured_to_be_faster_at(cuda, shape, fa
     assert (made.kernel is None) == falls_back and ("falls back to XLA" in str(made)) == falls_back
     assert cuda(gemm(*shape), DataParallel())[0].kernel
     assert cuda(gemm(*shape, batch=2))[0].kernel and cuda(gemm(*shape), device=A100)[0].kernel
+    assert cuda(dataclasses.replace(gemm(*shape), has_bias=True))[0].kernel
 
 
 def test_auto_falls_back_where_no_kernel_runs(cuda):

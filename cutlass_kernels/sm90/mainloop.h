@@ -156,7 +156,7 @@ struct CollectiveMainloop : Base {
     CUTLASS_PRAGMA_NO_UNROLL
     for (int32_t left = tile.k_count; left > 0; --left, ++k_tile, ++stage) {
       int const s = stage.index();
-      // So that so many stay empty, the stage that far ahead is waited for; this one was, that many k-tiles ago.
+      // So that so many stay empty, the stage that far ahead is waited for; this one was then, or has never been filled.
       bool const wraps = s + held_back >= kStages;
       empty[s + held_back - (wraps ? kStages : 0)].wait(stage.phase() ^ wraps);
       full[s].arrive_and_expect_tx(Base::TmaTransactionBytes);
