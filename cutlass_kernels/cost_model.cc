@@ -55,11 +55,11 @@ constexpr double kRequests = 1.35, kAfterwards = 23;
 // How much longer one warpgroup takes for what is fused into a tile's epilogue than two that share the tile.
 constexpr double kOneWarpgroup = 1.5;
 
-// How much longer an epilogue takes that stores 32 bytes of a row at a time: of a plain tile whose columns are no multiple of 32. Choices in all measured
+// How much longer an epilogue takes that stores 32 bytes of a row at a time: of a plain tile whose columns are more than 16 and no multiple of 32. Choices in all measured
 // tables lose least by it.
 constexpr double kNarrowBoxes = 1.4;
 
-// How much longer it takes where workers are at different k, and share neither lines of L2 nor pages of memory. Measured
+// How much longer Stream-K takes, whose workers are at different k and share neither lines of L2 nor pages of memory. Measured
 // (benchmarks/results/plans_orders_h200_2026-11-26.csv.gz and the tables of plans alone of 2026-11-25).
 constexpr double kEverywhere = 1.05;
 

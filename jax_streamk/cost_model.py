@@ -173,7 +173,8 @@ def under_way(device):
 
     As measured on H100s and an H200 (benchmarks/results/under_way_2026-11-26.md), for which all others of compute capability 9.0 are taken.
     """
-    return {H100: 9_300_000, H200: 11_200_000}.get(machine_of(device), 0) if device.arch == 90 else 0
+    machine = machine_of(device)
+    return 9_300_000 if machine is H100 else 11_200_000 if machine is H200 else 0
 
 
 def describe(cost):

@@ -125,8 +125,8 @@ def make_plan(problem, schedule, device):
     """Plans a ``GemmProblem`` on a ``Device``.
 
     ``Auto()`` takes what tuning found for this very problem and device, XLA's product where that was faster. Without, it takes the
-    candidate with the least estimate, and XLA's product where no kernel can run the problem or it was measured to be faster at its kind. Any other schedule is obeyed: on the best
-    kernel that can, or refused.
+    candidate with the least estimate, and XLA's product where no kernel can run the problem or it was measured to be faster at its kind.
+    Any other schedule is obeyed: on the best kernel that can, or refused.
 
     Raises:
       ValueError: an explicit schedule that no kernel can run, with the reason of the kernel that came closest.
