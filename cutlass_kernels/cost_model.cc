@@ -43,6 +43,14 @@ constexpr double kBeginTogether = 0.2;
 // CTAs that share an SM and wait for loads in turn: of the skinny family, and of those that load less than 16 bytes at a time.
 constexpr double kResident = 2;
 
+// ... Kernels of the latter, of 16 bits and 8 bytes at a time, take so many microseconds more than others to begin and end
+// (benchmarks/results/small_rows_h200_2026-11-26.md).
+constexpr double kNarrowBegin = 1.4;
+
+// Splitting an element of B into two of TF32 takes skinny kernels as long as multiplying it by so many rows (benchmarks/results/float32_high_h200_2026-11-22.md and
+// float32_high_h200_2026-11-26.md).
+constexpr double kSplitRows = 22;
+
 // Neighbours drift apart with every piece of work, and with so much of K as with a piece.
 constexpr double kDriftK = 16384;
 
@@ -62,6 +70,10 @@ constexpr double kNarrowBoxes = 1.4;
 // How much longer Stream-K takes, whose workers are at different k and share neither lines of L2 nor pages of memory. Measured
 // (benchmarks/results/plans_orders_h200_2026-11-26.csv.gz and the tables of plans alone of 2026-11-25).
 constexpr double kEverywhere = 1.05;
+
+// How much more panels need that are twice as wide than what is counted tells. Of 15000 plans measured in several orders (plans_ of 2026-11-21 to
+// 2026-11-23) this and no panels wider than four lose least to the best order, and of those since too.
+constexpr double kWiderPanel = 0.05;
 
 // Of what is fused into an epilogue of 128 x 128, the share that the pass which adds slices takes longer.
 constexpr double kOfReduction = 0.4;
@@ -199,7 +211,9 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
     double rate = mma_rate(machine, p.type_a, p.math);
     // f64's instructions take so long that tiles of a quarter feed them as well.
     double const enough = p.type_a == Type::kF64 ? 64 * 64 : 128 * 128;
-    if (kernel.family == Family::kSkinny && p.type_a != Type::kF64) {
+    if (kernel.family == Family::kSkinny && p.math == Math::kTF32x3) {
+      rate /= 1 + kSplitRows / kernel.tile_n;
+    } else if (kernel.family == Family::kSkinny && p.type_a != Type::kF64) {
       rate *= machine.skinny_mma / machine.mma_16bit;
     } else {
       rate *= std::pow(std::min(area / enough, 1.0), 0.35);
@@ -268,6 +282,7 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
     alone_ = machine.skinny_alone * kernel.tile_m / 64 * std::sqrt(size / 2);
   } else if (double const bytes = kernel.align_a * size; bytes < 16) {
     alone_ = machine.narrow_loads * std::pow(8 / bytes, 0.7) * tile_k / 32;
+    if (size == 2) launch_ += kNarrowBegin * bytes / 8;
   }
   multicast_ = loaded(tile_rows / kernel.cluster_n, tile_columns / kernel.cluster_m) * ctas;
 
@@ -356,21 +371,21 @@ Wave Estimator::first_wave(Raster raster, int32_t swizzle) const {
   return wave;
 }
 
-double Estimator::needs(Wave const& wave) const {
-  return wave.near / machine_.gpc_rate + wave.footprint / machine_.memory_rate;
+double Estimator::needs(Wave const& wave, int32_t swizzle) const {
+  return (1 + (partials_ ? 0 : kWiderPanel * std::log2(swizzle))) * (wave.near / machine_.gpc_rate + wave.footprint / machine_.memory_rate);
 }
 
 Order Estimator::best_order() const {
   Order best;
   double least = std::numeric_limits<double>::infinity();
-  for (int32_t const swizzle : {1, 2, 4, 8, 16}) {
+  for (int32_t const swizzle : {1, 2, 4}) {
     for (Raster const raster : {Raster::kAlongM, Raster::kAlongN}) {
       bool const along_m = raster == Raster::kAlongM;
       int64_t const fast = along_m ? tiling_.tiles_m : tiling_.tiles_n, slow = along_m ? tiling_.tiles_n : tiling_.tiles_m;
       // One line of tiles has one order, and so has a panel that holds all of them.
       if (swizzle > 1 && (fast == 1 || swizzle / 2 >= slow)) continue;
       Wave const wave = first_wave(raster, swizzle);
-      if (double const needed = needs(wave); needed < least) {
+      if (double const needed = needs(wave, swizzle); needed < least) {
         least = needed;
         best = {raster, swizzle, wave};
       }

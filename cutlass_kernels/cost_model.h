@@ -72,7 +72,7 @@ class Estimator {
 
   Wave first_wave(Raster, int32_t swizzle) const;
   // What orders of tiles are ranked by: the time in which the caches can serve a wave, per element of K.
-  double needs(Wave const&) const;
+  double needs(Wave const&, int32_t swizzle) const;
   // The one whose waves need the least.
   Order best_order() const;
 

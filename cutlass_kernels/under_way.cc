@@ -8,7 +8,7 @@ namespace {
 // As measured (benchmarks/results/under_way_2026-11-26.md): a CTA alone on its SM is served no faster with more bytes under way, and fewer stages do
 // not cover the time that one takes to come.
 constexpr int64_t kMostBytes = 144 << 10, kFewestStages = 3;
-// More CTAs than an H100 or H200 has SMs share these, and want five sixths of `under_way`. (Multicast parts of an operand count for each CTA of a cluster.)
+// More CTAs than an H100 or H200 has SMs share these, and want five sixths of `under_way`.
 constexpr int64_t kSms = 132;
 
 }  // namespace

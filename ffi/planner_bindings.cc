@@ -82,7 +82,7 @@ class Batch {
   }
 
   std::vector<double> needs(Machine const& machine) const {
-    return of_each(machine, [](Estimator const& estimator, Schedule const&, Wave const& wave) { return estimator.needs(wave); });
+    return of_each(machine, [](Estimator const& estimator, Schedule const& s, Wave const& wave) { return estimator.needs(wave, s.swizzle); });
   }
 
  private:

@@ -164,9 +164,10 @@ struct GemmKernel {
   // Whether a straight product has a store of its own. ptxas has no registers for that beside more accumulators, or an operand in registers.
   static constexpr bool kStraight = kAccumulators < (Mainloop::kFromRegisters ? 128 : 160);
 
-  // A tile's first product ignores its accumulators; without this they would be set to zero all the same. Of more than so many, or
-  // of three warpgroups' few registers, ptxas then spills some.
-  static constexpr int kMostUnset = kConsumers == 3 ? 0 : 96;
+  // A tile's first product ignores its accumulators; without this they would be set to zero all the same. Of more than so many, of
+  // fewer where a warpgroup has more than 64 rows, or of three warpgroups' few registers, ptxas then spills some.
+  static constexpr int kRows = cute::size<0>(TileShape{}) / (kPingpong ? 1 : kConsumers);
+  static constexpr int kMostUnset = kConsumers == 3 ? 0 : kRows == 64 ? 112 : 96;
   template <class Accumulators>
   static CUTLASS_DEVICE void leave_unset(Accumulators& accumulators) {
     CUTLASS_PRAGMA_UNROLL

@@ -178,8 +178,11 @@ class Sm90Kernel final : public CudaKernel {
     };
     int64_t const rows = kSwap ? p.n : p.m, columns = kSwap ? p.m : p.n;
     int64_t const part = kConfig.math == Math::kTF32x3 ? p.k / 3 : 0;
-    // Few columns or rows wait for the other operand, which is read once: so many rows or columns of it a stage.
-    int64_t const streaming = order.tiles_n() == 1 && columns <= kFew ? kConfig.tile_m : order.tiles_m() == 1 && rows <= kFew ? kConfig.tile_n : 0;
+    // Few columns or rows wait for the other operand, which is read once: so many of its rows or columns a CTA loads with a stage, its part of those
+    // that are multicast.
+    int64_t const streaming = order.tiles_n() == 1 && columns <= kFew ? kConfig.tile_m / kConfig.cluster_n
+                              : order.tiles_m() == 1 && rows <= kFew  ? kConfig.tile_n / kConfig.cluster_m
+                                                                      : 0;
     typename Gemm::Params params;
     params.scheduler.decomposition = cut;
     params.scheduler.order = order;
