@@ -47,9 +47,9 @@ constexpr double kResident = 2;
 // (benchmarks/results/small_rows_h200_2026-11-26.md).
 constexpr double kNarrowBegin = 1.4;
 
-// Splitting an element of B into two of TF32 takes skinny kernels as long as multiplying it by so many rows (benchmarks/results/float32_high_h200_2026-11-22.md and
-// float32_high_h200_2026-11-26.md).
-constexpr double kSplitRows = 22;
+// Splitting an element of B into two of TF32 takes skinny kernels as long as multiplying it by so many rows, once for 16 of A's, and so much longer for
+// more, which leave too few registers (benchmarks/results/float32_high_h200_2026-11-22.md, float32_high_h200_2026-11-26.md and float32_few_h200_2026-11-26.md).
+constexpr double kSplitRows = 22, kManyRows = 1.25;
 
 // Neighbours drift apart with every piece of work, and with so much of K as with a piece.
 constexpr double kDriftK = 16384;
@@ -165,6 +165,8 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   k_tiles_ = ceil_div(repacked.problem.k, kernel.tile_k);
   ctas_of_sm_ = kernel.warp_schedule == "single" ? kSingles : 1;
   workers_ = active_clusters(width * ctas_of_sm_, ctas);
+  // Kernels whose results are sums have both slices and whole tiles: of few tiles slices.
+  sliced_ = partials_ || (kernel.type_d == accumulator_of(p.type_a) && 2 * wave_tiles_ <= workers_);
   if (kernel.family == Family::kHost) return;
 
   double const size = size_of(p.type_a), accumulator = size_of(accumulator_of(p.type_a));
@@ -212,7 +214,7 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
     // f64's instructions take so long that tiles of a quarter feed them as well.
     double const enough = p.type_a == Type::kF64 ? 64 * 64 : 128 * 128;
     if (kernel.family == Family::kSkinny && p.math == Math::kTF32x3) {
-      rate /= 1 + kSplitRows / kernel.tile_n;
+      rate /= 1 + kSplitRows / std::min(kernel.tile_n, 16) * (kernel.tile_n > 16 ? kManyRows : 1);
     } else if (kernel.family == Family::kSkinny && p.type_a != Type::kF64) {
       rate *= machine.skinny_mma / machine.mma_16bit;
     } else {
@@ -355,7 +357,7 @@ Wave Estimator::first_wave(Raster raster, int32_t swizzle) const {
   wave.rows = workers * rows * (tiling_.ctas_n > 1 ? 1 : of_m / counted);
   wave.columns = workers * columns * (tiling_.ctas_m > 1 ? 1 : of_n / counted);
   wave.near = wave.rows + wave.columns;
-  if (ctas == 1 && partials_) {
+  if (ctas == 1 && sliced_) {
     wave.near = 0;
     int32_t const nearest = std::min(last, kCounted);
     for (int32_t const near : kNear) {
@@ -372,7 +374,7 @@ Wave Estimator::first_wave(Raster raster, int32_t swizzle) const {
 }
 
 double Estimator::needs(Wave const& wave, int32_t swizzle) const {
-  return (1 + (partials_ ? 0 : kWiderPanel * std::log2(swizzle))) * (wave.near / machine_.gpc_rate + wave.footprint / machine_.memory_rate);
+  return (1 + (sliced_ ? 0 : kWiderPanel * std::log2(swizzle))) * (wave.near / machine_.gpc_rate + wave.footprint / machine_.memory_rate);
 }
 
 Order Estimator::best_order() const {

@@ -95,6 +95,7 @@ class Estimator {
   double rows_, columns_, wave_tiles_, tiles_, k_tiles_, workers_;
   int32_t ctas_of_sm_ = 1;  // that share one
   bool partials_;           // are all that the kernel writes
+  bool sliced_;             // whether K is likely to be
   // Of one MAC iteration: bytes of a row of A's tile and of a column of B's, bytes that a cluster loads, and microseconds, those of
   // wgmma at sustained clocks for each busy cluster.
   double panel_a_ = 0, panel_b_ = 0, multicast_ = 0, math_ = 0, wgmma_sustained_ = 0, loads_ = 0, line_ = 0, alone_ = 0;

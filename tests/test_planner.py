@@ -285,7 +285,7 @@ def test_few_rows_do_not_wait_for_a_copy_of_a_misaligned_matrix(cuda, monkeypatc
     assert (cuda(gemm(m, n, k))[0].kernel == shifted.name) == itself
 
 
-@pytest.mark.parametrize("m, n, k", [(1024, 1020, 256), (1000, 500, 172), (496, 500, 168)])
+@pytest.mark.parametrize("m, n, k", [(300, 404, 196), (512, 516, 260), (1000, 1000, 196)])
 def test_rows_that_start_on_8_bytes_are_copied_even_for_a_short_product(cuda, monkeypatch, m, n, k):
     """sm80 kernels, which load them so, take 1.2 to 1.4 times as long (benchmarks/results/small_rows_h200_2026-11-26.md)."""
     eight = fake_kernel(_ffi.Family.sm80, BF16, BF16, (128, 64, 32), warp_schedule="multistage", align=4)
@@ -298,8 +298,8 @@ def test_rows_that_start_on_8_bytes_are_copied_even_for_a_short_product(cuda, mo
 
 @pytest.mark.parametrize("m, n, k, rows", [(16, 28672, 4096, 16), (32, 12288, 36864, 16), (8, 28672, 4096, 8)])
 def test_three_tf32_of_few_rows_stream_past(cuda, monkeypatch, m, n, k, rows):
-    """In tiles of as many rows as there are, to split each element of B once, unless these are 32, whose results take longer to add."""
-    skinny = [fake_kernel(_ffi.Family.skinny, F32, F32, (64, of, 128), warp_schedule="streaming", swap_ab=True, align=4, math=TF32X3) for of in (8, 16)]
+    """In tiles of as many rows as there are, up to 16: more take longer than 16 twice."""
+    skinny = [fake_kernel(_ffi.Family.skinny, F32, F32, (64, of, 128), warp_schedule="streaming", swap_ab=True, align=4, math=TF32X3) for of in (8, 16, 32)]
     found = [*_ffi.kernels(), *skinny]
     monkeypatch.setattr(_ffi, "kernels", lambda: found)
     planner._registry.cache_clear()
@@ -309,10 +309,18 @@ def test_three_tf32_of_few_rows_stream_past(cuda, monkeypatch, m, n, k, rows):
 def test_no_panel_is_wider_than_four_tiles():
     """Wider ones need more than what is counted tells (plans_orders_h200_2026-11-26.csv.gz)."""
     kernel = fake_kernel(_ffi.Family.sm90, BF16, BF16, (192, 192, 64), (1, 2), swap_ab=True)
-    parts = (None, HOPPER.native(), cost_model.H200.native)
+    kernels, parts = _ffi.Kernels([kernel]), (None, HOPPER.native(), cost_model.H200.native)
     for m, n, k in [(1768, 7216, 1848), (2224, 4312, 2016), (8192, 8192, 8192)]:
-        for candidate in _ffi.choose(_ffi.Kernels([kernel]), gemm(m, n, k).native(), *parts).candidates:
-            assert candidate.schedule.swizzle <= 4
+        assert all(candidate.schedule.swizzle <= 4 for candidate in _ffi.choose(kernels, gemm(m, n, k).native(), *parts).candidates)
+
+
+@pytest.mark.parametrize("m, n, near", [(1024, 128, "A"), (128, 1024, "B")])
+def test_slices_of_sums_of_the_results_type_are_ordered_by_what_their_neighbours_read(m, n, near):
+    """Of TF32: two tiles read the same of the larger operand, and are next to each other."""
+    kernel = fake_kernel(_ffi.Family.sm90, F32, F32, (64, 128, 32), warp_schedule="pingpong", swap_ab=True, align=4, math=TF32)
+    kernels, parts = _ffi.Kernels([kernel]), (None, HOPPER.native(), cost_model.H200.native)
+    chosen = _ffi.choose(kernels, gemm(m, n, 65536, F32, TF32).native(), *parts).candidates[0].schedule
+    assert chosen.splits > 1 and chosen.raster == (_ffi.Raster.along_n if near == "A" else _ffi.Raster.along_m)
 
 
 def test_a_transposed_operand_and_a_misaligned_one_are_copied_apart():
@@ -781,6 +789,9 @@ def test_auto_falls_back_openly():
     [
         ((35, 8457, 2048), True), ((33, 1001, 64), True), ((64, 50257, 1600), True),
         ((35, 8458, 2048), False), ((32, 8457, 2048), False), ((65, 8457, 2048), False), ((35, 8456, 2048), False), ((35, 8457, 1760), False), ((35, 161, 2048), False),
+        ((1024, 700, 512), True), ((496, 500, 170), True), ((2000, 1000, 132), True), ((1024, 1022, 256), True),
+        ((1024, 704, 512), False), ((512, 510, 512), False), ((2048, 2044, 1024), False), ((1024, 1023, 256), False), ((496, 500, 171), False),
+        ((512, 516, 260), False), ((300, 404, 188), False), ((64, 10004, 128), False),
     ],
 )  # fmt: skip
 def test_auto_leaves_to_xla_what_it_was_measured_to_be_faster_at(cuda, shape, falls_back):
@@ -789,6 +800,8 @@ def test_auto_leaves_to_xla_what_it_was_measured_to_be_faster_at(cuda, shape, fa
     assert cuda(gemm(*shape), DataParallel())[0].kernel
     assert cuda(gemm(*shape, batch=2))[0].kernel and cuda(gemm(*shape), device=A100)[0].kernel
     assert cuda(dataclasses.replace(gemm(*shape), has_bias=True))[0].kernel
+    column = dataclasses.replace(gemm(*shape), major_b=_ffi.Major.column, ldb=shape[2])
+    assert "measured to take longer" not in str(cuda(column)[0])
 
 
 def test_auto_falls_back_where_no_kernel_runs(cuda):
