@@ -28,6 +28,9 @@ struct Slices {
 
 Status from_cuda(cudaError_t error, std::string const& what);
 
+// Bytes from `p`, of a GPU, to the end of the allocation that it lies in; 0 where the driver does not say.
+int64_t bytes_left(void const* p);
+
 class CudaKernel : public Kernel {
  public:
   using Kernel::Kernel;

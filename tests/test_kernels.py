@@ -1,5 +1,6 @@
 """Every compiled kernel, launched outside XLA on poisoned buffers, against float64."""
 
+import ctypes
 import dataclasses
 import functools
 import itertools
@@ -645,3 +646,33 @@ def test_resources_on_a_gpu(name):
     registers, ctas_per_sm = KERNELS[name].resources()
     assert 16 <= registers <= 255
     assert ctas_per_sm >= (4 if KERNELS[name].warp_schedule == "single" else 1)
+
+
+WHOLE_LINES = [name for name in HERE if name.startswith("sm90_bf16_bf16_rr_64x16x128_1x1_pingpong")]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", WHOLE_LINES or ["no CUDA kernel in this build"])
+def test_no_load_leaves_the_allocation(name):
+    """Rows of B are loaded to the end of a line, into what follows B (benchmarks/results/beyond_h200_2026-11-26.md): not at the end of an allocation."""
+    kernel, case = KERNELS[name], Case(20, 72, 200)
+    cuda, context, start, size = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_uint64(), 2 << 20
+    assert cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0 and cuda.cuCtxSetCurrent(context) == 0
+    assert cuda.cuMemAlloc_v2(ctypes.byref(start), ctypes.c_size_t(size)) == 0
+    align = kernel.align_a
+    a, b, (lda, stride_a), (ldb, stride_b), exact, scale, _ = operands(
+        case, kernel.type_a, kernel.major_a, kernel.major_b, align, align, kernel.math.name, kernel.type_d
+    )
+    try:
+        at_b = start.value + size - b.nbytes
+        assert cuda.cuMemcpyHtoD_v2(ctypes.c_uint64(at_b), ctypes.c_void_p(b.ctypes.data), ctypes.c_size_t(b.nbytes)) == 0
+        types = kernel.type_a, kernel.type_b, kernel.type_d, kernel.math, kernel.major_a, kernel.major_b
+        problem = _ffi.GemmProblem(1, case.m, case.n, case.k, *types, lda, ldb, case.n, stride_a, stride_b, case.m * case.n)
+        a, d = Memory(kernel, a), Memory(kernel, case.m * case.n * DTYPES[kernel.type_d].itemsize)
+        schedule = make_schedule(_ffi.ScheduleKind.data_parallel)
+        _ffi.launch(name, problem, schedule, device_of(kernel), a.address, at_b, d.address, Memory(kernel, 0).address, 0, 0, 0)
+        _ffi.synchronize()
+        got = d.read().view(DTYPES[kernel.type_d])[: case.m * case.n].reshape(exact.shape).astype(np.float64)
+    finally:
+        cuda.cuMemFree_v2(start)
+    assert error(got, exact, scale)[1] < 2.0**-6

@@ -6,6 +6,7 @@
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 
 #include <algorithm>
+#include <limits>
 #include <memory>
 
 #include "cute/tensor.hpp"
@@ -116,7 +117,8 @@ class Sm90Kernel final : public CudaKernel {
       cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::TensorStorage)) + kOfOthers>,
       std::conditional_t<kTwo, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
                          cutlass::gemm::KernelTmaWarpSpecializedPingpong>>::CollectiveOp>::type>::type;
-  static constexpr bool kBAlongN = std::is_same_v<LayoutB, cutlass::layout::RowMajor>;
+  // Whether the kernel's own A and B are contiguous along m and n.
+  static constexpr bool kAAlongM = std::is_same_v<LayoutA, cutlass::layout::ColumnMajor>, kBAlongN = std::is_same_v<LayoutB, cutlass::layout::RowMajor>;
   static constexpr int kLoadedN = kBAlongN ? columns_by_tma(kConfig.tile_m, kConfig.tile_n) : rows_by_tma(kConfig.tile_n);
   using Mainloop = CollectiveMainloop<Collective<cute::Shape<cute::Int<kConfig.tile_m>, cute::Int<kLoadedN>, cute::Int<kConfig.tile_k>>>,
                                       typename Collective<TileShape>::TiledMma, TileShape, kConfig.type_d == Type::kF32,
@@ -126,6 +128,7 @@ class Sm90Kernel final : public CudaKernel {
   static_assert(kCtasOfSm * (sizeof(typename Gemm::SharedStorage) + 1024) <= kOfSm);
 
   static constexpr int kClusterSize = kConfig.cluster_m * kConfig.cluster_n;
+  static constexpr int64_t kLine = 128 / sizeof(ElementAB);
   static constexpr int64_t kFew = 64;  // rows or columns: more take as long to multiply as the other operand to come from memory
 
  public:
@@ -193,15 +196,26 @@ class Sm90Kernel final : public CudaKernel {
     params.straight = cut.kind == ScheduleKind::kDataParallel && p.epilogue.is_plain() && !has_misaligned_d(p);
     params.shape = {static_cast<int>(rows), static_cast<int>(columns), static_cast<int>(q.k),
                     static_cast<int>(q.batch)};
+    // TMA takes longer for rows that end within a box (benchmarks/results/beyond_h200_2026-11-26.md). So those of an operand that is contiguous along m or n
+    // end with whole lines, if what follows the operand is of the same allocation, whatever it is: beyond D nothing is stored.
+    auto const whole_lines = [&](bool contiguous, int64_t extent, void const* operand, auto const& stride) {
+      int64_t const whole = (extent + kLine - 1) / kLine * kLine, batches = cute::get<2>(stride) != 0 ? p.batch : 1;
+      int64_t const end = (batches - 1) * cute::get<2>(stride) + (p.k - 1) * cute::get<1>(stride) + whole;
+      bool const reads_on = contiguous && whole != extent && bytes_left(operand) / static_cast<int64_t>(sizeof(ElementAB)) >= end;
+      return static_cast<int>(reads_on ? std::min<int64_t>(whole, std::numeric_limits<int>::max()) : extent);
+    };
+    void const *const own_a = kSwap ? buffers.b : buffers.a, *const own_b = kSwap ? buffers.a : buffers.b;
+    auto loaded = params.shape;
+    cute::get<0>(loaded) = whole_lines(kAAlongM, rows, own_a, stride_a);
+    cute::get<1>(loaded) = whole_lines(kBAlongN, columns, own_b, stride_b);
     params.mainloop = Mainloop::to_underlying_arguments(
-        params.shape, {{static_cast<ElementAB const*>(kSwap ? buffers.b : buffers.a), stride_a,
-                        static_cast<ElementAB const*>(kSwap ? buffers.a : buffers.b), stride_b},
-                       hint(Raster::kAlongN, rows, columns, stride_a, stride_b),
-                       hint(Raster::kAlongM, columns, rows, stride_b, stride_a),
-                       static_cast<int32_t>(part > 0 ? 2 * part : p.k),
-                       static_cast<int32_t>(p.batch),
-                       static_cast<int32_t>(part / kConfig.tile_k),
-                       held_back(cut, kClusterSize, info.stages, streaming * kConfig.tile_k * sizeof(ElementAB), device.under_way)});
+        loaded, {{static_cast<ElementAB const*>(own_a), stride_a, static_cast<ElementAB const*>(own_b), stride_b},
+                 hint(Raster::kAlongN, rows, columns, stride_a, stride_b),
+                 hint(Raster::kAlongM, columns, rows, stride_b, stride_a),
+                 static_cast<int32_t>(part > 0 ? 2 * part : p.k),
+                 static_cast<int32_t>(p.batch),
+                 static_cast<int32_t>(part / kConfig.tile_k),
+                 held_back(cut, kClusterSize, info.stages, streaming * kConfig.tile_k * sizeof(ElementAB), device.under_way)});
     if (Epilogue::set_up(params.epilogue, params.shape, p, buffers) != CUDA_SUCCESS)
       return Status::internal(info.name + ": TMA cannot store D");
     cudaLaunchAttribute attributes[1];
