@@ -43,7 +43,7 @@ constexpr double kBeginTogether = 0.2;
 // CTAs that share an SM and wait for loads in turn: of the skinny family, and of those that load less than 16 bytes at a time.
 constexpr double kResident = 2;
 
-// ... Kernels of the latter, of 16 bits and 8 bytes at a time, take so many microseconds more than others to begin and end
+// ... Kernels of the latter, of 16 bits, take so many microseconds more than others to begin and end that load 8 bytes at a time, and in proportion less
 // (benchmarks/results/small_rows_h200_2026-11-26.md).
 constexpr double kNarrowBegin = 1.4;
 
@@ -166,7 +166,7 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   ctas_of_sm_ = kernel.warp_schedule == "single" ? kSingles : 1;
   workers_ = active_clusters(width * ctas_of_sm_, ctas);
   // Kernels whose results are sums have both slices and whole tiles: of few tiles slices.
-  sliced_ = partials_ || (kernel.type_d == accumulator_of(p.type_a) && 2 * wave_tiles_ <= workers_);
+  sliced_ = partials_ || (kernel.type_d == accumulator_of(p.type_a) && 2 * tiles_ <= workers_);
   if (kernel.family == Family::kHost) return;
 
   double const size = size_of(p.type_a), accumulator = size_of(accumulator_of(p.type_a));

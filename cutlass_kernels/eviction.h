@@ -17,7 +17,7 @@ struct OperandUse {
   double multiply_adds;  // of the whole product
 };
 
-// Whether its loads may go first: those who read the same are busy now, or not much later, and not along so much of K that they drift apart, it is
+// Whether its loads may go first: those who read the same are busy now, and not along so much of K that they drift apart, or not much later, it is
 // not much smaller than the other, and these are not whole tiles of a long product. Measured in benchmarks/results/l2_h200_2026-11-22.md,
 // plans_h200_2026-11-22.md and eviction_h200_2026-11-24.md.
 bool goes_first(TileOrder const&, Decomposition const&, OperandUse const&);

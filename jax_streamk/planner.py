@@ -156,9 +156,10 @@ def _why_left_to_xla(problem, device):
     if 32 < m <= 64 and n >= 1000 and problem.ldb % 2 == 1 and k % 64 == 0:
         return "B's rows start anywhere, and for so many rows of A our kernels copy it or read it twice"
     on_four_bytes = problem.lda % 2 == problem.ldb % 2 == 0 and (problem.lda % 8 or problem.ldb % 8)
-    short = (k % 64 == 0 and k <= 512 and m * n >= 1024 * k) or (k <= 192 and m * n >= 200_000)
+    by_tiles = k % 64 == 0 and k <= 512 and m * n >= 1024 * k
+    short = by_tiles or (k <= 192 and m * n >= 200_000 and problem.major_a == _ffi.Major.row)
     if on_four_bytes and min(m, n) >= 128 and short:
-        return "rows of A or B do not start on 16 bytes, and for so short a sum our kernels copy them first"
+        return "rows of A or B do not start on 16 bytes, and for so short a sum our kernels copy them first or load them in smaller pieces"
     return None
 
 

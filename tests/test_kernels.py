@@ -655,14 +655,16 @@ WHOLE_LINES = [name for name in HERE if name.startswith("sm90_bf16_bf16_rr_64x16
 @pytest.mark.parametrize("name", WHOLE_LINES or ["no CUDA kernel in this build"])
 def test_no_load_leaves_the_allocation(name):
     """Rows of B are loaded to the end of a line, into what follows B (benchmarks/results/beyond_h200_2026-11-26.md): not at the end of an allocation."""
+    if name not in KERNELS:
+        pytest.skip("this build or GPU has no kernel of the sm90 family")
     kernel, case = KERNELS[name], Case(20, 72, 200)
-    cuda, context, start, size = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_uint64(), 2 << 20
-    assert cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0 and cuda.cuCtxSetCurrent(context) == 0
-    assert cuda.cuMemAlloc_v2(ctypes.byref(start), ctypes.c_size_t(size)) == 0
     align = kernel.align_a
     a, b, (lda, stride_a), (ldb, stride_b), exact, scale, _ = operands(
         case, kernel.type_a, kernel.major_a, kernel.major_b, align, align, kernel.math.name, kernel.type_d
     )
+    cuda, context, start, size = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_uint64(), 2 << 20
+    assert cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0 and cuda.cuCtxSetCurrent(context) == 0
+    assert cuda.cuMemAlloc_v2(ctypes.byref(start), ctypes.c_size_t(size)) == 0
     try:
         at_b = start.value + size - b.nbytes
         assert cuda.cuMemcpyHtoD_v2(ctypes.c_uint64(at_b), ctypes.c_void_p(b.ctypes.data), ctypes.c_size_t(b.nbytes)) == 0

@@ -196,8 +196,8 @@ class Sm90Kernel final : public CudaKernel {
     params.straight = cut.kind == ScheduleKind::kDataParallel && p.epilogue.is_plain() && !has_misaligned_d(p);
     params.shape = {static_cast<int>(rows), static_cast<int>(columns), static_cast<int>(q.k),
                     static_cast<int>(q.batch)};
-    // TMA takes longer for rows that end within a box (benchmarks/results/beyond_h200_2026-11-26.md). So those of an operand that is contiguous along m or n
-    // end with whole lines, if what follows the operand is of the same allocation, whatever it is: beyond D nothing is stored.
+    // TMA takes longer for rows that end within a box (benchmarks/results/beyond_h200_2026-11-26.md). So those of an operand contiguous along m or n are as
+    // long as whole lines, and overlap, if what follows the operand is of its allocation, whatever it is: beyond D nothing is stored.
     auto const whole_lines = [&](bool contiguous, int64_t extent, void const* operand, auto const& stride) {
       int64_t const whole = (extent + kLine - 1) / kLine * kLine, batches = cute::get<2>(stride) != 0 ? p.batch : 1;
       int64_t const end = (batches - 1) * cute::get<2>(stride) + (p.k - 1) * cute::get<1>(stride) + whole;
