@@ -150,8 +150,7 @@ def _why_left_to_xla(problem, device):
     """
     m, n, k = problem.m, problem.n, problem.k
     of_16_bits = problem.type_a in (_ffi.Type.bf16, _ffi.Type.f16) and problem.type_d == problem.type_a
-    plain = not problem.has_bias and not problem.has_residual and problem.alpha == 1 and problem.activation == _ffi.Activation.none
-    if device.arch != 90 or not of_16_bits or not plain or problem.batch > 1 or problem.major_b != _ffi.Major.row:
+    if device.arch != 90 or not of_16_bits or problem.epilogue or problem.batch > 1 or problem.major_b != _ffi.Major.row:
         return None
     if 32 < m <= 64 and n >= 1000 and problem.ldb % 2 == 1 and k % 64 == 0:
         return "B's rows start anywhere, and for so many rows of A our kernels copy it or read it twice"

@@ -183,7 +183,7 @@ def with_epilogue(epilogue, case, sums, dtype, align, ldd):
     return activated(epilogue.activation, exact), bias if epilogue.bias else None, residual if epilogue.residual else None
 
 
-def launch(kernel, case, schedule, epilogue=PLAIN, type_d=None, ldd=None, aligned=True, majors=None, device=None):
+def launch(kernel, case, schedule, epilogue=PLAIN, type_d=None, ldd=None, aligned=True, majors=None, device=None, place_b=None):
     """Runs a kernel, of operands of other majornesses than its own where `majors` says so; returns D, after checking that nothing around D was written, what D exactly is, and (scale, XLA's errors)."""
     type_d = kernel.type_d if type_d is None else type_d
     align_a, align_b, align_d = (kernel.align_a, kernel.align_b, kernel.align_d) if aligned else (1, 1, 1)
@@ -209,7 +209,7 @@ def launch(kernel, case, schedule, epilogue=PLAIN, type_d=None, ldd=None, aligne
     why = _ffi.can_implement(kernel.name, problem, schedule, device)
     if why is not None:
         return why, None, None
-    a, b = Memory(kernel, a), Memory(kernel, b)
+    a, b = Memory(kernel, a), (place_b or Memory)(kernel, b)
     # Tiles beyond D are stored nowhere: poison as far as the next two reach.
     beyond = 2 * max(kernel.tile_m, kernel.tile_n) * ldd * dtype.itemsize
     d = Memory(kernel, GUARD * 2 + case.batch * case.m * ldd * dtype.itemsize + beyond)
@@ -648,6 +648,21 @@ def test_resources_on_a_gpu(name):
     assert ctas_per_sm >= (4 if KERNELS[name].warp_schedule == "single" else 1)
 
 
+class AtTheEnd:
+    """An array in the last bytes of an allocation of its own."""
+
+    def __init__(self, kernel, array):
+        self.cuda, context, self.start, size = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_uint64(), 2 << 20
+        assert self.cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0 and self.cuda.cuCtxSetCurrent(context) == 0
+        assert self.cuda.cuMemAlloc_v2(ctypes.byref(self.start), ctypes.c_size_t(size)) == 0
+        self.address = self.start.value + size - array.nbytes
+        to, from_, count = ctypes.c_uint64(self.address), ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(array.nbytes)
+        assert self.cuda.cuMemcpyHtoD_v2(to, from_, count) == 0
+
+    def __del__(self):
+        self.cuda.cuMemFree_v2(self.start)
+
+
 WHOLE_LINES = [name for name in HERE if name.startswith("sm90_bf16_bf16_rr_64x16x128_1x1_pingpong")]
 
 
@@ -657,24 +672,5 @@ def test_no_load_leaves_the_allocation(name):
     """Rows of B are loaded to the end of a line, into what follows B (benchmarks/results/beyond_h200_2026-11-26.md): not at the end of an allocation."""
     if name not in KERNELS:
         pytest.skip("this build or GPU has no kernel of the sm90 family")
-    kernel, case = KERNELS[name], Case(20, 72, 200)
-    align = kernel.align_a
-    a, b, (lda, stride_a), (ldb, stride_b), exact, scale, _ = operands(
-        case, kernel.type_a, kernel.major_a, kernel.major_b, align, align, kernel.math.name, kernel.type_d
-    )
-    cuda, context, start, size = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_uint64(), 2 << 20
-    assert cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0 and cuda.cuCtxSetCurrent(context) == 0
-    assert cuda.cuMemAlloc_v2(ctypes.byref(start), ctypes.c_size_t(size)) == 0
-    try:
-        at_b = start.value + size - b.nbytes
-        assert cuda.cuMemcpyHtoD_v2(ctypes.c_uint64(at_b), ctypes.c_void_p(b.ctypes.data), ctypes.c_size_t(b.nbytes)) == 0
-        types = kernel.type_a, kernel.type_b, kernel.type_d, kernel.math, kernel.major_a, kernel.major_b
-        problem = _ffi.GemmProblem(1, case.m, case.n, case.k, *types, lda, ldb, case.n, stride_a, stride_b, case.m * case.n)
-        a, d = Memory(kernel, a), Memory(kernel, case.m * case.n * DTYPES[kernel.type_d].itemsize)
-        schedule = make_schedule(_ffi.ScheduleKind.data_parallel)
-        _ffi.launch(name, problem, schedule, device_of(kernel), a.address, at_b, d.address, Memory(kernel, 0).address, 0, 0, 0)
-        _ffi.synchronize()
-        got = d.read().view(DTYPES[kernel.type_d])[: case.m * case.n].reshape(exact.shape).astype(np.float64)
-    finally:
-        cuda.cuMemFree_v2(start)
-    assert error(got, exact, scale)[1] < 2.0**-6
+    schedule = make_schedule(_ffi.ScheduleKind.data_parallel)
+    assert check(KERNELS[name], Case(20, 72, 200), schedule, place_b=AtTheEnd) is None

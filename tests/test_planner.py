@@ -86,6 +86,13 @@ def cuda(monkeypatch):
     planner.plan_with.cache_clear()
 
 
+def add_kernels(monkeypatch, *more):
+    """To those of ``cuda``."""
+    found = [*_ffi.kernels(), *more]
+    monkeypatch.setattr(_ffi, "kernels", lambda: found)
+    planner._registry.cache_clear()
+
+
 def estimates(problem, schedule, machine=cost_model.H200):
     """The kernels above that multiply the problem's types, and an array of each figure of their costs."""
     infos = [kernel for kernel in fake_kernels() if (kernel.type_a, kernel.math) == (problem.type_a, problem.math)]
@@ -279,9 +286,7 @@ def test_misaligned_matrices_are_copied_where_that_pays(cuda, m, n, k, copies):
 def test_few_rows_do_not_wait_for_a_copy_of_a_misaligned_matrix(cuda, monkeypatch, m, n, k, itself):
     """A has to be aligned, which the last one is not."""
     shifted = fake_kernel(_ffi.Family.skinny, BF16, BF16, (64, 16, 128), warp_schedule="streaming", swap_ab=True, align_b=1)
-    found = [*_ffi.kernels(), shifted]
-    monkeypatch.setattr(_ffi, "kernels", lambda: found)
-    planner._registry.cache_clear()
+    add_kernels(monkeypatch, shifted)
     assert (cuda(gemm(m, n, k))[0].kernel == shifted.name) == itself
 
 
@@ -290,9 +295,7 @@ def test_rows_that_start_on_8_bytes_are_copied_even_for_a_short_product(cuda, mo
     """sm80 kernels, which load them so, take 1.2 to 1.4 times as long (benchmarks/results/small_rows_h200_2026-11-26.md)."""
     eight = fake_kernel(_ffi.Family.sm80, BF16, BF16, (128, 64, 32), warp_schedule="multistage", align=4)
     swapped = fake_kernel(_ffi.Family.sm90, BF16, BF16, (64, 48, 128), warp_schedule="pingpong", swap_ab=True)
-    found = [*_ffi.kernels(), eight, swapped]
-    monkeypatch.setattr(_ffi, "kernels", lambda: found)
-    planner._registry.cache_clear()
+    add_kernels(monkeypatch, eight, swapped)
     assert "sm90" in cuda(gemm(m, n, k))[0].kernel
 
 
@@ -300,9 +303,7 @@ def test_rows_that_start_on_8_bytes_are_copied_even_for_a_short_product(cuda, mo
 def test_three_tf32_of_few_rows_stream_past(cuda, monkeypatch, m, n, k, rows):
     """In tiles of as many rows as there are, up to 16: more take longer than 16 twice."""
     skinny = [fake_kernel(_ffi.Family.skinny, F32, F32, (64, of, 128), warp_schedule="streaming", swap_ab=True, align=4, math=TF32X3) for of in (8, 16, 32)]
-    found = [*_ffi.kernels(), *skinny]
-    monkeypatch.setattr(_ffi, "kernels", lambda: found)
-    planner._registry.cache_clear()
+    add_kernels(monkeypatch, *skinny)
     assert cuda(gemm(m, n, k, F32, TF32X3))[0].kernel == skinny[rows // 16].name
 
 
