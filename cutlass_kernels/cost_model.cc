@@ -48,7 +48,7 @@ constexpr double kResident = 2;
 constexpr double kNarrowBegin = 1.4;
 
 // Splitting an element of B into two of TF32 takes skinny kernels as long as multiplying it by so many rows, once for 16 of A's, and so much longer for
-// more, which leave too few registers (benchmarks/results/float32_high_h200_2026-11-22.md, float32_high_h200_2026-11-26.md and float32_few_h200_2026-11-26.md).
+// more (benchmarks/results/float32_high_h200_2026-11-22.md, float32_high_h200_2026-11-26.md and float32_few_h200_2026-11-26.md).
 constexpr double kSplitRows = 22, kManyRows = 1.25;
 
 // Neighbours drift apart with every piece of work, and with so much of K as with a piece.
