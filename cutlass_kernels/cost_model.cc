@@ -60,12 +60,12 @@ constexpr double kSectorColumns = 16;
 // times in benchmarks/results/plans_misaligned_h200_2026-11-23.csv.gz.
 constexpr double kRequests = 1.35, kAfterwards = 23;
 
+// A warpgroup of a pingpong kernel loses a fixed time with every 64 rows and MAC iteration, with those beyond 128 rows only so much of it. Choices in all measured tables
+// are as good without it, but 1200 x 1712 x 1632 takes its fastest tile, of 192 rows (benchmarks/results/plans_panels_h200_2026-11-26.csv.gz).
+constexpr double kFurtherRows = 0.7;
+
 // How much longer one warpgroup takes for what is fused into a tile's epilogue than two that share the tile.
 constexpr double kOneWarpgroup = 1.5;
-
-// How much longer an epilogue takes that stores 32 bytes of a row at a time: of a plain tile whose columns are more than 16 and no multiple of 32. Choices in all measured
-// tables lose least by it.
-constexpr double kNarrowBoxes = 1.4;
 
 // How much longer Stream-K takes, whose workers are at different k and share neither lines of L2 nor pages of memory. Measured
 // (benchmarks/results/plans_orders_h200_2026-11-26.csv.gz and the tables of plans alone of 2026-11-25).
@@ -193,7 +193,9 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   launch_ = kernel.family == Family::kSkinny ? machine.skinny_launch : machine.launch + machine.cluster * multicast / 128;
   if (ctas > 4) launch_ += kBeginTogether;
   epilogue_ = machine.epilogue * (area / (128 * 128));
-  if (kernel.family == Family::kSm90 && !swap && kernel.tile_n % 32 != 0 && kernel.tile_n > 16 && size_of(kernel.type_d) == 2) epilogue_ *= kNarrowBoxes;
+  // Rows of D are stored in boxes of 64 columns that overlap, if no 32 divide those of the tile (store_columns in sm90/kernel.cuh).
+  if (kernel.family == Family::kSm90 && !swap && kernel.tile_n > 64 && kernel.tile_n % 32 != 0 && size_of(kernel.type_d) == 2)
+    epilogue_ *= ceil_div(kernel.tile_n, 64) * 64 / kernel.tile_n;
   if (kernel.family == Family::kSm90 && has_misaligned_d(p)) misaligned_d_ = machine.misaligned_d * (area / (128 * 128));
   if (!p.epilogue.is_plain())
     fused_ = machine.fused * (area / (128 * 128)) * (ctas_of_sm_ > 1 || kernel.warp_schedule == "pingpong" ? kOneWarpgroup : 1);
@@ -203,7 +205,8 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   // wgmma loses a fixed time per iteration, as if the tile were wider; mma.sync loses where warps reuse little.
   if (kernel.family == Family::kSm90) {
     double const operations = size;  // 2 of a multiply-add; TF32's run at half the rate of 16 bits
-    math_ = operations * kernel.tile_m * (kernel.tile_n + machine.narrow) * tile_k / machine.wgmma_rate_sm;
+    double const further = kernel.warp_schedule == "pingpong" ? std::max(kernel.tile_m - 128, 0) * (1 - kFurtherRows) : 0;
+    math_ = operations * (area + (kernel.tile_m - further) * machine.narrow) * tile_k / machine.wgmma_rate_sm;
     Major const major = swap ? kernel.major_b : kernel.major_a;
     bool const along_k = (major == Major::kColumn) == swap;
     if (p.type_a == Type::kF32) math_ *= along_k ? machine.wgmma_tf32 : machine.from_registers;

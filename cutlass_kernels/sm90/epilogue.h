@@ -360,22 +360,24 @@ CUresult describe_store(cute::TmaDescriptor& descriptor, void* d, int64_t column
 }
 
 // Of kernels whose tile is shared by so many warpgroups, each with 64 rows in turn. A warpgroup puts 64 rows by kColumns columns into a box
-// of shared memory, and while TMA stores it fills another.
+// of shared memory, and while TMA stores it fills another. Where the columns of a tile are no whole boxes the last box has some of those before it,
+// which are stored twice.
 template <class Element, bool kSwap, int kTileM, int kTileN, int kWarpgroups, int kColumns>
 class CollectiveEpilogue {
   static constexpr int kSize = sizeof(Element), kRows = 64;
-  static constexpr int kBoxesOfMma = kTileN / kColumns, kBoxes = kTileM / (kRows * kWarpgroups) * kBoxesOfMma;
+  static constexpr int kMmas = kTileM / (kRows * kWarpgroups), kBoxesOfMma = (kTileN + kColumns - 1) / kColumns, kBoxes = kMmas * kBoxesOfMma;
+  static constexpr bool kWhole = kTileN % kColumns == 0;
   static constexpr int kStages = cute::min(kBoxes, 2);
-  static constexpr int kOfBox = kColumns / 2, kValues = kBoxes * kOfBox;  // accumulators of a thread
-  // So many have their activation before they are stored. All where they are done sooner than TMA reads a box that is waited for, or leave
-  // no registers.
-  static constexpr bool kAll = kValues * kWarpgroups <= 64 || kValues >= 144 || kTileM == 256 || kTileN == 224;
+  static constexpr int kOfBox = kColumns / 2, kValues = kMmas * kTileN / 2;  // accumulators of a thread
+  // So many have their activation before they are stored. All where they are done sooner than TMA reads a box that is waited for, leave no
+  // registers, or are in two boxes.
+  static constexpr bool kAll = kValues * kWarpgroups <= 64 || kValues >= 144 || kTileM == 256 || kTileN == 216 || kTileN == 224 || !kWhole;
   static constexpr int kAtOnce = kAll ? kValues : kOfBox * kWarpgroups < 24 ? 2 * kOfBox : kOfBox;
   // A row of shared memory is of D, and of no more than 128 bytes.
   static constexpr int kParts = kSwap ? kRows * kSize / 128 : 1;
   static constexpr int kRowBytes = kSwap ? 128 : kColumns * kSize, kBoxBytes = kRows * kColumns * kSize;
   static_assert(kRowBytes == 32 || kRowBytes == 64 || kRowBytes == 128);
-  static_assert(kColumns % (kSwap && kSize == 2 ? 8 : 16) == 0 && kTileN % kColumns == 0 && kTileM % (kRows * kWarpgroups) == 0);
+  static_assert(kColumns % (kSwap && kSize == 2 ? 8 : 16) == 0 && kTileN >= kColumns && kTileM % (kRows * kWarpgroups) == 0);
 
  public:
   struct Params {
@@ -466,7 +468,7 @@ class CollectiveEpilogue {
   CUTLASS_DEVICE void store_converted(TileCoordinate const& tile, Accumulators const& accumulators, int begin = 0, int end = kValues) {
     static_assert(cute::size(Accumulators{}) == kValues && cute::size<0>(Accumulators{}) == kTileN / 2);
 #pragma unroll
-    for (int box = begin / kOfBox; box < end / kOfBox; ++box) store_box(tile, accumulators, box);
+    for (int box = begin / kOfBox; box < (kWhole ? end / kOfBox : kBoxes); ++box) store_box(tile, accumulators, box);
   }
 
   // Waits until TMA has read all boxes but the newest so many, and tells the warpgroup.
@@ -502,7 +504,7 @@ class CollectiveEpilogue {
     if (thread_ / 32 % 4 != 0) return;
     int const warpgroup = thread_ / kWarpgroup, mma = box / kBoxesOfMma;
     int32_t const m = cute::get<0>(tile) * kTileM + (mma * kWarpgroups + warpgroup) * kRows;
-    int32_t const n = cute::get<1>(tile) * kTileN + box % kBoxesOfMma * kColumns;
+    int32_t const n = cute::get<1>(tile) * kTileN + first_column(box);
 #pragma unroll
     for (int part = 0; part < kParts; ++part)
       cute::SM90_TMA_STORE_3D::copy(&params_.d, boxes_ + place(box) + part * (kBoxBytes / kParts),
@@ -515,7 +517,7 @@ class CollectiveEpilogue {
   CUTLASS_DEVICE void fill(Accumulators const& accumulators, int box) {
     uint32_t at = at_ + place(box);
     if (kBoxes > 2) asm volatile("" : "+r"(at));  // opaque, or the places of all boxes would be in registers
-    int const begin = box * kOfBox;
+    int const begin = kWhole ? box * kOfBox : (box / kBoxesOfMma * kTileN + first_column(box)) / 2;
     if constexpr (kSize == 2) {
 #pragma unroll
       for (int block = 0; block < kColumns / 8; block += 2) {
@@ -562,6 +564,13 @@ class CollectiveEpilogue {
     auto const whole = cute::make_identity_tensor(cute::take<0, 2>(shape));
     auto const tile_shape = cute::Shape<cute::Int<kTileM>, cute::Int<kTileN>>{};
     return tiled_mma.get_slice(thread_).partition_C(cute::local_tile(whole, tile_shape, cute::take<0, 2>(tile)));
+  }
+
+  // The column of the tile at which a box begins. What is simple where boxes are whole stays so: ptxas must see which accumulators a box has, or all of
+  // them lie in memory.
+  static CUTLASS_DEVICE int first_column(int box) {
+    int const first = box % kBoxesOfMma * kColumns;
+    return kWhole ? first : min(first, kTileN - kColumns);
   }
 
   CUTLASS_DEVICE int place(int box) const { return (spread_ ? box : box % kStages) * kBoxBytes; }

@@ -85,25 +85,37 @@ class Sm90Kernel final : public CudaKernel {
   using TileShape = cute::Shape<cute::Int<kConfig.tile_m>, cute::Int<kConfig.tile_n>, cute::Int<kConfig.tile_k>>;
   using ClusterShape = cute::Shape<cute::Int<kConfig.cluster_m>, cute::Int<kConfig.cluster_n>, cute::_1>;
 
-  // How many columns a warpgroup stores at once, after its threads have waited for each other. Those of a plain tile are rows of D, which
-  // TMA writes 128, 64 or 32 bytes at a time.
+  // How many columns a warpgroup stores at once, after its threads have waited for each other: as many as was measured to be best
+  // (benchmarks/results/boxes_h200_2026-11-26.md). Those of a plain tile are rows of D, which TMA writes 128, 64 or 32 bytes at a time.
   static constexpr int store_columns(Config const& c) {
     int const few = c.tile_n % 32 == 0 ? 32 : 16;
     if (c.type_d == Type::kF32) {
       if (c.tile_m != 64 || !c.swap_ab || c.math != Math::kNative) return few;
       return c.tile_n == 192 ? 64 : c.tile_n == 80 || c.tile_n == 144 ? c.tile_n : few;
     }
-    if (kTwo) return c.tile_n % 128 == 0 ? 64 : c.tile_n == 240 ? 48 : c.tile_n == 200 ? 40 : few;
+    if (kTwo) {
+      switch (c.tile_n) {
+        case 128: case 208: case 256: return 64;
+        case 200: return 40;
+        case 216: return 72;
+        case 224: return c.swap_ab ? 56 : 32;
+        case 240: return 48;
+        default: return few;
+      }
+    }
     if (kThree) return c.swap_ab && c.tile_n == 144 ? 48 : few;
     if (c.warp_schedule != WarpSchedule::kPingpong || (c.tile_m == 64 && !c.swap_ab)) return few;
     if (c.tile_n == 128 || c.tile_n == 192) return 64;
-    if (!c.swap_ab) return few;
+    if (!c.swap_ab) return c.tile_n == 176 ? 64 : few;
     switch (c.tile_n) {
       case 80: return 40;
       case 96: case 144: return 48;
+      case 112: return c.tile_m == 128 ? 112 : 56;
+      case 136: case 200: return 72;
       case 160: return 80;
       case 168: return 56;
-      default: return c.tile_n % 32 == 0 ? 32 : c.tile_n;  // halves of 112 and 176 columns take as long
+      case 176: return c.tile_m == 64 ? 64 : 88;
+      default: return c.tile_n % 32 == 0 ? 32 : c.tile_n;
     }
   }
   // Bytes of an SM's shared memory, 1 KB of which each CTA needs besides, that a CTA leaves to others. Barriers take no more than 256.
