@@ -185,8 +185,9 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
     // products of fewer rows than a tile.
     double const beyond = (swap ? kernel.tile_n : kernel.tile_m) - p.m, sharers = swap ? kernel.cluster_m : kernel.cluster_n;
     floor_ *= 1 + machine.beyond * std::max(beyond, 0.0) / 64 / sharers;
-    // CTAs of a cluster wait for one another.
-    floor_ *= 1 + machine.gang * (ctas - 1);
+    // CTAs of a cluster wait for one another to load, but store D when they are done.
+    double const stored = machine.written * p.batch * p.m * p.n * size_of(p.type_d) / machine.memory_rate;
+    floor_ += machine.gang * (ctas - 1) * std::max(floor_ - stored, 0.0);
   }
   // The more of B is multicast, the later the first stage is complete. Of A that costs nothing, as measured.
   double const multicast = kernel.cluster_m > 1 ? kernel.tile_n : 0;

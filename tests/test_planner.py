@@ -244,7 +244,11 @@ def test_memory_gives_less_where_few_ask():
     assert slower(plain, gemm(256, 128 * 99, 8192)) == pytest.approx((2 * drawn(132) + drawn(66) * 2**machine.idle) / 3)
     assert slower(plain, gemm(64, 128 * 132, 8192)) == pytest.approx((1 + machine.beyond) * drawn(132))
     multicast = fake_kernel(_ffi.Family.sm90, *bf16, (128, 128, 64), (1, 2))
-    assert slower(multicast, gemm(64, 128 * 132, 8192)) == pytest.approx((1 + machine.beyond / 2) * (1 + machine.gang) * drawn(132))
+    # They wait to load, not to store.
+    m, n, k = 64, 128 * 132, 8192
+    stored = m * n / (m * k + k * n + m * n)
+    beyond = 1 + machine.beyond / 2
+    assert slower(multicast, gemm(m, n, k)) == pytest.approx((beyond + machine.gang * (beyond - stored)) * drawn(132))
     narrow = fake_kernel(_ffi.Family.sm90, *bf16, (128, 16, 128), swap_ab=True)
     assert slower(narrow, gemm(16, 128 * 132, 8192)) == pytest.approx(drawn(132))
     skinny = fake_kernel(_ffi.Family.skinny, *bf16, (64, 16, 128), warp_schedule="streaming", swap_ab=True)
@@ -632,12 +636,12 @@ def test_nothing_to_multiply_divides_by_nothing():
         ("plans_even_decode_h200_2026-11-25", "bf16", "rr", 1.007, 1.03, 1.06),
         ("plans_even_strong_h200_2026-11-25", "bf16", "rr", 1.009, 1.03, 1.05),
         ("plans_even_streamk_h200_2026-11-25", "bf16", "rr", 1.03, 1.16, 1.19),
-        ("plans_orders_h200_2026-11-26", "bf16", "rr", 1.0275, 1.14, 1.2),
+        ("plans_orders_h200_2026-11-26", "bf16", "rr", 1.0285, 1.14, 1.2),
         ("plans_alone_h100_2026-11-24", "bf16", "rr", 1.031, 1.13, 1.37),
         ("plans_split_h100_2026-11-25", "bf16", "rr", 1.019, 1.09, 1.16),
         ("plans_few_h100_2026-11-25", "bf16", "rr", 1.016, 1.07, 1.07),
         ("plans_large_h100_2026-11-25", "bf16", "rr", 1.032, 1.06, 1.07),
-        ("plans_eights_h100_2026-11-25", "bf16", "rr", 1.016, 1.12, 1.13),
+        ("plans_eights_h100_2026-11-25", "bf16", "rr", 1.013, 1.13, 1.18),
         ("plans_single_h100_2026-11-25", "bf16", "rr", 1.01, 1.03, 1.07),
         ("plans_misaligned_h200_2026-11-23", "bf16", "rr", 1.014, 1.1, 1.11),
         ("plans_strong_scaling_h200_2026-11-22", "bf16", "rr", 1.028, 1.12, 1.12),
