@@ -28,6 +28,7 @@ LAUNCHES = [  # kernel, (m, n, k), (schedule, splits, reduction), epilogue, and 
     ("sm90_bf16_bf16_rr_128x136x64_1x2_pingpong_swap", (181, 264, 520), ("data_parallel", 1, "ordered"), dict(SILU, has_residual=True)),  # ... of 64 rows twice
     ("sm90_bf16_bf16_rr_128x16x128_1x1_coop_swap", (24, 200, 1032), ("stream_k", 1, "ordered"), dict(SILU, has_residual=True)),
     ("sm90_bf16_f32_rr_64x144x64_1x1_pingpong_swap", (264, 200, 1000), ("split_k", 5, "separate"), {}),
+    ("sm90_bf16_f32_rr_192x144x64_1x2_coop_swap", (264, 400, 1000), ("split_k", 5, "separate"), SILU),  # in clusters
     ("sm90_bf16_f32_rr_64x64x128_1x1_pingpong", (72, 136, 2056), ("split_k", 7, "separate"), SILU),
     ("sm90_bf16_f32_rr_64x16x128_1x1_pingpong_swap", (13, 2000, 2056), ("split_k", 9, "separate"), {}),  # three tiles a CTA
     ("sm90_bf16_f32_rr_64x64x128_1x1_pingpong", (37, 60, 9000), ("split_k", 64, "separate"), {}),  # warps share outputs
