@@ -54,9 +54,9 @@ constexpr double kSplitRows = 22, kManyRows = 1.25;
 // Neighbours drift apart with every piece of work, and with so much of K as with a piece.
 constexpr double kDriftK = 16384;
 
-// Of several tiles in a line the last, which the problem's end cuts short, has less to load and runs ahead of the others along a slice of K. What it has
-// read may have left L2 when they ask for it: of what several clusters load, up to kAgain comes from memory again, half of that along kApartK of K, from
-// twice as many bytes of operands on as L2 holds. Fitted to choices in plans_alone_strong_h200_2026-11-24, plans_other_sets_h100_2026-11-26 and others.
+// What several clusters load comes from memory again where they are at different k, up to so much of it, if operands have twice as many bytes as L2 holds
+// or more: those of Stream-K; and of several tiles in a line the last, which the problem's end cuts short, has less to load and runs ahead of the others
+// along slices of K, half as far as it can along kApartK of K. Fitted to plans_alone_strong_h200_2026-11-24, plans_other_sets_h100_2026-11-26 and others.
 constexpr double kAgain = 0.8, kApartK = 32768, kL2 = 60e6;
 
 // Rows of B that start anywhere: a warp's columns of one are in a sector more, of 16 columns, and B is nearly all that memory gives.
@@ -300,8 +300,8 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   if (by_tma) {
     double const once = (static_cast<double>(p.m) + p.n) * p.k * p.batch * size;
     auto const lacks = [](int64_t extent, int64_t tile) { return extent > tile && extent % tile > 0 ? 1 - static_cast<double>(extent % tile) / tile : 0; };
-    double const last_lacks = std::max(lacks(p.m, tiling_.rows), lacks(p.n, tiling_.columns));
-    again_ = kAgain * std::sqrt(last_lacks) * std::max(multicast_ * tiles_ * k_tiles_ - once, 0.0) * std::clamp(once / kL2 - 1, 0.0, 1.0) / machine.memory_rate;
+    uneven_ = std::sqrt(std::max(lacks(p.m, tiling_.rows), lacks(p.n, tiling_.columns)));
+    again_ = kAgain * std::max(multicast_ * tiles_ * k_tiles_ - once, 0.0) * std::clamp(once / kL2 - 1, 0.0, 1.0) / machine.memory_rate;
   }
 
   // CTAs that load the same panel queue for its lines, a line of which holds several short rows of an operand. TMA asks for as many rows as
@@ -509,8 +509,9 @@ Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   };
   double const of_last = left / (tiles_ * splits);
   bool const one_line = tiling_.tiles_m == 1 || tiling_.tiles_n == 1;
-  double const along = last * kernel_.tile_k, again = splits > 1 ? again_ * along / (along + kApartK) : 0;
-  cost.floor = (floor_ + again) * ((1 - of_last) * slower(1, sm90) + of_last * slower(busy_last, sm90 && (one_line || share.pieces == 1)));
+  double const along = share.iterations * kernel_.tile_k;
+  double const strayed = cut_by_iterations ? (tiles_ < workers_ ? 1 : 0) : splits > 1 ? uneven_ * along / (along + kApartK) : 0;
+  cost.floor = (floor_ + again_ * strayed) * ((1 - of_last) * slower(1, sm90) + of_last * slower(busy_last, sm90 && (one_line || share.pieces == 1)));
   if (in_clusters) cost.floor *= 1 + machine_.gang * (share.peers - 1);
   bool const softly = kernel_.family == Family::kSm80 || problem_.type_a == Type::kF64;
   double const of_call = (softly ? softly_overlapped(cost.work, cost.floor) : overlapped(cost.work, cost.floor)) * (sm90 && cut_by_iterations ? kEverywhere : 1);
