@@ -54,10 +54,11 @@ constexpr double kSplitRows = 22, kManyRows = 1.25;
 // Neighbours drift apart with every piece of work, and with so much of K as with a piece.
 constexpr double kDriftK = 16384;
 
-// What several clusters load comes from memory again where they are at different k, up to so much of it, if operands have twice as many bytes as L2 holds
-// or more: those of Stream-K; and of several tiles in a line the last, which the problem's end cuts short, has less to load and runs ahead of the others
-// along slices of K, half as far as it can along kApartK of K. Fitted to plans_alone_strong_h200_2026-11-24, plans_other_sets_h100_2026-11-26 and others.
-constexpr double kAgain = 0.8, kApartK = 32768, kL2 = 60e6;
+// What several clusters load comes from memory again, up to kAgain of it, where they are at different k and the operands have more than kStay bytes, all of
+// that from twice as many on: L2 holds 50 or 60 MB. Workers of Stream-K are at different k. Those of slices are where the last of several tiles in a line is
+// cut short, and so runs ahead of the others: the further the less it has, with the root of what it lacks, and half of how far it can along kApartK of K.
+// Fitted to choices in plans_alone_strong_h200_2026-11-24, plans_other_sets_h100_2026-11-26 and others, the root too.
+constexpr double kAgain = 0.9, kApartK = 32768, kStay = 60e6;
 
 // Rows of B that start anywhere: a warp's columns of one are in a sector more, of 16 columns, and B is nearly all that memory gives.
 constexpr double kSectorColumns = 16;
@@ -298,10 +299,11 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   multicast_ = loaded(tile_rows / kernel.cluster_n, tile_columns / kernel.cluster_m) * ctas;
 
   if (by_tma) {
-    double const once = (static_cast<double>(p.m) + p.n) * p.k * p.batch * size;
+    double const k_bytes = static_cast<double>(p.batch) * repacked.problem.k * size, once = (static_cast<double>(p.m) + p.n) * k_bytes;
+    double const more = ((tiling_.tiles_n - 1.0) * p.m + (tiling_.tiles_m - 1.0) * p.n) * k_bytes;
+    again_ = kAgain * more * std::clamp(once / kStay - 1, 0.0, 1.0) / machine.memory_rate;
     auto const lacks = [](int64_t extent, int64_t tile) { return extent > tile && extent % tile > 0 ? 1 - static_cast<double>(extent % tile) / tile : 0; };
     uneven_ = std::sqrt(std::max(lacks(p.m, tiling_.rows), lacks(p.n, tiling_.columns)));
-    again_ = kAgain * std::max(multicast_ * tiles_ * k_tiles_ - once, 0.0) * std::clamp(once / kL2 - 1, 0.0, 1.0) / machine.memory_rate;
   }
 
   // CTAs that load the same panel queue for its lines, a line of which holds several short rows of an operand. TMA asks for as many rows as
@@ -509,8 +511,8 @@ Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   };
   double const of_last = left / (tiles_ * splits);
   bool const one_line = tiling_.tiles_m == 1 || tiling_.tiles_n == 1;
-  double const along = share.iterations * kernel_.tile_k;
-  double const strayed = cut_by_iterations ? (tiles_ < workers_ ? 1 : 0) : splits > 1 ? uneven_ * along / (along + kApartK) : 0;
+  double const along = share.iterations * kernel_.tile_k, whole_waves = std::max(floor_div(tiles_, workers_) - 1, 0.0);
+  double const strayed = cut_by_iterations ? 1 - whole_waves * workers_ / tiles_ : splits > 1 ? uneven_ * along / (along + kApartK) : 0;
   cost.floor = (floor_ + again_ * strayed) * ((1 - of_last) * slower(1, sm90) + of_last * slower(busy_last, sm90 && (one_line || share.pieces == 1)));
   if (in_clusters) cost.floor *= 1 + machine_.gang * (share.peers - 1);
   bool const softly = kernel_.family == Family::kSm80 || problem_.type_a == Type::kF64;

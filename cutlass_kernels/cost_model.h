@@ -99,9 +99,11 @@ class Estimator {
   // Of one MAC iteration: bytes of a row of A's tile and of a column of B's, bytes that a cluster loads, and microseconds, those of
   // wgmma at sustained clocks for each busy cluster.
   double panel_a_ = 0, panel_b_ = 0, multicast_ = 0, math_ = 0, wgmma_sustained_ = 0, loads_ = 0, line_ = 0, alone_ = 0;
-  // Microseconds of the launch, of memory, of what it may have to give again, of a tile's epilogue, more of it to a misaligned D, of what is fused into it, and of a
+  // Microseconds of memory for what clusters at different k all load, and how far the last tiles make them stray.
+  double again_ = 0, uneven_ = 0;
+  // Microseconds of the launch, of memory, of a tile's epilogue, more of it to a misaligned D, of what is fused into it, and of a
   // partial tile; bytes of D in the accumulator's type; microseconds of copying operands first.
-  double launch_ = 0, floor_ = 0, again_ = 0, uneven_ = 0, drawn_ = 0, epilogue_ = 0, misaligned_d_ = 0, fused_ = 0, partial_ = 0, result_bytes_ = 0, repack_ = 0;
+  double launch_ = 0, floor_ = 0, drawn_ = 0, epilogue_ = 0, misaligned_d_ = 0, fused_ = 0, partial_ = 0, result_bytes_ = 0, repack_ = 0;
   double least_ = 0;
   bool misaligned_ = false;
 };

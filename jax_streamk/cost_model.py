@@ -21,7 +21,7 @@ class Machine:
     written: float  # how many bytes read a byte of D that is written counts as
     idle: float  # exponent of the share of workers at work, which it falls with in other families than sm90, and in last waves of several lines of tiles
     beyond: float  # share by which it falls with 64 rows that A's tile has beyond the problem
-    gang: float  # share by which it falls with each further CTA of a cluster
+    gang: float  # share by which it falls with each further CTA of a cluster, of sm90 for what is loaded
     handshake: float  # of the CTAs of a cluster for 64 of K: a stage waits until all have read it
     cache_rate: float  # L2 to all SMs, a multicast counted once
     gpc_rate: float  # L2 to all GPCs, what SMs of one load together counted once
