@@ -302,8 +302,8 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
     double const k_bytes = static_cast<double>(p.batch) * repacked.problem.k * size, once = (static_cast<double>(p.m) + p.n) * k_bytes;
     double const more = ((tiling_.tiles_n - 1.0) * p.m + (tiling_.tiles_m - 1.0) * p.n) * k_bytes;
     again_ = kAgain * more * std::clamp(once / kStay - 1, 0.0, 1.0) / machine.memory_rate;
-    auto const lacks = [](int64_t extent, int64_t tile) { return extent > tile && extent % tile > 0 ? 1 - static_cast<double>(extent % tile) / tile : 0; };
-    uneven_ = std::sqrt(std::max(lacks(p.m, tiling_.rows), lacks(p.n, tiling_.columns)));
+    auto const lacks = [](double extent, double tile, int64_t tiles) { return tiles > 1 ? tiles - extent / tile : 0; };
+    uneven_ = std::sqrt(std::max(lacks(p.m, tiling_.rows, tiling_.tiles_m), lacks(p.n, tiling_.columns, tiling_.tiles_n)));
   }
 
   // CTAs that load the same panel queue for its lines, a line of which holds several short rows of an operand. TMA asks for as many rows as
@@ -422,17 +422,18 @@ struct Estimator::Share {
   double peers;       // of a shared tile, at most; 1 where none is shared
   double slices = 1;  // that a separate reduction adds
   double launches = 1;
+  double cut = 0;     // of all tiles, by Stream-K
 };
 
 Estimator::Share Estimator::share_of(Schedule const& s, bool separate) const {
   if (streams(s) && workers_ > 1 && remainder_of(tiles_, workers_) != 0) {
     // Stream-K cuts the tiles of the last, partial wave and of a full one before it.
     double const whole_waves = std::max(floor_div(tiles_, workers_) - 1, 0.0);
-    double const cut = (tiles_ - whole_waves * workers_) * k_tiles_;
+    double const cut_tiles = tiles_ - whole_waves * workers_, cut = cut_tiles * k_tiles_;
     double const share = ceil_div(cut, std::min(workers_, cut));
     double const peers = share >= k_tiles_ ? 2 : ceil_div(k_tiles_, share) + (remainder_of(k_tiles_, share) != 0);
     double const pieces = whole_waves + ceil_div(share, k_tiles_) + (remainder_of(share, k_tiles_) != 0);
-    return {std::min(workers_, tiles_ * k_tiles_), pieces, whole_waves * k_tiles_ + share, peers};
+    return {std::min(workers_, tiles_ * k_tiles_), pieces, whole_waves * k_tiles_ + share, peers, 1, 1, cut_tiles / tiles_};
   }
   // Data-parallel is split-K in one.
   double const splits = std::min(splits_of(s), k_tiles_);
@@ -511,8 +512,8 @@ Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   };
   double const of_last = left / (tiles_ * splits);
   bool const one_line = tiling_.tiles_m == 1 || tiling_.tiles_n == 1;
-  double const along = share.iterations * kernel_.tile_k, whole_waves = std::max(floor_div(tiles_, workers_) - 1, 0.0);
-  double const strayed = cut_by_iterations ? 1 - whole_waves * workers_ / tiles_ : splits > 1 ? uneven_ * along / (along + kApartK) : 0;
+  double const along = share.iterations * kernel_.tile_k;
+  double const strayed = splits > 1 ? uneven_ * along / (along + kApartK) : share.cut;
   cost.floor = (floor_ + again_ * strayed) * ((1 - of_last) * slower(1, sm90) + of_last * slower(busy_last, sm90 && (one_line || share.pieces == 1)));
   if (in_clusters) cost.floor *= 1 + machine_.gang * (share.peers - 1);
   bool const softly = kernel_.family == Family::kSm80 || problem_.type_a == Type::kF64;
