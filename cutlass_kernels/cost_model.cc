@@ -40,6 +40,9 @@ constexpr double kUnderWay = 200 << 10, kStagesOfSingle = 52 << 10, kWideRows = 
 // How many microseconds later the CTAs of a cluster of eight are all there than those of smaller ones: choices in all measured tables lose least by it.
 constexpr double kBeginTogether = 0.2;
 
+// ... and how much longer they wait for one another with a stage: of tiles of 64 rows that counts.
+constexpr double kManyHands = 1.5;
+
 // CTAs that share an SM and wait for loads in turn: of the skinny family, and of those that load less than 16 bytes at a time.
 constexpr double kResident = 2;
 
@@ -65,6 +68,9 @@ constexpr double kSectorColumns = 16;
 // ... They take more requests, as if so much more were loaded. That, and so much longer for what comes after the loads, was fitted to choices and
 // times in benchmarks/results/plans_misaligned_h200_2026-11-23.csv.gz.
 constexpr double kRequests = 1.35, kAfterwards = 23;
+
+// What asking for the last box of a tile's columns takes, of a whole box, however few columns it has.
+constexpr double kLastBox = 0.6;
 
 // A warpgroup of a pingpong kernel loses a fixed time with every 64 rows and MAC iteration, with those beyond 128 rows only so much of it. Choices in all measured tables
 // are as good without it, but 1200 x 1712 x 1632 takes its fastest tile, of 192 rows (benchmarks/results/plans_panels_h200_2026-11-26.csv.gz).
@@ -239,26 +245,30 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   auto const misses = [&](int64_t ld, int64_t bytes) { return ld * static_cast<int64_t>(size) % bytes != 0; };
   auto const is_misaligned = [&](int64_t ld) { return misses(ld, 128); };
   bool const by_tma = kernel.family == Family::kSm90;
-  // A or B: what lies contiguously, along K or so many of m or n, `ld` apart; and how many of m or n a tile has, and brings.
+  // A or B: what lies contiguously, along K or so many of m or n, `ld` apart; how many of m or n a tile has; and if they are
+  // contiguous the bytes of the rows in which they come.
   struct Operand {
     int64_t ld;
     bool along_k;
     int64_t extent;
-    int32_t tile, brought;
+    int32_t tile, row;
   };
   auto const operand = [&](int64_t ld, bool along_k, int64_t extent, bool is_b) -> Operand {
     int32_t const tile = is_b ? kernel.tile_n : kernel.tile_m;
-    return {ld, along_k, extent, tile, !by_tma ? tile : along_k ? rows_by_tma(tile) : is_b ? columns_by_tma(kernel.tile_m, tile) : tile};
+    int32_t const row = std::gcd((is_b ? columns_by_tma(tile) : tile) * static_cast<int32_t>(size), 128);
+    return {ld, along_k, extent, tile, row};
   };
   Operand const a = operand(repacked.problem.lda, kernel.major_a == Major::kRow, p.m, swap);
   Operand const b = operand(repacked.problem.ldb, kernel.major_b == Major::kColumn, p.n, !swap);
   // How many tiles ask each for a part of a line.
-  auto const parts_of = [&](Operand const& x) { return std::max(std::min<double>(x.extent, 128 / size) / x.brought, 1.0); };
+  auto const parts_of = [&](Operand const& x) { return std::max(std::min<double>(x.extent, 128 / size) / x.tile, 1.0); };
   // A tile that is contiguous along m or n comes in rows of at most 128 bytes, of which each costs more. A part of one costs as much.
   auto const panel_of = [&](Operand const& x) {
     double const each = x.along_k ? (misses(x.ld, 32) ? machine.misaligned_k - 1 : 0) : is_misaligned(x.ld) ? machine.misaligned_mn - 1 : 0;
-    if (x.along_k || !by_tma) return panel * (1 + each) * x.brought / x.tile;
-    return panel * parts_of(x) * x.brought / x.tile * (1 + 128 / std::gcd(x.brought * static_cast<int32_t>(size), 128) * each);
+    if (x.along_k || !by_tma) return panel * (1 + each);
+    double const bytes = x.tile * size, whole = floor_div(bytes, x.row), last = bytes / x.row - whole;
+    double const rows = whole + (last > 0 ? kLastBox + (1 - kLastBox) * last : 0);
+    return panel * parts_of(x) * rows * (x.row + 128 * each) / bytes;
   };
   panel_a_ = panel_of(a);
   panel_b_ = panel_of(b);
@@ -273,7 +283,7 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   // TMA takes as long for what a row that is not along K has beyond the problem.
   loads_ = loaded(by_tma && !(swap ? b : a).along_k ? kernel.tile_m : tile_rows, by_tma && !(swap ? a : b).along_k ? kernel.tile_n : tile_columns) /
            machine.load_rate_sm;
-  if (by_tma && ctas > 1) loads_ += machine.handshake * tile_k / 64;
+  if (by_tma && ctas > 1) loads_ += machine.handshake * (ctas > 4 ? kManyHands : 1) * tile_k / 64;
   if (ctas_of_sm_ > 1) {
     // They take turns, and each has stages for its part of what an SM can ask for.
     double const turns = std::clamp(std::ceil(tiles_ / width), 1.0, static_cast<double>(ctas_of_sm_));
@@ -310,7 +320,7 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   // its tile is wide.
   auto const short_rows = [&](Operand const& x) {
     if (!by_tma) return std::max(128 / (x.ld * size), 1.0);
-    return x.along_k ? 1.0 : std::max(static_cast<double>(x.brought) / x.extent, parts_of(x));
+    return x.along_k ? 1.0 : std::max(static_cast<double>(x.tile) / x.extent, parts_of(x));
   };
   double const queue = std::min(workers_ / wave_tiles_, 1.0) * std::max(tiling_.tiles_n * short_rows(a), tiling_.tiles_m * short_rows(b));
   line_ = machine.line * queue * tile_k / 64;

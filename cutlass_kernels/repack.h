@@ -13,15 +13,9 @@ bool is_aligned(int64_t align, bool tma, int64_t contiguous, int64_t ld, int64_t
 // Whether TMA cannot store D, or read a bias of each batch.
 bool has_misaligned_d(GemmProblem const&);
 
-// How many columns of a B of 16 bits that is contiguous along n come for a tile of so many rows and columns. TMA's rows have 128, 64 or 32
-// bytes and cost about as much to ask for: they have 128, though some columns then are loaded for nothing. Beside 256 rows of A these would
-// take the room of a stage.
-constexpr int32_t columns_by_tma(int32_t tile_m, int32_t tile_n) {
-  return tile_m < 256 && tile_n > 64 ? (tile_n + 63) / 64 * 64 : tile_n;
-}
-
-// How many rows of an operand that is contiguous along K come for a tile of so many: CuTe tells stages apart where they are multiples of 16 rows.
-constexpr int32_t rows_by_tma(int32_t tile) { return (tile + 15) / 16 * 16; }
+// For how many columns of a B of 16 bits that is contiguous along n a tile of so many has room. TMA's rows have 128, 64 or 32 bytes and cost about as
+// much to ask for: they lie 128 apart, and the last of a tile may have fewer columns.
+constexpr int32_t columns_by_tma(int32_t tile) { return tile > 64 ? (tile + 63) / 64 * 64 : tile; }
 
 struct Repack {
   bool a = false, b = false;         // copied

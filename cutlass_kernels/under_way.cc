@@ -22,7 +22,8 @@ HeldBack held_back(Decomposition const& cut, int32_t ctas, int32_t stages, int64
     int64_t const filled = std::max((bytes + stage_bytes - 1) / stage_bytes, kFewestStages);
     return static_cast<int32_t>(std::max<int64_t>(stages - filled, 0));
   };
-  return {pieces / cut.workers, held(cut.workers), held(pieces % cut.workers)};
+  int32_t const waves = pieces / cut.workers, in_whole = held(cut.workers), in_last = held(pieces % cut.workers);
+  return {waves > 0 ? in_whole : in_last, waves, in_whole, in_last};
 }
 
 }  // namespace jax_streamk

@@ -23,8 +23,9 @@ LAUNCHES = [  # kernel, (m, n, k), (schedule, splits, reduction), epilogue, and 
     ("sm90_bf16_bf16_rr_128x144x64_1x4_pingpong_swap", (181, 264, 520), ("data_parallel", 1, "ordered"), dict(SILU, has_residual=True)),
     ("sm90_bf16_bf16_rr_192x88x64_1x2_pingpong_swap", (181, 264, 520), ("data_parallel", 1, "ordered"), SILU),  # a last block of 8 rows
     ("sm90_bf16_bf16_rr_64x224x64_4x2_pingpong", (181, 520, 520), ("data_parallel", 1, "ordered"), SILU),
-    ("sm90_bf16_bf16_rr_128x224x64_2x1_coop", (300, 504, 520), ("data_parallel", 1, "ordered"), {}),  # loaded as 256 columns
+    ("sm90_bf16_bf16_rr_128x224x64_2x1_coop", (300, 504, 520), ("data_parallel", 1, "ordered"), {}),  # a last box of 32 columns
     ("sm90_bf16_bf16_rr_128x208x64_4x2_coop", (300, 504, 520), ("data_parallel", 1, "ordered"), SILU),  # the last box begins within the one before
+    ("sm90_bf16_bf16_rr_64x104x64_4x2_pingpong_swap", (300, 520, 264), ("data_parallel", 1, "ordered"), {}),  # boxes of 26 rows
     ("sm90_bf16_bf16_rr_128x136x64_1x2_pingpong_swap", (181, 264, 520), ("data_parallel", 1, "ordered"), dict(SILU, has_residual=True)),  # ... of 64 rows twice
     ("sm90_bf16_bf16_rr_128x16x128_1x1_coop_swap", (24, 200, 1032), ("stream_k", 1, "ordered"), dict(SILU, has_residual=True)),
     ("sm90_bf16_f32_rr_64x144x64_1x1_pingpong_swap", (264, 200, 1000), ("split_k", 5, "separate"), {}),

@@ -378,16 +378,22 @@ def test_clusters_of_four_leave_sms_idle(cluster, at_once):
 
 
 @pytest.mark.parametrize(
-    "tile, swap_ab, columns", [((128, 224, 64), False, 256), ((128, 256, 64), False, 256), ((256, 160, 64), False, 160), ((128, 224, 64), True, 224)]
+    "tile, swap_ab, columns, whole", [((128, 224), False, 224, 256), ((128, 256), False, 256, 256), ((256, 160), False, 160, 192), ((128, 224), True, 128, 128)]
 )
-def test_columns_that_are_loaded_for_nothing_cost(tile, swap_ab, columns):
-    """A row-major B comes in rows of 128 bytes, whatever the width of a tile, but beside 256 rows of A."""
+def test_the_last_columns_of_a_tile_cost_more_than_themselves(tile, swap_ab, columns, whole):
+    """A row-major B comes in boxes of 64 columns, the last with those that are left: to ask for it takes more than they do, and less than a whole box."""
     slow = dataclasses.replace(cost_model.H200, load_rate_sm=1e3)  # nothing else counts
-    kernel = fake_kernel(_ffi.Family.sm90, BF16, BF16, tile, swap_ab=swap_ab)
-    m, n = (2 * tile[1], tile[0]) if swap_ab else (tile[0], 2 * tile[1])
+    kernel = fake_kernel(_ffi.Family.sm90, BF16, BF16, (*tile, 64), swap_ab=swap_ab)
+    m, n = (tile[1], 4 * tile[0]) if swap_ab else (tile[0], 4 * tile[1])
     parts = planner._native_schedule(DataParallel()), HOPPER.native(), slow.native
-    one, two = (_ffi.estimate(kernel, gemm(m, n, k, BF16).native(), *parts).work for k in (1024, 2048))
-    assert two - one == pytest.approx(1024 * (tile[0] + columns) * 2 / 1e3, rel=1e-3)
+
+    def loaded(n):
+        one, two = (_ffi.estimate(kernel, gemm(m, n, k, BF16).native(), *parts).work for k in (1024, 2048))
+        return (two - one) * 1e3 / 1024 / 2 - (sum(tile) - columns)
+
+    lines, beside = loaded(n), loaded(n - 8)  # rows that start on lines, and do not
+    assert beside / lines == pytest.approx(slow.misaligned_mn, rel=1e-3)
+    assert lines == pytest.approx(whole, rel=1e-3) if columns == whole else columns * 1.01 < lines < whole * 0.99
 
 
 def test_a_machine_has_every_constant():
@@ -630,6 +636,11 @@ def test_nothing_to_multiply_divides_by_nothing():
         _ffi.first_wave(kernel, gemm(m, n, 8).native(), _ffi.Schedule(_ffi.ScheduleKind.data_parallel), HOPPER.native())
 
 
+def loaded_more(kernel):
+    along_n = kernel.major_b == _ffi.Major.row if not kernel.swap_ab else kernel.major_a == _ffi.Major.column
+    return kernel.family == _ffi.Family.sm90 and kernel.type_a == BF16 and along_n and kernel.tile_n > 64 and kernel.tile_n % 64 != 0
+
+
 @pytest.mark.parametrize(
     "table, type_, majors, mean, second, worst",
     [
@@ -641,27 +652,27 @@ def test_nothing_to_multiply_divides_by_nothing():
         ("plans_alone_decode_h200_2026-11-23", "bf16", "rr", 1.025, 1.11, 1.14),
         ("plans_alone_streamk_h200_2026-11-23", "bf16", "rr", 1.028, 1.2, 1.37),
         ("plans_alone_strong_h200_2026-11-24", "bf16", "rr", 1.012, 1.09, 1.17),
-        ("plans_losing_h200_2026-11-24", "bf16", "rr", 1.029, 1.18, 1.2),
+        ("plans_losing_h200_2026-11-24", "bf16", "rr", 1.031, 1.18, 1.2),
         ("plans_pairs_h200_2026-11-24", "bf16", "rr", 1.012, 1.11, 1.25),
         ("plans_first_h200_2026-11-25", "bf16", "rr", 1.022, 1.1, 1.16),
         ("plans_numbered_losing_h200_2026-11-25", "bf16", "rr", 1.03, 1.11, 1.21),
-        ("plans_numbered_h200_2026-11-25", "bf16", "rr", 1.012, 1.12, 1.13),
+        ("plans_numbered_h200_2026-11-25", "bf16", "rr", 1.0135, 1.12, 1.13),
         ("plans_numbered_decode_h200_2026-11-25", "bf16", "rr", 1.012, 1.09, 1.15),
-        ("plans_eights_losing_h200_2026-11-25", "bf16", "rr", 1.011, 1.07, 1.07),
+        ("plans_eights_losing_h200_2026-11-25", "bf16", "rr", 1.0135, 1.07, 1.13),
         ("plans_eights_h200_2026-11-25", "bf16", "rr", 1.035, 1.26, 1.34),
         ("plans_even_decode_h200_2026-11-25", "bf16", "rr", 1.007, 1.03, 1.06),
         ("plans_even_strong_h200_2026-11-25", "bf16", "rr", 1.009, 1.03, 1.05),
-        ("plans_even_streamk_h200_2026-11-25", "bf16", "rr", 1.03, 1.16, 1.19),
-        ("plans_orders_h200_2026-11-26", "bf16", "rr", 1.0285, 1.14, 1.2),
+        ("plans_even_streamk_h200_2026-11-25", "bf16", "rr", 1.03, 1.19, 1.21),
+        ("plans_orders_h200_2026-11-26", "bf16", "rr", 1.0225, 1.12, 1.19),
         ("plans_alone_h100_2026-11-24", "bf16", "rr", 1.031, 1.13, 1.37),
         ("plans_split_h100_2026-11-25", "bf16", "rr", 1.025, 1.09, 1.16),
         ("plans_few_h100_2026-11-25", "bf16", "rr", 1.016, 1.07, 1.07),
         ("plans_large_h100_2026-11-25", "bf16", "rr", 1.032, 1.06, 1.07),
         ("plans_eights_h100_2026-11-25", "bf16", "rr", 1.013, 1.13, 1.18),
         ("plans_single_h100_2026-11-25", "bf16", "rr", 1.01, 1.03, 1.07),
-        ("plans_other_h100_2026-11-26", "bf16", "rr", 1.0335, 1.15, 1.17),
-        ("plans_other_sets_h100_2026-11-26", "bf16", "rr", 1.038, 1.09, 1.24),
-        ("plans_long_clusters_h100_2026-11-26", "bf16", "rr", 1.0225, 1.09, 1.12),
+        ("plans_other_h100_2026-11-26", "bf16", "rr", 1.032, 1.15, 1.17),
+        ("plans_other_sets_h100_2026-11-26", "bf16", "rr", 1.025, 1.09, 1.12),
+        ("plans_long_clusters_h100_2026-11-26", "bf16", "rr", 1.0245, 1.09, 1.12),
         ("plans_misaligned_h200_2026-11-23", "bf16", "rr", 1.014, 1.1, 1.11),
         ("plans_strong_scaling_h200_2026-11-22", "bf16", "rr", 1.028, 1.12, 1.12),
         ("plans_decode_h200_2026-11-22", "bf16", "rr", 1.027, 1.11, 1.12),
@@ -675,8 +686,8 @@ def test_choices_are_near_the_best_that_was_measured(monkeypatch, table, type_, 
     """The time measured of the plan that the model ranks first, over the best measured, for each of the shapes.
 
     Tables before 2026-11-25 are of clusters whose numbers did not say on which GPC they sit, and all but plans_even_ of launches that loaded one
-    GPC more than others, which slowed plans of less than a wave down. In all of them row-major tiles of 176 and 208 columns are stored 32 bytes of a row
-    at a time, which took longer than the 128 that the model knows.
+    GPC more than others, which slowed plans of less than a wave down. In all but plans_boxes_ tiles along a row-major B whose columns are no multiple
+    of 64 loaded as many as if they were, and are left out.
     """
     benchmarks = pathlib.Path(__file__).parents[1] / "benchmarks"
     measurements = benchmarks / "results" / f"{table}.csv.gz"
@@ -687,6 +698,8 @@ def test_choices_are_near_the_best_that_was_measured(monkeypatch, table, type_, 
 
     machine = cost_model.H100 if "h100" in table else cost_model.H200
     measured = fit_cost_model.ours_of(fit_cost_model.read(measurements), type_, majors)
+    if "boxes" not in table:
+        measured = [row for row in measured if not loaded_more(row.kernel)]
     rows = fit_cost_model.in_planned_order(measured, machine, HOPPER.sms)
     predicted = fit_cost_model.predictor(rows, HOPPER.sms)(machine)
     regrets = sorted(regret for regret, _, _ in fit_cost_model.choices(rows, predicted, measured).values())

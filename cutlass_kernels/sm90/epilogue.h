@@ -14,6 +14,7 @@
 #include "cutlass_kernels/dependent_launch.cuh"
 #include "cutlass_kernels/epilogue.cuh"
 #include "cutlass_kernels/sm90/mainloop.h"
+#include "cutlass_kernels/sm90/tma.h"
 
 namespace jax_streamk::sm90 {
 
@@ -344,21 +345,6 @@ CUTLASS_DEVICE void prefetch(EpilogueParams<float, Element> const& params, int64
     for (int32_t i = 0; i < columns; i += kLine) prefetch_to_l2(residual + (row + r) * params.ldd + i);
 }
 
-// How TMA writes boxes of so many columns and rows of D, from rows of 32, 64 or 128 bytes of shared memory, between which pieces of 16 bytes
-// change places.
-template <class Element>
-CUresult describe_store(cute::TmaDescriptor& descriptor, void* d, int64_t columns, int64_t rows, int64_t batch, int64_t ldd,
-                        int64_t batch_stride_d, uint32_t box_columns, uint32_t box_rows) {
-  constexpr uint64_t kSize = sizeof(Element);
-  uint64_t const extents[] = {uint64_t(columns), uint64_t(rows), uint64_t(batch)}, strides[] = {ldd * kSize, batch_stride_d * kSize};
-  uint32_t const box[] = {box_columns, box_rows, 1}, steps[] = {1, 1, 1};
-  uint64_t const row = box_columns * kSize;
-  return CUTLASS_CUDA_DRIVER_WRAPPER_CALL(cuTensorMapEncodeTiled)(
-      &descriptor, cute::TMA::to_CUtensorMapDataType<Element>(), 3, d, extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      row == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : row == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_32B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-}
-
 // Of kernels whose tile is shared by so many warpgroups, each with 64 rows in turn. A warpgroup puts 64 rows by kColumns columns into a box
 // of shared memory, and while TMA stores it fills another. Where the columns of a tile are no whole boxes the last box has some of those before it,
 // which are stored twice.
@@ -395,12 +381,13 @@ class CollectiveEpilogue {
     params.thread = {p, buffers, misaligned};
     if (misaligned) return CUDA_SUCCESS;
     auto const [m, n, k, batch] = shape;
-    return describe_store<Element>(params.d, buffers.d, kSwap ? m : n, kSwap ? n : m, batch, p.ldd, p.batch_stride_d, kRowBytes / kSize,
-                                   kSwap ? kColumns : kRows);
+    return describe<Element>(params.d, buffers.d, kSwap ? m : n, kSwap ? n : m, batch, p.ldd, p.batch_stride_d, kRowBytes / kSize,
+                             kSwap ? kColumns : kRows, kRowBytes);
   }
 
-  // Whether there is anything to prefetch.
-  static CUTLASS_DEVICE bool has_residual(Params const& params) { return params.thread.residual != nullptr; }
+  // Whether there is anything to prefetch, and any bias that is loaded before a product.
+  static bool has_residual(Params const& params) { return params.thread.residual != nullptr; }
+  static bool has_early_bias(Params const& params) { return params.thread.bias != nullptr && params.thread.misaligned_d == nullptr; }
 
   // For the tile (m, n) of the kernel's own result.
   template <class ProblemShape>
@@ -435,9 +422,9 @@ class CollectiveEpilogue {
 
   // Of the tile that is multiplied next, by its consumers.
   template <class Accumulators, class ProblemShape, class TileCoordinate, class TiledMma>
-  CUTLASS_DEVICE auto biases(ProblemShape const& shape, TileCoordinate const& tile, TiledMma const& tiled_mma) const {
+  CUTLASS_DEVICE auto biases(bool early, ProblemShape const& shape, TileCoordinate const& tile, TiledMma const& tiled_mma) const {
     Biases<kSwap, Element, Accumulators, kWarpgroups == 3> biases;
-    if (decltype(biases)::kEarly && params_.thread.bias != nullptr && params_.thread.misaligned_d == nullptr) {
+    if (decltype(biases)::kEarly && early) {
       wait_for_primary();
       auto const [m, n, k, l] = shape;
       biases.load(params_.thread, cute::get<3>(tile), m, n, coordinates_of(shape, tile, tiled_mma), 0);

@@ -33,10 +33,13 @@ struct GemmKernel {
   using Full = cutlass::arch::ClusterTransactionBarrier;
   using Empty = cutlass::arch::ClusterBarrier;
 
-  // What is needed first comes first.
+  // What is needed first comes first: the first 64 bytes at once, and every further line of parameters that is read before a load or a product takes
+  // a quarter of a microsecond.
   struct Params {
-    typename Scheduler::Params scheduler;
     bool straight;  // nobody shares tiles, and their accumulators are but converted and stored by TMA
+    bool shares, has_early_bias, has_residual;  // what Scheduler and Epilogue say of their parameters
+    Loads loads;
+    typename Scheduler::Params scheduler;
     cute::Shape<int, int, int, int> shape;  // m, n, k, batch of the kernel's own result
     typename Mainloop::Params mainloop;
     typename Epilogue::Params epilogue;
@@ -77,7 +80,7 @@ struct GemmKernel {
         return consume(params, shared, warp / 4 - 1);
       }
     }
-    if (Scheduler::shares(params.scheduler)) return load_tiles<false>(params, shared, warp);
+    if (Scheduler::kMayShare && params.shares) return load_tiles<false>(params, shared, warp);
     load_tiles<true>(params, shared, warp);
   }
 
@@ -121,7 +124,7 @@ struct GemmKernel {
       if constexpr (kWhole && Scheduler::kHasList) return scheduler.listed();
       return scheduler.template tile<kWhole>(0);
     }();
-    Mainloop::locate(params.mainloop, params.shape, tile);
+    Mainloop::locate(params.loads, params.scheduler.decomposition.k_tiles, tile);
     // ptxas reads where a tile is only before a branch, and else when it has waited.
     if (!tile.is_valid()) {
       // An idle CTA's consumers wait for registers, and for the warp that loads.
@@ -140,12 +143,14 @@ struct GemmKernel {
     wait_for_primary();
     wait_for_barriers();
     if (!cute::elect_one_sync()) return;
+    int32_t held_back = params.loads.held_back.first;
     while (true) {
-      Mainloop::load(params.mainloop, params.shape, tile, shared.full, shared.empty, stage, shared.mainloop);
+      Mainloop::load(params.mainloop, params.loads, params.shape, tile, held_back, shared.full, shared.empty, stage, shared.mainloop);
       if (tile.last) break;
       tile = scheduler.template tile<kWhole>(tile.ordinal + 1);
       if (!tile.is_valid()) break;
-      Mainloop::locate(params.mainloop, params.shape, tile);
+      held_back = params.loads.held_back.stages(tile.ordinal);
+      Mainloop::locate(params.loads, params.scheduler.decomposition.k_tiles, tile);
     }
     // Consumers of other CTAs arrive at this one's barriers, which must not be gone.
     if constexpr (kClusterSize > 1) {
@@ -154,7 +159,7 @@ struct GemmKernel {
   }
 
   static CUTLASS_DEVICE void prefetch(Params const& params) {
-    if (!Epilogue::has_residual(params.epilogue)) return;
+    if (!params.has_residual) return;
     wait_for_primary();
     Scheduler const scheduler(params.scheduler);
     for (auto tile = scheduler.tile(0); tile.is_valid(); tile = scheduler.tile(tile.ordinal + 1))
@@ -174,11 +179,23 @@ struct GemmKernel {
     for (int i = 0; i < cute::size(accumulators); ++i) asm volatile("" : "=f"(accumulators(i)));
   }
 
+  // Of a consumer, by as few of the parameters as may be.
+  static CUTLASS_DEVICE auto first_tile(Params const& params, Scheduler const& scheduler, int warpgroup) {
+    if constexpr (Scheduler::kHasList) {
+      if (!(Scheduler::kMayShare && params.shares)) {
+        auto const tile = scheduler.listed();
+        if (!kPingpong || warpgroup == 0) return tile;
+        if (tile.last) return typename Scheduler::Tile{};
+      }
+    }
+    return scheduler.tile(kPingpong ? warpgroup : 0);
+  }
+
   static CUTLASS_DEVICE void consume(Params const& params, SharedStorage& shared, int warpgroup) {
     Scheduler const scheduler(params.scheduler);
     constexpr int kStep = kPingpong ? kConsumers : 1;
     wait_for_barriers();  // at once: the warp that loads waits for all consumers, if not in a cluster
-    auto tile = scheduler.tile(kPingpong ? warpgroup : 0);
+    auto tile = first_tile(params, scheduler, warpgroup);
     Stage stage;
     if (kPingpong && warpgroup > 0) stage.advance(tile.k_count);
     int const thread = threadIdx.x % kWarpgroup + (kPingpong ? 0 : warpgroup * kWarpgroup);
@@ -200,7 +217,7 @@ struct GemmKernel {
       auto accumulators = cute::partition_fragment_C(tiled_mma, cute::take<0, 2>(TileShape{}));
       if constexpr (kAccumulators <= kMostUnset) leave_unset(accumulators);
       auto const at = cute::make_coord(tile.m, tile.n, cute::_0{}, tile.batch);
-      auto biases = epilogue.template biases<decltype(accumulators)>(params.shape, at, tiled_mma);
+      auto biases = epilogue.template biases<decltype(accumulators)>(params.has_early_bias, params.shape, at, tiled_mma);
       if (kPingpong && tile.ordinal > 0) cutlass::arch::NamedBarrier::sync(kConsumers * kWarpgroup, kMultiplies + warpgroup);
       int const unreleased = Mainloop::multiply(shared.full, shared.empty, stage, accumulators, tile.k_count, warpgroup, shared.mainloop);
       if (kPingpong && !tile.last && !rehearses) cutlass::arch::NamedBarrier::arrive(kConsumers * kWarpgroup, kMultiplies + other);

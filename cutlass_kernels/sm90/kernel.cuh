@@ -131,8 +131,9 @@ class Sm90Kernel final : public CudaKernel {
                          cutlass::gemm::KernelTmaWarpSpecializedPingpong>>::CollectiveOp>::type>::type;
   // Whether the kernel's own A and B are contiguous along m and n.
   static constexpr bool kAAlongM = std::is_same_v<LayoutA, cutlass::layout::ColumnMajor>, kBAlongN = std::is_same_v<LayoutB, cutlass::layout::RowMajor>;
-  static constexpr int kLoadedN = kBAlongN ? columns_by_tma(kConfig.tile_m, kConfig.tile_n) : rows_by_tma(kConfig.tile_n);
-  using Mainloop = CollectiveMainloop<Collective<cute::Shape<cute::Int<kConfig.tile_m>, cute::Int<kLoadedN>, cute::Int<kConfig.tile_k>>>,
+  // CuTe tells stages apart where they have multiples of 16 rows.
+  static constexpr int kRoomN = kBAlongN ? columns_by_tma(kConfig.tile_n) : (kConfig.tile_n + 15) / 16 * 16;
+  using Mainloop = CollectiveMainloop<Collective<cute::Shape<cute::Int<kConfig.tile_m>, cute::Int<kRoomN>, cute::Int<kConfig.tile_k>>>,
                                       typename Collective<TileShape>::TiledMma, TileShape, kConfig.type_d == Type::kF32,
                                       kConfig.math == Math::kTF32x3>;
   using Scheduler = sm90::Scheduler<TileShape, ClusterShape, kCooperative, kCtasOfSm == 1>;  // else there are too many clusters to list
@@ -184,12 +185,12 @@ class Sm90Kernel final : public CudaKernel {
     auto const stride_b = stride<typename Mainloop::StrideB>(kSwap ? p.lda : p.ldb, kSwap ? p.batch_stride_a : p.batch_stride_b);
     Decomposition const cut = decomposition(q, s, device);
     // Of an operand of so many rows or columns along K. Parts of three TF32 are read more than once.
-    auto const hint = [&](Raster line, int64_t extent, int64_t other, auto const& stride, auto const& other_stride) {
+    auto const first = [&](Raster line, int64_t extent, int64_t other, auto const& stride, auto const& other_stride) {
       auto const batches = [&](auto const& stride) { return cute::get<2>(stride) != 0 ? p.batch : 1; };
       OperandUse const use{line, batches(stride) < p.batch, kConfig.math == Math::kTF32x3, extent * batches(stride),
                            other * batches(other_stride), sizeof(ElementAB), slices.count,
                            static_cast<double>(p.batch) * p.m * p.n * p.k};
-      return goes_first(order, cut, use) ? Mainloop::Hint::EVICT_FIRST : Mainloop::Hint::EVICT_NORMAL;
+      return goes_first(order, cut, use);
     };
     int64_t const rows = kSwap ? p.n : p.m, columns = kSwap ? p.m : p.n;
     int64_t const part = kConfig.math == Math::kTF32x3 ? p.k / 3 : 0;
@@ -205,6 +206,12 @@ class Sm90Kernel final : public CudaKernel {
     params.scheduler.atomic = s.reduction == Reduction::kAtomic;
     params.scheduler.arrivals = reinterpret_cast<uint32_t*>(workspace);
     params.scheduler.partials = reinterpret_cast<float*>(workspace + parts.arrivals);
+    params.loads.held_back = held_back(cut, kClusterSize, info.stages, streaming * kConfig.tile_k * sizeof(ElementAB), device.under_way);
+    params.loads.batch = static_cast<int32_t>(p.batch);
+    params.loads.by_batch = Divisor(params.loads.batch);
+    params.loads.part = static_cast<int32_t>(part / kConfig.tile_k);
+    params.loads.a_goes_first = first(Raster::kAlongN, rows, columns, stride_a, stride_b);
+    params.loads.b_goes_first = first(Raster::kAlongM, columns, rows, stride_b, stride_a);
     params.straight = cut.kind == ScheduleKind::kDataParallel && p.epilogue.is_plain() && !has_misaligned_d(p);
     params.shape = {static_cast<int>(rows), static_cast<int>(columns), static_cast<int>(q.k),
                     static_cast<int>(q.batch)};
@@ -220,16 +227,17 @@ class Sm90Kernel final : public CudaKernel {
     auto loaded = params.shape;
     cute::get<0>(loaded) = whole_lines(kAAlongM, rows, own_a, stride_a);
     cute::get<1>(loaded) = whole_lines(kBAlongN, columns, own_b, stride_b);
-    params.mainloop = Mainloop::to_underlying_arguments(
-        loaded, {{static_cast<ElementAB const*>(own_a), stride_a, static_cast<ElementAB const*>(own_b), stride_b},
-                 hint(Raster::kAlongN, rows, columns, stride_a, stride_b),
-                 hint(Raster::kAlongM, columns, rows, stride_b, stride_a),
-                 static_cast<int32_t>(part > 0 ? 2 * part : p.k),
-                 static_cast<int32_t>(p.batch),
-                 static_cast<int32_t>(part / kConfig.tile_k),
-                 held_back(cut, kClusterSize, info.stages, streaming * kConfig.tile_k * sizeof(ElementAB), device.under_way)});
-    if (Epilogue::set_up(params.epilogue, params.shape, p, buffers) != CUDA_SUCCESS)
-      return Status::internal(info.name + ": TMA cannot store D");
+    CUresult const loads = Mainloop::set_up(
+        params.mainloop, loaded,
+        {{static_cast<ElementAB const*>(own_a), stride_a, static_cast<ElementAB const*>(own_b), stride_b},
+         static_cast<int32_t>(part > 0 ? 2 * part : p.k),
+         static_cast<int32_t>(p.batch)});
+    CUresult const stores = Epilogue::set_up(params.epilogue, params.shape, p, buffers);
+    params.shares = Scheduler::shares(params.scheduler);
+    params.has_early_bias = Epilogue::has_early_bias(params.epilogue);
+    params.has_residual = Epilogue::has_residual(params.epilogue);
+    if (loads != CUDA_SUCCESS || stores != CUDA_SUCCESS)
+      return Status::internal(info.name + ": TMA cannot " + (loads != CUDA_SUCCESS ? "load B" : "store D"));
     cudaLaunchAttribute attributes[1];
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(clusters * kConfig.cluster_m, kConfig.cluster_n);

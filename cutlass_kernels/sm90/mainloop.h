@@ -10,6 +10,7 @@
 #include "cutlass/gemm/collective/sm90_mma_tma_gmma_rs_warpspecialized.hpp"
 #include "cutlass/gemm/collective/sm90_mma_tma_gmma_ss_warpspecialized.hpp"
 #include "cutlass_kernels/decomposition.h"
+#include "cutlass_kernels/sm90/tma.h"
 #include "cutlass_kernels/under_way.h"
 
 namespace jax_streamk::sm90 {
@@ -79,8 +80,17 @@ class LoaderOfA {
   bool odd_;
 };
 
-// OwnMma multiplies a tile of OwnShape, whose operands Base brings as those of a tile of as many columns or more: rows of 128 bytes, where those
-// of a B that is contiguous along n would be 32 or 64. They cost as much to ask for.
+// What is asked of loads, little, for it comes with the first of a kernel's parameters.
+struct Loads {
+  HeldBack held_back;
+  int32_t batch = 1, part = 0;  // batches; k-tiles of a part, where f32 is in two
+  Divisor by_batch;
+  bool a_goes_first = false, b_goes_first = false;  // from L2 (eviction.h)
+};
+
+// OwnMma multiplies a tile of OwnShape, which CUTLASS could not lay out well: Base is that of a tile of more columns. A B that is contiguous along
+// n comes in boxes of 64 columns, since rows of 128 bytes cost as much to ask for as rows of 32 or 64; the last box has but the tile's, in rows of
+// memory as far apart as the others', of which TMA leaves the rest as it was. Of a B that is contiguous along K, boxes have fewer rows.
 //
 // Where kSlices, a batch may be a slice of K: the kernel's K is that of a slice, and what it calls batches are slices x batches. TMA reads
 // zeros beyond the end of the last slice. With kSplits f32 is in two parts (repack.h).
@@ -96,46 +106,64 @@ struct CollectiveMainloop : Base {
   static constexpr int kStages = Base::DispatchPolicy::Stages;
   static constexpr int kClusterM = cute::size<0>(typename Base::DispatchPolicy::ClusterShape{});
   static constexpr int kClusterN = cute::size<1>(typename Base::DispatchPolicy::ClusterShape{});
+  using LoadedB = typename Base::InternalElementB;
+  static constexpr int kTileN = cute::size<1>(TileShape{}), kTileK = cute::size<2>(TileShape{}), kRoomN = cute::size<1>(typename Base::TileShape{});
+  static constexpr int kRowBytes = 128, kOfRow = kRowBytes / sizeof(LoadedB);  // and elements
+  static constexpr bool kBAlongN = cute::is_static<cute::tuple_element_t<0, typename Base::StrideB>>::value;
+  // Of a B along n, the columns of the last box, if fewer than the others'.
+  static constexpr int kLast = kBAlongN && kRoomN != kTileN ? kTileN % kOfRow : 0;
+  // Of a B along K, how many fewer rows a CTA loads than Base, its part of those that are multicast.
+  static constexpr int kFewer = kBAlongN ? 0 : (kRoomN - kTileN) / kClusterM;
+  static_assert(kBAlongN || kFewer * kClusterM == kRoomN - kTileN);
+  static constexpr int kNotLoaded = kBAlongN ? (kLast > 0 ? kOfRow - kLast : 0) : kRoomN - kTileN;
+  static constexpr int kBytes = Base::TmaTransactionBytes - kNotLoaded * kTileK * sizeof(LoadedB);
 
   struct Arguments : Base::Arguments {
-    Hint hint_a, hint_b;
     int32_t k, batch;  // all of K that A and B have, and of the batches
-    int32_t part;      // k-tiles, with kSplits
-    HeldBack held_back;
   };
-  struct Loads {
-    Hint hint_a, hint_b;
-    int32_t batch, part;
-    Divisor by_batch;
-    HeldBack held_back;
+  struct LastBox {
+    typename Base::Params::TMA_B tma_load_last;
   };
-  struct Params : Loads, Base::Params {};
+  struct NoBox {};
+  struct Params : Base::Params, std::conditional_t<(kLast > 0), LastBox, NoBox> {};
 
   template <class ProblemShape>
-  static Params to_underlying_arguments(ProblemShape const& shape, Arguments const& arguments) {
+  static CUresult set_up(Params& params, ProblemShape const& shape, Arguments const& arguments) {
     auto const whole = cute::make_shape(cute::get<0>(shape), cute::get<1>(shape), arguments.k, arguments.batch);
-    return {Loads{arguments.hint_a, arguments.hint_b, arguments.batch, arguments.part, Divisor(arguments.batch), arguments.held_back},
-            Base::to_underlying_arguments(whole, arguments, nullptr)};
+    static_cast<typename Base::Params&>(params) = Base::to_underlying_arguments(whole, arguments, nullptr);
+    int64_t const columns = cute::get<1>(shape);
+    auto const [along_n, along_k, batch_stride] = arguments.dB;
+    if constexpr (kLast > 0) {
+      params.tma_load_last = params.tma_load_b;
+      return describe<LoadedB>(params.tma_load_last.tma_desc_, arguments.ptr_B, columns, arguments.k, arguments.batch, along_k, batch_stride,
+                               kLast, kTileK / kClusterM, kRowBytes);
+    } else if constexpr (kFewer > 0) {
+      return describe<LoadedB>(params.tma_load_b.tma_desc_, arguments.ptr_B, arguments.k, columns, arguments.batch, along_n, batch_stride,
+                               kOfRow, kTileN / kClusterM, kRowBytes);
+    }
+    return CUDA_SUCCESS;
   }
 
-  static CUTLASS_DEVICE void prefetch_tma_descriptors(Params const& params) { Base::prefetch_tma_descriptors(params); }
+  static CUTLASS_DEVICE void prefetch_tma_descriptors(Params const& params) {
+    Base::prefetch_tma_descriptors(params);
+    if constexpr (kLast > 0) cute::prefetch_tma_descriptor(params.tma_load_last.get_tma_descriptor());
+  }
 
-  // Where a tile's operands lie: of a slice its batch and first k-tile.
-  template <class ProblemShape, class Tile>
-  static CUTLASS_DEVICE void locate(Params const& params, ProblemShape const& shape, Tile& tile) {
+  // Where a tile's operands lie: of a slice of so many k-tiles its batch and first k-tile.
+  template <class Tile>
+  static CUTLASS_DEVICE void locate(Loads const& loads, int32_t k_tiles, Tile& tile) {
     if constexpr (kSlices) {
-      constexpr int32_t kTileK = cute::size<2>(TileShape{});
-      int32_t const slice = params.by_batch.divide(tile.batch);
-      tile.batch -= slice * params.batch;
-      tile.k_begin += slice * ((cute::get<2>(shape) + kTileK - 1) / kTileK);
+      int32_t const slice = loads.by_batch.divide(tile.batch);
+      tile.batch -= slice * loads.batch;
+      tile.k_begin += slice * k_tiles;
     }
   }
 
   // By one thread: the k-tiles of a located `tile` into stages as they become empty. A CTA loads its part of what its cluster's rows and
   // columns share, for all of them.
   template <class ProblemShape, class Tile, class Full, class Empty, class Stage>
-  static CUTLASS_DEVICE void load(Params const& params, ProblemShape const& shape, Tile const& tile, Full* full, Empty* empty,
-                                  Stage& stage, TensorStorage& storage) {
+  static CUTLASS_DEVICE void load(Params const& params, Loads const& loads, ProblemShape const& shape, Tile const& tile, int32_t held_back,
+                                  Full* full, Empty* empty, Stage& stage, TensorStorage& storage) {
     using namespace cute;
     // CTAs are numbered along m first: those of a row are kClusterM apart.
     uint32_t const rank = kClusterM * kClusterN == 1 ? 0 : block_rank_in_cluster(), cta_m = rank % kClusterM, cta_n = rank / kClusterM;
@@ -148,24 +176,36 @@ struct CollectiveMainloop : Base {
     auto const part_b = params.tma_load_b.get_slice(cta_m);
     int32_t k_tile = tile.k_begin;
     auto const from_a = part_a.partition_S(get<0>(operands)(_, _, tile.m, _, tile.batch));
-    auto const b_from_n = domain_offset(make_coord(tile.n * size<1>(TileShape{}), 0, 0), params.tma_load_b.get_tma_tensor(select<1, 2, 3>(shape)));
+    int const before = cta_m * kFewer;  // rows that other CTAs do not load
+    auto const b_from_n = domain_offset(make_coord(tile.n * kTileN - before, 0, 0), params.tma_load_b.get_tma_tensor(select<1, 2, 3>(shape)));
     auto const from_b = part_b.partition_S(local_tile(b_from_n, select<1, 2>(typename Base::TileShape{}), make_coord(0, _, tile.batch)));
     auto const to_a = part_a.partition_D(make_tensor(make_smem_ptr(storage.smem_A.data()), typename Base::SmemLayoutA{}));
-    auto const to_b = part_b.partition_D(make_tensor(make_smem_ptr(storage.smem_B.data()), typename Base::SmemLayoutB{}));
-    int const held_back = params.held_back.stages(tile.ordinal);
+    auto const to_b = part_b.partition_D(make_tensor(make_smem_ptr(storage.smem_B.data() - before * kOfRow), typename Base::SmemLayoutB{}));
+    auto const hint = [](bool goes_first) { return goes_first ? Hint::EVICT_FIRST : Hint::EVICT_NORMAL; };
+    Hint const hint_a = hint(loads.a_goes_first), hint_b = hint(loads.b_goes_first);
     CUTLASS_PRAGMA_NO_UNROLL
     for (int32_t left = tile.k_count; left > 0; --left, ++k_tile, ++stage) {
       int const s = stage.index();
       // So that so many stay empty, the stage that far ahead is waited for; this one was then, or has never been filled.
       bool const wraps = s + held_back >= kStages;
       empty[s + held_back - (wraps ? kStages : 0)].wait(stage.phase() ^ wraps);
-      full[s].arrive_and_expect_tx(Base::TmaTransactionBytes);
+      full[s].arrive_and_expect_tx(kBytes);
       auto& barrier = *reinterpret_cast<uint64_t*>(&full[s]);
       // Of A, small, large and again large numbers; of B, large, small and large.
-      bool const again = kSplits && k_tile >= 2 * params.part;
-      int32_t const k_a = again ? k_tile - params.part : k_tile, k_b = again ? k_tile - 2 * params.part : k_tile;
-      copy(params.tma_load_a.with(barrier, row, params.hint_a), from_a(_, _, _, k_a), to_a(_, _, _, s));
-      copy(params.tma_load_b.with(barrier, column, params.hint_b), from_b(_, _, _, k_b), to_b(_, _, _, s));
+      bool const again = kSplits && k_tile >= 2 * loads.part;
+      int32_t const k_a = again ? k_tile - loads.part : k_tile, k_b = again ? k_tile - 2 * loads.part : k_tile;
+      copy(params.tma_load_a.with(barrier, row, hint_a), from_a(_, _, _, k_a), to_a(_, _, _, s));
+      auto const load_b = params.tma_load_b.with(barrier, column, hint_b);
+      if constexpr (kLast > 0) {
+        constexpr int kWhole = kTileN / kOfRow;
+        auto const from = from_b(_, _, _, k_b);
+        auto const to = to_b(_, _, _, s);
+        CUTLASS_PRAGMA_UNROLL
+        for (int box = 0; box < kWhole; ++box) copy(load_b, from(make_coord(_, box), _, _), to(make_coord(_, box), _, _));
+        copy(params.tma_load_last.with(barrier, column, hint_b), from(make_coord(_, kWhole), _, _), to(make_coord(_, kWhole), _, _));
+      } else {
+        copy(load_b, from_b(_, _, _, k_b), to_b(_, _, _, s));
+      }
     }
   }
 
@@ -254,7 +294,7 @@ struct CollectiveMainloop : Base {
                                                     int warpgroup, TensorStorage& storage) {
     using namespace cute;
     TiledMma mma;
-    constexpr int kWarpgroups = size(mma) / NumThreadsPerWarpGroup, kTileM = size<0>(TileShape{}), kTileK = size<2>(TileShape{});
+    constexpr int kWarpgroups = size(mma) / NumThreadsPerWarpGroup, kTileM = size<0>(TileShape{});
     using Loader = LoaderOfA<kTileK>;
     constexpr int kOf64Rows = 2 * Loader::kBlocks * Loader::kBlock, kStage = kTileM / 32 * Loader::kBlocks * Loader::kBlock;
     int const of_warpgroup = kWarpgroups == 1 ? 0 : warpgroup;

@@ -26,7 +26,7 @@ class Scheduler {
   static constexpr int kClusterM = cute::size<0>(ClusterShape{}), kClusterN = cute::size<1>(ClusterShape{});
   static constexpr int kClusterSize = kClusterM * kClusterN;
   static constexpr int kMaxPeers = 0xffff;  // of a tile: what an arrival word can count
-  static constexpr bool kHasList = kList;
+  static constexpr bool kMayShare = kShares, kHasList = kList;
   static constexpr bool kHasIdle = kClusterSize <= 2;  // whether a launch may have clusters without work (clusters.h)
   static constexpr int kListed = 144;  // clusters: no GPU of this architecture has more SMs
   static constexpr uint32_t kNone = ~0u;
@@ -80,7 +80,7 @@ class Scheduler {
   CUTLASS_DEVICE explicit Scheduler(Params const& params) : params_(params) {}
 
   // Whether CTAs may share tiles.
-  CUTLASS_DEVICE static bool shares(Params const& params) {
+  CUTLASS_HOST_DEVICE static bool shares(Params const& params) {
     return kShares && params.decomposition.kind != ScheduleKind::kDataParallel;
   }
 
