@@ -32,7 +32,7 @@ struct StoreParams : EpilogueParams<float, Element> {
 // where two have 240. A loop around turns would have to move accumulators, since registers have no index, and take longer than its code
 // does to load.
 constexpr int turn_of(int values, int bytes, bool swap, bool three) {
-  if (values >= 160) return swap && values == 160 ? 32 / bytes : 8;
+  if (values >= 160) return 8;
   if (values > (three ? 72 : 128)) return 16;
   int const bytes_of_turn = three || values >= (swap ? 128 : 112) || values * bytes > 256 ? 64 : 128;  // a plain tile has more of a bias
   return cute::min(values, bytes_of_turn / bytes);
