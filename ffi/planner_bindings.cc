@@ -216,7 +216,8 @@ void bind_planner(nb::module_& m) {
         auto const cut = Decomposition::make(s.kind, tiles, s.splits, workers, s.splits);
         HeldBack const held = held_back(cut, ctas, stages, stage_bytes, under_way);
         std::vector<int32_t> of_waves;
-        for (int32_t left = tiles * s.splits, wave = 0; left > 0; left -= cut.workers, ++wave) of_waves.push_back(held.stages(wave));
+        for (int32_t left = tiles * s.splits, wave = 0; left > 0; left -= cut.workers, ++wave)
+          of_waves.push_back(wave == 0 ? held.first : held.stages(wave));
         return of_waves;
       },
       "tiles"_a, "schedule"_a, "workers"_a, "ctas"_a, "stages"_a, "stage_bytes"_a, "under_way"_a,

@@ -686,8 +686,8 @@ def test_choices_are_near_the_best_that_was_measured(monkeypatch, table, type_, 
     """The time measured of the plan that the model ranks first, over the best measured, for each of the shapes.
 
     Tables before 2026-11-25 are of clusters whose numbers did not say on which GPC they sit, and all but plans_even_ of launches that loaded one
-    GPC more than others, which slowed plans of less than a wave down. In all but plans_boxes_ tiles along a row-major B whose columns are no multiple
-    of 64 loaded as many as if they were, and are left out.
+    GPC more than others, which slowed plans of less than a wave down. In all of them tiles along a row-major B whose columns are no multiple of 64
+    loaded as many as if they were, and are left out.
     """
     benchmarks = pathlib.Path(__file__).parents[1] / "benchmarks"
     measurements = benchmarks / "results" / f"{table}.csv.gz"
@@ -698,8 +698,7 @@ def test_choices_are_near_the_best_that_was_measured(monkeypatch, table, type_, 
 
     machine = cost_model.H100 if "h100" in table else cost_model.H200
     measured = fit_cost_model.ours_of(fit_cost_model.read(measurements), type_, majors)
-    if "boxes" not in table:
-        measured = [row for row in measured if not loaded_more(row.kernel)]
+    measured = [row for row in measured if not loaded_more(row.kernel)]
     rows = fit_cost_model.in_planned_order(measured, machine, HOPPER.sms)
     predicted = fit_cost_model.predictor(rows, HOPPER.sms)(machine)
     regrets = sorted(regret for regret, _, _ in fit_cost_model.choices(rows, predicted, measured).values())
