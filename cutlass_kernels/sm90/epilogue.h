@@ -5,11 +5,9 @@
 // registers while a tile is multiplied; an idle warp has the residual brought near meanwhile.
 #pragma once
 
-#include "cute/arch/copy_sm90_desc.hpp"
 #include "cute/arch/copy_sm90_tma.hpp"
 #include "cute/tensor.hpp"
 #include "cutlass/arch/barrier.h"
-#include "cutlass/cuda_host_adapter.hpp"
 #include "cutlass/numeric_conversion.h"
 #include "cutlass_kernels/dependent_launch.cuh"
 #include "cutlass_kernels/epilogue.cuh"

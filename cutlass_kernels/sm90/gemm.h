@@ -34,7 +34,7 @@ struct GemmKernel {
   using Empty = cutlass::arch::ClusterBarrier;
 
   // What is needed first comes first: the first 64 bytes at once, and every further line of parameters that is read before a load or a product takes
-  // a quarter of a microsecond.
+  // a tenth of a microsecond or two.
   struct Params {
     bool straight;  // nobody shares tiles, and their accumulators are but converted and stored by TMA
     bool shares, has_early_bias, has_residual;  // what Scheduler and Epilogue say of their parameters

@@ -115,8 +115,7 @@ struct CollectiveMainloop : Base {
   // Of a B along K, how many fewer rows a CTA loads than Base, its part of those that are multicast.
   static constexpr int kFewer = kBAlongN ? 0 : (kRoomN - kTileN) / kClusterM;
   static_assert(kBAlongN || kFewer * kClusterM == kRoomN - kTileN);
-  static constexpr int kNotLoaded = kBAlongN ? (kLast > 0 ? kOfRow - kLast : 0) : kRoomN - kTileN;
-  static constexpr int kBytes = Base::TmaTransactionBytes - kNotLoaded * kTileK * sizeof(LoadedB);
+  static constexpr int kBytes = Base::TmaTransactionBytes - (kRoomN - kTileN) * kTileK * sizeof(LoadedB);
 
   struct Arguments : Base::Arguments {
     int32_t k, batch;  // all of K that A and B have, and of the batches

@@ -1,7 +1,8 @@
 // How TMA is told of a matrix.
 #pragma once
 
-#include "cute/atom/copy_traits_sm90_tma.hpp"
+#include "cute/arch/copy_sm90_desc.hpp"
+#include "cutlass/cuda_host_adapter.hpp"
 
 namespace jax_streamk::sm90 {
 
