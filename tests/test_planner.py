@@ -672,6 +672,7 @@ def loaded_more(kernel):
         ("plans_single_h100_2026-11-25", "bf16", "rr", 1.01, 1.03, 1.07),
         ("plans_other_h100_2026-11-26", "bf16", "rr", 1.032, 1.15, 1.17),
         ("plans_other_sets_h100_2026-11-26", "bf16", "rr", 1.025, 1.09, 1.12),
+        ("plans_last_box_h100_2026-11-26", "bf16", "rr", 1.03, 1.24, 1.28),
         ("plans_long_clusters_h100_2026-11-26", "bf16", "rr", 1.0245, 1.09, 1.12),
         ("plans_misaligned_h200_2026-11-23", "bf16", "rr", 1.014, 1.1, 1.11),
         ("plans_strong_scaling_h200_2026-11-22", "bf16", "rr", 1.028, 1.12, 1.12),
@@ -686,8 +687,8 @@ def test_choices_are_near_the_best_that_was_measured(monkeypatch, table, type_, 
     """The time measured of the plan that the model ranks first, over the best measured, for each of the shapes.
 
     Tables before 2026-11-25 are of clusters whose numbers did not say on which GPC they sit, and all but plans_even_ of launches that loaded one
-    GPC more than others, which slowed plans of less than a wave down. In all of them tiles along a row-major B whose columns are no multiple of 64
-    loaded as many as if they were, and are left out.
+    GPC more than others, which slowed plans of less than a wave down. In all but plans_last_box_ tiles along a row-major B whose columns are no
+    multiple of 64 loaded as many as if they were, and are left out.
     """
     benchmarks = pathlib.Path(__file__).parents[1] / "benchmarks"
     measurements = benchmarks / "results" / f"{table}.csv.gz"
@@ -698,7 +699,7 @@ def test_choices_are_near_the_best_that_was_measured(monkeypatch, table, type_, 
 
     machine = cost_model.H100 if "h100" in table else cost_model.H200
     measured = fit_cost_model.ours_of(fit_cost_model.read(measurements), type_, majors)
-    measured = [row for row in measured if not loaded_more(row.kernel)]
+    measured = [row for row in measured if "last_box" in table or not loaded_more(row.kernel)]
     rows = fit_cost_model.in_planned_order(measured, machine, HOPPER.sms)
     predicted = fit_cost_model.predictor(rows, HOPPER.sms)(machine)
     regrets = sorted(regret for regret, _, _ in fit_cost_model.choices(rows, predicted, measured).values())

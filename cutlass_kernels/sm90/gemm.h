@@ -1,8 +1,8 @@
 // The kernel of the sm90 family: which warps load, multiply and store, and when. CUTLASS's collectives do the work, under our own tile
 // scheduler.
 //
-// Before the first load every instruction of a kernel comes from memory, and that load is what a short product waits for. So one warp
-// initializes the barriers while another finds out what to load, and all else comes later.
+// Before the first load every instruction of a kernel comes from memory, and that load is what a short product waits for. So two warps
+// initialize the barriers while another finds out what to load, and all else comes later.
 #pragma once
 
 #include "cute/arch/cluster_sm90.hpp"
@@ -56,15 +56,16 @@ struct GemmKernel {
 
   static CUTLASS_DEVICE void run(Params const& params, SharedStorage& shared) {
     int const warp = cutlass::canonical_warp_idx_sync();
-    if (warp == kInitializer) {
+    if (warp == kInitializers || warp == kInitializers + 1) {
       if (cute::elect_one_sync()) {
         // A stage is read by one warpgroup, or all, of every CTA that it is multicast from.
-        constexpr int kReaders = (kPingpong ? 1 : kConsumers) * (kClusterM + kClusterN - 1);
-#pragma unroll
-        for (int i = 0; i < kStages; ++i) {
-          shared.full[i].init(1);
-          shared.empty[i].init(kReaders);
-        }
+        constexpr uint32_t kReaders = (kPingpong ? 1 : kConsumers) * (kClusterM + kClusterN - 1);
+        static_assert(sizeof(Full) == sizeof(Empty) && offsetof(SharedStorage, empty) == offsetof(SharedStorage, full) + sizeof(shared.full));
+        // Either kind by a warp, whose first one's address is computed, or ptxas would choose among two for every stage.
+        int const kind = warp - kInitializers;
+        Empty const* const barriers = static_cast<Empty const*>(shared.full) + kind * kStages;
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kStages; ++i) barriers[i].init(kind == 0 ? 1 : kReaders);
         cutlass::arch::fence_barrier_init();
       }
       __syncwarp();
@@ -85,9 +86,9 @@ struct GemmKernel {
   }
 
  private:
-  // The warp that loads, and those that initialize the barriers and prefetch descriptors. wgmma wants consumers to be warps 0 to 3 of four,
-  // or the next.
-  static constexpr int kLoader = kSingle ? 4 : 0, kInitializer = kSingle ? 0 : 3, kPrefetcher = kSingle ? 4 : 2;
+  // The warp that loads, the first of two that initialize barriers, and the one that prefetches descriptors. wgmma wants consumers to be warps
+  // 0 to 3 of four, or the next.
+  static constexpr int kLoader = kSingle ? 4 : 0, kInitializers = kSingle ? 0 : 2, kPrefetcher = kSingle ? 4 : 1;
 
   static constexpr int kAccumulators = cute::size<0>(TileShape{}) * cute::size<1>(TileShape{}) / (kWarpgroup * (kPingpong ? 1 : kConsumers));
   // So many that consumers need what the others can spare.
@@ -103,9 +104,9 @@ struct GemmKernel {
   // of a warpgroup that stores wait for each other at the last.
   static constexpr uint32_t kReady = 0, kMultiplies = 1, kStores = kMultiplies + kConsumers, kStored = kPingpong ? kStores + kConsumers : 1;
 
-  // Until the barriers that this CTA waits at or arrives at are initialized. All consumers come here, and the warp that loads; an
-  // initializer that is neither arrives, as the warps of a cluster do.
-  static constexpr uint32_t kWaiting = kConsumers * kWarpgroup + (kSingle ? 32 : 64);
+  // Until the barriers that this CTA waits at or arrives at are initialized. All consumers come here, and the warp that loads;
+  // initializers that are neither arrive, as the warps of a cluster do.
+  static constexpr uint32_t kWaiting = kConsumers * kWarpgroup + (kSingle ? 32 : 96);
   static CUTLASS_DEVICE void wait_for_barriers() {
     if constexpr (kClusterSize > 1) {
       cute::cluster_wait();
@@ -118,26 +119,27 @@ struct GemmKernel {
   template <bool kWhole>
   static CUTLASS_DEVICE void load_tiles(Params const& params, SharedStorage& shared, int warp) {
     if (warp == kPrefetcher && cute::elect_one_sync()) Mainloop::prefetch_tma_descriptors(params.mainloop);
+    if (warp > kLoader) {
+      // By all warps of a warpgroup, each where it comes to it, and it takes a while. They read no parameters, whose lines the loader waits for alone.
+      if constexpr (kTakesRegisters) cutlass::arch::warpgroup_reg_dealloc<kLoaderRegisters>();
+      if constexpr (kClusterSize > 1) cute::cluster_wait();
+      if (warp == 1) prefetch(params);
+      return;
+    }
+    constexpr bool kListed = kWhole && Scheduler::kHasList;
     Scheduler const scheduler(params.scheduler);
     Stage stage(0, 1, 0);  // all are empty
     auto tile = [&] {
-      if constexpr (kWhole && Scheduler::kHasList) return scheduler.listed();
+      if constexpr (kListed) return scheduler.listed();
       return scheduler.template tile<kWhole>(0);
     }();
+    if constexpr (kListed) tile.last = false;  // which is found out when the first loads are under way
     Mainloop::locate(params.loads, params.scheduler.decomposition.k_tiles, tile);
+    // An idle CTA's consumers wait for registers as well.
+    if constexpr (kTakesRegisters) cutlass::arch::warpgroup_reg_dealloc<kLoaderRegisters>();
     // ptxas reads where a tile is only before a branch, and else when it has waited.
     if (!tile.is_valid()) {
-      // An idle CTA's consumers wait for registers, and for the warp that loads.
-      if constexpr (kTakesRegisters) cutlass::arch::warpgroup_reg_dealloc<kLoaderRegisters>();
-      if constexpr (kClusterSize == 1)
-        if (warp == kLoader) cutlass::arch::NamedBarrier::arrive(kWaiting, kReady);
-      return;
-    }
-    // By all warps of a warpgroup, and it takes a while.
-    if constexpr (kTakesRegisters) cutlass::arch::warpgroup_reg_dealloc<kLoaderRegisters>();
-    if (warp > kLoader) {
-      if constexpr (kClusterSize > 1) cute::cluster_wait();
-      if (warp == 1) prefetch(params);
+      if constexpr (kClusterSize == 1) cutlass::arch::NamedBarrier::arrive(kWaiting, kReady);
       return;
     }
     wait_for_primary();
@@ -146,7 +148,7 @@ struct GemmKernel {
     int32_t held_back = params.loads.held_back.first;
     while (true) {
       Mainloop::load(params.mainloop, params.loads, params.shape, tile, held_back, shared.full, shared.empty, stage, shared.mainloop);
-      if (tile.last) break;
+      if (kListed && tile.ordinal == 0 ? scheduler.listed_is_last() : tile.last) break;
       tile = scheduler.template tile<kWhole>(tile.ordinal + 1);
       if (!tile.is_valid()) break;
       held_back = params.loads.held_back.stages(tile.ordinal);
@@ -154,6 +156,7 @@ struct GemmKernel {
     }
     // Consumers of other CTAs arrive at this one's barriers, which must not be gone.
     if constexpr (kClusterSize > 1) {
+      CUTLASS_PRAGMA_NO_UNROLL
       for (int i = 0; i < kStages; ++i, ++stage) shared.empty[stage.index()].wait(stage.phase());
     }
   }
@@ -191,6 +194,9 @@ struct GemmKernel {
     return scheduler.tile(kPingpong ? warpgroup : 0);
   }
 
+  // More rows than the first two tiles of all CTAs have.
+  static constexpr int32_t kBeyond = 1 << 24;
+
   static CUTLASS_DEVICE void consume(Params const& params, SharedStorage& shared, int warpgroup) {
     Scheduler const scheduler(params.scheduler);
     constexpr int kStep = kPingpong ? kConsumers : 1;
@@ -204,7 +210,7 @@ struct GemmKernel {
     // finds the code of the store near.
     bool const rehearses = kPingpong && !tile.is_valid();
     if (rehearses && Scheduler::is_idle(params.scheduler)) return;
-    if (rehearses) tile.m = (cute::get<0>(params.shape) - 1) / static_cast<int32_t>(cute::size<0>(TileShape{})) + 1;
+    if (rehearses) tile.m = kBeyond / static_cast<int32_t>(cute::size<0>(TileShape{}));
     TiledMma tiled_mma;
     Epilogue epilogue(params.epilogue, shared.epilogue, thread, kStored + (kPingpong ? 0 : warpgroup));
     // After a tile's store: whether it was the last of this warpgroup.

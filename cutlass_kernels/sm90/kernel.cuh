@@ -210,8 +210,8 @@ class Sm90Kernel final : public CudaKernel {
     params.loads.batch = static_cast<int32_t>(p.batch);
     params.loads.by_batch = Divisor(params.loads.batch);
     params.loads.part = static_cast<int32_t>(part / kConfig.tile_k);
-    params.loads.a_goes_first = first(Raster::kAlongN, rows, columns, stride_a, stride_b);
-    params.loads.b_goes_first = first(Raster::kAlongM, columns, rows, stride_b, stride_a);
+    params.loads.hint_a = Loads::hint(first(Raster::kAlongN, rows, columns, stride_a, stride_b));
+    params.loads.hint_b = Loads::hint(first(Raster::kAlongM, columns, rows, stride_b, stride_a));
     params.straight = cut.kind == ScheduleKind::kDataParallel && p.epilogue.is_plain() && !has_misaligned_d(p);
     params.shape = {static_cast<int>(rows), static_cast<int>(columns), static_cast<int>(q.k),
                     static_cast<int>(q.batch)};

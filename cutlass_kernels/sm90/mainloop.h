@@ -85,7 +85,10 @@ struct Loads {
   HeldBack held_back;
   int32_t batch = 1, part = 0;  // batches; k-tiles of a part, where f32 is in two
   Divisor by_batch;
-  bool a_goes_first = false, b_goes_first = false;  // from L2 (eviction.h)
+  // Upper halves of hints which operand goes first from L2 (eviction.h); the lower ones are zero.
+  using Hint = cute::TMA::CacheHintSm90;
+  uint32_t hint_a, hint_b;
+  static uint32_t hint(bool goes_first) { return static_cast<uint64_t>(goes_first ? Hint::EVICT_FIRST : Hint::EVICT_NORMAL) >> 32; }
 };
 
 // OwnMma multiplies a tile of OwnShape, which CUTLASS could not lay out well: Base is that of a tile of more columns. A B that is contiguous along
@@ -96,7 +99,6 @@ struct Loads {
 // zeros beyond the end of the last slice. With kSplits f32 is in two parts (repack.h).
 template <class Base, class OwnMma, class OwnShape, bool kSlices, bool kSplits>
 struct CollectiveMainloop : Base {
-  using Hint = cute::TMA::CacheHintSm90;
   using typename Base::TensorStorage;
   using TileShape = OwnShape;
   using TiledMma = OwnMma;
@@ -166,9 +168,10 @@ struct CollectiveMainloop : Base {
     using namespace cute;
     // CTAs are numbered along m first: those of a row are kClusterM apart.
     uint32_t const rank = kClusterM * kClusterN == 1 ? 0 : block_rank_in_cluster(), cta_m = rank % kClusterM, cta_n = rank / kClusterM;
-    uint16_t row = 0, column = ((1u << kClusterM) - 1) << (cta_n * kClusterM);
+    uint32_t row = 0, column = ((1u << kClusterM) - 1) << (cta_n * kClusterM);
     CUTLASS_PRAGMA_UNROLL
     for (int n = 0; n < kClusterN; ++n) row |= 1u << (cta_m + n * kClusterM);
+    asm volatile("" : "+r"(row));  // opaque, or it is shifted as 16 bits, which takes three instructions more
 
     auto const operands = Base{}.load_init(shape, params);
     auto const part_a = params.tma_load_a.get_slice(cta_n);
@@ -180,10 +183,10 @@ struct CollectiveMainloop : Base {
     auto const from_b = part_b.partition_S(local_tile(b_from_n, select<1, 2>(typename Base::TileShape{}), make_coord(0, _, tile.batch)));
     auto const to_a = part_a.partition_D(make_tensor(make_smem_ptr(storage.smem_A.data()), typename Base::SmemLayoutA{}));
     auto const to_b = part_b.partition_D(make_tensor(make_smem_ptr(storage.smem_B.data() - before * kOfRow), typename Base::SmemLayoutB{}));
-    auto const hint = [](bool goes_first) { return goes_first ? Hint::EVICT_FIRST : Hint::EVICT_NORMAL; };
-    Hint const hint_a = hint(loads.a_goes_first), hint_b = hint(loads.b_goes_first);
+    auto const hint_a = static_cast<Loads::Hint>(uint64_t{loads.hint_a} << 32), hint_b = static_cast<Loads::Hint>(uint64_t{loads.hint_b} << 32);
+    int32_t left = tile.k_count;
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int32_t left = tile.k_count; left > 0; --left, ++k_tile, ++stage) {
+    do {
       int const s = stage.index();
       // So that so many stay empty, the stage that far ahead is waited for; this one was then, or has never been filled.
       bool const wraps = s + held_back >= kStages;
@@ -205,7 +208,8 @@ struct CollectiveMainloop : Base {
       } else {
         copy(load_b, from_b(_, _, _, k_b), to_b(_, _, _, s));
       }
-    }
+      ++k_tile, ++stage;
+    } while (--left > 0);
   }
 
   // By the consumers of a tile: accumulators = the sum of `count` k-tiles. The last one's products may still be under way, and its
