@@ -136,6 +136,7 @@ void bind_planner(nb::module_& m) {
       .def_rw("narrow_loads", &Machine::narrow_loads)
       .def_rw("misaligned_k", &Machine::misaligned_k)
       .def_rw("misaligned_mn", &Machine::misaligned_mn)
+      .def_rw("off_sectors_mn", &Machine::off_sectors_mn)
       .def_rw("skinny_launch", &Machine::skinny_launch)
       .def_rw("skinny_rate_sm", &Machine::skinny_rate_sm)
       .def_rw("skinny_rate_16bit", &Machine::skinny_rate_16bit)

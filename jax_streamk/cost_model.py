@@ -42,6 +42,7 @@ class Machine:
     narrow_loads: float  # 32 of K of a CTA that is alone on its SM and loads 8 bytes at a time
     misaligned_k: float  # factor on loads of an operand contiguous along K whose rows do not start on sectors of 32 bytes
     misaligned_mn: float  # ... of one contiguous along m or n whose rows do not start on 128-byte lines
+    off_sectors_mn: float  # ... nor on sectors, by TMA
     skinny_launch: float  # of a kernel of few rows
     skinny_rate_sm: float  # what kernels of few rows load into the shared memory of one SM
     skinny_rate_16bit: float  # ... of 16-bit operands, of which the same bytes are more to multiply
@@ -78,7 +79,7 @@ class Machine:
 # latter and of plans_alone_strong_ lose, and those of float32 and float64 by plans_dtypes_h200_2026-11-21 (benchmarks/results/even_h200_2026-11-25.md).
 # Those of the skinny family are fitted to the choices and its times in plans_dtypes_, plans_misaligned_h200_2026-11-23, plans_even_decode_ and
 # plans_alone_decode_h200_2026-11-23 (benchmarks/results/hopper_2026-11-25.md). By hand: beyond, which products of 1 to 8 rows by large weights tell, and
-# reduction_rate and drift by 1 and 3%, which keep 1024 x 512 x 131072 from seven splits. memset is as it was fitted before, copy_rate as a
+# off_sectors_mn, by choices in all tables of H200s and H100s (begin_h100_2026-11-26.md), reduction_rate and drift by 1 and 3%, which keep 1024 x 512 x 131072 from seven splits. memset is as it was fitted before, copy_rate as a
 # fit of this kind left it that was not taken (eights_h200_2026-11-25.md); mma_16bit, mma_tf32x3, fused and narrow_loads are estimates.
 H200 = Machine(
     launch=2.11,
@@ -110,6 +111,7 @@ H200 = Machine(
     narrow_loads=0.37,
     misaligned_k=1.449,
     misaligned_mn=1.251,
+    off_sectors_mn=1.5,
     skinny_launch=1.93,
     skinny_rate_sm=6.063e5,
     skinny_rate_16bit=1.09e5,
