@@ -120,7 +120,7 @@ struct GemmKernel {
   static CUTLASS_DEVICE void load_tiles(Params const& params, SharedStorage& shared, int warp) {
     if (warp == kPrefetcher && cute::elect_one_sync()) Mainloop::prefetch_tma_descriptors(params.mainloop);
     if (warp > kLoader) {
-      // By all warps of a warpgroup, each where it comes to it, and it takes a while. They read no parameters, whose lines the loader waits for alone.
+      // By all warps of a warpgroup. PTX wants them at one instruction, but each gives back its own. Without a residual they read nothing of a tile.
       if constexpr (kTakesRegisters) cutlass::arch::warpgroup_reg_dealloc<kLoaderRegisters>();
       if constexpr (kClusterSize > 1) cute::cluster_wait();
       if (warp == 1) prefetch(params);
@@ -133,7 +133,7 @@ struct GemmKernel {
       if constexpr (kListed) return scheduler.listed();
       return scheduler.template tile<kWhole>(0);
     }();
-    if constexpr (kListed) tile.last = false;  // which is found out when the first loads are under way
+    if constexpr (kListed) tile.last = false;  // which is found out after its loads
     Mainloop::locate(params.loads, params.scheduler.decomposition.k_tiles, tile);
     // An idle CTA's consumers wait for registers as well.
     if constexpr (kTakesRegisters) cutlass::arch::warpgroup_reg_dealloc<kLoaderRegisters>();
