@@ -264,7 +264,9 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   auto const parts_of = [&](Operand const& x) { return std::max(std::min<double>(x.extent, 128 / size) / x.tile, 1.0); };
   // A tile that is contiguous along m or n comes in rows of at most 128 bytes, of which each costs more. A part of one costs as much.
   auto const panel_of = [&](Operand const& x) {
-    double const each = x.along_k ? (misses(x.ld, 32) ? machine.misaligned_k - 1 : 0) : is_misaligned(x.ld) ? (by_tma && misses(x.ld, 32) ? machine.off_sectors_mn : machine.misaligned_mn) - 1 : 0;
+    bool const off_sectors = misses(x.ld, 32);
+    double const off_lines = by_tma && off_sectors ? machine.off_sectors_mn : machine.misaligned_mn;
+    double const each = x.along_k ? (off_sectors ? machine.misaligned_k - 1 : 0) : is_misaligned(x.ld) ? off_lines - 1 : 0;
     if (x.along_k || !by_tma) return panel * (1 + each);
     double const bytes = x.tile * size, whole = floor_div(bytes, x.row), last = bytes / x.row - whole;
     double const rows = whole + (last > 0 ? kLastBox + (1 - kLastBox) * last : 0);
