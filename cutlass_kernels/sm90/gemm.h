@@ -5,6 +5,8 @@
 // initialize the barriers while another finds out what to load, and all else comes later.
 #pragma once
 
+#include <cstddef>
+
 #include "cute/arch/cluster_sm90.hpp"
 #include "cute/tensor.hpp"
 #include "cutlass/arch/barrier.h"
@@ -81,6 +83,8 @@ struct GemmKernel {
         return consume(params, shared, warp / 4 - 1);
       }
     }
+    // By all warps of a warpgroup, an idle CTA's too, whose consumers wait for registers as well.
+    if constexpr (kTakesRegisters) cutlass::arch::warpgroup_reg_dealloc<kLoaderRegisters>();
     if (Scheduler::kMayShare && params.shares) return load_tiles<false>(params, shared, warp);
     load_tiles<true>(params, shared, warp);
   }
@@ -119,24 +123,19 @@ struct GemmKernel {
   template <bool kWhole>
   static CUTLASS_DEVICE void load_tiles(Params const& params, SharedStorage& shared, int warp) {
     if (warp == kPrefetcher && cute::elect_one_sync()) Mainloop::prefetch_tma_descriptors(params.mainloop);
-    if (warp > kLoader) {
-      // By all warps of a warpgroup. PTX wants them at one instruction, but each gives back its own. Without a residual they read nothing of a tile.
-      if constexpr (kTakesRegisters) cutlass::arch::warpgroup_reg_dealloc<kLoaderRegisters>();
+    if (!kSingle && warp > kLoader) {
+      // Without a residual these read nothing of a tile.
       if constexpr (kClusterSize > 1) cute::cluster_wait();
       if (warp == 1) prefetch(params);
       return;
     }
-    constexpr bool kListed = kWhole && Scheduler::kHasList;
     Scheduler const scheduler(params.scheduler);
     Stage stage(0, 1, 0);  // all are empty
     auto tile = [&] {
-      if constexpr (kListed) return scheduler.listed();
+      if constexpr (kWhole && Scheduler::kHasList) return scheduler.listed();
       return scheduler.template tile<kWhole>(0);
     }();
-    if constexpr (kListed) tile.last = false;  // which is found out after its loads
     Mainloop::locate(params.loads, params.scheduler.decomposition.k_tiles, tile);
-    // An idle CTA's consumers wait for registers as well.
-    if constexpr (kTakesRegisters) cutlass::arch::warpgroup_reg_dealloc<kLoaderRegisters>();
     // ptxas reads where a tile is only before a branch, and else when it has waited.
     if (!tile.is_valid()) {
       if constexpr (kClusterSize == 1) cutlass::arch::NamedBarrier::arrive(kWaiting, kReady);
@@ -148,7 +147,6 @@ struct GemmKernel {
     int32_t held_back = params.loads.held_back.first;
     while (true) {
       Mainloop::load(params.mainloop, params.loads, params.shape, tile, held_back, shared.full, shared.empty, stage, shared.mainloop);
-      if (kListed && tile.ordinal == 0 ? scheduler.listed_is_last() : tile.last) break;
       tile = scheduler.template tile<kWhole>(tile.ordinal + 1);
       if (!tile.is_valid()) break;
       held_back = params.loads.held_back.stages(tile.ordinal);

@@ -85,9 +85,10 @@ struct Loads {
   HeldBack held_back;
   int32_t batch = 1, part = 0;  // batches; k-tiles of a part, where f32 is in two
   Divisor by_batch;
-  // Upper halves of hints which operand goes first from L2 (eviction.h); the lower ones are zero.
+  // Upper halves of hints which operand goes first from L2 (eviction.h).
   using Hint = cute::TMA::CacheHintSm90;
-  uint32_t hint_a, hint_b;
+  static_assert((static_cast<uint64_t>(Hint::EVICT_FIRST) | static_cast<uint64_t>(Hint::EVICT_NORMAL)) << 32 == 0);
+  uint32_t hint_a = hint(false), hint_b = hint(false);
   static uint32_t hint(bool goes_first) { return static_cast<uint64_t>(goes_first ? Hint::EVICT_FIRST : Hint::EVICT_NORMAL) >> 32; }
 };
 

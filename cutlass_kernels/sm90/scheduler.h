@@ -104,9 +104,6 @@ class Scheduler {
     return tile;
   }
 
-  // Whether that one is the last of this CTA.
-  CUTLASS_DEVICE bool listed_is_last() const { return worker(params_) + params_.decomposition.workers >= params_.decomposition.tiles; }
-
   // The `ordinal`-th of this CTA; kWhole: where none are shared.
   template <bool kWhole = false>
   CUTLASS_DEVICE Tile tile(int32_t ordinal) const {
