@@ -35,7 +35,11 @@ double softly_overlapped(double work, double floor) {
 // less it draws from memory, whether or not loads leave some empty (under_way.h). But few rows by weights that come in rows of more than 128 bytes take
 // less of memory's time where all tiles are at work at once, up to so many bytes of all their stages. Fitted to stages_h100_2026-11-25.csv.gz and
 // plans_single_h100_2026-11-25.csv.gz of benchmarks/results.
-constexpr double kUnderWay = 200 << 10, kStagesOfSingle = 52 << 10, kWideRows = 0.97, kAtOnce = 17.5e6;
+constexpr double kUnderWay = 211 << 10, kStagesOfSingle = 52 << 10, kWideRows = 0.97, kAtOnce = 17.5e6;
+
+// Of these stages one is multiplied and another not yet released: loads take longer the fewer are left, beside those of six by so much times the fourth
+// power of how few. Choices in the tables of H200s and of H100s alike lose least by it, and 256x160 of a B along n, of three stages, is rated as slow as it is.
+constexpr double kFewStages = 0.0645, kFewest = 3;
 
 // How many microseconds later the CTAs of a cluster of eight are all there than those of smaller ones: choices in all measured tables lose least by it.
 constexpr double kBeginTogether = 0.2;
@@ -285,6 +289,11 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   // TMA takes as long for what a row that is not along K has beyond the problem.
   loads_ = loaded(by_tma && !(swap ? b : a).along_k ? kernel.tile_m : tile_rows, by_tma && !(swap ? a : b).along_k ? kernel.tile_n : tile_columns) /
            machine.load_rate_sm;
+  if (by_tma && ctas_of_sm_ == 1) {
+    double const columns = (swap ? a : b).along_k ? kernel.tile_n : columns_by_tma(kernel.tile_n);
+    double const stages = std::max(std::floor(kUnderWay / ((kernel.tile_m + columns) * tile_k * size)), kFewest);
+    loads_ *= 1 + kFewStages * (std::pow(6 / stages, 4) - 1);
+  }
   if (by_tma && ctas > 1) loads_ += machine.handshake * (ctas > 4 ? kManyHands : 1) * tile_k / 64;
   if (ctas_of_sm_ > 1) {
     // They take turns, and each has stages for its part of what an SM can ask for.

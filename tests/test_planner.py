@@ -378,10 +378,22 @@ def test_clusters_of_four_leave_sms_idle(cluster, at_once):
 
 
 @pytest.mark.parametrize(
-    "tile, swap_ab, columns, whole", [((128, 224), False, 224, 256), ((128, 256), False, 256, 256), ((256, 160), False, 160, 192), ((128, 224), True, 128, 128)]
+    "tile, swap_ab, columns, whole, stages",
+    [
+        ((128, 224), False, 224, 256, 4),
+        ((128, 256), False, 256, 256, 4),
+        ((256, 160), False, 160, 192, 3),
+        ((256, 160), True, 256, 256, 4),
+        ((128, 224), True, 128, 128, 4),
+        ((64, 128), False, 128, 128, 8),
+    ],
 )
-def test_the_last_columns_of_a_tile_cost_more_than_themselves(tile, swap_ab, columns, whole):
-    """A row-major B comes in boxes of 64 columns, the last with those that are left: to ask for it takes more than they do, and less than a whole box."""
+def test_the_last_columns_of_a_tile_cost_more_than_themselves(tile, swap_ab, columns, whole, stages):
+    """A row-major B comes in boxes of 64 columns, the last with those that are left: to ask for it takes more than they do, and less than a whole box.
+
+    All loads take longer the fewer stages there are, of which the last box takes its room.
+    """
+    few = 1 + 0.0645 * ((6 / stages) ** 4 - 1)
     slow = dataclasses.replace(cost_model.H200, load_rate_sm=1e3)  # nothing else counts
     kernel = fake_kernel(_ffi.Family.sm90, BF16, BF16, (*tile, 64), swap_ab=swap_ab)
     m, n = (tile[1], 4 * tile[0]) if swap_ab else (tile[0], 4 * tile[1])
@@ -389,7 +401,7 @@ def test_the_last_columns_of_a_tile_cost_more_than_themselves(tile, swap_ab, col
 
     def loaded(n):
         one, two = (_ffi.estimate(kernel, gemm(m, n, k, BF16).native(), *parts).work for k in (1024, 2048))
-        return (two - one) * 1e3 / 1024 / 2 - (sum(tile) - columns)
+        return (two - one) / few * 1e3 / 1024 / 2 - (sum(tile) - columns)
 
     lines, sectors, off = loaded(n), loaded(n - 16), loaded(n - 8)  # rows that start on lines, on sectors, and on neither
     assert (sectors / lines, off / lines) == pytest.approx((slow.misaligned_mn, slow.off_sectors_mn), rel=1e-3)
@@ -636,6 +648,10 @@ def test_nothing_to_multiply_divides_by_nothing():
         _ffi.first_wave(kernel, gemm(m, n, 8).native(), _ffi.Schedule(_ffi.ScheduleKind.data_parallel), HOPPER.native())
 
 
+# Measured since TMA loads no more of a tile's last box of columns than the tile has.
+NARROW_LAST_BOX = ("plans_last_box_h100_2026-11-26", "plans_stages_h200_2026-11-26")
+
+
 def loaded_more(kernel):
     along_n = kernel.major_b == _ffi.Major.row if not kernel.swap_ab else kernel.major_a == _ffi.Major.column
     return kernel.family == _ffi.Family.sm90 and kernel.type_a == BF16 and along_n and kernel.tile_n > 64 and kernel.tile_n % 64 != 0
@@ -644,42 +660,43 @@ def loaded_more(kernel):
 @pytest.mark.parametrize(
     "table, type_, majors, mean, second, worst",
     [
-        ("plans_h200_2026-11-21", "bf16", "rr", 1.045, 1.28, 1.3),
-        ("plans_more_h200_2026-11-21", "bf16", "rr", 1.044, 1.21, 1.35),
+        ("plans_h200_2026-11-21", "bf16", "rr", 1.0415, 1.28, 1.3),
+        ("plans_more_h200_2026-11-21", "bf16", "rr", 1.045, 1.21, 1.35),
         ("plans_large_h200_2026-11-21", "bf16", "rr", 1.0425, 1.1, 1.1),
-        ("plans_tiles_h200_2026-11-21", "bf16", "rr", 1.04, 1.2, 1.28),
-        ("plans_h200_2026-11-22", "bf16", "rr", 1.042, 1.28, 1.37),
-        ("plans_alone_decode_h200_2026-11-23", "bf16", "rr", 1.025, 1.11, 1.14),
+        ("plans_tiles_h200_2026-11-21", "bf16", "rr", 1.0425, 1.28, 1.31),
+        ("plans_h200_2026-11-22", "bf16", "rr", 1.04, 1.28, 1.37),
+        ("plans_alone_decode_h200_2026-11-23", "bf16", "rr", 1.0235, 1.11, 1.14),
         ("plans_alone_streamk_h200_2026-11-23", "bf16", "rr", 1.026, 1.2, 1.37),
         ("plans_alone_strong_h200_2026-11-24", "bf16", "rr", 1.013, 1.1, 1.17),
-        ("plans_losing_h200_2026-11-24", "bf16", "rr", 1.026, 1.18, 1.2),
-        ("plans_pairs_h200_2026-11-24", "bf16", "rr", 1.011, 1.11, 1.25),
-        ("plans_first_h200_2026-11-25", "bf16", "rr", 1.022, 1.12, 1.16),
+        ("plans_losing_h200_2026-11-24", "bf16", "rr", 1.025, 1.18, 1.2),
+        ("plans_pairs_h200_2026-11-24", "bf16", "rr", 1.011, 1.12, 1.25),
+        ("plans_first_h200_2026-11-25", "bf16", "rr", 1.0185, 1.12, 1.16),
         ("plans_numbered_losing_h200_2026-11-25", "bf16", "rr", 1.024, 1.08, 1.21),
-        ("plans_numbered_h200_2026-11-25", "bf16", "rr", 1.0135, 1.12, 1.13),
-        ("plans_numbered_decode_h200_2026-11-25", "bf16", "rr", 1.012, 1.09, 1.15),
-        ("plans_eights_losing_h200_2026-11-25", "bf16", "rr", 1.0135, 1.07, 1.13),
-        ("plans_eights_h200_2026-11-25", "bf16", "rr", 1.032, 1.26, 1.34),
+        ("plans_numbered_h200_2026-11-25", "bf16", "rr", 1.013, 1.12, 1.13),
+        ("plans_numbered_decode_h200_2026-11-25", "bf16", "rr", 1.0115, 1.09, 1.15),
+        ("plans_eights_losing_h200_2026-11-25", "bf16", "rr", 1.0185, 1.13, 1.15),
+        ("plans_eights_h200_2026-11-25", "bf16", "rr", 1.034, 1.26, 1.34),
         ("plans_even_decode_h200_2026-11-25", "bf16", "rr", 1.007, 1.03, 1.06),
         ("plans_even_strong_h200_2026-11-25", "bf16", "rr", 1.009, 1.03, 1.05),
-        ("plans_even_streamk_h200_2026-11-25", "bf16", "rr", 1.03, 1.19, 1.21),
-        ("plans_orders_h200_2026-11-26", "bf16", "rr", 1.0225, 1.12, 1.19),
-        ("plans_alone_h100_2026-11-24", "bf16", "rr", 1.029, 1.13, 1.37),
-        ("plans_split_h100_2026-11-25", "bf16", "rr", 1.025, 1.09, 1.16),
+        ("plans_even_streamk_h200_2026-11-25", "bf16", "rr", 1.029, 1.19, 1.21),
+        ("plans_orders_h200_2026-11-26", "bf16", "rr", 1.021, 1.12, 1.19),
+        ("plans_alone_h100_2026-11-24", "bf16", "rr", 1.0285, 1.13, 1.37),
+        ("plans_split_h100_2026-11-25", "bf16", "rr", 1.02, 1.09, 1.16),
         ("plans_few_h100_2026-11-25", "bf16", "rr", 1.016, 1.07, 1.07),
-        ("plans_large_h100_2026-11-25", "bf16", "rr", 1.032, 1.06, 1.07),
-        ("plans_eights_h100_2026-11-25", "bf16", "rr", 1.013, 1.13, 1.18),
-        ("plans_single_h100_2026-11-25", "bf16", "rr", 1.01, 1.03, 1.07),
-        ("plans_other_h100_2026-11-26", "bf16", "rr", 1.027, 1.12, 1.17),
+        ("plans_large_h100_2026-11-25", "bf16", "rr", 1.031, 1.06, 1.07),
+        ("plans_eights_h100_2026-11-25", "bf16", "rr", 1.011, 1.13, 1.18),
+        ("plans_single_h100_2026-11-25", "bf16", "rr", 1.009, 1.03, 1.07),
+        ("plans_other_h100_2026-11-26", "bf16", "rr", 1.0245, 1.16, 1.19),
         ("plans_other_sets_h100_2026-11-26", "bf16", "rr", 1.025, 1.09, 1.12),
-        ("plans_last_box_h100_2026-11-26", "bf16", "rr", 1.024, 1.22, 1.24),
-        ("plans_long_clusters_h100_2026-11-26", "bf16", "rr", 1.0245, 1.09, 1.12),
+        ("plans_last_box_h100_2026-11-26", "bf16", "rr", 1.0205, 1.22, 1.24),
+        ("plans_stages_h200_2026-11-26", "bf16", "rr", 1.0145, 1.08, 1.08),
+        ("plans_long_clusters_h100_2026-11-26", "bf16", "rr", 1.018, 1.09, 1.12),
         ("plans_misaligned_h200_2026-11-23", "bf16", "rr", 1.014, 1.1, 1.11),
         ("plans_strong_scaling_h200_2026-11-22", "bf16", "rr", 1.028, 1.12, 1.12),
         ("plans_decode_h200_2026-11-22", "bf16", "rr", 1.026, 1.11, 1.12),
-        ("plans_dtypes_h200_2026-11-21", "f32", "rr", 1.041, 1.11, 1.24),
-        ("plans_dtypes_h200_2026-11-21", "f32", "rc", 1.041, 1.18, 1.18),
-        ("plans_dtypes_h200_2026-11-21", "f32", "cr", 1.054, 1.19, 1.22),
+        ("plans_dtypes_h200_2026-11-21", "f32", "rr", 1.0435, 1.24, 1.27),
+        ("plans_dtypes_h200_2026-11-21", "f32", "rc", 1.0355, 1.18, 1.18),
+        ("plans_dtypes_h200_2026-11-21", "f32", "cr", 1.057, 1.2, 1.22),
         ("plans_dtypes_h200_2026-11-21", "f64", "rr", 1.016, 1.09, 1.19),
     ],
 )
@@ -687,7 +704,7 @@ def test_choices_are_near_the_best_that_was_measured(monkeypatch, table, type_, 
     """The time measured of the plan that the model ranks first, over the best measured, for each of the shapes.
 
     Tables before 2026-11-25 are of clusters whose numbers did not say on which GPC they sit, and all but plans_even_ of launches that loaded one
-    GPC more than others, which slowed plans of less than a wave down. In all but plans_last_box_ tiles along a row-major B whose columns are no
+    GPC more than others, which slowed plans of less than a wave down. In all but NARROW_LAST_BOX tiles along a row-major B whose columns are no
     multiple of 64 loaded as many as if they were, and are left out.
     """
     benchmarks = pathlib.Path(__file__).parents[1] / "benchmarks"
@@ -699,7 +716,7 @@ def test_choices_are_near_the_best_that_was_measured(monkeypatch, table, type_, 
 
     machine = cost_model.H100 if "h100" in table else cost_model.H200
     measured = fit_cost_model.ours_of(fit_cost_model.read(measurements), type_, majors)
-    measured = [row for row in measured if "last_box" in table or not loaded_more(row.kernel)]
+    measured = [row for row in measured if table in NARROW_LAST_BOX or not loaded_more(row.kernel)]
     rows = fit_cost_model.in_planned_order(measured, machine, HOPPER.sms)
     predicted = fit_cost_model.predictor(rows, HOPPER.sms)(machine)
     regrets = sorted(regret for regret, _, _ in fit_cost_model.choices(rows, predicted, measured).values())
@@ -764,7 +781,7 @@ def test_a_given_schedule_is_refused_with_the_limit(cuda):
 def test_the_wave_is_square(cuda):
     """A wave of 132 tiles of a large D: neither one row of tiles nor one column."""
     made, _ = cuda(gemm(16384, 16384, 4096), DataParallel())
-    assert 4 <= made.swizzle <= 16
+    assert 2 <= made.swizzle <= 16
     made, _ = cuda(gemm(128, 8192, 4096), DataParallel())
     assert made.swizzle == 1
 
