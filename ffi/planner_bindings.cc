@@ -195,7 +195,7 @@ void bind_planner(nb::module_& m) {
          Machine const& machine, size_t listed) {
         return choose(kernels.all(), p, wanted, device, machine, listed);
       },
-      "kernels"_a, "problem"_a, "schedule"_a.none(), "device"_a, "machine"_a, "listed"_a = 6,
+      "kernels"_a, "problem"_a, "schedule"_a.none(), "device"_a, "machine"_a, "listed"_a = 6, nb::keep_alive<0, 1>(),
       "The cheapest candidates, at most `listed`, among kernels of the problem's types and majorness, each of another kernel or kind of "
       "schedule; a schedule but None is the only one considered.");
   m.def("estimate", &estimate, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "machine"_a,

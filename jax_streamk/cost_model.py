@@ -79,9 +79,10 @@ class Machine:
 # latter and of plans_alone_strong_ lose, and those of float32 and float64 by plans_dtypes_h200_2026-11-21 (benchmarks/results/even_h200_2026-11-25.md).
 # Those of the skinny family are fitted to the choices and its times in plans_dtypes_, plans_misaligned_h200_2026-11-23, plans_even_decode_ and
 # plans_alone_decode_h200_2026-11-23 (benchmarks/results/hopper_2026-11-25.md). By hand: beyond, which products of 1 to 8 rows by large weights tell,
-# off_sectors_mn, by choices in all tables of H200s and H100s (begin_h100_2026-11-26.md), and reduction_rate and drift by 1 and 3%, which keep
-# 1024 x 512 x 131072 from seven splits. memset is as it was fitted before, copy_rate as a fit of this kind left it that was not taken
-# (eights_h200_2026-11-25.md); mma_16bit, mma_tf32x3, fused and narrow_loads are estimates.
+# off_sectors_mn, by choices in all tables of H200s and H100s (begin_h100_2026-11-26.md), so wgmma_rate_sm, gpc_rate and overlapped, by 1 to 4% when few
+# stages were given their price (stages_h200_2026-11-26.md), and reduction_rate and drift by 1 and 3%, which keep 1024 x 512 x 131072 from seven splits.
+# memset is as it was fitted before, copy_rate as a fit of this kind left it that was not taken (eights_h200_2026-11-25.md); mma_16bit, mma_tf32x3, fused
+# and narrow_loads are estimates.
 H200 = Machine(
     launch=2.11,
     cluster=0.2751,

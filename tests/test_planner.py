@@ -787,6 +787,18 @@ def test_the_wave_is_square(cuda):
     assert made.swizzle == 1
 
 
+def test_a_candidate_outlives_what_it_was_chosen_from():
+    def chosen():
+        kernels = _ffi.Kernels(fake_kernels())
+        return _ffi.choose(kernels, gemm(512, 512, 512).native(), None, HOPPER.native(), cost_model.H200.native).candidates[0]
+
+    name = chosen().kernel
+    for _ in range(20):
+        candidate = chosen()
+        others = [bytes(size) for size in range(4096)]  # where the kernels were
+        assert candidate.kernel == name and len(others) == 4096
+
+
 def test_reasons_list_the_cost_and_runners_up(cuda):
     made, _ = cuda(gemm(512, 128, 16384))
     assert "waves" in made.reasons[0] and "MAC iterations" in made.reasons[0]
