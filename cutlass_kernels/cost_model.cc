@@ -38,7 +38,8 @@ double softly_overlapped(double work, double floor) {
 constexpr double kUnderWay = 211 << 10, kStagesOfSingle = 52 << 10, kWideRows = 0.97, kAtOnce = 17.5e6;
 
 // Of these stages one is multiplied and another not yet released: loads take longer the fewer are left, by so much of how six compare with them, to the
-// fourth power. Choices in the tables of H200s and of H100s alike lose least by it (benchmarks/results/stages_h200_2026-11-26.md). No kernel has fewer than three.
+// fourth power. Choices in the tables of H200s and of H100s alike lose least by it (benchmarks/results/stages_h200_2026-11-26.md). They are
+// reckoned from the bytes, for kernels that are only described do not know theirs. No kernel has fewer than three.
 constexpr double kFewStages = 0.0645, kFewest = 3;
 
 // How many microseconds later the CTAs of a cluster of eight are all there than those of smaller ones: choices in all measured tables lose least by it.
