@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import re
 import zlib
 
 import jax
@@ -183,7 +184,7 @@ def with_epilogue(epilogue, case, sums, dtype, align, ldd):
     return activated(epilogue.activation, exact), bias if epilogue.bias else None, residual if epilogue.residual else None
 
 
-def launch(kernel, case, schedule, epilogue=PLAIN, type_d=None, ldd=None, aligned=True, majors=None, device=None, place_b=None):
+def launch(kernel, case, schedule, epilogue=PLAIN, type_d=None, ldd=None, aligned=True, majors=None, device=None, place=Memory):
     """Runs a kernel, of operands of other majornesses than its own where `majors` says so; returns D, after checking that nothing around D was written, what D exactly is, and (scale, XLA's errors)."""
     type_d = kernel.type_d if type_d is None else type_d
     align_a, align_b, align_d = (kernel.align_a, kernel.align_b, kernel.align_d) if aligned else (1, 1, 1)
@@ -209,7 +210,7 @@ def launch(kernel, case, schedule, epilogue=PLAIN, type_d=None, ldd=None, aligne
     why = _ffi.can_implement(kernel.name, problem, schedule, device)
     if why is not None:
         return why, None, None
-    a, b = Memory(kernel, a), (place_b or Memory)(kernel, b)
+    a, b = place(kernel, a), place(kernel, b)
     # Tiles beyond D are stored nowhere: poison as far as the next two reach.
     beyond = 2 * max(kernel.tile_m, kernel.tile_n) * ldd * dtype.itemsize
     d = Memory(kernel, GUARD * 2 + case.batch * case.m * ldd * dtype.itemsize + beyond)
@@ -648,29 +649,34 @@ def test_resources_on_a_gpu(name):
     assert ctas_per_sm >= (4 if KERNELS[name].warp_schedule == "single" else 1)
 
 
-class AtTheEnd:
-    """An array in the last bytes of an allocation of its own."""
+class Apart:
+    """An array at the beginning or the end of an allocation of its own, which is poisoned."""
 
-    def __init__(self, kernel, array):
+    def __init__(self, at_the_end, kernel, array):
         self.cuda, context, self.start, size = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_uint64(), 2 << 20
         assert self.cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0 and self.cuda.cuCtxSetCurrent(context) == 0
         assert self.cuda.cuMemAlloc_v2(ctypes.byref(self.start), ctypes.c_size_t(size)) == 0
-        self.address = self.start.value + size - array.nbytes
-        to, from_, count = ctypes.c_uint64(self.address), ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(array.nbytes)
-        assert self.cuda.cuMemcpyHtoD_v2(to, from_, count) == 0
+        content = np.full(size, POISON, np.uint8)
+        at = size - array.nbytes if at_the_end else 0
+        content[at : at + array.nbytes] = array.reshape(-1).view(np.uint8)
+        to, from_ = self.start, ctypes.c_void_p(content.ctypes.data)
+        assert self.cuda.cuMemcpyHtoD_v2(to, from_, ctypes.c_size_t(size)) == 0
+        self.address = self.start.value + at
 
     def __del__(self):
         self.cuda.cuMemFree_v2(self.start)
 
 
-WHOLE_LINES = [name for name in HERE if name.startswith("sm90_bf16_bf16_rr_64x16x128_1x1_pingpong")]
+BEYOND = [name for name in HERE if re.match("sm90_bf16_(bf16|f32)_.._(64x16x128|64x128x64|128x160x64|256x152x64)_", name)]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", WHOLE_LINES or ["no CUDA kernel in this build"])
-def test_no_load_leaves_the_allocation(name):
-    """Rows of B are loaded to the end of a line, into what follows B (benchmarks/results/beyond_h200_2026-11-26.md): not at the end of an allocation."""
+@pytest.mark.parametrize("case", [Case(72, 904, 200), Case(904, 72, 200, batch=2), Case(20, 72, 200)])
+@pytest.mark.parametrize("at_the_end", [False, True])
+@pytest.mark.parametrize("name", BEYOND or ["no CUDA kernel in this build"])
+def test_what_a_tile_has_beyond_an_operand(name, at_the_end, case):
+    """Tiles are loaded as far as they reach, also beyond operands, whatever lies there; but not beyond an allocation (benchmarks/results/rows_beyond_h200_2026-11-26.md)."""
     if name not in KERNELS:
         pytest.skip("this build or GPU has no kernel of the sm90 family")
     schedule = make_schedule(_ffi.ScheduleKind.data_parallel)
-    assert check(KERNELS[name], Case(20, 72, 200), schedule, place_b=AtTheEnd) is None
+    assert check(KERNELS[name], case, schedule, place=functools.partial(Apart, at_the_end)) is None

@@ -96,6 +96,7 @@ class Sm90Kernel final : public CudaKernel {
     if (kTwo) {
       switch (c.tile_n) {
         case 128: case 208: case 256: return 64;
+        case 152: return 32;
         case 200: return 40;
         case 216: return 72;
         case 224: return c.swap_ab ? 56 : 32;
@@ -141,7 +142,8 @@ class Sm90Kernel final : public CudaKernel {
   static_assert(kCtasOfSm * (sizeof(typename Gemm::SharedStorage) + 1024) <= kOfSm);
 
   static constexpr int kClusterSize = kConfig.cluster_m * kConfig.cluster_n;
-  static constexpr int64_t kLine = 128 / sizeof(ElementAB);
+  // Rows beyond an operand that cost more than to load them, which may be one in so many of all rows and columns.
+  static constexpr int64_t kManyBeyond = 32, kOneIn = 16;
   static constexpr int64_t kFew = 64;  // rows or columns: more take as long to multiply as the other operand to come from memory
 
  public:
@@ -215,18 +217,21 @@ class Sm90Kernel final : public CudaKernel {
     params.straight = cut.kind == ScheduleKind::kDataParallel && p.epilogue.is_plain() && !has_misaligned_d(p);
     params.shape = {static_cast<int>(rows), static_cast<int>(columns), static_cast<int>(q.k),
                     static_cast<int>(q.batch)};
-    // TMA takes longer for rows that end within a box (benchmarks/results/beyond_h200_2026-11-26.md). So those of an operand contiguous along m or n are as
-    // long as whole lines, and overlap, if what follows the operand is of its allocation, whatever it is: beyond D nothing is stored.
-    auto const whole_lines = [&](bool contiguous, int64_t extent, void const* operand, auto const& stride) {
-      int64_t const whole = (extent + kLine - 1) / kLine * kLine, batches = cute::get<2>(stride) != 0 ? p.batch : 1;
-      int64_t const end = (batches - 1) * cute::get<2>(stride) + (p.k - 1) * cute::get<1>(stride) + whole;
-      bool const reads_on = contiguous && whole != extent && bytes_left(operand) / static_cast<int64_t>(sizeof(ElementAB)) >= end;
+    // TMA takes two or three times as long for what a tile has beyond an operand, of rows that end within a box, and of whole boxes and rows that are not
+    // there (benchmarks/results/beyond_h200_2026-11-26.md, rows_beyond_h200_2026-11-26.md). So an operand is described as far as its last tile reaches, if
+    // what follows it is of its allocation, whatever it is: beyond D nothing is stored. Rows of an operand contiguous along m or n then overlap. More of
+    // others comes from memory, which must be little, and few rows cost nothing.
+    auto const described = [&](bool contiguous, int64_t extent, int64_t other, int64_t tile, void const* operand, auto const& stride) {
+      int64_t const whole = (extent + tile - 1) / tile * tile, batches = cute::get<2>(stride) != 0 ? p.batch : 1;
+      int64_t const last = contiguous ? (p.k - 1) * cute::get<1>(stride) + whole : (whole - 1) * cute::get<0>(stride) + p.k;
+      bool const worthwhile = contiguous ? whole != extent : whole - extent >= kManyBeyond && (whole - extent) * kOneIn <= extent + other;
+      bool const reads_on = worthwhile && bytes_left(operand) / static_cast<int64_t>(sizeof(ElementAB)) >= (batches - 1) * cute::get<2>(stride) + last;
       return static_cast<int>(reads_on ? std::min<int64_t>(whole, std::numeric_limits<int>::max()) : extent);
     };
     void const *const own_a = kSwap ? buffers.b : buffers.a, *const own_b = kSwap ? buffers.a : buffers.b;
     auto loaded = params.shape;
-    cute::get<0>(loaded) = whole_lines(kAAlongM, rows, own_a, stride_a);
-    cute::get<1>(loaded) = whole_lines(kBAlongN, columns, own_b, stride_b);
+    cute::get<0>(loaded) = described(kAAlongM, rows, columns, kConfig.tile_m, own_a, stride_a);
+    cute::get<1>(loaded) = described(kBAlongN, columns, rows, kConfig.tile_n, own_b, stride_b);
     CUresult const loads = Mainloop::set_up(
         params.mainloop, loaded,
         {{static_cast<ElementAB const*>(own_a), stride_a, static_cast<ElementAB const*>(own_b), stride_b},
