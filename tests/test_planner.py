@@ -712,7 +712,7 @@ def test_choices_are_near_the_best_that_was_measured(monkeypatch, table, type_, 
 
     Tables before 2026-11-25 are of clusters whose numbers did not say on which GPC they sit, and all but plans_even_ of launches that loaded one
     GPC more than others, which slowed plans of less than a wave down. In all but NARROW_LAST_BOX tiles along a row-major B whose columns are no
-    multiple of 64 loaded as many as if they were, and are left out. In all but the last tiles that reach far beyond an operand take longer than now.
+    multiple of 64 loaded as many as if they were, and are left out. In all but plans_rows_beyond_ tiles that reach far beyond an operand take longer than now.
     """
     benchmarks = pathlib.Path(__file__).parents[1] / "benchmarks"
     measurements = benchmarks / "results" / f"{table}.csv.gz"
