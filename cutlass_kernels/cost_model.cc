@@ -198,8 +198,8 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
     if (wide && columns_ <= kernel.tile_n && tiles_ <= std::min(workers_, kAtOnce / (stages * stage))) floor_ *= kWideRows;
   }
   if (kernel.family == Family::kSm90) {
-    // Rows that a tile of A has beyond the problem come from nowhere, but TMA takes its time for them; a cluster shares them. Measured of
-    // products of fewer rows than a tile.
+    // TMA takes its time for rows that a tile of A has beyond the problem; a cluster shares them. Measured of products of 1 to 8 rows, whose tiles have
+    // few more. Many are read on (sm90/kernel.cuh), which was not measured of products of one such tile.
     double const beyond = (swap ? kernel.tile_n : kernel.tile_m) - p.m, sharers = swap ? kernel.cluster_m : kernel.cluster_n;
     floor_ *= 1 + machine.beyond * std::max(beyond, 0.0) / 64 / sharers;
     // CTAs of a cluster wait for one another to load, but store D when they are done.
