@@ -6,7 +6,6 @@
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 
 #include <algorithm>
-#include <limits>
 #include <memory>
 
 #include "cute/tensor.hpp"
@@ -15,6 +14,7 @@
 #include "cutlass_kernels/clusters.h"
 #include "cutlass_kernels/cuda_kernel.h"
 #include "cutlass_kernels/eviction.h"
+#include "cutlass_kernels/reach.h"
 #include "cutlass_kernels/repack.h"
 #include "cutlass_kernels/sm90/epilogue.h"
 #include "cutlass_kernels/sm90/gemm.h"
@@ -142,8 +142,6 @@ class Sm90Kernel final : public CudaKernel {
   static_assert(kCtasOfSm * (sizeof(typename Gemm::SharedStorage) + 1024) <= kOfSm);
 
   static constexpr int kClusterSize = kConfig.cluster_m * kConfig.cluster_n;
-  // Rows beyond an operand that cost more than to load them, which may be one in so many of all rows and columns.
-  static constexpr int64_t kManyBeyond = 32, kOneIn = 16;
   static constexpr int64_t kFew = 64;  // rows or columns: more take as long to multiply as the other operand to come from memory
 
  public:
@@ -217,21 +215,15 @@ class Sm90Kernel final : public CudaKernel {
     params.straight = cut.kind == ScheduleKind::kDataParallel && p.epilogue.is_plain() && !has_misaligned_d(p);
     params.shape = {static_cast<int>(rows), static_cast<int>(columns), static_cast<int>(q.k),
                     static_cast<int>(q.batch)};
-    // TMA takes two or three times as long for what a tile has beyond an operand, of rows that end within a box, and of whole boxes and rows that are not
-    // there (benchmarks/results/beyond_h200_2026-11-26.md, rows_beyond_h200_2026-11-26.md). So an operand is described as far as its last tile reaches, if
-    // what follows it is of its allocation, whatever it is: beyond D nothing is stored. Rows of an operand contiguous along m or n then overlap. More of
-    // others comes from memory, which must be little, and few rows cost nothing.
-    auto const described = [&](bool contiguous, int64_t extent, int64_t other, int64_t tile, void const* operand, auto const& stride) {
-      int64_t const whole = (extent + tile - 1) / tile * tile, batches = cute::get<2>(stride) != 0 ? p.batch : 1;
-      int64_t const last = contiguous ? (p.k - 1) * cute::get<1>(stride) + whole : (whole - 1) * cute::get<0>(stride) + p.k;
-      bool const worthwhile = contiguous ? whole != extent : whole - extent >= kManyBeyond && (whole - extent) * kOneIn <= extent + other;
-      bool const reads_on = worthwhile && bytes_left(operand) / static_cast<int64_t>(sizeof(ElementAB)) >= (batches - 1) * cute::get<2>(stride) + last;
-      return static_cast<int>(reads_on ? std::min<int64_t>(whole, std::numeric_limits<int>::max()) : extent);
-    };
     void const *const own_a = kSwap ? buffers.b : buffers.a, *const own_b = kSwap ? buffers.a : buffers.b;
+    auto const described = [&](void const* data, bool contiguous, int64_t extent, auto const& stride, int tile, int cluster, int64_t others) {
+      int64_t const ld = contiguous ? cute::get<1>(stride) : cute::get<0>(stride), batch_stride = cute::get<2>(stride);
+      return static_cast<int>(described_extent({data, sizeof(ElementAB), contiguous, extent, p.k, ld, batch_stride != 0 ? p.batch : 1, batch_stride,
+                                                tile, cluster, others}));
+    };
     auto loaded = params.shape;
-    cute::get<0>(loaded) = described(kAAlongM, rows, columns, kConfig.tile_m, own_a, stride_a);
-    cute::get<1>(loaded) = described(kBAlongN, columns, rows, kConfig.tile_n, own_b, stride_b);
+    cute::get<0>(loaded) = described(own_a, kAAlongM, rows, stride_a, kConfig.tile_m, kConfig.cluster_m, columns);
+    cute::get<1>(loaded) = described(own_b, kBAlongN, columns, stride_b, kConfig.tile_n, kConfig.cluster_n, rows);
     CUresult const loads = Mainloop::set_up(
         params.mainloop, loaded,
         {{static_cast<ElementAB const*>(own_a), stride_a, static_cast<ElementAB const*>(own_b), stride_b},
