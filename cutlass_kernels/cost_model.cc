@@ -199,7 +199,7 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   }
   if (kernel.family == Family::kSm90) {
     // TMA takes its time for rows that a tile of A has beyond the problem; a cluster shares them. Measured of products of 1 to 8 rows, whose tiles have
-    // few more. Many are read on (sm90/kernel.cuh), which was not measured of products of one such tile.
+    // few more. Many are read on (reach.cc), which was not measured of products of one such tile.
     double const beyond = (swap ? kernel.tile_n : kernel.tile_m) - p.m, sharers = swap ? kernel.cluster_m : kernel.cluster_n;
     floor_ *= 1 + machine.beyond * std::max(beyond, 0.0) / 64 / sharers;
     // CTAs of a cluster wait for one another to load, but store D when they are done.
@@ -229,7 +229,9 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
     bool const along_k = (major == Major::kColumn) == swap;
     if (p.type_a == Type::kF32) math_ *= along_k ? machine.wgmma_tf32 : machine.from_registers;
     // SMs that clusters leave out save some of their power for the others.
-    wgmma_sustained_ = operations * area * tile_k * ctas * std::sqrt(std::max(width / (workers_ * ctas), 1.0)) / machine.wgmma_sustained;
+    wgmma_sustained_ = operations * area * tile_k * ctas * std::sqrt(std::max(width / (workers_ * ctas), 1.0)) /
+                       (p.type_a == Type::kF32 ? machine.tf32_sustained : machine.wgmma_sustained);
+    if (kernel.warp_schedule == "cooperative") wgmma_sustained_ *= machine.shared_tile;
   } else {
     double rate = mma_rate(machine, p.type_a, p.math);
     // f64's instructions take so long that tiles of a quarter feed them as well.

@@ -13,9 +13,9 @@ constexpr int64_t kManyBeyond = 32, kOneIn = 16;
 
 }  // namespace
 
-// As measured (benchmarks/results/beyond_h200_2026-11-26.md, rows_beyond_h200_2026-11-26.md): rows that end within a box, rows along K that are not
-// there, and whole boxes of contiguous rows, also of a cluster's tiles that have nothing else, for which its other tiles wait. Contiguous rows overlap
-// then, and are in L2.
+// As measured (benchmarks/results/beyond_h200_2026-11-26.md, rows_beyond_h200_2026-11-26.md, reach_h200_2026-11-27.md): rows that end within a box, rows
+// along K that are not there, and whole boxes of contiguous rows, also of a cluster's tiles that have nothing else, for which its other tiles wait.
+// Contiguous rows overlap then, and are in L2.
 int64_t described_extent(TiledOperand const& x) {
   int64_t const step = x.contiguous ? x.tile * x.cluster : x.tile;
   int64_t const whole = (x.extent + step - 1) / step * step, beyond = whole - x.extent;

@@ -126,6 +126,8 @@ void bind_planner(nb::module_& m) {
       .def_rw("first_line", &Machine::first_line)
       .def_rw("wgmma_rate_sm", &Machine::wgmma_rate_sm)
       .def_rw("wgmma_sustained", &Machine::wgmma_sustained)
+      .def_rw("tf32_sustained", &Machine::tf32_sustained)
+      .def_rw("shared_tile", &Machine::shared_tile)
       .def_rw("mma_16bit", &Machine::mma_16bit)
       .def_rw("mma_tf32", &Machine::mma_tf32)
       .def_rw("mma_tf32x3", &Machine::mma_tf32x3)

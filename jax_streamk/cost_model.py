@@ -32,6 +32,8 @@ class Machine:
     first_line: float  # ... once a call
     wgmma_rate_sm: float  # tensor cores of one SM at boost clock, 16-bit operands
     wgmma_sustained: float  # all SMs together, by power
+    tf32_sustained: float  # ... of TF32, in operations of 16 bits
+    shared_tile: float  # factor on what power allows warpgroups that have a tile each, for those that share one
     mma_16bit: float  # mma.sync of one SM on large tiles
     mma_tf32: float
     mma_tf32x3: float
@@ -79,8 +81,9 @@ class Machine:
 # latter and of plans_alone_strong_ lose, and those of float32 and float64 by plans_dtypes_h200_2026-11-21 (benchmarks/results/even_h200_2026-11-25.md).
 # Those of the skinny family are fitted to the choices and its times in plans_dtypes_, plans_misaligned_h200_2026-11-23, plans_even_decode_ and
 # plans_alone_decode_h200_2026-11-23 (benchmarks/results/hopper_2026-11-25.md). By hand: beyond, which products of 1 to 8 rows by large weights tell,
-# off_sectors_mn, by choices in all tables of H200s and H100s (begin_h100_2026-11-26.md), so wgmma_rate_sm, gpc_rate and overlapped, by 1 to 4% when few
-# stages were given their price (stages_h200_2026-11-26.md), and reduction_rate and drift by 1 and 3%, which keep 1024 x 512 x 131072 from seven splits.
+# off_sectors_mn, by choices in all tables of H200s and H100s (begin_h100_2026-11-26.md), so gpc_rate and overlapped, by 3 to 4% when few stages were
+# given their price (stages_h200_2026-11-26.md), shared_tile, misaligned_mn and the rates of wgmma (reach_h200_2026-11-27.md), and reduction_rate and
+# drift by 1 and 3%, which keep 1024 x 512 x 131072 from seven splits.
 # memset is as it was fitted before, copy_rate as a fit of this kind left it that was not taken (eights_h200_2026-11-25.md); mma_16bit, mma_tf32x3, fused
 # and narrow_loads are estimates.
 H200 = Machine(
@@ -101,18 +104,20 @@ H200 = Machine(
     load_rate_sm=3.873e5,
     line=0.0005938,
     first_line=0.004848,
-    wgmma_rate_sm=9.63e6,
-    wgmma_sustained=8.565e8,
+    wgmma_rate_sm=9.02e6,
+    wgmma_sustained=8.06e8,
+    tf32_sustained=8.565e8,
+    shared_tile=0.985,
     mma_16bit=4.0e6,
     mma_tf32=1.829e6,
     mma_tf32x3=0.65e6,
     mma_f64=4.363e5,
     narrow=48.85,
-    wgmma_tf32=1.183,
-    from_registers=1.054,
+    wgmma_tf32=1.108,
+    from_registers=0.987,
     narrow_loads=0.37,
     misaligned_k=1.449,
-    misaligned_mn=1.251,
+    misaligned_mn=1.32,
     off_sectors_mn=1.5,
     skinny_launch=1.93,
     skinny_rate_sm=6.063e5,
@@ -141,7 +146,20 @@ H200 = Machine(
 # within 3% (decode_llm_h100_2026-11-25). What its GPCs load is fitted to all sets measured there (benchmarks/results/hopper_2026-11-25.md), and what tensor
 # cores sustain to choices among what 128 shapes of more than 64 rows took there (eights_h100_2026-11-25.md). Fitting more constants made choices no better.
 # An H100 PCIe, with slower memory, is not told apart.
-H100 = dataclasses.replace(H200, memory_rate=3.15e6, gpc_rate=1.39e7, wgmma_sustained=8.8e8, copy_rate=2.5e6, rearrange_rate=1.93e6)
+H100 = dataclasses.replace(
+    H200,
+    memory_rate=3.15e6,
+    gpc_rate=1.39e7,
+    wgmma_rate_sm=9.63e6,
+    wgmma_sustained=8.8e8,
+    tf32_sustained=8.8e8,
+    shared_tile=1.0,
+    wgmma_tf32=1.183,
+    from_registers=1.054,
+    misaligned_mn=1.251,
+    copy_rate=2.5e6,
+    rearrange_rate=1.93e6,
+)
 
 # From the A100 SXM 80 GB datasheet at usual efficiencies; never fitted. It also stands in for GPUs that nobody measured.
 A100 = dataclasses.replace(

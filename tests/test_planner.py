@@ -654,6 +654,7 @@ NARROW_LAST_BOX = (
     "plans_stages_h200_2026-11-26",
     "plans_200_rows_h200_2026-11-26",
     "plans_rows_beyond_h100_2026-11-27",
+    "plans_reach_h200_2026-11-27",
 )
 
 
@@ -665,45 +666,46 @@ def loaded_more(kernel):
 @pytest.mark.parametrize(
     "table, type_, majors, mean, second, worst",
     [
-        ("plans_h200_2026-11-21", "bf16", "rr", 1.0415, 1.28, 1.3),
-        ("plans_more_h200_2026-11-21", "bf16", "rr", 1.045, 1.21, 1.35),
+        ("plans_h200_2026-11-21", "bf16", "rr", 1.0425, 1.28, 1.3),
+        ("plans_more_h200_2026-11-21", "bf16", "rr", 1.043, 1.19, 1.21),
         ("plans_large_h200_2026-11-21", "bf16", "rr", 1.0425, 1.1, 1.1),
-        ("plans_tiles_h200_2026-11-21", "bf16", "rr", 1.0425, 1.28, 1.31),
-        ("plans_h200_2026-11-22", "bf16", "rr", 1.04, 1.28, 1.37),
-        ("plans_alone_decode_h200_2026-11-23", "bf16", "rr", 1.0235, 1.11, 1.14),
-        ("plans_alone_streamk_h200_2026-11-23", "bf16", "rr", 1.026, 1.2, 1.37),
-        ("plans_alone_strong_h200_2026-11-24", "bf16", "rr", 1.013, 1.1, 1.17),
-        ("plans_losing_h200_2026-11-24", "bf16", "rr", 1.025, 1.18, 1.2),
-        ("plans_pairs_h200_2026-11-24", "bf16", "rr", 1.011, 1.12, 1.25),
-        ("plans_first_h200_2026-11-25", "bf16", "rr", 1.0185, 1.12, 1.16),
-        ("plans_numbered_losing_h200_2026-11-25", "bf16", "rr", 1.024, 1.08, 1.21),
+        ("plans_tiles_h200_2026-11-21", "bf16", "rr", 1.041, 1.2, 1.28),
+        ("plans_h200_2026-11-22", "bf16", "rr", 1.0385, 1.28, 1.37),
+        ("plans_alone_decode_h200_2026-11-23", "bf16", "rr", 1.0225, 1.1, 1.14),
+        ("plans_alone_streamk_h200_2026-11-23", "bf16", "rr", 1.026, 1.24, 1.37),
+        ("plans_alone_strong_h200_2026-11-24", "bf16", "rr", 1.0135, 1.1, 1.17),
+        ("plans_losing_h200_2026-11-24", "bf16", "rr", 1.0265, 1.18, 1.2),
+        ("plans_pairs_h200_2026-11-24", "bf16", "rr", 1.01, 1.11, 1.25),
+        ("plans_first_h200_2026-11-25", "bf16", "rr", 1.019, 1.12, 1.16),
+        ("plans_numbered_losing_h200_2026-11-25", "bf16", "rr", 1.025, 1.13, 1.21),
         ("plans_numbered_h200_2026-11-25", "bf16", "rr", 1.013, 1.12, 1.13),
         ("plans_numbered_decode_h200_2026-11-25", "bf16", "rr", 1.0115, 1.09, 1.15),
-        ("plans_eights_losing_h200_2026-11-25", "bf16", "rr", 1.0185, 1.13, 1.15),
-        ("plans_eights_h200_2026-11-25", "bf16", "rr", 1.034, 1.26, 1.34),
+        ("plans_eights_losing_h200_2026-11-25", "bf16", "rr", 1.016, 1.13, 1.14),
+        ("plans_eights_h200_2026-11-25", "bf16", "rr", 1.0315, 1.26, 1.34),
         ("plans_even_decode_h200_2026-11-25", "bf16", "rr", 1.007, 1.03, 1.06),
-        ("plans_even_strong_h200_2026-11-25", "bf16", "rr", 1.009, 1.03, 1.05),
+        ("plans_even_strong_h200_2026-11-25", "bf16", "rr", 1.0105, 1.03, 1.05),
         ("plans_even_streamk_h200_2026-11-25", "bf16", "rr", 1.029, 1.19, 1.21),
-        ("plans_orders_h200_2026-11-26", "bf16", "rr", 1.021, 1.12, 1.19),
+        ("plans_orders_h200_2026-11-26", "bf16", "rr", 1.0195, 1.12, 1.19),
         ("plans_alone_h100_2026-11-24", "bf16", "rr", 1.0285, 1.13, 1.37),
         ("plans_split_h100_2026-11-25", "bf16", "rr", 1.02, 1.09, 1.16),
         ("plans_few_h100_2026-11-25", "bf16", "rr", 1.016, 1.07, 1.07),
         ("plans_large_h100_2026-11-25", "bf16", "rr", 1.031, 1.06, 1.07),
-        ("plans_eights_h100_2026-11-25", "bf16", "rr", 1.011, 1.13, 1.18),
+        ("plans_eights_h100_2026-11-25", "bf16", "rr", 1.011, 1.07, 1.18),
         ("plans_single_h100_2026-11-25", "bf16", "rr", 1.009, 1.03, 1.07),
         ("plans_other_h100_2026-11-26", "bf16", "rr", 1.0245, 1.16, 1.19),
         ("plans_other_sets_h100_2026-11-26", "bf16", "rr", 1.025, 1.09, 1.12),
         ("plans_last_box_h100_2026-11-26", "bf16", "rr", 1.0205, 1.22, 1.24),
-        ("plans_stages_h200_2026-11-26", "bf16", "rr", 1.0145, 1.08, 1.08),
+        ("plans_stages_h200_2026-11-26", "bf16", "rr", 1.0125, 1.07, 1.08),
         ("plans_200_rows_h200_2026-11-26", "bf16", "rr", 1.0305, 1.09, 1.1),
         ("plans_rows_beyond_h100_2026-11-27", "bf16", "rr", 1.0165, 1.15, 1.17),
-        ("plans_long_clusters_h100_2026-11-26", "bf16", "rr", 1.018, 1.09, 1.12),
-        ("plans_misaligned_h200_2026-11-23", "bf16", "rr", 1.014, 1.1, 1.11),
-        ("plans_strong_scaling_h200_2026-11-22", "bf16", "rr", 1.028, 1.12, 1.12),
+        ("plans_reach_h200_2026-11-27", "bf16", "rr", 1.011, 1.07, 1.1),
+        ("plans_long_clusters_h100_2026-11-26", "bf16", "rr", 1.0175, 1.06, 1.09),
+        ("plans_misaligned_h200_2026-11-23", "bf16", "rr", 1.0145, 1.1, 1.11),
+        ("plans_strong_scaling_h200_2026-11-22", "bf16", "rr", 1.0285, 1.12, 1.12),
         ("plans_decode_h200_2026-11-22", "bf16", "rr", 1.026, 1.11, 1.12),
-        ("plans_dtypes_h200_2026-11-21", "f32", "rr", 1.0435, 1.24, 1.27),
+        ("plans_dtypes_h200_2026-11-21", "f32", "rr", 1.0365, 1.11, 1.24),
         ("plans_dtypes_h200_2026-11-21", "f32", "rc", 1.0355, 1.18, 1.18),
-        ("plans_dtypes_h200_2026-11-21", "f32", "cr", 1.057, 1.2, 1.22),
+        ("plans_dtypes_h200_2026-11-21", "f32", "cr", 1.048, 1.19, 1.22),
         ("plans_dtypes_h200_2026-11-21", "f64", "rr", 1.016, 1.09, 1.19),
     ],
 )
@@ -712,7 +714,8 @@ def test_choices_are_near_the_best_that_was_measured(monkeypatch, table, type_, 
 
     Tables before 2026-11-25 are of clusters whose numbers did not say on which GPC they sit, and all but plans_even_ of launches that loaded one
     GPC more than others, which slowed plans of less than a wave down. In all but NARROW_LAST_BOX tiles along a row-major B whose columns are no
-    multiple of 64 loaded as many as if they were, and are left out. In all but plans_rows_beyond_ tiles that reach far beyond an operand take longer than now.
+    multiple of 64 loaded as many as if they were, and are left out. In all but plans_rows_beyond_ and plans_reach_ tiles that reach far beyond an operand take
+    longer than now.
     """
     benchmarks = pathlib.Path(__file__).parents[1] / "benchmarks"
     measurements = benchmarks / "results" / f"{table}.csv.gz"
