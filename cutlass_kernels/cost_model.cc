@@ -224,13 +224,14 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   if (kernel.family == Family::kSm90) {
     double const operations = size;  // 2 of a multiply-add; TF32's run at half the rate of 16 bits
     double const further = kernel.warp_schedule == "pingpong" ? std::max(kernel.tile_m - 128, 0) * (1 - kFurtherRows) : 0;
-    math_ = operations * (area + (kernel.tile_m - further) * machine.narrow) * tile_k / machine.wgmma_rate_sm;
+    bool const tf32 = p.type_a == Type::kF32;
+    math_ = operations * (area + (kernel.tile_m - further) * machine.narrow) * tile_k / (tf32 ? machine.tf32_rate_sm : machine.wgmma_rate_sm);
     Major const major = swap ? kernel.major_b : kernel.major_a;
     bool const along_k = (major == Major::kColumn) == swap;
-    if (p.type_a == Type::kF32) math_ *= along_k ? machine.wgmma_tf32 : machine.from_registers;
+    if (tf32 && !along_k) math_ *= machine.from_registers;
     // SMs that clusters leave out save some of their power for the others.
     wgmma_sustained_ = operations * area * tile_k * ctas * std::sqrt(std::max(width / (workers_ * ctas), 1.0)) /
-                       (p.type_a == Type::kF32 ? machine.tf32_sustained : machine.wgmma_sustained);
+                       (tf32 ? machine.tf32_sustained : machine.wgmma_sustained);
     if (kernel.warp_schedule == "cooperative") wgmma_sustained_ *= machine.shared_tile;
   } else {
     double rate = mma_rate(machine, p.type_a, p.math);

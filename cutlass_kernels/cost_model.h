@@ -15,8 +15,8 @@ namespace jax_streamk {
 struct Machine {
   double launch, cluster, relaunch;
   double memory_rate, memory_rate_sm, written, idle, beyond, gang, handshake, cache_rate, gpc_rate, drift, misaligned_drift, load_rate_sm, line, first_line;
-  double wgmma_rate_sm, wgmma_sustained, tf32_sustained, shared_tile, mma_16bit, mma_tf32, mma_tf32x3, mma_f64;
-  double narrow, wgmma_tf32, from_registers, narrow_loads, misaligned_k, misaligned_mn, off_sectors_mn;
+  double wgmma_rate_sm, wgmma_sustained, tf32_rate_sm, tf32_sustained, shared_tile, mma_16bit, mma_tf32, mma_tf32x3, mma_f64;
+  double narrow, from_registers, narrow_loads, misaligned_k, misaligned_mn, off_sectors_mn;
   double skinny_launch, skinny_rate_sm, skinny_rate_16bit, skinny_memory, skinny_mma, skinny_alone, skinny_fix_up, skinny_peer, half_lines;
   double epilogue, misaligned_d, fused, overlapped, copy_rate, rearrange_rate, fix_up, partial_rate_sm, memset;
   double reduction, reduction_sharing, reduction_rate;

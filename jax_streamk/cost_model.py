@@ -32,15 +32,15 @@ class Machine:
     first_line: float  # ... once a call
     wgmma_rate_sm: float  # tensor cores of one SM at boost clock, 16-bit operands
     wgmma_sustained: float  # all SMs together, by power
-    tf32_sustained: float  # ... of TF32, in operations of 16 bits
+    tf32_rate_sm: float  # both of TF32, in operations of 16 bits
+    tf32_sustained: float
     shared_tile: float  # factor on what power allows warpgroups that have a tile each, for those that share one
     mma_16bit: float  # mma.sync of one SM on large tiles
     mma_tf32: float
     mma_tf32x3: float
     mma_f64: float
     narrow: float  # columns of tile_n that a MAC iteration of wgmma loses
-    wgmma_tf32: float  # factor on wgmma's time of TF32
-    from_registers: float  # ... where one operand comes from registers
+    from_registers: float  # factor on wgmma's time of TF32 where one operand comes from registers
     narrow_loads: float  # 32 of K of a CTA that is alone on its SM and loads 8 bytes at a time
     misaligned_k: float  # factor on loads of an operand contiguous along K whose rows do not start on sectors of 32 bytes
     misaligned_mn: float  # ... of one contiguous along m or n whose rows do not start on 128-byte lines
@@ -106,6 +106,7 @@ H200 = Machine(
     first_line=0.004848,
     wgmma_rate_sm=9.02e6,
     wgmma_sustained=8.06e8,
+    tf32_rate_sm=8.14e6,
     tf32_sustained=8.565e8,
     shared_tile=0.985,
     mma_16bit=4.0e6,
@@ -113,8 +114,7 @@ H200 = Machine(
     mma_tf32x3=0.65e6,
     mma_f64=4.363e5,
     narrow=48.85,
-    wgmma_tf32=1.108,
-    from_registers=0.987,
+    from_registers=0.891,
     narrow_loads=0.37,
     misaligned_k=1.449,
     misaligned_mn=1.32,
@@ -154,8 +154,6 @@ H100 = dataclasses.replace(
     wgmma_sustained=8.8e8,
     tf32_sustained=8.8e8,
     shared_tile=1.0,
-    wgmma_tf32=1.183,
-    from_registers=1.054,
     misaligned_mn=1.251,
     copy_rate=2.5e6,
     rearrange_rate=1.93e6,
