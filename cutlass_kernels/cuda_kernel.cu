@@ -492,7 +492,8 @@ Status CudaKernel::run(GemmProblem const& p, Schedule const& s, Device const& de
   bool const after_copy = repacked.a || repacked.b;
   if (!is_separate(s)) return launch(q, {1, q.k}, s, device, aligned, after_copy, stream);
   GemmProblem const partials = into_partials(q);
-  Slices const slices = Slices::of(q.k, info.tile_k, s.splits);
+  Slices slices = Slices::of(q.k, info.tile_k, s.splits);
+  slices.rounded = size_of(p.type_d) < size_of(partials.type_d);
   aligned.d = aligned.workspace;
   Status const status = launch(partials, slices, data_parallel(s), device, aligned, after_copy, stream);
   return status.ok() ? launch_reduction(p, device, slices.count, partials.ldd, aligned.d, buffers, stream) : status;

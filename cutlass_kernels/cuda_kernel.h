@@ -15,6 +15,7 @@ namespace jax_streamk {
 struct Slices {
   int32_t count = 1;
   int64_t extent = 0;
+  bool rounded = false;  // whether their sum is, to 16 bits
 
   // Whole k-tiles, so that as few slices as that takes, and at most `splits` of them.
   static Slices of(int64_t k, int32_t tile_k, int32_t splits);

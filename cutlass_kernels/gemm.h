@@ -100,7 +100,12 @@ struct KernelInfo {
   std::vector<Reduction> split_k_reductions, stream_k_reductions;
   int32_t threads = 1;
   int64_t shared_memory = 0;  // bytes per CTA
+  // Tensor cores truncate their sums. For a float32 result of 16-bit operands, float32 adds up sums of this much of K; 0: there is one.
+  int32_t promotion_k = 0;
 };
+
+// The most of K that tensor cores should sum for such a result: truncation loses about 1e-9 of a sum for each product in it.
+inline constexpr int32_t kPromotionK = 128;
 
 struct Buffers {
   void const* a;

@@ -241,11 +241,25 @@ class ShiftedLoader {
   T const *a_, *b_, *last_;
 };
 
+// Of K, after which sums are promoted (KernelInfo::promotion_k), 0: never.
+template <class T, Math kMath, class D>
+inline constexpr int kPromotion = kMath == Math::kTF32x3 ? 8 : sizeof(T) == 2 && std::is_same_v<D, float> ? 16 : 0;
+
 // The product of two words of K by 16 columns of B and eight rows of A.
-template <class T, Math kMath>
+template <class T, Math kMath, class D>
 __device__ inline void multiply_add(Accumulator<T> (&sums)[4], uint32_t const (&b)[4], uint32_t a0, uint32_t a1) {
+  auto const promote = [&](auto const& multiply) {
+    if constexpr (kPromotion<T, kMath, D> > 0) {
+      float products[4] = {};
+      multiply(products);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[i] += products[i];
+    } else {
+      multiply(sums);
+    }
+  };
   if constexpr (kMath == Math::kNative) {
-    multiply_words<T>(sums, b, a0, a1);
+    promote([&](auto& to) { multiply_words<T>(to, b, a0, a1); });
   } else {
     // An f32 number is a large TF32 number and a small one. Of their products, small by small is less than the rest is wrong by.
     uint32_t const words[6] = {b[0], b[1], b[2], b[3], a0, a1};
@@ -256,18 +270,14 @@ __device__ inline void multiply_add(Accumulator<T> (&sums)[4], uint32_t const (&
       if constexpr (kMath == Math::kTF32x3) small[i] = to_tf32(__uint_as_float(words[i]) - __uint_as_float(large[i]));
     }
     uint32_t const large_b[4] = {large[0], large[1], large[2], large[3]};
-    if constexpr (kMath == Math::kTF32x3) {
-      // Tensor cores cut off what a sum has no bits for, each time: of few products that is little.
-      float products[4] = {};
-      uint32_t const small_b[4] = {small[0], small[1], small[2], small[3]};
-      multiply_words<T>(products, small_b, large[4], large[5]);
-      multiply_words<T>(products, large_b, small[4], small[5]);
-      multiply_words<T>(products, large_b, large[4], large[5]);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sums[i] += products[i];
-    } else {
-      multiply_words<T>(sums, large_b, large[4], large[5]);
-    }
+    promote([&](auto& to) {
+      if constexpr (kMath == Math::kTF32x3) {
+        uint32_t const small_b[4] = {small[0], small[1], small[2], small[3]};
+        multiply_words<T>(to, small_b, large[4], large[5]);
+        multiply_words<T>(to, large_b, small[4], small[5]);
+      }
+      multiply_words<T>(to, large_b, large[4], large[5]);
+    });
   }
 }
 
@@ -386,7 +396,7 @@ __global__ __launch_bounds__(kThreads, kCtas<kBlocks, kShifted>) void multiply(_
           pair_rows(w, word(b[0], j), word(b[1], j), word(b[2], j), word(b[3], j));
 #pragma unroll
           for (int block = 0; block < kBlocks; ++block)
-            multiply_add<T, kMath>(sums[block][4 * half + j], w, word(a[block], first / 2), word(a[block], first / 2 + 1));
+            multiply_add<T, kMath, D>(sums[block][4 * half + j], w, word(a[block], first / 2), word(a[block], first / 2 + 1));
         }
       }
     } else {
@@ -419,7 +429,7 @@ __global__ __launch_bounds__(kThreads, kCtas<kBlocks, kShifted>) void multiply(_
           }
 #pragma unroll
           for (int block = 0; block < kBlocks; ++block)
-            multiply_add<T, kMath>(sums[block][j], w, word(a[block], 2 * step), word(a[block], 2 * step + 1));
+            multiply_add<T, kMath, D>(sums[block][j], w, word(a[block], 2 * step), word(a[block], 2 * step + 1));
         }
       }
     }
@@ -608,6 +618,7 @@ class SkinnyKernel final : public CudaKernel {
     if (kTypeD == accumulator_of(kTypeAB)) info.split_k_reductions.push_back(Reduction::kSeparate);
     info.threads = kThreads;
     info.shared_memory = kSharedMemory;
+    info.promotion_k = kPromotion<T, kMath, D>;
     return info;
   }
 

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <type_traits>
 
 #include "cutlass/epilogue/thread/linear_combination.h"
 #include "cutlass/gemm/kernel/default_gemm_universal.h"
@@ -48,6 +49,13 @@ struct f64 {
   struct Instruction : cutlass::gemm::GemmShape<16, 8, 4> {};
   static constexpr Type kType = Type::kF64;
 };
+
+// Of 16-bit operands into float32, types of their own as well: every instruction's sum is promoted (KernelInfo::promotion_k).
+struct Promoted : cutlass::gemm::GemmShape<16, 8, 16> {};
+template <class AB, class D>
+inline constexpr bool kPromotes = AB::Instruction::kK == 16 && std::is_same_v<D, f32>;
+template <class AB, class D>
+using InstructionOf = std::conditional_t<kPromotes<AB, D>, Promoted, typename AB::Instruction>;
 
 struct native {
   using Operator = cutlass::arch::OpMultiplyAdd;
@@ -115,6 +123,24 @@ struct cutlass::arch::Mma<jax_streamk::sm80::f64::Instruction, 32, double, cutla
       d[2 * i] = half[0], d[2 * i + 1] = half[1];
     }
 #endif
+  }
+};
+
+template <class AB>
+struct cutlass::arch::Mma<jax_streamk::sm80::Promoted, 32, AB, cutlass::layout::RowMajor, AB, cutlass::layout::ColumnMajor, float,
+                          cutlass::layout::RowMajor, cutlass::arch::OpMultiplyAdd>
+    : cutlass::arch::Mma<cutlass::gemm::GemmShape<16, 8, 16>, 32, AB, cutlass::layout::RowMajor, AB, cutlass::layout::ColumnMajor, float,
+                         cutlass::layout::RowMajor, cutlass::arch::OpMultiplyAdd> {
+  using Base = cutlass::arch::Mma<cutlass::gemm::GemmShape<16, 8, 16>, 32, AB, cutlass::layout::RowMajor, AB, cutlass::layout::ColumnMajor,
+                                  float, cutlass::layout::RowMajor, cutlass::arch::OpMultiplyAdd>;
+  using typename Base::FragmentA, typename Base::FragmentB, typename Base::FragmentC;
+
+  CUTLASS_DEVICE void operator()(FragmentC& d, FragmentA const& a, FragmentB const& b, FragmentC const& c) const {
+    FragmentC sum;
+    sum.clear();
+    Base::operator()(sum, a, b, sum);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < FragmentC::kElements; ++i) d[i] = c[i] + sum[i];
   }
 };
 
@@ -203,7 +229,7 @@ class Sm80Kernel final : public CudaKernel {
   using Default = typename cutlass::gemm::kernel::DefaultGemmUniversal<
       typename AB::Element, typename MajorA::Layout, cutlass::ComplexTransform::kNone, kAlign, typename AB::Element,
       typename MajorB::Layout, cutlass::ComplexTransform::kNone, kAlign, typename D::Element, cutlass::layout::RowMajor,
-      Accumulator, cutlass::arch::OpClassTensorOp, cutlass::arch::Sm80, Threadblock, Warp, typename AB::Instruction,
+      Accumulator, cutlass::arch::OpClassTensorOp, cutlass::arch::Sm80, Threadblock, Warp, sm80::InstructionOf<AB, D>,
       Unchanged<typename D::Element>, Swizzle, kStages, typename Math_::Operator>::GemmKernel;
   using DefaultEpilogue = typename Default::Epilogue;
   using Epilogue = cutlass::epilogue::threadblock::Epilogue<
@@ -352,6 +378,7 @@ class Sm80Kernel final : public CudaKernel {
     if (D::kType == accumulator_of(AB::kType)) info.split_k_reductions.push_back(Reduction::kSeparate);
     info.threads = Gemm::kThreadCount;
     info.shared_memory = kSharedMemory;
+    if (sm80::kPromotes<AB, D>) info.promotion_k = AB::Instruction::kK;
     return info;
   }
 

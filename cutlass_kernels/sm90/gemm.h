@@ -40,6 +40,7 @@ struct GemmKernel {
   struct Params {
     bool straight;  // nobody shares tiles, and their accumulators are but converted and stored by TMA
     bool shares, has_early_bias, has_residual;  // what Scheduler and Epilogue say of their parameters
+    bool promotes;                              // whether the main loop promotes sums, if it can
     Loads loads;
     typename Scheduler::Params scheduler;
     cute::Shape<int, int, int, int> shape;  // m, n, k, batch of the kernel's own result
@@ -100,7 +101,7 @@ struct GemmKernel {
 
   // Whether consumers need more registers than a launch gives everybody, which takes time. With fewer ptxas spills some.
   static constexpr bool kTakesRegisters =
-      !kSingle && (!kPingpong || kAccumulators > 72 || Mainloop::kFromRegisters || Mainloop::kSumsApart);
+      !kSingle && (!kPingpong || kAccumulators > 72 || Mainloop::kFromRegisters || (Mainloop::kPromotes && kAccumulators >= 32));
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kFewRegisters ? 240 : 232;
   static constexpr int kLoaderRegisters = kConsumers == 3 ? 32 : kFewRegisters ? 24 : 40;
 
@@ -223,9 +224,11 @@ struct GemmKernel {
       auto const at = cute::make_coord(tile.m, tile.n, cute::_0{}, tile.batch);
       auto biases = epilogue.template biases<decltype(accumulators)>(params.has_early_bias, params.shape, at, tiled_mma);
       if (kPingpong && tile.ordinal > 0) cutlass::arch::NamedBarrier::sync(kConsumers * kWarpgroup, kMultiplies + warpgroup);
-      int const unreleased = Mainloop::multiply(shared.full, shared.empty, stage, accumulators, tile.k_count, warpgroup, shared.mainloop);
+      auto sums = Mainloop::promoted(accumulators);
+      int const unreleased = Mainloop::multiply(shared.full, shared.empty, stage, accumulators, sums, params.promotes, tile.k_count, warpgroup,
+                                                shared.mainloop);
       if (kPingpong && !tile.last && !rehearses) cutlass::arch::NamedBarrier::arrive(kConsumers * kWarpgroup, kMultiplies + other);
-      Mainloop::finish(shared.empty, accumulators, unreleased);
+      Mainloop::finish(shared.empty, accumulators, sums, unreleased);
       if constexpr (kPingpong) {
         stage.advance(tile.k_count);
         // Of one tile alone, until it has been rehearsed.

@@ -119,6 +119,12 @@ class Sm90Kernel final : public CudaKernel {
       default: return c.tile_n % 32 == 0 ? 32 : c.tile_n;
     }
   }
+  // KernelInfo::promotion_k; three TF32 promote every k-tile. Threads have registers for two sets of 64 accumulators: ptxas spills sets of 88.
+  static constexpr int promotion_k(Config const& c) {
+    if (c.math == Math::kTF32x3) return c.tile_k;
+    bool const fits = !kThree && c.tile_m * c.tile_n / (kTwo ? 256 : 128) <= 64;
+    return fits && c.type_ab != Type::kF32 && c.type_d == Type::kF32 ? kPromotionK : 0;
+  }
   // Bytes of an SM's shared memory, 1 KB of which each CTA needs besides, that a CTA leaves to others. Barriers take no more than 256.
   static constexpr int kOfSm = 228 << 10, kOfOthers = kCtasOfSm == 1 ? 0 : (227 << 10) - (kOfSm / kCtasOfSm - 1024 - 256);
   static constexpr int kWarpgroupsOfTile = kThree ? 3 : kTwo ? 2 : 1;
@@ -136,7 +142,7 @@ class Sm90Kernel final : public CudaKernel {
   static constexpr int kRoomN = kBAlongN ? columns_by_tma(kConfig.tile_n) : (kConfig.tile_n + 15) / 16 * 16;
   using Mainloop = CollectiveMainloop<Collective<cute::Shape<cute::Int<kConfig.tile_m>, cute::Int<kRoomN>, cute::Int<kConfig.tile_k>>>,
                                       typename Collective<TileShape>::TiledMma, TileShape, kConfig.type_d == Type::kF32,
-                                      kConfig.math == Math::kTF32x3>;
+                                      kConfig.math == Math::kTF32x3, promotion_k(kConfig)>;
   using Scheduler = sm90::Scheduler<TileShape, ClusterShape, kCooperative, kCtasOfSm == 1>;  // else there are too many clusters to list
   using Gemm = GemmKernel<Mainloop, Epilogue, Scheduler, kConfig.warp_schedule>;
   static_assert(kCtasOfSm * (sizeof(typename Gemm::SharedStorage) + 1024) <= kOfSm);
@@ -233,6 +239,7 @@ class Sm90Kernel final : public CudaKernel {
     params.shares = Scheduler::shares(params.scheduler);
     params.has_early_bias = Epilogue::has_early_bias(params.epilogue);
     params.has_residual = Epilogue::has_residual(params.epilogue);
+    params.promotes = !slices.rounded;
     if (loads != CUDA_SUCCESS || stores != CUDA_SUCCESS)
       return Status::internal(info.name + ": TMA cannot " + (loads != CUDA_SUCCESS ? "load B" : "store D"));
     cudaLaunchAttribute attributes[1];
@@ -277,6 +284,7 @@ class Sm90Kernel final : public CudaKernel {
     if (kConfig.type_d == Type::kF32) info.split_k_reductions.push_back(Reduction::kSeparate);
     info.threads = Gemm::kThreads;
     info.shared_memory = sizeof(typename Gemm::SharedStorage);
+    info.promotion_k = promotion_k(kConfig);
     return info;
   }
 

@@ -98,14 +98,16 @@ struct Loads {
 //
 // Where kSlices, a batch may be a slice of K: the kernel's K is that of a slice, and what it calls batches are slices x batches. TMA reads
 // zeros beyond the end of the last slice. With kSplits f32 is in two parts (repack.h).
-template <class Base, class OwnMma, class OwnShape, bool kSlices, bool kSplits>
+//
+// wgmma truncates its sums with every instruction. With kPromotionK, float32 adds up the sums of this much of K outside of it.
+template <class Base, class OwnMma, class OwnShape, bool kSlices, bool kSplits, int kPromotionK>
 struct CollectiveMainloop : Base {
   using typename Base::TensorStorage;
   using TileShape = OwnShape;
   using TiledMma = OwnMma;
   // Whether A comes from registers.
   static constexpr bool kFromRegisters = !cute::is_base_of<cute::GMMA::DescriptorIterator, typename TiledMma::FrgTypeA>::value;
-  static constexpr bool kSumsApart = kSplits;  // each k-tile's are added to the accumulators
+  static constexpr bool kPromotes = kPromotionK > 0;
   static constexpr int kStages = Base::DispatchPolicy::Stages;
   static constexpr int kClusterM = cute::size<0>(typename Base::DispatchPolicy::ClusterShape{});
   static constexpr int kClusterN = cute::size<1>(typename Base::DispatchPolicy::ClusterShape{});
@@ -213,14 +215,34 @@ struct CollectiveMainloop : Base {
     } while (--left > 0);
   }
 
-  // By the consumers of a tile: accumulators = the sum of `count` k-tiles. The last one's products may still be under way, and its
-  // stage, which is returned, be read: finish() waits for them. -1 where there are none.
-  template <class Full, class Empty, class Stage, class Accumulators>
-  static CUTLASS_DEVICE int multiply(Full* full, Empty* empty, Stage& stage, Accumulators& accumulators, int32_t count, int warpgroup,
-                                     TensorStorage& storage) {
-    if constexpr (kSplits) {
-      multiply_parts(full, empty, stage, accumulators, count, warpgroup, storage);
-      return -1;
+  // What float32 has added up of a tile so far.
+  struct NoSums {};
+  template <class Accumulators>
+  static CUTLASS_DEVICE auto promoted(Accumulators const& accumulators) {
+    if constexpr (kPromotes) {
+      auto sums = cute::make_fragment_like(accumulators);
+      cute::clear(sums);
+      return sums;
+    } else {
+      return NoSums{};
+    }
+  }
+
+  // By the consumers of a tile: accumulators + sums = the sum of `count` k-tiles. The last one's products may still be under way, and its
+  // stage, which is returned, be read: finish() waits for them, and adds. -1 where there are none.
+  template <class Full, class Empty, class Stage, class Accumulators, class Sums>
+  static CUTLASS_DEVICE int multiply(Full* full, Empty* empty, Stage& stage, Accumulators& accumulators, Sums& sums, bool promotes,
+                                     int32_t count, int warpgroup, TensorStorage& storage) {
+    if constexpr (kPromotes) {
+      static_assert(!kFromRegisters && kPromotionK % kTileK == 0);
+      int32_t const run = promotes ? kPromotionK / kTileK : count;
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (; count > run; count -= run) {
+        settle(empty, accumulators, multiply_from_memory(full, empty, stage, accumulators, run, warpgroup, storage));
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < cute::size(sums); ++i) sums(i) += accumulators(i);
+      }
+      return multiply_from_memory(full, empty, stage, accumulators, count, warpgroup, storage);
     } else if constexpr (kFromRegisters) {
       return multiply_from_registers(full, empty, stage, accumulators, count, warpgroup, storage);
     } else {
@@ -228,16 +250,25 @@ struct CollectiveMainloop : Base {
     }
   }
 
-  template <class Empty, class Accumulators>
-  static CUTLASS_DEVICE void finish(Empty* empty, Accumulators& accumulators, int unreleased) {
-    if constexpr (kSplits) return;
-    cute::warpgroup_wait<0>();
-    cute::warpgroup_fence_operand(accumulators);
-    if (unreleased >= 0) release(empty[unreleased]);
+  template <class Empty, class Accumulators, class Sums>
+  static CUTLASS_DEVICE void finish(Empty* empty, Accumulators& accumulators, Sums const& sums, int unreleased) {
+    settle(empty, accumulators, unreleased);
+    if constexpr (kPromotes) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < cute::size(sums); ++i) accumulators(i) += sums(i);
+    }
   }
 
  private:
   static constexpr int NumThreadsPerWarpGroup = cutlass::NumThreadsPerWarpGroup;
+
+  // Waits for all products.
+  template <class Empty, class Accumulators>
+  static CUTLASS_DEVICE void settle(Empty* empty, Accumulators& accumulators, int unreleased) {
+    cute::warpgroup_wait<0>();
+    cute::warpgroup_fence_operand(accumulators);
+    if (unreleased >= 0) release(empty[unreleased]);
+  }
 
   template <class Full, class Empty, class Stage, class Accumulators>
   static CUTLASS_DEVICE int multiply_from_memory(Full* full, Empty* empty, Stage& stage, Accumulators& accumulators, int32_t count,
@@ -272,24 +303,6 @@ struct CollectiveMainloop : Base {
       unreleased = s;
     }
     return unreleased;
-  }
-
-  // ... where f32 is split. wgmma's sums lose their last bits with every eight of K, more of a long K than the small parts are worth: those
-  // of one k-tile are added to the accumulators outside.
-  template <class Full, class Empty, class Stage, class Accumulators>
-  static CUTLASS_DEVICE void multiply_parts(Full* full, Empty* empty, Stage& stage, Accumulators& accumulators, int32_t count,
-                                            int warpgroup, TensorStorage& storage) {
-    auto sums = cute::make_fragment_like(accumulators);
-    cute::clear(accumulators);
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (; count > 0; --count) {
-      int const of_tile = multiply_from_memory(full, empty, stage, sums, 1, warpgroup, storage);
-      cute::warpgroup_wait<0>();
-      cute::warpgroup_fence_operand(sums);
-      release(empty[of_tile]);
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < cute::size(sums); ++i) accumulators(i) += sums(i);
-    }
   }
 
   // ... with A in registers.
