@@ -8,6 +8,7 @@
 #include "cutlass_kernels/clusters.h"
 #include "cutlass_kernels/eviction.h"
 #include "cutlass_kernels/planner.h"
+#include "cutlass_kernels/repack.h"
 #include "cutlass_kernels/under_way.h"
 
 namespace nb = nanobind;
@@ -16,19 +17,56 @@ using namespace nb::literals;
 namespace jax_streamk {
 namespace {
 
-// A kernel that this build lacks, for planning as if it were there.
+constexpr int64_t kUnknown = -1;  // bytes of workspace
+
+// A kernel that this build lacks, for planning as if it were there. Its limits are those of its family's can_launch() but for extents near 2^31,
+// and its workspace is known where no tile is shared inside of the kernel.
 class DescribedKernel final : public Kernel {
  public:
   using Kernel::Kernel;
 
-  Status can_implement(GemmProblem const&, Schedule const&, Device const& device) const override {
-    if (info.family == Family::kSm90 ? device.arch == 90 : info.family == Family::kHost || device.arch >= 80) return {};
-    return Status::precondition(info.name + " does not run on sm_" + std::to_string(device.arch));
+  Status can_implement(GemmProblem const& p, Schedule const& s, Device const& device) const override {
+    if (info.family == Family::kHost) return {};
+    if (info.family == Family::kSm90 ? device.arch != 90 : device.arch < 80)
+      return Status::precondition(info.name + " does not run on sm_" + std::to_string(device.arch));
+    if (info.family == Family::kSm80 && info.shared_memory > shared_memory_per_cta(device))
+      return Status::invalid(info.name + ": sm_" + std::to_string(device.arch) + " has too little shared memory for it");
+    if (!shares_tiles(s)) return {};
+    if (info.family == Family::kSm80 && p.batch > 1)
+      return Status::invalid(info.name + ": a batch runs data-parallel, or as SplitK with reduction \"separate\"");
+    if (info.family == Family::kSkinny && (device.arch < 90 || s.splits > kMostCtas))
+      return Status::invalid(info.name + " splits K among the CTAs of a cluster, at most " + std::to_string(kMostCtas) + ", on sm_90 or newer");
+    return {};
   }
-  int64_t workspace_bytes(GemmProblem const&, Schedule const&, Device const&) const override { return 0; }
+
+  int64_t workspace_bytes(GemmProblem const& p, Schedule const& s, Device const&) const override {
+    Repack const repacked = repack_of(info, p);
+    if (shares_tiles(s) && info.family != Family::kSkinny) return kUnknown;
+    if (s.kind != ScheduleKind::kSplitK || s.splits == 1 || s.reduction != Reduction::kSeparate) return repacked.bytes();
+    // Slices of whole k-tiles, as few as that takes, each with all of D in rows of whole 16 bytes.
+    int64_t const k_tiles = ceil_div(repacked.problem.k, info.tile_k), slices = ceil_div(k_tiles, ceil_div(k_tiles, s.splits));
+    int64_t const size = size_of(accumulator_of(p.type_a)), vector = 16 / size;
+    return repacked.bytes() + align_workspace(slices * p.batch * p.m * (ceil_div(p.n, vector) * vector) * size);
+  }
+
   Decomposition decomposition(GemmProblem const&, Schedule const&, Device const&) const override { return {}; }
   Status run(GemmProblem const&, Schedule const&, Device const&, Buffers const&, void*, Executor*) const override {
     return Status::precondition(info.name + " is not compiled into this build");
+  }
+
+ private:
+  static constexpr int32_t kMostCtas = 8;  // of a cluster
+
+  static int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
+
+  // In one launch: a separate reduction adds slices afterwards.
+  static bool shares_tiles(Schedule const& s) {
+    return s.kind == ScheduleKind::kSplitK ? s.splits > 1 && s.reduction != Reduction::kSeparate : s.kind == ScheduleKind::kStreamK && s.max_sms != 1;
+  }
+
+  static int64_t shared_memory_per_cta(Device const& device) {
+    bool const small = device.arch == 86 || device.arch == 89 || device.arch >= 120;
+    return ((small ? 100 : device.arch < 90 ? 164 : 228) - 1) * int64_t{1024};
   }
 };
 
@@ -188,7 +226,11 @@ void bind_planner(nb::module_& m) {
 
   nb::class_<Choice>(m, "Choice", "What choose() found: the cheapest candidates in order; without any, the closest refusal.")
       .def_ro("candidates", &Choice::candidates)
-      .def_ro("workspace_bytes", &Choice::workspace_bytes)
+      .def_prop_ro("workspace_bytes",
+                   [](Choice const& choice) {
+                     return choice.workspace_bytes == kUnknown ? std::nullopt : std::optional(choice.workspace_bytes);
+                   },
+                   "Of the first candidate; None where a kernel that this build lacks would have to tell.")
       .def_ro("refusal", &Choice::refusal);
 
   m.def(

@@ -7,7 +7,7 @@ threads. ``plan`` tells which kernel and schedule it would run, and why.
 from jax_streamk.accelerate import accelerate
 from jax_streamk.api import dot_general, einsum, kernels, linear, matmul, plan
 from jax_streamk.custom_call import EXPORT_CHECKS
-from jax_streamk.device import Device
+from jax_streamk.device import A100, H100, H200, Device
 from jax_streamk.planner import Plan
 from jax_streamk.primitive import dots_saveable, dots_with_no_batch_dims_saveable
 from jax_streamk.schedules import Auto, DataParallel, PerPass, SplitK, StreamK
@@ -15,10 +15,13 @@ from jax_streamk.tune import tuning
 from jax_streamk.tuned import use_tuned_plans
 
 __all__ = [
+    "A100",
     "Auto",
     "DataParallel",
     "Device",
     "EXPORT_CHECKS",
+    "H100",
+    "H200",
     "PerPass",
     "Plan",
     "SplitK",

@@ -209,20 +209,21 @@ def plan(
 ):  # fmt: skip
     """The ``Plan`` that a product would run on one device, without running it.
 
-    What XLA divides over devices is planned on each for its own part.
+    What XLA divides over devices is planned on each for its own part. A build without CUDA kernels plans for a GPU by the description of
+    those that a build with all of them has.
 
     Args:
       lhs, rhs: arrays, or anything with ``shape`` and ``dtype`` such as ``jax.ShapeDtypeStruct``.
       dimension_numbers: as in ``lax.dot_general``; None plans ``matmul(lhs, rhs)``.
       schedule: as in ``matmul``.
-      device: a ``jax.Device``, a ``jax_streamk.Device`` (for machines that are not here), or None for the default device.
+      device: a ``jax.Device``, a ``jax_streamk.Device`` such as ``jax_streamk.H200`` (for machines that are not here), or None for the
+        default device.
       precision, preferred_element_type: as in ``matmul``.
       activation, alpha, beta: as in ``linear``.
       bias, residual: whether the product is followed by one, as in ``linear``.
 
     Raises:
       TypeError, ValueError: as ``matmul``, ``dot_general`` and ``linear``.
-      RuntimeError: the device is a GPU and this build has no CUDA kernels.
     """
     schedule = check_schedule(schedule)
     lhs, rhs = (_shaped(name, x) for name, x in (("lhs", lhs), ("rhs", rhs)))

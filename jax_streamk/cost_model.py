@@ -7,6 +7,7 @@ import dataclasses
 import functools
 
 from jax_streamk import _ffi
+from jax_streamk.text import duration, durations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,13 +198,58 @@ def under_way(device):
     return 9_300_000 if machine is H100 else 11_200_000 if machine is H200 else 0
 
 
+@dataclasses.dataclass(frozen=True)
+class Limit:
+    """What no kernel undercuts by the constants of a ``Machine``.
+
+    Attributes:
+      bound: "memory", which reads each operand and writes the result once, or "arithmetic", whichever takes longer.
+      microseconds: what that takes.
+      amount: bytes that memory moves, or FLOPs of the product.
+    """
+
+    bound: str
+    microseconds: float
+    amount: float
+
+
+def limit_of(problem, device):
+    """The ``Limit`` of a problem on a GPU; None on a CPU, of whose memory the model knows nothing."""
+    if device.platform != "cuda":
+        return None
+    machine, sms, size = machine_of(device), device.sms, _SIZES.__getitem__
+    batches = lambda stride: problem.batch if stride else 1  # noqa: E731
+    m, n, k = problem.m, problem.n, problem.k
+    results = problem.batch * m * n * (2 if problem.has_residual else 1) + (n * batches(problem.batch_stride_bias) if problem.has_bias else 0)
+    operands = m * k * batches(problem.batch_stride_a) + k * n * batches(problem.batch_stride_b)
+    moved = operands * size(problem.type_a) + results * size(problem.type_d)
+    flops = 2 * problem.batch * m * n * k
+    memory, arithmetic = moved / machine.memory_rate, flops / _arithmetic_rate(machine, device.arch, sms, problem)
+    return Limit("memory", memory, moved) if memory >= arithmetic else Limit("arithmetic", arithmetic, flops)
+
+
+_SIZES = {_ffi.Type.f64: 8, _ffi.Type.f32: 4, _ffi.Type.s32: 4, _ffi.Type.bf16: 2, _ffi.Type.f16: 2, _ffi.Type.s8: 1}
+
+
+def _arithmetic_rate(machine, arch, sms, problem):
+    """FLOPs per microsecond of all tensor cores."""
+    if problem.type_a == _ffi.Type.f64:
+        return sms * machine.mma_f64
+    tf32, three = problem.type_a == _ffi.Type.f32, problem.math == _ffi.Math.tf32x3
+    if arch == 90:  # wgmma, whose TF32 is counted as operations of 16 bits, which take half as long
+        rate = min(machine.tf32_sustained, sms * machine.tf32_rate_sm) / 2 if tf32 else min(machine.wgmma_sustained, sms * machine.wgmma_rate_sm)
+        return rate / 3 if three else rate
+    return sms * (machine.mma_tf32x3 if three else machine.mma_tf32 if tf32 else machine.mma_16bit)
+
+
 def describe(cost):
-    """One line about a ``_ffi.Cost``."""
-    extra = f", {cost.extra:.1f} to zero tickets or add slices" if cost.extra else ""
-    extra += f", {cost.repack:.1f} to copy operands as TMA and wgmma take them" if cost.repack else ""
-    fix_up = f", {cost.fix_up:.1f} of them to fix up tiles of {cost.peers:.0f} peers" if cost.peers > 1 else ""
-    floor = f", over which memory needs {cost.floor:.1f}" if cost.floor else ""
-    return (
-        f"{cost.microseconds:.1f} us: {cost.launches:.1f} to launch{extra}, {cost.work:.1f} of the busiest worker "
-        f"({cost.waves:.2f} waves, {cost.iterations:.0f} MAC iterations{fix_up}){floor}"
-    )
+    """One line about a ``_ffi.Cost``: what it adds up from."""
+    shares = cost.peers > 1
+    parts = {
+        "to launch": cost.launches,
+        "to copy operands into aligned rows": cost.repack,
+        "to clear counters" if shares else "to add slices of K": cost.extra,
+        "for the main loop and epilogue": cost.microseconds - cost.launches - cost.repack - cost.extra,
+    }
+    fix_up = f", of which fix-up of tiles that {cost.peers:.0f} workers share {duration(cost.fix_up)}" if shares else ""
+    return f"estimated {durations(parts)}{fix_up}"

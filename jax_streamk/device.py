@@ -21,6 +21,8 @@ class Device:
       sms: streaming multiprocessors; threads on a CPU.
       kind: the model's name, under which tuned plans are kept; without one there are none. It also tells an H100 from an H200, whose
         memory is faster.
+
+    ``jax_streamk.H100``, ``H200`` and ``A100`` are the SXM models; of an A100 the one of 80 GB.
     """
 
     platform: str
@@ -78,3 +80,9 @@ def device_for_lowering(platform):
         return device_of(jax.local_devices(backend="cuda")[0])
     except RuntimeError:
         return HOPPER
+
+
+# The SXM models, by the names that JAX reports.
+H100 = Device("cuda", 90, 132, "NVIDIA H100 80GB HBM3")
+H200 = Device("cuda", 90, 132, "NVIDIA H200")
+A100 = Device("cuda", 80, 108, "NVIDIA A100-SXM4-80GB")

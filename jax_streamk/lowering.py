@@ -22,10 +22,7 @@ def plan(
 
     Raises:
       ValueError: an explicit schedule that no kernel can run.
-      RuntimeError: a GPU, and a build without kernels for it.
     """
-    if device.platform == "cuda" and not _ffi.has_cuda:
-        raise RuntimeError(f"this build of jax_streamk has no CUDA kernels, and the product is for a GPU: {_REBUILD}")
     schedule = schedules.of_forward(schedule)
     try:
         arrangement = problem.arrange(
@@ -36,6 +33,12 @@ def plan(
         return planner.Plan(None, device, None, None, reasons=(f"falls back to XLA: {why}",)), None
     made = planner.make_plan(arrangement.problem, schedule, device)
     return made if made.kernel is None else made.with_reasons(arrangement.copies(lhs, rhs)), arrangement
+
+
+def check_build(platform):
+    """Raises RuntimeError where this build has nothing to run on a platform but descriptions, which plans are made by."""
+    if platform == "cuda" and not _ffi.has_cuda:
+        raise RuntimeError(f"this build of jax_streamk has no CUDA kernels, and the product is for a GPU: {_REBUILD}")
 
 
 def _refuse_schedule(schedule, what, why):
@@ -73,6 +76,7 @@ def _lower_with_kernels(ctx, *operands, platform, **params):
 
 
 def _lower_on_one_device(ctx, lhs, rhs, *others, platform, schedule, out_sharding, epilogue=Epilogue(), **params):
+    check_build(platform)
     (lhs, rhs), avals, params["dimension_numbers"] = _without_transposes(
         (lhs, rhs), ctx.avals_in[:2], params["dimension_numbers"]
     )

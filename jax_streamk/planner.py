@@ -7,11 +7,20 @@ import dataclasses
 import functools
 import itertools
 
-from jax_streamk import _ffi, cost_model, schedules, tuned
+from jax_streamk import _ffi, cost_model, described, schedules, text, tuned
 from jax_streamk.device import Device
 from jax_streamk.problem import GemmProblem
 
 _REDUCTIONS = {r.name: r for r in (_ffi.Reduction.ordered, _ffi.Reduction.atomic, _ffi.Reduction.separate)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A kernel and a schedule that could run a problem, and the planner's estimate of the time."""
+
+    kernel: str
+    schedule: schedules.Schedule
+    microseconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,9 +33,13 @@ class Plan:
       kernel: name of the kernel, see ``kernels()``; None where XLA's own product runs, or where there is nothing to compute.
       schedule: the resolved ``DataParallel``, ``SplitK`` or ``StreamK``; None where kernel is None.
       raster, swizzle: the order of tiles: along "m" or "n", in panels of so many tiles.
-      workspace_bytes: that XLA allocates for the call.
+      workspace_bytes: that XLA allocates for the call; None where only a build with CUDA kernels knows.
       microseconds: the planner's estimate, or what tuning measured.
       reasons: one line each.
+      candidates: a ``Candidate`` for each kernel and kind of schedule that the planner ranked first, the fastest by estimate first.
+      waves: output tiles, times splits, over workers (SMs, or clusters of them; threads on a CPU).
+      efficiency: quantization efficiency: MAC iterations over those that all workers could do while the busiest does its own.
+      limit: the ``cost_model.Limit`` of the problem on the device, by memory or arithmetic; None on a CPU.
     """
 
     problem: GemmProblem | None
@@ -35,19 +48,29 @@ class Plan:
     schedule: schedules.Schedule | None
     raster: str = "m"
     swizzle: int = 1
-    workspace_bytes: int = 0
+    workspace_bytes: int | None = 0
     microseconds: float | None = None
     reasons: tuple[str, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
+    waves: float | None = None
+    efficiency: float | None = None
+    limit: cost_model.Limit | None = None
 
     def __str__(self):
         lines = [f"Plan: {self.problem or 'a product that XLA computes'}"]
         device = f"sm_{self.device.arch}, {self.device.sms} SMs" if self.device.arch else f"{self.device.sms} threads"
-        lines.append(f"  on {self.device.platform} ({device})")
+        lines.append(f"  on {self.device.kind or self.device.platform} ({device})")
         if self.kernel:
-            order = _order(self.raster, self.swizzle)
-            lines.append(f"  {self.kernel}, {self.schedule}, {order}, workspace {self.workspace_bytes} bytes")
+            workspace = "unknown" if self.workspace_bytes is None else text.size(self.workspace_bytes)
+            lines.append(f"  {self.kernel}")
+            lines.append(f"  {self.schedule}, tiles {_order(self.raster, self.swizzle)}, workspace {workspace}")
         lines.extend(f"  - {reason}" for reason in self.reasons)
         return "\n".join(lines)
+
+    @property
+    def bound(self):
+        """ "memory" or "arithmetic", whichever alone takes longer; None without a limit."""
+        return self.limit and self.limit.bound
 
     @property
     def is_empty(self):
@@ -87,12 +110,18 @@ def _native_schedule(schedule, raster="m", swizzle=1):
     return _ffi.Schedule(**_schedule_attributes(schedule, raster, swizzle))
 
 
+def kernels_for(platform):
+    """Those of this build; for GPUs, where it has none, the descriptions of those that others have."""
+    found = [kernel for kernel in _ffi.kernels() if (kernel.family == _ffi.Family.host) == (platform == "cpu")]
+    return found or (described.cuda_kernels() if platform == "cuda" else [])
+
+
 @functools.cache
-def _registry():
-    """``_ffi.Kernels`` by what a problem fixes: platform, operand types, math and majorness."""
-    by_problem = {}
-    for kernel in _ffi.kernels():
-        platform = "cpu" if kernel.family == _ffi.Family.host else "cuda"
+def _registry(platform):
+    """Kernels for a platform by name, and ``_ffi.Kernels`` by what a problem fixes: operand types, math and majorness."""
+    by_name, by_problem = {}, {}
+    for kernel in kernels_for(platform):
+        by_name[kernel.name] = kernel
         majors = {(kernel.major_a, kernel.major_b)}
         if kernel.family == _ffi.Family.sm90 and kernel.math == _ffi.Math.tf32x3:
             # Operands are copied in two parts anyhow (repack.h).
@@ -101,8 +130,8 @@ def _registry():
             # No such kernel multiplies operands that are contiguous along m and n: these have one transposed (repack.h).
             majors.add((_ffi.Major.column, _ffi.Major.row))
         for major_a, major_b in majors:
-            by_problem.setdefault((platform, kernel.type_a, kernel.math, major_a, major_b), []).append(kernel)
-    return {key: _ffi.Kernels(kernels) for key, kernels in by_problem.items()}
+            by_problem.setdefault((kernel.type_a, kernel.math, major_a, major_b), []).append(kernel)
+    return by_name, {key: _ffi.Kernels(kernels) for key, kernels in by_problem.items()}
 
 
 def _schedule_of(native):
@@ -136,8 +165,8 @@ def make_plan(problem, schedule, device):
 
 def choose(problem, wanted, device, **listed):
     """The ``_ffi.Choice`` for a native schedule, or for None among all that are deterministic."""
-    key = (device.platform, problem.type_a, problem.math, problem.major_a, problem.major_b)
-    kernels = _registry().get(key) or _ffi.Kernels([])
+    key = (problem.type_a, problem.math, problem.major_a, problem.major_b)
+    kernels = _registry(device.platform)[1].get(key) or _ffi.Kernels([])
     return _ffi.choose(kernels, problem.native(), wanted, device.native(), cost_model.machine_of(device).native, **listed)
 
 
@@ -177,11 +206,13 @@ def plan_with(problem, schedule, device, found):
             return Plan(problem, device, None, None, reasons=(f"falls back to XLA: {why}",))
         raise ValueError(f"schedule={schedule} cannot run {problem}: {why}")
 
-    chosen, *runners_up = choice.candidates
-    kernel, native, workspace_bytes, microseconds = chosen.kernel, chosen.schedule, choice.workspace_bytes, chosen.cost.microseconds
+    candidates, (kernels, _) = _distinct(choice.candidates, schedule), _registry(device.platform)
+    chosen = choice.candidates[0]
+    kernel, native, workspace_bytes = chosen.kernel, chosen.schedule, choice.workspace_bytes
+    cost, microseconds = chosen.cost, chosen.cost.microseconds
     if found is not None:
-        alone = f"{kernel}, {_schedule_of(native)}, {_order(_letter(native.raster), native.swizzle)}"
-        without = f"without tuning the planner takes {alone}: {microseconds:.1f} us estimated"
+        alone = f"{kernel}, {_schedule_of(native)}, tiles {_order(_letter(native.raster), native.swizzle)}"
+        without = f"without tuning the planner takes {alone}: {text.duration(microseconds)} estimated"
         if found.is_left_to_xla:
             took = f"its product took {found.xla_ratio:.2f} of the time of {found.kernel}, measured by tuning on {found.date[:10]}"
             return Plan(problem, device, None, None, reasons=(f"falls back to XLA: {took}", without))
@@ -189,14 +220,23 @@ def plan_with(problem, schedule, device, found):
         beside = f"XLA's product took {found.xla_ratio:.2f} of its time" if known else "XLA's product was not measured"
         kernel, native, microseconds = found.kernel, found.native(), found.microseconds
         workspace_bytes = _ffi.workspace_bytes(kernel, problem.native(), native, device.native())
-        planned = f"{found.planned_microseconds:.1f} us of the planner's choice then"
-        reasons = [f"{microseconds:.1f} us measured by tuning on {found.date[:10]}, {planned}", beside, without]
+        machine = cost_model.machine_of(device).native
+        cost = _ffi.estimate(kernels[kernel], problem.native(), native, device.native(), machine)
+        planned = f"{text.duration(found.planned_microseconds)} of the planner's choice then"
+        reasons = [f"{text.duration(microseconds)} measured by tuning on {found.date[:10]}, {planned}", beside, without]
     else:
         reasons = [] if auto else ["the schedule was given"]
-        reasons.append(cost_model.describe(chosen.cost))
-        for other in runners_up:
-            others = _schedule_of(other.schedule) if auto else schedule
-            reasons.append(f"over {other.kernel}, {others}: {other.cost.microseconds:.1f} us")
+        reasons.append(cost_model.describe(cost))
+    limit, efficiency = cost_model.limit_of(problem, device), _efficiency(problem, kernels[kernel], native, cost)
+    if limit is not None:
+        amount = f"{text.size(limit.amount)} to move once" if limit.bound == "memory" else f"{limit.amount / 1e9:.3g} GFLOP"
+        reasons.append(f"{limit.microseconds / microseconds:.0%} of the limit by {limit.bound}: {text.duration(limit.microseconds)} for {amount}")
+    reasons.append(f"{cost.waves:.2f} waves, quantization efficiency {efficiency:.0%}")
+    if found is None:
+        reasons.extend(f"over {text.duration(x.microseconds)} of {x.kernel}, {x.schedule}" for x in candidates[1:])
+    if device.platform == "cuda" and not _ffi.has_cuda:
+        untold = "" if workspace_bytes is not None else ", which does not tell how much workspace this one needs"
+        reasons.append(f"this build has no CUDA kernels: planned by their description{untold}")
     return Plan(
         problem,
         device,
@@ -207,4 +247,26 @@ def plan_with(problem, schedule, device, found):
         workspace_bytes,
         microseconds,
         tuple(reasons),
+        candidates,
+        cost.waves,
+        efficiency,
+        limit,
     )
+
+
+def _distinct(found, schedule):
+    """``Candidate``s of the cheapest ``_ffi.Candidate``s, the first of those whose estimates are the same: they come to the same work."""
+    auto, distinct = isinstance(schedule, schedules.Auto), {}
+    for x in found:
+        candidate = Candidate(x.kernel, _schedule_of(x.schedule) if auto else schedule, x.cost.microseconds)
+        distinct.setdefault(text.duration(x.cost.microseconds), candidate)
+    return tuple(distinct.values())
+
+
+def _efficiency(problem, kernel, native, cost):
+    split = native.schedule == _ffi.ScheduleKind.split_k
+    k_tiles = -(-problem.k // kernel.tile_k) * (3 if kernel.family == _ffi.Family.sm90 and kernel.math == _ffi.Math.tf32x3 else 1)
+    pieces = native.splits if split else 1  # of a tile; a separate reduction has as few slices of whole k-tiles as that takes
+    if split and native.reduction == _ffi.Reduction.separate and kernel.family != _ffi.Family.host:
+        pieces = -(-k_tiles // -(-k_tiles // pieces))
+    return min(1.0, cost.waves / pieces * k_tiles / cost.iterations)

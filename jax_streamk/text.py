@@ -1,6 +1,16 @@
 """Numbers in words for people."""
 
 _UNITS = (("us", 1, 1), ("ms", 1e3, 2), ("s", 1e6, 2))  # microseconds of each, and digits that are shown
+_SIZES = (("bytes", 1, 0), ("KB", 1e3, 1), ("MB", 1e6, 1), ("GB", 1e9, 1), ("TB", 1e12, 1))
+
+
+def _unit(units, number, digits=None):
+    """The first in which a number is below 1000, or the last."""
+    for unit, size, usual in units:
+        shown = usual if digits is None else digits
+        if round(number / size, shown) < 1000:
+            break
+    return unit, size, shown
 
 
 def duration(microseconds, spread=None):
@@ -8,9 +18,24 @@ def duration(microseconds, spread=None):
 
     With a spread, also in microseconds, both have two digits: ``"12.34 ±0.05 us"``.
     """
-    for unit, size, digits in _UNITS:
-        digits = digits if spread is None else 2
-        if round(microseconds / size, digits) < 1000:
-            break
+    unit, size, digits = _unit(_UNITS, microseconds, None if spread is None else 2)
     more = "" if spread is None else f" ±{spread / size:.{digits}f}"
     return f"{microseconds / size:.{digits}f}{more} {unit}"
+
+
+def durations(parts):
+    """A sum of times and its parts, by name, in the unit of the sum: ``"29.0 us: 2.7 launch + 26.3 main loop"``. As printed they add up."""
+    total = sum(parts.values())
+    unit, size, digits = _unit(_UNITS, total)
+    shown = {name: round(part / size, digits) for name, part in parts.items() if round(part / size, digits) > 0}
+    if shown:  # the largest bears what rounding the others leaves
+        largest = max(shown, key=shown.get)
+        shown[largest] += round(total / size, digits) - sum(shown.values())
+    text = " + ".join(f"{part:.{digits}f} {name}" for name, part in shown.items())
+    return f"{total / size:.{digits}f} {unit}" + (f": {text}" if text else "")
+
+
+def size(count):
+    """Bytes with their unit: ``"512 bytes"``, ``"33.0 KB"``, ``"4.2 MB"``, by thousands."""
+    unit, size, digits = _unit(_SIZES, count)
+    return f"{count / size:.{digits}f} {unit}"

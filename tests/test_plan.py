@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import io
 import itertools
 import math
 import re
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 
 import jax_streamk
-from jax_streamk import Auto, DataParallel, Device, Plan, SplitK, StreamK, _ffi, custom_call, matmul, plan, planner, primitive, problem
+from jax_streamk import Auto, DataParallel, Device, Plan, SplitK, StreamK, _ffi, cost_model, custom_call, described, matmul, plan, planner, primitive, problem, text
+from jax_streamk.device import device_of
 
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else "cpu"
 TARGET = "jax_streamk_cuda_gemm" if PLATFORM == "cuda" else "jax_streamk_host_gemm"
@@ -106,36 +108,114 @@ def test_devices():
         plan(a, b, device="cpu")
 
 
-def test_a_gpu_that_is_not_here():
-    a, b, hopper = shaped((64, 320), jnp.bfloat16), shaped((320, 80), jnp.bfloat16), Device("cuda", 90, 132)
-    if not _ffi.has_cuda:
-        with pytest.raises(RuntimeError, match=re.escape("pip install . -C cmake.define.JAX_STREAMK_CUDA=ON")):
-            plan(a, b, device=hopper)
-        return
-    made = plan(a, b, device=hopper)
-    assert made.device == hopper and made.kernel.startswith(("sm", "skinny"))
+# A build without CUDA kernels plans by their description, one for other GPUs by what it has.
+NEEDS_SM90 = pytest.mark.skipif(
+    all(kernel.family != _ffi.Family.sm90 for kernel in planner.kernels_for("cuda")), reason="this build is for GPUs other than Hopper"
+)
+
+
+@NEEDS_SM90
+@pytest.mark.parametrize("device", [Device("cuda", 90, 132), jax_streamk.H100, jax_streamk.H200], ids=str)
+def test_a_gpu_that_is_not_here(device):
+    a, b = shaped((64, 320), jnp.bfloat16), shaped((320, 80), jnp.bfloat16)
+    made = plan(a, b, device=device)
+    assert made.device == device and made.kernel.startswith(("sm", "skinny"))
     for schedule in (DataParallel(), SplitK(2), StreamK()):
-        assert plan(a, b, schedule=schedule, device=hopper).schedule == schedule
-    assert plan(shaped((1, 5120)), shaped((5120, 1792)), precision="high", device=hopper).kernel.startswith("skinny")
+        assert plan(a, b, schedule=schedule, device=device).schedule == schedule
+    assert plan(shaped((1, 5120)), shaped((5120, 1792)), precision="high", device=device).kernel.startswith("skinny")
     # Much of f32 at "high" is multiplied of copies in two parts, whatever the majors.
     for dims in itertools.product((0, 1), repeat=2):
-        large = plan(shaped((4096, 4096)), shaped((4096, 4096)), (((dims[0],), (dims[1],)), ((), ())), precision="high", device=hopper)
+        large = plan(shaped((4096, 4096)), shaped((4096, 4096)), (((dims[0],), (dims[1],)), ((), ())), precision="high", device=device)
         assert large.kernel.startswith("sm90") and large.workspace_bytes >= 2 * 2 * 4 * 4096**2
     # Of TF32 whose operands are contiguous along m and n, one is transposed where that pays.
-    gradient = plan(shaped((4096, 4096)), shaped((4096, 4096)), (((0,), (0,)), ((), ())), device=hopper)
+    gradient = plan(shaped((4096, 4096)), shaped((4096, 4096)), (((0,), (0,)), ((), ())), device=device)
     assert gradient.kernel.startswith("sm90") and gradient.workspace_bytes >= 4 * 4096**2
     odd = shaped((1001, 1003), jnp.bfloat16), shaped((1003, 1001), jnp.bfloat16)
-    assert plan(*odd, device=hopper).kernel.startswith("sm90")
+    assert plan(*odd, device=device).kernel.startswith("sm90")
     # Atomic kernels are for aligned matrices, or for their copies.
-    assert plan(*odd, schedule=SplitK(4, "atomic"), device=hopper).kernel.startswith("sm90")
+    assert plan(*odd, schedule=SplitK(4, "atomic"), device=device).kernel.startswith("sm90")
     with pytest.raises(ValueError, match='no split-K with reduction "atomic"'):
-        plan(*odd, schedule=SplitK(4, "atomic"), device=Device("cuda", 80, 108))
+        plan(*odd, schedule=SplitK(4, "atomic"), device=jax_streamk.A100)
 
 
-HAS_SM90 = any(kernel.family == _ffi.Family.sm90 for kernel in jax_streamk.kernels())
+@pytest.mark.parametrize("device", [jax_streamk.A100, Device("cuda", 86, 84), Device("cuda", 120, 170)], ids=str)
+def test_gpus_other_than_hopper_run_what_every_gpu_does(device):
+    for m, dtype in itertools.product((1, 16, 500), (jnp.bfloat16, jnp.float16, jnp.float32)):
+        made = plan(shaped((m, 4096), dtype), shaped((4096, 1024), dtype), device=device)
+        assert made.kernel.startswith(("sm80", "skinny")) and made.microseconds > 0
+    # One launch of these kernels shares no tiles of a batch, and theirs of few rows share K in clusters, which came with Hopper.
+    batch = shaped((3, 64, 4096), jnp.bfloat16), shaped((3, 4096, 64), jnp.bfloat16)
+    assert plan(*batch, device=device).schedule in (DataParallel(), *(SplitK(splits, "separate") for splits in range(2, 129)))
+    with pytest.raises(ValueError, match="schedule=StreamK.* cannot run .*batch"):
+        plan(*batch, schedule=StreamK(), device=device)
+    row = plan(shaped((1, 4096), jnp.bfloat16), shaped((4096, 64), jnp.bfloat16), schedule=SplitK(4), device=device)
+    assert row.kernel.startswith("skinny") == (device.arch >= 90)
 
 
-@pytest.mark.skipif(not HAS_SM90, reason="this build has no TMA kernels")
+def test_named_gpus():
+    """By the names that JAX reports and plans are tuned under; the constants of each."""
+    assert [(d.platform, d.arch, d.sms) for d in (jax_streamk.A100, jax_streamk.H100, jax_streamk.H200)] == [
+        ("cuda", 80, 108), ("cuda", 90, 132), ("cuda", 90, 132)
+    ]  # fmt: skip
+    assert [cost_model.machine_of(getattr(jax_streamk, name)) for name in ("A100", "H100", "H200")] == [cost_model.A100, cost_model.H100, cost_model.H200]
+    here = jax.devices()[0]
+    if PLATFORM == "cuda" and any(name in here.device_kind for name in ("A100-SXM4-80GB", "H100 80GB HBM3", "H200")):
+        assert device_of(here) in (jax_streamk.A100, jax_streamk.H100, jax_streamk.H200)
+
+
+def test_described_kernels_are_those_of_a_build_that_has_all():
+    """``python -m jax_streamk info --kernels jax_streamk/cuda_kernels.csv`` writes them, in a build for compute capabilities 8.0 and 9.0."""
+    built = [kernel for kernel in jax_streamk.kernels() if kernel.family != _ffi.Family.host]
+    kernels = built if any(kernel.family == _ffi.Family.sm90 for kernel in built) else described.cuda_kernels()
+    written = io.StringIO()
+    described.write(kernels, written)
+    assert written.getvalue() == described.text()
+    assert len(kernels) > 100 and {kernel.family.name for kernel in kernels} == {"sm80", "sm90", "skinny"}
+
+
+def problems_to_plan():
+    types = [(_ffi.Type.bf16, _ffi.Math.native), (_ffi.Type.f32, _ffi.Math.tf32), (_ffi.Type.f32, _ffi.Math.tf32x3), (_ffi.Type.f64, _ffi.Math.native)]
+    shapes = [(1, 4096, 4096), (16, 14336, 4096), (200, 1001, 1003), (512, 320, 131072), (4096, 4096, 4096)]
+    for (type_, math_), (m, n, k), batch in itertools.product(types, shapes, (1, 3)):
+        yield problem.GemmProblem(batch, m, n, k, type_, type_, type_, math_, ROW, ROW, k, n, n, m * k, k * n, m * n)
+
+
+@pytest.mark.skipif(not _ffi.has_cuda, reason="this build has no CUDA kernels to compare with")
+@pytest.mark.parametrize("device", [jax_streamk.A100, jax_streamk.H200], ids=str)
+@pytest.mark.parametrize("schedule", [Auto(), DataParallel(), SplitK(4), SplitK(6, "separate"), StreamK()], ids=str)
+def test_a_description_plans_as_the_kernel_does(device, schedule, monkeypatch):
+    """Under other names, for kernels of the build itself are taken before descriptions."""
+    wanted = None if isinstance(schedule, Auto) else planner._native_schedule(schedule)
+    found = [planner.choose(each, wanted, device) for each in problems_to_plan()]
+    text = re.sub("^(?=sm|skinny)", "described_", described.text(), flags=re.MULTILINE)
+    monkeypatch.setattr(planner, "kernels_for", lambda platform: described.read(io.StringIO(text)))
+    planner._registry.cache_clear()
+    try:
+        for each, real in zip(problems_to_plan(), found):
+            choice = planner.choose(each, wanted, device)
+            assert [(x.kernel, x.cost.microseconds) for x in choice.candidates] == [
+                ("described_" + x.kernel, x.cost.microseconds) for x in real.candidates
+            ]
+            assert choice.workspace_bytes in (real.workspace_bytes, None)
+    finally:
+        planner._registry.cache_clear()
+
+
+@pytest.mark.skipif(_ffi.has_cuda, reason="this build has CUDA kernels")
+def test_a_build_without_cuda_plans_for_gpus_and_says_what_it_does_not_know():
+    a, b = shaped((256, 65536), jnp.bfloat16), shaped((65536, 256), jnp.bfloat16)
+    whole, cut = (plan(a, b, schedule=schedule, device=jax_streamk.H200) for schedule in (SplitK(8, "separate"), StreamK()))
+    for made in (whole, cut):
+        assert "this build has no CUDA kernels: planned by their description" in str(made)
+        assert made.kernel not in {kernel.name for kernel in jax_streamk.kernels()}
+    # Eight slices of D in float32. What kernels need to share tiles depends on how they cut them.
+    assert whole.workspace_bytes == 8 * 4 * 256**2 and "workspace 2.1 MB" in str(whole)
+    assert cut.workspace_bytes is None and "which does not tell how much workspace this one needs" in str(cut)
+    with pytest.raises(RuntimeError, match=re.escape("pip install . -C cmake.define.JAX_STREAMK_CUDA=ON")):
+        jax.jit(matmul).trace(a, b).lower(lowering_platforms=("cuda",))
+
+
+@NEEDS_SM90
 @pytest.mark.parametrize("m, n, k, operands", [(1001, 1021, 1003, "AB"), (1024, 1024, 1003, "A"), (1024, 1001, 1024, "B"), (1024, 1024, 1024, "")])
 @pytest.mark.parametrize("out", [jnp.bfloat16, jnp.float32])
 def test_misaligned_matrices_have_copies_in_the_workspace(m, n, k, operands, out):
@@ -170,15 +250,107 @@ def test_mixed_operands_fall_back():
     assert "lhs is converted from bfloat16 to float32 first: kernels multiply operands of one dtype" in made.reasons
 
 
-def test_plans_are_frozen_hashable_and_printable():
+def test_plans_are_frozen_and_hashable():
     made = plan(shaped((64, 3000)), shaped((3000, 70)), schedule=SplitK(5))
     with pytest.raises(dataclasses.FrozenInstanceError):
         made.kernel = "another"
     again = plan(shaped((64, 3000)), shaped((3000, 70)), schedule=SplitK(5))
     assert {made: 1}[again] == 1 and isinstance(made, Plan)
-    for text in ("[64, 3000] @ [3000, 70]", made.kernel, "SplitK(splits=5", f"workspace {made.workspace_bytes} bytes"):
-        assert text in str(made)
-    assert all(reason in str(made) for reason in made.reasons)
+
+
+# What a plan prints.
+
+HERE, GPUS = device_of(jax.devices("cpu")[0]), (jax_streamk.A100, jax_streamk.H100, jax_streamk.H200)
+PRODUCTS = [(1, 4096, 4096), (16, 14336, 4096), (100, 1001, 1003), (256, 256, 65536), (4096, 4096, 4096), (20000, 20000, 20000)]
+
+
+def planned(m, n, k, device, dtype=jnp.bfloat16, **options):
+    return plan(shaped((m, k), dtype), shaped((k, n), dtype), device=device, **options)
+
+
+def test_a_plan_prints_the_product_the_device_the_kernel_the_schedule_and_the_workspace():
+    made = planned(64, 70, 3000, HERE, jnp.float32, schedule=SplitK(5))
+    first, device, kernel, schedule, *reasons = str(made).splitlines()
+    assert "[64, 3000] @ [3000, 70]" in first
+    assert device == f"  on {HERE.kind} ({HERE.sms} threads)"
+    assert kernel == f"  {made.kernel}"
+    assert schedule == f"  {made.schedule}, tiles along {made.raster}, workspace {made.workspace_bytes / 1e3:.1f} KB"
+    assert reasons == [f"  - {reason}" for reason in made.reasons]
+
+
+@pytest.mark.parametrize("device", GPUS, ids=lambda device: device.kind)
+def test_gpus_are_printed_by_their_kind(device):
+    assert f"on {device.kind} (sm_{device.arch}, {device.sms} SMs)" in str(planned(16, 64, 4096, device))
+    assert f"on cuda (sm_{device.arch}, {device.sms} SMs)" in str(planned(16, 64, 4096, dataclasses.replace(device, kind="")))
+
+
+@pytest.mark.parametrize("device", [HERE, *GPUS], ids=lambda device: device.kind)
+@pytest.mark.parametrize("schedule", [Auto(), SplitK(4), SplitK(4, "separate"), StreamK()], ids=str)
+def test_the_parts_of_an_estimate_add_up_in_one_unit(device, schedule):
+    for shape in PRODUCTS:
+        made = planned(*shape, device, schedule=schedule)
+        (line,) = (reason for reason in made.reasons if reason.startswith("estimated "))
+        total, unit, parts = re.fullmatch(r"estimated ([\d.]+) (us|ms|s): (.*?)(?:, of which fix-up.*)?", line).groups()
+        assert f"{total} {unit}" == text.duration(made.microseconds)
+        numbers = [float(part.split(" ", 1)[0]) for part in parts.split(" + ")]
+        assert sum(numbers) == pytest.approx(float(total), abs=1e-6) and min(numbers) > 0
+        if schedule == SplitK(4):
+            assert ", of which fix-up of tiles that 4 workers share " in line
+        elif schedule == SplitK(4, "separate") and device.arch:
+            assert "fix-up" not in line and " to add slices of K + " in line + " + "
+
+
+@pytest.mark.parametrize("device", GPUS, ids=lambda device: device.kind)
+def test_what_memory_and_arithmetic_need_at_least(device):
+    machine = cost_model.machine_of(device)
+    row, square = planned(1, 8192, 8192, device), planned(8192, 8192, 8192, device)
+    assert (row.bound, square.bound) == ("memory", "arithmetic")
+    assert row.limit.amount == 2 * (8192 + 8192**2 + 8192) and row.limit.microseconds == row.limit.amount / machine.memory_rate
+    assert square.limit.amount == 2 * 8192**3
+    # Twice as long for TF32 as for 16 bits, and thrice that for three of them, on Hopper; operands that a batch shares are read once.
+    if device.arch == 90:
+        single, three = (planned(8192, 8192, 8192, device, jnp.float32, precision=precision).limit for precision in (None, "high"))
+        assert three.microseconds == pytest.approx(3 * single.microseconds) and single.microseconds > 1.5 * square.limit.microseconds
+    shared = plan(shaped((8, 4096), jnp.bfloat16), shaped((3, 4096, 512), jnp.bfloat16), device=device)
+    assert shared.limit.amount == 2 * (8 * 4096 + 3 * 4096 * 512 + 3 * 8 * 512)
+    for made in (row, square):
+        share = f"{made.limit.microseconds / made.microseconds:.0%} of the limit by {made.bound}: {text.duration(made.limit.microseconds)} for "
+        assert sum(reason.startswith(share) for reason in made.reasons) == 1
+    # Nothing is promised that the limit forbids.
+    for shape in PRODUCTS:
+        made = planned(*shape, device)
+        assert made.limit.microseconds < 1.01 * made.microseconds
+
+
+def test_a_cpu_has_no_limit():
+    made = planned(64, 64, 4096, HERE)
+    assert made.limit is None and made.bound is None and "limit" not in str(made)
+
+
+@pytest.mark.parametrize("threads", [1, 3, 4, 16])
+@pytest.mark.parametrize("schedule", [DataParallel(), SplitK(3), SplitK(7), StreamK()], ids=str)
+@pytest.mark.parametrize("shape", [(1000, 777, 555), (130, 1000, 520), (300, 300, 20000)], ids=str)
+def test_waves_and_quantization_efficiency_are_those_of_the_decomposition(shape, schedule, threads):
+    made = planned(*shape, Device("cpu", 0, threads), schedule=schedule)
+    parts = made.kernel, made.problem.native(), made.native_schedule(), made.device.native()
+    workers = _ffi.decomposition(*parts)
+    iterations = [sum(count for _, _, count, _, _ in pieces) for pieces in workers]
+    assert made.efficiency == pytest.approx(sum(iterations) / threads / max(iterations))
+    tiles = len({tile for pieces in workers for tile, *_ in pieces})
+    assert made.waves == pytest.approx(tiles * getattr(schedule, "splits", 1) / threads)
+    assert f"{made.waves:.2f} waves, quantization efficiency {made.efficiency:.0%}" in made.reasons
+
+
+@pytest.mark.parametrize("device", [HERE, *GPUS], ids=lambda device: device.kind)
+def test_candidates_are_distinct_and_in_order_of_their_estimates(device):
+    for shape in PRODUCTS:
+        made = planned(*shape, device)
+        best, *others = made.candidates
+        assert (best.kernel, best.schedule, best.microseconds) == (made.kernel, made.schedule, made.microseconds)
+        times = [candidate.microseconds for candidate in made.candidates]
+        assert times == sorted(times) and len(set(map(text.duration, times))) == len(times)
+        lines = [f"over {text.duration(other.microseconds)} of {other.kernel}, {other.schedule}" for other in others]
+        assert [reason for reason in made.reasons if reason.startswith("over ")] == lines
 
 
 def test_refused_arguments():

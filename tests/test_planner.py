@@ -292,7 +292,7 @@ def test_misaligned_matrices_are_copied_where_that_pays(cuda, m, n, k, copies):
     made, kernel = cuda(gemm(m, n, k))
     assert kernel.family == _ffi.Family.sm90 and kernel.type_d == BF16
     best = planner.choose(gemm(m, n, k), None, HOPPER).candidates[0]
-    assert ("to copy operands as TMA and wgmma take them" in cost_model.describe(best.cost)) == bool(copies)
+    assert ("to copy operands into aligned rows" in cost_model.describe(best.cost)) == bool(copies)
     machine, padded = cost_model.H200, lambda x: -(-x // 64) * 64
     copied = ("a" in copies) * m * padded(k) + ("b" in copies) * k * padded(n)
     assert best.cost.repack == pytest.approx(machine.relaunch + 2 * 2 * copied / machine.copy_rate if copied else 0)
@@ -754,9 +754,9 @@ def test_the_cheapest_of_all_candidates_is_chosen(cuda, shape, device, epilogue)
     made, _ = cuda(problem, device=device)
     assert made.microseconds == min(found)[0]
     again, _ = cuda(problem, made.schedule, device=device)
-    assert dataclasses.replace(again, reasons=made.reasons) == made
-    runners_up = [float(reason.split()[-2]) for reason in made.reasons if reason.startswith("over ")]
-    assert len(runners_up) == 5 and [round(made.microseconds, 1), *runners_up] == sorted([round(made.microseconds, 1), *runners_up])
+    assert dataclasses.replace(again, reasons=made.reasons, candidates=made.candidates) == made
+    times = [candidate.microseconds for candidate in made.candidates]
+    assert times[0] == made.microseconds and times == sorted(times)
 
 
 def test_an_uncached_plan_takes_less_than_a_millisecond(cuda, monkeypatch):
@@ -811,9 +811,9 @@ def test_a_candidate_outlives_what_it_was_chosen_from():
 
 def test_reasons_list_the_cost_and_runners_up(cuda):
     made, _ = cuda(gemm(512, 128, 16384))
-    assert "waves" in made.reasons[0] and "MAC iterations" in made.reasons[0]
+    assert made.reasons[0].startswith("estimated ") and any(" waves, quantization efficiency " in reason for reason in made.reasons)
     runners_up = [reason for reason in made.reasons if reason.startswith("over ")]
-    assert 2 <= len(runners_up) <= 5 and len(set(runners_up)) == len(runners_up)
+    assert 2 <= len(runners_up) <= 5 and len(set(runners_up)) == len(runners_up) == len(made.candidates) - 1
     assert all(reason in str(made) for reason in made.reasons)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import jax_streamk
-from jax_streamk import _ffi, contest, measure, plan, planner, tune, tuned
+from jax_streamk import _ffi, contest, described, measure, plan, planner, tune, tuned
 from jax_streamk.__main__ import main
 from jax_streamk.device import device_of
 from jax_streamk.tools import info
@@ -256,3 +256,28 @@ def test_first_plans_are_measured_alone_beside_xlas_product(tmp_path, monkeypatc
         assert [row["us"] for row in rows] == ["3.00", "2.00", "1.00"]
     else:
         assert len(fit_cost_model.ours_of(rows, "bf16", "rr")) == len(rows) - 1
+
+
+def test_info_describes_the_kernels_of_a_build_with_cuda(tmp_path, monkeypatch):
+    file = tmp_path / "kernels.csv"
+    monkeypatch.setattr(_ffi, "has_cuda", True)
+    host = [kernel for kernel in jax_streamk.kernels() if kernel.family == _ffi.Family.host]
+    monkeypatch.setattr(_ffi, "kernels", lambda: host + described.cuda_kernels())
+    assert not main(["info", "--kernels", str(file)])
+    assert file.read_text() == described.text()
+
+
+def test_a_build_without_cuda_describes_no_kernels(tmp_path, monkeypatch):
+    monkeypatch.setattr(_ffi, "has_cuda", False)
+    file = tmp_path / "kernels.csv"
+    with pytest.raises(SystemExit, match="info: this build of jax_streamk has no CUDA kernels"):
+        main(["info", "--kernels", str(file)])
+    assert not file.exists()
+
+
+def test_tune_needs_kernels_for_the_gpu(tmp_path, monkeypatch):
+    """Descriptions are enough to plan by, and nothing that could run."""
+    monkeypatch.setattr(_ffi, "has_cuda", False)
+    monkeypatch.setattr("jax_streamk.tools.tune.device_of", lambda device: jax_streamk.H200)
+    with pytest.raises(SystemExit, match="tune: this build of jax_streamk has no CUDA kernels"):
+        main(["tune", write(tmp_path / "shapes.csv", "40,24,64,,,,a"), "--cache", str(tmp_path / "cache")])

@@ -86,6 +86,7 @@ def dtype(text):
 
 def _plan(wanted, dtypes, out_dtype, device):
     """What each problem that a kernel runs is of, and why XLA has the others."""
+    lowering.check_build(device.platform)
     problems, left = {}, {}
     for shape in wanted:
         for each in dtypes:
