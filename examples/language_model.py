@@ -68,7 +68,8 @@ def train(products, text, options):
 
 
 def main():
-    parse = parser(__doc__.splitlines()[0], steps=200, batch=32, context=64, layers=2, d_model=128, heads=4)
+    dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    parse = parser(__doc__.splitlines()[0], dtype, steps=200, batch=32, context=64, layers=2, d_model=128, heads=4)
     parse.add_argument("--learning-rate", type=float, default=5e-3)
     options = parse.parse_args()
     text = load()

@@ -112,11 +112,10 @@ def products_of(lowered):
     return f"{text.count('custom_call @jax_streamk_')} products by jax_streamk, {text.count('stablehlo.dot_general')} by XLA"
 
 
-def parser(description, **defaults):
-    """Of the options that both examples have."""
+def parser(description, dtype, **defaults):
+    """Of the options that both examples have; ``dtype`` is the default of one."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     for name, default in defaults.items():
         parser.add_argument("--" + name.replace("_", "-"), type=int, default=default)
-    dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default=dtype)
     return parser

@@ -23,13 +23,14 @@ def run(name, cwd, environment={}, **options):
 def test_digits(tmp_path):
     pytest.importorskip("sklearn")
     printed = run("digits.py", tmp_path)
-    rows = re.findall(r"^(\S.*\))  +(\S+)  +(\S+)  +(\S+)%$", printed, re.MULTILINE)
-    assert [name.partition("(")[0] for name, *_ in rows] == ["StreamK", "SplitK", "Auto"]
-    for _, gram, moment, accuracy in rows:
+    rows = re.findall(r"^(\S.*?)  +(\S+)  +(\S+)  +(\S+)%  +(\S+) us  +(\S+)$", printed, re.MULTILINE)
+    assert [name.partition("(")[0] for name, *_ in rows] == ["StreamK", "SplitK", "Auto", "XLA"]
+    for _, gram, moment, accuracy, time, ratio in rows:
         assert float(gram) < 1e-5 and float(moment) < 1e-5
         assert float(accuracy) > 92
+        assert float(ratio) == pytest.approx(float(time) / float(rows[-1][-2]), abs=0.02)
     # Both products, under each schedule, by a kernel of ours.
-    plans = re.findall(r"Plan: \[64, 1797\] @ \[1797, (\d+)\].*\n.*\n +\w+, (\w+)", printed)
+    plans = re.findall(r"Plan: \[64, 1797\] @ \[1797, (\d+)\].*\n.*\n +(?:host|sm\d+|skinny)_\w+\n +(\w+)", printed)
     assert [n for n, _ in plans] == ["64", "10"] * 3
     assert [schedule for _, schedule in plans[:4]] == ["StreamK", "StreamK", "SplitK", "SplitK"]
 
