@@ -31,6 +31,8 @@ class DescribedKernel final : public Kernel {
       return Status::precondition(info.name + " does not run on sm_" + std::to_string(device.arch));
     if (info.family == Family::kSm80 && info.shared_memory > shared_memory_per_cta(device))
       return Status::invalid(info.name + ": sm_" + std::to_string(device.arch) + " has too little shared memory for it");
+    if (is_separate(s) && static_cast<double>(p.batch) * p.m * padded(p.n, p) >= INT32_MAX)
+      return Status::invalid(info.name + ": D has too many elements for a separate reduction, which takes less than 2^31");
     if (!shares_tiles(s)) return {};
     if (info.family == Family::kSm80 && p.batch > 1)
       return Status::invalid(info.name + ": a batch runs data-parallel, or as SplitK with reduction \"separate\"");
@@ -42,11 +44,10 @@ class DescribedKernel final : public Kernel {
   int64_t workspace_bytes(GemmProblem const& p, Schedule const& s, Device const&) const override {
     Repack const repacked = repack_of(info, p);
     if (shares_tiles(s) && info.family != Family::kSkinny) return kUnknown;
-    if (s.kind != ScheduleKind::kSplitK || s.splits == 1 || s.reduction != Reduction::kSeparate) return repacked.bytes();
+    if (!is_separate(s)) return repacked.bytes();
     // Slices of whole k-tiles, as few as that takes, each with all of D in rows of whole 16 bytes.
     int64_t const k_tiles = ceil_div(repacked.problem.k, info.tile_k), slices = ceil_div(k_tiles, ceil_div(k_tiles, s.splits));
-    int64_t const size = size_of(accumulator_of(p.type_a)), vector = 16 / size;
-    return repacked.bytes() + align_workspace(slices * p.batch * p.m * (ceil_div(p.n, vector) * vector) * size);
+    return repacked.bytes() + align_workspace(slices * p.batch * p.m * padded(p.n, p) * size_of(accumulator_of(p.type_a)));
   }
 
   Decomposition decomposition(GemmProblem const&, Schedule const&, Device const&) const override { return {}; }
@@ -58,10 +59,16 @@ class DescribedKernel final : public Kernel {
   static constexpr int32_t kMostCtas = 8;  // of a cluster
 
   static int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
+  static int64_t padded(int64_t columns, GemmProblem const& p) {
+    int64_t const vector = 16 / size_of(accumulator_of(p.type_a));
+    return ceil_div(columns, vector) * vector;
+  }
 
+  static bool is_split(Schedule const& s) { return s.kind == ScheduleKind::kSplitK && s.splits > 1; }
+  static bool is_separate(Schedule const& s) { return is_split(s) && s.reduction == Reduction::kSeparate; }
   // In one launch: a separate reduction adds slices afterwards.
   static bool shares_tiles(Schedule const& s) {
-    return s.kind == ScheduleKind::kSplitK ? s.splits > 1 && s.reduction != Reduction::kSeparate : s.kind == ScheduleKind::kStreamK && s.max_sms != 1;
+    return (is_split(s) && !is_separate(s)) || (s.kind == ScheduleKind::kStreamK && s.max_sms != 1);
   }
 
   static int64_t shared_memory_per_cta(Device const& device) {

@@ -247,7 +247,7 @@ def describe(cost):
     shares = cost.peers > 1
     parts = {
         "to launch": cost.launches,
-        "to copy operands into aligned rows": cost.repack,
+        "to copy operands": cost.repack,
         "to clear counters" if shares else "to add slices of K": cost.extra,
         "for the main loop and epilogue": cost.microseconds - cost.launches - cost.repack - cost.extra,
     }

@@ -173,6 +173,13 @@ def test_described_kernels_are_those_of_a_build_that_has_all():
     assert len(kernels) > 100 and {kernel.family.name for kernel in kernels} == {"sm80", "sm90", "skinny"}
 
 
+@NEEDS_SM90
+def test_a_separate_reduction_counts_in_31_bits():
+    huge = shaped((2**16, 64), jnp.bfloat16), shaped((64, 2**16), jnp.bfloat16)
+    with pytest.raises(ValueError, match="D has too many elements for a separate reduction"):
+        plan(*huge, schedule=SplitK(2, "separate"), preferred_element_type=jnp.float32, device=jax_streamk.A100)
+
+
 def problems_to_plan():
     types = [(_ffi.Type.bf16, _ffi.Math.native), (_ffi.Type.f32, _ffi.Math.tf32), (_ffi.Type.f32, _ffi.Math.tf32x3), (_ffi.Type.f64, _ffi.Math.native)]
     shapes = [(1, 4096, 4096), (16, 14336, 4096), (200, 1001, 1003), (512, 320, 131072), (4096, 4096, 4096)]
@@ -180,7 +187,9 @@ def problems_to_plan():
         yield problem.GemmProblem(batch, m, n, k, type_, type_, type_, math_, ROW, ROW, k, n, n, m * k, k * n, m * n)
 
 
-@pytest.mark.skipif(not _ffi.has_cuda, reason="this build has no CUDA kernels to compare with")
+@pytest.mark.skipif(
+    all(kernel.family != _ffi.Family.sm90 for kernel in jax_streamk.kernels()), reason="this build lacks kernels to compare with"
+)
 @pytest.mark.parametrize("device", [jax_streamk.A100, jax_streamk.H200], ids=str)
 @pytest.mark.parametrize("schedule", [Auto(), DataParallel(), SplitK(4), SplitK(6, "separate"), StreamK()], ids=str)
 def test_a_description_plans_as_the_kernel_does(device, schedule, monkeypatch):

@@ -292,7 +292,7 @@ def test_misaligned_matrices_are_copied_where_that_pays(cuda, m, n, k, copies):
     made, kernel = cuda(gemm(m, n, k))
     assert kernel.family == _ffi.Family.sm90 and kernel.type_d == BF16
     best = planner.choose(gemm(m, n, k), None, HOPPER).candidates[0]
-    assert ("to copy operands into aligned rows" in cost_model.describe(best.cost)) == bool(copies)
+    assert ("to copy operands" in cost_model.describe(best.cost)) == bool(copies)
     machine, padded = cost_model.H200, lambda x: -(-x // 64) * 64
     copied = ("a" in copies) * m * padded(k) + ("b" in copies) * k * padded(n)
     assert best.cost.repack == pytest.approx(machine.relaunch + 2 * 2 * copied / machine.copy_rate if copied else 0)
