@@ -190,16 +190,16 @@ NB_MODULE(_ffi, m) {
           [](KernelInfo* self, std::string name, Family family, Type type_ab, Type type_d, Math math, Major major_a, Major major_b,
              std::tuple<int32_t, int32_t, int32_t> tile, std::tuple<int32_t, int32_t> cluster, int32_t align_a, int32_t align_b,
              int32_t align_d, std::string warp_schedule, bool swap_ab, std::vector<Reduction> split_k, std::vector<Reduction> stream_k,
-             int32_t stages, int32_t threads, int64_t shared_memory) {
+             int32_t stages, int32_t threads, int64_t shared_memory, int32_t promotion_k) {
             auto const [tile_m, tile_n, tile_k] = tile;
             auto const [cluster_m, cluster_n] = cluster;
             new (self) KernelInfo{std::move(name), family, type_ab, type_ab, type_d, math, major_a, major_b, align_a, align_b, align_d,
                                   tile_m, tile_n, tile_k, cluster_m, cluster_n, stages, std::move(warp_schedule), swap_ab,
-                                  std::move(split_k), std::move(stream_k), threads, shared_memory};
+                                  std::move(split_k), std::move(stream_k), threads, shared_memory, promotion_k};
           },
           "name"_a, "family"_a, "type_ab"_a, "type_d"_a, "math"_a, "major_a"_a, "major_b"_a, "tile"_a, "cluster"_a, "align_a"_a, "align_b"_a,
           "align_d"_a, "warp_schedule"_a, "swap_ab"_a, "split_k_reductions"_a, "stream_k_reductions"_a,
-          "stages"_a = 1, "threads"_a = 1, "shared_memory"_a = 0)
+          "stages"_a = 1, "threads"_a = 1, "shared_memory"_a = 0, "promotion_k"_a = 0)
       .def_ro("name", &KernelInfo::name)
       .def_ro("family", &KernelInfo::family)
       .def_ro("type_a", &KernelInfo::type_a)
@@ -223,6 +223,7 @@ NB_MODULE(_ffi, m) {
       .def_ro("stream_k_reductions", &KernelInfo::stream_k_reductions)
       .def_ro("threads", &KernelInfo::threads)
       .def_ro("shared_memory", &KernelInfo::shared_memory)
+      .def_ro("promotion_k", &KernelInfo::promotion_k)
       .def("resources", &resources, "(registers per thread, CTAs per SM) on the current GPU; RuntimeError without one.")
       .def("__repr__", [](KernelInfo const& info) { return "<kernel " + info.name + ">"; });
 

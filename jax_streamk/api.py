@@ -260,8 +260,8 @@ def kernels():
 
     Each has ``name, family, type_a, type_b, type_d, math, major_a, major_b, align_a, align_b, align_d`` (elements),
     ``tile_m, tile_n, tile_k, cluster_m, cluster_n, stages, warp_schedule, swap_ab, split_k_reductions, stream_k_reductions,
-    threads, shared_memory`` (bytes per CTA), and the method ``resources()``: registers per thread and CTAs per SM on the current
-    GPU, which it needs.
+    threads, shared_memory`` (bytes per CTA), ``promotion_k`` (of K: tensor cores sum that much before float32 adds it; 0: all),
+    and the method ``resources()``: registers per thread and CTAs per SM on the current GPU, which it needs.
     """
     return _ffi.kernels()
 

@@ -11,7 +11,7 @@ import io
 from jax_streamk import _ffi
 
 _FILE = "cuda_kernels.csv"
-_NUMBERS = ("align_a", "align_b", "align_d", "stages", "threads", "shared_memory")
+_NUMBERS = ("align_a", "align_b", "align_d", "stages", "threads", "shared_memory", "promotion_k")
 _ENUMERATIONS = {"family": _ffi.Family, "type_ab": _ffi.Type, "type_d": _ffi.Type, "math": _ffi.Math, "major_a": _ffi.Major, "major_b": _ffi.Major}
 
 

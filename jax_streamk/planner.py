@@ -229,7 +229,7 @@ def plan_with(problem, schedule, device, found):
         reasons.append(cost_model.describe(cost))
     limit, efficiency = cost_model.limit_of(problem, device), _efficiency(problem, kernels[kernel], native, cost)
     if limit is not None:
-        amount = f"{text.size(limit.amount)} to move once" if limit.bound == "memory" else f"{limit.amount / 1e9:.3g} GFLOP"
+        amount = f"{text.size(limit.amount)} to move once" if limit.bound == "memory" else text.flops(limit.amount)
         reasons.append(f"{limit.microseconds / microseconds:.0%} of the limit by {limit.bound}: {text.duration(limit.microseconds)} for {amount}")
     reasons.append(f"{cost.waves:.2f} waves, quantization efficiency {efficiency:.0%}")
     if found is None:

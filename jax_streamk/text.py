@@ -1,6 +1,7 @@
 """Numbers in words for people."""
 
 _UNITS = (("us", 1, 1), ("ms", 1e3, 2), ("s", 1e6, 2))  # microseconds of each, and digits that are shown
+_FLOPS = (("FLOP", 1, 0), ("MFLOP", 1e6, 1), ("GFLOP", 1e9, 1), ("TFLOP", 1e12, 2))
 _SIZES = (("bytes", 1, 0), ("KB", 1e3, 1), ("MB", 1e6, 1), ("GB", 1e9, 1), ("TB", 1e12, 1))
 
 
@@ -33,6 +34,12 @@ def durations(parts):
         shown[largest] += round(total / size, digits) - sum(shown.values())
     text = " + ".join(f"{part:.{digits}f} {name}" for name, part in shown.items())
     return f"{total / size:.{digits}f} {unit}" + (f": {text}" if text else "")
+
+
+def flops(count):
+    """Floating-point operations with their unit: ``"2.1 GFLOP"``."""
+    unit, size, digits = _unit(_FLOPS, count)
+    return f"{count / size:.{digits}f} {unit}"
 
 
 def size(count):

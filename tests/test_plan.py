@@ -122,7 +122,7 @@ def test_a_gpu_that_is_not_here(device):
     assert made.device == device and made.kernel.startswith(("sm", "skinny"))
     for schedule in (DataParallel(), SplitK(2), StreamK()):
         assert plan(a, b, schedule=schedule, device=device).schedule == schedule
-    assert plan(shaped((1, 5120)), shaped((5120, 1792)), precision="high", device=device).kernel.startswith("skinny")
+    assert plan(shaped((2, 5120)), shaped((5120, 1792)), precision="high", device=device).kernel.startswith("skinny")
     # Much of f32 at "high" is multiplied of copies in two parts, whatever the majors.
     for dims in itertools.product((0, 1), repeat=2):
         large = plan(shaped((4096, 4096)), shaped((4096, 4096)), (((dims[0],), (dims[1],)), ((), ())), precision="high", device=device)
@@ -140,7 +140,7 @@ def test_a_gpu_that_is_not_here(device):
 
 @pytest.mark.parametrize("device", [jax_streamk.A100, Device("cuda", 86, 84), Device("cuda", 120, 170)], ids=str)
 def test_gpus_other_than_hopper_run_what_every_gpu_does(device):
-    for m, dtype in itertools.product((1, 16, 500), (jnp.bfloat16, jnp.float16, jnp.float32)):
+    for m, dtype in itertools.product((2, 16, 500), (jnp.bfloat16, jnp.float16, jnp.float32)):
         made = plan(shaped((m, 4096), dtype), shaped((4096, 1024), dtype), device=device)
         assert made.kernel.startswith(("sm80", "skinny")) and made.microseconds > 0
     # One launch of these kernels shares no tiles of a batch, and theirs of few rows share K in clusters, which came with Hopper.
@@ -601,3 +601,62 @@ def test_a_problem_tells_its_epilogue():
     assert str(whole).endswith(", D = silu(0.5 A @ B + -2 residual + bias)")
     assert str(dataclasses.replace(plain, has_residual=True)).endswith(", D = A @ B + residual")
     assert str(dataclasses.replace(plain, has_residual=True, beta=0.5)).endswith(", D = A @ B + 0.5 residual")
+
+
+def shapes_of_a_long_sum():
+    rng = np.random.default_rng()
+    yield from ((46, 260, 7903), (16, 4096, 14336), (512, 512, 16384), (1, 4096, 2048), (300, 1, 4096), (2000, 2000, 513))
+    for _ in range(40):
+        yield tuple(int(2**x) for x in (*rng.uniform(0, 11, 2), rng.uniform(8, 15)))
+
+
+@pytest.mark.parametrize("schedule", [Auto(), DataParallel(), SplitK(2), SplitK(4, "separate"), StreamK()], ids=str)
+@pytest.mark.parametrize("device", [jax_streamk.H200, jax_streamk.A100], ids=lambda device: device.kind)
+def test_tensor_cores_sum_little_of_k_for_a_float32_result(device, schedule):
+    """Every addition truncates. Results that are rounded to 16 bits hide it, and those of products that fill the GPU are XLA's too."""
+    kernels = {kernel.name: kernel for kernel in planner.kernels_for("cuda")}
+    for m, n, k in shapes_of_a_long_sum():
+        try:
+            made = plan(
+                shaped((m, k), jnp.bfloat16), shaped((k, n), jnp.bfloat16), schedule=schedule, device=device, preferred_element_type=jnp.float32
+            )
+        except ValueError:
+            continue  # no kernel has the schedule for such rows, or as many k-tiles
+        kernel, splits = kernels.get(made.kernel), getattr(made.schedule, "splits", 1)
+        if kernel is not None:
+            run = -(-(-(-k // kernel.tile_k)) // splits) * kernel.tile_k
+            assert min(kernel.promotion_k or run, run, k) <= (16 if 1 in (m, n) else 128), (m, n, k, made.kernel, made.schedule)
+
+
+@pytest.mark.parametrize("precision", [None, "high"])
+@pytest.mark.parametrize(
+    "lhs, rhs, numbers",
+    [
+        ((4096,), (64,), (((), ()), ((), ()))),
+        ((512, 100), (512, 100), (((), ()), ((0, 1), (0, 1)))),
+        ((512, 4096), (512, 4096), (((1,), (1,)), ((0,), (0,)))),
+        ((300, 4096), (4096,), (((1,), (0,)), ((), ()))),
+        ((1, 4096), (4096, 14336), (((1,), (0,)), ((), ()))),
+        ((3, 3), (3, 3), (((1,), (0,)), ((), ()))),
+        ((100, 4, 4), (100, 4, 4), (((2,), (1,)), ((0,), (0,)))),
+        ((64, 1), (1, 100), (((1,), (0,)), ((), ()))),
+        ((4, 5, 2), (3, 2), (((2,), (1,)), ((), ()))),
+    ],
+)
+def test_what_xla_multiplies_in_float32_is_left_to_it_on_a_gpu(lhs, rhs, numbers, precision):
+    made = plan(shaped(lhs), shaped(rhs), numbers, device=jax_streamk.H200, precision=precision)
+    assert made.kernel is None and "float32" in made.reasons[0]
+    with pytest.raises(ValueError, match="TF32_TF32_F32 asks for TF32"):
+        plan(shaped(lhs), shaped(rhs), numbers, device=jax_streamk.H200, precision=precision, schedule=DataParallel())
+
+
+@pytest.mark.parametrize("m, n, k", [(2, 50, 2), (10, 3, 8), (64, 64, 64), (2, 4096, 4096)])
+def test_larger_products_of_float32_are_tf32_on_a_gpu_as_xlas(m, n, k):
+    made = plan(shaped((m, k)), shaped((k, n)), device=jax_streamk.H200, schedule=DataParallel())
+    assert made.problem.math == _ffi.Math.tf32
+
+
+def test_tf32_that_is_asked_for_by_name_is_had():
+    precision = jax.lax.DotAlgorithmPreset.TF32_TF32_F32
+    made = plan(shaped((300, 4096)), shaped((4096,)), device=jax_streamk.H200, precision=precision, schedule=DataParallel())
+    assert made.problem.math == _ffi.Math.tf32

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jax_streamk.text import duration, durations, size
+from jax_streamk.text import duration, durations, flops, size
 
 
 @pytest.mark.parametrize(
@@ -47,3 +47,7 @@ def test_a_sum_has_parts_that_add_up_in_its_unit(parts, text):
 @pytest.mark.parametrize("count, text", [(0, "0 bytes"), (999, "999 bytes"), (33024, "33.0 KB"), (4_194_304, "4.2 MB"), (2.5e9, "2.5 GB"), (3e15, "3000.0 TB")])
 def test_bytes_have_the_first_unit_that_keeps_them_below_1000(count, text):
     assert size(count) == text
+
+
+def test_operations_have_the_unit_that_suits():
+    assert [flops(x) for x in (12, 2.1e9, 999.96e9, 1.0995e12)] == ["12 FLOP", "2.1 GFLOP", "1.00 TFLOP", "1.10 TFLOP"]
