@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 
-from jax_streamk import _ffi, cost_model, described, schedules, text, tuned
+from jax_streamk import _ffi, cost_model, described, left_to_xla, schedules, text, tuned
 from jax_streamk.device import Device
 from jax_streamk.problem import GemmProblem
 
@@ -170,35 +170,14 @@ def choose(problem, wanted, device, **listed):
     return _ffi.choose(kernels, problem.native(), wanted, device.native(), cost_model.machine_of(device).native, **listed)
 
 
-def _why_left_to_xla(problem, device):
-    """Why XLA's plain product of 16 bits is faster than all of ours, as was measured on H200s, if it is; H100s were not measured.
-
-    B is row-major in each case, and rows do not all start on TMA's 16 bytes: 33 to 64 rows of A by a B whose rows start anywhere, where XLA's tiles divide K
-    (benchmarks/results/misaligned_h200_2026-11-23.md and sets_h200_2026-11-26.md); and short sums of rows that start on 4 or 8 bytes, which XLA loads
-    as they are where its tiles divide K or K is about as short as one (benchmarks/results/small_rows_h200_2026-11-26.md).
-    """
-    m, n, k = problem.m, problem.n, problem.k
-    of_16_bits = problem.type_a in (_ffi.Type.bf16, _ffi.Type.f16) and problem.type_d == problem.type_a
-    if device.arch != 90 or not of_16_bits or problem.epilogue or problem.batch > 1 or problem.major_b != _ffi.Major.row:
-        return None
-    if 32 < m <= 64 and n >= 1000 and problem.ldb % 2 == 1 and k % 64 == 0:
-        return "B's rows start anywhere, and for so many rows of A our kernels copy it or read it twice"
-    on_four_bytes = problem.lda % 2 == problem.ldb % 2 == 0 and (problem.lda % 8 or problem.ldb % 8)
-    by_tiles = k % 64 == 0 and k <= 512 and m * n >= 1024 * k
-    short = by_tiles or (k <= 192 and m * n >= 200_000 and problem.major_a == _ffi.Major.row)
-    if on_four_bytes and min(m, n) >= 128 and short:
-        return "rows of A or B do not start on 16 bytes, and for so short a sum our kernels copy them first or load them in smaller pieces"
-    return None
-
-
 @functools.lru_cache(maxsize=4096)
 def plan_with(problem, schedule, device, found):
     """``make_plan`` where this is what tuning found; None for nothing."""
     if problem.is_empty:
         return Plan(problem, device, None, None, reasons=("there is nothing to multiply: the result is empty or zero",))
     auto = isinstance(schedule, schedules.Auto)
-    if auto and found is None and (why := _why_left_to_xla(problem, device)):
-        return Plan(problem, device, None, None, reasons=(f"falls back to XLA: {why}, which was measured to take longer",))
+    if auto and found is None and (why := left_to_xla.why(problem, device)):
+        return Plan(problem, device, None, None, reasons=(f"falls back to XLA: {why}",))
     choice = choose(problem, None if auto else _native_schedule(schedule), device)
     if not choice.candidates:
         why = choice.refusal or f"no kernel of this build runs it on {device.platform}, sm_{device.arch}"

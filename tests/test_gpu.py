@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_streamk import Auto, DataParallel, SplitK, StreamK, _ffi, matmul, plan
+from jax_streamk import Auto, DataParallel, SplitK, StreamK, _ffi, dot_general, matmul, plan
 
 pytestmark = pytest.mark.gpu
 
@@ -279,3 +279,65 @@ def test_a_hundred_runs_on_a_busy_gpu_give_the_same_bits(m, n, k, schedule, busy
     runs = [f(a, b) for _ in range(100)]
     assert_close(runs[0], jnp.matmul(a, b, preferred_element_type=jnp.float32), schedule)
     assert len({np.asarray(run).tobytes() for run in runs}) == 1
+
+
+def assert_as_exact_as_xlas(lhs, rhs, numbers, **params):
+    """At most twice the error of ``lax.dot_general`` against float64, beside the size that sums of random numbers have."""
+    theirs = jax.jit(functools.partial(jax.lax.dot_general, dimension_numbers=numbers, **params))(lhs, rhs)
+    got = jax.jit(functools.partial(dot_general, dimension_numbers=numbers, **params))(lhs, rhs)
+    assert (got.shape, got.dtype) == (theirs.shape, theirs.dtype)
+    wide = [np.asarray(x, np.float64) for x in (lhs, rhs)]
+    with jax.enable_x64(True):
+        exact = np.asarray(jax.lax.dot_general(*wide, numbers))
+    depth = np.prod([lhs.shape[i] for i in numbers[0][0]])
+    size = np.sqrt(depth * exact.size * np.prod([np.mean(x**2) for x in wide]))
+    ours, xlas = (float(np.linalg.norm(np.asarray(x, np.float64) - exact)) for x in (got, theirs))
+    assert ours <= 2 * xlas + 2.0**-24 * size, f"{lhs.shape} {rhs.shape} {numbers} {params}: {ours / size:.1e}, XLA's {xlas / size:.1e}"
+
+
+def random_product(rng):
+    """Operands of float32, few or no dimensions of each role in any order, and dimension numbers."""
+    counts = dict(batch=rng.integers(2), lhs=rng.integers(3), rhs=rng.integers(3), contract=rng.integers(3))
+    most = dict(batch=20, lhs=600, rhs=600, contract=3000)
+    sizes = {
+        (role, i): max(1, round(most[role] ** (rng.uniform() / count))) for role, count in counts.items() for i in range(count)
+    }
+    names = [[name for name in sizes if name[0] in ("batch", side, "contract")] for side in ("lhs", "rhs")]
+    names = [[side[i] for i in rng.permutation(len(side))] for side in names]
+    shared = [[name for name in sizes if name[0] == role] for role in ("contract", "batch")]
+    numbers = tuple(tuple(tuple(map(side.index, role)) for side in names) for role in shared)
+    return *(rng.standard_normal([sizes[name] for name in side]).astype(np.float32) for side in names), numbers
+
+
+@pytest.mark.parametrize("precision", [None, "high"])
+@pytest.mark.parametrize("part", range(10))
+def test_float32_is_as_exact_as_xlas(part, precision):
+    rng = np.random.default_rng()
+    for _ in range(25):
+        assert_as_exact_as_xlas(*random_product(rng), precision=precision)
+
+
+def test_harnesses_of_jax_are_as_exact_as_xlas():
+    harnesses = pytest.importorskip("jax._src.internal_test_util.test_harnesses")
+    found = 0
+    for harness in harnesses.all_harnesses:
+        if harness.group_name == "dot_general":
+            lhs, rhs, *_ = harness.dyn_args_maker(np.random.RandomState(found))
+            if all(jnp.issubdtype(x.dtype, jnp.floating) for x in (lhs, rhs)):
+                params = {name: harness.params[name] for name in ("precision", "preferred_element_type")}
+                assert_as_exact_as_xlas(lhs, rhs, harness.params["dimension_numbers"], **params)
+                found += 1
+    assert found >= 50
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("m, n, k", [(16, 4096, 14336), (46, 260, 7903), (512, 512, 16384), (1, 4096, 2048), (300, 300, 512), (1024, 1024, 8192)])
+def test_a_long_sum_of_16_bits_is_as_exact_as_xlas(m, n, k, dtype):
+    rng = np.random.default_rng()
+    lhs, rhs = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((m, k), (k, n)))
+    assert_as_exact_as_xlas(lhs, rhs, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    for schedule in (DataParallel(), SplitK(4), SplitK(4, "separate"), StreamK()):
+        if is_served(lhs, rhs, schedule):
+            product = functools.partial(dot_general, dimension_numbers=(((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+            auto, given = (np.asarray(product(lhs, rhs, schedule=x), np.float64) for x in (None, schedule))
+            assert np.linalg.norm(given - auto) < 4e-7 * np.linalg.norm(auto), schedule

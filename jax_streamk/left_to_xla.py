@@ -1,0 +1,45 @@
+"""Which products ``Auto()`` leaves to XLA though a kernel could run them: those that ours were measured not to be faster at."""
+
+from jax_streamk import _ffi
+
+
+def why(problem, device):
+    """Why XLA should have a ``GemmProblem`` on a ``Device``; None if it should not."""
+    if problem.k == 1:
+        return "without a sum it is an elementwise product, which XLA fuses with what is around"
+    if device.platform == "cpu":
+        return _why_on_cpu(problem)
+    return _why_on_hopper(problem) if device.arch == 90 else None
+
+
+def _why_on_cpu(problem):
+    """A call costs a microsecond or two more than XLA's loop, and each product of a batch some too.
+
+    Measured on two cores of an AMD EPYC with AVX512_BF16, jaxlib 0.11.2: batches of 1 to 100,000, extents of 1 to 64, k of 1 to 512.
+    """
+    m, n, k, batch = problem.m, problem.n, problem.k, problem.batch
+    if batch > 1 and (m == n == 1 or m * n * k < 32768):
+        return f"{batch} products of {m} x {n} x {k} are each too small for a call of a kernel"
+    if m * n * k < 4096:
+        return f"a product of {m} x {n} x {k} is too small for a call of a kernel"
+    return None
+
+
+def _why_on_hopper(problem):
+    """XLA's plain products of 16 bits whose rows do not all start on TMA's 16 bytes, B being row-major; measured on H200s.
+
+    Of 33 to 64 rows by a B whose rows start anywhere, XLA's tiles divide K. Rows that start on 4 or 8 bytes it loads as they are, in short
+    sums where its tiles divide K or K is about as short as one.
+    """
+    m, n, k = problem.m, problem.n, problem.k
+    of_16_bits = problem.type_a in (_ffi.Type.bf16, _ffi.Type.f16) and problem.type_d == problem.type_a
+    if not of_16_bits or problem.epilogue or problem.batch > 1 or problem.major_b != _ffi.Major.row:
+        return None
+    if 32 < m <= 64 and n >= 1000 and problem.ldb % 2 == 1 and k % 64 == 0:
+        return "B's rows start anywhere, and for so many rows of A our kernels copy it or read it twice"
+    on_four_bytes = problem.lda % 2 == problem.ldb % 2 == 0 and (problem.lda % 8 or problem.ldb % 8)
+    by_tiles = k % 64 == 0 and k <= 512 and m * n >= 1024 * k
+    short = by_tiles or (k <= 192 and m * n >= 200_000 and problem.major_a == _ffi.Major.row)
+    if on_four_bytes and min(m, n) >= 128 and short:
+        return "rows of A or B do not start on 16 bytes, and for so short a sum our kernels copy them first or load them in smaller pieces"
+    return None
