@@ -5,28 +5,25 @@ from jax_streamk import _ffi
 
 def why(problem, device):
     """Why XLA should have a ``GemmProblem`` on a ``Device``; None if it should not."""
-    if problem.k == 1:
-        return "without a sum it is an elementwise product, which XLA fuses with what is around"
-    if device.platform == "cpu":
-        return _why_on_cpu(problem)
-    return _why_on_hopper(problem) if device.arch == 90 else None
+    return too_small(problem, device) or (loads_as_they_are(problem) if device.arch == 90 else None)
 
 
-def _why_on_cpu(problem):
-    """A call costs a microsecond or two more than XLA's loop, and each product of a batch some too.
+def too_small(problem, device):
+    """Of extents that leave a kernel little to do.
 
-    Measured on two cores of an AMD EPYC with AVX512_BF16, jaxlib 0.11.2: batches of 1 to 100,000, extents of 1 to 64, k of 1 to 512.
+    On a CPU a call costs a microsecond or two more than XLA's loop, and each product of a batch some too: measured on two cores of an AMD
+    EPYC with AVX512_BF16, jaxlib 0.11.2, batches of 1 to 100,000, extents of 1 to 64, k of 1 to 512.
     """
     m, n, k, batch = problem.m, problem.n, problem.k, problem.batch
-    if batch > 1 and (m == n == 1 or m * n * k < 32768):
-        return f"{batch} products of {m} x {n} x {k} are each too small for a call of a kernel"
-    if m * n * k < 4096:
-        return f"a product of {m} x {n} x {k} is too small for a call of a kernel"
+    if k == 1:
+        return "without a sum it is an elementwise product, which XLA fuses with what is around it"
+    if device.platform == "cpu" and m * n * k < (32768 if batch > 1 else 4096) or m == n == 1 < batch:
+        return f"{batch} products of {m} x {n} x {k} are" * (batch > 1) + f"{m} x {n} x {k} is" * (batch == 1) + " too small for a call of a kernel"
     return None
 
 
-def _why_on_hopper(problem):
-    """XLA's plain products of 16 bits whose rows do not all start on TMA's 16 bytes, B being row-major; measured on H200s.
+def loads_as_they_are(problem):
+    """Plain products of 16 bits whose rows do not all start on TMA's 16 bytes, B being row-major; measured on H200s.
 
     Of 33 to 64 rows by a B whose rows start anywhere, XLA's tiles divide K. Rows that start on 4 or 8 bytes it loads as they are, in short
     sums where its tiles divide K or K is about as short as one.

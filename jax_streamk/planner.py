@@ -160,7 +160,12 @@ def make_plan(problem, schedule, device):
     Raises:
       ValueError: an explicit schedule that no kernel can run, with the reason of the kernel that came closest.
     """
-    return plan_with(problem, schedule, device, tuned.lookup(problem, device) if isinstance(schedule, schedules.Auto) else None)
+    found = None
+    if isinstance(schedule, schedules.Auto) and not problem.is_empty:
+        found = tuned.lookup(problem, device)
+        if found is None and (why := left_to_xla.why(problem, device)):
+            return Plan(problem, device, None, None, reasons=(f"falls back to XLA: {why}",))
+    return plan_with(problem, schedule, device, found)
 
 
 def choose(problem, wanted, device, **listed):
@@ -176,8 +181,6 @@ def plan_with(problem, schedule, device, found):
     if problem.is_empty:
         return Plan(problem, device, None, None, reasons=("there is nothing to multiply: the result is empty or zero",))
     auto = isinstance(schedule, schedules.Auto)
-    if auto and found is None and (why := left_to_xla.why(problem, device)):
-        return Plan(problem, device, None, None, reasons=(f"falls back to XLA: {why}",))
     choice = choose(problem, None if auto else _native_schedule(schedule), device)
     if not choice.candidates:
         why = choice.refusal or f"no kernel of this build runs it on {device.platform}, sm_{device.arch}"

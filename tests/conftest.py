@@ -26,11 +26,19 @@ def pytest_report_header(config):
     return f"jax {jax.__version__}, jaxlib {jaxlib.__version__}, {devices}, {len(jax_streamk.kernels())} kernels compiled"
 
 
+@pytest.fixture(autouse=True)
+def small_products_are_ours(monkeypatch, request):
+    """Tests of everything else multiply small matrices, which ``Auto()`` leaves to XLA."""
+    if "left_to_xla" not in request.keywords:
+        monkeypatch.setattr("jax_streamk.left_to_xla.too_small", lambda problem, device: None)
+
+
 def has_gpu():
     return jax.default_backend() == "gpu"
 
 
 def pytest_configure(config):
+    config.addinivalue_line("markers", "left_to_xla: small products are XLA's, as users have it")
     config.addinivalue_line("markers", "gpu: runs on an NVIDIA GPU with a build that has CUDA kernels")
 
 
