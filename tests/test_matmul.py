@@ -63,14 +63,18 @@ def is_served(a, b, schedule, **kwargs):
 
 
 def assert_as_exact_as_xla(got, a, b, label="", precision=None):
-    """Root mean square error against float64 of at most twice XLA's own, and a few roundings of the accumulator."""
-    exact = np.matmul(a.astype(F64), b.astype(F64))
+    """Root mean square error against a wider type of at most twice XLA's own, and a rounding of the accumulator."""
+    wider = np.longdouble if got.dtype == F64 else F64
+    exact = np.matmul(a.astype(wider), b.astype(wider, order="F"))
     k = a.shape[-1]
     scale = math.sqrt(max(k * np.mean(a.astype(F64) ** 2) * np.mean(b.astype(F64) ** 2), 1e-300))
     xla = np.asarray(jnp.matmul(a, b, precision=precision, preferred_element_type=got.dtype))
-    ours, xlas = (math.sqrt(np.mean((x.astype(F64) - exact) ** 2)) / scale for x in (np.asarray(got), xla))
-    floor = 2.0**-50 if got.dtype == F64 else 2.0**-22
+    ours, xlas = (math.sqrt(np.mean((x.astype(wider) - exact) ** 2)) / scale for x in (np.asarray(got), xla))
+    # XLA's sum of a few products may be exact by chance, where another order of them rounds once.
+    floor = 2.0**-53 if got.dtype == F64 else 2.0**-24
     few = exact.size < 64  # too few for a mean
+    if PLATFORM == "cuda" and a.dtype == F32:
+        floor = 2.0**-22  # three TF32 are nearly float32
     if PLATFORM == "cuda" and a.dtype.itemsize == 2 and exact.size < 2**14:
         # XLA leaves small products to CUDA cores; a tensor core truncates as it adds sixteen products at a time.
         floor += 2.0**-25 * k / 16
@@ -118,6 +122,28 @@ def test_narrow_operands_with_float32_result(dtype):
             got = matmul(a, b, preferred_element_type=jnp.float32, schedule=schedule)
             assert got.dtype == F32
             assert_as_exact_as_xla(got, a, b, schedule)
+
+
+@pytest.mark.parametrize("operand, result", [(F32, F32), (BF16, F32), (F16, F32), (BF16, BF16)], ids=str)
+@pytest.mark.parametrize(
+    "k, n, rows",
+    [
+        (1000, 72, range(1, 41)),
+        (4096, 72, (1, 2, 5, 8, 9, 13, 16, 32, 33, 40)),
+        (16384, 72, (1, 2, 7, 12, 16, 33)),
+        (65536, 72, (1, 3, 9, 16, 40)),
+        (2**20, 16, (4, 9, 13)),
+    ],
+)
+def test_long_sums_are_exact(operand, result, k, n, rows):
+    """However many rows there are. Errors of sums of positive numbers grow fastest: partial sums keep growing."""
+    rng = np.random.default_rng(k)
+    for draw in (rng.standard_normal, rng.random):
+        a, b = (draw(shape, F32).astype(operand) for shape in ((max(rows), k), (k, n)))
+        for m in rows:
+            got = matmul(a[:m], b, preferred_element_type=result)
+            assert got.dtype == result
+            assert_as_exact_as_xla(got, a[:m], b, f"{m} rows, {draw.__name__}")
 
 
 @pytest.mark.skipif(PLATFORM == "cuda", reason="int8 products on a GPU are XLA's")

@@ -45,6 +45,10 @@ int64_t scratch_bytes(Type operand, int64_t m, int64_t n) {
   return ((m + n + kScratchPadding) * kScratchWords + product) * 4;
 }
 
+// Sums along so much of K are added to those before them rather than continued, as tile products add the sums of much shorter
+// blocks: the error of a sum grows with the additions that lie one upon the other.
+constexpr int64_t kSummedAlone = 4096;
+
 // Of a tile that has several peers.
 struct SharedTile {
   std::atomic<int32_t> arrived{0};
@@ -68,7 +72,9 @@ struct Gemm {
   int64_t slots() const { return reduction == Reduction::kAtomic ? decomposition.shared_tiles() : decomposition.slots(); }
   bool multiplies_into_d() const { return p.type_d == accumulator_of(p.type_a); }
   int64_t accumulators_bytes() const { return multiplies_into_d() && reduction != Reduction::kAtomic ? 0 : tile_bytes(); }
-  int64_t private_bytes() const { return accumulators_bytes() + align_workspace(scratch_bytes(p.type_a, tile_m, tile_n)); }
+  bool sums_in_parts() const { return p.k > kSummedAlone && p.type_a != Type::kS8; }
+  int64_t scratch_bytes() const { return align_workspace(jax_streamk::scratch_bytes(p.type_a, tile_m, tile_n)); }
+  int64_t private_bytes() const { return accumulators_bytes() + scratch_bytes() + (sums_in_parts() ? tile_bytes() : 0); }
   int64_t workspace_bytes() const {
     return shared_bytes() + slots() * tile_bytes() + decomposition.workers * private_bytes();
   }
@@ -80,6 +86,7 @@ struct Gemm {
     return workspace() + shared_bytes() + slots() * tile_bytes() + worker * private_bytes();
   }
   void* scratch(int32_t worker) const { return static_cast<char*>(accumulators(worker)) + accumulators_bytes(); }
+  void* part(int32_t worker) const { return static_cast<char*>(scratch(worker)) + scratch_bytes(); }
 
   struct Tile {
     int64_t batch, m, n;  // its first row and column
@@ -103,14 +110,23 @@ struct Gemm {
   }
 
   void multiply(Tile const& tile, Work const& work, int32_t worker, void* accumulators, int64_t stride) const {
-    int64_t const k = work.k_begin * tile_k;
+    int64_t const begin = work.k_begin * tile_k, end = std::min(begin + work.k_count * tile_k, p.k);
+    int64_t const alone = sums_in_parts() ? kSummedAlone : end - begin;
+    multiply(tile, begin, std::min(begin + alone, end), worker, accumulators, stride);
+    for (int64_t k = begin + alone; k < end; k += alone) {
+      multiply(tile, k, std::min(k + alone, end), worker, part(worker), tile_n);
+      tile_product.add(tile.extents, part(worker), tile_n, accumulators, stride);
+    }
+  }
+
+  void multiply(Tile const& tile, int64_t k, int64_t k_end, int32_t worker, void* accumulators, int64_t stride) const {
     int64_t const offset_a =
         tile.batch * p.batch_stride_a + (p.major_a == Major::kRow ? tile.m * p.lda + k : tile.m + k * p.lda);
     int64_t const offset_b =
         tile.batch * p.batch_stride_b + (p.major_b == Major::kRow ? k * p.ldb + tile.n : k + tile.n * p.ldb);
     Block const a{static_cast<char const*>(buffers.a) + offset_a * size_of(p.type_a), p.lda, p.major_a};
     Block const b{static_cast<char const*>(buffers.b) + offset_b * size_of(p.type_b), p.ldb, p.major_b};
-    Extents const extents{tile.extents.m, tile.extents.n, std::min(work.k_count * tile_k, p.k - k)};
+    Extents const extents{tile.extents.m, tile.extents.n, k_end - k};
     tile_product.multiply(extents, a, b, accumulators, stride, scratch(worker));
   }
 
@@ -122,7 +138,7 @@ struct Gemm {
   void fix_up(Tile const& tile, Work const& work) const {
     void* const sum = slot(decomposition.slot(work.tile, 0));
     for (int32_t peer = 1; peer < work.peers; ++peer)
-      tile_product.add(tile.extents, slot(decomposition.slot(work.tile, peer)), sum, tile_n);
+      tile_product.add(tile.extents, slot(decomposition.slot(work.tile, peer)), tile_n, sum, tile_n);
     store(tile, sum, tile_n);
   }
 
@@ -136,7 +152,7 @@ struct Gemm {
     if (ticket == 0)
       std::memcpy(sum, partial, tile.extents.m * tile_n * size_of(accumulator_of(p.type_a)));
     else
-      tile_product.add(tile.extents, partial, sum, tile_n);
+      tile_product.add(tile.extents, partial, tile_n, sum, tile_n);
     shared_tile.locked.store(false, std::memory_order_release);
     return ticket == work.peers - 1;
   }

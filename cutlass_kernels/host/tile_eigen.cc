@@ -37,7 +37,7 @@ struct FewRows {
 #endif
   typedef T Vector __attribute__((vector_size(kBytes), aligned(alignof(T)), may_alias));
   static constexpr int kVectors = kBytes == 64 ? 4 : 2, kWidth = kBytes / sizeof(T), kColumns = kVectors * kWidth;
-  static constexpr int64_t kMost = 32, kBlock = 64;
+  static constexpr int64_t kMost = kBytes == 64 ? 64 : 32, kBlock = 64;
 
   T const* a;
   int64_t row_a, k_a;  // steps from a row of A to the next, and from an element to the next
@@ -46,21 +46,25 @@ struct FewRows {
   T* sum;
   int64_t stride;
 
+  // The sums of a block of K are added to those before it: one chain of additions along all of K would lose several digits.
   template <int kRows>
   void multiply(int64_t row, int64_t column, int64_t k_begin, int64_t k_end) const {
-    Vector sums[kRows][kVectors];
-    auto const each = [&](auto const& visit) {
-      for (int i = 0; i < kRows; ++i)
-        for (int j = 0; j < kVectors; ++j)
-          visit(*reinterpret_cast<Vector*>(sum + (row + i) * stride + column + j * kWidth), sums[i][j]);
-    };
-    each([](Vector const& there, Vector& here) { here = there; });
+    Vector sums[kRows][kVectors] = {};
     for (int64_t k = k_begin; k < k_end; ++k) {
       auto const* const of_b = reinterpret_cast<Vector const*>(b + k * stride_b + column);
+      if (row == 0) prefetch(b + (k + kBlock) * stride_b + column);
       for (int i = 0; i < kRows; ++i)
         for (int j = 0; j < kVectors; ++j) sums[i][j] += of_b[j] * a[(row + i) * row_a + k * k_a];
     }
-    each([](Vector& there, Vector const& here) { there = here; });
+    for (int i = 0; i < kRows; ++i)
+      for (int j = 0; j < kVectors; ++j)
+        *reinterpret_cast<Vector*>(sum + (row + i) * stride + column + j * kWidth) += sums[i][j];
+  }
+
+  // Of the next block, which the L2 cache holds until then.
+  static void prefetch(T const* columns) {
+    constexpr int kLine = 64 / sizeof(T);
+    for (int i = 0; i < kColumns; i += kLine) __builtin_prefetch(columns + i, 0, 2);
   }
 
   // Of whole columns of blocks; returns how many columns those are.
@@ -141,8 +145,8 @@ void multiply(Extents e, Block a, Block b, void* accumulators, int64_t stride, v
 }
 
 template <class Accumulator>
-void add(Extents e, void const* partial, void* sum, int64_t stride) {
-  view<Accumulator>(sum, e.m, e.n, stride) += view<Accumulator>(partial, e.m, e.n, stride);
+void add(Extents e, void const* partial, int64_t stride_partial, void* sum, int64_t stride) {
+  view<Accumulator>(sum, e.m, e.n, stride) += view<Accumulator>(partial, e.m, e.n, stride_partial);
 }
 
 template <class Accumulator, class D>

@@ -33,7 +33,7 @@ struct TileProduct {
   // accumulators (m x n) = a (m x k) @ b (k x n). Scratch is aligned to 64 bytes.
   void (*multiply)(Extents, Block a, Block b, void* accumulators, int64_t stride, void* scratch);
   // sum (m x n) += partial
-  void (*add)(Extents, void const* partial, void* sum, int64_t stride);
+  void (*add)(Extents, void const* partial, int64_t stride_partial, void* sum, int64_t stride);
   // d (m x n) = epilogue(accumulators), converted to the type of D. The bias is that of the tile's columns; the residual has the
   // strides of D. Accumulators of D's type may be D.
   void (*store)(Extents, Epilogue const&, void const* bias, void const* residual, void const* accumulators, int64_t stride, void* d,
