@@ -846,6 +846,13 @@ def test_a_tiny_product_stays_on_one_thread():
     assert made.schedule == DataParallel()
 
 
+def test_every_product_of_a_batch_costs_a_cpu_something():
+    """However small it is: a million products of two numbers take many times as long as one that has a million results."""
+    batched = planner.make_plan(gemm(1, 1, 1, F32, batch=10**6), Auto(), CPU)
+    outer = planner.make_plan(gemm(1000, 1000, 1, F32), Auto(), CPU)
+    assert batched.microseconds > 10 * outer.microseconds
+
+
 def test_host_schedules_are_obeyed_or_refused():
     for schedule in (DataParallel(), SplitK(4), SplitK(4, "atomic"), SplitK(4, "separate"), StreamK(), StreamK(max_sms=1)):
         assert planner.make_plan(gemm(64, 64, 1797, F32), schedule, CPU).schedule == schedule
