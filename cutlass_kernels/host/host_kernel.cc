@@ -45,8 +45,8 @@ int64_t scratch_bytes(Type operand, int64_t m, int64_t n) {
   return ((m + n + kScratchPadding) * kScratchWords + product) * 4;
 }
 
-// Sums along so much of K are added to those before them rather than continued, as tile products add the sums of much shorter
-// blocks: the error of a sum grows with the additions that lie one upon the other.
+// Sums along so much of K are added to those before them rather than continued, as tile products add the sums of much
+// shorter blocks: the error of a sum grows with the additions that lie one upon the other.
 constexpr int64_t kSummedAlone = 4096;
 
 // Of a tile that has several peers.

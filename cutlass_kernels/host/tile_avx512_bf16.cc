@@ -197,9 +197,8 @@ void multiply(Extents e, Block a, Block b, float* sum, int64_t stride, Pair* scr
 
 void multiply(Extents e, Block a, Block b, void* accumulators, int64_t stride, void* scratch) {
   // Panels are multiplied in full: the height that fits best.
-  auto const chosen = e.m <= 4                                           ? multiply<4>
-                      : round_up(e.m, 8) < round_up(e.m, kMostRows) ? multiply<8>
-                                                                         : multiply<kMostRows>;
+  bool const low = round_up(e.m, 8) < round_up(e.m, kMostRows);
+  auto const chosen = e.m <= 4 ? multiply<4> : low ? multiply<8> : multiply<kMostRows>;
   chosen(e, a, b, static_cast<float*>(accumulators), stride, static_cast<Pair*>(scratch));
 }
 
