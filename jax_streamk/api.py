@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from jax_streamk import _ffi, compat, lowering, primitive
+from jax_streamk.checks import check_static
 from jax_streamk.device import device_of
 from jax_streamk.epilogue import Epilogue, check_activation
 from jax_streamk.schedules import check_schedule
@@ -117,6 +118,7 @@ def _dimension_numbers(numbers):
         (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
         return (_dims(lhs_contract), _dims(rhs_contract)), (_dims(lhs_batch), _dims(rhs_batch))
     except (TypeError, ValueError):
+        check_static("dimension_numbers", numbers)
         form = "((lhs_contract, rhs_contract), (lhs_batch, rhs_batch)), each a sequence of dimensions"
         raise TypeError(f"dimension_numbers={numbers!r}: must be {form}") from None
 
@@ -141,7 +143,7 @@ def linear(
       bias: array of shape (n,), or None.
       activation: None, "relu", "gelu" (the exact one, by erf), "gelu_tanh", "silu", "sigmoid" or "tanh".
       residual: array that broadcasts to (..., n), or None.
-      alpha, beta: numbers that are known before tracing.
+      alpha, beta: static numbers, that is known before tracing.
       precision, preferred_element_type, out_sharding, schedule: as in ``matmul``.
 
     Returns:
@@ -160,7 +162,9 @@ def linear(
         raise ValueError(f"linear: x has shape {x.shape} and w {w.shape}; they must be (..., k) and (k, n)")
     dtype = _element_type(preferred_element_type) or x.dtype
     if not jnp.issubdtype(dtype, np.floating):
-        raise TypeError(f"linear: the result's dtype is {dtype}; an epilogue needs floating-point numbers")
+        other = f"give preferred_element_type=float32, and convert the result by .astype({dtype})"
+        remedy = "let it follow matmul" if jnp.issubdtype(dtype, np.complexfloating) else other
+        raise TypeError(f"linear: the result's dtype is {dtype}; an epilogue needs floating-point numbers: {remedy}")
     shape = (*x.shape[:-1], w.shape[1])
     params = dict(
         dimension_numbers=(((x.ndim - 1,), (0,)), ((), ())),
@@ -200,7 +204,15 @@ def _factor(function, name, factor):
     except OverflowError:
         raise ValueError(f"{function}: {name}={factor} is larger than every float") from None
     except (TypeError, ValueError):  # tracers raise a TypeError of theirs
+        check_static(f"{function}: {name}", factor)
         raise TypeError(f"{function}: {name} is {_describe(factor)}; it must be a real number that is known before tracing") from None
+
+
+def _flag(name, value):
+    if not isinstance(value, (bool, np.bool_)):
+        check_static(f"plan: {name}", value)
+        raise TypeError(f"plan: {name} is {_describe(value)}; it must be True or False: plan(..., {name}=True) plans for one of any value")
+    return bool(value)
 
 
 def plan(
@@ -220,10 +232,10 @@ def plan(
         default device.
       precision, preferred_element_type: as in ``matmul``.
       activation, alpha, beta: as in ``linear``.
-      bias, residual: whether the product is followed by one, as in ``linear``.
+      bias, residual: True or False: whether the product is followed by one, as in ``linear``.
 
     Raises:
-      TypeError, ValueError: as ``matmul``, ``dot_general`` and ``linear``.
+      TypeError, ValueError: as ``matmul``, ``dot_general`` and ``linear``; bias or residual is not a bool, or device not a device.
     """
     schedule = check_schedule(schedule)
     lhs, rhs = (_shaped(name, x) for name, x in (("lhs", lhs), ("rhs", rhs)))
@@ -236,6 +248,7 @@ def plan(
         dimension_numbers, (drop_lhs, drop_rhs), permutation = _matmul_dimensions(lhs.shape, rhs.shape)
         lhs, rhs = (_drop(x, dims) for x, dims in ((lhs, drop_lhs), (rhs, drop_rhs)))
     check_activation("plan", activation)
+    bias, residual = _flag("bias", bias), _flag("residual", residual)
     alpha, beta = _factor("plan", "alpha", alpha), _factor("plan", "beta", beta)
     params = dict(
         dimension_numbers=_dimension_numbers(dimension_numbers),
@@ -248,7 +261,7 @@ def plan(
         rhs,
         schedule=schedule,
         device=device_of(device),
-        epilogue=Epilogue(activation, alpha, beta, bool(bias), has_residual=bool(residual)),
+        epilogue=Epilogue(activation, alpha, beta, bias, has_residual=residual),
         permutation=permutation,
         **params,
     )
@@ -296,7 +309,8 @@ def _describe(x):
 def _element_type(dtype):
     try:
         return None if dtype is None else compat.canonicalize_dtype(dtype, "preferred_element_type")
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
+        check_static("preferred_element_type", dtype)
         raise TypeError(f"preferred_element_type={dtype!r}: {error}") from None
 
 

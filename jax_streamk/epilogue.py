@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_streamk.checks import check_static
+
 ACTIVATIONS = {
     None: lambda x: x,
     "relu": jax.nn.relu,
@@ -19,7 +21,8 @@ ACTIVATIONS = {
 
 
 def check_activation(function, activation):
-    """Raises ValueError for what is none of ``ACTIVATIONS``."""
+    """Raises ValueError for what is none of ``ACTIVATIONS``, TypeError for what is traced."""
+    check_static(f"{function}: activation", activation)
     if activation not in list(ACTIVATIONS):  # a list: what is not hashable is not in it either
         raise ValueError(f"{function}: activation={activation!r}; it must be one of {', '.join(map(repr, ACTIVATIONS))}")
 

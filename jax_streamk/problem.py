@@ -324,7 +324,8 @@ def _types(lhs, rhs, preferred, precision, platform):
         raise Unsupported(f"{lhs} x {rhs} -> {out}: no kernel multiplies these")
     if out not in map(jnp.dtype, outs[common]):
         allowed = " or ".join(jnp.dtype(t).name for t in outs[common])
-        raise Unsupported(f"{lhs} x {rhs} -> {out}: results of {common} may be {allowed}")
+        remedy = "name that as preferred_element_type, and convert the result by .astype"
+        raise Unsupported(f"{lhs} x {rhs} -> {out}: results of {common} may be {allowed}: {remedy}({out})")
     if common == jnp.int8 and platform != "cpu":
         raise Unsupported(f"no kernel multiplies int8 on {platform}")
     return common, TYPES[out], _math(common, precision, platform)

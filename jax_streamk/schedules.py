@@ -1,19 +1,17 @@
 """How a product's MAC-iteration space is cut: the values of every ``schedule=`` argument."""
 
 import dataclasses
-from typing import Union
+from typing import Literal, Union, get_args
 
-_REDUCTIONS = ("ordered", "atomic", "separate")
+from jax_streamk.checks import check_static, integer
+
+Reduction = Literal["ordered", "atomic", "separate"]
 
 
 def _check_reduction(reduction):
-    if reduction not in _REDUCTIONS:
-        raise ValueError(f"reduction={reduction!r}: must be one of {', '.join(map(repr, _REDUCTIONS))}")
-
-
-def _check_count(name, value, least=1):
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
-        raise ValueError(f"{name}={value!r}: must be an integer of at least {least} and below 2^31")
+    check_static("reduction", reduction)
+    if reduction not in get_args(Reduction):
+        raise ValueError(f"reduction={reduction!r}: must be one of {', '.join(map(repr, get_args(Reduction)))}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,21 +29,22 @@ class SplitK:
     """Every output tile's K is cut into ``splits`` near-equal runs of k-tiles.
 
     Attributes:
-      splits: at least 1, at most the number of k-tiles. 1 is bit for bit the unsplit product.
+      splits: an integer, at least 1 and at most the number of k-tiles. 1 is bit for bit the unsplit product.
       reduction: ``"ordered"`` adds the f32 partials of a tile in the order of K inside the kernel (deterministic);
         ``"atomic"`` adds them as they arrive; ``"separate"`` leaves them to a second kernel (deterministic), which reduces many
         splits in parallel. On GPUs the runs of the latter have one length, but for the last, and are no more than that takes:
         15 splits of 64 k-tiles are 13 runs.
 
     Raises:
+      TypeError: splits or reduction is traced.
       ValueError: splits or reduction is not as above.
     """
 
     splits: int
-    reduction: str = "ordered"
+    reduction: Reduction = "ordered"
 
     def __post_init__(self):
-        _check_count("splits", self.splits)
+        object.__setattr__(self, "splits", integer("splits", self.splits))
         _check_reduction(self.reduction)
 
 
@@ -55,20 +54,21 @@ class StreamK:
 
     Attributes:
       reduction: ``"ordered"`` (deterministic), ``"atomic"`` or ``"separate"``, as in ``SplitK``.
-      max_sms: spread the cut tiles over at most so many SMs (CPU threads on the host); None is all of them. 1 is data-parallel.
-        Kernels of the sm80 family may still run whole tiles on the others.
+      max_sms: an integer: spread the cut tiles over at most so many SMs (CPU threads on the host); None is all of them. 1 is
+        data-parallel. Kernels of the sm80 family may still run whole tiles on the others.
 
     Raises:
+      TypeError: reduction or max_sms is traced.
       ValueError: reduction or max_sms is not as above.
     """
 
-    reduction: str = "ordered"
+    reduction: Reduction = "ordered"
     max_sms: int | None = None
 
     def __post_init__(self):
         _check_reduction(self.reduction)
         if self.max_sms is not None:
-            _check_count("max_sms", self.max_sms)
+            object.__setattr__(self, "max_sms", integer("max_sms", self.max_sms))
 
 
 Schedule = Union[Auto, DataParallel, SplitK, StreamK]
@@ -92,8 +92,10 @@ class PerPass:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            if not isinstance(getattr(self, field.name), (Auto, DataParallel, SplitK, StreamK, type(None))):
-                raise TypeError(f"PerPass: {field.name}={getattr(self, field.name)!r} must be {_SCHEDULES}")
+            schedule = getattr(self, field.name)
+            if not isinstance(schedule, (Auto, DataParallel, SplitK, StreamK, type(None))):
+                check_static(f"PerPass: {field.name}", schedule)
+                raise TypeError(f"PerPass: {field.name}={schedule!r} must be {_SCHEDULES}")
 
 
 _SCHEDULES = "None, Auto(), DataParallel(), SplitK(...) or StreamK(...)"
@@ -104,6 +106,7 @@ def check_schedule(schedule):
     if schedule is None:
         return Auto()
     if not isinstance(schedule, (Auto, DataParallel, SplitK, StreamK, PerPass)):
+        check_static("schedule", schedule)
         raise TypeError(f"schedule={schedule!r}: must be {_SCHEDULES}, or PerPass(...) of them")
     return schedule
 

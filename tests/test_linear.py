@@ -269,8 +269,9 @@ X, W = np.ones((4, 8), np.float32), np.ones((8, 6), np.float32)
         (dict(x=X, w=W, activation=["silu"]), ValueError, "activation=.'silu'.; it must be one of"),
         (dict(x=X, w=W, preferred_element_type="x"), TypeError, "preferred_element_type='x'"),
         (dict(x=X, w=W, bias=np.ones(6, complex)), TypeError, "bias has dtype complex"),
-        (dict(x=X.astype(int), w=W.astype(int)), TypeError, "the result's dtype is int32; an epilogue needs floating-point"),
-        (dict(x=X, w=W, preferred_element_type=jnp.int32), TypeError, "the result's dtype is int32"),
+        (dict(x=X.astype(int), w=W.astype(int)), TypeError, r"the result's dtype is int32; .* floating-point numbers: give preferred_element_type=float32, and convert .*astype\(int32\)"),
+        (dict(x=X, w=W, preferred_element_type=jnp.int32), TypeError, "the result's dtype is int32; .*: give preferred_element_type=float32"),
+        (dict(x=X.astype(complex), w=W), TypeError, "the result's dtype is complex64; .*: let it follow matmul"),
         (dict(x="x", w=W), TypeError, "x is str"),
         (dict(x=X, w=W, bias=["a"] * 6), TypeError, "bias is list"),
         (dict(x=X, w=W, schedule=3), TypeError, "schedule=3"),
@@ -283,5 +284,6 @@ def test_bad_input(arguments, error, message):
 
 
 def test_traced_factors_are_refused():
-    with pytest.raises(TypeError, match="alpha is .*known before tracing"):
-        jax.jit(lambda alpha: linear(X, W, alpha=alpha))(2.0)
+    for name in ("alpha", "beta", "activation"):
+        with pytest.raises(TypeError, match=f"linear: {name} is traced, and must be static, .*close over its value, or name it in the static_arg"):
+            jax.jit(lambda value: linear(X, W, **{name: value}))(2.0)

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental.layout import Format, Layout
 
 import jax_streamk
-from jax_streamk import Auto, DataParallel, SplitK, StreamK, _ffi, matmul
+from jax_streamk import Auto, DataParallel, PerPass, SplitK, StreamK, _ffi, dot_general, matmul, plan
 
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else "cpu"
 BF16, F16, F32, F64 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float32, np.float64))
@@ -461,6 +461,9 @@ def test_refused_keys():
         (lambda: StreamK("tree"), ValueError, "reduction='tree': must be one of 'ordered', 'atomic', 'separate'"),
         (lambda: StreamK(max_sms=0), ValueError, "max_sms=0: must be an integer of at least 1"),
         (lambda: StreamK(max_sms="all"), ValueError, "max_sms='all': must be an integer"),
+        (lambda: SplitK(np.array([2])), ValueError, r"splits=array\(\[2\]\): must be an integer"),
+        (lambda: SplitK(np.bool_(True)), ValueError, "splits=.*True.*: must be an integer"),
+        (lambda: SplitK(jnp.float32(2)), ValueError, "splits=.*: must be an integer"),
         (lambda: matmul(A, B, schedule="stream_k"), TypeError, r"schedule='stream_k': must be None, Auto\(\), DataParallel\(\)"),
         (lambda: matmul(A, B, schedule=SplitK), TypeError, "schedule=.*SplitK.*: must be None"),
         (lambda: matmul(A, B, schedule=4), TypeError, "schedule=4: must be None"),
@@ -471,13 +474,42 @@ def test_refused_schedules(make, error, message):
         make()
 
 
+@pytest.mark.parametrize("two", [np.int64(2), np.uint8(2), np.array(2), jnp.int32(2)], ids=lambda x: type(x).__name__)
+def test_integers_of_any_type_are_ints_of_a_schedule(two):
+    for schedule, value in ((SplitK(two), SplitK(2)), (StreamK(max_sms=two), StreamK(max_sms=2))):
+        assert schedule == value and hash(schedule) == hash(value) and repr(schedule) == repr(value)
+
+
+STATIC = "is traced, and must be static, .*: close over its value, or name it in the static_argnums or static_argnames of jax.jit"
+
+
+@pytest.mark.parametrize(
+    "name, product, value",
+    [
+        ("splits", lambda x: matmul(A, B, schedule=SplitK(x)), 2),
+        ("max_sms", lambda x: matmul(A, B, schedule=StreamK(max_sms=x)), 2),
+        ("reduction", lambda x: matmul(A, B, schedule=StreamK(x)), 2),
+        ("schedule", lambda x: matmul(A, B, schedule=x), 2),
+        ("PerPass: lhs", lambda x: matmul(A, B, schedule=PerPass(lhs=x)), 2),
+        ("dimension_numbers", lambda x: dot_general(A, B, (((x,), (0,)), ((), ()))), 1),
+        ("preferred_element_type", lambda x: matmul(A, B, preferred_element_type=x), 2),
+        ("plan: bias", lambda x: plan(A, B, bias=x), True),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_what_makes_a_program_is_static(name, product, value):
+    with pytest.raises(TypeError, match=f"^{name} {STATIC}"):
+        jax.jit(product)(value)
+
+
 @pytest.mark.parametrize(
     "dtype, kwargs, message",
     [
         (np.int32, {}, "int32 x int32: no kernel multiplies int32"),
         (np.complex64, {}, "complex64 x complex64: no kernel multiplies complex64"),
         (bool, {}, "bool x bool: no kernel multiplies bool"),
-        (np.int8, {}, "int8 x int8 -> int8: results of int8 may be int32"),
+        (np.int8, {}, "int8 x int8 -> int8: results of int8 may be int32: name that as preferred_element_type, and convert the result"),
+        (F32, {"preferred_element_type": np.int32}, r"float32 x float32 -> int32: results of float32 may be float32: .* by .astype\(int32\)"),
         (F32, {"preferred_element_type": BF16}, "float32 x float32 -> bfloat16: results of float32 may be float32"),
         (BF16, {"preferred_element_type": F16}, "bfloat16 x bfloat16 -> float16: results of bfloat16 may be bfloat16 or float32"),
     ],

@@ -371,6 +371,11 @@ def test_refused_arguments():
         plan(shaped((4, 8)), shaped((7, 4)))
     with pytest.raises(TypeError, match="schedule='auto': must be None"):
         plan(shaped((4, 8)), shaped((8, 4)), schedule="auto")
+    for name in ("bias", "residual"):
+        for value, what in ((np.ones(4), "ndarray of dtype float64"), ("no", "str"), (1, "int"), (None, "NoneType")):
+            with pytest.raises(TypeError, match=f"plan: {name} is {what}; it must be True or False"):
+                plan(shaped((4, 8)), shaped((8, 4)), **{name: value})
+    assert plan(shaped((4, 8)), shaped((8, 4)), bias=np.True_) == plan(shaped((4, 8)), shaped((8, 4)), bias=True)
     with pytest.raises(ValueError, match=r"schedule=SplitK\(splits=9.*cannot run \[4, 8\] @ \[8, 4\].*exceeds its 1 k-tiles"):
         plan(shaped((4, 8)), shaped((8, 4)), schedule=SplitK(9))
 
