@@ -37,8 +37,23 @@ def scaled(factor, x):
     return x if factor == 1 else (factor * x.astype(wide(x.dtype))).astype(x.dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class Epilogue:
+class ByBits:
+    """Equality of dataclasses that programs and plans are kept by: NaN equals itself, and -0.0, which gives other results, is not 0.0."""
+
+    @functools.cached_property
+    def _key(self):
+        values = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return tuple(value.hex() if isinstance(value, float) else value for value in values)
+
+    def __eq__(self, other):
+        return self._key == other._key if type(other) is type(self) else NotImplemented
+
+    def __hash__(self):
+        return hash(self._key)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Epilogue(ByBits):
     """The static part of it, and which operands follow lhs and rhs: the bias, then the residual.
 
     Attributes:

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from jax_streamk import _ffi
-from jax_streamk.epilogue import Epilogue
+from jax_streamk.epilogue import ByBits, Epilogue
 
 TYPES = {
     jnp.dtype(jnp.float64): _ffi.Type.f64,
@@ -26,8 +26,8 @@ class Unsupported(Exception):
     """Why no kernel serves a product. ``Auto()`` falls back to XLA and shows this in its plan; an explicit schedule raises it."""
 
 
-@dataclasses.dataclass(frozen=True)
-class GemmProblem:
+@dataclasses.dataclass(frozen=True, eq=False)
+class GemmProblem(ByBits):
     """``D[l] = activation(alpha * A[l] @ B[l] + beta * residual[l] + bias[l])`` for l < batch.
 
     Extents, types, majorness, and strides in elements (0 broadcasts an operand). The bias has n contiguous elements of D's type for
