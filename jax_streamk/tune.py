@@ -11,6 +11,7 @@ import time
 import warnings
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_streamk import _ffi, contest, planner, schedules, tuned
@@ -133,8 +134,15 @@ def tuning(cache=None):
 
     Raises:
       OSError: on entry, where plans could not be stored.
-      RuntimeError: on entry, in one of several processes (``jax.distributed``): their programs would differ.
+      RuntimeError: on entry, inside a function that is traced, whose products are lowered later; and in one of several processes
+        (``jax.distributed``), whose programs would differ.
     """
+    # Whatever JAX makes is traced where a program is.
+    if isinstance(jnp.zeros(()), jax.core.Tracer):
+        raise RuntimeError(
+            "tuning() has no effect inside a function that is traced, whose products are lowered later: "
+            "enter it around the call of what jax.jit, or accelerate, returned"
+        )
     if jax.process_count() > 1:
         raise RuntimeError("tuning() in one of several processes would make their programs differ: tune in a process alone")
     session = _Session(tuned.store_of(cache))

@@ -283,16 +283,22 @@ def use_tuned_plans(cache=None):
     """Takes the tuned plans of ``Auto()`` from the folder ``cache``, in all threads of this process.
 
     None is the default, the user's: ``platformdirs.user_cache_dir("jax_streamk")``, which is ``~/.cache/jax_streamk`` or lies in
-    XDG_CACHE_HOME. A folder that is empty or missing has none. What was compiled before stays as it is.
+    XDG_CACHE_HOME, and need not be there. A folder that is empty has none. What was compiled before stays as it is.
 
     One of several processes (``jax.distributed``) takes none unless it names a folder here, and then all must name ones with the
     same plans.
 
     Raises:
       ValueError: cache is not a path.
+      FileNotFoundError, NotADirectoryError: there is no such folder.
     """
     global _of_process
-    _of_process = None if cache is None else store_of(cache)
+    store = None if cache is None else store_of(cache)
+    if store is not None and not store.directory.is_dir():
+        error = NotADirectoryError if store.directory.exists() else FileNotFoundError
+        how = "`python -m jax_streamk tune ... --cache DIR` or `tuning(DIR)` fills one, and an empty one is for no tuned plans"
+        raise error(f"cache={cache!r}: {store.directory} is no folder: {how}")
+    _of_process = store
 
 
 def _digest(plans):

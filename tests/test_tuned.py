@@ -318,6 +318,15 @@ def test_one_of_several_processes_has_the_plans_that_it_names(monkeypatch, tmp_p
         raise AssertionError("tuned")
 
 
+def test_a_folder_that_is_named_is_there(tmp_path):
+    before = tuned.store_of()
+    (tmp_path / "file").touch()
+    for name, error in (("absent", FileNotFoundError), ("file", NotADirectoryError)):
+        with pytest.raises(error, match=rf"cache='.*{name}': .*{name} is no folder: .*tune .*--cache DIR.* an empty one is for no tuned plans"):
+            jax_streamk.use_tuned_plans(str(tmp_path / name))
+        assert tuned.store_of() is before
+
+
 @pytest.mark.parametrize("cache", [7, b"bytes", ""])
 def test_a_cache_is_a_path(cache):
     with pytest.raises(ValueError, match=r"cache=.*must be the path of a folder, or None"):
@@ -375,6 +384,7 @@ def test_a_plan_that_was_tuned_is_found_at_once(store):
 
 
 def test_the_users_folder_is_the_default(tmp_path):
+    (tmp_path / "mine").mkdir()
     program = f"""
 import jax_streamk
 from jax_streamk import tuned
@@ -391,7 +401,7 @@ print(tuned.store_of().directory)
     users = str(tmp_path / "cache" / "jax_streamk")
     assert done.stdout.split() == [users, str(tmp_path / "mine"), str(tmp_path / "here"), users], done.stderr
     # Nothing was written, and these tests have a folder of their own.
-    assert not any(tmp_path.iterdir())
+    assert [*tmp_path.rglob("*")] == [tmp_path / "mine"]
     assert os.environ["XDG_CACHE_HOME"] in str(tuned.store_of().directory) != users
 
 
@@ -898,3 +908,23 @@ def test_devices_of_other_machines_are_not_tuned(store, pretended):
         with jax_streamk.tuning() as plans:
             assert tune.tuned_if_asked(made) is made
         assert not plans and not pretended
+
+
+def enters_tuning(x):
+    with jax_streamk.tuning():
+        return matmul(x, x)
+
+
+@pytest.mark.parametrize(
+    "traced",
+    [jax.jit(enters_tuning), jax.jit(jax.vmap(enters_tuning)), jax.jit(jax.grad(lambda x: enters_tuning(x).sum())), jax_streamk.accelerate(enters_tuning)],
+    ids=["jit", "vmap in jit", "grad in jit", "accelerate"],
+)
+def test_tuning_inside_of_a_trace_is_an_error(store, traced):
+    with pytest.raises(RuntimeError, match="tuning.. has no effect inside a function that is traced, .*: enter it around the call"):
+        traced(jnp.ones((2, 8, 8)))
+
+
+def test_tuning_inside_of_a_function_that_is_not_traced_tunes(store, quick):
+    jax.vmap(enters_tuning)(jnp.ones((2, 8, 8)))
+    assert len(store.plans(here())) == 1
