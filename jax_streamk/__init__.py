@@ -12,7 +12,9 @@ from jax_streamk.planner import Plan
 from jax_streamk.primitive import dots_saveable, dots_with_no_batch_dims_saveable
 from jax_streamk.schedules import Auto, DataParallel, PerPass, SplitK, StreamK
 from jax_streamk.tune import tuning
-from jax_streamk.tuned import use_tuned_plans
+from jax_streamk.tuned import use_tuned_plans, version
+
+__version__ = version()
 
 __all__ = [
     "A100",
@@ -26,6 +28,7 @@ __all__ = [
     "Plan",
     "SplitK",
     "StreamK",
+    "__version__",
     "accelerate",
     "dot_general",
     "dots_saveable",

@@ -2,13 +2,33 @@
 
 import argparse
 import importlib
+import os
 import sys
+
+from jax_streamk import __version__
 
 COMMANDS = ("bench", "tune", "info")
 
 
 def main(argv=None):
+    """Runs a command and returns the exit status: 130 after Ctrl-C, and 141, as a shell has it, where nobody reads the output further."""
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        for stream in (sys.stdout, sys.stderr):  # which Python writes out once more as it exits
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return 141
+
+
+def _run(argv):
     parser = argparse.ArgumentParser(prog="python -m jax_streamk", description="Tools for split-K and Stream-K matrix products.")
+    parser.add_argument("--version", action="version", version=f"jax_streamk {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name in COMMANDS:
         module = importlib.import_module(f"jax_streamk.tools.{name}")

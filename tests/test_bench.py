@@ -20,7 +20,7 @@ import pytest
 import jax_streamk
 from jax_streamk import __main__ as command
 from jax_streamk.programs import Program, chain, wall_sample
-from jax_streamk.tools import bench, results, shapes, sides, timing
+from jax_streamk.tools import bench, report, results, shapes, sides, timing
 
 SHAPES = "m,n,k,trans_a,trans_b,batch\n16,48,64,0,0,1\n64,64,4096,1,0,1\n33,17,129,0,1,1\n8,16,24,0,0,3\n"
 
@@ -31,9 +31,9 @@ def run(tmp_path, *arguments):
 
 
 def here(monkeypatch, *arguments):
-    """Runs the command in this process."""
+    """Runs the command in this process, and returns its exit status."""
     monkeypatch.setattr(sys, "argv", ["jax_streamk", "bench", *map(str, arguments)])
-    command.main()
+    return command.main()
 
 
 def refused(monkeypatch, capsys, *arguments):
@@ -111,6 +111,29 @@ def test_a_killed_run_is_resumed(tmp_path, monkeypatch, capsys):
     assert all(row["sides"][sides.OURS]["max_difference"] < 1e-4 for row in rows)
 
 
+def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch, capsys):
+    (tmp_path / "shapes.csv").write_text(SHAPES)
+    monkeypatch.chdir(tmp_path)
+    measured = []
+
+    def interrupted(*arguments, measure=bench.measure):
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        measured.append(measure(*arguments))
+        return measured[-1]
+
+    monkeypatch.setattr(bench, "measure", interrupted)
+    arguments = ["shapes.csv", "--dtype", "float32", "--rounds", 1, "--out", "out.json"]
+    assert here(monkeypatch, *arguments) == 130
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert len(result["rows"]) == 2 and result["stopped"] == "by the user, 2 shapes unmeasured, the first 33 x 17 x 129 B^T"
+    assert "Stopped by the user" in capsys.readouterr().out and (tmp_path / "out.md").exists()
+    # Wherever else it is, too.
+    monkeypatch.setattr(bench, "wall_sample", lambda *_: interrupted())
+    assert here(monkeypatch, "shapes.csv", "--dtype", "float32") == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
 def read(path):
     """How many shapes a result that is being written has; it is never half a file."""
     return len(json.loads(path.read_text())["rows"]) if path.exists() else 0
@@ -139,10 +162,11 @@ def test_the_limit_ends_a_run(tmp_path, monkeypatch, capsys):
         ("m,n,k\n1,2\n", "2: k is missing"),
         ("m,n,k,trans_a\n1,2,3,2\n", "2: trans_a is '2'; it must be 0 or 1"),
         ("m,n,k,batch\n1,2,3,0\n", "2: batch is '0'; it must be an integer from 1 to 2^31 - 1"),
+        ("m,n,k,N\n1,2,3,4\n", "1: the header has column n more than once"),
         ("m,n,k\n", " no shape in it"),
         ("m,n,k\n1,2,\xff\n", "1: not a CSV file"),
     ],
-    ids=["empty", "no-k", "word", "zero", "negative", "fraction", "short-row", "flag", "batch", "header-only", "bytes"],
+    ids=["empty", "no-k", "word", "zero", "negative", "fraction", "short-row", "flag", "batch", "twice", "header-only", "bytes"],
 )
 def test_bad_files_are_refused_by_line(text, message, tmp_path, monkeypatch, capsys):
     path = tmp_path / "shapes.csv"
@@ -199,6 +223,34 @@ def test_transposes_and_column_major_files(tmp_path):
     assert first == shapes.Shape(1, 2, 3, True, False, 1, "here") and second == shapes.Shape(1, 2, 3, False, True)
     # Column-major D = op(A) op(B) is row-major D^T = op(B)^T op(A)^T.
     assert shapes.read(tmp_path / "shapes.csv", column_major=True)[0] == shapes.Shape(2, 1, 3, False, True, 1, "here")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "M,N,K,Trans_B,SOURCE\n1,2,3,1,a\n",
+        "m;n;k;trans_b;source\n1;2;3;1;a\n",
+        "\ufeffM; N; K; TRANS_B; source\n1; 2; 3; 1; a\n",
+        "m\tn\tk\ttrans_b\tsource\n1\t2\t3\t1\ta\n",
+    ],
+    ids=["upper case", "semicolons", "a spreadsheet's", "tabs"],
+)
+def test_files_of_other_programs_are_read(text, tmp_path):
+    (tmp_path / "shapes.csv").write_text(text, encoding="utf-8")
+    assert shapes.read(tmp_path / "shapes.csv") == [shapes.Shape(1, 2, 3, trans_b=True, source="a")]
+
+
+def test_times_are_printed_in_their_unit():
+    row = bench.measure(sides.Task("float32"), shapes.Shape(16, 16, 16), {}, ["independent"], 1, gpu=False)
+    xla, ours = row["sides"][sides.XLA], row["sides"][sides.OURS]
+    xla["independent"] |= dict(median_us=2.5e6, quartiles_us=[2.4e6, 2.6e6])
+    ours["independent"] |= dict(median_us=1234.0, quartiles_us=[1224.0, 1244.0])
+    machine, task = dict(device="a GPU", platform="cuda", jax="1"), dict(dtype="float32", activation=None)
+    result = dict(
+        machine=machine, task=task, measures=["independent"], rows=[row], limits={}, link_us=None, notes=[], date="2026-01-02", command="bench"
+    )
+    page = report.markdown(result)
+    assert "| 2.50 ±0.10 s |" in page and "| 1.23 ±0.01 ms |" in page
 
 
 def test_sets_are_of_their_families():
@@ -318,9 +370,7 @@ def test_what_fails_or_is_wrong_is_reported(tmp_path, monkeypatch, capsys):
     xla = lambda a, b: a @ b
     for ours, said in ((wrong, r"of 16 x 16 x 16: differs from XLA by \d"), (failing, "of 16 x 16 x 16 and 1 more: NotImplementedError: not$")):
         monkeypatch.setattr(sides.Task, "functions", lambda self, shape, ours=ours: {sides.XLA: xla, sides.OURS: ours})
-        with pytest.raises(SystemExit) as end:
-            here(monkeypatch, tmp_path / "shapes.csv", "--dtype", "float32", "--rounds", 1)
-        assert end.value.code == 1
+        assert here(monkeypatch, tmp_path / "shapes.csv", "--dtype", "float32", "--rounds", 1) == 1
         assert re.search(f"FAILED jax_streamk {said}", capsys.readouterr().out, re.MULTILINE)
 
 

@@ -18,7 +18,8 @@ import jax_streamk
 from jax_streamk import _ffi, contest, described, measure, plan, planner, tune, tuned
 from jax_streamk.__main__ import main
 from jax_streamk.device import device_of
-from jax_streamk.tools import info
+from jax_streamk.text import duration
+from jax_streamk.tools import info, results
 from jax_streamk.tools.shapes import Shape
 from jax_streamk.tuned import Candidate, Store, Tuned
 
@@ -83,7 +84,7 @@ def test_tune_measures(tmp_path, monkeypatch, capsys):
     path = write(tmp_path / "one.csv", "40,24,64", header="m,n,k")
     assert main(["tune", path, "--dtype", "float32", "--cache", str(tmp_path / "cache")]) == 0
     (found,) = Store(tmp_path / "cache").plans(device_of(None)).values()
-    assert f"{found.microseconds:.1f} us by" in capsys.readouterr().err
+    assert f"{duration(found.microseconds)} by" in capsys.readouterr().err
 
 
 def test_tune_tells_what_it_leaves_to_xla(tmp_path, monkeypatch, capsys):
@@ -214,6 +215,32 @@ def test_the_command_line(tmp_path):
     assert not any(tmp_path.iterdir())
     done = subprocess.run([sys.executable, "-m", "jax_streamk"], **run)
     assert done.returncode == 2 and "usage: python -m jax_streamk" in done.stderr
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0 and capsys.readouterr().out == f"jax_streamk {jax_streamk.__version__}\n"
+    assert jax_streamk.__version__ == tuned.version()
+
+
+@pytest.mark.parametrize(
+    "arguments", ["info", "info --json", "--help", "--version", "bench --from out.json", "tune shapes.csv"], ids=lambda text: text.split()[0]
+)
+def test_a_reader_may_leave(arguments, tmp_path):
+    """As head does. What was printed is lost, and nothing else is said."""
+    write(tmp_path / "shapes.csv", "8,8,8", header="m,n,k")
+    result = dict.fromkeys(results.FIELDS, []) | dict(format=results.FORMAT, date="2026-01-02", command="", limits={}, link_us=None)
+    result |= dict(machine=dict(device="", platform="cpu", jax=""), task=dict(dtype="float32", activation=None))
+    (tmp_path / "out.json").write_text(json.dumps(result))
+    process = [sys.executable, "-m", "jax_streamk", *arguments.split()]
+    read, written = os.pipe()
+    os.close(read)
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(process, cwd=tmp_path, env=environment, stdout=written, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(written)
+    assert done.returncode in (0, 1, 141), done.stderr  # argparse may not notice, and rich ends with 1
+    assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
 
 
 @pytest.mark.parametrize("kind", [("bf16", "rr"), ("f32", "cr"), ("f64", "rc")], ids="_".join)

@@ -53,10 +53,11 @@ def run(arguments):
         arguments.error(f"needs {' and '.join(missing)}: pip install {' '.join(missing)}")
     from jax_streamk.tools import report
 
+    interrupted = False
     if arguments.result:
         result = _load(arguments.result, arguments.error)
     else:
-        result = measure_all(arguments, report)
+        result, interrupted = measure_all(arguments, report)
     report.show(result)
     if arguments.plot:
         from jax_streamk.tools import plots
@@ -66,9 +67,10 @@ def run(arguments):
         except (OSError, ValueError) as error:
             raise SystemExit(f"--plot {arguments.plot}: {error}") from None
         print("wrote", *paths)
+    if interrupted:
+        return 130
     ours = [row["sides"][sides.OURS] for row in result["rows"]]
-    if any(side.get("wrong") or "error" in side for side in ours):
-        raise SystemExit(1)
+    return int(any(side.get("wrong") or "error" in side for side in ours))
 
 
 def _load(path, error):
@@ -79,6 +81,7 @@ def _load(path, error):
 
 
 def measure_all(arguments, report):
+    """The result of what a command line asks for, and whether the user interrupted it."""
     try:
         todo = shapes.chosen(arguments)
     except (OSError, ValueError) as error:
@@ -126,23 +129,25 @@ def measure_all(arguments, report):
         result["limits"] = _limits(task.dtype) if gpu else {}
     done = {_key(row) for row in result["rows"]}
     todo = [shape for shape in todo if _key(dataclasses.asdict(shape)) not in done]
-    started = time.monotonic()
-    with report.progress(todo) as advance:
-        for i, shape in enumerate(todo):
-            if time.monotonic() - started > arguments.limit:
-                result["stopped"] = f"at the limit of {arguments.limit:g} seconds, {len(todo) - i} shapes unmeasured, the first {shape}"
-                break
-            try:
+    started, why, before = time.monotonic(), "by the user", len(result["rows"])
+    try:
+        with report.progress(todo) as advance:
+            for shape in todo:
+                if time.monotonic() - started > arguments.limit:
+                    why = f"at the limit of {arguments.limit:g} seconds"
+                    break
                 result["rows"].append(measure(task, shape, builders, measures, arguments.rounds, gpu))
-            except KeyboardInterrupt:
-                result["stopped"] = f"by the user, {len(todo) - i} shapes unmeasured, the first {shape}"
-                break
-            save()
-            advance(result)
+                save()
+                advance(result)
+        interrupted = False
+    except KeyboardInterrupt:
+        interrupted = True
+    if left := todo[len(result["rows"]) - before :]:
+        result["stopped"] = f"{why}, {len(left)} shapes unmeasured, the first {left[0]}"
     save()
     if arguments.out:
         arguments.out.with_suffix(".md").write_text(report.markdown(result))
-    return result
+    return result, interrupted
 
 
 def _key(row):

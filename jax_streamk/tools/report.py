@@ -9,6 +9,7 @@ from rich.console import Console, Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from jax_streamk.text import duration
 from jax_streamk.tools.results import LOSS, summary
 from jax_streamk.tools.sides import MEASURES, OURS, XLA
 
@@ -62,7 +63,7 @@ def _head(result):
     return [
         f"{task['dtype']} {what} beside XLA's default, {machine['device']}{driver}, {result['date'][:10]}",
         f"jax {machine['jax']}, jaxlib {machine.get('jaxlib', '?')}; `{result['command']}`.",
-        f"Microseconds a call, medians, half the interquartile range after ±; ratios are XLA's time over the other's. {measured}.",
+        f"Times of a call, medians, half the interquartile range after ±; ratios are XLA's time over the other's. {measured}.",
     ]
 
 
@@ -75,7 +76,7 @@ def _tail(result):
             f" multiplies {limits['flops_per_s'] / 1e12:.1f} TFLOP/s (a large square)."
         )
     if result["link_us"] and "dependent" in result["measures"]:
-        lines.append(f"Dependent calls: {result['link_us']:.2f} us of each, on every side, are the kernel that makes them so.")
+        lines.append(f"Dependent calls: {duration(result['link_us'])} of each, on every side, are the kernel that makes them so.")
     cool = sum(row.get("rotated_bytes", 200e6) < 200e6 for row in result["rows"])
     if cool and result["machine"]["platform"] == "cuda":
         lines.append(f"{cool} shapes are so small that less than 200 MB of operands rotate.")
@@ -123,7 +124,7 @@ def _table(result, style):
     flags = any(row["trans_a"] or row["trans_b"] or row["batch"] > 1 for row in result["rows"])
     if flags:
         table.add_column("batch")
-    for column in ("XLA us", "ours us", *(f"{each} ratio" for each in measures), *(f"{name} ratio" for name in others)):
+    for column in ("XLA", "ours", *(f"{each} ratio" for each in measures), *(f"{name} ratio" for name in others)):
         table.add_column(column, justify="right")
     if result["limits"]:
         table.add_column("of stream", justify="right")
@@ -149,8 +150,10 @@ def _time(side, measure):
     if measure not in side:
         return "failed" if "error" in side else ""
     time = side[measure]
-    low, high = time.get("quartiles_us", (0, 0))
-    return f"{time['median_us']:.2f}" + f" ±{(high - low) / 2:.2f}" * ("quartiles_us" in time)
+    if "quartiles_us" not in time:
+        return duration(time["median_us"])
+    low, high = time["quartiles_us"]
+    return duration(time["median_us"], (high - low) / 2)
 
 
 def _ratio(side, measure, plain):

@@ -35,11 +35,16 @@ class Shape:
         return text + " A^T" * self.trans_a + " B^T" * self.trans_b
 
 
+_NUMBERS = {"m": None, "n": None, "k": None, "trans_a": "0", "trans_b": "0", "batch": "1"}  # what is there where a cell is empty
+_COLUMNS = (*_NUMBERS, "source")
+
+
 def read(path, column_major=False):
     """The shapes of a CSV file with a header, in its order, each once.
 
     Args:
-      path: of a file with the columns m, n and k, and optionally trans_a and trans_b (0 or 1), batch and source. Others are ignored.
+      path: of a file with the columns m, n and k, and optionally trans_a and trans_b (0 or 1), batch and source, in either case.
+        Others are ignored. Commas, semicolons or tabs are between them.
       column_major: the file's operands are column-major, as BLAS's and DeepBench's: m and n, and trans_a and trans_b, are exchanged.
 
     Returns:
@@ -51,20 +56,26 @@ def read(path, column_major=False):
     """
     shapes = {}
     with open(path, newline="", encoding="utf-8-sig") as file:
-        rows = csv.DictReader(file, skipinitialspace=True)
+        line = 0
         try:
-            names = [name.strip() for name in rows.fieldnames or ()]
+            header = file.readline()
+            file.seek(0)
+            rows = csv.DictReader(file, delimiter=max(",;\t", key=header.count), skipinitialspace=True)
+            names = [name.strip().lower() for name in rows.fieldnames or ()]
+            if twice := [name for name in dict.fromkeys(names) if name in _COLUMNS and names.count(name) > 1]:
+                raise ValueError(f"{path}:1: the header has column {', '.join(twice)} more than once")
             missing = [name for name in ("m", "n", "k") if name not in names]
             if missing:
                 raise ValueError(f"{path}:1: the header has no column {', '.join(missing)}; it must have m, n and k, and has {names}")
             rows.fieldnames = names
             for row in rows:
-                shape = _shape(f"{path}:{rows.line_num}", row)
+                line = rows.line_num
+                shape = _shape(f"{path}:{line}", row)
                 if column_major:
                     shape = dataclasses.replace(shape, m=shape.n, n=shape.m, trans_a=shape.trans_b, trans_b=shape.trans_a)
                 shapes.setdefault(dataclasses.replace(shape, source=""), shape)
         except (csv.Error, UnicodeDecodeError) as error:
-            raise ValueError(f"{path}:{rows.line_num + 1}: not a CSV file: {error}") from None
+            raise ValueError(f"{path}:{line + 1}: not a CSV file: {error}") from None
     if not shapes:
         raise ValueError(f"{path}: no shape in it")
     return list(shapes.values())
@@ -72,7 +83,7 @@ def read(path, column_major=False):
 
 def _shape(where, row):
     values = {}
-    for name, default in (("m", None), ("n", None), ("k", None), ("trans_a", "0"), ("trans_b", "0"), ("batch", "1")):
+    for name, default in _NUMBERS.items():
         text = row.get(name) or default
         is_flag = name.startswith("trans")
         try:

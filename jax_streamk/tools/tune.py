@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax_streamk import compat, lowering, schedules, tune, tuned
 from jax_streamk.device import device_of
 from jax_streamk.measure import Memory
+from jax_streamk.text import duration
 from jax_streamk.tools import shapes
 
 
@@ -104,14 +105,14 @@ def _plan(wanted, dtypes, out_dtype, device):
 
 
 def _found(found):
-    what, planners = f"{found.microseconds:.1f} us", "by the planner's choice"
+    what, planners = duration(found.microseconds), "by the planner's choice"
     beside = f"; XLA's product took {found.xla_ratio:.2f} of the time" if found.xla_ratio else ""
     beside += ", and has it" * found.is_left_to_xla
     if found.microseconds == found.planned_microseconds:
         return f"{what} {planners}{beside}"
     splits = f", {found.splits} splits, {found.reduction}" if found.splits > 1 else ""
     how = f"{found.kernel}, {found.schedule}{splits}, {found.raster.replace('_', ' ')}, panels of {found.swizzle}"
-    return f"{what} by {how}; {found.planned_microseconds:.1f} us {planners}{beside}"
+    return f"{what} by {how}; {duration(found.planned_microseconds)} {planners}{beside}"
 
 
 def _progress():
