@@ -4,6 +4,10 @@
 threads. ``plan`` tells which kernel and schedule it would run, and why.
 """
 
+from jax_streamk.checks import check_installation
+
+check_installation()  # before imports that would fail with messages of which nobody can tell what is wrong
+
 from jax_streamk.accelerate import accelerate
 from jax_streamk.api import dot_general, einsum, kernels, linear, matmul, plan
 from jax_streamk.custom_call import EXPORT_CHECKS

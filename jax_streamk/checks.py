@@ -1,8 +1,25 @@
-"""Checks that arguments of several kinds have in common."""
+"""Checks of the installation, and those that arguments of several kinds have in common."""
 
+import importlib.util
 import operator
+import pathlib
+import sys
 
 import jax
+
+_OLDEST_JAX = "0.9.0"  # as in pyproject.toml
+
+
+def check_installation():
+    """Raises ImportError, with the remedy, where jax is too old or the module _ffi was not compiled for this Python."""
+    if jax.__version_info__ < tuple(map(int, _OLDEST_JAX.split("."))):
+        raise ImportError(f"jax_streamk needs jax {_OLDEST_JAX} or later, and found {jax.__version__}: pip install -U 'jax>={_OLDEST_JAX}'")
+    if importlib.util.find_spec("jax_streamk._ffi") is None:
+        raise ImportError(
+            f"{pathlib.Path(__file__).parent} has no compiled module _ffi for Python {sys.version_info.major}.{sys.version_info.minor}. In a "
+            "clone it is the source folder, which hides the installed package: start Python elsewhere, with pytest instead of "
+            "python -m pytest, or install by pip install -e ."
+        )
 
 
 def check_static(name, value):

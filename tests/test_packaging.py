@@ -4,11 +4,15 @@ import importlib.metadata
 import importlib.util
 import pathlib
 import re
+import shutil
+import subprocess
 import sys
 import tomllib
 import types
 
 import pytest
+
+from jax_streamk import checks
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -142,3 +146,25 @@ def test_build_and_run_time_agree_on_the_oldest_jaxlib():
     built_on = next(r for r in project["build-system"]["requires"] if r.startswith("jaxlib=="))
     oldest = next(r for r in project["project"]["dependencies"] if r.startswith("jax>="))
     assert oldest.startswith("jax>=" + built_on.removeprefix("jaxlib=="))
+    assert built_on == f"jaxlib=={checks._OLDEST_JAX}"
+
+
+def imported(program, cwd):
+    """What importing says in a process of its own."""
+    done = subprocess.run([sys.executable, "-c", program], cwd=cwd, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    return done.stderr.splitlines()[-1]
+
+
+def test_an_old_jax_is_refused_at_import(tmp_path):
+    program = "import jax; jax.__version__ = '0.8.3'; jax.__version_info__ = (0, 8, 3); import jax_streamk"
+    said = imported(program, tmp_path)
+    assert said == "ImportError: jax_streamk needs jax 0.9.0 or later, and found 0.8.3: pip install -U 'jax>=0.9.0'"
+
+
+def test_a_source_folder_says_that_it_hides_the_package(tmp_path):
+    package = pathlib.Path(checks.__file__).parent
+    shutil.copytree(package, tmp_path / "jax_streamk", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    said = imported("import sys; sys.path.insert(0, ''); import jax_streamk", tmp_path)
+    assert said.startswith(f"ImportError: {tmp_path / 'jax_streamk'} has no compiled module _ffi for Python 3.")
+    assert "hides the installed package: start Python elsewhere" in said

@@ -236,7 +236,7 @@ def test_a_reader_may_leave(arguments, tmp_path):
     process = [sys.executable, "-m", "jax_streamk", *arguments.split()]
     read, written = os.pipe()
     os.close(read)
-    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONUNBUFFERED": ""}
     done = subprocess.run(process, cwd=tmp_path, env=environment, stdout=written, stderr=subprocess.PIPE, text=True, timeout=120)
     os.close(written)
     assert done.returncode in (0, 1, 141), done.stderr  # argparse may not notice, and rich ends with 1
