@@ -132,6 +132,9 @@ def test_metadata():
     run_time = [r for r in metadata.get_all("Requires-Dist") if "extra" not in r]
     assert sorted(re.match(r"[\w-]+", r)[0] for r in run_time) == ["jax", "numpy", "platformdirs"]
     assert set(metadata.get_all("Provides-Extra")) == {"test", "flax", "tools", "examples"}
+    assert metadata["License-Expression"] == "Apache-2.0" and metadata.get_all("License-File") == ["LICENSE"]
+    assert {url.split(", ")[0] for url in metadata.get_all("Project-URL")} == {"Homepage", "Documentation", "Issues"}
+    assert "Typing :: Typed" in metadata.get_all("Classifier")
 
 
 def test_module_is_typed():
