@@ -8,7 +8,10 @@ import platform
 import jax
 
 from jax_streamk import _ffi
+from jax_streamk.checks import check_static, integer
 from jax_streamk.cost_model import under_way
+
+_PLATFORMS = ("cpu", "cuda")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +26,10 @@ class Device:
         memory is faster.
 
     ``jax_streamk.H100``, ``H200`` and ``A100`` are the SXM models; of an A100 the one of 80 GB.
+
+    Raises:
+      TypeError: platform or kind is no string, or arch or sms is traced.
+      ValueError: platform is another, or arch or sms is no integer or none of such a device.
     """
 
     platform: str
@@ -30,8 +37,27 @@ class Device:
     sms: int
     kind: str = ""
 
+    def __post_init__(self):
+        for name in ("platform", "kind"):
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                raise TypeError(f"Device: {name}={value!r}: must be a string")
+        if self.platform not in _PLATFORMS:
+            raise ValueError(f"Device: platform={self.platform!r}: must be 'cpu', or 'cuda' for NVIDIA GPUs")
+        object.__setattr__(self, "arch", integer("Device: arch", self.arch, least=0))
+        object.__setattr__(self, "sms", integer("Device: sms", self.sms))
+        if (self.platform == "cuda") != (self.arch > 0):
+            raise ValueError(f"Device: arch={self.arch}: must be 0 on a CPU, and 10 * major + minor of a GPU's compute capability, such as 90")
+
     def native(self):
         return _ffi.Device(self.arch, self.sms, under_way(self))
+
+
+class _Other(Device):
+    """A device that JAX has and nothing here runs on."""
+
+    def __post_init__(self):
+        pass
 
 
 # What programs are lowered for when CUDA is asked for on a machine without a GPU: the H100 and H200 SXM, by an H200's constants.
@@ -39,18 +65,29 @@ HOPPER = Device("cuda", 90, 132)
 
 
 def device_of(device):
-    """The ``Device`` of a jax.Device, of a ``Device``, or of JAX's default device for None."""
+    """The ``Device`` of a jax.Device, of a ``Device``, of a platform of JAX's by name, or of JAX's default device for None.
+
+    Raises:
+      TypeError: it is something else.
+      ValueError: this process has no such platform.
+    """
     if isinstance(device, Device):
         return device
     if device is None:
         device = jax.config.jax_default_device or jax.devices()[0]
-        device = jax.devices(device)[0] if isinstance(device, str) else device  # jax.default_device takes a platform, too
+    if isinstance(device, str):
+        try:
+            device = jax.devices(device)[0]
+        except RuntimeError as error:
+            remedy = "jax_streamk.Device(...) describes a machine that is not here"
+            raise ValueError(f"device={device!r}: {error}: {remedy}") from None
     if not isinstance(device, jax.Device):
-        raise TypeError(f"device={device!r}: must be None, a jax.Device or a jax_streamk.Device")
+        check_static("device", device)
+        raise TypeError(f"device={device!r}: must be None, a jax.Device, a platform such as 'cpu', or a jax_streamk.Device")
     if device.platform == "gpu" and "." in device.compute_capability:  # ROCm's are names
         major, minor = device.compute_capability.split(".")
         return Device("cuda", 10 * int(major) + int(minor), device.core_count, device.device_kind)
-    return _host() if device.platform == "cpu" else Device(device.platform, 0, 1)
+    return _host() if device.platform == "cpu" else _Other(device.platform, 0, 1)
 
 
 @functools.cache
@@ -60,7 +97,9 @@ def _host():
             kind = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
     except (OSError, StopIteration):
         kind = platform.machine()
-    return Device("cpu", 0, os.cpu_count() or 1, kind)
+    # As many as XLA's pool has threads: the CPUs that this process may run on.
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Device("cpu", 0, threads, kind)
 
 
 def jax_device_of(device):

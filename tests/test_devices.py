@@ -1,8 +1,15 @@
-"""Two devices of one process at once, as XLA's CPU client can have them without a GPU."""
+"""What a ``Device`` may be, and two devices of one process at once, as XLA's CPU client can have them without a GPU."""
 
 import os
 import subprocess
 import sys
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from jax_streamk import Device, plan
 
 PROGRAM = """
 import concurrent.futures
@@ -35,3 +42,47 @@ def test_two_devices_at_once_give_the_bits_of_one():
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=120, cwd="/")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        (("gpu", 90, 132), ValueError, "Device: platform='gpu': must be 'cpu', or 'cuda' for NVIDIA GPUs"),
+        ((None, 90, 132), TypeError, "Device: platform=None: must be a string"),
+        (("cpu", 0, 4, 7), TypeError, "Device: kind=7: must be a string"),
+        (("cpu", 0, -4), ValueError, r"Device: sms=-4: must be an integer of at least 1 and below 2\^31"),
+        (("cpu", 0, 0), ValueError, "Device: sms=0: must be an integer of at least 1"),
+        (("cuda", 90, 132.0), ValueError, r"Device: sms=132\.0: must be an integer"),
+        (("cuda", 90, 2**31), ValueError, r"Device: sms=2147483648: must be .* below 2\^31"),
+        (("cuda", "90", 132), ValueError, "Device: arch='90': must be an integer of at least 0"),
+        (("cuda", -90, 132), ValueError, "Device: arch=-90: must be an integer of at least 0"),
+        (("cuda", 0, 132), ValueError, r"Device: arch=0: .* 10 \* major \+ minor of a GPU's compute capability, such as 90"),
+        (("cpu", 90, 4), ValueError, "Device: arch=90: must be 0 on a CPU"),
+    ],
+)
+def test_refused_devices(arguments, error, message):
+    with pytest.raises(error, match=message):
+        Device(*arguments)
+
+
+def test_integers_of_any_type_are_ints_of_a_device():
+    device = Device("cuda", np.int32(90), np.int64(132))
+    assert device == Device("cuda", 90, 132) and type(device.arch) is type(device.sms) is int
+
+
+def test_a_device_of_jax_that_nothing_runs_on_leaves_products_to_xla(monkeypatch):
+    monkeypatch.setattr(jax, "Device", types.SimpleNamespace)
+    a = jax.ShapeDtypeStruct((8, 8), np.float32)
+    made = plan(a, a, device=types.SimpleNamespace(platform="tpu"))
+    assert made.kernel is None and made.device.platform == "tpu" and "no kernel" in str(made)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity")
+def test_a_host_has_the_threads_that_it_may_use():
+    """As XLA's pool has."""
+    program = (
+        "import os; os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:1]); "
+        "import jax; import jax_streamk; a = jax.ShapeDtypeStruct((512, 512), 'float32'); print(jax_streamk.plan(a, a, device='cpu').device.sms)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd="/")
+    assert done.stdout == "1\n", done.stderr

@@ -104,8 +104,11 @@ def test_devices():
     for default in ("cpu", jax.devices("cpu")[0]):
         with jax.default_device(default):
             assert plan(a, b) == cpu
-    with pytest.raises(TypeError, match=r"device='cpu': must be None, a jax\.Device or a jax_streamk\.Device"):
-        plan(a, b, device="cpu")
+    assert plan(a, b, device="cpu") == cpu
+    with pytest.raises(ValueError, match=r"device='abacus': .*abacus.*: jax_streamk\.Device\(\.\.\.\) describes a machine that is not here"):
+        plan(a, b, device="abacus")
+    with pytest.raises(TypeError, match=r"device=0: must be None, a jax\.Device, a platform such as 'cpu', or a jax_streamk\.Device"):
+        plan(a, b, device=0)
 
 
 # A build without CUDA kernels plans by their description, one for other GPUs by what it has.
