@@ -1,6 +1,7 @@
 """Decides whether CUDA kernels are built, and with what: the one answer that CMake and the build backend share.
 
-Run as a script it prints one CMake-readable line per fact: ``KEY=value``. An empty NVCC means no CUDA; WHY says why.
+Run as a script it prints one CMake-readable line per fact: ``KEY=value``. An empty NVCC means no CUDA; WHY says why, and LEVEL how loud
+CMake is to say it.
 """
 
 import importlib.metadata
@@ -73,7 +74,7 @@ def decide(option, architectures):
     if option.upper() not in ("ON", "OFF", "AUTO"):
         raise SystemExit(f"JAX_STREAMK_CUDA={option}: must be ON, OFF or AUTO")
     if option.upper() == "OFF":
-        return "", "", "JAX_STREAMK_CUDA is OFF"
+        return "", "", "JAX_STREAMK_CUDA was OFF"
     for arch in filter(None, architectures.split(";")):
         if not re.fullmatch(r"\d+[af]?", arch) or int(arch.rstrip("af")) < 80:
             raise SystemExit(f"CMAKE_CUDA_ARCHITECTURES={architectures}: must be numbers from 80 on, such as 80;90a")
@@ -81,15 +82,28 @@ def decide(option, architectures):
     found = [(nvcc, _version(nvcc)) for nvcc in _candidates() if nvcc and os.path.exists(nvcc)]
     usable = [nvcc for nvcc, version in found if version and version >= MINIMUM]
     if not usable:
-        seen = "; found " + ", ".join(f"{nvcc} {'.'.join(map(str, version or '?'))}" for nvcc, version in found) if found else ""
+        seen = f"; found {_listed(found)}" if found else ""
         if option.upper() == "ON":
             raise SystemExit(f"JAX_STREAMK_CUDA=ON needs {needed}{seen}")
-        return "", "", f"there is no {needed[2:]}{seen}"
+        return "", "", f"there was no {needed[2:]}{seen}"
     if not architectures:
         architectures = visible_architectures()
         if not architectures and option.upper() == "AUTO":
-            return "", "", "no GPU of compute capability 8.0 or later is visible and no architectures were named"
+            why = "no GPU of compute capability 8.0 or later was visible and no architectures were named"
+            return "", "", f"{why}; found {_listed(found)}"
     return str(pathlib.Path(usable[0]).resolve()), architectures or DEFAULT_ARCHITECTURES, ""
+
+
+def _listed(found):
+    return ", ".join(f"{nvcc} {'.'.join(map(str, version or '?'))}" for nvcc, version in found)
+
+
+def level(option, nvcc):
+    """ "WARNING" where CUDA kernels are not built and a toolkit or a GPU suggests that they are wanted, else "STATUS"."""
+    if nvcc or option.upper() != "AUTO":
+        return "STATUS"
+    has_toolkit = any(candidate and os.path.exists(candidate) for candidate in _candidates())
+    return "WARNING" if has_toolkit or visible_architectures() else "STATUS"
 
 
 def cutlass_include():
@@ -101,4 +115,5 @@ def cutlass_include():
 
 if __name__ == "__main__":
     nvcc, architectures, why = decide(*sys.argv[1:3])
-    print(f"NVCC={nvcc}", f"ARCHITECTURES={architectures}", f"WHY={why}", f"CUTLASS={cutlass_include()}", sep="\n")
+    facts = dict(NVCC=nvcc, ARCHITECTURES=architectures, WHY=why, LEVEL=level(sys.argv[1], nvcc), CUTLASS=cutlass_include())
+    print(*(f"{key}={value}" for key, value in facts.items()), sep="\n")

@@ -13,6 +13,8 @@
 
 #ifdef JAX_STREAMK_WITH_CUDA
 #include "cutlass_kernels/cuda_kernel.h"
+#else
+#include "without_cuda.h"
 #endif
 #include "cutlass_kernels/repack.h"
 #include "ffi/gemm_call.h"
@@ -124,6 +126,17 @@ std::pair<int32_t, int32_t> resources(KernelInfo const& info) {
   return {out.registers, out.ctas_per_sm};
 }
 
+// Every member of a KernelInfo, in their order, as pickle keeps them.
+auto state_of(KernelInfo const& k) {
+  return std::make_tuple(k.name, k.family, k.type_a, k.type_b, k.type_d, k.math, k.major_a, k.major_b, k.align_a, k.align_b, k.align_d, k.tile_m,
+                         k.tile_n, k.tile_k, k.cluster_m, k.cluster_n, k.stages, k.warp_schedule, k.swap_ab, k.split_k_reductions,
+                         k.stream_k_reductions, k.threads, k.shared_memory);
+}
+
+void set_state(KernelInfo& info, decltype(state_of(info)) const& state) {
+  std::apply([&](auto const&... members) { new (&info) KernelInfo{members...}; }, state);
+}
+
 template <typename Enum>
 auto enumeration(nb::module_& m, char const* name, char const* doc, std::initializer_list<Enum> values) {
   auto type = nb::enum_<Enum>(m, name, doc, nb::is_arithmetic());
@@ -225,6 +238,8 @@ NB_MODULE(_ffi, m) {
       .def_ro("shared_memory", &KernelInfo::shared_memory)
       .def_ro("promotion_k", &KernelInfo::promotion_k)
       .def("resources", &resources, "(registers per thread, CTAs per SM) on the current GPU; RuntimeError without one.")
+      .def("__getstate__", &state_of)
+      .def("__setstate__", &set_state)
       .def("__repr__", [](KernelInfo const& info) { return "<kernel " + info.name + ">"; });
 
   m.def("kernels", &kernel_infos, "Every kernel compiled into this build, ordered by name.");
@@ -255,6 +270,7 @@ NB_MODULE(_ffi, m) {
         "The stages of the handler for platform \"cpu\".");
 #ifdef JAX_STREAMK_WITH_CUDA
   m.attr("has_cuda") = true;
+  m.attr("without_cuda") = "";  // why there are no CUDA kernels, and how to build them
   m.attr("cuda_version") = CUDART_VERSION;  // 1000 * major + 10 * minor; 0 in a build without CUDA
   m.def(
       "synchronize",
@@ -267,6 +283,7 @@ NB_MODULE(_ffi, m) {
         "The stages of the handler for platform \"CUDA\".");
 #else
   m.attr("has_cuda") = false;
+  m.attr("without_cuda") = JAX_STREAMK_WITHOUT_CUDA;
   m.attr("cuda_version") = 0;
 #endif
 }

@@ -12,7 +12,7 @@ from jax_streamk.device import device_for_lowering
 from jax_streamk.epilogue import Epilogue
 from jax_streamk.primitive import dot_general_p, linear_p, xlas_product
 
-_REBUILD = "pip install . -C cmake.define.JAX_STREAMK_CUDA=ON"
+_REBUILD = f"when it was built, {_ffi.without_cuda}"
 
 
 def plan(

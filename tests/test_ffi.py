@@ -1,5 +1,7 @@
 """The handlers refuse what a plan would not have said: custom calls with attributes changed by hand."""
 
+import copy
+import pickle
 import re
 
 import jax
@@ -7,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jax_streamk
 from jax_streamk import DataParallel, SplitK, StreamK, _ffi, custom_call, plan
 
 ON_GPU = jax.default_backend() == "gpu"
@@ -204,3 +207,12 @@ def test_handlers_of_both_stages():
     handlers = [_ffi.host_handler()] + ([_ffi.cuda_handler()] if _ffi.has_cuda else [])
     for stages in handlers:
         assert set(stages) == {"instantiate", "execute"}
+
+
+def test_kernels_may_be_pickled_and_copied():
+    for kernel in jax_streamk.kernels():
+        for other in (pickle.loads(pickle.dumps(kernel)), copy.deepcopy(kernel)):
+            members = [name for name in dir(kernel) if not name.startswith("_") and name != "resources"]
+            assert len(members) == 23
+            assert [getattr(other, name) for name in members] == [getattr(kernel, name) for name in members]
+            assert repr(other) == f"<kernel {kernel.name}>"

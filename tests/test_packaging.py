@@ -12,7 +12,8 @@ import types
 
 import pytest
 
-from jax_streamk import checks
+from jax_streamk import _ffi, checks
+from jax_streamk.tools import info
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -45,7 +46,7 @@ def machine(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("option", ["OFF", "off"])
 def test_off(machine, option):
-    assert machine([(13, 0)], "90a").decide(option, "90a") == ("", "", "JAX_STREAMK_CUDA is OFF")
+    assert machine([(13, 0)], "90a").decide(option, "90a") == ("", "", "JAX_STREAMK_CUDA was OFF")
 
 
 def test_unknown_option(machine):
@@ -81,12 +82,35 @@ def test_auto_builds_for_what_is_named_or_else_visible(machine, gpus, named, bui
 
 def test_auto_without_gpu_says_why_not(machine):
     nvcc, _, why = machine([(13, 0)]).decide("AUTO", "")
-    assert not nvcc and "no GPU" in why and "no architectures were named" in why
+    assert not nvcc and "no GPU" in why and "no architectures were named" in why and re.search(r"; found \S+/nvcc13\.0 13\.0$", why)
+
+
+@pytest.mark.parametrize(
+    "versions, gpus, option, level",
+    [
+        ([(13, 0)], "", "AUTO", "WARNING"),
+        ([(12, 4)], "90a", "AUTO", "WARNING"),
+        ([], "90a", "auto", "WARNING"),
+        ([], "", "AUTO", "STATUS"),
+        ([(13, 0)], "90a", "OFF", "STATUS"),
+        ([(13, 0)], "90a", "AUTO", "STATUS"),
+    ],
+)
+def test_a_build_warns_where_cuda_may_have_been_wanted(machine, versions, gpus, option, level):
+    toolkit = machine(versions, gpus)
+    assert toolkit.level(option, toolkit.decide(option, "")[0]) == level
+
+
+def test_a_build_without_cuda_says_why_and_how_to_have_it():
+    assert bool(_ffi.without_cuda) != _ffi.has_cuda
+    if not _ffi.has_cuda:
+        assert re.search(r"\. To build them: pip install \. -C cmake\.define\.JAX_STREAMK_CUDA=ON -C cmake\.define", _ffi.without_cuda)
+        assert _ffi.without_cuda in info._versions()["CUDA compiled against"]
 
 
 def test_auto_without_toolkit_says_why_not(machine):
     nvcc, _, why = machine(gpus="90a").decide("AUTO", "")
-    assert not nvcc and why.startswith("there is no CUDA toolkit of at least 12.8")
+    assert not nvcc and why.startswith("there was no CUDA toolkit of at least 12.8")
 
 
 @pytest.mark.parametrize("architectures", ["native", "75", "sm_90a", "80,90a", "80;70"])

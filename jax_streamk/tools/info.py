@@ -68,7 +68,7 @@ def _versions():
         versions["flax"] = "not installed"
     major, minor = divmod(_ffi.cuda_version // 10, 100)
     return versions | {
-        "CUDA compiled against": f"{major}.{minor}" if _ffi.cuda_version else "none: no CUDA kernels",
+        "CUDA compiled against": f"{major}.{minor}" if _ffi.cuda_version else f"none, no CUDA kernels: {_ffi.without_cuda}",
         "Python": sys.version,
         "system": platform.platform(),
     }
