@@ -46,7 +46,7 @@ def matmul(a, b, *, precision=None, preferred_element_type=None, out_sharding=No
         b,
         dimension_numbers,
         precision=precision,
-        preferred_element_type=_element_type(preferred_element_type),
+        preferred_element_type=_element_type(preferred_element_type, a, b),
         out_sharding=compat.canonicalize_sharding(out_sharding, "matmul"),
         schedule=schedule,
         permutation=order,
@@ -80,7 +80,7 @@ def dot_general(lhs, rhs, dimension_numbers, precision=None, preferred_element_t
         rhs,
         _dimension_numbers(dimension_numbers),
         precision=compat.canonicalize_precision(precision),
-        preferred_element_type=_element_type(preferred_element_type),
+        preferred_element_type=_element_type(preferred_element_type, lhs, rhs),
         out_sharding=compat.canonicalize_sharding(out_sharding, "dot_general"),
         schedule=schedule,
     )
@@ -160,7 +160,7 @@ def linear(
     x, w, weak = _promoted("linear", preferred_element_type, x=x, w=w)
     if x.ndim == 0 or w.ndim != 2 or x.shape[-1] != w.shape[0]:
         raise ValueError(f"linear: x has shape {x.shape} and w {w.shape}; they must be (..., k) and (k, n)")
-    dtype = _element_type(preferred_element_type) or x.dtype
+    dtype = _element_type(preferred_element_type, x, w) or x.dtype
     if not jnp.issubdtype(dtype, np.floating):
         other = f"give preferred_element_type=float32, and convert the result by .astype({dtype})"
         remedy = "let it follow matmul" if jnp.issubdtype(dtype, np.complexfloating) else other
@@ -254,7 +254,7 @@ def plan(
     params = dict(
         dimension_numbers=_dimension_numbers(dimension_numbers),
         precision=compat.canonicalize_precision(precision),
-        preferred_element_type=_element_type(preferred_element_type),
+        preferred_element_type=_element_type(preferred_element_type, lhs, rhs),
     )
     jax.eval_shape(functools.partial(lax.dot_general, **params), lhs, rhs)  # raises what lax says of the dimensions
     made, _ = lowering.plan(
@@ -307,12 +307,18 @@ def _describe(x):
     return type(x).__name__ + (f" of dtype {x.dtype}" if hasattr(x, "dtype") else "")
 
 
-def _element_type(dtype):
+def _element_type(dtype, lhs, rhs):
+    """The dtype of the result that was asked for, where lax has products of such operands that give it."""
     try:
-        return None if dtype is None else compat.canonicalize_dtype(dtype, "preferred_element_type")
+        dtype = None if dtype is None else compat.canonicalize_dtype(dtype, "preferred_element_type")
     except (TypeError, ValueError) as error:
         check_static("preferred_element_type", dtype)
         raise TypeError(f"preferred_element_type={dtype!r}: {error}") from None
+    integers = dtype is not None and lhs.dtype == rhs.dtype and jnp.issubdtype(lhs.dtype, np.integer)
+    if integers and dtype.itemsize < lhs.dtype.itemsize:
+        remedy = f"name one of at least {8 * lhs.dtype.itemsize} bits, or none, and convert the result by .astype({dtype})"
+        raise TypeError(f"preferred_element_type={dtype} is narrower than {lhs.dtype}, the dtype of the operands: {remedy}")
+    return dtype
 
 
 def _shaped(name, x):

@@ -443,6 +443,24 @@ def test_refused_operands(a, b, error, message):
         matmul(a, b)
 
 
+@pytest.mark.parametrize(
+    "dtype, asked, message",
+    [
+        (np.int32, F16, r"float16 is narrower than int32, .*: name one of at least 32 bits, or none, and convert .* by \.astype\(float16\)"),
+        (np.int32, np.int8, r"int8 is narrower than int32, .* by \.astype\(int8\)"),
+    ],
+    ids=str,
+)
+def test_results_narrower_than_integers_are_no_more_than_laxs(dtype, asked, message):
+    a, b = A.astype(dtype), B.astype(dtype)
+    numbers = (((1,), (0,)), ((), ()))
+    with pytest.raises(TypeError):
+        lax.dot_general(a, b, numbers, preferred_element_type=asked)
+    for product in (matmul, functools.partial(dot_general, dimension_numbers=numbers), plan):
+        with pytest.raises(TypeError, match=f"preferred_element_type={message}"):
+            product(a, b, preferred_element_type=asked)
+
+
 def test_refused_keys():
     with pytest.raises(TypeError, match=r"matmul: a is \w+ of dtype key<\w+>; it must be an array of numbers"):
         matmul(jax.random.split(jax.random.key(0), 8), B)
