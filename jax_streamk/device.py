@@ -11,8 +11,6 @@ from jax_streamk import _ffi
 from jax_streamk.checks import check_static, integer
 from jax_streamk.cost_model import under_way
 
-_PLATFORMS = ("cpu", "cuda")
-
 
 @dataclasses.dataclass(frozen=True)
 class Device:
@@ -42,7 +40,7 @@ class Device:
             value = getattr(self, name)
             if not isinstance(value, str):
                 raise TypeError(f"Device: {name}={value!r}: must be a string")
-        if self.platform not in _PLATFORMS:
+        if self.platform not in ("cpu", "cuda"):
             raise ValueError(f"Device: platform={self.platform!r}: must be 'cpu', or 'cuda' for NVIDIA GPUs")
         object.__setattr__(self, "arch", integer("Device: arch", self.arch, least=0))
         object.__setattr__(self, "sms", integer("Device: sms", self.sms))

@@ -59,7 +59,7 @@ def run(arguments):
     else:
         result, interrupted = measure_all(arguments, report)
     report.show(result)
-    if arguments.plot:
+    if arguments.plot and (result["rows"] or not interrupted):
         from jax_streamk.tools import plots
 
         try:
