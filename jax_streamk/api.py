@@ -229,8 +229,7 @@ def plan(
       dimension_numbers: as in ``lax.dot_general``; None plans ``matmul(lhs, rhs)``.
       schedule: as in ``matmul``.
       device: a ``jax.Device``, a ``jax_streamk.Device`` such as ``jax_streamk.H200`` (for machines that are not here), a platform of JAX's
-        such as "cpu", or None
-        for the default device.
+        such as "cpu", or None for the default device.
       precision, preferred_element_type: as in ``matmul``.
       activation, alpha, beta: as in ``linear``.
       bias, residual: True or False: whether the product is followed by one, as in ``linear``.
