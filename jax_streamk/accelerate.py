@@ -2,35 +2,40 @@
 
 import collections
 import functools
+import gc
 import operator
+import sys
+import types
 import weakref
 
 import jax
+import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var, primitives
 
-from jax_streamk import compat, lowering, primitive
+from jax_streamk import compat, lowering, primitive, tuned
 from jax_streamk.device import device_of
 from jax_streamk.schedules import check_schedule
 
 _TRACED = object()
-# Their bodies are not XLA's to compile.
-_FOREIGN = ("pallas_call", "core_map", "mpmd_map", "cudnn_fusion")
 
 
-def accelerate(fn, *, schedule=None, where=None):
+def accelerate(fn=None, *, schedule=None, where=None):
     """``fn`` with its matrix products by split-K and Stream-K kernels.
 
-    ``fn`` is traced as ``jax.jit`` traces it, and every ``lax.dot_general`` in it that a kernel can serve on the default device
-    becomes ours: those of derivatives that ``fn`` takes too, and those inside ``jit``, ``scan``, ``while_loop``, ``cond``,
-    ``shard_map``, ``checkpoint`` (whose policies take ours for JAX's), and functions with their own rules for derivatives or
-    ``vmap``, rules included. Other products stay XLA's (those of complex numbers, of integers but int8, of a precision that no
-    kernel has), as do those of ``lax.custom_root``'s derivatives and of ``linear_call``, the bodies of Pallas kernels, what
-    ``compute_on`` moves elsewhere, and what NumPy multiplies.
+    ``fn`` is traced as ``jax.jit`` traces it, and every ``lax.dot_general`` in it that a kernel can serve on the
+    default device becomes ours: those of derivatives that ``fn`` takes too, and those inside ``jit``, ``scan``,
+    ``while_loop``, ``cond``, ``shard_map``, ``checkpoint``, and functions with their own rules for derivatives or
+    ``vmap``, rules included. Other products stay XLA's (those of complex numbers, of integers but int8, of a
+    precision that no kernel has), as do those of ``lax.custom_root``'s derivatives and of ``linear_call``, the bodies
+    of Pallas kernels and of other libraries' primitives (such as ``equinox.internal.noinline``), what ``compute_on``
+    moves elsewhere, and what NumPy multiplies.
 
     Args:
-      fn: a pure function that ``jax.jit`` could trace. Arguments and results may be anything: arrays, pytrees with or without other
-        leaves, other objects. Numbers stay numbers, so that shapes and control flow may depend on them.
+      fn: a pure function that ``jax.jit`` could trace; without it, ``accelerate(schedule=...)`` is a decorator.
+        Arguments may be anything. As by ``jit``, pytrees are rebuilt, so that ``fn`` may change its own, and JAX's
+        arrays in them are traced; NumPy's are copied; numbers stay numbers, so that shapes and control flow may
+        depend on them; other objects pass by. Results may be anything, but objects that hold arrays must be pytrees.
       schedule: as in ``matmul``, but a product that no kernel can run under it stays XLA's. That is decided inside ``fn``: where
         ``vmap`` or sharding around the result changes a product so that the schedule cannot run it, it raises ValueError as in
         ``matmul``.
@@ -38,23 +43,46 @@ def accelerate(fn, *, schedule=None, where=None):
         where it returns true. None admits all.
 
     Returns:
-      A function like ``fn``, to be transformed and compiled as ``fn`` would be. Like that of ``jax.checkpoint`` it traces ``fn``
-      at every call that is not under ``jax.jit``, so that what ``fn`` closes over may change between calls.
+      A function like ``fn``, to be transformed and compiled as ``fn`` would be. Like that of ``jax.checkpoint`` it
+      traces ``fn`` at every call that is not under ``jax.jit``, so that what ``fn`` closes over may change between
+      calls. What ``fn`` has compiled by a ``jax.jit`` of its own is compiled once for all functions with one schedule
+      and one ``where``.
 
     Raises:
-      TypeError: fn or where is not callable, or schedule is not a schedule.
+      TypeError: fn or where is not callable, or schedule is not a schedule; at a call, if a result that is not a pytree
+        holds arrays.
+      ValueError: at a call, if ``fn`` changes the state of a module of ``flax.nnx`` and does not return it:
+        ``jax_streamk.flax.nnx.accelerate`` updates it.
       RuntimeError: at a call, if the default device is a GPU and this build has no CUDA kernels.
     """
+    schedule = check_schedule(schedule)
     for name, value in (("fn", fn), ("where", where)):
-        if not callable(value) and (name, value) != ("where", None):
+        if value is not None and not callable(value):
             raise TypeError(f"accelerate: {name} is {value!r}; it must be callable")
-    rewriter = _Rewriter(check_schedule(schedule), where)
+    if fn is None:
+        return functools.partial(accelerate, schedule=schedule, where=where)
 
     @functools.wraps(fn, updated=())
     def accelerated(*args, **kwargs):
-        return rewriter.call(fn, *args, **kwargs)
+        return _rewriter(schedule, where).call(functools.partial(_checked, fn), *args, **kwargs)
 
     return accelerated
+
+
+def _rewriter(schedule, where):
+    """The same one wherever it decides the same: what JAX compiled for a jaxpr it finds by the jaxpr's identity."""
+    device = device_of(None)
+    key = schedule, where, device, tuned.digest(device)
+    try:
+        return _rewriter_of(*key)
+    except TypeError:  # where has no hash
+        return _rewriter_of.__wrapped__(*key)
+
+
+@functools.lru_cache(64)
+def _rewriter_of(schedule, where, device, digest):
+    del device, digest
+    return _Rewriter(schedule, where)
 
 
 class _Rewriter:
@@ -62,22 +90,29 @@ class _Rewriter:
 
     def __init__(self, schedule, where):
         self._schedule, self._where = schedule, where
-        # What JAX compiled for a jaxpr it finds by the jaxpr's identity, so a jaxpr is rewritten once; None: nothing to rewrite.
+        # None: nothing to rewrite.
         self._rewritten = weakref.WeakKeyDictionary()
 
     def call(self, fn, *args, **kwargs):
-        """``fn(*args, **kwargs)``. Arguments are closed over, so they need not be arrays; results that were not traced pass by."""
+        """``fn`` of the arguments, rebuilt. What is no array is closed over, and results that were not traced pass by."""
+        given, structure = jax.tree.flatten((args, kwargs))
+        is_array = [isinstance(x, jax.Array) for x in given]
         leaves = tree = None
 
-        def traced():
+        def traced(*arrays):
             nonlocal leaves, tree
+            arrays = iter(arrays)
+            own = (x.copy() if isinstance(x, np.ndarray) else x for x in given)
+            args, kwargs = structure.unflatten(next(arrays) if traces else x for x, traces in zip(own, is_array))
             out, tree = jax.tree.flatten(fn(*args, **kwargs))
             # Tracers must not outlive the trace.
             leaves = [_TRACED if isinstance(x, jax.core.Tracer) else x for x in out]
             return [x for x in out if isinstance(x, jax.core.Tracer)]
 
-        jaxpr = self._value(jax.make_jaxpr(traced)())
-        results = iter(jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts))
+        arrays = [x for x, traces in zip(given, is_array) if traces]
+        jaxpr = self._value(jax.make_jaxpr(traced)(*arrays))
+        primitive.know_sparse()
+        results = iter(jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *arrays))
         return tree.unflatten(next(results) if x is _TRACED else x for x in leaves)
 
     def _value(self, value):
@@ -90,12 +125,15 @@ class _Rewriter:
         return _map(self._value, value) if isinstance(value, tuple) else value
 
     def _eqn(self, eqn):
-        if eqn.primitive.name in _FOREIGN or eqn.ctx.compute_type is not None:
+        if eqn.ctx.compute_type is not None:
             return eqn
         if eqn.primitive is compat.dot_general_p:
             if not self._is_ours(*(x.aval for x in eqn.invars), **eqn.params):
                 return eqn
             return eqn.replace(primitive=primitive.dot_general_p, params=eqn.params | dict(schedule=self._schedule, permutation=None))
+        # Nobody knows what else parameters of others' primitives must agree with: Equinox compares a jaxpr with a twin.
+        if eqn.primitive not in compat.higher_order:
+            return eqn
         rules = self._RULES.get(eqn.primitive, {})
         params = {name: rules.get(name, _Rewriter._value)(self, value) for name, value in eqn.params.items()}
         return eqn if all(params[name] is value for name, value in eqn.params.items()) else eqn.replace(params=params)
@@ -115,16 +153,73 @@ class _Rewriter:
     def _vmap_rule(self, rule):
         return functools.partial(self.call, rule)
 
-    def _policy(self, policy):
-        """A policy of ``jax.checkpoint`` that decides about our product as about JAX's."""
-        return None if policy is None else primitive.as_jaxs(policy, (primitive.dot_general_p,))
-
     _RULES = {
         primitives.custom_jvp_call_p: {"jvp_jaxpr_fun": _jaxpr_rule},
         primitives.custom_vjp_call_p: {"fwd_jaxpr_thunk": _jaxpr_rule, "bwd": _python_rule},
-        primitives.remat_p: {"policy": _policy},
         compat.custom_vmap_p: {"rule": _vmap_rule},
     }
+
+
+def _checked(fn, *args, **kwargs):
+    """``fn(*args, **kwargs)`` of rebuilt arguments. Raises where a change would be lost, or a dead tracer be found."""
+    modules = _nnx_modules((args, kwargs))
+    before = [jax.tree.flatten(module) for module in modules]
+    try:
+        out = fn(*args, **kwargs)
+    except Exception as error:
+        if type(error).__name__ == "TraceContextError":
+            error.add_note(f"accelerate: {_NNX_REMEDY}")
+        raise
+    check_results(out)
+    returned = set(map(id, jax.tree.leaves(out)))
+    for module, (old, structure) in zip(modules, before):
+        new, changed = jax.tree.flatten(module)
+        if changed == structure:
+            new = [x for x, y in zip(new, old) if x is not y]
+        if not returned.issuperset(map(id, new)):
+            lost = f"accelerate: fn changes {type(module).__name__}, an argument, and does not return it"
+            raise ValueError(f"{lost}. {_NNX_REMEDY}")
+    return out
+
+
+def check_results(out):
+    """Raises TypeError, if results hold tracers of the current trace where they will not be found."""
+    for x in jax.tree.leaves(out):
+        if not isinstance(x, (jax.Array, np.generic, int, float, complex, str, bytes)) and _holds_tracer(x):
+            raise TypeError(
+                f"accelerate: a result of type {type(x).__name__} holds arrays and is not a pytree. Return the arrays, "
+                "or make it one: a class by jax.tree_util.register_dataclass or register_pytree_node, a function by "
+                "jax.tree_util.Partial"
+            )
+
+
+_NNX_REMEDY = "Use jax_streamk.flax.nnx.accelerate and pass it the module: it updates modules as flax.nnx.jit does."
+
+
+def _nnx_modules(tree):
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return []
+    return [x for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx.Pytree)) if isinstance(x, nnx.Pytree)]
+
+
+def _holds_tracer(x):
+    """Whether a tracer of the current trace can be reached from an object, other than through modules and classes."""
+    seen, found = {}, [x]
+    while found:
+        x = found.pop()
+        if compat.is_of_current_trace(x):
+            return True
+        if id(x) in seen or isinstance(x, (type, types.ModuleType, jax.Array)):
+            continue
+        seen[id(x)] = x  # kept, or another may get its id
+        if isinstance(x, types.FunctionType):  # globals are not its own
+            found += [x.__defaults__, x.__kwdefaults__, x.__closure__, x.__dict__]
+        elif isinstance(x, np.ndarray) and x.dtype == object:
+            found += x.flat
+        else:
+            found += gc.get_referents(x)
+    return False
 
 
 def _plan(lhs, rhs, *, out_sharding, **params):

@@ -3,22 +3,38 @@
 import dataclasses
 import enum
 import functools
+import math
+import sys
 
 import jax
+import jax.experimental.jet as _jet
+from jax._src import array as _array
 from jax._src import checkify as _checkify
 from jax._src import core as _core
+from jax._src import custom_derivatives as _custom_derivatives
 from jax._src import dispatch as _dispatch
 from jax._src import dtypes as _dtypes
 from jax._src import linear_util as _linear_util
+from jax._src import shard_map as _shard_map
 from jax._src import sharding_impls as _sharding_impls
 from jax._src.custom_batching import custom_vmap_p
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
+from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import lax as _lax
+from jax._src.lax.control_flow.loops import eval_jaxpr_p
 from jax._src.lax.lax import dot_general_p
+from jax._src.state import discharge as _discharge
+from jax.extend.core import primitives as _primitives
+
+try:
+    from jax._src.xla_metadata import xla_metadata_call_p
+except ImportError:  # up to JAX 0.10
+    from jax.experimental.scheduling_groups import xla_metadata_call_p
 
 __all__ = [
     "apply_primitive",
+    "ask_policies",
     "as_weak_type",
     "batched_dimensions",
     "canonicalize_dtype",
@@ -29,13 +45,19 @@ __all__ = [
     "cotangent_sharding",
     "custom_vmap_p",
     "def_batching",
+    "def_jet",
+    "def_sparse",
     "dot_general_p",
+    "higher_order",
+    "is_concrete",
+    "is_of_current_trace",
     "Placement",
     "is_unreduced",
     "local_aval",
     "lower_per_platform",
     "match_varying",
     "needs_devices",
+    "outside_of_traces",
     "placement",
     "sharded_like_product",
     "tell_apart",
@@ -55,6 +77,29 @@ canonicalize_dtype = _dtypes.check_and_canonicalize_user_dtype
 
 # Makes operands of one primitive vary over the same axes of shard_map's mesh, so that their gradients are right.
 match_varying = getattr(_core, "auto_insert_reshard", None) or _core.standard_insert_pvary
+
+# Those whose parameters are, or hold, jaxprs for XLA to compile, and nothing that must agree with the jaxprs.
+higher_order = {
+    _lax.composite_p,
+    _custom_derivatives.remat_opt_p,
+    _discharge.run_state_p,
+    _shard_map.shard_map_p,
+    eval_jaxpr_p,
+    custom_vmap_p,
+    xla_metadata_call_p,
+    _primitives.call_p,
+    _primitives.closed_call_p,
+    _primitives.cond_p,
+    _primitives.custom_jvp_call_p,
+    _primitives.custom_vjp_call_p,
+    _primitives.jit_p,
+    _primitives.linear_solve_p,
+    _primitives.remat_p,
+    _primitives.scan_p,
+    _primitives.while_p,
+}
+
+outside_of_traces = _core.trace_state_clean
 
 # Pins a lowered value to the sharding that its type carries (explicit sharding).
 with_sharding_of = _mlir.lower_with_sharding_in_types
@@ -110,11 +155,81 @@ def needs_devices(primitive):
     _dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
+def ask_policies(primitive, question):
+    """Has policies of ``jax.checkpoint`` asked about another primitive, with its operands and parameters.
+
+    ``question(*avals, **params)`` is ``((primitive, *avals), params)``.
+    """
+
+    def rule(policy, unknown, instantiated, eqn):
+        missing = [x for x, is_there in zip(eqn.invars, instantiated) if isinstance(x, _core.Var) and not is_there]
+        if any(unknown):
+            return None, eqn, [True], [True], missing
+        asked, params = question(*(x.aval for x in eqn.invars), **eqn.params)
+        decision = _partial_eval.ensure_enum(policy(*asked, **params))
+        if eqn.effects or decision is _partial_eval.Saveable:
+            return eqn, None, [False], [False], []
+        if decision is _partial_eval.Recompute:
+            return eqn, eqn, [False], [True], missing
+        (out,) = eqn.outvars
+        kept = _core.Var(out.aval.update(memory_space=_core.mem_kind_to_space(decision.dst)))
+        store, load = _moved(eqn, out, kept), _moved(eqn, kept, out)
+        # A rule gives one equation to each side.
+        debug_info = jax.make_jaxpr(lambda: ())().jaxpr.debug_info.with_unknown_names()
+        inputs = [x for x in eqn.invars if isinstance(x, _core.Var)]
+        both = _core.Jaxpr((), inputs, [out, kept], [eqn, store], eqn.effects, debug_info)
+        params = dict(call_jaxpr=_partial_eval.close_jaxpr(both))
+        known = eqn.replace(primitive=_primitives.closed_call_p, params=params, invars=inputs, outvars=[out, kept])
+        return known, load, [False], [True], [kept]
+
+    _partial_eval.partial_eval_jaxpr_custom_rules[primitive] = rule
+
+
+def _moved(eqn, source, target):
+    """The equation that copies ``source`` to the memory space of ``target``, in the place of ``eqn``."""
+    shape = jax.ShapeDtypeStruct(source.aval.shape, source.aval.dtype)
+    move = jax.make_jaxpr(lambda x: jax.device_put(x, target.aval.memory_space, may_alias=False))
+    (put,) = move(shape).eqns
+    put = put.replace(invars=[source], outvars=[target])
+    return put.replace(source_info=eqn.source_info, ctx=eqn.ctx)
+
+
 def def_batching(primitive, rule):
     """``rule(axis_data, operands, dims, **params)`` batches the primitive; axis_data says how the mapped axis is sharded."""
     _batching.fancy_primitive_batchers[primitive] = rule
     if hasattr(_batching, "skippable_batchers"):  # JAX 0.9 asks the rule even where no operand is mapped, unless told not to
         _batching.skippable_batchers[primitive] = lambda params: ()
+
+
+def def_jet(primitive, function=None):
+    """Has ``jax.experimental.jet`` take ``function(*operands, **params)`` for a primitive; without, it is bilinear."""
+
+    def rule(primals, series, **params):
+        # Rules are given the coefficients of powers, and jet the derivatives.
+        series = [[math.factorial(i) * x for i, x in enumerate(terms, 1)] for terms in series]
+        out, terms = _jet.jet(functools.partial(function, **params), primals, series)
+        return out, [x / math.factorial(i) for i, x in enumerate(terms, 1)]
+
+    _jet.jet_rules[primitive] = functools.partial(_jet._bilinear_taylor_rule, primitive) if function is None else rule
+
+
+def def_sparse(primitives):
+    """Has ``sparsify`` take ``function(*operands, **params)`` for a primitive; ``primitives`` maps them to functions.
+
+    Called wherever products are traced: ``jax.experimental.sparse`` takes long to import, and who has not imported it
+    has no use for the rules.
+    """
+    transform = sys.modules.get("jax.experimental.sparse.transform")
+    if transform is None or next(iter(primitives)) in transform.sparse_rules_bcoo:
+        return
+
+    def rule(function, env, *values, **params):
+        out = transform.sparsify(functools.partial(function, **params))(*transform.spvalues_to_arrays(env, values))
+        return transform.arrays_to_spvalues(env, [out])
+
+    for primitive, function in primitives.items():
+        for rules in (transform.sparse_rules_bcoo, transform.sparse_rules_bcsr):
+            rules[primitive] = functools.partial(rule, function)
 
 
 def batched_dimensions(axis_data, ndims, dims, dimension_numbers, out_sharding):
@@ -195,6 +310,16 @@ def tell_apart(value, meaning):
 def local_aval(aval):
     """The type without shardings and varying axes, which tracing inside a lowering rule has no use for."""
     return _core.ShapedArray(aval.shape, aval.dtype)
+
+
+def is_concrete(x):
+    """Whether ``x`` is an array of numbers or booleans, and no tracer. Faster than to ask ``isinstance``."""
+    return type(x) is _array.ArrayImpl
+
+
+def is_of_current_trace(x):
+    """Whether ``x`` is a tracer that is dead once the trace that is now going on has ended."""
+    return isinstance(x, _core.Tracer) and x._trace is _core.trace_ctx.trace
 
 
 def with_eqns(jaxpr, eqns):

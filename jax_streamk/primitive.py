@@ -30,6 +30,7 @@ def bind(
 
     Operands are arrays; all else is canonical, as lax's primitive carries it.
     """
+    know_sparse()
     lhs, rhs = compat.match_varying(lhs, rhs)
     return dot_general_p.bind(
         lhs,
@@ -47,6 +48,7 @@ def bind_linear(lhs, rhs, *others, epilogue, **params):
     """``epilogue`` of ``bind(lhs, rhs, **params)`` in one kernel. Others are its operands, of the result's dtype."""
     if epilogue.is_plain:
         return bind(lhs, rhs, **params)
+    know_sparse()
     return linear_p.bind(*compat.match_varying(lhs, rhs, *others), epilogue=epilogue, **params)
 
 
@@ -152,7 +154,7 @@ def _linear_transpose(cotangent, *operands, epilogue, **params):
     def apart(*unknown):
         unknown = iter(unknown)
         lhs, rhs, *others = (next(unknown) if free else x for x, free in zip(operands, is_linear))
-        return epilogue.apply(bind(lhs, rhs, **params), *others)
+        return _linear_apart(lhs, rhs, *others, epilogue=epilogue, **params)
 
     transposed = iter(jax.linear_transpose(apart, *(x.aval for x in operands if ad.is_undefined_primal(x)))(cotangent))
     return [next(transposed) if free else None for free in is_linear]
@@ -211,23 +213,34 @@ def _linear_batch(axis_data, operands, dims, *, epilogue, dimension_numbers, out
 compat.def_batching(linear_p, _linear_batch)
 
 
-def as_jaxs(policy, products=(dot_general_p, linear_p)):
-    """A policy of ``jax.checkpoint`` that decides about these products of ours as ``policy`` does about JAX's."""
-
-    def decide(primitive, *avals, **params):
-        if primitive in products:
-            ours = ("schedule", "permutation", "epilogue")
-            primitive, params = compat.dot_general_p, {name: params[name] for name in params if name not in ours}
-        return policy(primitive, *avals, **params)
-
-    return decide
+def _linear_apart(lhs, rhs, *others, epilogue, **params):
+    return epilogue.apply(bind(lhs, rhs, **params), *others)
 
 
-def dots_saveable(primitive, *avals, **params):
-    """A policy for ``jax.checkpoint``: saves the results of matrix products, JAX's and this library's, and recomputes the rest."""
-    return as_jaxs(jax.checkpoint_policies.dots_saveable)(primitive, *avals, **params)
+compat.def_jet(dot_general_p)
+compat.def_jet(linear_p, _linear_apart)
 
 
-def dots_with_no_batch_dims_saveable(primitive, *avals, **params):
-    """A policy for ``jax.checkpoint``: as ``dots_saveable``, of products without batch dimensions only."""
-    return as_jaxs(jax.checkpoint_policies.dots_with_no_batch_dims_saveable)(primitive, *avals, **params)
+def _sparse_product(*operands, schedule, **params):
+    """Kernels multiply dense matrices only."""
+    del schedule
+    return xlas_product(*operands, **params)
+
+
+def know_sparse():
+    """Before one of our primitives is bound: gives ``sparsify`` its rules, if this process has imported it."""
+    compat.def_sparse({dot_general_p: _sparse_product, linear_p: _sparse_product})
+
+
+def _question(lhs, rhs, *_, **params):
+    """What policies of ``jax.checkpoint`` are asked about our products: the same as about JAX's."""
+    ours = ("schedule", "permutation", "epilogue")
+    return (compat.dot_general_p, lhs, rhs), {name: value for name, value in params.items() if name not in ours}
+
+
+for _primitive in (dot_general_p, linear_p):
+    compat.ask_policies(_primitive, _question)
+
+# JAX's own, which know our products as well: names of an earlier version.
+dots_saveable = jax.checkpoint_policies.dots_saveable
+dots_with_no_batch_dims_saveable = jax.checkpoint_policies.dots_with_no_batch_dims_saveable

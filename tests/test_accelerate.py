@@ -1,12 +1,16 @@
 """``accelerate``: the products of unedited functions, wherever JAX keeps them, and everything else as it was."""
 
 import functools
+import gc
 import inspect
 import os
+import pickle
 import re
 import subprocess
 import sys
 
+import cloudpickle
+import flax.nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +20,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.compute_on import compute_on
 
-from jax_streamk import PerPass, SplitK, StreamK, accelerate, matmul, problem
+from jax_streamk import PerPass, SplitK, StreamK, accelerate, matmul, problem, tuned
 
 TARGET = "jax_streamk_cuda_gemm" if jax.default_backend() == "gpu" else "jax_streamk_host_gemm"
 TOLERANCE = 1e-5 if jax.default_backend() == "cpu" else 1e-2  # on a GPU both multiply in TF32, each in its own order
@@ -324,6 +328,98 @@ def test_arguments_and_results_of_every_kind():
     assert products(functools.partial(power, times=3), w) == (2, 0)
 
 
+@pytest.mark.parametrize("around", [lambda fn: fn, jax.jit, jax.grad, jax.checkpoint])
+def test_arguments_that_fn_changes_are_its_own(around):
+    def fn(batch):
+        batch["h"] = batch["x"] @ batch.pop("w")
+        batch["layers"].append(batch["h"])
+        batch["counts"] += 1
+        return (batch["layers"].pop() @ batch["layers"][0]).sum() + batch["counts"].sum()
+
+    def given():
+        return {"x": normal(6, 16), "w": normal(16, 16), "layers": [normal(16, 3)], "counts": np.zeros(2, np.float32)}
+
+    batch, untouched = given(), given()
+    wanted = around(fn)(given())
+    for _ in range(2):
+        assert_close(around(accelerate(fn))(batch), wanted)
+        assert_close(batch, untouched)
+    assert_close(jax.jit(lambda batch: (accelerate(fn)(batch), batch))(batch)[1], untouched)
+
+
+def test_arrays_among_arguments_are_traced():
+    class Static:
+        pass
+
+    static, seen = Static(), {}
+
+    def fn(x, ref, **others):
+        seen.update(x=x, **others)
+        return x @ x.T + ref[...]
+
+    ref = jax.new_ref(jnp.ones((6, 6)))
+    out = accelerate(fn)(normal(6, 16), ref, static=static, number=3, flag=True, name="x", rows=np.arange(3))
+    assert isinstance(seen.pop("x"), jax.core.Tracer) and type(seen.pop("rows")) is np.ndarray
+    assert seen == dict(static=static, number=3, flag=True, name="x") and seen["flag"] is True
+    assert_close(out, normal(6, 16) @ normal(6, 16).T + 1)
+
+
+class Box:
+    def __init__(self, content):
+        self.content = content
+
+
+@pytest.mark.parametrize(
+    "fn, kind",
+    [
+        (lambda x: Box(x @ x.T), "Box"),
+        (lambda x: (x, {"box": Box([{1: x @ x.T}])}), "Box"),
+        (lambda x: (lambda y=x @ x.T: y), "function"),
+        (lambda x: Box(x @ x.T).__init__, "method"),
+        (lambda x: functools.partial(jnp.add, Box(x @ x.T)), "partial"),
+        (lambda x: {1: {Box(x @ x.T)}}, "set"),
+    ],
+)
+def test_results_that_hide_arrays_are_refused(fn, kind):
+    remedy = ".*register_dataclass.*Partial"
+    with pytest.raises(TypeError, match=f"a result of type {kind} holds arrays and is not a pytree{remedy}"):
+        accelerate(fn)(normal(6, 16))
+
+
+def test_results_may_hold_arrays_from_elsewhere():
+    def fn(x):
+        box = Box(2 * x)
+        kept, product = accelerate(lambda x: (box, x @ x.T))(x)
+        assert kept is box
+        return product + kept.content.sum()
+
+    x = normal(6, 16)
+    assert_close(jax.jit(fn)(x), x @ x.T + 2 * x.sum())
+    assert_close(accelerate(lambda x: jax.tree_util.Partial(jnp.matmul, x @ x.T))(x)(x), x @ x.T @ x)
+
+
+def test_as_a_decorator():
+    @accelerate(schedule=SplitK(3), where=lambda problem: problem.n == 16)
+    def fn(x, w, thin):
+        """Of x."""
+        return x @ w, x @ thin
+
+    args = normal(6, 512), normal(512, 16), normal(512, 8)
+    assert splits(fn, *args) == [3] and products(fn, *args) == (1, 1)
+    assert (fn.__name__, fn.__doc__) == ("fn", "Of x.")
+    with pytest.raises(TypeError, match="schedule='split'"):
+        accelerate(schedule="split")
+
+
+def test_pickling():
+    w = normal(16, 16)
+    accelerated = accelerate(lambda x: jnp.tanh(x @ w), schedule=StreamK(), where=lambda problem: problem.k > 1)
+    accelerated(normal(6, 16))
+    again = pickle.loads(cloudpickle.dumps(accelerated))
+    assert products(again, normal(6, 16)) == (1, 0)
+    assert_close(again(normal(6, 16)), jnp.tanh(normal(6, 16) @ w))
+
+
 def test_effects_and_references():
     x, w = normal(6, 16), normal(16, 16)
     heard = []
@@ -399,7 +495,8 @@ def test_called_again_nothing_compiles_and_what_is_closed_over_may_change():
     def body(c, w):
         return jnp.tanh(with_jvp(c, w)), None
 
-    accelerated = accelerate(lambda x: lax.scan(body, inner(x, w[0]), w[0][None])[0])
+    # A new function at every call, as where a model accelerates its layers.
+    accelerated = lambda x: accelerate(lambda x: lax.scan(body, inner(x, w[0]), w[0][None])[0])(x)
     compiled = []
 
     def listen(event, *_, **__):
@@ -419,6 +516,47 @@ def test_called_again_nothing_compiles_and_what_is_closed_over_may_change():
         jax.monitoring.unregister_event_duration_listener(listen)
     assert_close(first, jnp.tanh(jax.nn.relu(x @ w[0] / 2) @ w[0] / 2))
     assert_close(second, jnp.tanh(jax.nn.relu(x @ w[0]) @ w[0]))
+
+
+def test_what_was_rewritten_is_rewritten_again_for_other_tuned_plans(monkeypatch):
+    inner = jax.jit(jnp.matmul)
+    args = normal(6, 16), normal(16, 16)
+    fn = lambda x, w: inner(x, w)
+    assert products(accelerate(fn), *args) == (1, 0)
+    times = dict(microseconds=1.0, planned_microseconds=1.0, xla_ratio=0.5)
+    left = tuned.Tuned("", "", 0, "", "", 0, **times, jaxlib=jax.lib.__version__, date="")
+    monkeypatch.setattr(tuned, "lookup", lambda problem, device: left)
+    monkeypatch.setattr(tuned, "digest", lambda device: 1)
+    assert products(accelerate(fn), *args) == (0, 1)
+
+
+def test_rewritten_programs_are_not_kept():
+    w = normal(16, 16)
+
+    class Large:
+        alive = 0
+
+        def __init__(self):
+            Large.alive += 1
+
+        def __del__(self):
+            Large.alive -= 1
+
+    def once():
+        large = Large()
+
+        @jax.jit
+        def inner(x):
+            assert large
+            return x @ w
+
+        accelerate(inner)(normal(6, 16))
+
+    for _ in range(3):
+        once()
+    jax.clear_caches()
+    gc.collect()
+    assert Large.alive == 0
 
 
 def test_compiled_program_is_that_of_matmul():
@@ -550,6 +688,36 @@ def test_equinox():
     assert_close(eqx.filter_jit(accelerate(loss))(model, x), loss(model, x))
 
 
+def noinline(x, w):
+    """A closure with a jaxpr, of which Equinox keeps a twin in what it passes by, and compares them."""
+    import equinox as eqx
+    import equinox.internal as eqxi
+
+    inner = eqx.filter_closure_convert(lambda v: jnp.tanh(v @ w), x)
+    outer = eqx.filter_closure_convert(lambda g, v: g(v) @ w, inner, x)
+    return eqxi.noinline(outer)(inner, x) @ w
+
+
+def checkpointed_loop(x, w):
+    import equinox.internal as eqxi
+
+    loop = functools.partial(eqxi.while_loop, kind="checkpointed", checkpoints=2, max_steps=3)
+    return loop(lambda c: c[1] < 3, lambda c: (jnp.tanh(c[0] @ w), c[1] + 1), (x, 0))[0] @ w
+
+
+@pytest.mark.parametrize("fn", [noinline, checkpointed_loop])
+@pytest.mark.parametrize("where", [None, lambda problem: False])
+def test_primitives_of_other_libraries(fn, where):
+    args = normal(6, 16), normal(16, 16)
+    batched = lambda fn: jax.vmap(fn, (0, None))
+    for transform, x in ((lambda fn: fn, args[0]), (gradient, args[0]), (batched, normal(2, 6, 16))):
+        wanted = transform(fn)(x, args[1])
+        assert_close(accelerate(transform(fn), where=where)(x, args[1]), wanted)
+        assert_close(jax.jit(transform(accelerate(fn, where=where)))(x, args[1]), wanted)
+    if where is None:
+        assert products(accelerate(fn), *args)[0] >= 1
+
+
 def test_haiku():
     import haiku as hk
 
@@ -615,3 +783,42 @@ def test_flax_nnx():
         assert_accelerated(accelerate(derivative(of_params(loss))), derivative(of_params(loss)), params, x)
     assert_close(nnx.jit(nnx.grad(accelerate(loss)))(model, x), nnx.grad(loss)(model, x))
     assert_close(nnx.jit(accelerate(loss))(model, x), loss(model, x))
+
+
+class Stateful(flax.nnx.Module):
+    def __init__(self):
+        rngs = flax.nnx.Rngs(0)
+        self.linear, self.norm = flax.nnx.Linear(16, 16, rngs=rngs), flax.nnx.BatchNorm(16, rngs=rngs)
+        self.dropout, self.rnn = flax.nnx.Dropout(0.5, rngs=rngs), flax.nnx.RNN(flax.nnx.LSTMCell(16, 16, rngs=rngs))
+        self.calls = 0
+
+    def __call__(self, x):
+        self.calls += 1
+        self.last = flax.nnx.Cache(x)
+        return self.rnn(self.dropout(self.norm(self.linear(x))))
+
+
+def test_a_pure_function_of_an_nnx_state():
+    graph, state = flax.nnx.split(Stateful())
+
+    def fn(state, x):
+        model = flax.nnx.merge(graph, state)
+        return model(x), flax.nnx.state(model, flax.nnx.BatchStat)
+
+    x = normal(3, 7, 16)
+    assert_accelerated(accelerate(fn), fn, state, x)
+
+
+def test_changes_to_modules_are_not_lost():
+    x = normal(3, 7, 16)
+    model, twin = Stateful(), Stateful()
+    returned = accelerate(lambda model, x: (model(x), model))(model, x)[1]
+    twin(x)
+    statistics = lambda model: jax.tree.leaves(flax.nnx.state(model, flax.nnx.BatchStat))
+    assert_close(statistics(returned), statistics(twin))
+    for fn, args in ((Stateful.__call__, (model, x)), (lambda models, x: models["a"](x), ({"a": model}, x))):
+        with pytest.raises(ValueError, match="fn changes Stateful.*jax_streamk.flax.nnx.accelerate"):
+            accelerate(fn)(*args)
+    with pytest.raises(Exception) as raised:  # the function is the module
+        accelerate(model)(x)
+    assert "jax_streamk.flax.nnx.accelerate" in "".join(raised.value.__notes__)

@@ -59,6 +59,15 @@ def test_in_another_process(tmp_path):
     assert np.load(tmp_path / "product.npy").tobytes() == np.asarray(f(A, B)).tobytes()
 
 
+def test_a_process_without_the_library_is_told_what_is_missing(tmp_path):
+    """What docs/matmul.md quotes."""
+    (tmp_path / "program").write_bytes(exported(StreamK())[1].serialize())
+    np.save(tmp_path / "a.npy", A), np.save(tmp_path / "b.npy", B)
+    command = [sys.executable, "-c", IN_ANOTHER_PROCESS.replace("import jax_streamk\n", ""), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode != 0 and "No FFI handler registered for jax_streamk_" in done.stderr
+
+
 WITHOUT_A_GPU = """
 import pathlib, sys
 import jax, jax.numpy as jnp

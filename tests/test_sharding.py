@@ -437,6 +437,24 @@ def test_the_schedule_is_that_of_the_local_product(schedule):
     assert_as_exact(program(a, b), jnp.matmul(a, b), in_float64(jnp.matmul, a, b))
 
 
+def test_without_shardy_products_are_xlas():
+    operands = place((normal(16, 24), P("x", "y")), (normal(24, 40), P("y")), (normal(40), P()))
+    ours, theirs = functools.partial(linear, activation="relu"), lambda x, w, bias: jax.nn.relu(x @ w + bias)
+    before = jax.config.jax_use_shardy_partitioner
+    jax.config.update("jax_use_shardy_partitioner", False)
+    try:
+        for mine, stock, args in ((matmul, jnp.matmul, operands[:2]), (ours, theirs, operands)):
+            program = compiled(mine, *args)
+            assert "custom-call" not in program.as_text()
+            assert collectives(program) == collectives(compiled(stock, *args))
+            assert_as_exact(program(*args), stock(*args), in_float64(stock, *args))
+            with pytest.raises(ValueError, match=r"schedule=StreamK.* cannot run: .*jax_use_shardy_partitioner is off"):
+                compiled(functools.partial(mine, schedule=StreamK()), *args)
+        assert len(our_calls(compiled(matmul, normal(16, 24), normal(24, 40)))) == 1  # one device
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", before)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
 def test_sums_of_narrow_types(dtype):
     """Over devices they are of the result's type, as XLA's are."""

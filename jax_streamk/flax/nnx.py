@@ -1,8 +1,13 @@
-"""``flax.nnx.Linear`` as one kernel."""
+"""``flax.nnx.Linear`` as one kernel, and ``accelerate`` for functions of modules."""
+
+import functools
+import inspect
 
 from flax import nnx
 from jax import lax
 
+from jax_streamk.accelerate import accelerate as _accelerate
+from jax_streamk.accelerate import check_results
 from jax_streamk.flax.forward import check_fields, forward
 
 
@@ -38,3 +43,53 @@ class Linear(nnx.Linear):
 
     def _own_dot_general(self):
         return None if self.dot_general is lax.dot_general else self.dot_general
+
+
+def accelerate(fn=None, *, schedule=None, where=None):
+    """``jax_streamk.accelerate`` for functions that change modules: it updates its arguments as ``flax.nnx.jit`` does.
+
+    Args:
+      fn: a function, a module, or a method of one. Modules, and whatever else ``flax.nnx.split`` takes apart, may be
+        among its arguments and results; a module that it only closes over must not change. Without it,
+        ``accelerate(schedule=...)`` is a decorator.
+      schedule, where: as in ``jax_streamk.accelerate``.
+
+    Returns:
+      A function like ``fn``. After a call modules among its arguments have the state that ``fn`` left: statistics of
+      BatchNorm, counts of random numbers, caches of attention, what ``sow`` kept, and attributes that it added.
+
+    Raises:
+      What ``jax_streamk.accelerate`` raises.
+    """
+    if fn is None:
+        return functools.partial(accelerate, schedule=schedule, where=where)
+    # A method's module is an argument as any other.
+    owner = ()
+    if isinstance(fn, nnx.Module):
+        function, owner = type(fn).__call__, (fn,)
+    elif inspect.ismethod(fn) and isinstance(fn.__self__, nnx.Module):
+        function, owner = fn.__func__, (fn.__self__,)
+    else:
+        function = fn
+
+    def functional(graph, state):
+        with nnx.merge_context(tag, inner=True) as context:
+            args, kwargs = context.merge(graph, state)
+        out = function(*args, **kwargs)
+        check_results(out)
+        with nnx.split_context(tag) as context:
+            return context.split((args, kwargs, out))
+
+    tag = functional
+    pure = _accelerate(functional, schedule=schedule, where=where)
+
+    @functools.wraps(fn, updated=())
+    def accelerated(*args, **kwargs):
+        with nnx.update_context(tag):
+            with nnx.split_context(tag) as context:
+                taken_apart = context.split(((*owner, *args), kwargs))
+            taken_apart = pure(*taken_apart)
+            with nnx.merge_context(tag, inner=False) as context:
+                return context.merge(*taken_apart)[2]
+
+    return accelerated
