@@ -1,6 +1,7 @@
 """The public functions."""
 
 import functools
+import inspect
 import operator
 
 import jax
@@ -8,13 +9,70 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_streamk import _ffi, compat, lowering, primitive
+from jax_streamk import _ffi, compat, lowering, primitive, tuned
 from jax_streamk.checks import check_static
 from jax_streamk.device import device_of
 from jax_streamk.epilogue import Epilogue, check_activation
 from jax_streamk.schedules import check_schedule
 
 
+def _dispatched(*operands, jaxs):
+    """Decorates a public function.
+
+    Outside of traces its calls are compiled once, as those of JAX's functions are: to prepare operands in Python takes
+    several times as long. Where a library has put a function of its own in the place of ``lax.dot_general``, ``jaxs``
+    is called, which calls that: so qwix finds what to quantize.
+    """
+
+    def decorate(function):
+        parameters = inspect.signature(function).parameters
+        positional = [name for name, x in parameters.items() if x.kind is x.POSITIONAL_OR_KEYWORD]
+        variadic = any(x.kind is x.VAR_POSITIONAL for x in parameters.values())
+        static = [name for name, x in parameters.items() if name not in operands and x.kind is not x.VAR_POSITIONAL]
+
+        @functools.lru_cache(1)
+        def compiled(generation):
+            """Another program for other tuned plans: of another function, or jit would find the old one."""
+            del generation
+            new = functools.wraps(function)(lambda *args, **kwargs: function(*args, **kwargs))
+            return jax.jit(new, static_argnames=static)
+
+        def is_for_compiled(args, kwargs):
+            if not compat.outside_of_traces() or len(args) > len(positional) and not variadic:
+                return False
+            names = (*positional, *[operands[-1]] * (len(args) - len(positional)))
+            for name, x in (*zip(names, args), *kwargs.items()):
+                if name not in operands:
+                    try:
+                        hash(x)
+                    except TypeError:
+                        return False
+                elif x is not None and not (compat.is_concrete(x) or type(x) is np.ndarray and x.dtype.kind in "biufc"):
+                    return False
+            return True
+
+        @functools.wraps(function)
+        def dispatch(*args, **kwargs):
+            if is_intercepted():
+                kwargs.pop("schedule", None)
+                return jaxs(*args, **kwargs)
+            call = compiled(tuned.generation()) if is_for_compiled(args, kwargs) else function
+            return call(*args, **kwargs)
+
+        return dispatch
+
+    return decorate
+
+
+_jaxs_dot_general, _jaxs_code = lax.dot_general, lax.dot_general.__code__
+
+
+def is_intercepted():
+    """Whether a library, such as qwix, has put a function of its own in the place of ``lax.dot_general``."""
+    return lax.dot_general is not _jaxs_dot_general or lax.dot_general.__code__ is not _jaxs_code
+
+
+@_dispatched("a", "b", jaxs=lambda *args, **kwargs: jnp.matmul(*args, **kwargs))
 def matmul(a, b, *, precision=None, preferred_element_type=None, out_sharding=None, schedule=None):
     """``jax.numpy.matmul`` by split-K and Stream-K kernels.
 
@@ -54,6 +112,7 @@ def matmul(a, b, *, precision=None, preferred_element_type=None, out_sharding=No
     return compat.as_weak_type(out) if weak else out
 
 
+@_dispatched("lhs", "rhs", jaxs=lambda *args, **kwargs: lax.dot_general(*args, **kwargs))
 def dot_general(lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, *, out_sharding=None, schedule=None):
     """``jax.lax.dot_general`` by split-K and Stream-K kernels: a drop-in for every argument that takes one.
 
@@ -86,6 +145,7 @@ def dot_general(lhs, rhs, dimension_numbers, precision=None, preferred_element_t
     )
 
 
+@_dispatched("operands", jaxs=lambda *args, **kwargs: jnp.einsum(*args, **kwargs))
 def einsum(subscripts, *operands, precision=None, preferred_element_type=None, schedule=None, optimize="auto", out_sharding=None):
     """``jax.numpy.einsum`` whose products of two operands are ``dot_general`` of this library.
 
@@ -127,6 +187,16 @@ def _dims(dims):
     return (operator.index(dims),) if isinstance(dims, (int, np.integer)) else tuple(map(operator.index, dims))
 
 
+def _linear_apart(x, w, bias=None, *, activation=None, residual=None, alpha=1.0, beta=1.0, **params):
+    epilogue = Epilogue(activation, alpha, beta, bias is not None, has_residual=residual is not None)
+    product = lax.dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())), **params)
+    others = [] if bias is None else [bias]
+    if residual is not None:
+        others.append(jnp.broadcast_to(residual, product.shape))
+    return epilogue.apply(product, *others)
+
+
+@_dispatched("x", "w", "bias", "residual", jaxs=_linear_apart)
 def linear(
     x, w, bias=None, *, activation=None, residual=None, alpha=1.0, beta=1.0,
     precision=None, preferred_element_type=None, out_sharding=None, schedule=None,

@@ -4,6 +4,7 @@ import functools
 import re
 import subprocess
 import sys
+import types
 
 import flax.linen
 import flax.nnx
@@ -470,6 +471,155 @@ def test_flax_layers_on_our_products(layer, products):
         assert np.abs(x_grad - y_grad).max() <= TOLERANCE[F32] * scale
     found, left = calls(mine, params, x)
     assert len(found) == products and left == 0
+
+
+class DenseLayers(flax.linen.Module):
+    """Every way to a product of ours, and what Flax alone has."""
+
+    ours: bool
+
+    @flax.linen.compact
+    def __call__(self, x):
+        if not self.ours:
+            x = flax.linen.relu(flax.linen.Dense(N, name="a", **BIASED)(x))
+            x = flax.linen.Dense(N, name="b")(x)
+            w = self.param("w", jax.nn.initializers.normal(1.0), (N, K))
+            return jax.lax.dot_general(jnp.einsum("mk,kn->mn", x, w), w, (((1,), (1,)), ((), ())))
+        x = linen.Dense(N, name="a", activation="relu", schedule=DataParallel(), **BIASED)(x)
+        x = flax.linen.Dense(N, name="b", dot_general=jax_streamk.dot_general)(x)
+        w = self.param("w", jax.nn.initializers.normal(1.0), (N, K))
+        return jax_streamk.dot_general(jax_streamk.einsum("mk,kn->mn", x, w), w, (((1,), (1,)), ((), ())))
+
+
+def patched_product(monkeypatch, counted):
+    """As qwix patches: by the code of the function, so that those who imported it call the other as well."""
+    stock = types.FunctionType(jax.lax.dot_general.__code__, jax.lax.dot_general.__globals__)
+    stock.__defaults__, stock.__kwdefaults__ = jax.lax.dot_general.__defaults__, jax.lax.dot_general.__kwdefaults__
+    jax.lax.dot_general.__globals__["_counted"], jax.lax.dot_general.__globals__["_stock"] = counted, stock
+
+    def patch(*args, **kwargs):
+        _counted.append(args)  # noqa: F821
+        return _stock(*args, **kwargs)  # noqa: F821
+
+    monkeypatch.setattr(jax.lax.dot_general, "__code__", patch.__code__)
+    monkeypatch.setattr(jax.lax.dot_general, "__defaults__", None)
+    monkeypatch.setattr(jax.lax.dot_general, "__kwdefaults__", None)
+
+
+def test_a_library_that_patches_laxs_product_finds_ours(monkeypatch):
+    mine, theirs, x = DenseLayers(True), DenseLayers(False), normal(5, K)
+    params = theirs.init(jax.random.key(0), x)
+    before = mine.apply(params, x)
+    layer = nnx.Linear(K, N, rngs=flax.nnx.Rngs(0), activation="gelu")
+    w, bias = normal(K, N), normal(N)
+    products = [
+        lambda: jax_streamk.matmul(x, w),
+        lambda: jax_streamk.linear(x, w, bias, activation="silu", residual=bias[None], alpha=2.0, schedule=StreamK()),
+        lambda: layer(x),
+    ]
+    unpatched = [product() for product in products]
+    with monkeypatch.context() as patching:
+        counted = []
+        patched_product(patching, counted)
+        with jax.disable_jit():  # as qwix does
+            assert_close(mine.apply(params, x), before, TOLERANCE[F32] * 10)
+            assert len(counted) == 4
+        for product, wanted in zip(products, unpatched):
+            counted.clear()
+            with jax.disable_jit():
+                assert_close(product(), wanted, TOLERANCE[F32])
+            assert len(counted) == 1
+    assert len(calls(lambda x: mine.apply(params, x), x)[0]) == 4
+
+
+def test_qwix():
+    qwix = pytest.importorskip("qwix")
+    x = normal(5, K)
+    mine, theirs = DenseLayers(True), DenseLayers(False)
+    quantization = qwix.QtProvider([qwix.QtRule(module_path=".*", weight_qtype=jnp.int8, act_qtype=jnp.int8)])
+    params = theirs.init(jax.random.key(0), x)
+    quantized = [qwix.quantize_model(model, quantization) for model in (mine, theirs)]
+    got, wanted = (model.apply(params, x) for model in quantized)
+    assert_close(got, wanted, TOLERANCE[F32] * 10)
+    accelerated = jax_streamk.accelerate(quantized[0].apply)
+    assert_close(accelerated(params, x), wanted, TOLERANCE[F32] * 10)
+    assert len(calls(accelerated, params, x)[0]) == 4
+    assert np.abs(got - theirs.apply(params, x)).max() > 0.01
+    lora = qwix.LoraProvider(module_path="[ab]", rank=2, alpha=1.0)
+    adapted, stock = (qwix.apply_lora_to_model(model, lora).init(jax.random.key(0), x) for model in (mine, theirs))
+    assert jax.tree.structure(adapted) == jax.tree.structure(stock)
+    assert "kernel_lora_a" in adapted["params"]["a"] and "kernel_lora_b" in adapted["params"]["b"]
+    assert len(calls(lambda x: mine.apply(params, x), x)[0]) == 4
+
+
+class Stateful(flax.nnx.Module):
+    """Dropout, BatchNorm, a cache, an attribute that appears and one that is no array."""
+
+    def __init__(self):
+        rngs = flax.nnx.Rngs(0)
+        self.linear, self.norm = flax.nnx.Linear(K, K, rngs=rngs), flax.nnx.BatchNorm(K, rngs=rngs)
+        self.dropout, self.rnn = flax.nnx.Dropout(0.5, rngs=rngs), flax.nnx.RNN(flax.nnx.GRUCell(K, K, rngs=rngs))
+        self.attention = flax.nnx.MultiHeadAttention(2, K, rngs=rngs, decode=True)
+        self.attention.init_cache((2, 5, K))
+        self.calls = 0
+
+    def __call__(self, x, times=1):
+        self.calls += times
+        self.last = flax.nnx.Intermediate(x)
+        return self.attention(self.rnn(self.dropout(self.norm(self.linear(x))))[:, -1:])
+
+
+def arrays_of(tree):
+    return [x for x in jax.tree.leaves(tree) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
+
+
+def mean_square(model, x):
+    return jnp.mean(model(x) ** 2)
+
+
+def gradients(f, model, x):
+    return jnp.concatenate([g.ravel() for g in arrays_of(f(model, x)[1])])
+
+
+CALLS = {
+    "function": (lambda model, x: (model(x, times=3), {"m": model, "f": jnp.tanh}), lambda f, model, x: f(model, x)[0]),
+    "keywords": (lambda *, models, x: models[0](x), lambda f, model, x: f(models=[model], x=x)),
+    "module": (None, lambda f, model, x: f(x)),
+    "method": (None, lambda f, model, x: f(x, times=2)),
+    "gradient": (flax.nnx.value_and_grad(mean_square), gradients),
+    "jit": (mean_square, lambda f, model, x: flax.nnx.jit(f)(model, x)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_accelerate_updates_modules(name):
+    fn, call = CALLS[name]
+    x, mine, theirs = normal(2, 7, K), Stateful(), Stateful()
+
+    def run(model, accelerate):
+        function = accelerate({"module": model, "method": model.__call__}.get(name, fn))
+        return [call(function, model, x) for _ in range(2)]
+
+    got = run(mine, functools.partial(nnx.accelerate, schedule=DataParallel()))
+    assert_close(got, run(theirs, lambda fn: fn), TOLERANCE[F32] * 10)
+    assert_close(arrays_of(flax.nnx.state(mine)), arrays_of(flax.nnx.state(theirs)), TOLERANCE[F32] * 10)
+    assert mine.calls == theirs.calls == {"function": 6, "method": 4}.get(name, 2)
+    found, left = calls(lambda x: nnx.accelerate(Stateful())(x), x)
+    assert len(found) > 5 and left == 0
+
+
+def test_accelerate_of_modules_that_are_returned_and_shared():
+    @nnx.accelerate(where=lambda problem: problem.n == N)
+    def apply(layers, x):
+        layers["a"].bias[...] = layers["b"].bias[...] + 1
+        return layers["b"], layers["a"](x)
+
+    layer, x = flax.nnx.Linear(K, N, rngs=flax.nnx.Rngs(0)), normal(5, K)
+    same, out = apply({"a": layer, "b": layer}, x)
+    assert same is layer
+    assert_close(out, x @ layer.kernel[...] + 1, TOLERANCE[F32])
+    with pytest.raises(TypeError, match="a result of type set holds arrays"):
+        nnx.accelerate(lambda layer, x: {lambda: y for y in [layer(x)]})(layer, x)
 
 
 def run_python(code, cwd):

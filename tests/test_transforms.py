@@ -3,13 +3,16 @@
 import functools
 import itertools
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.experimental import checkify
+from jax.experimental import checkify, sparse
+from jax.experimental.jet import jet
 from jax.test_util import check_grads
 
 import jax_streamk
@@ -151,6 +154,57 @@ def test_symbolic_zeros_and_unused_cotangents():
     assert text.count(f"@{TARGET}") == 2  # forward, and one cotangent
 
 
+FUSED = (
+    lambda a, b: linear(a, b, B[0], activation="silu", residual=jnp.ones((24, 16)), alpha=0.5),
+    lambda a, b: jax.nn.silu(0.5 * jnp.matmul(a, b) + 1 + B[0]),
+)
+
+
+@pytest.mark.parametrize("ours, theirs", [(matmul, jnp.matmul), FUSED])
+@pytest.mark.parametrize("of_both", [True, False])
+def test_jet(ours, theirs, of_both):
+    series = [[jnp.cos(A), A, jnp.sin(A)], [x if of_both else jnp.zeros_like(x) for x in (jnp.sin(B), B, jnp.cos(B))]]
+
+    def derivatives(product):
+        return jax.jit(lambda a, b: jet(lambda a, b: jnp.sin(product(a / 8, b)), (a, b), series))(A, B)
+
+    assert_same(derivatives(ours), derivatives(theirs))
+
+
+SPARSE = {
+    "matmul": (matmul, jnp.matmul),
+    "transposed": (lambda a, b: matmul(a, jnp.stack([b, b])), lambda a, b: jnp.matmul(a, jnp.stack([b, b]))),
+    "on the right": (lambda a, b: matmul(b.T, a.T), lambda a, b: jnp.matmul(b.T, a.T)),
+    "linear": FUSED,
+    "accelerate": (jax_streamk.accelerate(jnp.matmul), jnp.matmul),
+}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparsify(name):
+    ours, theirs = SPARSE[name]
+    dense = jnp.where(A > 0.5, A, 0)
+    for transform in (sparse.sparsify, lambda f: jax.jit(sparse.sparsify(f)), lambda f: sparse.sparsify(jax.jit(f))):
+        assert_same(transform(ours)(sparse.BCOO.fromdense(dense), B), theirs(dense, B))
+    if name == "matmul":
+        assert_same(sparse.sparsify(ours)(sparse.BCSR.fromdense(dense), B), theirs(dense, B))
+        product = sparse.sparsify(ours)(*map(sparse.BCOO.fromdense, (dense, jnp.asarray(B))))
+        assert isinstance(product, sparse.BCOO)
+        assert_same(product.todense(), theirs(dense, B))
+
+
+def test_sparse_matrices_are_not_imported_for_those_without():
+    code = """if True:
+        import sys, jax, jax_streamk as sk
+        assert "jax.experimental.sparse" not in sys.modules
+        a = jax.numpy.eye(4)
+        sk.matmul(a, a)
+        from jax.experimental import sparse
+        assert (sparse.sparsify(sk.accelerate(jax.numpy.matmul))(sparse.BCOO.fromdense(a), a) == a).all()
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
 # ---- control flow ----
 
 
@@ -201,6 +255,56 @@ def test_checkpoint(policy, products):
     assert_same(gradient(A, B, C), jax.grad(lambda *xs: jnp.sum(chain(jnp.matmul)(*xs)), (0, 1, 2))(A, B, C))
     program = jax.make_jaxpr(jax.value_and_grad(f, (0, 1, 2)))(A, B, C)
     assert str(program).count("streamk_dot_general[") == products
+
+
+POLICIES = {
+    "dots_saveable": jax.checkpoint_policies.dots_saveable,
+    "dots_with_no_batch_dims_saveable": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "offload_dot_with_no_batch_dims": jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
+    "save_from_both_policies": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.save_only_these_names("none")
+    ),
+    "of one's own": lambda primitive, *avals, **_: primitive.name == "dot_general" and avals[0].shape[-1] == 40,
+    "all but products": lambda primitive, *_, **__: primitive.name != "dot_general",
+}
+
+
+def batch(product):
+    return lambda a, b, c: jnp.sum(jnp.sin(product(jnp.stack([a, 2 * a]), jnp.stack([b, b]))), 0) @ c
+
+
+def loop(product):
+    layer = lambda x, b: product(jnp.sin(product(x, b / 8)), b.T / 8)
+    return lambda a, b, c: lax.scan(lambda x, _: (layer(x, b), None), a / 8, length=2)[0]
+
+
+BLOCKS = {
+    "plain": (chain(matmul), chain(jnp.matmul)),
+    "batch": (batch(matmul), batch(jnp.matmul)),
+    "scan": (loop(matmul), loop(jnp.matmul)),
+    "accelerate": (jax_streamk.accelerate(chain(jnp.matmul)), chain(jnp.matmul)),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_policies_take_our_products_for_jaxs(policy, block):
+    def program(f):
+        block = jax.checkpoint(lambda a, b, c: jnp.sum(jnp.sin(f(a, b, c))), policy=POLICIES[policy])
+        return jax.value_and_grad(jax.jit(block), (0, 1, 2))
+
+    ours, theirs = map(program, BLOCKS[block])
+    texts = [str(jax.make_jaxpr(f)(A, B, C)) for f in (ours, theirs)]
+    for primitive in ("dot_general[", "device_put["):
+        assert texts[0].count(primitive) == texts[1].count(primitive)
+    assert_same(jax.jit(ours)(A, B, C), theirs(A, B, C))
+
+
+def test_a_policy_is_asked_about_an_epilogue_as_about_a_product():
+    policy = jax.checkpoint_policies.dots_saveable
+    f = jax.checkpoint(lambda a, b: jnp.sum(jnp.sin(linear(a, b, alpha=2.0))), policy=policy)
+    program = str(jax.make_jaxpr(jax.value_and_grad(f, (0, 1)))(A, B))
+    assert program.count("streamk_linear[") == 1
 
 
 def test_policies_know_batches_and_other_primitives():
@@ -287,3 +391,64 @@ def test_names_reach_the_program():
 
     text = jax.jit(f).lower(A, B).compile().as_text()
     assert re.search(rf'custom_call_target="{TARGET}".*op_name="[^"]*attention/', text)
+
+
+# ---- calls outside of traces ----
+
+EAGER = {
+    "matmul": (matmul, jnp.matmul, (A, B)),
+    "dot_general": (dot_general, lax.dot_general, (A, B, (((1,), (0,)), ((), ())))),
+    "dot_general of lists": (dot_general, lax.dot_general, (A, B, [[[1], [0]], [[], []]])),
+    "einsum": (jax_streamk.einsum, jnp.einsum, ("mk,kn->nm", A, B)),
+    "linear": (linear, lambda x, w, bias: x @ w + bias, (A, B, B[0])),
+}
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_calls_outside_of_traces_are_compiled_once(name):
+    ours, theirs, args = EAGER[name]
+    assert_same(ours(*args), theirs(*args))
+    args = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in args]
+    assert_same(ours(*args), theirs(*args))
+    compiled = []
+
+    def listen(event, *_, **__):
+        if "backend_compile" in event or "trace" in event:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        jax.block_until_ready(ours(*args))
+        assert not compiled
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_a_call_on_constants_is_traced_as_it_is():
+    """As one on tracers: programs have no function of ours in them."""
+    for program in (jax.make_jaxpr(matmul)(A, B), jax.make_jaxpr(lambda: matmul(A, B))()):
+        assert [eqn.primitive.name for eqn in program.eqns] == ["streamk_dot_general"]
+
+
+def test_calls_outside_of_traces_follow_the_settings_in_force():
+    a, b = jnp.asarray(A), jnp.asarray(B)
+    for _ in range(2):
+        assert matmul(a, b).dtype == np.float32
+        assert matmul(a, b, preferred_element_type=jnp.bfloat16).dtype == jnp.bfloat16
+        with jax.enable_x64(True):
+            assert matmul(a.astype(np.float64), b).dtype == np.float64
+        with jax.default_device(jax.devices("cpu")[1]):
+            assert matmul(A, B).devices() == {jax.devices("cpu")[1]}
+        assert matmul(jax.device_put(a, jax.devices("cpu")[2]), B).devices() == {jax.devices("cpu")[2]}
+        with jax.numpy_dtype_promotion("strict"), pytest.raises(Exception, match="strict"):
+            matmul(a, b.astype(jnp.bfloat16))
+        with pytest.raises(ValueError, match="contract sizes 40 and 24"):
+            matmul(a, a)
+        with pytest.raises(ValueError, match="1000"):
+            matmul(a, b, schedule=jax_streamk.SplitK(1000))
+        with pytest.raises(TypeError, match="alpha is bool"):
+            linear(a, b, alpha=True)
+        assert_same(linear(a, b, alpha=1.0), A @ B)
+        assert_same(linear(a, b, alpha=jnp.float32(2)), 2 * A @ B)
+        weak = jnp.broadcast_to(3.0, (2, 2))
+        assert weak.weak_type and matmul(weak, weak).weak_type and not matmul(weak, a[:2]).weak_type

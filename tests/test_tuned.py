@@ -24,7 +24,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_streamk
-from jax_streamk import Auto, DataParallel, Plan, SplitK, StreamK, _ffi, contest, linear, matmul, measure, plan, planner, tune, tuned
+from jax_streamk import Auto, DataParallel, Plan, SplitK, StreamK, _ffi, contest, linear, lowering, matmul, measure, plan
+from jax_streamk import planner, tune, tuned
 from jax_streamk.device import HOPPER, device_of
 from jax_streamk.tuned import Candidate, Store, Tuned
 
@@ -779,6 +780,32 @@ def test_tuning_lowers_again_what_was_compiled_before(store, pretended):
         f(a, b)
     f(a, b)
     assert len(plans) == 1 and len(pretended) == 1
+
+
+@pytest.mark.parametrize("call", [matmul, functools.partial(linear, activation="relu")])
+def test_calls_outside_of_jit_run_the_plans_in_use(store, pretended, call, monkeypatch):
+    a, b = (jnp.ones(x.shape, x.dtype) for x in (A, B))
+    lowered, planned = [], lowering.plan
+
+    def recorded(*args, **kwargs):
+        lowered.append(planned(*args, **kwargs))
+        return lowered[-1]
+
+    monkeypatch.setattr(lowering, "plan", recorded)
+    call(a, b), call(a, b)
+    assert len(lowered) == 1 and lowered.pop()[0].swizzle != 3
+    with jax_streamk.tuning() as plans:
+        call(a, b)
+    assert len(plans) == 1
+    lowered.clear()
+    call(a, b), call(a, b)  # compiled before, with another plan
+    assert len(lowered) == 1 and lowered.pop()[0].swizzle == 3
+    with tuned.using(None):
+        for directory, is_tuned in ((store.directory, True), (store.directory / "empty", False)):
+            jax_streamk.use_tuned_plans(directory)
+            call(a, b)
+            assert len(lowered) == 1 and (lowered.pop()[0].swizzle == 3) == is_tuned
+        jax_streamk.use_tuned_plans()
 
 
 def test_a_product_that_cannot_be_tuned_is_tried_once(store, monkeypatch):

@@ -24,14 +24,16 @@ def forward(layer, dot_general, inputs, kernel, bias, preferred_element_type=Non
     One ``linear``, but for complex numbers and under a ``dot_general`` of the user's own (None without): there bias and activation
     follow the product.
     """
-    dtype = preferred_element_type or jnp.result_type(inputs, kernel)
-    if dot_general is None and jnp.issubdtype(dtype, jnp.floating):
-        # Flax adds the bias to the rounded product, in the dtype of both.
-        dtype = dtype if bias is None else jnp.promote_types(dtype, bias.dtype)
-        return api.linear(
-            inputs, kernel, bias, activation=layer.activation, precision=layer.precision, preferred_element_type=dtype,
-            schedule=layer.schedule, **sharding,
-        )  # fmt: skip
+    # Interceptors take their own kinds of kernels.
+    if dot_general is None and not api.is_intercepted():
+        dtype = preferred_element_type or jnp.result_type(inputs, kernel)
+        if jnp.issubdtype(dtype, jnp.floating):
+            # Flax adds the bias to the rounded product, in the dtype of both.
+            dtype = dtype if bias is None else jnp.promote_types(dtype, bias.dtype)
+            return api.linear(
+                inputs, kernel, bias, activation=layer.activation, precision=layer.precision,
+                preferred_element_type=dtype, schedule=layer.schedule, **sharding,
+            )  # fmt: skip
     dot_general = dot_general or functools.partial(api.dot_general, schedule=layer.schedule)
     # Products of the user's own need not know the arguments that are rarely given.
     if preferred_element_type is not None:
