@@ -1,6 +1,7 @@
 #include "cutlass_kernels/planner.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <map>
 #include <numeric>
 #include <tuple>
@@ -37,6 +38,24 @@ std::vector<std::vector<Schedule>> kinds_of(std::optional<Schedule> const& wante
   return kinds;
 }
 
+// How much of K tensor cores may sum for a float32 result, which would lose digits that XLA's has. XLA sums products of vectors and small results in
+// float32 or in many slices; and it splits no K of a product that fills the machine with its largest tiles, so that its own sums are as long.
+int64_t longest_sum(GemmProblem const& p, Device const& device) {
+  constexpr double kSmallResult = 1 << 14, kLargestTile = 128 * 256;
+  if (size_of(p.type_a) != 2 || p.type_d != Type::kF32 || device.arch == 0) return INT64_MAX;
+  double const results = static_cast<double>(p.m) * p.n;
+  if (p.batch * results >= kLargestTile * device.sms) return INT64_MAX;
+  return std::min(p.m, p.n) == 1 || results < kSmallResult ? 16 : kPromotionK;
+}
+
+// Whether a kernel can run the problem without truncating more digits than that.
+bool serves(Kernel const& kernel, GemmProblem const& p, Schedule const& s, Device const& device) {
+  KernelInfo const& info = kernel.info;
+  int64_t const k_tiles = (p.k + info.tile_k - 1) / info.tile_k, splits = s.kind == ScheduleKind::kSplitK ? std::max(s.splits, 1) : 1;
+  int64_t const run = std::min((k_tiles + splits - 1) / splits * info.tile_k, p.k);
+  return std::min<int64_t>(run, info.promotion_k > 0 ? info.promotion_k : run) <= longest_sum(p, device) && can_run(kernel, p, s, device);
+}
+
 // The most telling refusal: of a kernel that runs the problem data-parallel, with many k-tiles.
 std::string closest_refusal(std::vector<Kernel const*> const& kernels, GemmProblem const& p, Schedule const& s,
                             Device const& device) {
@@ -44,7 +63,9 @@ std::string closest_refusal(std::vector<Kernel const*> const& kernels, GemmProbl
     return std::tuple(!can_run(*kernel, p, {}, device), kernel->info.align_a, kernel->info.tile_k);
   };
   auto const closest = std::min_element(kernels.begin(), kernels.end(), [&](auto* x, auto* y) { return rank(x) < rank(y); });
-  return closest == kernels.end() ? "" : check(**closest, p, s, device).message;
+  if (closest == kernels.end()) return "";
+  Status const status = check(**closest, p, s, device);
+  return status.ok() ? "no kernel that can promotes sums of at most " + std::to_string(longest_sum(p, device)) + " of K to float32" : status.message;
 }
 
 }  // namespace
@@ -98,7 +119,7 @@ Choice choose(std::vector<Kernel const*> const& kernels, GemmProblem const& p, s
         if (cost.microseconds > below || (cheapest && cost.microseconds == below)) continue;
         s.raster = order->raster, s.swizzle = order->swizzle;
         // The kernel has the last word on these very arguments.
-        if (can_run(kernel, p, s, device)) cheapest = Candidate{&kernel, s, cost};
+        if (serves(kernel, p, s, device)) cheapest = Candidate{&kernel, s, cost};
       }
       if (!cheapest) continue;
       Ranked const ranked{cheapest->cost.microseconds, i, kind, *cheapest};

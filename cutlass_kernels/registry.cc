@@ -106,15 +106,6 @@ bool contains(std::vector<Reduction> const& list, Reduction reduction) {
 void append(std::string& text, char const* part) { text += part; }
 void append(std::string& text, int64_t part) { text += std::to_string(part); }
 
-// How much of K tensor cores may sum for a float32 result, which would lose digits that XLA's has. XLA sums products of vectors in float32, and splits
-// no K of a product that fills the machine with its largest tiles, so that its own sums are as long.
-int64_t longest_sum(GemmProblem const& p, Device const& device) {
-  constexpr double kLargestTile = 128 * 256;
-  bool const fills = static_cast<double>(p.batch) * p.m * p.n >= kLargestTile * device.sms;
-  if (size_of(p.type_a) != 2 || p.type_d != Type::kF32 || device.arch == 0 || fills) return INT64_MAX;
-  return std::min(p.m, p.n) == 1 ? 16 : kPromotionK;
-}
-
 // check() with refusals made by refuse(parts of why ...).
 template <typename Refuse>
 Status check_or(Refuse refuse, Kernel const& kernel, GemmProblem const& p, Schedule const& s, Device const& device) {
@@ -162,10 +153,6 @@ Status check_or(Refuse refuse, Kernel const& kernel, GemmProblem const& p, Sched
     if (s.splits > 1 && !contains(info.split_k_reductions, s.reduction))
       return refuse("it has no split-K with reduction \"", name_of(s.reduction), "\"");
   }
-  int64_t const splits = s.kind == ScheduleKind::kSplitK ? s.splits : 1;
-  int64_t const run = std::min<int64_t>((k_tiles + splits - 1) / splits * info.tile_k, p.k), longest = longest_sum(p, device);
-  if (std::min<int64_t>(run, info.promotion_k > 0 ? info.promotion_k : run) > longest)
-    return refuse("its tensor cores would sum more than ", longest, " of K at once, and truncate digits of a float32 result");
   if (s.kind == ScheduleKind::kStreamK && s.max_sms != 1 && !contains(info.stream_k_reductions, s.reduction))
     return refuse("it has no Stream-K with reduction \"", name_of(s.reduction), "\"");
   // The decomposition counts in 32 bits.

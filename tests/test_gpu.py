@@ -30,9 +30,9 @@ def operands(m, n, k, seed=0):
     return a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
 
 
-def is_served(a, b, schedule):
+def is_served(a, b, schedule, **params):
     try:
-        return plan(a, b, schedule=schedule).kernel is not None
+        return plan(a, b, schedule=schedule, **params).kernel is not None
     except ValueError:
         return False
 
@@ -281,18 +281,23 @@ def test_a_hundred_runs_on_a_busy_gpu_give_the_same_bits(m, n, k, schedule, busy
     assert len({np.asarray(run).tobytes() for run in runs}) == 1
 
 
-def assert_as_exact_as_xlas(lhs, rhs, numbers, **params):
+def assert_as_exact_as_xlas(lhs, rhs, numbers, schedules=(Auto(),), **params):
     """At most twice the error of ``lax.dot_general`` against float64, beside the size that sums of random numbers have."""
     theirs = jax.jit(functools.partial(jax.lax.dot_general, dimension_numbers=numbers, **params))(lhs, rhs)
-    got = jax.jit(functools.partial(dot_general, dimension_numbers=numbers, **params))(lhs, rhs)
-    assert (got.shape, got.dtype) == (theirs.shape, theirs.dtype)
     wide = [np.asarray(x, np.float64) for x in (lhs, rhs)]
     with jax.enable_x64(True):
         exact = np.asarray(jax.lax.dot_general(*wide, numbers))
     depth = np.prod([lhs.shape[i] for i in numbers[0][0]])
     size = np.sqrt(depth * exact.size * np.prod([np.mean(x**2) for x in wide]))
-    ours, xlas = (float(np.linalg.norm(np.asarray(x, np.float64) - exact)) for x in (got, theirs))
-    assert ours <= 2 * xlas + 2.0**-24 * size, f"{lhs.shape} {rhs.shape} {numbers} {params}: {ours / size:.1e}, XLA's {xlas / size:.1e}"
+    xlas = float(np.linalg.norm(np.asarray(theirs, np.float64) - exact)) / size
+    if xlas > 2.0**-16 and theirs.dtype == np.float32:
+        xlas = max(xlas, 2.0**-12)  # TF32, of which a few results may be better by chance
+    for schedule in schedules:
+        got = jax.jit(functools.partial(dot_general, dimension_numbers=numbers, schedule=schedule, **params))(lhs, rhs)
+        assert (got.shape, got.dtype) == (theirs.shape, theirs.dtype)
+        ours = float(np.linalg.norm(np.asarray(got, np.float64) - exact)) / size
+        label = f"{lhs.dtype} {lhs.shape} by {rhs.shape}, {numbers} {params} {schedule}"
+        assert ours <= 2 * xlas + 2.0**-24, f"{label}: {ours:.1e}, XLA's {xlas:.1e}"
 
 
 def random_product(rng):
@@ -335,9 +340,6 @@ def test_harnesses_of_jax_are_as_exact_as_xlas():
 def test_a_long_sum_of_16_bits_is_as_exact_as_xlas(m, n, k, dtype):
     rng = np.random.default_rng()
     lhs, rhs = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((m, k), (k, n)))
-    assert_as_exact_as_xlas(lhs, rhs, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-    for schedule in (DataParallel(), SplitK(4), SplitK(4, "separate"), StreamK()):
-        if is_served(lhs, rhs, schedule):
-            product = functools.partial(dot_general, dimension_numbers=(((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-            auto, given = (np.asarray(product(lhs, rhs, schedule=x), np.float64) for x in (None, schedule))
-            assert np.linalg.norm(given - auto) < 4e-7 * np.linalg.norm(auto), schedule
+    served = [x for x in (DataParallel(), SplitK(4), SplitK(4, "separate"), StreamK()) if is_served(lhs, rhs, x, preferred_element_type=jnp.float32)]
+    numbers = (((1,), (0,)), ((), ()))
+    assert_as_exact_as_xlas(lhs, rhs, numbers, (Auto(), *served), preferred_element_type=jnp.float32)

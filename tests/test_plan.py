@@ -633,7 +633,7 @@ def test_tensor_cores_sum_little_of_k_for_a_float32_result(device, schedule):
         kernel, splits = kernels.get(made.kernel), getattr(made.schedule, "splits", 1)
         if kernel is not None:
             run = -(-(-(-k // kernel.tile_k)) // splits) * kernel.tile_k
-            assert min(kernel.promotion_k or run, run, k) <= (16 if 1 in (m, n) else 128), (m, n, k, made.kernel, made.schedule)
+            assert min(kernel.promotion_k or run, run, k) <= (16 if 1 in (m, n) or m * n < 2**14 else 128), (m, n, k, made.kernel, made.schedule)
 
 
 @pytest.mark.parametrize("precision", [None, "high"])
@@ -668,3 +668,39 @@ def test_tf32_that_is_asked_for_by_name_is_had():
     precision = jax.lax.DotAlgorithmPreset.TF32_TF32_F32
     made = plan(shaped((300, 4096)), shaped((4096,)), device=jax_streamk.H200, precision=precision, schedule=DataParallel())
     assert made.problem.math == _ffi.Math.tf32
+
+
+def products(*extents, dtype=jnp.bfloat16):
+    """Shapes and dimension numbers of [m, k] by [k, n], in a batch where there are four extents."""
+    *batch, m, n, k = extents
+    lead = len(batch)
+    return shaped((*batch, m, k), dtype), shaped((*batch, k, n), dtype), (((lead + 1,), (lead,)), (tuple(range(lead)),) * 2)
+
+
+@pytest.mark.left_to_xla
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda dtype: dtype.__name__)
+def test_a_cpu_leaves_elementwise_and_tiny_products_to_xla(dtype):
+    device = Device("cpu", 0, 2)
+    for extents in ((1000, 1000, 1, 1, 1), (100_000, 1, 1, 16), (512, 1, 1, 4096), (4, 4, 1, 160, 32), (1000, 1, 1000, 1), (3, 4, 5), (300, 200, 1)):
+        made = plan(*products(*extents, dtype=dtype), device=device)
+        assert made.kernel is None and "falls back to XLA" in made.reasons[0], extents
+        assert plan(*products(*extents, dtype=dtype), device=device, schedule=DataParallel()).kernel is not None
+    for extents in ((64, 64, 1797), (1, 4096, 4096), (1, 1, 100_000), (8, 64, 64, 512)):
+        assert plan(*products(*extents, dtype=dtype), device=device).kernel is not None, extents
+
+
+@pytest.mark.left_to_xla
+@NEEDS_SM90
+def test_a_gpu_leaves_products_that_fill_no_tile_to_xla():
+    for extents in ((8192, 3, 128), (65536, 8, 256), (4096, 4096, 8), (1000, 16, 16, 256), (1000, 1, 1, 4096), (300, 200, 1)):
+        made = plan(*products(*extents), device=jax_streamk.H200)
+        assert made.kernel is None and "falls back to XLA" in made.reasons[0], extents
+    for extents in ((1, 4096, 4096), (8, 1024, 512), (8192, 64, 128), (8, 512, 512, 64), (4096, 4096, 64)):
+        assert plan(*products(*extents), device=jax_streamk.H200).kernel is not None, extents
+
+
+@pytest.mark.left_to_xla
+def test_accelerate_leaves_what_is_too_small_to_xla():
+    angles = jax_streamk.accelerate(lambda x, y: jnp.einsum("i,j->ij", x, y) @ jnp.ones((64, 256)))
+    text = jax.jit(angles).lower(shaped((4096,)), shaped((64,))).as_text()
+    assert text.count(TARGET) == 1 and text.count("dot_general") == 1
