@@ -130,7 +130,7 @@ std::pair<int32_t, int32_t> resources(KernelInfo const& info) {
 auto state_of(KernelInfo const& k) {
   return std::make_tuple(k.name, k.family, k.type_a, k.type_b, k.type_d, k.math, k.major_a, k.major_b, k.align_a, k.align_b, k.align_d, k.tile_m,
                          k.tile_n, k.tile_k, k.cluster_m, k.cluster_n, k.stages, k.warp_schedule, k.swap_ab, k.split_k_reductions,
-                         k.stream_k_reductions, k.threads, k.shared_memory);
+                         k.stream_k_reductions, k.threads, k.shared_memory, k.promotion_k);
 }
 
 void set_state(KernelInfo& info, decltype(state_of(info)) const& state) {

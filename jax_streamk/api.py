@@ -43,6 +43,8 @@ def _dispatched(*operands, jaxs):
             names = (*positional, *[operands[-1]] * (len(args) - len(positional)))
             for name, x in (*zip(names, args), *kwargs.items()):
                 if name not in operands:
+                    if isinstance(x, float) and (x == 0 or x != x):
+                        return False  # jax.jit would take -0.0 for 0.0, and no NaN for another
                     try:
                         hash(x)
                     except TypeError:

@@ -34,7 +34,7 @@ class Plan:
       schedule: the resolved ``DataParallel``, ``SplitK`` or ``StreamK``; None where kernel is None.
       raster, swizzle: the order of tiles: along "m" or "n", in panels of so many tiles.
       workspace_bytes: that XLA allocates for the call; None where only a build with CUDA kernels knows.
-      microseconds: the planner's estimate, or what tuning measured.
+      microseconds: the planner's estimate, or what tuning measured; of our best kernel, where XLA's product is thought to be no slower.
       reasons: one line each.
       candidates: a ``Candidate`` for each kernel and kind of schedule that the planner ranked first, the fastest by estimate first.
       waves: output tiles, times splits, over workers (SMs, or clusters of them; threads on a CPU).
@@ -164,7 +164,9 @@ def make_plan(problem, schedule, device):
     if isinstance(schedule, schedules.Auto) and not problem.is_empty:
         found = tuned.lookup(problem, device)
         if found is None and (why := left_to_xla.why(problem, device)):
-            return Plan(problem, device, None, None, reasons=(f"falls back to XLA: {why}",))
+            ours = plan_with(problem, schedule, device, None)
+            instead = (f"over {text.duration(ours.microseconds)} of {ours.kernel}, {ours.schedule}",) if ours.kernel else ()
+            return Plan(problem, device, None, None, microseconds=ours.microseconds, reasons=(f"falls back to XLA: {why}", *instead))
     return plan_with(problem, schedule, device, found)
 
 

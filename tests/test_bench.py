@@ -22,7 +22,7 @@ from jax_streamk import __main__ as command
 from jax_streamk.programs import Program, chain, wall_sample
 from jax_streamk.tools import bench, report, results, shapes, sides, timing
 
-SHAPES = "m,n,k,trans_a,trans_b,batch\n16,48,64,0,0,1\n64,64,4096,1,0,1\n33,17,129,0,1,1\n8,16,24,0,0,3\n"
+SHAPES = "m,n,k,trans_a,trans_b,batch\n16,48,64,0,0,1\n64,64,4096,1,0,1\n33,17,129,0,1,1\n32,48,64,0,0,3\n"
 
 
 def run(tmp_path, *arguments):

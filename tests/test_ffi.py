@@ -213,6 +213,6 @@ def test_kernels_may_be_pickled_and_copied():
     for kernel in jax_streamk.kernels():
         for other in (pickle.loads(pickle.dumps(kernel)), copy.deepcopy(kernel)):
             members = [name for name in dir(kernel) if not name.startswith("_") and name != "resources"]
-            assert len(members) == 23
+            assert len(members) == 24
             assert [getattr(other, name) for name in members] == [getattr(kernel, name) for name in members]
             assert repr(other) == f"<kernel {kernel.name}>"

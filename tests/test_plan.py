@@ -636,26 +636,31 @@ def test_tensor_cores_sum_little_of_k_for_a_float32_result(device, schedule):
             assert min(kernel.promotion_k or run, run, k) <= (16 if 1 in (m, n) or m * n < 2**14 else 128), (m, n, k, made.kernel, made.schedule)
 
 
-@pytest.mark.parametrize("precision", [None, "high"])
-@pytest.mark.parametrize(
-    "lhs, rhs, numbers",
-    [
-        ((4096,), (64,), (((), ()), ((), ()))),
-        ((512, 100), (512, 100), (((), ()), ((0, 1), (0, 1)))),
-        ((512, 4096), (512, 4096), (((1,), (1,)), ((0,), (0,)))),
-        ((300, 4096), (4096,), (((1,), (0,)), ((), ()))),
-        ((1, 4096), (4096, 14336), (((1,), (0,)), ((), ()))),
-        ((3, 3), (3, 3), (((1,), (0,)), ((), ()))),
-        ((100, 4, 4), (100, 4, 4), (((2,), (1,)), ((0,), (0,)))),
-        ((64, 1), (1, 100), (((1,), (0,)), ((), ()))),
-        ((4, 5, 2), (3, 2), (((2,), (1,)), ((), ()))),
-    ],
-)
-def test_what_xla_multiplies_in_float32_is_left_to_it_on_a_gpu(lhs, rhs, numbers, precision):
+IN_FLOAT32 = [
+    ((4096,), (64,), (((), ()), ((), ()))),
+    ((512, 100), (512, 100), (((), ()), ((0, 1), (0, 1)))),
+    ((512, 4096), (512, 4096), (((1,), (1,)), ((0,), (0,)))),
+    ((3, 3), (3, 3), (((1,), (0,)), ((), ()))),
+    ((100, 4, 4), (100, 4, 4), (((2,), (1,)), ((0,), (0,)))),
+    ((64, 1), (1, 100), (((1,), (0,)), ((), ()))),
+    ((4, 5, 2), (3, 2), (((2,), (1,)), ((), ()))),
+]
+VECTORS = [((300, 4096), (4096,), (((1,), (0,)), ((), ()))), ((1, 4096), (4096, 14336), (((1,), (0,)), ((), ())))]
+
+
+@pytest.mark.parametrize("case, precision", [*itertools.product(IN_FLOAT32, (None, "high")), *itertools.product(VECTORS, (None,))], ids=str)
+def test_what_xla_multiplies_in_float32_is_left_to_it_on_a_gpu(case, precision):
+    lhs, rhs, numbers = case
     made = plan(shaped(lhs), shaped(rhs), numbers, device=jax_streamk.H200, precision=precision)
     assert made.kernel is None and "float32" in made.reasons[0]
     with pytest.raises(ValueError, match="TF32_TF32_F32 asks for TF32"):
         plan(shaped(lhs), shaped(rhs), numbers, device=jax_streamk.H200, precision=precision, schedule=DataParallel())
+
+
+@pytest.mark.parametrize("lhs, rhs, numbers", VECTORS)
+def test_three_tf32_are_exact_enough_for_vectors(lhs, rhs, numbers):
+    made = plan(shaped(lhs), shaped(rhs), numbers, device=jax_streamk.H200, precision="high", schedule=DataParallel())
+    assert made.problem.math == _ffi.Math.tf32x3
 
 
 @pytest.mark.parametrize("m, n, k", [(2, 50, 2), (10, 3, 8), (64, 64, 64), (2, 4096, 4096)])

@@ -657,7 +657,7 @@ assert jax.device_count() == 4 and jax.local_device_count() == 2
 # Axis k goes across processes.
 mesh = jax.make_mesh((2, 2), ("k", "m"), axis_types=(AxisType.Auto,) * 2)
 rng = np.random.default_rng(0)
-x, w, bias = (rng.standard_normal(shape).astype(np.float32) for shape in ((16, 24), (24, 40), (40,)))
+x, w, bias = (rng.standard_normal(shape).astype(np.float32) for shape in ((64, 96), (96, 160), (160,)))
 
 def place(x, *spec):
     return jax.make_array_from_callback(x.shape, NamedSharding(mesh, P(*spec)), lambda index: x[index])

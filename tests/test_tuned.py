@@ -801,6 +801,7 @@ def test_calls_outside_of_jit_run_the_plans_in_use(store, pretended, call, monke
     call(a, b), call(a, b)  # compiled before, with another plan
     assert len(lowered) == 1 and lowered.pop()[0].swizzle == 3
     with tuned.using(None):
+        (store.directory / "empty").mkdir()
         for directory, is_tuned in ((store.directory, True), (store.directory / "empty", False)):
             jax_streamk.use_tuned_plans(directory)
             call(a, b)
