@@ -38,8 +38,8 @@ std::vector<std::vector<Schedule>> kinds_of(std::optional<Schedule> const& wante
   return kinds;
 }
 
-// How much of K tensor cores may sum for a float32 result, which would lose digits that XLA's has. XLA sums products of vectors and small results in
-// float32 or in many slices; and it splits no K of a product that fills the machine with its largest tiles, so that its own sums are as long.
+// How much of K tensor cores may sum for a float32 result, which would lose digits that XLA's has. XLA sums products of vectors and
+// small results in float32 or in many slices, and splits no K of what fills the machine with its largest tiles: its sums are as long.
 int64_t longest_sum(GemmProblem const& p, Device const& device) {
   constexpr double kSmallResult = 1 << 14, kLargestTile = 128 * 256;
   if (size_of(p.type_a) != 2 || p.type_d != Type::kF32 || device.arch == 0) return INT64_MAX;
@@ -48,12 +48,13 @@ int64_t longest_sum(GemmProblem const& p, Device const& device) {
   return std::min(p.m, p.n) == 1 || results < kSmallResult ? 16 : kPromotionK;
 }
 
-// Whether a kernel can run the problem without truncating more digits than that.
-bool serves(Kernel const& kernel, GemmProblem const& p, Schedule const& s, Device const& device) {
+// Whether tensor cores sum no more than that.
+bool is_exact(Kernel const& kernel, GemmProblem const& p, Schedule const& s, Device const& device) {
   KernelInfo const& info = kernel.info;
-  int64_t const k_tiles = (p.k + info.tile_k - 1) / info.tile_k, splits = s.kind == ScheduleKind::kSplitK ? std::max(s.splits, 1) : 1;
+  int64_t const k_tiles = (p.k + info.tile_k - 1) / info.tile_k;
+  int64_t const splits = s.kind == ScheduleKind::kSplitK ? std::max(s.splits, 1) : 1;
   int64_t const run = std::min((k_tiles + splits - 1) / splits * info.tile_k, p.k);
-  return std::min<int64_t>(run, info.promotion_k > 0 ? info.promotion_k : run) <= longest_sum(p, device) && can_run(kernel, p, s, device);
+  return std::min<int64_t>(run, info.promotion_k > 0 ? info.promotion_k : run) <= longest_sum(p, device);
 }
 
 // The most telling refusal: of a kernel that runs the problem data-parallel, with many k-tiles.
@@ -63,12 +64,17 @@ std::string closest_refusal(std::vector<Kernel const*> const& kernels, GemmProbl
     return std::tuple(!can_run(*kernel, p, {}, device), kernel->info.align_a, kernel->info.tile_k);
   };
   auto const closest = std::min_element(kernels.begin(), kernels.end(), [&](auto* x, auto* y) { return rank(x) < rank(y); });
-  if (closest == kernels.end()) return "";
-  Status const status = check(**closest, p, s, device);
-  return status.ok() ? "no kernel that can promotes sums of at most " + std::to_string(longest_sum(p, device)) + " of K to float32" : status.message;
+  return closest == kernels.end() ? "" : may_serve(**closest, p, s, device).message;
 }
 
 }  // namespace
+
+Status may_serve(Kernel const& kernel, GemmProblem const& p, Schedule const& s, Device const& device) {
+  Status const status = check(kernel, p, s, device);
+  if (!status.ok() || is_exact(kernel, p, s, device)) return status;
+  return Status::invalid(kernel.info.name + " would sum more than " + std::to_string(longest_sum(p, device)) +
+                         " of K in tensor cores, which truncate digits of a float32 result");
+}
 
 Choice choose(std::vector<Kernel const*> const& kernels, GemmProblem const& p, std::optional<Schedule> const& wanted,
               Device const& device, Machine const& machine, size_t listed) {
@@ -119,7 +125,7 @@ Choice choose(std::vector<Kernel const*> const& kernels, GemmProblem const& p, s
         if (cost.microseconds > below || (cheapest && cost.microseconds == below)) continue;
         s.raster = order->raster, s.swizzle = order->swizzle;
         // The kernel has the last word on these very arguments.
-        if (serves(kernel, p, s, device)) cheapest = Candidate{&kernel, s, cost};
+        if (is_exact(kernel, p, s, device) && can_run(kernel, p, s, device)) cheapest = Candidate{&kernel, s, cost};
       }
       if (!cheapest) continue;
       Ranked const ranked{cheapest->cost.microseconds, i, kind, *cheapest};

@@ -20,6 +20,9 @@ struct Choice {
   std::string refusal;  // without candidates, why: what the kernel that came closest says
 };
 
+// Ok where choose() may take a kernel: it can run the problem, and truncates no digits of a float32 result that XLA's has; else why not.
+Status may_serve(Kernel const&, GemmProblem const&, Schedule const&, Device const&);
+
 // Chooses among kernels of the problem's types and majorness. A schedule that is wanted is the only one considered. Lists at most
 // `listed` candidates: the more, the longer the search.
 Choice choose(std::vector<Kernel const*> const& kernels, GemmProblem const&, std::optional<Schedule> const& wanted, Device const&,

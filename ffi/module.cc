@@ -16,6 +16,7 @@
 #else
 #include "without_cuda.h"
 #endif
+#include "cutlass_kernels/planner.h"
 #include "cutlass_kernels/repack.h"
 #include "ffi/gemm_call.h"
 #include "ffi/planner_bindings.h"
@@ -64,8 +65,9 @@ Kernel const& kernel_that_runs(std::string const& name, GemmProblem const& p, Sc
   return kernel;
 }
 
-std::optional<std::string> can_implement(std::string const& name, GemmProblem const& p, Schedule const& s, Device const& device) {
-  Status const status = check(kernel_named(name), p, s, device);
+template <Status (*ask)(Kernel const&, GemmProblem const&, Schedule const&, Device const&)>
+std::optional<std::string> why_not(std::string const& name, GemmProblem const& p, Schedule const& s, Device const& device) {
+  Status const status = ask(kernel_named(name), p, s, device);
   if (status.ok()) return std::nullopt;
   return status.message;
 }
@@ -243,8 +245,10 @@ NB_MODULE(_ffi, m) {
       .def("__repr__", [](KernelInfo const& info) { return "<kernel " + info.name + ">"; });
 
   m.def("kernels", &kernel_infos, "Every kernel compiled into this build, ordered by name.");
-  m.def("can_implement", &can_implement, "kernel"_a, "problem"_a, "schedule"_a, "device"_a,
+  m.def("can_implement", &why_not<check>, "kernel"_a, "problem"_a, "schedule"_a, "device"_a,
         "None, or why the kernel cannot run the problem in this way.");
+  m.def("may_serve", &why_not<may_serve>, "kernel"_a, "problem"_a, "schedule"_a, "device"_a,
+        "None, or why the planner does not take the kernel: can_implement's reason, or digits that its sums would lose.");
   m.def(
       "workspace_bytes",
       [](std::string const& name, GemmProblem const& p, Schedule const& s, Device const& device) {

@@ -197,10 +197,10 @@ _NNX_REMEDY = "Use jax_streamk.flax.nnx.accelerate and pass it the module: it up
 
 
 def _nnx_modules(tree):
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is None:
+    kind = getattr(sys.modules.get("flax.nnx"), "Pytree", None)
+    if kind is None:
         return []
-    return [x for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx.Pytree)) if isinstance(x, nnx.Pytree)]
+    return [x for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind)) if isinstance(x, kind)]
 
 
 def _holds_tracer(x):

@@ -43,12 +43,12 @@ def _dispatched(*operands, jaxs):
             names = (*positional, *[operands[-1]] * (len(args) - len(positional)))
             for name, x in (*zip(names, args), *kwargs.items()):
                 if name not in operands:
-                    if isinstance(x, float) and (x == 0 or x != x):
-                        return False  # jax.jit would take -0.0 for 0.0, and no NaN for another
                     try:
                         hash(x)
                     except TypeError:
                         return False
+                    if x != x or x == 0 and not isinstance(x, int):
+                        return False  # jax.jit would take -0.0 for 0.0, and no NaN for another
                 elif x is not None and not (compat.is_concrete(x) or type(x) is np.ndarray and x.dtype.kind in "biufc"):
                     return False
             return True
@@ -190,6 +190,10 @@ def _dims(dims):
 
 
 def _linear_apart(x, w, bias=None, *, activation=None, residual=None, alpha=1.0, beta=1.0, **params):
+    check_activation("linear", activation)
+    alpha, beta = _factor("linear", "alpha", alpha), _factor("linear", "beta", beta)
+    if isinstance(x, jax.Array) and isinstance(w, jax.Array):  # interceptors have kernels of other kinds, too
+        x, w, _ = _promoted("linear", params.get("preferred_element_type"), x=x, w=w)
     epilogue = Epilogue(activation, alpha, beta, bias is not None, has_residual=residual is not None)
     product = lax.dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())), **params)
     others = [] if bias is None else [bias]
@@ -215,7 +219,7 @@ def linear(
       bias: array of shape (n,), or None.
       activation: None, "relu", "gelu" (the exact one, by erf), "gelu_tanh", "silu", "sigmoid" or "tanh".
       residual: array that broadcasts to (..., n), or None.
-      alpha, beta: static numbers, that is known before tracing.
+      alpha, beta: static numbers: known before tracing.
       precision, preferred_element_type, out_sharding, schedule: as in ``matmul``.
 
     Returns:

@@ -26,7 +26,7 @@ def check_static(name, value):
     """Raises TypeError where an argument, or a part of it, is traced: it is a part of the program, not an input."""
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value)):
         raise TypeError(
-            f"{name} is traced, and must be static, that is known before tracing: close over its value, or name it in the "
+            f"{name} is traced, and must be static, that is, known before tracing: close over its value, or name it in the "
             "static_argnums or static_argnames of jax.jit"
         )
 

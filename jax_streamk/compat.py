@@ -176,7 +176,7 @@ def ask_policies(primitive, question):
         store, load = _moved(eqn, out, kept), _moved(eqn, kept, out)
         # A rule gives one equation to each side.
         debug_info = jax.make_jaxpr(lambda: ())().jaxpr.debug_info.with_unknown_names()
-        inputs = [x for x in eqn.invars if isinstance(x, _core.Var)]
+        inputs = list(dict.fromkeys(x for x in eqn.invars if isinstance(x, _core.Var)))
         both = _core.Jaxpr((), inputs, [out, kept], [eqn, store], eqn.effects, debug_info)
         params = dict(call_jaxpr=_partial_eval.close_jaxpr(both))
         known = eqn.replace(primitive=_primitives.closed_call_p, params=params, invars=inputs, outvars=[out, kept])
@@ -220,7 +220,8 @@ def def_sparse(primitives):
     has no use for the rules.
     """
     transform = sys.modules.get("jax.experimental.sparse.transform")
-    if transform is None or next(iter(primitives)) in transform.sparse_rules_bcoo:
+    # Another thread may be importing it, or be here.
+    if not hasattr(transform, "sparsify") or list(primitives)[-1] in transform.sparse_rules_bcsr:
         return
 
     def rule(function, env, *values, **params):

@@ -5,6 +5,8 @@ from jax_streamk import _ffi
 
 def why(problem, device):
     """Why XLA should have a ``GemmProblem`` on a ``Device``; None if it should not."""
+    if device.platform not in ("cpu", "cuda"):
+        return None
     return too_small(problem, device) or (loads_as_they_are(problem) if device.arch == 90 else None)
 
 
@@ -24,9 +26,10 @@ def too_small(problem, device):
         return f"tiles of {k} products a result are mostly empty"
     if not on_cpu and n <= 8:
         return f"tiles of {n} columns are mostly empty"
-    most = (32768 if batch > 1 else 4096) if on_cpu else 64**3 if batch > 1 else 0
-    if m * n * k <= most or m == n == 1 < batch:
-        return f"{batch} products of {m} x {n} x {k} are" * (batch > 1) + f"{m} x {n} x {k} is" * (batch == 1) + " too small for a call of a kernel"
+    if batch > 1 and (m == n == 1 or m * n * k <= (32768 if on_cpu else 64**3)):
+        return f"each of {batch} products of {m} x {n} x {k} is too small for a kernel"
+    if on_cpu and m * n * k <= 4096:
+        return f"a product of {m} x {n} x {k} is too small for a kernel"
     return None
 
 

@@ -112,8 +112,10 @@ def _native_schedule(schedule, raster="m", swizzle=1):
 
 def kernels_for(platform):
     """Those of this build; for GPUs, where it has none, the descriptions of those that others have."""
+    if platform not in ("cpu", "cuda"):
+        return []
     found = [kernel for kernel in _ffi.kernels() if (kernel.family == _ffi.Family.host) == (platform == "cpu")]
-    return found or (described.cuda_kernels() if platform == "cuda" else [])
+    return found or described.cuda_kernels()
 
 
 @functools.cache

@@ -47,7 +47,7 @@ def fastest(problem, memory):
     def try_all(candidates):
         for candidate in candidates:
             parts = candidate.kernel, native_problem, candidate.native(), native_device
-            if candidate in times or _ffi.can_implement(*parts) is not None:
+            if candidate in times or _ffi.may_serve(*parts) is not None:
                 continue
             try:
                 (times[candidate],) = rotation.time(candidate.kernel, candidate.native(), 1)

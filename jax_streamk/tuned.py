@@ -9,6 +9,7 @@ import fcntl
 import functools
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import math
 import os
@@ -95,7 +96,8 @@ def version():
 @functools.cache
 def kernel_set(platform):
     """A hash of the kernels of this build for "cpu" or "cuda", of the version and of ``Tuned``: what a measurement holds for."""
-    names = (kernel.name for kernel in _ffi.kernels() if (kernel.family == _ffi.Family.host) == (platform == "cpu"))
+    kernels = (kernel for kernel in _ffi.kernels() if (kernel.family == _ffi.Family.host) == (platform == "cpu"))
+    names = (f"{kernel.name} {kernel.promotion_k}" for kernel in kernels)
     fields = (field.name for field in dataclasses.fields(Tuned))
     return hashlib.sha256("\n".join((version(), *fields, *names)).encode()).hexdigest()[:16]
 
@@ -127,7 +129,7 @@ def _parse(line, device):
     if tuned.reduction == _ffi.Reduction.atomic.name:
         raise _Stale("Auto() is deterministic")
     try:
-        refusal = _ffi.can_implement(tuned.kernel, problem.native(), native, device.native())
+        refusal = _ffi.may_serve(tuned.kernel, problem.native(), native, device.native())
     except KeyError as unknown:
         refusal = unknown.args[0]
     if refusal is not None:
@@ -251,12 +253,13 @@ def _warn_once(path, contents):
     )
 
 
+_generations = itertools.count(1)
 _generation = 0
 
 
 def _changed():
     global _generation
-    _generation += 1
+    _generation = next(_generations)  # another than that of any other thread
 
 
 def generation():

@@ -309,3 +309,8 @@ def test_factors_that_give_other_results_are_other_programs_and_nan_is_one():
     assert [np.signbit(x).all() for x in zeros] == [False, True, False, True]
     problems = [plan(X, W, alpha=alpha).problem for alpha in (0.0, -0.0, np.nan, np.float32("nan"))]
     assert problems[0] != problems[1] and problems[2] == problems[3] and len(set(problems)) == 3
+
+
+def test_factors_of_numpy_are_told_apart_by_their_bits():
+    zeros = [np.asarray(linear(np.abs(X), np.abs(W), alpha=np.float32(alpha))) for alpha in (0.0, -0.0)]
+    assert [np.signbit(x).all() for x in zeros] == [False, True]

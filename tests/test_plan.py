@@ -709,3 +709,14 @@ def test_accelerate_leaves_what_is_too_small_to_xla():
     angles = jax_streamk.accelerate(lambda x, y: jnp.einsum("i,j->ij", x, y) @ jnp.ones((64, 256)))
     text = jax.jit(angles).lower(shaped((4096,)), shaped((64,))).as_text()
     assert text.count(TARGET) == 1 and text.count("dot_general") == 1
+
+
+def test_tuning_tries_no_kernel_that_the_planner_would_not():
+    """Kernels of a CPU build sum in float32; what a GPU's would lose is a reason of its own."""
+    made = plan(shaped((64, 4096), jnp.bfloat16), shaped((4096, 64), jnp.bfloat16), preferred_element_type=jnp.float32)
+    parts = made.problem.native(), made.native_schedule(), made.device.native()
+    assert _ffi.may_serve(made.kernel, *parts) is None
+    if PLATFORM == "cuda":
+        for kernel in planner.kernels_for("cuda"):
+            if kernel.promotion_k == 0 and _ffi.can_implement(kernel.name, *parts) is None:
+                assert "truncate digits of a float32 result" in _ffi.may_serve(kernel.name, *parts)

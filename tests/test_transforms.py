@@ -193,7 +193,7 @@ def test_sparsify(name):
         assert_same(product.todense(), theirs(dense, B))
 
 
-def test_sparse_matrices_are_not_imported_for_those_without():
+def test_sparse_matrices_are_not_imported_for_those_without(tmp_path):
     code = """if True:
         import sys, jax, jax_streamk as sk
         assert "jax.experimental.sparse" not in sys.modules
@@ -202,7 +202,7 @@ def test_sparse_matrices_are_not_imported_for_those_without():
         from jax.experimental import sparse
         assert (sparse.sparsify(sk.accelerate(jax.numpy.matmul))(sparse.BCOO.fromdense(a), a) == a).all()
     """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=tmp_path)
 
 
 # ---- control flow ----

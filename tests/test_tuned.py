@@ -551,7 +551,7 @@ def test_on_a_gpu_other_orders_of_tiles_are_tried_around_the_best(monkeypatch):
     ]
     monkeypatch.setattr(planner, "choose", lambda problem, wanted, device, listed: types.SimpleNamespace(candidates=native[:listed]))
     refused = "kernel 5", "along_n", 1
-    monkeypatch.setattr(_ffi, "can_implement", lambda kernel, problem, s, device: (kernel, s.raster.name, s.swizzle) == refused or None)
+    monkeypatch.setattr(_ffi, "may_serve", lambda kernel, problem, s, device: (kernel, s.raster.name, s.swizzle) == refused or None)
     monkeypatch.setattr(planner, "plan_with", lambda *parts: None)
     monkeypatch.setattr(contest, "xla_ratio", lambda *parts: 0.0)
     asked = []

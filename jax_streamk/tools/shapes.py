@@ -59,8 +59,7 @@ def read(path, column_major=False):
         line = 0
         try:
             header = file.readline()
-            file.seek(0)
-            rows = csv.DictReader(file, delimiter=max(",;\t", key=header.count), skipinitialspace=True)
+            rows = csv.DictReader(itertools.chain([header], file), delimiter=max(",;\t", key=header.count), skipinitialspace=True)
             names = [name.strip().lower() for name in rows.fieldnames or ()]
             if twice := [name for name in dict.fromkeys(names) if name in _COLUMNS and names.count(name) > 1]:
                 raise ValueError(f"{path}:1: the header has column {', '.join(twice)} more than once")
