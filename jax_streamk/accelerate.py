@@ -176,7 +176,7 @@ def _checked(fn, *args, **kwargs):
         new, changed = jax.tree.flatten(module)
         if changed == structure:
             new = [x for x, y in zip(new, old) if x is not y]
-        if not returned.issuperset(map(id, new)):
+        if not returned.issuperset(map(id, new)) or changed != structure and not new:
             lost = f"accelerate: fn changes {type(module).__name__}, an argument, and does not return it"
             raise ValueError(f"{lost}. {_NNX_REMEDY}")
     return out

@@ -12,7 +12,7 @@ from jax_streamk.device import device_for_lowering
 from jax_streamk.epilogue import Epilogue
 from jax_streamk.primitive import dot_general_p, linear_p, xlas_product
 
-_REBUILD = f"when it was built, {_ffi.without_cuda}"
+_WITHOUT_CUDA = f"when it was built, {_ffi.without_cuda}"
 
 
 def plan(
@@ -38,7 +38,7 @@ def plan(
 def check_build(platform):
     """Raises RuntimeError where this build has nothing to run on a platform but descriptions, which plans are made by."""
     if platform == "cuda" and not _ffi.has_cuda:
-        raise RuntimeError(f"this build of jax_streamk has no CUDA kernels, and the product is for a GPU: {_REBUILD}")
+        raise RuntimeError(f"this build of jax_streamk has no CUDA kernels, and the product is for a GPU: {_WITHOUT_CUDA}")
 
 
 def _refuse_schedule(schedule, what, why):

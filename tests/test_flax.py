@@ -634,3 +634,10 @@ def test_flax_is_imported_on_request_only(tmp_path):
 def test_without_flax(tmp_path):
     done = run_python("import sys; sys.modules['flax'] = None; import jax_streamk; import jax_streamk.flax", tmp_path)
     assert "ImportError: jax_streamk.flax needs Flax: pip install jax-streamk[flax]" in done.stderr
+
+
+@pytest.mark.parametrize("arguments, error", [((3,), TypeError), ((lambda x: x, "split"), TypeError)], ids=str)
+def test_nnx_accelerate_checks_its_arguments_at_once(arguments, error):
+    fn, *schedule = arguments
+    with pytest.raises(error, match="must be"):
+        jax_streamk.flax.nnx.accelerate(fn, schedule=schedule[0] if schedule else None)

@@ -61,6 +61,7 @@ def accelerate(fn=None, *, schedule=None, where=None):
     Raises:
       What ``jax_streamk.accelerate`` raises.
     """
+    _accelerate(fn, schedule=schedule, where=where)  # checks them
     if fn is None:
         return functools.partial(accelerate, schedule=schedule, where=where)
     # A method's module is an argument as any other.
