@@ -163,7 +163,8 @@ def arrange(lhs, rhs, dimension_numbers, precision, preferred_element_type, plat
     if not all(isinstance(size, (int, np.integer)) for size in (*lhs.shape, *rhs.shape)):
         raise Unsupported(f"shapes {lhs.shape} and {rhs.shape} are symbolic: a kernel is chosen for numbers")
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-    if math_ != _ffi.Math.native and not isinstance(precision, lax.DotAlgorithmPreset):
+    presets = lax.DotAlgorithmPreset
+    if math_ != _ffi.Math.native and precision not in (presets.TF32_TF32_F32, presets.TF32_TF32_F32_X3):
         rows, columns, depth = _extents(lhs.shape, lhs_contract, lhs_batch, rhs.shape, rhs_contract, rhs_batch)
         if 0 not in (rows, columns, depth) and _xla_multiplies_in_float32(rows, columns, depth, math_):
             raise Unsupported(

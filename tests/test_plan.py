@@ -648,7 +648,7 @@ IN_FLOAT32 = [
 VECTORS = [((300, 4096), (4096,), (((1,), (0,)), ((), ()))), ((1, 4096), (4096, 14336), (((1,), (0,)), ((), ())))]
 
 
-@pytest.mark.parametrize("case, precision", [*itertools.product(IN_FLOAT32, (None, "high")), *itertools.product(VECTORS, (None,))], ids=str)
+@pytest.mark.parametrize("case, precision", [*itertools.product(IN_FLOAT32, (None, "high")), *itertools.product(VECTORS, (None, jax.lax.DotAlgorithmPreset.DEFAULT))], ids=str)
 def test_what_xla_multiplies_in_float32_is_left_to_it_on_a_gpu(case, precision):
     lhs, rhs, numbers = case
     made = plan(shaped(lhs), shaped(rhs), numbers, device=jax_streamk.H200, precision=precision)
