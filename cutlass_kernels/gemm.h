@@ -100,12 +100,13 @@ struct KernelInfo {
   std::vector<Reduction> split_k_reductions, stream_k_reductions;
   int32_t threads = 1;
   int64_t shared_memory = 0;  // bytes per CTA
-  // Tensor cores truncate their sums. For a float32 result of 16-bit operands, float32 adds up sums of this much of K; 0: there is one.
+  // Tensor cores truncate their sums: for a float32 result, float32 adds up their sums of this much of K. 0: they sum all of it.
   int32_t promotion_k = 0;
 };
 
-// The most of K that tensor cores should sum for such a result: truncation loses about 1e-9 of a sum for each product in it.
-inline constexpr int32_t kPromotionK = 128;
+// The most of K that tensor cores should sum for a float32 result: truncation loses about 1e-9 of a sum for each product in it. TF32
+// operands are wrong by 2^-12 themselves.
+constexpr int32_t promotion_k_of(Type operand) { return operand == Type::kF32 ? 1024 : 128; }
 
 struct Buffers {
   void const* a;

@@ -42,10 +42,11 @@ std::vector<std::vector<Schedule>> kinds_of(std::optional<Schedule> const& wante
 // small results in float32 or in many slices, and splits no K of what fills the machine with its largest tiles: its sums are as long.
 int64_t longest_sum(GemmProblem const& p, Device const& device) {
   constexpr double kSmallResult = 1 << 14, kLargestTile = 128 * 256;
-  if (size_of(p.type_a) != 2 || p.type_d != Type::kF32 || device.arch == 0) return INT64_MAX;
+  if (p.type_d != Type::kF32 || p.math == Math::kTF32x3 || device.arch == 0) return INT64_MAX;
   double const results = static_cast<double>(p.m) * p.n;
   if (p.batch * results >= kLargestTile * device.sms) return INT64_MAX;
-  return std::min(p.m, p.n) == 1 || results < kSmallResult ? 16 : kPromotionK;
+  bool const few = p.math != Math::kTF32 && (std::min(p.m, p.n) == 1 || results < kSmallResult);
+  return few ? 16 : promotion_k_of(p.type_a);
 }
 
 // Whether tensor cores sum no more than that.

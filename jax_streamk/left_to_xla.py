@@ -26,6 +26,8 @@ def too_small(problem, device):
         return f"tiles of {k} products a result are mostly empty"
     if not on_cpu and n <= 8:
         return f"tiles of {n} columns are mostly empty"
+    if problem.math == _ffi.Math.tf32 and batch * m * n * k <= 64**3:
+        return f"a product of {m} x {n} x {k} takes a launch's time, and XLA may multiply it in float32"
     if batch > 1 and (m == n == 1 or m * n * k <= (32768 if on_cpu else 64**3)):
         return f"each of {batch} products of {m} x {n} x {k} is too small for a kernel"
     if on_cpu and m * n * k <= 4096:

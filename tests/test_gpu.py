@@ -314,6 +314,7 @@ def random_product(rng):
     return *(rng.standard_normal([sizes[name] for name in side]).astype(np.float32) for side in names), numbers
 
 
+@pytest.mark.left_to_xla
 @pytest.mark.parametrize("precision", [None, "high"])
 @pytest.mark.parametrize("part", range(10))
 def test_float32_is_as_exact_as_xlas(part, precision):
@@ -322,6 +323,7 @@ def test_float32_is_as_exact_as_xlas(part, precision):
         assert_as_exact_as_xlas(*random_product(rng), precision=precision)
 
 
+@pytest.mark.left_to_xla
 def test_harnesses_of_jax_are_as_exact_as_xlas():
     harnesses = pytest.importorskip("jax._src.internal_test_util.test_harnesses")
     found = 0

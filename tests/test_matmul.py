@@ -78,8 +78,8 @@ def assert_as_exact_as_xla(got, a, b, label="", precision=None):
     few = exact.size < 64  # too few for a mean
     if PLATFORM == "cuda" and a.dtype == F32:
         floor = 2.0**-22  # three TF32 are nearly float32
-    if few:
-        floor *= math.sqrt(k)
+    if few or (PLATFORM == "cuda" and got.dtype == F64):
+        floor *= math.sqrt(k)  # what one chain of k sums loses, where cuBLAS has several
     assert ours <= 2 * xlas + floor, f"{label}: error {ours:.3g}, XLA's {xlas:.3g}"
 
 

@@ -243,7 +243,7 @@ class ShiftedLoader {
 
 // Of K, after which sums are promoted (KernelInfo::promotion_k), 0: never.
 template <class T, Math kMath, class D>
-inline constexpr int kPromotion = kMath == Math::kTF32x3 ? 8 : sizeof(T) == 2 && std::is_same_v<D, float> ? 16 : 0;
+inline constexpr int kPromotion = !std::is_same_v<D, float> ? 0 : sizeof(T) == 2 ? 16 : 8;
 
 // The product of two words of K by 16 columns of B and eight rows of A.
 template <class T, Math kMath, class D>

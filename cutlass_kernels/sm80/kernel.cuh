@@ -50,12 +50,13 @@ struct f64 {
   static constexpr Type kType = Type::kF64;
 };
 
-// Of 16-bit operands into float32, types of their own as well: every instruction's sum is promoted (KernelInfo::promotion_k).
-struct Promoted : cutlass::gemm::GemmShape<16, 8, 16> {};
+// Into float32, types of their own as well: every instruction's sum is promoted (KernelInfo::promotion_k).
+template <int kK>
+struct Promoted : cutlass::gemm::GemmShape<16, 8, kK> {};
+template <class D>
+inline constexpr bool kPromotes = std::is_same_v<D, f32>;
 template <class AB, class D>
-inline constexpr bool kPromotes = AB::Instruction::kK == 16 && std::is_same_v<D, f32>;
-template <class AB, class D>
-using InstructionOf = std::conditional_t<kPromotes<AB, D>, Promoted, typename AB::Instruction>;
+using InstructionOf = std::conditional_t<kPromotes<D>, Promoted<AB::Instruction::kK>, typename AB::Instruction>;
 
 struct native {
   using Operator = cutlass::arch::OpMultiplyAdd;
@@ -126,12 +127,12 @@ struct cutlass::arch::Mma<jax_streamk::sm80::f64::Instruction, 32, double, cutla
   }
 };
 
-template <class AB>
-struct cutlass::arch::Mma<jax_streamk::sm80::Promoted, 32, AB, cutlass::layout::RowMajor, AB, cutlass::layout::ColumnMajor, float,
+template <int kK, class AB>
+struct cutlass::arch::Mma<jax_streamk::sm80::Promoted<kK>, 32, AB, cutlass::layout::RowMajor, AB, cutlass::layout::ColumnMajor, float,
                           cutlass::layout::RowMajor, cutlass::arch::OpMultiplyAdd>
-    : cutlass::arch::Mma<cutlass::gemm::GemmShape<16, 8, 16>, 32, AB, cutlass::layout::RowMajor, AB, cutlass::layout::ColumnMajor, float,
+    : cutlass::arch::Mma<cutlass::gemm::GemmShape<16, 8, kK>, 32, AB, cutlass::layout::RowMajor, AB, cutlass::layout::ColumnMajor, float,
                          cutlass::layout::RowMajor, cutlass::arch::OpMultiplyAdd> {
-  using Base = cutlass::arch::Mma<cutlass::gemm::GemmShape<16, 8, 16>, 32, AB, cutlass::layout::RowMajor, AB, cutlass::layout::ColumnMajor,
+  using Base = cutlass::arch::Mma<cutlass::gemm::GemmShape<16, 8, kK>, 32, AB, cutlass::layout::RowMajor, AB, cutlass::layout::ColumnMajor,
                                   float, cutlass::layout::RowMajor, cutlass::arch::OpMultiplyAdd>;
   using typename Base::FragmentA, typename Base::FragmentB, typename Base::FragmentC;
 
@@ -378,7 +379,7 @@ class Sm80Kernel final : public CudaKernel {
     if (D::kType == accumulator_of(AB::kType)) info.split_k_reductions.push_back(Reduction::kSeparate);
     info.threads = Gemm::kThreadCount;
     info.shared_memory = kSharedMemory;
-    if (sm80::kPromotes<AB, D>) info.promotion_k = AB::Instruction::kK;
+    if (sm80::kPromotes<D>) info.promotion_k = AB::Instruction::kK;
     return info;
   }
 

@@ -119,11 +119,12 @@ class Sm90Kernel final : public CudaKernel {
       default: return c.tile_n % 32 == 0 ? 32 : c.tile_n;
     }
   }
-  // KernelInfo::promotion_k; three TF32 promote every k-tile. Threads have registers for two sets of 64 accumulators: ptxas spills sets of 88.
+  // KernelInfo::promotion_k; three TF32 promote every k-tile. ptxas spills two sets of more accumulators, of TF32 for A is in registers too.
   static constexpr int promotion_k(Config const& c) {
     if (c.math == Math::kTF32x3) return c.tile_k;
-    bool const fits = !kThree && c.tile_m * c.tile_n / (kTwo ? 256 : 128) <= 64;
-    return fits && c.type_ab != Type::kF32 && c.type_d == Type::kF32 ? kPromotionK : 0;
+    int const accumulators = c.tile_m * c.tile_n / (kTwo ? 256 : 128);
+    bool const fits = !kThree && accumulators <= (c.type_ab == Type::kF32 ? 32 : 64);
+    return fits && c.type_d == Type::kF32 ? promotion_k_of(c.type_ab) : 0;
   }
   // Bytes of an SM's shared memory, 1 KB of which each CTA needs besides, that a CTA leaves to others. Barriers take no more than 256.
   static constexpr int kOfSm = 228 << 10, kOfOthers = kCtasOfSm == 1 ? 0 : (227 << 10) - (kOfSm / kCtasOfSm - 1024 - 256);

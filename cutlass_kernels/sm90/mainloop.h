@@ -234,20 +234,16 @@ struct CollectiveMainloop : Base {
   static CUTLASS_DEVICE int multiply(Full* full, Empty* empty, Stage& stage, Accumulators& accumulators, Sums& sums, bool promotes,
                                      int32_t count, int warpgroup, TensorStorage& storage) {
     if constexpr (kPromotes) {
-      static_assert(!kFromRegisters && kPromotionK % kTileK == 0);
+      static_assert(kPromotionK % kTileK == 0);
       int32_t const run = promotes ? kPromotionK / kTileK : count;
       CUTLASS_PRAGMA_NO_UNROLL
       for (; count > run; count -= run) {
-        settle(empty, accumulators, multiply_from_memory(full, empty, stage, accumulators, run, warpgroup, storage));
+        settle(empty, accumulators, multiply_in_tensor_cores(full, empty, stage, accumulators, run, warpgroup, storage));
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < cute::size(sums); ++i) sums(i) += accumulators(i);
       }
-      return multiply_from_memory(full, empty, stage, accumulators, count, warpgroup, storage);
-    } else if constexpr (kFromRegisters) {
-      return multiply_from_registers(full, empty, stage, accumulators, count, warpgroup, storage);
-    } else {
-      return multiply_from_memory(full, empty, stage, accumulators, count, warpgroup, storage);
     }
+    return multiply_in_tensor_cores(full, empty, stage, accumulators, count, warpgroup, storage);
   }
 
   template <class Empty, class Accumulators, class Sums>
@@ -268,6 +264,15 @@ struct CollectiveMainloop : Base {
     cute::warpgroup_wait<0>();
     cute::warpgroup_fence_operand(accumulators);
     if (unreleased >= 0) release(empty[unreleased]);
+  }
+
+  template <class... Arguments>
+  static CUTLASS_DEVICE int multiply_in_tensor_cores(Arguments&&... arguments) {
+    if constexpr (kFromRegisters) {
+      return multiply_from_registers(arguments...);
+    } else {
+      return multiply_from_memory(arguments...);
+    }
   }
 
   template <class Full, class Empty, class Stage, class Accumulators>
