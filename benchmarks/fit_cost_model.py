@@ -40,7 +40,9 @@ PRIOR = 0.2  # weight of a constant's logarithm staying where it started, beside
 FOLDS = 6  # of shapes, in cross-validation
 NOISE = 0.007  # in the logarithm of estimates, that makes choices among plans smooth
 
-_SM90 = re.compile(r"sm90_(\w+?)_(\w+?)_([rc])([rc])_(\d+)x(\d+)x(\d+)_(\d)x(\d)_(coop|pingpong|single)(_swap)?(?:_tf32)?")
+_SM90 = re.compile(
+    r"sm90_(\w+?)_(\w+?)_([rc])([rc])_(\d+)x(\d+)x(\d+)_(\d)x(\d)_(coop|pingpong|single)(_swap)?(?:_tf32)?"
+)
 _SM80 = re.compile(r"sm80_(\w+?)_(\w+?)_([rc])([rc])_(\d+)x(\d+)x(\d+)_s(\d+)_a(\d+)")
 _SKINNY = re.compile(r"skinny_(\w+?)_(\w+?)_(r)([rc])_(\d+)x(\d+)x(\d+)(?:_\w+)?")
 _SIZES = {"bf16": 2, "f16": 2, "f32": 4, "f64": 8}
@@ -80,7 +82,14 @@ def kernel_of(name):
     elif match := _SKINNY.fullmatch(name):
         a, d, major_a, major_b, *numbers = match.groups()
         tile_m, tile_n, tile_k = map(int, numbers)
-        family, cluster_m, cluster_n, align, warp_schedule, swap = _ffi.Family.skinny, 1, 1, 16 // _SIZES[a], "streaming", True
+        family, cluster_m, cluster_n, align, warp_schedule, swap = (
+            _ffi.Family.skinny,
+            1,
+            1,
+            16 // _SIZES[a],
+            "streaming",
+            True,
+        )
     else:
         raise ValueError(f"{name!r} is not the name of a CUDA kernel")
     return _ffi.KernelInfo(
@@ -114,7 +123,11 @@ def in_planned_order(rows, machine, sms):
     for at, row in enumerate(rows):
         groups[row.m, row.n, row.k, row.kernel.name, row.schedule, row.splits, row.reduction].append(at)
     planned = [min(group, key=needs.__getitem__) for group in groups.values()]
-    pairs = [(rows[at].us, min(rows[other].us for other in group)) for at, group in zip(planned, groups.values()) if len(group) > 1]
+    pairs = [
+        (rows[at].us, min(rows[other].us for other in group))
+        for at, group in zip(planned, groups.values())
+        if len(group) > 1
+    ]
     if pairs:
         lost = np.exp(np.mean([math.log(us / best) for us, best in pairs]))
         print(f"# planned order of tiles over the best order measured: geomean {lost:.3f}, {len(pairs)} plans")
@@ -153,10 +166,14 @@ def _batch(rows, sms):
         m, n, k, type_ = row.m, row.n, row.k, row.kernel.type_a
         major_a, major_b = (_MAJORS[x] for x in row.majors)
         lda, ldb = k if row.majors[0] == "r" else m, n if row.majors[1] == "r" else k
-        problems.append(_ffi.GemmProblem(1, m, n, k, type_, type_, type_, row.kernel.math, major_a, major_b, lda, ldb, n, 0, 0, 0))
+        problems.append(
+            _ffi.GemmProblem(1, m, n, k, type_, type_, type_, row.kernel.math, major_a, major_b, lda, ldb, n, 0, 0, 0)
+        )
         raster = _ffi.Raster.along_m if row.raster == "m" else _ffi.Raster.along_n
         schedules.append(
-            _ffi.Schedule(_ffi.ScheduleKind[row.schedule], row.splits, _ffi.Reduction[row.reduction], 0, raster, row.swizzle)
+            _ffi.Schedule(
+                _ffi.ScheduleKind[row.schedule], row.splits, _ffi.Reduction[row.reduction], 0, raster, row.swizzle
+            )
         )
     return _ffi.Batch([row.kernel for row in rows], problems, schedules, Device("cuda", 90, sms).native())
 
@@ -292,9 +309,18 @@ def descend(tables, kept, start, slid, names, until):
     least = [np.mean(table.lost(start)) for table in kept]
 
     def cost(machine):
-        lost = np.mean([np.mean(np.concatenate([table.lost(moved(machine, names, factors)) for table in tables])) for factors in off])
+        lost = np.mean(
+            [
+                np.mean(np.concatenate([table.lost(moved(machine, names, factors)) for table in tables]))
+                for factors in off
+            ]
+        )
         worse = sum(max(np.mean(table.lost(machine)) - bound, 0) for table, bound in zip(kept, least))
-        return lost + 8 * worse + 0.001 * sum(math.log(getattr(machine, name) / getattr(start, name)) ** 2 for name in names)
+        return (
+            lost
+            + 8 * worse
+            + 0.001 * sum(math.log(getattr(machine, name) / getattr(start, name)) ** 2 for name in names)
+        )
 
     machine = min(start, slid, key=cost)
     best, steps = cost(machine), np.full(len(names), 0.2)
@@ -333,14 +359,22 @@ def report(title, rows, predicted, every_shape, measured=None):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("measured", nargs="+")
-    parser.add_argument("--machine", choices=["H200", "H100"], default="H200", help="whose constants to begin with (%(default)s)")
+    parser.add_argument(
+        "--machine", choices=["H200", "H100"], default="H200", help="whose constants to begin with (%(default)s)"
+    )
     parser.add_argument("--sms", type=int, default=132, help="of the GPU that was measured (default: an H200's 132)")
     parser.add_argument("--fix-up", action="store_true", help="fit the constants of the fix-up alone")
     parser.add_argument("--type", choices=list(_SIZES), default="bf16", help="of operands; rows of others are left out")
-    parser.add_argument("--majors", choices=["rr", "rc", "cr", "cc"], default="rr", help="row or column, of A and of B; likewise")
+    parser.add_argument(
+        "--majors", choices=["rr", "rc", "cr", "cc"], default="rr", help="row or column, of A and of B; likewise"
+    )
     parser.add_argument("--shapes", action="store_true", help="print the regret of every shape, not of the worst only")
-    parser.add_argument("--choices", type=float, metavar="SECONDS", help="make the planner's choices better, for so long")
-    parser.add_argument("--keep", nargs="*", default=[], help="tables of whose choices none may become worse, on average")
+    parser.add_argument(
+        "--choices", type=float, metavar="SECONDS", help="make the planner's choices better, for so long"
+    )
+    parser.add_argument(
+        "--keep", nargs="*", default=[], help="tables of whose choices none may become worse, on average"
+    )
     arguments = parser.parse_args()
     tables = [read(path) for path in arguments.measured]
     records = [record for table in tables for record in table]

@@ -23,16 +23,17 @@ import time
 
 import jax
 
-from jax_streamk import Auto, _ffi, contest, planner
+from jax_streamk import Auto, _ffi, planner
 from jax_streamk.cost_model import machine_of
 from jax_streamk.device import device_of
-from jax_streamk.measure import Memory, dtype_of
 from jax_streamk.problem import GemmProblem
-from jax_streamk.programs import repeat
 from jax_streamk.tools import bench, sides, timing
 from jax_streamk.tools.shapes import Shape
-from jax_streamk.tune import ORDERS
-from jax_streamk.tuned import Candidate, Tuned
+from jax_streamk.tuning import contest
+from jax_streamk.tuning.measure import Memory, dtype_of
+from jax_streamk.tuning.programs import repeat
+from jax_streamk.tuning.tune import ORDERS
+from jax_streamk.tuning.tuned import Candidate, Tuned
 
 HOPELESS = 1.6  # times the best of the shape: no other order of tiles is tried
 CLOSE = 1.25  # times the best of the shape: measured again, in turns
@@ -49,7 +50,9 @@ def candidates(kernel, m, n, k, sms):
     k_tiles = -(-k // kernel.tile_k)
     if tiles > 4 * sms and kernel.tile_m * kernel.tile_n < 64 * 128:
         return
-    splits = sorted({s for s in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, sms // tiles if tiles < sms else 2) if s >= 2})
+    splits = sorted(
+        {s for s in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, sms // tiles if tiles < sms else 2) if s >= 2}
+    )
     splits = [s for s in splits if s <= k_tiles and tiles * s <= 4 * sms]
     if kernel.type_d == kernel.type_a:
         yield "data_parallel", 1, _ffi.Reduction.ordered
@@ -65,11 +68,26 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("shapes")
     parser.add_argument("out")
-    parser.add_argument("--type", choices=["bf16", "f16", "f32", "f64"], default="bf16", help="of operands and result; f32 is multiplied as TF32")
+    parser.add_argument(
+        "--type",
+        choices=["bf16", "f16", "f32", "f64"],
+        default="bf16",
+        help="of operands and result; f32 is multiplied as TF32",
+    )
     parser.add_argument("--majors", choices=["rr", "rc", "cr", "cc"], default="rr", help="row or column, of A and of B")
-    parser.add_argument("--reductions", default="none,ordered,separate", help="which ways to share tiles; none is data-parallel")
-    parser.add_argument("--family", action="append", help="of kernels; may be given several times (all but sm80 where others serve the type)")
-    parser.add_argument("--alone", action="store_true", help="the planner's first plans, of any kernel, and XLA's product, by the profiler")
+    parser.add_argument(
+        "--reductions", default="none,ordered,separate", help="which ways to share tiles; none is data-parallel"
+    )
+    parser.add_argument(
+        "--family",
+        action="append",
+        help="of kernels; may be given several times (all but sm80 where others serve the type)",
+    )
+    parser.add_argument(
+        "--alone",
+        action="store_true",
+        help="the planner's first plans, of any kernel, and XLA's product, by the profiler",
+    )
     parser.add_argument("--plans", type=int, default=FIRST, help="of --alone, at most (%(default)s)")
     parser.add_argument("--no-xla", action="store_true", help="--alone without XLA's product")
     parser.add_argument("--limit", type=float, default=300, help="seconds after which no new shape is begun")
@@ -80,7 +98,11 @@ def main():
     major_a, major_b = (row if major == "r" else column for major in arguments.majors)
     gpu = ["sm90", "skinny"] + ["sm80"] * (arguments.type in ("f32", "f64"))
     families = [_ffi.Family[name] for name in arguments.family or (gpu if memory.device.arch else ["host"])]
-    kernels = [kernel for kernel in _ffi.kernels() if kernel.family in families and kernel.type_a == type_ and kernel.math == math_]
+    kernels = [
+        kernel
+        for kernel in _ffi.kernels()
+        if kernel.family in families and kernel.type_a == type_ and kernel.math == math_
+    ]
 
     def problem_of(m, n, k):
         lda, ldb = k if major_a == row else m, n if major_b == row else k
@@ -104,7 +126,14 @@ def main():
             for plan, us in times:
                 of = "XLA", "", "", "", "", ""
                 if plan is not None:
-                    of = plan.kernel, plan.schedule, plan.splits, plan.reduction, plan.raster.removeprefix("along_"), plan.swizzle
+                    of = (
+                        plan.kernel,
+                        plan.schedule,
+                        plan.splits,
+                        plan.reduction,
+                        plan.raster.removeprefix("along_"),
+                        plan.swizzle,
+                    )
                 writer.writerow([arguments.majors, m, n, k, *of, f"{us:.2f}"])
             file.flush()
 
@@ -119,7 +148,11 @@ def measured(problem, kernels, memory, reductions):
         for name, splits, reduction in candidates(kernel, m, n, k, device.sms)
         if ("none" if name == "data_parallel" else reduction.name) in reductions
     ]
-    plans = [(kernel, plan) for kernel, plan in plans if _ffi.can_implement(kernel.name, problem.native(), plan.native(), device.native()) is None]
+    plans = [
+        (kernel, plan)
+        for kernel, plan in plans
+        if _ffi.can_implement(kernel.name, problem.native(), plan.native(), device.native()) is None
+    ]
     count, schedules = len(plans), [plan.native() for _, plan in plans]
     batch = _ffi.Batch([kernel for kernel, _ in plans], [problem.native()] * count, schedules, device.native())
     estimates = batch.microseconds(machine_of(device).native)
@@ -128,7 +161,9 @@ def measured(problem, kernels, memory, reductions):
     for (kernel, plan), estimate in zip(plans, estimates):
         if estimate > bound:
             continue
-        for raster, swizzle in ORDERS[:1] if kernel.family == _ffi.Family.sm80 else ORDERS:  # which order their tiles themselves
+        for raster, swizzle in (
+            ORDERS[:1] if kernel.family == _ffi.Family.sm80 else ORDERS
+        ):  # which order their tiles themselves
             plan = dataclasses.replace(plan, raster=raster, swizzle=swizzle)
             us[plan] = statistics.median(rotation.time(plan.kernel, plan.native()))
             least = min(least, us[plan])
@@ -152,7 +187,10 @@ def measured_alone(problem, memory, first, has_xla):
         if us <= LIKELY * least and of_kernel[plan.kernel] < OF_KERNEL and len(plans) < first:
             plans.append(plan)
             of_kernel[plan.kernel] += 1
-    made = [planner.plan_with(problem, Auto(), memory.device, Tuned.now(plan, estimates[plan], estimates[plan])) for plan in plans]
+    made = [
+        planner.plan_with(problem, Auto(), memory.device, Tuned.now(plan, estimates[plan], estimates[plan]))
+        for plan in plans
+    ]
     row = _ffi.Major.row
     shape = Shape(problem.m, problem.n, problem.k, problem.major_a != row, problem.major_b != row)
     with jax.enable_x64(True):  # types are the problem's

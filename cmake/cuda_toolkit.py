@@ -52,7 +52,10 @@ def visible_architectures():
     """The compute capabilities of this machine's GPUs, from 8.0 on, as CMAKE_CUDA_ARCHITECTURES; empty without one."""
     try:
         text = subprocess.run(
-            ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"], capture_output=True, text=True, check=True
+            ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
     except (OSError, subprocess.CalledProcessError):
         return ""
@@ -108,12 +111,16 @@ def level(option, nvcc):
 
 def cutlass_include():
     """CUTLASS's headers in the nvidia-cutlass wheel, or "" when it is not installed."""
-    headers = (file for file in _wheel_files("nvidia-cutlass") if file.as_posix().endswith("source/include/cutlass/cutlass.h"))
+    headers = (
+        file for file in _wheel_files("nvidia-cutlass") if file.as_posix().endswith("source/include/cutlass/cutlass.h")
+    )
     header = next(headers, None)
     return str(pathlib.Path(header.locate()).resolve().parents[1]) if header else ""
 
 
 if __name__ == "__main__":
     nvcc, architectures, why = decide(*sys.argv[1:3])
-    facts = dict(NVCC=nvcc, ARCHITECTURES=architectures, WHY=why, LEVEL=level(sys.argv[1], nvcc), CUTLASS=cutlass_include())
+    facts = dict(
+        NVCC=nvcc, ARCHITECTURES=architectures, WHY=why, LEVEL=level(sys.argv[1], nvcc), CUTLASS=cutlass_include()
+    )
     print(*(f"{key}={value}" for key, value in facts.items()), sep="\n")

@@ -56,15 +56,21 @@ def taking_turns(functions, rounds=5):
 
 
 def main():
-    options = parser(__doc__.splitlines()[0], "bfloat16", batch=4, prompt=32, new=32, layers=2, d_model=2048, heads=16).parse_args()
+    options = parser(
+        __doc__.splitlines()[0], "bfloat16", batch=4, prompt=32, new=32, layers=2, d_model=2048, heads=16
+    ).parse_args()
     size = Size(options.layers, options.d_model, options.heads, options.prompt + options.new)
     dtype = jnp.dtype(options.dtype)
     prompt = jax.random.randint(jax.random.key(0), (options.batch, options.prompt), 0, BYTES)
-    print(f"{options.batch} texts of {options.prompt} + {options.new} bytes; jax {jax.__version__} on {jax.devices()[0]}, {dtype}")
+    print(
+        f"{options.batch} texts of {options.prompt} + {options.new} bytes; jax {jax.__version__} on {jax.devices()[0]}, {dtype}"
+    )
     models = {products: Transformer(size, products, dtype=dtype, param_dtype=dtype) for products in PRODUCTS}
     weights = sum(x.nbytes for x in jax.tree.leaves(nnx.state(models["XLA"], nnx.Param)))
     print(f"{weights / 1e6:.0f} MB of weights, which every step reads")
-    written, seconds = taking_turns({products: lambda model=model: generate(model, prompt, new=options.new) for products, model in models.items()})
+    written, seconds = taking_turns(
+        {products: lambda model=model: generate(model, prompt, new=options.new) for products, model in models.items()}
+    )
     for products, model in models.items():
         print(f"\n{products}: {products_of(generate.lower(model, prompt, new=options.new))}")
         speed = options.batch * options.new / seconds[products]
@@ -77,7 +83,9 @@ def main():
     chosen = jnp.take_along_axis(logits, ours[..., None], -1)[..., 0]
     worst = float(jnp.max(logits.max(-1) - chosen) / logits.std())
     tolerance = TOLERANCE[options.dtype]
-    print(f"In context every token is within {worst:.1e} standard deviations of XLA's likeliest; the tolerance is {tolerance:g}.")
+    print(
+        f"In context every token is within {worst:.1e} standard deviations of XLA's likeliest; the tolerance is {tolerance:g}."
+    )
     if not worst <= tolerance:
         sys.exit("A token is not.")
 

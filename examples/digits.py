@@ -84,7 +84,9 @@ def show_plan(title, x, y, schedule):
 
 def main():
     x, y, held_out, answers, prior = load()
-    print(f"{len(x) - len(answers)} digits to learn from, {len(answers)} to test on; jax {jax.__version__} on {jax.devices()[0]}")
+    print(
+        f"{len(x) - len(answers)} digits to learn from, {len(answers)} to test on; jax {jax.__version__} on {jax.devices()[0]}"
+    )
     wide = x.astype(np.float64)
     exact_gram, exact_moment = wide.T @ wide, wide.T @ y.astype(np.float64)
 
@@ -101,11 +103,15 @@ def main():
     times = medians(x, (*SCHEDULES, None))
 
     width = max(len(name) for name, *_ in rows)
-    print("\nAgreement with float64 (largest error over largest entry), the share of test digits read right, and the time of X^T X,")
+    print(
+        "\nAgreement with float64 (largest error over largest entry), the share of test digits read right, and the time of X^T X,"
+    )
     print(f"the median of {ROUNDS} calls:\n")
     print(f"{'schedule':{width}}  {'X^T X':>8}  {'X^T Y':>8}  {'accuracy':>8}  {'time':>10}  {'of XLA':>6}")
     for (name, gram_error, moment_error, accuracy), us in zip(rows, times):
-        print(f"{name:{width}}  {gram_error:8.1e}  {moment_error:8.1e}  {accuracy:8.1%}  {us:7.1f} us  {us / times[-1]:6.2f}")
+        print(
+            f"{name:{width}}  {gram_error:8.1e}  {moment_error:8.1e}  {accuracy:8.1%}  {us:7.1f} us  {us / times[-1]:6.2f}"
+        )
     worst = max(max(errors) for name, *errors, _ in rows if name != "XLA")
     if not worst < TOLERANCE:
         sys.exit(f"\nA product is off by {worst:.1e}; the tolerance is {TOLERANCE:.0e}.")

@@ -101,7 +101,10 @@ def measure(mesh, tokens, width, hidden, dtype, rounds):
     operands, shardings = operands_on(mesh, tokens, width, hidden, dtype)
     results = {"result": shardings["x"]} | {f"d{name}": sharding for name, sharding in shardings.items()}
     passes = {
-        "forward": {name: jax.jit(lambda operands, mlp=mlp: mlp(**operands), out_shardings=shardings["x"]) for name, mlp in VARIANTS.items()},
+        "forward": {
+            name: jax.jit(lambda operands, mlp=mlp: mlp(**operands), out_shardings=shardings["x"])
+            for name, mlp in VARIANTS.items()
+        },
         "step": {name: jax.jit(step(mlp), out_shardings=results) for name, mlp in VARIANTS.items()},
     }
     report = {}
@@ -115,7 +118,9 @@ def measure(mesh, tokens, width, hidden, dtype, rounds):
     found = {name: program(operands) for name, program in programs.items()}
     with jax.enable_x64(True):
         wanted = jax.jit(step(exact), out_shardings=results)(operands)
-        errors = {name: difference(out, wanted) for name, out in found.items()} | {"between": difference(found["ours"], found["xla"])}
+        errors = {name: difference(out, wanted) for name, out in found.items()} | {
+            "between": difference(found["ours"], found["xla"])
+        }
     report["errors"] = {name: {key: float(x) for key, x in by_array.items()} for name, by_array in errors.items()}
     return report
 
@@ -150,7 +155,9 @@ def main():
     parser.add_argument("--tokens", type=int, help="batch times sequence; default 4096 on GPUs, 256 on a CPU")
     parser.add_argument("--width", type=int, help="default 8192 on GPUs, 256 on a CPU")
     parser.add_argument("--hidden", type=int, help="default 28672 on GPUs, 1024 on a CPU")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default bfloat16 on GPUs, float32 on a CPU")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), help="default bfloat16 on GPUs, float32 on a CPU"
+    )
     parser.add_argument("--rounds", type=int, default=30, help="runs of each program that are timed; default 30")
     parser.add_argument("--out", help="a JSON file to write the report to")
     options = parser.parse_args()
@@ -159,11 +166,14 @@ def main():
     gpu = jax.default_backend() == "gpu"
     defaults = (4096, 8192, 28672, "bfloat16") if gpu else (256, 256, 1024, "float32")
     tokens, width, hidden, dtype = (
-        given or default for given, default in zip((options.tokens, options.width, options.hidden, options.dtype), defaults)
+        given or default
+        for given, default in zip((options.tokens, options.width, options.hidden, options.dtype), defaults)
     )
     devices = jax.devices()[: options.devices]
     mesh = jax.make_mesh((len(devices),), ("model",), axis_types=(AxisType.Auto,), devices=devices)
-    print(f"{tokens} tokens, width {width}, hidden {hidden}, {dtype}; {len(devices)} x {devices[0].device_kind}, jax {jax.__version__}")
+    print(
+        f"{tokens} tokens, width {width}, hidden {hidden}, {dtype}; {len(devices)} x {devices[0].device_kind}, jax {jax.__version__}"
+    )
     report = measure(mesh, tokens, width, hidden, np.dtype(dtype), options.rounds)
     show(report)
     if options.out:

@@ -51,7 +51,9 @@ class Attention(nnx.Module):
         # (batch, heads, time, d_head), so that batch and heads are one dimension to a kernel.
         q, k, v = jnp.moveaxis(self.qkv(x).reshape(batch, time, 3, self.heads, -1), (2, 3), (0, 2))
         if cache is not None:
-            k, v = cache = [lax.dynamic_update_slice_in_dim(old, new, position, axis=2) for old, new in zip(cache, (k, v))]
+            k, v = cache = [
+                lax.dynamic_update_slice_in_dim(old, new, position, axis=2) for old, new in zip(cache, (k, v))
+            ]
         weights = self.einsum("bhqd,bhkd->bhqk", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
         seen = jnp.arange(k.shape[2]) <= position + jnp.arange(time)[:, None]
         weights = jax.nn.softmax(jnp.where(seen, weights, -jnp.inf)).astype(v.dtype)

@@ -8,9 +8,22 @@ namespace ffi = xla::ffi;
 
 GemmCall::GemmCall(GemmAttributes const& at)
     : kernel(find_kernel(at.kernel)),
-      problem{at.batch, at.m,       at.n,       at.k,   at.type_a, at.type_b, at.type_d,
-              at.math,  at.major_a, at.major_b, at.lda, at.ldb,    at.ldd,    at.batch_stride_a,
-              at.batch_stride_b, at.batch_stride_d,
+      problem{at.batch,
+              at.m,
+              at.n,
+              at.k,
+              at.type_a,
+              at.type_b,
+              at.type_d,
+              at.math,
+              at.major_a,
+              at.major_b,
+              at.lda,
+              at.ldb,
+              at.ldd,
+              at.batch_stride_a,
+              at.batch_stride_b,
+              at.batch_stride_d,
               {at.activation, at.has_bias, at.has_residual, at.alpha, at.beta, at.batch_stride_bias}},
       schedule{at.schedule, at.splits, at.reduction, at.max_sms, at.raster, at.swizzle},
       device{at.arch, at.sms, at.under_way},
@@ -35,11 +48,12 @@ ffi::Error instantiate(GemmAttributes attributes) {
     return to_error(Status::precondition(
         "this build has no kernel " + name +
         "; the program was lowered by another build of jax_streamk: install the same one here, or lower it again"));
-  if (Status status = check(*call.kernel, call.problem, call.schedule, call.device); !status.ok()) return to_error(status);
+  if (Status status = check(*call.kernel, call.problem, call.schedule, call.device); !status.ok())
+    return to_error(status);
   int64_t const needed = call.kernel->workspace_bytes(call.problem, call.schedule, call.device);
   if (needed <= call.workspace_bytes) return ffi::Error::Success();
-  return to_error(Status::precondition(name + " needs " + std::to_string(needed) + " bytes of workspace and was given " +
-                                       std::to_string(call.workspace_bytes) +
+  return to_error(Status::precondition(name + " needs " + std::to_string(needed) +
+                                       " bytes of workspace and was given " + std::to_string(call.workspace_bytes) +
                                        "; the program was lowered by another version of jax_streamk: lower it again"));
 }
 
@@ -57,32 +71,36 @@ ffi::DataType data_type(Type type) {
   return ffi::DataType::INVALID;
 }
 
-// Whether a buffer holds elements of the type up to the last one that the strides reach. In floating point: strides are not
-// bounded, and their products may not fit an integer.
-bool holds(ffi::AnyBuffer buffer, Type type, int64_t batch, int64_t batch_stride, int64_t rows, int64_t ld, int64_t columns) {
+// Whether a buffer holds elements of the type up to the last one that the strides reach. In floating point: strides are
+// not bounded, and their products may not fit an integer.
+bool holds(ffi::AnyBuffer buffer, Type type, int64_t batch, int64_t batch_stride, int64_t rows, int64_t ld,
+           int64_t columns) {
   if (buffer.element_type() != data_type(type) || batch_stride < 0 || ld < 0) return false;
-  double const last = static_cast<double>(batch - 1) * batch_stride + static_cast<double>(rows - 1) * ld + (columns - 1);
+  double const last =
+      static_cast<double>(batch - 1) * batch_stride + static_cast<double>(rows - 1) * ld + (columns - 1);
   return last < static_cast<double>(buffer.element_count());
 }
 
 }  // namespace
 
-ffi::ErrorOr<Buffers> check_buffers(GemmCall const& call, ffi::AnyBuffer a, ffi::AnyBuffer b,
-                                    ffi::RemainingArgs others, ffi::Result<ffi::AnyBuffer> d,
-                                    ffi::Result<ffi::AnyBuffer> workspace) {
+ffi::ErrorOr<Buffers> check_buffers(GemmCall const& call, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::RemainingArgs others,
+                                    ffi::Result<ffi::AnyBuffer> d, ffi::Result<ffi::AnyBuffer> workspace) {
   GemmProblem const& p = call.problem;
   bool const row_a = p.major_a == Major::kRow, row_b = p.major_b == Major::kRow;
   auto const refuse_operand = [&](char const* operand) {
     return ffi::Unexpected(to_error(Status::invalid(call.kernel->info.name + " was given a buffer for " + operand +
                                                     " of another type, or smaller, than its plan says")));
   };
-  if (!holds(a, p.type_a, p.batch, p.batch_stride_a, row_a ? p.m : p.k, p.lda, row_a ? p.k : p.m)) return refuse_operand("A");
-  if (!holds(b, p.type_b, p.batch, p.batch_stride_b, row_b ? p.k : p.n, p.ldb, row_b ? p.n : p.k)) return refuse_operand("B");
+  if (!holds(a, p.type_a, p.batch, p.batch_stride_a, row_a ? p.m : p.k, p.lda, row_a ? p.k : p.m))
+    return refuse_operand("A");
+  if (!holds(b, p.type_b, p.batch, p.batch_stride_b, row_b ? p.k : p.n, p.ldb, row_b ? p.n : p.k))
+    return refuse_operand("B");
   if (!holds(*d, p.type_d, p.batch, p.batch_stride_d, p.m, p.ldd, p.n)) return refuse_operand("D");
   Epilogue const& epilogue = p.epilogue;
   if (size_t const expected = epilogue.has_bias + epilogue.has_residual; others.size() != expected)
-    return ffi::Unexpected(to_error(Status::invalid(call.kernel->info.name + " was given " + std::to_string(2 + others.size()) +
-                                                    " operands; its plan says " + std::to_string(2 + expected))));
+    return ffi::Unexpected(
+        to_error(Status::invalid(call.kernel->info.name + " was given " + std::to_string(2 + others.size()) +
+                                 " operands; its plan says " + std::to_string(2 + expected))));
   Buffers buffers{a.untyped_data(), b.untyped_data(), d->untyped_data(), workspace->untyped_data()};
   if (epilogue.has_bias) {
     auto const bias = *others.get<ffi::AnyBuffer>(0);
@@ -98,12 +116,16 @@ ffi::ErrorOr<Buffers> check_buffers(GemmCall const& call, ffi::AnyBuffer a, ffi:
     return ffi::Unexpected(to_error(Status::precondition(
         call.kernel->info.name + " was given a workspace of " + std::to_string(workspace->element_count()) +
         " bytes; its plan says " + std::to_string(call.workspace_bytes))));
-  // TMA and 16-byte vector accesses of the operands, whole cache lines of the workspace; XLA aligns every buffer as far.
+  // TMA and 16-byte vector accesses of the operands, whole cache lines of the workspace; XLA aligns every buffer as
+  // far.
   if (reinterpret_cast<uintptr_t>(buffers.workspace) % 64 != 0)
-    return ffi::Unexpected(to_error(Status::precondition(call.kernel->info.name + " was given a workspace that is not aligned to 64 bytes")));
-  for (void const* address : {buffers.a, buffers.b, static_cast<void const*>(buffers.d), buffers.bias, buffers.residual})
+    return ffi::Unexpected(to_error(
+        Status::precondition(call.kernel->info.name + " was given a workspace that is not aligned to 64 bytes")));
+  for (void const* address :
+       {buffers.a, buffers.b, static_cast<void const*>(buffers.d), buffers.bias, buffers.residual})
     if (reinterpret_cast<uintptr_t>(address) % 16 != 0)
-      return ffi::Unexpected(to_error(Status::precondition(call.kernel->info.name + " was given a buffer that is not aligned to 16 bytes")));
+      return ffi::Unexpected(to_error(
+          Status::precondition(call.kernel->info.name + " was given a buffer that is not aligned to 16 bytes")));
   return buffers;
 }
 

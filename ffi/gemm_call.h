@@ -1,12 +1,12 @@
 // What one custom call carries, as lowering wrote it, and as the kernels take it.
 //
-// Both stages decode it anew. Keeping instantiation's result as FFI state would need a type that is registered before the
-// handlers, and jaxlib registers what was deferred until a backend starts in the opposite order.
+// Both stages decode it anew. Keeping instantiation's result as FFI state would need a type that is registered before
+// the handlers, and jaxlib registers what was deferred until a backend starts in the opposite order.
 #pragma once
 
 #include <string_view>
 
-#include "cutlass_kernels/gemm.h"
+#include "cutlass_kernels/core/gemm.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_streamk {
@@ -50,8 +50,8 @@ xla::ffi::Error to_error(Status const& status);
 // The instantiate stage of both platforms: everything that can be checked without the device and the buffers.
 xla::ffi::Error instantiate(GemmAttributes attributes);
 
-// Checks the buffers of one execution against the call and hands out their addresses. `others` are the bias and the residual, in
-// this order, as far as the call has them.
+// Checks the buffers of one execution against the call and hands out their addresses. `others` are the bias and the
+// residual, in this order, as far as the call has them.
 xla::ffi::ErrorOr<Buffers> check_buffers(GemmCall const& call, xla::ffi::AnyBuffer a, xla::ffi::AnyBuffer b,
                                          xla::ffi::RemainingArgs others, xla::ffi::Result<xla::ffi::AnyBuffer> d,
                                          xla::ffi::Result<xla::ffi::AnyBuffer> workspace);
@@ -74,9 +74,10 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<jax_streamk::Type>("type_a"), StructMember<jax_streamk::Type>("type_b"),
     StructMember<jax_streamk::Type>("type_d"), StructMember<jax_streamk::Math>("math"),
     StructMember<jax_streamk::Major>("major_a"), StructMember<jax_streamk::Major>("major_b"),
-    StructMember<jax_streamk::Activation>("activation"), StructMember<bool>("has_bias"), StructMember<bool>("has_residual"),
-    StructMember<double>("alpha"), StructMember<double>("beta"), StructMember<int64_t>("batch_stride_bias"),
-    StructMember<jax_streamk::ScheduleKind>("schedule"), StructMember<int32_t>("splits"),
-    StructMember<jax_streamk::Reduction>("reduction"), StructMember<int32_t>("max_sms"),
-    StructMember<jax_streamk::Raster>("raster"), StructMember<int32_t>("swizzle"), StructMember<int32_t>("arch"),
-    StructMember<int32_t>("sms"), StructMember<int64_t>("under_way"), StructMember<int64_t>("workspace_bytes"));
+    StructMember<jax_streamk::Activation>("activation"), StructMember<bool>("has_bias"),
+    StructMember<bool>("has_residual"), StructMember<double>("alpha"), StructMember<double>("beta"),
+    StructMember<int64_t>("batch_stride_bias"), StructMember<jax_streamk::ScheduleKind>("schedule"),
+    StructMember<int32_t>("splits"), StructMember<jax_streamk::Reduction>("reduction"),
+    StructMember<int32_t>("max_sms"), StructMember<jax_streamk::Raster>("raster"), StructMember<int32_t>("swizzle"),
+    StructMember<int32_t>("arch"), StructMember<int32_t>("sms"), StructMember<int64_t>("under_way"),
+    StructMember<int64_t>("workspace_bytes"));

@@ -8,8 +8,8 @@ namespace ffi = xla::ffi;
 
 namespace {
 
-ffi::Error execute(GemmAttributes attributes, ffi::ThreadPool pool, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::RemainingArgs others,
-                   ffi::Result<ffi::AnyBuffer> d, ffi::Result<ffi::AnyBuffer> workspace) {
+ffi::Error execute(GemmAttributes attributes, ffi::ThreadPool pool, ffi::AnyBuffer a, ffi::AnyBuffer b,
+                   ffi::RemainingArgs others, ffi::Result<ffi::AnyBuffer> d, ffi::Result<ffi::AnyBuffer> workspace) {
   GemmCall const call(attributes);
   auto buffers = check_buffers(call, a, b, others, d, workspace);
   if (buffers.has_error()) return buffers.error();

@@ -5,11 +5,11 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include "cutlass_kernels/clusters.h"
-#include "cutlass_kernels/eviction.h"
-#include "cutlass_kernels/planner.h"
-#include "cutlass_kernels/repack.h"
-#include "cutlass_kernels/under_way.h"
+#include "cutlass_kernels/passes/repack.h"
+#include "cutlass_kernels/planner/clusters.h"
+#include "cutlass_kernels/planner/eviction.h"
+#include "cutlass_kernels/planner/planner.h"
+#include "cutlass_kernels/planner/under_way.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -19,8 +19,8 @@ namespace {
 
 constexpr int64_t kUnknown = -1;  // bytes of workspace
 
-// A kernel that this build lacks, for planning as if it were there. Its limits are those of its family's can_launch() but for extents near 2^31,
-// and its workspace is known where no tile is shared inside of the kernel.
+// A kernel that this build lacks, for planning as if it were there. Its limits are those of its family's can_launch()
+// but for extents near 2^31, and its workspace is known where no tile is shared inside of the kernel.
 class DescribedKernel final : public Kernel {
  public:
   using Kernel::Kernel;
@@ -30,14 +30,17 @@ class DescribedKernel final : public Kernel {
     if (info.family == Family::kSm90 ? device.arch != 90 : device.arch < 80)
       return Status::precondition(info.name + " does not run on sm_" + std::to_string(device.arch));
     if (info.family == Family::kSm80 && info.shared_memory > shared_memory_per_cta(device))
-      return Status::invalid(info.name + ": sm_" + std::to_string(device.arch) + " has too little shared memory for it");
+      return Status::invalid(info.name + ": sm_" + std::to_string(device.arch) +
+                             " has too little shared memory for it");
     if (is_separate(s) && static_cast<double>(p.batch) * p.m * padded(p.n, p) >= INT32_MAX)
-      return Status::invalid(info.name + ": D has too many elements for a separate reduction, which takes less than 2^31");
+      return Status::invalid(info.name +
+                             ": D has too many elements for a separate reduction, which takes less than 2^31");
     if (!shares_tiles(s)) return {};
     if (info.family == Family::kSm80 && p.batch > 1)
       return Status::invalid(info.name + ": a batch runs data-parallel, or as SplitK with reduction \"separate\"");
     if (info.family == Family::kSkinny && (device.arch < 90 || s.splits > kMostCtas))
-      return Status::invalid(info.name + " splits K among the CTAs of a cluster, at most " + std::to_string(kMostCtas) + ", on sm_90 or newer");
+      return Status::invalid(info.name + " splits K among the CTAs of a cluster, at most " + std::to_string(kMostCtas) +
+                             ", on sm_90 or newer");
     return {};
   }
 
@@ -46,8 +49,10 @@ class DescribedKernel final : public Kernel {
     if (shares_tiles(s) && info.family != Family::kSkinny) return kUnknown;
     if (!is_separate(s)) return repacked.bytes();
     // Slices of whole k-tiles, as few as that takes, each with all of D in rows of whole 16 bytes.
-    int64_t const k_tiles = ceil_div(repacked.problem.k, info.tile_k), slices = ceil_div(k_tiles, ceil_div(k_tiles, s.splits));
-    return repacked.bytes() + align_workspace(slices * p.batch * p.m * padded(p.n, p) * size_of(accumulator_of(p.type_a)));
+    int64_t const k_tiles = ceil_div(repacked.problem.k, info.tile_k),
+                  slices = ceil_div(k_tiles, ceil_div(k_tiles, s.splits));
+    return repacked.bytes() +
+           align_workspace(slices * p.batch * p.m * padded(p.n, p) * size_of(accumulator_of(p.type_a)));
   }
 
   Decomposition decomposition(GemmProblem const&, Schedule const&, Device const&) const override { return {}; }
@@ -111,7 +116,10 @@ Cost estimate(KernelInfo const& kernel, GemmProblem const& problem, Schedule con
 class Batch {
  public:
   Batch(nb::list kernels, std::vector<GemmProblem> problems, std::vector<Schedule> schedules, Device const& device)
-      : kernels_(std::move(kernels)), problems_(std::move(problems)), schedules_(std::move(schedules)), device_(device) {
+      : kernels_(std::move(kernels)),
+        problems_(std::move(problems)),
+        schedules_(std::move(schedules)),
+        device_(device) {
     if (kernels_.size() != problems_.size() || kernels_.size() != schedules_.size())
       throw nb::value_error("there must be as many kernels as problems and as schedules");
     for (size_t i = 0; i < kernels_.size(); ++i) {
@@ -127,7 +135,9 @@ class Batch {
   }
 
   std::vector<double> needs(Machine const& machine) const {
-    return of_each(machine, [](Estimator const& estimator, Schedule const& s, Wave const& wave) { return estimator.needs(wave, s.swizzle); });
+    return of_each(machine, [](Estimator const& estimator, Schedule const& s, Wave const& wave) {
+      return estimator.needs(wave, s.swizzle);
+    });
   }
 
  private:
@@ -135,7 +145,8 @@ class Batch {
   std::vector<double> of_each(Machine const& machine, Of of) const {
     std::vector<double> values(infos_.size());
     for (size_t i = 0; i < values.size(); ++i)
-      values[i] = of(Estimator(*infos_[i], problems_[i], width_of(schedules_[i], device_), machine), schedules_[i], waves_[i]);
+      values[i] =
+          of(Estimator(*infos_[i], problems_[i], width_of(schedules_[i], device_), machine), schedules_[i], waves_[i]);
     return values;
   }
 
@@ -206,7 +217,8 @@ void bind_planner(nb::module_& m) {
       .def_rw("reduction_sharing", &Machine::reduction_sharing)
       .def_rw("reduction_rate", &Machine::reduction_rate);
 
-  nb::class_<Wave>(m, "Wave", "Rows of A and columns of B that one wave needs: of all GPCs added up, and of the whole wave.")
+  nb::class_<Wave>(m, "Wave",
+                   "Rows of A and columns of B that one wave needs: of all GPCs added up, and of the whole wave.")
       .def_ro("rows", &Wave::rows)
       .def_ro("columns", &Wave::columns)
       .def_ro("footprint", &Wave::footprint);
@@ -223,7 +235,8 @@ void bind_planner(nb::module_& m) {
       .def_ro("extra", &Cost::extra)
       .def_ro("repack", &Cost::repack);
 
-  nb::class_<Kernels>(m, "Kernels", "Kernels to choose from; one that this build lacks is known by its description alone.")
+  nb::class_<Kernels>(m, "Kernels",
+                      "Kernels to choose from; one that this build lacks is known by its description alone.")
       .def(nb::init<std::vector<KernelInfo> const&>(), "infos"_a);
 
   nb::class_<Candidate>(m, "Candidate", "A kernel, its schedule, and what it is expected to cost.")
@@ -231,40 +244,43 @@ void bind_planner(nb::module_& m) {
       .def_ro("schedule", &Candidate::schedule)
       .def_ro("cost", &Candidate::cost);
 
-  nb::class_<Choice>(m, "Choice", "What choose() found: the cheapest candidates in order; without any, the closest refusal.")
+  nb::class_<Choice>(m, "Choice",
+                     "What choose() found: the cheapest candidates in order; without any, the closest refusal.")
       .def_ro("candidates", &Choice::candidates)
-      .def_prop_ro("workspace_bytes",
-                   [](Choice const& choice) {
-                     return choice.workspace_bytes == kUnknown ? std::nullopt : std::optional(choice.workspace_bytes);
-                   },
-                   "Of the first candidate; None where a kernel that this build lacks would have to tell.")
+      .def_prop_ro(
+          "workspace_bytes",
+          [](Choice const& choice) {
+            return choice.workspace_bytes == kUnknown ? std::nullopt : std::optional(choice.workspace_bytes);
+          },
+          "Of the first candidate; None where a kernel that this build lacks would have to tell.")
       .def_ro("refusal", &Choice::refusal);
 
   m.def(
       "choose",
       [](Kernels const& kernels, GemmProblem const& p, std::optional<Schedule> const& wanted, Device const& device,
-         Machine const& machine, size_t listed) {
-        return choose(kernels.all(), p, wanted, device, machine, listed);
-      },
+         Machine const& machine, size_t listed) { return choose(kernels.all(), p, wanted, device, machine, listed); },
       "kernels"_a, "problem"_a, "schedule"_a.none(), "device"_a, "machine"_a, "listed"_a = 6, nb::keep_alive<0, 1>(),
-      "The cheapest candidates, at most `listed`, among kernels of the problem's types and majorness, each of another kernel or kind of "
+      "The cheapest candidates, at most `listed`, among kernels of the problem's types and majorness, each of another "
+      "kernel or kind of "
       "schedule; a schedule but None is the only one considered.");
   m.def("estimate", &estimate, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "machine"_a,
         "The Cost of a kernel under a schedule in the best order of tiles, whether or not the kernel can run it.");
   m.def(
       "goes_first",
-      [](int32_t tiles_m, int32_t tiles_n, Schedule const& s, int32_t workers, Raster line, bool by_all_batches, bool again, int64_t bytes,
-         int64_t others, int32_t element_bytes, int32_t slices, double multiply_adds, int32_t k_tiles) {
+      [](int32_t tiles_m, int32_t tiles_n, Schedule const& s, int32_t workers, Raster line, bool by_all_batches,
+         bool again, int64_t bytes, int64_t others, int32_t element_bytes, int32_t slices, double multiply_adds,
+         int32_t k_tiles) {
         auto const cut = Decomposition::make(s.kind, tiles_m * tiles_n, k_tiles, workers, s.splits);
         OperandUse const use{line, by_all_batches, again, bytes, others, element_bytes, slices, multiply_adds};
         return goes_first(TileOrder(tiles_m, tiles_n, s.raster, s.swizzle), cut, use);
       },
-      "tiles_m"_a, "tiles_n"_a, "schedule"_a, "workers"_a, "line"_a, "by_all_batches"_a = false, "again"_a = false, "bytes"_a = 1,
-      "others"_a = 1, "element_bytes"_a = 2, "slices"_a = 1, "multiply_adds"_a = 0.0, "k_tiles"_a = 64,
+      "tiles_m"_a, "tiles_n"_a, "schedule"_a, "workers"_a, "line"_a, "by_all_batches"_a = false, "again"_a = false,
+      "bytes"_a = 1, "others"_a = 1, "element_bytes"_a = 2, "slices"_a = 1, "multiply_adds"_a = 0.0, "k_tiles"_a = 64,
       "Whether what a line of tiles of one batch reads of an operand may leave L2 first.");
   m.def(
       "held_back",
-      [](int32_t tiles, Schedule const& s, int32_t workers, int32_t ctas, int32_t stages, int64_t stage_bytes, int64_t under_way) {
+      [](int32_t tiles, Schedule const& s, int32_t workers, int32_t ctas, int32_t stages, int64_t stage_bytes,
+         int64_t under_way) {
         auto const cut = Decomposition::make(s.kind, tiles, s.splits, workers, s.splits);
         HeldBack const held = held_back(cut, ctas, stages, stage_bytes, under_way);
         std::vector<int32_t> of_waves;
@@ -280,7 +296,8 @@ void bind_planner(nb::module_& m) {
         Idle const idle = idle_clusters(working, ctas, sms);
         return std::pair(idle.first, idle.count);
       },
-      "working"_a, "ctas"_a, "sms"_a, "The first, and how many, clusters without work a launch has beside so many, of so many CTAs each.");
+      "working"_a, "ctas"_a, "sms"_a,
+      "The first, and how many, clusters without work a launch has beside so many, of so many CTAs each.");
   m.def(
       "number_by_gpc",
       [](uint8_t clusters, uint8_t idle, int32_t ctas, bool spread) {
@@ -289,12 +306,15 @@ void bind_planner(nb::module_& m) {
         return std::vector<int32_t>(numbers.begin() + idle, numbers.end());
       },
       "clusters"_a, "idle"_a, "ctas"_a, "spread"_a,
-      "The number of each cluster of so many CTAs but the first ones, which are idle, by which those of a GPC follow one another, or are spread.");
-  m.def("first_wave", &first_wave, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "The Wave that a CUDA kernel starts with.");
+      "The number of each cluster of so many CTAs but the first ones, which are idle, by which those of a GPC follow "
+      "one another, or are spread.");
+  m.def("first_wave", &first_wave, "kernel"_a, "problem"_a, "schedule"_a, "device"_a,
+        "The Wave that a CUDA kernel starts with.");
 
-  nb::class_<Batch>(m, "Batch", "CUDA candidates, as a list of each of their parts, to estimate on one machine after another.")
-      .def(nb::init<nb::list, std::vector<GemmProblem>, std::vector<Schedule>, Device const&>(), "kernels"_a, "problems"_a,
-           "schedules"_a, "device"_a)
+  nb::class_<Batch>(m, "Batch",
+                    "CUDA candidates, as a list of each of their parts, to estimate on one machine after another.")
+      .def(nb::init<nb::list, std::vector<GemmProblem>, std::vector<Schedule>, Device const&>(), "kernels"_a,
+           "problems"_a, "schedules"_a, "device"_a)
       .def("microseconds", &Batch::microseconds, "machine"_a, "What each is expected to take.")
       .def("needs", &Batch::needs, "machine"_a, "What orders of tiles are ranked by, the least first.");
 }

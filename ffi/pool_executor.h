@@ -7,13 +7,13 @@
 #include <memory>
 #include <mutex>
 
-#include "cutlass_kernels/gemm.h"
+#include "cutlass_kernels/core/gemm.h"
 
 namespace jax_streamk {
 
-// Shares work items between the calling thread and a pool, which has Schedule(function) and num_threads(). The caller takes items
-// too and waits only for items that another thread has begun, so a pool whose threads all sit in calls like this one still makes
-// progress.
+// Shares work items between the calling thread and a pool, which has Schedule(function) and num_threads(). The caller
+// takes items too and waits only for items that another thread has begun, so a pool whose threads all sit in calls like
+// this one still makes progress.
 template <typename Pool>
 class PoolExecutor final : public Executor {
  public:

@@ -6,7 +6,7 @@
 #include "ffi/pool_executor.h"
 
 #ifdef JAX_STREAMK_WITH_CUDA
-#include "cutlass_kernels/cuda_kernel.h"
+#include "cutlass_kernels/core/cuda_kernel.h"
 #endif
 
 namespace jax_streamk {
@@ -76,7 +76,8 @@ struct Recording {
   Status capture(Kernel const& kernel, GemmProblem const& p, Schedule const& s, Device const& device,
                  std::vector<Buffers> const& sets) {
     // In this mode what other threads do, XLA's among them, neither fails nor spoils the capture.
-    Status status = from_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
+    Status status =
+        from_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
     if (!status.ok()) return status;
     for (Buffers const& buffers : sets)
       if (status.ok()) status = kernel.run(p, s, device, buffers, stream, nullptr);

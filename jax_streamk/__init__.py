@@ -15,8 +15,8 @@ from jax_streamk.device import A100, H100, H200, Device
 from jax_streamk.planner import Plan
 from jax_streamk.primitive import dots_saveable, dots_with_no_batch_dims_saveable
 from jax_streamk.schedules import Auto, DataParallel, PerPass, SplitK, StreamK
-from jax_streamk.tune import tuning
-from jax_streamk.tuned import use_tuned_plans, version
+from jax_streamk.tuning.tune import tuning
+from jax_streamk.tuning.tuned import use_tuned_plans, version
 
 __version__ = version()
 

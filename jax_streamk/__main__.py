@@ -27,7 +27,9 @@ def main(argv=None):
 
 
 def _run(argv):
-    parser = argparse.ArgumentParser(prog="python -m jax_streamk", description="Tools for split-K and Stream-K matrix products.")
+    parser = argparse.ArgumentParser(
+        prog="python -m jax_streamk", description="Tools for split-K and Stream-K matrix products."
+    )
     parser.add_argument("--version", action="version", version=f"jax_streamk {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name in COMMANDS:

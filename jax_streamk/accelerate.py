@@ -13,9 +13,10 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var, primitives
 
-from jax_streamk import compat, lowering, primitive, tuned
+from jax_streamk import compat, lowering, primitive
 from jax_streamk.device import device_of
 from jax_streamk.schedules import check_schedule
+from jax_streamk.tuning import tuned
 
 _TRACED = object()
 
@@ -130,7 +131,9 @@ class _Rewriter:
         if eqn.primitive is compat.dot_general_p:
             if not self._is_ours(*(x.aval for x in eqn.invars), **eqn.params):
                 return eqn
-            return eqn.replace(primitive=primitive.dot_general_p, params=eqn.params | dict(schedule=self._schedule, permutation=None))
+            return eqn.replace(
+                primitive=primitive.dot_general_p, params=eqn.params | dict(schedule=self._schedule, permutation=None)
+            )
         # Nobody knows what else parameters of others' primitives must agree with: Equinox compares a jaxpr with a twin.
         if eqn.primitive not in compat.higher_order:
             return eqn

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_streamk import _ffi, compat, lowering, primitive, tuned
+from jax_streamk import _ffi, compat, lowering, primitive
 from jax_streamk.checks import check_static
 from jax_streamk.device import device_of
 from jax_streamk.epilogue import Epilogue, check_activation
 from jax_streamk.schedules import check_schedule
+from jax_streamk.tuning import tuned
 
 
 def _dispatched(*operands, jaxs):
@@ -115,7 +116,9 @@ def matmul(a, b, *, precision=None, preferred_element_type=None, out_sharding=No
 
 
 @_dispatched("lhs", "rhs", jaxs=lambda *args, **kwargs: lax.dot_general(*args, **kwargs))
-def dot_general(lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, *, out_sharding=None, schedule=None):
+def dot_general(
+    lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, *, out_sharding=None, schedule=None
+):
     """``jax.lax.dot_general`` by split-K and Stream-K kernels: a drop-in for every argument that takes one.
 
     Args:
@@ -148,7 +151,15 @@ def dot_general(lhs, rhs, dimension_numbers, precision=None, preferred_element_t
 
 
 @_dispatched("operands", jaxs=lambda *args, **kwargs: jnp.einsum(*args, **kwargs))
-def einsum(subscripts, *operands, precision=None, preferred_element_type=None, schedule=None, optimize="auto", out_sharding=None):
+def einsum(
+    subscripts,
+    *operands,
+    precision=None,
+    preferred_element_type=None,
+    schedule=None,
+    optimize="auto",
+    out_sharding=None,
+):
     """``jax.numpy.einsum`` whose products of two operands are ``dot_general`` of this library.
 
     Args:
@@ -256,9 +267,13 @@ def linear(
         if not jnp.can_cast(operand.dtype, dtype, "same_kind") and not jnp.issubdtype(operand.dtype, np.integer):
             raise TypeError(f"linear: {name} has dtype {operand.dtype}; it must convert to the result's, {dtype}")
         if operand.shape != fits:
-            broadcasts = operand.ndim <= len(fits) and all(size in (1, to) for size, to in zip(operand.shape[::-1], fits[::-1]))
+            broadcasts = operand.ndim <= len(fits) and all(
+                size in (1, to) for size, to in zip(operand.shape[::-1], fits[::-1])
+            )
             if name == "bias" or not broadcasts:
-                raise ValueError(f"linear: {name} has shape {operand.shape}; it must {'be' if name == 'bias' else 'broadcast to'} {fits}")
+                raise ValueError(
+                    f"linear: {name} has shape {operand.shape}; it must {'be' if name == 'bias' else 'broadcast to'} {fits}"
+                )
             operand = jnp.broadcast_to(operand, fits)
         others.append(operand.astype(dtype))
     out = primitive.bind_linear(
@@ -281,13 +296,17 @@ def _factor(function, name, factor):
         raise ValueError(f"{function}: {name}={factor} is larger than every float") from None
     except (TypeError, ValueError):  # tracers raise a TypeError of theirs
         check_static(f"{function}: {name}", factor)
-        raise TypeError(f"{function}: {name} is {_describe(factor)}; it must be a real number that is known before tracing") from None
+        raise TypeError(
+            f"{function}: {name} is {_describe(factor)}; it must be a real number that is known before tracing"
+        ) from None
 
 
 def _flag(name, value):
     if not isinstance(value, (bool, np.bool_)):
         check_static(f"plan: {name}", value)
-        raise TypeError(f"plan: {name} is {_describe(value)}; it must be True or False: plan(..., {name}=True) plans for one of any value")
+        raise TypeError(
+            f"plan: {name} is {_describe(value)}; it must be True or False: plan(..., {name}=True) plans for one of any value"
+        )
     return bool(value)
 
 
@@ -391,8 +410,12 @@ def _element_type(dtype, lhs, rhs):
         raise TypeError(f"preferred_element_type={dtype!r}: {error}") from None
     integers = dtype is not None and lhs.dtype == rhs.dtype and jnp.issubdtype(lhs.dtype, np.integer)
     if integers and dtype.itemsize < lhs.dtype.itemsize:
-        remedy = f"name one of at least {8 * lhs.dtype.itemsize} bits, or none, and convert the result by .astype({dtype})"
-        raise TypeError(f"preferred_element_type={dtype} is narrower than {lhs.dtype}, the dtype of the operands: {remedy}")
+        remedy = (
+            f"name one of at least {8 * lhs.dtype.itemsize} bits, or none, and convert the result by .astype({dtype})"
+        )
+        raise TypeError(
+            f"preferred_element_type={dtype} is narrower than {lhs.dtype}, the dtype of the operands: {remedy}"
+        )
     return dtype
 
 
@@ -401,7 +424,9 @@ def _shaped(name, x):
         raise TypeError(f"plan: {name} is {type(x).__name__}; it must have a shape and a dtype")
     if not _is_numeric(x.dtype):
         raise TypeError(f"plan: {name} is {_describe(x)}; it must be of numbers")
-    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype), weak_type=getattr(x, "weak_type", False))
+    return jax.ShapeDtypeStruct(
+        x.shape, jax.dtypes.canonicalize_dtype(x.dtype), weak_type=getattr(x, "weak_type", False)
+    )
 
 
 def _drop(x, dims):
@@ -420,7 +445,9 @@ def _matmul_dimensions(a, b):
         raise ValueError(f"matmul: {which} has shape {shape}; it must have at least one dimension")
     k_a, k_b = a[-1], b[-2] if len(b) > 1 else b[0]
     if k_a != k_b:
-        raise ValueError(f"matmul: a of shape {a} and b of shape {b} contract sizes {k_a} and {k_b}; they must be equal")
+        raise ValueError(
+            f"matmul: a of shape {a} and b of shape {b} contract sizes {k_a} and {k_b}; they must be equal"
+        )
     lead_a, lead_b = a[:-2], b[:-2]
     rank = max(len(lead_a), len(lead_b))
     # Leading dimensions, aligned on the right, by who has them: both, or one of them.

@@ -13,7 +13,9 @@ _OLDEST_JAX = "0.9.0"  # as in pyproject.toml
 def check_installation():
     """Raises ImportError, with the remedy, where jax is too old or the module _ffi was not compiled for this Python."""
     if jax.__version_info__ < tuple(map(int, _OLDEST_JAX.split("."))):
-        raise ImportError(f"jax_streamk needs jax {_OLDEST_JAX} or later, and found {jax.__version__}: pip install -U 'jax>={_OLDEST_JAX}'")
+        raise ImportError(
+            f"jax_streamk needs jax {_OLDEST_JAX} or later, and found {jax.__version__}: pip install -U 'jax>={_OLDEST_JAX}'"
+        )
     if importlib.util.find_spec("jax_streamk._ffi") is None:
         raise ImportError(
             f"{pathlib.Path(__file__).parent} has no compiled module _ffi for Python {sys.version_info.major}.{sys.version_info.minor}. In a "

@@ -137,7 +137,9 @@ def sharded_like_product(others, lhs, rhs, **params):
     product, _ = dot_general_p.abstract_eval(lhs, rhs, **params)
     specs = [tuple(product.sharding.spec)[product.ndim - x.ndim :] for x in others]
     pairs = zip(others, avals[2:], specs)
-    return [x if tuple(aval.sharding.spec) == spec else jax.sharding.reshard(x, jax.P(*spec)) for x, aval, spec in pairs]
+    return [
+        x if tuple(aval.sharding.spec) == spec else jax.sharding.reshard(x, jax.P(*spec)) for x, aval, spec in pairs
+    ]
 
 
 def is_unreduced(aval):
@@ -197,7 +199,9 @@ def _moved(eqn, source, target):
 def def_batching(primitive, rule):
     """``rule(axis_data, operands, dims, **params)`` batches the primitive; axis_data says how the mapped axis is sharded."""
     _batching.fancy_primitive_batchers[primitive] = rule
-    if hasattr(_batching, "skippable_batchers"):  # JAX 0.9 asks the rule even where no operand is mapped, unless told not to
+    if hasattr(
+        _batching, "skippable_batchers"
+    ):  # JAX 0.9 asks the rule even where no operand is mapped, unless told not to
         _batching.skippable_batchers[primitive] = lambda params: ()
 
 

@@ -1,4 +1,4 @@
-"""What GPUs can do, as the constants of the cost model in cutlass_kernels/cost_model.cc.
+"""What GPUs can do, as the constants of the cost model in cutlass_kernels/planner/cost_model.cc.
 
 All times are in microseconds. benchmarks/fit_cost_model.py fits the constants of a ``Machine``.
 """
@@ -43,7 +43,9 @@ class Machine:
     narrow: float  # columns of tile_n that a MAC iteration of wgmma loses
     from_registers: float  # factor on wgmma's time of TF32 where one operand comes from registers
     narrow_loads: float  # 32 of K of a CTA that is alone on its SM and loads 8 bytes at a time
-    misaligned_k: float  # factor on loads of an operand contiguous along K whose rows do not start on sectors of 32 bytes
+    misaligned_k: (
+        float  # factor on loads of an operand contiguous along K whose rows do not start on sectors of 32 bytes
+    )
     misaligned_mn: float  # ... of one contiguous along m or n whose rows do not start on 128-byte lines
     off_sectors_mn: float  # ... nor on sectors, by TMA
     skinny_launch: float  # of a kernel of few rows
@@ -136,7 +138,7 @@ H200 = Machine(
     copy_rate=3.285e6,
     rearrange_rate=1.375e6,
     fix_up=3.283,
-    partial_rate_sm=3.916e+04,
+    partial_rate_sm=3.916e04,
     memset=2.343,
     reduction=0.9712,
     reduction_sharing=0.2083,
@@ -190,7 +192,7 @@ def machine_of(device):
 
 
 def under_way(device):
-    """About how many bytes of an operand that streams past should be under way at once (cutlass_kernels/under_way.h); 0: any number.
+    """About how many bytes of an operand that streams past should be under way at once (cutlass_kernels/planner/under_way.h); 0: any number.
 
     As measured on H100s and an H200 (benchmarks/results/under_way_2026-11-26.md), for which all others of compute capability 9.0 are taken.
     """
@@ -220,7 +222,9 @@ def limit_of(problem, device):
     machine, sms, size = machine_of(device), device.sms, _SIZES.__getitem__
     batches = lambda stride: problem.batch if stride else 1  # noqa: E731
     m, n, k = problem.m, problem.n, problem.k
-    results = problem.batch * m * n * (2 if problem.has_residual else 1) + (n * batches(problem.batch_stride_bias) if problem.has_bias else 0)
+    results = problem.batch * m * n * (2 if problem.has_residual else 1) + (
+        n * batches(problem.batch_stride_bias) if problem.has_bias else 0
+    )
     operands = m * k * batches(problem.batch_stride_a) + k * n * batches(problem.batch_stride_b)
     moved = operands * size(problem.type_a) + results * size(problem.type_d)
     flops = 2 * problem.batch * m * n * k
@@ -237,7 +241,11 @@ def _arithmetic_rate(machine, arch, sms, problem):
         return sms * machine.mma_f64
     tf32, three = problem.type_a == _ffi.Type.f32, problem.math == _ffi.Math.tf32x3
     if arch == 90:  # wgmma, whose TF32 is counted as operations of 16 bits, which take half as long
-        rate = min(machine.tf32_sustained, sms * machine.tf32_rate_sm) / 2 if tf32 else min(machine.wgmma_sustained, sms * machine.wgmma_rate_sm)
+        rate = (
+            min(machine.tf32_sustained, sms * machine.tf32_rate_sm) / 2
+            if tf32
+            else min(machine.wgmma_sustained, sms * machine.wgmma_rate_sm)
+        )
         return rate / 3 if three else rate
     return sms * (machine.mma_tf32x3 if three else machine.mma_tf32 if tf32 else machine.mma_16bit)
 

@@ -12,12 +12,22 @@ from jax_streamk import _ffi
 
 _FILE = "cuda_kernels.csv"
 _NUMBERS = ("align_a", "align_b", "align_d", "stages", "threads", "shared_memory", "promotion_k")
-_ENUMERATIONS = {"family": _ffi.Family, "type_ab": _ffi.Type, "type_d": _ffi.Type, "math": _ffi.Math, "major_a": _ffi.Major, "major_b": _ffi.Major}
+_ENUMERATIONS = {
+    "family": _ffi.Family,
+    "type_ab": _ffi.Type,
+    "type_d": _ffi.Type,
+    "math": _ffi.Math,
+    "major_a": _ffi.Major,
+    "major_b": _ffi.Major,
+}
 
 
 def _row(kernel):
     names = {name: getattr(kernel, name.replace("type_ab", "type_a")).name for name in _ENUMERATIONS}
-    reductions = {f"{kind}_reductions": " ".join(x.name for x in getattr(kernel, f"{kind}_reductions")) for kind in ("split_k", "stream_k")}
+    reductions = {
+        f"{kind}_reductions": " ".join(x.name for x in getattr(kernel, f"{kind}_reductions"))
+        for kind in ("split_k", "stream_k")
+    }
     return dict(
         name=kernel.name,
         **names,
@@ -34,7 +44,9 @@ def _kernel(row):
     fields = dict(row)
     fields |= {name: type_[row[name]] for name, type_ in _ENUMERATIONS.items()}
     fields |= {name: tuple(map(int, row[name].split("x"))) for name in ("tile", "cluster")}
-    fields |= {name: [_ffi.Reduction[x] for x in row[name].split()] for name in ("split_k_reductions", "stream_k_reductions")}
+    fields |= {
+        name: [_ffi.Reduction[x] for x in row[name].split()] for name in ("split_k_reductions", "stream_k_reductions")
+    }
     fields |= {name: int(row[name]) for name in _NUMBERS}
     return _ffi.KernelInfo(**fields | dict(swap_ab=row["swap_ab"] == "1"))
 

@@ -45,7 +45,9 @@ class Device:
         object.__setattr__(self, "arch", integer("Device: arch", self.arch, least=0))
         object.__setattr__(self, "sms", integer("Device: sms", self.sms))
         if (self.platform == "cuda") != (self.arch > 0):
-            raise ValueError(f"Device: arch={self.arch}: must be 0 on a CPU, and 10 * major + minor of a GPU's compute capability, such as 90")
+            raise ValueError(
+                f"Device: arch={self.arch}: must be 0 on a CPU, and 10 * major + minor of a GPU's compute capability, such as 90"
+            )
 
     def native(self):
         return _ffi.Device(self.arch, self.sms, under_way(self))
@@ -81,7 +83,9 @@ def device_of(device):
             raise ValueError(f"device={device!r}: {error}: {remedy}") from None
     if not isinstance(device, jax.Device):
         check_static("device", device)
-        raise TypeError(f"device={device!r}: must be None, a jax.Device, a platform such as 'cpu', or a jax_streamk.Device")
+        raise TypeError(
+            f"device={device!r}: must be None, a jax.Device, a platform such as 'cpu', or a jax_streamk.Device"
+        )
     if device.platform == "gpu" and "." in device.compute_capability:  # ROCm's are names
         major, minor = device.compute_capability.split(".")
         return Device("cuda", 10 * int(major) + int(minor), device.core_count, device.device_kind)

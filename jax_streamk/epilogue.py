@@ -24,7 +24,9 @@ def check_activation(function, activation):
     """Raises ValueError for what is none of ``ACTIVATIONS``, TypeError for what is traced."""
     check_static(f"{function}: activation", activation)
     if activation not in list(ACTIVATIONS):  # a list: what is not hashable is not in it either
-        raise ValueError(f"{function}: activation={activation!r}; it must be one of {', '.join(map(repr, ACTIVATIONS))}")
+        raise ValueError(
+            f"{function}: activation={activation!r}; it must be one of {', '.join(map(repr, ACTIVATIONS))}"
+        )
 
 
 def wide(dtype):

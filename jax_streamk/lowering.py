@@ -7,16 +7,26 @@ import numpy as np
 from jax import lax
 from jax.interpreters import mlir
 
-from jax_streamk import _ffi, compat, custom_call, partition, planner, problem, schedules, tune, tuned
+from jax_streamk import _ffi, compat, custom_call, partition, planner, problem, schedules
 from jax_streamk.device import device_for_lowering
 from jax_streamk.epilogue import Epilogue
 from jax_streamk.primitive import dot_general_p, linear_p, xlas_product
+from jax_streamk.tuning import tune, tuned
 
 _WITHOUT_CUDA = f"when it was built, {_ffi.without_cuda}"
 
 
 def plan(
-    lhs, rhs, *, dimension_numbers, precision, preferred_element_type, schedule, device, epilogue=Epilogue(), permutation=None
+    lhs,
+    rhs,
+    *,
+    dimension_numbers,
+    precision,
+    preferred_element_type,
+    schedule,
+    device,
+    epilogue=Epilogue(),
+    permutation=None,
 ):
     """The ``Plan`` of a product and, where a kernel runs it, its ``Arrangement``.
 
@@ -38,7 +48,9 @@ def plan(
 def check_build(platform):
     """Raises RuntimeError where this build has nothing to run on a platform but descriptions, which plans are made by."""
     if platform == "cuda" and not _ffi.has_cuda:
-        raise RuntimeError(f"this build of jax_streamk has no CUDA kernels, and the product is for a GPU: {_WITHOUT_CUDA}")
+        raise RuntimeError(
+            f"this build of jax_streamk has no CUDA kernels, and the product is for a GPU: {_WITHOUT_CUDA}"
+        )
 
 
 def _refuse_schedule(schedule, what, why):
@@ -69,7 +81,9 @@ def _lower_with_kernels(ctx, *operands, platform, **params):
     params["out_sharding"] = None
     if placement == compat.Placement.PARTITIONED:
         later = params | dict(schedule=tune.later(params["schedule"]))
-        (out,) = mlir.lower_fun(_partitioned(local.avals_in, **later), multiple_results=False)(compat.with_mesh(local), *operands)
+        (out,) = mlir.lower_fun(_partitioned(local.avals_in, **later), multiple_results=False)(
+            compat.with_mesh(local), *operands
+        )
         device = device_for_lowering(platform)
         kernels = f"kernels {tuned.kernel_set(platform)} and tuned plans {tune.digest(device)}"
         compat.tell_apart(out, f"{sorted(params.items())} for {device} with {kernels}")

@@ -18,7 +18,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax_streamk import compat
 from jax_streamk.epilogue import Epilogue
 
-
 # The identity, to a type without sharding. XLA's partitioner calls back while an explicit mesh may be set, whose axes are not
 # those of a program for one device: collectives would carry shardings into the function that adds two elements.
 _local_p = Primitive("streamk_local")
@@ -47,7 +46,9 @@ class Factors:
 
     def rule(self):
         return SdyShardingRule(
-            tuple(ArrayMapping(*names) for names in self.operands), (ArrayMapping(*self.result),), reduction_factors=self.contract
+            tuple(ArrayMapping(*names) for names in self.operands),
+            (ArrayMapping(*self.result),),
+            reduction_factors=self.contract,
         )
 
 
@@ -105,7 +106,11 @@ def _axes_of_factors(names, specs, sizes, contract, mesh):
     claims.sort(key=lambda claim: (claim[0] in contract, claim not in result))
     axes, taken = dict.fromkeys(sizes, ()), set()
     for factor, wanted in (*claims, *result, *(claim for claims in others for claim in claims)):
-        if not axes[factor] and not taken & set(wanted) and sizes[factor] % math.prod(mesh[axis] for axis in wanted) == 0:
+        if (
+            not axes[factor]
+            and not taken & set(wanted)
+            and sizes[factor] % math.prod(mesh[axis] for axis in wanted) == 0
+        ):
             axes[factor] = wanted
             taken.update(wanted)
     return axes
@@ -113,4 +118,7 @@ def _axes_of_factors(names, specs, sizes, contract, mesh):
 
 def _axes_of_dimensions(x):
     spec = x.sharding.spec
-    return [axes if isinstance(axes, tuple) else () if axes is None else (axes,) for axes in (*spec, *[None] * (len(x.shape) - len(spec)))]
+    return [
+        axes if isinstance(axes, tuple) else () if axes is None else (axes,)
+        for axes in (*spec, *[None] * (len(x.shape) - len(spec)))
+    ]

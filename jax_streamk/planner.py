@@ -1,15 +1,16 @@
 """Which kernel runs a product, and how: every choice is made in ``make_plan``, and a plan prints its reasons.
 
-cutlass_kernels/planner.cc searches, by the cost model next to it.
+cutlass_kernels/planner/planner.cc searches, by the cost model next to it.
 """
 
 import dataclasses
 import functools
 import itertools
 
-from jax_streamk import _ffi, cost_model, described, left_to_xla, schedules, text, tuned
+from jax_streamk import _ffi, cost_model, described, left_to_xla, schedules, text
 from jax_streamk.device import Device
 from jax_streamk.problem import GemmProblem
+from jax_streamk.tuning import tuned
 
 _REDUCTIONS = {r.name: r for r in (_ffi.Reduction.ordered, _ffi.Reduction.atomic, _ffi.Reduction.separate)}
 
@@ -167,8 +168,17 @@ def make_plan(problem, schedule, device):
         found = tuned.lookup(problem, device)
         if found is None and (why := left_to_xla.why(problem, device)):
             ours = plan_with(problem, schedule, device, None)
-            instead = (f"over {text.duration(ours.microseconds)} of {ours.kernel}, {ours.schedule}",) if ours.kernel else ()
-            return Plan(problem, device, None, None, microseconds=ours.microseconds, reasons=(f"falls back to XLA: {why}", *instead))
+            instead = (
+                (f"over {text.duration(ours.microseconds)} of {ours.kernel}, {ours.schedule}",) if ours.kernel else ()
+            )
+            return Plan(
+                problem,
+                device,
+                None,
+                None,
+                microseconds=ours.microseconds,
+                reasons=(f"falls back to XLA: {why}", *instead),
+            )
     return plan_with(problem, schedule, device, found)
 
 
@@ -176,7 +186,9 @@ def choose(problem, wanted, device, **listed):
     """The ``_ffi.Choice`` for a native schedule, or for None among all that are deterministic."""
     key = (problem.type_a, problem.math, problem.major_a, problem.major_b)
     kernels = _registry(device.platform)[1].get(key) or _ffi.Kernels([])
-    return _ffi.choose(kernels, problem.native(), wanted, device.native(), cost_model.machine_of(device).native, **listed)
+    return _ffi.choose(
+        kernels, problem.native(), wanted, device.native(), cost_model.machine_of(device).native, **listed
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -216,7 +228,9 @@ def plan_with(problem, schedule, device, found):
     limit, efficiency = cost_model.limit_of(problem, device), _efficiency(problem, kernels[kernel], native, cost)
     if limit is not None:
         amount = f"{text.size(limit.amount)} to move once" if limit.bound == "memory" else text.flops(limit.amount)
-        reasons.append(f"{limit.microseconds / microseconds:.0%} of the limit by {limit.bound}: {text.duration(limit.microseconds)} for {amount}")
+        reasons.append(
+            f"{limit.microseconds / microseconds:.0%} of the limit by {limit.bound}: {text.duration(limit.microseconds)} for {amount}"
+        )
     reasons.append(f"{cost.waves:.2f} waves, quantization efficiency {efficiency:.0%}")
     if found is None:
         reasons.extend(f"over {text.duration(x.microseconds)} of {x.kernel}, {x.schedule}" for x in candidates[1:])
@@ -251,8 +265,12 @@ def _distinct(found, schedule):
 
 def _efficiency(problem, kernel, native, cost):
     split = native.schedule == _ffi.ScheduleKind.split_k
-    k_tiles = -(-problem.k // kernel.tile_k) * (3 if kernel.family == _ffi.Family.sm90 and kernel.math == _ffi.Math.tf32x3 else 1)
-    pieces = native.splits if split else 1  # of a tile; a separate reduction has as few slices of whole k-tiles as that takes
+    k_tiles = -(-problem.k // kernel.tile_k) * (
+        3 if kernel.family == _ffi.Family.sm90 and kernel.math == _ffi.Math.tf32x3 else 1
+    )
+    pieces = (
+        native.splits if split else 1
+    )  # of a tile; a separate reduction has as few slices of whole k-tiles as that takes
     if split and native.reduction == _ffi.Reduction.separate and kernel.family != _ffi.Family.host:
         pieces = -(-k_tiles // -(-k_tiles // pieces))
     return min(1.0, cost.waves / pieces * k_tiles / cost.iterations)

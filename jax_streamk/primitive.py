@@ -24,7 +24,15 @@ for _primitive in (dot_general_p, linear_p):
 
 
 def bind(
-    lhs, rhs, dimension_numbers, *, precision, preferred_element_type, out_sharding=None, schedule=schedules.Auto(), permutation=None
+    lhs,
+    rhs,
+    dimension_numbers,
+    *,
+    precision,
+    preferred_element_type,
+    out_sharding=None,
+    schedule=schedules.Auto(),
+    permutation=None,
 ):
     """``lax.dot_general`` by our kernels, transposed by ``permutation``; ``out_sharding`` is what it has before.
 
@@ -55,7 +63,9 @@ def bind_linear(lhs, rhs, *others, epilogue, **params):
 def xlas_product(lhs, rhs, *others, preferred_element_type, epilogue=Epilogue(), permutation=None, **params):
     """What our primitives compute, of XLA's making."""
     dtype = preferred_element_type
-    out = compat.dot_general_p.bind(lhs, rhs, preferred_element_type=dtype if epilogue.is_plain else wide(dtype), **params)
+    out = compat.dot_general_p.bind(
+        lhs, rhs, preferred_element_type=dtype if epilogue.is_plain else wide(dtype), **params
+    )
     out = epilogue.apply(out, *others, dtype=dtype)
     return out if permutation is None else lax.transpose(out, permutation)
 
@@ -64,7 +74,9 @@ def xlas_product(lhs, rhs, *others, preferred_element_type, epilogue=Epilogue(),
 def _abstract_eval(lhs, rhs, *, schedule, permutation, **params):
     del schedule
     product, effects = compat.dot_general_p.abstract_eval(lhs, rhs, **params)
-    return product if permutation is None else lax.transpose_p.abstract_eval(product, permutation=permutation)[0], effects
+    return product if permutation is None else lax.transpose_p.abstract_eval(product, permutation=permutation)[
+        0
+    ], effects
 
 
 @linear_p.def_effectful_abstract_eval
@@ -72,11 +84,25 @@ def _linear_abstract_eval(lhs, rhs, *others, epilogue, schedule, **params):
     del schedule
     product, effects = compat.dot_general_p.abstract_eval(lhs, rhs, **params)
     if compat.is_unreduced(product):
-        raise ValueError(f"linear: out_sharding={params['out_sharding']} leaves the sum over k open, and the epilogue comes after it")
+        raise ValueError(
+            f"linear: out_sharding={params['out_sharding']} leaves the sum over k open, and the epilogue comes after it"
+        )
     return product, effects
 
 
-def _transpose(of, cotangent, lhs, rhs, *, dimension_numbers, precision, preferred_element_type, out_sharding, schedule, permutation):
+def _transpose(
+    of,
+    cotangent,
+    lhs,
+    rhs,
+    *,
+    dimension_numbers,
+    precision,
+    preferred_element_type,
+    out_sharding,
+    schedule,
+    permutation,
+):
     """The cotangent of operand ``of``: the output's times the other operand, over the output dimensions that came from the other."""
     del out_sharding
     if permutation is not None:
@@ -113,7 +139,9 @@ def _batch(axis_data, operands, dims, *, dimension_numbers, out_sharding, permut
     if tuple(dims) == (None, None):
         return bind(*operands, dimension_numbers, out_sharding=out_sharding, permutation=permutation, **params), None
     ndims = tuple(x.ndim for x in operands)
-    numbers, out_dim, out_sharding = compat.batched_dimensions(axis_data, ndims, tuple(dims), dimension_numbers, out_sharding)
+    numbers, out_dim, out_sharding = compat.batched_dimensions(
+        axis_data, ndims, tuple(dims), dimension_numbers, out_sharding
+    )
     if permutation is not None:
         permutation = (out_dim, *(dim + (dim >= out_dim) for dim in permutation))
     out = bind(*operands, numbers, out_sharding=out_sharding, permutation=permutation, **params)
@@ -173,7 +201,9 @@ def _linear_batch(axis_data, operands, dims, *, epilogue, dimension_numbers, out
         return bind_linear(*operands, **params), None
     if rhs_dim is None and (lhs_dim is None or bias_dim is not None):
         dtype = params["preferred_element_type"]
-        params |= dict(preferred_element_type=wide(dtype), dimension_numbers=dimension_numbers, out_sharding=out_sharding)
+        params |= dict(
+            preferred_element_type=wide(dtype), dimension_numbers=dimension_numbers, out_sharding=out_sharding
+        )
         out, out_dim = _batch(axis_data, (lhs, rhs), (lhs_dim, rhs_dim), **params)
         return jax.vmap(functools.partial(epilogue.apply, dtype=dtype), in_axes=(out_dim, *other_dims))(out, *others), 0
 

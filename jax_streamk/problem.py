@@ -123,7 +123,10 @@ class Arrangement:
     def prepared(self, lhs, rhs):
         """The types of what ``prepare`` returns."""
         permutations = (self.permute_lhs or range(lhs.ndim), self.permute_rhs or range(rhs.ndim))
-        types = [x.update(shape=tuple(x.shape[i] for i in order), dtype=self.dtype) for x, order in zip((lhs, rhs), permutations)]
+        types = [
+            x.update(shape=tuple(x.shape[i] for i in order), dtype=self.dtype)
+            for x, order in zip((lhs, rhs), permutations)
+        ]
         return types[::-1] if self.swapped else types
 
     def stored(self, result):
@@ -136,15 +139,23 @@ class Arrangement:
         lines = []
         for name, x, permutation in (("lhs", lhs, self.permute_lhs), ("rhs", rhs, self.permute_rhs)):
             if permutation is not None:
-                lines.append(f"{name} of shape {tuple(x.shape)} is transposed by {permutation} first: its dimensions have no common strides")
+                lines.append(
+                    f"{name} of shape {tuple(x.shape)} is transposed by {permutation} first: its dimensions have no common strides"
+                )
             if x.dtype != self.dtype:
-                lines.append(f"{name} is converted from {x.dtype} to {self.dtype} first: kernels multiply operands of one dtype")
+                lines.append(
+                    f"{name} is converted from {x.dtype} to {self.dtype} first: kernels multiply operands of one dtype"
+                )
         if self.permute_result is not None:
-            lines.append(f"the result is transposed by {self.permute_result} afterwards: no kernel stores its dimensions in that order")
+            lines.append(
+                f"the result is transposed by {self.permute_result} afterwards: no kernel stores its dimensions in that order"
+            )
         return lines
 
 
-def arrange(lhs, rhs, dimension_numbers, precision, preferred_element_type, platform, epilogue=Epilogue(), permutation=None):
+def arrange(
+    lhs, rhs, dimension_numbers, precision, preferred_element_type, platform, epilogue=Epilogue(), permutation=None
+):
     """Arranges ``lax.dot_general(lhs, rhs, ...)`` of row-major operands, its epilogue, and a transpose of that as one strided GEMM.
 
     Args:
@@ -358,5 +369,7 @@ def _math(dtype, precision, platform):
     if not f32 or platform == "cpu":
         return _ffi.Math.native
     if precision == lax.Precision.HIGHEST:
-        raise Unsupported("no kernel multiplies float32 at Precision.HIGHEST on a GPU: tensor cores have TF32 and three of them")
+        raise Unsupported(
+            "no kernel multiplies float32 at Precision.HIGHEST on a GPU: tensor cores have TF32 and three of them"
+        )
     return _ffi.Math.tf32x3 if precision == lax.Precision.HIGH else _ffi.Math.tf32

@@ -23,7 +23,9 @@ def pytest_report_header(config):
     import jax_streamk
 
     devices = ", ".join(str(device) for device in jax.devices())
-    return f"jax {jax.__version__}, jaxlib {jaxlib.__version__}, {devices}, {len(jax_streamk.kernels())} kernels compiled"
+    return (
+        f"jax {jax.__version__}, jaxlib {jaxlib.__version__}, {devices}, {len(jax_streamk.kernels())} kernels compiled"
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,8 @@ from jax.custom_batching import custom_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.compute_on import compute_on
 
-from jax_streamk import PerPass, SplitK, StreamK, accelerate, matmul, problem, tuned
+from jax_streamk import PerPass, SplitK, StreamK, accelerate, matmul, problem
+from jax_streamk.tuning import tuned
 
 TARGET = "jax_streamk_cuda_gemm" if jax.default_backend() == "gpu" else "jax_streamk_host_gemm"
 TOLERANCE = 1e-5 if jax.default_backend() == "cpu" else 1e-2  # on a GPU both multiply in TF32, each in its own order
@@ -125,7 +126,9 @@ def in_while(x, w):
 
 
 def in_cond(x, w):
-    return lax.cond(x.sum() > 0, lambda x: x @ w, lambda x: x @ w.T, x), lax.switch(1, [jnp.dot, lambda x, w: x @ w @ w], x, w)
+    return lax.cond(x.sum() > 0, lambda x: x @ w, lambda x: x @ w.T, x), lax.switch(
+        1, [jnp.dot, lambda x, w: x @ w @ w], x, w
+    )
 
 
 def in_shard_map(x, w):
@@ -284,7 +287,10 @@ def test_where_chooses():
         return problem.n == 5
 
     assert products(accelerate(fn, where=where), x, w, narrow) == (1, 1)
-    assert {type(p) for p in seen} == {problem.GemmProblem} and {(p.m, p.n, p.k) for p in seen} == {(6, 16, 16), (6, 5, 16)}
+    assert {type(p) for p in seen} == {problem.GemmProblem} and {(p.m, p.n, p.k) for p in seen} == {
+        (6, 16, 16),
+        (6, 5, 16),
+    }
     assert products(accelerate(fn, where=lambda problem: False), x, w, narrow) == (0, 2)
     # What one admits not, another may.
     assert products(accelerate(accelerate(fn, where=where), schedule=StreamK()), x, w, narrow) == (2, 0)
@@ -374,7 +380,7 @@ class Box:
     [
         (lambda x: Box(x @ x.T), "Box"),
         (lambda x: (x, {"box": Box([{1: x @ x.T}])}), "Box"),
-        (lambda x: (lambda y=x @ x.T: y), "function"),
+        (lambda x: lambda y=x @ x.T: y, "function"),
         (lambda x: Box(x @ x.T).__init__, "method"),
         (lambda x: functools.partial(jnp.add, Box(x @ x.T)), "partial"),
         (lambda x: {1: {Box(x @ x.T)}}, "set"),
@@ -475,7 +481,9 @@ def test_a_transpose_that_a_schedule_cannot_take():
     """On a GPU atomic kernels store aligned rows only, and the transposed result has none."""
     x, w = normal(129, 512), normal(512, 128) / 32  # tanh is not flat
     fn, schedule = lambda x, w: jnp.tanh((x @ w).T), SplitK(4, "atomic")
-    assert products(accelerate(fn, schedule=schedule), x, w) == products(accelerate(jnp.matmul, schedule=schedule), x, w)
+    assert products(accelerate(fn, schedule=schedule), x, w) == products(
+        accelerate(jnp.matmul, schedule=schedule), x, w
+    )
     assert_close(accelerate(fn, schedule=schedule)(x, w), fn(x, w))
 
 
@@ -571,7 +579,9 @@ def test_compiled_program_is_that_of_matmul():
 
 def test_no_tracer_outlives_its_trace():
     with jax.checking_leaks():
-        np.testing.assert_array_equal(accelerate(lambda x: (x @ x.T, 3))(np.ones((2, 4), np.float32))[0], np.full((2, 2), 4.0))
+        np.testing.assert_array_equal(
+            accelerate(lambda x: (x @ x.T, 3))(np.ones((2, 4), np.float32))[0], np.full((2, 2), 4.0)
+        )
 
 
 def test_debug_nans_sees_inside():
@@ -730,7 +740,9 @@ def test_haiku():
     x, key = normal(3, 7, 16), jax.random.key(0)
     params = model.init(key, x)
     assert_close(accelerate(model.init)(key, x), params)
-    ours, theirs = (lambda params, x, apply=apply: apply(params, key, x) for apply in (accelerate(model.apply), model.apply))
+    ours, theirs = (
+        lambda params, x, apply=apply: apply(params, key, x) for apply in (accelerate(model.apply), model.apply)
+    )
     assert_accelerated(ours, theirs, params, x)
     loss = lambda apply: jax.value_and_grad(lambda params, x: (apply(params, x) ** 2).sum())
     assert_accelerated(loss(ours), loss(theirs), params, x)

@@ -19,8 +19,8 @@ import pytest
 
 import jax_streamk
 from jax_streamk import __main__ as command
-from jax_streamk.programs import Program, chain, wall_sample
 from jax_streamk.tools import bench, report, results, shapes, sides, timing
+from jax_streamk.tuning.programs import Program, chain, wall_sample
 
 SHAPES = "m,n,k,trans_a,trans_b,batch\n16,48,64,0,0,1\n64,64,4096,1,0,1\n33,17,129,0,1,1\n32,48,64,0,0,3\n"
 
@@ -54,9 +54,15 @@ def test_bench_writes_what_it_measured(tmp_path, monkeypatch, capsys):
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["measures"] == wall_measures()
-    assert result["machine"]["jax"] == jax.__version__ and result["machine"]["device"] and "bench shapes.csv" in result["command"]
+    assert (
+        result["machine"]["jax"] == jax.__version__
+        and result["machine"]["device"]
+        and "bench shapes.csv" in result["command"]
+    )
     wanted = shapes.read(tmp_path / "shapes.csv")
-    assert [(row["m"], row["n"], row["k"], row["batch"]) for row in result["rows"]] == [(s.m, s.n, s.k, s.batch) for s in wanted]
+    assert [(row["m"], row["n"], row["k"], row["batch"]) for row in result["rows"]] == [
+        (s.m, s.n, s.k, s.batch) for s in wanted
+    ]
     for row, shape in zip(result["rows"], wanted):
         xla, ours = row["sides"][sides.XLA], row["sides"][sides.OURS]
         for each in result["measures"]:
@@ -74,12 +80,19 @@ def test_bench_writes_what_it_measured(tmp_path, monkeypatch, capsys):
 
     page = (tmp_path / "out.md").read_text()
     for row in result["rows"]:
-        assert re.search(rf"^\| +{row['m']} \| +{row['n']} \| +{row['k']} \|.*{row['plan']['kernel']}", page, re.MULTILINE)
+        assert re.search(
+            rf"^\| +{row['m']} \| +{row['n']} \| +{row['k']} \|.*{row['plan']['kernel']}", page, re.MULTILINE
+        )
     assert f"{of['geomean'][first]:.3f}" in page and f"{of['geomean'][first]:.3f}" in done.stdout
     monkeypatch.chdir(tmp_path)
     here(monkeypatch, "--from", "out.json", "--plot", "plots")
     assert capsys.readouterr().out.split("wrote")[0] == done.stdout
-    assert {path.name for path in (tmp_path / "plots").iterdir()} == {"roofline.svg", "roofline.png", "ratio.svg", "ratio.png"}
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == {
+        "roofline.svg",
+        "roofline.png",
+        "ratio.svg",
+        "ratio.png",
+    }
     for name in ("roofline", "ratio"):
         assert xml.etree.ElementTree.parse(tmp_path / "plots" / f"{name}.svg").getroot().tag.endswith("svg")
         assert (tmp_path / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
@@ -90,7 +103,9 @@ def test_a_killed_run_is_resumed(tmp_path, monkeypatch, capsys):
     lines = [f"{8 * i},32,64\n" for i in range(1, 400)]
     (tmp_path / "shapes.csv").write_text("".join(["m,n,k\n", *lines]))
     arguments = ["shapes.csv", "--dtype", "float32", "--rounds", "1", "--out", "out.json"]
-    with subprocess.Popen([sys.executable, "-m", "jax_streamk", "bench", *arguments], cwd=tmp_path, stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        [sys.executable, "-m", "jax_streamk", "bench", *arguments], cwd=tmp_path, stderr=subprocess.DEVNULL
+    ) as process:
         end = time.monotonic() + 60
         while (before := read(tmp_path / "out.json")) < 2 and time.monotonic() < end and process.poll() is None:
             time.sleep(0.02)
@@ -126,7 +141,10 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch, capsys):
     arguments = ["shapes.csv", "--dtype", "float32", "--rounds", 1, "--out", "out.json"]
     assert here(monkeypatch, *arguments) == 130
     result = json.loads((tmp_path / "out.json").read_text())
-    assert len(result["rows"]) == 2 and result["stopped"] == "by the user, 2 shapes unmeasured, the first 33 x 17 x 129 B^T"
+    assert (
+        len(result["rows"]) == 2
+        and result["stopped"] == "by the user, 2 shapes unmeasured, the first 33 x 17 x 129 B^T"
+    )
     assert "Stopped by the user" in capsys.readouterr().out and (tmp_path / "out.md").exists()
     # Wherever else it is, too.
     monkeypatch.setattr(bench, "wall_sample", lambda *_: interrupted())
@@ -166,7 +184,20 @@ def test_the_limit_ends_a_run(tmp_path, monkeypatch, capsys):
         ("m,n,k\n", " no shape in it"),
         ("m,n,k\n1,2,\xff\n", "1: not a CSV file"),
     ],
-    ids=["empty", "no-k", "word", "zero", "negative", "fraction", "short-row", "flag", "batch", "twice", "header-only", "bytes"],
+    ids=[
+        "empty",
+        "no-k",
+        "word",
+        "zero",
+        "negative",
+        "fraction",
+        "short-row",
+        "flag",
+        "batch",
+        "twice",
+        "header-only",
+        "bytes",
+    ],
 )
 def test_bad_files_are_refused_by_line(text, message, tmp_path, monkeypatch, capsys):
     path = tmp_path / "shapes.csv"
@@ -207,7 +238,9 @@ def test_bad_arguments_are_refused(arguments, message, tmp_path, monkeypatch, ca
 def test_missing_packages_are_named(monkeypatch, capsys):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name))
-    assert "needs matplotlib: pip install matplotlib" in refused(monkeypatch, capsys, "--from", "x.json", "--plot", "plots")
+    assert "needs matplotlib: pip install matplotlib" in refused(
+        monkeypatch, capsys, "--from", "x.json", "--plot", "plots"
+    )
 
 
 def test_device_times_cannot_be_all_that_is_measured_on_a_cpu(tmp_path, monkeypatch, capsys):
@@ -218,7 +251,9 @@ def test_device_times_cannot_be_all_that_is_measured_on_a_cpu(tmp_path, monkeypa
 
 
 def test_transposes_and_column_major_files(tmp_path):
-    (tmp_path / "shapes.csv").write_text("k, m ,n,trans_a,source,trans_b,else\n3,1,2,1,here,0,x\n3,1,2,1,again,0,y\n3,1,2,0,,1,z\n")
+    (tmp_path / "shapes.csv").write_text(
+        "k, m ,n,trans_a,source,trans_b,else\n3,1,2,1,here,0,x\n3,1,2,1,again,0,y\n3,1,2,0,,1,z\n"
+    )
     first, second = shapes.read(tmp_path / "shapes.csv")
     assert first == shapes.Shape(1, 2, 3, True, False, 1, "here") and second == shapes.Shape(1, 2, 3, False, True)
     # Column-major D = op(A) op(B) is row-major D^T = op(B)^T op(A)^T.
@@ -247,7 +282,15 @@ def test_times_are_printed_in_their_unit():
     ours["independent"] |= dict(median_us=1234.0, quartiles_us=[1224.0, 1244.0])
     machine, task = dict(device="a GPU", platform="cuda", jax="1"), dict(dtype="float32", activation=None)
     result = dict(
-        machine=machine, task=task, measures=["independent"], rows=[row], limits={}, link_us=None, notes=[], date="2026-01-02", command="bench"
+        machine=machine,
+        task=task,
+        measures=["independent"],
+        rows=[row],
+        limits={},
+        link_us=None,
+        notes=[],
+        date="2026-01-02",
+        command="bench",
     )
     page = report.markdown(result)
     assert "| 2.50 ±0.10 s |" in page and "| 1.23 ±0.01 ms |" in page
@@ -257,7 +300,10 @@ def test_sets_are_of_their_families():
     sets = ("decode_llm", "deepbench_train", "streamk_sample", "strong_scaling")
     decode, deepbench, streamk, scaling = map(shapes.named, sets)
     assert {shape.m for shape in decode} == {1, 2, 4, 8, 16, 32, 64, 128, 200}
-    assert shapes.Shape(1, 6144, 4096, source="Llama-3.1-8B") in decode and shapes.Shape(1, 8192, 7168, source="Llama-3.1-70B") in decode
+    assert (
+        shapes.Shape(1, 6144, 4096, source="Llama-3.1-8B") in decode
+        and shapes.Shape(1, 8192, 7168, source="Llama-3.1-70B") in decode
+    )
     assert shapes.Shape(7133, 1760, 1760, trans_a=True, source="gradient") in deepbench and len(deepbench) == 160
     assert len(streamk) == 256 and all(128 <= x <= 8192 for shape in streamk for x in (shape.m, shape.n, shape.k))
     assert sum(x % 8 == 0 for shape in streamk for x in (shape.m, shape.n, shape.k)) > 3 * 192
@@ -281,18 +327,26 @@ def profile_of(*planes):
     text = ""
     for name, *lines in planes:
         events = [" ".join(EVENT.format(name=n, start=s, duration=d, stat=t) for n, s, d, t in line) for line in lines]
-        text += f'planes {{ name: "{name}" ' + "".join(f'lines {{ id: {i} name: "Stream #{i}" {line} }} ' for i, line in enumerate(events))
+        text += f'planes {{ name: "{name}" ' + "".join(
+            f'lines {{ id: {i} name: "Stream #{i}" {line} }} ' for i, line in enumerate(events)
+        )
         for kind, table in (("event_metadata", NAMES), ("stat_metadata", STATS)):
-            text += "".join(f'{kind} {{ key: {key} value {{ id: {key} name: "{value}" }} }} ' for key, value in table.items())
+            text += "".join(
+                f'{kind} {{ key: {key} value {{ id: {key} name: "{value}" }} }} ' for key, value in table.items()
+            )
         text += "} "
-    return jax.profiler.ProfileData.from_serialized_xspace(jax.profiler.ProfileData.text_proto_to_serialized_xspace(text))
+    return jax.profiler.ProfileData.from_serialized_xspace(
+        jax.profiler.ProfileData.text_proto_to_serialized_xspace(text)
+    )
 
 
 def test_device_time_is_of_kernels_memsets_and_copies():
     call = [(2, 1000, 500, 2), (1, 2000, 4000, 1), (4, 3000, 9000, 4), (5, 7000, 1000, 1)]
     again = [(name, start + 20000, 2 * duration, stat) for name, start, duration, stat in call]
     # The second call's copy is on another stream. What is on the host is launches, whose names are those of kernels.
-    profile = profile_of(("/device:GPU:0", call + again, [(3, 40000, 100, 3), (3, 9000, 100, 3)]), ("/host:CPU", [(1, 0, 70000, 1)]))
+    profile = profile_of(
+        ("/device:GPU:0", call + again, [(3, 40000, 100, 3), (3, 9000, 100, 3)]), ("/host:CPU", [(1, 0, 70000, 1)])
+    )
     work = timing.device_work(profile)
     assert [name for _, _, name in work] == ["Memset 2", "kernel_a", "kernel_b", "MemcpyD2D"] * 2
     # The second call's kernel_b overlaps with its kernel_a.
@@ -326,7 +380,9 @@ def test_no_run_starts_while_the_results_of_the_last_are_held():
 
 @pytest.mark.gpu
 def test_device_time_has_every_kernel_and_memset():
-    split = jax.jit(lambda x: jax_streamk.matmul(x, x, schedule=jax_streamk.SplitK(4)))  # which on a tile of Hopper zeroes its tickets
+    split = jax.jit(
+        lambda x: jax_streamk.matmul(x, x, schedule=jax_streamk.SplitK(4))
+    )  # which on a tile of Hopper zeroes its tickets
     x = jnp.ones((2048, 2048), jnp.bfloat16)
     jax.block_until_ready(split(x))
     samples, names = timing.device_samples(Program(lambda: [split(x) for _ in range(4)], jax.block_until_ready, 4))
@@ -335,7 +391,9 @@ def test_device_time_has_every_kernel_and_memset():
 
 
 @pytest.mark.parametrize(
-    "shape", [shapes.Shape(8, 64, 32), shapes.Shape(64, 8, 32, trans_b=True), shapes.Shape(4, 8, 16, True, batch=2)], ids=str
+    "shape",
+    [shapes.Shape(8, 64, 32), shapes.Shape(64, 8, 32, trans_b=True), shapes.Shape(4, 8, 16, True, batch=2)],
+    ids=str,
 )
 def test_chained_calls_wait_for_each_other_at_the_cost_of_one_write(shape):
     task, calls = sides.Task("float32"), 5
@@ -368,7 +426,10 @@ def failing(*operands):
 def test_what_fails_or_is_wrong_is_reported(tmp_path, monkeypatch, capsys):
     (tmp_path / "shapes.csv").write_text("m,n,k\n16,16,16\n16,16,32\n")
     xla = lambda a, b: a @ b
-    for ours, said in ((wrong, r"of 16 x 16 x 16: differs from XLA by \d"), (failing, "of 16 x 16 x 16 and 1 more: NotImplementedError: not$")):
+    for ours, said in (
+        (wrong, r"of 16 x 16 x 16: differs from XLA by \d"),
+        (failing, "of 16 x 16 x 16 and 1 more: NotImplementedError: not$"),
+    ):
         monkeypatch.setattr(sides.Task, "functions", lambda self, shape, ours=ours: {sides.XLA: xla, sides.OURS: ours})
         assert here(monkeypatch, tmp_path / "shapes.csv", "--dtype", "float32", "--rounds", 1) == 1
         assert re.search(f"FAILED jax_streamk {said}", capsys.readouterr().out, re.MULTILINE)
@@ -391,7 +452,11 @@ def test_what_is_left_to_xla_counts_as_one(monkeypatch):
     row = bench.measure(sides.Task("float32"), shapes.Shape(16, 16, 16), {}, ["dependent", "independent"], 1, gpu=False)
     assert row["sides"][sides.OURS] == {"fallback": True, "ratio": {"dependent": 1.0, "independent": 1.0}}
     of = results.summary(dict(rows=[row], measures=["dependent", "independent"]))[sides.OURS]
-    assert of["fallbacks"] == 1 and of["geomean"] == {"dependent": 1.0, "independent": 1.0} and of["losses"]["dependent"] == 0
+    assert (
+        of["fallbacks"] == 1
+        and of["geomean"] == {"dependent": 1.0, "independent": 1.0}
+        and of["losses"]["dependent"] == 0
+    )
 
 
 @pytest.mark.parametrize("activation", ["none", "silu"])
@@ -404,7 +469,9 @@ def test_linear_layers_are_beside_xlas_expression_and_our_product(activation):
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])
-@pytest.mark.parametrize("precision, backend, algorithm", [(None, "gpu", ""), ("high", "gpu", "TF32_TF32_F32_X3"), ("high", "cpu", "")])
+@pytest.mark.parametrize(
+    "precision, backend, algorithm", [(None, "gpu", ""), ("high", "gpu", "TF32_TF32_F32_X3"), ("high", "cpu", "")]
+)
 def test_xla_multiplies_as_exactly_as_we_do(monkeypatch, activation, precision, backend, algorithm):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     task, shape = sides.Task("float32", precision, activation), shapes.Shape(16, 32, 64)

@@ -8,10 +8,15 @@ import pytest
 from jax_streamk import _ffi
 
 KERNELS = {kernel.name: kernel for kernel in _ffi.kernels()}
-DATA_PARALLEL, SPLIT_K, STREAM_K = _ffi.ScheduleKind.data_parallel, _ffi.ScheduleKind.split_k, _ffi.ScheduleKind.stream_k
+DATA_PARALLEL, SPLIT_K, STREAM_K = (
+    _ffi.ScheduleKind.data_parallel,
+    _ffi.ScheduleKind.split_k,
+    _ffi.ScheduleKind.stream_k,
+)
 # One kernel of each tile, cluster and way of working: majorness and types cut nothing.
 SHAPES_OF_KERNELS = {
-    (k.family, k.tile_m, k.tile_n, k.tile_k, k.cluster_m, k.cluster_n, k.warp_schedule, k.swap_ab): k for k in KERNELS.values()
+    (k.family, k.tile_m, k.tile_n, k.tile_k, k.cluster_m, k.cluster_n, k.warp_schedule, k.swap_ab): k
+    for k in KERNELS.values()
 }
 
 
@@ -72,7 +77,14 @@ def check_partition(workers, k_tiles):
 
 def extents(kernel):
     """Tiles that are one, few, ragged, and more than the machine is wide; and k-tiles that are one, few and many."""
-    for tiles_m, tiles_n, k_tiles, batch in [(1, 1, 1, 1), (1, 1, 37, 1), (2, 3, 5, 1), (3, 3, 1, 2), (5, 4, 7, 3), (1, 7, 11, 1)]:
+    for tiles_m, tiles_n, k_tiles, batch in [
+        (1, 1, 1, 1),
+        (1, 1, 37, 1),
+        (2, 3, 5, 1),
+        (3, 3, 1, 2),
+        (5, 4, 7, 3),
+        (1, 7, 11, 1),
+    ]:
         m, n = tiles_m * kernel.tile_m - 8, tiles_n * kernel.tile_n - 8
         yield *((n, m) if kernel.swap_ab else (m, n)), k_tiles * kernel.tile_k - 7, batch
 
@@ -82,11 +94,15 @@ def extents(kernel):
 def test_every_iteration_once(kernel, sms):
     device = device_of(kernel, sms)
     kinds = [schedule_of(DATA_PARALLEL), schedule_of(DATA_PARALLEL, raster=_ffi.Raster.along_n, swizzle=3)]
-    kinds += [schedule_of(STREAM_K, reduction=r, max_sms=limit) for r in kernel.stream_k_reductions for limit in (0, 2, 5)]
+    kinds += [
+        schedule_of(STREAM_K, reduction=r, max_sms=limit) for r in kernel.stream_k_reductions for limit in (0, 2, 5)
+    ]
     kinds += [schedule_of(STREAM_K, max_sms=1)]
     for m, n, k, batch in extents(kernel):
         problem, tiles, k_tiles = problem_of(kernel, m, n, k, batch)
-        splits = [schedule_of(SPLIT_K, s, r) for r in kernel.split_k_reductions for s in {1, 2, 3, k_tiles} if s <= k_tiles]
+        splits = [
+            schedule_of(SPLIT_K, s, r) for r in kernel.split_k_reductions for s in {1, 2, 3, k_tiles} if s <= k_tiles
+        ]
         for schedule in kinds + splits:
             if _ffi.can_implement(kernel.name, problem, schedule, device) is None:
                 workers = _ffi.decomposition(kernel.name, problem, schedule, device)
@@ -103,7 +119,9 @@ def test_iterations_are_balanced(kernel):
         problem, tiles, k_tiles = problem_of(kernel, m, n, k, batch)
         for splits in range(2, k_tiles + 1, 3):
             schedule = schedule_of(SPLIT_K, splits)
-            for pieces in pieces_by_tile(_ffi.decomposition(kernel.name, problem, schedule, device_of(kernel, 6))).values():
+            for pieces in pieces_by_tile(
+                _ffi.decomposition(kernel.name, problem, schedule, device_of(kernel, 6))
+            ).values():
                 counts = [k_count for _, k_count, *_ in pieces]
                 assert len(counts) == splits and max(counts) - min(counts) <= 1
         for sms in (2, 3, 6, 50):
@@ -147,7 +165,9 @@ def test_more_splits_than_k_tiles_are_refused(kernel):
     for reduction in kernel.split_k_reductions:
         why = _ffi.can_implement(kernel.name, problem, schedule_of(SPLIT_K, k_tiles, reduction), device_of(kernel, 132))
         assert why is None or "a build for it" in why  # skinny kernels, which split K in clusters
-        why = _ffi.can_implement(kernel.name, problem, schedule_of(SPLIT_K, k_tiles + 1, reduction), device_of(kernel, 132))
+        why = _ffi.can_implement(
+            kernel.name, problem, schedule_of(SPLIT_K, k_tiles + 1, reduction), device_of(kernel, 132)
+        )
         assert f"splits={k_tiles + 1} exceeds its {k_tiles} k-tiles of {kernel.tile_k}" in why
 
 
@@ -174,31 +194,46 @@ def test_a_separate_reduction_into_more_than_31_bits_count_is_refused():
             continue
         for m, why in ((2**13, None), (2**15, "less than 2^31")):
             problem, _, _ = problem_of(kernel, m, 2**16, 2 * kernel.tile_k)
-            found = _ffi.can_implement(kernel.name, problem, schedule_of(SPLIT_K, 2, _ffi.Reduction.separate), device_of(kernel, 132))
+            found = _ffi.can_implement(
+                kernel.name, problem, schedule_of(SPLIT_K, 2, _ffi.Reduction.separate), device_of(kernel, 132)
+            )
             assert found is None if why is None else why in found
 
 
 @needs_sm90
 def test_a_separate_reduction_into_other_types_is_refused():
-    kernel = next(k for k in KERNELS.values() if k.family == _ffi.Family.sm90 and (k.type_a, k.type_d) == (_ffi.Type.bf16, _ffi.Type.f32))
+    kernel = next(
+        k
+        for k in KERNELS.values()
+        if k.family == _ffi.Family.sm90 and (k.type_a, k.type_d) == (_ffi.Type.bf16, _ffi.Type.f32)
+    )
     schedule = schedule_of(SPLIT_K, 2, _ffi.Reduction.separate)
     for type_d in _ffi.Type:
         problem, _, _ = problem_of(kernel, 64, 64, 2 * kernel.tile_k, type_d=type_d)
         why = _ffi.can_implement(kernel.name, problem, schedule, device_of(kernel, 132))
-        assert why is None if type_d in (_ffi.Type.bf16, _ffi.Type.f32) else "it multiplies bf16 by bf16 into f32" in why
+        assert (
+            why is None if type_d in (_ffi.Type.bf16, _ffi.Type.f32) else "it multiplies bf16 by bf16 into f32" in why
+        )
 
 
 @needs_sm90
 def test_strides_that_tma_cannot_encode_are_copied():
     kernel = next(k for k in KERNELS.values() if k.family == _ffi.Family.sm90 and k.type_d == _ffi.Type.bf16)
     problems = [problem_of(kernel, 8, 64, 64, lda=lda)[0] for lda in (64, 2**38)]
-    bytes_ = [_ffi.workspace_bytes(kernel.name, problem, schedule_of(DATA_PARALLEL), device_of(kernel, 132)) for problem in problems]
+    bytes_ = [
+        _ffi.workspace_bytes(kernel.name, problem, schedule_of(DATA_PARALLEL), device_of(kernel, 132))
+        for problem in problems
+    ]
     assert bytes_[0] == 0 < bytes_[1]
 
 
 @needs_sm90
 def test_copies_of_more_than_31_bits_count_are_refused():
-    kernel = next(k for k in KERNELS.values() if k.family == _ffi.Family.sm90 and k.type_d == _ffi.Type.bf16 and k.name.split("_")[3] == "rr")
+    kernel = next(
+        k
+        for k in KERNELS.values()
+        if k.family == _ffi.Family.sm90 and k.type_d == _ffi.Type.bf16 and k.name.split("_")[3] == "rr"
+    )
     for m, refused in ((2**25, False), (2**30, True)):
         problem, _, _ = problem_of(kernel, m, 8, 8, batch=2, lda=9)
         why = _ffi.can_implement(kernel.name, problem, schedule_of(DATA_PARALLEL), device_of(kernel, 132))

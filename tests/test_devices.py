@@ -40,7 +40,9 @@ assert together == [alone, alone]
 
 def test_two_devices_at_once_give_the_bits_of_one():
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=120, cwd="/")
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=120, cwd="/"
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -56,7 +58,11 @@ def test_two_devices_at_once_give_the_bits_of_one():
         (("cuda", 90, 2**31), ValueError, r"Device: sms=2147483648: must be .* below 2\^31"),
         (("cuda", "90", 132), ValueError, "Device: arch='90': must be an integer of at least 0"),
         (("cuda", -90, 132), ValueError, "Device: arch=-90: must be an integer of at least 0"),
-        (("cuda", 0, 132), ValueError, r"Device: arch=0: .* 10 \* major \+ minor of a GPU's compute capability, such as 90"),
+        (
+            ("cuda", 0, 132),
+            ValueError,
+            r"Device: arch=0: .* 10 \* major \+ minor of a GPU's compute capability, such as 90",
+        ),
         (("cpu", 90, 4), ValueError, "Device: arch=90: must be 0 on a CPU"),
     ],
 )

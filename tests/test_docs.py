@@ -21,7 +21,9 @@ def blocks(page):
 def test_page(page, tmp_path):
     if page.stem == "sharding" and jax.default_backend() == "gpu" and len(jax.devices()) < 4:
         pytest.skip("needs four GPUs")
-    done = subprocess.run([sys.executable, "-c", "\n".join(blocks(page))], cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(blocks(page))], cwd=tmp_path, capture_output=True, text=True, timeout=280
+    )
     assert done.returncode == 0, done.stderr
 
 

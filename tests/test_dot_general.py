@@ -34,7 +34,10 @@ def assert_close(got, wanted, exact):
     assert (got.dtype, got.shape, got.weak_type) == (wanted.dtype, wanted.shape, wanted.weak_type)
     wide = np.complex128 if got.dtype.kind == "c" else np.float64
     scale = max(math.sqrt(np.mean(np.abs(exact) ** 2)), 1e-30) if exact.size else 1.0
-    ours, xlas = (np.sqrt(np.mean(np.abs(np.asarray(x).astype(wide) - exact) ** 2)) / scale if exact.size else 0 for x in (got, wanted))
+    ours, xlas = (
+        np.sqrt(np.mean(np.abs(np.asarray(x).astype(wide) - exact) ** 2)) / scale if exact.size else 0
+        for x in (got, wanted)
+    )
     floor = 2.0**-10 if PLATFORM == "cuda" and got.dtype == np.float32 else 2.0**-20
     assert ours <= 2 * xlas + floor, f"error {ours:.3g}, XLA's {xlas:.3g}"
 
@@ -94,7 +97,9 @@ def np_dot_general(lhs, rhs, numbers):
     return np.einsum(f"{''.join(lhs_names)},{''.join(rhs_names)}->{''.join(dict.fromkeys(out))}", lhs, rhs)
 
 
-@pytest.mark.parametrize("lhs_dtype, rhs_dtype", list(itertools.product(["float32", "bfloat16", "float16", "int8", "bool"], repeat=2)))
+@pytest.mark.parametrize(
+    "lhs_dtype, rhs_dtype", list(itertools.product(["float32", "bfloat16", "float16", "int8", "bool"], repeat=2))
+)
 def test_mixed_dtypes(lhs_dtype, rhs_dtype):
     if lhs_dtype == rhs_dtype == "bool" and jax.default_backend() == "gpu":
         pytest.skip("XLA multiplies no booleans on a GPU")
@@ -113,7 +118,13 @@ def test_mixed_float_operands_run_a_kernel():
 
 
 def precisions():
-    yield from (None, "highest", lax.Precision.HIGH, (lax.Precision.HIGHEST, lax.Precision.DEFAULT), ("float32", "bfloat16"))
+    yield from (
+        None,
+        "highest",
+        lax.Precision.HIGH,
+        (lax.Precision.HIGHEST, lax.Precision.DEFAULT),
+        ("float32", "bfloat16"),
+    )
     yield from (lax.DotAlgorithmPreset.F32_F32_F32, lax.DotAlgorithmPreset.BF16_BF16_F32, "F32_F32_F32")
     yield lax.DotAlgorithm(np.float32, np.float32, np.float32)
 
@@ -153,7 +164,9 @@ def test_strict_promotion_is_none_of_laxs_business():
     a, b = normal((19, 70), "bfloat16"), normal((70, 13))
     with jax.numpy_dtype_promotion("strict"):
         assert dot_general(a, b, MATMUL).dtype == jnp.float32
-        gradient = jax.grad(lambda a: dot_general(a, b.astype(jnp.bfloat16), MATMUL, preferred_element_type=jnp.float32).sum())(a)
+        gradient = jax.grad(
+            lambda a: dot_general(a, b.astype(jnp.bfloat16), MATMUL, preferred_element_type=jnp.float32).sum()
+        )(a)
         assert gradient.dtype == jnp.bfloat16
 
 
@@ -204,14 +217,18 @@ def test_einsum(subscripts):
 
 def test_einsum_keywords():
     a, b = normal((7, 40), "bfloat16"), normal((40, 130), "bfloat16")
-    f = functools.partial(einsum, "ij,jk->ik", schedule=StreamK(), preferred_element_type=jnp.float32, precision="highest")
+    f = functools.partial(
+        einsum, "ij,jk->ik", schedule=StreamK(), preferred_element_type=jnp.float32, precision="highest"
+    )
     assert f(a, b).dtype == jnp.float32
     text = jax.jit(f).lower(a, b).as_text()
     assert re.search(rf"{TARGET}.* schedule = 2 : i32", text) and "stablehlo.dot" not in text
     # jnp.einsum compiles for every function that it has not seen: the same schedule must be the same one.
     from jax_streamk import api
 
-    assert api._dot_general_under(StreamK()) is api._dot_general_under(StreamK()) is not api._dot_general_under(SplitK(2))
+    assert (
+        api._dot_general_under(StreamK()) is api._dot_general_under(StreamK()) is not api._dot_general_under(SplitK(2))
+    )
 
 
 # ---- gradients ----
@@ -223,7 +240,9 @@ def test_einsum_keywords():
 def test_gradients(name, operands, preferred):
     """Of a bfloat16 product with a float32 result, too: its cotangents are products of mixed dtypes."""
     shape_lhs, shape_rhs, numbers = PRODUCTS[name]
-    lhs, rhs = (normal(shape, dtype, i) for i, (shape, dtype) in enumerate(zip((shape_lhs, shape_rhs), operands.split())))
+    lhs, rhs = (
+        normal(shape, dtype, i) for i, (shape, dtype) in enumerate(zip((shape_lhs, shape_rhs), operands.split()))
+    )
 
     f = functools.partial(dot_general, dimension_numbers=numbers, preferred_element_type=preferred)
     out = jax.eval_shape(f, lhs, rhs)
@@ -246,7 +265,11 @@ def test_schedules_of_the_backward_pass():
     a, b = normal((128, 512)), normal((512, 256))
 
     def schedules(schedule):
-        text = jax.jit(jax.grad(lambda a, b: jnp.sum(jnp.sin(dot_general(a, b, MATMUL, schedule=schedule))), (0, 1))).lower(a, b).as_text()
+        text = (
+            jax.jit(jax.grad(lambda a, b: jnp.sum(jnp.sin(dot_general(a, b, MATMUL, schedule=schedule))), (0, 1)))
+            .lower(a, b)
+            .as_text()
+        )
         calls = re.findall(rf"@{TARGET}.*? k = (\d+) .*? n = (\d+) .*? schedule = (\d) .*? splits = (\d+)", text)
         assert len(calls) == 3
         return {(int(k), int(n)): (int(kind), int(splits)) for k, n, kind, splits in calls}
@@ -302,7 +325,9 @@ def test_copies(name):
         assert ours <= xlas
 
 
-STRIDED = ["nn", "nt", "tn", "tt", "batch first", "k = 1", "vectors"] + [name for name in PRODUCTS if "in the middle" in name]
+STRIDED = ["nn", "nt", "tn", "tt", "batch first", "k = 1", "vectors"] + [
+    name for name in PRODUCTS if "in the middle" in name
+]
 
 
 @pytest.mark.parametrize("name", STRIDED)
@@ -315,7 +340,9 @@ def test_strided_operands_cost_no_copy(name):
     assert copies(jax.grad(loss(dot_general, numbers), (0, 1)), lhs, rhs) == 0
 
 
-@pytest.mark.parametrize("shape_a, shape_b", [((17, 40), (3, 40, 24)), ((5, 3, 1, 40), (3, 40, 24)), ((1, 17, 40), (2, 3, 40, 24))])
+@pytest.mark.parametrize(
+    "shape_a, shape_b", [((17, 40), (3, 40, 24)), ((5, 3, 1, 40), (3, 40, 24)), ((1, 17, 40), (2, 3, 40, 24))]
+)
 def test_stacked_matrices_cost_no_copy(shape_a, shape_b):
     """The result of matmul has first what dot_general has in the middle."""
     a, b = normal(shape_a), normal(shape_b)
@@ -330,7 +357,9 @@ def test_transposed_operands_cost_no_copy():
     assert copies(lambda a: jax_streamk.matmul(a.T.T.T, a), a) == 0
     batch = normal((5, 16, 24))
     assert copies(lambda x: jax_streamk.matmul(lax.transpose(x, (0, 2, 1)), x), batch) == 0
-    np.testing.assert_allclose(jax.jit(lambda a, b: jax_streamk.matmul(a.T, b.T))(a, b), a.T @ b.T, rtol=2e-2, atol=2e-2)
+    np.testing.assert_allclose(
+        jax.jit(lambda a, b: jax_streamk.matmul(a.T, b.T))(a, b), a.T @ b.T, rtol=2e-2, atol=2e-2
+    )
     # The result's order decides: here the transpose has to be made.
     f = lambda x, y: dot_general(lax.transpose(x, (1, 0, 2)), y, (((2,), (0,)), ((), ())))
     x, y = normal((3, 7, 16)), normal((16, 5))

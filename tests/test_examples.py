@@ -15,7 +15,13 @@ EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 def run(name, cwd, environment={}, **options):
     """What it prints. Examples exit with 1 when what they compute is not as it should be."""
     arguments = [text for option, value in options.items() for text in (f"--{option.replace('_', '-')}", str(value))]
-    done = subprocess.run([sys.executable, EXAMPLES / name, *arguments], capture_output=True, text=True, cwd=cwd, env=os.environ | environment)
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / name, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=os.environ | environment,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -38,7 +44,17 @@ def test_digits(tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tensor_parallel(dtype, tmp_path):
     environment = {"JAX_PLATFORMS": "cpu"}
-    run("tensor_parallel.py", tmp_path, environment, tokens=32, width=48, hidden=96, rounds=3, dtype=dtype, out="report.json")
+    run(
+        "tensor_parallel.py",
+        tmp_path,
+        environment,
+        tokens=32,
+        width=48,
+        hidden=96,
+        rounds=3,
+        dtype=dtype,
+        out="report.json",
+    )
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["devices"] == 4
     assert report["forward"]["our_products"] == 2 and report["forward"]["collectives"]["ours"] == {"all-reduce": 1}
@@ -51,7 +67,9 @@ def test_tensor_parallel(dtype, tmp_path):
 def test_language_model(tmp_path):
     printed = run("language_model.py", tmp_path, steps=20, batch=4, context=32, layers=2, d_model=32, dtype="bfloat16")
     # Of a layer four by dense layers and two of attention, and the head; two more of each in the backward pass.
-    ours, xlas = map(int, re.search(r"^jax_streamk: (\d+) products by jax_streamk, (\d+) by XLA", printed, re.MULTILINE).groups())
+    ours, xlas = map(
+        int, re.search(r"^jax_streamk: (\d+) products by jax_streamk, (\d+) by XLA", printed, re.MULTILINE).groups()
+    )
     assert ours > xlas and ours + xlas == 3 * (2 * 6 + 1)  # some of so small a model are too small for ours
     assert f"XLA: 0 products by jax_streamk, {3 * (2 * 6 + 1)} by XLA" in printed
     losses = re.findall(r"^ +\d+-\d+ +(\S+) +(\S+)$", printed, re.MULTILINE)
@@ -63,7 +81,9 @@ def test_language_model(tmp_path):
 def test_decode(tmp_path):
     printed = run("decode.py", tmp_path, batch=2, prompt=8, new=16, layers=2, d_model=64, heads=4)
     # One pass over the prompt, and the body of the scan.
-    ours, xlas = map(int, re.search(r"^jax_streamk: (\d+) products by jax_streamk, (\d+) by XLA", printed, re.MULTILINE).groups())
+    ours, xlas = map(
+        int, re.search(r"^jax_streamk: (\d+) products by jax_streamk, (\d+) by XLA", printed, re.MULTILINE).groups()
+    )
     assert ours > xlas and ours + xlas == 2 * (2 * 6 + 1)
     assert f"XLA: 0 products by jax_streamk, {2 * (2 * 6 + 1)} by XLA" in printed
     assert len(re.findall(r"[1-9]\d* tokens/s", printed)) == 2

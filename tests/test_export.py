@@ -137,7 +137,9 @@ def test_several_devices_are_given_xlas_product():
     program, operands = on_two_devices(lambda mesh: matmul, P(None, "x"), P("x"))
     assert "dot_general" in program.mlir_module() and "custom_call @CustomSPMDPartitioning" not in program.mlir_module()
     np.testing.assert_array_equal(jax.jit(program.call)(*operands), A @ B)
-    with pytest.raises(ValueError, match=r"schedule=StreamK.* cannot run: XLA alone divides .* an export for several devices"):
+    with pytest.raises(
+        ValueError, match=r"schedule=StreamK.* cannot run: XLA alone divides .* an export for several devices"
+    ):
         on_two_devices(lambda mesh: lambda a, b: matmul(a, b, schedule=StreamK()), P(None, "x"), P("x"))
 
 

@@ -28,7 +28,9 @@ def call(changed=(), workspace=PLAN.workspace_bytes, attributes=None, others=())
     """
     attributes = (attributes or custom_call.attributes(PLAN)) | dict(changed)
     out = (jax.ShapeDtypeStruct((M, N), jnp.float32), jax.ShapeDtypeStruct((workspace,), jnp.uint8))
-    product = jax.ffi.ffi_call(TARGET, out)(A, B, *others, **{name: value for name, value in attributes.items() if value is not None})[0]
+    product = jax.ffi.ffi_call(TARGET, out)(
+        A, B, *others, **{name: value for name, value in attributes.items() if value is not None}
+    )[0]
     return product.block_until_ready()
 
 
@@ -84,7 +86,10 @@ def test_changed_attributes(changed, message):
 
 
 def test_a_buffer_smaller_than_the_plan_says():
-    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"FAILED_PRECONDITION: .*{NAME} was given a workspace of 16 bytes; its plan says"):
+    with pytest.raises(
+        jax.errors.JaxRuntimeError,
+        match=rf"FAILED_PRECONDITION: .*{NAME} was given a workspace of 16 bytes; its plan says",
+    ):
         call(workspace=16)
 
 
@@ -141,9 +146,17 @@ def test_an_epilogue(changed, others, expected):
         (WITH_BIAS | WITH_RESIDUAL, (BIAS,), "was given 3 operands; its plan says 4"),
         (WITH_BIAS, (BIAS[:-1],), "was given a buffer for the bias of another type, or smaller, than its plan says"),
         (WITH_BIAS, (BIAS.astype(jnp.bfloat16),), "was given a buffer for the bias of another type"),
-        (WITH_RESIDUAL, (RESIDUAL[:-1],), "was given a buffer for the residual of another type, or smaller, than its plan says"),
+        (
+            WITH_RESIDUAL,
+            (RESIDUAL[:-1],),
+            "was given a buffer for the residual of another type, or smaller, than its plan says",
+        ),
         (WITH_RESIDUAL, (RESIDUAL.astype(np.float16),), "was given a buffer for the residual of another type"),
-        (WITH_BIAS | WITH_RESIDUAL, (RESIDUAL, BIAS), "was given a buffer for the residual of another type, or smaller"),
+        (
+            WITH_BIAS | WITH_RESIDUAL,
+            (RESIDUAL, BIAS),
+            "was given a buffer for the residual of another type, or smaller",
+        ),
         ({"activation": I(7)}, (), "cannot run .*: there is no activation 7"),
         ({"activation": I(-1)}, (), "cannot run .*: there is no activation -1"),
     ],
@@ -154,8 +167,17 @@ def test_operands_of_an_epilogue(changed, others, message):
 
 
 def test_a_bias_of_every_batch_does_not_fit_that_of_one():
-    changed = WITH_BIAS | {"batch": L(2), "batch_stride_bias": L(N), "lda": L(K), "batch_stride_a": L(0), "batch_stride_b": L(0)}
-    attributes = custom_call.attributes(plan(A, B, schedule=DataParallel())) | {"batch_stride_d": L(0), "workspace_bytes": L(2**24)}
+    changed = WITH_BIAS | {
+        "batch": L(2),
+        "batch_stride_bias": L(N),
+        "lda": L(K),
+        "batch_stride_a": L(0),
+        "batch_stride_b": L(0),
+    }
+    attributes = custom_call.attributes(plan(A, B, schedule=DataParallel())) | {
+        "batch_stride_d": L(0),
+        "workspace_bytes": L(2**24),
+    }
     with pytest.raises(jax.errors.JaxRuntimeError, match="was given a buffer for the bias of another type, or smaller"):
         call(changed, 2**24, attributes, (BIAS,))
 
@@ -163,11 +185,15 @@ def test_a_bias_of_every_batch_does_not_fit_that_of_one():
 def test_operands_of_another_type():
     a, b = A.astype(jnp.bfloat16), B.astype(jnp.bfloat16)
     attributes = custom_call.attributes(plan(a, b, schedule=DataParallel()))
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT: .* was given a buffer for A of another type"):
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT: .* was given a buffer for A of another type"
+    ):
         call({"workspace_bytes": L(2**24)}, workspace=2**24, attributes=attributes)
 
 
-@pytest.mark.parametrize("changed", [{"schedule": I(9)}, {"raster": I(8)}, {"max_sms": I(-2)}, {"swizzle": I(2**31 - 1)}], ids=str)
+@pytest.mark.parametrize(
+    "changed", [{"schedule": I(9)}, {"raster": I(8)}, {"max_sms": I(-2)}, {"swizzle": I(2**31 - 1)}], ids=str
+)
 def test_values_without_a_meaning(changed):
     try:
         product = call(changed)

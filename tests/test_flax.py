@@ -80,7 +80,9 @@ def calls(function, *args):
     """The attributes of every call of ours in a lowered program, and how many products XLA is left with."""
     text = jax.jit(function).lower(*args).as_text()
     found = re.findall(rf"custom_call @{TARGET}\(.*?backend_config = \{{(.*?)\}}", text)
-    return [dict(re.findall(r"(\w+) = ([^\s,]+)", attributes)) for attributes in found], text.count("stablehlo.dot_general")
+    return [dict(re.findall(r"(\w+) = ([^\s,]+)", attributes)) for attributes in found], text.count(
+        "stablehlo.dot_general"
+    )
 
 
 @pytest.mark.parametrize("use_bias", [True, False])
@@ -346,7 +348,9 @@ class Stack(flax.linen.Module):
 
     @flax.linen.compact
     def __call__(self, x):
-        block = flax.linen.scan(flax.linen.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        block = flax.linen.scan(
+            flax.linen.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=3
+        )
         return block(self.dense)(x, None)[0]
 
 
@@ -355,7 +359,9 @@ class Experts(flax.linen.Module):
 
     @flax.linen.compact
     def __call__(self, x):
-        experts = flax.linen.vmap(self.dense, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=None, axis_size=3)
+        experts = flax.linen.vmap(
+            self.dense, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=None, axis_size=3
+        )
         return experts(N, bias_init=BIASED["bias_init"])(x)
 
 
@@ -411,7 +417,9 @@ def dense_general(dot_general):
 def linen_attention(dot_general):
     products = {"qkv_dot_general": dot_general, "out_dot_general": dot_general}
     if dot_general is not None:
-        products |= {f"{name}_einsum_cls": lambda: jax_streamk.einsum for name in ("qk_attn_weights", "attn_weights_value")}
+        products |= {
+            f"{name}_einsum_cls": lambda: jax_streamk.einsum for name in ("qk_attn_weights", "attn_weights_value")
+        }
     return flax.linen.MultiHeadDotProductAttention(num_heads=4, **products)
 
 
@@ -432,7 +440,9 @@ def nnx_linear(dot_general):
 
 
 def nnx_linear_general(dot_general):
-    return functools.partial(flax.nnx.LinearGeneral, (6, K), (4, 8), axis=(1, -1), batch_axis={0: 2}, dot_general=dot_general)
+    return functools.partial(
+        flax.nnx.LinearGeneral, (6, K), (4, 8), axis=(1, -1), batch_axis={0: 2}, dot_general=dot_general
+    )
 
 
 def nnx_einsum(dot_general):
@@ -451,7 +461,15 @@ LAYERS = [
 ]
 
 
-NAMES = ["Dense", "DenseGeneral", "MultiHeadDotProductAttention", "Linear", "LinearGeneral", "Einsum", "MultiHeadAttention"]
+NAMES = [
+    "Dense",
+    "DenseGeneral",
+    "MultiHeadDotProductAttention",
+    "Linear",
+    "LinearGeneral",
+    "Einsum",
+    "MultiHeadAttention",
+]
 
 
 @pytest.mark.parametrize("layer, products", LAYERS, ids=NAMES)

@@ -123,8 +123,12 @@ def test_reported_hangs_on_every_kernel(m, n, k):
         if kernel.family == _ffi.Family.host:
             continue
         ways = [(kinds.data_parallel, 1, _ffi.Reduction.ordered, 0)]
-        ways += [(kinds.split_k, splits, reduction, 0) for splits in (2, 5, 16) for reduction in kernel.split_k_reductions]
-        ways += [(kinds.stream_k, 1, reduction, limit) for limit in (0, 7, 130) for reduction in kernel.stream_k_reductions]
+        ways += [
+            (kinds.split_k, splits, reduction, 0) for splits in (2, 5, 16) for reduction in kernel.split_k_reductions
+        ]
+        ways += [
+            (kinds.stream_k, 1, reduction, limit) for limit in (0, 7, 130) for reduction in kernel.stream_k_reductions
+        ]
         for way in ways:
             schedule = _ffi.Schedule(*way, _ffi.Raster.along_m, 1)
             if _ffi.can_implement(kernel.name, problem, schedule, device) is None:
@@ -172,7 +176,9 @@ def run_chain(folder, *flags):
     """What the program above prints, and the thunks of its executables after XLA's passes."""
     flags = (*flags, f"--xla_dump_to={folder}", "--xla_dump_hlo_module_re=.*chain.*")
     environment = os.environ | {"XLA_FLAGS": " ".join(flags)}
-    done = subprocess.run([sys.executable, "-c", CHAIN], env=environment, capture_output=True, text=True, timeout=280, cwd="/")
+    done = subprocess.run(
+        [sys.executable, "-c", CHAIN], env=environment, capture_output=True, text=True, timeout=280, cwd="/"
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     thunks = "\n".join(path.read_text() for path in folder.glob("*thunk_sequence_after_thunk_passes*"))
     return json.loads(done.stdout.splitlines()[-1]), thunks
@@ -221,7 +227,10 @@ def test_two_threads_do_not_disturb_each_other():
         wanted = np.asarray(f(a, b)).tobytes()
         return lambda: [np.asarray(f(a, b)).tobytes() == wanted for _ in range(50)]
 
-    programs = [program(schedule, seed) for seed, schedule in enumerate((StreamK(), SplitK(5), StreamK(), SplitK(4, "separate")))]
+    programs = [
+        program(schedule, seed)
+        for seed, schedule in enumerate((StreamK(), SplitK(5), StreamK(), SplitK(4, "separate")))
+    ]
     with concurrent.futures.ThreadPoolExecutor(len(programs)) as pool:
         assert all(all(same) for same in pool.map(lambda run: run(), programs))
 
@@ -305,7 +314,9 @@ def random_product(rng):
     counts = dict(batch=rng.integers(2), lhs=rng.integers(3), rhs=rng.integers(3), contract=rng.integers(3))
     most = dict(batch=20, lhs=600, rhs=600, contract=3000)
     sizes = {
-        (role, i): max(1, round(most[role] ** (rng.uniform() / count))) for role, count in counts.items() for i in range(count)
+        (role, i): max(1, round(most[role] ** (rng.uniform() / count)))
+        for role, count in counts.items()
+        for i in range(count)
     }
     names = [[name for name in sizes if name[0] in ("batch", side, "contract")] for side in ("lhs", "rhs")]
     names = [[side[i] for i in rng.permutation(len(side))] for side in names]
@@ -338,10 +349,17 @@ def test_harnesses_of_jax_are_as_exact_as_xlas():
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda dtype: dtype.__name__)
-@pytest.mark.parametrize("m, n, k", [(16, 4096, 14336), (46, 260, 7903), (512, 512, 16384), (1, 4096, 2048), (300, 300, 512), (1024, 1024, 8192)])
+@pytest.mark.parametrize(
+    "m, n, k",
+    [(16, 4096, 14336), (46, 260, 7903), (512, 512, 16384), (1, 4096, 2048), (300, 300, 512), (1024, 1024, 8192)],
+)
 def test_a_long_sum_of_16_bits_is_as_exact_as_xlas(m, n, k, dtype):
     rng = np.random.default_rng()
     lhs, rhs = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((m, k), (k, n)))
-    served = [x for x in (DataParallel(), SplitK(4), SplitK(4, "separate"), StreamK()) if is_served(lhs, rhs, x, preferred_element_type=jnp.float32)]
+    served = [
+        x
+        for x in (DataParallel(), SplitK(4), SplitK(4, "separate"), StreamK())
+        if is_served(lhs, rhs, x, preferred_element_type=jnp.float32)
+    ]
     numbers = (((1,), (0,)), ((), ()))
     assert_as_exact_as_xlas(lhs, rhs, numbers, (Auto(), *served), preferred_element_type=jnp.float32)

@@ -127,11 +127,16 @@ def operands(case, type_ab, major_a, major_b, align_a, align_b, math_name, type_
         return stored, logical if major == _ffi.Major.row else logical.swapaxes(1, 2), strides
 
     a, a_values, strides_a = matrix(case.m, case.k, major_a, align_a, 1 if "a" in case.broadcast else case.batch)
-    b, b_values, strides_b = matrix(case.k, case.n, major_b, align_b, 1 if "b" in case.broadcast else case.batch, case.woven)
+    b, b_values, strides_b = matrix(
+        case.k, case.n, major_b, align_b, 1 if "b" in case.broadcast else case.batch, case.woven
+    )
     exact = exact_product(a_values, b_values)
     with jax.enable_x64(bool(dtype == np.float64)):
         xla = jnp.matmul(
-            jnp.asarray(a_values), jnp.asarray(b_values), precision=PRECISIONS[math_name], preferred_element_type=DTYPES[type_d]
+            jnp.asarray(a_values),
+            jnp.asarray(b_values),
+            precision=PRECISIONS[math_name],
+            preferred_element_type=DTYPES[type_d],
         )
         xla = np.asarray(xla).astype(np.float64)
     scale = math.sqrt(case.k * np.mean(a_values.astype(np.float64) ** 2) * np.mean(b_values.astype(np.float64) ** 2))
@@ -181,10 +186,16 @@ def with_epilogue(epilogue, case, sums, dtype, align, ldd):
         exact = exact + epilogue.beta * residual[..., : case.n].astype(np.float64)
     if epilogue.bias:
         exact = exact + bias[:, None, : case.n].astype(np.float64)
-    return activated(epilogue.activation, exact), bias if epilogue.bias else None, residual if epilogue.residual else None
+    return (
+        activated(epilogue.activation, exact),
+        bias if epilogue.bias else None,
+        residual if epilogue.residual else None,
+    )
 
 
-def launch(kernel, case, schedule, epilogue=PLAIN, type_d=None, ldd=None, aligned=True, majors=None, device=None, place=Memory):
+def launch(
+    kernel, case, schedule, epilogue=PLAIN, type_d=None, ldd=None, aligned=True, majors=None, device=None, place=Memory
+):
     """Runs a kernel, of operands of other majornesses than its own where `majors` says so; returns D, after checking that nothing around D was written, what D exactly is, and (scale, XLA's errors)."""
     type_d = kernel.type_d if type_d is None else type_d
     align_a, align_b, align_d = (kernel.align_a, kernel.align_b, kernel.align_d) if aligned else (1, 1, 1)
@@ -203,7 +214,14 @@ def launch(kernel, case, schedule, epilogue=PLAIN, type_d=None, ldd=None, aligne
     if epilogue != PLAIN:
         exact, bias, residual = with_epilogue(epilogue, case, exact / scale, dtype, align_d, ldd)
         stride_bias = bias[0].size if epilogue.bias == "batched" else 0
-        arguments += [epilogue.activation, bool(epilogue.bias), epilogue.residual, epilogue.alpha / scale, epilogue.beta, stride_bias]
+        arguments += [
+            epilogue.activation,
+            bool(epilogue.bias),
+            epilogue.residual,
+            epilogue.alpha / scale,
+            epilogue.beta,
+            stride_bias,
+        ]
         scale = 1.0
     problem = _ffi.GemmProblem(*arguments)
     device = device or device_of(kernel)
@@ -217,7 +235,18 @@ def launch(kernel, case, schedule, epilogue=PLAIN, type_d=None, ldd=None, aligne
     workspace = Memory(kernel, _ffi.workspace_bytes(kernel.name, problem, schedule, device))
     others = [0 if array is None else Memory(kernel, array) for array in (bias, residual)]
     addresses = [other and other.address for other in others]
-    _ffi.launch(kernel.name, problem, schedule, device, a.address, b.address, d.address + GUARD, workspace.address, 0, *addresses)
+    _ffi.launch(
+        kernel.name,
+        problem,
+        schedule,
+        device,
+        a.address,
+        b.address,
+        d.address + GUARD,
+        workspace.address,
+        0,
+        *addresses,
+    )
     if not workspace.host:
         _ffi.synchronize()
     raw = d.read()
@@ -251,7 +280,9 @@ def check(kernel, case, schedule, twice=True, epilogue=PLAIN, **kwargs):
     if epilogue != PLAIN:
         # Values of D are larger than sums, and activations steeper than 1; f32 ones are within about 1e-6.
         xla_rms, xla_largest = 2 * xla_rms, 3 * xla_largest
-        floor = 2 * floor + max(float(ml_dtypes.finfo(got.dtype).eps), 2.0**-48 if kernel.type_d == _ffi.Type.f64 else 2.0**-20)
+        floor = 2 * floor + max(
+            float(ml_dtypes.finfo(got.dtype).eps), 2.0**-48 if kernel.type_d == _ffi.Type.f64 else 2.0**-20
+        )
     assert rms <= 2 * xla_rms + floor, f"{label}: error {rms:.3g}, XLA's {xla_rms:.3g}"
     assert largest <= 4 * xla_largest + 8 * floor, f"{label}: largest error {largest:.3g}, XLA's {xla_largest:.3g}"
     if twice and REDUCTION_OF[schedule] != _ffi.Reduction.atomic:
@@ -266,7 +297,9 @@ REDUCTION_OF, TEXT_OF = {}, {}
 def make_schedule(kind, splits=1, reduction=_ffi.Reduction.ordered, max_sms=0, raster=_ffi.Raster.along_m, swizzle=1):
     schedule = _ffi.Schedule(kind, splits, reduction, max_sms, raster, swizzle)
     REDUCTION_OF[schedule] = reduction
-    TEXT_OF[schedule] = f"{kind.name} splits={splits} {reduction.name} max_sms={max_sms} {raster.name} swizzle={swizzle}"
+    TEXT_OF[schedule] = (
+        f"{kind.name} splits={splits} {reduction.name} max_sms={max_sms} {raster.name} swizzle={swizzle}"
+    )
     return schedule
 
 
@@ -279,9 +312,24 @@ def has_clusters(kernel):
     row_b, k = kernel.major_b == _ffi.Major.row, 2 * kernel.tile_k
     strides = k, 8 if row_b else k, 8
     problem = _ffi.GemmProblem(
-        1, 8, 8, k, kernel.type_a, kernel.type_b, kernel.type_d, kernel.math, kernel.major_a, kernel.major_b, *strides, 0, 0, 0
+        1,
+        8,
+        8,
+        k,
+        kernel.type_a,
+        kernel.type_b,
+        kernel.type_d,
+        kernel.math,
+        kernel.major_a,
+        kernel.major_b,
+        *strides,
+        0,
+        0,
+        0,
     )
-    return _ffi.can_implement(kernel.name, problem, _ffi.Schedule(_ffi.ScheduleKind.split_k, 2), device_of(kernel)) is None
+    return (
+        _ffi.can_implement(kernel.name, problem, _ffi.Schedule(_ffi.ScheduleKind.split_k, 2), device_of(kernel)) is None
+    )
 
 
 def all_schedules(kernel, k):
@@ -321,7 +369,9 @@ def test_ragged_tiny_and_deep(name):
         Case(kernel.tile_m + 5, round_up(kernel.tile_n + 3, 8), kernel.tile_k + 7, pad=8),  # rows of D that TMA stores
         Case(17, 33, 5 * kernel.tile_k, batch=2, broadcast="a"),
         Case(33, 9, kernel.tile_k + 3, batch=3, broadcast="b", pad=2),
-        Case(kernel.tile_n + 3, 2 * kernel.tile_m + 57, kernel.tile_k + 9, batch=2, pad=1),  # several tiles of B where operands are swapped
+        Case(
+            kernel.tile_n + 3, 2 * kernel.tile_m + 57, kernel.tile_k + 9, batch=2, pad=1
+        ),  # several tiles of B where operands are swapped
         Case(9, 2 * kernel.tile_m + 3, 2 * kernel.tile_k + 8, batch=3, woven=True),  # a batch may start anywhere
     ]
     for case in (admissible(kernel, case) for case in cases):
@@ -367,7 +417,9 @@ def test_epilogue(name):
     cases = [
         Case(1, 1, 1),
         Case(kernel.tile_m + 3, kernel.tile_n + 5, 3 * kernel.tile_k + 9, pad=1),
-        Case(kernel.tile_m + 3, round_up(kernel.tile_n + 5, 8), 3 * kernel.tile_k + 9, pad=8),  # rows of D that TMA stores
+        Case(
+            kernel.tile_m + 3, round_up(kernel.tile_n + 5, 8), 3 * kernel.tile_k + 9, pad=8
+        ),  # rows of D that TMA stores
         Case(33, 49, 2 * kernel.tile_k + 3, batch=3, broadcast="b", pad=2),
         Case(33, 56, 2 * kernel.tile_k + 3, batch=2, broadcast="b", pad=8),
     ]
@@ -402,13 +454,17 @@ def one_of_each_sm90_epilogue():
 @pytest.mark.parametrize("name", sorted({*one_kernel_of("family", "type_d"), *one_of_each_sm90_epilogue()}))
 def test_every_epilogue_in_every_schedule(name):
     kernel = KERNELS[name]
-    for epilogue, (n, pad) in itertools.product(EPILOGUES, ((130, 1), (136, 8))):  # rows of D that TMA stores start on 16 bytes
+    for epilogue, (n, pad) in itertools.product(
+        EPILOGUES, ((130, 1), (136, 8))
+    ):  # rows of D that TMA stores start on 16 bytes
         case = admissible(kernel, Case(70, n, 4 * kernel.tile_k + 1, pad=pad))
         for schedule in all_schedules(kernel, case.k):
             assert check(kernel, case, schedule, False, epilogue) is None
 
 
-SEPARATE = [name for name in one_kernel_of("family", "type_a", "type_d", "major_b") if "host" not in name and "16_f32" in name]
+SEPARATE = [
+    name for name in one_kernel_of("family", "type_a", "type_d", "major_b") if "host" not in name and "16_f32" in name
+]
 SEPARATE_F64 = [name for name in one_kernel_of("family", "type_d") if "_f64_f64" in name and "host" not in name]
 
 
@@ -431,7 +487,14 @@ def test_a_separate_reduction_converts(name):
 def test_a_separate_reduction_of_many_slices(name):
     """Up to 32 threads share an output, lanes of a warp and warps of a block."""
     kernel = KERNELS[name]
-    for m, n, splits, batch in ((1, 1, 35, 1), (37, 60, 128, 1), (64, 64, 97, 1), (13, 9, 6, 1), (37, 60, 20, 3), (260, 520, 33, 1)):
+    for m, n, splits, batch in (
+        (1, 1, 35, 1),
+        (37, 60, 128, 1),
+        (64, 64, 97, 1),
+        (13, 9, 6, 1),
+        (37, 60, 20, 3),
+        (260, 520, 33, 1),
+    ):
         case = admissible(kernel, Case(m, n, splits * kernel.tile_k - 8, batch=batch))
         schedule = make_schedule(_ffi.ScheduleKind.split_k, splits, _ffi.Reduction.separate)
         for epilogue in (PLAIN, EPILOGUES[4]):
@@ -460,7 +523,11 @@ def test_a_separate_reduction_of_any_number_of_slices(name, m, n, splits):
             assert check(kernel, case, schedule, True, epilogue, type_d=kernel.type_a) is None
 
 
-TMA = [name for name in one_kernel_of("family", "type_a", "type_d", "major_a", "major_b", "swap_ab") if name.startswith("sm90")]
+TMA = [
+    name
+    for name in one_kernel_of("family", "type_a", "type_d", "major_a", "major_b", "swap_ab")
+    if name.startswith("sm90")
+]
 
 
 @pytest.mark.gpu
@@ -482,7 +549,11 @@ def test_misaligned_matrices(name):
     for case in cases:
         served = 0
         for schedule in all_schedules(kernel, case.k):
-            for epilogue, type_d in ((PLAIN, kernel.type_d), (PLAIN, kernel.type_a), *((e, kernel.type_d) for e in EPILOGUES[:2])):
+            for epilogue, type_d in (
+                (PLAIN, kernel.type_d),
+                (PLAIN, kernel.type_a),
+                *((e, kernel.type_d) for e in EPILOGUES[:2]),
+            ):
                 served += check(kernel, case, schedule, True, epilogue, type_d=type_d, aligned=False) is None
         assert served > 0, f"{name} runs {case} in no way"
 
@@ -591,7 +662,9 @@ def test_stages_that_loads_leave_empty_change_no_bit(name):
     for schedule in ways:
         # As many as there are; three stages; and, for most kernels, three while all CTAs have tiles and then more.
         ways_to_load = 0, 1, 16 * 3 * kernel.tile_m * kernel.tile_k * DTYPES[kernel.type_a].itemsize
-        products = [launch(kernel, case, schedule, device=_ffi.Device(90, 16, under_way))[0] for under_way in ways_to_load]
+        products = [
+            launch(kernel, case, schedule, device=_ffi.Device(90, 16, under_way))[0] for under_way in ways_to_load
+        ]
         assert len({product.tobytes() for product in products}) == 1, describe(schedule)
 
 
@@ -600,7 +673,14 @@ def test_nan_and_inf_propagate(name):
     kernel = KERNELS[name]
     case = admissible(kernel, Case(9, 11, 3 * kernel.tile_k))
     a, b, (lda, _), (ldb, _), _, _, _ = operands(
-        case, kernel.type_a, kernel.major_a, kernel.major_b, kernel.align_a, kernel.align_b, kernel.math.name, kernel.type_d
+        case,
+        kernel.type_a,
+        kernel.major_a,
+        kernel.major_b,
+        kernel.align_a,
+        kernel.align_b,
+        kernel.math.name,
+        kernel.type_d,
     )
     a, b = a.copy(), b.copy()
     row = kernel.major_a == _ffi.Major.row
@@ -642,7 +722,9 @@ def test_resources_need_a_gpu():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [name for name in HERE if not name.startswith("host")] or ["no CUDA kernel in this build"])
+@pytest.mark.parametrize(
+    "name", [name for name in HERE if not name.startswith("host")] or ["no CUDA kernel in this build"]
+)
 def test_resources_on_a_gpu(name):
     registers, ctas_per_sm = KERNELS[name].resources()
     assert 16 <= registers <= 255
@@ -653,8 +735,16 @@ class Apart:
     """An array at the beginning or the end of an allocation of its own, which is poisoned."""
 
     def __init__(self, at_the_end, kernel, array):
-        self.cuda, context, self.start, size = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_uint64(), 2 << 20
-        assert self.cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0 and self.cuda.cuCtxSetCurrent(context) == 0
+        self.cuda, context, self.start, size = (
+            ctypes.CDLL("libcuda.so.1"),
+            ctypes.c_void_p(),
+            ctypes.c_uint64(),
+            2 << 20,
+        )
+        assert (
+            self.cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+            and self.cuda.cuCtxSetCurrent(context) == 0
+        )
         assert self.cuda.cuMemAlloc_v2(ctypes.byref(self.start), ctypes.c_size_t(size)) == 0
         content = np.full(size, POISON, np.uint8)
         at = size - array.nbytes if at_the_end else 0
@@ -667,7 +757,9 @@ class Apart:
         self.cuda.cuMemFree_v2(self.start)
 
 
-BEYOND = [name for name in HERE if re.match("sm90_bf16_(bf16|f32)_.._(64x16x128|64x128x64|128x160x64|256x152x64)_", name)]
+BEYOND = [
+    name for name in HERE if re.match("sm90_bf16_(bf16|f32)_.._(64x16x128|64x128x64|128x160x64|256x152x64)_", name)
+]
 
 
 @pytest.mark.gpu

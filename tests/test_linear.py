@@ -15,7 +15,15 @@ from jax_streamk.epilogue import ACTIVATIONS
 
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else "cpu"
 TARGET = "jax_streamk_cuda_gemm" if PLATFORM == "cuda" else "jax_streamk_host_gemm"
-SCHEDULES = [DataParallel(), SplitK(2), SplitK(5, "atomic"), SplitK(3, "separate"), StreamK(), StreamK("atomic"), StreamK(max_sms=3)]
+SCHEDULES = [
+    DataParallel(),
+    SplitK(2),
+    SplitK(5, "atomic"),
+    SplitK(3, "separate"),
+    StreamK(),
+    StreamK("atomic"),
+    StreamK(max_sms=3),
+]
 DTYPES = ["float32", "float64", "bfloat16", "float16"]
 
 
@@ -45,7 +53,9 @@ def assert_as_exact(got, operands, **kwargs):
     ours, xlas = (np.abs(np.asarray(x).astype(np.float64) - exact) for x in (got, wanted))
     k = operands[0].shape[-1]
     size = np.sqrt(k) * abs(kwargs.get("alpha", 1)) + 1
-    floor = size * {"float64": 2.0**-48}.get(str(got.dtype), 2.0**-9 if PLATFORM == "cuda" and got.dtype == np.float32 else 2.0**-20)
+    floor = size * {"float64": 2.0**-48}.get(
+        str(got.dtype), 2.0**-9 if PLATFORM == "cuda" and got.dtype == np.float32 else 2.0**-20
+    )
     if not ours.size:
         return
     assert np.sqrt(np.mean(ours**2)) <= 2 * np.sqrt(np.mean(xlas**2)) + floor
@@ -61,7 +71,12 @@ def programs(f, *operands):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_activation(activation, dtype):
     with jax.enable_x64(dtype == "float64"):
-        x, w, bias, residual = normal((40, 72), dtype), normal((72, 56), dtype), normal((56,), dtype), normal((40, 56), dtype)
+        x, w, bias, residual = (
+            normal((40, 72), dtype),
+            normal((72, 56), dtype),
+            normal((56,), dtype),
+            normal((40, 56), dtype),
+        )
         got = linear(x, w, bias, activation=activation, residual=residual, alpha=0.25, beta=-1.5)
         assert_as_exact(got, (x, w, bias, residual), activation=activation, alpha=0.25, beta=-1.5)
 
@@ -83,7 +98,11 @@ def test_every_schedule_has_the_epilogue_once(schedule, has_bias, has_residual):
     np.testing.assert_array_equal(got, in_float64(x, w, bias, residual, **kwargs))
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 37, 1), (65, 37, 1), (5, 1, 70), (129, 515, 300), (64, 0, 8), (3, 8, 0), (0, 4, 6)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 1, 1), (1, 37, 1), (65, 37, 1), (5, 1, 70), (129, 515, 300), (64, 0, 8), (3, 8, 0), (0, 4, 6)],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_ragged_and_empty(shape, dtype):
     m, k, n = shape
@@ -133,7 +152,11 @@ def test_one_rounding_without_a_fused_kernel(dtype):
 
 def test_weak_types_give_way():
     x = jax.jit(lambda: jnp.broadcast_to(2.0, (2, 3)))()
-    assert x.weak_type and linear(x, x.T, activation="relu").weak_type and not linear(x, np.ones((3, 2), np.float32)).weak_type
+    assert (
+        x.weak_type
+        and linear(x, x.T, activation="relu").weak_type
+        and not linear(x, np.ones((3, 2), np.float32)).weak_type
+    )
 
 
 def test_plan_of_a_linear():
@@ -148,13 +171,20 @@ def test_nan_and_inf():
     x[2, 3], bias[5], residual[7, 1], residual[8, 2] = np.nan, np.inf, -np.inf, np.nan
     for activation in ACTIVATIONS:
         got = linear(x, w, bias, activation=activation, residual=residual)
-        wanted = formula(jnp.asarray(x), jnp.asarray(w), jnp.asarray(bias), jnp.asarray(residual), activation=activation)
+        wanted = formula(
+            jnp.asarray(x), jnp.asarray(w), jnp.asarray(bias), jnp.asarray(residual), activation=activation
+        )
         np.testing.assert_array_equal(np.isnan(got), np.isnan(wanted), activation)
         np.testing.assert_array_equal(np.isinf(got), np.isinf(wanted), activation)
 
 
 def test_inference_is_one_call():
-    x, w, bias, residual = normal((8, 40), "bfloat16"), normal((40, 24), "bfloat16"), normal((24,), "bfloat16"), normal((8, 24), "bfloat16")
+    x, w, bias, residual = (
+        normal((8, 40), "bfloat16"),
+        normal((40, 24), "bfloat16"),
+        normal((24,), "bfloat16"),
+        normal((8, 24), "bfloat16"),
+    )
     f = lambda x, w, bias, residual: linear(x, w, bias, activation="silu", residual=residual, alpha=0.5)
     assert programs(f, x, w, bias, residual) == (1, 0)
     assert programs(lambda x, w: linear(x, w, alpha=3.0), x, w) == (1, 0)
@@ -169,14 +199,19 @@ def test_products_that_no_kernel_runs():
     kwargs = dict(activation="gelu", alpha=2.0)
     got = linear(x, w, np.ones(6, np.float32), preferred_element_type=jnp.bfloat16, **kwargs)
     assert got.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(got, np.float32), in_float64(x, w, np.ones(6), **kwargs), rtol=2e-2, atol=2e-2)
+    np.testing.assert_allclose(
+        np.asarray(got, np.float32), in_float64(x, w, np.ones(6), **kwargs), rtol=2e-2, atol=2e-2
+    )
     assert programs(lambda x, w: linear(x, w, preferred_element_type=jnp.bfloat16, **kwargs), x, w)[0] == 0
 
 
 # ---- transforms ----
 
 
-@pytest.mark.parametrize("axes", [axes for axes in itertools.product((None, 0, 1), (None, 0, 1), (None, 0), (None, 1)) if set(axes) != {None}])
+@pytest.mark.parametrize(
+    "axes",
+    [axes for axes in itertools.product((None, 0, 1), (None, 0, 1), (None, 0), (None, 1)) if set(axes) != {None}],
+)
 def test_vmap(axes):
     operands = [normal((7, 24)), normal((24, 10)), normal((10,)), normal((7, 10))]
     operands = [x if axis is None else np.stack([x + i for i in range(3)], axis) for x, axis in zip(operands, axes)]
@@ -208,7 +243,11 @@ def test_second_derivatives_and_forward_mode():
     ours, wanted = f(functools.partial(linear, activation="tanh")), f(functools.partial(formula, activation="tanh"))
     tolerance = dict(rtol=5e-2, atol=5e-2) if PLATFORM == "cuda" else dict(rtol=1e-4, atol=1e-4)
     for transform in (lambda f: jax.hessian(f, (0, 2)), lambda f: jax.jacfwd(f, (0, 1, 2)), lambda f: jax.grad(f, 2)):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), transform(ours)(*operands), transform(wanted)(*operands))
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, **tolerance),
+            transform(ours)(*operands),
+            transform(wanted)(*operands),
+        )
 
 
 def test_transposes_without_a_derivative():
@@ -220,7 +259,9 @@ def test_transposes_without_a_derivative():
         "bias": (lambda f, bias: f(jnp.zeros_like(x), w, bias), w[0]),
     }
     for name, (function, operand) in functions.items():
-        got, wanted = (jax.linear_transpose(functools.partial(function, f), operand)(cotangent) for f in (linear, formula))
+        got, wanted = (
+            jax.linear_transpose(functools.partial(function, f), operand)(cotangent) for f in (linear, formula)
+        )
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-2, atol=0.2, err_msg=name), got, wanted)
 
     def solution(f, b):
@@ -258,7 +299,11 @@ X, W = np.ones((4, 8), np.float32), np.ones((8, 6), np.float32)
         (dict(x=np.float32(3), w=W), ValueError, "they must be"),
         (dict(x=X, w=W, bias=np.ones(5)), ValueError, r"bias has shape \(5,\); it must be \(6,\)"),
         (dict(x=X, w=W, bias=np.ones((4, 6))), ValueError, r"bias has shape \(4, 6\)"),
-        (dict(x=X, w=W, residual=np.ones((3, 6))), ValueError, r"residual has shape \(3, 6\); it must broadcast to \(4, 6\)"),
+        (
+            dict(x=X, w=W, residual=np.ones((3, 6))),
+            ValueError,
+            r"residual has shape \(3, 6\); it must broadcast to \(4, 6\)",
+        ),
         (dict(x=X, w=W, residual=np.ones((2, 4, 6))), ValueError, "residual has shape"),
         (dict(x=X, w=W, activation="swish"), ValueError, "activation='swish'; it must be one of None, 'relu', 'gelu'"),
         (dict(x=X, w=W, activation=jax.nn.relu), ValueError, "activation=.*it must be one of"),
@@ -269,8 +314,16 @@ X, W = np.ones((4, 8), np.float32), np.ones((8, 6), np.float32)
         (dict(x=X, w=W, activation=["silu"]), ValueError, "activation=.'silu'.; it must be one of"),
         (dict(x=X, w=W, preferred_element_type="x"), TypeError, "preferred_element_type='x'"),
         (dict(x=X, w=W, bias=np.ones(6, complex)), TypeError, "bias has dtype complex"),
-        (dict(x=X.astype(int), w=W.astype(int)), TypeError, r"the result's dtype is int32; .* floating-point numbers: give preferred_element_type=float32, and convert .*astype\(int32\)"),
-        (dict(x=X, w=W, preferred_element_type=jnp.int32), TypeError, "the result's dtype is int32; .*: give preferred_element_type=float32"),
+        (
+            dict(x=X.astype(int), w=W.astype(int)),
+            TypeError,
+            r"the result's dtype is int32; .* floating-point numbers: give preferred_element_type=float32, and convert .*astype\(int32\)",
+        ),
+        (
+            dict(x=X, w=W, preferred_element_type=jnp.int32),
+            TypeError,
+            "the result's dtype is int32; .*: give preferred_element_type=float32",
+        ),
         (dict(x=X.astype(complex), w=W), TypeError, "the result's dtype is complex64; .*: let it follow matmul"),
         (dict(x="x", w=W), TypeError, "x is str"),
         (dict(x=X, w=W, bias=["a"] * 6), TypeError, "bias is list"),
@@ -285,7 +338,10 @@ def test_bad_input(arguments, error, message):
 
 def test_traced_factors_are_refused():
     for name in ("alpha", "beta", "activation"):
-        with pytest.raises(TypeError, match=f"linear: {name} is traced, and must be static, .*close over its value, or name it in the static_arg"):
+        with pytest.raises(
+            TypeError,
+            match=f"linear: {name} is traced, and must be static, .*close over its value, or name it in the static_arg",
+        ):
             jax.jit(lambda value: linear(X, W, **{name: value}))(2.0)
 
 

@@ -26,7 +26,11 @@ SCHEDULES = [
     StreamK(max_sms=1),
     StreamK(max_sms=2),
 ]
-KINDS = {DataParallel: _ffi.ScheduleKind.data_parallel, SplitK: _ffi.ScheduleKind.split_k, StreamK: _ffi.ScheduleKind.stream_k}
+KINDS = {
+    DataParallel: _ffi.ScheduleKind.data_parallel,
+    SplitK: _ffi.ScheduleKind.split_k,
+    StreamK: _ffi.ScheduleKind.stream_k,
+}
 
 
 @pytest.fixture
@@ -208,7 +212,9 @@ def test_dtypes_promote_as_in_jax(dtype_a, dtype_b, wide):
         np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted))
 
 
-@pytest.mark.parametrize("result", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64, "float32", np.dtype("float32")], ids=str)
+@pytest.mark.parametrize(
+    "result", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64, "float32", np.dtype("float32")], ids=str
+)
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.filterwarnings("ignore:Explicitly requested dtype")
 def test_preferred_element_type(dtype, result):
@@ -218,7 +224,11 @@ def test_preferred_element_type(dtype, result):
     np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted))
 
 
-@pytest.mark.parametrize("dtypes", [(np.int32, BF16), (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2), (ml_dtypes.float8_e4m3fn, BF16)], ids=str)
+@pytest.mark.parametrize(
+    "dtypes",
+    [(np.int32, BF16), (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2), (ml_dtypes.float8_e4m3fn, BF16)],
+    ids=str,
+)
 def test_with_a_preferred_element_type_operands_are_not_promoted(dtypes):
     """257 is no bfloat16, and two kinds of float8 have no common type."""
     a, b = (np.full((4, 4), 257 if dtype == np.int32 else 2, dtype) for dtype in dtypes)
@@ -231,7 +241,13 @@ def test_with_a_preferred_element_type_operands_are_not_promoted(dtypes):
 
 def test_weak_types_promote_as_in_jax():
     weak, narrow = jnp.full((8, 8), 2.0), jnp.ones((8, 8), jnp.bfloat16)
-    for a, b in [(weak, weak), (weak, narrow), (narrow, weak), (jnp.ones((8, 8), np.int32), weak), (weak, jnp.ones((8, 8), bool))]:
+    for a, b in [
+        (weak, weak),
+        (weak, narrow),
+        (narrow, weak),
+        (jnp.ones((8, 8), np.int32), weak),
+        (weak, jnp.ones((8, 8), bool)),
+    ]:
         wanted, got = jnp.matmul(a, b), matmul(a, b)
         assert (got.dtype, got.weak_type) == (wanted.dtype, wanted.weak_type)
 
@@ -334,7 +350,9 @@ def test_eager_and_jitted_bits_agree():
         assert np.asarray(f(a, b)).tobytes() == np.asarray(jax.jit(f)(a, b)).tobytes()
 
 
-@pytest.mark.parametrize("shape_a, shape_b", [((70, 300), (300, 90)), ((3, 70, 300), (300, 90)), ((3, 70, 300), (3, 300, 90))], ids=str)
+@pytest.mark.parametrize(
+    "shape_a, shape_b", [((70, 300), (300, 90)), ((3, 70, 300), (300, 90)), ((3, 70, 300), (3, 300, 90))], ids=str
+)
 def test_layouts_of_operands(shape_a, shape_b):
     """Operands that lie in memory in another order than row-major give the same bits."""
     a, b = jnp.asarray(normal(shape_a, F32, 1)), jnp.asarray(normal(shape_b, F32, 2))
@@ -351,7 +369,9 @@ def reversed_layout(x):
     return stored
 
 
-@pytest.mark.parametrize("view", [lambda x: x.T, lambda x: x[::2, 1:], lambda x: x[:, ::-1], lambda x: jnp.broadcast_to(x[:1], x.shape)])
+@pytest.mark.parametrize(
+    "view", [lambda x: x.T, lambda x: x[::2, 1:], lambda x: x[:, ::-1], lambda x: jnp.broadcast_to(x[:1], x.shape)]
+)
 def test_operands_computed_in_the_same_program(view):
     a, b = small_integers((96, 97)), small_integers((97, 96))
     got = jax.jit(lambda a, b: matmul(view(a), view(b.T).T, schedule=StreamK()))(a, b)
@@ -425,8 +445,18 @@ A, B = np.ones((4, 8), np.float32), np.ones((8, 5), np.float32)
         (A, 2.0, ValueError, r"matmul: b has shape \(\); it must have at least one dimension"),
         (A, A, ValueError, r"a of shape \(4, 8\) and b of shape \(4, 8\) contract sizes 8 and 4; they must be equal"),
         (A, np.ones(7), ValueError, r"a of shape \(4, 8\) and b of shape \(7,\) contract sizes 8 and 7"),
-        (np.ones((2, 4, 8)), np.ones((3, 8, 5)), ValueError, r"a of shape \(2, 4, 8\) and b of shape \(3, 8, 5\) do not broadcast"),
-        (np.ones((0, 4, 8)), np.ones((3, 8, 5)), ValueError, r"a of shape \(0, 4, 8\) and b of shape \(3, 8, 5\) do not broadcast"),
+        (
+            np.ones((2, 4, 8)),
+            np.ones((3, 8, 5)),
+            ValueError,
+            r"a of shape \(2, 4, 8\) and b of shape \(3, 8, 5\) do not broadcast",
+        ),
+        (
+            np.ones((0, 4, 8)),
+            np.ones((3, 8, 5)),
+            ValueError,
+            r"a of shape \(0, 4, 8\) and b of shape \(3, 8, 5\) do not broadcast",
+        ),
         (A, None, TypeError, "matmul: b is NoneType; it must be an array of numbers"),
         ("text", B, TypeError, "matmul: a is str; it must be an array of numbers"),
         (A, np.full((8, 5), None), TypeError, "matmul: b is ndarray of dtype object; it must be an array of numbers"),
@@ -445,7 +475,11 @@ def test_refused_operands(a, b, error, message):
 @pytest.mark.parametrize(
     "dtype, asked, message",
     [
-        (np.int32, F16, r"float16 is narrower than int32, .*: name one of at least 32 bits, or none, and convert .* by \.astype\(float16\)"),
+        (
+            np.int32,
+            F16,
+            r"float16 is narrower than int32, .*: name one of at least 32 bits, or none, and convert .* by \.astype\(float16\)",
+        ),
         (np.int32, np.int8, r"int8 is narrower than int32, .* by \.astype\(int8\)"),
     ],
     ids=str,
@@ -471,7 +505,11 @@ def test_refused_keys():
         (lambda: SplitK(0), ValueError, "splits=0: must be an integer of at least 1"),
         (lambda: SplitK(-3), ValueError, "splits=-3: must be an integer of at least 1"),
         (lambda: SplitK(2**40), ValueError, r"splits=1099511627776: must be an integer of at least 1 and below 2\^31"),
-        (lambda: StreamK(max_sms=2**31), ValueError, r"max_sms=2147483648: must be an integer of at least 1 and below 2\^31"),
+        (
+            lambda: StreamK(max_sms=2**31),
+            ValueError,
+            r"max_sms=2147483648: must be an integer of at least 1 and below 2\^31",
+        ),
         (lambda: SplitK(2.0), ValueError, r"splits=2\.0: must be an integer"),
         (lambda: SplitK(True), ValueError, "splits=True: must be an integer"),
         (lambda: SplitK(2, "fast"), ValueError, "reduction='fast': must be one of 'ordered', 'atomic', 'separate'"),
@@ -481,7 +519,11 @@ def test_refused_keys():
         (lambda: SplitK(np.array([2])), ValueError, r"splits=array\(\[2\]\): must be an integer"),
         (lambda: SplitK(np.bool_(True)), ValueError, "splits=.*True.*: must be an integer"),
         (lambda: SplitK(jnp.float32(2)), ValueError, "splits=.*: must be an integer"),
-        (lambda: matmul(A, B, schedule="stream_k"), TypeError, r"schedule='stream_k': must be None, Auto\(\), DataParallel\(\)"),
+        (
+            lambda: matmul(A, B, schedule="stream_k"),
+            TypeError,
+            r"schedule='stream_k': must be None, Auto\(\), DataParallel\(\)",
+        ),
         (lambda: matmul(A, B, schedule=SplitK), TypeError, "schedule=.*SplitK.*: must be None"),
         (lambda: matmul(A, B, schedule=4), TypeError, "schedule=4: must be None"),
     ],
@@ -525,10 +567,22 @@ def test_what_makes_a_program_is_static(name, product, value):
         (np.int32, {}, "int32 x int32: no kernel multiplies int32"),
         (np.complex64, {}, "complex64 x complex64: no kernel multiplies complex64"),
         (bool, {}, "bool x bool: no kernel multiplies bool"),
-        (np.int8, {}, "int8 x int8 -> int8: results of int8 may be int32: name that as preferred_element_type, and convert the result"),
-        (F32, {"preferred_element_type": np.int32}, r"float32 x float32 -> int32: results of float32 may be float32: .* by .astype\(int32\)"),
+        (
+            np.int8,
+            {},
+            "int8 x int8 -> int8: results of int8 may be int32: name that as preferred_element_type, and convert the result",
+        ),
+        (
+            F32,
+            {"preferred_element_type": np.int32},
+            r"float32 x float32 -> int32: results of float32 may be float32: .* by .astype\(int32\)",
+        ),
         (F32, {"preferred_element_type": BF16}, "float32 x float32 -> bfloat16: results of float32 may be float32"),
-        (BF16, {"preferred_element_type": F16}, "bfloat16 x bfloat16 -> float16: results of bfloat16 may be bfloat16 or float32"),
+        (
+            BF16,
+            {"preferred_element_type": F16},
+            "bfloat16 x bfloat16 -> float16: results of bfloat16 may be bfloat16 or float32",
+        ),
     ],
     ids=str,
 )
@@ -544,14 +598,20 @@ def test_a_schedule_for_types_without_kernels(dtype, kwargs, message, schedule):
 def test_more_splits_than_k_tiles(k, splits):
     a, b = np.ones((64, k), BF16), np.ones((k, 64), BF16)
     f = jax.jit(functools.partial(matmul, schedule=SplitK(splits)))
-    with pytest.raises(ValueError, match=rf"schedule=SplitK\(splits={splits}.*64.*splits={splits} exceeds its \d+ k-tiles of \d+"):
+    with pytest.raises(
+        ValueError, match=rf"schedule=SplitK\(splits={splits}.*64.*splits={splits} exceeds its \d+ k-tiles of \d+"
+    ):
         f.lower(a, b)  # before any compilation
 
 
 @pytest.mark.skipif(not _ffi.has_cuda, reason="every kernel of a CPU-only build has every reduction")
 def test_stream_k_reductions_that_no_kernel_has():
-    with pytest.raises(ValueError, match=r"schedule=StreamK\(reduction='separate'.*it has no Stream-K with reduction \"separate\""):
-        jax_streamk.plan(A.astype(BF16), B.astype(BF16), schedule=StreamK("separate"), device=jax_streamk.Device("cuda", 90, 132))
+    with pytest.raises(
+        ValueError, match=r"schedule=StreamK\(reduction='separate'.*it has no Stream-K with reduction \"separate\""
+    ):
+        jax_streamk.plan(
+            A.astype(BF16), B.astype(BF16), schedule=StreamK("separate"), device=jax_streamk.Device("cuda", 90, 132)
+        )
 
 
 @pytest.mark.parametrize("schedule", [Auto(), StreamK()], ids=str)
@@ -582,5 +642,7 @@ def test_out_sharding_is_refused_as_in_jax():
 
 def test_a_given_schedule_is_refused_where_there_are_no_kernels():
     a, b = normal((8, 16), F32, 1), normal((16, 8), F32, 2)
-    with pytest.raises(ValueError, match="schedule=StreamK.* cannot run: there are kernels for CPUs and for NVIDIA GPUs only"):
+    with pytest.raises(
+        ValueError, match="schedule=StreamK.* cannot run: there are kernels for CPUs and for NVIDIA GPUs only"
+    ):
         jax.jit(lambda a, b: matmul(a, b, schedule=StreamK())).trace(a, b).lower(lowering_platforms=("tpu",))

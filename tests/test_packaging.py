@@ -82,7 +82,12 @@ def test_auto_builds_for_what_is_named_or_else_visible(machine, gpus, named, bui
 
 def test_auto_without_gpu_says_why_not(machine):
     nvcc, _, why = machine([(13, 0)]).decide("AUTO", "")
-    assert not nvcc and "no GPU" in why and "no architectures were named" in why and re.search(r"; found \S+/nvcc13\.0 13\.0$", why)
+    assert (
+        not nvcc
+        and "no GPU" in why
+        and "no architectures were named" in why
+        and re.search(r"; found \S+/nvcc13\.0 13\.0$", why)
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,7 +109,10 @@ def test_a_build_warns_where_cuda_may_have_been_wanted(machine, versions, gpus, 
 def test_a_build_without_cuda_says_why_and_how_to_have_it():
     assert bool(_ffi.without_cuda) != _ffi.has_cuda
     if not _ffi.has_cuda:
-        assert re.search(r"\. To build them: pip install \. -C cmake\.define\.JAX_STREAMK_CUDA=ON -C cmake\.define", _ffi.without_cuda)
+        assert re.search(
+            r"\. To build them: pip install \. -C cmake\.define\.JAX_STREAMK_CUDA=ON -C cmake\.define",
+            _ffi.without_cuda,
+        )
         assert _ffi.without_cuda in info._versions()["CUDA compiled against"]
 
 

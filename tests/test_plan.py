@@ -14,7 +14,24 @@ import pytest
 from jax import lax
 
 import jax_streamk
-from jax_streamk import Auto, DataParallel, Device, Plan, SplitK, StreamK, _ffi, cost_model, custom_call, described, matmul, plan, planner, primitive, problem, text
+from jax_streamk import (
+    Auto,
+    DataParallel,
+    Device,
+    Plan,
+    SplitK,
+    StreamK,
+    _ffi,
+    cost_model,
+    custom_call,
+    described,
+    matmul,
+    plan,
+    planner,
+    primitive,
+    problem,
+    text,
+)
 from jax_streamk.device import device_of
 
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else "cpu"
@@ -28,8 +45,12 @@ def shaped(shape, dtype=jnp.float32):
 
 def emitted_attributes(f, *operands):
     """The attributes of every call of ours in the lowered program, as text."""
-    found = re.findall(rf"custom_call @{TARGET}\(.*?backend_config = \{{(.*?)\}}", jax.jit(f).lower(*operands).as_text())
-    return [{name: value.strip('"') for name, value in re.findall(r'(\w+) = ("[^"]*"|[^\s,}]+)', text)} for text in found]
+    found = re.findall(
+        rf"custom_call @{TARGET}\(.*?backend_config = \{{(.*?)\}}", jax.jit(f).lower(*operands).as_text()
+    )
+    return [
+        {name: value.strip('"') for name, value in re.findall(r'(\w+) = ("[^"]*"|[^\s,}]+)', text)} for text in found
+    ]
 
 
 @pytest.mark.parametrize("schedule", [Auto(), DataParallel(), SplitK(3), StreamK(), StreamK(max_sms=2)], ids=str)
@@ -78,7 +99,9 @@ def test_arrays_and_shapes_make_the_same_plan():
 
 def test_operands_promote():
     assert plan(shaped((64, 300), jnp.bfloat16), shaped((300, 70))).problem.type_a == _ffi.Type.f32
-    assert plan(shaped((64, 300), jnp.bfloat16), jnp.full((300, 70), 2.0)).problem.type_a == _ffi.Type.bf16, "a weak type gives way"
+    assert plan(shaped((64, 300), jnp.bfloat16), jnp.full((300, 70), 2.0)).problem.type_a == _ffi.Type.bf16, (
+        "a weak type gives way"
+    )
     # float64 is float32 where 64-bit types are disabled, with dimension numbers or without.
     a, b = np.ones((64, 300)), np.ones((300, 70))
     for dimension_numbers in (None, (((1,), (0,)), ((), ()))):
@@ -106,15 +129,21 @@ def test_devices():
         with jax.default_device(default):
             assert plan(a, b) == cpu
     assert plan(a, b, device="cpu") == cpu
-    with pytest.raises(ValueError, match=r"device='abacus': .*abacus.*: jax_streamk\.Device\(\.\.\.\) describes a machine that is not here"):
+    with pytest.raises(
+        ValueError,
+        match=r"device='abacus': .*abacus.*: jax_streamk\.Device\(\.\.\.\) describes a machine that is not here",
+    ):
         plan(a, b, device="abacus")
-    with pytest.raises(TypeError, match=r"device=0: must be None, a jax\.Device, a platform such as 'cpu', or a jax_streamk\.Device"):
+    with pytest.raises(
+        TypeError, match=r"device=0: must be None, a jax\.Device, a platform such as 'cpu', or a jax_streamk\.Device"
+    ):
         plan(a, b, device=0)
 
 
 # A build without CUDA kernels plans by their description, one for other GPUs by what it has.
 NEEDS_SM90 = pytest.mark.skipif(
-    all(kernel.family != _ffi.Family.sm90 for kernel in planner.kernels_for("cuda")), reason="this build is for GPUs other than Hopper"
+    all(kernel.family != _ffi.Family.sm90 for kernel in planner.kernels_for("cuda")),
+    reason="this build is for GPUs other than Hopper",
 )
 
 
@@ -129,7 +158,13 @@ def test_a_gpu_that_is_not_here(device):
     assert plan(shaped((2, 5120)), shaped((5120, 1792)), precision="high", device=device).kernel.startswith("skinny")
     # Much of f32 at "high" is multiplied of copies in two parts, whatever the majors.
     for dims in itertools.product((0, 1), repeat=2):
-        large = plan(shaped((4096, 4096)), shaped((4096, 4096)), (((dims[0],), (dims[1],)), ((), ())), precision="high", device=device)
+        large = plan(
+            shaped((4096, 4096)),
+            shaped((4096, 4096)),
+            (((dims[0],), (dims[1],)), ((), ())),
+            precision="high",
+            device=device,
+        )
         assert large.kernel.startswith("sm90") and large.workspace_bytes >= 2 * 2 * 4 * 4096**2
     # Of TF32 whose operands are contiguous along m and n, one is transposed where that pays.
     gradient = plan(shaped((4096, 4096)), shaped((4096, 4096)), (((0,), (0,)), ((), ())), device=device)
@@ -149,7 +184,10 @@ def test_gpus_other_than_hopper_run_what_every_gpu_does(device):
         assert made.kernel.startswith(("sm80", "skinny")) and made.microseconds > 0
     # One launch of these kernels shares no tiles of a batch, and theirs of few rows share K in clusters, which came with Hopper.
     batch = shaped((3, 64, 4096), jnp.bfloat16), shaped((3, 4096, 64), jnp.bfloat16)
-    assert plan(*batch, device=device).schedule in (DataParallel(), *(SplitK(splits, "separate") for splits in range(2, 129)))
+    assert plan(*batch, device=device).schedule in (
+        DataParallel(),
+        *(SplitK(splits, "separate") for splits in range(2, 129)),
+    )
     with pytest.raises(ValueError, match="schedule=StreamK.* cannot run .*batch"):
         plan(*batch, schedule=StreamK(), device=device)
     row = plan(shaped((1, 4096), jnp.bfloat16), shaped((4096, 64), jnp.bfloat16), schedule=SplitK(4), device=device)
@@ -161,7 +199,11 @@ def test_named_gpus():
     assert [(d.platform, d.arch, d.sms) for d in (jax_streamk.A100, jax_streamk.H100, jax_streamk.H200)] == [
         ("cuda", 80, 108), ("cuda", 90, 132), ("cuda", 90, 132)
     ]  # fmt: skip
-    assert [cost_model.machine_of(getattr(jax_streamk, name)) for name in ("A100", "H100", "H200")] == [cost_model.A100, cost_model.H100, cost_model.H200]
+    assert [cost_model.machine_of(getattr(jax_streamk, name)) for name in ("A100", "H100", "H200")] == [
+        cost_model.A100,
+        cost_model.H100,
+        cost_model.H200,
+    ]
     here = jax.devices()[0]
     if PLATFORM == "cuda" and any(name in here.device_kind for name in ("A100-SXM4-80GB", "H100 80GB HBM3", "H200")):
         assert device_of(here) in (jax_streamk.A100, jax_streamk.H100, jax_streamk.H200)
@@ -185,14 +227,20 @@ def test_a_separate_reduction_counts_in_31_bits():
 
 
 def problems_to_plan():
-    types = [(_ffi.Type.bf16, _ffi.Math.native), (_ffi.Type.f32, _ffi.Math.tf32), (_ffi.Type.f32, _ffi.Math.tf32x3), (_ffi.Type.f64, _ffi.Math.native)]
+    types = [
+        (_ffi.Type.bf16, _ffi.Math.native),
+        (_ffi.Type.f32, _ffi.Math.tf32),
+        (_ffi.Type.f32, _ffi.Math.tf32x3),
+        (_ffi.Type.f64, _ffi.Math.native),
+    ]
     shapes = [(1, 4096, 4096), (16, 14336, 4096), (200, 1001, 1003), (512, 320, 131072), (4096, 4096, 4096)]
     for (type_, math_), (m, n, k), batch in itertools.product(types, shapes, (1, 3)):
         yield problem.GemmProblem(batch, m, n, k, type_, type_, type_, math_, ROW, ROW, k, n, n, m * k, k * n, m * n)
 
 
 @pytest.mark.skipif(
-    all(kernel.family != _ffi.Family.sm90 for kernel in jax_streamk.kernels()), reason="this build lacks kernels to compare with"
+    all(kernel.family != _ffi.Family.sm90 for kernel in jax_streamk.kernels()),
+    reason="this build lacks kernels to compare with",
 )
 @pytest.mark.parametrize("device", [jax_streamk.A100, jax_streamk.H200], ids=str)
 @pytest.mark.parametrize("schedule", [Auto(), DataParallel(), SplitK(4), SplitK(6, "separate"), StreamK()], ids=str)
@@ -217,7 +265,9 @@ def test_a_description_plans_as_the_kernel_does(device, schedule, monkeypatch):
 @pytest.mark.skipif(_ffi.has_cuda, reason="this build has CUDA kernels")
 def test_a_build_without_cuda_plans_for_gpus_and_says_what_it_does_not_know():
     a, b = shaped((256, 65536), jnp.bfloat16), shaped((65536, 256), jnp.bfloat16)
-    whole, cut = (plan(a, b, schedule=schedule, device=jax_streamk.H200) for schedule in (SplitK(8, "separate"), StreamK()))
+    whole, cut = (
+        plan(a, b, schedule=schedule, device=jax_streamk.H200) for schedule in (SplitK(8, "separate"), StreamK())
+    )
     for made in (whole, cut):
         assert "this build has no CUDA kernels: planned by their description" in str(made)
         assert made.kernel not in {kernel.name for kernel in jax_streamk.kernels()}
@@ -229,11 +279,16 @@ def test_a_build_without_cuda_plans_for_gpus_and_says_what_it_does_not_know():
 
 
 @NEEDS_SM90
-@pytest.mark.parametrize("m, n, k, operands", [(1001, 1021, 1003, "AB"), (1024, 1024, 1003, "A"), (1024, 1001, 1024, "B"), (1024, 1024, 1024, "")])
+@pytest.mark.parametrize(
+    "m, n, k, operands",
+    [(1001, 1021, 1003, "AB"), (1024, 1024, 1003, "A"), (1024, 1001, 1024, "B"), (1024, 1024, 1024, "")],
+)
 @pytest.mark.parametrize("out", [jnp.bfloat16, jnp.float32])
 def test_misaligned_matrices_have_copies_in_the_workspace(m, n, k, operands, out):
     device = Device("cuda", 90, 132)
-    product = plan(shaped((m, k), jnp.bfloat16), shaped((k, n), jnp.bfloat16), preferred_element_type=out, device=device).problem
+    product = plan(
+        shaped((m, k), jnp.bfloat16), shaped((k, n), jnp.bfloat16), preferred_element_type=out, device=device
+    ).problem
     choice = planner.choose(product, planner._native_schedule(DataParallel()), device)
     assert choice.candidates[0].kernel.startswith("sm90") and bool(choice.candidates[0].cost.repack) == bool(operands)
     round_up = lambda x, to: -(-x // to) * to  # noqa: E731
@@ -274,7 +329,14 @@ def test_plans_are_frozen_and_hashable():
 # What a plan prints.
 
 HERE, GPUS = device_of(jax.devices("cpu")[0]), (jax_streamk.A100, jax_streamk.H100, jax_streamk.H200)
-PRODUCTS = [(1, 4096, 4096), (16, 14336, 4096), (100, 1001, 1003), (256, 256, 65536), (4096, 4096, 4096), (20000, 20000, 20000)]
+PRODUCTS = [
+    (1, 4096, 4096),
+    (16, 14336, 4096),
+    (100, 1001, 1003),
+    (256, 256, 65536),
+    (4096, 4096, 4096),
+    (20000, 20000, 20000),
+]
 
 
 def planned(m, n, k, device, dtype=jnp.bfloat16, **options):
@@ -294,7 +356,9 @@ def test_a_plan_prints_the_product_the_device_the_kernel_the_schedule_and_the_wo
 @pytest.mark.parametrize("device", GPUS, ids=lambda device: device.kind)
 def test_gpus_are_printed_by_their_kind(device):
     assert f"on {device.kind} (sm_{device.arch}, {device.sms} SMs)" in str(planned(16, 64, 4096, device))
-    assert f"on cuda (sm_{device.arch}, {device.sms} SMs)" in str(planned(16, 64, 4096, dataclasses.replace(device, kind="")))
+    assert f"on cuda (sm_{device.arch}, {device.sms} SMs)" in str(
+        planned(16, 64, 4096, dataclasses.replace(device, kind=""))
+    )
 
 
 @pytest.mark.parametrize("device", [HERE, *GPUS], ids=lambda device: device.kind)
@@ -318,12 +382,20 @@ def test_what_memory_and_arithmetic_need_at_least(device):
     machine = cost_model.machine_of(device)
     row, square = planned(1, 8192, 8192, device), planned(8192, 8192, 8192, device)
     assert (row.bound, square.bound) == ("memory", "arithmetic")
-    assert row.limit.amount == 2 * (8192 + 8192**2 + 8192) and row.limit.microseconds == row.limit.amount / machine.memory_rate
+    assert (
+        row.limit.amount == 2 * (8192 + 8192**2 + 8192)
+        and row.limit.microseconds == row.limit.amount / machine.memory_rate
+    )
     assert square.limit.amount == 2 * 8192**3
     # Twice as long for TF32 as for 16 bits, and thrice that for three of them, on Hopper; operands that a batch shares are read once.
     if device.arch == 90:
-        single, three = (planned(8192, 8192, 8192, device, jnp.float32, precision=precision).limit for precision in (None, "high"))
-        assert three.microseconds == pytest.approx(3 * single.microseconds) and single.microseconds > 1.5 * square.limit.microseconds
+        single, three = (
+            planned(8192, 8192, 8192, device, jnp.float32, precision=precision).limit for precision in (None, "high")
+        )
+        assert (
+            three.microseconds == pytest.approx(3 * single.microseconds)
+            and single.microseconds > 1.5 * square.limit.microseconds
+        )
     shared = plan(shaped((8, 4096), jnp.bfloat16), shaped((3, 4096, 512), jnp.bfloat16), device=device)
     assert shared.limit.amount == 2 * (8 * 4096 + 3 * 4096 * 512 + 3 * 8 * 512)
     for made in (row, square):
@@ -380,7 +452,9 @@ def test_refused_arguments():
             with pytest.raises(TypeError, match=f"plan: {name} is {what}; it must be True or False"):
                 plan(shaped((4, 8)), shaped((8, 4)), **{name: value})
     assert plan(shaped((4, 8)), shaped((8, 4)), bias=np.True_) == plan(shaped((4, 8)), shaped((8, 4)), bias=True)
-    with pytest.raises(ValueError, match=r"schedule=SplitK\(splits=9.*cannot run \[40, 8\] @ \[8, 40\].*exceeds its 1 k-tiles"):
+    with pytest.raises(
+        ValueError, match=r"schedule=SplitK\(splits=9.*cannot run \[40, 8\] @ \[8, 40\].*exceeds its 1 k-tiles"
+    ):
         plan(shaped((40, 8)), shaped((8, 40)), schedule=SplitK(9))
 
 
@@ -398,7 +472,9 @@ def test_symbolic_shapes_are_left_to_xla():
 
 
 def arrange(shape_a, shape_b, dimension_numbers, permutation=None):
-    return problem.arrange(shaped(shape_a), shaped(shape_b), dimension_numbers, None, None, "cpu", permutation=permutation)
+    return problem.arrange(
+        shaped(shape_a), shaped(shape_b), dimension_numbers, None, None, "cpu", permutation=permutation
+    )
 
 
 @pytest.mark.parametrize(
@@ -484,7 +560,9 @@ def test_a_result_that_needs_a_transpose(permutation):
     a, b = shaped((3, 4, 8)), shaped((3, 8, 5))
     arranged = arrange(a.shape, b.shape, (((2,), (1,)), ((0,), (0,))), permutation)
     assert arranged.permute_result == permutation
-    assert arranged.copies(a, b) == [f"the result is transposed by {permutation} afterwards: no kernel stores its dimensions in that order"]
+    assert arranged.copies(a, b) == [
+        f"the result is transposed by {permutation} afterwards: no kernel stores its dimensions in that order"
+    ]
 
 
 def test_one_column_with_a_bias_stays_one():
@@ -506,7 +584,10 @@ def random_product(rng):
     """
 
     def sizes(least, most):
-        return [int(rng.choice([0, 1, 1, 2, 3, 4, 5], p=[0.02, *[0.98 / 6] * 6])) for _ in range(rng.integers(least, most + 1))]
+        return [
+            int(rng.choice([0, 1, 1, 2, 3, 4, 5], p=[0.02, *[0.98 / 6] * 6]))
+            for _ in range(rng.integers(least, most + 1))
+        ]
 
     batch, contract = sizes(0, 2), sizes(0, 2)
 
@@ -519,7 +600,10 @@ def random_product(rng):
         return tuple(size for _, _, size in placed), where
 
     (shape_a, where_a), (shape_b, where_b) = operand(sizes(0, 3)), operand(sizes(0, 3))
-    dims = [[tuple(where[role, i] for i in range(len(of))) for where in (where_a, where_b)] for role, of in (("k", contract), ("b", batch))]
+    dims = [
+        [tuple(where[role, i] for i in range(len(of))) for where in (where_a, where_b)]
+        for role, of in (("k", contract), ("b", batch))
+    ]
     rank = len(shape_a) + len(shape_b) - len(batch) - 2 * len(contract)
     permutation = tuple(map(int, rng.permutation(rank))) if rng.random() < 0.5 else None
     return shape_a, shape_b, tuple(map(tuple, dims)), permutation
@@ -554,7 +638,11 @@ def run_arranged(arranged, a, b, out_shape):
     a = matrices(a, permute_a, gemm.major_a, gemm.lda, gemm.batch_stride_a, gemm.m, gemm.k)
     b = matrices(b, permute_b, gemm.major_b, gemm.ldb, gemm.batch_stride_b, gemm.k, gemm.n)
     d = np.full(math.prod(out_shape), np.nan)
-    at = np.arange(gemm.batch)[:, None, None] * gemm.batch_stride_d + np.arange(gemm.m)[:, None] * gemm.ldd + np.arange(gemm.n)
+    at = (
+        np.arange(gemm.batch)[:, None, None] * gemm.batch_stride_d
+        + np.arange(gemm.m)[:, None] * gemm.ldd
+        + np.arange(gemm.n)
+    )
     d[at] = a @ b
     d = d.reshape(arranged.stored(shaped(out_shape)).shape)
     return d if arranged.permute_result is None else d.transpose(arranged.permute_result)
@@ -594,7 +682,9 @@ def test_random_dimension_orders_by_kernels(seed):
         shape_a, shape_b, dimension_numbers, permutation = random_product(rng)
         a, b = random_operands(rng, shape_a, shape_b)
         # Kernels of the sm80 family cut no batches.
-        cut = rng.random() < 0.5 and (PLATFORM == "cpu" or arrange(shape_a, shape_b, dimension_numbers).problem.batch == 1)
+        cut = rng.random() < 0.5 and (
+            PLATFORM == "cpu" or arrange(shape_a, shape_b, dimension_numbers).problem.batch == 1
+        )
         got = primitive.bind(
             jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32), dimension_numbers=dimension_numbers,
             precision=None if PLATFORM == "cpu" else lax.DotAlgorithmPreset.TF32_TF32_F32,
@@ -607,7 +697,9 @@ def test_random_dimension_orders_by_kernels(seed):
 def test_a_problem_tells_its_epilogue():
     plain = plan(shaped((4, 64, 128)), shaped((4, 128, 32))).problem
     assert "D =" not in str(plain)
-    whole = dataclasses.replace(plain, activation=_ffi.Activation.silu, has_bias=True, has_residual=True, alpha=0.5, beta=-2.0)
+    whole = dataclasses.replace(
+        plain, activation=_ffi.Activation.silu, has_bias=True, has_residual=True, alpha=0.5, beta=-2.0
+    )
     assert str(whole).endswith(", D = silu(0.5 A @ B + -2 residual + bias)")
     assert str(dataclasses.replace(plain, has_residual=True)).endswith(", D = A @ B + residual")
     assert str(dataclasses.replace(plain, has_residual=True, beta=0.5)).endswith(", D = A @ B + 0.5 residual")
@@ -615,7 +707,14 @@ def test_a_problem_tells_its_epilogue():
 
 def shapes_of_a_long_sum():
     rng = np.random.default_rng()
-    yield from ((46, 260, 7903), (16, 4096, 14336), (512, 512, 16384), (1, 4096, 2048), (300, 1, 4096), (2000, 2000, 513))
+    yield from (
+        (46, 260, 7903),
+        (16, 4096, 14336),
+        (512, 512, 16384),
+        (1, 4096, 2048),
+        (300, 1, 4096),
+        (2000, 2000, 513),
+    )
     for _ in range(40):
         yield tuple(int(2**x) for x in (*rng.uniform(0, 11, 2), rng.uniform(8, 15)))
 
@@ -629,7 +728,11 @@ def test_tensor_cores_sum_little_of_k_for_a_float32_result(device, schedule, dty
     for m, n, k in shapes_of_a_long_sum():
         try:
             made = plan(
-                shaped((m, k), dtype), shaped((k, n), dtype), schedule=schedule, device=device, preferred_element_type=jnp.float32
+                shaped((m, k), dtype),
+                shaped((k, n), dtype),
+                schedule=schedule,
+                device=device,
+                preferred_element_type=jnp.float32,
             )
         except ValueError:
             continue  # no kernel has the schedule for such rows, or as many k-tiles
@@ -671,7 +774,9 @@ def test_larger_products_of_float32_are_tf32_on_a_gpu_as_xlas(m, n, k):
 
 def test_tf32_that_is_asked_for_by_name_is_had():
     precision = lax.DotAlgorithmPreset.TF32_TF32_F32
-    made = plan(shaped((300, 4096)), shaped((4096,)), device=jax_streamk.H200, precision=precision, schedule=DataParallel())
+    made = plan(
+        shaped((300, 4096)), shaped((4096,)), device=jax_streamk.H200, precision=precision, schedule=DataParallel()
+    )
     assert made.problem.math == _ffi.Math.tf32
 
 
@@ -679,14 +784,26 @@ def products(*extents, dtype=jnp.bfloat16):
     """Shapes and dimension numbers of [m, k] by [k, n], in a batch where there are four extents."""
     *batch, m, n, k = extents
     lead = len(batch)
-    return shaped((*batch, m, k), dtype), shaped((*batch, k, n), dtype), (((lead + 1,), (lead,)), (tuple(range(lead)),) * 2)
+    return (
+        shaped((*batch, m, k), dtype),
+        shaped((*batch, k, n), dtype),
+        (((lead + 1,), (lead,)), (tuple(range(lead)),) * 2),
+    )
 
 
 @pytest.mark.left_to_xla
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda dtype: dtype.__name__)
 def test_a_cpu_leaves_elementwise_and_tiny_products_to_xla(dtype):
     device = Device("cpu", 0, 2)
-    for extents in ((1000, 1000, 1, 1, 1), (100_000, 1, 1, 16), (512, 1, 1, 4096), (4, 4, 1, 160, 32), (1000, 1, 1000, 1), (3, 4, 5), (300, 200, 1)):
+    for extents in (
+        (1000, 1000, 1, 1, 1),
+        (100_000, 1, 1, 16),
+        (512, 1, 1, 4096),
+        (4, 4, 1, 160, 32),
+        (1000, 1, 1000, 1),
+        (3, 4, 5),
+        (300, 200, 1),
+    ):
         made = plan(*products(*extents, dtype=dtype), device=device)
         assert made.kernel is None and "falls back to XLA" in made.reasons[0], extents
         assert plan(*products(*extents, dtype=dtype), device=device, schedule=DataParallel()).kernel is not None
@@ -697,7 +814,14 @@ def test_a_cpu_leaves_elementwise_and_tiny_products_to_xla(dtype):
 @pytest.mark.left_to_xla
 @NEEDS_SM90
 def test_a_gpu_leaves_products_that_fill_no_tile_to_xla():
-    for extents in ((8192, 3, 128), (65536, 8, 256), (4096, 4096, 8), (1000, 16, 16, 256), (1000, 1, 1, 4096), (300, 200, 1)):
+    for extents in (
+        (8192, 3, 128),
+        (65536, 8, 256),
+        (4096, 4096, 8),
+        (1000, 16, 16, 256),
+        (1000, 1, 1, 4096),
+        (300, 200, 1),
+    ):
         made = plan(*products(*extents), device=jax_streamk.H200)
         assert made.kernel is None and "falls back to XLA" in made.reasons[0], extents
     for extents in ((1, 4096, 4096), (8, 1024, 512), (8192, 64, 128), (8, 512, 512, 64), (4096, 4096, 64)):

@@ -28,7 +28,9 @@ CPU = Device("cpu", 0, 4)
 
 def gemm(m, n, k, type_ab=BF16, math=NATIVE, batch=1, type_d=None):
     row = _ffi.Major.row
-    return GemmProblem(batch, m, n, k, type_ab, type_ab, type_d or type_ab, math, row, row, k, n, n, m * k, k * n, m * n)
+    return GemmProblem(
+        batch, m, n, k, type_ab, type_ab, type_d or type_ab, math, row, row, k, n, n, m * k, k * n, m * n
+    )
 
 
 def fake_kernel(
@@ -37,7 +39,20 @@ def fake_kernel(
 ):  # fmt: skip
     reductions = [] if warp_schedule in ("pingpong", "single") else [ORDERED]
     accumulator = F64 if type_ab == F64 else F32
-    parts = [family, type_ab, type_d, "x".join(map(str, tile)), cluster[0], cluster[1], warp_schedule, swap_ab, align, math, major_b, align_b]
+    parts = [
+        family,
+        type_ab,
+        type_d,
+        "x".join(map(str, tile)),
+        cluster[0],
+        cluster[1],
+        warp_schedule,
+        swap_ab,
+        align,
+        math,
+        major_b,
+        align_b,
+    ]
     return _ffi.KernelInfo(
         name="_".join(str(getattr(part, "name", part)) for part in parts), family=family, type_ab=type_ab, type_d=type_d, math=math,
         major_a=_ffi.Major.row, major_b=major_b, tile=tile, cluster=cluster, align_a=align, align_b=align_b or align,
@@ -63,7 +78,9 @@ def fake_kernels():
     for math in (TF32, TF32X3):
         for tile in [(128, 128, 16), (64, 64, 32)]:
             found.append(fake_kernel(sm80, F32, F32, tile, warp_schedule="multistage", align=4, math=math))
-    found.append(fake_kernel(sm90, F32, F32, (128, 128, 32), swap_ab=True, align=4, math=TF32X3, major_b=_ffi.Major.column))
+    found.append(
+        fake_kernel(sm90, F32, F32, (128, 128, 32), swap_ab=True, align=4, math=TF32X3, major_b=_ffi.Major.column)
+    )
     for tile in [(128, 64, 16), (64, 64, 16)]:
         found.append(fake_kernel(sm80, F64, F64, tile, warp_schedule="multistage", align=1))
     return sorted(found, key=lambda kernel: kernel.name)
@@ -112,7 +129,9 @@ def test_estimate_grows_with_every_extent(schedule, extent):
     assert (np.diff(times, axis=0) >= 0).all()
 
 
-@pytest.mark.parametrize("shape", [(1000, 777, 555), (130, 4096, 520), (4096, 4096, 4096), (1, 1, 1), (257, 129, 70000)])
+@pytest.mark.parametrize(
+    "shape", [(1000, 777, 555), (130, 4096, 520), (4096, 4096, 4096), (1, 1, 1), (257, 129, 70000)]
+)
 @pytest.mark.parametrize("schedule", [DataParallel(), SplitK(3), StreamK(), SplitK(5, "separate")])
 def test_decomposition_is_the_one_that_runs(shape, schedule):
     """Against the native decomposition, of host kernels: iterations of the busiest worker and the most peers of a tile."""
@@ -153,7 +172,13 @@ def test_copies_in_two_parts_pay_where_much_is_multiplied(cuda, majors):
     assert kernel.family == _ffi.Family.sm90
     # Thrice the MAC iterations of K in whole k-tiles, after two parts of A and B, read once and written, have been copied.
     m, n, k = 1000, 3000, 4090
-    cost = _ffi.estimate(kernel, product(m, n, k).native(), planner._native_schedule(DataParallel()), HOPPER.native(), cost_model.H200.native)
+    cost = _ffi.estimate(
+        kernel,
+        product(m, n, k).native(),
+        planner._native_schedule(DataParallel()),
+        HOPPER.native(),
+        cost_model.H200.native,
+    )
     assert cost.iterations % 3 == 0 and cost.iterations >= 3 * 4096 // 32
     assert cost.repack > 3 * 4 * (m + n) * k / cost_model.H200.rearrange_rate
     if majors == (_ffi.Major.row, _ffi.Major.row):
@@ -196,7 +221,8 @@ def test_slices_have_one_length_and_are_no_more_than_that_takes():
 
 
 @pytest.mark.parametrize(
-    "m, n, k, at_once", [(16, 4096, 4096, False), (16, 8192, 4096, False), (1, 18432, 12288, True), (16, 40960, 4096, False)]
+    "m, n, k, at_once",
+    [(16, 4096, 4096, False), (16, 8192, 4096, False), (1, 18432, 12288, True), (16, 40960, 4096, False)],
 )
 def test_tiles_of_a_few_rows_share_sms_where_their_last_wave_would_leave_many_idle(cuda, m, n, k, at_once):
     _, kernel = cuda(gemm(m, n, k), DataParallel())
@@ -213,7 +239,9 @@ def test_memory_moves_operands_once():
     """The floor counts an operand that the batch shares once, what the epilogue reads, and what is written as more of it."""
     b, m, n, k = 3, 128, 256, 512
     problem = gemm(m, n, k, batch=b)
-    machine = dataclasses.replace(cost_model.H200, written=1.5, idle=0, beyond=0, gang=0, memory_rate_sm=1e12)  # the same of all kernels
+    machine = dataclasses.replace(
+        cost_model.H200, written=1.5, idle=0, beyond=0, gang=0, memory_rate_sm=1e12
+    )  # the same of all kernels
 
     def elements(**changes):
         _, costs = estimates(dataclasses.replace(problem, **changes), DataParallel(), machine)
@@ -222,7 +250,9 @@ def test_memory_moves_operands_once():
     assert elements() == pytest.approx([b * (m * k + k * n + 1.5 * m * n)])
     assert elements(batch_stride_b=0) == pytest.approx([b * (m * k + 1.5 * m * n) + k * n])
     assert elements(batch_stride_a=0, has_bias=True) == pytest.approx([m * k + b * (k * n + 1.5 * m * n) + n])
-    assert elements(has_residual=True, has_bias=True, batch_stride_bias=n) == pytest.approx([b * (m * k + k * n + 2.5 * m * n + n)])
+    assert elements(has_residual=True, has_bias=True, batch_stride_bias=n) == pytest.approx(
+        [b * (m * k + k * n + 2.5 * m * n + n)]
+    )
 
 
 def test_memory_gives_less_where_few_ask():
@@ -230,8 +260,12 @@ def test_memory_gives_less_where_few_ask():
     machine, bf16 = dataclasses.replace(cost_model.H200, written=1), (BF16, BF16)
 
     def slower(kernel, problem, schedule=DataParallel()):
-        cost = _ffi.estimate(kernel, problem.native(), planner._native_schedule(schedule), HOPPER.native(), machine.native)
-        return cost.floor / (2 * (problem.m * problem.k + problem.k * problem.n + problem.m * problem.n) / machine.memory_rate)
+        cost = _ffi.estimate(
+            kernel, problem.native(), planner._native_schedule(schedule), HOPPER.native(), machine.native
+        )
+        return cost.floor / (
+            2 * (problem.m * problem.k + problem.k * problem.n + problem.m * problem.n) / machine.memory_rate
+        )
 
     def drawn(ctas):
         return (1 + (machine.memory_rate / machine.memory_rate_sm / ctas) ** 5) ** 0.2
@@ -252,7 +286,9 @@ def test_memory_gives_less_where_few_ask():
     narrow = fake_kernel(_ffi.Family.sm90, *bf16, (128, 16, 128), swap_ab=True)
     assert slower(narrow, gemm(16, 128 * 132, 8192)) == pytest.approx(drawn(132))
     skinny = fake_kernel(_ffi.Family.skinny, *bf16, (64, 16, 128), warp_schedule="streaming", swap_ab=True)
-    assert slower(skinny, gemm(1, 64 * 66, 8192), SplitK(4)) == pytest.approx(machine.skinny_memory * (1 + 3 * machine.gang))
+    assert slower(skinny, gemm(1, 64 * 66, 8192), SplitK(4)) == pytest.approx(
+        machine.skinny_memory * (1 + 3 * machine.gang)
+    )
 
 
 def test_memory_gives_again_what_workers_at_different_k_share():
@@ -261,7 +297,9 @@ def test_memory_gives_again_what_workers_at_different_k_share():
 
     def floor(m, n=256, k=1 << 18, schedule=SplitK(16, "separate")):
         """Of each element of the operands."""
-        cost = _ffi.estimate(kernel, gemm(m, n, k).native(), planner._native_schedule(schedule), HOPPER.native(), cost_model.H200.native)
+        cost = _ffi.estimate(
+            kernel, gemm(m, n, k).native(), planner._native_schedule(schedule), HOPPER.native(), cost_model.H200.native
+        )
         return cost.floor / (m + n) / k
 
     assert floor(512) < floor(504) < floor(400) < floor(392)
@@ -287,7 +325,10 @@ def test_the_sm80_family_serves_what_others_do_not(cuda, problem, device):
     assert made.microseconds > 0
 
 
-@pytest.mark.parametrize("m, n, k, copies", [(1000, 1001, 999, "ab"), (1000, 1024, 999, "a"), (1000, 1001, 1024, "b"), (1000, 1024, 1000, "")])
+@pytest.mark.parametrize(
+    "m, n, k, copies",
+    [(1000, 1001, 999, "ab"), (1000, 1024, 999, "a"), (1000, 1001, 1024, "b"), (1000, 1024, 1000, "")],
+)
 def test_misaligned_matrices_are_copied_where_that_pays(cuda, m, n, k, copies):
     made, kernel = cuda(gemm(m, n, k))
     assert kernel.family == _ffi.Family.sm90 and kernel.type_d == BF16
@@ -301,11 +342,14 @@ def test_misaligned_matrices_are_copied_where_that_pays(cuda, m, n, k, copies):
 
 
 @pytest.mark.parametrize(
-    "m, n, k, itself", [(16, 50257, 768, True), (1, 32001, 4096, True), (64, 8457, 2048, False), (16, 50257, 769, False)]
+    "m, n, k, itself",
+    [(16, 50257, 768, True), (1, 32001, 4096, True), (64, 8457, 2048, False), (16, 50257, 769, False)],
 )
 def test_few_rows_do_not_wait_for_a_copy_of_a_misaligned_matrix(cuda, monkeypatch, m, n, k, itself):
     """A has to be aligned, which the last one is not."""
-    shifted = fake_kernel(_ffi.Family.skinny, BF16, BF16, (64, 16, 128), warp_schedule="streaming", swap_ab=True, align_b=1)
+    shifted = fake_kernel(
+        _ffi.Family.skinny, BF16, BF16, (64, 16, 128), warp_schedule="streaming", swap_ab=True, align_b=1
+    )
     add_kernels(monkeypatch, shifted)
     assert (cuda(gemm(m, n, k))[0].kernel == shifted.name) == itself
 
@@ -322,7 +366,12 @@ def test_rows_that_start_on_8_bytes_are_copied_even_for_a_short_product(cuda, mo
 @pytest.mark.parametrize("m, n, k, rows", [(16, 28672, 4096, 16), (32, 12288, 36864, 16), (8, 28672, 4096, 8)])
 def test_three_tf32_of_few_rows_stream_past(cuda, monkeypatch, m, n, k, rows):
     """In tiles of as many rows as there are, up to 16: more take longer than 16 twice."""
-    skinny = [fake_kernel(_ffi.Family.skinny, F32, F32, (64, of, 128), warp_schedule="streaming", swap_ab=True, align=4, math=TF32X3) for of in (8, 16, 32)]
+    skinny = [
+        fake_kernel(
+            _ffi.Family.skinny, F32, F32, (64, of, 128), warp_schedule="streaming", swap_ab=True, align=4, math=TF32X3
+        )
+        for of in (8, 16, 32)
+    ]
     add_kernels(monkeypatch, *skinny)
     assert cuda(gemm(m, n, k, F32, TF32X3))[0].kernel == skinny[rows // 16].name
 
@@ -332,13 +381,18 @@ def test_no_panel_is_wider_than_four_tiles():
     kernel = fake_kernel(_ffi.Family.sm90, BF16, BF16, (192, 192, 64), (1, 2), swap_ab=True)
     kernels, parts = _ffi.Kernels([kernel]), (None, HOPPER.native(), cost_model.H200.native)
     for m, n, k in [(1768, 7216, 1848), (2224, 4312, 2016), (8192, 8192, 8192)]:
-        assert all(candidate.schedule.swizzle <= 4 for candidate in _ffi.choose(kernels, gemm(m, n, k).native(), *parts).candidates)
+        assert all(
+            candidate.schedule.swizzle <= 4
+            for candidate in _ffi.choose(kernels, gemm(m, n, k).native(), *parts).candidates
+        )
 
 
 @pytest.mark.parametrize("m, n, near", [(1024, 128, "A"), (128, 1024, "B")])
 def test_slices_of_sums_of_the_results_type_are_ordered_by_what_their_neighbours_read(m, n, near):
     """Of TF32: two tiles read the same of the larger operand, and are next to each other."""
-    kernel = fake_kernel(_ffi.Family.sm90, F32, F32, (64, 128, 32), warp_schedule="pingpong", swap_ab=True, align=4, math=TF32)
+    kernel = fake_kernel(
+        _ffi.Family.sm90, F32, F32, (64, 128, 32), warp_schedule="pingpong", swap_ab=True, align=4, math=TF32
+    )
     kernels, parts = _ffi.Kernels([kernel]), (None, HOPPER.native(), cost_model.H200.native)
     chosen = _ffi.choose(kernels, gemm(m, n, 65536, F32, TF32).native(), *parts).candidates[0].schedule
     assert chosen.splits > 1 and chosen.raster == (_ffi.Raster.along_n if near == "A" else _ffi.Raster.along_m)
@@ -346,7 +400,10 @@ def test_slices_of_sums_of_the_results_type_are_ordered_by_what_their_neighbours
 
 def test_a_transposed_operand_and_a_misaligned_one_are_copied_apart():
     """Of TF32 with A column-major, which a kernel of row-major operands has transposed, and B's rows anywhere or on 16 bytes."""
-    kernel, machine = fake_kernel(_ffi.Family.sm90, F32, F32, (64, 64, 64), swap_ab=True, align=4, math=TF32), cost_model.H200
+    kernel, machine = (
+        fake_kernel(_ffi.Family.sm90, F32, F32, (64, 64, 64), swap_ab=True, align=4, math=TF32),
+        cost_model.H200,
+    )
     parts = planner._native_schedule(DataParallel()), HOPPER.native(), machine.native
     m, k = 256, 512
     for n, copied, launches in ((301, k * 320, 2), (320, 0, 1)):
@@ -373,7 +430,9 @@ def test_clusters_of_four_leave_sms_idle(cluster, at_once):
     kernel = fake_kernel(_ffi.Family.sm90, BF16, BF16, (128, 128, 64), cluster, "pingpong")
     parts = planner._native_schedule(DataParallel()), HOPPER.native(), cost_model.H200.native
     problem = gemm(128 * cluster[0] * at_once, 128 * cluster[1], 512)
-    one, more = (_ffi.estimate(kernel, dataclasses.replace(problem, m=m).native(), *parts) for m in (problem.m, problem.m + 1))
+    one, more = (
+        _ffi.estimate(kernel, dataclasses.replace(problem, m=m).native(), *parts) for m in (problem.m, problem.m + 1)
+    )
     assert one.waves == 1 and more.waves > 1 and more.iterations == 2 * one.iterations
 
 
@@ -403,7 +462,11 @@ def test_the_last_columns_of_a_tile_cost_more_than_themselves(tile, swap_ab, col
         one, two = (_ffi.estimate(kernel, gemm(m, n, k, BF16).native(), *parts).work for k in (1024, 2048))
         return (two - one) / few * 1e3 / 1024 / 2 - (sum(tile) - columns)
 
-    lines, sectors, off = loaded(n), loaded(n - 16), loaded(n - 8)  # rows that start on lines, on sectors, and on neither
+    lines, sectors, off = (
+        loaded(n),
+        loaded(n - 16),
+        loaded(n - 8),
+    )  # rows that start on lines, on sectors, and on neither
     assert (sectors / lines, off / lines) == pytest.approx((slow.misaligned_mn, slow.off_sectors_mn), rel=1e-3)
     assert lines == pytest.approx(whole, rel=1e-3) if columns == whole else columns * 1.01 < lines < whole * 0.99
 
@@ -450,7 +513,10 @@ def test_a_wave_is_the_tiles_that_run_together(m, n, raster, swizzle, cluster):
     of_all = len(set(rows)) * extents[0] + len(set(columns)) * extents[1]
     assert of_all <= wave.footprint <= of_all * 1.3
     run = 16 // ctas
-    for got, tiles, extent, multicast in ((wave.rows, rows, extents[0], cluster[1] > 1), (wave.columns, columns, extents[1], cluster[0] > 1)):
+    for got, tiles, extent, multicast in (
+        (wave.rows, rows, extents[0], cluster[1] > 1),
+        (wave.columns, columns, extents[1], cluster[0] > 1),
+    ):
         # Clusters of a GPC may begin in the middle of a run. Of CTAs by themselves, which are all looked at here, two runs stand for all.
         runs = [tiles[begin : begin + run] for begin in range(0, workers, run if ctas == 1 else run // 2)]
         shared = workers * sum(len(set(of)) for of in runs) / sum(len(of) for of in runs)
@@ -493,9 +559,21 @@ def test_pairs_share_the_ways_to_l2_evenly(begin):
 
 
 def test_clusters_are_idle_where_there_is_room():
-    assert [_ffi.idle_clusters(ctas, 1, 132) for ctas in (1, 64, 96, 131, 132)] == [(0, 8), (0, 8), (0, 4), (0, 0), (0, 0)]
+    assert [_ffi.idle_clusters(ctas, 1, 132) for ctas in (1, 64, 96, 131, 132)] == [
+        (0, 8),
+        (0, 8),
+        (0, 4),
+        (0, 0),
+        (0, 0),
+    ]
     # The second CTAs of SMs, and the third.
-    assert [_ffi.idle_clusters(ctas, 1, 132) for ctas in (133, 192, 263, 264, 300)] == [(132, 8), (132, 8), (132, 0), (0, 0), (0, 0)]
+    assert [_ffi.idle_clusters(ctas, 1, 132) for ctas in (133, 192, 263, 264, 300)] == [
+        (132, 8),
+        (132, 8),
+        (132, 0),
+        (0, 0),
+        (0, 0),
+    ]
     assert [_ffi.idle_clusters(pairs, 2, 114)[1] for pairs in (10, 52, 55, 57)] == [4, 2, 2, 0]
     assert _ffi.idle_clusters(7, 4, 132) == (0, 0)
 
@@ -512,7 +590,9 @@ def test_the_first_of_clusters_that_are_spread_are_on_all_gpcs(ctas, clusters):
     for first in range(clusters):
         # Of any eighth of the clusters that are neighbours by GPC.
         has = np.array(numbers)[by_gpc] < first
-        of_gpc = [has[at : at + -(-clusters // 8)].sum() for at in range(0, clusters - clusters // 8, max(clusters // 8, 1))]
+        of_gpc = [
+            has[at : at + -(-clusters // 8)].sum() for at in range(0, clusters - clusters // 8, max(clusters // 8, 1))
+        ]
         assert max(of_gpc) - min(of_gpc) <= 2
 
 
@@ -600,7 +680,11 @@ def test_ctas_that_share_an_sm_have_less_under_way():
 
 
 def test_what_is_under_way_is_limited_where_it_was_measured():
-    assert 0 < cost_model.under_way(dataclasses.replace(HOPPER, kind="NVIDIA H100 80GB HBM3")) < cost_model.under_way(HOPPER)
+    assert (
+        0
+        < cost_model.under_way(dataclasses.replace(HOPPER, kind="NVIDIA H100 80GB HBM3"))
+        < cost_model.under_way(HOPPER)
+    )
     assert cost_model.under_way(A100) == cost_model.under_way(Device("cpu", 0, 4)) == 0
 
 
@@ -614,12 +698,16 @@ def test_a_panel_of_all_tiles_keeps_those_that_read_the_same_together(swizzle, f
 def test_slices_of_few_tiles_are_ordered_by_what_their_neighbours_read(m, n, near):
     """Seven tiles by two: those that read the same rows of the larger operand are next to each other."""
     partials = fake_kernel(_ffi.Family.sm90, BF16, F32, (64, 80, 64), warp_schedule="pingpong", swap_ab=near == "A")
-    whole = fake_kernel(_ffi.Family.sm90, BF16, BF16, (64, 80, 64), warp_schedule="pingpong", swap_ab=near == "A")  # has an order of its own
+    whole = fake_kernel(
+        _ffi.Family.sm90, BF16, BF16, (64, 80, 64), warp_schedule="pingpong", swap_ab=near == "A"
+    )  # has an order of its own
     kernels, parts = _ffi.Kernels([whole, partials]), (None, HOPPER.native(), cost_model.H200.native)
     candidates = _ffi.choose(kernels, gemm(m, n, 65536).native(), *parts).candidates
     (chosen,) = (candidate for candidate in candidates if candidate.kernel == partials.name)
     along_n = chosen.schedule.raster == _ffi.Raster.along_n
-    assert (chosen.schedule.swizzle == 1 and along_n == (near == "A")) or (chosen.schedule.swizzle >= 2 and along_n != (near == "A"))
+    assert (chosen.schedule.swizzle == 1 and along_n == (near == "A")) or (
+        chosen.schedule.swizzle >= 2 and along_n != (near == "A")
+    )
 
 
 def test_rows_that_start_within_a_sector_cost_more():
@@ -634,7 +722,8 @@ def test_a_multicast_of_b_delays_the_first_stage():
     bf16, problem = (BF16, BF16), gemm(1024, 1024, 64).native()
     parts = problem, planner._native_schedule(DataParallel()), HOPPER.native(), cost_model.H200.native
     plain, of_a, of_b = (
-        _ffi.estimate(fake_kernel(_ffi.Family.sm90, *bf16, (64, 128, 64), cluster), *parts).launches for cluster in ((1, 1), (1, 4), (4, 1))
+        _ffi.estimate(fake_kernel(_ffi.Family.sm90, *bf16, (64, 128, 64), cluster), *parts).launches
+        for cluster in ((1, 1), (1, 4), (4, 1))
     )
     # Both sit on fewer SMs, so that fewer CTAs queue for a line at once.
     assert of_b - of_a == pytest.approx(cost_model.H200.cluster, rel=0.2)
@@ -660,7 +749,13 @@ NARROW_LAST_BOX = (
 
 def loaded_more(kernel):
     along_n = kernel.major_b == _ffi.Major.row if not kernel.swap_ab else kernel.major_a == _ffi.Major.column
-    return kernel.family == _ffi.Family.sm90 and kernel.type_a == BF16 and along_n and kernel.tile_n > 64 and kernel.tile_n % 64 != 0
+    return (
+        kernel.family == _ffi.Family.sm90
+        and kernel.type_a == BF16
+        and along_n
+        and kernel.tile_n > 64
+        and kernel.tile_n % 64 != 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -735,7 +830,15 @@ def test_choices_are_near_the_best_that_was_measured(monkeypatch, table, type_, 
 
 @pytest.mark.parametrize(
     "shape",
-    [(16, 4096, 4096), (32, 12288, 3072), (64, 64, 65536), (96, 1000, 1000), (512, 512, 4096), (1000, 3000, 6144), (4096, 4096, 4096)],
+    [
+        (16, 4096, 4096),
+        (32, 12288, 3072),
+        (64, 64, 65536),
+        (96, 1000, 1000),
+        (512, 512, 4096),
+        (1000, 3000, 6144),
+        (4096, 4096, 4096),
+    ],
 )
 @pytest.mark.parametrize("device", [HOPPER, A100, Device("cuda", 120, 170)])
 @pytest.mark.parametrize("epilogue", [{}, dict(has_bias=True, activation=_ffi.Activation.silu)], ids=["plain", "fused"])
@@ -744,12 +847,18 @@ def test_the_cheapest_of_all_candidates_is_chosen(cuda, shape, device, epilogue)
     problem = dataclasses.replace(gemm(*shape), **epilogue)
     parts = device.native(), cost_model.machine_of(device).native
     splits = {*range(2, 17), 32, 64, 128, *(min(device.sms // tiles, 128) for tiles in range(1, device.sms // 16 + 1))}
-    tried = [DataParallel(), StreamK(), *(SplitK(n, reduction) for n in splits for reduction in ("ordered", "separate"))]
+    tried = [
+        DataParallel(),
+        StreamK(),
+        *(SplitK(n, reduction) for n in splits for reduction in ("ordered", "separate")),
+    ]
     found = {}
     for kernel in (kernel for kernel in fake_kernels() if kernel.type_a == BF16):
         alone = _ffi.Kernels([kernel])
         for schedule in tried:
-            for candidate in _ffi.choose(alone, problem.native(), planner._native_schedule(schedule), *parts).candidates:
+            for candidate in _ffi.choose(
+                alone, problem.native(), planner._native_schedule(schedule), *parts
+            ).candidates:
                 found[candidate.cost.microseconds, kernel.name, str(schedule)] = candidate
     made, _ = cuda(problem, device=device)
     assert made.microseconds == min(found)[0]
@@ -773,7 +882,9 @@ def test_an_uncached_plan_takes_less_than_a_millisecond(cuda, monkeypatch):
     assert statistics.median(times) < 1e-3
 
 
-@pytest.mark.parametrize("schedule", [DataParallel(), SplitK(7), SplitK(16, "separate"), StreamK(), StreamK(max_sms=64)])
+@pytest.mark.parametrize(
+    "schedule", [DataParallel(), SplitK(7), SplitK(16, "separate"), StreamK(), StreamK(max_sms=64)]
+)
 def test_a_given_schedule_is_obeyed(cuda, schedule):
     made, kernel = cuda(gemm(512, 512, 4096), schedule)
     assert made.schedule == schedule
@@ -800,7 +911,9 @@ def test_the_wave_is_square(cuda):
 def test_a_candidate_outlives_what_it_was_chosen_from():
     def chosen():
         kernels = _ffi.Kernels(fake_kernels())
-        return _ffi.choose(kernels, gemm(512, 512, 512).native(), None, HOPPER.native(), cost_model.H200.native).candidates[0]
+        return _ffi.choose(
+            kernels, gemm(512, 512, 512).native(), None, HOPPER.native(), cost_model.H200.native
+        ).candidates[0]
 
     name = chosen().kernel
     for _ in range(20):
@@ -811,7 +924,9 @@ def test_a_candidate_outlives_what_it_was_chosen_from():
 
 def test_reasons_list_the_cost_and_runners_up(cuda):
     made, _ = cuda(gemm(512, 128, 16384))
-    assert made.reasons[0].startswith("estimated ") and any(" waves, quantization efficiency " in reason for reason in made.reasons)
+    assert made.reasons[0].startswith("estimated ") and any(
+        " waves, quantization efficiency " in reason for reason in made.reasons
+    )
     runners_up = [reason for reason in made.reasons if reason.startswith("over ")]
     assert 2 <= len(runners_up) <= 5 and len(set(runners_up)) == len(runners_up) == len(made.candidates) - 1
     assert all(reason in str(made) for reason in made.reasons)
@@ -854,7 +969,14 @@ def test_every_product_of_a_batch_costs_a_cpu_something():
 
 
 def test_host_schedules_are_obeyed_or_refused():
-    for schedule in (DataParallel(), SplitK(4), SplitK(4, "atomic"), SplitK(4, "separate"), StreamK(), StreamK(max_sms=1)):
+    for schedule in (
+        DataParallel(),
+        SplitK(4),
+        SplitK(4, "atomic"),
+        SplitK(4, "separate"),
+        StreamK(),
+        StreamK(max_sms=1),
+    ):
         assert planner.make_plan(gemm(64, 64, 1797, F32), schedule, CPU).schedule == schedule
     with pytest.raises(ValueError, match="splits=1000 exceeds its 29 k-tiles of 64"):
         planner.make_plan(gemm(64, 64, 1797, F32), SplitK(1000), CPU)
@@ -890,7 +1012,9 @@ def test_auto_leaves_to_xla_what_it_was_measured_to_be_faster_at(cuda, shape, fa
     if falls_back:  # with A column-major, too, if its rows do not start anywhere
         column = dataclasses.replace(gemm(*shape), major_a=_ffi.Major.column, lda=shape[0])
         m, n, k = shape
-        assert ("our kernels copy" in str(cuda(column)[0])) == (m <= 64 or (k % 64 == 0 and m % 2 == 0 and (m % 8 or n % 8) != 0))
+        assert ("our kernels copy" in str(cuda(column)[0])) == (
+            m <= 64 or (k % 64 == 0 and m % 2 == 0 and (m % 8 or n % 8) != 0)
+        )
 
 
 def test_auto_falls_back_where_no_kernel_runs(cuda):

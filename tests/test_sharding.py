@@ -22,7 +22,8 @@ import jax_streamk
 from jax_streamk import DataParallel, SplitK, StreamK, dot_general, linear, matmul
 
 AUTO, EXPLICIT = (
-    jax.make_mesh((2, 4), ("x", "y"), axis_types=(kind,) * 2, devices=jax.devices("cpu")) for kind in (AxisType.Auto, AxisType.Explicit)
+    jax.make_mesh((2, 4), ("x", "y"), axis_types=(kind,) * 2, devices=jax.devices("cpu"))
+    for kind in (AxisType.Auto, AxisType.Explicit)
 )
 SIZES = dict(b=8, m=16, n=40, k=24)
 KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
@@ -127,7 +128,9 @@ def test_a_mesh_axis_divides_a_factor(x, y, formula):
     names, ours, xlas = FORMULAS[formula]
     axes = {f: tuple(axis for axis, factor in (("y", y), ("x", x)) if factor == f) for f in "bmnk"}
     operands = [
-        jax.device_put(normal(*(SIZES[f] for f in dims), seed=i), NamedSharding(AUTO, P(*(axes[f] or None for f in dims))))
+        jax.device_put(
+            normal(*(SIZES[f] for f in dims), seed=i), NamedSharding(AUTO, P(*(axes[f] or None for f in dims)))
+        )
         for i, dims in enumerate((*names, "bmn"))
     ]
     program = compiled(ours, *operands[:-1])
@@ -149,7 +152,12 @@ MOVED = {
     "k scattered over m that is divided": (("x", "y"), ("y", None), (("x", "y"), None), {"reduce-scatter": 1}),
     "k scattered over n where m is divided": (("x", "y"), ("y", None), ("x", "y"), {"reduce-scatter": 1}),
     "k scattered over m and n": ((None, ("x", "y")), (("x", "y"), None), ("x", "y"), {"reduce-scatter": 2}),
-    "k scattered in part": ((None, ("x", "y")), (("x", "y"), None), ("x", None), {"reduce-scatter": 1, "all-reduce": 1}),
+    "k scattered in part": (
+        (None, ("x", "y")),
+        (("x", "y"), None),
+        ("x", None),
+        {"reduce-scatter": 1, "all-reduce": 1},
+    ),
     "k in one operand": ((None, "x"), (None, None), None, {"all-reduce": 1}),
     "rhs stored by k": (("x", None), ("x", None), None, {"all-gather": 1}),
     "rhs stored by n": (("x", None), (None, "x"), None, {"all-gather": 1}),
@@ -243,6 +251,7 @@ TYPED = {
     "stacked": ((None, None), ("x", None, "y"), P(None, "x", "y")),
 }
 
+
 def assert_typed_like_xla(ours, xlas, *operands, atol=1e-5):
     """Types and values, of results and gradients; and no more collectives."""
     functions = [lambda *operands, f=f: with_gradients(f)(*operands, jnp.cos(f(*operands))) for f in (ours, xlas)]
@@ -276,7 +285,9 @@ def test_an_explicit_mesh_of_one_device(numbers):
     """A kernel runs on the whole, and stores or transposes its result: types with shardings, and buffers without."""
     mesh = jax.make_mesh((1, 1), ("x", "y"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices("cpu")[:1])
     with jax.set_mesh(mesh):
-        a, b = place((normal(16, 8, 24), P("x", None, None)), (normal(16, 8, 24, seed=1), P(None, None, None)), mesh=mesh)
+        a, b = place(
+            (normal(16, 8, 24), P("x", None, None)), (normal(16, 8, 24, seed=1), P(None, None, None)), mesh=mesh
+        )
         assert_typed_like_xla(*(lambda a, b, f=f: f(a, b, numbers) for f in (dot_general, lax.dot_general)), a, b)
 
 
@@ -293,7 +304,9 @@ def test_explicit_sharding_of_linear():
 
             def xlas(x, w, bias, residual):
                 product = jnp.matmul(x, w, out_sharding=out)
-                return jax.nn.gelu(product + jax.reshard(residual, out) + jax.reshard(bias, P(out[1])), approximate=False)
+                return jax.nn.gelu(
+                    product + jax.reshard(residual, out) + jax.reshard(bias, P(out[1])), approximate=False
+                )
 
             assert_typed_like_xla(ours, xlas, *operands)
             assert collectives(compiled(ours, *operands)) == {collective: 1}
@@ -318,7 +331,9 @@ def test_bias_and_residual_take_the_sharding_of_the_product(spec_x, spec_bias, s
         np.testing.assert_allclose(out, exact / (1 + np.exp(-exact)), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("spec_a, spec_b", [((None, "x"), ("x", None)), ((None, "x"), ("y", None)), (("x", None), (None, "x"))])
+@pytest.mark.parametrize(
+    "spec_a, spec_b", [((None, "x"), ("x", None)), ((None, "x"), ("y", None)), (("x", None), (None, "x"))]
+)
 def test_explicit_sharding_that_lax_refuses(spec_a, spec_b):
     with jax.set_mesh(EXPLICIT):
         a, b = place((normal(16, 24), P(*spec_a)), (normal(24, 40), P(*spec_b)), mesh=EXPLICIT)
@@ -349,7 +364,8 @@ def test_explicit_sharding_under_vmap():
     with jax.set_mesh(EXPLICIT):
         a, b = place((normal(8, 16, 24), P("x", None, "y")), (normal(24, 40), P("y", None)), mesh=EXPLICIT)
         ours, xlas = (
-            jax.vmap(lambda a, b, f=f: f(a, b, out_sharding=P(None, "y")), in_axes=(0, None)) for f in (matmul, jnp.matmul)
+            jax.vmap(lambda a, b, f=f: f(a, b, out_sharding=P(None, "y")), in_axes=(0, None))
+            for f in (matmul, jnp.matmul)
         )
         assert_typed_like_xla(ours, xlas, a, b)
 
@@ -374,7 +390,12 @@ SHARDED = {
     "w replicated": (lambda f: lambda x, w: f(x, w), P(("x", "y")), P(), P(("x", "y"))),
     "x replicated": (lambda f: lambda x, w: f(x, w), P(), P(None, "y"), P(None, "y")),
     "k summed": (lambda f: lambda x, w: lax.psum(f(x, w), "y"), P("x", "y"), P("y"), P("x")),
-    "k scattered": (lambda f: lambda x, w: lax.psum_scatter(f(x, w), "y", tiled=True), P("x", "y"), P("y"), P(("x", "y"))),
+    "k scattered": (
+        lambda f: lambda x, w: lax.psum_scatter(f(x, w), "y", tiled=True),
+        P("x", "y"),
+        P("y"),
+        P(("x", "y")),
+    ),
     "w gathered": (lambda f: lambda x, w: f(x, lax.all_gather(w, "x", tiled=True)), P("x"), P("x"), P("x")),
     "vmap": (lambda f: lambda x, w: jax.vmap(f, in_axes=(0, None))(x, w), P("x"), P(None, "y"), P("x", "y")),
     "remat": (lambda f: jax.checkpoint(lambda x, w: jnp.sin(f(x, w))), P("x"), P(), P("x")),
@@ -406,7 +427,8 @@ def test_shard_map(case, check_vma):
 def test_vmap_of_shard_map():
     xs, ws, cotangent = normal(3, 16, 24), normal(3, 24, 40), normal(3, 16, 40, seed=1)
     ours, xlas = (
-        jax.vmap(mapped(lambda x, w, f=f: lax.psum(f(x, w), "y"), (P("x", "y"), P("y")), P("x"))) for f in (matmul, jnp.matmul)
+        jax.vmap(mapped(lambda x, w, f=f: lax.psum(f(x, w), "y"), (P("x", "y"), P("y")), P("x")))
+        for f in (matmul, jnp.matmul)
     )
     assert_like_xla(ours, xlas, xs, ws, cotangent)
 
@@ -459,7 +481,9 @@ def test_without_shardy_products_are_xlas():
 def test_sums_of_narrow_types(dtype):
     """Over devices they are of the result's type, as XLA's are."""
     operands = place(
-        (normal(16, 512).astype(dtype), P("x", "y")), (normal(512, 40).astype(dtype), P("y")), (normal(16, 40).astype(dtype), P("x"))
+        (normal(16, 512).astype(dtype), P("x", "y")),
+        (normal(512, 40).astype(dtype), P("y")),
+        (normal(16, 40).astype(dtype), P("x")),
     )
     assert_like_xla(matmul, jnp.matmul, *operands)
 
@@ -468,14 +492,18 @@ def test_a_schedule_that_does_not_fit_the_local_product():
     a, b = place((normal(16, 512), P(None, "y")), (normal(512, 40), P("y")))
     schedule = SplitK(8)
     jax_streamk.plan(a, b, schedule=schedule)  # of the whole it would
-    with pytest.raises(Exception, match=r"schedule=SplitK\(splits=8.* cannot run \[16, 128\] @ \[128, 40\].* exceeds its 2 k-tiles"):
+    with pytest.raises(
+        Exception, match=r"schedule=SplitK\(splits=8.* cannot run \[16, 128\] @ \[128, 40\].* exceeds its 2 k-tiles"
+    ):
         jax.jit(lambda a, b: matmul(a, b, schedule=schedule))(a, b)
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int8, np.complex64, bool])
 @pytest.mark.parametrize("out, collective", [(P("x"), "all-reduce"), (P("x", "y"), "reduce-scatter")])
 def test_products_left_to_xla_are_divided_too(out, collective, dtype):
-    a, b = (normal(*shape) > 1.5 if dtype is bool else (3 * normal(*shape)).astype(dtype) for shape in ((16, 24), (24, 40)))
+    a, b = (
+        normal(*shape) > 1.5 if dtype is bool else (3 * normal(*shape)).astype(dtype) for shape in ((16, 24), (24, 40))
+    )
     operands = place((a, P("x", "y")), (b, P("y")))
     program = compiled(matmul, *operands, out_shardings=NamedSharding(AUTO, out))
     assert collectives(program) == {collective: 1}
@@ -507,7 +535,9 @@ def test_programs(case):
     where = tuple(x.sharding for x in (operands[2], *operands[:2]))
     ours, xlas = (PROGRAMS[case](mlp(f)) for f in (matmul, jnp.matmul))
     if case == "while":
-        assert_as_exact(*(jax.jit(f, out_shardings=where[0])(*operands[:2]) for f in (ours, xlas)), in_float64(xlas, *operands[:2]))
+        assert_as_exact(
+            *(jax.jit(f, out_shardings=where[0])(*operands[:2]) for f in (ours, xlas)), in_float64(xlas, *operands[:2])
+        )
     else:
         assert_like_xla(ours, xlas, *operands, out_shardings=where)
 
@@ -614,7 +644,9 @@ def test_programs_whose_arguments_have_no_sharding():
         ]  # fmt: skip
         for program in programs:
             np.testing.assert_allclose(jax.jit(program)(a), a @ b, rtol=1e-4, atol=1e-4)
-            np.testing.assert_allclose(compiled(program, jax.ShapeDtypeStruct(a.shape, a.dtype))(a), a @ b, rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(
+                compiled(program, jax.ShapeDtypeStruct(a.shape, a.dtype))(a), a @ b, rtol=1e-4, atol=1e-4
+            )
         gradient = jax.jit(jax.grad(lambda a: matmul(a, divided).sum()))(a)
         np.testing.assert_allclose(gradient, np.broadcast_to(b.sum(1), a.shape), rtol=1e-4, atol=1e-4)
         assert collectives(compiled(programs[2], a)) == {"all-reduce": 1}
@@ -635,7 +667,9 @@ def test_two_meshes_are_refused_by_jax():
     other = NamedSharding(jax.make_mesh((8,), ("z",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")), P("z"))
     with pytest.raises(ValueError, match="mesh should be the same across the entire program"):
         jax.jit(matmul, out_shardings=other)(*operands)
-    np.testing.assert_allclose(jax.device_put(jax.jit(matmul)(*operands), other), operands[0] @ operands[1], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        jax.device_put(jax.jit(matmul)(*operands), other), operands[0] @ operands[1], rtol=1e-4, atol=1e-4
+    )
 
 
 # Several processes.

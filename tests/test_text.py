@@ -25,7 +25,10 @@ def test_times_have_the_first_unit_that_keeps_them_below_1000(microseconds, text
     assert duration(microseconds) == text
 
 
-@pytest.mark.parametrize("times, text", [((12.34, 0.051), "12.34 ±0.05 us"), ((4567.0, 80.0), "4.57 ±0.08 ms"), ((999.996, 1.0), "1.00 ±0.00 ms")])
+@pytest.mark.parametrize(
+    "times, text",
+    [((12.34, 0.051), "12.34 ±0.05 us"), ((4567.0, 80.0), "4.57 ±0.08 ms"), ((999.996, 1.0), "1.00 ±0.00 ms")],
+)
 def test_a_spread_has_the_unit_of_its_time(times, text):
     assert duration(*times) == text
 
@@ -44,7 +47,17 @@ def test_a_sum_has_parts_that_add_up_in_its_unit(parts, text):
     assert durations(parts) == text
 
 
-@pytest.mark.parametrize("count, text", [(0, "0 bytes"), (999, "999 bytes"), (33024, "33.0 KB"), (4_194_304, "4.2 MB"), (2.5e9, "2.5 GB"), (3e15, "3000.0 TB")])
+@pytest.mark.parametrize(
+    "count, text",
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (33024, "33.0 KB"),
+        (4_194_304, "4.2 MB"),
+        (2.5e9, "2.5 GB"),
+        (3e15, "3000.0 TB"),
+    ],
+)
 def test_bytes_have_the_first_unit_that_keeps_them_below_1000(count, text):
     assert size(count) == text
 

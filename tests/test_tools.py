@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 
 import jax_streamk
-from jax_streamk import _ffi, contest, described, measure, plan, planner, tune, tuned
+from jax_streamk import _ffi, described, plan, planner
 from jax_streamk.__main__ import main
 from jax_streamk.device import device_of
 from jax_streamk.text import duration
 from jax_streamk.tools import info, results
 from jax_streamk.tools.shapes import Shape
-from jax_streamk.tuned import Candidate, Store, Tuned
+from jax_streamk.tuning import contest, measure, tune, tuned
+from jax_streamk.tuning.tuned import Candidate, Store, Tuned
 
 HEADER = "m,n,k,batch,trans_a,trans_b,source"
 
@@ -75,7 +76,9 @@ def test_tune_stores_and_resumes(file, tmp_path, capsys, pretended):
     assert main([*arguments, "--again"]) == 0
     assert "4 tuned, 0 tuned before" in capsys.readouterr().out and len(pretended) == 8
     assert len(store.path(device_of(None)).read_text().splitlines()) == 8
-    assert main(["tune", "--set", "strong_scaling", "--sample", "2", "--out-dtype", "float32", "--cache", str(cache)]) == 0
+    assert (
+        main(["tune", "--set", "strong_scaling", "--sample", "2", "--out-dtype", "float32", "--cache", str(cache)]) == 0
+    )
     assert [p.type_d.name for p in pretended[8:]] == ["f32", "f32"]
 
 
@@ -114,7 +117,9 @@ def test_an_interrupted_run_has_stored_what_it_finished(file, tmp_path, capsys, 
 
 def test_tune_begins_nothing_after_the_limit(file, tmp_path, capsys, pretended):
     assert main(["tune", file, "--cache", str(tmp_path), "--limit", "0"]) == 0
-    assert "0 tuned, 0 tuned before, 0 failed, the rest not begun within 0 s" in capsys.readouterr().out and not pretended
+    assert (
+        "0 tuned, 0 tuned before, 0 failed, the rest not begun within 0 s" in capsys.readouterr().out and not pretended
+    )
 
 
 def test_a_product_that_fails_does_not_stop_the_others(file, tmp_path, capsys, pretended, monkeypatch):
@@ -126,7 +131,10 @@ def test_a_product_that_fails_does_not_stop_the_others(file, tmp_path, capsys, p
     monkeypatch.setattr(tune, "fastest", fails)
     assert main(["tune", file, "--cache", str(tmp_path)]) == 1
     out, err = capsys.readouterr()
-    assert "1 tuned, 0 tuned before, 1 failed" in out and "40 x 24 x 64 bfloat16: failed: RuntimeError: out of memory" in err
+    assert (
+        "1 tuned, 0 tuned before, 1 failed" in out
+        and "40 x 24 x 64 bfloat16: failed: RuntimeError: out of memory" in err
+    )
 
 
 def test_tune_measures_nothing_that_it_could_not_store(file, tmp_path, pretended):
@@ -152,7 +160,16 @@ def test_bad_arguments_are_refused_before_anything_is_measured(tmp_path, pretend
     with pytest.raises(SystemExit, match="tune: cache='': must be the path of a folder"):
         main(["tune", "--set", "strong_scaling", "--sample", "1", "--cache", ""])
     with pytest.raises(SystemExit):
-        main(["tune", write(tmp_path / "a.csv", "1,2,3", header="m,n,k"), "--dtype", "bfloat", "--cache", str(tmp_path / "cache")])
+        main(
+            [
+                "tune",
+                write(tmp_path / "a.csv", "1,2,3", header="m,n,k"),
+                "--dtype",
+                "bfloat",
+                "--cache",
+                str(tmp_path / "cache"),
+            ]
+        )
     assert "argument --dtype: invalid dtype value: 'bfloat'" in capsys.readouterr().err
     assert not pretended and not (tmp_path / "cache").exists()
 
@@ -180,11 +197,15 @@ def test_info_tells_the_state_of_plans(tmp_path, capsys):
     (tmp_path / "another-gpu.jsonl").touch()
     assert not main(["info", "--json", "--cache", str(tmp_path)])
     report = json.loads(capsys.readouterr().out)
-    assert report["tuned plans"]["folder"] == str(tmp_path) and report["tuned plans"]["other files"] == "another-gpu.jsonl"
+    assert (
+        report["tuned plans"]["folder"] == str(tmp_path) and report["tuned plans"]["other files"] == "another-gpu.jsonl"
+    )
     (state,) = (state for state in report["tuned plans"].values() if isinstance(state, dict) and state["lines"])
     assert (state["lines"], state["plans in use"], state["stale lines"], state["corrupt lines"]) == (3, 1, 1, 1)
     assert report["kernels"]["count"] == len(jax_streamk.kernels())
-    assert sum(report["kernels"]["host"].values()) == sum(kernel.family == _ffi.Family.host for kernel in jax_streamk.kernels())
+    assert sum(report["kernels"]["host"].values()) == sum(
+        kernel.family == _ffi.Family.host for kernel in jax_streamk.kernels()
+    )
     assert report["versions"]["jax"] == jax.__version__ and device.kind in report["devices"]["default"]
     main(["info", "--cache", str(tmp_path)])
     text = capsys.readouterr().out
@@ -204,7 +225,9 @@ def test_info_says_what_fails(monkeypatch, capsys):
     assert not main(["info"])
     text = capsys.readouterr().out
     assert "kernels: failed: RuntimeError: CUDA_ERROR_NO_DEVICE" in text and "GPU: failed: RuntimeError" in text
-    assert "NVIDIA driver: failed: OSError" in text and re.search(r"CPU: .*, \d+ threads", text) and "tuned plans:" in text
+    assert (
+        "NVIDIA driver: failed: OSError" in text and re.search(r"CPU: .*, \d+ threads", text) and "tuned plans:" in text
+    )
 
 
 def test_the_command_line(tmp_path):
@@ -225,19 +248,25 @@ def test_the_version(capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", ["info", "info --json", "--help", "--version", "bench --from out.json", "tune shapes.csv"], ids=lambda text: text.split()[0]
+    "arguments",
+    ["info", "info --json", "--help", "--version", "bench --from out.json", "tune shapes.csv"],
+    ids=lambda text: text.split()[0],
 )
 def test_a_reader_may_leave(arguments, tmp_path):
     """As head does. What was printed is lost, and nothing else is said."""
     write(tmp_path / "shapes.csv", "8,8,8", header="m,n,k")
-    result = dict.fromkeys(results.FIELDS, []) | dict(format=results.FORMAT, date="2026-01-02", command="", limits={}, link_us=None)
+    result = dict.fromkeys(results.FIELDS, []) | dict(
+        format=results.FORMAT, date="2026-01-02", command="", limits={}, link_us=None
+    )
     result |= dict(machine=dict(device="", platform="cpu", jax=""), task=dict(dtype="float32", activation=None))
     (tmp_path / "out.json").write_text(json.dumps(result))
     process = [sys.executable, "-m", "jax_streamk", *arguments.split()]
     read, written = os.pipe()
     os.close(read)
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONUNBUFFERED": ""}
-    done = subprocess.run(process, cwd=tmp_path, env=environment, stdout=written, stderr=subprocess.PIPE, text=True, timeout=120)
+    done = subprocess.run(
+        process, cwd=tmp_path, env=environment, stdout=written, stderr=subprocess.PIPE, text=True, timeout=120
+    )
     os.close(written)
     assert done.returncode in (0, 1, 141), done.stderr  # argparse may not notice, and rich ends with 1
     assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
@@ -252,11 +281,16 @@ def test_measured_plans_are_what_the_cost_model_is_fitted_to(tmp_path, monkeypat
     monkeypatch.setitem(measure.ROTATED_BYTES, device_of(None).platform, 1e5)
     out = tmp_path / "out.csv"
     of = ["--type", kind[0], "--majors", kind[1]]
-    monkeypatch.setattr(sys, "argv", ["measure_plans.py", write(tmp_path / "s.csv", "64,64,256", header="m,n,k"), str(out), *of])
+    monkeypatch.setattr(
+        sys, "argv", ["measure_plans.py", write(tmp_path / "s.csv", "64,64,256", header="m,n,k"), str(out), *of]
+    )
     measure_plans.main()
     rows = list(csv.DictReader(out.open()))
     assert list(rows[0]) == "majors m n k kernel schedule splits reduction raster swizzle us".split()
-    assert {"data_parallel", "split_k"} <= {row["schedule"] for row in rows} and {row["raster"] for row in rows} == {"m", "n"}
+    assert {"data_parallel", "split_k"} <= {row["schedule"] for row in rows} and {row["raster"] for row in rows} == {
+        "m",
+        "n",
+    }
     assert all(row["majors"] == kind[1] and f"_{kind[0]}_" in row["kernel"] for row in rows)
     assert all(float(row["us"]) > 0 for row in rows)
 
@@ -267,7 +301,9 @@ def test_first_plans_are_measured_alone_beside_xlas_product(tmp_path, monkeypatc
     import measure_plans
 
     out = tmp_path / "out.csv"
-    monkeypatch.setattr(sys, "argv", ["measure_plans.py", write(tmp_path / "s.csv", "64,64,256", header="m,n,k"), str(out), "--alone"])
+    monkeypatch.setattr(
+        sys, "argv", ["measure_plans.py", write(tmp_path / "s.csv", "64,64,256", header="m,n,k"), str(out), "--alone"]
+    )
     monkeypatch.setattr(measure_plans, "FIRST", 2)
     if device_of(None).platform == "cpu":
         with pytest.raises(RuntimeError, match="the profile has no kernel of a GPU"):

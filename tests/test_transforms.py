@@ -28,7 +28,13 @@ def normal(shape, seed=0, dtype=np.float32):
 
 
 def assert_same(got, wanted):
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=TOLERANCE, atol=TOLERANCE * max(1, np.abs(y).max(initial=0))), got, wanted)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(
+            x, y, rtol=TOLERANCE, atol=TOLERANCE * max(1, np.abs(y).max(initial=0))
+        ),
+        got,
+        wanted,
+    )
 
 
 def calls(f, *operands):
@@ -47,7 +53,9 @@ def chain(product):
 # ---- vmap ----
 
 
-@pytest.mark.parametrize("in_axes", [axes for axes in itertools.product((None, 0, 1, 2), repeat=2) if axes != (None, None)])
+@pytest.mark.parametrize(
+    "in_axes", [axes for axes in itertools.product((None, 0, 1, 2), repeat=2) if axes != (None, None)]
+)
 @pytest.mark.parametrize("out_axes", [0, 1, -1])
 def test_vmap(in_axes, out_axes):
     a, b = (x if axis is None else np.stack([x + i for i in range(3)], axis) for x, axis in zip((A, B), in_axes))
@@ -56,7 +64,10 @@ def test_vmap(in_axes, out_axes):
     assert calls(f(matmul), a, b) == 1
 
 
-@pytest.mark.parametrize("outer, inner", [((0, 0), (0, 0)), ((0, None), (None, 0)), ((None, 1), (0, None)), ((2, 1), (1, 1)), ((0, 0), (None, 1))])
+@pytest.mark.parametrize(
+    "outer, inner",
+    [((0, 0), (0, 0)), ((0, None), (None, 0)), ((None, 1), (0, None)), ((2, 1), (1, 1)), ((0, 0), (None, 1))],
+)
 def test_nested_vmap(outer, inner):
     shapes = []
     for shape, first, second in zip(((7, 8), (8, 6)), inner, outer):
@@ -72,7 +83,9 @@ def test_nested_vmap(outer, inner):
     assert_same(gradient(matmul)(a, b), gradient(jnp.matmul)(a, b))
 
 
-@pytest.mark.parametrize("in_axes", [axes for axes in itertools.product((None, 0, 1, 3), repeat=2) if axes != (None, None)])
+@pytest.mark.parametrize(
+    "in_axes", [axes for axes in itertools.product((None, 0, 1, 3), repeat=2) if axes != (None, None)]
+)
 def test_vmap_of_a_transposed_result(in_axes):
     """matmul's leading dimensions, in another order than the product's."""
     shapes = []
@@ -103,7 +116,12 @@ def test_derivatives_by_finite_differences():
     with jax.enable_x64(True):
         operands = [jnp.asarray(x, jnp.float64) for x in (A[:5], B[:, :4], C[:4, :3])]
         check_grads(chain(matmul), operands, order=2, modes=("fwd", "rev"))
-        check_grads(lambda x, w, b: linear(x, w, b, activation="gelu", alpha=0.5), operands[:2] + [operands[1][0]], order=2, modes=("fwd", "rev"))
+        check_grads(
+            lambda x, w, b: linear(x, w, b, activation="gelu", alpha=0.5),
+            operands[:2] + [operands[1][0]],
+            order=2,
+            modes=("fwd", "rev"),
+        )
 
 
 SMALL = (A[:4, :5], B[:5, :3], C[:3, :2])
@@ -308,7 +326,9 @@ def test_a_policy_is_asked_about_an_epilogue_as_about_a_product():
 
 
 def test_policies_know_batches_and_other_primitives():
-    batched = jax.checkpoint(lambda a, b: jnp.sum(jnp.sin(jnp.sin(matmul(a, b)))), policy=jax_streamk.dots_with_no_batch_dims_saveable)
+    batched = jax.checkpoint(
+        lambda a, b: jnp.sum(jnp.sin(jnp.sin(matmul(a, b)))), policy=jax_streamk.dots_with_no_batch_dims_saveable
+    )
     a, b = normal((3, 4, 5)), normal((3, 5, 6))
     assert str(jax.make_jaxpr(jax.value_and_grad(batched))(a, b)).count("streamk_dot_general[") == 3
     stock = jax.checkpoint(lambda a, b: jnp.sum(jnp.sin(jnp.matmul(a, b))), policy=jax_streamk.dots_saveable)
@@ -322,7 +342,9 @@ def test_policies_know_batches_and_other_primitives():
 
 
 def test_shapes_jaxprs_and_ahead_of_time():
-    shape = jax.eval_shape(matmul, jax.ShapeDtypeStruct((3, 4), jnp.bfloat16), jax.ShapeDtypeStruct((4, 5), jnp.bfloat16))
+    shape = jax.eval_shape(
+        matmul, jax.ShapeDtypeStruct((3, 4), jnp.bfloat16), jax.ShapeDtypeStruct((4, 5), jnp.bfloat16)
+    )
     assert (shape.shape, shape.dtype) == ((3, 5), jnp.bfloat16)
     assert "streamk_dot_general" in str(jax.make_jaxpr(matmul)(A, B))
     compiled = jax.jit(matmul).lower(A, B).compile()
@@ -363,7 +385,9 @@ def test_checkify_finds_nan(product):
 def test_persistent_compilation_cache(tmp_path):
     f = lambda: jax.jit(lambda a, b: matmul(jnp.cos(a), b, schedule=StreamK()))
     settings = dict(
-        jax_compilation_cache_dir=str(tmp_path), jax_persistent_cache_min_compile_time_secs=0, jax_persistent_cache_min_entry_size_bytes=0
+        jax_compilation_cache_dir=str(tmp_path),
+        jax_persistent_cache_min_compile_time_secs=0,
+        jax_persistent_cache_min_entry_size_bytes=0,
     )
     before = {name: getattr(jax.config, name) for name in settings}
     from jax.experimental.compilation_cache import compilation_cache

@@ -24,10 +24,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_streamk
-from jax_streamk import Auto, DataParallel, Plan, SplitK, StreamK, _ffi, contest, linear, lowering, matmul, measure, plan
-from jax_streamk import planner, tune, tuned
+from jax_streamk import Auto, DataParallel, Plan, SplitK, StreamK, _ffi, linear, lowering, matmul, plan, planner
 from jax_streamk.device import HOPPER, device_of
-from jax_streamk.tuned import Candidate, Store, Tuned
+from jax_streamk.tuning import contest, measure, tune, tuned
+from jax_streamk.tuning.tuned import Candidate, Store, Tuned
 
 TARGET = "jax_streamk_cuda_gemm" if jax.default_backend() == "gpu" else "jax_streamk_host_gemm"
 
@@ -51,7 +51,10 @@ def another(problem, device):
 
 
 def found(problem, device, microseconds=7.0, **others):
-    others = dict(planned_microseconds=9.0, xla_ratio=1.2, jaxlib=jaxlib.__version__, date="2026-01-02T03:04:05+00:00") | others
+    others = (
+        dict(planned_microseconds=9.0, xla_ratio=1.2, jaxlib=jaxlib.__version__, date="2026-01-02T03:04:05+00:00")
+        | others
+    )
     return Tuned(**vars(another(problem, device)), microseconds=microseconds, **others)
 
 
@@ -103,7 +106,11 @@ def test_auto_takes_what_is_stored_for_this_very_problem(store):
     assert "7.0 us measured by tuning on 2026-01-02, 9.0 us of the planner's choice then" in text
     assert f"without tuning the planner takes {alone.kernel}, {alone.schedule}" in text
     # Nothing else is changed: another problem, an epilogue, another device, schedules that were asked for.
-    for other in (plan(shaped(65, 2048), B), plan(A, B, activation="relu"), plan(A, B, preferred_element_type=jnp.float32)):
+    for other in (
+        plan(shaped(65, 2048), B),
+        plan(A, B, activation="relu"),
+        plan(A, B, preferred_element_type=jnp.float32),
+    ):
         assert "tuning" not in str(other)
     unknown = dataclasses.replace(here(), kind="")
     assert "tuning" not in str(plan(A, B, device=unknown)) and plan(A, B, device=unknown).kernel == alone.kernel
@@ -119,16 +126,23 @@ def test_auto_leaves_to_xla_what_xla_was_faster_at(store):
         store.add(here(), alone.problem, found(alone.problem, here(), **changes))
         made = plan(A, B)
         assert (made.kernel is None) == is_left and len(emitted(lambda a, b: matmul(a, b), A, B)) == 1 - is_left
-        assert plan(A, B, schedule=DataParallel()).kernel and emitted(lambda a, b: matmul(a, b, schedule=StreamK()), A, B)
+        assert plan(A, B, schedule=DataParallel()).kernel and emitted(
+            lambda a, b: matmul(a, b, schedule=StreamK()), A, B
+        )
         digests.add((is_left, store.digest(here())))
         if is_left:
             loser = another(alone.problem, here()).kernel
-            assert made.reasons[0] == f"falls back to XLA: its product took 0.90 of the time of {loser}, measured by tuning on 2026-01-02"
+            assert (
+                made.reasons[0]
+                == f"falls back to XLA: its product took 0.90 of the time of {loser}, measured by tuning on 2026-01-02"
+            )
             assert made.reasons[1].startswith(f"without tuning the planner takes {alone.kernel}, {alone.schedule}")
             assert Store(store.directory).read(here()).plans == store.plans(here())
         else:
             ratio = changes.get("xla_ratio", 1.2) * ("jaxlib" not in changes)
-            assert (f"XLA's product took {ratio:.2f} of its time" if ratio else "XLA's product was not measured") in made.reasons
+            assert (
+                f"XLA's product took {ratio:.2f} of its time" if ratio else "XLA's product was not measured"
+            ) in made.reasons
     assert len(digests) == 2 == len({digest for _, digest in digests})
 
 
@@ -139,7 +153,9 @@ def test_programs_run_what_is_stored(store):
     wanted = found(plan(A, B).problem, here())
     store.add(here(), plan(A, B).problem, wanted)
     assert emitted(lambda a, b: matmul(a, b), A, B) == [(wanted.kernel, str(wanted.splits), "3")] != before
-    np.testing.assert_array_equal(jax.jit(lambda a, b: matmul(a, b))(a, b), np.asarray(a, np.float32) @ np.asarray(b, np.float32))
+    np.testing.assert_array_equal(
+        jax.jit(lambda a, b: matmul(a, b))(a, b), np.asarray(a, np.float32) @ np.asarray(b, np.float32)
+    )
 
 
 def test_the_latest_of_a_problem_wins_in_every_process(store):
@@ -155,7 +171,9 @@ def test_the_latest_of_a_problem_wins_in_every_process(store):
 def test_problems_are_told_apart_by_all_they_are(store):
     """Every field of a problem is kept in the file."""
     problem = dataclasses.replace(
-        plan(A, B, activation="silu", bias=True, residual=True, alpha=0.1, beta=-3.5).problem, batch=3, batch_stride_bias=96
+        plan(A, B, activation="silu", bias=True, residual=True, alpha=0.1, beta=-3.5).problem,
+        batch=3,
+        batch_stride_bias=96,
     )
     store.add(here(), problem, found(problem, here()))
     assert list(Store(store.directory).read(here()).plans) == [problem]
@@ -163,7 +181,8 @@ def test_problems_are_told_apart_by_all_they_are(store):
 
 WRITER = """
 import dataclasses, json, sys
-from jax_streamk import Device, tuned
+from jax_streamk import Device
+from jax_streamk.tuning import tuned
 store, device = tuned.Store(sys.argv[1]), Device(**json.loads(sys.argv[3]))
 (problem, found), = store.read(device).plans.items()
 print("ready", flush=True)
@@ -179,7 +198,8 @@ def test_writers_at_once_lose_nothing(store):
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=store.directory)
     device = json.dumps(dataclasses.asdict(here()))
     writers = [
-        subprocess.Popen([sys.executable, "-c", WRITER, str(store.directory), str(1000 * i), device], **pipes) for i in range(1, 3)
+        subprocess.Popen([sys.executable, "-c", WRITER, str(store.directory), str(1000 * i), device], **pipes)
+        for i in range(1, 3)
     ]
     assert all(writer.stdout.readline() == "ready\n" for writer in writers)
     for writer in writers:
@@ -323,7 +343,10 @@ def test_a_folder_that_is_named_is_there(tmp_path):
     before = tuned.store_of()
     (tmp_path / "file").touch()
     for name, error in (("absent", FileNotFoundError), ("file", NotADirectoryError)):
-        with pytest.raises(error, match=rf"cache='.*{name}': .*{name} is no folder: .*tune .*--cache DIR.* an empty one is for no tuned plans"):
+        with pytest.raises(
+            error,
+            match=rf"cache='.*{name}': .*{name} is no folder: .*tune .*--cache DIR.* an empty one is for no tuned plans",
+        ):
             jax_streamk.use_tuned_plans(str(tmp_path / name))
         assert tuned.store_of() is before
 
@@ -388,7 +411,7 @@ def test_the_users_folder_is_the_default(tmp_path):
     (tmp_path / "mine").mkdir()
     program = f"""
 import jax_streamk
-from jax_streamk import tuned
+from jax_streamk.tuning import tuned
 print(tuned.store_of().directory)
 jax_streamk.use_tuned_plans({str(tmp_path / "mine")!r})
 print(tuned.store_of().directory)
@@ -398,7 +421,9 @@ jax_streamk.use_tuned_plans()
 print(tuned.store_of().directory)
 """
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
     users = str(tmp_path / "cache" / "jax_streamk")
     assert done.stdout.split() == [users, str(tmp_path / "mine"), str(tmp_path / "here"), users], done.stderr
     # Nothing was written, and these tests have a folder of their own.
@@ -465,7 +490,9 @@ def test_every_set_of_operands_is_multiplied(which, monkeypatch):
         assert 0.9 < lhs.std() < 1.1
         if problem.has_bias:
             wanted = 0.5 * wanted + matrix(bias, problem.batch_stride_bias, 0, 1, 1, problem.n)
-            wanted = np.maximum(wanted + 2 * matrix(residual, problem.batch_stride_d, problem.ldd, 1, problem.m, problem.n), 0)
+            wanted = np.maximum(
+                wanted + 2 * matrix(residual, problem.batch_stride_d, problem.ldd, 1, problem.m, problem.n), 0
+            )
         got = matrix(d, problem.batch_stride_d, problem.ldd, 1, problem.m, problem.n)
         np.testing.assert_allclose(got, wanted, rtol=2**-6, atol=2e-2 if which < 2 else 1.0)
 
@@ -492,14 +519,17 @@ def test_a_tuned_plan_is_a_measured_one_that_runs(quick):
 
 
 @pytest.mark.parametrize(
-    "faster, spoiled, wrong, wins", [(0.995, None, 0, False), (0.98, None, 0, True), (0.5, 3, 0, False), (0.5, None, 1, False)]
+    "faster, spoiled, wrong, wins",
+    [(0.995, None, 0, False), (0.98, None, 0, True), (0.5, 3, 0, False), (0.5, None, 1, False)],
 )
 def test_the_planners_choice_stays_unless_beaten_by_more_than_noise(monkeypatch, faster, spoiled, wrong, wins):
     """Times are made up here: the best is one that the planner lists first, but for its number of splits."""
     problem = plan(shaped(64, 65536), shaped(65536, 96)).problem
     native = planner.choose(problem, None, here(), listed=24).candidates
     own = Candidate.of(native[0].kernel, native[0].schedule)
-    listed = next(Candidate.of(x.kernel, x.schedule) for x in native[1:] if x.schedule.schedule == _ffi.ScheduleKind.split_k)
+    listed = next(
+        Candidate.of(x.kernel, x.schedule) for x in native[1:] if x.schedule.schedule == _ffi.ScheduleKind.split_k
+    )
     best, asked = dataclasses.replace(listed, splits=listed.splits + 1), []
 
     class Pretended:
@@ -511,7 +541,9 @@ def test_the_planners_choice_stays_unless_beaten_by_more_than_noise(monkeypatch,
             asked.append(candidate)
             if candidate == best and asked.count(best) == spoiled:
                 return [11.0] * repeats
-            return [{own: 1.0, listed: 1.1, best: faster}.get(candidate, 2.0) * us for us in (10.0, 10.0, 50.0)[:repeats]]
+            return [
+                {own: 1.0, listed: 1.1, best: faster}.get(candidate, 2.0) * us for us in (10.0, 10.0, 50.0)[:repeats]
+            ]
 
         def result(self, kernel, schedule):
             return np.array([np.nan, 3.0, -4.0 - wrong * (Candidate.of(kernel, schedule) == best)])
@@ -546,12 +578,18 @@ def test_on_a_gpu_other_orders_of_tiles_are_tried_around_the_best(monkeypatch):
     """Candidates and times are made up: the fifth is the fastest, and faster yet along n in panels of four."""
     problem = plan(A, B).problem
     native = [
-        types.SimpleNamespace(kernel=f"kernel {i}", schedule=Candidate("", "data_parallel", 1, "ordered", "along_m", 2).native())
+        types.SimpleNamespace(
+            kernel=f"kernel {i}", schedule=Candidate("", "data_parallel", 1, "ordered", "along_m", 2).native()
+        )
         for i in range(7)
     ]
-    monkeypatch.setattr(planner, "choose", lambda problem, wanted, device, listed: types.SimpleNamespace(candidates=native[:listed]))
+    monkeypatch.setattr(
+        planner, "choose", lambda problem, wanted, device, listed: types.SimpleNamespace(candidates=native[:listed])
+    )
     refused = "kernel 5", "along_n", 1
-    monkeypatch.setattr(_ffi, "may_serve", lambda kernel, problem, s, device: (kernel, s.raster.name, s.swizzle) == refused or None)
+    monkeypatch.setattr(
+        _ffi, "may_serve", lambda kernel, problem, s, device: (kernel, s.raster.name, s.swizzle) == refused or None
+    )
     monkeypatch.setattr(planner, "plan_with", lambda *parts: None)
     monkeypatch.setattr(contest, "xla_ratio", lambda *parts: 0.0)
     asked = []
@@ -563,7 +601,10 @@ def test_on_a_gpu_other_orders_of_tiles_are_tried_around_the_best(monkeypatch):
 
         def time(self, kernel, schedule, repeats=3):
             asked.append((kernel, schedule.raster.name, schedule.swizzle))
-            return [{"kernel 4": 8.0, "kernel 5": 9.0, "kernel 6": 9.5}.get(kernel, 12.0) - (asked[-1][1:] == ("along_n", 4))] * repeats
+            return [
+                {"kernel 4": 8.0, "kernel 5": 9.0, "kernel 6": 9.5}.get(kernel, 12.0)
+                - (asked[-1][1:] == ("along_n", 4))
+            ] * repeats
 
         def result(self, kernel, schedule):
             return np.ones(3)
@@ -571,9 +612,13 @@ def test_on_a_gpu_other_orders_of_tiles_are_tried_around_the_best(monkeypatch):
     # One that cannot run is passed over, but for the planner's own choice.
     with monkeypatch.context() as patch:
         time = Pretended.time
-        patch.setattr(Pretended, "time", lambda self, kernel, *rest: fail_of("kernel 4", kernel, time(self, kernel, *rest)))
+        patch.setattr(
+            Pretended, "time", lambda self, kernel, *rest: fail_of("kernel 4", kernel, time(self, kernel, *rest))
+        )
         assert tune.fastest(problem, Pretended()).kernel == "kernel 5"
-        patch.setattr(Pretended, "time", lambda self, kernel, schedule, repeats=3: fail_of("kernel 0", kernel, [1.0] * repeats))
+        patch.setattr(
+            Pretended, "time", lambda self, kernel, schedule, repeats=3: fail_of("kernel 0", kernel, [1.0] * repeats)
+        )
         with pytest.raises(RuntimeError, match="out of memory"):
             tune.fastest(problem, Pretended())
     asked.clear()
@@ -581,7 +626,9 @@ def test_on_a_gpu_other_orders_of_tiles_are_tried_around_the_best(monkeypatch):
     assert (made.kernel, made.raster, made.swizzle) == ("kernel 4", "along_n", 4)
     assert (made.microseconds, made.planned_microseconds) == (7, 12)
     for kernel in ("kernel 4", "kernel 5", "kernel 6"):
-        assert {(kernel, *order) for order in tune.ORDERS} - set(asked) == ({refused} if kernel == "kernel 5" else set())
+        assert {(kernel, *order) for order in tune.ORDERS} - set(asked) == (
+            {refused} if kernel == "kernel 5" else set()
+        )
     assert ("kernel 3", "along_n", 1) not in asked
 
 
@@ -602,13 +649,17 @@ def test_both_sides_of_the_contest_multiply_the_same(which, quick):
     products = [jax.jit(side(made)) for side in (contest.ours, contest.xlas)]
     memory = measure.Memory(here())
     operands = contest.operands_of(made, memory)[0]
-    assert [x.shape for x in operands] == [(size,) for i, size in enumerate(measure.spans(made.problem)) if size and i != 2]
+    assert [x.shape for x in operands] == [
+        (size,) for i, size in enumerate(measure.spans(made.problem)) if size and i != 2
+    ]
     ours, xlas = (product(*operands) for product in products)
     assert ours.shape == xlas.shape == (measure.spans(made.problem)[2],) and ours.dtype == xlas.dtype
     size = np.abs(np.asarray(xlas, np.float64)).max()
     np.testing.assert_allclose(np.asarray(ours, np.float64), np.asarray(xlas, np.float64), rtol=0, atol=2**-6 * size)
     texts = [product.lower(*operands).as_text() for product in products]
-    assert [text.count(f"custom_call @{TARGET}") for text in texts] == [1, 0] and texts[1].count("stablehlo.dot_general") == 1
+    assert [text.count(f"custom_call @{TARGET}") for text in texts] == [1, 0] and texts[1].count(
+        "stablehlo.dot_general"
+    ) == 1
     if which == 6:  # as the product is that runs instead: activated before it is rounded
         assert re.search(r"dot_general.*-> tensor<64x96xf32>", texts[1])
     assert contest.xla_ratio(made, memory, 1) > 0
@@ -666,7 +717,9 @@ def test_a_contest_that_is_stopped_says_so(monkeypatch):
 
 
 def test_three_tf32_are_not_left_to_one():
-    problem = dataclasses.replace(plan(shaped(64, 64, dtype=jnp.float32), shaped(64, 64, dtype=jnp.float32)).problem, math=_ffi.Math.tf32x3)
+    problem = dataclasses.replace(
+        plan(shaped(64, 64, dtype=jnp.float32), shaped(64, 64, dtype=jnp.float32)).problem, math=_ffi.Math.tf32x3
+    )
     assert contest.xla_ratio(Plan(problem, HOPPER, "a kernel", DataParallel()), None, 3) == 0
 
 
@@ -717,7 +770,11 @@ def transformed():
         "grad": (jax.grad(loss, (0, 1)), (stacked[0], w), 3),
         "checkpoint": (jax.grad(jax.checkpoint(loss)), (stacked[0], w), 2),
         "scan": (lambda xs, w: jax.lax.scan(lambda c, x: (c, matmul(x, w)), 0, xs)[1], (stacked, w), 1),
-        "cond": (lambda x, w: jax.lax.cond(x[0, 0] > 0, matmul, lambda a, b: 2 * matmul(a, b), x, w), (stacked[0], w), 1),
+        "cond": (
+            lambda x, w: jax.lax.cond(x[0, 0] > 0, matmul, lambda a, b: 2 * matmul(a, b), x, w),
+            (stacked[0], w),
+            1,
+        ),
         "while": (lambda x: jax.lax.fori_loop(0, 3, lambda _, y: matmul(y, x) / 64, x), (square,), 1),
         "linear": (lambda x, w: linear(x, w, bias, activation="silu"), (stacked[0], w), 1),
         "accelerate": (jax_streamk.accelerate(lambda x, w: jnp.dot(x, w)), (stacked[0], w), 1),
@@ -817,7 +874,10 @@ def test_a_product_that_cannot_be_tuned_is_tried_once(store, monkeypatch):
         raise MemoryError("too large")
 
     monkeypatch.setattr(tune, "fastest", fails)
-    with jax_streamk.tuning() as plans, pytest.warns(UserWarning, match="could not tune .*MemoryError: too large") as warned:
+    with (
+        jax_streamk.tuning() as plans,
+        pytest.warns(UserWarning, match="could not tune .*MemoryError: too large") as warned,
+    ):
         for _ in range(3):
             jax.jit(lambda a, b: matmul(a, b)).lower(A, B)
     assert len(tried) == len(warned) == 1 and not plans
@@ -945,11 +1005,18 @@ def enters_tuning(x):
 
 @pytest.mark.parametrize(
     "traced",
-    [jax.jit(enters_tuning), jax.jit(jax.vmap(enters_tuning)), jax.jit(jax.grad(lambda x: enters_tuning(x).sum())), jax_streamk.accelerate(enters_tuning)],
+    [
+        jax.jit(enters_tuning),
+        jax.jit(jax.vmap(enters_tuning)),
+        jax.jit(jax.grad(lambda x: enters_tuning(x).sum())),
+        jax_streamk.accelerate(enters_tuning),
+    ],
     ids=["jit", "vmap in jit", "grad in jit", "accelerate"],
 )
 def test_tuning_inside_of_a_trace_is_an_error(store, traced):
-    with pytest.raises(RuntimeError, match="tuning.. has no effect inside a function that is traced, .*: enter it around the call"):
+    with pytest.raises(
+        RuntimeError, match="tuning.. has no effect inside a function that is traced, .*: enter it around the call"
+    ):
         traced(jnp.ones((2, 8, 8)))
 
 

@@ -1,4 +1,5 @@
-// The host family: the workers of the decomposition are calls on CPU threads, any number of them at once and in any order.
+// The host family: the workers of the decomposition are calls on CPU threads, any number of them at once and in any
+// order.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -7,7 +8,7 @@
 #include <string>
 #include <thread>
 
-#include "cutlass_kernels/gemm.h"
+#include "cutlass_kernels/core/gemm.h"
 #include "cutlass_kernels/host/tile_product.h"
 
 namespace jax_streamk {
@@ -67,14 +68,22 @@ struct Gemm {
 
   // The workspace: [shared tiles][slots][workers' own accumulators and scratch]
   int64_t tile_bytes() const { return align_workspace(tile_m * tile_n * size_of(accumulator_of(p.type_a))); }
-  int64_t shared_bytes() const { return align_workspace(decomposition.shared_tiles() * static_cast<int64_t>(sizeof(SharedTile))); }
+  int64_t shared_bytes() const {
+    return align_workspace(decomposition.shared_tiles() * static_cast<int64_t>(sizeof(SharedTile)));
+  }
   // Atomic reduction has one slot for each shared tile, the others one for each peer.
-  int64_t slots() const { return reduction == Reduction::kAtomic ? decomposition.shared_tiles() : decomposition.slots(); }
+  int64_t slots() const {
+    return reduction == Reduction::kAtomic ? decomposition.shared_tiles() : decomposition.slots();
+  }
   bool multiplies_into_d() const { return p.type_d == accumulator_of(p.type_a); }
-  int64_t accumulators_bytes() const { return multiplies_into_d() && reduction != Reduction::kAtomic ? 0 : tile_bytes(); }
+  int64_t accumulators_bytes() const {
+    return multiplies_into_d() && reduction != Reduction::kAtomic ? 0 : tile_bytes();
+  }
   bool sums_in_parts() const { return p.k > kSummedAlone && p.type_a != Type::kS8; }
   int64_t scratch_bytes() const { return align_workspace(jax_streamk::scratch_bytes(p.type_a, tile_m, tile_n)); }
-  int64_t private_bytes() const { return accumulators_bytes() + scratch_bytes() + (sums_in_parts() ? tile_bytes() : 0); }
+  int64_t private_bytes() const {
+    return accumulators_bytes() + scratch_bytes() + (sums_in_parts() ? tile_bytes() : 0);
+  }
   int64_t workspace_bytes() const {
     return shared_bytes() + slots() * tile_bytes() + decomposition.workers * private_bytes();
   }
@@ -197,8 +206,8 @@ struct Gemm {
   void parallel(Executor* executor) const {
     if (decomposition.workers == 1) return (this->*work)(0);
     executor->parallel(
-        decomposition.workers,
-        [](void* gemm, int32_t worker) { (static_cast<Gemm const*>(gemm)->*work)(worker); }, const_cast<Gemm*>(this));
+        decomposition.workers, [](void* gemm, int32_t worker) { (static_cast<Gemm const*>(gemm)->*work)(worker); },
+        const_cast<Gemm*>(this));
   }
 };
 
@@ -232,7 +241,8 @@ class HostKernel final : public Kernel {
 
  private:
   TileOrder tile_order(GemmProblem const& p, Schedule const& s) const {
-    return {static_cast<int32_t>(ceil_div(p.m, info.tile_m)), static_cast<int32_t>(ceil_div(p.n, info.tile_n)), s.raster, s.swizzle};
+    return {static_cast<int32_t>(ceil_div(p.m, info.tile_m)), static_cast<int32_t>(ceil_div(p.n, info.tile_n)),
+            s.raster, s.swizzle};
   }
 
   Gemm gemm(GemmProblem const& p, Schedule const& s, Device const& device, Buffers const& buffers) const {
@@ -253,12 +263,12 @@ class HostKernel final : public Kernel {
 struct Types {
   Type operand, d;
 };
-constexpr Types kTypes[] = {{Type::kF32, Type::kF32},   {Type::kF64, Type::kF64}, {Type::kBF16, Type::kBF16},
-                            {Type::kBF16, Type::kF32},  {Type::kF16, Type::kF16}, {Type::kF16, Type::kF32},
+constexpr Types kTypes[] = {{Type::kF32, Type::kF32},  {Type::kF64, Type::kF64}, {Type::kBF16, Type::kBF16},
+                            {Type::kBF16, Type::kF32}, {Type::kF16, Type::kF16}, {Type::kF16, Type::kF32},
                             {Type::kS8, Type::kS32}};
 
-// Operands are rearranged for every tile that they take part in, which large tiles amortize: of the speed of the first, the
-// second has about nine tenths and the third three quarters. Small ones give more threads something to do.
+// Operands are rearranged for every tile that they take part in, which large tiles amortize: of the speed of the first,
+// the second has about nine tenths and the third three quarters. Small ones give more threads something to do.
 constexpr int32_t kTiles[][3] = {{256, 512, 64}, {128, 128, 64}, {64, 64, 64}};
 
 [[maybe_unused]] bool const registered = [] {
@@ -267,9 +277,9 @@ constexpr int32_t kTiles[][3] = {{256, 512, 64}, {128, 128, 64}, {64, 64, 64}};
       for (Major const major_b : {Major::kRow, Major::kColumn}) {
         for (auto const& [tile_m, tile_n, tile_k] : kTiles) {
           KernelInfo info{};
-          info.name = std::string("host_") + name_of(types.operand) + "_" + name_of(types.d) + "_" + name_of(major_a)[0] +
-                      name_of(major_b)[0] + "_" + std::to_string(tile_m) + "x" + std::to_string(tile_n) + "x" +
-                      std::to_string(tile_k);
+          info.name = std::string("host_") + name_of(types.operand) + "_" + name_of(types.d) + "_" +
+                      name_of(major_a)[0] + name_of(major_b)[0] + "_" + std::to_string(tile_m) + "x" +
+                      std::to_string(tile_n) + "x" + std::to_string(tile_k);
           info.family = Family::kHost;
           info.type_a = info.type_b = types.operand;
           info.type_d = types.d;
@@ -280,7 +290,8 @@ constexpr int32_t kTiles[][3] = {{256, 512, 64}, {128, 128, 64}, {64, 64, 64}};
           info.tile_n = tile_n;
           info.tile_k = tile_k;
           info.warp_schedule = "threads";
-          info.split_k_reductions = info.stream_k_reductions = {Reduction::kOrdered, Reduction::kAtomic, Reduction::kSeparate};
+          info.split_k_reductions =
+              info.stream_k_reductions = {Reduction::kOrdered, Reduction::kAtomic, Reduction::kSeparate};
           Registration(std::make_unique<HostKernel>(std::move(info)));
         }
       }

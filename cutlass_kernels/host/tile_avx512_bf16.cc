@@ -1,8 +1,8 @@
-// Tile products of bf16 with vdpbf16ps, which adds the products of two neighbours along K to each f32 lane: twice the rate of
-// f32, and Eigen has no kernel for it. (The instruction takes subnormal operands and sums for zero.)
+// Tile products of bf16 with vdpbf16ps, which adds the products of two neighbours along K to each f32 lane: twice the
+// rate of f32, and Eigen has no kernel for it. (The instruction takes subnormal operands and sums for zero.)
 //
-// But for a few rows, the usual packed GEMM: for a block of K, panels of rows of A and of columns of B are laid out as the inner
-// loop reads them, and each pair of panels is multiplied into a block of registers.
+// But for a few rows, the usual packed GEMM: for a block of K, panels of rows of A and of columns of B are laid out as
+// the inner loop reads them, and each pair of panels is multiplied into a block of registers.
 #include <immintrin.h>
 
 #include <utility>
@@ -16,8 +16,9 @@ using BF16 = uint16_t;
 using Pair = uint32_t;  // the elements at k and k + 1, k even
 
 constexpr int kLanes = 16;
-constexpr int kMostRows = 12, kVectors = 2, kColumns = kVectors * kLanes;  // of a panel: 24 of the 32 registers accumulate
-constexpr int64_t kPairs = 192;                                            // along K: a panel of B is half of a 48 KiB L1
+constexpr int kMostRows = 12, kVectors = 2,
+              kColumns = kVectors * kLanes;  // of a panel: 24 of the 32 registers accumulate
+constexpr int64_t kPairs = 192;              // along K: a panel of B is half of a 48 KiB L1
 static_assert(kPairs <= kScratchWords && kMostRows - 1 + kColumns - 1 <= kScratchPadding);
 
 constexpr int64_t smaller(int64_t x, int64_t y) { return x < y ? x : y; }
@@ -26,8 +27,8 @@ constexpr int64_t round_up(int64_t x, int64_t y) { return ceil_div(x, y) * y; }
 
 Pair pair(BF16 low, BF16 high) { return low | static_cast<Pair>(high) << 16; }
 
-// Rows of A or columns of B ("lanes") with a block of K. They are packed as [panel][pair][lane in panel], zero where a panel
-// reaches beyond the operand or a pair beyond K.
+// Rows of A or columns of B ("lanes") with a block of K. They are packed as [panel][pair][lane in panel], zero where a
+// panel reaches beyond the operand or a pair beyond K.
 struct Lanes {
   BF16 const* data;
   int64_t lane_stride, k_stride;
@@ -41,10 +42,14 @@ template <int kWidth>
 void pack_along_k(Lanes const& from, int64_t first_lane, int64_t pairs, Pair* to) {
   for (int lane = 0; lane < kWidth; lane += 4) {
     for (int64_t p = 0; p + 4 <= pairs; p += 4) {
-      auto const load = [&](int i) { return _mm_loadu_ps(reinterpret_cast<float const*>(from.at(first_lane + lane + i, p))); };
+      auto const load = [&](int i) {
+        return _mm_loadu_ps(reinterpret_cast<float const*>(from.at(first_lane + lane + i, p)));
+      };
       __m128 x0 = load(0), x1 = load(1), x2 = load(2), x3 = load(3);
       _MM_TRANSPOSE4_PS(x0, x1, x2, x3);
-      auto const store = [&](int i, __m128 x) { _mm_storeu_ps(reinterpret_cast<float*>(to + (p + i) * kWidth + lane), x); };
+      auto const store = [&](int i, __m128 x) {
+        _mm_storeu_ps(reinterpret_cast<float*>(to + (p + i) * kWidth + lane), x);
+      };
       store(0, x0), store(1, x1), store(2, x2), store(3, x3);
     }
   }
@@ -91,8 +96,8 @@ void unroll(Visit const& visit) {
   unroll(std::make_integer_sequence<int, kCount>{}, visit);
 }
 
-// sum += a vector of the first columns that the mask names, or = if `first`. Sums of a block of K are added to those before it
-// rather than continued: one chain of additions along all of K would lose several digits.
+// sum += a vector of the first columns that the mask names, or = if `first`. Sums of a block of K are added to those
+// before it rather than continued: one chain of additions along all of K would lose several digits.
 void add_block(__m512 block, __mmask16 inside, bool first, float* sum) {
   _mm512_mask_storeu_ps(sum, inside, first ? block : _mm512_add_ps(_mm512_maskz_loadu_ps(inside, sum), block));
 }
@@ -122,11 +127,11 @@ void multiply_panels(int64_t pairs, Pair const* a, Pair const* b, int64_t rows, 
 // Few rows of A do not repay packing B. Its rows are read a block at a time, so that few pages are in use at once.
 constexpr int64_t kFewRows = 64, kFewK = 64;
 
-// A panel of A, of which there are `rows`, times 32 columns of a row-major B, two rows of which are interleaved in registers. `k`
-// may be odd.
+// A panel of A, of which there are `rows`, times 32 columns of a row-major B, two rows of which are interleaved in
+// registers. `k` may be odd.
 template <int kPanelRows>
-void multiply_few(int64_t k, Pair const* a, BF16 const* b, int64_t stride_b, int64_t rows, int64_t columns, bool first, float* sum,
-                  int64_t stride) {
+void multiply_few(int64_t k, Pair const* a, BF16 const* b, int64_t stride_b, int64_t rows, int64_t columns, bool first,
+                  float* sum, int64_t stride) {
   __mmask32 const inside = columns >= kColumns ? ~0u : (1u << columns) - 1;
   __m512 block[kPanelRows][2];
   unroll<kPanelRows>([&](auto i) { block[i][0] = block[i][1] = _mm512_setzero_ps(); });
@@ -136,7 +141,8 @@ void multiply_few(int64_t k, Pair const* a, BF16 const* b, int64_t stride_b, int
     __m512i const low = _mm512_maskz_loadu_epi16(inside, b);
     __m512i const high = row + 1 < k ? _mm512_maskz_loadu_epi16(inside, b + stride_b) : _mm512_setzero_si512();
     // Of each eight columns the first four, and the others.
-    __m512bh const front = (__m512bh)_mm512_unpacklo_epi16(low, high), back = (__m512bh)_mm512_unpackhi_epi16(low, high);
+    __m512bh const front = (__m512bh)_mm512_unpacklo_epi16(low, high),
+                   back = (__m512bh)_mm512_unpackhi_epi16(low, high);
     unroll<kPanelRows>([&](auto i) {
       __m512bh const pairs = (__m512bh)_mm512_set1_epi32(static_cast<int>(a[i]));
       block[i][0] = _mm512_dpbf16_ps(block[i][0], pairs, front);
@@ -163,7 +169,8 @@ void multiply_few_rows(Extents e, Lanes rows, Block b, float* sum, int64_t strid
     pack<kPanelRows>(rows, packed);
     for (int64_t j = 0; j < e.n; j += kColumns)
       for (int64_t i = 0; i < e.m; i += kPanelRows)
-        multiply_few<kPanelRows>(rows.k, packed + i * pairs, from + j, b.stride, e.m - i, e.n - j, begin == 0, sum + i * stride + j, stride);
+        multiply_few<kPanelRows>(rows.k, packed + i * pairs, from + j, b.stride, e.m - i, e.n - j, begin == 0,
+                                 sum + i * stride + j, stride);
   }
 }
 

@@ -1,8 +1,9 @@
-// Tile products through Eigen. f32 and f64 operands are multiplied where they lie; narrower ones are widened to f32 first, a
-// block of K at a time. CMake compiles this file once per instruction set: JSK_ISA is its namespace, and Eigen's is renamed.
+// Tile products through Eigen. f32 and f64 operands are multiplied where they lie; narrower ones are widened to f32
+// first, a block of K at a time. CMake compiles this file once per instruction set: JSK_ISA is its namespace, and
+// Eigen's is renamed.
 #include <Eigen/Core>
 
-#include "cutlass_kernels/epilogue.h"
+#include "cutlass_kernels/epilogue/epilogue.h"
 #include "cutlass_kernels/host/tile_product.h"
 
 namespace jax_streamk::JSK_ISA {
@@ -24,8 +25,9 @@ ConstView<T, order> view(void const* data, int64_t m, int64_t n, int64_t stride)
   return {static_cast<T const*>(data), m, n, Eigen::OuterStride<>(stride)};
 }
 
-// A few rows of A by a row-major B, without the packed copy of B that Eigen's product makes and that a few rows do not repay. A
-// block of B, of 64 rows by a few vectors, stays in the L1 cache while every four rows of A are multiplied by it in registers.
+// A few rows of A by a row-major B, without the packed copy of B that Eigen's product makes and that a few rows do not
+// repay. A block of B, of 64 rows by a few vectors, stays in the L1 cache while every four rows of A are multiplied by
+// it in registers.
 template <class T>
 struct FewRows {
 #if defined(__AVX512F__)
@@ -46,7 +48,8 @@ struct FewRows {
   T* sum;
   int64_t stride;
 
-  // The sums of a block of K are added to those before it: one chain of additions along all of K would lose several digits.
+  // The sums of a block of K are added to those before it: one chain of additions along all of K would lose several
+  // digits.
   template <int kRows>
   void multiply(int64_t row, int64_t column, int64_t k_begin, int64_t k_end) const {
     Vector sums[kRows][kVectors] = {};
@@ -96,7 +99,8 @@ struct InPlace {
     int64_t done = 0;
     if (order_b == Eigen::RowMajor && 1 < e.m && e.m <= FewRows<Operand>::kMost) {
       constexpr bool kRowA = order_a == Eigen::RowMajor;
-      FewRows<Operand> const few{operand_a.data(), kRowA ? a.stride : 1, kRowA ? 1 : a.stride, operand_b.data(), b.stride, sum.data(), stride};
+      FewRows<Operand> const few{
+          operand_a.data(), kRowA ? a.stride : 1, kRowA ? 1 : a.stride, operand_b.data(), b.stride, sum.data(), stride};
       done = few.multiply(e);
       if (done == e.n) return;
     }
@@ -140,7 +144,8 @@ void multiply(Extents e, Block a, Block b, void* accumulators, int64_t stride, v
   bool const row_a = a.major == Major::kRow, row_b = b.major == Major::kRow;
   auto const chosen =
       row_a ? (row_b ? How::template multiply<Operand, kRow, kRow> : How::template multiply<Operand, kRow, kColumn>)
-            : (row_b ? How::template multiply<Operand, kColumn, kRow> : How::template multiply<Operand, kColumn, kColumn>);
+            : (row_b ? How::template multiply<Operand, kColumn, kRow>
+                     : How::template multiply<Operand, kColumn, kColumn>);
   chosen(e, a, b, accumulators, stride, scratch);
 }
 
@@ -150,8 +155,8 @@ void add(Extents e, void const* partial, int64_t stride_partial, void* sum, int6
 }
 
 template <class Accumulator, class D>
-void store(Extents e, Epilogue const& epilogue, void const* bias, void const* residual, void const* accumulators, int64_t stride,
-           void* d, int64_t stride_d) {
+void store(Extents e, Epilogue const& epilogue, void const* bias, void const* residual, void const* accumulators,
+           int64_t stride, void* d, int64_t stride_d) {
   auto const sum = view<Accumulator>(accumulators, e.m, e.n, stride);
   auto out = view<D>(d, e.m, e.n, stride_d);
   if (epilogue.is_plain()) {
@@ -167,8 +172,10 @@ void store(Extents e, Epilogue const& epilogue, void const* bias, void const* re
         int64_t const columns = std::min(kColumns, e.n - begin);
         x = alpha * sum.row(row).segment(begin, columns);
         if (epilogue.has_residual)
-          x += beta * view<D>(residual, e.m, e.n, stride_d).row(row).segment(begin, columns).template cast<Accumulator>();
-        if (epilogue.has_bias) x += view<D>(bias, 1, e.n, e.n).row(0).segment(begin, columns).template cast<Accumulator>();
+          x += beta *
+               view<D>(residual, e.m, e.n, stride_d).row(row).segment(begin, columns).template cast<Accumulator>();
+        if (epilogue.has_bias)
+          x += view<D>(bias, 1, e.n, e.n).row(0).segment(begin, columns).template cast<Accumulator>();
         activate(epilogue.activation, x.data(), static_cast<int>(columns));
         out.row(row).segment(begin, columns) = x.template cast<D>();
       }
@@ -187,7 +194,8 @@ TileProduct tile_product(Type operand, Type d) {
     case Type::kF64: return kProduct<InPlace, double, double, double>;
     case Type::kBF16:
       return d == Type::kF32 ? kProduct<Widened, bfloat16, float, float> : kProduct<Widened, bfloat16, float, bfloat16>;
-    case Type::kF16: return d == Type::kF32 ? kProduct<Widened, half, float, float> : kProduct<Widened, half, float, half>;
+    case Type::kF16:
+      return d == Type::kF32 ? kProduct<Widened, half, float, float> : kProduct<Widened, half, float, half>;
     case Type::kS8: return kProduct<Widened, int8_t, int32_t, int32_t>;
     default: return kProduct<InPlace, float, float, float>;
   }

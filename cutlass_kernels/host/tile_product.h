@@ -1,14 +1,14 @@
-// What a CPU thread does to one output tile. The host kernel decides which tile and which run of K; these functions do the
-// arithmetic, compiled once per instruction set and picked at run time.
+// What a CPU thread does to one output tile. The host kernel decides which tile and which run of K; these functions do
+// the arithmetic, compiled once per instruction set and picked at run time.
 //
-// Translation units that define one are compiled for instructions that the machine may not have. They keep everything they
-// define to themselves (an unnamed namespace, Eigen under a name of its own), so that the linker never takes an inline function
-// from one of them for the rest of the program.
+// Translation units that define one are compiled for instructions that the machine may not have. They keep everything
+// they define to themselves (an unnamed namespace, Eigen under a name of its own), so that the linker never takes an
+// inline function from one of them for the rest of the program.
 #pragma once
 
 #include <cstdint>
 
-#include "cutlass_kernels/gemm.h"
+#include "cutlass_kernels/core/gemm.h"
 
 namespace jax_streamk {
 
@@ -23,8 +23,8 @@ struct Extents {
   int64_t m, n, k;
 };
 
-// Operands narrower than their accumulators are rearranged, a block of K at a time, in scratch. Its size is the same for every
-// instruction set, so that a program exported on one machine runs on another.
+// Operands narrower than their accumulators are rearranged, a block of K at a time, in scratch. Its size is the same
+// for every instruction set, so that a program exported on one machine runs on another.
 constexpr int64_t kScratchWords = 256;   // 32-bit words for each row of A and column of B
 constexpr int64_t kScratchPadding = 48;  // more rows and columns than the tile has
 
@@ -34,10 +34,10 @@ struct TileProduct {
   void (*multiply)(Extents, Block a, Block b, void* accumulators, int64_t stride, void* scratch);
   // sum (m x n) += partial
   void (*add)(Extents, void const* partial, int64_t stride_partial, void* sum, int64_t stride);
-  // d (m x n) = epilogue(accumulators), converted to the type of D. The bias is that of the tile's columns; the residual has the
-  // strides of D. Accumulators of D's type may be D.
-  void (*store)(Extents, Epilogue const&, void const* bias, void const* residual, void const* accumulators, int64_t stride, void* d,
-                int64_t stride_d);
+  // d (m x n) = epilogue(accumulators), converted to the type of D. The bias is that of the tile's columns; the
+  // residual has the strides of D. Accumulators of D's type may be D.
+  void (*store)(Extents, Epilogue const&, void const* bias, void const* residual, void const* accumulators,
+                int64_t stride, void* d, int64_t stride_d);
 };
 
 // tile_eigen.cc, once per instruction set; AVX2 and AVX-512 on x86 only.

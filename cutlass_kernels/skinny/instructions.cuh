@@ -12,18 +12,19 @@ namespace jax_streamk::skinny {
 template <class T>
 using Accumulator = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-// d += a b of mma.sync, the products of two words of a row of a (16 x K) and of a column of b (K x 8). With g = lane / 4 and
-// t = lane % 4, a thread has of a: word t of rows g and g + 8, then word t + 4 of both; of b: words t and t + 4 of column g; of d (16 x 8):
-// row g, then g + 8, of columns 2t and 2t + 1. A word is two neighbours along K, or one f32; words t and t + 4 are the halves of one f64.
+// d += a b of mma.sync, the products of two words of a row of a (16 x K) and of a column of b (K x 8). With g = lane /
+// 4 and t = lane % 4, a thread has of a: word t of rows g and g + 8, then word t + 4 of both; of b: words t and t + 4
+// of column g; of d (16 x 8): row g, then g + 8, of columns 2t and 2t + 1. A word is two neighbours along K, or one
+// f32; words t and t + 4 are the halves of one f64.
 template <class T>
 __device__ inline void multiply_words(Accumulator<T> (&d)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1);
 
-#define JSK_MULTIPLY_WORDS(T, instruction)                                                                                \
-  template <>                                                                                                             \
-  __device__ inline void multiply_words<T>(float (&d)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {              \
-    asm("mma.sync.aligned." instruction " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                   \
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                                  \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                                                  \
+#define JSK_MULTIPLY_WORDS(T, instruction)                                                                   \
+  template <>                                                                                                \
+  __device__ inline void multiply_words<T>(float (&d)[4], uint32_t const(&a)[4], uint32_t b0, uint32_t b1) { \
+    asm("mma.sync.aligned." instruction " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"   \
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                     \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                                     \
   }
 JSK_MULTIPLY_WORDS(__nv_bfloat16, "m16n8k16.row.col.f32.bf16.bf16.f32")
 JSK_MULTIPLY_WORDS(__half, "m16n8k16.row.col.f32.f16.f16.f32")
@@ -32,15 +33,21 @@ JSK_MULTIPLY_WORDS(float, "m16n8k8.row.col.f32.tf32.tf32.f32")
 
 template <>
 __device__ inline void multiply_words<double>(double (&d)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
-  auto const whole = [](uint32_t low, uint32_t high) { return __hiloint2double(static_cast<int>(high), static_cast<int>(low)); };
+  auto const whole = [](uint32_t low, uint32_t high) {
+    return __hiloint2double(static_cast<int>(high), static_cast<int>(low));
+  };
   double const upper = whole(a[0], a[2]), lower = whole(a[1], a[3]), b = whole(b0, b1);
 #if __CUDA_ARCH__ >= 900
   asm("mma.sync.aligned.m16n8k4.row.col.f64.f64.f64.f64.rn {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
       : "+d"(d[0]), "+d"(d[1]), "+d"(d[2]), "+d"(d[3])
       : "d"(upper), "d"(lower), "d"(b));
 #else
-  asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};" : "+d"(d[0]), "+d"(d[1]) : "d"(upper), "d"(b));
-  asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};" : "+d"(d[2]), "+d"(d[3]) : "d"(lower), "d"(b));
+  asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
+      : "+d"(d[0]), "+d"(d[1])
+      : "d"(upper), "d"(b));
+  asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
+      : "+d"(d[2]), "+d"(d[3])
+      : "d"(lower), "d"(b));
 #endif
 }
 
@@ -51,12 +58,13 @@ __device__ inline uint64_t evict_first() {
   return policy;
 }
 
-// Copies so many of sixteen bytes to shared memory, and zeroes the others there. Copies are waited for in groups, by the thread that asked
-// for them.
+// Copies so many of sixteen bytes to shared memory, and zeroes the others there. Copies are waited for in groups, by
+// the thread that asked for them.
 __device__ inline void copy_async(uint4* to, void const* from, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from),
-               "r"(bytes)
-               : "memory");
+  asm volatile(
+      "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+      "l"(from), "r"(bytes)
+      : "memory");
 }
 __device__ inline void copy_async(uint4* to, void const* from, int bytes, uint64_t policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(
@@ -66,9 +74,10 @@ __device__ inline void copy_async(uint4* to, void const* from, int bytes, uint64
 }
 // Copies eight bytes, or zeroes them.
 __device__ inline void copy_async(uint2* to, void const* from, int bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from),
-               "r"(bytes)
-               : "memory");
+  asm volatile(
+      "cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+      "l"(from), "r"(bytes)
+      : "memory");
 }
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits for all groups but the last `kPending`.
@@ -77,8 +86,8 @@ __device__ inline void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// The CTAs of a cluster see each other's shared memory. Every thread of a cluster arrives and waits, in turns; what it stored
-// before it arrived is there for all that have waited.
+// The CTAs of a cluster see each other's shared memory. Every thread of a cluster arrives and waits, in turns; what it
+// stored before it arrived is there for all that have waited.
 #if __CUDA_ARCH__ >= 900
 __device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
@@ -86,17 +95,25 @@ __device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acqui
 // Where the cluster's CTA `rank` has what this one has at `from`, and that.
 __device__ inline uint32_t address_of(uint32_t rank, void const* from) {
   uint32_t remote;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(from))), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(remote)
+      : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(from))), "r"(rank));
   return remote;
 }
 __device__ inline float2 load_of(uint32_t rank, float2 const* from) {
   float2 value;
-  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address_of(rank, from)) : "memory");
+  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
+               : "=f"(value.x), "=f"(value.y)
+               : "r"(address_of(rank, from))
+               : "memory");
   return value;
 }
 __device__ inline double2 load_of(uint32_t rank, double2 const* from) {
   double2 value;
-  asm volatile("ld.shared::cluster.v2.f64 {%0, %1}, [%2];" : "=d"(value.x), "=d"(value.y) : "r"(address_of(rank, from)) : "memory");
+  asm volatile("ld.shared::cluster.v2.f64 {%0, %1}, [%2];"
+               : "=d"(value.x), "=d"(value.y)
+               : "r"(address_of(rank, from))
+               : "memory");
   return value;
 }
 #else

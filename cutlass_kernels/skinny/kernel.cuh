@@ -1,25 +1,26 @@
 // The skinny family: products of few rows, whose time is that of reading B once.
 //
-// A warp multiplies 64 columns of B, 32 of K at a time (16 of f32, 8 of f64), with mma.sync. Which element of a fragment a register holds is free as
-// long as both operands agree on K and D on n: a thread takes vectors of sixteen bytes of either majorness, and its accumulators are
-// neighbours in D. Shared memory is a queue of each warp's own: no barrier of the CTA and no descriptor is between memory and tensor
-// core, and a short product is short.
+// A warp multiplies 64 columns of B, 32 of K at a time (16 of f32, 8 of f64), with mma.sync. Which element of a
+// fragment a register holds is free as long as both operands agree on K and D on n: a thread takes vectors of sixteen
+// bytes of either majorness, and its accumulators are neighbours in D. Shared memory is a queue of each warp's own: no
+// barrier of the CTA and no descriptor is between memory and tensor core, and a short product is short.
 //
-// Rows of a B that start anywhere come as the vectors that they touch, nine for 64 columns, and are shifted into place in registers. A warp
-// with 128 columns, and half as much of K at a time, asks for 17: fewer requests for as many bytes.
+// Rows of a B that start anywhere come as the vectors that they touch, nine for 64 columns, and are shifted into place
+// in registers. A warp with 128 columns, and half as much of K at a time, asks for 17: fewer requests for as many
+// bytes.
 //
-// The warps of a CTA share K, and their sums meet in shared memory; or they are side by side, and a row of B that they load is four times
-// as long, which memory serves faster where there is much to load. Split-K is a cluster of CTAs, whose sums meet in the first one's
-// shared memory, in the order of K: no workspace, nothing to zero, one launch.
+// The warps of a CTA share K, and their sums meet in shared memory; or they are side by side, and a row of B that they
+// load is four times as long, which memory serves faster where there is much to load. Split-K is a cluster of CTAs,
+// whose sums meet in the first one's shared memory, in the order of K: no workspace, nothing to zero, one launch.
 #pragma once
 
 #include <algorithm>
 
-#include "cutlass_kernels/cuda_kernel.h"
-#include "cutlass_kernels/dependent_launch.cuh"
-#include "cutlass_kernels/epilogue.cuh"
+#include "cutlass_kernels/core/cuda_kernel.h"
+#include "cutlass_kernels/core/dependent_launch.cuh"
+#include "cutlass_kernels/core/tf32.cuh"
+#include "cutlass_kernels/epilogue/epilogue.cuh"
 #include "cutlass_kernels/skinny/instructions.cuh"
-#include "cutlass_kernels/tf32.cuh"
 
 namespace jax_streamk::skinny {
 
@@ -35,8 +36,8 @@ inline constexpr int kWide = kShifted == 2 ? 2 : 1;  // times kColumns, of a war
 template <int kShifted>
 inline constexpr int kOwn = 8 / kWide<kShifted>;  // a thread's rows of K of a chunk that is shifted
 
-// Chunks of a warp's queue. With three that are shifted, and with registers for it, an SM of Hopper has three CTAs of up to 16 rows, of which
-// one loads while another starts or ends. Those of 16 rows would be two with a fourth chunk.
+// Chunks of a warp's queue. With three that are shifted, and with registers for it, an SM of Hopper has three CTAs of
+// up to 16 rows, of which one loads while another starts or ends. Those of 16 rows would be two with a fourth chunk.
 template <int kShifted>
 inline constexpr int kStages = kShifted ? 3 : 4;
 template <int kBlocks, int kShifted>
@@ -63,13 +64,14 @@ struct Params {
   EpilogueParams<Accumulator<T>, D> epilogue;
 };
 
-// What each thread of a warp has of a chunk: with g = lane / 4, t = lane % 4 and V elements in a vector, rows Vt ... Vt + V - 1
-// of K, by eight columns of B and by row g of each eight of A. The columns are 8g ... 8g + 7, one vector each where B is contiguous
-// along K. Of a row-major B a vector is a row's; rows of f32 are two of them and rows of f64 four, of which lanes together load whole
-// sectors: columns Vg ... Vg + V - 1, as many 8V further on, and so on.
+// What each thread of a warp has of a chunk: with g = lane / 4, t = lane % 4 and V elements in a vector, rows Vt ... Vt
+// + V - 1 of K, by eight columns of B and by row g of each eight of A. The columns are 8g ... 8g + 7, one vector each
+// where B is contiguous along K. Of a row-major B a vector is a row's; rows of f32 are two of them and rows of f64
+// four, of which lanes together load whole sectors: columns Vg ... Vg + V - 1, as many 8V further on, and so on.
 template <int kBlocks, int kShifted>
 struct Chunk {
-  // Of a B that is shifted, the vectors that rows touch, and their last ones. A wide warp's threads have rows 4t ... 4t + 3, in each half.
+  // Of a B that is shifted, the vectors that rows touch, and their last ones. A wide warp's threads have rows 4t ... 4t
+  // + 3, in each half.
   uint4 b[kOwn<kShifted>][kShifted][32], last[4 * kOwn<kShifted>];
   using Words = std::conditional_t<kShifted == 2, uint2, uint4>;
   Words a[kBlocks][32];
@@ -89,15 +91,16 @@ template <class T, int kBlocks, int kDeep, int kShifted>
 struct Shared {
   union {
     Chunk<kBlocks, kShifted> queue[kStages<kShifted>];
-    struct {  // once the queue is empty
-      Accumulator<T> sums[kRows * kBlocks][kWide<kShifted> * kColumns + 4];     // of this warp's part of K
-      Pair<T> totals[kRows * kBlocks * kWide<kShifted> / kDeep][kColumns / 2];  // of all warps' parts, of this warp's part of the rows
+    struct {                                                                 // once the queue is empty
+      Accumulator<T> sums[kRows * kBlocks][kWide<kShifted> * kColumns + 4];  // of this warp's part of K
+      Pair<T> totals[kRows * kBlocks * kWide<kShifted> / kDeep]
+                    [kColumns / 2];  // of all warps' parts, of this warp's part of the rows
     };
   } warps[kWarps];
 };
 
-// Where vectors of a row-major B are that thread (g, t) takes. Eight neighbours load the 128 bytes of a row, which is one request to
-// L2; a quarter of a warp takes those of two g and four t. Either eight are in different banks.
+// Where vectors of a row-major B are that thread (g, t) takes. Eight neighbours load the 128 bytes of a row, which is
+// one request to L2; a quarter of a warp takes those of two g and four t. Either eight are in different banks.
 __device__ inline int slot(int g, int t) { return 8 * t + (g ^ (2 * t)); }
 
 template <class T, Major kMajorB>
@@ -123,7 +126,8 @@ __device__ inline uint32_t offset_of(T const* p) {
   return reinterpret_cast<uintptr_t>(p) % 16;
 }
 
-// A thread's loads, chunk after chunk. What lies beyond an edge is zero, and its address, which may not even be aligned, is not used.
+// A thread's loads, chunk after chunk. What lies beyond an edge is zero, and its address, which may not even be
+// aligned, is not used.
 template <class T, class D, Major kMajorB, int kBlocks, int kDeep>
 class Loader {
  public:
@@ -188,11 +192,13 @@ class Loader {
   uint64_t const evict_first_ = evict_first();
 };
 
-// The same of a row-major B whose rows start anywhere. Neighbours load what fills the tile's columns of a row, and one what is beyond.
+// The same of a row-major B whose rows start anywhere. Neighbours load what fills the tile's columns of a row, and one
+// what is beyond.
 template <class T, class D, int kBlocks, int kDeep, int kShifted>
 class ShiftedLoader {
  public:
-  __device__ ShiftedLoader(Params<T, D> const& p, int32_t batch, int32_t m0, int32_t n0, int32_t k, int32_t end) : p_(p) {
+  __device__ ShiftedLoader(Params<T, D> const& p, int32_t batch, int32_t m0, int32_t n0, int32_t k, int32_t end)
+      : p_(p) {
     int const lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     rows_ = p.m - m0 - g;
     bytes_ = min(p.n - n0, kShifted * kColumns) * static_cast<int>(sizeof(T));
@@ -209,7 +215,8 @@ class ShiftedLoader {
     for (int i = 0; i < 8; ++i) {
       constexpr int kAtOnce = 32 / kOfRow;
       int const row = i * kAtOnce + lane / kOfRow;
-      copy_touched(&to.b[row % kOwn][vector / 8][slot(vector % 8, row / kOwn)], b_ + i * kAtOnce * p_.ldb, vector, row < left_);
+      copy_touched(&to.b[row % kOwn][vector / 8][slot(vector % 8, row / kOwn)], b_ + i * kAtOnce * p_.ldb, vector,
+                   row < left_);
     }
     if (lane < 4 * kOwn) copy_touched(&to.last[lane], last_, kOfRow, lane < left_);
 #pragma unroll
@@ -229,10 +236,14 @@ class ShiftedLoader {
   static constexpr int kOwn = skinny::kOwn<kShifted>;
   static constexpr int kOfRow = 8 * kShifted;  // threads that load a row
 
-  // Of the vectors that the tile's part of a row touches, so many on from the first. Tiles beside this one read the line, too: it stays in L2.
+  // Of the vectors that the tile's part of a row touches, so many on from the first. Tiles beside this one read the
+  // line, too: it stays in L2.
   __device__ void copy_touched(uint4* to, T const* row, int vector, bool inside) const {
-    int const offset = static_cast<int>(offset_of(row)), bytes = inside ? min(max(offset + bytes_ - 16 * vector, 0), 16) : 0;
-    copy_async(to, bytes > 0 ? reinterpret_cast<char const*>(row) - offset + 16 * vector : reinterpret_cast<char const*>(p_.a), bytes);
+    int const offset = static_cast<int>(offset_of(row)),
+              bytes = inside ? min(max(offset + bytes_ - 16 * vector, 0), 16) : 0;
+    copy_async(
+        to, bytes > 0 ? reinterpret_cast<char const*>(row) - offset + 16 * vector : reinterpret_cast<char const*>(p_.a),
+        bytes);
   }
 
   Params<T, D> const& p_;
@@ -243,7 +254,9 @@ class ShiftedLoader {
 
 // Of K, after which sums are promoted (KernelInfo::promotion_k), 0: never.
 template <class T, Math kMath, class D>
-inline constexpr int kPromotion = !std::is_same_v<D, float> ? 0 : sizeof(T) == 2 ? 16 : 8;
+inline constexpr int kPromotion = !std::is_same_v<D, float> ? 0
+                                  : sizeof(T) == 2          ? 16
+                                                            : 8;
 
 // The product of two words of K by 16 columns of B and eight rows of A.
 template <class T, Math kMath, class D>
@@ -261,7 +274,8 @@ __device__ inline void multiply_add(Accumulator<T> (&sums)[4], uint32_t const (&
   if constexpr (kMath == Math::kNative) {
     promote([&](auto& to) { multiply_words<T>(to, b, a0, a1); });
   } else {
-    // An f32 number is a large TF32 number and a small one. Of their products, small by small is less than the rest is wrong by.
+    // An f32 number is a large TF32 number and a small one. Of their products, small by small is less than the rest is
+    // wrong by.
     uint32_t const words[6] = {b[0], b[1], b[2], b[3], a0, a1};
     uint32_t large[6], small[6];
 #pragma unroll
@@ -283,7 +297,8 @@ __device__ inline void multiply_add(Accumulator<T> (&sums)[4], uint32_t const (&
 
 // Two neighbours of D.
 template <class T, class D>
-__device__ inline void store(Params<T, D> const& p, int32_t batch, int32_t row, int32_t column, Accumulator<T> (&x)[2]) {
+__device__ inline void store(Params<T, D> const& p, int32_t batch, int32_t row, int32_t column,
+                             Accumulator<T> (&x)[2]) {
   struct alignas(2 * sizeof(D)) Neighbours {
     D x[2];
   };
@@ -361,7 +376,8 @@ __global__ __launch_bounds__(kThreads, kCtas<kBlocks, kShifted>) void multiply(_
     for (int i = 0; i < kPairs && row_of(i) < p.m; ++i) {
       int32_t const row = row_of(i), column = column_of(i);
       if (column >= p.n) continue;
-      if (epilogue.bias != nullptr && i < kWide) prefetch_to_l2(epilogue.bias + at.batch * epilogue.batch_stride_bias + column);
+      if (epilogue.bias != nullptr && i < kWide)
+        prefetch_to_l2(epilogue.bias + at.batch * epilogue.batch_stride_bias + column);
       if (epilogue.residual != nullptr)
         prefetch_to_l2(epilogue.residual + at.batch * epilogue.batch_stride_d + row * epilogue.ldd + column);
     }
@@ -388,7 +404,8 @@ __global__ __launch_bounds__(kThreads, kCtas<kBlocks, kShifted>) void multiply(_
         for (int i = 0; i < 4; ++i) {
           auto const& row = chunk.b[first + i];
           uint4 const& beyond = half + 1 < kWide ? row[half + 1][slot(0, t)] : chunk.last[kOwn * t + first + i];
-          b[i] = shifted(row[half][slot(g, t)], g < 7 ? row[half][slot(g + 1, t)] : beyond, (offset + (first + i) * row_bytes) % 16);
+          b[i] = shifted(row[half][slot(g, t)], g < 7 ? row[half][slot(g + 1, t)] : beyond,
+                         (offset + (first + i) * row_bytes) % 16);
         }
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -396,7 +413,8 @@ __global__ __launch_bounds__(kThreads, kCtas<kBlocks, kShifted>) void multiply(_
           pair_rows(w, word(b[0], j), word(b[1], j), word(b[2], j), word(b[3], j));
 #pragma unroll
           for (int block = 0; block < kBlocks; ++block)
-            multiply_add<T, kMath, D>(sums[block][4 * half + j], w, word(a[block], first / 2), word(a[block], first / 2 + 1));
+            multiply_add<T, kMath, D>(sums[block][4 * half + j], w, word(a[block], first / 2),
+                                      word(a[block], first / 2 + 1));
         }
       }
     } else {
@@ -410,14 +428,15 @@ __global__ __launch_bounds__(kThreads, kCtas<kBlocks, kShifted>) void multiply(_
       for (int step = 0; step < 2; ++step) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          // Words 2 step and 2 step + 1 of this thread's rows of K are what the instruction calls words t and t + 4. Row g of its D is
-          // column 2j of this thread's eight, and row g + 8 the next.
+          // Words 2 step and 2 step + 1 of this thread's rows of K are what the instruction calls words t and t + 4.
+          // Row g of its D is column 2j of this thread's eight, and row g + 8 the next.
           uint32_t w[4];
           if constexpr (kMajorB == Major::kColumn) {
             w[0] = word(b[2 * j], 2 * step), w[1] = word(b[2 * j + 1], 2 * step);
             w[2] = word(b[2 * j], 2 * step + 1), w[3] = word(b[2 * j + 1], 2 * step + 1);
           } else if constexpr (sizeof(T) == 2) {
-            pair_rows(w, word(b[4 * step], j), word(b[4 * step + 1], j), word(b[4 * step + 2], j), word(b[4 * step + 3], j));
+            pair_rows(w, word(b[4 * step], j), word(b[4 * step + 1], j), word(b[4 * step + 2], j),
+                      word(b[4 * step + 3], j));
           } else if constexpr (sizeof(T) == 8) {
             uint4 const& v = b[4 * step + j];
             w[0] = v.x, w[2] = v.y, w[1] = v.z, w[3] = v.w;
@@ -457,7 +476,8 @@ __global__ __launch_bounds__(kThreads, kCtas<kBlocks, kShifted>) void multiply(_
     total[i] = {0, 0};
 #pragma unroll
     for (int from = 0; from < kDeep; ++from) {
-      auto const part = *reinterpret_cast<Pair const*>(&shared.warps[beside * kDeep + from].sums[row_of(i) - m0][column_of(i) - n0]);
+      auto const part =
+          *reinterpret_cast<Pair const*>(&shared.warps[beside * kDeep + from].sums[row_of(i) - m0][column_of(i) - n0]);
       total[i].x += part.x, total[i].y += part.y;
     }
   }
@@ -532,7 +552,8 @@ class SkinnyKernel final : public CudaKernel {
   SkinnyKernel() : CudaKernel(describe()) {}
 
   Decomposition decomposition(GemmProblem const& p, Schedule const& s, Device const&) const override {
-    // As many workers as pieces of work. CTAs are numbered otherwise: those of a cluster, which share a tile, are neighbours.
+    // As many workers as pieces of work. CTAs are numbered otherwise: those of a cluster, which share a tile, are
+    // neighbours.
     TileOrder const order = tile_order(p, s);
     int32_t const tiles = static_cast<int32_t>(p.batch) * order.tiles_per_batch();
     int32_t const splits = s.kind == ScheduleKind::kSplitK ? s.splits : 1;
@@ -546,16 +567,18 @@ class SkinnyKernel final : public CudaKernel {
     if (std::max({p.m, p.n, p.k}) >= kMaxExtent) return Status::invalid(info.name + ": too large");
     if (decomposition(p, s, device).splits == 1) return {};
     if (device.arch < 90 || !kHopper)
-      return Status::invalid(info.name + " splits K among the CTAs of a cluster, which needs compute capability 9.0 and a build for it");
+      return Status::invalid(
+          info.name + " splits K among the CTAs of a cluster, which needs compute capability 9.0 and a build for it");
     if (s.splits > kMaxSplits)
-      return Status::invalid(info.name + " has at most " + std::to_string(kMaxSplits) + " splits, the CTAs of a cluster");
+      return Status::invalid(info.name + " has at most " + std::to_string(kMaxSplits) +
+                             " splits, the CTAs of a cluster");
     return {};
   }
 
   int64_t launch_workspace_bytes(GemmProblem const&, Schedule const&, Device const&) const override { return 0; }
 
-  Status launch(GemmProblem const& p, Slices const& slices, Schedule const& s, Device const& device, Buffers const& buffers,
-                bool, cudaStream_t stream) const override {
+  Status launch(GemmProblem const& p, Slices const& slices, Schedule const& s, Device const& device,
+                Buffers const& buffers, bool, cudaStream_t stream) const override {
     Decomposition const work = decomposition(slices.as_batch(p), s, device);
     Params<T, D> params;
     params.a = static_cast<T const*>(buffers.a);
@@ -595,8 +618,9 @@ class SkinnyKernel final : public CudaKernel {
 
   static KernelInfo describe() {
     KernelInfo info;
-    info.name = std::string("skinny_") + name_of(kTypeAB) + "_" + name_of(kTypeD) + (kMajorB == Major::kRow ? "_rr_" : "_rc_") +
-                std::to_string(kTileN) + "x" + std::to_string(kRows * kBlocks) + "x" + std::to_string(kTileK);
+    info.name = std::string("skinny_") + name_of(kTypeAB) + "_" + name_of(kTypeD) +
+                (kMajorB == Major::kRow ? "_rr_" : "_rc_") + std::to_string(kTileN) + "x" +
+                std::to_string(kRows * kBlocks) + "x" + std::to_string(kTileK);
     if (kMath != Math::kNative) info.name += std::string("_") + name_of(kMath);
     if (kShifted) info.name += "_shifted";
     info.family = Family::kSkinny;
@@ -628,14 +652,16 @@ class SkinnyKernel final : public CudaKernel {
   }
 };
 
-// One row of the table: so many rows of A, which is row-major, by so many columns of a B of either majorness, into the operands' type and
-// into that of their sums. Of 16 bits and where warps share K, also by as many and twice as many of a row-major B whose rows start anywhere.
+// One row of the table: so many rows of A, which is row-major, by so many columns of a B of either majorness, into the
+// operands' type and into that of their sums. Of 16 bits and where warps share K, also by as many and twice as many of
+// a row-major B whose rows start anywhere.
 template <Type kTypeAB, Math kMath, int kTileM, int kTileN>
 bool add_row() {
   constexpr bool kHalf = kTypeAB == Type::kBF16 || kTypeAB == Type::kF16;
   auto const add = [](auto major_b, auto columns, auto shifted) {
     auto const add_type = [&](auto type_d) {
-      Registration(std::make_unique<SkinnyKernel<kTypeAB, kMath, type_d(), major_b(), kTileM / kRows, columns(), shifted()>>());
+      Registration(
+          std::make_unique<SkinnyKernel<kTypeAB, kMath, type_d(), major_b(), kTileM / kRows, columns(), shifted()>>());
     };
     add_type(std::integral_constant<Type, kTypeAB == Type::kF64 ? Type::kF64 : Type::kF32>());
     if constexpr (kHalf) add_type(std::integral_constant<Type, kTypeAB>());
@@ -660,7 +686,7 @@ inline constexpr Math native = Math::kNative, tf32 = Math::kTF32, tf32x3 = Math:
 
 }  // namespace jax_streamk::skinny
 
-#define JAX_STREAMK_SKINNY_KERNEL(type_ab, math, rows, columns)                            \
-  namespace jax_streamk::skinny::words {                                                   \
-  static bool const JAX_STREAMK_ROW(__LINE__) = add_row<type_ab, math, rows, columns>();   \
+#define JAX_STREAMK_SKINNY_KERNEL(type_ab, math, rows, columns)                          \
+  namespace jax_streamk::skinny::words {                                                 \
+  static bool const JAX_STREAMK_ROW(__LINE__) = add_row<type_ab, math, rows, columns>(); \
   }

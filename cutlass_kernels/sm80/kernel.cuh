@@ -1,9 +1,11 @@
-// The sm80 family: CUTLASS 2.x GEMMs (cp.async and mma.sync) for Ampere, Ada, and whatever newer GPUs run without a better one.
+// The sm80 family: CUTLASS 2.x GEMMs (cp.async and mma.sync) for Ampere, Ada, and whatever newer GPUs run without a
+// better one.
 //
-// Every row of table.txt is one GemmUniversalStreamk, which runs every schedule: ThreadblockSwizzleStreamK maps CTAs to whole
-// tiles (data-parallel), to `splits` runs of every tile (split-K) or to equal runs over the last waves (Stream-K). Peers of a
-// tile add their partials, always in the accumulator's type, to a slot of the workspace; the last one runs the epilogue.
-// Whatever way they wait for each other, it is only for CTAs of a lower index, which the GPU dispatched before them.
+// Every row of table.txt is one GemmUniversalStreamk, which runs every schedule: ThreadblockSwizzleStreamK maps CTAs to
+// whole tiles (data-parallel), to `splits` runs of every tile (split-K) or to equal runs over the last waves
+// (Stream-K). Peers of a tile add their partials, always in the accumulator's type, to a slot of the workspace; the
+// last one runs the epilogue. Whatever way they wait for each other, it is only for CTAs of a lower index, which the
+// GPU dispatched before them.
 #pragma once
 
 #include <algorithm>
@@ -15,9 +17,9 @@
 #include "cutlass/epilogue/thread/linear_combination.h"
 #include "cutlass/gemm/kernel/default_gemm_universal.h"
 #include "cutlass/gemm/threadblock/threadblock_swizzle_streamk.h"
-#include "cutlass_kernels/cuda_kernel.h"
-#include "cutlass_kernels/dependent_launch.cuh"
-#include "cutlass_kernels/epilogue.cuh"
+#include "cutlass_kernels/core/cuda_kernel.h"
+#include "cutlass_kernels/core/dependent_launch.cuh"
+#include "cutlass_kernels/epilogue/epilogue.cuh"
 
 namespace jax_streamk {
 
@@ -62,13 +64,14 @@ struct native {
   using Operator = cutlass::arch::OpMultiplyAdd;
   static constexpr Math kMath = Math::kNative;
 };
-// f32 operands of OpMultiplyAdd are rounded to the nearest TF32 between shared memory and the tensor core, ties away from zero.
+// f32 operands of OpMultiplyAdd are rounded to the nearest TF32 between shared memory and the tensor core, ties away
+// from zero.
 struct tf32 {
   using Operator = cutlass::arch::OpMultiplyAdd;
   static constexpr Math kMath = Math::kTF32;
 };
-// Each operand is the sum of two TF32 numbers, and of the four products all but small x small are added. An infinite operand makes
-// a NaN, as its small part is infinity minus infinity.
+// Each operand is the sum of two TF32 numbers, and of the four products all but small x small are added. An infinite
+// operand makes a NaN, as its small part is infinity minus infinity.
 struct tf32x3 {
   using Operator = cutlass::arch::OpMultiplyAddFastF32;
   static constexpr Math kMath = Math::kTF32x3;
@@ -83,8 +86,8 @@ struct column {
   static constexpr Major kMajor = Major::kColumn;
 };
 
-// Peers add to the slot in the order of K (a turnstile), or, when there are many of them and CTAs to spare, leave their partials
-// apart for a wave of reducing CTAs that adds them in the same order.
+// Peers add to the slot in the order of K (a turnstile), or, when there are many of them and CTAs to spare, leave their
+// partials apart for a wave of reducing CTAs that adds them in the same order.
 struct ordered : cutlass::gemm::threadblock::ThreadblockSwizzleStreamK {
   using ThreadblockSwizzleStreamK::ThreadblockSwizzleStreamK;
   static constexpr Reduction kReduction = Reduction::kOrdered;
@@ -100,14 +103,16 @@ struct atomic : cutlass::gemm::threadblock::ThreadblockSwizzleStreamK {
 
 // CUTLASS's f64 instructions.
 template <int kM>
-using F64Mma = cutlass::arch::Mma<cutlass::gemm::GemmShape<kM, 8, 4>, 32, double, cutlass::layout::RowMajor, double,
-                                  cutlass::layout::ColumnMajor, double, cutlass::layout::RowMajor, cutlass::arch::OpMultiplyAdd>;
+using F64Mma =
+    cutlass::arch::Mma<cutlass::gemm::GemmShape<kM, 8, 4>, 32, double, cutlass::layout::RowMajor, double,
+                       cutlass::layout::ColumnMajor, double, cutlass::layout::RowMajor, cutlass::arch::OpMultiplyAdd>;
 
 }  // namespace jax_streamk
 
-// f64 at the tensor cores' full rate: m16n8k4 where it exists, from compute capability 9.0 on. Elsewhere two m8n8k4, one of the upper
-// and one of the lower 8 rows: their registers, one after the other, are those of m16n8k4. So all around the instruction, from Params
-// to the partials in the workspace, is the same on every architecture, and the host need not know which it is.
+// f64 at the tensor cores' full rate: m16n8k4 where it exists, from compute capability 9.0 on. Elsewhere two m8n8k4,
+// one of the upper and one of the lower 8 rows: their registers, one after the other, are those of m16n8k4. So all
+// around the instruction, from Params to the partials in the workspace, is the same on every architecture, and the host
+// need not know which it is.
 template <>
 struct cutlass::arch::Mma<jax_streamk::sm80::f64::Instruction, 32, double, cutlass::layout::RowMajor, double,
                           cutlass::layout::ColumnMajor, double, cutlass::layout::RowMajor, cutlass::arch::OpMultiplyAdd>
@@ -128,12 +133,13 @@ struct cutlass::arch::Mma<jax_streamk::sm80::f64::Instruction, 32, double, cutla
 };
 
 template <int kK, class AB>
-struct cutlass::arch::Mma<jax_streamk::sm80::Promoted<kK>, 32, AB, cutlass::layout::RowMajor, AB, cutlass::layout::ColumnMajor, float,
-                          cutlass::layout::RowMajor, cutlass::arch::OpMultiplyAdd>
-    : cutlass::arch::Mma<cutlass::gemm::GemmShape<16, 8, kK>, 32, AB, cutlass::layout::RowMajor, AB, cutlass::layout::ColumnMajor, float,
-                         cutlass::layout::RowMajor, cutlass::arch::OpMultiplyAdd> {
-  using Base = cutlass::arch::Mma<cutlass::gemm::GemmShape<16, 8, kK>, 32, AB, cutlass::layout::RowMajor, AB, cutlass::layout::ColumnMajor,
-                                  float, cutlass::layout::RowMajor, cutlass::arch::OpMultiplyAdd>;
+struct cutlass::arch::Mma<jax_streamk::sm80::Promoted<kK>, 32, AB, cutlass::layout::RowMajor, AB,
+                          cutlass::layout::ColumnMajor, float, cutlass::layout::RowMajor, cutlass::arch::OpMultiplyAdd>
+    : cutlass::arch::Mma<cutlass::gemm::GemmShape<16, 8, kK>, 32, AB, cutlass::layout::RowMajor, AB,
+                         cutlass::layout::ColumnMajor, float, cutlass::layout::RowMajor, cutlass::arch::OpMultiplyAdd> {
+  using Base =
+      cutlass::arch::Mma<cutlass::gemm::GemmShape<16, 8, kK>, 32, AB, cutlass::layout::RowMajor, AB,
+                         cutlass::layout::ColumnMajor, float, cutlass::layout::RowMajor, cutlass::arch::OpMultiplyAdd>;
   using typename Base::FragmentA, typename Base::FragmentB, typename Base::FragmentC;
 
   CUTLASS_DEVICE void operator()(FragmentC& d, FragmentA const& a, FragmentB const& b, FragmentC const& c) const {
@@ -147,8 +153,8 @@ struct cutlass::arch::Mma<jax_streamk::sm80::Promoted<kK>, 32, AB, cutlass::layo
 
 namespace jax_streamk {
 
-// CUTLASS's iterator over D, with the epilogue before its stores: fragments are of accumulators. It finds the batch by itself, as
-// bias and residual have strides of their own.
+// CUTLASS's iterator over D, with the epilogue before its stores: fragments are of accumulators. It finds the batch by
+// itself, as bias and residual have strides of their own.
 template <typename Base, typename Accumulator>
 class OutputIterator : public Base {
   using D = typename Base::Element;
@@ -178,10 +184,10 @@ class OutputIterator : public Base {
   }
 
  private:
-  // The fragment of which the first element lies at `start`. A function that is called, as CUTLASS unrolls the loop over fragments:
-  // inlined, the epilogue would be most of the code.
+  // The fragment of which the first element lies at `start`. A function that is called, as CUTLASS unrolls the loop
+  // over fragments: inlined, the epilogue would be most of the code.
   __device__ static __noinline__ Fragment apply(EpilogueParams<Accumulator, D> epilogue, Fragment fragment,
-                                               cutlass::MatrixCoord start, cutlass::MatrixCoord extent) {
+                                                cutlass::MatrixCoord start, cutlass::MatrixCoord extent) {
     using Iterations = typename ThreadMap::Iterations;
     using Delta = typename ThreadMap::Delta;
     D const* const bias = epilogue.bias + blockIdx.z * epilogue.batch_stride_bias;
@@ -219,8 +225,8 @@ __global__ __launch_bounds__(Gemm::kThreadCount, 1) void sm80_gemm(typename Gemm
   Gemm::invoke(params, *reinterpret_cast<typename Gemm::SharedStorage*>(storage));
 }
 
-template <typename AB, typename D, typename Math_, typename MajorA, typename MajorB, typename Threadblock, typename Warp,
-          int kStages, int kAlign, int kAlignD, typename Swizzle>
+template <typename AB, typename D, typename Math_, typename MajorA, typename MajorB, typename Threadblock,
+          typename Warp, int kStages, int kAlign, int kAlignD, typename Swizzle>
 class Sm80Kernel final : public CudaKernel {
   using Accumulator = typename AB::Accumulator;
   // Accumulators reach the iterator as they are, and C, which does not exist, is never read.
@@ -250,9 +256,10 @@ class Sm80Kernel final : public CudaKernel {
  public:
   Sm80Kernel() : CudaKernel(describe()) {}
 
-  // Stream-K in the swizzle's own numbers: it decides by a cost model how many tiles to cut among how many workers, if any. The
-  // description is exact but for two things. Where the workers of a cut are a multiple of its tiles, the swizzle aligns them to
-  // tiles, so that boundaries differ by a few iterations; and CTAs of whole tiles go to whichever SM is free.
+  // Stream-K in the swizzle's own numbers: it decides by a cost model how many tiles to cut among how many workers, if
+  // any. The description is exact but for two things. Where the workers of a cut are a multiple of its tiles, the
+  // swizzle aligns them to tiles, so that boundaries differ by a few iterations; and CTAs of whole tiles go to
+  // whichever SM is free.
   Decomposition decomposition(GemmProblem const& p, Schedule const& s, Device const& device) const override {
     auto const tiles = static_cast<int32_t>(tiles_of(p) * p.batch), k_tiles = static_cast<int32_t>(k_tiles_of(p));
     if (s.kind != ScheduleKind::kStreamK) return Decomposition::make(s.kind, tiles, k_tiles, device.sms, s.splits);
@@ -281,7 +288,8 @@ class Sm80Kernel final : public CudaKernel {
     int64_t const tiles = tiles_of(p);
     if (tiles >= kMaxCount / 8 || std::max({p.m, p.n, p.k}) >= 2 * kMaxCount - 1024)
       return refuse("too large: " + std::to_string(tiles) + " tiles");
-    if (tiles * p.batch >= kMaxCount) return refuse("too large: " + std::to_string(tiles * p.batch) + " tiles over the batch");
+    if (tiles * p.batch >= kMaxCount)
+      return refuse("too large: " + std::to_string(tiles * p.batch) + " tiles over the batch");
     if (split && tiles * k_tiles_of(p) >= kMaxCount)
       return refuse("too large to split: " + std::to_string(tiles * k_tiles_of(p)) + " MAC iterations");
     return {};
@@ -292,10 +300,10 @@ class Sm80Kernel final : public CudaKernel {
     return needs_workspace(params) ? align_workspace(static_cast<int64_t>(params.get_workspace_size())) : 0;
   }
 
-  // Slices of one extent that are evenly spaced in A and B are one launch whose batch is the slices. A batched problem is launched for
-  // each slice, or for each batch, whichever is less.
-  Status launch(GemmProblem const& p, Slices const& slices, Schedule const& s, Device const& device, Buffers const& buffers,
-                bool, cudaStream_t stream) const override {
+  // Slices of one extent that are evenly spaced in A and B are one launch whose batch is the slices. A batched problem
+  // is launched for each slice, or for each batch, whichever is less.
+  Status launch(GemmProblem const& p, Slices const& slices, Schedule const& s, Device const& device,
+                Buffers const& buffers, bool, cudaStream_t stream) const override {
     if (slices.count == 1) return launch_batch(p, s, device, buffers, stream);
     auto const whole = static_cast<int32_t>(p.k / slices.extent);
     int64_t const stride_a = MajorA::kMajor == Major::kRow ? slices.extent : slices.extent * p.lda;
@@ -304,7 +312,8 @@ class Sm80Kernel final : public CudaKernel {
       GemmProblem q = p;
       q.k = std::min(slices.extent, p.k - slice * slices.extent);
       q.batch = batches;
-      if (count > 1) q.batch = count, q.batch_stride_a = stride_a, q.batch_stride_b = stride_b, q.batch_stride_d *= p.batch;
+      if (count > 1)
+        q.batch = count, q.batch_stride_a = stride_a, q.batch_stride_b = stride_b, q.batch_stride_d *= p.batch;
       Buffers at = buffers;
       at.a = static_cast<typename AB::Element const*>(buffers.a) + slice * stride_a + batch * p.batch_stride_a;
       at.b = static_cast<typename AB::Element const*>(buffers.b) + slice * stride_b + batch * p.batch_stride_b;
@@ -384,7 +393,9 @@ class Sm80Kernel final : public CudaKernel {
   }
 
   static int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
-  static int64_t tiles_of(GemmProblem const& p) { return ceil_div(p.m, Threadblock::kM) * ceil_div(p.n, Threadblock::kN); }
+  static int64_t tiles_of(GemmProblem const& p) {
+    return ceil_div(p.m, Threadblock::kM) * ceil_div(p.n, Threadblock::kN);
+  }
   static int64_t k_tiles_of(GemmProblem const& p) { return ceil_div(p.k, Threadblock::kK); }
 
   static bool is_data_parallel(Schedule const& s) {
@@ -396,35 +407,39 @@ class Sm80Kernel final : public CudaKernel {
     return true;
   }
 
-  // CUDA C++ Programming Guide, "Technical Specifications per Compute Capability". One KiB of each SM's is kept per CTA.
+  // CUDA C++ Programming Guide, "Technical Specifications per Compute Capability". One KiB of each SM's is kept per
+  // CTA.
   static int64_t shared_memory_per_sm(Device const& device) {
     bool const small = device.arch == 86 || device.arch == 89 || device.arch >= 120;
     return (device.arch < 90 && !small ? 164 : small ? 100 : 228) * int64_t{1024};
   }
   static int64_t shared_memory_per_cta(Device const& device) { return shared_memory_per_sm(device) - 1024; }
 
-  // CTAs that fit one SM whatever ptxas did, which no machine without a GPU can ask: a thread has at most 255 of the SM's 65536
-  // registers. The workspace depends on it, so that lowering and launching must agree.
+  // CTAs that fit one SM whatever ptxas did, which no machine without a GPU can ask: a thread has at most 255 of the
+  // SM's 65536 registers. The workspace depends on it, so that lowering and launching must agree.
   static int occupancy(Device const& device) {
     int64_t const by_registers = 65536 / (256 * Gemm::kThreadCount);
     int64_t const by_shared_memory = shared_memory_per_sm(device) / (kSharedMemory + 1024);
     return static_cast<int>(std::max<int64_t>(1, std::min(by_registers, by_shared_memory)));
   }
 
-  // `Schedule::raster` and `swizzle` have no effect: the swizzle picks its own order, along the shorter side of D or in cohorts.
-  // `max_sms` is the number of SMs that a Stream-K cut balances for; whole tiles may still run on all.
+  // `Schedule::raster` and `swizzle` have no effect: the swizzle picks its own order, along the shorter side of D or in
+  // cohorts. `max_sms` is the number of SMs that a Stream-K cut balances for; whole tiles may still run on all.
   static Params params_of(GemmProblem const& p, Schedule const& s, Device const& device, Buffers const& buffers) {
     // Only a kGemm is split. Its batch count is the number of splits, 1 for Stream-K.
     bool const batched = is_data_parallel(s);
     typename Gemm::Arguments const arguments(
         batched ? cutlass::gemm::GemmUniversalMode::kBatched : cutlass::gemm::GemmUniversalMode::kGemm,
         {static_cast<int>(p.m), static_cast<int>(p.n), static_cast<int>(p.k)},
-        batched ? static_cast<int>(p.batch) : s.kind == ScheduleKind::kSplitK ? s.splits : 1, {}, buffers.a, buffers.b, nullptr,
-        buffers.d, p.batch_stride_a, p.batch_stride_b, 0, 0, p.lda, p.ldb, 0, p.ldd,
+        batched                           ? static_cast<int>(p.batch)
+        : s.kind == ScheduleKind::kSplitK ? s.splits
+                                          : 1,
+        {}, buffers.a, buffers.b, nullptr, buffers.d, p.batch_stride_a, p.batch_stride_b, 0, 0, p.lda, p.ldb, 0, p.ldd,
         s.kind == ScheduleKind::kStreamK && s.max_sms > 0 ? s.max_sms : -1);
     Params params(arguments, device.sms, occupancy(device));
     params.params_D.epilogue = EpilogueParams<Accumulator, typename D::Element>(p, buffers);
-    // Remapping would let CTAs wait for ones of a higher index: a deadlock when another stream's kernel holds their SMs.
+    // Remapping would let CTAs wait for ones of a higher index: a deadlock when another stream's kernel holds their
+    // SMs.
     params.block_mapping.remap_block_indices = false;
     // The swizzle's constructor does not know that its subclass needs no reducing CTAs.
     if (Swizzle::kReduction == Reduction::kAtomic) params.block_mapping.reduction_blocks = 0;
@@ -438,10 +453,11 @@ class Sm80Kernel final : public CudaKernel {
 }  // namespace jax_streamk
 
 // One row of table.txt.
-#define JAX_STREAMK_SM80_KERNEL(ab, d, math, major_a, major_b, tile_m, tile_n, tile_k, warp_m, warp_n, warp_k, stages, align, \
-                                align_d, reduction)                                                                          \
-  static ::jax_streamk::Registration const JAX_STREAMK_ROW(__LINE__)(                                                        \
-      std::make_unique<::jax_streamk::Sm80Kernel<                                                                            \
-          ::jax_streamk::sm80::ab, ::jax_streamk::sm80::d, ::jax_streamk::sm80::math, ::jax_streamk::sm80::major_a,          \
-          ::jax_streamk::sm80::major_b, ::cutlass::gemm::GemmShape<tile_m, tile_n, tile_k>,                                  \
-          ::cutlass::gemm::GemmShape<warp_m, warp_n, warp_k>, stages, align, align_d, ::jax_streamk::sm80::reduction>>());
+#define JAX_STREAMK_SM80_KERNEL(ab, d, math, major_a, major_b, tile_m, tile_n, tile_k, warp_m, warp_n, warp_k, stages, \
+                                align, align_d, reduction)                                                             \
+  static ::jax_streamk::Registration const JAX_STREAMK_ROW(__LINE__)(                                                  \
+      std::make_unique<::jax_streamk::Sm80Kernel<                                                                      \
+          ::jax_streamk::sm80::ab, ::jax_streamk::sm80::d, ::jax_streamk::sm80::math, ::jax_streamk::sm80::major_a,    \
+          ::jax_streamk::sm80::major_b, ::cutlass::gemm::GemmShape<tile_m, tile_n, tile_k>,                            \
+          ::cutlass::gemm::GemmShape<warp_m, warp_n, warp_k>, stages, align, align_d,                                  \
+          ::jax_streamk::sm80::reduction>>());

@@ -1,16 +1,16 @@
-// The epilogue of the sm90 family, in registers, and the store of D by way of shared memory: by TMA, or by threads where rows of D do not
-// start on 16 bytes.
+// The epilogue of the sm90 family, in registers, and the store of D by way of shared memory: by TMA, or by threads
+// where rows of D do not start on 16 bytes.
 //
-// Bias and residual come straight from global memory: as a C operand they would take shared memory from the main loop. The bias waits in
-// registers while a tile is multiplied; an idle warp has the residual brought near meanwhile.
+// Bias and residual come straight from global memory: as a C operand they would take shared memory from the main loop.
+// The bias waits in registers while a tile is multiplied; an idle warp has the residual brought near meanwhile.
 #pragma once
 
 #include "cute/arch/copy_sm90_tma.hpp"
 #include "cute/tensor.hpp"
 #include "cutlass/arch/barrier.h"
 #include "cutlass/numeric_conversion.h"
-#include "cutlass_kernels/dependent_launch.cuh"
-#include "cutlass_kernels/epilogue.cuh"
+#include "cutlass_kernels/core/dependent_launch.cuh"
+#include "cutlass_kernels/epilogue/epilogue.cuh"
 #include "cutlass_kernels/sm90/mainloop.h"
 #include "cutlass_kernels/sm90/tma.h"
 
@@ -22,23 +22,26 @@ struct StoreParams : EpilogueParams<float, Element> {
 
   StoreParams() = default;
   StoreParams(GemmProblem const& p, Buffers const& buffers, bool misaligned)
-      : EpilogueParams<float, Element>(p, buffers), misaligned_d(misaligned ? static_cast<Element*>(buffers.d) : nullptr) {}
+      : EpilogueParams<float, Element>(p, buffers),
+        misaligned_d(misaligned ? static_cast<Element*>(buffers.d) : nullptr) {}
 };
 
-// How many accumulators get their residual at a time, of elements of so many bytes: all loads of a turn are under way at once, and the next
-// turn waits for its own. The more accumulators, the fewer registers are left for it before ptxas spills; three warpgroups have 160 each
-// where two have 240. A loop around turns would have to move accumulators, since registers have no index, and take longer than its code
-// does to load.
+// How many accumulators get their residual at a time, of elements of so many bytes: all loads of a turn are under way
+// at once, and the next turn waits for its own. The more accumulators, the fewer registers are left for it before ptxas
+// spills; three warpgroups have 160 each where two have 240. A loop around turns would have to move accumulators, since
+// registers have no index, and take longer than its code does to load.
 constexpr int turn_of(int values, int bytes, bool swap, bool three) {
   if (values >= 160) return 8;
   if (values > (three ? 72 : 128)) return 16;
-  int const bytes_of_turn = three || values >= (swap ? 128 : 112) || values * bytes > 256 ? 64 : 128;  // a plain tile has more of a bias
+  int const bytes_of_turn =
+      three || values >= (swap ? 128 : 112) || values * bytes > 256 ? 64 : 128;  // a plain tile has more of a bias
   return cute::min(values, bytes_of_turn / bytes);
 }
 
-// The bias of a thread's accumulators, as it lies in memory: unpacked it would take more registers. `coordinates` are where accumulators
-// lie in the kernel's own result, of extents (m, n), which is D, or with swap_ab its transpose: two neighbours along n, two of a row 8
-// below, and so on along n. So of a column of D are 2 of 4 in turn, or with swap_ab the upper or lower rows of a wgmma.
+// The bias of a thread's accumulators, as it lies in memory: unpacked it would take more registers. `coordinates` are
+// where accumulators lie in the kernel's own result, of extents (m, n), which is D, or with swap_ab its transpose: two
+// neighbours along n, two of a row 8 below, and so on along n. So of a column of D are 2 of 4 in turn, or with swap_ab
+// the upper or lower rows of a wgmma.
 template <bool kSwap, class Element, class Accumulators, bool kThree>
 struct Biases {
   static constexpr int kValues = cute::size(Accumulators{}), kBlock = cute::size<0>(Accumulators{});
@@ -46,7 +49,8 @@ struct Biases {
   static constexpr int kVector = kSwap ? 1 : 2;  // neighbours in a row of D
   using Vector = cutlass::AlignedArray<Element, kVector>;
   static constexpr int kOfTile = kSwap ? kValues / kBlock * 2 : kValues / 4;
-  // Whether all of a tile's are loaded before it is multiplied. Where there are no registers for them each turn loads its own.
+  // Whether all of a tile's are loaded before it is multiplied. Where there are no registers for them each turn loads
+  // its own.
   static constexpr bool kEarly = kOfTile * sizeof(Vector) <= 128;
   static constexpr int kCount = kEarly ? kOfTile : kTurn / 4;
 
@@ -79,9 +83,9 @@ struct Biases {
   }
 };
 
-// The residual of a turn's accumulators, with what `Biases` says. Each load of a warp touches eight rows of D, and lines take time to look
-// up. So of 2-byte elements threads load words as they lie together, 16 bytes each or 4 of a transposed tile, and exchange them when they
-// have come. Turns too short for 16 bytes have each thread load its own.
+// The residual of a turn's accumulators, with what `Biases` says. Each load of a warp touches eight rows of D, and
+// lines take time to look up. So of 2-byte elements threads load words as they lie together, 16 bytes each or 4 of a
+// transposed tile, and exchange them when they have come. Turns too short for 16 bytes have each thread load its own.
 template <bool kSwap, class Element, class Accumulators, int kTurn>
 struct Residuals {
   static constexpr int kValues = cute::size(Accumulators{});
@@ -151,21 +155,22 @@ struct Residuals {
   }
 };
 
-// accumulators = epilogue(accumulators), with what `Biases` says; and unless all are done at once, store(begin, end) for so many in turn,
-// which are stored while the next have their activation. Each activation has one piece of code for a whole tile: at every jump the
-// instructions are fetched that nobody has read, and waited for.
+// accumulators = epilogue(accumulators), with what `Biases` says; and unless all are done at once, store(begin, end)
+// for so many in turn, which are stored while the next have their activation. Each activation has one piece of code for
+// a whole tile: at every jump the instructions are fetched that nobody has read, and waited for.
 template <int kAtOnce, bool kSwap, bool kThree, class Element, class Accumulators, class Coordinates, class Store>
 CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t batch, int32_t m, int32_t n,
-                          Coordinates const& coordinates, Biases<kSwap, Element, Accumulators, kThree>& biases, Accumulators& accumulators,
-                          Store const& store) {
+                          Coordinates const& coordinates, Biases<kSwap, Element, Accumulators, kThree>& biases,
+                          Accumulators& accumulators, Store const& store) {
   using Bias = Biases<kSwap, Element, Accumulators, kThree>;
   constexpr int kValues = Bias::kValues, kTurn = Bias::kTurn;
   auto const store_some = [&](int begin, int end) CUTLASS_LAMBDA_FUNC_INLINE {
     if (kAtOnce < kValues) store(begin, end);
   };
   bool const has_residual = params.residual != nullptr;
-  // Whether all of these lie beyond D, along n. Then their work is skipped; and as ptxas moves little past a branch, it keeps from being
-  // under way at once what there are no registers for, of which 64 accumulators leave enough. Columns of two wgmmas begin with the tile's.
+  // Whether all of these lie beyond D, along n. Then their work is skipped; and as ptxas moves little past a branch, it
+  // keeps from being under way at once what there are no registers for, of which 64 accumulators leave enough. Columns
+  // of two wgmmas begin with the tile's.
   int32_t const tile_n = cute::get<1>(coordinates(0)) - threadIdx.x % 4 * 2;
   auto const beyond = [&](int begin, int end) CUTLASS_LAMBDA_FUNC_INLINE {
     bool const of_one_mma = begin / Bias::kBlock == (end - 1) / Bias::kBlock;
@@ -195,7 +200,8 @@ CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t 
         accumulators(i) = alpha * accumulators(i) + (Bias::kEarly ? 0 : biases.of(i));
         if (has_residual) accumulators(i) += params.beta * residuals.of(i);
       };
-      each_two_of(begin, cute::min(begin + kTurn, kValues), [&](int i, int j) CUTLASS_LAMBDA_FUNC_INLINE { add(i), add(j); });
+      each_two_of(begin, cute::min(begin + kTurn, kValues),
+                  [&](int i, int j) CUTLASS_LAMBDA_FUNC_INLINE { add(i), add(j); });
       if (begin + kTurn < kValues) load_operands(begin + kTurn);
     }
     bool const waits = Bias::kEarly && params.bias != nullptr;  // what came early is added below
@@ -203,7 +209,7 @@ CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t 
     alpha = 1;
   }
   constexpr int kFew = kValues >= 160 ? 4 : cute::min(kTurn / 2, 16);  // an activation needs registers of its own
-  constexpr bool kShares = kValues < 128;  // as two do that share a reciprocal
+  constexpr bool kShares = kValues < 128;                              // as two do that share a reciprocal
   with_activation<kShares>(params.activation, [&](auto const& function) CUTLASS_LAMBDA_FUNC_INLINE {
 #pragma unroll
     for (int first = 0; first < kValues; first += kAtOnce) {
@@ -211,7 +217,9 @@ CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t 
 #pragma unroll
       for (int begin = first; begin < last; begin += kFew)
         each_two_of(begin, cute::min(begin + kFew, last), [&](int i, int j) CUTLASS_LAMBDA_FUNC_INLINE {
-          auto const biased = [&](int at) CUTLASS_LAMBDA_FUNC_INLINE { return alpha * accumulators(at) + (Bias::kEarly ? biases.of(at) : 0); };
+          auto const biased = [&](int at) CUTLASS_LAMBDA_FUNC_INLINE {
+            return alpha * accumulators(at) + (Bias::kEarly ? biases.of(at) : 0);
+          };
           float x = biased(i), y = biased(j);
           activate_two(function, x, y);
           accumulators(i) = x, accumulators(j) = y;
@@ -221,8 +229,8 @@ CUTLASS_DEVICE void apply(EpilogueParams<float, Element> const& params, int64_t 
   });
 }
 
-// D = epilogue(accumulators), whose rows may start anywhere: each warp puts some of its accumulators into `kBytes` of shared memory of
-// its own and takes them out along rows of D. The arguments are those of apply().
+// D = epilogue(accumulators), whose rows may start anywhere: each warp puts some of its accumulators into `kBytes` of
+// shared memory of its own and takes them out along rows of D. The arguments are those of apply().
 template <bool kSwap, int kBytes, class Element, class Accumulators, class Coordinates>
 CUTLASS_DEVICE void store_misaligned(StoreParams<Element> const& params, int64_t batch, int32_t m, int32_t n,
                                      Coordinates const& coordinates, Accumulators const& accumulators, float* shared) {
@@ -241,8 +249,8 @@ CUTLASS_DEVICE void store_misaligned(StoreParams<Element> const& params, int64_t
   int32_t const first_m = cute::get<0>(first) - lane / 4, first_n = cute::get<1>(first) - lane % 4 * 2;
   int32_t const rows = kSwap ? n : m, columns = kSwap ? m : n;
   constexpr int kValues = cute::size(Accumulators{});
-  // write(row and column of D where a piece begins, blocks of it) for each piece, which is in shared memory. Each `write` has a loop of its
-  // own: code that others skip would lie between its pieces, and be read with every tile.
+  // write(row and column of D where a piece begins, blocks of it) for each piece, which is in shared memory. Each
+  // `write` has a loop of its own: code that others skip would lie between its pieces, and be read with every tile.
   auto const each_piece = [&](auto const& write) CUTLASS_LAMBDA_FUNC_INLINE {
     // Of one wgmma, of which the accumulators of 8 columns are 4.
     constexpr int kValuesOfMma = cute::size<0>(Accumulators{});
@@ -271,7 +279,8 @@ CUTLASS_DEVICE void store_misaligned(StoreParams<Element> const& params, int64_t
     constexpr int kWidth = decltype(width)::value, kLanes = kColumns / kWidth, kStep = 32 / kLanes;
     // Many accumulators leave no registers for addresses.
     constexpr bool kMany = kValues >= 128;
-    constexpr int kAtOnce = cute::min(kRows / kStep, kMany ? cute::max(4 / kWidth, 1) : kRows), kUnroll = kMany ? 1 : kRows;
+    constexpr int kAtOnce = cute::min(kRows / kStep, kMany ? cute::max(4 / kWidth, 1) : kRows),
+                  kUnroll = kMany ? 1 : kRows;
     using From = cutlass::AlignedArray<float, kWidth>;
     using To = cutlass::AlignedArray<Element, kWidth>;
     each_piece([&](int32_t d_row, int32_t d_column, int blocks) CUTLASS_LAMBDA_FUNC_INLINE {
@@ -307,7 +316,8 @@ CUTLASS_DEVICE void store_misaligned(StoreParams<Element> const& params, int64_t
     int const row = lane / kColumns, column = lane % kColumns;
     bool const inside = d_column + column < columns && (kSwap || column < blocks * 8);
     float bias = 0;
-    if (params.bias != nullptr && inside) bias = static_cast<float>(params.bias[batch * params.batch_stride_bias + d_column + column]);
+    if (params.bias != nullptr && inside)
+      bias = static_cast<float>(params.bias[batch * params.batch_stride_bias + d_column + column]);
 #pragma unroll 1
     for (int below = row; below - row < kRows; below += kTurn * kStep) {
       auto const stored = [&](int j) {
@@ -332,36 +342,39 @@ CUTLASS_DEVICE void store_misaligned(StoreParams<Element> const& params, int64_t
   });
 }
 
-// Has the residual of a tile of D brought to L2 by a warp that stores nothing and waits for nothing. The tile begins at (row, column) of D,
-// (rows, columns) are the extents that D and the tile share.
+// Has the residual of a tile of D brought to L2 by a warp that stores nothing and waits for nothing. The tile begins at
+// (row, column) of D, (rows, columns) are the extents that D and the tile share.
 template <class Element>
-CUTLASS_DEVICE void prefetch(EpilogueParams<float, Element> const& params, int64_t batch, int32_t row, int32_t column, int32_t rows,
-                             int32_t columns, int lane) {
+CUTLASS_DEVICE void prefetch(EpilogueParams<float, Element> const& params, int64_t batch, int32_t row, int32_t column,
+                             int32_t rows, int32_t columns, int lane) {
   constexpr int kLine = 128 / sizeof(Element);
   Element const* const residual = params.residual + batch * params.batch_stride_d + column;
   for (int32_t r = lane; r < rows; r += 32)
     for (int32_t i = 0; i < columns; i += kLine) prefetch_to_l2(residual + (row + r) * params.ldd + i);
 }
 
-// Of kernels whose tile is shared by so many warpgroups, each with 64 rows in turn. A warpgroup puts 64 rows by kColumns columns into a box
-// of shared memory, and while TMA stores it fills another. Where the columns of a tile are no whole boxes the last box has some of those before it,
-// which are stored twice.
+// Of kernels whose tile is shared by so many warpgroups, each with 64 rows in turn. A warpgroup puts 64 rows by
+// kColumns columns into a box of shared memory, and while TMA stores it fills another. Where the columns of a tile are
+// no whole boxes the last box has some of those before it, which are stored twice.
 template <class Element, bool kSwap, int kTileM, int kTileN, int kWarpgroups, int kColumns>
 class CollectiveEpilogue {
   static constexpr int kSize = sizeof(Element), kRows = 64;
-  static constexpr int kMmas = kTileM / (kRows * kWarpgroups), kBoxesOfMma = (kTileN + kColumns - 1) / kColumns, kBoxes = kMmas * kBoxesOfMma;
+  static constexpr int kMmas = kTileM / (kRows * kWarpgroups), kBoxesOfMma = (kTileN + kColumns - 1) / kColumns,
+                       kBoxes = kMmas * kBoxesOfMma;
   static constexpr bool kWhole = kTileN % kColumns == 0;
   static constexpr int kStages = cute::min(kBoxes, 2);
   static constexpr int kOfBox = kColumns / 2, kValues = kMmas * kTileN / 2;  // accumulators of a thread
-  // So many have their activation before they are stored. All where they are done sooner than TMA reads a box that is waited for, leave no
-  // registers, or are in two boxes.
-  static constexpr bool kAll = kValues * kWarpgroups <= 64 || kValues >= 144 || kTileM == 256 || kTileN == 216 || kTileN == 224 || !kWhole;
+  // So many have their activation before they are stored. All where they are done sooner than TMA reads a box that is
+  // waited for, leave no registers, or are in two boxes.
+  static constexpr bool kAll =
+      kValues * kWarpgroups <= 64 || kValues >= 144 || kTileM == 256 || kTileN == 216 || kTileN == 224 || !kWhole;
   static constexpr int kAtOnce = kAll ? kValues : kOfBox * kWarpgroups < 24 ? 2 * kOfBox : kOfBox;
   // A row of shared memory is of D, and of no more than 128 bytes.
   static constexpr int kParts = kSwap ? kRows * kSize / 128 : 1;
   static constexpr int kRowBytes = kSwap ? 128 : kColumns * kSize, kBoxBytes = kRows * kColumns * kSize;
   static_assert(kRowBytes == 32 || kRowBytes == 64 || kRowBytes == 128);
-  static_assert(kColumns % (kSwap && kSize == 2 ? 8 : 16) == 0 && kTileN >= kColumns && kTileM % (kRows * kWarpgroups) == 0);
+  static_assert(kColumns % (kSwap && kSize == 2 ? 8 : 16) == 0 && kTileN >= kColumns &&
+                kTileM % (kRows * kWarpgroups) == 0);
 
  public:
   struct Params {
@@ -379,19 +392,23 @@ class CollectiveEpilogue {
     params.thread = {p, buffers, misaligned};
     if (misaligned) return CUDA_SUCCESS;
     auto const [m, n, k, batch] = shape;
-    return describe<Element>(params.d, buffers.d, kSwap ? m : n, kSwap ? n : m, batch, p.ldd, p.batch_stride_d, kRowBytes / kSize,
-                             kSwap ? kColumns : kRows, kRowBytes);
+    return describe<Element>(params.d, buffers.d, kSwap ? m : n, kSwap ? n : m, batch, p.ldd, p.batch_stride_d,
+                             kRowBytes / kSize, kSwap ? kColumns : kRows, kRowBytes);
   }
 
   // Whether there is anything to prefetch, and any bias that is loaded before a product.
   static bool has_residual(Params const& params) { return params.thread.residual != nullptr; }
-  static bool has_early_bias(Params const& params) { return params.thread.bias != nullptr && params.thread.misaligned_d == nullptr; }
+  static bool has_early_bias(Params const& params) {
+    return params.thread.bias != nullptr && params.thread.misaligned_d == nullptr;
+  }
 
   // For the tile (m, n) of the kernel's own result.
   template <class ProblemShape>
-  static CUTLASS_DEVICE void prefetch(Params const& params, ProblemShape const& shape, int32_t tile_m, int32_t tile_n, int32_t batch) {
+  static CUTLASS_DEVICE void prefetch(Params const& params, ProblemShape const& shape, int32_t tile_m, int32_t tile_n,
+                                      int32_t batch) {
     int32_t const begin_m = tile_m * kTileM, begin_n = tile_n * kTileN;
-    int32_t const extent_m = min(cute::get<0>(shape) - begin_m, kTileM), extent_n = min(cute::get<1>(shape) - begin_n, kTileN);
+    int32_t const extent_m = min(cute::get<0>(shape) - begin_m, kTileM),
+                  extent_n = min(cute::get<1>(shape) - begin_n, kTileN);
     if constexpr (kSwap) {
       sm90::prefetch(params.thread, batch, begin_n, begin_m, extent_n, extent_m, threadIdx.x % 32);
     } else {
@@ -401,7 +418,11 @@ class CollectiveEpilogue {
 
   // `thread` of those that share a tile; the named barrier is its warpgroup's.
   CUTLASS_DEVICE CollectiveEpilogue(Params const& params, TensorStorage& storage, int thread, uint32_t barrier)
-      : params_(params), storage_(storage), boxes_(storage.boxes[thread / kWarpgroup][0]), thread_(thread), barrier_(barrier) {
+      : params_(params),
+        storage_(storage),
+        boxes_(storage.boxes[thread / kWarpgroup][0]),
+        thread_(thread),
+        barrier_(barrier) {
     int const lane = thread % 32, warp = thread / 32 % 4;
     int offset;
     if constexpr (kSize == 2) {
@@ -420,7 +441,8 @@ class CollectiveEpilogue {
 
   // Of the tile that is multiplied next, by its consumers.
   template <class Accumulators, class ProblemShape, class TileCoordinate, class TiledMma>
-  CUTLASS_DEVICE auto biases(bool early, ProblemShape const& shape, TileCoordinate const& tile, TiledMma const& tiled_mma) const {
+  CUTLASS_DEVICE auto biases(bool early, ProblemShape const& shape, TileCoordinate const& tile,
+                             TiledMma const& tiled_mma) const {
     Biases<kSwap, Element, Accumulators, kWarpgroups == 3> biases;
     if (decltype(biases)::kEarly && early) {
       wait_for_primary();
@@ -431,26 +453,29 @@ class CollectiveEpilogue {
   }
 
   template <class ProblemShape, class TileCoordinate, class Biases, class Accumulators, class TiledMma>
-  CUTLASS_DEVICE void store(ProblemShape const& shape, TileCoordinate const& tile, Biases& biases, Accumulators& accumulators,
-                            TiledMma const& tiled_mma) {
+  CUTLASS_DEVICE void store(ProblemShape const& shape, TileCoordinate const& tile, Biases& biases,
+                            Accumulators& accumulators, TiledMma const& tiled_mma) {
     auto const& epilogue = params_.thread;
     auto const coordinates = [&] { return coordinates_of(shape, tile, tiled_mma); };
     auto const [m, n, k, l] = shape;
     if (epilogue.misaligned_d != nullptr) {
       constexpr int kBytes = sizeof(TensorStorage) / (kWarpgroups * 4) / 512 * 512;
       auto* const of_warp = reinterpret_cast<char*>(&storage_) + thread_ / 32 * kBytes;
-      store_misaligned<kSwap, kBytes>(epilogue, cute::get<3>(tile), m, n, coordinates(), accumulators, reinterpret_cast<float*>(of_warp));
+      store_misaligned<kSwap, kBytes>(epilogue, cute::get<3>(tile), m, n, coordinates(), accumulators,
+                                      reinterpret_cast<float*>(of_warp));
       return;
     }
     if (!epilogue.plain)
       apply<kAtOnce>(epilogue, cute::get<3>(tile), m, n, coordinates(), biases, accumulators,
-                     [&](int begin, int end) CUTLASS_LAMBDA_FUNC_INLINE { store_converted(tile, accumulators, begin, end); });
+                     [&](int begin, int end)
+                         CUTLASS_LAMBDA_FUNC_INLINE { store_converted(tile, accumulators, begin, end); });
     if (epilogue.plain || kAtOnce == kValues) store_converted(tile, accumulators);
   }
 
   // Accumulators, of whole boxes.
   template <class TileCoordinate, class Accumulators>
-  CUTLASS_DEVICE void store_converted(TileCoordinate const& tile, Accumulators const& accumulators, int begin = 0, int end = kValues) {
+  CUTLASS_DEVICE void store_converted(TileCoordinate const& tile, Accumulators const& accumulators, int begin = 0,
+                                      int end = kValues) {
     static_assert(cute::size(Accumulators{}) == kValues && cute::size<0>(Accumulators{}) == kTileN / 2);
 #pragma unroll
     for (int box = begin / kOfBox; box < (kWhole ? end / kOfBox : kBoxes); ++box) store_box(tile, accumulators, box);
@@ -497,7 +522,8 @@ class CollectiveEpilogue {
     cute::tma_store_arrive();
   }
 
-  // A box's accumulators into shared memory. Along a row the pieces' places are those of the first with some bits flipped.
+  // A box's accumulators into shared memory. Along a row the pieces' places are those of the first with some bits
+  // flipped.
   template <class Accumulators>
   CUTLASS_DEVICE void fill(Accumulators const& accumulators, int box) {
     uint32_t at = at_ + place(box);
@@ -518,14 +544,18 @@ class CollectiveEpilogue {
         if constexpr (kSwap) {
           uint32_t const to = at + block * 8 * kRowBytes;
           if (alone) {
-            asm volatile("stmatrix.sync.aligned.x2.trans.m8n8.shared.b16 [%0], {%1, %2};" ::"r"(to), "r"(words[0]), "r"(words[1]) : "memory");
+            asm volatile("stmatrix.sync.aligned.x2.trans.m8n8.shared.b16 [%0], {%1, %2};" ::"r"(to), "r"(words[0]),
+                         "r"(words[1])
+                         : "memory");
           } else {
             asm volatile("stmatrix.sync.aligned.x4.trans.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
-                         "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
+                         "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+                         : "memory");
           }
         } else {
           asm volatile("stmatrix.sync.aligned.x4.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at ^ block * 16),
-                       "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
+                       "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+                       : "memory");
         }
       }
     } else {
@@ -538,21 +568,24 @@ class CollectiveEpilogue {
           asm volatile("st.shared.f32 [%0], %1;" ::"r"(first), "f"(x) : "memory");
           asm volatile("st.shared.f32 [%0], %1;" ::"r"(first ^ kRowBytes + 16), "f"(y) : "memory");
         } else {
-          asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"((at ^ block * 32) + lower * 8 * kRowBytes), "f"(x), "f"(y) : "memory");
+          asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"((at ^ block * 32) + lower * 8 * kRowBytes), "f"(x),
+                       "f"(y)
+                       : "memory");
         }
       }
     }
   }
 
   template <class ProblemShape, class TileCoordinate, class TiledMma>
-  CUTLASS_DEVICE auto coordinates_of(ProblemShape const& shape, TileCoordinate const& tile, TiledMma const& tiled_mma) const {
+  CUTLASS_DEVICE auto coordinates_of(ProblemShape const& shape, TileCoordinate const& tile,
+                                     TiledMma const& tiled_mma) const {
     auto const whole = cute::make_identity_tensor(cute::take<0, 2>(shape));
     auto const tile_shape = cute::Shape<cute::Int<kTileM>, cute::Int<kTileN>>{};
     return tiled_mma.get_slice(thread_).partition_C(cute::local_tile(whole, tile_shape, cute::take<0, 2>(tile)));
   }
 
-  // The column of the tile at which a box begins. What is simple where boxes are whole stays so: ptxas must see which accumulators a box has, or all of
-  // them lie in memory.
+  // The column of the tile at which a box begins. What is simple where boxes are whole stays so: ptxas must see which
+  // accumulators a box has, or all of them lie in memory.
   static CUTLASS_DEVICE int first_column(int box) {
     int const first = box % kBoxesOfMma * kColumns;
     return kWhole ? first : min(first, kTileN - kColumns);

@@ -1,8 +1,9 @@
-// The sm90 family: warp-specialized TMA + wgmma kernels made of CUTLASS 3.x's collectives. A row of table.txt becomes a translation
-// unit that invokes JAX_STREAMK_SM90_KERNEL.
+// The sm90 family: warp-specialized TMA + wgmma kernels made of CUTLASS 3.x's collectives. A row of table.txt becomes a
+// translation unit that invokes JAX_STREAMK_SM90_KERNEL.
 #pragma once
 
-// Every width of wgmma, or CuTe would make a tile of 160 columns from five instructions of 32, which take a third as long again.
+// Every width of wgmma, or CuTe would make a tile of 160 columns from five instructions of 32, which take a third as
+// long again.
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 
 #include <algorithm>
@@ -11,11 +12,11 @@
 #include "cute/tensor.hpp"
 #include "cutlass/cutlass.h"
 #include "cutlass/gemm/collective/builders/sm90_gmma_builder.inl"
-#include "cutlass_kernels/clusters.h"
-#include "cutlass_kernels/cuda_kernel.h"
-#include "cutlass_kernels/eviction.h"
-#include "cutlass_kernels/reach.h"
-#include "cutlass_kernels/repack.h"
+#include "cutlass_kernels/core/cuda_kernel.h"
+#include "cutlass_kernels/passes/repack.h"
+#include "cutlass_kernels/planner/clusters.h"
+#include "cutlass_kernels/planner/eviction.h"
+#include "cutlass_kernels/planner/reach.h"
 #include "cutlass_kernels/sm90/epilogue.h"
 #include "cutlass_kernels/sm90/gemm.h"
 #include "cutlass_kernels/sm90/mainloop.h"
@@ -57,15 +58,15 @@ inline std::string name_of(Config const& c) {
   auto const letter = [](Major major) { return major == Major::kRow ? "r" : "c"; };
   auto const number = [](int x) { return std::to_string(x); };
   return std::string("sm90_") + jax_streamk::name_of(c.type_ab) + "_" + jax_streamk::name_of(c.type_d) + "_" +
-         letter(c.major_a) + letter(c.major_b) + "_" + number(c.tile_m) + "x" + number(c.tile_n) + "x" + number(c.tile_k) + "_" +
-         number(c.cluster_m) + "x" + number(c.cluster_n) + "_" + name_of(c.warp_schedule) +
+         letter(c.major_a) + letter(c.major_b) + "_" + number(c.tile_m) + "x" + number(c.tile_n) + "x" +
+         number(c.tile_k) + "_" + number(c.cluster_m) + "x" + number(c.cluster_n) + "_" + name_of(c.warp_schedule) +
          (c.swap_ab ? "_swap" : "") + (c.math == Math::kNative ? "" : std::string("_") + jax_streamk::name_of(c.math));
 }
 
-template <Type kTypeAB, Type kTypeD, Major kMajorA, Major kMajorB, int kTileM, int kTileN, int kTileK, int kClusterM, int kClusterN,
-          WarpSchedule kWarpSchedule, bool kSwapAB, Math kMath>
+template <Type kTypeAB, Type kTypeD, Major kMajorA, Major kMajorB, int kTileM, int kTileN, int kTileK, int kClusterM,
+          int kClusterN, WarpSchedule kWarpSchedule, bool kSwapAB, Math kMath>
 class Sm90Kernel final : public CudaKernel {
-  static constexpr Config kConfig = {kTypeAB, kTypeD,    kMajorA,   kMajorB,       kTileM, kTileN,
+  static constexpr Config kConfig = {kTypeAB, kTypeD,    kMajorA,   kMajorB,       kTileM,  kTileN,
                                      kTileK,  kClusterM, kClusterN, kWarpSchedule, kSwapAB, kMath};
   static constexpr bool kCooperative = kConfig.warp_schedule == WarpSchedule::kCooperative;
   // CUTLASS knows no three warpgroups that share a tile: it builds the collectives of one that has all of it.
@@ -85,8 +86,9 @@ class Sm90Kernel final : public CudaKernel {
   using TileShape = cute::Shape<cute::Int<kConfig.tile_m>, cute::Int<kConfig.tile_n>, cute::Int<kConfig.tile_k>>;
   using ClusterShape = cute::Shape<cute::Int<kConfig.cluster_m>, cute::Int<kConfig.cluster_n>, cute::_1>;
 
-  // How many columns a warpgroup stores at once, after its threads have waited for each other: as many as was measured to be best
-  // (benchmarks/results/boxes_h200_2026-11-26.md). Those of a plain tile are rows of D, which TMA writes 128, 64 or 32 bytes at a time.
+  // How many columns a warpgroup stores at once, after its threads have waited for each other: as many as was measured
+  // to be best (benchmarks/results/boxes_h200_2026-11-26.md). Those of a plain tile are rows of D, which TMA writes
+  // 128, 64 or 32 bytes at a time.
   static constexpr int store_columns(Config const& c) {
     int const few = c.tile_n % 32 == 0 ? 32 : 16;
     if (c.type_d == Type::kF32) {
@@ -95,7 +97,9 @@ class Sm90Kernel final : public CudaKernel {
     }
     if (kTwo) {
       switch (c.tile_n) {
-        case 128: case 208: case 256: return 64;
+        case 128:
+        case 208:
+        case 256: return 64;
         case 152: return 32;
         case 200: return 40;
         case 216: return 72;
@@ -110,46 +114,58 @@ class Sm90Kernel final : public CudaKernel {
     if (!c.swap_ab) return c.tile_n == 176 ? 64 : few;
     switch (c.tile_n) {
       case 80: return 40;
-      case 96: case 144: return 48;
+      case 96:
+      case 144: return 48;
       case 112: return c.tile_m == 128 ? 112 : 56;
-      case 136: case 200: return 72;
+      case 136:
+      case 200: return 72;
       case 160: return 80;
       case 168: return 56;
       case 176: return c.tile_m == 64 ? 64 : 88;
       default: return c.tile_n % 32 == 0 ? 32 : c.tile_n;
     }
   }
-  // KernelInfo::promotion_k; three TF32 promote every k-tile. ptxas spills two sets of more accumulators, of TF32 for A is in registers too.
+  // KernelInfo::promotion_k; three TF32 promote every k-tile. ptxas spills two sets of more accumulators, of TF32 for A
+  // is in registers too.
   static constexpr int promotion_k(Config const& c) {
     if (c.math == Math::kTF32x3) return c.tile_k;
     int const accumulators = c.tile_m * c.tile_n / (kTwo ? 256 : 128);
     bool const fits = !kThree && accumulators <= (c.type_ab == Type::kF32 ? 32 : 64);
     return fits && c.type_d == Type::kF32 ? promotion_k_of(c.type_ab) : 0;
   }
-  // Bytes of an SM's shared memory, 1 KB of which each CTA needs besides, that a CTA leaves to others. Barriers take no more than 256.
-  static constexpr int kOfSm = 228 << 10, kOfOthers = kCtasOfSm == 1 ? 0 : (227 << 10) - (kOfSm / kCtasOfSm - 1024 - 256);
+  // Bytes of an SM's shared memory, 1 KB of which each CTA needs besides, that a CTA leaves to others. Barriers take no
+  // more than 256.
+  static constexpr int kOfSm = 228 << 10,
+                       kOfOthers = kCtasOfSm == 1 ? 0 : (227 << 10) - (kOfSm / kCtasOfSm - 1024 - 256);
   static constexpr int kWarpgroupsOfTile = kThree ? 3 : kTwo ? 2 : 1;
-  using Epilogue = CollectiveEpilogue<ElementD, kSwap, kConfig.tile_m, kConfig.tile_n, kWarpgroupsOfTile, store_columns(kConfig)>;
+  using Epilogue =
+      CollectiveEpilogue<ElementD, kSwap, kConfig.tile_m, kConfig.tile_n, kWarpgroupsOfTile, store_columns(kConfig)>;
   template <class Tile>
-  using Collective = typename OfThree<kThree, typename WideRows<typename cutlass::gemm::collective::CollectiveBuilder<
-      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, ElementAB, LayoutA, kAlignAB, ElementAB, LayoutB, kAlignAB, float,
-      Tile, ClusterShape,
-      cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::TensorStorage)) + kOfOthers>,
-      std::conditional_t<kTwo, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
-                         cutlass::gemm::KernelTmaWarpSpecializedPingpong>>::CollectiveOp>::type>::type;
+  using Collective = typename OfThree<
+      kThree, typename WideRows<typename cutlass::gemm::collective::CollectiveBuilder<
+                  cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, ElementAB, LayoutA, kAlignAB, ElementAB, LayoutB,
+                  kAlignAB, float, Tile, ClusterShape,
+                  cutlass::gemm::collective::StageCountAutoCarveout<
+                      static_cast<int>(sizeof(typename Epilogue::TensorStorage)) + kOfOthers>,
+                  std::conditional_t<kTwo, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
+                                     cutlass::gemm::KernelTmaWarpSpecializedPingpong>>::CollectiveOp>::type>::type;
   // Whether the kernel's own A and B are contiguous along m and n.
-  static constexpr bool kAAlongM = std::is_same_v<LayoutA, cutlass::layout::ColumnMajor>, kBAlongN = std::is_same_v<LayoutB, cutlass::layout::RowMajor>;
+  static constexpr bool kAAlongM = std::is_same_v<LayoutA, cutlass::layout::ColumnMajor>,
+                        kBAlongN = std::is_same_v<LayoutB, cutlass::layout::RowMajor>;
   // CuTe tells stages apart where they have multiples of 16 rows.
   static constexpr int kRoomN = kBAlongN ? columns_by_tma(kConfig.tile_n) : (kConfig.tile_n + 15) / 16 * 16;
-  using Mainloop = CollectiveMainloop<Collective<cute::Shape<cute::Int<kConfig.tile_m>, cute::Int<kRoomN>, cute::Int<kConfig.tile_k>>>,
-                                      typename Collective<TileShape>::TiledMma, TileShape, kConfig.type_d == Type::kF32,
-                                      kConfig.math == Math::kTF32x3, promotion_k(kConfig)>;
-  using Scheduler = sm90::Scheduler<TileShape, ClusterShape, kCooperative, kCtasOfSm == 1>;  // else there are too many clusters to list
+  using Mainloop = CollectiveMainloop<
+      Collective<cute::Shape<cute::Int<kConfig.tile_m>, cute::Int<kRoomN>, cute::Int<kConfig.tile_k>>>,
+      typename Collective<TileShape>::TiledMma, TileShape, kConfig.type_d == Type::kF32, kConfig.math == Math::kTF32x3,
+      promotion_k(kConfig)>;
+  using Scheduler = sm90::Scheduler<TileShape, ClusterShape, kCooperative,
+                                    kCtasOfSm == 1>;  // else there are too many clusters to list
   using Gemm = GemmKernel<Mainloop, Epilogue, Scheduler, kConfig.warp_schedule>;
   static_assert(kCtasOfSm * (sizeof(typename Gemm::SharedStorage) + 1024) <= kOfSm);
 
   static constexpr int kClusterSize = kConfig.cluster_m * kConfig.cluster_n;
-  static constexpr int64_t kFew = 64;  // rows or columns: more take as long to multiply as the other operand to come from memory
+  static constexpr int64_t kFew =
+      64;  // rows or columns: more take as long to multiply as the other operand to come from memory
 
  public:
   Sm90Kernel() : CudaKernel(make_info()) {}
@@ -161,14 +177,14 @@ class Sm90Kernel final : public CudaKernel {
     TileOrder const order = tile_order(p, s);
     return Decomposition::make(s.kind == ScheduleKind::kStreamK && !stream_k ? ScheduleKind::kDataParallel : s.kind,
                                static_cast<int32_t>(p.batch) * order.tiles_per_batch(), k_tiles(p),
-                               Scheduler::kHasList ? std::min(clusters, Scheduler::kListed) : clusters,
-                               s.splits);
+                               Scheduler::kHasList ? std::min(clusters, Scheduler::kListed) : clusters, s.splits);
   }
 
  protected:
   Status can_launch(GemmProblem const& p, Schedule const& s, Device const& device) const override {
     if (device.arch != 90)
-      return Status::precondition(info.name + " is compiled for sm_90a; the device is sm_" + std::to_string(device.arch));
+      return Status::precondition(info.name + " is compiled for sm_90a; the device is sm_" +
+                                  std::to_string(device.arch));
     if (decomposition(p, s, device).kind == ScheduleKind::kSplitK && s.splits > Scheduler::kMaxPeers)
       return Status::invalid(info.name + " has at most " + std::to_string(Scheduler::kMaxPeers) + " splits");
     return {};
@@ -178,31 +194,39 @@ class Sm90Kernel final : public CudaKernel {
     return workspace(p, s, device).bytes;
   }
 
-  Status launch(GemmProblem const& p, Slices const& slices, Schedule const& s, Device const& device, Buffers const& buffers,
-                bool after_copy, cudaStream_t stream) const override {
+  Status launch(GemmProblem const& p, Slices const& slices, Schedule const& s, Device const& device,
+                Buffers const& buffers, bool after_copy, cudaStream_t stream) const override {
     GemmProblem const q = slices.as_batch(p);
     Workspace const parts = workspace(q, s, device);
     auto* const workspace = static_cast<char*>(buffers.workspace);
     if (parts.zeroed > 0) {
-      Status const status = from_cuda(cudaMemsetAsync(workspace, 0, parts.zeroed, stream), info.name + ": zeroing its arrival words");
+      Status const status =
+          from_cuda(cudaMemsetAsync(workspace, 0, parts.zeroed, stream), info.name + ": zeroing its arrival words");
       if (!status.ok()) return status;
     }
     TileOrder const order = tile_order(p, s);
-    auto const stride_a = stride<typename Mainloop::StrideA>(kSwap ? p.ldb : p.lda, kSwap ? p.batch_stride_b : p.batch_stride_a);
-    auto const stride_b = stride<typename Mainloop::StrideB>(kSwap ? p.lda : p.ldb, kSwap ? p.batch_stride_a : p.batch_stride_b);
+    auto const stride_a =
+        stride<typename Mainloop::StrideA>(kSwap ? p.ldb : p.lda, kSwap ? p.batch_stride_b : p.batch_stride_a);
+    auto const stride_b =
+        stride<typename Mainloop::StrideB>(kSwap ? p.lda : p.ldb, kSwap ? p.batch_stride_a : p.batch_stride_b);
     Decomposition const cut = decomposition(q, s, device);
     // Of an operand of so many rows or columns along K. Parts of three TF32 are read more than once.
     auto const first = [&](Raster line, int64_t extent, int64_t other, auto const& stride, auto const& other_stride) {
       auto const batches = [&](auto const& stride) { return cute::get<2>(stride) != 0 ? p.batch : 1; };
-      OperandUse const use{line, batches(stride) < p.batch, kConfig.math == Math::kTF32x3, extent * batches(stride),
-                           other * batches(other_stride), sizeof(ElementAB), slices.count,
+      OperandUse const use{line,
+                           batches(stride) < p.batch,
+                           kConfig.math == Math::kTF32x3,
+                           extent * batches(stride),
+                           other * batches(other_stride),
+                           sizeof(ElementAB),
+                           slices.count,
                            static_cast<double>(p.batch) * p.m * p.n * p.k};
       return goes_first(order, cut, use);
     };
     int64_t const rows = kSwap ? p.n : p.m, columns = kSwap ? p.m : p.n;
     int64_t const part = kConfig.math == Math::kTF32x3 ? p.k / 3 : 0;
-    // Few columns or rows wait for the other operand, which is read once: so many of its rows or columns a CTA loads with a stage, its part of those
-    // that are multicast.
+    // Few columns or rows wait for the other operand, which is read once: so many of its rows or columns a CTA loads
+    // with a stage, its part of those that are multicast.
     int64_t const streaming = order.tiles_n() == 1 && columns <= kFew ? kConfig.tile_m / kConfig.cluster_n
                               : order.tiles_m() == 1 && rows <= kFew  ? kConfig.tile_n / kConfig.cluster_m
                                                                       : 0;
@@ -213,7 +237,8 @@ class Sm90Kernel final : public CudaKernel {
     params.scheduler.atomic = s.reduction == Reduction::kAtomic;
     params.scheduler.arrivals = reinterpret_cast<uint32_t*>(workspace);
     params.scheduler.partials = reinterpret_cast<float*>(workspace + parts.arrivals);
-    params.loads.held_back = held_back(cut, kClusterSize, info.stages, streaming * kConfig.tile_k * sizeof(ElementAB), device.under_way);
+    params.loads.held_back =
+        held_back(cut, kClusterSize, info.stages, streaming * kConfig.tile_k * sizeof(ElementAB), device.under_way);
     params.loads.batch = static_cast<int32_t>(p.batch);
     params.loads.by_batch = Divisor(params.loads.batch);
     params.loads.part = static_cast<int32_t>(part / kConfig.tile_k);
@@ -223,10 +248,11 @@ class Sm90Kernel final : public CudaKernel {
     params.shape = {static_cast<int>(rows), static_cast<int>(columns), static_cast<int>(q.k),
                     static_cast<int>(q.batch)};
     void const *const own_a = kSwap ? buffers.b : buffers.a, *const own_b = kSwap ? buffers.a : buffers.b;
-    auto const described = [&](void const* data, bool contiguous, int64_t extent, auto const& stride, int tile, int cluster, int64_t others) {
+    auto const described = [&](void const* data, bool contiguous, int64_t extent, auto const& stride, int tile,
+                               int cluster, int64_t others) {
       int64_t const ld = contiguous ? cute::get<1>(stride) : cute::get<0>(stride), batch_stride = cute::get<2>(stride);
-      return static_cast<int>(described_extent({data, sizeof(ElementAB), contiguous, extent, p.k, ld, batch_stride != 0 ? p.batch : 1, batch_stride,
-                                                tile, cluster, others}));
+      return static_cast<int>(described_extent({data, sizeof(ElementAB), contiguous, extent, p.k, ld,
+                                                batch_stride != 0 ? p.batch : 1, batch_stride, tile, cluster, others}));
     };
     auto loaded = params.shape;
     cute::get<0>(loaded) = described(own_a, kAAlongM, rows, stride_a, kConfig.tile_m, kConfig.cluster_m, columns);
@@ -299,7 +325,9 @@ class Sm90Kernel final : public CudaKernel {
     }
   }
 
-  static int32_t k_tiles(GemmProblem const& p) { return static_cast<int32_t>((p.k + kConfig.tile_k - 1) / kConfig.tile_k); }
+  static int32_t k_tiles(GemmProblem const& p) {
+    return static_cast<int32_t>((p.k + kConfig.tile_k - 1) / kConfig.tile_k);
+  }
 
   static TileOrder tile_order(GemmProblem const& p, Schedule const& s) {
     auto const cluster_tiles = [](int64_t extent, int tile, int cluster) {
@@ -307,13 +335,13 @@ class Sm90Kernel final : public CudaKernel {
     };
     bool const along_m = (s.raster == Raster::kAlongM) != kSwap;
     return {cluster_tiles(kSwap ? p.n : p.m, kConfig.tile_m, kConfig.cluster_m),
-            cluster_tiles(kSwap ? p.m : p.n, kConfig.tile_n, kConfig.cluster_n), along_m ? Raster::kAlongM : Raster::kAlongN,
-            s.swizzle};
+            cluster_tiles(kSwap ? p.m : p.n, kConfig.tile_n, kConfig.cluster_n),
+            along_m ? Raster::kAlongM : Raster::kAlongN, s.swizzle};
   }
 
   struct Workspace {
     int64_t arrivals = 0;  // bytes before the partials
-    int64_t zeroed = 0;   // leading bytes that must be zero before the launch
+    int64_t zeroed = 0;    // leading bytes that must be zero before the launch
     int64_t bytes = 0;
   };
 
@@ -324,7 +352,7 @@ class Sm90Kernel final : public CudaKernel {
     Workspace out;
     out.arrivals = align_workspace(static_cast<int64_t>(d.shared_tiles()) * kClusterSize * sizeof(uint32_t));
     out.bytes = out.arrivals + static_cast<int64_t>(atomic ? d.shared_tiles() : d.slots()) * kClusterSize *
-                                  Scheduler::kTileValues * sizeof(float);
+                                   Scheduler::kTileValues * sizeof(float);
     out.zeroed = atomic ? out.bytes : out.arrivals;
     return out;
   }
@@ -335,14 +363,16 @@ enum class Majors { kAll, kRow };
 
 enum class Operands { kHalf, kTF32, kTF32x3 };
 
-// One row of the table: a tile for bf16 and f16, with all four majornesses of A and B or one, into the operands' type, f32 or both; or for
-// f32 as one TF32 or three.
-// Much of a translation unit's compile time goes into CUTLASS's headers, which they share.
+// One row of the table: a tile for bf16 and f16, with all four majornesses of A and B or one, into the operands' type,
+// f32 or both; or for f32 as one TF32 or three. Much of a translation unit's compile time goes into CUTLASS's headers,
+// which they share.
 template <int... kTileAndCluster>
 struct Row {
-  template <Type kTypeAB, Type kTypeD, Major kMajorA, Major kMajorB, WarpSchedule kWarpSchedule, bool kSwapAB, Math kMath = Math::kNative>
+  template <Type kTypeAB, Type kTypeD, Major kMajorA, Major kMajorB, WarpSchedule kWarpSchedule, bool kSwapAB,
+            Math kMath = Math::kNative>
   static void add() {
-    Registration(std::make_unique<Sm90Kernel<kTypeAB, kTypeD, kMajorA, kMajorB, kTileAndCluster..., kWarpSchedule, kSwapAB, kMath>>());
+    Registration(std::make_unique<
+                 Sm90Kernel<kTypeAB, kTypeD, kMajorA, kMajorB, kTileAndCluster..., kWarpSchedule, kSwapAB, kMath>>());
   }
   template <Type kTypeAB, Type kTypeD, WarpSchedule kWarpSchedule, bool kSwapAB, Majors kMajors>
   static void add_majors() {
@@ -387,7 +417,8 @@ struct Row {
 // The words of table.txt.
 namespace words {
 inline constexpr Operands half = Operands::kHalf, tf32 = Operands::kTF32, tf32x3 = Operands::kTF32x3;
-inline constexpr WarpSchedule cooperative = WarpSchedule::kCooperative, pingpong = WarpSchedule::kPingpong, single = WarpSchedule::kSingle;
+inline constexpr WarpSchedule cooperative = WarpSchedule::kCooperative, pingpong = WarpSchedule::kPingpong,
+                              single = WarpSchedule::kSingle;
 inline constexpr bool plain = false, swapped = true;
 inline constexpr Results own = Results::kOwn, f32 = Results::kF32, both = Results::kBoth;
 inline constexpr Majors all = Majors::kAll, row = Majors::kRow;
@@ -395,8 +426,9 @@ inline constexpr Majors all = Majors::kAll, row = Majors::kRow;
 
 }  // namespace jax_streamk::sm90
 
-#define JAX_STREAMK_SM90_KERNEL(types, tile_m, tile_n, tile_k, cluster_m, cluster_n, warp_schedule, operands, results, majors) \
-  namespace jax_streamk::sm90::words {                                                                                        \
-  static bool const JAX_STREAMK_ROW(__LINE__) =                                                                               \
-      Row<tile_m, tile_n, tile_k, cluster_m, cluster_n>::add_all<types, warp_schedule, operands, results, majors>();          \
+#define JAX_STREAMK_SM90_KERNEL(types, tile_m, tile_n, tile_k, cluster_m, cluster_n, warp_schedule, operands, results, \
+                                majors)                                                                                \
+  namespace jax_streamk::sm90::words {                                                                                 \
+  static bool const JAX_STREAMK_ROW(__LINE__) =                                                                        \
+      Row<tile_m, tile_n, tile_k, cluster_m, cluster_n>::add_all<types, warp_schedule, operands, results, majors>();   \
   }

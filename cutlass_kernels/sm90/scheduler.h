@@ -1,9 +1,10 @@
-// The tile scheduler of the sm90 family: the kernel asks it which tile and which MAC iterations come next (decomposition.h answers)
-// and hands it the accumulators of a shared tile to fix up.
+// The tile scheduler of the sm90 family: the kernel asks it which tile and which MAC iterations come next
+// (decomposition.h answers) and hands it the accumulators of a shared tile to fix up.
 //
-// CUTLASS's own Stream-K scheduler folds the partials of a tile one after another, each peer waiting for the one before it. Here
-// every peer draws a ticket when its accumulators are ready. All but the last store their partials at once and leave; the last
-// adds them in the order of K. It waits only for peers that are storing already, never for a CTA that may not have started.
+// CUTLASS's own Stream-K scheduler folds the partials of a tile one after another, each peer waiting for the one before
+// it. Here every peer draws a ticket when its accumulators are ready. All but the last store their partials at once and
+// leave; the last adds them in the order of K. It waits only for peers that are storing already, never for a CTA that
+// may not have started.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,14 +13,15 @@
 
 #include "cute/tensor.hpp"
 #include "cutlass/arch/barrier.h"
-#include "cutlass_kernels/clusters.h"
-#include "cutlass_kernels/decomposition.h"
+#include "cutlass_kernels/core/decomposition.h"
+#include "cutlass_kernels/planner/clusters.h"
 
 namespace jax_streamk::sm90 {
 
-// kShares: whether CTAs may share tiles. kHasList: whether the parameters list the clusters' numbers as workers, by which neighbours sit on one
-// GPC, and where the tiles of these numbers lie: the first ones, where none are shared. All that a kernel runs before its first load, and all
-// of the parameters that it reads, comes from memory first, and this is little.
+// kShares: whether CTAs may share tiles. kHasList: whether the parameters list the clusters' numbers as workers, by
+// which neighbours sit on one GPC, and where the tiles of these numbers lie: the first ones, where none are shared. All
+// that a kernel runs before its first load, and all of the parameters that it reads, comes from memory first, and this
+// is little.
 template <class TileShape, class ClusterShape, bool kShares, bool kList>
 class Scheduler {
  public:
@@ -28,17 +30,19 @@ class Scheduler {
   static constexpr int kMaxPeers = 0xffff;  // of a tile: what an arrival word can count
   static constexpr bool kMayShare = kShares, kHasList = kList;
   static constexpr bool kHasIdle = kClusterSize <= 2;  // whether a launch may have clusters without work (clusters.h)
-  static constexpr int kListed = 144;  // clusters: no GPU of this architecture has more SMs
+  static constexpr int kListed = 144;                  // clusters: no GPU of this architecture has more SMs
   static constexpr uint32_t kNone = ~0u;
   static constexpr int kTileValues = cute::size<0>(TileShape{}) * cute::size<1>(TileShape{});
 
-  // Tiles here are cluster tiles: the CTAs of a cluster share operands by multicast, so they do the same MAC iterations.
+  // Tiles here are cluster tiles: the CTAs of a cluster share operands by multicast, so they do the same MAC
+  // iterations.
   struct Params {
     Decomposition decomposition;
     TileOrder order;
     bool atomic = false;
     uint32_t* arrivals = nullptr;  // [shared cluster tile][CTA of the cluster]; zero before the launch
-    float* partials = nullptr;  // [slot, or shared cluster tile if atomic][CTA of the cluster][kTileValues]; zero if atomic
+    float* partials =
+        nullptr;  // [slot, or shared cluster tile if atomic][CTA of the cluster][kTileValues]; zero if atomic
     Idle idle;
     // Of a cluster where its first tile lies along m, along n and among batches, and its number, 8 bits each; or kNone.
     uint32_t list[kHasList ? kListed : 1];
@@ -46,13 +50,15 @@ class Scheduler {
     // Returns how many clusters to launch.
     int32_t place(int32_t sms) {
       // Nobody else may have their number: where a schedule leaves most SMs alone, there are tiles for it.
-      if (Work work; kHasIdle && !decomposition.work(kIdle, 0, work)) idle = idle_clusters(decomposition.workers, kClusterSize, sms);
+      if (Work work; kHasIdle && !decomposition.work(kIdle, 0, work))
+        idle = idle_clusters(decomposition.workers, kClusterSize, sms);
       int32_t const clusters = decomposition.workers + idle.count;
       if constexpr (kHasList) {
-        // Of one line of tiles neighbours share what all do. But they read neighbouring memory: where the last of many waves counts for little,
-        // narrow tiles were 2 to 5% faster in order.
+        // Of one line of tiles neighbours share what all do. But they read neighbouring memory: where the last of many
+        // waves counts for little, narrow tiles were 2 to 5% faster in order.
         int32_t const pieces = decomposition.tiles * decomposition.splits;
-        bool const spread = pieces > decomposition.workers && pieces < 4 * decomposition.workers && (order.tiles_m() == 1 || order.tiles_n() == 1);
+        bool const spread = pieces > decomposition.workers && pieces < 4 * decomposition.workers &&
+                            (order.tiles_m() == 1 || order.tiles_n() == 1);
         uint8_t numbers[kListed];
         number_by_gpc(clusters, idle.count, kClusterSize, spread, numbers);
         std::fill_n(list, kListed, kNone);
@@ -65,8 +71,8 @@ class Scheduler {
     }
   };
 
-  // Consumers keep this in registers beside their accumulators, so it holds no more than the kernel asks for; fixup() asks the
-  // decomposition again.
+  // Consumers keep this in registers beside their accumulators, so it holds no more than the kernel asks for; fixup()
+  // asks the decomposition again.
   struct Tile {
     int32_t m = 0, n = 0, batch = 0;  // of the CTA, in tiles of its own
     int32_t k_begin = 0;
@@ -110,7 +116,8 @@ class Scheduler {
     Tile tile;
     Work work;
     Decomposition const& decomposition = params_.decomposition;
-    if (kShares && !kWhole ? decomposition.work(worker(params_), ordinal, work) : decomposition.whole_tile(worker(params_), ordinal, work)) {
+    if (kShares && !kWhole ? decomposition.work(worker(params_), ordinal, work)
+                           : decomposition.whole_tile(worker(params_), ordinal, work)) {
       auto const at = params_.order.coordinate(work.tile);
       tile.m = at.m * kClusterM + static_cast<int32_t>(blockIdx.x % kClusterM);
       tile.n = at.n * kClusterN + static_cast<int32_t>(blockIdx.y);
@@ -123,8 +130,8 @@ class Scheduler {
     return tile;
   }
 
-  // Called by all consumer threads with their accumulators of `tile`'s run of iterations. Of the CTAs that share the tile it answers one
-  // that it is to run the epilogue; that one's accumulators hold the whole sum.
+  // Called by all consumer threads with their accumulators of `tile`'s run of iterations. Of the CTAs that share the
+  // tile it answers one that it is to run the epilogue; that one's accumulators hold the whole sum.
   template <class Accumulators>
   CUTLASS_DEVICE static bool fixup(Params const& params, Tile const& tile, Accumulators& accumulators,
                                    uint32_t warp_groups, uint32_t warp_group) {
@@ -135,7 +142,8 @@ class Scheduler {
     if (work.peers == 1) return true;
     constexpr int kValues = cute::size(Accumulators{});
     uint32_t const threads = warp_groups * cutlass::NumThreadsPerWarpGroup;
-    uint32_t const thread = warp_group * cutlass::NumThreadsPerWarpGroup + threadIdx.x % cutlass::NumThreadsPerWarpGroup;
+    uint32_t const thread =
+        warp_group * cutlass::NumThreadsPerWarpGroup + threadIdx.x % cutlass::NumThreadsPerWarpGroup;
     uint32_t const cta = blockIdx.x % kClusterM + blockIdx.y * kClusterM;
     // Partials keep the order of the registers: value v of a thread lies beside value v of its neighbour.
     auto const partial = [&](int32_t slot) {
@@ -169,8 +177,8 @@ class Scheduler {
       for (int v = 0; v < kValues; ++v) accumulators(v) += __ldcg(from + v * threads);
       return true;
     }
-    // More partials are added in the order of K, whoever came last. Its own goes through memory too: there are no registers for
-    // a second tile.
+    // More partials are added in the order of K, whoever came last. Its own goes through memory too: there are no
+    // registers for a second tile.
     float* const own = partial(decomposition.slot(work.tile, work.peer));
 #pragma unroll
     for (int v = 0; v < kValues; ++v) __stcg(own + v * threads, accumulators(v));
@@ -193,7 +201,8 @@ class Scheduler {
     return before;
   }
 
-  // Thread 0 releases what all consumers stored before the barrier that precedes this, and acquires it for those that come after.
+  // Thread 0 releases what all consumers stored before the barrier that precedes this, and acquires it for those that
+  // come after.
   CUTLASS_DEVICE static void announce_partial(uint32_t* arrival) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;\n" ::"l"(arrival), "n"(kPartial) : "memory");
   }
@@ -218,8 +227,8 @@ class Scheduler {
         "selp.u32 %0, 1, 0, out;\n"
         "}\n"
         : "=r"(result)
-        : "r"(static_cast<uint32_t>(value)), "r"(static_cast<uint32_t>(cutlass::arch::ReservedNamedBarriers::StreamkBarrier0)),
-          "r"(threads)
+        : "r"(static_cast<uint32_t>(value)),
+          "r"(static_cast<uint32_t>(cutlass::arch::ReservedNamedBarriers::StreamkBarrier0)), "r"(threads)
         : "memory");
     return result != 0;
   }

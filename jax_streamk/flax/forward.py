@@ -15,7 +15,9 @@ def check_fields(layer, dot_general):
     name = type(layer).__name__
     check_activation(name, layer.activation)
     if dot_general is not None and layer.schedule is not None:
-        raise ValueError(f"{name}: schedule={layer.schedule} says how jax_streamk multiplies, and dot_general={dot_general} would")
+        raise ValueError(
+            f"{name}: schedule={layer.schedule} says how jax_streamk multiplies, and dot_general={dot_general} would"
+        )
 
 
 def forward(layer, dot_general, inputs, kernel, bias, preferred_element_type=None, **sharding):

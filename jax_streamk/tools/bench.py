@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import jax_streamk
 from jax_streamk.device import device_of
 from jax_streamk.epilogue import ACTIVATIONS
-from jax_streamk.measure import ROTATED_BYTES
-from jax_streamk.programs import repeat, wall_sample
 from jax_streamk.tools import results, shapes, sides, timing
 from jax_streamk.tools.info import driver
+from jax_streamk.tuning.measure import ROTATED_BYTES
+from jax_streamk.tuning.programs import repeat, wall_sample
 
 # Of the largest entry: what rounding, TF32 against float32 included, stays far below, and a wrong sum does not.
 GROSS_ERROR = {"bfloat16": 0.02, "float16": 0.02, "float32": 0.01, "float64": 1e-9}
@@ -32,17 +32,40 @@ def add_arguments(parser):
     what = shapes.add_arguments(parser)
     what.add_argument("--from", dest="result", metavar="RESULT.json", help="show what was measured before")
     parser.add_argument("--dtype", default="bfloat16", choices=GROSS_ERROR, help="of operands and result (%(default)s)")
-    parser.add_argument("--precision", choices=["default", "high", "highest"], default="default", help="of products of float32")
+    parser.add_argument(
+        "--precision", choices=["default", "high", "highest"], default="default", help="of products of float32"
+    )
     activations = ["none", *filter(None, ACTIVATIONS)]
-    parser.add_argument("--linear", choices=activations, metavar="ACTIVATION", help=f"linear layers with a bias: {', '.join(activations)}")
+    parser.add_argument(
+        "--linear",
+        choices=activations,
+        metavar="ACTIVATION",
+        help=f"linear layers with a bias: {', '.join(activations)}",
+    )
     kinds = "; ".join(map(": ".join, sides.MEASURES.items()))
-    parser.add_argument("--measure", action="append", choices=sides.MEASURES, help=f"may be given several times; all without it. {kinds}")
-    parser.add_argument("--rounds", type=shapes.positive, default=2, help="in each, the sides are timed in order and in reverse (%(default)s)")
+    parser.add_argument(
+        "--measure",
+        action="append",
+        choices=sides.MEASURES,
+        help=f"may be given several times; all without it. {kinds}",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=shapes.positive,
+        default=2,
+        help="in each, the sides are timed in order and in reverse (%(default)s)",
+    )
     parser.add_argument("--no-peers", action="store_true", help="XLA only, not other libraries that are installed")
-    parser.add_argument("--limit", type=shapes.seconds, default=math.inf, metavar="SECONDS", help="after which no new shape is begun")
-    parser.add_argument("--out", type=pathlib.Path, metavar="OUT.json", help="written after every shape; at the end OUT.md, the table")
+    parser.add_argument(
+        "--limit", type=shapes.seconds, default=math.inf, metavar="SECONDS", help="after which no new shape is begun"
+    )
+    parser.add_argument(
+        "--out", type=pathlib.Path, metavar="OUT.json", help="written after every shape; at the end OUT.md, the table"
+    )
     parser.add_argument("--resume", action="store_true", help="go on with what OUT.json has")
-    parser.add_argument("--plot", type=pathlib.Path, metavar="DIR", help="write plots there: roofline and ratios, as SVG and PNG")
+    parser.add_argument(
+        "--plot", type=pathlib.Path, metavar="DIR", help="write plots there: roofline and ratios, as SVG and PNG"
+    )
     parser.set_defaults(error=parser.error)
 
 
@@ -182,7 +205,9 @@ def measure(task, shape, peers, measures, rounds, gpu):
     if no_operands:
         row["sides"] = {sides.XLA: no_operands, sides.OURS: no_operands}
         return row
-    builders = {name: functools.partial(sides.jax_programs, function) for name, function in task.functions(shape).items()}
+    builders = {
+        name: functools.partial(sides.jax_programs, function) for name, function in task.functions(shape).items()
+    }
     if plan.kernel is None:
         builders.pop(sides.OURS), builders.pop(sides.OUR_MATMUL, None)
     builders |= {name: functools.partial(build, shape) for name, build in peers.items()}
@@ -199,7 +224,9 @@ def measure(task, shape, peers, measures, rounds, gpu):
             reference = first if name == sides.XLA else reference
             if name not in (sides.XLA, sides.OUR_MATMUL) and reference is not None:
                 difference = _difference(first, reference)
-                side |= dict(max_difference=difference, wrong=difference is None or difference > GROSS_ERROR[task.dtype])
+                side |= dict(
+                    max_difference=difference, wrong=difference is None or difference > GROSS_ERROR[task.dtype]
+                )
             programs[name] = built
     samples = {name: {each: [] for each in measures} for name in programs}
     for each in measures:
@@ -266,7 +293,10 @@ def _limits(dtype):
     x, size = jnp.ones(1 << 26), 8192
     stream, square = (
         wall_sample(_warm(sides.jax_programs(function, [operands], 1)["device"]), 0.1)
-        for function, operands in ((jnp.negative, (x,)), (jnp.matmul, sides.Task(dtype).operands(shapes.Shape(size, size, size), 1)[0]))
+        for function, operands in (
+            (jnp.negative, (x,)),
+            (jnp.matmul, sides.Task(dtype).operands(shapes.Shape(size, size, size), 1)[0]),
+        )
     )
     return dict(bytes_per_s=2 * x.nbytes / stream * 1e6, flops_per_s=2 * size**3 / square * 1e6)
 

@@ -10,22 +10,32 @@ import sys
 
 import jax
 
-from jax_streamk import _ffi, described, lowering, tuned
+from jax_streamk import _ffi, described, lowering
 from jax_streamk.device import device_for_lowering, device_of
+from jax_streamk.tuning import tuned
 
 _DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 
 
 def add_arguments(parser):
     parser.add_argument("--json", action="store_true", help="as JSON")
-    parser.add_argument("--kernels", metavar="FILE", help="describe the CUDA kernels of this build in FILE, and do nothing else (maintainers)")
+    parser.add_argument(
+        "--kernels",
+        metavar="FILE",
+        help="describe the CUDA kernels of this build in FILE, and do nothing else (maintainers)",
+    )
     parser.add_argument("--cache", metavar="DIR", help="of which tuned plans are told (the user's cache folder)")
 
 
 def run(arguments):
     if arguments.kernels:
         return _describe_kernels(arguments.kernels)
-    parts = {"versions": _versions, "devices": _devices, "kernels": _kernels, "tuned plans": lambda: _tuned_plans(arguments.cache)}
+    parts = {
+        "versions": _versions,
+        "devices": _devices,
+        "kernels": _kernels,
+        "tuned plans": lambda: _tuned_plans(arguments.cache),
+    }
     report = {name: _attempt(part) for name, part in parts.items()}
     if arguments.json:
         print(json.dumps(report, indent=2))
@@ -59,16 +69,22 @@ def _lines(report, indent=""):
 
 
 def _versions():
-    plugins = [name for name in map(_name, importlib.metadata.distributions()) if re.fullmatch(r"jax-cuda\d+-plugin", name)]
+    plugins = [
+        name for name in map(_name, importlib.metadata.distributions()) if re.fullmatch(r"jax-cuda\d+-plugin", name)
+    ]
     versions = {"jax-streamk": tuned.version()}
-    versions |= {name: _attempt(importlib.metadata.version, name) for name in ("jax", "jaxlib", *sorted(plugins), "numpy")}
+    versions |= {
+        name: _attempt(importlib.metadata.version, name) for name in ("jax", "jaxlib", *sorted(plugins), "numpy")
+    }
     try:
         versions["flax"] = importlib.metadata.version("flax")
     except importlib.metadata.PackageNotFoundError:
         versions["flax"] = "not installed"
     major, minor = divmod(_ffi.cuda_version // 10, 100)
     return versions | {
-        "CUDA compiled against": f"{major}.{minor}" if _ffi.cuda_version else f"none, no CUDA kernels: {_ffi.without_cuda}",
+        "CUDA compiled against": f"{major}.{minor}"
+        if _ffi.cuda_version
+        else f"none, no CUDA kernels: {_ffi.without_cuda}",
         "Python": sys.version,
         "system": platform.platform(),
     }
@@ -127,7 +143,9 @@ def _tuned_plans(cache):
     if not isinstance(default, str) and default.kind:
         devices.add(default)
     state = {_describe(device): _attempt(_state, store, device) for device in sorted(devices, key=_describe)}
-    others = _attempt(lambda: ", ".join(sorted({x.name for x in store.directory.glob("*")} - {store.path(d).name for d in devices})))
+    others = _attempt(
+        lambda: ", ".join(sorted({x.name for x in store.directory.glob("*")} - {store.path(d).name for d in devices}))
+    )
     return {"folder": str(store.directory), **state, "other files": others or "none"}
 
 

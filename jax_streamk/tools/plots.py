@@ -31,7 +31,9 @@ def write(result, folder):
         raise ValueError("no shape was measured")
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    with plt.rc_context({"svg.hashsalt": "jax_streamk", "axes.spines.top": False, "axes.spines.right": False, "font.size": 10}):
+    with plt.rc_context(
+        {"svg.hashsalt": "jax_streamk", "axes.spines.top": False, "axes.spines.right": False, "font.size": 10}
+    ):
         for name, draw in dict(roofline=_roofline, ratio=_ratio).items():
             figure = draw(result, rows)
             for kind, metadata in (("svg", {"Date": None}), ("png", {})):
@@ -56,7 +58,9 @@ def _roofline(result, rows):
     measure, figure = result["measures"][0], plt.figure(figsize=(8, 6), layout="constrained")
     axes = figure.add_subplot(xscale="log", yscale="log")
     intensity = np.array([row["flops"] / row["bytes"] for row in rows])
-    times = {side: [row["sides"][side].get(measure, {}).get("median_us", np.nan) for row in rows] for side in (XLA, OURS)}
+    times = {
+        side: [row["sides"][side].get(measure, {}).get("median_us", np.nan) for row in rows] for side in (XLA, OURS)
+    }
     speed = {side: np.array([row["flops"] for row in rows]) / us / 1e6 for side, us in times.items()}
     speed[OURS] = np.where(np.isnan(speed[OURS]), speed[XLA], speed[OURS])
     axes.vlines(intensity, speed[XLA], speed[OURS], color="#bbbbbb", linewidth=0.8, zorder=1)
@@ -66,7 +70,9 @@ def _roofline(result, rows):
         at = kinds == kind
         if at.any():
             label = f"jax_streamk, {kind} ({at.sum()})"
-            axes.scatter(intensity[at], speed[OURS][at], s=34 if len(rows) <= _LABELLED else 14, label=label, zorder=3, **style)
+            axes.scatter(
+                intensity[at], speed[OURS][at], s=34 if len(rows) <= _LABELLED else 14, label=label, zorder=3, **style
+            )
     limits = result["limits"]
     fastest = np.fmax(speed[XLA], speed[OURS])
     memory = limits.get("bytes_per_s", np.nanmax(fastest / intensity) * 1e12) / 1e12
@@ -75,7 +81,11 @@ def _roofline(result, rows):
     xs = np.geomspace(intensity.min() / 1.5, max(intensity.max(), compute / memory) * 1.5, 300)
     roof = f"{word}: {memory * 1e3:,.0f} GB/s, {compute:,.{0 if compute > 10 else 2}f} TFLOP/s"
     axes.plot(xs, np.minimum(memory * xs, compute), color="#009e73", linewidth=1.2, label=roof, zorder=0)
-    axes.set(xlabel="FLOP per byte of operands and result", ylabel="TFLOP/s", title=_title(result, f"Speed beside XLA, {measure} time"))
+    axes.set(
+        xlabel="FLOP per byte of operands and result",
+        ylabel="TFLOP/s",
+        title=_title(result, f"Speed beside XLA, {measure} time"),
+    )
     axes.grid(alpha=0.25, which="major")
     figure.legend(loc="outside lower center", ncols=3, fontsize=9)
     return figure
@@ -95,22 +105,44 @@ def _ratio(result, rows):
     size = 34 if named else 10
     for each, marker in zip(others, "x+"):
         label = f"{each} (mean {mean[each]:.3f})"
-        axes.scatter(at, ratios[each], s=size * 0.65, color="#b3a1c9", marker=marker, linewidth=1, label=label, zorder=2)
+        axes.scatter(
+            at, ratios[each], s=size * 0.65, color="#b3a1c9", marker=marker, linewidth=1, label=label, zorder=2
+        )
     for kind, style in _STYLES.items():
         chosen = kinds == kind
         if chosen.any():
             if named:
-                axes.vlines(at[chosen], 1, ratios[measure][chosen], color=style["color"], linewidth=1.2, alpha=0.6, zorder=1)
-            axes.scatter(at[chosen], ratios[measure][chosen], s=size, label=f"{measure}, {kind} ({chosen.sum()})", zorder=3, **style)
-    axes.axhline(mean[measure], color="#0072b2", linewidth=1, linestyle="--", label=f"{measure}: geometric mean {mean[measure]:.3f}")
-    low, high = min(0.9, *(r.min() for r in ratios.values())) / 1.05, max(1.1, *(r.max() for r in ratios.values())) * 1.05
+                axes.vlines(
+                    at[chosen], 1, ratios[measure][chosen], color=style["color"], linewidth=1.2, alpha=0.6, zorder=1
+                )
+            axes.scatter(
+                at[chosen],
+                ratios[measure][chosen],
+                s=size,
+                label=f"{measure}, {kind} ({chosen.sum()})",
+                zorder=3,
+                **style,
+            )
+    axes.axhline(
+        mean[measure],
+        color="#0072b2",
+        linewidth=1,
+        linestyle="--",
+        label=f"{measure}: geometric mean {mean[measure]:.3f}",
+    )
+    low, high = (
+        min(0.9, *(r.min() for r in ratios.values())) / 1.05,
+        max(1.1, *(r.max() for r in ratios.values())) * 1.05,
+    )
     ticks = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 4, 6, 8, 10]
     ticks = [tick for tick in ticks if low <= tick <= high]
     axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.yaxis.set_minor_locator(matplotlib.ticker.NullLocator())
     axes.set_ylim(low, high)
     axes.set_xlim(-0.8, len(rows) - 0.2)
-    axes.set(ylabel="XLA's time over ours (above 1: we are faster)", title=_title(result, "Ratio to XLA, shape by shape"))
+    axes.set(
+        ylabel="XLA's time over ours (above 1: we are faster)", title=_title(result, "Ratio to XLA, shape by shape")
+    )
     if named:
         names = [" x ".join(str(row[name]) for name in "mnk") for row in rows]
         axes.set_xticks(at, names, rotation=60, ha="right", rotation_mode="anchor", fontsize=8)

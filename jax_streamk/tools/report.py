@@ -76,7 +76,9 @@ def _tail(result):
             f" multiplies {limits['flops_per_s'] / 1e12:.1f} TFLOP/s (a large square)."
         )
     if result["link_us"] and "dependent" in result["measures"]:
-        lines.append(f"Dependent calls: {duration(result['link_us'])} of each, on every side, are the kernel that makes them so.")
+        lines.append(
+            f"Dependent calls: {duration(result['link_us'])} of each, on every side, are the kernel that makes them so."
+        )
     cool = sum(row.get("rotated_bytes", 200e6) < 200e6 for row in result["rows"])
     if cool and result["machine"]["platform"] == "cuda":
         lines.append(f"{cool} shapes are so small that less than 200 MB of operands rotate.")
@@ -87,7 +89,9 @@ def _tail(result):
                 failed.setdefault((name, side["error"]), []).append(_extents(row))
             if side.get("wrong"):
                 difference = side["max_difference"] or math.inf
-                lines.append(f"FAILED {name} of {_extents(row)}: differs from XLA by {difference:.2g} of the largest entry")
+                lines.append(
+                    f"FAILED {name} of {_extents(row)}: differs from XLA by {difference:.2g} of the largest entry"
+                )
     for (name, error), where in failed.items():
         lines.append(f"FAILED {name} of {where[0]}" + f" and {len(where) - 1} more" * (len(where) > 1) + f": {error}")
     if "stopped" in result:
@@ -98,7 +102,11 @@ def _tail(result):
 def _summary(result, style):
     table = Table(box=style)
     table.add_column("against XLA")
-    for column in ("shapes", *(f"{each}: mean" for each in result["measures"]), *(f"{each} < {LOSS}" for each in result["measures"])):
+    for column in (
+        "shapes",
+        *(f"{each}: mean" for each in result["measures"]),
+        *(f"{each} < {LOSS}" for each in result["measures"]),
+    ):
         table.add_column(column, justify="right")
     for column in ("fallbacks, as 1.0", "failed", "wrong"):
         table.add_column(column, justify="right")
@@ -138,10 +146,15 @@ def _table(result, style):
         cells += [_time(xla, measures[0]), _time(ours, measures[0]), *(_ratio(ours, each, plain) for each in measures)]
         cells += [_ratio(row["sides"].get(name, {}), measures[0], plain) for name in others]
         if result["limits"]:
-            cells.append(f"{ours['bytes_per_s'] / result['limits']['bytes_per_s']:.0%}" if "bytes_per_s" in ours else "")
+            cells.append(
+                f"{ours['bytes_per_s'] / result['limits']['bytes_per_s']:.0%}" if "bytes_per_s" in ours else ""
+            )
         difference = ours.get("max_difference")
         plan = row["plan"]
-        cells += [f"{difference:.1e}" if difference is not None else "", f"{plan['kernel']} {plan['schedule']}" if plan["kernel"] else "XLA"]
+        cells += [
+            f"{difference:.1e}" if difference is not None else "",
+            f"{plan['kernel']} {plan['schedule']}" if plan["kernel"] else "XLA",
+        ]
         table.add_row(*cells)
     return table
 

@@ -45,7 +45,11 @@ def summary(result):
         ratios = [side["ratio"] for side in rows if "ratio" in side]
         out[name] = dict(
             shapes=len(rows),
-            geomean={each: math.exp(sum(math.log(r[each]) for r in ratios) / len(ratios)) for each in result["measures"] if ratios},
+            geomean={
+                each: math.exp(sum(math.log(r[each]) for r in ratios) / len(ratios))
+                for each in result["measures"]
+                if ratios
+            },
             losses={each: sum(r[each] < LOSS for r in ratios) for each in result["measures"]},
             **{count: sum(key in side and bool(side[key]) for side in rows) for count, key in _COUNTS.items()},
         )

@@ -35,7 +35,14 @@ class Shape:
         return text + " A^T" * self.trans_a + " B^T" * self.trans_b
 
 
-_NUMBERS = {"m": None, "n": None, "k": None, "trans_a": "0", "trans_b": "0", "batch": "1"}  # what is there where a cell is empty
+_NUMBERS = {
+    "m": None,
+    "n": None,
+    "k": None,
+    "trans_a": "0",
+    "trans_b": "0",
+    "batch": "1",
+}  # what is there where a cell is empty
 _COLUMNS = (*_NUMBERS, "source")
 
 
@@ -59,19 +66,25 @@ def read(path, column_major=False):
         line = 0
         try:
             header = file.readline()
-            rows = csv.DictReader(itertools.chain([header], file), delimiter=max(",;\t", key=header.count), skipinitialspace=True)
+            rows = csv.DictReader(
+                itertools.chain([header], file), delimiter=max(",;\t", key=header.count), skipinitialspace=True
+            )
             names = [name.strip().lower() for name in rows.fieldnames or ()]
             if twice := [name for name in dict.fromkeys(names) if name in _COLUMNS and names.count(name) > 1]:
                 raise ValueError(f"{path}:1: the header has column {', '.join(twice)} more than once")
             missing = [name for name in ("m", "n", "k") if name not in names]
             if missing:
-                raise ValueError(f"{path}:1: the header has no column {', '.join(missing)}; it must have m, n and k, and has {names}")
+                raise ValueError(
+                    f"{path}:1: the header has no column {', '.join(missing)}; it must have m, n and k, and has {names}"
+                )
             rows.fieldnames = names
             for row in rows:
                 line = rows.line_num
                 shape = _shape(f"{path}:{line}", row)
                 if column_major:
-                    shape = dataclasses.replace(shape, m=shape.n, n=shape.m, trans_a=shape.trans_b, trans_b=shape.trans_a)
+                    shape = dataclasses.replace(
+                        shape, m=shape.n, n=shape.m, trans_a=shape.trans_b, trans_b=shape.trans_a
+                    )
                 shapes.setdefault(dataclasses.replace(shape, source=""), shape)
         except (csv.Error, UnicodeDecodeError) as error:
             raise ValueError(f"{path}:{line + 1}: not a CSV file: {error}") from None
@@ -146,7 +159,9 @@ def _streamk_sample():
     rng = random.Random(2023)
     for i in range(256):
         extents = [128 * 64 ** rng.random() for _ in range(3)]
-        yield Shape(*(round(x) if i % 4 == 3 else 8 * round(x / 8) for x in extents), source="any" if i % 4 == 3 else "aligned")
+        yield Shape(
+            *(round(x) if i % 4 == 3 else 8 * round(x / 8) for x in extents), source="any" if i % 4 == 3 else "aligned"
+        )
 
 
 def _strong_scaling():
@@ -209,10 +224,16 @@ def seconds(text):
 def add_arguments(parser):
     """Adds what ``chosen`` reads; returns the group of which one is given, for more ways to say what."""
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("file", nargs="?", metavar="FILE.csv", help="columns m, n, k and optionally trans_a, trans_b, batch, source")
+    what.add_argument(
+        "file", nargs="?", metavar="FILE.csv", help="columns m, n, k and optionally trans_a, trans_b, batch, source"
+    )
     what.add_argument("--set", choices=SETS, help="shapes that come with the library")
-    parser.add_argument("--column-major", action="store_true", help="the file's operands are column-major, as DeepBench's are")
-    parser.add_argument("--sample", type=positive, metavar="N", help="only N of the shapes, one of each of N equal parts")
+    parser.add_argument(
+        "--column-major", action="store_true", help="the file's operands are column-major, as DeepBench's are"
+    )
+    parser.add_argument(
+        "--sample", type=positive, metavar="N", help="only N of the shapes, one of each of N equal parts"
+    )
     return what
 
 

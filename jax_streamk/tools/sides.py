@@ -17,8 +17,8 @@ from jax import lax
 import jax_streamk
 from jax_streamk.device import device_of
 from jax_streamk.epilogue import ACTIVATIONS
-from jax_streamk.programs import Program, dependent, repeat
 from jax_streamk.tools.timing import device_samples, summary
+from jax_streamk.tuning.programs import Program, dependent, repeat
 
 OURS, XLA, OUR_MATMUL = "jax_streamk", "XLA", "jax_streamk.matmul"
 MEASURES = {
@@ -93,7 +93,10 @@ class Task:
             return {XLA: stored(jnp.matmul, self.xla_precision), OURS: stored(jax_streamk.matmul)}
         activation = ACTIVATIONS[self.linear["activation"]]
         return {
-            XLA: stored(lambda x, w, bias, precision: activation(jnp.matmul(x, w, precision=precision) + bias), self.xla_precision),
+            XLA: stored(
+                lambda x, w, bias, precision: activation(jnp.matmul(x, w, precision=precision) + bias),
+                self.xla_precision,
+            ),
             OURS: stored(functools.partial(jax_streamk.linear, **self.linear)),
             OUR_MATMUL: stored(lambda x, w, bias, precision: jax_streamk.matmul(x, w, precision=precision)),
         }
@@ -189,7 +192,9 @@ def pallas_programs(task, shape, operands, in_program):
         if shape.m % (rows * (1 + (not across))) or shape.n % (columns * (1 + across)) or shape.k % 64:
             continue
         config = mgpu.TuningConfig(rows, columns, 64, 4, grid_tile_width=8, wg_dimension=wide)
-        programs = jax_programs(lambda a, b, config=config: mgpu.matmul(a, b, config=config, **none), operands, in_program)
+        programs = jax_programs(
+            lambda a, b, config=config: mgpu.matmul(a, b, config=config, **none), operands, in_program
+        )
         repeat(programs["device"], 1)
         time = summary(device_samples(programs["device"])[0])["median_us"]
         if best is None or time < best[0]:

@@ -7,7 +7,7 @@ import tempfile
 import jax
 import numpy as np
 
-from jax_streamk.programs import repeat
+from jax_streamk.tuning.programs import repeat
 
 # Every event of XLA's CUPTI tracer that is a kernel, a copy or a memset has one of these, and no other event (overhead, markers) has.
 # Those inside a CUDA graph are traced one by one, unless the profiler's gpu_enable_cupti_activity_graph_trace is set.

@@ -7,19 +7,26 @@ import time
 import jax
 import jax.numpy as jnp
 
-from jax_streamk import compat, lowering, schedules, tune, tuned
+from jax_streamk import compat, lowering, schedules
 from jax_streamk.device import device_of
-from jax_streamk.measure import Memory
 from jax_streamk.text import duration
 from jax_streamk.tools import shapes
+from jax_streamk.tuning import tune, tuned
+from jax_streamk.tuning.measure import Memory
 
 
 def add_arguments(parser):
     shapes.add_arguments(parser)
-    parser.add_argument("--dtype", action="append", type=dtype, help="of operands (bfloat16); may be given several times")
+    parser.add_argument(
+        "--dtype", action="append", type=dtype, help="of operands (bfloat16); may be given several times"
+    )
     parser.add_argument("--out-dtype", type=dtype, help="of results (JAX's choice)")
-    parser.add_argument("--cache", metavar="DIR", help="where plans are stored (the user's cache folder, which programs look in)")
-    parser.add_argument("--limit", type=shapes.seconds, default=math.inf, metavar="SECONDS", help="begin no product after so long")
+    parser.add_argument(
+        "--cache", metavar="DIR", help="where plans are stored (the user's cache folder, which programs look in)"
+    )
+    parser.add_argument(
+        "--limit", type=shapes.seconds, default=math.inf, metavar="SECONDS", help="begin no product after so long"
+    )
     parser.add_argument("--again", action="store_true", help="measure what is stored already, too")
 
 
@@ -40,7 +47,11 @@ def run(arguments):
     for product, why in left.items():
         console.print(f"{product}: {why}")
 
-    stored = {} if arguments.again else {problem: found for problem, found in store.plans(device).items() if found.is_of_this_xla}
+    stored = (
+        {}
+        if arguments.again
+        else {problem: found for problem, found in store.plans(device).items() if found.is_of_this_xla}
+    )
     before = {problem: stored[problem] for problem in problems if problem in stored}
     now, failed, ended, interrupted = {}, 0, "", False
     memory, started = Memory(device), time.monotonic()
@@ -72,7 +83,9 @@ def run(arguments):
         ratios = [plan.planned_microseconds / plan.microseconds for plan in plans]
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
         changed = sum(ratio != 1 for ratio in ratios)
-        print(f"{changed} of {len(plans)} plans are not the planner's; its time over theirs, geometric mean: {mean:.3f}")
+        print(
+            f"{changed} of {len(plans)} plans are not the planner's; its time over theirs, geometric mean: {mean:.3f}"
+        )
         print(f"left to XLA, whose product is faster: {sum(plan.is_left_to_xla for plan in plans)} of {len(plans)}")
         print(f"stored in {store.path(device)}")
     return 130 if interrupted else int(failed > 0)
@@ -95,7 +108,11 @@ def _plan(wanted, dtypes, out_dtype, device):
             operands = [jax.ShapeDtypeStruct(stored, each) for stored in shape.stored()]
             params = dict(precision=compat.canonicalize_precision(None), preferred_element_type=out_dtype)
             made, _ = lowering.plan(
-                *operands, dimension_numbers=shape.dimension_numbers(), **params, schedule=schedules.Auto(), device=device
+                *operands,
+                dimension_numbers=shape.dimension_numbers(),
+                **params,
+                schedule=schedules.Auto(),
+                device=device,
             )
             if made.kernel is None:
                 left[product] = made.reasons[0]
@@ -122,5 +139,12 @@ def _progress():
     except ImportError:
         raise SystemExit("tune: rich is missing: pip install rich") from None
     console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
-    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn(), "so far,", TimeRemainingColumn(), "left")
+    columns = (
+        *Progress.get_default_columns()[:2],
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        "so far,",
+        TimeRemainingColumn(),
+        "left",
+    )
     return console, Progress(*columns, console=console, speed_estimate_period=600)

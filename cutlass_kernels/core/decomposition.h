@@ -1,0 +1,248 @@
+// How a Schedule cuts the MAC-iteration space of one GEMM into pieces of work.
+//
+// The space is tiles x k_tiles: `tiles` output tiles (over all batches), each the sum of `k_tiles` MAC iterations.
+// Workers (CTAs, clusters or CPU threads) take pieces in a fixed order that depends on nothing but these numbers, so
+// every family that asks this header runs the same decomposition, and so does the Python function that prints it.
+//
+// Data-parallel gives whole tiles to workers round-robin. Split-K gives every tile `splits` near-equal runs of
+// iterations. Stream-K follows Osama, Merrill, Cecka, Garland and Owens, "Stream-K: Work-centric Parallel Decomposition
+// for Dense Matrix-Matrix Multiplication on the GPU" (2023), in its two-tile hybrid form: the tiles of the last,
+// partial wave and of one full wave before it are cut into equal runs of iterations, one per worker; the rest is
+// data-parallel.
+//
+// A tile that several workers share is fixed up by whichever of them arrives last: the others leave their partial tiles
+// in slots of their own, and the last adds all in the order of their iterations. Nobody waits for a worker that has not
+// finished its iterations, so there is no co-residency requirement and no deadlock, and the sum does not depend on who
+// was last.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define JSK_HOST_DEVICE __host__ __device__ inline
+#else
+#define JSK_HOST_DEVICE inline
+#endif
+
+namespace jax_streamk {
+
+enum class ScheduleKind : int32_t { kDataParallel, kSplitK, kStreamK };
+
+// One contiguous run of MAC iterations [k_begin, k_begin + k_count) of one tile. It is peer number `peer` of `peers`.
+struct Work {
+  int32_t tile = 0;
+  int32_t k_begin = 0;
+  int32_t k_count = 0;
+  int32_t peer = 0;
+  int32_t peers = 0;
+  bool last = false;  // of its worker, as far as is easily known
+};
+
+// Quotient of non-negative numbers. A GPU divides at the head of every tile, in warps with few registers: 32-bit
+// unsigned division is the cheapest.
+JSK_HOST_DEVICE int32_t quotient(int32_t x, int32_t by) {
+  return static_cast<int32_t>(static_cast<uint32_t>(x) / static_cast<uint32_t>(by));
+}
+
+// Divides non-negative numbers by a number known before the launch, in one multiplication: Granlund and Montgomery,
+// "Division by Invariant Integers using Multiplication" (1994). With 2^shift = 2^31 times the least power of two that
+// is not below the divisor, the product exceeds 2^shift times the exact quotient by less than 2^31, so for no x < 2^31
+// does it reach the next integer.
+class Divisor {
+ public:
+  Divisor() = default;
+  explicit Divisor(int32_t by) : shift_(by > 1 ? 63 - __builtin_clz(static_cast<uint32_t>(by - 1)) : 31) {
+    multiplier_ = static_cast<uint32_t>((uint64_t{1} << shift_) / static_cast<uint32_t>(by)) + 1;
+  }
+  JSK_HOST_DEVICE int32_t divide(int32_t x) const {
+    return static_cast<int32_t>(static_cast<uint64_t>(static_cast<uint32_t>(x)) * multiplier_ >> shift_);
+  }
+
+ private:
+  uint32_t multiplier_ = (uint32_t{1} << 31) + 1;
+  int32_t shift_ = 31;
+};
+
+// Cuts `total` into near-equal runs: the first total % runs of them are one longer.
+struct EvenRuns {
+  int32_t base = 0, longer = 0;
+
+  static JSK_HOST_DEVICE EvenRuns of(int32_t total, int32_t runs) { return {total / runs, total % runs}; }
+  JSK_HOST_DEVICE int32_t begin(int32_t run) const { return run * base + (run < longer ? run : longer); }
+  JSK_HOST_DEVICE int32_t holding(int32_t position) const {
+    int32_t const in_longer = longer * (base + 1);
+    return position < in_longer ? quotient(position, base + 1) : longer + quotient(position - in_longer, base);
+  }
+};
+
+struct Decomposition {
+  ScheduleKind kind = ScheduleKind::kDataParallel;
+  int32_t tiles = 0;
+  int32_t k_tiles = 0;
+  int32_t workers = 1;
+  int32_t splits = 1;            // split-K: runs per tile
+  int32_t stream_k_tiles = 0;    // Stream-K: the first so many tiles are cut by iterations
+  int32_t stream_k_workers = 0;  // ... among so many workers
+  EvenRuns runs;                 // of one tile's iterations (split-K) or of all Stream-K tiles' (Stream-K)
+
+  // Whether everything below counts in 32 bits.
+  static JSK_HOST_DEVICE bool fits(int64_t tiles, int64_t k_tiles, int64_t max_workers, int64_t splits) {
+    int64_t const limit = 1 << 30;
+    return tiles * (splits > 1 ? splits : 1) < limit && (2 * max_workers + 1) * k_tiles < limit;
+  }
+
+  // `max_workers` is the machine's width (SMs, clusters, threads). A Stream-K schedule with one worker is
+  // data-parallel, and so is one whose tiles fill whole waves.
+  static JSK_HOST_DEVICE Decomposition make(ScheduleKind kind, int32_t tiles, int32_t k_tiles, int32_t max_workers,
+                                            int32_t splits) {
+    Decomposition d;
+    d.tiles = tiles;
+    d.k_tiles = k_tiles;
+    d.workers = max_workers > 0 ? max_workers : 1;
+    if (kind == ScheduleKind::kSplitK && splits > 1) {
+      d.kind = kind;
+      d.splits = splits;
+      d.runs = EvenRuns::of(k_tiles, splits);
+    } else if (kind == ScheduleKind::kStreamK && d.workers > 1 && tiles % d.workers != 0) {
+      d.kind = kind;
+      int32_t const whole_waves = tiles / d.workers;
+      d.stream_k_tiles = whole_waves > 1 ? tiles - (whole_waves - 1) * d.workers : tiles;
+      int32_t const iterations = d.stream_k_tiles * k_tiles;
+      d.stream_k_workers = iterations < d.workers ? iterations : d.workers;
+      d.runs = EvenRuns::of(iterations, d.stream_k_workers);
+      if (d.stream_k_tiles == tiles) d.workers = d.stream_k_workers;
+      return d;
+    }
+    int32_t const pieces = tiles * d.splits;
+    if (pieces < d.workers) d.workers = pieces;
+    return d;
+  }
+
+  // The `ordinal`-th piece of work of a worker; false when it has no more.
+  JSK_HOST_DEVICE bool work(int32_t worker, int32_t ordinal, Work& out) const {
+    if (kind == ScheduleKind::kSplitK) {
+      int32_t const unit = worker + ordinal * workers;
+      if (unit >= tiles * splits) return false;
+      out.last = unit + workers >= tiles * splits;
+      // Neighbouring workers share a run of K and not a tile, so that they reuse each other's operand panels in L2.
+      out.peer = quotient(unit, tiles);
+      out.tile = unit - out.peer * tiles;
+      out.peers = splits;
+      out.k_begin = runs.begin(out.peer);
+      out.k_count = runs.begin(out.peer + 1) - out.k_begin;
+      return true;
+    }
+    int32_t whole = ordinal;  // of the worker's tiles that it shares with nobody
+    if (worker < stream_k_workers) {
+      int32_t const begin = runs.begin(worker), end = runs.begin(worker + 1);
+      int32_t const first_tile = quotient(begin, k_tiles), last_tile = quotient(end - 1, k_tiles);
+      if (ordinal <= last_tile - first_tile) {
+        out.tile = first_tile + ordinal;
+        int32_t const tile_begin = out.tile * k_tiles, tile_end = tile_begin + k_tiles;
+        int32_t const from = begin > tile_begin ? begin : tile_begin;
+        int32_t const to = end < tile_end ? end : tile_end;
+        int32_t const first_peer = runs.holding(tile_begin);
+        out.k_begin = from - tile_begin;
+        out.k_count = to - from;
+        out.peer = worker - first_peer;
+        out.peers = runs.holding(tile_end - 1) - first_peer + 1;
+        return true;
+      }
+      whole -= last_tile - first_tile + 1;
+    }
+    return whole_tile(worker, whole, out);
+  }
+
+  // All that work() does where nothing is shared.
+  JSK_HOST_DEVICE bool whole_tile(int32_t worker, int32_t ordinal, Work& out) const {
+    out.tile = stream_k_tiles + worker + ordinal * workers;
+    if (out.tile >= tiles) return false;
+    out.last = out.tile + workers >= tiles;
+    out.k_begin = 0;
+    out.k_count = k_tiles;
+    out.peer = 0;
+    out.peers = 1;
+    return true;
+  }
+
+  // Where peer `peer` of a shared tile leaves its partial tile. Slots of different (tile, peer) never collide: a
+  // Stream-K worker shares at most its first and its last tile.
+  JSK_HOST_DEVICE int32_t slot(int32_t tile, int32_t peer) const {
+    if (kind == ScheduleKind::kSplitK) return tile * splits + peer;
+    int32_t const tile_begin = tile * k_tiles;
+    int32_t const worker = runs.holding(tile_begin) + peer;
+    return 2 * worker + (runs.begin(worker) < tile_begin ? 1 : 0);
+  }
+
+  JSK_HOST_DEVICE int32_t slots() const {
+    return kind == ScheduleKind::kSplitK ? tiles * splits : 2 * stream_k_workers;
+  }
+
+  // Tiles [0, shared_tiles()) may have more than one peer.
+  JSK_HOST_DEVICE int32_t shared_tiles() const { return kind == ScheduleKind::kSplitK ? tiles : stream_k_tiles; }
+};
+
+enum class Raster : int32_t { kAlongM, kAlongN };
+
+// The order in which tiles are numbered. Along M means that consecutive tiles step down M; `swizzle` is the width, in
+// tiles of the other dimension, of the panel that is finished before the next one starts, so that a wave covers a
+// squarer piece of D.
+class TileOrder {
+ public:
+  struct Coordinate {
+    int32_t m, n, batch;
+  };
+
+  TileOrder() = default;
+  TileOrder(int32_t tiles_m, int32_t tiles_n, Raster raster, int32_t swizzle)
+      : raster_(raster),
+        fast_(at_least_1(raster == Raster::kAlongM ? tiles_m : tiles_n)),
+        slow_(at_least_1(raster == Raster::kAlongM ? tiles_n : tiles_m)),
+        swizzle_(at_least_1(swizzle < slow_ ? swizzle : slow_)) {
+    per_batch_ = product(fast_, slow_);
+    per_panel_ = product(fast_, swizzle_);
+    panels_ = slow_ / swizzle_;
+    last_width_ = slow_ % swizzle_;
+    by_batch_ = Divisor(per_batch_);
+    by_panel_ = Divisor(per_panel_);
+    by_width_ = Divisor(swizzle_);
+    if (last_width_ > 0) by_last_width_ = Divisor(last_width_);
+  }
+
+  int32_t tiles_m() const { return raster_ == Raster::kAlongM ? fast_ : slow_; }
+  int32_t tiles_n() const { return raster_ == Raster::kAlongM ? slow_ : fast_; }
+  int32_t tiles_per_batch() const { return per_batch_; }
+  // No less than the number of consecutive tiles of a batch among which those of a line along M, or along N, are.
+  int32_t reach(Raster line) const {
+    if (line == raster_) return fast_ == 1 ? 1 : per_panel_;
+    return slow_ == swizzle_ ? slow_ : per_batch_;
+  }
+
+  JSK_HOST_DEVICE Coordinate coordinate(int32_t tile) const {
+    int32_t const batch = by_batch_.divide(tile), index = tile - batch * per_batch_;
+    int32_t const panel = by_panel_.divide(index), within = index - panel * per_panel_;
+    bool const whole = panel < panels_;
+    int32_t const width = whole ? swizzle_ : last_width_;
+    int32_t const f = (whole ? by_width_ : by_last_width_).divide(within), s = panel * swizzle_ + (within - f * width);
+    return raster_ == Raster::kAlongM ? Coordinate{f, s, batch} : Coordinate{s, f, batch};
+  }
+
+ private:
+  // Of extents that no kernel runs, too, which planning may ask about: none, and more than can be counted.
+  static int32_t at_least_1(int32_t x) { return x > 1 ? x : 1; }
+  static int32_t product(int32_t x, int32_t y) {
+    int64_t const exact = static_cast<int64_t>(x) * y, most = 1 << 30;
+    return static_cast<int32_t>(exact < most ? exact : most);
+  }
+
+  Raster raster_ = Raster::kAlongM;
+  int32_t fast_ = 1, slow_ = 1;  // tiles along the raster and across it
+  int32_t swizzle_ = 1;
+  int32_t per_batch_ = 1;
+  int32_t per_panel_ = 1;  // tiles of a whole panel
+  int32_t panels_ = 1;     // that are whole
+  int32_t last_width_ = 0;
+  Divisor by_batch_, by_panel_, by_width_, by_last_width_;
+};
+
+}  // namespace jax_streamk

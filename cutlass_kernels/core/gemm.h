@@ -1,0 +1,176 @@
+// The nouns that every family, the FFI handlers and the Python module share: a problem, a schedule, a kernel, the
+// registry.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "cutlass_kernels/core/decomposition.h"
+
+namespace jax_streamk {
+
+enum class Family : int32_t { kHost, kSm80, kSm90, kSkinny };
+enum class Type : int32_t { kF64, kF32, kBF16, kF16, kS8, kS32 };
+// kRow: the last index is contiguous (A is m x k, B is k x n, D is m x n and always kRow).
+enum class Major : int32_t { kRow, kColumn };
+// What a multiplication of two f32 numbers does. Other types have one way only, kNative.
+enum class Math : int32_t { kNative, kTF32, kTF32x3 };
+enum class Reduction : int32_t { kOrdered, kAtomic, kSeparate };
+// As jax.nn has them: kGelu is exact, kGeluTanh its approximation.
+enum class Activation : int32_t { kNone, kRelu, kGelu, kGeluTanh, kSilu, kSigmoid, kTanh };
+
+int64_t size_of(Type type);
+Type accumulator_of(Type operand);
+char const* name_of(Family family);
+char const* name_of(Type type);
+char const* name_of(Major major);
+char const* name_of(Math math);
+char const* name_of(Reduction reduction);
+char const* name_of(Activation activation);
+char const* name_of(ScheduleKind kind);
+char const* name_of(Raster raster);
+
+// What becomes of a finished sum of products, once, in the accumulator's type: activation(alpha * sum + beta * residual
+// + bias). The bias has n contiguous elements of D's type for each batch, batch_stride_bias apart (0: all batches share
+// them); the residual is of D's type and layout.
+struct Epilogue {
+  Activation activation = Activation::kNone;
+  bool has_bias = false, has_residual = false;
+  double alpha = 1, beta = 1;
+  int64_t batch_stride_bias = 0;
+
+  bool is_plain() const { return activation == Activation::kNone && !has_bias && !has_residual && alpha == 1; }
+};
+
+// D[l] = epilogue(A[l] @ B[l]) for l in [0, batch). Strides are in elements; a batch stride of 0 broadcasts the
+// operand. The leading dimension is the stride of the index that is not contiguous.
+struct GemmProblem {
+  int64_t batch = 1, m = 0, n = 0, k = 0;
+  Type type_a = Type::kF32, type_b = Type::kF32, type_d = Type::kF32;
+  Math math = Math::kNative;
+  Major major_a = Major::kRow, major_b = Major::kRow;
+  int64_t lda = 0, ldb = 0, ldd = 0;
+  int64_t batch_stride_a = 0, batch_stride_b = 0, batch_stride_d = 0;
+  Epilogue epilogue;
+};
+
+struct Schedule {
+  ScheduleKind kind = ScheduleKind::kDataParallel;
+  int32_t splits = 1;
+  Reduction reduction = Reduction::kOrdered;
+  int32_t max_sms = 0;  // Stream-K: use at most so many SMs; 0 is all of them, 1 is data-parallel
+  Raster raster = Raster::kAlongM;
+  int32_t swizzle = 1;
+};
+
+// What a plan was made for. `arch` is 10 * major + minor of the compute capability, 0 for the host; `sms` counts CPU
+// threads on the host; of an operand that streams past its memory should have no more than `under_way` bytes under way,
+// 0: any.
+struct Device {
+  int32_t arch = 0;
+  int32_t sms = 1;
+  int64_t under_way = 0;
+};
+
+struct Status {
+  enum class Code { kOk, kInvalidArgument, kFailedPrecondition, kInternal } code = Code::kOk;
+  std::string message;
+
+  bool ok() const { return code == Code::kOk; }
+  static Status invalid(std::string message) { return {Code::kInvalidArgument, std::move(message)}; }
+  static Status precondition(std::string message) { return {Code::kFailedPrecondition, std::move(message)}; }
+  static Status internal(std::string message) { return {Code::kInternal, std::move(message)}; }
+};
+
+struct KernelInfo {
+  std::string name;
+  Family family;
+  Type type_a, type_b, type_d;
+  Math math = Math::kNative;
+  Major major_a, major_b;
+  int32_t align_a, align_b, align_d;  // elements by which the base, leading dimension and batch stride must divide
+  int32_t tile_m, tile_n, tile_k;     // of the kernel's own GEMM: with swap_ab, tile_m runs along n
+  int32_t cluster_m = 1, cluster_n = 1;
+  int32_t stages = 1;
+  std::string warp_schedule;  // "cooperative", "pingpong", "single", "multistage", "pipelined", "streaming", "threads"
+  bool swap_ab = false;
+  // Which schedules the kernel runs besides data-parallel. A CUDA kernel that lists kSeparate writes accumulators: the
+  // reduction pass converts them to the problem's type of D.
+  std::vector<Reduction> split_k_reductions, stream_k_reductions;
+  int32_t threads = 1;
+  int64_t shared_memory = 0;  // bytes per CTA
+  // Tensor cores truncate their sums: for a float32 result, float32 adds up their sums of this much of K. 0: they sum
+  // all of it.
+  int32_t promotion_k = 0;
+};
+
+// The most of K that tensor cores should sum for a float32 result: truncation loses about 1e-9 of a sum for each
+// product in it. TF32 operands are wrong by 2^-12 themselves.
+constexpr int32_t promotion_k_of(Type operand) { return operand == Type::kF32 ? 1024 : 128; }
+
+struct Buffers {
+  void const* a;
+  void const* b;
+  void* d;
+  void* workspace;  // at least workspace_bytes(), aligned to kWorkspaceAlignment
+  void const* bias = nullptr;
+  void const* residual = nullptr;
+};
+inline constexpr int64_t kWorkspaceAlignment = 256;
+
+// Rounds up to whole workspace alignments.
+constexpr int64_t align_workspace(int64_t bytes) {
+  return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+}
+
+struct Resources {
+  int32_t registers = 0;  // per thread
+  int32_t ctas_per_sm = 0;
+};
+
+// Runs work(0) ... work(count - 1), possibly at once, and returns when all are done.
+class Executor {
+ public:
+  virtual ~Executor() = default;
+  virtual void parallel(int32_t count, void (*work)(void* context, int32_t index), void* context) = 0;
+};
+
+class Kernel {
+ public:
+  explicit Kernel(KernelInfo info) : info(std::move(info)) {}
+  virtual ~Kernel() = default;
+
+  // What check() below asks last: a family's own limits, on a problem and a schedule that passed the checks all
+  // families share.
+  virtual Status can_implement(GemmProblem const&, Schedule const&, Device const&) const { return {}; }
+  virtual int64_t workspace_bytes(GemmProblem const&, Schedule const&, Device const&) const = 0;
+  // CUDA families launch on `stream` (a cudaStream_t) and never synchronize or allocate; the host family runs on
+  // `executor`.
+  virtual Status run(GemmProblem const&, Schedule const&, Device const&, Buffers const&, void* stream,
+                     Executor* executor) const = 0;
+  // CUDA families ask the current device; needs a GPU.
+  virtual Status resources(Resources&) const { return Status::precondition(info.name + " does not run on a GPU"); }
+
+  // The grid of output tiles and MAC iterations, and who works on what.
+  virtual Decomposition decomposition(GemmProblem const&, Schedule const&, Device const&) const = 0;
+
+  KernelInfo const info;
+};
+
+// Every kernel that was compiled into this build, ordered by name.
+std::vector<std::unique_ptr<Kernel>> const& kernels();
+Kernel const* find_kernel(std::string_view name);
+
+// A translation unit of the table adds its kernels by defining one of these at namespace scope.
+struct Registration {
+  explicit Registration(std::unique_ptr<Kernel> kernel);
+};
+
+// Ok, or why the kernel cannot run the problem in this way: InvalidArgument names the kernel, the shape and the limit,
+// and FailedPrecondition a device that it is not compiled for. Asked before anything else of a kernel.
+Status check(Kernel const&, GemmProblem const&, Schedule const&, Device const&);
+
+}  // namespace jax_streamk

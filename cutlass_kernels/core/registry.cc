@@ -1,0 +1,210 @@
+#include "cutlass_kernels/core/registry.h"
+
+#include <algorithm>
+
+#include "cutlass_kernels/passes/repack.h"
+
+namespace jax_streamk {
+
+int64_t size_of(Type type) {
+  switch (type) {
+    case Type::kF64: return 8;
+    case Type::kF32:
+    case Type::kS32: return 4;
+    case Type::kBF16:
+    case Type::kF16: return 2;
+    case Type::kS8: return 1;
+  }
+  return 0;
+}
+
+Type accumulator_of(Type operand) {
+  return operand == Type::kF64 ? Type::kF64 : operand == Type::kS8 ? Type::kS32 : Type::kF32;
+}
+
+char const* name_of(Family family) {
+  switch (family) {
+    case Family::kHost: return "host";
+    case Family::kSm80: return "sm80";
+    case Family::kSm90: return "sm90";
+    case Family::kSkinny: return "skinny";
+  }
+  return "?";
+}
+
+char const* name_of(Type type) {
+  switch (type) {
+    case Type::kF64: return "f64";
+    case Type::kF32: return "f32";
+    case Type::kBF16: return "bf16";
+    case Type::kF16: return "f16";
+    case Type::kS8: return "s8";
+    case Type::kS32: return "s32";
+  }
+  return "?";
+}
+
+char const* name_of(Major major) { return major == Major::kRow ? "row" : "column"; }
+
+char const* name_of(Math math) {
+  switch (math) {
+    case Math::kNative: return "native";
+    case Math::kTF32: return "tf32";
+    case Math::kTF32x3: return "tf32x3";
+  }
+  return "?";
+}
+
+char const* name_of(Reduction reduction) {
+  switch (reduction) {
+    case Reduction::kOrdered: return "ordered";
+    case Reduction::kAtomic: return "atomic";
+    case Reduction::kSeparate: return "separate";
+  }
+  return "?";
+}
+
+char const* name_of(Activation activation) {
+  switch (activation) {
+    case Activation::kNone: return "none";
+    case Activation::kRelu: return "relu";
+    case Activation::kGelu: return "gelu";
+    case Activation::kGeluTanh: return "gelu_tanh";
+    case Activation::kSilu: return "silu";
+    case Activation::kSigmoid: return "sigmoid";
+    case Activation::kTanh: return "tanh";
+  }
+  return "?";
+}
+
+char const* name_of(ScheduleKind kind) {
+  switch (kind) {
+    case ScheduleKind::kDataParallel: return "data_parallel";
+    case ScheduleKind::kSplitK: return "split_k";
+    case ScheduleKind::kStreamK: return "stream_k";
+  }
+  return "?";
+}
+
+char const* name_of(Raster raster) { return raster == Raster::kAlongM ? "along_m" : "along_n"; }
+
+namespace {
+
+std::vector<std::unique_ptr<Kernel>>& registry() {
+  static std::vector<std::unique_ptr<Kernel>> kernels;
+  return kernels;
+}
+
+std::string text(GemmProblem const& p) {
+  return "(batch, m, n, k) = (" + std::to_string(p.batch) + ", " + std::to_string(p.m) + ", " + std::to_string(p.n) +
+         ", " + std::to_string(p.k) + ")";
+}
+
+bool contains(std::vector<Reduction> const& list, Reduction reduction) {
+  return std::find(list.begin(), list.end(), reduction) != list.end();
+}
+
+void append(std::string& text, char const* part) { text += part; }
+void append(std::string& text, int64_t part) { text += std::to_string(part); }
+
+// check() with refusals made by refuse(parts of why ...).
+template <typename Refuse>
+Status check_or(Refuse refuse, Kernel const& kernel, GemmProblem const& p, Schedule const& s, Device const& device) {
+  KernelInfo const& info = kernel.info;
+  if (p.batch < 1 || p.m < 1 || p.n < 1 || p.k < 1) return refuse("every extent must be at least 1");
+  int64_t const limit = INT32_MAX;
+  if (p.batch > limit || p.m > limit || p.n > limit || p.k > limit) return refuse("every extent must be below 2^31");
+  bool const separate = info.family != Family::kHost && s.kind == ScheduleKind::kSplitK && s.splits > 1 &&
+                        s.reduction == Reduction::kSeparate;
+  Repack const repack = repack_of(info, p);
+  Type const type_d = separate ? accumulator_of(p.type_a) : p.type_d;
+  bool const reduces_to_d = !separate || p.type_d == type_d || p.type_d == p.type_a;
+  if (p.type_a != info.type_a || p.type_b != info.type_b || type_d != info.type_d || p.math != info.math ||
+      !reduces_to_d)
+    return refuse("it multiplies ", name_of(info.type_a), " by ", name_of(info.type_b), " into ", name_of(info.type_d),
+                  " (", name_of(info.math), ")");
+  if (repack.problem.major_a != info.major_a || repack.problem.major_b != info.major_b)
+    return refuse("A must be ", name_of(info.major_a), "-major and B ", name_of(info.major_b), "-major");
+  if (repack.part > 0 && !(repack.a && repack.b)) return refuse("copies of A and B would be too large");
+  bool const tma = info.family == Family::kSm90;
+  bool const row_a = p.major_a == Major::kRow, row_b = p.major_b == Major::kRow;
+  auto const refuse_alignment = [&](char const* operand, int32_t align) {
+    return refuse("the contiguous extent and the strides of ", operand, " must be multiples of ", align, " elements");
+  };
+  if (!repack.a &&
+      !is_aligned(info.align_a, tma, row_a ? p.k : p.m, p.lda, row_a ? p.m : p.k, p.batch_stride_a, p.batch))
+    return refuse_alignment("A", info.align_a);
+  if (!repack.b &&
+      !is_aligned(info.align_b, tma, row_b ? p.n : p.k, p.ldb, row_b ? p.k : p.n, p.batch_stride_b, p.batch))
+    return refuse_alignment("B", info.align_b);
+  if (!separate && !is_aligned(info.align_d, tma, p.n, p.ldd, p.m, p.batch_stride_d, p.batch))
+    return refuse_alignment("D", info.align_d);
+  Epilogue const& epilogue = p.epilogue;
+  if (epilogue.activation < Activation::kNone || epilogue.activation > Activation::kTanh)
+    return refuse("there is no activation ", static_cast<int32_t>(epilogue.activation));
+  if (p.type_d == Type::kS32 && !epilogue.is_plain()) return refuse("an epilogue needs D in floating point");
+  if (!separate && epilogue.has_bias && p.batch > 1 && epilogue.batch_stride_bias % info.align_d != 0)
+    return refuse("the batch stride of the bias must be a multiple of ", info.align_d, " elements");
+  if ((info.family == Family::kHost) != (device.arch == 0))
+    return refuse("it runs on ", info.family == Family::kHost ? "a CPU" : "a GPU");
+  if (s.swizzle < 1) return refuse("swizzle must be at least 1");
+
+  int64_t const k_tiles = (repack.problem.k + info.tile_k - 1) / info.tile_k;
+  if (s.kind == ScheduleKind::kSplitK) {
+    if (s.splits < 1) return refuse("splits must be at least 1");
+    if (s.splits > k_tiles) return refuse("splits=", s.splits, " exceeds its ", k_tiles, " k-tiles of ", info.tile_k);
+    if (s.splits > 1 && !contains(info.split_k_reductions, s.reduction))
+      return refuse("it has no split-K with reduction \"", name_of(s.reduction), "\"");
+  }
+  if (s.kind == ScheduleKind::kStreamK && s.max_sms != 1 && !contains(info.stream_k_reductions, s.reduction))
+    return refuse("it has no Stream-K with reduction \"", name_of(s.reduction), "\"");
+  // The decomposition counts in 32 bits.
+  bool const swap = info.swap_ab;
+  int64_t const tiles_m = ((swap ? p.n : p.m) + info.tile_m - 1) / info.tile_m + info.cluster_m;
+  int64_t const tiles_n = ((swap ? p.m : p.n) + info.tile_n - 1) / info.tile_n + info.cluster_n;
+  if (tiles_m * tiles_n >= limit / p.batch || !Decomposition::fits(p.batch * tiles_m * tiles_n, k_tiles, device.sms,
+                                                                   s.kind == ScheduleKind::kSplitK ? s.splits : 1))
+    return refuse("it has too many tiles or MAC iterations to count in 32 bits");
+  // So do coordinates, also those that a tile or a cluster has beyond D.
+  if (tma && std::max(tiles_m * info.tile_m, tiles_n * info.tile_n) > limit)
+    return refuse("its last tile would end beyond 2^31");
+  if (std::max(tiles_m, tiles_n) * s.swizzle >= limit) return refuse("swizzle=", s.swizzle, " is too wide");
+  return kernel.can_implement(p, s, device);
+}
+
+}  // namespace
+
+Registration::Registration(std::unique_ptr<Kernel> kernel) { registry().push_back(std::move(kernel)); }
+
+std::vector<std::unique_ptr<Kernel>> const& kernels() {
+  static bool const sorted = [] {
+    std::sort(registry().begin(), registry().end(),
+              [](auto const& x, auto const& y) { return x->info.name < y->info.name; });
+    return true;
+  }();
+  (void)sorted;
+  return registry();
+}
+
+Kernel const* find_kernel(std::string_view name) {
+  auto const& all = kernels();
+  auto const at = std::lower_bound(all.begin(), all.end(), name,
+                                   [](auto const& kernel, std::string_view key) { return kernel->info.name < key; });
+  return at != all.end() && (*at)->info.name == name ? at->get() : nullptr;
+}
+
+Status check(Kernel const& kernel, GemmProblem const& p, Schedule const& s, Device const& device) {
+  auto const refuse = [&](auto... why) {
+    std::string message = kernel.info.name + " cannot run " + text(p) + ": ";
+    (append(message, why), ...);
+    return Status::invalid(std::move(message));
+  };
+  return check_or(refuse, kernel, p, s, device);
+}
+
+bool can_run(Kernel const& kernel, GemmProblem const& p, Schedule const& s, Device const& device) {
+  auto const refuse = [](auto...) { return Status::invalid(""); };
+  return check_or(refuse, kernel, p, s, device).ok();
+}
+
+}  // namespace jax_streamk

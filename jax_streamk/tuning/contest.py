@@ -1,0 +1,94 @@
+"""Whether XLA's own product is faster than a plan of ours: both in programs, where each call waits for the one before it."""
+
+import itertools
+import math
+import warnings
+
+import jax
+import numpy as np
+
+from jax_streamk import _ffi, custom_call
+from jax_streamk.epilogue import Epilogue
+from jax_streamk.primitive import xlas_product
+from jax_streamk.tuning import measure
+from jax_streamk.tuning.programs import dependent, wall_sample
+
+_LEAST_CALLS, _MOST_CALLS = 16, 64  # in a program: to outlast its launch, and because XLA takes time to compile each
+
+
+def xla_ratio(made, memory, rounds):
+    """XLA's time over that of a ``Plan`` of ours, which has a kernel, on the device of ``memory``: the largest of so many rounds.
+
+    A round in which ours takes less is the last. 0 where XLA's product is less exact or, with a warning, something failed.
+
+    Raises:
+      RuntimeError: measuring was stopped.
+    """
+    if made.problem.math == _ffi.Math.tf32x3:  # at that precision XLA multiplies TF32 once
+        return 0.0
+    largest = 0.0
+    try:
+        with jax.enable_x64(True):  # types are the problem's, whatever programs may have elsewhere
+            operands = operands_of(made, memory)
+            programs = [dependent(product(made), operands) for product in (ours, xlas)]
+            for _ in range(rounds):
+                memory.check_running()
+                our_time, xla_time = map(wall_sample, programs)
+                largest = max(largest, xla_time / our_time)
+                if largest > 1:
+                    break
+    except Exception as error:  # lack of memory has many names
+        memory.check_running()
+        warnings.warn(f"jax_streamk could not compare {made.problem} with XLA's: {type(error).__name__}: {error}")
+        return 0.0
+    return largest
+
+
+def ours(made):
+    """The product of a ``Plan``: a function of A, B, bias and residual, each of one dimension and as long as strides reach, as is D."""
+    _, _, d, *_ = measure.spans(made.problem)
+    workspace = jax.ShapeDtypeStruct((made.workspace_bytes,), np.uint8)
+    results = jax.ShapeDtypeStruct((d,), measure.dtype_of(made.problem.type_d)), workspace
+    call, attributes = jax.ffi.ffi_call(custom_call.target(made), results), custom_call.attributes(made)
+    return lambda *operands: call(*operands, **attributes)[0]
+
+
+def xlas(made):
+    """XLA's product of the same operands. Dimensions that strides interleave in D follow one another here."""
+    p = made.problem
+    batch, of_a, of_b = (
+        (p.batch,) if p.batch > 1 and stride else () for stride in (1, p.batch_stride_a, p.batch_stride_b)
+    )
+    row_a, row_b = (major == _ffi.Major.row for major in (p.major_a, p.major_b))
+    both = of_a and of_b
+    a, b = (*of_a, *((p.m, p.k) if row_a else (p.k, p.m))), (*of_b, *((p.k, p.n) if row_b else (p.n, p.k)))
+    bias = (*batch, p.n) if p.batch > 1 and p.batch_stride_bias else (p.n,)
+    shapes = [a, b, *[bias] * p.has_bias, *[(*(both or of_a), p.m, *([] if both else of_b), p.n)] * p.has_residual]
+    activation = None if p.activation == _ffi.Activation.none else p.activation.name
+    params = dict(
+        dimension_numbers=(((len(of_a) + row_a,), (len(of_b) + 1 - row_b,)), ((0,), (0,)) if both else ((), ())),
+        precision=None,
+        preferred_element_type=measure.dtype_of(p.type_d),
+        out_sharding=None,
+        epilogue=Epilogue(activation, p.alpha, p.beta, p.has_bias, len(bias) - 1 if both else 0, p.has_residual),
+    )
+    return lambda *operands: xlas_product(*(x.reshape(shape) for x, shape in zip(operands, shapes)), **params).reshape(
+        -1
+    )
+
+
+def operands_of(made, memory):
+    """Those of each call, of which there are enough not to find the larger one in a GPU's L2 cache, or the most."""
+    a, b, _, *others = measure.spans(made.problem)
+    type_ab, type_d = map(measure.dtype_of, (made.problem.type_a, made.problem.type_d))
+    parts = [(a, type_ab), (b, type_ab), *((size, type_d) for size in others if size)]
+    rotated = math.ceil(measure.ROTATED_BYTES[memory.device.platform] / (max(a, b) * type_ab.itemsize))
+    calls = max(1, min(max(_LEAST_CALLS, rotated), _MOST_CALLS, int(measure.LONGEST_PASS / made.microseconds)))
+    sets = min(rotated, calls)
+
+    def put(size, dtype):
+        return [
+            memory.put(x) for x in np.split(measure.random_bytes(dtype, sets * size * dtype.itemsize).view(dtype), sets)
+        ]
+
+    return list(itertools.islice(itertools.cycle(zip(*(put(*part) for part in parts))), calls))

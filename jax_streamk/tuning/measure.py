@@ -1,0 +1,143 @@
+"""How long a kernel takes on a device of this process, launched outside XLA on operands that rotate."""
+
+import math
+import threading
+
+import jax
+import numpy as np
+
+from jax_streamk import _ffi
+from jax_streamk.device import jax_device_of
+from jax_streamk.problem import TYPES
+
+# What launches in a row touch before they come back to the same operands: several times the L2 of a GPU. CPUs have caches of very
+# different sizes, and a pass over a larger set would take long.
+ROTATED_BYTES = {"cuda": 220e6, "cpu": 32e6}
+MOST_SETS = 1024
+LONGEST_PASS = 20e3  # microseconds
+_ALIGNMENT = 256  # as XLA aligns buffers
+_OTHERS = ("results", "workspace")  # buffers besides those of operands, which are named by their type
+
+
+class Memory:
+    """Random operands, and room for results, on a device of this process; kept from one problem to the next.
+
+    Raises:
+      ValueError: this process has no such device.
+    """
+
+    def __init__(self, device):
+        self.device = device
+        self.stopped = threading.Event()  # once it is set, nothing more is launched
+        self._on = jax_device_of(device)
+        if self._on is None:
+            raise ValueError(f"{device} is not a device of this process")
+        self._held = {}
+
+    def rotation(self, problem):
+        """The ``Rotation`` of a ``GemmProblem``, valid until the next one is asked for."""
+        size_ab, size_d = (dtype_of(type_).itemsize for type_ in (problem.type_a, problem.type_d))
+        a, b, d, bias, residual = spans(problem)
+        *starts, stride = np.cumsum(
+            [0, *map(_aligned, (size_ab * a, size_ab * b, size_d * bias, size_d * residual))]
+        ).tolist()
+        d *= size_d
+        rotated, type_ = ROTATED_BYTES[self.device.platform], problem.type_a
+        # What an unusually large product needed, or one of another type, is not kept.
+        self._held = {
+            name: held for name, held in self._held.items() if held.nbytes <= 2 * rotated and name in (type_, *_OTHERS)
+        }
+        count = max(1, min(MOST_SETS, math.ceil(rotated / (stride + _aligned(d)))))
+        operands = self._address(
+            type_, max(count * stride, int(rotated)), lambda size: random_bytes(dtype_of(type_), size)
+        )
+        results = self.address("results", count * _aligned(d))
+        at_a, at_b, at_bias, at_residual = ([operands + start + i * stride for i in range(count)] for start in starts)
+        at_d = [results + i * _aligned(d) for i in range(count)]
+        return Rotation(self, problem, list(zip(at_a, at_b, at_d, at_bias, at_residual)), d)
+
+    def address(self, name, size):
+        """Of at least ``size`` bytes that nobody else writes, the same for the same name, one of ``_OTHERS``."""
+        return self._address(name, size, lambda size: np.zeros(size, np.uint8))
+
+    def _address(self, name, size, content):
+        if name not in self._held or self._held[name].nbytes < size:
+            self._held.pop(name, None)
+            self._held[name] = self.put(content(size))
+        return self._held[name].unsafe_buffer_pointer()
+
+    def check_running(self):
+        """Raises RuntimeError once measuring was stopped."""
+        if self.stopped.is_set():
+            raise RuntimeError("measuring was stopped")
+
+    def put(self, array):
+        return jax.block_until_ready(jax.device_put(array, self._on))
+
+
+class Rotation:
+    """Sets of operands of one problem, which launches take in turn."""
+
+    def __init__(self, memory, problem, sets, result_bytes):
+        self._memory, self._problem, self._sets, self._result_bytes = memory, problem.native(), sets, result_bytes
+        self._dtype = dtype_of(problem.type_d)
+
+    def shorten(self, kernel, schedule):
+        """Drops sets until a pass over them takes no longer than ``LONGEST_PASS`` with this kernel and schedule."""
+        (microseconds,) = self._time(kernel, schedule, self._sets[:1], repeats=1)
+        self._sets = self._sets[: max(1, int(LONGEST_PASS / microseconds))]
+
+    def time(self, kernel, schedule, repeats=3):
+        """Microseconds per launch of a kernel by name under an ``_ffi.Schedule``, of each of so many passes over the operands.
+
+        Raises:
+          ValueError: the kernel cannot run the problem in this way.
+          RuntimeError: a launch failed, or the device has no memory left.
+        """
+        return self._time(kernel, schedule, self._sets, repeats)
+
+    def result(self, kernel, schedule):
+        """D of the first set of operands, from its first element to its last; NaN, or -1, where nothing is written. Raises as ``time``."""
+        d = self._memory.put(np.full(self._result_bytes, 0xFF, np.uint8))
+        a, b, _, *others = self._sets[0]
+        self._time(kernel, schedule, [(a, b, d.unsafe_buffer_pointer(), *others)], 1)
+        return np.asarray(d).view(self._dtype)
+
+    def _time(self, kernel, schedule, sets, repeats):
+        self._memory.check_running()
+        what = kernel, self._problem, schedule, self._memory.device.native()
+        workspace = self._memory.address("workspace", max(1, _ffi.workspace_bytes(*what)))
+        return _ffi.time_launches(*what, sets, workspace, repeats)
+
+
+def dtype_of(type_):
+    """The dtype that is an ``_ffi.Type``."""
+    return next(dtype for dtype, known in TYPES.items() if known == type_)
+
+
+def spans(problem):
+    """Elements from the first to the last of A, B, D, bias and residual; 0 of what is absent."""
+
+    def span(batch_stride, rows, ld, columns):
+        return (problem.batch - 1) * batch_stride + (rows - 1) * ld + columns
+
+    row_a, row_b = (major == _ffi.Major.row for major in (problem.major_a, problem.major_b))
+    a = (problem.m, problem.lda, problem.k) if row_a else (problem.k, problem.lda, problem.m)
+    b = (problem.k, problem.ldb, problem.n) if row_b else (problem.n, problem.ldb, problem.k)
+    d = span(problem.batch_stride_d, problem.m, problem.ldd, problem.n)
+    bias = problem.has_bias * span(problem.batch_stride_bias, 1, 0, problem.n)
+    return span(problem.batch_stride_a, *a), span(problem.batch_stride_b, *b), d, bias, problem.has_residual * d
+
+
+def _aligned(size):
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def random_bytes(dtype, size):
+    """Bytes of random numbers of a dtype: normal, or of int8 all alike.
+
+    They repeat after a prime number of elements, so that rows of matrices do not.
+    """
+    rng, count = np.random.default_rng(), (1 << 22) - 3
+    numbers = rng.integers(-127, 128, count) if dtype == np.int8 else rng.standard_normal(count, dtype=np.float32)
+    return np.resize(numbers.astype(dtype).view(np.uint8), size)

@@ -1,0 +1,358 @@
+"""Where the plans that tuning found are kept, for ``Auto()`` to take: a file of JSON lines for each kind of device."""
+
+import contextlib
+import contextvars
+import dataclasses
+import datetime
+import enum
+import fcntl
+import functools
+import hashlib
+import importlib.metadata
+import itertools
+import json
+import math
+import os
+import pathlib
+import re
+import threading
+import warnings
+import zlib
+
+import jax
+import jaxlib
+import platformdirs
+
+from jax_streamk import _ffi
+from jax_streamk.problem import GemmProblem
+
+MARGIN = 1.01  # by which a choice must be beaten: less is noise
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A kernel and how it is to run, in the names of ``_ffi``'s enumerations."""
+
+    kernel: str
+    schedule: str
+    splits: int
+    reduction: str
+    raster: str
+    swizzle: int
+
+    @classmethod
+    def of(cls, kernel, native):
+        return cls(
+            kernel, native.schedule.name, native.splits, native.reduction.name, native.raster.name, native.swizzle
+        )
+
+    def native(self):
+        kind, reduction, raster = (
+            _ffi.ScheduleKind[self.schedule],
+            _ffi.Reduction[self.reduction],
+            _ffi.Raster[self.raster],
+        )
+        return _ffi.Schedule(kind, self.splits, reduction, 0, raster, self.swizzle)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuned(Candidate):
+    """The fastest candidate of a problem.
+
+    Attributes:
+      microseconds: what it was measured to take.
+      planned_microseconds: what the planner's own choice was measured to take beside it.
+      xla_ratio: the time of XLA's product over its, both in programs; 0 where XLA's is less exact or failed.
+      jaxlib: the version that XLA's product is of.
+      date: of the measurement, ISO 8601.
+    """
+
+    microseconds: float
+    planned_microseconds: float
+    xla_ratio: float
+    jaxlib: str
+    date: str
+
+    @classmethod
+    def now(cls, candidate, microseconds, planned_microseconds):
+        """Before XLA's product has run beside it."""
+        date = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+        times = dict(microseconds=microseconds, planned_microseconds=planned_microseconds, xla_ratio=0.0)
+        return cls(**vars(candidate), **times, jaxlib=jaxlib.__version__, date=date)
+
+    @property
+    def is_of_this_xla(self):
+        """Whether tuning has nothing to add: another XLA may be faster or slower."""
+        return self.jaxlib == jaxlib.__version__
+
+    @property
+    def is_left_to_xla(self):
+        return 0 < MARGIN * self.xla_ratio < 1 and self.is_of_this_xla
+
+
+@functools.cache
+def version():
+    """The package's, or "unknown" where it is not installed."""
+    try:
+        return importlib.metadata.version("jax-streamk")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+@functools.cache
+def kernel_set(platform):
+    """A hash of the kernels of this build for "cpu" or "cuda", of the version and of ``Tuned``: what a measurement holds for."""
+    kernels = (kernel for kernel in _ffi.kernels() if (kernel.family == _ffi.Family.host) == (platform == "cpu"))
+    names = (f"{kernel.name} {kernel.promotion_k}" for kernel in kernels)
+    fields = (field.name for field in dataclasses.fields(Tuned))
+    return hashlib.sha256("\n".join((version(), *fields, *names)).encode()).hexdigest()[:16]
+
+
+def _line(device, problem, tuned):
+    extents = {
+        name: value.name if isinstance(value, enum.Enum) else value for name, value in problem.attributes().items()
+    }
+    record = dict(
+        device=dataclasses.asdict(device), kernels=kernel_set(device.platform), problem=extents, **vars(tuned)
+    )
+    return json.dumps(record).encode() + b"\n"
+
+
+class _Stale(Exception):
+    """A line that is well formed, and of no use here."""
+
+
+def _parse(line, device):
+    """The problem and what was found for it. Raises ``_Stale``, or whatever a line that we did not write leads to."""
+    record = json.loads(line)
+    # First of all: other versions may have other fields.
+    if (record.pop("device"), record.pop("kernels")) != (dataclasses.asdict(device), kernel_set(device.platform)):
+        raise _Stale("they are of another device, version or set of kernels")
+    extents = record.pop("problem")
+    tuned = Tuned(**{field.name: _of_type(field.type, record.pop(field.name)) for field in dataclasses.fields(Tuned)})
+    problem = GemmProblem(**{f.name: _of_type(f.type, extents.pop(f.name)) for f in dataclasses.fields(GemmProblem)})
+    datetime.datetime.fromisoformat(tuned.date)
+    times = tuned.microseconds, tuned.planned_microseconds
+    if record or extents or not all(0 < us < math.inf for us in times) or not 0 <= tuned.xla_ratio < math.inf:
+        raise ValueError(line)
+    native = tuned.native()
+    if tuned.reduction == _ffi.Reduction.atomic.name:
+        raise _Stale("Auto() is deterministic")
+    try:
+        refusal = _ffi.may_serve(tuned.kernel, problem.native(), native, device.native())
+    except KeyError as unknown:
+        refusal = unknown.args[0]
+    if refusal is not None:
+        raise _Stale(refusal)
+    return problem, tuned
+
+
+def _of_type(type_, value):
+    if issubclass(type_, enum.Enum):
+        return type_[value]
+    if type(value) is not type_:
+        raise TypeError(value)
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """What a file held for one device: plans by problem, and counts of lines. ``trouble`` says why others were ignored."""
+
+    plans: dict
+    lines: int = 0
+    stale: int = 0
+    corrupt: int = 0
+    trouble: str = ""
+
+
+class Store:
+    """A folder of tuned plans. Safe to use from several threads and processes; a file is read once."""
+
+    def __init__(self, directory):
+        self.directory = pathlib.Path(directory)
+        self._lock = threading.Lock()
+        self._plans = {}
+        self._digests = {}
+
+    def path(self, device):
+        name = f"{device.kind}-{device.arch}-{device.sms}" if device.arch else f"{device.kind}-{device.sms}"
+        return self.directory / (re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") + ".jsonl")
+
+    def read(self, device):
+        """The ``Contents`` of the device's file as it is now; never raises."""
+        plans, stale, corrupt, trouble = {}, 0, 0, ""
+        path = self.path(device)
+        try:
+            if not path.is_file():
+                return Contents(plans, trouble="it is not a file" if path.exists() else "")
+            with open(path, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH)  # a line that is being written is none yet
+                lines = [line for line in file.read().split(b"\n") if line]
+        except OSError as error:
+            return Contents(plans, trouble=str(error))
+        for line in lines:
+            try:
+                problem, tuned = _parse(line, device)
+                plans[problem] = tuned
+            except _Stale as why:
+                stale, trouble = stale + 1, trouble or str(why)
+            except Exception:  # whatever may be wrong with what anyone may have written
+                corrupt, trouble = corrupt + 1, trouble or "they are not what jax_streamk writes"
+        # Old lines stay in the file when products are measured again.
+        return Contents(plans, len(lines), stale, corrupt, "" if plans and not corrupt else trouble)
+
+    def plans(self, device):
+        """``Tuned`` by problem; read from the file once, with what this process added since."""
+        if device not in self._plans:
+            contents = None
+            with self._lock:
+                if device not in self._plans:
+                    contents = self.read(device)
+                    self._plans[device] = contents.plans
+            if contents is not None:
+                _warn_once(self.path(device), contents)
+        return self._plans[device]
+
+    def digest(self, device):
+        """A number that changes with the plans."""
+        plans = self.plans(device)
+        at = self._digests.get(device)
+        if at is None or at[0] is not plans:
+            self._digests[device] = at = plans, _digest(plans) if plans else 0
+        return at[1]
+
+    def check_writable(self, device):
+        """Raises OSError, with the path, where plans could not be stored."""
+        with self._appending(device):
+            pass
+
+    def add(self, device, problem, tuned):
+        """Stores a plan, for this process and for others. Raises OSError where it is for this process alone: it cannot be written."""
+        line = _line(device, problem, tuned)
+        self.plans(device)
+        with self._lock:
+            self._plans[device] = self._plans[device] | {problem: tuned}
+        _changed()
+        with self._appending(device) as file:
+            end = file.seek(0, os.SEEK_END)
+            if end:  # a writer that died may have left the last line without its end
+                file.seek(end - 1)
+                line = line if file.read(1) == b"\n" else b"\n" + line
+            file.write(line)
+
+    @contextlib.contextmanager
+    def _appending(self, device):
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with open(self.path(device), "a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+            yield file
+
+
+_warned = threading.Event()
+
+
+def _warn_once(path, contents):
+    if not contents.trouble or _warned.is_set():
+        return
+    _warned.set()
+    some = f"{contents.stale + contents.corrupt} of {contents.lines} tuned plans" if contents.lines else "tuned plans"
+    warnings.warn(
+        f"jax_streamk ignores {some} in {path}: {contents.trouble}. `python -m jax_streamk info` tells more, and "
+        "`python -m jax_streamk tune` measures again."
+    )
+
+
+_generations = itertools.count(1)
+_generation = 0
+
+
+def _changed():
+    global _generation
+    _generation = next(_generations)  # another than that of any other thread
+
+
+def generation():
+    """A number that changes when this process stores a plan or takes plans from elsewhere; cheaper than ``digest``."""
+    return _generation
+
+
+_NOWHERE = os.path.join(os.devnull, "no folder for tuned plans")
+_of_process = None
+_of_context = contextvars.ContextVar("jax_streamk_store", default=None)
+
+
+@functools.cache
+def store_in(directory):
+    """The ``Store`` in a folder, always the same one."""
+    return Store(directory)
+
+
+def store_of(cache=None):
+    """The ``Store`` in a folder, or for None the one in use."""
+    if cache is None:
+        return _of_context.get() or _of_process or _users(jax.process_count() == 1)
+    if not isinstance(cache, (str, os.PathLike)) or not os.fspath(cache):
+        raise ValueError(f"cache={cache!r}: must be the path of a folder, or None")
+    return store_in(os.path.abspath(cache))
+
+
+@functools.cache
+def _users(alone):
+    """The user's; one that is never there for processes without a home, and for those whose programs must be alike."""
+    try:
+        return store_in(platformdirs.user_cache_dir("jax_streamk") if alone else _NOWHERE)
+    except RuntimeError:
+        return store_in(_NOWHERE)
+
+
+def use_tuned_plans(cache=None):
+    """Takes the tuned plans of ``Auto()`` from the folder ``cache``, in all threads of this process.
+
+    None is the default, the user's: ``platformdirs.user_cache_dir("jax_streamk")``, which is ``~/.cache/jax_streamk`` or lies in
+    XDG_CACHE_HOME, and need not be there. A folder that is empty has none. What ``jax.jit`` compiled before stays as it is; calls
+    outside of it follow at once.
+
+    One of several processes (``jax.distributed``) takes none unless it names a folder here, and then all must name ones with the
+    same plans.
+
+    Raises:
+      ValueError: cache is not a path.
+      FileNotFoundError, NotADirectoryError: there is no such folder.
+    """
+    global _of_process
+    store = None if cache is None else store_of(cache)
+    if store is not None and not store.directory.is_dir():
+        error = NotADirectoryError if store.directory.exists() else FileNotFoundError
+        how = "`python -m jax_streamk tune ... --cache DIR` or `tuning(DIR)` fills one, and an empty one is for no tuned plans"
+        raise error(f"cache={cache!r}: {store.directory} is no folder: {how}")
+    _of_process = store
+    _changed()
+
+
+def _digest(plans):
+    """Of what runs, however long it took."""
+    what = sorted(f"{problem} {found.is_left_to_xla} {found.kernel} {found.schedule} {found.splits} {found.reduction} {found.raster} "
+                  f"{found.swizzle}" for problem, found in plans.items())  # fmt: skip
+    return zlib.crc32(" ".join(what).encode())
+
+
+@contextlib.contextmanager
+def using(store):
+    """The ``Store`` in use within this context."""
+    token = _of_context.set(store)
+    try:
+        yield store
+    finally:
+        _of_context.reset(token)
+
+
+def lookup(problem, device):
+    """What tuning found for a problem on a device; None without."""
+    plans = store_of().plans(device) if device.kind else None
+    return plans.get(problem) if plans else None
+
+
+def digest(device):
+    """A number that changes with the tuned plans in use on a device."""
+    return store_of().digest(device) if device.kind else 0
