@@ -328,7 +328,11 @@ X, W = np.ones((4, 8), np.float32), np.ones((8, 6), np.float32)
         (dict(x="x", w=W), TypeError, "x is str"),
         (dict(x=X, w=W, bias=["a"] * 6), TypeError, "bias is list"),
         (dict(x=X, w=W, schedule=3), TypeError, "schedule=3"),
-        (dict(x=X, w=W, schedule=SplitK(2)), ValueError, "splits=2 exceeds its 1 k-tiles"),
+        (
+            dict(x=X, w=W, schedule=SplitK(2)),
+            ValueError,
+            "splits=2 exceeds its 1 k-tiles|in float32 at this precision",
+        ),
     ],
 )
 def test_bad_input(arguments, error, message):
