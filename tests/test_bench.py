@@ -487,6 +487,8 @@ def test_the_performance_page_has_what_the_command_prints(monkeypatch, capsys):
     (line,) = re.findall(r"^python -m jax_streamk bench (--report .*)$", page, re.MULTILINE)
     assert not here(monkeypatch, *line.split("--plot")[0].split())
     assert capsys.readouterr().out in page
+    for result in results.load_folder(root / "benchmarks" / "results").values():
+        assert report.markdown(result).count("\n|") >= len(result["rows"])
 
 
 def digested(rows, device="a GPU", measure="device", **task):

@@ -90,7 +90,7 @@ def run(arguments):
     if arguments.plot and (result["rows"] or not interrupted):
         from jax_streamk.tools import plots
 
-        _plot(plots.write, result, arguments.plot)
+        print("wrote", *_plotted(plots.write, result, arguments.plot))
     if interrupted:
         return 130
     ours = [row["sides"][sides.OURS] for row in result["rows"]]
@@ -106,16 +106,15 @@ def _report(arguments, report):
     if arguments.plot:
         from jax_streamk.tools import plots
 
-        _plot(plots.write_digest, machines, arguments.plot)
+        print("wrote", *_plotted(plots.write_digest, machines, arguments.plot), file=sys.stderr)
     return 0
 
 
-def _plot(write, measured, folder):
+def _plotted(write, measured, folder):
     try:
-        paths = write(measured, folder)
+        return write(measured, folder)
     except (OSError, ValueError) as error:
         raise SystemExit(f"--plot {folder}: {error}") from None
-    print("wrote", *paths, file=sys.stderr)
 
 
 def _load(path, error):
