@@ -1,9 +1,9 @@
 """Fits the constants of jax_streamk.cost_model's Machine to measured times, and says how well it then chooses.
 
-    python benchmarks/fit_cost_model.py benchmarks/results/plans_h200_2026-11-21.csv.gz [--fix-up] [--shapes] [--sms 132]
-    python benchmarks/fit_cost_model.py benchmarks/results/plans_dtypes_h200_2026-11-21.csv.gz --type f64 [--majors rr]
-    python benchmarks/fit_cost_model.py benchmarks/results/plans_alone_*_h200_2026-11-23.csv.gz --choices 300 [--keep TABLE ...]
-    python benchmarks/fit_cost_model.py benchmarks/results/plans_alone_h100_2026-11-24.csv.gz --machine H100
+    python benchmarks/fit_cost_model.py benchmarks/tables/h200_sweep.csv.gz [--fix-up] [--shapes] [--sms 132]
+    python benchmarks/fit_cost_model.py benchmarks/tables/h200_dtypes.csv.gz --type f64 [--majors rr]
+    python benchmarks/fit_cost_model.py benchmarks/tables/h200_first.csv.gz --choices 300 [--keep TABLE ...]
+    python benchmarks/fit_cost_model.py benchmarks/tables/h100_first.csv.gz --machine H100
 
 Reads what measure_plans.py writes (majors, m, n, k, kernel, schedule, splits, reduction, raster, swizzle, us), or the plain CUTLASS
 measurements that the project began with (m, n, k, config, swap_ab, schedule, splits, decomposition, kernel_us). Kernels are known

@@ -210,7 +210,7 @@ def test_bad_files_are_refused_by_line(text, message, tmp_path, monkeypatch, cap
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "one of the arguments FILE.csv --set --from is required"),
+        ([], "one of the arguments FILE.csv --set --from --report is required"),
         (["--set", "nope"], "invalid choice: 'nope'"),
         (["shapes.csv", "--set", "decode_llm"], "not allowed with argument"),
         (["shapes.csv", "--dtype", "int8"], "invalid choice: 'int8'"),
@@ -480,11 +480,51 @@ def test_xla_multiplies_as_exactly_as_we_do(monkeypatch, activation, precision, 
     assert not any("TF32_TF32_F32_X3" in program for name, program in programs.items() if name != sides.XLA)
 
 
-def test_results_in_the_repository_say_what_their_pages_say():
-    folder = pathlib.Path(__file__).parents[1] / "benchmarks" / "results"
-    found = list(folder.glob("matmul_*.json"))
-    assert found
-    for path in found:
-        of = results.summary(results.load(path))[sides.OURS]
-        page = path.with_suffix(".md").read_text()
-        assert all(f"{mean:.3f}" in page for mean in of["geomean"].values())
+def test_the_performance_page_has_what_the_command_prints(monkeypatch, capsys):
+    root = pathlib.Path(__file__).parents[1]
+    monkeypatch.chdir(root)
+    page = (root / "docs" / "performance.md").read_text()
+    (line,) = re.findall(r"^python -m jax_streamk bench (--report .*)$", page, re.MULTILINE)
+    assert not here(monkeypatch, *line.split("--plot")[0].split())
+    assert capsys.readouterr().out in page
+    for result in results.load_folder(root / "benchmarks" / "results").values():
+        assert report.markdown(result).count("\n|") >= len(result["rows"])
+
+
+def digested(rows, device="a GPU", measure="device", **task):
+    """A result of as many rows as there are ratios."""
+    sides_of = lambda ratio: {sides.XLA: {}, sides.OURS: {"ratio": {measure: ratio}, "fallback": ratio == 1}}
+    return {
+        "format": results.FORMAT, "date": "2026-01-02T03:04:05Z", "command": "bench", "measures": [measure], "rounds": 1,
+        "machine": {"device": device, "jax": "1"}, "task": {"dtype": "bfloat16", "precision": None, "activation": None} | task,
+        "notes": [], "limits": {}, "link_us": None, "rows": [{"sides": sides_of(ratio)} for ratio in rows],
+    }  # fmt: skip
+
+
+def test_results_of_a_folder_are_a_table_per_machine(tmp_path, monkeypatch, capsys):
+    (tmp_path / "gpu").mkdir()
+    results.save(digested([2, 0.5, 1, 4]), tmp_path / "gpu" / "large.json")
+    results.save(digested([1.5] * 60, activation="silu") | {"notes": ["a", "b"]}, tmp_path / "gpu" / "layers.json")
+    results.save(digested([3], "a CPU", "dependent", dtype="float32", precision="high"), tmp_path / "host.json")
+    assert not here(monkeypatch, "--report", tmp_path, "--plot", tmp_path / "plots")
+    out = capsys.readouterr().out
+    assert [line for line in out.splitlines() if line.startswith("#")] == ["### a GPU", "### a CPU"]
+    cells = [re.split(r" *\| *", line)[1:-1] for line in out.splitlines() if line.startswith("| ")]
+    assert ["large", "bfloat16", "device", "4", "1.414", "1", "0.50", "1", "2026-01-02"] in cells
+    assert ["layers", "bfloat16, bias and silu", "device", "60", "1.500", "0", "1.50", "0", "2026-01-02"] in cells
+    assert ["host", 'float32 at "high"', "dependent", "1", "3.000", "0", "3.00", "0", "2026-01-02"] in cells
+    assert "- layers: a; b." in out
+    (plot,) = (tmp_path / "plots").iterdir()  # of the one result that has enough shapes
+    text = "".join(xml.etree.ElementTree.parse(plot).getroot().itertext())
+    assert plot.name == "ratios_a_gpu.svg" and "layers (60, mean 1.500)" in text and "large" not in text
+
+
+def test_folders_without_results_are_refused(tmp_path, monkeypatch, capsys):
+    assert "has no result of bench" in refused(monkeypatch, capsys, "--report", tmp_path)
+    assert "absent is not a folder" in refused(monkeypatch, capsys, "--report", tmp_path / "absent")
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        results.save(digested([2]), tmp_path / folder / "same.json")
+    assert "same.json: another result of a GPU has this name" in refused(monkeypatch, capsys, "--report", tmp_path)
+    (tmp_path / "a" / "same.json").write_text("{}")
+    assert "same.json is not a result of bench" in refused(monkeypatch, capsys, "--report", tmp_path)

@@ -767,7 +767,7 @@ BEYOND = [
 @pytest.mark.parametrize("at_the_end", [False, True])
 @pytest.mark.parametrize("name", BEYOND or ["no CUDA kernel in this build"])
 def test_what_a_tile_has_beyond_an_operand(name, at_the_end, case):
-    """Tiles are loaded as far as they reach, also beyond operands, whatever lies there; but not beyond an allocation (benchmarks/results/rows_beyond_h200_2026-11-26.md)."""
+    """Tiles are loaded as far as they reach, also beyond operands, whatever lies there; but not beyond an allocation."""
     if name not in KERNELS:
         pytest.skip("this build or GPU has no kernel of the sm90 family")
     schedule = make_schedule(_ffi.ScheduleKind.data_parallel)

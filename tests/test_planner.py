@@ -1,7 +1,10 @@
 """Which plan is chosen. CUDA plans are made here from a description of kernels, so that no GPU and no CUDA build is needed."""
 
 import collections
+import csv
 import dataclasses
+import functools
+import gzip
 import itertools
 import pathlib
 import statistics
@@ -356,7 +359,7 @@ def test_few_rows_do_not_wait_for_a_copy_of_a_misaligned_matrix(cuda, monkeypatc
 
 @pytest.mark.parametrize("m, n, k", [(300, 404, 196), (512, 516, 260), (1000, 1000, 196)])
 def test_rows_that_start_on_8_bytes_are_copied_even_for_a_short_product(cuda, monkeypatch, m, n, k):
-    """sm80 kernels, which load them so, take 1.2 to 1.4 times as long (benchmarks/results/small_rows_h200_2026-11-26.md)."""
+    """sm80 kernels, which load them so, take 1.2 to 1.4 times as long."""
     eight = fake_kernel(_ffi.Family.sm80, BF16, BF16, (128, 64, 32), warp_schedule="multistage", align=4)
     swapped = fake_kernel(_ffi.Family.sm90, BF16, BF16, (64, 48, 128), warp_schedule="pingpong", swap_ab=True)
     add_kernels(monkeypatch, eight, swapped)
@@ -737,14 +740,27 @@ def test_nothing_to_multiply_divides_by_nothing():
         _ffi.first_wave(kernel, gemm(m, n, 8).native(), _ffi.Schedule(_ffi.ScheduleKind.data_parallel), HOPPER.native())
 
 
+TABLES = pathlib.Path(__file__).parents[1] / "benchmarks" / "tables"
+
+
+@functools.cache
+def measured_plans(table):
+    """The records of a table of measured plans by the set of shapes, and day, that they belong to."""
+    records = collections.defaultdict(list)
+    with gzip.open(TABLES / f"{table}.csv.gz", "rt") as file:
+        for record in csv.DictReader(file):
+            records[record["set"]].append(record)
+    return records
+
+
 # Measured since TMA loads no more of a tile's last box of columns than the tile has.
-NARROW_LAST_BOX = (
-    "plans_last_box_h100_2026-11-26",
-    "plans_stages_h200_2026-11-26",
-    "plans_200_rows_h200_2026-11-26",
-    "plans_rows_beyond_h100_2026-11-27",
-    "plans_reach_h200_2026-11-27",
-)
+NARROW_LAST_BOX = {
+    ("h100_first", "last_box_2026-11-26"),
+    ("h200_first", "stages_2026-11-26"),
+    ("h200_first", "200_rows_2026-11-26"),
+    ("h100_first", "rows_beyond_2026-11-27"),
+    ("h200_first", "reach_2026-11-27"),
+}
 
 
 def loaded_more(kernel):
@@ -759,69 +775,65 @@ def loaded_more(kernel):
 
 
 @pytest.mark.parametrize(
-    "table, type_, majors, mean, second, worst",
+    "table, set_, type_, majors, mean, second, worst",
     [
-        ("plans_h200_2026-11-21", "bf16", "rr", 1.0425, 1.28, 1.3),
-        ("plans_more_h200_2026-11-21", "bf16", "rr", 1.043, 1.19, 1.21),
-        ("plans_large_h200_2026-11-21", "bf16", "rr", 1.0425, 1.1, 1.1),
-        ("plans_tiles_h200_2026-11-21", "bf16", "rr", 1.041, 1.2, 1.28),
-        ("plans_h200_2026-11-22", "bf16", "rr", 1.0385, 1.28, 1.37),
-        ("plans_alone_decode_h200_2026-11-23", "bf16", "rr", 1.0225, 1.1, 1.14),
-        ("plans_alone_streamk_h200_2026-11-23", "bf16", "rr", 1.026, 1.24, 1.37),
-        ("plans_alone_strong_h200_2026-11-24", "bf16", "rr", 1.0135, 1.1, 1.17),
-        ("plans_losing_h200_2026-11-24", "bf16", "rr", 1.0265, 1.18, 1.2),
-        ("plans_pairs_h200_2026-11-24", "bf16", "rr", 1.01, 1.11, 1.25),
-        ("plans_first_h200_2026-11-25", "bf16", "rr", 1.019, 1.12, 1.16),
-        ("plans_numbered_losing_h200_2026-11-25", "bf16", "rr", 1.025, 1.13, 1.21),
-        ("plans_numbered_h200_2026-11-25", "bf16", "rr", 1.013, 1.12, 1.13),
-        ("plans_numbered_decode_h200_2026-11-25", "bf16", "rr", 1.0115, 1.09, 1.15),
-        ("plans_eights_losing_h200_2026-11-25", "bf16", "rr", 1.016, 1.13, 1.14),
-        ("plans_eights_h200_2026-11-25", "bf16", "rr", 1.0315, 1.26, 1.34),
-        ("plans_even_decode_h200_2026-11-25", "bf16", "rr", 1.007, 1.03, 1.06),
-        ("plans_even_strong_h200_2026-11-25", "bf16", "rr", 1.0105, 1.03, 1.05),
-        ("plans_even_streamk_h200_2026-11-25", "bf16", "rr", 1.029, 1.19, 1.21),
-        ("plans_orders_h200_2026-11-26", "bf16", "rr", 1.0195, 1.12, 1.19),
-        ("plans_alone_h100_2026-11-24", "bf16", "rr", 1.0285, 1.13, 1.37),
-        ("plans_split_h100_2026-11-25", "bf16", "rr", 1.02, 1.09, 1.16),
-        ("plans_few_h100_2026-11-25", "bf16", "rr", 1.016, 1.07, 1.07),
-        ("plans_large_h100_2026-11-25", "bf16", "rr", 1.031, 1.06, 1.07),
-        ("plans_eights_h100_2026-11-25", "bf16", "rr", 1.011, 1.07, 1.18),
-        ("plans_single_h100_2026-11-25", "bf16", "rr", 1.009, 1.03, 1.07),
-        ("plans_other_h100_2026-11-26", "bf16", "rr", 1.0245, 1.16, 1.19),
-        ("plans_other_sets_h100_2026-11-26", "bf16", "rr", 1.025, 1.09, 1.12),
-        ("plans_last_box_h100_2026-11-26", "bf16", "rr", 1.0205, 1.22, 1.24),
-        ("plans_stages_h200_2026-11-26", "bf16", "rr", 1.0125, 1.07, 1.08),
-        ("plans_200_rows_h200_2026-11-26", "bf16", "rr", 1.0305, 1.09, 1.1),
-        ("plans_rows_beyond_h100_2026-11-27", "bf16", "rr", 1.0165, 1.15, 1.17),
-        ("plans_reach_h200_2026-11-27", "bf16", "rr", 1.011, 1.07, 1.1),
-        ("plans_long_clusters_h100_2026-11-26", "bf16", "rr", 1.0175, 1.06, 1.09),
-        ("plans_misaligned_h200_2026-11-23", "bf16", "rr", 1.0145, 1.1, 1.11),
-        ("plans_strong_scaling_h200_2026-11-22", "bf16", "rr", 1.0285, 1.12, 1.12),
-        ("plans_decode_h200_2026-11-22", "bf16", "rr", 1.026, 1.11, 1.12),
-        ("plans_dtypes_h200_2026-11-21", "f32", "rr", 1.0365, 1.11, 1.24),
-        ("plans_dtypes_h200_2026-11-21", "f32", "rc", 1.0355, 1.18, 1.18),
-        ("plans_dtypes_h200_2026-11-21", "f32", "cr", 1.048, 1.19, 1.22),
-        ("plans_dtypes_h200_2026-11-21", "f64", "rr", 1.016, 1.09, 1.19),
+        ("h200_sweep", "planner_2026-11-21", "bf16", "rr", 1.0425, 1.28, 1.3),
+        ("h200_sweep", "more_2026-11-21", "bf16", "rr", 1.043, 1.19, 1.21),
+        ("h200_sweep", "large_2026-11-21", "bf16", "rr", 1.0425, 1.1, 1.1),
+        ("h200_sweep", "tiles_2026-11-21", "bf16", "rr", 1.041, 1.2, 1.28),
+        ("h200_sweep", "planner_2026-11-22", "bf16", "rr", 1.0385, 1.28, 1.37),
+        ("h200_first", "decode_2026-11-23", "bf16", "rr", 1.0225, 1.1, 1.14),
+        ("h200_first", "streamk_2026-11-23", "bf16", "rr", 1.026, 1.24, 1.37),
+        ("h200_first", "strong_2026-11-24", "bf16", "rr", 1.0135, 1.1, 1.17),
+        ("h200_first", "losing_2026-11-24", "bf16", "rr", 1.0265, 1.18, 1.2),
+        ("h200_first", "pairs_2026-11-24", "bf16", "rr", 1.01, 1.11, 1.25),
+        ("h200_first", "first_2026-11-25", "bf16", "rr", 1.019, 1.12, 1.16),
+        ("h200_first", "numbered_losing_2026-11-25", "bf16", "rr", 1.025, 1.13, 1.21),
+        ("h200_first", "numbered_2026-11-25", "bf16", "rr", 1.013, 1.12, 1.13),
+        ("h200_first", "numbered_decode_2026-11-25", "bf16", "rr", 1.0115, 1.09, 1.15),
+        ("h200_first", "eights_losing_2026-11-25", "bf16", "rr", 1.016, 1.13, 1.14),
+        ("h200_first", "eights_2026-11-25", "bf16", "rr", 1.0315, 1.26, 1.34),
+        ("h200_first", "even_decode_2026-11-25", "bf16", "rr", 1.007, 1.03, 1.06),
+        ("h200_first", "even_strong_2026-11-25", "bf16", "rr", 1.0105, 1.03, 1.05),
+        ("h200_first", "even_streamk_2026-11-25", "bf16", "rr", 1.029, 1.19, 1.21),
+        ("h200_first", "orders_2026-11-26", "bf16", "rr", 1.0195, 1.12, 1.19),
+        ("h100_first", "sets_2026-11-24", "bf16", "rr", 1.0285, 1.13, 1.37),
+        ("h100_first", "split_2026-11-25", "bf16", "rr", 1.02, 1.09, 1.16),
+        ("h100_first", "few_2026-11-25", "bf16", "rr", 1.016, 1.07, 1.07),
+        ("h100_first", "large_2026-11-25", "bf16", "rr", 1.031, 1.06, 1.07),
+        ("h100_first", "eights_2026-11-25", "bf16", "rr", 1.011, 1.07, 1.18),
+        ("h100_first", "single_2026-11-25", "bf16", "rr", 1.009, 1.03, 1.07),
+        ("h100_first", "other_2026-11-26", "bf16", "rr", 1.0245, 1.16, 1.19),
+        ("h100_first", "other_sets_2026-11-26", "bf16", "rr", 1.025, 1.09, 1.12),
+        ("h100_first", "last_box_2026-11-26", "bf16", "rr", 1.0205, 1.22, 1.24),
+        ("h200_first", "stages_2026-11-26", "bf16", "rr", 1.0125, 1.07, 1.08),
+        ("h200_first", "200_rows_2026-11-26", "bf16", "rr", 1.0305, 1.09, 1.1),
+        ("h100_first", "rows_beyond_2026-11-27", "bf16", "rr", 1.0165, 1.15, 1.17),
+        ("h200_first", "reach_2026-11-27", "bf16", "rr", 1.011, 1.07, 1.1),
+        ("h100_first", "long_clusters_2026-11-26", "bf16", "rr", 1.0175, 1.06, 1.09),
+        ("h200_first", "misaligned_2026-11-23", "bf16", "rr", 1.0145, 1.1, 1.11),
+        ("h200_sweep", "strong_scaling_2026-11-22", "bf16", "rr", 1.0285, 1.12, 1.12),
+        ("h200_sweep", "decode_2026-11-22", "bf16", "rr", 1.026, 1.11, 1.12),
+        ("h200_dtypes", "dtypes_2026-11-21", "f32", "rr", 1.0365, 1.11, 1.24),
+        ("h200_dtypes", "dtypes_2026-11-21", "f32", "rc", 1.0355, 1.18, 1.18),
+        ("h200_dtypes", "dtypes_2026-11-21", "f32", "cr", 1.048, 1.19, 1.22),
+        ("h200_dtypes", "dtypes_2026-11-21", "f64", "rr", 1.016, 1.09, 1.19),
     ],
 )
-def test_choices_are_near_the_best_that_was_measured(monkeypatch, table, type_, majors, mean, second, worst):
+def test_choices_are_near_the_best_that_was_measured(monkeypatch, table, set_, type_, majors, mean, second, worst):
     """The time measured of the plan that the model ranks first, over the best measured, for each of the shapes.
 
-    Tables before 2026-11-25 are of clusters whose numbers did not say on which GPC they sit, and all but plans_even_ of launches that loaded one
+    Tables before 2026-11-25 are of clusters whose numbers did not say on which GPC they sit, and all but even_ of launches that loaded one
     GPC more than others, which slowed plans of less than a wave down. In all but NARROW_LAST_BOX tiles along a row-major B whose columns are no
-    multiple of 64 loaded as many as if they were, and are left out. In all but plans_rows_beyond_ and plans_reach_ tiles that reach far beyond an operand take
+    multiple of 64 loaded as many as if they were, and are left out. In all but rows_beyond_ and reach_ tiles that reach far beyond an operand take
     longer than now.
     """
-    benchmarks = pathlib.Path(__file__).parents[1] / "benchmarks"
-    measurements = benchmarks / "results" / f"{table}.csv.gz"
-    if not measurements.exists():
-        pytest.skip("source distributions are without the measurements")
-    monkeypatch.syspath_prepend(benchmarks)
+    monkeypatch.syspath_prepend(TABLES.parent)
     import fit_cost_model
 
     machine = cost_model.H100 if "h100" in table else cost_model.H200
-    measured = fit_cost_model.ours_of(fit_cost_model.read(measurements), type_, majors)
-    measured = [row for row in measured if table in NARROW_LAST_BOX or not loaded_more(row.kernel)]
+    measured = fit_cost_model.ours_of(measured_plans(table)[set_], type_, majors)
+    measured = [row for row in measured if (table, set_) in NARROW_LAST_BOX or not loaded_more(row.kernel)]
     rows = fit_cost_model.in_planned_order(measured, machine, HOPPER.sms)
     predicted = fit_cost_model.predictor(rows, HOPPER.sms)(machine)
     regrets = sorted(regret for regret, _, _ in fit_cost_model.choices(rows, predicted, measured).values())

@@ -31,6 +31,9 @@ MOST_CALLS, MOST_CALLS_IN_PROGRAM = 256, 64
 def add_arguments(parser):
     what = shapes.add_arguments(parser)
     what.add_argument("--from", dest="result", metavar="RESULT.json", help="show what was measured before")
+    what.add_argument(
+        "--report", type=pathlib.Path, metavar="DIR", help="all results in DIR in short: a Markdown table per machine"
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=GROSS_ERROR, help="of operands and result (%(default)s)")
     parser.add_argument(
         "--precision", choices=["default", "high", "highest"], default="default", help="of products of float32"
@@ -76,6 +79,8 @@ def run(arguments):
         arguments.error(f"needs {' and '.join(missing)}: pip install {' '.join(missing)}")
     from jax_streamk.tools import report
 
+    if arguments.report:
+        return _report(arguments, report)
     interrupted = False
     if arguments.result:
         result = _load(arguments.result, arguments.error)
@@ -85,15 +90,31 @@ def run(arguments):
     if arguments.plot and (result["rows"] or not interrupted):
         from jax_streamk.tools import plots
 
-        try:
-            paths = plots.write(result, arguments.plot)
-        except (OSError, ValueError) as error:
-            raise SystemExit(f"--plot {arguments.plot}: {error}") from None
-        print("wrote", *paths)
+        print("wrote", *_plotted(plots.write, result, arguments.plot))
     if interrupted:
         return 130
     ours = [row["sides"][sides.OURS] for row in result["rows"]]
     return int(any(side.get("wrong") or "error" in side for side in ours))
+
+
+def _report(arguments, report):
+    try:
+        machines = report.by_machine(results.load_folder(arguments.report))
+    except (OSError, ValueError) as reason:
+        arguments.error(str(reason))
+    print(report.digest(machines), end="")
+    if arguments.plot:
+        from jax_streamk.tools import plots
+
+        print("wrote", *_plotted(plots.write_digest, machines, arguments.plot), file=sys.stderr)
+    return 0
+
+
+def _plotted(write, measured, folder):
+    try:
+        return write(measured, folder)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"--plot {folder}: {error}") from None
 
 
 def _load(path, error):

@@ -1,5 +1,8 @@
 """Plots of a result: a roofline, and the ratios of all shapes in order. SVG and PNG."""
 
+import itertools
+import re
+
 import matplotlib
 
 matplotlib.use("agg")
@@ -16,7 +19,10 @@ _STYLES = {
     "slower": dict(color="#d55e00", marker="v"),
     "left to XLA": dict(color="#737373", marker="s", facecolors="none"),
 }
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#737373", "#111111")
 _LABELLED = 40  # shapes at most have their names on the axis
+_SET = 50  # shapes at least make a result a curve among others
+_SETTINGS = {"svg.hashsalt": "jax_streamk", "axes.spines.top": False, "axes.spines.right": False, "font.size": 10}
 
 
 def write(result, folder):
@@ -31,9 +37,7 @@ def write(result, folder):
         raise ValueError("no shape was measured")
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    with plt.rc_context(
-        {"svg.hashsalt": "jax_streamk", "axes.spines.top": False, "axes.spines.right": False, "font.size": 10}
-    ):
+    with plt.rc_context(_SETTINGS):
         for name, draw in dict(roofline=_roofline, ratio=_ratio).items():
             figure = draw(result, rows)
             for kind, metadata in (("svg", {"Date": None}), ("png", {})):
@@ -41,6 +45,64 @@ def write(result, folder):
                 figure.savefig(paths[-1], dpi=160, metadata=metadata)
             plt.close(figure)
     return paths
+
+
+def write_digest(machines, folder):
+    """Writes the ratios of each machine's larger results, of what ``report.by_machine`` returns, as SVG; returns the paths.
+
+    Raises:
+      OSError: the folder cannot be made or written to.
+      ValueError: no result has so many shapes.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    with plt.rc_context(_SETTINGS | {"svg.fonttype": "none"}):
+        for device, found in machines.items():
+            curves = {name: _sorted_ratios(result) for name, result in found.items() if "device" in result["measures"]}
+            curves = {name: ratios for name, ratios in curves.items() if len(ratios) >= _SET}
+            if curves:
+                paths.append(folder / f"ratios_{re.sub('[^a-z0-9]+', '_', device.lower())}.svg")
+                figure = _curves(device, curves)
+                figure.savefig(paths[-1], metadata={"Date": None})
+                plt.close(figure)
+    if not paths:
+        raise ValueError(f"no result has {_SET} shapes or more")
+    return paths
+
+
+def _sorted_ratios(result):
+    sides = [row["sides"].get(OURS, {}) for row in result["rows"]]
+    return sorted(side["ratio"]["device"] for side in sides if "ratio" in side)
+
+
+def _curves(device, curves):
+    figure = plt.figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot(yscale="log")
+    axes.axhspan(LOSS, 1 / LOSS, color="#000000", alpha=0.06, linewidth=0)
+    axes.axhline(1, color="#111111", linewidth=0.8)
+    for (name, ratios), color in zip(curves.items(), itertools.cycle(_COLORS)):
+        at = (np.arange(len(ratios)) + 0.5) / len(ratios)
+        label = f"{name} ({len(ratios)}, mean {np.exp(np.mean(np.log(ratios))):.3f})"
+        axes.plot(100 * at, ratios, color=color, linewidth=1.4, label=label)
+    _ratio_axis(axes, min(min(x) for x in curves.values()), max(max(x) for x in curves.values()))
+    axes.set(
+        xlabel="percent of a set's shapes, by ratio",
+        ylabel="XLA's time over ours (above 1: we are faster)",
+        title=f"Ratio to XLA, {device}",
+        xlim=(0, 100),
+    )
+    axes.grid(alpha=0.25, axis="y")
+    figure.legend(loc="outside lower center", ncols=2, fontsize=9)
+    return figure
+
+
+def _ratio_axis(axes, least, most):
+    low, high = min(0.9, least) / 1.05, max(1.1, most) * 1.05
+    ticks = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 4, 6, 8, 10]
+    ticks = [tick for tick in ticks if low <= tick <= high]
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.yaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+    axes.set_ylim(low, high)
 
 
 def _kind(row, measure):
@@ -130,15 +192,7 @@ def _ratio(result, rows):
         linestyle="--",
         label=f"{measure}: geometric mean {mean[measure]:.3f}",
     )
-    low, high = (
-        min(0.9, *(r.min() for r in ratios.values())) / 1.05,
-        max(1.1, *(r.max() for r in ratios.values())) * 1.05,
-    )
-    ticks = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 4, 6, 8, 10]
-    ticks = [tick for tick in ticks if low <= tick <= high]
-    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.yaxis.set_minor_locator(matplotlib.ticker.NullLocator())
-    axes.set_ylim(low, high)
+    _ratio_axis(axes, min(r.min() for r in ratios.values()), max(r.max() for r in ratios.values()))
     axes.set_xlim(-0.8, len(rows) - 0.2)
     axes.set(
         ylabel="XLA's time over ours (above 1: we are faster)", title=_title(result, "Ratio to XLA, shape by shape")

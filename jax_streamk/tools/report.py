@@ -55,6 +55,55 @@ def markdown(result):
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
 
 
+def by_machine(found):
+    """Of results by path, those of each kind of machine by the file's name, the machine with the most results first.
+
+    Raises:
+      ValueError: two results of a machine have one name.
+    """
+    machines = {}
+    for path, result in found.items():
+        of_machine = machines.setdefault(result["machine"]["device"], {})
+        if path.stem in of_machine:
+            raise ValueError(f"{path}: another result of {result['machine']['device']} has this name")
+        of_machine[path.stem] = result
+    return dict(sorted(machines.items(), key=lambda item: -len(item[1])))
+
+
+def digest(machines):
+    """Markdown: a table for each machine that ``by_machine`` returns, with a line per result and measure."""
+    return "\n".join(_digest_of(device, found) for device, found in machines.items())
+
+
+def _digest_of(device, found):
+    table = Table(box=box.MARKDOWN)
+    table.add_column("result")
+    table.add_column("operands")
+    table.add_column("time")
+    for column in ("shapes", "mean", f"below {LOSS}", "slowest", "left to XLA", "measured"):
+        table.add_column(column, justify="right")
+    for name, result in found.items():
+        of, task = summary(result)[OURS], result["task"]
+        linear = "" if task["activation"] is None else f", bias and {task['activation']}"
+        what = task["dtype"] + (f' at "{task["precision"]}"' if task["precision"] else "") + linear
+        for each in result["measures"]:
+            ratios = [row["sides"][OURS]["ratio"][each] for row in result["rows"] if "ratio" in row["sides"][OURS]]
+            means = f"{of['geomean'][each]:.3f}", str(of["losses"][each]), f"{min(ratios):.2f}"
+            table.add_row(name, what, each, str(of["shapes"]), *means, str(of["fallbacks"]), result["date"][:10])
+    machines = [result["machine"] for result in found.values()]
+    drivers = sorted({f"driver {machine['driver']}" for machine in machines if machine.get("driver")})
+    versions = sorted({f"jax {machine['jax']}" for machine in machines})
+    lines = [f"### {device}", "", f"With {', '.join(drivers + versions)}.", "", *_markdown(table), ""]
+    notes = [f"- {name}: {'; '.join(result['notes'])}." for name, result in found.items() if result["notes"]]
+    return "\n".join(lines + notes + [""] * bool(notes))
+
+
+def _markdown(table):
+    file = io.StringIO()
+    Console(file=file, width=400, color_system=None).print(table)
+    return [line.rstrip() for line in file.getvalue().splitlines() if line.strip()]
+
+
 def _head(result):
     machine, task = result["machine"], result["task"]
     driver = f", driver {machine['driver']}" if machine.get("driver") else ""

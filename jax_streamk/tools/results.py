@@ -30,10 +30,29 @@ def load(path):
     return result
 
 
+def load_folder(folder):
+    """The results in a folder and the folders in it, by path and in order of these.
+
+    Raises:
+      OSError: the folder or a file cannot be read.
+      ValueError: a file is no result of bench, or there is none.
+    """
+    folder = pathlib.Path(folder)
+    if not folder.is_dir():
+        raise NotADirectoryError(f"{folder} is not a folder")
+    found = {path: load(path) for path in sorted(folder.rglob("*.json"))}
+    if not found:
+        raise ValueError(f"{folder} has no result of bench")
+    return found
+
+
 def save(result, path):
-    """Writes the file at once or not at all."""
+    """Writes the file at once or not at all, a line per shape."""
+    result = result | dict(summary=summary(result))
+    rows = ",\n".join("  " + json.dumps(row) for row in result.pop("rows"))
+    head = json.dumps(result, indent=1).removesuffix("\n}")
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(result | dict(summary=summary(result)), indent=1) + "\n")
+    part.write_text(f'{head},\n "rows": [\n{rows}\n ]\n}}\n')
     os.replace(part, path)
 
 
