@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "cutlass_kernels/core/gemm.h"
+
 namespace jax_streamk {
 
 // Of SMs as H100s and H200s have them: GPCs, of 8 to 18 SMs each; the SMs of the smallest, which shares its way to L2
@@ -20,20 +22,32 @@ inline int32_t active_clusters(int32_t sms, int32_t ctas) {
   return std::max((ctas > 2 ? sms * 10 / 11 : sms) / ctas, 1);
 }
 
+// Clusters that a launch can list: no GPU of compute capability 9.0 has more SMs.
+inline constexpr int32_t kMostListed = 144;
+
 // Clusters of a launch that get no work: so many of them, from the `first` on.
 struct Idle {
   int32_t first = 0, count = 0;
 };
 
+// Whether a launch of clusters of so many CTAs may have some.
+constexpr bool has_idle(int32_t ctas) { return ctas <= 2; }
+
+// The first of them, if there are any, beside so many that work: they come first of those that share SMs with as many.
+inline int32_t first_idle(int32_t working, int32_t ctas, int32_t sms) {
+  int32_t const layer = std::max(sms / ctas, 1);
+  return working / layer * layer;
+}
+
 // Which these are beside `working` ones. CTAs and pairs first go to the SMs apart, and so do the second CTAs of SMs.
 // Where not all SMs have work, the smallest GPC and these would have up to 11 CTAs of 32 to load for, others 3, and
 // takes up to a fifth longer. So clusters on the SMs apart are idle, but for as many as make all GPCs even.
 inline Idle idle_clusters(int32_t working, int32_t ctas, int32_t sms) {
-  if (ctas > 2) return {};
-  int32_t const layer = sms / ctas, full = working / layer, rest = working % layer;
+  if (!has_idle(ctas)) return {};
+  int32_t const layer = std::max(sms / ctas, 1), full = working / layer, rest = working % layer;
   if (rest == 0 || full > 1) return {};  // where the third CTA of an SM goes is less simple
   int32_t const apart = std::clamp((rest - kGpcs * kSmallest / ctas) / kGpcs, 0, kApart / ctas);
-  return {full * layer, std::min(kApart / ctas - apart, layer - rest)};
+  return {first_idle(working, ctas, sms), std::min(kApart / ctas - apart, layer - rest)};
 }
 
 constexpr uint8_t kIdle = 0xff;
@@ -49,8 +63,8 @@ constexpr uint8_t kIdle = 0xff;
 //   ones have in theirs, or the one before: they are numbered between the earlier ones of both places.
 // - Pairs first go to the SMs apart. These come last.
 //
-// Or, to `spread` them, so that the first of them are as many of each GPC: those with one piece of work more than
-// others, where neighbours share nothing that other clusters do not need as well.
-void number_by_gpc(int32_t clusters, int32_t idle, int32_t ctas, bool spread, uint8_t* numbers);
+// Or, where the order is kSpread, so that the first of them are as many of each GPC: those with one piece of work more
+// than others, where neighbours share nothing that other clusters do not need as well. Of kAsLaunched, as they come.
+void number_clusters(ClusterOrder, int32_t clusters, int32_t idle, int32_t ctas, uint8_t* numbers);
 
 }  // namespace jax_streamk
