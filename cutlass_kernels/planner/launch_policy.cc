@@ -40,6 +40,10 @@ int32_t ctas_of_cluster(KernelInfo const& info) { return info.cluster_m * info.c
 // Where CTAs share SMs there are too many clusters for a launch to list.
 bool lists_clusters(KernelInfo const& info) { return ctas_of_sm(info) == 1; }
 
+// Whether a kernel of the skinny family can hint that B leaves L2 first. Where rows of B start anywhere, tiles beside
+// each other share lines of it, which have to stay.
+bool hints_b(KernelInfo const& info) { return info.family == Family::kSkinny && info.align_b > 1; }
+
 // One launch of an sm90 kernel, in the terms of its own GEMM: with swap_ab its A is the problem's B.
 class Sm90Launch {
  public:
@@ -155,8 +159,8 @@ LaunchPolicy launch_policy_of(KernelInfo const& info, GemmProblem const& p, Sche
   LaunchPolicy policy;
   policy.raster = raster, policy.swizzle = swizzle;
   if (info.family == Family::kSkinny) {
-    // One line of tiles reads B once. With shifted rows neighbours share lines of it, which have to stay.
-    policy.evict_first_b = p.m <= info.tile_n && (p.batch == 1 || p.batch_stride_b != 0) && info.align_b > 1;
+    // One line of tiles reads B once.
+    policy.evict_first_b = hints_b(info) && p.m <= info.tile_n && (p.batch == 1 || p.batch_stride_b != 0);
   } else if (info.family == Family::kSm90) {
     Sm90Launch const launch(info, p, s, policy, device);
     launch.set_hints(policy);
@@ -175,14 +179,16 @@ Status check_policy(KernelInfo const& info, GemmProblem const& p, Schedule const
   int64_t const tiles =
       std::max<int64_t>(ceil_div(rows, info.tile_m) + info.cluster_m, ceil_div(columns, info.tile_n) + info.cluster_n);
   if (tiles * policy.swizzle >= INT32_MAX) return refuse("swizzle=" + std::to_string(policy.swizzle) + " is too wide");
-  bool const hints = policy.evict_first_a || policy.evict_first_b, listed = policy.cluster_order != ClusterOrder{};
+  bool const listed = policy.cluster_order != ClusterOrder::kAsLaunched;
   bool const others = policy.held_back != 0 || policy.held_back_last != 0 || policy.idle_clusters != 0 || listed ||
                       policy.extend_a || policy.extend_b;
-  if (info.family == Family::kSkinny && (policy.evict_first_a || others))
-    return refuse("of launch choices it has the order of tiles and an L2 hint for B");
-  if (info.family != Family::kSm90 && info.family != Family::kSkinny && (hints || others))
-    return refuse("of launch choices it has the order of tiles only");
-  if (info.family != Family::kSm90) return {};
+  if (info.family != Family::kSm90) {
+    bool const has_hint = hints_b(info);
+    if (policy.evict_first_a || (policy.evict_first_b && !has_hint) || others)
+      return refuse(std::string("of launch choices it has the order of tiles") +
+                    (has_hint ? " and an L2 hint for B" : " only"));
+    return {};
+  }
 
   Sm90Launch const launch(info, p, s, policy, device);
   Decomposition const& cut = launch.cut();

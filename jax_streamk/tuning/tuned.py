@@ -96,7 +96,7 @@ def version():
 
 @functools.cache
 def kernel_set(platform):
-    """What a measurement holds for: a hash of this build's kernels for "cpu" or "cuda", the version and the fields of a plan."""
+    """What a measurement holds for: a hash of the version, of what plans have, and of the kernels for "cpu" or "cuda"."""
     kernels = (kernel for kernel in _ffi.kernels() if (kernel.family == _ffi.Family.host) == (platform == "cpu"))
     names = (f"{kernel.name} {kernel.promotion_k}" for kernel in kernels)
     fields = (field.name for type_ in (Tuned, LaunchPolicy) for field in dataclasses.fields(type_))
@@ -338,8 +338,8 @@ def use_tuned_plans(cache=None):
 def _digest(plans):
     """Of what runs, however long it took."""
     what = sorted(
-        f"{problem} {found.is_left_to_xla} {found.kernel} {found.schedule} {found.splits} {found.reduction} {found.policy}"
-        for problem, found in plans.items()
+        f"{problem} {x.is_left_to_xla} {x.kernel} {x.schedule} {x.splits} {x.reduction} {x.policy}"
+        for problem, x in plans.items()
     )
     return zlib.crc32(" ".join(what).encode())
 
