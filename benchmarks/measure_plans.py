@@ -184,7 +184,7 @@ def measured(problem, kernels, memory, reductions):
 def measured_alone(problem, memory, first, has_xla):
     """The same of so many of the planner's first plans, and of XLA's product, which is None."""
     found = planner.choose(problem, None, memory.device, listed=20 * FIRST).candidates
-    estimates = {Candidate.of(x.kernel, x.schedule, x.policy): x.cost.microseconds for x in found}
+    estimates = {Candidate.of(x.kernel, x.schedule, LaunchPolicy.of(x.policy)): x.cost.microseconds for x in found}
     of_kernel, plans, least = collections.Counter(), [], min(estimates.values())
     for plan, us in estimates.items():
         if us <= LIKELY * least and of_kernel[plan.kernel] < OF_KERNEL and len(plans) < first:

@@ -85,6 +85,13 @@ std::optional<std::string> why_not(std::string const& name, GemmProblem const& p
   return status.message;
 }
 
+std::optional<std::string> why_not_so(KernelInfo const& info, GemmProblem const& p, Schedule const& s,
+                                      LaunchPolicy const& policy, Device const& device) {
+  Status const status = check_policy(info, p, s, policy, device);
+  if (status.ok()) return std::nullopt;
+  return status.message;
+}
+
 // [worker][piece] -> (tile, first MAC iteration, MAC iterations, peer, peers)
 using Piece = std::tuple<int32_t, int32_t, int32_t, int32_t, int32_t>;
 std::vector<std::vector<Piece>> decomposition(std::string const& name, GemmProblem const& p, Schedule const& s,
@@ -348,15 +355,13 @@ NB_MODULE(_ffi, m) {
   m.def("launch_policy", &launch_policy_of, "kernel"_a, "problem"_a, "schedule"_a, "raster"_a, "swizzle"_a, "device"_a,
         "The planner's LaunchPolicy for a KernelInfo that can run the problem, in this order of tiles.");
   m.def(
+      "check_policy", &why_not_so, "kernel"_a, "problem"_a, "schedule"_a, "policy"_a, "device"_a,
+      "None, or why a kernel, by name or KernelInfo, that can run the problem cannot be launched as the policy says.");
+  m.def(
       "check_policy",
       [](std::string const& name, GemmProblem const& p, Schedule const& s, LaunchPolicy const& policy,
-         Device const& device) -> std::optional<std::string> {
-        Status const status = check_policy(kernel_named(name).info, p, s, policy, device);
-        if (status.ok()) return std::nullopt;
-        return status.message;
-      },
-      "kernel"_a, "problem"_a, "schedule"_a, "policy"_a, "device"_a,
-      "None, or why a kernel that can run the problem cannot be launched as the policy says.");
+         Device const& device) { return why_not_so(kernel_named(name).info, p, s, policy, device); },
+      "kernel"_a, "problem"_a, "schedule"_a, "policy"_a, "device"_a);
 
   bind_planner(m);
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from jax_streamk import _ffi, planner, schedules
 from jax_streamk.device import device_of, jax_device_of
+from jax_streamk.launch_policy import LaunchPolicy
 from jax_streamk.tuning import contest, tuned
 from jax_streamk.tuning.measure import Memory
 from jax_streamk.tuning.tuned import Candidate, Tuned
@@ -41,7 +42,7 @@ def fastest(problem, memory):
     """
     device = memory.device
     choice = planner.choose(problem, None, device, listed=_LISTED)
-    listed = [Candidate.of(found.kernel, found.schedule, found.policy) for found in choice.candidates]
+    listed = [Candidate.of(found.kernel, found.schedule, LaunchPolicy.of(found.policy)) for found in choice.candidates]
     own, rotation, times = listed[0], memory.rotation(problem), {}
     rotation.shorten(*_launch_of(own))
 

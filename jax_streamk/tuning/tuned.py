@@ -42,8 +42,8 @@ class Candidate:
 
     @classmethod
     def of(cls, kernel, native, policy):
-        """Of a kernel by name under an ``_ffi.Schedule`` and an ``_ffi.LaunchPolicy``."""
-        return cls(kernel, native.schedule.name, native.splits, native.reduction.name, LaunchPolicy.of(policy))
+        """Of a kernel by name under an ``_ffi.Schedule`` and a ``LaunchPolicy``."""
+        return cls(kernel, native.schedule.name, native.splits, native.reduction.name, policy)
 
     def native(self):
         """The ``_ffi.Schedule``."""
