@@ -12,10 +12,10 @@ _RASTERS = {"m": _ffi.Raster.along_m, "n": _ffi.Raster.along_n}
 
 @dataclasses.dataclass(frozen=True)
 class LaunchPolicy:
-    """How a kernel is launched. It changes how long a launch takes; a Stream-K product's last bits may change with the order of tiles.
+    """How a kernel is launched, which decides how long that takes, and not what it computes.
 
-    Kernels of the sm90 family have all of it, those of the skinny family the order of tiles and the hint for B, others the order
-    of tiles.
+    Only the last bits of a Stream-K product may change with the order of tiles. Kernels of the sm90 family have all of
+    a policy, those of the skinny family the order of tiles and the hint for B, others the order of tiles.
 
     Attributes:
       raster: along which dimension of the result, "m" or "n", consecutive tiles lie.
@@ -24,7 +24,7 @@ class LaunchPolicy:
       held_back: stages of each CTA that its loads leave empty, so that less is on its way from memory at once.
       held_back_last: the same in a last wave that is partial.
       idle_clusters: clusters launched besides those that work, which exit at once and keep some SMs free.
-      cluster_order: which worker each cluster is: "as_launched"; "by_gpc", so that neighbours share a GPC; or "spread" over GPCs.
+      cluster_order: which worker each cluster is: "as_launched", "by_gpc" (neighbours share a GPC) or "spread".
       extend_a, extend_b: whether TMA may read A or B up to whole tiles, where its allocation goes on so far.
     """
 

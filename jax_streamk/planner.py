@@ -122,7 +122,7 @@ def _native_schedule(schedule):
 
 
 def policy_in_order(kernel, problem, native, raster, swizzle, device):
-    """The ``LaunchPolicy``, in an order of tiles, of a kernel by name that can run the problem by an ``_ffi.Schedule``."""
+    """The ``LaunchPolicy``, in an order of tiles, of a kernel by name that can run the problem so."""
     info, order = _registry(device.platform)[0][kernel], LaunchPolicy(raster, swizzle).native()
     made = _ffi.launch_policy(info, problem.native(), native, order.raster, order.swizzle, device.native())
     return LaunchPolicy.of(made)

@@ -47,6 +47,7 @@ I, L = np.int32, np.int64
 NAME = re.escape(PLAN.kernel)
 REFUSED = rf"INVALID_ARGUMENT: jax_streamk: {NAME} cannot run \(batch, m, n, k\) = \(1, {M}, {N}, {K}\): "
 
+CHOICES = "held_back", "held_back_last", "idle_clusters", "cluster_order"
 # Which depends on what the kernel has of a launch policy.
 LAUNCH = "(of launch choices it has the order of tiles|it cannot h|it does not number clusters)"
 
@@ -72,8 +73,7 @@ LAUNCH = "(of launch choices it has the order of tiles|it cannot h|it does not n
         ({"major_b": I(5)}, REFUSED + "A must be row-major and B row-major"),
         ({"swizzle": I(0)}, REFUSED + "swizzle must be at least 1"),
         ({"swizzle": I(-3)}, REFUSED + "swizzle must be at least 1"),
-        *[({name: I(-1)}, REFUSED + LAUNCH) for name in ("held_back", "held_back_last", "idle_clusters", "cluster_order")],
-        *[({name: I(99)}, REFUSED + LAUNCH) for name in ("held_back", "held_back_last", "idle_clusters", "cluster_order")],
+        *[({name: I(value)}, REFUSED + LAUNCH) for name in CHOICES for value in (-1, 99)],
         ({"sms": I(2**31 - 1)}, REFUSED + "it has too many tiles or MAC iterations to count in 32 bits"),
         ({"m": L(-1)}, r"INVALID_ARGUMENT: .* = \(1, -1, .*every extent must be at least 1"),
         ({"k": L(0)}, "INVALID_ARGUMENT: .*every extent must be at least 1"),

@@ -856,7 +856,8 @@ def sm90_kernel(tile=(64, 16, 128), cluster=(1, 1), swap_ab=True, major_a=ROW, m
     bf16, native = _ffi.Type.bf16, _ffi.Math.native
     majors, ways = (major_a, major_b), ([_ffi.Reduction.ordered], [_ffi.Reduction.ordered])
     return _ffi.KernelInfo(
-        "a kernel", _ffi.Family.sm90, bf16, bf16, native, *majors, tile, cluster, 8, 8, 1, warp_schedule, swap_ab, *ways, stages=8
+        "a kernel", _ffi.Family.sm90, bf16, bf16, native, *majors, tile, cluster, 8, 8, 1, warp_schedule, swap_ab,
+        *ways, stages=8,
     )  # fmt: skip
 
 
@@ -915,8 +916,8 @@ def test_families_have_what_they_have_of_a_policy():
     """Host and sm80 kernels an order of tiles, skinny ones an L2 hint besides."""
     order = dict(raster="n", swizzle=2)
     others = [
-        dict(evict_first_a=True), dict(evict_first_b=True), dict(held_back=1), dict(idle_clusters=1), dict(cluster_order="by_gpc"),
-        dict(extend_a=True), dict(extend_b=True),
+        dict(evict_first_a=True), dict(evict_first_b=True), dict(held_back=1), dict(idle_clusters=1),
+        dict(cluster_order="by_gpc"), dict(extend_a=True), dict(extend_b=True),
     ]  # fmt: skip
     cases = [
         (planned(64, 70, 3000, HERE, jnp.float32), []) if PLATFORM == "cpu" else None,

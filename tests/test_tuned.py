@@ -590,7 +590,7 @@ def fail_of(failing, kernel, times):
 
 
 def test_on_a_gpu_other_orders_of_tiles_and_launch_choices_are_tried_around_the_best(monkeypatch):
-    """Candidates and times are made up: the fifth is the fastest, faster yet along n by four, and then with a stage held back."""
+    """Candidates and times are made up: the fifth is fastest, faster along n by four, and with a stage held back."""
     problem = plan(A, B).problem
     own = _ffi.Schedule(_ffi.ScheduleKind.data_parallel), LaunchPolicy("m", 2).native()
     native = [types.SimpleNamespace(kernel=f"kernel {i}", schedule=own[0], policy=own[1]) for i in range(7)]

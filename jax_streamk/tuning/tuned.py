@@ -96,7 +96,7 @@ def version():
 
 @functools.cache
 def kernel_set(platform):
-    """What a measurement holds for: a hash of the version, of what plans have, and of the kernels for "cpu" or "cuda"."""
+    """What measurements hold for: a hash of the version, a plan's fields and the kernels for "cpu" or "cuda"."""
     kernels = (kernel for kernel in _ffi.kernels() if (kernel.family == _ffi.Family.host) == (platform == "cpu"))
     names = (f"{kernel.name} {kernel.promotion_k}" for kernel in kernels)
     fields = (field.name for type_ in (Tuned, LaunchPolicy) for field in dataclasses.fields(type_))
