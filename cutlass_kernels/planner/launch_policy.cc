@@ -13,35 +13,34 @@
 namespace jax_streamk {
 namespace {
 
-constexpr int32_t kReadTogether = 4;  // tiles, one after another
+// goes_first(): consecutive tiles, a ratio of operands, and MAC iterations (8192 of K).
+constexpr int32_t kReadTogether = 4;
 constexpr int64_t kMuchSmaller = 8;
-constexpr int32_t kDriftAfter = 128;  // MAC iterations: 8192 of K, as measured (also in long_k_stay_h200_2026-11-26.md
-                                      // and loads_first_h200_2026-11-26.txt)
-// From so many multiply-adds of 16 bits on, whole tiles take 2% longer where loads go first, in the mean of what was
-// measured: what that saves at the end of a kernel is no more in a long one. Slices still find their partial sums.
+constexpr int32_t kDriftAfter = 128;
+// Multiply-adds of a 16-bit product from which whole tiles are 2% slower with the hint: the instructions that it keeps
+// in L2 matter at the end of a kernel only.
 constexpr double kLong = 4.5e9;
 
-// Rows or columns: more take as long to multiply as the other operand to come from memory.
+// held_back(): with more rows or columns, multiplying takes as long as memory does.
 constexpr int64_t kFew = 64;
-// As measured (benchmarks/results/under_way_2026-11-26.md): a CTA alone on its SM is served no faster with more bytes
-// under way, and fewer stages do not cover the time that one takes to come.
+// A CTA alone on its SM gains nothing from more bytes under way; fewer stages do not cover memory's latency.
 constexpr int64_t kMostBytes = 144 << 10, kFewestStages = 3;
-// More CTAs than an H100 or H200 has SMs share these, and want five sixths of `under_way`.
+// With more CTAs than these SMs, some share an SM, and 5/6 of `under_way` is best.
 constexpr int64_t kSms = 132;
 
-// Rows along K lie apart, so that what is read beyond an operand comes from memory as well: it must be little, one in
-// so many rows of both operands at most, and fewer than these cost nothing, nor do tiles that have none.
+// gains_by_extension(): rows along K that are missing cost time from kManyBeyond on. Reading them takes bandwidth, so
+// they may be at most one in kOneIn rows of both operands.
 constexpr int64_t kManyBeyond = 32, kOneIn = 16;
 
 int32_t ceil_div(int64_t x, int64_t y) { return static_cast<int32_t>((x + y - 1) / y); }
 
 int32_t ctas_of_sm(KernelInfo const& info) { return info.warp_schedule == "single" ? kSingles : 1; }
 int32_t ctas_of_cluster(KernelInfo const& info) { return info.cluster_m * info.cluster_n; }
-// Where CTAs share SMs there are too many clusters for a launch to list.
+// Where CTAs share SMs, a launch has too many clusters to list.
 bool lists_clusters(KernelInfo const& info) { return ctas_of_sm(info) == 1; }
 
-// Whether a kernel of the skinny family can hint that B leaves L2 first. Where rows of B start anywhere, tiles beside
-// each other share lines of it, which have to stay.
+// Whether this is a skinny kernel whose loads of B can have a hint. With an unaligned B neighbouring tiles share cache
+// lines, which have to stay.
 bool hints_b(KernelInfo const& info) { return info.family == Family::kSkinny && info.align_b > 1; }
 
 // One launch of an sm90 kernel, in the terms of its own GEMM: with swap_ab its A is the problem's B.
@@ -69,8 +68,8 @@ class Sm90Launch {
     policy.evict_first_b = info_.swap_ab ? a : b;
   }
 
-  // Few columns or rows wait for the other operand, which is read once: so many of its rows or columns a CTA loads with
-  // a stage, its part of those that are multicast.
+  // A product of few columns (rows) waits for the other operand, which is read once. `streaming` is how many of its
+  // rows (columns) a CTA loads per stage: its share, where they are multicast.
   void set_held_back(LaunchPolicy& policy) const {
     int64_t const streaming = order_.tiles_n() == 1 && columns_ <= kFew ? info_.tile_m / info_.cluster_n
                               : order_.tiles_m() == 1 && rows_ <= kFew  ? info_.tile_n / info_.cluster_m
@@ -84,8 +83,8 @@ class Sm90Launch {
   void set_clusters(LaunchPolicy& policy) const {
     if (may_have_idle()) policy.idle_clusters = idle_clusters(cut_.workers, ctas_of_cluster(info_), device_.sms).count;
     if (!lists_clusters(info_)) return;
-    // Of one line of tiles neighbours share what all do. But they read neighbouring memory: where the last of many
-    // waves counts for little, narrow tiles were 2 to 5% faster in order.
+    // In one line of tiles all share one operand, so neighbours gain nothing from a common GPC. After four waves the
+    // last one counts for little, and narrow tiles are 2 to 5% faster in order: neighbours read neighbouring memory.
     bool const spread =
         pieces() > cut_.workers && pieces() < 4 * cut_.workers && (order_.tiles_m() == 1 || order_.tiles_n() == 1);
     policy.cluster_order = spread                        ? ClusterOrder::kSpread
@@ -104,8 +103,7 @@ class Sm90Launch {
     policy.extend_b = swap ? a : b;
   }
 
-  // Clusters without work have the number kIdle, which must be nobody's: where a schedule leaves most SMs alone, there
-  // are tiles for it.
+  // Idle clusters have the number kIdle, for which there must be no work, as there is with more tiles than that.
   bool may_have_idle() const {
     Work work;
     return has_idle(ctas_of_cluster(info_)) && !cut_.work(kIdle, 0, work);
@@ -117,7 +115,7 @@ class Sm90Launch {
   OperandUse use(Raster line, int64_t extent, int64_t batches, int64_t other, int64_t other_batches) const {
     return {line,
             batches < p_.batch,
-            info_.math == Math::kTF32x3,  // parts of three TF32
+            info_.math == Math::kTF32x3,  // which loads parts twice
             extent * batches,
             other * other_batches,
             static_cast<int32_t>(size_of(info_.type_a)),
@@ -211,10 +209,10 @@ bool goes_first(TileOrder const& order, Decomposition const& cut, OperandUse con
   if (whole_tiles && use.element_bytes == 2 && use.multiply_adds >= kLong) return false;
   int32_t const reach = order.reach(use.line);
   if (reach == 1 && !use.by_all_batches) return true;
-  // Workers of a Stream-K tile are at different k.
+  // Stream-K workers that share a tile are at different k.
   if (use.again || cut.kind == ScheduleKind::kStreamK) return false;
   bool const at_once = cut.workers == cut.tiles * cut.splits;
-  // Readers that have drifted apart would find it gone.
+  // Along a long K readers drift apart, and the last ones would miss.
   if (at_once) return kMuchSmaller * use.bytes >= use.others && cut.k_tiles / cut.splits <= kDriftAfter;
   return reach <= kReadTogether && !use.by_all_batches && use.bytes >= use.others;
 }
@@ -230,9 +228,7 @@ HeldBack held_back(Decomposition const& cut, int32_t ctas, int32_t stages, int64
   return HeldBack::of(cut, held(cut.workers), held(cut.tiles * cut.splits % cut.workers));
 }
 
-// As measured (benchmarks/results/beyond_h200_2026-11-26.md, rows_beyond_h200_2026-11-26.md, reach_h200_2026-11-27.md):
-// rows that end within a box, rows along K that are not there, and whole boxes of contiguous rows, also of a cluster's
-// tiles that have nothing else, for which its other tiles wait. Contiguous rows overlap then, and are in L2.
+// Along contiguous rows what is read beyond the extent is the beginning of the next k, which L2 has or will need.
 bool gains_by_extension(TiledOperand const& x, int64_t others) {
   int64_t const beyond = x.tiled_extent() - x.extent;
   if (x.contiguous ? beyond == 0 : beyond < kManyBeyond || beyond * kOneIn > x.extent + others) return false;

@@ -9,25 +9,25 @@
 
 namespace jax_streamk {
 
-// For a kernel that can run the problem, in this order of tiles.
+// The policy for a kernel that can run the problem, in this order of tiles.
 LaunchPolicy launch_policy_of(KernelInfo const&, GemmProblem const&, Schedule const&, Raster, int32_t swizzle,
                               Device const&);
 
 // Ok, or why a launch of a kernel that can run the problem cannot do what the policy says.
 Status check_policy(KernelInfo const&, GemmProblem const&, Schedule const&, LaunchPolicy const&, Device const&);
 
-// Of sm90 kernels and problems without copies: how clusters share the work, and in which order tiles are numbered, both
-// of the kernel's own GEMM and in cluster tiles.
+// How the clusters of an sm90 kernel share the work, and how its tiles are numbered: both in cluster tiles of the
+// kernel's own GEMM, for a problem whose operands need no copies.
 Decomposition sm90_decomposition(KernelInfo const&, GemmProblem const&, Schedule const&, Device const&);
 TileOrder sm90_order(KernelInfo const&, GemmProblem const&, Raster, int32_t swizzle);
 
-// L2 hints. Operands that stream past push everything else out of L2, instructions included, which at the end of a
-// short kernel are then waited for.
+// L2 hints. An operand that streams past pushes everything else out of L2, also the instructions at a kernel's end,
+// which a short kernel then waits for.
 
-// An operand of a GEMM as its tiles read it: those of a line along M or N read the same of it.
+// An operand as tiles read it: those of a line along M or N read the same part of it.
 struct OperandUse {
   Raster line;
-  bool by_all_batches;    // several batches have the same
+  bool by_all_batches;    // all batches read the same one
   bool again;             // a tile reads it more than once
   int64_t bytes, others;  // of it and of the other operand, in any unit
   int32_t element_bytes;
@@ -35,15 +35,15 @@ struct OperandUse {
   double multiply_adds;  // of the whole product
 };
 
-// Whether its loads may go first: those who read the same are busy now, and not along so much of K that they drift
-// apart, or not much later, it is not much smaller than the other, and these are not whole tiles of a long product.
-// Measured in benchmarks/results/l2_h200_2026-11-22.md, plans_h200_2026-11-22.md and eviction_h200_2026-11-24.md.
+// Whether its loads should be evict-first: if a tile alone reads a part, or all its readers run at once or shortly one
+// after another and do not drift apart along K, unless it is much smaller than the other operand or the product is
+// long.
 bool goes_first(TileOrder const&, Decomposition const&, OperandUse const&);
 
-// Stages held back: of an operand that streams past only so much should be on its way from memory at once.
+// Stages held back. Memory is slower when more of an operand that streams past is under way than it serves well.
 
-// Stages of each CTA that its loads leave empty, by the ordinal of its piece of work. In the last wave, where fewer
-// CTAs load, no more than before, for loads wait for stages that far ahead.
+// How many stages a CTA's loads leave empty for its n-th piece of work. No more in the last wave than before: a load
+// waits for the stage that far ahead, which the loads before it must have waited for.
 struct HeldBack {
   int32_t first = 0;  // of a CTA's first piece of work
   int32_t whole_waves = 0, in_whole = 0, in_last = 0;
@@ -60,28 +60,28 @@ struct HeldBack {
   }
 };
 
-// For pieces of work that clusters of `ctas` take in turn, each CTA with `stages` that hold so many bytes of the
-// operand, where all together should have about `under_way` bytes of it under way, in whole stages, three at least; 0:
-// as many as the stages hold.
+// For clusters of `ctas` that take pieces of work in turn: each CTA fills
+// max(ceil(min(under_way / CTAs, kMostBytes) / stage_bytes), kFewestStages) of its `stages`, where a stage holds
+// stage_bytes of the operand. under_way = 0: all stages.
 HeldBack held_back(Decomposition const& cut, int32_t ctas, int32_t stages, int64_t stage_bytes, int64_t under_way);
 
-// TMA extents: TMA takes two or three times as long for what is beyond an operand's extent. What follows an operand in
-// its allocation may be read as if it were its own, and multiplied into what D does not have.
+// TMA extents. TMA takes two or three times as long for what lies beyond an operand's extent. So its descriptor may
+// include what follows the operand in its allocation: the products of that are in no element of D.
 
-// An operand of rows (columns) of M or N by K, as the tiles of a kernel read it.
+// An operand, M or N rows by K, as the tiles of a kernel read it.
 struct TiledOperand {
-  bool contiguous;        // along its rows, not along K
+  bool contiguous;        // along M or N, not along K
   int64_t extent;         // rows
   int64_t tile, cluster;  // rows of a tile, tiles of a cluster
 
-  // Up to where tiles read it: the end of its last tile, or of the last cluster's.
+  // The end of its last tile. Where it is contiguous, of the last cluster's tiles, which wait for each other.
   int64_t tiled_extent() const {
     int64_t const step = contiguous ? tile * cluster : tile;
     return (extent + step - 1) / step * step;
   }
 };
 
-// Whether reading it so far is faster, beside another operand of so many rows.
+// Whether describing it up to there is faster, beside another operand of `others` rows.
 bool gains_by_extension(TiledOperand const&, int64_t others);
 
 }  // namespace jax_streamk
