@@ -161,7 +161,7 @@ def cutlass(record, sms):
 
 def _batch(rows, sms):
     """The rows as the cost model takes them; measurements have a result of the operands' type."""
-    problems, schedules = [], []
+    problems, schedules, orders = [], [], []
     for row in rows:
         m, n, k, type_ = row.m, row.n, row.k, row.kernel.type_a
         major_a, major_b = (_MAJORS[x] for x in row.majors)
@@ -169,13 +169,9 @@ def _batch(rows, sms):
         problems.append(
             _ffi.GemmProblem(1, m, n, k, type_, type_, type_, row.kernel.math, major_a, major_b, lda, ldb, n, 0, 0, 0)
         )
-        raster = _ffi.Raster.along_m if row.raster == "m" else _ffi.Raster.along_n
-        schedules.append(
-            _ffi.Schedule(
-                _ffi.ScheduleKind[row.schedule], row.splits, _ffi.Reduction[row.reduction], 0, raster, row.swizzle
-            )
-        )
-    return _ffi.Batch([row.kernel for row in rows], problems, schedules, Device("cuda", 90, sms).native())
+        orders.append((_ffi.Raster.along_m if row.raster == "m" else _ffi.Raster.along_n, row.swizzle))
+        schedules.append(_ffi.Schedule(_ffi.ScheduleKind[row.schedule], row.splits, _ffi.Reduction[row.reduction]))
+    return _ffi.Batch([row.kernel for row in rows], problems, schedules, orders, Device("cuda", 90, sms).native())
 
 
 def predictor(rows, sms):

@@ -26,6 +26,7 @@ import jax
 from jax_streamk import Auto, _ffi, planner
 from jax_streamk.cost_model import machine_of
 from jax_streamk.device import device_of
+from jax_streamk.launch_policy import LaunchPolicy
 from jax_streamk.problem import GemmProblem
 from jax_streamk.tools import bench, sides, timing
 from jax_streamk.tools.shapes import Shape
@@ -131,8 +132,8 @@ def main():
                         plan.schedule,
                         plan.splits,
                         plan.reduction,
-                        plan.raster.removeprefix("along_"),
-                        plan.swizzle,
+                        plan.policy.raster,
+                        plan.policy.swizzle,
                     )
                 writer.writerow([arguments.majors, m, n, k, *of, f"{us:.2f}"])
             file.flush()
@@ -143,7 +144,7 @@ def measured(problem, kernels, memory, reductions):
     m, n, k, device = problem.m, problem.n, problem.k, memory.device
     rotation = memory.rotation(problem)
     plans = [
-        (kernel, Candidate(kernel.name, name, splits, reduction.name, *ORDERS[0]))
+        (kernel, Candidate(kernel.name, name, splits, reduction.name, LaunchPolicy(*ORDERS[0])))
         for kernel in kernels
         for name, splits, reduction in candidates(kernel, m, n, k, device.sms)
         if ("none" if name == "data_parallel" else reduction.name) in reductions
@@ -154,7 +155,8 @@ def measured(problem, kernels, memory, reductions):
         if _ffi.can_implement(kernel.name, problem.native(), plan.native(), device.native()) is None
     ]
     count, schedules = len(plans), [plan.native() for _, plan in plans]
-    batch = _ffi.Batch([kernel for kernel, _ in plans], [problem.native()] * count, schedules, device.native())
+    orders = [(_ffi.Raster.along_m, 1)] * count
+    batch = _ffi.Batch([kernel for kernel, _ in plans], [problem.native()] * count, schedules, orders, device.native())
     estimates = batch.microseconds(machine_of(device).native)
     bound = UNLIKELY * min(estimates, default=0)
     us, least = {}, math.inf
@@ -164,15 +166,16 @@ def measured(problem, kernels, memory, reductions):
         for raster, swizzle in (
             ORDERS[:1] if kernel.family == _ffi.Family.sm80 else ORDERS
         ):  # which order their tiles themselves
-            plan = dataclasses.replace(plan, raster=raster, swizzle=swizzle)
-            us[plan] = statistics.median(rotation.time(plan.kernel, plan.native()))
+            policy = planner.policy_in_order(plan.kernel, problem, plan.native(), raster, swizzle, device)
+            plan = dataclasses.replace(plan, policy=policy)
+            us[plan] = statistics.median(rotation.time(plan.kernel, plan.native(), policy))
             least = min(least, us[plan])
             if us[plan] > HOPELESS * least:
                 break
     turns = {plan: [] for plan in us if us[plan] < CLOSE * least}
     for _ in range(ROUNDS):
         for plan in random.sample(list(turns), len(turns)):
-            turns[plan] += rotation.time(plan.kernel, plan.native(), repeats=1)
+            turns[plan] += rotation.time(plan.kernel, plan.native(), plan.policy, repeats=1)
     us.update((plan, statistics.median(times)) for plan, times in turns.items())
     print((m, n, k), min(us.values(), default=None), min(us, key=us.get, default=None), flush=True)
     yield from us.items()
@@ -181,7 +184,7 @@ def measured(problem, kernels, memory, reductions):
 def measured_alone(problem, memory, first, has_xla):
     """The same of so many of the planner's first plans, and of XLA's product, which is None."""
     found = planner.choose(problem, None, memory.device, listed=20 * FIRST).candidates
-    estimates = {Candidate.of(x.kernel, x.schedule): x.cost.microseconds for x in found}
+    estimates = {Candidate.of(x.kernel, x.schedule, LaunchPolicy.of(x.policy)): x.cost.microseconds for x in found}
     of_kernel, plans, least = collections.Counter(), [], min(estimates.values())
     for plan, us in estimates.items():
         if us <= LIKELY * least and of_kernel[plan.kernel] < OF_KERNEL and len(plans) < first:

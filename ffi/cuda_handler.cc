@@ -34,7 +34,7 @@ ffi::Error execute(GemmAttributes attributes, cudaStream_t stream, ffi::AnyBuffe
   auto buffers = check_buffers(call, a, b, others, d, workspace);
   if (buffers.has_error()) return buffers.error();
   if (Status status = check_device(call); !status.ok()) return to_error(status);
-  return to_error(call.kernel->run(call.problem, call.schedule, call.device, *buffers, stream, nullptr));
+  return to_error(call.kernel->run(call.problem, call.schedule, call.policy, call.device, *buffers, stream, nullptr));
 }
 
 }  // namespace

@@ -2,6 +2,8 @@
 
 #include <string>
 
+#include "cutlass_kernels/planner/launch_policy.h"
+
 namespace jax_streamk {
 
 namespace ffi = xla::ffi;
@@ -25,8 +27,10 @@ GemmCall::GemmCall(GemmAttributes const& at)
               at.batch_stride_b,
               at.batch_stride_d,
               {at.activation, at.has_bias, at.has_residual, at.alpha, at.beta, at.batch_stride_bias}},
-      schedule{at.schedule, at.splits, at.reduction, at.max_sms, at.raster, at.swizzle},
-      device{at.arch, at.sms, at.under_way},
+      schedule{at.schedule, at.splits, at.reduction, at.max_sms},
+      policy{at.raster,         at.swizzle,       at.evict_first_a, at.evict_first_b, at.held_back,
+             at.held_back_last, at.idle_clusters, at.cluster_order, at.extend_a,      at.extend_b},
+      device{at.arch, at.sms},
       workspace_bytes(at.workspace_bytes) {}
 
 ffi::Error to_error(Status const& status) {
@@ -49,6 +53,9 @@ ffi::Error instantiate(GemmAttributes attributes) {
         "this build has no kernel " + name +
         "; the program was lowered by another build of jax_streamk: install the same one here, or lower it again"));
   if (Status status = check(*call.kernel, call.problem, call.schedule, call.device); !status.ok())
+    return to_error(status);
+  if (Status status = check_policy(call.kernel->info, call.problem, call.schedule, call.policy, call.device);
+      !status.ok())
     return to_error(status);
   int64_t const needed = call.kernel->workspace_bytes(call.problem, call.schedule, call.device);
   if (needed <= call.workspace_bytes) return ffi::Error::Success();

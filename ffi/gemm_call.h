@@ -27,11 +27,15 @@ struct GemmAttributes {
   int32_t splits;
   Reduction reduction;
   int32_t max_sms;
+  // The LaunchPolicy.
   Raster raster;
   int32_t swizzle;
+  bool evict_first_a, evict_first_b;
+  int32_t held_back, held_back_last, idle_clusters;
+  ClusterOrder cluster_order;
+  bool extend_a, extend_b;
   // What the plan was made for; execution refuses anything else.
   int32_t arch, sms;
-  int64_t under_way;  // Device's
   int64_t workspace_bytes;
 };
 
@@ -41,6 +45,7 @@ struct GemmCall {
   Kernel const* kernel;  // null: this build has no kernel of that name
   GemmProblem problem;
   Schedule schedule;
+  LaunchPolicy policy;
   Device device;
   int64_t workspace_bytes;
 };
@@ -65,6 +70,7 @@ XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jax_streamk::Activation);
 XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jax_streamk::ScheduleKind);
 XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jax_streamk::Reduction);
 XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jax_streamk::Raster);
+XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jax_streamk::ClusterOrder);
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     jax_streamk::GemmAttributes, StructMember<std::string_view>("kernel"), StructMember<int64_t>("batch"),
@@ -79,5 +85,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<int64_t>("batch_stride_bias"), StructMember<jax_streamk::ScheduleKind>("schedule"),
     StructMember<int32_t>("splits"), StructMember<jax_streamk::Reduction>("reduction"),
     StructMember<int32_t>("max_sms"), StructMember<jax_streamk::Raster>("raster"), StructMember<int32_t>("swizzle"),
-    StructMember<int32_t>("arch"), StructMember<int32_t>("sms"), StructMember<int64_t>("under_way"),
+    StructMember<bool>("evict_first_a"), StructMember<bool>("evict_first_b"), StructMember<int32_t>("held_back"),
+    StructMember<int32_t>("held_back_last"), StructMember<int32_t>("idle_clusters"),
+    StructMember<jax_streamk::ClusterOrder>("cluster_order"), StructMember<bool>("extend_a"),
+    StructMember<bool>("extend_b"), StructMember<int32_t>("arch"), StructMember<int32_t>("sms"),
     StructMember<int64_t>("workspace_bytes"));

@@ -14,7 +14,8 @@ ffi::Error execute(GemmAttributes attributes, ffi::ThreadPool pool, ffi::AnyBuff
   auto buffers = check_buffers(call, a, b, others, d, workspace);
   if (buffers.has_error()) return buffers.error();
   PoolExecutor executor(pool);
-  return to_error(call.kernel->run(call.problem, call.schedule, call.device, *buffers, nullptr, &executor));
+  return to_error(
+      call.kernel->run(call.problem, call.schedule, call.policy, call.device, *buffers, nullptr, &executor));
 }
 
 }  // namespace

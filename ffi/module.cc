@@ -17,6 +17,7 @@
 #include "without_cuda.h"
 #endif
 #include "cutlass_kernels/passes/repack.h"
+#include "cutlass_kernels/planner/launch_policy.h"
 #include "cutlass_kernels/planner/planner.h"
 #include "ffi/gemm_call.h"
 #include "ffi/planner_bindings.h"
@@ -67,10 +68,26 @@ Kernel const& kernel_that_runs(std::string const& name, GemmProblem const& p, Sc
   return kernel;
 }
 
+// The same of a launch, in the way that the policy says.
+Kernel const& kernel_that_launches(std::string const& name, GemmProblem const& p, Schedule const& s,
+                                   LaunchPolicy const& policy, Device const& device) {
+  Kernel const& kernel = kernel_that_runs(name, p, s, device);
+  Status const status = check_policy(kernel.info, p, s, policy, device);
+  if (!status.ok()) throw nb::value_error(status.message.c_str());
+  return kernel;
+}
+
 template <Status (*ask)(Kernel const&, GemmProblem const&, Schedule const&, Device const&)>
 std::optional<std::string> why_not(std::string const& name, GemmProblem const& p, Schedule const& s,
                                    Device const& device) {
   Status const status = ask(kernel_named(name), p, s, device);
+  if (status.ok()) return std::nullopt;
+  return status.message;
+}
+
+std::optional<std::string> why_not_so(KernelInfo const& info, GemmProblem const& p, Schedule const& s,
+                                      LaunchPolicy const& policy, Device const& device) {
+  Status const status = check_policy(info, p, s, policy, device);
   if (status.ok()) return std::nullopt;
   return status.message;
 }
@@ -99,13 +116,14 @@ class ThreadExecutor final : public Executor {
   }
 };
 
-void launch(std::string const& name, GemmProblem const& p, Schedule const& s, Device const& device, uintptr_t a,
-            uintptr_t b, uintptr_t d, uintptr_t workspace, uintptr_t stream, uintptr_t bias, uintptr_t residual) {
-  Kernel const& kernel = kernel_that_runs(name, p, s, device);
+void launch(std::string const& name, GemmProblem const& p, Schedule const& s, LaunchPolicy const& policy,
+            Device const& device, uintptr_t a, uintptr_t b, uintptr_t d, uintptr_t workspace, uintptr_t stream,
+            uintptr_t bias, uintptr_t residual) {
+  Kernel const& kernel = kernel_that_launches(name, p, s, policy, device);
   ThreadExecutor executor;
   auto const pointer = [](uintptr_t address) { return reinterpret_cast<void*>(address); };
   Status const status = kernel.run(
-      p, s, device, {pointer(a), pointer(b), pointer(d), pointer(workspace), pointer(bias), pointer(residual)},
+      p, s, policy, device, {pointer(a), pointer(b), pointer(d), pointer(workspace), pointer(bias), pointer(residual)},
       pointer(stream), &executor);
   if (!status.ok()) throw std::runtime_error(status.message);
 }
@@ -113,14 +131,15 @@ void launch(std::string const& name, GemmProblem const& p, Schedule const& s, De
 // Addresses of A, B, D, the bias and the residual.
 using Addresses = std::tuple<uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t>;
 std::vector<double> time_launches_at(std::string const& name, GemmProblem const& p, Schedule const& s,
-                                     Device const& device, std::vector<Addresses> const& addresses, uintptr_t workspace,
-                                     int32_t repeats) {
+                                     LaunchPolicy const& policy, Device const& device,
+                                     std::vector<Addresses> const& addresses, uintptr_t workspace, int32_t repeats) {
   auto const pointer = [](uintptr_t address) { return reinterpret_cast<void*>(address); };
   std::vector<Buffers> sets;
   for (auto const& [a, b, d, bias, residual] : addresses)
     sets.push_back({pointer(a), pointer(b), pointer(d), pointer(workspace), pointer(bias), pointer(residual)});
   std::vector<double> microseconds;
-  Status const status = time_launches(kernel_that_runs(name, p, s, device), p, s, device, sets, repeats, microseconds);
+  Status const status = time_launches(kernel_that_launches(name, p, s, policy, device), p, s, policy, device, sets,
+                                      repeats, microseconds);
   if (!status.ok()) throw std::runtime_error(status.message);
   return microseconds;
 }
@@ -171,6 +190,8 @@ NB_MODULE(_ffi, m) {
   enumeration<ScheduleKind>(m, "ScheduleKind", "How the MAC-iteration space is cut.",
                             {ScheduleKind::kDataParallel, ScheduleKind::kSplitK, ScheduleKind::kStreamK});
   enumeration<Raster>(m, "Raster", "Along which dimension consecutive tiles lie.", {Raster::kAlongM, Raster::kAlongN});
+  enumeration<ClusterOrder>(m, "ClusterOrder", "Which worker each cluster of a launch is.",
+                            {ClusterOrder::kAsLaunched, ClusterOrder::kByGpc, ClusterOrder::kSpread});
 
   nb::class_<GemmProblem>(
       m, "GemmProblem",
@@ -205,18 +226,39 @@ NB_MODULE(_ffi, m) {
           "activation"_a = Activation::kNone, "has_bias"_a = false, "has_residual"_a = false, "alpha"_a = 1.0,
           "beta"_a = 1.0, "batch_stride_bias"_a = 0);
 
-  nb::class_<Schedule>(m, "Schedule", "How one kernel launch cuts and orders its work.")
+  nb::class_<Schedule>(m, "Schedule", "How one kernel launch cuts its work.")
       .def(
           "__init__",
-          [](Schedule* self, ScheduleKind schedule, int32_t splits, Reduction reduction, int32_t max_sms, Raster raster,
-             int32_t swizzle) { new (self) Schedule{schedule, splits, reduction, max_sms, raster, swizzle}; },
-          "schedule"_a, "splits"_a = 1, "reduction"_a = Reduction::kOrdered, "max_sms"_a = 0,
-          "raster"_a = Raster::kAlongM, "swizzle"_a = 1)
+          [](Schedule* self, ScheduleKind schedule, int32_t splits, Reduction reduction, int32_t max_sms) {
+            new (self) Schedule{schedule, splits, reduction, max_sms};
+          },
+          "schedule"_a, "splits"_a = 1, "reduction"_a = Reduction::kOrdered, "max_sms"_a = 0)
       .def_ro("schedule", &Schedule::kind)
       .def_ro("splits", &Schedule::splits)
-      .def_ro("reduction", &Schedule::reduction)
-      .def_ro("raster", &Schedule::raster)
-      .def_ro("swizzle", &Schedule::swizzle);
+      .def_ro("reduction", &Schedule::reduction);
+
+  nb::class_<LaunchPolicy>(m, "LaunchPolicy", "The native side of launch_policy.LaunchPolicy, which says what each is.")
+      .def(
+          "__init__",
+          [](LaunchPolicy* self, Raster raster, int32_t swizzle, bool evict_first_a, bool evict_first_b,
+             int32_t held_back, int32_t held_back_last, int32_t idle_clusters, ClusterOrder cluster_order,
+             bool extend_a, bool extend_b) {
+            new (self) LaunchPolicy{raster,         swizzle,       evict_first_a, evict_first_b, held_back,
+                                    held_back_last, idle_clusters, cluster_order, extend_a,      extend_b};
+          },
+          "raster"_a = Raster::kAlongM, "swizzle"_a = 1, "evict_first_a"_a = false, "evict_first_b"_a = false,
+          "held_back"_a = 0, "held_back_last"_a = 0, "idle_clusters"_a = 0,
+          "cluster_order"_a = ClusterOrder::kAsLaunched, "extend_a"_a = false, "extend_b"_a = false)
+      .def_ro("raster", &LaunchPolicy::raster)
+      .def_ro("swizzle", &LaunchPolicy::swizzle)
+      .def_ro("evict_first_a", &LaunchPolicy::evict_first_a)
+      .def_ro("evict_first_b", &LaunchPolicy::evict_first_b)
+      .def_ro("held_back", &LaunchPolicy::held_back)
+      .def_ro("held_back_last", &LaunchPolicy::held_back_last)
+      .def_ro("idle_clusters", &LaunchPolicy::idle_clusters)
+      .def_ro("cluster_order", &LaunchPolicy::cluster_order)
+      .def_ro("extend_a", &LaunchPolicy::extend_a)
+      .def_ro("extend_b", &LaunchPolicy::extend_b);
 
   nb::class_<Device>(
       m, "Device",
@@ -310,15 +352,26 @@ NB_MODULE(_ffi, m) {
         "For each worker, its pieces of work in order: (tile, first MAC iteration, MAC iterations, peer, peers). "
         "ValueError where can_implement says why not.");
 
+  m.def("launch_policy", &launch_policy_of, "kernel"_a, "problem"_a, "schedule"_a, "raster"_a, "swizzle"_a, "device"_a,
+        "The planner's LaunchPolicy for a KernelInfo that can run the problem, in this order of tiles.");
+  m.def(
+      "check_policy", &why_not_so, "kernel"_a, "problem"_a, "schedule"_a, "policy"_a, "device"_a,
+      "None, or why a kernel, by name or KernelInfo, that can run the problem cannot be launched as the policy says.");
+  m.def(
+      "check_policy",
+      [](std::string const& name, GemmProblem const& p, Schedule const& s, LaunchPolicy const& policy,
+         Device const& device) { return why_not_so(kernel_named(name).info, p, s, policy, device); },
+      "kernel"_a, "problem"_a, "schedule"_a, "policy"_a, "device"_a);
+
   bind_planner(m);
 
-  m.def("launch", &launch, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "a"_a, "b"_a, "d"_a, "workspace"_a,
-        "stream"_a = 0, "bias"_a = 0, "residual"_a = 0, nb::call_guard<nb::gil_scoped_release>(),
+  m.def("launch", &launch, "kernel"_a, "problem"_a, "schedule"_a, "policy"_a, "device"_a, "a"_a, "b"_a, "d"_a,
+        "workspace"_a, "stream"_a = 0, "bias"_a = 0, "residual"_a = 0, nb::call_guard<nb::gil_scoped_release>(),
         "Runs a kernel on raw addresses, outside XLA: for tests that poison buffers and for measurements. On a GPU it "
         "returns once "
         "the launches are queued on the stream.");
-  m.def("time_launches", &time_launches_at, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "sets"_a, "workspace"_a,
-        "repeats"_a = 3, nb::call_guard<nb::gil_scoped_release>(),
+  m.def("time_launches", &time_launches_at, "kernel"_a, "problem"_a, "schedule"_a, "policy"_a, "device"_a, "sets"_a,
+        "workspace"_a, "repeats"_a = 3, nb::call_guard<nb::gil_scoped_release>(),
         "Microseconds per launch, one number for each repeat, of launches on sets of raw addresses (A, B, D, bias, "
         "residual) in turn, "
         "on a GPU replayed as one CUDA graph. RuntimeError where a launch fails.");

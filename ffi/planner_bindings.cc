@@ -7,9 +7,8 @@
 
 #include "cutlass_kernels/passes/repack.h"
 #include "cutlass_kernels/planner/clusters.h"
-#include "cutlass_kernels/planner/eviction.h"
+#include "cutlass_kernels/planner/launch_policy.h"
 #include "cutlass_kernels/planner/planner.h"
-#include "cutlass_kernels/planner/under_way.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -56,7 +55,8 @@ class DescribedKernel final : public Kernel {
   }
 
   Decomposition decomposition(GemmProblem const&, Schedule const&, Device const&) const override { return {}; }
-  Status run(GemmProblem const&, Schedule const&, Device const&, Buffers const&, void*, Executor*) const override {
+  Status run(GemmProblem const&, Schedule const&, LaunchPolicy const&, Device const&, Buffers const&, void*,
+             Executor*) const override {
     return Status::precondition(info.name + " is not compiled into this build");
   }
 
@@ -101,9 +101,13 @@ class Kernels {
   std::vector<Kernel const*> all_;
 };
 
-Wave first_wave(KernelInfo const& kernel, GemmProblem const& problem, Schedule const& s, Device const& device) {
+// Raster and swizzle.
+using TilesOrder = std::pair<Raster, int32_t>;
+
+Wave first_wave(KernelInfo const& kernel, GemmProblem const& problem, Schedule const& s, TilesOrder const& order,
+                Device const& device) {
   Machine const any{};  // which tiles run together is no matter of speed
-  return Estimator(kernel, problem, width_of(s, device), any).first_wave(s.raster, s.swizzle);
+  return Estimator(kernel, problem, width_of(s, device), any).first_wave(order.first, order.second);
 }
 
 Cost estimate(KernelInfo const& kernel, GemmProblem const& problem, Schedule const& s, Device const& device,
@@ -115,29 +119,31 @@ Cost estimate(KernelInfo const& kernel, GemmProblem const& problem, Schedule con
 // Many candidates, whose waves are computed once.
 class Batch {
  public:
-  Batch(nb::list kernels, std::vector<GemmProblem> problems, std::vector<Schedule> schedules, Device const& device)
+  Batch(nb::list kernels, std::vector<GemmProblem> problems, std::vector<Schedule> schedules,
+        std::vector<TilesOrder> orders, Device const& device)
       : kernels_(std::move(kernels)),
         problems_(std::move(problems)),
         schedules_(std::move(schedules)),
+        orders_(std::move(orders)),
         device_(device) {
-    if (kernels_.size() != problems_.size() || kernels_.size() != schedules_.size())
-      throw nb::value_error("there must be as many kernels as problems and as schedules");
+    if (kernels_.size() != problems_.size() || kernels_.size() != schedules_.size() ||
+        kernels_.size() != orders_.size())
+      throw nb::value_error("there must be as many kernels as problems, as schedules and as orders");
     for (size_t i = 0; i < kernels_.size(); ++i) {
       infos_.push_back(nb::cast<KernelInfo const*>(kernels_[i]));
-      waves_.push_back(first_wave(*infos_[i], problems_[i], schedules_[i], device_));
+      waves_.push_back(first_wave(*infos_[i], problems_[i], schedules_[i], orders_[i], device_));
     }
   }
 
   std::vector<double> microseconds(Machine const& machine) const {
-    return of_each(machine, [](Estimator const& estimator, Schedule const& s, Wave const& wave) {
-      return estimator.cost(s, wave).microseconds;
+    return of_each(machine, [&](Estimator const& estimator, size_t i) {
+      return estimator.cost(schedules_[i], waves_[i]).microseconds;
     });
   }
 
   std::vector<double> needs(Machine const& machine) const {
-    return of_each(machine, [](Estimator const& estimator, Schedule const& s, Wave const& wave) {
-      return estimator.needs(wave, s.swizzle);
-    });
+    return of_each(machine,
+                   [&](Estimator const& estimator, size_t i) { return estimator.needs(waves_[i], orders_[i].second); });
   }
 
  private:
@@ -145,8 +151,7 @@ class Batch {
   std::vector<double> of_each(Machine const& machine, Of of) const {
     std::vector<double> values(infos_.size());
     for (size_t i = 0; i < values.size(); ++i)
-      values[i] =
-          of(Estimator(*infos_[i], problems_[i], width_of(schedules_[i], device_), machine), schedules_[i], waves_[i]);
+      values[i] = of(Estimator(*infos_[i], problems_[i], width_of(schedules_[i], device_), machine), i);
     return values;
   }
 
@@ -154,6 +159,7 @@ class Batch {
   std::vector<KernelInfo const*> infos_;
   std::vector<GemmProblem> problems_;
   std::vector<Schedule> schedules_;
+  std::vector<TilesOrder> orders_;
   std::vector<Wave> waves_;
   Device device_;
 };
@@ -239,9 +245,10 @@ void bind_planner(nb::module_& m) {
                       "Kernels to choose from; one that this build lacks is known by its description alone.")
       .def(nb::init<std::vector<KernelInfo> const&>(), "infos"_a);
 
-  nb::class_<Candidate>(m, "Candidate", "A kernel, its schedule, and what it is expected to cost.")
+  nb::class_<Candidate>(m, "Candidate", "A kernel, its schedule and launch policy, and what it is expected to cost.")
       .def_prop_ro("kernel", [](Candidate const& candidate) { return candidate.kernel->info.name; })
       .def_ro("schedule", &Candidate::schedule)
+      .def_ro("policy", &Candidate::policy)
       .def_ro("cost", &Candidate::cost);
 
   nb::class_<Choice>(m, "Choice",
@@ -267,16 +274,16 @@ void bind_planner(nb::module_& m) {
         "The Cost of a kernel under a schedule in the best order of tiles, whether or not the kernel can run it.");
   m.def(
       "goes_first",
-      [](int32_t tiles_m, int32_t tiles_n, Schedule const& s, int32_t workers, Raster line, bool by_all_batches,
-         bool again, int64_t bytes, int64_t others, int32_t element_bytes, int32_t slices, double multiply_adds,
-         int32_t k_tiles) {
+      [](int32_t tiles_m, int32_t tiles_n, Schedule const& s, TilesOrder const& order, int32_t workers, Raster line,
+         bool by_all_batches, bool again, int64_t bytes, int64_t others, int32_t element_bytes, int32_t slices,
+         double multiply_adds, int32_t k_tiles) {
         auto const cut = Decomposition::make(s.kind, tiles_m * tiles_n, k_tiles, workers, s.splits);
         OperandUse const use{line, by_all_batches, again, bytes, others, element_bytes, slices, multiply_adds};
-        return goes_first(TileOrder(tiles_m, tiles_n, s.raster, s.swizzle), cut, use);
+        return goes_first(TileOrder(tiles_m, tiles_n, order.first, order.second), cut, use);
       },
-      "tiles_m"_a, "tiles_n"_a, "schedule"_a, "workers"_a, "line"_a, "by_all_batches"_a = false, "again"_a = false,
-      "bytes"_a = 1, "others"_a = 1, "element_bytes"_a = 2, "slices"_a = 1, "multiply_adds"_a = 0.0, "k_tiles"_a = 64,
-      "Whether what a line of tiles of one batch reads of an operand may leave L2 first.");
+      "tiles_m"_a, "tiles_n"_a, "schedule"_a, "order"_a, "workers"_a, "line"_a, "by_all_batches"_a = false,
+      "again"_a = false, "bytes"_a = 1, "others"_a = 1, "element_bytes"_a = 2, "slices"_a = 1, "multiply_adds"_a = 0.0,
+      "k_tiles"_a = 64, "Whether what a line of tiles of one batch reads of an operand may leave L2 first.");
   m.def(
       "held_back",
       [](int32_t tiles, Schedule const& s, int32_t workers, int32_t ctas, int32_t stages, int64_t stage_bytes,
@@ -299,22 +306,22 @@ void bind_planner(nb::module_& m) {
       "working"_a, "ctas"_a, "sms"_a,
       "The first, and how many, clusters without work a launch has beside so many, of so many CTAs each.");
   m.def(
-      "number_by_gpc",
-      [](uint8_t clusters, uint8_t idle, int32_t ctas, bool spread) {
+      "number_clusters",
+      [](ClusterOrder order, uint8_t clusters, uint8_t idle, int32_t ctas) {
         std::vector<uint8_t> numbers(std::max(clusters, idle));
-        number_by_gpc(clusters, idle, ctas, spread, numbers.data());
+        number_clusters(order, clusters, idle, ctas, numbers.data());
         return std::vector<int32_t>(numbers.begin() + idle, numbers.end());
       },
-      "clusters"_a, "idle"_a, "ctas"_a, "spread"_a,
-      "The number of each cluster of so many CTAs but the first ones, which are idle, by which those of a GPC follow "
-      "one another, or are spread.");
-  m.def("first_wave", &first_wave, "kernel"_a, "problem"_a, "schedule"_a, "device"_a,
+      "order"_a, "clusters"_a, "idle"_a, "ctas"_a,
+      "The number, in a ClusterOrder, of each cluster of so many CTAs but the first ones, which are idle.");
+  m.def("first_wave", &first_wave, "kernel"_a, "problem"_a, "schedule"_a, "order"_a, "device"_a,
         "The Wave that a CUDA kernel starts with.");
 
   nb::class_<Batch>(m, "Batch",
                     "CUDA candidates, as a list of each of their parts, to estimate on one machine after another.")
-      .def(nb::init<nb::list, std::vector<GemmProblem>, std::vector<Schedule>, Device const&>(), "kernels"_a,
-           "problems"_a, "schedules"_a, "device"_a)
+      .def(
+          nb::init<nb::list, std::vector<GemmProblem>, std::vector<Schedule>, std::vector<TilesOrder>, Device const&>(),
+          "kernels"_a, "problems"_a, "schedules"_a, "orders"_a, "device"_a)
       .def("microseconds", &Batch::microseconds, "machine"_a, "What each is expected to take.")
       .def("needs", &Batch::needs, "machine"_a, "What orders of tiles are ranked by, the least first.");
 }

@@ -18,15 +18,16 @@ struct Threads : Eigen::ThreadPool {
   int64_t num_threads() const { return NumThreads(); }
 };
 
-Status time_on_host(Kernel const& kernel, GemmProblem const& p, Schedule const& s, Device const& device,
-                    std::vector<Buffers> const& sets, int32_t repeats, std::vector<double>& microseconds) {
+Status time_on_host(Kernel const& kernel, GemmProblem const& p, Schedule const& s, LaunchPolicy const& policy,
+                    Device const& device, std::vector<Buffers> const& sets, int32_t repeats,
+                    std::vector<double>& microseconds) {
   Threads threads(device.sms);
   PoolExecutor executor(threads);
-  Status status = kernel.run(p, s, device, sets[0], nullptr, &executor);  // to warm up
+  Status status = kernel.run(p, s, policy, device, sets[0], nullptr, &executor);  // to warm up
   for (int32_t i = 0; i < repeats && status.ok(); ++i) {
     auto const started = std::chrono::steady_clock::now();
     for (Buffers const& buffers : sets)
-      if (status.ok()) status = kernel.run(p, s, device, buffers, nullptr, &executor);
+      if (status.ok()) status = kernel.run(p, s, policy, device, buffers, nullptr, &executor);
     std::chrono::duration<double, std::micro> const took = std::chrono::steady_clock::now() - started;
     microseconds.push_back(took.count() / static_cast<double>(sets.size()));
   }
@@ -73,14 +74,14 @@ struct Recording {
   }
 
   // A launch per set, as one graph.
-  Status capture(Kernel const& kernel, GemmProblem const& p, Schedule const& s, Device const& device,
-                 std::vector<Buffers> const& sets) {
+  Status capture(Kernel const& kernel, GemmProblem const& p, Schedule const& s, LaunchPolicy const& policy,
+                 Device const& device, std::vector<Buffers> const& sets) {
     // In this mode what other threads do, XLA's among them, neither fails nor spoils the capture.
     Status status =
         from_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
     if (!status.ok()) return status;
     for (Buffers const& buffers : sets)
-      if (status.ok()) status = kernel.run(p, s, device, buffers, stream, nullptr);
+      if (status.ok()) status = kernel.run(p, s, policy, device, buffers, stream, nullptr);
     Status const ended = from_cuda(cudaStreamEndCapture(stream, &graph), "cudaStreamEndCapture");
     if (!status.ok()) return status;
     if (!ended.ok()) return ended;
@@ -97,8 +98,9 @@ struct Recording {
   }
 };
 
-Status time_on_gpu(Kernel const& kernel, GemmProblem const& p, Schedule const& s, Device const& device,
-                   std::vector<Buffers> const& sets, int32_t repeats, std::vector<double>& microseconds) {
+Status time_on_gpu(Kernel const& kernel, GemmProblem const& p, Schedule const& s, LaunchPolicy const& policy,
+                   Device const& device, std::vector<Buffers> const& sets, int32_t repeats,
+                   std::vector<double>& microseconds) {
   cudaPointerAttributes where{};
   Status status = from_cuda(cudaPointerGetAttributes(&where, sets[0].d), "cudaPointerGetAttributes");
   if (!status.ok()) return status;
@@ -111,9 +113,9 @@ Status time_on_gpu(Kernel const& kernel, GemmProblem const& p, Schedule const& s
   if (status.ok()) status = from_cuda(cudaEventCreate(&recording.begin), "cudaEventCreate");
   if (status.ok()) status = from_cuda(cudaEventCreate(&recording.end), "cudaEventCreate");
   // Once without a graph: what a first launch loads may not be loaded within a capture.
-  if (status.ok()) status = kernel.run(p, s, device, sets[0], recording.stream, nullptr);
+  if (status.ok()) status = kernel.run(p, s, policy, device, sets[0], recording.stream, nullptr);
   if (status.ok()) status = from_cuda(cudaStreamSynchronize(recording.stream), kernel.info.name);
-  if (status.ok()) status = recording.capture(kernel, p, s, device, sets);
+  if (status.ok()) status = recording.capture(kernel, p, s, policy, device, sets);
   for (int32_t i = -1; i < repeats && status.ok(); ++i) {
     float milliseconds = 0;
     status = recording.replay(milliseconds);
@@ -127,13 +129,14 @@ Status time_on_gpu(Kernel const& kernel, GemmProblem const& p, Schedule const& s
 
 }  // namespace
 
-Status time_launches(Kernel const& kernel, GemmProblem const& p, Schedule const& s, Device const& device,
-                     std::vector<Buffers> const& sets, int32_t repeats, std::vector<double>& microseconds) {
+Status time_launches(Kernel const& kernel, GemmProblem const& p, Schedule const& s, LaunchPolicy const& policy,
+                     Device const& device, std::vector<Buffers> const& sets, int32_t repeats,
+                     std::vector<double>& microseconds) {
   if (sets.empty()) return Status::invalid("there must be at least one set of buffers");
 #ifdef JAX_STREAMK_WITH_CUDA
-  if (device.arch != 0) return time_on_gpu(kernel, p, s, device, sets, repeats, microseconds);
+  if (device.arch != 0) return time_on_gpu(kernel, p, s, policy, device, sets, repeats, microseconds);
 #endif
-  return time_on_host(kernel, p, s, device, sets, repeats, microseconds);
+  return time_on_host(kernel, p, s, policy, device, sets, repeats, microseconds);
 }
 
 }  // namespace jax_streamk

@@ -13,7 +13,7 @@ namespace jax_streamk {
 // On a GPU, on the one that holds the buffers, which must be ready: a CUDA graph with a launch per set, replayed on a
 // stream of its own. It waits for no other stream: a device must not be synchronized while another thread may be
 // capturing.
-Status time_launches(Kernel const&, GemmProblem const&, Schedule const&, Device const&,
+Status time_launches(Kernel const&, GemmProblem const&, Schedule const&, LaunchPolicy const&, Device const&,
                      std::vector<Buffers> const& sets, int32_t repeats, std::vector<double>& microseconds);
 
 }  // namespace jax_streamk

@@ -192,7 +192,7 @@ def machine_of(device):
 
 
 def under_way(device):
-    """About how many bytes of an operand that streams past should be under way at once (cutlass_kernels/planner/under_way.h); 0: any number.
+    """About how many bytes of an operand that streams past should be under way at once (launch_policy.h); 0: any.
 
     As measured on H100s and an H200 (benchmarks/results/under_way_2026-11-26.md), for which all others of compute capability 9.0 are taken.
     """

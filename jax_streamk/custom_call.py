@@ -7,7 +7,6 @@ import jax.export
 import numpy as np
 
 from jax_streamk import _ffi
-from jax_streamk.cost_model import under_way
 
 _TARGETS = {"cpu": "jax_streamk_host_gemm", "cuda": "jax_streamk_cuda_gemm"}
 # jax.export serializes custom calls other than JAX's own only where it is told to.
@@ -21,18 +20,20 @@ def target(made):
 
 def attributes(made):
     """The members of GemmAttributes in ffi/gemm_call.h for a ``Plan`` with a kernel."""
-    # Of the problem, enumerations are 32 bits wide and numbers 64; of the schedule all are 32.
+    # Enumerations are 32 bits wide; numbers of the problem 64, and those of the schedule and the launch 32.
     width = {bool: np.bool_, int: np.int64, float: np.float64}
     members = {
         name: (np.int32 if isinstance(value, enum.Enum) else width[type(value)])(value)
         for name, value in made.problem.attributes().items()
     }
-    members |= {name: np.int32(value) for name, value in made.schedule_attributes().items()}
+    members |= {
+        name: (np.bool_ if isinstance(value, bool) else np.int32)(value)
+        for name, value in made.launch_attributes().items()
+    }
     return members | dict(
         kernel=made.kernel,
         arch=np.int32(made.device.arch),
         sms=np.int32(made.device.sms),
-        under_way=np.int64(under_way(made.device)),
         workspace_bytes=np.int64(made.workspace_bytes),
     )
 

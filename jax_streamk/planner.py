@@ -9,6 +9,7 @@ import itertools
 
 from jax_streamk import _ffi, cost_model, described, left_to_xla, schedules, text
 from jax_streamk.device import Device
+from jax_streamk.launch_policy import LaunchPolicy
 from jax_streamk.problem import GemmProblem
 from jax_streamk.tuning import tuned
 
@@ -33,7 +34,7 @@ class Plan:
       device: what the plan is made for.
       kernel: name of the kernel, see ``kernels()``; None where XLA's own product runs, or where there is nothing to compute.
       schedule: the resolved ``DataParallel``, ``SplitK`` or ``StreamK``; None where kernel is None.
-      raster, swizzle: the order of tiles: along "m" or "n", in panels of so many tiles.
+      policy: the ``LaunchPolicy``: the order of tiles (``raster`` and ``swizzle``) and the other choices of the launch.
       workspace_bytes: that XLA allocates for the call; None where only a build with CUDA kernels knows.
       microseconds: the planner's estimate, or what tuning measured; of our best kernel, where XLA's product is thought to be no slower.
       reasons: one line each.
@@ -47,8 +48,7 @@ class Plan:
     device: Device
     kernel: str | None
     schedule: schedules.Schedule | None
-    raster: str = "m"
-    swizzle: int = 1
+    policy: LaunchPolicy = LaunchPolicy()
     workspace_bytes: int | None = 0
     microseconds: float | None = None
     reasons: tuple[str, ...] = ()
@@ -64,9 +64,20 @@ class Plan:
         if self.kernel:
             workspace = "unknown" if self.workspace_bytes is None else text.size(self.workspace_bytes)
             lines.append(f"  {self.kernel}")
-            lines.append(f"  {self.schedule}, tiles {_order(self.raster, self.swizzle)}, workspace {workspace}")
+            lines.append(f"  {self.schedule}, workspace {workspace}")
+            lines.append(f"  launch: {self.policy}")
         lines.extend(f"  - {reason}" for reason in self.reasons)
         return "\n".join(lines)
+
+    @property
+    def raster(self):
+        """Along which dimension consecutive tiles lie, "m" or "n"."""
+        return self.policy.raster
+
+    @property
+    def swizzle(self):
+        """How many tiles wide their panels are."""
+        return self.policy.swizzle
 
     @property
     def bound(self):
@@ -82,10 +93,11 @@ class Plan:
         return dataclasses.replace(self, reasons=(*self.reasons, *more)) if more else self
 
     def native_schedule(self):
-        return _native_schedule(self.schedule, self.raster, self.swizzle)
+        return _native_schedule(self.schedule)
 
-    def schedule_attributes(self):
-        return _schedule_attributes(self.schedule, self.raster, self.swizzle)
+    def launch_attributes(self):
+        """The schedule and the policy in the words of the custom call's attributes."""
+        return _schedule_attributes(self.schedule) | self.policy.attributes()
 
 
 _KINDS = {
@@ -95,20 +107,25 @@ _KINDS = {
 }
 
 
-def _schedule_attributes(schedule, raster="m", swizzle=1):
+def _schedule_attributes(schedule):
     """A schedule in the words of ``_ffi.Schedule`` and of the custom call's attributes, which are the same."""
     return dict(
         schedule=_KINDS[type(schedule)],
         splits=getattr(schedule, "splits", 1),
         reduction=_REDUCTIONS[getattr(schedule, "reduction", "ordered")],
         max_sms=getattr(schedule, "max_sms", None) or 0,
-        raster=_ffi.Raster.along_m if raster == "m" else _ffi.Raster.along_n,
-        swizzle=swizzle,
     )
 
 
-def _native_schedule(schedule, raster="m", swizzle=1):
-    return _ffi.Schedule(**_schedule_attributes(schedule, raster, swizzle))
+def _native_schedule(schedule):
+    return _ffi.Schedule(**_schedule_attributes(schedule))
+
+
+def policy_in_order(kernel, problem, native, raster, swizzle, device):
+    """The ``LaunchPolicy``, in an order of tiles, of a kernel by name that can run the problem so."""
+    info, order = _registry(device.platform)[0][kernel], LaunchPolicy(raster, swizzle).native()
+    made = _ffi.launch_policy(info, problem.native(), native, order.raster, order.swizzle, device.native())
+    return LaunchPolicy.of(made)
 
 
 def kernels_for(platform):
@@ -143,14 +160,6 @@ def _schedule_of(native):
         return schedules.SplitK(native.splits, native.reduction.name)
     is_stream_k = native.schedule == _ffi.ScheduleKind.stream_k
     return schedules.StreamK(native.reduction.name) if is_stream_k else schedules.DataParallel()
-
-
-def _letter(raster):
-    return "m" if raster == _ffi.Raster.along_m else "n"
-
-
-def _order(raster, swizzle):
-    return f"along {raster}" + (f", panels of {swizzle}" if swizzle > 1 else "")
 
 
 def make_plan(problem, schedule, device):
@@ -207,16 +216,17 @@ def plan_with(problem, schedule, device, found):
     candidates, (kernels, _) = _distinct(choice.candidates, schedule), _registry(device.platform)
     chosen = choice.candidates[0]
     kernel, native, workspace_bytes = chosen.kernel, chosen.schedule, choice.workspace_bytes
+    policy = LaunchPolicy.of(chosen.policy)
     cost, microseconds = chosen.cost, chosen.cost.microseconds
     if found is not None:
-        alone = f"{kernel}, {_schedule_of(native)}, tiles {_order(_letter(native.raster), native.swizzle)}"
+        alone = f"{kernel}, {_schedule_of(native)}, {policy}"
         without = f"without tuning the planner takes {alone}: {text.duration(microseconds)} estimated"
         if found.is_left_to_xla:
             took = f"its product took {found.xla_ratio:.2f} of the time of {found.kernel}, measured by tuning on {found.date[:10]}"
             return Plan(problem, device, None, None, reasons=(f"falls back to XLA: {took}", without))
         known = found.xla_ratio and found.is_of_this_xla
         beside = f"XLA's product took {found.xla_ratio:.2f} of its time" if known else "XLA's product was not measured"
-        kernel, native, microseconds = found.kernel, found.native(), found.microseconds
+        kernel, native, policy, microseconds = found.kernel, found.native(), found.policy, found.microseconds
         workspace_bytes = _ffi.workspace_bytes(kernel, problem.native(), native, device.native())
         machine = cost_model.machine_of(device).native
         cost = _ffi.estimate(kernels[kernel], problem.native(), native, device.native(), machine)
@@ -242,8 +252,7 @@ def plan_with(problem, schedule, device, found):
         device,
         kernel,
         _schedule_of(native) if auto else schedule,
-        _letter(native.raster),
-        native.swizzle,
+        policy,
         workspace_bytes,
         microseconds,
         tuple(reasons),

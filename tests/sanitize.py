@@ -4,8 +4,9 @@ compute-sanitizer --tool memcheck --target-processes all python tests/sanitize.p
 compute-sanitizer --tool racecheck --target-processes all python tests/sanitize.py
 """
 
-from jax_streamk import _ffi
+from jax_streamk import _ffi, planner
 from jax_streamk.device import device_of
+from jax_streamk.launch_policy import LaunchPolicy
 from jax_streamk.problem import GemmProblem
 from jax_streamk.tuning import measure
 from jax_streamk.tuning.tuned import Candidate
@@ -177,5 +178,7 @@ if __name__ == "__main__":
         problem = GemmProblem(
             1, m, n, k, *types, k if major_a == ROW else m, n if major_b == ROW else k, n, 0, 0, 0, **epilogue
         )
-        result = memory.rotation(problem).result(name, Candidate(name, *way, "along_m", 1).native())
+        native = Candidate(name, *way, LaunchPolicy()).native()
+        policy = planner.policy_in_order(name, problem, native, "m", 1, memory.device)
+        result = memory.rotation(problem).result(name, native, policy)
         print(name, (m, n, k), *way, float(abs(result.astype("float32")).max()), flush=True)

@@ -44,8 +44,8 @@ def problem_of(kernel, m, n, k, batch=1, type_d=None, lda=None):
     return problem, batch * tiles_m * tiles_n, products * ceil_div(k, kernel.tile_k)
 
 
-def schedule_of(kind, splits=1, reduction=_ffi.Reduction.ordered, max_sms=0, raster=_ffi.Raster.along_m, swizzle=1):
-    return _ffi.Schedule(kind, splits, reduction, max_sms, raster, swizzle)
+def schedule_of(kind, splits=1, reduction=_ffi.Reduction.ordered, max_sms=0):
+    return _ffi.Schedule(kind, splits, reduction, max_sms)
 
 
 def device_of(kernel, sms):
@@ -93,7 +93,7 @@ def extents(kernel):
 @pytest.mark.parametrize("sms", [1, 2, 6, 132])
 def test_every_iteration_once(kernel, sms):
     device = device_of(kernel, sms)
-    kinds = [schedule_of(DATA_PARALLEL), schedule_of(DATA_PARALLEL, raster=_ffi.Raster.along_n, swizzle=3)]
+    kinds = [schedule_of(DATA_PARALLEL)]
     kinds += [
         schedule_of(STREAM_K, reduction=r, max_sms=limit) for r in kernel.stream_k_reductions for limit in (0, 2, 5)
     ]

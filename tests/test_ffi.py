@@ -47,6 +47,10 @@ I, L = np.int32, np.int64
 NAME = re.escape(PLAN.kernel)
 REFUSED = rf"INVALID_ARGUMENT: jax_streamk: {NAME} cannot run \(batch, m, n, k\) = \(1, {M}, {N}, {K}\): "
 
+CHOICES = "held_back", "held_back_last", "idle_clusters", "cluster_order"
+# Which depends on what the kernel has of a launch policy.
+LAUNCH = "(of launch choices it has the order of tiles|it cannot h|it does not number clusters)"
+
 
 @pytest.mark.parametrize(
     "changed, message",
@@ -68,6 +72,8 @@ REFUSED = rf"INVALID_ARGUMENT: jax_streamk: {NAME} cannot run \(batch, m, n, k\)
         ({"major_a": I(7)}, REFUSED + "A must be row-major and B row-major"),
         ({"major_b": I(5)}, REFUSED + "A must be row-major and B row-major"),
         ({"swizzle": I(0)}, REFUSED + "swizzle must be at least 1"),
+        ({"swizzle": I(-3)}, REFUSED + "swizzle must be at least 1"),
+        *[({name: I(value)}, REFUSED + LAUNCH) for name in CHOICES for value in (-1, 99)],
         ({"sms": I(2**31 - 1)}, REFUSED + "it has too many tiles or MAC iterations to count in 32 bits"),
         ({"m": L(-1)}, r"INVALID_ARGUMENT: .* = \(1, -1, .*every extent must be at least 1"),
         ({"k": L(0)}, "INVALID_ARGUMENT: .*every extent must be at least 1"),
@@ -75,8 +81,8 @@ REFUSED = rf"INVALID_ARGUMENT: jax_streamk: {NAME} cannot run \(batch, m, n, k\)
         ({"n": L(2**40)}, r"INVALID_ARGUMENT: .*every extent must be below 2\^31"),
         # As the attributes of another version would be.
         ({"splits": L(3)}, "INVALID_ARGUMENT: .*expected S32 but got S64"),
-        ({"splits": None}, "INVALID_ARGUMENT: .*expected 33 attributes but got 32"),
-        ({"epilogue": I(0)}, "INVALID_ARGUMENT: .*expected 33 attributes but got 34"),
+        ({"splits": None}, "INVALID_ARGUMENT: .*expected 40 attributes but got 39"),
+        ({"epilogue": I(0)}, "INVALID_ARGUMENT: .*expected 40 attributes but got 41"),
     ],
     ids=lambda x: str(x) if isinstance(x, dict) else "",
 )  # fmt: skip

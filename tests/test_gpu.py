@@ -45,10 +45,10 @@ def assert_close(got, wanted, label):
 class Launch:
     """A product in memory of its own, launched outside XLA on any stream."""
 
-    def __init__(self, a, b, kernel, problem, schedule, device):
-        self.what = kernel, problem, schedule, device
+    def __init__(self, a, b, kernel, problem, schedule, policy, device):
+        self.what = kernel, problem, schedule, policy, device
         self.a, self.b = a, b
-        workspace_bytes = _ffi.workspace_bytes(*self.what)
+        workspace_bytes = _ffi.workspace_bytes(kernel, problem, schedule, device)
         self.d = jnp.full((a.shape[0], b.shape[1]), jnp.nan, a.dtype)
         self.workspace = jnp.full((workspace_bytes + 1,), 255, jnp.uint8)
         jax.block_until_ready((self.a, self.b, self.d, self.workspace))
@@ -56,7 +56,8 @@ class Launch:
     @classmethod
     def planned(cls, a, b, schedule):
         made = plan(a, b, schedule=schedule)
-        return cls(a, b, made.kernel, made.problem.native(), made.native_schedule(), made.device.native())
+        how = made.native_schedule(), made.policy.native(), made.device.native()
+        return cls(a, b, made.kernel, made.problem.native(), *how)
 
     def __call__(self, stream=0):
         addresses = (x.unsafe_buffer_pointer() for x in (self.a, self.b, self.d, self.workspace))
@@ -130,9 +131,10 @@ def test_reported_hangs_on_every_kernel(m, n, k):
             (kinds.stream_k, 1, reduction, limit) for limit in (0, 7, 130) for reduction in kernel.stream_k_reductions
         ]
         for way in ways:
-            schedule = _ffi.Schedule(*way, _ffi.Raster.along_m, 1)
+            schedule = _ffi.Schedule(*way)
             if _ffi.can_implement(kernel.name, problem, schedule, device) is None:
-                launch = Launch(a, b, kernel.name, problem, schedule, device)
+                policy = _ffi.launch_policy(kernel, problem, schedule, _ffi.Raster.along_m, 1, device)
+                launch = Launch(a, b, kernel.name, problem, schedule, policy, device)
                 launch()
                 _ffi.synchronize()
                 assert_close(jnp.copy(launch.d), wanted, f"{kernel.name} {way}")

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from jax_streamk import _ffi
+from jax_streamk.launch_policy import LaunchPolicy
 
 DTYPES = {
     _ffi.Type.f64: np.dtype(np.float64),
@@ -194,7 +195,17 @@ def with_epilogue(epilogue, case, sums, dtype, align, ldd):
 
 
 def launch(
-    kernel, case, schedule, epilogue=PLAIN, type_d=None, ldd=None, aligned=True, majors=None, device=None, place=Memory
+    kernel,
+    case,
+    schedule,
+    epilogue=PLAIN,
+    type_d=None,
+    ldd=None,
+    aligned=True,
+    majors=None,
+    device=None,
+    place=Memory,
+    changes=None,
 ):
     """Runs a kernel, of operands of other majornesses than its own where `majors` says so; returns D, after checking that nothing around D was written, what D exactly is, and (scale, XLA's errors)."""
     type_d = kernel.type_d if type_d is None else type_d
@@ -228,6 +239,7 @@ def launch(
     why = _ffi.can_implement(kernel.name, problem, schedule, device)
     if why is not None:
         return why, None, None
+    policy = policy_of(kernel, problem, schedule, device, changes or {})
     a, b = place(kernel, a), place(kernel, b)
     # Tiles beyond D are stored nowhere: poison as far as the next two reach.
     beyond = 2 * max(kernel.tile_m, kernel.tile_n) * ldd * dtype.itemsize
@@ -239,6 +251,7 @@ def launch(
         kernel.name,
         problem,
         schedule,
+        policy,
         device,
         a.address,
         b.address,
@@ -291,16 +304,23 @@ def check(kernel, case, schedule, twice=True, epilogue=PLAIN, **kwargs):
     return None
 
 
-REDUCTION_OF, TEXT_OF = {}, {}
+REDUCTION_OF, ORDER_OF, TEXT_OF = {}, {}, {}
 
 
 def make_schedule(kind, splits=1, reduction=_ffi.Reduction.ordered, max_sms=0, raster=_ffi.Raster.along_m, swizzle=1):
-    schedule = _ffi.Schedule(kind, splits, reduction, max_sms, raster, swizzle)
+    schedule = _ffi.Schedule(kind, splits, reduction, max_sms)
     REDUCTION_OF[schedule] = reduction
+    ORDER_OF[schedule] = raster, swizzle
     TEXT_OF[schedule] = (
         f"{kind.name} splits={splits} {reduction.name} max_sms={max_sms} {raster.name} swizzle={swizzle}"
     )
     return schedule
+
+
+def policy_of(kernel, problem, schedule, device, changes):
+    """The planner's launch policy in the schedule's order of tiles, but for the changes."""
+    planned = LaunchPolicy.of(_ffi.launch_policy(kernel, problem, schedule, *ORDER_OF[schedule], device))
+    return dataclasses.replace(planned, **changes).native()
 
 
 def describe(schedule):
@@ -613,7 +633,8 @@ def test_activations_are_accurate_in_their_tails_and_propagate_nan_and_inf(name,
     d = Memory(kernel, x.nbytes)
     workspace = Memory(kernel, _ffi.workspace_bytes(kernel.name, problem, schedule, device))
     _ffi.launch(
-        kernel.name, problem, schedule, device, zeros.address, zeros.address, d.address, workspace.address, 0, 0, residual.address
+        kernel.name, problem, schedule, policy_of(kernel, problem, schedule, device, {}), device,
+        zeros.address, zeros.address, d.address, workspace.address, 0, 0, residual.address,
     )  # fmt: skip
     if not d.host:
         _ffi.synchronize()
@@ -668,6 +689,29 @@ def test_stages_that_loads_leave_empty_change_no_bit(name):
         assert len({product.tobytes() for product in products}) == 1, describe(schedule)
 
 
+@pytest.mark.parametrize(
+    "name", [name for name in HERE if KERNELS[name].family in (_ffi.Family.sm90, _ffi.Family.skinny)]
+)
+def test_choices_of_the_launch_change_no_bit(name):
+    """Of any launch policy that a kernel takes, in one order of tiles and without Stream-K."""
+    kernel = KERNELS[name]
+    case = admissible(kernel, Case(70, 1500, 5 * kernel.tile_k + 1, batch=2))
+    changes = [dict(evict_first_a=a, evict_first_b=b) for a, b in itertools.product((False, True), repeat=2)]
+    if kernel.family == _ffi.Family.skinny:
+        changes = [
+            each for each in changes if not each["evict_first_a"] and each["evict_first_b"] <= (kernel.align_b > 1)
+        ]
+    else:
+        changes += [dict(extend_a=x, extend_b=x) for x in (False, True)] + [dict(idle_clusters=0)]
+        held = max(kernel.stages - 3, 0)
+        changes += [dict(held_back=held, held_back_last=last) for last in {0, held}]
+        if kernel.warp_schedule != "single":
+            changes += [dict(cluster_order=order) for order in ("as_launched", "by_gpc", "spread")]
+    schedule = make_schedule(_ffi.ScheduleKind.data_parallel)
+    products = [launch(kernel, case, schedule, changes=each)[0].tobytes() for each in ({}, *changes)]
+    assert len(set(products)) == 1
+
+
 @pytest.mark.parametrize("name", [name for name in HERE if KERNELS[name].type_a not in (_ffi.Type.s8,)])
 def test_nan_and_inf_propagate(name):
     kernel = KERNELS[name]
@@ -697,7 +741,9 @@ def test_nan_and_inf_propagate(name):
         on_a, on_b = Memory(kernel, a), Memory(kernel, b)
         d = Memory(kernel, case.m * ldd * DTYPES[kernel.type_d].itemsize)
         workspace = Memory(kernel, _ffi.workspace_bytes(kernel.name, problem, schedule, device))
-        _ffi.launch(kernel.name, problem, schedule, device, on_a.address, on_b.address, d.address, workspace.address)
+        addresses = (memory.address for memory in (on_a, on_b, d, workspace))
+        policy = policy_of(kernel, problem, schedule, device, {})
+        _ffi.launch(kernel.name, problem, schedule, policy, device, *addresses)
         if not d.host:
             _ffi.synchronize()
         got = d.read()[: case.m * ldd * DTYPES[kernel.type_d].itemsize].view(DTYPES[kernel.type_d]).reshape(case.m, ldd)

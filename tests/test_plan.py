@@ -33,6 +33,7 @@ from jax_streamk import (
     text,
 )
 from jax_streamk.device import device_of
+from jax_streamk.launch_policy import LaunchPolicy
 
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else "cpu"
 TARGET = "jax_streamk_cuda_gemm" if PLATFORM == "cuda" else "jax_streamk_host_gemm"
@@ -345,11 +346,12 @@ def planned(m, n, k, device, dtype=jnp.bfloat16, **options):
 
 def test_a_plan_prints_the_product_the_device_the_kernel_the_schedule_and_the_workspace():
     made = planned(64, 70, 3000, HERE, jnp.float32, schedule=SplitK(5))
-    first, device, kernel, schedule, *reasons = str(made).splitlines()
+    first, device, kernel, schedule, launch, *reasons = str(made).splitlines()
     assert "[64, 3000] @ [3000, 70]" in first
     assert device == f"  on {HERE.kind} ({HERE.sms} threads)"
     assert kernel == f"  {made.kernel}"
-    assert schedule == f"  {made.schedule}, tiles along {made.raster}, workspace {made.workspace_bytes / 1e3:.1f} KB"
+    assert schedule == f"  {made.schedule}, workspace {made.workspace_bytes / 1e3:.1f} KB"
+    assert launch == f"  launch: {made.policy}" == f"  launch: raster along {made.raster}"
     assert reasons == [f"  - {reason}" for reason in made.reasons]
 
 
@@ -844,3 +846,149 @@ def test_tuning_tries_no_kernel_that_the_planner_would_not():
         for kernel in planner.kernels_for("cuda"):
             if kernel.promotion_k == 0 and _ffi.can_implement(kernel.name, *parts) is None:
                 assert "truncate digits of a float32 result" in _ffi.may_serve(kernel.name, *parts)
+
+
+# Launch policies
+
+
+def sm90_kernel(tile=(64, 16, 128), cluster=(1, 1), swap_ab=True, major_a=ROW, major_b=ROW, warp_schedule="pingpong"):
+    """A kernel of 16-bit operands and eight stages, made up."""
+    bf16, native = _ffi.Type.bf16, _ffi.Math.native
+    majors, ways = (major_a, major_b), ([_ffi.Reduction.ordered], [_ffi.Reduction.ordered])
+    return _ffi.KernelInfo(
+        "a kernel", _ffi.Family.sm90, bf16, bf16, native, *majors, tile, cluster, 8, 8, 1, warp_schedule, swap_ab,
+        *ways, stages=8,
+    )  # fmt: skip
+
+
+PAIRS = dict(tile=(128, 256, 64), cluster=(1, 2), swap_ab=False)
+
+
+def policy_of(kernel, m, n, k, schedule=DataParallel(), device=jax_streamk.H200, order=("m", 1)):
+    """A problem of the kernel's and a schedule, and the planner's ``LaunchPolicy`` for it."""
+    lda, ldb = k if kernel.major_a == ROW else m, n if kernel.major_b == ROW else k
+    types = kernel.type_a, kernel.type_b, kernel.type_d, kernel.math, kernel.major_a, kernel.major_b
+    made = problem.GemmProblem(1, m, n, k, *types, lda, ldb, n, 0, 0, 0).native()
+    native = planner._native_schedule(schedule)
+    raster = {"m": _ffi.Raster.along_m, "n": _ffi.Raster.along_n}[order[0]]
+    policy = LaunchPolicy.of(_ffi.launch_policy(kernel, made, native, raster, order[1], device.native()))
+    assert (policy.raster, policy.swizzle) == order
+    assert _ffi.check_policy(kernel, made, native, policy.native(), device.native()) is None
+    return (kernel, made, native), policy
+
+
+@pytest.mark.parametrize("m, n", [(16, 8192), (16, 1000), (30, 4000), (1000, 777)])
+def test_a_policy_is_of_the_problems_operands_whichever_way_round_a_kernel_takes_them(m, n):
+    """D^T = B^T A^T by the kernel of the same tile."""
+    n = -(-n // 8) * 8
+    _, policy = policy_of(sm90_kernel(), m, n, 4096)
+    turned = sm90_kernel(swap_ab=False, major_a=COLUMN, major_b=COLUMN)
+    _, other = policy_of(turned, n, m, 4096, order=("n", 1))
+    exchanged = dict(
+        evict_first_a=other.evict_first_b,
+        evict_first_b=other.evict_first_a,
+        extend_a=other.extend_b,
+        extend_b=other.extend_a,
+    )
+    assert dataclasses.replace(other, raster="m", **exchanged) == policy
+
+
+def test_a_policy_goes_by_the_device():
+    """By what its memory wants under way, and by its SMs."""
+    of = [policy_of(sm90_kernel(), 16, 8192, 4096, device=device)[1].held_back for device in GPUS[1:]]
+    assert all(held > 0 for held in of)
+    assert policy_of(sm90_kernel(), 16, 132 * 64, 4096)[1].idle_clusters == 0
+    assert policy_of(sm90_kernel(), 16, 66 * 64, 4096)[1].idle_clusters > 0
+
+
+def test_clusters_are_numbered_by_gpc_or_spread_over_them():
+    assert policy_of(sm90_kernel(**PAIRS), 4096, 4096, 4096)[1].cluster_order == "by_gpc"
+    assert policy_of(sm90_kernel(), 16, 4096, 4096)[1].cluster_order == "as_launched"
+    assert policy_of(sm90_kernel(), 16, 200 * 64, 4096)[1].cluster_order == "spread"  # in one wave and a half
+
+
+def test_what_ends_within_a_tile_is_extended():
+    assert policy_of(sm90_kernel(**PAIRS), 4096, 4096 + 8, 4096)[1].extend_b
+    assert not policy_of(sm90_kernel(**PAIRS), 4096, 4096, 4096)[1].extend_b
+
+
+def test_families_have_what_they_have_of_a_policy():
+    """Host and sm80 kernels an order of tiles, skinny ones an L2 hint besides."""
+    order = dict(raster="n", swizzle=2)
+    others = [
+        dict(evict_first_a=True), dict(evict_first_b=True), dict(held_back=1), dict(idle_clusters=1),
+        dict(cluster_order="by_gpc"), dict(extend_a=True), dict(extend_b=True),
+    ]  # fmt: skip
+    cases = [
+        (planned(64, 70, 3000, HERE, jnp.float32), []) if PLATFORM == "cpu" else None,
+        (planned(512, 512, 512, jax_streamk.A100, schedule=DataParallel()), []),
+        (planned(4, 8192, 8192, jax_streamk.A100, schedule=DataParallel()), [dict(evict_first_b=True)]),
+    ]
+    for made, allowed in filter(None, cases):
+        kernel = planner._registry(made.device.platform)[0][made.kernel]
+        assert kernel.family != _ffi.Family.sm90 and (kernel.family == _ffi.Family.skinny) == bool(allowed)
+        parts = made.problem.native(), made.native_schedule()
+        for changes in others:
+            policy = LaunchPolicy(**order, **changes).native()
+            why = _ffi.check_policy(kernel, *parts, policy, made.device.native())
+            assert (why is None) == (changes in allowed), (kernel.name, changes)
+            assert why is None or "of launch choices it has the order of tiles" in why
+
+
+@pytest.mark.parametrize(
+    "changes, why",
+    [
+        (dict(swizzle=0), "swizzle must be at least 1"),
+        (dict(swizzle=2**31 - 1), "swizzle=2147483647 is too wide"),
+        (dict(held_back=99), "cannot hold back 99 stages"),
+        (dict(held_back=1, held_back_last=2), "no more in the last wave than before"),
+        (dict(held_back=0, held_back_last=-1), "cannot hold back"),
+        (dict(idle_clusters=9), "cannot have 9 idle clusters"),
+        (dict(idle_clusters=-1), "cannot have -1 idle clusters"),
+        (dict(cluster_order="spread"), None),
+        (dict(evict_first_a=True, evict_first_b=False), None),
+        (dict(held_back=0, held_back_last=0, idle_clusters=0), None),
+        (dict(extend_a=True, extend_b=True), None),
+    ],
+    ids=str,
+)
+def test_a_launch_is_refused_what_it_cannot_do(changes, why):
+    parts, policy = policy_of(sm90_kernel(), 16, 100 * 64, 4096)
+    changed = dataclasses.replace(policy, **changes).native()
+    found = _ffi.check_policy(*parts, changed, jax_streamk.H200.native())
+    assert found is None if why is None else "a kernel cannot run" in found and why in found
+
+
+def test_clusters_beside_those_that_share_an_sm_are_not_listed():
+    parts, policy = policy_of(sm90_kernel(warp_schedule="single"), 16, 200 * 64, 4096)
+    assert policy.idle_clusters > 0 and policy.cluster_order == "as_launched"
+    by_gpc = dataclasses.replace(policy, cluster_order="by_gpc").native()
+    assert "does not number clusters" in _ffi.check_policy(*parts, by_gpc, jax_streamk.H200.native())
+
+
+def test_stream_k_holds_nothing_back():
+    parts, policy = policy_of(sm90_kernel(**PAIRS), 1000, 4096, 4096, StreamK())
+    assert policy.held_back == policy.held_back_last == 0
+    held = dataclasses.replace(policy, held_back=1).native()
+    assert "at most 0" in _ffi.check_policy(*parts, held, jax_streamk.H200.native())
+
+
+def test_a_policy_is_printed_in_one_line():
+    assert str(LaunchPolicy()) == "raster along m"
+    everything = LaunchPolicy("n", 4, True, True, 3, 1, 8, "by_gpc", True, False)
+    assert str(everything) == (
+        "raster along n, swizzle 4, A and B evict first, 3 stages held back (1 in the last wave), 8 idle clusters, "
+        "clusters by GPC, A extended to whole tiles"
+    )
+    assert "1 stage held back, 1 idle cluster, clusters spread over GPCs, B extended" in str(
+        LaunchPolicy(held_back=1, held_back_last=1, idle_clusters=1, cluster_order="spread", extend_b=True)
+    )
+    made = planned(16, 8192, 4096, jax_streamk.H200, schedule=DataParallel())
+    assert f"\n  launch: {made.policy}\n" in str(made) and "B evict first" in str(made.policy)
+
+
+def test_a_program_carries_the_whole_policy():
+    (found,) = emitted_attributes(lambda a, b: matmul(a, b), shaped((64, 2048)), shaped((2048, 96)))
+    made = plan(shaped((64, 2048)), shaped((2048, 96)))
+    for name, value in made.policy.attributes().items():
+        assert found[name] == (str(value).lower() if isinstance(value, bool) else str(int(value))), name

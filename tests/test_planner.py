@@ -27,6 +27,7 @@ NATIVE, TF32, TF32X3 = _ffi.Math.native, _ffi.Math.tf32, _ffi.Math.tf32x3
 ORDERED, SEPARATE = _ffi.Reduction.ordered, _ffi.Reduction.separate
 A100 = Device("cuda", 80, 108)
 CPU = Device("cpu", 0, 4)
+RASTERS = {"m": _ffi.Raster.along_m, "n": _ffi.Raster.along_n}
 
 
 def gemm(m, n, k, type_ab=BF16, math=NATIVE, batch=1, type_d=None):
@@ -385,7 +386,7 @@ def test_no_panel_is_wider_than_four_tiles():
     kernels, parts = _ffi.Kernels([kernel]), (None, HOPPER.native(), cost_model.H200.native)
     for m, n, k in [(1768, 7216, 1848), (2224, 4312, 2016), (8192, 8192, 8192)]:
         assert all(
-            candidate.schedule.swizzle <= 4
+            candidate.policy.swizzle <= 4
             for candidate in _ffi.choose(kernels, gemm(m, n, k).native(), *parts).candidates
         )
 
@@ -397,8 +398,10 @@ def test_slices_of_sums_of_the_results_type_are_ordered_by_what_their_neighbours
         _ffi.Family.sm90, F32, F32, (64, 128, 32), warp_schedule="pingpong", swap_ab=True, align=4, math=TF32
     )
     kernels, parts = _ffi.Kernels([kernel]), (None, HOPPER.native(), cost_model.H200.native)
-    chosen = _ffi.choose(kernels, gemm(m, n, 65536, F32, TF32).native(), *parts).candidates[0].schedule
-    assert chosen.splits > 1 and chosen.raster == (_ffi.Raster.along_n if near == "A" else _ffi.Raster.along_m)
+    chosen = _ffi.choose(kernels, gemm(m, n, 65536, F32, TF32).native(), *parts).candidates[0]
+    assert chosen.schedule.splits > 1 and chosen.policy.raster == (
+        _ffi.Raster.along_n if near == "A" else _ffi.Raster.along_m
+    )
 
 
 def test_a_transposed_operand_and_a_misaligned_one_are_copied_apart():
@@ -499,8 +502,9 @@ def test_a_wave_is_the_tiles_that_run_together(m, n, raster, swizzle, cluster):
     """Against TileOrder::coordinate of every worker of the wave: what all of it shares, and what the workers of a GPC share."""
     tile_m, tile_n = 128 * cluster[0], 64 * cluster[1]
     kernel = fake_kernel(_ffi.Family.sm90, BF16, BF16, (128, 64, 64), cluster)
-    order = planner._native_schedule(DataParallel(), raster, swizzle)
-    wave = _ffi.first_wave(kernel, gemm(m, n, 4096).native(), order, HOPPER.native())
+    order = (RASTERS[raster], swizzle)
+    schedule = planner._native_schedule(DataParallel())
+    wave = _ffi.first_wave(kernel, gemm(m, n, 4096).native(), schedule, order, HOPPER.native())
     tiles_m, tiles_n = -(-m // tile_m), -(-n // tile_n)
     fast, slow = (tiles_m, tiles_n) if raster == "m" else (tiles_n, tiles_m)
     ctas = cluster[0] * cluster[1]
@@ -542,7 +546,7 @@ def gpcs_dealt_to(ctas, begin):
 def test_clusters_of_a_gpc_have_neighbouring_numbers(ctas):
     for working in {1, 7, 40 // ctas, 120 // ctas, 132 // ctas}:
         _, idle = _ffi.idle_clusters(working, ctas, 132)
-        numbers = _ffi.number_by_gpc(working + idle, idle, ctas, spread=False)
+        numbers = _ffi.number_clusters(_ffi.ClusterOrder.by_gpc, working + idle, idle, ctas)
         assert sorted(numbers) == list(range(working))
         for begin in range(8):
             of_gpc = collections.defaultdict(list)
@@ -582,14 +586,16 @@ def test_clusters_are_idle_where_there_is_room():
 
 
 def test_ctas_without_a_cluster_stay_in_order():
-    assert _ffi.number_by_gpc(132, 0, 1, spread=False) == list(range(132))
+    for order in (_ffi.ClusterOrder.by_gpc, _ffi.ClusterOrder.as_launched):
+        assert _ffi.number_clusters(order, 132, 8, 1) == list(range(124))
+    assert _ffi.number_clusters(_ffi.ClusterOrder.as_launched, 66, 4, 2) == list(range(62))
 
 
 @pytest.mark.parametrize("ctas, clusters", [(1, 132), (1, 114), (2, 66), (4, 30), (8, 15), (1, 1)])
 def test_the_first_of_clusters_that_are_spread_are_on_all_gpcs(ctas, clusters):
-    numbers = _ffi.number_by_gpc(clusters, 0, ctas, spread=True)
+    numbers = _ffi.number_clusters(_ffi.ClusterOrder.spread, clusters, 0, ctas)
     assert sorted(numbers) == list(range(clusters))
-    by_gpc = np.argsort(_ffi.number_by_gpc(clusters, 0, ctas, spread=False))
+    by_gpc = np.argsort(_ffi.number_clusters(_ffi.ClusterOrder.by_gpc, clusters, 0, ctas))
     for first in range(clusters):
         # Of any eighth of the clusters that are neighbours by GPC.
         has = np.array(numbers)[by_gpc] < first
@@ -640,11 +646,11 @@ def test_the_first_of_clusters_that_are_spread_are_on_all_gpcs(ctas, clusters):
 )
 @pytest.mark.parametrize("turned", [False, True])
 def test_what_goes_first_from_l2(tiles, schedule, line, workers, others, first, turned):
-    along = {"m": _ffi.Raster.along_m, "n": _ffi.Raster.along_n}
     if turned:  # the same with rows and columns exchanged
         tiles, line = tiles[::-1], "nm"["mn".index(line)]
-    native = planner._native_schedule(schedule, "n" if turned else "m")
-    assert _ffi.goes_first(*tiles, native, workers, along[line], **others) == first
+    order = (RASTERS["n" if turned else "m"], 1)
+    native = planner._native_schedule(schedule)
+    assert _ffi.goes_first(*tiles, native, order, workers, RASTERS[line], **others) == first
 
 
 @pytest.mark.parametrize(
@@ -693,8 +699,8 @@ def test_what_is_under_way_is_limited_where_it_was_measured():
 
 @pytest.mark.parametrize("swizzle, first", [(1, False), (2, False), (4, True), (16, True)])
 def test_a_panel_of_all_tiles_keeps_those_that_read_the_same_together(swizzle, first):
-    native = planner._native_schedule(DataParallel(), "m", swizzle)
-    assert _ffi.goes_first(30, 4, native, 60, _ffi.Raster.along_n) == first
+    native = planner._native_schedule(DataParallel())
+    assert _ffi.goes_first(30, 4, native, (_ffi.Raster.along_m, swizzle), 60, _ffi.Raster.along_n) == first
 
 
 @pytest.mark.parametrize("m, n, near", [(552, 128, "A"), (128, 552, "B")])
@@ -707,9 +713,9 @@ def test_slices_of_few_tiles_are_ordered_by_what_their_neighbours_read(m, n, nea
     kernels, parts = _ffi.Kernels([whole, partials]), (None, HOPPER.native(), cost_model.H200.native)
     candidates = _ffi.choose(kernels, gemm(m, n, 65536).native(), *parts).candidates
     (chosen,) = (candidate for candidate in candidates if candidate.kernel == partials.name)
-    along_n = chosen.schedule.raster == _ffi.Raster.along_n
-    assert (chosen.schedule.swizzle == 1 and along_n == (near == "A")) or (
-        chosen.schedule.swizzle >= 2 and along_n != (near == "A")
+    along_n = chosen.policy.raster == _ffi.Raster.along_n
+    assert (chosen.policy.swizzle == 1 and along_n == (near == "A")) or (
+        chosen.policy.swizzle >= 2 and along_n != (near == "A")
     )
 
 
@@ -736,8 +742,9 @@ def test_a_multicast_of_b_delays_the_first_stage():
 def test_nothing_to_multiply_divides_by_nothing():
     """A division by zero would end the process."""
     kernel = next(kernel for kernel in fake_kernels() if kernel.family == _ffi.Family.sm90)
+    whole = planner._native_schedule(DataParallel())
     for m, n in ((0, 8), (8, 0)):
-        _ffi.first_wave(kernel, gemm(m, n, 8).native(), _ffi.Schedule(_ffi.ScheduleKind.data_parallel), HOPPER.native())
+        _ffi.first_wave(kernel, gemm(m, n, 8).native(), whole, (_ffi.Raster.along_m, 1), HOPPER.native())
 
 
 TABLES = pathlib.Path(__file__).parents[1] / "benchmarks" / "tables"
@@ -915,7 +922,7 @@ def test_the_wave_is_square(cuda):
     """A wave of 132 tiles of a large D: neither one row of tiles nor one column."""
     kernels = _ffi.Kernels([fake_kernel(_ffi.Family.sm90, BF16, BF16, (128, 256, 64))])
     parts = planner._native_schedule(DataParallel()), HOPPER.native(), cost_model.H200.native
-    assert 4 <= _ffi.choose(kernels, gemm(16384, 16384, 4096).native(), *parts).candidates[0].schedule.swizzle <= 16
+    assert 4 <= _ffi.choose(kernels, gemm(16384, 16384, 4096).native(), *parts).candidates[0].policy.swizzle <= 16
     made, _ = cuda(gemm(128, 8192, 4096), DataParallel())
     assert made.swizzle == 1
 

@@ -18,6 +18,7 @@ import jax_streamk
 from jax_streamk import _ffi, described, plan, planner
 from jax_streamk.__main__ import main
 from jax_streamk.device import device_of
+from jax_streamk.launch_policy import LaunchPolicy
 from jax_streamk.text import duration
 from jax_streamk.tools import info, results
 from jax_streamk.tools.shapes import Shape
@@ -46,7 +47,7 @@ def pretended(monkeypatch):
     def at_once(problem, memory):
         measured.append(problem)
         other = planner.choose(problem, None, memory.device, listed=24).candidates[-1]
-        return Tuned.now(Candidate.of(other.kernel, other.schedule), 8.0, 12.0)
+        return Tuned.now(Candidate.of(other.kernel, other.schedule, LaunchPolicy.of(other.policy)), 8.0, 12.0)
 
     monkeypatch.setattr(tune, "fastest", at_once)
     return measured
@@ -191,7 +192,8 @@ def test_info_tells_the_state_of_plans(tmp_path, capsys):
     problem = plan(jax.ShapeDtypeStruct((40, 64), jnp.float32), jax.ShapeDtypeStruct((64, 24), jnp.float32)).problem
     first = planner.choose(problem, None, device).candidates[0]
     store = Store(tmp_path)
-    store.add(device, problem, Tuned.now(Candidate.of(first.kernel, first.schedule), 8.0, 12.0))
+    measured = Candidate.of(first.kernel, first.schedule, LaunchPolicy.of(first.policy))
+    store.add(device, problem, Tuned.now(measured, 8.0, 12.0))
     with open(store.path(device), "ab") as file:
         file.write(b"nonsense\n" + store.path(device).read_bytes().replace(b'"kernels": "', b'"kernels": "x'))
     (tmp_path / "another-gpu.jsonl").touch()

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import fcntl
 import functools
+import itertools
 import json
 import os
 import re
@@ -26,6 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jax_streamk
 from jax_streamk import Auto, DataParallel, Plan, SplitK, StreamK, _ffi, linear, lowering, matmul, plan, planner
 from jax_streamk.device import HOPPER, device_of
+from jax_streamk.launch_policy import LaunchPolicy
 from jax_streamk.tuning import contest, measure, tune, tuned
 from jax_streamk.tuning.tuned import Candidate, Store, Tuned
 
@@ -47,7 +49,13 @@ def another(problem, device):
     """What the planner would not choose: a candidate of another kind of schedule if there is one, in an unusual order."""
     first, *others = planner.choose(problem, None, device, listed=24).candidates
     other = next((x for x in others if x.schedule.schedule != first.schedule.schedule), first)
-    return dataclasses.replace(Candidate.of(other.kernel, other.schedule), raster="along_n", swizzle=3)
+    policy = dataclasses.replace(LaunchPolicy.of(other.policy), raster="n", swizzle=3)
+    return Candidate.of(other.kernel, other.schedule, policy)
+
+
+def listed_as(found):
+    """What the planner found, as tuning has it."""
+    return Candidate.of(found.kernel, found.schedule, LaunchPolicy.of(found.policy))
 
 
 def found(problem, device, microseconds=7.0, **others):
@@ -99,7 +107,7 @@ def test_auto_takes_what_is_stored_for_this_very_problem(store):
     store.add(here(), alone.problem, wanted)
     made = plan(A, B)
     assert (made.kernel, made.raster, made.swizzle, made.microseconds) == (wanted.kernel, "n", 3, 7.0)
-    assert Candidate.of(made.kernel, made.native_schedule()) == another(alone.problem, here())
+    assert Candidate.of(made.kernel, made.native_schedule(), made.policy) == another(alone.problem, here())
     what = made.kernel, made.problem.native(), made.native_schedule(), made.device.native()
     assert made.workspace_bytes == _ffi.workspace_bytes(*what)
     text = str(made)
@@ -263,6 +271,13 @@ def broken_lines():
         "no ratio": line(xla_ratio=float("nan")),
         "no date": line(date="yesterday"),
         "kernel is null": line(kernel=None),
+        "no launch policy": json.dumps({name: value for name, value in whole.items() if name != "policy"}).encode(),
+        "policy is text": line(policy="usual"),
+        "policy lacks the swizzle": line(policy={name: x for name, x in whole["policy"].items() if name != "swizzle"}),
+        "policy has more": line(policy=whole["policy"] | {"more": 1}),
+        "number for a hint": line(policy=whole["policy"] | {"evict_first_a": 1}),
+        "unknown raster": line(policy=whole["policy"] | {"raster": "k"}),
+        "unknown order of clusters": line(policy=whole["policy"] | {"cluster_order": "random"}),
     }
     stale = {
         "another device": line(device=dataclasses.asdict(device) | {"sms": device.sms + 1}),
@@ -271,6 +286,7 @@ def broken_lines():
         "cannot run": line(splits=10_000, schedule="split_k"),
         "not deterministic": line(reduction="atomic"),
         "empty problem": line(m=0),
+        "cannot be launched so": line(policy=whole["policy"] | {"swizzle": 0}),
     }
     return corrupt, stale
 
@@ -470,7 +486,7 @@ def test_every_set_of_operands_is_multiplied(which, monkeypatch):
     memory = measure.Memory(here())
     rotation = memory.rotation(problem)
     made = planner.make_plan(problem, Auto(), here())
-    times = rotation.time(made.kernel, made.native_schedule(), repeats=4)
+    times = rotation.time(made.kernel, made.native_schedule(), made.policy, repeats=4)
     assert len(times) == 4 and all(0 < us < 1e6 for us in times)
     dtype = jnp.dtype(jnp.float32 if which < 2 else jnp.bfloat16)
     held = {address.unsafe_buffer_pointer(): np.asarray(address) for address in memory._held.values()}
@@ -503,9 +519,10 @@ def test_measurements_of_what_cannot_run_are_refused(quick):
     made = planner.make_plan(problem, SplitK(2), here())
     schedule = SplitK(10_000)
     with pytest.raises(ValueError, match="splits=10000 exceeds"):
-        memory.rotation(problem).time(made.kernel, planner._native_schedule(schedule))
+        memory.rotation(problem).time(made.kernel, planner._native_schedule(schedule), made.policy)
     with pytest.raises(RuntimeError, match="at least one set"):
-        _ffi.time_launches(made.kernel, problem.native(), made.native_schedule(), here().native(), [], 0)
+        how = made.native_schedule(), made.policy.native(), here().native()
+        _ffi.time_launches(made.kernel, problem.native(), *how, [], 0)
     with pytest.raises(ValueError, match="not a device of this process"):
         measure.Memory(dataclasses.replace(here(), kind="another"))
 
@@ -526,18 +543,16 @@ def test_the_planners_choice_stays_unless_beaten_by_more_than_noise(monkeypatch,
     """Times are made up here: the best is one that the planner lists first, but for its number of splits."""
     problem = plan(shaped(64, 65536), shaped(65536, 96)).problem
     native = planner.choose(problem, None, here(), listed=24).candidates
-    own = Candidate.of(native[0].kernel, native[0].schedule)
-    listed = next(
-        Candidate.of(x.kernel, x.schedule) for x in native[1:] if x.schedule.schedule == _ffi.ScheduleKind.split_k
-    )
+    own = listed_as(native[0])
+    listed = next(listed_as(x) for x in native[1:] if x.schedule.schedule == _ffi.ScheduleKind.split_k)
     best, asked = dataclasses.replace(listed, splits=listed.splits + 1), []
 
     class Pretended:
-        def shorten(self, kernel, schedule):
-            assert Candidate.of(kernel, schedule) == own
+        def shorten(self, *launch):
+            assert Candidate.of(*launch) == own
 
-        def time(self, kernel, schedule, repeats=3):
-            candidate = Candidate.of(kernel, schedule)
+        def time(self, kernel, schedule, policy, repeats=3):
+            candidate = Candidate.of(kernel, schedule, policy)
             asked.append(candidate)
             if candidate == best and asked.count(best) == spoiled:
                 return [11.0] * repeats
@@ -545,11 +560,11 @@ def test_the_planners_choice_stays_unless_beaten_by_more_than_noise(monkeypatch,
                 {own: 1.0, listed: 1.1, best: faster}.get(candidate, 2.0) * us for us in (10.0, 10.0, 50.0)[:repeats]
             ]
 
-        def result(self, kernel, schedule):
-            return np.array([np.nan, 3.0, -4.0 - wrong * (Candidate.of(kernel, schedule) == best)])
+        def result(self, *launch):
+            return np.array([np.nan, 3.0, -4.0 - wrong * (Candidate.of(*launch) == best)])
 
     def against(made, memory, rounds):
-        assert Candidate.of(made.kernel, made.native_schedule()) == (best if wins else own)
+        assert Candidate.of(made.kernel, made.native_schedule(), made.policy) == (best if wins else own)
         return 0.7
 
     memory = measure.Memory(here())
@@ -562,10 +577,10 @@ def test_the_planners_choice_stays_unless_beaten_by_more_than_noise(monkeypatch,
         jaxlib=jaxlib.__version__, date="",
     )  # fmt: skip
     assert made.microseconds == pytest.approx(10 * faster if wins else 10)
-    assert {Candidate.of(x.kernel, x.schedule) for x in native} <= set(asked)
+    assert set(map(listed_as, native)) <= set(asked)
     # The finalists in turn, not one after the other.
     assert asked[-1] != asked[-2] and asked.count(own) == asked.count(best) == 2 + tune._ROUNDS
-    assert asked.count(Candidate.of(native[-1].kernel, native[-1].schedule)) == 1  # hopeless
+    assert asked.count(listed_as(native[-1])) == 1  # hopeless
 
 
 def fail_of(failing, kernel, times):
@@ -574,21 +589,28 @@ def fail_of(failing, kernel, times):
     return times
 
 
-def test_on_a_gpu_other_orders_of_tiles_are_tried_around_the_best(monkeypatch):
-    """Candidates and times are made up: the fifth is the fastest, and faster yet along n in panels of four."""
+def test_on_a_gpu_other_orders_of_tiles_and_launch_choices_are_tried_around_the_best(monkeypatch):
+    """Candidates and times are made up: the fifth is fastest, faster along n by four, and with a stage held back."""
     problem = plan(A, B).problem
-    native = [
-        types.SimpleNamespace(
-            kernel=f"kernel {i}", schedule=Candidate("", "data_parallel", 1, "ordered", "along_m", 2).native()
-        )
-        for i in range(7)
-    ]
+    own = _ffi.Schedule(_ffi.ScheduleKind.data_parallel), LaunchPolicy("m", 2).native()
+    native = [types.SimpleNamespace(kernel=f"kernel {i}", schedule=own[0], policy=own[1]) for i in range(7)]
     monkeypatch.setattr(
         planner, "choose", lambda problem, wanted, device, listed: types.SimpleNamespace(candidates=native[:listed])
     )
-    refused = "kernel 5", "along_n", 1
+    # What the planner decides beside an order.
     monkeypatch.setattr(
-        _ffi, "may_serve", lambda kernel, problem, s, device: (kernel, s.raster.name, s.swizzle) == refused or None
+        planner,
+        "policy_in_order",
+        lambda kernel, problem, native, raster, swizzle, device: LaunchPolicy(raster, swizzle, evict_first_b=True),
+    )
+    refused, most_held = ("kernel 5", "along_n", 1), 2
+    monkeypatch.setattr(_ffi, "may_serve", lambda *parts: None)
+    monkeypatch.setattr(
+        _ffi,
+        "check_policy",
+        lambda kernel, problem, s, policy, device: (
+            (kernel, policy.raster.name, policy.swizzle) == refused or policy.held_back > most_held or None
+        ),
     )
     monkeypatch.setattr(planner, "plan_with", lambda *parts: None)
     monkeypatch.setattr(contest, "xla_ratio", lambda *parts: 0.0)
@@ -597,16 +619,14 @@ def test_on_a_gpu_other_orders_of_tiles_are_tried_around_the_best(monkeypatch):
     class Pretended:
         device, stopped = HOPPER, threading.Event()
         rotation = lambda self, problem: self  # noqa: E731
-        shorten = lambda self, kernel, schedule: None  # noqa: E731
+        shorten = lambda self, *launch: None  # noqa: E731
 
-        def time(self, kernel, schedule, repeats=3):
-            asked.append((kernel, schedule.raster.name, schedule.swizzle))
-            return [
-                {"kernel 4": 8.0, "kernel 5": 9.0, "kernel 6": 9.5}.get(kernel, 12.0)
-                - (asked[-1][1:] == ("along_n", 4))
-            ] * repeats
+        def time(self, kernel, schedule, policy, repeats=3):
+            asked.append((kernel, policy))
+            gain = ((policy.raster, policy.swizzle) == ("n", 4)) + (policy.held_back == 1 and policy.evict_first_b)
+            return [{"kernel 4": 8.0, "kernel 5": 9.0, "kernel 6": 9.5}.get(kernel, 12.0) - gain] * repeats
 
-        def result(self, kernel, schedule):
+        def result(self, *launch):
             return np.ones(3)
 
     # One that cannot run is passed over, but for the planner's own choice.
@@ -617,19 +637,24 @@ def test_on_a_gpu_other_orders_of_tiles_are_tried_around_the_best(monkeypatch):
         )
         assert tune.fastest(problem, Pretended()).kernel == "kernel 5"
         patch.setattr(
-            Pretended, "time", lambda self, kernel, schedule, repeats=3: fail_of("kernel 0", kernel, [1.0] * repeats)
+            Pretended, "time", lambda self, kernel, *how, repeats=3: fail_of("kernel 0", kernel, [1.0] * repeats)
         )
         with pytest.raises(RuntimeError, match="out of memory"):
             tune.fastest(problem, Pretended())
     asked.clear()
     made = tune.fastest(problem, Pretended())
-    assert (made.kernel, made.raster, made.swizzle) == ("kernel 4", "along_n", 4)
-    assert (made.microseconds, made.planned_microseconds) == (7, 12)
+    assert made.kernel == "kernel 4" and made.policy == LaunchPolicy("n", 4, evict_first_b=True, held_back=1)
+    assert (made.microseconds, made.planned_microseconds) == (6, 12)
     for kernel in ("kernel 4", "kernel 5", "kernel 6"):
-        assert {(kernel, *order) for order in tune.ORDERS} - set(asked) == (
-            {refused} if kernel == "kernel 5" else set()
-        )
-    assert ("kernel 3", "along_n", 1) not in asked
+        orders = {(policy.raster, policy.swizzle) for of, policy in asked if of == kernel}
+        assert set(tune.ORDERS) - orders == ({("n", 1)} if kernel == "kernel 5" else set())
+    assert all(of != "kernel 3" or policy.raster == "m" for of, policy in asked)
+    # Every pair of L2 hints, and other numbers of stages as far as a launch takes them.
+    around = {policy for of, policy in asked if of == "kernel 4" and (policy.raster, policy.swizzle) == ("n", 4)}
+    assert {(policy.evict_first_a, policy.evict_first_b) for policy in around} == set(
+        itertools.product((False, True), repeat=2)
+    )
+    assert {policy.held_back for policy in around} == {0, 1, 2}
 
 
 def contested():

@@ -46,16 +46,6 @@ int64_t bytes_left(void const* p) {
 
 namespace {
 
-bool is_separate(Schedule const& s) {
-  return s.kind == ScheduleKind::kSplitK && s.splits > 1 && s.reduction == Reduction::kSeparate;
-}
-
-// What each slice of a separate split-K runs.
-Schedule data_parallel(Schedule s) {
-  s.kind = ScheduleKind::kDataParallel;
-  return s;
-}
-
 // The GEMM into partial sums, slices x batches x m x (n in whole 16 bytes), that a reduction finishes: it has the
 // epilogue.
 GemmProblem into_partials(GemmProblem p) {
@@ -475,11 +465,6 @@ Status launch_repack(GemmProblem const& p, Repack const& repacked, bool swap_ab,
 
 }  // namespace
 
-Slices Slices::of(int64_t k, int32_t tile_k, int32_t splits) {
-  int64_t const k_tiles = (k + tile_k - 1) / tile_k, of_slice = (k_tiles + splits - 1) / splits;
-  return {static_cast<int32_t>((k_tiles + of_slice - 1) / of_slice), of_slice * tile_k};
-}
-
 Status CudaKernel::can_implement(GemmProblem const& p, Schedule const& s, Device const& device) const {
   Repack const repacked = repack_of(info, p);
   GemmProblem const& q = repacked.problem;
@@ -503,8 +488,8 @@ int64_t CudaKernel::workspace_bytes(GemmProblem const& p, Schedule const& s, Dev
   return repacked.bytes() + partial_bytes(into_partials(q), Slices::of(q.k, info.tile_k, s.splits).count);
 }
 
-Status CudaKernel::run(GemmProblem const& p, Schedule const& s, Device const& device, Buffers const& buffers,
-                       void* stream_, Executor*) const {
+Status CudaKernel::run(GemmProblem const& p, Schedule const& s, LaunchPolicy const& policy, Device const& device,
+                       Buffers const& buffers, void* stream_, Executor*) const {
   auto const stream = static_cast<cudaStream_t>(stream_);
   if (Status status = allow_shared_memory(); !status.ok()) return status;
   Repack const repacked = repack_of(info, p);
@@ -512,12 +497,12 @@ Status CudaKernel::run(GemmProblem const& p, Schedule const& s, Device const& de
   Buffers aligned = buffers;
   if (Status status = launch_repack(p, repacked, info.swap_ab, aligned, stream); !status.ok()) return status;
   bool const after_copy = repacked.a || repacked.b;
-  if (!is_separate(s)) return launch(q, {1, q.k}, s, device, aligned, after_copy, stream);
+  if (!is_separate(s)) return launch(q, {1, q.k}, s, policy, device, aligned, after_copy, stream);
   GemmProblem const partials = into_partials(q);
   Slices slices = Slices::of(q.k, info.tile_k, s.splits);
   slices.rounded = size_of(p.type_d) < size_of(partials.type_d);
   aligned.d = aligned.workspace;
-  Status const status = launch(partials, slices, data_parallel(s), device, aligned, after_copy, stream);
+  Status const status = launch(partials, slices, data_parallel(s), policy, device, aligned, after_copy, stream);
   return status.ok() ? launch_reduction(p, device, slices.count, partials.ldd, aligned.d, buffers, stream) : status;
 }
 

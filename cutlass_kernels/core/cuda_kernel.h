@@ -4,29 +4,13 @@
 #include <cuda_runtime_api.h>
 
 #include "cutlass_kernels/core/gemm.h"
+#include "cutlass_kernels/core/slices.h"
 
 // What a row of table.txt, on its line, calls its registration: several rows share a translation unit.
 #define JAX_STREAMK_ROW_ON(line) row_##line
 #define JAX_STREAMK_ROW(line) JAX_STREAMK_ROW_ON(line)
 
 namespace jax_streamk {
-
-// The slices of K that a separate split-K computes each on its own: `extent` long but for the last, which K may cut
-// short.
-struct Slices {
-  int32_t count = 1;
-  int64_t extent = 0;
-  bool rounded = false;  // whether their sum is, to 16 bits
-
-  // Whole k-tiles, so that as few slices as that takes, and at most `splits` of them.
-  static Slices of(int64_t k, int32_t tile_k, int32_t splits);
-  // Of which slice s of batch b is batch s * p.batch + b: as many tiles and MAC iterations.
-  GemmProblem as_batch(GemmProblem p) const {
-    p.batch *= count;
-    p.k = extent;
-    return p;
-  }
-};
 
 Status from_cuda(cudaError_t error, std::string const& what);
 
@@ -39,7 +23,8 @@ class CudaKernel : public Kernel {
 
   Status can_implement(GemmProblem const&, Schedule const&, Device const&) const final;
   int64_t workspace_bytes(GemmProblem const&, Schedule const&, Device const&) const final;
-  Status run(GemmProblem const&, Schedule const&, Device const&, Buffers const&, void* stream, Executor*) const final;
+  Status run(GemmProblem const&, Schedule const&, LaunchPolicy const&, Device const&, Buffers const&, void* stream,
+             Executor*) const final;
   Status resources(Resources&) const final;
 
  protected:
@@ -49,8 +34,8 @@ class CudaKernel : public Kernel {
   // that ends (dependent_launch.cuh).
   virtual Status can_launch(GemmProblem const&, Schedule const&, Device const&) const = 0;
   virtual int64_t launch_workspace_bytes(GemmProblem const&, Schedule const&, Device const&) const = 0;
-  virtual Status launch(GemmProblem const& p, Slices const&, Schedule const&, Device const&, Buffers const&,
-                        bool after_copy, cudaStream_t) const = 0;
+  virtual Status launch(GemmProblem const& p, Slices const&, Schedule const&, LaunchPolicy const&, Device const&,
+                        Buffers const&, bool after_copy, cudaStream_t) const = 0;
   // The __global__ function, for its registers and occupancy and to raise its shared memory limit.
   virtual void const* entry_point() const = 0;
 

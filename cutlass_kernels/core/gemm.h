@@ -19,6 +19,9 @@ enum class Major : int32_t { kRow, kColumn };
 // What a multiplication of two f32 numbers does. Other types have one way only, kNative.
 enum class Math : int32_t { kNative, kTF32, kTF32x3 };
 enum class Reduction : int32_t { kOrdered, kAtomic, kSeparate };
+// Which worker each cluster of a launch is: in the order of the launch, or so that neighbours share a GPC, or so that
+// the first ones are spread over all GPCs (planner/clusters.h).
+enum class ClusterOrder : int32_t { kAsLaunched, kByGpc, kSpread };
 // As jax.nn has them: kGelu is exact, kGeluTanh its approximation.
 enum class Activation : int32_t { kNone, kRelu, kGelu, kGeluTanh, kSilu, kSigmoid, kTanh };
 
@@ -32,6 +35,7 @@ char const* name_of(Reduction reduction);
 char const* name_of(Activation activation);
 char const* name_of(ScheduleKind kind);
 char const* name_of(Raster raster);
+char const* name_of(ClusterOrder order);
 
 // What becomes of a finished sum of products, once, in the accumulator's type: activation(alpha * sum + beta * residual
 // + bias). The bias has n contiguous elements of D's type for each batch, batch_stride_bias apart (0: all batches share
@@ -62,8 +66,20 @@ struct Schedule {
   int32_t splits = 1;
   Reduction reduction = Reduction::kOrdered;
   int32_t max_sms = 0;  // Stream-K: use at most so many SMs; 0 is all of them, 1 is data-parallel
+};
+
+// What is decided of a launch besides its kernel and its schedule (planner/launch_policy.h says how). A and B are the
+// problem's, whichever way round a kernel takes them.
+struct LaunchPolicy {
   Raster raster = Raster::kAlongM;
-  int32_t swizzle = 1;
+  int32_t swizzle = 1;                                // tiles across a panel of TileOrder
+  bool evict_first_a = false, evict_first_b = false;  // whether loads mark an operand as the first to leave L2
+  // Stages of a CTA that its loads leave empty in whole waves, and in a last one that is not whole.
+  int32_t held_back = 0, held_back_last = 0;
+  int32_t idle_clusters = 0;  // launched besides those that work, to exit at once
+  ClusterOrder cluster_order = ClusterOrder::kAsLaunched;
+  // Whether TMA may read an operand up to the end of its last tile, where its allocation goes on so far.
+  bool extend_a = false, extend_b = false;
 };
 
 // What a plan was made for. `arch` is 10 * major + minor of the compute capability, 0 for the host; `sms` counts CPU
@@ -149,8 +165,8 @@ class Kernel {
   virtual int64_t workspace_bytes(GemmProblem const&, Schedule const&, Device const&) const = 0;
   // CUDA families launch on `stream` (a cudaStream_t) and never synchronize or allocate; the host family runs on
   // `executor`.
-  virtual Status run(GemmProblem const&, Schedule const&, Device const&, Buffers const&, void* stream,
-                     Executor* executor) const = 0;
+  virtual Status run(GemmProblem const&, Schedule const&, LaunchPolicy const&, Device const&, Buffers const&,
+                     void* stream, Executor* executor) const = 0;
   // CUDA families ask the current device; needs a GPU.
   virtual Status resources(Resources&) const { return Status::precondition(info.name + " does not run on a GPU"); }
 

@@ -88,16 +88,20 @@ char const* name_of(ScheduleKind kind) {
 
 char const* name_of(Raster raster) { return raster == Raster::kAlongM ? "along_m" : "along_n"; }
 
+char const* name_of(ClusterOrder order) {
+  switch (order) {
+    case ClusterOrder::kAsLaunched: return "as_launched";
+    case ClusterOrder::kByGpc: return "by_gpc";
+    case ClusterOrder::kSpread: return "spread";
+  }
+  return "?";
+}
+
 namespace {
 
 std::vector<std::unique_ptr<Kernel>>& registry() {
   static std::vector<std::unique_ptr<Kernel>> kernels;
   return kernels;
-}
-
-std::string text(GemmProblem const& p) {
-  return "(batch, m, n, k) = (" + std::to_string(p.batch) + ", " + std::to_string(p.m) + ", " + std::to_string(p.n) +
-         ", " + std::to_string(p.k) + ")";
 }
 
 bool contains(std::vector<Reduction> const& list, Reduction reduction) {
@@ -147,7 +151,6 @@ Status check_or(Refuse refuse, Kernel const& kernel, GemmProblem const& p, Sched
     return refuse("the batch stride of the bias must be a multiple of ", info.align_d, " elements");
   if ((info.family == Family::kHost) != (device.arch == 0))
     return refuse("it runs on ", info.family == Family::kHost ? "a CPU" : "a GPU");
-  if (s.swizzle < 1) return refuse("swizzle must be at least 1");
 
   int64_t const k_tiles = (repack.problem.k + info.tile_k - 1) / info.tile_k;
   if (s.kind == ScheduleKind::kSplitK) {
@@ -168,7 +171,6 @@ Status check_or(Refuse refuse, Kernel const& kernel, GemmProblem const& p, Sched
   // So do coordinates, also those that a tile or a cluster has beyond D.
   if (tma && std::max(tiles_m * info.tile_m, tiles_n * info.tile_n) > limit)
     return refuse("its last tile would end beyond 2^31");
-  if (std::max(tiles_m, tiles_n) * s.swizzle >= limit) return refuse("swizzle=", s.swizzle, " is too wide");
   return kernel.can_implement(p, s, device);
 }
 
@@ -193,9 +195,14 @@ Kernel const* find_kernel(std::string_view name) {
   return at != all.end() && (*at)->info.name == name ? at->get() : nullptr;
 }
 
+std::string cannot_run(KernelInfo const& info, GemmProblem const& p) {
+  return info.name + " cannot run (batch, m, n, k) = (" + std::to_string(p.batch) + ", " + std::to_string(p.m) + ", " +
+         std::to_string(p.n) + ", " + std::to_string(p.k) + "): ";
+}
+
 Status check(Kernel const& kernel, GemmProblem const& p, Schedule const& s, Device const& device) {
   auto const refuse = [&](auto... why) {
-    std::string message = kernel.info.name + " cannot run " + text(p) + ": ";
+    std::string message = cannot_run(kernel.info, p);
     (append(message, why), ...);
     return Status::invalid(std::move(message));
   };

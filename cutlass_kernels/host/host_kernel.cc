@@ -219,17 +219,17 @@ class HostKernel final : public Kernel {
       : Kernel(std::move(info)), tile_product_(tile_product(this->info.type_a, this->info.type_d)) {}
 
   int64_t workspace_bytes(GemmProblem const& p, Schedule const& s, Device const& device) const override {
-    return gemm(p, s, device, {}).workspace_bytes();
+    return gemm(p, s, {}, device, {}).workspace_bytes();
   }
 
-  Status run(GemmProblem const& p, Schedule const& s, Device const& device, Buffers const& buffers, void*,
-             Executor* executor) const override {
-    gemm(p, s, device, buffers).run(executor);
+  Status run(GemmProblem const& p, Schedule const& s, LaunchPolicy const& policy, Device const& device,
+             Buffers const& buffers, void*, Executor* executor) const override {
+    gemm(p, s, policy, device, buffers).run(executor);
     return {};
   }
 
   Decomposition decomposition(GemmProblem const& p, Schedule const& s, Device const& device) const override {
-    TileOrder const order = tile_order(p, s);
+    TileOrder const order = tile_order(p, {});
     // A Stream-K schedule of one worker means data-parallel, on all of them.
     bool const limited = s.kind == ScheduleKind::kStreamK && s.max_sms > 1;
     ScheduleKind kind = s.kind;
@@ -240,16 +240,17 @@ class HostKernel final : public Kernel {
   }
 
  private:
-  TileOrder tile_order(GemmProblem const& p, Schedule const& s) const {
+  TileOrder tile_order(GemmProblem const& p, LaunchPolicy const& policy) const {
     return {static_cast<int32_t>(ceil_div(p.m, info.tile_m)), static_cast<int32_t>(ceil_div(p.n, info.tile_n)),
-            s.raster, s.swizzle};
+            policy.raster, policy.swizzle};
   }
 
-  Gemm gemm(GemmProblem const& p, Schedule const& s, Device const& device, Buffers const& buffers) const {
+  Gemm gemm(GemmProblem const& p, Schedule const& s, LaunchPolicy const& policy, Device const& device,
+            Buffers const& buffers) const {
     return {p,
             s.reduction,
             decomposition(p, s, device),
-            tile_order(p, s),
+            tile_order(p, policy),
             std::min<int64_t>(info.tile_m, p.m),
             std::min<int64_t>(info.tile_n, p.n),
             info.tile_k,

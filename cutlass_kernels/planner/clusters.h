@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "cutlass_kernels/core/gemm.h"
+
 namespace jax_streamk {
 
 // Of SMs as H100s and H200s have them: GPCs, of 8 to 18 SMs each; the SMs of the smallest, which shares its way to L2
@@ -20,37 +22,45 @@ inline int32_t active_clusters(int32_t sms, int32_t ctas) {
   return std::max((ctas > 2 ? sms * 10 / 11 : sms) / ctas, 1);
 }
 
-// Clusters of a launch that get no work: so many of them, from the `first` on.
+// How many clusters a launch can list: no GPU of compute capability 9.0 has more SMs.
+inline constexpr int32_t kMostListed = 144;
+
+// The clusters [first, first + count) of a launch, which get no work.
 struct Idle {
   int32_t first = 0, count = 0;
 };
 
-// Which these are beside `working` ones. CTAs and pairs first go to the SMs apart, and so do the second CTAs of SMs.
-// Where not all SMs have work, the smallest GPC and these would have up to 11 CTAs of 32 to load for, others 3, and
-// takes up to a fifth longer. So clusters on the SMs apart are idle, but for as many as make all GPCs even.
+// Whether a launch of clusters of `ctas` CTAs may have idle ones.
+constexpr bool has_idle(int32_t ctas) { return ctas <= 2; }
+
+// A layer of clusters is one per SM, or per pair. Idle clusters are the first ones of the last, partial layer.
+inline int32_t first_idle(int32_t working, int32_t ctas, int32_t sms) {
+  int32_t const layer = std::max(sms / ctas, 1);
+  return working / layer * layer;
+}
+
+// The idle clusters beside `working` ones. The first CTAs or pairs of a layer go to the SMs apart. In a partial layer
+// the smallest GPC, which shares its way to L2 with these, would then load for up to 11 CTAs of 32 where others load
+// for 3, and takes up to a fifth longer. So clusters on the SMs apart are idle, as many as make all GPCs even.
 inline Idle idle_clusters(int32_t working, int32_t ctas, int32_t sms) {
-  if (ctas > 2) return {};
-  int32_t const layer = sms / ctas, full = working / layer, rest = working % layer;
-  if (rest == 0 || full > 1) return {};  // where the third CTA of an SM goes is less simple
+  if (!has_idle(ctas)) return {};
+  int32_t const layer = std::max(sms / ctas, 1), full = working / layer, rest = working % layer;
+  if (rest == 0 || full > 1) return {};  // a third layer is dealt out in another way
   int32_t const apart = std::clamp((rest - kGpcs * kSmallest / ctas) / kGpcs, 0, kApart / ctas);
-  return {full * layer, std::min(kApart / ctas - apart, layer - rest)};
+  return {first_idle(working, ctas, sms), std::min(kApart / ctas - apart, layer - rest)};
 }
 
 constexpr uint8_t kIdle = 0xff;
 
-// Numbers the clusters of a launch so that those which share a GPC follow one another: what its CTAs ask for at the
-// same time L2 serves once, unless it is multicast. The first `idle` have no work, and get kIdle. As was measured:
+// Numbers the clusters of a launch. The first `idle` have no work, and get kIdle; the others:
 //
-// - CTAs without clusters fill one GPC after the other, and stay in order. Clusters go to all GPCs in turn, until the
-// smallest is full, and
-//   then to the others.
-// - Which GPC a turn begins with depends on the launches before. So the later clusters of a GPC have the place in their
-// turns that the earlier
-//   ones have in theirs, or the one before: they are numbered between the earlier ones of both places.
-// - Pairs first go to the SMs apart. These come last.
-//
-// Or, to `spread` them, so that the first of them are as many of each GPC: those with one piece of work more than
-// others, where neighbours share nothing that other clusters do not need as well.
-void number_by_gpc(int32_t clusters, int32_t idle, int32_t ctas, bool spread, uint8_t* numbers);
+// kAsLaunched: in order.
+// kByGpc: so that neighbours share a GPC, for L2 serves once what CTAs of a GPC ask for at the same time, unless it is
+//   multicast. As measured, CTAs without clusters fill one GPC after the other and stay in order. Clusters go to all
+//   GPCs in turn until the smallest is full, then to the others; pairs first go to the SMs apart, and come last here.
+//   With which GPC a turn begins depends on earlier launches. So a GPC's later clusters have the same place in their
+//   turns as its earlier ones, or the one before: they are numbered between the earlier ones of both places.
+// kSpread: so that the first ones, which have one piece of work more than others, are as many of each GPC.
+void number_clusters(ClusterOrder, int32_t clusters, int32_t idle, int32_t ctas, uint8_t* numbers);
 
 }  // namespace jax_streamk

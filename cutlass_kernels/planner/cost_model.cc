@@ -33,7 +33,8 @@ double softly_overlapped(double work, double floor) {
 }
 
 // Bytes that the stages of a CTA alone on an SM hold, and those of one that shares it, of which one is being
-// multiplied: the fewer these are, the less it draws from memory, whether or not loads leave some empty (under_way.h).
+// multiplied: the fewer these are, the less it draws from memory, whether or not loads leave some empty
+// (launch_policy.h).
 // But few rows by weights that come in rows of more than 128 bytes take less of memory's time where all tiles are at
 // work at once, up to so many bytes of all their stages. Fitted to stages_h100_2026-11-25.csv.gz and
 // plans_single_h100_2026-11-25.csv.gz of benchmarks/results.

@@ -7,6 +7,7 @@
 #include <tuple>
 
 #include "cutlass_kernels/core/registry.h"
+#include "cutlass_kernels/planner/launch_policy.h"
 
 namespace jax_streamk {
 namespace {
@@ -130,11 +131,11 @@ Choice choose(std::vector<Kernel const*> const& kernels, GemmProblem const& p, s
         double const below = cheapest ? std::min(limit(), cheapest->cost.microseconds) : limit();
         Cost const cost = estimators[i].cost(s, order->wave, below);
         if (cost.microseconds > below || (cheapest && cost.microseconds == below)) continue;
-        s.raster = order->raster, s.swizzle = order->swizzle;
         // The kernel has the last word on these very arguments.
-        if (is_exact(kernel, p, s, device) && can_run(kernel, p, s, device)) cheapest = Candidate{&kernel, s, cost};
+        if (is_exact(kernel, p, s, device) && can_run(kernel, p, s, device)) cheapest = Candidate{&kernel, s, {}, cost};
       }
       if (!cheapest) continue;
+      cheapest->policy.raster = order->raster, cheapest->policy.swizzle = order->swizzle;
       Ranked const ranked{cheapest->cost.microseconds, i, kind, *cheapest};
       best.insert(std::upper_bound(best.begin(), best.end(), ranked), ranked);
       if (best.size() > listed) best.pop_back();
@@ -142,7 +143,12 @@ Choice choose(std::vector<Kernel const*> const& kernels, GemmProblem const& p, s
   }
 
   Choice choice;
-  for (Ranked const& ranked : best) choice.candidates.push_back(ranked.candidate);
+  for (Ranked const& ranked : best) {
+    Candidate found = ranked.candidate;
+    found.policy =
+        launch_policy_of(found.kernel->info, p, found.schedule, found.policy.raster, found.policy.swizzle, device);
+    choice.candidates.push_back(found);
+  }
   if (best.empty()) {
     std::vector<Kernel const*> considered;
     std::sort(promising.begin(), promising.end());  // equals are ranked as they were given

@@ -9,7 +9,8 @@ namespace jax_streamk {
 
 struct Candidate {
   Kernel const* kernel;
-  Schedule schedule;  // its order of tiles included
+  Schedule schedule;
+  LaunchPolicy policy;
   Cost cost;
 };
 

@@ -59,7 +59,7 @@ struct Params {
   Divisor by_batch;  // of batches, which come once for each slice
   EvenRuns runs;     // of k-tiles, by split or by slice
   TileOrder order;
-  bool b_read_once;
+  bool evict_first_b;
   bool pairs;  // whether two neighbours in D, in bias and residual are one access
   EpilogueParams<Accumulator<T>, D> epilogue;
 };
@@ -177,7 +177,7 @@ class Loader {
   __device__ void copy_b(uint4& to, T const* from, bool inside) const {
     if (!inside) from = p_.a;
     // A policy of eviction as usual is slower than none.
-    if (p_.b_read_once) {
+    if (p_.evict_first_b) {
       copy_async(&to, from, inside ? 16 : 0, evict_first_);
     } else {
       copy_async(&to, from, inside ? 16 : 0);
@@ -554,7 +554,7 @@ class SkinnyKernel final : public CudaKernel {
   Decomposition decomposition(GemmProblem const& p, Schedule const& s, Device const&) const override {
     // As many workers as pieces of work. CTAs are numbered otherwise: those of a cluster, which share a tile, are
     // neighbours.
-    TileOrder const order = tile_order(p, s);
+    TileOrder const order = tile_order(p, {});
     int32_t const tiles = static_cast<int32_t>(p.batch) * order.tiles_per_batch();
     int32_t const splits = s.kind == ScheduleKind::kSplitK ? s.splits : 1;
     return Decomposition::make(splits > 1 ? s.kind : ScheduleKind::kDataParallel, tiles,
@@ -577,8 +577,8 @@ class SkinnyKernel final : public CudaKernel {
 
   int64_t launch_workspace_bytes(GemmProblem const&, Schedule const&, Device const&) const override { return 0; }
 
-  Status launch(GemmProblem const& p, Slices const& slices, Schedule const& s, Device const& device,
-                Buffers const& buffers, bool, cudaStream_t stream) const override {
+  Status launch(GemmProblem const& p, Slices const& slices, Schedule const& s, LaunchPolicy const& policy,
+                Device const& device, Buffers const& buffers, bool, cudaStream_t stream) const override {
     Decomposition const work = decomposition(slices.as_batch(p), s, device);
     Params<T, D> params;
     params.a = static_cast<T const*>(buffers.a);
@@ -591,8 +591,8 @@ class SkinnyKernel final : public CudaKernel {
     params.batch = static_cast<int32_t>(p.batch);
     params.by_batch = Divisor(params.batch);
     params.runs = slices.count > 1 ? EvenRuns{work.k_tiles, 0} : EvenRuns::of(work.k_tiles, work.splits);
-    params.order = tile_order(p, s);
-    params.b_read_once = params.order.tiles_m() == 1 && (p.batch == 1 || p.batch_stride_b != 0);
+    params.order = tile_order(p, policy);
+    params.evict_first_b = policy.evict_first_b;
     params.pairs = (p.n | p.ldd | p.batch_stride_d | p.epilogue.batch_stride_bias) % 2 == 0 &&
                    reinterpret_cast<uintptr_t>(buffers.d) % (2 * sizeof(D)) == 0;
     params.epilogue = EpilogueParams<Accumulator<T>, D>(p, buffers);
@@ -646,9 +646,9 @@ class SkinnyKernel final : public CudaKernel {
     return info;
   }
 
-  static TileOrder tile_order(GemmProblem const& p, Schedule const& s) {
+  static TileOrder tile_order(GemmProblem const& p, LaunchPolicy const& policy) {
     return {static_cast<int32_t>((p.m + kRows * kBlocks - 1) / (kRows * kBlocks)),
-            static_cast<int32_t>((p.n + kTileN - 1) / kTileN), s.raster, s.swizzle};
+            static_cast<int32_t>((p.n + kTileN - 1) / kTileN), policy.raster, policy.swizzle};
   }
 };
 

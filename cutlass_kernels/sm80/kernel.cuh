@@ -302,8 +302,8 @@ class Sm80Kernel final : public CudaKernel {
 
   // Slices of one extent that are evenly spaced in A and B are one launch whose batch is the slices. A batched problem
   // is launched for each slice, or for each batch, whichever is less.
-  Status launch(GemmProblem const& p, Slices const& slices, Schedule const& s, Device const& device,
-                Buffers const& buffers, bool, cudaStream_t stream) const override {
+  Status launch(GemmProblem const& p, Slices const& slices, Schedule const& s, LaunchPolicy const&,
+                Device const& device, Buffers const& buffers, bool, cudaStream_t stream) const override {
     if (slices.count == 1) return launch_batch(p, s, device, buffers, stream);
     auto const whole = static_cast<int32_t>(p.k / slices.extent);
     int64_t const stride_a = MajorA::kMajor == Major::kRow ? slices.extent : slices.extent * p.lda;
@@ -423,8 +423,8 @@ class Sm80Kernel final : public CudaKernel {
     return static_cast<int>(std::max<int64_t>(1, std::min(by_registers, by_shared_memory)));
   }
 
-  // `Schedule::raster` and `swizzle` have no effect: the swizzle picks its own order, along the shorter side of D or in
-  // cohorts. `max_sms` is the number of SMs that a Stream-K cut balances for; whole tiles may still run on all.
+  // A LaunchPolicy has no effect: the swizzle picks its own order of tiles, along the shorter side of D or in cohorts.
+  // `max_sms` is the number of SMs that a Stream-K cut balances for; whole tiles may still run on all.
   static Params params_of(GemmProblem const& p, Schedule const& s, Device const& device, Buffers const& buffers) {
     // Only a kGemm is split. Its batch count is the number of splits, 1 for Stream-K.
     bool const batched = is_data_parallel(s);

@@ -15,8 +15,7 @@
 #include "cutlass_kernels/core/cuda_kernel.h"
 #include "cutlass_kernels/passes/repack.h"
 #include "cutlass_kernels/planner/clusters.h"
-#include "cutlass_kernels/planner/eviction.h"
-#include "cutlass_kernels/planner/reach.h"
+#include "cutlass_kernels/planner/launch_policy.h"
 #include "cutlass_kernels/sm90/epilogue.h"
 #include "cutlass_kernels/sm90/gemm.h"
 #include "cutlass_kernels/sm90/mainloop.h"
@@ -164,20 +163,12 @@ class Sm90Kernel final : public CudaKernel {
   static_assert(kCtasOfSm * (sizeof(typename Gemm::SharedStorage) + 1024) <= kOfSm);
 
   static constexpr int kClusterSize = kConfig.cluster_m * kConfig.cluster_n;
-  static constexpr int64_t kFew =
-      64;  // rows or columns: more take as long to multiply as the other operand to come from memory
 
  public:
   Sm90Kernel() : CudaKernel(make_info()) {}
 
   Decomposition decomposition(GemmProblem const& p, Schedule const& s, Device const& device) const override {
-    bool const stream_k = s.kind == ScheduleKind::kStreamK && s.max_sms != 1;
-    int32_t const sms = stream_k && s.max_sms > 0 && s.max_sms < device.sms ? s.max_sms : device.sms;
-    int32_t const clusters = active_clusters(sms * kCtasOfSm, kClusterSize);
-    TileOrder const order = tile_order(p, s);
-    return Decomposition::make(s.kind == ScheduleKind::kStreamK && !stream_k ? ScheduleKind::kDataParallel : s.kind,
-                               static_cast<int32_t>(p.batch) * order.tiles_per_batch(), k_tiles(p),
-                               Scheduler::kHasList ? std::min(clusters, Scheduler::kListed) : clusters, s.splits);
+    return sm90_decomposition(info, p, s, device);
   }
 
  protected:
@@ -194,8 +185,8 @@ class Sm90Kernel final : public CudaKernel {
     return workspace(p, s, device).bytes;
   }
 
-  Status launch(GemmProblem const& p, Slices const& slices, Schedule const& s, Device const& device,
-                Buffers const& buffers, bool after_copy, cudaStream_t stream) const override {
+  Status launch(GemmProblem const& p, Slices const& slices, Schedule const& s, LaunchPolicy const& policy,
+                Device const& device, Buffers const& buffers, bool after_copy, cudaStream_t stream) const override {
     GemmProblem const q = slices.as_batch(p);
     Workspace const parts = workspace(q, s, device);
     auto* const workspace = static_cast<char*>(buffers.workspace);
@@ -204,59 +195,35 @@ class Sm90Kernel final : public CudaKernel {
           from_cuda(cudaMemsetAsync(workspace, 0, parts.zeroed, stream), info.name + ": zeroing its arrival words");
       if (!status.ok()) return status;
     }
-    TileOrder const order = tile_order(p, s);
     auto const stride_a =
         stride<typename Mainloop::StrideA>(kSwap ? p.ldb : p.lda, kSwap ? p.batch_stride_b : p.batch_stride_a);
     auto const stride_b =
         stride<typename Mainloop::StrideB>(kSwap ? p.lda : p.ldb, kSwap ? p.batch_stride_a : p.batch_stride_b);
     Decomposition const cut = decomposition(q, s, device);
-    // Of an operand of so many rows or columns along K. Parts of three TF32 are read more than once.
-    auto const first = [&](Raster line, int64_t extent, int64_t other, auto const& stride, auto const& other_stride) {
-      auto const batches = [&](auto const& stride) { return cute::get<2>(stride) != 0 ? p.batch : 1; };
-      OperandUse const use{line,
-                           batches(stride) < p.batch,
-                           kConfig.math == Math::kTF32x3,
-                           extent * batches(stride),
-                           other * batches(other_stride),
-                           sizeof(ElementAB),
-                           slices.count,
-                           static_cast<double>(p.batch) * p.m * p.n * p.k};
-      return goes_first(order, cut, use);
-    };
     int64_t const rows = kSwap ? p.n : p.m, columns = kSwap ? p.m : p.n;
     int64_t const part = kConfig.math == Math::kTF32x3 ? p.k / 3 : 0;
-    // Few columns or rows wait for the other operand, which is read once: so many of its rows or columns a CTA loads
-    // with a stage, its part of those that are multicast.
-    int64_t const streaming = order.tiles_n() == 1 && columns <= kFew ? kConfig.tile_m / kConfig.cluster_n
-                              : order.tiles_m() == 1 && rows <= kFew  ? kConfig.tile_n / kConfig.cluster_m
-                                                                      : 0;
     typename Gemm::Params params;
     params.scheduler.decomposition = cut;
-    params.scheduler.order = order;
-    int32_t const clusters = params.scheduler.place(device.sms);
+    params.scheduler.order = sm90_order(info, p, policy.raster, policy.swizzle);
+    int32_t const clusters = params.scheduler.place(policy, device.sms);
     params.scheduler.atomic = s.reduction == Reduction::kAtomic;
     params.scheduler.arrivals = reinterpret_cast<uint32_t*>(workspace);
     params.scheduler.partials = reinterpret_cast<float*>(workspace + parts.arrivals);
-    params.loads.held_back =
-        held_back(cut, kClusterSize, info.stages, streaming * kConfig.tile_k * sizeof(ElementAB), device.under_way);
+    params.loads.held_back = HeldBack::of(cut, policy.held_back, policy.held_back_last);
     params.loads.batch = static_cast<int32_t>(p.batch);
     params.loads.by_batch = Divisor(params.loads.batch);
     params.loads.part = static_cast<int32_t>(part / kConfig.tile_k);
-    params.loads.hint_a = Loads::hint(first(Raster::kAlongN, rows, columns, stride_a, stride_b));
-    params.loads.hint_b = Loads::hint(first(Raster::kAlongM, columns, rows, stride_b, stride_a));
+    params.loads.hint_a = Loads::hint(kSwap ? policy.evict_first_b : policy.evict_first_a);
+    params.loads.hint_b = Loads::hint(kSwap ? policy.evict_first_a : policy.evict_first_b);
     params.straight = cut.kind == ScheduleKind::kDataParallel && p.epilogue.is_plain() && !has_misaligned_d(p);
     params.shape = {static_cast<int>(rows), static_cast<int>(columns), static_cast<int>(q.k),
                     static_cast<int>(q.batch)};
     void const *const own_a = kSwap ? buffers.b : buffers.a, *const own_b = kSwap ? buffers.a : buffers.b;
-    auto const described = [&](void const* data, bool contiguous, int64_t extent, auto const& stride, int tile,
-                               int cluster, int64_t others) {
-      int64_t const ld = contiguous ? cute::get<1>(stride) : cute::get<0>(stride), batch_stride = cute::get<2>(stride);
-      return static_cast<int>(described_extent({data, sizeof(ElementAB), contiguous, extent, p.k, ld,
-                                                batch_stride != 0 ? p.batch : 1, batch_stride, tile, cluster, others}));
-    };
     auto loaded = params.shape;
-    cute::get<0>(loaded) = described(own_a, kAAlongM, rows, stride_a, kConfig.tile_m, kConfig.cluster_m, columns);
-    cute::get<1>(loaded) = described(own_b, kBAlongN, columns, stride_b, kConfig.tile_n, kConfig.cluster_n, rows);
+    if (kSwap ? policy.extend_b : policy.extend_a)
+      cute::get<0>(loaded) = extended(own_a, {kAAlongM, rows, kConfig.tile_m, kConfig.cluster_m}, stride_a, p);
+    if (kSwap ? policy.extend_a : policy.extend_b)
+      cute::get<1>(loaded) = extended(own_b, {kBAlongN, columns, kConfig.tile_n, kConfig.cluster_n}, stride_b, p);
     CUresult const loads = Mainloop::set_up(
         params.mainloop, loaded,
         {{static_cast<ElementAB const*>(own_a), stride_a, static_cast<ElementAB const*>(own_b), stride_b},
@@ -325,18 +292,13 @@ class Sm90Kernel final : public CudaKernel {
     }
   }
 
-  static int32_t k_tiles(GemmProblem const& p) {
-    return static_cast<int32_t>((p.k + kConfig.tile_k - 1) / kConfig.tile_k);
-  }
-
-  static TileOrder tile_order(GemmProblem const& p, Schedule const& s) {
-    auto const cluster_tiles = [](int64_t extent, int tile, int cluster) {
-      return static_cast<int32_t>((extent + tile * cluster - 1) / (tile * cluster));
-    };
-    bool const along_m = (s.raster == Raster::kAlongM) != kSwap;
-    return {cluster_tiles(kSwap ? p.n : p.m, kConfig.tile_m, kConfig.cluster_m),
-            cluster_tiles(kSwap ? p.m : p.n, kConfig.tile_n, kConfig.cluster_n),
-            along_m ? Raster::kAlongM : Raster::kAlongN, s.swizzle};
+  // The extent up to which tiles read an operand, if its allocation goes on so far; else its own.
+  template <class Stride>
+  static int extended(void const* data, TiledOperand const& x, Stride const& stride, GemmProblem const& p) {
+    int64_t const ld = x.contiguous ? cute::get<1>(stride) : cute::get<0>(stride), batch_stride = cute::get<2>(stride);
+    int64_t const whole = x.tiled_extent(), before = batch_stride != 0 ? (p.batch - 1) * batch_stride : 0;
+    int64_t const last = before + (x.contiguous ? (p.k - 1) * ld + whole : (whole - 1) * ld + p.k);
+    return static_cast<int>(last <= bytes_left(data) / static_cast<int64_t>(sizeof(ElementAB)) ? whole : x.extent);
   }
 
   struct Workspace {

@@ -1,7 +1,7 @@
 // The main loop of the sm90 family: how a tile's operands are loaded into stages of shared memory and multiplied from
 // there. Layouts, TMA copies and wgmma are those of the collective that CUTLASS builds; the loops are ours.
 //
-// Loads of what goes first from L2 say so (eviction.h).
+// Loads of what goes first from L2 say so (launch_policy.h).
 #pragma once
 
 #include "cute/atom/copy_traits_sm90_tma.hpp"
@@ -10,7 +10,7 @@
 #include "cutlass/gemm/collective/sm90_mma_tma_gmma_rs_warpspecialized.hpp"
 #include "cutlass/gemm/collective/sm90_mma_tma_gmma_ss_warpspecialized.hpp"
 #include "cutlass_kernels/core/decomposition.h"
-#include "cutlass_kernels/planner/under_way.h"
+#include "cutlass_kernels/planner/launch_policy.h"
 #include "cutlass_kernels/sm90/tma.h"
 
 namespace jax_streamk::sm90 {
@@ -91,7 +91,7 @@ struct Loads {
   HeldBack held_back;
   int32_t batch = 1, part = 0;  // batches; k-tiles of a part, where f32 is in two
   Divisor by_batch;
-  // Upper halves of hints which operand goes first from L2 (eviction.h).
+  // Upper halves of hints which operand goes first from L2 (launch_policy.h).
   using Hint = cute::TMA::CacheHintSm90;
   static_assert((static_cast<uint64_t>(Hint::EVICT_FIRST) | static_cast<uint64_t>(Hint::EVICT_NORMAL)) << 32 == 0);
   uint32_t hint_a = hint(false), hint_b = hint(false);

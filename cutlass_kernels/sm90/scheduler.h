@@ -29,8 +29,8 @@ class Scheduler {
   static constexpr int kClusterSize = kClusterM * kClusterN;
   static constexpr int kMaxPeers = 0xffff;  // of a tile: what an arrival word can count
   static constexpr bool kMayShare = kShares, kHasList = kList;
-  static constexpr bool kHasIdle = kClusterSize <= 2;  // whether a launch may have clusters without work (clusters.h)
-  static constexpr int kListed = 144;                  // clusters: no GPU of this architecture has more SMs
+  static constexpr bool kHasIdle = has_idle(kClusterSize);
+  static constexpr int kListed = kMostListed;
   static constexpr uint32_t kNone = ~0u;
   static constexpr int kTileValues = cute::size<0>(TileShape{}) * cute::size<1>(TileShape{});
 
@@ -48,19 +48,12 @@ class Scheduler {
     uint32_t list[kHasList ? kListed : 1];
 
     // Returns how many clusters to launch.
-    int32_t place(int32_t sms) {
-      // Nobody else may have their number: where a schedule leaves most SMs alone, there are tiles for it.
-      if (Work work; kHasIdle && !decomposition.work(kIdle, 0, work))
-        idle = idle_clusters(decomposition.workers, kClusterSize, sms);
+    int32_t place(LaunchPolicy const& policy, int32_t sms) {
+      idle = {first_idle(decomposition.workers, kClusterSize, sms), policy.idle_clusters};
       int32_t const clusters = decomposition.workers + idle.count;
       if constexpr (kHasList) {
-        // Of one line of tiles neighbours share what all do. But they read neighbouring memory: where the last of many
-        // waves counts for little, narrow tiles were 2 to 5% faster in order.
-        int32_t const pieces = decomposition.tiles * decomposition.splits;
-        bool const spread = pieces > decomposition.workers && pieces < 4 * decomposition.workers &&
-                            (order.tiles_m() == 1 || order.tiles_n() == 1);
         uint8_t numbers[kListed];
-        number_by_gpc(clusters, idle.count, kClusterSize, spread, numbers);
+        number_clusters(policy.cluster_order, clusters, idle.count, kClusterSize, numbers);
         std::fill_n(list, kListed, kNone);
         for (int32_t cluster = idle.count; cluster < clusters; ++cluster) {
           auto const at = order.coordinate(numbers[cluster]);

@@ -128,7 +128,7 @@ def _found(found):
     if found.microseconds == found.planned_microseconds:
         return f"{what} {planners}{beside}"
     splits = f", {found.splits} splits, {found.reduction}" if found.splits > 1 else ""
-    how = f"{found.kernel}, {found.schedule}{splits}, {found.raster.replace('_', ' ')}, panels of {found.swizzle}"
+    how = f"{found.kernel}, {found.schedule}{splits}, {found.policy}"
     return f"{what} by {how}; {duration(found.planned_microseconds)} {planners}{beside}"
 
 

@@ -82,32 +82,34 @@ class Rotation:
         self._memory, self._problem, self._sets, self._result_bytes = memory, problem.native(), sets, result_bytes
         self._dtype = dtype_of(problem.type_d)
 
-    def shorten(self, kernel, schedule):
-        """Drops sets until a pass over them takes no longer than ``LONGEST_PASS`` with this kernel and schedule."""
-        (microseconds,) = self._time(kernel, schedule, self._sets[:1], repeats=1)
+    def shorten(self, kernel, schedule, policy):
+        """Drops sets until a pass over them takes no longer than ``LONGEST_PASS`` in this way."""
+        (microseconds,) = self._time(kernel, schedule, policy, self._sets[:1], repeats=1)
         self._sets = self._sets[: max(1, int(LONGEST_PASS / microseconds))]
 
-    def time(self, kernel, schedule, repeats=3):
-        """Microseconds per launch of a kernel by name under an ``_ffi.Schedule``, of each of so many passes over the operands.
+    def time(self, kernel, schedule, policy, repeats=3):
+        """Microseconds per launch, of each of so many passes over the operands.
+
+        The launch is of a kernel by name, under an ``_ffi.Schedule`` and a ``LaunchPolicy``.
 
         Raises:
           ValueError: the kernel cannot run the problem in this way.
           RuntimeError: a launch failed, or the device has no memory left.
         """
-        return self._time(kernel, schedule, self._sets, repeats)
+        return self._time(kernel, schedule, policy, self._sets, repeats)
 
-    def result(self, kernel, schedule):
+    def result(self, kernel, schedule, policy):
         """D of the first set of operands, from its first element to its last; NaN, or -1, where nothing is written. Raises as ``time``."""
         d = self._memory.put(np.full(self._result_bytes, 0xFF, np.uint8))
         a, b, _, *others = self._sets[0]
-        self._time(kernel, schedule, [(a, b, d.unsafe_buffer_pointer(), *others)], 1)
+        self._time(kernel, schedule, policy, [(a, b, d.unsafe_buffer_pointer(), *others)], 1)
         return np.asarray(d).view(self._dtype)
 
-    def _time(self, kernel, schedule, sets, repeats):
+    def _time(self, kernel, schedule, policy, sets, repeats):
         self._memory.check_running()
-        what = kernel, self._problem, schedule, self._memory.device.native()
-        workspace = self._memory.address("workspace", max(1, _ffi.workspace_bytes(*what)))
-        return _ffi.time_launches(*what, sets, workspace, repeats)
+        what, device = (kernel, self._problem, schedule), self._memory.device.native()
+        workspace = self._memory.address("workspace", max(1, _ffi.workspace_bytes(*what, device)))
+        return _ffi.time_launches(*what, policy.native(), device, sets, workspace, repeats)
 
 
 def dtype_of(type_):

@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import contextvars
 import dataclasses
+import itertools
 import math
 import statistics
 import threading
@@ -16,20 +17,13 @@ import numpy as np
 
 from jax_streamk import _ffi, planner, schedules
 from jax_streamk.device import device_of, jax_device_of
+from jax_streamk.launch_policy import LaunchPolicy
 from jax_streamk.tuning import contest, tuned
 from jax_streamk.tuning.measure import Memory
 from jax_streamk.tuning.tuned import Candidate, Tuned
 
 # Orders of tiles: raster and swizzle.
-ORDERS = [
-    ("along_m", 1),
-    ("along_m", 4),
-    ("along_n", 1),
-    ("along_n", 4),
-    ("along_m", 2),
-    ("along_m", 8),
-    ("along_n", 8),
-]
+ORDERS = [("m", 1), ("m", 4), ("n", 1), ("n", 4), ("m", 2), ("m", 8), ("n", 8)]
 _LISTED = 24  # candidates that are measured first, by estimate
 _HOPELESS = 1.5  # times the best so far: measured once and no more
 _BEST = 3  # of them, around which more are tried
@@ -48,20 +42,18 @@ def fastest(problem, memory):
     """
     device = memory.device
     choice = planner.choose(problem, None, device, listed=_LISTED)
-    listed = [Candidate.of(found.kernel, found.schedule) for found in choice.candidates]
+    listed = [Candidate.of(found.kernel, found.schedule, LaunchPolicy.of(found.policy)) for found in choice.candidates]
     own, rotation, times = listed[0], memory.rotation(problem), {}
-    rotation.shorten(own.kernel, own.native())
-    native_problem, native_device = problem.native(), device.native()
+    rotation.shorten(*_launch_of(own))
 
     def try_all(candidates):
         for candidate in candidates:
-            parts = candidate.kernel, native_problem, candidate.native(), native_device
-            if candidate in times or _ffi.may_serve(*parts) is not None:
+            if candidate in times or _why_not(candidate, problem, device) is not None:
                 continue
             try:
-                (times[candidate],) = rotation.time(candidate.kernel, candidate.native(), 1)
+                (times[candidate],) = rotation.time(*_launch_of(candidate), 1)
                 if times[candidate] < _HOPELESS * min(times.values()):
-                    times[candidate] = statistics.median(rotation.time(candidate.kernel, candidate.native()))
+                    times[candidate] = statistics.median(rotation.time(*_launch_of(candidate)))
             except RuntimeError:  # its workspace may be too large, for one
                 if candidate == own or memory.stopped.is_set():
                     raise
@@ -72,25 +64,25 @@ def fastest(problem, memory):
 
     try_all(listed)
     if device.arch:  # hundreds of tiles load together; on a CPU few do
+        try_all(_in_order(found, *order, problem, device) for found in best(_BEST) for order in ORDERS)
+    try_all(_split(found, splits, problem, device) for found in best(_BEST) for splits in _neighbours(found))
+    if device.arch:
         try_all(
-            dataclasses.replace(found, raster=raster, swizzle=swizzle)
-            for found in best(_BEST)
-            for raster, swizzle in ORDERS
+            dataclasses.replace(found, policy=policy) for found in best(_BEST) for policy in _variants(found.policy)
         )
-    try_all(dataclasses.replace(found, splits=splits) for found in best(_BEST) for splits in _neighbours(found))
 
     rounds = {candidate: [] for candidate in dict.fromkeys((own, *best(_FINALISTS)))}
     for _ in range(_ROUNDS):
         for candidate, medians in rounds.items():
-            medians.append(statistics.median(rotation.time(candidate.kernel, candidate.native())))
+            medians.append(statistics.median(rotation.time(*_launch_of(candidate))))
     final = {candidate: statistics.median(medians) for candidate, medians in rounds.items()}
-    right = rotation.result(own.kernel, own.native())
+    right = rotation.result(*_launch_of(own))
     winner = own
     for candidate in sorted(final, key=final.get):
         # The planner's own choice must be beaten in every round, too.
         if final[own] <= tuned.MARGIN * final[candidate] or any(x <= y for x, y in zip(rounds[own], rounds[candidate])):
             break
-        if _agree(rotation.result(candidate.kernel, candidate.native()), right):
+        if _agree(rotation.result(*_launch_of(candidate)), right):
             winner = candidate
             break
         warnings.warn(
@@ -107,6 +99,39 @@ def _agree(x, y):
         return np.array_equal(x, y)
     x, y = x.astype(np.float64), y.astype(np.float64)
     return np.allclose(x, y, rtol=0, atol=0.02 * np.nanmax(np.abs(y)), equal_nan=True)
+
+
+def _launch_of(candidate):
+    return candidate.kernel, candidate.native(), candidate.policy
+
+
+def _why_not(candidate, problem, device):
+    """None, or why a candidate is not measured."""
+    parts = candidate.kernel, problem.native(), candidate.native()
+    refusal = _ffi.may_serve(*parts, device.native())
+    return refusal or _ffi.check_policy(*parts, candidate.policy.native(), device.native())
+
+
+def _in_order(candidate, raster, swizzle, problem, device):
+    """A candidate in another order of tiles, with what else the planner decides of its launch then."""
+    policy = planner.policy_in_order(candidate.kernel, problem, candidate.native(), raster, swizzle, device)
+    return dataclasses.replace(candidate, policy=policy)
+
+
+def _split(candidate, splits, problem, device):
+    """The same with another number of splits, or as it is if the kernel does not have that many."""
+    split = dataclasses.replace(candidate, splits=splits)
+    if _ffi.may_serve(split.kernel, problem.native(), split.native(), device.native()) is not None:
+        return candidate
+    return _in_order(split, split.policy.raster, split.policy.swizzle, problem, device)
+
+
+def _variants(policy):
+    """Policies around one: with other L2 hints, and with more and fewer stages held back."""
+    for first_a, first_b in itertools.product((False, True), repeat=2):
+        yield dataclasses.replace(policy, evict_first_a=first_a, evict_first_b=first_b)
+    for held in {0, *range(max(policy.held_back - 1, 0), policy.held_back + 3)}:
+        yield dataclasses.replace(policy, held_back=held, held_back_last=min(policy.held_back_last, held))
 
 
 def _neighbours(candidate):

@@ -24,6 +24,7 @@ import jaxlib
 import platformdirs
 
 from jax_streamk import _ffi
+from jax_streamk.launch_policy import LaunchPolicy
 from jax_streamk.problem import GemmProblem
 
 MARGIN = 1.01  # by which a choice must be beaten: less is noise
@@ -31,28 +32,22 @@ MARGIN = 1.01  # by which a choice must be beaten: less is noise
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A kernel and how it is to run, in the names of ``_ffi``'s enumerations."""
+    """A kernel and how it is to run and to be launched, the schedule in the names of ``_ffi``'s enumerations."""
 
     kernel: str
     schedule: str
     splits: int
     reduction: str
-    raster: str
-    swizzle: int
+    policy: LaunchPolicy
 
     @classmethod
-    def of(cls, kernel, native):
-        return cls(
-            kernel, native.schedule.name, native.splits, native.reduction.name, native.raster.name, native.swizzle
-        )
+    def of(cls, kernel, native, policy):
+        """Of a kernel by name under an ``_ffi.Schedule`` and a ``LaunchPolicy``."""
+        return cls(kernel, native.schedule.name, native.splits, native.reduction.name, policy)
 
     def native(self):
-        kind, reduction, raster = (
-            _ffi.ScheduleKind[self.schedule],
-            _ffi.Reduction[self.reduction],
-            _ffi.Raster[self.raster],
-        )
-        return _ffi.Schedule(kind, self.splits, reduction, 0, raster, self.swizzle)
+        """The ``_ffi.Schedule``."""
+        return _ffi.Schedule(_ffi.ScheduleKind[self.schedule], self.splits, _ffi.Reduction[self.reduction])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,10 +96,10 @@ def version():
 
 @functools.cache
 def kernel_set(platform):
-    """A hash of the kernels of this build for "cpu" or "cuda", of the version and of ``Tuned``: what a measurement holds for."""
+    """What measurements hold for: a hash of the version, a plan's fields and the kernels for "cpu" or "cuda"."""
     kernels = (kernel for kernel in _ffi.kernels() if (kernel.family == _ffi.Family.host) == (platform == "cpu"))
     names = (f"{kernel.name} {kernel.promotion_k}" for kernel in kernels)
-    fields = (field.name for field in dataclasses.fields(Tuned))
+    fields = (field.name for type_ in (Tuned, LaunchPolicy) for field in dataclasses.fields(type_))
     return hashlib.sha256("\n".join((version(), *fields, *names)).encode()).hexdigest()[:16]
 
 
@@ -113,7 +108,10 @@ def _line(device, problem, tuned):
         name: value.name if isinstance(value, enum.Enum) else value for name, value in problem.attributes().items()
     }
     record = dict(
-        device=dataclasses.asdict(device), kernels=kernel_set(device.platform), problem=extents, **vars(tuned)
+        device=dataclasses.asdict(device),
+        kernels=kernel_set(device.platform),
+        problem=extents,
+        **dataclasses.asdict(tuned),
     )
     return json.dumps(record).encode() + b"\n"
 
@@ -135,11 +133,13 @@ def _parse(line, device):
     times = tuned.microseconds, tuned.planned_microseconds
     if record or extents or not all(0 < us < math.inf for us in times) or not 0 <= tuned.xla_ratio < math.inf:
         raise ValueError(line)
-    native = tuned.native()
+    native, policy = tuned.native(), tuned.policy.native()
     if tuned.reduction == _ffi.Reduction.atomic.name:
         raise _Stale("Auto() is deterministic")
     try:
-        refusal = _ffi.may_serve(tuned.kernel, problem.native(), native, device.native())
+        parts = problem.native(), native
+        refusal = _ffi.may_serve(tuned.kernel, *parts, device.native())
+        refusal = refusal or _ffi.check_policy(tuned.kernel, *parts, policy, device.native())
     except KeyError as unknown:
         refusal = unknown.args[0]
     if refusal is not None:
@@ -150,6 +150,11 @@ def _parse(line, device):
 def _of_type(type_, value):
     if issubclass(type_, enum.Enum):
         return type_[value]
+    if dataclasses.is_dataclass(type_):
+        made = type_(**{field.name: _of_type(field.type, value.pop(field.name)) for field in dataclasses.fields(type_)})
+        if value:
+            raise ValueError(value)
+        return made
     if type(value) is not type_:
         raise TypeError(value)
     return value
@@ -332,8 +337,10 @@ def use_tuned_plans(cache=None):
 
 def _digest(plans):
     """Of what runs, however long it took."""
-    what = sorted(f"{problem} {found.is_left_to_xla} {found.kernel} {found.schedule} {found.splits} {found.reduction} {found.raster} "
-                  f"{found.swizzle}" for problem, found in plans.items())  # fmt: skip
+    what = sorted(
+        f"{problem} {x.is_left_to_xla} {x.kernel} {x.schedule} {x.splits} {x.reduction} {x.policy}"
+        for problem, x in plans.items()
+    )
     return zlib.crc32(" ".join(what).encode())
 
 

@@ -1,0 +1,238 @@
+#include "cutlass_kernels/planner/launch_policy.h"
+
+#include <algorithm>
+#include <limits>
+#include <string>
+#include <utility>
+
+#include "cutlass_kernels/core/registry.h"
+#include "cutlass_kernels/core/slices.h"
+#include "cutlass_kernels/passes/repack.h"
+#include "cutlass_kernels/planner/clusters.h"
+
+namespace jax_streamk {
+namespace {
+
+// goes_first(): consecutive tiles, a ratio of operands, and MAC iterations (8192 of K).
+constexpr int32_t kReadTogether = 4;
+constexpr int64_t kMuchSmaller = 8;
+constexpr int32_t kDriftAfter = 128;
+// Multiply-adds of a 16-bit product from which whole tiles are 2% slower with the hint: the instructions that it keeps
+// in L2 matter at the end of a kernel only.
+constexpr double kLong = 4.5e9;
+
+// held_back(): with more rows or columns, multiplying takes as long as memory does.
+constexpr int64_t kFew = 64;
+// A CTA alone on its SM gains nothing from more bytes under way; fewer stages do not cover memory's latency.
+constexpr int64_t kMostBytes = 144 << 10, kFewestStages = 3;
+// With more CTAs than these SMs, some share an SM, and 5/6 of `under_way` is best.
+constexpr int64_t kSms = 132;
+
+// gains_by_extension(): rows along K that are missing cost time from kManyBeyond on. Reading them takes bandwidth, so
+// they may be at most one in kOneIn rows of both operands.
+constexpr int64_t kManyBeyond = 32, kOneIn = 16;
+
+int32_t ceil_div(int64_t x, int64_t y) { return static_cast<int32_t>((x + y - 1) / y); }
+
+int32_t ctas_of_sm(KernelInfo const& info) { return info.warp_schedule == "single" ? kSingles : 1; }
+int32_t ctas_of_cluster(KernelInfo const& info) { return info.cluster_m * info.cluster_n; }
+// Where CTAs share SMs, a launch has too many clusters to list.
+bool lists_clusters(KernelInfo const& info) { return ctas_of_sm(info) == 1; }
+
+// Whether this is a skinny kernel whose loads of B can have a hint. With an unaligned B neighbouring tiles share cache
+// lines, which have to stay.
+bool hints_b(KernelInfo const& info) { return info.family == Family::kSkinny && info.align_b > 1; }
+
+// One launch of an sm90 kernel, in the terms of its own GEMM: with swap_ab its A is the problem's B.
+class Sm90Launch {
+ public:
+  Sm90Launch(KernelInfo const& info, GemmProblem const& p, Schedule const& s, LaunchPolicy const& order,
+             Device const& device)
+      : info_(info), p_(repack_of(info, p).problem), device_(device) {
+    bool const separate = is_separate(s);
+    slices_ = separate ? Slices::of(p_.k, info.tile_k, s.splits) : Slices{1, p_.k};
+    cut_ = sm90_decomposition(info, slices_.as_batch(p_), separate ? data_parallel(s) : s, device);
+    order_ = sm90_order(info, p_, order.raster, order.swizzle);
+    bool const swap = info.swap_ab;
+    rows_ = swap ? p_.n : p_.m, columns_ = swap ? p_.m : p_.n;
+    batches_a_ = p_.batch_stride_a != 0 ? p_.batch : 1, batches_b_ = p_.batch_stride_b != 0 ? p_.batch : 1;
+    if (swap) std::swap(batches_a_, batches_b_);
+  }
+
+  Decomposition const& cut() const { return cut_; }
+
+  void set_hints(LaunchPolicy& policy) const {
+    bool const a = goes_first(order_, cut_, use(Raster::kAlongN, rows_, batches_a_, columns_, batches_b_));
+    bool const b = goes_first(order_, cut_, use(Raster::kAlongM, columns_, batches_b_, rows_, batches_a_));
+    policy.evict_first_a = info_.swap_ab ? b : a;
+    policy.evict_first_b = info_.swap_ab ? a : b;
+  }
+
+  // A product of few columns (rows) waits for the other operand, which is read once. `streaming` is how many of its
+  // rows (columns) a CTA loads per stage: its share, where they are multicast.
+  void set_held_back(LaunchPolicy& policy) const {
+    int64_t const streaming = order_.tiles_n() == 1 && columns_ <= kFew ? info_.tile_m / info_.cluster_n
+                              : order_.tiles_m() == 1 && rows_ <= kFew  ? info_.tile_n / info_.cluster_m
+                                                                        : 0;
+    HeldBack const held = held_back(cut_, ctas_of_cluster(info_), info_.stages,
+                                    streaming * info_.tile_k * size_of(info_.type_a), device_.under_way);
+    policy.held_back = held.first;
+    policy.held_back_last = pieces() % cut_.workers == 0 ? held.first : held.in_last;
+  }
+
+  void set_clusters(LaunchPolicy& policy) const {
+    if (may_have_idle()) policy.idle_clusters = idle_clusters(cut_.workers, ctas_of_cluster(info_), device_.sms).count;
+    if (!lists_clusters(info_)) return;
+    // In one line of tiles all share one operand, so neighbours gain nothing from a common GPC. After four waves the
+    // last one counts for little, and narrow tiles are 2 to 5% faster in order: neighbours read neighbouring memory.
+    bool const spread =
+        pieces() > cut_.workers && pieces() < 4 * cut_.workers && (order_.tiles_m() == 1 || order_.tiles_n() == 1);
+    policy.cluster_order = spread                        ? ClusterOrder::kSpread
+                           : ctas_of_cluster(info_) == 1 ? ClusterOrder::kAsLaunched
+                                                         : ClusterOrder::kByGpc;
+  }
+
+  void set_extents(LaunchPolicy& policy) const {
+    bool const swap = info_.swap_ab;
+    // The kernel's own A along m, and B along n.
+    bool const a_along_m = swap ? info_.major_b == Major::kRow : info_.major_a == Major::kColumn;
+    bool const b_along_n = swap ? info_.major_a == Major::kColumn : info_.major_b == Major::kRow;
+    bool const a = gains_by_extension({a_along_m, rows_, info_.tile_m, info_.cluster_m}, columns_);
+    bool const b = gains_by_extension({b_along_n, columns_, info_.tile_n, info_.cluster_n}, rows_);
+    policy.extend_a = swap ? b : a;
+    policy.extend_b = swap ? a : b;
+  }
+
+  // Idle clusters have the number kIdle, for which there must be no work, as there is with more tiles than that.
+  bool may_have_idle() const {
+    Work work;
+    return has_idle(ctas_of_cluster(info_)) && !cut_.work(kIdle, 0, work);
+  }
+
+ private:
+  int32_t pieces() const { return cut_.tiles * cut_.splits; }
+
+  OperandUse use(Raster line, int64_t extent, int64_t batches, int64_t other, int64_t other_batches) const {
+    return {line,
+            batches < p_.batch,
+            info_.math == Math::kTF32x3,  // which loads parts twice
+            extent * batches,
+            other * other_batches,
+            static_cast<int32_t>(size_of(info_.type_a)),
+            slices_.count,
+            static_cast<double>(p_.batch) * p_.m * p_.n * p_.k};
+  }
+
+  KernelInfo const& info_;
+  GemmProblem p_;  // with copies
+  Device device_;
+  Slices slices_;
+  Decomposition cut_;
+  TileOrder order_;
+  int64_t rows_, columns_, batches_a_, batches_b_;  // of the kernel's own operands
+};
+
+}  // namespace
+
+Decomposition sm90_decomposition(KernelInfo const& info, GemmProblem const& p, Schedule const& s,
+                                 Device const& device) {
+  bool const stream_k = s.kind == ScheduleKind::kStreamK && s.max_sms != 1;
+  int32_t const sms = stream_k && s.max_sms > 0 && s.max_sms < device.sms ? s.max_sms : device.sms;
+  int32_t const clusters = active_clusters(sms * ctas_of_sm(info), ctas_of_cluster(info));
+  return Decomposition::make(s.kind == ScheduleKind::kStreamK && !stream_k ? ScheduleKind::kDataParallel : s.kind,
+                             static_cast<int32_t>(p.batch) * sm90_order(info, p, Raster::kAlongM, 1).tiles_per_batch(),
+                             ceil_div(p.k, info.tile_k),
+                             lists_clusters(info) ? std::min(clusters, kMostListed) : clusters, s.splits);
+}
+
+TileOrder sm90_order(KernelInfo const& info, GemmProblem const& p, Raster raster, int32_t swizzle) {
+  bool const along_m = (raster == Raster::kAlongM) != info.swap_ab;
+  return {ceil_div(info.swap_ab ? p.n : p.m, int64_t{info.tile_m} * info.cluster_m),
+          ceil_div(info.swap_ab ? p.m : p.n, int64_t{info.tile_n} * info.cluster_n),
+          along_m ? Raster::kAlongM : Raster::kAlongN, swizzle};
+}
+
+LaunchPolicy launch_policy_of(KernelInfo const& info, GemmProblem const& p, Schedule const& s, Raster raster,
+                              int32_t swizzle, Device const& device) {
+  LaunchPolicy policy;
+  policy.raster = raster, policy.swizzle = swizzle;
+  if (info.family == Family::kSkinny) {
+    // One line of tiles reads B once.
+    policy.evict_first_b = hints_b(info) && p.m <= info.tile_n && (p.batch == 1 || p.batch_stride_b != 0);
+  } else if (info.family == Family::kSm90) {
+    Sm90Launch const launch(info, p, s, policy, device);
+    launch.set_hints(policy);
+    launch.set_held_back(policy);
+    launch.set_clusters(policy);
+    launch.set_extents(policy);
+  }
+  return policy;
+}
+
+Status check_policy(KernelInfo const& info, GemmProblem const& p, Schedule const& s, LaunchPolicy const& policy,
+                    Device const& device) {
+  auto const refuse = [&](std::string const& why) { return Status::invalid(cannot_run(info, p) + why); };
+  if (policy.swizzle < 1) return refuse("swizzle must be at least 1");
+  int64_t const rows = info.swap_ab ? p.n : p.m, columns = info.swap_ab ? p.m : p.n;
+  int64_t const tiles =
+      std::max<int64_t>(ceil_div(rows, info.tile_m) + info.cluster_m, ceil_div(columns, info.tile_n) + info.cluster_n);
+  if (tiles * policy.swizzle >= INT32_MAX) return refuse("swizzle=" + std::to_string(policy.swizzle) + " is too wide");
+  bool const listed = policy.cluster_order != ClusterOrder::kAsLaunched;
+  bool const others = policy.held_back != 0 || policy.held_back_last != 0 || policy.idle_clusters != 0 || listed ||
+                      policy.extend_a || policy.extend_b;
+  if (info.family != Family::kSm90) {
+    bool const has_hint = hints_b(info);
+    if (policy.evict_first_a || (policy.evict_first_b && !has_hint) || others)
+      return refuse(std::string("of launch choices it has the order of tiles") +
+                    (has_hint ? " and an L2 hint for B" : " only"));
+    return {};
+  }
+
+  Sm90Launch const launch(info, p, s, policy, device);
+  Decomposition const& cut = launch.cut();
+  int64_t const most_held = cut.kind == ScheduleKind::kStreamK ? 0 : std::max<int64_t>(info.stages - kFewestStages, 0);
+  if (policy.held_back_last < 0 || policy.held_back < policy.held_back_last || policy.held_back > most_held)
+    return refuse("it cannot hold back " + std::to_string(policy.held_back) + " stages, " +
+                  std::to_string(policy.held_back_last) + " in the last wave: at most " + std::to_string(most_held) +
+                  ", and no more in the last wave than before");
+  int32_t const most_idle = launch.may_have_idle() ? kApart / ctas_of_cluster(info) : 0;
+  bool const fits = !lists_clusters(info) || policy.idle_clusters <= kMostListed - cut.workers;
+  if (policy.idle_clusters < 0 || policy.idle_clusters > most_idle || (policy.idle_clusters > 0 && !fits))
+    return refuse("it cannot have " + std::to_string(policy.idle_clusters) + " idle clusters");
+  bool const known = policy.cluster_order >= ClusterOrder::kAsLaunched && policy.cluster_order <= ClusterOrder::kSpread;
+  if (!known || (listed && !lists_clusters(info))) return refuse("it does not number clusters in such an order");
+  return {};
+}
+
+bool goes_first(TileOrder const& order, Decomposition const& cut, OperandUse const& use) {
+  bool const whole_tiles = cut.kind == ScheduleKind::kDataParallel && use.slices == 1;
+  if (whole_tiles && use.element_bytes == 2 && use.multiply_adds >= kLong) return false;
+  int32_t const reach = order.reach(use.line);
+  if (reach == 1 && !use.by_all_batches) return true;
+  // Stream-K workers that share a tile are at different k.
+  if (use.again || cut.kind == ScheduleKind::kStreamK) return false;
+  bool const at_once = cut.workers == cut.tiles * cut.splits;
+  // Along a long K readers drift apart, and the last ones would miss.
+  if (at_once) return kMuchSmaller * use.bytes >= use.others && cut.k_tiles / cut.splits <= kDriftAfter;
+  return reach <= kReadTogether && !use.by_all_batches && use.bytes >= use.others;
+}
+
+HeldBack held_back(Decomposition const& cut, int32_t ctas, int32_t stages, int64_t stage_bytes, int64_t under_way) {
+  if (under_way == 0 || stage_bytes == 0 || cut.kind == ScheduleKind::kStreamK) return {};
+  int64_t const of_all = cut.workers * ctas > kSms ? under_way * 5 / 6 : under_way;
+  auto const held = [&](int32_t clusters) {
+    int64_t const bytes = std::min(of_all / (std::max(clusters, 1) * ctas), kMostBytes);
+    int64_t const filled = std::max((bytes + stage_bytes - 1) / stage_bytes, kFewestStages);
+    return static_cast<int32_t>(std::max<int64_t>(stages - filled, 0));
+  };
+  return HeldBack::of(cut, held(cut.workers), held(cut.tiles * cut.splits % cut.workers));
+}
+
+// Along contiguous rows what is read beyond the extent is the beginning of the next k, which L2 has or will need.
+bool gains_by_extension(TiledOperand const& x, int64_t others) {
+  int64_t const beyond = x.tiled_extent() - x.extent;
+  if (x.contiguous ? beyond == 0 : beyond < kManyBeyond || beyond * kOneIn > x.extent + others) return false;
+  return x.tiled_extent() <= std::numeric_limits<int32_t>::max();
+}
+
+}  // namespace jax_streamk
