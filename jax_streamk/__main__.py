@@ -11,7 +11,7 @@ COMMANDS = ("bench", "tune", "info")
 
 
 def main(argv=None):
-    """Runs a command and returns the exit status: 130 after Ctrl-C, and 141, as a shell has it, where nobody reads the output further."""
+    """Runs a command and returns the exit status: 130 after Ctrl-C, 141 (as in a shell) after a broken pipe."""
     try:
         try:
             return _run(argv)

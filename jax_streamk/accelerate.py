@@ -1,4 +1,4 @@
-"""What ``accelerate`` does to a function: which products become ours, and how they are found inside other primitives."""
+"""What ``accelerate`` does to a function: which products become ours, and how it finds them in other primitives."""
 
 import collections
 import functools
@@ -7,6 +7,7 @@ import operator
 import sys
 import types
 import weakref
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -37,11 +38,11 @@ def accelerate(fn=None, *, schedule=None, where=None):
         Arguments may be anything. As by ``jit``, pytrees are rebuilt, so that ``fn`` may change its own, and JAX's
         arrays in them are traced; NumPy's are copied; numbers stay numbers, so that shapes and control flow may
         depend on them; other objects pass by. Results may be anything, but objects that hold arrays must be pytrees.
-      schedule: as in ``matmul``, but a product that no kernel can run under it stays XLA's. That is decided inside ``fn``: where
-        ``vmap`` or sharding around the result changes a product so that the schedule cannot run it, it raises ValueError as in
-        ``matmul``.
-      where: called with the ``GemmProblem`` of each product that a kernel can serve (``plan(...).problem``); the product is ours
-        where it returns true. None admits all.
+      schedule: as in ``matmul``, but a product that no kernel can run under it stays XLA's. That is decided inside
+        ``fn``: where ``vmap`` or sharding around the result changes a product so that the schedule cannot run it, it
+        raises ValueError as in ``matmul``.
+      where: called with the ``GemmProblem`` of each product that a kernel can serve (``plan(...).problem``); the
+        product is ours where it returns true. None admits all.
 
     Returns:
       A function like ``fn``, to be transformed and compiled as ``fn`` would be. Like that of ``jax.checkpoint`` it
@@ -95,7 +96,7 @@ class _Rewriter:
         self._rewritten = weakref.WeakKeyDictionary()
 
     def call(self, fn, *args, **kwargs):
-        """``fn`` of the arguments, rebuilt. What is no array is closed over, and results that were not traced pass by."""
+        """``fn(*args, **kwargs)``, rewritten. It closes over arguments that are no arrays; untraced results pass by."""
         given, structure = jax.tree.flatten((args, kwargs))
         is_array = [isinstance(x, jax.Array) for x in given]
         leaves = tree = None
@@ -156,7 +157,7 @@ class _Rewriter:
     def _vmap_rule(self, rule):
         return functools.partial(self.call, rule)
 
-    _RULES = {
+    _RULES: ClassVar = {
         primitives.custom_jvp_call_p: {"jvp_jaxpr_fun": _jaxpr_rule},
         primitives.custom_vjp_call_p: {"fwd_jaxpr_thunk": _jaxpr_rule, "bwd": _python_rule},
         compat.custom_vmap_p: {"rule": _vmap_rule},
@@ -179,7 +180,7 @@ def _checked(fn, *args, **kwargs):
         new, changed = jax.tree.flatten(module)
         if changed == structure:
             new = [x for x, y in zip(new, old) if x is not y]
-        if not returned.issuperset(map(id, new)) or changed != structure and not new:
+        if not returned.issuperset(map(id, new)) or (changed != structure and not new):
             lost = f"accelerate: fn changes {type(module).__name__}, an argument, and does not return it"
             raise ValueError(f"{lost}. {_NNX_REMEDY}")
     return out
@@ -235,7 +236,7 @@ def _plan(lhs, rhs, *, out_sharding, **params):
 
 
 def _with_transposes(jaxpr, eqns):
-    """Products of ours take the transpose that follows, as in derivatives: XLA has its product store that order, not a custom call."""
+    """Folds transposes into the products of ours that they follow: XLA does that for its dot, not for a custom call."""
     operands = (*(x for eqn in eqns for x in eqn.invars), *getattr(jaxpr, "jaxpr", jaxpr).outvars)
     uses = collections.Counter(x for x in operands if isinstance(x, Var))
     products = {
@@ -256,7 +257,7 @@ def _with_transposes(jaxpr, eqns):
 
 
 def _map(f, values):
-    """``values`` with ``f`` applied, as the kind of sequence that it was; the same object where ``f`` changed nothing."""
+    """``values`` with ``f`` applied, as the same kind of sequence; the same object where ``f`` changed nothing."""
     new = [f(value) for value in values]
     if all(map(operator.is_, new, values)):
         return values

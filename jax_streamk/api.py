@@ -39,7 +39,7 @@ def _dispatched(*operands, jaxs):
             return jax.jit(new, static_argnames=static)
 
         def is_for_compiled(args, kwargs):
-            if not compat.outside_of_traces() or len(args) > len(positional) and not variadic:
+            if not compat.outside_of_traces() or (len(args) > len(positional) and not variadic):
                 return False
             names = (*positional, *[operands[-1]] * (len(args) - len(positional)))
             for name, x in (*zip(names, args), *kwargs.items()):
@@ -48,9 +48,11 @@ def _dispatched(*operands, jaxs):
                         hash(x)
                     except TypeError:
                         return False
-                    if x != x or x == 0 and not isinstance(x, int):
+                    if x != x or (x == 0 and not isinstance(x, int)):
                         return False  # jax.jit would take -0.0 for 0.0, and no NaN for another
-                elif x is not None and not (compat.is_concrete(x) or type(x) is np.ndarray and x.dtype.kind in "biufc"):
+                elif x is not None and not (
+                    compat.is_concrete(x) or (type(x) is np.ndarray and x.dtype.kind in "biufc")
+                ):
                     return False
             return True
 
@@ -81,21 +83,23 @@ def matmul(a, b, *, precision=None, preferred_element_type=None, out_sharding=No
 
     Args:
       a: array of shape (k,), (m, k) or (..., m, k).
-      b: array of shape (k,), (k, n) or (..., k, n). Leading dimensions broadcast against those of ``a``; dtypes promote.
-      precision: as in ``jax.numpy.matmul``. On a GPU a product of two float32 is TF32 by default, three TF32 at HIGH, and left to
-        XLA at HIGHEST; on a CPU it is float32.
-      preferred_element_type: dtype of the result. Sums are float32 (float64 for float64, int32 for int8) whatever it is.
+      b: array of shape (k,), (k, n) or (..., k, n). Leading dimensions broadcast against those of ``a``; dtypes
+        promote.
+      precision: as in ``jax.numpy.matmul``. On a GPU a product of two float32 is TF32 by default, three TF32 at HIGH,
+        and left to XLA at HIGHEST; on a CPU it is float32.
+      preferred_element_type: dtype of the result. Sums are float32 (float64 for float64, int32 for int8) whatever it
+        is.
       out_sharding: sharding of the result under explicit sharding, as in ``jax.numpy.matmul``.
-      schedule: ``Auto()`` (the default), ``DataParallel()``, ``SplitK(...)`` or ``StreamK(...)``. Anything but ``Auto()`` is
-        obeyed or refused.
+      schedule: ``Auto()`` (the default), ``DataParallel()``, ``SplitK(...)`` or ``StreamK(...)``. Anything but
+        ``Auto()`` is obeyed or refused.
 
     Returns:
       What ``jax.numpy.matmul`` returns, with shape (..., m, n).
 
     Raises:
       TypeError: an operand is not an array of numbers, or schedule is not a schedule.
-      ValueError: an operand is a scalar, contracted sizes differ, leading dimensions do not broadcast, or no kernel can run the
-        product under the given schedule.
+      ValueError: an operand is a scalar, contracted sizes differ, leading dimensions do not broadcast, or no kernel can
+        run the product under the given schedule.
     """
     schedule = check_schedule(schedule)
     a, b, weak = _promoted("matmul", preferred_element_type, a=a, b=b)
@@ -134,8 +138,9 @@ def dot_general(
 
     Raises:
       TypeError: an operand is not an array of numbers, dimensions do not match, or schedule is not a schedule.
-      ValueError: no kernel can run the product under the given schedule. Under ``Auto()`` XLA's own product runs where there is no
-        kernel (integers, complex numbers, some algorithms), or tuning or we found it faster, and ``plan`` says so.
+      ValueError: no kernel can run the product under the given schedule. Under ``Auto()`` XLA's own product runs where
+        there is no kernel (integers, complex numbers, some algorithms), or tuning or we found it faster, and ``plan``
+        says so.
     """
     schedule = check_schedule(schedule)
     lhs, rhs = (_array("dot_general", name, x) for name, x in (("lhs", lhs), ("rhs", rhs)))
@@ -220,9 +225,9 @@ def linear(
 ):  # fmt: skip
     """``activation(alpha * (x @ w) + beta * residual + bias)`` in one kernel.
 
-    The sums, the epilogue and its activation are float32 (float64 for float64) and rounded once, to the result's dtype. Where k is
-    divided over devices, their sums are of that dtype. The derivative applies the activation outside of the kernel, to the rounded
-    value that it needs anyway.
+    The sums, the epilogue and its activation are float32 (float64 for float64) and rounded once, to the result's dtype.
+    Where k is divided over devices, their sums are of that dtype. The derivative applies the activation outside of the
+    kernel, to the rounded value that it needs anyway.
 
     Args:
       x: array of shape (..., k).
@@ -234,12 +239,14 @@ def linear(
       precision, preferred_element_type, out_sharding, schedule: as in ``matmul``.
 
     Returns:
-      Array of shape (..., n) and dtype preferred_element_type or that of ``x @ w``; bias and residual are converted to it.
+      Array of shape (..., n) and dtype preferred_element_type or that of ``x @ w``; bias and residual are converted to
+      it.
 
     Raises:
-      TypeError: an operand is not an array of real numbers, the result's dtype is not a floating-point one, or alpha or beta is not
-        a number.
-      ValueError: shapes do not fit, there is no such activation, or no kernel can run the product under the given schedule.
+      TypeError: an operand is not an array of real numbers, the result's dtype is not a floating-point one, or alpha or
+        beta is not a number.
+      ValueError: shapes do not fit, there is no such activation, or no kernel can run the product under the given
+        schedule.
     """
     schedule = check_schedule(schedule)
     check_activation("linear", activation)
@@ -271,9 +278,8 @@ def linear(
                 size in (1, to) for size, to in zip(operand.shape[::-1], fits[::-1])
             )
             if name == "bias" or not broadcasts:
-                raise ValueError(
-                    f"linear: {name} has shape {operand.shape}; it must {'be' if name == 'bias' else 'broadcast to'} {fits}"
-                )
+                must = "be" if name == "bias" else "broadcast to"
+                raise ValueError(f"linear: {name} has shape {operand.shape}; it must {must} {fits}")
             operand = jnp.broadcast_to(operand, fits)
         others.append(operand.astype(dtype))
     out = primitive.bind_linear(
@@ -305,7 +311,8 @@ def _flag(name, value):
     if not isinstance(value, (bool, np.bool_)):
         check_static(f"plan: {name}", value)
         raise TypeError(
-            f"plan: {name} is {_describe(value)}; it must be True or False: plan(..., {name}=True) plans for one of any value"
+            f"plan: {name} is {_describe(value)}; it must be True or False: "
+            f"plan(..., {name}=True) plans for one of any value"
         )
     return bool(value)
 
@@ -316,21 +323,22 @@ def plan(
 ):  # fmt: skip
     """The ``Plan`` that a product would run on one device, without running it.
 
-    What XLA divides over devices is planned on each for its own part. A build without CUDA kernels plans for a GPU by the description of
-    those that a build with all of them has.
+    What XLA divides over devices is planned on each for its own part. A build without CUDA kernels plans for a GPU by
+    the description of those that a build with all of them has.
 
     Args:
       lhs, rhs: arrays, or anything with ``shape`` and ``dtype`` such as ``jax.ShapeDtypeStruct``.
       dimension_numbers: as in ``lax.dot_general``; None plans ``matmul(lhs, rhs)``.
       schedule: as in ``matmul``.
-      device: a ``jax.Device``, a ``jax_streamk.Device`` such as ``jax_streamk.H200`` (for machines that are not here), a platform of JAX's
-        such as "cpu", or None for the default device.
+      device: a ``jax.Device``, a ``jax_streamk.Device`` such as ``jax_streamk.H200`` (for machines that are not here),
+        a platform of JAX's such as "cpu", or None for the default device.
       precision, preferred_element_type: as in ``matmul``.
       activation, alpha, beta: as in ``linear``.
       bias, residual: True or False: whether the product is followed by one, as in ``linear``.
 
     Raises:
-      TypeError, ValueError: as ``matmul``, ``dot_general`` and ``linear``; bias or residual is not a bool, or device not a device.
+      TypeError, ValueError: as ``matmul``, ``dot_general`` and ``linear``; bias or residual is not a bool, or device
+        not a device.
     """
     schedule = check_schedule(schedule)
     lhs, rhs = (_shaped(name, x) for name, x in (("lhs", lhs), ("rhs", rhs)))
@@ -367,9 +375,10 @@ def kernels():
     """Every kernel compiled into this build, ordered by name.
 
     Each has ``name, family, type_a, type_b, type_d, math, major_a, major_b, align_a, align_b, align_d`` (elements),
-    ``tile_m, tile_n, tile_k, cluster_m, cluster_n, stages, warp_schedule, swap_ab, split_k_reductions, stream_k_reductions,
-    threads, shared_memory`` (bytes per CTA), ``promotion_k`` (of K: tensor cores sum that much before float32 adds it; 0: all),
-    and the method ``resources()``: registers per thread and CTAs per SM on the current GPU, which it needs.
+    ``tile_m, tile_n, tile_k, cluster_m, cluster_n, stages, warp_schedule, swap_ab, split_k_reductions,
+    stream_k_reductions, threads, shared_memory`` (bytes per CTA), ``promotion_k`` (of K: tensor cores sum that much
+    before float32 adds it; 0: all), and the method ``resources()``: registers per thread and CTAs per SM on the current
+    GPU, which it needs.
     """
     return _ffi.kernels()
 
@@ -385,7 +394,7 @@ def _array(function, name, x):
 
 
 def _is_numeric(dtype):
-    return jnp.issubdtype(dtype, np.number) or dtype == bool
+    return jnp.issubdtype(dtype, np.number) or dtype == np.bool_
 
 
 def _promoted(function, preferred_element_type, **operands):
@@ -437,8 +446,8 @@ def _matmul_dimensions(a, b):
     """``jnp.matmul`` of shapes a and b as a dot_general.
 
     Returns:
-      dimension_numbers of the squeezed operands; the dimensions to squeeze from each (leading ones of size 1 that the other
-      broadcasts over); and the permutation of the result, None for none.
+      dimension_numbers of the squeezed operands; the dimensions to squeeze from each (leading ones of size 1 that the
+      other broadcasts over); and the permutation of the result, None for none.
     """
     if not a or not b:
         which, shape = ("a", a) if not a else ("b", b)

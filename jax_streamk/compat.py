@@ -33,9 +33,10 @@ except ImportError:  # up to JAX 0.10
     from jax.experimental.scheduling_groups import xla_metadata_call_p
 
 __all__ = [
+    "Placement",
     "apply_primitive",
-    "ask_policies",
     "as_weak_type",
+    "ask_policies",
     "batched_dimensions",
     "canonicalize_dtype",
     "canonicalize_precision",
@@ -51,7 +52,6 @@ __all__ = [
     "higher_order",
     "is_concrete",
     "is_of_current_trace",
-    "Placement",
     "is_unreduced",
     "local_aval",
     "lower_per_platform",
@@ -128,7 +128,7 @@ def cotangent_sharding(aval, permutation):
 
 
 def sharded_like_product(others, lhs, rhs, **params):
-    """``others``, each with the explicit sharding of the last dimensions of ``lax.dot_general(lhs, rhs, ...)``, as many as it has."""
+    """``others``, each with the explicit sharding of the trailing dimensions of ``lax.dot_general(lhs, rhs, ...)``."""
     avals = [jax.typeof(x) for x in (lhs, rhs, *others)]
     if not others or all(aval.sharding.mesh.empty for aval in avals):
         return others
@@ -197,11 +197,10 @@ def _moved(eqn, source, target):
 
 
 def def_batching(primitive, rule):
-    """``rule(axis_data, operands, dims, **params)`` batches the primitive; axis_data says how the mapped axis is sharded."""
+    """``rule(axis_data, operands, dims, **params)`` batches the primitive; axis_data has the mapped axis's sharding."""
     _batching.fancy_primitive_batchers[primitive] = rule
-    if hasattr(
-        _batching, "skippable_batchers"
-    ):  # JAX 0.9 asks the rule even where no operand is mapped, unless told not to
+    # JAX 0.9 asks the rule even where no operand is mapped, unless told not to.
+    if hasattr(_batching, "skippable_batchers"):
         _batching.skippable_batchers[primitive] = lambda params: ()
 
 
@@ -250,7 +249,7 @@ def batched_dimensions(axis_data, ndims, dims, dimension_numbers, out_sharding):
 
 
 class Placement(enum.Enum):
-    """Who divides what a lowering rule is asked for: nobody, XLA, or XLA within what shard_map or an export leaves open."""
+    """Who divides what a lowering rule is asked for: nobody, XLA, or XLA within a partial shard_map or an export."""
 
     ONE_DEVICE = enum.auto()
     PARTITIONED = enum.auto()
@@ -284,7 +283,7 @@ def with_mesh(ctx):
 
 
 def lower_per_platform(ctx, rules, default, *operands, **params):
-    """Lowers by the rule of the platform, or by the default; where a program is for several platforms, by each one's in a branch.
+    """Lowers by the rule of the platform, or by the default; a program for several platforms has a branch for each.
 
     JAX does the same with rules that are registered for platforms, but not (0.11) with rules that it may not cache.
     """
@@ -303,8 +302,8 @@ def transpose_behind(value):
 def tell_apart(value, meaning):
     """Writes ``meaning`` on the operation that a lowered value is the result of.
 
-    Of a function that XLA partitions, a program's text has only the address of a Python object: the persistent compilation cache
-    would find one program for another.
+    Of a function that XLA partitions, a program's text has only the address of a Python object: the persistent
+    compilation cache would find one program for another.
     """
     attributes, ir = value.owner.attributes, _mlir.ir
     name = "mhlo.frontend_attributes"

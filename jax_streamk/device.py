@@ -20,8 +20,8 @@ class Device:
       platform: ``"cpu"`` or ``"cuda"``.
       arch: 10 * major + minor of the compute capability; 0 on a CPU.
       sms: streaming multiprocessors; threads on a CPU.
-      kind: the model's name, under which tuned plans are kept; without one there are none. It also tells an H100 from an H200, whose
-        memory is faster.
+      kind: the model's name, under which tuned plans are kept; without one there are none. It also tells an H100 from
+        an H200, whose memory is faster.
 
     ``jax_streamk.H100``, ``H200`` and ``A100`` are the SXM models; of an A100 the one of 80 GB.
 
@@ -46,7 +46,8 @@ class Device:
         object.__setattr__(self, "sms", integer("Device: sms", self.sms))
         if (self.platform == "cuda") != (self.arch > 0):
             raise ValueError(
-                f"Device: arch={self.arch}: must be 0 on a CPU, and 10 * major + minor of a GPU's compute capability, such as 90"
+                f"Device: arch={self.arch}: must be 0 on a CPU, and 10 * major + minor of a GPU's compute capability, "
+                "such as 90"
             )
 
     def native(self):
@@ -60,12 +61,13 @@ class _Other(Device):
         pass
 
 
-# What programs are lowered for when CUDA is asked for on a machine without a GPU: the H100 and H200 SXM, by an H200's constants.
+# What programs are lowered for when CUDA is asked for on a machine without a GPU: the H100 and H200 SXM, by an H200's
+# constants.
 HOPPER = Device("cuda", 90, 132)
 
 
 def device_of(device):
-    """The ``Device`` of a jax.Device, of a ``Device``, of a platform of JAX's by name, or of JAX's default device for None.
+    """The ``Device`` of a jax.Device, a ``Device``, the name of a JAX platform, or (None) JAX's default device.
 
     Raises:
       TypeError: it is something else.
@@ -114,7 +116,7 @@ def jax_device_of(device):
 
 
 def device_for_lowering(platform):
-    """The ``Device`` of a platform that a program is lowered for: this machine's, or ``HOPPER`` for CUDA where there is none."""
+    """The ``Device`` that programs for a platform are lowered for: this machine's, or ``HOPPER`` if it has no GPU."""
     if platform == "cpu":
         return _host()
     try:

@@ -1,4 +1,4 @@
-"""What a kernel does to an output tile before it stores it: ``activation(alpha * product + beta * residual + bias)``."""
+"""What a kernel does to an output tile before storing it: ``activation(alpha * product + beta * residual + bias)``."""
 
 import dataclasses
 import functools
@@ -40,7 +40,7 @@ def scaled(factor, x):
 
 
 class ByBits:
-    """Equality of dataclasses that programs and plans are kept by: NaN equals itself, and -0.0, which gives other results, is not 0.0."""
+    """Equality of dataclasses that key programs and plans: NaN equals itself, and -0.0 (other results) is not 0.0."""
 
     @functools.cached_property
     def _key(self):
@@ -83,7 +83,7 @@ class Epilogue(ByBits):
         return *(bias or (None,)), *(residual or (None,))
 
     def apply(self, product, *others, dtype=None):
-        """The epilogue of XLA's making, for products that no kernel finishes: in float32 at least, and rounded once, to ``dtype``."""
+        """The epilogue by XLA, of products that no kernel finishes: in float32 at least, rounded once to ``dtype``."""
         if self.is_plain:
             return product
         bias, residual = self.split(others)

@@ -46,7 +46,7 @@ def plan(
 
 
 def check_build(platform):
-    """Raises RuntimeError where this build has nothing to run on a platform but descriptions, which plans are made by."""
+    """Raises RuntimeError where this build has only descriptions of a platform's kernels, which suffice for plans."""
     if platform == "cuda" and not _ffi.has_cuda:
         raise RuntimeError(
             f"this build of jax_streamk has no CUDA kernels, and the product is for a GPU: {_WITHOUT_CUDA}"
@@ -135,7 +135,7 @@ def _partitioned(avals, *, epilogue=Epilogue(), permutation=None, **params):
 
 
 def _without_transposes(operands, avals, dimension_numbers):
-    """The product of what ``operands`` are transposes of, where that is the same: kernels take any majorness, and copy nothing."""
+    """The product with the transposes of its operands folded in: kernels take any majorness without a copy."""
     operands, avals = list(operands), list(avals)
     sides = [list(side) for side in zip(*dimension_numbers)]
     for i in range(2):

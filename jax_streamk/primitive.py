@@ -1,4 +1,4 @@
-"""The primitives behind every product, alone and with an epilogue: their types, and what transformations do with them."""
+"""The primitives behind every product, alone and with an epilogue: their types and rules of transformations."""
 
 import dataclasses
 import functools
@@ -13,8 +13,8 @@ from jax.interpreters import ad
 from jax_streamk import compat, schedules
 from jax_streamk.epilogue import ACTIVATIONS, Epilogue, scaled, wide
 
-# Parameters are those of lax.dot_general's primitive, the schedule, and the permutation that its result is transposed by, None for
-# none: XLA's dot takes over a transpose that follows it, a custom call does not.
+# Parameters are those of lax.dot_general's primitive, the schedule, and the permutation that its result is transposed
+# by, None for none: XLA's dot takes over a transpose that follows it, a custom call does not.
 dot_general_p = Primitive("streamk_dot_general")
 # The epilogue instead of the permutation. Operands are lhs, rhs, and those that it says.
 linear_p = Primitive("streamk_linear")
@@ -103,7 +103,7 @@ def _transpose(
     schedule,
     permutation,
 ):
-    """The cotangent of operand ``of``: the output's times the other operand, over the output dimensions that came from the other."""
+    """The cotangent of operand ``of``: the output's times the other operand, over the other's free dimensions."""
     del out_sharding
     if permutation is not None:
         cotangent = lax.transpose(cotangent, np.argsort(permutation))
@@ -153,7 +153,7 @@ compat.def_batching(dot_general_p, _batch)
 
 def _linear_jvp(primals, tangents, *, epilogue, **params):
     """The derivative sees the activation apart: it needs what the activation was given."""
-    lhs, rhs, *others = primals
+    lhs, rhs, *_ = primals
     before = bind_linear(*primals, epilogue=dataclasses.replace(epilogue, activation=None), **params)
     product = functools.partial(bind, **params)
     bias, residual = epilogue.split(tangents[2:])
@@ -192,7 +192,7 @@ ad.primitive_transposes[linear_p] = _linear_transpose
 
 
 def _linear_batch(axis_data, operands, dims, *, epilogue, dimension_numbers, out_sharding, **params):
-    """One kernel where the mapped axis is a batch, or free in the one matrix that has it; else the epilogue follows the product."""
+    """One kernel if the mapped axis is a batch, or free in the only matrix that has it; else a separate epilogue."""
     (lhs, rhs, *others), (lhs_dim, rhs_dim, *other_dims) = operands, dims
     bias, residual = epilogue.split(others)
     bias_dim, residual_dim = epilogue.split(other_dims)

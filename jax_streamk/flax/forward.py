@@ -10,7 +10,7 @@ from jax_streamk.schedules import check_schedule
 
 
 def check_fields(layer, dot_general):
-    """Raises what the layers' docstrings say of ``activation`` and ``schedule``; dot_general is the user's own, or None."""
+    """Raises what the layers' docstrings say of ``activation`` and ``schedule``; dot_general is the user's, or None."""
     check_schedule(layer.schedule)
     name = type(layer).__name__
     check_activation(name, layer.activation)
@@ -23,8 +23,8 @@ def check_fields(layer, dot_general):
 def forward(layer, dot_general, inputs, kernel, bias, preferred_element_type=None, **sharding):
     """``activation(inputs @ kernel + bias)`` of promoted arrays, with the result's dtype that Flax's layers give.
 
-    One ``linear``, but for complex numbers and under a ``dot_general`` of the user's own (None without): there bias and activation
-    follow the product.
+    One call of ``linear``. For complex numbers, and under a ``dot_general`` of the user's own (else None), bias and
+    activation follow the product.
     """
     # Interceptors take their own kinds of kernels.
     if dot_general is None and not api.is_intercepted():

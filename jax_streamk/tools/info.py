@@ -1,4 +1,4 @@
-"""``python -m jax_streamk info``: what a bug report needs: versions, devices, compiled kernels and the state of the tuned plans."""
+"""``python -m jax_streamk info``: what a bug report needs, versions, devices, compiled kernels and tuned plans."""
 
 import collections
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""``python -m jax_streamk tune``: measures which plan of each product is the fastest on this machine, and stores it for Auto()."""
+"""``python -m jax_streamk tune``: measures the fastest plan of each product on this machine, and stores it."""
 
 import contextlib
 import math

@@ -18,13 +18,15 @@ class Program:
 
 
 def chain(function):
-    """A jitted function that calls ``function`` on operands one after another, each call waiting for the result of the one before.
+    """A jitted function that calls ``function`` on each tuple of operands, each call waiting for the one before.
 
-    One array is the smaller operand of all calls, and after each of them one element of its result is written into it, in place: a
-    little kernel that is the same whatever ``function`` is, since barriers keep XLA from merging it with what is around.
+    One array is the smaller operand of all calls, and after each of them one element of its result is written into it,
+    in place: a little kernel that is the same whatever ``function`` is, since barriers keep XLA from merging it with
+    what is around.
 
     Returns:
-      The array. Results that are returned would each cost the host an allocation in every run, more than a small product takes.
+      The array. Results that are returned would each cost the host an allocation in every run, more than a small
+      product takes.
     """
 
     @jax.jit
@@ -63,8 +65,8 @@ def _wall(program, repeats):
 def repeat(program, repeats):
     """Runs a program so many times in a row, and waits for the last."""
     for _ in range(repeats):
-        # While the last run's results are held the next run's lie elsewhere, and XLA writes new addresses into its CUDA graph before
-        # every run: 4 us a node on the host, more than many a small product takes.
+        # While the last run's results are held the next run's lie elsewhere, and XLA writes new addresses into its CUDA
+        # graph before every run: 4 us a node on the host, more than many a small product takes.
         out = None
         out = program.run()
     program.wait(out)

@@ -38,10 +38,11 @@ _ROUNDS = 5
 
 
 def fastest(problem, memory):
-    """Finds the fastest plan of a problem, which some kernel runs, on the device of ``memory``, among the deterministic ones.
+    """Finds the fastest deterministic plan, on the device of ``memory``, of a problem that some kernel runs.
 
     Returns:
-      The ``Tuned`` plan: the planner's own choice unless another is faster by more than noise. And how XLA's product compares.
+      The ``Tuned`` plan: the planner's own choice unless another is faster by more than noise. And how XLA's product
+      compares.
 
     Raises:
       RuntimeError: a launch of the planner's own choice failed, or the device has no memory left for it.
@@ -136,21 +137,23 @@ _measuring = threading.Lock()  # what runs at once measures each other
 def tuning(cache=None):
     """Tunes the products that programs are lowered with meanwhile: a context manager.
 
-    Within it, lowering a product whose schedule is ``Auto()``, for a device of this process and without a tuned plan, measures
-    candidates on that device at once, XLA's product beside the fastest, stores what it found and uses it. Functions that were compiled
-    before are compiled anew inside, and those compiled inside once more after it. It holds for the thread, or the asyncio task, that
-    enters it, and may be entered again inside; not inside a function that is traced.
+    Within it, lowering a product whose schedule is ``Auto()``, for a device of this process and without a tuned plan,
+    measures candidates on that device at once, XLA's product beside the fastest, stores what it found and uses it.
+    Functions that were compiled before are compiled anew inside, and those compiled inside once more after it. It holds
+    for the thread, or the asyncio task, that enters it, and may be entered again inside; not inside a function that is
+    traced.
 
     Args:
-      cache: the folder that plans are taken from meanwhile, and stored in; None is the one in use, see ``use_tuned_plans``.
+      cache: the folder that plans are taken from meanwhile, and stored in; None is the one in use, see
+        ``use_tuned_plans``.
 
     Yields:
       A list, to which the ``Plan`` of each product that was tuned is added.
 
     Raises:
       OSError: on entry, where plans could not be stored.
-      RuntimeError: on entry, inside a function that is traced, whose products are lowered later; and in one of several processes
-        (``jax.distributed``), whose programs would differ.
+      RuntimeError: on entry, inside a function that is traced, whose products are lowered later; and in one of several
+        processes (``jax.distributed``), whose programs would differ.
     """
     # Whatever JAX makes is traced where a program is.
     if isinstance(jnp.zeros(()), jax.core.Tracer):
@@ -180,8 +183,10 @@ class _Later(schedules.Auto):
 
 
 def later(schedule):
-    """A schedule for a product that XLA's partitioner has lowered later, in some versions in a thread of its own: ``Auto()`` remembers
-    which tuned plans are in use, and whether ``tuning()`` is on."""
+    """A schedule for a product that XLA's partitioner has lowered later, in some versions in a thread of its own.
+
+    ``Auto()`` remembers which tuned plans are in use, and whether ``tuning()`` is on.
+    """
     is_auto = isinstance(schedules.of_forward(schedule), schedules.Auto)
     return _Later(contextvars.copy_context()) if is_auto else schedule
 
@@ -222,7 +227,7 @@ def _is_tuned(problem, device):
 
 
 def _apart(problem, memory):
-    """``fastest`` in a thread: lowering has a trace, a mesh and settings in its context that arrays of ours are no part of."""
+    """``fastest`` in a thread, away from the trace, the mesh and the settings of the context that lowers."""
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         try:
             return thread.submit(fastest, problem, memory).result()
@@ -232,6 +237,6 @@ def _apart(problem, memory):
 
 
 def digest(device):
-    """Changes with what plans depend on besides the problem: the tuned ones in use, and those that compilation may yet find."""
+    """Changes with what plans depend on besides the problem: tuned ones in use, and those that compilation may find."""
     is_tuning = _session.get() is not None and jax_device_of(device) is not None
     return time.time_ns() if is_tuning else tuned.digest(device)

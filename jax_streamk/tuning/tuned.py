@@ -101,7 +101,7 @@ def version():
 
 @functools.cache
 def kernel_set(platform):
-    """A hash of the kernels of this build for "cpu" or "cuda", of the version and of ``Tuned``: what a measurement holds for."""
+    """A hash of what measurements hold for: the version, ``Tuned``, and this build's kernels for "cpu" or "cuda"."""
     kernels = (kernel for kernel in _ffi.kernels() if (kernel.family == _ffi.Family.host) == (platform == "cpu"))
     names = (f"{kernel.name} {kernel.promotion_k}" for kernel in kernels)
     fields = (field.name for field in dataclasses.fields(Tuned))
@@ -157,7 +157,7 @@ def _of_type(type_, value):
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """What a file held for one device: plans by problem, and counts of lines. ``trouble`` says why others were ignored."""
+    """What a file held for one device: plans by problem, and counts of lines. ``trouble``: why others were ignored."""
 
     plans: dict
     lines: int = 0
@@ -228,7 +228,7 @@ class Store:
             pass
 
     def add(self, device, problem, tuned):
-        """Stores a plan, for this process and for others. Raises OSError where it is for this process alone: it cannot be written."""
+        """Stores a plan. Raises OSError if it cannot be written: then only this process has it."""
         line = _line(device, problem, tuned)
         self.plans(device)
         with self._lock:
@@ -309,12 +309,12 @@ def _users(alone):
 def use_tuned_plans(cache=None):
     """Takes the tuned plans of ``Auto()`` from the folder ``cache``, in all threads of this process.
 
-    None is the default, the user's: ``platformdirs.user_cache_dir("jax_streamk")``, which is ``~/.cache/jax_streamk`` or lies in
-    XDG_CACHE_HOME, and need not be there. A folder that is empty has none. What ``jax.jit`` compiled before stays as it is; calls
-    outside of it follow at once.
+    None is the default, the user's: ``platformdirs.user_cache_dir("jax_streamk")``, which is ``~/.cache/jax_streamk``
+    or lies in XDG_CACHE_HOME, and need not be there. A folder that is empty has none. What ``jax.jit`` compiled before
+    stays as it is; calls outside of it follow at once.
 
-    One of several processes (``jax.distributed``) takes none unless it names a folder here, and then all must name ones with the
-    same plans.
+    One of several processes (``jax.distributed``) takes none unless it names a folder here, and then all must name ones
+    with the same plans.
 
     Raises:
       ValueError: cache is not a path.
@@ -324,7 +324,10 @@ def use_tuned_plans(cache=None):
     store = None if cache is None else store_of(cache)
     if store is not None and not store.directory.is_dir():
         error = NotADirectoryError if store.directory.exists() else FileNotFoundError
-        how = "`python -m jax_streamk tune ... --cache DIR` or `tuning(DIR)` fills one, and an empty one is for no tuned plans"
+        how = (
+            "`python -m jax_streamk tune ... --cache DIR` or `tuning(DIR)` fills one, "
+            "and an empty one is for no tuned plans"
+        )
         raise error(f"cache={cache!r}: {store.directory} is no folder: {how}")
     _of_process = store
     _changed()
@@ -332,8 +335,11 @@ def use_tuned_plans(cache=None):
 
 def _digest(plans):
     """Of what runs, however long it took."""
-    what = sorted(f"{problem} {found.is_left_to_xla} {found.kernel} {found.schedule} {found.splits} {found.reduction} {found.raster} "
-                  f"{found.swizzle}" for problem, found in plans.items())  # fmt: skip
+    what = sorted(
+        f"{problem} {found.is_left_to_xla} {found.kernel} {found.schedule} {found.splits} {found.reduction} "
+        f"{found.raster} {found.swizzle}"
+        for problem, found in plans.items()
+    )
     return zlib.crc32(" ".join(what).encode())
 
 
