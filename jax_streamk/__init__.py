@@ -4,7 +4,12 @@
 on CPU threads. ``plan`` tells which kernel and schedule it would run, and why.
 """
 
+import typing
+
 from jax_streamk.checks import check_installation
+
+if typing.TYPE_CHECKING:
+    _ffi: typing.Any  # compiled, so that a clean checkout has none
 
 check_installation()  # before imports whose messages would not tell what is wrong
 

@@ -34,7 +34,7 @@ def _run(argv):
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name in COMMANDS:
         module = importlib.import_module(f"jax_streamk.tools.{name}")
-        summary = module.__doc__.split(": ", 1)[1]
+        summary = str(module.__doc__).split(": ", 1)[1]
         command = commands.add_parser(name, help=summary, description=summary)
         module.add_arguments(command)
         command.set_defaults(run=module.run)

@@ -5,6 +5,7 @@ import enum
 import functools
 import math
 import sys
+from typing import Any
 
 import jax
 import jax.experimental.jet as _jet
@@ -168,7 +169,7 @@ def ask_policies(primitive, question):
         if any(unknown):
             return None, eqn, [True], [True], missing
         asked, params = question(*(x.aval for x in eqn.invars), **eqn.params)
-        decision = _partial_eval.ensure_enum(policy(*asked, **params))
+        decision: Any = _partial_eval.ensure_enum(policy(*asked, **params))
         if eqn.effects or decision is _partial_eval.Saveable:
             return eqn, None, [False], [False], []
         if decision is _partial_eval.Recompute:
@@ -213,7 +214,8 @@ def def_jet(primitive, function=None):
         out, terms = _jet.jet(functools.partial(function, **params), primals, series)
         return out, [x / math.factorial(i) for i, x in enumerate(terms, 1)]
 
-    _jet.jet_rules[primitive] = functools.partial(_jet._bilinear_taylor_rule, primitive) if function is None else rule
+    rules: dict[Any, Any] = _jet.jet_rules
+    rules[primitive] = functools.partial(_jet._bilinear_taylor_rule, primitive) if function is None else rule
 
 
 def def_sparse(primitives):
@@ -222,7 +224,7 @@ def def_sparse(primitives):
     Called wherever products are traced: ``jax.experimental.sparse`` takes long to import, and who has not imported it
     has no use for the rules.
     """
-    transform = sys.modules.get("jax.experimental.sparse.transform")
+    transform: Any = sys.modules.get("jax.experimental.sparse.transform")
     # Another thread may be importing it, or be here.
     if not hasattr(transform, "sparsify") or list(primitives)[-1] in transform.sparse_rules_bcsr:
         return

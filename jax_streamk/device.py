@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import os
 import platform
+from typing import Any
 
 import jax
 
@@ -35,7 +36,7 @@ class Device:
     sms: int
     kind: str = ""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("platform", "kind"):
             value = getattr(self, name)
             if not isinstance(value, str):
@@ -50,14 +51,14 @@ class Device:
                 "such as 90"
             )
 
-    def native(self):
+    def native(self) -> _ffi.Device:
         return _ffi.Device(self.arch, self.sms, under_way(self))
 
 
 class _Other(Device):
     """A device that JAX has and nothing here runs on."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         pass
 
 
@@ -66,7 +67,7 @@ class _Other(Device):
 HOPPER = Device("cuda", 90, 132)
 
 
-def device_of(device):
+def device_of(device: Any) -> Device:
     """The ``Device`` of a jax.Device, a ``Device``, the name of a JAX platform, or (None) JAX's default device.
 
     Raises:
@@ -95,7 +96,7 @@ def device_of(device):
 
 
 @functools.cache
-def _host():
+def _host() -> Device:
     try:
         with open("/proc/cpuinfo") as file:
             kind = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
@@ -106,7 +107,7 @@ def _host():
     return Device("cpu", 0, threads, kind)
 
 
-def jax_device_of(device):
+def jax_device_of(device: Device) -> jax.Device | None:
     """The first jax.Device of this process that is such a ``Device``; None where there is none."""
     try:
         found = jax.local_devices(backend=device.platform)
@@ -115,7 +116,7 @@ def jax_device_of(device):
     return next((x for x in found if device_of(x) == device), None)
 
 
-def device_for_lowering(platform):
+def device_for_lowering(platform: str) -> Device:
     """The ``Device`` that programs for a platform are lowered for: this machine's, or ``HOPPER`` if it has no GPU."""
     if platform == "cpu":
         return _host()

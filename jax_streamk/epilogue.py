@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ import numpy as np
 
 from jax_streamk.checks import check_static
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str | None, Callable[..., Any]] = {
     None: lambda x: x,
     "relu": jax.nn.relu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
@@ -39,6 +41,7 @@ def scaled(factor, x):
     return x if factor == 1 else (factor * x.astype(wide(x.dtype))).astype(x.dtype)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class ByBits:
     """Equality of dataclasses that key programs and plans: NaN equals itself, and -0.0 (other results) is not 0.0."""
 

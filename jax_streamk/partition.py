@@ -65,7 +65,8 @@ def _partition(product, finish, fused, factors, mesh, operands, result):
     axes = _axes_of_factors((*factors.operands, factors.result), specs, sizes, factors.contract, mesh.shape)
     summed = [axis for name in factors.contract for axis in axes[name]]
     # Where the result asks for the axes of k, its sum is scattered over them instead of being made whole everywhere.
-    final, scattered = dict(axes), {}
+    final = dict(axes)
+    scattered: dict[int, tuple[str, ...]] = {}
     for dimension, (name, wanted) in enumerate(zip(factors.result, specs[-1])):
         for axis in wanted:
             size = sizes[name] // math.prod(mesh.shape[a] for a in final[name])
@@ -105,7 +106,8 @@ def _axes_of_factors(names, specs, sizes, contract, mesh):
     # scattering the sum.
     claims = [claim for name in sizes for claim in (*lhs, *rhs) if claim[0] == name]
     claims.sort(key=lambda claim: (claim[0] in contract, claim not in result))
-    axes, taken = dict.fromkeys(sizes, ()), set()
+    axes: dict[str, tuple[str, ...]] = dict.fromkeys(sizes, ())
+    taken: set[str] = set()
     for factor, wanted in (*claims, *result, *(claim for claims in others for claim in claims)):
         if (
             not axes[factor]

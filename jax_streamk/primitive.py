@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -136,15 +138,16 @@ ad.defbilinear(dot_general_p, functools.partial(_transpose, 0), functools.partia
 
 
 def _batch(axis_data, operands, dims, *, dimension_numbers, out_sharding, permutation=None, **params):
+    lhs, rhs = operands
     if tuple(dims) == (None, None):
-        return bind(*operands, dimension_numbers, out_sharding=out_sharding, permutation=permutation, **params), None
-    ndims = tuple(x.ndim for x in operands)
+        return bind(lhs, rhs, dimension_numbers, out_sharding=out_sharding, permutation=permutation, **params), None
+    ndims = lhs.ndim, rhs.ndim
     numbers, out_dim, out_sharding = compat.batched_dimensions(
         axis_data, ndims, tuple(dims), dimension_numbers, out_sharding
     )
     if permutation is not None:
         permutation = (out_dim, *(dim + (dim >= out_dim) for dim in permutation))
-    out = bind(*operands, numbers, out_sharding=out_sharding, permutation=permutation, **params)
+    out = bind(lhs, rhs, numbers, out_sharding=out_sharding, permutation=permutation, **params)
     return out, out_dim if permutation is None else 0
 
 
@@ -155,7 +158,7 @@ def _linear_jvp(primals, tangents, *, epilogue, **params):
     """The derivative sees the activation apart: it needs what the activation was given."""
     lhs, rhs, *_ = primals
     before = bind_linear(*primals, epilogue=dataclasses.replace(epilogue, activation=None), **params)
-    product = functools.partial(bind, **params)
+    product: Callable[..., Any] = functools.partial(bind, **params)
     bias, residual = epilogue.split(tangents[2:])
     terms = []
     if type(tangents[0]) is not ad.Zero:
@@ -180,8 +183,8 @@ def _linear_transpose(cotangent, *operands, epilogue, **params):
     is_linear = [ad.is_undefined_primal(x) for x in operands]
 
     def apart(*unknown):
-        unknown = iter(unknown)
-        lhs, rhs, *others = (next(unknown) if free else x for x, free in zip(operands, is_linear))
+        taken = iter(unknown)
+        lhs, rhs, *others = (next(taken) if free else x for x, free in zip(operands, is_linear))
         return _linear_apart(lhs, rhs, *others, epilogue=epilogue, **params)
 
     transposed = iter(jax.linear_transpose(apart, *(x.aval for x in operands if ad.is_undefined_primal(x)))(cotangent))

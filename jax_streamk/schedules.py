@@ -1,14 +1,14 @@
 """How a product's MAC-iteration space is cut: the values of every ``schedule=`` argument."""
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from jax_streamk.checks import check_static, integer
 
 Reduction = Literal["ordered", "atomic", "separate"]
 
 
-def _check_reduction(reduction):
+def _check_reduction(reduction: Any) -> None:
     check_static("reduction", reduction)
     if reduction not in get_args(Reduction):
         raise ValueError(f"reduction={reduction!r}: must be one of {', '.join(map(repr, get_args(Reduction)))}")
@@ -46,7 +46,7 @@ class SplitK:
     splits: int
     reduction: Reduction = "ordered"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "splits", integer("splits", self.splits))
         _check_reduction(self.reduction)
 
@@ -68,7 +68,7 @@ class StreamK:
     reduction: Reduction = "ordered"
     max_sms: int | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _check_reduction(self.reduction)
         if self.max_sms is not None:
             object.__setattr__(self, "max_sms", integer("max_sms", self.max_sms))
@@ -94,7 +94,7 @@ class PerPass:
     lhs: Schedule | None = None
     rhs: Schedule | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             schedule = getattr(self, field.name)
             if not isinstance(schedule, (Auto, DataParallel, SplitK, StreamK, type(None))):
@@ -105,7 +105,7 @@ class PerPass:
 _SCHEDULES = "None, Auto(), DataParallel(), SplitK(...) or StreamK(...)"
 
 
-def check_schedule(schedule):
+def check_schedule(schedule: Any) -> Schedule | PerPass:
     """Returns the schedule, ``Auto()`` for None; raises TypeError for what is neither a schedule nor a ``PerPass``."""
     if schedule is None:
         return Auto()
@@ -115,11 +115,11 @@ def check_schedule(schedule):
     return schedule
 
 
-def of_forward(schedule):
+def of_forward(schedule: Schedule | PerPass) -> Schedule:
     """The schedule of a product itself."""
     return (schedule.forward or Auto()) if isinstance(schedule, PerPass) else schedule
 
 
-def of_cotangent(schedule, operand):
+def of_cotangent(schedule: Schedule | PerPass, operand: int) -> Schedule:
     """The schedule of the product that gives the cotangent of the lhs (0) or the rhs (1)."""
     return ((schedule.lhs, schedule.rhs)[operand] or Auto()) if isinstance(schedule, PerPass) else Auto()

@@ -27,7 +27,7 @@ def durations(parts):
     unit, size, digits = _unit(_UNITS, total)
     shown = {name: round(part / size, digits) for name, part in parts.items() if round(part / size, digits) > 0}
     if shown:  # the largest bears what rounding the others leaves
-        largest = max(shown, key=shown.get)
+        largest = max(shown, key=shown.__getitem__)
         shown[largest] += round(total / size, digits) - sum(shown.values())
     text = " + ".join(f"{part:.{digits}f} {name}" for name, part in shown.items())
     return f"{total / size:.{digits}f} {unit}" + (f": {text}" if text else "")

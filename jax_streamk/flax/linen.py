@@ -1,7 +1,9 @@
 """``flax.linen.Dense`` as one kernel."""
 
+import jax
 import jax.numpy as jnp
 from flax import linen
+from jax.typing import ArrayLike
 
 from jax_streamk.flax.forward import check_fields, forward
 from jax_streamk.schedules import PerPass, Schedule
@@ -28,12 +30,12 @@ class Dense(linen.Dense):
     activation: str | None = None
     schedule: Schedule | PerPass | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_fields(self, self.dot_general_cls or self.dot_general)
         super().__post_init__()
 
     @linen.compact
-    def __call__(self, inputs):
+    def __call__(self, inputs: ArrayLike) -> jax.Array:
         """Array of shape (..., features) of inputs of shape (..., k)."""
         kernel = self.param("kernel", self.kernel_init, (jnp.shape(inputs)[-1], self.features), self.param_dtype)
         bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype) if self.use_bias else None

@@ -126,7 +126,7 @@ def driver():
 
 def _kernels():
     kernels = _ffi.kernels()
-    families = {}
+    families: dict[str, collections.Counter[str]] = {}
     for kernel in kernels:
         types = f"{kernel.type_a.name} x {kernel.type_b.name} -> {kernel.type_d.name}"
         types += "" if kernel.math == _ffi.Math.native else f" ({kernel.math.name})"

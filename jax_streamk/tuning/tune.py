@@ -5,17 +5,20 @@ import contextlib
 import contextvars
 import dataclasses
 import math
+import os
 import statistics
 import threading
 import time
 import warnings
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_streamk import _ffi, planner, schedules
-from jax_streamk.device import device_of, jax_device_of
+from jax_streamk.device import Device, device_of, jax_device_of
+from jax_streamk.problem import GemmProblem
 from jax_streamk.tuning import contest, tuned
 from jax_streamk.tuning.measure import Memory
 from jax_streamk.tuning.tuned import Candidate, Tuned
@@ -50,7 +53,8 @@ def fastest(problem, memory):
     device = memory.device
     choice = planner.choose(problem, None, device, listed=_LISTED)
     listed = [Candidate.of(found.kernel, found.schedule) for found in choice.candidates]
-    own, rotation, times = listed[0], memory.rotation(problem), {}
+    own, rotation = listed[0], memory.rotation(problem)
+    times: dict[Candidate, float] = {}
     rotation.shorten(own.kernel, own.native())
     native_problem, native_device = problem.native(), device.native()
 
@@ -69,7 +73,7 @@ def fastest(problem, memory):
                 times[candidate] = math.inf
 
     def best(count):
-        return sorted((candidate for candidate in times if times[candidate] < math.inf), key=times.get)[:count]
+        return sorted((candidate for candidate in times if times[candidate] < math.inf), key=times.__getitem__)[:count]
 
     try_all(listed)
     if device.arch:  # hundreds of tiles load together; on a CPU few do
@@ -80,14 +84,14 @@ def fastest(problem, memory):
         )
     try_all(dataclasses.replace(found, splits=splits) for found in best(_BEST) for splits in _neighbours(found))
 
-    rounds = {candidate: [] for candidate in dict.fromkeys((own, *best(_FINALISTS)))}
+    rounds: dict[Candidate, list[float]] = {candidate: [] for candidate in dict.fromkeys((own, *best(_FINALISTS)))}
     for _ in range(_ROUNDS):
         for candidate, medians in rounds.items():
             medians.append(statistics.median(rotation.time(candidate.kernel, candidate.native())))
     final = {candidate: statistics.median(medians) for candidate, medians in rounds.items()}
     right = rotation.result(own.kernel, own.native())
     winner = own
-    for candidate in sorted(final, key=final.get):
+    for candidate in sorted(final, key=final.__getitem__):
         # The planner's own choice must be beaten in every round, too.
         if final[own] <= tuned.MARGIN * final[candidate] or any(x <= y for x, y in zip(rounds[own], rounds[candidate])):
             break
@@ -120,7 +124,10 @@ def _neighbours(candidate):
 
 class _Session:
     def __init__(self, store):
-        self.store, self.plans, self.failed, self._memories = store, [], set(), {}
+        self.store = store
+        self.plans: list[planner.Plan] = []
+        self.failed: set[tuple[GemmProblem, Device]] = set()
+        self._memories: dict[Device, Memory] = {}
 
     def memory(self, device):
         if device not in self._memories or self._memories[device].stopped.is_set():
@@ -128,13 +135,13 @@ class _Session:
         return self._memories[device]
 
 
-_session = contextvars.ContextVar("jax_streamk_tuning", default=None)
+_session: contextvars.ContextVar[_Session | None] = contextvars.ContextVar("jax_streamk_tuning", default=None)
 _jits_key = jax.make_user_context(None)  # a part of it: what was compiled outside is lowered again inside
 _measuring = threading.Lock()  # what runs at once measures each other
 
 
 @contextlib.contextmanager
-def tuning(cache=None):
+def tuning(cache: str | os.PathLike[str] | None = None) -> Iterator[list[planner.Plan]]:
     """Tunes the products that programs are lowered with meanwhile: a context manager.
 
     Within it, lowering a product whose schedule is ``Auto()``, for a device of this process and without a tuned plan,

@@ -181,7 +181,8 @@ class Store:
 
     def read(self, device):
         """The ``Contents`` of the device's file as it is now; never raises."""
-        plans, stale, corrupt, trouble = {}, 0, 0, ""
+        plans: dict[GemmProblem, Tuned] = {}
+        stale, corrupt, trouble = 0, 0, ""
         path = self.path(device)
         try:
             if not path.is_file():
@@ -306,7 +307,7 @@ def _users(alone):
         return store_in(_NOWHERE)
 
 
-def use_tuned_plans(cache=None):
+def use_tuned_plans(cache: str | os.PathLike[str] | None = None) -> None:
     """Takes the tuned plans of ``Auto()`` from the folder ``cache``, in all threads of this process.
 
     None is the default, the user's: ``platformdirs.user_cache_dir("jax_streamk")``, which is ``~/.cache/jax_streamk``
