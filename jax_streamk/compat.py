@@ -43,6 +43,7 @@ __all__ = [
     "canonicalize_precision",
     "canonicalize_sharding",
     "check_nan",
+    "config",
     "convert_cotangent",
     "cotangent_sharding",
     "custom_vmap_p",
@@ -72,6 +73,7 @@ __all__ = [
 apply_primitive = _dispatch.apply_primitive
 canonicalize_precision = _lax.canonicalize_precision
 canonicalize_sharding = _sharding_impls.canonicalize_sharding
+config: Any = jax.config  # not every version declares its attributes
 
 # The dtype a user asked for; with a warning, its 32-bit sibling where 64-bit types are disabled.
 canonicalize_dtype = _dtypes.check_and_canonicalize_user_dtype

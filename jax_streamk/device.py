@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jax_streamk import _ffi
+from jax_streamk import _ffi, compat
 from jax_streamk.checks import check_static, integer
 from jax_streamk.cost_model import under_way
 
@@ -77,7 +77,7 @@ def device_of(device: Any) -> Device:
     if isinstance(device, Device):
         return device
     if device is None:
-        device = jax.config.jax_default_device or jax.devices()[0]
+        device = compat.config.jax_default_device or jax.devices()[0]
     if isinstance(device, str):
         try:
             device = jax.devices(device)[0]

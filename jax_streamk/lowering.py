@@ -70,7 +70,7 @@ def _lower_with_kernels(ctx, *operands, platform, **params):
         where = "in a shard_map that leaves mesh axes to it, in an export for several devices, and without a mesh"
         why = f"XLA alone divides products {where}"
         return _lower_to_xla(ctx, *operands, why=why, **params)
-    if placement == compat.Placement.PARTITIONED and not jax.config.jax_use_shardy_partitioner:
+    if placement == compat.Placement.PARTITIONED and not compat.config.jax_use_shardy_partitioner:
         why = "XLA alone divides products where jax_use_shardy_partitioner is off"
         return _lower_to_xla(ctx, *operands, why=why, **params)
     if compat.is_unreduced(ctx.avals_out[0]):

@@ -184,6 +184,14 @@ def test_build_and_run_time_agree_on_the_oldest_jaxlib():
     assert built_on == f"jaxlib=={checks._OLDEST_JAX}"
 
 
+def test_lint_has_the_same_versions_before_a_commit_and_in_ci():
+    pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / ".ci" / "lint.txt").read_text(), re.MULTILINE))
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    of_mirrors = dict(re.findall(r"/(?:mirrors-)?(ruff|clang-format)(?:-pre-commit)?\n +rev: v(\S+)", hooks))
+    of_mypy = dict(re.findall(r"([\w-]+)==([^],\s]+)", hooks))
+    assert of_mirrors | of_mypy == pinned and len(of_mirrors) == 2
+
+
 def imported(program, cwd):
     """What importing says in a process of its own."""
     done = subprocess.run([sys.executable, "-c", program], cwd=cwd, capture_output=True, text=True, timeout=120)
