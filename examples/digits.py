@@ -2,10 +2,10 @@
 
     python examples/digits.py
 
-The 1797 digits of UCI's optical recognition set (8x8 pixels, shipped with scikit-learn) are classified by ``W = (X^T X
-+ penalty I)^-1 X^T Y``: X holds centred pixels, Y one column per digit. Both products have a small result and a long
-contraction (K = 1797), the shape for which K is worth cutting. Digits held out for the test are rows of zeros in X and
-Y: they stay in the shape and contribute nothing.
+The 1797 digits of UCI's optical recognition set (8x8 pixels, shipped with scikit-learn) are classified by
+``W = (X^T X + penalty I)^-1 X^T Y``: X holds centred pixels, Y one column per digit. Both products have a small result
+and a long contraction (K = 1797), the shape for which K is worth cutting. Digits held out for the test are rows of
+zeros in X and Y: they stay in the shape and contribute nothing.
 
 Beside the accuracy of each schedule it prints what X^T X took under it and by XLA's product, calls taking turns. Exits
 with 1 when a product strays from float64.

@@ -111,12 +111,10 @@ def matmul(
 
     Args:
       a: array of shape (k,), (m, k) or (..., m, k).
-      b: array of shape (k,), (k, n) or (..., k, n). Leading dimensions broadcast against those of ``a``; dtypes
-        promote.
+      b: array of shape (k,), (k, n) or (..., k, n). Leading dimensions broadcast with those of ``a``; dtypes promote.
       precision: as in ``jax.numpy.matmul``. On a GPU a product of two float32 is TF32 by default, three TF32 at HIGH,
         and left to XLA at HIGHEST; on a CPU it is float32.
-      preferred_element_type: dtype of the result. Sums are float32 (float64 for float64, int32 for int8) whatever it
-        is.
+      preferred_element_type: dtype of the result. Sums are always float32 (float64 for float64, int32 for int8).
       out_sharding: sharding of the result under explicit sharding, as in ``jax.numpy.matmul``.
       schedule: ``Auto()`` (the default), ``DataParallel()``, ``SplitK(...)`` or ``StreamK(...)``. Anything but
         ``Auto()`` is obeyed or refused.
@@ -293,14 +291,13 @@ def linear(
       precision, preferred_element_type, out_sharding, schedule: as in ``matmul``.
 
     Returns:
-      Array of shape (..., n) and dtype preferred_element_type or that of ``x @ w``; bias and residual are converted to
-      it.
+      Array of shape (..., n) and of dtype preferred_element_type, by default that of ``x @ w``. Bias and residual are
+      converted to it.
 
     Raises:
       TypeError: an operand is not an array of real numbers, the result's dtype is not a floating-point one, or alpha or
         beta is not a number.
-      ValueError: shapes do not fit, there is no such activation, or no kernel can run the product under the given
-        schedule.
+      ValueError: shapes do not fit, the activation is unknown, or no kernel can run the product under the schedule.
     """
     schedule = check_schedule(schedule)
     check_activation("linear", activation)
@@ -388,8 +385,8 @@ def plan(
 ) -> Plan:
     """The ``Plan`` that a product would run on one device, without running it.
 
-    What XLA divides over devices is planned on each for its own part. A build without CUDA kernels plans for a GPU by
-    the description of those that a build with all of them has.
+    For a product that XLA divides over devices, each plans its own part. A build without CUDA kernels plans for GPUs by
+    a description of those that a full build has.
 
     Args:
       lhs, rhs: arrays, or anything with ``shape`` and ``dtype`` such as ``jax.ShapeDtypeStruct``.
@@ -399,11 +396,11 @@ def plan(
         a platform of JAX's such as "cpu", or None for the default device.
       precision, preferred_element_type: as in ``matmul``.
       activation, alpha, beta: as in ``linear``.
-      bias, residual: True or False: whether the product is followed by one, as in ``linear``.
+      bias, residual: whether one is added, as in ``linear``: True or False.
 
     Raises:
-      TypeError, ValueError: as ``matmul``, ``dot_general`` and ``linear``; bias or residual is not a bool, or device
-        not a device.
+      TypeError, ValueError: as ``matmul``, ``dot_general`` and ``linear``.
+      TypeError: bias or residual is not a bool, or device is not a device.
     """
     schedule = check_schedule(schedule)
     lhs, rhs = (_shaped(name, x) for name, x in (("lhs", lhs), ("rhs", rhs)))
@@ -439,11 +436,14 @@ def plan(
 def kernels() -> list[_ffi.KernelInfo]:
     """Every kernel compiled into this build, ordered by name.
 
-    Each has ``name, family, type_a, type_b, type_d, math, major_a, major_b, align_a, align_b, align_d`` (elements),
-    ``tile_m, tile_n, tile_k, cluster_m, cluster_n, stages, warp_schedule, swap_ab, split_k_reductions,
-    stream_k_reductions, threads, shared_memory`` (bytes per CTA), ``promotion_k`` (of K: tensor cores sum that much
-    before float32 adds it; 0: all), and the method ``resources()``: registers per thread and CTAs per SM on the current
-    GPU, which it needs.
+    Each has the attributes
+      name, family, type_a, type_b, type_d, math, major_a, major_b;
+      align_a, align_b, align_d: in elements;
+      tile_m, tile_n, tile_k, cluster_m, cluster_n, stages, warp_schedule, swap_ab, threads;
+      split_k_reductions, stream_k_reductions;
+      shared_memory: bytes per CTA;
+      promotion_k: how much of K tensor cores sum before float32 adds it, 0 for all;
+    and the method ``resources()``: registers per thread and CTAs per SM on the current GPU, which it needs.
     """
     return _ffi.kernels()
 

@@ -35,8 +35,8 @@ class SplitK:
       splits: an integer, at least 1 and at most the number of k-tiles. 1 is bit for bit the unsplit product.
       reduction: ``"ordered"`` adds the f32 partials of a tile in the order of K inside the kernel (deterministic);
         ``"atomic"`` adds them as they arrive; ``"separate"`` leaves them to a second kernel (deterministic), which
-        reduces many splits in parallel. On GPUs the runs of the latter have one length, but for the last, and are no
-        more than that takes: 15 splits of 64 k-tiles are 13 runs.
+        reduces many splits in parallel. Its runs on GPUs are equally long except the last, so there may be fewer than
+        ``splits``: 15 splits of 64 k-tiles are 13 runs, of 5 each.
 
     Raises:
       TypeError: splits or reduction is traced.
@@ -57,8 +57,8 @@ class StreamK:
 
     Attributes:
       reduction: ``"ordered"`` (deterministic), ``"atomic"`` or ``"separate"``, as in ``SplitK``.
-      max_sms: an integer: spread the cut tiles over at most so many SMs (CPU threads on the host); None is all of them.
-        1 is data-parallel. Kernels of the sm80 family may still run whole tiles on the others.
+      max_sms: the most SMs (CPU threads on the host) that cut tiles are spread over, an integer; None is all of them. 1
+        is data-parallel. Kernels of the sm80 family may still run whole tiles on the others.
 
     Raises:
       TypeError: reduction or max_sms is traced.

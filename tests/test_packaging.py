@@ -185,7 +185,8 @@ def test_build_and_run_time_agree_on_the_oldest_jaxlib():
 
 
 def test_lint_has_the_same_versions_before_a_commit_and_in_ci():
-    pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / ".ci" / "lint.txt").read_text(), re.MULTILINE))
+    files = "".join((ROOT / ".ci" / name).read_text() for name in ("lint.txt", "lint-types.txt"))
+    pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", files, re.MULTILINE))
     hooks = (ROOT / ".pre-commit-config.yaml").read_text()
     of_mirrors = dict(re.findall(r"/(?:mirrors-)?(ruff|clang-format)(?:-pre-commit)?\n +rev: v(\S+)", hooks))
     of_mypy = dict(re.findall(r"([\w-]+)==([^],\s]+)", hooks))

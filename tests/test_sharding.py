@@ -578,7 +578,7 @@ ALIKE = [
 
 @pytest.fixture
 def compilation_cache(tmp_path):
-    """A persistent cache that ignores addresses of Python objects, as two equal addresses would by chance."""
+    """A persistent cache whose keys leave out addresses of Python objects, as if two were equal by chance."""
     from jax.experimental.compilation_cache import compilation_cache
 
     settings = dict(

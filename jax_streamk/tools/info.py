@@ -24,7 +24,7 @@ def add_arguments(parser):
         metavar="FILE",
         help="describe the CUDA kernels of this build in FILE, and do nothing else (maintainers)",
     )
-    parser.add_argument("--cache", metavar="DIR", help="of which tuned plans are told (the user's cache folder)")
+    parser.add_argument("--cache", metavar="DIR", help="where tuned plans are kept (the user's cache folder)")
 
 
 def run(arguments):

@@ -59,7 +59,7 @@ def profile(run):
 
 
 def device_samples(program, least=20):
-    """(microseconds on the device of each call of at least so many, names of what ran there).
+    """(microseconds on the device of each of at least ``least`` calls, names of what ran there).
 
     Raises:
       RuntimeError: the profile has nothing of a GPU.

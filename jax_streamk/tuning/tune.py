@@ -107,7 +107,7 @@ def fastest(problem, memory):
 
 
 def _agree(x, y):
-    """Whether results are equal but for rounding; wherever nothing was written both are NaN, or -1."""
+    """Whether results are equal up to rounding; where nothing was written, both are NaN or -1."""
     if x.dtype == np.int32:
         return np.array_equal(x, y)
     x, y = x.astype(np.float64), y.astype(np.float64)
