@@ -1,6 +1,7 @@
 """scikit-build-core, with CUTLASS among the build requirements only where CUDA kernels will be built.
 
-nvidia-cutlass is headers to us, but its wheel requires scipy, cuda-python and more: a CPU-only build should not wait for them.
+nvidia-cutlass is headers to us, but its wheel requires scipy, cuda-python and more: a CPU-only build should not wait
+for them.
 """
 
 import os

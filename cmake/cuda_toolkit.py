@@ -1,7 +1,7 @@
 """Decides whether CUDA kernels are built, and with what: the one answer that CMake and the build backend share.
 
-Run as a script it prints one CMake-readable line per fact: ``KEY=value``. An empty NVCC means no CUDA; WHY says why, and LEVEL how loud
-CMake is to say it.
+Run as a script it prints one CMake-readable line per fact: ``KEY=value``. An empty NVCC means no CUDA; WHY says why,
+and LEVEL how loud CMake is to say it.
 """
 
 import importlib.metadata
@@ -31,8 +31,8 @@ def _candidates():
 def _wheel_files(name):
     """The files of an installed wheel; none when it is not installed.
 
-    pip builds with an import path of its own and the interpreter of the environment that it installs into: the interpreter knows
-    where that environment's wheels are.
+    pip builds with an import path of its own and the interpreter of the environment that it installs into: the
+    interpreter knows where that environment's wheels are.
     """
     places = [*sys.path, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     found = next(iter(importlib.metadata.distributions(name=name, path=places)), None)
@@ -102,7 +102,7 @@ def _listed(found):
 
 
 def level(option, nvcc):
-    """ "WARNING" where CUDA kernels are not built and a toolkit or a GPU suggests that they are wanted, else "STATUS"."""
+    """How to say that no kernels for GPUs are built: "WARNING" if a toolkit or a GPU is here, else "STATUS"."""
     if nvcc or option.upper() != "AUTO":
         return "STATUS"
     has_toolkit = any(candidate and os.path.exists(candidate) for candidate in _candidates())

@@ -1,12 +1,12 @@
-"""Generates text with a key-value cache in one jitted scan, with this library's products and with XLA's, and times both.
+"""Generates text with a key-value cache in one jitted scan, by this library's products and by XLA's, and times both.
 
     python examples/decode.py
     python examples/decode.py --batch 16 --layers 24 --new 512    # a size for a GPU
 
-The weights are random and the same in both: what is shown is speed and agreement. Every token is the likeliest (greedy). Two that
-are almost as likely may swap places when sums are taken in another order, and all that follows is then another text. So tokens are
-judged in their own context: XLA's model, without a cache, reads the text that this library wrote, and at every place its logit for
-the token written must come within a tolerance of its largest.
+The weights are random and the same in both: what is shown is speed and agreement. Every token is the likeliest
+(greedy). Two that are almost as likely may swap places when sums are taken in another order, and all that follows is
+then another text. So tokens are judged in their own context: XLA's model, without a cache, reads the text that this
+library wrote, and at every place its logit for the token written must come within a tolerance of its largest.
 
 Exits with 1 when a token does not.
 """
@@ -63,7 +63,8 @@ def main():
     dtype = jnp.dtype(options.dtype)
     prompt = jax.random.randint(jax.random.key(0), (options.batch, options.prompt), 0, BYTES)
     print(
-        f"{options.batch} texts of {options.prompt} + {options.new} bytes; jax {jax.__version__} on {jax.devices()[0]}, {dtype}"
+        f"{options.batch} texts of {options.prompt} + {options.new} bytes; "
+        f"jax {jax.__version__} on {jax.devices()[0]}, {dtype}"
     )
     models = {products: Transformer(size, products, dtype=dtype, param_dtype=dtype) for products in PRODUCTS}
     weights = sum(x.nbytes for x in jax.tree.leaves(nnx.state(models["XLA"], nnx.Param)))
@@ -84,7 +85,8 @@ def main():
     worst = float(jnp.max(logits.max(-1) - chosen) / logits.std())
     tolerance = TOLERANCE[options.dtype]
     print(
-        f"In context every token is within {worst:.1e} standard deviations of XLA's likeliest; the tolerance is {tolerance:g}."
+        f"In context every token is within {worst:.1e} standard deviations of XLA's likeliest; "
+        f"the tolerance is {tolerance:g}."
     )
     if not worst <= tolerance:
         sys.exit("A token is not.")

@@ -3,12 +3,12 @@
     python examples/digits.py
 
 The 1797 digits of UCI's optical recognition set (8x8 pixels, shipped with scikit-learn) are classified by
-``W = (X^T X + penalty I)^-1 X^T Y``: X holds centred pixels, Y one column per digit. Both products have a small result and a long
-contraction (K = 1797), the shape for which K is worth cutting. Digits held out for the test are rows of zeros in X and Y: they stay
-in the shape and contribute nothing.
+``W = (X^T X + penalty I)^-1 X^T Y``: X holds centred pixels, Y one column per digit. Both products have a small result
+and a long contraction (K = 1797), the shape for which K is worth cutting. Digits held out for the test are rows of
+zeros in X and Y: they stay in the shape and contribute nothing.
 
-Beside the accuracy of each schedule it prints what X^T X took under it and by XLA's product, calls taking turns. Exits with 1 when a
-product strays from float64.
+Beside the accuracy of each schedule it prints what X^T X took under it and by XLA's product, calls taking turns. Exits
+with 1 when a product strays from float64.
 """
 
 import statistics
@@ -25,8 +25,8 @@ import jax_streamk as sk
 
 ROUNDS = 300  # of calls that are timed
 SCHEDULES = (sk.StreamK(), sk.SplitK(8), sk.Auto())
-# On a GPU float32 products are TF32 by default, good for three digits. HIGH is three TF32 products, good for float32's own seven;
-# on a CPU it changes nothing. So one tolerance is honest on both.
+# On a GPU float32 products are TF32 by default, good for three digits. HIGH is three TF32 products, good for float32's
+# own seven; on a CPU it changes nothing. So one tolerance is honest on both.
 PRECISION = jax.lax.Precision.HIGH
 TOLERANCE = 1e-5
 PENALTY = 0.5
@@ -85,7 +85,8 @@ def show_plan(title, x, y, schedule):
 def main():
     x, y, held_out, answers, prior = load()
     print(
-        f"{len(x) - len(answers)} digits to learn from, {len(answers)} to test on; jax {jax.__version__} on {jax.devices()[0]}"
+        f"{len(x) - len(answers)} digits to learn from, {len(answers)} to test on; "
+        f"jax {jax.__version__} on {jax.devices()[0]}"
     )
     wide = x.astype(np.float64)
     exact_gram, exact_moment = wide.T @ wide, wide.T @ y.astype(np.float64)
@@ -104,13 +105,15 @@ def main():
 
     width = max(len(name) for name, *_ in rows)
     print(
-        "\nAgreement with float64 (largest error over largest entry), the share of test digits read right, and the time of X^T X,"
+        "\nAgreement with float64 (largest error over largest entry), the share of test digits read right, "
+        "and the time of X^T X,"
     )
     print(f"the median of {ROUNDS} calls:\n")
     print(f"{'schedule':{width}}  {'X^T X':>8}  {'X^T Y':>8}  {'accuracy':>8}  {'time':>10}  {'of XLA':>6}")
     for (name, gram_error, moment_error, accuracy), us in zip(rows, times):
         print(
-            f"{name:{width}}  {gram_error:8.1e}  {moment_error:8.1e}  {accuracy:8.1%}  {us:7.1f} us  {us / times[-1]:6.2f}"
+            f"{name:{width}}  {gram_error:8.1e}  {moment_error:8.1e}  {accuracy:8.1%}  "
+            f"{us:7.1f} us  {us / times[-1]:6.2f}"
         )
     worst = max(max(errors) for name, *errors, _ in rows if name != "XLA")
     if not worst < TOLERANCE:

@@ -1,10 +1,11 @@
-"""Trains a small language model on the sources of Python's standard library, with this library's products and with XLA's.
+"""Trains a small language model on the sources of Python's standard library, by this library's products and by XLA's.
 
     python examples/language_model.py
 
-A transformer over bytes, trained twice: same parameters at the start, same batches, same optimizer. In the first run every product,
-forward and backward, is this library's: the projections and the MLP (with its activation fused), the two products of attention, and
-the head. The losses fall together; they do not stay equal to the last bit, because sums are taken in another order.
+A transformer over bytes, trained twice: same parameters at the start, same batches, same optimizer. In the first run
+every product, forward and backward, is this library's: the projections and the MLP (with its activation fused), the two
+products of attention, and the head. The losses fall together; they do not stay equal to the last bit, because sums are
+taken in another order.
 
 Exits with 1 when the runs' final losses differ by more than 2%.
 """

@@ -2,13 +2,13 @@
 
     python examples/tensor_parallel.py [--out results.json]
 
-``x + gelu(x @ up + b) @ down + c`` with the hidden dimension divided over all GPUs, or over simulated CPU devices where there is no
-GPU: ``up`` by columns, ``down`` by rows. Each device multiplies what it has; one sum over devices follows the second product, and one
-the gradient of ``x``. The first product's bias and activation are its kernel's epilogue; the second's bias and residual come after the
-sum.
+``x + gelu(x @ up + b) @ down + c`` with the hidden dimension divided over all GPUs, or over simulated CPU devices where
+there is no GPU: ``up`` by columns, ``down`` by rows. Each device multiplies what it has; one sum over devices follows
+the second product, and one the gradient of ``x``. The first product's bias and activation are its kernel's epilogue;
+the second's bias and residual come after the sum.
 
-Prints the collectives of both programs, how far values and gradients are from float64 and from each other, and times. Exits with 1
-when ours has more collectives than XLA's, or twice its error.
+Prints the collectives of both programs, how far values and gradients are from float64 and from each other, and times.
+Exits with 1 when ours has more collectives than XLA's, or twice its error.
 """
 
 import argparse
@@ -172,7 +172,8 @@ def main():
     devices = jax.devices()[: options.devices]
     mesh = jax.make_mesh((len(devices),), ("model",), axis_types=(AxisType.Auto,), devices=devices)
     print(
-        f"{tokens} tokens, width {width}, hidden {hidden}, {dtype}; {len(devices)} x {devices[0].device_kind}, jax {jax.__version__}"
+        f"{tokens} tokens, width {width}, hidden {hidden}, {dtype}; "
+        f"{len(devices)} x {devices[0].device_kind}, jax {jax.__version__}"
     )
     report = measure(mesh, tokens, width, hidden, np.dtype(dtype), options.rounds)
     show(report)

@@ -46,7 +46,7 @@ class Attention(nnx.Module):
         self.out = linear(size.d_model, size.d_model, **fields)
 
     def __call__(self, x, cache, position):
-        """Attends to what ``cache`` holds before ``position`` and to x, (batch, time, d_model), which follows; or to x alone."""
+        """Attends to x, (batch, time, d_model), and with a ``cache`` to what it holds before ``position``, too."""
         batch, time, d_model = x.shape
         # (batch, heads, time, d_head), so that batch and heads are one dimension to a kernel.
         q, k, v = jnp.moveaxis(self.qkv(x).reshape(batch, time, 3, self.heads, -1), (2, 3), (0, 2))
@@ -111,7 +111,8 @@ class Transformer(nnx.Module):
 def products_of(lowered):
     """How many products of a lowered program are this library's, and how many XLA's."""
     text = lowered.as_text()
-    return f"{text.count('custom_call @jax_streamk_')} products by jax_streamk, {text.count('stablehlo.dot_general')} by XLA"
+    ours, xlas = text.count("custom_call @jax_streamk_"), text.count("stablehlo.dot_general")
+    return f"{ours} products by jax_streamk, {xlas} by XLA"
 
 
 def parser(description, dtype, **defaults):

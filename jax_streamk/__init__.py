@@ -1,12 +1,17 @@
 """Split-K and Stream-K matrix products for JAX.
 
-``matmul`` computes what ``jax.numpy.matmul`` computes, with CUTLASS kernels on NVIDIA GPUs and the same decompositions on CPU
-threads. ``plan`` tells which kernel and schedule it would run, and why.
+``matmul`` computes what ``jax.numpy.matmul`` computes, with CUTLASS kernels on NVIDIA GPUs and the same decompositions
+on CPU threads. ``plan`` tells which kernel and schedule it would run, and why.
 """
+
+import typing
 
 from jax_streamk.checks import check_installation
 
-check_installation()  # before imports that would fail with messages of which nobody can tell what is wrong
+if typing.TYPE_CHECKING:
+    _ffi: typing.Any  # compiled, so that a clean checkout has none
+
+check_installation()  # before imports whose messages would not tell what is wrong
 
 from jax_streamk.accelerate import accelerate
 from jax_streamk.api import dot_general, einsum, kernels, linear, matmul, plan
@@ -22,12 +27,12 @@ __version__ = version()
 
 __all__ = [
     "A100",
-    "Auto",
-    "DataParallel",
-    "Device",
     "EXPORT_CHECKS",
     "H100",
     "H200",
+    "Auto",
+    "DataParallel",
+    "Device",
     "PerPass",
     "Plan",
     "SplitK",

@@ -11,7 +11,7 @@ COMMANDS = ("bench", "tune", "info")
 
 
 def main(argv=None):
-    """Runs a command and returns the exit status: 130 after Ctrl-C, and 141, as a shell has it, where nobody reads the output further."""
+    """Runs a command and returns the exit status: 130 after Ctrl-C, 141 (as in a shell) after a broken pipe."""
     try:
         try:
             return _run(argv)
@@ -34,7 +34,7 @@ def _run(argv):
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name in COMMANDS:
         module = importlib.import_module(f"jax_streamk.tools.{name}")
-        summary = module.__doc__.split(": ", 1)[1]
+        summary = str(module.__doc__).split(": ", 1)[1]
         command = commands.add_parser(name, help=summary, description=summary)
         module.add_arguments(command)
         command.set_defaults(run=module.run)

@@ -1,4 +1,4 @@
-"""What ``accelerate`` does to a function: which products become ours, and how they are found inside other primitives."""
+"""What ``accelerate`` does to a function: which products become ours, and how it finds them in other primitives."""
 
 import collections
 import functools
@@ -7,6 +7,8 @@ import operator
 import sys
 import types
 import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar, ParamSpec, TypeVar, overload
 
 import jax
 import numpy as np
@@ -14,14 +16,33 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var, primitives
 
 from jax_streamk import compat, lowering, primitive
-from jax_streamk.device import device_of
-from jax_streamk.schedules import check_schedule
+from jax_streamk.device import Device, device_of
+from jax_streamk.planner import Plan
+from jax_streamk.problem import GemmProblem
+from jax_streamk.schedules import PerPass, Schedule, check_schedule
 from jax_streamk.tuning import tuned
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Where = Callable[[GemmProblem], bool]
 
 _TRACED = object()
 
 
-def accelerate(fn=None, *, schedule=None, where=None):
+@overload
+def accelerate(
+    fn: Callable[P, R], *, schedule: Schedule | PerPass | None = None, where: Where | None = None
+) -> Callable[P, R]: ...
+@overload
+def accelerate(
+    fn: None = None, *, schedule: Schedule | PerPass | None = None, where: Where | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def accelerate(
+    fn: Callable[..., Any] | None = None,
+    *,
+    schedule: Schedule | PerPass | None = None,
+    where: Where | None = None,
+) -> Callable[..., Any]:
     """``fn`` with its matrix products by split-K and Stream-K kernels.
 
     ``fn`` is traced as ``jax.jit`` traces it, and every ``lax.dot_general`` in it that a kernel can serve on the
@@ -37,11 +58,11 @@ def accelerate(fn=None, *, schedule=None, where=None):
         Arguments may be anything. As by ``jit``, pytrees are rebuilt, so that ``fn`` may change its own, and JAX's
         arrays in them are traced; NumPy's are copied; numbers stay numbers, so that shapes and control flow may
         depend on them; other objects pass by. Results may be anything, but objects that hold arrays must be pytrees.
-      schedule: as in ``matmul``, but a product that no kernel can run under it stays XLA's. That is decided inside ``fn``: where
-        ``vmap`` or sharding around the result changes a product so that the schedule cannot run it, it raises ValueError as in
-        ``matmul``.
-      where: called with the ``GemmProblem`` of each product that a kernel can serve (``plan(...).problem``); the product is ours
-        where it returns true. None admits all.
+      schedule: as in ``matmul``, but a product that no kernel can run under it stays XLA's. That is decided inside
+        ``fn``: where ``vmap`` or sharding around the result changes a product so that the schedule cannot run it, it
+        raises ValueError as in ``matmul``.
+      where: called with the ``GemmProblem`` of each product that a kernel can serve (``plan(...).problem``); the
+        product is ours where it returns true. None admits all.
 
     Returns:
       A function like ``fn``, to be transformed and compiled as ``fn`` would be. Like that of ``jax.checkpoint`` it
@@ -64,13 +85,13 @@ def accelerate(fn=None, *, schedule=None, where=None):
         return functools.partial(accelerate, schedule=schedule, where=where)
 
     @functools.wraps(fn, updated=())
-    def accelerated(*args, **kwargs):
+    def accelerated(*args: Any, **kwargs: Any) -> Any:
         return _rewriter(schedule, where).call(functools.partial(_checked, fn), *args, **kwargs)
 
     return accelerated
 
 
-def _rewriter(schedule, where):
+def _rewriter(schedule: Schedule | PerPass, where: Where | None) -> "_Rewriter":
     """The same one wherever it decides the same: what JAX compiled for a jaxpr it finds by the jaxpr's identity."""
     device = device_of(None)
     key = schedule, where, device, tuned.digest(device)
@@ -81,7 +102,7 @@ def _rewriter(schedule, where):
 
 
 @functools.lru_cache(64)
-def _rewriter_of(schedule, where, device, digest):
+def _rewriter_of(schedule: Schedule | PerPass, where: Where | None, device: Device, digest: int) -> "_Rewriter":
     del device, digest
     return _Rewriter(schedule, where)
 
@@ -89,22 +110,24 @@ def _rewriter_of(schedule, where, device, digest):
 class _Rewriter:
     """Replaces products in jaxprs, and in the functions that JAX keeps beside jaxprs until they are transformed."""
 
-    def __init__(self, schedule, where):
+    def __init__(self, schedule: Schedule | PerPass, where: Where | None):
         self._schedule, self._where = schedule, where
         # None: nothing to rewrite.
-        self._rewritten = weakref.WeakKeyDictionary()
+        self._rewritten: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
-    def call(self, fn, *args, **kwargs):
-        """``fn`` of the arguments, rebuilt. What is no array is closed over, and results that were not traced pass by."""
+    def call(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``fn(*args, **kwargs)``, rewritten. It closes over arguments that are no arrays; untraced results pass by."""
+        structure: Any
         given, structure = jax.tree.flatten((args, kwargs))
         is_array = [isinstance(x, jax.Array) for x in given]
-        leaves = tree = None
+        leaves: list[Any] = []
+        tree: Any = None
 
-        def traced(*arrays):
+        def traced(*arrays: jax.Array) -> list[Any]:
             nonlocal leaves, tree
-            arrays = iter(arrays)
+            taken = iter(arrays)
             own = (x.copy() if isinstance(x, np.ndarray) else x for x in given)
-            args, kwargs = structure.unflatten(next(arrays) if traces else x for x, traces in zip(own, is_array))
+            args, kwargs = structure.unflatten(next(taken) if traces else x for x, traces in zip(own, is_array))
             out, tree = jax.tree.flatten(fn(*args, **kwargs))
             # Tracers must not outlive the trace.
             leaves = [_TRACED if isinstance(x, jax.core.Tracer) else x for x in out]
@@ -116,7 +139,7 @@ class _Rewriter:
         results = iter(jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *arrays))
         return tree.unflatten(next(results) if x is _TRACED else x for x in leaves)
 
-    def _value(self, value):
+    def _value(self, value: Any) -> Any:
         """A parameter of an equation: a jaxpr, a tuple in which there may be some, or anything else."""
         if isinstance(value, (Jaxpr, ClosedJaxpr)):
             if value not in self._rewritten:
@@ -125,7 +148,7 @@ class _Rewriter:
             return self._rewritten[value] or value
         return _map(self._value, value) if isinstance(value, tuple) else value
 
-    def _eqn(self, eqn):
+    def _eqn(self, eqn: Any) -> Any:
         if eqn.ctx.compute_type is not None:
             return eqn
         if eqn.primitive is compat.dot_general_p:
@@ -141,32 +164,34 @@ class _Rewriter:
         params = {name: rules.get(name, _Rewriter._value)(self, value) for name, value in eqn.params.items()}
         return eqn if all(params[name] is value for name, value in eqn.params.items()) else eqn.replace(params=params)
 
-    def _is_ours(self, lhs, rhs, **params):
+    def _is_ours(self, lhs: Any, rhs: Any, **params: Any) -> bool:
         made = _plan(lhs, rhs, schedule=self._schedule, **params)
-        return made is not None and made.kernel is not None and (self._where is None or bool(self._where(made.problem)))
+        if made is None or made.problem is None or made.kernel is None:
+            return False
+        return self._where is None or bool(self._where(made.problem))
 
-    def _jaxpr_rule(self, rule):
+    def _jaxpr_rule(self, rule: Any) -> Callable[..., Any]:
         """A rule that JAX calls for a jaxpr."""
         return compat.wrapped(lambda *args: self._value(rule.call_wrapped(*args)), rule)
 
-    def _python_rule(self, rule):
+    def _python_rule(self, rule: Any) -> Callable[..., Any]:
         """A rule that JAX calls with operands."""
         return compat.wrapped(functools.partial(self.call, rule.call_wrapped), rule)
 
-    def _vmap_rule(self, rule):
+    def _vmap_rule(self, rule: Any) -> Callable[..., Any]:
         return functools.partial(self.call, rule)
 
-    _RULES = {
+    _RULES: ClassVar = {
         primitives.custom_jvp_call_p: {"jvp_jaxpr_fun": _jaxpr_rule},
         primitives.custom_vjp_call_p: {"fwd_jaxpr_thunk": _jaxpr_rule, "bwd": _python_rule},
         compat.custom_vmap_p: {"rule": _vmap_rule},
     }
 
 
-def _checked(fn, *args, **kwargs):
+def _checked(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``fn(*args, **kwargs)`` of rebuilt arguments. Raises where a change would be lost, or a dead tracer be found."""
     modules = _nnx_modules((args, kwargs))
-    before = [jax.tree.flatten(module) for module in modules]
+    before: list[Any] = [jax.tree.flatten(module) for module in modules]
     try:
         out = fn(*args, **kwargs)
     except Exception as error:
@@ -176,16 +201,17 @@ def _checked(fn, *args, **kwargs):
     check_results(out)
     returned = set(map(id, jax.tree.leaves(out)))
     for module, (old, structure) in zip(modules, before):
+        changed: Any
         new, changed = jax.tree.flatten(module)
         if changed == structure:
             new = [x for x, y in zip(new, old) if x is not y]
-        if not returned.issuperset(map(id, new)) or changed != structure and not new:
+        if not returned.issuperset(map(id, new)) or (changed != structure and not new):
             lost = f"accelerate: fn changes {type(module).__name__}, an argument, and does not return it"
             raise ValueError(f"{lost}. {_NNX_REMEDY}")
     return out
 
 
-def check_results(out):
+def check_results(out: Any) -> None:
     """Raises TypeError, if results hold tracers of the current trace where they will not be found."""
     for x in jax.tree.leaves(out):
         if not isinstance(x, (jax.Array, np.generic, int, float, complex, str, bytes)) and _holds_tracer(x):
@@ -199,16 +225,17 @@ def check_results(out):
 _NNX_REMEDY = "Use jax_streamk.flax.nnx.accelerate and pass it the module: it updates modules as flax.nnx.jit does."
 
 
-def _nnx_modules(tree):
+def _nnx_modules(tree: Any) -> list[Any]:
     kind = getattr(sys.modules.get("flax.nnx"), "Pytree", None)
     if kind is None:
         return []
     return [x for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind)) if isinstance(x, kind)]
 
 
-def _holds_tracer(x):
+def _holds_tracer(x: Any) -> bool:
     """Whether a tracer of the current trace can be reached from an object, other than through modules and classes."""
-    seen, found = {}, [x]
+    seen: dict[int, Any] = {}
+    found = [x]
     while found:
         x = found.pop()
         if compat.is_of_current_trace(x):
@@ -225,7 +252,7 @@ def _holds_tracer(x):
     return False
 
 
-def _plan(lhs, rhs, *, out_sharding, **params):
+def _plan(lhs: Any, rhs: Any, *, out_sharding: Any, **params: Any) -> Plan | None:
     """The plan of a product on the default device, or None where no kernel can run it under an explicit schedule."""
     del out_sharding
     try:
@@ -234,8 +261,8 @@ def _plan(lhs, rhs, *, out_sharding, **params):
         return None
 
 
-def _with_transposes(jaxpr, eqns):
-    """Products of ours take the transpose that follows, as in derivatives: XLA has its product store that order, not a custom call."""
+def _with_transposes(jaxpr: Any, eqns: list[Any]) -> list[Any]:
+    """Folds transposes into the products of ours that they follow: XLA does that for its dot, not for a custom call."""
     operands = (*(x for eqn in eqns for x in eqn.invars), *getattr(jaxpr, "jaxpr", jaxpr).outvars)
     uses = collections.Counter(x for x in operands if isinstance(x, Var))
     products = {
@@ -255,8 +282,8 @@ def _with_transposes(jaxpr, eqns):
     return kept if len(kept) < len(eqns) else eqns
 
 
-def _map(f, values):
-    """``values`` with ``f`` applied, as the kind of sequence that it was; the same object where ``f`` changed nothing."""
+def _map(f: Callable[[Any], Any], values: Any) -> Any:
+    """``values`` with ``f`` applied, as the same kind of sequence; the same object where ``f`` changed nothing."""
     new = [f(value) for value in values]
     if all(map(operator.is_, new, values)):
         return values

@@ -3,21 +3,41 @@
 import functools
 import inspect
 import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.lax import PrecisionLike
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
 
 from jax_streamk import _ffi, compat, lowering, primitive
 from jax_streamk.checks import check_static
-from jax_streamk.device import device_of
+from jax_streamk.device import Device, device_of
 from jax_streamk.epilogue import Epilogue, check_activation
-from jax_streamk.schedules import check_schedule
+from jax_streamk.planner import Plan
+from jax_streamk.schedules import PerPass, Schedule, check_schedule
 from jax_streamk.tuning import tuned
 
+Dims = tuple[int, ...]
+# ((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))
+DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+F = TypeVar("F", bound=Callable[..., Any])
 
-def _dispatched(*operands, jaxs):
+
+class Shaped(Protocol):
+    """An array, or its type, such as ``jax.ShapeDtypeStruct``."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> Any: ...
+
+
+def _dispatched(*operands: str, jaxs: Callable[..., Any]) -> Callable[[F], F]:
     """Decorates a public function.
 
     Outside of traces its calls are compiled once, as those of JAX's functions are: to prepare operands in Python takes
@@ -25,21 +45,21 @@ def _dispatched(*operands, jaxs):
     is called, which calls that: so qwix finds what to quantize.
     """
 
-    def decorate(function):
+    def decorate(function: F) -> F:
         parameters = inspect.signature(function).parameters
         positional = [name for name, x in parameters.items() if x.kind is x.POSITIONAL_OR_KEYWORD]
         variadic = any(x.kind is x.VAR_POSITIONAL for x in parameters.values())
         static = [name for name, x in parameters.items() if name not in operands and x.kind is not x.VAR_POSITIONAL]
 
         @functools.lru_cache(1)
-        def compiled(generation):
+        def compiled(generation: int) -> Callable[..., Any]:
             """Another program for other tuned plans: of another function, or jit would find the old one."""
             del generation
             new = functools.wraps(function)(lambda *args, **kwargs: function(*args, **kwargs))
             return jax.jit(new, static_argnames=static)
 
-        def is_for_compiled(args, kwargs):
-            if not compat.outside_of_traces() or len(args) > len(positional) and not variadic:
+        def is_for_compiled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+            if not compat.outside_of_traces() or (len(args) > len(positional) and not variadic):
                 return False
             names = (*positional, *[operands[-1]] * (len(args) - len(positional)))
             for name, x in (*zip(names, args), *kwargs.items()):
@@ -48,21 +68,23 @@ def _dispatched(*operands, jaxs):
                         hash(x)
                     except TypeError:
                         return False
-                    if x != x or x == 0 and not isinstance(x, int):
+                    if x != x or (x == 0 and not isinstance(x, int)):
                         return False  # jax.jit would take -0.0 for 0.0, and no NaN for another
-                elif x is not None and not (compat.is_concrete(x) or type(x) is np.ndarray and x.dtype.kind in "biufc"):
+                elif x is not None and not (
+                    compat.is_concrete(x) or (type(x) is np.ndarray and x.dtype.kind in "biufc")
+                ):
                     return False
             return True
 
         @functools.wraps(function)
-        def dispatch(*args, **kwargs):
+        def dispatch(*args: Any, **kwargs: Any) -> Any:
             if is_intercepted():
                 kwargs.pop("schedule", None)
                 return jaxs(*args, **kwargs)
             call = compiled(tuned.generation()) if is_for_compiled(args, kwargs) else function
             return call(*args, **kwargs)
 
-        return dispatch
+        return cast(F, dispatch)
 
     return decorate
 
@@ -70,44 +92,51 @@ def _dispatched(*operands, jaxs):
 _jaxs_dot_general, _jaxs_code = lax.dot_general, lax.dot_general.__code__
 
 
-def is_intercepted():
+def is_intercepted() -> bool:
     """Whether a library, such as qwix, has put a function of its own in the place of ``lax.dot_general``."""
     return lax.dot_general is not _jaxs_dot_general or lax.dot_general.__code__ is not _jaxs_code
 
 
 @_dispatched("a", "b", jaxs=lambda *args, **kwargs: jnp.matmul(*args, **kwargs))
-def matmul(a, b, *, precision=None, preferred_element_type=None, out_sharding=None, schedule=None):
+def matmul(
+    a: ArrayLike,
+    b: ArrayLike,
+    *,
+    precision: PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
+    schedule: Schedule | PerPass | None = None,
+) -> jax.Array:
     """``jax.numpy.matmul`` by split-K and Stream-K kernels.
 
     Args:
       a: array of shape (k,), (m, k) or (..., m, k).
-      b: array of shape (k,), (k, n) or (..., k, n). Leading dimensions broadcast against those of ``a``; dtypes promote.
-      precision: as in ``jax.numpy.matmul``. On a GPU a product of two float32 is TF32 by default, three TF32 at HIGH, and left to
-        XLA at HIGHEST; on a CPU it is float32.
-      preferred_element_type: dtype of the result. Sums are float32 (float64 for float64, int32 for int8) whatever it is.
+      b: array of shape (k,), (k, n) or (..., k, n). Leading dimensions broadcast with those of ``a``; dtypes promote.
+      precision: as in ``jax.numpy.matmul``. On a GPU a product of two float32 is TF32 by default, three TF32 at HIGH,
+        and left to XLA at HIGHEST; on a CPU it is float32.
+      preferred_element_type: dtype of the result. Sums are always float32 (float64 for float64, int32 for int8).
       out_sharding: sharding of the result under explicit sharding, as in ``jax.numpy.matmul``.
-      schedule: ``Auto()`` (the default), ``DataParallel()``, ``SplitK(...)`` or ``StreamK(...)``. Anything but ``Auto()`` is
-        obeyed or refused.
+      schedule: ``Auto()`` (the default), ``DataParallel()``, ``SplitK(...)`` or ``StreamK(...)``. Anything but
+        ``Auto()`` is obeyed or refused.
 
     Returns:
       What ``jax.numpy.matmul`` returns, with shape (..., m, n).
 
     Raises:
       TypeError: an operand is not an array of numbers, or schedule is not a schedule.
-      ValueError: an operand is a scalar, contracted sizes differ, leading dimensions do not broadcast, or no kernel can run the
-        product under the given schedule.
+      ValueError: an operand is a scalar, contracted sizes differ, leading dimensions do not broadcast, or no kernel can
+        run the product under the given schedule.
     """
     schedule = check_schedule(schedule)
-    a, b, weak = _promoted("matmul", preferred_element_type, a=a, b=b)
-    precision = compat.canonicalize_precision(precision)
-    dimension_numbers, squeeze, order = _matmul_dimensions(a.shape, b.shape)
-    a, b = (lax.squeeze(x, dims) if dims else x for x, dims in zip((a, b), squeeze))
+    lhs, rhs, weak = _promoted("matmul", preferred_element_type, a=a, b=b)
+    dimension_numbers, squeeze, order = _matmul_dimensions(lhs.shape, rhs.shape)
+    lhs, rhs = (lax.squeeze(x, dims) if dims else x for x, dims in zip((lhs, rhs), squeeze))
     out = primitive.bind(
-        a,
-        b,
+        lhs,
+        rhs,
         dimension_numbers,
-        precision=precision,
-        preferred_element_type=_element_type(preferred_element_type, a, b),
+        precision=compat.canonicalize_precision(precision),
+        preferred_element_type=_element_type(preferred_element_type, lhs, rhs),
         out_sharding=compat.canonicalize_sharding(out_sharding, "matmul"),
         schedule=schedule,
         permutation=order,
@@ -117,8 +146,15 @@ def matmul(a, b, *, precision=None, preferred_element_type=None, out_sharding=No
 
 @_dispatched("lhs", "rhs", jaxs=lambda *args, **kwargs: lax.dot_general(*args, **kwargs))
 def dot_general(
-    lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, *, out_sharding=None, schedule=None
-):
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    dimension_numbers: DimensionNumbers,
+    precision: PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    *,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
+    schedule: Schedule | PerPass | None = None,
+) -> jax.Array:
     """``jax.lax.dot_general`` by split-K and Stream-K kernels: a drop-in for every argument that takes one.
 
     Args:
@@ -134,8 +170,9 @@ def dot_general(
 
     Raises:
       TypeError: an operand is not an array of numbers, dimensions do not match, or schedule is not a schedule.
-      ValueError: no kernel can run the product under the given schedule. Under ``Auto()`` XLA's own product runs where there is no
-        kernel (integers, complex numbers, some algorithms), or tuning or we found it faster, and ``plan`` says so.
+      ValueError: no kernel can run the product under the given schedule. Under ``Auto()`` XLA's own product runs where
+        there is no kernel (integers, complex numbers, some algorithms), or tuning or we found it faster, and ``plan``
+        says so.
     """
     schedule = check_schedule(schedule)
     lhs, rhs = (_array("dot_general", name, x) for name, x in (("lhs", lhs), ("rhs", rhs)))
@@ -152,14 +189,14 @@ def dot_general(
 
 @_dispatched("operands", jaxs=lambda *args, **kwargs: jnp.einsum(*args, **kwargs))
 def einsum(
-    subscripts,
-    *operands,
-    precision=None,
-    preferred_element_type=None,
-    schedule=None,
-    optimize="auto",
-    out_sharding=None,
-):
+    subscripts: Any,
+    *operands: Any,
+    precision: PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    schedule: Schedule | PerPass | None = None,
+    optimize: Any = "auto",
+    out_sharding: NamedSharding | PartitionSpec | None = None,
+) -> jax.Array:
     """``jax.numpy.einsum`` whose products of two operands are ``dot_general`` of this library.
 
     Args:
@@ -181,12 +218,12 @@ def einsum(
 
 
 @functools.cache
-def _dot_general_under(schedule):
+def _dot_general_under(schedule: Schedule | PerPass) -> Callable[..., jax.Array]:
     # One object a schedule: jnp.einsum compiles for each _dot_general that it has not seen.
     return functools.partial(dot_general, schedule=schedule)
 
 
-def _dimension_numbers(numbers):
+def _dimension_numbers(numbers: Any) -> tuple[tuple[Dims, Dims], tuple[Dims, Dims]]:
     try:
         (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
         return (_dims(lhs_contract), _dims(rhs_contract)), (_dims(lhs_batch), _dims(rhs_batch))
@@ -196,11 +233,21 @@ def _dimension_numbers(numbers):
         raise TypeError(f"dimension_numbers={numbers!r}: must be {form}") from None
 
 
-def _dims(dims):
+def _dims(dims: Any) -> Dims:
     return (operator.index(dims),) if isinstance(dims, (int, np.integer)) else tuple(map(operator.index, dims))
 
 
-def _linear_apart(x, w, bias=None, *, activation=None, residual=None, alpha=1.0, beta=1.0, **params):
+def _linear_apart(
+    x: Any,
+    w: Any,
+    bias: Any = None,
+    *,
+    activation: Any = None,
+    residual: Any = None,
+    alpha: Any = 1.0,
+    beta: Any = 1.0,
+    **params: Any,
+) -> jax.Array:
     check_activation("linear", activation)
     alpha, beta = _factor("linear", "alpha", alpha), _factor("linear", "beta", beta)
     if isinstance(x, jax.Array) and isinstance(w, jax.Array):  # interceptors have kernels of other kinds, too
@@ -215,14 +262,24 @@ def _linear_apart(x, w, bias=None, *, activation=None, residual=None, alpha=1.0,
 
 @_dispatched("x", "w", "bias", "residual", jaxs=_linear_apart)
 def linear(
-    x, w, bias=None, *, activation=None, residual=None, alpha=1.0, beta=1.0,
-    precision=None, preferred_element_type=None, out_sharding=None, schedule=None,
-):  # fmt: skip
+    x: ArrayLike,
+    w: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    activation: str | None = None,
+    residual: ArrayLike | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    precision: PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
+    schedule: Schedule | PerPass | None = None,
+) -> jax.Array:
     """``activation(alpha * (x @ w) + beta * residual + bias)`` in one kernel.
 
-    The sums, the epilogue and its activation are float32 (float64 for float64) and rounded once, to the result's dtype. Where k is
-    divided over devices, their sums are of that dtype. The derivative applies the activation outside of the kernel, to the rounded
-    value that it needs anyway.
+    The sums, the epilogue and its activation are float32 (float64 for float64) and rounded once, to the result's dtype.
+    Where k is divided over devices, their sums are of that dtype. The derivative applies the activation outside of the
+    kernel, to the rounded value that it needs anyway.
 
     Args:
       x: array of shape (..., k).
@@ -234,36 +291,37 @@ def linear(
       precision, preferred_element_type, out_sharding, schedule: as in ``matmul``.
 
     Returns:
-      Array of shape (..., n) and dtype preferred_element_type or that of ``x @ w``; bias and residual are converted to it.
+      Array of shape (..., n) and of dtype preferred_element_type, by default that of ``x @ w``. Bias and residual are
+      converted to it.
 
     Raises:
-      TypeError: an operand is not an array of real numbers, the result's dtype is not a floating-point one, or alpha or beta is not
-        a number.
-      ValueError: shapes do not fit, there is no such activation, or no kernel can run the product under the given schedule.
+      TypeError: an operand is not an array of real numbers, the result's dtype is not a floating-point one, or alpha or
+        beta is not a number.
+      ValueError: shapes do not fit, the activation is unknown, or no kernel can run the product under the schedule.
     """
     schedule = check_schedule(schedule)
     check_activation("linear", activation)
     alpha, beta = _factor("linear", "alpha", alpha), _factor("linear", "beta", beta)
-    x, w, weak = _promoted("linear", preferred_element_type, x=x, w=w)
-    if x.ndim == 0 or w.ndim != 2 or x.shape[-1] != w.shape[0]:
-        raise ValueError(f"linear: x has shape {x.shape} and w {w.shape}; they must be (..., k) and (k, n)")
-    dtype = _element_type(preferred_element_type, x, w) or x.dtype
+    lhs, rhs, weak = _promoted("linear", preferred_element_type, x=x, w=w)
+    if lhs.ndim == 0 or rhs.ndim != 2 or lhs.shape[-1] != rhs.shape[0]:
+        raise ValueError(f"linear: x has shape {lhs.shape} and w {rhs.shape}; they must be (..., k) and (k, n)")
+    dtype = _element_type(preferred_element_type, lhs, rhs) or lhs.dtype
     if not jnp.issubdtype(dtype, np.floating):
         other = f"give preferred_element_type=float32, and convert the result by .astype({dtype})"
         remedy = "let it follow matmul" if jnp.issubdtype(dtype, np.complexfloating) else other
         raise TypeError(f"linear: the result's dtype is {dtype}; an epilogue needs floating-point numbers: {remedy}")
-    shape = (*x.shape[:-1], w.shape[1])
-    params = dict(
-        dimension_numbers=(((x.ndim - 1,), (0,)), ((), ())),
+    shape = (*lhs.shape[:-1], rhs.shape[1])
+    params: dict[str, Any] = dict(
+        dimension_numbers=(((lhs.ndim - 1,), (0,)), ((), ())),
         precision=compat.canonicalize_precision(precision),
         preferred_element_type=dtype,
         out_sharding=compat.canonicalize_sharding(out_sharding, "linear"),
     )
     others = []
-    for name, operand, fits in (("bias", bias, shape[-1:]), ("residual", residual, shape)):
-        if operand is None:
+    for name, given, fits in (("bias", bias, shape[-1:]), ("residual", residual, shape)):
+        if given is None:
             continue
-        operand = _array("linear", name, operand)
+        operand = _array("linear", name, given)
         if not jnp.can_cast(operand.dtype, dtype, "same_kind") and not jnp.issubdtype(operand.dtype, np.integer):
             raise TypeError(f"linear: {name} has dtype {operand.dtype}; it must convert to the result's, {dtype}")
         if operand.shape != fits:
@@ -271,15 +329,14 @@ def linear(
                 size in (1, to) for size, to in zip(operand.shape[::-1], fits[::-1])
             )
             if name == "bias" or not broadcasts:
-                raise ValueError(
-                    f"linear: {name} has shape {operand.shape}; it must {'be' if name == 'bias' else 'broadcast to'} {fits}"
-                )
+                must = "be" if name == "bias" else "broadcast to"
+                raise ValueError(f"linear: {name} has shape {operand.shape}; it must {must} {fits}")
             operand = jnp.broadcast_to(operand, fits)
         others.append(operand.astype(dtype))
     out = primitive.bind_linear(
-        x,
-        w,
-        *compat.sharded_like_product(others, x, w, **params),
+        lhs,
+        rhs,
+        *compat.sharded_like_product(others, lhs, rhs, **params),
         epilogue=Epilogue(activation, alpha, beta, bias is not None, has_residual=residual is not None),
         schedule=schedule,
         **params,
@@ -287,7 +344,7 @@ def linear(
     return compat.as_weak_type(out) if weak else out
 
 
-def _factor(function, name, factor):
+def _factor(function: str, name: str, factor: Any) -> float:
     try:
         if isinstance(factor, (bool, complex, str)):
             raise TypeError
@@ -301,36 +358,49 @@ def _factor(function, name, factor):
         ) from None
 
 
-def _flag(name, value):
+def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, (bool, np.bool_)):
         check_static(f"plan: {name}", value)
         raise TypeError(
-            f"plan: {name} is {_describe(value)}; it must be True or False: plan(..., {name}=True) plans for one of any value"
+            f"plan: {name} is {_describe(value)}; it must be True or False: "
+            f"plan(..., {name}=True) plans for one of any value"
         )
     return bool(value)
 
 
 def plan(
-    lhs, rhs, dimension_numbers=None, *, schedule=None, device=None, precision=None, preferred_element_type=None,
-    activation=None, bias=False, residual=False, alpha=1.0, beta=1.0,
-):  # fmt: skip
+    lhs: Shaped,
+    rhs: Shaped,
+    dimension_numbers: DimensionNumbers | None = None,
+    *,
+    schedule: Schedule | PerPass | None = None,
+    device: jax.Device | Device | str | None = None,
+    precision: PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    activation: str | None = None,
+    bias: bool = False,
+    residual: bool = False,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+) -> Plan:
     """The ``Plan`` that a product would run on one device, without running it.
 
-    What XLA divides over devices is planned on each for its own part. A build without CUDA kernels plans for a GPU by the description of
-    those that a build with all of them has.
+    For a product that XLA divides over devices, each plans its own part. A build without CUDA kernels plans for GPUs by
+    a description of those that a full build has.
 
     Args:
       lhs, rhs: arrays, or anything with ``shape`` and ``dtype`` such as ``jax.ShapeDtypeStruct``.
       dimension_numbers: as in ``lax.dot_general``; None plans ``matmul(lhs, rhs)``.
       schedule: as in ``matmul``.
-      device: a ``jax.Device``, a ``jax_streamk.Device`` such as ``jax_streamk.H200`` (for machines that are not here), a platform of JAX's
-        such as "cpu", or None for the default device.
+      device: a ``jax.Device``, a ``jax_streamk.Device`` such as ``jax_streamk.H200`` (for machines that are not here),
+        a platform of JAX's such as "cpu", or None for the default device.
       precision, preferred_element_type: as in ``matmul``.
       activation, alpha, beta: as in ``linear``.
-      bias, residual: True or False: whether the product is followed by one, as in ``linear``.
+      bias, residual: whether one is added, as in ``linear``: True or False.
 
     Raises:
-      TypeError, ValueError: as ``matmul``, ``dot_general`` and ``linear``; bias or residual is not a bool, or device not a device.
+      TypeError, ValueError: as ``matmul``, ``dot_general`` and ``linear``.
+      TypeError: bias or residual is not a bool, or device is not a device.
     """
     schedule = check_schedule(schedule)
     lhs, rhs = (_shaped(name, x) for name, x in (("lhs", lhs), ("rhs", rhs)))
@@ -345,7 +415,7 @@ def plan(
     check_activation("plan", activation)
     bias, residual = _flag("bias", bias), _flag("residual", residual)
     alpha, beta = _factor("plan", "alpha", alpha), _factor("plan", "beta", beta)
-    params = dict(
+    params: dict[str, Any] = dict(
         dimension_numbers=_dimension_numbers(dimension_numbers),
         precision=compat.canonicalize_precision(precision),
         preferred_element_type=_element_type(preferred_element_type, lhs, rhs),
@@ -363,18 +433,22 @@ def plan(
     return made
 
 
-def kernels():
+def kernels() -> list[_ffi.KernelInfo]:
     """Every kernel compiled into this build, ordered by name.
 
-    Each has ``name, family, type_a, type_b, type_d, math, major_a, major_b, align_a, align_b, align_d`` (elements),
-    ``tile_m, tile_n, tile_k, cluster_m, cluster_n, stages, warp_schedule, swap_ab, split_k_reductions, stream_k_reductions,
-    threads, shared_memory`` (bytes per CTA), ``promotion_k`` (of K: tensor cores sum that much before float32 adds it; 0: all),
+    Each has the attributes
+      name, family, type_a, type_b, type_d, math, major_a, major_b;
+      align_a, align_b, align_d: in elements;
+      tile_m, tile_n, tile_k, cluster_m, cluster_n, stages, warp_schedule, swap_ab, threads;
+      split_k_reductions, stream_k_reductions;
+      shared_memory: bytes per CTA;
+      promotion_k: how much of K tensor cores sum before float32 adds it, 0 for all;
     and the method ``resources()``: registers per thread and CTAs per SM on the current GPU, which it needs.
     """
     return _ffi.kernels()
 
 
-def _array(function, name, x):
+def _array(function: str, name: str, x: Any) -> jax.Array:
     try:
         x = jnp.asarray(x)
     except (TypeError, ValueError):
@@ -384,11 +458,11 @@ def _array(function, name, x):
     return x
 
 
-def _is_numeric(dtype):
-    return jnp.issubdtype(dtype, np.number) or dtype == bool
+def _is_numeric(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, np.number) or dtype == np.bool_
 
 
-def _promoted(function, preferred_element_type, **operands):
+def _promoted(function: str, preferred_element_type: Any, **operands: Any) -> tuple[Any, ...]:
     """The operands as arrays, of one dtype where the result's is not given, and whether that is weak."""
     out = [_array(function, name, x) for name, x in operands.items()]
     if preferred_element_type is not None:
@@ -397,11 +471,11 @@ def _promoted(function, preferred_element_type, **operands):
     return *(x.astype(dtype) for x in out), weak
 
 
-def _describe(x):
+def _describe(x: Any) -> str:
     return type(x).__name__ + (f" of dtype {x.dtype}" if hasattr(x, "dtype") else "")
 
 
-def _element_type(dtype, lhs, rhs):
+def _element_type(dtype: Any, lhs: Shaped, rhs: Shaped) -> Any:
     """The dtype of the result that was asked for, where lax has products of such operands that give it."""
     try:
         dtype = None if dtype is None else compat.canonicalize_dtype(dtype, "preferred_element_type")
@@ -419,7 +493,7 @@ def _element_type(dtype, lhs, rhs):
     return dtype
 
 
-def _shaped(name, x):
+def _shaped(name: str, x: Any) -> jax.ShapeDtypeStruct:
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         raise TypeError(f"plan: {name} is {type(x).__name__}; it must have a shape and a dtype")
     if not _is_numeric(x.dtype):
@@ -429,16 +503,18 @@ def _shaped(name, x):
     )
 
 
-def _drop(x, dims):
+def _drop(x: jax.ShapeDtypeStruct, dims: Dims) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct([size for i, size in enumerate(x.shape) if i not in dims], x.dtype)
 
 
-def _matmul_dimensions(a, b):
+def _matmul_dimensions(
+    a: tuple[int, ...], b: tuple[int, ...]
+) -> tuple[tuple[tuple[Dims, Dims], tuple[Dims, Dims]], tuple[Dims, Dims], Dims | None]:
     """``jnp.matmul`` of shapes a and b as a dot_general.
 
     Returns:
-      dimension_numbers of the squeezed operands; the dimensions to squeeze from each (leading ones of size 1 that the other
-      broadcasts over); and the permutation of the result, None for none.
+      dimension_numbers of the squeezed operands; the dimensions to squeeze from each (leading ones of size 1 that the
+      other broadcasts over); and the permutation of the result, None for none.
     """
     if not a or not b:
         which, shape = ("a", a) if not a else ("b", b)
@@ -456,7 +532,9 @@ def _matmul_dimensions(a, b):
         at_a, at_b = i - rank + len(lead_a), i - rank + len(lead_b)
         size_a, size_b = (lead[at] if at >= 0 else None for lead, at in ((lead_a, at_a), (lead_b, at_b)))
         if size_a == size_b:
-            batch_a.append(at_a), batch_b.append(at_b), owners.append("ab")
+            batch_a.append(at_a)
+            batch_b.append(at_b)
+            owners.append("ab")
         elif size_b is None or (size_b == 1 and size_a is not None):
             owners.append("a")
             if size_b == 1:
@@ -468,7 +546,7 @@ def _matmul_dimensions(a, b):
         else:
             raise ValueError(f"matmul: leading dimensions of a of shape {a} and b of shape {b} do not broadcast")
 
-    def kept(dims, squeezed):
+    def kept(dims: Iterable[int], squeezed: Iterable[int]) -> Dims:
         return tuple(d - sum(s < d for s in squeezed) for d in dims)
 
     contract_a = kept([len(a) - 1], squeeze_a)

@@ -5,6 +5,7 @@ import enum
 import functools
 import math
 import sys
+from typing import Any
 
 import jax
 import jax.experimental.jet as _jet
@@ -33,14 +34,16 @@ except ImportError:  # up to JAX 0.10
     from jax.experimental.scheduling_groups import xla_metadata_call_p
 
 __all__ = [
+    "Placement",
     "apply_primitive",
-    "ask_policies",
     "as_weak_type",
+    "ask_policies",
     "batched_dimensions",
     "canonicalize_dtype",
     "canonicalize_precision",
     "canonicalize_sharding",
     "check_nan",
+    "config",
     "convert_cotangent",
     "cotangent_sharding",
     "custom_vmap_p",
@@ -51,7 +54,6 @@ __all__ = [
     "higher_order",
     "is_concrete",
     "is_of_current_trace",
-    "Placement",
     "is_unreduced",
     "local_aval",
     "lower_per_platform",
@@ -71,6 +73,7 @@ __all__ = [
 apply_primitive = _dispatch.apply_primitive
 canonicalize_precision = _lax.canonicalize_precision
 canonicalize_sharding = _sharding_impls.canonicalize_sharding
+config: Any = jax.config  # not every version declares its attributes
 
 # The dtype a user asked for; with a warning, its 32-bit sibling where 64-bit types are disabled.
 canonicalize_dtype = _dtypes.check_and_canonicalize_user_dtype
@@ -128,7 +131,7 @@ def cotangent_sharding(aval, permutation):
 
 
 def sharded_like_product(others, lhs, rhs, **params):
-    """``others``, each with the explicit sharding of the last dimensions of ``lax.dot_general(lhs, rhs, ...)``, as many as it has."""
+    """``others``, each with the explicit sharding of the trailing dimensions of ``lax.dot_general(lhs, rhs, ...)``."""
     avals = [jax.typeof(x) for x in (lhs, rhs, *others)]
     if not others or all(aval.sharding.mesh.empty for aval in avals):
         return others
@@ -168,7 +171,7 @@ def ask_policies(primitive, question):
         if any(unknown):
             return None, eqn, [True], [True], missing
         asked, params = question(*(x.aval for x in eqn.invars), **eqn.params)
-        decision = _partial_eval.ensure_enum(policy(*asked, **params))
+        decision: Any = _partial_eval.ensure_enum(policy(*asked, **params))
         if eqn.effects or decision is _partial_eval.Saveable:
             return eqn, None, [False], [False], []
         if decision is _partial_eval.Recompute:
@@ -197,11 +200,10 @@ def _moved(eqn, source, target):
 
 
 def def_batching(primitive, rule):
-    """``rule(axis_data, operands, dims, **params)`` batches the primitive; axis_data says how the mapped axis is sharded."""
+    """``rule(axis_data, operands, dims, **params)`` batches the primitive; axis_data has the mapped axis's sharding."""
     _batching.fancy_primitive_batchers[primitive] = rule
-    if hasattr(
-        _batching, "skippable_batchers"
-    ):  # JAX 0.9 asks the rule even where no operand is mapped, unless told not to
+    # JAX 0.9 asks the rule even where no operand is mapped, unless told not to.
+    if hasattr(_batching, "skippable_batchers"):
         _batching.skippable_batchers[primitive] = lambda params: ()
 
 
@@ -214,7 +216,8 @@ def def_jet(primitive, function=None):
         out, terms = _jet.jet(functools.partial(function, **params), primals, series)
         return out, [x / math.factorial(i) for i, x in enumerate(terms, 1)]
 
-    _jet.jet_rules[primitive] = functools.partial(_jet._bilinear_taylor_rule, primitive) if function is None else rule
+    rules: dict[Any, Any] = _jet.jet_rules
+    rules[primitive] = functools.partial(_jet._bilinear_taylor_rule, primitive) if function is None else rule
 
 
 def def_sparse(primitives):
@@ -223,7 +226,7 @@ def def_sparse(primitives):
     Called wherever products are traced: ``jax.experimental.sparse`` takes long to import, and who has not imported it
     has no use for the rules.
     """
-    transform = sys.modules.get("jax.experimental.sparse.transform")
+    transform: Any = sys.modules.get("jax.experimental.sparse.transform")
     # Another thread may be importing it, or be here.
     if not hasattr(transform, "sparsify") or list(primitives)[-1] in transform.sparse_rules_bcsr:
         return
@@ -250,7 +253,7 @@ def batched_dimensions(axis_data, ndims, dims, dimension_numbers, out_sharding):
 
 
 class Placement(enum.Enum):
-    """Who divides what a lowering rule is asked for: nobody, XLA, or XLA within what shard_map or an export leaves open."""
+    """Who divides what a lowering rule is asked for: nobody, XLA, or XLA within a partial shard_map or an export."""
 
     ONE_DEVICE = enum.auto()
     PARTITIONED = enum.auto()
@@ -284,7 +287,7 @@ def with_mesh(ctx):
 
 
 def lower_per_platform(ctx, rules, default, *operands, **params):
-    """Lowers by the rule of the platform, or by the default; where a program is for several platforms, by each one's in a branch.
+    """Lowers by the rule of the platform, or by the default; a program for several platforms has a branch for each.
 
     JAX does the same with rules that are registered for platforms, but not (0.11) with rules that it may not cache.
     """
@@ -303,8 +306,8 @@ def transpose_behind(value):
 def tell_apart(value, meaning):
     """Writes ``meaning`` on the operation that a lowered value is the result of.
 
-    Of a function that XLA partitions, a program's text has only the address of a Python object: the persistent compilation cache
-    would find one program for another.
+    Of a function that XLA partitions, a program's text has only the address of a Python object: the persistent
+    compilation cache would find one program for another.
     """
     attributes, ir = value.owner.attributes, _mlir.ir
     name = "mhlo.frontend_attributes"

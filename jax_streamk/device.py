@@ -4,10 +4,11 @@ import dataclasses
 import functools
 import os
 import platform
+from typing import Any
 
 import jax
 
-from jax_streamk import _ffi
+from jax_streamk import _ffi, compat
 from jax_streamk.checks import check_static, integer
 from jax_streamk.cost_model import under_way
 
@@ -20,8 +21,8 @@ class Device:
       platform: ``"cpu"`` or ``"cuda"``.
       arch: 10 * major + minor of the compute capability; 0 on a CPU.
       sms: streaming multiprocessors; threads on a CPU.
-      kind: the model's name, under which tuned plans are kept; without one there are none. It also tells an H100 from an H200, whose
-        memory is faster.
+      kind: the model's name, under which tuned plans are kept; without one there are none. It also tells an H100 from
+        an H200, whose memory is faster.
 
     ``jax_streamk.H100``, ``H200`` and ``A100`` are the SXM models; of an A100 the one of 80 GB.
 
@@ -35,7 +36,7 @@ class Device:
     sms: int
     kind: str = ""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("platform", "kind"):
             value = getattr(self, name)
             if not isinstance(value, str):
@@ -46,26 +47,28 @@ class Device:
         object.__setattr__(self, "sms", integer("Device: sms", self.sms))
         if (self.platform == "cuda") != (self.arch > 0):
             raise ValueError(
-                f"Device: arch={self.arch}: must be 0 on a CPU, and 10 * major + minor of a GPU's compute capability, such as 90"
+                f"Device: arch={self.arch}: must be 0 on a CPU, and 10 * major + minor of a GPU's compute capability, "
+                "such as 90"
             )
 
-    def native(self):
+    def native(self) -> _ffi.Device:
         return _ffi.Device(self.arch, self.sms, under_way(self))
 
 
 class _Other(Device):
     """A device that JAX has and nothing here runs on."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         pass
 
 
-# What programs are lowered for when CUDA is asked for on a machine without a GPU: the H100 and H200 SXM, by an H200's constants.
+# What programs are lowered for when CUDA is asked for on a machine without a GPU: the H100 and H200 SXM, by an H200's
+# constants.
 HOPPER = Device("cuda", 90, 132)
 
 
-def device_of(device):
-    """The ``Device`` of a jax.Device, of a ``Device``, of a platform of JAX's by name, or of JAX's default device for None.
+def device_of(device: Any) -> Device:
+    """The ``Device`` of a jax.Device, a ``Device``, the name of a JAX platform, or (None) JAX's default device.
 
     Raises:
       TypeError: it is something else.
@@ -74,7 +77,7 @@ def device_of(device):
     if isinstance(device, Device):
         return device
     if device is None:
-        device = jax.config.jax_default_device or jax.devices()[0]
+        device = compat.config.jax_default_device or jax.devices()[0]
     if isinstance(device, str):
         try:
             device = jax.devices(device)[0]
@@ -93,7 +96,7 @@ def device_of(device):
 
 
 @functools.cache
-def _host():
+def _host() -> Device:
     try:
         with open("/proc/cpuinfo") as file:
             kind = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
@@ -104,7 +107,7 @@ def _host():
     return Device("cpu", 0, threads, kind)
 
 
-def jax_device_of(device):
+def jax_device_of(device: Device) -> jax.Device | None:
     """The first jax.Device of this process that is such a ``Device``; None where there is none."""
     try:
         found = jax.local_devices(backend=device.platform)
@@ -113,8 +116,8 @@ def jax_device_of(device):
     return next((x for x in found if device_of(x) == device), None)
 
 
-def device_for_lowering(platform):
-    """The ``Device`` of a platform that a program is lowered for: this machine's, or ``HOPPER`` for CUDA where there is none."""
+def device_for_lowering(platform: str) -> Device:
+    """The ``Device`` that programs for a platform are lowered for: this machine's, or ``HOPPER`` if it has no GPU."""
     if platform == "cpu":
         return _host()
     try:

@@ -1,7 +1,9 @@
-"""What a kernel does to an output tile before it stores it: ``activation(alpha * product + beta * residual + bias)``."""
+"""What a kernel does to an output tile before storing it: ``activation(alpha * product + beta * residual + bias)``."""
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ import numpy as np
 
 from jax_streamk.checks import check_static
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str | None, Callable[..., Any]] = {
     None: lambda x: x,
     "relu": jax.nn.relu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
@@ -39,8 +41,9 @@ def scaled(factor, x):
     return x if factor == 1 else (factor * x.astype(wide(x.dtype))).astype(x.dtype)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class ByBits:
-    """Equality of dataclasses that programs and plans are kept by: NaN equals itself, and -0.0, which gives other results, is not 0.0."""
+    """Equality of dataclasses that key programs and plans: NaN equals itself, and -0.0 (other results) is not 0.0."""
 
     @functools.cached_property
     def _key(self):
@@ -83,7 +86,7 @@ class Epilogue(ByBits):
         return *(bias or (None,)), *(residual or (None,))
 
     def apply(self, product, *others, dtype=None):
-        """The epilogue of XLA's making, for products that no kernel finishes: in float32 at least, and rounded once, to ``dtype``."""
+        """The epilogue by XLA, of products that no kernel finishes: in float32 at least, rounded once to ``dtype``."""
         if self.is_plain:
             return product
         bias, residual = self.split(others)

@@ -1,4 +1,4 @@
-"""Which products ``Auto()`` leaves to XLA though a kernel could run them: those that ours were measured not to be faster at."""
+"""Which products ``Auto()`` leaves to XLA though a kernel could run them: those where ours measured no faster."""
 
 from jax_streamk import _ffi
 
@@ -11,21 +11,23 @@ def why(problem, device):
 
 
 def too_small(problem, device):
-    """Of extents that leave a kernel little to do.
+    """Why the extents leave a kernel too little to do; None if they do not.
 
-    On a GPU tiles are mostly empty. Geometric means of XLA's time over ours: 0.64 of 2 to 8 columns, 0.65 of sums of at most 16
-    products, 0.89 of batches of at most 64 x 64 x 64; measured on an H200, jaxlib 0.11.2, bfloat16, 41 products.
-    On a CPU a call costs a microsecond or two more than XLA's loop, and each product of a batch some too: measured on two cores of an
-    AMD EPYC with AVX512_BF16, jaxlib 0.11.2, batches of 1 to 100,000, extents of 1 to 64, k of 1 to 512.
+    On a GPU tiles are mostly empty. Geometric means of XLA's time over ours: 0.64 of 2 to 8 columns, 0.65 of sums of at
+    most 16 products, 0.89 of batches of at most 64 x 64 x 64; measured on an H200, jaxlib 0.11.2, bfloat16, 41
+    products.
+
+    On a CPU a call costs 1 to 2 us more than XLA's loop, and each product of a batch adds to it: measured on two cores
+    of an AMD EPYC with AVX512_BF16, jaxlib 0.11.2, batches of 1 to 100,000, extents of 1 to 64, k of 1 to 512.
     """
     m, n, k, batch = problem.m, problem.n, problem.k, problem.batch
     if k == 1:
         return "without a sum it is an elementwise product, which XLA fuses with what is around it"
     on_cpu = device.platform == "cpu"
     if not on_cpu and k <= 16:
-        return f"tiles of {k} products a result are mostly empty"
+        return f"with k = {k}, tiles are mostly empty"
     if not on_cpu and n <= 8:
-        return f"tiles of {n} columns are mostly empty"
+        return f"with n = {n}, tiles are mostly empty"
     if problem.math == _ffi.Math.tf32 and batch * m * n * k <= 64**3:
         return f"a product of {m} x {n} x {k} takes a launch's time, and XLA may multiply it in float32"
     if batch > 1 and (m == n == 1 or m * n * k <= (32768 if on_cpu else 64**3)):
@@ -36,20 +38,23 @@ def too_small(problem, device):
 
 
 def loads_as_they_are(problem):
-    """Plain products of 16 bits whose rows do not all start on TMA's 16 bytes, B being row-major; measured on H200s.
+    """Plain 16-bit products with row-major B and rows that do not all start on TMA's 16 bytes; measured on H200s.
 
-    Of 33 to 64 rows by a B whose rows start anywhere, XLA's tiles divide K. Rows that start on 4 or 8 bytes it loads as they are, in short
-    sums where its tiles divide K or K is about as short as one.
+    XLA is faster where B's leading dimension is odd, m is 33 to 64 and XLA's tiles divide K; and where rows start on 4
+    or 8 bytes, which XLA loads as they are, and the sum is short (K a few of XLA's tiles, or about one).
     """
     m, n, k = problem.m, problem.n, problem.k
-    of_16_bits = problem.type_a in (_ffi.Type.bf16, _ffi.Type.f16) and problem.type_d == problem.type_a
-    if not of_16_bits or problem.epilogue or problem.batch > 1 or problem.major_b != _ffi.Major.row:
+    is_16_bit = problem.type_a in (_ffi.Type.bf16, _ffi.Type.f16) and problem.type_d == problem.type_a
+    if not is_16_bit or problem.epilogue or problem.batch > 1 or problem.major_b != _ffi.Major.row:
         return None
     if 32 < m <= 64 and n >= 1000 and problem.ldb % 2 == 1 and k % 64 == 0:
-        return "B's rows start anywhere, and for so many rows of A our kernels copy it or read it twice"
+        return "B's leading dimension is odd: with 33 to 64 rows our kernels would copy B or read it twice"
     on_four_bytes = problem.lda % 2 == problem.ldb % 2 == 0 and (problem.lda % 8 or problem.ldb % 8)
     by_tiles = k % 64 == 0 and k <= 512 and m * n >= 1024 * k
     short = by_tiles or (k <= 192 and m * n >= 200_000 and problem.major_a == _ffi.Major.row)
     if on_four_bytes and min(m, n) >= 128 and short:
-        return "rows of A or B do not start on 16 bytes, and for so short a sum our kernels copy them first or load them in smaller pieces"
+        return (
+            "rows of A or B do not start on 16 bytes: our kernels would copy them first or load them in smaller "
+            "pieces, which takes too long for a short sum"
+        )
     return None

@@ -46,7 +46,7 @@ def plan(
 
 
 def check_build(platform):
-    """Raises RuntimeError where this build has nothing to run on a platform but descriptions, which plans are made by."""
+    """Raises RuntimeError where this build has only descriptions of a platform's kernels, which suffice for plans."""
     if platform == "cuda" and not _ffi.has_cuda:
         raise RuntimeError(
             f"this build of jax_streamk has no CUDA kernels, and the product is for a GPU: {_WITHOUT_CUDA}"
@@ -70,7 +70,7 @@ def _lower_with_kernels(ctx, *operands, platform, **params):
         where = "in a shard_map that leaves mesh axes to it, in an export for several devices, and without a mesh"
         why = f"XLA alone divides products {where}"
         return _lower_to_xla(ctx, *operands, why=why, **params)
-    if placement == compat.Placement.PARTITIONED and not jax.config.jax_use_shardy_partitioner:
+    if placement == compat.Placement.PARTITIONED and not compat.config.jax_use_shardy_partitioner:
         why = "XLA alone divides products where jax_use_shardy_partitioner is off"
         return _lower_to_xla(ctx, *operands, why=why, **params)
     if compat.is_unreduced(ctx.avals_out[0]):
@@ -135,7 +135,7 @@ def _partitioned(avals, *, epilogue=Epilogue(), permutation=None, **params):
 
 
 def _without_transposes(operands, avals, dimension_numbers):
-    """The product of what ``operands`` are transposes of, where that is the same: kernels take any majorness, and copy nothing."""
+    """The product with the transposes of its operands folded in: kernels take any majorness without a copy."""
     operands, avals = list(operands), list(avals)
     sides = [list(side) for side in zip(*dimension_numbers)]
     for i in range(2):

@@ -1,7 +1,7 @@
 """How a product is divided over devices: batch, m and n without communication, k as split-K across devices.
 
-A dimension of the operands and of the result is a factor of the product. Shardy learns from the rule how shardings spread from one
-array to another; ``_partition`` then takes what the arrays were given and makes it consistent.
+A dimension of the operands and of the result is a factor of the product. Shardy learns from the rule how shardings
+spread from one array to another; ``_partition`` then takes what the arrays were given and makes it consistent.
 """
 
 import functools
@@ -18,8 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax_streamk import compat
 from jax_streamk.epilogue import Epilogue
 
-# The identity, to a type without sharding. XLA's partitioner calls back while an explicit mesh may be set, whose axes are not
-# those of a program for one device: collectives would carry shardings into the function that adds two elements.
+# The identity, to a type without sharding. XLA's partitioner calls back while an explicit mesh may be set, whose axes
+# are not those of a program for one device: collectives would carry shardings into the function that adds two elements.
 _local_p = Primitive("streamk_local")
 _local_p.def_abstract_eval(compat.local_aval)
 mlir.register_lowering(_local_p, lambda ctx, x: [x])
@@ -53,7 +53,7 @@ class Factors:
 
 
 def partitioned(product, finish, fused, factors):
-    """``finish(product(lhs, rhs), *others)``, for XLA to partition; ``fused(*operands)`` is the same where no sum comes between."""
+    """``finish(product(lhs, rhs), *others)``, for XLA to partition; ``fused`` is both, if no sum is between."""
     function = custom_partitioning(fused)
     function.def_partition(functools.partial(_partition, product, finish, fused, factors), sharding_rule=factors.rule())
     return function
@@ -65,7 +65,8 @@ def _partition(product, finish, fused, factors, mesh, operands, result):
     axes = _axes_of_factors((*factors.operands, factors.result), specs, sizes, factors.contract, mesh.shape)
     summed = [axis for name in factors.contract for axis in axes[name]]
     # Where the result asks for the axes of k, its sum is scattered over them instead of being made whole everywhere.
-    final, scattered = dict(axes), {}
+    final = dict(axes)
+    scattered: dict[int, tuple[str, ...]] = {}
     for dimension, (name, wanted) in enumerate(zip(factors.result, specs[-1])):
         for axis in wanted:
             size = sizes[name] // math.prod(mesh.shape[a] for a in final[name])
@@ -82,7 +83,7 @@ def _partition(product, finish, fused, factors, mesh, operands, result):
             out = product(lhs, rhs)
             dtype = out.dtype
             # The sum of booleans is a disjunction, and collectives have none.
-            out = out.astype(np.int32) if dtype == bool else out
+            out = out.astype(np.int32) if dtype == np.bool_ else out
             for dimension, over in scattered.items():
                 out = lax.psum_scatter(out, over, scatter_dimension=dimension, tiled=True)
             out = lax.psum(out, tuple(summed)) if summed else out
@@ -97,14 +98,16 @@ def _partition(product, finish, fused, factors, mesh, operands, result):
 
 
 def _axes_of_factors(names, specs, sizes, contract, mesh):
-    """For each factor, the mesh axes that divide it evenly. An axis divides one factor; the first array to claim it has it."""
+    """For each factor, the mesh axes that divide it evenly. The first array to claim an axis has it, for one factor."""
     lhs, rhs, *others, result = (list(zip(*x)) for x in zip(names, specs))
-    # k after m and n: where an axis divides m in one operand and k in the other, gathering the other is one collective, and moving
-    # the one and summing the result are two. Of m and n, first the one that has its axes in the result too: that stays in place.
-    # The result itself last, with the arrays that are added to it: it may be had by slicing, or by scattering the sum.
+    # k after m and n: where an axis divides m in one operand and k in the other, gathering the other is one collective,
+    # and moving the one and summing the result are two. Of m and n, first the one that has its axes in the result too:
+    # that stays in place. The result itself last, with the arrays that are added to it: it may be had by slicing, or by
+    # scattering the sum.
     claims = [claim for name in sizes for claim in (*lhs, *rhs) if claim[0] == name]
     claims.sort(key=lambda claim: (claim[0] in contract, claim not in result))
-    axes, taken = dict.fromkeys(sizes, ()), set()
+    axes: dict[str, tuple[str, ...]] = dict.fromkeys(sizes, ())
+    taken: set[str] = set()
     for factor, wanted in (*claims, *result, *(claim for claims in others for claim in claims)):
         if (
             not axes[factor]

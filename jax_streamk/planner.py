@@ -48,7 +48,7 @@ class Plan:
     device: Device
     kernel: str | None
     schedule: schedules.Schedule | None
-    policy: LaunchPolicy = LaunchPolicy()
+    policy: LaunchPolicy = dataclasses.field(default_factory=LaunchPolicy)
     workspace_bytes: int | None = 0
     microseconds: float | None = None
     reasons: tuple[str, ...] = ()

@@ -1,7 +1,9 @@
-"""The primitives behind every product, alone and with an epilogue: their types, and what transformations do with them."""
+"""The primitives behind every product, alone and with an epilogue: their types and rules of transformations."""
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +15,8 @@ from jax.interpreters import ad
 from jax_streamk import compat, schedules
 from jax_streamk.epilogue import ACTIVATIONS, Epilogue, scaled, wide
 
-# Parameters are those of lax.dot_general's primitive, the schedule, and the permutation that its result is transposed by, None for
-# none: XLA's dot takes over a transpose that follows it, a custom call does not.
+# Parameters are those of lax.dot_general's primitive, the schedule, and the permutation that its result is transposed
+# by, None for none: XLA's dot takes over a transpose that follows it, a custom call does not.
 dot_general_p = Primitive("streamk_dot_general")
 # The epilogue instead of the permutation. Operands are lhs, rhs, and those that it says.
 linear_p = Primitive("streamk_linear")
@@ -103,7 +105,7 @@ def _transpose(
     schedule,
     permutation,
 ):
-    """The cotangent of operand ``of``: the output's times the other operand, over the output dimensions that came from the other."""
+    """The cotangent of operand ``of``: the output's times the other operand, over the other's free dimensions."""
     del out_sharding
     if permutation is not None:
         cotangent = lax.transpose(cotangent, np.argsort(permutation))
@@ -136,15 +138,16 @@ ad.defbilinear(dot_general_p, functools.partial(_transpose, 0), functools.partia
 
 
 def _batch(axis_data, operands, dims, *, dimension_numbers, out_sharding, permutation=None, **params):
+    lhs, rhs = operands
     if tuple(dims) == (None, None):
-        return bind(*operands, dimension_numbers, out_sharding=out_sharding, permutation=permutation, **params), None
-    ndims = tuple(x.ndim for x in operands)
+        return bind(lhs, rhs, dimension_numbers, out_sharding=out_sharding, permutation=permutation, **params), None
+    ndims = lhs.ndim, rhs.ndim
     numbers, out_dim, out_sharding = compat.batched_dimensions(
         axis_data, ndims, tuple(dims), dimension_numbers, out_sharding
     )
     if permutation is not None:
         permutation = (out_dim, *(dim + (dim >= out_dim) for dim in permutation))
-    out = bind(*operands, numbers, out_sharding=out_sharding, permutation=permutation, **params)
+    out = bind(lhs, rhs, numbers, out_sharding=out_sharding, permutation=permutation, **params)
     return out, out_dim if permutation is None else 0
 
 
@@ -153,9 +156,9 @@ compat.def_batching(dot_general_p, _batch)
 
 def _linear_jvp(primals, tangents, *, epilogue, **params):
     """The derivative sees the activation apart: it needs what the activation was given."""
-    lhs, rhs, *others = primals
+    lhs, rhs, *_ = primals
     before = bind_linear(*primals, epilogue=dataclasses.replace(epilogue, activation=None), **params)
-    product = functools.partial(bind, **params)
+    product: Callable[..., Any] = functools.partial(bind, **params)
     bias, residual = epilogue.split(tangents[2:])
     terms = []
     if type(tangents[0]) is not ad.Zero:
@@ -180,8 +183,8 @@ def _linear_transpose(cotangent, *operands, epilogue, **params):
     is_linear = [ad.is_undefined_primal(x) for x in operands]
 
     def apart(*unknown):
-        unknown = iter(unknown)
-        lhs, rhs, *others = (next(unknown) if free else x for x, free in zip(operands, is_linear))
+        taken = iter(unknown)
+        lhs, rhs, *others = (next(taken) if free else x for x, free in zip(operands, is_linear))
         return _linear_apart(lhs, rhs, *others, epilogue=epilogue, **params)
 
     transposed = iter(jax.linear_transpose(apart, *(x.aval for x in operands if ad.is_undefined_primal(x)))(cotangent))
@@ -192,7 +195,7 @@ ad.primitive_transposes[linear_p] = _linear_transpose
 
 
 def _linear_batch(axis_data, operands, dims, *, epilogue, dimension_numbers, out_sharding, **params):
-    """One kernel where the mapped axis is a batch, or free in the one matrix that has it; else the epilogue follows the product."""
+    """One kernel if the mapped axis is a batch, or free in the only matrix that has it; else a separate epilogue."""
     (lhs, rhs, *others), (lhs_dim, rhs_dim, *other_dims) = operands, dims
     bias, residual = epilogue.split(others)
     bias_dim, residual_dim = epilogue.split(other_dims)

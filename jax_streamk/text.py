@@ -7,11 +7,8 @@ _SIZES = (("bytes", 1, 0), ("KB", 1e3, 1), ("MB", 1e6, 1), ("GB", 1e9, 1), ("TB"
 
 def _unit(units, number, digits=None):
     """The first in which a number is below 1000, or the last."""
-    for unit, size, usual in units:
-        shown = usual if digits is None else digits
-        if round(number / size, shown) < 1000:
-            break
-    return unit, size, shown
+    shown = [(unit, size, usual if digits is None else digits) for unit, size, usual in units]
+    return next((unit for unit in shown if round(number / unit[1], unit[2]) < 1000), shown[-1])
 
 
 def duration(microseconds, spread=None):
@@ -25,12 +22,12 @@ def duration(microseconds, spread=None):
 
 
 def durations(parts):
-    """A sum of times and its parts, by name, in the unit of the sum: ``"29.0 us: 2.7 launch + 26.3 main loop"``. As printed they add up."""
+    """A sum of times and its named parts in one unit, which add up as printed: ``"9.0 us: 2.7 launch + 6.3 loop"``."""
     total = sum(parts.values())
     unit, size, digits = _unit(_UNITS, total)
     shown = {name: round(part / size, digits) for name, part in parts.items() if round(part / size, digits) > 0}
     if shown:  # the largest bears what rounding the others leaves
-        largest = max(shown, key=shown.get)
+        largest = max(shown, key=shown.__getitem__)
         shown[largest] += round(total / size, digits) - sum(shown.values())
     text = " + ".join(f"{part:.{digits}f} {name}" for name, part in shown.items())
     return f"{total / size:.{digits}f} {unit}" + (f": {text}" if text else "")

@@ -15,7 +15,8 @@ measure.ROTATED_BYTES = {"cuda": 1e5}
 KERNELS = {kernel.name: kernel for kernel in _ffi.kernels()}
 SILU = dict(has_bias=True, activation=_ffi.Activation.silu)
 ROW, COLUMN = _ffi.Major.row, _ffi.Major.column
-LAUNCHES = [  # kernel, (m, n, k), (schedule, splits, reduction), epilogue, and majors of A and B where they are not the kernel's
+# kernel, (m, n, k), (schedule, splits, reduction), epilogue, and majors of A and B where they are not the kernel's
+LAUNCHES = [
     (
         "sm90_bf16_bf16_rr_64x176x64_4x1_pingpong_swap",
         (181, 136, 264),

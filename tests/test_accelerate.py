@@ -50,7 +50,8 @@ def assert_accelerated(ours, theirs, *args):
     count, none = products(theirs, *args)[::-1]
     assert none == 0 and count > 0
     assert products(ours, *args) == (count, 0)
-    # Operation by operation: compiled whole, XLA's CPU backend gets one of the programs below wrong (jaxlib 0.11 and 0.12).
+    # Operation by operation: compiled whole, XLA's CPU backend gets one of the programs below wrong (jaxlib 0.11 and
+    # 0.12).
     assert_close(jax.jit(ours)(*args), theirs(*args))
 
 
@@ -630,9 +631,11 @@ def constrained(x, up, down):
 def loss(fn): return jax.grad(lambda *args: jnp.cos(fn(*args)).sum(), argnums=(1, 2))
 
 shardings = on(auto, "data", None), on(auto, None, "model"), on(auto, "model", None)
-out = compare(accelerate(constrained), constrained, x, up, down, in_shardings=shardings, out_shardings=on(auto, "data", None))
+placed = dict(in_shardings=shardings, out_shardings=on(auto, "data", None))
+out = compare(accelerate(constrained), constrained, x, up, down, **placed)
 np.testing.assert_allclose(out, wanted, rtol=1e-4, atol=1e-4)
-compare(loss(accelerate(constrained)), loss(constrained), x, up, down, in_shardings=shardings, out_shardings=shardings[1:])
+placed = dict(in_shardings=shardings, out_shardings=shardings[1:])
+compare(loss(accelerate(constrained)), loss(constrained), x, up, down, **placed)
 placed = jax.device_put((x, up, down), shardings)
 assert accelerate(constrained)(*placed).sharding.is_equivalent_to(constrained(*placed).sharding, 2)
 
@@ -648,7 +651,8 @@ for check in (True, False):
 
 explicit = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
 with jax.set_mesh(explicit):
-    placed = [jax.device_put(a, P(*spec)) for a, spec in zip((x, up, down), (("data", None), (None, "model"), ("model", None)))]
+    specs = P("data", None), P(None, "model"), P("model", None)
+    placed = [jax.device_put(a, spec) for a, spec in zip((x, up, down), specs)]
     def typed(x, up, down):
         hidden = jax.nn.relu(x @ up)
         assert jax.typeof(hidden).sharding.spec == P("data", "model")

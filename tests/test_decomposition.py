@@ -32,7 +32,8 @@ def problem_of(kernel, m, n, k, batch=1, type_d=None, lda=None):
     n, k, m = (round_up(x, 8) for x in (n, k, m))
     row_a, row_b = kernel.major_a == _ffi.Major.row, kernel.major_b == _ffi.Major.row
     problem = _ffi.GemmProblem(
-        batch, m, n, k, kernel.type_a, kernel.type_b, kernel.type_d if type_d is None else type_d, kernel.math, kernel.major_a, kernel.major_b,
+        batch, m, n, k, kernel.type_a, kernel.type_b, kernel.type_d if type_d is None else type_d, kernel.math,
+        kernel.major_a, kernel.major_b,
         lda or (k if row_a else m), n if row_b else k, n, m * k, k * n, m * n,
     )  # fmt: skip
     rows, columns = (n, m) if kernel.swap_ab else (m, n)

@@ -88,7 +88,8 @@ def test_a_host_has_the_threads_that_it_may_use():
     """As XLA's pool has."""
     program = (
         "import os; os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:1]); "
-        "import jax; import jax_streamk; a = jax.ShapeDtypeStruct((512, 512), 'float32'); print(jax_streamk.plan(a, a, device='cpu').device.sms)"
+        "import jax; import jax_streamk; a = jax.ShapeDtypeStruct((512, 512), 'float32'); "
+        "print(jax_streamk.plan(a, a, device='cpu').device.sms)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd="/")
     assert done.stdout == "1\n", done.stderr

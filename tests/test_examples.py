@@ -12,7 +12,7 @@ import pytest
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 
 
-def run(name, cwd, environment={}, **options):
+def run(name, cwd, environment=None, **options):
     """What it prints. Examples exit with 1 when what they compute is not as it should be."""
     arguments = [text for option, value in options.items() for text in (f"--{option.replace('_', '-')}", str(value))]
     done = subprocess.run(
@@ -20,7 +20,7 @@ def run(name, cwd, environment={}, **options):
         capture_output=True,
         text=True,
         cwd=cwd,
-        env=os.environ | environment,
+        env=os.environ | (environment or {}),
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -43,7 +43,7 @@ def test_a_larger_workspace_serves():
     np.testing.assert_array_equal(call({"workspace_bytes": np.int64(room)}, workspace=room), A @ B)
 
 
-I, L = np.int32, np.int64
+i32, i64 = np.int32, np.int64
 NAME = re.escape(PLAN.kernel)
 REFUSED = rf"INVALID_ARGUMENT: jax_streamk: {NAME} cannot run \(batch, m, n, k\) = \(1, {M}, {N}, {K}\): "
 
@@ -55,34 +55,40 @@ LAUNCH = "(of launch choices it has the order of tiles|it cannot h|it does not n
 @pytest.mark.parametrize(
     "changed, message",
     [
-        ({"kernel": "another"}, "FAILED_PRECONDITION: jax_streamk: this build has no kernel another; the program was lowered by another build"),
+        (
+            {"kernel": "another"},
+            "FAILED_PRECONDITION: jax_streamk: this build has no kernel another; "
+            "the program was lowered by another build",
+        ),
         ({"kernel": PLAN.kernel[:-1]}, "FAILED_PRECONDITION: jax_streamk: this build has no kernel"),
         ({"kernel": ""}, "FAILED_PRECONDITION: jax_streamk: this build has no kernel"),
-        ({"workspace_bytes": L(PLAN.workspace_bytes - 1)}, rf"FAILED_PRECONDITION: .*{NAME} needs \d+ bytes of workspace and was given \d+"),
-        ({"workspace_bytes": L(-1)}, rf"FAILED_PRECONDITION: .*{NAME} needs \d+ bytes of workspace and was given -1"),
-        ({"splits": I(SEVEN_MILLION)}, REFUSED + rf"splits={SEVEN_MILLION} exceeds its \d+ k-tiles of \d+"),
-        ({"splits": I(0)}, REFUSED + "splits must be at least 1"),
-        ({"splits": I(-5)}, REFUSED + "splits must be at least 1"),
-        ({"reduction": I(9)}, REFUSED + r'it has no split-K with reduction \\?"\?'),
-        ({"schedule": I(2), "reduction": I(9)}, REFUSED + r'it has no Stream-K with reduction \\?"\?'),
-        ({"type_a": I(_ffi.Type.f64.value)}, REFUSED + "it multiplies f32 by f32 into f32"),
-        ({"type_b": I(_ffi.Type.bf16.value)}, REFUSED + "it multiplies f32 by f32 into f32"),
-        ({"type_d": I(77)}, REFUSED + "it multiplies f32 by f32 into f32"),
-        ({"math": I(-1)}, REFUSED + "it multiplies f32 by f32 into f32"),
-        ({"major_a": I(7)}, REFUSED + "A must be row-major and B row-major"),
-        ({"major_b": I(5)}, REFUSED + "A must be row-major and B row-major"),
-        ({"swizzle": I(0)}, REFUSED + "swizzle must be at least 1"),
-        ({"swizzle": I(-3)}, REFUSED + "swizzle must be at least 1"),
-        *[({name: I(value)}, REFUSED + LAUNCH) for name in CHOICES for value in (-1, 99)],
-        ({"sms": I(2**31 - 1)}, REFUSED + "it has too many tiles or MAC iterations to count in 32 bits"),
-        ({"m": L(-1)}, r"INVALID_ARGUMENT: .* = \(1, -1, .*every extent must be at least 1"),
-        ({"k": L(0)}, "INVALID_ARGUMENT: .*every extent must be at least 1"),
-        ({"batch": L(0)}, "INVALID_ARGUMENT: .*every extent must be at least 1"),
-        ({"n": L(2**40)}, r"INVALID_ARGUMENT: .*every extent must be below 2\^31"),
+        (
+            {"workspace_bytes": i64(PLAN.workspace_bytes - 1)},
+            rf"FAILED_PRECONDITION: .*{NAME} needs \d+ bytes of workspace and was given \d+",
+        ),
+        ({"workspace_bytes": i64(-1)}, rf"FAILED_PRECONDITION: .*{NAME} needs \d+ bytes of workspace and was given -1"),
+        ({"splits": i32(SEVEN_MILLION)}, REFUSED + rf"splits={SEVEN_MILLION} exceeds its \d+ k-tiles of \d+"),
+        ({"splits": i32(0)}, REFUSED + "splits must be at least 1"),
+        ({"splits": i32(-5)}, REFUSED + "splits must be at least 1"),
+        ({"reduction": i32(9)}, REFUSED + r'it has no split-K with reduction \\?"\?'),
+        ({"schedule": i32(2), "reduction": i32(9)}, REFUSED + r'it has no Stream-K with reduction \\?"\?'),
+        ({"type_a": i32(_ffi.Type.f64.value)}, REFUSED + "it multiplies f32 by f32 into f32"),
+        ({"type_b": i32(_ffi.Type.bf16.value)}, REFUSED + "it multiplies f32 by f32 into f32"),
+        ({"type_d": i32(77)}, REFUSED + "it multiplies f32 by f32 into f32"),
+        ({"math": i32(-1)}, REFUSED + "it multiplies f32 by f32 into f32"),
+        ({"major_a": i32(7)}, REFUSED + "A must be row-major and B row-major"),
+        ({"major_b": i32(5)}, REFUSED + "A must be row-major and B row-major"),
+        ({"swizzle": i32(0)}, REFUSED + "swizzle must be at least 1"),
+        *[({name: i32(value)}, REFUSED + LAUNCH) for name in CHOICES for value in (-1, 99)],
+        ({"sms": i32(2**31 - 1)}, REFUSED + "it has too many tiles or MAC iterations to count in 32 bits"),
+        ({"m": i64(-1)}, r"INVALID_ARGUMENT: .* = \(1, -1, .*every extent must be at least 1"),
+        ({"k": i64(0)}, "INVALID_ARGUMENT: .*every extent must be at least 1"),
+        ({"batch": i64(0)}, "INVALID_ARGUMENT: .*every extent must be at least 1"),
+        ({"n": i64(2**40)}, r"INVALID_ARGUMENT: .*every extent must be below 2\^31"),
         # As the attributes of another version would be.
-        ({"splits": L(3)}, "INVALID_ARGUMENT: .*expected S32 but got S64"),
+        ({"splits": i64(3)}, "INVALID_ARGUMENT: .*expected S32 but got S64"),
         ({"splits": None}, "INVALID_ARGUMENT: .*expected 40 attributes but got 39"),
-        ({"epilogue": I(0)}, "INVALID_ARGUMENT: .*expected 40 attributes but got 41"),
+        ({"epilogue": i32(0)}, "INVALID_ARGUMENT: .*expected 40 attributes but got 41"),
     ],
     ids=lambda x: str(x) if isinstance(x, dict) else "",
 )  # fmt: skip
@@ -102,14 +108,14 @@ def test_a_buffer_smaller_than_the_plan_says():
 @pytest.mark.parametrize(
     "changed, operand",
     [
-        ({"m": L(M + 8)}, "A"),
-        ({"lda": L(K + 8)}, "A"),
-        ({"lda": L(2**62)}, "A"),
-        ({"ldb": L(-8)}, "B"),
-        ({"n": L(N + 8)}, "B"),
-        ({"ldd": L(2 * N)}, "D"),
-        ({"batch": L(2)}, "D"),
-        ({"batch": L(2), "batch_stride_b": L(2**60)}, "B"),
+        ({"m": i64(M + 8)}, "A"),
+        ({"lda": i64(K + 8)}, "A"),
+        ({"lda": i64(2**62)}, "A"),
+        ({"ldb": i64(-8)}, "B"),
+        ({"n": i64(N + 8)}, "B"),
+        ({"ldd": i64(2 * N)}, "D"),
+        ({"batch": i64(2)}, "D"),
+        ({"batch": i64(2), "batch_stride_b": i64(2**60)}, "B"),
     ],
     ids=str,
 )
@@ -118,7 +124,7 @@ def test_operands_that_do_not_hold_what_the_plan_says(changed, operand):
     attributes = custom_call.attributes(plan(A, B, schedule=DataParallel()))
     message = f"INVALID_ARGUMENT: .* was given a buffer for {operand} of another type, or smaller, than its plan says"
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-        call(changed, workspace=2**24, attributes=attributes | {"workspace_bytes": L(2**24)})
+        call(changed, workspace=2**24, attributes=attributes | {"workspace_bytes": i64(2**24)})
 
 
 BIAS, RESIDUAL = (np.random.default_rng(1).integers(-3, 4, shape).astype(np.float32) for shape in ((N,), (M, N)))
@@ -132,7 +138,7 @@ WITH_BIAS, WITH_RESIDUAL = {"has_bias": np.bool_(True)}, {"has_residual": np.boo
         (WITH_RESIDUAL, (RESIDUAL,), A @ B + RESIDUAL),
         (WITH_BIAS | WITH_RESIDUAL, (BIAS, RESIDUAL), A @ B + RESIDUAL + BIAS),
         (
-            WITH_BIAS | WITH_RESIDUAL | {"activation": I(1), "alpha": np.float64(0.5), "beta": np.float64(-2)},
+            WITH_BIAS | WITH_RESIDUAL | {"activation": i32(1), "alpha": np.float64(0.5), "beta": np.float64(-2)},
             (BIAS, RESIDUAL),
             np.maximum(0.5 * (A @ B) - 2 * RESIDUAL + BIAS, 0),
         ),
@@ -163,8 +169,8 @@ def test_an_epilogue(changed, others, expected):
             (RESIDUAL, BIAS),
             "was given a buffer for the residual of another type, or smaller",
         ),
-        ({"activation": I(7)}, (), "cannot run .*: there is no activation 7"),
-        ({"activation": I(-1)}, (), "cannot run .*: there is no activation -1"),
+        ({"activation": i32(7)}, (), "cannot run .*: there is no activation 7"),
+        ({"activation": i32(-1)}, (), "cannot run .*: there is no activation -1"),
     ],
 )
 def test_operands_of_an_epilogue(changed, others, message):
@@ -174,15 +180,15 @@ def test_operands_of_an_epilogue(changed, others, message):
 
 def test_a_bias_of_every_batch_does_not_fit_that_of_one():
     changed = WITH_BIAS | {
-        "batch": L(2),
-        "batch_stride_bias": L(N),
-        "lda": L(K),
-        "batch_stride_a": L(0),
-        "batch_stride_b": L(0),
+        "batch": i64(2),
+        "batch_stride_bias": i64(N),
+        "lda": i64(K),
+        "batch_stride_a": i64(0),
+        "batch_stride_b": i64(0),
     }
     attributes = custom_call.attributes(plan(A, B, schedule=DataParallel())) | {
-        "batch_stride_d": L(0),
-        "workspace_bytes": L(2**24),
+        "batch_stride_d": i64(0),
+        "workspace_bytes": i64(2**24),
     }
     with pytest.raises(jax.errors.JaxRuntimeError, match="was given a buffer for the bias of another type, or smaller"):
         call(changed, 2**24, attributes, (BIAS,))
@@ -194,11 +200,11 @@ def test_operands_of_another_type():
     with pytest.raises(
         jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT: .* was given a buffer for A of another type"
     ):
-        call({"workspace_bytes": L(2**24)}, workspace=2**24, attributes=attributes)
+        call({"workspace_bytes": i64(2**24)}, workspace=2**24, attributes=attributes)
 
 
 @pytest.mark.parametrize(
-    "changed", [{"schedule": I(9)}, {"raster": I(8)}, {"max_sms": I(-2)}, {"swizzle": I(2**31 - 1)}], ids=str
+    "changed", [{"schedule": i32(9)}, {"raster": i32(8)}, {"max_sms": i32(-2)}, {"swizzle": i32(2**31 - 1)}], ids=str
 )
 def test_values_without_a_meaning(changed):
     try:
@@ -217,7 +223,7 @@ def test_any_number_of_threads_serves(threads, schedule):
     made = plan(A, B, schedule=schedule)
     native = _ffi.Device(0, threads)
     needed = _ffi.workspace_bytes(made.kernel, made.problem.native(), made.native_schedule(), native)
-    product = call({"sms": I(threads), "workspace_bytes": L(needed)}, needed, custom_call.attributes(made))
+    product = call({"sms": i32(threads), "workspace_bytes": i64(needed)}, needed, custom_call.attributes(made))
     np.testing.assert_array_equal(product, A @ B)
 
 
@@ -229,10 +235,11 @@ def test_another_gpu(name, change):
     room = PLAN.workspace_bytes * 2
     with pytest.raises(
         jax.errors.JaxRuntimeError,
-        match=rf"FAILED_PRECONDITION: .*(the plan of {NAME} is for sm_\d+ with \d+ SMs and this device is sm_\d+ with \d+ SMs: lower"
+        match=rf"FAILED_PRECONDITION: .*(the plan of {NAME} is for sm_\d+ with \d+ SMs "
+        r"and this device is sm_\d+ with \d+ SMs: lower"
         rf"|{NAME} is compiled for sm_90a; the device is sm_)",
     ):
-        call({"workspace_bytes": L(room), name: I(attributes[name] + change)}, room)
+        call({"workspace_bytes": i64(room), name: i32(attributes[name] + change)}, room)
 
 
 def test_handlers_of_both_stages():

@@ -24,7 +24,8 @@ from jax_streamk.flax import linen, nnx
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else "cpu"
 TARGET = {"cuda": "jax_streamk_cuda_gemm", "cpu": "jax_streamk_host_gemm"}[PLATFORM]
 BF16, F32, F64 = jnp.bfloat16, jnp.float32, jnp.float64
-# Relative to the largest entry. A bfloat16 layer of Flax's rounds up to three times, ours once; a GPU's float32 is TF32.
+# Relative to the largest entry. A bfloat16 layer of Flax's rounds up to three times, ours once; a GPU's float32 is
+# TF32.
 TOLERANCE = {BF16: 2e-2, F32: 1e-5 if PLATFORM == "cpu" else 5e-3}
 KINDS = ["linen", "nnx"]
 K, N = 48, 32

@@ -81,7 +81,7 @@ PLAIN = Epilogue()
 def activated(activation, x):
     """The activation in float64."""
     with np.errstate(all="ignore"):
-        sigmoid = lambda v: np.where(v < 0, np.exp(v) / (1 + np.exp(v)), 1 / (1 + np.exp(-v)))  # noqa: E731
+        sigmoid = lambda v: np.where(v < 0, np.exp(v) / (1 + np.exp(v)), 1 / (1 + np.exp(-v)))
         return {
             "none": lambda: x,
             "relu": lambda: np.maximum(x, 0),
@@ -102,7 +102,7 @@ def poisoned(shape, dtype):
 
 
 def exact_product(a, b):
-    """The product in float64, or of float64 operands in long double: a BLAS that adds in XLA's order would share XLA's error, and hide it."""
+    """The product in float64, or of float64 in long double: a BLAS that adds in XLA's order would hide XLA's error."""
     if a.dtype != np.float64:
         return np.matmul(a.astype(np.float64), b.astype(np.float64))
     # Multiples of 2^-18, below 2^3 in size: float64 adds their products without rounding.
@@ -112,7 +112,7 @@ def exact_product(a, b):
 
 @functools.lru_cache(maxsize=64)
 def operands(case, type_ab, major_a, major_b, align_a, align_b, math_name, type_d):
-    """Operands with NaN between their rows, the exact product, and the error of XLA's own product of the same values."""
+    """Operands with NaN between their rows, the exact product, and the error of XLA's product of the same values."""
     rng = np.random.default_rng(zlib.crc32(repr((case, type_ab, major_a, major_b)).encode()))
     dtype = DTYPES[type_ab]
 
@@ -174,7 +174,7 @@ class Memory:
 
 
 def with_epilogue(epilogue, case, sums, dtype, align, ldd):
-    """Of sums about as large as 1: D in float64, a bias with poison behind it and a residual with poison between its rows."""
+    """For sums of about 1: D in float64, a bias with poison behind it and a residual with poison between its rows."""
     rng = np.random.default_rng(zlib.crc32(repr((case, epilogue)).encode()))
     # Where rows of D start on TMA's 16 bytes a batched bias does too, and keeps no kernel from storing by it.
     stride_bias = round_up(case.n, align) + (8 if ldd % 8 == 0 else align)
@@ -207,7 +207,11 @@ def launch(
     place=Memory,
     changes=None,
 ):
-    """Runs a kernel, of operands of other majornesses than its own where `majors` says so; returns D, after checking that nothing around D was written, what D exactly is, and (scale, XLA's errors)."""
+    """Runs a kernel, on operands of other majornesses than its own where `majors` says so.
+
+    Returns:
+      D, after checking that nothing around it was written; what D exactly is; and (scale, XLA's errors).
+    """
     type_d = kernel.type_d if type_d is None else type_d
     align_a, align_b, align_d = (kernel.align_a, kernel.align_b, kernel.align_d) if aligned else (1, 1, 1)
     major_a, major_b = majors or (kernel.major_a, kernel.major_b)
@@ -279,9 +283,10 @@ def check(kernel, case, schedule, twice=True, epilogue=PLAIN, **kwargs):
     assert not np.isnan(values).any(), f"{label}: {np.isnan(values).sum()} elements unwritten or poisoned"
     scale, xla_rms, xla_largest = xla
     rms, largest = error(values, exact, scale)
-    # A few roundings of the accumulator. XLA may round a handful of elements better than a chain of k additions can.
-    # It also multiplies tiny float32 matrices without TF32, and small and misaligned ones in shorter chains than one accumulator, which
-    # truncates sixteen products at a time: that of wgmma, or of a skinny kernel whose warps do not share K.
+    # A few roundings of the accumulator. XLA may round a handful of elements better than a chain of k additions can. It
+    # also multiplies tiny float32 matrices without TF32, and small and misaligned ones in shorter chains than one
+    # accumulator, which truncates sixteen products at a time: that of wgmma, or of a skinny kernel whose warps do not
+    # share K.
     few = exact.size < 64
     floor = 2.0**-51 if kernel.type_d == _ffi.Type.f64 else 2.0**-22
     floor *= math.sqrt(case.k) if few else 1
@@ -458,7 +463,7 @@ def one_kernel_of(*of):
 
 
 def one_of_each_sm90_epilogue():
-    """The first kernel for each range of accumulators of a thread, of which the epilogue takes the fewer at a time the more there are."""
+    """The first kernel for each range of accumulators per thread: of more, the epilogue takes fewer at a time."""
     first = {}
     for name in IN_FLOATING_POINT:
         kernel = KERNELS[name]
@@ -534,7 +539,7 @@ def test_a_separate_reduction_of_many_slices(name):
     ],
 )
 def test_a_separate_reduction_of_any_number_of_slices(name, m, n, splits):
-    """There is a kernel for each number that a thread asks for at once, and the more threads there are the more it asks for."""
+    """There is a kernel for each number that a thread asks for at once, and kernels of more threads ask for more."""
     kernel = KERNELS[name]
     for count in splits:
         case = admissible(kernel, Case(m, n, count * kernel.tile_k))
@@ -674,7 +679,7 @@ def test_one_split_is_the_unsplit_product_bit_for_bit(name):
 
 @pytest.mark.parametrize("name", [name for name in HERE if KERNELS[name].family == _ffi.Family.sm90])
 def test_stages_that_loads_leave_empty_change_no_bit(name):
-    """Few rows by so many columns that CTAs of a part of the GPU have several tiles, of more k-tiles than there are stages."""
+    """Few rows by enough columns that CTAs on a part of the GPU have several tiles, with more k-tiles than stages."""
     kernel = KERNELS[name]
     case = admissible(kernel, Case(13, 2600, (kernel.stages + 2) * kernel.tile_k + 1))
     ways = [make_schedule(_ffi.ScheduleKind.data_parallel)]
@@ -733,7 +738,8 @@ def test_nan_and_inf_propagate(name):
     device = device_of(kernel)
     ldd = round_up(case.n, kernel.align_d)
     problem = _ffi.GemmProblem(
-        1, case.m, case.n, case.k, kernel.type_a, kernel.type_b, kernel.type_d, kernel.math, kernel.major_a, kernel.major_b,
+        1, case.m, case.n, case.k, kernel.type_a, kernel.type_b, kernel.type_d, kernel.math,
+        kernel.major_a, kernel.major_b,
         lda, ldb, ldd, 0, 0, 0,
     )  # fmt: skip
     for schedule in all_schedules(kernel, case.k):
@@ -813,7 +819,7 @@ BEYOND = [
 @pytest.mark.parametrize("at_the_end", [False, True])
 @pytest.mark.parametrize("name", BEYOND or ["no CUDA kernel in this build"])
 def test_what_a_tile_has_beyond_an_operand(name, at_the_end, case):
-    """Tiles are loaded as far as they reach, also beyond operands, whatever lies there; but not beyond an allocation."""
+    """Tiles are loaded whole, also beyond operands, whatever lies there; but not beyond an allocation."""
     if name not in KERNELS:
         pytest.skip("this build or GPU has no kernel of the sm90 family")
     schedule = make_schedule(_ffi.ScheduleKind.data_parallel)

@@ -46,7 +46,7 @@ def in_float64(*operands, **kwargs):
 
 
 def assert_as_exact(got, operands, **kwargs):
-    """Error against float64 of at most twice that of XLA's formula in the result's dtype, and a few roundings of sums of k."""
+    """The error against float64 is at most twice that of XLA's formula in the result's dtype, plus a few roundings."""
     exact = in_float64(*operands, **kwargs)
     wanted = formula(*(None if x is None else jnp.asarray(x, got.dtype) for x in operands), **kwargs)
     assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
@@ -106,8 +106,8 @@ def test_every_schedule_has_the_epilogue_once(schedule, has_bias, has_residual):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_ragged_and_empty(shape, dtype):
     m, k, n = shape
-    x, w, bias, residual = normal((m, k), dtype), normal((k, n), dtype), normal((n,), dtype), normal((m, n), dtype)
-    for bias in (bias, None):
+    x, w, residual = normal((m, k), dtype), normal((k, n), dtype), normal((m, n), dtype)
+    for bias in (normal((n,), dtype), None):
         got = linear(x, w, bias, activation="silu", residual=residual, beta=2.0)
         assert_as_exact(got, (x, w, bias, residual), activation="silu", beta=2.0)
 
@@ -118,12 +118,12 @@ def test_leading_dimensions_and_vectors():
         x = normal(shape)
         assert_as_exact(linear(x, w, bias, activation="tanh"), (x, w, bias), activation="tanh")
         # Residuals broadcast.
-        residual = normal(shape[-2:-1] + (1,))
+        residual = normal((*shape[-2:-1], 1))
         assert_as_exact(linear(x, w, residual=residual), (x, w, None, residual))
 
 
 def test_one_rounding():
-    """The sum is rounded after the activation, not before: bfloat16 results are the float64 ones' nearest but for ties."""
+    """The sum is rounded after the activation, not before: bfloat16 results are nearest to float64's, ties apart."""
     x, w, bias = normal((64, 256), "bfloat16"), normal((256, 64), "bfloat16"), normal((64,), "bfloat16")
     got = np.asarray(linear(x, w, bias, activation="gelu", alpha=0.1)).astype(np.float64)
     exact = in_float64(x, w, bias, activation="gelu", alpha=0.1)
@@ -317,7 +317,8 @@ X, W = np.ones((4, 8), np.float32), np.ones((8, 6), np.float32)
         (
             dict(x=X.astype(int), w=W.astype(int)),
             TypeError,
-            r"the result's dtype is int32; .* floating-point numbers: give preferred_element_type=float32, and convert .*astype\(int32\)",
+            r"the result's dtype is int32; .* floating-point numbers: "
+            r"give preferred_element_type=float32, and convert .*astype\(int32\)",
         ),
         (
             dict(x=X, w=W, preferred_element_type=jnp.int32),

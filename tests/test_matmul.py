@@ -56,7 +56,7 @@ def custom_calls(lowered):
 
 
 def is_served(a, b, schedule, **kwargs):
-    """Whether some kernel runs the product under the schedule. Not every kernel for GPUs has every reduction, or cuts batches."""
+    """Whether some kernel runs the product under the schedule: on GPUs not all have every reduction or cut batches."""
     try:
         jax_streamk.plan(a, b, schedule=schedule, **kwargs)
     except ValueError as error:
@@ -160,17 +160,19 @@ def test_int8_sums_in_int32(schedule):
 
 
 SHAPES = [
-    ((3,), (3,)), ((3,), (3, 5)), ((4, 3), (3,)), ((1,), (1,)), ((2, 4, 3), (3,)), ((3,), (2, 3, 5)), ((3,), (2, 1, 3, 5)),
-    ((4, 3), (3, 5)), ((2, 4, 3), (3, 5)), ((4, 3), (2, 3, 5)), ((4, 3), (7, 2, 3, 5)), ((2, 4, 3), (2, 3, 5)),
+    ((3,), (3,)), ((3,), (3, 5)), ((4, 3), (3,)), ((1,), (1,)), ((2, 4, 3), (3,)), ((3,), (2, 3, 5)),
+    ((3,), (2, 1, 3, 5)), ((4, 3), (3, 5)),
+    ((2, 4, 3), (3, 5)), ((4, 3), (2, 3, 5)), ((4, 3), (7, 2, 3, 5)), ((2, 4, 3), (2, 3, 5)),
     # Sizes of 1 that broadcast, and dimensions that only one operand has.
     ((4, 3), (1, 3, 5)), ((1, 4, 3), (3, 5)), ((1, 4, 3), (2, 3, 5)), ((2, 4, 3), (1, 3, 5)), ((1, 4, 3), (1, 3, 5)),
     ((4, 3), (1, 1, 3, 5)), ((1, 4, 3), (1, 1, 3, 5)), ((2, 1, 4, 3), (1, 5, 3, 6)), ((1, 5, 4, 3), (2, 1, 3, 6)),
     ((7, 1, 4, 3), (5, 3, 6)), ((5, 4, 3), (7, 1, 3, 6)), ((1, 1, 4, 3), (2, 5, 3, 6)), ((2, 5, 4, 3), (2, 1, 3, 6)),
-    ((2, 5, 4, 3), (1, 5, 3, 6)), ((2, 1, 2, 4, 3), (1, 3, 1, 3, 6)), ((2, 3, 1, 4, 3), (3, 2, 3, 6)), ((1, 3), (2, 3, 5)),
-    ((2, 3, 1, 7), (7, 1)), ((1, 1), (1, 1)), ((2, 1, 1), (2, 1, 1)),
+    ((2, 5, 4, 3), (1, 5, 3, 6)), ((2, 1, 2, 4, 3), (1, 3, 1, 3, 6)), ((2, 3, 1, 4, 3), (3, 2, 3, 6)),
+    ((1, 3), (2, 3, 5)), ((2, 3, 1, 7), (7, 1)), ((1, 1), (1, 1)), ((2, 1, 1), (2, 1, 1)),
     # Empty in the batch, m, n or k.
-    ((0,), (0,)), ((0,), (0, 5)), ((4, 0), (0,)), ((0, 3), (3, 5)), ((4, 3), (3, 0)), ((4, 0), (0, 5)), ((1, 0), (0, 1)),
-    ((0, 4, 3), (3, 5)), ((0, 4, 3), (1, 3, 5)), ((1, 4, 3), (0, 3, 5)), ((4, 3), (0, 3, 5)), ((0, 4, 3), (0, 3, 5)),
+    ((0,), (0,)), ((0,), (0, 5)), ((4, 0), (0,)), ((0, 3), (3, 5)), ((4, 3), (3, 0)), ((4, 0), (0, 5)),
+    ((1, 0), (0, 1)), ((0, 4, 3), (3, 5)),
+    ((0, 4, 3), (1, 3, 5)), ((1, 4, 3), (0, 3, 5)), ((4, 3), (0, 3, 5)), ((0, 4, 3), (0, 3, 5)),
     ((2, 4, 0), (0, 5)), ((2, 0, 3), (2, 3, 5)), ((0, 0), (0, 0)),
 ]  # fmt: skip
 
@@ -196,9 +198,10 @@ def test_batches_that_cut_tiles():
 
 
 PAIRS = [
-    (BF16, F32), (F16, BF16), (F32, F16), (np.int8, np.float32), (np.int8, BF16), (np.int32, np.int32), (np.uint8, np.int16),
-    (np.int8, np.int8), (bool, bool), (bool, np.int8), (bool, F32), (np.complex64, np.float32), (np.complex64, np.complex64),
-    (F64, F32), (np.int64, np.int32), (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e4m3fn), (np.uint32, np.uint32),
+    (BF16, F32), (F16, BF16), (F32, F16), (np.int8, np.float32), (np.int8, BF16), (np.int32, np.int32),
+    (np.uint8, np.int16), (np.int8, np.int8), (bool, bool), (bool, np.int8), (bool, F32), (np.complex64, np.float32),
+    (np.complex64, np.complex64), (F64, F32), (np.int64, np.int32), (np.uint32, np.uint32),
+    (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e4m3fn),
 ]  # fmt: skip
 
 
@@ -260,8 +263,9 @@ def test_operands_need_not_be_jax_arrays():
 
 PRESETS = lax.DotAlgorithmPreset
 PRECISIONS = [
-    None, "default", "high", "highest", "float32", "bfloat16", "tensorfloat32", lax.Precision.DEFAULT, lax.Precision.HIGH,
-    lax.Precision.HIGHEST, (lax.Precision.HIGH, lax.Precision.HIGHEST), ("default", "high"), "F32_F32_F32", PRESETS.F32_F32_F32,
+    None, "default", "high", "highest", "float32", "bfloat16", "tensorfloat32", lax.Precision.DEFAULT,
+    lax.Precision.HIGH, lax.Precision.HIGHEST, (lax.Precision.HIGH, lax.Precision.HIGHEST), ("default", "high"),
+    "F32_F32_F32", PRESETS.F32_F32_F32,
 ]  # fmt: skip
 
 
@@ -478,7 +482,8 @@ def test_refused_operands(a, b, error, message):
         (
             np.int32,
             F16,
-            r"float16 is narrower than int32, .*: name one of at least 32 bits, or none, and convert .* by \.astype\(float16\)",
+            r"float16 is narrower than int32, .*: name one of at least 32 bits, or none, "
+            r"and convert .* by \.astype\(float16\)",
         ),
         (np.int32, np.int8, r"int8 is narrower than int32, .* by \.astype\(int8\)"),
     ],
@@ -539,7 +544,10 @@ def test_integers_of_any_type_are_ints_of_a_schedule(two):
         assert schedule == value and hash(schedule) == hash(value) and repr(schedule) == repr(value)
 
 
-STATIC = "is traced, and must be static, .*: close over its value, or name it in the static_argnums or static_argnames of jax.jit"
+STATIC = (
+    "is traced, and must be static, .*: "
+    "close over its value, or name it in the static_argnums or static_argnames of jax.jit"
+)
 
 
 @pytest.mark.parametrize(
@@ -570,7 +578,8 @@ def test_what_makes_a_program_is_static(name, product, value):
         (
             np.int8,
             {},
-            "int8 x int8 -> int8: results of int8 may be int32: name that as preferred_element_type, and convert the result",
+            "int8 x int8 -> int8: results of int8 may be int32: "
+            "name that as preferred_element_type, and convert the result",
         ),
         (
             F32,

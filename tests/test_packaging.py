@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import json
 import pathlib
 import re
 import shutil
@@ -170,10 +171,13 @@ def test_metadata():
 
 
 def test_module_is_typed():
-    files = importlib.metadata.files("jax-streamk")
-    if not any(file.match("jax_streamk/_ffi*.so") for file in files):
-        pytest.skip("jax_streamk was not installed by pip")
-    assert {"_ffi.pyi", "py.typed"} <= {file.name for file in files}
+    installed = importlib.metadata.distribution("jax-streamk")
+    origin = json.loads(installed.read_text("direct_url.json") or "{}")
+    if origin.get("dir_info", {}).get("editable") or not any(
+        file.match("jax_streamk/_ffi*.so") for file in installed.files
+    ):
+        pytest.skip("jax_streamk was not installed as a wheel")
+    assert {"_ffi.pyi", "py.typed"} <= {file.name for file in installed.files}
 
 
 def test_build_and_run_time_agree_on_the_oldest_jaxlib():
@@ -182,6 +186,15 @@ def test_build_and_run_time_agree_on_the_oldest_jaxlib():
     oldest = next(r for r in project["project"]["dependencies"] if r.startswith("jax>="))
     assert oldest.startswith("jax>=" + built_on.removeprefix("jaxlib=="))
     assert built_on == f"jaxlib=={checks._OLDEST_JAX}"
+
+
+def test_lint_has_the_same_versions_before_a_commit_and_in_ci():
+    files = "".join((ROOT / ".ci" / name).read_text() for name in ("lint.txt", "lint-types.txt"))
+    pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", files, re.MULTILINE))
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    of_mirrors = dict(re.findall(r"/(?:mirrors-)?(ruff|clang-format)(?:-pre-commit)?\n +rev: v(\S+)", hooks))
+    of_mypy = dict(re.findall(r"([\w-]+)==([^],\s]+)", hooks))
+    assert of_mirrors | of_mypy == pinned and len(of_mirrors) == 2
 
 
 def imported(program, cwd):
@@ -200,6 +213,8 @@ def test_an_old_jax_is_refused_at_import(tmp_path):
 def test_a_source_folder_says_that_it_hides_the_package(tmp_path):
     package = pathlib.Path(checks.__file__).parent
     shutil.copytree(package, tmp_path / "jax_streamk", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    said = imported("import sys; sys.path.insert(0, ''); import jax_streamk", tmp_path)
+    # The finder of an editable install, an object among classes, comes before every folder.
+    only_paths = "import sys; sys.meta_path[:] = [x for x in sys.meta_path if isinstance(x, type)]; "
+    said = imported(only_paths + "sys.path.insert(0, ''); import jax_streamk", tmp_path)
     assert said.startswith(f"ImportError: {tmp_path / 'jax_streamk'} has no compiled module _ffi for Python 3.")
     assert "hides the installed package: start Python elsewhere" in said

@@ -183,7 +183,8 @@ def test_gpus_other_than_hopper_run_what_every_gpu_does(device):
     for m, dtype in itertools.product((2, 16, 500), (jnp.bfloat16, jnp.float16, jnp.float32)):
         made = plan(shaped((m, 4096), dtype), shaped((4096, 1024), dtype), device=device)
         assert made.kernel.startswith(("sm80", "skinny")) and made.microseconds > 0
-    # One launch of these kernels shares no tiles of a batch, and theirs of few rows share K in clusters, which came with Hopper.
+    # One launch of these kernels shares no tiles of a batch, and theirs of few rows share K in clusters, which came
+    # with Hopper.
     batch = shaped((3, 64, 4096), jnp.bfloat16), shaped((3, 4096, 64), jnp.bfloat16)
     assert plan(*batch, device=device).schedule in (
         DataParallel(),
@@ -211,7 +212,7 @@ def test_named_gpus():
 
 
 def test_described_kernels_are_those_of_a_build_that_has_all():
-    """``python -m jax_streamk info --kernels jax_streamk/cuda_kernels.csv`` writes them, in a build for compute capabilities 8.0 and 9.0."""
+    """``python -m jax_streamk info --kernels jax_streamk/cuda_kernels.csv`` writes them, in a build for 8.0 and 9.0."""
     built = [kernel for kernel in jax_streamk.kernels() if kernel.family != _ffi.Family.host]
     kernels = built if any(kernel.family == _ffi.Family.sm90 for kernel in built) else described.cuda_kernels()
     written = io.StringIO()
@@ -292,7 +293,7 @@ def test_misaligned_matrices_have_copies_in_the_workspace(m, n, k, operands, out
     ).problem
     choice = planner.choose(product, planner._native_schedule(DataParallel()), device)
     assert choice.candidates[0].kernel.startswith("sm90") and bool(choice.candidates[0].cost.repack) == bool(operands)
-    round_up = lambda x, to: -(-x // to) * to  # noqa: E731
+    round_up = lambda x, to: -(-x // to) * to
     copies = ("A" in operands) * 2 * m * round_up(k, 64) + ("B" in operands) * 2 * k * round_up(n, 64)
     assert copies <= choice.workspace_bytes <= copies + 2 * 256
 
@@ -300,13 +301,28 @@ def test_misaligned_matrices_have_copies_in_the_workspace(m, n, k, operands, out
 @pytest.mark.parametrize(
     "a, b, kwargs, reason",
     [
-        (shaped((4, 8), jnp.int32), shaped((8, 4), jnp.int32), {}, "falls back to XLA: int32 x int32: no kernel multiplies int32"),
-        (shaped((4, 8)), shaped((8, 4)), {"preferred_element_type": jnp.bfloat16}, "falls back to XLA: .*results of float32 may be float32"),
-        (shaped((2**20, 2**30)), shaped((2**30, 2**44)), {}, r"falls back to XLA: .* have more elements than 64 bits count"),
+        (
+            shaped((4, 8), jnp.int32),
+            shaped((8, 4), jnp.int32),
+            {},
+            "falls back to XLA: int32 x int32: no kernel multiplies int32",
+        ),
+        (
+            shaped((4, 8)),
+            shaped((8, 4)),
+            {"preferred_element_type": jnp.bfloat16},
+            "falls back to XLA: .*results of float32 may be float32",
+        ),
+        (
+            shaped((2**20, 2**30)),
+            shaped((2**30, 2**44)),
+            {},
+            "falls back to XLA: .* have more elements than 64 bits count",
+        ),
         (shaped((0, 8)), shaped((8, 4)), {}, "the result is empty or zero"),
         (shaped((4, 0)), shaped((0, 4)), {}, "the result is empty or zero"),
     ],
-)  # fmt: skip
+)
 def test_reasons_of_products_without_a_kernel(a, b, kwargs, reason):
     made = plan(a, b, **kwargs)
     assert made.kernel is None and made.schedule is None and made.workspace_bytes == 0
@@ -389,7 +405,8 @@ def test_what_memory_and_arithmetic_need_at_least(device):
         and row.limit.microseconds == row.limit.amount / machine.memory_rate
     )
     assert square.limit.amount == 2 * 8192**3
-    # Twice as long for TF32 as for 16 bits, and thrice that for three of them, on Hopper; operands that a batch shares are read once.
+    # Twice as long for TF32 as for 16 bits, and thrice that for three of them, on Hopper; operands that a batch shares
+    # are read once.
     if device.arch == 90:
         single, three = (
             planned(8192, 8192, 8192, device, jnp.float32, precision=precision).limit for precision in (None, "high")
@@ -401,7 +418,8 @@ def test_what_memory_and_arithmetic_need_at_least(device):
     shared = plan(shaped((8, 4096), jnp.bfloat16), shaped((3, 4096, 512), jnp.bfloat16), device=device)
     assert shared.limit.amount == 2 * (8 * 4096 + 3 * 4096 * 512 + 3 * 8 * 512)
     for made in (row, square):
-        share = f"{made.limit.microseconds / made.microseconds:.0%} of the limit by {made.bound}: {text.duration(made.limit.microseconds)} for "
+        least = made.limit.microseconds
+        share = f"{least / made.microseconds:.0%} of the limit by {made.bound}: {text.duration(least)} for "
         assert sum(reason.startswith(share) for reason in made.reasons) == 1
     # Nothing is promised that the limit forbids.
     for shape in PRODUCTS:
@@ -725,7 +743,7 @@ def shapes_of_a_long_sum():
 @pytest.mark.parametrize("device", [jax_streamk.H200, jax_streamk.A100], ids=lambda device: device.kind)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=lambda dtype: dtype.__name__)
 def test_tensor_cores_sum_little_of_k_for_a_float32_result(device, schedule, dtype):
-    """Every addition truncates. Results that are rounded to 16 bits hide it, and those of products that fill the GPU are XLA's too."""
+    """Every addition truncates. Rounding to 16 bits hides it, and XLA's products that fill the GPU do the same."""
     kernels = {kernel.name: kernel for kernel in planner.kernels_for("cuda")}
     for m, n, k in shapes_of_a_long_sum():
         try:
@@ -740,7 +758,8 @@ def test_tensor_cores_sum_little_of_k_for_a_float32_result(device, schedule, dty
             continue  # no kernel has the schedule for such rows, or as many k-tiles
         kernel, splits = kernels.get(made.kernel), getattr(made.schedule, "splits", 1)
         if kernel is not None:
-            run = -(-(-(-k // kernel.tile_k)) // splits) * kernel.tile_k
+            tiles = -(-k // kernel.tile_k)
+            run = -(-tiles // splits) * kernel.tile_k
             most = 1024 if dtype == jnp.float32 else 16 if 1 in (m, n) or m * n < 2**14 else 128
             assert min(kernel.promotion_k or run, run, k) <= most, (m, n, k, made.kernel, made.schedule)
 

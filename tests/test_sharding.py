@@ -1,4 +1,4 @@
-"""Products over eight simulated CPU devices, against XLA's: values, gradients, types, and the collectives of the compiled programs."""
+"""Products over eight simulated CPU devices, against XLA's: values, gradients, types and collectives."""
 
 import collections
 import functools
@@ -77,7 +77,7 @@ def with_gradients(function):
 
 
 def assert_as_exact(found, xlas, exact):
-    """Of each array, the root mean square error against float64 at most twice XLA's, and a rounding, or a few of float32."""
+    """The root mean square error of each array against float64 is at most twice XLA's, plus a rounding or a few."""
     for got, xla, want in zip(*map(jax.tree.leaves, (found, xlas, exact)), strict=True):
         assert got.dtype == xla.dtype and got.shape == xla.shape
         rounding = max(2.0**-21, float(jnp.finfo(got.dtype).eps) / 2)
@@ -92,7 +92,7 @@ def in_float64(function, *operands):
 
 
 def assert_like_xla(ours, xlas, *operands, **options):
-    """Values and gradients of two functions, the last operand being the cotangent; and no more collectives. Returns both counts."""
+    """Compares values, gradients (the last operand is the cotangent) and collectives. Returns both counts of these."""
     programs = [compiled(with_gradients(function), *operands, **options) for function in (ours, xlas)]
     results = [program(*operands) for program in programs]
     assert_as_exact(*results, in_float64(with_gradients(xlas), *operands))
@@ -124,7 +124,7 @@ FORMULAS = {
 @pytest.mark.parametrize("formula", FORMULAS)
 @pytest.mark.parametrize("x, y", list(itertools.combinations_with_replacement("bmnk-", 2)))
 def test_a_mesh_axis_divides_a_factor(x, y, formula):
-    """Axis x of the mesh divides one of batch, m, n and k in every array that has it, axis y another or the same; - is none."""
+    """Axis x of the mesh divides one of batch, m, n and k in every array that has it, axis y likewise; - is none."""
     names, ours, xlas = FORMULAS[formula]
     axes = {f: tuple(axis for axis, factor in (("y", y), ("x", x)) if factor == f) for f in "bmnk"}
     operands = [
@@ -143,8 +143,8 @@ def test_a_mesh_axis_divides_a_factor(x, y, formula):
     assert mine <= theirs
 
 
-# Divisions of lhs (m, k) and rhs (k, n), of the result where it is asked for, and what the forward needs. All but the scattered sums
-# are those of data, fully sharded data and tensor parallelism.
+# Divisions of lhs (m, k) and rhs (k, n), of the result where it is asked for, and what the forward needs. All but the
+# scattered sums are those of data, fully sharded data and tensor parallelism.
 MOVED = {
     "k scattered over m": ((None, "x"), ("x", None), ("x", None), {"reduce-scatter": 1}),
     "k scattered over n": ((None, "x"), ("x", None), (None, "x"), {"reduce-scatter": 1}),
@@ -294,9 +294,12 @@ def test_an_explicit_mesh_of_one_device(numbers):
 def test_explicit_sharding_of_linear():
     with jax.set_mesh(EXPLICIT):
         operands = place(
-            (normal(16, 24), P("x", "y")), (normal(24, 40), P("y", None)), (normal(40), P(None)), (normal(16, 40), P("x", None)),
+            (normal(16, 24), P("x", "y")),
+            (normal(24, 40), P("y", None)),
+            (normal(40), P(None)),
+            (normal(16, 40), P("x", None)),
             mesh=EXPLICIT,
-        )  # fmt: skip
+        )
         for out, collective in ((P("x", None), "all-reduce"), (P("x", "y"), "reduce-scatter")):
 
             def ours(x, w, bias, residual):
@@ -318,9 +321,12 @@ def test_explicit_sharding_of_linear():
 def test_bias_and_residual_take_the_sharding_of_the_product(spec_x, spec_bias, spec_residual):
     with jax.set_mesh(EXPLICIT):
         x, w, bias, residual = operands = place(
-            (normal(16, 24), spec_x), (normal(24, 40), P(None, None)), (normal(40), spec_bias), (normal(16, 40), spec_residual),
+            (normal(16, 24), spec_x),
+            (normal(24, 40), P(None, None)),
+            (normal(40), spec_bias),
+            (normal(16, 40), spec_residual),
             mesh=EXPLICIT,
-        )  # fmt: skip
+        )
         assert jax.typeof(linear(x, w, bias, residual=residual)) == jax.typeof(jnp.matmul(x, w))
         layer = lambda x, w, bias, residual: linear(x, w, bias, residual=residual, activation="silu")
         gradients = jax.jit(jax.grad(lambda *operands: layer(*operands).sum(), argnums=(0, 1, 2, 3)))(*operands)
@@ -572,13 +578,15 @@ ALIKE = [
 
 @pytest.fixture
 def compilation_cache(tmp_path):
-    """A persistent one, that leaves addresses of Python objects out of account, as two of them that are the same do by chance."""
+    """A persistent cache whose keys leave out addresses of Python objects, as if two were equal by chance."""
     from jax.experimental.compilation_cache import compilation_cache
 
     settings = dict(
-        jax_compilation_cache_dir=str(tmp_path), jax_persistent_cache_min_compile_time_secs=0, jax_persistent_cache_min_entry_size_bytes=0,
+        jax_compilation_cache_dir=str(tmp_path),
+        jax_persistent_cache_min_compile_time_secs=0,
+        jax_persistent_cache_min_entry_size_bytes=0,
         jax_remove_custom_partitioning_ptr_from_cache_key=True,
-    )  # fmt: skip
+    )
     before = {name: getattr(jax.config, name) for name in settings}
     try:
         for name, value in settings.items():
@@ -639,9 +647,11 @@ def test_programs_whose_arguments_have_no_sharding():
     with jax.set_mesh(AUTO):
         (divided,) = place((b, P("y", None)))
         programs = [
-            lambda a: matmul(a, b), lambda a: matmul(a, divided), lambda a: matmul(lax.with_sharding_constraint(a, P("x", "y")), b),
+            lambda a: matmul(a, b),
+            lambda a: matmul(a, divided),
+            lambda a: matmul(lax.with_sharding_constraint(a, P("x", "y")), b),
             lambda a: linear(a, b, activation="relu") - linear(-a, b, activation="relu"),
-        ]  # fmt: skip
+        ]
         for program in programs:
             np.testing.assert_allclose(jax.jit(program)(a), a @ b, rtol=1e-4, atol=1e-4)
             np.testing.assert_allclose(

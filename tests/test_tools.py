@@ -65,8 +65,11 @@ def test_tune_stores_and_resumes(file, tmp_path, capsys, pretended):
     assert f"stored in {store.path(device_of(None))}" in out
     assert list(store.plans(device_of(None))) == pretended
     assert [(p.batch, p.m, p.type_a.name, p.major_a.name, p.major_b.name) for p in pretended] == [
-        (1, 40, "bf16", "row", "row"), (1, 40, "f16", "row", "row"), (3, 16, "bf16", "column", "column"), (3, 16, "f16", "column", "column"),
-    ]  # fmt: skip
+        (1, 40, "bf16", "row", "row"),
+        (1, 40, "f16", "row", "row"),
+        (3, 16, "bf16", "column", "column"),
+        (3, 16, "f16", "column", "column"),
+    ]
     # These are the problems that programs have.
     with tuned.using(store):
         for dtype in (jnp.bfloat16, jnp.float16):
@@ -257,7 +260,7 @@ def test_the_version(capsys):
 def test_a_reader_may_leave(arguments, tmp_path):
     """As head does. What was printed is lost, and nothing else is said."""
     write(tmp_path / "shapes.csv", "8,8,8", header="m,n,k")
-    result = dict.fromkeys(results.FIELDS, []) | dict(
+    result = {field: [] for field in results.FIELDS} | dict(
         format=results.FORMAT, date="2026-01-02", command="", limits={}, link_us=None
     )
     result |= dict(machine=dict(device="", platform="cpu", jax=""), task=dict(dtype="float32", activation=None))

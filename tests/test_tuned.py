@@ -1,4 +1,4 @@
-"""Tuned plans: what is stored, what ``Auto()`` takes of it, how plans are measured, and ``tuning()`` under every transformation."""
+"""Tuned plans: what is stored, what ``Auto()`` takes, how plans are measured, ``tuning()`` under transformations."""
 
 import concurrent.futures
 import contextlib
@@ -46,7 +46,7 @@ A, B = shaped(64, 2048), shaped(2048, 96)
 
 
 def another(problem, device):
-    """What the planner would not choose: a candidate of another kind of schedule if there is one, in an unusual order."""
+    """What the planner would not choose: a candidate of another schedule kind if there is one, in an unusual order."""
     first, *others = planner.choose(problem, None, device, listed=24).candidates
     other = next((x for x in others if x.schedule.schedule != first.schedule.schedule), first)
     policy = dataclasses.replace(LaunchPolicy.of(other.policy), raster="n", swizzle=3)
@@ -86,9 +86,9 @@ def write(store, device, *lines):
     store.path(device).write_bytes(b"\n".join(lines) + b"\n")
 
 
-def line_of(problem, device, changes={}):
+def line_of(problem, device, changes=()):
     record = json.loads(tuned._line(device, problem, found(problem, device)))
-    for name, value in changes.items():
+    for name, value in dict(changes).items():
         (record["problem"] if name in record["problem"] else record)[name] = value
     return json.dumps(record).encode()
 
@@ -129,8 +129,14 @@ def test_auto_takes_what_is_stored_for_this_very_problem(store):
 def test_auto_leaves_to_xla_what_xla_was_faster_at(store):
     alone = plan(A, B)
     digests = set()
-    for changes, is_left in (({}, False), (dict(xla_ratio=0.9), True), (dict(xla_ratio=0.995), False), (dict(xla_ratio=0.0), False),
-                             (dict(xla_ratio=0.9, jaxlib="0.0.1"), False)):  # fmt: skip
+    cases = [
+        ({}, False),
+        (dict(xla_ratio=0.9), True),
+        (dict(xla_ratio=0.995), False),
+        (dict(xla_ratio=0.0), False),
+        (dict(xla_ratio=0.9, jaxlib="0.0.1"), False),
+    ]
+    for changes, is_left in cases:
         store.add(here(), alone.problem, found(alone.problem, here(), **changes))
         made = plan(A, B)
         assert (made.kernel is None) == is_left and len(emitted(lambda a, b: matmul(a, b), A, B)) == 1 - is_left
@@ -361,7 +367,7 @@ def test_a_folder_that_is_named_is_there(tmp_path):
     for name, error in (("absent", FileNotFoundError), ("file", NotADirectoryError)):
         with pytest.raises(
             error,
-            match=rf"cache='.*{name}': .*{name} is no folder: .*tune .*--cache DIR.* an empty one is for no tuned plans",
+            match=rf"cache='.*{name}': .*{name} is no folder: .*tune .*--cache DIR.* an empty one is for no tuned",
         ):
             jax_streamk.use_tuned_plans(str(tmp_path / name))
         assert tuned.store_of() is before
@@ -448,7 +454,7 @@ print(tuned.store_of().directory)
 
 
 def test_a_partitioned_program_tells_which_plans_it_was_made_with(store):
-    """What a partitioned product compiles to is not in its text: the persistent compilation cache would not see other plans."""
+    """A partitioned product's text does not hold its plan: the persistent compilation cache must tell plans apart."""
     if len(jax.devices()) < 2:
         pytest.skip("needs two devices")
     sharding = NamedSharding(jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]), PartitionSpec("x"))
@@ -618,8 +624,8 @@ def test_on_a_gpu_other_orders_of_tiles_and_launch_choices_are_tried_around_the_
 
     class Pretended:
         device, stopped = HOPPER, threading.Event()
-        rotation = lambda self, problem: self  # noqa: E731
-        shorten = lambda self, *launch: None  # noqa: E731
+        rotation = lambda self, problem: self
+        shorten = lambda self, *launch: None
 
         def time(self, kernel, schedule, policy, repeats=3):
             asked.append((kernel, policy))
@@ -658,7 +664,7 @@ def test_on_a_gpu_other_orders_of_tiles_and_launch_choices_are_tried_around_the_
 
 
 def contested():
-    """Besides those above: one operand or both without a batch, a bias a batch, B column-major, D of another type than the sums, K = 1."""
+    """Besides those above: operands without a batch, a bias per batch, column-major B, D narrower than sums, K = 1."""
     wide, shared, column = problems_to_run()
     turned = dataclasses.replace(wide, major_b=_ffi.Major.column, ldb=40)
     lone_a = dataclasses.replace(wide, batch_stride_a=0, ldd=96, batch_stride_d=32, batch_stride_bias=32)
@@ -753,7 +759,7 @@ def test_three_tf32_are_not_left_to_one():
 
 @pytest.fixture
 def pretended(monkeypatch):
-    """Measurements that take no time and find ``another`` plan for every problem; which they were, and in which threads."""
+    """Measurements that take no time and find ``another`` plan for every problem; what they were, in which threads."""
     calls = []
 
     def found_at_once(problem, memory):
@@ -785,7 +791,7 @@ def test_tuning_measures_stores_and_uses(store, quick):
 def transformed():
     """Programs, and how many products of theirs differ."""
     w = jnp.ones((2048, 96), jnp.bfloat16)
-    loss = lambda a, b: (matmul(a, b).astype(jnp.float32) ** 2).sum()  # noqa: E731
+    loss = lambda a, b: (matmul(a, b).astype(jnp.float32) ** 2).sum()
     stacked = jnp.ones((5, 64, 2048), jnp.bfloat16)
     square = jnp.ones((64, 64), jnp.float32)
     bias = jnp.ones(96, jnp.bfloat16)
@@ -830,7 +836,7 @@ def test_what_is_left_to_xla_under_transformations(store, pretended, name, monke
 
 
 def test_another_xla_is_measured_again(store, pretended, monkeypatch):
-    program = lambda: jax.jit(lambda a, b: matmul(a, b)).lower(A, B)  # noqa: E731
+    program = lambda: jax.jit(lambda a, b: matmul(a, b)).lower(A, B)
     store.add(here(), plan(A, B).problem, found(plan(A, B).problem, here(), xla_ratio=0.5, jaxlib="0.0.1"))
     assert plan(A, B).kernel and "XLA's product took 0.50" not in str(plan(A, B))
     with jax_streamk.tuning() as plans:

@@ -1,16 +1,20 @@
 """What a dense layer computes of its input and parameters, and the fields that Flax's own layers do not have."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jax_streamk import api
 from jax_streamk.epilogue import ACTIVATIONS, check_activation
 from jax_streamk.schedules import check_schedule
 
 
-def check_fields(layer, dot_general):
-    """Raises what the layers' docstrings say of ``activation`` and ``schedule``; dot_general is the user's own, or None."""
+def check_fields(layer: Any, dot_general: Callable[..., Any] | None) -> None:
+    """Raises what the layers' docstrings say of ``activation`` and ``schedule``; dot_general is the user's, or None."""
     check_schedule(layer.schedule)
     name = type(layer).__name__
     check_activation(name, layer.activation)
@@ -20,11 +24,19 @@ def check_fields(layer, dot_general):
         )
 
 
-def forward(layer, dot_general, inputs, kernel, bias, preferred_element_type=None, **sharding):
+def forward(
+    layer: Any,
+    dot_general: Callable[..., Any] | None,
+    inputs: Any,
+    kernel: Any,
+    bias: Any,
+    preferred_element_type: DTypeLike | None = None,
+    **sharding: Any,
+) -> jax.Array:
     """``activation(inputs @ kernel + bias)`` of promoted arrays, with the result's dtype that Flax's layers give.
 
-    One ``linear``, but for complex numbers and under a ``dot_general`` of the user's own (None without): there bias and activation
-    follow the product.
+    One call of ``linear``. For complex numbers, and under a ``dot_general`` of the user's own (else None), bias and
+    activation follow the product.
     """
     # Interceptors take their own kinds of kernels.
     if dot_general is None and not api.is_intercepted():

@@ -2,50 +2,79 @@
 
 import functools
 import inspect
+from collections.abc import Callable
+from typing import Any, overload
 
+import jax
 from flax import nnx
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
+from jax_streamk.accelerate import P, R, Where, check_results
 from jax_streamk.accelerate import accelerate as _accelerate
-from jax_streamk.accelerate import check_results
 from jax_streamk.flax.forward import check_fields, forward
+from jax_streamk.schedules import PerPass, Schedule
 
 
 class Linear(nnx.Linear):
     """``flax.nnx.Linear``, and an activation, by one call of ``jax_streamk.linear``.
 
-    Arguments are those of Flax's class and the two below; parameters, their names, initial values and metadata are Flax's. Sums and
-    bias are float32 and rounded once, where Flax rounds the product before it adds the bias.
+    Arguments are those of Flax's class and the two below; parameters, their names, initial values and metadata are
+    Flax's. Sums and bias are float32 and rounded once, where Flax rounds the product before it adds the bias.
 
     Args:
       activation: None, "relu", "gelu" (the exact one, by erf), "gelu_tanh", "silu", "sigmoid" or "tanh".
-      schedule: ``Auto()``, ``DataParallel()``, ``SplitK(...)``, ``StreamK(...)``, or a ``PerPass`` of them; None is ``Auto()``.
+      schedule: ``Auto()``, ``DataParallel()``, ``SplitK(...)``, ``StreamK(...)``, or a ``PerPass`` of them; None is
+        ``Auto()``.
       dot_general: a product of the user's own. Bias and activation then follow it, as in Flax's class.
 
     Raises:
       TypeError: schedule is not a schedule.
-      ValueError: there is no such activation, a schedule meets a product of the user's own, or (when called) no kernel can run the
-        product under the schedule.
+      ValueError: there is no such activation, a schedule meets a product of the user's own, or (when called) no kernel
+        can run the product under the schedule.
     """
 
-    def __init__(self, in_features, out_features, *, activation=None, schedule=None, **kwargs):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        activation: str | None = None,
+        schedule: Schedule | PerPass | None = None,
+        **kwargs: Any,
+    ):
         super().__init__(in_features, out_features, **kwargs)
         self.activation = activation
         self.schedule = schedule
         check_fields(self, self._own_dot_general())
 
-    def __call__(self, inputs, out_sharding=None):
-        """Array of shape (..., out_features) of inputs of shape (..., in_features), with the sharding if one is given."""
+    def __call__(self, inputs: ArrayLike, out_sharding: NamedSharding | PartitionSpec | None = None) -> jax.Array:
+        """Array of shape (..., out_features) of inputs (..., in_features), sharded as ``out_sharding`` says."""
         kernel = self.kernel[...]
         bias = None if self.bias is None else self.bias[...]
-        promoted = self.promote_dtype((inputs, kernel, bias), dtype=self.dtype)
-        return forward(self, self._own_dot_general(), *promoted, self.preferred_element_type, out_sharding=out_sharding)
+        inputs, kernel, bias = self.promote_dtype((inputs, kernel, bias), dtype=self.dtype)
+        dtype = self.preferred_element_type
+        return forward(self, self._own_dot_general(), inputs, kernel, bias, dtype, out_sharding=out_sharding)
 
-    def _own_dot_general(self):
+    def _own_dot_general(self) -> Callable[..., Any] | None:
         return None if self.dot_general is lax.dot_general else self.dot_general
 
 
-def accelerate(fn=None, *, schedule=None, where=None):
+@overload
+def accelerate(
+    fn: Callable[P, R], *, schedule: Schedule | PerPass | None = None, where: Where | None = None
+) -> Callable[P, R]: ...
+@overload
+def accelerate(
+    fn: None = None, *, schedule: Schedule | PerPass | None = None, where: Where | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def accelerate(
+    fn: Callable[..., Any] | None = None,
+    *,
+    schedule: Schedule | PerPass | None = None,
+    where: Where | None = None,
+) -> Callable[..., Any]:
     """``jax_streamk.accelerate`` for functions that change modules: it updates its arguments as ``flax.nnx.jit`` does.
 
     Args:
@@ -65,7 +94,8 @@ def accelerate(fn=None, *, schedule=None, where=None):
     if fn is None:
         return functools.partial(accelerate, schedule=schedule, where=where)
     # A method's module is an argument as any other.
-    owner = ()
+    function: Callable[..., Any]
+    owner: tuple[Any, ...] = ()
     if isinstance(fn, nnx.Module):
         function, owner = type(fn).__call__, (fn,)
     elif inspect.ismethod(fn) and isinstance(fn.__self__, nnx.Module):
@@ -73,7 +103,7 @@ def accelerate(fn=None, *, schedule=None, where=None):
     else:
         function = fn
 
-    def functional(graph, state):
+    def functional(graph: Any, state: Any) -> Any:
         with nnx.merge_context(tag, inner=True) as context:
             args, kwargs = context.merge(graph, state)
         out = function(*args, **kwargs)
@@ -85,7 +115,7 @@ def accelerate(fn=None, *, schedule=None, where=None):
     pure = _accelerate(functional, schedule=schedule, where=where)
 
     @functools.wraps(fn, updated=())
-    def accelerated(*args, **kwargs):
+    def accelerated(*args: Any, **kwargs: Any) -> Any:
         with nnx.update_context(tag):
             with nnx.split_context(tag) as context:
                 taken_apart = context.split(((*owner, *args), kwargs))

@@ -1,4 +1,4 @@
-"""``python -m jax_streamk info``: what a bug report needs: versions, devices, compiled kernels and the state of the tuned plans."""
+"""``python -m jax_streamk info``: what a bug report needs, versions, devices, compiled kernels and tuned plans."""
 
 import collections
 import importlib.metadata
@@ -24,7 +24,7 @@ def add_arguments(parser):
         metavar="FILE",
         help="describe the CUDA kernels of this build in FILE, and do nothing else (maintainers)",
     )
-    parser.add_argument("--cache", metavar="DIR", help="of which tuned plans are told (the user's cache folder)")
+    parser.add_argument("--cache", metavar="DIR", help="where tuned plans are kept (the user's cache folder)")
 
 
 def run(arguments):
@@ -126,7 +126,7 @@ def driver():
 
 def _kernels():
     kernels = _ffi.kernels()
-    families = {}
+    families: dict[str, collections.Counter[str]] = {}
     for kernel in kernels:
         types = f"{kernel.type_a.name} x {kernel.type_b.name} -> {kernel.type_d.name}"
         types += "" if kernel.math == _ffi.Math.native else f" ({kernel.math.name})"

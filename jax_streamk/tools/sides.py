@@ -23,7 +23,7 @@ from jax_streamk.tuning.programs import Program, dependent, repeat
 OURS, XLA, OUR_MATMUL = "jax_streamk", "XLA", "jax_streamk.matmul"
 MEASURES = {
     "device": "kernels, memsets and copies of calls one by one",
-    "dependent": "wall time of a program of calls of which each waits for the one before",
+    "dependent": "wall time of a program of calls that each wait for the one before",
     "independent": "wall time of a program of calls that need nothing of each other",
 }
 

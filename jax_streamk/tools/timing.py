@@ -9,13 +9,14 @@ import numpy as np
 
 from jax_streamk.tuning.programs import repeat
 
-# Every event of XLA's CUPTI tracer that is a kernel, a copy or a memset has one of these, and no other event (overhead, markers) has.
-# Those inside a CUDA graph are traced one by one, unless the profiler's gpu_enable_cupti_activity_graph_trace is set.
+# Every event of XLA's CUPTI tracer that is a kernel, a copy or a memset has one of these, and no other event (overhead,
+# markers) has. Those inside a CUDA graph are traced one by one, unless the profiler's
+# gpu_enable_cupti_activity_graph_trace is set.
 _DETAILS = {"kernel_details", "memcpy_details", "memset_details"}
 
 
 def device_work(profile):
-    """What GPUs did in a ``jax.profiler.ProfileData``: (start in ns, duration in ns, name) of each kernel, copy and memset, by start."""
+    """Kernels, copies and memsets of a ``jax.profiler.ProfileData``: (start in ns, duration in ns, name), by start."""
     return sorted(
         (event.start_ns, event.duration_ns, event.name)
         for plane in profile.planes
@@ -27,7 +28,7 @@ def device_work(profile):
 
 
 def per_call(work, calls):
-    """Microseconds of each of ``calls`` equal calls that did this work one after another; their mean where it does not divide.
+    """Microseconds of each of ``calls`` equal calls that did this work in turn; their mean if it does not divide.
 
     Kernels that overlap are counted once: it is the time in which the device did anything.
     """
@@ -58,7 +59,7 @@ def profile(run):
 
 
 def device_samples(program, least=20):
-    """(microseconds on the device of each call of at least so many, names of what ran there).
+    """(microseconds on the device of each of at least ``least`` calls, names of what ran there).
 
     Raises:
       RuntimeError: the profile has nothing of a GPU.

@@ -1,4 +1,4 @@
-"""``python -m jax_streamk tune``: measures which plan of each product is the fastest on this machine, and stores it for Auto()."""
+"""``python -m jax_streamk tune``: measures the fastest plan of each product on this machine, and stores it."""
 
 import contextlib
 import math
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jax_streamk import compat, lowering, schedules
 from jax_streamk.device import device_of
+from jax_streamk.problem import GemmProblem
 from jax_streamk.text import duration
 from jax_streamk.tools import shapes
 from jax_streamk.tuning import tune, tuned
@@ -101,7 +102,8 @@ def dtype(text):
 def _plan(wanted, dtypes, out_dtype, device):
     """What each problem that a kernel runs is of, and why XLA has the others."""
     lowering.check_build(device.platform)
-    problems, left = {}, {}
+    problems: dict[GemmProblem, str] = {}
+    left: dict[str, str] = {}
     for shape in wanted:
         for each in dtypes:
             product = f"{shape} {each}" + (f" -> {out_dtype}" if out_dtype else "")

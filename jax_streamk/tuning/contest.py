@@ -1,4 +1,4 @@
-"""Whether XLA's own product is faster than a plan of ours: both in programs, where each call waits for the one before it."""
+"""Whether XLA's own product is faster than a plan of ours: both in programs whose calls wait for each other."""
 
 import itertools
 import math
@@ -17,9 +17,10 @@ _LEAST_CALLS, _MOST_CALLS = 16, 64  # in a program: to outlast its launch, and b
 
 
 def xla_ratio(made, memory, rounds):
-    """XLA's time over that of a ``Plan`` of ours, which has a kernel, on the device of ``memory``: the largest of so many rounds.
+    """XLA's time over that of a ``Plan`` with a kernel, on the device of ``memory``: the largest ratio of the rounds.
 
-    A round in which ours takes less is the last. 0 where XLA's product is less exact or, with a warning, something failed.
+    A round in which ours takes less is the last. 0 where XLA's product is less exact or, with a warning, something
+    failed.
 
     Raises:
       RuntimeError: measuring was stopped.
@@ -45,7 +46,7 @@ def xla_ratio(made, memory, rounds):
 
 
 def ours(made):
-    """The product of a ``Plan``: a function of A, B, bias and residual, each of one dimension and as long as strides reach, as is D."""
+    """The product of a ``Plan``: a function of A, B, bias and residual, flat and as long as strides reach, as is D."""
     _, _, d, *_ = measure.spans(made.problem)
     workspace = jax.ShapeDtypeStruct((made.workspace_bytes,), np.uint8)
     results = jax.ShapeDtypeStruct((d,), measure.dtype_of(made.problem.type_d)), workspace
@@ -78,7 +79,7 @@ def xlas(made):
 
 
 def operands_of(made, memory):
-    """Those of each call, of which there are enough not to find the larger one in a GPU's L2 cache, or the most."""
+    """The operands of each call: enough sets that the larger operand is not found in L2, up to ``_MOST_CALLS``."""
     a, b, _, *others = measure.spans(made.problem)
     type_ab, type_d = map(measure.dtype_of, (made.problem.type_a, made.problem.type_d))
     parts = [(a, type_ab), (b, type_ab), *((size, type_d) for size in others if size)]

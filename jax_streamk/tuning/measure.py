@@ -10,8 +10,8 @@ from jax_streamk import _ffi
 from jax_streamk.device import jax_device_of
 from jax_streamk.problem import TYPES
 
-# What launches in a row touch before they come back to the same operands: several times the L2 of a GPU. CPUs have caches of very
-# different sizes, and a pass over a larger set would take long.
+# What launches in a row touch before they come back to the same operands: several times the L2 of a GPU. CPUs have
+# caches of very different sizes, and a pass over a larger set would take long.
 ROTATED_BYTES = {"cuda": 220e6, "cpu": 32e6}
 MOST_SETS = 1024
 LONGEST_PASS = 20e3  # microseconds
@@ -88,7 +88,7 @@ class Rotation:
         self._sets = self._sets[: max(1, int(LONGEST_PASS / microseconds))]
 
     def time(self, kernel, schedule, policy, repeats=3):
-        """Microseconds per launch, of each of so many passes over the operands.
+        """Microseconds per launch, for each of ``repeats`` passes over the operands.
 
         The launch is of a kernel by name, under an ``_ffi.Schedule`` and a ``LaunchPolicy``.
 
@@ -99,7 +99,7 @@ class Rotation:
         return self._time(kernel, schedule, policy, self._sets, repeats)
 
     def result(self, kernel, schedule, policy):
-        """D of the first set of operands, from its first element to its last; NaN, or -1, where nothing is written. Raises as ``time``."""
+        """D of the first set of operands, flat; NaN, or -1, where nothing is written. Raises as ``time``."""
         d = self._memory.put(np.full(self._result_bytes, 0xFF, np.uint8))
         a, b, _, *others = self._sets[0]
         self._time(kernel, schedule, policy, [(a, b, d.unsafe_buffer_pointer(), *others)], 1)

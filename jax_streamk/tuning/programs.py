@@ -1,4 +1,4 @@
-"""Programs of many calls, and how long a call of them takes on the wall."""
+"""Programs of many calls, and the wall time of a call."""
 
 import dataclasses
 import time
@@ -10,7 +10,7 @@ from jax import lax
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """``wait(run())`` makes so many calls. ``run`` returns early where the device works on its own."""
+    """``wait(run())`` makes ``calls`` calls. ``run`` returns early where the device works on its own."""
 
     run: Callable
     wait: Callable
@@ -18,13 +18,14 @@ class Program:
 
 
 def chain(function):
-    """A jitted function that calls ``function`` on operands one after another, each call waiting for the result of the one before.
+    """A jitted function that calls ``function`` on each tuple of operands, each call waiting for the one before.
 
-    One array is the smaller operand of all calls, and after each of them one element of its result is written into it, in place: a
-    little kernel that is the same whatever ``function`` is, since barriers keep XLA from merging it with what is around.
+    One array is the smaller operand of every call, and after each one element of the result is written into it in
+    place: a small kernel, the same for every ``function``, since barriers keep XLA from fusing it.
 
     Returns:
-      The array. Results that are returned would each cost the host an allocation in every run, more than a small product takes.
+      The array. Results that are returned would each cost the host an allocation in every run, more than a small
+      product takes.
     """
 
     @jax.jit
@@ -42,13 +43,13 @@ def chain(function):
 
 
 def dependent(function, operands):
-    """The ``Program`` of ``chain(function)`` on operands of so many calls."""
+    """The ``Program`` of ``chain(function)``; ``operands`` has those of each call."""
     run = chain(function)
     return Program(lambda: run(operands), jax.block_until_ready, len(operands))
 
 
 def wall_sample(program, least=0.03):
-    """Microseconds a call of the wall's time, the program being started over and over for at least so many seconds."""
+    """Microseconds of wall time per call, of a program that is repeated for at least ``least`` seconds."""
     repeat(program, 2)  # another program ran before
     seconds = _wall(program, 1)
     return _wall(program, max(1, round(least / seconds))) / program.calls * 1e6
@@ -61,10 +62,10 @@ def _wall(program, repeats):
 
 
 def repeat(program, repeats):
-    """Runs a program so many times in a row, and waits for the last."""
+    """Runs a program ``repeats`` times in a row, and waits for the last."""
     for _ in range(repeats):
-        # While the last run's results are held the next run's lie elsewhere, and XLA writes new addresses into its CUDA graph before
-        # every run: 4 us a node on the host, more than many a small product takes.
+        # While results are held, those of the next run lie elsewhere, and XLA updates the addresses in its CUDA graph:
+        # 4 us per node on the host, more than a small product takes.
         out = None
         out = program.run()
     program.wait(out)

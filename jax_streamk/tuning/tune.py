@@ -6,18 +6,21 @@ import contextvars
 import dataclasses
 import itertools
 import math
+import os
 import statistics
 import threading
 import time
 import warnings
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_streamk import _ffi, planner, schedules
-from jax_streamk.device import device_of, jax_device_of
+from jax_streamk.device import Device, device_of, jax_device_of
 from jax_streamk.launch_policy import LaunchPolicy
+from jax_streamk.problem import GemmProblem
 from jax_streamk.tuning import contest, tuned
 from jax_streamk.tuning.measure import Memory
 from jax_streamk.tuning.tuned import Candidate, Tuned
@@ -32,10 +35,11 @@ _ROUNDS = 5
 
 
 def fastest(problem, memory):
-    """Finds the fastest plan of a problem, which some kernel runs, on the device of ``memory``, among the deterministic ones.
+    """Finds the fastest deterministic plan, on the device of ``memory``, of a problem that some kernel runs.
 
     Returns:
-      The ``Tuned`` plan: the planner's own choice unless another is faster by more than noise. And how XLA's product compares.
+      The ``Tuned`` plan: the planner's own choice unless another is faster by more than noise. And how XLA's product
+      compares.
 
     Raises:
       RuntimeError: a launch of the planner's own choice failed, or the device has no memory left for it.
@@ -43,7 +47,8 @@ def fastest(problem, memory):
     device = memory.device
     choice = planner.choose(problem, None, device, listed=_LISTED)
     listed = [Candidate.of(found.kernel, found.schedule, LaunchPolicy.of(found.policy)) for found in choice.candidates]
-    own, rotation, times = listed[0], memory.rotation(problem), {}
+    own, rotation = listed[0], memory.rotation(problem)
+    times: dict[Candidate, float] = {}
     rotation.shorten(*_launch_of(own))
 
     def try_all(candidates):
@@ -60,7 +65,7 @@ def fastest(problem, memory):
                 times[candidate] = math.inf
 
     def best(count):
-        return sorted((candidate for candidate in times if times[candidate] < math.inf), key=times.get)[:count]
+        return sorted((candidate for candidate in times if times[candidate] < math.inf), key=times.__getitem__)[:count]
 
     try_all(listed)
     if device.arch:  # hundreds of tiles load together; on a CPU few do
@@ -71,14 +76,14 @@ def fastest(problem, memory):
             dataclasses.replace(found, policy=policy) for found in best(_BEST) for policy in _variants(found.policy)
         )
 
-    rounds = {candidate: [] for candidate in dict.fromkeys((own, *best(_FINALISTS)))}
+    rounds: dict[Candidate, list[float]] = {candidate: [] for candidate in dict.fromkeys((own, *best(_FINALISTS)))}
     for _ in range(_ROUNDS):
         for candidate, medians in rounds.items():
             medians.append(statistics.median(rotation.time(*_launch_of(candidate))))
     final = {candidate: statistics.median(medians) for candidate, medians in rounds.items()}
     right = rotation.result(*_launch_of(own))
     winner = own
-    for candidate in sorted(final, key=final.get):
+    for candidate in sorted(final, key=final.__getitem__):
         # The planner's own choice must be beaten in every round, too.
         if final[own] <= tuned.MARGIN * final[candidate] or any(x <= y for x, y in zip(rounds[own], rounds[candidate])):
             break
@@ -94,7 +99,7 @@ def fastest(problem, memory):
 
 
 def _agree(x, y):
-    """Whether results are equal but for rounding; wherever nothing was written both are NaN, or -1."""
+    """Whether results are equal up to rounding; where nothing was written, both are NaN or -1."""
     if x.dtype == np.int32:
         return np.array_equal(x, y)
     x, y = x.astype(np.float64), y.astype(np.float64)
@@ -144,7 +149,10 @@ def _neighbours(candidate):
 
 class _Session:
     def __init__(self, store):
-        self.store, self.plans, self.failed, self._memories = store, [], set(), {}
+        self.store = store
+        self.plans: list[planner.Plan] = []
+        self.failed: set[tuple[GemmProblem, Device]] = set()
+        self._memories: dict[Device, Memory] = {}
 
     def memory(self, device):
         if device not in self._memories or self._memories[device].stopped.is_set():
@@ -152,30 +160,32 @@ class _Session:
         return self._memories[device]
 
 
-_session = contextvars.ContextVar("jax_streamk_tuning", default=None)
+_session: contextvars.ContextVar[_Session | None] = contextvars.ContextVar("jax_streamk_tuning", default=None)
 _jits_key = jax.make_user_context(None)  # a part of it: what was compiled outside is lowered again inside
 _measuring = threading.Lock()  # what runs at once measures each other
 
 
 @contextlib.contextmanager
-def tuning(cache=None):
+def tuning(cache: str | os.PathLike[str] | None = None) -> Iterator[list[planner.Plan]]:
     """Tunes the products that programs are lowered with meanwhile: a context manager.
 
-    Within it, lowering a product whose schedule is ``Auto()``, for a device of this process and without a tuned plan, measures
-    candidates on that device at once, XLA's product beside the fastest, stores what it found and uses it. Functions that were compiled
-    before are compiled anew inside, and those compiled inside once more after it. It holds for the thread, or the asyncio task, that
-    enters it, and may be entered again inside; not inside a function that is traced.
+    Within it, lowering a product whose schedule is ``Auto()``, for a device of this process and without a tuned plan,
+    measures candidates on that device at once, XLA's product beside the fastest, stores what it found and uses it.
+    Functions that were compiled before are compiled anew inside, and those compiled inside once more after it. It holds
+    for the thread, or the asyncio task, that enters it, and may be entered again inside; not inside a function that is
+    traced.
 
     Args:
-      cache: the folder that plans are taken from meanwhile, and stored in; None is the one in use, see ``use_tuned_plans``.
+      cache: the folder that plans are taken from meanwhile, and stored in; None is the one in use, see
+        ``use_tuned_plans``.
 
     Yields:
       A list, to which the ``Plan`` of each product that was tuned is added.
 
     Raises:
       OSError: on entry, where plans could not be stored.
-      RuntimeError: on entry, inside a function that is traced, whose products are lowered later; and in one of several processes
-        (``jax.distributed``), whose programs would differ.
+      RuntimeError: on entry, inside a function that is traced, whose products are lowered later; and in one of several
+        processes (``jax.distributed``), whose programs would differ.
     """
     # Whatever JAX makes is traced where a program is.
     if isinstance(jnp.zeros(()), jax.core.Tracer):
@@ -205,8 +215,10 @@ class _Later(schedules.Auto):
 
 
 def later(schedule):
-    """A schedule for a product that XLA's partitioner has lowered later, in some versions in a thread of its own: ``Auto()`` remembers
-    which tuned plans are in use, and whether ``tuning()`` is on."""
+    """A schedule for a product that XLA's partitioner has lowered later, in some versions in a thread of its own.
+
+    ``Auto()`` remembers which tuned plans are in use, and whether ``tuning()`` is on.
+    """
     is_auto = isinstance(schedules.of_forward(schedule), schedules.Auto)
     return _Later(contextvars.copy_context()) if is_auto else schedule
 
@@ -247,7 +259,7 @@ def _is_tuned(problem, device):
 
 
 def _apart(problem, memory):
-    """``fastest`` in a thread: lowering has a trace, a mesh and settings in its context that arrays of ours are no part of."""
+    """``fastest`` in a thread, away from the trace, the mesh and the settings of the context that lowers."""
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         try:
             return thread.submit(fastest, problem, memory).result()
@@ -257,6 +269,6 @@ def _apart(problem, memory):
 
 
 def digest(device):
-    """Changes with what plans depend on besides the problem: the tuned ones in use, and those that compilation may yet find."""
+    """Changes with what plans depend on besides the problem: tuned ones in use, and those that compilation may find."""
     is_tuning = _session.get() is not None and jax_device_of(device) is not None
     return time.time_ns() if is_tuning else tuned.digest(device)

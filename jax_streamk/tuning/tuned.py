@@ -96,7 +96,7 @@ def version():
 
 @functools.cache
 def kernel_set(platform):
-    """What measurements hold for: a hash of the version, a plan's fields and the kernels for "cpu" or "cuda"."""
+    """A hash of what measurements hold for: version, fields of a plan, and this build's kernels for "cpu" or "cuda"."""
     kernels = (kernel for kernel in _ffi.kernels() if (kernel.family == _ffi.Family.host) == (platform == "cpu"))
     names = (f"{kernel.name} {kernel.promotion_k}" for kernel in kernels)
     fields = (field.name for type_ in (Tuned, LaunchPolicy) for field in dataclasses.fields(type_))
@@ -151,7 +151,7 @@ def _of_type(type_, value):
     if issubclass(type_, enum.Enum):
         return type_[value]
     if dataclasses.is_dataclass(type_):
-        made = type_(**{field.name: _of_type(field.type, value.pop(field.name)) for field in dataclasses.fields(type_)})
+        made = type_(**{field.name: _of_type(field.type, value.pop(field.name)) for field in dataclasses.fields(type_)})  # type: ignore[operator]
         if value:
             raise ValueError(value)
         return made
@@ -162,7 +162,7 @@ def _of_type(type_, value):
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """What a file held for one device: plans by problem, and counts of lines. ``trouble`` says why others were ignored."""
+    """What a file held for one device: plans by problem, and counts of lines. ``trouble``: why others were ignored."""
 
     plans: dict
     lines: int = 0
@@ -186,7 +186,8 @@ class Store:
 
     def read(self, device):
         """The ``Contents`` of the device's file as it is now; never raises."""
-        plans, stale, corrupt, trouble = {}, 0, 0, ""
+        plans: dict[GemmProblem, Tuned] = {}
+        stale, corrupt, trouble = 0, 0, ""
         path = self.path(device)
         try:
             if not path.is_file():
@@ -233,7 +234,7 @@ class Store:
             pass
 
     def add(self, device, problem, tuned):
-        """Stores a plan, for this process and for others. Raises OSError where it is for this process alone: it cannot be written."""
+        """Stores a plan. Raises OSError if it cannot be written: then only this process has it."""
         line = _line(device, problem, tuned)
         self.plans(device)
         with self._lock:
@@ -311,15 +312,15 @@ def _users(alone):
         return store_in(_NOWHERE)
 
 
-def use_tuned_plans(cache=None):
+def use_tuned_plans(cache: str | os.PathLike[str] | None = None) -> None:
     """Takes the tuned plans of ``Auto()`` from the folder ``cache``, in all threads of this process.
 
-    None is the default, the user's: ``platformdirs.user_cache_dir("jax_streamk")``, which is ``~/.cache/jax_streamk`` or lies in
-    XDG_CACHE_HOME, and need not be there. A folder that is empty has none. What ``jax.jit`` compiled before stays as it is; calls
-    outside of it follow at once.
+    None is the default, the user's: ``platformdirs.user_cache_dir("jax_streamk")``, which is ``~/.cache/jax_streamk``
+    or lies in XDG_CACHE_HOME, and need not be there. A folder that is empty has none. What ``jax.jit`` compiled before
+    stays as it is; calls outside of it follow at once.
 
-    One of several processes (``jax.distributed``) takes none unless it names a folder here, and then all must name ones with the
-    same plans.
+    One of several processes (``jax.distributed``) takes none unless it names a folder here, and then all must name ones
+    with the same plans.
 
     Raises:
       ValueError: cache is not a path.
@@ -329,7 +330,10 @@ def use_tuned_plans(cache=None):
     store = None if cache is None else store_of(cache)
     if store is not None and not store.directory.is_dir():
         error = NotADirectoryError if store.directory.exists() else FileNotFoundError
-        how = "`python -m jax_streamk tune ... --cache DIR` or `tuning(DIR)` fills one, and an empty one is for no tuned plans"
+        how = (
+            "`python -m jax_streamk tune ... --cache DIR` or `tuning(DIR)` fills one, "
+            "and an empty one is for no tuned plans"
+        )
         raise error(f"cache={cache!r}: {store.directory} is no folder: {how}")
     _of_process = store
     _changed()
