@@ -6,28 +6,32 @@ namespace jax_streamk {
 
 namespace ffi = xla::ffi;
 
-GemmCall::GemmCall(GemmAttributes const& at)
-    : kernel(find_kernel(at.kernel)),
-      problem{at.batch,
-              at.m,
-              at.n,
-              at.k,
-              at.type_a,
-              at.type_b,
-              at.type_d,
-              at.math,
-              at.major_a,
-              at.major_b,
-              at.lda,
-              at.ldb,
-              at.ldd,
-              at.batch_stride_a,
-              at.batch_stride_b,
-              at.batch_stride_d,
-              {at.activation, at.has_bias, at.has_residual, at.alpha, at.beta, at.batch_stride_bias}},
-      schedule{at.schedule, at.splits, at.reduction, at.max_sms, at.raster, at.swizzle},
-      device{at.arch, at.sms, at.under_way},
-      workspace_bytes(at.workspace_bytes) {}
+GemmCall::GemmCall(GemmAttributes const& attributes)
+    : kernel(find_kernel(attributes.kernel)), workspace_bytes(attributes.workspace_bytes) {
+#define JAX_STREAMK_OF_PROBLEM(name, place) problem.place = attributes.name;
+#define JAX_STREAMK_OF_SCHEDULE(name, place) schedule.place = attributes.name;
+#define JAX_STREAMK_OF_DEVICE(name, place) device.place = attributes.name;
+  JAX_STREAMK_PROBLEM_FIELDS(JAX_STREAMK_OF_PROBLEM, JAX_STREAMK_OF_PROBLEM)
+  JAX_STREAMK_SCHEDULE_FIELDS(JAX_STREAMK_OF_SCHEDULE, JAX_STREAMK_OF_SCHEDULE)
+  JAX_STREAMK_DEVICE_FIELDS(JAX_STREAMK_OF_DEVICE, JAX_STREAMK_OF_DEVICE)
+#undef JAX_STREAMK_OF_PROBLEM
+#undef JAX_STREAMK_OF_SCHEDULE
+#undef JAX_STREAMK_OF_DEVICE
+}
+
+std::vector<double> numbers_of(GemmCall const& call) {
+  std::vector<double> numbers;
+#define JAX_STREAMK_OF_PROBLEM(name, place) numbers.push_back(static_cast<double>(call.problem.place));
+#define JAX_STREAMK_OF_SCHEDULE(name, place) numbers.push_back(static_cast<double>(call.schedule.place));
+#define JAX_STREAMK_OF_DEVICE(name, place) numbers.push_back(static_cast<double>(call.device.place));
+  JAX_STREAMK_PROBLEM_FIELDS(JAX_STREAMK_OF_PROBLEM, JAX_STREAMK_OF_PROBLEM)
+  JAX_STREAMK_SCHEDULE_FIELDS(JAX_STREAMK_OF_SCHEDULE, JAX_STREAMK_OF_SCHEDULE)
+  JAX_STREAMK_DEVICE_FIELDS(JAX_STREAMK_OF_DEVICE, JAX_STREAMK_OF_DEVICE)
+#undef JAX_STREAMK_OF_PROBLEM
+#undef JAX_STREAMK_OF_SCHEDULE
+#undef JAX_STREAMK_OF_DEVICE
+  return numbers;
+}
 
 ffi::Error to_error(Status const& status) {
   if (status.ok()) return ffi::Error::Success();

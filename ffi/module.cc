@@ -18,6 +18,7 @@
 #endif
 #include "cutlass_kernels/passes/repack.h"
 #include "cutlass_kernels/planner/planner.h"
+#include "ffi/fields.h"
 #include "ffi/gemm_call.h"
 #include "ffi/planner_bindings.h"
 #include "ffi/timing.h"
@@ -26,6 +27,7 @@ namespace nb = nanobind;
 using namespace nb::literals;
 
 extern "C" {
+XLA_FFI_Error* jax_streamk_echo(XLA_FFI_CallFrame*);
 XLA_FFI_Error* jax_streamk_host_instantiate(XLA_FFI_CallFrame*);
 XLA_FFI_Error* jax_streamk_host_execute(XLA_FFI_CallFrame*);
 #ifdef JAX_STREAMK_WITH_CUDA
@@ -132,16 +134,20 @@ std::pair<int32_t, int32_t> resources(KernelInfo const& info) {
   return {out.registers, out.ctas_per_sm};
 }
 
-// Every member of a KernelInfo, in their order, as pickle keeps them.
-auto state_of(KernelInfo const& k) {
-  return std::make_tuple(k.name, k.family, k.type_a, k.type_b, k.type_d, k.math, k.major_a, k.major_b, k.align_a,
-                         k.align_b, k.align_d, k.tile_m, k.tile_n, k.tile_k, k.cluster_m, k.cluster_n, k.stages,
-                         k.warp_schedule, k.swap_ab, k.split_k_reductions, k.stream_k_reductions, k.threads,
-                         k.shared_memory, k.promotion_k);
+// Every field by name, as pickle keeps them.
+nb::dict state_of(KernelInfo const& info) {
+  nb::dict state;
+#define JAX_STREAMK_GET(name, place) state[#name] = info.place;
+  JAX_STREAMK_KERNEL_FIELDS(JAX_STREAMK_GET, JAX_STREAMK_GET)
+#undef JAX_STREAMK_GET
+  return state;
 }
 
-void set_state(KernelInfo& info, decltype(state_of(info)) const& state) {
-  std::apply([&](auto const&... members) { new (&info) KernelInfo{members...}; }, state);
+void set_state(KernelInfo& info, nb::dict const& state) {
+  new (&info) KernelInfo{};
+#define JAX_STREAMK_PUT(name, place) info.place = nb::cast<decltype(KernelInfo::place)>(state[#name]);
+  JAX_STREAMK_KERNEL_FIELDS(JAX_STREAMK_PUT, JAX_STREAMK_PUT)
+#undef JAX_STREAMK_PUT
 }
 
 template <typename Enum>
@@ -172,122 +178,23 @@ NB_MODULE(_ffi, m) {
                             {ScheduleKind::kDataParallel, ScheduleKind::kSplitK, ScheduleKind::kStreamK});
   enumeration<Raster>(m, "Raster", "Along which dimension consecutive tiles lie.", {Raster::kAlongM, Raster::kAlongN});
 
-  nb::class_<GemmProblem>(
+  nb::class_<GemmProblem> problem(
       m, "GemmProblem",
-      "D[l] = activation(alpha * A[l] @ B[l] + beta * residual[l] + bias[l]): extents, types, majorness and "
-      "strides in elements.")
-      .def(
-          "__init__",
-          [](GemmProblem* self, int64_t batch, int64_t m_, int64_t n, int64_t k, Type type_a, Type type_b, Type type_d,
-             Math math, Major major_a, Major major_b, int64_t lda, int64_t ldb, int64_t ldd, int64_t batch_stride_a,
-             int64_t batch_stride_b, int64_t batch_stride_d, Activation activation, bool has_bias, bool has_residual,
-             double alpha, double beta, int64_t batch_stride_bias) {
-            new (self) GemmProblem{batch,
-                                   m_,
-                                   n,
-                                   k,
-                                   type_a,
-                                   type_b,
-                                   type_d,
-                                   math,
-                                   major_a,
-                                   major_b,
-                                   lda,
-                                   ldb,
-                                   ldd,
-                                   batch_stride_a,
-                                   batch_stride_b,
-                                   batch_stride_d,
-                                   {activation, has_bias, has_residual, alpha, beta, batch_stride_bias}};
-          },
-          "batch"_a, "m"_a, "n"_a, "k"_a, "type_a"_a, "type_b"_a, "type_d"_a, "math"_a, "major_a"_a, "major_b"_a,
-          "lda"_a, "ldb"_a, "ldd"_a, "batch_stride_a"_a, "batch_stride_b"_a, "batch_stride_d"_a,
-          "activation"_a = Activation::kNone, "has_bias"_a = false, "has_residual"_a = false, "alpha"_a = 1.0,
-          "beta"_a = 1.0, "batch_stride_bias"_a = 0);
+      "D[l] = activation(alpha * A[l] @ B[l] + beta * residual[l] + bias[l]): extents, types, majorness and strides in "
+      "elements.");
+  JAX_STREAMK_BIND_FIELDS(problem, JAX_STREAMK_PROBLEM_FIELDS);
 
-  nb::class_<Schedule>(m, "Schedule", "How one kernel launch cuts and orders its work.")
-      .def(
-          "__init__",
-          [](Schedule* self, ScheduleKind schedule, int32_t splits, Reduction reduction, int32_t max_sms, Raster raster,
-             int32_t swizzle) { new (self) Schedule{schedule, splits, reduction, max_sms, raster, swizzle}; },
-          "schedule"_a, "splits"_a = 1, "reduction"_a = Reduction::kOrdered, "max_sms"_a = 0,
-          "raster"_a = Raster::kAlongM, "swizzle"_a = 1)
-      .def_ro("schedule", &Schedule::kind)
-      .def_ro("splits", &Schedule::splits)
-      .def_ro("reduction", &Schedule::reduction)
-      .def_ro("raster", &Schedule::raster)
-      .def_ro("swizzle", &Schedule::swizzle);
+  nb::class_<Schedule> schedule(m, "Schedule", "How one kernel launch cuts and orders its work.");
+  JAX_STREAMK_BIND_FIELDS(schedule, JAX_STREAMK_SCHEDULE_FIELDS);
 
-  nb::class_<Device>(
+  nb::class_<Device> device(
       m, "Device",
-      "arch is 10 * major + minor of the compute capability, 0 for the host; of under_way cost_model.under_way tells.")
-      .def(
-          "__init__",
-          [](Device* self, int32_t arch, int32_t sms, int64_t under_way) { new (self) Device{arch, sms, under_way}; },
-          "arch"_a, "sms"_a, "under_way"_a = 0);
+      "arch is 10 * major + minor of the compute capability, 0 for the host; of under_way cost_model.under_way tells.");
+  JAX_STREAMK_BIND_FIELDS(device, JAX_STREAMK_DEVICE_FIELDS);
 
-  nb::class_<KernelInfo>(m, "KernelInfo", "One kernel: of this build, or described, to plan for another.")
-      .def(
-          "__init__",
-          [](KernelInfo* self, std::string name, Family family, Type type_ab, Type type_d, Math math, Major major_a,
-             Major major_b, std::tuple<int32_t, int32_t, int32_t> tile, std::tuple<int32_t, int32_t> cluster,
-             int32_t align_a, int32_t align_b, int32_t align_d, std::string warp_schedule, bool swap_ab,
-             std::vector<Reduction> split_k, std::vector<Reduction> stream_k, int32_t stages, int32_t threads,
-             int64_t shared_memory, int32_t promotion_k) {
-            auto const [tile_m, tile_n, tile_k] = tile;
-            auto const [cluster_m, cluster_n] = cluster;
-            new (self) KernelInfo{std::move(name),
-                                  family,
-                                  type_ab,
-                                  type_ab,
-                                  type_d,
-                                  math,
-                                  major_a,
-                                  major_b,
-                                  align_a,
-                                  align_b,
-                                  align_d,
-                                  tile_m,
-                                  tile_n,
-                                  tile_k,
-                                  cluster_m,
-                                  cluster_n,
-                                  stages,
-                                  std::move(warp_schedule),
-                                  swap_ab,
-                                  std::move(split_k),
-                                  std::move(stream_k),
-                                  threads,
-                                  shared_memory,
-                                  promotion_k};
-          },
-          "name"_a, "family"_a, "type_ab"_a, "type_d"_a, "math"_a, "major_a"_a, "major_b"_a, "tile"_a, "cluster"_a,
-          "align_a"_a, "align_b"_a, "align_d"_a, "warp_schedule"_a, "swap_ab"_a, "split_k_reductions"_a,
-          "stream_k_reductions"_a, "stages"_a = 1, "threads"_a = 1, "shared_memory"_a = 0, "promotion_k"_a = 0)
-      .def_ro("name", &KernelInfo::name)
-      .def_ro("family", &KernelInfo::family)
-      .def_ro("type_a", &KernelInfo::type_a)
-      .def_ro("type_b", &KernelInfo::type_b)
-      .def_ro("type_d", &KernelInfo::type_d)
-      .def_ro("math", &KernelInfo::math)
-      .def_ro("major_a", &KernelInfo::major_a)
-      .def_ro("major_b", &KernelInfo::major_b)
-      .def_ro("align_a", &KernelInfo::align_a)
-      .def_ro("align_b", &KernelInfo::align_b)
-      .def_ro("align_d", &KernelInfo::align_d)
-      .def_ro("tile_m", &KernelInfo::tile_m)
-      .def_ro("tile_n", &KernelInfo::tile_n)
-      .def_ro("tile_k", &KernelInfo::tile_k)
-      .def_ro("cluster_m", &KernelInfo::cluster_m)
-      .def_ro("cluster_n", &KernelInfo::cluster_n)
-      .def_ro("stages", &KernelInfo::stages)
-      .def_ro("warp_schedule", &KernelInfo::warp_schedule)
-      .def_ro("swap_ab", &KernelInfo::swap_ab)
-      .def_ro("split_k_reductions", &KernelInfo::split_k_reductions)
-      .def_ro("stream_k_reductions", &KernelInfo::stream_k_reductions)
-      .def_ro("threads", &KernelInfo::threads)
-      .def_ro("shared_memory", &KernelInfo::shared_memory)
-      .def_ro("promotion_k", &KernelInfo::promotion_k)
+  nb::class_<KernelInfo> kernel(m, "KernelInfo", "One kernel: of this build, or described, to plan for another.");
+  JAX_STREAMK_BIND_FIELDS(kernel, JAX_STREAMK_KERNEL_FIELDS);
+  kernel
       .def("resources", &resources, "(registers per thread, CTAs per SM) on the current GPU; RuntimeError without one.")
       .def("__getstate__", &state_of)
       .def("__setstate__", &set_state)
@@ -323,6 +230,10 @@ NB_MODULE(_ffi, m) {
         "residual) in turn, "
         "on a GPU replayed as one CUDA graph. RuntimeError where a launch fails.");
 
+  m.def(
+      "echo_handler", [] { return capsule(jax_streamk_echo); },
+      "A handler for \"cpu\" whose float64 result is what it decodes: a number for each of the fields of GemmProblem, "
+      "Schedule and Device, in order.");
   m.def(
       "host_handler", [] { return handlers(jax_streamk_host_instantiate, jax_streamk_host_execute); },
       "The stages of the handler for platform \"cpu\".");

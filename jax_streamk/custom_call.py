@@ -1,13 +1,10 @@
 """The custom call that runs a plan: its name, its attributes, and what runs behind it."""
 
-import enum
-
 import jax
 import jax.export
 import numpy as np
 
 from jax_streamk import _ffi
-from jax_streamk.cost_model import under_way
 
 _TARGETS = {"cpu": "jax_streamk_host_gemm", "cuda": "jax_streamk_cuda_gemm"}
 # jax.export serializes custom calls other than JAX's own only where it is told to.
@@ -20,21 +17,12 @@ def target(made):
 
 
 def attributes(made):
-    """The members of GemmAttributes in ffi/gemm_call.h for a ``Plan`` with a kernel."""
-    # Of the problem, enumerations are 32 bits wide and numbers 64; of the schedule all are 32.
-    width = {bool: np.bool_, int: np.int64, float: np.float64}
-    members = {
-        name: (np.int32 if isinstance(value, enum.Enum) else width[type(value)])(value)
-        for name, value in made.problem.attributes().items()
+    """What a ``Plan`` with a kernel says to the call: the fields of the problem, the schedule and the device, and two of its own."""
+    natives = made.problem.native(), made.native_schedule(), made.device.native()
+    fields = {
+        name: np.dtype(dtype).type(getattr(native, name)) for native in natives for name, _, dtype, _ in native.fields
     }
-    members |= {name: np.int32(value) for name, value in made.schedule_attributes().items()}
-    return members | dict(
-        kernel=made.kernel,
-        arch=np.int32(made.device.arch),
-        sms=np.int32(made.device.sms),
-        under_way=np.int64(under_way(made.device)),
-        workspace_bytes=np.int64(made.workspace_bytes),
-    )
+    return fields | dict(kernel=made.kernel, workspace_bytes=np.int64(made.workspace_bytes))
 
 
 def _register_handlers():

@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 import math
+import operator
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -26,42 +28,37 @@ class Unsupported(Exception):
     """Why no kernel serves a product. ``Auto()`` falls back to XLA and shows this in its plan; an explicit schedule raises it."""
 
 
+_NAMES = [name for name, *_ in _ffi.GemmProblem.fields]
+_values = operator.attrgetter(*_NAMES)
+
+if TYPE_CHECKING:
+    _Fields = _ffi.GemmProblem
+else:
+    _Fields = dataclasses.make_dataclass(
+        "_Fields",
+        [
+            (name, type_) if default is None else (name, type_, default)
+            for name, type_, _, default in _ffi.GemmProblem.fields
+        ],
+        frozen=True,
+        eq=False,
+    )
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
-class GemmProblem(ByBits):
+class GemmProblem(ByBits, _Fields):
     """``D[l] = activation(alpha * A[l] @ B[l] + beta * residual[l] + bias[l])`` for l < batch.
 
     Extents, types, majorness, and strides in elements (0 broadcasts an operand). The bias has n contiguous elements of D's type for
-    each batch; the residual is of D's type and layout.
+    each batch; the residual is of D's type and layout. cutlass_kernels/core/gemm_fields.h lists the fields.
     """
 
-    batch: int
-    m: int
-    n: int
-    k: int
-    type_a: _ffi.Type
-    type_b: _ffi.Type
-    type_d: _ffi.Type
-    math: _ffi.Math
-    major_a: _ffi.Major
-    major_b: _ffi.Major
-    lda: int
-    ldb: int
-    ldd: int
-    batch_stride_a: int
-    batch_stride_b: int
-    batch_stride_d: int
-    activation: _ffi.Activation = _ffi.Activation.none
-    has_bias: bool = False
-    has_residual: bool = False
-    alpha: float = 1.0
-    beta: float = 1.0
-    batch_stride_bias: int = 0
-
     def native(self):
-        return _ffi.GemmProblem(**self.attributes())
+        return _ffi.GemmProblem(*_values(self))
 
     def attributes(self):
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        """Every field by name."""
+        return dict(zip(_NAMES, _values(self)))
 
     @property
     def is_empty(self):

@@ -87,12 +87,13 @@ struct Status {
 
 struct KernelInfo {
   std::string name;
-  Family family;
-  Type type_a, type_b, type_d;
+  Family family = Family::kHost;
+  Type type_a = Type::kF32, type_b = Type::kF32, type_d = Type::kF32;
   Math math = Math::kNative;
-  Major major_a, major_b;
-  int32_t align_a, align_b, align_d;  // elements by which the base, leading dimension and batch stride must divide
-  int32_t tile_m, tile_n, tile_k;     // of the kernel's own GEMM: with swap_ab, tile_m runs along n
+  Major major_a = Major::kRow, major_b = Major::kRow;
+  // Elements by which the base, leading dimension and batch stride must divide.
+  int32_t align_a = 1, align_b = 1, align_d = 1;
+  int32_t tile_m = 1, tile_n = 1, tile_k = 1;  // of the kernel's own GEMM: with swap_ab, tile_m runs along n
   int32_t cluster_m = 1, cluster_n = 1;
   int32_t stages = 1;
   std::string warp_schedule;  // "cooperative", "pingpong", "single", "multistage", "pipelined", "streaming", "threads"
