@@ -1,12 +1,15 @@
 // jax_streamk._ffi: what the Python layer sees of the C++ side. Handlers for XLA, the registry of kernels, and the
 // questions that planning and lowering ask of a kernel. Everything but resources() works without a GPU.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
+#include <iterator>
 #include <optional>
 #include <thread>
 #include <tuple>
@@ -101,26 +104,28 @@ class ThreadExecutor final : public Executor {
   }
 };
 
-void launch(std::string const& name, GemmProblem const& p, Schedule const& s, Device const& device, uintptr_t a,
-            uintptr_t b, uintptr_t d, uintptr_t workspace, uintptr_t stream, uintptr_t bias, uintptr_t residual) {
+using Addresses = std::array<uintptr_t, std::size(kRoles)>;
+
+Buffers buffers_at(Addresses const& addresses, uintptr_t workspace) {
+  Buffers buffers{nullptr, nullptr, nullptr, reinterpret_cast<void*>(workspace)};
+  for (size_t i = 0; i < addresses.size(); ++i) buffers.set(kRoles[i], reinterpret_cast<void*>(addresses[i]));
+  return buffers;
+}
+
+void launch(std::string const& name, GemmProblem const& p, Schedule const& s, Device const& device,
+            Addresses const& addresses, uintptr_t workspace, uintptr_t stream) {
   Kernel const& kernel = kernel_that_runs(name, p, s, device);
   ThreadExecutor executor;
-  auto const pointer = [](uintptr_t address) { return reinterpret_cast<void*>(address); };
-  Status const status = kernel.run(
-      p, s, device, {pointer(a), pointer(b), pointer(d), pointer(workspace), pointer(bias), pointer(residual)},
-      pointer(stream), &executor);
+  Status const status =
+      kernel.run(p, s, device, buffers_at(addresses, workspace), reinterpret_cast<void*>(stream), &executor);
   if (!status.ok()) throw std::runtime_error(status.message);
 }
 
-// Addresses of A, B, D, the bias and the residual.
-using Addresses = std::tuple<uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t>;
 std::vector<double> time_launches_at(std::string const& name, GemmProblem const& p, Schedule const& s,
                                      Device const& device, std::vector<Addresses> const& addresses, uintptr_t workspace,
                                      int32_t repeats) {
-  auto const pointer = [](uintptr_t address) { return reinterpret_cast<void*>(address); };
   std::vector<Buffers> sets;
-  for (auto const& [a, b, d, bias, residual] : addresses)
-    sets.push_back({pointer(a), pointer(b), pointer(d), pointer(workspace), pointer(bias), pointer(residual)});
+  for (Addresses const& set : addresses) sets.push_back(buffers_at(set, workspace));
   std::vector<double> microseconds;
   Status const status = time_launches(kernel_that_runs(name, p, s, device), p, s, device, sets, repeats, microseconds);
   if (!status.ok()) throw std::runtime_error(status.message);
@@ -219,16 +224,14 @@ NB_MODULE(_ffi, m) {
 
   bind_planner(m);
 
-  m.def("launch", &launch, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "a"_a, "b"_a, "d"_a, "workspace"_a,
-        "stream"_a = 0, "bias"_a = 0, "residual"_a = 0, nb::call_guard<nb::gil_scoped_release>(),
-        "Runs a kernel on raw addresses, outside XLA: for tests that poison buffers and for measurements. On a GPU it "
-        "returns once "
-        "the launches are queued on the stream.");
+  m.def("launch", &launch, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "addresses"_a, "workspace"_a,
+        "stream"_a = 0, nb::call_guard<nb::gil_scoped_release>(),
+        "Runs a kernel on raw addresses (A, B, D, bias, residual; 0 of what is absent), outside XLA: for tests that "
+        "poison buffers. On a GPU it returns once the launches are queued on the stream.");
   m.def("time_launches", &time_launches_at, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "sets"_a, "workspace"_a,
         "repeats"_a = 3, nb::call_guard<nb::gil_scoped_release>(),
-        "Microseconds per launch, one number for each repeat, of launches on sets of raw addresses (A, B, D, bias, "
-        "residual) in turn, "
-        "on a GPU replayed as one CUDA graph. RuntimeError where a launch fails.");
+        "Microseconds per launch, one number for each repeat, of launches on sets of addresses as launch() takes them, "
+        "in turn, on a GPU replayed as one CUDA graph. RuntimeError where a launch fails.");
 
   m.def(
       "echo_handler", [] { return capsule(jax_streamk_echo); },

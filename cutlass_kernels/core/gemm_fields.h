@@ -5,24 +5,33 @@
 // type. REQUIRED fields must be given; OPTIONAL ones have the struct's default. Python takes them in this order.
 #pragma once
 
+// ROLE(enumerator of Role, member of Buffers, what messages call it). Calls take operands, and their results, in this
+// order. Reserved: scale_a, scale_b, group_sizes, a second B.
+#define JAX_STREAMK_ROLES(ROLE) \
+  ROLE(kA, a, "A")              \
+  ROLE(kB, b, "B")              \
+  ROLE(kD, d, "D")              \
+  ROLE(kBias, bias, "the bias") \
+  ROLE(kResidual, residual, "the residual")
+
 // GemmProblem
 #define JAX_STREAMK_PROBLEM_FIELDS(REQUIRED, OPTIONAL) \
   REQUIRED(batch, batch)                               \
   REQUIRED(m, m)                                       \
   REQUIRED(n, n)                                       \
   REQUIRED(k, k)                                       \
-  REQUIRED(type_a, type_a)                             \
-  REQUIRED(type_b, type_b)                             \
-  REQUIRED(type_d, type_d)                             \
+  REQUIRED(type_a, a.format.type)                      \
+  REQUIRED(type_b, b.format.type)                      \
+  REQUIRED(type_d, d.format.type)                      \
   REQUIRED(math, math)                                 \
-  REQUIRED(major_a, major_a)                           \
-  REQUIRED(major_b, major_b)                           \
-  REQUIRED(lda, lda)                                   \
-  REQUIRED(ldb, ldb)                                   \
-  REQUIRED(ldd, ldd)                                   \
-  REQUIRED(batch_stride_a, batch_stride_a)             \
-  REQUIRED(batch_stride_b, batch_stride_b)             \
-  REQUIRED(batch_stride_d, batch_stride_d)             \
+  REQUIRED(major_a, a.major)                           \
+  REQUIRED(major_b, b.major)                           \
+  REQUIRED(lda, a.ld)                                  \
+  REQUIRED(ldb, b.ld)                                  \
+  REQUIRED(ldd, d.ld)                                  \
+  REQUIRED(batch_stride_a, a.batch_stride)             \
+  REQUIRED(batch_stride_b, b.batch_stride)             \
+  REQUIRED(batch_stride_d, d.batch_stride)             \
   OPTIONAL(activation, epilogue.activation)            \
   OPTIONAL(has_bias, epilogue.has_bias)                \
   OPTIONAL(has_residual, epilogue.has_residual)        \
@@ -49,12 +58,12 @@
 #define JAX_STREAMK_KERNEL_FIELDS(REQUIRED, OPTIONAL) \
   REQUIRED(name, name)                                \
   REQUIRED(family, family)                            \
-  REQUIRED(type_a, type_a)                            \
-  REQUIRED(type_b, type_b)                            \
-  REQUIRED(type_d, type_d)                            \
+  REQUIRED(type_a, a.format.type)                     \
+  REQUIRED(type_b, b.format.type)                     \
+  REQUIRED(type_d, d.format.type)                     \
   REQUIRED(math, math)                                \
-  REQUIRED(major_a, major_a)                          \
-  REQUIRED(major_b, major_b)                          \
+  REQUIRED(major_a, a.major)                          \
+  REQUIRED(major_b, b.major)                          \
   REQUIRED(tile_m, tile_m)                            \
   REQUIRED(tile_n, tile_n)                            \
   REQUIRED(tile_k, tile_k)                            \
@@ -64,9 +73,9 @@
   REQUIRED(swap_ab, swap_ab)                          \
   REQUIRED(split_k_reductions, split_k_reductions)    \
   REQUIRED(stream_k_reductions, stream_k_reductions)  \
-  REQUIRED(align_a, align_a)                          \
-  REQUIRED(align_b, align_b)                          \
-  REQUIRED(align_d, align_d)                          \
+  REQUIRED(align_a, a.align)                          \
+  REQUIRED(align_b, b.align)                          \
+  REQUIRED(align_d, d.align)                          \
   OPTIONAL(stages, stages)                            \
   OPTIONAL(threads, threads)                          \
   OPTIONAL(shared_memory, shared_memory)              \

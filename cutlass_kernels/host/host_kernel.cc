@@ -67,7 +67,7 @@ struct Gemm {
   Buffers buffers;
 
   // The workspace: [shared tiles][slots][workers' own accumulators and scratch]
-  int64_t tile_bytes() const { return align_workspace(tile_m * tile_n * size_of(accumulator_of(p.type_a))); }
+  int64_t tile_bytes() const { return align_workspace(tile_m * tile_n * size_of(accumulator_of(p.a.format))); }
   int64_t shared_bytes() const {
     return align_workspace(decomposition.shared_tiles() * static_cast<int64_t>(sizeof(SharedTile)));
   }
@@ -75,12 +75,12 @@ struct Gemm {
   int64_t slots() const {
     return reduction == Reduction::kAtomic ? decomposition.shared_tiles() : decomposition.slots();
   }
-  bool multiplies_into_d() const { return p.type_d == accumulator_of(p.type_a); }
+  bool multiplies_into_d() const { return p.d.format == accumulator_of(p.a.format); }
   int64_t accumulators_bytes() const {
     return multiplies_into_d() && reduction != Reduction::kAtomic ? 0 : tile_bytes();
   }
-  bool sums_in_parts() const { return p.k > kSummedAlone && p.type_a != Type::kS8; }
-  int64_t scratch_bytes() const { return align_workspace(jax_streamk::scratch_bytes(p.type_a, tile_m, tile_n)); }
+  bool sums_in_parts() const { return p.k > kSummedAlone && p.a.format != Type::kS8; }
+  int64_t scratch_bytes() const { return align_workspace(jax_streamk::scratch_bytes(p.a.format.type, tile_m, tile_n)); }
   int64_t private_bytes() const {
     return accumulators_bytes() + scratch_bytes() + (sums_in_parts() ? tile_bytes() : 0);
   }
@@ -107,8 +107,8 @@ struct Gemm {
   Tile locate(int32_t index) const {
     TileOrder::Coordinate const at = order.coordinate(index);
     int64_t const m = at.m * tile_m, n = at.n * tile_n;
-    int64_t const offset = at.batch * p.batch_stride_d + m * p.ldd + n;
-    int64_t const size = size_of(p.type_d);
+    int64_t const offset = at.batch * p.d.batch_stride + m * p.d.ld + n;
+    int64_t const size = size_of(p.d.format);
     return {at.batch,
             m,
             n,
@@ -130,17 +130,17 @@ struct Gemm {
 
   void multiply(Tile const& tile, int64_t k, int64_t k_end, int32_t worker, void* accumulators, int64_t stride) const {
     int64_t const offset_a =
-        tile.batch * p.batch_stride_a + (p.major_a == Major::kRow ? tile.m * p.lda + k : tile.m + k * p.lda);
+        tile.batch * p.a.batch_stride + (p.a.major == Major::kRow ? tile.m * p.a.ld + k : tile.m + k * p.a.ld);
     int64_t const offset_b =
-        tile.batch * p.batch_stride_b + (p.major_b == Major::kRow ? k * p.ldb + tile.n : k + tile.n * p.ldb);
-    Block const a{static_cast<char const*>(buffers.a) + offset_a * size_of(p.type_a), p.lda, p.major_a};
-    Block const b{static_cast<char const*>(buffers.b) + offset_b * size_of(p.type_b), p.ldb, p.major_b};
+        tile.batch * p.b.batch_stride + (p.b.major == Major::kRow ? k * p.b.ld + tile.n : k + tile.n * p.b.ld);
+    Block const a{static_cast<char const*>(buffers.a) + offset_a * size_of(p.a.format), p.a.ld, p.a.major};
+    Block const b{static_cast<char const*>(buffers.b) + offset_b * size_of(p.b.format), p.b.ld, p.b.major};
     Extents const extents{tile.extents.m, tile.extents.n, k_end - k};
     tile_product.multiply(extents, a, b, accumulators, stride, scratch(worker));
   }
 
   void store(Tile const& tile, void const* accumulators, int64_t stride) const {
-    tile_product.store(tile.extents, p.epilogue, tile.bias, tile.residual, accumulators, stride, tile.d, p.ldd);
+    tile_product.store(tile.extents, p.epilogue, tile.bias, tile.residual, accumulators, stride, tile.d, p.d.ld);
   }
 
   // Adds the peers' slots in the order of their iterations.
@@ -159,7 +159,7 @@ struct Gemm {
     while (shared_tile.locked.exchange(true, std::memory_order_acquire)) std::this_thread::yield();
     int32_t const ticket = shared_tile.arrived.fetch_add(1, std::memory_order_relaxed);
     if (ticket == 0)
-      std::memcpy(sum, partial, tile.extents.m * tile_n * size_of(accumulator_of(p.type_a)));
+      std::memcpy(sum, partial, tile.extents.m * tile_n * size_of(accumulator_of(p.a.format)));
     else
       tile_product.add(tile.extents, partial, tile_n, sum, tile_n);
     shared_tile.locked.store(false, std::memory_order_release);
@@ -172,8 +172,8 @@ struct Gemm {
     for (int32_t ordinal = 0; decomposition.work(worker, ordinal, work); ++ordinal) {
       Tile const tile = locate(work.tile);
       if (work.peers == 1 && multiplies_into_d()) {
-        multiply(tile, work, worker, tile.d, p.ldd);
-        if (!p.epilogue.is_plain()) store(tile, tile.d, p.ldd);
+        multiply(tile, work, worker, tile.d, p.d.ld);
+        if (!p.epilogue.is_plain()) store(tile, tile.d, p.d.ld);
       } else if (work.peers == 1) {
         multiply(tile, work, worker, own, tile_n);
         store(tile, own, tile_n);
@@ -216,7 +216,7 @@ int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
 class HostKernel final : public Kernel {
  public:
   explicit HostKernel(KernelInfo info)
-      : Kernel(std::move(info)), tile_product_(tile_product(this->info.type_a, this->info.type_d)) {}
+      : Kernel(std::move(info)), tile_product_(tile_product(this->info.a.format.type, this->info.d.format.type)) {}
 
   int64_t workspace_bytes(GemmProblem const& p, Schedule const& s, Device const& device) const override {
     return gemm(p, s, device, {}).workspace_bytes();
@@ -281,11 +281,11 @@ constexpr int32_t kTiles[][3] = {{256, 512, 64}, {128, 128, 64}, {64, 64, 64}};
                       name_of(major_a)[0] + name_of(major_b)[0] + "_" + std::to_string(tile_m) + "x" +
                       std::to_string(tile_n) + "x" + std::to_string(tile_k);
           info.family = Family::kHost;
-          info.type_a = info.type_b = types.operand;
-          info.type_d = types.d;
-          info.major_a = major_a;
-          info.major_b = major_b;
-          info.align_a = info.align_b = info.align_d = 1;
+          info.a.format = info.b.format = types.operand;
+          info.d.format = types.d;
+          info.a.major = major_a;
+          info.b.major = major_b;
+          info.a.align = info.b.align = info.d.align = 1;
           info.tile_m = tile_m;
           info.tile_n = tile_n;
           info.tile_k = tile_k;
