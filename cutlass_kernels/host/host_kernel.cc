@@ -61,7 +61,7 @@ struct Gemm {
   GemmProblem p;
   Reduction reduction;
   Decomposition decomposition;
-  TileOrder order;
+  DenseTiles tiles;
   int64_t tile_m, tile_n, tile_k;  // no larger than the problem in m and n
   TileProduct tile_product;
   Buffers buffers;
@@ -97,29 +97,31 @@ struct Gemm {
   void* scratch(int32_t worker) const { return static_cast<char*>(accumulators(worker)) + accumulators_bytes(); }
   void* part(int32_t worker) const { return static_cast<char*>(scratch(worker)) + scratch_bytes(); }
 
-  struct Tile {
-    int64_t batch, m, n;  // its first row and column
-    Extents extents;      // with the whole of K
+  struct OutputTile {
+    int64_t batch, m, n, k;  // its first row, column and element of K
+    Extents extents;         // with all of the K that it sums
     void* d;
     void const *bias, *residual;
   };
 
-  Tile locate(int32_t index) const {
-    TileOrder::Coordinate const at = order.coordinate(index);
-    int64_t const m = at.m * tile_m, n = at.n * tile_n;
-    int64_t const offset = at.batch * p.d.batch_stride + m * p.d.ld + n;
+  OutputTile locate(int32_t index) const {
+    Tile const at = tiles.tile(index);
+    int64_t const m = at.m * tile_m, n = at.n * tile_n, k = at.k_begin * tile_k;
+    int64_t const offset = at.group * p.d.batch_stride + m * p.d.ld + n;
     int64_t const size = size_of(p.d.format);
-    return {at.batch,
+    return {at.group,
             m,
             n,
-            {std::min(tile_m, p.m - m), std::min(tile_n, p.n - n), p.k},
+            k,
+            {std::min(tile_m, p.m - m), std::min(tile_n, p.n - n), std::min(at.k_tiles * tile_k, p.k - k)},
             static_cast<char*>(buffers.d) + offset * size,
-            static_cast<char const*>(buffers.bias) + (at.batch * p.epilogue.batch_stride_bias + n) * size,
+            static_cast<char const*>(buffers.bias) + (at.group * p.epilogue.batch_stride_bias + n) * size,
             static_cast<char const*>(buffers.residual) + offset * size};
   }
 
-  void multiply(Tile const& tile, Work const& work, int32_t worker, void* accumulators, int64_t stride) const {
-    int64_t const begin = work.k_begin * tile_k, end = std::min(begin + work.k_count * tile_k, p.k);
+  void multiply(OutputTile const& tile, Work const& work, int32_t worker, void* accumulators, int64_t stride) const {
+    int64_t const begin = tile.k + work.k_begin * tile_k,
+                  end = std::min(begin + work.k_count * tile_k, tile.k + tile.extents.k);
     int64_t const alone = sums_in_parts() ? kSummedAlone : end - begin;
     multiply(tile, begin, std::min(begin + alone, end), worker, accumulators, stride);
     for (int64_t k = begin + alone; k < end; k += alone) {
@@ -128,7 +130,8 @@ struct Gemm {
     }
   }
 
-  void multiply(Tile const& tile, int64_t k, int64_t k_end, int32_t worker, void* accumulators, int64_t stride) const {
+  void multiply(OutputTile const& tile, int64_t k, int64_t k_end, int32_t worker, void* accumulators,
+                int64_t stride) const {
     int64_t const offset_a =
         tile.batch * p.a.batch_stride + (p.a.major == Major::kRow ? tile.m * p.a.ld + k : tile.m + k * p.a.ld);
     int64_t const offset_b =
@@ -139,12 +142,12 @@ struct Gemm {
     tile_product.multiply(extents, a, b, accumulators, stride, scratch(worker));
   }
 
-  void store(Tile const& tile, void const* accumulators, int64_t stride) const {
+  void store(OutputTile const& tile, void const* accumulators, int64_t stride) const {
     tile_product.store(tile.extents, p.epilogue, tile.bias, tile.residual, accumulators, stride, tile.d, p.d.ld);
   }
 
   // Adds the peers' slots in the order of their iterations.
-  void fix_up(Tile const& tile, Work const& work) const {
+  void fix_up(OutputTile const& tile, Work const& work) const {
     void* const sum = slot(decomposition.slot(work.tile, 0));
     for (int32_t peer = 1; peer < work.peers; ++peer)
       tile_product.add(tile.extents, slot(decomposition.slot(work.tile, peer)), tile_n, sum, tile_n);
@@ -152,7 +155,7 @@ struct Gemm {
   }
 
   // Adds a partial tile to the slot of its tile; true for the last.
-  bool accumulate(Tile const& tile, Work const& work, void const* partial) const {
+  bool accumulate(OutputTile const& tile, Work const& work, void const* partial) const {
     SharedTile& shared_tile = shared()[work.tile];
     void* const sum = slot(work.tile);
     // Whoever holds the lock is adding and waits for nobody.
@@ -170,7 +173,7 @@ struct Gemm {
     void* const own = accumulators(worker);
     Work work;
     for (int32_t ordinal = 0; decomposition.work(worker, ordinal, work); ++ordinal) {
-      Tile const tile = locate(work.tile);
+      OutputTile const tile = locate(work.tile);
       if (work.peers == 1 && multiplies_into_d()) {
         multiply(tile, work, worker, tile.d, p.d.ld);
         if (!p.epilogue.is_plain()) store(tile, tile.d, p.d.ld);
@@ -229,27 +232,26 @@ class HostKernel final : public Kernel {
   }
 
   Decomposition decomposition(GemmProblem const& p, Schedule const& s, Device const& device) const override {
-    TileOrder const order = tile_order(p, s);
     // A Stream-K schedule of one worker means data-parallel, on all of them.
     bool const limited = s.kind == ScheduleKind::kStreamK && s.max_sms > 1;
     ScheduleKind kind = s.kind;
     if (kind == ScheduleKind::kStreamK && s.max_sms == 1) kind = ScheduleKind::kDataParallel;
     int32_t const limit = limited ? s.max_sms : device.sms;
-    return Decomposition::make(kind, static_cast<int32_t>(p.batch) * order.tiles_per_batch(),
-                               static_cast<int32_t>(ceil_div(p.k, info.tile_k)), std::min(limit, device.sms), s.splits);
+    return Decomposition::make(kind, tiles_of(p, s), std::min(limit, device.sms), s.splits);
   }
 
  private:
-  TileOrder tile_order(GemmProblem const& p, Schedule const& s) const {
-    return {static_cast<int32_t>(ceil_div(p.m, info.tile_m)), static_cast<int32_t>(ceil_div(p.n, info.tile_n)),
-            s.raster, s.swizzle};
+  DenseTiles tiles_of(GemmProblem const& p, Schedule const& s) const {
+    TileOrder const order(static_cast<int32_t>(ceil_div(p.m, info.tile_m)),
+                          static_cast<int32_t>(ceil_div(p.n, info.tile_n)), s.raster, s.swizzle);
+    return {order, static_cast<int32_t>(p.batch), static_cast<int32_t>(ceil_div(p.k, info.tile_k))};
   }
 
   Gemm gemm(GemmProblem const& p, Schedule const& s, Device const& device, Buffers const& buffers) const {
     return {p,
             s.reduction,
             decomposition(p, s, device),
-            tile_order(p, s),
+            tiles_of(p, s),
             std::min<int64_t>(info.tile_m, p.m),
             std::min<int64_t>(info.tile_n, p.n),
             info.tile_k,

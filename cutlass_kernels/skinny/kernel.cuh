@@ -554,11 +554,11 @@ class SkinnyKernel final : public CudaKernel {
   Decomposition decomposition(GemmProblem const& p, Schedule const& s, Device const&) const override {
     // As many workers as pieces of work. CTAs are numbered otherwise: those of a cluster, which share a tile, are
     // neighbours.
-    TileOrder const order = tile_order(p, s);
-    int32_t const tiles = static_cast<int32_t>(p.batch) * order.tiles_per_batch();
+    DenseTiles const tiles(tile_order(p, s), static_cast<int32_t>(p.batch),
+                           static_cast<int32_t>((p.k + kTileK - 1) / kTileK));
     int32_t const splits = s.kind == ScheduleKind::kSplitK ? s.splits : 1;
-    return Decomposition::make(splits > 1 ? s.kind : ScheduleKind::kDataParallel, tiles,
-                               static_cast<int32_t>((p.k + kTileK - 1) / kTileK), tiles * splits, splits);
+    return Decomposition::make(splits > 1 ? s.kind : ScheduleKind::kDataParallel, tiles, tiles.tiles() * splits,
+                               splits);
   }
 
  protected:

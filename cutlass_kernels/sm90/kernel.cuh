@@ -174,10 +174,10 @@ class Sm90Kernel final : public CudaKernel {
     bool const stream_k = s.kind == ScheduleKind::kStreamK && s.max_sms != 1;
     int32_t const sms = stream_k && s.max_sms > 0 && s.max_sms < device.sms ? s.max_sms : device.sms;
     int32_t const clusters = active_clusters(sms * kCtasOfSm, kClusterSize);
-    TileOrder const order = tile_order(p, s);
+    DenseTiles const tiles(tile_order(p, s), static_cast<int32_t>(p.batch), k_tiles(p));
     return Decomposition::make(s.kind == ScheduleKind::kStreamK && !stream_k ? ScheduleKind::kDataParallel : s.kind,
-                               static_cast<int32_t>(p.batch) * order.tiles_per_batch(), k_tiles(p),
-                               Scheduler::kHasList ? std::min(clusters, Scheduler::kListed) : clusters, s.splits);
+                               tiles, Scheduler::kHasList ? std::min(clusters, Scheduler::kListed) : clusters,
+                               s.splits);
   }
 
  protected:
