@@ -132,6 +132,17 @@ std::vector<double> time_launches_at(std::string const& name, GemmProblem const&
   return microseconds;
 }
 
+// By role: the type, and the elements from the first to the last; 0 of what is absent.
+std::vector<std::pair<Type, int64_t>> spans(GemmProblem const& p) {
+  std::vector<std::pair<Type, int64_t>> found;
+  for (Role const role : kRoles) {
+    Operand const x = p.operand(role);
+    int64_t const span = (p.batch - 1) * x.batch_stride + (x.lines() - 1) * x.ld + x.contiguous();
+    found.emplace_back(x.format.type, p.has(role) ? span : 0);
+  }
+  return found;
+}
+
 std::pair<int32_t, int32_t> resources(KernelInfo const& info) {
   Resources out;
   Status const status = kernel_named(info.name).resources(out);
@@ -188,6 +199,9 @@ NB_MODULE(_ffi, m) {
       "D[l] = activation(alpha * A[l] @ B[l] + beta * residual[l] + bias[l]): extents, types, majorness and strides in "
       "elements.");
   JAX_STREAMK_BIND_FIELDS(problem, JAX_STREAMK_PROBLEM_FIELDS);
+  problem.def(
+      "spans", &spans,
+      "Of A, B, D, bias and residual the type, and the elements from the first to the last; 0 of what is absent.");
 
   nb::class_<Schedule> schedule(m, "Schedule", "How one kernel launch cuts and orders its work.");
   JAX_STREAMK_BIND_FIELDS(schedule, JAX_STREAMK_SCHEDULE_FIELDS);

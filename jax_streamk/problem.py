@@ -32,7 +32,7 @@ _NAMES = [name for name, *_ in _ffi.GemmProblem.fields]
 _values = operator.attrgetter(*_NAMES)
 
 if TYPE_CHECKING:
-    _Fields = _ffi.GemmProblem
+    from jax_streamk._ffi import GemmProblem as _Fields
 else:
     _Fields = dataclasses.make_dataclass(
         "_Fields",
@@ -222,11 +222,29 @@ def arrange(
     else:
         permutation = None
     problem = GemmProblem(
-        batch, m, n, k, TYPES[dtype], TYPES[dtype], type_d, math_, major_a, major_b, lda, ldb, d.stride(d.free) or n,
-        0 if borrowed is b else a.stride(a.batch), 0 if borrowed is a else b.stride(b.batch), d.stride(d.batch) or m * n,
-        _ffi.Activation[epilogue.activation or "none"], epilogue.has_bias, epilogue.has_residual, epilogue.alpha, epilogue.beta,
-        n if epilogue.has_bias and (borrowed is b or epilogue.bias_batch) else 0,
-    )  # fmt: skip
+        batch=batch,
+        m=m,
+        n=n,
+        k=k,
+        type_a=TYPES[dtype],
+        type_b=TYPES[dtype],
+        type_d=type_d,
+        math=math_,
+        major_a=major_a,
+        major_b=major_b,
+        lda=lda,
+        ldb=ldb,
+        ldd=d.stride(d.free) or n,
+        batch_stride_a=0 if borrowed is b else a.stride(a.batch),
+        batch_stride_b=0 if borrowed is a else b.stride(b.batch),
+        batch_stride_d=d.stride(d.batch) or m * n,
+        activation=_ffi.Activation[epilogue.activation or "none"],
+        has_bias=epilogue.has_bias,
+        has_residual=epilogue.has_residual,
+        alpha=epilogue.alpha,
+        beta=epilogue.beta,
+        batch_stride_bias=n if epilogue.has_bias and (borrowed is b or epilogue.bias_batch) else 0,
+    )
     if max(value for value in problem.attributes().values() if isinstance(value, int)) >= 2**63:
         raise Unsupported(f"shapes {lhs.shape} and {rhs.shape} have more elements than 64 bits count")
     return Arrangement(problem, dtype, permute_lhs, permute_rhs, permutation)

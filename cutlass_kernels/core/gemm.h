@@ -96,8 +96,24 @@ struct GemmProblem {
   Math math = Math::kNative;
   EpilogueOps epilogue;
 
-  bool has(Role role) const;
-  Operand operand(Role role) const;
+  bool has(Role role) const {
+    switch (role) {
+      case Role::kBias: return epilogue.has_bias;
+      case Role::kResidual: return epilogue.has_residual;
+      default: return true;
+    }
+  }
+
+  Operand operand(Role role) const {
+    switch (role) {
+      case Role::kA: return {a, m, k};
+      case Role::kB: return {b, k, n};
+      case Role::kBias: return {{d.format, Major::kRow, 0, epilogue.batch_stride_bias}, 1, n};
+      case Role::kD:
+      case Role::kResidual: break;
+    }
+    return {d, m, n};
+  }
 };
 
 struct Schedule {

@@ -22,25 +22,6 @@ Type accumulator_of(Format const& operand) {
   return operand == Type::kF64 ? Type::kF64 : operand == Type::kS8 ? Type::kS32 : Type::kF32;
 }
 
-bool GemmProblem::has(Role role) const {
-  switch (role) {
-    case Role::kBias: return epilogue.has_bias;
-    case Role::kResidual: return epilogue.has_residual;
-    default: return true;
-  }
-}
-
-Operand GemmProblem::operand(Role role) const {
-  switch (role) {
-    case Role::kA: return {a, m, k};
-    case Role::kB: return {b, k, n};
-    case Role::kBias: return {{d.format, Major::kRow, 0, epilogue.batch_stride_bias}, 1, n};
-    case Role::kD:
-    case Role::kResidual: break;
-  }
-  return {d, m, n};
-}
-
 char const* name_of(Role role) {
   switch (role) {
 #define JAX_STREAMK_ROLE(role, member, words) \
