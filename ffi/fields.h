@@ -53,7 +53,10 @@ char const* dtype_of() {
 
 template <class T>
 nanobind::tuple field(char const* name, nanobind::object default_value) {
-  return nanobind::make_tuple(name, python_type<T>(), dtype_of<T>(), std::move(default_value));
+  namespace nb = nanobind;
+  // Python finds attributes and keywords of interned names faster.
+  nb::object const interned = nb::steal(PyUnicode_InternFromString(name));
+  return nb::make_tuple(interned, python_type<T>(), dtype_of<T>(), std::move(default_value));
 }
 
 // In each, Struct is what the list is of, `self` points to one, and `fresh` is one as it is by default.

@@ -13,9 +13,7 @@ GemmCall::GemmCall(GemmAttributes const& attributes)
 #define JAX_STREAMK_OF_PROBLEM(name, place) problem.place = attributes.name;
 #define JAX_STREAMK_OF_SCHEDULE(name, place) schedule.place = attributes.name;
 #define JAX_STREAMK_OF_DEVICE(name, place) device.place = attributes.name;
-  JAX_STREAMK_PROBLEM_FIELDS(JAX_STREAMK_OF_PROBLEM, JAX_STREAMK_OF_PROBLEM)
-  JAX_STREAMK_SCHEDULE_FIELDS(JAX_STREAMK_OF_SCHEDULE, JAX_STREAMK_OF_SCHEDULE)
-  JAX_STREAMK_DEVICE_FIELDS(JAX_STREAMK_OF_DEVICE, JAX_STREAMK_OF_DEVICE)
+  JAX_STREAMK_CALL_FIELDS(JAX_STREAMK_OF_PROBLEM, JAX_STREAMK_OF_SCHEDULE, JAX_STREAMK_OF_DEVICE)
 #undef JAX_STREAMK_OF_PROBLEM
 #undef JAX_STREAMK_OF_SCHEDULE
 #undef JAX_STREAMK_OF_DEVICE
@@ -26,9 +24,7 @@ std::vector<double> numbers_of(GemmCall const& call) {
 #define JAX_STREAMK_OF_PROBLEM(name, place) numbers.push_back(static_cast<double>(call.problem.place));
 #define JAX_STREAMK_OF_SCHEDULE(name, place) numbers.push_back(static_cast<double>(call.schedule.place));
 #define JAX_STREAMK_OF_DEVICE(name, place) numbers.push_back(static_cast<double>(call.device.place));
-  JAX_STREAMK_PROBLEM_FIELDS(JAX_STREAMK_OF_PROBLEM, JAX_STREAMK_OF_PROBLEM)
-  JAX_STREAMK_SCHEDULE_FIELDS(JAX_STREAMK_OF_SCHEDULE, JAX_STREAMK_OF_SCHEDULE)
-  JAX_STREAMK_DEVICE_FIELDS(JAX_STREAMK_OF_DEVICE, JAX_STREAMK_OF_DEVICE)
+  JAX_STREAMK_CALL_FIELDS(JAX_STREAMK_OF_PROBLEM, JAX_STREAMK_OF_SCHEDULE, JAX_STREAMK_OF_DEVICE)
 #undef JAX_STREAMK_OF_PROBLEM
 #undef JAX_STREAMK_OF_SCHEDULE
 #undef JAX_STREAMK_OF_DEVICE

@@ -19,9 +19,7 @@ struct GemmAttributes {
 #define JAX_STREAMK_OF_PROBLEM(name, place) decltype(GemmProblem::place) name;
 #define JAX_STREAMK_OF_SCHEDULE(name, place) decltype(Schedule::place) name;
 #define JAX_STREAMK_OF_DEVICE(name, place) decltype(Device::place) name;
-  JAX_STREAMK_PROBLEM_FIELDS(JAX_STREAMK_OF_PROBLEM, JAX_STREAMK_OF_PROBLEM)
-  JAX_STREAMK_SCHEDULE_FIELDS(JAX_STREAMK_OF_SCHEDULE, JAX_STREAMK_OF_SCHEDULE)
-  JAX_STREAMK_DEVICE_FIELDS(JAX_STREAMK_OF_DEVICE, JAX_STREAMK_OF_DEVICE)
+  JAX_STREAMK_CALL_FIELDS(JAX_STREAMK_OF_PROBLEM, JAX_STREAMK_OF_SCHEDULE, JAX_STREAMK_OF_DEVICE)
 #undef JAX_STREAMK_OF_PROBLEM
 #undef JAX_STREAMK_OF_SCHEDULE
 #undef JAX_STREAMK_OF_DEVICE
@@ -46,8 +44,8 @@ xla::ffi::Error to_error(Status const& status);
 // The instantiate stage of both platforms: everything that can be checked without the device and the buffers.
 xla::ffi::Error instantiate(GemmAttributes attributes);
 
-// Checks the buffers of one execution against the call and hands out their addresses. `others` are the bias and the
-// residual, in this order, as far as the call has them.
+// Checks the buffers of one execution against the call and hands out their addresses. `others` are the operands
+// after A and B that the call has, in the order of their roles.
 xla::ffi::ErrorOr<Buffers> check_buffers(GemmCall const& call, xla::ffi::AnyBuffer a, xla::ffi::AnyBuffer b,
                                          xla::ffi::RemainingArgs others, xla::ffi::Result<xla::ffi::AnyBuffer> d,
                                          xla::ffi::Result<xla::ffi::AnyBuffer> workspace);
@@ -64,9 +62,8 @@ XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jax_streamk::Raster);
 
 #define JAX_STREAMK_ATTRIBUTE(name, place) , StructMember<decltype(jax_streamk::GemmAttributes::name)>(#name)
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_streamk::GemmAttributes,
-                                      StructMember<std::string_view>("kernel")                                   //
-                                      JAX_STREAMK_PROBLEM_FIELDS(JAX_STREAMK_ATTRIBUTE, JAX_STREAMK_ATTRIBUTE)   //
-                                      JAX_STREAMK_SCHEDULE_FIELDS(JAX_STREAMK_ATTRIBUTE, JAX_STREAMK_ATTRIBUTE)  //
-                                      JAX_STREAMK_DEVICE_FIELDS(JAX_STREAMK_ATTRIBUTE, JAX_STREAMK_ATTRIBUTE),
+                                      StructMember<std::string_view>("kernel")  //
+                                      JAX_STREAMK_CALL_FIELDS(JAX_STREAMK_ATTRIBUTE, JAX_STREAMK_ATTRIBUTE,
+                                                              JAX_STREAMK_ATTRIBUTE),
                                       StructMember<int64_t>("workspace_bytes"));
 #undef JAX_STREAMK_ATTRIBUTE

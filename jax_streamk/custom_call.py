@@ -17,7 +17,7 @@ def target(made):
 
 
 def attributes(made):
-    """What a ``Plan`` with a kernel says to the call: the fields of the problem, the schedule and the device, and two of its own."""
+    """What the call of a ``Plan`` with a kernel carries: every field of its problem, schedule and device, and two more."""
     natives = made.problem.native(), made.native_schedule(), made.device.native()
     fields = {
         name: np.dtype(dtype).type(getattr(native, name)) for native in natives for name, _, dtype, _ in native.fields

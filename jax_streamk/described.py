@@ -35,7 +35,8 @@ def _row(kernel):
 
 
 def _kernel(row):
-    return _ffi.KernelInfo(**{name: _value(type_, row[name]) for name, type_, *_ in _ffi.KernelInfo.fields})
+    types = {name: type_ for name, type_, *_ in _ffi.KernelInfo.fields}
+    return _ffi.KernelInfo(**{name: _value(types[name], text) for name, text in row.items()})
 
 
 def write(kernels, file):

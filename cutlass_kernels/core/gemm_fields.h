@@ -54,6 +54,12 @@
   REQUIRED(sms, sms)                                  \
   OPTIONAL(under_way, under_way)
 
+// All that a call carries besides the name of the kernel and the size of its workspace.
+#define JAX_STREAMK_CALL_FIELDS(OF_PROBLEM, OF_SCHEDULE, OF_DEVICE) \
+  JAX_STREAMK_PROBLEM_FIELDS(OF_PROBLEM, OF_PROBLEM)                \
+  JAX_STREAMK_SCHEDULE_FIELDS(OF_SCHEDULE, OF_SCHEDULE)             \
+  JAX_STREAMK_DEVICE_FIELDS(OF_DEVICE, OF_DEVICE)
+
 // KernelInfo
 #define JAX_STREAMK_KERNEL_FIELDS(REQUIRED, OPTIONAL) \
   REQUIRED(name, name)                                \
