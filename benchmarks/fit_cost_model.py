@@ -93,8 +93,9 @@ def kernel_of(name):
     else:
         raise ValueError(f"{name!r} is not the name of a CUDA kernel")
     return _ffi.KernelInfo(
-        name=name, family=family, type_ab=getattr(_ffi.Type, a), type_d=getattr(_ffi.Type, d), math=_MATH.get(a, _ffi.Math.native),
-        major_a=_MAJORS[major_a], major_b=_MAJORS[major_b], tile=(tile_m, tile_n, tile_k), cluster=(cluster_m, cluster_n), align_a=align,
+        name=name, family=family, type_a=getattr(_ffi.Type, a), type_b=getattr(_ffi.Type, a), type_d=getattr(_ffi.Type, d),
+        math=_MATH.get(a, _ffi.Math.native), major_a=_MAJORS[major_a], major_b=_MAJORS[major_b],
+        tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, cluster_m=cluster_m, cluster_n=cluster_n, align_a=align,
         align_b=1 if name.endswith("_shifted") else align, align_d=align, warp_schedule=warp_schedule, swap_ab=bool(swap),
         split_k_reductions=[], stream_k_reductions=[],
     )  # fmt: skip

@@ -1,5 +1,7 @@
 #include "ffi/gemm_call.h"
 
+#include <algorithm>
+#include <iterator>
 #include <string>
 
 #include "cutlass_kernels/planner/launch_policy.h"
@@ -8,30 +10,32 @@ namespace jax_streamk {
 
 namespace ffi = xla::ffi;
 
-GemmCall::GemmCall(GemmAttributes const& at)
-    : kernel(find_kernel(at.kernel)),
-      problem{at.batch,
-              at.m,
-              at.n,
-              at.k,
-              at.type_a,
-              at.type_b,
-              at.type_d,
-              at.math,
-              at.major_a,
-              at.major_b,
-              at.lda,
-              at.ldb,
-              at.ldd,
-              at.batch_stride_a,
-              at.batch_stride_b,
-              at.batch_stride_d,
-              {at.activation, at.has_bias, at.has_residual, at.alpha, at.beta, at.batch_stride_bias}},
-      schedule{at.schedule, at.splits, at.reduction, at.max_sms},
-      policy{at.raster,         at.swizzle,       at.evict_first_a, at.evict_first_b, at.held_back,
-             at.held_back_last, at.idle_clusters, at.cluster_order, at.extend_a,      at.extend_b},
-      device{at.arch, at.sms},
-      workspace_bytes(at.workspace_bytes) {}
+GemmCall::GemmCall(GemmAttributes const& attributes)
+    : kernel(find_kernel(attributes.kernel)), workspace_bytes(attributes.workspace_bytes) {
+#define JAX_STREAMK_OF_PROBLEM(name, place) problem.place = attributes.name;
+#define JAX_STREAMK_OF_SCHEDULE(name, place) schedule.place = attributes.name;
+#define JAX_STREAMK_OF_POLICY(name, place) policy.place = attributes.name;
+#define JAX_STREAMK_OF_DEVICE(name, place) device.place = attributes.name;
+  JAX_STREAMK_CALL_FIELDS(JAX_STREAMK_OF_PROBLEM, JAX_STREAMK_OF_SCHEDULE, JAX_STREAMK_OF_POLICY, JAX_STREAMK_OF_DEVICE)
+#undef JAX_STREAMK_OF_PROBLEM
+#undef JAX_STREAMK_OF_SCHEDULE
+#undef JAX_STREAMK_OF_POLICY
+#undef JAX_STREAMK_OF_DEVICE
+}
+
+std::vector<double> numbers_of(GemmCall const& call) {
+  std::vector<double> numbers;
+#define JAX_STREAMK_OF_PROBLEM(name, place) numbers.push_back(static_cast<double>(call.problem.place));
+#define JAX_STREAMK_OF_SCHEDULE(name, place) numbers.push_back(static_cast<double>(call.schedule.place));
+#define JAX_STREAMK_OF_POLICY(name, place) numbers.push_back(static_cast<double>(call.policy.place));
+#define JAX_STREAMK_OF_DEVICE(name, place) numbers.push_back(static_cast<double>(call.device.place));
+  JAX_STREAMK_CALL_FIELDS(JAX_STREAMK_OF_PROBLEM, JAX_STREAMK_OF_SCHEDULE, JAX_STREAMK_OF_POLICY, JAX_STREAMK_OF_DEVICE)
+#undef JAX_STREAMK_OF_PROBLEM
+#undef JAX_STREAMK_OF_SCHEDULE
+#undef JAX_STREAMK_OF_POLICY
+#undef JAX_STREAMK_OF_DEVICE
+  return numbers;
+}
 
 ffi::Error to_error(Status const& status) {
   if (status.ok()) return ffi::Error::Success();
@@ -78,13 +82,12 @@ ffi::DataType data_type(Type type) {
   return ffi::DataType::INVALID;
 }
 
-// Whether a buffer holds elements of the type up to the last one that the strides reach. In floating point: strides are
-// not bounded, and their products may not fit an integer.
-bool holds(ffi::AnyBuffer buffer, Type type, int64_t batch, int64_t batch_stride, int64_t rows, int64_t ld,
-           int64_t columns) {
-  if (buffer.element_type() != data_type(type) || batch_stride < 0 || ld < 0) return false;
-  double const last =
-      static_cast<double>(batch - 1) * batch_stride + static_cast<double>(rows - 1) * ld + (columns - 1);
+// Whether a buffer holds elements of the format up to the last one that the strides reach. In floating point: strides
+// are not bounded, and their products may not fit an integer.
+bool holds(ffi::AnyBuffer buffer, Operand const& x, int64_t batch) {
+  if (buffer.element_type() != data_type(x.format.type) || x.batch_stride < 0 || x.ld < 0) return false;
+  double const last = static_cast<double>(batch - 1) * x.batch_stride + static_cast<double>(x.lines() - 1) * x.ld +
+                      (x.contiguous() - 1);
   return last < static_cast<double>(buffer.element_count());
 }
 
@@ -93,46 +96,37 @@ bool holds(ffi::AnyBuffer buffer, Type type, int64_t batch, int64_t batch_stride
 ffi::ErrorOr<Buffers> check_buffers(GemmCall const& call, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::RemainingArgs others,
                                     ffi::Result<ffi::AnyBuffer> d, ffi::Result<ffi::AnyBuffer> workspace) {
   GemmProblem const& p = call.problem;
-  bool const row_a = p.major_a == Major::kRow, row_b = p.major_b == Major::kRow;
-  auto const refuse_operand = [&](char const* operand) {
-    return ffi::Unexpected(to_error(Status::invalid(call.kernel->info.name + " was given a buffer for " + operand +
-                                                    " of another type, or smaller, than its plan says")));
-  };
-  if (!holds(a, p.type_a, p.batch, p.batch_stride_a, row_a ? p.m : p.k, p.lda, row_a ? p.k : p.m))
-    return refuse_operand("A");
-  if (!holds(b, p.type_b, p.batch, p.batch_stride_b, row_b ? p.k : p.n, p.ldb, row_b ? p.n : p.k))
-    return refuse_operand("B");
-  if (!holds(*d, p.type_d, p.batch, p.batch_stride_d, p.m, p.ldd, p.n)) return refuse_operand("D");
-  Epilogue const& epilogue = p.epilogue;
-  if (size_t const expected = epilogue.has_bias + epilogue.has_residual; others.size() != expected)
-    return ffi::Unexpected(
-        to_error(Status::invalid(call.kernel->info.name + " was given " + std::to_string(2 + others.size()) +
-                                 " operands; its plan says " + std::to_string(2 + expected))));
-  Buffers buffers{a.untyped_data(), b.untyped_data(), d->untyped_data(), workspace->untyped_data()};
-  if (epilogue.has_bias) {
-    auto const bias = *others.get<ffi::AnyBuffer>(0);
-    if (!holds(bias, p.type_d, p.batch, epilogue.batch_stride_bias, 1, 0, p.n)) return refuse_operand("the bias");
-    buffers.bias = bias.untyped_data();
-  }
-  if (epilogue.has_residual) {
-    auto const residual = *others.get<ffi::AnyBuffer>(epilogue.has_bias);
-    if (!holds(residual, p.type_d, p.batch, p.batch_stride_d, p.m, p.ldd, p.n)) return refuse_operand("the residual");
-    buffers.residual = residual.untyped_data();
+  std::string const& name = call.kernel->info.name;
+  auto const refuse = [](Status const& status) { return ffi::Unexpected(to_error(status)); };
+  // A, B and D are arguments of their own; the others that the call has follow in the order of their roles.
+  size_t const expected =
+      std::count_if(std::begin(kRoles), std::end(kRoles), [&](Role role) { return role > Role::kD && p.has(role); });
+  if (others.size() != expected)
+    return refuse(Status::invalid(name + " was given " + std::to_string(2 + others.size()) +
+                                  " operands; its plan says " + std::to_string(2 + expected)));
+  Buffers buffers{nullptr, nullptr, nullptr, workspace->untyped_data()};
+  size_t next = 0;
+  for (Role const role : kRoles) {
+    if (!p.has(role)) continue;
+    ffi::AnyBuffer const buffer = role == Role::kA   ? a
+                                  : role == Role::kB ? b
+                                  : role == Role::kD ? *d
+                                                     : *others.get<ffi::AnyBuffer>(next++);
+    if (!holds(buffer, p.operand(role), p.batch))
+      return refuse(Status::invalid(name + " was given a buffer for " + name_of(role) +
+                                    " of another type, or smaller, than its plan says"));
+    // For TMA and 16-byte vectors; XLA aligns every buffer as far.
+    if (reinterpret_cast<uintptr_t>(buffer.untyped_data()) % 16 != 0)
+      return refuse(Status::precondition(name + " was given a buffer that is not aligned to 16 bytes"));
+    buffers.set(role, buffer.untyped_data());
   }
   if (workspace->element_count() < static_cast<size_t>(call.workspace_bytes))
-    return ffi::Unexpected(to_error(Status::precondition(
-        call.kernel->info.name + " was given a workspace of " + std::to_string(workspace->element_count()) +
-        " bytes; its plan says " + std::to_string(call.workspace_bytes))));
-  // TMA and 16-byte vector accesses of the operands, whole cache lines of the workspace; XLA aligns every buffer as
-  // far.
+    return refuse(Status::precondition(name + " was given a workspace of " +
+                                       std::to_string(workspace->element_count()) + " bytes; its plan says " +
+                                       std::to_string(call.workspace_bytes)));
+  // Whole cache lines.
   if (reinterpret_cast<uintptr_t>(buffers.workspace) % 64 != 0)
-    return ffi::Unexpected(to_error(
-        Status::precondition(call.kernel->info.name + " was given a workspace that is not aligned to 64 bytes")));
-  for (void const* address :
-       {buffers.a, buffers.b, static_cast<void const*>(buffers.d), buffers.bias, buffers.residual})
-    if (reinterpret_cast<uintptr_t>(address) % 16 != 0)
-      return ffi::Unexpected(to_error(
-          Status::precondition(call.kernel->info.name + " was given a buffer that is not aligned to 16 bytes")));
+    return refuse(Status::precondition(name + " was given a workspace that is not aligned to 64 bytes"));
   return buffers;
 }
 

@@ -5,37 +5,26 @@
 #pragma once
 
 #include <string_view>
+#include <vector>
 
 #include "cutlass_kernels/core/gemm.h"
+#include "cutlass_kernels/core/gemm_fields.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_streamk {
 
-// Flat, one attribute a member, named as here. Extents and strides are those of GemmProblem.
+// As the FFI decodes it: flat, an attribute a member, of the names and types that gemm_fields.h gives.
 struct GemmAttributes {
   std::string_view kernel;
-  int64_t batch, m, n, k;
-  int64_t lda, ldb, ldd, batch_stride_a, batch_stride_b, batch_stride_d;
-  Type type_a, type_b, type_d;
-  Math math;
-  Major major_a, major_b;
-  Activation activation;
-  bool has_bias, has_residual;
-  double alpha, beta;
-  int64_t batch_stride_bias;
-  ScheduleKind schedule;
-  int32_t splits;
-  Reduction reduction;
-  int32_t max_sms;
-  // The LaunchPolicy.
-  Raster raster;
-  int32_t swizzle;
-  bool evict_first_a, evict_first_b;
-  int32_t held_back, held_back_last, idle_clusters;
-  ClusterOrder cluster_order;
-  bool extend_a, extend_b;
-  // What the plan was made for; execution refuses anything else.
-  int32_t arch, sms;
+#define JAX_STREAMK_OF_PROBLEM(name, place) decltype(GemmProblem::place) name;
+#define JAX_STREAMK_OF_SCHEDULE(name, place) decltype(Schedule::place) name;
+#define JAX_STREAMK_OF_POLICY(name, place) decltype(LaunchPolicy::place) name;
+#define JAX_STREAMK_OF_DEVICE(name, place) decltype(Device::place) name;
+  JAX_STREAMK_CALL_FIELDS(JAX_STREAMK_OF_PROBLEM, JAX_STREAMK_OF_SCHEDULE, JAX_STREAMK_OF_POLICY, JAX_STREAMK_OF_DEVICE)
+#undef JAX_STREAMK_OF_PROBLEM
+#undef JAX_STREAMK_OF_SCHEDULE
+#undef JAX_STREAMK_OF_POLICY
+#undef JAX_STREAMK_OF_DEVICE
   int64_t workspace_bytes;
 };
 
@@ -50,13 +39,16 @@ struct GemmCall {
   int64_t workspace_bytes;
 };
 
+// What a call decodes, a number for each field of the problem, the schedule and the device in the order of their lists.
+std::vector<double> numbers_of(GemmCall const& call);
+
 xla::ffi::Error to_error(Status const& status);
 
 // The instantiate stage of both platforms: everything that can be checked without the device and the buffers.
 xla::ffi::Error instantiate(GemmAttributes attributes);
 
-// Checks the buffers of one execution against the call and hands out their addresses. `others` are the bias and the
-// residual, in this order, as far as the call has them.
+// Checks the buffers of one execution against the call and hands out their addresses. `others` are the operands
+// after A and B that the call has, in the order of their roles.
 xla::ffi::ErrorOr<Buffers> check_buffers(GemmCall const& call, xla::ffi::AnyBuffer a, xla::ffi::AnyBuffer b,
                                          xla::ffi::RemainingArgs others, xla::ffi::Result<xla::ffi::AnyBuffer> d,
                                          xla::ffi::Result<xla::ffi::AnyBuffer> workspace);
@@ -72,21 +64,10 @@ XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jax_streamk::Reduction);
 XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jax_streamk::Raster);
 XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jax_streamk::ClusterOrder);
 
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
-    jax_streamk::GemmAttributes, StructMember<std::string_view>("kernel"), StructMember<int64_t>("batch"),
-    StructMember<int64_t>("m"), StructMember<int64_t>("n"), StructMember<int64_t>("k"), StructMember<int64_t>("lda"),
-    StructMember<int64_t>("ldb"), StructMember<int64_t>("ldd"), StructMember<int64_t>("batch_stride_a"),
-    StructMember<int64_t>("batch_stride_b"), StructMember<int64_t>("batch_stride_d"),
-    StructMember<jax_streamk::Type>("type_a"), StructMember<jax_streamk::Type>("type_b"),
-    StructMember<jax_streamk::Type>("type_d"), StructMember<jax_streamk::Math>("math"),
-    StructMember<jax_streamk::Major>("major_a"), StructMember<jax_streamk::Major>("major_b"),
-    StructMember<jax_streamk::Activation>("activation"), StructMember<bool>("has_bias"),
-    StructMember<bool>("has_residual"), StructMember<double>("alpha"), StructMember<double>("beta"),
-    StructMember<int64_t>("batch_stride_bias"), StructMember<jax_streamk::ScheduleKind>("schedule"),
-    StructMember<int32_t>("splits"), StructMember<jax_streamk::Reduction>("reduction"),
-    StructMember<int32_t>("max_sms"), StructMember<jax_streamk::Raster>("raster"), StructMember<int32_t>("swizzle"),
-    StructMember<bool>("evict_first_a"), StructMember<bool>("evict_first_b"), StructMember<int32_t>("held_back"),
-    StructMember<int32_t>("held_back_last"), StructMember<int32_t>("idle_clusters"),
-    StructMember<jax_streamk::ClusterOrder>("cluster_order"), StructMember<bool>("extend_a"),
-    StructMember<bool>("extend_b"), StructMember<int32_t>("arch"), StructMember<int32_t>("sms"),
-    StructMember<int64_t>("workspace_bytes"));
+#define JAX_STREAMK_ATTRIBUTE(name, place) , StructMember<decltype(jax_streamk::GemmAttributes::name)>(#name)
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_streamk::GemmAttributes,
+                                      StructMember<std::string_view>("kernel")  //
+                                      JAX_STREAMK_CALL_FIELDS(JAX_STREAMK_ATTRIBUTE, JAX_STREAMK_ATTRIBUTE,
+                                                              JAX_STREAMK_ATTRIBUTE, JAX_STREAMK_ATTRIBUTE),
+                                      StructMember<int64_t>("workspace_bytes"));
+#undef JAX_STREAMK_ATTRIBUTE

@@ -1,4 +1,8 @@
 // The handler for platform "cpu".
+#include <algorithm>
+#include <string>
+#include <vector>
+
 #include "ffi/gemm_call.h"
 #include "ffi/pool_executor.h"
 
@@ -18,7 +22,19 @@ ffi::Error execute(GemmAttributes attributes, ffi::ThreadPool pool, ffi::AnyBuff
       call.kernel->run(call.problem, call.schedule, call.policy, call.device, *buffers, nullptr, &executor));
 }
 
+// Writes what it decoded into a float64 result, for tests of the attributes.
+ffi::Error echo(GemmAttributes attributes, ffi::Result<ffi::BufferR1<ffi::F64>> out) {
+  std::vector<double> const numbers = numbers_of(GemmCall(attributes));
+  if (out->element_count() != numbers.size())
+    return to_error(Status::invalid("a call has " + std::to_string(numbers.size()) + " numbers"));
+  std::copy(numbers.begin(), numbers.end(), out->typed_data());
+  return ffi::Error::Success();
+}
+
 }  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_streamk_echo, echo,
+                              ffi::Ffi::Bind().Attrs<GemmAttributes>().Ret<ffi::BufferR1<ffi::F64>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_streamk_host_instantiate, instantiate,
                               ffi::Ffi::BindInstantiate().Attrs<GemmAttributes>());

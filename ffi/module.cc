@@ -1,12 +1,15 @@
 // jax_streamk._ffi: what the Python layer sees of the C++ side. Handlers for XLA, the registry of kernels, and the
 // questions that planning and lowering ask of a kernel. Everything but resources() works without a GPU.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
+#include <iterator>
 #include <optional>
 #include <thread>
 #include <tuple>
@@ -19,6 +22,7 @@
 #include "cutlass_kernels/passes/repack.h"
 #include "cutlass_kernels/planner/launch_policy.h"
 #include "cutlass_kernels/planner/planner.h"
+#include "ffi/fields.h"
 #include "ffi/gemm_call.h"
 #include "ffi/planner_bindings.h"
 #include "ffi/timing.h"
@@ -27,6 +31,7 @@ namespace nb = nanobind;
 using namespace nb::literals;
 
 extern "C" {
+XLA_FFI_Error* jax_streamk_echo(XLA_FFI_CallFrame*);
 XLA_FFI_Error* jax_streamk_host_instantiate(XLA_FFI_CallFrame*);
 XLA_FFI_Error* jax_streamk_host_execute(XLA_FFI_CallFrame*);
 #ifdef JAX_STREAMK_WITH_CUDA
@@ -116,32 +121,44 @@ class ThreadExecutor final : public Executor {
   }
 };
 
+using Addresses = std::array<uintptr_t, std::size(kRoles)>;
+
+Buffers buffers_at(Addresses const& addresses, uintptr_t workspace) {
+  Buffers buffers{nullptr, nullptr, nullptr, reinterpret_cast<void*>(workspace)};
+  for (size_t i = 0; i < addresses.size(); ++i) buffers.set(kRoles[i], reinterpret_cast<void*>(addresses[i]));
+  return buffers;
+}
+
 void launch(std::string const& name, GemmProblem const& p, Schedule const& s, LaunchPolicy const& policy,
-            Device const& device, uintptr_t a, uintptr_t b, uintptr_t d, uintptr_t workspace, uintptr_t stream,
-            uintptr_t bias, uintptr_t residual) {
+            Device const& device, Addresses const& addresses, uintptr_t workspace, uintptr_t stream) {
   Kernel const& kernel = kernel_that_launches(name, p, s, policy, device);
   ThreadExecutor executor;
-  auto const pointer = [](uintptr_t address) { return reinterpret_cast<void*>(address); };
-  Status const status = kernel.run(
-      p, s, policy, device, {pointer(a), pointer(b), pointer(d), pointer(workspace), pointer(bias), pointer(residual)},
-      pointer(stream), &executor);
+  Status const status =
+      kernel.run(p, s, policy, device, buffers_at(addresses, workspace), reinterpret_cast<void*>(stream), &executor);
   if (!status.ok()) throw std::runtime_error(status.message);
 }
 
-// Addresses of A, B, D, the bias and the residual.
-using Addresses = std::tuple<uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t>;
 std::vector<double> time_launches_at(std::string const& name, GemmProblem const& p, Schedule const& s,
                                      LaunchPolicy const& policy, Device const& device,
                                      std::vector<Addresses> const& addresses, uintptr_t workspace, int32_t repeats) {
-  auto const pointer = [](uintptr_t address) { return reinterpret_cast<void*>(address); };
   std::vector<Buffers> sets;
-  for (auto const& [a, b, d, bias, residual] : addresses)
-    sets.push_back({pointer(a), pointer(b), pointer(d), pointer(workspace), pointer(bias), pointer(residual)});
+  for (Addresses const& set : addresses) sets.push_back(buffers_at(set, workspace));
   std::vector<double> microseconds;
   Status const status = time_launches(kernel_that_launches(name, p, s, policy, device), p, s, policy, device, sets,
                                       repeats, microseconds);
   if (!status.ok()) throw std::runtime_error(status.message);
   return microseconds;
+}
+
+// By role: the type, and the elements from the first to the last; 0 of what is absent.
+std::vector<std::pair<Type, int64_t>> spans(GemmProblem const& p) {
+  std::vector<std::pair<Type, int64_t>> found;
+  for (Role const role : kRoles) {
+    Operand const x = p.operand(role);
+    int64_t const span = (p.batch - 1) * x.batch_stride + (x.lines() - 1) * x.ld + x.contiguous();
+    found.emplace_back(x.format.type, p.has(role) ? span : 0);
+  }
+  return found;
 }
 
 std::pair<int32_t, int32_t> resources(KernelInfo const& info) {
@@ -151,16 +168,20 @@ std::pair<int32_t, int32_t> resources(KernelInfo const& info) {
   return {out.registers, out.ctas_per_sm};
 }
 
-// Every member of a KernelInfo, in their order, as pickle keeps them.
-auto state_of(KernelInfo const& k) {
-  return std::make_tuple(k.name, k.family, k.type_a, k.type_b, k.type_d, k.math, k.major_a, k.major_b, k.align_a,
-                         k.align_b, k.align_d, k.tile_m, k.tile_n, k.tile_k, k.cluster_m, k.cluster_n, k.stages,
-                         k.warp_schedule, k.swap_ab, k.split_k_reductions, k.stream_k_reductions, k.threads,
-                         k.shared_memory, k.promotion_k);
+// Every field by name, as pickle keeps them.
+nb::dict state_of(KernelInfo const& info) {
+  nb::dict state;
+#define JAX_STREAMK_GET(name, place) state[#name] = info.place;
+  JAX_STREAMK_KERNEL_FIELDS(JAX_STREAMK_GET, JAX_STREAMK_GET)
+#undef JAX_STREAMK_GET
+  return state;
 }
 
-void set_state(KernelInfo& info, decltype(state_of(info)) const& state) {
-  std::apply([&](auto const&... members) { new (&info) KernelInfo{members...}; }, state);
+void set_state(KernelInfo& info, nb::dict const& state) {
+  new (&info) KernelInfo{};
+#define JAX_STREAMK_PUT(name, place) info.place = nb::cast<decltype(KernelInfo::place)>(state[#name]);
+  JAX_STREAMK_KERNEL_FIELDS(JAX_STREAMK_PUT, JAX_STREAMK_PUT)
+#undef JAX_STREAMK_PUT
 }
 
 template <typename Enum>
@@ -193,143 +214,30 @@ NB_MODULE(_ffi, m) {
   enumeration<ClusterOrder>(m, "ClusterOrder", "Which worker each cluster of a launch is.",
                             {ClusterOrder::kAsLaunched, ClusterOrder::kByGpc, ClusterOrder::kSpread});
 
-  nb::class_<GemmProblem>(
+  nb::class_<GemmProblem> problem(
       m, "GemmProblem",
-      "D[l] = activation(alpha * A[l] @ B[l] + beta * residual[l] + bias[l]): extents, types, majorness and "
-      "strides in elements.")
-      .def(
-          "__init__",
-          [](GemmProblem* self, int64_t batch, int64_t m_, int64_t n, int64_t k, Type type_a, Type type_b, Type type_d,
-             Math math, Major major_a, Major major_b, int64_t lda, int64_t ldb, int64_t ldd, int64_t batch_stride_a,
-             int64_t batch_stride_b, int64_t batch_stride_d, Activation activation, bool has_bias, bool has_residual,
-             double alpha, double beta, int64_t batch_stride_bias) {
-            new (self) GemmProblem{batch,
-                                   m_,
-                                   n,
-                                   k,
-                                   type_a,
-                                   type_b,
-                                   type_d,
-                                   math,
-                                   major_a,
-                                   major_b,
-                                   lda,
-                                   ldb,
-                                   ldd,
-                                   batch_stride_a,
-                                   batch_stride_b,
-                                   batch_stride_d,
-                                   {activation, has_bias, has_residual, alpha, beta, batch_stride_bias}};
-          },
-          "batch"_a, "m"_a, "n"_a, "k"_a, "type_a"_a, "type_b"_a, "type_d"_a, "math"_a, "major_a"_a, "major_b"_a,
-          "lda"_a, "ldb"_a, "ldd"_a, "batch_stride_a"_a, "batch_stride_b"_a, "batch_stride_d"_a,
-          "activation"_a = Activation::kNone, "has_bias"_a = false, "has_residual"_a = false, "alpha"_a = 1.0,
-          "beta"_a = 1.0, "batch_stride_bias"_a = 0);
+      "D[l] = activation(alpha * A[l] @ B[l] + beta * residual[l] + bias[l]): extents, types, majorness and strides in "
+      "elements.");
+  JAX_STREAMK_BIND_FIELDS(problem, JAX_STREAMK_PROBLEM_FIELDS);
+  problem.def(
+      "spans", &spans,
+      "Of A, B, D, bias and residual the type, and the elements from the first to the last; 0 of what is absent.");
 
-  nb::class_<Schedule>(m, "Schedule", "How one kernel launch cuts its work.")
-      .def(
-          "__init__",
-          [](Schedule* self, ScheduleKind schedule, int32_t splits, Reduction reduction, int32_t max_sms) {
-            new (self) Schedule{schedule, splits, reduction, max_sms};
-          },
-          "schedule"_a, "splits"_a = 1, "reduction"_a = Reduction::kOrdered, "max_sms"_a = 0)
-      .def_ro("schedule", &Schedule::kind)
-      .def_ro("splits", &Schedule::splits)
-      .def_ro("reduction", &Schedule::reduction);
+  nb::class_<Schedule> schedule(m, "Schedule", "How one kernel launch cuts its work.");
+  JAX_STREAMK_BIND_FIELDS(schedule, JAX_STREAMK_SCHEDULE_FIELDS);
 
-  nb::class_<LaunchPolicy>(m, "LaunchPolicy", "The native side of launch_policy.LaunchPolicy, which says what each is.")
-      .def(
-          "__init__",
-          [](LaunchPolicy* self, Raster raster, int32_t swizzle, bool evict_first_a, bool evict_first_b,
-             int32_t held_back, int32_t held_back_last, int32_t idle_clusters, ClusterOrder cluster_order,
-             bool extend_a, bool extend_b) {
-            new (self) LaunchPolicy{raster,         swizzle,       evict_first_a, evict_first_b, held_back,
-                                    held_back_last, idle_clusters, cluster_order, extend_a,      extend_b};
-          },
-          "raster"_a = Raster::kAlongM, "swizzle"_a = 1, "evict_first_a"_a = false, "evict_first_b"_a = false,
-          "held_back"_a = 0, "held_back_last"_a = 0, "idle_clusters"_a = 0,
-          "cluster_order"_a = ClusterOrder::kAsLaunched, "extend_a"_a = false, "extend_b"_a = false)
-      .def_ro("raster", &LaunchPolicy::raster)
-      .def_ro("swizzle", &LaunchPolicy::swizzle)
-      .def_ro("evict_first_a", &LaunchPolicy::evict_first_a)
-      .def_ro("evict_first_b", &LaunchPolicy::evict_first_b)
-      .def_ro("held_back", &LaunchPolicy::held_back)
-      .def_ro("held_back_last", &LaunchPolicy::held_back_last)
-      .def_ro("idle_clusters", &LaunchPolicy::idle_clusters)
-      .def_ro("cluster_order", &LaunchPolicy::cluster_order)
-      .def_ro("extend_a", &LaunchPolicy::extend_a)
-      .def_ro("extend_b", &LaunchPolicy::extend_b);
+  nb::class_<LaunchPolicy> policy(m, "LaunchPolicy",
+                                  "The native side of launch_policy.LaunchPolicy, which says what each is.");
+  JAX_STREAMK_BIND_FIELDS(policy, JAX_STREAMK_POLICY_FIELDS);
 
-  nb::class_<Device>(
+  nb::class_<Device> device(
       m, "Device",
-      "arch is 10 * major + minor of the compute capability, 0 for the host; of under_way cost_model.under_way tells.")
-      .def(
-          "__init__",
-          [](Device* self, int32_t arch, int32_t sms, int64_t under_way) { new (self) Device{arch, sms, under_way}; },
-          "arch"_a, "sms"_a, "under_way"_a = 0);
+      "arch is 10 * major + minor of the compute capability, 0 for the host; of under_way cost_model.under_way tells.");
+  JAX_STREAMK_BIND_FIELDS(device, JAX_STREAMK_DEVICE_FIELDS);
 
-  nb::class_<KernelInfo>(m, "KernelInfo", "One kernel: of this build, or described, to plan for another.")
-      .def(
-          "__init__",
-          [](KernelInfo* self, std::string name, Family family, Type type_ab, Type type_d, Math math, Major major_a,
-             Major major_b, std::tuple<int32_t, int32_t, int32_t> tile, std::tuple<int32_t, int32_t> cluster,
-             int32_t align_a, int32_t align_b, int32_t align_d, std::string warp_schedule, bool swap_ab,
-             std::vector<Reduction> split_k, std::vector<Reduction> stream_k, int32_t stages, int32_t threads,
-             int64_t shared_memory, int32_t promotion_k) {
-            auto const [tile_m, tile_n, tile_k] = tile;
-            auto const [cluster_m, cluster_n] = cluster;
-            new (self) KernelInfo{std::move(name),
-                                  family,
-                                  type_ab,
-                                  type_ab,
-                                  type_d,
-                                  math,
-                                  major_a,
-                                  major_b,
-                                  align_a,
-                                  align_b,
-                                  align_d,
-                                  tile_m,
-                                  tile_n,
-                                  tile_k,
-                                  cluster_m,
-                                  cluster_n,
-                                  stages,
-                                  std::move(warp_schedule),
-                                  swap_ab,
-                                  std::move(split_k),
-                                  std::move(stream_k),
-                                  threads,
-                                  shared_memory,
-                                  promotion_k};
-          },
-          "name"_a, "family"_a, "type_ab"_a, "type_d"_a, "math"_a, "major_a"_a, "major_b"_a, "tile"_a, "cluster"_a,
-          "align_a"_a, "align_b"_a, "align_d"_a, "warp_schedule"_a, "swap_ab"_a, "split_k_reductions"_a,
-          "stream_k_reductions"_a, "stages"_a = 1, "threads"_a = 1, "shared_memory"_a = 0, "promotion_k"_a = 0)
-      .def_ro("name", &KernelInfo::name)
-      .def_ro("family", &KernelInfo::family)
-      .def_ro("type_a", &KernelInfo::type_a)
-      .def_ro("type_b", &KernelInfo::type_b)
-      .def_ro("type_d", &KernelInfo::type_d)
-      .def_ro("math", &KernelInfo::math)
-      .def_ro("major_a", &KernelInfo::major_a)
-      .def_ro("major_b", &KernelInfo::major_b)
-      .def_ro("align_a", &KernelInfo::align_a)
-      .def_ro("align_b", &KernelInfo::align_b)
-      .def_ro("align_d", &KernelInfo::align_d)
-      .def_ro("tile_m", &KernelInfo::tile_m)
-      .def_ro("tile_n", &KernelInfo::tile_n)
-      .def_ro("tile_k", &KernelInfo::tile_k)
-      .def_ro("cluster_m", &KernelInfo::cluster_m)
-      .def_ro("cluster_n", &KernelInfo::cluster_n)
-      .def_ro("stages", &KernelInfo::stages)
-      .def_ro("warp_schedule", &KernelInfo::warp_schedule)
-      .def_ro("swap_ab", &KernelInfo::swap_ab)
-      .def_ro("split_k_reductions", &KernelInfo::split_k_reductions)
-      .def_ro("stream_k_reductions", &KernelInfo::stream_k_reductions)
-      .def_ro("threads", &KernelInfo::threads)
-      .def_ro("shared_memory", &KernelInfo::shared_memory)
-      .def_ro("promotion_k", &KernelInfo::promotion_k)
+  nb::class_<KernelInfo> kernel(m, "KernelInfo", "One kernel: of this build, or described, to plan for another.");
+  JAX_STREAMK_BIND_FIELDS(kernel, JAX_STREAMK_KERNEL_FIELDS);
+  kernel
       .def("resources", &resources, "(registers per thread, CTAs per SM) on the current GPU; RuntimeError without one.")
       .def("__getstate__", &state_of)
       .def("__setstate__", &set_state)
@@ -365,17 +273,19 @@ NB_MODULE(_ffi, m) {
 
   bind_planner(m);
 
-  m.def("launch", &launch, "kernel"_a, "problem"_a, "schedule"_a, "policy"_a, "device"_a, "a"_a, "b"_a, "d"_a,
-        "workspace"_a, "stream"_a = 0, "bias"_a = 0, "residual"_a = 0, nb::call_guard<nb::gil_scoped_release>(),
-        "Runs a kernel on raw addresses, outside XLA: for tests that poison buffers and for measurements. On a GPU it "
-        "returns once "
-        "the launches are queued on the stream.");
+  m.def("launch", &launch, "kernel"_a, "problem"_a, "schedule"_a, "policy"_a, "device"_a, "addresses"_a, "workspace"_a,
+        "stream"_a = 0, nb::call_guard<nb::gil_scoped_release>(),
+        "Runs a kernel on raw addresses (A, B, D, bias, residual; 0 of what is absent), outside XLA: for tests that "
+        "poison buffers. On a GPU it returns once the launches are queued on the stream.");
   m.def("time_launches", &time_launches_at, "kernel"_a, "problem"_a, "schedule"_a, "policy"_a, "device"_a, "sets"_a,
         "workspace"_a, "repeats"_a = 3, nb::call_guard<nb::gil_scoped_release>(),
-        "Microseconds per launch, one number for each repeat, of launches on sets of raw addresses (A, B, D, bias, "
-        "residual) in turn, "
-        "on a GPU replayed as one CUDA graph. RuntimeError where a launch fails.");
+        "Microseconds per launch, one number for each repeat, of launches on sets of addresses as launch() takes them, "
+        "in turn, on a GPU replayed as one CUDA graph. RuntimeError where a launch fails.");
 
+  m.def(
+      "echo_handler", [] { return capsule(jax_streamk_echo); },
+      "A handler for \"cpu\" whose float64 result is what it decodes: a number for each of the fields of GemmProblem, "
+      "Schedule and Device, in order.");
   m.def(
       "host_handler", [] { return handlers(jax_streamk_host_instantiate, jax_streamk_host_execute); },
       "The stages of the handler for platform \"cpu\".");

@@ -51,7 +51,7 @@ class DescribedKernel final : public Kernel {
     int64_t const k_tiles = ceil_div(repacked.problem.k, info.tile_k),
                   slices = ceil_div(k_tiles, ceil_div(k_tiles, s.splits));
     return repacked.bytes() +
-           align_workspace(slices * p.batch * p.m * padded(p.n, p) * size_of(accumulator_of(p.type_a)));
+           align_workspace(slices * p.batch * p.m * padded(p.n, p) * size_of(accumulator_of(p.a.format)));
   }
 
   Decomposition decomposition(GemmProblem const&, Schedule const&, Device const&) const override { return {}; }
@@ -65,7 +65,7 @@ class DescribedKernel final : public Kernel {
 
   static int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
   static int64_t padded(int64_t columns, GemmProblem const& p) {
-    int64_t const vector = 16 / size_of(accumulator_of(p.type_a));
+    int64_t const vector = 16 / size_of(accumulator_of(p.a.format));
     return ceil_div(columns, vector) * vector;
   }
 

@@ -225,8 +225,8 @@ def limit_of(problem, device):
     results = problem.batch * m * n * (2 if problem.has_residual else 1) + (
         n * batches(problem.batch_stride_bias) if problem.has_bias else 0
     )
-    operands = m * k * batches(problem.batch_stride_a) + k * n * batches(problem.batch_stride_b)
-    moved = operands * size(problem.type_a) + results * size(problem.type_d)
+    moved = m * k * batches(problem.batch_stride_a) * size(problem.type_a)
+    moved += k * n * batches(problem.batch_stride_b) * size(problem.type_b) + results * size(problem.type_d)
     flops = 2 * problem.batch * m * n * k
     memory, arithmetic = moved / machine.memory_rate, flops / _arithmetic_rate(machine, device.arch, sms, problem)
     return Limit("memory", memory, moved) if memory >= arithmetic else Limit("arithmetic", arithmetic, flops)

@@ -1,7 +1,5 @@
 """The custom call that runs a plan: its name, its attributes, and what runs behind it."""
 
-import enum
-
 import jax
 import jax.export
 import numpy as np
@@ -19,23 +17,13 @@ def target(made):
 
 
 def attributes(made):
-    """The members of GemmAttributes in ffi/gemm_call.h for a ``Plan`` with a kernel."""
-    # Enumerations are 32 bits wide; numbers of the problem 64, and those of the schedule and the launch 32.
-    width = {bool: np.bool_, int: np.int64, float: np.float64}
-    members = {
-        name: (np.int32 if isinstance(value, enum.Enum) else width[type(value)])(value)
-        for name, value in made.problem.attributes().items()
-    }
-    members |= {
-        name: (np.bool_ if isinstance(value, bool) else np.int32)(value)
-        for name, value in made.launch_attributes().items()
-    }
-    return members | dict(
-        kernel=made.kernel,
-        arch=np.int32(made.device.arch),
-        sms=np.int32(made.device.sms),
-        workspace_bytes=np.int64(made.workspace_bytes),
-    )
+    """What the call of a ``Plan`` with a kernel carries: every field of problem, schedule, policy and device, and two more."""
+    natives = made.problem.native(), made.native_schedule(), made.policy.native()
+    fields = [(native, name, dtype) for native in natives for name, _, dtype, _ in native.fields]
+    device = made.device.native()
+    fields += [(device, name, dtype) for name, _, dtype, default in device.fields if default is None]
+    carried = {name: np.dtype(dtype).type(getattr(native, name)) for native, name, dtype in fields}
+    return carried | dict(kernel=made.kernel, workspace_bytes=np.int64(made.workspace_bytes))
 
 
 def _register_handlers():

@@ -4,51 +4,39 @@
 """
 
 import csv
+import enum
 import functools
 import importlib.resources
 import io
+import typing
 
 from jax_streamk import _ffi
 
 _FILE = "cuda_kernels.csv"
-_NUMBERS = ("align_a", "align_b", "align_d", "stages", "threads", "shared_memory", "promotion_k")
-_ENUMERATIONS = {
-    "family": _ffi.Family,
-    "type_ab": _ffi.Type,
-    "type_d": _ffi.Type,
-    "math": _ffi.Math,
-    "major_a": _ffi.Major,
-    "major_b": _ffi.Major,
-}
+
+
+def _text(value):
+    if isinstance(value, list):
+        return " ".join(map(_text, value))
+    return value.name if isinstance(value, enum.Enum) else str(int(value) if isinstance(value, bool) else value)
+
+
+def _value(type_, text):
+    if typing.get_origin(type_) is list:
+        (of,) = typing.get_args(type_)
+        return [_value(of, word) for word in text.split()]
+    if issubclass(type_, enum.Enum):
+        return type_[text]
+    return text == "1" if type_ is bool else type_(text)
 
 
 def _row(kernel):
-    names = {name: getattr(kernel, name.replace("type_ab", "type_a")).name for name in _ENUMERATIONS}
-    reductions = {
-        f"{kind}_reductions": " ".join(x.name for x in getattr(kernel, f"{kind}_reductions"))
-        for kind in ("split_k", "stream_k")
-    }
-    return dict(
-        name=kernel.name,
-        **names,
-        tile=f"{kernel.tile_m}x{kernel.tile_n}x{kernel.tile_k}",
-        cluster=f"{kernel.cluster_m}x{kernel.cluster_n}",
-        warp_schedule=kernel.warp_schedule,
-        swap_ab=int(kernel.swap_ab),
-        **reductions,
-        **{name: getattr(kernel, name) for name in _NUMBERS},
-    )
+    return {name: _text(getattr(kernel, name)) for name, *_ in kernel.fields}
 
 
 def _kernel(row):
-    fields = dict(row)
-    fields |= {name: type_[row[name]] for name, type_ in _ENUMERATIONS.items()}
-    fields |= {name: tuple(map(int, row[name].split("x"))) for name in ("tile", "cluster")}
-    fields |= {
-        name: [_ffi.Reduction[x] for x in row[name].split()] for name in ("split_k_reductions", "stream_k_reductions")
-    }
-    fields |= {name: int(row[name]) for name in _NUMBERS}
-    return _ffi.KernelInfo(**fields | dict(swap_ab=row["swap_ab"] == "1"))
+    types = {name: type_ for name, type_, *_ in _ffi.KernelInfo.fields}
+    return _ffi.KernelInfo(**{name: _value(types[name], text) for name, text in row.items()})
 
 
 def write(kernels, file):

@@ -150,7 +150,7 @@ def _registry(platform):
             # No such kernel multiplies operands that are contiguous along m and n: these have one transposed (repack.h).
             majors.add((_ffi.Major.column, _ffi.Major.row))
         for major_a, major_b in majors:
-            by_problem.setdefault((kernel.type_a, kernel.math, major_a, major_b), []).append(kernel)
+            by_problem.setdefault((kernel.type_a, kernel.type_b, kernel.math, major_a, major_b), []).append(kernel)
     return by_name, {key: _ffi.Kernels(kernels) for key, kernels in by_problem.items()}
 
 
@@ -193,7 +193,7 @@ def make_plan(problem, schedule, device):
 
 def choose(problem, wanted, device, **listed):
     """The ``_ffi.Choice`` for a native schedule, or for None among all that are deterministic."""
-    key = (problem.type_a, problem.math, problem.major_a, problem.major_b)
+    key = (problem.type_a, problem.type_b, problem.math, problem.major_a, problem.major_b)
     kernels = _registry(device.platform)[1].get(key) or _ffi.Kernels([])
     return _ffi.choose(
         kernels, problem.native(), wanted, device.native(), cost_model.machine_of(device).native, **listed
@@ -208,7 +208,7 @@ def plan_with(problem, schedule, device, found):
     auto = isinstance(schedule, schedules.Auto)
     choice = choose(problem, None if auto else _native_schedule(schedule), device)
     if not choice.candidates:
-        why = choice.refusal or f"no kernel of this build runs it on {device.platform}, sm_{device.arch}"
+        why = choice.refusal or _without_kernels(problem, device)
         if auto:
             return Plan(problem, device, None, None, reasons=(f"falls back to XLA: {why}",))
         raise ValueError(f"schedule={schedule} cannot run {problem}: {why}")
@@ -261,6 +261,12 @@ def plan_with(problem, schedule, device, found):
         efficiency,
         limit,
     )
+
+
+def _without_kernels(problem, device):
+    if problem.type_a != problem.type_b:
+        return f"no kernel multiplies {problem.type_a.name} by {problem.type_b.name}"
+    return f"no kernel of this build runs it on {device.platform}, sm_{device.arch}"
 
 
 def _distinct(found, schedule):

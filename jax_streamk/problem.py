@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 import math
+import operator
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -26,42 +28,37 @@ class Unsupported(Exception):
     """Why no kernel serves a product. ``Auto()`` falls back to XLA and shows this in its plan; an explicit schedule raises it."""
 
 
+_NAMES = [name for name, *_ in _ffi.GemmProblem.fields]
+_values = operator.attrgetter(*_NAMES)
+
+if TYPE_CHECKING:
+    from jax_streamk._ffi import GemmProblem as _Fields
+else:
+    _Fields = dataclasses.make_dataclass(
+        "_Fields",
+        [
+            (name, type_) if default is None else (name, type_, default)
+            for name, type_, _, default in _ffi.GemmProblem.fields
+        ],
+        frozen=True,
+        eq=False,
+    )
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
-class GemmProblem(ByBits):
+class GemmProblem(ByBits, _Fields):
     """``D[l] = activation(alpha * A[l] @ B[l] + beta * residual[l] + bias[l])`` for l < batch.
 
     Extents, types, majorness, and strides in elements (0 broadcasts an operand). The bias has n contiguous elements of D's type for
-    each batch; the residual is of D's type and layout.
+    each batch; the residual is of D's type and layout. cutlass_kernels/core/gemm_fields.h lists the fields.
     """
 
-    batch: int
-    m: int
-    n: int
-    k: int
-    type_a: _ffi.Type
-    type_b: _ffi.Type
-    type_d: _ffi.Type
-    math: _ffi.Math
-    major_a: _ffi.Major
-    major_b: _ffi.Major
-    lda: int
-    ldb: int
-    ldd: int
-    batch_stride_a: int
-    batch_stride_b: int
-    batch_stride_d: int
-    activation: _ffi.Activation = _ffi.Activation.none
-    has_bias: bool = False
-    has_residual: bool = False
-    alpha: float = 1.0
-    beta: float = 1.0
-    batch_stride_bias: int = 0
-
     def native(self):
-        return _ffi.GemmProblem(**self.attributes())
+        return _ffi.GemmProblem(*_values(self))
 
     def attributes(self):
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        """Every field by name."""
+        return dict(zip(_NAMES, _values(self)))
 
     @property
     def is_empty(self):
@@ -225,11 +222,29 @@ def arrange(
     else:
         permutation = None
     problem = GemmProblem(
-        batch, m, n, k, TYPES[dtype], TYPES[dtype], type_d, math_, major_a, major_b, lda, ldb, d.stride(d.free) or n,
-        0 if borrowed is b else a.stride(a.batch), 0 if borrowed is a else b.stride(b.batch), d.stride(d.batch) or m * n,
-        _ffi.Activation[epilogue.activation or "none"], epilogue.has_bias, epilogue.has_residual, epilogue.alpha, epilogue.beta,
-        n if epilogue.has_bias and (borrowed is b or epilogue.bias_batch) else 0,
-    )  # fmt: skip
+        batch=batch,
+        m=m,
+        n=n,
+        k=k,
+        type_a=TYPES[dtype],
+        type_b=TYPES[dtype],
+        type_d=type_d,
+        math=math_,
+        major_a=major_a,
+        major_b=major_b,
+        lda=lda,
+        ldb=ldb,
+        ldd=d.stride(d.free) or n,
+        batch_stride_a=0 if borrowed is b else a.stride(a.batch),
+        batch_stride_b=0 if borrowed is a else b.stride(b.batch),
+        batch_stride_d=d.stride(d.batch) or m * n,
+        activation=_ffi.Activation[epilogue.activation or "none"],
+        has_bias=epilogue.has_bias,
+        has_residual=epilogue.has_residual,
+        alpha=epilogue.alpha,
+        beta=epilogue.beta,
+        batch_stride_bias=n if epilogue.has_bias and (borrowed is b or epilogue.bias_batch) else 0,
+    )
     if max(value for value in problem.attributes().values() if isinstance(value, int)) >= 2**63:
         raise Unsupported(f"shapes {lhs.shape} and {rhs.shape} have more elements than 64 bits count")
     return Arrangement(problem, dtype, permute_lhs, permute_rhs, permutation)

@@ -1,6 +1,8 @@
 """The handlers refuse what a plan would not have said: custom calls with attributes changed by hand."""
 
 import copy
+import dataclasses
+import enum
 import pickle
 import re
 
@@ -242,6 +244,53 @@ def test_another_gpu(name, change):
         call({"workspace_bytes": i64(room), name: i32(attributes[name] + change)}, room)
 
 
+NATIVES = (_ffi.GemmProblem, _ffi.Schedule, _ffi.LaunchPolicy, _ffi.Device)
+# Of a device, what is optional is the planner's.
+FIELDS = [field for native in NATIVES for field in native.fields if native is not _ffi.Device or field[3] is None]
+
+
+def test_every_field_is_an_attribute_of_the_call():
+    attributes = custom_call.attributes(PLAN)
+    names = [name for name, *_ in FIELDS]
+    assert sorted([*names, "kernel", "workspace_bytes"]) == sorted(attributes)
+    assert [type(attributes[name]) for name in names] == [np.dtype(dtype).type for _, _, dtype, _ in FIELDS]
+    assert names[: len(_ffi.GemmProblem.fields)] == [field.name for field in dataclasses.fields(PLAN.problem)]
+
+
+def test_every_field_is_decoded_where_it_belongs():
+    """A number of its own in each attribute, so that no two can be mistaken for one another, through a lowered program."""
+    jax.ffi.register_ffi_target("jax_streamk_echo", _ffi.echo_handler(), platform="cpu")
+
+    def distinct(place, type_, dtype):
+        # Flags have two values: neighbours differ.
+        return np.bool_(place % 2) if type_ is bool else np.dtype(dtype).type(1000 + place)
+
+    attributes = {name: distinct(place, type_, dtype) for place, (name, type_, dtype, _) in enumerate(FIELDS)}
+    attributes |= dict(kernel=PLAN.kernel, workspace_bytes=np.int64(0))
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        out = jax.ShapeDtypeStruct((len(FIELDS),), np.float64)
+        echo = jax.jit(lambda: jax.ffi.ffi_call("jax_streamk_echo", out)(**attributes))
+        decoded = np.asarray(echo()).tolist()
+    assert decoded == [float(attributes[name]) for name, *_ in FIELDS]
+
+
+@pytest.mark.parametrize("native", NATIVES, ids=lambda native: native.__name__)
+def test_every_field_is_bound_to_its_own_place(native):
+    def distinct(place, type_):
+        if issubclass(type_, enum.Enum):
+            return list(type_)[-1 - place % 2]
+        return type_(place % 2 if type_ is bool else 100 + place)
+
+    values = {name: distinct(place, type_) for place, (name, type_, *_) in enumerate(native.fields)}
+    for made in (native(**values), native(*values.values())):
+        assert {name: getattr(made, name) for name in values} == values
+    required = {name: values[name] for name, *_, default in native.fields if default is None}
+    made = native(**required)
+    assert {name: getattr(made, name) for name in values} == {
+        name: required.get(name, default) for name, *_, default in native.fields
+    }
+
+
 def test_handlers_of_both_stages():
     handlers = [_ffi.host_handler()] + ([_ffi.cuda_handler()] if _ffi.has_cuda else [])
     for stages in handlers:
@@ -251,7 +300,6 @@ def test_handlers_of_both_stages():
 def test_kernels_may_be_pickled_and_copied():
     for kernel in jax_streamk.kernels():
         for other in (pickle.loads(pickle.dumps(kernel)), copy.deepcopy(kernel)):
-            members = [name for name in dir(kernel) if not name.startswith("_") and name != "resources"]
-            assert len(members) == 24
+            members = [name for name, *_ in kernel.fields]
             assert [getattr(other, name) for name in members] == [getattr(kernel, name) for name in members]
             assert repr(other) == f"<kernel {kernel.name}>"

@@ -60,8 +60,8 @@ class Launch:
         return cls(a, b, made.kernel, made.problem.native(), *how)
 
     def __call__(self, stream=0):
-        addresses = (x.unsafe_buffer_pointer() for x in (self.a, self.b, self.d, self.workspace))
-        _ffi.launch(*self.what, *addresses, stream)
+        *addresses, workspace = (x.unsafe_buffer_pointer() for x in (self.a, self.b, self.d, self.workspace))
+        _ffi.launch(*self.what, (*addresses, 0, 0), workspace, stream)
 
     def product(self):
         # A copy by XLA: an array that was read once remembers what it held.

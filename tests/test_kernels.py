@@ -257,12 +257,8 @@ def launch(
         schedule,
         policy,
         device,
-        a.address,
-        b.address,
-        d.address + GUARD,
+        (a.address, b.address, d.address + GUARD, *addresses),
         workspace.address,
-        0,
-        *addresses,
     )
     if not workspace.host:
         _ffi.synchronize()
@@ -639,7 +635,7 @@ def test_activations_are_accurate_in_their_tails_and_propagate_nan_and_inf(name,
     workspace = Memory(kernel, _ffi.workspace_bytes(kernel.name, problem, schedule, device))
     _ffi.launch(
         kernel.name, problem, schedule, policy_of(kernel, problem, schedule, device, {}), device,
-        zeros.address, zeros.address, d.address, workspace.address, 0, 0, residual.address,
+        (zeros.address, zeros.address, d.address, 0, residual.address), workspace.address,
     )  # fmt: skip
     if not d.host:
         _ffi.synchronize()
@@ -747,9 +743,9 @@ def test_nan_and_inf_propagate(name):
         on_a, on_b = Memory(kernel, a), Memory(kernel, b)
         d = Memory(kernel, case.m * ldd * DTYPES[kernel.type_d].itemsize)
         workspace = Memory(kernel, _ffi.workspace_bytes(kernel.name, problem, schedule, device))
-        addresses = (memory.address for memory in (on_a, on_b, d, workspace))
+        addresses = (on_a.address, on_b.address, d.address, 0, 0)
         policy = policy_of(kernel, problem, schedule, device, {})
-        _ffi.launch(kernel.name, problem, schedule, policy, device, *addresses)
+        _ffi.launch(kernel.name, problem, schedule, policy, device, addresses, workspace.address)
         if not d.host:
             _ffi.synchronize()
         got = d.read()[: case.m * ldd * DTYPES[kernel.type_d].itemsize].view(DTYPES[kernel.type_d]).reshape(case.m, ldd)

@@ -1,10 +1,12 @@
 """``plan`` tells what lowering emits, and products are arranged for kernels without moving data where strides allow."""
 
+import copy
 import dataclasses
 import functools
 import io
 import itertools
 import math
+import pickle
 import re
 
 import jax
@@ -226,6 +228,29 @@ def test_a_separate_reduction_counts_in_31_bits():
     huge = shaped((2**16, 64), jnp.bfloat16), shaped((64, 2**16), jnp.bfloat16)
     with pytest.raises(ValueError, match="D has too many elements for a separate reduction"):
         plan(*huge, schedule=SplitK(2, "separate"), preferred_element_type=jnp.float32, device=jax_streamk.A100)
+
+
+@pytest.mark.parametrize("device", [jax_streamk.H200, jax_streamk.Device("cpu", 0, 4)], ids=str)
+def test_operands_of_two_types_have_no_kernel_yet(device):
+    bf16 = next(each for each in problems_to_plan() if each.type_a == _ffi.Type.bf16 and each.m > 64)
+    mixed = dataclasses.replace(bf16, type_b=_ffi.Type.s8)
+    assert planner.make_plan(mixed, Auto(), device).reasons == ("falls back to XLA: no kernel multiplies bf16 by s8",)
+    with pytest.raises(ValueError, match="no kernel multiplies bf16 by s8"):
+        planner.make_plan(mixed, StreamK(), device)
+
+
+def test_a_problem_is_a_frozen_dataclass_of_the_fields_of_its_native_side():
+    made = plan(shaped((64, 300)), shaped((300, 70)), activation="silu", alpha=0.1).problem
+    assert pickle.loads(pickle.dumps(made)) == made == dataclasses.replace(made) and hash(made) == hash(copy.copy(made))
+    assert repr(made).startswith("GemmProblem(batch=1, m=64, n=70, k=300, type_a=")
+    native = made.native()
+    assert {name: getattr(native, name) for name, *_ in native.fields} == made.attributes() == dataclasses.asdict(made)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        made.m = 65
+    with pytest.raises(AttributeError):
+        native.m = 65
+    with pytest.raises(TypeError, match="missing"):
+        problem.GemmProblem(1, 64)
 
 
 def problems_to_plan():
@@ -875,8 +900,8 @@ def sm90_kernel(tile=(64, 16, 128), cluster=(1, 1), swap_ab=True, major_a=ROW, m
     bf16, native = _ffi.Type.bf16, _ffi.Math.native
     majors, ways = (major_a, major_b), ([_ffi.Reduction.ordered], [_ffi.Reduction.ordered])
     return _ffi.KernelInfo(
-        "a kernel", _ffi.Family.sm90, bf16, bf16, native, *majors, tile, cluster, 8, 8, 1, warp_schedule, swap_ab,
-        *ways, stages=8,
+        "a kernel", _ffi.Family.sm90, bf16, bf16, bf16, native, *majors, *tile, *cluster, warp_schedule, swap_ab, *ways,
+        align_a=8, align_b=8, align_d=1, stages=8,
     )  # fmt: skip
 
 

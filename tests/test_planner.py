@@ -58,8 +58,9 @@ def fake_kernel(
         align_b,
     ]
     return _ffi.KernelInfo(
-        name="_".join(str(getattr(part, "name", part)) for part in parts), family=family, type_ab=type_ab, type_d=type_d, math=math,
-        major_a=_ffi.Major.row, major_b=major_b, tile=tile, cluster=cluster, align_a=align, align_b=align_b or align,
+        name="_".join(str(getattr(part, "name", part)) for part in parts), family=family,
+        type_a=type_ab, type_b=type_ab, type_d=type_d, math=math, major_a=_ffi.Major.row, major_b=major_b,
+        **dict(zip(("tile_m", "tile_n", "tile_k", "cluster_m", "cluster_n"), (*tile, *cluster))), align_a=align, align_b=align_b or align,
         align_d=align if family == _ffi.Family.sm80 else 1, warp_schedule=warp_schedule, swap_ab=swap_ab,
         split_k_reductions=reductions + ([SEPARATE] if type_d == accumulator else []), stream_k_reductions=reductions,
     )  # fmt: skip

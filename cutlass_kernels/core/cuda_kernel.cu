@@ -49,16 +49,16 @@ namespace {
 // The GEMM into partial sums, slices x batches x m x (n in whole 16 bytes), that a reduction finishes: it has the
 // epilogue.
 GemmProblem into_partials(GemmProblem p) {
-  p.type_d = accumulator_of(p.type_a);
+  p.d.format = accumulator_of(p.a.format);
   p.epilogue = {};
-  int64_t const vector = 16 / size_of(p.type_d);
-  p.ldd = (p.n + vector - 1) / vector * vector;
-  p.batch_stride_d = p.m * p.ldd;
+  int64_t const vector = 16 / size_of(p.d.format);
+  p.d.ld = (p.n + vector - 1) / vector * vector;
+  p.d.batch_stride = p.m * p.d.ld;
   return p;
 }
 
 int64_t partial_bytes(GemmProblem const& partials, int32_t slices) {
-  return align_workspace(slices * partials.batch * partials.batch_stride_d * size_of(partials.type_d));
+  return align_workspace(slices * partials.batch * partials.d.batch_stride * size_of(partials.d.format));
 }
 
 // Divides non-negative numbers. Those that fit 31 bits, as most do, divide much faster.
@@ -253,9 +253,9 @@ Status launch_typed(GemmProblem const& p, Device const& device, int32_t slices, 
                     Buffers const& buffers, cudaStream_t stream) {
   constexpr int kVector = Sums<Accumulator>::kCount;
   auto const vectors = static_cast<int32_t>(p.batch * p.m * (ld / kVector));
-  bool const wide = (p.n | p.ldd | p.batch_stride_d | p.epilogue.batch_stride_bias) % kVector == 0;
+  bool const wide = (p.n | p.d.ld | p.d.batch_stride | p.epilogue.batch_stride_bias) % kVector == 0;
   bool const as_partials =
-      p.epilogue.is_plain() && ld == p.n && ld == p.ldd && (p.batch == 1 || p.batch_stride_d == p.m * ld);
+      p.epilogue.is_plain() && ld == p.n && ld == p.d.ld && (p.batch == 1 || p.d.batch_stride == p.m * ld);
   int32_t const runs = reduction_runs(vectors, slices);
   int32_t const loads = (slices + runs - 1) / runs, threads = reducers(runs);
   auto* const kernel = as_partials ? reducer_of<Accumulator, T, Result::kAsPartials>(runs, loads)
@@ -281,12 +281,12 @@ Status launch_typed(GemmProblem const& p, Device const& device, int32_t slices, 
 
 Status launch_reduction(GemmProblem const& p, Device const& device, int32_t slices, int64_t ld, void const* partials,
                         Buffers const& buffers, cudaStream_t stream) {
-  switch (p.type_d) {
+  switch (p.d.format.type) {
     case Type::kF64: return launch_typed<double, double>(p, device, slices, ld, partials, buffers, stream);
     case Type::kF32: return launch_typed<float, float>(p, device, slices, ld, partials, buffers, stream);
     case Type::kBF16: return launch_typed<float, __nv_bfloat16>(p, device, slices, ld, partials, buffers, stream);
     case Type::kF16: return launch_typed<float, __half>(p, device, slices, ld, partials, buffers, stream);
-    default: return Status::internal(std::string("no split-K reduction into ") + name_of(p.type_d));
+    default: return Status::internal(std::string("no split-K reduction into ") + name_of(p.d.format.type));
   }
 }
 
@@ -409,7 +409,7 @@ __global__ void copy_squares(Squares first, Squares second) {
 // What a copy of an m x n matrix in rows, or columns, is cut into.
 int64_t pieces_of(GemmProblem const& p, Major as, int64_t m, int64_t n, int64_t batch_stride) {
   if (as != Major::kRow) std::swap(m, n);
-  return (batch_stride != 0 ? p.batch : 1) * m * ((n * (size_of(p.type_a) / 2) + Rows::kPiece - 1) / Rows::kPiece);
+  return (batch_stride != 0 ? p.batch : 1) * m * ((n * (size_of(p.a.format) / 2) + Rows::kPiece - 1) / Rows::kPiece);
 }
 
 // Copies of A and B to the head of the workspace, as far as they are needed. Points `at` there.
@@ -427,7 +427,7 @@ Status launch_repack(GemmProblem const& p, Repack const& repacked, bool swap_ab,
       squares.push_back({static_cast<float const*>(matrix), reinterpret_cast<float*>(to), batches, extent, columns, ld,
                          batch_stride, ld_to, batch_stride_to, major == as, repacked.part, small_first});
     } else {
-      int64_t const halves = size_of(p.type_a) / 2;
+      int64_t const halves = size_of(p.a.format) / 2;
       copies.of[copies.count++] = {static_cast<uint16_t const*>(matrix),
                                    reinterpret_cast<uint16_t*>(to),
                                    columns * halves,
@@ -443,10 +443,10 @@ Status launch_repack(GemmProblem const& p, Repack const& repacked, bool swap_ab,
     to += bytes;
   };
   if (repacked.a)
-    add(at.a, p.major_a, q.major_a, p.m, p.k, p.lda, q.lda, p.batch_stride_a, q.batch_stride_a, !swap_ab,
+    add(at.a, p.a.major, q.a.major, p.m, p.k, p.a.ld, q.a.ld, p.a.batch_stride, q.a.batch_stride, !swap_ab,
         repacked.bytes_a);
   if (repacked.b)
-    add(at.b, p.major_b, q.major_b, p.k, p.n, p.ldb, q.ldb, p.batch_stride_b, q.batch_stride_b, swap_ab,
+    add(at.b, p.b.major, q.b.major, p.k, p.n, p.b.ld, q.b.ld, p.b.batch_stride, q.b.batch_stride, swap_ab,
         repacked.bytes_b);
   at.workspace = to;
   if (!squares.empty()) {
@@ -468,14 +468,14 @@ Status launch_repack(GemmProblem const& p, Repack const& repacked, bool swap_ab,
 Status CudaKernel::can_implement(GemmProblem const& p, Schedule const& s, Device const& device) const {
   Repack const repacked = repack_of(info, p);
   GemmProblem const& q = repacked.problem;
-  if (std::max(repacked.a ? pieces_of(p, q.major_a, p.m, p.k, p.batch_stride_a) : 0,
-               repacked.b ? pieces_of(p, q.major_b, p.k, p.n, p.batch_stride_b) : 0) >= INT32_MAX - kCopiers)
+  if (std::max(repacked.a ? pieces_of(p, q.a.major, p.m, p.k, p.a.batch_stride) : 0,
+               repacked.b ? pieces_of(p, q.b.major, p.k, p.n, p.b.batch_stride) : 0) >= INT32_MAX - kCopiers)
     return Status::invalid(
         info.name +
         ": operands to be copied have too many rows, or pieces of them, of which a copy takes less than 2^31");
   if (!is_separate(s)) return can_launch(q, s, device);
   GemmProblem const partials = into_partials(q);
-  if (partials.batch * partials.batch_stride_d >= INT32_MAX)
+  if (partials.batch * partials.d.batch_stride >= INT32_MAX)
     return Status::invalid(info.name +
                            ": D has too many elements for a separate reduction, which takes less than 2^31");
   return can_launch(Slices::of(q.k, info.tile_k, s.splits).as_batch(partials), data_parallel(s), device);
@@ -500,10 +500,10 @@ Status CudaKernel::run(GemmProblem const& p, Schedule const& s, LaunchPolicy con
   if (!is_separate(s)) return launch(q, {1, q.k}, s, policy, device, aligned, after_copy, stream);
   GemmProblem const partials = into_partials(q);
   Slices slices = Slices::of(q.k, info.tile_k, s.splits);
-  slices.rounded = size_of(p.type_d) < size_of(partials.type_d);
+  slices.rounded = size_of(p.d.format) < size_of(partials.d.format);
   aligned.d = aligned.workspace;
   Status const status = launch(partials, slices, data_parallel(s), policy, device, aligned, after_copy, stream);
-  return status.ok() ? launch_reduction(p, device, slices.count, partials.ldd, aligned.d, buffers, stream) : status;
+  return status.ok() ? launch_reduction(p, device, slices.count, partials.d.ld, aligned.d, buffers, stream) : status;
 }
 
 Status CudaKernel::resources(Resources& out) const {

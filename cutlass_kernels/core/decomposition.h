@@ -118,6 +118,12 @@ struct Decomposition {
     return d;
   }
 
+  // Of all tiles of a source, such as DenseTiles.
+  template <class TileSource>
+  static Decomposition make(ScheduleKind kind, TileSource const& source, int32_t max_workers, int32_t splits) {
+    return make(kind, source.tiles(), source.k_tiles(), max_workers, splits);
+  }
+
   // The `ordinal`-th piece of work of a worker; false when it has no more.
   JSK_HOST_DEVICE bool work(int32_t worker, int32_t ordinal, Work& out) const {
     if (kind == ScheduleKind::kSplitK) {
@@ -243,6 +249,31 @@ class TileOrder {
   int32_t panels_ = 1;     // that are whole
   int32_t last_width_ = 0;
   Divisor by_batch_, by_panel_, by_width_, by_last_width_;
+};
+
+// Where an output tile lies in D of its group, in tiles, and which k-tiles it sums.
+struct Tile {
+  int32_t m, n, group;
+  int32_t k_begin, k_tiles;
+};
+
+// A tile source says how many tiles a product has, how many k-tiles the longest of them sums, and where each lies. Here
+// groups are the products of a batch, alike, and each tile sums all of K. Groups may also cut m, or K, into runs.
+class DenseTiles {
+ public:
+  DenseTiles(TileOrder const& order, int32_t groups, int32_t k_tiles)
+      : order_(order), groups_(groups), k_tiles_(k_tiles) {}
+
+  int32_t tiles() const { return groups_ * order_.tiles_per_batch(); }
+  int32_t k_tiles() const { return k_tiles_; }
+  Tile tile(int32_t index) const {
+    TileOrder::Coordinate const at = order_.coordinate(index);
+    return {at.m, at.n, at.batch, 0, k_tiles_};
+  }
+
+ private:
+  TileOrder order_;
+  int32_t groups_, k_tiles_;
 };
 
 }  // namespace jax_streamk

@@ -9,10 +9,12 @@
 #include <vector>
 
 #include "cutlass_kernels/core/decomposition.h"
+#include "cutlass_kernels/core/gemm_fields.h"
 
 namespace jax_streamk {
 
 enum class Family : int32_t { kHost, kSm80, kSm90, kSkinny };
+// Of an element in memory.
 enum class Type : int32_t { kF64, kF32, kBF16, kF16, kS8, kS32 };
 // kRow: the last index is contiguous (A is m x k, B is k x n, D is m x n and always kRow).
 enum class Major : int32_t { kRow, kColumn };
@@ -25,8 +27,20 @@ enum class ClusterOrder : int32_t { kAsLaunched, kByGpc, kSpread };
 // As jax.nn has them: kGelu is exact, kGeluTanh its approximation.
 enum class Activation : int32_t { kNone, kRelu, kGelu, kGeluTanh, kSilu, kSigmoid, kTanh };
 
-int64_t size_of(Type type);
-Type accumulator_of(Type operand);
+// How the elements of an operand are stored. Formats with scales will add the type of a scale, and the block of
+// elements that shares one.
+struct Format {
+  Type type = Type::kF32;
+
+  constexpr Format() = default;
+  constexpr Format(Type type) : type(type) {}
+  int32_t bits() const;  // of an element
+  friend constexpr bool operator==(Format const& x, Format const& y) { return x.type == y.type; }
+  friend constexpr bool operator!=(Format const& x, Format const& y) { return !(x == y); }
+};
+
+inline int64_t size_of(Format const& format) { return format.bits() / 8; }
+Type accumulator_of(Format const& operand);
 char const* name_of(Family family);
 char const* name_of(Type type);
 char const* name_of(Major major);
@@ -37,10 +51,40 @@ char const* name_of(ScheduleKind kind);
 char const* name_of(Raster raster);
 char const* name_of(ClusterOrder order);
 
+// What an operand is to a product (gemm_fields.h lists them).
+enum class Role : int32_t {
+#define JAX_STREAMK_ROLE(role, member, words) role,
+  JAX_STREAMK_ROLES(JAX_STREAMK_ROLE)
+#undef JAX_STREAMK_ROLE
+};
+inline constexpr Role kRoles[] = {
+#define JAX_STREAMK_ROLE(role, member, words) Role::role,
+    JAX_STREAMK_ROLES(JAX_STREAMK_ROLE)
+#undef JAX_STREAMK_ROLE
+};
+char const* name_of(Role role);  // in words
+
+// How an operand lies in memory. Strides are in elements; a batch stride of 0 broadcasts it. The leading dimension is
+// the stride of the index that is not contiguous.
+struct Layout {
+  Format format;
+  Major major = Major::kRow;
+  int64_t ld = 0;
+  int64_t batch_stride = 0;
+};
+
+// With its extents, which follow from its role and those of the problem.
+struct Operand : Layout {
+  int64_t rows = 0, columns = 0;
+
+  int64_t contiguous() const { return major == Major::kRow ? columns : rows; }
+  int64_t lines() const { return major == Major::kRow ? rows : columns; }  // that are ld apart
+};
+
 // What becomes of a finished sum of products, once, in the accumulator's type: activation(alpha * sum + beta * residual
-// + bias). The bias has n contiguous elements of D's type for each batch, batch_stride_bias apart (0: all batches share
-// them); the residual is of D's type and layout.
-struct Epilogue {
+// + bias). The bias has n contiguous elements of D's format for each batch, batch_stride_bias apart (0: all batches
+// share them); the residual is of D's format and layout.
+struct EpilogueOps {
   Activation activation = Activation::kNone;
   bool has_bias = false, has_residual = false;
   double alpha = 1, beta = 1;
@@ -49,16 +93,31 @@ struct Epilogue {
   bool is_plain() const { return activation == Activation::kNone && !has_bias && !has_residual && alpha == 1; }
 };
 
-// D[l] = epilogue(A[l] @ B[l]) for l in [0, batch). Strides are in elements; a batch stride of 0 broadcasts the
-// operand. The leading dimension is the stride of the index that is not contiguous.
+// D[l] = epilogue(A[l] @ B[l]) for l in [0, batch). D is always kRow.
 struct GemmProblem {
   int64_t batch = 1, m = 0, n = 0, k = 0;
-  Type type_a = Type::kF32, type_b = Type::kF32, type_d = Type::kF32;
+  Layout a, b, d;
   Math math = Math::kNative;
-  Major major_a = Major::kRow, major_b = Major::kRow;
-  int64_t lda = 0, ldb = 0, ldd = 0;
-  int64_t batch_stride_a = 0, batch_stride_b = 0, batch_stride_d = 0;
-  Epilogue epilogue;
+  EpilogueOps epilogue;
+
+  bool has(Role role) const {
+    switch (role) {
+      case Role::kBias: return epilogue.has_bias;
+      case Role::kResidual: return epilogue.has_residual;
+      default: return true;
+    }
+  }
+
+  Operand operand(Role role) const {
+    switch (role) {
+      case Role::kA: return {a, m, k};
+      case Role::kB: return {b, k, n};
+      case Role::kBias: return {{d.format, Major::kRow, 0, epilogue.batch_stride_bias}, 1, n};
+      case Role::kD:
+      case Role::kResidual: break;
+    }
+    return {d, m, n};
+  }
 };
 
 struct Schedule {
@@ -101,14 +160,19 @@ struct Status {
   static Status internal(std::string message) { return {Code::kInternal, std::move(message)}; }
 };
 
+// What a kernel asks of an operand. Its base, leading dimension and batch stride must be multiples of `align` elements.
+struct KernelOperand {
+  Format format;
+  Major major = Major::kRow;
+  int32_t align = 1;
+};
+
 struct KernelInfo {
   std::string name;
-  Family family;
-  Type type_a, type_b, type_d;
+  Family family = Family::kHost;
+  KernelOperand a, b, d;
   Math math = Math::kNative;
-  Major major_a, major_b;
-  int32_t align_a, align_b, align_d;  // elements by which the base, leading dimension and batch stride must divide
-  int32_t tile_m, tile_n, tile_k;     // of the kernel's own GEMM: with swap_ab, tile_m runs along n
+  int32_t tile_m = 1, tile_n = 1, tile_k = 1;  // of the kernel's own GEMM: with swap_ab, tile_m runs along n
   int32_t cluster_m = 1, cluster_n = 1;
   int32_t stages = 1;
   std::string warp_schedule;  // "cooperative", "pingpong", "single", "multistage", "pipelined", "streaming", "threads"
@@ -125,8 +189,9 @@ struct KernelInfo {
 
 // The most of K that tensor cores should sum for a float32 result: truncation loses about 1e-9 of a sum for each
 // product in it. TF32 operands are wrong by 2^-12 themselves.
-constexpr int32_t promotion_k_of(Type operand) { return operand == Type::kF32 ? 1024 : 128; }
+constexpr int32_t promotion_k_of(Format const& operand) { return operand == Type::kF32 ? 1024 : 128; }
 
+// Addresses by role, null of what a call lacks.
 struct Buffers {
   void const* a;
   void const* b;
@@ -134,6 +199,15 @@ struct Buffers {
   void* workspace;  // at least workspace_bytes(), aligned to kWorkspaceAlignment
   void const* bias = nullptr;
   void const* residual = nullptr;
+
+  void set(Role role, void* address) {
+    switch (role) {
+#define JAX_STREAMK_ROLE(role, member, words) \
+  case Role::role: member = address; break;
+      JAX_STREAMK_ROLES(JAX_STREAMK_ROLE)
+#undef JAX_STREAMK_ROLE
+    }
+  }
 };
 inline constexpr int64_t kWorkspaceAlignment = 256;
 

@@ -6,20 +6,30 @@
 
 namespace jax_streamk {
 
-int64_t size_of(Type type) {
+int32_t Format::bits() const {
   switch (type) {
-    case Type::kF64: return 8;
+    case Type::kF64: return 64;
     case Type::kF32:
-    case Type::kS32: return 4;
+    case Type::kS32: return 32;
     case Type::kBF16:
-    case Type::kF16: return 2;
-    case Type::kS8: return 1;
+    case Type::kF16: return 16;
+    case Type::kS8: return 8;
   }
   return 0;
 }
 
-Type accumulator_of(Type operand) {
+Type accumulator_of(Format const& operand) {
   return operand == Type::kF64 ? Type::kF64 : operand == Type::kS8 ? Type::kS32 : Type::kF32;
+}
+
+char const* name_of(Role role) {
+  switch (role) {
+#define JAX_STREAMK_ROLE(role, member, words) \
+  case Role::role: return words;
+    JAX_STREAMK_ROLES(JAX_STREAMK_ROLE)
+#undef JAX_STREAMK_ROLE
+  }
+  return "?";
 }
 
 char const* name_of(Family family) {
@@ -121,34 +131,32 @@ Status check_or(Refuse refuse, Kernel const& kernel, GemmProblem const& p, Sched
   bool const separate = info.family != Family::kHost && s.kind == ScheduleKind::kSplitK && s.splits > 1 &&
                         s.reduction == Reduction::kSeparate;
   Repack const repack = repack_of(info, p);
-  Type const type_d = separate ? accumulator_of(p.type_a) : p.type_d;
-  bool const reduces_to_d = !separate || p.type_d == type_d || p.type_d == p.type_a;
-  if (p.type_a != info.type_a || p.type_b != info.type_b || type_d != info.type_d || p.math != info.math ||
+  Format const stored = separate ? accumulator_of(p.a.format) : p.d.format;
+  bool const reduces_to_d = !separate || p.d.format == stored || p.d.format == p.a.format;
+  if (p.a.format != info.a.format || p.b.format != info.b.format || stored != info.d.format || p.math != info.math ||
       !reduces_to_d)
-    return refuse("it multiplies ", name_of(info.type_a), " by ", name_of(info.type_b), " into ", name_of(info.type_d),
-                  " (", name_of(info.math), ")");
-  if (repack.problem.major_a != info.major_a || repack.problem.major_b != info.major_b)
-    return refuse("A must be ", name_of(info.major_a), "-major and B ", name_of(info.major_b), "-major");
+    return refuse("it multiplies ", name_of(info.a.format.type), " by ", name_of(info.b.format.type), " into ",
+                  name_of(info.d.format.type), " (", name_of(info.math), ")");
+  if (repack.problem.a.major != info.a.major || repack.problem.b.major != info.b.major)
+    return refuse("A must be ", name_of(info.a.major), "-major and B ", name_of(info.b.major), "-major");
   if (repack.part > 0 && !(repack.a && repack.b)) return refuse("copies of A and B would be too large");
   bool const tma = info.family == Family::kSm90;
-  bool const row_a = p.major_a == Major::kRow, row_b = p.major_b == Major::kRow;
-  auto const refuse_alignment = [&](char const* operand, int32_t align) {
-    return refuse("the contiguous extent and the strides of ", operand, " must be multiples of ", align, " elements");
+  auto const refuse_alignment = [&](Role role, KernelOperand const& asked) {
+    return refuse("the contiguous extent and the strides of ", name_of(role), " must be multiples of ", asked.align,
+                  " elements");
   };
-  if (!repack.a &&
-      !is_aligned(info.align_a, tma, row_a ? p.k : p.m, p.lda, row_a ? p.m : p.k, p.batch_stride_a, p.batch))
-    return refuse_alignment("A", info.align_a);
-  if (!repack.b &&
-      !is_aligned(info.align_b, tma, row_b ? p.n : p.k, p.ldb, row_b ? p.k : p.n, p.batch_stride_b, p.batch))
-    return refuse_alignment("B", info.align_b);
-  if (!separate && !is_aligned(info.align_d, tma, p.n, p.ldd, p.m, p.batch_stride_d, p.batch))
-    return refuse_alignment("D", info.align_d);
-  Epilogue const& epilogue = p.epilogue;
+  auto const aligned = [&](Role role, KernelOperand const& asked) {
+    return is_aligned(asked.align, tma, p.operand(role), p.batch);
+  };
+  if (!repack.a && !aligned(Role::kA, info.a)) return refuse_alignment(Role::kA, info.a);
+  if (!repack.b && !aligned(Role::kB, info.b)) return refuse_alignment(Role::kB, info.b);
+  if (!separate && !aligned(Role::kD, info.d)) return refuse_alignment(Role::kD, info.d);
+  EpilogueOps const& epilogue = p.epilogue;
   if (epilogue.activation < Activation::kNone || epilogue.activation > Activation::kTanh)
     return refuse("there is no activation ", static_cast<int32_t>(epilogue.activation));
-  if (p.type_d == Type::kS32 && !epilogue.is_plain()) return refuse("an epilogue needs D in floating point");
-  if (!separate && epilogue.has_bias && p.batch > 1 && epilogue.batch_stride_bias % info.align_d != 0)
-    return refuse("the batch stride of the bias must be a multiple of ", info.align_d, " elements");
+  if (p.d.format == Type::kS32 && !epilogue.is_plain()) return refuse("an epilogue needs D in floating point");
+  if (!separate && epilogue.has_bias && p.batch > 1 && epilogue.batch_stride_bias % info.d.align != 0)
+    return refuse("the batch stride of the bias must be a multiple of ", info.d.align, " elements");
   if ((info.family == Family::kHost) != (device.arch == 0))
     return refuse("it runs on ", info.family == Family::kHost ? "a CPU" : "a GPU");
 

@@ -26,8 +26,8 @@ struct EpilogueParams {
         bias(p.epilogue.has_bias ? static_cast<D const*>(buffers.bias) : nullptr),
         residual(p.epilogue.has_residual ? static_cast<D const*>(buffers.residual) : nullptr),
         batch_stride_bias(p.epilogue.batch_stride_bias),
-        ldd(p.ldd),
-        batch_stride_d(p.batch_stride_d) {}
+        ldd(p.d.ld),
+        batch_stride_d(p.d.batch_stride) {}
 };
 
 // Neighbours, aligned to their size, of memory that no kernel writes meanwhile.

@@ -61,13 +61,13 @@ struct Gemm {
   GemmProblem p;
   Reduction reduction;
   Decomposition decomposition;
-  TileOrder order;
+  DenseTiles tiles;
   int64_t tile_m, tile_n, tile_k;  // no larger than the problem in m and n
   TileProduct tile_product;
   Buffers buffers;
 
   // The workspace: [shared tiles][slots][workers' own accumulators and scratch]
-  int64_t tile_bytes() const { return align_workspace(tile_m * tile_n * size_of(accumulator_of(p.type_a))); }
+  int64_t tile_bytes() const { return align_workspace(tile_m * tile_n * size_of(accumulator_of(p.a.format))); }
   int64_t shared_bytes() const {
     return align_workspace(decomposition.shared_tiles() * static_cast<int64_t>(sizeof(SharedTile)));
   }
@@ -75,12 +75,12 @@ struct Gemm {
   int64_t slots() const {
     return reduction == Reduction::kAtomic ? decomposition.shared_tiles() : decomposition.slots();
   }
-  bool multiplies_into_d() const { return p.type_d == accumulator_of(p.type_a); }
+  bool multiplies_into_d() const { return p.d.format == accumulator_of(p.a.format); }
   int64_t accumulators_bytes() const {
     return multiplies_into_d() && reduction != Reduction::kAtomic ? 0 : tile_bytes();
   }
-  bool sums_in_parts() const { return p.k > kSummedAlone && p.type_a != Type::kS8; }
-  int64_t scratch_bytes() const { return align_workspace(jax_streamk::scratch_bytes(p.type_a, tile_m, tile_n)); }
+  bool sums_in_parts() const { return p.k > kSummedAlone && p.a.format != Type::kS8; }
+  int64_t scratch_bytes() const { return align_workspace(jax_streamk::scratch_bytes(p.a.format.type, tile_m, tile_n)); }
   int64_t private_bytes() const {
     return accumulators_bytes() + scratch_bytes() + (sums_in_parts() ? tile_bytes() : 0);
   }
@@ -97,29 +97,31 @@ struct Gemm {
   void* scratch(int32_t worker) const { return static_cast<char*>(accumulators(worker)) + accumulators_bytes(); }
   void* part(int32_t worker) const { return static_cast<char*>(scratch(worker)) + scratch_bytes(); }
 
-  struct Tile {
-    int64_t batch, m, n;  // its first row and column
-    Extents extents;      // with the whole of K
+  struct OutputTile {
+    int64_t batch, m, n, k;  // its first row, column and element of K
+    Extents extents;         // with all of the K that it sums
     void* d;
     void const *bias, *residual;
   };
 
-  Tile locate(int32_t index) const {
-    TileOrder::Coordinate const at = order.coordinate(index);
-    int64_t const m = at.m * tile_m, n = at.n * tile_n;
-    int64_t const offset = at.batch * p.batch_stride_d + m * p.ldd + n;
-    int64_t const size = size_of(p.type_d);
-    return {at.batch,
+  OutputTile locate(int32_t index) const {
+    Tile const at = tiles.tile(index);
+    int64_t const m = at.m * tile_m, n = at.n * tile_n, k = at.k_begin * tile_k;
+    int64_t const offset = at.group * p.d.batch_stride + m * p.d.ld + n;
+    int64_t const size = size_of(p.d.format);
+    return {at.group,
             m,
             n,
-            {std::min(tile_m, p.m - m), std::min(tile_n, p.n - n), p.k},
+            k,
+            {std::min(tile_m, p.m - m), std::min(tile_n, p.n - n), std::min(at.k_tiles * tile_k, p.k - k)},
             static_cast<char*>(buffers.d) + offset * size,
-            static_cast<char const*>(buffers.bias) + (at.batch * p.epilogue.batch_stride_bias + n) * size,
+            static_cast<char const*>(buffers.bias) + (at.group * p.epilogue.batch_stride_bias + n) * size,
             static_cast<char const*>(buffers.residual) + offset * size};
   }
 
-  void multiply(Tile const& tile, Work const& work, int32_t worker, void* accumulators, int64_t stride) const {
-    int64_t const begin = work.k_begin * tile_k, end = std::min(begin + work.k_count * tile_k, p.k);
+  void multiply(OutputTile const& tile, Work const& work, int32_t worker, void* accumulators, int64_t stride) const {
+    int64_t const begin = tile.k + work.k_begin * tile_k,
+                  end = std::min(begin + work.k_count * tile_k, tile.k + tile.extents.k);
     int64_t const alone = sums_in_parts() ? kSummedAlone : end - begin;
     multiply(tile, begin, std::min(begin + alone, end), worker, accumulators, stride);
     for (int64_t k = begin + alone; k < end; k += alone) {
@@ -128,23 +130,24 @@ struct Gemm {
     }
   }
 
-  void multiply(Tile const& tile, int64_t k, int64_t k_end, int32_t worker, void* accumulators, int64_t stride) const {
+  void multiply(OutputTile const& tile, int64_t k, int64_t k_end, int32_t worker, void* accumulators,
+                int64_t stride) const {
     int64_t const offset_a =
-        tile.batch * p.batch_stride_a + (p.major_a == Major::kRow ? tile.m * p.lda + k : tile.m + k * p.lda);
+        tile.batch * p.a.batch_stride + (p.a.major == Major::kRow ? tile.m * p.a.ld + k : tile.m + k * p.a.ld);
     int64_t const offset_b =
-        tile.batch * p.batch_stride_b + (p.major_b == Major::kRow ? k * p.ldb + tile.n : k + tile.n * p.ldb);
-    Block const a{static_cast<char const*>(buffers.a) + offset_a * size_of(p.type_a), p.lda, p.major_a};
-    Block const b{static_cast<char const*>(buffers.b) + offset_b * size_of(p.type_b), p.ldb, p.major_b};
+        tile.batch * p.b.batch_stride + (p.b.major == Major::kRow ? k * p.b.ld + tile.n : k + tile.n * p.b.ld);
+    Block const a{static_cast<char const*>(buffers.a) + offset_a * size_of(p.a.format), p.a.ld, p.a.major};
+    Block const b{static_cast<char const*>(buffers.b) + offset_b * size_of(p.b.format), p.b.ld, p.b.major};
     Extents const extents{tile.extents.m, tile.extents.n, k_end - k};
     tile_product.multiply(extents, a, b, accumulators, stride, scratch(worker));
   }
 
-  void store(Tile const& tile, void const* accumulators, int64_t stride) const {
-    tile_product.store(tile.extents, p.epilogue, tile.bias, tile.residual, accumulators, stride, tile.d, p.ldd);
+  void store(OutputTile const& tile, void const* accumulators, int64_t stride) const {
+    tile_product.store(tile.extents, p.epilogue, tile.bias, tile.residual, accumulators, stride, tile.d, p.d.ld);
   }
 
   // Adds the peers' slots in the order of their iterations.
-  void fix_up(Tile const& tile, Work const& work) const {
+  void fix_up(OutputTile const& tile, Work const& work) const {
     void* const sum = slot(decomposition.slot(work.tile, 0));
     for (int32_t peer = 1; peer < work.peers; ++peer)
       tile_product.add(tile.extents, slot(decomposition.slot(work.tile, peer)), tile_n, sum, tile_n);
@@ -152,14 +155,14 @@ struct Gemm {
   }
 
   // Adds a partial tile to the slot of its tile; true for the last.
-  bool accumulate(Tile const& tile, Work const& work, void const* partial) const {
+  bool accumulate(OutputTile const& tile, Work const& work, void const* partial) const {
     SharedTile& shared_tile = shared()[work.tile];
     void* const sum = slot(work.tile);
     // Whoever holds the lock is adding and waits for nobody.
     while (shared_tile.locked.exchange(true, std::memory_order_acquire)) std::this_thread::yield();
     int32_t const ticket = shared_tile.arrived.fetch_add(1, std::memory_order_relaxed);
     if (ticket == 0)
-      std::memcpy(sum, partial, tile.extents.m * tile_n * size_of(accumulator_of(p.type_a)));
+      std::memcpy(sum, partial, tile.extents.m * tile_n * size_of(accumulator_of(p.a.format)));
     else
       tile_product.add(tile.extents, partial, tile_n, sum, tile_n);
     shared_tile.locked.store(false, std::memory_order_release);
@@ -170,10 +173,10 @@ struct Gemm {
     void* const own = accumulators(worker);
     Work work;
     for (int32_t ordinal = 0; decomposition.work(worker, ordinal, work); ++ordinal) {
-      Tile const tile = locate(work.tile);
+      OutputTile const tile = locate(work.tile);
       if (work.peers == 1 && multiplies_into_d()) {
-        multiply(tile, work, worker, tile.d, p.ldd);
-        if (!p.epilogue.is_plain()) store(tile, tile.d, p.ldd);
+        multiply(tile, work, worker, tile.d, p.d.ld);
+        if (!p.epilogue.is_plain()) store(tile, tile.d, p.d.ld);
       } else if (work.peers == 1) {
         multiply(tile, work, worker, own, tile_n);
         store(tile, own, tile_n);
@@ -216,7 +219,7 @@ int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
 class HostKernel final : public Kernel {
  public:
   explicit HostKernel(KernelInfo info)
-      : Kernel(std::move(info)), tile_product_(tile_product(this->info.type_a, this->info.type_d)) {}
+      : Kernel(std::move(info)), tile_product_(tile_product(this->info.a.format.type, this->info.d.format.type)) {}
 
   int64_t workspace_bytes(GemmProblem const& p, Schedule const& s, Device const& device) const override {
     return gemm(p, s, {}, device, {}).workspace_bytes();
@@ -229,20 +232,19 @@ class HostKernel final : public Kernel {
   }
 
   Decomposition decomposition(GemmProblem const& p, Schedule const& s, Device const& device) const override {
-    TileOrder const order = tile_order(p, {});
     // A Stream-K schedule of one worker means data-parallel, on all of them.
     bool const limited = s.kind == ScheduleKind::kStreamK && s.max_sms > 1;
     ScheduleKind kind = s.kind;
     if (kind == ScheduleKind::kStreamK && s.max_sms == 1) kind = ScheduleKind::kDataParallel;
     int32_t const limit = limited ? s.max_sms : device.sms;
-    return Decomposition::make(kind, static_cast<int32_t>(p.batch) * order.tiles_per_batch(),
-                               static_cast<int32_t>(ceil_div(p.k, info.tile_k)), std::min(limit, device.sms), s.splits);
+    return Decomposition::make(kind, tiles_of(p, {}), std::min(limit, device.sms), s.splits);
   }
 
  private:
-  TileOrder tile_order(GemmProblem const& p, LaunchPolicy const& policy) const {
-    return {static_cast<int32_t>(ceil_div(p.m, info.tile_m)), static_cast<int32_t>(ceil_div(p.n, info.tile_n)),
-            policy.raster, policy.swizzle};
+  DenseTiles tiles_of(GemmProblem const& p, LaunchPolicy const& policy) const {
+    TileOrder const order(static_cast<int32_t>(ceil_div(p.m, info.tile_m)),
+                          static_cast<int32_t>(ceil_div(p.n, info.tile_n)), policy.raster, policy.swizzle);
+    return {order, static_cast<int32_t>(p.batch), static_cast<int32_t>(ceil_div(p.k, info.tile_k))};
   }
 
   Gemm gemm(GemmProblem const& p, Schedule const& s, LaunchPolicy const& policy, Device const& device,
@@ -250,7 +252,7 @@ class HostKernel final : public Kernel {
     return {p,
             s.reduction,
             decomposition(p, s, device),
-            tile_order(p, policy),
+            tiles_of(p, policy),
             std::min<int64_t>(info.tile_m, p.m),
             std::min<int64_t>(info.tile_n, p.n),
             info.tile_k,
@@ -282,11 +284,11 @@ constexpr int32_t kTiles[][3] = {{256, 512, 64}, {128, 128, 64}, {64, 64, 64}};
                       name_of(major_a)[0] + name_of(major_b)[0] + "_" + std::to_string(tile_m) + "x" +
                       std::to_string(tile_n) + "x" + std::to_string(tile_k);
           info.family = Family::kHost;
-          info.type_a = info.type_b = types.operand;
-          info.type_d = types.d;
-          info.major_a = major_a;
-          info.major_b = major_b;
-          info.align_a = info.align_b = info.align_d = 1;
+          info.a.format = info.b.format = types.operand;
+          info.d.format = types.d;
+          info.a.major = major_a;
+          info.b.major = major_b;
+          info.a.align = info.b.align = info.d.align = 1;
           info.tile_m = tile_m;
           info.tile_n = tile_n;
           info.tile_k = tile_k;

@@ -155,7 +155,7 @@ void add(Extents e, void const* partial, int64_t stride_partial, void* sum, int6
 }
 
 template <class Accumulator, class D>
-void store(Extents e, Epilogue const& epilogue, void const* bias, void const* residual, void const* accumulators,
+void store(Extents e, EpilogueOps const& epilogue, void const* bias, void const* residual, void const* accumulators,
            int64_t stride, void* d, int64_t stride_d) {
   auto const sum = view<Accumulator>(accumulators, e.m, e.n, stride);
   auto out = view<D>(d, e.m, e.n, stride_d);

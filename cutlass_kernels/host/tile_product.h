@@ -36,7 +36,7 @@ struct TileProduct {
   void (*add)(Extents, void const* partial, int64_t stride_partial, void* sum, int64_t stride);
   // d (m x n) = epilogue(accumulators), converted to the type of D. The bias is that of the tile's columns; the
   // residual has the strides of D. Accumulators of D's type may be D.
-  void (*store)(Extents, Epilogue const&, void const* bias, void const* residual, void const* accumulators,
+  void (*store)(Extents, EpilogueOps const&, void const* bias, void const* residual, void const* accumulators,
                 int64_t stride, void* d, int64_t stride_d);
 };
 

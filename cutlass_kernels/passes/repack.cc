@@ -4,17 +4,17 @@
 
 namespace jax_streamk {
 
-bool is_aligned(int64_t align, bool tma, int64_t contiguous, int64_t ld, int64_t steps, int64_t batch_stride,
-                int64_t batch) {
-  if (tma && std::max(ld, batch_stride) >= int64_t{1} << 38)
+bool is_aligned(int64_t align, bool tma, Operand const& x, int64_t batch) {
+  if (tma && std::max(x.ld, x.batch_stride) >= int64_t{1} << 38)
     return false;  // strides that it encodes are below 2^40 bytes
-  return contiguous % align == 0 && ((steps <= 1 && !tma) || ld % align == 0) &&
-         ((batch <= 1 && !tma) || batch_stride % align == 0);
+  return x.contiguous() % align == 0 && ((x.lines() <= 1 && !tma) || x.ld % align == 0) &&
+         ((batch <= 1 && !tma) || x.batch_stride % align == 0);
 }
 
 bool has_misaligned_d(GemmProblem const& p) {
-  return !is_aligned(16 / size_of(p.type_d), true, p.n, p.ldd, p.m, p.batch_stride_d | p.epilogue.batch_stride_bias,
-                     p.batch);
+  Operand d = p.operand(Role::kD);
+  d.batch_stride |= p.epilogue.batch_stride_bias;
+  return !is_aligned(16 / size_of(p.d.format), true, d, p.batch);
 }
 
 constexpr double kMostElements = 1e15;  // of a copy: no GPU has memory for more, and bytes stay countable
@@ -22,33 +22,33 @@ constexpr double kMostElements = 1e15;  // of a copy: no GPU has memory for more
 Repack repack_of(KernelInfo const& info, GemmProblem const& p) {
   Repack out;
   out.problem = p;
-  int64_t const size = size_of(p.type_a);
   if (info.family != Family::kSm90) return out;
   bool const splits = info.math == Math::kTF32x3;
   if (splits) out.part = (p.k + info.tile_k - 1) / info.tile_k * info.tile_k;
-  auto const copy = [&](Major& major, Major wanted, int64_t rows, int64_t columns, int64_t align, int64_t& ld,
-                        int64_t& batch_stride, int64_t& bytes) {
+  auto const copy = [&](Role role, KernelOperand const& wanted, Layout& copied, int64_t& bytes) {
+    Operand x = p.operand(role);
     // wgmma has no TF32 of two operands that are contiguous along m and n.
-    bool const known = major == Major::kRow || major == Major::kColumn;
-    bool const transposes = known && major != wanted && info.math != Math::kNative;
-    bool const row_major = (transposes ? wanted : major) == Major::kRow;
+    bool const known = x.major == Major::kRow || x.major == Major::kColumn;
+    bool const transposes = known && x.major != wanted.major && info.math != Math::kNative;
+    if (transposes) x.major = wanted.major;
     // Of operands that are split the kernel wants K contiguous.
-    int64_t const contiguous = splits ? 2 * out.part : row_major ? columns : rows, steps = row_major ? rows : columns;
-    if (!splits && !transposes && is_aligned(align, true, contiguous, ld, steps, batch_stride, p.batch)) return false;
-    // Long rows in whole cache lines: starting anywhere else they are slower to load.
-    int64_t const line = 128 / size, unit = contiguous < line ? align : line, batches = batch_stride != 0 ? p.batch : 1;
-    int64_t const padded = (contiguous + unit - 1) / unit * unit;
-    if (static_cast<double>(batches) * steps * padded > kMostElements) return false;
-    if (transposes) major = wanted;
-    ld = padded;
-    if (batch_stride != 0) batch_stride = steps * ld;
-    bytes = align_workspace(batches * steps * ld * size);
+    int64_t const contiguous = splits ? 2 * out.part : x.contiguous(), lines = x.lines(), size = size_of(x.format);
+    if (size == 0) return false;  // a format that no kernel has
+    if (!splits && !transposes && is_aligned(wanted.align, true, x, p.batch)) return false;
+    // Long lines in whole cache lines: starting anywhere else they are slower to load.
+    int64_t const whole = 128 / size, unit = contiguous < whole ? wanted.align : whole,
+                  batches = x.batch_stride != 0 ? p.batch : 1;
+    x.ld = (contiguous + unit - 1) / unit * unit;
+    if (static_cast<double>(batches) * lines * x.ld > kMostElements) return false;
+    if (x.batch_stride != 0) x.batch_stride = lines * x.ld;
+    copied = x;
+    bytes = align_workspace(batches * lines * x.ld * size);
     return true;
   };
   GemmProblem& q = out.problem;
-  out.a = copy(q.major_a, info.major_a, p.m, p.k, info.align_a, q.lda, q.batch_stride_a, out.bytes_a);
-  out.b = copy(q.major_b, info.major_b, p.k, p.n, info.align_b, q.ldb, q.batch_stride_b, out.bytes_b);
-  bool const keeps_a = !splits && q.major_a == p.major_a, keeps_b = !splits && q.major_b == p.major_b;
+  out.a = copy(Role::kA, info.a, q.a, out.bytes_a);
+  out.b = copy(Role::kB, info.b, q.b, out.bytes_b);
+  bool const keeps_a = !splits && q.a.major == p.a.major, keeps_b = !splits && q.b.major == p.b.major;
   out.bytes_rearranged = (keeps_a ? 0 : out.bytes_a) + (keeps_b ? 0 : out.bytes_b);
   out.launches = ((out.a && keeps_a) || (out.b && keeps_b)) + ((out.a && !keeps_a) || (out.b && !keeps_b));
   if (splits) q.k = 3 * out.part;

@@ -6,10 +6,9 @@
 
 namespace jax_streamk {
 
-// Whether a matrix's rows start, and end, on whole accesses of `align` elements. Strides that nothing steps over do not
-// count, but for TMA, whose descriptors hold them all.
-bool is_aligned(int64_t align, bool tma, int64_t contiguous, int64_t ld, int64_t steps, int64_t batch_stride,
-                int64_t batch);
+// Whether an operand's lines start, and end, on whole accesses of `align` elements. Strides that nothing steps over do
+// not count, but for TMA, whose descriptors hold them all.
+bool is_aligned(int64_t align, bool tma, Operand const& operand, int64_t batch);
 
 // Whether TMA cannot store D, or read a bias of each batch.
 bool has_misaligned_d(GemmProblem const&);

@@ -122,8 +122,9 @@ double bytes_of(GemmProblem const& p, double written) {
   auto const batches = [&](int64_t stride) { return static_cast<double>(stride != 0 ? p.batch : 1); };
   double const m = p.m, n = p.n, k = p.k, batch = p.batch;
   double const bias = p.epilogue.has_bias ? n * batches(p.epilogue.batch_stride_bias) : 0;
-  return m * k * batches(p.batch_stride_a) * size_of(p.type_a) + k * n * batches(p.batch_stride_b) * size_of(p.type_b) +
-         (((p.epilogue.has_residual ? 1 : 0) + written) * batch * m * n + bias) * size_of(p.type_d);
+  return m * k * batches(p.a.batch_stride) * size_of(p.a.format) +
+         k * n * batches(p.b.batch_stride) * size_of(p.b.format) +
+         (((p.epilogue.has_residual ? 1 : 0) + written) * batch * m * n + bias) * size_of(p.d.format);
 }
 
 double mma_rate(Machine const& machine, Type type, Math math) {
@@ -188,7 +189,7 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   if (swap) std::swap(tiling_.rows, tiling_.columns), std::swap(tiling_.ctas_m, tiling_.ctas_n);
   tiling_.tiles_m = (p.m + tiling_.rows - 1) / tiling_.rows;
   tiling_.tiles_n = (p.n + tiling_.columns - 1) / tiling_.columns;
-  partials_ = kernel.type_d != p.type_d;
+  partials_ = kernel.d.format != p.d.format;
   rows_ = swap ? p.n : p.m;
   columns_ = swap ? p.m : p.n;
   wave_tiles_ = static_cast<double>(tiling_.tiles_m) * tiling_.tiles_n;
@@ -198,10 +199,10 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   ctas_of_sm_ = kernel.warp_schedule == "single" ? kSingles : 1;
   workers_ = active_clusters(width * ctas_of_sm_, ctas);
   // Kernels whose results are sums have both slices and whole tiles: of few tiles slices.
-  sliced_ = partials_ || (kernel.type_d == accumulator_of(p.type_a) && 2 * tiles_ <= workers_);
+  sliced_ = partials_ || (kernel.d.format == accumulator_of(p.a.format) && 2 * tiles_ <= workers_);
   if (kernel.family == Family::kHost) return;
 
-  double const size = size_of(p.type_a), accumulator = size_of(accumulator_of(p.type_a));
+  double const size = size_of(p.a.format), accumulator = size_of(accumulator_of(p.a.format));
   double const area = kernel.tile_m * kernel.tile_n, tile_k = kernel.tile_k;
   floor_ = bytes_of(p, machine.written) / machine.memory_rate;
   drawn_ = machine.memory_rate_sm * ctas;
@@ -209,7 +210,7 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
     double const stage = (kernel.tile_m + kernel.tile_n) * tile_k * size;
     double const stages = std::floor(kStagesOfSingle / stage);
     drawn_ *= std::max(stages - 1, 1.0) * stage / kUnderWay;
-    bool const wide = swap && kernel.major_b == Major::kRow && kernel.tile_m * size > 128;
+    bool const wide = swap && kernel.b.major == Major::kRow && kernel.tile_m * size > 128;
     if (wide && columns_ <= kernel.tile_n && tiles_ <= std::min(workers_, kAtOnce / (stages * stage)))
       floor_ *= kWideRows;
   }
@@ -221,7 +222,7 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
                  sharers = swap ? kernel.cluster_m : kernel.cluster_n;
     floor_ *= 1 + machine.beyond * std::max(beyond, 0.0) / 64 / sharers;
     // CTAs of a cluster wait for one another to load, but store D when they are done.
-    double const stored = machine.written * p.batch * p.m * p.n * size_of(p.type_d) / machine.memory_rate;
+    double const stored = machine.written * p.batch * p.m * p.n * size_of(p.d.format) / machine.memory_rate;
     floor_ += machine.gang * (ctas - 1) * std::max(floor_ - stored, 0.0);
   }
   // The more of B is multicast, the later the first stage is complete. Of A that costs nothing, as measured.
@@ -233,7 +234,7 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   // Rows of D are stored in boxes of 64 columns that overlap, if no 32 divide those of the tile (store_columns in
   // sm90/kernel.cuh).
   if (kernel.family == Family::kSm90 && !swap && kernel.tile_n > 64 && kernel.tile_n % 32 != 0 &&
-      size_of(kernel.type_d) == 2)
+      size_of(kernel.d.format) == 2)
     epilogue_ *= ceil_div(kernel.tile_n, 64) * 64 / kernel.tile_n;
   if (kernel.family == Family::kSm90 && has_misaligned_d(p))
     misaligned_d_ = machine.misaligned_d * (area / (128 * 128));
@@ -248,10 +249,10 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
     double const operations = size;  // 2 of a multiply-add; TF32's run at half the rate of 16 bits
     double const further =
         kernel.warp_schedule == "pingpong" ? std::max(kernel.tile_m - 128, 0) * (1 - kFurtherRows) : 0;
-    bool const tf32 = p.type_a == Type::kF32;
+    bool const tf32 = p.a.format == Type::kF32;
     math_ = operations * (area + (kernel.tile_m - further) * machine.narrow) * tile_k /
             (tf32 ? machine.tf32_rate_sm : machine.wgmma_rate_sm);
-    Major const major = swap ? kernel.major_b : kernel.major_a;
+    Major const major = swap ? kernel.b.major : kernel.a.major;
     bool const along_k = (major == Major::kColumn) == swap;
     if (tf32 && !along_k) math_ *= machine.from_registers;
     // SMs that clusters leave out save some of their power for the others.
@@ -259,12 +260,12 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
                        (tf32 ? machine.tf32_sustained : machine.wgmma_sustained);
     if (kernel.warp_schedule == "cooperative") wgmma_sustained_ *= machine.shared_tile;
   } else {
-    double rate = mma_rate(machine, p.type_a, p.math);
+    double rate = mma_rate(machine, p.a.format.type, p.math);
     // f64's instructions take so long that tiles of a quarter feed them as well.
-    double const enough = p.type_a == Type::kF64 ? 64 * 64 : 128 * 128;
+    double const enough = p.a.format == Type::kF64 ? 64 * 64 : 128 * 128;
     if (kernel.family == Family::kSkinny && p.math == Math::kTF32x3) {
       rate /= 1 + kSplitRows / std::min(kernel.tile_n, 16) * (kernel.tile_n > 16 ? kManyRows : 1);
-    } else if (kernel.family == Family::kSkinny && p.type_a != Type::kF64) {
+    } else if (kernel.family == Family::kSkinny && p.a.format != Type::kF64) {
       rate *= machine.skinny_mma / machine.mma_16bit;
     } else {
       rate *= std::pow(std::min(area / enough, 1.0), 0.35);
@@ -274,7 +275,7 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
 
   // Rows of A and columns of B of a CTA: those beyond the problem are not loaded. Vectors below 16 bytes take more
   // requests for the same bytes.
-  double const panel = tile_k * size / std::sqrt(std::min(kernel.align_a * size / 16, 1.0));
+  double const panel = tile_k * size / std::sqrt(std::min(kernel.a.align * size / 16, 1.0));
   auto const misses = [&](int64_t ld, int64_t bytes) { return ld * static_cast<int64_t>(size) % bytes != 0; };
   auto const is_misaligned = [&](int64_t ld) { return misses(ld, 128); };
   bool const by_tma = kernel.family == Family::kSm90;
@@ -291,8 +292,8 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
     int32_t const row = std::gcd((is_b ? columns_by_tma(tile) : tile) * static_cast<int32_t>(size), 128);
     return {ld, along_k, extent, tile, row};
   };
-  Operand const a = operand(repacked.problem.lda, kernel.major_a == Major::kRow, p.m, swap);
-  Operand const b = operand(repacked.problem.ldb, kernel.major_b == Major::kColumn, p.n, !swap);
+  Operand const a = operand(repacked.problem.a.ld, kernel.a.major == Major::kRow, p.m, swap);
+  Operand const b = operand(repacked.problem.b.ld, kernel.b.major == Major::kColumn, p.n, !swap);
   // How many tiles ask each for a part of a line.
   auto const parts_of = [&](Operand const& x) {
     return std::max(std::min<double>(x.extent, 128 / size) / x.tile, 1.0);
@@ -339,17 +340,17 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   }
   if (kernel.family == Family::kSkinny) {
     // Few warps of an SM wait for each other's loads. They ask L2 for half lines of a B that is contiguous along K.
-    double const half_lines = p.major_b == Major::kColumn ? machine.half_lines : 1;
+    double const half_lines = p.b.major == Major::kColumn ? machine.half_lines : 1;
     double const rate = size == 2 ? machine.skinny_rate_16bit : machine.skinny_rate_sm;
-    if (kernel.align_b < kernel.align_a) {
+    if (kernel.b.align < kernel.a.align) {
       panel_b_ *= kRequests;
       floor_ *= 1 + kSectorColumns / kernel.tile_m;
       epilogue_ *= kAfterwards;
     }
     loads_ = loaded(tile_rows, tile_columns) / rate * half_lines;
-    if (p.type_a != Type::kF64) floor_ *= machine.skinny_memory;
+    if (p.a.format != Type::kF64) floor_ *= machine.skinny_memory;
     alone_ = machine.skinny_alone * kernel.tile_m / 64 * std::sqrt(size / 2);
-  } else if (double const bytes = kernel.align_a * size; bytes < 16) {
+  } else if (double const bytes = kernel.a.align * size; bytes < 16) {
     alone_ = machine.narrow_loads * std::pow(8 / bytes, 0.7) * tile_k / 32;
     if (size == 2) launch_ += kNarrowBegin * bytes / 8;
   }
@@ -532,7 +533,7 @@ Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   double const shared = share.peers <= 1 ? 0 : cut_by_iterations ? 1 : share.pieces;
   bool const in_clusters = kernel_.family == Family::kSkinny;  // which share tiles without memory
   if (in_clusters) {
-    double const sixteens = kernel_.tile_n * size_of(accumulator_of(problem_.type_a)) / 64.0;  // of rows of f32
+    double const sixteens = kernel_.tile_n * size_of(accumulator_of(problem_.a.format)) / 64.0;  // of rows of f32
     cost.fix_up = share.peers <= 1 ? 0 : machine_.skinny_fix_up + machine_.skinny_peer * share.peers * sixteens;
   } else {
     cost.fix_up = shared * (machine_.fix_up + (1 + share.peers) * partial_);
@@ -594,7 +595,7 @@ Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   cost.floor = (floor_ + again_ * strayed) *
                ((1 - of_last) * slower(1, sm90) + of_last * slower(busy_last, sm90 && (one_line || share.pieces == 1)));
   if (in_clusters) cost.floor *= 1 + machine_.gang * (share.peers - 1);
-  bool const softly = kernel_.family == Family::kSm80 || problem_.type_a == Type::kF64;
+  bool const softly = kernel_.family == Family::kSm80 || problem_.a.format == Type::kF64;
   double const of_call = (softly ? softly_overlapped(cost.work, cost.floor) : overlapped(cost.work, cost.floor)) *
                          (sm90 && cut_by_iterations ? kEverywhere : 1);
   cost.microseconds = cost.launches + of_call + last_fused + cost.extra + cost.repack;

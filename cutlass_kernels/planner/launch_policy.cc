@@ -41,7 +41,7 @@ bool lists_clusters(KernelInfo const& info) { return ctas_of_sm(info) == 1; }
 
 // Whether this is a skinny kernel whose loads of B can have a hint. With an unaligned B neighbouring tiles share cache
 // lines, which have to stay.
-bool hints_b(KernelInfo const& info) { return info.family == Family::kSkinny && info.align_b > 1; }
+bool hints_b(KernelInfo const& info) { return info.family == Family::kSkinny && info.b.align > 1; }
 
 // One launch of an sm90 kernel, in the terms of its own GEMM: with swap_ab its A is the problem's B.
 class Sm90Launch {
@@ -55,7 +55,7 @@ class Sm90Launch {
     order_ = sm90_order(info, p_, order.raster, order.swizzle);
     bool const swap = info.swap_ab;
     rows_ = swap ? p_.n : p_.m, columns_ = swap ? p_.m : p_.n;
-    batches_a_ = p_.batch_stride_a != 0 ? p_.batch : 1, batches_b_ = p_.batch_stride_b != 0 ? p_.batch : 1;
+    batches_a_ = p_.a.batch_stride != 0 ? p_.batch : 1, batches_b_ = p_.b.batch_stride != 0 ? p_.batch : 1;
     if (swap) std::swap(batches_a_, batches_b_);
   }
 
@@ -75,7 +75,7 @@ class Sm90Launch {
                               : order_.tiles_m() == 1 && rows_ <= kFew  ? info_.tile_n / info_.cluster_m
                                                                         : 0;
     HeldBack const held = held_back(cut_, ctas_of_cluster(info_), info_.stages,
-                                    streaming * info_.tile_k * size_of(info_.type_a), device_.under_way);
+                                    streaming * info_.tile_k * size_of(info_.a.format), device_.under_way);
     policy.held_back = held.first;
     policy.held_back_last = pieces() % cut_.workers == 0 ? held.first : held.in_last;
   }
@@ -95,8 +95,8 @@ class Sm90Launch {
   void set_extents(LaunchPolicy& policy) const {
     bool const swap = info_.swap_ab;
     // The kernel's own A along m, and B along n.
-    bool const a_along_m = swap ? info_.major_b == Major::kRow : info_.major_a == Major::kColumn;
-    bool const b_along_n = swap ? info_.major_a == Major::kColumn : info_.major_b == Major::kRow;
+    bool const a_along_m = swap ? info_.b.major == Major::kRow : info_.a.major == Major::kColumn;
+    bool const b_along_n = swap ? info_.a.major == Major::kColumn : info_.b.major == Major::kRow;
     bool const a = gains_by_extension({a_along_m, rows_, info_.tile_m, info_.cluster_m}, columns_);
     bool const b = gains_by_extension({b_along_n, columns_, info_.tile_n, info_.cluster_n}, rows_);
     policy.extend_a = swap ? b : a;
@@ -118,7 +118,7 @@ class Sm90Launch {
             info_.math == Math::kTF32x3,  // which loads parts twice
             extent * batches,
             other * other_batches,
-            static_cast<int32_t>(size_of(info_.type_a)),
+            static_cast<int32_t>(size_of(info_.a.format)),
             slices_.count,
             static_cast<double>(p_.batch) * p_.m * p_.n * p_.k};
   }
@@ -139,10 +139,10 @@ Decomposition sm90_decomposition(KernelInfo const& info, GemmProblem const& p, S
   bool const stream_k = s.kind == ScheduleKind::kStreamK && s.max_sms != 1;
   int32_t const sms = stream_k && s.max_sms > 0 && s.max_sms < device.sms ? s.max_sms : device.sms;
   int32_t const clusters = active_clusters(sms * ctas_of_sm(info), ctas_of_cluster(info));
+  DenseTiles const tiles(sm90_order(info, p, Raster::kAlongM, 1), static_cast<int32_t>(p.batch),
+                         ceil_div(p.k, info.tile_k));
   return Decomposition::make(s.kind == ScheduleKind::kStreamK && !stream_k ? ScheduleKind::kDataParallel : s.kind,
-                             static_cast<int32_t>(p.batch) * sm90_order(info, p, Raster::kAlongM, 1).tiles_per_batch(),
-                             ceil_div(p.k, info.tile_k),
-                             lists_clusters(info) ? std::min(clusters, kMostListed) : clusters, s.splits);
+                             tiles, lists_clusters(info) ? std::min(clusters, kMostListed) : clusters, s.splits);
 }
 
 TileOrder sm90_order(KernelInfo const& info, GemmProblem const& p, Raster raster, int32_t swizzle) {
@@ -158,7 +158,7 @@ LaunchPolicy launch_policy_of(KernelInfo const& info, GemmProblem const& p, Sche
   policy.raster = raster, policy.swizzle = swizzle;
   if (info.family == Family::kSkinny) {
     // One line of tiles reads B once.
-    policy.evict_first_b = hints_b(info) && p.m <= info.tile_n && (p.batch == 1 || p.batch_stride_b != 0);
+    policy.evict_first_b = hints_b(info) && p.m <= info.tile_n && (p.batch == 1 || p.b.batch_stride != 0);
   } else if (info.family == Family::kSm90) {
     Sm90Launch const launch(info, p, s, policy, device);
     launch.set_hints(policy);

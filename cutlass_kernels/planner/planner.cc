@@ -47,11 +47,11 @@ std::vector<std::vector<Schedule>> kinds_of(std::optional<Schedule> const& wante
 // tiles: its sums are as long.
 int64_t longest_sum(GemmProblem const& p, Device const& device) {
   constexpr double kSmallResult = 1 << 14, kLargestTile = 128 * 256;
-  if (p.type_d != Type::kF32 || p.math == Math::kTF32x3 || device.arch == 0) return INT64_MAX;
+  if (p.d.format != Type::kF32 || p.math == Math::kTF32x3 || device.arch == 0) return INT64_MAX;
   double const results = static_cast<double>(p.m) * p.n;
   if (p.batch * results >= kLargestTile * device.sms) return INT64_MAX;
   bool const few = p.math != Math::kTF32 && (std::min(p.m, p.n) == 1 || results < kSmallResult);
-  return few ? 16 : promotion_k_of(p.type_a);
+  return few ? 16 : promotion_k_of(p.a.format);
 }
 
 // Whether tensor cores sum no more than that.
@@ -67,7 +67,7 @@ bool is_exact(Kernel const& kernel, GemmProblem const& p, Schedule const& s, Dev
 std::string closest_refusal(std::vector<Kernel const*> const& kernels, GemmProblem const& p, Schedule const& s,
                             Device const& device) {
   auto const rank = [&](Kernel const* kernel) {
-    return std::tuple(!can_run(*kernel, p, {}, device), kernel->info.align_a, kernel->info.tile_k);
+    return std::tuple(!can_run(*kernel, p, {}, device), kernel->info.a.align, kernel->info.tile_k);
   };
   auto const closest =
       std::min_element(kernels.begin(), kernels.end(), [&](auto* x, auto* y) { return rank(x) < rank(y); });
@@ -124,7 +124,7 @@ Choice choose(std::vector<Kernel const*> const& kernels, GemmProblem const& p, s
     Order const* order = nullptr;
     for (size_t kind = 0; kind < kinds.size(); ++kind) {
       if (kinds[kind].empty() || !can_run(kernel, p, kinds[kind][0], device)) continue;
-      if (order == nullptr) order = &order_of(kernel.info.type_d, estimators[i]);
+      if (order == nullptr) order = &order_of(kernel.info.d.format.type, estimators[i]);
       std::optional<Candidate> cheapest;
       for (Schedule s : kinds[kind]) {
         if (s.kind == ScheduleKind::kSplitK && int64_t{s.splits - 1} * kernel.info.tile_k >= p.k) break;

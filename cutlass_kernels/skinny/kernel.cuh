@@ -554,11 +554,11 @@ class SkinnyKernel final : public CudaKernel {
   Decomposition decomposition(GemmProblem const& p, Schedule const& s, Device const&) const override {
     // As many workers as pieces of work. CTAs are numbered otherwise: those of a cluster, which share a tile, are
     // neighbours.
-    TileOrder const order = tile_order(p, {});
-    int32_t const tiles = static_cast<int32_t>(p.batch) * order.tiles_per_batch();
+    DenseTiles const tiles(tile_order(p, {}), static_cast<int32_t>(p.batch),
+                           static_cast<int32_t>((p.k + kTileK - 1) / kTileK));
     int32_t const splits = s.kind == ScheduleKind::kSplitK ? s.splits : 1;
-    return Decomposition::make(splits > 1 ? s.kind : ScheduleKind::kDataParallel, tiles,
-                               static_cast<int32_t>((p.k + kTileK - 1) / kTileK), tiles * splits, splits);
+    return Decomposition::make(splits > 1 ? s.kind : ScheduleKind::kDataParallel, tiles, tiles.tiles() * splits,
+                               splits);
   }
 
  protected:
@@ -584,8 +584,8 @@ class SkinnyKernel final : public CudaKernel {
     params.a = static_cast<T const*>(buffers.a);
     params.b = static_cast<T const*>(buffers.b);
     params.d = static_cast<D*>(buffers.d);
-    params.lda = p.lda, params.ldb = p.ldb;
-    params.batch_stride_a = p.batch_stride_a, params.batch_stride_b = p.batch_stride_b;
+    params.lda = p.a.ld, params.ldb = p.b.ld;
+    params.batch_stride_a = p.a.batch_stride, params.batch_stride_b = p.b.batch_stride;
     params.m = static_cast<int32_t>(p.m), params.n = static_cast<int32_t>(p.n), params.k = static_cast<int32_t>(p.k);
     params.splits = work.splits;
     params.batch = static_cast<int32_t>(p.batch);
@@ -593,7 +593,7 @@ class SkinnyKernel final : public CudaKernel {
     params.runs = slices.count > 1 ? EvenRuns{work.k_tiles, 0} : EvenRuns::of(work.k_tiles, work.splits);
     params.order = tile_order(p, policy);
     params.evict_first_b = policy.evict_first_b;
-    params.pairs = (p.n | p.ldd | p.batch_stride_d | p.epilogue.batch_stride_bias) % 2 == 0 &&
+    params.pairs = (p.n | p.d.ld | p.d.batch_stride | p.epilogue.batch_stride_bias) % 2 == 0 &&
                    reinterpret_cast<uintptr_t>(buffers.d) % (2 * sizeof(D)) == 0;
     params.epilogue = EpilogueParams<Accumulator<T>, D>(p, buffers);
 
@@ -624,14 +624,14 @@ class SkinnyKernel final : public CudaKernel {
     if (kMath != Math::kNative) info.name += std::string("_") + name_of(kMath);
     if (kShifted) info.name += "_shifted";
     info.family = Family::kSkinny;
-    info.type_a = info.type_b = kTypeAB;
-    info.type_d = kTypeD;
+    info.a.format = info.b.format = kTypeAB;
+    info.d.format = kTypeD;
     info.math = kMath;
-    info.major_a = Major::kRow;
-    info.major_b = kMajorB;
-    info.align_a = kVector<T>;
-    info.align_b = kShifted ? 1 : kVector<T>;
-    info.align_d = 1;
+    info.a.major = Major::kRow;
+    info.b.major = kMajorB;
+    info.a.align = kVector<T>;
+    info.b.align = kShifted ? 1 : kVector<T>;
+    info.d.align = 1;
     info.tile_m = kTileN;
     info.tile_n = kRows * kBlocks;
     info.tile_k = kTileK;

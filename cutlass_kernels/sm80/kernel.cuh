@@ -306,18 +306,18 @@ class Sm80Kernel final : public CudaKernel {
                 Device const& device, Buffers const& buffers, bool, cudaStream_t stream) const override {
     if (slices.count == 1) return launch_batch(p, s, device, buffers, stream);
     auto const whole = static_cast<int32_t>(p.k / slices.extent);
-    int64_t const stride_a = MajorA::kMajor == Major::kRow ? slices.extent : slices.extent * p.lda;
-    int64_t const stride_b = MajorB::kMajor == Major::kRow ? slices.extent * p.ldb : slices.extent;
+    int64_t const stride_a = MajorA::kMajor == Major::kRow ? slices.extent : slices.extent * p.a.ld;
+    int64_t const stride_b = MajorB::kMajor == Major::kRow ? slices.extent * p.b.ld : slices.extent;
     auto const part = [&](int32_t slice, int32_t count, int64_t batch, int64_t batches) {
       GemmProblem q = p;
       q.k = std::min(slices.extent, p.k - slice * slices.extent);
       q.batch = batches;
       if (count > 1)
-        q.batch = count, q.batch_stride_a = stride_a, q.batch_stride_b = stride_b, q.batch_stride_d *= p.batch;
+        q.batch = count, q.a.batch_stride = stride_a, q.b.batch_stride = stride_b, q.d.batch_stride *= p.batch;
       Buffers at = buffers;
-      at.a = static_cast<typename AB::Element const*>(buffers.a) + slice * stride_a + batch * p.batch_stride_a;
-      at.b = static_cast<typename AB::Element const*>(buffers.b) + slice * stride_b + batch * p.batch_stride_b;
-      at.d = static_cast<typename D::Element*>(buffers.d) + (slice * p.batch + batch) * p.batch_stride_d;
+      at.a = static_cast<typename AB::Element const*>(buffers.a) + slice * stride_a + batch * p.a.batch_stride;
+      at.b = static_cast<typename AB::Element const*>(buffers.b) + slice * stride_b + batch * p.b.batch_stride;
+      at.d = static_cast<typename D::Element*>(buffers.d) + (slice * p.batch + batch) * p.d.batch_stride;
       return launch_batch(q, s, device, at, stream);
     };
     Status status;
@@ -341,11 +341,11 @@ class Sm80Kernel final : public CudaKernel {
       GemmProblem p = problem;
       p.batch = std::min(problem.batch - first, kMaxGridZ);
       Buffers at = buffers;
-      at.a = static_cast<typename AB::Element const*>(buffers.a) + first * p.batch_stride_a;
-      at.b = static_cast<typename AB::Element const*>(buffers.b) + first * p.batch_stride_b;
-      at.d = static_cast<typename D::Element*>(buffers.d) + first * p.batch_stride_d;
+      at.a = static_cast<typename AB::Element const*>(buffers.a) + first * p.a.batch_stride;
+      at.b = static_cast<typename AB::Element const*>(buffers.b) + first * p.b.batch_stride;
+      at.d = static_cast<typename D::Element*>(buffers.d) + first * p.d.batch_stride;
       at.bias = static_cast<typename D::Element const*>(buffers.bias) + first * p.epilogue.batch_stride_bias;
-      at.residual = static_cast<typename D::Element const*>(buffers.residual) + first * p.batch_stride_d;
+      at.residual = static_cast<typename D::Element const*>(buffers.residual) + first * p.d.batch_stride;
       Params params = params_of(p, s, device, at);
       // Zeroes the barriers: XLA hands out the workspace as its last user left it.
       if (needs_workspace(params) && params.init_workspace(at.workspace, stream) != cutlass::Status::kSuccess)
@@ -372,13 +372,13 @@ class Sm80Kernel final : public CudaKernel {
     if (Swizzle::kReduction == Reduction::kAtomic) info.name += "_atomic";
 
     info.family = Family::kSm80;
-    info.type_a = info.type_b = AB::kType;
-    info.type_d = D::kType;
+    info.a.format = info.b.format = AB::kType;
+    info.d.format = D::kType;
     info.math = Math_::kMath;
-    info.major_a = MajorA::kMajor;
-    info.major_b = MajorB::kMajor;
-    info.align_a = info.align_b = kAlign;
-    info.align_d = kAlignD;
+    info.a.major = MajorA::kMajor;
+    info.b.major = MajorB::kMajor;
+    info.a.align = info.b.align = kAlign;
+    info.d.align = kAlignD;
     info.tile_m = Threadblock::kM;
     info.tile_n = Threadblock::kN;
     info.tile_k = Threadblock::kK;
@@ -434,8 +434,8 @@ class Sm80Kernel final : public CudaKernel {
         batched                           ? static_cast<int>(p.batch)
         : s.kind == ScheduleKind::kSplitK ? s.splits
                                           : 1,
-        {}, buffers.a, buffers.b, nullptr, buffers.d, p.batch_stride_a, p.batch_stride_b, 0, 0, p.lda, p.ldb, 0, p.ldd,
-        s.kind == ScheduleKind::kStreamK && s.max_sms > 0 ? s.max_sms : -1);
+        {}, buffers.a, buffers.b, nullptr, buffers.d, p.a.batch_stride, p.b.batch_stride, 0, 0, p.a.ld, p.b.ld, 0,
+        p.d.ld, s.kind == ScheduleKind::kStreamK && s.max_sms > 0 ? s.max_sms : -1);
     Params params(arguments, device.sms, occupancy(device));
     params.params_D.epilogue = EpilogueParams<Accumulator, typename D::Element>(p, buffers);
     // Remapping would let CTAs wait for ones of a higher index: a deadlock when another stream's kernel holds their

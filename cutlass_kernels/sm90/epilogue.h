@@ -392,7 +392,7 @@ class CollectiveEpilogue {
     params.thread = {p, buffers, misaligned};
     if (misaligned) return CUDA_SUCCESS;
     auto const [m, n, k, batch] = shape;
-    return describe<Element>(params.d, buffers.d, kSwap ? m : n, kSwap ? n : m, batch, p.ldd, p.batch_stride_d,
+    return describe<Element>(params.d, buffers.d, kSwap ? m : n, kSwap ? n : m, batch, p.d.ld, p.d.batch_stride,
                              kRowBytes / kSize, kSwap ? kColumns : kRows, kRowBytes);
   }
 

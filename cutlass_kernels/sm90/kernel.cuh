@@ -196,9 +196,9 @@ class Sm90Kernel final : public CudaKernel {
       if (!status.ok()) return status;
     }
     auto const stride_a =
-        stride<typename Mainloop::StrideA>(kSwap ? p.ldb : p.lda, kSwap ? p.batch_stride_b : p.batch_stride_a);
+        stride<typename Mainloop::StrideA>(kSwap ? p.b.ld : p.a.ld, kSwap ? p.b.batch_stride : p.a.batch_stride);
     auto const stride_b =
-        stride<typename Mainloop::StrideB>(kSwap ? p.lda : p.ldb, kSwap ? p.batch_stride_a : p.batch_stride_b);
+        stride<typename Mainloop::StrideB>(kSwap ? p.a.ld : p.b.ld, kSwap ? p.a.batch_stride : p.b.batch_stride);
     Decomposition const cut = decomposition(q, s, device);
     int64_t const rows = kSwap ? p.n : p.m, columns = kSwap ? p.m : p.n;
     int64_t const part = kConfig.math == Math::kTF32x3 ? p.k / 3 : 0;
@@ -258,13 +258,13 @@ class Sm90Kernel final : public CudaKernel {
     KernelInfo info;
     info.name = name_of(kConfig);
     info.family = Family::kSm90;
-    info.type_a = info.type_b = kConfig.type_ab;
-    info.type_d = kConfig.type_d;
+    info.a.format = info.b.format = kConfig.type_ab;
+    info.d.format = kConfig.type_d;
     info.math = kConfig.math;
-    info.major_a = kConfig.major_a;
-    info.major_b = kConfig.major_b;
-    info.align_a = info.align_b = kAlignAB;
-    info.align_d = 1;
+    info.a.major = kConfig.major_a;
+    info.b.major = kConfig.major_b;
+    info.a.align = info.b.align = kAlignAB;
+    info.d.align = 1;
     info.tile_m = kConfig.tile_m;
     info.tile_n = kConfig.tile_n;
     info.tile_k = kConfig.tile_k;

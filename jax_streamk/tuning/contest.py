@@ -80,10 +80,9 @@ def xlas(made):
 
 def operands_of(made, memory):
     """The operands of each call: enough sets that the larger operand is not found in L2, up to ``_MOST_CALLS``."""
-    a, b, _, *others = measure.spans(made.problem)
-    type_ab, type_d = map(measure.dtype_of, (made.problem.type_a, made.problem.type_d))
-    parts = [(a, type_ab), (b, type_ab), *((size, type_d) for size in others if size)]
-    rotated = math.ceil(measure.ROTATED_BYTES[memory.device.platform] / (max(a, b) * type_ab.itemsize))
+    parts = [(size, measure.dtype_of(type_)) for type_, size in made.problem.native().spans() if size]
+    del parts[2]  # D
+    rotated = math.ceil(measure.ROTATED_BYTES[memory.device.platform] / max(size * t.itemsize for size, t in parts[:2]))
     calls = max(1, min(max(_LEAST_CALLS, rotated), _MOST_CALLS, int(measure.LONGEST_PASS / made.microseconds)))
     sets = min(rotated, calls)
 

@@ -36,12 +36,9 @@ class Memory:
 
     def rotation(self, problem):
         """The ``Rotation`` of a ``GemmProblem``, valid until the next one is asked for."""
-        size_ab, size_d = (dtype_of(type_).itemsize for type_ in (problem.type_a, problem.type_d))
-        a, b, d, bias, residual = spans(problem)
-        *starts, stride = np.cumsum(
-            [0, *map(_aligned, (size_ab * a, size_ab * b, size_d * bias, size_d * residual))]
-        ).tolist()
-        d *= size_d
+        sizes = [dtype_of(type_).itemsize * elements for type_, elements in problem.native().spans()]
+        d = sizes.pop(2)
+        *starts, stride = np.cumsum([0, *map(_aligned, sizes)]).tolist()
         rotated, type_ = ROTATED_BYTES[self.device.platform], problem.type_a
         # What an unusually large product needed, or one of another type, is not kept.
         self._held = {
@@ -52,9 +49,9 @@ class Memory:
             type_, max(count * stride, int(rotated)), lambda size: random_bytes(dtype_of(type_), size)
         )
         results = self.address("results", count * _aligned(d))
-        at_a, at_b, at_bias, at_residual = ([operands + start + i * stride for i in range(count)] for start in starts)
-        at_d = [results + i * _aligned(d) for i in range(count)]
-        return Rotation(self, problem, list(zip(at_a, at_b, at_d, at_bias, at_residual)), d)
+        at = [[operands + start + i * stride for i in range(count)] for start in starts]
+        at.insert(2, [results + i * _aligned(d) for i in range(count)])
+        return Rotation(self, problem, list(zip(*at)), d)
 
     def address(self, name, size):
         """Of at least ``size`` bytes that nobody else writes, the same for the same name, one of ``_OTHERS``."""
@@ -120,15 +117,7 @@ def dtype_of(type_):
 def spans(problem):
     """Elements from the first to the last of A, B, D, bias and residual; 0 of what is absent."""
 
-    def span(batch_stride, rows, ld, columns):
-        return (problem.batch - 1) * batch_stride + (rows - 1) * ld + columns
-
-    row_a, row_b = (major == _ffi.Major.row for major in (problem.major_a, problem.major_b))
-    a = (problem.m, problem.lda, problem.k) if row_a else (problem.k, problem.lda, problem.m)
-    b = (problem.k, problem.ldb, problem.n) if row_b else (problem.n, problem.ldb, problem.k)
-    d = span(problem.batch_stride_d, problem.m, problem.ldd, problem.n)
-    bias = problem.has_bias * span(problem.batch_stride_bias, 1, 0, problem.n)
-    return span(problem.batch_stride_a, *a), span(problem.batch_stride_b, *b), d, bias, problem.has_residual * d
+    return [elements for _, elements in problem.native().spans()]
 
 
 def _aligned(size):

@@ -1,0 +1,101 @@
+// Every field of what a custom call carries, stated once: FFI attributes, their decoder, the Python classes and their
+// bindings follow from these lists.
+//
+// FIELD(name, place): the name in attributes and in Python, and the member of the struct (gemm.h), which gives the
+// type. REQUIRED fields must be given; OPTIONAL ones have the struct's default. Python takes them in this order.
+#pragma once
+
+// ROLE(enumerator of Role, member of Buffers, what messages call it). Calls take operands, and their results, in this
+// order. Reserved: scale_a, scale_b, group_sizes, a second B.
+#define JAX_STREAMK_ROLES(ROLE) \
+  ROLE(kA, a, "A")              \
+  ROLE(kB, b, "B")              \
+  ROLE(kD, d, "D")              \
+  ROLE(kBias, bias, "the bias") \
+  ROLE(kResidual, residual, "the residual")
+
+// GemmProblem
+#define JAX_STREAMK_PROBLEM_FIELDS(REQUIRED, OPTIONAL) \
+  REQUIRED(batch, batch)                               \
+  REQUIRED(m, m)                                       \
+  REQUIRED(n, n)                                       \
+  REQUIRED(k, k)                                       \
+  REQUIRED(type_a, a.format.type)                      \
+  REQUIRED(type_b, b.format.type)                      \
+  REQUIRED(type_d, d.format.type)                      \
+  REQUIRED(math, math)                                 \
+  REQUIRED(major_a, a.major)                           \
+  REQUIRED(major_b, b.major)                           \
+  REQUIRED(lda, a.ld)                                  \
+  REQUIRED(ldb, b.ld)                                  \
+  REQUIRED(ldd, d.ld)                                  \
+  REQUIRED(batch_stride_a, a.batch_stride)             \
+  REQUIRED(batch_stride_b, b.batch_stride)             \
+  REQUIRED(batch_stride_d, d.batch_stride)             \
+  OPTIONAL(activation, epilogue.activation)            \
+  OPTIONAL(has_bias, epilogue.has_bias)                \
+  OPTIONAL(has_residual, epilogue.has_residual)        \
+  OPTIONAL(alpha, epilogue.alpha)                      \
+  OPTIONAL(beta, epilogue.beta)                        \
+  OPTIONAL(batch_stride_bias, epilogue.batch_stride_bias)
+
+// Schedule
+#define JAX_STREAMK_SCHEDULE_FIELDS(REQUIRED, OPTIONAL) \
+  REQUIRED(schedule, kind)                              \
+  OPTIONAL(splits, splits)                              \
+  OPTIONAL(reduction, reduction)                        \
+  OPTIONAL(max_sms, max_sms)
+
+// LaunchPolicy
+#define JAX_STREAMK_POLICY_FIELDS(REQUIRED, OPTIONAL) \
+  OPTIONAL(raster, raster)                            \
+  OPTIONAL(swizzle, swizzle)                          \
+  OPTIONAL(evict_first_a, evict_first_a)              \
+  OPTIONAL(evict_first_b, evict_first_b)              \
+  OPTIONAL(held_back, held_back)                      \
+  OPTIONAL(held_back_last, held_back_last)            \
+  OPTIONAL(idle_clusters, idle_clusters)              \
+  OPTIONAL(cluster_order, cluster_order)              \
+  OPTIONAL(extend_a, extend_a)                        \
+  OPTIONAL(extend_b, extend_b)
+
+// Device. What is optional is the planner's alone.
+#define JAX_STREAMK_DEVICE_FIELDS(REQUIRED, OPTIONAL) \
+  REQUIRED(arch, arch)                                \
+  REQUIRED(sms, sms)                                  \
+  OPTIONAL(under_way, under_way)
+#define JAX_STREAMK_NOT_CARRIED(name, place)
+
+// All that a call carries besides the name of the kernel and the size of its workspace.
+#define JAX_STREAMK_CALL_FIELDS(OF_PROBLEM, OF_SCHEDULE, OF_POLICY, OF_DEVICE) \
+  JAX_STREAMK_PROBLEM_FIELDS(OF_PROBLEM, OF_PROBLEM)                           \
+  JAX_STREAMK_SCHEDULE_FIELDS(OF_SCHEDULE, OF_SCHEDULE)                        \
+  JAX_STREAMK_POLICY_FIELDS(OF_POLICY, OF_POLICY)                              \
+  JAX_STREAMK_DEVICE_FIELDS(OF_DEVICE, JAX_STREAMK_NOT_CARRIED)
+
+// KernelInfo
+#define JAX_STREAMK_KERNEL_FIELDS(REQUIRED, OPTIONAL) \
+  REQUIRED(name, name)                                \
+  REQUIRED(family, family)                            \
+  REQUIRED(type_a, a.format.type)                     \
+  REQUIRED(type_b, b.format.type)                     \
+  REQUIRED(type_d, d.format.type)                     \
+  REQUIRED(math, math)                                \
+  REQUIRED(major_a, a.major)                          \
+  REQUIRED(major_b, b.major)                          \
+  REQUIRED(tile_m, tile_m)                            \
+  REQUIRED(tile_n, tile_n)                            \
+  REQUIRED(tile_k, tile_k)                            \
+  REQUIRED(cluster_m, cluster_m)                      \
+  REQUIRED(cluster_n, cluster_n)                      \
+  REQUIRED(warp_schedule, warp_schedule)              \
+  REQUIRED(swap_ab, swap_ab)                          \
+  REQUIRED(split_k_reductions, split_k_reductions)    \
+  REQUIRED(stream_k_reductions, stream_k_reductions)  \
+  REQUIRED(align_a, a.align)                          \
+  REQUIRED(align_b, b.align)                          \
+  REQUIRED(align_d, d.align)                          \
+  OPTIONAL(stages, stages)                            \
+  OPTIONAL(threads, threads)                          \
+  OPTIONAL(shared_memory, shared_memory)              \
+  OPTIONAL(promotion_k, promotion_k)
