@@ -7,7 +7,7 @@ namespace jax_streamk {
 bool is_aligned(int64_t align, bool tma, int64_t contiguous, int64_t ld, int64_t steps, int64_t batch_stride,
                 int64_t batch) {
   if (tma && std::max(ld, batch_stride) >= int64_t{1} << 38)
-    return false;  // strides that it encodes are below 2^40 bytes
+    return false;  // a tensor map's strides are below 2^40 bytes
   return contiguous % align == 0 && ((steps <= 1 && !tma) || ld % align == 0) &&
          ((batch <= 1 && !tma) || batch_stride % align == 0);
 }
@@ -17,7 +17,7 @@ bool has_misaligned_d(GemmProblem const& p) {
                      p.batch);
 }
 
-constexpr double kMostElements = 1e15;  // of a copy: no GPU has memory for more, and bytes stay countable
+constexpr double kMostElements = 1e15;  // of a copy: more than any GPU holds, and bytes still fit 64 bits
 
 Repack repack_of(KernelInfo const& info, GemmProblem const& p) {
   Repack out;
@@ -28,14 +28,14 @@ Repack repack_of(KernelInfo const& info, GemmProblem const& p) {
   if (splits) out.part = (p.k + info.tile_k - 1) / info.tile_k * info.tile_k;
   auto const copy = [&](Major& major, Major wanted, int64_t rows, int64_t columns, int64_t align, int64_t& ld,
                         int64_t& batch_stride, int64_t& bytes) {
-    // wgmma has no TF32 of two operands that are contiguous along m and n.
+    // wgmma takes K-major TF32 only; a kernel may have one operand go through registers instead.
     bool const known = major == Major::kRow || major == Major::kColumn;
     bool const transposes = known && major != wanted && info.math != Math::kNative;
     bool const row_major = (transposes ? wanted : major) == Major::kRow;
-    // Of operands that are split the kernel wants K contiguous.
+    // Split operands are K-major.
     int64_t const contiguous = splits ? 2 * out.part : row_major ? columns : rows, steps = row_major ? rows : columns;
     if (!splits && !transposes && is_aligned(align, true, contiguous, ld, steps, batch_stride, p.batch)) return false;
-    // Long rows in whole cache lines: starting anywhere else they are slower to load.
+    // Long rows are padded to cache lines, which load faster.
     int64_t const line = 128 / size, unit = contiguous < line ? align : line, batches = batch_stride != 0 ? p.batch : 1;
     int64_t const padded = (contiguous + unit - 1) / unit * unit;
     if (static_cast<double>(batches) * steps * padded > kMostElements) return false;
