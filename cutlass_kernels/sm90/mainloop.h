@@ -137,7 +137,9 @@ struct CollectiveMainloop : Base {
       wait_for_empty(empty, stage, held_back);
       full[s].arrive_and_expect_tx(kStageBytes);
       auto& barrier = *reinterpret_cast<uint64_t*>(&full[s]);
-      auto const [k_a, k_b] = k_tiles_of_operands(loads, k_tile);
+      // Three TF32: along K, A is (small, large) and B (large, small). After these two products comes large x large.
+      bool const again = kSplits && k_tile >= 2 * loads.part;
+      int32_t const k_a = again ? k_tile - loads.part : k_tile, k_b = again ? k_tile - 2 * loads.part : k_tile;
       copy(params.tma_load_a.with(barrier, to_row, hint_a), from_a(_, _, _, k_a), to_a(_, _, _, s));
       copy_b(params, barrier, to_column, hint_b, from_b(_, _, _, k_b), to_b(_, _, _, s));
       ++k_tile, ++stage;
@@ -206,16 +208,6 @@ struct CollectiveMainloop : Base {
     int const s = stage.index();
     bool const wraps = s + held_back >= kStages;
     empty[s + held_back - (wraps ? kStages : 0)].wait(stage.phase() ^ wraps);
-  }
-
-  // Three TF32: K runs over small x large, large x small and large x large, while A holds (small, large) and B
-  // (large, small). Third part: A's second again, B's first again.
-  struct KTiles {
-    int32_t a, b;
-  };
-  static CUTLASS_DEVICE KTiles k_tiles_of_operands(Loads const& loads, int32_t k_tile) {
-    bool const again = kSplits && k_tile >= 2 * loads.part;
-    return {again ? k_tile - loads.part : k_tile, again ? k_tile - 2 * loads.part : k_tile};
   }
 
   template <class From, class To>
