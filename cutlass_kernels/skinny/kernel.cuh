@@ -109,24 +109,64 @@ __global__ __launch_bounds__(kThreads,
     }
   }
 
-  // The main loop.
+  // The main loop, a branch per load path. It is one function: carved out, its parts get other registers.
   Accumulator<T> sums[kBlocks][4 * kWide][4] = {};
   int stage = 0;
   for (int32_t k = begin; k < end; k += kChunk * kWarpsAlongK) {
     wait_for_copies<kStages - 2>();
     __syncwarp();  // all lanes' copies have arrived, and all lanes have read the chunk before
-    auto const& chunk = own.queue[stage];
+    Chunk<kBlocks, kShifted> const& chunk = own.queue[stage];
     auto& used_up = own.queue[stage == 0 ? kStages - 1 : stage - 1];
     stage = stage == kStages - 1 ? 0 : stage + 1;
-    auto const refill = [&] { loader.next(used_up); };
+    typename Chunk<kBlocks, kShifted>::Words a[kBlocks];
     if constexpr (kShifted) {
-      multiply_shifted<T, kMath, D, kBlocks, kShifted>(sums, chunk, offset, row_bytes, refill);
+      loader.next(used_up);
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) a[block] = chunk.a[block][lane];
+#pragma unroll
+      for (int step = 0; step < 2; ++step) {
+        // Four rows of K at a time: the other half of a wide warp's columns, or the other rows. Of each row this
+        // thread's eight columns lie in two vectors.
+        int const half = step % kWide, first = 4 * step % kThreadK;
+        uint4 b[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          auto const& row = chunk.b[first + i];
+          uint4 const& beyond = half + 1 < kWide ? row[half + 1][slot(0, t)] : chunk.last[kThreadK * t + first + i];
+          b[i] = shifted(row[half][slot(g, t)], g < 7 ? row[half][slot(g + 1, t)] : beyond,
+                         (offset + (first + i) * row_bytes) % 16);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          uint32_t w[4];
+          pair_rows(w, word(b[0], j), word(b[1], j), word(b[2], j), word(b[3], j));
+#pragma unroll
+          for (int block = 0; block < kBlocks; ++block)
+            multiply_add<T, kMath, D>(sums[block][4 * half + j], w, word(a[block], first / 2),
+                                      word(a[block], first / 2 + 1));
+        }
+      }
     } else {
-      multiply_aligned<T, kMath, D, kMajorB, kBlocks>(sums, chunk, refill);
+      uint4 b[8];
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) a[block] = chunk.a[block][lane];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) b[i] = chunk.b[i][kMajorB == Major::kRow ? slot(g, t) : lane];
+      loader.next(used_up);
+#pragma unroll
+      for (int step = 0; step < 2; ++step) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          uint32_t w[4];
+          LayoutOfB<T, kMajorB>::words(b, step, j, w);
+#pragma unroll
+          for (int block = 0; block < kBlocks; ++block)
+            multiply_add<T, kMath, D>(sums[block][j], w, word(a[block], 2 * step), word(a[block], 2 * step + 1));
+        }
+      }
     }
   }
 
-  // The sums to shared memory.
   wait_for_copies<0>();
   __syncwarp();
 #pragma unroll

@@ -1,4 +1,4 @@
-// The products of a chunk, by mma.sync with B^T as its first operand: 16 columns of B by 8 rows of A.
+// What a chunk is multiplied with: mma.sync with B^T as its first operand, 16 columns of B by 8 rows of A.
 //
 // Which k an instruction calls "word t" does not matter as long as A and B agree, and likewise for columns. So a thread
 // keeps the vectors that it loaded, and a layout type says which of their words one instruction takes.
@@ -6,7 +6,6 @@
 
 #include "cutlass_kernels/core/tf32.cuh"
 #include "cutlass_kernels/skinny/layout.cuh"
-#include "cutlass_kernels/skinny/loader.cuh"
 
 namespace jax_streamk::skinny {
 
@@ -106,67 +105,6 @@ __device__ inline uint4 shifted(uint4 const& first, uint4 const& second, uint32_
   uint32_t const bits = (offset & 2) * 8;
   return {__funnelshift_r(w[0], w[1], bits), __funnelshift_r(w[1], w[2], bits), __funnelshift_r(w[2], w[3], bits),
           __funnelshift_r(w[3], w[4], bits)};
-}
-
-// sums += the products of an aligned chunk. Reads all of it to registers, then issues the next loads: refill().
-template <class T, Math kMath, class D, Major kMajorB, int kBlocks, class Refill>
-__device__ inline void multiply_aligned(Accumulator<T> (&sums)[kBlocks][4][4], Chunk<kBlocks, 0> const& chunk,
-                                        Refill const& refill) {
-  int const lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  uint4 a[kBlocks], b[8];
-#pragma unroll
-  for (int block = 0; block < kBlocks; ++block) a[block] = chunk.a[block][lane];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) b[i] = chunk.b[i][kMajorB == Major::kRow ? slot(g, t) : lane];
-  refill();
-#pragma unroll
-  for (int step = 0; step < 2; ++step) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      uint32_t w[4];
-      LayoutOfB<T, kMajorB>::words(b, step, j, w);
-#pragma unroll
-      for (int block = 0; block < kBlocks; ++block)
-        multiply_add<T, kMath, D>(sums[block][j], w, word(a[block], 2 * step), word(a[block], 2 * step + 1));
-    }
-  }
-}
-
-// sums += the products of a shifted chunk of 16-bit elements; issues the next loads first. `offset` is where this
-// thread's first row of B starts in a vector: the same in all chunks, since eight rows are a multiple of 16 bytes.
-template <class T, Math kMath, class D, int kBlocks, int kShifted, class Refill>
-__device__ inline void multiply_shifted(Accumulator<T> (&sums)[kBlocks][4 * kWide<kShifted>][4],
-                                        Chunk<kBlocks, kShifted> const& chunk, uint32_t offset, uint32_t row_bytes,
-                                        Refill const& refill) {
-  constexpr int kWide = skinny::kWide<kShifted>, kThreadK = skinny::kThreadK<kShifted>;
-  int const lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  refill();
-  typename Chunk<kBlocks, kShifted>::Words a[kBlocks];
-#pragma unroll
-  for (int block = 0; block < kBlocks; ++block) a[block] = chunk.a[block][lane];
-#pragma unroll
-  for (int step = 0; step < 2; ++step) {
-    // Four rows of K at a time: the other half of a wide warp's columns, or the other rows.
-    int const half = step % kWide, first = 4 * step % kThreadK;
-    uint4 b[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      // This thread's eight columns lie in two of the row's vectors.
-      auto const& row = chunk.b[first + i];
-      uint4 const& beyond = half + 1 < kWide ? row[half + 1][slot(0, t)] : chunk.last[kThreadK * t + first + i];
-      b[i] = shifted(row[half][slot(g, t)], g < 7 ? row[half][slot(g + 1, t)] : beyond,
-                     (offset + (first + i) * row_bytes) % 16);
-    }
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      uint32_t w[4];
-      pair_rows(w, word(b[0], j), word(b[1], j), word(b[2], j), word(b[3], j));
-#pragma unroll
-      for (int block = 0; block < kBlocks; ++block)
-        multiply_add<T, kMath, D>(sums[block][4 * half + j], w, word(a[block], first / 2),
-                                  word(a[block], first / 2 + 1));
-    }
-  }
 }
 
 }  // namespace jax_streamk::skinny
