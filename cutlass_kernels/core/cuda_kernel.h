@@ -1,4 +1,4 @@
-// What the CUDA families share: launching one GEMM, and split-K with a separate reduction pass on top of it.
+// What the CUDA families share: copies before a GEMM, its launch, and a separate reduction after it.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -6,7 +6,7 @@
 #include "cutlass_kernels/core/gemm.h"
 #include "cutlass_kernels/core/slices.h"
 
-// What a row of table.txt, on its line, calls its registration: several rows share a translation unit.
+// A name for the registration of each row of table.txt in a translation unit.
 #define JAX_STREAMK_ROW_ON(line) row_##line
 #define JAX_STREAMK_ROW(line) JAX_STREAMK_ROW_ON(line)
 
@@ -14,7 +14,7 @@ namespace jax_streamk {
 
 Status from_cuda(cudaError_t error, std::string const& what);
 
-// Bytes from `p`, of a GPU, to the end of the allocation that it lies in; 0 where the driver does not say.
+// Bytes from `p`, in GPU memory, to the end of its allocation; 0 if the driver does not say.
 int64_t bytes_left(void const* p);
 
 class CudaKernel : public Kernel {
@@ -28,18 +28,18 @@ class CudaKernel : public Kernel {
   Status resources(Resources&) const final;
 
  protected:
-  // The same three for a schedule whose reduction is not separate: everything in one GEMM launch. A launch of several
-  // slices is data-parallel and needs no workspace; slice s of batch b begins s * p.batch + b batch strides from the
-  // beginning of D, and can_launch() is asked about slices.as_batch(p). A launch after a copy of A or B may begin while
-  // that ends (dependent_launch.cuh).
+  // The same three for one GEMM launch, without copies and separate reduction. A launch of several slices is
+  // data-parallel, needs no workspace, and writes slice s of batch b at s * p.batch + b batch strides of D;
+  // can_launch() is asked about slices.as_batch(p). `after_copy`: a copy was launched before it, and it may start while
+  // that ends.
   virtual Status can_launch(GemmProblem const&, Schedule const&, Device const&) const = 0;
   virtual int64_t launch_workspace_bytes(GemmProblem const&, Schedule const&, Device const&) const = 0;
   virtual Status launch(GemmProblem const& p, Slices const&, Schedule const&, LaunchPolicy const&, Device const&,
                         Buffers const&, bool after_copy, cudaStream_t) const = 0;
-  // The __global__ function, for its registers and occupancy and to raise its shared memory limit.
+  // The __global__ function.
   virtual void const* entry_point() const = 0;
 
-  // Lets the current device give the kernel info.shared_memory bytes; a launch without it fails above 48 KiB.
+  // Raises the kernel's shared memory limit on the current device; a launch that needs more than 48 KiB fails without.
   Status allow_shared_memory() const;
 };
 

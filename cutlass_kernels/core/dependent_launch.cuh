@@ -1,25 +1,25 @@
-// Programmatic dependent launch: a kernel that starts while the one before it ends (CUDA Programming Guide,
-// "Programmatic Dependent Launch and Synchronization").
+// Programmatic dependent launch: a kernel starts while the one before it ends (CUDA Programming Guide, "Programmatic
+// Dependent Launch and Synchronization").
 #pragma once
 
 namespace jax_streamk {
 
-// Whether this build is for any architecture from compute capability 9.0 on.
+// Whether this build includes compute capability 9.0 or newer.
 #ifdef JAX_STREAMK_HOPPER
 constexpr bool kHopper = true;
 #else
 constexpr bool kHopper = false;
 #endif
 
-// A kernel that was launched to overlap with this one may start once every CTA of this one has come here or ended.
+// The next kernel, if it was launched to overlap, may start once every CTA has called this or ended.
 __device__ inline void let_dependents_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
 
-// Some thread of every CTA of a kernel that overlaps with the one before comes here, and what reads what that one
-// writes comes after it: this waits until the one before has ended. So no such kernel ends sooner.
+// Waits until the kernel before has ended. Called before anything that it wrote is read, and by some thread of every
+// CTA, so that this kernel cannot end before it.
 __device__ inline void wait_for_primary() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -1,4 +1,4 @@
-// The epilogue inside CUDA kernels: what a launch passes of it, and its operands in memory.
+// The epilogue inside CUDA kernels: its parameters, and loads of its operands.
 #pragma once
 
 #include <cstring>
@@ -30,7 +30,7 @@ struct EpilogueParams {
         batch_stride_d(p.d.batch_stride) {}
 };
 
-// Neighbours, aligned to their size, of memory that no kernel writes meanwhile.
+// A vector, aligned to its size, through the read-only cache.
 template <class Vector>
 __device__ inline Vector load_vector(void const* from) {
   constexpr int kBytes = sizeof(Vector);
@@ -44,7 +44,6 @@ __device__ inline Vector load_vector(void const* from) {
   return vector;
 }
 
-// Has a line of global memory brought to L2.
 __device__ inline void prefetch_to_l2(void const* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
 }  // namespace jax_streamk

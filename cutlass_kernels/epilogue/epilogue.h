@@ -1,8 +1,7 @@
-// The activation functions of every family, for tensor-core kernels and for CPU loops that the compiler vectorizes.
+// The activation functions of every family, for GPU kernels and for CPU loops that the compiler vectorizes.
 //
-// In f32 they are within about 1e-6 of the exact value, relative to it, and 1e-5 far out in a tail: tails are products,
-// in which nothing cancels. NaN and infinities give what jax.nn gives for them. An unnamed namespace, because
-// tile_eigen.cc includes this (tile_product.h says why).
+// In f32 their relative error is about 1e-6, and 1e-5 far out in a tail: tails are computed as products, without
+// cancellation. NaN and infinities give what jax.nn gives. Unnamed namespace: see tile_product.h.
 #pragma once
 
 #include <cmath>
@@ -23,7 +22,7 @@ JSK_HOST_DEVICE float multiply_add(float x, float y, float z) {
 #endif
 }
 
-// The polynomial of x with these coefficients, lowest first.
+// Horner's rule, coefficients from the lowest on.
 template <class... Rest>
 JSK_HOST_DEVICE float polynomial(float x, float lowest, Rest... rest) {
   if constexpr (sizeof...(rest) == 0) {
@@ -33,7 +32,7 @@ JSK_HOST_DEVICE float polynomial(float x, float lowest, Rest... rest) {
   }
 }
 
-// Zero where the result is subnormal.
+// 2^x, with subnormal results flushed to zero.
 JSK_HOST_DEVICE float power_of_two(float x) {
 #if defined(__CUDA_ARCH__)
   float result;
@@ -41,7 +40,7 @@ JSK_HOST_DEVICE float power_of_two(float x) {
   return result;
 #else
   x = x < -200.0f ? -200.0f : x > 200.0f ? 200.0f : x;
-  // Adding 1.5 * 2^23 rounds to an integer, and leaves it in the low bits.
+  // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits.
   float const shift = 12582912.0f, shifted = x + shift, f = x - (shifted - shift);
   int32_t bits, shift_bits;
   std::memcpy(&bits, &shifted, 4);
@@ -79,14 +78,14 @@ JSK_HOST_DEVICE T sigmoid(T x) {
   return reciprocal(1 + exponential(-x));
 }
 
-// What two numbers divide with one reciprocal, of which a GPU's unit for those and for powers makes a sixteenth of what
-// others do. The denominator is from 1 to 2, whatever x is, so that nothing of one number gets into the other.
+// A fraction whose division is shared by two numbers (activate_two), because reciprocals and powers have a sixteenth of
+// the throughput of FMAs. Denominators are in [1, 2], so that neither number can spoil the other.
 template <class T>
 struct Quotient {
   T numerator, denominator;
 };
 
-// factor * sigmoid(x), of a factor that is NaN where x is.
+// factor * sigmoid(x). The factor must be NaN if x is.
 template <bool kShares, class T>
 JSK_HOST_DEVICE auto times_sigmoid(T factor, T x) {
   if constexpr (kShares) {
@@ -116,14 +115,14 @@ JSK_HOST_DEVICE float hyperbolic_tangent(float x) {
 }
 JSK_HOST_DEVICE double hyperbolic_tangent(double x) { return std::tanh(x); }
 
-// x times the normal distribution function. Its tail beyond m = |x| is exp(-m^2 / 2) times a polynomial in 1 / (1 + 0.3
-// m), and 0 in f32 beyond 15.
+// x * Phi(x), with Phi the normal distribution. Its tail beyond m = |x| is exp(-m^2 / 2) times a polynomial in
+// 1 / (1 + 0.3 m), and zero in f32 beyond 15.
 JSK_HOST_DEVICE float gelu(float x) {
   float const m = std::abs(x) > 15.0f ? 15.0f : std::abs(x);
   float const t = reciprocal(multiply_add(0.3f, m, 1.0f));
   float const scaled_tail = polynomial(t, 0.0f, 0.119632007f, 0.120712137f, 0.100175945f, 0.127691777f, -0.0520340171f,
                                        0.204556775f, -0.156158437f, 0.0354237313f);
-  // The exponent is large in the tail: what its roundings took multiplies the power.
+  // Far out the exponent is large and its rounding errors matter: `lost` corrects for them to first order.
   float const half_square = 0.5f * m * m, y = half_square * -1.44269504f, power = power_of_two(y);
   float const lost = multiply_add(y, -0.693147181f, -half_square) - multiply_add(0.5f * m, m, -half_square);
   float const tail = scaled_tail * multiply_add(power, lost, power);
@@ -131,11 +130,11 @@ JSK_HOST_DEVICE float gelu(float x) {
 }
 JSK_HOST_DEVICE double gelu(double x) { return 0.5 * x * std::erfc(-0.70710678118654752 * x); }
 
-// use(function): what the activation makes of a number, or with kShares of what to make it. In line, as `use` must be:
-// registers cannot be passed by reference.
+// Calls use(function) with the activation's function; with kShares it may return a Quotient. `use` is instantiated for
+// each. Always inlined, because registers cannot be passed by reference.
 template <bool kShares, class Use>
 __attribute__((always_inline)) JSK_HOST_DEVICE void with_activation(Activation activation, Use const& use) {
-  // One comparison after another: a GPU would wait for a jump table, which nothing has read before.
+  // A chain of comparisons: a GPU would wait for a jump table to come from memory.
   auto const is = [=](Activation one) {
     auto asked = static_cast<int32_t>(activation);
 #if defined(__CUDA_ARCH__)
@@ -152,7 +151,7 @@ __attribute__((always_inline)) JSK_HOST_DEVICE void with_activation(Activation a
   use([](auto v) { return hyperbolic_tangent(v); });
 }
 
-// x and y = what the activation makes of them.
+// x, y = activation(x), activation(y), with one reciprocal for both if `function` returns a Quotient.
 template <class Function, class T>
 __attribute__((always_inline)) JSK_HOST_DEVICE void activate_two(Function const& function, T& x, T& y) {
   auto const of_x = function(x), of_y = function(y);

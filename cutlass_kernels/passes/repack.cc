@@ -6,7 +6,7 @@ namespace jax_streamk {
 
 bool is_aligned(int64_t align, bool tma, Operand const& x, int64_t batch) {
   if (tma && std::max(x.ld, x.batch_stride) >= int64_t{1} << 38)
-    return false;  // strides that it encodes are below 2^40 bytes
+    return false;  // a tensor map's strides are below 2^40 bytes
   return x.contiguous() % align == 0 && ((x.lines() <= 1 && !tma) || x.ld % align == 0) &&
          ((batch <= 1 && !tma) || x.batch_stride % align == 0);
 }
@@ -17,7 +17,7 @@ bool has_misaligned_d(GemmProblem const& p) {
   return !is_aligned(16 / size_of(p.d.format), true, d, p.batch);
 }
 
-constexpr double kMostElements = 1e15;  // of a copy: no GPU has memory for more, and bytes stay countable
+constexpr double kMostElements = 1e15;  // of a copy: more than any GPU holds, and bytes still fit 64 bits
 
 Repack repack_of(KernelInfo const& info, GemmProblem const& p) {
   Repack out;
@@ -27,15 +27,15 @@ Repack repack_of(KernelInfo const& info, GemmProblem const& p) {
   if (splits) out.part = (p.k + info.tile_k - 1) / info.tile_k * info.tile_k;
   auto const copy = [&](Role role, KernelOperand const& wanted, Layout& copied, int64_t& bytes) {
     Operand x = p.operand(role);
-    // wgmma has no TF32 of two operands that are contiguous along m and n.
+    // wgmma takes K-major TF32 only; a kernel may have one operand go through registers instead.
     bool const known = x.major == Major::kRow || x.major == Major::kColumn;
     bool const transposes = known && x.major != wanted.major && info.math != Math::kNative;
     if (transposes) x.major = wanted.major;
-    // Of operands that are split the kernel wants K contiguous.
+    // Split operands are K-major.
     int64_t const contiguous = splits ? 2 * out.part : x.contiguous(), lines = x.lines(), size = size_of(x.format);
     if (size == 0) return false;  // a format that no kernel has
     if (!splits && !transposes && is_aligned(wanted.align, true, x, p.batch)) return false;
-    // Long lines in whole cache lines: starting anywhere else they are slower to load.
+    // Long lines are padded to cache lines, which load faster.
     int64_t const whole = 128 / size, unit = contiguous < whole ? wanted.align : whole,
                   batches = x.batch_stride != 0 ? p.batch : 1;
     x.ld = (contiguous + unit - 1) / unit * unit;

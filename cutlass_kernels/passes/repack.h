@@ -1,28 +1,27 @@
-// How TMA brings operands. Those whose rows do not start on its 16 bytes are copied into rows that do. And how wgmma
-// multiplies f32 as three TF32, which it has no room in registers to make: operands are copied in two parts.
+// Which operands are copied before a GEMM: those whose rows TMA cannot load, because they do not start on 16 bytes, and
+// those that wgmma cannot multiply as they are. For three TF32, A and B are split into two parts each.
 #pragma once
 
 #include "cutlass_kernels/core/gemm.h"
 
 namespace jax_streamk {
 
-// Whether an operand's lines start, and end, on whole accesses of `align` elements. Strides that nothing steps over do
-// not count, but for TMA, whose descriptors hold them all.
+// Whether an operand's lines start and end on multiples of `align` elements. Unused strides do not matter, except to
+// TMA, whose tensor maps hold all of them.
 bool is_aligned(int64_t align, bool tma, Operand const& operand, int64_t batch);
 
-// Whether TMA cannot store D, or read a bias of each batch.
+// Whether TMA cannot store D, or vectors of the bias are unaligned.
 bool has_misaligned_d(GemmProblem const&);
 
-// For how many columns of a B of 16 bits that is contiguous along n a tile of so many has room. TMA's rows have 128, 64
-// or 32 bytes and cost about as much to ask for: they lie 128 apart, and the last of a tile may have fewer columns.
+// Columns of a 16-bit N-major B that a tile has room for. A row of 32 or 64 bytes takes TMA as long as one of 128, so
+// boxes are 64 columns, 128 bytes apart, and only the last may load fewer.
 constexpr int32_t columns_by_tma(int32_t tile) { return tile > 64 ? (tile + 63) / 64 * 64 : tile; }
 
 struct Repack {
   bool a = false, b = false;  // copied
   GemmProblem problem;        // what the kernel runs: with the strides of copies, and all K that it multiplies
-  // Where f32 is split: so much of K, in rows of A and columns of B, are large TF32 numbers, and as much what they
-  // lack, filled up with zeros. The small ones are first of A, of B the large ones, or with swap_ab the other way
-  // round. The kernel multiplies small by large, large by small and large by large, thrice as long a K. Else 0.
+  // Three TF32: K padded to whole k-tiles, else 0. A is copied as [small | large] along K and B as [large | small], or
+  // with swap_ab the other way round. The kernel's K is 3 * part: small x large, large x small, large x large.
   int64_t part = 0;
   int64_t bytes_a = 0, bytes_b = 0;  // of workspace, for the copies
   int64_t bytes_rearranged = 0;      // of them, those of operands that are transposed or split

@@ -12,10 +12,11 @@ namespace jax_streamk::skinny {
 template <class T>
 using Accumulator = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-// d += a b of mma.sync, the products of two words of a row of a (16 x K) and of a column of b (K x 8). With g = lane /
-// 4 and t = lane % 4, a thread has of a: word t of rows g and g + 8, then word t + 4 of both; of b: words t and t + 4
-// of column g; of d (16 x 8): row g, then g + 8, of columns 2t and 2t + 1. A word is two neighbours along K, or one
-// f32; words t and t + 4 are the halves of one f64.
+// mma.sync: d (16 x 8) += a (16 x K) b (K x 8), K being eight words: a word is two 16-bit elements along K, or an f32.
+// With g = lane / 4 and t = lane % 4, a thread has
+//   a: word t of rows g and g + 8, then word t + 4 of both;  b: words t and t + 4 of column g;
+//   d: columns 2t and 2t + 1 of row g, then of row g + 8.
+// For f64 K is four, and words t and t + 4 are the halves of element t.
 template <class T>
 __device__ inline void multiply_words(Accumulator<T> (&d)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1);
 
@@ -51,15 +52,14 @@ __device__ inline void multiply_words<double>(double (&d)[4], uint32_t const (&a
 #endif
 }
 
-// Of what is not to stay in L2.
+// The L2 policy for data that is read once.
 __device__ inline uint64_t evict_first() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
 
-// Copies so many of sixteen bytes to shared memory, and zeroes the others there. Copies are waited for in groups, by
-// the thread that asked for them.
+// Copies the first `bytes` of 16 to shared memory and zeroes the rest. The thread waits for its copies by group.
 __device__ inline void copy_async(uint4* to, void const* from, int bytes) {
   asm volatile(
       "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
@@ -72,7 +72,7 @@ __device__ inline void copy_async(uint4* to, void const* from, int bytes, uint64
                "l"(from), "r"(bytes), "l"(policy)
                : "memory");
 }
-// Copies eight bytes, or zeroes them.
+// The same of 8 bytes.
 __device__ inline void copy_async(uint2* to, void const* from, int bytes) {
   asm volatile(
       "cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
@@ -80,19 +80,19 @@ __device__ inline void copy_async(uint2* to, void const* from, int bytes) {
       : "memory");
 }
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits for all groups but the last `kPending`.
+// Waits for all but the newest kPending groups.
 template <int kPending>
 __device__ inline void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// The CTAs of a cluster see each other's shared memory. Every thread of a cluster arrives and waits, in turns; what it
-// stored before it arrived is there for all that have waited.
+// Barrier of all threads of a cluster, which see each other's shared memory: what a thread stored before it arrived is
+// visible to those that have waited.
 #if __CUDA_ARCH__ >= 900
 __device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// Where the cluster's CTA `rank` has what this one has at `from`, and that.
+// The address in CTA `rank` of the cluster that corresponds to `from` in this one, and the value there.
 __device__ inline uint32_t address_of(uint32_t rank, void const* from) {
   uint32_t remote;
   asm("mapa.shared::cluster.u32 %0, %1, %2;"

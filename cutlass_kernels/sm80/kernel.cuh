@@ -1,11 +1,10 @@
-// The sm80 family: CUTLASS 2.x GEMMs (cp.async and mma.sync) for Ampere, Ada, and whatever newer GPUs run without a
-// better one.
+// The sm80 family: CUTLASS 2.x GEMMs (cp.async and mma.sync), for Ampere, Ada and what newer GPUs have no better kernel
+// for.
 //
-// Every row of table.txt is one GemmUniversalStreamk, which runs every schedule: ThreadblockSwizzleStreamK maps CTAs to
+// A row of table.txt is one GemmUniversalStreamk, which runs every schedule: ThreadblockSwizzleStreamK maps CTAs to
 // whole tiles (data-parallel), to `splits` runs of every tile (split-K) or to equal runs over the last waves
-// (Stream-K). Peers of a tile add their partials, always in the accumulator's type, to a slot of the workspace; the
-// last one runs the epilogue. Whatever way they wait for each other, it is only for CTAs of a lower index, which the
-// GPU dispatched before them.
+// (Stream-K). Peers of a tile add their partials, in the accumulator's type, to a slot of the workspace; the last one
+// runs the epilogue. They only ever wait for CTAs of a lower index, which the GPU dispatched before them.
 #pragma once
 
 #include <algorithm>
@@ -47,12 +46,12 @@ struct f32 {
 struct f64 {
   using Element = double;
   using Accumulator = double;
-  // A type of its own, for which cutlass::arch::Mma picks the instruction below.
+  // A type of its own, to select the specialization of cutlass::arch::Mma below.
   struct Instruction : cutlass::gemm::GemmShape<16, 8, 4> {};
   static constexpr Type kType = Type::kF64;
 };
 
-// Into float32, types of their own as well: every instruction's sum is promoted (KernelInfo::promotion_k).
+// So do these: for a float32 D every instruction's sum is promoted (KernelInfo::promotion_k).
 template <int kK>
 struct Promoted : cutlass::gemm::GemmShape<16, 8, kK> {};
 template <class D>
@@ -64,14 +63,13 @@ struct native {
   using Operator = cutlass::arch::OpMultiplyAdd;
   static constexpr Math kMath = Math::kNative;
 };
-// f32 operands of OpMultiplyAdd are rounded to the nearest TF32 between shared memory and the tensor core, ties away
-// from zero.
+// OpMultiplyAdd rounds f32 operands to the nearest TF32, ties away from zero, on the way to the tensor core.
 struct tf32 {
   using Operator = cutlass::arch::OpMultiplyAdd;
   static constexpr Math kMath = Math::kTF32;
 };
-// Each operand is the sum of two TF32 numbers, and of the four products all but small x small are added. An infinite
-// operand makes a NaN, as its small part is infinity minus infinity.
+// f32 = large + small, both TF32; all products but small x small are added. An infinite operand gives NaN, because its
+// small part is infinity - infinity.
 struct tf32x3 {
   using Operator = cutlass::arch::OpMultiplyAddFastF32;
   static constexpr Math kMath = Math::kTF32x3;
@@ -86,8 +84,8 @@ struct column {
   static constexpr Major kMajor = Major::kColumn;
 };
 
-// Peers add to the slot in the order of K (a turnstile), or, when there are many of them and CTAs to spare, leave their
-// partials apart for a wave of reducing CTAs that adds them in the same order.
+// Peers add to the slot in the order of K, each waiting for the one before. If there are many, and CTAs to spare, they
+// leave partials to a wave of reducing CTAs that adds them in the same order.
 struct ordered : cutlass::gemm::threadblock::ThreadblockSwizzleStreamK {
   using ThreadblockSwizzleStreamK::ThreadblockSwizzleStreamK;
   static constexpr Reduction kReduction = Reduction::kOrdered;
@@ -109,10 +107,8 @@ using F64Mma =
 
 }  // namespace jax_streamk
 
-// f64 at the tensor cores' full rate: m16n8k4 where it exists, from compute capability 9.0 on. Elsewhere two m8n8k4,
-// one of the upper and one of the lower 8 rows: their registers, one after the other, are those of m16n8k4. So all
-// around the instruction, from Params to the partials in the workspace, is the same on every architecture, and the host
-// need not know which it is.
+// f64 at full rate: m16n8k4 from compute capability 9.0 on, before that an m8n8k4 for each half of the rows. Their
+// registers together are those of m16n8k4, so that Params and workspace are the same on every architecture.
 template <>
 struct cutlass::arch::Mma<jax_streamk::sm80::f64::Instruction, 32, double, cutlass::layout::RowMajor, double,
                           cutlass::layout::ColumnMajor, double, cutlass::layout::RowMajor, cutlass::arch::OpMultiplyAdd>
@@ -153,8 +149,8 @@ struct cutlass::arch::Mma<jax_streamk::sm80::Promoted<kK>, 32, AB, cutlass::layo
 
 namespace jax_streamk {
 
-// CUTLASS's iterator over D, with the epilogue before its stores: fragments are of accumulators. It finds the batch by
-// itself, as bias and residual have strides of their own.
+// CUTLASS's iterator over D, storing accumulators through the epilogue. It applies batch strides itself, because bias
+// and residual have their own.
 template <typename Base, typename Accumulator>
 class OutputIterator : public Base {
   using D = typename Base::Element;
@@ -175,7 +171,7 @@ class OutputIterator : public Base {
       : Base(params, reinterpret_cast<D*>(d) + blockIdx.z * params.epilogue.batch_stride_d, extent, thread, offset),
         epilogue_(params.epilogue) {}
 
-  CUTLASS_DEVICE void load(Fragment&) const {}  // of C, which does not exist
+  CUTLASS_DEVICE void load(Fragment&) const {}  // there is no C
   CUTLASS_DEVICE void store(Fragment fragment) const {
     if (!epilogue_.plain)
       fragment = apply(epilogue_, fragment, {this->thread_start_row(), this->thread_start_column()},
@@ -184,8 +180,7 @@ class OutputIterator : public Base {
   }
 
  private:
-  // The fragment of which the first element lies at `start`. A function that is called, as CUTLASS unrolls the loop
-  // over fragments: inlined, the epilogue would be most of the code.
+  // The epilogue of a fragment that begins at `start`. Not inlined: CUTLASS unrolls the loop over fragments.
   __device__ static __noinline__ Fragment apply(EpilogueParams<Accumulator, D> epilogue, Fragment fragment,
                                                 cutlass::MatrixCoord start, cutlass::MatrixCoord extent) {
     using Iterations = typename ThreadMap::Iterations;
@@ -221,7 +216,7 @@ class OutputIterator : public Base {
 template <typename Gemm>
 __global__ __launch_bounds__(Gemm::kThreadCount, 1) void sm80_gemm(typename Gemm::Params params) {
   extern __shared__ __align__(16) char storage[];
-  let_dependents_start();  // which reduce slices
+  let_dependents_start();  // a separate reduction
   Gemm::invoke(params, *reinterpret_cast<typename Gemm::SharedStorage*>(storage));
 }
 
@@ -229,7 +224,7 @@ template <typename AB, typename D, typename Math_, typename MajorA, typename Maj
           typename Warp, int kStages, int kAlign, int kAlignD, typename Swizzle>
 class Sm80Kernel final : public CudaKernel {
   using Accumulator = typename AB::Accumulator;
-  // Accumulators reach the iterator as they are, and C, which does not exist, is never read.
+  // CUTLASS's epilogue passes accumulators through unchanged, and reads no C.
   template <typename T>
   using Unchanged = cutlass::epilogue::thread::LinearCombination<T, kAlignD, Accumulator, Accumulator,
                                                                  cutlass::epilogue::thread::ScaleType::Nothing>;
@@ -250,16 +245,15 @@ class Sm80Kernel final : public CudaKernel {
 
   static constexpr int64_t kSharedMemory = sizeof(typename Gemm::SharedStorage);
   static constexpr int64_t kMaxGridZ = 65535;
-  // The swizzle counts MAC iterations, and CTAs of which cohorts may take eight a tile, in ints.
+  // The swizzle counts MAC iterations in ints, and CTAs, up to eight per tile in cohorts.
   static constexpr int64_t kMaxCount = int64_t{1} << 30;
 
  public:
   Sm80Kernel() : CudaKernel(describe()) {}
 
-  // Stream-K in the swizzle's own numbers: it decides by a cost model how many tiles to cut among how many workers, if
-  // any. The description is exact but for two things. Where the workers of a cut are a multiple of its tiles, the
-  // swizzle aligns them to tiles, so that boundaries differ by a few iterations; and CTAs of whole tiles go to
-  // whichever SM is free.
+  // For Stream-K the swizzle's own cost model decides how many tiles it cuts among how many workers. This describes it
+  // exactly, except that a number of workers that is a multiple of the cut tiles is aligned to tiles, which moves
+  // boundaries by a few iterations, and that CTAs of whole tiles go to whichever SM is free.
   Decomposition decomposition(GemmProblem const& p, Schedule const& s, Device const& device) const override {
     auto const tiles = static_cast<int32_t>(tiles_of(p) * p.batch), k_tiles = static_cast<int32_t>(k_tiles_of(p));
     if (s.kind != ScheduleKind::kStreamK) return Decomposition::make(s.kind, tiles, k_tiles, device.sms, s.splits);
@@ -300,8 +294,8 @@ class Sm80Kernel final : public CudaKernel {
     return needs_workspace(params) ? align_workspace(static_cast<int64_t>(params.get_workspace_size())) : 0;
   }
 
-  // Slices of one extent that are evenly spaced in A and B are one launch whose batch is the slices. A batched problem
-  // is launched for each slice, or for each batch, whichever is less.
+  // Slices of equal extent are evenly spaced in A and B: one launch with the slices as batch, the shorter last slice
+  // apart. A batched problem takes a launch per slice or per batch, whichever are fewer.
   Status launch(GemmProblem const& p, Slices const& slices, Schedule const& s, LaunchPolicy const&,
                 Device const& device, Buffers const& buffers, bool, cudaStream_t stream) const override {
     if (slices.count == 1) return launch_batch(p, s, device, buffers, stream);
@@ -347,7 +341,7 @@ class Sm80Kernel final : public CudaKernel {
       at.bias = static_cast<typename D::Element const*>(buffers.bias) + first * p.epilogue.batch_stride_bias;
       at.residual = static_cast<typename D::Element const*>(buffers.residual) + first * p.d.batch_stride;
       Params params = params_of(p, s, device, at);
-      // Zeroes the barriers: XLA hands out the workspace as its last user left it.
+      // Zeroes the barriers: XLA does not clear the workspace.
       if (needs_workspace(params) && params.init_workspace(at.workspace, stream) != cutlass::Status::kSuccess)
         return Status::internal(info.name + ": clearing its barriers failed");
       sm80_gemm<Gemm><<<params.get_grid_dims(), Gemm::kThreadCount, kSharedMemory, stream>>>(params);
@@ -407,26 +401,25 @@ class Sm80Kernel final : public CudaKernel {
     return true;
   }
 
-  // CUDA C++ Programming Guide, "Technical Specifications per Compute Capability". One KiB of each SM's is kept per
-  // CTA.
+  // CUDA C++ Programming Guide, "Technical Specifications per Compute Capability". CUDA takes 1 KiB per CTA.
   static int64_t shared_memory_per_sm(Device const& device) {
     bool const small = device.arch == 86 || device.arch == 89 || device.arch >= 120;
     return (device.arch < 90 && !small ? 164 : small ? 100 : 228) * int64_t{1024};
   }
   static int64_t shared_memory_per_cta(Device const& device) { return shared_memory_per_sm(device) - 1024; }
 
-  // CTAs that fit one SM whatever ptxas did, which no machine without a GPU can ask: a thread has at most 255 of the
-  // SM's 65536 registers. The workspace depends on it, so that lowering and launching must agree.
+  // A lower bound of CTAs per SM, at 255 registers per thread. The workspace depends on it, and lowering, perhaps
+  // without a GPU, must agree with the launch.
   static int occupancy(Device const& device) {
     int64_t const by_registers = 65536 / (256 * Gemm::kThreadCount);
     int64_t const by_shared_memory = shared_memory_per_sm(device) / (kSharedMemory + 1024);
     return static_cast<int>(std::max<int64_t>(1, std::min(by_registers, by_shared_memory)));
   }
 
-  // A LaunchPolicy has no effect: the swizzle picks its own order of tiles, along the shorter side of D or in cohorts.
-  // `max_sms` is the number of SMs that a Stream-K cut balances for; whole tiles may still run on all.
+  // A LaunchPolicy has no effect: the swizzle picks its own order, along the shorter side of D or in cohorts. max_sms
+  // is what a Stream-K cut balances for; whole tiles may still run on all SMs.
   static Params params_of(GemmProblem const& p, Schedule const& s, Device const& device, Buffers const& buffers) {
-    // Only a kGemm is split. Its batch count is the number of splits, 1 for Stream-K.
+    // CUTLASS splits kGemm only, whose batch count is the number of splits (1: Stream-K).
     bool const batched = is_data_parallel(s);
     typename Gemm::Arguments const arguments(
         batched ? cutlass::gemm::GemmUniversalMode::kBatched : cutlass::gemm::GemmUniversalMode::kGemm,
@@ -438,15 +431,14 @@ class Sm80Kernel final : public CudaKernel {
         p.d.ld, s.kind == ScheduleKind::kStreamK && s.max_sms > 0 ? s.max_sms : -1);
     Params params(arguments, device.sms, occupancy(device));
     params.params_D.epilogue = EpilogueParams<Accumulator, typename D::Element>(p, buffers);
-    // Remapping would let CTAs wait for ones of a higher index: a deadlock when another stream's kernel holds their
-    // SMs.
+    // Remapped CTAs may wait for ones of a higher index, a deadlock if another stream's kernel holds their SMs.
     params.block_mapping.remap_block_indices = false;
-    // The swizzle's constructor does not know that its subclass needs no reducing CTAs.
+    // The swizzle's constructor does not see that its subclass is atomic.
     if (Swizzle::kReduction == Reduction::kAtomic) params.block_mapping.reduction_blocks = 0;
     return params;
   }
 
-  // Without cut tiles get_workspace_size() is that of one CTA, which nobody uses.
+  // Without cut tiles get_workspace_size() counts one CTA's all the same.
   static bool needs_workspace(Params const& params) { return params.block_mapping.sk_tiles > 0; }
 };
 

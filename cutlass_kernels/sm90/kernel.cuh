@@ -1,9 +1,8 @@
-// The sm90 family: warp-specialized TMA + wgmma kernels made of CUTLASS 3.x's collectives. A row of table.txt becomes a
-// translation unit that invokes JAX_STREAMK_SM90_KERNEL.
+// The sm90 family: warp-specialized TMA and wgmma kernels made of CUTLASS 3.x's collectives. A translation unit holds a
+// few rows of table.txt, each an expansion of JAX_STREAMK_SM90_KERNEL.
 #pragma once
 
-// Every width of wgmma, or CuTe would make a tile of 160 columns from five instructions of 32, which take a third as
-// long again.
+// Lets CuTe use every width of wgmma. Otherwise a tile of 160 columns would be five instructions of 32, a third slower.
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 
 #include <algorithm>
@@ -16,61 +15,22 @@
 #include "cutlass_kernels/passes/repack.h"
 #include "cutlass_kernels/planner/clusters.h"
 #include "cutlass_kernels/planner/launch_policy.h"
+#include "cutlass_kernels/sm90/collective.h"
+#include "cutlass_kernels/sm90/config.h"
 #include "cutlass_kernels/sm90/epilogue.h"
-#include "cutlass_kernels/sm90/gemm.h"
 #include "cutlass_kernels/sm90/mainloop.h"
 #include "cutlass_kernels/sm90/scheduler.h"
+#include "cutlass_kernels/sm90/warp_roles.h"
 
 namespace jax_streamk::sm90 {
 
-template <Type kType>
-struct ElementOf;
-template <>
-struct ElementOf<Type::kBF16> {
-  using type = cutlass::bfloat16_t;
-};
-template <>
-struct ElementOf<Type::kF16> {
-  using type = cutlass::half_t;
-};
-template <>
-struct ElementOf<Type::kF32> {
-  using type = float;
-};
-
-struct Config {
-  Type type_ab, type_d;
-  Major major_a, major_b;
-  int tile_m, tile_n, tile_k;
-  int cluster_m, cluster_n;
-  WarpSchedule warp_schedule;
-  // Computes D^T = B^T A^T, so that the tile's short side, a multiple of 8 and not of 64, runs along m.
-  bool swap_ab;
-  Math math;
-};
-
-inline char const* name_of(WarpSchedule schedule) {
-  return schedule == WarpSchedule::kPingpong ? "pingpong" : schedule == WarpSchedule::kSingle ? "single" : "coop";
-}
-
-inline std::string name_of(Config const& c) {
-  auto const letter = [](Major major) { return major == Major::kRow ? "r" : "c"; };
-  auto const number = [](int x) { return std::to_string(x); };
-  return std::string("sm90_") + jax_streamk::name_of(c.type_ab) + "_" + jax_streamk::name_of(c.type_d) + "_" +
-         letter(c.major_a) + letter(c.major_b) + "_" + number(c.tile_m) + "x" + number(c.tile_n) + "x" +
-         number(c.tile_k) + "_" + number(c.cluster_m) + "x" + number(c.cluster_n) + "_" + name_of(c.warp_schedule) +
-         (c.swap_ab ? "_swap" : "") + (c.math == Math::kNative ? "" : std::string("_") + jax_streamk::name_of(c.math));
-}
-
 template <Type kTypeAB, Type kTypeD, Major kMajorA, Major kMajorB, int kTileM, int kTileN, int kTileK, int kClusterM,
-          int kClusterN, WarpSchedule kWarpSchedule, bool kSwapAB, Math kMath>
+          int kClusterN, WarpSchedule kWarpSchedule, bool kSwapAB, Math kMath, int kStoreColumns>
 class Sm90Kernel final : public CudaKernel {
-  static constexpr Config kConfig = {kTypeAB, kTypeD,    kMajorA,   kMajorB,       kTileM,  kTileN,
-                                     kTileK,  kClusterM, kClusterN, kWarpSchedule, kSwapAB, kMath};
+  static constexpr Config kConfig = {kTypeAB,   kTypeD,    kMajorA,       kMajorB, kTileM, kTileN,       kTileK,
+                                     kClusterM, kClusterN, kWarpSchedule, kSwapAB, kMath,  kStoreColumns};
   static constexpr bool kCooperative = kConfig.warp_schedule == WarpSchedule::kCooperative;
-  // CUTLASS knows no three warpgroups that share a tile: it builds the collectives of one that has all of it.
-  static constexpr bool kThree = kCooperative && kConfig.tile_m == 192, kTwo = kCooperative && !kThree;
-  static constexpr int kCtasOfSm = kConfig.warp_schedule == WarpSchedule::kSingle ? kSingles : 1;
+  static constexpr int kCtasPerSm = kConfig.warp_schedule == WarpSchedule::kSingle ? kSingles : 1;
   static constexpr bool kSwap = kConfig.swap_ab;
 
   using ElementAB = typename ElementOf<kConfig.type_ab>::type;
@@ -80,87 +40,40 @@ class Sm90Kernel final : public CudaKernel {
   // The kernel's own operands: with swap_ab its A is B^T (n x k) and its B is A^T (k x m).
   using LayoutA = Layout<kSwap ? kConfig.major_b == Major::kColumn : kConfig.major_a == Major::kRow>;
   using LayoutB = Layout<kSwap ? kConfig.major_a == Major::kColumn : kConfig.major_b == Major::kRow>;
-  static constexpr int kAlignAB = 16 / sizeof(ElementAB);
+  static constexpr bool kAAlongM = std::is_same_v<LayoutA, cutlass::layout::ColumnMajor>,  // M-major A
+      kBAlongN = std::is_same_v<LayoutB, cutlass::layout::RowMajor>;                       // N-major B
+  static constexpr int kAlignAB = 16 / sizeof(ElementAB);                                  // TMA's
 
   using TileShape = cute::Shape<cute::Int<kConfig.tile_m>, cute::Int<kConfig.tile_n>, cute::Int<kConfig.tile_k>>;
   using ClusterShape = cute::Shape<cute::Int<kConfig.cluster_m>, cute::Int<kConfig.cluster_n>, cute::_1>;
-
-  // How many columns a warpgroup stores at once, after its threads have waited for each other: as many as was measured
-  // to be best (benchmarks/results/boxes_h200_2026-11-26.md). Those of a plain tile are rows of D, which TMA writes
-  // 128, 64 or 32 bytes at a time.
-  static constexpr int store_columns(Config const& c) {
-    int const few = c.tile_n % 32 == 0 ? 32 : 16;
-    if (c.type_d == Type::kF32) {
-      if (c.tile_m != 64 || !c.swap_ab || c.math != Math::kNative) return few;
-      return c.tile_n == 192 ? 64 : c.tile_n == 80 || c.tile_n == 144 ? c.tile_n : few;
-    }
-    if (kTwo) {
-      switch (c.tile_n) {
-        case 128:
-        case 208:
-        case 256: return 64;
-        case 152: return 32;
-        case 200: return 40;
-        case 216: return 72;
-        case 224: return c.swap_ab ? 56 : 32;
-        case 240: return 48;
-        default: return few;
-      }
-    }
-    if (kThree) return c.swap_ab && c.tile_n == 144 ? 48 : few;
-    if (c.warp_schedule != WarpSchedule::kPingpong || (c.tile_m == 64 && !c.swap_ab)) return few;
-    if (c.tile_n == 128 || c.tile_n == 192) return 64;
-    if (!c.swap_ab) return c.tile_n == 176 ? 64 : few;
-    switch (c.tile_n) {
-      case 80: return 40;
-      case 96:
-      case 144: return 48;
-      case 112: return c.tile_m == 128 ? 112 : 56;
-      case 136:
-      case 200: return 72;
-      case 160: return 80;
-      case 168: return 56;
-      case 176: return c.tile_m == 64 ? 64 : 88;
-      default: return c.tile_n % 32 == 0 ? 32 : c.tile_n;
-    }
-  }
-  // KernelInfo::promotion_k; three TF32 promote every k-tile. ptxas spills two sets of more accumulators, of TF32 for A
-  // is in registers too.
-  static constexpr int promotion_k(Config const& c) {
-    if (c.math == Math::kTF32x3) return c.tile_k;
-    int const accumulators = c.tile_m * c.tile_n / (kTwo ? 256 : 128);
-    bool const fits = !kThree && accumulators <= (c.type_ab == Type::kF32 ? 32 : 64);
-    return fits && c.type_d == Type::kF32 ? promotion_k_of(c.type_ab) : 0;
-  }
-  // Bytes of an SM's shared memory, 1 KB of which each CTA needs besides, that a CTA leaves to others. Barriers take no
-  // more than 256.
-  static constexpr int kOfSm = 228 << 10,
-                       kOfOthers = kCtasOfSm == 1 ? 0 : (227 << 10) - (kOfSm / kCtasOfSm - 1024 - 256);
-  static constexpr int kWarpgroupsOfTile = kThree ? 3 : kTwo ? 2 : 1;
   using Epilogue =
-      CollectiveEpilogue<ElementD, kSwap, kConfig.tile_m, kConfig.tile_n, kWarpgroupsOfTile, store_columns(kConfig)>;
+      CollectiveEpilogue<ElementD, kSwap, kConfig.tile_m, kConfig.tile_n, kConfig.warpgroups(), kConfig.store_columns>;
+
+  // Shared memory of an SM, of which CUDA takes 1 KiB per CTA and barriers at most 256 bytes; and what a CTA leaves to
+  // the others on its SM.
+  static constexpr int kSmBytes = 228 << 10,
+                       kOthersBytes = kCtasPerSm == 1 ? 0 : (227 << 10) - (kSmBytes / kCtasPerSm - 1024 - 256);
+  // Three warpgroups start from the collective of one.
   template <class Tile>
-  using Collective = typename OfThree<
-      kThree, typename WideRows<typename cutlass::gemm::collective::CollectiveBuilder<
-                  cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, ElementAB, LayoutA, kAlignAB, ElementAB, LayoutB,
-                  kAlignAB, float, Tile, ClusterShape,
-                  cutlass::gemm::collective::StageCountAutoCarveout<
-                      static_cast<int>(sizeof(typename Epilogue::TensorStorage)) + kOfOthers>,
-                  std::conditional_t<kTwo, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
-                                     cutlass::gemm::KernelTmaWarpSpecializedPingpong>>::CollectiveOp>::type>::type;
-  // Whether the kernel's own A and B are contiguous along m and n.
-  static constexpr bool kAAlongM = std::is_same_v<LayoutA, cutlass::layout::ColumnMajor>,
-                        kBAlongN = std::is_same_v<LayoutB, cutlass::layout::RowMajor>;
-  // CuTe tells stages apart where they have multiples of 16 rows.
-  static constexpr int kRoomN = kBAlongN ? columns_by_tma(kConfig.tile_n) : (kConfig.tile_n + 15) / 16 * 16;
-  using Mainloop = CollectiveMainloop<
-      Collective<cute::Shape<cute::Int<kConfig.tile_m>, cute::Int<kRoomN>, cute::Int<kConfig.tile_k>>>,
-      typename Collective<TileShape>::TiledMma, TileShape, kConfig.type_d == Type::kF32, kConfig.math == Math::kTF32x3,
-      promotion_k(kConfig)>;
-  using Scheduler = sm90::Scheduler<TileShape, ClusterShape, kCooperative,
-                                    kCtasOfSm == 1>;  // else there are too many clusters to list
+  using Collective = typename WithThreeWarpgroups<
+      kConfig.warpgroups() == 3,
+      typename WithWideRowsOfA<typename cutlass::gemm::collective::CollectiveBuilder<
+          cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, ElementAB, LayoutA, kAlignAB, ElementAB, LayoutB,
+          kAlignAB, float, Tile, ClusterShape,
+          cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::TensorStorage)) +
+                                                            kOthersBytes>,
+          std::conditional_t<kConfig.warpgroups() == 2, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
+                             cutlass::gemm::KernelTmaWarpSpecializedPingpong>>::CollectiveOp>::type>::type;
+  // The tile as it is laid out in shared memory. CuTe needs a K-major B to have a multiple of 16 rows.
+  static constexpr int kLaidOutN = kBAlongN ? columns_by_tma(kConfig.tile_n) : (kConfig.tile_n + 15) / 16 * 16;
+  using LaidOutShape = cute::Shape<cute::Int<kConfig.tile_m>, cute::Int<kLaidOutN>, cute::Int<kConfig.tile_k>>;
+  using Mainloop =
+      CollectiveMainloop<Collective<LaidOutShape>, typename Collective<TileShape>::TiledMma, TileShape,
+                         kConfig.type_d == Type::kF32, kConfig.math == Math::kTF32x3, kConfig.promotion_k()>;
+  // Several CTAs per SM would be too many clusters to list.
+  using Scheduler = sm90::Scheduler<TileShape, ClusterShape, kCooperative, kCtasPerSm == 1>;
   using Gemm = GemmKernel<Mainloop, Epilogue, Scheduler, kConfig.warp_schedule>;
-  static_assert(kCtasOfSm * (sizeof(typename Gemm::SharedStorage) + 1024) <= kOfSm);
+  static_assert(kCtasPerSm * (sizeof(typename Gemm::SharedStorage) + 1024) <= kSmBytes);
 
   static constexpr int kClusterSize = kConfig.cluster_m * kConfig.cluster_n;
 
@@ -273,16 +186,16 @@ class Sm90Kernel final : public CudaKernel {
     info.stages = Mainloop::DispatchPolicy::Stages;
     info.warp_schedule = kCooperative ? "cooperative" : name_of(kConfig.warp_schedule);
     info.swap_ab = kSwap;
-    // A consumer warpgroup that has a tile to itself always runs all of K.
+    // Pingpong and single kernels run all of K for a tile.
     if (kCooperative) info.split_k_reductions = info.stream_k_reductions = {Reduction::kOrdered, Reduction::kAtomic};
     if (kConfig.type_d == Type::kF32) info.split_k_reductions.push_back(Reduction::kSeparate);
     info.threads = Gemm::kThreads;
     info.shared_memory = sizeof(typename Gemm::SharedStorage);
-    info.promotion_k = promotion_k(kConfig);
+    info.promotion_k = kConfig.promotion_k();
     return info;
   }
 
-  // A stride of the kernel: one of the two leading modes is the constant 1, the other the leading dimension.
+  // A stride as CuTe wants it: the contiguous mode is the constant 1, the other the leading dimension.
   template <class Stride>
   static Stride stride(int64_t ld, int64_t batch_stride) {
     if constexpr (cute::is_static_v<cute::tuple_element_t<0, Stride>>) {
@@ -320,21 +233,19 @@ class Sm90Kernel final : public CudaKernel {
   }
 };
 
+// Element types of D, and majornesses of A and B, that a row stands for.
 enum class Results { kOwn, kF32, kBoth };
 enum class Majors { kAll, kRow };
-
 enum class Operands { kHalf, kTF32, kTF32x3 };
 
-// One row of the table: a tile for bf16 and f16, with all four majornesses of A and B or one, into the operands' type,
-// f32 or both; or for f32 as one TF32 or three. Much of a translation unit's compile time goes into CUTLASS's headers,
-// which they share.
-template <int... kTileAndCluster>
+// Registers the kernels of one row of table.txt.
+template <int kStoreColumns, int... kTileAndCluster>
 struct Row {
   template <Type kTypeAB, Type kTypeD, Major kMajorA, Major kMajorB, WarpSchedule kWarpSchedule, bool kSwapAB,
             Math kMath = Math::kNative>
   static void add() {
-    Registration(std::make_unique<
-                 Sm90Kernel<kTypeAB, kTypeD, kMajorA, kMajorB, kTileAndCluster..., kWarpSchedule, kSwapAB, kMath>>());
+    Registration(std::make_unique<Sm90Kernel<kTypeAB, kTypeD, kMajorA, kMajorB, kTileAndCluster..., kWarpSchedule,
+                                             kSwapAB, kMath, kStoreColumns>>());
   }
   template <Type kTypeAB, Type kTypeD, WarpSchedule kWarpSchedule, bool kSwapAB, Majors kMajors>
   static void add_majors() {
@@ -350,7 +261,8 @@ struct Row {
     if constexpr (kResults != Results::kF32) add_majors<kTypeAB, kTypeAB, kWarpSchedule, kSwapAB, kMajors>();
     if constexpr (kResults != Results::kOwn) add_majors<kTypeAB, Type::kF32, kWarpSchedule, kSwapAB, kMajors>();
   }
-  // With B row-major, B is what comes from registers. With both contiguous along m and n there would have to be two.
+  // Only the kernel's own A can come through registers, so a row-major B must be swapped there. Column-major A and
+  // row-major B would both need to be: repack.h transposes one.
   template <WarpSchedule kWarpSchedule, Majors kMajors>
   static void add_tf32() {
     add<Type::kF32, Type::kF32, Major::kRow, Major::kRow, kWarpSchedule, true, Math::kTF32>();
@@ -365,7 +277,7 @@ struct Row {
       static_assert(kSwapAB && kResults == Results::kF32);
       add_tf32<kWarpSchedule, kMajors>();
     } else if constexpr (kOperands == Operands::kTF32x3) {
-      // Of copies, which are contiguous along K whatever the operands are (repack.h).
+      // repack.h copies both operands, into a K-major layout.
       static_assert(kResults == Results::kF32);
       add<Type::kF32, Type::kF32, Major::kRow, Major::kColumn, kWarpSchedule, kSwapAB, Math::kTF32x3>();
     } else {
@@ -389,8 +301,9 @@ inline constexpr Majors all = Majors::kAll, row = Majors::kRow;
 }  // namespace jax_streamk::sm90
 
 #define JAX_STREAMK_SM90_KERNEL(types, tile_m, tile_n, tile_k, cluster_m, cluster_n, warp_schedule, operands, results, \
-                                majors)                                                                                \
+                                majors, store_columns)                                                                 \
   namespace jax_streamk::sm90::words {                                                                                 \
   static bool const JAX_STREAMK_ROW(__LINE__) =                                                                        \
-      Row<tile_m, tile_n, tile_k, cluster_m, cluster_n>::add_all<types, warp_schedule, operands, results, majors>();   \
+      Row<store_columns, tile_m, tile_n, tile_k, cluster_m, cluster_n>::add_all<types, warp_schedule, operands,        \
+                                                                                results, majors>();                    \
   }

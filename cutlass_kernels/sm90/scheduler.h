@@ -1,10 +1,9 @@
-// The tile scheduler of the sm90 family: the kernel asks it which tile and which MAC iterations come next
-// (decomposition.h answers) and hands it the accumulators of a shared tile to fix up.
+// The tile scheduler: which tile and which MAC iterations a CTA does next (decomposition.h), and the fix-up of tiles
+// that several CTAs share.
 //
-// CUTLASS's own Stream-K scheduler folds the partials of a tile one after another, each peer waiting for the one before
-// it. Here every peer draws a ticket when its accumulators are ready. All but the last store their partials at once and
-// leave; the last adds them in the order of K. It waits only for peers that are storing already, never for a CTA that
-// may not have started.
+// In CUTLASS's Stream-K scheduler each peer of a tile waits for the one before it. Here every peer draws a ticket when
+// its accumulators are ready. All but the last store their partials and leave; the last adds them in the order of K. It
+// waits only for peers that are already storing, never for a CTA that may not have started.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -18,33 +17,30 @@
 
 namespace jax_streamk::sm90 {
 
-// kShares: whether CTAs may share tiles. kHasList: whether the parameters list the clusters' numbers as workers, by
-// which neighbours sit on one GPC, and where the tiles of these numbers lie: the first ones, where none are shared. All
-// that a kernel runs before its first load, and all of the parameters that it reads, comes from memory first, and this
-// is little.
+// kShares: CTAs may share tiles. kList: the parameters list each cluster's worker number, such that neighbours in the
+// decomposition sit on one GPC, and its first tile if none is shared: the shortest path to the first load.
 template <class TileShape, class ClusterShape, bool kShares, bool kList>
 class Scheduler {
  public:
   static constexpr int kClusterM = cute::size<0>(ClusterShape{}), kClusterN = cute::size<1>(ClusterShape{});
   static constexpr int kClusterSize = kClusterM * kClusterN;
-  static constexpr int kMaxPeers = 0xffff;  // of a tile: what an arrival word can count
+  static constexpr int kMaxPeers = 0xffff;  // of a tile: an arrival word counts them in 16 bits
   static constexpr bool kMayShare = kShares, kHasList = kList;
   static constexpr bool kHasIdle = has_idle(kClusterSize);
   static constexpr int kListed = kMostListed;
   static constexpr uint32_t kNone = ~0u;
   static constexpr int kTileValues = cute::size<0>(TileShape{}) * cute::size<1>(TileShape{});
 
-  // Tiles here are cluster tiles: the CTAs of a cluster share operands by multicast, so they do the same MAC
-  // iterations.
+  // The decomposition is of cluster tiles: CTAs of a cluster multicast operands, so they do the same MAC iterations.
   struct Params {
     Decomposition decomposition;
     TileOrder order;
     bool atomic = false;
     uint32_t* arrivals = nullptr;  // [shared cluster tile][CTA of the cluster]; zero before the launch
-    float* partials =
-        nullptr;  // [slot, or shared cluster tile if atomic][CTA of the cluster][kTileValues]; zero if atomic
+    // [slot, or shared cluster tile if atomic][CTA of the cluster][kTileValues]; zero before the launch if atomic
+    float* partials = nullptr;
     Idle idle;
-    // Of a cluster where its first tile lies along m, along n and among batches, and its number, 8 bits each; or kNone.
+    // For each cluster, 8 bits each: m, n and batch of its first tile, and its worker number; kNone if it is idle.
     uint32_t list[kHasList ? kListed : 1];
 
     // Returns how many clusters to launch.
@@ -64,14 +60,13 @@ class Scheduler {
     }
   };
 
-  // Consumers keep this in registers beside their accumulators, so it holds no more than the kernel asks for; fixup()
-  // asks the decomposition again.
+  // Small, because consumers keep it in registers beside their accumulators. fixup() asks the decomposition again.
   struct Tile {
-    int32_t m = 0, n = 0, batch = 0;  // of the CTA, in tiles of its own
-    int32_t k_begin = 0;
-    int32_t k_count = 0;  // 0: there is no more work
-    int32_t ordinal = 0;
-    bool last = false;
+    int32_t m = 0, n = 0, batch = 0;  // in tiles of a CTA
+    int32_t k_begin = 0;              // in k-tiles
+    int32_t k_count = 0;              // 0: no more work
+    int32_t ordinal = 0;              // among the tiles of this CTA
+    bool last = false;                // of this CTA, as far as Work::last knows
 
     CUTLASS_DEVICE bool is_valid() const { return k_count > 0; }
   };
@@ -90,7 +85,7 @@ class Scheduler {
     return static_cast<uint32_t>(cluster() - params.idle.first) < static_cast<uint32_t>(params.idle.count);
   }
 
-  // The first of this CTA, where none are shared and it is listed.
+  // The first tile of this CTA from the list, if none is shared.
   CUTLASS_DEVICE Tile listed() const {
     Decomposition const& decomposition = params_.decomposition;
     uint32_t const at = params_.list[cluster()];
@@ -103,7 +98,7 @@ class Scheduler {
     return tile;
   }
 
-  // The `ordinal`-th of this CTA; kWhole: where none are shared.
+  // The `ordinal`-th tile of this CTA. kWhole: none is shared.
   template <bool kWhole = false>
   CUTLASS_DEVICE Tile tile(int32_t ordinal) const {
     Tile tile;
@@ -123,8 +118,8 @@ class Scheduler {
     return tile;
   }
 
-  // Called by all consumer threads with their accumulators of `tile`'s run of iterations. Of the CTAs that share the
-  // tile it answers one that it is to run the epilogue; that one's accumulators hold the whole sum.
+  // Called by all consumer threads of a CTA with their accumulators of `tile`. Returns true to the one peer that runs
+  // the epilogue; its accumulators are then the whole sum.
   template <class Accumulators>
   CUTLASS_DEVICE static bool fixup(Params const& params, Tile const& tile, Accumulators& accumulators,
                                    uint32_t warp_groups, uint32_t warp_group) {
@@ -138,7 +133,7 @@ class Scheduler {
     uint32_t const thread =
         warp_group * cutlass::NumThreadsPerWarpGroup + threadIdx.x % cutlass::NumThreadsPerWarpGroup;
     uint32_t const cta = blockIdx.x % kClusterM + blockIdx.y * kClusterM;
-    // Partials keep the order of the registers: value v of a thread lies beside value v of its neighbour.
+    // Partials are in register order, coalesced: value v of all threads, then value v + 1.
     auto const partial = [&](int32_t slot) {
       return params.partials + (static_cast<int64_t>(slot) * kClusterSize + cta) * kTileValues + thread;
     };
@@ -164,13 +159,13 @@ class Scheduler {
       }
     sync(threads);
     if (params.atomic || work.peers == 2) {
-      // a + b is b + a: one partial needs no order.
+      // One partial needs no order: a + b = b + a.
       float const* const from = partial(params.atomic ? work.tile : decomposition.slot(work.tile, 1 - work.peer));
 #pragma unroll
       for (int v = 0; v < kValues; ++v) accumulators(v) += __ldcg(from + v * threads);
       return true;
     }
-    // More partials are added in the order of K, whoever came last. Its own goes through memory too: there are no
+    // Several are added in the order of K, whoever came last. Its own goes through memory, too, since there are no
     // registers for a second tile.
     float* const own = partial(decomposition.slot(work.tile, work.peer));
 #pragma unroll
@@ -194,8 +189,8 @@ class Scheduler {
     return before;
   }
 
-  // Thread 0 releases what all consumers stored before the barrier that precedes this, and acquires it for those that
-  // come after.
+  // By thread 0, between two barriers of the consumers: releases what all of them stored before, and acquires what they
+  // read after.
   CUTLASS_DEVICE static void announce_partial(uint32_t* arrival) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;\n" ::"l"(arrival), "n"(kPartial) : "memory");
   }
@@ -209,7 +204,7 @@ class Scheduler {
     cutlass::arch::NamedBarrier::sync(threads, cutlass::arch::ReservedNamedBarriers::StreamkBarrier0);
   }
 
-  // Whether `value` holds for any of the consumer threads, which all call this.
+  // Whether `value` is true in any consumer thread. All of them call this.
   CUTLASS_DEVICE static bool any(bool value, uint32_t threads) {
     uint32_t result;
     asm volatile(
@@ -227,10 +222,10 @@ class Scheduler {
   }
 
   CUTLASS_DEVICE static int32_t cluster() { return blockIdx.x / kClusterM; }
-  static constexpr int32_t kNobody = 1 << 30;  // has no work by any decomposition
+  static constexpr int32_t kNobody = 1 << 30;  // a worker number beyond every decomposition's
   CUTLASS_DEVICE static int32_t worker(Params const& params) {
     int32_t at = cluster();
-    asm volatile("" : "+r"(at));  // opaque, or the number would stay in a register while a tile is multiplied
+    asm volatile("" : "+r"(at));  // opaque, or the result would stay in a register during the main loop
     if constexpr (kHasList) return params.list[at] >> 24;
     if constexpr (!kHasIdle) return at;
     return at < params.idle.first ? at : at < params.idle.first + params.idle.count ? kNobody : at - params.idle.count;

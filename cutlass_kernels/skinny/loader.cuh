@@ -1,0 +1,158 @@
+// The loads: cp.async from global memory to a warp's queue, a chunk at a time. Outside a matrix zeros are written, and
+// the address, which may not even be aligned, is replaced by a valid one.
+#pragma once
+
+#include "cutlass_kernels/core/decomposition.h"
+#include "cutlass_kernels/epilogue/epilogue.cuh"
+#include "cutlass_kernels/skinny/layout.cuh"
+
+namespace jax_streamk::skinny {
+
+template <class T, class D>
+struct Params {
+  T const* a;
+  T const* b;
+  D* d;
+  int64_t lda, ldb, batch_stride_a, batch_stride_b;
+  int32_t m, n, k, splits;
+  int32_t batch;
+  Divisor by_batch;  // the grid's batch index is slice * batch + batch index
+  EvenRuns runs;     // of k-tiles, one per split or slice
+  TileOrder order;
+  bool evict_first_b;
+  bool pairs;  // whether two neighbours in D, bias and residual are one aligned access
+  EpilogueParams<Accumulator<T>, D> epilogue;
+};
+
+template <class T>
+__device__ inline uint32_t offset_in_vector(T const* p) {
+  return reinterpret_cast<uintptr_t>(p) % 16;
+}
+
+// Loads aligned vectors.
+template <class T, class D, Major kMajorB, int kBlocks, int kWarpsAlongK>
+class Loader {
+ public:
+  // For the tile at (m0, n0) of D, from k to `end`.
+  __device__ Loader(Params<T, D> const& p, int32_t batch, int32_t m0, int32_t n0, int32_t k, int32_t end) : p_(p) {
+    int const lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    constexpr bool kByRows = kMajorB == Major::kRow;
+    // Of a row-major B a thread copies what another multiplies: eight neighbours copy a row.
+    int const g_b = kByRows ? lane % 8 : g, t_b = kByRows ? lane / 8 : t;
+    int64_t const row = m0 + g, column = n0 + kNeighbours<T, kMajorB> * g_b;
+    int64_t const k_a = k + kVector<T> * t, k_b = k + kVector<T> * t_b;
+    rows_ = p.m - m0 - g;
+    columns_ = p.n - n0 - kNeighbours<T, kMajorB> * g_b;
+    left_a_ = end - k - kVector<T> * t;
+    left_b_ = end - k - kVector<T> * t_b;
+    slot_ = kByRows ? slot(g_b, t_b) : lane;
+    a_ = p.a + batch * p.batch_stride_a + row * p.lda + k_a;
+    b_ = p.b + batch * p.batch_stride_b + (kByRows ? k_b * p.ldb + column : column * p.ldb + k_b);
+  }
+
+  __device__ void next(Chunk<kBlocks, 0>& to) {
+    int const lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      constexpr int kPerRow = 8 / kVector<T>;  // vectors of a row-major B
+      int const row = i / kPerRow, column = i % kPerRow * 8 * kVector<T>;
+      if constexpr (kMajorB == Major::kRow) {
+        copy_b(to.b[i][slot_], b_ + row * p_.ldb + column, row < left_b_ && column < columns_);
+      } else {
+        copy_b(to.b[i][slot_], b_ + i * p_.ldb, left_b_ > 0 && i < columns_);
+      }
+    }
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      bool const inside = left_a_ > 0 && block * kRows < rows_;
+      copy_async(&to.a[block][lane], inside ? a_ + block * kRows * p_.lda : p_.a, inside ? 16 : 0);
+    }
+    commit_copies();
+    a_ += kStep;
+    b_ += kMajorB == Major::kRow ? kStep * p_.ldb : kStep;
+    left_a_ -= kStep;
+    left_b_ -= kStep;
+  }
+
+ private:
+  static constexpr int kStep = kChunk<T, 0> * kWarpsAlongK;  // of K, from chunk to chunk of a warp
+
+  __device__ void copy_b(uint4& to, T const* from, bool inside) const {
+    if (!inside) from = p_.a;
+    // An explicit evict-normal policy is slower than none.
+    if (p_.evict_first_b) {
+      copy_async(&to, from, inside ? 16 : 0, evict_first_);
+    } else {
+      copy_async(&to, from, inside ? 16 : 0);
+    }
+  }
+
+  Params<T, D> const& p_;
+  int32_t rows_, columns_;   // of A and of B, from this thread's first on
+  int32_t left_a_, left_b_;  // of K, from this thread's next on
+  int slot_;
+  T const *a_, *b_;
+  uint64_t const evict_first_ = evict_first();
+};
+
+// Loads the vectors that rows of B touch, wherever these start.
+template <class T, class D, int kBlocks, int kWarpsAlongK, int kShifted>
+class ShiftedLoader {
+ public:
+  __device__ ShiftedLoader(Params<T, D> const& p, int32_t batch, int32_t m0, int32_t n0, int32_t k, int32_t end)
+      : p_(p) {
+    int const lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    rows_ = p.m - m0 - g;
+    bytes_ = min(p.n - n0, kShifted * kColumns) * static_cast<int>(sizeof(T));
+    left_ = end - k;
+    a_ = p.a + batch * p.batch_stride_a + int64_t{m0 + g} * p.lda + k + kThreadK * t;
+    T const* const b = p.b + batch * p.batch_stride_b + int64_t{k} * p.ldb + n0;
+    b_ = b + lane / kLanesPerRow * p.ldb;
+    last_ = b + lane * p.ldb;
+  }
+
+  // Lanes of a row copy a vector each, then one lane per row the last vector.
+  __device__ void next(Chunk<kBlocks, kShifted>& to) {
+    int const lane = threadIdx.x % 32, t = lane % 4, vector = lane % kLanesPerRow;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      constexpr int kAtOnce = 32 / kLanesPerRow;
+      int const row = i * kAtOnce + lane / kLanesPerRow;
+      copy_touched(&to.b[row % kThreadK][vector / 8][slot(vector % 8, row / kThreadK)], b_ + i * kAtOnce * p_.ldb,
+                   vector, row < left_);
+    }
+    if (lane < 4 * kThreadK) copy_touched(&to.last[lane], last_, kLanesPerRow, lane < left_);
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      bool const inside = kThreadK * t < left_ && block * kRows < rows_;
+      copy_async(&to.a[block][lane], inside ? a_ + block * kRows * p_.lda : p_.a, inside ? sizeof(to.a[0][0]) : 0);
+    }
+    commit_copies();
+    a_ += kStep;
+    b_ += kStep * p_.ldb;
+    last_ += kStep * p_.ldb;
+    left_ -= kStep;
+  }
+
+ private:
+  static constexpr int kStep = kChunk<T, kShifted> * kWarpsAlongK;  // of K, from chunk to chunk of a warp
+  static constexpr int kThreadK = skinny::kThreadK<kShifted>;
+  static constexpr int kLanesPerRow = 8 * kShifted;
+
+  // Copies the `vector`-th aligned vector that the tile's part of `row` touches. Without an eviction hint: neighbouring
+  // tiles read the line, too.
+  __device__ void copy_touched(uint4* to, T const* row, int vector, bool inside) const {
+    int const offset = static_cast<int>(offset_in_vector(row)),
+              bytes = inside ? min(max(offset + bytes_ - 16 * vector, 0), 16) : 0;
+    copy_async(
+        to, bytes > 0 ? reinterpret_cast<char const*>(row) - offset + 16 * vector : reinterpret_cast<char const*>(p_.a),
+        bytes);
+  }
+
+  Params<T, D> const& p_;
+  int32_t rows_, bytes_;  // of A, and of a row of B in the tile
+  int32_t left_;          // of K
+  T const *a_, *b_, *last_;
+};
+
+}  // namespace jax_streamk::skinny

@@ -1,0 +1,46 @@
+// What is changed of the collectives that CUTLASS's builder makes.
+#pragma once
+
+#include "cute/tensor.hpp"
+#include "cutlass/gemm/collective/collective_mma_decl.hpp"
+#include "cutlass/gemm/collective/sm90_mma_tma_gmma_rs_warpspecialized.hpp"
+#include "cutlass/gemm/collective/sm90_mma_tma_gmma_ss_warpspecialized.hpp"
+
+namespace jax_streamk::sm90 {
+
+// The builder lays an M-major TF32 A, which goes through registers, out in rows of 32 bytes, each a TMA request.
+// Rows of 128 bytes need fewer; operand_registers.h reads them without bank conflicts.
+template <class Collective>
+struct WithWideRowsOfA {
+  using type = Collective;
+};
+template <int kStages, class Cluster, class KernelSchedule, class Tile, class StrideA, class StrideB, class Mma,
+          class CopyA, class LayoutA, class FromA, class CopyB, class LayoutB, class FromB>
+struct WithWideRowsOfA<cutlass::gemm::collective::CollectiveMma<
+    cutlass::gemm::MainloopSm90TmaGmmaRmemAWarpSpecialized<kStages, Cluster, KernelSchedule>, Tile, float, StrideA,
+    float, StrideB, Mma, CopyA, LayoutA, FromA, cute::identity, CopyB, LayoutB, FromB, cute::identity>> {
+  using type = cutlass::gemm::collective::CollectiveMma<
+      cutlass::gemm::MainloopSm90TmaGmmaRmemAWarpSpecialized<kStages, Cluster, KernelSchedule>, Tile, float, StrideA,
+      float, StrideB, Mma, CopyA, cute::GMMA::Layout_MN_SW128_Atom<cutlass::tfloat32_t>, FromA, cute::identity, CopyB,
+      LayoutB, FromB, cute::identity>;
+};
+
+// With kThree, a collective of one warpgroup becomes one of three, stacked along m. The builder has one or two only.
+template <bool kThree, class Collective>
+struct WithThreeWarpgroups {
+  using type = Collective;
+};
+template <int kStages, class Cluster, class KernelSchedule, class Tile, class A, class StrideA, class B, class StrideB,
+          class Mma, class... Copies>
+struct WithThreeWarpgroups<true,
+                           cutlass::gemm::collective::CollectiveMma<
+                               cutlass::gemm::MainloopSm90TmaGmmaWarpSpecialized<kStages, Cluster, KernelSchedule>,
+                               Tile, A, StrideA, B, StrideB, Mma, Copies...>> {
+  using Three =
+      decltype(cute::make_tiled_mma(typename Mma::Atom{}, cute::Layout<cute::Shape<cute::_3, cute::_1, cute::_1>>{}));
+  using type = cutlass::gemm::collective::CollectiveMma<
+      cutlass::gemm::MainloopSm90TmaGmmaWarpSpecialized<kStages, Cluster, KernelSchedule>, Tile, A, StrideA, B, StrideB,
+      Three, Copies...>;
+};
+
+}  // namespace jax_streamk::sm90

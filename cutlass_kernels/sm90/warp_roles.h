@@ -1,0 +1,304 @@
+// Which warps of a CTA load, multiply and store, and when: one warp produces stages of operands by TMA, one to three
+// warpgroups consume them. CUTLASS's collectives do the work, under our own tile scheduler.
+//
+// A short product mostly waits for its first load, and every instruction and parameter before that load comes from
+// memory, too. So two warps initialize the barriers while another finds out what to load; all else comes later.
+#pragma once
+
+#include <cstddef>
+
+#include "cute/arch/cluster_sm90.hpp"
+#include "cute/tensor.hpp"
+#include "cutlass/arch/barrier.h"
+#include "cutlass/arch/reg_reconfig.h"
+#include "cutlass_kernels/core/dependent_launch.cuh"
+#include "cutlass_kernels/planner/clusters.h"
+#include "cutlass_kernels/sm90/mainloop.h"
+#include "cutlass_kernels/sm90/stages.h"
+
+namespace jax_streamk::sm90 {
+
+// Cooperative: two consumer warpgroups share a tile, or three one of 192 rows. Pingpong: two have a tile each, and one
+// runs its epilogue while the other multiplies. Single: one consumer, and several such CTAs on an SM.
+enum class WarpSchedule { kCooperative, kPingpong, kSingle };
+
+template <class Mainloop, class Epilogue, class Scheduler, WarpSchedule kWarpSchedule>
+struct GemmKernel {
+  static constexpr bool kPingpong = kWarpSchedule == WarpSchedule::kPingpong,
+                        kSingle = kWarpSchedule == WarpSchedule::kSingle;
+  static constexpr int kStages = Mainloop::kStages;
+  using TiledMma = typename Mainloop::TiledMma;
+  using TileShape = typename Mainloop::TileShape;
+  static constexpr int kWarpgroup = cutlass::NumThreadsPerWarpGroup;
+  static constexpr int kConsumers = kSingle ? 1 : kPingpong ? 2 : cute::size(TiledMma{}) / kWarpgroup;
+  static constexpr int kConsumersPerTile = kPingpong ? 1 : kConsumers;
+  static constexpr int kThreads = kSingle ? kWarpgroup + 32 : kWarpgroup * (1 + kConsumers),
+                       kCtasPerSm = kSingle ? kSingles : 1;
+  static constexpr int kClusterM = Scheduler::kClusterM, kClusterN = Scheduler::kClusterN,
+                       kClusterSize = kClusterM * kClusterN;
+  using Stage = typename Mainloop::Stage;
+
+  // In the order in which they are needed: each further cache line of parameters that is read before the first load or
+  // product delays it by 0.1 to 0.2 us.
+  struct Params {
+    bool straight;  // data-parallel, no epilogue, TMA stores D: accumulators are converted and stored, no more
+    bool shares, has_early_bias, has_residual;  // cached from Scheduler and Epilogue
+    bool promotes;                              // whether a main loop that can promote sums does so
+    Loads loads;
+    typename Scheduler::Params scheduler;
+    cute::Shape<int, int, int, int> shape;  // m, n, k, batch of the kernel's own result
+    typename Mainloop::Params mainloop;
+    typename Epilogue::Params epilogue;
+  };
+
+  struct SharedStorage {
+    typename Mainloop::TensorStorage mainloop;
+    typename Epilogue::TensorStorage epilogue;
+    FullBarrier full[kStages];
+    EmptyBarrier empty[kStages];
+  };
+
+  static_assert(sizeof(SharedStorage) <= 227 << 10);
+
+  static CUTLASS_DEVICE void run(Params const& params, SharedStorage& shared) {
+    int const warp = cutlass::canonical_warp_idx_sync();
+    if (warp == kInitializers || warp == kInitializers + 1) {
+      if (cute::elect_one_sync()) initialize_barriers(shared, warp - kInitializers);
+      __syncwarp();
+      if constexpr (kClusterSize == 1 && !kSingle) cutlass::arch::NamedBarrier::arrive(kWaiting, kReady);
+    }
+    if constexpr (kClusterSize > 1) cute::cluster_arrive_relaxed();
+    // ptxas places what a branch skips behind it. The producer's code comes first, in line from the kernel's entry to
+    // its first load.
+    if constexpr (kSingle) {
+      if (warp < kProducer) return consume(params, shared, 0);
+    } else {
+      if (warp >= 4) {
+        if constexpr (kMovesRegisters) cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
+        return consume(params, shared, warp / 4 - 1);
+      }
+    }
+    // setmaxnreg is for a whole warpgroup. Idle CTAs execute it, too: their consumers wait for the registers.
+    if constexpr (kMovesRegisters) cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
+    if (Scheduler::kMayShare && params.shares) return produce<false>(params, shared, warp);
+    produce<true>(params, shared, warp);
+  }
+
+ private:
+  // Warp numbers: the one that loads, the first of two that initialize barriers, the one that prefetches tensor maps.
+  // wgmma wants a consumer to be four warps from a multiple of four on.
+  static constexpr int kProducer = kSingle ? 4 : 0, kInitializers = kSingle ? 0 : 2, kPrefetcher = kSingle ? 4 : 1;
+
+  // Accumulator registers of a consumer thread.
+  static constexpr int kAccumulators =
+      cute::size<0>(TileShape{}) * cute::size<1>(TileShape{}) / (kWarpgroup * kConsumersPerTile);
+
+  // Whether consumers need more registers than the launch gives every thread. setmaxnreg takes time, so it is only done
+  // where ptxas would spill without it.
+  static constexpr bool kMovesRegisters = !kSingle && (!kPingpong || kAccumulators > 72 || Mainloop::kAFromRegisters ||
+                                                       (Mainloop::kPromotes && kAccumulators >= 32));
+  static constexpr bool kLargeTile = kAccumulators >= 208;  // consumers need all that the producer can spare
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kLargeTile ? 240 : 232;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kLargeTile ? 24 : 40;
+
+  // Named barriers. kMultiplies + w and kStores + w: consumer w of a pingpong kernel may multiply, or store. kStored:
+  // the threads of a warpgroup that store together.
+  static constexpr uint32_t kReady = 0, kMultiplies = 1, kStores = kMultiplies + kConsumers,
+                            kStored = kPingpong ? kStores + kConsumers : 1;
+
+  // Full and empty barriers are initialized by a warp each, whose pointer is computed: with two pointers ptxas would
+  // select between them for every stage.
+  static CUTLASS_DEVICE void initialize_barriers(SharedStorage& shared, int kind) {
+    // A stage is read by the consumers of a tile in every CTA of the row and column that multicast into it.
+    constexpr uint32_t kReaders = kConsumersPerTile * (kClusterM + kClusterN - 1);
+    static_assert(sizeof(FullBarrier) == sizeof(EmptyBarrier) &&
+                  offsetof(SharedStorage, empty) == offsetof(SharedStorage, full) + sizeof(shared.full));
+    EmptyBarrier const* const barriers = static_cast<EmptyBarrier const*>(shared.full) + kind * kStages;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kStages; ++i) barriers[i].init(kind == 0 ? 1 : kReaders);
+    cutlass::arch::fence_barrier_init();
+  }
+
+  // Waits until the barriers of this CTA, and of its cluster, are initialized. All consumers and the producer wait;
+  // initializers that are neither only arrive.
+  static constexpr uint32_t kWaiting = kConsumers * kWarpgroup + (kSingle ? 32 : 96);
+  static CUTLASS_DEVICE void wait_for_barriers() {
+    if constexpr (kClusterSize > 1) {
+      cute::cluster_wait();
+    } else {
+      cutlass::arch::NamedBarrier::sync(kWaiting, kReady);
+    }
+  }
+
+  // The role of the warps beside the consumers'. kWhole: no tile is shared among CTAs.
+  template <bool kWhole>
+  static CUTLASS_DEVICE void produce(Params const& params, SharedStorage& shared, int warp) {
+    if (warp == kPrefetcher && cute::elect_one_sync()) Mainloop::prefetch_tma_descriptors(params.mainloop);
+    if (!kSingle && warp > kProducer) {
+      if constexpr (kClusterSize > 1) cute::cluster_wait();
+      if (warp == 1) prefetch_residual(params);
+      return;
+    }
+    Scheduler const scheduler(params.scheduler);
+    Stage stage(0, 1, 0);  // all are empty
+    auto tile = [&] {
+      if constexpr (kWhole && Scheduler::kHasList) return scheduler.listed();
+      return scheduler.template tile<kWhole>(0);
+    }();
+    Mainloop::locate(params.loads, params.scheduler.decomposition.k_tiles, tile);
+    // Branch on the tile before waiting: ptxas would otherwise read its coordinates after the wait.
+    if (!tile.is_valid()) {
+      if constexpr (kClusterSize == 1) cutlass::arch::NamedBarrier::arrive(kWaiting, kReady);
+      return;
+    }
+    wait_for_primary();
+    wait_for_barriers();
+    if (!cute::elect_one_sync()) return;
+    int32_t held_back = params.loads.held_back.first;
+    while (true) {
+      Mainloop::load(params.mainloop, params.loads, params.shape, tile, held_back, shared.full, shared.empty, stage,
+                     shared.mainloop);
+      tile = scheduler.template tile<kWhole>(tile.ordinal + 1);
+      if (!tile.is_valid()) break;
+      held_back = params.loads.held_back.stages(tile.ordinal);
+      Mainloop::locate(params.loads, params.scheduler.decomposition.k_tiles, tile);
+    }
+    // Consumers of other CTAs still arrive at this one's barriers: its shared memory must outlive that.
+    if constexpr (kClusterSize > 1) {
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int i = 0; i < kStages; ++i, ++stage) shared.empty[stage.index()].wait(stage.phase());
+    }
+  }
+
+  static CUTLASS_DEVICE void prefetch_residual(Params const& params) {
+    if (!params.has_residual) return;
+    wait_for_primary();
+    Scheduler const scheduler(params.scheduler);
+    for (auto tile = scheduler.tile(0); tile.is_valid(); tile = scheduler.tile(tile.ordinal + 1))
+      Epilogue::prefetch(params.epilogue, params.shape, tile.m, tile.n, tile.batch);
+  }
+
+  // Whether there is separate code for a straight product. With more accumulators, or A in registers, it would spill.
+  static constexpr bool kHasStraightStore = kAccumulators < (Mainloop::kAFromRegisters ? 128 : 160);
+
+  // The first wgmma of a tile ignores its accumulators, and declaring them as written saves zeroing them. Above
+  // kMostUnset ptxas spills if they are.
+  static constexpr int kRows = cute::size<0>(TileShape{}) / kConsumersPerTile;
+  static constexpr int kMostUnset = kConsumers == 3 ? 0 : kRows == 64 ? 112 : 96;
+  template <class Accumulators>
+  static CUTLASS_DEVICE void leave_unset(Accumulators& accumulators) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < cute::size(accumulators); ++i) asm volatile("" : "=f"(accumulators(i)));
+  }
+
+  // A consumer's first tile, found with as few parameters as possible.
+  static CUTLASS_DEVICE auto first_tile(Params const& params, Scheduler const& scheduler, int warpgroup) {
+    if constexpr (Scheduler::kHasList) {
+      if (!(Scheduler::kMayShare && params.shares)) {
+        auto const tile = scheduler.listed();
+        if (!kPingpong || warpgroup == 0) return tile;
+        if (tile.last) return typename Scheduler::Tile{};
+      }
+    }
+    return scheduler.tile(kPingpong ? warpgroup : 0);
+  }
+
+  // Consumers of a pingpong kernel take turns at the tensor cores and at the store, in the order of their tiles.
+  static CUTLASS_DEVICE void wait_for_turn(uint32_t barrier) {
+    cutlass::arch::NamedBarrier::sync(kConsumers * kWarpgroup, barrier);
+  }
+  static CUTLASS_DEVICE void give_turn(uint32_t barrier) {
+    cutlass::arch::NamedBarrier::arrive(kConsumers * kWarpgroup, barrier);
+  }
+
+  // A row of D that is outside every result.
+  static constexpr int32_t kRowOutside = 1 << 24;
+
+  // The role of a consumer warpgroup: multiplies its tiles, fixes up those that it shares, and stores them.
+  static CUTLASS_DEVICE void consume(Params const& params, SharedStorage& shared, int warpgroup) {
+    Scheduler const scheduler(params.scheduler);
+    constexpr int kStep = kPingpong ? kConsumers : 1;
+    wait_for_barriers();  // first, because without a cluster the producer waits for all consumers
+    auto tile = first_tile(params, scheduler, warpgroup);
+    Stage stage;
+    if (kPingpong && warpgroup > 0) stage.advance(tile.k_count);
+    int const thread = threadIdx.x % kWarpgroup + (kPingpong ? 0 : warpgroup * kWarpgroup);
+    uint32_t const other = 1 - warpgroup;
+    // In a pingpong CTA with one tile, the second consumer stores a tile outside D meanwhile: TMA drops it, and the
+    // first consumer then finds the epilogue in the instruction cache.
+    bool const warms_up = kPingpong && !tile.is_valid();
+    if (warms_up && Scheduler::is_idle(params.scheduler)) return;
+    if (warms_up) tile.m = kRowOutside / static_cast<int32_t>(cute::size<0>(TileShape{}));
+    TiledMma tiled_mma;
+    Epilogue epilogue(params.epilogue, shared.epilogue, thread, kStored + (kPingpong ? 0 : warpgroup));
+    // Ends a tile's store. Whether it was the last tile of this warpgroup.
+    auto const end_store = [&] {
+      if (kPingpong || tile.last) epilogue.finish();
+      if (kPingpong && !tile.last) give_turn(kStores + other);
+      return tile.last || warms_up;
+    };
+    while (warms_up || tile.is_valid()) {
+      auto accumulators = cute::partition_fragment_C(tiled_mma, cute::take<0, 2>(TileShape{}));
+      if constexpr (kAccumulators <= kMostUnset) leave_unset(accumulators);
+      auto const at = cute::make_coord(tile.m, tile.n, cute::_0{}, tile.batch);
+      auto biases =
+          epilogue.template biases<decltype(accumulators)>(params.has_early_bias, params.shape, at, tiled_mma);
+
+      if (kPingpong && tile.ordinal > 0) wait_for_turn(kMultiplies + warpgroup);
+      auto sums = Mainloop::make_sums(accumulators);
+      int const unreleased = Mainloop::multiply(shared.full, shared.empty, stage, accumulators, sums, params.promotes,
+                                                tile.k_count, warpgroup, shared.mainloop);
+      if (kPingpong && !tile.last && !warms_up) give_turn(kMultiplies + other);
+      Mainloop::finish(shared.empty, accumulators, sums, unreleased);
+
+      if constexpr (kPingpong) {
+        stage.advance(tile.k_count);
+        // The only tile of a CTA waits for the warm-up, too.
+        if (tile.ordinal > 0 || tile.last) wait_for_turn(kStores + warpgroup);
+      }
+      // Lets a separate reduction start. Before a CTA's last epilogue it would only wait on SMs that are still in use.
+      if (tile.last) let_dependents_start();
+      if (!kPingpong && tile.ordinal > 0) epilogue.wait_for_boxes();
+      if (kPingpong && kAccumulators < 192 && tile.ordinal == 0 && tile.last) epilogue.spread(shared.mainloop);
+      if (!kHasStraightStore || !params.straight) {
+        if (Scheduler::fixup(params.scheduler, tile, accumulators, kConsumers, warpgroup))
+          epilogue.store(params.shape, at, biases, accumulators, tiled_mma);
+        if (end_store()) return;
+      } else {
+        // The common case comes last, so that its code follows the main loop in line. Hence end_store() twice.
+        epilogue.store_converted(at, accumulators);
+        if (end_store()) return;
+      }
+      tile = scheduler.tile(tile.ordinal + kStep);
+    }
+    if (!kPingpong) epilogue.finish();
+  }
+};
+
+template <class Gemm>
+__global__ __launch_bounds__(Gemm::kThreads,
+                             Gemm::kCtasPerSm) void multiply(__grid_constant__ typename Gemm::Params const params) {
+  extern __shared__ __align__(1024) char memory[];
+  Gemm::run(params, *reinterpret_cast<typename Gemm::SharedStorage*>(memory));
+}
+
+// A compile-time cluster size: otherwise the kernel would read it from a further line of constant memory.
+template <class Gemm>
+__global__ __cluster_dims__(Gemm::kClusterM, Gemm::kClusterN, 1)
+    __launch_bounds__(Gemm::kThreads, Gemm::kCtasPerSm) void multiply_in_clusters(__grid_constant__
+                                                                                  typename Gemm::Params const params) {
+  extern __shared__ __align__(1024) char memory[];
+  Gemm::run(params, *reinterpret_cast<typename Gemm::SharedStorage*>(memory));
+}
+
+template <class Gemm>
+auto entry_of() {
+  if constexpr (Gemm::kClusterSize > 1) {
+    return &multiply_in_clusters<Gemm>;
+  } else {
+    // Clusters of one CTA are placed on SMs in another order, in which neighbours share fewer of their loads.
+    return &multiply<Gemm>;
+  }
+}
+
+}  // namespace jax_streamk::sm90
