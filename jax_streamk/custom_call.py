@@ -7,7 +7,7 @@ import jax.export
 import numpy as np
 
 from jax_streamk import _ffi
-from jax_streamk.cost_model import under_way
+from jax_streamk.machines import under_way
 
 _TARGETS = {"cpu": "jax_streamk_host_gemm", "cuda": "jax_streamk_cuda_gemm"}
 # jax.export serializes custom calls other than JAX's own only where it is told to.
