@@ -187,9 +187,7 @@ def choose(problem, wanted, device, **listed):
     """The ``_ffi.Choice`` for a native schedule, or for None among all that are deterministic."""
     key = (problem.type_a, problem.math, problem.major_a, problem.major_b)
     kernels = _registry(device.platform)[1].get(key) or _ffi.Kernels([])
-    return _ffi.choose(
-        kernels, problem.native(), wanted, device.native(), machine_of(device).native, **listed
-    )
+    return _ffi.choose(kernels, problem.native(), wanted, device.native(), machine_of(device).native, **listed)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -17,7 +17,7 @@ namespace jax_streamk {
   X(drift_share, "share * (1 - 1 / tiles of a worker): of what a GPC could load together, loaded apart")          \
   X(load_bytes_per_us_sm, "bytes / rate, into one SM's shared memory")                                            \
   X(misaligned_load_factor, "loads * factor: rows off sectors (along K) or off lines (along M or N)")             \
-  X(short_vector_us, "max(loads, t * 8 / bytes) for 32 of K, by vectors below 16 bytes")                          \
+  X(short_vector_us, "max(loads, t * sqrt(8 / bytes)) for 32 of K, by vectors below 16 bytes")                    \
   X(cluster_wait_us, "loads + t * K / 64: a stage waits until all CTAs of the cluster have read it")              \
   X(wgmma_flops_per_us_sm, "tensor cores of one SM at boost clock, 16-bit operands")                              \
   X(wgmma_flops_per_us, "all SMs together, by power; also of TF32, counted twice")                                \

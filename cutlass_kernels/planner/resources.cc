@@ -149,7 +149,7 @@ double waiting_us(Launch const& l) {
   double const size = l.element_bytes(), vector = l.kernel.align_a * size;
   if (l.traits.load_path == LoadPath::kStreaming)
     return l.machine.few_rows_iteration_us * l.kernel.tile_m / 64 * size / 2;
-  return vector < kVector ? l.machine.short_vector_us * 8 / vector * l.kernel.tile_k / 32 : 0;
+  return vector < kVector ? l.machine.short_vector_us * std::sqrt(8 / vector) * l.kernel.tile_k / 32 : 0;
 }
 
 double l2_bytes(Launch const& l, Panels const& panels) {
