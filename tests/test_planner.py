@@ -306,7 +306,7 @@ def test_no_panel_is_wider_than_four_tiles():
         )
 
 
-def test_what_is_fused_is_hidden_by_pingpong_kernels(cuda):
+def test_what_is_fused_is_hidden_by_pingpong_kernels():
     """A cooperative kernel's tensor cores wait for it, tile after tile."""
     problem = gemm(2048, 14336, 4096)
     fused = dataclasses.replace(problem, activation=_ffi.Activation.silu, has_bias=True)
@@ -314,7 +314,6 @@ def test_what_is_fused_is_hidden_by_pingpong_kernels(cuda):
     more = estimates(fused, DataParallel())[1].microseconds - plain.microseconds
     pingpong = np.array([info.warp_schedule == "pingpong" for info in infos])
     assert (more >= 0).all() and 3 * more[pingpong].max() < more[~pingpong].min()
-    assert cuda(fused)[1].warp_schedule == "pingpong"
 
 
 @pytest.mark.parametrize("cluster, at_once", [((1, 1), 132), ((2, 1), 66), ((1, 2), 66), ((2, 2), 30), ((4, 1), 30)])

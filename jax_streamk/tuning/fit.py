@@ -16,7 +16,7 @@ HELD_OUT = 3  # every third shape, by a hash of it
 _REACH = 3.0  # how far a constant may move from its start, as a factor
 _NOISE = 0.02  # in the logarithm of estimates, which makes choices among plans smooth
 _STAY = 0.002  # weight of the squared logarithm of how far a constant moved, beside the logarithm of the regret
-_TIME = 0.02  # ... and of the mean error of the logarithm of the estimate
+_TIME = 0.1  # ... and of the mean error of the logarithm of the estimate
 _LIKELY = 1.7  # times the least estimate of a shape by the start: what is above is not chosen by any fit
 _SHARES = ("drift_share",)  # at most 1
 
