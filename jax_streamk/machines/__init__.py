@@ -1,7 +1,7 @@
-"""What each GPU can do: the constants of the cost model in cutlass_kernels/planner/, a JSON file for each kind that was measured.
+"""What each GPU can do: the constants of the cost model, a JSON file for each kind that was measured.
 
-``python -m jax_streamk fit`` writes such a file. What the constants mean is in cutlass_kernels/planner/machine.h, and in
-``_ffi.GPU_CONSTANTS`` and ``_ffi.HOST_CONSTANTS``.
+``python -m jax_streamk fit`` writes such a file. What the constants mean is in cutlass_kernels/planner/machine.h,
+and in ``_ffi.GPU_CONSTANTS`` and ``_ffi.HOST_CONSTANTS``.
 """
 
 import dataclasses
@@ -9,6 +9,7 @@ import functools
 import importlib.resources
 import json
 import pathlib
+import warnings
 
 import platformdirs
 
@@ -37,7 +38,7 @@ class Machine:
       kinds: parts of the names by which JAX reports such devices.
       arch: 10 * major + minor of the compute capability; 0 of CPUs.
       topology: None of CPUs.
-      constants: (name, value) pairs of ``_ffi.GPU_CONSTANTS``, or of ``_ffi.HOST_CONSTANTS``. Each is an attribute, too.
+      constants: (name, value) pairs of ``_ffi.GPU_CONSTANTS`` or ``_ffi.HOST_CONSTANTS``; each is an attribute, too.
       date: of the measurement; empty where it was derived.
       command: that measured it.
     """
@@ -122,7 +123,12 @@ def _shipped(file):
 @functools.cache
 def measured():
     """Every ``Machine`` of a GPU that was measured: the user's, then those that are shipped."""
-    users = [parse(path.stem, path.read_text()) for path in sorted(user_directory().glob("*.json"))]
+    users = []
+    for path in sorted(user_directory().glob("*.json")):
+        try:
+            users.append(parse(path.stem, path.read_text()))
+        except (OSError, ValueError) as error:  # of another version, for one
+            warnings.warn(f"jax_streamk leaves out {path}: {error}; `python -m jax_streamk fit` makes it anew")
     return (*users, *map(_shipped, ("h200.json", "h100.json")))
 
 
@@ -152,8 +158,8 @@ def machine_of(device):
     return _shipped("h200.json") if (device.arch, device.sms, device.kind) == (90, 132, "") else derived(device)
 
 
-# What an SM of other compute capabilities than 9.0 does of what a Hopper SXM's does, by datasheets: those without TMA load at a fifth of the rate,
-# L2 gives a third, mma.sync and float64 three and two fifths, GDDR and HBM2e a third of HBM3e, launches take twice as long.
+# Other compute capabilities than 9.0, as ratios to a Hopper SXM with as many SMs: of datasheets, but that loads without
+# TMA and from an older L2 are at a fifth and a third of the rate, and launches take twice as long, are estimates.
 _OLDER = dict(
     launch_us=2, dram_bytes_per_us=0.45, dram_bytes_per_us_sm=0.45, gpc_bytes_per_us=0.33, load_bytes_per_us_sm=0.2,
     few_rows_bytes_per_us_sm=0.75, mma_flops_per_us_sm=0.6, few_rows_flops_per_us_sm=0.6, mma_f64_flops_per_us_sm=0.4,
@@ -164,8 +170,8 @@ _OLDER = dict(
 def derived(device):
     """The ``Machine`` of a GPU that nobody measured: round figures of a Hopper SXM, scaled.
 
-    Rates of the whole GPU (those that do not end in ``_sm``) and its L2 go with the number of SMs, and by ``_OLDER`` with the compute
-    capability where it is another than 9.0.
+    Rates of the whole GPU (those that do not end in ``_sm``) and its L2 go with the number of SMs; ``_OLDER`` scales
+    those of other compute capabilities than 9.0.
     """
     plain = _shipped(_PLAIN)
     share = device.sms / plain.topology.sms
@@ -180,7 +186,7 @@ def derived(device):
 
 
 def under_way(device):
-    """About how many bytes of an operand that streams past should be under way at once (planner/under_way.h); 0: any number."""
+    """About how many bytes of an operand that streams past should be under way at once; 0: any number."""
     if device.arch != 90:
         return 0
     return 9_300_000 if "H100" in device.kind or "H800" in device.kind else 11_200_000

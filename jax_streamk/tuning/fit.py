@@ -44,7 +44,8 @@ def kernel_of(name):
     return _ffi.KernelInfo(
         name=name, family=_ffi.Family[family], type_ab=_ffi.Type[match["a"]], type_d=_ffi.Type[match["d"]], math=math,
         major_a=_MAJORS[match["majors"][0]], major_b=_MAJORS[match["majors"][1]],
-        tile=tuple(map(int, match["tile"].split("x"))), cluster=tuple(map(int, cluster.groups())) if cluster else (1, 1),
+        tile=tuple(map(int, match["tile"].split("x"))),
+        cluster=tuple(map(int, cluster.groups())) if cluster else (1, 1),
         align_a=align, align_b=1 if name.endswith("_shifted") else align, align_d=align,
         warp_schedule=warps.replace("coop", "cooperative"), swap_ab="_swap" in rest or family == "skinny",
         split_k_reductions=[], stream_k_reductions=[],
@@ -102,7 +103,7 @@ def read(path):
 
 
 def tables_of(records, machine, device):
-    """``Table``s of the records by set (a column that may be missing), type and majorness; XLA's products are left out."""
+    """``Table``s of the records by set (a column that may be missing), type and majorness, without XLA's products."""
     rows, kernels = collections.defaultdict(list), {}
     for x in records:
         if x["kernel"] == "XLA":
@@ -119,8 +120,8 @@ def tables_of(records, machine, device):
 class Table:
     """Measured plans of some shapes, of one type and majorness.
 
-    Of plans that differ in the order of tiles only, the one counts whose order the planner ranks first. Equal estimates are ranked by
-    name, as tables may be sorted by time.
+    Of plans that differ in the order of tiles only, the one counts whose order the planner ranks first. Equal estimates
+    are ranked by name, as tables may be sorted by time.
     """
 
     def __init__(self, key, measured, machine, device):
@@ -160,15 +161,15 @@ class Table:
         return estimates, least[self._shape]
 
     def lost(self, machine):
-        """The logarithm of the regret of every shape: of the time of the plan with the least estimate over that of the best."""
+        """The logarithm of the regret of every shape: the time of the plan with the least estimate over the least time."""
         estimates, least = self._estimates(machine)
         at = np.flatnonzero(estimates == least)
         _, first = np.unique(self._shape[at], return_index=True)
         return self._lost[at[first]]
 
     def expected(self, machine):
-        """The same if plans are chosen with the weight exp(-gap / _NOISE), and the mean error of the logarithms of the best plans' times;
-        of shapes that are not held out."""
+        """Of shapes that are not held out: the same, averaged, if plans are chosen with the weight exp(-gap / _NOISE) of
+        their estimate to the least; and the mean error of the logarithm of the estimates of good plans."""
         estimates, least = self._estimates(machine)
         weights = np.exp(-np.minimum((estimates - least) / _NOISE, 50.0))
         lost = np.bincount(self._shape, weights * self._lost) / np.bincount(self._shape, weights)
@@ -189,9 +190,10 @@ def regret(tables, machine, held_out=None):
 
 
 def fit(tables, start, steps=25, progress=lambda step: None):
-    """The ``Machine`` whose constants make choices among the plans of tables best, and estimates right, from those of ``start`` on.
+    """The ``Machine`` whose constants make choices among the plans of tables best, and estimates right.
 
-    Shapes that are held out count for nothing. Constants stay within a factor of ``_REACH`` of the start, and where nothing tells of them.
+    Shapes that are held out count for nothing. Constants stay within a factor of ``_REACH`` of ``start``, and at it
+    where nothing tells of them. ``progress`` is called after each of at most ``steps`` steps.
     """
     from scipy.optimize import minimize
 
