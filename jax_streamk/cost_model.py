@@ -1,4 +1,4 @@
-"""What the cost model in cutlass_kernels/planner/ says of a problem and of a plan, for people; times in microseconds."""
+"""What the cost model in cutlass_kernels/planner/ says of a problem and of a plan, for people (microseconds)."""
 
 import dataclasses
 

@@ -123,6 +123,18 @@ double Estimator::dram_of(Share const& share, double splits, double busy_last) c
   return in_cluster ? us * (1 + launch_.machine.dram_cluster_share * (share.peers - 1)) : us;
 }
 
+// The busiest worker's MAC iterations, those of its last piece with `busy_last` of the workers, and its epilogues.
+template <typename Join>
+double Estimator::work_of(Join join, Iteration const& whole, Share const& share, double busy_last,
+                          bool separate) const {
+  auto const iteration = [&](double busy) {
+    return join(std::max(whole.tensor_cores, whole.sustained * busy), whole.loads + whole.gpcs * busy, whole.waits);
+  };
+  double const last = share.iterations / share.pieces;
+  return iteration(1) * (share.iterations - last) + iteration(busy_last) * last +
+         epilogues(epilogue_, separate ? 0 : fused_, share.pieces);
+}
+
 Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   KernelTraits const& traits = launch_.traits;
   if (launch_.kernel.family == Family::kHost) return host_cost(launch_, s);
@@ -147,22 +159,16 @@ Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   // Workers of the last wave that have a piece, of those of all others. They have to themselves what all share: caches
   // and power. Slices that sm80 kernels launch apart may leave none to it.
   double const left = std::max(launch_.grid.tiles * splits - (share.pieces - 1) * share.busy, 1.0);
-  double const last = share.iterations / share.pieces, busy_last = cut ? 1 : std::min(left / share.busy, 1.0);
-  auto const work = [&](auto const& join) {
-    auto const iteration = [&](double busy) {
-      return join(std::max(whole.tensor_cores, whole.sustained * busy), whole.loads + whole.gpcs * busy, whole.waits);
-    };
-    return iteration(1) * (share.iterations - last) + iteration(busy_last) * last +
-           epilogues(epilogue_, separate ? 0 : fused_, share.pieces) + cost.fix_up;
-  };
+  double const busy_last = cut ? 1 : std::min(left / share.busy, 1.0);
   // What is fused overlaps with nothing in the last epilogue, and is hidden where a pass adds slices.
   double const last_fused = separate ? 0 : fused_;
   double const others = last_fused + cost.extra + cost.repack;
-  double const least_work = work([](auto... times) { return std::max({times...}); });
+  double const least_work =
+      work_of([](auto... times) { return std::max({times...}); }, whole, share, busy_last, separate) + cost.fix_up;
   cost.microseconds = kRounding * (cost.launches + std::max(least_work, dram_) + others);
   if (cost.microseconds > limit) return cost;
 
-  cost.work = work(overlapped);
+  cost.work = work_of(overlapped, whole, share, busy_last, separate) + cost.fix_up;
   cost.floor = dram_of(share, splits, busy_last);
   cost.microseconds = cost.launches + joined(traits, cost.work, cost.floor) + others;
   cost.work += last_fused;

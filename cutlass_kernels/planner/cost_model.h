@@ -53,6 +53,8 @@ class Estimator {
     double tensor_cores, sustained, loads, gpcs, waits;
   };
   Iteration iteration_of(Schedule const&, Share const&, Wave const&, bool cut) const;
+  template <typename Join>
+  double work_of(Join, Iteration const&, Share const&, double busy_last, bool separate) const;
   double dram_of(Share const&, double splits, double busy_last) const;
   double epilogues(double epilogue, double fused, double pieces) const;
   double least_of() const;

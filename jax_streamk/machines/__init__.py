@@ -128,7 +128,8 @@ def measured():
         try:
             users.append(parse(path.stem, path.read_text()))
         except (OSError, ValueError) as error:  # of another version, for one
-            warnings.warn(f"jax_streamk leaves out {path}: {error}; `python -m jax_streamk fit` makes it anew")
+            remedy = "`python -m jax_streamk fit` makes it anew"
+            warnings.warn(f"jax_streamk leaves out {path}: {error}; {remedy}", stacklevel=2)
     return (*users, *map(_shipped, ("h200.json", "h100.json")))
 
 

@@ -161,15 +161,15 @@ class Table:
         return estimates, least[self._shape]
 
     def lost(self, machine):
-        """The logarithm of the regret of every shape: the time of the plan with the least estimate over the least time."""
+        """The logarithm of the regret of every shape: the time of the plan with the least estimate over the least."""
         estimates, least = self._estimates(machine)
         at = np.flatnonzero(estimates == least)
         _, first = np.unique(self._shape[at], return_index=True)
         return self._lost[at[first]]
 
     def expected(self, machine):
-        """Of shapes that are not held out: the same, averaged, if plans are chosen with the weight exp(-gap / _NOISE) of
-        their estimate to the least; and the mean error of the logarithm of the estimates of good plans."""
+        """Of shapes that are not held out: the mean regret if plans are chosen with the weight exp(-gap / _NOISE), by
+        the gap of their estimate to the least; and the mean error of good plans' estimates. Both are logarithms."""
         estimates, least = self._estimates(machine)
         weights = np.exp(-np.minimum((estimates - least) / _NOISE, 50.0))
         lost = np.bincount(self._shape, weights * self._lost) / np.bincount(self._shape, weights)
