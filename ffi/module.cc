@@ -220,7 +220,7 @@ NB_MODULE(_ffi, m) {
 
   nb::class_<Device>(
       m, "Device",
-      "arch is 10 * major + minor of the compute capability, 0 for the host; of under_way cost_model.under_way tells.")
+      "arch is 10 * major + minor of the compute capability, 0 for the host; of under_way machines.under_way tells.")
       .def(
           "__init__",
           [](Device* self, int32_t arch, int32_t sms, int64_t under_way) { new (self) Device{arch, sms, under_way}; },
