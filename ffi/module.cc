@@ -232,7 +232,7 @@ NB_MODULE(_ffi, m) {
 
   nb::class_<Device> device(
       m, "Device",
-      "arch is 10 * major + minor of the compute capability, 0 for the host; of under_way cost_model.under_way tells.");
+      "arch is 10 * major + minor of the compute capability, 0 for the host; of under_way machines.under_way tells.");
   JAX_STREAMK_BIND_FIELDS(device, JAX_STREAMK_DEVICE_FIELDS);
 
   nb::class_<KernelInfo> kernel(m, "KernelInfo", "One kernel: of this build, or described, to plan for another.");

@@ -104,7 +104,7 @@ class Kernels {
 // Raster and swizzle.
 using TilesOrder = std::pair<Raster, int32_t>;
 
-Wave first_wave(KernelInfo const& kernel, GemmProblem const& problem, Schedule const& s, TilesOrder const& order,
+Wave wave_of(KernelInfo const& kernel, GemmProblem const& problem, Schedule const& s, TilesOrder const& order,
                 Device const& device) {
   Machine const any{};  // which tiles run together is no matter of speed
   return Estimator(kernel, problem, width_of(s, device), any).first_wave(order.first, order.second);
@@ -131,7 +131,7 @@ class Batch {
       throw nb::value_error("there must be as many kernels as problems, as schedules and as orders");
     for (size_t i = 0; i < kernels_.size(); ++i) {
       infos_.push_back(nb::cast<KernelInfo const*>(kernels_[i]));
-      waves_.push_back(first_wave(*infos_[i], problems_[i], schedules_[i], orders_[i], device_));
+      waves_.push_back(wave_of(*infos_[i], problems_[i], schedules_[i], orders_[i], device_));
     }
   }
 
@@ -143,7 +143,7 @@ class Batch {
 
   std::vector<double> needs(Machine const& machine) const {
     return of_each(machine,
-                   [&](Estimator const& estimator, size_t i) { return estimator.needs(waves_[i], orders_[i].second); });
+                   [&](Estimator const& estimator, size_t i) { return estimator.needs(waves_[i]); });
   }
 
  private:
@@ -167,61 +167,21 @@ class Batch {
 }  // namespace
 
 void bind_planner(nb::module_& m) {
-  nb::class_<Machine>(m, "Machine", "The native side of cost_model.Machine.")
-      .def("__init__", [](Machine* self) { new (self) Machine{}; })
-      .def_rw("launch", &Machine::launch)
-      .def_rw("cluster", &Machine::cluster)
-      .def_rw("relaunch", &Machine::relaunch)
-      .def_rw("memory_rate", &Machine::memory_rate)
-      .def_rw("memory_rate_sm", &Machine::memory_rate_sm)
-      .def_rw("written", &Machine::written)
-      .def_rw("idle", &Machine::idle)
-      .def_rw("beyond", &Machine::beyond)
-      .def_rw("gang", &Machine::gang)
-      .def_rw("handshake", &Machine::handshake)
-      .def_rw("cache_rate", &Machine::cache_rate)
-      .def_rw("gpc_rate", &Machine::gpc_rate)
-      .def_rw("drift", &Machine::drift)
-      .def_rw("misaligned_drift", &Machine::misaligned_drift)
-      .def_rw("load_rate_sm", &Machine::load_rate_sm)
-      .def_rw("line", &Machine::line)
-      .def_rw("first_line", &Machine::first_line)
-      .def_rw("wgmma_rate_sm", &Machine::wgmma_rate_sm)
-      .def_rw("wgmma_sustained", &Machine::wgmma_sustained)
-      .def_rw("tf32_rate_sm", &Machine::tf32_rate_sm)
-      .def_rw("tf32_sustained", &Machine::tf32_sustained)
-      .def_rw("shared_tile", &Machine::shared_tile)
-      .def_rw("mma_16bit", &Machine::mma_16bit)
-      .def_rw("mma_tf32", &Machine::mma_tf32)
-      .def_rw("mma_tf32x3", &Machine::mma_tf32x3)
-      .def_rw("mma_f64", &Machine::mma_f64)
-      .def_rw("narrow", &Machine::narrow)
-      .def_rw("from_registers", &Machine::from_registers)
-      .def_rw("narrow_loads", &Machine::narrow_loads)
-      .def_rw("misaligned_k", &Machine::misaligned_k)
-      .def_rw("misaligned_mn", &Machine::misaligned_mn)
-      .def_rw("off_sectors_mn", &Machine::off_sectors_mn)
-      .def_rw("skinny_launch", &Machine::skinny_launch)
-      .def_rw("skinny_rate_sm", &Machine::skinny_rate_sm)
-      .def_rw("skinny_rate_16bit", &Machine::skinny_rate_16bit)
-      .def_rw("skinny_memory", &Machine::skinny_memory)
-      .def_rw("skinny_mma", &Machine::skinny_mma)
-      .def_rw("skinny_alone", &Machine::skinny_alone)
-      .def_rw("skinny_fix_up", &Machine::skinny_fix_up)
-      .def_rw("skinny_peer", &Machine::skinny_peer)
-      .def_rw("half_lines", &Machine::half_lines)
-      .def_rw("epilogue", &Machine::epilogue)
-      .def_rw("misaligned_d", &Machine::misaligned_d)
-      .def_rw("fused", &Machine::fused)
-      .def_rw("overlapped", &Machine::overlapped)
-      .def_rw("copy_rate", &Machine::copy_rate)
-      .def_rw("rearrange_rate", &Machine::rearrange_rate)
-      .def_rw("fix_up", &Machine::fix_up)
-      .def_rw("partial_rate_sm", &Machine::partial_rate_sm)
-      .def_rw("memset", &Machine::memset)
-      .def_rw("reduction", &Machine::reduction)
-      .def_rw("reduction_sharing", &Machine::reduction_sharing)
-      .def_rw("reduction_rate", &Machine::reduction_rate);
+  nb::dict gpu, host;
+#define JAX_STREAMK_GPU(name, meaning) gpu[#name] = meaning;
+#define JAX_STREAMK_HOST(name, meaning) host[#name] = meaning;
+  JAX_STREAMK_GPU_CONSTANTS(JAX_STREAMK_GPU)
+  JAX_STREAMK_HOST_CONSTANTS(JAX_STREAMK_HOST)
+#undef JAX_STREAMK_GPU
+#undef JAX_STREAMK_HOST
+  m.attr("GPU_CONSTANTS") = gpu;  // what each means, by name
+  m.attr("HOST_CONSTANTS") = host;
+#define JAX_STREAMK_BIND(name, meaning) .def_rw(#name, &Machine::name, meaning)
+  nb::class_<Machine>(m, "Machine", "The constants of the cost model; see jax_streamk.machines.")
+      .def("__init__", [](Machine* self) { new (self) Machine{}; }) JAX_STREAMK_GPU_CONSTANTS(JAX_STREAMK_BIND)
+          JAX_STREAMK_HOST_CONSTANTS(JAX_STREAMK_BIND)
+      .def_rw("l2_bytes", &Machine::l2_bytes, "of the topology");
+#undef JAX_STREAMK_BIND
 
   nb::class_<Wave>(m, "Wave",
                    "Rows of A and columns of B that one wave needs: of all GPCs added up, and of the whole wave.")
@@ -314,7 +274,7 @@ void bind_planner(nb::module_& m) {
       },
       "order"_a, "clusters"_a, "idle"_a, "ctas"_a,
       "The number, in a ClusterOrder, of each cluster of so many CTAs but the first ones, which are idle.");
-  m.def("first_wave", &first_wave, "kernel"_a, "problem"_a, "schedule"_a, "order"_a, "device"_a,
+  m.def("first_wave", &wave_of, "kernel"_a, "problem"_a, "schedule"_a, "order"_a, "device"_a,
         "The Wave that a CUDA kernel starts with.");
 
   nb::class_<Batch>(m, "Batch",

@@ -10,7 +10,7 @@ import jax
 
 from jax_streamk import _ffi, compat
 from jax_streamk.checks import check_static, integer
-from jax_streamk.cost_model import under_way
+from jax_streamk.machines import under_way
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ import itertools
 from jax_streamk import _ffi, cost_model, described, left_to_xla, schedules, text
 from jax_streamk.device import Device
 from jax_streamk.launch_policy import LaunchPolicy
+from jax_streamk.machines import machine_of
 from jax_streamk.problem import GemmProblem
 from jax_streamk.tuning import tuned
 
@@ -195,9 +196,7 @@ def choose(problem, wanted, device, **listed):
     """The ``_ffi.Choice`` for a native schedule, or for None among all that are deterministic."""
     key = (problem.type_a, problem.type_b, problem.math, problem.major_a, problem.major_b)
     kernels = _registry(device.platform)[1].get(key) or _ffi.Kernels([])
-    return _ffi.choose(
-        kernels, problem.native(), wanted, device.native(), cost_model.machine_of(device).native, **listed
-    )
+    return _ffi.choose(kernels, problem.native(), wanted, device.native(), machine_of(device).native, **listed)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -228,7 +227,7 @@ def plan_with(problem, schedule, device, found):
         beside = f"XLA's product took {found.xla_ratio:.2f} of its time" if known else "XLA's product was not measured"
         kernel, native, policy, microseconds = found.kernel, found.native(), found.policy, found.microseconds
         workspace_bytes = _ffi.workspace_bytes(kernel, problem.native(), native, device.native())
-        machine = cost_model.machine_of(device).native
+        machine = machine_of(device).native
         cost = _ffi.estimate(kernels[kernel], problem.native(), native, device.native(), machine)
         planned = f"{text.duration(found.planned_microseconds)} of the planner's choice then"
         reasons = [f"{text.duration(microseconds)} measured by tuning on {found.date[:10]}, {planned}", beside, without]

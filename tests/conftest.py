@@ -6,9 +6,9 @@ import tempfile
 import jax
 import pytest
 
-# Neither these tests nor the processes they start see the plans that the user has tuned.
+# Neither these tests nor the processes they start see the plans that the user has tuned, nor the machines.
 _cache = tempfile.TemporaryDirectory(prefix="jax_streamk_tests_")
-os.environ["XDG_CACHE_HOME"] = _cache.name
+os.environ["XDG_CACHE_HOME"] = os.environ["XDG_DATA_HOME"] = _cache.name
 
 # Several processes share a GPU: pytest-xdist's and those that tests start.
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"

@@ -24,9 +24,9 @@ from jax_streamk import (
     SplitK,
     StreamK,
     _ffi,
-    cost_model,
     custom_call,
     described,
+    machines,
     matmul,
     plan,
     planner,
@@ -203,11 +203,9 @@ def test_named_gpus():
     assert [(d.platform, d.arch, d.sms) for d in (jax_streamk.A100, jax_streamk.H100, jax_streamk.H200)] == [
         ("cuda", 80, 108), ("cuda", 90, 132), ("cuda", 90, 132)
     ]  # fmt: skip
-    assert [cost_model.machine_of(getattr(jax_streamk, name)) for name in ("A100", "H100", "H200")] == [
-        cost_model.A100,
-        cost_model.H100,
-        cost_model.H200,
-    ]
+    found = [machines.machine_of(getattr(jax_streamk, name)) for name in ("A100", "H100", "H200")]
+    assert [machine.name for machine in found] == ["generic", "h100", "h200"]
+    assert [machine.is_measured for machine in found] == [False, True, True]
     here = jax.devices()[0]
     if PLATFORM == "cuda" and any(name in here.device_kind for name in ("A100-SXM4-80GB", "H100 80GB HBM3", "H200")):
         assert device_of(here) in (jax_streamk.A100, jax_streamk.H100, jax_streamk.H200)
@@ -422,12 +420,12 @@ def test_the_parts_of_an_estimate_add_up_in_one_unit(device, schedule):
 
 @pytest.mark.parametrize("device", GPUS, ids=lambda device: device.kind)
 def test_what_memory_and_arithmetic_need_at_least(device):
-    machine = cost_model.machine_of(device)
+    machine = machines.machine_of(device)
     row, square = planned(1, 8192, 8192, device), planned(8192, 8192, 8192, device)
     assert (row.bound, square.bound) == ("memory", "arithmetic")
     assert (
         row.limit.amount == 2 * (8192 + 8192**2 + 8192)
-        and row.limit.microseconds == row.limit.amount / machine.memory_rate
+        and row.limit.microseconds == row.limit.amount / machine.dram_bytes_per_us
     )
     assert square.limit.amount == 2 * 8192**3
     # Twice as long for TF32 as for 16 bits, and thrice that for three of them, on Hopper; operands that a batch shares

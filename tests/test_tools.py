@@ -1,6 +1,9 @@
-"""``python -m jax_streamk``: tune and info."""
+"""``python -m jax_streamk``: tune, fit and info."""
 
 import csv
+import dataclasses
+import functools
+import itertools
 import json
 import math
 import os
@@ -15,14 +18,14 @@ import numpy as np
 import pytest
 
 import jax_streamk
-from jax_streamk import _ffi, described, plan, planner
+from jax_streamk import _ffi, described, machines, plan, planner
 from jax_streamk.__main__ import main
 from jax_streamk.device import device_of
 from jax_streamk.launch_policy import LaunchPolicy
 from jax_streamk.text import duration
 from jax_streamk.tools import info, results
 from jax_streamk.tools.shapes import Shape
-from jax_streamk.tuning import contest, measure, tune, tuned
+from jax_streamk.tuning import contest, fit, measure, plans, tune, tuned
 from jax_streamk.tuning.tuned import Candidate, Store, Tuned
 
 HEADER = "m,n,k,batch,trans_a,trans_b,source"
@@ -277,53 +280,116 @@ def test_a_reader_may_leave(arguments, tmp_path):
     assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
 
 
-@pytest.mark.parametrize("kind", [("bf16", "rr"), ("f32", "cr"), ("f64", "rc")], ids="_".join)
-def test_measured_plans_are_what_the_cost_model_is_fitted_to(tmp_path, monkeypatch, kind):
-    benchmarks = pathlib.Path(__file__).parents[1] / "benchmarks"
-    monkeypatch.syspath_prepend(benchmarks)
-    import measure_plans
+@pytest.fixture
+def fitted(tmp_path, monkeypatch):
+    """A machine with some constants moved, and a table of what plans take by its estimates."""
+    device = jax_streamk.H100
+    start = machines.derived(device)
+    moved = {"wgmma_flops_per_us_sm": 0.8, "gpc_bytes_per_us": 1.3, "launch_us": 1.3, "dram_bytes_per_us": 0.8}
+    truth = start.replace(**{name: getattr(start, name) * factor for name, factor in moved.items()})
+    rows, kernels = [], {kernel.name: kernel for kernel in described.cuda_kernels()}
+    for m, n, k in itertools.product((32, 256, 1024, 4096), (1024, 6144), (512, 4096)):
+        problem = plans.problems()[0]
+        problem = dataclasses.replace(problem, m=m, n=n, k=k, lda=k, ldb=n, ldd=n)
+        for x in planner.choose(problem, None, device, listed=100).candidates:
+            plan = Candidate.of(x.kernel, x.schedule, LaunchPolicy.of(x.policy))
+            parts = kernels[x.kernel], problem.native(), x.schedule, device.native(), truth.native
+            rows.append(plans.record(problem, plan, _ffi.estimate(*parts).microseconds))
+    with (tmp_path / "table.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, fit.COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+    return device, start, truth, moved, tmp_path / "table.csv"
 
-    monkeypatch.setitem(measure.ROTATED_BYTES, device_of(None).platform, 1e5)
-    out = tmp_path / "out.csv"
-    of = ["--type", kind[0], "--majors", kind[1]]
-    monkeypatch.setattr(
-        sys, "argv", ["measure_plans.py", write(tmp_path / "s.csv", "64,64,256", header="m,n,k"), str(out), *of]
-    )
-    measure_plans.main()
-    rows = list(csv.DictReader(out.open()))
-    assert list(rows[0]) == "majors m n k kernel schedule splits reduction raster swizzle us".split()
-    assert {"data_parallel", "split_k"} <= {row["schedule"] for row in rows} and {row["raster"] for row in rows} == {
-        "m",
-        "n",
-    }
-    assert all(row["majors"] == kind[1] and f"_{kind[0]}_" in row["kernel"] for row in rows)
-    assert all(float(row["us"]) > 0 for row in rows)
+
+def test_fit_finds_the_constants_that_a_table_was_made_with(tmp_path, fitted, capsys):
+    device, start, truth, moved, table = fitted
+    out = tmp_path / "gpu.json"
+    assert not main(["fit", "--from", str(table), "--device", "H100", "--out", str(out)])
+    found = machines.parse("gpu", out.read_text())
+    assert (found.kinds, found.arch, found.topology.sms) == ((device.kind,), 90, 132)
+    assert found.date and found.command == "python -m jax_streamk fit --from table.csv --device H100"
+    for name in moved:
+        before, after = (abs(math.log(getattr(x, name) / getattr(truth, name))) for x in (start, found))
+        assert after < 0.8 * before, name
+    *_, fitted, stored = capsys.readouterr().out.splitlines()
+    regrets = re.fullmatch(r"regret fitted: ([\d.]+) on shapes that are held out, ([\d.]+) on the others", fitted)
+    assert all(1 <= float(x) < 1.01 for x in regrets.groups()) and stored == f"stored in {out}"
 
 
-def test_first_plans_are_measured_alone_beside_xlas_product(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[1] / "benchmarks")
-    import fit_cost_model
-    import measure_plans
+def test_plans_look_for_what_was_fitted_here(tmp_path, monkeypatch):
+    monkeypatch.setattr(machines, "user_directory", lambda: tmp_path)
+    device = dataclasses.replace(jax_streamk.H100, kind="a GPU of ours", sms=114)
+    machine = dataclasses.replace(machines.derived(device), kinds=(device.kind,), date="2026-01-01")
+    (tmp_path / "ours.json").write_text(machine.text())
+    for cached in (machines.measured, machines.machine_of):
+        monkeypatch.setattr(machines, cached.__name__, functools.cache(cached.__wrapped__))
+    assert machines.is_measured(device) and machines.machine_of(device).name == "ours"
+    assert not machines.is_measured(dataclasses.replace(device, sms=100))
 
-    out = tmp_path / "out.csv"
-    monkeypatch.setattr(
-        sys, "argv", ["measure_plans.py", write(tmp_path / "s.csv", "64,64,256", header="m,n,k"), str(out), "--alone"]
-    )
-    monkeypatch.setattr(measure_plans, "FIRST", 2)
+
+def test_fit_measures_on_a_gpu_only(tmp_path):
     if device_of(None).platform == "cpu":
-        with pytest.raises(RuntimeError, match="the profile has no kernel of a GPU"):
-            measure_plans.main()
-        times = [3.0, 2.0, 1.0]
-        times = iter(times + times[::-1])
-        monkeypatch.setattr(measure_plans.timing, "device_samples", lambda _: ([next(times)] * 3, []))
-        monkeypatch.setattr(measure_plans, "LIKELY", math.inf)
-    measure_plans.main()
-    rows = list(csv.DictReader(out.open()))
-    assert [row["kernel"] for row in rows[:1]] == ["XLA"] and all(float(row["us"]) > 0 for row in rows)
-    if device_of(None).platform == "cpu":
-        assert [row["us"] for row in rows] == ["3.00", "2.00", "1.00"]
-    else:
-        assert len(fit_cost_model.ours_of(rows, "bf16", "rr")) == len(rows) - 1
+        with pytest.raises(SystemExit, match="fit: fits the constants of GPUs, .*--from"):
+            main(["fit", "--out", str(tmp_path / "gpu.json")])
+    with pytest.raises(SystemExit, match="fit: .*nowhere.csv"):
+        main(["fit", "--from", str(tmp_path / "nowhere.csv"), "--device", "H200", "--out", str(tmp_path / "x.json")])
+    (tmp_path / "other.csv").write_text("m,n\n1,2\n")
+    with pytest.raises(SystemExit, match="other.csv has no column k"):
+        main(["fit", "--from", str(tmp_path / "other.csv"), "--device", "H200", "--out", str(tmp_path / "x.json")])
+
+
+def test_fit_goes_on_with_the_plans_measured_before(tmp_path, monkeypatch):
+    """Every problem of the fixed set is measured once, and what fails does not end it."""
+    device, asked = jax_streamk.H200, []
+
+    def measured(problem, memory):
+        asked.append(problem)
+        if len(asked) == 3:
+            raise RuntimeError("no memory is left")
+        found = planner.choose(problem, None, device, listed=3).candidates
+        return [
+            plans.record(problem, Candidate.of(x.kernel, x.schedule, LaunchPolicy.of(x.policy)), x.cost.microseconds)
+            for x in found
+        ]
+
+    monkeypatch.setattr("jax_streamk.tools.fit.device_of", lambda _: device)
+    monkeypatch.setattr("jax_streamk.tools.fit.Memory", lambda _: None)
+    monkeypatch.setattr("jax_streamk.tools.fit.lowering.check_build", lambda _: None)
+    monkeypatch.setattr("jax_streamk.tools.fit._STEPS", 1)
+    monkeypatch.setattr(plans, "problems", lambda: all_problems[:8])
+    monkeypatch.setattr(plans, "measured", measured)
+    out = tmp_path / "gpu.json"
+    assert not main(["fit", "--out", str(out), "--minutes", "0.2"])
+    assert len(asked) == 8 and machines.parse("gpu", out.read_text()).is_measured
+    assert not main(["fit", "--out", str(out), "--resume"])
+    assert len(asked) == 9 and asked[8] == asked[2]
+
+
+all_problems = plans.problems()
+
+
+def test_names_of_kernels_tell_what_the_cost_model_reads():
+    for kernel in described.cuda_kernels():
+        told = fit.kernel_of(kernel.name)
+        for name in ("family", "type_a", "type_d", "math", "major_a", "major_b", "tile_m", "tile_n", "tile_k"):
+            assert getattr(told, name) == getattr(kernel, name), kernel.name
+        for name in ("cluster_m", "cluster_n", "align_a", "align_b", "swap_ab"):
+            assert getattr(told, name) == getattr(kernel, name), kernel.name
+        assert kernel.family != _ffi.Family.sm90 or told.warp_schedule == kernel.warp_schedule
+    with pytest.raises(ValueError, match="'XLA' is not the name of a CUDA kernel"):
+        fit.kernel_of("XLA")
+
+
+def test_measured_plans_are_records_of_a_table(monkeypatch):
+    device = device_of(None)
+    monkeypatch.setitem(measure.ROTATED_BYTES, device.platform, 1e5)
+    problem = next(x for x in all_problems if x.type_a == _ffi.Type.bf16)
+    problem = dataclasses.replace(problem, m=64, n=64, k=256, lda=256, ldb=64, ldd=64)
+    rows = plans.measured(problem, measure.Memory(device))
+    assert set(fit.COLUMNS) == set(rows[0]) and len(rows) > 1
+    assert all(float(row["us"]) > 0 and row["majors"] == "rr" and row["m"] == 64 for row in rows)
+    assert {plans.key_of(row) for row in rows} == {plans.key_of(plans.record_of(problem))}
 
 
 def test_info_describes_the_kernels_of_a_build_with_cuda(tmp_path, monkeypatch):

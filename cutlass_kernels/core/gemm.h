@@ -187,9 +187,9 @@ struct KernelInfo {
   int32_t promotion_k = 0;
 };
 
-// The most of K that tensor cores should sum for a float32 result: truncation loses about 1e-9 of a sum for each
-// product in it. TF32 operands are wrong by 2^-12 themselves.
-constexpr int32_t promotion_k_of(Format const& operand) { return operand == Type::kF32 ? 1024 : 128; }
+// What tensor cores sum in kernels that promote: truncation loses about 1e-9 of a sum for each product in it. TF32
+// operands are wrong by 2^-12 themselves.
+constexpr int32_t promotion_k_of(Format const& operand) { return operand == Type::kF32 ? 256 : 128; }
 
 // Addresses by role, null of what a call lacks.
 struct Buffers {

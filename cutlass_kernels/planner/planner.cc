@@ -50,8 +50,8 @@ int64_t longest_sum(GemmProblem const& p, Device const& device) {
   if (p.d.format != Type::kF32 || p.math == Math::kTF32x3 || device.arch == 0) return INT64_MAX;
   double const results = static_cast<double>(p.m) * p.n;
   if (p.batch * results >= kLargestTile * device.sms) return INT64_MAX;
-  bool const few = p.math != Math::kTF32 && (std::min(p.m, p.n) == 1 || results < kSmallResult);
-  return few ? 16 : promotion_k_of(p.a.format);
+  if (p.math == Math::kTF32) return 1024;
+  return std::min(p.m, p.n) == 1 || results < kSmallResult ? 16 : promotion_k_of(p.a.format);
 }
 
 // Whether tensor cores sum no more than that.

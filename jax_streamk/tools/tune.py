@@ -44,7 +44,7 @@ def run(arguments):
             store.check_writable(device)
     except OSError as error:
         raise SystemExit(f"tune: plans cannot be stored in {store.directory}: {error}") from None
-    console, progress = _progress()
+    console, progress = progress_of("tune")
     for product, why in left.items():
         console.print(f"{product}: {why}")
 
@@ -134,12 +134,17 @@ def _found(found):
     return f"{what} by {how}; {duration(found.planned_microseconds)} {planners}{beside}"
 
 
-def _progress():
+def progress_of(command):
+    """A console for what happens, and a progress bar, of rich.
+
+    Raises:
+      SystemExit: rich is not installed.
+    """
     try:
         from rich.console import Console
         from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
     except ImportError:
-        raise SystemExit("tune: rich is missing: pip install rich") from None
+        raise SystemExit(f"{command}: rich is missing: pip install rich") from None
     console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
     columns = (
         *Progress.get_default_columns()[:2],

@@ -1,0 +1,20 @@
+#include "cutlass_kernels/planner/kernel_traits.h"
+
+#include "cutlass_kernels/planner/clusters.h"
+
+namespace jax_streamk {
+
+KernelTraits KernelTraits::of(KernelInfo const& kernel) {
+  KernelTraits traits{MathUnit::kMma, LoadPath::kVectors};
+  if (kernel.family == Family::kSm90) traits = {MathUnit::kWgmma, LoadPath::kTma};
+  if (kernel.family == Family::kSkinny) traits = {MathUnit::kMmaFewRows, LoadPath::kStreaming};
+  traits.ctas_per_sm = kernel.warp_schedule == "single" ? kSingles : 1;
+  traits.loads_run_ahead = traits.load_path != LoadPath::kVectors && kernel.a.format != Type::kF64;
+  traits.hides_epilogue = kernel.warp_schedule == "pingpong";
+  traits.fixes_up_in_cluster = kernel.family == Family::kSkinny;
+  traits.launches_slices_apart = kernel.family == Family::kSm80;
+  traits.shifted_b = kernel.family == Family::kSkinny && kernel.b.align < kernel.a.align;
+  return traits;
+}
+
+}  // namespace jax_streamk

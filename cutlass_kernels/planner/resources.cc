@@ -1,0 +1,237 @@
+#include "cutlass_kernels/planner/resources.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "cutlass_kernels/planner/clusters.h"
+
+namespace jax_streamk {
+namespace {
+
+// Bytes of L2's lines, of the sectors that DRAM gives, of the vectors that threads load at best.
+constexpr int32_t kLine = 128, kSector = 32, kVector = 16;
+// Tiles of fewer elements than this feed tensor cores less well.
+constexpr double kSquare = 128 * 128, kSquareOfF64 = 64 * 64;
+
+Tiling tiling_of(KernelInfo const& kernel, GemmProblem const& p) {
+  Tiling tiling{kernel.tile_m * kernel.cluster_m, kernel.tile_n * kernel.cluster_n, kernel.cluster_m, kernel.cluster_n};
+  if (kernel.swap_ab) std::swap(tiling.rows, tiling.columns), std::swap(tiling.ctas_m, tiling.ctas_n);
+  tiling.tiles_m = (p.m + tiling.rows - 1) / tiling.rows;
+  tiling.tiles_n = (p.n + tiling.columns - 1) / tiling.columns;
+  return tiling;
+}
+
+bool misses(TileOperand const& x, double element_bytes, int64_t bytes) {
+  return x.ld * static_cast<int64_t>(element_bytes) % bytes != 0;
+}
+
+// How many tiles ask each for a part of a line.
+double parts_of(TileOperand const& x, double element_bytes) {
+  return std::max(std::min<double>(x.extent, kLine / element_bytes) / x.tile, 1.0);
+}
+
+// Bytes that a row of A's tile, or a column of B's, asks for in a MAC iteration.
+double panel_of(Launch const& l, TileOperand const& x) {
+  double const size = l.element_bytes(), factor = l.machine.misaligned_load_factor;
+  // Shorter vectors are as many requests of 16 bytes.
+  double const panel = l.kernel.tile_k * size / std::min(l.kernel.a.align * size / kVector, 1.0);
+  double const more = misses(x, size, x.along_k ? kSector : kLine) ? factor - 1 : 0;
+  if (x.along_k || l.traits.load_path != LoadPath::kTma) return panel * (1 + more);
+  // TMA brings contiguous columns in boxes, each row of one at most a line; whole boxes and parts of lines cost as
+  // much.
+  double const bytes = x.tile * size, boxes = ceil_div(bytes, x.row);
+  return panel * parts_of(x, size) * boxes * (x.row + kLine * more) / bytes;
+}
+
+// Bytes of a tile's rows and columns. TMA takes as long for those of a box that are beyond the problem.
+double loaded_bytes(Launch const& l, Panels const& panels, double rows, double columns) {
+  return l.kernel.swap_ab ? columns * panels.a + rows * panels.b : rows * panels.a + columns * panels.b;
+}
+
+// How many CTAs ask for the same line at once, at a call's begin.
+double queue_of(Launch const& l) {
+  bool const by_tma = l.traits.load_path == LoadPath::kTma;
+  auto const short_rows = [&](TileOperand const& x) {  // of which a line holds several
+    if (!by_tma) return std::max(kLine / (x.ld * l.element_bytes()), 1.0);
+    return x.along_k ? 1.0 : std::max(static_cast<double>(x.tile) / x.extent, parts_of(x, l.element_bytes()));
+  };
+  return std::min(l.grid.workers / l.grid.wave_tiles, 1.0) *
+         std::max(l.tiling.tiles_n * short_rows(l.a), l.tiling.tiles_m * short_rows(l.b));
+}
+
+// Those of a CTA's tile come one after another where CTAs share an SM.
+double turns_of(Launch const& l) {
+  return std::clamp(std::ceil(l.grid.tiles / l.sms), 1.0, static_cast<double>(l.traits.ctas_per_sm));
+}
+
+double result_bytes(Launch const& l) {
+  GemmProblem const& p = l.problem;
+  return static_cast<double>(p.batch) * p.m * p.n * size_of(accumulator_of(p.a.format));
+}
+
+}  // namespace
+
+Launch::Launch(KernelInfo const& kernel, GemmProblem const& p, int32_t width, Machine const& machine)
+    : kernel(kernel),
+      traits(KernelTraits::of(kernel)),
+      problem(p),
+      machine(machine),
+      tiling(tiling_of(kernel, p)),
+      sms(width),
+      rows(kernel.swap_ab ? p.n : p.m),
+      columns(kernel.swap_ab ? p.m : p.n),
+      ctas(kernel.cluster_m * kernel.cluster_n),
+      repacked(repack_of(kernel, p)) {
+  grid.wave_tiles = static_cast<double>(tiling.tiles_m) * tiling.tiles_n;
+  grid.tiles = p.batch * grid.wave_tiles;
+  grid.k_tiles = ceil_div(repacked.problem.k, kernel.tile_k);
+  grid.workers = active_clusters(width * traits.ctas_per_sm, ctas);
+  int32_t const size = static_cast<int32_t>(size_of(p.a.format));
+  auto const operand = [&](int64_t ld, bool along_k, int64_t extent, bool is_b) {
+    int32_t const tile = is_b ? kernel.tile_n : kernel.tile_m;
+    return TileOperand{ld, along_k, extent, tile, std::gcd((is_b ? columns_by_tma(tile) : tile) * size, kLine)};
+  };
+  a = operand(repacked.problem.a.ld, kernel.a.major == Major::kRow, p.m, kernel.swap_ab);
+  b = operand(repacked.problem.b.ld, kernel.b.major == Major::kColumn, p.n, !kernel.swap_ab);
+}
+
+Panels panels_of(Launch const& l) {
+  double const size = l.element_bytes();
+  return {panel_of(l, l.a), panel_of(l, l.b), misses(l.a, size, kLine) || misses(l.b, size, kLine)};
+}
+
+double tensor_core_us(Launch const& l) {
+  Machine const& machine = l.machine;
+  Type const type = l.problem.a.format.type;
+  double const flops = 2 * l.area() * l.kernel.tile_k;
+  // TF32 multiplies at half the rate, three of them at a sixth.
+  double const steps = type != Type::kF32 ? 1 : l.problem.math == Math::kTF32x3 ? 6 : 2;
+  double us;
+  if (l.traits.math_unit == MathUnit::kWgmma) {
+    double const lost = 2 * l.kernel.tile_m * machine.wgmma_lost_columns * l.kernel.tile_k;
+    double const twice = type == Type::kF32 ? 2 : 1;  // rates count TF32 so; three of it are three times the iterations
+    us = twice * (flops + lost) / (twice > 1 ? machine.tf32_wgmma_flops_per_us_sm : machine.wgmma_flops_per_us_sm);
+  } else if (type == Type::kF64) {
+    us = flops / (machine.mma_f64_flops_per_us_sm * std::sqrt(std::min(l.area() / kSquareOfF64, 1.0)));
+  } else if (l.traits.math_unit == MathUnit::kMmaFewRows) {
+    us = steps * flops / machine.few_rows_flops_per_us_sm;
+  } else {
+    us = steps * flops / (machine.mma_flops_per_us_sm * std::sqrt(std::min(l.area() / kSquare, 1.0)));
+  }
+  return us * turns_of(l);
+}
+
+double sustained_us(Launch const& l) {
+  if (l.traits.math_unit != MathUnit::kWgmma) return 0;
+  double const twice = l.problem.a.format == Type::kF32 ? 2 : 1;
+  return twice * 2 * l.area() * l.kernel.tile_k * l.ctas / l.machine.wgmma_flops_per_us;
+}
+
+double shared_memory_us(Launch const& l, Panels const& panels) {
+  Machine const& machine = l.machine;
+  bool const by_tma = l.traits.load_path == LoadPath::kTma;
+  auto const loaded = [&](TileOperand const& x, double tile, double extent) {
+    return by_tma && !x.along_k ? tile : std::min(tile, extent);
+  };
+  double const bytes = loaded_bytes(l, panels, loaded(l.own_a(), l.kernel.tile_m, l.rows),
+                                    loaded(l.own_b(), l.kernel.tile_n, l.columns));
+  if (l.traits.load_path == LoadPath::kStreaming) {
+    // Warps that stream past a B contiguous along K ask for half lines.
+    double const requests = l.problem.b.major == Major::kColumn ? 2 : 1;
+    bool const is_16bit = l.element_bytes() == 2;
+    return requests * bytes / (is_16bit ? machine.few_rows_bytes_per_us_sm : machine.load_bytes_per_us_sm);
+  }
+  double const wait = by_tma && l.ctas > 1 ? machine.cluster_wait_us * l.kernel.tile_k / 64 : 0;
+  return (bytes / machine.load_bytes_per_us_sm + wait) * l.traits.ctas_per_sm;
+}
+
+double waiting_us(Launch const& l) {
+  double const size = l.element_bytes(), vector = l.kernel.a.align * size;
+  if (l.traits.load_path == LoadPath::kStreaming)
+    return l.machine.few_rows_iteration_us * l.kernel.tile_m / 64 * size / 2;
+  return vector < kVector ? l.machine.short_vector_us * std::sqrt(8 / vector) * l.kernel.tile_k / 32 : 0;
+}
+
+double l2_bytes(Launch const& l, Panels const& panels) {
+  double const rows = std::min<double>(l.kernel.tile_m, l.rows), columns = std::min<double>(l.kernel.tile_n, l.columns);
+  return loaded_bytes(l, panels, rows / l.kernel.cluster_n, columns / l.kernel.cluster_m) * l.ctas;
+}
+
+double dram_us(Launch const& l) {
+  GemmProblem const& p = l.problem;
+  Machine const& machine = l.machine;
+  auto const batches = [&](int64_t stride) { return static_cast<double>(stride != 0 ? p.batch : 1); };
+  double const m = p.m, n = p.n, k = p.k, d = static_cast<double>(p.batch) * m * n;
+  double const bias = p.epilogue.has_bias ? n * batches(p.epilogue.batch_stride_bias) : 0;
+  double const read = m * k * batches(p.a.batch_stride) * size_of(p.a.format) +
+                      k * n * batches(p.b.batch_stride) * size_of(p.b.format) +
+                      ((p.epilogue.has_residual ? d : 0) + bias) * size_of(p.d.format);
+  double us = (read + d * size_of(p.d.format)) / machine.dram_bytes_per_us;
+  if (l.traits.load_path == LoadPath::kTma) {
+    // TMA takes its time for rows that a tile of A has beyond the problem; a cluster shares them.
+    double const beyond = std::max((l.kernel.swap_ab ? l.kernel.tile_n : l.kernel.tile_m) - m, 0.0);
+    us *= 1 + machine.dram_beyond_share * beyond / 64 / (l.kernel.swap_ab ? l.kernel.cluster_m : l.kernel.cluster_n);
+    // CTAs of a cluster wait for one another to load, but store D when they are done.
+    double const stored = d * size_of(p.d.format) / machine.dram_bytes_per_us;
+    us += machine.dram_cluster_share * (l.ctas - 1) * std::max(us - stored, 0.0);
+  }
+  // A tile's columns of a row that starts anywhere lie in one sector more.
+  return l.traits.shifted_b ? us * (1 + kSector / l.element_bytes() / l.kernel.tile_m) : us;
+}
+
+double dram_again_us(Launch const& l) {
+  if (l.traits.load_path != LoadPath::kTma) return 0;
+  double const m = l.problem.m, n = l.problem.n;
+  double const k_bytes = static_cast<double>(l.problem.batch) * l.repacked.problem.k * l.element_bytes();
+  double const once = (m + n) * k_bytes, more = ((l.tiling.tiles_n - 1.0) * m + (l.tiling.tiles_m - 1.0) * n) * k_bytes;
+  // None of what L2 holds, all of what is twice as large.
+  return more * std::clamp(once / l.machine.l2_bytes - 1, 0.0, 1.0) / l.machine.dram_bytes_per_us;
+}
+
+double dram_draw_us(Launch const& l) {
+  double const rate = l.machine.dram_bytes_per_us_sm * l.ctas / l.traits.ctas_per_sm;
+  return l.machine.dram_bytes_per_us / rate;
+}
+
+double launch_us(Launch const& l) {
+  // The more of B is multicast, the later the first stage is complete. Of A that costs nothing, as measured.
+  double const multicast = l.kernel.cluster_m > 1 ? l.kernel.tile_n / 128.0 : 0;
+  return l.machine.launch_us + l.machine.multicast_launch_us * multicast + l.machine.first_line_us * queue_of(l);
+}
+
+double repack_us(Launch const& l) {
+  // Read and written.
+  return 2 * l.repacked.bytes() / l.machine.dram_bytes_per_us + l.machine.relaunch_us * l.repacked.launches;
+}
+
+double epilogue_us(Launch const& l) {
+  double us = l.machine.epilogue_us * l.area() / kSquare * turns_of(l);
+  // Rows of D are stored in boxes of 64 columns that overlap, if no 32 divide those of the tile (sm90/kernel.cuh).
+  bool const overlap = l.traits.load_path == LoadPath::kTma && !l.kernel.swap_ab && l.kernel.tile_n > 64;
+  if (overlap && l.kernel.tile_n % 32 != 0 && size_of(l.kernel.d.format) == 2)
+    us *= ceil_div(l.kernel.tile_n, 64) * 64 / l.kernel.tile_n;
+  return l.traits.shifted_b ? us * l.machine.shifted_epilogue_factor : us;
+}
+
+double fused_us(Launch const& l) {
+  return l.problem.epilogue.is_plain() ? 0 : l.machine.fused_us * l.area() / kSquare * turns_of(l);
+}
+
+double partial_us(Launch const& l) {
+  return l.area() * size_of(accumulator_of(l.problem.a.format)) / l.machine.partial_bytes_per_us_sm;
+}
+
+double fix_up_us(Launch const& l, double tiles, double peers) {
+  if (peers <= 1) return 0;
+  if (l.traits.fixes_up_in_cluster) {
+    double const sixteens = l.kernel.tile_n * size_of(accumulator_of(l.problem.a.format)) / 64.0;
+    return l.machine.cluster_peer_us * peers * sixteens;
+  }
+  return tiles * (l.machine.fix_up_us + (1 + peers) * partial_us(l));
+}
+
+double reduction_us(Launch const& l, double slices) {
+  return l.machine.reduction_us + slices * result_bytes(l) / l.machine.dram_bytes_per_us;
+}
+
+}  // namespace jax_streamk

@@ -1,0 +1,123 @@
+#include "cutlass_kernels/planner/wave.h"
+
+#include <algorithm>
+
+#include "cutlass_kernels/planner/share.h"
+
+namespace jax_streamk {
+namespace {
+
+// CTAs of neighbouring workers sit on one GPC, and what they load together L2 serves once, unless it is multicast. Of
+// CTAs without clusters two such groups stand for all; of slices, sixes and dozens of the first two dozen.
+constexpr int32_t kNeighbours = 16, kStarts[] = {0, 40}, kNear[] = {6, 12}, kCounted = 24;
+
+// Lines of tiles, along the raster and across it, among consecutive ones of a batch (TileOrder in decomposition.h).
+class Lines {
+ public:
+  struct Count {
+    int32_t along, across;
+  };
+
+  // `slow` lines along the raster, of `fast` tiles each.
+  Lines(int32_t fast, int32_t slow, int32_t swizzle)
+      : fast_(std::max(fast, 1)),
+        swizzle_(std::clamp(swizzle, 1, std::max(slow, 1))),
+        panel_(static_cast<int32_t>(std::min(int64_t{fast_} * swizzle_, int64_t{1} << 30))),
+        whole_(slow / swizzle_),
+        last_width_(slow % swizzle_),
+        by_panel_(panel_),
+        by_width_(swizzle_) {
+    if (last_width_ > 0) by_last_width_ = Divisor(last_width_);
+  }
+
+  // How many there are among tiles [begin, end).
+  Count among(int32_t begin, int32_t end) const {
+    int32_t const first = by_panel_.divide(begin), last = by_panel_.divide(end - 1);
+    int32_t const from = begin - first * panel_, to = end - 1 - last * panel_;
+    bool const whole = last < whole_;
+    int32_t const width = whole ? swizzle_ : last_width_;
+    Divisor const& by_width = whole ? by_width_ : by_last_width_;
+    if (first == last) return {std::min(end - begin, width), by_width.divide(to) - by_width.divide(from) + 1};
+    // They leave a panel at its end, and enter the next at its begin.
+    int32_t const along = std::min(panel_ - from, swizzle_) + (last - first - 1) * swizzle_ + std::min(to + 1, width);
+    int32_t const across = last - first > 1 ? fast_ : fast_ - by_width_.divide(from) + by_width.divide(to) + 1;
+    return {along, std::min(across, fast_)};
+  }
+
+ private:
+  int32_t fast_, swizzle_;
+  int32_t panel_, whole_, last_width_;  // tiles of a panel, panels that are whole, width of one that is not
+  Divisor by_panel_, by_width_, by_last_width_;
+};
+
+// Counts the different tiles along m and n in runs of consecutive workers, each run by itself.
+class Runs {
+ public:
+  Runs(Lines const& lines, bool along_m) : lines_(lines), along_m_(along_m) {}
+
+  void add(int32_t begin, int32_t end) {
+    auto const [along, across] = lines_.among(begin, end);
+    tiles_ += end - begin;
+    of_m_ += along_m_ ? across : along;
+    of_n_ += along_m_ ? along : across;
+  }
+
+  // Rows and columns of tiles for each tile of a run: 1 where none shares any.
+  double rows() const { return of_m_ / tiles_; }
+  double columns() const { return of_n_ / tiles_; }
+
+ private:
+  Lines const& lines_;
+  bool along_m_;
+  double tiles_ = 0, of_m_ = 0, of_n_ = 0;
+};
+
+// What the GPCs share.
+Runs runs_of_gpcs(Lines const& lines, bool along_m, int32_t ctas, int32_t last) {
+  Runs runs(lines, along_m);
+  if (ctas == 1) {
+    for (int32_t const start : kStarts) {
+      int32_t const begin = last > start ? start : 0;
+      runs.add(begin, std::min(last, begin + kNeighbours));
+    }
+    return runs;
+  }
+  // A GPC's run begins in the middle of these as often as not.
+  int32_t const run = kNeighbours / ctas;
+  for (int32_t begin = 0; begin < last; begin += std::max(run / 2, 1)) runs.add(begin, std::min(last, begin + run));
+  return runs;
+}
+
+}  // namespace
+
+Wave first_wave(Tiling const& tiling, int64_t m, int64_t n, double workers, bool sliced, Raster raster,
+                int32_t swizzle) {
+  bool const along_m = raster == Raster::kAlongM;
+  int32_t const fast = along_m ? tiling.tiles_m : tiling.tiles_n, slow = along_m ? tiling.tiles_n : tiling.tiles_m;
+  swizzle = std::min(swizzle, slow);
+  Lines const lines(fast, slow, swizzle);
+  double const rows = std::min(tiling.rows, m), columns = std::min(tiling.columns, n);
+  int32_t const ctas = static_cast<int32_t>(tiling.ctas_m * tiling.ctas_n), last = static_cast<int32_t>(workers);
+  Runs const gpcs = runs_of_gpcs(lines, along_m, ctas, last);
+  Wave wave;
+  // A is multicast along n, B along m.
+  wave.rows = workers * rows * (tiling.ctas_n > 1 ? 1 : gpcs.rows());
+  wave.columns = workers * columns * (tiling.ctas_m > 1 ? 1 : gpcs.columns());
+  wave.near = wave.rows + wave.columns;
+  if (ctas == 1 && sliced) {
+    wave.near = 0;
+    int32_t const nearest = std::min(last, kCounted);
+    for (int32_t const near : kNear) {
+      Runs runs(lines, along_m);
+      for (int32_t begin = 0; begin < nearest; begin += near) runs.add(begin, std::min(nearest, begin + near));
+      wave.near += workers * (rows * runs.rows() + columns * runs.columns()) / 2;
+    }
+  }
+  double const panels = ceil_div(workers, static_cast<double>(fast) * swizzle);
+  double const down = panels == 1 ? ceil_div(workers, swizzle) : fast;
+  double const across = std::min<double>(panels * swizzle, slow);
+  wave.footprint = (along_m ? down : across) * rows + (along_m ? across : down) * columns;
+  return wave;
+}
+
+}  // namespace jax_streamk

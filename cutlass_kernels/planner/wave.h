@@ -1,0 +1,34 @@
+// Which tiles run together, and what they need of the operands: orders of tiles are ranked by it.
+#pragma once
+
+#include "cutlass_kernels/core/decomposition.h"
+
+namespace jax_streamk {
+
+// Rows of A and columns of B that one wave of whole tiles needs at once.
+struct Wave {
+  double rows = 0, columns = 0;  // of all GPCs added up, whose clusters share what their CTAs load by themselves
+  double footprint = 0;          // rows and columns of the whole wave, which shares them in L2
+  double near = 0;               // of all groups of near neighbours added up, by which orders are ranked
+};
+
+// An order of tiles, and the wave it starts with.
+struct Order {
+  Raster raster = Raster::kAlongM;
+  int32_t swizzle = 1;
+  Wave wave;
+};
+
+// The output tiles of one batch, those of a cluster of CTAs being one: their extents along m and n, the CTAs of one,
+// and how many there are.
+struct Tiling {
+  int64_t rows = 0, columns = 0;
+  int64_t ctas_m = 1, ctas_n = 1;
+  int64_t tiles_m = 0, tiles_n = 0;
+};
+
+// The wave that `workers` clusters start with, of tiles of a problem m x n. Where K is `sliced`, near neighbours are
+// fewer: slices of few tiles come in the same order one after another.
+Wave first_wave(Tiling const&, int64_t m, int64_t n, double workers, bool sliced, Raster, int32_t swizzle);
+
+}  // namespace jax_streamk

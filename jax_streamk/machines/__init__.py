@@ -1,0 +1,193 @@
+"""What each GPU can do: the constants of the cost model, a JSON file for each kind that was measured.
+
+``python -m jax_streamk fit`` writes such a file. What the constants mean is in cutlass_kernels/planner/machine.h,
+and in ``_ffi.GPU_CONSTANTS`` and ``_ffi.HOST_CONSTANTS``.
+"""
+
+import dataclasses
+import functools
+import importlib.resources
+import json
+import pathlib
+import warnings
+
+import platformdirs
+
+from jax_streamk import _ffi
+
+_PLAIN = "generic.json"  # of no GPU in particular: what other machines are derived from, and fits begin with
+_HOST = "cpu.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """What a GPU consists of: SMs, GPCs, bytes of its L2 and of one SM's shared memory."""
+
+    sms: int
+    gpcs: int
+    l2_bytes: int
+    shared_memory_per_sm_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """A kind of GPU, or CPUs, and its constants.
+
+    Attributes:
+      name: of the file; "generic" where it was derived.
+      kinds: parts of the names by which JAX reports such devices.
+      arch: 10 * major + minor of the compute capability; 0 of CPUs.
+      topology: None of CPUs.
+      constants: (name, value) pairs of ``_ffi.GPU_CONSTANTS`` or ``_ffi.HOST_CONSTANTS``; each is an attribute, too.
+      date: of the measurement; empty where it was derived.
+      command: that measured it.
+    """
+
+    name: str
+    kinds: tuple[str, ...]
+    arch: int
+    topology: Topology | None
+    constants: tuple[tuple[str, float], ...]
+    date: str = ""
+    command: str = ""
+
+    def __getattr__(self, name):
+        for known, value in self.__dict__.get("constants", ()):
+            if known == name:
+                return value
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    @functools.cached_property
+    def native(self):
+        native = _ffi.Machine()
+        for name, value in self.constants:
+            setattr(native, name, value)
+        native.l2_bytes = self.topology.l2_bytes if self.topology else 0
+        return native
+
+    @property
+    def is_measured(self):
+        return bool(self.date)
+
+    def replace(self, **constants):
+        """The same with other values of some constants."""
+        unknown = constants.keys() - dict(self.constants).keys()
+        if unknown:
+            raise ValueError(f"{self.name} has no constant {min(unknown)!r}")
+        return dataclasses.replace(self, constants=tuple((dict(self.constants) | constants).items()))
+
+    def text(self):
+        """The JSON that ``parse`` reads; floats with four digits."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "name"}
+        fields["topology"] = self.topology and dataclasses.asdict(self.topology)
+        fields["constants"] = {name: float(f"{value:.4g}") for name, value in self.constants}
+        return json.dumps(fields, indent=2) + "\n"
+
+
+def parse(name, text):
+    """The ``Machine`` of a JSON file.
+
+    Raises:
+      ValueError: it is none, or lacks a constant or has another, or one is not positive.
+    """
+    try:
+        fields = json.loads(text)
+        known = _ffi.GPU_CONSTANTS if fields["topology"] else _ffi.HOST_CONSTANTS
+        if fields["constants"].keys() != known.keys():
+            differing = sorted(fields["constants"].keys() ^ known.keys())
+            raise ValueError(f"its constants differ from those of this version in {', '.join(differing)}")
+        constants = tuple((key, float(fields["constants"][key])) for key in known)
+        if wrong := [key for key, value in constants if not value > 0]:
+            raise ValueError(f"{wrong[0]} is not positive")
+        topology = fields["topology"] and Topology(**fields["topology"])
+        return Machine(
+            name, tuple(fields["kinds"]), fields["arch"], topology, constants, fields["date"], fields["command"]
+        )
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(f"machine file {name}: {type(error).__name__}: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"machine file {name}: {error}") from None
+
+
+def user_directory():
+    """Where ``fit`` stores machines, and plans look for them before those that are shipped."""
+    return pathlib.Path(platformdirs.user_data_dir("jax_streamk")) / "machines"
+
+
+@functools.cache
+def _shipped(file):
+    text = importlib.resources.files("jax_streamk").joinpath("machines", file).read_text()
+    return parse(file.removesuffix(".json"), text)
+
+
+@functools.cache
+def measured():
+    """Every ``Machine`` of a GPU that was measured: the user's, then those that are shipped."""
+    users = []
+    for path in sorted(user_directory().glob("*.json")):
+        try:
+            users.append(parse(path.stem, path.read_text()))
+        except (OSError, ValueError) as error:  # of another version, for one
+            remedy = "`python -m jax_streamk fit` makes it anew"
+            warnings.warn(f"jax_streamk leaves out {path}: {error}; {remedy}", stacklevel=2)
+    return (*users, *map(_shipped, ("h200.json", "h100.json")))
+
+
+def is_measured(device):
+    """Whether there is a file for this very kind of GPU, with as many SMs."""
+    return _measured_for(device) is not None
+
+
+def _measured_for(device):
+    for machine in measured():
+        same = machine.arch == device.arch and machine.topology.sms == device.sms
+        if same and any(kind in device.kind for kind in machine.kinds):
+            return machine
+    return None
+
+
+@functools.lru_cache(maxsize=256)
+def machine_of(device):
+    """The ``Machine`` of a ``Device``: measured, or else derived from its compute capability and number of SMs.
+
+    A Hopper GPU of no name is taken for an H200.
+    """
+    if device.platform == "cpu":
+        return _shipped(_HOST)
+    if (found := _measured_for(device)) is not None:
+        return found
+    return _shipped("h200.json") if (device.arch, device.sms, device.kind) == (90, 132, "") else derived(device)
+
+
+# Other compute capabilities than 9.0, as ratios to a Hopper SXM with as many SMs: of datasheets, but that loads without
+# TMA and from an older L2 are at a fifth and a third of the rate, and launches take twice as long, are estimates.
+_OLDER = dict(
+    launch_us=2, dram_bytes_per_us=0.45, dram_bytes_per_us_sm=0.45, gpc_bytes_per_us=0.33, load_bytes_per_us_sm=0.2,
+    few_rows_bytes_per_us_sm=0.75, mma_flops_per_us_sm=0.6, few_rows_flops_per_us_sm=0.6, mma_f64_flops_per_us_sm=0.4,
+    partial_bytes_per_us_sm=0.75,
+)  # fmt: skip
+
+
+def derived(device):
+    """The ``Machine`` of a GPU that nobody measured: round figures of a Hopper SXM, scaled.
+
+    Rates of the whole GPU (those that do not end in ``_sm``) and its L2 go with the number of SMs; ``_OLDER`` scales
+    those of other compute capabilities than 9.0.
+    """
+    plain = _shipped(_PLAIN)
+    share = device.sms / plain.topology.sms
+    ratios = {} if device.arch == plain.arch else _OLDER
+
+    def scaled(name, value):
+        return value * ratios.get(name, 1) * (share if name.endswith("_per_us") else 1)
+
+    constants = tuple((name, scaled(name, value)) for name, value in plain.constants)
+    topology = dataclasses.replace(plain.topology, sms=device.sms, l2_bytes=int(plain.topology.l2_bytes * share))
+    return dataclasses.replace(plain, arch=device.arch, topology=topology, constants=constants)
+
+
+def under_way(device):
+    """About how many bytes of an operand that streams past should be under way at once; 0: any number."""
+    if device.arch != 90:
+        return 0
+    return 9_300_000 if "H100" in device.kind or "H800" in device.kind else 11_200_000

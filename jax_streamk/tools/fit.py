@@ -1,0 +1,105 @@
+"""``python -m jax_streamk fit``: measures plans on this GPU and fits the constants that the planner estimates by."""
+
+import csv
+import datetime
+import pathlib
+import re
+import shlex
+import time
+
+import jax_streamk
+from jax_streamk import lowering, machines
+from jax_streamk.device import device_of
+from jax_streamk.tools.tune import progress_of
+from jax_streamk.tuning import fit, plans
+from jax_streamk.tuning.measure import Memory
+
+_STEPS = 25
+_NAMED = ("A100", "H100", "H200")
+
+
+def add_arguments(parser):
+    parser.add_argument(
+        "--out", metavar="FILE", type=pathlib.Path, help="of JSON (the user's data folder, where plans look for it)"
+    )
+    parser.add_argument("--minutes", type=float, default=20, help="begin to measure no shape after so long (20)")
+    parser.add_argument("--resume", action="store_true", help="go on with the plans measured for the same file")
+    parser.add_argument(
+        "--from", dest="tables", nargs="+", metavar="TABLE", help="fit to tables of measured plans; needs no GPU"
+    )
+    parser.add_argument("--device", choices=_NAMED, help="that tables are of (the GPU that is here)")
+
+
+def run(arguments):
+    try:
+        device = getattr(jax_streamk, arguments.device) if arguments.device else device_of(None)
+        if device.platform != "cuda":
+            raise ValueError(f"fits the constants of GPUs, and this is {device.kind or device.platform}: see --from")
+        out = arguments.out or machines.user_directory() / f"{_slug(device.kind)}.json"
+        out.parent.mkdir(parents=True, exist_ok=True)
+        console, progress = progress_of("fit")
+        start = machines.derived(device)
+        if arguments.tables:
+            records = [record for table in arguments.tables for record in fit.read(table)]
+        else:
+            lowering.check_build(device.platform)
+            records = _measured(device, out.with_suffix(".csv"), arguments, console, progress)
+        tables = fit.tables_of(records, start, device)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise SystemExit(f"fit: {error}") from None
+    if not tables:
+        raise SystemExit("fit: no plan was measured")
+
+    with progress:
+        task = progress.add_task("fitting", total=_STEPS)
+        found = fit.fit(tables, start, _STEPS, lambda step: progress.update(task, completed=step))
+    for machine, name in ((start, "before"), (found, "fitted")):
+        held_out, others = (fit.regret(tables, machine, which) for which in (True, False))
+        print(f"regret {name}: {held_out:.4f} on shapes that are held out, {others:.4f} on the others")
+    found = machines.Machine(
+        out.stem, (device.kind,), device.arch, found.topology, found.constants,
+        date=datetime.date.today().isoformat(), command=_command(arguments),
+    )  # fmt: skip
+    try:
+        out.write_text(found.text())
+    except OSError as error:
+        raise SystemExit(f"fit: {error}") from None
+    print(f"stored in {out}")
+    return 0
+
+
+def _measured(device, path, arguments, console, progress):
+    """Records of the fixed set of plans, which are written to a file as they come."""
+    before = fit.read(path) if arguments.resume and path.exists() else []
+    done = {plans.key_of(record) for record in before}
+    left = [problem for problem in plans.problems() if plans.key_of(plans.record_of(problem)) not in done]
+    memory, started, records = Memory(device), time.monotonic(), list(before)
+    with path.open("a" if before else "w", newline="") as file, progress:
+        writer = csv.DictWriter(file, fit.COLUMNS)
+        if not before:
+            writer.writeheader()
+        for problem in progress.track(left, description="measuring"):
+            if time.monotonic() - started > 60 * arguments.minutes:
+                console.print(f"not all shapes begun within {arguments.minutes:g} min; --resume goes on")
+                break
+            try:
+                found = plans.measured(problem, memory)
+            except Exception as error:  # lack of memory has many names
+                console.print(f"{problem}: failed: {type(error).__name__}: {error}")
+                continue
+            writer.writerows(found)
+            file.flush()
+            records += found
+    return [{name: str(value) for name, value in record.items()} for record in records]
+
+
+def _slug(kind):
+    return re.sub(r"\W+", "_", kind).strip("_").lower() or "gpu"
+
+
+def _command(arguments):
+    """As it was given, but for folders."""
+    tables = [pathlib.Path(table).name for table in arguments.tables or ()]
+    parts = ["fit", *(["--from", *tables] if tables else [])]
+    parts += ["--device", arguments.device] if arguments.device else []
+    return "python -m jax_streamk " + shlex.join(parts)

@@ -1,0 +1,229 @@
+"""Fits the constants of a ``Machine`` to measured plans, and says how well it then chooses."""
+
+import collections
+import csv
+import dataclasses
+import gzip
+import re
+import zlib
+
+import numpy as np
+
+from jax_streamk import _ffi
+
+COLUMNS = ("majors", "m", "n", "k", "kernel", "schedule", "splits", "reduction", "raster", "swizzle", "us")
+HELD_OUT = 3  # every third shape, by a hash of it
+_REACH = 3.0  # how far a constant may move from its start, as a factor
+_NOISE = 0.02  # in the logarithm of estimates, which makes choices among plans smooth
+_STAY = 0.002  # weight of the squared logarithm of how far a constant moved, beside the logarithm of the regret
+_TIME = 0.1  # ... and of the mean error of the logarithm of the estimate
+_LIKELY = 1.7  # times the least estimate of a shape by the start: what is above is not chosen by any fit
+_SHARES = ("drift_share",)  # at most 1
+
+_NAME = re.compile(
+    r"(?P<family>sm90|sm80|skinny)_(?P<a>\w+?)_(?P<d>\w+?)_(?P<majors>[rc]{2})_(?P<tile>\d+x\d+x\d+)(?P<rest>.*)"
+)
+_SIZES = {"bf16": 2, "f16": 2, "f32": 4, "f64": 8}
+_MAJORS = {"r": _ffi.Major.row, "c": _ffi.Major.column}
+
+
+def kernel_of(name):
+    """What the cost model reads of a CUDA kernel, as its name tells: tables outlive kernels.
+
+    Raises:
+      ValueError: it is no such name.
+    """
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise ValueError(f"{name!r} is not the name of a CUDA kernel")
+    family, rest, size = match["family"], match["rest"], _SIZES[match["a"]]
+    cluster = re.search(r"_(\d)x(\d)", rest) if family == "sm90" else None
+    warps = {"sm80": "multistage", "skinny": "streaming"}.get(family) or re.search("coop|pingpong|single", rest)[0]
+    align = int(re.search(r"_a(\d+)", rest)[1]) if family == "sm80" else 16 // size
+    math = _ffi.Math.native if match["a"] != "f32" else _ffi.Math.tf32x3 if rest.endswith("_tf32x3") else _ffi.Math.tf32
+    tile_m, tile_n, tile_k = map(int, match["tile"].split("x"))
+    cluster_m, cluster_n = map(int, cluster.groups()) if cluster else (1, 1)
+    return _ffi.KernelInfo(
+        name=name, family=_ffi.Family[family], type_a=_ffi.Type[match["a"]], type_b=_ffi.Type[match["a"]],
+        type_d=_ffi.Type[match["d"]], math=math,
+        major_a=_MAJORS[match["majors"][0]], major_b=_MAJORS[match["majors"][1]],
+        tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, cluster_m=cluster_m, cluster_n=cluster_n,
+        align_a=align, align_b=1 if name.endswith("_shifted") else align, align_d=align,
+        warp_schedule=warps.replace("coop", "cooperative"), swap_ab="_swap" in rest or family == "skinny",
+        split_k_reductions=[], stream_k_reductions=[],
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One measurement: a problem, a plan, microseconds."""
+
+    m: int
+    n: int
+    k: int
+    majors: str  # of A and B, "r" or "c" each
+    kernel: _ffi.KernelInfo
+    schedule: str
+    splits: int
+    reduction: str
+    raster: str
+    swizzle: int
+    us: float
+
+    @property
+    def shape(self):
+        return self.m, self.n, self.k
+
+    def problem(self):
+        type_, (major_a, major_b) = self.kernel.type_a, (_MAJORS[x] for x in self.majors)
+        lda, ldb = self.k if self.majors[0] == "r" else self.m, self.n if self.majors[1] == "r" else self.k
+        parts = type_, type_, type_, self.kernel.math, major_a, major_b, lda, ldb, self.n, 0, 0, 0
+        return _ffi.GemmProblem(1, self.m, self.n, self.k, *parts)
+
+    def native(self):
+        return _ffi.Schedule(_ffi.ScheduleKind[self.schedule], self.splits, _ffi.Reduction[self.reduction])
+
+    def order(self):
+        return _ffi.Raster.along_m if self.raster == "m" else _ffi.Raster.along_n, self.swizzle
+
+
+def is_held_out(shape):
+    return zlib.crc32(repr(shape).encode()) % HELD_OUT == 0
+
+
+def read(path):
+    """The records of a CSV file, gzipped or not.
+
+    Raises:
+      OSError: it cannot be read.
+      ValueError: it lacks one of ``COLUMNS``.
+    """
+    with gzip.open(path, "rt") if str(path).endswith(".gz") else open(path) as file:
+        reader = csv.DictReader(file)
+        if missing := set(COLUMNS) - set(reader.fieldnames or ()):
+            raise ValueError(f"{path} has no column {min(missing)}")
+        return list(reader)
+
+
+def tables_of(records, machine, device):
+    """``Table``s of the records by set (a column that may be missing), type and majorness, without XLA's products."""
+    rows, kernels = collections.defaultdict(list), {}
+    for x in records:
+        if x["kernel"] == "XLA":
+            continue
+        kernel = kernels.get(x["kernel"]) or kernels.setdefault(x["kernel"], kernel_of(x["kernel"]))
+        row = Row(
+            *(int(x[name]) for name in "mnk"), x["majors"], kernel, x["schedule"], int(x["splits"]), x["reduction"],
+            x["raster"], int(x["swizzle"]), float(x["us"]),
+        )  # fmt: skip
+        rows[x.get("set", ""), kernel.type_a.name, x["majors"]].append(row)
+    return [Table(key, group, machine, device) for key, group in sorted(rows.items())]
+
+
+class Table:
+    """Measured plans of some shapes, of one type and majorness.
+
+    Of plans that differ in the order of tiles only, the one counts whose order the planner ranks first. Equal estimates
+    are ranked by name, as tables may be sorted by time.
+    """
+
+    def __init__(self, key, measured, machine, device):
+        measured = sorted(measured, key=lambda row: (row.kernel.name, row.schedule, row.splits))
+        needs, orders = _batch(measured, device).needs(machine.native), {}
+        for at, row in enumerate(measured):
+            plan = row.shape, row.kernel.name, row.schedule, row.splits, row.reduction
+            orders[plan] = min(orders.get(plan, at), at, key=needs.__getitem__)
+        best = collections.defaultdict(lambda: np.inf)
+        for row in measured:
+            best[row.shape] = min(best[row.shape], row.us)
+        self._set(key, [measured[at] for at in orders.values()], best, device)
+
+    def _set(self, key, rows, best, device):
+        self.key, self.rows, self._best, self._device = key, rows, best, device
+        self._batch = _batch(rows, device)
+        shapes = sorted(best)
+        number = {shape: at for at, shape in enumerate(shapes)}
+        self._shape = np.array([number[row.shape] for row in rows])
+        self._us = np.log([row.us for row in rows])
+        self._lost = self._us - np.log([best[row.shape] for row in rows])
+        self.held_out = np.array([is_held_out(shape) for shape in shapes])
+
+    def likely(self, machine):
+        """The plans that some fit might choose, if it begins with ``machine``."""
+        estimates, least = self._estimates(machine)
+        rows = [row for row, above in zip(self.rows, estimates - least, strict=True) if above < np.log(_LIKELY)]
+        table = Table.__new__(Table)
+        table._set(self.key, rows, self._best, self._device)
+        return table
+
+    def _estimates(self, machine):
+        """Their logarithms, and what the least of each row's shape is."""
+        estimates = np.log(self._batch.microseconds(machine.native))
+        least = np.full(len(self.held_out), np.inf)
+        np.minimum.at(least, self._shape, estimates)
+        return estimates, least[self._shape]
+
+    def lost(self, machine):
+        """The logarithm of the regret of every shape: the time of the plan with the least estimate over the least."""
+        estimates, least = self._estimates(machine)
+        at = np.flatnonzero(estimates == least)
+        _, first = np.unique(self._shape[at], return_index=True)
+        return self._lost[at[first]]
+
+    def expected(self, machine):
+        """Of shapes that are not held out: the mean regret if plans are chosen with the weight exp(-gap / _NOISE), by
+        the gap of their estimate to the least; and the mean error of good plans' estimates. Both are logarithms."""
+        estimates, least = self._estimates(machine)
+        weights = np.exp(-np.minimum((estimates - least) / _NOISE, 50.0))
+        lost = np.bincount(self._shape, weights * self._lost) / np.bincount(self._shape, weights)
+        near = (self._lost < 0.2) & ~self.held_out[self._shape]
+        error = np.abs(estimates - self._us)[near]
+        return np.mean(lost[~self.held_out]), np.mean(error) if error.size else 0.0
+
+
+def _batch(rows, device):
+    kernels, problems = [row.kernel for row in rows], [row.problem() for row in rows]
+    schedules, orders = [row.native() for row in rows], [row.order() for row in rows]
+    return _ffi.Batch(kernels, problems, schedules, orders, device.native())
+
+
+def regret(tables, machine, held_out=None):
+    """The geometric mean of all shapes, of those that are held out, or of the others."""
+    lost = [table.lost(machine)[slice(None) if held_out is None else table.held_out == held_out] for table in tables]
+    return float(np.exp(np.mean(np.concatenate(lost)))) if sum(map(len, lost)) else float("nan")
+
+
+def fit(tables, start, steps=25, progress=lambda step: None):
+    """The ``Machine`` whose constants make choices among the plans of tables best, and estimates right.
+
+    Shapes that are held out count for nothing. Constants stay within a factor of ``_REACH`` of ``start``, and at it
+    where nothing tells of them. ``progress`` is called after each of at most ``steps`` steps.
+    """
+    from scipy.optimize import minimize
+
+    names, first = zip(*start.constants, strict=True)
+    tables = [table.likely(start) for table in tables if not table.held_out.all()]
+    # A table of few shapes counts for less, one of many not for all.
+    weights = np.sqrt([np.sum(~table.held_out) for table in tables])
+
+    def machine(x):
+        values = dict(zip(names, (np.array(first) * np.exp(x)).tolist(), strict=True))
+        return start.replace(**{name: min(v, 1.0) if name in _SHARES else v for name, v in values.items()})
+
+    def cost(x):
+        now = machine(x)
+        lost, error = np.average([table.expected(now) for table in tables], axis=0, weights=weights)
+        return lost + _TIME * error + _STAY * np.sum(np.square(x))
+
+    def with_gradient(x):
+        step = 0.01
+        moves = step * np.eye(len(x))
+        return cost(x), np.array([cost(x + move) - cost(x - move) for move in moves]) / (2 * step)
+
+    count = iter(range(1, steps + 1))
+    reach = np.log(_REACH)
+    found = minimize(
+        with_gradient, np.zeros(len(names)), jac=True, method="L-BFGS-B", bounds=[(-reach, reach)] * len(names),
+        callback=lambda _: progress(next(count, steps)), options=dict(maxiter=steps),
+    )  # fmt: skip
+    return machine(found.x)
