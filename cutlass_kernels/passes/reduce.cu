@@ -209,12 +209,12 @@ Status launch_typed(GemmProblem const& p, Device const& device, int32_t slices, 
 
 Status launch_reduction(GemmProblem const& p, Device const& device, int32_t slices, int64_t ld, void const* partials,
                         Buffers const& buffers, cudaStream_t stream) {
-  switch (p.d.format) {
+  switch (p.d.format.type) {
     case Type::kF64: return launch_typed<double, double>(p, device, slices, ld, partials, buffers, stream);
     case Type::kF32: return launch_typed<float, float>(p, device, slices, ld, partials, buffers, stream);
     case Type::kBF16: return launch_typed<float, __nv_bfloat16>(p, device, slices, ld, partials, buffers, stream);
     case Type::kF16: return launch_typed<float, __half>(p, device, slices, ld, partials, buffers, stream);
-    default: return Status::internal(std::string("no split-K reduction into ") + name_of(p.d.format));
+    default: return Status::internal(std::string("no split-K reduction into ") + name_of(p.d.format.type));
   }
 }
 
