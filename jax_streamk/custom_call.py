@@ -17,7 +17,7 @@ def target(made):
 
 
 def attributes(made):
-    """What the call of a ``Plan`` with a kernel carries: every field of problem, schedule, policy and device, and two more."""
+    """What the call of a ``Plan`` carries: every field of problem, schedule, policy and device, and two more."""
     natives = made.problem.native(), made.native_schedule(), made.policy.native()
     fields = [(native, name, dtype) for native in natives for name, _, dtype, _ in native.fields]
     device = made.device.native()

@@ -1,13 +1,26 @@
 """Which products ``Auto()`` leaves to XLA though a kernel could run them: those where ours measured no faster."""
 
-from jax_streamk import _ffi
+from jax_streamk import _ffi, machines
 
 
 def why(problem, device):
     """Why XLA should have a ``GemmProblem`` on a ``Device``; None if it should not."""
     if device.platform not in ("cpu", "cuda"):
         return None
+    if device.platform == "cuda" and (unknown := not_measured(device)):
+        return unknown
     return too_small(problem, device) or (loads_as_they_are(problem) if device.arch == 90 else None)
+
+
+def not_measured(device):
+    """Why a GPU's products are XLA's until tuning finds ours faster; None where a machine file tells what it can do."""
+    if machines.is_measured(device):
+        return None
+    name = device.kind or f"sm_{device.arch} with {device.sms} SMs"
+    return (
+        f"nobody measured our kernels on {name}: `python -m jax_streamk tune` compares them with XLA for given "
+        "products, `python -m jax_streamk fit` measures the GPU"
+    )
 
 
 def too_small(problem, device):

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 import operator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ _NAMES = [name for name, *_ in _ffi.GemmProblem.fields]
 _values = operator.attrgetter(*_NAMES)
 
 if TYPE_CHECKING:
-    from jax_streamk._ffi import GemmProblem as _Fields
+    _Fields: Any = object
 else:
     _Fields = dataclasses.make_dataclass(
         "_Fields",

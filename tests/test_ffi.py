@@ -258,7 +258,7 @@ def test_every_field_is_an_attribute_of_the_call():
 
 
 def test_every_field_is_decoded_where_it_belongs():
-    """A number of its own in each attribute, so that no two can be mistaken for one another, through a lowered program."""
+    """Each attribute of a lowered program has a number of its own, so that none can be mistaken for another."""
     jax.ffi.register_ffi_target("jax_streamk_echo", _ffi.echo_handler(), platform="cpu")
 
     def distinct(place, type_, dtype):

@@ -15,7 +15,7 @@ RASTERS = {"m": _ffi.Raster.along_m, "n": _ffi.Raster.along_n}
 
 
 def gpcs_dealt_to(ctas, begin):
-    """The GPC of each cluster of several CTAs, as H100s and H200s were measured to deal them out: None for the SMs apart."""
+    """The GPC of each cluster of several CTAs as H100s and H200s deal them out; None for the SMs apart (measured)."""
     room = [(16 if gpc > 0 else 8) // ctas for gpc in range(8)]
     dealt = [None] * (4 if ctas == 2 else 0)
     for turn in itertools.count(begin):
@@ -89,7 +89,7 @@ def test_the_first_of_clusters_that_are_spread_are_on_all_gpcs(ctas, clusters):
         assert max(of_gpc) - min(of_gpc) <= 2
 
 
-# 120 tiles of which those of a row or of a column follow each other or do not, on so many workers that all run at once, or half of them.
+# 120 tiles, those of a row or of a column following each other or not; all run at once, or half of them.
 @pytest.mark.parametrize(
     "tiles, schedule, line, workers, others, first",
     [

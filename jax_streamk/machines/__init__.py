@@ -35,7 +35,7 @@ class Machine:
 
     Attributes:
       name: of the file; "generic" where it was derived.
-      kinds: parts of the names by which JAX reports such devices.
+      kinds: the names by which JAX reports such devices.
       arch: 10 * major + minor of the compute capability; 0 of CPUs.
       topology: None of CPUs.
       constants: (name, value) pairs of ``_ffi.GPU_CONSTANTS`` or ``_ffi.HOST_CONSTANTS``; each is an attribute, too.
@@ -139,24 +139,20 @@ def is_measured(device):
 
 
 def _measured_for(device):
+    # A Hopper GPU of no name is taken for an H200: programs are lowered for one where no GPU is.
+    kind = device.kind or "NVIDIA H200"
     for machine in measured():
-        same = machine.arch == device.arch and machine.topology.sms == device.sms
-        if same and any(kind in device.kind for kind in machine.kinds):
+        if (machine.arch, machine.topology.sms) == (device.arch, device.sms) and kind in machine.kinds:
             return machine
     return None
 
 
 @functools.lru_cache(maxsize=256)
 def machine_of(device):
-    """The ``Machine`` of a ``Device``: measured, or else derived from its compute capability and number of SMs.
-
-    A Hopper GPU of no name is taken for an H200.
-    """
+    """The ``Machine`` of a ``Device``: measured, or else derived from its compute capability and number of SMs."""
     if device.platform == "cpu":
         return _shipped(_HOST)
-    if (found := _measured_for(device)) is not None:
-        return found
-    return _shipped("h200.json") if (device.arch, device.sms, device.kind) == (90, 132, "") else derived(device)
+    return _measured_for(device) or derived(device)
 
 
 # Other compute capabilities than 9.0, as ratios to a Hopper SXM with as many SMs: of datasheets, but that loads without

@@ -38,8 +38,9 @@ def kernel_of(name):
         raise ValueError(f"{name!r} is not the name of a CUDA kernel")
     family, rest, size = match["family"], match["rest"], _SIZES[match["a"]]
     cluster = re.search(r"_(\d)x(\d)", rest) if family == "sm90" else None
-    warps = {"sm80": "multistage", "skinny": "streaming"}.get(family) or re.search("coop|pingpong|single", rest)[0]
-    align = int(re.search(r"_a(\d+)", rest)[1]) if family == "sm80" else 16 // size
+    schedule, aligned = re.search("coop|pingpong|single", rest), re.search(r"_a(\d+)", rest)
+    warps = schedule[0] if schedule else {"sm80": "multistage", "skinny": "streaming"}[family]
+    align = int(aligned[1]) if aligned else 16 // size
     math = _ffi.Math.native if match["a"] != "f32" else _ffi.Math.tf32x3 if rest.endswith("_tf32x3") else _ffi.Math.tf32
     tile_m, tile_n, tile_k = map(int, match["tile"].split("x"))
     cluster_m, cluster_n = map(int, cluster.groups()) if cluster else (1, 1)
@@ -107,13 +108,13 @@ def read(path):
 
 def tables_of(records, machine, device):
     """``Table``s of the records by set (a column that may be missing), type and majorness, without XLA's products."""
-    rows, kernels = collections.defaultdict(list), {}
+    rows, kernels = collections.defaultdict(list), {}  # type: ignore[var-annotated]
     for x in records:
         if x["kernel"] == "XLA":
             continue
         kernel = kernels.get(x["kernel"]) or kernels.setdefault(x["kernel"], kernel_of(x["kernel"]))
         row = Row(
-            *(int(x[name]) for name in "mnk"), x["majors"], kernel, x["schedule"], int(x["splits"]), x["reduction"],
+            int(x["m"]), int(x["n"]), int(x["k"]), x["majors"], kernel, x["schedule"], int(x["splits"]), x["reduction"],
             x["raster"], int(x["swizzle"]), float(x["us"]),
         )  # fmt: skip
         rows[x.get("set", ""), kernel.type_a.name, x["majors"]].append(row)
@@ -129,11 +130,12 @@ class Table:
 
     def __init__(self, key, measured, machine, device):
         measured = sorted(measured, key=lambda row: (row.kernel.name, row.schedule, row.splits))
-        needs, orders = _batch(measured, device).needs(machine.native), {}
+        needs = _batch(measured, device).needs(machine.native)
+        orders: dict[tuple, int] = {}
         for at, row in enumerate(measured):
             plan = row.shape, row.kernel.name, row.schedule, row.splits, row.reduction
             orders[plan] = min(orders.get(plan, at), at, key=needs.__getitem__)
-        best = collections.defaultdict(lambda: np.inf)
+        best: dict[tuple, float] = collections.defaultdict(lambda: np.inf)
         for row in measured:
             best[row.shape] = min(best[row.shape], row.us)
         self._set(key, [measured[at] for at in orders.values()], best, device)

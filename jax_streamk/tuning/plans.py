@@ -1,7 +1,6 @@
 """What ``python -m jax_streamk fit`` measures: a fixed set of problems, and of each the planner's first plans."""
 
 import collections
-import dataclasses
 import random
 import statistics
 
@@ -86,7 +85,9 @@ def measured(problem, memory):
       RuntimeError: no plan could be measured.
     """
     found = planner.choose(problem, None, memory.device, listed=_LISTED).candidates
-    rotation, of_kernel, times = memory.rotation(problem), collections.Counter(), {}
+    rotation = memory.rotation(problem)
+    of_kernel: collections.Counter[str] = collections.Counter()
+    times: dict[Candidate, list[float]] = {}
     for x in found:
         plan = Candidate.of(x.kernel, x.schedule, LaunchPolicy.of(x.policy))
         likely = x.cost.microseconds <= _LIKELY * found[0].cost.microseconds
