@@ -105,7 +105,7 @@ class Kernels {
 using TilesOrder = std::pair<Raster, int32_t>;
 
 Wave wave_of(KernelInfo const& kernel, GemmProblem const& problem, Schedule const& s, TilesOrder const& order,
-                Device const& device) {
+             Device const& device) {
   Machine const any{};  // which tiles run together is no matter of speed
   return Estimator(kernel, problem, width_of(s, device), any).first_wave(order.first, order.second);
 }
@@ -142,8 +142,7 @@ class Batch {
   }
 
   std::vector<double> needs(Machine const& machine) const {
-    return of_each(machine,
-                   [&](Estimator const& estimator, size_t i) { return estimator.needs(waves_[i]); });
+    return of_each(machine, [&](Estimator const& estimator, size_t i) { return estimator.needs(waves_[i]); });
   }
 
  private:

@@ -27,7 +27,8 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
     : launch_(kernel, p, width, machine) {
   partials_ = kernel.d.format != p.d.format;
   // Kernels whose results are sums have both slices and whole tiles: of few tiles slices.
-  sliced_ = partials_ || (kernel.d.format == accumulator_of(p.a.format) && 2 * launch_.grid.tiles <= launch_.grid.workers);
+  sliced_ =
+      partials_ || (kernel.d.format == accumulator_of(p.a.format) && 2 * launch_.grid.tiles <= launch_.grid.workers);
   if (kernel.family == Family::kHost) return;
   panels_ = panels_of(launch_);
   tensor_cores_ = tensor_core_us(launch_);
