@@ -60,10 +60,12 @@ def describe(cost):
     """One line about a ``_ffi.Cost``: what it adds up from."""
     shares = cost.peers > 1
     parts = {
-        "to launch": cost.launches,
-        "to copy operands": cost.repack,
-        "to clear counters" if shares else "to add slices of K": cost.extra,
-        "for the main loop and epilogue": cost.microseconds - cost.launches - cost.repack - cost.extra,
+        "launch": cost.launches,
+        "operand copies": cost.repack,
+        "clearing counters" if shares else "adding slices of K": cost.extra,
+        "main loop and epilogue": cost.microseconds - cost.launches - cost.repack - cost.extra,
     }
-    fix_up = f", of which fix-up of tiles that {cost.peers:.0f} workers share {duration(cost.fix_up)}" if shares else ""
+    fix_up = (
+        f", including {duration(cost.fix_up)} to fix up tiles that {cost.peers:.0f} workers share" if shares else ""
+    )
     return f"estimated {durations(parts)}{fix_up}"

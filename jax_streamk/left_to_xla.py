@@ -18,8 +18,8 @@ def not_measured(device):
         return None
     name = device.kind or f"sm_{device.arch} with {device.sms} SMs"
     return (
-        f"nobody measured our kernels on {name}: `python -m jax_streamk tune` compares them with XLA for given "
-        "products, `python -m jax_streamk fit` measures the GPU"
+        f"nobody measured our kernels on {name}: `python -m jax_streamk tune` compares them with XLA on your products, "
+        "`python -m jax_streamk fit` measures the GPU for the planner"
     )
 
 
@@ -35,14 +35,14 @@ def too_small(problem, device):
     """
     m, n, k, batch = problem.m, problem.n, problem.k, problem.batch
     if k == 1:
-        return "without a sum it is an elementwise product, which XLA fuses with what is around it"
+        return "with k = 1 it is an elementwise product, which XLA fuses with its neighbours"
     on_cpu = device.platform == "cpu"
     if not on_cpu and k <= 16:
         return f"with k = {k}, tiles are mostly empty"
     if not on_cpu and n <= 8:
         return f"with n = {n}, tiles are mostly empty"
     if problem.math == _ffi.Math.tf32 and batch * m * n * k <= 64**3:
-        return f"a product of {m} x {n} x {k} takes a launch's time, and XLA may multiply it in float32"
+        return f"a product of {m} x {n} x {k} takes no longer than its launch, and XLA may use full float32"
     if batch > 1 and (m == n == 1 or m * n * k <= (32768 if on_cpu else 64**3)):
         return f"each of {batch} products of {m} x {n} x {k} is too small for a kernel"
     if on_cpu and m * n * k <= 4096:
@@ -67,7 +67,7 @@ def loads_as_they_are(problem):
     short = by_tiles or (k <= 192 and m * n >= 200_000 and problem.major_a == _ffi.Major.row)
     if on_four_bytes and min(m, n) >= 128 and short:
         return (
-            "rows of A or B do not start on 16 bytes: our kernels would copy them first or load them in smaller "
-            "pieces, which takes too long for a short sum"
+            "rows of A or B are not aligned to 16 bytes: our kernels would copy them or use narrower loads, which "
+            "does not pay with so short a k"
         )
     return None

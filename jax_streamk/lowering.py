@@ -67,14 +67,14 @@ def _lower(ctx, *operands, **params):
 def _lower_with_kernels(ctx, *operands, platform, **params):
     placement = compat.placement(ctx)
     if placement == compat.Placement.UNKNOWN:
-        where = "in a shard_map that leaves mesh axes to it, in an export for several devices, and without a mesh"
-        why = f"XLA alone divides products {where}"
+        where = "in a shard_map with automatic mesh axes, in an export for several devices, and without a mesh"
+        why = f"only XLA partitions products {where}"
         return _lower_to_xla(ctx, *operands, why=why, **params)
     if placement == compat.Placement.PARTITIONED and not compat.config.jax_use_shardy_partitioner:
-        why = "XLA alone divides products where jax_use_shardy_partitioner is off"
+        why = "only XLA partitions products where jax_use_shardy_partitioner is off"
         return _lower_to_xla(ctx, *operands, why=why, **params)
     if compat.is_unreduced(ctx.avals_out[0]):
-        why = "XLA alone leaves a sum over devices open, as an out_sharding with unreduced axes asks"
+        why = "only XLA supports an out_sharding with unreduced axes, which leaves the sum over devices open"
         return _lower_to_xla(ctx, *operands, why=why, **params)
     # Tracing inside of a rule has no use for shardings.
     local = ctx.replace(avals_in=[compat.local_aval(aval) for aval in ctx.avals_in])

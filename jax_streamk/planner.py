@@ -179,7 +179,9 @@ def make_plan(problem, schedule, device):
         if found is None and (why := left_to_xla.why(problem, device)):
             ours = plan_with(problem, schedule, device, None)
             instead = (
-                (f"over {text.duration(ours.microseconds)} of {ours.kernel}, {ours.schedule}",) if ours.kernel else ()
+                (f"instead of {ours.kernel}, {ours.schedule}: {text.duration(ours.microseconds)}",)
+                if ours.kernel
+                else ()
             )
             return Plan(
                 problem,
@@ -219,33 +221,35 @@ def plan_with(problem, schedule, device, found):
     cost, microseconds = chosen.cost, chosen.cost.microseconds
     if found is not None:
         alone = f"{kernel}, {_schedule_of(native)}, {policy}"
-        without = f"without tuning the planner takes {alone}: {text.duration(microseconds)} estimated"
+        without = f"without tuning the planner chooses {alone}: {text.duration(microseconds)} estimated"
         if found.is_left_to_xla:
             took = f"its product took {found.xla_ratio:.2f} of the time of {found.kernel}, measured by tuning on {found.date[:10]}"
             return Plan(problem, device, None, None, reasons=(f"falls back to XLA: {took}", without))
         known = found.xla_ratio and found.is_of_this_xla
-        beside = f"XLA's product took {found.xla_ratio:.2f} of its time" if known else "XLA's product was not measured"
+        beside = f"XLA's product took {found.xla_ratio:.2f} of that time" if known else "XLA's product was not measured"
         kernel, native, policy, microseconds = found.kernel, found.native(), found.policy, found.microseconds
         workspace_bytes = _ffi.workspace_bytes(kernel, problem.native(), native, device.native())
         machine = machine_of(device).native
         cost = _ffi.estimate(kernels[kernel], problem.native(), native, device.native(), machine)
-        planned = f"{text.duration(found.planned_microseconds)} of the planner's choice then"
-        reasons = [f"{text.duration(microseconds)} measured by tuning on {found.date[:10]}, {planned}", beside, without]
+        planned = f"the planner's choice took {text.duration(found.planned_microseconds)}"
+        reasons = [f"{text.duration(microseconds)} measured by tuning on {found.date[:10]}; {planned}", beside, without]
     else:
         reasons = [] if auto else ["the schedule was given"]
         reasons.append(cost_model.describe(cost))
     limit, efficiency = cost_model.limit_of(problem, device), _efficiency(problem, kernels[kernel], native, cost)
     if limit is not None:
-        amount = f"{text.size(limit.amount)} to move once" if limit.bound == "memory" else text.flops(limit.amount)
+        work = (
+            f"to move {text.size(limit.amount)} once" if limit.bound == "memory" else f"for {text.flops(limit.amount)}"
+        )
         reasons.append(
-            f"{limit.microseconds / microseconds:.0%} of the limit by {limit.bound}: {text.duration(limit.microseconds)} for {amount}"
+            f"{limit.microseconds / microseconds:.0%} of the {limit.bound} limit, {text.duration(limit.microseconds)} {work}"
         )
     reasons.append(f"{cost.waves:.2f} waves, quantization efficiency {efficiency:.0%}")
     if found is None:
-        reasons.extend(f"over {text.duration(x.microseconds)} of {x.kernel}, {x.schedule}" for x in candidates[1:])
+        reasons.extend(f"instead of {x.kernel}, {x.schedule}: {text.duration(x.microseconds)}" for x in candidates[1:])
     if device.platform == "cuda" and not _ffi.has_cuda:
-        untold = "" if workspace_bytes is not None else ", which does not tell how much workspace this one needs"
-        reasons.append(f"this build has no CUDA kernels: planned by their description{untold}")
+        unknown = "" if workspace_bytes is not None else ", which does not give the workspace of this one"
+        reasons.append(f"this build has no CUDA kernels: planned from a description of them{unknown}")
     return Plan(
         problem,
         device,
@@ -265,7 +269,7 @@ def plan_with(problem, schedule, device, found):
 def _without_kernels(problem, device):
     if problem.type_a != problem.type_b:
         return f"no kernel multiplies {problem.type_a.name} by {problem.type_b.name}"
-    return f"no kernel of this build runs it on {device.platform}, sm_{device.arch}"
+    return f"no kernel of this build supports it on {device.platform}, sm_{device.arch}"
 
 
 def _distinct(found, schedule):

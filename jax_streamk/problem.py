@@ -137,15 +137,15 @@ class Arrangement:
         for name, x, permutation in (("lhs", lhs, self.permute_lhs), ("rhs", rhs, self.permute_rhs)):
             if permutation is not None:
                 lines.append(
-                    f"{name} of shape {tuple(x.shape)} is transposed by {permutation} first: its dimensions have no common strides"
+                    f"{name} of shape {tuple(x.shape)} is transposed by {permutation} first: a kernel needs one stride per role"
                 )
             if x.dtype != self.dtype:
                 lines.append(
-                    f"{name} is converted from {x.dtype} to {self.dtype} first: kernels multiply operands of one dtype"
+                    f"{name} is converted from {x.dtype} to {self.dtype} first: kernels need operands of one dtype"
                 )
         if self.permute_result is not None:
             lines.append(
-                f"the result is transposed by {self.permute_result} afterwards: no kernel stores its dimensions in that order"
+                f"the result is transposed by {self.permute_result} afterwards: no kernel stores dimensions in that order"
             )
         return lines
 
@@ -169,15 +169,15 @@ def arrange(
     """
     dtype, type_d, math_ = _types(lhs.dtype, rhs.dtype, preferred_element_type, precision, platform)
     if not all(isinstance(size, (int, np.integer)) for size in (*lhs.shape, *rhs.shape)):
-        raise Unsupported(f"shapes {lhs.shape} and {rhs.shape} are symbolic: a kernel is chosen for numbers")
+        raise Unsupported(f"shapes {lhs.shape} and {rhs.shape} are symbolic: choosing a kernel needs numbers")
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     presets = lax.DotAlgorithmPreset
     if math_ != _ffi.Math.native and precision not in (presets.TF32_TF32_F32, presets.TF32_TF32_F32_X3):
         rows, columns, depth = _extents(lhs.shape, lhs_contract, lhs_batch, rhs.shape, rhs_contract, rhs_batch)
         if 0 not in (rows, columns, depth) and _xla_multiplies_in_float32(rows, columns, depth):
             raise Unsupported(
-                f"XLA multiplies a float32 product of {rows} x {columns} x {depth} in float32 at this precision, and no kernel does on a "
-                "GPU; precision=lax.DotAlgorithmPreset.TF32_TF32_F32 asks for TF32"
+                f"XLA multiplies a float32 product of {rows} x {columns} x {depth} in float32 at this precision, and no GPU "
+                "kernel does; precision=lax.DotAlgorithmPreset.TF32_TF32_F32 asks for TF32"
             )
     # Contraction may run in any common order. That of one operand in memory may collapse in both.
     for contract in (lhs_contract, rhs_contract):
@@ -246,7 +246,7 @@ def arrange(
         batch_stride_bias=n if epilogue.has_bias and (borrowed is b or epilogue.bias_batch) else 0,
     )
     if max(value for value in problem.attributes().values() if isinstance(value, int)) >= 2**63:
-        raise Unsupported(f"shapes {lhs.shape} and {rhs.shape} have more elements than 64 bits count")
+        raise Unsupported(f"shapes {lhs.shape} and {rhs.shape} have more elements than 64 bits can count")
     return Arrangement(problem, dtype, permute_lhs, permute_rhs, permutation)
 
 
@@ -351,8 +351,8 @@ def _types(lhs, rhs, preferred, precision, platform):
         raise Unsupported(f"{lhs} x {rhs} -> {out}: no kernel multiplies these")
     if out not in map(jnp.dtype, outs[common]):
         allowed = " or ".join(jnp.dtype(t).name for t in outs[common])
-        remedy = "name that as preferred_element_type, and convert the result by .astype"
-        raise Unsupported(f"{lhs} x {rhs} -> {out}: results of {common} may be {allowed}: {remedy}({out})")
+        remedy = "set preferred_element_type to that, and convert the result with .astype"
+        raise Unsupported(f"{lhs} x {rhs} -> {out}: the result of {common} operands must be {allowed}: {remedy}({out})")
     if common == jnp.int8 and platform != "cpu":
         raise Unsupported(f"no kernel multiplies int8 on {platform}")
     return common, TYPES[out], _math(common, precision, platform)
@@ -380,11 +380,11 @@ def _math(dtype, precision, platform):
         elif f32 and platform != "cpu" and precision == preset.TF32_TF32_F32_X3:
             return _ffi.Math.tf32x3
         else:
-            raise Unsupported(f"no kernel has precision={precision} for {dtype} on {platform}")
+            raise Unsupported(f"no kernel supports precision={precision} for {dtype} on {platform}")
     if not f32 or platform == "cpu":
         return _ffi.Math.native
     if precision == lax.Precision.HIGHEST:
         raise Unsupported(
-            "no kernel multiplies float32 at Precision.HIGHEST on a GPU: tensor cores have TF32 and three of them"
+            "no kernel multiplies float32 at Precision.HIGHEST on a GPU: tensor cores offer TF32, once or in three passes"
         )
     return _ffi.Math.tf32x3 if precision == lax.Precision.HIGH else _ffi.Math.tf32

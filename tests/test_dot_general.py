@@ -114,7 +114,7 @@ def test_mixed_float_operands_run_a_kernel():
     lhs, rhs = normal((19, 70), "bfloat16"), normal((70, 13), "float32")
     made = plan(lhs, rhs, MATMUL)
     assert made.kernel is not None
-    assert "lhs is converted from bfloat16 to float32 first: kernels multiply operands of one dtype" in made.reasons
+    assert "lhs is converted from bfloat16 to float32 first: kernels need operands of one dtype" in made.reasons
 
 
 def precisions():

@@ -584,13 +584,17 @@ def test_what_makes_a_program_is_static(name, product, value):
         (
             F32,
             {"preferred_element_type": np.int32},
-            r"float32 x float32 -> int32: results of float32 may be float32: .* by .astype\(int32\)",
+            r"float32 x float32 -> int32: the result of float32 operands must be float32: .* with .astype\(int32\)",
         ),
-        (F32, {"preferred_element_type": BF16}, "float32 x float32 -> bfloat16: results of float32 may be float32"),
+        (
+            F32,
+            {"preferred_element_type": BF16},
+            "float32 x float32 -> bfloat16: the result of float32 operands must be float32",
+        ),
         (
             BF16,
             {"preferred_element_type": F16},
-            "bfloat16 x bfloat16 -> float16: results of bfloat16 may be bfloat16 or float32",
+            "bfloat16 x bfloat16 -> float16: the result of bfloat16 operands must be bfloat16 or float32",
         ),
     ],
     ids=str,

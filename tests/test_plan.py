@@ -294,11 +294,11 @@ def test_a_build_without_cuda_plans_for_gpus_and_says_what_it_does_not_know():
         plan(a, b, schedule=schedule, device=jax_streamk.H200) for schedule in (SplitK(8, "separate"), StreamK())
     )
     for made in (whole, cut):
-        assert "this build has no CUDA kernels: planned by their description" in str(made)
+        assert "this build has no CUDA kernels: planned from a description of them" in str(made)
         assert made.kernel not in {kernel.name for kernel in jax_streamk.kernels()}
     # Eight slices of D in float32. What kernels need to share tiles depends on how they cut them.
     assert whole.workspace_bytes == 8 * 4 * 256**2 and "workspace 2.1 MB" in str(whole)
-    assert cut.workspace_bytes is None and "which does not tell how much workspace this one needs" in str(cut)
+    assert cut.workspace_bytes is None and "which does not give the workspace of this one" in str(cut)
     with pytest.raises(RuntimeError, match=re.escape("pip install . -C cmake.define.JAX_STREAMK_CUDA=ON")):
         jax.jit(matmul).trace(a, b).lower(lowering_platforms=("cuda",))
 
@@ -334,13 +334,13 @@ def test_misaligned_matrices_have_copies_in_the_workspace(m, n, k, operands, out
             shaped((4, 8)),
             shaped((8, 4)),
             {"preferred_element_type": jnp.bfloat16},
-            "falls back to XLA: .*results of float32 may be float32",
+            "falls back to XLA: .*result of float32 operands must be float32",
         ),
         (
             shaped((2**20, 2**30)),
             shaped((2**30, 2**44)),
             {},
-            "falls back to XLA: .* have more elements than 64 bits count",
+            "falls back to XLA: .* have more elements than 64 bits can count",
         ),
         (shaped((0, 8)), shaped((8, 4)), {}, "the result is empty or zero"),
         (shaped((4, 0)), shaped((0, 4)), {}, "the result is empty or zero"),
@@ -355,7 +355,7 @@ def test_reasons_of_products_without_a_kernel(a, b, kwargs, reason):
 
 def test_mixed_operands_fall_back():
     made = plan(shaped((40, 80), jnp.bfloat16), shaped((80, 40)), dimension_numbers=(((1,), (0,)), ((), ())))
-    assert "lhs is converted from bfloat16 to float32 first: kernels multiply operands of one dtype" in made.reasons
+    assert "lhs is converted from bfloat16 to float32 first: kernels need operands of one dtype" in made.reasons
 
 
 def test_plans_are_frozen_and_hashable():
@@ -408,14 +408,16 @@ def test_the_parts_of_an_estimate_add_up_in_one_unit(device, schedule):
     for shape in PRODUCTS:
         made = planned(*shape, device, schedule=schedule)
         (line,) = (reason for reason in made.reasons if reason.startswith("estimated "))
-        total, unit, parts = re.fullmatch(r"estimated ([\d.]+) (us|ms|s): (.*?)(?:, of which fix-up.*)?", line).groups()
+        total, unit, parts = re.fullmatch(
+            r"estimated ([\d.]+) (us|ms|s): (.*?)(?:, including .* to fix up.*)?", line
+        ).groups()
         assert f"{total} {unit}" == text.duration(made.microseconds)
         numbers = [float(part.split(" ", 1)[0]) for part in parts.split(" + ")]
         assert sum(numbers) == pytest.approx(float(total), abs=1e-6) and min(numbers) > 0
         if schedule == SplitK(4):
-            assert ", of which fix-up of tiles that 4 workers share " in line
+            assert " to fix up tiles that 4 workers share" in line
         elif schedule == SplitK(4, "separate") and device.arch:
-            assert "fix-up" not in line and " to add slices of K + " in line + " + "
+            assert "fix up" not in line and " adding slices of K + " in line + " + "
 
 
 @pytest.mark.parametrize("device", GPUS, ids=lambda device: device.kind)
@@ -442,7 +444,7 @@ def test_what_memory_and_arithmetic_need_at_least(device):
     assert shared.limit.amount == 2 * (8 * 4096 + 3 * 4096 * 512 + 3 * 8 * 512)
     for made in (row, square):
         least = made.limit.microseconds
-        share = f"{least / made.microseconds:.0%} of the limit by {made.bound}: {text.duration(least)} for "
+        share = f"{least / made.microseconds:.0%} of the {made.bound} limit, {text.duration(least)} "
         assert sum(reason.startswith(share) for reason in made.reasons) == 1
     # Nothing is promised that the limit forbids.
     for shape in PRODUCTS:
@@ -477,8 +479,10 @@ def test_candidates_are_distinct_and_in_order_of_their_estimates(device):
         assert (best.kernel, best.schedule, best.microseconds) == (made.kernel, made.schedule, made.microseconds)
         times = [candidate.microseconds for candidate in made.candidates]
         assert times == sorted(times) and len(set(map(text.duration, times))) == len(times)
-        lines = [f"over {text.duration(other.microseconds)} of {other.kernel}, {other.schedule}" for other in others]
-        assert [reason for reason in made.reasons if reason.startswith("over ")] == lines
+        lines = [
+            f"instead of {other.kernel}, {other.schedule}: {text.duration(other.microseconds)}" for other in others
+        ]
+        assert [reason for reason in made.reasons if reason.startswith("instead of ")] == lines
 
 
 def test_refused_arguments():
@@ -604,7 +608,7 @@ def test_a_result_that_needs_a_transpose(permutation):
     arranged = arrange(a.shape, b.shape, (((2,), (1,)), ((0,), (0,))), permutation)
     assert arranged.permute_result == permutation
     assert arranged.copies(a, b) == [
-        f"the result is transposed by {permutation} afterwards: no kernel stores its dimensions in that order"
+        f"the result is transposed by {permutation} afterwards: no kernel stores dimensions in that order"
     ]
 
 

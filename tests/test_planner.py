@@ -593,7 +593,7 @@ def test_reasons_list_the_cost_and_runners_up(cuda):
     assert made.reasons[0].startswith("estimated ") and any(
         " waves, quantization efficiency " in reason for reason in made.reasons
     )
-    runners_up = [reason for reason in made.reasons if reason.startswith("over ")]
+    runners_up = [reason for reason in made.reasons if reason.startswith("instead of ")]
     assert 2 <= len(runners_up) <= 5 and len(set(runners_up)) == len(runners_up) == len(made.candidates) - 1
     assert all(reason in str(made) for reason in made.reasons)
 

@@ -360,7 +360,7 @@ def test_a_sum_left_open():
             return lambda a, b: jax.reshard(product(a, b, out_sharding=open_sum, **options), P(None, None))
 
         assert_typed_like_xla(closed(matmul), closed(jnp.matmul), a, b)
-        with pytest.raises(ValueError, match="schedule=.* XLA alone leaves a sum over devices open"):
+        with pytest.raises(ValueError, match="schedule=.* only XLA supports an out_sharding with unreduced axes"):
             closed(matmul, schedule=DataParallel())(a, b)
         with pytest.raises(ValueError, match="linear: out_sharding=.* the epilogue comes after"):
             closed(linear, activation="relu")(a, b)

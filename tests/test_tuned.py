@@ -111,8 +111,8 @@ def test_auto_takes_what_is_stored_for_this_very_problem(store):
     what = made.kernel, made.problem.native(), made.native_schedule(), made.device.native()
     assert made.workspace_bytes == _ffi.workspace_bytes(*what)
     text = str(made)
-    assert "7.0 us measured by tuning on 2026-01-02, 9.0 us of the planner's choice then" in text
-    assert f"without tuning the planner takes {alone.kernel}, {alone.schedule}" in text
+    assert "7.0 us measured by tuning on 2026-01-02; the planner's choice took 9.0 us" in text
+    assert f"without tuning the planner chooses {alone.kernel}, {alone.schedule}" in text
     # Nothing else is changed: another problem, an epilogue, another device, schedules that were asked for.
     for other in (
         plan(shaped(65, 2048), B),
@@ -150,12 +150,12 @@ def test_auto_leaves_to_xla_what_xla_was_faster_at(store):
                 made.reasons[0]
                 == f"falls back to XLA: its product took 0.90 of the time of {loser}, measured by tuning on 2026-01-02"
             )
-            assert made.reasons[1].startswith(f"without tuning the planner takes {alone.kernel}, {alone.schedule}")
+            assert made.reasons[1].startswith(f"without tuning the planner chooses {alone.kernel}, {alone.schedule}")
             assert Store(store.directory).read(here()).plans == store.plans(here())
         else:
             ratio = changes.get("xla_ratio", 1.2) * ("jaxlib" not in changes)
             assert (
-                f"XLA's product took {ratio:.2f} of its time" if ratio else "XLA's product was not measured"
+                f"XLA's product took {ratio:.2f} of that time" if ratio else "XLA's product was not measured"
             ) in made.reasons
     assert len(digests) == 2 == len({digest for _, digest in digests})
 
