@@ -1,4 +1,4 @@
-"""What ``accelerate`` does to a function: which products become ours, and how it finds them in other primitives."""
+"""``accelerate``: traces a function and replaces its products, also those inside other primitives."""
 
 import collections
 import functools
@@ -43,39 +43,39 @@ def accelerate(
     schedule: Schedule | PerPass | None = None,
     where: Where | None = None,
 ) -> Callable[..., Any]:
-    """``fn`` with its matrix products by split-K and Stream-K kernels.
+    """``fn`` with its matrix products computed by split-K and Stream-K kernels.
 
-    ``fn`` is traced as ``jax.jit`` traces it, and every ``lax.dot_general`` in it that a kernel can serve on the
-    default device becomes ours: those of derivatives that ``fn`` takes too, and those inside ``jit``, ``scan``,
-    ``while_loop``, ``cond``, ``shard_map``, ``checkpoint``, and functions with their own rules for derivatives or
-    ``vmap``, rules included. Other products stay XLA's (those of complex numbers, of integers but int8, of a
-    precision that no kernel has), as do those of ``lax.custom_root``'s derivatives and of ``linear_call``, the bodies
-    of Pallas kernels and of other libraries' primitives (such as ``equinox.internal.noinline``), what ``compute_on``
-    moves elsewhere, and what NumPy multiplies.
+    ``fn`` is traced as by ``jax.jit``, and every ``lax.dot_general`` in it that a kernel supports on the default device
+    becomes ours. This includes products in derivatives that ``fn`` takes, in ``jit``, ``scan``, ``while_loop``,
+    ``cond``, ``shard_map`` and ``checkpoint``, and in functions with custom derivatives or custom ``vmap``, rules
+    included.
+
+    These stay XLA's: products that no kernel supports (complex numbers, integers other than int8, some precisions);
+    products in derivatives of ``lax.custom_root``, in ``linear_call``, in Pallas kernels, in other libraries'
+    primitives (such as ``equinox.internal.noinline``) and under ``compute_on``; and whatever NumPy computes.
 
     Args:
-      fn: a pure function that ``jax.jit`` could trace; without it, ``accelerate(schedule=...)`` is a decorator.
-        Arguments may be anything. As by ``jit``, pytrees are rebuilt, so that ``fn`` may change its own, and JAX's
-        arrays in them are traced; NumPy's are copied; numbers stay numbers, so that shapes and control flow may
-        depend on them; other objects pass by. Results may be anything, but objects that hold arrays must be pytrees.
-      schedule: as in ``matmul``, but a product that no kernel can run under it stays XLA's. That is decided inside
-        ``fn``: where ``vmap`` or sharding around the result changes a product so that the schedule cannot run it, it
-        raises ValueError as in ``matmul``.
-      where: called with the ``GemmProblem`` of each product that a kernel can serve (``plan(...).problem``); the
-        product is ours where it returns true. None admits all.
+      fn: a pure function that ``jax.jit`` can trace; without it, ``accelerate(schedule=...)`` is a decorator.
+        Arguments may be anything. Pytrees are rebuilt as by ``jit``, so ``fn`` may modify its copy. JAX arrays in them
+        are traced and NumPy arrays copied; numbers stay numbers, so shapes and control flow may depend on them; other
+        objects are passed through. Results may be anything, but objects that hold arrays must be pytrees.
+      schedule: as in ``matmul``, but a product that no kernel can run under it stays XLA's. This is decided when ``fn``
+        is traced: if ``vmap`` or sharding outside it changes a product so that the schedule no longer fits, it raises
+        ValueError as in ``matmul``.
+      where: called with the ``GemmProblem`` (``plan(...).problem``) of each product that a kernel supports; the product
+        becomes ours if it returns true. None accepts all.
 
     Returns:
-      A function like ``fn``, to be transformed and compiled as ``fn`` would be. Like that of ``jax.checkpoint`` it
-      traces ``fn`` at every call that is not under ``jax.jit``, so that what ``fn`` closes over may change between
-      calls. What ``fn`` has compiled by a ``jax.jit`` of its own is compiled once for all functions with one schedule
-      and one ``where``.
+      A function like ``fn``, which can be transformed and compiled like ``fn``. As with ``jax.checkpoint``, every call
+      outside ``jax.jit`` traces ``fn``, so variables that it closes over may change between calls. A ``jax.jit`` inside
+      ``fn`` is compiled once for all functions with the same schedule and ``where``.
 
     Raises:
-      TypeError: fn or where is not callable, or schedule is not a schedule; at a call, if a result that is not a pytree
+      TypeError: fn or where is not callable, or schedule is not a schedule; at a call, a result that is not a pytree
         holds arrays.
-      ValueError: at a call, if ``fn`` changes the state of a module of ``flax.nnx`` and does not return it:
-        ``jax_streamk.flax.nnx.accelerate`` updates it.
-      RuntimeError: at a call, if the default device is a GPU and this build has no CUDA kernels.
+      ValueError: at a call, ``fn`` changes the state of a ``flax.nnx`` module and does not return it; use
+        ``jax_streamk.flax.nnx.accelerate``, which updates it.
+      RuntimeError: at a call, the default device is a GPU and this build has no CUDA kernels.
     """
     schedule = check_schedule(schedule)
     for name, value in (("fn", fn), ("where", where)):
@@ -92,7 +92,7 @@ def accelerate(
 
 
 def _rewriter(schedule: Schedule | PerPass, where: Where | None) -> "_Rewriter":
-    """The same one wherever it decides the same: what JAX compiled for a jaxpr it finds by the jaxpr's identity."""
+    """The same object for the same decisions: JAX finds compiled programs by the identity of their jaxprs."""
     device = device_of(None)
     key = schedule, where, device, tuned.digest(device)
     try:
@@ -108,7 +108,7 @@ def _rewriter_of(schedule: Schedule | PerPass, where: Where | None, device: Devi
 
 
 class _Rewriter:
-    """Replaces products in jaxprs, and in the functions that JAX keeps beside jaxprs until they are transformed."""
+    """Replaces products in jaxprs, and in the rules that JAX stores beside them until they are transformed."""
 
     def __init__(self, schedule: Schedule | PerPass, where: Where | None):
         self._schedule, self._where = schedule, where
@@ -116,7 +116,7 @@ class _Rewriter:
         self._rewritten: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     def call(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``fn(*args, **kwargs)``, rewritten. It closes over arguments that are no arrays; untraced results pass by."""
+        """``fn(*args, **kwargs)``, rewritten. Closes over arguments that are not arrays; untraced results stay."""
         structure: Any
         given, structure = jax.tree.flatten((args, kwargs))
         is_array = [isinstance(x, jax.Array) for x in given]
@@ -140,7 +140,7 @@ class _Rewriter:
         return tree.unflatten(next(results) if x is _TRACED else x for x in leaves)
 
     def _value(self, value: Any) -> Any:
-        """A parameter of an equation: a jaxpr, a tuple in which there may be some, or anything else."""
+        """A rewritten parameter of an equation: a jaxpr, a tuple that may contain some, or anything else."""
         if isinstance(value, (Jaxpr, ClosedJaxpr)):
             if value not in self._rewritten:
                 eqns = _with_transposes(value, _map(self._eqn, value.eqns))
@@ -157,7 +157,7 @@ class _Rewriter:
             return eqn.replace(
                 primitive=primitive.dot_general_p, params=eqn.params | dict(schedule=self._schedule, permutation=None)
             )
-        # Nobody knows what else parameters of others' primitives must agree with: Equinox compares a jaxpr with a twin.
+        # Parameters of other libraries' primitives may have to match something: Equinox compares a jaxpr with a twin.
         if eqn.primitive not in compat.higher_order:
             return eqn
         rules = self._RULES.get(eqn.primitive, {})
@@ -189,7 +189,7 @@ class _Rewriter:
 
 
 def _checked(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``fn(*args, **kwargs)`` of rebuilt arguments. Raises where a change would be lost, or a dead tracer be found."""
+    """``fn(*args, **kwargs)`` of rebuilt arguments. Raises if a change to them would be lost or a tracer leak."""
     modules = _nnx_modules((args, kwargs))
     before: list[Any] = [jax.tree.flatten(module) for module in modules]
     try:
@@ -212,13 +212,13 @@ def _checked(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def check_results(out: Any) -> None:
-    """Raises TypeError, if results hold tracers of the current trace where they will not be found."""
+    """Raises TypeError if a result that is not a pytree holds tracers of the current trace."""
     for x in jax.tree.leaves(out):
         if not isinstance(x, (jax.Array, np.generic, int, float, complex, str, bytes)) and _holds_tracer(x):
             raise TypeError(
                 f"accelerate: a result of type {type(x).__name__} holds arrays and is not a pytree. Return the arrays, "
-                "or make it one: a class by jax.tree_util.register_dataclass or register_pytree_node, a function by "
-                "jax.tree_util.Partial"
+                "or make it one: a class with jax.tree_util.register_dataclass or register_pytree_node, a function "
+                "with jax.tree_util.Partial"
             )
 
 
@@ -233,7 +233,7 @@ def _nnx_modules(tree: Any) -> list[Any]:
 
 
 def _holds_tracer(x: Any) -> bool:
-    """Whether a tracer of the current trace can be reached from an object, other than through modules and classes."""
+    """Whether an object refers to a tracer of the current trace, other than through modules and classes."""
     seen: dict[int, Any] = {}
     found = [x]
     while found:
@@ -242,8 +242,8 @@ def _holds_tracer(x: Any) -> bool:
             return True
         if id(x) in seen or isinstance(x, (type, types.ModuleType, jax.Array)):
             continue
-        seen[id(x)] = x  # kept, or another may get its id
-        if isinstance(x, types.FunctionType):  # globals are not its own
+        seen[id(x)] = x  # kept alive, or another object may get its id
+        if isinstance(x, types.FunctionType):  # but not its globals
             found += [x.__defaults__, x.__kwdefaults__, x.__closure__, x.__dict__]
         elif isinstance(x, np.ndarray) and x.dtype == object:
             found += x.flat
@@ -253,7 +253,7 @@ def _holds_tracer(x: Any) -> bool:
 
 
 def _plan(lhs: Any, rhs: Any, *, out_sharding: Any, **params: Any) -> Plan | None:
-    """The plan of a product on the default device, or None where no kernel can run it under an explicit schedule."""
+    """The plan of a product on the default device; None if no kernel can run it under an explicit schedule."""
     del out_sharding
     try:
         return lowering.plan(lhs, rhs, device=device_of(None), **params)[0]
@@ -262,7 +262,7 @@ def _plan(lhs: Any, rhs: Any, *, out_sharding: Any, **params: Any) -> Plan | Non
 
 
 def _with_transposes(jaxpr: Any, eqns: list[Any]) -> list[Any]:
-    """Folds transposes into the products of ours that they follow: XLA does that for its dot, not for a custom call."""
+    """Folds transposes into the products before them: XLA does that for its own dot, but not for a custom call."""
     operands = (*(x for eqn in eqns for x in eqn.invars), *getattr(jaxpr, "jaxpr", jaxpr).outvars)
     uses = collections.Counter(x for x in operands if isinstance(x, Var))
     products = {
@@ -283,7 +283,7 @@ def _with_transposes(jaxpr: Any, eqns: list[Any]) -> list[Any]:
 
 
 def _map(f: Callable[[Any], Any], values: Any) -> Any:
-    """``values`` with ``f`` applied, as the same kind of sequence; the same object where ``f`` changed nothing."""
+    """``f`` of each value, as the same kind of sequence; ``values`` itself if ``f`` changed nothing."""
     new = [f(value) for value in values]
     if all(map(operator.is_, new, values)):
         return values

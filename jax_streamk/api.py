@@ -29,7 +29,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Shaped(Protocol):
-    """An array, or its type, such as ``jax.ShapeDtypeStruct``."""
+    """Anything with a shape and a dtype: an array, a ``jax.ShapeDtypeStruct``."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -40,9 +40,9 @@ class Shaped(Protocol):
 def _dispatched(*operands: str, jaxs: Callable[..., Any]) -> Callable[[F], F]:
     """Decorates a public function.
 
-    Outside of traces its calls are compiled once, as those of JAX's functions are: to prepare operands in Python takes
-    several times as long. Where a library has put a function of its own in the place of ``lax.dot_general``, ``jaxs``
-    is called, which calls that: so qwix finds what to quantize.
+    Outside traces its calls are compiled once, as JAX's are: preparing operands in Python takes several times as long.
+    If a library has replaced ``lax.dot_general``, ``jaxs`` is called instead, which calls the replacement: this is how
+    qwix finds what to quantize.
     """
 
     def decorate(function: F) -> F:
@@ -53,7 +53,7 @@ def _dispatched(*operands: str, jaxs: Callable[..., Any]) -> Callable[[F], F]:
 
         @functools.lru_cache(1)
         def compiled(generation: int) -> Callable[..., Any]:
-            """Another program for other tuned plans: of another function, or jit would find the old one."""
+            """A new function whenever tuned plans change, or jit would find the old program."""
             del generation
             new = functools.wraps(function)(lambda *args, **kwargs: function(*args, **kwargs))
             return jax.jit(new, static_argnames=static)
@@ -69,7 +69,7 @@ def _dispatched(*operands: str, jaxs: Callable[..., Any]) -> Callable[[F], F]:
                     except TypeError:
                         return False
                     if x != x or (x == 0 and not isinstance(x, int)):
-                        return False  # jax.jit would take -0.0 for 0.0, and no NaN for another
+                        return False  # jax.jit confuses -0.0 with 0.0, and never finds NaN again
                 elif x is not None and not (
                     compat.is_concrete(x) or (type(x) is np.ndarray and x.dtype.kind in "biufc")
                 ):
@@ -93,7 +93,7 @@ _jaxs_dot_general, _jaxs_code = lax.dot_general, lax.dot_general.__code__
 
 
 def is_intercepted() -> bool:
-    """Whether a library, such as qwix, has put a function of its own in the place of ``lax.dot_general``."""
+    """Whether a library, such as qwix, has replaced ``lax.dot_general``."""
     return lax.dot_general is not _jaxs_dot_general or lax.dot_general.__code__ is not _jaxs_code
 
 
@@ -107,17 +107,17 @@ def matmul(
     out_sharding: NamedSharding | PartitionSpec | None = None,
     schedule: Schedule | PerPass | None = None,
 ) -> jax.Array:
-    """``jax.numpy.matmul`` by split-K and Stream-K kernels.
+    """``jax.numpy.matmul`` with split-K and Stream-K kernels.
 
     Args:
       a: array of shape (k,), (m, k) or (..., m, k).
       b: array of shape (k,), (k, n) or (..., k, n). Leading dimensions broadcast with those of ``a``; dtypes promote.
-      precision: as in ``jax.numpy.matmul``. On a GPU a product of two float32 is TF32 by default, three TF32 at HIGH,
-        and left to XLA at HIGHEST; on a CPU it is float32.
+      precision: as in ``jax.numpy.matmul``. On a GPU float32 products are TF32 by default, three TF32 at HIGH and
+        XLA's at HIGHEST; on a CPU they are float32.
       preferred_element_type: dtype of the result. Sums are always float32 (float64 for float64, int32 for int8).
       out_sharding: sharding of the result under explicit sharding, as in ``jax.numpy.matmul``.
-      schedule: ``Auto()`` (the default), ``DataParallel()``, ``SplitK(...)`` or ``StreamK(...)``. Anything but
-        ``Auto()`` is obeyed or refused.
+      schedule: ``Auto()`` (the default), ``DataParallel()``, ``SplitK(...)`` or ``StreamK(...)``. An explicit
+        schedule is used as given, or refused.
 
     Returns:
       What ``jax.numpy.matmul`` returns, with shape (..., m, n).
@@ -125,7 +125,7 @@ def matmul(
     Raises:
       TypeError: an operand is not an array of numbers, or schedule is not a schedule.
       ValueError: an operand is a scalar, contracted sizes differ, leading dimensions do not broadcast, or no kernel can
-        run the product under the given schedule.
+        run the product under an explicit schedule.
     """
     schedule = check_schedule(schedule)
     lhs, rhs, weak = _promoted("matmul", preferred_element_type, a=a, b=b)
@@ -155,10 +155,10 @@ def dot_general(
     out_sharding: NamedSharding | PartitionSpec | None = None,
     schedule: Schedule | PerPass | None = None,
 ) -> jax.Array:
-    """``jax.lax.dot_general`` by split-K and Stream-K kernels: a drop-in for every argument that takes one.
+    """``jax.lax.dot_general`` with split-K and Stream-K kernels: a drop-in wherever one is expected.
 
     Args:
-      lhs, rhs: arrays. Mixed dtypes are multiplied as lax does.
+      lhs, rhs: arrays. Mixed dtypes are handled as in lax.
       dimension_numbers: ``((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))``.
       precision: as in ``lax.dot_general``, a ``Precision``, a pair of them, or a ``DotAlgorithm``; see ``matmul``.
       preferred_element_type: dtype of the result.
@@ -170,8 +170,8 @@ def dot_general(
 
     Raises:
       TypeError: an operand is not an array of numbers, dimensions do not match, or schedule is not a schedule.
-      ValueError: no kernel can run the product under the given schedule. Under ``Auto()`` XLA's own product runs where
-        there is no kernel (integers, complex numbers, some algorithms), or tuning or we found it faster, and ``plan``
+      ValueError: no kernel can run the product under an explicit schedule. Under ``Auto()`` XLA's own product runs if
+        there is no kernel (integers, complex numbers, some algorithms) or XLA's was measured to be faster; ``plan``
         says so.
     """
     schedule = check_schedule(schedule)
@@ -197,11 +197,11 @@ def einsum(
     optimize: Any = "auto",
     out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
-    """``jax.numpy.einsum`` whose products of two operands are ``dot_general`` of this library.
+    """``jax.numpy.einsum`` whose pairwise products use this library's ``dot_general``.
 
     Args:
       subscripts, operands, precision, preferred_element_type, optimize, out_sharding: as in ``jax.numpy.einsum``.
-      schedule: as in ``matmul``, for every product.
+      schedule: as in ``matmul``, for every pairwise product.
 
     Raises:
       What ``jax.numpy.einsum`` and ``dot_general`` raise.
@@ -219,7 +219,7 @@ def einsum(
 
 @functools.cache
 def _dot_general_under(schedule: Schedule | PerPass) -> Callable[..., jax.Array]:
-    # One object a schedule: jnp.einsum compiles for each _dot_general that it has not seen.
+    # One object per schedule: jnp.einsum recompiles for every new _dot_general.
     return functools.partial(dot_general, schedule=schedule)
 
 
@@ -250,7 +250,7 @@ def _linear_apart(
 ) -> jax.Array:
     check_activation("linear", activation)
     alpha, beta = _factor("linear", "alpha", alpha), _factor("linear", "beta", beta)
-    if isinstance(x, jax.Array) and isinstance(w, jax.Array):  # interceptors have kernels of other kinds, too
+    if isinstance(x, jax.Array) and isinstance(w, jax.Array):  # interceptors may pass weights of other types
         x, w, _ = _promoted("linear", params.get("preferred_element_type"), x=x, w=w)
     epilogue = Epilogue(activation, alpha, beta, bias is not None, has_residual=residual is not None)
     product = lax.dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())), **params)
@@ -277,27 +277,28 @@ def linear(
 ) -> jax.Array:
     """``activation(alpha * (x @ w) + beta * residual + bias)`` in one kernel.
 
-    The sums, the epilogue and its activation are float32 (float64 for float64) and rounded once, to the result's dtype.
-    Where k is divided over devices, their sums are of that dtype. The derivative applies the activation outside of the
-    kernel, to the rounded value that it needs anyway.
+    Sums and epilogue are computed in float32 (float64 for float64) and rounded once, to the result's dtype. If k is
+    partitioned over devices, each device's sum is rounded first. Under differentiation XLA applies the activation,
+    because the derivative needs the (rounded) value before it.
 
     Args:
       x: array of shape (..., k).
       w: array of shape (k, n). Dtypes promote with x's.
       bias: array of shape (n,), or None.
-      activation: None, "relu", "gelu" (the exact one, by erf), "gelu_tanh", "silu", "sigmoid" or "tanh".
+      activation: None, "relu", "gelu" (exact, by erf), "gelu_tanh", "silu", "sigmoid" or "tanh".
       residual: array that broadcasts to (..., n), or None.
-      alpha, beta: static numbers: known before tracing.
+      alpha, beta: static real numbers.
       precision, preferred_element_type, out_sharding, schedule: as in ``matmul``.
 
     Returns:
-      Array of shape (..., n) and of dtype preferred_element_type, by default that of ``x @ w``. Bias and residual are
+      Array of shape (..., n) and dtype preferred_element_type, by default that of ``x @ w``. Bias and residual are
       converted to it.
 
     Raises:
       TypeError: an operand is not an array of real numbers, the result's dtype is not a floating-point one, or alpha or
         beta is not a number.
-      ValueError: shapes do not fit, the activation is unknown, or no kernel can run the product under the schedule.
+      ValueError: shapes do not fit, the activation is unknown, or no kernel can run the product under an explicit
+        schedule.
     """
     schedule = check_schedule(schedule)
     check_activation("linear", activation)
@@ -307,9 +308,9 @@ def linear(
         raise ValueError(f"linear: x has shape {lhs.shape} and w {rhs.shape}; they must be (..., k) and (k, n)")
     dtype = _element_type(preferred_element_type, lhs, rhs) or lhs.dtype
     if not jnp.issubdtype(dtype, np.floating):
-        other = f"give preferred_element_type=float32, and convert the result by .astype({dtype})"
-        remedy = "let it follow matmul" if jnp.issubdtype(dtype, np.complexfloating) else other
-        raise TypeError(f"linear: the result's dtype is {dtype}; an epilogue needs floating-point numbers: {remedy}")
+        other = f"set preferred_element_type=float32, and convert the result with .astype({dtype})"
+        remedy = "apply it after matmul" if jnp.issubdtype(dtype, np.complexfloating) else other
+        raise TypeError(f"linear: the result's dtype is {dtype}; an epilogue needs a floating-point dtype: {remedy}")
     shape = (*lhs.shape[:-1], rhs.shape[1])
     params: dict[str, Any] = dict(
         dimension_numbers=(((lhs.ndim - 1,), (0,)), ((), ())),
@@ -350,11 +351,11 @@ def _factor(function: str, name: str, factor: Any) -> float:
             raise TypeError
         return float(factor)
     except OverflowError:
-        raise ValueError(f"{function}: {name}={factor} is larger than every float") from None
-    except (TypeError, ValueError):  # tracers raise a TypeError of theirs
+        raise ValueError(f"{function}: {name}={factor} does not fit into a float") from None
+    except (TypeError, ValueError):  # tracers raise a TypeError of their own
         check_static(f"{function}: {name}", factor)
         raise TypeError(
-            f"{function}: {name} is {_describe(factor)}; it must be a real number that is known before tracing"
+            f"{function}: {name} is {_describe(factor)}; it must be a real number, known before tracing"
         ) from None
 
 
@@ -362,8 +363,7 @@ def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, (bool, np.bool_)):
         check_static(f"plan: {name}", value)
         raise TypeError(
-            f"plan: {name} is {_describe(value)}; it must be True or False: "
-            f"plan(..., {name}=True) plans for one of any value"
+            f"plan: {name} is {_describe(value)}; it must be True or False: plan(..., {name}=True) plans for any value"
         )
     return bool(value)
 
@@ -383,20 +383,20 @@ def plan(
     alpha: float = 1.0,
     beta: float = 1.0,
 ) -> Plan:
-    """The ``Plan`` that a product would run on one device, without running it.
+    """The ``Plan`` of a product on one device, without running it.
 
-    For a product that XLA divides over devices, each plans its own part. A build without CUDA kernels plans for GPUs by
-    a description of those that a full build has.
+    Of a product that XLA partitions over devices, each device plans its own part. A build without CUDA kernels plans
+    for GPUs from a description of the kernels in a full build.
 
     Args:
       lhs, rhs: arrays, or anything with ``shape`` and ``dtype`` such as ``jax.ShapeDtypeStruct``.
       dimension_numbers: as in ``lax.dot_general``; None plans ``matmul(lhs, rhs)``.
       schedule: as in ``matmul``.
-      device: a ``jax.Device``, a ``jax_streamk.Device`` such as ``jax_streamk.H200`` (for machines that are not here),
-        a platform of JAX's such as "cpu", or None for the default device.
+      device: a ``jax.Device``, a ``jax_streamk.Device`` such as ``jax_streamk.H200`` (which need not be present), a JAX
+        platform such as "cpu", or None for the default device.
       precision, preferred_element_type: as in ``matmul``.
       activation, alpha, beta: as in ``linear``.
-      bias, residual: whether one is added, as in ``linear``: True or False.
+      bias, residual: True if ``linear`` adds one.
 
     Raises:
       TypeError, ValueError: as ``matmul``, ``dot_general`` and ``linear``.
@@ -407,7 +407,7 @@ def plan(
     permutation = None
     if dimension_numbers is None:
         if preferred_element_type is None:
-            # Traced, because promotion asks values and tracers, and no shapes, whether their type is weak.
+            # Traced: promotion respects weak types of values and tracers, but not of ShapeDtypeStructs.
             dtype = jax.eval_shape(lambda *xs: jnp.zeros((), jnp.result_type(*xs)), lhs, rhs).dtype
             lhs, rhs = (jax.ShapeDtypeStruct(x.shape, dtype) for x in (lhs, rhs))
         dimension_numbers, (drop_lhs, drop_rhs), permutation = _matmul_dimensions(lhs.shape, rhs.shape)
@@ -420,7 +420,7 @@ def plan(
         precision=compat.canonicalize_precision(precision),
         preferred_element_type=_element_type(preferred_element_type, lhs, rhs),
     )
-    jax.eval_shape(functools.partial(lax.dot_general, **params), lhs, rhs)  # raises what lax says of the dimensions
+    jax.eval_shape(functools.partial(lax.dot_general, **params), lhs, rhs)  # raises lax's errors about dimensions
     made, _ = lowering.plan(
         lhs,
         rhs,
@@ -436,14 +436,14 @@ def plan(
 def kernels() -> list[_ffi.KernelInfo]:
     """Every kernel compiled into this build, ordered by name.
 
-    Each has the attributes
+    Attributes of each:
       name, family, type_a, type_b, type_d, math, major_a, major_b;
       align_a, align_b, align_d: in elements;
       tile_m, tile_n, tile_k, cluster_m, cluster_n, stages, warp_schedule, swap_ab, threads;
       split_k_reductions, stream_k_reductions;
       shared_memory: bytes per CTA;
-      promotion_k: how much of K tensor cores sum before float32 adds it, 0 for all;
-    and the method ``resources()``: registers per thread and CTAs per SM on the current GPU, which it needs.
+      promotion_k: the length of K that tensor cores sum before the sum is added in float32, 0 for all of it.
+    Its method ``resources()`` returns registers per thread and CTAs per SM; it needs a GPU.
     """
     return _ffi.kernels()
 
@@ -463,7 +463,7 @@ def _is_numeric(dtype: Any) -> bool:
 
 
 def _promoted(function: str, preferred_element_type: Any, **operands: Any) -> tuple[Any, ...]:
-    """The operands as arrays, of one dtype where the result's is not given, and whether that is weak."""
+    """The operands as arrays, promoted to one dtype unless the result's is given, and whether that dtype is weak."""
     out = [_array(function, name, x) for name, x in operands.items()]
     if preferred_element_type is not None:
         return *out, False
@@ -476,7 +476,7 @@ def _describe(x: Any) -> str:
 
 
 def _element_type(dtype: Any, lhs: Shaped, rhs: Shaped) -> Any:
-    """The dtype of the result that was asked for, where lax has products of such operands that give it."""
+    """The requested dtype of the result. Raises TypeError if lax has no such product of these operands."""
     try:
         dtype = None if dtype is None else compat.canonicalize_dtype(dtype, "preferred_element_type")
     except (TypeError, ValueError) as error:
@@ -485,7 +485,8 @@ def _element_type(dtype: Any, lhs: Shaped, rhs: Shaped) -> Any:
     integers = dtype is not None and lhs.dtype == rhs.dtype and jnp.issubdtype(lhs.dtype, np.integer)
     if integers and dtype.itemsize < lhs.dtype.itemsize:
         remedy = (
-            f"name one of at least {8 * lhs.dtype.itemsize} bits, or none, and convert the result by .astype({dtype})"
+            f"set it to a dtype of at least {8 * lhs.dtype.itemsize} bits, or to None, "
+            f"and convert the result with .astype({dtype})"
         )
         raise TypeError(
             f"preferred_element_type={dtype} is narrower than {lhs.dtype}, the dtype of the operands: {remedy}"
@@ -497,7 +498,7 @@ def _shaped(name: str, x: Any) -> jax.ShapeDtypeStruct:
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         raise TypeError(f"plan: {name} is {type(x).__name__}; it must have a shape and a dtype")
     if not _is_numeric(x.dtype):
-        raise TypeError(f"plan: {name} is {_describe(x)}; it must be of numbers")
+        raise TypeError(f"plan: {name} is {_describe(x)}; it must have a numeric dtype")
     return jax.ShapeDtypeStruct(
         x.shape, jax.dtypes.canonicalize_dtype(x.dtype), weak_type=getattr(x, "weak_type", False)
     )
@@ -513,8 +514,8 @@ def _matmul_dimensions(
     """``jnp.matmul`` of shapes a and b as a dot_general.
 
     Returns:
-      dimension_numbers of the squeezed operands; the dimensions to squeeze from each (leading ones of size 1 that the
-      other broadcasts over); and the permutation of the result, None for none.
+      dimension_numbers of the squeezed operands; the dimensions to squeeze from each (leading dimensions of size 1 that
+      broadcast); and the permutation of the result, or None.
     """
     if not a or not b:
         which, shape = ("a", a) if not a else ("b", b)
@@ -526,7 +527,7 @@ def _matmul_dimensions(
         )
     lead_a, lead_b = a[:-2], b[:-2]
     rank = max(len(lead_a), len(lead_b))
-    # Leading dimensions, aligned on the right, by who has them: both, or one of them.
+    # Leading dimensions, aligned on the right, by owner: both operands, or one of them.
     squeeze_a, squeeze_b, batch_a, batch_b, owners = [], [], [], [], []
     for i in range(rank):
         at_a, at_b = i - rank + len(lead_a), i - rank + len(lead_b)

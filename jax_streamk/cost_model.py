@@ -1,4 +1,4 @@
-"""What the cost model in cutlass_kernels/planner/ says of a problem and of a plan, for people (microseconds)."""
+"""Readable results of the cost model in cutlass_kernels/planner/. Times are in microseconds."""
 
 import dataclasses
 
@@ -9,12 +9,12 @@ from jax_streamk.text import duration, durations
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """What no kernel undercuts by the constants of a ``Machine``.
+    """The least time that any kernel needs, by the constants of a ``Machine``.
 
     Attributes:
-      bound: "memory", which reads each operand and writes the result once, or "arithmetic", whichever takes longer.
-      microseconds: what that takes.
-      amount: bytes that memory moves, or FLOPs of the product.
+      bound: "memory" (each operand read once, the result written once) or "arithmetic", whichever takes longer.
+      microseconds: its time.
+      amount: bytes moved, or FLOPs of the product.
     """
 
     bound: str
@@ -23,7 +23,7 @@ class Limit:
 
 
 def limit_of(problem, device):
-    """The ``Limit`` of a problem on a GPU; None on a CPU, of whose memory the model knows nothing."""
+    """The ``Limit`` of a problem on a GPU; None on a CPU, whose memory is not modelled."""
     if device.platform != "cuda":
         return None
     machine, sms, size = machine_of(device), device.sms, _SIZES.__getitem__
@@ -52,12 +52,12 @@ def _arithmetic_rate(machine, arch, sms, problem):
         rate = min(machine.wgmma_flops_per_us, sms * machine.tf32_wgmma_flops_per_us_sm)
     else:
         rate = min(machine.wgmma_flops_per_us, sms * machine.wgmma_flops_per_us_sm)
-    # TF32 takes twice as long as 16 bits, three of them six times.
+    # TF32 takes twice as long as 16 bits, three TF32 six times as long.
     return rate / (6 if problem.math == _ffi.Math.tf32x3 else 2 if problem.type_a == _ffi.Type.f32 else 1)
 
 
 def describe(cost):
-    """One line about a ``_ffi.Cost``: what it adds up from."""
+    """One line with the parts of an ``_ffi.Cost``."""
     shares = cost.peers > 1
     parts = {
         "launch": cost.launches,

@@ -1,6 +1,6 @@
-"""The CUDA kernels as data, a row of cuda_kernels.csv each, by which a build without them plans for GPUs.
+"""Describes the CUDA kernels, a row of cuda_kernels.csv each, so that a build without them can plan for GPUs.
 
-``python -m jax_streamk info --kernels FILE`` writes the file, in a build that has all of them.
+``python -m jax_streamk info --kernels FILE`` writes the file; it needs a build with every kernel.
 """
 
 import csv
@@ -40,7 +40,7 @@ def _kernel(row):
 
 
 def write(kernels, file):
-    """Describes the CUDA kernels among ``kernels``, which are not of the host."""
+    """Writes a row for each CUDA kernel among ``kernels``."""
     rows = [_row(kernel) for kernel in kernels if kernel.family != _ffi.Family.host]
     writer = csv.DictWriter(file, rows[0].keys() if rows else ["name"], lineterminator="\n")
     writer.writeheader()
@@ -48,16 +48,16 @@ def write(kernels, file):
 
 
 def read(file):
-    """The ``_ffi.KernelInfo`` of each row that ``write`` wrote."""
+    """An ``_ffi.KernelInfo`` for each row that ``write`` wrote."""
     return list(map(_kernel, csv.DictReader(file)))
 
 
 @functools.cache
 def text():
-    """What the shipped file says."""
+    """The text of the shipped file."""
     return importlib.resources.files("jax_streamk").joinpath(_FILE).read_text()
 
 
 def cuda_kernels():
-    """Every CUDA kernel that the tables have, whatever this build has."""
+    """Every CUDA kernel of a full build."""
     return read(io.StringIO(text()))

@@ -1,4 +1,4 @@
-"""What a plan is made for: this machine's devices, and those that are not here."""
+"""The devices that plans are made for: this machine's, and any other."""
 
 import dataclasses
 import functools
@@ -15,20 +15,20 @@ from jax_streamk.machines import under_way
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What a plan is made for.
+    """A device to plan for, on this machine or another.
 
     Attributes:
       platform: ``"cpu"`` or ``"cuda"``.
       arch: 10 * major + minor of the compute capability; 0 on a CPU.
-      sms: streaming multiprocessors; threads on a CPU.
-      kind: the model's name, under which tuned plans are kept; without one there are none. It also tells an H100 from
-        an H200, whose memory is faster.
+      sms: number of streaming multiprocessors; of threads on a CPU.
+      kind: the model's name as JAX reports it. It selects tuned plans (none without a name) and the machine file: an
+        H200 has faster memory than an H100.
 
-    ``jax_streamk.H100``, ``H200`` and ``A100`` are the SXM models; of an A100 the one of 80 GB.
+    ``jax_streamk.H100``, ``H200`` and ``A100`` are the SXM models; the A100 has 80 GB.
 
     Raises:
-      TypeError: platform or kind is no string, or arch or sms is traced.
-      ValueError: platform is another, or arch or sms is no integer or none of such a device.
+      TypeError: platform or kind is not a string, or arch or sms is traced.
+      ValueError: platform is unknown, or arch or sms is not an integer or does not fit the platform.
     """
 
     platform: str
@@ -56,22 +56,22 @@ class Device:
 
 
 class _Other(Device):
-    """A device that JAX has and nothing here runs on."""
+    """A device of JAX's that no kernel runs on, such as a TPU."""
 
     def __post_init__(self) -> None:
         pass
 
 
-# What programs are lowered for when CUDA is asked for on a machine without a GPU: the H100 and H200 SXM, by an H200's
-# constants.
+# The target of programs lowered for CUDA on a machine without a GPU: fits the H100 and H200 SXM, planned with the
+# H200's constants.
 HOPPER = Device("cuda", 90, 132)
 
 
 def device_of(device: Any) -> Device:
-    """The ``Device`` of a jax.Device, a ``Device``, the name of a JAX platform, or (None) JAX's default device.
+    """The ``Device`` for a jax.Device, a ``Device``, a JAX platform's name, or None: JAX's default device.
 
     Raises:
-      TypeError: it is something else.
+      TypeError: ``device`` is none of these.
       ValueError: this process has no such platform.
     """
     if isinstance(device, Device):
@@ -82,14 +82,14 @@ def device_of(device: Any) -> Device:
         try:
             device = jax.devices(device)[0]
         except RuntimeError as error:
-            remedy = "jax_streamk.Device(...) describes a machine that is not here"
+            remedy = "jax_streamk.Device(...) describes a device that is not here"
             raise ValueError(f"device={device!r}: {error}: {remedy}") from None
     if not isinstance(device, jax.Device):
         check_static("device", device)
         raise TypeError(
             f"device={device!r}: must be None, a jax.Device, a platform such as 'cpu', or a jax_streamk.Device"
         )
-    if device.platform == "gpu" and "." in device.compute_capability:  # ROCm's are names
+    if device.platform == "gpu" and "." in device.compute_capability:  # ROCm reports names
         major, minor = device.compute_capability.split(".")
         return Device("cuda", 10 * int(major) + int(minor), device.core_count, device.device_kind)
     return _host() if device.platform == "cpu" else _Other(device.platform, 0, 1)
@@ -102,13 +102,13 @@ def _host() -> Device:
             kind = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
     except (OSError, StopIteration):
         kind = platform.machine()
-    # As many as XLA's pool has threads: the CPUs that this process may run on.
+    # The size of XLA's thread pool: the CPUs that this process may run on.
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return Device("cpu", 0, threads, kind)
 
 
 def jax_device_of(device: Device) -> jax.Device | None:
-    """The first jax.Device of this process that is such a ``Device``; None where there is none."""
+    """This process's first jax.Device that matches a ``Device``; None if there is none."""
     try:
         found = jax.local_devices(backend=device.platform)
     except RuntimeError:
@@ -117,7 +117,7 @@ def jax_device_of(device: Device) -> jax.Device | None:
 
 
 def device_for_lowering(platform: str) -> Device:
-    """The ``Device`` that programs for a platform are lowered for: this machine's, or ``HOPPER`` if it has no GPU."""
+    """The ``Device`` to lower for: this machine's, or ``HOPPER`` for CUDA on a machine without a GPU."""
     if platform == "cpu":
         return _host()
     try:
@@ -126,7 +126,7 @@ def device_for_lowering(platform: str) -> Device:
         return HOPPER
 
 
-# The SXM models, by the names that JAX reports.
+# The SXM models, with the names that JAX reports.
 H100 = Device("cuda", 90, 132, "NVIDIA H100 80GB HBM3")
 H200 = Device("cuda", 90, 132, "NVIDIA H200")
 A100 = Device("cuda", 80, 108, "NVIDIA A100-SXM4-80GB")

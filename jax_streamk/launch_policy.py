@@ -1,7 +1,4 @@
-"""What a plan decides of a launch besides the kernel and the schedule.
-
-cutlass_kernels/planner/launch_policy.cc decides it.
-"""
+"""The choices of a launch besides kernel and schedule. cutlass_kernels/planner/launch_policy.cc makes them."""
 
 import dataclasses
 
@@ -12,20 +9,20 @@ _RASTERS = {"m": _ffi.Raster.along_m, "n": _ffi.Raster.along_n}
 
 @dataclasses.dataclass(frozen=True)
 class LaunchPolicy:
-    """How a kernel is launched, which decides how long that takes, and not what it computes.
+    """How a kernel is launched. It affects the time of a call, not its result.
 
-    Only the last bits of a Stream-K product may change with the order of tiles. Kernels of the sm90 family have all of
-    a policy, those of the skinny family the order of tiles and the hint for B, others the order of tiles.
+    Except: the order of tiles may change the last bits of a Stream-K product. Kernels of the sm90 family use every
+    field, those of the skinny family the order of tiles and the hint for B, others only the order of tiles.
 
     Attributes:
-      raster: along which dimension of the result, "m" or "n", consecutive tiles lie.
-      swizzle: how many tiles wide the panels are in which they do.
-      evict_first_a, evict_first_b: whether loads of A or B hint that their lines leave L2 first.
-      held_back: stages of each CTA that its loads leave empty, so that less is on its way from memory at once.
-      held_back_last: the same in a last wave that is partial.
-      idle_clusters: clusters launched besides those that work, which exit at once and keep some SMs free.
-      cluster_order: which worker each cluster is: "as_launched", "by_gpc" (neighbours share a GPC) or "spread".
-      extend_a, extend_b: whether TMA may read A or B up to whole tiles, where its allocation goes on so far.
+      raster: the dimension of the result along which consecutive tiles lie, "m" or "n".
+      swizzle: the width, in tiles, of the panels in which tiles are ordered.
+      evict_first_a, evict_first_b: whether loads of A or B tell L2 to evict their lines first.
+      held_back: stages per CTA that are left empty, to limit the bytes in flight from memory.
+      held_back_last: the same in a partial last wave.
+      idle_clusters: extra clusters that exit at once, to balance a partial wave over the GPCs.
+      cluster_order: how clusters are numbered: "as_launched", "by_gpc" (neighbours share a GPC) or "spread".
+      extend_a, extend_b: whether TMA may read A or B to the end of its last tile, within its allocation.
     """
 
     raster: str = "m"
@@ -41,13 +38,13 @@ class LaunchPolicy:
 
     @classmethod
     def of(cls, native):
-        """That of an ``_ffi.LaunchPolicy``."""
+        """From an ``_ffi.LaunchPolicy``."""
         fields = {field.name: getattr(native, field.name) for field in dataclasses.fields(cls)}
         raster = "m" if native.raster == _ffi.Raster.along_m else "n"
         return cls(**fields | dict(raster=raster, cluster_order=native.cluster_order.name))
 
     def attributes(self):
-        """In the words of ``_ffi.LaunchPolicy`` and of the custom call's attributes, which are the same."""
+        """The fields of ``_ffi.LaunchPolicy``, which are also attributes of the custom call."""
         return vars(self) | dict(raster=_RASTERS[self.raster], cluster_order=_ffi.ClusterOrder[self.cluster_order])
 
     def native(self):

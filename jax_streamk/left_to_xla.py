@@ -1,10 +1,10 @@
-"""Which products ``Auto()`` leaves to XLA though a kernel could run them: those where ours measured no faster."""
+"""The products that ``Auto()`` leaves to XLA though a kernel could run them, because ours was not measured faster."""
 
 from jax_streamk import _ffi, machines
 
 
 def why(problem, device):
-    """Why XLA should have a ``GemmProblem`` on a ``Device``; None if it should not."""
+    """Why to leave a ``GemmProblem`` on a ``Device`` to XLA; None if there is no reason."""
     if device.platform not in ("cpu", "cuda"):
         return None
     if device.platform == "cuda" and (unknown := not_measured(device)):
@@ -13,7 +13,7 @@ def why(problem, device):
 
 
 def not_measured(device):
-    """Why a GPU's products are XLA's until tuning finds ours faster; None where a machine file tells what it can do."""
+    """Why a GPU's products are XLA's until tuning finds ours faster; None if the GPU has a machine file."""
     if machines.is_measured(device):
         return None
     name = device.kind or f"sm_{device.arch} with {device.sms} SMs"
@@ -24,14 +24,13 @@ def not_measured(device):
 
 
 def too_small(problem, device):
-    """Why the extents leave a kernel too little to do; None if they do not.
+    """Why the extents are too small for a kernel; None if they are not.
 
-    On a GPU tiles are mostly empty. Geometric means of XLA's time over ours: 0.64 of 2 to 8 columns, 0.65 of sums of at
-    most 16 products, 0.89 of batches of at most 64 x 64 x 64; measured on an H200, jaxlib 0.11.2, bfloat16, 41
-    products.
+    On a GPU tiles are mostly empty. Geometric mean of XLA's time / ours: 0.64 for 2 to 8 columns, 0.65 for k of at most
+    16, 0.89 for batches of products of at most 64 x 64 x 64 (41 bfloat16 products on an H200, jaxlib 0.11.2).
 
-    On a CPU a call costs 1 to 2 us more than XLA's loop, and each product of a batch adds to it: measured on two cores
-    of an AMD EPYC with AVX512_BF16, jaxlib 0.11.2, batches of 1 to 100,000, extents of 1 to 64, k of 1 to 512.
+    On a CPU a call costs 1 to 2 us more than XLA's loop, plus some for each product of a batch (two cores of an AMD
+    EPYC with AVX512_BF16, jaxlib 0.11.2; batches of 1 to 100,000, extents of 1 to 64, k of 1 to 512).
     """
     m, n, k, batch = problem.m, problem.n, problem.k, problem.batch
     if k == 1:
@@ -51,10 +50,10 @@ def too_small(problem, device):
 
 
 def loads_as_they_are(problem):
-    """Plain 16-bit products with row-major B and rows that do not all start on TMA's 16 bytes; measured on H200s.
+    """Why XLA is faster at a 16-bit product whose rows are not all aligned to TMA's 16 bytes; None if it is not.
 
-    XLA is faster where B's leading dimension is odd, m is 33 to 64 and XLA's tiles divide K; and where rows start on 4
-    or 8 bytes, which XLA loads as they are, and the sum is short (K a few of XLA's tiles, or about one).
+    For a row-major B and no epilogue, measured on H200s. XLA is faster if B's leading dimension is odd, m is 33 to 64
+    and XLA's tiles divide k; and if rows are aligned to 4 or 8 bytes, which XLA loads directly, and k is short.
     """
     m, n, k = problem.m, problem.n, problem.k
     is_16_bit = problem.type_a in (_ffi.Type.bf16, _ffi.Type.f16) and problem.type_d == problem.type_a

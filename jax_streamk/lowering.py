@@ -1,4 +1,4 @@
-"""What a product becomes in a program: a custom call on one device, or on several a product that XLA partitions."""
+"""Lowers a product: to a custom call on one device, to a product that XLA partitions on several."""
 
 import functools
 
@@ -28,10 +28,10 @@ def plan(
     epilogue=Epilogue(),
     permutation=None,
 ):
-    """The ``Plan`` of a product and, where a kernel runs it, its ``Arrangement``.
+    """The ``Plan`` of a product and, if a kernel supports its types, its ``Arrangement``.
 
     Raises:
-      ValueError: an explicit schedule that no kernel can run.
+      ValueError: no kernel can run an explicit schedule.
     """
     schedule = schedules.of_forward(schedule)
     try:
@@ -46,7 +46,7 @@ def plan(
 
 
 def check_build(platform):
-    """Raises RuntimeError where this build has only descriptions of a platform's kernels, which suffice for plans."""
+    """Raises RuntimeError if this build has only descriptions of a platform's kernels, which suffice for plans."""
     if platform == "cuda" and not _ffi.has_cuda:
         raise RuntimeError(
             f"this build of jax_streamk has no CUDA kernels, and the product is for a GPU: {_WITHOUT_CUDA}"
@@ -76,7 +76,7 @@ def _lower_with_kernels(ctx, *operands, platform, **params):
     if compat.is_unreduced(ctx.avals_out[0]):
         why = "only XLA supports an out_sharding with unreduced axes, which leaves the sum over devices open"
         return _lower_to_xla(ctx, *operands, why=why, **params)
-    # Tracing inside of a rule has no use for shardings.
+    # Tracing inside a rule does not need shardings.
     local = ctx.replace(avals_in=[compat.local_aval(aval) for aval in ctx.avals_in])
     params["out_sharding"] = None
     if placement == compat.Placement.PARTITIONED:
@@ -135,14 +135,14 @@ def _partitioned(avals, *, epilogue=Epilogue(), permutation=None, **params):
 
 
 def _without_transposes(operands, avals, dimension_numbers):
-    """The product with the transposes of its operands folded in: kernels take any majorness without a copy."""
+    """Folds transposes of the operands into the product: kernels read either majorness without a copy."""
     operands, avals = list(operands), list(avals)
     sides = [list(side) for side in zip(*dimension_numbers)]
     for i in range(2):
         while (found := compat.transpose_behind(operands[i])) is not None:
             source, permutation = found
             free = [p for dim, p in enumerate(permutation) if dim not in (*sides[i][0], *sides[i][1])]
-            if free != sorted(free):  # the result has them in the operand's order
+            if free != sorted(free):  # the result keeps the operand's order
                 break
             operands[i] = source
             avals[i] = avals[i].update(shape=tuple(avals[i].shape[j] for j in np.argsort(permutation)))
@@ -152,5 +152,5 @@ def _without_transposes(operands, avals, dimension_numbers):
 
 for _primitive in (dot_general_p, linear_p):
     compat.needs_devices(_primitive)
-    # A cached rule would not see what its operands come from.
+    # A cached rule would not see where its operands come from.
     mlir.register_lowering(_primitive, _lower, cacheable=False)

@@ -1,7 +1,7 @@
-"""How a product is divided over devices: batch, m and n without communication, k as split-K across devices.
+"""Partitions a product over devices: batch, m and n without communication, k as split-K across devices.
 
-A dimension of the operands and of the result is a factor of the product. Shardy learns from the rule how shardings
-spread from one array to another; ``_partition`` then takes what the arrays were given and makes it consistent.
+Each dimension of the operands and the result is a factor of the product. Shardy propagates shardings between arrays by
+the rule; ``_partition`` then makes the shardings it chose consistent.
 """
 
 import functools
@@ -18,8 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax_streamk import compat
 from jax_streamk.epilogue import Epilogue
 
-# The identity, to a type without sharding. XLA's partitioner calls back while an explicit mesh may be set, whose axes
-# are not those of a program for one device: collectives would carry shardings into the function that adds two elements.
+# The identity, to a type without sharding. XLA's partitioner calls back while an explicit mesh may be set, whose
+# shardings collectives would carry into the function that adds two elements.
 _local_p = Primitive("streamk_local")
 _local_p.def_abstract_eval(compat.local_aval)
 mlir.register_lowering(_local_p, lambda ctx, x: [x])
@@ -27,7 +27,7 @@ _no_mesh = jax.sharding.AbstractMesh((), ())
 
 
 class Factors:
-    """The names of the dimensions of a product: those of one name are one factor."""
+    """Names of a product's dimensions: dimensions with the same name are one factor."""
 
     def __init__(self, dimension_numbers, lhs_ndim, rhs_ndim, epilogue=Epilogue(), permutation=None):
         contract, batch = dimension_numbers
@@ -35,7 +35,7 @@ class Factors:
         for name, pairs in (("k", zip(*contract)), ("b", zip(*batch))):
             for i, j in pairs:
                 lhs[i] = rhs[j] = f"{name}{i}"
-        # In the order in which lhs has them, as Shardy wants it of the rule.
+        # In the order of lhs, as Shardy requires of the rule.
         self.contract = tuple(lhs[i] for i in sorted(contract[0]))
         batch = tuple(lhs[i] for i in batch[0])
         lhs_free, rhs_free = (tuple(x for x in side if x not in (*self.contract, *batch)) for side in (lhs, rhs))
@@ -53,7 +53,7 @@ class Factors:
 
 
 def partitioned(product, finish, fused, factors):
-    """``finish(product(lhs, rhs), *others)``, for XLA to partition; ``fused`` is both, if no sum is between."""
+    """``finish(product(lhs, rhs), *others)``, for XLA to partition; ``fused`` does both if no sum comes between."""
     function = custom_partitioning(fused)
     function.def_partition(functools.partial(_partition, product, finish, fused, factors), sharding_rule=factors.rule())
     return function
@@ -64,7 +64,7 @@ def _partition(product, finish, fused, factors, mesh, operands, result):
     sizes = {name: size for x, dims in zip(operands, factors.operands) for name, size in zip(dims, x.shape)}
     axes = _axes_of_factors((*factors.operands, factors.result), specs, sizes, factors.contract, mesh.shape)
     summed = [axis for name in factors.contract for axis in axes[name]]
-    # Where the result asks for the axes of k, its sum is scattered over them instead of being made whole everywhere.
+    # If the result is sharded over axes of k, the sum is reduce-scattered over them instead of all-reduced.
     final = dict(axes)
     scattered: dict[int, tuple[str, ...]] = {}
     for dimension, (name, wanted) in enumerate(zip(factors.result, specs[-1])):
@@ -82,7 +82,7 @@ def _partition(product, finish, fused, factors, mesh, operands, result):
                 return fused(lhs, rhs, *others)
             out = product(lhs, rhs)
             dtype = out.dtype
-            # The sum of booleans is a disjunction, and collectives have none.
+            # A sum of booleans is a logical or, which collectives lack.
             out = out.astype(np.int32) if dtype == np.bool_ else out
             for dimension, over in scattered.items():
                 out = lax.psum_scatter(out, over, scatter_dimension=dimension, tiled=True)
@@ -98,12 +98,10 @@ def _partition(product, finish, fused, factors, mesh, operands, result):
 
 
 def _axes_of_factors(names, specs, sizes, contract, mesh):
-    """For each factor, the mesh axes that divide it evenly. The first array to claim an axis has it, for one factor."""
+    """The mesh axes that divide each factor evenly. The first array to claim an axis gets it, for one factor."""
     lhs, rhs, *others, result = (list(zip(*x)) for x in zip(names, specs))
-    # k after m and n: where an axis divides m in one operand and k in the other, gathering the other is one collective,
-    # and moving the one and summing the result are two. Of m and n, first the one that has its axes in the result too:
-    # that stays in place. The result itself last, with the arrays that are added to it: it may be had by slicing, or by
-    # scattering the sum.
+    # k after m and n: gathering the operand that an axis divides along k is one collective, the alternative two. First
+    # those whose axes the result has too. The result last: slicing it, or scattering its sum, is cheap.
     claims = [claim for name in sizes for claim in (*lhs, *rhs) if claim[0] == name]
     claims.sort(key=lambda claim: (claim[0] in contract, claim not in result))
     axes: dict[str, tuple[str, ...]] = dict.fromkeys(sizes, ())

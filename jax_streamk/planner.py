@@ -1,6 +1,6 @@
-"""Which kernel runs a product, and how: every choice is made in ``make_plan``, and a plan prints its reasons.
+"""Chooses the kernel, schedule and launch policy of a product. ``make_plan`` decides; a plan prints its reasons.
 
-cutlass_kernels/planner/planner.cc searches, by the cost model next to it.
+The search is in cutlass_kernels/planner/planner.cc, with the cost model beside it.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ _REDUCTIONS = {r.name: r for r in (_ffi.Reduction.ordered, _ffi.Reduction.atomic
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A kernel and a schedule that could run a problem, and the planner's estimate of the time."""
+    """A kernel and schedule that can run a problem, with the estimated time in microseconds."""
 
     kernel: str
     schedule: schedules.Schedule
@@ -31,18 +31,18 @@ class Plan:
     """What ``matmul`` runs for one problem on one device.
 
     Attributes:
-      problem: the strided GEMM; None where the product is not arranged as one (no kernel serves its types).
-      device: what the plan is made for.
-      kernel: name of the kernel, see ``kernels()``; None where XLA's own product runs, or where there is nothing to compute.
-      schedule: the resolved ``DataParallel``, ``SplitK`` or ``StreamK``; None where kernel is None.
-      policy: the ``LaunchPolicy``: the order of tiles (``raster`` and ``swizzle``) and the other choices of the launch.
-      workspace_bytes: that XLA allocates for the call; None where only a build with CUDA kernels knows.
-      microseconds: the planner's estimate, or what tuning measured; of our best kernel, where XLA's product is thought to be no slower.
-      reasons: one line each.
-      candidates: a ``Candidate`` for each kernel and kind of schedule that the planner ranked first, the fastest by estimate first.
-      waves: output tiles, times splits, over workers (SMs, or clusters of them; threads on a CPU).
-      efficiency: quantization efficiency: MAC iterations over those that all workers could do while the busiest does its own.
-      limit: the ``cost_model.Limit`` of the problem on the device, by memory or arithmetic; None on a CPU.
+      problem: the strided GEMM; None if no kernel supports the operand types.
+      device: the ``Device`` that the plan is for.
+      kernel: the kernel's name, see ``kernels()``; None if XLA's own product runs or there is nothing to compute.
+      schedule: the chosen ``DataParallel``, ``SplitK`` or ``StreamK``; None if kernel is None.
+      policy: the ``LaunchPolicy``: tile order (``raster``, ``swizzle``) and the other choices of the launch.
+      workspace_bytes: bytes that XLA allocates for the call; None if only a build with CUDA kernels knows.
+      microseconds: the estimated time, or the one that tuning measured. If XLA's product runs, that of our best kernel.
+      reasons: lines of text.
+      candidates: the planner's best ``Candidate``s, one per kernel and kind of schedule, lowest estimate first.
+      waves: output tiles x splits / workers (SMs or clusters of them; threads on a CPU).
+      efficiency: quantization efficiency: MAC iterations / those that all workers could do in the time of the busiest.
+      limit: the ``cost_model.Limit`` of the problem on the device; None on a CPU.
     """
 
     problem: GemmProblem | None
@@ -72,17 +72,17 @@ class Plan:
 
     @property
     def raster(self):
-        """Along which dimension consecutive tiles lie, "m" or "n"."""
+        """The dimension along which consecutive tiles lie, "m" or "n"."""
         return self.policy.raster
 
     @property
     def swizzle(self):
-        """How many tiles wide their panels are."""
+        """The width, in tiles, of the panels in which they are ordered."""
         return self.policy.swizzle
 
     @property
     def bound(self):
-        """ "memory" or "arithmetic", whichever alone takes longer; None without a limit."""
+        """ "memory" or "arithmetic", whichever takes longer on its own; None without a limit."""
         return self.limit and self.limit.bound
 
     @property
@@ -97,7 +97,7 @@ class Plan:
         return _native_schedule(self.schedule)
 
     def launch_attributes(self):
-        """The schedule and the policy in the words of the custom call's attributes."""
+        """The schedule and the policy as attributes of the custom call."""
         return _schedule_attributes(self.schedule) | self.policy.attributes()
 
 
@@ -109,7 +109,7 @@ _KINDS = {
 
 
 def _schedule_attributes(schedule):
-    """A schedule in the words of ``_ffi.Schedule`` and of the custom call's attributes, which are the same."""
+    """The fields of ``_ffi.Schedule``, which are also attributes of the custom call."""
     return dict(
         schedule=_KINDS[type(schedule)],
         splits=getattr(schedule, "splits", 1),
@@ -123,14 +123,14 @@ def _native_schedule(schedule):
 
 
 def policy_in_order(kernel, problem, native, raster, swizzle, device):
-    """The ``LaunchPolicy``, in an order of tiles, of a kernel by name that can run the problem so."""
+    """The ``LaunchPolicy`` for a kernel, by name, in a given order of tiles."""
     info, order = _registry(device.platform)[0][kernel], LaunchPolicy(raster, swizzle).native()
     made = _ffi.launch_policy(info, problem.native(), native, order.raster, order.swizzle, device.native())
     return LaunchPolicy.of(made)
 
 
 def kernels_for(platform):
-    """Those of this build; for GPUs, where it has none, the descriptions of those that others have."""
+    """This build's kernels for a platform; in a build without CUDA kernels, descriptions of those of a full build."""
     if platform not in ("cpu", "cuda"):
         return []
     found = [kernel for kernel in _ffi.kernels() if (kernel.family == _ffi.Family.host) == (platform == "cpu")]
@@ -139,16 +139,16 @@ def kernels_for(platform):
 
 @functools.cache
 def _registry(platform):
-    """Kernels for a platform by name, and ``_ffi.Kernels`` by what a problem fixes: operand types, math and majorness."""
+    """A platform's kernels by name, and as ``_ffi.Kernels`` by operand types, math and majorness."""
     by_name, by_problem = {}, {}
     for kernel in kernels_for(platform):
         by_name[kernel.name] = kernel
         majors = {(kernel.major_a, kernel.major_b)}
         if kernel.family == _ffi.Family.sm90 and kernel.math == _ffi.Math.tf32x3:
-            # Operands are copied in two parts anyhow (repack.h).
+            # Operands are copied in two parts anyway (repack.h).
             majors = set(itertools.product((_ffi.Major.row, _ffi.Major.column), repeat=2))
         elif kernel.family == _ffi.Family.sm90 and kernel.math == _ffi.Math.tf32 and kernel.major_a == kernel.major_b:
-            # No such kernel multiplies operands that are contiguous along m and n: these have one transposed (repack.h).
+            # No TF32 wgmma reads A along m and B along n: one of them is transposed first (repack.h).
             majors.add((_ffi.Major.column, _ffi.Major.row))
         for major_a, major_b in majors:
             by_problem.setdefault((kernel.type_a, kernel.type_b, kernel.math, major_a, major_b), []).append(kernel)
@@ -156,7 +156,7 @@ def _registry(platform):
 
 
 def _schedule_of(native):
-    """What a ``_ffi.Schedule`` that the planner chose is to users."""
+    """The public schedule for an ``_ffi.Schedule`` that the planner chose."""
     if native.schedule == _ffi.ScheduleKind.split_k:
         return schedules.SplitK(native.splits, native.reduction.name)
     is_stream_k = native.schedule == _ffi.ScheduleKind.stream_k
@@ -166,12 +166,12 @@ def _schedule_of(native):
 def make_plan(problem, schedule, device):
     """Plans a ``GemmProblem`` on a ``Device``.
 
-    ``Auto()`` takes what tuning found for this very problem and device, XLA's product where that was faster. Without, it takes the
-    candidate with the least estimate, and XLA's product where no kernel can run the problem or it was measured to be faster at its kind.
-    Any other schedule is obeyed: on the best kernel that can, or refused.
+    ``Auto()`` takes what tuning found for exactly this problem and device. If it found nothing, it takes XLA's product
+    where ``left_to_xla`` says so or no kernel can run the problem, and the candidate with the lowest estimate elsewhere.
+    Any other schedule runs on the best kernel that supports it, or is refused.
 
     Raises:
-      ValueError: an explicit schedule that no kernel can run, with the reason of the kernel that came closest.
+      ValueError: no kernel can run an explicit schedule; the message has the reason of the kernel that came closest.
     """
     found = None
     if isinstance(schedule, schedules.Auto) and not problem.is_empty:
@@ -195,7 +195,7 @@ def make_plan(problem, schedule, device):
 
 
 def choose(problem, wanted, device, **listed):
-    """The ``_ffi.Choice`` for a native schedule, or for None among all that are deterministic."""
+    """The ``_ffi.Choice`` for a native schedule; None considers every deterministic one."""
     key = (problem.type_a, problem.type_b, problem.math, problem.major_a, problem.major_b)
     kernels = _registry(device.platform)[1].get(key) or _ffi.Kernels([])
     return _ffi.choose(kernels, problem.native(), wanted, device.native(), machine_of(device).native, **listed)
@@ -203,7 +203,7 @@ def choose(problem, wanted, device, **listed):
 
 @functools.lru_cache(maxsize=4096)
 def plan_with(problem, schedule, device, found):
-    """``make_plan`` where this is what tuning found; None for nothing."""
+    """``make_plan``, given what tuning found (None: nothing)."""
     if problem.is_empty:
         return Plan(problem, device, None, None, reasons=("there is nothing to multiply: the result is empty or zero",))
     auto = isinstance(schedule, schedules.Auto)
@@ -273,7 +273,7 @@ def _without_kernels(problem, device):
 
 
 def _distinct(found, schedule):
-    """``Candidate``s of the cheapest ``_ffi.Candidate``s, the first of those whose estimates are the same: they come to the same work."""
+    """The ``Candidate``s among ``found``, one per estimate: equal estimates mean equal work."""
     auto, distinct = isinstance(schedule, schedules.Auto), {}
     for x in found:
         candidate = Candidate(x.kernel, _schedule_of(x.schedule) if auto else schedule, x.cost.microseconds)
@@ -286,9 +286,8 @@ def _efficiency(problem, kernel, native, cost):
     k_tiles = -(-problem.k // kernel.tile_k) * (
         3 if kernel.family == _ffi.Family.sm90 and kernel.math == _ffi.Math.tf32x3 else 1
     )
-    pieces = (
-        native.splits if split else 1
-    )  # of a tile; a separate reduction has as few slices of whole k-tiles as that takes
+    pieces = native.splits if split else 1  # of a tile
+    # A separate reduction cuts equal slices of whole k-tiles, so there may be fewer of them.
     if split and native.reduction == _ffi.Reduction.separate and kernel.family != _ffi.Family.host:
         pieces = -(-k_tiles // -(-k_tiles // pieces))
     return min(1.0, cost.waves / pieces * k_tiles / cost.iterations)

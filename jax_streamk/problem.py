@@ -1,4 +1,4 @@
-"""From shapes, dtypes and dimension numbers to the strided GEMM that a kernel runs, without moving data where strides allow."""
+"""Turns shapes, dtypes and dimension numbers into a strided GEMM, without copies where strides allow."""
 
 import dataclasses
 import itertools
@@ -25,7 +25,7 @@ TYPES = {
 
 
 class Unsupported(Exception):
-    """Why no kernel serves a product. ``Auto()`` falls back to XLA and shows this in its plan; an explicit schedule raises it."""
+    """Why no kernel supports a product. ``Auto()`` falls back to XLA and reports it; an explicit schedule raises it."""
 
 
 _NAMES = [name for name, *_ in _ffi.GemmProblem.fields]
@@ -49,8 +49,8 @@ else:
 class GemmProblem(ByBits, _Fields):
     """``D[l] = activation(alpha * A[l] @ B[l] + beta * residual[l] + bias[l])`` for l < batch.
 
-    Extents, types, majorness, and strides in elements (0 broadcasts an operand). The bias has n contiguous elements of D's type for
-    each batch; the residual is of D's type and layout. cutlass_kernels/core/gemm_fields.h lists the fields.
+    Its fields, listed in cutlass_kernels/core/gemm_fields.h: extents, types, majorness, and strides in elements (0
+    broadcasts an operand). The bias has n contiguous elements of D's type per batch; the residual has D's type and layout.
     """
 
     def native(self):
@@ -66,7 +66,7 @@ class GemmProblem(ByBits, _Fields):
 
     @property
     def epilogue(self):
-        """The epilogue as text, "" where D is the product alone."""
+        """The epilogue as text, "" if D is the plain product."""
         sum_ = "A @ B" if self.alpha == 1 else f"{self.alpha:g} A @ B"
         if self.has_residual:
             sum_ += " + residual" if self.beta == 1 else f" + {self.beta:g} residual"
@@ -92,13 +92,13 @@ def _name(enum):
 
 @dataclasses.dataclass(frozen=True)
 class Arrangement:
-    """A product as a kernel sees it: the problem, and what must happen to the operands first and to D afterwards.
+    """A product as a kernel sees it: the problem, the copies of operands before it, and the transpose of D after it.
 
     Attributes:
-      problem: what the kernel is given.
-      dtype: that both operands are converted to.
-      permute_lhs, permute_rhs, permute_result: transposes; None is none.
-      swapped: whether A is the rhs, and B the lhs.
+      problem: the kernel's problem.
+      dtype: the dtype that both operands are converted to.
+      permute_lhs, permute_rhs, permute_result: transposes, or None.
+      swapped: whether A is the rhs and B the lhs.
     """
 
     problem: GemmProblem
@@ -109,7 +109,7 @@ class Arrangement:
     swapped: bool = False
 
     def prepare(self, lhs, rhs):
-        """The operands as the kernel takes them."""
+        """The operands as the kernel expects them."""
         permutations = (self.permute_lhs, self.permute_rhs)
         operands = [
             lax.convert_element_type(x if permutation is None else lax.transpose(x, permutation), self.dtype)
@@ -118,7 +118,7 @@ class Arrangement:
         return operands[::-1] if self.swapped else operands
 
     def prepared(self, lhs, rhs):
-        """The types of what ``prepare`` returns."""
+        """The types of the operands that ``prepare`` returns."""
         permutations = (self.permute_lhs or range(lhs.ndim), self.permute_rhs or range(rhs.ndim))
         types = [
             x.update(shape=tuple(x.shape[i] for i in order), dtype=self.dtype)
@@ -127,12 +127,12 @@ class Arrangement:
         return types[::-1] if self.swapped else types
 
     def stored(self, result):
-        """The type of D, of that of the result."""
+        """The type of D, given that of the result."""
         order = range(result.ndim) if self.permute_result is None else np.argsort(self.permute_result)
         return result.update(shape=tuple(result.shape[i] for i in order))
 
     def copies(self, lhs, rhs):
-        """A line for each copy, of an operand by ``prepare`` or of D."""
+        """A line for each copy: of an operand by ``prepare``, or of D."""
         lines = []
         for name, x, permutation in (("lhs", lhs, self.permute_lhs), ("rhs", rhs, self.permute_rhs)):
             if permutation is not None:
@@ -153,19 +153,19 @@ class Arrangement:
 def arrange(
     lhs, rhs, dimension_numbers, precision, preferred_element_type, platform, epilogue=Epilogue(), permutation=None
 ):
-    """Arranges ``lax.dot_general(lhs, rhs, ...)`` of row-major operands, its epilogue, and a transpose of that as one strided GEMM.
+    """Arranges ``lax.dot_general``, its epilogue and a transpose of the result as one strided GEMM.
 
     Args:
-      lhs, rhs: anything with shape and dtype.
-      dimension_numbers: as lax.dot_general's.
+      lhs, rhs: anything with shape and dtype; row-major.
+      dimension_numbers: as in lax.dot_general.
       precision: canonical, as the dot_general primitive carries it.
       preferred_element_type: dtype of the result, or None for lax's choice.
-      platform: "cpu" or "cuda"; it decides what a product of two f32 is.
-      epilogue: what follows.
-      permutation: of the result, or None for none. With an epilogue, None.
+      platform: "cpu" or "cuda", which decides the arithmetic of float32 products.
+      epilogue: the epilogue of the product.
+      permutation: transposes the result, or None. Must be None with an epilogue.
 
     Raises:
-      Unsupported: no kernel family has these types or this precision, or a shape is symbolic or beyond 64 bits.
+      Unsupported: no kernel family supports the types or precision, or a shape is symbolic or beyond 64 bits.
     """
     dtype, type_d, math_ = _types(lhs.dtype, rhs.dtype, preferred_element_type, precision, platform)
     if not all(isinstance(size, (int, np.integer)) for size in (*lhs.shape, *rhs.shape)):
@@ -179,15 +179,15 @@ def arrange(
                 f"XLA multiplies a float32 product of {rows} x {columns} x {depth} in float32 at this precision, and no GPU "
                 "kernel does; precision=lax.DotAlgorithmPreset.TF32_TF32_F32 asks for TF32"
             )
-    # Contraction may run in any common order. That of one operand in memory may collapse in both.
+    # Contracting dimensions may be merged in any common order: try the memory order of each operand.
     for contract in (lhs_contract, rhs_contract):
         order = sorted(range(len(contract)), key=contract.__getitem__)
         a = _Operand(lhs.shape, lhs_batch, [lhs_contract[i] for i in order])
         b = _Operand(rhs.shape, rhs_batch, [rhs_contract[i] for i in order])
         if a.collapses(a.contract) and b.collapses(b.contract):
             break
-    # Without a batch of its own, leading free dimensions of one operand that do not collapse with the rest are a batch over
-    # which the other operand is broadcast.
+    # Without a batch, leading free dimensions of one operand that do not merge with the rest become one, over which the
+    # other operand is broadcast.
     borrowed = None
     if math.prod(a.sizes(a.batch)) == 1:
         if not a.collapses(a.free) and b.collapses(b.free):
@@ -208,8 +208,8 @@ def arrange(
     batch_d, _, borrowed_d, columns = ([next(places) for _ in part] for part in sizes)
     d = _Operand(sum(sizes, []), batch_d + borrowed_d, columns, permutation)
     if d.stride(columns) != 1 and d.stride(d.free) == 1 and not epilogue.has_bias:
-        # Column-major or one column, and kernels store rows: of the transposed matrix, the product of the operands in the other order.
-        # With a bias, which has an element a column, a column stays one.
+        # D is column-major (or one column), and kernels store rows: compute the transpose, with operands swapped. Not
+        # with a bias, which has one element per column.
         dims, first, last = range(len(d.shape)), len(lhs_batch), len(lhs.shape) - len(lhs_contract)
         order = (*dims[:first], *dims[last:], *dims[first:last])
         turned = arrange(
@@ -251,24 +251,25 @@ def arrange(
 
 
 def _extents(lhs_shape, lhs_contract, lhs_batch, rhs_shape, rhs_contract, rhs_batch):
-    """Rows, columns and contracted elements of each matrix product of a dot_general."""
+    """(m, n, k) of each matrix product of a dot_general."""
     depth, batch = (math.prod(lhs_shape[i] for i in dims) for dims in (lhs_contract, lhs_batch))
     contracted = max(depth * batch, 1)
     return math.prod(lhs_shape) // contracted, math.prod(rhs_shape) // contracted, depth
 
 
 def _xla_multiplies_in_float32(rows, columns, depth):
-    """Whether XLA's GPU compiler leaves tensor cores alone, and so is more exact than TF32 or, of tiny products, than three of them.
+    """Whether XLA's GPU compiler avoids tensor cores for a float32 product, and so is more exact than TF32.
 
-    Products without a sum are elementwise to it; products of vectors are reductions, or cuBLAS's where autotuning prefers that; and
-    products whose two matrices have fewer than 100 elements together are loops (xla/service/gpu: dot strength reduction and
-    xla_gpu_gemm_rewrite_size_threshold). Checked against the errors of 589 products on an H200 with jaxlib 0.11.2.
+    It turns products without a sum into elementwise ones, products of vectors into reductions (or cuBLAS calls, if
+    autotuning prefers them), and products whose matrices have fewer than 100 elements together into loops
+    (xla/service/gpu: dot strength reduction, xla_gpu_gemm_rewrite_size_threshold). Checked against the errors of 589
+    products on an H200 with jaxlib 0.11.2.
     """
     return depth == 1 or 1 in (rows, columns) or (rows + columns) * depth < 100
 
 
 class _Operand:
-    """The dimensions of one operand by role, with their strides where it is stored in this order of them: row-major, by default."""
+    """An operand's dimensions (batch, free, contracting) and strides; ``order`` is their memory order, row-major by default."""
 
     def __init__(self, shape, batch, contract, order=None):
         self.shape = tuple(shape)
@@ -284,12 +285,12 @@ class _Operand:
         return [i for i in dims if self.shape[i] != 1]
 
     def collapses(self, dims):
-        """Whether these dimensions, in this order, are one dimension with one stride."""
+        """Whether these dimensions, in this order, merge into one with a single stride."""
         dims = self._solid(dims)
         return all(self.strides[i] == self.strides[j] * self.shape[j] for i, j in zip(dims, dims[1:]))
 
     def is_strided(self):
-        """Whether every role has one stride."""
+        """Whether batch, free and contracting dimensions each have a single stride."""
         return all(map(self.collapses, (self.batch, self.free, self.contract)))
 
     def stride(self, dims):
@@ -297,17 +298,17 @@ class _Operand:
         return self.strides[dims[-1]] if dims else 0
 
     def borrow_batch(self):
-        """Makes a batch of the leading free dimensions, after the batch dimensions of size 1, if both parts then have one stride."""
+        """Turns leading free dimensions into a batch, if both parts then have a single stride."""
         for cut in range(1, len(self.free)):
             if self.collapses(self.free[:cut]) and self.collapses(self.free[cut:]):
                 self.batch, self.free = self.batch + self.free[:cut], self.free[cut:]
                 return
 
     def permute_unless_strided(self):
-        """Returns a permutation that gives every role one stride and adopts it, or None where each has one already.
+        """Adopts and returns a permutation after which each role has a single stride; None if each has one already.
 
-        The batch comes first. Of the rest, what is innermost in memory stays so: it is the cheaper copy, and the one that the
-        other products of a derivative need too.
+        The batch comes first. Of the rest, what is innermost in memory stays innermost: that copy is cheaper, and the
+        other products of a derivative need it too.
         """
         units = (self.stride(dims) <= 1 for dims in (self.free, self.contract))
         if self.is_strided() and any(units):
@@ -322,7 +323,7 @@ class _Operand:
         return permutation
 
     def major_and_leading(self, rows, columns):
-        """Majorness and leading dimension as a matrix of `rows` by `columns`, of which at least one has stride 1 or size 1."""
+        """Majorness and leading dimension as a `rows` x `columns` matrix; one of them must have stride 1 or size 1."""
         row, column = self.stride(rows), self.stride(columns)
         extent_rows, extent_columns = math.prod(self.sizes(rows)), math.prod(self.sizes(columns))
         if column <= 1:
@@ -331,7 +332,7 @@ class _Operand:
 
 
 def _types(lhs, rhs, preferred, precision, platform):
-    """The dtype that both operands are given to a kernel in, the kernel's type of D, and its math."""
+    """The common dtype of the operands, the kernel's type of D, and its math."""
     lhs, rhs = jnp.dtype(lhs), jnp.dtype(rhs)
     outs = {
         jnp.dtype(jnp.float64): (jnp.float64,),
@@ -343,9 +344,9 @@ def _types(lhs, rhs, preferred, precision, platform):
     for operand in (lhs, rhs):
         if operand not in outs:
             raise Unsupported(f"{lhs} x {rhs}: no kernel multiplies {operand}")
-    with jax.numpy_dtype_promotion("standard"):  # lax mixes dtypes whatever jnp is told
+    with jax.numpy_dtype_promotion("standard"):  # lax mixes dtypes under any setting of jnp
         common = jnp.promote_types(lhs, rhs)
-    # Of bfloat16 and float16 lax makes bfloat16, the one with the larger exponent.
+    # lax promotes bfloat16 with float16 to bfloat16, which has the larger exponent.
     out = jnp.dtype(preferred if preferred is not None else common if common in (lhs, rhs) else jnp.bfloat16)
     if lhs != rhs and jnp.dtype(jnp.int8) in (lhs, rhs):
         raise Unsupported(f"{lhs} x {rhs} -> {out}: no kernel multiplies these")
@@ -359,7 +360,7 @@ def _types(lhs, rhs, preferred, precision, platform):
 
 
 def _math(dtype, precision, platform):
-    """What a product of two numbers is. On a GPU, f32 follows XLA: DEFAULT is TF32, HIGH three of them, HIGHEST full f32."""
+    """The arithmetic of a product. On a GPU f32 follows XLA: DEFAULT is TF32, HIGH three TF32, HIGHEST full f32."""
     if isinstance(precision, tuple):
         precision = max(precision, key=lambda p: p.value if isinstance(p, lax.Precision) else 0)
     f32 = dtype == jnp.float32

@@ -1,4 +1,4 @@
-"""How a product's MAC-iteration space is cut: the values of every ``schedule=`` argument."""
+"""How a product's MAC iterations are divided among workers: the values of every ``schedule=`` argument."""
 
 import dataclasses
 from typing import Any, Literal, get_args
@@ -16,31 +16,32 @@ def _check_reduction(reduction: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Auto:
-    """The default: the planner chooses kernel and schedule.
+    """The default: the tuned plan if there is one, else the planner's choice of kernel and schedule.
 
-    XLA's own product runs where no kernel serves, and where it was measured to be faster, by tuning or by us.
+    XLA's own product runs where no kernel supports the product, where XLA was measured to be faster (by tuning or by
+    us), and on GPUs without a machine file until tuning finds our kernels faster.
     """
 
 
 @dataclasses.dataclass(frozen=True)
 class DataParallel:
-    """Every output tile is computed whole by one worker."""
+    """One worker computes each output tile."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitK:
-    """Every output tile's K is cut into ``splits`` near-equal runs of k-tiles.
+    """The K of every output tile is cut into ``splits`` near-equal slices of whole k-tiles.
 
     Attributes:
-      splits: an integer, at least 1 and at most the number of k-tiles. 1 is bit for bit the unsplit product.
-      reduction: ``"ordered"`` adds the f32 partials of a tile in the order of K inside the kernel (deterministic);
-        ``"atomic"`` adds them as they arrive; ``"separate"`` leaves them to a second kernel (deterministic), which
-        reduces many splits in parallel. Its runs on GPUs are equally long except the last, so there may be fewer than
-        ``splits``: 15 splits of 64 k-tiles are 13 runs, of 5 each.
+      splits: an integer from 1 to the number of k-tiles. 1 gives exactly the bits of the unsplit product.
+      reduction: ``"ordered"`` adds a tile's float32 partial sums along K in the kernel (deterministic); ``"atomic"``
+        adds them in order of arrival; ``"separate"`` adds them along K in a second kernel (deterministic), which
+        reduces many splits in parallel. On GPUs its slices are equal except the last, so there may be fewer than
+        ``splits``: 64 k-tiles in 15 splits give 13 slices of at most 5.
 
     Raises:
       TypeError: splits or reduction is traced.
-      ValueError: splits or reduction is not as above.
+      ValueError: splits or reduction is out of range.
     """
 
     splits: int
@@ -53,16 +54,16 @@ class SplitK:
 
 @dataclasses.dataclass(frozen=True)
 class StreamK:
-    """Every worker gets an equal run of MAC iterations, and tiles that straddle runs are fixed up (Osama et al., 2023).
+    """Every worker gets an equal run of MAC iterations; tiles that straddle runs are fixed up (Osama et al., 2023).
 
     Attributes:
       reduction: ``"ordered"`` (deterministic), ``"atomic"`` or ``"separate"``, as in ``SplitK``.
-      max_sms: the most SMs (CPU threads on the host) that cut tiles are spread over, an integer; None is all of them. 1
-        is data-parallel. Kernels of the sm80 family may still run whole tiles on the others.
+      max_sms: the largest number of SMs (threads on a CPU) that share tiles; None for all, 1 for data-parallel. Kernels
+        of the sm80 family may still run whole tiles on other SMs.
 
     Raises:
       TypeError: reduction or max_sms is traced.
-      ValueError: reduction or max_sms is not as above.
+      ValueError: reduction or max_sms is out of range.
     """
 
     reduction: Reduction = "ordered"
@@ -79,12 +80,12 @@ Schedule = Auto | DataParallel | SplitK | StreamK
 
 @dataclasses.dataclass(frozen=True)
 class PerPass:
-    """Schedules of a product and of the two products of its backward pass, which have other shapes.
+    """Schedules of a product and of the two products of its backward pass, whose shapes differ.
 
     Attributes:
       forward: the product itself, and its tangents in forward mode.
-      lhs, rhs: the products that give the cotangents of the operands. A schedule without ``PerPass`` leaves them to
-        ``Auto()``.
+      lhs, rhs: the products that compute the operands' cotangents. They are ``Auto()`` if the schedule of a product is
+        not a ``PerPass``.
 
     Raises:
       TypeError: one of them is not a schedule.
@@ -106,7 +107,7 @@ _SCHEDULES = "None, Auto(), DataParallel(), SplitK(...) or StreamK(...)"
 
 
 def check_schedule(schedule: Any) -> Schedule | PerPass:
-    """Returns the schedule, ``Auto()`` for None; raises TypeError for what is neither a schedule nor a ``PerPass``."""
+    """Returns the schedule (``Auto()`` for None). Raises TypeError if it is neither a schedule nor a ``PerPass``."""
     if schedule is None:
         return Auto()
     if not isinstance(schedule, (Auto, DataParallel, SplitK, StreamK, PerPass)):
@@ -116,10 +117,10 @@ def check_schedule(schedule: Any) -> Schedule | PerPass:
 
 
 def of_forward(schedule: Schedule | PerPass) -> Schedule:
-    """The schedule of a product itself."""
+    """The schedule of the product itself."""
     return (schedule.forward or Auto()) if isinstance(schedule, PerPass) else schedule
 
 
 def of_cotangent(schedule: Schedule | PerPass, operand: int) -> Schedule:
-    """The schedule of the product that gives the cotangent of the lhs (0) or the rhs (1)."""
+    """The schedule of the product that computes the cotangent of lhs (0) or rhs (1)."""
     return ((schedule.lhs, schedule.rhs)[operand] or Auto()) if isinstance(schedule, PerPass) else Auto()

@@ -482,10 +482,10 @@ def test_refused_operands(a, b, error, message):
         (
             np.int32,
             F16,
-            r"float16 is narrower than int32, .*: name one of at least 32 bits, or none, "
-            r"and convert .* by \.astype\(float16\)",
+            r"float16 is narrower than int32, .*: set it to a dtype of at least 32 bits, or to None, "
+            r"and convert .* with \.astype\(float16\)",
         ),
-        (np.int32, np.int8, r"int8 is narrower than int32, .* by \.astype\(int8\)"),
+        (np.int32, np.int8, r"int8 is narrower than int32, .* with \.astype\(int8\)"),
     ],
     ids=str,
 )

@@ -134,7 +134,7 @@ def test_devices():
     assert plan(a, b, device="cpu") == cpu
     with pytest.raises(
         ValueError,
-        match=r"device='abacus': .*abacus.*: jax_streamk\.Device\(\.\.\.\) describes a machine that is not here",
+        match=r"device='abacus': .*abacus.*: jax_streamk\.Device\(\.\.\.\) describes a device that is not here",
     ):
         plan(a, b, device="abacus")
     with pytest.raises(
@@ -488,7 +488,7 @@ def test_candidates_are_distinct_and_in_order_of_their_estimates(device):
 def test_refused_arguments():
     with pytest.raises(TypeError, match="plan: rhs is list; it must have a shape and a dtype"):
         plan(shaped((4, 8)), [[1.0]])
-    with pytest.raises(TypeError, match="plan: lhs is PRNGKeyArray of dtype .*; it must be of numbers"):
+    with pytest.raises(TypeError, match="plan: lhs is PRNGKeyArray of dtype .*; it must have a numeric dtype"):
         plan(jax.random.key(0), shaped((8, 4)))
     with pytest.raises(ValueError, match=r"contract sizes 8 and 7; they must be equal"):
         plan(shaped((4, 8)), shaped((7, 4)))

@@ -255,7 +255,7 @@ def test_misaligned_matrices_are_copied_where_that_pays(cuda, m, n, k, copies):
     made, kernel = cuda(gemm(m, n, k))
     assert kernel.family == _ffi.Family.sm90 and kernel.type_d == BF16
     best = planner.choose(gemm(m, n, k), None, HOPPER).candidates[0]
-    assert ("to copy operands" in cost_model.describe(best.cost)) == bool(copies)
+    assert ("operand copies" in cost_model.describe(best.cost)) == bool(copies)
     copied = 2 * (("a" in copies) * m * k + ("b" in copies) * k * n)  # bytes, read and written
     assert best.cost.repack >= 2 * copied / H200.dram_bytes_per_us
     # A short sum is done before the copies would be.
