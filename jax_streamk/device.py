@@ -82,7 +82,7 @@ def device_of(device: Any) -> Device:
         try:
             device = jax.devices(device)[0]
         except RuntimeError as error:
-            remedy = "jax_streamk.Device(...) describes a device that is not here"
+            remedy = "jax_streamk.Device(...) describes a device that this process lacks"
             raise ValueError(f"device={device!r}: {error}: {remedy}") from None
     if not isinstance(device, jax.Device):
         check_static("device", device)

@@ -167,7 +167,7 @@ def make_plan(problem, schedule, device):
     """Plans a ``GemmProblem`` on a ``Device``.
 
     ``Auto()`` takes what tuning found for exactly this problem and device. If it found nothing, it takes XLA's product
-    where ``left_to_xla`` says so or no kernel can run the problem, and the candidate with the lowest estimate elsewhere.
+    where ``left_to_xla`` says so or no kernel can run the problem, else the candidate with the lowest estimate.
     Any other schedule runs on the best kernel that supports it, or is refused.
 
     Raises:
@@ -223,7 +223,8 @@ def plan_with(problem, schedule, device, found):
         alone = f"{kernel}, {_schedule_of(native)}, {policy}"
         without = f"without tuning the planner chooses {alone}: {text.duration(microseconds)} estimated"
         if found.is_left_to_xla:
-            took = f"its product took {found.xla_ratio:.2f} of the time of {found.kernel}, measured by tuning on {found.date[:10]}"
+            ratio = f"its product took {found.xla_ratio:.2f} of the time of {found.kernel}"
+            took = f"{ratio}, measured by tuning on {found.date[:10]}"
             return Plan(problem, device, None, None, reasons=(f"falls back to XLA: {took}", without))
         known = found.xla_ratio and found.is_of_this_xla
         beside = f"XLA's product took {found.xla_ratio:.2f} of that time" if known else "XLA's product was not measured"
@@ -241,9 +242,8 @@ def plan_with(problem, schedule, device, found):
         work = (
             f"to move {text.size(limit.amount)} once" if limit.bound == "memory" else f"for {text.flops(limit.amount)}"
         )
-        reasons.append(
-            f"{limit.microseconds / microseconds:.0%} of the {limit.bound} limit, {text.duration(limit.microseconds)} {work}"
-        )
+        share = f"{limit.microseconds / microseconds:.0%} of the {limit.bound} limit"
+        reasons.append(f"{share}, {text.duration(limit.microseconds)} {work}")
     reasons.append(f"{cost.waves:.2f} waves, quantization efficiency {efficiency:.0%}")
     if found is None:
         reasons.extend(f"instead of {x.kernel}, {x.schedule}: {text.duration(x.microseconds)}" for x in candidates[1:])

@@ -50,7 +50,8 @@ class GemmProblem(ByBits, _Fields):
     """``D[l] = activation(alpha * A[l] @ B[l] + beta * residual[l] + bias[l])`` for l < batch.
 
     Its fields, listed in cutlass_kernels/core/gemm_fields.h: extents, types, majorness, and strides in elements (0
-    broadcasts an operand). The bias has n contiguous elements of D's type per batch; the residual has D's type and layout.
+    broadcasts an operand). The bias has n contiguous elements of D's type per batch; the residual has D's type and
+    layout.
     """
 
     def native(self):
@@ -137,7 +138,8 @@ class Arrangement:
         for name, x, permutation in (("lhs", lhs, self.permute_lhs), ("rhs", rhs, self.permute_rhs)):
             if permutation is not None:
                 lines.append(
-                    f"{name} of shape {tuple(x.shape)} is transposed by {permutation} first: a kernel needs one stride per role"
+                    f"{name} of shape {tuple(x.shape)} is transposed by {permutation} first: "
+                    "kernels need a single stride each for batch, free and contracting dimensions"
                 )
             if x.dtype != self.dtype:
                 lines.append(
@@ -145,7 +147,8 @@ class Arrangement:
                 )
         if self.permute_result is not None:
             lines.append(
-                f"the result is transposed by {self.permute_result} afterwards: no kernel stores dimensions in that order"
+                f"the result is transposed by {self.permute_result} afterwards: "
+                "no kernel stores dimensions in that order"
             )
         return lines
 
@@ -176,8 +179,8 @@ def arrange(
         rows, columns, depth = _extents(lhs.shape, lhs_contract, lhs_batch, rhs.shape, rhs_contract, rhs_batch)
         if 0 not in (rows, columns, depth) and _xla_multiplies_in_float32(rows, columns, depth):
             raise Unsupported(
-                f"XLA multiplies a float32 product of {rows} x {columns} x {depth} in float32 at this precision, and no GPU "
-                "kernel does; precision=lax.DotAlgorithmPreset.TF32_TF32_F32 asks for TF32"
+                f"XLA computes a float32 product of {rows} x {columns} x {depth} in float32 at this precision, and no "
+                "GPU kernel does; precision=lax.DotAlgorithmPreset.TF32_TF32_F32 asks for TF32"
             )
     # Contracting dimensions may be merged in any common order: try the memory order of each operand.
     for contract in (lhs_contract, rhs_contract):
@@ -269,7 +272,7 @@ def _xla_multiplies_in_float32(rows, columns, depth):
 
 
 class _Operand:
-    """An operand's dimensions (batch, free, contracting) and strides; ``order`` is their memory order, row-major by default."""
+    """An operand's dimensions by role, with their strides; ``order`` is their memory order, row-major by default."""
 
     def __init__(self, shape, batch, contract, order=None):
         self.shape = tuple(shape)
@@ -386,6 +389,6 @@ def _math(dtype, precision, platform):
         return _ffi.Math.native
     if precision == lax.Precision.HIGHEST:
         raise Unsupported(
-            "no kernel multiplies float32 at Precision.HIGHEST on a GPU: tensor cores offer TF32, once or in three passes"
+            "no kernel multiplies float32 at Precision.HIGHEST on a GPU: tensor cores have TF32, or three TF32"
         )
     return _ffi.Math.tf32x3 if precision == lax.Precision.HIGH else _ffi.Math.tf32

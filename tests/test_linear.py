@@ -317,7 +317,7 @@ X, W = np.ones((4, 8), np.float32), np.ones((8, 6), np.float32)
         (
             dict(x=X.astype(int), w=W.astype(int)),
             TypeError,
-            r"the result's dtype is int32; .* floating-point numbers: "
+            r"the result's dtype is int32; .* floating-point dtype: "
             r"set preferred_element_type=float32, and convert .*astype\(int32\)",
         ),
         (

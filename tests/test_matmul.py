@@ -578,8 +578,8 @@ def test_what_makes_a_program_is_static(name, product, value):
         (
             np.int8,
             {},
-            "int8 x int8 -> int8: results of int8 may be int32: "
-            "name that as preferred_element_type, and convert the result",
+            "int8 x int8 -> int8: the result of int8 operands must be int32: "
+            "set preferred_element_type to that, and convert the result",
         ),
         (
             F32,

@@ -134,7 +134,7 @@ def test_devices():
     assert plan(a, b, device="cpu") == cpu
     with pytest.raises(
         ValueError,
-        match=r"device='abacus': .*abacus.*: jax_streamk\.Device\(\.\.\.\) describes a device that is not here",
+        match=r"device='abacus': .*abacus.*: jax_streamk\.Device\(\.\.\.\) describes a device that this process lacks",
     ):
         plan(a, b, device="abacus")
     with pytest.raises(
