@@ -41,7 +41,7 @@ class SplitK:
 
     Raises:
       TypeError: splits or reduction is traced.
-      ValueError: splits or reduction is out of range.
+      ValueError: splits or reduction is not one of these values.
     """
 
     splits: int
@@ -63,7 +63,7 @@ class StreamK:
 
     Raises:
       TypeError: reduction or max_sms is traced.
-      ValueError: reduction or max_sms is out of range.
+      ValueError: reduction or max_sms is not one of these values.
     """
 
     reduction: Reduction = "ordered"
