@@ -6,6 +6,8 @@ cutlass_kernels/planner/planner.cc searches, by the cost model next to it.
 import dataclasses
 import functools
 import itertools
+from collections.abc import Sequence
+from typing import Any
 
 from jax_streamk import _ffi, cost_model, described, left_to_xla, schedules, text
 from jax_streamk.device import Device
@@ -33,15 +35,19 @@ class Plan:
     Attributes:
       problem: the strided GEMM; None where the product is not arranged as one (no kernel serves its types).
       device: what the plan is made for.
-      kernel: name of the kernel, see ``kernels()``; None where XLA's own product runs, or where there is nothing to compute.
+      kernel: name of the kernel, see ``kernels()``; None where XLA's own product runs, or where there is nothing to
+        compute.
       schedule: the resolved ``DataParallel``, ``SplitK`` or ``StreamK``; None where kernel is None.
       policy: the ``LaunchPolicy``: the order of tiles (``raster`` and ``swizzle``) and the other choices of the launch.
       workspace_bytes: that XLA allocates for the call; None where only a build with CUDA kernels knows.
-      microseconds: the planner's estimate, or what tuning measured; of our best kernel, where XLA's product is thought to be no slower.
+      microseconds: the planner's estimate, or what tuning measured; of our best kernel, where XLA's product is thought
+        to be no slower.
       reasons: one line each.
-      candidates: a ``Candidate`` for each kernel and kind of schedule that the planner ranked first, the fastest by estimate first.
+      candidates: a ``Candidate`` for each kernel and kind of schedule that the planner ranked first, the fastest by
+        estimate first.
       waves: output tiles, times splits, over workers (SMs, or clusters of them; threads on a CPU).
-      efficiency: quantization efficiency: MAC iterations over those that all workers could do while the busiest does its own.
+      efficiency: quantization efficiency: MAC iterations over those that all workers could do while the busiest does
+        its own.
       limit: the ``cost_model.Limit`` of the problem on the device, by memory or arithmetic; None on a CPU.
     """
 
@@ -58,7 +64,7 @@ class Plan:
     efficiency: float | None = None
     limit: cost_model.Limit | None = None
 
-    def __str__(self):
+    def __str__(self) -> str:
         lines = [f"Plan: {self.problem or 'a product that XLA computes'}"]
         device = f"sm_{self.device.arch}, {self.device.sms} SMs" if self.device.arch else f"{self.device.sms} threads"
         lines.append(f"  on {self.device.kind or self.device.platform} ({device})")
@@ -71,32 +77,32 @@ class Plan:
         return "\n".join(lines)
 
     @property
-    def raster(self):
+    def raster(self) -> str:
         """Along which dimension consecutive tiles lie, "m" or "n"."""
         return self.policy.raster
 
     @property
-    def swizzle(self):
+    def swizzle(self) -> int:
         """How many tiles wide their panels are."""
         return self.policy.swizzle
 
     @property
-    def bound(self):
+    def bound(self) -> str | None:
         """ "memory" or "arithmetic", whichever alone takes longer; None without a limit."""
-        return self.limit and self.limit.bound
+        return None if self.limit is None else self.limit.bound
 
     @property
-    def is_empty(self):
+    def is_empty(self) -> bool:
         """Whether there is nothing to multiply: the result is empty or zero."""
         return self.problem is not None and self.problem.is_empty
 
-    def with_reasons(self, more):
+    def with_reasons(self, more: Sequence[str]) -> "Plan":
         return dataclasses.replace(self, reasons=(*self.reasons, *more)) if more else self
 
-    def native_schedule(self):
+    def native_schedule(self) -> _ffi.Schedule:
         return _native_schedule(self.schedule)
 
-    def launch_attributes(self):
+    def launch_attributes(self) -> dict[str, Any]:
         """The schedule and the policy in the words of the custom call's attributes."""
         return _schedule_attributes(self.schedule) | self.policy.attributes()
 
@@ -139,8 +145,9 @@ def kernels_for(platform):
 
 @functools.cache
 def _registry(platform):
-    """Kernels for a platform by name, and ``_ffi.Kernels`` by what a problem fixes: operand types, math and majorness."""
-    by_name, by_problem = {}, {}
+    """Kernels for a platform by name, and ``_ffi.Kernels`` by what a problem fixes: types, math and majorness."""
+    by_name: dict[str, _ffi.KernelInfo] = {}
+    by_problem: dict[tuple, list[_ffi.KernelInfo]] = {}
     for kernel in kernels_for(platform):
         by_name[kernel.name] = kernel
         majors = {(kernel.major_a, kernel.major_b)}
@@ -148,7 +155,7 @@ def _registry(platform):
             # Operands are copied in two parts anyhow (repack.h).
             majors = set(itertools.product((_ffi.Major.row, _ffi.Major.column), repeat=2))
         elif kernel.family == _ffi.Family.sm90 and kernel.math == _ffi.Math.tf32 and kernel.major_a == kernel.major_b:
-            # No such kernel multiplies operands that are contiguous along m and n: these have one transposed (repack.h).
+            # No such kernel multiplies operands contiguous along m and n: one of them is transposed first (repack.h).
             majors.add((_ffi.Major.column, _ffi.Major.row))
         for major_a, major_b in majors:
             by_problem.setdefault((kernel.type_a, kernel.type_b, kernel.math, major_a, major_b), []).append(kernel)
@@ -166,9 +173,9 @@ def _schedule_of(native):
 def make_plan(problem, schedule, device):
     """Plans a ``GemmProblem`` on a ``Device``.
 
-    ``Auto()`` takes what tuning found for this very problem and device, XLA's product where that was faster. Without, it takes the
-    candidate with the least estimate, and XLA's product where no kernel can run the problem or it was measured to be faster at its kind.
-    Any other schedule is obeyed: on the best kernel that can, or refused.
+    ``Auto()`` takes what tuning found for this very problem and device, XLA's product where that was faster. Without,
+    it takes the candidate with the least estimate, and XLA's product where no kernel can run the problem or it was
+    measured to be faster at its kind. Any other schedule is obeyed: on the best kernel that can, or refused.
 
     Raises:
       ValueError: an explicit schedule that no kernel can run, with the reason of the kernel that came closest.
@@ -221,8 +228,9 @@ def plan_with(problem, schedule, device, found):
         alone = f"{kernel}, {_schedule_of(native)}, {policy}"
         without = f"without tuning the planner takes {alone}: {text.duration(microseconds)} estimated"
         if found.is_left_to_xla:
-            took = f"its product took {found.xla_ratio:.2f} of the time of {found.kernel}, measured by tuning on {found.date[:10]}"
-            return Plan(problem, device, None, None, reasons=(f"falls back to XLA: {took}", without))
+            took = f"its product took {found.xla_ratio:.2f} of the time of {found.kernel}"
+            why = f"falls back to XLA: {took}, measured by tuning on {found.date[:10]}"
+            return Plan(problem, device, None, None, reasons=(why, without))
         known = found.xla_ratio and found.is_of_this_xla
         beside = f"XLA's product took {found.xla_ratio:.2f} of its time" if known else "XLA's product was not measured"
         kernel, native, policy, microseconds = found.kernel, found.native(), found.policy, found.microseconds
@@ -238,7 +246,8 @@ def plan_with(problem, schedule, device, found):
     if limit is not None:
         amount = f"{text.size(limit.amount)} to move once" if limit.bound == "memory" else text.flops(limit.amount)
         reasons.append(
-            f"{limit.microseconds / microseconds:.0%} of the limit by {limit.bound}: {text.duration(limit.microseconds)} for {amount}"
+            f"{limit.microseconds / microseconds:.0%} of the limit by {limit.bound}: "
+            f"{text.duration(limit.microseconds)} for {amount}"
         )
     reasons.append(f"{cost.waves:.2f} waves, quantization efficiency {efficiency:.0%}")
     if found is None:
@@ -269,8 +278,9 @@ def _without_kernels(problem, device):
 
 
 def _distinct(found, schedule):
-    """``Candidate``s of the cheapest ``_ffi.Candidate``s, the first of those whose estimates are the same: they come to the same work."""
-    auto, distinct = isinstance(schedule, schedules.Auto), {}
+    """``Candidate``s of the cheapest ``_ffi.Candidate``s: of equal estimates, which mean the same work, the first."""
+    auto = isinstance(schedule, schedules.Auto)
+    distinct: dict[str, Candidate] = {}
     for x in found:
         candidate = Candidate(x.kernel, _schedule_of(x.schedule) if auto else schedule, x.cost.microseconds)
         distinct.setdefault(text.duration(x.cost.microseconds), candidate)

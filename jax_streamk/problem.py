@@ -1,4 +1,4 @@
-"""From shapes, dtypes and dimension numbers to the strided GEMM that a kernel runs, without moving data where strides allow."""
+"""From shapes, dtypes and dimension numbers to the strided GEMM that a kernel runs, without copies if strides allow."""
 
 import dataclasses
 import itertools
@@ -25,7 +25,7 @@ TYPES = {
 
 
 class Unsupported(Exception):
-    """Why no kernel serves a product. ``Auto()`` falls back to XLA and shows this in its plan; an explicit schedule raises it."""
+    """Why no kernel serves a product. ``Auto()`` then leaves it to XLA and says why; other schedules raise this."""
 
 
 _NAMES = [name for name, *_ in _ffi.GemmProblem.fields]
@@ -49,8 +49,8 @@ else:
 class GemmProblem(ByBits, _Fields):
     """``D[l] = activation(alpha * A[l] @ B[l] + beta * residual[l] + bias[l])`` for l < batch.
 
-    Extents, types, majorness, and strides in elements (0 broadcasts an operand). The bias has n contiguous elements of D's type for
-    each batch; the residual is of D's type and layout. cutlass_kernels/core/gemm_fields.h lists the fields.
+    Extents, types, majorness, and strides in elements (0 broadcasts an operand). The bias has n contiguous elements of
+    D's type for each batch; the residual is of D's type and layout. cutlass_kernels/core/gemm_fields.h lists all.
     """
 
     def native(self):
@@ -137,7 +137,8 @@ class Arrangement:
         for name, x, permutation in (("lhs", lhs, self.permute_lhs), ("rhs", rhs, self.permute_rhs)):
             if permutation is not None:
                 lines.append(
-                    f"{name} of shape {tuple(x.shape)} is transposed by {permutation} first: its dimensions have no common strides"
+                    f"{name} of shape {tuple(x.shape)} is transposed by {permutation} first: "
+                    "its dimensions have no common strides"
                 )
             if x.dtype != self.dtype:
                 lines.append(
@@ -145,7 +146,8 @@ class Arrangement:
                 )
         if self.permute_result is not None:
             lines.append(
-                f"the result is transposed by {self.permute_result} afterwards: no kernel stores its dimensions in that order"
+                f"the result is transposed by {self.permute_result} afterwards: "
+                "no kernel stores its dimensions in that order"
             )
         return lines
 
@@ -153,7 +155,7 @@ class Arrangement:
 def arrange(
     lhs, rhs, dimension_numbers, precision, preferred_element_type, platform, epilogue=Epilogue(), permutation=None
 ):
-    """Arranges ``lax.dot_general(lhs, rhs, ...)`` of row-major operands, its epilogue, and a transpose of that as one strided GEMM.
+    """Arranges ``lax.dot_general`` of row-major operands, its epilogue and a transpose of the result as a strided GEMM.
 
     Args:
       lhs, rhs: anything with shape and dtype.
@@ -176,8 +178,8 @@ def arrange(
         rows, columns, depth = _extents(lhs.shape, lhs_contract, lhs_batch, rhs.shape, rhs_contract, rhs_batch)
         if 0 not in (rows, columns, depth) and _xla_multiplies_in_float32(rows, columns, depth):
             raise Unsupported(
-                f"XLA multiplies a float32 product of {rows} x {columns} x {depth} in float32 at this precision, and no kernel does on a "
-                "GPU; precision=lax.DotAlgorithmPreset.TF32_TF32_F32 asks for TF32"
+                f"XLA multiplies a float32 product of {rows} x {columns} x {depth} in float32 at this precision, and "
+                "no kernel does on a GPU; precision=lax.DotAlgorithmPreset.TF32_TF32_F32 asks for TF32"
             )
     # Contraction may run in any common order. That of one operand in memory may collapse in both.
     for contract in (lhs_contract, rhs_contract):
@@ -186,8 +188,8 @@ def arrange(
         b = _Operand(rhs.shape, rhs_batch, [rhs_contract[i] for i in order])
         if a.collapses(a.contract) and b.collapses(b.contract):
             break
-    # Without a batch of its own, leading free dimensions of one operand that do not collapse with the rest are a batch over
-    # which the other operand is broadcast.
+    # Without a batch of its own, leading free dimensions of one operand that do not collapse with the rest are a batch
+    # over which the other operand is broadcast.
     borrowed = None
     if math.prod(a.sizes(a.batch)) == 1:
         if not a.collapses(a.free) and b.collapses(b.free):
@@ -206,15 +208,15 @@ def arrange(
     sizes = a.sizes(a.batch), a.sizes(a.free), b.sizes(b.batch[len(rhs_batch) :]), b.sizes(b.free)
     places = itertools.count()
     batch_d, _, borrowed_d, columns = ([next(places) for _ in part] for part in sizes)
-    d = _Operand(sum(sizes, []), batch_d + borrowed_d, columns, permutation)
+    d = _Operand([*itertools.chain(*sizes)], batch_d + borrowed_d, columns, permutation)
     if d.stride(columns) != 1 and d.stride(d.free) == 1 and not epilogue.has_bias:
-        # Column-major or one column, and kernels store rows: of the transposed matrix, the product of the operands in the other order.
-        # With a bias, which has an element a column, a column stays one.
+        # D is column-major or one column, and kernels store rows: compute its transpose, B^T A^T, instead.
+        # Not with a bias, which has an element per column.
         dims, first, last = range(len(d.shape)), len(lhs_batch), len(lhs.shape) - len(lhs_contract)
-        order = (*dims[:first], *dims[last:], *dims[first:last])
+        exchanged = (*dims[:first], *dims[last:], *dims[first:last])
         turned = arrange(
-            rhs, lhs, [sides[::-1] for sides in dimension_numbers], precision, preferred_element_type, platform, epilogue,
-            tuple(map(order.index, permutation or dims)),
+            rhs, lhs, [sides[::-1] for sides in dimension_numbers], precision, preferred_element_type, platform,
+            epilogue, tuple(map(exchanged.index, permutation or dims)),
         )  # fmt: skip
         return dataclasses.replace(turned, permute_lhs=turned.permute_rhs, permute_rhs=turned.permute_lhs, swapped=True)
     if not d.is_strided() or d.stride(columns) > 1:
@@ -258,17 +260,18 @@ def _extents(lhs_shape, lhs_contract, lhs_batch, rhs_shape, rhs_contract, rhs_ba
 
 
 def _xla_multiplies_in_float32(rows, columns, depth):
-    """Whether XLA's GPU compiler leaves tensor cores alone, and so is more exact than TF32 or, of tiny products, than three of them.
+    """Whether XLA's GPU compiler uses no tensor cores and so is more exact than TF32, or than 3xTF32 for tiny products.
 
-    Products without a sum are elementwise to it; products of vectors are reductions, or cuBLAS's where autotuning prefers that; and
-    products whose two matrices have fewer than 100 elements together are loops (xla/service/gpu: dot strength reduction and
-    xla_gpu_gemm_rewrite_size_threshold). Checked against the errors of 589 products on an H200 with jaxlib 0.11.2.
+    Products without a sum are elementwise to it; products of vectors are reductions, or cuBLAS's where autotuning
+    prefers that; and products whose two matrices have fewer than 100 elements together are loops (xla/service/gpu: dot
+    strength reduction and xla_gpu_gemm_rewrite_size_threshold). Checked against the errors of 589 products on an H200
+    with jaxlib 0.11.2.
     """
     return depth == 1 or 1 in (rows, columns) or (rows + columns) * depth < 100
 
 
 class _Operand:
-    """The dimensions of one operand by role, with their strides where it is stored in this order of them: row-major, by default."""
+    """The dimensions of one operand by role, and their strides in a storage order: row-major by default."""
 
     def __init__(self, shape, batch, contract, order=None):
         self.shape = tuple(shape)
@@ -286,7 +289,7 @@ class _Operand:
     def collapses(self, dims):
         """Whether these dimensions, in this order, are one dimension with one stride."""
         dims = self._solid(dims)
-        return all(self.strides[i] == self.strides[j] * self.shape[j] for i, j in zip(dims, dims[1:]))
+        return all(self.strides[i] == self.strides[j] * self.shape[j] for i, j in itertools.pairwise(dims))
 
     def is_strided(self):
         """Whether every role has one stride."""
@@ -297,7 +300,7 @@ class _Operand:
         return self.strides[dims[-1]] if dims else 0
 
     def borrow_batch(self):
-        """Makes a batch of the leading free dimensions, after the batch dimensions of size 1, if both parts then have one stride."""
+        """Turns leading free dimensions into a batch (batch dimensions have size 1) if both parts have one stride."""
         for cut in range(1, len(self.free)):
             if self.collapses(self.free[:cut]) and self.collapses(self.free[cut:]):
                 self.batch, self.free = self.batch + self.free[:cut], self.free[cut:]
@@ -306,8 +309,8 @@ class _Operand:
     def permute_unless_strided(self):
         """Returns a permutation that gives every role one stride and adopts it, or None where each has one already.
 
-        The batch comes first. Of the rest, what is innermost in memory stays so: it is the cheaper copy, and the one that the
-        other products of a derivative need too.
+        The batch comes first. Of the rest, what is innermost in memory stays so: it is the cheaper copy, and the one
+        that the other products of a derivative need too.
         """
         units = (self.stride(dims) <= 1 for dims in (self.free, self.contract))
         if self.is_strided() and any(units):
@@ -315,14 +318,14 @@ class _Operand:
         roles = [self.batch, self.free, self.contract]
         if max(self._solid(self.free), default=-1) > max(self._solid(self.contract), default=-1):
             roles = [self.batch, self.contract, self.free]
-        permutation = tuple(sum(roles, []))
+        permutation = tuple(itertools.chain(*roles))
         places = {dim: place for place, dim in enumerate(permutation)}
         batch, contract = ([places[dim] for dim in dims] for dims in (self.batch, self.contract))
-        self.__init__([self.shape[i] for i in permutation], batch, contract)
+        _Operand.__init__(self, [self.shape[i] for i in permutation], batch, contract)
         return permutation
 
     def major_and_leading(self, rows, columns):
-        """Majorness and leading dimension as a matrix of `rows` by `columns`, of which at least one has stride 1 or size 1."""
+        """Majorness and leading dimension of a `rows` by `columns` matrix; at least one has stride 1 or size 1."""
         row, column = self.stride(rows), self.stride(columns)
         extent_rows, extent_columns = math.prod(self.sizes(rows)), math.prod(self.sizes(columns))
         if column <= 1:
@@ -359,7 +362,7 @@ def _types(lhs, rhs, preferred, precision, platform):
 
 
 def _math(dtype, precision, platform):
-    """What a product of two numbers is. On a GPU, f32 follows XLA: DEFAULT is TF32, HIGH three of them, HIGHEST full f32."""
+    """How two numbers are multiplied. f32 on a GPU follows XLA: DEFAULT is TF32, HIGH is 3xTF32, HIGHEST full f32."""
     if isinstance(precision, tuple):
         precision = max(precision, key=lambda p: p.value if isinstance(p, lax.Precision) else 0)
     f32 = dtype == jnp.float32
