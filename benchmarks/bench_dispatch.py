@@ -1,12 +1,13 @@
-"""What a call costs the host: tracing plus lowering of ``jax_streamk.matmul``, and calling it compiled, beside ``jnp.matmul``.
+"""Host time of ``jax_streamk.matmul`` beside ``jnp.matmul``: tracing and lowering, and calls of the compiled function.
 
-Both alternate in one process. Every trace is of a shape that neither has seen, so nothing comes from a cache, planning included. The
-compiled call is timed from call to return, with a queue that is emptied between batches. Its operands are 8 x 8: XLA's CPU client
-runs a custom call in the caller's thread, where more arithmetic would be counted as overhead.
+Both alternate in one process. Every trace is of a shape that neither has seen, so nothing comes from a cache, planning
+included. The compiled call is timed from call to return, with a queue that is emptied between batches. Its operands are
+8 x 8: XLA's CPU client runs a custom call in the caller's thread, where more arithmetic would be counted as overhead.
 
     python benchmarks/bench_dispatch.py out.json
 
-writes out.json, and out.md with the same as a table. With ``--lower-for cuda`` programs are lowered for a GPU, which need not be here.
+writes out.json, and out.md with the same as a table. With ``--lower-for cuda`` programs are lowered for a GPU, which
+need not be here.
 """
 
 import argparse
@@ -32,7 +33,7 @@ def tracing_and_lowering(count, platform):
     for i in range(count + 3):
         for name, product in PRODUCTS.items():
             a, b = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((64 + 8 * i, 512), (512, 1024)))
-            function = jax.jit(lambda a, b: product(a, b))
+            function = jax.jit(lambda a, b, product=product: product(a, b))
             start = time.perf_counter()
             function.trace(a, b).lower(lowering_platforms=(platform,) if platform else None)
             times[name].append((time.perf_counter() - start) * 1e3)
@@ -70,14 +71,21 @@ def main():
         "compiled call, us": calls(arguments.batches),
     }
     result = dict(
-        device=device.device_kind, cores=os.cpu_count(), python=platform.python_version(), jax=jax.__version__,
-        kernels=len(jax_streamk.kernels()), date=time.strftime("%Y-%m-%d"), command=" ".join(["python benchmarks/bench_dispatch.py", *sys.argv[1:]]),
-        rows=rows, ratios={what: times["jax_streamk"] / times["jnp"] for what, times in rows.items()},
-    )  # fmt: skip
+        device=device.device_kind,
+        cores=os.cpu_count(),
+        python=platform.python_version(),
+        jax=jax.__version__,
+        kernels=len(jax_streamk.kernels()),
+        date=time.strftime("%Y-%m-%d"),
+        command=" ".join(["python benchmarks/bench_dispatch.py", *sys.argv[1:]]),
+        rows=rows,
+        ratios={what: times["jax_streamk"] / times["jnp"] for what, times in rows.items()},
+    )
     lines = [
         f"# The host's part of a call, {result['device']}, {result['date']}",
         "",
-        f"{result['cores']} cores, Python {result['python']}, jax {result['jax']}, {result['kernels']} kernels compiled; `{result['command']}`.",
+        f"{result['cores']} cores, Python {result['python']}, jax {result['jax']}, "
+        f"{result['kernels']} kernels compiled; `{result['command']}`.",
         "",
         "| | jax_streamk | jnp | ratio |",
         "| --- | --- | --- | --- |",

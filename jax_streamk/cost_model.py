@@ -27,7 +27,7 @@ def limit_of(problem, device):
     if device.platform != "cuda":
         return None
     machine, sms, size = machine_of(device), device.sms, _SIZES.__getitem__
-    batches = lambda stride: problem.batch if stride else 1  # noqa: E731
+    batches = lambda stride: problem.batch if stride else 1
     m, n, k = problem.m, problem.n, problem.k
     results = problem.batch * m * n * (2 if problem.has_residual else 1) + (
         n * batches(problem.batch_stride_bias) if problem.has_bias else 0

@@ -6,6 +6,8 @@ The search is in cutlass_kernels/planner/planner.cc, with the cost model beside 
 import dataclasses
 import functools
 import itertools
+from collections.abc import Sequence
+from typing import Any
 
 from jax_streamk import _ffi, cost_model, described, left_to_xla, schedules, text
 from jax_streamk.device import Device
@@ -58,7 +60,7 @@ class Plan:
     efficiency: float | None = None
     limit: cost_model.Limit | None = None
 
-    def __str__(self):
+    def __str__(self) -> str:
         lines = [f"Plan: {self.problem or 'a product that XLA computes'}"]
         device = f"sm_{self.device.arch}, {self.device.sms} SMs" if self.device.arch else f"{self.device.sms} threads"
         lines.append(f"  on {self.device.kind or self.device.platform} ({device})")
@@ -71,32 +73,32 @@ class Plan:
         return "\n".join(lines)
 
     @property
-    def raster(self):
+    def raster(self) -> str:
         """The dimension along which consecutive tiles lie, "m" or "n"."""
         return self.policy.raster
 
     @property
-    def swizzle(self):
+    def swizzle(self) -> int:
         """The width, in tiles, of the panels in which they are ordered."""
         return self.policy.swizzle
 
     @property
-    def bound(self):
+    def bound(self) -> str | None:
         """ "memory" or "arithmetic", whichever takes longer on its own; None without a limit."""
-        return self.limit and self.limit.bound
+        return None if self.limit is None else self.limit.bound
 
     @property
-    def is_empty(self):
+    def is_empty(self) -> bool:
         """Whether there is nothing to multiply: the result is empty or zero."""
         return self.problem is not None and self.problem.is_empty
 
-    def with_reasons(self, more):
+    def with_reasons(self, more: Sequence[str]) -> "Plan":
         return dataclasses.replace(self, reasons=(*self.reasons, *more)) if more else self
 
-    def native_schedule(self):
+    def native_schedule(self) -> _ffi.Schedule:
         return _native_schedule(self.schedule)
 
-    def launch_attributes(self):
+    def launch_attributes(self) -> dict[str, Any]:
         """The schedule and the policy as attributes of the custom call."""
         return _schedule_attributes(self.schedule) | self.policy.attributes()
 
@@ -140,7 +142,8 @@ def kernels_for(platform):
 @functools.cache
 def _registry(platform):
     """A platform's kernels by name, and as ``_ffi.Kernels`` by operand types, math and majorness."""
-    by_name, by_problem = {}, {}
+    by_name: dict[str, _ffi.KernelInfo] = {}
+    by_problem: dict[tuple, list[_ffi.KernelInfo]] = {}
     for kernel in kernels_for(platform):
         by_name[kernel.name] = kernel
         majors = {(kernel.major_a, kernel.major_b)}
@@ -223,9 +226,9 @@ def plan_with(problem, schedule, device, found):
         alone = f"{kernel}, {_schedule_of(native)}, {policy}"
         without = f"without tuning the planner chooses {alone}: {text.duration(microseconds)} estimated"
         if found.is_left_to_xla:
-            ratio = f"its product took {found.xla_ratio:.2f} of the time of {found.kernel}"
-            took = f"{ratio}, measured by tuning on {found.date[:10]}"
-            return Plan(problem, device, None, None, reasons=(f"falls back to XLA: {took}", without))
+            took = f"its product took {found.xla_ratio:.2f} of the time of {found.kernel}"
+            why = f"falls back to XLA: {took}, measured by tuning on {found.date[:10]}"
+            return Plan(problem, device, None, None, reasons=(why, without))
         known = found.xla_ratio and found.is_of_this_xla
         beside = f"XLA's product took {found.xla_ratio:.2f} of that time" if known else "XLA's product was not measured"
         kernel, native, policy, microseconds = found.kernel, found.native(), found.policy, found.microseconds
@@ -274,7 +277,8 @@ def _without_kernels(problem, device):
 
 def _distinct(found, schedule):
     """The ``Candidate``s among ``found``, one per estimate: equal estimates mean equal work."""
-    auto, distinct = isinstance(schedule, schedules.Auto), {}
+    auto = isinstance(schedule, schedules.Auto)
+    distinct: dict[str, Candidate] = {}
     for x in found:
         candidate = Candidate(x.kernel, _schedule_of(x.schedule) if auto else schedule, x.cost.microseconds)
         distinct.setdefault(text.duration(x.cost.microseconds), candidate)

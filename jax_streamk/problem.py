@@ -209,15 +209,15 @@ def arrange(
     sizes = a.sizes(a.batch), a.sizes(a.free), b.sizes(b.batch[len(rhs_batch) :]), b.sizes(b.free)
     places = itertools.count()
     batch_d, _, borrowed_d, columns = ([next(places) for _ in part] for part in sizes)
-    d = _Operand(sum(sizes, []), batch_d + borrowed_d, columns, permutation)
+    d = _Operand([*itertools.chain(*sizes)], batch_d + borrowed_d, columns, permutation)
     if d.stride(columns) != 1 and d.stride(d.free) == 1 and not epilogue.has_bias:
         # D is column-major (or one column), and kernels store rows: compute the transpose, with operands swapped. Not
         # with a bias, which has one element per column.
         dims, first, last = range(len(d.shape)), len(lhs_batch), len(lhs.shape) - len(lhs_contract)
-        order = (*dims[:first], *dims[last:], *dims[first:last])
+        exchanged = (*dims[:first], *dims[last:], *dims[first:last])
         turned = arrange(
-            rhs, lhs, [sides[::-1] for sides in dimension_numbers], precision, preferred_element_type, platform, epilogue,
-            tuple(map(order.index, permutation or dims)),
+            rhs, lhs, [sides[::-1] for sides in dimension_numbers], precision, preferred_element_type, platform,
+            epilogue, tuple(map(exchanged.index, permutation or dims)),
         )  # fmt: skip
         return dataclasses.replace(turned, permute_lhs=turned.permute_rhs, permute_rhs=turned.permute_lhs, swapped=True)
     if not d.is_strided() or d.stride(columns) > 1:
@@ -290,7 +290,7 @@ class _Operand:
     def collapses(self, dims):
         """Whether these dimensions, in this order, merge into one with a single stride."""
         dims = self._solid(dims)
-        return all(self.strides[i] == self.strides[j] * self.shape[j] for i, j in zip(dims, dims[1:]))
+        return all(self.strides[i] == self.strides[j] * self.shape[j] for i, j in itertools.pairwise(dims))
 
     def is_strided(self):
         """Whether batch, free and contracting dimensions each have a single stride."""
@@ -319,10 +319,10 @@ class _Operand:
         roles = [self.batch, self.free, self.contract]
         if max(self._solid(self.free), default=-1) > max(self._solid(self.contract), default=-1):
             roles = [self.batch, self.contract, self.free]
-        permutation = tuple(sum(roles, []))
+        permutation = tuple(itertools.chain(*roles))
         places = {dim: place for place, dim in enumerate(permutation)}
         batch, contract = ([places[dim] for dim in dims] for dims in (self.batch, self.contract))
-        self.__init__([self.shape[i] for i in permutation], batch, contract)
+        _Operand.__init__(self, [self.shape[i] for i in permutation], batch, contract)
         return permutation
 
     def major_and_leading(self, rows, columns):

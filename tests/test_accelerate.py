@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import compilations
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental import pallas as pl
@@ -506,14 +507,7 @@ def test_called_again_nothing_compiles_and_what_is_closed_over_may_change():
 
     # A new function at every call, as where a model accelerates its layers.
     accelerated = lambda x: accelerate(lambda x: lax.scan(body, inner(x, w[0]), w[0][None])[0])(x)
-    compiled = []
-
-    def listen(event, *_, **__):
-        if "backend_compile" in event:
-            compiled.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
+    with compilations() as compiled:
         x = normal(6, 16)
         first = accelerated(x)
         assert compiled
@@ -521,8 +515,6 @@ def test_called_again_nothing_compiles_and_what_is_closed_over_may_change():
         compiled.clear()
         second = accelerated(x)
         assert not compiled
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
     assert_close(first, jnp.tanh(jax.nn.relu(x @ w[0] / 2) @ w[0] / 2))
     assert_close(second, jnp.tanh(jax.nn.relu(x @ w[0]) @ w[0]))
 

@@ -317,13 +317,16 @@ def test_sets_are_of_their_families():
         shapes.named("nope")
 
 
-EVENT = 'events {{ metadata_id: {name} offset_ps: {start}000 duration_ps: {duration}000 stats {{ metadata_id: {stat} str_value: "x" }} }}'
+EVENT = (
+    "events {{ metadata_id: {name} offset_ps: {start}000 duration_ps: {duration}000"
+    ' stats {{ metadata_id: {stat} str_value: "x" }} }}'
+)
 NAMES = {1: "kernel_a", 2: "Memset 2", 3: "MemcpyD2D", 4: "BUFFER_FLUSH", 5: "kernel_b"}
 STATS = {1: "kernel_details", 2: "Memset_details", 3: "memcpy_details", 4: "correlation_id"}
 
 
 def profile_of(*planes):
-    """A profile as XLA's CUPTI tracer writes it, of (name, events of each line); an event is (name, start, duration, stat)."""
+    """A profile as XLA's CUPTI tracer writes it, of (name, *lines); a line has events (name, start, duration, stat)."""
     text = ""
     for name, *lines in planes:
         events = [" ".join(EVENT.format(name=n, start=s, duration=d, stat=t) for n, s, d, t in line) for line in lines]
@@ -495,10 +498,18 @@ def digested(rows, device="a GPU", measure="device", **task):
     """A result of as many rows as there are ratios."""
     sides_of = lambda ratio: {sides.XLA: {}, sides.OURS: {"ratio": {measure: ratio}, "fallback": ratio == 1}}
     return {
-        "format": results.FORMAT, "date": "2026-01-02T03:04:05Z", "command": "bench", "measures": [measure], "rounds": 1,
-        "machine": {"device": device, "jax": "1"}, "task": {"dtype": "bfloat16", "precision": None, "activation": None} | task,
-        "notes": [], "limits": {}, "link_us": None, "rows": [{"sides": sides_of(ratio)} for ratio in rows],
-    }  # fmt: skip
+        "format": results.FORMAT,
+        "date": "2026-01-02T03:04:05Z",
+        "command": "bench",
+        "measures": [measure],
+        "rounds": 1,
+        "machine": {"device": device, "jax": "1"},
+        "task": {"dtype": "bfloat16", "precision": None, "activation": None} | task,
+        "notes": [],
+        "limits": {},
+        "link_us": None,
+        "rows": [{"sides": sides_of(ratio)} for ratio in rows],
+    }
 
 
 def test_results_of_a_folder_are_a_table_per_machine(tmp_path, monkeypatch, capsys):

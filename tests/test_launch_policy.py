@@ -1,4 +1,4 @@
-"""What a launch decides besides the plan: eviction, stages held back, idle clusters and their numbers."""
+"""The rules of a ``LaunchPolicy``: L2 eviction, stages held back, idle clusters and their numbers."""
 
 import collections
 import dataclasses
@@ -49,24 +49,20 @@ def test_pairs_share_the_ways_to_l2_evenly(begin):
         assert count[None] + count[0] <= max(*others, 4) and (count[None] == 0 or min(others) >= 4)
 
 
-def test_clusters_are_idle_where_there_is_room():
-    assert [_ffi.idle_clusters(ctas, 1, 132) for ctas in (1, 64, 96, 131, 132)] == [
-        (0, 8),
-        (0, 8),
-        (0, 4),
-        (0, 0),
-        (0, 0),
-    ]
-    # The second CTAs of SMs, and the third.
-    assert [_ffi.idle_clusters(ctas, 1, 132) for ctas in (133, 192, 263, 264, 300)] == [
-        (132, 8),
-        (132, 8),
-        (132, 0),
-        (0, 0),
-        (0, 0),
-    ]
-    assert [_ffi.idle_clusters(pairs, 2, 114)[1] for pairs in (10, 52, 55, 57)] == [4, 2, 2, 0]
-    assert _ffi.idle_clusters(7, 4, 132) == (0, 0)
+@pytest.mark.parametrize("ctas, sms", [(1, 132), (2, 132), (1, 114), (2, 114)])
+def test_clusters_are_idle_where_there_is_room(ctas, sms):
+    at_once = sms // ctas
+    for working in range(1, 3 * at_once):
+        first, idle = _ffi.idle_clusters(working, ctas, sms)
+        assert first in (0, at_once)  # beside the first CTAs of SMs, or beside the second
+        assert idle == 0 or first < working <= first + at_once - idle
+    assert _ffi.idle_clusters(at_once // 2, ctas, sms)[1] > 0
+    for working in (at_once, 2 * at_once, 2 * at_once + at_once // 2):
+        assert _ffi.idle_clusters(working, ctas, sms) == (0, 0)
+
+
+def test_clusters_of_four_have_none_idle_beside_them():
+    assert all(_ffi.idle_clusters(working, 4, 132) == (0, 0) for working in range(1, 34))
 
 
 def test_ctas_without_a_cluster_stay_in_order():
@@ -89,43 +85,39 @@ def test_the_first_of_clusters_that_are_spread_are_on_all_gpcs(ctas, clusters):
         assert max(of_gpc) - min(of_gpc) <= 2
 
 
-# 120 tiles, those of a row or of a column following each other or not; all run at once, or half of them.
+# 120 tiles or slices in one wave or in two. An operand is read by lines of tiles along m or n.
 @pytest.mark.parametrize(
     "tiles, schedule, line, workers, others, first",
     [
-        ((1, 120), DataParallel(), "m", 60, dict(others=1000), True),  # read once
-        ((120, 1), DataParallel(), "n", 60, dict(others=1000), True),
+        # Each part is read once.
+        ((1, 120), DataParallel(), "m", 60, {}, True),
+        ((120, 1), DataParallel(), "n", 60, dict(others=1000, k_tiles=10_000), True),
         ((1, 120), DataParallel(), "m", 60, dict(by_all_batches=True), False),
-        ((12, 10), DataParallel(), "m", 120, {}, True),  # at once
+        # All readers of a part run at once, or do not.
+        ((12, 10), DataParallel(), "m", 120, {}, True),
         ((12, 10), DataParallel(), "m", 120, dict(by_all_batches=True), True),
-        ((12, 10), DataParallel(), "m", 120, dict(others=8), True),
-        ((12, 10), DataParallel(), "m", 120, dict(others=9), False),  # much smaller than the other
-        ((12, 10), DataParallel(), "m", 120, dict(bytes=9, k_tiles=128), True),
-        ((12, 10), DataParallel(), "m", 120, dict(k_tiles=129), False),  # readers drift apart
-        ((1, 120), DataParallel(), "m", 60, dict(k_tiles=129), True),
-        ((6, 10), SplitK(2), "m", 120, dict(k_tiles=256), True),
-        ((6, 10), SplitK(2), "m", 120, dict(k_tiles=258), False),
-        ((12, 10), DataParallel(), "m", 120, dict(again=True), False),
-        ((1, 120), DataParallel(), "m", 60, dict(multiply_adds=4e9), True),
-        ((1, 120), DataParallel(), "m", 60, dict(multiply_adds=5e9), False),  # a long product
-        ((12, 10), DataParallel(), "m", 120, dict(multiply_adds=5e9), False),
-        ((1, 120), DataParallel(), "m", 60, dict(multiply_adds=5e9, slices=2), True),
-        ((1, 120), DataParallel(), "m", 60, dict(multiply_adds=5e9, element_bytes=4), True),
-        ((6, 10), SplitK(2), "m", 120, dict(multiply_adds=5e9), True),
-        ((1, 113), StreamK(), "m", 60, dict(multiply_adds=5e9), True),
-        ((12, 10), DataParallel(), "m", 60, {}, False),
-        ((12, 10), DataParallel(), "m", 119, {}, False),
         ((6, 10), SplitK(2), "m", 120, {}, True),
+        ((12, 10), DataParallel(), "m", 60, {}, False),
         ((6, 10), SplitK(2), "m", 60, {}, False),
         ((12, 10), StreamK(), "m", 113, {}, False),
-        ((4, 30), DataParallel(), "m", 60, {}, True),  # four that follow each other
-        ((5, 24), DataParallel(), "m", 60, {}, False),
-        ((4, 30), DataParallel(), "m", 60, dict(others=2), False),
+        # They run at once, but drift apart along K, read it again, or read little.
+        ((12, 10), DataParallel(), "m", 120, dict(k_tiles=10_000), False),
+        ((6, 10), SplitK(2), "m", 120, dict(k_tiles=10_000), False),
+        ((12, 10), DataParallel(), "m", 120, dict(again=True), False),
+        ((12, 10), DataParallel(), "m", 120, dict(others=1000), False),
+        # A few readers follow each other; those thirty tiles apart do not.
+        ((4, 30), DataParallel(), "m", 60, {}, True),
+        ((4, 30), DataParallel(), "m", 60, dict(others=1000), False),
         ((4, 30), DataParallel(), "m", 60, dict(again=True), False),
         ((4, 30), DataParallel(), "m", 60, dict(by_all_batches=True), False),
         ((4, 30), StreamK(), "m", 50, {}, False),
         ((4, 30), DataParallel(), "n", 60, {}, False),
-        ((30, 4), DataParallel(), "n", 60, {}, False),  # thirty tiles apart
+        # The product is long, of 16-bit operands and in one piece.
+        ((1, 120), DataParallel(), "m", 60, dict(multiply_adds=1e12), False),
+        ((1, 120), DataParallel(), "m", 60, dict(multiply_adds=1e12, slices=2), True),
+        ((1, 120), DataParallel(), "m", 60, dict(multiply_adds=1e12, element_bytes=4), True),
+        ((6, 10), SplitK(2), "m", 120, dict(multiply_adds=1e12), True),
+        ((1, 113), StreamK(), "m", 60, dict(multiply_adds=1e12), True),
     ],
 )
 @pytest.mark.parametrize("turned", [False, True])
@@ -137,39 +129,51 @@ def test_what_goes_first_from_l2(tiles, schedule, line, workers, others, first, 
     assert _ffi.goes_first(*tiles, native, order, workers, RASTERS[line], **others) == first
 
 
-@pytest.mark.parametrize(
-    "tiles, schedule, workers, held",
-    [
-        (60, DataParallel(), 132, [2]),  # 60 x 4 stages are as many as memory wants
-        (132, DataParallel(), 132, [3]),  # 132 x 2 would be, and cover no latency
-        (200, DataParallel(), 132, [3, 2]),
-        (300, DataParallel(), 132, [3, 3, 0]),
-        (100, SplitK(2), 132, [3, 2]),
-        (140, StreamK(), 132, [0, 0]),
-        (10, DataParallel(), 132, [0]),
-    ],
-)
-def test_stages_that_loads_leave_empty(tiles, schedule, workers, held):
-    """Of six."""
-    native = planner._native_schedule(schedule)
-    assert _ffi.held_back(tiles, native, workers, 1, 6, 1000, 239_500) == held
-    assert _ffi.held_back(tiles // 2, native, workers // 2, 2, 6, 1000, 239_500) == held  # in pairs
-    assert _ffi.held_back(tiles, native, workers, 1, 6, 1000, 0) == [0] * len(held)
-    assert _ffi.held_back(tiles, native, workers, 1, 2, 1000, 1) == [0] * len(held)
-    assert _ffi.held_back(tiles, native, workers, 1, 6, 0, 1) == [0] * len(held)  # no operand streams
-
-
-def test_a_cta_alone_on_its_sm_has_144_kb_under_way():
+@pytest.mark.parametrize("swizzle, first", [(1, False), (16, True)])
+def test_a_panel_of_all_tiles_keeps_those_that_read_the_same_together(swizzle, first):
     native = planner._native_schedule(DataParallel())
-    assert _ffi.held_back(64, native, 132, 1, 11, 16 << 10, 1 << 30) == [2]  # 4096 columns by 64x16x128
-    assert _ffi.held_back(64, native, 132, 1, 6, 32 << 10, 1 << 30) == [1]  # 8192 by 128x16x128
-    assert _ffi.held_back(48, native, 132, 1, 5, 32 << 10, 1 << 30) == [0]  # 12288 by 64x256x64
+    assert _ffi.goes_first(30, 4, native, (_ffi.Raster.along_m, swizzle), 60, _ffi.Raster.along_n) == first
+
+
+STAGES, SERVED = 6, 240_000  # of 1000 bytes each; bytes under way that memory serves well
+
+
+def held_back(tiles, schedule=DataParallel(), workers=132, ctas=1, stages=STAGES, size=1000, served=SERVED):
+    """Of each wave, the stages that loads leave empty."""
+    return _ffi.held_back(tiles, planner._native_schedule(schedule), workers, ctas, stages, size, served)
+
+
+@pytest.mark.parametrize("tiles", [10, 40, 60, 100, 132])
+def test_no_more_is_under_way_than_memory_serves(tiles):
+    """Each CTA keeps the stages that cover latency all the same."""
+    (held,), (most,) = held_back(tiles), held_back(132, served=1)
+    assert 0 <= held <= most < STAGES - 1
+    assert tiles * (STAGES - held) * 1000 <= SERVED or held == most
+    assert held == 0 or tiles * (STAGES - held + 1) * 1000 > SERVED  # not one too many
+    assert held_back(tiles // 2, workers=66, ctas=2) == [held]
+    assert held_back(tiles // 2, SplitK(2)) == [held]
+
+
+def test_a_partial_last_wave_holds_back_less():
+    assert held_back(200) == held_back(132) + held_back(68)
+    assert held_back(2 * 132 + 36) == 2 * held_back(132) + held_back(36)
+
+
+def test_nothing_is_held_back_where_that_does_not_help():
+    assert held_back(200, size=0) == held_back(200, served=0) == [0, 0]  # nothing streams, or nobody measured
+    assert held_back(200, stages=2, served=1) == [0, 0]
+    assert held_back(140, StreamK(), served=1) == [0, 0]
 
 
 def test_ctas_that_share_an_sm_have_less_under_way():
-    native = planner._native_schedule(DataParallel())
-    assert _ffi.held_back(132, native, 528, 1, 5, 1000, 132 * 4800) == [0]
-    assert _ffi.held_back(264, native, 528, 1, 5, 1000, 264 * 4800) == [1]
+    """Though memory serves nearly all that each asks for, as it does where each has an SM."""
+    alone, shared = (held_back(ctas, workers=528, stages=5, served=ctas * 4800) for ctas in (132, 264))
+    assert alone == [0] and shared[0] > 0
+
+
+def test_a_cta_alone_on_its_sm_has_little_under_way_whatever_memory_serves():
+    (deep,), (shallow,) = (held_back(64, stages=stages, size=16 << 10, served=1 << 30) for stages in (11, 6))
+    assert deep > shallow == 0
 
 
 def test_what_is_under_way_is_limited_where_it_was_measured():
@@ -177,9 +181,3 @@ def test_what_is_under_way_is_limited_where_it_was_measured():
         0 < machines.under_way(dataclasses.replace(HOPPER, kind="NVIDIA H100 80GB HBM3")) < machines.under_way(HOPPER)
     )
     assert machines.under_way(A100) == machines.under_way(Device("cpu", 0, 4)) == 0
-
-
-@pytest.mark.parametrize("swizzle, first", [(1, False), (2, False), (4, True), (16, True)])
-def test_a_panel_of_all_tiles_keeps_those_that_read_the_same_together(swizzle, first):
-    native = planner._native_schedule(DataParallel())
-    assert _ffi.goes_first(30, 4, native, (_ffi.Raster.along_m, swizzle), 60, _ffi.Raster.along_n) == first

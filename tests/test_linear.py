@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from compiling import compilations
 
 from jax_streamk import DataParallel, SplitK, StreamK, linear, matmul, plan
 from jax_streamk.epilogue import ACTIVATIONS
@@ -351,22 +352,13 @@ def test_traced_factors_are_refused():
 
 
 def test_factors_that_give_other_results_are_other_programs_and_nan_is_one():
-    compiled = []
-
-    def listen(event, *_, **__):
-        if "backend_compile" in event:
-            compiled.append(event)
-
     jax.block_until_ready([linear(X, W, alpha=alpha) for alpha in (0.0, np.nan)])
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
+    with compilations() as compiled:
         zeros = [np.asarray(linear(np.abs(X), np.abs(W), alpha=alpha)) for alpha in (0.0, -0.0, 0.0, -0.0)]
         assert len(compiled) <= 1
         for _ in range(3):
             assert np.isnan(linear(X, W, alpha=float("nan"))).all()
         assert len(compiled) <= 1
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
     assert [np.signbit(x).all() for x in zeros] == [False, True, False, True]
     problems = [plan(X, W, alpha=alpha).problem for alpha in (0.0, -0.0, np.nan, np.float32("nan"))]
     assert problems[0] != problems[1] and problems[2] == problems[3] and len(set(problems)) == 3

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import sanitize
 from jax import lax
 
 import jax_streamk
@@ -219,6 +220,17 @@ def test_described_kernels_are_those_of_a_build_that_has_all():
     described.write(kernels, written)
     assert written.getvalue() == described.text()
     assert len(kernels) > 100 and {kernel.family.name for kernel in kernels} == {"sm80", "sm90", "skinny"}
+
+
+@NEEDS_SM90
+def test_kernels_can_run_what_compute_sanitizer_looks_at():
+    kernels = {kernel.name: kernel for kernel in planner.kernels_for("cuda")}
+    device, machine = jax_streamk.H200.native(), machines.machine_of(jax_streamk.H200).native
+    for name, extents, schedule, epilogue, *majors in sanitize.LAUNCHES:
+        made = sanitize.problem_of(kernels[name], *extents, epilogue, majors).native()
+        wanted = planner._native_schedule(schedule)
+        choice = _ffi.choose(_ffi.Kernels([kernels[name]]), made, wanted, device, machine)
+        assert choice.candidates, f"{name}, {extents}: {choice.refusal}"
 
 
 @NEEDS_SM90

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import persistent_cache
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType, NamedSharding
@@ -579,24 +580,8 @@ ALIKE = [
 @pytest.fixture
 def compilation_cache(tmp_path):
     """A persistent cache whose keys leave out addresses of Python objects, as if two were equal by chance."""
-    from jax.experimental.compilation_cache import compilation_cache
-
-    settings = dict(
-        jax_compilation_cache_dir=str(tmp_path),
-        jax_persistent_cache_min_compile_time_secs=0,
-        jax_persistent_cache_min_entry_size_bytes=0,
-        jax_remove_custom_partitioning_ptr_from_cache_key=True,
-    )
-    before = {name: getattr(jax.config, name) for name in settings}
-    try:
-        for name, value in settings.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
+    with persistent_cache(tmp_path, jax_remove_custom_partitioning_ptr_from_cache_key=True):
         yield tmp_path
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
 
 
 def test_the_persistent_cache_tells_products_apart(compilation_cache):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import compilations, persistent_cache
 from jax import lax
 from jax.experimental import checkify, sparse
 from jax.experimental.jet import jet
@@ -384,28 +385,13 @@ def test_checkify_finds_nan(product):
 
 def test_persistent_compilation_cache(tmp_path):
     f = lambda: jax.jit(lambda a, b: matmul(jnp.cos(a), b, schedule=StreamK()))
-    settings = dict(
-        jax_compilation_cache_dir=str(tmp_path),
-        jax_persistent_cache_min_compile_time_secs=0,
-        jax_persistent_cache_min_entry_size_bytes=0,
-    )
-    before = {name: getattr(jax.config, name) for name in settings}
-    from jax.experimental.compilation_cache import compilation_cache
-
-    try:
-        for name, value in settings.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
+    with persistent_cache(tmp_path):
         first = f()(A, B)
         entries = sorted(tmp_path.glob("*-cache"))
         assert entries
         jax.clear_caches()
         assert np.array_equal(f()(A, B), first)
         assert sorted(tmp_path.glob("*-cache")) == entries  # read, not written anew
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
 
 
 def test_names_reach_the_program():
@@ -434,18 +420,9 @@ def test_calls_outside_of_traces_are_compiled_once(name):
     assert_same(ours(*args), theirs(*args))
     args = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in args]
     assert_same(ours(*args), theirs(*args))
-    compiled = []
-
-    def listen(event, *_, **__):
-        if "backend_compile" in event or "trace" in event:
-            compiled.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
+    with compilations(and_traces=True) as compiled:
         jax.block_until_ready(ours(*args))
-        assert not compiled
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
+    assert not compiled
 
 
 def test_a_call_on_constants_is_traced_as_it_is():

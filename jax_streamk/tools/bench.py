@@ -1,4 +1,4 @@
-"""``python -m jax_streamk bench``: every shape side by side with XLA's default, in one process, on the same operands."""
+"""``python -m jax_streamk bench``: every shape beside XLA's default, in one process, on the same operands."""
 
 import contextlib
 import dataclasses
@@ -11,6 +11,7 @@ import pathlib
 import platform
 import sys
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -151,9 +152,18 @@ def measure_all(arguments, report):
     if task.xla_precision != task.precision:
         notes.append(f"XLA's precision is {task.xla_precision.name}, as exact as ours")
     result = dict(
-        format=results.FORMAT, date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), command=_command(), machine=_machine(),
-        task=dataclasses.asdict(task), measures=measures, rounds=arguments.rounds, notes=notes, limits={}, link_us=None, rows=[],
-    )  # fmt: skip
+        format=results.FORMAT,
+        date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        command=_command(),
+        machine=_machine(),
+        task=dataclasses.asdict(task),
+        measures=measures,
+        rounds=arguments.rounds,
+        notes=notes,
+        limits={},
+        link_us=None,
+        rows=[],
+    )
     if arguments.out and arguments.out.exists():
         if not arguments.resume:
             arguments.error(f"--out {arguments.out} exists; --resume goes on with it")
@@ -203,7 +213,7 @@ def _settings(value):
 
 
 def calls_of(size, gpu):
-    """(calls on operands of their own, so many bytes each, that leave nothing of the first in a GPU's L2; those of them in a program)."""
+    """How many calls, on operands of ``size`` bytes each, evict those of the first from L2; how many in a program."""
     count = max(8, min(MOST_CALLS, math.ceil(ROTATED_BYTES["cuda"] / size))) if gpu else 2
     return count, min(count, MOST_CALLS_IN_PROGRAM)
 
@@ -214,14 +224,16 @@ def measure(task, shape, peers, measures, rounds, gpu):
     count, in_program = calls_of(size, gpu)
     plan = task.plan(shape)
     row = dataclasses.asdict(shape) | dict(
-        bytes=size, flops=2 * shape.batch * shape.m * shape.n * shape.k, rotated_bytes=size * in_program, calls_in_program=in_program,
+        bytes=size, flops=2 * shape.batch * shape.m * shape.n * shape.k, rotated_bytes=size * in_program,
+        calls_in_program=in_program,
         plan=dict(
             kernel=plan.kernel, schedule=str(plan.schedule), raster=plan.raster, swizzle=plan.swizzle,
             workspace_bytes=plan.workspace_bytes, estimate_us=plan.microseconds, reason=plan.reasons[0],
         ),
         sides={},
     )  # fmt: skip
-    with _recorded(no_operands := {}):
+    no_operands: dict[str, str] = {}
+    with _recorded(no_operands):
         operands = jax.block_until_ready(task.operands(shape, count))
     if no_operands:
         row["sides"] = {sides.XLA: no_operands, sides.OURS: no_operands}
@@ -234,7 +246,8 @@ def measure(task, shape, peers, measures, rounds, gpu):
     builders |= {name: functools.partial(build, shape) for name, build in peers.items()}
     programs, reference = {}, None
     for name, build in builders.items():
-        side = row["sides"][name] = {}
+        side: dict[str, Any] = {}
+        row["sides"][name] = side
         with _recorded(side):
             built = build(operands, in_program)
             for each in measures:
@@ -249,7 +262,7 @@ def measure(task, shape, peers, measures, rounds, gpu):
                     max_difference=difference, wrong=difference is None or difference > GROSS_ERROR[task.dtype]
                 )
             programs[name] = built
-    samples = {name: {each: [] for each in measures} for name in programs}
+    samples: dict[str, dict[str, list[float]]] = {name: {each: [] for each in measures} for name in programs}
     for each in measures:
         for name in [*programs, *reversed(programs)] * rounds:
             side = row["sides"][name]
@@ -267,7 +280,7 @@ def measure(task, shape, peers, measures, rounds, gpu):
             best = side[measures[0]]["median_us"] / 1e6
             side |= dict(bytes_per_s=size / best, flops_per_s=row["flops"] / best)
     xla = row["sides"][sides.XLA]
-    for name, side in row["sides"].items():
+    for side in row["sides"].values():
         if "error" not in side and "error" not in xla:
             side["ratio"] = {each: xla[each]["median_us"] / side[each]["median_us"] for each in measures}
     if plan.kernel is None:
@@ -277,7 +290,7 @@ def measure(task, shape, peers, measures, rounds, gpu):
 
 @contextlib.contextmanager
 def _recorded(side):
-    """Leaves what is raised inside as the error of ``side``: one that cannot run a shape must not end the measurement."""
+    """Records what is raised inside as the error of ``side``: it must not end the measurement of the others."""
     try:
         yield
     except Exception as error:
@@ -310,7 +323,7 @@ def _no_profile(program):
 
 
 def _limits(dtype):
-    """What a GPU reaches: bytes per second read and written by an elementwise function, and FLOP per second of XLA's large square."""
+    """What a GPU reaches: bytes per second of an elementwise function, and FLOP per second of XLA's large square."""
     x, size = jnp.ones(1 << 26), 8192
     stream, square = (
         wall_sample(_warm(sides.jax_programs(function, [operands], 1)["device"]), 0.1)
@@ -330,9 +343,15 @@ def _machine():
     (device,) = jnp.zeros(()).devices()
     planned = device_of(device)
     out = dict(
-        device=planned.kind, platform=planned.platform, arch=planned.arch, sms=planned.sms, kernels=len(jax_streamk.kernels()), python=platform.python_version(),
-        jax=jax.__version__, jaxlib=importlib.metadata.version("jaxlib"),
-    )  # fmt: skip
+        device=planned.kind,
+        platform=planned.platform,
+        arch=planned.arch,
+        sms=planned.sms,
+        kernels=len(jax_streamk.kernels()),
+        python=platform.python_version(),
+        jax=jax.__version__,
+        jaxlib=importlib.metadata.version("jaxlib"),
+    )
     if planned.platform == "cpu":
         return out | dict(load_average=os.getloadavg()[0])
     return out | dict(driver=driver(), runtime=" ".join(device.client.platform_version.split()))

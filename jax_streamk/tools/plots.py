@@ -48,7 +48,7 @@ def write(result, folder):
 
 
 def write_digest(machines, folder):
-    """Writes the ratios of each machine's larger results, of what ``report.by_machine`` returns, as SVG; returns the paths.
+    """Plots the ratios of each machine's larger results (``report.by_machine``) as SVG files, and returns their paths.
 
     Raises:
       OSError: the folder cannot be made or written to.
@@ -113,7 +113,8 @@ def _kind(row, measure):
 
 
 def _title(result, text):
-    return f"{text}\n{result['task']['dtype']}, {result['machine']['device']}, jax {result['machine']['jax']}, {result['date'][:10]}"
+    dtype, machine = result["task"]["dtype"], result["machine"]
+    return f"{text}\n{dtype}, {machine['device']}, jax {machine['jax']}, {result['date'][:10]}"
 
 
 def _roofline(result, rows):

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import math
+from typing import Any
 
 from rich import box
 from rich.console import Console, Group
@@ -61,7 +62,7 @@ def by_machine(found):
     Raises:
       ValueError: two results of a machine have one name.
     """
-    machines = {}
+    machines: dict[str, dict[str, Any]] = {}
     for path, result in found.items():
         of_machine = machines.setdefault(result["machine"]["device"], {})
         if path.stem in of_machine:
@@ -112,7 +113,8 @@ def _head(result):
     return [
         f"{task['dtype']} {what} beside XLA's default, {machine['device']}{driver}, {result['date'][:10]}",
         f"jax {machine['jax']}, jaxlib {machine.get('jaxlib', '?')}; `{result['command']}`.",
-        f"Times of a call, medians, half the interquartile range after ±; ratios are XLA's time over the other's. {measured}.",
+        "Median times of a call, half the interquartile range after ±; ratios are XLA's time over the other's. "
+        f"{measured}.",
     ]
 
 
@@ -121,8 +123,8 @@ def _tail(result):
     lines = [f"Note: {note}." for note in result["notes"]]
     if limits:
         lines.append(
-            f"This machine streams {limits['bytes_per_s'] / 1e9:.0f} GB/s (an elementwise function, read and written), and its XLA"
-            f" multiplies {limits['flops_per_s'] / 1e12:.1f} TFLOP/s (a large square)."
+            f"This machine streams {limits['bytes_per_s'] / 1e9:.0f} GB/s (an elementwise function, read and written), "
+            f"and its XLA multiplies {limits['flops_per_s'] / 1e12:.1f} TFLOP/s (a large square)."
         )
     if result["link_us"] and "dependent" in result["measures"]:
         lines.append(
@@ -131,7 +133,7 @@ def _tail(result):
     cool = sum(row.get("rotated_bytes", 200e6) < 200e6 for row in result["rows"])
     if cool and result["machine"]["platform"] == "cuda":
         lines.append(f"{cool} shapes are so small that less than 200 MB of operands rotate.")
-    failed = {}
+    failed: dict[tuple[str, str], list[str]] = {}
     for row in result["rows"]:
         for name, side in row["sides"].items():
             if "error" in side:

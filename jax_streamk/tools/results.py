@@ -57,7 +57,7 @@ def save(result, path):
 
 
 def summary(result):
-    """By side, against XLA: geometric means of the ratios by measure, and how many shapes are losses, XLA's own, failed, or wrong."""
+    """By side: geometric means of XLA's ratios by measure; how many shapes are losses, XLA's own, failed or wrong."""
     out = {}
     for name in dict.fromkeys(name for row in result["rows"] for name in row["sides"] if name != XLA):
         rows = [row["sides"][name] for row in result["rows"] if name in row["sides"]]

@@ -4,11 +4,12 @@ import csv
 import dataclasses
 import itertools
 import random
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """``D[m,n] = A[m,k] @ B[k,n]``, ``batch`` times; all row-major. A is stored (k, m) where trans_a, and B (n, k) where trans_b."""
+    """``D[m,n] = A[m,k] @ B[k,n]``, ``batch`` times, row-major; A is stored (k, m) if trans_a, B (n, k) if trans_b."""
 
     m: int
     n: int
@@ -50,9 +51,10 @@ def read(path, column_major=False):
     """The shapes of a CSV file with a header, in its order, each once.
 
     Args:
-      path: of a file with the columns m, n and k, and optionally trans_a and trans_b (0 or 1), batch and source, in either case.
-        Others are ignored. Commas, semicolons or tabs are between them.
-      column_major: the file's operands are column-major, as BLAS's and DeepBench's: m and n, and trans_a and trans_b, are exchanged.
+      path: of a file with the columns m, n and k, and optionally trans_a and trans_b (0 or 1), batch and source, in
+        either case, separated by commas, semicolons or tabs. Other columns are ignored.
+      column_major: the file's operands are column-major, as BLAS's and DeepBench's: m and n, and trans_a and trans_b,
+        are exchanged.
 
     Returns:
       A list of ``Shape``.
@@ -61,7 +63,7 @@ def read(path, column_major=False):
       OSError: the file cannot be read.
       ValueError: it is not such a file; the message has path and line.
     """
-    shapes = {}
+    shapes: dict[Shape, Shape] = {}
     with open(path, newline="", encoding="utf-8-sig") as file:
         line = 0
         try:
@@ -94,12 +96,12 @@ def read(path, column_major=False):
 
 
 def _shape(where, row):
-    values = {}
+    values: dict[str, Any] = {}
     for name, default in _NUMBERS.items():
         text = row.get(name) or default
         is_flag = name.startswith("trans")
         try:
-            value = int(text)
+            value = int(text or "")
         except (TypeError, ValueError):
             value = -1
         if not (0 <= value <= 1 if is_flag else 0 < value < 2**31):
@@ -137,7 +139,7 @@ def _decode_llm():
 
 
 def _deepbench_train():
-    """The recurrent and output layers of DeepBench's training set, forward and with transposed weights, and its weight gradients."""
+    """DeepBench's training set: recurrent and output layers, forward, with transposed weights, and weight gradients."""
     layers = [(batch, h, h) for h in (1760, 2048, 2560, 4096) for batch in (16, 32, 64, 128, 7000)]
     layers += [(batch, n, h) for h in (1760, 2048, 2560, 4096) for batch, n in ((9124, 5124), (8457, 35))]
     layers += [(batch, 3 * h, h) for h in (1024, 2560) for batch in (16, 32, 64, 128)]
@@ -158,10 +160,9 @@ def _streamk_sample():
     """256 draws, log-uniform in [128, 8192] per extent; of three quarters the extents are multiples of 8."""
     rng = random.Random(2023)
     for i in range(256):
-        extents = [128 * 64 ** rng.random() for _ in range(3)]
-        yield Shape(
-            *(round(x) if i % 4 == 3 else 8 * round(x / 8) for x in extents), source="any" if i % 4 == 3 else "aligned"
-        )
+        unit, source = (1, "any") if i % 4 == 3 else (8, "aligned")
+        m, n, k = (unit * round(128 * 64 ** rng.random() / unit) for _ in range(3))
+        yield Shape(m, n, k, source=source)
 
 
 def _strong_scaling():
@@ -202,7 +203,7 @@ def sample(shapes, count):
     """
     rng, count = random.Random(0), min(count, len(shapes))
     bounds = [i * len(shapes) // count for i in range(count + 1)]
-    return [shapes[rng.randrange(begin, end)] for begin, end in zip(bounds, bounds[1:])]
+    return [shapes[rng.randrange(begin, end)] for begin, end in itertools.pairwise(bounds)]
 
 
 def positive(text):
