@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.compute_on import compute_on
 
 from jax_streamk import PerPass, SplitK, StreamK, accelerate, matmul, problem
+from jax_streamk.launch_policy import LaunchPolicy
 from jax_streamk.tuning import tuned
 
 TARGET = "jax_streamk_cuda_gemm" if jax.default_backend() == "gpu" else "jax_streamk_host_gemm"
@@ -525,7 +526,7 @@ def test_what_was_rewritten_is_rewritten_again_for_other_tuned_plans(monkeypatch
     fn = lambda x, w: inner(x, w)
     assert products(accelerate(fn), *args) == (1, 0)
     times = dict(microseconds=1.0, planned_microseconds=1.0, xla_ratio=0.5)
-    left = tuned.Tuned("", "", 0, "", "", 0, **times, jaxlib=jax.lib.__version__, date="")
+    left = tuned.Tuned("", "", 0, "", LaunchPolicy(), **times, jaxlib=jax.lib.__version__, date="")
     monkeypatch.setattr(tuned, "lookup", lambda problem, device: left)
     monkeypatch.setattr(tuned, "digest", lambda device: 1)
     assert products(accelerate(fn), *args) == (0, 1)
