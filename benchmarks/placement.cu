@@ -86,7 +86,7 @@ int main() {
     auto const at = sms_of(count, size, 1, bytes, 20000);
     std::vector<int> clusters(sms);
     for (int cluster = 0; cluster < count; ++cluster) ++clusters[gpc[at[cluster * size]]];
-    std::printf("%d clusters of %d, room for %d: so many of GPCs 0, 1, ...", count, size, bytes == kFourth ? 4 : 1);
+    std::printf("%d clusters of %d, room for %d; clusters on GPC 0, 1, ...:", count, size, bytes == kFourth ? 4 : 1);
     for (int i = 0; i <= *std::max_element(gpc.begin(), gpc.end()); ++i) std::printf(" %d", clusters[i]);
     std::printf("\n");
   }

@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "cutlass_kernels/core/slices.h"
 #include "cutlass_kernels/passes/repack.h"
 #include "cutlass_kernels/planner/clusters.h"
 #include "cutlass_kernels/planner/launch_policy.h"
@@ -19,7 +20,7 @@ namespace {
 constexpr int64_t kUnknown = -1;  // bytes of workspace
 
 // A kernel that this build lacks, for planning as if it were there. Its limits are those of its family's can_launch()
-// but for extents near 2^31, and its workspace is known where no tile is shared inside of the kernel.
+// except for extents near 2^31, and its workspace is known where no tile is shared inside of the kernel.
 class DescribedKernel final : public Kernel {
  public:
   using Kernel::Kernel;
@@ -69,11 +70,10 @@ class DescribedKernel final : public Kernel {
     return ceil_div(columns, vector) * vector;
   }
 
-  static bool is_split(Schedule const& s) { return s.kind == ScheduleKind::kSplitK && s.splits > 1; }
-  static bool is_separate(Schedule const& s) { return is_split(s) && s.reduction == Reduction::kSeparate; }
   // In one launch: a separate reduction adds slices afterwards.
   static bool shares_tiles(Schedule const& s) {
-    return (is_split(s) && !is_separate(s)) || (s.kind == ScheduleKind::kStreamK && s.max_sms != 1);
+    if (s.kind == ScheduleKind::kSplitK) return s.splits > 1 && !is_separate(s);
+    return s.kind == ScheduleKind::kStreamK && s.max_sms != 1;
   }
 
   static int64_t shared_memory_per_cta(Device const& device) {
@@ -263,7 +263,7 @@ void bind_planner(nb::module_& m) {
         return std::pair(idle.first, idle.count);
       },
       "working"_a, "ctas"_a, "sms"_a,
-      "The first, and how many, clusters without work a launch has beside so many, of so many CTAs each.");
+      "(first, count) of the clusters without work in a launch of `working` clusters of `ctas` CTAs.");
   m.def(
       "number_clusters",
       [](ClusterOrder order, uint8_t clusters, uint8_t idle, int32_t ctas) {
@@ -272,7 +272,7 @@ void bind_planner(nb::module_& m) {
         return std::vector<int32_t>(numbers.begin() + idle, numbers.end());
       },
       "order"_a, "clusters"_a, "idle"_a, "ctas"_a,
-      "The number, in a ClusterOrder, of each cluster of so many CTAs but the first ones, which are idle.");
+      "The numbers of the clusters of `ctas` CTAs in a ClusterOrder, without the first `idle` ones.");
   m.def("first_wave", &wave_of, "kernel"_a, "problem"_a, "schedule"_a, "order"_a, "device"_a,
         "The Wave that a CUDA kernel starts with.");
 

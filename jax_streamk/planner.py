@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 from jax_streamk import _ffi, cost_model, described, left_to_xla, schedules, text
 from jax_streamk.device import Device
@@ -98,10 +97,6 @@ class Plan:
     def native_schedule(self) -> _ffi.Schedule:
         return _native_schedule(self.schedule)
 
-    def launch_attributes(self) -> dict[str, Any]:
-        """The schedule and the policy as attributes of the custom call."""
-        return _schedule_attributes(self.schedule) | self.policy.attributes()
-
 
 _KINDS = {
     schedules.DataParallel: _ffi.ScheduleKind.data_parallel,
@@ -110,18 +105,13 @@ _KINDS = {
 }
 
 
-def _schedule_attributes(schedule):
-    """The fields of ``_ffi.Schedule``, which are also attributes of the custom call."""
-    return dict(
+def _native_schedule(schedule):
+    return _ffi.Schedule(
         schedule=_KINDS[type(schedule)],
         splits=getattr(schedule, "splits", 1),
         reduction=_REDUCTIONS[getattr(schedule, "reduction", "ordered")],
         max_sms=getattr(schedule, "max_sms", None) or 0,
     )
-
-
-def _native_schedule(schedule):
-    return _ffi.Schedule(**_schedule_attributes(schedule))
 
 
 def policy_in_order(kernel, problem, native, raster, swizzle, device):

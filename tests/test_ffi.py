@@ -24,7 +24,7 @@ SEVEN_MILLION = 7_000_000
 
 
 def call(changed=(), workspace=PLAN.workspace_bytes, attributes=None, others=()):
-    """Compiles and runs a call with the attributes of the plan, or those given, but for the changed ones.
+    """Compiles and runs a call with the attributes of the plan, or those given, some of them changed.
 
     `others` are the operands after A and B.
     """

@@ -319,7 +319,7 @@ def make_schedule(kind, splits=1, reduction=_ffi.Reduction.ordered, max_sms=0, r
 
 
 def policy_of(kernel, problem, schedule, device, changes):
-    """The planner's launch policy in the schedule's order of tiles, but for the changes."""
+    """The planner's launch policy in the schedule's order of tiles, with the changes."""
     planned = LaunchPolicy.of(_ffi.launch_policy(kernel, problem, schedule, *ORDER_OF[schedule], device))
     return dataclasses.replace(planned, **changes).native()
 

@@ -546,7 +546,7 @@ def test_a_tuned_plan_is_a_measured_one_that_runs(quick):
     [(0.995, None, 0, False), (0.98, None, 0, True), (0.5, 3, 0, False), (0.5, None, 1, False)],
 )
 def test_the_planners_choice_stays_unless_beaten_by_more_than_noise(monkeypatch, faster, spoiled, wrong, wins):
-    """Times are made up here: the best is one that the planner lists first, but for its number of splits."""
+    """Times are made up here: the best is one that the planner lists first, with other splits."""
     problem = plan(shaped(64, 65536), shaped(65536, 96)).problem
     native = planner.choose(problem, None, here(), listed=24).candidates
     own = listed_as(native[0])
@@ -635,7 +635,7 @@ def test_on_a_gpu_other_orders_of_tiles_and_launch_choices_are_tried_around_the_
         def result(self, *launch):
             return np.ones(3)
 
-    # One that cannot run is passed over, but for the planner's own choice.
+    # One that cannot run is passed over, unless it is the planner's own choice.
     with monkeypatch.context() as patch:
         time = Pretended.time
         patch.setattr(

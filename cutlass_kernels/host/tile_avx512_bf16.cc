@@ -1,7 +1,7 @@
 // Tile products of bf16 with vdpbf16ps, which adds the products of two neighbours along K to each f32 lane: twice the
 // rate of f32, and Eigen has no kernel for it. (The instruction takes subnormal operands and sums for zero.)
 //
-// But for a few rows, the usual packed GEMM: for a block of K, panels of rows of A and of columns of B are laid out as
+// Except for few rows, the usual packed GEMM: for a block of K, panels of rows of A and of columns of B are laid out as
 // the inner loop reads them, and each pair of panels is multiplied into a block of registers.
 #include <immintrin.h>
 
@@ -37,7 +37,7 @@ struct Lanes {
   BF16 const* at(int64_t lane, int64_t pair) const { return data + lane * lane_stride + 2 * pair * k_stride; }
 };
 
-// Pairs of which both elements are neighbours in memory: transposed 4 lanes x 4 pairs at a time.
+// Pairs whose elements are neighbours in memory: transposed 4 lanes x 4 pairs at a time.
 template <int kWidth>
 void pack_along_k(Lanes const& from, int64_t first_lane, int64_t pairs, Pair* to) {
   for (int lane = 0; lane < kWidth; lane += 4) {
@@ -127,8 +127,8 @@ void multiply_panels(int64_t pairs, Pair const* a, Pair const* b, int64_t rows, 
 // Few rows of A do not repay packing B. Its rows are read a block at a time, so that few pages are in use at once.
 constexpr int64_t kFewRows = 64, kFewK = 64;
 
-// A panel of A, of which there are `rows`, times 32 columns of a row-major B, two rows of which are interleaved in
-// registers. `k` may be odd.
+// A panel of `rows` rows of A times 32 columns of a row-major B, whose rows are interleaved in pairs in registers. `k`
+// may be odd.
 template <int kPanelRows>
 void multiply_few(int64_t k, Pair const* a, BF16 const* b, int64_t stride_b, int64_t rows, int64_t columns, bool first,
                   float* sum, int64_t stride) {

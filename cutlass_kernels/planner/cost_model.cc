@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "cutlass_kernels/core/slices.h"
 #include "cutlass_kernels/planner/host_cost.h"
 
 namespace jax_streamk {
@@ -14,8 +15,6 @@ constexpr double kRounding = 1 - 1e-9;
 double joined(KernelTraits const& traits, double work, double floor) {
   return traits.loads_run_ahead ? overlapped(work, floor) : std::hypot(work, floor);
 }
-
-bool is_separate(Schedule const& s) { return splits_of(s) > 1 && s.reduction == Reduction::kSeparate; }
 
 }  // namespace
 
@@ -62,8 +61,8 @@ double Estimator::least_of() const {
   return kRounding * (launch_us_ + std::max(work + epilogues(epilogue_, 0, pieces), dram_) + reduction + repack_);
 }
 
-// What a worker waits for epilogues, but for what is fused into its last one: `fused` is of the others. A warpgroup of
-// a pingpong kernel has one while the other multiplies.
+// What a worker waits for epilogues; what is fused into the last one counts elsewhere. In a pingpong kernel one
+// warpgroup's epilogue hides behind the other's products.
 double Estimator::epilogues(double epilogue, double fused, double pieces) const {
   return launch_.traits.hides_epilogue ? epilogue : epilogue * pieces + fused * (pieces - 1);
 }

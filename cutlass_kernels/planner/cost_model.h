@@ -20,7 +20,7 @@ struct Cost {
   double peers = 1;         // workers that share a tile, at most
   double work = 0;          // the busiest worker's time, fix-up and what is fused included
   double fix_up = 0;        // of that, storing and adding partial tiles
-  double floor = 0;         // what memory needs for the problem, asked by so many workers; it overlaps with work
+  double floor = 0;         // what memory needs, given the number of workers that ask; it overlaps with work
   double launches = 0;      // kernel launches, or waking threads
   double extra = 0;         // the memset, and the reduction kernel
   double repack = 0;        // copying operands as TMA and wgmma take them

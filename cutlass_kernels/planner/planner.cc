@@ -25,8 +25,7 @@ std::vector<int32_t> split_counts(GemmProblem const& p, Device const& device) {
   return counts;
 }
 
-// Schedules by kind, of each of which the first shows whether a kernel has it: arguments of a kind decide little about
-// that.
+// Schedules by kind. The first of a kind shows whether a kernel has it, which hardly depends on the arguments.
 std::vector<std::vector<Schedule>> kinds_of(std::optional<Schedule> const& wanted, GemmProblem const& p,
                                             Device const& device) {
   if (wanted) return {{*wanted}};

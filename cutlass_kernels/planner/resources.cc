@@ -51,7 +51,7 @@ double loaded_bytes(Launch const& l, Panels const& panels, double rows, double c
 // How many CTAs ask for the same line at once, at a call's begin.
 double queue_of(Launch const& l) {
   bool const by_tma = l.traits.load_path == LoadPath::kTma;
-  auto const short_rows = [&](TileOperand const& x) {  // of which a line holds several
+  auto const short_rows = [&](TileOperand const& x) {  // a line holds several of them
     if (!by_tma) return std::max(kLine / (x.ld * l.element_bytes()), 1.0);
     return x.along_k ? 1.0 : std::max(static_cast<double>(x.tile) / x.extent, parts_of(x, l.element_bytes()));
   };
@@ -206,7 +206,7 @@ double repack_us(Launch const& l) {
 
 double epilogue_us(Launch const& l) {
   double us = l.machine.epilogue_us * l.area() / kSquare * turns_of(l);
-  // Rows of D are stored in boxes of 64 columns that overlap, if no 32 divide those of the tile (sm90/kernel.cuh).
+  // Rows of D are stored in boxes of 64 columns that overlap, if no 32 divide those of the tile (sm90/store.h).
   bool const overlap = l.traits.load_path == LoadPath::kTma && !l.kernel.swap_ab && l.kernel.tile_n > 64;
   if (overlap && l.kernel.tile_n % 32 != 0 && size_of(l.kernel.d.format) == 2)
     us *= ceil_div(l.kernel.tile_n, 64) * 64 / l.kernel.tile_n;

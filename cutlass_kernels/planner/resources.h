@@ -67,7 +67,7 @@ double repack_us(Launch const&);
 double epilogue_us(Launch const&);
 double fused_us(Launch const&);
 double partial_us(Launch const&);
-// ... the fix-up of so many of a worker's tiles, each shared by `peers`.
+// The fix-up of `tiles` of a worker's tiles, each shared by `peers`.
 double fix_up_us(Launch const&, double tiles, double peers);
 // Of the kernel that adds slices, and writes D.
 double reduction_us(Launch const&, double slices);

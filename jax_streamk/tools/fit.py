@@ -98,7 +98,7 @@ def _slug(kind):
 
 
 def _command(arguments):
-    """As it was given, but for folders."""
+    """As it was given, without folders."""
     tables = [pathlib.Path(table).name for table in arguments.tables or ()]
     parts = ["fit", *(["--from", *tables] if tables else [])]
     parts += ["--device", arguments.device] if arguments.device else []

@@ -52,7 +52,7 @@ def write_digest(machines, folder):
 
     Raises:
       OSError: the folder cannot be made or written to.
-      ValueError: no result has so many shapes.
+      ValueError: no result has enough shapes to plot.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths = []

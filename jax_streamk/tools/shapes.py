@@ -1,4 +1,4 @@
-"""The products that tools measure: read from CSV files, or drawn from families of which each is a named set."""
+"""The products that tools measure: read from CSV files, or drawn from families, each a named set."""
 
 import csv
 import dataclasses
@@ -197,9 +197,9 @@ def named(name):
 
 
 def sample(shapes, count):
-    """At most ``count`` of the shapes, the same ones each time, in their order: one of each of so many equal parts.
+    """At most ``count`` of the shapes, the same ones each time, in their order: one from each of ``count`` equal parts.
 
-    Lists have periods, batch sizes for one: every so-manieth shape may always have the same.
+    Lists have periods, such as batch sizes: a fixed step might hit the same one each time.
     """
     rng, count = random.Random(0), min(count, len(shapes))
     bounds = [i * len(shapes) // count for i in range(count + 1)]
@@ -223,7 +223,7 @@ def seconds(text):
 
 
 def add_arguments(parser):
-    """Adds what ``chosen`` reads; returns the group of which one is given, for more ways to say what."""
+    """Adds what ``chosen`` reads; returns the group of exclusive arguments, to which others may be added."""
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
         "file", nargs="?", metavar="FILE.csv", help="columns m, n, k and optionally trans_a, trans_b, batch, source"

@@ -151,7 +151,8 @@ def _of_type(type_, value):
     if issubclass(type_, enum.Enum):
         return type_[value]
     if dataclasses.is_dataclass(type_):
-        made = type_(**{field.name: _of_type(field.type, value.pop(field.name)) for field in dataclasses.fields(type_)})  # type: ignore[operator]
+        types = {field.name: field.type for field in dataclasses.fields(type_)}
+        made = type_(**{name: _of_type(kind, value.pop(name)) for name, kind in types.items()})  # type: ignore[operator]
         if value:
             raise ValueError(value)
         return made
