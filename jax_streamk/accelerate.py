@@ -50,18 +50,18 @@ def accelerate(
     ``cond``, ``shard_map`` and ``checkpoint``, and in functions with custom derivatives or custom ``vmap``, rules
     included.
 
-    These stay XLA's: products that no kernel supports (complex numbers, integers other than int8, some precisions);
-    products in derivatives of ``lax.custom_root``, in ``linear_call``, in Pallas kernels, in other libraries'
-    primitives (such as ``equinox.internal.noinline``) and under ``compute_on``; and whatever NumPy computes.
+    XLA still computes products that no kernel supports (complex numbers, integers other than int8, some precisions),
+    and those in derivatives of ``lax.custom_root``, in ``linear_call``, in other libraries' primitives (such as
+    ``equinox.internal.noinline``) and under ``compute_on``. Pallas kernels and NumPy's products stay as they are.
 
     Args:
       fn: a pure function that ``jax.jit`` can trace; without it, ``accelerate(schedule=...)`` is a decorator.
         Arguments may be anything. Pytrees are rebuilt as by ``jit``, so ``fn`` may modify its copy. JAX arrays in them
         are traced and NumPy arrays copied; numbers stay numbers, so shapes and control flow may depend on them; other
         objects are passed through. Results may be anything, but objects that hold arrays must be pytrees.
-      schedule: as in ``matmul``, but a product that no kernel can run under it stays XLA's. This is decided when ``fn``
-        is traced: if ``vmap`` or sharding outside it changes a product so that the schedule no longer fits, it raises
-        ValueError as in ``matmul``.
+      schedule: as in ``matmul``, but a product that no kernel can run under it is left to XLA. This is decided when
+        ``fn`` is traced: if ``vmap`` or sharding outside ``fn`` changes a product so that the schedule no longer fits,
+        it raises ValueError as in ``matmul``.
       where: called with the ``GemmProblem`` (``plan(...).problem``) of each product that a kernel supports; the product
         becomes ours if it returns true. None accepts all.
 
@@ -112,11 +112,11 @@ class _Rewriter:
 
     def __init__(self, schedule: Schedule | PerPass, where: Where | None):
         self._schedule, self._where = schedule, where
-        # None: nothing to rewrite.
+        # The rewritten jaxpr by jaxpr; None: it has nothing to rewrite.
         self._rewritten: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     def call(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``fn(*args, **kwargs)``, rewritten. Closes over arguments that are not arrays; untraced results stay."""
+        """``fn(*args, **kwargs)``, rewritten. Only JAX arrays are traced; other arguments and results pass through."""
         structure: Any
         given, structure = jax.tree.flatten((args, kwargs))
         is_array = [isinstance(x, jax.Array) for x in given]
@@ -157,7 +157,7 @@ class _Rewriter:
             return eqn.replace(
                 primitive=primitive.dot_general_p, params=eqn.params | dict(schedule=self._schedule, permutation=None)
             )
-        # Parameters of other libraries' primitives may have to match something: Equinox compares a jaxpr with a twin.
+        # In other libraries' primitives a jaxpr may have to match other parameters: Equinox keeps a copy and compares.
         if eqn.primitive not in compat.higher_order:
             return eqn
         rules = self._RULES.get(eqn.primitive, {})
@@ -189,7 +189,7 @@ class _Rewriter:
 
 
 def _checked(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``fn(*args, **kwargs)`` of rebuilt arguments. Raises if a change to them would be lost or a tracer leak."""
+    """``fn(*args, **kwargs)`` of rebuilt arguments. Raises if a change to a module would be lost or a tracer leak."""
     modules = _nnx_modules((args, kwargs))
     before: list[Any] = [jax.tree.flatten(module) for module in modules]
     try:

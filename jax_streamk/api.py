@@ -40,9 +40,9 @@ class Shaped(Protocol):
 def _dispatched(*operands: str, jaxs: Callable[..., Any]) -> Callable[[F], F]:
     """Decorates a public function.
 
-    Outside traces its calls are compiled once, as JAX's are: preparing operands in Python takes several times as long.
-    If a library has replaced ``lax.dot_general``, ``jaxs`` is called instead, which calls the replacement: this is how
-    qwix finds what to quantize.
+    Outside traces its calls are compiled once, as JAX's are: preparing operands in Python takes several times as long
+    as a small product. If a library has replaced ``lax.dot_general``, ``jaxs`` is called instead, which calls the
+    replacement: this is how qwix finds what to quantize.
     """
 
     def decorate(function: F) -> F:
@@ -53,7 +53,7 @@ def _dispatched(*operands: str, jaxs: Callable[..., Any]) -> Callable[[F], F]:
 
         @functools.lru_cache(1)
         def compiled(generation: int) -> Callable[..., Any]:
-            """A new function whenever tuned plans change, or jit would find the old program."""
+            """A new function whenever tuned plans change, since jit would find the old program of the old one."""
             del generation
             new = functools.wraps(function)(lambda *args, **kwargs: function(*args, **kwargs))
             return jax.jit(new, static_argnames=static)
@@ -112,8 +112,8 @@ def matmul(
     Args:
       a: array of shape (k,), (m, k) or (..., m, k).
       b: array of shape (k,), (k, n) or (..., k, n). Leading dimensions broadcast with those of ``a``; dtypes promote.
-      precision: as in ``jax.numpy.matmul``. On a GPU float32 products are TF32 by default, three TF32 at HIGH and
-        XLA's at HIGHEST; on a CPU they are float32.
+      precision: as in ``jax.numpy.matmul``. On a GPU float32 products use TF32 by default and three TF32 products at
+        HIGH, and are left to XLA at HIGHEST; on a CPU they use float32.
       preferred_element_type: dtype of the result. Sums are always float32 (float64 for float64, int32 for int8).
       out_sharding: sharding of the result under explicit sharding, as in ``jax.numpy.matmul``.
       schedule: ``Auto()`` (the default), ``DataParallel()``, ``SplitK(...)`` or ``StreamK(...)``. An explicit
@@ -385,8 +385,8 @@ def plan(
 ) -> Plan:
     """The ``Plan`` of a product on one device, without running it.
 
-    Of a product that XLA partitions over devices, each device plans its own part. A build without CUDA kernels plans
-    for GPUs from a description of the kernels in a full build.
+    If XLA partitions a product over devices, each device plans its own part. A build without CUDA kernels plans for
+    GPUs from a description of the kernels in a full build.
 
     Args:
       lhs, rhs: arrays, or anything with ``shape`` and ``dtype`` such as ``jax.ShapeDtypeStruct``.
@@ -442,8 +442,8 @@ def kernels() -> list[_ffi.KernelInfo]:
       tile_m, tile_n, tile_k, cluster_m, cluster_n, stages, warp_schedule, swap_ab, threads;
       split_k_reductions, stream_k_reductions;
       shared_memory: bytes per CTA;
-      promotion_k: the length of K that tensor cores sum before the sum is added in float32, 0 for all of it.
-    Its method ``resources()`` returns registers per thread and CTAs per SM; it needs a GPU.
+      promotion_k: the length of K that tensor cores sum before the sum is added in float32, 0 for all of K.
+    The method ``resources()`` returns registers per thread and CTAs per SM; it needs a GPU.
     """
     return _ffi.kernels()
 

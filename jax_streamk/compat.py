@@ -1,4 +1,4 @@
-"""Everything here comes from inside JAX and may move between versions: the one file to look at when it does."""
+"""All that the package takes from JAX's internals, which may move between versions: the file to edit when they do."""
 
 import dataclasses
 import enum
@@ -75,13 +75,13 @@ canonicalize_precision = _lax.canonicalize_precision
 canonicalize_sharding = _sharding_impls.canonicalize_sharding
 config: Any = jax.config  # not every version declares its attributes
 
-# The dtype a user asked for; with a warning, its 32-bit sibling where 64-bit types are disabled.
+# The dtype that a user asked for; if 64-bit types are disabled, its 32-bit counterpart, with a warning.
 canonicalize_dtype = _dtypes.check_and_canonicalize_user_dtype
 
 # Makes operands of one primitive vary over the same axes of shard_map's mesh, so that their gradients are right.
 match_varying = getattr(_core, "auto_insert_reshard", None) or _core.standard_insert_pvary
 
-# Those whose parameters are, or hold, jaxprs for XLA to compile, and nothing that must agree with the jaxprs.
+# Primitives with parameters that are, or contain, jaxprs for XLA to compile, and none that must agree with the jaxprs.
 higher_order = {
     _lax.composite_p,
     _custom_derivatives.remat_opt_p,
@@ -114,13 +114,13 @@ def as_weak_type(x):
 
 
 def convert_cotangent(x, aval):
-    """A cotangent in the dtype and weak type of what it belongs to."""
+    """A cotangent converted to the dtype and weak type of its primal."""
     return _lax._convert_element_type(x, aval.dtype, aval.weak_type, warn_on_complex_to_real_cast=False)
 
 
 def cotangent_sharding(aval, permutation):
     """The explicit sharding of a cotangent whose dimensions were permuted; None without explicit axes."""
-    if hasattr(aval, "to_cotangent_aval"):  # up to JAX 0.9 the transpose rule is given the primal's
+    if hasattr(aval, "to_cotangent_aval"):  # up to JAX 0.9 transpose rules get the primal's type
         aval = aval.to_cotangent_aval()
     sharding = aval.sharding
     partitions = getattr(sharding.spec, "partitions", sharding.spec)
@@ -135,7 +135,7 @@ def sharded_like_product(others, lhs, rhs, **params):
     avals = [jax.typeof(x) for x in (lhs, rhs, *others)]
     if not others or all(aval.sharding.mesh.empty for aval in avals):
         return others
-    # Without the axes of shard_map that they vary over, which must be the same.
+    # Without their varying axes of shard_map, which abstract_eval requires to be equal.
     lhs, rhs = (_core.ShapedArray(aval.shape, aval.dtype, sharding=aval.sharding) for aval in avals[:2])
     product, _ = dot_general_p.abstract_eval(lhs, rhs, **params)
     specs = [tuple(product.sharding.spec)[product.ndim - x.ndim :] for x in others]
@@ -146,24 +146,24 @@ def sharded_like_product(others, lhs, rhs, **params):
 
 
 def is_unreduced(aval):
-    """Whether devices hold terms of a value, by its explicit sharding, and not the value."""
+    """Whether devices hold partial sums of a value instead of the value, by its explicit sharding."""
     return bool(getattr(aval.sharding.spec, "unreduced", None))
 
 
 def check_nan(primitive):
-    """Has ``checkify`` look for NaN in what the primitive makes."""
+    """Makes ``checkify`` look for NaN in the primitive's results."""
     _checkify.error_checks[primitive] = functools.partial(_checkify.nan_error_check, primitive)
 
 
 def needs_devices(primitive):
-    """Has lowering rules of the primitive told which devices a program is for, as partitioning asks."""
+    """Makes JAX pass a program's devices to the primitive's lowering rules, for partitioning."""
     _dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
 def ask_policies(primitive, question):
-    """Has policies of ``jax.checkpoint`` asked about another primitive, with its operands and parameters.
+    """Makes ``jax.checkpoint`` ask its policies about another primitive instead.
 
-    ``question(*avals, **params)`` is ``((primitive, *avals), params)``.
+    ``question(*avals, **params)`` returns what to ask about, as ``((primitive, *avals), params)``.
     """
 
     def rule(policy, unknown, instantiated, eqn):
@@ -179,7 +179,7 @@ def ask_policies(primitive, question):
         (out,) = eqn.outvars
         kept = _core.Var(out.aval.update(memory_space=_core.mem_kind_to_space(decision.dst)))
         store, load = _moved(eqn, out, kept), _moved(eqn, kept, out)
-        # A rule gives one equation to each side.
+        # A rule returns one known equation: a call that computes the product and stores it.
         debug_info = jax.make_jaxpr(lambda: ())().jaxpr.debug_info.with_unknown_names()
         inputs = list(dict.fromkeys(x for x in eqn.invars if isinstance(x, _core.Var)))
         both = _core.Jaxpr((), inputs, [out, kept], [eqn, store], eqn.effects, debug_info)
@@ -191,7 +191,7 @@ def ask_policies(primitive, question):
 
 
 def _moved(eqn, source, target):
-    """The equation that copies ``source`` to the memory space of ``target``, in the place of ``eqn``."""
+    """The equation that copies ``source`` to the memory space of ``target``, with the context of ``eqn``."""
     shape = jax.ShapeDtypeStruct(source.aval.shape, source.aval.dtype)
     move = jax.make_jaxpr(lambda x: jax.device_put(x, target.aval.memory_space, may_alias=False))
     (put,) = move(shape).eqns
@@ -202,16 +202,16 @@ def _moved(eqn, source, target):
 def def_batching(primitive, rule):
     """``rule(axis_data, operands, dims, **params)`` batches the primitive; axis_data has the mapped axis's sharding."""
     _batching.fancy_primitive_batchers[primitive] = rule
-    # JAX 0.9 asks the rule even where no operand is mapped, unless told not to.
+    # JAX 0.9 calls the rule even if no operand is mapped, unless told not to.
     if hasattr(_batching, "skippable_batchers"):
         _batching.skippable_batchers[primitive] = lambda params: ()
 
 
 def def_jet(primitive, function=None):
-    """Has ``jax.experimental.jet`` take ``function(*operands, **params)`` for a primitive; without, it is bilinear."""
+    """Makes ``jet`` expand a primitive as ``function(*operands, **params)``, or as a bilinear one if that is None."""
 
     def rule(primals, series, **params):
-        # Rules are given the coefficients of powers, and jet the derivatives.
+        # Rules get the coefficients of powers; jet takes derivatives.
         series = [[math.factorial(i) * x for i, x in enumerate(terms, 1)] for terms in series]
         out, terms = _jet.jet(functools.partial(function, **params), primals, series)
         return out, [x / math.factorial(i) for i, x in enumerate(terms, 1)]
@@ -221,13 +221,13 @@ def def_jet(primitive, function=None):
 
 
 def def_sparse(primitives):
-    """Has ``sparsify`` take ``function(*operands, **params)`` for a primitive; ``primitives`` maps them to functions.
+    """Makes ``sparsify`` call a function in place of a primitive, as ``function(*operands, **params)``.
 
-    Called wherever products are traced: ``jax.experimental.sparse`` takes long to import, and who has not imported it
-    has no use for the rules.
+    ``primitives`` maps primitives to functions. Called wherever products are traced, since importing
+    ``jax.experimental.sparse`` takes long, and a process that has not imported it does not need the rules.
     """
     transform: Any = sys.modules.get("jax.experimental.sparse.transform")
-    # Another thread may be importing it, or be here.
+    # Another thread may be importing the module, or registering the rules.
     if not hasattr(transform, "sparsify") or list(primitives)[-1] in transform.sparse_rules_bcsr:
         return
 
@@ -241,10 +241,10 @@ def def_sparse(primitives):
 
 
 def batched_dimensions(axis_data, ndims, dims, dimension_numbers, out_sharding):
-    """What mapping dimensions ``dims`` (None: not mapped, in one of them) of lhs and rhs makes of a dot_general.
+    """A dot_general whose lhs and rhs are mapped over dimensions ``dims``, one of which may be None (not mapped).
 
     Returns:
-      Its new dimension_numbers, the dimension of the result that is mapped, and the result's sharding.
+      The new dimension_numbers, the mapped dimension of the result, and the result's sharding.
     """
     numbers, out_dim = _lax._dot_general_batch_dim_nums(ndims, dims, dimension_numbers)
     if out_sharding is not None:
@@ -253,7 +253,7 @@ def batched_dimensions(axis_data, ndims, dims, dimension_numbers, out_sharding):
 
 
 class Placement(enum.Enum):
-    """Who divides what a lowering rule is asked for: nobody, XLA, or XLA within a partial shard_map or an export."""
+    """Who partitions the product that is lowered: nobody, XLA with our rule, or (if UNKNOWN) perhaps XLA without it."""
 
     ONE_DEVICE = enum.auto()
     PARTITIONED = enum.auto()
@@ -266,13 +266,13 @@ def placement(ctx):
         return Placement.ONE_DEVICE if set(axes.manual_axes) == set(axes.mesh.axis_names) else Placement.UNKNOWN
     if getattr(axes, "num_devices", 1) == 1:
         return Placement.ONE_DEVICE
-    # What is partitioned calls back into this process, with a mesh.
+    # Our rule is a callback into this process, and needs a mesh.
     here = axes.device_assignment is not None and not ctx.module_context.lowering_parameters.for_export
     return Placement.PARTITIONED if here and _mesh(axes) is not None else Placement.UNKNOWN
 
 
 def _mesh(axes):
-    """Of the arguments of a program, or where none of them has one the mesh that is set; None without."""
+    """The mesh of a program's arguments, or else the mesh that is set; None if there is neither."""
     if axes.abstract_mesh is not None:
         return axes.abstract_mesh
     mesh = jax.sharding.get_abstract_mesh()
@@ -280,7 +280,7 @@ def _mesh(axes):
 
 
 def with_mesh(ctx):
-    """The context of a lowering rule for what is ``PARTITIONED``, with the mesh that partitioning needs."""
+    """The context of a lowering rule, with the mesh that partitioning needs. For ``PARTITIONED`` products."""
     axes = ctx.module_context.axis_context
     axes = dataclasses.replace(axes, abstract_mesh=_mesh(axes))
     return ctx.replace(module_context=ctx.module_context.replace(axis_context=axes))
@@ -289,14 +289,14 @@ def with_mesh(ctx):
 def lower_per_platform(ctx, rules, default, *operands, **params):
     """Lowers by the rule of the platform, or by the default; a program for several platforms has a branch for each.
 
-    JAX does the same with rules that are registered for platforms, but not (0.11) with rules that it may not cache.
+    JAX does the same for rules registered per platform, but (as of 0.11) only if it may cache them.
     """
     ctx = ctx.replace(avals_out=list(ctx.avals_out))
     return _mlir.lower_per_platform(ctx, str(ctx.primitive), rules, default, _core.no_effects, *operands, **params)
 
 
 def transpose_behind(value):
-    """(operand, permutation) of the transpose that a lowered value is the result of; None if it is none."""
+    """(operand, permutation) if a lowered value is the result of a transpose, else None."""
     operation = value.owner
     if getattr(operation, "name", None) != "stablehlo.transpose":
         return None
@@ -304,10 +304,10 @@ def transpose_behind(value):
 
 
 def tell_apart(value, meaning):
-    """Writes ``meaning`` on the operation that a lowered value is the result of.
+    """Attaches ``meaning`` to the operation that produces a lowered value.
 
-    Of a function that XLA partitions, a program's text has only the address of a Python object: the persistent
-    compilation cache would find one program for another.
+    A program's text names a function that XLA partitions by the address of a Python object only: without this, the
+    persistent compilation cache could take one program for another.
     """
     attributes, ir = value.owner.attributes, _mlir.ir
     name = "mhlo.frontend_attributes"
@@ -316,27 +316,27 @@ def tell_apart(value, meaning):
 
 
 def local_aval(aval):
-    """The type without shardings and varying axes, which tracing inside a lowering rule has no use for."""
+    """The type without shardings and varying axes, which tracing inside a lowering rule does not need."""
     return _core.ShapedArray(aval.shape, aval.dtype)
 
 
 def is_concrete(x):
-    """Whether ``x`` is an array of numbers or booleans, and no tracer. Faster than to ask ``isinstance``."""
+    """Whether ``x`` is an array of numbers or booleans, not a tracer. Faster than ``isinstance``."""
     return type(x) is _array.ArrayImpl
 
 
 def is_of_current_trace(x):
-    """Whether ``x`` is a tracer that is dead once the trace that is now going on has ended."""
+    """Whether ``x`` is a tracer of the current trace, and so must not outlive it."""
     return isinstance(x, _core.Tracer) and x._trace is _core.trace_ctx.trace
 
 
 def with_eqns(jaxpr, eqns):
-    """A jaxpr with other equations. A ClosedJaxpr is one of its own kind until JAX 0.11."""
+    """A jaxpr with other equations. Until JAX 0.11 a ClosedJaxpr is not a Jaxpr."""
     if isinstance(jaxpr, _core.Jaxpr):
         return jaxpr.replace(eqns=eqns)
     return jaxpr.replace(jaxpr=jaxpr.jaxpr.replace(eqns=eqns))
 
 
 def wrapped(fn, like):
-    """``fn`` as JAX's internals pass functions around, known by the names of ``like``, which is such a function."""
+    """``fn`` in the wrapper that JAX's internals pass around, with the debug names of ``like``, such a wrapper."""
     return _linear_util.wrap_init(fn, debug_info=like.debug_info)

@@ -7,7 +7,7 @@ import numpy as np
 from jax_streamk import _ffi
 
 _TARGETS = {"cpu": "jax_streamk_host_gemm", "cuda": "jax_streamk_cuda_gemm"}
-# jax.export serializes custom calls other than JAX's own only where it is told to.
+# jax.export refuses to serialize custom calls other than JAX's own unless told to.
 EXPORT_CHECKS = tuple(map(jax.export.DisabledSafetyCheck.custom_call, _TARGETS.values()))
 
 
@@ -17,7 +17,7 @@ def target(made):
 
 
 def attributes(made):
-    """What the call of a ``Plan`` carries: every field of problem, schedule, policy and device, and two more."""
+    """What a ``Plan``'s call carries: the fields of problem, schedule, policy and device; kernel; workspace size."""
     natives = made.problem.native(), made.native_schedule(), made.policy.native()
     fields = [(native, name, dtype) for native in natives for name, _, dtype, _ in native.fields]
     device = made.device.native()

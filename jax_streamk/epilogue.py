@@ -23,16 +23,16 @@ ACTIVATIONS: dict[str | None, Callable[..., Any]] = {
 
 
 def check_activation(function, activation):
-    """Raises ValueError for what is none of ``ACTIVATIONS``, TypeError for what is traced."""
+    """Raises ValueError if ``activation`` is not one of ``ACTIVATIONS``, TypeError if it is traced."""
     check_static(f"{function}: activation", activation)
-    if activation not in list(ACTIVATIONS):  # a list: what is not hashable is not in it either
+    if activation not in list(ACTIVATIONS):  # a list: activation may have no hash
         raise ValueError(
             f"{function}: activation={activation!r}; it must be one of {', '.join(map(repr, ACTIVATIONS))}"
         )
 
 
 def wide(dtype):
-    """The dtype in which an epilogue of results of this dtype is computed."""
+    """The dtype that the epilogue is computed in, for results of this dtype."""
     return dtype if dtype.itemsize >= 4 else np.dtype(np.float32)
 
 
@@ -43,7 +43,7 @@ def scaled(factor, x):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ByBits:
-    """Equality of dataclasses that key programs and plans: NaN equals itself, and -0.0 (other results) is not 0.0."""
+    """Bitwise equality, for dataclasses that key programs and plans: NaN equals itself, and -0.0 differs from 0.0."""
 
     @functools.cached_property
     def _key(self):
@@ -59,14 +59,14 @@ class ByBits:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Epilogue(ByBits):
-    """The static part of it, and which operands follow lhs and rhs: the bias, then the residual.
+    """The static part of an epilogue. Its operands follow lhs and rhs: the bias, then the residual.
 
     Attributes:
       activation: a key of ``ACTIVATIONS``.
       alpha, beta: factors of the product and of the residual.
-      has_bias: there is one, with the free dimensions of rhs.
-      bias_batch: how many batch dimensions it has before them: all of the product's, or none.
-      has_residual: there is one, with the result's dimensions.
+      has_bias: whether there is a bias. Its last dimensions are the free dimensions of rhs.
+      bias_batch: number of batch dimensions before them: all of the product's, or 0.
+      has_residual: whether there is a residual, of the result's shape.
     """
 
     activation: str | None = None
@@ -86,7 +86,7 @@ class Epilogue(ByBits):
         return *(bias or (None,)), *(residual or (None,))
 
     def apply(self, product, *others, dtype=None):
-        """The epilogue by XLA, of products that no kernel finishes: in float32 at least, rounded once to ``dtype``."""
+        """The epilogue in XLA, where no kernel applies it: in at least float32, rounded once to ``dtype``."""
         if self.is_plain:
             return product
         bias, residual = self.split(others)

@@ -1,4 +1,4 @@
-"""The products that ``Auto()`` leaves to XLA though a kernel could run them, because ours was not measured faster."""
+"""The products that ``Auto()`` leaves to XLA although a kernel could run them, because ours was not measured faster."""
 
 from jax_streamk import _ffi, machines
 
@@ -13,7 +13,7 @@ def why(problem, device):
 
 
 def not_measured(device):
-    """Why a GPU's products are XLA's until tuning finds ours faster; None if the GPU has a machine file."""
+    """Why XLA multiplies on a GPU until tuning finds our kernels faster; None if the GPU has a machine file."""
     if machines.is_measured(device):
         return None
     name = device.kind or f"sm_{device.arch} with {device.sms} SMs"

@@ -152,5 +152,5 @@ def _without_transposes(operands, avals, dimension_numbers):
 
 for _primitive in (dot_general_p, linear_p):
     compat.needs_devices(_primitive)
-    # A cached rule would not see where its operands come from.
+    # A cached rule would not see the transposes that produce its operands.
     mlir.register_lowering(_primitive, _lower, cacheable=False)

@@ -18,8 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax_streamk import compat
 from jax_streamk.epilogue import Epilogue
 
-# The identity, to a type without sharding. XLA's partitioner calls back while an explicit mesh may be set, whose
-# shardings collectives would carry into the function that adds two elements.
+# The identity, with a result type without sharding. XLA's partitioner may call back while an explicit mesh is set, and
+# collectives would carry its shardings into the function that adds two elements.
 _local_p = Primitive("streamk_local")
 _local_p.def_abstract_eval(compat.local_aval)
 mlir.register_lowering(_local_p, lambda ctx, x: [x])
@@ -100,8 +100,8 @@ def _partition(product, finish, fused, factors, mesh, operands, result):
 def _axes_of_factors(names, specs, sizes, contract, mesh):
     """The mesh axes that divide each factor evenly. The first array to claim an axis gets it, for one factor."""
     lhs, rhs, *others, result = (list(zip(*x)) for x in zip(names, specs))
-    # k after m and n: gathering the operand that an axis divides along k is one collective, the alternative two. First
-    # those whose axes the result has too. The result last: slicing it, or scattering its sum, is cheap.
+    # m and n before k: gathering an operand along k is one collective, the alternative two. Among them, claims that the
+    # result shares come first. The result's own come last: slicing it, or scattering its sum, is cheap.
     claims = [claim for name in sizes for claim in (*lhs, *rhs) if claim[0] == name]
     claims.sort(key=lambda claim: (claim[0] in contract, claim not in result))
     axes: dict[str, tuple[str, ...]] = dict.fromkeys(sizes, ())

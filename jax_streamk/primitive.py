@@ -1,4 +1,4 @@
-"""The primitives behind every product, alone and with an epilogue: their types and rules of transformations."""
+"""The primitives behind every product, with and without an epilogue: types, derivatives, batching, transposes."""
 
 import dataclasses
 import functools
@@ -15,10 +15,10 @@ from jax.interpreters import ad
 from jax_streamk import compat, schedules
 from jax_streamk.epilogue import ACTIVATIONS, Epilogue, scaled, wide
 
-# Parameters are those of lax.dot_general's primitive, the schedule, and the permutation that its result is transposed
-# by, None for none: XLA's dot takes over a transpose that follows it, a custom call does not.
+# Parameters: those of lax.dot_general's primitive, the schedule, and the permutation that transposes the result, or
+# None. XLA folds a transpose into the dot before it, but not into a custom call.
 dot_general_p = Primitive("streamk_dot_general")
-# The epilogue instead of the permutation. Operands are lhs, rhs, and those that it says.
+# Has an epilogue instead of the permutation. Operands: lhs, rhs, then the epilogue's bias and residual.
 linear_p = Primitive("streamk_linear")
 for _primitive in (dot_general_p, linear_p):
     _primitive.def_impl(functools.partial(compat.apply_primitive, _primitive))
@@ -36,9 +36,9 @@ def bind(
     schedule=schedules.Auto(),
     permutation=None,
 ):
-    """``lax.dot_general`` by our kernels, transposed by ``permutation``; ``out_sharding`` is what it has before.
+    """``lax.dot_general`` by our kernels, with sharding ``out_sharding``, then transposed by ``permutation``.
 
-    Operands are arrays; all else is canonical, as lax's primitive carries it.
+    Operands are arrays; the other arguments are canonical, as lax's primitive carries them.
     """
     know_sparse()
     lhs, rhs = compat.match_varying(lhs, rhs)
@@ -55,7 +55,7 @@ def bind(
 
 
 def bind_linear(lhs, rhs, *others, epilogue, **params):
-    """``epilogue`` of ``bind(lhs, rhs, **params)`` in one kernel. Others are its operands, of the result's dtype."""
+    """``epilogue`` of ``bind(lhs, rhs, **params)`` in one kernel. Its operands ``others`` have the result's dtype."""
     if epilogue.is_plain:
         return bind(lhs, rhs, **params)
     know_sparse()
@@ -63,7 +63,7 @@ def bind_linear(lhs, rhs, *others, epilogue, **params):
 
 
 def xlas_product(lhs, rhs, *others, preferred_element_type, epilogue=Epilogue(), permutation=None, **params):
-    """What our primitives compute, of XLA's making."""
+    """What our primitives compute, by XLA's own dot."""
     dtype = preferred_element_type
     out = compat.dot_general_p.bind(
         lhs, rhs, preferred_element_type=dtype if epilogue.is_plain else wide(dtype), **params
@@ -87,7 +87,7 @@ def _linear_abstract_eval(lhs, rhs, *others, epilogue, schedule, **params):
     product, effects = compat.dot_general_p.abstract_eval(lhs, rhs, **params)
     if compat.is_unreduced(product):
         raise ValueError(
-            f"linear: out_sharding={params['out_sharding']} leaves the sum over k open, and the epilogue comes after it"
+            f"linear: out_sharding={params['out_sharding']} leaves the sum over devices open, but the epilogue needs it"
         )
     return product, effects
 
@@ -105,7 +105,7 @@ def _transpose(
     schedule,
     permutation,
 ):
-    """The cotangent of operand ``of``: the output's times the other operand, over the other's free dimensions."""
+    """The cotangent of operand ``of``: the output's, contracted with the other operand over its free dimensions."""
     del out_sharding
     if permutation is not None:
         cotangent = lax.transpose(cotangent, np.argsort(permutation))
@@ -119,7 +119,7 @@ def _transpose(
     )
     in_output = range(len(batch[0]), len(batch[0]) + len(x_free) + len(other_free))
     from_other = in_output[len(x_free) :] if of == 0 else in_output[: len(other_free)]
-    # The product's dimensions as those of x: its batch, and what is left of the two operands.
+    # For each dimension of the product, the dimension of x that it becomes.
     order = [*x_batch, *x_free, *(x_contract[i] for i in np.argsort(other_contract))]
     out = bind(
         cotangent,
@@ -155,7 +155,7 @@ compat.def_batching(dot_general_p, _batch)
 
 
 def _linear_jvp(primals, tangents, *, epilogue, **params):
-    """The derivative sees the activation apart: it needs what the activation was given."""
+    """Applies the activation in XLA: its derivative needs the value before it."""
     lhs, rhs, *_ = primals
     before = bind_linear(*primals, epilogue=dataclasses.replace(epilogue, activation=None), **params)
     product: Callable[..., Any] = functools.partial(bind, **params)
@@ -166,7 +166,8 @@ def _linear_jvp(primals, tangents, *, epilogue, **params):
     if type(tangents[1]) is not ad.Zero:
         terms.append(product(lhs, tangents[1]))
     if terms:
-        # Scaled as one, so that the transpose scales the cotangent once: two of it would each be moved between devices.
+        # One scaling of the sum: its transpose then scales the cotangent once. Two scaled copies would each be moved
+        # between devices.
         terms = [scaled(epilogue.alpha, functools.reduce(lax.add, terms))]
     if residual is not None and type(residual) is not ad.Zero:
         terms.append(scaled(epilogue.beta, residual))
@@ -179,7 +180,7 @@ ad.primitive_jvps[linear_p] = _linear_jvp
 
 
 def _linear_transpose(cotangent, *operands, epilogue, **params):
-    """Of what is linear as it is, without a derivative: solvers transpose their matrix so."""
+    """Transposes a ``linear`` that was not differentiated first, as linear solvers do with their matrix."""
     is_linear = [ad.is_undefined_primal(x) for x in operands]
 
     def apart(*unknown):
@@ -219,11 +220,11 @@ def _linear_batch(axis_data, operands, dims, *, epilogue, dimension_numbers, out
 
     bias_batch = epilogue.bias_batch
     if bias is not None and lhs_dim is None:
-        # The mapped axis is one of the free dimensions of rhs, which end the result's as they do the bias's.
+        # The mapped axis is a free dimension of rhs, and these come last in the result as in the bias.
         rank = lhs.ndim + rhs.ndim - 2 * len(numbers[0][0]) - len(numbers[1][0])
         bias = mapped(bias, bias_dim, out_dim - rank + bias.ndim + (bias_dim is None))
     elif bias is not None and rhs_dim is not None and (bias_dim is not None or bias_batch):
-        # A bias that differs in one batch dimension has them all.
+        # A bias with one of the batch dimensions must have all of them.
         bias = mapped(bias, bias_dim, 0)
         sizes = [lhs.shape[i] for i in numbers[1][0]]
         bias = jnp.expand_dims(bias, tuple(range(1 + bias_batch, len(sizes))))
@@ -261,12 +262,12 @@ def _sparse_product(*operands, schedule, **params):
 
 
 def know_sparse():
-    """Before one of our primitives is bound: gives ``sparsify`` its rules, if this process has imported it."""
+    """Gives ``sparsify`` its rules for our primitives, if this process has imported it. Call it before binding one."""
     compat.def_sparse({dot_general_p: _sparse_product, linear_p: _sparse_product})
 
 
 def _question(lhs, rhs, *_, **params):
-    """What policies of ``jax.checkpoint`` are asked about our products: the same as about JAX's."""
+    """What ``jax.checkpoint`` asks its policies about our products: the same as about JAX's."""
     ours = ("schedule", "permutation", "epilogue")
     return (compat.dot_general_p, lhs, rhs), {name: value for name, value in params.items() if name not in ours}
 
@@ -274,6 +275,6 @@ def _question(lhs, rhs, *_, **params):
 for _primitive in (dot_general_p, linear_p):
     compat.ask_policies(_primitive, _question)
 
-# JAX's own, which know our products as well: names of an earlier version.
+# Aliases for programs written before JAX's own policies recognized our products.
 dots_saveable = jax.checkpoint_policies.dots_saveable
 dots_with_no_batch_dims_saveable = jax.checkpoint_policies.dots_with_no_batch_dims_saveable

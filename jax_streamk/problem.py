@@ -133,7 +133,7 @@ class Arrangement:
         return result.update(shape=tuple(result.shape[i] for i in order))
 
     def copies(self, lhs, rhs):
-        """A line for each copy: of an operand by ``prepare``, or of D."""
+        """A line of text for each copy, of an operand or of D."""
         lines = []
         for name, x, permutation in (("lhs", lhs, self.permute_lhs), ("rhs", rhs, self.permute_rhs)):
             if permutation is not None:
@@ -189,8 +189,8 @@ def arrange(
         b = _Operand(rhs.shape, rhs_batch, [rhs_contract[i] for i in order])
         if a.collapses(a.contract) and b.collapses(b.contract):
             break
-    # Without a batch, leading free dimensions of one operand that do not merge with the rest become one, over which the
-    # other operand is broadcast.
+    # Without a batch, leading free dimensions of one operand that do not merge with the rest become the batch, over
+    # which the other operand is broadcast.
     borrowed = None
     if math.prod(a.sizes(a.batch)) == 1:
         if not a.collapses(a.free) and b.collapses(b.free):
@@ -310,8 +310,8 @@ class _Operand:
     def permute_unless_strided(self):
         """Adopts and returns a permutation after which each role has a single stride; None if each has one already.
 
-        The batch comes first. Of the rest, what is innermost in memory stays innermost: that copy is cheaper, and the
-        other products of a derivative need it too.
+        The batch comes first. The innermost dimension in memory stays innermost: that copy is cheaper, and the other
+        products of a derivative need the same one.
         """
         units = (self.stride(dims) <= 1 for dims in (self.free, self.contract))
         if self.is_strided() and any(units):

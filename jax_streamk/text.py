@@ -1,20 +1,20 @@
 """Numbers in words for people."""
 
-_UNITS = (("us", 1, 1), ("ms", 1e3, 2), ("s", 1e6, 2))  # microseconds of each, and digits that are shown
+_UNITS = (("us", 1, 1), ("ms", 1e3, 2), ("s", 1e6, 2))  # name, microseconds, digits shown
 _FLOPS = (("FLOP", 1, 0), ("MFLOP", 1e6, 1), ("GFLOP", 1e9, 1), ("TFLOP", 1e12, 2))
 _SIZES = (("bytes", 1, 0), ("KB", 1e3, 1), ("MB", 1e6, 1), ("GB", 1e9, 1), ("TB", 1e12, 1))
 
 
 def _unit(units, number, digits=None):
-    """The first in which a number is below 1000, or the last."""
+    """The first unit in which a number is below 1000, or the last unit."""
     shown = [(unit, size, usual if digits is None else digits) for unit, size, usual in units]
     return next((unit for unit in shown if round(number / unit[1], unit[2]) < 1000), shown[-1])
 
 
 def duration(microseconds, spread=None):
-    """A time with its unit: ``"12.3 us"``, ``"4.56 ms"`` or ``"7.89 s"``, the first of them that is below 1000.
+    """A time in the first unit in which it is below 1000: ``"12.3 us"``, ``"4.56 ms"`` or ``"7.89 s"``.
 
-    With a spread, also in microseconds, both have two digits: ``"12.34 ±0.05 us"``.
+    With a spread (in microseconds), both have two digits: ``"12.34 ±0.05 us"``.
     """
     unit, size, digits = _unit(_UNITS, microseconds, None if spread is None else 2)
     more = "" if spread is None else f" ±{spread / size:.{digits}f}"
@@ -26,7 +26,7 @@ def durations(parts):
     total = sum(parts.values())
     unit, size, digits = _unit(_UNITS, total)
     shown = {name: round(part / size, digits) for name, part in parts.items() if round(part / size, digits) > 0}
-    if shown:  # the largest bears what rounding the others leaves
+    if shown:  # the largest absorbs the rounding errors of the others
         largest = max(shown, key=shown.__getitem__)
         shown[largest] += round(total / size, digits) - sum(shown.values())
     text = " + ".join(f"{part:.{digits}f} {name}" for name, part in shown.items())

@@ -346,7 +346,7 @@ def test_traced_factors_are_refused():
     for name in ("alpha", "beta", "activation"):
         with pytest.raises(
             TypeError,
-            match=f"linear: {name} is traced, and must be static, .*close over its value, or name it in the static_arg",
+            match=f"linear: {name} is traced; it must be static, .*close over its value, or name it in .*static_arg",
         ):
             jax.jit(lambda value: linear(X, W, **{name: value}))(2.0)
 

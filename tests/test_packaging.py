@@ -217,4 +217,4 @@ def test_a_source_folder_says_that_it_hides_the_package(tmp_path):
     only_paths = "import sys; sys.meta_path[:] = [x for x in sys.meta_path if isinstance(x, type)]; "
     said = imported(only_paths + "sys.path.insert(0, ''); import jax_streamk", tmp_path)
     assert said.startswith(f"ImportError: {tmp_path / 'jax_streamk'} has no compiled module _ffi for Python 3.")
-    assert "hides the installed package: start Python elsewhere" in said
+    assert "hides the installed package: start Python in another folder" in said

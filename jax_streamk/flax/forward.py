@@ -1,4 +1,4 @@
-"""What a dense layer computes of its input and parameters, and the fields that Flax's own layers do not have."""
+"""What a dense layer computes, and the checks of the fields that Flax's own layers do not have."""
 
 import functools
 from collections.abc import Callable
@@ -14,13 +14,13 @@ from jax_streamk.schedules import check_schedule
 
 
 def check_fields(layer: Any, dot_general: Callable[..., Any] | None) -> None:
-    """Raises what the layers' docstrings say of ``activation`` and ``schedule``; dot_general is the user's, or None."""
+    """Raises what the layers' docstrings say about their fields; ``dot_general`` is the user's, or None."""
     check_schedule(layer.schedule)
     name = type(layer).__name__
     check_activation(name, layer.activation)
     if dot_general is not None and layer.schedule is not None:
         raise ValueError(
-            f"{name}: schedule={layer.schedule} says how jax_streamk multiplies, and dot_general={dot_general} would"
+            f"{name}: schedule={layer.schedule} is for jax_streamk's product, which dot_general={dot_general} replaces"
         )
 
 
@@ -33,12 +33,12 @@ def forward(
     preferred_element_type: DTypeLike | None = None,
     **sharding: Any,
 ) -> jax.Array:
-    """``activation(inputs @ kernel + bias)`` of promoted arrays, with the result's dtype that Flax's layers give.
+    """``activation(inputs @ kernel + bias)`` of promoted arrays, with the same dtype as from Flax's layers.
 
-    One call of ``linear``. For complex numbers, and under a ``dot_general`` of the user's own (else None), bias and
+    This is one call of ``linear``. For complex numbers, or if ``dot_general`` is not None but the user's own, bias and
     activation follow the product.
     """
-    # Interceptors take their own kinds of kernels.
+    # Interceptors such as qwix may pass weights of their own types.
     if dot_general is None and not api.is_intercepted():
         dtype = preferred_element_type or jnp.result_type(inputs, kernel)
         if jnp.issubdtype(dtype, jnp.floating):
@@ -49,7 +49,7 @@ def forward(
                 preferred_element_type=dtype, schedule=layer.schedule, **sharding,
             )  # fmt: skip
     dot_general = dot_general or functools.partial(api.dot_general, schedule=layer.schedule)
-    # Products of the user's own need not know the arguments that are rarely given.
+    # A user's dot_general need not accept arguments that are rarely given.
     if preferred_element_type is not None:
         sharding["preferred_element_type"] = preferred_element_type
     out = dot_general(inputs, kernel, (((inputs.ndim - 1,), (0,)), ((), ())), precision=layer.precision, **sharding)

@@ -10,21 +10,21 @@ from jax_streamk.schedules import PerPass, Schedule
 
 
 class Dense(linen.Dense):
-    """``flax.linen.Dense``, and an activation, by one call of ``jax_streamk.linear``.
+    """``flax.linen.Dense`` with an activation, as one call of ``jax_streamk.linear``.
 
     Fields are those of Flax's class and the two below; parameters, their names, initial values and metadata are Flax's.
-    Sums and bias are float32 and rounded once, where Flax rounds the product before it adds the bias.
+    The bias is added in float32 and the result rounded once; Flax rounds the product before it adds the bias.
 
     Attributes:
       activation: None, "relu", "gelu" (the exact one, by erf), "gelu_tanh", "silu", "sigmoid" or "tanh".
       schedule: ``Auto()``, ``DataParallel()``, ``SplitK(...)``, ``StreamK(...)``, or a ``PerPass`` of them; None is
         ``Auto()``.
-      dot_general, dot_general_cls: a product of the user's own. Bias and activation then follow it, as in Flax's class.
+      dot_general, dot_general_cls: a product to use instead. Bias and activation then follow it, as in Flax's class.
 
     Raises:
       TypeError: schedule is not a schedule.
-      ValueError: there is no such activation, a schedule meets a product of the user's own, or no kernel can run the
-        product under the schedule.
+      ValueError: there is no such activation, both a schedule and a product to use instead are given, or no kernel can
+        run the product under the schedule.
     """
 
     activation: str | None = None

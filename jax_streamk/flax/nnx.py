@@ -18,21 +18,21 @@ from jax_streamk.schedules import PerPass, Schedule
 
 
 class Linear(nnx.Linear):
-    """``flax.nnx.Linear``, and an activation, by one call of ``jax_streamk.linear``.
+    """``flax.nnx.Linear`` with an activation, as one call of ``jax_streamk.linear``.
 
     Arguments are those of Flax's class and the two below; parameters, their names, initial values and metadata are
-    Flax's. Sums and bias are float32 and rounded once, where Flax rounds the product before it adds the bias.
+    Flax's. The bias is added in float32 and the result rounded once; Flax rounds the product before it adds the bias.
 
     Args:
       activation: None, "relu", "gelu" (the exact one, by erf), "gelu_tanh", "silu", "sigmoid" or "tanh".
       schedule: ``Auto()``, ``DataParallel()``, ``SplitK(...)``, ``StreamK(...)``, or a ``PerPass`` of them; None is
         ``Auto()``.
-      dot_general: a product of the user's own. Bias and activation then follow it, as in Flax's class.
+      dot_general: a product to use instead. Bias and activation then follow it, as in Flax's class.
 
     Raises:
       TypeError: schedule is not a schedule.
-      ValueError: there is no such activation, a schedule meets a product of the user's own, or (when called) no kernel
-        can run the product under the schedule.
+      ValueError: there is no such activation, both a schedule and a product to use instead are given, or (when called)
+        no kernel can run the product under the schedule.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ def accelerate(
     _accelerate(fn, schedule=schedule, where=where)  # checks them
     if fn is None:
         return functools.partial(accelerate, schedule=schedule, where=where)
-    # A method's module is an argument as any other.
+    # The module of a method becomes an argument like any other.
     function: Callable[..., Any]
     owner: tuple[Any, ...] = ()
     if isinstance(fn, nnx.Module):

@@ -1,4 +1,4 @@
-"""Whether XLA's own product is faster than a plan of ours: both in programs whose calls wait for each other."""
+"""Compares a plan with XLA's own product, each in a program of dependent calls."""
 
 import itertools
 import math
@@ -13,23 +13,23 @@ from jax_streamk.primitive import xlas_product
 from jax_streamk.tuning import measure
 from jax_streamk.tuning.programs import dependent, wall_sample
 
-_LEAST_CALLS, _MOST_CALLS = 16, 64  # in a program: to outlast its launch, and because XLA takes time to compile each
+_LEAST_CALLS, _MOST_CALLS = 16, 64  # in a program: to outlast its launch, and to compile in time
 
 
 def xla_ratio(made, memory, rounds):
-    """XLA's time over that of a ``Plan`` with a kernel, on the device of ``memory``: the largest ratio of the rounds.
+    """XLA's time over a ``Plan``'s on the device of ``memory``: the largest ratio of at most ``rounds`` rounds.
 
-    A round in which ours takes less is the last. 0 where XLA's product is less exact or, with a warning, something
-    failed.
+    The first round that ours wins is the last. The ratio is 0 if XLA's product is less exact or, with a warning, if
+    something failed. The plan must have a kernel.
 
     Raises:
       RuntimeError: measuring was stopped.
     """
-    if made.problem.math == _ffi.Math.tf32x3:  # at that precision XLA multiplies TF32 once
+    if made.problem.math == _ffi.Math.tf32x3:  # XLA would multiply TF32 once
         return 0.0
     largest = 0.0
     try:
-        with jax.enable_x64(True):  # types are the problem's, whatever programs may have elsewhere
+        with jax.enable_x64(True):  # a float64 problem may be tuned where 64-bit types are disabled
             operands = operands_of(made, memory)
             programs = [dependent(product(made), operands) for product in (ours, xlas)]
             for _ in range(rounds):
@@ -38,15 +38,17 @@ def xla_ratio(made, memory, rounds):
                 largest = max(largest, xla_time / our_time)
                 if largest > 1:
                     break
-    except Exception as error:  # lack of memory has many names
+    except Exception as error:  # running out of memory raises many types
         memory.check_running()
-        warnings.warn(f"jax_streamk could not compare {made.problem} with XLA's: {type(error).__name__}: {error}")
+        warnings.warn(
+            f"jax_streamk could not compare {made.problem} with XLA's product: {type(error).__name__}: {error}"
+        )
         return 0.0
     return largest
 
 
 def ours(made):
-    """The product of a ``Plan``: a function of A, B, bias and residual, flat and as long as strides reach, as is D."""
+    """A ``Plan``'s product as a function of A, B, bias and residual. They and D are flat, as long as strides reach."""
     _, _, d, *_ = measure.spans(made.problem)
     workspace = jax.ShapeDtypeStruct((made.workspace_bytes,), np.uint8)
     results = jax.ShapeDtypeStruct((d,), measure.dtype_of(made.problem.type_d)), workspace
@@ -55,7 +57,7 @@ def ours(made):
 
 
 def xlas(made):
-    """XLA's product of the same operands. Dimensions that strides interleave in D follow one another here."""
+    """XLA's product of the same operands. D is contiguous, even if the plan's strides interleave its dimensions."""
     p = made.problem
     batch, of_a, of_b = (
         (p.batch,) if p.batch > 1 and stride else () for stride in (1, p.batch_stride_a, p.batch_stride_b)
@@ -79,7 +81,7 @@ def xlas(made):
 
 
 def operands_of(made, memory):
-    """The operands of each call: enough sets that the larger operand is not found in L2, up to ``_MOST_CALLS``."""
+    """The operands of each call: enough sets to keep the larger operand out of L2, but at most ``_MOST_CALLS``."""
     parts = [(size, measure.dtype_of(type_)) for type_, size in made.problem.native().spans() if size]
     del parts[2]  # D
     rotated = math.ceil(measure.ROTATED_BYTES[memory.device.platform] / max(size * t.itemsize for size, t in parts[:2]))

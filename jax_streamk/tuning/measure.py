@@ -1,4 +1,4 @@
-"""How long a kernel takes on a device of this process, launched outside XLA on operands that rotate."""
+"""Times kernels on a device of this process, launched outside XLA on rotating operands."""
 
 import math
 import threading
@@ -10,17 +10,17 @@ from jax_streamk import _ffi
 from jax_streamk.device import jax_device_of
 from jax_streamk.problem import TYPES
 
-# What launches in a row touch before they come back to the same operands: several times the L2 of a GPU. CPUs have
-# caches of very different sizes, and a pass over a larger set would take long.
+# What launches read and write before operands repeat: several times a GPU's L2. CPU caches vary widely in size, and a
+# pass over a larger set would take long.
 ROTATED_BYTES = {"cuda": 220e6, "cpu": 32e6}
 MOST_SETS = 1024
 LONGEST_PASS = 20e3  # microseconds
 _ALIGNMENT = 256  # as XLA aligns buffers
-_OTHERS = ("results", "workspace")  # buffers besides those of operands, which are named by their type
+_OTHERS = ("results", "workspace")  # names of buffers; those of operands are named by their type
 
 
 class Memory:
-    """Random operands, and room for results, on a device of this process; kept from one problem to the next.
+    """Random operands, and space for results, on a device of this process; kept from one problem to the next.
 
     Raises:
       ValueError: this process has no such device.
@@ -35,12 +35,12 @@ class Memory:
         self._held = {}
 
     def rotation(self, problem):
-        """The ``Rotation`` of a ``GemmProblem``, valid until the next one is asked for."""
+        """The ``Rotation`` of a ``GemmProblem``, valid until the next call."""
         sizes = [dtype_of(type_).itemsize * elements for type_, elements in problem.native().spans()]
         d = sizes.pop(2)
         *starts, stride = np.cumsum([0, *map(_aligned, sizes)]).tolist()
         rotated, type_ = ROTATED_BYTES[self.device.platform], problem.type_a
-        # What an unusually large product needed, or one of another type, is not kept.
+        # Buffers of an unusually large product, or of another type, are not kept.
         self._held = {
             name: held for name, held in self._held.items() if held.nbytes <= 2 * rotated and name in (type_, *_OTHERS)
         }
@@ -54,7 +54,7 @@ class Memory:
         return Rotation(self, problem, list(zip(*at)), d)
 
     def address(self, name, size):
-        """Of at least ``size`` bytes that nobody else writes, the same for the same name, one of ``_OTHERS``."""
+        """The address of the buffer ``name``, one of ``_OTHERS``, with at least ``size`` bytes."""
         return self._address(name, size, lambda size: np.zeros(size, np.uint8))
 
     def _address(self, name, size, content):
@@ -80,23 +80,27 @@ class Rotation:
         self._dtype = dtype_of(problem.type_d)
 
     def shorten(self, kernel, schedule, policy):
-        """Drops sets until a pass over them takes no longer than ``LONGEST_PASS`` in this way."""
+        """Drops sets until a pass of this kernel over them takes at most ``LONGEST_PASS``."""
         (microseconds,) = self._time(kernel, schedule, policy, self._sets[:1], repeats=1)
         self._sets = self._sets[: max(1, int(LONGEST_PASS / microseconds))]
 
     def time(self, kernel, schedule, policy, repeats=3):
         """Microseconds per launch, for each of ``repeats`` passes over the operands.
 
-        The launch is of a kernel by name, under an ``_ffi.Schedule`` and a ``LaunchPolicy``.
+        Args:
+          kernel: its name.
+          schedule: an ``_ffi.Schedule``.
+          policy: a ``LaunchPolicy``.
+          repeats: number of passes.
 
         Raises:
-          ValueError: the kernel cannot run the problem in this way.
+          ValueError: the kernel cannot run the problem under this schedule and policy.
           RuntimeError: a launch failed, or the device has no memory left.
         """
         return self._time(kernel, schedule, policy, self._sets, repeats)
 
     def result(self, kernel, schedule, policy):
-        """D of the first set of operands, flat; NaN, or -1, where nothing is written. Raises as ``time``."""
+        """D of the first set of operands, flat; elements that are not written are NaN or -1. Raises as ``time``."""
         d = self._memory.put(np.full(self._result_bytes, 0xFF, np.uint8))
         a, b, _, *others = self._sets[0]
         self._time(kernel, schedule, policy, [(a, b, d.unsafe_buffer_pointer(), *others)], 1)
@@ -110,13 +114,12 @@ class Rotation:
 
 
 def dtype_of(type_):
-    """The dtype that is an ``_ffi.Type``."""
+    """The dtype of an ``_ffi.Type``."""
     return next(dtype for dtype, known in TYPES.items() if known == type_)
 
 
 def spans(problem):
-    """Elements from the first to the last of A, B, D, bias and residual; 0 of what is absent."""
-
+    """Elements from first to last of each of A, B, D, bias and residual; 0 if absent."""
     return [elements for _, elements in problem.native().spans()]
 
 
@@ -125,9 +128,9 @@ def _aligned(size):
 
 
 def random_bytes(dtype, size):
-    """Bytes of random numbers of a dtype: normal, or of int8 all alike.
+    """Bytes of random numbers of a dtype: normally distributed, or for int8 uniformly.
 
-    They repeat after a prime number of elements, so that rows of matrices do not.
+    They repeat after a prime number of elements, so that the rows of a matrix differ.
     """
     rng, count = np.random.default_rng(), (1 << 22) - 3
     numbers = rng.integers(-127, 128, count) if dtype == np.int8 else rng.standard_normal(count, dtype=np.float32)

@@ -10,7 +10,7 @@ from jax import lax
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """``wait(run())`` makes ``calls`` calls. ``run`` returns early where the device works on its own."""
+    """``wait(run())`` makes ``calls`` calls; ``run()`` alone may return before the device is done."""
 
     run: Callable
     wait: Callable
@@ -20,12 +20,11 @@ class Program:
 def chain(function):
     """A jitted function that calls ``function`` on each tuple of operands, each call waiting for the one before.
 
-    One array is the smaller operand of every call, and after each one element of the result is written into it in
-    place: a small kernel, the same for every ``function``, since barriers keep XLA from fusing it.
+    The smaller operand is the same array in every call, and one element of each result is written into it in place.
+    This small kernel is the same for every ``function``, since barriers keep XLA from fusing it.
 
-    Returns:
-      The array. Results that are returned would each cost the host an allocation in every run, more than a small
-      product takes.
+    The function returns that array: returning the results would cost the host an allocation each, which takes longer
+    than a small product.
     """
 
     @jax.jit
@@ -43,14 +42,14 @@ def chain(function):
 
 
 def dependent(function, operands):
-    """The ``Program`` of ``chain(function)``; ``operands`` has those of each call."""
+    """The ``Program`` of ``chain(function)``; ``operands`` has a tuple for each call."""
     run = chain(function)
     return Program(lambda: run(operands), jax.block_until_ready, len(operands))
 
 
 def wall_sample(program, least=0.03):
-    """Microseconds of wall time per call, of a program that is repeated for at least ``least`` seconds."""
-    repeat(program, 2)  # another program ran before
+    """Microseconds of wall time per call of a program, which is repeated for at least ``least`` seconds."""
+    repeat(program, 2)  # warm up after another program
     seconds = _wall(program, 1)
     return _wall(program, max(1, round(least / seconds))) / program.calls * 1e6
 
@@ -64,8 +63,8 @@ def _wall(program, repeats):
 def repeat(program, repeats):
     """Runs a program ``repeats`` times in a row, and waits for the last."""
     for _ in range(repeats):
-        # While results are held, those of the next run lie elsewhere, and XLA updates the addresses in its CUDA graph:
-        # 4 us per node on the host, more than a small product takes.
+        # If results were still held, the next run's would have other addresses, which XLA would update in its CUDA
+        # graph: 4 us per node on the host, more than a small product takes.
         out = None
         out = program.run()
     program.wait(out)

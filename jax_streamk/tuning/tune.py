@@ -27,19 +27,18 @@ from jax_streamk.tuning.tuned import Candidate, Tuned
 
 # Orders of tiles: raster and swizzle.
 ORDERS = [("m", 1), ("m", 4), ("n", 1), ("n", 4), ("m", 2), ("m", 8), ("n", 8)]
-_LISTED = 24  # candidates that are measured first, by estimate
-_HOPELESS = 1.5  # times the best so far: measured once and no more
-_BEST = 3  # of them, around which more are tried
-_FINALISTS = 4  # are measured again, in turn
+_LISTED = 24  # candidates measured first: those with the lowest estimates
+_HOPELESS = 1.5  # times the best time so far: slower candidates are measured once only
+_BEST = 3  # candidates whose variants are measured too
+_FINALISTS = 4  # candidates measured again, in turn
 _ROUNDS = 5
 
 
 def fastest(problem, memory):
-    """Finds the fastest deterministic plan, on the device of ``memory``, of a problem that some kernel runs.
+    """Finds the fastest deterministic plan of a problem that some kernel runs, on the device of ``memory``.
 
     Returns:
-      The ``Tuned`` plan: the planner's own choice unless another is faster by more than noise. And how XLA's product
-      compares.
+      The ``Tuned`` plan: the planner's own choice unless another is faster by more than noise.
 
     Raises:
       RuntimeError: a launch of the planner's own choice failed, or the device has no memory left for it.
@@ -59,7 +58,7 @@ def fastest(problem, memory):
                 (times[candidate],) = rotation.time(*_launch_of(candidate), 1)
                 if times[candidate] < _HOPELESS * min(times.values()):
                     times[candidate] = statistics.median(rotation.time(*_launch_of(candidate)))
-            except RuntimeError:  # its workspace may be too large, for one
+            except RuntimeError:  # such as a workspace that does not fit into memory
                 if candidate == own or memory.stopped.is_set():
                     raise
                 times[candidate] = math.inf
@@ -68,7 +67,7 @@ def fastest(problem, memory):
         return sorted((candidate for candidate in times if times[candidate] < math.inf), key=times.__getitem__)[:count]
 
     try_all(listed)
-    if device.arch:  # hundreds of tiles load together; on a CPU few do
+    if device.arch:  # on a CPU few tiles load at the same time, so their order matters little
         try_all(_in_order(found, *order, problem, device) for found in best(_BEST) for order in ORDERS)
     try_all(_split(found, splits, problem, device) for found in best(_BEST) for splits in _neighbours(found))
     if device.arch:
@@ -84,14 +83,14 @@ def fastest(problem, memory):
     right = rotation.result(*_launch_of(own))
     winner = own
     for candidate in sorted(final, key=final.__getitem__):
-        # The planner's own choice must be beaten in every round, too.
+        # The winner must also beat the planner's own choice in every round.
         if final[own] <= tuned.MARGIN * final[candidate] or any(x <= y for x, y in zip(rounds[own], rounds[candidate])):
             break
         if _agree(rotation.result(*_launch_of(candidate)), right):
             winner = candidate
             break
         warnings.warn(
-            f"jax_streamk does not take {candidate}: its result differs from that of {own}. Please report this."
+            f"jax_streamk does not use {candidate}: its result differs from that of {own}. Please report this."
         )
     found = Tuned.now(winner, final[winner], final[own])
     ratio = contest.xla_ratio(planner.plan_with(problem, schedules.Auto(), device, found), memory, _ROUNDS)
@@ -99,7 +98,7 @@ def fastest(problem, memory):
 
 
 def _agree(x, y):
-    """Whether results are equal up to rounding; where nothing was written, both are NaN or -1."""
+    """Whether results are equal up to rounding. Elements that no kernel writes are NaN or -1 in both."""
     if x.dtype == np.int32:
         return np.array_equal(x, y)
     x, y = x.astype(np.float64), y.astype(np.float64)
@@ -111,20 +110,20 @@ def _launch_of(candidate):
 
 
 def _why_not(candidate, problem, device):
-    """None, or why a candidate is not measured."""
+    """Why a candidate is not measured; None if it is."""
     parts = candidate.kernel, problem.native(), candidate.native()
     refusal = _ffi.may_serve(*parts, device.native())
     return refusal or _ffi.check_policy(*parts, candidate.policy.native(), device.native())
 
 
 def _in_order(candidate, raster, swizzle, problem, device):
-    """A candidate in another order of tiles, with what else the planner decides of its launch then."""
+    """The candidate with another order of tiles, and with the planner's launch policy for that order."""
     policy = planner.policy_in_order(candidate.kernel, problem, candidate.native(), raster, swizzle, device)
     return dataclasses.replace(candidate, policy=policy)
 
 
 def _split(candidate, splits, problem, device):
-    """The same with another number of splits, or as it is if the kernel does not have that many."""
+    """The candidate with another number of splits, or unchanged if the kernel cannot run that number."""
     split = dataclasses.replace(candidate, splits=splits)
     if _ffi.may_serve(split.kernel, problem.native(), split.native(), device.native()) is not None:
         return candidate
@@ -132,7 +131,7 @@ def _split(candidate, splits, problem, device):
 
 
 def _variants(policy):
-    """Policies around one: with other L2 hints, and with more and fewer stages held back."""
+    """The policy with other L2 hints, and with more and fewer stages held back."""
     for first_a, first_b in itertools.product((False, True), repeat=2):
         yield dataclasses.replace(policy, evict_first_a=first_a, evict_first_b=first_b)
     for held in {0, *range(max(policy.held_back - 1, 0), policy.held_back + 3)}:
@@ -161,41 +160,39 @@ class _Session:
 
 
 _session: contextvars.ContextVar[_Session | None] = contextvars.ContextVar("jax_streamk_tuning", default=None)
-_jits_key = jax.make_user_context(None)  # a part of it: what was compiled outside is lowered again inside
-_measuring = threading.Lock()  # what runs at once measures each other
+_jits_key = jax.make_user_context(None)  # part of jit's cache key: inside, programs are lowered again
+_measuring = threading.Lock()  # concurrent measurements would slow each other down
 
 
 @contextlib.contextmanager
 def tuning(cache: str | os.PathLike[str] | None = None) -> Iterator[list[planner.Plan]]:
-    """Tunes the products that programs are lowered with meanwhile: a context manager.
+    """A context manager that tunes the products of all programs lowered inside it.
 
-    Within it, lowering a product whose schedule is ``Auto()``, for a device of this process and without a tuned plan,
-    measures candidates on that device at once, XLA's product beside the fastest, stores what it found and uses it.
-    Functions that were compiled before are compiled anew inside, and those compiled inside once more after it. It holds
-    for the thread, or the asyncio task, that enters it, and may be entered again inside; not inside a function that is
-    traced.
+    Lowering a product with schedule ``Auto()``, for a device of this process and without a tuned plan, then measures
+    candidates on that device, compares the fastest with XLA's product, and stores and uses the result. Functions
+    compiled before are compiled again inside, and functions compiled inside once more afterwards. The context holds for
+    the thread or asyncio task that enters it, and may be nested. It cannot be entered inside a traced function.
 
     Args:
-      cache: the folder that plans are taken from meanwhile, and stored in; None is the one in use, see
-        ``use_tuned_plans``.
+      cache: the folder to read plans from and store them in; None is the one in use, see ``use_tuned_plans``.
 
     Yields:
-      A list, to which the ``Plan`` of each product that was tuned is added.
+      A list, to which the ``Plan`` of each product is added as it is tuned.
 
     Raises:
-      OSError: on entry, where plans could not be stored.
-      RuntimeError: on entry, inside a function that is traced, whose products are lowered later; and in one of several
-        processes (``jax.distributed``), whose programs would differ.
+      OSError: on entry, if plans cannot be stored.
+      RuntimeError: on entry, inside a traced function, whose products are lowered later; or with several processes
+        (``jax.distributed``), whose programs would differ.
     """
-    # Whatever JAX makes is traced where a program is.
+    # Under a trace even a constant is a tracer.
     if isinstance(jnp.zeros(()), jax.core.Tracer):
         raise RuntimeError(
-            "tuning() has no effect inside a function that is traced, whose products are lowered later: "
-            "enter it around the call of what jax.jit, or accelerate, returned"
+            "tuning() has no effect inside a traced function, whose products are lowered later: "
+            "enter it around the call of the function that jax.jit or accelerate returned"
         )
     if jax.process_count() > 1:
         raise RuntimeError(
-            "tuning() in one of several processes would make their programs differ: tune in a process alone"
+            "tuning() in one of several processes would make their programs differ: tune in a single process"
         )
     session = _Session(tuned.store_of(cache))
     device = device_of(None)
@@ -215,33 +212,33 @@ class _Later(schedules.Auto):
 
 
 def later(schedule):
-    """A schedule for a product that XLA's partitioner has lowered later, in some versions in a thread of its own.
+    """The schedule of a product that XLA's partitioner lowers later, in some versions in another thread.
 
-    ``Auto()`` remembers which tuned plans are in use, and whether ``tuning()`` is on.
+    An ``Auto()`` then remembers which tuned plans are in use, and whether ``tuning()`` is on.
     """
     is_auto = isinstance(schedules.of_forward(schedule), schedules.Auto)
     return _Later(contextvars.copy_context()) if is_auto else schedule
 
 
 def in_its_context(schedule, function):
-    """``function(schedule)``; of what ``later`` returned, ``function(Auto())`` in the context that it remembers."""
+    """``function(schedule)``; for an ``Auto()`` from ``later``, in the context that it remembers."""
     return (
         schedule.context.copy().run(function, schedules.Auto()) if isinstance(schedule, _Later) else function(schedule)
     )
 
 
 def tuned_if_asked(plan):
-    """The plan of ``Auto()`` itself, or where ``tuning()`` asks for one, the tuned one."""
+    """The plan that ``Auto()`` made, or inside ``tuning()`` the tuned one."""
     session, problem, device = _session.get(), plan.problem, plan.device
     if session is None or plan.kernel is None or _is_tuned(problem, device) or jax_device_of(device) is None:
         return plan
     if (problem, device) in session.failed:
         return plan
     with _measuring:
-        if not _is_tuned(problem, device):  # no other thread was first
+        if not _is_tuned(problem, device):  # another thread may have been first
             try:
                 found = _apart(problem, session.memory(device))
-            except Exception as error:  # lack of memory has many names
+            except Exception as error:  # running out of memory raises many types
                 session.failed.add((problem, device))
                 warnings.warn(f"jax_streamk could not tune {problem}: {type(error).__name__}: {error}")
                 return plan
@@ -259,16 +256,16 @@ def _is_tuned(problem, device):
 
 
 def _apart(problem, memory):
-    """``fastest`` in a thread, away from the trace, the mesh and the settings of the context that lowers."""
+    """``fastest`` in a thread of its own, without the trace, mesh and settings of the context that lowers."""
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         try:
             return thread.submit(fastest, problem, memory).result()
         except BaseException:
-            memory.stopped.set()  # or leaving would wait for all that is left to measure
+            memory.stopped.set()  # otherwise leaving would wait for the rest of the measurement
             raise
 
 
 def digest(device):
-    """Changes with what plans depend on besides the problem: tuned ones in use, and those that compilation may find."""
+    """A number that changes with the tuned plans in use; inside ``tuning()``, which may add some, with every call."""
     is_tuning = _session.get() is not None and jax_device_of(device) is not None
     return time.time_ns() if is_tuning else tuned.digest(device)

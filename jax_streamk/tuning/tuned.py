@@ -1,4 +1,4 @@
-"""Where the plans that tuning found are kept, for ``Auto()`` to take: a file of JSON lines for each kind of device."""
+"""Stores the plans that tuning found, for ``Auto()`` to use: a file of JSON lines for each kind of device."""
 
 import contextlib
 import contextvars
@@ -27,12 +27,12 @@ from jax_streamk import _ffi
 from jax_streamk.launch_policy import LaunchPolicy
 from jax_streamk.problem import GemmProblem
 
-MARGIN = 1.01  # by which a choice must be beaten: less is noise
+MARGIN = 1.01  # a faster candidate must win by this factor: less is noise
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A kernel and how it is to run and to be launched, the schedule in the names of ``_ffi``'s enumerations."""
+    """A kernel, a schedule and a launch policy. Schedule and reduction are names of ``_ffi``'s enumerators."""
 
     kernel: str
     schedule: str
@@ -42,7 +42,7 @@ class Candidate:
 
     @classmethod
     def of(cls, kernel, native, policy):
-        """Of a kernel by name under an ``_ffi.Schedule`` and a ``LaunchPolicy``."""
+        """A candidate from the kernel's name, an ``_ffi.Schedule`` and a ``LaunchPolicy``."""
         return cls(kernel, native.schedule.name, native.splits, native.reduction.name, policy)
 
     def native(self):
@@ -55,11 +55,11 @@ class Tuned(Candidate):
     """The fastest candidate of a problem.
 
     Attributes:
-      microseconds: what it was measured to take.
-      planned_microseconds: what the planner's own choice was measured to take beside it.
-      xla_ratio: the time of XLA's product over its, both in programs; 0 where XLA's is less exact or failed.
-      jaxlib: the version that XLA's product is of.
-      date: of the measurement, ISO 8601.
+      microseconds: its measured time.
+      planned_microseconds: the measured time of the planner's own choice.
+      xla_ratio: the time of XLA's product over its time, both in programs; 0 if XLA's is less exact or failed.
+      jaxlib: the version of jaxlib, and so of XLA.
+      date: date and time of the measurement, ISO 8601.
     """
 
     microseconds: float
@@ -70,14 +70,14 @@ class Tuned(Candidate):
 
     @classmethod
     def now(cls, candidate, microseconds, planned_microseconds):
-        """Before XLA's product has run beside it."""
+        """A candidate measured now, and not yet compared with XLA's product."""
         date = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         times = dict(microseconds=microseconds, planned_microseconds=planned_microseconds, xla_ratio=0.0)
         return cls(**vars(candidate), **times, jaxlib=jaxlib.__version__, date=date)
 
     @property
     def is_of_this_xla(self):
-        """Whether tuning has nothing to add: another XLA may be faster or slower."""
+        """Whether it was compared with this version of XLA. If not, it should be tuned again."""
         return self.jaxlib == jaxlib.__version__
 
     @property
@@ -87,7 +87,7 @@ class Tuned(Candidate):
 
 @functools.cache
 def version():
-    """The package's, or "unknown" where it is not installed."""
+    """The package's version, or "unknown" if it is not installed."""
     try:
         return importlib.metadata.version("jax-streamk")
     except importlib.metadata.PackageNotFoundError:
@@ -96,7 +96,7 @@ def version():
 
 @functools.cache
 def kernel_set(platform):
-    """A hash of what measurements hold for: version, fields of a plan, and this build's kernels for "cpu" or "cuda"."""
+    """A hash of what a tuned plan is valid for: version, a plan's fields, and this build's kernels (cpu or cuda)."""
     kernels = (kernel for kernel in _ffi.kernels() if (kernel.family == _ffi.Family.host) == (platform == "cpu"))
     names = (f"{kernel.name} {kernel.promotion_k}" for kernel in kernels)
     fields = (field.name for type_ in (Tuned, LaunchPolicy) for field in dataclasses.fields(type_))
@@ -117,15 +117,15 @@ def _line(device, problem, tuned):
 
 
 class _Stale(Exception):
-    """A line that is well formed, and of no use here."""
+    """Why a well-formed line is not used."""
 
 
 def _parse(line, device):
-    """The problem and what was found for it. Raises ``_Stale``, or whatever a line that we did not write leads to."""
+    """A line's (problem, ``Tuned``). Raises ``_Stale``, or any exception if the line is corrupt."""
     record = json.loads(line)
-    # First of all: other versions may have other fields.
+    # Checked first: other versions may have other fields.
     if (record.pop("device"), record.pop("kernels")) != (dataclasses.asdict(device), kernel_set(device.platform)):
-        raise _Stale("they are of another device, version or set of kernels")
+        raise _Stale("they are for another device, version or set of kernels")
     extents = record.pop("problem")
     tuned = Tuned(**{field.name: _of_type(field.type, record.pop(field.name)) for field in dataclasses.fields(Tuned)})
     problem = GemmProblem(**{f.name: _of_type(f.type, extents.pop(f.name)) for f in dataclasses.fields(GemmProblem)})
@@ -163,7 +163,7 @@ def _of_type(type_, value):
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """What a file held for one device: plans by problem, and counts of lines. ``trouble``: why others were ignored."""
+    """What a file holds for one device: plans by problem, and counts of lines. ``trouble``: why lines are ignored."""
 
     plans: dict
     lines: int = 0
@@ -194,7 +194,7 @@ class Store:
             if not path.is_file():
                 return Contents(plans, trouble="it is not a file" if path.exists() else "")
             with open(path, "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_SH)  # a line that is being written is none yet
+                fcntl.flock(file, fcntl.LOCK_SH)  # wait until no line is half written
                 lines = [line for line in file.read().split(b"\n") if line]
         except OSError as error:
             return Contents(plans, trouble=str(error))
@@ -204,13 +204,13 @@ class Store:
                 plans[problem] = tuned
             except _Stale as why:
                 stale, trouble = stale + 1, trouble or str(why)
-            except Exception:  # whatever may be wrong with what anyone may have written
-                corrupt, trouble = corrupt + 1, trouble or "they are not what jax_streamk writes"
-        # Old lines stay in the file when products are measured again.
+            except Exception:  # anyone may have written anything
+                corrupt, trouble = corrupt + 1, trouble or "they are corrupt"
+        # Stale lines are no trouble if there are plans: old lines stay in the file when products are measured again.
         return Contents(plans, len(lines), stale, corrupt, "" if plans and not corrupt else trouble)
 
     def plans(self, device):
-        """``Tuned`` by problem; read from the file once, with what this process added since."""
+        """``Tuned`` by problem: the file as it was first read, and what this process added since."""
         if device not in self._plans:
             contents = None
             with self._lock:
@@ -230,12 +230,12 @@ class Store:
         return at[1]
 
     def check_writable(self, device):
-        """Raises OSError, with the path, where plans could not be stored."""
+        """Raises OSError, with the path, if plans cannot be stored."""
         with self._appending(device):
             pass
 
     def add(self, device, problem, tuned):
-        """Stores a plan. Raises OSError if it cannot be written: then only this process has it."""
+        """Stores a plan. Raises OSError if it cannot be written; this process uses it all the same."""
         line = _line(device, problem, tuned)
         self.plans(device)
         with self._lock:
@@ -243,7 +243,7 @@ class Store:
         _changed()
         with self._appending(device) as file:
             end = file.seek(0, os.SEEK_END)
-            if end:  # a writer that died may have left the last line without its end
+            if end:  # a writer that died may have left the last line without its newline
                 file.seek(end - 1)
                 line = line if file.read(1) == b"\n" else b"\n" + line
             file.write(line)
@@ -265,7 +265,7 @@ def _warn_once(path, contents):
     _warned.set()
     some = f"{contents.stale + contents.corrupt} of {contents.lines} tuned plans" if contents.lines else "tuned plans"
     warnings.warn(
-        f"jax_streamk ignores {some} in {path}: {contents.trouble}. `python -m jax_streamk info` tells more, and "
+        f"jax_streamk ignores {some} in {path}: {contents.trouble}. `python -m jax_streamk info` shows details, "
         "`python -m jax_streamk tune` measures again."
     )
 
@@ -276,7 +276,7 @@ _generation = 0
 
 def _changed():
     global _generation
-    _generation = next(_generations)  # another than that of any other thread
+    _generation = next(_generations)  # never the number that another thread sets
 
 
 def generation():
@@ -306,7 +306,7 @@ def store_of(cache=None):
 
 @functools.cache
 def _users(alone):
-    """The user's; one that is never there for processes without a home, and for those whose programs must be alike."""
+    """The user's store. For a process without a home, and for several whose programs must agree, it has no folder."""
     try:
         return store_in(platformdirs.user_cache_dir("jax_streamk") if alone else _NOWHERE)
     except RuntimeError:
@@ -314,34 +314,33 @@ def _users(alone):
 
 
 def use_tuned_plans(cache: str | os.PathLike[str] | None = None) -> None:
-    """Takes the tuned plans of ``Auto()`` from the folder ``cache``, in all threads of this process.
+    """Makes ``Auto()`` use the tuned plans in the folder ``cache``, in all threads of this process.
 
-    None is the default, the user's: ``platformdirs.user_cache_dir("jax_streamk")``, which is ``~/.cache/jax_streamk``
-    or lies in XDG_CACHE_HOME, and need not be there. A folder that is empty has none. What ``jax.jit`` compiled before
-    stays as it is; calls outside of it follow at once.
+    None is the default, the user's folder: ``platformdirs.user_cache_dir("jax_streamk")``, which is
+    ``~/.cache/jax_streamk`` or in XDG_CACHE_HOME, and need not exist. With an empty folder there are no tuned plans.
+    Functions that ``jax.jit`` compiled before stay as they are; calls outside ``jit`` follow at once.
 
-    One of several processes (``jax.distributed``) takes none unless it names a folder here, and then all must name ones
-    with the same plans.
+    With several processes (``jax.distributed``) no tuned plans are used, unless every process calls this with a folder
+    that holds the same plans.
 
     Raises:
       ValueError: cache is not a path.
-      FileNotFoundError, NotADirectoryError: there is no such folder.
+      FileNotFoundError, NotADirectoryError: the folder does not exist, or is not a folder.
     """
     global _of_process
     store = None if cache is None else store_of(cache)
     if store is not None and not store.directory.is_dir():
         error = NotADirectoryError if store.directory.exists() else FileNotFoundError
         how = (
-            "`python -m jax_streamk tune ... --cache DIR` or `tuning(DIR)` fills one, "
-            "and an empty one is for no tuned plans"
+            "`python -m jax_streamk tune ... --cache DIR` or `tuning(DIR)` fills one; an empty one means no tuned plans"
         )
-        raise error(f"cache={cache!r}: {store.directory} is no folder: {how}")
+        raise error(f"cache={cache!r}: {store.directory} is not a folder: {how}")
     _of_process = store
     _changed()
 
 
 def _digest(plans):
-    """Of what runs, however long it took."""
+    """A hash of what the plans run, without their times."""
     what = sorted(
         f"{problem} {x.is_left_to_xla} {x.kernel} {x.schedule} {x.splits} {x.reduction} {x.policy}"
         for problem, x in plans.items()
@@ -360,7 +359,7 @@ def using(store):
 
 
 def lookup(problem, device):
-    """What tuning found for a problem on a device; None without."""
+    """What tuning found for a problem on a device; None if it was not tuned."""
     plans = store_of().plans(device) if device.kind else None
     return plans.get(problem) if plans else None
 
