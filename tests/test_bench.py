@@ -181,7 +181,7 @@ def test_the_limit_ends_a_run(tmp_path, monkeypatch, capsys):
         ("m,n,k,trans_a\n1,2,3,2\n", "2: trans_a is '2'; it must be 0 or 1"),
         ("m,n,k,batch\n1,2,3,0\n", "2: batch is '0'; it must be an integer from 1 to 2^31 - 1"),
         ("m,n,k,N\n1,2,3,4\n", "1: the header has column n more than once"),
-        ("m,n,k\n", " no shape in it"),
+        ("m,n,k\n", " it has no shapes"),
         ("m,n,k\n1,2,\xff\n", "1: not a CSV file"),
     ],
     ids=[
@@ -223,7 +223,7 @@ def test_bad_files_are_refused_by_line(text, message, tmp_path, monkeypatch, cap
         (["--from", "shapes.csv"], "shapes.csv is not JSON"),
         (["shapes.csv", "--limit", "nan"], "invalid seconds value: 'nan'"),
         (["--from", "foreign.json"], "foreign.json is not a result of bench"),
-        (["--from", "part.json"], "part.json is no whole result of bench: it lacks command, date, limits,"),
+        (["--from", "part.json"], "part.json is not a complete result of bench: it lacks command, date, limits,"),
     ],
     ids=lambda value: "-".join(value) or "nothing" if isinstance(value, list) else "",
 )

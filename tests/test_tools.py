@@ -61,8 +61,8 @@ def test_tune_stores_and_resumes(file, tmp_path, capsys, pretended):
     arguments = ["tune", file, "--cache", str(cache), "--dtype", "bfloat16", "--dtype", "float16", "--dtype", "int32"]
     assert main(arguments) == 0
     out, err = capsys.readouterr()
-    assert "4 products: 4 tuned, 0 tuned before, 0 failed; 2 more XLA's" in out
-    assert "4 of 4 plans are not the planner's; its time over theirs, geometric mean: 1.500" in out
+    assert "4 products: 4 tuned, 0 tuned before, 0 failed; 2 more left to XLA" in out
+    assert "4 of 4 plans differ from the planner's, whose time over theirs is 1.500 in the geometric mean" in out
     assert "40 x 24 x 64 int32: falls back to XLA: int32 x int32" in err and "12.0 us by the planner's choice" in err
     store = Store(cache)
     assert f"stored in {store.path(device_of(None))}" in out
@@ -104,8 +104,8 @@ def test_tune_tells_what_it_leaves_to_xla(tmp_path, monkeypatch, capsys):
     path = write(tmp_path / "two.csv", "40,24,64", "48,24,64", header="m,n,k")
     assert main(["tune", path, "--dtype", "float32", "--cache", str(tmp_path / "cache")]) == 0
     out, err = capsys.readouterr()
-    assert "left to XLA, whose product is faster: 1 of 2" in out
-    assert "; XLA's product took 0.88 of the time, and has it\n48 x 24 x 64" in err
+    assert "left to XLA, which is faster: 1 of 2" in out
+    assert "; XLA's product took 0.88 of the time, and is used\n48 x 24 x 64" in err
     assert "; XLA's product took 1.20 of the time\n" in err
 
 
@@ -125,7 +125,8 @@ def test_an_interrupted_run_has_stored_what_it_finished(file, tmp_path, capsys, 
 def test_tune_begins_nothing_after_the_limit(file, tmp_path, capsys, pretended):
     assert main(["tune", file, "--cache", str(tmp_path), "--limit", "0"]) == 0
     assert (
-        "0 tuned, 0 tuned before, 0 failed, the rest not begun within 0 s" in capsys.readouterr().out and not pretended
+        "0 tuned, 0 tuned before, 0 failed, the rest not started within 0 s" in capsys.readouterr().out
+        and not pretended
     )
 
 
@@ -330,7 +331,7 @@ def test_plans_look_for_what_was_fitted_here(tmp_path, monkeypatch):
 
 def test_fit_measures_on_a_gpu_only(tmp_path):
     if device_of(None).platform == "cpu":
-        with pytest.raises(SystemExit, match="fit: fits the constants of GPUs, .*--from"):
+        with pytest.raises(SystemExit, match="fit: it fits constants of GPUs, .*--from"):
             main(["fit", "--out", str(tmp_path / "gpu.json")])
     with pytest.raises(SystemExit, match="fit: .*nowhere.csv"):
         main(["fit", "--from", str(tmp_path / "nowhere.csv"), "--device", "H200", "--out", str(tmp_path / "x.json")])

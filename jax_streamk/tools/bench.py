@@ -1,4 +1,4 @@
-"""``python -m jax_streamk bench``: every shape beside XLA's default, in one process, on the same operands."""
+"""``python -m jax_streamk bench``: compares every shape with XLA's default, in one process on the same operands."""
 
 import contextlib
 import dataclasses
@@ -24,20 +24,20 @@ from jax_streamk.tools.info import driver
 from jax_streamk.tuning.measure import ROTATED_BYTES
 from jax_streamk.tuning.programs import repeat, wall_sample
 
-# Of the largest entry: what rounding, TF32 against float32 included, stays far below, and a wrong sum does not.
+# Relative to the largest entry. Rounding, even TF32 against float32, stays far below; a wrong sum does not.
 GROSS_ERROR = {"bfloat16": 0.02, "float16": 0.02, "float32": 0.01, "float64": 1e-9}
 MOST_CALLS, MOST_CALLS_IN_PROGRAM = 256, 64
 
 
 def add_arguments(parser):
     what = shapes.add_arguments(parser)
-    what.add_argument("--from", dest="result", metavar="RESULT.json", help="show what was measured before")
+    what.add_argument("--from", dest="result", metavar="RESULT.json", help="show an earlier result")
     what.add_argument(
-        "--report", type=pathlib.Path, metavar="DIR", help="all results in DIR in short: a Markdown table per machine"
+        "--report", type=pathlib.Path, metavar="DIR", help="summarize all results in DIR: a Markdown table per machine"
     )
     parser.add_argument("--dtype", default="bfloat16", choices=GROSS_ERROR, help="of operands and result (%(default)s)")
     parser.add_argument(
-        "--precision", choices=["default", "high", "highest"], default="default", help="of products of float32"
+        "--precision", choices=["default", "high", "highest"], default="default", help="of float32 products"
     )
     activations = ["none", *filter(None, ACTIVATIONS)]
     parser.add_argument(
@@ -51,24 +51,27 @@ def add_arguments(parser):
         "--measure",
         action="append",
         choices=sides.MEASURES,
-        help=f"may be given several times; all without it. {kinds}",
+        help=f"may be repeated; without it, all. {kinds}",
     )
     parser.add_argument(
         "--rounds",
         type=shapes.positive,
         default=2,
-        help="in each, the sides are timed in order and in reverse (%(default)s)",
+        help="each times the sides in order and in reverse (%(default)s)",
     )
-    parser.add_argument("--no-peers", action="store_true", help="XLA only, not other libraries that are installed")
+    parser.add_argument("--no-peers", action="store_true", help="compare with XLA only, not with other libraries")
     parser.add_argument(
-        "--limit", type=shapes.seconds, default=math.inf, metavar="SECONDS", help="after which no new shape is begun"
+        "--limit", type=shapes.seconds, default=math.inf, metavar="SECONDS", help="start no new shape after this time"
     )
     parser.add_argument(
-        "--out", type=pathlib.Path, metavar="OUT.json", help="written after every shape; at the end OUT.md, the table"
+        "--out",
+        type=pathlib.Path,
+        metavar="OUT.json",
+        help="written after every shape; at the end also the table, as OUT.md",
     )
-    parser.add_argument("--resume", action="store_true", help="go on with what OUT.json has")
+    parser.add_argument("--resume", action="store_true", help="continue the result in OUT.json")
     parser.add_argument(
-        "--plot", type=pathlib.Path, metavar="DIR", help="write plots there: roofline and ratios, as SVG and PNG"
+        "--plot", type=pathlib.Path, metavar="DIR", help="write plots of roofline and ratios to DIR, as SVG and PNG"
     )
     parser.set_defaults(error=parser.error)
 
@@ -126,7 +129,7 @@ def _load(path, error):
 
 
 def measure_all(arguments, report):
-    """The result of what a command line asks for, and whether the user interrupted it."""
+    """The result that a command line asks for, and whether the user interrupted it."""
     try:
         todo = shapes.chosen(arguments)
     except (OSError, ValueError) as error:
@@ -166,11 +169,11 @@ def measure_all(arguments, report):
     )
     if arguments.out and arguments.out.exists():
         if not arguments.resume:
-            arguments.error(f"--out {arguments.out} exists; --resume goes on with it")
+            arguments.error(f"--out {arguments.out} exists; --resume continues it")
         before = _load(arguments.out, arguments.error)
         for key in ("machine", "task", "measures", "rounds"):
             if _settings(before[key]) != _settings(result[key]):
-                arguments.error(f"--resume: {key} of {arguments.out} is {before[key]}, and now {result[key]}")
+                arguments.error(f"--resume: {key} in {arguments.out} is {before[key]}, now it is {result[key]}")
         result = before | dict(command=f"{before['command']}; {result['command']}")
         result.pop("stopped", None)
     save = functools.partial(results.save, result, arguments.out) if arguments.out else lambda: None
@@ -213,13 +216,13 @@ def _settings(value):
 
 
 def calls_of(size, gpu):
-    """How many calls, on operands of ``size`` bytes each, evict those of the first from L2; how many in a program."""
+    """How many calls with operands of ``size`` bytes evict the first one's from L2, and how many a program makes."""
     count = max(8, min(MOST_CALLS, math.ceil(ROTATED_BYTES["cuda"] / size))) if gpu else 2
     return count, min(count, MOST_CALLS_IN_PROGRAM)
 
 
 def measure(task, shape, peers, measures, rounds, gpu):
-    """The row of a shape in a result."""
+    """A shape's row in a result."""
     size = task.bytes(shape)
     count, in_program = calls_of(size, gpu)
     plan = task.plan(shape)
@@ -290,7 +293,7 @@ def measure(task, shape, peers, measures, rounds, gpu):
 
 @contextlib.contextmanager
 def _recorded(side):
-    """Records what is raised inside as the error of ``side``: it must not end the measurement of the others."""
+    """Records an exception as the error of ``side``, so that the other sides are still measured."""
     try:
         yield
     except Exception as error:
@@ -309,7 +312,7 @@ def _relative_difference(x, y):
 
 
 def _difference(x, y):
-    """Largest of the absolute differences over the largest entry of y; None where it is not finite."""
+    """The largest absolute difference over the largest entry of y; None if it is not finite."""
     difference = float(_relative_difference(x, y))
     return difference if math.isfinite(difference) else None
 
@@ -323,7 +326,7 @@ def _no_profile(program):
 
 
 def _limits(dtype):
-    """What a GPU reaches: bytes per second of an elementwise function, and FLOP per second of XLA's large square."""
+    """What the GPU reaches: bytes per second in an elementwise function, FLOP per second in XLA's large product."""
     x, size = jnp.ones(1 << 26), 8192
     stream, square = (
         wall_sample(_warm(sides.jax_programs(function, [operands], 1)["device"]), 0.1)

@@ -1,4 +1,4 @@
-"""``python -m jax_streamk fit``: measures plans on this GPU and fits the constants that the planner estimates by."""
+"""``python -m jax_streamk fit``: measures plans on this GPU and fits the constants of the planner's estimates."""
 
 import csv
 import datetime
@@ -20,21 +20,24 @@ _NAMED = ("A100", "H100", "H200")
 
 def add_arguments(parser):
     parser.add_argument(
-        "--out", metavar="FILE", type=pathlib.Path, help="of JSON (the user's data folder, where plans look for it)"
+        "--out",
+        metavar="FILE",
+        type=pathlib.Path,
+        help="machine file to write (in the user's data folder, which is read)",
     )
-    parser.add_argument("--minutes", type=float, default=20, help="begin to measure no shape after so long (20)")
-    parser.add_argument("--resume", action="store_true", help="go on with the plans measured for the same file")
+    parser.add_argument("--minutes", type=float, default=20, help="start no new shape after this time (20)")
+    parser.add_argument("--resume", action="store_true", help="keep what was measured for the same file")
     parser.add_argument(
         "--from", dest="tables", nargs="+", metavar="TABLE", help="fit to tables of measured plans; needs no GPU"
     )
-    parser.add_argument("--device", choices=_NAMED, help="that tables are of (the GPU that is here)")
+    parser.add_argument("--device", choices=_NAMED, help="GPU that the tables were measured on (this one)")
 
 
 def run(arguments):
     try:
         device = getattr(jax_streamk, arguments.device) if arguments.device else device_of(None)
         if device.platform != "cuda":
-            raise ValueError(f"fits the constants of GPUs, and this is {device.kind or device.platform}: see --from")
+            raise ValueError(f"it fits constants of GPUs, and this is {device.kind or device.platform}: see --from")
         out = arguments.out or machines.user_directory() / f"{_slug(device.kind)}.json"
         out.parent.mkdir(parents=True, exist_ok=True)
         console, progress = progress_of("fit")
@@ -69,7 +72,7 @@ def run(arguments):
 
 
 def _measured(device, path, arguments, console, progress):
-    """Records of the fixed set of plans, which are written to a file as they come."""
+    """Records of the fixed set of plans, written to a file as they are measured."""
     before = fit.read(path) if arguments.resume and path.exists() else []
     done = {plans.key_of(record) for record in before}
     left = [problem for problem in plans.problems() if plans.key_of(plans.record_of(problem)) not in done]
@@ -80,11 +83,11 @@ def _measured(device, path, arguments, console, progress):
             writer.writeheader()
         for problem in progress.track(left, description="measuring"):
             if time.monotonic() - started > 60 * arguments.minutes:
-                console.print(f"not all shapes begun within {arguments.minutes:g} min; --resume goes on")
+                console.print(f"some shapes were not started within {arguments.minutes:g} min; --resume measures them")
                 break
             try:
                 found = plans.measured(problem, memory)
-            except Exception as error:  # lack of memory has many names
+            except Exception as error:  # running out of memory raises many types
                 console.print(f"{problem}: failed: {type(error).__name__}: {error}")
                 continue
             writer.writerows(found)
@@ -98,7 +101,7 @@ def _slug(kind):
 
 
 def _command(arguments):
-    """As it was given, without folders."""
+    """The command line, without folders."""
     tables = [pathlib.Path(table).name for table in arguments.tables or ()]
     parts = ["fit", *(["--from", *tables] if tables else [])]
     parts += ["--device", arguments.device] if arguments.device else []

@@ -1,4 +1,4 @@
-"""``python -m jax_streamk info``: what a bug report needs, versions, devices, compiled kernels and tuned plans."""
+"""``python -m jax_streamk info``: shows what a bug report needs: versions, devices, kernels and tuned plans."""
 
 import collections
 import importlib.metadata
@@ -18,11 +18,11 @@ _DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 
 
 def add_arguments(parser):
-    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--kernels",
         metavar="FILE",
-        help="describe the CUDA kernels of this build in FILE, and do nothing else (maintainers)",
+        help="only write a description of this build's CUDA kernels to FILE (for maintainers)",
     )
     parser.add_argument("--cache", metavar="DIR", help="where tuned plans are kept (the user's cache folder)")
 
@@ -55,7 +55,7 @@ def _describe_kernels(path):
 def _attempt(part, *arguments):
     try:
         return part(*arguments)
-    except Exception as error:  # what is broken is what the report is for
+    except Exception as error:  # a report must show what is broken
         return f"failed: {type(error).__name__}: {error}"
 
 
@@ -138,7 +138,7 @@ def _kernels():
 def _tuned_plans(cache):
     store = tuned.store_of(cache)
     devices = {device_for_lowering("cpu")}
-    # The one that JAX uses by default may be what is broken.
+    # JAX's default device may be what is broken.
     default = _attempt(device_of, None)
     if not isinstance(default, str) and default.kind:
         devices.add(default)

@@ -12,7 +12,7 @@ import numpy as np
 from jax_streamk.tools.results import LOSS, summary
 from jax_streamk.tools.sides import OURS, XLA
 
-# Told apart by form, and by colors that color-blind readers tell apart too.
+# Markers differ, and so do the colors, also for color-blind readers.
 _STYLES = {
     "faster": dict(color="#0072b2", marker="^"),
     f"within {1 - LOSS:.0%}": dict(color="#737373", marker="o"),
@@ -20,13 +20,13 @@ _STYLES = {
     "left to XLA": dict(color="#737373", marker="s", facecolors="none"),
 }
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#737373", "#111111")
-_LABELLED = 40  # shapes at most have their names on the axis
-_SET = 50  # shapes at least make a result a curve among others
+_LABELLED = 40  # up to this number of shapes, the axis names each
+_SET = 50  # write_digest plots results with at least this number of shapes
 _SETTINGS = {"svg.hashsalt": "jax_streamk", "axes.spines.top": False, "axes.spines.right": False, "font.size": 10}
 
 
 def write(result, folder):
-    """Writes roofline and ratio of a result as SVG and PNG into a folder, and returns their paths.
+    """Writes the roofline and the ratio plot of a result as SVG and PNG into a folder, and returns their paths.
 
     Raises:
       OSError: the folder cannot be made or written to.

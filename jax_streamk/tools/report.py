@@ -1,4 +1,4 @@
-"""Results of bench in words: progress while it measures, and tables for terminals and pages."""
+"""Presents results of bench: progress while it measures, and tables for terminals and pages."""
 
 import contextlib
 import io
@@ -19,7 +19,7 @@ WIDE = 170
 
 @contextlib.contextmanager
 def progress(todo):
-    """A bar over shapes; gives a function to be called with the result after each of them."""
+    """A progress bar over shapes; yields a function to call with the result after each of them."""
     times = TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *times
     with Progress(*columns, console=Console(stderr=True), speed_estimate_period=1800) as bar:
@@ -45,7 +45,7 @@ def show(result):
 
 
 def markdown(result):
-    """The page that goes with a result."""
+    """A result as a Markdown page."""
     file = io.StringIO()
     console = Console(file=file, width=400, color_system=None)
     head = _head(result)
@@ -57,10 +57,10 @@ def markdown(result):
 
 
 def by_machine(found):
-    """Of results by path, those of each kind of machine by the file's name, the machine with the most results first.
+    """Groups results (a dict by path) by machine and then file name. The machine with the most results comes first.
 
     Raises:
-      ValueError: two results of a machine have one name.
+      ValueError: two results of a machine have the same name.
     """
     machines: dict[str, dict[str, Any]] = {}
     for path, result in found.items():
@@ -113,7 +113,7 @@ def _head(result):
     return [
         f"{task['dtype']} {what} beside XLA's default, {machine['device']}{driver}, {result['date'][:10]}",
         f"jax {machine['jax']}, jaxlib {machine.get('jaxlib', '?')}; `{result['command']}`.",
-        "Median times of a call, half the interquartile range after ±; ratios are XLA's time over the other's. "
+        "Times of a call are medians ± half the interquartile range; ratios are XLA's time over the other's. "
         f"{measured}.",
     ]
 
@@ -128,7 +128,7 @@ def _tail(result):
         )
     if result["link_us"] and "dependent" in result["measures"]:
         lines.append(
-            f"Dependent calls: {duration(result['link_us'])} of each, on every side, are the kernel that makes them so."
+            f"Dependent calls: {duration(result['link_us'])} of each, on every side, is the kernel that links them."
         )
     cool = sum(row.get("rotated_bytes", 200e6) < 200e6 for row in result["rows"])
     if cool and result["machine"]["platform"] == "cuda":

@@ -1,4 +1,4 @@
-"""What bench measured: its file, and its ratios in sum."""
+"""Results of bench: their files and their summaries."""
 
 import json
 import math
@@ -17,7 +17,7 @@ def load(path):
 
     Raises:
       OSError: it cannot be read.
-      ValueError: it is no result of bench.
+      ValueError: it is not a result of bench.
     """
     try:
         result = json.loads(pathlib.Path(path).read_text())
@@ -26,16 +26,16 @@ def load(path):
     if not isinstance(result, dict) or result.get("format") != FORMAT:
         raise ValueError(f"{path} is not a result of bench: its format is not {FORMAT!r}")
     if missing := FIELDS - result.keys():
-        raise ValueError(f"{path} is no whole result of bench: it lacks {', '.join(sorted(missing))}")
+        raise ValueError(f"{path} is not a complete result of bench: it lacks {', '.join(sorted(missing))}")
     return result
 
 
 def load_folder(folder):
-    """The results in a folder and the folders in it, by path and in order of these.
+    """The results in a folder and its subfolders: a dict by path, in their order.
 
     Raises:
       OSError: the folder or a file cannot be read.
-      ValueError: a file is no result of bench, or there is none.
+      ValueError: a file is not a result of bench, or there is none.
     """
     folder = pathlib.Path(folder)
     if not folder.is_dir():
@@ -47,7 +47,7 @@ def load_folder(folder):
 
 
 def save(result, path):
-    """Writes the file at once or not at all, a line per shape."""
+    """Writes the file atomically, with a line per shape."""
     result = result | dict(summary=summary(result))
     rows = ",\n".join("  " + json.dumps(row) for row in result.pop("rows"))
     head = json.dumps(result, indent=1).removesuffix("\n}")
@@ -57,7 +57,7 @@ def save(result, path):
 
 
 def summary(result):
-    """By side: geometric means of XLA's ratios by measure; how many shapes are losses, XLA's own, failed or wrong."""
+    """For each side: geometric mean ratio by measure, and how many shapes are losses, left to XLA, failed or wrong."""
     out = {}
     for name in dict.fromkeys(name for row in result["rows"] for name in row["sides"] if name != XLA):
         rows = [row["sides"][name] for row in result["rows"] if name in row["sides"]]

@@ -1,4 +1,4 @@
-"""The products that tools measure: read from CSV files, or drawn from families, each a named set."""
+"""The products that tools measure, from CSV files or named sets."""
 
 import csv
 import dataclasses
@@ -20,14 +20,14 @@ class Shape:
     source: str = ""
 
     def stored(self):
-        """The shapes of A and B as they are stored, with a batch in front where there is more than one."""
+        """The shapes of A and B as stored, with a leading batch dimension if ``batch`` is more than 1."""
         lead = (self.batch,) if self.batch > 1 else ()
         a = (self.k, self.m) if self.trans_a else (self.m, self.k)
         b = (self.n, self.k) if self.trans_b else (self.k, self.n)
         return lead + a, lead + b
 
     def dimension_numbers(self):
-        """Those of the product as a ``lax.dot_general``."""
+        """The dimension numbers of the product as a ``lax.dot_general``."""
         batch = tuple(range(self.batch > 1))
         return (((len(batch) + (not self.trans_a),), (len(batch) + self.trans_b,)), (batch, batch))
 
@@ -43,25 +43,25 @@ _NUMBERS = {
     "trans_a": "0",
     "trans_b": "0",
     "batch": "1",
-}  # what is there where a cell is empty
+}  # the value of an empty cell; None: it must not be empty
 _COLUMNS = (*_NUMBERS, "source")
 
 
 def read(path, column_major=False):
-    """The shapes of a CSV file with a header, in its order, each once.
+    """The shapes of a CSV file with a header, in its order, without duplicates.
 
     Args:
-      path: of a file with the columns m, n and k, and optionally trans_a and trans_b (0 or 1), batch and source, in
-        either case, separated by commas, semicolons or tabs. Other columns are ignored.
-      column_major: the file's operands are column-major, as BLAS's and DeepBench's: m and n, and trans_a and trans_b,
-        are exchanged.
+      path: a file with the columns m, n and k, and optionally trans_a and trans_b (0 or 1), batch and source, in upper
+        or lower case, separated by commas, semicolons or tabs. Other columns are ignored.
+      column_major: whether the file's operands are column-major, as in BLAS and DeepBench: m and n, and trans_a and
+        trans_b, are exchanged.
 
     Returns:
       A list of ``Shape``.
 
     Raises:
       OSError: the file cannot be read.
-      ValueError: it is not such a file; the message has path and line.
+      ValueError: it is not such a file; the message names path and line.
     """
     shapes: dict[Shape, Shape] = {}
     with open(path, newline="", encoding="utf-8-sig") as file:
@@ -91,7 +91,7 @@ def read(path, column_major=False):
         except (csv.Error, UnicodeDecodeError) as error:
             raise ValueError(f"{path}:{line + 1}: not a CSV file: {error}") from None
     if not shapes:
-        raise ValueError(f"{path}: no shape in it")
+        raise ValueError(f"{path}: it has no shapes")
     return list(shapes.values())
 
 
@@ -111,7 +111,7 @@ def _shape(where, row):
     return Shape(**values, source=row.get("source") or "")
 
 
-# (hidden, heads, heads of keys and values, head size, intermediate), as published in each model's configuration.
+# (hidden, heads, key and value heads, head size, intermediate), as published in each model's configuration.
 _MODELS = {
     "Llama-3.1-8B": (4096, 32, 8, 128, 14336),
     "Llama-3.1-70B": (8192, 64, 8, 128, 28672),
@@ -125,7 +125,7 @@ _MODELS = {
 
 
 def _decode_llm():
-    """Every weight of a layer, of one GPU or of each of four, times the hidden states of a decoding batch."""
+    """Every weight of a layer, on one GPU or split over four, times the hidden states of a decoding batch."""
     for (model, sizes), ways in itertools.product(_MODELS.items(), (1, 4)):
         hidden, heads, kv_heads, head, intermediate = sizes
         weights = [
@@ -157,7 +157,7 @@ def _deepbench_train():
 
 
 def _streamk_sample():
-    """256 draws, log-uniform in [128, 8192] per extent; of three quarters the extents are multiples of 8."""
+    """256 draws, log-uniform in [128, 8192] per extent; in three quarters all extents are multiples of 8."""
     rng = random.Random(2023)
     for i in range(256):
         unit, source = (1, "any") if i % 4 == 3 else (8, "aligned")
@@ -186,7 +186,7 @@ SETS = {
 
 
 def named(name):
-    """The shapes of a set of ``SETS``, in a fixed order, each once.
+    """The shapes of a set in ``SETS``, in a fixed order, without duplicates.
 
     Raises:
       ValueError: there is no such set.
@@ -197,9 +197,9 @@ def named(name):
 
 
 def sample(shapes, count):
-    """At most ``count`` of the shapes, the same ones each time, in their order: one from each of ``count`` equal parts.
+    """At most ``count`` shapes, always the same, in their order: one from each of ``count`` equal parts.
 
-    Lists have periods, such as batch sizes: a fixed step might hit the same one each time.
+    Sets are periodic, for example in the batch size: with a fixed step all shapes might have the same one.
     """
     rng, count = random.Random(0), min(count, len(shapes))
     bounds = [i * len(shapes) // count for i in range(count + 1)]
@@ -207,7 +207,7 @@ def sample(shapes, count):
 
 
 def positive(text):
-    """An argument that is a positive integer."""
+    """Parses a positive integer, for argparse."""
     value = int(text)
     if value < 1:
         raise ValueError
@@ -215,7 +215,7 @@ def positive(text):
 
 
 def seconds(text):
-    """An argument that is a time, not negative."""
+    """Parses a time that is not negative, for argparse."""
     value = float(text)
     if not value >= 0:
         raise ValueError
@@ -223,7 +223,7 @@ def seconds(text):
 
 
 def add_arguments(parser):
-    """Adds what ``chosen`` reads; returns the group of exclusive arguments, to which others may be added."""
+    """Adds the arguments that ``chosen`` reads; returns the exclusive group, to which a command may add its own."""
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
         "file", nargs="?", metavar="FILE.csv", help="columns m, n, k and optionally trans_a, trans_b, batch, source"
@@ -233,7 +233,7 @@ def add_arguments(parser):
         "--column-major", action="store_true", help="the file's operands are column-major, as DeepBench's are"
     )
     parser.add_argument(
-        "--sample", type=positive, metavar="N", help="only N of the shapes, one of each of N equal parts"
+        "--sample", type=positive, metavar="N", help="only N of the shapes, one from each of N equal parts"
     )
     return what
 

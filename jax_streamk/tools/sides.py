@@ -1,6 +1,6 @@
-"""What is measured side by side: our product, XLA's, and those of other libraries where they are installed.
+"""The sides that bench compares: our product, XLA's, and those of other installed libraries.
 
-A side makes of a ``Shape`` and operands the ``Program``s that are measured.
+From a ``Shape`` and operands, a side makes the ``Program``s that are measured.
 """
 
 import dataclasses
@@ -22,18 +22,18 @@ from jax_streamk.tuning.programs import Program, dependent, repeat
 
 OURS, XLA, OUR_MATMUL = "jax_streamk", "XLA", "jax_streamk.matmul"
 MEASURES = {
-    "device": "kernels, memsets and copies of calls one by one",
-    "dependent": "wall time of a program of calls that each wait for the one before",
-    "independent": "wall time of a program of calls that need nothing of each other",
+    "device": "kernels, memsets and copies of a call on the GPU",
+    "dependent": "wall time of a program whose calls each wait for the previous one",
+    "independent": "wall time of a program of independent calls",
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What is computed of every shape: a product, or a linear layer with bias where activation is not None.
+    """What is computed for every shape: a product, or a linear layer with bias if activation is not None.
 
     Attributes:
-      dtype: of operands and result.
+      dtype: the dtype of operands and result.
       precision: as in ``jax_streamk.matmul``.
       activation: a key of ``ACTIVATIONS`` or "none"; None for a plain product.
     """
@@ -50,12 +50,12 @@ class Task:
         return [*shape.stored()] + [(shape.n,)] * (self.activation is not None)
 
     def bytes(self, shape):
-        """Of operands and result, each once."""
+        """The bytes of operands and result."""
         elements = sum(map(math.prod, self.operand_shapes(shape))) + shape.batch * shape.m * shape.n
         return elements * jnp.dtype(self.dtype).itemsize
 
     def operands(self, shape, count):
-        """``count`` tuples of fresh random normal operands of their own."""
+        """``count`` tuples of random normal operands."""
         shapes, dtype = self.operand_shapes(shape), jnp.dtype(self.dtype)
         drawn = jnp.promote_types(dtype, jnp.float32)
 
@@ -74,13 +74,13 @@ class Task:
 
     @property
     def xla_precision(self):
-        """Of XLA's products: at "high" it would multiply TF32 once, where we multiply three times."""
+        """The precision of XLA's products. At "high" XLA would multiply TF32 once, and we multiply three times."""
         if self.precision == "high" and self.dtype == "float32" and jax.default_backend() == "gpu":
             return lax.DotAlgorithmPreset.TF32_TF32_F32_X3
         return self.precision
 
     def functions(self, shape):
-        """Functions of the operands by side."""
+        """For each side, a function of the operands."""
 
         def stored(function, precision=self.precision):
             def call(a, b, *others):
@@ -103,7 +103,7 @@ class Task:
 
 
 def jax_programs(function, operands, in_program):
-    """``Program``s by measure; the calls of the last two are the first ``in_program`` of the operands'."""
+    """``Program``s by measure. Those of wall time call only the first ``in_program`` operands."""
     one = jax.jit(function)
     several = jax.jit(lambda products: [function(*xs) for xs in products])
     few = operands[:in_program]
@@ -115,12 +115,12 @@ def jax_programs(function, operands, in_program):
 
 
 def link_program():
-    """The ``Program`` of what ``chain`` adds to its calls, without them."""
+    """The ``Program`` of the kernels that ``chain`` adds to its calls, without the calls."""
     return dependent(lambda a, b: b, [(jnp.zeros((8, 8)), jnp.ones((8, 8)))] * 64)
 
 
 def peers(task):
-    """(builders of programs by name, reasons by name of those that are not here)."""
+    """(builders of programs by name, by name why others are absent)."""
     gpu = jax.default_backend() == "gpu"
     here, absent = {}, {}
     known = ("cuBLAS by torch", "torch", torch_programs, False), ("Pallas Mosaic GPU", "absl", pallas_programs, True)
@@ -141,7 +141,7 @@ def peers(task):
 def torch_programs(task, shape, operands, in_program):
     import torch
 
-    # What XLA's default is to a product of float32 is "high" to torch: TF32.
+    # TF32, XLA's default for float32, is called "high" in torch.
     torch.set_float32_matmul_precision("high" if task.precision is None else "highest")
     products = [tuple(map(torch.from_dlpack, xs)) for xs in operands]
 
@@ -179,12 +179,12 @@ def torch_programs(task, shape, operands, in_program):
 
 
 def pallas_programs(task, shape, operands, in_program):
-    """Programs of the fastest of some configurations that can run the shape."""
+    """Programs of the fastest among some configurations that can run the shape."""
     from jax.experimental.pallas.ops.gpu import hopper_matmul_mgpu as mgpu
 
     if shape.trans_a or shape.trans_b or shape.batch > 1 or task.dtype not in ("bfloat16", "float16"):
-        raise ValueError("row-major products of bfloat16 or float16 without a batch only")
-    # From JAX 0.10 on it takes an array to add.
+        raise ValueError("only row-major products of bfloat16 or float16 without a batch")
+    # Since JAX 0.10 it has an argument for an array to add.
     none = {"c": None} if "c" in inspect.signature(mgpu.matmul).parameters else {}
     best = None
     for rows, columns, wide in itertools.product((128, 64), (128, 64), mgpu.MatmulDimension):
@@ -200,5 +200,5 @@ def pallas_programs(task, shape, operands, in_program):
         if best is None or time < best[0]:
             best = time, programs
     if best is None:
-        raise ValueError("its tiles divide no such shape: m and n must be multiples of 64 or 128, and k of 64")
+        raise ValueError("no tile divides this shape: m and n must be multiples of 64 or 128, and k of 64")
     return best[1]

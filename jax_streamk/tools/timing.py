@@ -1,4 +1,4 @@
-"""How long a call takes on the device, by a profile of all that the device did."""
+"""Times calls on the device, from a profile of everything that it ran."""
 
 import math
 import pathlib
@@ -9,9 +9,8 @@ import numpy as np
 
 from jax_streamk.tuning.programs import repeat
 
-# Every event of XLA's CUPTI tracer that is a kernel, a copy or a memset has one of these, and no other event (overhead,
-# markers) has. Those inside a CUDA graph are traced one by one, unless the profiler's
-# gpu_enable_cupti_activity_graph_trace is set.
+# In XLA's CUPTI trace kernels, copies and memsets have one of these, and nothing else has. This includes those inside a
+# CUDA graph, unless the profiler's gpu_enable_cupti_activity_graph_trace is set.
 _DETAILS = {"kernel_details", "memcpy_details", "memset_details"}
 
 
@@ -28,9 +27,9 @@ def device_work(profile):
 
 
 def per_call(work, calls):
-    """Microseconds of each of ``calls`` equal calls that did this work in turn; their mean if it does not divide.
+    """Microseconds of each of ``calls`` equal calls that did this work; their mean if the calls cannot be told apart.
 
-    Kernels that overlap are counted once: it is the time in which the device did anything.
+    Time in which kernels overlap counts once.
     """
     size, rest = divmod(len(work), calls)
     if rest:
@@ -39,7 +38,7 @@ def per_call(work, calls):
 
 
 def busy(work):
-    """Length of the union of intervals (start, duration, name), by start."""
+    """Length of the union of the intervals (start, duration, name), which are sorted by start."""
     total, until = 0, -math.inf
     for start, duration, _ in work:
         total += max(start + duration - max(start, until), 0)
@@ -48,7 +47,7 @@ def busy(work):
 
 
 def profile(run):
-    """The ``jax.profiler.ProfileData`` of ``run()``, of devices only."""
+    """The ``jax.profiler.ProfileData`` of ``run()`` on devices, without the host."""
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -62,7 +61,7 @@ def device_samples(program, least=20):
     """(microseconds on the device of each of at least ``least`` calls, names of what ran there).
 
     Raises:
-      RuntimeError: the profile has nothing of a GPU.
+      RuntimeError: the profile has no kernel of a GPU.
     """
     repeats = -(-least // program.calls)
     work = device_work(profile(lambda: repeat(program, repeats)))

@@ -18,17 +18,15 @@ from jax_streamk.tuning.measure import Memory
 
 def add_arguments(parser):
     shapes.add_arguments(parser)
-    parser.add_argument(
-        "--dtype", action="append", type=dtype, help="of operands (bfloat16); may be given several times"
-    )
+    parser.add_argument("--dtype", action="append", type=dtype, help="of operands (bfloat16); may be repeated")
     parser.add_argument("--out-dtype", type=dtype, help="of results (JAX's choice)")
     parser.add_argument(
-        "--cache", metavar="DIR", help="where plans are stored (the user's cache folder, which programs look in)"
+        "--cache", metavar="DIR", help="where plans are stored (the user's cache folder, which programs read)"
     )
     parser.add_argument(
-        "--limit", type=shapes.seconds, default=math.inf, metavar="SECONDS", help="begin no product after so long"
+        "--limit", type=shapes.seconds, default=math.inf, metavar="SECONDS", help="start no new product after this time"
     )
-    parser.add_argument("--again", action="store_true", help="measure what is stored already, too")
+    parser.add_argument("--again", action="store_true", help="measure also what is already stored")
 
 
 def run(arguments):
@@ -61,11 +59,11 @@ def run(arguments):
         with progress if open_ else contextlib.nullcontext():
             for problem in progress.track(open_, description="tuning"):
                 if time.monotonic() - started > arguments.limit:
-                    ended = f", the rest not begun within {arguments.limit:g} s"
+                    ended = f", the rest not started within {arguments.limit:g} s"
                     break
                 try:
                     found = tune.fastest(problem, memory)
-                except Exception as error:  # lack of memory has many names
+                except Exception as error:  # running out of memory raises many types
                     failed += 1
                     console.print(f"{problems[problem]}: failed: {type(error).__name__}: {error}")
                     continue
@@ -78,16 +76,17 @@ def run(arguments):
         raise SystemExit(f"tune: plans cannot be stored any more: {error}") from None
 
     counts = f"{len(now)} tuned, {len(before)} tuned before, {failed} failed{ended}"
-    print(f"{len(problems)} product{'s' * (len(problems) != 1)}: {counts}; {len(left)} more XLA's")
+    print(f"{len(problems)} product{'s' * (len(problems) != 1)}: {counts}; {len(left)} more left to XLA")
     plans = [*before.values(), *now.values()]
     if plans:
         ratios = [plan.planned_microseconds / plan.microseconds for plan in plans]
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
         changed = sum(ratio != 1 for ratio in ratios)
         print(
-            f"{changed} of {len(plans)} plans are not the planner's; its time over theirs, geometric mean: {mean:.3f}"
+            f"{changed} of {len(plans)} plans differ from the planner's, whose time over theirs is {mean:.3f} in the "
+            "geometric mean"
         )
-        print(f"left to XLA, whose product is faster: {sum(plan.is_left_to_xla for plan in plans)} of {len(plans)}")
+        print(f"left to XLA, which is faster: {sum(plan.is_left_to_xla for plan in plans)} of {len(plans)}")
         print(f"stored in {store.path(device)}")
     return 130 if interrupted else int(failed > 0)
 
@@ -100,7 +99,7 @@ def dtype(text):
 
 
 def _plan(wanted, dtypes, out_dtype, device):
-    """What each problem that a kernel runs is of, and why XLA has the others."""
+    """The product of each problem that a kernel runs, and for the other products why they are left to XLA."""
     lowering.check_build(device.platform)
     problems: dict[GemmProblem, str] = {}
     left: dict[str, str] = {}
@@ -126,7 +125,7 @@ def _plan(wanted, dtypes, out_dtype, device):
 def _found(found):
     what, planners = duration(found.microseconds), "by the planner's choice"
     beside = f"; XLA's product took {found.xla_ratio:.2f} of the time" if found.xla_ratio else ""
-    beside += ", and has it" * found.is_left_to_xla
+    beside += ", and is used" * found.is_left_to_xla
     if found.microseconds == found.planned_microseconds:
         return f"{what} {planners}{beside}"
     splits = f", {found.splits} splits, {found.reduction}" if found.splits > 1 else ""
