@@ -10,7 +10,7 @@ namespace jax_streamk {
 
 Status from_cuda(cudaError_t error, std::string const& what) {
   if (error == cudaSuccess) return {};
-  cudaGetLastError();  // clears it, or the next launch would report it
+  cudaGetLastError();  // clears the error, which the next launch would report
   return Status::internal(what + ": " + cudaGetErrorString(error));
 }
 
@@ -37,8 +37,8 @@ int64_t bytes_left(void const* p) {
 
 namespace {
 
-// The GEMM of a separate split-K: into partial sums, slices x batches x m x (n rounded up to 16 bytes), without the
-// epilogue, which the reduction runs.
+// The GEMM of a separate split-K. It writes partial sums, slices x batches x m x (n rounded up to 16 bytes), and leaves
+// the epilogue to the reduction.
 GemmProblem into_partials(GemmProblem p) {
   p.d.format = accumulator_of(p.a.format);
   p.epilogue = {};

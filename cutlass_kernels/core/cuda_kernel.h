@@ -14,7 +14,7 @@ namespace jax_streamk {
 
 Status from_cuda(cudaError_t error, std::string const& what);
 
-// Bytes from `p`, in GPU memory, to the end of its allocation; 0 if the driver does not say.
+// Bytes from `p`, in GPU memory, to the end of its allocation; 0 if the driver does not report it.
 int64_t bytes_left(void const* p);
 
 class CudaKernel : public Kernel {
@@ -28,10 +28,10 @@ class CudaKernel : public Kernel {
   Status resources(Resources&) const final;
 
  protected:
-  // The same three for one GEMM launch, without copies and separate reduction. A launch of several slices is
-  // data-parallel, needs no workspace, and writes slice s of batch b at s * p.batch + b batch strides of D;
-  // can_launch() is asked about slices.as_batch(p). `after_copy`: a copy was launched before it, and it may start while
-  // that ends.
+  // The same three functions for one GEMM launch, without copies and separate reduction. A launch of several slices
+  // is data-parallel, needs no workspace, and writes slice s of batch b at s * p.batch + b batch strides of D;
+  // can_launch() then gets slices.as_batch(p). `after_copy`: a copy was launched just before, and the GEMM may start
+  // while the copy finishes.
   virtual Status can_launch(GemmProblem const&, Schedule const&, Device const&) const = 0;
   virtual int64_t launch_workspace_bytes(GemmProblem const&, Schedule const&, Device const&) const = 0;
   virtual Status launch(GemmProblem const& p, Slices const&, Schedule const&, LaunchPolicy const&, Device const&,
@@ -39,7 +39,7 @@ class CudaKernel : public Kernel {
   // The __global__ function.
   virtual void const* entry_point() const = 0;
 
-  // Raises the kernel's shared memory limit on the current device; a launch that needs more than 48 KiB fails without.
+  // Raises the kernel's shared-memory limit on the current device, without which launches with over 48 KiB fail.
   Status allow_shared_memory() const;
 };
 

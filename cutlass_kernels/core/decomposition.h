@@ -1,8 +1,8 @@
 // How a Schedule cuts the MAC-iteration space of one GEMM into pieces of work.
 //
 // The space is tiles x k_tiles: `tiles` output tiles (over all batches), each the sum of `k_tiles` MAC iterations.
-// Workers (CTAs, clusters or CPU threads) take pieces in a fixed order that depends on nothing but these numbers, so
-// every family that asks this header runs the same decomposition, and so does the Python function that prints it.
+// Workers (CTAs, clusters or CPU threads) take pieces in a fixed order that depends on these numbers only. So every
+// family that asks this header runs the same decomposition, and the Python function that prints it shows the same.
 //
 // Data-parallel gives whole tiles to workers round-robin. Split-K gives every tile `splits` near-equal runs of
 // iterations. Stream-K follows Osama, Merrill, Cecka, Garland and Owens, "Stream-K: Work-centric Parallel Decomposition
@@ -10,10 +10,10 @@
 // partial wave and of one full wave before it are cut into equal runs of iterations, one per worker; the rest is
 // data-parallel.
 //
-// A tile that several workers share is fixed up by whichever of them arrives last: the others leave their partial tiles
-// in slots of their own, and the last adds all in the order of their iterations. Nobody waits for a worker that has not
-// finished its iterations, so there is no co-residency requirement and no deadlock, and the sum does not depend on who
-// was last.
+// A tile that several workers share is fixed up by the last one to arrive: the others leave their partial tiles in
+// slots of their own, and the last adds all of them in the order of their iterations. Nobody waits for a worker that
+// has not finished its iterations, so workers need not be co-resident and cannot deadlock, and the sum does not depend
+// on which worker was last.
 #pragma once
 
 #include <cstdint>
@@ -35,19 +35,19 @@ struct Work {
   int32_t k_count = 0;
   int32_t peer = 0;
   int32_t peers = 0;
-  bool last = false;  // of its worker, as far as is easily known
+  bool last = false;  // whether it is its worker's last piece, if that is easily known
 };
 
-// Quotient of non-negative numbers. A GPU divides at the head of every tile, in warps with few registers: 32-bit
+// Quotient of non-negative numbers. A GPU divides at the start of every tile, in warps with few registers, and 32-bit
 // unsigned division is the cheapest.
 JSK_HOST_DEVICE int32_t quotient(int32_t x, int32_t by) {
   return static_cast<int32_t>(static_cast<uint32_t>(x) / static_cast<uint32_t>(by));
 }
 
 // Divides non-negative numbers by a number known before the launch, in one multiplication: Granlund and Montgomery,
-// "Division by Invariant Integers using Multiplication" (1994). With 2^shift = 2^31 times the least power of two that
-// is not below the divisor, the product exceeds 2^shift times the exact quotient by less than 2^31, so for no x < 2^31
-// does it reach the next integer.
+// "Division by Invariant Integers using Multiplication" (1994). With 2^shift = 2^31 times the least power of two not
+// below the divisor, the product exceeds 2^shift times the exact quotient by less than 2^31 for x < 2^31, so it never
+// reaches the next integer.
 class Divisor {
  public:
   Divisor() = default;
@@ -81,18 +81,18 @@ struct Decomposition {
   int32_t k_tiles = 0;
   int32_t workers = 1;
   int32_t splits = 1;            // split-K: runs per tile
-  int32_t stream_k_tiles = 0;    // Stream-K: the first so many tiles are cut by iterations
-  int32_t stream_k_workers = 0;  // ... among so many workers
+  int32_t stream_k_tiles = 0;    // Stream-K: the number of tiles, from the first, that are cut by iterations
+  int32_t stream_k_workers = 0;  // Stream-K: the number of workers that share them
   EvenRuns runs;                 // of one tile's iterations (split-K) or of all Stream-K tiles' (Stream-K)
 
-  // Whether everything below counts in 32 bits.
+  // Whether all numbers below fit 32 bits.
   static JSK_HOST_DEVICE bool fits(int64_t tiles, int64_t k_tiles, int64_t max_workers, int64_t splits) {
     int64_t const limit = 1 << 30;
     return tiles * (splits > 1 ? splits : 1) < limit && (2 * max_workers + 1) * k_tiles < limit;
   }
 
-  // `max_workers` is the machine's width (SMs, clusters, threads). A Stream-K schedule with one worker is
-  // data-parallel, and so is one whose tiles fill whole waves.
+  // `max_workers` is the machine's width (SMs, clusters, threads). Stream-K becomes data-parallel with one worker, and
+  // where the tiles fill whole waves.
   static JSK_HOST_DEVICE Decomposition make(ScheduleKind kind, int32_t tiles, int32_t k_tiles, int32_t max_workers,
                                             int32_t splits) {
     Decomposition d;
@@ -118,7 +118,7 @@ struct Decomposition {
     return d;
   }
 
-  // Of all tiles of a source, such as DenseTiles.
+  // Decomposes all tiles of a source such as DenseTiles.
   template <class TileSource>
   static Decomposition make(ScheduleKind kind, TileSource const& source, int32_t max_workers, int32_t splits) {
     return make(kind, source.tiles(), source.k_tiles(), max_workers, splits);
@@ -130,7 +130,7 @@ struct Decomposition {
       int32_t const unit = worker + ordinal * workers;
       if (unit >= tiles * splits) return false;
       out.last = unit + workers >= tiles * splits;
-      // Neighbouring workers share a run of K and not a tile, so that they reuse each other's operand panels in L2.
+      // Neighbouring workers share a run of K instead of a tile, so that they find each other's operands in L2.
       out.peer = quotient(unit, tiles);
       out.tile = unit - out.peer * tiles;
       out.peers = splits;
@@ -138,7 +138,7 @@ struct Decomposition {
       out.k_count = runs.begin(out.peer + 1) - out.k_begin;
       return true;
     }
-    int32_t whole = ordinal;  // of the worker's tiles that it shares with nobody
+    int32_t whole = ordinal;  // index among the worker's unshared tiles
     if (worker < stream_k_workers) {
       int32_t const begin = runs.begin(worker), end = runs.begin(worker + 1);
       int32_t const first_tile = quotient(begin, k_tiles), last_tile = quotient(end - 1, k_tiles);
@@ -159,7 +159,7 @@ struct Decomposition {
     return whole_tile(worker, whole, out);
   }
 
-  // All that work() does where nothing is shared.
+  // Equivalent to work() if no tile is shared.
   JSK_HOST_DEVICE bool whole_tile(int32_t worker, int32_t ordinal, Work& out) const {
     out.tile = stream_k_tiles + worker + ordinal * workers;
     if (out.tile >= tiles) return false;
@@ -171,7 +171,7 @@ struct Decomposition {
     return true;
   }
 
-  // Where peer `peer` of a shared tile leaves its partial tile. Slots of different (tile, peer) never collide: a
+  // The slot in which peer `peer` of a shared tile leaves its partial tile. Different (tile, peer) never collide: a
   // Stream-K worker shares at most its first and its last tile.
   JSK_HOST_DEVICE int32_t slot(int32_t tile, int32_t peer) const {
     if (kind == ScheduleKind::kSplitK) return tile * splits + peer;
@@ -190,8 +190,8 @@ struct Decomposition {
 
 enum class Raster : int32_t { kAlongM, kAlongN };
 
-// The order in which tiles are numbered. Along M means that consecutive tiles step down M; `swizzle` is the width, in
-// tiles of the other dimension, of the panel that is finished before the next one starts, so that a wave covers a
+// The order in which tiles are numbered. Along M, consecutive tiles step down M. Tiles are grouped into panels that are
+// `swizzle` tiles wide in the other dimension; a panel is finished before the next one starts, so that a wave covers a
 // squarer piece of D.
 class TileOrder {
  public:
@@ -218,7 +218,7 @@ class TileOrder {
   int32_t tiles_m() const { return raster_ == Raster::kAlongM ? fast_ : slow_; }
   int32_t tiles_n() const { return raster_ == Raster::kAlongM ? slow_ : fast_; }
   int32_t tiles_per_batch() const { return per_batch_; }
-  // No less than the number of consecutive tiles of a batch among which those of a line along M, or along N, are.
+  // An upper bound of the number of consecutive tiles that a batch's line of tiles along M, or along N, spans.
   int32_t reach(Raster line) const {
     if (line == raster_) return fast_ == 1 ? 1 : per_panel_;
     return slow_ == swizzle_ ? slow_ : per_batch_;
@@ -234,7 +234,7 @@ class TileOrder {
   }
 
  private:
-  // Of extents that no kernel runs, too, which planning may ask about: none, and more than can be counted.
+  // Planning may ask about extents that no kernel runs: zero, and numbers that do not fit 32 bits.
   static int32_t at_least_1(int32_t x) { return x > 1 ? x : 1; }
   static int32_t product(int32_t x, int32_t y) {
     int64_t const exact = static_cast<int64_t>(x) * y, most = 1 << 30;
@@ -246,19 +246,19 @@ class TileOrder {
   int32_t swizzle_ = 1;
   int32_t per_batch_ = 1;
   int32_t per_panel_ = 1;  // tiles of a whole panel
-  int32_t panels_ = 1;     // that are whole
+  int32_t panels_ = 1;     // whole panels
   int32_t last_width_ = 0;
   Divisor by_batch_, by_panel_, by_width_, by_last_width_;
 };
 
-// Where an output tile lies in D of its group, in tiles, and which k-tiles it sums.
+// The position of an output tile in its group's D, in tiles, and the k-tiles that it sums.
 struct Tile {
   int32_t m, n, group;
   int32_t k_begin, k_tiles;
 };
 
-// A tile source says how many tiles a product has, how many k-tiles the longest of them sums, and where each lies. Here
-// groups are the products of a batch, alike, and each tile sums all of K. Groups may also cut m, or K, into runs.
+// A tile source knows a product's number of tiles, the largest number of k-tiles of any tile, and where each lies.
+// Here groups are the equal products of a batch, and each tile sums all of K. Groups may also cut m, or K, into runs.
 class DenseTiles {
  public:
   DenseTiles(TileOrder const& order, int32_t groups, int32_t k_tiles)

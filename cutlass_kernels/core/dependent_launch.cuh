@@ -1,4 +1,4 @@
-// Programmatic dependent launch: a kernel starts while the one before it ends (CUDA Programming Guide, "Programmatic
+// Programmatic dependent launch: a kernel starts while the previous one finishes (CUDA Programming Guide, "Programmatic
 // Dependent Launch and Synchronization").
 #pragma once
 
@@ -11,14 +11,14 @@ constexpr bool kHopper = true;
 constexpr bool kHopper = false;
 #endif
 
-// The next kernel, if it was launched to overlap, may start once every CTA has called this or ended.
+// The next kernel, if launched to overlap, may start once every CTA has called this or ended.
 __device__ inline void let_dependents_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
 
-// Waits until the kernel before has ended. Called before anything that it wrote is read, and by some thread of every
+// Waits until the previous kernel has ended. Call it before reading what that kernel wrote, and in a thread of every
 // CTA, so that this kernel cannot end before it.
 __device__ inline void wait_for_primary() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

@@ -1,4 +1,4 @@
-// The nouns that every family, the FFI handlers and the Python module share: a problem, a schedule, a kernel, the
+// The types that every family, the FFI handlers and the Python module share: a problem, a schedule, a kernel, the
 // registry.
 #pragma once
 
@@ -14,21 +14,21 @@
 namespace jax_streamk {
 
 enum class Family : int32_t { kHost, kSm80, kSm90, kSkinny };
-// Of an element in memory.
+// The type of an element in memory.
 enum class Type : int32_t { kF64, kF32, kBF16, kF16, kS8, kS32 };
 // kRow: the last index is contiguous (A is m x k, B is k x n, D is m x n and always kRow).
 enum class Major : int32_t { kRow, kColumn };
-// What a multiplication of two f32 numbers does. Other types have one way only, kNative.
+// How two f32 numbers are multiplied. Other types have kNative only.
 enum class Math : int32_t { kNative, kTF32, kTF32x3 };
 enum class Reduction : int32_t { kOrdered, kAtomic, kSeparate };
-// Which worker each cluster of a launch is: in the order of the launch, or so that neighbours share a GPC, or so that
-// the first ones are spread over all GPCs (planner/clusters.h).
+// How a launch's clusters are numbered as workers: in launch order, so that neighbours share a GPC, or so that the
+// first ones are spread over all GPCs (planner/clusters.h).
 enum class ClusterOrder : int32_t { kAsLaunched, kByGpc, kSpread };
-// As jax.nn has them: kGelu is exact, kGeluTanh its approximation.
+// As in jax.nn: kGelu is exact, kGeluTanh its approximation.
 enum class Activation : int32_t { kNone, kRelu, kGelu, kGeluTanh, kSilu, kSigmoid, kTanh };
 
-// How the elements of an operand are stored. Formats with scales will add the type of a scale, and the block of
-// elements that shares one.
+// How the elements of an operand are stored. Formats with scales will add a scale type and the block of elements that
+// shares a scale.
 struct Format {
   Type type = Type::kF32;
 
@@ -51,7 +51,7 @@ char const* name_of(ScheduleKind kind);
 char const* name_of(Raster raster);
 char const* name_of(ClusterOrder order);
 
-// What an operand is to a product (gemm_fields.h lists them).
+// What an operand is in a product (gemm_fields.h lists them).
 enum class Role : int32_t {
 #define JAX_STREAMK_ROLE(role, member, words) role,
   JAX_STREAMK_ROLES(JAX_STREAMK_ROLE)
@@ -62,7 +62,7 @@ inline constexpr Role kRoles[] = {
     JAX_STREAMK_ROLES(JAX_STREAMK_ROLE)
 #undef JAX_STREAMK_ROLE
 };
-char const* name_of(Role role);  // in words
+char const* name_of(Role role);  // as messages name it
 
 // How an operand lies in memory. Strides are in elements; a batch stride of 0 broadcasts it. The leading dimension is
 // the stride of the index that is not contiguous.
@@ -73,17 +73,17 @@ struct Layout {
   int64_t batch_stride = 0;
 };
 
-// With its extents, which follow from its role and those of the problem.
+// An operand with its extents, which follow from its role and the problem's extents.
 struct Operand : Layout {
   int64_t rows = 0, columns = 0;
 
   int64_t contiguous() const { return major == Major::kRow ? columns : rows; }
-  int64_t lines() const { return major == Major::kRow ? rows : columns; }  // that are ld apart
+  int64_t lines() const { return major == Major::kRow ? rows : columns; }  // number of contiguous lines, ld apart
 };
 
-// What becomes of a finished sum of products, once, in the accumulator's type: activation(alpha * sum + beta * residual
+// What is done once to a finished sum of products, in the accumulator's type: activation(alpha * sum + beta * residual
 // + bias). The bias has n contiguous elements of D's format for each batch, batch_stride_bias apart (0: all batches
-// share them); the residual is of D's format and layout.
+// share them); the residual has D's format and layout.
 struct EpilogueOps {
   Activation activation = Activation::kNone;
   bool has_bias = false, has_residual = false;
@@ -124,26 +124,26 @@ struct Schedule {
   ScheduleKind kind = ScheduleKind::kDataParallel;
   int32_t splits = 1;
   Reduction reduction = Reduction::kOrdered;
-  int32_t max_sms = 0;  // Stream-K: use at most so many SMs; 0 is all of them, 1 is data-parallel
+  int32_t max_sms = 0;  // Stream-K: the most SMs to use; 0 for all of them, 1 for data-parallel
 };
 
-// What is decided of a launch besides its kernel and its schedule (planner/launch_policy.h says how). A and B are the
-// problem's, whichever way round a kernel takes them.
+// The choices of a launch besides its kernel and its schedule (planner/launch_policy.h explains them). A and B are the
+// problem's, even if the kernel swaps them.
 struct LaunchPolicy {
   Raster raster = Raster::kAlongM;
   int32_t swizzle = 1;                                // tiles across a panel of TileOrder
-  bool evict_first_a = false, evict_first_b = false;  // whether loads mark an operand as the first to leave L2
-  // Stages of a CTA that its loads leave empty in whole waves, and in a last one that is not whole.
+  bool evict_first_a = false, evict_first_b = false;  // whether loads mark the operand as first to leave L2
+  // Stages per CTA that loads leave empty, in whole waves and in a partial last wave.
   int32_t held_back = 0, held_back_last = 0;
-  int32_t idle_clusters = 0;  // launched besides those that work, to exit at once
+  int32_t idle_clusters = 0;  // launched in addition, to exit at once
   ClusterOrder cluster_order = ClusterOrder::kAsLaunched;
-  // Whether TMA may read an operand up to the end of its last tile, where its allocation goes on so far.
+  // Whether TMA may read an operand up to the end of its last tile, if its allocation extends that far.
   bool extend_a = false, extend_b = false;
 };
 
-// What a plan was made for. `arch` is 10 * major + minor of the compute capability, 0 for the host; `sms` counts CPU
-// threads on the host; of an operand that streams past its memory should have no more than `under_way` bytes under way,
-// 0: any.
+// The device of a plan. `arch` is 10 * major + minor of the compute capability, 0 for the host; `sms` is the number of
+// SMs, or of CPU threads on the host; `under_way` is the most bytes that should be in flight of an operand that streams
+// from memory (0: no limit).
 struct Device {
   int32_t arch = 0;
   int32_t sms = 1;
@@ -160,7 +160,7 @@ struct Status {
   static Status internal(std::string message) { return {Code::kInternal, std::move(message)}; }
 };
 
-// What a kernel asks of an operand. Its base, leading dimension and batch stride must be multiples of `align` elements.
+// What a kernel requires of an operand. Its base, leading dimension and batch stride must be multiples of `align`.
 struct KernelOperand {
   Format format;
   Major major = Major::kRow;
@@ -172,7 +172,7 @@ struct KernelInfo {
   Family family = Family::kHost;
   KernelOperand a, b, d;
   Math math = Math::kNative;
-  int32_t tile_m = 1, tile_n = 1, tile_k = 1;  // of the kernel's own GEMM: with swap_ab, tile_m runs along n
+  int32_t tile_m = 1, tile_n = 1, tile_k = 1;  // of the kernel's own GEMM: with swap_ab, tile_m is along n
   int32_t cluster_m = 1, cluster_n = 1;
   int32_t stages = 1;
   std::string warp_schedule;  // "cooperative", "pingpong", "single", "multistage", "pipelined", "streaming", "threads"
@@ -182,16 +182,16 @@ struct KernelInfo {
   std::vector<Reduction> split_k_reductions, stream_k_reductions;
   int32_t threads = 1;
   int64_t shared_memory = 0;  // bytes per CTA
-  // Tensor cores truncate their sums: for a float32 result, float32 adds up their sums of this much of K. 0: they sum
-  // all of it.
+  // Tensor cores truncate their sums. For a float32 result they sum runs of K of this length, which are then added in
+  // float32. 0: they sum all of K.
   int32_t promotion_k = 0;
 };
 
-// What tensor cores sum in kernels that promote: truncation loses about 1e-9 of a sum for each product in it. TF32
-// operands are wrong by 2^-12 themselves.
+// The promotion_k of kernels that promote. Truncation loses about 1e-9 of a sum per product; TF32 operands have errors
+// of 2^-12 themselves, so their runs may be longer.
 constexpr int32_t promotion_k_of(Format const& operand) { return operand == Type::kF32 ? 256 : 128; }
 
-// Addresses by role, null of what a call lacks.
+// Addresses by role; null if the call lacks the operand.
 struct Buffers {
   void const* a;
   void const* b;
@@ -221,7 +221,7 @@ struct Resources {
   int32_t ctas_per_sm = 0;
 };
 
-// Runs work(0) ... work(count - 1), possibly at once, and returns when all are done.
+// Runs work(0) ... work(count - 1), possibly concurrently, and returns when all are done.
 class Executor {
  public:
   virtual ~Executor() = default;
@@ -233,7 +233,7 @@ class Kernel {
   explicit Kernel(KernelInfo info) : info(std::move(info)) {}
   virtual ~Kernel() = default;
 
-  // What check() below asks last: a family's own limits, on a problem and a schedule that passed the checks all
+  // A family's own limits. check() below asks last, about a problem and a schedule that passed the checks that all
   // families share.
   virtual Status can_implement(GemmProblem const&, Schedule const&, Device const&) const { return {}; }
   virtual int64_t workspace_bytes(GemmProblem const&, Schedule const&, Device const&) const = 0;
@@ -241,10 +241,10 @@ class Kernel {
   // `executor`.
   virtual Status run(GemmProblem const&, Schedule const&, LaunchPolicy const&, Device const&, Buffers const&,
                      void* stream, Executor* executor) const = 0;
-  // CUDA families ask the current device; needs a GPU.
+  // CUDA families query the current device, so this needs a GPU.
   virtual Status resources(Resources&) const { return Status::precondition(info.name + " does not run on a GPU"); }
 
-  // The grid of output tiles and MAC iterations, and who works on what.
+  // The grid of output tiles and MAC iterations, and which worker does which.
   virtual Decomposition decomposition(GemmProblem const&, Schedule const&, Device const&) const = 0;
 
   KernelInfo const info;
@@ -254,13 +254,13 @@ class Kernel {
 std::vector<std::unique_ptr<Kernel>> const& kernels();
 Kernel const* find_kernel(std::string_view name);
 
-// A translation unit of the table adds its kernels by defining one of these at namespace scope.
+// A translation unit generated from a table registers its kernels by defining these at namespace scope.
 struct Registration {
   explicit Registration(std::unique_ptr<Kernel> kernel);
 };
 
-// Ok, or why the kernel cannot run the problem in this way: InvalidArgument names the kernel, the shape and the limit,
-// and FailedPrecondition a device that it is not compiled for. Asked before anything else of a kernel.
+// Ok, or why the kernel cannot run the problem under this schedule. InvalidArgument names the kernel, the shape and the
+// limit; FailedPrecondition names a device that it is not compiled for. To be called before any other function.
 Status check(Kernel const&, GemmProblem const&, Schedule const&, Device const&);
 
 }  // namespace jax_streamk

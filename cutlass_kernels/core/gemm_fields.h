@@ -1,12 +1,12 @@
-// Every field of what a custom call carries, stated once: FFI attributes, their decoder, the Python classes and their
+// Every field that a custom call carries, stated once: FFI attributes, their decoder, the Python classes and their
 // bindings follow from these lists.
 //
 // FIELD(name, place): the name in attributes and in Python, and the member of the struct (gemm.h), which gives the
 // type. REQUIRED fields must be given; OPTIONAL ones have the struct's default. Python takes them in this order.
 #pragma once
 
-// ROLE(enumerator of Role, member of Buffers, what messages call it). Calls take operands, and their results, in this
-// order. Reserved: scale_a, scale_b, group_sizes, a second B.
+// ROLE(enumerator of Role, member of Buffers, name in messages). Calls take operands, and their results, in this order.
+// Reserved: scale_a, scale_b, group_sizes, a second B.
 #define JAX_STREAMK_ROLES(ROLE) \
   ROLE(kA, a, "A")              \
   ROLE(kB, b, "B")              \
@@ -59,14 +59,14 @@
   OPTIONAL(extend_a, extend_a)                        \
   OPTIONAL(extend_b, extend_b)
 
-// Device. What is optional is the planner's alone.
+// Device. The optional field is for the planner only.
 #define JAX_STREAMK_DEVICE_FIELDS(REQUIRED, OPTIONAL) \
   REQUIRED(arch, arch)                                \
   REQUIRED(sms, sms)                                  \
   OPTIONAL(under_way, under_way)
 #define JAX_STREAMK_NOT_CARRIED(name, place)
 
-// All that a call carries besides the name of the kernel and the size of its workspace.
+// All that a call carries, except the kernel's name and the size of its workspace.
 #define JAX_STREAMK_CALL_FIELDS(OF_PROBLEM, OF_SCHEDULE, OF_POLICY, OF_DEVICE) \
   JAX_STREAMK_PROBLEM_FIELDS(OF_PROBLEM, OF_PROBLEM)                           \
   JAX_STREAMK_SCHEDULE_FIELDS(OF_SCHEDULE, OF_SCHEDULE)                        \

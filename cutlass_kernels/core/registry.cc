@@ -121,7 +121,7 @@ bool contains(std::vector<Reduction> const& list, Reduction reduction) {
 void append(std::string& text, char const* part) { text += part; }
 void append(std::string& text, int64_t part) { text += std::to_string(part); }
 
-// check() with refusals made by refuse(parts of why ...).
+// check(), where refuse(parts of the reason ...) makes the Status of a refusal.
 template <typename Refuse>
 Status check_or(Refuse refuse, Kernel const& kernel, GemmProblem const& p, Schedule const& s, Device const& device) {
   KernelInfo const& info = kernel.info;
@@ -176,7 +176,7 @@ Status check_or(Refuse refuse, Kernel const& kernel, GemmProblem const& p, Sched
   if (tiles_m * tiles_n >= limit / p.batch || !Decomposition::fits(p.batch * tiles_m * tiles_n, k_tiles, device.sms,
                                                                    s.kind == ScheduleKind::kSplitK ? s.splits : 1))
     return refuse("it has too many tiles or MAC iterations to count in 32 bits");
-  // So do coordinates, also those that a tile or a cluster has beyond D.
+  // Coordinates are 32-bit too, including those of a tile or cluster that reaches beyond D.
   if (tma && std::max(tiles_m * info.tile_m, tiles_n * info.tile_n) > limit)
     return refuse("its last tile would end beyond 2^31");
   return kernel.can_implement(p, s, device);

@@ -1,4 +1,4 @@
-// TF32: f32 with a mantissa of ten bits.
+// TF32: f32 with a mantissa of 10 bits.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// The epilogue inside CUDA kernels: its parameters, and loads of its operands.
+// The epilogue in CUDA kernels: its parameters, and loads of its operands.
 #pragma once
 
 #include <cstring>
@@ -30,7 +30,7 @@ struct EpilogueParams {
         batch_stride_d(p.d.batch_stride) {}
 };
 
-// A vector, aligned to its size, through the read-only cache.
+// Loads a vector, aligned to its size, through the read-only cache.
 template <class Vector>
 __device__ inline Vector load_vector(void const* from) {
   constexpr int kBytes = sizeof(Vector);

@@ -22,7 +22,7 @@ JSK_HOST_DEVICE float multiply_add(float x, float y, float z) {
 #endif
 }
 
-// Horner's rule, coefficients from the lowest on.
+// Horner's rule; coefficients in ascending order.
 template <class... Rest>
 JSK_HOST_DEVICE float polynomial(float x, float lowest, Rest... rest) {
   if constexpr (sizeof...(rest) == 0) {
@@ -78,8 +78,8 @@ JSK_HOST_DEVICE T sigmoid(T x) {
   return reciprocal(1 + exponential(-x));
 }
 
-// A fraction whose division is shared by two numbers (activate_two), because reciprocals and powers have a sixteenth of
-// the throughput of FMAs. Denominators are in [1, 2], so that neither number can spoil the other.
+// A fraction whose division two numbers share (activate_two), because reciprocals and powers have a sixteenth of the
+// throughput of FMAs. Denominators are in [1, 2], so that neither number can spoil the other.
 template <class T>
 struct Quotient {
   T numerator, denominator;
@@ -122,7 +122,7 @@ JSK_HOST_DEVICE float gelu(float x) {
   float const t = reciprocal(multiply_add(0.3f, m, 1.0f));
   float const scaled_tail = polynomial(t, 0.0f, 0.119632007f, 0.120712137f, 0.100175945f, 0.127691777f, -0.0520340171f,
                                        0.204556775f, -0.156158437f, 0.0354237313f);
-  // Far out the exponent is large and its rounding errors matter: `lost` corrects for them to first order.
+  // Far out the exponent is large and its rounding errors matter: `lost` corrects them to first order.
   float const half_square = 0.5f * m * m, y = half_square * -1.44269504f, power = power_of_two(y);
   float const lost = multiply_add(y, -0.693147181f, -half_square) - multiply_add(0.5f * m, m, -half_square);
   float const tail = scaled_tail * multiply_add(power, lost, power);
@@ -131,7 +131,7 @@ JSK_HOST_DEVICE float gelu(float x) {
 JSK_HOST_DEVICE double gelu(double x) { return 0.5 * x * std::erfc(-0.70710678118654752 * x); }
 
 // Calls use(function) with the activation's function; with kShares it may return a Quotient. `use` is instantiated for
-// each. Always inlined, because registers cannot be passed by reference.
+// each function. Always inlined, because registers cannot be passed by reference.
 template <bool kShares, class Use>
 __attribute__((always_inline)) JSK_HOST_DEVICE void with_activation(Activation activation, Use const& use) {
   // A chain of comparisons: a GPU would wait for a jump table to come from memory.

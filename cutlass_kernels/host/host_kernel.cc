@@ -1,5 +1,5 @@
-// The host family: the workers of the decomposition are calls on CPU threads, any number of them at once and in any
-// order.
+// The host family: the workers of the decomposition are calls on CPU threads, in any order, with any number of them
+// running at once.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -16,7 +16,7 @@ namespace {
 
 enum class Isa { kBaseline, kAvx2, kAvx512, kAvx512Bf16 };
 
-// The best that the machine has.
+// The best instruction set that the machine has.
 Isa choose_isa() {
   Isa isa = Isa::kBaseline;
 #if defined(__x86_64__)
@@ -46,14 +46,14 @@ int64_t scratch_bytes(Type operand, int64_t m, int64_t n) {
   return ((m + n + kScratchPadding) * kScratchWords + product) * 4;
 }
 
-// Sums along so much of K are added to those before them rather than continued, as tile products add the sums of much
-// shorter blocks: the error of a sum grows with the additions that lie one upon the other.
+// Runs of this length along K are summed separately and then added, as tile products do for much shorter blocks: the
+// error of a sum grows with the length of the chain of additions.
 constexpr int64_t kSummedAlone = 4096;
 
-// Of a tile that has several peers.
+// The state of a tile that has several peers.
 struct SharedTile {
   std::atomic<int32_t> arrived{0};
-  std::atomic<bool> locked{false};  // atomic reduction: somebody is adding
+  std::atomic<bool> locked{false};  // atomic reduction: a worker is adding
 };
 
 // One call of run().
@@ -62,16 +62,16 @@ struct Gemm {
   Reduction reduction;
   Decomposition decomposition;
   DenseTiles tiles;
-  int64_t tile_m, tile_n, tile_k;  // no larger than the problem in m and n
+  int64_t tile_m, tile_n, tile_k;  // tile_m and tile_n are no larger than the problem
   TileProduct tile_product;
   Buffers buffers;
 
-  // The workspace: [shared tiles][slots][workers' own accumulators and scratch]
+  // The workspace: [shared tiles][slots][per worker: accumulators and scratch]
   int64_t tile_bytes() const { return align_workspace(tile_m * tile_n * size_of(accumulator_of(p.a.format))); }
   int64_t shared_bytes() const {
     return align_workspace(decomposition.shared_tiles() * static_cast<int64_t>(sizeof(SharedTile)));
   }
-  // Atomic reduction has one slot for each shared tile, the others one for each peer.
+  // Atomic reduction has one slot per shared tile, the others one per peer.
   int64_t slots() const {
     return reduction == Reduction::kAtomic ? decomposition.shared_tiles() : decomposition.slots();
   }
@@ -98,8 +98,8 @@ struct Gemm {
   void* part(int32_t worker) const { return static_cast<char*>(scratch(worker)) + scratch_bytes(); }
 
   struct OutputTile {
-    int64_t batch, m, n, k;  // its first row, column and element of K
-    Extents extents;         // with all of the K that it sums
+    int64_t batch, m, n, k;  // the first row, column and element of K
+    Extents extents;         // with the whole K that it sums
     void* d;
     void const *bias, *residual;
   };
@@ -154,11 +154,11 @@ struct Gemm {
     store(tile, sum, tile_n);
   }
 
-  // Adds a partial tile to the slot of its tile; true for the last.
+  // Adds a partial tile to the slot of its tile; returns true for the last one.
   bool accumulate(OutputTile const& tile, Work const& work, void const* partial) const {
     SharedTile& shared_tile = shared()[work.tile];
     void* const sum = slot(work.tile);
-    // Whoever holds the lock is adding and waits for nobody.
+    // The holder of the lock is adding, and waits for nobody.
     while (shared_tile.locked.exchange(true, std::memory_order_acquire)) std::this_thread::yield();
     int32_t const ticket = shared_tile.arrived.fetch_add(1, std::memory_order_relaxed);
     if (ticket == 0)
@@ -232,7 +232,7 @@ class HostKernel final : public Kernel {
   }
 
   Decomposition decomposition(GemmProblem const& p, Schedule const& s, Device const& device) const override {
-    // A Stream-K schedule of one worker means data-parallel, on all of them.
+    // A Stream-K schedule limited to one worker means data-parallel, on all workers.
     bool const limited = s.kind == ScheduleKind::kStreamK && s.max_sms > 1;
     ScheduleKind kind = s.kind;
     if (kind == ScheduleKind::kStreamK && s.max_sms == 1) kind = ScheduleKind::kDataParallel;
@@ -270,8 +270,8 @@ constexpr Types kTypes[] = {{Type::kF32, Type::kF32},  {Type::kF64, Type::kF64},
                             {Type::kBF16, Type::kF32}, {Type::kF16, Type::kF16}, {Type::kF16, Type::kF32},
                             {Type::kS8, Type::kS32}};
 
-// Operands are rearranged for every tile that they take part in, which large tiles amortize: of the speed of the first,
-// the second has about nine tenths and the third three quarters. Small ones give more threads something to do.
+// Operands are rearranged for every tile that reads them. Large tiles amortize this: the second size reaches about nine
+// tenths of the first one's speed, the third three quarters. Small tiles keep more threads busy.
 constexpr int32_t kTiles[][3] = {{256, 512, 64}, {128, 128, 64}, {64, 64, 64}};
 
 [[maybe_unused]] bool const registered = [] {

@@ -1,5 +1,5 @@
 // Tile products of bf16 with vdpbf16ps, which adds the products of two neighbours along K to each f32 lane: twice the
-// rate of f32, and Eigen has no kernel for it. (The instruction takes subnormal operands and sums for zero.)
+// rate of f32, and Eigen has no kernel for it. (The instruction takes subnormal operands and sums as zero.)
 //
 // Except for few rows, the usual packed GEMM: for a block of K, panels of rows of A and of columns of B are laid out as
 // the inner loop reads them, and each pair of panels is multiplied into a block of registers.
@@ -13,7 +13,7 @@ namespace jax_streamk::host_avx512_bf16 {
 namespace {
 
 using BF16 = uint16_t;
-using Pair = uint32_t;  // the elements at k and k + 1, k even
+using Pair = uint32_t;  // the elements at k and k + 1, for an even k
 
 constexpr int kLanes = 16;
 constexpr int kMostRows = 12, kVectors = 2,
@@ -27,8 +27,8 @@ constexpr int64_t round_up(int64_t x, int64_t y) { return ceil_div(x, y) * y; }
 
 Pair pair(BF16 low, BF16 high) { return low | static_cast<Pair>(high) << 16; }
 
-// Rows of A or columns of B ("lanes") with a block of K. They are packed as [panel][pair][lane in panel], zero where a
-// panel reaches beyond the operand or a pair beyond K.
+// Packed rows of A or columns of B ("lanes") for a block of K: [panel][pair][lane in panel], zero where a panel reaches
+// beyond the operand or a pair beyond K.
 struct Lanes {
   BF16 const* data;
   int64_t lane_stride, k_stride;
@@ -59,10 +59,10 @@ template <int kWidth>
 void pack(Lanes const& from, Pair* to) {
   int64_t const pairs = ceil_div(from.k, 2);
   int64_t const whole_panels = from.lanes / kWidth, panels = ceil_div(from.lanes, kWidth);
-  int64_t packed_pairs = 0;  // of the whole panels
+  int64_t packed_pairs = 0;  // in the whole panels
   if (from.lane_stride == 1) {
     packed_pairs = from.k / 2;
-    // Panels inside: a pair of rows of memory is read from end to end.
+    // The panels are the inner loop: a pair of rows is read from memory from end to end.
     for (int64_t p = 0; p < packed_pairs; ++p) {
       for (int64_t panel = 0; panel < whole_panels; ++panel) {
         BF16 const *low = from.at(panel * kWidth, p), *high = low + from.k_stride;
@@ -96,13 +96,13 @@ void unroll(Visit const& visit) {
   unroll(std::make_integer_sequence<int, kCount>{}, visit);
 }
 
-// sum += a vector of the first columns that the mask names, or = if `first`. Sums of a block of K are added to those
-// before it rather than continued: one chain of additions along all of K would lose several digits.
+// sum += a vector of the first columns that the mask selects, or = if `first`. The sums of a block of K are added to
+// those of the previous ones instead of continuing them: one chain of additions along all of K would lose digits.
 void add_block(__m512 block, __mmask16 inside, bool first, float* sum) {
   _mm512_mask_storeu_ps(sum, inside, first ? block : _mm512_add_ps(_mm512_maskz_loadu_ps(inside, sum), block));
 }
 
-// sum += a panel of A times a panel of B, or = if `first`; `rows` and `columns` are left of the tile from here on.
+// sum += a panel of A times a panel of B, or = if `first`; `rows` and `columns`: those left in the tile from here on.
 template <int kPanelRows>
 void multiply_panels(int64_t pairs, Pair const* a, Pair const* b, int64_t rows, int64_t columns, bool first, float* sum,
                      int64_t stride) {
@@ -124,7 +124,7 @@ void multiply_panels(int64_t pairs, Pair const* a, Pair const* b, int64_t rows, 
   });
 }
 
-// Few rows of A do not repay packing B. Its rows are read a block at a time, so that few pages are in use at once.
+// With few rows of A, packing B does not pay. Its rows are read a block at a time, so that few pages are in use.
 constexpr int64_t kFewRows = 64, kFewK = 64;
 
 // A panel of `rows` rows of A times 32 columns of a row-major B, whose rows are interleaved in pairs in registers. `k`
@@ -136,11 +136,11 @@ void multiply_few(int64_t k, Pair const* a, BF16 const* b, int64_t stride_b, int
   __m512 block[kPanelRows][2];
   unroll<kPanelRows>([&](auto i) { block[i][0] = block[i][1] = _mm512_setzero_ps(); });
   for (int64_t row = 0; row < k; row += 2, b += 2 * stride_b, a += kPanelRows) {
-    // The next block of K, which the L2 cache holds until then.
+    // Prefetch the next block of K, which L2 holds until it is needed.
     for (int i = 0; i < 2; ++i) _mm_prefetch(reinterpret_cast<char const*>(b + (kFewK + i) * stride_b), _MM_HINT_T1);
     __m512i const low = _mm512_maskz_loadu_epi16(inside, b);
     __m512i const high = row + 1 < k ? _mm512_maskz_loadu_epi16(inside, b + stride_b) : _mm512_setzero_si512();
-    // Of each eight columns the first four, and the others.
+    // The first four of each eight columns, and the others.
     __m512bh const front = (__m512bh)_mm512_unpacklo_epi16(low, high),
                    back = (__m512bh)_mm512_unpackhi_epi16(low, high);
     unroll<kPanelRows>([&](auto i) {
@@ -203,7 +203,7 @@ void multiply(Extents e, Block a, Block b, float* sum, int64_t stride, Pair* scr
 }
 
 void multiply(Extents e, Block a, Block b, void* accumulators, int64_t stride, void* scratch) {
-  // Panels are multiplied in full: the height that fits best.
+  // Panels are multiplied in full, with the height that fits best.
   bool const low = round_up(e.m, 8) < round_up(e.m, kMostRows);
   auto const chosen = e.m <= 4 ? multiply<4> : low ? multiply<8> : multiply<kMostRows>;
   chosen(e, a, b, static_cast<float*>(accumulators), stride, static_cast<Pair*>(scratch));

@@ -25,9 +25,9 @@ ConstView<T, order> view(void const* data, int64_t m, int64_t n, int64_t stride)
   return {static_cast<T const*>(data), m, n, Eigen::OuterStride<>(stride)};
 }
 
-// A few rows of A by a row-major B, without the packed copy of B that Eigen's product makes and that a few rows do not
-// repay. A block of B, of 64 rows by a few vectors, stays in the L1 cache while every four rows of A are multiplied by
-// it in registers.
+// A few rows of A by a row-major B, without the packed copy of B that Eigen's product makes, which does not pay for few
+// rows. A block of B, 64 rows by a few vectors, stays in L1 while every four rows of A are multiplied by it in
+// registers.
 template <class T>
 struct FewRows {
 #if defined(__AVX512F__)
@@ -48,8 +48,8 @@ struct FewRows {
   T* sum;
   int64_t stride;
 
-  // The sums of a block of K are added to those before it: one chain of additions along all of K would lose several
-  // digits.
+  // The sums of a block of K are added to those of the previous ones: one chain of additions along all of K would lose
+  // several digits.
   template <int kRows>
   void multiply(int64_t row, int64_t column, int64_t k_begin, int64_t k_end) const {
     Vector sums[kRows][kVectors] = {};
@@ -64,13 +64,13 @@ struct FewRows {
         *reinterpret_cast<Vector*>(sum + (row + i) * stride + column + j * kWidth) += sums[i][j];
   }
 
-  // Of the next block, which the L2 cache holds until then.
+  // Prefetch the next block, which L2 holds until it is needed.
   static void prefetch(T const* columns) {
     constexpr int kLine = 64 / sizeof(T);
     for (int i = 0; i < kColumns; i += kLine) __builtin_prefetch(columns + i, 0, 2);
   }
 
-  // Of whole columns of blocks; returns how many columns those are.
+  // Multiplies whole columns of blocks; returns the number of columns.
   int64_t multiply(Extents e) const {
     int64_t const columns = e.n / kColumns * kColumns;
     for (int64_t i = 0; i < e.m; ++i) std::fill_n(sum + i * stride, columns, T(0));
@@ -109,7 +109,7 @@ struct InPlace {
 };
 
 struct Widened {
-  static constexpr int64_t kBlock = kScratchWords;  // of K; f32 sums of so many products of s8 are exact
+  static constexpr int64_t kBlock = kScratchWords;  // along K; f32 sums of this many products of s8 are exact
 
   template <class Operand, int order_a, int order_b>
   static void multiply(Extents e, Block a, Block b, void* accumulators, int64_t stride, void* scratch) {

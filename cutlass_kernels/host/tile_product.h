@@ -1,8 +1,8 @@
 // What a CPU thread does to one output tile. The host kernel decides which tile and which run of K; these functions do
-// the arithmetic, compiled once per instruction set and picked at run time.
+// the arithmetic. They are compiled once per instruction set and picked at run time.
 //
-// Translation units that define one are compiled for instructions that the machine may not have. They keep everything
-// they define to themselves (an unnamed namespace, Eigen under a name of its own), so that the linker never takes an
+// Translation units that define one are compiled for instructions that the machine may lack. They keep everything that
+// they define to themselves (an unnamed namespace, Eigen under a name of its own), so that the linker never uses an
 // inline function from one of them for the rest of the program.
 #pragma once
 
@@ -12,7 +12,7 @@
 
 namespace jax_streamk {
 
-// A block of an operand, `stride` elements between its rows (kRow) or its columns (kColumn).
+// A block of an operand, with `stride` elements between its rows (kRow) or its columns (kColumn).
 struct Block {
   void const* data;
   int64_t stride;
@@ -23,10 +23,10 @@ struct Extents {
   int64_t m, n, k;
 };
 
-// Operands narrower than their accumulators are rearranged, a block of K at a time, in scratch. Its size is the same
-// for every instruction set, so that a program exported on one machine runs on another.
+// Operands narrower than their accumulators are rearranged in scratch, a block of K at a time. Its size is the same for
+// every instruction set, so that a program exported on one machine runs on another.
 constexpr int64_t kScratchWords = 256;   // 32-bit words for each row of A and column of B
-constexpr int64_t kScratchPadding = 48;  // more rows and columns than the tile has
+constexpr int64_t kScratchPadding = 48;  // number of rows and columns beyond those of the tile
 
 // Accumulators are row-major with `stride` elements between rows, of type accumulator_of(operand).
 struct TileProduct {

@@ -13,19 +13,19 @@
 namespace jax_streamk {
 namespace {
 
-// Rows to copy that may start anywhere, each padded with zeros to a multiple of 16 bytes. In 16-bit elements; an f32 is
-// two. A warp copies a piece of a row.
+// Rows at any address, to be copied with each row padded with zeros to a multiple of 16 bytes. Counted in 16-bit
+// elements; an f32 is two. A warp copies a piece of a row.
 struct Rows {
   static constexpr int kPiece = 512;
 
   uint16_t const* from;
   uint16_t* to;
   int64_t columns, ld_from, batch_stride_from, ld_to, batch_stride_to;
-  int32_t pieces = 0;  // of all rows
+  int32_t pieces = 0;  // in all rows
   ShortExtent pieces_per_row, rows_per_batch;
 };
 
-// One or two matrices, a y of the grid each.
+// One or two matrices, selected by the grid's y.
 struct Copies {
   Rows of[2];
   int count = 0;
@@ -45,10 +45,10 @@ __global__ __launch_bounds__(kCopiers) void copy_rows(__grid_constant__ Copies c
   uint16_t* const to = p.to + batch * p.batch_stride_to + row * p.ld_to + begin;
   int const columns = static_cast<int>(min(p.columns - begin, int64_t{Rows::kPiece}));
   // Pairs of elements, all loaded before the first is stored. If the row starts in the middle of a 4-byte word, a pair
-  // is half of a lane's word and half of the next lane's.
+  // is half of this lane's word and half of the next lane's.
   constexpr int kPairs = Rows::kPiece / 64;
   int const odd = reinterpret_cast<uintptr_t>(from) % 4 != 0, whole = (columns + odd) / 2;
-  // The last word may be half outside the matrix: its one element is loaded alone.
+  // Half of the last word may be outside the matrix; its one element is loaded alone.
   bool const is_last = (columns + odd) % 2 != 0 && whole % 32 == lane;
   uint32_t words[kPairs + 1] = {};
   uint32_t const last = is_last ? __ldg(from + columns - 1) : 0;
@@ -70,8 +70,8 @@ __global__ __launch_bounds__(kCopiers) void copy_rows(__grid_constant__ Copies c
   }
 }
 
-// An f32 matrix, K-major or not, copied square by square into `rows` rows along K. With `part`, a copied row is two
-// TF32 parts of that length, padded with zeros: the nearest TF32 numbers (large), and the rest (small).
+// An f32 matrix, K-major or not, copied square by square into `rows` rows along K. With `part`, a copied row holds two
+// TF32 parts of that length, padded with zeros: the nearest TF32 numbers (large), and the remainders (small).
 struct Squares {
   float const* from;
   float* to;
@@ -86,11 +86,11 @@ struct Squares {
   __host__ __device__ int64_t squares() const { return batches * down.size * across.size; }
 };
 
-// One or two matrices, a y of the grid each.
+// One or two matrices, selected by the grid's y.
 __global__ void copy_squares(Squares first, Squares second) {
   let_dependents_start();
   constexpr int kSide = Squares::kSide, kStep = Squares::kThreads;
-  __shared__ float square[kSide][kSide + 1];  // padded: a column is in different banks
+  __shared__ float square[kSide][kSide + 1];  // padded: the elements of a column are in different banks
   Squares const p = blockIdx.y == 0 ? first : second;
   int const x = threadIdx.x;
   for (int64_t at = blockIdx.x; at < p.squares(); at += gridDim.x) {
@@ -130,13 +130,13 @@ __global__ void copy_squares(Squares first, Squares second) {
   }
 }
 
-// Pieces of a copy of an m x n matrix.
+// The number of pieces in a copy of an m x n matrix.
 int64_t pieces_of(GemmProblem const& p, Major as, int64_t m, int64_t n, int64_t batch_stride) {
   if (as != Major::kRow) std::swap(m, n);
   return (batch_stride != 0 ? p.batch : 1) * m * ((n * (size_of(p.a.format) / 2) + Rows::kPiece - 1) / Rows::kPiece);
 }
 
-// A grid whose blocks loop over the rest.
+// A grid, possibly smaller than the number of pieces: blocks loop over the rest.
 unsigned blocks_for(int64_t squares) {
   int64_t const most = 65535;
   return static_cast<unsigned>(squares < most ? squares : most);

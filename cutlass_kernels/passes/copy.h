@@ -1,4 +1,4 @@
-// The copies of A and B that repack.h asks for.
+// The copies of A and B that repack.h calls for.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,11 +7,11 @@
 
 namespace jax_streamk {
 
-// Whether the copies are small enough for a launch, which counts pieces of rows in 32 bits.
+// Whether a launch can make the copies: it counts pieces of rows in 32 bits.
 bool can_copy(GemmProblem const&, Repack const&);
 
-// Copies operands to the head of the workspace as far as `repack` says, and points `buffers` to the copies and to the
-// workspace behind them.
+// Makes the copies that `repack` calls for, at the start of the workspace, and points `buffers` to them and to the
+// workspace after them.
 Status launch_copies(GemmProblem const&, Repack const& repack, bool swap_ab, Buffers& buffers, cudaStream_t);
 
 }  // namespace jax_streamk

@@ -1,4 +1,4 @@
-// Extents that kernels divide by.
+// Extents as divisors in kernels.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace jax_streamk {
 
-// Divides non-negative 64-bit numbers, the usual ones below 2^31 in one multiplication.
+// Divides non-negative 64-bit numbers; below 2^31, which is usual, in one multiplication.
 struct Extent {
   int64_t size;
   Divisor divisor;

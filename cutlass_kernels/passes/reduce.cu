@@ -39,12 +39,12 @@ __device__ Sums<Accumulator> load_partials(Sums<Accumulator> const* from) {
   return sums;
 }
 
-// D = epilogue(sum over slices of partials[slice]), with partials of slices x rows of all batches x ld. kRuns threads
+// D = epilogue(sum over slices of partials[slice]), with partials of slices x (rows of all batches) x ld. kRuns threads
 // share a vector of a row: thread r adds slices r, r + kRuns, ..., then the runs are added, always in the same order.
 //
-// A small result is all latency, also of the instructions, which come a cache line at a time. So each number kLoads of
-// slices per thread has a kernel of its own, without a loop, whose loads are all in flight at once; only the last may
-// be missing. kLoads = 0: any number from four on.
+// A small result is all latency, including that of instructions, which arrive a cache line at a time. So there is a
+// kernel for each number kLoads of slices per thread, without a loop and with all loads in flight at once; only the
+// last load may be absent. kLoads = 0: any number from four on.
 template <typename Accumulator, typename T, Result kResult, int kRuns, int kLoads>
 __global__ __launch_bounds__(reduction_threads(kRuns)) void reduce_slices(Accumulator const* partials, int vectors,
                                                                           int slices, T* d, int64_t n,
@@ -70,7 +70,7 @@ __global__ __launch_bounds__(reduction_threads(kRuns)) void reduce_slices(Accumu
 #pragma unroll
   for (int j = 0; j < kAtOnce - 1; ++j) next[j] = load_partials(from + j * stride);
 
-  // While the partials are on their way: the place in D, bias and residual.
+  // While the partials are in flight: the address in D, bias and residual.
   int64_t offset = static_cast<int64_t>(at) * kVector;
   int column = 0;
   Out bias{}, residual{};
@@ -104,7 +104,7 @@ __global__ __launch_bounds__(reduction_threads(kRuns)) void reduce_slices(Accumu
         if (j * kRuns < left) next[j] = load_partials(from + j * stride);
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
-        // A branch, or ptxas would add the first before it loads the last.
+        // Must be a branch: otherwise ptxas adds the first before it loads the last.
         if (j * kRuns >= left) break;
         sum += next[j];
       }
@@ -153,7 +153,7 @@ template <typename Accumulator, typename T>
 using Reducer = void (*)(Accumulator const*, int, int, T*, int64_t, ShortExtent, ShortExtent,
                          EpilogueParams<Accumulator, T>);
 
-// The kernel for `loads` slices per thread if it is one of kLoads, else null.
+// The kernel for `loads` slices per thread if kLoads has that number, else null.
 template <typename Accumulator, typename T, Result kResult, int kRuns, int... kLoads>
 Reducer<Accumulator, T> reducer_of(int32_t loads) {
   Reducer<Accumulator, T> found = nullptr;
@@ -161,7 +161,7 @@ Reducer<Accumulator, T> reducer_of(int32_t loads) {
   return found;
 }
 
-// The kernels that reduction_runs() may ask for. With the most runs there is one for any number of loads.
+// The kernels that reduction_runs() may ask for. With the most runs, one kernel takes any number of loads.
 template <typename Accumulator, typename T, Result kResult>
 Reducer<Accumulator, T> reducer_of(int32_t runs, int32_t loads) {
   switch (runs) {
@@ -189,7 +189,7 @@ Status launch_typed(GemmProblem const& p, Device const& device, int32_t slices, 
                                    : reducer_of<Accumulator, T, Result::kAny>(runs, loads);
   if (kernel == nullptr) return Status::internal("no reduction for " + std::to_string(loads) + " slices of a thread");
   int32_t const owners = threads / runs, blocks = (vectors + owners - 1) / owners;
-  // Starts while the kernel that writes the partials ends.
+  // Starts while the kernel that writes the partials finishes.
   cudaLaunchAttribute overlap;
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;

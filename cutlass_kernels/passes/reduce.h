@@ -7,7 +7,7 @@
 
 namespace jax_streamk {
 
-// D = epilogue(sum over slices of partials). `partials` are slices x batch x m rows of the accumulators' type with
+// D = epilogue(sum over slices of partials). `partials` has slices x batch x m rows of the accumulator type with
 // leading dimension `ld`, a multiple of 16 bytes.
 Status launch_reduction(GemmProblem const&, Device const&, int32_t slices, int64_t ld, void const* partials,
                         Buffers const&, cudaStream_t);

@@ -17,7 +17,7 @@ bool has_misaligned_d(GemmProblem const& p) {
   return !is_aligned(16 / size_of(p.d.format), true, d, p.batch);
 }
 
-constexpr double kMostElements = 1e15;  // of a copy: more than any GPU holds, and bytes still fit 64 bits
+constexpr double kMostElements = 1e15;  // per copy: more than any GPU holds, and the bytes still fit 64 bits
 
 Repack repack_of(KernelInfo const& info, GemmProblem const& p) {
   Repack out;
@@ -27,15 +27,15 @@ Repack repack_of(KernelInfo const& info, GemmProblem const& p) {
   if (splits) out.part = (p.k + info.tile_k - 1) / info.tile_k * info.tile_k;
   auto const copy = [&](Role role, KernelOperand const& wanted, Layout& copied, int64_t& bytes) {
     Operand x = p.operand(role);
-    // wgmma takes K-major TF32 only; a kernel may have one operand go through registers instead.
+    // wgmma takes K-major TF32 only; in some kernels one operand goes through registers instead.
     bool const known = x.major == Major::kRow || x.major == Major::kColumn;
     bool const transposes = known && x.major != wanted.major && info.math != Math::kNative;
     if (transposes) x.major = wanted.major;
-    // Split operands are K-major.
+    // The parts of split operands are K-major.
     int64_t const contiguous = splits ? 2 * out.part : x.contiguous(), lines = x.lines(), size = size_of(x.format);
     if (size == 0) return false;  // a format that no kernel has
     if (!splits && !transposes && is_aligned(wanted.align, true, x, p.batch)) return false;
-    // Long lines are padded to cache lines, which load faster.
+    // Long lines are padded to whole cache lines, which load faster.
     int64_t const whole = 128 / size, unit = contiguous < whole ? wanted.align : whole,
                   batches = x.batch_stride != 0 ? p.batch : 1;
     x.ld = (contiguous + unit - 1) / unit * unit;

@@ -1,4 +1,4 @@
-// The instructions that the skinny kernels are made of.
+// The instructions that skinny kernels use.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -12,7 +12,7 @@ namespace jax_streamk::skinny {
 template <class T>
 using Accumulator = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-// mma.sync: d (16 x 8) += a (16 x K) b (K x 8), K being eight words: a word is two 16-bit elements along K, or an f32.
+// mma.sync: d (16 x 8) += a (16 x K) b (K x 8). K is eight words; a word is two 16-bit elements along K, or an f32.
 // With g = lane / 4 and t = lane % 4, a thread has
 //   a: word t of rows g and g + 8, then word t + 4 of both;  b: words t and t + 4 of column g;
 //   d: columns 2t and 2t + 1 of row g, then of row g + 8.
@@ -72,7 +72,7 @@ __device__ inline void copy_async(uint4* to, void const* from, int bytes, uint64
                "l"(from), "r"(bytes), "l"(policy)
                : "memory");
 }
-// The same of 8 bytes.
+// The same for 8 bytes.
 __device__ inline void copy_async(uint2* to, void const* from, int bytes) {
   asm volatile(
       "cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
@@ -86,13 +86,13 @@ __device__ inline void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Barrier of all threads of a cluster, which see each other's shared memory: what a thread stored before it arrived is
-// visible to those that have waited.
+// A barrier for all threads of a cluster, which see each other's shared memory: what a thread stored before it arrived
+// is visible to the threads that have waited.
 #if __CUDA_ARCH__ >= 900
 __device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// The address in CTA `rank` of the cluster that corresponds to `from` in this one, and the value there.
+// The address in CTA `rank` of the cluster that corresponds to `from` in this CTA, and the value there.
 __device__ inline uint32_t address_of(uint32_t rank, void const* from) {
   uint32_t remote;
   asm("mapa.shared::cluster.u32 %0, %1, %2;"

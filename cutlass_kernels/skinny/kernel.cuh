@@ -1,14 +1,14 @@
-// The skinny family: products with few rows of A, whose time is that of reading B once.
+// The skinny family: products with few rows of A, which take as long as reading B once.
 //
-// Each warp streams B through a queue of its own in shared memory (cp.async) and multiplies 64 columns, a chunk of K at
-// a time (32 for 16-bit types, 16 for f32, 8 for f64), with mma.sync. Between memory and tensor core there is no CTA
-// barrier and no tensor map, so that a short product is short.
+// Each warp streams B through its own queue in shared memory (cp.async) and multiplies 64 columns, a chunk of K at a
+// time (32 for 16-bit types, 16 for f32, 8 for f64), with mma.sync. Between memory and tensor core there is no CTA
+// barrier and no tensor map, so that short products are fast.
 //
-// Rows of B that start anywhere come as the aligned vectors that they touch, nine for 64 columns, and are shifted into
+// Rows of B at any address are loaded as the aligned vectors that they touch, nine for 64 columns, and shifted into
 // place in registers. A wide warp has 128 columns and half the K per chunk: 17 requests for as many bytes, not 18.
 //
-// A tile of 64 columns (128 if wide) has the four warps of a CTA along K; their sums meet in shared memory. A tile of
-// 256 has them along n: rows of B are read 512 bytes at a time, which memory serves faster if there is much to read.
+// For a tile of 64 columns (128 if wide), the four warps of a CTA share K; their sums meet in shared memory. For a tile
+// of 256 they share n: rows of B are read 512 bytes at a time, which memory serves faster if there is much to read.
 // Split-K is a cluster of CTAs whose sums meet in the first one's shared memory, in the order of K: no workspace, no
 // zeroing, one launch.
 #pragma once
@@ -25,7 +25,7 @@
 
 namespace jax_streamk::skinny {
 
-// D = epilogue(x) of two neighbours.
+// Stores D = epilogue(x) for two neighbours.
 template <class T, class D>
 __device__ inline void store(Params<T, D> const& p, int32_t batch, int32_t row, int32_t column,
                              Accumulator<T> (&x)[2]) {
@@ -74,12 +74,12 @@ __global__ __launch_bounds__(kThreads,
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   int32_t const tile = p.splits > 1 ? quotient(blockIdx.x, p.splits) : blockIdx.x, rank = blockIdx.x - tile * p.splits;
   TileOrder::Coordinate const at = p.order.coordinate(tile);
-  int const along_n = warp / kWarpsAlongK, along_k = warp % kWarpsAlongK;  // of this warp
+  int const along_n = warp / kWarpsAlongK, along_k = warp % kWarpsAlongK;  // the position of this warp
   int32_t batch = at.batch, run = rank;
   if constexpr (std::is_same_v<D, Accumulator<T>>) {
     int32_t const slice = p.by_batch.divide(batch);
     batch -= slice * p.batch;
-    run += slice;  // never both splits and slices
+    run += slice;  // runs are either splits or slices
   }
   int32_t const begin = p.runs.begin(run) * kTileK + along_k * kChunk, end = min(p.runs.begin(run + 1) * kTileK, p.k);
   int32_t const m0 = at.m * kRows * kBlocks, n0 = (at.n * (kWarps / kWarpsAlongK) + along_n) * kWide * kColumns;
@@ -93,7 +93,7 @@ __global__ __launch_bounds__(kThreads,
 #pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage) loader.next(own.queue[stage]);
 
-  // What this thread stores in the end: columns 2 lane and 2 lane + 1 of each 64, of every kWarpsAlongK-th row.
+  // The elements that this thread stores: columns 2 lane and 2 lane + 1 of each 64, of every kWarpsAlongK-th row.
   constexpr int kPairs = kRows * kBlocks * kWide / kWarpsAlongK;
   auto const row_of = [&](int pair) { return m0 + along_k + pair / kWide * kWarpsAlongK; };
   auto const column_of = [&](int pair) { return n0 + pair % kWide * kColumns + 2 * lane; };
@@ -109,12 +109,12 @@ __global__ __launch_bounds__(kThreads,
     }
   }
 
-  // The main loop, a branch per load path. It is one function: carved out, its parts get other registers.
+  // The main loop, a branch per load path. It is one function: split into several, it would get other registers.
   Accumulator<T> sums[kBlocks][4 * kWide][4] = {};
   int stage = 0;
   for (int32_t k = begin; k < end; k += kChunk * kWarpsAlongK) {
     wait_for_copies<kStages - 2>();
-    __syncwarp();  // all lanes' copies have arrived, and all lanes have read the chunk before
+    __syncwarp();  // all lanes' copies have arrived, and all lanes have read the previous chunk
     Chunk<kBlocks, kShifted> const& chunk = own.queue[stage];
     auto& used_up = own.queue[stage == 0 ? kStages - 1 : stage - 1];
     stage = stage == kStages - 1 ? 0 : stage + 1;
@@ -125,8 +125,8 @@ __global__ __launch_bounds__(kThreads,
       for (int block = 0; block < kBlocks; ++block) a[block] = chunk.a[block][lane];
 #pragma unroll
       for (int step = 0; step < 2; ++step) {
-        // Four rows of K at a time: the other half of a wide warp's columns, or the other rows. Of each row this
-        // thread's eight columns lie in two vectors.
+        // Four rows of K at a time: the other half of a wide warp's columns, or the other rows. In each row, this
+        // thread's eight columns are in two vectors.
         int const half = step % kWide, first = 4 * step % kThreadK;
         uint4 b[4];
 #pragma unroll
@@ -209,7 +209,7 @@ __global__ __launch_bounds__(kThreads,
       cluster_wait();
       return;
     }
-    // All peers' totals are loaded at once, unless that many would spill.
+    // All peers' totals are loaded at once, unless they would spill.
     constexpr int kAtOnce = kBlocks <= 2 ? kMaxSplits - 1 : 1;
     for (int peer = 1; peer < p.splits; peer += kAtOnce) {
       Pair parts[kAtOnce][kPairs];
@@ -226,7 +226,7 @@ __global__ __launch_bounds__(kThreads,
     cluster_arrive();
   }
 
-  if constexpr (std::is_same_v<D, Accumulator<T>>) let_dependents_start();  // a separate reduction
+  if constexpr (std::is_same_v<D, Accumulator<T>>) let_dependents_start();  // for a separate reduction
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {
     int32_t const row = row_of(i), column = column_of(i);
@@ -268,7 +268,7 @@ class SkinnyKernel final : public CudaKernel {
   SkinnyKernel() : CudaKernel(describe()) {}
 
   Decomposition decomposition(GemmProblem const& p, Schedule const& s, Device const&) const override {
-    // A worker per piece of work. (CTAs are numbered differently: peers of a tile are neighbours, a cluster.)
+    // A worker per piece of work. (CTAs are numbered differently: the peers of a tile are neighbours, a cluster.)
     DenseTiles const tiles(tile_order(p, {}), static_cast<int32_t>(p.batch),
                            static_cast<int32_t>((p.k + kTileK - 1) / kTileK));
     int32_t const splits = s.kind == ScheduleKind::kSplitK ? s.splits : 1;
@@ -321,7 +321,7 @@ class SkinnyKernel final : public CudaKernel {
     config.dynamicSmemBytes = kSharedMemory;
     config.stream = stream;
     config.attrs = &cluster;
-    // Clusters of one CTA would be placed on SMs in another order.
+    // Not a launch with clusters of one CTA: these are placed on SMs in another order.
     config.numAttrs = work.splits > 1;
     return from_cuda(cudaLaunchKernelEx(&config, kMultiply, params), "launching " + info.name);
   }
@@ -367,8 +367,8 @@ class SkinnyKernel final : public CudaKernel {
   }
 };
 
-// Registers the kernels of one row of table.txt: row- and column-major B; D of the accumulators' type, and of 16 bits
-// if A and B are. Where warps share K, 16-bit types also get kernels for a row-major B whose rows start anywhere.
+// Registers the kernels of one row of table.txt: row- and column-major B; D in the accumulators' type, and in 16 bits
+// if A and B have 16 bits. If warps share K, 16-bit types also get kernels for a row-major B at any address.
 template <Type kTypeAB, Math kMath, int kTileM, int kTileN>
 bool add_row() {
   constexpr bool kHalf = kTypeAB == Type::kBF16 || kTypeAB == Type::kF16;

@@ -1,4 +1,4 @@
-// Who holds what: the columns of warps, the chunks of K in a warp's queue, and the vectors of threads.
+// Which thread holds what: the columns of warps, the chunks of K in a warp's queue, and the vectors of threads.
 //
 // A lane is g = lane / 4 and t = lane % 4, as in mma.sync's fragments. V is the number of elements in 16 bytes. A chunk
 // is 4 V of K; thread (g, t) multiplies
@@ -23,15 +23,15 @@ inline constexpr int kTileK = 128;    // unit of splits
 inline constexpr int kRows = 8;       // of A in one mma.sync: a block
 inline constexpr int kMaxSplits = 8;  // CTAs in a cluster: the portable limit
 
-// kShifted = 0: vectors of B are aligned. kShifted = 1, 2: rows of a row-major B start anywhere, and a warp has 64 or
-// 128 columns (wide; half the K per chunk).
+// kShifted = 0: vectors of B are aligned. kShifted = 1, 2: rows of a row-major B are at any address, and a warp has 64
+// or 128 columns (wide; half the K per chunk).
 template <int kShifted>
 inline constexpr int kWide = kShifted == 2 ? 2 : 1;
 template <int kShifted>
 inline constexpr int kThreadK = 8 / kWide<kShifted>;  // rows of a shifted chunk that a thread multiplies
 
 // Chunks in a warp's queue, and CTAs per SM that ptxas must leave registers for (0: any). Up to 16 rows, three shifted
-// CTAs fit a Hopper SM, so that one loads while others start or end; with a fourth chunk it would be two.
+// CTAs fit a Hopper SM, so that one loads while others start or end; with a fourth chunk only two would fit.
 template <int kShifted>
 inline constexpr int kStages = kShifted ? 3 : 4;
 template <int kBlocks, int kShifted>
@@ -40,9 +40,9 @@ inline constexpr int kCtasPerSm = kShifted && kBlocks <= 2 ? 3 : 0;
 template <class T>
 inline constexpr int kVector = 16 / sizeof(T);
 template <class T, int kShifted>
-inline constexpr int kChunk = 4 * kVector<T> / kWide<kShifted>;  // of K
+inline constexpr int kChunk = 4 * kVector<T> / kWide<kShifted>;  // along K
 
-// A thread's columns that are neighbours.
+// The number of neighbouring columns that a thread has.
 template <class T, Major kMajorB>
 inline constexpr int kNeighbours = kMajorB == Major::kRow ? kVector<T> : 8;
 
@@ -63,8 +63,8 @@ struct Chunk<kBlocks, 0> {
   Words a[kBlocks][32];
 };
 
-// Where lane (g, t) finds its vector of a row-major B. Eight lanes copy the 128 bytes of a row, one request to L2; a
-// quarter-warp reads those of two g and four t. Neither has bank conflicts.
+// The slot of lane (g, t)'s vector of a row-major B. Eight lanes copy the 128 bytes of a row, one request to L2; a
+// quarter-warp reads the slots of two g and four t. Neither has bank conflicts.
 __device__ inline int slot(int g, int t) { return 8 * t + (g ^ (2 * t)); }
 
 template <class T>
@@ -78,7 +78,7 @@ struct Shared {
     Chunk<kBlocks, kShifted> queue[kStages<kShifted>];
     struct {
       Accumulator<T> sums[kRows * kBlocks][kWide<kShifted> * kColumns + 4];
-      Pair<T> totals[kRows * kBlocks * kWide<kShifted> / kWarpsAlongK][kColumns / 2];  // of this warp's share of rows
+      Pair<T> totals[kRows * kBlocks * kWide<kShifted> / kWarpsAlongK][kColumns / 2];  // for this warp's share of rows
     };
   } warps[kWarps];
 };

@@ -33,11 +33,11 @@ __device__ inline uint32_t offset_in_vector(T const* p) {
 template <class T, class D, Major kMajorB, int kBlocks, int kWarpsAlongK>
 class Loader {
  public:
-  // For the tile at (m0, n0) of D, from k to `end`.
+  // Starts at the tile at (m0, n0) of D, and loads from k to `end`.
   __device__ Loader(Params<T, D> const& p, int32_t batch, int32_t m0, int32_t n0, int32_t k, int32_t end) : p_(p) {
     int const lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     constexpr bool kByRows = kMajorB == Major::kRow;
-    // Of a row-major B a thread copies what another multiplies: eight neighbours copy a row.
+    // In a row-major B a thread copies what another thread multiplies: eight neighbours copy a row.
     int const g_b = kByRows ? lane % 8 : g, t_b = kByRows ? lane / 8 : t;
     int64_t const row = m0 + g, column = n0 + kNeighbours<T, kMajorB> * g_b;
     int64_t const k_a = k + kVector<T> * t, k_b = k + kVector<T> * t_b;
@@ -54,7 +54,7 @@ class Loader {
     int const lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      constexpr int kPerRow = 8 / kVector<T>;  // vectors of a row-major B
+      constexpr int kPerRow = 8 / kVector<T>;  // vectors per row of a row-major B
       int const row = i / kPerRow, column = i % kPerRow * 8 * kVector<T>;
       if constexpr (kMajorB == Major::kRow) {
         copy_b(to.b[i][slot_], b_ + row * p_.ldb + column, row < left_b_ && column < columns_);
@@ -75,7 +75,7 @@ class Loader {
   }
 
  private:
-  static constexpr int kStep = kChunk<T, 0> * kWarpsAlongK;  // of K, from chunk to chunk of a warp
+  static constexpr int kStep = kChunk<T, 0> * kWarpsAlongK;  // K between two chunks of a warp
 
   __device__ void copy_b(uint4& to, T const* from, bool inside) const {
     if (!inside) from = p_.a;
@@ -88,14 +88,14 @@ class Loader {
   }
 
   Params<T, D> const& p_;
-  int32_t rows_, columns_;   // of A and of B, from this thread's first on
-  int32_t left_a_, left_b_;  // of K, from this thread's next on
+  int32_t rows_, columns_;   // of A and of B, from this thread's first element on
+  int32_t left_a_, left_b_;  // along K, from this thread's next element on
   int slot_;
   T const *a_, *b_;
   uint64_t const evict_first_ = evict_first();
 };
 
-// Loads the vectors that rows of B touch, wherever these start.
+// Loads the vectors that rows of B touch, at any address.
 template <class T, class D, int kBlocks, int kWarpsAlongK, int kShifted>
 class ShiftedLoader {
  public:
@@ -111,7 +111,7 @@ class ShiftedLoader {
     last_ = b + lane * p.ldb;
   }
 
-  // Lanes of a row copy a vector each, then one lane per row the last vector.
+  // Each lane of a row copies a vector, then one lane per row copies the last vector.
   __device__ void next(Chunk<kBlocks, kShifted>& to) {
     int const lane = threadIdx.x % 32, t = lane % 4, vector = lane % kLanesPerRow;
 #pragma unroll
@@ -135,12 +135,12 @@ class ShiftedLoader {
   }
 
  private:
-  static constexpr int kStep = kChunk<T, kShifted> * kWarpsAlongK;  // of K, from chunk to chunk of a warp
+  static constexpr int kStep = kChunk<T, kShifted> * kWarpsAlongK;  // K between two chunks of a warp
   static constexpr int kThreadK = skinny::kThreadK<kShifted>;
   static constexpr int kLanesPerRow = 8 * kShifted;
 
-  // Copies the `vector`-th aligned vector that the tile's part of `row` touches. Without an eviction hint: neighbouring
-  // tiles read the line, too.
+  // Copies the `vector`-th aligned vector that the tile's part of `row` touches. Without an eviction hint, because
+  // neighbouring tiles read the line too.
   __device__ void copy_touched(uint4* to, T const* row, int vector, bool inside) const {
     int const offset = static_cast<int>(offset_in_vector(row)),
               bytes = inside ? min(max(offset + bytes_ - 16 * vector, 0), 16) : 0;
@@ -150,8 +150,8 @@ class ShiftedLoader {
   }
 
   Params<T, D> const& p_;
-  int32_t rows_, bytes_;  // of A, and of a row of B in the tile
-  int32_t left_;          // of K
+  int32_t rows_, bytes_;  // rows of A; bytes of a row of B in the tile
+  int32_t left_;          // along K
   T const *a_, *b_, *last_;
 };
 

@@ -1,4 +1,4 @@
-// What a chunk is multiplied with: mma.sync with B^T as its first operand, 16 columns of B by 8 rows of A.
+// The product of a chunk: mma.sync with B^T as its first operand, 16 columns of B by 8 rows of A.
 //
 // Which k an instruction calls "word t" does not matter as long as A and B agree, and likewise for columns. So a thread
 // keeps the vectors that it loaded, and a layout type says which of their words one instruction takes.
@@ -12,7 +12,7 @@ namespace jax_streamk::skinny {
 __device__ inline uint32_t word(uint4 const& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 __device__ inline uint32_t word(uint2 const& v, int i) { return i == 0 ? v.x : v.y; }
 
-// KernelInfo::promotion_k: every instruction of a float32 result is promoted.
+// KernelInfo::promotion_k: for a float32 result the sum of every instruction is promoted.
 template <class T, Math kMath, class D>
 inline constexpr int kPromotion = !std::is_same_v<D, float> ? 0
                                   : sizeof(T) == 2          ? 16
@@ -54,16 +54,16 @@ __device__ inline void multiply_add(Accumulator<T> (&sums)[4], uint32_t const (&
   }
 }
 
-// Four rows of K, each a word of two neighbouring 16-bit columns, to mma.sync's words of two neighbouring k: rows 0 and
-// 1 of either column, then rows 2 and 3.
+// Converts four rows of K, each a word of two neighbouring 16-bit columns, to mma.sync's words of two neighbouring k:
+// rows 0 and 1 of either column, then rows 2 and 3.
 __device__ inline void pair_rows(uint32_t (&w)[4], uint32_t row0, uint32_t row1, uint32_t row2, uint32_t row3) {
   w[0] = __byte_perm(row0, row1, 0x5410), w[1] = __byte_perm(row0, row1, 0x7632);
   w[2] = __byte_perm(row2, row3, 0x5410), w[3] = __byte_perm(row2, row3, 0x7632);
 }
 
 // The layouts of an aligned B: words(b, step, j, w) takes from a thread's eight vectors what one instruction
-// multiplies. `step` 0, 1 is the half of the chunk's K. The instruction's rows g and g + 8 are the thread's columns 2j
-// and 2j + 1:
+// multiplies. `step`, 0 or 1, is a half of the chunk's K. The instruction's rows g and g + 8 are the thread's columns
+// 2j and 2j + 1:
 //   w[0], w[1]: the first word of K of columns 2j and 2j + 1;  w[2], w[3]: the second.
 struct ColumnMajorB {  // b[c] is column c
   static __device__ void words(uint4 const (&b)[8], int step, int j, uint32_t (&w)[4]) {
@@ -95,7 +95,7 @@ using LayoutOfB = std::conditional_t<
     kMajorB == Major::kColumn, ColumnMajorB,
     std::conditional_t<sizeof(T) == 2, RowMajorB16, std::conditional_t<sizeof(T) == 4, RowMajorB32, RowMajorB64>>>;
 
-// The vector that begins `offset` bytes (even, below 16) into two others.
+// The vector that begins `offset` bytes (even, below 16) into the concatenation of two others.
 __device__ inline uint4 shifted(uint4 const& first, uint4 const& second, uint32_t offset) {
   uint32_t w[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
 #pragma unroll

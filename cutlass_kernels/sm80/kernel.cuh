@@ -1,10 +1,10 @@
-// The sm80 family: CUTLASS 2.x GEMMs (cp.async and mma.sync), for Ampere, Ada and what newer GPUs have no better kernel
-// for.
+// The sm80 family: CUTLASS 2.x GEMMs (cp.async and mma.sync), for Ampere and Ada, and on newer GPUs for what no other
+// family supports.
 //
 // A row of table.txt is one GemmUniversalStreamk, which runs every schedule: ThreadblockSwizzleStreamK maps CTAs to
 // whole tiles (data-parallel), to `splits` runs of every tile (split-K) or to equal runs over the last waves
 // (Stream-K). Peers of a tile add their partials, in the accumulator's type, to a slot of the workspace; the last one
-// runs the epilogue. They only ever wait for CTAs of a lower index, which the GPU dispatched before them.
+// runs the epilogue. They only wait for CTAs of a lower index, which the GPU dispatches earlier.
 #pragma once
 
 #include <algorithm>
@@ -51,7 +51,7 @@ struct f64 {
   static constexpr Type kType = Type::kF64;
 };
 
-// So do these: for a float32 D every instruction's sum is promoted (KernelInfo::promotion_k).
+// Likewise a type of its own: for a float32 D every instruction's sum is promoted (KernelInfo::promotion_k).
 template <int kK>
 struct Promoted : cutlass::gemm::GemmShape<16, 8, kK> {};
 template <class D>
@@ -84,13 +84,13 @@ struct column {
   static constexpr Major kMajor = Major::kColumn;
 };
 
-// Peers add to the slot in the order of K, each waiting for the one before. If there are many, and CTAs to spare, they
-// leave partials to a wave of reducing CTAs that adds them in the same order.
+// Peers add to the slot in the order of K, each waiting for the previous one. If there are many, and CTAs to spare,
+// they leave partials to a wave of reducing CTAs, which adds them in the same order.
 struct ordered : cutlass::gemm::threadblock::ThreadblockSwizzleStreamK {
   using ThreadblockSwizzleStreamK::ThreadblockSwizzleStreamK;
   static constexpr Reduction kReduction = Reduction::kOrdered;
 };
-// Peers add to the slot as they arrive.
+// Peers add to the slot in the order of their arrival.
 struct atomic : cutlass::gemm::threadblock::ThreadblockSwizzleStreamK {
   using ThreadblockSwizzleStreamK::ThreadblockSwizzleStreamK;
   static constexpr Reduction kReduction = Reduction::kAtomic;
@@ -107,8 +107,8 @@ using F64Mma =
 
 }  // namespace jax_streamk
 
-// f64 at full rate: m16n8k4 from compute capability 9.0 on, before that an m8n8k4 for each half of the rows. Their
-// registers together are those of m16n8k4, so that Params and workspace are the same on every architecture.
+// f64 at full rate: m16n8k4 from compute capability 9.0 on, before that an m8n8k4 for each half of the rows. These use
+// the same registers as m16n8k4, so Params and workspace are the same on every architecture.
 template <>
 struct cutlass::arch::Mma<jax_streamk::sm80::f64::Instruction, 32, double, cutlass::layout::RowMajor, double,
                           cutlass::layout::ColumnMajor, double, cutlass::layout::RowMajor, cutlass::arch::OpMultiplyAdd>
@@ -149,8 +149,8 @@ struct cutlass::arch::Mma<jax_streamk::sm80::Promoted<kK>, 32, AB, cutlass::layo
 
 namespace jax_streamk {
 
-// CUTLASS's iterator over D, storing accumulators through the epilogue. It applies batch strides itself, because bias
-// and residual have their own.
+// CUTLASS's iterator over D, which stores accumulators through the epilogue. It applies batch strides itself, because
+// bias and residual have their own.
 template <typename Base, typename Accumulator>
 class OutputIterator : public Base {
   using D = typename Base::Element;
@@ -180,7 +180,7 @@ class OutputIterator : public Base {
   }
 
  private:
-  // The epilogue of a fragment that begins at `start`. Not inlined: CUTLASS unrolls the loop over fragments.
+  // Applies the epilogue to a fragment at `start`. Not inlined: CUTLASS unrolls the loop over fragments.
   __device__ static __noinline__ Fragment apply(EpilogueParams<Accumulator, D> epilogue, Fragment fragment,
                                                 cutlass::MatrixCoord start, cutlass::MatrixCoord extent) {
     using Iterations = typename ThreadMap::Iterations;
@@ -216,7 +216,7 @@ class OutputIterator : public Base {
 template <typename Gemm>
 __global__ __launch_bounds__(Gemm::kThreadCount, 1) void sm80_gemm(typename Gemm::Params params) {
   extern __shared__ __align__(16) char storage[];
-  let_dependents_start();  // a separate reduction
+  let_dependents_start();  // for a separate reduction
   Gemm::invoke(params, *reinterpret_cast<typename Gemm::SharedStorage*>(storage));
 }
 
@@ -224,7 +224,7 @@ template <typename AB, typename D, typename Math_, typename MajorA, typename Maj
           typename Warp, int kStages, int kAlign, int kAlignD, typename Swizzle>
 class Sm80Kernel final : public CudaKernel {
   using Accumulator = typename AB::Accumulator;
-  // CUTLASS's epilogue passes accumulators through unchanged, and reads no C.
+  // CUTLASS's epilogue passes accumulators through this unchanged, and reads no C.
   template <typename T>
   using Unchanged = cutlass::epilogue::thread::LinearCombination<T, kAlignD, Accumulator, Accumulator,
                                                                  cutlass::epilogue::thread::ScaleType::Nothing>;
@@ -245,15 +245,15 @@ class Sm80Kernel final : public CudaKernel {
 
   static constexpr int64_t kSharedMemory = sizeof(typename Gemm::SharedStorage);
   static constexpr int64_t kMaxGridZ = 65535;
-  // The swizzle counts MAC iterations in ints, and CTAs, up to eight per tile in cohorts.
+  // The swizzle counts in ints: MAC iterations, and CTAs, up to eight per tile in cohorts.
   static constexpr int64_t kMaxCount = int64_t{1} << 30;
 
  public:
   Sm80Kernel() : CudaKernel(describe()) {}
 
-  // For Stream-K the swizzle's own cost model decides how many tiles it cuts among how many workers. This describes it
-  // exactly, except that a number of workers that is a multiple of the cut tiles is aligned to tiles, which moves
-  // boundaries by a few iterations, and that CTAs of whole tiles go to whichever SM is free.
+  // For Stream-K the swizzle's own cost model decides how many tiles are cut among how many workers. This describes it
+  // exactly, with two exceptions: if the number of workers is a multiple of the cut tiles, the swizzle aligns them to
+  // tiles, which moves boundaries by a few iterations; and CTAs of whole tiles run on whichever SM is free.
   Decomposition decomposition(GemmProblem const& p, Schedule const& s, Device const& device) const override {
     auto const tiles = static_cast<int32_t>(tiles_of(p) * p.batch), k_tiles = static_cast<int32_t>(k_tiles_of(p));
     if (s.kind != ScheduleKind::kStreamK) return Decomposition::make(s.kind, tiles, k_tiles, device.sms, s.splits);
@@ -294,8 +294,8 @@ class Sm80Kernel final : public CudaKernel {
     return needs_workspace(params) ? align_workspace(static_cast<int64_t>(params.get_workspace_size())) : 0;
   }
 
-  // Slices of equal extent are evenly spaced in A and B: one launch with the slices as batch, the shorter last slice
-  // apart. A batched problem takes a launch per slice or per batch, whichever are fewer.
+  // Slices of equal extent are evenly spaced in A and B: one launch with the slices as batch, and another for a shorter
+  // last slice. A batched problem takes a launch per slice or per batch, whichever are fewer.
   Status launch(GemmProblem const& p, Slices const& slices, Schedule const& s, LaunchPolicy const&,
                 Device const& device, Buffers const& buffers, bool, cudaStream_t stream) const override {
     if (slices.count == 1) return launch_batch(p, s, device, buffers, stream);
@@ -341,7 +341,7 @@ class Sm80Kernel final : public CudaKernel {
       at.bias = static_cast<typename D::Element const*>(buffers.bias) + first * p.epilogue.batch_stride_bias;
       at.residual = static_cast<typename D::Element const*>(buffers.residual) + first * p.d.batch_stride;
       Params params = params_of(p, s, device, at);
-      // Zeroes the barriers: XLA does not clear the workspace.
+      // Zeroes the barriers, since XLA does not clear the workspace.
       if (needs_workspace(params) && params.init_workspace(at.workspace, stream) != cutlass::Status::kSuccess)
         return Status::internal(info.name + ": clearing its barriers failed");
       sm80_gemm<Gemm><<<params.get_grid_dims(), Gemm::kThreadCount, kSharedMemory, stream>>>(params);
@@ -408,18 +408,18 @@ class Sm80Kernel final : public CudaKernel {
   }
   static int64_t shared_memory_per_cta(Device const& device) { return shared_memory_per_sm(device) - 1024; }
 
-  // A lower bound of CTAs per SM, at 255 registers per thread. The workspace depends on it, and lowering, perhaps
-  // without a GPU, must agree with the launch.
+  // A lower bound of CTAs per SM, for 255 registers per thread. The workspace depends on it, so lowering (perhaps
+  // without a GPU) and the launch must agree.
   static int occupancy(Device const& device) {
     int64_t const by_registers = 65536 / (256 * Gemm::kThreadCount);
     int64_t const by_shared_memory = shared_memory_per_sm(device) / (kSharedMemory + 1024);
     return static_cast<int>(std::max<int64_t>(1, std::min(by_registers, by_shared_memory)));
   }
 
-  // A LaunchPolicy has no effect: the swizzle picks its own order, along the shorter side of D or in cohorts. max_sms
-  // is what a Stream-K cut balances for; whole tiles may still run on all SMs.
+  // A LaunchPolicy has no effect: the swizzle chooses its own order, along the shorter side of D or in cohorts. max_sms
+  // is the number of SMs that a Stream-K cut balances for; whole tiles may still run on all SMs.
   static Params params_of(GemmProblem const& p, Schedule const& s, Device const& device, Buffers const& buffers) {
-    // CUTLASS splits kGemm only, whose batch count is the number of splits (1: Stream-K).
+    // CUTLASS splits only in mode kGemm, whose batch count is the number of splits (1: Stream-K).
     bool const batched = is_data_parallel(s);
     typename Gemm::Arguments const arguments(
         batched ? cutlass::gemm::GemmUniversalMode::kBatched : cutlass::gemm::GemmUniversalMode::kGemm,
@@ -431,14 +431,14 @@ class Sm80Kernel final : public CudaKernel {
         p.d.ld, s.kind == ScheduleKind::kStreamK && s.max_sms > 0 ? s.max_sms : -1);
     Params params(arguments, device.sms, occupancy(device));
     params.params_D.epilogue = EpilogueParams<Accumulator, typename D::Element>(p, buffers);
-    // Remapped CTAs may wait for ones of a higher index, a deadlock if another stream's kernel holds their SMs.
+    // CTAs remapped by the swizzle could wait for a higher index: a deadlock if another stream's kernel holds its SM.
     params.block_mapping.remap_block_indices = false;
-    // The swizzle's constructor does not see that its subclass is atomic.
+    // The swizzle's constructor does not know that its subclass is atomic.
     if (Swizzle::kReduction == Reduction::kAtomic) params.block_mapping.reduction_blocks = 0;
     return params;
   }
 
-  // Without cut tiles get_workspace_size() counts one CTA's all the same.
+  // Even without cut tiles get_workspace_size() is not zero: it counts one CTA.
   static bool needs_workspace(Params const& params) { return params.block_mapping.sk_tiles > 0; }
 };
 

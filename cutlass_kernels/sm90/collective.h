@@ -1,4 +1,4 @@
-// What is changed of the collectives that CUTLASS's builder makes.
+// Changes to the collectives that CUTLASS's builder makes.
 #pragma once
 
 #include "cute/tensor.hpp"
@@ -8,8 +8,8 @@
 
 namespace jax_streamk::sm90 {
 
-// The builder lays an M-major TF32 A, which goes through registers, out in rows of 32 bytes, each a TMA request.
-// Rows of 128 bytes need fewer; operand_registers.h reads them without bank conflicts.
+// For an M-major TF32 A, which goes through registers, the builder chooses rows of 32 bytes, each a TMA request.
+// Rows of 128 bytes need fewer requests; operand_registers.h reads them without bank conflicts.
 template <class Collective>
 struct WithWideRowsOfA {
   using type = Collective;
@@ -25,7 +25,7 @@ struct WithWideRowsOfA<cutlass::gemm::collective::CollectiveMma<
       LayoutB, FromB, cute::identity>;
 };
 
-// With kThree, a collective of one warpgroup becomes one of three, stacked along m. The builder has one or two only.
+// With kThree, turns a collective of one warpgroup into one of three, stacked along m. The builder has one or two.
 template <bool kThree, class Collective>
 struct WithThreeWarpgroups {
   using type = Collective;

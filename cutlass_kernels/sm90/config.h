@@ -1,4 +1,4 @@
-// What an sm90 kernel is made for: a row of table.txt, with one of the types and majornesses that the row stands for.
+// The parameters of an sm90 kernel: a row of table.txt, with one of the row's combinations of types and majornesses.
 #pragma once
 
 #include <string>
@@ -33,13 +33,13 @@ struct Config {
   // Computes D^T = B^T A^T, so that the tile's n, which may be any multiple of 8, lies along the problem's m.
   bool swap_ab;
   Math math;
-  int store_columns;  // of the kernel's own result, in a box of the store (store.h)
+  int store_columns;  // columns of the kernel's own result in a box of the store (store.h)
 
   // Consumer warpgroups that share a tile.
   constexpr int warpgroups() const { return warp_schedule != WarpSchedule::kCooperative ? 1 : tile_m == 192 ? 3 : 2; }
 
-  // KernelInfo::promotion_k. Sums kept apart take as many registers as the accumulators; more of these, or with TF32
-  // operands in registers, would spill. Three TF32 promote every k-tile.
+  // KernelInfo::promotion_k. Separate sums take as many registers as the accumulators; with more of these, or with TF32
+  // operands in registers, they would spill. Three TF32 promote every k-tile.
   constexpr int promotion_k() const {
     if (math == Math::kTF32x3) return tile_k;
     int const accumulators = tile_m * tile_n / (128 * warpgroups());

@@ -1,4 +1,4 @@
-// What becomes of a tile's accumulators: the epilogue in registers, then the store by TMA or, if TMA cannot write D, by
+// What happens to a tile's accumulators: the epilogue in registers, then the store by TMA or, if TMA cannot write D, by
 // threads.
 #pragma once
 
@@ -18,8 +18,8 @@ class CollectiveEpilogue : public BoxStore<Element, kSwap, kTileM, kTileN, kWarp
   using Store = BoxStore<Element, kSwap, kTileM, kTileN, kWarpgroups, kColumns>;
   using Store::kValues, Store::kValuesPerBox, Store::kWholeBoxes;
 
-  // Accumulators that get their activation before the first box of them is stored: one box's, or two small boxes'. All
-  // of a tile's if TMA would be waited for, if registers are short, or if boxes overlap.
+  // Accumulators that pass the activation before the first box of them is stored: those of one box, or of two small
+  // ones. All of a tile's if they would wait for TMA, if registers are short, or if boxes overlap.
   static constexpr bool kAll =
       kValues * kWarpgroups <= 64 || kValues >= 144 || kTileM == 256 || kTileN == 216 || kTileN == 224 || !kWholeBoxes;
   static constexpr int kAtOnce = kAll ? kValues : kValuesPerBox * kWarpgroups < 24 ? 2 * kValuesPerBox : kValuesPerBox;
@@ -39,13 +39,13 @@ class CollectiveEpilogue : public BoxStore<Element, kSwap, kTileM, kTileN, kWarp
     return unaligned ? CUDA_SUCCESS : Store::set_up(params.d, shape, p, buffers.d);
   }
 
-  // Whether there is a residual to prefetch, and a bias to load before the main loop.
+  // Whether to prefetch a residual, and to load a bias before the main loop.
   static bool has_residual(Params const& params) { return params.thread.residual != nullptr; }
   static bool has_early_bias(Params const& params) {
     return params.thread.bias != nullptr && params.thread.unaligned_d == nullptr;
   }
 
-  // By one warp, for a tile of the kernel's own result.
+  // Called by one warp, for a tile of the kernel's own result.
   template <class ProblemShape>
   static CUTLASS_DEVICE void prefetch(Params const& params, ProblemShape const& shape, int32_t tile_m, int32_t tile_n,
                                       int32_t batch) {
@@ -59,11 +59,11 @@ class CollectiveEpilogue : public BoxStore<Element, kSwap, kTileM, kTileN, kWarp
     }
   }
 
-  // `thread` among those that share a tile; the named barrier is its warpgroup's.
+  // `thread` is the index among the threads that share a tile; the named barrier is its warpgroup's.
   CUTLASS_DEVICE CollectiveEpilogue(Params const& params, TensorStorage& storage, int thread, uint32_t barrier)
       : Store(params.d, storage, thread, barrier), params_(params), storage_(storage), thread_(thread) {}
 
-  // The bias of the tile that its consumers multiply next; loaded only if `early` and if there are registers for it.
+  // The bias of the tile that the consumers multiply next; loaded only if `early` and if registers can hold it.
   template <class Accumulators, class ProblemShape, class TileCoordinate, class TiledMma>
   CUTLASS_DEVICE auto biases(bool early, ProblemShape const& shape, TileCoordinate const& tile,
                              TiledMma const& tiled_mma) const {

@@ -1,6 +1,6 @@
-// Bias and residual in registers. Both come straight from global memory: as CUTLASS's C operand they would take shared
-// memory from the main loop. The bias waits in registers while a tile is multiplied; the residual comes after that, and
-// an idle warp prefetches it to L2 meanwhile.
+// Bias and residual in registers. Both are loaded straight from global memory: as CUTLASS's C operand they would take
+// shared memory from the main loop. The bias stays in registers while a tile is multiplied; the residual is loaded
+// afterwards, and an idle warp prefetches it to L2 meanwhile.
 //
 // A thread's accumulators of a 64 x n wgmma, with g = lane / 4 and t = lane % 4, are four for each 8 columns:
 //   row g: columns 2t, 2t + 1;  row g + 8: columns 2t, 2t + 1;  then the same 8 columns further on.
@@ -15,13 +15,13 @@
 
 namespace jax_streamk::sm90 {
 
-// Accumulators that get their residual in one turn: all loads of a turn are in flight at once. Large tiles have few
-// registers left for it, and the 160 of three warpgroups fewer than the 240 of two. Turns are unrolled, since a loop
-// would have to move accumulators.
+// The number of accumulators that get their residual in one turn, with all loads of the turn in flight at once. Large
+// tiles leave few registers for it, and three warpgroups (160 per thread) fewer than two (240). Turns are unrolled,
+// since a loop would have to move accumulators.
 constexpr int accumulators_per_turn(int accumulators, int element_bytes, bool swap, bool three_warpgroups) {
   if (accumulators >= 160) return 8;
   if (accumulators > (three_warpgroups ? 72 : 128)) return 16;
-  // Without swap_ab more registers hold the bias.
+  // Without swap_ab the bias takes more registers.
   bool const few_registers =
       three_warpgroups || accumulators >= (swap ? 128 : 112) || accumulators * element_bytes > 256;
   return cute::min(accumulators, (few_registers ? 64 : 128) / element_bytes);
@@ -36,7 +36,7 @@ struct Biases {
   static constexpr int kVector = kSwap ? 1 : 2;  // neighbours in a row of D
   using Vector = cutlass::AlignedArray<Element, kVector>;
   static constexpr int kVectorsPerTile = kSwap ? kValues / kValuesPerMma * 2 : kValues / 4;
-  // Early: all are loaded before the tile is multiplied. Otherwise they would spill, and each turn loads its own.
+  // Early: all are loaded before the tile is multiplied. If that would spill, each turn loads its own.
   static constexpr bool kEarly = kVectorsPerTile * sizeof(Vector) <= 128;
   static constexpr int kVectors = kEarly ? kVectorsPerTile : kTurn / 4;
 
@@ -47,7 +47,7 @@ struct Biases {
     for (Vector& value : values) value.clear();
   }
 
-  // From the accumulator `begin` on.
+  // Starts at accumulator `begin`.
   template <class Coordinates>
   CUTLASS_DEVICE void load(EpilogueParams<float, Element> const& params, int64_t batch, int32_t m, int32_t n,
                            Coordinates const& coordinates, int begin) {
@@ -71,33 +71,33 @@ struct Biases {
   }
 };
 
-// The residual of a turn's accumulators. The eight rows that a warp touches with one load are as many cache lines, so
-// threads load 16-bit residuals as they lie together in memory and then exchange them:
+// The residual of a turn's accumulators. A warp's load touches eight rows, in as many cache lines. To load more of
+// each line at once, threads load 16-bit residuals in the order of memory, and then exchange them:
 //   without swap_ab, 16 bytes each of 32 columns: a 4 x 4 transpose of words among four threads;
 //   with swap_ab, 4 bytes each of an 8 x 8 block: movmatrix.
-// f32, and turns that are too short for 16 bytes, are loaded by the threads that need them.
+// f32 residuals, and turns too short for 16 bytes, are loaded by the threads that need them.
 template <bool kSwap, class Element, class Accumulators, int kTurn>
 struct Residuals {
   static constexpr int kValues = cute::size(Accumulators{});
   static constexpr bool kHalf = sizeof(Element) == 2;
-  static constexpr int kPerWord = kHalf ? 2 : 1;  // accumulators, neighbours along n
+  static constexpr int kPerWord = kHalf ? 2 : 1;  // neighbouring accumulators along n
   static constexpr bool kTransposes4x4 = kHalf && !kSwap && kTurn % 16 == 0 && cute::size<0>(Accumulators{}) % 16 == 0;
   static constexpr int kWordsPerLoad = kTransposes4x4 ? 4 : kHalf || kSwap ? 1 : 2;
   using Words = cutlass::AlignedArray<uint32_t, kWordsPerLoad>;
 
   uint32_t words[kTurn / kPerWord];
 
-  // The word of accumulator i of a turn. Before the exchange, the words of one load follow each other.
+  // The word of accumulator i of a turn. Before the exchange, the words of one load are consecutive.
   static constexpr int index(int i) { return kTransposes4x4 ? i / 16 * 8 + i / 2 % 2 * 4 + i / 4 % 4 : i / kPerWord; }
 
-  // From the accumulator `begin` on.
+  // Starts at accumulator `begin`.
   template <class Coordinates>
   CUTLASS_DEVICE void load(EpilogueParams<float, Element> const& params, int64_t batch, int32_t m, int32_t n,
                            Coordinates const& coordinates, int begin) {
     int32_t first_m = cute::get<0>(coordinates(0)), first_n = cute::get<1>(coordinates(0));
     int32_t const g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     if (kTransposes4x4) first_n += 6 * t;                            // thread t starts at column 8t, not 2t
-    if (kHalf && kSwap) first_m += 2 * t - g, first_n += g - 2 * t;  // g and 2t change places
+    if (kHalf && kSwap) first_m += 2 * t - g, first_n += g - 2 * t;  // g and 2t trade places
     Element const* base = params.residual + batch * params.batch_stride_d;
     base += kSwap ? first_n * params.ldd + first_m : first_m * params.ldd + first_n;
     asm("" : "+l"(base));  // opaque, or every load would compute it again
@@ -113,7 +113,7 @@ struct Residuals {
     }
   }
 
-  // By all threads of a warp, between load() and of().
+  // Called by all threads of a warp, between load() and of().
   CUTLASS_DEVICE void exchange(int begin) {
     if constexpr (!kHalf) return;
 #pragma unroll
@@ -151,7 +151,7 @@ struct Residuals {
   }
 };
 
-// By one warp: prefetches the residual of a tile of D, which begins at (row, column) and has rows x columns inside D.
+// Called by one warp: prefetches the residual of a tile of D that begins at (row, column) and has rows x columns in D.
 template <class Element>
 CUTLASS_DEVICE void prefetch_residual(EpilogueParams<float, Element> const& params, int64_t batch, int32_t row,
                                       int32_t column, int32_t rows, int32_t columns, int lane) {

@@ -8,8 +8,8 @@
 namespace jax_streamk::sm90 {
 
 // Two passes over the accumulators of a tile: alpha, residual and a late bias in turns; then an early bias and the
-// activation, kAtOnce accumulators at a time, each time followed by store(begin, end) for what is ready. With kAtOnce
-// of a whole tile nothing is stored. For the other arguments see Biases.
+// activation, kAtOnce accumulators at a time, with store(begin, end) for each kAtOnce that are done. If kAtOnce is a
+// whole tile, nothing is stored. For the other arguments see Biases.
 template <int kAtOnce, bool kSwap, bool kThree, class Element, class Accumulators, class Coordinates, class Store>
 CUTLASS_DEVICE void apply_epilogue(EpilogueParams<float, Element> const& params, int64_t batch, int32_t m, int32_t n,
                                    Coordinates const& coordinates, Biases<kSwap, Element, Accumulators, kThree>& biases,
@@ -21,8 +21,8 @@ CUTLASS_DEVICE void apply_epilogue(EpilogueParams<float, Element> const& params,
   };
   bool const has_residual = params.residual != nullptr;
 
-  // Whether accumulators are outside D along n. Besides saving work, the branch keeps ptxas from overlapping more turns
-  // than there are registers for; up to 64 accumulators leave enough.
+  // Whether accumulators are outside D along n. The branch saves work, and keeps ptxas from overlapping more turns than
+  // there are registers for; up to 64 accumulators leave enough registers.
   int32_t const tile_n = cute::get<1>(coordinates(0)) - threadIdx.x % 4 * 2;
   auto const outside = [&](int begin, int end) CUTLASS_LAMBDA_FUNC_INLINE {
     bool const of_one_mma = begin / Bias::kValuesPerMma == (end - 1) / Bias::kValuesPerMma;
@@ -35,7 +35,7 @@ CUTLASS_DEVICE void apply_epilogue(EpilogueParams<float, Element> const& params,
     for (int i = begin; i < end; i += 2) function(i, i + 1);
   };
 
-  // First pass. The loads of the next turn are issued when a turn has used its own.
+  // First pass. The next turn's loads are issued once a turn has used its own.
   Residuals<kSwap, Element, Accumulators, kTurn> residuals;
   auto const load_operands = [&](int begin) CUTLASS_LAMBDA_FUNC_INLINE {
     if (!Bias::kEarly) biases.load(params, batch, m, n, coordinates, begin);
@@ -60,13 +60,13 @@ CUTLASS_DEVICE void apply_epilogue(EpilogueParams<float, Element> const& params,
     alpha = 1;
   }
 
-  // Second pass. There is one piece of code per activation for the whole tile: each jump to cold instructions is a
-  // cache miss.
+  // Second pass. Each activation has one piece of code for the whole tile: every jump to cold instructions is a cache
+  // miss.
   auto const with_early_bias = [&](int i) CUTLASS_LAMBDA_FUNC_INLINE {
     return alpha * accumulators(i) + (Bias::kEarly ? biases.of(i) : 0);
   };
-  constexpr int kStep = kValues >= 160 ? 4 : cute::min(kTurn / 2, 16);  // activations need registers of their own
-  constexpr bool kSharesReciprocal = kValues < 128;                     // and so do two that share a reciprocal
+  constexpr int kStep = kValues >= 160 ? 4 : cute::min(kTurn / 2, 16);  // activations also need registers
+  constexpr bool kSharesReciprocal = kValues < 128;                     // and so does sharing a reciprocal
   with_activation<kSharesReciprocal>(params.activation, [&](auto const& function) CUTLASS_LAMBDA_FUNC_INLINE {
     auto const activate_pair = [&](int i, int j) CUTLASS_LAMBDA_FUNC_INLINE {
       float x = with_early_bias(i), y = with_early_bias(j);

@@ -1,8 +1,8 @@
-// The sm90 family: warp-specialized TMA and wgmma kernels made of CUTLASS 3.x's collectives. A translation unit holds a
-// few rows of table.txt, each an expansion of JAX_STREAMK_SM90_KERNEL.
+// The sm90 family: warp-specialized TMA and wgmma kernels, built from CUTLASS 3.x's collectives. A translation unit
+// has a few rows of table.txt, each an expansion of JAX_STREAMK_SM90_KERNEL.
 #pragma once
 
-// Lets CuTe use every width of wgmma. Otherwise a tile of 160 columns would be five instructions of 32, a third slower.
+// Lets CuTe use every width of wgmma: otherwise 160 columns would take five instructions of 32 and be a third slower.
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 
 #include <algorithm>
@@ -49,8 +49,8 @@ class Sm90Kernel final : public CudaKernel {
   using Epilogue =
       CollectiveEpilogue<ElementD, kSwap, kConfig.tile_m, kConfig.tile_n, kConfig.warpgroups(), kConfig.store_columns>;
 
-  // Shared memory of an SM, of which CUDA takes 1 KiB per CTA and barriers at most 256 bytes; and what a CTA leaves to
-  // the others on its SM.
+  // The shared memory of an SM, where CUDA takes 1 KiB per CTA and barriers take at most 256 bytes; and what a CTA
+  // leaves to the other CTAs on its SM.
   static constexpr int kSmBytes = 228 << 10,
                        kOthersBytes = kCtasPerSm == 1 ? 0 : (227 << 10) - (kSmBytes / kCtasPerSm - 1024 - 256);
   // Three warpgroups start from the collective of one.
@@ -64,13 +64,13 @@ class Sm90Kernel final : public CudaKernel {
                                                             kOthersBytes>,
           std::conditional_t<kConfig.warpgroups() == 2, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
                              cutlass::gemm::KernelTmaWarpSpecializedPingpong>>::CollectiveOp>::type>::type;
-  // The tile as it is laid out in shared memory. CuTe needs a K-major B to have a multiple of 16 rows.
+  // The tile's layout in shared memory. For CuTe the rows of a K-major B must be a multiple of 16.
   static constexpr int kLaidOutN = kBAlongN ? columns_by_tma(kConfig.tile_n) : (kConfig.tile_n + 15) / 16 * 16;
   using LaidOutShape = cute::Shape<cute::Int<kConfig.tile_m>, cute::Int<kLaidOutN>, cute::Int<kConfig.tile_k>>;
   using Mainloop =
       CollectiveMainloop<Collective<LaidOutShape>, typename Collective<TileShape>::TiledMma, TileShape,
                          kConfig.type_d == Type::kF32, kConfig.math == Math::kTF32x3, kConfig.promotion_k()>;
-  // Several CTAs per SM would be too many clusters to list.
+  // With several CTAs per SM there would be too many clusters to list.
   using Scheduler = sm90::Scheduler<TileShape, ClusterShape, kCooperative, kCtasPerSm == 1>;
   using Gemm = GemmKernel<Mainloop, Epilogue, Scheduler, kConfig.warp_schedule>;
   static_assert(kCtasPerSm * (sizeof(typename Gemm::SharedStorage) + 1024) <= kSmBytes);
@@ -195,7 +195,7 @@ class Sm90Kernel final : public CudaKernel {
     return info;
   }
 
-  // A stride as CuTe wants it: the contiguous mode is the constant 1, the other the leading dimension.
+  // A stride in CuTe's form: the contiguous mode is the constant 1, the other is the leading dimension.
   template <class Stride>
   static Stride stride(int64_t ld, int64_t batch_stride) {
     if constexpr (cute::is_static_v<cute::tuple_element_t<0, Stride>>) {
@@ -205,7 +205,7 @@ class Sm90Kernel final : public CudaKernel {
     }
   }
 
-  // The extent up to which tiles read an operand, if its allocation goes on so far; else its own.
+  // The extent up to which tiles read an operand, if its allocation reaches that far; else its own.
   template <class Stride>
   static int extended(void const* data, TiledOperand const& x, Stride const& stride, GemmProblem const& p) {
     int64_t const ld = x.contiguous ? cute::get<1>(stride) : cute::get<0>(stride), batch_stride = cute::get<2>(stride);
@@ -233,7 +233,7 @@ class Sm90Kernel final : public CudaKernel {
   }
 };
 
-// Element types of D, and majornesses of A and B, that a row stands for.
+// The element types of D, and the majornesses of A and B, that a row stands for.
 enum class Results { kOwn, kF32, kBoth };
 enum class Majors { kAll, kRow };
 enum class Operands { kHalf, kTF32, kTF32x3 };
@@ -261,8 +261,8 @@ struct Row {
     if constexpr (kResults != Results::kF32) add_majors<kTypeAB, kTypeAB, kWarpSchedule, kSwapAB, kMajors>();
     if constexpr (kResults != Results::kOwn) add_majors<kTypeAB, Type::kF32, kWarpSchedule, kSwapAB, kMajors>();
   }
-  // Only the kernel's own A can come through registers, so a row-major B must be swapped there. Column-major A and
-  // row-major B would both need to be: repack.h transposes one.
+  // Only the kernel's own A can go through registers, so a row-major B requires a swap. Column-major A and row-major B
+  // would both have to: repack.h transposes one.
   template <WarpSchedule kWarpSchedule, Majors kMajors>
   static void add_tf32() {
     add<Type::kF32, Type::kF32, Major::kRow, Major::kRow, kWarpSchedule, true, Math::kTF32>();

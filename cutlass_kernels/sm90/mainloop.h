@@ -1,4 +1,4 @@
-// The main loop: how a tile's operands get into the stages of shared memory, and which loop multiplies them from there.
+// The main loop: how a tile's operands get into the stages of shared memory, and which loop multiplies them there.
 // Shared-memory layouts, TMA copies and wgmma are those of CUTLASS's collective; the loops are ours.
 #pragma once
 
@@ -15,12 +15,12 @@
 
 namespace jax_streamk::sm90 {
 
-// What the loads of a launch depend on. Small, because the first load waits for the parameters before it.
+// What the loads of a launch depend on. Small, because the first load waits for all parameters before it.
 struct Loads {
   HeldBack held_back;
   int32_t batch = 1, part = 0;  // batches of the problem; k-tiles of one TF32 part of a split f32 operand, else 0
   Divisor by_batch;
-  // Upper halves of the L2 eviction hints of A and B (LaunchPolicy); the lower halves are zero.
+  // High words of the L2 eviction hints of A and B (LaunchPolicy); the low words are zero.
   using Hint = cute::TMA::CacheHintSm90;
   static_assert((static_cast<uint64_t>(Hint::EVICT_FIRST) | static_cast<uint64_t>(Hint::EVICT_NORMAL)) << 32 == 0);
   uint32_t hint_a = hint(false), hint_b = hint(false);
@@ -30,13 +30,13 @@ struct Loads {
 };
 
 // OwnMma multiplies tiles of OwnShape. Base is the collective of a tile with as many or more columns, because CUTLASS
-// has no good layout for every width; only OwnShape's columns are loaded and multiplied. An N-major B comes in boxes of
-// 64 columns, since a row of 128 bytes takes TMA as long as one of 32; the last box may be narrower. A K-major B comes
-// in boxes with fewer rows.
+// lacks a good layout for some widths; only OwnShape's columns are loaded and multiplied. An N-major B comes in boxes
+// of 64 columns, since TMA takes as long for a row of 32 bytes as for one of 128; the last box may be narrower. A
+// K-major B comes in boxes with fewer rows.
 //
-// kSlices: a batch may be a slice of K, so that the kernel's batch index is slice * batches + batch and its K that of a
-// slice; TMA reads zeros beyond the last one. kSplits: each f32 operand is two TF32 parts side by side (repack.h).
-// kPromotionK: run of K after which sums are promoted; 0 for never.
+// kSlices: a batch may be a slice of K. The kernel's batch index is then slice * batches + batch, and its K is that of
+// a slice; TMA reads zeros beyond the last one. kSplits: each f32 operand is two TF32 parts side by side (repack.h).
+// kPromotionK: the length of K after which sums are promoted; 0: never.
 template <class Base, class OwnMma, class OwnShape, bool kSlices, bool kSplits, int kPromotionK>
 struct CollectiveMainloop : Base {
   using typename Base::TensorStorage;
@@ -55,10 +55,10 @@ struct CollectiveMainloop : Base {
   static constexpr int kTileN = cute::size<1>(TileShape{}), kTileK = cute::size<2>(TileShape{}),
                        kLaidOutN = cute::size<1>(typename Base::TileShape{});
   static constexpr bool kBIsNMajor = cute::is_static<cute::tuple_element_t<0, typename Base::StrideB>>::value;
-  static constexpr int kRowBytes = 128, kRowElements = kRowBytes / sizeof(ElementB);  // of B in shared memory
-  // N-major B: columns of the tile's last box if it is narrower than the others, else 0.
+  static constexpr int kRowBytes = 128, kRowElements = kRowBytes / sizeof(ElementB);  // rows of B in shared memory
+  // N-major B: the columns of the tile's last box if it is narrower than the others, else 0.
   static constexpr int kLastBoxColumns = kBIsNMajor && kLaidOutN != kTileN ? kTileN % kRowElements : 0;
-  // K-major B: how many rows fewer than Base a CTA loads, as its part of what is multicast.
+  // K-major B: by how many rows a CTA's share of the multicast B is smaller than Base's.
   static constexpr int kRowsLess = kBIsNMajor ? 0 : (kLaidOutN - kTileN) / kClusterM;
   static_assert(kBIsNMajor || kRowsLess * kClusterM == kLaidOutN - kTileN);
   static constexpr int kStageBytes = Base::TmaTransactionBytes - (kLaidOutN - kTileN) * kTileK * sizeof(ElementB);
@@ -96,7 +96,7 @@ struct CollectiveMainloop : Base {
     if constexpr (kLastBoxColumns > 0) cute::prefetch_tma_descriptor(params.tma_load_last.get_tma_descriptor());
   }
 
-  // Turns a tile of a slice, which has `k_tiles` of K, into the batch and first k-tile of A and B that it reads.
+  // Turns a tile of a slice, whose K has `k_tiles`, into the batch and the first k-tile of A and B that it reads.
   template <class Tile>
   static CUTLASS_DEVICE void locate(Loads const& loads, int32_t k_tiles, Tile& tile) {
     if constexpr (kSlices) {
@@ -106,8 +106,8 @@ struct CollectiveMainloop : Base {
     }
   }
 
-  // By one thread: loads the k-tiles of a located `tile` into stages as these become empty. Of what a row or column of
-  // the cluster shares, each CTA loads a part and multicasts it.
+  // Called by one thread: loads the k-tiles of a located `tile` into stages as these become empty. A row or column of
+  // the cluster shares operands: each CTA loads a part and multicasts it.
   template <class ProblemShape, class Tile>
   static CUTLASS_DEVICE void load(Params const& params, Loads const& loads, ProblemShape const& shape, Tile const& tile,
                                   int32_t held_back, FullBarrier* full, EmptyBarrier* empty, Stage& stage,
@@ -122,7 +122,7 @@ struct CollectiveMainloop : Base {
     auto const a = Base{}.load_init(shape, params);
     int32_t k_tile = tile.k_begin;
     auto const from_a = part_a.partition_S(get<0>(a)(_, _, tile.m, _, tile.batch));
-    int const skipped = cta_m * kRowsLess;  // rows of Base's B before this CTA's that nobody loads
+    int const skipped = cta_m * kRowsLess;  // rows of Base's B before this CTA's that no CTA loads
     auto const from_b = part_b.partition_S(columns_of_b(params, shape, tile, skipped));
     auto const to_a =
         part_a.partition_D(make_tensor(make_smem_ptr(storage.smem_A.data()), typename Base::SmemLayoutA{}));
@@ -137,7 +137,7 @@ struct CollectiveMainloop : Base {
       wait_for_empty(empty, stage, held_back);
       full[s].arrive_and_expect_tx(kStageBytes);
       auto& barrier = *reinterpret_cast<uint64_t*>(&full[s]);
-      // Three TF32: along K, A is (small, large) and B (large, small). After these two products comes large x large.
+      // Three TF32: along K, A is (small, large) and B (large, small); after these two products comes large x large.
       bool const again = kSplits && k_tile >= 2 * loads.part;
       int32_t const k_a = again ? k_tile - loads.part : k_tile, k_b = again ? k_tile - 2 * loads.part : k_tile;
       copy(params.tma_load_a.with(barrier, to_row, hint_a), from_a(_, _, _, k_a), to_a(_, _, _, s));
@@ -146,7 +146,7 @@ struct CollectiveMainloop : Base {
     } while (--left > 0);
   }
 
-  // The sums of a tile beside its accumulators, empty: see promotion.h.
+  // The separate sums of a tile, initially zero: see promotion.h.
   template <class Accumulators>
   static CUTLASS_DEVICE auto make_sums(Accumulators const&) {
     if constexpr (kPromotes) {
@@ -156,8 +156,8 @@ struct CollectiveMainloop : Base {
     }
   }
 
-  // By the consumers of a tile: accumulators + sums = the sum over `count` k-tiles. finish(), which must follow, waits
-  // for the products still in flight, releases the stage that they read (the result; -1: none) and adds the sums.
+  // Called by the consumers of a tile: accumulators + sums = the sum over `count` k-tiles. Returns the stage that the
+  // products in flight read (-1: none). finish() must follow: it waits for them, releases the stage and adds the sums.
   template <class Accumulators, class Sums>
   static CUTLASS_DEVICE int multiply(FullBarrier* full, EmptyBarrier* empty, Stage& stage, Accumulators& accumulators,
                                      Sums& sums, bool promotes, int32_t count, int warpgroup, TensorStorage& storage) {
@@ -183,7 +183,7 @@ struct CollectiveMainloop : Base {
 
  private:
   struct MulticastMasks {
-    uint32_t row, column;  // CTAs of this one's row, which share its A, and of its column, which share its B
+    uint32_t row, column;  // masks of the CTAs in this one's row (which share A) and column (which share B)
   };
   static CUTLASS_DEVICE MulticastMasks multicast_masks(uint32_t cta_m, uint32_t cta_n) {
     uint32_t row = 0, column = ((1u << kClusterM) - 1) << (cta_n * kClusterM);
@@ -193,7 +193,7 @@ struct CollectiveMainloop : Base {
     return {row, column};
   }
 
-  // Base's tile of B, of which the last columns may not be this tile's.
+  // Base's tile of B; its last columns may not belong to this tile.
   template <class ProblemShape, class Tile>
   static CUTLASS_DEVICE auto columns_of_b(Params const& params, ProblemShape const& shape, Tile const& tile,
                                           int skipped) {
@@ -203,7 +203,7 @@ struct CollectiveMainloop : Base {
     return local_tile(from_n, select<1, 2>(typename Base::TileShape{}), make_coord(0, _, tile.batch));
   }
 
-  // Holding back h stages means waiting for the stage h ahead. This stage was waited for then, or never filled.
+  // Holding back h stages means waiting for the stage h ahead. This stage was then waited for earlier, or never filled.
   static CUTLASS_DEVICE void wait_for_empty(EmptyBarrier* empty, Stage const& stage, int32_t held_back) {
     int const s = stage.index();
     bool const wraps = s + held_back >= kStages;

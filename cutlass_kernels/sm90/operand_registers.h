@@ -14,12 +14,12 @@ class RegisterLoader {
   // Shared memory holds blocks of 32 rows x 8 of k; a row is 128 bytes along m, one k.
   static constexpr int kBlockBytes = 1024, kBlocks = kTileK / 8;  // blocks of 32 rows of A
 
-  // `first`: the first 64 rows of this warpgroup in stage 0.
+  // `first`: the first 64 rows of this warpgroup's A in stage 0.
   CUTLASS_DEVICE explicit RegisterLoader(void const* first) {
     int const lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, g = lane / 4, t = lane % 4;
     odd_ = t % 2;
-    // The 128-byte swizzle puts 16-byte piece p of row k at p ^ k, so that four neighbouring k share banks. Threads of
-    // odd t therefore load k = t + 4 first.
+    // The 128-byte swizzle puts 16-byte piece p of row k at p ^ k, so four neighbouring k share banks. Threads with odd
+    // t therefore load k = t + 4 first.
     for (int i = 0; i < 4; ++i) {
       int const k = t ^ ((i / 2 ^ odd_) * 4), piece = warp % 2 * 4 + i % 2 * 2 + g / 4;
       from_[i] = cute::cast_smem_ptr_to_uint(first) + warp / 2 * kBlocks * kBlockBytes + k * 128 + (piece ^ k) * 16 +
@@ -27,7 +27,7 @@ class RegisterLoader {
     }
   }
 
-  // The fragment that lies `offset` bytes behind the first.
+  // The fragment that is `offset` bytes after the first.
   template <class Fragment>
   CUTLASS_DEVICE void load(Fragment&& a, int offset) const {
     auto words = cute::recast<uint32_t>(a);
@@ -43,7 +43,7 @@ class RegisterLoader {
   bool odd_;
 };
 
-// As multiply_from_shared().
+// Same interface as multiply_from_shared().
 template <class Mainloop, class Accumulators>
 CUTLASS_DEVICE int multiply_from_registers(FullBarrier* full, EmptyBarrier* empty, typename Mainloop::Stage& stage,
                                            Accumulators& accumulators, int32_t count, int warpgroup,

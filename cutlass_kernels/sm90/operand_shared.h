@@ -6,8 +6,8 @@
 
 namespace jax_streamk::sm90 {
 
-// accumulators = the sum over `count` k-tiles. The products of the last k-tile may still be in flight on return; its
-// stage, which is not yet released, is the result (-1 if count is 0).
+// accumulators = the sum over `count` k-tiles. On return the products of the last k-tile may still be in flight; the
+// result is its stage, which is not yet released (-1 if count is 0).
 template <class Mainloop, class Accumulators>
 CUTLASS_DEVICE int multiply_from_shared(FullBarrier* full, EmptyBarrier* empty, typename Mainloop::Stage& stage,
                                         Accumulators& accumulators, int32_t count, int warpgroup,
@@ -15,11 +15,11 @@ CUTLASS_DEVICE int multiply_from_shared(FullBarrier* full, EmptyBarrier* empty, 
   using namespace cute;
   constexpr int kWarpgroup = cutlass::NumThreadsPerWarpGroup;
   typename Mainloop::TiledMma mma;
-  // Descriptors are the same for all threads of a warpgroup.
+  // Descriptors are equal in all threads of a warpgroup.
   auto const part = mma.get_slice(size(mma) == kWarpgroup ? 0 : warpgroup * kWarpgroup);
   auto const a = part.make_fragment_A(
       part.partition_A(make_tensor(make_smem_ptr(storage.smem_A.data()), typename Mainloop::SmemLayoutA{})));
-  // B's descriptors are those of the tile as it is laid out, which may be wider than what is multiplied.
+  // B's descriptors follow the layout of the tile in shared memory, which may be wider than what is multiplied.
   auto const loaded = typename Mainloop::LoadedMma{}.get_slice(0);
   auto const b = loaded.make_fragment_B(
       loaded.partition_B(make_tensor(make_smem_ptr(storage.smem_B.data()), typename Mainloop::SmemLayoutB{})));

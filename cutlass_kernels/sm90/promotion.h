@@ -1,5 +1,5 @@
-// Sums kept apart: wgmma truncates its accumulators at every instruction, so for a float32 result float32 registers add
-// up partial sums over short runs of K (CUTLASS calls this promotion).
+// Promotion: wgmma truncates its accumulators at every instruction, so for a float32 result, partial sums over short
+// runs of K are added up in separate float32 registers.
 #pragma once
 
 #include <utility>
@@ -27,7 +27,7 @@ class PromotedSums {
   decltype(cute::make_fragment_like(std::declval<Accumulators const&>())) sums_;
 };
 
-// Of a kernel that leaves all of K to the tensor cores.
+// For kernels that leave all of K to the tensor cores.
 struct NoSums {};
 
 }  // namespace jax_streamk::sm90

@@ -1,7 +1,7 @@
 // The tile scheduler: which tile and which MAC iterations a CTA does next (decomposition.h), and the fix-up of tiles
 // that several CTAs share.
 //
-// In CUTLASS's Stream-K scheduler each peer of a tile waits for the one before it. Here every peer draws a ticket when
+// In CUTLASS's Stream-K scheduler each peer of a tile waits for the previous one. Here every peer draws a ticket when
 // its accumulators are ready. All but the last store their partials and leave; the last adds them in the order of K. It
 // waits only for peers that are already storing, never for a CTA that may not have started.
 #pragma once
@@ -17,21 +17,21 @@
 
 namespace jax_streamk::sm90 {
 
-// kShares: CTAs may share tiles. kList: the parameters list each cluster's worker number, such that neighbours in the
-// decomposition sit on one GPC, and its first tile if none is shared: the shortest path to the first load.
+// kShares: CTAs may share tiles. kList: the parameters list each cluster's worker number, so that neighbours in the
+// decomposition are on one GPC, and its first tile if none is shared, which is the shortest path to the first load.
 template <class TileShape, class ClusterShape, bool kShares, bool kList>
 class Scheduler {
  public:
   static constexpr int kClusterM = cute::size<0>(ClusterShape{}), kClusterN = cute::size<1>(ClusterShape{});
   static constexpr int kClusterSize = kClusterM * kClusterN;
-  static constexpr int kMaxPeers = 0xffff;  // of a tile: an arrival word counts them in 16 bits
+  static constexpr int kMaxPeers = 0xffff;  // of a tile: its arrival word counts them in 16 bits
   static constexpr bool kMayShare = kShares, kHasList = kList;
   static constexpr bool kHasIdle = has_idle(kClusterSize);
   static constexpr int kListed = kMostListed;
   static constexpr uint32_t kNone = ~0u;
   static constexpr int kTileValues = cute::size<0>(TileShape{}) * cute::size<1>(TileShape{});
 
-  // The decomposition is of cluster tiles: CTAs of a cluster multicast operands, so they do the same MAC iterations.
+  // The decomposition is in cluster tiles: CTAs of a cluster multicast operands, so they do the same MAC iterations.
   struct Params {
     Decomposition decomposition;
     TileOrder order;
@@ -40,7 +40,7 @@ class Scheduler {
     // [slot, or shared cluster tile if atomic][CTA of the cluster][kTileValues]; zero before the launch if atomic
     float* partials = nullptr;
     Idle idle;
-    // For each cluster, 8 bits each: m, n and batch of its first tile, and its worker number; kNone if it is idle.
+    // 8 bits each for a cluster's first tile (m, n, batch) and its worker number; kNone if it is idle.
     uint32_t list[kHasList ? kListed : 1];
 
     // Returns how many clusters to launch.
@@ -60,13 +60,13 @@ class Scheduler {
     }
   };
 
-  // Small, because consumers keep it in registers beside their accumulators. fixup() asks the decomposition again.
+  // Small, because consumers keep it in registers beside their accumulators; fixup() asks the decomposition again.
   struct Tile {
     int32_t m = 0, n = 0, batch = 0;  // in tiles of a CTA
     int32_t k_begin = 0;              // in k-tiles
     int32_t k_count = 0;              // 0: no more work
     int32_t ordinal = 0;              // among the tiles of this CTA
-    bool last = false;                // of this CTA, as far as Work::last knows
+    bool last = false;                // whether it is this CTA's last, as far as Work::last says
 
     CUTLASS_DEVICE bool is_valid() const { return k_count > 0; }
   };
@@ -85,7 +85,7 @@ class Scheduler {
     return static_cast<uint32_t>(cluster() - params.idle.first) < static_cast<uint32_t>(params.idle.count);
   }
 
-  // The first tile of this CTA from the list, if none is shared.
+  // The first tile of this CTA, from the list; only if no tile is shared.
   CUTLASS_DEVICE Tile listed() const {
     Decomposition const& decomposition = params_.decomposition;
     uint32_t const at = params_.list[cluster()];
@@ -98,7 +98,7 @@ class Scheduler {
     return tile;
   }
 
-  // The `ordinal`-th tile of this CTA. kWhole: none is shared.
+  // The `ordinal`-th tile of this CTA. kWhole: no tile is shared.
   template <bool kWhole = false>
   CUTLASS_DEVICE Tile tile(int32_t ordinal) const {
     Tile tile;
@@ -119,7 +119,7 @@ class Scheduler {
   }
 
   // Called by all consumer threads of a CTA with their accumulators of `tile`. Returns true to the one peer that runs
-  // the epilogue; its accumulators are then the whole sum.
+  // the epilogue; its accumulators then hold the whole sum.
   template <class Accumulators>
   CUTLASS_DEVICE static bool fixup(Params const& params, Tile const& tile, Accumulators& accumulators,
                                    uint32_t warp_groups, uint32_t warp_group) {
@@ -165,8 +165,8 @@ class Scheduler {
       for (int v = 0; v < kValues; ++v) accumulators(v) += __ldcg(from + v * threads);
       return true;
     }
-    // Several are added in the order of K, whoever came last. Its own goes through memory, too, since there are no
-    // registers for a second tile.
+    // Several partials are added in the order of K, whichever peer is last. Its own goes through memory too, as there
+    // are no registers for a second tile.
     float* const own = partial(decomposition.slot(work.tile, work.peer));
 #pragma unroll
     for (int v = 0; v < kValues; ++v) __stcg(own + v * threads, accumulators(v));
@@ -189,8 +189,8 @@ class Scheduler {
     return before;
   }
 
-  // By thread 0, between two barriers of the consumers: releases what all of them stored before, and acquires what they
-  // read after.
+  // Called by thread 0, between two barriers of the consumers: releases what they all stored before, and acquires what
+  // they read after.
   CUTLASS_DEVICE static void announce_partial(uint32_t* arrival) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;\n" ::"l"(arrival), "n"(kPartial) : "memory");
   }
@@ -204,7 +204,7 @@ class Scheduler {
     cutlass::arch::NamedBarrier::sync(threads, cutlass::arch::ReservedNamedBarriers::StreamkBarrier0);
   }
 
-  // Whether `value` is true in any consumer thread. All of them call this.
+  // Whether `value` is true in any consumer thread. Called by all of them.
   CUTLASS_DEVICE static bool any(bool value, uint32_t threads) {
     uint32_t result;
     asm volatile(
@@ -222,7 +222,7 @@ class Scheduler {
   }
 
   CUTLASS_DEVICE static int32_t cluster() { return blockIdx.x / kClusterM; }
-  static constexpr int32_t kNobody = 1 << 30;  // a worker number beyond every decomposition's
+  static constexpr int32_t kNobody = 1 << 30;  // a worker number beyond those of every decomposition
   CUTLASS_DEVICE static int32_t worker(Params const& params) {
     int32_t at = cluster();
     asm volatile("" : "+r"(at));  // opaque, or the result would stay in a register during the main loop

@@ -1,4 +1,4 @@
-// The stages of shared memory between the warp that loads and the warpgroups that multiply: their barriers.
+// The stages of shared memory between the warp that loads and the warpgroups that multiply, and their barriers.
 #pragma once
 
 #include "cute/arch/cluster_sm90.hpp"

@@ -1,4 +1,4 @@
-// The store of D by TMA, by way of boxes in shared memory.
+// The store of D by TMA, through boxes in shared memory.
 #pragma once
 
 #include <cstring>
@@ -11,9 +11,9 @@
 
 namespace jax_streamk::sm90 {
 
-// Each of the kWarpgroups that share a tile has 64 of every kWarpgroups * 64 rows. A box is 64 rows x kColumns of the
-// kernel's own result: a warpgroup fills one while TMA stores another. If kColumns does not divide the tile's columns,
-// the last box overlaps the one before it and some columns are stored twice.
+// Of every kWarpgroups * 64 rows of a tile, each warpgroup has 64. A box is 64 rows x kColumns of the kernel's own
+// result: a warpgroup fills one while TMA stores another. If kColumns does not divide the tile's columns, the last box
+// overlaps the one before it, and some columns are stored twice.
 template <class Element, bool kSwap, int kTileM, int kTileN, int kWarpgroups, int kColumns>
 class BoxStore {
   static constexpr int kWarpgroup = cutlass::NumThreadsPerWarpGroup;
@@ -41,7 +41,7 @@ class BoxStore {
                                       kRowBytes / kSize, kSwap ? kColumns : kRows, kRowBytes);
   }
 
-  // `thread` among those that share a tile; the named barrier is its warpgroup's.
+  // `thread` is the index among the threads that share a tile; the named barrier is its warpgroup's.
   CUTLASS_DEVICE BoxStore(cute::TmaDescriptor const& map, TensorStorage& storage, int thread, uint32_t barrier)
       : map_(map), boxes_(storage.boxes[thread / kWarpgroup][0]), thread_(thread), barrier_(barrier) {
     int const lane = thread % 32, warp = thread / 32 % 4;
@@ -61,7 +61,7 @@ class BoxStore {
     if (kValues < 192) asm("" : "+r"(at_));  // opaque, or it would be computed between the main loop and the store
   }
 
-  // Stores accumulators begin ... end - 1, converted. They must be whole boxes.
+  // Converts and stores accumulators begin ... end - 1, which must be whole boxes.
   template <class TileCoordinate, class Accumulators>
   CUTLASS_DEVICE void store_converted(TileCoordinate const& tile, Accumulators const& accumulators, int begin = 0,
                                       int end = kValues) {
@@ -78,10 +78,10 @@ class BoxStore {
     cutlass::arch::NamedBarrier::sync(kWarpgroup, barrier_);
   }
 
-  // Waits until TMA has read all boxes, when nothing more will be stored.
+  // Waits until TMA has read all boxes. Called when nothing more will be stored.
   CUTLASS_DEVICE void finish() { cute::tma_store_wait<0>(); }
 
-  // From now on every box has a place of its own in `memory`, which the main loop no longer uses, and waits for none.
+  // From now on every box has its own place in `memory`, which the main loop no longer uses, and waits for no other.
   template <class Storage>
   CUTLASS_DEVICE void spread(Storage& memory) {
     static_assert(alignof(Storage) % 128 == 0 && sizeof(Storage) >= kBoxes * kBoxBytes);
@@ -114,7 +114,7 @@ class BoxStore {
     cute::tma_store_arrive();
   }
 
-  // Writes a box's accumulators to shared memory. The swizzle makes steps within a row XORs.
+  // Writes a box's accumulators to shared memory. The swizzle turns steps within a row into XORs.
   template <class Accumulators>
   CUTLASS_DEVICE void fill(Accumulators const& accumulators, int box) {
     uint32_t at = at_ + box_offset(box);
@@ -127,7 +127,7 @@ class BoxStore {
     }
   }
 
-  // Two blocks of 8 columns per stmatrix, transposed with swap_ab. Only there may a last block be alone.
+  // stmatrix stores two blocks of 8 columns, transposed with swap_ab. Only with swap_ab may a last block be alone.
   template <class Accumulators>
   CUTLASS_DEVICE void fill_16_bit(Accumulators const& accumulators, int begin, uint32_t at) {
 #pragma unroll

@@ -7,7 +7,7 @@
 namespace jax_streamk::sm90 {
 
 // The tensor map of a batch of row-major matrices, copied in boxes of `box_rows` x `box_columns` elements. In shared
-// memory the rows of a box are `row_bytes` apart (32, 64 or 128, also the swizzle); a box may be narrower than that.
+// memory the rows of a box are `row_bytes` apart (32, 64 or 128, also the swizzle); a box may be narrower.
 template <class Element>
 CUresult encode_tensor_map(cute::TmaDescriptor& map, void const* matrix, int64_t columns, int64_t rows, int64_t batch,
                            int64_t ld, int64_t batch_stride, uint32_t box_columns, uint32_t box_rows,

@@ -1,4 +1,4 @@
-// The store of a D that TMA cannot write, because its rows do not start on 16 bytes.
+// The store of a D that TMA cannot write, because its rows are not aligned to 16 bytes.
 #pragma once
 
 #include <type_traits>
@@ -19,8 +19,8 @@ struct StoreParams : EpilogueParams<float, Element> {
         unaligned_d(unaligned ? static_cast<Element*>(buffers.d) : nullptr) {}
 };
 
-// D = epilogue(accumulators). A warp passes its accumulators through kBytes of shared memory of its own, a patch at a
-// time (the kernel's 16 rows x kBlocks * 8 columns), and stores them along rows of D. For the arguments see Biases.
+// D = epilogue(accumulators). A warp moves accumulators through kBytes of its own shared memory, a patch at a time (16
+// rows x kBlocks * 8 columns of the kernel's result), and stores them along rows of D. For the arguments see Biases.
 template <bool kSwap, int kBytes, class Element, class Accumulators, class Coordinates>
 CUTLASS_DEVICE void store_unaligned(StoreParams<Element> const& params, int64_t batch, int32_t m, int32_t n,
                                     Coordinates const& coordinates, Accumulators const& accumulators, float* shared) {
@@ -30,7 +30,7 @@ CUTLASS_DEVICE void store_unaligned(StoreParams<Element> const& params, int64_t 
   constexpr int kValues = cute::size(Accumulators{}), kValuesPerMma = cute::size<0>(Accumulators{});
   int lane = threadIdx.x % 32;
   asm volatile("" : "+r"(lane));  // opaque, or addresses would be computed before the main loop and stay in registers
-  // An element of the patch, swizzled against bank conflicts.
+  // The index of an element of the patch, swizzled to avoid bank conflicts.
   auto const at = [&](int row, int column) {
     constexpr int kPeriod = kSwap ? 2 : 4 / kBlocks;
     return shared + row * kColumns + (column ^ row / kPeriod % (kColumns / 8) * 8);
@@ -47,9 +47,9 @@ CUTLASS_DEVICE void store_unaligned(StoreParams<Element> const& params, int64_t 
     }
     __syncwarp();
   };
-  // write(d_row, d_column, blocks) for each patch, once it is in shared memory: where it begins in D and its blocks,
-  // fewer in the last patch of a wgmma. Each kind of store has a loop of its own, so that no code of others lies in
-  // between.
+  // Calls write(d_row, d_column, blocks) for each patch once it is in shared memory: where it begins in D, and its
+  // number of blocks, which is smaller in the last patch of a wgmma. Each kind of store has a loop of its own, so that
+  // no code of other kinds lies in between.
   auto const each_patch = [&](auto const& write) CUTLASS_LAMBDA_FUNC_INLINE {
 #pragma unroll
     for (int mma = 0; mma < kValues; mma += kValuesPerMma) {
@@ -68,7 +68,7 @@ CUTLASS_DEVICE void store_unaligned(StoreParams<Element> const& params, int64_t 
   // Without an epilogue, kWidth neighbours in one store.
   auto const store_converted = [&](auto width) CUTLASS_LAMBDA_FUNC_INLINE {
     constexpr int kWidth = decltype(width)::value;
-    constexpr int kLanes = kColumns / kWidth, kStep = 32 / kLanes;  // lanes of a row; rows at once
+    constexpr int kLanes = kColumns / kWidth, kStep = 32 / kLanes;  // lanes per row; rows at once
     // Large tiles leave no registers for addresses.
     constexpr bool kLarge = kValues >= 128;
     constexpr int kAtOnce = cute::min(kRows / kStep, kLarge ? cute::max(4 / kWidth, 1) : kRows),
@@ -104,7 +104,7 @@ CUTLASS_DEVICE void store_unaligned(StoreParams<Element> const& params, int64_t 
     return store_converted(cute::Int<1>{});
   }
 
-  // With an epilogue, element by element, few rows at once: the code of activations is long.
+  // With an epilogue: element by element, few rows at once, because the code of activations is long.
   constexpr int kStep = 32 / kColumns, kAtOnce = 4;
   each_patch([&](int32_t d_row, int32_t d_column, int blocks) CUTLASS_LAMBDA_FUNC_INLINE {
     int const row = lane / kColumns, column = lane % kColumns;

@@ -1,8 +1,8 @@
 // Which warps of a CTA load, multiply and store, and when: one warp produces stages of operands by TMA, one to three
 // warpgroups consume them. CUTLASS's collectives do the work, under our own tile scheduler.
 //
-// A short product mostly waits for its first load, and every instruction and parameter before that load comes from
-// memory, too. So two warps initialize the barriers while another finds out what to load; all else comes later.
+// A short product mostly waits for its first load, and every instruction and parameter needed before that load comes
+// from memory too. So two warps initialize the barriers while another finds out what to load; all else comes later.
 #pragma once
 
 #include <cstddef>
@@ -18,8 +18,8 @@
 
 namespace jax_streamk::sm90 {
 
-// Cooperative: two consumer warpgroups share a tile, or three one of 192 rows. Pingpong: two have a tile each, and one
-// runs its epilogue while the other multiplies. Single: one consumer, and several such CTAs on an SM.
+// Cooperative: two consumer warpgroups share a tile, or three share one of 192 rows. Pingpong: two have a tile each,
+// and one runs its epilogue while the other multiplies. Single: one consumer, and several such CTAs on an SM.
 enum class WarpSchedule { kCooperative, kPingpong, kSingle };
 
 template <class Mainloop, class Epilogue, class Scheduler, WarpSchedule kWarpSchedule>
@@ -38,10 +38,10 @@ struct GemmKernel {
                        kClusterSize = kClusterM * kClusterN;
   using Stage = typename Mainloop::Stage;
 
-  // In the order in which they are needed: each further cache line of parameters that is read before the first load or
-  // product delays it by 0.1 to 0.2 us.
+  // In the order of use: each additional cache line of parameters that is read before the first load or product delays
+  // it by 0.1 to 0.2 us.
   struct Params {
-    bool straight;  // data-parallel, no epilogue, TMA stores D: accumulators are converted and stored, no more
+    bool straight;  // data-parallel, no epilogue, TMA stores D: accumulators are only converted and stored
     bool shares, has_early_bias, has_residual;  // cached from Scheduler and Epilogue
     bool promotes;                              // whether a main loop that can promote sums does so
     Loads loads;
@@ -68,8 +68,8 @@ struct GemmKernel {
       if constexpr (kClusterSize == 1 && !kSingle) cutlass::arch::NamedBarrier::arrive(kWaiting, kReady);
     }
     if constexpr (kClusterSize > 1) cute::cluster_arrive_relaxed();
-    // ptxas places what a branch skips behind it. The producer's code comes first, in line from the kernel's entry to
-    // its first load.
+    // ptxas moves code that a branch skips behind the branch. The producer comes first here, so that its code is in
+    // line from the kernel's entry to its first load.
     if constexpr (kSingle) {
       if (warp < kProducer) return consume(params, shared, 0);
     } else {
@@ -78,7 +78,7 @@ struct GemmKernel {
         return consume(params, shared, warp / 4 - 1);
       }
     }
-    // setmaxnreg is for a whole warpgroup. Idle CTAs execute it, too: their consumers wait for the registers.
+    // setmaxnreg is for a whole warpgroup. Idle CTAs execute it too, since their consumers wait for the registers.
     if constexpr (kMovesRegisters) cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
     if (Scheduler::kMayShare && params.shares) return produce<false>(params, shared, warp);
     produce<true>(params, shared, warp);
@@ -86,30 +86,30 @@ struct GemmKernel {
 
  private:
   // Warp numbers: the one that loads, the first of two that initialize barriers, the one that prefetches tensor maps.
-  // wgmma wants a consumer to be four warps from a multiple of four on.
+  // For wgmma, a consumer must be four warps starting at a multiple of four.
   static constexpr int kProducer = kSingle ? 4 : 0, kInitializers = kSingle ? 0 : 2, kPrefetcher = kSingle ? 4 : 1;
 
   // Accumulator registers of a consumer thread.
   static constexpr int kAccumulators =
       cute::size<0>(TileShape{}) * cute::size<1>(TileShape{}) / (kWarpgroup * kConsumersPerTile);
 
-  // Whether consumers need more registers than the launch gives every thread. setmaxnreg takes time, so it is only done
-  // where ptxas would spill without it.
+  // Whether consumers need more registers than the launch gives every thread. setmaxnreg takes time, so it is used only
+  // if ptxas would spill without it.
   static constexpr bool kMovesRegisters = !kSingle && (!kPingpong || kAccumulators > 72 || Mainloop::kAFromRegisters ||
                                                        (Mainloop::kPromotes && kAccumulators >= 32));
-  static constexpr bool kLargeTile = kAccumulators >= 208;  // consumers need all that the producer can spare
+  static constexpr bool kLargeTile = kAccumulators >= 208;  // consumers need all registers that the producer can spare
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kLargeTile ? 240 : 232;
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kLargeTile ? 24 : 40;
 
-  // Named barriers. kMultiplies + w and kStores + w: consumer w of a pingpong kernel may multiply, or store. kStored:
-  // the threads of a warpgroup that store together.
+  // Named barriers. kMultiplies + w and kStores + w: consumer w of a pingpong kernel may multiply, or may store.
+  // kStored: the threads of a warpgroup that store together.
   static constexpr uint32_t kReady = 0, kMultiplies = 1, kStores = kMultiplies + kConsumers,
                             kStored = kPingpong ? kStores + kConsumers : 1;
 
-  // Full and empty barriers are initialized by a warp each, whose pointer is computed: with two pointers ptxas would
-  // select between them for every stage.
+  // One warp initializes the full barriers, another the empty ones. The pointer to them is computed: with two pointers
+  // ptxas would select between them for every stage.
   static CUTLASS_DEVICE void initialize_barriers(SharedStorage& shared, int kind) {
-    // A stage is read by the consumers of a tile in every CTA of the row and column that multicast into it.
+    // A stage is read by a tile's consumers in every CTA of the row and column that multicast into it.
     constexpr uint32_t kReaders = kConsumersPerTile * (kClusterM + kClusterN - 1);
     static_assert(sizeof(FullBarrier) == sizeof(EmptyBarrier) &&
                   offsetof(SharedStorage, empty) == offsetof(SharedStorage, full) + sizeof(shared.full));
@@ -130,7 +130,7 @@ struct GemmKernel {
     }
   }
 
-  // The role of the warps beside the consumers'. kWhole: no tile is shared among CTAs.
+  // The role of the warps that are not consumers. kWhole: CTAs share no tile.
   template <bool kWhole>
   static CUTLASS_DEVICE void produce(Params const& params, SharedStorage& shared, int warp) {
     if (warp == kPrefetcher && cute::elect_one_sync()) Mainloop::prefetch_tma_descriptors(params.mainloop);
@@ -140,13 +140,13 @@ struct GemmKernel {
       return;
     }
     Scheduler const scheduler(params.scheduler);
-    Stage stage(0, 1, 0);  // all are empty
+    Stage stage(0, 1, 0);  // all stages are empty
     auto tile = [&] {
       if constexpr (kWhole && Scheduler::kHasList) return scheduler.listed();
       return scheduler.template tile<kWhole>(0);
     }();
     Mainloop::locate(params.loads, params.scheduler.decomposition.k_tiles, tile);
-    // Branch on the tile before waiting: ptxas would otherwise read its coordinates after the wait.
+    // Branch on the tile before waiting: otherwise ptxas would read its coordinates after the wait.
     if (!tile.is_valid()) {
       if constexpr (kClusterSize == 1) cutlass::arch::NamedBarrier::arrive(kWaiting, kReady);
       return;
@@ -163,7 +163,7 @@ struct GemmKernel {
       held_back = params.loads.held_back.stages(tile.ordinal);
       Mainloop::locate(params.loads, params.scheduler.decomposition.k_tiles, tile);
     }
-    // Consumers of other CTAs still arrive at this one's barriers: its shared memory must outlive that.
+    // Consumers of other CTAs still arrive at this CTA's barriers: its shared memory must outlive that.
     if constexpr (kClusterSize > 1) {
       CUTLASS_PRAGMA_NO_UNROLL
       for (int i = 0; i < kStages; ++i, ++stage) shared.empty[stage.index()].wait(stage.phase());
@@ -181,8 +181,8 @@ struct GemmKernel {
   // Whether there is separate code for a straight product. With more accumulators, or A in registers, it would spill.
   static constexpr bool kHasStraightStore = kAccumulators < (Mainloop::kAFromRegisters ? 128 : 160);
 
-  // The first wgmma of a tile ignores its accumulators, and declaring them as written saves zeroing them. Above
-  // kMostUnset ptxas spills if they are.
+  // The first wgmma of a tile ignores its accumulators, so declaring them as written saves zeroing them. With more than
+  // kMostUnset of them ptxas would spill.
   static constexpr int kRows = cute::size<0>(TileShape{}) / kConsumersPerTile;
   static constexpr int kMostUnset = kConsumers == 3 ? 0 : kRows == 64 ? 112 : 96;
   template <class Accumulators>
@@ -224,14 +224,14 @@ struct GemmKernel {
     if (kPingpong && warpgroup > 0) stage.advance(tile.k_count);
     int const thread = threadIdx.x % kWarpgroup + (kPingpong ? 0 : warpgroup * kWarpgroup);
     uint32_t const other = 1 - warpgroup;
-    // In a pingpong CTA with one tile, the second consumer stores a tile outside D meanwhile: TMA drops it, and the
-    // first consumer then finds the epilogue in the instruction cache.
+    // In a pingpong CTA with one tile, the second consumer stores a tile outside D: TMA drops it, and the first
+    // consumer then finds the epilogue in the instruction cache.
     bool const warms_up = kPingpong && !tile.is_valid();
     if (warms_up && Scheduler::is_idle(params.scheduler)) return;
     if (warms_up) tile.m = kRowOutside / static_cast<int32_t>(cute::size<0>(TileShape{}));
     TiledMma tiled_mma;
     Epilogue epilogue(params.epilogue, shared.epilogue, thread, kStored + (kPingpong ? 0 : warpgroup));
-    // Ends a tile's store. Whether it was the last tile of this warpgroup.
+    // Ends a tile's store. Returns whether this warpgroup is done.
     auto const end_store = [&] {
       if (kPingpong || tile.last) epilogue.finish();
       if (kPingpong && !tile.last) give_turn(kStores + other);
@@ -253,10 +253,10 @@ struct GemmKernel {
 
       if constexpr (kPingpong) {
         stage.advance(tile.k_count);
-        // The only tile of a CTA waits for the warm-up, too.
+        // The only tile of a CTA also waits for the warm-up.
         if (tile.ordinal > 0 || tile.last) wait_for_turn(kStores + warpgroup);
       }
-      // Lets a separate reduction start. Before a CTA's last epilogue it would only wait on SMs that are still in use.
+      // Lets a separate reduction start. Before a CTA's last epilogue it would only wait for SMs that are still in use.
       if (tile.last) let_dependents_start();
       if (!kPingpong && tile.ordinal > 0) epilogue.wait_for_boxes();
       if (kPingpong && kAccumulators < 192 && tile.ordinal == 0 && tile.last) epilogue.spread(shared.mainloop);
@@ -265,7 +265,7 @@ struct GemmKernel {
           epilogue.store(params.shape, at, biases, accumulators, tiled_mma);
         if (end_store()) return;
       } else {
-        // The common case comes last, so that its code follows the main loop in line. Hence end_store() twice.
+        // The common case is last, so that its code follows the main loop in line. Hence end_store() twice.
         epilogue.store_converted(at, accumulators);
         if (end_store()) return;
       }
@@ -282,7 +282,7 @@ __global__ __launch_bounds__(Gemm::kThreads,
   Gemm::run(params, *reinterpret_cast<typename Gemm::SharedStorage*>(memory));
 }
 
-// A compile-time cluster size: otherwise the kernel would read it from a further line of constant memory.
+// The cluster size is a compile-time constant: otherwise the kernel would read it from another line of constant memory.
 template <class Gemm>
 __global__ __cluster_dims__(Gemm::kClusterM, Gemm::kClusterN, 1)
     __launch_bounds__(Gemm::kThreads, Gemm::kCtasPerSm) void multiply_in_clusters(__grid_constant__
@@ -296,7 +296,7 @@ auto entry_of() {
   if constexpr (Gemm::kClusterSize > 1) {
     return &multiply_in_clusters<Gemm>;
   } else {
-    // Clusters of one CTA are placed on SMs in another order, in which neighbours share fewer of their loads.
+    // Not a launch with clusters of one CTA: these are placed on SMs so that neighbours share fewer of their loads.
     return &multiply<Gemm>;
   }
 }
