@@ -1,7 +1,7 @@
-"""Reads the log of a build with -Xptxas=-v: python3 check_ptxas.py LOG
+"""Checks the log of a build with -Xptxas=-v: python3 check_ptxas.py LOG
 
-Fails when ptxas serialized wgmma (C7510 and others), or when an sm90 kernel spills registers or has arrays in local
-memory, such as accumulators indexed by a loop that was not unrolled; counts what other kernels spill.
+Fails if ptxas serialized wgmma (C7510 and others), or if an sm90 kernel spills registers or has arrays in local memory,
+such as accumulators indexed by a loop that was not unrolled. Lists what other kernels spill.
 """
 
 import re

@@ -1,4 +1,4 @@
-// The handler for platform "CUDA". Execution allocates nothing, waits for nothing and asks the stream nothing, so XLA
+// The handler for platform "CUDA". Execution allocates nothing, waits for nothing and does not query the stream, so XLA
 // may record it into a command buffer.
 #include <cuda_runtime_api.h>
 
@@ -24,7 +24,7 @@ Status check_device(GemmCall const& call) {
   if (arch == call.device.arch && sms == call.device.sms) return {};
   return Status::precondition("the plan of " + call.kernel->info.name + " is for sm_" +
                               std::to_string(call.device.arch) + " with " + std::to_string(call.device.sms) +
-                              " SMs and this device is sm_" + std::to_string(arch) + " with " + std::to_string(sms) +
+                              " SMs, but this device is sm_" + std::to_string(arch) + " with " + std::to_string(sms) +
                               " SMs: lower the program for this device");
 }
 

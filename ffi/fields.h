@@ -1,4 +1,4 @@
-// Binds a struct by its list of fields (gemm_fields.h): a constructor of all of them, a property each, and `fields`.
+// Binds a struct by its list of fields (gemm_fields.h): a constructor, a property for each field, and `fields`.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -37,7 +37,7 @@ nanobind::object python_type() {
   }
 }
 
-// The dtype of an attribute, "" of what no attribute is. The FFI takes an enumeration as its underlying number.
+// The dtype of an attribute; "" for types that no attribute has. The FFI takes an enumeration as its underlying number.
 template <class T>
 char const* dtype_of() {
   if constexpr (std::is_same_v<T, bool>) {
@@ -54,12 +54,12 @@ char const* dtype_of() {
 template <class T>
 nanobind::tuple field(char const* name, nanobind::object default_value) {
   namespace nb = nanobind;
-  // Python finds attributes and keywords of interned names faster.
+  // Python looks up interned names faster.
   nb::object const interned = nb::steal(PyUnicode_InternFromString(name));
   return nb::make_tuple(interned, python_type<T>(), dtype_of<T>(), std::move(default_value));
 }
 
-// In each, Struct is what the list is of, `self` points to one, and `fresh` is one as it is by default.
+// In all of these, Struct is the struct of the list, `self` points to one, and `fresh` is a default-constructed one.
 #define JAX_STREAMK_PARAMETER(name, place) , decltype(Struct::place) name
 #define JAX_STREAMK_SET(name, place) self->place = std::move(name);
 #define JAX_STREAMK_REQUIRED_ARGUMENT(name, place) , nb::arg(#name)
@@ -70,7 +70,7 @@ nanobind::tuple field(char const* name, nanobind::object default_value) {
 #define JAX_STREAMK_OPTIONAL_FIELD(name, place) \
   fields.append(field<decltype(Struct::place)>(#name, nb::cast(fresh.place)));
 
-// `fields` has (name, type, dtype of the attribute, default; None where required) of each, in order.
+// `fields` has, in order, a tuple for each: name, type, dtype of the attribute, default (None if it is required).
 #define JAX_STREAMK_BIND_FIELDS(type, FIELDS)                                                     \
   [](auto& bound) {                                                                               \
     using Struct = typename std::decay_t<decltype(bound)>::Type;                                  \

@@ -82,8 +82,8 @@ ffi::DataType data_type(Type type) {
   return ffi::DataType::INVALID;
 }
 
-// Whether a buffer holds elements of the format up to the last one that the strides reach. In floating point: strides
-// are not bounded, and their products may not fit an integer.
+// Whether a buffer has the format's type and reaches to the last element that the strides reach. In floating point,
+// since products of unbounded strides may not fit an integer.
 bool holds(ffi::AnyBuffer buffer, Operand const& x, int64_t batch) {
   if (buffer.element_type() != data_type(x.format.type) || x.batch_stride < 0 || x.ld < 0) return false;
   double const last = static_cast<double>(batch - 1) * x.batch_stride + static_cast<double>(x.lines() - 1) * x.ld +
@@ -98,7 +98,7 @@ ffi::ErrorOr<Buffers> check_buffers(GemmCall const& call, ffi::AnyBuffer a, ffi:
   GemmProblem const& p = call.problem;
   std::string const& name = call.kernel->info.name;
   auto const refuse = [](Status const& status) { return ffi::Unexpected(to_error(status)); };
-  // A, B and D are arguments of their own; the others that the call has follow in the order of their roles.
+  // A, B and D are separate arguments; the call's other operands follow in the order of their roles.
   size_t const expected =
       std::count_if(std::begin(kRoles), std::end(kRoles), [&](Role role) { return role > Role::kD && p.has(role); });
   if (others.size() != expected)
@@ -115,7 +115,7 @@ ffi::ErrorOr<Buffers> check_buffers(GemmCall const& call, ffi::AnyBuffer a, ffi:
     if (!holds(buffer, p.operand(role), p.batch))
       return refuse(Status::invalid(name + " was given a buffer for " + name_of(role) +
                                     " of another type, or smaller, than its plan says"));
-    // For TMA and 16-byte vectors; XLA aligns every buffer as far.
+    // TMA and 16-byte vectors need this alignment; XLA gives it to every buffer.
     if (reinterpret_cast<uintptr_t>(buffer.untyped_data()) % 16 != 0)
       return refuse(Status::precondition(name + " was given a buffer that is not aligned to 16 bytes"));
     buffers.set(role, buffer.untyped_data());

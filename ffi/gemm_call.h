@@ -1,7 +1,7 @@
-// What one custom call carries, as lowering wrote it, and as the kernels take it.
+// What a custom call carries, as attributes that lowering wrote and as the arguments of a kernel.
 //
-// Both stages decode it anew. Keeping instantiation's result as FFI state would need a type that is registered before
-// the handlers, and jaxlib registers what was deferred until a backend starts in the opposite order.
+// Both stages decode the attributes. Keeping the result as FFI state would need a type that is registered before the
+// handlers, and jaxlib runs deferred registrations in the opposite order.
 #pragma once
 
 #include <string_view>
@@ -13,7 +13,7 @@
 
 namespace jax_streamk {
 
-// As the FFI decodes it: flat, an attribute a member, of the names and types that gemm_fields.h gives.
+// The call as the FFI decodes it: a member for each attribute, with name and type from gemm_fields.h.
 struct GemmAttributes {
   std::string_view kernel;
 #define JAX_STREAMK_OF_PROBLEM(name, place) decltype(GemmProblem::place) name;
@@ -39,16 +39,16 @@ struct GemmCall {
   int64_t workspace_bytes;
 };
 
-// What a call decodes, a number for each field of the problem, the schedule and the device in the order of their lists.
+// A decoded call as numbers: one for each field of problem, schedule, policy and device, in the order of their lists.
 std::vector<double> numbers_of(GemmCall const& call);
 
 xla::ffi::Error to_error(Status const& status);
 
-// The instantiate stage of both platforms: everything that can be checked without the device and the buffers.
+// The instantiate stage of both platforms: checks all that does not depend on the device and the buffers.
 xla::ffi::Error instantiate(GemmAttributes attributes);
 
-// Checks the buffers of one execution against the call and hands out their addresses. `others` are the operands
-// after A and B that the call has, in the order of their roles.
+// Checks the buffers of one execution against the call and returns their addresses. `others` are the call's operands
+// after A and B, in the order of their roles.
 xla::ffi::ErrorOr<Buffers> check_buffers(GemmCall const& call, xla::ffi::AnyBuffer a, xla::ffi::AnyBuffer b,
                                          xla::ffi::RemainingArgs others, xla::ffi::Result<xla::ffi::AnyBuffer> d,
                                          xla::ffi::Result<xla::ffi::AnyBuffer> workspace);

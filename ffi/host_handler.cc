@@ -22,7 +22,7 @@ ffi::Error execute(GemmAttributes attributes, ffi::ThreadPool pool, ffi::AnyBuff
       call.kernel->run(call.problem, call.schedule, call.policy, call.device, *buffers, nullptr, &executor));
 }
 
-// Writes what it decoded into a float64 result, for tests of the attributes.
+// Writes the decoded attributes into a float64 result, for tests.
 ffi::Error echo(GemmAttributes attributes, ffi::Result<ffi::BufferR1<ffi::F64>> out) {
   std::vector<double> const numbers = numbers_of(GemmCall(attributes));
   if (out->element_count() != numbers.size())

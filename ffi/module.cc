@@ -1,5 +1,5 @@
-// jax_streamk._ffi: what the Python layer sees of the C++ side. Handlers for XLA, the registry of kernels, and the
-// questions that planning and lowering ask of a kernel. Everything but resources() works without a GPU.
+// jax_streamk._ffi: what Python sees of the C++ side. Handlers for XLA, the registry of kernels, and what planning and
+// lowering ask about a kernel. Everything but resources() works without a GPU.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
@@ -73,7 +73,7 @@ Kernel const& kernel_that_runs(std::string const& name, GemmProblem const& p, Sc
   return kernel;
 }
 
-// The same of a launch, in the way that the policy says.
+// Checks the launch policy too.
 Kernel const& kernel_that_launches(std::string const& name, GemmProblem const& p, Schedule const& s,
                                    LaunchPolicy const& policy, Device const& device) {
   Kernel const& kernel = kernel_that_runs(name, p, s, device);
@@ -150,7 +150,7 @@ std::vector<double> time_launches_at(std::string const& name, GemmProblem const&
   return microseconds;
 }
 
-// By role: the type, and the elements from the first to the last; 0 of what is absent.
+// For each role: the type, and the number of elements from the first to the last (0 if the operand is absent).
 std::vector<std::pair<Type, int64_t>> spans(GemmProblem const& p) {
   std::vector<std::pair<Type, int64_t>> found;
   for (Role const role : kRoles) {
@@ -168,7 +168,7 @@ std::pair<int32_t, int32_t> resources(KernelInfo const& info) {
   return {out.registers, out.ctas_per_sm};
 }
 
-// Every field by name, as pickle keeps them.
+// Every field by name, for pickle.
 nb::dict state_of(KernelInfo const& info) {
   nb::dict state;
 #define JAX_STREAMK_GET(name, place) state[#name] = info.place;
@@ -194,7 +194,7 @@ auto enumeration(nb::module_& m, char const* name, char const* doc, std::initial
 
 NB_MODULE(_ffi, m) {
   m.doc() = "Kernels, their registry and their XLA FFI handlers.";
-  // Plans and the list of kernels may live in caches until the process ends, which nanobind would report as leaks.
+  // Caches may hold plans and kernels until the process ends, which nanobind would report as leaks.
   nb::set_leak_warnings(false);
 
   enumeration<Family>(m, "Family", "Which template a kernel comes from.",
@@ -221,21 +221,21 @@ NB_MODULE(_ffi, m) {
   JAX_STREAMK_BIND_FIELDS(problem, JAX_STREAMK_PROBLEM_FIELDS);
   problem.def(
       "spans", &spans,
-      "Of A, B, D, bias and residual the type, and the elements from the first to the last; 0 of what is absent.");
+      "For A, B, D, bias and residual: the type, and the number of elements from the first to the last (0 if absent).");
 
   nb::class_<Schedule> schedule(m, "Schedule", "How one kernel launch cuts its work.");
   JAX_STREAMK_BIND_FIELDS(schedule, JAX_STREAMK_SCHEDULE_FIELDS);
 
   nb::class_<LaunchPolicy> policy(m, "LaunchPolicy",
-                                  "The native side of launch_policy.LaunchPolicy, which says what each is.");
+                                  "The native side of launch_policy.LaunchPolicy, which documents the fields.");
   JAX_STREAMK_BIND_FIELDS(policy, JAX_STREAMK_POLICY_FIELDS);
 
   nb::class_<Device> device(
       m, "Device",
-      "arch is 10 * major + minor of the compute capability, 0 for the host; of under_way machines.under_way tells.");
+      "arch is 10 * major + minor of the compute capability, 0 for the host; under_way is machines.under_way's.");
   JAX_STREAMK_BIND_FIELDS(device, JAX_STREAMK_DEVICE_FIELDS);
 
-  nb::class_<KernelInfo> kernel(m, "KernelInfo", "One kernel: of this build, or described, to plan for another.");
+  nb::class_<KernelInfo> kernel(m, "KernelInfo", "A kernel of this build, or described in order to plan for another.");
   JAX_STREAMK_BIND_FIELDS(kernel, JAX_STREAMK_KERNEL_FIELDS);
   kernel
       .def("resources", &resources, "(registers per thread, CTAs per SM) on the current GPU; RuntimeError without one.")
@@ -245,20 +245,19 @@ NB_MODULE(_ffi, m) {
 
   m.def("kernels", &kernel_infos, "Every kernel compiled into this build, ordered by name.");
   m.def("can_implement", &why_not<check>, "kernel"_a, "problem"_a, "schedule"_a, "device"_a,
-        "None, or why the kernel cannot run the problem in this way.");
-  m.def(
-      "may_serve", &why_not<may_serve>, "kernel"_a, "problem"_a, "schedule"_a, "device"_a,
-      "None, or why the planner does not take the kernel: can_implement's reason, or digits that its sums would lose.");
+        "None, or why the kernel cannot run the problem under the schedule.");
+  m.def("may_serve", &why_not<may_serve>, "kernel"_a, "problem"_a, "schedule"_a, "device"_a,
+        "None, or why the planner does not use the kernel: can_implement's reason, or sums that are not exact enough.");
   m.def(
       "workspace_bytes",
       [](std::string const& name, GemmProblem const& p, Schedule const& s, Device const& device) {
         return kernel_that_runs(name, p, s, device).workspace_bytes(p, s, device);
       },
       "kernel"_a, "problem"_a, "schedule"_a, "device"_a,
-      "Bytes of workspace a launch needs; ValueError where can_implement says why not.");
+      "Bytes of workspace that a launch needs. ValueError if can_implement gives a reason.");
   m.def("decomposition", &decomposition, "kernel"_a, "problem"_a, "schedule"_a, "device"_a,
         "For each worker, its pieces of work in order: (tile, first MAC iteration, MAC iterations, peer, peers). "
-        "ValueError where can_implement says why not.");
+        "ValueError if can_implement gives a reason.");
 
   m.def("launch_policy", &launch_policy_of, "kernel"_a, "problem"_a, "schedule"_a, "raster"_a, "swizzle"_a, "device"_a,
         "The planner's LaunchPolicy for a KernelInfo that can run the problem, in this order of tiles.");
@@ -275,17 +274,17 @@ NB_MODULE(_ffi, m) {
 
   m.def("launch", &launch, "kernel"_a, "problem"_a, "schedule"_a, "policy"_a, "device"_a, "addresses"_a, "workspace"_a,
         "stream"_a = 0, nb::call_guard<nb::gil_scoped_release>(),
-        "Runs a kernel on raw addresses (A, B, D, bias, residual; 0 of what is absent), outside XLA: for tests that "
-        "poison buffers. On a GPU it returns once the launches are queued on the stream.");
+        "Runs a kernel on raw addresses (A, B, D, bias, residual; 0 if absent), outside XLA: for tests that poison "
+        "buffers. On a GPU it returns once the launches are queued on the stream.");
   m.def("time_launches", &time_launches_at, "kernel"_a, "problem"_a, "schedule"_a, "policy"_a, "device"_a, "sets"_a,
         "workspace"_a, "repeats"_a = 3, nb::call_guard<nb::gil_scoped_release>(),
-        "Microseconds per launch, one number for each repeat, of launches on sets of addresses as launch() takes them, "
-        "in turn, on a GPU replayed as one CUDA graph. RuntimeError where a launch fails.");
+        "Microseconds per launch for each repeat. A repeat launches on each set of addresses (as for launch()); on a "
+        "GPU it is the replay of one CUDA graph. RuntimeError if a launch fails.");
 
   m.def(
       "echo_handler", [] { return capsule(jax_streamk_echo); },
-      "A handler for \"cpu\" whose float64 result is what it decodes: a number for each of the fields of GemmProblem, "
-      "Schedule and Device, in order.");
+      "A handler for \"cpu\" that decodes the attributes into a float64 result: a number for each field of problem, "
+      "schedule, launch policy and device, in order.");
   m.def(
       "host_handler", [] { return handlers(jax_streamk_host_instantiate, jax_streamk_host_execute); },
       "The stages of the handler for platform \"cpu\".");
@@ -299,7 +298,7 @@ NB_MODULE(_ffi, m) {
         Status const status = from_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
         if (!status.ok()) throw std::runtime_error(status.message);
       },
-      nb::call_guard<nb::gil_scoped_release>(), "Waits for the current GPU; raises what its kernels left behind.");
+      nb::call_guard<nb::gil_scoped_release>(), "Waits for the current GPU; RuntimeError if its kernels failed.");
   m.def(
       "cuda_handler", [] { return handlers(jax_streamk_cuda_instantiate, jax_streamk_cuda_execute); },
       "The stages of the handler for platform \"CUDA\".");

@@ -4,7 +4,7 @@
 
 namespace jax_streamk {
 
-// Adds the search for a plan, and the cost model under it, to the Python module.
+// Adds the search for a plan, and its cost model, to the Python module.
 void bind_planner(nanobind::module_&);
 
 }  // namespace jax_streamk

@@ -1,4 +1,4 @@
-// How the host family's work is shared among the threads of a pool.
+// Shares the host family's work among the threads of a pool.
 #pragma once
 
 #include <algorithm>
@@ -12,8 +12,8 @@
 namespace jax_streamk {
 
 // Shares work items between the calling thread and a pool, which has Schedule(function) and num_threads(). The caller
-// takes items too and waits only for items that another thread has begun, so a pool whose threads all sit in calls like
-// this one still makes progress.
+// takes items too, and waits only for items that another thread has started, so there is progress even if all threads
+// of the pool are in calls like this one.
 template <typename Pool>
 class PoolExecutor final : public Executor {
  public:

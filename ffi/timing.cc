@@ -12,7 +12,7 @@
 namespace jax_streamk {
 namespace {
 
-// Stands in for XLA's thread pool, which is one of Eigen's too.
+// Stands in for XLA's thread pool, which is Eigen's too.
 struct Threads : Eigen::ThreadPool {
   using Eigen::ThreadPool::ThreadPool;
   int64_t num_threads() const { return NumThreads(); }
@@ -36,7 +36,7 @@ Status time_on_host(Kernel const& kernel, GemmProblem const& p, Schedule const& 
 
 #ifdef JAX_STREAMK_WITH_CUDA
 
-// Makes a GPU current, and the one before it current again.
+// Makes a GPU current, and restores the previous one at the end.
 class CurrentDevice {
  public:
   ~CurrentDevice() {
@@ -54,7 +54,7 @@ class CurrentDevice {
   int before_ = -1;
 };
 
-// What a measurement creates, destroyed however it ends.
+// Owns what a measurement creates.
 struct Recording {
   cudaStream_t stream = nullptr;
   cudaGraph_t graph = nullptr;
@@ -65,7 +65,7 @@ struct Recording {
   Recording(Recording const&) = delete;
 
   ~Recording() {
-    if (stream != nullptr) cudaStreamSynchronize(stream);  // work may be left on it where a step failed
+    if (stream != nullptr) cudaStreamSynchronize(stream);  // after a failed step, work may be left on it
     if (begin != nullptr) cudaEventDestroy(begin);
     if (end != nullptr) cudaEventDestroy(end);
     if (executable != nullptr) cudaGraphExecDestroy(executable);
@@ -76,7 +76,7 @@ struct Recording {
   // A launch per set, as one graph.
   Status capture(Kernel const& kernel, GemmProblem const& p, Schedule const& s, LaunchPolicy const& policy,
                  Device const& device, std::vector<Buffers> const& sets) {
-    // In this mode what other threads do, XLA's among them, neither fails nor spoils the capture.
+    // In this mode other threads, such as XLA's, neither fail because of the capture nor invalidate it.
     Status status =
         from_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
     if (!status.ok()) return status;
@@ -112,7 +112,7 @@ Status time_on_gpu(Kernel const& kernel, GemmProblem const& p, Schedule const& s
   status = from_cuda(cudaStreamCreateWithFlags(&recording.stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
   if (status.ok()) status = from_cuda(cudaEventCreate(&recording.begin), "cudaEventCreate");
   if (status.ok()) status = from_cuda(cudaEventCreate(&recording.end), "cudaEventCreate");
-  // Once without a graph: what a first launch loads may not be loaded within a capture.
+  // Once without a graph: a capture does not allow the loading of code by a first launch.
   if (status.ok()) status = kernel.run(p, s, policy, device, sets[0], recording.stream, nullptr);
   if (status.ok()) status = from_cuda(cudaStreamSynchronize(recording.stream), kernel.info.name);
   if (status.ok()) status = recording.capture(kernel, p, s, policy, device, sets);
@@ -121,7 +121,7 @@ Status time_on_gpu(Kernel const& kernel, GemmProblem const& p, Schedule const& s
     status = recording.replay(milliseconds);
     if (i >= 0) microseconds.push_back(1e3 * milliseconds / static_cast<double>(sets.size()));  // the first warms up
   }
-  if (!status.ok()) cudaGetLastError();  // nobody else shall find it
+  if (!status.ok()) cudaGetLastError();  // clears the error, which somebody else would find
   return status;
 }
 
