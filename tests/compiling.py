@@ -1,4 +1,4 @@
-"""Contexts about what JAX compiles, and what it keeps."""
+"""Context managers that observe what JAX compiles, or cache it."""
 
 import contextlib
 

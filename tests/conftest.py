@@ -6,14 +6,14 @@ import tempfile
 import jax
 import pytest
 
-# Neither these tests nor the processes they start see the plans that the user has tuned, nor the machines.
+# Neither these tests nor the processes they start see the user's tuned plans and machine files.
 _cache = tempfile.TemporaryDirectory(prefix="jax_streamk_tests_")
 os.environ["XDG_CACHE_HOME"] = os.environ["XDG_DATA_HOME"] = _cache.name
 
-# Several processes share a GPU: pytest-xdist's and those that tests start.
+# pytest-xdist's processes, and those that tests start, share a GPU.
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
-# Simulated devices for the tests of sharding; all others use the first of them.
+# Simulated devices for the tests of sharding; all other tests use the first one.
 jax.config.update("jax_num_cpu_devices", 8)
 
 

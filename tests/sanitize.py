@@ -1,4 +1,4 @@
-"""Launches a few plans of every kind once each, on small products, for compute-sanitizer:
+"""Launches a few plans of every kind once, on small products, for compute-sanitizer:
 
 compute-sanitizer --tool memcheck --target-processes all python tests/sanitize.py
 compute-sanitizer --tool racecheck --target-processes all python tests/sanitize.py
@@ -12,7 +12,7 @@ from jax_streamk.tuning import measure
 SILU = dict(has_bias=True, activation=_ffi.Activation.silu)
 FUSED = dict(SILU, has_residual=True)
 ROW, COLUMN = _ffi.Major.row, _ffi.Major.column
-# kernel, (m, n, k), schedule, epilogue, and majors of A and B where they are not the kernel's
+# kernel, (m, n, k), schedule, epilogue, and the majornesses of A and B if they are not the kernel's
 LAUNCHES = [
     ("sm90_bf16_bf16_rr_64x176x64_4x1_pingpong_swap", (181, 136, 264), DataParallel(), FUSED),
     ("sm90_bf16_bf16_rr_128x256x64_1x2_coop", (200, 520, 520), StreamK(), FUSED),

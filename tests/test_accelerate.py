@@ -52,7 +52,7 @@ def assert_accelerated(ours, theirs, *args):
     count, none = products(theirs, *args)[::-1]
     assert none == 0 and count > 0
     assert products(ours, *args) == (count, 0)
-    # Operation by operation: compiled whole, XLA's CPU backend gets one of the programs below wrong (jaxlib 0.11 and
+    # Operation by operation: XLA's CPU backend miscompiles one of the programs below as a whole (jaxlib 0.11 and
     # 0.12).
     assert_close(jax.jit(ours)(*args), theirs(*args))
 
@@ -172,11 +172,11 @@ FUNCTIONS = {
     "custom_linear_solve": in_linear_solve,
     "nested": nested,
 }
-TRANSFORMABLE = [name for name in FUNCTIONS if name != "composite"]  # those have neither derivatives nor batches
+TRANSFORMABLE = [name for name in FUNCTIONS if name != "composite"]  # it has neither derivatives nor batching
 
 
 def gradient(fn):
-    """Of both arguments."""
+    """The gradient for both arguments."""
     return jax.grad(lambda x, w: sum(jnp.cos(y).sum() for y in jax.tree.leaves(fn(x, w))), argnums=(0, 1))
 
 
@@ -295,7 +295,7 @@ def test_where_chooses():
         (6, 5, 16),
     }
     assert products(accelerate(fn, where=lambda problem: False), x, w, narrow) == (0, 2)
-    # What one admits not, another may.
+    # An outer accelerate may take what an inner one leaves.
     assert products(accelerate(accelerate(fn, where=where), schedule=StreamK()), x, w, narrow) == (2, 0)
 
 
@@ -305,7 +305,7 @@ def splits(fn, *args):
 
 def test_schedule_where_a_kernel_can_run_it():
     fn = lambda x, w, thin: ((x @ w) @ thin, thin @ thin.T)
-    args = normal(64, 1024), normal(1024, 8), normal(8, 1)  # K of 8 and of 1 are less than three k-tiles anywhere
+    args = normal(64, 1024), normal(1024, 8), normal(8, 1)  # with K = 8 or 1, no kernel has three k-tiles
     accelerated = accelerate(fn, schedule=SplitK(3))
     assert splits(accelerated, *args) == [3] and products(accelerated, *args) == (1, 2)
     assert_close(accelerated(*args), fn(*args))
@@ -481,8 +481,8 @@ def test_a_transpose_that_follows_costs_no_copy(fn, shape_x, shape_w):
 
 
 def test_a_transpose_that_a_schedule_cannot_take():
-    """On a GPU atomic kernels store aligned rows only, and the transposed result has none."""
-    x, w = normal(129, 512), normal(512, 128) / 32  # tanh is not flat
+    """On a GPU atomic kernels store aligned rows only, and those of the transposed result are not."""
+    x, w = normal(129, 512), normal(512, 128) / 32  # small enough that tanh is not flat
     fn, schedule = lambda x, w: jnp.tanh((x @ w).T), SplitK(4, "atomic")
     assert products(accelerate(fn, schedule=schedule), x, w) == products(
         accelerate(jnp.matmul, schedule=schedule), x, w
@@ -696,7 +696,7 @@ def test_equinox():
 
 
 def noinline(x, w):
-    """A closure with a jaxpr, of which Equinox keeps a twin in what it passes by, and compares them."""
+    """Equinox keeps a copy of the jaxpr of such a closure, and compares the two."""
     import equinox as eqx
     import equinox.internal as eqxi
 

@@ -1,4 +1,4 @@
-"""``python -m jax_streamk bench``: what it measures, writes and refuses, and the parts that need no clock."""
+"""``python -m jax_streamk bench``: what it measures, writes and refuses, and its parts that need no clock."""
 
 import collections
 import importlib.util
@@ -153,7 +153,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch, capsys):
 
 
 def read(path):
-    """How many shapes a result that is being written has; it is never half a file."""
+    """The number of shapes in a result that is being written; the file is never incomplete."""
     return len(json.loads(path.read_text())["rows"]) if path.exists() else 0
 
 
@@ -346,7 +346,7 @@ def profile_of(*planes):
 def test_device_time_is_of_kernels_memsets_and_copies():
     call = [(2, 1000, 500, 2), (1, 2000, 4000, 1), (4, 3000, 9000, 4), (5, 7000, 1000, 1)]
     again = [(name, start + 20000, 2 * duration, stat) for name, start, duration, stat in call]
-    # The second call's copy is on another stream. What is on the host is launches, whose names are those of kernels.
+    # The second call's copy is on another stream. The host's events are launches, with the names of kernels.
     profile = profile_of(
         ("/device:GPU:0", call + again, [(3, 40000, 100, 3), (3, 9000, 100, 3)]), ("/host:CPU", [(1, 0, 70000, 1)])
     )
@@ -408,7 +408,7 @@ def test_chained_calls_wait_for_each_other_at_the_cost_of_one_write(shape):
         linked = np.array(operands[0][link])
         for xs in operands:
             linked.flat[0] = np.asarray(function(*(linked if i == link else x for i, x in enumerate(xs)))).flat[0]
-        # Kernels of one product may round a TF32 that lies halfway between two in either way.
+        # Kernels may round a tie between two TF32 numbers either way.
         tolerance = 1e-4 if jax.default_backend() == "cpu" else 5e-3
         np.testing.assert_allclose(chained(operands), linked, rtol=tolerance, atol=tolerance)
         texts[name] = chained.lower(operands).compile().as_text()

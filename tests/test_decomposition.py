@@ -1,4 +1,4 @@
-"""How schedules cut the MAC-iteration space: every kernel's own account, which needs no GPU."""
+"""How schedules cut the MAC-iteration space, as every kernel reports it; this needs no GPU."""
 
 import collections
 import functools
@@ -13,7 +13,7 @@ DATA_PARALLEL, SPLIT_K, STREAM_K = (
     _ffi.ScheduleKind.split_k,
     _ffi.ScheduleKind.stream_k,
 )
-# One kernel of each tile, cluster and way of working: majorness and types cut nothing.
+# One kernel for each tile, cluster and kind of kernel: majorness and types do not affect the decomposition.
 SHAPES_OF_KERNELS = {
     (k.family, k.tile_m, k.tile_n, k.tile_k, k.cluster_m, k.cluster_n, k.warp_schedule, k.swap_ab): k
     for k in KERNELS.values()
@@ -62,7 +62,7 @@ def pieces_by_tile(workers):
 
 
 def check_partition(workers, k_tiles):
-    """Each MAC iteration of each tile once, and peers numbered in the order of K."""
+    """Each MAC iteration of each tile is done once, and peers are numbered in the order of K."""
     tiles = pieces_by_tile(workers)
     assert sorted(tiles) == list(range(len(tiles)))
     for tile, pieces in tiles.items():
@@ -77,7 +77,7 @@ def check_partition(workers, k_tiles):
 
 
 def extents(kernel):
-    """Tiles that are one, few, ragged, and more than the machine is wide; and k-tiles that are one, few and many."""
+    """One tile, few, ragged ones, and more than the machine has workers; one k-tile, few, and many."""
     for tiles_m, tiles_n, k_tiles, batch in [
         (1, 1, 1, 1),
         (1, 1, 37, 1),

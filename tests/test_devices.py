@@ -85,7 +85,7 @@ def test_a_device_of_jax_that_nothing_runs_on_leaves_products_to_xla(monkeypatch
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity")
 def test_a_host_has_the_threads_that_it_may_use():
-    """As XLA's pool has."""
+    """XLA's thread pool has a thread for each of them."""
     program = (
         "import os; os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:1]); "
         "import jax; import jax_streamk; a = jax.ShapeDtypeStruct((512, 512), 'float32'); "

@@ -1,4 +1,4 @@
-"""Every Python block of the README and of the guides runs, in order, a page in a process of its own."""
+"""Every Python block of the README and of the guides runs: those of a page in order, in a process of their own."""
 
 import pathlib
 import re

@@ -1,4 +1,4 @@
-"""``dot_general`` and ``einsum`` against lax's and jnp's: values, types, gradients, and the copies that they cost."""
+"""``dot_general`` and ``einsum`` against lax's and jnp's: values, types, gradients and copies."""
 
 import functools
 import itertools
@@ -42,7 +42,7 @@ def assert_close(got, wanted, exact):
     assert ours <= 2 * xlas + floor, f"error {ours:.3g}, XLA's {xlas:.3g}"
 
 
-# lhs shape, rhs shape, dimension numbers: each keeps XLA's kernels and ours from some shortcut.
+# lhs shape, rhs shape, dimension numbers: each excludes some shortcut of XLA's kernels or ours.
 PRODUCTS = {
     "nn": ((37, 65), (65, 24), MATMUL),
     "nt": ((37, 65), (24, 65), (((1,), (1,)), ((), ()))),
@@ -317,7 +317,7 @@ def loss(product, numbers):
 
 @pytest.mark.parametrize("name", [name for name in PRODUCTS if "no " not in name])
 def test_copies(name):
-    """Forward and backward, no transpose and no copy that XLA's product would not have."""
+    """Forward and backward have no more transposes and copies than with XLA's product."""
     shape_lhs, shape_rhs, numbers = PRODUCTS[name]
     lhs, rhs = normal(shape_lhs), normal(shape_rhs)
     for transform in (lambda f: f, lambda f: jax.grad(f, (0, 1))):
@@ -332,7 +332,7 @@ STRIDED = ["nn", "nt", "tn", "tt", "batch first", "k = 1", "vectors"] + [
 
 @pytest.mark.parametrize("name", STRIDED)
 def test_strided_operands_cost_no_copy(name):
-    """Nor do their cotangents, which lie as they do."""
+    """Nor do their cotangents, which have the same layout."""
     shape_lhs, shape_rhs, numbers = PRODUCTS[name]
     dtype = jnp.bfloat16 if PLATFORM == "cuda" else jnp.float32  # small ones of float32 are XLA's on a GPU
     lhs, rhs = normal(shape_lhs).astype(dtype), normal(shape_rhs).astype(dtype)
@@ -344,7 +344,7 @@ def test_strided_operands_cost_no_copy(name):
     "shape_a, shape_b", [((17, 40), (3, 40, 24)), ((5, 3, 1, 40), (3, 40, 24)), ((1, 17, 40), (2, 3, 40, 24))]
 )
 def test_stacked_matrices_cost_no_copy(shape_a, shape_b):
-    """The result of matmul has first what dot_general has in the middle."""
+    """The leading dimension of matmul's result is a middle one of dot_general's."""
     a, b = normal(shape_a), normal(shape_b)
     assert copies(jax_streamk.matmul, a, b) == 0
     assert copies(jax.grad(lambda b: jnp.sum(jnp.sin(jax_streamk.matmul(a, b)))), b) == 0

@@ -13,7 +13,7 @@ EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 
 
 def run(name, cwd, environment=None, **options):
-    """What it prints. Examples exit with 1 when what they compute is not as it should be."""
+    """What it prints. An example exits with 1 if its results are wrong."""
     arguments = [text for option, value in options.items() for text in (f"--{option.replace('_', '-')}", str(value))]
     done = subprocess.run(
         [sys.executable, EXAMPLES / name, *arguments],

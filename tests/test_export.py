@@ -60,7 +60,7 @@ def test_in_another_process(tmp_path):
 
 
 def test_a_process_without_the_library_is_told_what_is_missing(tmp_path):
-    """What docs/matmul.md quotes."""
+    """docs/matmul.md quotes the message."""
     (tmp_path / "program").write_bytes(exported(StreamK())[1].serialize())
     np.save(tmp_path / "a.npy", A), np.save(tmp_path / "b.npy", B)
     command = [sys.executable, "-c", IN_ANOTHER_PROCESS.replace("import jax_streamk\n", ""), str(tmp_path)]
@@ -99,7 +99,7 @@ def test_exported_where_there_is_no_gpu(tmp_path):
 @pytest.mark.skipif(not _ffi.has_cuda, reason="this build has no CUDA kernels")
 @pytest.mark.parametrize("schedule", [Auto(), SplitK(3), StreamK()], ids=str)
 def test_two_platforms(schedule):
-    """Needs no GPU: a program for CUDA is planned for this machine's GPU, or for an H200 where there is none."""
+    """Needs no GPU: a program for CUDA is planned for this machine's GPU, or for an H200 if it has none."""
     f, program = exported(schedule, platforms=["cpu", "cuda"])
     assert program.platforms == ("cpu", "cuda")
     assert all(target in program.mlir_module() for target in TARGETS.values())
@@ -124,7 +124,7 @@ def test_plans_of_an_exported_program_are_those_of_its_platform():
 
 
 def on_two_devices(function, *specs):
-    """The function, exported for two devices that divide its operands as ``specs`` say, and the operands."""
+    """(the function, exported for two devices that divide its operands as ``specs`` say; the operands)."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
     operands = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip((A, B), specs)]
     program = export.export(jax.jit(function(mesh)), platforms=["cpu"], disabled_checks=EXPORT_CHECKS)(*operands)

@@ -1,4 +1,4 @@
-"""The handlers refuse what a plan would not have said: custom calls with attributes changed by hand."""
+"""The handlers refuse custom calls whose attributes no plan would have: they are changed by hand here."""
 
 import copy
 import dataclasses
@@ -50,7 +50,7 @@ NAME = re.escape(PLAN.kernel)
 REFUSED = rf"INVALID_ARGUMENT: jax_streamk: {NAME} cannot run \(batch, m, n, k\) = \(1, {M}, {N}, {K}\): "
 
 CHOICES = "held_back", "held_back_last", "idle_clusters", "cluster_order"
-# Which depends on what the kernel has of a launch policy.
+# The message depends on which parts of a launch policy the kernel has.
 LAUNCH = "(of launch choices it has the order of tiles|it cannot h|it does not number clusters)"
 
 
@@ -245,7 +245,7 @@ def test_another_gpu(name, change):
 
 
 NATIVES = (_ffi.GemmProblem, _ffi.Schedule, _ffi.LaunchPolicy, _ffi.Device)
-# Of a device, what is optional is the planner's.
+# A device's optional fields are for the planner only.
 FIELDS = [field for native in NATIVES for field in native.fields if native is not _ffi.Device or field[3] is None]
 
 

@@ -24,7 +24,7 @@ from jax_streamk.flax import linen, nnx
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else "cpu"
 TARGET = {"cuda": "jax_streamk_cuda_gemm", "cpu": "jax_streamk_host_gemm"}[PLATFORM]
 BF16, F32, F64 = jnp.bfloat16, jnp.float32, jnp.float64
-# Relative to the largest entry. A bfloat16 layer of Flax's rounds up to three times, ours once; a GPU's float32 is
+# Relative to the largest entry. In bfloat16 Flax's layers round up to three times, ours once; on a GPU float32 is
 # TF32.
 TOLERANCE = {BF16: 2e-2, F32: 1e-5 if PLATFORM == "cpu" else 5e-3}
 KINDS = ["linen", "nnx"]
@@ -37,7 +37,7 @@ def normal(*shape, dtype=F32):
 
 
 def functional(layer, key=0, k=K):
-    """A linen layer, or an nnx layer made of rngs, as a function of parameters and input, and its parameters."""
+    """(a function of parameters and input, the parameters) of a linen layer, or of an nnx layer made from rngs."""
     if isinstance(layer, flax.linen.Module):
         return layer.apply, layer.init(jax.random.key(key), jnp.zeros((1, k)))
     graph, state = flax.nnx.split(layer(rngs=flax.nnx.Rngs(key)))
@@ -73,12 +73,12 @@ def assert_same_bits(got, wanted):
 
 
 def loss(function):
-    """A number whose derivative differs from one result to the next."""
+    """A scalar whose derivative is different for each element of the result."""
     return lambda *args: jnp.sum(jnp.sin(function(*args).astype(F32)))
 
 
 def calls(function, *args):
-    """The attributes of every call of ours in a lowered program, and how many products XLA is left with."""
+    """(attributes of our calls in a lowered program, number of products that are left to XLA)."""
     text = jax.jit(function).lower(*args).as_text()
     found = re.findall(rf"custom_call @{TARGET}\(.*?backend_config = \{{(.*?)\}}", text)
     return [dict(re.findall(r"(\w+) = ([^\s,]+)", attributes)) for attributes in found], text.count(
@@ -484,7 +484,7 @@ def test_flax_layers_on_our_products(layer, products):
         (theirs, params), (mine, _) = map(functional, made)
     assert_close(mine(params, x), theirs(params, x), TOLERANCE[F32])
     got, wanted = (jax.jit(jax.grad(loss(f), (0, 1)))(params, x) for f in (mine, theirs))
-    # The key's bias adds the same to every weight of a softmax: its gradient is rounding alone.
+    # The key's bias adds the same to every weight of a softmax: its gradient is only rounding errors.
     for x_grad, y_grad in zip(jax.tree.leaves(got), jax.tree.leaves(wanted)):
         scale = max(np.abs(y_grad).max(), 1e-2 * max(np.abs(leaf).max() for leaf in jax.tree.leaves(wanted)))
         assert np.abs(x_grad - y_grad).max() <= TOLERANCE[F32] * scale
@@ -493,7 +493,7 @@ def test_flax_layers_on_our_products(layer, products):
 
 
 class DenseLayers(flax.linen.Module):
-    """Every way to a product of ours, and what Flax alone has."""
+    """All ways to use our products, or the same layers with Flax's and JAX's own."""
 
     ours: bool
 
@@ -511,7 +511,7 @@ class DenseLayers(flax.linen.Module):
 
 
 def patched_product(monkeypatch, counted):
-    """As qwix patches: by the code of the function, so that those who imported it call the other as well."""
+    """Patches as qwix does: replaces the function's code, so that modules that imported it call the replacement."""
     stock = types.FunctionType(jax.lax.dot_general.__code__, jax.lax.dot_general.__globals__)
     stock.__defaults__, stock.__kwdefaults__ = jax.lax.dot_general.__defaults__, jax.lax.dot_general.__kwdefaults__
     jax.lax.dot_general.__globals__["_counted"], jax.lax.dot_general.__globals__["_stock"] = counted, stock
@@ -572,7 +572,7 @@ def test_qwix():
 
 
 class Stateful(flax.nnx.Module):
-    """Dropout, BatchNorm, a cache, an attribute that appears and one that is no array."""
+    """Has dropout, BatchNorm, a cache, an attribute added by a call, and one that is not an array."""
 
     def __init__(self):
         rngs = flax.nnx.Rngs(0)

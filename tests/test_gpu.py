@@ -1,4 +1,4 @@
-"""What only a GPU can get wrong: hangs, capture in command buffers, streams and devices that disturb each other."""
+"""What can go wrong only on a GPU: hangs, capture in command buffers, streams and devices that disturb each other."""
 
 import concurrent.futures
 import contextlib
@@ -24,7 +24,7 @@ SCHEDULES = [Auto(), *DETERMINISTIC, SplitK(4, "atomic"), StreamK("atomic"), Str
 
 
 def operands(m, n, k, seed=0):
-    """Products are about 1 in size."""
+    """Operands whose products are about 1 in size."""
     keys = jax.random.split(jax.random.key(seed))
     a, b = jax.random.normal(keys[0], (m, k)), jax.random.normal(keys[1], (k, n)) / k**0.5
     return a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
@@ -43,7 +43,7 @@ def assert_close(got, wanted, label):
 
 
 class Launch:
-    """A product in memory of its own, launched outside XLA on any stream."""
+    """A product with its own memory, launched outside XLA on any stream."""
 
     def __init__(self, a, b, kernel, problem, schedule, policy, device):
         self.what = kernel, problem, schedule, policy, device
@@ -64,7 +64,7 @@ class Launch:
         _ffi.launch(*self.what, (*addresses, 0, 0), workspace, stream)
 
     def product(self):
-        # A copy by XLA: an array that was read once remembers what it held.
+        # A copy made by XLA: an array that was read once caches its value.
         return np.asarray(jnp.copy(self.d))
 
 
@@ -92,8 +92,8 @@ def streams(count):
         check(cuda.cuDevicePrimaryCtxRelease_v2(device))
 
 
-# Shapes on which Stream-K kernels were reported to hang. The limit stops the process: a thread that waits for a GPU
-# hears nothing.
+# Shapes on which Stream-K kernels were reported to hang. The limit ends the process, since a thread that waits for a
+# GPU cannot be interrupted.
 
 HANGS = [(16, 2560, 8192), (8, 8192, 8192), (512, 1024, 4096)]
 

@@ -27,7 +27,7 @@ DTYPES = {
 }
 GUARD = 256  # bytes of poison before D, and at least after it
 POISON = 0xFF  # NaN in every floating-point type, -1 in the integers
-# What XLA would else choose itself: no TF32 for some small products, and at HIGH one instead of three.
+# Set explicitly: by default XLA does not use TF32 for some small products, and at HIGH it uses one TF32, not three.
 PRECISIONS = {
     "native": None,
     "tf32": jax.lax.DotAlgorithmPreset.TF32_TF32_F32,
@@ -62,8 +62,8 @@ class Case:
     k: int
     batch: int = 1
     broadcast: str = ""  # operands with batch stride 0: "a", "b" or ""
-    pad: int = 0  # alignments by which leading dimensions exceed the extents
-    woven: bool = False  # a row, or column, of B is followed by that of the next batch
+    pad: int = 0  # leading dimensions exceed the extents by this multiple of the alignment
+    woven: bool = False  # the rows, or columns, of B's batches are interleaved
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Epilogue:
     activation: _ffi.Activation = _ffi.Activation.none
     bias: str = ""  # "", "shared" by all batches, or "batched"
     residual: bool = False
-    alpha: float = 1.0  # over the size that sums of k products have, where the epilogue is not plain
+    alpha: float = 1.0  # relative to the typical size of sums of k products, unless the epilogue is plain
     beta: float = 1.0
 
 
@@ -102,10 +102,10 @@ def poisoned(shape, dtype):
 
 
 def exact_product(a, b):
-    """The product in float64, or of float64 in long double: a BLAS that adds in XLA's order would hide XLA's error."""
+    """The product in float64; for float64, in long double: a BLAS that adds in XLA's order would hide XLA's error."""
     if a.dtype != np.float64:
         return np.matmul(a.astype(np.float64), b.astype(np.float64))
-    # Multiples of 2^-18, below 2^3 in size: float64 adds their products without rounding.
+    # The high parts are multiples of 2^-18 below 2^3, so float64 adds their products without rounding.
     high_a, high_b = (np.rint(x * 2.0**18) / 2.0**18 for x in (a, b))
     return np.matmul(high_a, high_b) + (np.matmul(high_a, b - high_b) + np.matmul(a - high_a, b)).astype(np.longdouble)
 
@@ -145,7 +145,7 @@ def operands(case, type_ab, major_a, major_b, align_a, align_b, math_name, type_
 
 
 def error(got, exact, scale):
-    """Root mean square and largest absolute error, over the size that sums of k random products have."""
+    """Root mean square and largest absolute error, relative to the typical size of a sum of k random products."""
     return math.sqrt(np.mean((got - exact) ** 2)) / scale, np.max(np.abs(got - exact)) / scale
 
 
@@ -174,9 +174,9 @@ class Memory:
 
 
 def with_epilogue(epilogue, case, sums, dtype, align, ldd):
-    """For sums of about 1: D in float64, a bias with poison behind it and a residual with poison between its rows."""
+    """For sums of about 1: D in float64, a bias followed by poison, and a residual with poison between its rows."""
     rng = np.random.default_rng(zlib.crc32(repr((case, epilogue)).encode()))
-    # Where rows of D start on TMA's 16 bytes a batched bias does too, and keeps no kernel from storing by it.
+    # If rows of D are aligned to TMA's 16 bytes, a batched bias is too, and so does not rule out a store by TMA.
     stride_bias = round_up(case.n, align) + (8 if ldd % 8 == 0 else align)
     bias = poisoned((case.batch if epilogue.bias == "batched" else 1, stride_bias), dtype)
     residual = poisoned((case.batch, case.m, ldd), dtype)
@@ -207,10 +207,10 @@ def launch(
     place=Memory,
     changes=None,
 ):
-    """Runs a kernel, on operands of other majornesses than its own where `majors` says so.
+    """Runs a kernel, with operands of majornesses `majors` if these are not its own.
 
     Returns:
-      D, after checking that nothing around it was written; what D exactly is; and (scale, XLA's errors).
+      D, after checking that nothing around it was written; the exact D; and (scale, XLA's errors).
     """
     type_d = kernel.type_d if type_d is None else type_d
     align_a, align_b, align_d = (kernel.align_a, kernel.align_b, kernel.align_d) if aligned else (1, 1, 1)
@@ -245,7 +245,7 @@ def launch(
         return why, None, None
     policy = policy_of(kernel, problem, schedule, device, changes or {})
     a, b = place(kernel, a), place(kernel, b)
-    # Tiles beyond D are stored nowhere: poison as far as the next two reach.
+    # Tiles beyond D must not be stored: poison the space of the next two.
     beyond = 2 * max(kernel.tile_m, kernel.tile_n) * ldd * dtype.itemsize
     d = Memory(kernel, GUARD * 2 + case.batch * case.m * ldd * dtype.itemsize + beyond)
     workspace = Memory(kernel, _ffi.workspace_bytes(kernel.name, problem, schedule, device))
@@ -279,10 +279,10 @@ def check(kernel, case, schedule, twice=True, epilogue=PLAIN, **kwargs):
     assert not np.isnan(values).any(), f"{label}: {np.isnan(values).sum()} elements unwritten or poisoned"
     scale, xla_rms, xla_largest = xla
     rms, largest = error(values, exact, scale)
-    # A few roundings of the accumulator. XLA may round a handful of elements better than a chain of k additions can. It
-    # also multiplies tiny float32 matrices without TF32, and small and misaligned ones in shorter chains than one
-    # accumulator, which truncates sixteen products at a time: that of wgmma, or of a skinny kernel whose warps do not
-    # share K.
+    # A few roundings of the accumulator. XLA may round a few elements better than a chain of k additions can, and
+    # multiplies tiny float32 matrices without TF32. For small and misaligned matrices it adds in shorter chains than
+    # wgmma, and than skinny kernels whose warps do not share K: these have one accumulator, which truncates after every
+    # 16 products.
     few = exact.size < 64
     floor = 2.0**-51 if kernel.type_d == _ffi.Type.f64 else 2.0**-22
     floor *= math.sqrt(case.k) if few else 1
@@ -292,7 +292,7 @@ def check(kernel, case, schedule, twice=True, epilogue=PLAIN, **kwargs):
     if one_chain and (exact.size < 4096 or not kwargs.get("aligned", True)):
         floor += 2.0**-25 * case.k / 16
     if epilogue != PLAIN:
-        # Values of D are larger than sums, and activations steeper than 1; f32 ones are within about 1e-6.
+        # Values of D are larger than sums, and activations have slopes above 1 and f32 errors of about 1e-6.
         xla_rms, xla_largest = 2 * xla_rms, 3 * xla_largest
         floor = 2 * floor + max(
             float(ml_dtypes.finfo(got.dtype).eps), 2.0**-48 if kernel.type_d == _ffi.Type.f64 else 2.0**-20
@@ -319,7 +319,7 @@ def make_schedule(kind, splits=1, reduction=_ffi.Reduction.ordered, max_sms=0, r
 
 
 def policy_of(kernel, problem, schedule, device, changes):
-    """The planner's launch policy in the schedule's order of tiles, with the changes."""
+    """The planner's launch policy for the schedule's order of tiles, with changes."""
     planned = LaunchPolicy.of(_ffi.launch_policy(kernel, problem, schedule, *ORDER_OF[schedule], device))
     return dataclasses.replace(planned, **changes).native()
 
@@ -329,7 +329,7 @@ def describe(schedule):
 
 
 def has_clusters(kernel):
-    """Whether build and device have them, by which skinny kernels split K."""
+    """Whether build and device have clusters, which skinny kernels need to split K."""
     row_b, k = kernel.major_b == _ffi.Major.row, 2 * kernel.tile_k
     strides = k, 8 if row_b else k, 8
     problem = _ffi.GemmProblem(
@@ -387,13 +387,13 @@ def test_ragged_tiny_and_deep(name):
         Case(1, 1, 1),
         Case(1, 1, 3 * kernel.tile_k + 1),
         Case(kernel.tile_m + 3, kernel.tile_n + 5, 2 * kernel.tile_k + 9, pad=1),
-        Case(kernel.tile_m + 5, round_up(kernel.tile_n + 3, 8), kernel.tile_k + 7, pad=8),  # rows of D that TMA stores
+        Case(kernel.tile_m + 5, round_up(kernel.tile_n + 3, 8), kernel.tile_k + 7, pad=8),  # TMA can store D
         Case(17, 33, 5 * kernel.tile_k, batch=2, broadcast="a"),
         Case(33, 9, kernel.tile_k + 3, batch=3, broadcast="b", pad=2),
         Case(
             kernel.tile_n + 3, 2 * kernel.tile_m + 57, kernel.tile_k + 9, batch=2, pad=1
-        ),  # several tiles of B where operands are swapped
-        Case(9, 2 * kernel.tile_m + 3, 2 * kernel.tile_k + 8, batch=3, woven=True),  # a batch may start anywhere
+        ),  # several tiles of B if operands are swapped
+        Case(9, 2 * kernel.tile_m + 3, 2 * kernel.tile_k + 8, batch=3, woven=True),  # batches at any address
     ]
     for case in (admissible(kernel, case) for case in cases):
         served = 0
@@ -414,7 +414,7 @@ def test_many_waves(name):
 
 
 A = _ffi.Activation
-# Every activation, and every way to have a bias, with and without a residual. No two neighbours agree in much.
+# Every activation and every kind of bias, with and without a residual. Neighbours in the list differ in most fields.
 EPILOGUES = [
     Epilogue(A.silu, "shared", False, 1.5, 1.0),
     Epilogue(A.none, "batched", True, -0.75, 0.5),
@@ -432,15 +432,13 @@ IN_FLOATING_POINT = [name for name in HERE if KERNELS[name].type_d != _ffi.Type.
 
 @pytest.mark.parametrize("name", IN_FLOATING_POINT)
 def test_epilogue(name):
-    """Once for each element of D, whatever the schedule; every kernel begins elsewhere in the list of epilogues."""
+    """It is applied once to each element of D, whatever the schedule. Kernels start at different EPILOGUES."""
     kernel = KERNELS[name]
     first = zlib.crc32(name.encode()) % len(EPILOGUES)
     cases = [
         Case(1, 1, 1),
         Case(kernel.tile_m + 3, kernel.tile_n + 5, 3 * kernel.tile_k + 9, pad=1),
-        Case(
-            kernel.tile_m + 3, round_up(kernel.tile_n + 5, 8), 3 * kernel.tile_k + 9, pad=8
-        ),  # rows of D that TMA stores
+        Case(kernel.tile_m + 3, round_up(kernel.tile_n + 5, 8), 3 * kernel.tile_k + 9, pad=8),  # TMA can store D
         Case(33, 49, 2 * kernel.tile_k + 3, batch=3, broadcast="b", pad=2),
         Case(33, 56, 2 * kernel.tile_k + 3, batch=2, broadcast="b", pad=8),
     ]
@@ -451,7 +449,7 @@ def test_epilogue(name):
 
 
 def one_kernel_of(*of):
-    """The first kernel for each value of some of its members."""
+    """The first kernel for each combination of values of the members ``of``."""
     first = {}
     for name in IN_FLOATING_POINT:
         first.setdefault(tuple(getattr(KERNELS[name], member) for member in of), name)
@@ -459,7 +457,7 @@ def one_kernel_of(*of):
 
 
 def one_of_each_sm90_epilogue():
-    """The first kernel for each range of accumulators per thread: of more, the epilogue takes fewer at a time."""
+    """The first kernel for each range of accumulators per thread: with more, the epilogue takes fewer at a time."""
     first = {}
     for name in IN_FLOATING_POINT:
         kernel = KERNELS[name]
@@ -477,7 +475,7 @@ def test_every_epilogue_in_every_schedule(name):
     kernel = KERNELS[name]
     for epilogue, (n, pad) in itertools.product(
         EPILOGUES, ((130, 1), (136, 8))
-    ):  # rows of D that TMA stores start on 16 bytes
+    ):  # TMA stores rows of D that are aligned to 16 bytes
         case = admissible(kernel, Case(70, n, 4 * kernel.tile_k + 1, pad=pad))
         for schedule in all_schedules(kernel, case.k):
             assert check(kernel, case, schedule, False, epilogue) is None
@@ -492,7 +490,7 @@ SEPARATE_F64 = [name for name in one_kernel_of("family", "type_d") if "_f64_f64"
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SEPARATE or ["no CUDA kernel in this build"])
 def test_a_separate_reduction_converts(name):
-    """Its kernels write f32; the reduction has the epilogue and the problem's type, with whole vectors and without."""
+    """The kernels write f32; the reduction applies the epilogue and converts, in whole vectors or by element."""
     kernel = KERNELS[name]
     case = admissible(kernel, Case(37, 60, 5 * kernel.tile_k, batch=2))
     if kernel.major_b == _ffi.Major.column:
@@ -506,7 +504,7 @@ def test_a_separate_reduction_converts(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SEPARATE + SEPARATE_F64 or ["no CUDA kernel in this build"])
 def test_a_separate_reduction_of_many_slices(name):
-    """Up to 32 threads share an output, lanes of a warp and warps of a block."""
+    """Up to 32 threads share an output: lanes of a warp, and warps of a block."""
     kernel = KERNELS[name]
     for m, n, splits, batch in (
         (1, 1, 35, 1),
@@ -535,7 +533,7 @@ def test_a_separate_reduction_of_many_slices(name):
     ],
 )
 def test_a_separate_reduction_of_any_number_of_slices(name, m, n, splits):
-    """There is a kernel for each number that a thread asks for at once, and kernels of more threads ask for more."""
+    """Each number of slices per thread has a kernel, and with more slices more threads share an output."""
     kernel = KERNELS[name]
     for count in splits:
         case = admissible(kernel, Case(m, n, count * kernel.tile_k))
@@ -554,7 +552,7 @@ TMA = [
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", TMA or ["no kernel in this build"])
 def test_misaligned_matrices(name):
-    """TMA kernels run on copies of operands whose rows are not whole 16 bytes, and store such a D without TMA."""
+    """TMA kernels copy operands whose rows are not aligned to 16 bytes, and store such a D without TMA."""
     kernel = KERNELS[name]
     cases = [
         Case(1, 1, 1),
@@ -580,7 +578,7 @@ def test_misaligned_matrices(name):
 
 
 COLUMN, ROW = _ffi.Major.column, _ffi.Major.row
-# wgmma multiplies no TF32 of which both operands are contiguous along m and n; three TF32 are of copies anyhow.
+# With TF32, wgmma needs one operand contiguous along K, or a transposed copy; three TF32 always use copies.
 COPIED = [
     *(name for name in TMA if KERNELS[name].math == _ffi.Math.tf32 and KERNELS[name].major_a == KERNELS[name].major_b),
     *(name for name in HERE if name.startswith("sm90") and KERNELS[name].math == _ffi.Math.tf32x3),
@@ -641,7 +639,7 @@ def test_activations_are_accurate_in_their_tails_and_propagate_nan_and_inf(name,
         _ffi.synchronize()
     got = d.read()[: x.nbytes].view(dtype).reshape(m, n).astype(np.float64)
     expected = activated(activation, x.astype(np.float64))
-    # Where a tail is an exponential, the larger its exponent the more its rounding takes.
+    # In an exponential tail the relative error grows with the exponent.
     exponential = activation in (A.silu, A.sigmoid, A.gelu_tanh)
     relative = 1e-11 if kernel.type_d == _ffi.Type.f64 else 2e-5 if exponential else 3e-6
     smallest = float(ml_dtypes.finfo(dtype).smallest_normal)
@@ -675,14 +673,14 @@ def test_one_split_is_the_unsplit_product_bit_for_bit(name):
 
 @pytest.mark.parametrize("name", [name for name in HERE if KERNELS[name].family == _ffi.Family.sm90])
 def test_stages_that_loads_leave_empty_change_no_bit(name):
-    """Few rows by enough columns that CTAs on a part of the GPU have several tiles, with more k-tiles than stages."""
+    """Few rows, but enough columns that the CTAs of a small GPU have several tiles, with more k-tiles than stages."""
     kernel = KERNELS[name]
     case = admissible(kernel, Case(13, 2600, (kernel.stages + 2) * kernel.tile_k + 1))
     ways = [make_schedule(_ffi.ScheduleKind.data_parallel)]
     if _ffi.Reduction.separate in kernel.split_k_reductions:
         ways.append(make_schedule(_ffi.ScheduleKind.split_k, 2, _ffi.Reduction.separate))
     for schedule in ways:
-        # As many as there are; three stages; and, for most kernels, three while all CTAs have tiles and then more.
+        # Loads fill all stages; as few as possible; and, for most kernels, three in whole waves and more in the last.
         ways_to_load = 0, 1, 16 * 3 * kernel.tile_m * kernel.tile_k * DTYPES[kernel.type_a].itemsize
         products = [
             launch(kernel, case, schedule, device=_ffi.Device(90, 16, under_way))[0] for under_way in ways_to_load
@@ -694,7 +692,7 @@ def test_stages_that_loads_leave_empty_change_no_bit(name):
     "name", [name for name in HERE if KERNELS[name].family in (_ffi.Family.sm90, _ffi.Family.skinny)]
 )
 def test_choices_of_the_launch_change_no_bit(name):
-    """Of any launch policy that a kernel takes, in one order of tiles and without Stream-K."""
+    """For any launch policy that a kernel accepts, in one order of tiles and without Stream-K."""
     kernel = KERNELS[name]
     case = admissible(kernel, Case(70, 1500, 5 * kernel.tile_k + 1, batch=2))
     changes = [dict(evict_first_a=a, evict_first_b=b) for a, b in itertools.product((False, True), repeat=2)]
@@ -780,7 +778,7 @@ def test_resources_on_a_gpu(name):
 
 
 class Apart:
-    """An array at the beginning or the end of an allocation of its own, which is poisoned."""
+    """An array at the beginning or the end of its own poisoned allocation."""
 
     def __init__(self, at_the_end, kernel, array):
         self.cuda, context, self.start, size = (
@@ -815,7 +813,7 @@ BEYOND = [
 @pytest.mark.parametrize("at_the_end", [False, True])
 @pytest.mark.parametrize("name", BEYOND or ["no CUDA kernel in this build"])
 def test_what_a_tile_has_beyond_an_operand(name, at_the_end, case):
-    """Tiles are loaded whole, also beyond operands, whatever lies there; but not beyond an allocation."""
+    """Whole tiles are loaded, even beyond an operand, whatever is there, but not beyond its allocation."""
     if name not in KERNELS:
         pytest.skip("this build or GPU has no kernel of the sm90 family")
     schedule = make_schedule(_ffi.ScheduleKind.data_parallel)

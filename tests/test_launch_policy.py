@@ -54,7 +54,7 @@ def test_clusters_are_idle_where_there_is_room(ctas, sms):
     at_once = sms // ctas
     for working in range(1, 3 * at_once):
         first, idle = _ffi.idle_clusters(working, ctas, sms)
-        assert first in (0, at_once)  # beside the first CTAs of SMs, or beside the second
+        assert first in (0, at_once)  # in the first round of CTAs over the SMs, or in the second
         assert idle == 0 or first < working <= first + at_once - idle
     assert _ffi.idle_clusters(at_once // 2, ctas, sms)[1] > 0
     for working in (at_once, 2 * at_once, 2 * at_once + at_once // 2):
@@ -77,7 +77,7 @@ def test_the_first_of_clusters_that_are_spread_are_on_all_gpcs(ctas, clusters):
     assert sorted(numbers) == list(range(clusters))
     by_gpc = np.argsort(_ffi.number_clusters(_ffi.ClusterOrder.by_gpc, clusters, 0, ctas))
     for first in range(clusters):
-        # Of any eighth of the clusters that are neighbours by GPC.
+        # In any eighth of the clusters, neighbours by GPC.
         has = np.array(numbers)[by_gpc] < first
         of_gpc = [
             has[at : at + -(-clusters // 8)].sum() for at in range(0, clusters - clusters // 8, max(clusters // 8, 1))
@@ -85,7 +85,7 @@ def test_the_first_of_clusters_that_are_spread_are_on_all_gpcs(ctas, clusters):
         assert max(of_gpc) - min(of_gpc) <= 2
 
 
-# 120 tiles or slices in one wave or in two. An operand is read by lines of tiles along m or n.
+# 120 tiles or slices in one wave or two. Each part of an operand is read by a line of tiles along m or n.
 @pytest.mark.parametrize(
     "tiles, schedule, line, workers, others, first",
     [
@@ -93,26 +93,26 @@ def test_the_first_of_clusters_that_are_spread_are_on_all_gpcs(ctas, clusters):
         ((1, 120), DataParallel(), "m", 60, {}, True),
         ((120, 1), DataParallel(), "n", 60, dict(others=1000, k_tiles=10_000), True),
         ((1, 120), DataParallel(), "m", 60, dict(by_all_batches=True), False),
-        # All readers of a part run at once, or do not.
+        # All readers of a part run at the same time, or do not.
         ((12, 10), DataParallel(), "m", 120, {}, True),
         ((12, 10), DataParallel(), "m", 120, dict(by_all_batches=True), True),
         ((6, 10), SplitK(2), "m", 120, {}, True),
         ((12, 10), DataParallel(), "m", 60, {}, False),
         ((6, 10), SplitK(2), "m", 60, {}, False),
         ((12, 10), StreamK(), "m", 113, {}, False),
-        # They run at once, but drift apart along K, read it again, or read little.
+        # They do, but drift apart along K, read the part again, or read little of it.
         ((12, 10), DataParallel(), "m", 120, dict(k_tiles=10_000), False),
         ((6, 10), SplitK(2), "m", 120, dict(k_tiles=10_000), False),
         ((12, 10), DataParallel(), "m", 120, dict(again=True), False),
         ((12, 10), DataParallel(), "m", 120, dict(others=1000), False),
-        # A few readers follow each other; those thirty tiles apart do not.
+        # A few readers run soon after each other; readers thirty tiles apart do not.
         ((4, 30), DataParallel(), "m", 60, {}, True),
         ((4, 30), DataParallel(), "m", 60, dict(others=1000), False),
         ((4, 30), DataParallel(), "m", 60, dict(again=True), False),
         ((4, 30), DataParallel(), "m", 60, dict(by_all_batches=True), False),
         ((4, 30), StreamK(), "m", 50, {}, False),
         ((4, 30), DataParallel(), "n", 60, {}, False),
-        # The product is long, of 16-bit operands and in one piece.
+        # The product takes long, has 16-bit operands and is not split.
         ((1, 120), DataParallel(), "m", 60, dict(multiply_adds=1e12), False),
         ((1, 120), DataParallel(), "m", 60, dict(multiply_adds=1e12, slices=2), True),
         ((1, 120), DataParallel(), "m", 60, dict(multiply_adds=1e12, element_bytes=4), True),
@@ -135,17 +135,17 @@ def test_a_panel_of_all_tiles_keeps_those_that_read_the_same_together(swizzle, f
     assert _ffi.goes_first(30, 4, native, (_ffi.Raster.along_m, swizzle), 60, _ffi.Raster.along_n) == first
 
 
-STAGES, SERVED = 6, 240_000  # of 1000 bytes each; bytes under way that memory serves well
+STAGES, SERVED = 6, 240_000  # stages of 1000 bytes; bytes in flight that memory serves well
 
 
 def held_back(tiles, schedule=DataParallel(), workers=132, ctas=1, stages=STAGES, size=1000, served=SERVED):
-    """Of each wave, the stages that loads leave empty."""
+    """For each wave, the number of stages that loads leave empty."""
     return _ffi.held_back(tiles, planner._native_schedule(schedule), workers, ctas, stages, size, served)
 
 
 @pytest.mark.parametrize("tiles", [10, 40, 60, 100, 132])
 def test_no_more_is_under_way_than_memory_serves(tiles):
-    """Each CTA keeps the stages that cover latency all the same."""
+    """But each CTA keeps the stages that it needs to cover latency."""
     (held,), (most,) = held_back(tiles), held_back(132, served=1)
     assert 0 <= held <= most < STAGES - 1
     assert tiles * (STAGES - held) * 1000 <= SERVED or held == most
@@ -166,7 +166,7 @@ def test_nothing_is_held_back_where_that_does_not_help():
 
 
 def test_ctas_that_share_an_sm_have_less_under_way():
-    """Though memory serves nearly all that each asks for, as it does where each has an SM."""
+    """Although memory serves nearly all that each CTA requests, as for CTAs with an SM of their own."""
     alone, shared = (held_back(ctas, workers=528, stages=5, served=ctas * 4800) for ctas in (132, 264))
     assert alone == [0] and shared[0] > 0
 

@@ -1,4 +1,4 @@
-"""``linear``: the epilogue once, after everything, in float32, and what transformations make of it."""
+"""``linear``: the epilogue is applied once, at the end, in float32; and its transformations."""
 
 import functools
 import itertools
@@ -86,7 +86,7 @@ def test_every_activation(activation, dtype):
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("has_residual", [False, True])
 def test_every_schedule_has_the_epilogue_once(schedule, has_bias, has_residual):
-    """Of small integers, exactly: a bias that is added by every split would show."""
+    """Exact for small integers: a bias added by every split would show."""
     integers = lambda shape, seed: np.random.default_rng(seed).integers(-3, 4, shape).astype(ml_dtypes.bfloat16)
     x, w = integers((72, 1024), 1), integers((1024, 136), 2)
     bias, residual = integers((136,), 3) if has_bias else None, integers((72, 136), 4) if has_residual else None
@@ -143,7 +143,7 @@ def test_mixed_dtypes_and_conversion():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_one_rounding_without_a_fused_kernel(dtype):
-    """A bias that alone is mapped, and a product that XLA computes: the epilogue sees the sum before it is rounded."""
+    """With only the bias mapped, and in a product that XLA computes, the epilogue gets the sum before it is rounded."""
     x, w, biases = normal((8, 512), dtype), normal((512, 24), dtype), normal((3, 24), dtype)
     f = lambda x, bias: linear(x, w, bias, activation="silu", alpha=0.3)
     assert "streamk_linear" not in str(jax.make_jaxpr(jax.vmap(f))(np.stack([x] * 3), biases))
@@ -220,7 +220,7 @@ def test_vmap(axes):
     g = functools.partial(formula, activation="silu", alpha=0.5, beta=2.0)
     tolerance = dict(rtol=2e-2, atol=5e-2) if PLATFORM == "cuda" else dict(rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(jax.vmap(f, axes)(*operands), jax.vmap(g, axes)(*operands), **tolerance)
-    # One kernel, unless only what the product lacks is mapped.
+    # One kernel if w is mapped, or x and not the bias.
     one_kernel = axes[1] is not None or (axes[0] is not None and axes[2] is None)
     assert ("streamk_linear" in str(jax.make_jaxpr(jax.vmap(f, axes))(*operands))) == one_kernel
     nested = [np.stack([x, -x]) for x in operands]

@@ -77,7 +77,7 @@ def assert_as_exact_as_xla(got, a, b, label="", precision=None):
     scale = math.sqrt(max(k * np.mean(a.astype(F64) ** 2) * np.mean(b.astype(F64) ** 2), 1e-300))
     xla = np.asarray(jnp.matmul(a, b, precision=precision, preferred_element_type=got.dtype))
     ours, xlas = (math.sqrt(np.mean((x.astype(wider) - exact) ** 2)) / scale for x in (np.asarray(got), xla))
-    # XLA's sum of a few products may be exact by chance, where another order of them rounds once.
+    # XLA's sum of a few products may be exact by chance, and another order may round once.
     floor = 2.0**-53 if got.dtype == F64 else 2.0**-24
     few = exact.size < 64  # too few for a mean
     if PLATFORM == "cuda" and a.dtype == F32:
@@ -139,7 +139,7 @@ def test_narrow_operands_with_float32_result(dtype):
     ],
 )
 def test_long_sums_are_exact(operand, result, k, n, rows):
-    """However many rows there are. Errors of sums of positive numbers grow fastest: partial sums keep growing."""
+    """For any number of rows. Sums of positive numbers have the largest errors, since partial sums keep growing."""
     rng = np.random.default_rng(k)
     for draw in (rng.standard_normal, rng.random):
         a, b = (draw(shape, F32).astype(operand) for shape in ((max(rows), k), (k, n)))
@@ -233,7 +233,7 @@ def test_preferred_element_type(dtype, result):
     ids=str,
 )
 def test_with_a_preferred_element_type_operands_are_not_promoted(dtypes):
-    """257 is no bfloat16, and two kinds of float8 have no common type."""
+    """257 is not a bfloat16 number, and two kinds of float8 have no common type."""
     a, b = (np.full((4, 4), 257 if dtype == np.int32 else 2, dtype) for dtype in dtypes)
     wanted, *got = (f(a, b, preferred_element_type=np.float32) for f in (jnp.matmul, matmul, jax_streamk.linear))
     for out in got:
@@ -358,7 +358,7 @@ def test_eager_and_jitted_bits_agree():
     "shape_a, shape_b", [((70, 300), (300, 90)), ((3, 70, 300), (300, 90)), ((3, 70, 300), (3, 300, 90))], ids=str
 )
 def test_layouts_of_operands(shape_a, shape_b):
-    """Operands that lie in memory in another order than row-major give the same bits."""
+    """Operands whose memory order is not row-major give the same bits."""
     a, b = jnp.asarray(normal(shape_a, F32, 1)), jnp.asarray(normal(shape_b, F32, 2))
     f = jax.jit(functools.partial(matmul, schedule=StreamK() if is_served(a, b, StreamK()) else DataParallel()))
     wanted = np.asarray(f(a, b))

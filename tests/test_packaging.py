@@ -28,7 +28,7 @@ def load(name):
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """Makes a machine: which versions of nvcc it has in the order they are found, and which GPUs."""
+    """Simulates a machine, given its versions of nvcc in the order in which they are found, and its GPUs."""
     toolkit = load("cuda_toolkit")
 
     def make(versions=(), gpus=""):

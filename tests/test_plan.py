@@ -1,4 +1,4 @@
-"""``plan`` tells what lowering emits, and products are arranged for kernels without moving data where strides allow."""
+"""``plan`` reports what lowering emits, and products are arranged for kernels without copies where strides allow."""
 
 import copy
 import dataclasses
@@ -144,7 +144,7 @@ def test_devices():
         plan(a, b, device=0)
 
 
-# A build without CUDA kernels plans by their description, one for other GPUs by what it has.
+# A build without CUDA kernels plans with descriptions of them, a build for some GPUs with its own kernels.
 NEEDS_SM90 = pytest.mark.skipif(
     all(kernel.family != _ffi.Family.sm90 for kernel in planner.kernels_for("cuda")),
     reason="this build is for GPUs other than Hopper",
@@ -160,7 +160,7 @@ def test_a_gpu_that_is_not_here(device):
     for schedule in (DataParallel(), SplitK(2), StreamK()):
         assert plan(a, b, schedule=schedule, device=device).schedule == schedule
     assert plan(shaped((2, 5120)), shaped((5120, 1792)), precision="high", device=device).kernel.startswith("skinny")
-    # Much of f32 at "high" is multiplied of copies in two parts, whatever the majors.
+    # Large f32 products at "high" use copies in two parts, whatever the majornesses.
     for dims in itertools.product((0, 1), repeat=2):
         large = plan(
             shaped((4096, 4096)),
@@ -170,7 +170,7 @@ def test_a_gpu_that_is_not_here(device):
             device=device,
         )
         assert large.kernel.startswith("sm90") and large.workspace_bytes >= 2 * 2 * 4 * 4096**2
-    # Of TF32 whose operands are contiguous along m and n, one is transposed where that pays.
+    # If TF32 operands are contiguous along m and n, one is transposed where that pays.
     gradient = plan(shaped((4096, 4096)), shaped((4096, 4096)), (((0,), (0,)), ((), ())), device=device)
     assert gradient.kernel.startswith("sm90") and gradient.workspace_bytes >= 4 * 4096**2
     odd = shaped((1001, 1003), jnp.bfloat16), shaped((1003, 1001), jnp.bfloat16)
@@ -186,8 +186,7 @@ def test_gpus_other_than_hopper_run_what_every_gpu_does(device):
     for m, dtype in itertools.product((2, 16, 500), (jnp.bfloat16, jnp.float16, jnp.float32)):
         made = plan(shaped((m, 4096), dtype), shaped((4096, 1024), dtype), device=device)
         assert made.kernel.startswith(("sm80", "skinny")) and made.microseconds > 0
-    # One launch of these kernels shares no tiles of a batch, and theirs of few rows share K in clusters, which came
-    # with Hopper.
+    # These kernels cannot share tiles of a batch in one launch, and skinny ones share K in clusters, which need Hopper.
     batch = shaped((3, 64, 4096), jnp.bfloat16), shaped((3, 4096, 64), jnp.bfloat16)
     assert plan(*batch, device=device).schedule in (
         DataParallel(),
@@ -200,7 +199,7 @@ def test_gpus_other_than_hopper_run_what_every_gpu_does(device):
 
 
 def test_named_gpus():
-    """By the names that JAX reports and plans are tuned under; the constants of each."""
+    """Their names are JAX's, under which plans are tuned; and each has its constants."""
     assert [(d.platform, d.arch, d.sms) for d in (jax_streamk.A100, jax_streamk.H100, jax_streamk.H200)] == [
         ("cuda", 80, 108), ("cuda", 90, 132), ("cuda", 90, 132)
     ]  # fmt: skip
@@ -213,7 +212,7 @@ def test_named_gpus():
 
 
 def test_described_kernels_are_those_of_a_build_that_has_all():
-    """``python -m jax_streamk info --kernels jax_streamk/cuda_kernels.csv`` writes them, in a build for 8.0 and 9.0."""
+    """If not, run ``python -m jax_streamk info --kernels jax_streamk/cuda_kernels.csv`` in a build for 8.0 and 9.0."""
     built = [kernel for kernel in jax_streamk.kernels() if kernel.family != _ffi.Family.host]
     kernels = built if any(kernel.family == _ffi.Family.sm90 for kernel in built) else described.cuda_kernels()
     written = io.StringIO()
@@ -282,7 +281,7 @@ def problems_to_plan():
 @pytest.mark.parametrize("device", [jax_streamk.A100, jax_streamk.H200], ids=str)
 @pytest.mark.parametrize("schedule", [Auto(), DataParallel(), SplitK(4), SplitK(6, "separate"), StreamK()], ids=str)
 def test_a_description_plans_as_the_kernel_does(device, schedule, monkeypatch):
-    """Under other names, for kernels of the build itself are taken before descriptions."""
+    """Described under other names, since the build's own kernels are preferred to descriptions."""
     wanted = None if isinstance(schedule, Auto) else planner._native_schedule(schedule)
     found = [planner.choose(each, wanted, device) for each in problems_to_plan()]
     text = re.sub("^(?=sm|skinny)", "described_", described.text(), flags=re.MULTILINE)
@@ -308,7 +307,7 @@ def test_a_build_without_cuda_plans_for_gpus_and_says_what_it_does_not_know():
     for made in (whole, cut):
         assert "this build has no CUDA kernels: planned from a description of them" in str(made)
         assert made.kernel not in {kernel.name for kernel in jax_streamk.kernels()}
-    # Eight slices of D in float32. What kernels need to share tiles depends on how they cut them.
+    # Eight slices of D in float32. Stream-K's workspace depends on the kernel's decomposition.
     assert whole.workspace_bytes == 8 * 4 * 256**2 and "workspace 2.1 MB" in str(whole)
     assert cut.workspace_bytes is None and "which does not give the workspace of this one" in str(cut)
     with pytest.raises(RuntimeError, match=re.escape("pip install . -C cmake.define.JAX_STREAMK_CUDA=ON")):
@@ -442,8 +441,8 @@ def test_what_memory_and_arithmetic_need_at_least(device):
         and row.limit.microseconds == row.limit.amount / machine.dram_bytes_per_us
     )
     assert square.limit.amount == 2 * 8192**3
-    # Twice as long for TF32 as for 16 bits, and thrice that for three of them, on Hopper; operands that a batch shares
-    # are read once.
+    # On Hopper TF32 takes twice as long as 16 bits, and three TF32 three times as long as one. Operands that a batch
+    # shares are read once.
     if device.arch == 90:
         single, three = (
             planned(8192, 8192, 8192, device, jnp.float32, precision=precision).limit for precision in (None, "high")
@@ -458,7 +457,7 @@ def test_what_memory_and_arithmetic_need_at_least(device):
         least = made.limit.microseconds
         share = f"{least / made.microseconds:.0%} of the {made.bound} limit, {text.duration(least)} "
         assert sum(reason.startswith(share) for reason in made.reasons) == 1
-    # Nothing is promised that the limit forbids.
+    # No estimate is below the limit.
     for shape in PRODUCTS:
         made = planned(*shape, device)
         assert made.limit.microseconds < 1.01 * made.microseconds
@@ -550,7 +549,7 @@ def arrange(shape_a, shape_b, dimension_numbers, permutation=None):
         ((8, 3, 4), (5, 3, 8), (((0,), (2,)), ((1,), (1,))), (COLUMN, COLUMN), (12, 24, 5), (4, 8, 20)),
         ((2, 3, 4, 8), (2, 3, 8, 5), (((3,), (2,)), ((0, 1), (0, 1))), (ROW, ROW), (8, 5, 5), (32, 40, 20)),
         ((4, 1, 8), (8, 5, 1), (((2,), (0,)), ((1,), (2,))), (ROW, ROW), (8, 5, 5), (0, 0, 20)),
-        # Dimensions of one role that are one in memory.
+        # Dimensions of one role that are contiguous in memory.
         ((2, 3, 8), (8, 5), (((2,), (0,)), ((), ())), (ROW, ROW), (8, 5, 5), (0, 0, 30)),
         ((4, 2, 8), (2, 8, 5), (((1, 2), (0, 1)), ((), ())), (ROW, ROW), (16, 5, 5), (0, 0, 20)),
         ((4, 2, 8), (2, 8, 5), (((2, 1), (1, 0)), ((), ())), (ROW, ROW), (16, 5, 5), (0, 0, 20)),
@@ -574,7 +573,7 @@ def test_only_the_operand_that_needs_it_is_transposed():
     arranged = arrange((4, 8, 3), (3, 8, 5), (((1,), (1,)), ((2,), (0,))))
     assert arranged.permute_lhs == (2, 0, 1) and arranged.permute_rhs is None
     arranged = arrange((3, 4, 8), (8, 5, 3), (((2,), (0,)), ((0,), (2,))))
-    # The batch goes to the front, and what was innermost of the rest stays so.
+    # The batch moves to the front; the innermost other dimension stays innermost.
     assert arranged.permute_lhs is None and arranged.permute_rhs == (2, 0, 1)
     assert arranged.problem.major_b == ROW
 
@@ -583,7 +582,7 @@ def test_only_the_operand_that_needs_it_is_transposed():
     "shape_a, shape_b, dimension_numbers, permutation, swapped, extents, leading, batch_stride",
     [
         ((4, 8), (8, 5), (((1,), (0,)), ((), ())), (1, 0), True, (1, 5, 4), 4, 20),
-        # A batch between rows and columns, either of which may be innermost; and two batches, that are one.
+        # A batch between rows and columns, either of which may be innermost; and two batches that merge.
         ((3, 4, 8), (3, 8, 5), (((2,), (1,)), ((0,), (0,))), (1, 0, 2), False, (3, 4, 5), 15, 5),
         ((3, 4, 8), (3, 8, 5), (((2,), (1,)), ((0,), (0,))), (2, 0, 1), True, (3, 5, 4), 12, 4),
         ((3, 4, 8), (3, 8, 5), (((2,), (1,)), ((0,), (0,))), (0, 2, 1), True, (3, 5, 4), 4, 20),
@@ -597,7 +596,7 @@ def test_only_the_operand_that_needs_it_is_transposed():
         ((4, 8), (8, 1), (((1,), (0,)), ((), ())), (1, 0), True, (1, 1, 4), 4, 4),
         ((4, 8), (8,), (((1,), (0,)), ((), ())), None, True, (1, 1, 4), 4, 4),
         ((3, 4, 8), (3, 8, 1), (((2,), (1,)), ((0,), (0,))), None, True, (3, 1, 4), 4, 4),
-        # A batch that is borrowed from either operand.
+        # A batch borrowed from either operand.
         ((4, 8), (3, 8, 5), (((1,), (1,)), ((), ())), (1, 0, 2), False, (3, 4, 5), 5, 20),
         ((3, 8, 4), (8, 5), (((1,), (0,)), ((), ())), (1, 0, 2), False, (3, 4, 5), 15, 5),
         ((4, 8), (3, 8, 5), (((1,), (1,)), ((), ())), (1, 2, 0), True, (3, 5, 4), 4, 20),
@@ -615,7 +614,7 @@ def test_orders_of_results_that_need_no_transpose(
 
 @pytest.mark.parametrize("permutation", [(1, 2, 0), (2, 1, 0)])
 def test_a_result_that_needs_a_transpose(permutation):
-    """No kernel stores a batch innermost."""
+    """No kernel stores D with the batch innermost."""
     a, b = shaped((3, 4, 8)), shaped((3, 8, 5))
     arranged = arrange(a.shape, b.shape, (((2,), (1,)), ((0,), (0,))), permutation)
     assert arranged.permute_result == permutation
@@ -682,7 +681,7 @@ def exact_product(a, b, dimension_numbers, permutation):
 
 
 def run_arranged(arranged, a, b, out_shape):
-    """What a kernel does with an arrangement, by strides alone."""
+    """What a kernel computes from an arrangement, using strides only."""
     gemm = arranged.problem
 
     def matrices(x, permutation, major, ld, batch_stride, rows, columns):
@@ -841,7 +840,7 @@ def test_tf32_that_is_asked_for_by_name_is_had():
 
 
 def products(*extents, dtype=jnp.bfloat16):
-    """Shapes and dimension numbers of [m, k] by [k, n], in a batch where there are four extents."""
+    """Shapes and dimension numbers of [m, k] by [k, n], with a batch if there are four extents."""
     *batch, m, n, k = extents
     lead = len(batch)
     return (
@@ -896,7 +895,7 @@ def test_accelerate_leaves_what_is_too_small_to_xla():
 
 
 def test_tuning_tries_no_kernel_that_the_planner_would_not():
-    """Kernels of a CPU build sum in float32; what a GPU's would lose is a reason of its own."""
+    """Kernels on a CPU sum in float32; on a GPU, digits lost by truncated sums are another reason."""
     made = plan(shaped((64, 4096), jnp.bfloat16), shaped((4096, 64), jnp.bfloat16), preferred_element_type=jnp.float32)
     parts = made.problem.native(), made.native_schedule(), made.device.native()
     assert _ffi.may_serve(made.kernel, *parts) is None
@@ -910,7 +909,7 @@ def test_tuning_tries_no_kernel_that_the_planner_would_not():
 
 
 def sm90_kernel(tile=(64, 16, 128), cluster=(1, 1), swap_ab=True, major_a=ROW, major_b=ROW, warp_schedule="pingpong"):
-    """A kernel of 16-bit operands and eight stages, made up."""
+    """A made-up kernel with 16-bit operands and eight stages."""
     bf16, native = _ffi.Type.bf16, _ffi.Math.native
     majors, ways = (major_a, major_b), ([_ffi.Reduction.ordered], [_ffi.Reduction.ordered])
     return _ffi.KernelInfo(
@@ -952,7 +951,7 @@ def test_a_policy_is_of_the_problems_operands_whichever_way_round_a_kernel_takes
 
 
 def test_a_policy_goes_by_the_device():
-    """By what its memory wants under way, and by its SMs."""
+    """A GPU's launch policy depends on how many bytes its memory needs in flight, and on its SMs."""
     of = [policy_of(sm90_kernel(), 16, 8192, 4096, device=device)[1].held_back for device in GPUS[1:]]
     assert all(held > 0 for held in of)
     assert policy_of(sm90_kernel(), 16, 132 * 64, 4096)[1].idle_clusters == 0
@@ -971,7 +970,7 @@ def test_what_ends_within_a_tile_is_extended():
 
 
 def test_families_have_what_they_have_of_a_policy():
-    """Host and sm80 kernels an order of tiles, skinny ones an L2 hint besides."""
+    """Host and sm80 kernels take an order of tiles only, skinny ones an L2 hint too."""
     order = dict(raster="n", swizzle=2)
     others = [
         dict(evict_first_a=True), dict(evict_first_b=True), dict(held_back=1), dict(idle_clusters=1),

@@ -1,4 +1,4 @@
-"""Which plan is chosen. Kernels for GPUs are described here, so that no GPU and no CUDA build is needed."""
+"""Which plan is chosen. GPU kernels are described here, so that neither a GPU nor a CUDA build is needed."""
 
 import dataclasses
 import functools
@@ -71,7 +71,7 @@ def fake_kernels():
 
 @pytest.fixture
 def plan(monkeypatch):
-    """A function that plans on the kernels above, ``more``, and this build's for CPUs: (plan, kernel or None)."""
+    """A function that returns (plan, kernel or None) for the kernels above, ``more``, and this build's for CPUs."""
     host = planner.kernels_for("cpu")
 
     def forget():
@@ -90,7 +90,7 @@ def plan(monkeypatch):
 
 
 def estimates(problem, schedule):
-    """Of the 16-bit kernels above on an H200, in microseconds."""
+    """The estimates of the 16-bit kernels above on an H200, in microseconds."""
     parts = problem.native(), planner._native_schedule(schedule), HOPPER.native(), H200.native
     return [_ffi.estimate(kernel, *parts).microseconds for kernel in fake_kernels() if kernel.type_a == BF16]
 
@@ -112,7 +112,7 @@ def test_rows_that_start_within_a_sector_cost_more():
 
 @pytest.mark.parametrize("cluster, at_once", [((1, 1), 132), ((2, 1), 66), ((1, 2), 66), ((2, 2), 30), ((4, 1), 30)])
 def test_clusters_of_four_leave_sms_idle(cluster, at_once):
-    """As cudaOccupancyMaxActiveClusters says on an H200."""
+    """The numbers are from cudaOccupancyMaxActiveClusters on an H200."""
     kernel = fake_kernel(SM90, BF16, BF16, (128, 128, 64), cluster, "pingpong")
     parts = planner._native_schedule(DataParallel()), HOPPER.native(), H200.native
     m, n = 128 * cluster[0] * at_once, 128 * cluster[1]
@@ -140,7 +140,7 @@ TABLES = pathlib.Path(__file__).parents[1] / "benchmarks" / "tables"
 
 @functools.cache
 def measured_tables():
-    """(``fit.Table``, machine) of every set of the kept tables."""
+    """(``fit.Table``, machine) for every set of the committed tables."""
     found = []
     for path in sorted(TABLES.glob("*.csv.gz")):
         device = jax_streamk.H100 if path.name.startswith("h100") else jax_streamk.H200
@@ -150,7 +150,7 @@ def measured_tables():
 
 
 def test_choices_are_near_the_best_that_was_measured():
-    """Regret: time of the plan ranked first over the best plan's, the geometric mean of a table's shapes."""
+    """Regret: the time of the plan ranked first over the best plan's, as the geometric mean over a table's shapes."""
     regrets = [fit.regret([table], machine) for table, machine in measured_tables()]
     assert len(regrets) > 30 and np.mean(regrets) <= 1.03
 
@@ -175,7 +175,7 @@ def test_the_machine_of_a_device_was_measured_or_is_derived():
     for kind in ("NVIDIA H100 80GB HBM3", "NVIDIA H800"):
         device = dataclasses.replace(HOPPER, kind=kind)
         assert machines.is_measured(device) and machines.machine_of(device).name == "h100"
-        # A PCIe model or a slice of one has fewer SMs, and was not measured.
+        # A PCIe model or a MIG slice has fewer SMs, and was not measured.
         slower = dataclasses.replace(device, sms=66)
         assert not machines.is_measured(slower)
         derived, whole = machines.machine_of(slower), machines.derived(device)
@@ -216,7 +216,7 @@ SHAPES = [(16, 4096, 4096), (64, 64, 65536), (96, 1000, 1000), (512, 512, 4096),
 @pytest.mark.parametrize("device", [HOPPER, A100, BLACKWELL])
 @pytest.mark.parametrize("epilogue", [{}, dict(has_bias=True, activation=_ffi.Activation.silu)], ids=["plain", "fused"])
 def test_the_cheapest_of_all_candidates_is_chosen(plan, shape, device, epilogue):
-    """Against the estimate of every kernel under every schedule, one at a time: the search skips none that matters."""
+    """Compared with the estimates of all kernels under all schedules, one by one: the search misses nothing better."""
     problem = dataclasses.replace(gemm(*shape), **epilogue)
     parts = device.native(), machines.machine_of(device).native
     splits = {*range(2, 17), 32, 64, 128, *(min(device.sms // tiles, 128) for tiles in range(1, device.sms // 16 + 1))}
@@ -308,7 +308,7 @@ def test_tiles_for_few_rows_are_not_mostly_empty(plan, m):
 
 @pytest.mark.parametrize("shape", [(16384, 16384, 4096), (8192, 24000, 4096), (2176, 24000, 4096)])
 def test_the_tiles_of_a_wave_share_operands(shape):
-    """In the chosen order a wave reads nearly as little as in the best one, and far less than in the worst."""
+    """In the chosen order a wave reads nearly as little as in the best order, and far less than in the worst."""
     kernel, problem = fake_kernel(SM90, BF16, BF16, (128, 256, 64)), gemm(*shape).native()
     schedule, device = planner._native_schedule(DataParallel()), HOPPER.native()
     policy = _ffi.choose(_ffi.Kernels([kernel]), problem, schedule, device, H200.native).candidates[0].policy
@@ -329,7 +329,7 @@ def test_the_tiles_of_a_wave_share_operands(shape):
         (gemm(333, 100, 1000, F64), HOPPER, SM80),
         (gemm(2048, 2048, 2048), A100, SM80),
         (gemm(2048, 2048, 2048), BLACKWELL, SM80),
-        # Kernels that copy their operands in two parts take them in any order.
+        # Kernels that copy operands in two parts accept any majorness.
         (gemm(4096, 4096, 4090, F32, TF32X3), HOPPER, SM90),
         (gemm(4096, 4096, 4090, F32, TF32X3, majors=(COLUMN, ROW)), HOPPER, SM90),
         (gemm(4096, 4096, 4090, F32, TF32X3, majors=(COLUMN, COLUMN)), HOPPER, SM90),
@@ -374,7 +374,7 @@ def test_a_given_schedule_is_refused_with_the_limit(plan):
 
 @pytest.mark.parametrize("shape", [(35, 8457, 2048), (64, 50257, 1600), (1024, 700, 512), (2000, 1000, 132)])
 def test_auto_leaves_to_xla_what_it_was_measured_to_be_faster_at(plan, shape):
-    """Rows that start on 2 or 4 bytes, of plain products on Hopper; the neighbours of such a product are ours."""
+    """Plain products on Hopper with rows aligned to 2 or 4 bytes. Our kernels run similar products that differ."""
     made, _ = plan(gemm(*shape))
     assert made.kernel is None and "our kernels would copy" in str(made)
     m, n, k = shape

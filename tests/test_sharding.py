@@ -41,7 +41,7 @@ def normal(*shape, seed=0):
 
 
 def place(*placed, mesh=AUTO):
-    """Arrays, each given with its PartitionSpec, on the mesh."""
+    """Puts arrays, each given with its PartitionSpec, on the mesh."""
     return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in placed]
 
 
@@ -50,13 +50,13 @@ def compiled(function, *operands, **options):
 
 
 def collectives(program):
-    """How many of each kind, one for each array: XLA combines some, which depends on what else the program has."""
+    """The number of each kind, counted per array: depending on the rest of the program, XLA combines some."""
     found = re.findall(rf" ({'|'.join(KINDS)})(?:-start)?\((.*?)\)", program.as_text())
     return collections.Counter(kind for kind, operands in found for _ in range(operands.count("%")))
 
 
 def our_calls(program):
-    """The attributes of every custom call of ours in a compiled program, which has no other product."""
+    """The attributes of our custom calls in a compiled program, which must have no other product."""
     text = program.as_text()
     assert not re.search(r" dot\(|__onednn|__cublas", text)
     found = re.findall(r'custom_call_target="jax_streamk_host_gemm".*backend_config=\{(.*?)\}', text)
@@ -68,7 +68,7 @@ def macs(call):
 
 
 def with_gradients(function):
-    """The result of function, and its gradients for the last operand as cotangent."""
+    """Returns the result of ``function`` and its gradients, with the last operand as cotangent."""
 
     def result_and_gradients(*operands):
         out, pullback = jax.vjp(function, *operands[:-1])
@@ -93,7 +93,7 @@ def in_float64(function, *operands):
 
 
 def assert_like_xla(ours, xlas, *operands, **options):
-    """Compares values, gradients (the last operand is the cotangent) and collectives. Returns both counts of these."""
+    """Compares values, gradients (the last operand is the cotangent) and collectives. Returns both numbers of these."""
     programs = [compiled(with_gradients(function), *operands, **options) for function in (ours, xlas)]
     results = [program(*operands) for program in programs]
     assert_as_exact(*results, in_float64(with_gradients(xlas), *operands))
@@ -125,7 +125,7 @@ FORMULAS = {
 @pytest.mark.parametrize("formula", FORMULAS)
 @pytest.mark.parametrize("x, y", list(itertools.combinations_with_replacement("bmnk-", 2)))
 def test_a_mesh_axis_divides_a_factor(x, y, formula):
-    """Axis x of the mesh divides one of batch, m, n and k in every array that has it, axis y likewise; - is none."""
+    """Axes x and y of the mesh each divide batch, m, n or k in every array that has it, or nothing (-)."""
     names, ours, xlas = FORMULAS[formula]
     axes = {f: tuple(axis for axis, factor in (("y", y), ("x", x)) if factor == f) for f in "bmnk"}
     operands = [
@@ -136,7 +136,7 @@ def test_a_mesh_axis_divides_a_factor(x, y, formula):
     ]
     program = compiled(ours, *operands[:-1])
     assert collectives(program) == ({"all-reduce": 1} if "k" in (x, y) else {})
-    # The call multiplies the shards. With k whole it applies the epilogue, which otherwise follows the sum.
+    # The call multiplies the shards. Unless k is divided it applies the epilogue, which otherwise follows the sum.
     (call,) = our_calls(program)
     assert macs(call) * (2 if x != "-" else 1) * (4 if y != "-" else 1) == np.prod(list(SIZES.values()))
     assert (call["has_bias"] == "true") == (formula == "linear" and "k" not in (x, y))
@@ -144,8 +144,8 @@ def test_a_mesh_axis_divides_a_factor(x, y, formula):
     assert mine <= theirs
 
 
-# Divisions of lhs (m, k) and rhs (k, n), of the result where it is asked for, and what the forward needs. All but the
-# scattered sums are those of data, fully sharded data and tensor parallelism.
+# Divisions of lhs (m, k) and rhs (k, n), of the result if requested, and the collectives of the forward pass. All but
+# the scattered sums are from data, fully sharded data and tensor parallelism.
 MOVED = {
     "k scattered over m": ((None, "x"), ("x", None), ("x", None), {"reduce-scatter": 1}),
     "k scattered over n": ((None, "x"), ("x", None), (None, "x"), {"reduce-scatter": 1}),
@@ -200,7 +200,7 @@ def test_operands_and_results_that_move(case, epilogue):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_any_division_is_computed(seed):
-    """However the arrays are divided, consistently or not."""
+    """The arrays may be divided in any way, consistently or not."""
     names, ours, xlas = list(FORMULAS.values())[seed % 3]
     rng = np.random.default_rng(seed)
 
@@ -215,7 +215,7 @@ def test_any_division_is_computed(seed):
     assert_as_exact(found, xla, in_float64(xlas, *operands))
 
 
-# (m, k, n) of which the mesh divides some unevenly, and the forward's collectives.
+# (m, k, n): the mesh divides some of them unevenly.
 UNEVEN = {"m": (18, 24, 40), "n": (16, 24, 42), "k": (16, 26, 40), "all": (3, 5, 7)}
 
 
@@ -238,7 +238,7 @@ def test_uneven_sizes(case):
 
 # Explicit sharding: the mesh is part of the types.
 
-# Divisions of a, b, and out_sharding.
+# Divisions of a and b, and out_sharding.
 TYPED = {
     "m, n": (("x", None), (None, "y"), None),
     "m, k": (("x", "y"), ("y", None), P("x", None)),
@@ -254,7 +254,7 @@ TYPED = {
 
 
 def assert_typed_like_xla(ours, xlas, *operands, atol=1e-5):
-    """Types and values, of results and gradients; and no more collectives."""
+    """Compares types and values of results and gradients; ours may have no more collectives."""
     functions = [lambda *operands, f=f: with_gradients(f)(*operands, jnp.cos(f(*operands))) for f in (ours, xlas)]
     programs = [compiled(function, *operands) for function in functions]
     found, xla = (program(*operands) for program in programs)
@@ -275,7 +275,7 @@ def test_explicit_sharding(case, named):
         shapes = (16, 24) if len(specs[0]) == 2 else (8, 16, 24), ((24,), (24, 40), (8, 24, 40))[len(specs[1]) - 1]
         a, b = place(*((normal(*shape), P(*spec)) for shape, spec in zip(shapes, specs)), mesh=EXPLICIT)
         ours, xlas = ((lambda a, b, f=f: f(a, b, out_sharding=out)) for f in (matmul, jnp.matmul))
-        # The gradient of a matrix that a stack shares is eight times as long a sum.
+        # The gradient of a matrix that a stack shares is a sum of eight times as many terms.
         assert_typed_like_xla(ours, xlas, a, b, atol=3e-5 if case == "stacked" else 1e-5)
         assert our_calls(compiled(ours, a, b))
         assert jax.typeof(ours(a, b)) == jax.typeof(xlas(a, b))  # outside of jit
@@ -283,7 +283,7 @@ def test_explicit_sharding(case, named):
 
 @pytest.mark.parametrize("numbers", [(((2,), (2,)), ((1,), (1,))), (((0,), (0,)), ((2,), (2,)))])
 def test_an_explicit_mesh_of_one_device(numbers):
-    """A kernel runs on the whole, and stores or transposes its result: types with shardings, and buffers without."""
+    """One kernel runs the whole product, and stores or transposes its result, although the types have shardings."""
     mesh = jax.make_mesh((1, 1), ("x", "y"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices("cpu")[:1])
     with jax.set_mesh(mesh):
         a, b = place(
@@ -352,7 +352,7 @@ def test_explicit_sharding_that_lax_refuses(spec_a, spec_b):
 
 
 def test_a_sum_left_open():
-    """Each device keeps its term of the result, a product that is left to XLA, until a reshard asks for the sum."""
+    """Each device keeps its term of the sum until a reshard adds them; such a product is left to XLA."""
     with jax.set_mesh(EXPLICIT):
         a, b = place((normal(16, 24), P(None, "x")), (normal(24, 40), P("x", None)), mesh=EXPLICIT)
         open_sum = P(None, None, unreduced={"x"})
@@ -363,7 +363,9 @@ def test_a_sum_left_open():
         assert_typed_like_xla(closed(matmul), closed(jnp.matmul), a, b)
         with pytest.raises(ValueError, match="schedule=.* only XLA supports an out_sharding with unreduced axes"):
             closed(matmul, schedule=DataParallel())(a, b)
-        with pytest.raises(ValueError, match="linear: out_sharding=.* the epilogue comes after"):
+        with pytest.raises(
+            ValueError, match="linear: out_sharding=.* the sum over devices open, but the epilogue needs it"
+        ):
             closed(linear, activation="relu")(a, b)
 
 
@@ -392,7 +394,7 @@ def mapped(function, in_specs, out_specs, mesh=AUTO, **options):
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options)
 
 
-# What runs on the shards, given a product; divisions of x (16, 24) and w (24, 40), and of the result.
+# A function of a product that runs on the shards; divisions of x (16, 24), w (24, 40) and the result.
 SHARDED = {
     "w replicated": (lambda f: lambda x, w: f(x, w), P(("x", "y")), P(), P(("x", "y"))),
     "x replicated": (lambda f: lambda x, w: f(x, w), P(), P(None, "y"), P(None, "y")),
@@ -413,7 +415,7 @@ SHARDED = {
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("case", SHARDED)
 def test_shard_map(case, check_vma):
-    """Values and gradients, of replicated operands too, are those with XLA's product in its place."""
+    """Values and gradients, including those of replicated operands, are as with XLA's product."""
     body, *specs, out_spec = SHARDED[case]
     x, w = place((normal(16, 24), specs[0]), (normal(24, 40), specs[1]))
     products = {
@@ -486,7 +488,7 @@ def test_without_shardy_products_are_xlas():
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
 def test_sums_of_narrow_types(dtype):
-    """Over devices they are of the result's type, as XLA's are."""
+    """Across devices they have the result's type, as XLA's do."""
     operands = place(
         (normal(16, 512).astype(dtype), P("x", "y")),
         (normal(512, 40).astype(dtype), P("y")),
@@ -498,7 +500,7 @@ def test_sums_of_narrow_types(dtype):
 def test_a_schedule_that_does_not_fit_the_local_product():
     a, b = place((normal(16, 512), P(None, "y")), (normal(512, 40), P("y")))
     schedule = SplitK(8)
-    jax_streamk.plan(a, b, schedule=schedule)  # of the whole it would
+    jax_streamk.plan(a, b, schedule=schedule)  # the whole product would allow it
     with pytest.raises(
         Exception, match=r"schedule=SplitK\(splits=8.* cannot run \[16, 128\] @ \[128, 40\].* exceeds its 2 k-tiles"
     ):
@@ -565,7 +567,7 @@ def test_donated_operands_and_given_shardings():
     assert collectives(step.lower(x, w, found).compile()) == {}
 
 
-# Products of the same arrays, and what tells each from the one before it.
+# Products of the same arrays; each differs from the previous one in one argument.
 ALIKE = [
     dict(activation="silu"),
     dict(activation="tanh"),
@@ -579,7 +581,7 @@ ALIKE = [
 
 @pytest.fixture
 def compilation_cache(tmp_path):
-    """A persistent cache whose keys leave out addresses of Python objects, as if two were equal by chance."""
+    """A persistent cache whose keys omit addresses of Python objects, as if two were equal by chance."""
     with persistent_cache(tmp_path, jax_remove_custom_partitioning_ptr_from_cache_key=True):
         yield tmp_path
 
@@ -627,7 +629,7 @@ def test_dimensions_of_k_in_any_order():
 
 
 def test_programs_whose_arguments_have_no_sharding():
-    """The mesh is the one that is set: none of the arguments has one."""
+    """No argument has a mesh, so it is the one that is set."""
     a, b = normal(16, 24), normal(24, 40)
     with jax.set_mesh(AUTO):
         (divided,) = place((b, P("y", None)))
@@ -648,7 +650,7 @@ def test_programs_whose_arguments_have_no_sharding():
 
 
 def test_shardings_without_a_mesh():
-    """XLA's own product: partitioning has no names for what such arrays are divided over."""
+    """The product is left to XLA: our partitioning needs the names of mesh axes, which such arrays lack."""
     from jax._src.sharding_impls import GSPMDSharding
 
     a, b = normal(16, 24), normal(24, 40)
@@ -657,7 +659,7 @@ def test_shardings_without_a_mesh():
 
 
 def test_two_meshes_are_refused_by_jax():
-    """As docs/sharding.md says; JAX's own products are divided over both."""
+    """As docs/sharding.md says. JAX's own products can be divided over both."""
     operands = place((normal(16, 24), P("x")), (normal(24, 40), P()))
     other = NamedSharding(jax.make_mesh((8,), ("z",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")), P("z"))
     with pytest.raises(ValueError, match="mesh should be the same across the entire program"):

@@ -37,7 +37,7 @@ def test_a_spread_has_the_unit_of_its_time(times, text):
     "parts, text",
     [
         ({"a": 2.1, "b": 26.9}, "29.0 us: 2.1 a + 26.9 b"),
-        # 1.04 + 1.04 + 5.04 is 7.12: the largest part bears what rounding leaves. What rounds to nothing is left out.
+        # 1.04 + 1.04 + 5.04 is 7.12: the largest part absorbs the rounding errors. Parts that round to 0 are omitted.
         ({"a": 1.04, "b": 1.04, "c": 5.04, "d": 0.01}, "7.1 us: 1.0 a + 1.0 b + 5.1 c"),
         ({"a": 20.0, "b": 6980.0}, "7.00 ms: 0.02 a + 6.98 b"),
         ({"a": 0.0}, "0.0 us"),

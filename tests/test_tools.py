@@ -44,7 +44,7 @@ def file(tmp_path):
 
 @pytest.fixture
 def pretended(monkeypatch):
-    """Measurements that take no time: the planner's own choice took 12 us, and what it lists last 8."""
+    """Fakes measurements: the planner's own choice took 12 us, the last candidate that it lists 8 us."""
     measured = []
 
     def at_once(problem, memory):
@@ -262,7 +262,7 @@ def test_the_version(capsys):
     ids=lambda text: text.split()[0],
 )
 def test_a_reader_may_leave(arguments, tmp_path):
-    """As head does. What was printed is lost, and nothing else is said."""
+    """As ``head`` does. The rest of the output is lost, without a message."""
     write(tmp_path / "shapes.csv", "8,8,8", header="m,n,k")
     result = {field: [] for field in results.FIELDS} | dict(
         format=results.FORMAT, date="2026-01-02", command="", limits={}, link_us=None
@@ -283,7 +283,7 @@ def test_a_reader_may_leave(arguments, tmp_path):
 
 @pytest.fixture
 def fitted(tmp_path, monkeypatch):
-    """A machine with some constants moved, and a table of what plans take by its estimates."""
+    """A machine with some constants changed, and a table of plans with the times that it estimates."""
     device = jax_streamk.H100
     start = machines.derived(device)
     moved = {"wgmma_flops_per_us_sm": 0.8, "gpc_bytes_per_us": 1.3, "launch_us": 1.3, "dram_bytes_per_us": 0.8}
@@ -341,7 +341,7 @@ def test_fit_measures_on_a_gpu_only(tmp_path):
 
 
 def test_fit_goes_on_with_the_plans_measured_before(tmp_path, monkeypatch):
-    """Every problem of the fixed set is measured once, and what fails does not end it."""
+    """Every problem of the fixed set is measured once, and a failure does not end the measurement."""
     device, asked = jax_streamk.H200, []
 
     def measured(problem, memory):
@@ -411,7 +411,7 @@ def test_a_build_without_cuda_describes_no_kernels(tmp_path, monkeypatch):
 
 
 def test_tune_needs_kernels_for_the_gpu(tmp_path, monkeypatch):
-    """Descriptions are enough to plan by, and nothing that could run."""
+    """Descriptions of kernels suffice for plans, but cannot run."""
     monkeypatch.setattr(_ffi, "has_cuda", False)
     monkeypatch.setattr("jax_streamk.tools.tune.device_of", lambda device: jax_streamk.H200)
     with pytest.raises(SystemExit, match="tune: this build of jax_streamk has no CUDA kernels"):

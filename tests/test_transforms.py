@@ -1,4 +1,4 @@
-"""What JAX's transformations and program forms do with our products, beside what they do with its own."""
+"""JAX's transformations and program forms with our products, compared with JAX's own."""
 
 import functools
 import itertools
@@ -88,7 +88,7 @@ def test_nested_vmap(outer, inner):
     "in_axes", [axes for axes in itertools.product((None, 0, 1, 3), repeat=2) if axes != (None, None)]
 )
 def test_vmap_of_a_transposed_result(in_axes):
-    """matmul's leading dimensions, in another order than the product's."""
+    """matmul's leading dimensions are in another order than the product's."""
     shapes = []
     for shape, axis in zip(((2, 1, 7, 8), (4, 8, 5)), in_axes):
         shapes.append(shape if axis is None else (*shape[:axis], 3, *shape[axis:]))
@@ -106,7 +106,7 @@ def test_vmap_of_a_batched_product_and_of_nothing():
     f = lambda product: jax.vmap(functools.partial(product, dimension_numbers=numbers), (0, 2), 1)
     assert_same(f(dot_general)(a, b), f(lax.dot_general)(a, b))
     assert jax.vmap(matmul)(np.ones((0, 3, 4), np.float32), np.ones((0, 4, 5), np.float32)).shape == (0, 3, 5)
-    # An axis that neither operand has.
+    # Neither operand has the mapped axis.
     assert_same(jax.vmap(lambda _: matmul(A, B))(np.arange(3.0)), np.stack([A @ B] * 3))
 
 
@@ -146,7 +146,7 @@ def test_derivatives(name):
 
 
 def test_second_derivatives_of_a_batch_in_the_middle():
-    """A cotangent is a product with a transposed result, and has a cotangent itself."""
+    """A cotangent is a product with a transposed result, and has cotangents itself."""
     numbers = (((2,), (0,)), ((1,), (1,)))
     operands = normal((4, 3, 5)), normal((5, 3, 2), 1)
 
@@ -427,7 +427,7 @@ def test_calls_outside_of_traces_are_compiled_once(name):
 
 
 def test_a_call_on_constants_is_traced_as_it_is():
-    """As one on tracers: programs have no function of ours in them."""
+    """As one on tracers: the program has our primitive, not a call of our function."""
     for program in (jax.make_jaxpr(matmul)(A, B), jax.make_jaxpr(lambda: matmul(A, B))()):
         assert [eqn.primitive.name for eqn in program.eqns] == ["streamk_dot_general"]
 

@@ -1,4 +1,4 @@
-"""Tuned plans: what is stored, what ``Auto()`` takes, how plans are measured, ``tuning()`` under transformations."""
+"""Tuned plans: what is stored, what ``Auto()`` uses, how plans are measured, ``tuning()`` under transformations."""
 
 import concurrent.futures
 import contextlib
@@ -46,7 +46,7 @@ A, B = shaped(64, 2048), shaped(2048, 96)
 
 
 def another(problem, device):
-    """What the planner would not choose: a candidate of another schedule kind if there is one, in an unusual order."""
+    """A candidate that the planner would not choose: with another kind of schedule if possible, in an unusual order."""
     first, *others = planner.choose(problem, None, device, listed=24).candidates
     other = next((x for x in others if x.schedule.schedule != first.schedule.schedule), first)
     policy = dataclasses.replace(LaunchPolicy.of(other.policy), raster="n", swizzle=3)
@@ -54,7 +54,7 @@ def another(problem, device):
 
 
 def listed_as(found):
-    """What the planner found, as tuning has it."""
+    """The planner's candidate as tuning's ``Candidate``."""
     return Candidate.of(found.kernel, found.schedule, LaunchPolicy.of(found.policy))
 
 
@@ -68,7 +68,7 @@ def found(problem, device, microseconds=7.0, **others):
 
 @pytest.fixture
 def store(tmp_path):
-    """An empty store in use, in a process that has not warned yet."""
+    """Puts an empty store in use, as if this process had not warned yet."""
     tuned._warned.clear()
     with tuned.using(Store(tmp_path / "plans")) as store:
         yield store
@@ -77,7 +77,7 @@ def store(tmp_path):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Measurements of little, which take no longer than they must."""
+    """Makes measurements as short as possible."""
     monkeypatch.setitem(measure.ROTATED_BYTES, here().platform, 1e5)
 
 
@@ -113,7 +113,7 @@ def test_auto_takes_what_is_stored_for_this_very_problem(store):
     text = str(made)
     assert "7.0 us measured by tuning on 2026-01-02; the planner's choice took 9.0 us" in text
     assert f"without tuning the planner chooses {alone.kernel}, {alone.schedule}" in text
-    # Nothing else is changed: another problem, an epilogue, another device, schedules that were asked for.
+    # Not affected: another problem, an epilogue, another device, explicit schedules.
     for other in (
         plan(shaped(65, 2048), B),
         plan(A, B, activation="relu"),
@@ -219,7 +219,7 @@ def test_writers_at_once_lose_nothing(store):
     for writer in writers:
         writer.stdin.write("go\n")
         writer.stdin.flush()
-    # One dies in the middle of a line, too, where it has the lock: what comes after is on a line of its own.
+    # A third dies in the middle of a line, holding the lock: what follows must start a new line.
     with open(store.path(here()), "ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.write(b'{"device": {"platform": "c')
@@ -448,7 +448,7 @@ print(tuned.store_of().directory)
     )
     users = str(tmp_path / "cache" / "jax_streamk")
     assert done.stdout.split() == [users, str(tmp_path / "mine"), str(tmp_path / "here"), users], done.stderr
-    # Nothing was written, and these tests have a folder of their own.
+    # Nothing was written, and these tests themselves use another folder.
     assert [*tmp_path.rglob("*")] == [tmp_path / "mine"]
     assert os.environ["XDG_CACHE_HOME"] in str(tuned.store_of().directory) != users
 
@@ -469,7 +469,7 @@ def test_a_partitioned_program_tells_which_plans_it_was_made_with(store):
     store.add(here(), problem, found(problem, here()))
     after = text()
     assert after != before
-    # Under tuning, what is compiled may have plans that are yet to be found: it is no other program.
+    # Inside tuning() every program is new, since lowering it may find new plans.
     with jax_streamk.tuning():
         assert len({*before, *after, *text(), *text()}) == 4
 
@@ -478,7 +478,7 @@ def test_a_partitioned_program_tells_which_plans_it_was_made_with(store):
 
 
 def problems_to_run():
-    """Strides, batches, majorness and epilogues that make the operands differ in size and place."""
+    """Problems whose strides, batches, majornesses and epilogues make operands differ in size and address."""
     epilogue = dict(activation="relu", bias=True, residual=True, alpha=0.5, beta=2.0)
     wide = plan(shaped(3, 24, 40, dtype=jnp.float32), shaped(3, 40, 32, dtype=jnp.float32), **epilogue).problem
     column = plan(A, shaped(96, 2048), (((1,), (1,)), ((), ()))).problem
@@ -546,7 +546,7 @@ def test_a_tuned_plan_is_a_measured_one_that_runs(quick):
     [(0.995, None, 0, False), (0.98, None, 0, True), (0.5, 3, 0, False), (0.5, None, 1, False)],
 )
 def test_the_planners_choice_stays_unless_beaten_by_more_than_noise(monkeypatch, faster, spoiled, wrong, wins):
-    """Times are made up here: the best is one that the planner lists first, with other splits."""
+    """With made-up times: the fastest is one of the first that the planner lists, with other splits."""
     problem = plan(shaped(64, 65536), shaped(65536, 96)).problem
     native = planner.choose(problem, None, here(), listed=24).candidates
     own = listed_as(native[0])
@@ -584,7 +584,7 @@ def test_the_planners_choice_stays_unless_beaten_by_more_than_noise(monkeypatch,
     )  # fmt: skip
     assert made.microseconds == pytest.approx(10 * faster if wins else 10)
     assert set(map(listed_as, native)) <= set(asked)
-    # The finalists in turn, not one after the other.
+    # The finalists take turns.
     assert asked[-1] != asked[-2] and asked.count(own) == asked.count(best) == 2 + tune._ROUNDS
     assert asked.count(listed_as(native[-1])) == 1  # hopeless
 
@@ -596,14 +596,14 @@ def fail_of(failing, kernel, times):
 
 
 def test_on_a_gpu_other_orders_of_tiles_and_launch_choices_are_tried_around_the_best(monkeypatch):
-    """Candidates and times are made up: the fifth is fastest, faster along n by four, and with a stage held back."""
+    """Candidates and times are made up. The fifth is fastest, and faster along n by four and with a stage held back."""
     problem = plan(A, B).problem
     own = _ffi.Schedule(_ffi.ScheduleKind.data_parallel), LaunchPolicy("m", 2).native()
     native = [types.SimpleNamespace(kernel=f"kernel {i}", schedule=own[0], policy=own[1]) for i in range(7)]
     monkeypatch.setattr(
         planner, "choose", lambda problem, wanted, device, listed: types.SimpleNamespace(candidates=native[:listed])
     )
-    # What the planner decides beside an order.
+    # The planner's launch policy for an order.
     monkeypatch.setattr(
         planner,
         "policy_in_order",
@@ -635,7 +635,7 @@ def test_on_a_gpu_other_orders_of_tiles_and_launch_choices_are_tried_around_the_
         def result(self, *launch):
             return np.ones(3)
 
-    # One that cannot run is passed over, unless it is the planner's own choice.
+    # A candidate that fails to run is skipped, unless it is the planner's own choice.
     with monkeypatch.context() as patch:
         time = Pretended.time
         patch.setattr(
@@ -655,7 +655,7 @@ def test_on_a_gpu_other_orders_of_tiles_and_launch_choices_are_tried_around_the_
         orders = {(policy.raster, policy.swizzle) for of, policy in asked if of == kernel}
         assert set(tune.ORDERS) - orders == ({("n", 1)} if kernel == "kernel 5" else set())
     assert all(of != "kernel 3" or policy.raster == "m" for of, policy in asked)
-    # Every pair of L2 hints, and other numbers of stages as far as a launch takes them.
+    # Every pair of L2 hints, and other numbers of stages if a launch allows them.
     around = {policy for of, policy in asked if of == "kernel 4" and (policy.raster, policy.swizzle) == ("n", 4)}
     assert {(policy.evict_first_a, policy.evict_first_b) for policy in around} == set(
         itertools.product((False, True), repeat=2)
@@ -664,7 +664,7 @@ def test_on_a_gpu_other_orders_of_tiles_and_launch_choices_are_tried_around_the_
 
 
 def contested():
-    """Besides those above: operands without a batch, a bias per batch, column-major B, D narrower than sums, K = 1."""
+    """Also: operands without a batch, a bias per batch, column-major B, D narrower than sums, K = 1."""
     wide, shared, column = problems_to_run()
     turned = dataclasses.replace(wide, major_b=_ffi.Major.column, ldb=40)
     lone_a = dataclasses.replace(wide, batch_stride_a=0, ldd=96, batch_stride_d=32, batch_stride_bias=32)
@@ -691,7 +691,7 @@ def test_both_sides_of_the_contest_multiply_the_same(which, quick):
     assert [text.count(f"custom_call @{TARGET}") for text in texts] == [1, 0] and texts[1].count(
         "stablehlo.dot_general"
     ) == 1
-    if which == 6:  # as the product is that runs instead: activated before it is rounded
+    if which == 6:  # like XLA's product in a program: activated before it is rounded
         assert re.search(r"dot_general.*-> tensor<64x96xf32>", texts[1])
     assert contest.xla_ratio(made, memory, 1) > 0
 
@@ -759,7 +759,7 @@ def test_three_tf32_are_not_left_to_one():
 
 @pytest.fixture
 def pretended(monkeypatch):
-    """Measurements that take no time and find ``another`` plan for every problem; what they were, in which threads."""
+    """Fakes measurements that find ``another`` plan for every problem; returns a list of the problems."""
     calls = []
 
     def found_at_once(problem, memory):
@@ -789,7 +789,7 @@ def test_tuning_measures_stores_and_uses(store, quick):
 
 
 def transformed():
-    """Programs, and how many products of theirs differ."""
+    """By name: a function, its arguments, and the number of its different products."""
     w = jnp.ones((2048, 96), jnp.bfloat16)
     loss = lambda a, b: (matmul(a, b).astype(jnp.float32) ** 2).sum()
     stacked = jnp.ones((5, 64, 2048), jnp.bfloat16)
@@ -927,7 +927,7 @@ def test_interrupting_tuning_does_not_wait_for_the_rest(store, monkeypatch):
 
 @pytest.mark.parametrize("how", ["shard_map", "partitioned", "explicit"])
 def test_tuning_on_several_devices(store, pretended, how):
-    """A device runs the product of its part: that one is tuned, in lowering or in the partitioner's callback."""
+    """A device multiplies its part: that product is tuned, in lowering or in the partitioner's callback."""
     if len(jax.devices()) < 2:
         pytest.skip("needs two devices")
     explicit = how == "explicit"
@@ -947,7 +947,7 @@ def test_tuning_on_several_devices(store, pretended, how):
 
 
 def test_what_is_partitioned_runs_beside_xlas_product(store, quick, monkeypatch):
-    """Within the compilation of one program, two more are compiled and run."""
+    """While one program is compiled, two more are compiled and run."""
     if len(jax.devices()) < 2:
         pytest.skip("needs two devices")
     ratios = []
