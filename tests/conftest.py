@@ -30,7 +30,7 @@ def pytest_report_header(config):
 
 @pytest.fixture(autouse=True)
 def small_products_are_ours(monkeypatch, request):
-    """Tests of everything else multiply small matrices, on any GPU, which ``Auto()`` leaves to XLA."""
+    """Most tests multiply small matrices, on any GPU: ``Auto()`` would leave these to XLA."""
     if "left_to_xla" not in request.keywords:
         monkeypatch.setattr("jax_streamk.left_to_xla.too_small", lambda problem, device: None)
         monkeypatch.setattr("jax_streamk.left_to_xla.not_measured", lambda device: None)
@@ -41,7 +41,9 @@ def has_gpu():
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "left_to_xla: small products, and unknown GPUs', are XLA's, as users have it")
+    config.addinivalue_line(
+        "markers", "left_to_xla: small products, and all on unknown GPUs, are left to XLA, as for users"
+    )
     config.addinivalue_line("markers", "gpu: runs on an NVIDIA GPU with a build that has CUDA kernels")
 
 

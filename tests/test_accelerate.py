@@ -34,7 +34,7 @@ def normal(*shape):
 
 
 def products(fn, *args):
-    """How many products of the program are ours, and how many are XLA's."""
+    """(number of our products in the program, number of XLA's)."""
     text = jax.jit(fn).lower(*args).as_text()
     return text.count(f"custom_call @{TARGET}("), text.count("stablehlo.dot_general")
 

@@ -238,7 +238,7 @@ def test_einsum_keywords():
 @pytest.mark.parametrize("operands", ["float32 float32", "bfloat16 bfloat16", "bfloat16 float32", "float16 float16"])
 @pytest.mark.parametrize("preferred", [None, "float32"])
 def test_gradients(name, operands, preferred):
-    """Of a bfloat16 product with a float32 result, too: its cotangents are products of mixed dtypes."""
+    """Also for a bfloat16 product with a float32 result, whose cotangents are products of mixed dtypes."""
     shape_lhs, shape_rhs, numbers = PRODUCTS[name]
     lhs, rhs = (
         normal(shape, dtype, i) for i, (shape, dtype) in enumerate(zip((shape_lhs, shape_rhs), operands.split()))
@@ -334,7 +334,7 @@ STRIDED = ["nn", "nt", "tn", "tt", "batch first", "k = 1", "vectors"] + [
 def test_strided_operands_cost_no_copy(name):
     """Nor do their cotangents, which have the same layout."""
     shape_lhs, shape_rhs, numbers = PRODUCTS[name]
-    dtype = jnp.bfloat16 if PLATFORM == "cuda" else jnp.float32  # small ones of float32 are XLA's on a GPU
+    dtype = jnp.bfloat16 if PLATFORM == "cuda" else jnp.float32  # small float32 products are left to XLA on a GPU
     lhs, rhs = normal(shape_lhs).astype(dtype), normal(shape_rhs).astype(dtype)
     assert copies(functools.partial(dot_general, dimension_numbers=numbers), lhs, rhs) == 0
     assert copies(jax.grad(loss(dot_general, numbers), (0, 1)), lhs, rhs) == 0

@@ -66,7 +66,7 @@ def test_tensor_parallel(dtype, tmp_path):
 
 def test_language_model(tmp_path):
     printed = run("language_model.py", tmp_path, steps=20, batch=4, context=32, layers=2, d_model=32, dtype="bfloat16")
-    # Of a layer four by dense layers and two of attention, and the head; two more of each in the backward pass.
+    # Per layer, four products in dense layers and two in attention; one in the head. Backward there are two for each.
     ours, xlas = map(
         int, re.search(r"^jax_streamk: (\d+) products by jax_streamk, (\d+) by XLA", printed, re.MULTILINE).groups()
     )

@@ -305,7 +305,7 @@ def assert_as_exact_as_xlas(lhs, rhs, numbers, schedules=(Auto(),), **params):
     size = np.sqrt(depth * exact.size * np.prod([np.mean(x**2) for x in wide]))
     xlas = float(np.linalg.norm(np.asarray(theirs, np.float64) - exact)) / size
     if xlas > 2.0**-16 and theirs.dtype == np.float32:
-        xlas = max(xlas, 2.0**-12)  # TF32, of which a few results may be better by chance
+        xlas = max(xlas, 2.0**-12)  # TF32, where a few results may be better by chance
     for schedule in schedules:
         got = jax.jit(functools.partial(dot_general, dimension_numbers=numbers, schedule=schedule, **params))(lhs, rhs)
         assert (got.shape, got.dtype) == (theirs.shape, theirs.dtype)

@@ -149,7 +149,7 @@ def test_long_sums_are_exact(operand, result, k, n, rows):
             assert_as_exact_as_xla(got, a[:m], b, f"{m} rows, {draw.__name__}")
 
 
-@pytest.mark.skipif(PLATFORM == "cuda", reason="int8 products on a GPU are XLA's")
+@pytest.mark.skipif(PLATFORM == "cuda", reason="int8 products on a GPU are left to XLA")
 @pytest.mark.parametrize("schedule", [Auto(), *SCHEDULES], ids=str)
 def test_int8_sums_in_int32(schedule):
     rng = np.random.default_rng(0)

@@ -15,9 +15,9 @@ COLUMNS = ("majors", "m", "n", "k", "kernel", "schedule", "splits", "reduction",
 HELD_OUT = 3  # every third shape, by a hash of it
 _REACH = 3.0  # how far a constant may move from its start, as a factor
 _NOISE = 0.02  # in the logarithm of estimates, which makes choices among plans smooth
-_STAY = 0.002  # weight of the squared logarithm of how far a constant moved, beside the logarithm of the regret
-_TIME = 0.1  # ... and of the mean error of the logarithm of the estimate
-_LIKELY = 1.7  # times the least estimate of a shape by the start: what is above is not chosen by any fit
+_STAY = 0.002  # weight of the squared logarithm of how far a constant moved, relative to that of the regret's logarithm
+_TIME = 0.1  # ... and of the mean error of the estimates' logarithm
+_LIKELY = 1.7  # times the lowest estimate of a shape at the start: no fit would choose plans above
 _SHARES = ("drift_share",)  # at most 1
 
 _NAME = re.compile(
@@ -28,10 +28,10 @@ _MAJORS = {"r": _ffi.Major.row, "c": _ffi.Major.column}
 
 
 def kernel_of(name):
-    """What the cost model reads of a CUDA kernel, as its name tells: tables outlive kernels.
+    """What the cost model reads of a CUDA kernel, derived from its name, since tables outlive kernels.
 
     Raises:
-      ValueError: it is no such name.
+      ValueError: it is not the name of a CUDA kernel.
     """
     match = _NAME.fullmatch(name)
     if match is None:
@@ -124,8 +124,8 @@ def tables_of(records, machine, device):
 class Table:
     """Measured plans of some shapes, of one type and majorness.
 
-    Of plans that differ in the order of tiles only, the one counts whose order the planner ranks first. Equal estimates
-    are ranked by name, as tables may be sorted by time.
+    Plans that differ only in the order of tiles count once, with the order that the planner ranks first. Plans with
+    equal estimates are ranked by name, since tables may be sorted by time.
     """
 
     def __init__(self, key, measured, machine, device):
@@ -151,7 +151,7 @@ class Table:
         self.held_out = np.array([is_held_out(shape) for shape in shapes])
 
     def likely(self, machine):
-        """The plans that some fit might choose, if it begins with ``machine``."""
+        """The plans that a fit might choose if it starts at ``machine``."""
         estimates, least = self._estimates(machine)
         rows = [row for row, above in zip(self.rows, estimates - least, strict=True) if above < np.log(_LIKELY)]
         table = Table.__new__(Table)
@@ -159,22 +159,22 @@ class Table:
         return table
 
     def _estimates(self, machine):
-        """Their logarithms, and what the least of each row's shape is."""
+        """(logarithm of each row's estimate, the lowest of its shape)."""
         estimates = np.log(self._batch.microseconds(machine.native))
         least = np.full(len(self.held_out), np.inf)
         np.minimum.at(least, self._shape, estimates)
         return estimates, least[self._shape]
 
     def lost(self, machine):
-        """The logarithm of the regret of every shape: the time of the plan with the least estimate over the least."""
+        """The logarithm of each shape's regret: the time of the plan with the lowest estimate over the best time."""
         estimates, least = self._estimates(machine)
         at = np.flatnonzero(estimates == least)
         _, first = np.unique(self._shape[at], return_index=True)
         return self._lost[at[first]]
 
     def expected(self, machine):
-        """Of shapes that are not held out: the mean regret if plans are chosen with the weight exp(-gap / _NOISE), by
-        the gap of their estimate to the least; and the mean error of good plans' estimates. Both are logarithms."""
+        """Two logarithms for the shapes that are not held out: the mean regret if plans are chosen with the weight
+        exp(-gap / _NOISE), where gap is from the lowest estimate; and the mean error of good plans' estimates."""
         estimates, least = self._estimates(machine)
         weights = np.exp(-np.minimum((estimates - least) / _NOISE, 50.0))
         lost = np.bincount(self._shape, weights * self._lost) / np.bincount(self._shape, weights)
@@ -190,22 +190,22 @@ def _batch(rows, device):
 
 
 def regret(tables, machine, held_out=None):
-    """The geometric mean of all shapes, of those that are held out, or of the others."""
+    """The geometric mean over all shapes, over those held out (True), or over the others (False)."""
     lost = [table.lost(machine)[slice(None) if held_out is None else table.held_out == held_out] for table in tables]
     return float(np.exp(np.mean(np.concatenate(lost)))) if sum(map(len, lost)) else float("nan")
 
 
 def fit(tables, start, steps=25, progress=lambda step: None):
-    """The ``Machine`` whose constants make choices among the plans of tables best, and estimates right.
+    """The ``Machine`` whose constants give the best choices among the plans of tables, and accurate estimates.
 
-    Shapes that are held out count for nothing. Constants stay within a factor of ``_REACH`` of ``start``, and at it
-    where nothing tells of them. ``progress`` is called after each of at most ``steps`` steps.
+    Held-out shapes are not used. Constants stay within a factor of ``_REACH`` of ``start``, and do not move if no plan
+    depends on them. ``progress`` is called after each of at most ``steps`` steps.
     """
     from scipy.optimize import minimize
 
     names, first = zip(*start.constants, strict=True)
     tables = [table.likely(start) for table in tables if not table.held_out.all()]
-    # A table of few shapes counts for less, one of many not for all.
+    # Larger tables weigh more, but less than in proportion to their shapes.
     weights = np.sqrt([np.sum(~table.held_out) for table in tables])
 
     def machine(x):

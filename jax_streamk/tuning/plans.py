@@ -9,13 +9,13 @@ from jax_streamk.launch_policy import LaunchPolicy
 from jax_streamk.problem import GemmProblem
 from jax_streamk.tuning.tuned import Candidate
 
-_LISTED = 400  # candidates that the planner is asked for
-_OF_KERNEL, _PLANS = 3, 64  # at most, of a kernel and of a problem
-_LIKELY = 2.5  # times the least estimate
-_CLOSE = 1.25  # times the best measured: measured again, in turns
-_ROUNDS = 3  # of turns: a GPU at its power limit slows down within milliseconds, and what comes first would look fast
+_LISTED = 400  # candidates requested from the planner
+_OF_KERNEL, _PLANS = 3, 64  # most plans per kernel, and per problem
+_LIKELY = 2.5  # times the lowest estimate: slower plans are not measured
+_CLOSE = 1.25  # times the best measured: plans within it are measured again, in turn
+_ROUNDS = 3  # of turns: a GPU at its power limit slows down within milliseconds, so the first plan would look fast
 
-# (m, n, k): few rows by large weights, small results of a long K, squares, ragged extents, much of everything.
+# (m, n, k): few rows by large weights, small results with a long K, squares, ragged extents, large products.
 _SHAPES = [
     *((m, n, 4096) for m in (1, 8, 16, 32, 64, 128) for n in (4096, 14336)),
     *((m, n, k) for m in (1, 8, 16, 32, 64, 128) for n, k in ((4096, 14336), (1024, 8192))),
@@ -46,7 +46,7 @@ _KINDS += [("f64", "rr", _FEWER)]
 
 
 def problems():
-    """The fixed set, of every kind a little before more of any: whatever is cut off, the rest is spread."""
+    """The fixed set, with all kinds interleaved, so that an interrupted measurement has some of each."""
     found = [
         (at / len(shapes), type_, majors, shape)
         for type_, majors, shapes in _KINDS
@@ -68,18 +68,18 @@ def _problem(type_, majors, shape):
 
 
 def record_of(problem):
-    """The columns of a table that are the problem's; the kernel's name tells its type."""
+    """A problem's columns of a table; its type is part of the kernel's name."""
     majors = "".join("r" if x == _ffi.Major.row else "c" for x in (problem.major_a, problem.major_b))
     return dict(majors=majors, m=problem.m, n=problem.n, k=problem.k, kernel=f"any_{problem.type_a.name}_")
 
 
 def key_of(record):
-    """What tells the problems of records apart."""
+    """A key for the problem of a record."""
     return *(int(record[x]) for x in "mnk"), record["majors"], record["kernel"].split("_")[1]
 
 
 def measured(problem, memory):
-    """Records of the planner's first plans of a problem, at most ``_PLANS``, on the device of ``memory``.
+    """Records of the planner's best plans of a problem, at most ``_PLANS``, measured on the device of ``memory``.
 
     Raises:
       RuntimeError: no plan could be measured.
@@ -105,7 +105,7 @@ def measured(problem, memory):
 
 
 def record(problem, plan, us):
-    """Of a ``Candidate`` and the microseconds it took."""
+    """The record of a ``Candidate`` and its microseconds."""
     schedule = {name: getattr(plan, name) for name in ("kernel", "schedule", "splits", "reduction")}
     order = dict(raster=plan.policy.raster, swizzle=plan.policy.swizzle)
     return record_of(problem) | schedule | order | dict(us=f"{us:.2f}")
