@@ -680,7 +680,7 @@ def test_stages_that_loads_leave_empty_change_no_bit(name):
     if _ffi.Reduction.separate in kernel.split_k_reductions:
         ways.append(make_schedule(_ffi.ScheduleKind.split_k, 2, _ffi.Reduction.separate))
     for schedule in ways:
-        # Loads fill all stages; as few as possible; and, for most kernels, three in whole waves and more in the last.
+        # Loads fill all stages; three; and, for most kernels, three in whole waves and more in the last.
         ways_to_load = 0, 1, 16 * 3 * kernel.tile_m * kernel.tile_k * DTYPES[kernel.type_a].itemsize
         products = [
             launch(kernel, case, schedule, device=_ffi.Device(90, 16, under_way))[0] for under_way in ways_to_load

@@ -160,7 +160,7 @@ struct Status {
   static Status internal(std::string message) { return {Code::kInternal, std::move(message)}; }
 };
 
-// What a kernel requires of an operand. Its base, leading dimension and batch stride must be multiples of `align`.
+// What a kernel requires of an operand: multiples of `align` elements for base, leading dimension and batch stride.
 struct KernelOperand {
   Format format;
   Major major = Major::kRow;

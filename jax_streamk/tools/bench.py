@@ -57,7 +57,7 @@ def add_arguments(parser):
         "--rounds",
         type=shapes.positive,
         default=2,
-        help="each times the sides in order and in reverse (%(default)s)",
+        help="rounds, each of which times the sides in order and in reverse (%(default)s)",
     )
     parser.add_argument("--no-peers", action="store_true", help="compare with XLA only, not with other libraries")
     parser.add_argument(

@@ -23,7 +23,7 @@ def add_arguments(parser):
         "--out",
         metavar="FILE",
         type=pathlib.Path,
-        help="machine file to write (in the user's data folder, which is read)",
+        help="machine file to write (in the user's data folder, where plans find it)",
     )
     parser.add_argument("--minutes", type=float, default=20, help="start no new shape after this time (20)")
     parser.add_argument("--resume", action="store_true", help="keep what was measured for the same file")
