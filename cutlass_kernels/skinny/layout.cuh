@@ -5,7 +5,7 @@
 //   of A: row g of each block of 8 rows, at k = V t ... V t + V - 1: one vector;
 //   of B: eight columns at the same k, eight vectors:
 //     column-major: columns 8g ... 8g + 7, a vector along K each;
-//     row-major: a vector along n for each k: columns 8g ... 8g + 7 of 16 bits; V g ... V g + V - 1, and as many each
+//     row-major: a vector along n for each k: columns 8g ... 8g + 7 for 16 bits; V g ... V g + V - 1, and as many each
 //     8 V further on, for f32 (two vectors per k) and f64 (four), so that neighbours load whole 32-byte sectors.
 #pragma once
 
