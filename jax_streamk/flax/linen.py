@@ -1,5 +1,7 @@
 """``flax.linen.Dense`` as one kernel."""
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 from flax import linen

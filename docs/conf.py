@@ -1,0 +1,61 @@
+"""The site, made of the pages of this folder: ``sphinx-build -W docs build/site``."""
+
+import pathlib
+import re
+
+import jax_streamk
+
+ROOT = pathlib.Path(__file__).parents[1]
+REPOSITORY = "https://github.com/jax-streamk/jax_streamk"
+
+project = "jax_streamk"
+author = "the jax_streamk authors"
+version = release = jax_streamk.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+myst_heading_anchors = 3  # GitHub's, so that links with anchors work in both places
+nitpicky = True
+# Types of others, which only a network would resolve, and type variables.
+nitpick_ignore_regex = [("py:.*", r"(collections|flax|jax|numpy|os|typing)\..*|.*\b[PR]")]
+
+# Types as they are written, by names that users can import.
+autodoc_type_aliases = {
+    "ArrayLike": "jax.typing.ArrayLike",
+    "DTypeLike": "jax.typing.DTypeLike",
+    "PrecisionLike": "jax.lax.PrecisionLike",
+    "Schedule": "jax_streamk.schedules.Schedule",
+}
+autodoc_preserve_defaults = True
+maximum_signature_line_length = 88
+python_use_unqualified_type_names = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+napoleon_use_rtype = False
+
+html_theme = "sphinx_book_theme"
+html_title = "jax_streamk"
+html_copy_source = False
+html_theme_options = {
+    "repository_url": REPOSITORY,
+    "path_to_docs": "docs",
+    "use_repository_button": True,
+    "use_source_button": True,
+    "use_download_button": False,
+    "show_navbar_depth": 1,
+}
+copybutton_exclude = ".linenos, .gp, .go"
+
+
+def link_to_repository(app, docname, source):
+    """Links that lead out of this folder lead to the repository."""
+
+    def absolute(link):
+        path = (ROOT / "docs" / link[1]).resolve()
+        kind = "tree" if path.is_dir() else "blob"
+        return f"]({REPOSITORY}/{kind}/main/{path.relative_to(ROOT)})"
+
+    source[0] = re.sub(r"\]\((\.\./[^)]+)\)", absolute, source[0])
+
+
+def setup(app):
+    app.connect("source-read", link_to_repository)
