@@ -1,7 +1,11 @@
 """The site, made of the pages of this folder: ``sphinx-build -W docs build/site``."""
 
+import inspect
 import pathlib
 import re
+
+from sphinx.pycode import ModuleAnalyzer
+from sphinx.util.inspect import stringify_signature
 
 import jax_streamk
 
@@ -15,16 +19,13 @@ version = release = jax_streamk.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 myst_heading_anchors = 3  # GitHub's, so that links with anchors work in both places
 nitpicky = True
-# Types of others, which only a network would resolve, and type variables.
-nitpick_ignore_regex = [("py:.*", r"(collections|flax|jax|numpy|os|typing)\..*|.*\b[PR]")]
+# Types of others, which only a network would resolve, and those that an argument's description explains.
+nitpick_ignore_regex = [
+    ("py:.*", r"(collections|flax|jax|jaxlib|(jax_streamk\.)?_ffi|numpy|os|typing)\..*"),
+    ("py:class", "ArrayLike|DTypeLike|NamedSharding|PartitionSpec|PrecisionLike"),
+    ("py:class", "Any|Callable|DimensionNumbers|Shaped|Where"),
+]
 
-# Types as they are written, by names that users can import.
-autodoc_type_aliases = {
-    "ArrayLike": "jax.typing.ArrayLike",
-    "DTypeLike": "jax.typing.DTypeLike",
-    "PrecisionLike": "jax.lax.PrecisionLike",
-    "Schedule": "jax_streamk.schedules.Schedule",
-}
 autodoc_preserve_defaults = True
 maximum_signature_line_length = 88
 python_use_unqualified_type_names = True
@@ -57,5 +58,21 @@ def link_to_repository(app, docname, source):
     source[0] = re.sub(r"\]\((\.\./[^)]+)\)", absolute, source[0])
 
 
+def as_written(app, what, name, obj, options, signature, returns):
+    """Annotations as they are written: ``ArrayLike``, and not the union that it is."""
+    if what in ("function", "method"):
+        written = inspect.signature(obj)
+        of_call = list(written.parameters.values())[what == "method" :]
+        signature, _, returns = stringify_signature(written.replace(parameters=of_call)).rpartition(" -> ")
+    elif signature:
+        signature = signature.replace("<factory>", "...")  # what dataclasses have for a default is no Python
+    return signature, returns
+
+
 def setup(app):
+    for module in ("jax_streamk.accelerate", "jax_streamk.flax.nnx"):
+        analyzer = ModuleAnalyzer.for_module(module)
+        analyzer.analyze()
+        analyzer.overloads.clear()  # the implementation's signature says it once
+    app.connect("autodoc-process-signature", as_written)
     app.connect("source-read", link_to_repository)

@@ -21,7 +21,8 @@ class Dense(linen.Dense):
       activation: None, "relu", "gelu" (the exact one, by erf), "gelu_tanh", "silu", "sigmoid" or "tanh".
       schedule: ``Auto()``, ``DataParallel()``, ``SplitK(...)``, ``StreamK(...)``, or a ``PerPass`` of them; None is
         ``Auto()``.
-      dot_general, dot_general_cls: a product of the user's own. Bias and activation then follow it, as in Flax's class.
+      dot_general: a product of the user's own. Bias and activation then follow it, as in Flax's class.
+      dot_general_cls: a class of such products.
 
     Raises:
       TypeError: schedule is not a schedule.
