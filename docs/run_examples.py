@@ -18,7 +18,9 @@ RUN = re.compile(r"```sh\npython (examples/[^\n]*)\n```\n\n```text\n(.*?)```\n",
 
 def printed(command):
     print(command, flush=True)
-    return subprocess.run([sys.executable, *shlex.split(command)], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return subprocess.run(
+        [sys.executable, *shlex.split(command)], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
 
 
 def main():
