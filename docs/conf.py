@@ -36,6 +36,8 @@ napoleon_use_rtype = False
 html_theme = "sphinx_book_theme"
 html_title = "jax_streamk"
 html_copy_source = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_theme_options = {
     "repository_url": REPOSITORY,
     "path_to_docs": "docs",
