@@ -44,7 +44,7 @@ html_theme_options = {
     "use_repository_button": True,
     "use_source_button": True,
     "use_download_button": False,
-    "show_navbar_depth": 1,
+    "navbar_persistent": [],  # the search field is in the sidebar
 }
 copybutton_exclude = ".linenos, .gp, .go"
 
