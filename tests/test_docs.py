@@ -93,6 +93,11 @@ def test_the_reference_has_every_public_name():
     assert names <= documented, names - documented
 
 
+def test_the_site_has_every_page():
+    listed = {line.strip() for tree in blocks(ROOT / "docs" / "index.md", "{toctree}") for line in tree.splitlines()}
+    assert {page.stem for page in (ROOT / "docs").glob("*.md")} <= {"index", *listed}
+
+
 def anchors(page):
     """Those that GitHub gives to headings, as the site does."""
     headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
