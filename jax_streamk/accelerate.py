@@ -1,5 +1,7 @@
 """``accelerate``: traces a function and replaces its products, also those inside other primitives."""
 
+from __future__ import annotations
+
 import collections
 import functools
 import gc
@@ -91,7 +93,7 @@ def accelerate(
     return accelerated
 
 
-def _rewriter(schedule: Schedule | PerPass, where: Where | None) -> "_Rewriter":
+def _rewriter(schedule: Schedule | PerPass, where: Where | None) -> _Rewriter:
     """The same object for the same decisions: JAX finds compiled programs by the identity of their jaxprs."""
     device = device_of(None)
     key = schedule, where, device, tuned.digest(device)
@@ -102,7 +104,7 @@ def _rewriter(schedule: Schedule | PerPass, where: Where | None) -> "_Rewriter":
 
 
 @functools.lru_cache(64)
-def _rewriter_of(schedule: Schedule | PerPass, where: Where | None, device: Device, digest: int) -> "_Rewriter":
+def _rewriter_of(schedule: Schedule | PerPass, where: Where | None, device: Device, digest: int) -> _Rewriter:
     del device, digest
     return _Rewriter(schedule, where)
 

@@ -1,5 +1,7 @@
 """The public functions."""
 
+from __future__ import annotations
+
 import functools
 import inspect
 import operator
@@ -203,8 +205,11 @@ def einsum(
       subscripts, operands, precision, preferred_element_type, optimize, out_sharding: as in ``jax.numpy.einsum``.
       schedule: as in ``matmul``, for every pairwise product.
 
+    Returns:
+      What ``jax.numpy.einsum`` returns.
+
     Raises:
-      What ``jax.numpy.einsum`` and ``dot_general`` raise.
+      TypeError, ValueError: as ``jax.numpy.einsum`` and ``dot_general``.
     """
     return jnp.einsum(
         subscripts,
@@ -436,14 +441,15 @@ def plan(
 def kernels() -> list[_ffi.KernelInfo]:
     """Every kernel compiled into this build, ordered by name.
 
-    Attributes of each:
-      name, family, type_a, type_b, type_d, math, major_a, major_b;
-      align_a, align_b, align_d: in elements;
-      tile_m, tile_n, tile_k, cluster_m, cluster_n, stages, warp_schedule, swap_ab, threads;
-      split_k_reductions, stream_k_reductions;
-      shared_memory: bytes per CTA;
-      promotion_k: the length of K that tensor cores sum before the sum is added in float32, 0 for all of K.
-    The method ``resources()`` returns registers per thread and CTAs per SM; it needs a GPU.
+    Each has these attributes, and a method ``resources()``, which needs a GPU and returns registers per thread and CTAs
+    per SM:
+
+    - name, family, type_a, type_b, type_d, math, major_a, major_b;
+    - align_a, align_b, align_d: in elements;
+    - tile_m, tile_n, tile_k, cluster_m, cluster_n, stages, warp_schedule, swap_ab, threads;
+    - split_k_reductions, stream_k_reductions;
+    - shared_memory: bytes per CTA;
+    - promotion_k: the length of K that tensor cores sum before the sum is added in float32, 0 for all of K.
     """
     return _ffi.kernels()
 

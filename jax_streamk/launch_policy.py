@@ -17,12 +17,14 @@ class LaunchPolicy:
     Attributes:
       raster: the dimension of the result along which consecutive tiles lie, "m" or "n".
       swizzle: the width, in tiles, of the panels in which tiles are ordered.
-      evict_first_a, evict_first_b: whether loads of A or B tell L2 to evict their lines first.
+      evict_first_a: whether loads of A tell L2 to evict their lines first.
+      evict_first_b: the same of B.
       held_back: stages per CTA that are left empty, to limit the bytes in flight from memory.
       held_back_last: the same in a partial last wave.
       idle_clusters: extra clusters that exit at once, to balance a partial wave over the GPCs.
       cluster_order: how clusters are numbered: "as_launched", "by_gpc" (neighbours share a GPC) or "spread".
-      extend_a, extend_b: whether TMA may read A or B to the end of its last tile, within its allocation.
+      extend_a: whether TMA may read A to the end of its last tile, within its allocation.
+      extend_b: the same of B.
     """
 
     raster: str = "m"

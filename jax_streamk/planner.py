@@ -40,7 +40,7 @@ class Plan:
       workspace_bytes: bytes that XLA allocates for the call; None if only a build with CUDA kernels knows.
       microseconds: the estimated time, or the one that tuning measured. If XLA's product runs, that of our best kernel.
       reasons: lines of text.
-      candidates: the planner's best ``Candidate``s, one per kernel and kind of schedule, lowest estimate first.
+      candidates: the planner's best, a ``Candidate`` per kernel and kind of schedule, lowest estimate first.
       waves: output tiles x splits / workers (SMs or clusters of them; threads on a CPU).
       efficiency: quantization efficiency: MAC iterations / those that all workers could do in the time of the busiest.
       limit: the ``cost_model.Limit`` of the problem on the device; None on a CPU.
@@ -88,7 +88,7 @@ class Plan:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to multiply: the result is empty or zero."""
+        """Whether the result is empty or zero, with nothing to multiply."""
         return self.problem is not None and self.problem.is_empty
 
     def with_reasons(self, more: Sequence[str]) -> "Plan":

@@ -84,8 +84,9 @@ class PerPass:
 
     Attributes:
       forward: the product itself, and its tangents in forward mode.
-      lhs, rhs: the products that compute the operands' cotangents. They are ``Auto()`` if the schedule of a product is
-        not a ``PerPass``.
+      lhs: the product that computes the left operand's cotangent. ``Auto()`` if a product's schedule is not a
+        ``PerPass``.
+      rhs: the same of the right operand.
 
     Raises:
       TypeError: one of them is not a schedule.

@@ -1,40 +1,119 @@
-"""Every Python block of the README and of the guides runs: those of a page in order, in a process of their own."""
+"""Every Python block of every page runs: those of a page in order, in a process of their own.
 
+Commands, links and lists of pages and names are checked too.
+"""
+
+import inspect
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
+import textwrap
 
 import jax
 import pytest
 
+import jax_streamk
+import jax_streamk.flax
+from jax_streamk.__main__ import COMMANDS, main
+
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")])
+FENCE = re.compile(r"^( *)(```+)([^\n`]*)\n(.*?)^\1\2$", re.DOTALL | re.MULTILINE)
 
 
-def blocks(page):
-    return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+def blocks(page, *languages):
+    return [textwrap.dedent(code) for _, _, info, code in FENCE.findall(page.read_text()) if info.strip() in languages]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.stem)
+def name(page):
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name)
 def test_page(page, tmp_path):
     if page.stem == "sharding" and jax.default_backend() == "gpu" and len(jax.devices()) < 4:
         pytest.skip("needs four GPUs")
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(blocks(page))], cwd=tmp_path, capture_output=True, text=True, timeout=280
-    )
+    program = "\n".join(blocks(page, "python"))
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
 
 
 def test_every_topic_has_a_page_that_runs():
-    pages = {page.stem: len(blocks(page)) for page in PAGES}
-    assert all(pages[topic] for topic in ("README", "matmul", "dot_general", "sharding", "numerics", "tuning"))
+    running = {page.stem for page in PAGES if blocks(page, "python")}
+    assert running >= {"README", "start", "matmul", "dot_general", "flax", "sharding", "numerics", "tuning"}
 
 
-def test_links_lead_somewhere():
-    for page in [*PAGES, *ROOT.glob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]:
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+def test_no_block_escapes():
+    """By a language that the tests do not know, or a fence that is not closed."""
+    for page in PAGES:
+        text = page.read_text()
+        assert "```" not in FENCE.sub("", text), name(page)
+        languages = {info.strip() for _, _, info, _ in FENCE.findall(text)}
+        known = {"", "python", "sh", "bash", "text", "c++", "{toctree}", "{eval-rst}"}
+        assert languages <= known, name(page)
+
+
+def commands(option):
+    """What follows ``python -m`` or ``python -c`` in shell blocks, as lists of arguments."""
+    lines = "\n".join(block for page in PAGES for block in blocks(page, "sh", "bash")).replace("\\\n", "").splitlines()
+    found = [
+        re.split(r" [&|>]", line.partition(f"{option} ")[2])[0]
+        for line in lines
+        if f"python {option} " in line or f"python -P {option} " in line
+    ]
+    return [shlex.split(text, comments=True) for text in dict.fromkeys(found)]
+
+
+@pytest.mark.parametrize("arguments", commands("-m"), ids=" ".join)
+def test_commands_have_the_options_that_pages_name(arguments, monkeypatch):
+    package, *rest = arguments
+    ran = []
+    for command in COMMANDS:
+        monkeypatch.setattr(f"jax_streamk.tools.{command}.run", ran.append)
+    main(rest)
+    assert package == "jax_streamk" and len(ran) == 1
+
+
+@pytest.mark.parametrize("arguments", commands("-c"))
+def test_programs_of_one_line_run(arguments, tmp_path):
+    subprocess.run([sys.executable, "-c", *arguments], cwd=tmp_path, check=True)
+
+
+def test_the_reference_has_every_public_name():
+    names = {f"jax_streamk.{name}" for name in jax_streamk.__all__}
+    for module in (jax_streamk.flax.linen, jax_streamk.flax.nnx):
+        names |= {
+            f"{module.__name__}.{name}"
+            for name, value in vars(module).items()
+            if not name.startswith("_") and inspect.getmodule(value) is module and callable(value)
+        }
+    reference = (ROOT / "docs" / "api.md").read_text()
+    # A directive names several objects one below the other.
+    documented = re.findall(r"^(?:\.\. (?:auto|py:)\w+:: |  +)([\w.]+)(?:\(.*)?$", reference, re.MULTILINE)
+    documented = {found if found.startswith("jax_streamk.") else f"jax_streamk.{found}" for found in documented}
+    assert names <= documented, names - documented
+
+
+def test_the_site_has_every_page():
+    listed = {line.strip() for tree in blocks(ROOT / "docs" / "index.md", "{toctree}") for line in tree.splitlines()}
+    assert {page.stem for page in (ROOT / "docs").glob("*.md")} <= {"index", *listed}
+
+
+def anchors(page):
+    """Those that GitHub gives to headings, as the site does."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", FENCE.sub("", page.read_text())):
+        path, _, anchor = target.partition("#")
+        found = page.parent / path if path else page
+        assert found.exists(), target
+        assert not anchor or anchor in anchors(found), target
 
 
 def test_measurements_are_a_few_small_files():

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+GALLERY = EXAMPLES.parent / "docs" / "examples.md"
 
 
 def run(name, cwd, environment=None, **options):
@@ -29,6 +30,7 @@ def run(name, cwd, environment=None, **options):
 def test_digits(tmp_path):
     pytest.importorskip("sklearn")
     printed = run("digits.py", tmp_path)
+    assert_gallery_has("digits.py", printed)
     rows = re.findall(r"^(\S.*?)  +(\S+)  +(\S+)  +(\S+)%  +(\S+) us  +(\S+)$", printed, re.MULTILINE)
     assert [name.partition("(")[0] for name, *_ in rows] == ["StreamK", "SplitK", "Auto", "XLA"]
     for _, gram, moment, accuracy, time, ratio in rows:
@@ -41,10 +43,24 @@ def test_digits(tmp_path):
     assert [schedule for _, schedule in plans[:4]] == ["StreamK", "StreamK", "SplitK", "SplitK"]
 
 
+def outline(printed):
+    """Lines without numbers, machines and the details of plans."""
+    lines = [line for line in printed.splitlines() if not line.startswith(" " * 6)]
+    words = [re.sub(r"cpu:|cuda:|\b(b?float)?\d[-+\d.,e%]*|\s+", " ", line.replace(" x cpu", "")) for line in lines]
+    return [" ".join(line.split()) for line in words if re.search("[A-Za-z]", line)]
+
+
+def assert_gallery_has(name, printed):
+    """docs/examples.md has what the example prints, but for numbers."""
+    command = re.escape(f"python examples/{name}")
+    (shown,) = re.findall(rf"^{command}\n```\n\n```text\n(.*?)^```$", GALLERY.read_text(), re.DOTALL | re.MULTILINE)
+    assert outline(shown) == outline(printed)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tensor_parallel(dtype, tmp_path):
     environment = {"JAX_PLATFORMS": "cpu"}
-    run(
+    printed = run(
         "tensor_parallel.py",
         tmp_path,
         environment,
@@ -55,6 +71,7 @@ def test_tensor_parallel(dtype, tmp_path):
         dtype=dtype,
         out="report.json",
     )
+    assert_gallery_has("tensor_parallel.py", printed)
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["devices"] == 4
     assert report["forward"]["our_products"] == 2 and report["forward"]["collectives"]["ours"] == {"all-reduce": 1}
@@ -66,6 +83,7 @@ def test_tensor_parallel(dtype, tmp_path):
 
 def test_language_model(tmp_path):
     printed = run("language_model.py", tmp_path, steps=20, batch=4, context=32, layers=2, d_model=32, dtype="bfloat16")
+    assert_gallery_has("language_model.py", printed)
     # Per layer, four products in dense layers and two in attention; one in the head. Backward there are two for each.
     ours, xlas = map(
         int, re.search(r"^jax_streamk: (\d+) products by jax_streamk, (\d+) by XLA", printed, re.MULTILINE).groups()
@@ -80,6 +98,7 @@ def test_language_model(tmp_path):
 
 def test_decode(tmp_path):
     printed = run("decode.py", tmp_path, batch=2, prompt=8, new=16, layers=2, d_model=64, heads=4)
+    assert_gallery_has("decode.py", printed)
     # One pass over the prompt, and the body of the scan.
     ours, xlas = map(
         int, re.search(r"^jax_streamk: (\d+) products by jax_streamk, (\d+) by XLA", printed, re.MULTILINE).groups()

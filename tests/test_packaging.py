@@ -164,7 +164,7 @@ def test_metadata():
     metadata = importlib.metadata.metadata("jax-streamk")
     run_time = [r for r in metadata.get_all("Requires-Dist") if "extra" not in r]
     assert sorted(re.match(r"[\w-]+", r)[0] for r in run_time) == ["jax", "numpy", "platformdirs"]
-    assert set(metadata.get_all("Provides-Extra")) == {"test", "flax", "tools", "examples"}
+    assert set(metadata.get_all("Provides-Extra")) == {"test", "flax", "tools", "examples", "docs"}
     assert metadata["License-Expression"] == "Apache-2.0" and metadata.get_all("License-File") == ["LICENSE"]
     assert {url.split(", ")[0] for url in metadata.get_all("Project-URL")} == {"Homepage", "Documentation", "Issues"}
     assert "Typing :: Typed" in metadata.get_all("Classifier")
@@ -195,6 +195,13 @@ def test_lint_has_the_same_versions_before_a_commit_and_in_ci():
     of_mirrors = dict(re.findall(r"/(?:mirrors-)?(ruff|clang-format)(?:-pre-commit)?\n +rev: v(\S+)", hooks))
     of_mypy = dict(re.findall(r"([\w-]+)==([^],\s]+)", hooks))
     assert of_mirrors | of_mypy == pinned and len(of_mirrors) == 2
+
+
+def test_the_site_is_built_with_pinned_versions():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wanted = {re.match(r"[\w-]+", r)[0] for r in project["project"]["optional-dependencies"]["docs"]}
+    pinned = re.findall(r"^([\w-]+)==\S+$", (ROOT / ".ci" / "docs.txt").read_text(), re.MULTILINE)
+    assert {*pinned, "flax"} == wanted
 
 
 def imported(program, cwd):

@@ -1,5 +1,7 @@
 """``flax.linen.Dense`` as one kernel."""
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 from flax import linen
@@ -19,7 +21,8 @@ class Dense(linen.Dense):
       activation: None, "relu", "gelu" (the exact one, by erf), "gelu_tanh", "silu", "sigmoid" or "tanh".
       schedule: ``Auto()``, ``DataParallel()``, ``SplitK(...)``, ``StreamK(...)``, or a ``PerPass`` of them; None is
         ``Auto()``.
-      dot_general, dot_general_cls: a product to use instead. Bias and activation then follow it, as in Flax's class.
+      dot_general: a product to use instead. Bias and activation then follow it, as in Flax's class.
+      dot_general_cls: a class of such products.
 
     Raises:
       TypeError: schedule is not a schedule.

@@ -1,5 +1,7 @@
 """``flax.nnx.Linear`` as one kernel, and ``accelerate`` for functions of modules."""
 
+from __future__ import annotations
+
 import functools
 import inspect
 from collections.abc import Callable
@@ -88,7 +90,7 @@ def accelerate(
       BatchNorm, counts of random numbers, caches of attention, what ``sow`` kept, and attributes that it added.
 
     Raises:
-      What ``jax_streamk.accelerate`` raises.
+      TypeError, ValueError, RuntimeError: as ``jax_streamk.accelerate``.
     """
     _accelerate(fn, schedule=schedule, where=where)  # checks them
     if fn is None:
