@@ -55,7 +55,18 @@ class DescribedKernel final : public Kernel {
            align_workspace(slices * p.batch * p.m * padded(p.n, p) * size_of(accumulator_of(p.a.format)));
   }
 
-  Decomposition decomposition(GemmProblem const&, Schedule const&, Device const&) const override { return {}; }
+  // The families' own; of sm80 kernels that of whole tiles and of split-K.
+  Decomposition decomposition(GemmProblem const& p, Schedule const& s, Device const& device) const override {
+    if (info.family == Family::kSm90) return sm90_decomposition(info, p, s, device);
+    bool const swap = info.swap_ab;
+    auto const tiles = static_cast<int32_t>(p.batch * ceil_div(swap ? p.n : p.m, info.tile_m) *
+                                            ceil_div(swap ? p.m : p.n, info.tile_n));
+    auto const k_tiles = static_cast<int32_t>(ceil_div(p.k, info.tile_k));
+    int32_t const splits = s.kind == ScheduleKind::kSplitK ? s.splits : 1;
+    // A skinny kernel has a worker for each piece of work.
+    int32_t const workers = info.family == Family::kSkinny ? tiles * splits : device.sms;
+    return Decomposition::make(splits > 1 ? s.kind : ScheduleKind::kDataParallel, tiles, k_tiles, workers, splits);
+  }
   Status run(GemmProblem const&, Schedule const&, LaunchPolicy const&, Device const&, Buffers const&, void*,
              Executor*) const override {
     return Status::precondition(info.name + " is not compiled into this build");
@@ -116,6 +127,13 @@ Cost estimate(KernelInfo const& kernel, GemmProblem const& problem, Schedule con
   return estimator.cost(s, kernel.family == Family::kHost ? Wave{} : estimator.best_order().wave);
 }
 
+Parts parts(KernelInfo const& kernel, GemmProblem const& problem, Schedule const& s, Device const& device,
+            Machine const& machine) {
+  if (kernel.family == Family::kHost) throw nb::value_error("of a CPU the parts are not modelled");
+  Estimator const estimator(kernel, problem, width_of(s, device), machine);
+  return estimator.parts(s, estimator.best_order().wave);
+}
+
 // Many candidates, whose waves are computed once.
 class Batch {
  public:
@@ -165,6 +183,8 @@ class Batch {
 
 }  // namespace
 
+std::unique_ptr<Kernel> described_kernel(KernelInfo const& info) { return std::make_unique<DescribedKernel>(info); }
+
 void bind_planner(nb::module_& m) {
   nb::dict gpu, host;
 #define JAX_STREAMK_GPU(name, meaning) gpu[#name] = meaning;
@@ -200,6 +220,18 @@ void bind_planner(nb::module_& m) {
       .def_ro("extra", &Cost::extra)
       .def_ro("repack", &Cost::repack);
 
+  nb::class_<Parts>(
+      m, "Parts",
+      "What a call's main loop and epilogue ask of each resource of a GPU, in microseconds: of the busiest "
+      "worker, except for `memory`. They overlap.")
+      .def_ro("memory", &Parts::memory)
+      .def_ro("tensor_cores", &Parts::tensor_cores)
+      .def_ro("shared_memory", &Parts::shared_memory)
+      .def_ro("l2", &Parts::l2)
+      .def_ro("waits", &Parts::waits)
+      .def_ro("epilogue", &Parts::epilogue)
+      .def_ro("fix_up", &Parts::fix_up);
+
   nb::class_<Kernels>(m, "Kernels",
                       "Kernels to choose from; one that this build lacks is known by its description alone.")
       .def(nb::init<std::vector<KernelInfo> const&>(), "infos"_a);
@@ -231,6 +263,8 @@ void bind_planner(nb::module_& m) {
       "schedule; a schedule but None is the only one considered.");
   m.def("estimate", &estimate, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "machine"_a,
         "The Cost of a kernel under a schedule in the best order of tiles, whether or not the kernel can run it.");
+  m.def("parts", &parts, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "machine"_a,
+        "The Parts of what estimate() returns, of a kernel for GPUs.");
   m.def(
       "goes_first",
       [](int32_t tiles_m, int32_t tiles_n, Schedule const& s, TilesOrder const& order, int32_t workers, Raster line,
