@@ -19,6 +19,18 @@ namespace {
 
 constexpr int64_t kUnknown = -1;  // bytes of workspace
 
+// CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+bool has_small_sms(Device const& device) { return device.arch == 86 || device.arch == 89 || device.arch >= 120; }
+int64_t shared_memory_per_sm(Device const& device) {
+  return (has_small_sms(device) ? 100 : device.arch < 90 ? 164 : 228) * int64_t{1024};
+}
+
+// For which an SM has shared memory, each with the 1 KiB that CUDA takes, and threads.
+int64_t most_ctas_per_sm(KernelInfo const& info, Device const& device) {
+  return std::min(shared_memory_per_sm(device) / (info.shared_memory + 1024),
+                  int64_t{has_small_sms(device) ? 1536 : 2048} / info.threads);
+}
+
 // A kernel that this build lacks, for planning as if it were there. Its limits are those of its family's can_launch()
 // except for extents near 2^31, and its workspace is known where no tile is shared inside of the kernel.
 class DescribedKernel final : public Kernel {
@@ -87,10 +99,7 @@ class DescribedKernel final : public Kernel {
     return s.kind == ScheduleKind::kStreamK && s.max_sms != 1;
   }
 
-  static int64_t shared_memory_per_cta(Device const& device) {
-    bool const small = device.arch == 86 || device.arch == 89 || device.arch >= 120;
-    return ((small ? 100 : device.arch < 90 ? 164 : 228) - 1) * int64_t{1024};
-  }
+  static int64_t shared_memory_per_cta(Device const& device) { return shared_memory_per_sm(device) - 1024; }
 };
 
 class Kernels {
@@ -263,6 +272,8 @@ void bind_planner(nb::module_& m) {
       "schedule; a schedule but None is the only one considered.");
   m.def("estimate", &estimate, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "machine"_a,
         "The Cost of a kernel under a schedule in the best order of tiles, whether or not the kernel can run it.");
+  m.def("most_ctas_per_sm", &most_ctas_per_sm, "kernel"_a, "device"_a,
+        "CTAs of a CUDA kernel for which an SM has shared memory and threads; registers may allow fewer.");
   m.def("parts", &parts, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "machine"_a,
         "The Parts of what estimate() returns, of a kernel for GPUs.");
   m.def(
