@@ -5,6 +5,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+
 #include "cutlass_kernels/core/slices.h"
 #include "cutlass_kernels/passes/repack.h"
 #include "cutlass_kernels/planner/clusters.h"

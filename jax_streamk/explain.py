@@ -267,8 +267,25 @@ def explain(plan: Plan, *, measure: bool = False) -> Explanation:
 
 
 def kernel_of(name: str, device: Device) -> _ffi.KernelInfo:
-    """The ``KernelInfo`` of a kernel that a plan names."""
-    return next(kernel for kernel in planner.kernels_for(device.platform) if kernel.name == name)
+    """The ``KernelInfo`` of a kernel by name. Raises ValueError if there is none."""
+    found = next((kernel for kernel in planner.kernels_for(device.platform) if kernel.name == name), None)
+    if found is None:
+        raise ValueError(f"kernel={name!r}: no such kernel for {device.platform}")
+    return found
+
+
+def on_kernel(plan: Plan, name: str) -> Plan:
+    """A plan's schedule on another kernel. Raises ValueError if there is none of that name."""
+    if plan.problem is None or plan.schedule is None:
+        return plan
+    kernel, native, problem = kernel_of(name, plan.device), plan.native_schedule(), plan.problem
+    made = dataclasses.replace(plan, kernel=name, workspace_bytes=None, candidates=())
+    cost, _, _ = _predicted(made, name, plan.schedule)
+    policy = planner.policy_in_order(name, problem, native, plan.raster, plan.swizzle, plan.device)
+    efficiency = planner._efficiency(problem, kernel, native, cost)
+    return dataclasses.replace(
+        made, policy=policy, microseconds=cost.microseconds, waves=cost.waves, efficiency=efficiency
+    )
 
 
 def work_units(plan: Plan) -> _ffi.WorkUnits:
@@ -350,7 +367,7 @@ def _why(chosen: RunnerUp, other: RunnerUp) -> str:
     if other.microseconds - chosen.microseconds < _SAME:
         return "no slower than the chosen one" if other.microseconds < chosen.microseconds else "as fast, by estimate"
     name = _largest_increase(chosen.parts, other.parts)
-    more = f"{text.duration(other.parts[name] - chosen.parts.get(name, 0.0))} more {name}"
+    more = f"{text.duration(other.parts[name] - chosen.parts.get(name, 0.0))} more for {name}"
     if name != cost_model.MAIN_LOOP or not other.resources:
         return more
     of = _largest_increase(chosen.resources, other.resources)
