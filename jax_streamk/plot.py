@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from jax_streamk.api import Shaped
 
 # Of output tiles, in turn. Neighbours differ in lightness, for readers and printers without colors.
-_TILES = ("#7fb0e3", "#f8d78f", "#5fa58b", "#f3bccb", "#a58fd6", "#dcebbb")
-_INK, _MUTED, _IDLE, _SECOND = "#1f2328", "#57606a", "#eceef0", "#9aa2ab"
+_TILES = ("#7fb0e3", "#f8d78f", "#5fa58b", "#f3bccb", "#a58fd6", "#cde29c")
+_INK, _MUTED, _IDLE, _SECOND = "#1f2328", "#57606a", "#f3f4f6", "#9aa2ab"
 _SETTINGS = {
     "svg.hashsalt": "jax_streamk",
     "svg.fonttype": "none",
@@ -30,7 +30,7 @@ _SETTINGS = {
     "font.size": 9,
     "hatch.linewidth": 0.5,
 }
-_HATCH = "/////"
+_HATCH, _WIDE_HATCH = "/////", "///"  # of few rows, and of many
 _NOBODY = "idle"  # in the legend
 _MOST_ROWS = 160  # workers that have a row each
 _MOST_BARS = 4000
@@ -300,7 +300,8 @@ class _Picture:
         shared = dict(facecolor="white", edgecolor=_INK, linewidth=0, hatch=_HATCH)
         found: dict[str, Any] = {}
         if not self.is_summed:
-            found["an output tile (colors repeat)"] = tuple(Patch(facecolor=color) for color in _TILES[:3])
+            repeat = " (colors repeat)" if self.units.tiles > len(_TILES) else ""
+            found[f"an output tile{repeat}"] = tuple(Patch(facecolor=color) for color in _TILES[:3])
         elif self.units.peers.min() == 1:
             found["whole tiles"] = Patch(facecolor=_TILES[0])
         if self.units.peers.max() > 1:
@@ -311,7 +312,7 @@ class _Picture:
         if self.units.fixes_up.any() and not self.is_summed:
             found["adds up its sums (expected)"] = Patch(facecolor=_INK)
         if self.has_second_kernel:
-            found["a second kernel adds sums (not to scale)"] = Patch(facecolor=_SECOND)
+            found["a second kernel adds up (not to scale)"] = Patch(facecolor=_SECOND)
         last = np.zeros(self.units.workers, int)
         np.maximum.at(last, self.units.worker, self.units.end)
         if last.min() < self.last:
@@ -344,7 +345,7 @@ class _Picture:
         x0, x1 = self.at(units.begin), self.at(units.end)
         apart = 0.08 if self.rows <= _APART else 0.0
         y0, y1 = units.worker + apart, units.worker + 1 - apart
-        edge = 0.6 if self.rows <= _APART else 0.25
+        edge, hatch = (0.6, _HATCH) if self.rows <= _APART else (0.25, _WIDE_HATCH)
 
         rows = np.arange(self.rows)
         everything = np.zeros(self.rows), np.full(self.rows, self.end), rows + apart, rows + 1 - apart
@@ -357,7 +358,7 @@ class _Picture:
 
         for i, color in enumerate(_TILES):
             boxes(units.tile % len(_TILES) == i, facecolor=color, edgecolor="white", linewidth=edge, zorder=2)
-        boxes(units.peers > 1, facecolor="none", edgecolor=_INK, linewidth=0, hatch=_HATCH, zorder=3)
+        boxes(units.peers > 1, facecolor="none", edgecolor=_INK, linewidth=0, hatch=hatch, zorder=3)
         fixes_up = units.fixes_up == 1
         x0 = np.maximum(x0, x1 - 0.008 * self.end)
         boxes(fixes_up, facecolor=_INK, linewidth=0, zorder=4)
