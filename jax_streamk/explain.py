@@ -112,7 +112,7 @@ class Explanation:
       most_ctas_per_sm: CTAs for which an SM has shared memory and threads.
       bytes: of every operand and the result, once.
       flops: floating-point operations.
-      limit: the plan's ``Limit``, of memory or arithmetic.
+      limit: the ``Limit`` of memory or arithmetic.
       microseconds: the predicted time; where XLA's product runs, that of our best kernel.
       tuned_microseconds: what tuning measured, if the plan is tuned.
       parts, resources: of the predicted time, as in ``RunnerUp``.
@@ -189,7 +189,8 @@ class Explanation:
 
     @property
     def limit(self) -> cost_model.Limit | None:
-        return self.plan.limit
+        known = self.plan.limit is not None or self.problem is None or self.problem.is_empty
+        return self.plan.limit if known else cost_model.limit_of(self.problem, self.device)
 
     @property
     def limit_share(self) -> float | None:
@@ -236,13 +237,13 @@ def explain(plan: Plan, *, measure: bool = False) -> Explanation:
     if problem is None or problem.is_empty:
         return Explanation(plan, measured=measured)
     work = dict(bytes=cost_model.moved_bytes(problem), flops=cost_model.flop_count(problem))
-    if plan.kernel is None:
+    if plan.kernel is None or plan.schedule is None or plan.microseconds is None:
         return Explanation(plan, microseconds=plan.microseconds, measured=measured, **work)
     kernel = kernel_of(plan.kernel, plan.device)
     cost, parts, resources = _predicted(plan, plan.kernel, plan.schedule)
     # Candidates are the planner's: the time of a tuned plan is none of theirs.
     is_tuned = not plan.candidates or plan.microseconds != plan.candidates[0].microseconds
-    microseconds = cost.microseconds if is_tuned else plan.microseconds
+    microseconds: float = cost.microseconds if is_tuned else plan.microseconds
     parts[cost_model.MAIN_LOOP] += microseconds - cost.microseconds  # of another order of tiles
     chosen = RunnerUp(plan.kernel, plan.schedule, microseconds, parts, resources, "")
     registers, ctas_per_sm = _on_the_device(kernel, plan.device)
@@ -306,7 +307,7 @@ def _division(plan: Plan, kernel: _ffi.KernelInfo) -> dict[str, Any]:
         units = work_units(plan)
     except ValueError as why:
         return dict(unknown=str(why))
-    iterations = np.bincount(units.worker, units.end - units.begin, units.workers).astype(np.int64)
+    iterations: Any = np.bincount(units.worker, units.end - units.begin, units.workers).astype(np.int64)
     shared = units.tile[units.peers > 1]
     return dict(
         tiles=units.tiles,

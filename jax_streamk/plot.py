@@ -231,6 +231,12 @@ class _Picture:
         return -(-self.units.workers // self.per_row)
 
     @property
+    def is_drawn(self) -> Any:
+        """Of every unit, whether a part of it is on the axis."""
+        begin, end = self.left_out
+        return (self.units.begin < begin) | (self.units.end > end)
+
+    @property
     def gap(self) -> float:
         """What the axis has instead of what is left out."""
         begin, end = self.left_out
@@ -289,7 +295,7 @@ class _Picture:
             )
         begin, end = self.left_out
         if end > begin:
-            hidden = np.count_nonzero((units.begin >= begin) & (units.end <= end))
+            hidden = np.count_nonzero(~self.is_drawn)
             lines.append(f"Not drawn: MAC iterations {begin:,} to {end:,}, which are {hidden:,} units of work.")
         return [part for line in lines for part in textwrap.wrap(line, _CAPTION, break_on_hyphens=False)]
 
@@ -297,7 +303,7 @@ class _Picture:
         """The legend's, by label."""
         from matplotlib.patches import Patch
 
-        shared = dict(facecolor="white", edgecolor=_INK, linewidth=0, hatch=_HATCH)
+        shared: dict[str, Any] = dict(facecolor="white", edgecolor=_INK, linewidth=0, hatch=_HATCH)
         found: dict[str, Any] = {}
         if not self.is_summed:
             repeat = " (colors repeat)" if self.units.tiles > len(_TILES) else ""
@@ -352,7 +358,7 @@ class _Picture:
         axes.add_patch(PathPatch(_boxes(*everything), facecolor=_IDLE, linewidth=0, zorder=1))
 
         def boxes(chosen: Any, **style: Any) -> None:
-            chosen = chosen & (x1 > x0)
+            chosen = chosen & self.is_drawn
             if chosen.any():
                 axes.add_patch(PathPatch(_boxes(x0[chosen], x1[chosen], y0[chosen], y1[chosen]), **style))
 
@@ -408,8 +414,8 @@ class _Picture:
         if self.rows <= 16 and not self.is_summed:
             numbers = np.arange(workers)
         else:
-            numbers = MaxNLocator(min(8, max(2, int(4 * self.height()))), integer=True).tick_values(0, workers - 1)
-            numbers = numbers[(numbers >= 0) & (numbers < workers)].astype(int)
+            ticks = MaxNLocator(min(8, max(2, int(4 * self.height()))), integer=True).tick_values(0, workers - 1)
+            numbers = np.array([tick for tick in ticks if 0 <= tick < workers], int)
         offset = 0.0 if self.is_summed else 0.5
         axes.set_yticks(numbers / self.per_row + offset, [f"{number:,}" for number in numbers], fontsize=8)
         ctas = self.kernel.cluster_m * self.kernel.cluster_n
