@@ -199,9 +199,9 @@ WorkUnits work_units(KernelInfo const& info, GemmProblem const& p, Schedule cons
 
 // A numpy array that keeps the units alive.
 template <class T, std::vector<T> WorkUnits::* column>
-nb::object array(nb::handle self) {
+nb::ndarray<nb::numpy, T const, nb::ndim<1>> array(nb::handle self) {
   auto const& values = nb::cast<WorkUnits const&>(self).*column;
-  return nb::cast(nb::ndarray<nb::numpy, T const, nb::ndim<1>>(values.data(), {values.size()}, self));
+  return {values.data(), {values.size()}, self};
 }
 
 }  // namespace

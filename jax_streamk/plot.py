@@ -25,8 +25,6 @@ _INK, _MUTED, _IDLE, _SECOND = "#1f2328", "#57606a", "#f3f4f6", "#9aa2ab"
 _SETTINGS = {
     "svg.hashsalt": "jax_streamk",
     "svg.fonttype": "none",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
     "font.size": 9,
     "hatch.linewidth": 0.5,
 }
@@ -39,7 +37,7 @@ _MOST_PIECES, _SHOWN_PIECES = 32, 12  # of the busiest worker: if more, that man
 _NUMBERED = 80  # bars at most have their tiles' numbers
 _APART = 40  # rows at most have gaps between them
 _WIDTH, _LEAST_HEIGHT, _MOST_HEIGHT = 8.0, 0.6, 4.6  # inches of a figure, and of axes
-_CAPTION = 118  # columns
+_COLUMNS = 14.7  # of a caption in an inch
 
 
 def plot(plan: Plan, path: str | os.PathLike[str] | None = None, ax: Any = None) -> Any:
@@ -47,15 +45,15 @@ def plot(plan: Plan, path: str | os.PathLike[str] | None = None, ax: Any = None)
     matplotlib = _matplotlib("plot")
     picture = _Picture(plan)
     picture.leave_out()
-    caption = picture.caption()
     with matplotlib.rc_context(_SETTINGS):
         is_own = ax is None
+        caption = picture.caption(_WIDTH if is_own else _width(ax))
         if is_own:
             figure = _figure(path, picture.height() + 1.2 + 0.16 * len(caption))
             figure.suptitle(_product(plan), x=0.01, ha="left", fontsize=10, fontweight="bold")
             ax = figure.add_subplot()
         else:
-            caption.insert(0, _product(plan))
+            caption = [*_wrapped(_product(plan), _width(ax)), *caption]
         picture.draw(ax)
         ax.set_title("\n".join(caption), loc="left", fontsize=8.5, color=_INK if not is_own else _MUTED)
         ax.set_xlabel("MAC iterations of a worker, one after another")
@@ -113,7 +111,7 @@ def plot_schedules(
         every = figure.subplots(len(pictures), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
         for axes, picture in zip(every, pictures):
             picture.draw(axes)
-            axes.set_title("\n".join(picture.caption()), loc="left", fontsize=8.5, color=_MUTED)
+            axes.set_title("\n".join(picture.caption(_WIDTH)), loc="left", fontsize=8.5, color=_MUTED)
         every[-1].set_xlim(0, 1.015 * max(picture.end for picture in pictures))
         worker = "a thread" if first.device.platform == "cpu" else "an SM"
         every[-1].set_xlabel("MAC iterations of a worker" if is_common else f"million multiply-adds of {worker}")
@@ -151,19 +149,27 @@ def _save(figure: Any, path: str | os.PathLike[str]) -> None:
     figure.savefig(path, dpi=160, metadata={"Date": None} if is_svg else None)
 
 
+def _width(axes: Any) -> float:
+    """Inches."""
+    return axes.get_window_extent().width / axes.figure.dpi
+
+
+def _wrapped(line: str, width: float) -> list[str]:
+    return textwrap.wrap(line, max(20, int(_COLUMNS * width)), break_on_hyphens=False)
+
+
 def _legend(of: Any, handles: dict[str, Any]) -> None:
     from matplotlib.figure import FigureBase
     from matplotlib.legend_handler import HandlerTuple
 
-    where = (
-        dict(loc="outside lower center")
-        if isinstance(of, FigureBase)
-        else dict(loc="upper center", bbox_to_anchor=(0.5, -0.2))
-    )
+    is_figure = isinstance(of, FigureBase)
+    below = dict(loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=4.6)  # of the axis and its label
+    where: dict[str, Any] = dict(loc="outside lower center") if is_figure else below
+    in_row = len(handles) if is_figure else max(1, int(_width(of) / 1.9))
     of.legend(
         list(handles.values()),
         list(handles),
-        ncols=len(handles),
+        ncols=min(len(handles), in_row),
         frameon=False,
         fontsize=8.5,
         handlelength=2.6,
@@ -278,7 +284,8 @@ class _Picture:
         most = _MOST_HEIGHT if pictures == 1 else max(1.4, 6.0 / pictures)
         return float(np.clip(0.27 * self.rows, _LEAST_HEIGHT, most))
 
-    def caption(self) -> list[str]:
+    def caption(self, width: float) -> list[str]:
+        """Lines that fit a width in inches."""
         plan, units = self.plan, self.units
         tiles = f"{units.tiles:,} tile{'s' * (units.tiles != 1)} of {units.k_tiles:,} MAC iterations"
         who = f"{len(np.unique(units.worker)):,} of {units.workers:,} {self.worker}s at work"
@@ -297,7 +304,7 @@ class _Picture:
         if end > begin:
             hidden = np.count_nonzero(~self.is_drawn)
             lines.append(f"Not drawn: MAC iterations {begin:,} to {end:,}, which are {hidden:,} units of work.")
-        return [part for line in lines for part in textwrap.wrap(line, _CAPTION, break_on_hyphens=False)]
+        return [part for line in lines for part in _wrapped(line, width)]
 
     def handles(self) -> dict[str, Any]:
         """The legend's, by label."""
@@ -340,7 +347,7 @@ class _Picture:
         axes.set_xlim(0, beyond * self.end)
         axes.set_ylim(self.rows, 0)
         axes.tick_params(axis="y", length=0)
-        axes.spines["left"].set_visible(False)
+        axes.spines[["left", "top", "right"]].set_visible(False)
         self._number_rows(axes)
         self._break(axes)
 
