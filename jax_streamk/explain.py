@@ -276,14 +276,16 @@ def kernel_of(name: str, device: Device) -> _ffi.KernelInfo:
 
 
 def on_kernel(plan: Plan, name: str) -> Plan:
-    """A plan's schedule on another kernel. Raises ValueError if there is none of that name."""
+    """A plan's schedule on another kernel. Raises ValueError if there is none of that name, or it cannot run it."""
     if plan.problem is None or plan.schedule is None:
         return plan
-    kernel, native, problem = kernel_of(name, plan.device), plan.native_schedule(), plan.problem
-    made = dataclasses.replace(plan, kernel=name, workspace_bytes=None, candidates=())
+    kernel_of(name, plan.device)
+    made = dataclasses.replace(plan, kernel=name, workspace_bytes=None, reasons=(), candidates=())
+    units = work_units(made)
     cost, _, _ = _predicted(made, name, plan.schedule)
-    policy = planner.policy_in_order(name, problem, native, plan.raster, plan.swizzle, plan.device)
-    efficiency = planner._efficiency(problem, kernel, native, cost)
+    order = plan.raster, plan.swizzle
+    policy = planner.policy_in_order(name, plan.problem, plan.native_schedule(), *order, plan.device)
+    efficiency = int((units.k_end - units.k_begin).sum()) / (units.workers * int(units.end.max()))
     return dataclasses.replace(
         made, policy=policy, microseconds=cost.microseconds, waves=cost.waves, efficiency=efficiency
     )
