@@ -5,6 +5,7 @@ the planner's (cutlass_kernels/planner/).
 """
 
 import dataclasses
+import functools
 import html
 import statistics
 import textwrap
@@ -269,10 +270,15 @@ def explain(plan: Plan, *, measure: bool = False) -> Explanation:
 
 def kernel_of(name: str, device: Device) -> _ffi.KernelInfo:
     """The ``KernelInfo`` of a kernel by name. Raises ValueError if there is none."""
-    found = next((kernel for kernel in planner.kernels_for(device.platform) if kernel.name == name), None)
-    if found is None:
+    known = _kernels(device.platform)
+    if name not in known:
         raise ValueError(f"kernel={name!r}: no such kernel for {device.platform}")
-    return found
+    return known[name]
+
+
+@functools.cache
+def _kernels(platform: str) -> dict[str, _ffi.KernelInfo]:
+    return {kernel.name: kernel for kernel in planner.kernels_for(platform)}
 
 
 def on_kernel(plan: Plan, name: str) -> Plan:
