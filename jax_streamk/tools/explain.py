@@ -28,7 +28,7 @@ def add_arguments(parser):
     for name, what in (
         ("m", "rows of A and of the result"),
         ("n", "columns of B and of the result"),
-        ("k", "the sum's"),
+        ("k", "extent of the sum"),
     ):
         parser.add_argument(name, metavar=name.upper(), type=shapes.positive, help=what)
     parser.add_argument("--batch", type=shapes.positive, default=1, help="products of these extents (%(default)s)")
