@@ -26,6 +26,7 @@
 #include "ffi/gemm_call.h"
 #include "ffi/planner_bindings.h"
 #include "ffi/timing.h"
+#include "ffi/work_units.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -271,6 +272,7 @@ NB_MODULE(_ffi, m) {
       "kernel"_a, "problem"_a, "schedule"_a, "policy"_a, "device"_a);
 
   bind_planner(m);
+  bind_work_units(m);
 
   m.def("launch", &launch, "kernel"_a, "problem"_a, "schedule"_a, "policy"_a, "device"_a, "addresses"_a, "workspace"_a,
         "stream"_a = 0, nb::call_guard<nb::gil_scoped_release>(),

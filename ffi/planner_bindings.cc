@@ -5,6 +5,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+
 #include "cutlass_kernels/core/slices.h"
 #include "cutlass_kernels/passes/repack.h"
 #include "cutlass_kernels/planner/clusters.h"
@@ -18,6 +20,18 @@ namespace jax_streamk {
 namespace {
 
 constexpr int64_t kUnknown = -1;  // bytes of workspace
+
+// CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+bool has_small_sms(Device const& device) { return device.arch == 86 || device.arch == 89 || device.arch >= 120; }
+int64_t shared_memory_per_sm(Device const& device) {
+  return (has_small_sms(device) ? 100 : device.arch < 90 ? 164 : 228) * int64_t{1024};
+}
+
+// For which an SM has shared memory, each with the 1 KiB that CUDA takes, and threads.
+int64_t most_ctas_per_sm(KernelInfo const& info, Device const& device) {
+  return std::min(shared_memory_per_sm(device) / (info.shared_memory + 1024),
+                  int64_t{has_small_sms(device) ? 1536 : 2048} / info.threads);
+}
 
 // A kernel that this build lacks, for planning as if it were there. Its limits are those of its family's can_launch()
 // except for extents near 2^31, and its workspace is known where no tile is shared inside of the kernel.
@@ -55,7 +69,18 @@ class DescribedKernel final : public Kernel {
            align_workspace(slices * p.batch * p.m * padded(p.n, p) * size_of(accumulator_of(p.a.format)));
   }
 
-  Decomposition decomposition(GemmProblem const&, Schedule const&, Device const&) const override { return {}; }
+  // The families' own; of sm80 kernels that of whole tiles and of split-K.
+  Decomposition decomposition(GemmProblem const& p, Schedule const& s, Device const& device) const override {
+    if (info.family == Family::kSm90) return sm90_decomposition(info, p, s, device);
+    bool const swap = info.swap_ab;
+    auto const tiles = static_cast<int32_t>(p.batch * ceil_div(swap ? p.n : p.m, info.tile_m) *
+                                            ceil_div(swap ? p.m : p.n, info.tile_n));
+    auto const k_tiles = static_cast<int32_t>(ceil_div(p.k, info.tile_k));
+    int32_t const splits = s.kind == ScheduleKind::kSplitK ? s.splits : 1;
+    // A skinny kernel has a worker for each piece of work.
+    int32_t const workers = info.family == Family::kSkinny ? tiles * splits : device.sms;
+    return Decomposition::make(splits > 1 ? s.kind : ScheduleKind::kDataParallel, tiles, k_tiles, workers, splits);
+  }
   Status run(GemmProblem const&, Schedule const&, LaunchPolicy const&, Device const&, Buffers const&, void*,
              Executor*) const override {
     return Status::precondition(info.name + " is not compiled into this build");
@@ -76,10 +101,7 @@ class DescribedKernel final : public Kernel {
     return s.kind == ScheduleKind::kStreamK && s.max_sms != 1;
   }
 
-  static int64_t shared_memory_per_cta(Device const& device) {
-    bool const small = device.arch == 86 || device.arch == 89 || device.arch >= 120;
-    return ((small ? 100 : device.arch < 90 ? 164 : 228) - 1) * int64_t{1024};
-  }
+  static int64_t shared_memory_per_cta(Device const& device) { return shared_memory_per_sm(device) - 1024; }
 };
 
 class Kernels {
@@ -114,6 +136,13 @@ Cost estimate(KernelInfo const& kernel, GemmProblem const& problem, Schedule con
               Machine const& machine) {
   Estimator const estimator(kernel, problem, width_of(s, device), machine);
   return estimator.cost(s, kernel.family == Family::kHost ? Wave{} : estimator.best_order().wave);
+}
+
+Parts parts(KernelInfo const& kernel, GemmProblem const& problem, Schedule const& s, Device const& device,
+            Machine const& machine) {
+  if (kernel.family == Family::kHost) throw nb::value_error("of a CPU the parts are not modelled");
+  Estimator const estimator(kernel, problem, width_of(s, device), machine);
+  return estimator.parts(s, estimator.best_order().wave);
 }
 
 // Many candidates, whose waves are computed once.
@@ -165,6 +194,8 @@ class Batch {
 
 }  // namespace
 
+std::unique_ptr<Kernel> described_kernel(KernelInfo const& info) { return std::make_unique<DescribedKernel>(info); }
+
 void bind_planner(nb::module_& m) {
   nb::dict gpu, host;
 #define JAX_STREAMK_GPU(name, meaning) gpu[#name] = meaning;
@@ -200,6 +231,18 @@ void bind_planner(nb::module_& m) {
       .def_ro("extra", &Cost::extra)
       .def_ro("repack", &Cost::repack);
 
+  nb::class_<Parts>(
+      m, "Parts",
+      "What a call's main loop and epilogue ask of each resource of a GPU, in microseconds: of the busiest "
+      "worker, except for `memory`. They overlap.")
+      .def_ro("memory", &Parts::memory)
+      .def_ro("tensor_cores", &Parts::tensor_cores)
+      .def_ro("shared_memory", &Parts::shared_memory)
+      .def_ro("l2", &Parts::l2)
+      .def_ro("waits", &Parts::waits)
+      .def_ro("epilogue", &Parts::epilogue)
+      .def_ro("fix_up", &Parts::fix_up);
+
   nb::class_<Kernels>(m, "Kernels",
                       "Kernels to choose from; one that this build lacks is known by its description alone.")
       .def(nb::init<std::vector<KernelInfo> const&>(), "infos"_a);
@@ -231,6 +274,10 @@ void bind_planner(nb::module_& m) {
       "schedule; a schedule but None is the only one considered.");
   m.def("estimate", &estimate, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "machine"_a,
         "The Cost of a kernel under a schedule in the best order of tiles, whether or not the kernel can run it.");
+  m.def("most_ctas_per_sm", &most_ctas_per_sm, "kernel"_a, "device"_a,
+        "CTAs of a CUDA kernel for which an SM has shared memory and threads; registers may allow fewer.");
+  m.def("parts", &parts, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "machine"_a,
+        "The Parts of what estimate() returns, of a kernel for GPUs.");
   m.def(
       "goes_first",
       [](int32_t tiles_m, int32_t tiles_n, Schedule const& s, TilesOrder const& order, int32_t workers, Raster line,

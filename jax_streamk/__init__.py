@@ -17,7 +17,9 @@ from jax_streamk.accelerate import accelerate
 from jax_streamk.api import dot_general, einsum, kernels, linear, matmul, plan
 from jax_streamk.custom_call import EXPORT_CHECKS
 from jax_streamk.device import A100, H100, H200, Device
+from jax_streamk.explain import Explanation
 from jax_streamk.planner import Plan
+from jax_streamk.plot import plot_schedules
 from jax_streamk.primitive import dots_saveable, dots_with_no_batch_dims_saveable
 from jax_streamk.schedules import Auto, DataParallel, PerPass, SplitK, StreamK
 from jax_streamk.tuning.tune import tuning
@@ -33,6 +35,7 @@ __all__ = [
     "Auto",
     "DataParallel",
     "Device",
+    "Explanation",
     "PerPass",
     "Plan",
     "SplitK",
@@ -47,6 +50,7 @@ __all__ = [
     "linear",
     "matmul",
     "plan",
+    "plot_schedules",
     "tuning",
     "use_tuned_plans",
 ]

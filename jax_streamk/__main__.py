@@ -7,7 +7,7 @@ import sys
 
 from jax_streamk import __version__
 
-COMMANDS = ("bench", "tune", "fit", "info")
+COMMANDS = ("explain", "bench", "tune", "fit", "info")
 
 
 def main(argv=None):

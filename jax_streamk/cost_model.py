@@ -26,17 +26,26 @@ def limit_of(problem, device):
     """The ``Limit`` of a problem on a GPU; None on a CPU, whose memory is not modelled."""
     if device.platform != "cuda":
         return None
-    machine, sms, size = machine_of(device), device.sms, _SIZES.__getitem__
-    batches = lambda stride: problem.batch if stride else 1
+    machine, moved, operations = machine_of(device), moved_bytes(problem), flop_count(problem)
+    memory = moved / machine.dram_bytes_per_us
+    arithmetic = operations / _arithmetic_rate(machine, device.arch, device.sms, problem)
+    return Limit("memory", memory, moved) if memory >= arithmetic else Limit("arithmetic", arithmetic, operations)
+
+
+def moved_bytes(problem):
+    """Bytes of every operand, each read once, and of the result."""
+    size, batches = _SIZES.__getitem__, lambda stride: problem.batch if stride else 1
     m, n, k = problem.m, problem.n, problem.k
     results = problem.batch * m * n * (2 if problem.has_residual else 1) + (
         n * batches(problem.batch_stride_bias) if problem.has_bias else 0
     )
     moved = m * k * batches(problem.batch_stride_a) * size(problem.type_a)
-    moved += k * n * batches(problem.batch_stride_b) * size(problem.type_b) + results * size(problem.type_d)
-    flops = 2 * problem.batch * m * n * k
-    memory, arithmetic = moved / machine.dram_bytes_per_us, flops / _arithmetic_rate(machine, device.arch, sms, problem)
-    return Limit("memory", memory, moved) if memory >= arithmetic else Limit("arithmetic", arithmetic, flops)
+    return moved + k * n * batches(problem.batch_stride_b) * size(problem.type_b) + results * size(problem.type_d)
+
+
+def flop_count(problem):
+    """Multiplications and additions of the product."""
+    return 2 * problem.batch * problem.m * problem.n * problem.k
 
 
 _SIZES = {_ffi.Type.f64: 8, _ffi.Type.f32: 4, _ffi.Type.s32: 4, _ffi.Type.bf16: 2, _ffi.Type.f16: 2, _ffi.Type.s8: 1}
@@ -58,14 +67,38 @@ def _arithmetic_rate(machine, arch, sms, problem):
 
 def describe(cost):
     """One line with the parts of an ``_ffi.Cost``."""
-    shares = cost.peers > 1
-    parts = {
+    fix_up = (
+        f", including {duration(cost.fix_up)} to fix up tiles that {cost.peers:.0f} workers share"
+        if cost.peers > 1
+        else ""
+    )
+    return f"estimated {durations(parts_of(cost))}{fix_up}"
+
+
+def parts_of(cost):
+    """The parts of an ``_ffi.Cost`` that add up to its microseconds, by name."""
+    return {
         "launch": cost.launches,
         "operand copies": cost.repack,
-        "clearing counters" if shares else "adding slices of K": cost.extra,
-        "main loop and epilogue": cost.microseconds - cost.launches - cost.repack - cost.extra,
+        "clearing counters" if cost.peers > 1 else "adding slices of K": cost.extra,
+        MAIN_LOOP: cost.microseconds - cost.launches - cost.repack - cost.extra,
     }
-    fix_up = (
-        f", including {duration(cost.fix_up)} to fix up tiles that {cost.peers:.0f} workers share" if shares else ""
-    )
-    return f"estimated {durations(parts)}{fix_up}"
+
+
+MAIN_LOOP = "main loop and epilogue"
+
+# Of the main loop and the epilogue, by the name that ``_ffi.Parts`` has for it.
+RESOURCES = {
+    "memory": "memory",
+    "tensor_cores": "tensor cores",
+    "shared_memory": "loads into shared memory",
+    "l2": "loads from L2",
+    "waits": "waits for vectors",
+    "epilogue": "epilogues",
+    "fix_up": "fix-ups",
+}
+
+
+def resources_of(parts):
+    """Microseconds that each resource is needed, by what ``RESOURCES`` calls it; what is not needed is left out."""
+    return {words: time for name, words in RESOURCES.items() if (time := getattr(parts, name)) > 0}

@@ -6,7 +6,9 @@ The search is in cutlass_kernels/planner/planner.cc, with the cost model beside 
 import dataclasses
 import functools
 import itertools
+import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from jax_streamk import _ffi, cost_model, described, left_to_xla, schedules, text
 from jax_streamk.device import Device
@@ -14,6 +16,9 @@ from jax_streamk.launch_policy import LaunchPolicy
 from jax_streamk.machines import machine_of
 from jax_streamk.problem import GemmProblem
 from jax_streamk.tuning import tuned
+
+if TYPE_CHECKING:
+    from jax_streamk.explain import Explanation
 
 _REDUCTIONS = {r.name: r for r in (_ffi.Reduction.ordered, _ffi.Reduction.atomic, _ffi.Reduction.separate)}
 
@@ -96,6 +101,38 @@ class Plan:
 
     def native_schedule(self) -> _ffi.Schedule:
         return _native_schedule(self.schedule)
+
+    def explain(self, *, measure: bool = False) -> "Explanation":
+        """The figures behind the plan, as attributes and, printed, as text; in notebooks as a table.
+
+        Args:
+          measure: whether to run the product on this machine, and XLA's, and to add their times.
+
+        Raises:
+          ValueError: measure, and this process has not the device, or there is nothing to run.
+          RuntimeError: measure, and this build has no kernels for the device, or running failed.
+        """
+        from jax_streamk import explain
+
+        return explain.explain(self, measure=measure)
+
+    def plot(self, path: str | os.PathLike[str] | None = None, ax: Any = None) -> Any:
+        """Draws who works on which output tile: workers on one axis, MAC iterations on the other.
+
+        Args:
+          path: of a file to write, such as ``"plan.svg"`` or ``"plan.png"``; None writes none.
+          ax: ``matplotlib.axes.Axes`` to draw in; None makes a figure.
+
+        Returns:
+          The ``matplotlib.axes.Axes``.
+
+        Raises:
+          ImportError: matplotlib is not installed.
+          ValueError: there is nothing to draw, because XLA's product runs, or only a build with CUDA kernels knows.
+        """
+        from jax_streamk import plot
+
+        return plot.plot(self, path, ax)
 
 
 _KINDS = {

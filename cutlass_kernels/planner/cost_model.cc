@@ -113,6 +113,13 @@ Estimator::Iteration Estimator::iteration_of(Schedule const& s, Share const& sha
   return {tensor_cores_, sustained_ * share.busy, loads_, gpcs, waits_};
 }
 
+// Workers of the last wave that have a piece, of those of all others. They have to themselves what all share: caches
+// and power. Slices that sm80 kernels launch apart may leave none to it.
+double Estimator::busy_last_of(Share const& share, double splits, bool cut) const {
+  double const left = std::max(launch_.grid.tiles * splits - (share.pieces - 1) * share.busy, 1.0);
+  return cut ? 1 : std::min(left / share.busy, 1.0);
+}
+
 // Few workers do not draw all that memory could give: those with a piece of the whole waves, and of the last one.
 double Estimator::dram_of(Share const& share, double splits, double busy_last) const {
   double const pieces = launch_.grid.tiles * splits, left = std::max(pieces - (share.pieces - 1) * share.busy, 1.0);
@@ -156,10 +163,7 @@ Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   cost.repack = repack_;
 
   Iteration const whole = iteration_of(s, share, wave, cut);
-  // Workers of the last wave that have a piece, of those of all others. They have to themselves what all share: caches
-  // and power. Slices that sm80 kernels launch apart may leave none to it.
-  double const left = std::max(launch_.grid.tiles * splits - (share.pieces - 1) * share.busy, 1.0);
-  double const busy_last = cut ? 1 : std::min(left / share.busy, 1.0);
+  double const busy_last = busy_last_of(share, splits, cut);
   // What is fused overlaps with nothing in the last epilogue, and is hidden where a pass adds slices.
   double const last_fused = separate ? 0 : fused_;
   double const others = last_fused + cost.extra + cost.repack;
@@ -174,6 +178,28 @@ Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   cost.work += last_fused;
   cost.waves = launch_.grid.tiles * splits / launch_.grid.workers;
   return cost;
+}
+
+Parts Estimator::parts(Schedule const& s, Wave const& wave) const {
+  bool const separate = is_separate(s);
+  Share const share = share_of(s, launch_.grid, launch_.kernel, launch_.traits, launch_.problem, separate);
+  double const splits = separate ? share.slices : splits_of(s);
+  bool const cut = streams(s) && share.peers > 1;
+  double const busy_last = busy_last_of(share, splits, cut);
+  double const fused = separate ? 0 : fused_, epilogue = epilogues(epilogue_, fused, share.pieces);
+  Iteration const whole = iteration_of(s, share, wave, cut);
+  auto const of_one = [&](Iteration const& iteration) {
+    return std::max(work_of(overlapped, iteration, share, busy_last, separate) - epilogue, 0.0);
+  };
+  Parts parts;
+  parts.memory = dram_of(share, splits, busy_last);
+  parts.tensor_cores = of_one({whole.tensor_cores, whole.sustained, 0, 0, 0});
+  parts.shared_memory = of_one({0, 0, whole.loads, 0, 0});
+  parts.l2 = of_one({0, 0, 0, whole.gpcs, 0});
+  parts.waits = of_one({0, 0, 0, 0, whole.waits});
+  parts.epilogue = epilogue + fused;
+  parts.fix_up = fix_up_us(launch_, cut ? 1 : share.pieces, share.peers);
+  return parts;
 }
 
 }  // namespace jax_streamk

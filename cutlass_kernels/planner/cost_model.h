@@ -26,6 +26,16 @@ struct Cost {
   double repack = 0;        // copying operands as TMA and wgmma take them
 };
 
+// What the main loop and the epilogue of a call ask of each resource: of the busiest worker, except for memory. They
+// overlap, so that together they take less than their sum.
+struct Parts {
+  double memory = 0;  // Cost::floor
+  double tensor_cores = 0;
+  double shared_memory = 0, l2 = 0;  // loads: into the SM's shared memory, and from L2
+  double waits = 0;                  // beside loads
+  double epilogue = 0, fix_up = 0;
+};
+
 // How many SMs or threads share the work of a schedule.
 int32_t width_of(Schedule const&, Device const&);
 
@@ -46,6 +56,8 @@ class Estimator {
 
   // In waves of this kind. Above `limit` the microseconds may be a lower bound, and the other figures are missing.
   Cost cost(Schedule const&, Wave const&, double limit = std::numeric_limits<double>::infinity()) const;
+  // Of what cost() returns, on a GPU.
+  Parts parts(Schedule const&, Wave const&) const;
 
  private:
   // Of a MAC iteration where all workers are busy: what each resource needs.
@@ -55,6 +67,7 @@ class Estimator {
   Iteration iteration_of(Schedule const&, Share const&, Wave const&, bool cut) const;
   template <typename Join>
   double work_of(Join, Iteration const&, Share const&, double busy_last, bool separate) const;
+  double busy_last_of(Share const&, double splits, bool cut) const;
   double dram_of(Share const&, double splits, double busy_last) const;
   double epilogues(double epilogue, double fused, double pieces) const;
   double least_of() const;

@@ -1,0 +1,101 @@
+"""``python -m jax_streamk explain``: what a product would run, in figures, and who works on which tile as a picture."""
+
+import argparse
+
+import jax
+
+import jax_streamk
+from jax_streamk import schedules
+from jax_streamk.device import device_of
+from jax_streamk.explain import work_units
+from jax_streamk.plot import plot_schedules
+from jax_streamk.tools import shapes
+from jax_streamk.tools.tune import dtype
+
+_DEVICES = {"h200": jax_streamk.H200, "h100": jax_streamk.H100, "a100": jax_streamk.A100}
+_SCHEDULES = "auto, data-parallel, split-k:SPLITS[:REDUCTION] or stream-k[:REDUCTION]"
+_EXAMPLES = """\
+examples:
+  python -m jax_streamk explain 128 4096 4096 --device h200
+  python -m jax_streamk explain 128 4096 4096 --device h200 --schedule split-k:4 --plot plan.svg
+  python -m jax_streamk explain 1280 512 1024 --dtype float32 --plot schedules.png \\
+      --schedule data-parallel --schedule split-k:2 --schedule stream-k
+"""
+
+
+def add_arguments(parser):
+    parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, _EXAMPLES
+    for name, what in (
+        ("m", "rows of A and of the result"),
+        ("n", "columns of B and of the result"),
+        ("k", "extent of the sum"),
+    ):
+        parser.add_argument(name, metavar=name.upper(), type=shapes.positive, help=what)
+    parser.add_argument("--batch", type=shapes.positive, default=1, help="products of these extents (%(default)s)")
+    parser.add_argument("--trans-a", action="store_true", help="A is stored (K, M)")
+    parser.add_argument("--trans-b", action="store_true", help="B is stored (N, K)")
+    parser.add_argument("--dtype", type=dtype, default=dtype("bfloat16"), help="of operands (%(default)s)")
+    parser.add_argument("--out-dtype", type=dtype, help="of the result (JAX's choice)")
+    parser.add_argument("--precision", choices=["default", "high", "highest"], default="default", help="of float32")
+    parser.add_argument(
+        "--schedule",
+        action="append",
+        type=schedule,
+        help=f"{_SCHEDULES}; may be given several times (auto)",
+    )
+    parser.add_argument("--device", choices=[*_DEVICES, "cpu"], help="to plan for (JAX's default device)")
+    parser.add_argument("--measure", action="store_true", help="run it, and XLA's product, on this machine")
+    parser.add_argument("--plot", metavar="FILE", help="write a picture, of one schedule or of all of them: SVG or PNG")
+    parser.add_argument("--html", action="store_true", help="as a table of HTML")
+
+
+def run(arguments):
+    with jax.enable_x64(True):  # float64 is float64
+        return _run(arguments)
+
+
+def _run(arguments):
+    shape = shapes.Shape(arguments.m, arguments.n, arguments.k, arguments.trans_a, arguments.trans_b, arguments.batch)
+    lhs, rhs = (jax.ShapeDtypeStruct(stored, arguments.dtype) for stored in shape.stored())
+    wanted = arguments.schedule or [schedules.Auto()]
+    try:
+        options = dict(
+            dimension_numbers=shape.dimension_numbers(),
+            device=_DEVICES.get(arguments.device) or device_of(arguments.device),
+            precision=arguments.precision,
+            preferred_element_type=arguments.out_dtype,
+        )
+        plans = [jax_streamk.plan(lhs, rhs, schedule=each, **options) for each in wanted]
+        explanations = [made.explain(measure=arguments.measure) for made in plans]
+        if arguments.plot:
+            for made in plans:
+                work_units(made)  # before anything is printed, or written
+    except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
+        raise SystemExit(f"explain: {error}") from None
+    print("\n\n".join(x._repr_html_() if arguments.html else str(x) for x in explanations))
+    if arguments.plot:
+        try:
+            if len(plans) == 1:
+                plans[0].plot(arguments.plot)
+            else:
+                plot_schedules(lhs, rhs, wanted, path=arguments.plot, **options)
+        except (ImportError, OSError, ValueError) as error:
+            raise SystemExit(f"explain: {error}") from None
+    return 0
+
+
+def schedule(words):
+    """A schedule as the command line has it, such as ``split-k:4:separate``."""
+    name, *given = words.split(":")
+    try:
+        if name == "auto" and not given:
+            return schedules.Auto()
+        if name == "data-parallel" and not given:
+            return schedules.DataParallel()
+        if name == "split-k" and 1 <= len(given) <= 2:
+            return schedules.SplitK(int(given[0]), *given[1:])
+        if name == "stream-k" and len(given) <= 1:
+            return schedules.StreamK(*given)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{words!r}: {error}") from None
+    raise argparse.ArgumentTypeError(f"{words!r}: must be {_SCHEDULES}")
