@@ -33,7 +33,9 @@ class Spread:
     """A figure over all workers of the machine, those without work included.
 
     Attributes:
-      least, mean, most: of the workers.
+      least: of any worker.
+      mean: of all workers.
+      most: of any worker.
     """
 
     least: int
@@ -94,7 +96,10 @@ class Explanation:
 
     Attributes:
       plan: the ``Plan``.
-      problem, device, schedule, policy: the plan's.
+      problem: the plan's.
+      device: the plan's.
+      schedule: the plan's.
+      policy: the plan's.
       kernel: the ``KernelInfo`` of its kernel.
       tiles: output tiles, of all batches; of a cluster's CTAs together.
       tile: (m, n) of an output tile.
@@ -102,23 +107,28 @@ class Explanation:
       k_tiles: MAC iterations of each tile. Three TF32 take three times as many.
       workers: clusters of CTAs, SMs or threads that work at once, on the whole device.
       busy_workers: those that have work.
-      waves, efficiency: the plan's, quantization efficiency.
+      waves: the plan's.
+      efficiency: the plan's, quantization efficiency.
       iterations: MAC iterations of a worker, a ``Spread``.
       shared_tiles: tiles that several workers share.
       peers: the most that share one; 1 if none is shared.
       workspace_bytes: the plan's.
       grid: CTAs along each dimension of the launch, idle clusters included.
-      threads, stages, shared_memory: of a CTA; shared memory in bytes.
-      registers, ctas_per_sm: registers per thread and CTAs that fit on an SM, which the GPU says if it is here.
+      threads: of a CTA.
+      stages: of a CTA.
+      shared_memory: of a CTA, in bytes.
+      registers: per thread, which the GPU says if it is here.
+      ctas_per_sm: CTAs that fit on an SM, which the GPU says if it is here.
       most_ctas_per_sm: CTAs for which an SM has shared memory and threads.
       bytes: of every operand and the result, once.
       flops: floating-point operations.
       limit: the ``Limit`` of memory or arithmetic.
       microseconds: the predicted time; where XLA's product runs, that of our best kernel.
       tuned_microseconds: what tuning measured, if the plan is tuned.
-      parts, resources: of the predicted time, as in ``RunnerUp``.
+      parts: of the predicted time, as in ``RunnerUp``.
+      resources: of the predicted time, as in ``RunnerUp``.
       limit_share: the limit over the predicted time.
-      runners_up: distinct ``RunnerUp``s, lowest prediction first.
+      runners_up: of the planner's other candidates a ``RunnerUp`` each, lowest prediction first.
       measured: ``Measured``, with ``measure=True``.
       unknown: why who does what is not known, or "".
     """
