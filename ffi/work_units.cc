@@ -190,7 +190,9 @@ WorkUnits work_units(KernelInfo const& info, GemmProblem const& p, Schedule cons
     kernel = described.get();
     if (info.family == Family::kSm80 && s.kind == ScheduleKind::kStreamK && s.max_sms != 1)
       throw nb::value_error(
-          (info.name + ": CUTLASS cuts its Stream-K, which only a build with CUDA kernels has").c_str());
+          (info.name +
+           ": how CUTLASS cuts its Stream-K is known to a build with CUDA kernels only; name an sm90 kernel")
+              .c_str());
   }
   Status const status = check(*kernel, p, s, device);
   if (!status.ok()) throw nb::value_error(status.message.c_str());

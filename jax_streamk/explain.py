@@ -303,7 +303,12 @@ def on_kernel(plan: Plan, name: str) -> Plan:
     policy = planner.policy_in_order(name, plan.problem, plan.native_schedule(), *order, plan.device)
     efficiency = int((units.k_end - units.k_begin).sum()) / (units.workers * int(units.end.max()))
     return dataclasses.replace(
-        made, policy=policy, microseconds=cost.microseconds, waves=cost.waves, efficiency=efficiency
+        made,
+        policy=policy,
+        microseconds=cost.microseconds,
+        waves=cost.waves,
+        efficiency=efficiency,
+        candidates=(planner.Candidate(name, plan.schedule, cost.microseconds),),
     )
 
 

@@ -178,9 +178,9 @@ def test_cutlass_alone_cuts_its_stream_k():
     if _ffi.has_cuda:
         assert found.iterations is not None
         return
-    assert "CUTLASS cuts its Stream-K" in found.unknown and found.iterations is None and found.waves == made.waves
-    assert "CUTLASS cuts its Stream-K" in str(found).replace("\n    ", " ")
-    with pytest.raises(ValueError, match="only a build with CUDA kernels"):
+    assert "name an sm90 kernel" in found.unknown and found.iterations is None and found.waves == made.waves
+    assert "how CUTLASS cuts its Stream-K is known" in str(found).replace("\n    ", " ")
+    with pytest.raises(ValueError, match="to a build with CUDA kernels only"):
         made.plot()
 
 
@@ -537,6 +537,11 @@ def test_the_command_draws(tmp_path, capsys):
     xml.etree.ElementTree.parse(one)
     schedules = ["--schedule", "data-parallel", "--schedule", "split-k:2:separate"]
     assert main(["explain", "96", "64", "512", "--device", "cpu", *schedules, "--plot", str(several)]) == 0
+    capsys.readouterr()
+    kernel = ["--kernel", "sm90_bf16_bf16_rr_128x256x64_1x2_coop", "--device", "h200"]
+    assert main(["explain", "1536", "2816", "4096", *kernel, *schedules, "--plot", str(several)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count(kernel[1]) == len(schedules) // 2 and "tuning measured" not in printed
     assert capsys.readouterr().out.count("division of work") == 2 and several.read_bytes().startswith(b"\x89PNG")
 
 

@@ -7,7 +7,7 @@ import jax
 import jax_streamk
 from jax_streamk import schedules
 from jax_streamk.device import device_of
-from jax_streamk.explain import work_units
+from jax_streamk.explain import on_kernel, work_units
 from jax_streamk.plot import plot_schedules
 from jax_streamk.tools import shapes
 from jax_streamk.tools.tune import dtype
@@ -18,6 +18,8 @@ _EXAMPLES = """\
 examples:
   python -m jax_streamk explain 128 4096 4096 --device h200
   python -m jax_streamk explain 128 4096 4096 --device h200 --schedule split-k:4 --plot plan.svg
+  python -m jax_streamk explain 1536 2816 4096 --device h200 --plot schedules.png \\
+      --schedule data-parallel --schedule stream-k --kernel sm90_bf16_bf16_rr_128x256x64_1x2_coop
   python -m jax_streamk explain 1280 512 1024 --dtype float32 --plot schedules.png \\
       --schedule data-parallel --schedule split-k:2 --schedule stream-k
 """
@@ -43,6 +45,7 @@ def add_arguments(parser):
         type=schedule,
         help=f"{_SCHEDULES}; may be given several times (auto)",
     )
+    parser.add_argument("--kernel", metavar="NAME", help="for all schedules (of each, the planner's)")
     parser.add_argument("--device", choices=[*_DEVICES, "cpu"], help="to plan for (JAX's default device)")
     parser.add_argument("--measure", action="store_true", help="run it, and XLA's product, on this machine")
     parser.add_argument("--plot", metavar="FILE", help="write a picture, of one schedule or of all of them: SVG or PNG")
@@ -66,6 +69,8 @@ def _run(arguments):
             preferred_element_type=arguments.out_dtype,
         )
         plans = [jax_streamk.plan(lhs, rhs, schedule=each, **options) for each in wanted]
+        if arguments.kernel is not None:
+            plans = [on_kernel(made, arguments.kernel) for made in plans]
         explanations = [made.explain(measure=arguments.measure) for made in plans]
         if arguments.plot:
             for made in plans:
@@ -78,7 +83,7 @@ def _run(arguments):
             if len(plans) == 1:
                 plans[0].plot(arguments.plot)
             else:
-                plot_schedules(lhs, rhs, wanted, path=arguments.plot, **options)
+                plot_schedules(lhs, rhs, wanted, kernel=arguments.kernel, path=arguments.plot, **options)
         except (ImportError, OSError, ValueError) as error:
             raise SystemExit(f"explain: {error}") from None
     return 0
