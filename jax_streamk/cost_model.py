@@ -26,17 +26,26 @@ def limit_of(problem, device):
     """The ``Limit`` of a problem on a GPU; None on a CPU, whose memory is not modelled."""
     if device.platform != "cuda":
         return None
-    machine, sms, size = machine_of(device), device.sms, _SIZES.__getitem__
+    machine, sms = machine_of(device), device.sms
+    moved, flops = moved_bytes(problem), flops_of(problem)
+    memory, arithmetic = moved / machine.dram_bytes_per_us, flops / _arithmetic_rate(machine, device.arch, sms, problem)
+    return Limit("memory", memory, moved) if memory >= arithmetic else Limit("arithmetic", arithmetic, flops)
+
+
+def moved_bytes(problem):
+    """Bytes of a problem's operands and result, each once; what a batch shares is counted once."""
     batches = lambda stride: problem.batch if stride else 1
-    m, n, k = problem.m, problem.n, problem.k
+    size, (m, n, k) = _SIZES.__getitem__, (problem.m, problem.n, problem.k)
     results = problem.batch * m * n * (2 if problem.has_residual else 1) + (
         n * batches(problem.batch_stride_bias) if problem.has_bias else 0
     )
     moved = m * k * batches(problem.batch_stride_a) * size(problem.type_a)
-    moved += k * n * batches(problem.batch_stride_b) * size(problem.type_b) + results * size(problem.type_d)
-    flops = 2 * problem.batch * m * n * k
-    memory, arithmetic = moved / machine.dram_bytes_per_us, flops / _arithmetic_rate(machine, device.arch, sms, problem)
-    return Limit("memory", memory, moved) if memory >= arithmetic else Limit("arithmetic", arithmetic, flops)
+    return moved + k * n * batches(problem.batch_stride_b) * size(problem.type_b) + results * size(problem.type_d)
+
+
+def flops_of(problem):
+    """FLOPs of a problem's products and sums, without the epilogue."""
+    return 2 * problem.batch * problem.m * problem.n * problem.k
 
 
 _SIZES = {_ffi.Type.f64: 8, _ffi.Type.f32: 4, _ffi.Type.s32: 4, _ffi.Type.bf16: 2, _ffi.Type.f16: 2, _ffi.Type.s8: 1}
