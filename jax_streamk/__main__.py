@@ -7,7 +7,7 @@ import sys
 
 from jax_streamk import __version__
 
-COMMANDS = ("bench", "tune", "fit", "info")
+COMMANDS = ("bench", "tune", "fit", "kernels", "info")
 
 
 def main(argv=None):
@@ -34,10 +34,12 @@ def _run(argv):
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name in COMMANDS:
         module = importlib.import_module(f"jax_streamk.tools.{name}")
-        summary = str(module.__doc__).split(": ", 1)[1]
-        command = commands.add_parser(name, help=summary, description=summary)
+        summary, _, more = str(module.__doc__).split(": ", 1)[1].partition("\n\n")
+        command = commands.add_parser(
+            name, help=summary, description=summary, epilog=more, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
         module.add_arguments(command)
-        command.set_defaults(run=module.run)
+        command.set_defaults(run=module.run, error=command.error)
     arguments = parser.parse_args(argv)
     return arguments.run(arguments)
 

@@ -10,7 +10,7 @@ import sys
 
 import jax
 
-from jax_streamk import _ffi, described, lowering
+from jax_streamk import _ffi
 from jax_streamk.device import device_for_lowering, device_of
 from jax_streamk.tuning import tuned
 
@@ -19,17 +19,10 @@ _DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 
 def add_arguments(parser):
     parser.add_argument("--json", action="store_true", help="as JSON")
-    parser.add_argument(
-        "--kernels",
-        metavar="FILE",
-        help="describe the CUDA kernels of this build in FILE, and do nothing else (maintainers)",
-    )
     parser.add_argument("--cache", metavar="DIR", help="where tuned plans are kept (the user's cache folder)")
 
 
 def run(arguments):
-    if arguments.kernels:
-        return _describe_kernels(arguments.kernels)
     parts = {
         "versions": _versions,
         "devices": _devices,
@@ -41,15 +34,6 @@ def run(arguments):
         print(json.dumps(report, indent=2))
     else:
         print("\n".join(_lines(report)))
-
-
-def _describe_kernels(path):
-    try:
-        lowering.check_build("cuda")
-        with open(path, "w") as file:
-            described.write(_ffi.kernels(), file)
-    except (OSError, RuntimeError) as error:
-        raise SystemExit(f"info: {error}") from None
 
 
 def _attempt(part, *arguments):
