@@ -185,10 +185,10 @@ class Row:
 
 def _problem(arguments, device):
     shape = shapes.Shape(arguments.m, arguments.n, arguments.k, *(x == "c" for x in arguments.layout))
-    operands = [jax.ShapeDtypeStruct(stored, jnp.dtype(arguments.dtype)) for stored in shape.stored()]
+    lhs, rhs = (jax.ShapeDtypeStruct(stored, jnp.dtype(arguments.dtype)) for stored in shape.stored())
     result = jnp.int32 if arguments.dtype == "int8" else None
     precision = compat.canonicalize_precision(None)
-    made = problems.arrange(*operands, shape.dimension_numbers(), precision, result, device.platform)
+    made = problems.arrange(lhs, rhs, shape.dimension_numbers(), precision, result, device.platform)
     return made.problem
 
 
