@@ -1,4 +1,11 @@
-"""``python -m jax_streamk info``: what a bug report needs, versions, devices, compiled kernels and tuned plans."""
+"""``python -m jax_streamk info``: what a bug report needs, versions, devices, compiled kernels and tuned plans.
+
+examples:
+  python -m jax_streamk info
+      for people
+  python -m jax_streamk info --json > report.json
+      for programs
+"""
 
 import collections
 import importlib.metadata

@@ -86,7 +86,7 @@ def add_arguments(parser):
 def _counts(words):
     try:
         return sorted({shapes.positive(word) for word in words.split(",")})
-    except ValueError:
+    except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(f"{words!r} is not a list of positive integers") from None
 
 
