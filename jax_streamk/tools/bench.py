@@ -1,4 +1,13 @@
-"""``python -m jax_streamk bench``: every shape beside XLA's default, in one process, on the same operands."""
+"""``python -m jax_streamk bench``: every shape beside XLA's default, in one process, on the same operands.
+
+examples:
+  python -m jax_streamk bench examples/shapes.csv
+      shapes of your own, each as XLA's default and as ours
+  python -m jax_streamk bench --set decode_llm --sample 40 --measure device --out decode.json
+      40 shapes of a set, their time on the device alone, stored after every shape
+  python -m jax_streamk bench --from decode.json --plot plots
+      what was measured before, drawn
+"""
 
 import contextlib
 import dataclasses
@@ -61,7 +70,11 @@ def add_arguments(parser):
     )
     parser.add_argument("--no-peers", action="store_true", help="XLA only, not other libraries that are installed")
     parser.add_argument(
-        "--limit", type=shapes.seconds, default=math.inf, metavar="SECONDS", help="after which no new shape is begun"
+        "--limit",
+        type=shapes.not_negative,
+        default=math.inf,
+        metavar="SECONDS",
+        help="after which no new shape is begun",
     )
     parser.add_argument(
         "--out", type=pathlib.Path, metavar="OUT.json", help="written after every shape; at the end OUT.md, the table"
@@ -70,7 +83,6 @@ def add_arguments(parser):
     parser.add_argument(
         "--plot", type=pathlib.Path, metavar="DIR", help="write plots there: roofline and ratios, as SVG and PNG"
     )
-    parser.set_defaults(error=parser.error)
 
 
 def run(arguments):
