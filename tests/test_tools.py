@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import functools
+import importlib
 import itertools
 import json
 import math
@@ -10,6 +11,7 @@ import os
 import pathlib
 import pickle
 import re
+import shlex
 import subprocess
 import sys
 import types
@@ -21,11 +23,11 @@ import pytest
 
 import jax_streamk
 from jax_streamk import _ffi, described, machines, plan, planner
-from jax_streamk.__main__ import main
+from jax_streamk.__main__ import COMMANDS, main
 from jax_streamk.device import device_of
 from jax_streamk.launch_policy import LaunchPolicy
 from jax_streamk.text import duration
-from jax_streamk.tools import info, kernels, results
+from jax_streamk.tools import info, kernels, results, shapes
 from jax_streamk.tools.shapes import Shape
 from jax_streamk.tuning import contest, fit, measure, plans, tune, tuned
 from jax_streamk.tuning.tuned import Candidate, Store, Tuned
@@ -36,6 +38,24 @@ HEADER = "m,n,k,batch,trans_a,trans_b,source"
 def write(path, *rows, header=HEADER):
     path.write_text("\n".join((header, *rows)) + "\n")
     return str(path)
+
+
+def out_of(capsys, *words, status=0):
+    """What a command prints."""
+    assert main(list(words)) == status
+    return capsys.readouterr().out
+
+
+def records_of(capsys, *words):
+    return list(csv.DictReader(out_of(capsys, "kernels", *words, "--csv").splitlines()))
+
+
+def refused(capsys, *words):
+    """The message of a command line that is wrong."""
+    with pytest.raises(SystemExit) as end:
+        main(list(words))
+    assert end.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.fixture
@@ -161,26 +181,43 @@ def test_tune_asks_for_what_it_needs(file, tmp_path, pretended, monkeypatch):
 
 
 def test_bad_arguments_are_refused_before_anything_is_measured(tmp_path, pretended, capsys):
+    cache = "--cache", str(tmp_path / "cache")
     bad = write(tmp_path / "bad.csv", "8,8,8", "8,8,0", header="m,n,k")
-    with pytest.raises(SystemExit, match=rf"tune: {re.escape(bad)}:3: k is '0'; it must be an integer"):
-        main(["tune", bad, "--cache", str(tmp_path / "cache")])
-    with pytest.raises(SystemExit, match="No such file"):
-        main(["tune", str(tmp_path / "missing.csv"), "--cache", str(tmp_path / "cache")])
-    with pytest.raises(SystemExit, match="tune: cache='': must be the path of a folder"):
-        main(["tune", "--set", "strong_scaling", "--sample", "1", "--cache", ""])
-    with pytest.raises(SystemExit):
-        main(
-            [
-                "tune",
-                write(tmp_path / "a.csv", "1,2,3", header="m,n,k"),
-                "--dtype",
-                "bfloat",
-                "--cache",
-                str(tmp_path / "cache"),
-            ]
-        )
-    assert "argument --dtype: invalid dtype value: 'bfloat'" in capsys.readouterr().err
+    assert f"tune: error: {bad}:3: k is '0'; it must be an integer" in refused(capsys, "tune", bad, *cache)
+    assert "No such file" in refused(capsys, "tune", str(tmp_path / "missing.csv"), *cache)
+    some = "tune", "--set", "strong_scaling", "--sample", "1"
+    assert "tune: error: cache='': must be the path of a folder" in refused(capsys, *some, "--cache", "")
+    assert "argument --dtype: invalid dtype value: 'bfloat'" in refused(capsys, *some, "--dtype", "bfloat", *cache)
+    assert "argument --limit: '-1' is not a time of 0 or more" in refused(capsys, *some, "--limit=-1", *cache)
     assert not pretended and not (tmp_path / "cache").exists()
+
+
+def test_fit_refuses_what_is_no_table(tmp_path, capsys):
+    bad = write(tmp_path / "bad.csv", "8,8,8", header="m,n,x")
+    assert f"fit: error: {bad} has no column k" in refused(capsys, "fit", "--from", bad, "--device", "H100")
+    assert "No such file" in refused(capsys, "fit", "--from", str(tmp_path / "missing.csv"), "--device", "H100")
+    assert "argument --minutes: 'x' is not a time of 0 or more" in refused(capsys, "fit", "--minutes", "x")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_examples_that_fit_a_terminal(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    examples = re.findall(rf"^  python -m jax_streamk ({command}.*)$", text, re.MULTILINE)
+    assert end.value.code == 0 and len(examples) > 1 and max(map(len, text.splitlines())) <= 100
+    # Examples are command lines that the command takes.
+    module = importlib.import_module(f"jax_streamk.tools.{command}")
+    monkeypatch.setattr(module, "run", lambda arguments: 17)
+    for example in examples:
+        assert main(shlex.split(example.partition(" > ")[0])) == 17, example
+
+
+def test_the_sample_of_shapes_is_read():
+    path = pathlib.Path(__file__).parents[1] / "examples" / "shapes.csv"
+    found = shapes.read(path)
+    assert len(found) == 6 and found[0] == Shape(16, 4096, 4096, source=found[0].source) and found[-1].batch == 32
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -392,24 +429,6 @@ def test_measured_plans_are_records_of_a_table(monkeypatch):
     assert set(fit.COLUMNS) == set(rows[0]) and len(rows) > 1
     assert all(float(row["us"]) > 0 and row["majors"] == "rr" and row["m"] == 64 for row in rows)
     assert {plans.key_of(row) for row in rows} == {plans.key_of(plans.record_of(problem))}
-
-
-def out_of(capsys, *words, status=0):
-    """What a command prints."""
-    assert main(list(words)) == status
-    return capsys.readouterr().out
-
-
-def records_of(capsys, *words):
-    return list(csv.DictReader(out_of(capsys, "kernels", *words, "--csv").splitlines()))
-
-
-def refused(capsys, *words):
-    """The message of a command line that is wrong."""
-    with pytest.raises(SystemExit) as end:
-        main(list(words))
-    assert end.value.code == 2
-    return capsys.readouterr().err.splitlines()[-1]
 
 
 def test_kernels_lists_a_build(capsys, monkeypatch):
