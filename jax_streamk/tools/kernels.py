@@ -263,7 +263,19 @@ def _count(rows, problem, device):
         metrics = ",".join((*_COUNTERS.values(), _TIME))
         child = [sys.executable, "-c", f"from {__name__} import launch_each; launch_each({str(path)!r})"]
         done = subprocess.run(
-            ["ncu", "--csv", "--page", "raw", "--print-units", "base", "--metrics", metrics, *child],
+            [
+                "ncu",
+                "--csv",
+                "--page",
+                "raw",
+                "--print-units",
+                "base",
+                "--print-kernel-base",
+                "demangled",
+                "--metrics",
+                metrics,
+                *child,
+            ],
             env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},  # this process has most of the memory
             capture_output=True,
             text=True,
