@@ -518,8 +518,8 @@ def kernel(name, percent, time):
 for i, plan in enumerate(plans):
     kernel("wrapped_sine", 1, 10)
     kernel("void jax_streamk::copy_rows(Copies)", 2, 50_000)
-    kernel("void jax_streamk::sm80_gemm<...>(Params)", 3, 100)
-    kernel("void jax_streamk::sm80_gemm<...>(Params)", 20 + i, 12_345)
+    kernel("void jax_streamk::sm80_cutlass_gemm<...>(Params)", 3, 100)
+    kernel("void jax_streamk::sm80_cutlass_gemm<...>(Params)", 20 + i, 12_345)
     kernel("void jax_streamk::reduce_slices(...)", 4, 50_000)
 {end}
 """
