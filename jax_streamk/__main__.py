@@ -4,14 +4,19 @@ import argparse
 import importlib
 import os
 import sys
+import textwrap
 
 from jax_streamk import __version__
 
-COMMANDS = ("explain", "bench", "tune", "fit", "info")
+COMMANDS = ("explain", "kernels", "bench", "tune", "fit", "info")
 
 
 def main(argv=None):
-    """Runs a command and returns the exit status: 130 after Ctrl-C, 141 (as in a shell) after a broken pipe."""
+    """Runs a command and returns the exit status.
+
+    0: done; 1: something failed; 2: the command line, or a file that it names, is wrong, and nothing was done; 130:
+    Ctrl-C; 141 (as in a shell): a broken pipe. ``SystemExit`` carries 2, and 1 with a message, as argparse has it.
+    """
     try:
         try:
             return _run(argv)
@@ -28,16 +33,25 @@ def main(argv=None):
 
 def _run(argv):
     parser = argparse.ArgumentParser(
-        prog="python -m jax_streamk", description="Tools for split-K and Stream-K matrix products."
+        prog="python -m jax_streamk",
+        description="Tools for split-K and Stream-K matrix products.",
+        epilog="Each command has examples: python -m jax_streamk COMMAND --help. Exit status: 0 done, 1 something "
+        "failed, 2 the command line or a file that it names is wrong.",
     )
     parser.add_argument("--version", action="version", version=f"jax_streamk {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name in COMMANDS:
         module = importlib.import_module(f"jax_streamk.tools.{name}")
-        summary = str(module.__doc__).split(": ", 1)[1]
-        command = commands.add_parser(name, help=summary, description=summary)
+        summary, _, more = str(module.__doc__).split(": ", 1)[1].partition("\n\n")
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=textwrap.fill(summary, 100),
+            epilog=more,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         module.add_arguments(command)
-        command.set_defaults(run=module.run)
+        command.set_defaults(run=module.run, error=command.error)
     arguments = parser.parse_args(argv)
     return arguments.run(arguments)
 

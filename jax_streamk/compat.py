@@ -58,6 +58,7 @@ __all__ = [
     "local_aval",
     "lower_per_platform",
     "match_varying",
+    "named",
     "needs_devices",
     "outside_of_traces",
     "placement",
@@ -313,6 +314,11 @@ def tell_apart(value, meaning):
     name = "mhlo.frontend_attributes"
     present = {named.name: named.attr for named in attributes[name]} if name in attributes else {}
     attributes[name] = ir.DictAttr.get(present | {"jax_streamk": ir.StringAttr.get(meaning)})
+
+
+def named(ctx, scope):
+    """A context in which a lowering rule's operations have names in this scope, as in ``jax.named_scope``."""
+    return _mlir.source_info_to_location(ctx.module_context, ctx.primitive, ctx.name_stack.extend(scope), ctx.traceback)
 
 
 def local_aval(aval):

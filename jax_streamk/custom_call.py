@@ -16,6 +16,16 @@ def target(made):
     return _TARGETS[made.device.platform]
 
 
+def scope(made):
+    """What profiles call the schedule of a ``Plan``: ``"data_parallel"``, ``"split_k_4_ordered"``."""
+    native = made.native_schedule()
+    kind = native.schedule
+    if kind == _ffi.ScheduleKind.data_parallel:
+        return kind.name
+    splits = f"_{native.splits}" if kind == _ffi.ScheduleKind.split_k else ""
+    return f"{kind.name}{splits}_{native.reduction.name}"
+
+
 def attributes(made):
     """What a ``Plan``'s call carries: the fields of problem, schedule, policy and device; kernel; workspace size."""
     natives = made.problem.native(), made.native_schedule(), made.policy.native()

@@ -1,6 +1,6 @@
 """Describes the CUDA kernels, a row of cuda_kernels.csv each, so that a build without them can plan for GPUs.
 
-``python -m jax_streamk info --kernels FILE`` writes the file; it needs a build with every kernel.
+``python -m jax_streamk kernels --csv --device h200`` prints the file, in a build with every kernel.
 """
 
 import csv
@@ -40,8 +40,8 @@ def _kernel(row):
 
 
 def write(kernels, file):
-    """Writes a row for each CUDA kernel among ``kernels``."""
-    rows = [_row(kernel) for kernel in kernels if kernel.family != _ffi.Family.host]
+    """Writes a row for each of ``kernels``."""
+    rows = list(map(_row, kernels))
     writer = csv.DictWriter(file, rows[0].keys() if rows else ["name"], lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)

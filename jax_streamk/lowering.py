@@ -115,7 +115,8 @@ def _lower_on_one_device(ctx, lhs, rhs, *others, platform, schedule, out_shardin
     workspace = stored.update(shape=(made.workspace_bytes,), dtype=np.dtype(np.uint8))
     call = jax.ffi.ffi_lowering(custom_call.target(made))
     ctx = ctx.replace(avals_in=[*avals, *ctx.avals_in[2:]], avals_out=[stored, workspace])
-    out = call(ctx, lhs, rhs, *others, **custom_call.attributes(made))[0]
+    with compat.named(ctx, custom_call.scope(made)):
+        out = call(ctx, lhs, rhs, *others, **custom_call.attributes(made))[0]
     if arrangement.permute_result is None:
         return [out]
     transpose = functools.partial(lax.transpose, permutation=arrangement.permute_result)

@@ -212,7 +212,7 @@ def test_named_gpus():
 
 
 def test_described_kernels_are_those_of_a_build_that_has_all():
-    """If not, run ``python -m jax_streamk info --kernels jax_streamk/cuda_kernels.csv`` in a build for 8.0 and 9.0."""
+    """``python -m jax_streamk kernels --csv --device h200`` prints them, in a build for 8.0 and 9.0."""
     built = [kernel for kernel in jax_streamk.kernels() if kernel.family != _ffi.Family.host]
     kernels = built if any(kernel.family == _ffi.Family.sm90 for kernel in built) else described.cuda_kernels()
     written = io.StringIO()

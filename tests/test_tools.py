@@ -1,16 +1,20 @@
-"""``python -m jax_streamk``: tune, fit and info."""
+"""``python -m jax_streamk``: tune, fit, kernels and info."""
 
 import csv
 import dataclasses
 import functools
+import importlib
 import itertools
 import json
 import math
 import os
 import pathlib
+import pickle
 import re
+import shlex
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +23,11 @@ import pytest
 
 import jax_streamk
 from jax_streamk import _ffi, described, machines, plan, planner
-from jax_streamk.__main__ import main
-from jax_streamk.device import device_of
+from jax_streamk.__main__ import COMMANDS, main
+from jax_streamk.device import device_for_lowering, device_of
 from jax_streamk.launch_policy import LaunchPolicy
 from jax_streamk.text import duration
-from jax_streamk.tools import info, results
+from jax_streamk.tools import info, kernels, results, shapes
 from jax_streamk.tools.shapes import Shape
 from jax_streamk.tuning import contest, fit, measure, plans, tune, tuned
 from jax_streamk.tuning.tuned import Candidate, Store, Tuned
@@ -34,6 +38,24 @@ HEADER = "m,n,k,batch,trans_a,trans_b,source"
 def write(path, *rows, header=HEADER):
     path.write_text("\n".join((header, *rows)) + "\n")
     return str(path)
+
+
+def out_of(capsys, *words, status=0):
+    """What a command prints."""
+    assert main(list(words)) == status
+    return capsys.readouterr().out
+
+
+def records_of(capsys, *words):
+    return list(csv.DictReader(out_of(capsys, "kernels", *words, "--csv").splitlines()))
+
+
+def refused(capsys, *words):
+    """The message of a command line that is wrong."""
+    with pytest.raises(SystemExit) as end:
+        main(list(words))
+    assert end.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.fixture
@@ -160,26 +182,43 @@ def test_tune_asks_for_what_it_needs(file, tmp_path, pretended, monkeypatch):
 
 
 def test_bad_arguments_are_refused_before_anything_is_measured(tmp_path, pretended, capsys):
+    cache = "--cache", str(tmp_path / "cache")
     bad = write(tmp_path / "bad.csv", "8,8,8", "8,8,0", header="m,n,k")
-    with pytest.raises(SystemExit, match=rf"tune: {re.escape(bad)}:3: k is '0'; it must be an integer"):
-        main(["tune", bad, "--cache", str(tmp_path / "cache")])
-    with pytest.raises(SystemExit, match="No such file"):
-        main(["tune", str(tmp_path / "missing.csv"), "--cache", str(tmp_path / "cache")])
-    with pytest.raises(SystemExit, match="tune: cache='': must be the path of a folder"):
-        main(["tune", "--set", "strong_scaling", "--sample", "1", "--cache", ""])
-    with pytest.raises(SystemExit):
-        main(
-            [
-                "tune",
-                write(tmp_path / "a.csv", "1,2,3", header="m,n,k"),
-                "--dtype",
-                "bfloat",
-                "--cache",
-                str(tmp_path / "cache"),
-            ]
-        )
-    assert "argument --dtype: invalid dtype value: 'bfloat'" in capsys.readouterr().err
+    assert f"tune: error: {bad}:3: k is '0'; it must be an integer" in refused(capsys, "tune", bad, *cache)
+    assert "No such file" in refused(capsys, "tune", str(tmp_path / "missing.csv"), *cache)
+    some = "tune", "--set", "strong_scaling", "--sample", "1"
+    assert "tune: error: cache='': must be the path of a folder" in refused(capsys, *some, "--cache", "")
+    assert "argument --dtype: invalid dtype value: 'bfloat'" in refused(capsys, *some, "--dtype", "bfloat", *cache)
+    assert "argument --limit: '-1' is not a time of 0 or more" in refused(capsys, *some, "--limit=-1", *cache)
     assert not pretended and not (tmp_path / "cache").exists()
+
+
+def test_fit_refuses_what_is_no_table(tmp_path, capsys):
+    bad = write(tmp_path / "bad.csv", "8,8,8", header="m,n,x")
+    assert f"fit: error: {bad} has no column k" in refused(capsys, "fit", "--from", bad, "--device", "H100")
+    assert "No such file" in refused(capsys, "fit", "--from", str(tmp_path / "missing.csv"), "--device", "H100")
+    assert "argument --minutes: 'x' is not a time of 0 or more" in refused(capsys, "fit", "--minutes", "x")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_examples_that_fit_a_terminal(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    examples = re.findall(rf"^  python -m jax_streamk ({command}.*)$", re.sub(r" \\\n +", " ", text), re.MULTILINE)
+    assert end.value.code == 0 and len(examples) > 1 and max(map(len, text.splitlines())) <= 100
+    # Examples are command lines that the command takes.
+    module = importlib.import_module(f"jax_streamk.tools.{command}")
+    monkeypatch.setattr(module, "run", lambda arguments: 17)
+    for example in examples:
+        assert main(shlex.split(example.partition(" > ")[0])) == 17, example
+
+
+def test_the_sample_of_shapes_is_read():
+    path = pathlib.Path(__file__).parents[1] / "examples" / "shapes.csv"
+    found = shapes.read(path)
+    assert len(found) == 6 and found[0] == Shape(16, 4096, 4096, source=found[0].source) and found[-1].batch == 32
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -329,15 +368,10 @@ def test_plans_look_for_what_was_fitted_here(tmp_path, monkeypatch):
     assert not machines.is_measured(dataclasses.replace(device, sms=100))
 
 
-def test_fit_measures_on_a_gpu_only(tmp_path):
-    if device_of(None).platform == "cpu":
-        with pytest.raises(SystemExit, match="fit: it fits constants of GPUs, .*--from"):
-            main(["fit", "--out", str(tmp_path / "gpu.json")])
-    with pytest.raises(SystemExit, match="fit: .*nowhere.csv"):
-        main(["fit", "--from", str(tmp_path / "nowhere.csv"), "--device", "H200", "--out", str(tmp_path / "x.json")])
-    (tmp_path / "other.csv").write_text("m,n\n1,2\n")
-    with pytest.raises(SystemExit, match="other.csv has no column k"):
-        main(["fit", "--from", str(tmp_path / "other.csv"), "--device", "H200", "--out", str(tmp_path / "x.json")])
+def test_fit_measures_on_a_gpu_only(tmp_path, monkeypatch):
+    monkeypatch.setattr("jax_streamk.tools.fit.device_of", lambda _: device_for_lowering("cpu"))
+    with pytest.raises(SystemExit, match="fit: it fits constants of GPUs, .*--from"):
+        main(["fit", "--out", str(tmp_path / "gpu.json")])
 
 
 def test_fit_goes_on_with_the_plans_measured_before(tmp_path, monkeypatch):
@@ -393,21 +427,141 @@ def test_measured_plans_are_records_of_a_table(monkeypatch):
     assert {plans.key_of(row) for row in rows} == {plans.key_of(plans.record_of(problem))}
 
 
-def test_info_describes_the_kernels_of_a_build_with_cuda(tmp_path, monkeypatch):
-    file = tmp_path / "kernels.csv"
-    monkeypatch.setattr(_ffi, "has_cuda", True)
+def test_kernels_lists_a_build(capsys, monkeypatch):
+    built = [kernel.name for kernel in jax_streamk.kernels()]
+    lines = out_of(capsys, "kernels").splitlines()
+    assert lines[0].startswith(f"{len(built)} kernels of this build") and [x.split()[0] for x in lines[4:]] == built
+    assert [row["name"] for row in records_of(capsys)] == built
+    assert {row["family"] for row in records_of(capsys, "--device", "cpu")} == {"host"}
+    # A build with CUDA kernels describes them; others have the description.
     host = [kernel for kernel in jax_streamk.kernels() if kernel.family == _ffi.Family.host]
     monkeypatch.setattr(_ffi, "kernels", lambda: host + described.cuda_kernels())
-    assert not main(["info", "--kernels", str(file)])
-    assert file.read_text() == described.text()
+    assert out_of(capsys, "kernels", "--csv", "--device", "h200") == described.text()
 
 
-def test_a_build_without_cuda_describes_no_kernels(tmp_path, monkeypatch):
-    monkeypatch.setattr(_ffi, "has_cuda", False)
-    file = tmp_path / "kernels.csv"
-    with pytest.raises(SystemExit, match="info: this build of jax_streamk has no CUDA kernels"):
-        main(["info", "--kernels", str(file)])
-    assert not file.exists()
+def test_kernels_compares_splits_as_predicted(capsys):
+    device, splits = jax_streamk.H200, [1, 2, 4, 8, 16]
+    rows = records_of(capsys, "128", "4096", "4096", "--device", "h200", "--best", "2", "--predict")
+    assert sorted(int(row["splits"]) for row in rows) == sorted(2 * splits)
+    times = [float(row["predicted_us"]) for row in rows]
+    assert times == sorted(times) and not any(row["measured_us"] for row in rows)
+    # The first is the planner's own choice.
+    abstract = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((128, 4096), (4096, 4096))]
+    made = plan(*abstract, device=device, schedule=jax_streamk.DataParallel())
+    assert (rows[0]["kernel"], rows[0]["splits"]) == (made.kernel, "1")
+    assert times[0] == pytest.approx(made.microseconds, abs=0.01)
+    for row in rows:
+        us, gigabytes, teraflops = (float(row[name]) for name in ("predicted_us", "gb_per_s", "tflop_per_s"))
+        assert gigabytes * us * 1e3 == pytest.approx(2 * (2 * 128 * 4096 + 4096**2), rel=0.01)
+        assert teraflops * us * 1e6 == pytest.approx(2 * 128 * 4096**2, rel=0.01)
+        if row["reduction"] == "separate":  # its partial sums, in float32
+            assert int(row["workspace_bytes"]) == int(row["splits"]) * 128 * 4096 * 4
+    words = "64", "512", "512", "--device", "h100", "--layout", "rc", "--reduction", "ordered", "--predict"
+    columns = records_of(capsys, *words)
+    assert all("_rc_" in row["kernel"] and row["reduction"] in ("", "ordered") for row in columns)
+
+
+def test_kernels_measures_what_is_here(capsys, monkeypatch):
+    monkeypatch.setitem(measure.ROTATED_BYTES, device_of(None).platform, 1e5)
+    words = "64", "64", "256", "--splits", "1,2", "--best", "1"
+    rows = records_of(capsys, *words)
+    assert [float(row["measured_us"]) for row in rows] == sorted(float(row["measured_us"]) for row in rows)
+    text = out_of(capsys, "kernels", *words)
+    assert "measured" in text and all(row["kernel"] in text for row in rows)
+    assert "measured" not in out_of(capsys, "kernels", *words, "--predict").splitlines()[-3]
+
+    def fails(*arguments):
+        raise RuntimeError("no memory is left")
+
+    monkeypatch.setattr(measure.Rotation, "time", fails)
+    assert main(["kernels", *words]) == 1
+    assert "at 2 splits: no memory is left" in capsys.readouterr().err
+
+
+def test_kernels_fits_a_terminal(capsys):
+    assert max(map(len, out_of(capsys, "kernels", "--device", "h200").splitlines())) <= 100
+    # The longest name, and every column.
+    (kernel,) = (x for x in described.cuda_kernels() if x.name == "sm90_f32_f32_rc_64x16x64_1x1_pingpong_swap_tf32x3")
+    cost = types.SimpleNamespace(microseconds=98765.4, waves=1234.5)
+    row = kernels.Row(
+        kernel, Candidate(kernel.name, "split_k", 16, "separate", LaunchPolicy()), cost, 2**40, 98765.4, 255, 1
+    )
+    row.counters = dict.fromkeys(kernels._COUNTERS, 100.0)
+    problem = dataclasses.replace(all_problems[0], m=10**5, n=10**5, k=10**5)
+    arguments = types.SimpleNamespace(dtype="float32", layout="rc")
+    assert max(map(len, kernels._lines([row], problem, arguments, jax_streamk.H200))) <= 100
+
+
+def test_kernels_says_what_is_wrong(capsys, monkeypatch):
+    assert "M, N and K must be given together" in refused(capsys, "kernels", "5", "5")
+    assert "--best is about a product" in refused(capsys, "kernels", "--best", "2")
+    assert "'1,0' is not a list of positive integers" in refused(capsys, "kernels", "8", "8", "8", "--splits", "1,0")
+    assert "--ncu runs on a GPU of this machine" in refused(
+        capsys, "kernels", "8", "8", "8", "--device", "cpu", "--ncu"
+    )
+    with pytest.raises(SystemExit, match="kernels: .* exceeds its 1 k-tiles"):
+        main(["kernels", "8", "8", "8", "--splits", "50", "--predict"])
+    with pytest.raises(SystemExit, match="kernels: no kernel multiplies int8 on cuda"):
+        main(["kernels", "8", "8", "8", "--dtype", "int8", "--device", "h200"])
+
+
+NCU = """#!{python}
+import pickle, sys
+assert sys.argv[1] == "--csv" and "launch_each" in sys.argv[-1]
+path = sys.argv[-1].split("'")[1]
+problem, device, plans = pickle.load(open(path, "rb"))
+metrics = sys.argv[sys.argv.index("--metrics") + 1].split(",")
+print("==PROF== Connected")
+print('"ID","Kernel Name",' + ",".join(map('"{{}}"'.format, metrics)))
+print('"","",' + '"%",' * (len(metrics) - 1) + '"ns"')
+def kernel(name, percent, time):
+    print(f'"0","{{name}}",' + f'"{{percent}}",' * (len(metrics) - 1) + f'"{{time:,}}"')
+for i, plan in enumerate(plans):
+    kernel("wrapped_sine", 1, 10)
+    kernel("void jax_streamk::copy_rows(Copies)", 2, 50_000)
+    kernel("void jax_streamk::sm80_cutlass_gemm<...>(Params)", 3, 100)
+    kernel("void jax_streamk::sm80_cutlass_gemm<...>(Params)", 20 + i, 12_345)
+    kernel("void jax_streamk::reduce_slices(...)", 4, 50_000)
+{end}
+"""
+
+
+def test_kernels_counts_by_nsight_compute(capsys, monkeypatch, tmp_path):
+    def ncu(end=""):
+        (tmp_path / "ncu").write_text(NCU.format(python=sys.executable, end=end))
+        (tmp_path / "ncu").chmod(0o755)
+
+    words = "kernels", "16", "4096", "4096", "--device", "h200", "--best", "1", "--predict", "--ncu"
+    monkeypatch.setattr(_ffi, "has_cuda", True)
+    monkeypatch.setattr(kernels, "jax_device_of", lambda device: jax.devices()[0])
+    monkeypatch.setattr(_ffi.KernelInfo, "resources", lambda kernel: (168, 1))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "Nsight Compute, whose program ncu is not on the PATH: install" in refused(capsys, *words)
+    ncu()
+    rows = list(csv.DictReader(out_of(capsys, *words, "--csv").splitlines()))
+    for name in ("occupancy", "dram", "l2", "sm"):
+        assert [float(row[f"{name}_percent"]) for row in rows] == [20 + i for i in range(len(rows))]
+    assert "occupancy" in out_of(capsys, *words)
+    ncu('print("==ERROR== ERR_NVGPUCTRPERM")')
+    with pytest.raises(SystemExit, match="only administrators may read performance counters here"):
+        main(list(words))
+    ncu('sys.exit("==ERROR== no device")')
+    with pytest.raises(SystemExit, match="ncu counted 5 of 5 launches and ended with:(.|\n)*no device"):
+        main(list(words))
+
+
+def test_a_profiled_process_launches_each_plan(tmp_path, monkeypatch):
+    device = device_of(None)
+    monkeypatch.setitem(measure.ROTATED_BYTES, device.platform, 1e5)
+    problem = dataclasses.replace(all_problems[0], m=64, n=64, k=256, lda=256, ldb=64, ldd=64)
+    found = planner.choose(problem, None, device, listed=3).candidates
+    listed = [Candidate.of(x.kernel, x.schedule, LaunchPolicy.of(x.policy)) for x in found]
+    launched = []
+    launch = _ffi.launch
+    monkeypatch.setattr(_ffi, "launch", lambda kernel, *rest: launched.append(kernel) or launch(kernel, *rest))
+    (tmp_path / "launches").write_bytes(pickle.dumps((problem, device, listed)))
+    kernels.launch_each(tmp_path / "launches")
+    assert launched == [x.kernel for x in listed]
 
 
 def test_tune_needs_kernels_for_the_gpu(tmp_path, monkeypatch):

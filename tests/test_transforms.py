@@ -17,7 +17,7 @@ from jax.experimental.jet import jet
 from jax.test_util import check_grads
 
 import jax_streamk
-from jax_streamk import StreamK, dot_general, linear, matmul
+from jax_streamk import DataParallel, SplitK, StreamK, dot_general, linear, matmul
 
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else "cpu"
 TARGET = "jax_streamk_cuda_gemm" if PLATFORM == "cuda" else "jax_streamk_host_gemm"
@@ -401,6 +401,18 @@ def test_names_reach_the_program():
 
     text = jax.jit(f).lower(A, B).compile().as_text()
     assert re.search(rf'custom_call_target="{TARGET}".*op_name="[^"]*attention/', text)
+
+
+def test_profiles_tell_the_schedule_of_a_product():
+    operands = jax.ShapeDtypeStruct((128, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((1024, 128), jnp.bfloat16)
+
+    def names(schedule):
+        text = jax.jit(lambda a, b: matmul(a, b, schedule=schedule)).lower(*operands).compile().as_text()
+        return re.findall(rf'custom_call_target="{TARGET}".*op_name="jit\([^"/]*/([^"]*)"', text)
+
+    assert names(DataParallel()) == ["data_parallel/streamk_dot_general"]
+    assert names(SplitK(2)) == ["split_k_2_ordered/streamk_dot_general"]
+    assert names(StreamK("atomic")) == ["stream_k_atomic/streamk_dot_general"]
 
 
 # ---- calls outside of traces ----

@@ -63,7 +63,7 @@ __device__ inline void store(Params<T, D> const& p, int32_t batch, int32_t row, 
 
 template <class T, Math kMath, class D, Major kMajorB, int kBlocks, int kWarpsAlongK, int kShifted>
 __global__ __launch_bounds__(kThreads,
-                             kCtasPerSm<kBlocks, kShifted>) void multiply(__grid_constant__ Params<T, D> const p) {
+                             kCtasPerSm<kBlocks, kShifted>) void skinny_gemm(__grid_constant__ Params<T, D> const p) {
   extern __shared__ __align__(16) char storage[];
   auto& shared = *reinterpret_cast<Shared<T, kBlocks, kWarpsAlongK, kShifted>*>(storage);
   constexpr int kStages = skinny::kStages<kShifted>, kWide = skinny::kWide<kShifted>,
@@ -329,7 +329,7 @@ class SkinnyKernel final : public CudaKernel {
   void const* entry_point() const override { return reinterpret_cast<void const*>(kMultiply); }
 
  private:
-  static constexpr auto kMultiply = &multiply<T, kMath, D, kMajorB, kBlocks, kWarpsAlongK, kShifted>;
+  static constexpr auto kMultiply = &skinny_gemm<T, kMath, D, kMajorB, kBlocks, kWarpsAlongK, kShifted>;
 
   static KernelInfo describe() {
     KernelInfo info;

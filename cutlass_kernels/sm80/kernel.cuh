@@ -213,15 +213,19 @@ class OutputIterator : public Base {
   EpilogueParams<Accumulator, D> const& epilogue_;
 };
 
-template <typename Gemm>
-__global__ __launch_bounds__(Gemm::kThreadCount, 1) void sm80_gemm(typename Gemm::Params params) {
+// Of a row of table.txt, whose name profilers show. ptxas (13.0) generates other code for kernels without "cutlass" in
+// their names. All were measured with it.
+template <typename Row>
+__global__ __launch_bounds__(Row::Kernel::Gemm::kThreadCount,
+                             1) void sm80_cutlass_gemm(typename Row::Kernel::Gemm::Params params) {
+  using Gemm = typename Row::Kernel::Gemm;
   extern __shared__ __align__(16) char storage[];
   let_dependents_start();  // for a separate reduction
   Gemm::invoke(params, *reinterpret_cast<typename Gemm::SharedStorage*>(storage));
 }
 
 template <typename AB, typename D, typename Math_, typename MajorA, typename MajorB, typename Threadblock,
-          typename Warp, int kStages, int kAlign, int kAlignD, typename Swizzle>
+          typename Warp, int kStages, int kAlign, int kAlignD, typename Swizzle, typename Row>
 class Sm80Kernel final : public CudaKernel {
   using Accumulator = typename AB::Accumulator;
   // CUTLASS's epilogue passes accumulators through this unchanged, and reads no C.
@@ -240,7 +244,11 @@ class Sm80Kernel final : public CudaKernel {
       typename DefaultEpilogue::AccumulatorFragmentIterator, typename DefaultEpilogue::WarpTileIterator,
       typename DefaultEpilogue::SharedLoadIterator, Unchanged<Accumulator>, typename DefaultEpilogue::Padding,
       DefaultEpilogue::Base::kFragmentsPerIteration>;
+
+ public:
   using Gemm = cutlass::gemm::kernel::GemmUniversalStreamk<typename Default::Mma, Epilogue, Swizzle>;
+
+ private:
   using Params = typename Gemm::Params;
 
   static constexpr int64_t kSharedMemory = sizeof(typename Gemm::SharedStorage);
@@ -326,7 +334,7 @@ class Sm80Kernel final : public CudaKernel {
     return status;
   }
 
-  void const* entry_point() const override { return reinterpret_cast<void const*>(&sm80_gemm<Gemm>); }
+  void const* entry_point() const override { return reinterpret_cast<void const*>(&sm80_cutlass_gemm<Row>); }
 
  private:
   Status launch_batch(GemmProblem const& problem, Schedule const& s, Device const& device, Buffers const& buffers,
@@ -344,7 +352,7 @@ class Sm80Kernel final : public CudaKernel {
       // Zeroes the barriers, since XLA does not clear the workspace.
       if (needs_workspace(params) && params.init_workspace(at.workspace, stream) != cutlass::Status::kSuccess)
         return Status::internal(info.name + ": clearing its barriers failed");
-      sm80_gemm<Gemm><<<params.get_grid_dims(), Gemm::kThreadCount, kSharedMemory, stream>>>(params);
+      sm80_cutlass_gemm<Row><<<params.get_grid_dims(), Gemm::kThreadCount, kSharedMemory, stream>>>(params);
       if (Status status = from_cuda(cudaGetLastError(), info.name + ": launch"); !status.ok()) return status;
     }
     return {};
@@ -444,12 +452,17 @@ class Sm80Kernel final : public CudaKernel {
 
 }  // namespace jax_streamk
 
-// One row of table.txt.
-#define JAX_STREAMK_SM80_KERNEL(ab, d, math, major_a, major_b, tile_m, tile_n, tile_k, warp_m, warp_n, warp_k, stages, \
-                                align, align_d, reduction)                                                             \
-  static ::jax_streamk::Registration const JAX_STREAMK_ROW(__LINE__)(                                                  \
-      std::make_unique<::jax_streamk::Sm80Kernel<                                                                      \
-          ::jax_streamk::sm80::ab, ::jax_streamk::sm80::d, ::jax_streamk::sm80::math, ::jax_streamk::sm80::major_a,    \
-          ::jax_streamk::sm80::major_b, ::cutlass::gemm::GemmShape<tile_m, tile_n, tile_k>,                            \
-          ::cutlass::gemm::GemmShape<warp_m, warp_n, warp_k>, stages, align, align_d,                                  \
-          ::jax_streamk::sm80::reduction>>());
+// One row of table.txt: a type, which names its kernel, and the kernel.
+#define JAX_STREAMK_SM80_KERNEL(ab, d, math, a, b, m, n, k, wm, wn, wk, stages, align, align_d, sum)                 \
+  JAX_STREAMK_SM80_ROW(                                                                                              \
+      ab##_##d##_##math##_##a##_##b##_##m##x##n##x##k##_##wm##x##wn##x##wk##_##stages##_##align##_##align_d##_##sum, \
+      ab, d, math, a, b, ::cutlass::gemm::GemmShape<m, n, k>, ::cutlass::gemm::GemmShape<wm, wn, wk>, stages, align, \
+      align_d, sum)
+
+#define JAX_STREAMK_SM80_ROW(name, ...)                                                           \
+  namespace jax_streamk::sm80 {                                                                   \
+  struct name {                                                                                   \
+    using Kernel = Sm80Kernel<__VA_ARGS__, name>;                                                 \
+  };                                                                                              \
+  static Registration const JAX_STREAMK_ROW(__LINE__)(std::make_unique<typename name::Kernel>()); \
+  }

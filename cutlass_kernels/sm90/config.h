@@ -48,6 +48,45 @@ struct Config {
   }
 };
 
+// Profilers show a __global__ function with its template arguments. So what a row stands for has names, as rows have.
+template <Type, Type, Major, Major, Math>
+struct OperandsOf;
+#define JAX_STREAMK_SM90_OPERANDS(name, type_ab, type_d, major_a, major_b, math)               \
+  struct name {                                                                                \
+    static constexpr Type kTypeAB = Type::type_ab, kTypeD = Type::type_d;                      \
+    static constexpr Major kMajorA = Major::major_a, kMajorB = Major::major_b;                 \
+    static constexpr Math kMath = Math::math;                                                  \
+  };                                                                                           \
+  template <>                                                                                  \
+  struct OperandsOf<Type::type_ab, Type::type_d, Major::major_a, Major::major_b, Math::math> { \
+    using type = name;                                                                         \
+  };
+#define JAX_STREAMK_SM90_MAJORS(types, type_ab, type_d)                          \
+  JAX_STREAMK_SM90_OPERANDS(types##_rr, type_ab, type_d, kRow, kRow, kNative)    \
+  JAX_STREAMK_SM90_OPERANDS(types##_rc, type_ab, type_d, kRow, kColumn, kNative) \
+  JAX_STREAMK_SM90_OPERANDS(types##_cr, type_ab, type_d, kColumn, kRow, kNative) \
+  JAX_STREAMK_SM90_OPERANDS(types##_cc, type_ab, type_d, kColumn, kColumn, kNative)
+JAX_STREAMK_SM90_MAJORS(bf16_bf16, kBF16, kBF16)
+JAX_STREAMK_SM90_MAJORS(bf16_f32, kBF16, kF32)
+JAX_STREAMK_SM90_MAJORS(f16_f16, kF16, kF16)
+JAX_STREAMK_SM90_MAJORS(f16_f32, kF16, kF32)
+JAX_STREAMK_SM90_OPERANDS(f32_f32_rr_tf32, kF32, kF32, kRow, kRow, kTF32)
+JAX_STREAMK_SM90_OPERANDS(f32_f32_rc_tf32, kF32, kF32, kRow, kColumn, kTF32)
+JAX_STREAMK_SM90_OPERANDS(f32_f32_cc_tf32, kF32, kF32, kColumn, kColumn, kTF32)
+JAX_STREAMK_SM90_OPERANDS(f32_f32_rc_tf32x3, kF32, kF32, kRow, kColumn, kTF32x3)
+#undef JAX_STREAMK_SM90_MAJORS
+#undef JAX_STREAMK_SM90_OPERANDS
+
+// Of a row with one of its operands. Only the kernel's own A can come through registers, as TF32 along m or n must: a
+// row-major B (swapped) or a column-major A (not).
+template <class Operands, class Row>
+constexpr Config config_of() {
+  bool const swap_ab = Row::kSwapAB && !(Operands::kMath == Math::kTF32 && Operands::kMajorA == Major::kColumn);
+  return {Operands::kTypeAB, Operands::kTypeD, Operands::kMajorA, Operands::kMajorB, Row::kTileM,
+          Row::kTileN,       Row::kTileK,      Row::kClusterM,    Row::kClusterN,    Row::kWarpSchedule,
+          swap_ab,           Operands::kMath,  Row::kStoreColumns};
+}
+
 inline char const* name_of(WarpSchedule schedule) {
   return schedule == WarpSchedule::kPingpong ? "pingpong" : schedule == WarpSchedule::kSingle ? "single" : "coop";
 }

@@ -24,11 +24,9 @@
 
 namespace jax_streamk::sm90 {
 
-template <Type kTypeAB, Type kTypeD, Major kMajorA, Major kMajorB, int kTileM, int kTileN, int kTileK, int kClusterM,
-          int kClusterN, WarpSchedule kWarpSchedule, bool kSwapAB, Math kMath, int kStoreColumns>
+template <class Operands, class Row>
 class Sm90Kernel final : public CudaKernel {
-  static constexpr Config kConfig = {kTypeAB,   kTypeD,    kMajorA,       kMajorB, kTileM, kTileN,       kTileK,
-                                     kClusterM, kClusterN, kWarpSchedule, kSwapAB, kMath,  kStoreColumns};
+  static constexpr Config kConfig = config_of<Operands, Row>();
   static constexpr bool kCooperative = kConfig.warp_schedule == WarpSchedule::kCooperative;
   static constexpr int kCtasPerSm = kConfig.warp_schedule == WarpSchedule::kSingle ? kSingles : 1;
   static constexpr bool kSwap = kConfig.swap_ab;
@@ -72,7 +70,11 @@ class Sm90Kernel final : public CudaKernel {
                          kConfig.type_d == Type::kF32, kConfig.math == Math::kTF32x3, kConfig.promotion_k()>;
   // With several CTAs per SM there would be too many clusters to list.
   using Scheduler = sm90::Scheduler<TileShape, ClusterShape, kCooperative, kCtasPerSm == 1>;
+
+ public:
   using Gemm = GemmKernel<Mainloop, Epilogue, Scheduler, kConfig.warp_schedule>;
+
+ private:
   static_assert(kCtasPerSm * (sizeof(typename Gemm::SharedStorage) + 1024) <= kSmBytes);
 
   static constexpr int kClusterSize = kConfig.cluster_m * kConfig.cluster_n;
@@ -161,10 +163,10 @@ class Sm90Kernel final : public CudaKernel {
       attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
       attribute.val.programmaticStreamSerializationAllowed = 1;
     }
-    return from_cuda(cudaLaunchKernelEx(&config, entry_of<Gemm>(), params), "launching " + info.name);
+    return from_cuda(cudaLaunchKernelEx(&config, entry_of<Operands, Row>(), params), "launching " + info.name);
   }
 
-  void const* entry_point() const override { return reinterpret_cast<void const*>(entry_of<Gemm>()); }
+  void const* entry_point() const override { return reinterpret_cast<void const*>(entry_of<Operands, Row>()); }
 
  private:
   static KernelInfo make_info() {
@@ -236,53 +238,52 @@ class Sm90Kernel final : public CudaKernel {
 // The element types of D, and the majornesses of A and B, that a row stands for.
 enum class Results { kOwn, kF32, kBoth };
 enum class Majors { kAll, kRow };
-enum class Operands { kHalf, kTF32, kTF32x3 };
+enum class Types { kHalf, kTF32, kTF32x3 };
 
-// Registers the kernels of one row of table.txt.
-template <int kStoreColumns, int... kTileAndCluster>
-struct Row {
-  template <Type kTypeAB, Type kTypeD, Major kMajorA, Major kMajorB, WarpSchedule kWarpSchedule, bool kSwapAB,
-            Math kMath = Math::kNative>
+// Registers the kernels of a row of table.txt.
+template <class Row>
+struct Kernels {
+  template <Type kTypeAB, Type kTypeD, Major kMajorA, Major kMajorB, Math kMath = Math::kNative>
   static void add() {
-    Registration(std::make_unique<Sm90Kernel<kTypeAB, kTypeD, kMajorA, kMajorB, kTileAndCluster..., kWarpSchedule,
-                                             kSwapAB, kMath, kStoreColumns>>());
+    using Operands = typename OperandsOf<kTypeAB, kTypeD, kMajorA, kMajorB, kMath>::type;
+    Registration(std::make_unique<Sm90Kernel<Operands, Row>>());
   }
-  template <Type kTypeAB, Type kTypeD, WarpSchedule kWarpSchedule, bool kSwapAB, Majors kMajors>
+  template <Type kTypeAB, Type kTypeD, Majors kMajors>
   static void add_majors() {
-    add<kTypeAB, kTypeD, Major::kRow, Major::kRow, kWarpSchedule, kSwapAB>();
+    add<kTypeAB, kTypeD, Major::kRow, Major::kRow>();
     if constexpr (kMajors == Majors::kAll) {
-      add<kTypeAB, kTypeD, Major::kRow, Major::kColumn, kWarpSchedule, kSwapAB>();
-      add<kTypeAB, kTypeD, Major::kColumn, Major::kRow, kWarpSchedule, kSwapAB>();
-      add<kTypeAB, kTypeD, Major::kColumn, Major::kColumn, kWarpSchedule, kSwapAB>();
+      add<kTypeAB, kTypeD, Major::kRow, Major::kColumn>();
+      add<kTypeAB, kTypeD, Major::kColumn, Major::kRow>();
+      add<kTypeAB, kTypeD, Major::kColumn, Major::kColumn>();
     }
   }
-  template <Type kTypeAB, WarpSchedule kWarpSchedule, bool kSwapAB, Results kResults, Majors kMajors>
+  template <Type kTypeAB, Results kResults, Majors kMajors>
   static void add_results() {
-    if constexpr (kResults != Results::kF32) add_majors<kTypeAB, kTypeAB, kWarpSchedule, kSwapAB, kMajors>();
-    if constexpr (kResults != Results::kOwn) add_majors<kTypeAB, Type::kF32, kWarpSchedule, kSwapAB, kMajors>();
+    if constexpr (kResults != Results::kF32) add_majors<kTypeAB, kTypeAB, kMajors>();
+    if constexpr (kResults != Results::kOwn) add_majors<kTypeAB, Type::kF32, kMajors>();
   }
   // Only the kernel's own A can go through registers, so a row-major B requires a swap. Column-major A and row-major B
   // would both have to: repack.h transposes one.
-  template <WarpSchedule kWarpSchedule, Majors kMajors>
+  template <Majors kMajors>
   static void add_tf32() {
-    add<Type::kF32, Type::kF32, Major::kRow, Major::kRow, kWarpSchedule, true, Math::kTF32>();
+    add<Type::kF32, Type::kF32, Major::kRow, Major::kRow, Math::kTF32>();
     if constexpr (kMajors == Majors::kAll) {
-      add<Type::kF32, Type::kF32, Major::kRow, Major::kColumn, kWarpSchedule, true, Math::kTF32>();
-      add<Type::kF32, Type::kF32, Major::kColumn, Major::kColumn, kWarpSchedule, false, Math::kTF32>();
+      add<Type::kF32, Type::kF32, Major::kRow, Major::kColumn, Math::kTF32>();
+      add<Type::kF32, Type::kF32, Major::kColumn, Major::kColumn, Math::kTF32>();
     }
   }
-  template <Operands kOperands, WarpSchedule kWarpSchedule, bool kSwapAB, Results kResults, Majors kMajors>
+  template <Types kTypes, Results kResults, Majors kMajors>
   static bool add_all() {
-    if constexpr (kOperands == Operands::kTF32) {
-      static_assert(kSwapAB && kResults == Results::kF32);
-      add_tf32<kWarpSchedule, kMajors>();
-    } else if constexpr (kOperands == Operands::kTF32x3) {
+    if constexpr (kTypes == Types::kTF32) {
+      static_assert(Row::kSwapAB && kResults == Results::kF32);
+      add_tf32<kMajors>();
+    } else if constexpr (kTypes == Types::kTF32x3) {
       // repack.h copies both operands, into a K-major layout.
       static_assert(kResults == Results::kF32);
-      add<Type::kF32, Type::kF32, Major::kRow, Major::kColumn, kWarpSchedule, kSwapAB, Math::kTF32x3>();
+      add<Type::kF32, Type::kF32, Major::kRow, Major::kColumn, Math::kTF32x3>();
     } else {
-      add_results<Type::kBF16, kWarpSchedule, kSwapAB, kResults, kMajors>();
-      add_results<Type::kF16, kWarpSchedule, kSwapAB, kResults, kMajors>();
+      add_results<Type::kBF16, kResults, kMajors>();
+      add_results<Type::kF16, kResults, kMajors>();
     }
     return true;
   }
@@ -290,7 +291,7 @@ struct Row {
 
 // The words of table.txt.
 namespace words {
-inline constexpr Operands half = Operands::kHalf, tf32 = Operands::kTF32, tf32x3 = Operands::kTF32x3;
+inline constexpr Types half = Types::kHalf, tf32 = Types::kTF32, tf32x3 = Types::kTF32x3;
 inline constexpr WarpSchedule cooperative = WarpSchedule::kCooperative, pingpong = WarpSchedule::kPingpong,
                               single = WarpSchedule::kSingle;
 inline constexpr bool plain = false, swapped = true;
@@ -302,8 +303,18 @@ inline constexpr Majors all = Majors::kAll, row = Majors::kRow;
 
 #define JAX_STREAMK_SM90_KERNEL(types, tile_m, tile_n, tile_k, cluster_m, cluster_n, warp_schedule, operands, results, \
                                 majors, store_columns)                                                                 \
-  namespace jax_streamk::sm90::words {                                                                                 \
-  static bool const JAX_STREAMK_ROW(__LINE__) =                                                                        \
-      Row<store_columns, tile_m, tile_n, tile_k, cluster_m, cluster_n>::add_all<types, warp_schedule, operands,        \
-                                                                                results, majors>();                    \
+  JAX_STREAMK_SM90_ROW(                                                                                                \
+      types##_##tile_m##x##tile_n##x##tile_k##_##cluster_m##x##cluster_n##_##warp_schedule##_##operands##_##results,   \
+      types, tile_m, tile_n, tile_k, cluster_m, cluster_n, warp_schedule, operands, results, majors, store_columns)
+
+#define JAX_STREAMK_SM90_ROW(name, types, tile_m, tile_n, tile_k, cluster_m, cluster_n, warp_schedule, operands,       \
+                             results, majors, store_columns)                                                           \
+  namespace jax_streamk::sm90 {                                                                                        \
+  struct name {                                                                                                        \
+    static constexpr int kTileM = tile_m, kTileN = tile_n, kTileK = tile_k, kClusterM = cluster_m,                     \
+                         kClusterN = cluster_n, kStoreColumns = store_columns;                                         \
+    static constexpr WarpSchedule kWarpSchedule = words::warp_schedule;                                                \
+    static constexpr bool kSwapAB = words::operands;                                                                   \
+  };                                                                                                                   \
+  static bool const JAX_STREAMK_ROW(__LINE__) = Kernels<name>::add_all<words::types, words::results, words::majors>(); \
   }

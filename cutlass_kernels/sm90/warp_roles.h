@@ -275,29 +275,36 @@ struct GemmKernel {
   }
 };
 
-template <class Gemm>
-__global__ __launch_bounds__(Gemm::kThreads,
-                             Gemm::kCtasPerSm) void multiply(__grid_constant__ typename Gemm::Params const params) {
+template <class Operands, class Row>
+class Sm90Kernel;
+// Its Gemm.
+template <class Operands, class Row>
+struct Of : Sm90Kernel<Operands, Row>::Gemm {};
+
+// ptxas (13.0) generates other code for kernels without "cutlass" in their names. All were measured with it.
+template <class Operands, class Row>
+__global__ __launch_bounds__(Of<Operands, Row>::kThreads, Of<Operands, Row>::kCtasPerSm) void sm90_cutlass_gemm(
+    __grid_constant__ typename Of<Operands, Row>::Params const params) {
   extern __shared__ __align__(1024) char memory[];
-  Gemm::run(params, *reinterpret_cast<typename Gemm::SharedStorage*>(memory));
+  Of<Operands, Row>::run(params, *reinterpret_cast<typename Of<Operands, Row>::SharedStorage*>(memory));
 }
 
 // The cluster size is a compile-time constant: otherwise the kernel would read it from another line of constant memory.
-template <class Gemm>
-__global__ __cluster_dims__(Gemm::kClusterM, Gemm::kClusterN, 1)
-    __launch_bounds__(Gemm::kThreads, Gemm::kCtasPerSm) void multiply_in_clusters(__grid_constant__
-                                                                                  typename Gemm::Params const params) {
+template <class Operands, class Row>
+__global__ __cluster_dims__(Row::kClusterM, Row::kClusterN, 1)
+    __launch_bounds__(Of<Operands, Row>::kThreads, Of<Operands, Row>::kCtasPerSm) void sm90_cutlass_gemm_in_clusters(
+        __grid_constant__ typename Of<Operands, Row>::Params const params) {
   extern __shared__ __align__(1024) char memory[];
-  Gemm::run(params, *reinterpret_cast<typename Gemm::SharedStorage*>(memory));
+  Of<Operands, Row>::run(params, *reinterpret_cast<typename Of<Operands, Row>::SharedStorage*>(memory));
 }
 
-template <class Gemm>
+template <class Operands, class Row>
 auto entry_of() {
-  if constexpr (Gemm::kClusterSize > 1) {
-    return &multiply_in_clusters<Gemm>;
+  if constexpr (Of<Operands, Row>::kClusterSize > 1) {
+    return &sm90_cutlass_gemm_in_clusters<Operands, Row>;
   } else {
     // Not a launch with clusters of one CTA: these are placed on SMs so that neighbours share fewer of their loads.
-    return &multiply<Gemm>;
+    return &sm90_cutlass_gemm<Operands, Row>;
   }
 }
 

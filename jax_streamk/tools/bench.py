@@ -1,4 +1,13 @@
-"""``python -m jax_streamk bench``: compares every shape with XLA's default, in one process on the same operands."""
+"""``python -m jax_streamk bench``: compares every shape with XLA's default, in one process on the same operands.
+
+examples:
+  python -m jax_streamk bench examples/shapes.csv
+      shapes of your own, each as XLA's default and as ours
+  python -m jax_streamk bench --set decode_llm --sample 40 --measure device --out decode.json
+      40 shapes of a set, their time on the device alone, stored after every shape
+  python -m jax_streamk bench --from decode.json --plot plots
+      what was measured before, drawn
+"""
 
 import contextlib
 import dataclasses
@@ -61,7 +70,11 @@ def add_arguments(parser):
     )
     parser.add_argument("--no-peers", action="store_true", help="compare with XLA only, not with other libraries")
     parser.add_argument(
-        "--limit", type=shapes.seconds, default=math.inf, metavar="SECONDS", help="start no new shape after this time"
+        "--limit",
+        type=shapes.not_negative,
+        default=math.inf,
+        metavar="SECONDS",
+        help="start no new shape after this time",
     )
     parser.add_argument(
         "--out",
@@ -73,7 +86,6 @@ def add_arguments(parser):
     parser.add_argument(
         "--plot", type=pathlib.Path, metavar="DIR", help="write plots of roofline and ratios to DIR, as SVG and PNG"
     )
-    parser.set_defaults(error=parser.error)
 
 
 def run(arguments):

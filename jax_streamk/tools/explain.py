@@ -1,4 +1,14 @@
-"""``python -m jax_streamk explain``: what a product would run, in figures, and who works on which tile as a picture."""
+r"""``python -m jax_streamk explain``: what a product would run, in figures, and who works on which tile as a picture.
+
+examples:
+  python -m jax_streamk explain 128 4096 4096 --device h200
+      the plan for a GPU that need not be here
+  python -m jax_streamk explain 128 4096 4096 --device h200 --schedule split-k:4 --plot plan.svg
+      one schedule, drawn
+  python -m jax_streamk explain 1536 2816 4096 --device h200 --plot schedules.png \
+      --schedule data-parallel --schedule stream-k --kernel sm90_bf16_bf16_rr_128x256x64_1x2_coop
+      two schedules of one kernel below each other
+"""
 
 import argparse
 
@@ -14,19 +24,9 @@ from jax_streamk.tools.tune import dtype
 
 _DEVICES = {"h200": jax_streamk.H200, "h100": jax_streamk.H100, "a100": jax_streamk.A100}
 _SCHEDULES = "auto, data-parallel, split-k:SPLITS[:REDUCTION] or stream-k[:REDUCTION]"
-_EXAMPLES = """\
-examples:
-  python -m jax_streamk explain 128 4096 4096 --device h200
-  python -m jax_streamk explain 128 4096 4096 --device h200 --schedule split-k:4 --plot plan.svg
-  python -m jax_streamk explain 1536 2816 4096 --device h200 --plot schedules.png \\
-      --schedule data-parallel --schedule stream-k --kernel sm90_bf16_bf16_rr_128x256x64_1x2_coop
-  python -m jax_streamk explain 1280 512 1024 --dtype float32 --plot schedules.png \\
-      --schedule data-parallel --schedule split-k:2 --schedule stream-k
-"""
 
 
 def add_arguments(parser):
-    parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, _EXAMPLES
     for name, what in (
         ("m", "rows of A and of the result"),
         ("n", "columns of B and of the result"),

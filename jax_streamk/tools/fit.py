@@ -1,4 +1,11 @@
-"""``python -m jax_streamk fit``: measures plans on this GPU and fits the constants of the planner's estimates."""
+"""``python -m jax_streamk fit``: measures plans on this GPU and fits the constants of the planner's estimates.
+
+examples:
+  python -m jax_streamk fit
+      20 minutes of measuring on the GPU that is here; the planner finds the result by itself
+  python -m jax_streamk fit --from table.csv --device H100 --out h100.json
+      to plans that were measured before, on any machine
+"""
 
 import csv
 import datetime
@@ -10,6 +17,7 @@ import time
 import jax_streamk
 from jax_streamk import lowering, machines
 from jax_streamk.device import device_of
+from jax_streamk.tools import shapes
 from jax_streamk.tools.tune import progress_of
 from jax_streamk.tuning import fit, plans
 from jax_streamk.tuning.measure import Memory
@@ -25,7 +33,9 @@ def add_arguments(parser):
         type=pathlib.Path,
         help="machine file to write (in the user's data folder, where plans find it)",
     )
-    parser.add_argument("--minutes", type=float, default=20, help="start no new shape after this time (20)")
+    parser.add_argument(
+        "--minutes", type=shapes.not_negative, default=20, help="start no new shape after this time (20)"
+    )
     parser.add_argument("--resume", action="store_true", help="keep what was measured for the same file")
     parser.add_argument(
         "--from", dest="tables", nargs="+", metavar="TABLE", help="fit to tables of measured plans; needs no GPU"
@@ -35,6 +45,10 @@ def add_arguments(parser):
 
 def run(arguments):
     try:
+        measured_before = [record for table in arguments.tables or () for record in fit.read(table)]
+    except (OSError, ValueError) as error:
+        arguments.error(str(error))
+    try:
         device = getattr(jax_streamk, arguments.device) if arguments.device else device_of(None)
         if device.platform != "cuda":
             raise ValueError(f"it fits constants of GPUs, and this is {device.kind or device.platform}: see --from")
@@ -43,7 +57,7 @@ def run(arguments):
         console, progress = progress_of("fit")
         start = machines.derived(device)
         if arguments.tables:
-            records = [record for table in arguments.tables for record in fit.read(table)]
+            records = measured_before
         else:
             lowering.check_build(device.platform)
             records = _measured(device, out.with_suffix(".csv"), arguments, console, progress)

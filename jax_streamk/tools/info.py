@@ -1,4 +1,11 @@
-"""``python -m jax_streamk info``: shows what a bug report needs: versions, devices, kernels and tuned plans."""
+"""``python -m jax_streamk info``: shows what a bug report needs: versions, devices, kernels and tuned plans.
+
+examples:
+  python -m jax_streamk info
+      for people
+  python -m jax_streamk info --json > report.json
+      for programs
+"""
 
 import collections
 import importlib.metadata
@@ -10,7 +17,7 @@ import sys
 
 import jax
 
-from jax_streamk import _ffi, described, lowering
+from jax_streamk import _ffi
 from jax_streamk.device import device_for_lowering, device_of
 from jax_streamk.tuning import tuned
 
@@ -19,17 +26,10 @@ _DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 
 def add_arguments(parser):
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "--kernels",
-        metavar="FILE",
-        help="only write a description of this build's CUDA kernels to FILE (for maintainers)",
-    )
     parser.add_argument("--cache", metavar="DIR", help="where tuned plans are kept (the user's cache folder)")
 
 
 def run(arguments):
-    if arguments.kernels:
-        return _describe_kernels(arguments.kernels)
     parts = {
         "versions": _versions,
         "devices": _devices,
@@ -41,15 +41,6 @@ def run(arguments):
         print(json.dumps(report, indent=2))
     else:
         print("\n".join(_lines(report)))
-
-
-def _describe_kernels(path):
-    try:
-        lowering.check_build("cuda")
-        with open(path, "w") as file:
-            described.write(_ffi.kernels(), file)
-    except (OSError, RuntimeError) as error:
-        raise SystemExit(f"info: {error}") from None
 
 
 def _attempt(part, *arguments):

@@ -1,5 +1,6 @@
 """The products that tools measure, from CSV files or named sets."""
 
+import argparse
 import csv
 import dataclasses
 import itertools
@@ -208,17 +209,23 @@ def sample(shapes, count):
 
 def positive(text):
     """Parses a positive integer, for argparse."""
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
     if value < 1:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return value
 
 
-def seconds(text):
-    """Parses a time that is not negative, for argparse."""
-    value = float(text)
+def not_negative(text):
+    """Parses a time that is 0 or more, for argparse."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1
     if not value >= 0:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time of 0 or more")
     return value
 
 
@@ -226,9 +233,14 @@ def add_arguments(parser):
     """Adds the arguments that ``chosen`` reads; returns the exclusive group, to which a command may add its own."""
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
-        "file", nargs="?", metavar="FILE.csv", help="columns m, n, k and optionally trans_a, trans_b, batch, source"
+        "file",
+        nargs="?",
+        metavar="FILE.csv",
+        help="columns m, n, k and optionally trans_a, trans_b, batch, source, as in examples/shapes.csv",
     )
-    what.add_argument("--set", choices=SETS, help="shapes that come with the library")
+    what.add_argument(
+        "--set", choices=SETS, metavar="SET", help=f"shapes that come with the library: {', '.join(SETS)}"
+    )
     parser.add_argument(
         "--column-major", action="store_true", help="the file's operands are column-major, as DeepBench's are"
     )

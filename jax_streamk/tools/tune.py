@@ -1,4 +1,11 @@
-"""``python -m jax_streamk tune``: measures the fastest plan of each product on this machine, and stores it."""
+"""``python -m jax_streamk tune``: measures the fastest plan of each product on this machine, and stores it.
+
+examples:
+  python -m jax_streamk tune examples/shapes.csv
+      shapes of your own in bfloat16; programs find the plans in your cache folder
+  python -m jax_streamk tune --set strong_scaling --sample 8 --dtype float16 --limit 600
+      some shapes of a set in float16, for ten minutes
+"""
 
 import contextlib
 import math
@@ -24,7 +31,11 @@ def add_arguments(parser):
         "--cache", metavar="DIR", help="where plans are stored (the user's cache folder, which programs read)"
     )
     parser.add_argument(
-        "--limit", type=shapes.seconds, default=math.inf, metavar="SECONDS", help="start no new product after this time"
+        "--limit",
+        type=shapes.not_negative,
+        default=math.inf,
+        metavar="SECONDS",
+        help="start no new product after this time",
     )
     parser.add_argument("--again", action="store_true", help="measure also what is already stored")
 
@@ -32,9 +43,12 @@ def add_arguments(parser):
 def run(arguments):
     try:
         wanted = shapes.chosen(arguments)
+        store = tuned.store_of(arguments.cache)
+    except (OSError, ValueError) as error:
+        arguments.error(str(error))
+    try:
         device = device_of(None)
         problems, left = _plan(wanted, arguments.dtype or [dtype("bfloat16")], arguments.out_dtype, device)
-        store = tuned.store_of(arguments.cache)
     except (OSError, ValueError, RuntimeError) as error:
         raise SystemExit(f"tune: {error}") from None
     try:

@@ -106,6 +106,14 @@ class Rotation:
         self._time(kernel, schedule, policy, [(a, b, d.unsafe_buffer_pointer(), *others)], 1)
         return np.asarray(d).view(self._dtype)
 
+    def launch(self, kernel, schedule, policy):
+        """One launch on the first set of operands, for a profiler; returns once it has ended. Raises as ``time``."""
+        what, device = (kernel, self._problem, schedule), self._memory.device.native()
+        workspace = self._memory.address("workspace", max(1, _ffi.workspace_bytes(*what, device)))
+        _ffi.launch(*what, policy.native(), device, self._sets[0], workspace)
+        if self._memory.device.platform == "cuda":
+            _ffi.synchronize()
+
     def _time(self, kernel, schedule, policy, sets, repeats):
         self._memory.check_running()
         what, device = (kernel, self._problem, schedule), self._memory.device.native()
