@@ -5,6 +5,7 @@
 #include "cutlass/gemm/collective/collective_mma_decl.hpp"
 #include "cutlass/gemm/collective/sm90_mma_tma_gmma_rs_warpspecialized.hpp"
 #include "cutlass/gemm/collective/sm90_mma_tma_gmma_ss_warpspecialized.hpp"
+#include "cutlass_kernels/sm90/wgmma.h"
 
 namespace jax_streamk::sm90 {
 
@@ -25,22 +26,18 @@ struct WithWideRowsOfA<cutlass::gemm::collective::CollectiveMma<
       LayoutB, FromB, cute::identity>;
 };
 
-// With kThree, turns a collective of one warpgroup into one of three, stacked along m. The builder has one or two.
-template <bool kThree, class Collective>
-struct WithThreeWarpgroups {
-  using type = Collective;
-};
-template <int kStages, class Cluster, class KernelSchedule, class Tile, class A, class StrideA, class B, class StrideB,
-          class Mma, class... Copies>
-struct WithThreeWarpgroups<true,
-                           cutlass::gemm::collective::CollectiveMma<
-                               cutlass::gemm::MainloopSm90TmaGmmaWarpSpecialized<kStages, Cluster, KernelSchedule>,
-                               Tile, A, StrideA, B, StrideB, Mma, Copies...>> {
-  using Three =
-      decltype(cute::make_tiled_mma(typename Mma::Atom{}, cute::Layout<cute::Shape<cute::_3, cute::_1, cute::_1>>{}));
-  using type = cutlass::gemm::collective::CollectiveMma<
-      cutlass::gemm::MainloopSm90TmaGmmaWarpSpecialized<kStages, Cluster, KernelSchedule>, Tile, A, StrideA, B, StrideB,
-      Three, Copies...>;
+// A collective of kWarpgroups, stacked along m, whose instructions are as wide as its tile. The builder knows one or
+// two warpgroups and few widths.
+template <int kWarpgroups, class Collective>
+struct WithWgmma;
+template <int kWarpgroups, class Dispatch, class Tile, class A, class StrideA, class B, class StrideB, class Mma,
+          class... Copies>
+struct WithWgmma<kWarpgroups,
+                 cutlass::gemm::collective::CollectiveMma<Dispatch, Tile, A, StrideA, B, StrideB, Mma, Copies...>> {
+  template <int kN>
+  using WideMma = typename WgmmaLike<Mma, kWarpgroups, kN>::type;
+  using type = cutlass::gemm::collective::CollectiveMma<Dispatch, Tile, A, StrideA, B, StrideB,
+                                                        WideMma<cute::size<1>(Tile{})>, Copies...>;
 };
 
 }  // namespace jax_streamk::sm90

@@ -2,9 +2,6 @@
 // has a few rows of table.txt, each an expansion of JAX_STREAMK_SM90_KERNEL.
 #pragma once
 
-// Lets CuTe use every width of wgmma: otherwise 160 columns would take five instructions of 32 and be a third slower.
-#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
-
 #include <algorithm>
 #include <memory>
 
@@ -51,22 +48,21 @@ class Sm90Kernel final : public CudaKernel {
   // leaves to the other CTAs on its SM.
   static constexpr int kSmBytes = 228 << 10,
                        kOthersBytes = kCtasPerSm == 1 ? 0 : (227 << 10) - (kSmBytes / kCtasPerSm - 1024 - 256);
-  // Three warpgroups start from the collective of one.
-  template <class Tile>
-  using Collective = typename WithThreeWarpgroups<
-      kConfig.warpgroups() == 3,
-      typename WithWideRowsOfA<typename cutlass::gemm::collective::CollectiveBuilder<
-          cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, ElementAB, LayoutA, kAlignAB, ElementAB, LayoutB,
-          kAlignAB, float, Tile, ClusterShape,
-          cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::TensorStorage)) +
-                                                            kOthersBytes>,
-          std::conditional_t<kConfig.warpgroups() == 2, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
-                             cutlass::gemm::KernelTmaWarpSpecializedPingpong>>::CollectiveOp>::type>::type;
   // The tile's layout in shared memory. For CuTe the rows of a K-major B must be a multiple of 16.
   static constexpr int kLaidOutN = kBAlongN ? columns_by_tma(kConfig.tile_n) : (kConfig.tile_n + 15) / 16 * 16;
   using LaidOutShape = cute::Shape<cute::Int<kConfig.tile_m>, cute::Int<kLaidOutN>, cute::Int<kConfig.tile_k>>;
+  // Three warpgroups start from the collective of one.
+  using Collective =
+      WithWgmma<kConfig.warpgroups(),
+                typename WithWideRowsOfA<typename cutlass::gemm::collective::CollectiveBuilder<
+                    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, ElementAB, LayoutA, kAlignAB, ElementAB,
+                    LayoutB, kAlignAB, float, LaidOutShape, ClusterShape,
+                    cutlass::gemm::collective::StageCountAutoCarveout<
+                        static_cast<int>(sizeof(typename Epilogue::TensorStorage)) + kOthersBytes>,
+                    std::conditional_t<kConfig.warpgroups() == 2, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
+                                       cutlass::gemm::KernelTmaWarpSpecializedPingpong>>::CollectiveOp>::type>;
   using Mainloop =
-      CollectiveMainloop<Collective<LaidOutShape>, typename Collective<TileShape>::TiledMma, TileShape,
+      CollectiveMainloop<typename Collective::type, typename Collective::template WideMma<kConfig.tile_n>, TileShape,
                          kConfig.type_d == Type::kF32, kConfig.math == Math::kTF32x3, kConfig.promotion_k()>;
   // With several CTAs per SM there would be too many clusters to list.
   using Scheduler = sm90::Scheduler<TileShape, ClusterShape, kCooperative, kCtasPerSm == 1>;
