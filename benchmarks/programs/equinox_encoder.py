@@ -51,7 +51,7 @@ def cast(tree, dtype):
 
 def training(dtype, batch, time, **sizes):
     optimizer = optax.adamw(1e-4)
-    model = cast(Encoder(**sizes, key=jax.random.key(0)), jnp.promote_types(dtype, jnp.float32))
+    model = cast(eqx.filter_jit(Encoder)(**sizes, key=jax.random.key(0)), jnp.promote_types(dtype, jnp.float32))
     params, static = eqx.partition(model, eqx.is_array)
 
     def loss_of(params, tokens, targets):
@@ -65,7 +65,7 @@ def training(dtype, batch, time, **sizes):
         return (eqx.apply_updates(params, updates), moments), loss
 
     tokens, targets = jax.random.randint(jax.random.key(1), (2, batch, time), 0, sizes["vocab"])
-    return step, ((params, optimizer.init(params)), tokens, targets)
+    return step, ((params, jax.jit(optimizer.init)(params)), tokens, targets)
 
 
 PROGRAMS = [

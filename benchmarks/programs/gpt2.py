@@ -68,7 +68,7 @@ def forward(params, tokens, heads):
 
 def inference(dtype, batch, heads, **sizes):
     tokens = jax.random.randint(jax.random.key(1), (batch, sizes["context"]), 0, sizes["vocab"])
-    params = init(jax.random.key(0), dtype, **sizes)
+    params = jax.jit(lambda key: init(key, dtype, **sizes))(jax.random.key(0))
     return lambda params, tokens: forward(params, tokens, heads), (params, tokens)
 
 
@@ -87,8 +87,9 @@ def training(dtype, batch, heads, **sizes):
         return (optax.apply_updates(params, updates), moments), value
 
     tokens = jax.random.randint(jax.random.key(1), (batch, sizes["context"] + 1), 0, sizes["vocab"])
-    params = init(jax.random.key(0), jnp.promote_types(dtype, jnp.float32), **sizes)
-    return step, ((params, optimizer.init(params)), tokens)
+    wide = jnp.promote_types(dtype, jnp.float32)
+    params = jax.jit(lambda key: init(key, wide, **sizes))(jax.random.key(0))
+    return step, ((params, jax.jit(optimizer.init)(params)), tokens)
 
 
 PROGRAMS = [

@@ -37,7 +37,7 @@ def training(dtype, batch, time, **sizes):
 
     tokens = jax.random.randint(jax.random.key(1), (batch, time + 1), 0, sizes["vocab"])
     params = jax.tree.map(lambda x: x.astype(dtype), jax.jit(model.init)(jax.random.key(0), tokens[:, :-1]))
-    return step, ((params, optimizer.init(params)), tokens)
+    return step, ((params, jax.jit(optimizer.init)(params)), tokens)
 
 
 PROGRAMS = [

@@ -1,5 +1,7 @@
 """An encoder from the layers of ``flax.linen``: a forward pass, and a training step of a ``TrainState``."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -52,7 +54,8 @@ def training(dtype, **sizes):
         return state.apply_gradients(grads=gradients), loss
 
     model, variables, tokens, targets = made(dtype, **sizes)
-    state = TrainState.create(apply_fn=model.apply, params=variables["params"], tx=optax.adamw(1e-4))
+    create = functools.partial(TrainState.create, apply_fn=model.apply, tx=optax.adamw(1e-4))
+    state = jax.jit(lambda params: create(params=params))(variables["params"])
     return step, (state, tokens, targets)
 
 

@@ -36,6 +36,10 @@ def init(key, dtype, layers, d_model, heads, kv_heads, d_ff, vocab):
     return dict(embedding=embedding, layers=[*map(layer, keys)], norm=norm, head=weight(head, d_model, vocab))
 
 
+def random_weights(dtype, **sizes):
+    return jax.jit(lambda key: init(key, dtype, **sizes))(jax.random.key(0))
+
+
 def empty_cache(batch, context, dtype, layers, d_model, heads, kv_heads, **_):
     shape = batch, context, kv_heads, d_model // heads
     return [dict(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype)) for _ in range(layers)]
@@ -90,7 +94,7 @@ def decode(dtype, batch, context, **sizes):
 
     state = dict(cache=empty_cache(batch, context, dtype, **sizes), position=jnp.int32(context // 2))
     tokens = jax.random.randint(jax.random.key(1), (batch,), 0, sizes["vocab"])
-    return step, (state, init(jax.random.key(0), dtype, **sizes), tokens)
+    return step, (state, random_weights(dtype, **sizes), tokens)
 
 
 def prefill(dtype, batch, prompt, **sizes):
@@ -99,7 +103,7 @@ def prefill(dtype, batch, prompt, **sizes):
         return forward(params, tokens, cache, 0, sizes["heads"], sizes["kv_heads"])
 
     tokens = jax.random.randint(jax.random.key(1), (batch, prompt), 0, sizes["vocab"])
-    return step, (init(jax.random.key(0), dtype, **sizes), tokens)
+    return step, (random_weights(dtype, **sizes), tokens)
 
 
 PROGRAMS = [

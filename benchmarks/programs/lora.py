@@ -71,9 +71,9 @@ def make(dtype, batch, time, heads, **sizes):
         updates, moments = optimizer.update(gradient, moments, adapters)
         return (optax.apply_updates(adapters, updates), moments), value
 
-    frozen, adapters = init(jax.random.key(0), dtype, **sizes)
+    frozen, adapters = jax.jit(lambda key: init(key, dtype, **sizes))(jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (batch, time + 1), 0, sizes["vocab"])
-    return step, ((adapters, optimizer.init(adapters)), frozen, tokens)
+    return step, ((adapters, jax.jit(optimizer.init)(adapters)), frozen, tokens)
 
 
 PROGRAMS = [UserProgram("lora_step", make, small=SMALL, real=REAL, carries=True)]

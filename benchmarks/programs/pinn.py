@@ -44,8 +44,8 @@ def make(dtype, points, dimensions, **sizes):
 
     inside, boundary = jax.random.uniform(jax.random.key(1), (2, points, dimensions)).astype(dtype)
     boundary = boundary.at[:, 0].set(jnp.round(boundary[:, 0]))
-    params = init(jax.random.key(0), dtype, dimensions=dimensions, **sizes)
-    return step, ((params, optimizer.init(params)), inside, boundary)
+    params = jax.jit(lambda key: init(key, dtype, dimensions=dimensions, **sizes))(jax.random.key(0))
+    return step, ((params, jax.jit(optimizer.init)(params)), inside, boundary)
 
 
 PROGRAMS = [

@@ -36,7 +36,7 @@ def make(dtype, devices, layers, tokens, width, hidden):
 
 PROGRAMS = [
     UserProgram(
-        f"tensor_parallel_{devices}_gpus_{layers}_layers_{tokens}_tokens",
+        f"tp{devices}_{layers}_layers_{tokens}_tokens",
         make,
         small=dict(devices=devices, layers=layers, tokens=tokens, **SMALL),
         real=dict(devices=devices, layers=layers, tokens=tokens, **REAL),

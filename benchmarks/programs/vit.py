@@ -65,7 +65,7 @@ def make(dtype, batch, heads, **sizes):
         return dense(layer_norm(x[:, 0], params["norm"]), params["head"])
 
     images = jax.random.normal(jax.random.key(1), (batch, sizes["image"], sizes["image"], 3)).astype(dtype)
-    return forward, (init(jax.random.key(0), dtype, **sizes), images)
+    return forward, (jax.jit(lambda key: init(key, dtype, **sizes))(jax.random.key(0)), images)
 
 
 PROGRAMS = [

@@ -152,8 +152,7 @@ def _measure(program, row, step, arguments, rounds):
     for name, function in {XLA: step, OURS: program.accelerate(step)}.items():
         side = row["sides"][name] = {}
         with recorded(side):
-            copied = jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, arguments)
-            one = _Step(program, function, copied)
+            one = _Step(program, function, jax.device_put(arguments, may_alias=False))
             side |= one.compiled()
             results[name], side["device_peak_bytes"] = one.first()
             steps[name] = Program(one, jax.block_until_ready, 1)
@@ -264,16 +263,19 @@ def _wider(program, size, arguments):
 
 
 @jax.jit
-def _relative_error(x, wanted):
-    wide = jnp.promote_types(x.dtype, wanted.dtype)
-    x, wanted = x.astype(wide), wanted.astype(wide)
-    return jnp.linalg.norm((x - wanted).ravel()) / jnp.maximum(jnp.linalg.norm(wanted.ravel()), jnp.finfo(wide).tiny)
+def _relative_norms(arrays, wanted):
+    def relative(x, y):
+        wide = jnp.promote_types(x.dtype, y.dtype)
+        x, y = x.astype(wide), y.astype(wide)
+        return jnp.linalg.norm((x - y).ravel()) / jnp.maximum(jnp.linalg.norm(y.ravel()), jnp.finfo(wide).tiny)
+
+    return [relative(x, y) for x, y in zip(arrays, wanted)]
 
 
 def _relative_errors(arrays, wanted):
     """In root mean square, of each array of floating-point numbers; infinite where it is not finite."""
-    pairs = [(x, y) for x, y in zip(arrays, wanted) if jnp.issubdtype(x.dtype, jnp.floating)]
-    errors = [float(error) for error in jax.device_get([_relative_error(x, y) for x, y in pairs])]
+    floating = [(x, y) for x, y in zip(arrays, wanted) if jnp.issubdtype(x.dtype, jnp.floating)]
+    errors = map(float, _relative_norms(*map(list, zip(*floating))))
     return [error if math.isfinite(error) else math.inf for error in errors]
 
 

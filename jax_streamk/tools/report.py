@@ -201,17 +201,21 @@ def _extents(row):
 
 
 def _programs_in_short(result):
-    """A line: mean and slowest ratio, and the most memory beside XLA's."""
+    """Mean and lowest ratio, the most memory beside XLA's, and what was skipped."""
     rows, (each,) = [row for row in result["rows"] if "ratio" in row["sides"].get(OURS, {})], result["measures"]
+    skipped: dict[str, list[str]] = {}
+    for row in result["rows"]:
+        if "skipped" in row:
+            skipped.setdefault(row["skipped"], []).append(row["program"])
+    left_out = "".join(f" Skipped: {', '.join(names)}: {why}." for why, names in skipped.items())
     if not rows:
-        return "No program was measured."
-    of = summary(result)[OURS]
-    slowest, largest = min(rows, key=lambda row: row["sides"][OURS]["ratio"][each]), max(rows, key=_memory_ratio)
-    skipped = sum("skipped" in row for row in result["rows"])
+        return f"No program was measured.{left_out}"
+    of, lowest = summary(result)[OURS], min(rows, key=lambda row: row["sides"][OURS]["ratio"][each])
+    largest = max(rows, key=_memory_ratio)
     return (
         f"{len(rows)} programs have a mean ratio of {of['geomean'][each]:.3f}, {of['losses'][each]} below {LOSS}, the "
-        f"lowest {slowest['sides'][OURS]['ratio'][each]:.2f} ({slowest['program']}). The most memory is "
-        f"{_memory_ratio(largest):.2f} of XLA's ({largest['program']})" + f"; {skipped} skipped" * (skipped > 0) + "."
+        f"lowest {lowest['sides'][OURS]['ratio'][each]:.2f} ({lowest['program']}). The most memory is "
+        f"{_memory_ratio(largest):.2f} of XLA's ({largest['program']}).{left_out}"
     )
 
 
@@ -230,13 +234,12 @@ def _programs_table(result, style):
         table.add_column(f"{column}, XLA / ours", justify="right")
     for row in result["rows"]:
         if "skipped" in row:
-            table.add_row(row["program"], row["dtype"], f"skipped: {row['skipped']}")
+            table.add_row(row["program"], row["dtype"], "", "", "skipped")
             continue
-        xla, ours = row["sides"][XLA], row["sides"][OURS]
+        sides = xla, ours = row["sides"][XLA], row["sides"][OURS]
 
-        def both(key, text):
-            values = [side.get(key) for side in (xla, ours)]  # noqa: B023
-            return " / ".join("-" if value is None else text(value) for value in values)
+        def both(key, text, sides=sides):
+            return " / ".join("-" if side.get(key) is None else text(side[key]) for side in sides)
 
         table.add_row(
             row["program"],
