@@ -123,7 +123,7 @@ def test_program(name, every):
     if program.devices > len(jax.devices()):
         pytest.skip(f"needs {program.devices} devices")
     row = programs.measure(program, "small", 1)
-    assert "skipped" not in row
+    assert "skipped" not in row and "not_compared" not in row, row
     xla, ours = row["sides"][XLA], row["sides"][OURS]
     assert "error" not in xla and "error" not in ours, row
     assert xla["custom_calls"] == 0 and ours["custom_calls"] > 0
@@ -223,6 +223,17 @@ def test_what_is_wrong_or_fails_is_reported(own, monkeypatch, capsys, ours, said
     monkeypatch.setattr(programs, "load", lambda path: [dataclasses.replace(p, accelerate=ours) for p in load(path)])
     assert here(monkeypatch, "--programs", "own.py", "--small", "--rounds", 1) == 1
     assert re.search(f"FAILED jax_streamk of two_products: {said}", capsys.readouterr().out)
+
+
+def test_times_remain_where_the_reference_fails(own, monkeypatch, capsys):
+    own(
+        "def narrow_only(dtype, size):",
+        "    return failing(dtype, size) if dtype == 'float32' else make(dtype, size)",
+        "PROGRAMS = [program('one', narrow_only)]",
+    )
+    assert not here(monkeypatch, "--programs", "own.py", "--small", "--rounds", 1)
+    out = capsys.readouterr().out
+    assert "results of one were not compared: NotImplementedError: not this one" in out and "1 programs have" in out
 
 
 def test_a_program_that_cannot_be_made_is_reported(own, monkeypatch, capsys):

@@ -115,6 +115,7 @@ def load(path):
     """The programs that a file lists."""
     name = f"jax_streamk_program_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # whatever ends in .py has a loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # where dataclasses look their annotations up
     try:
@@ -143,24 +144,33 @@ def measure(program, size, rounds):
         except Exception as error:
             failed = dict(error=described(error))
             return row | dict(sides={XLA: failed, OURS: failed})
-        _measure(program, row, step, arguments, rounds)
+        steps = _begun(program, row, step, arguments)
+        del arguments
+        _time(row, steps, rounds)
     return row
 
 
-def _measure(program, row, step, arguments, rounds):
+def _begun(program, row, step, arguments):
+    """The sides' steps, each after its first call, whose results are compared."""
     steps, results = {}, {}
     for name, function in {XLA: step, OURS: program.accelerate(step)}.items():
-        side = row["sides"][name] = {}
+        side: dict[str, Any] = {}
+        row["sides"][name] = side
         with recorded(side):
             one = _Step(program, function, jax.device_put(arguments, may_alias=False))
             side |= one.compiled()
             results[name], side["device_peak_bytes"] = one.first()
             steps[name] = Program(one, jax.block_until_ready, 1)
-    if XLA in results:
-        with recorded(row["sides"][OURS]):
+    if len(results) == 2:
+        failed: dict[str, str] = {}
+        with recorded(failed):
             _compare(program, row, arguments, results)
-    del arguments
-    results.clear()
+        if failed:
+            row["not_compared"] = failed["error"]
+    return steps
+
+
+def _time(row, steps, rounds):
     samples: dict[str, list[float]] = {name: [] for name in steps}
     for name in [*steps, *reversed(steps)] * rounds:
         side = row["sides"][name]
@@ -230,9 +240,8 @@ def _compare(program, row, arguments, results):
     """
     xla, ours = row["sides"][XLA], row["sides"][OURS]
     if program.dtype not in WIDER:
-        if OURS in results:
-            difference = max(_relative_errors(results[OURS], results[XLA]), default=0.0)
-            ours |= dict(relative_error=_finite(difference), wrong=not difference <= GROSS_DIFFERENCE)
+        difference = max(_relative_errors(results[OURS], results[XLA]), default=0.0)
+        ours |= dict(relative_error=_finite(difference), wrong=not difference <= GROSS_DIFFERENCE)
         return
     wanted = _wider(program, row["size"], arguments)
     with jax.enable_x64(True):
@@ -240,26 +249,30 @@ def _compare(program, row, arguments, results):
     judged = [at for at, error in enumerate(errors[XLA]) if error <= MEANINGLESS_ERROR]
     worst = {name: max((found[at] for at in judged), default=0.0) for name, found in errors.items()}
     xla["relative_error"] = worst[XLA]
-    if OURS in worst:
-        rounding = float(jnp.finfo(program.dtype).eps)
-        ours |= dict(relative_error=_finite(worst[OURS]), wrong=not worst[OURS] <= 2 * worst[XLA] + rounding)
+    rounding = float(jnp.finfo(program.dtype).eps)
+    ours |= dict(relative_error=_finite(worst[OURS]), wrong=not worst[OURS] <= 2 * worst[XLA] + rounding)
 
 
 def _wider(program, size, arguments):
     """What ``_Step.first`` returns of the step in a wider dtype, on the same numbers."""
     wide = WIDER[program.dtype]
     with jax.enable_x64(wide == "float64"), jax.default_matmul_precision("highest"):
-        step, shaped = program.make(jnp.dtype(wide), **size)
+        made = []
+
+        def shaped():
+            step, arguments = program.make(jnp.dtype(wide), **size)
+            made.append(step)
+            return arguments
+
+        structure: Any = jax.tree.structure(jax.eval_shape(shaped))
 
         def cast(x):
-            inexact = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
-            return x.astype(jnp.promote_types(x.dtype, wide)) if inexact else x
+            return x.astype(jnp.promote_types(x.dtype, wide)) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
-        leaves, structure = jax.tree.leaves(arguments), jax.tree.structure(shaped)
-        del shaped
+        wider = structure.unflatten(map(cast, jax.tree.leaves(arguments)))
         # What XLA's autotuning would take time for runs once.
         options = dict(compiler_options={"xla_gpu_autotune_level": 0}) if program.jit is jax.jit else {}
-        return _Step(program, step, structure.unflatten(map(cast, leaves)), **options).first()[0]
+        return _Step(program, made[0], wider, **options).first()[0]
 
 
 @jax.jit

@@ -158,6 +158,8 @@ def _tail(result):
         lines.append(f"{cool} shapes are so small that less than 200 MB of operands rotate.")
     failed: dict[tuple[str, str], list[str]] = {}
     for row in result["rows"]:
+        if "not_compared" in row:
+            lines.append(f"Note: results of {row['program']} were not compared: {row['not_compared']}")
         for name, side in row["sides"].items():
             if "error" in side:
                 failed.setdefault((name, side["error"]), []).append(_extents(row))
