@@ -106,7 +106,7 @@ def _digest_of(device, found):
     lines += notes + [""] * bool(notes)
     for name, result in found.items():
         if is_of_programs(result):
-            said = [f"{name}, {result['date'][:10]}: {_programs_in_short(result)}"]
+            said = [f"{name}, {result['date'][:10]}: {_programs_in_short(result)} Pairs are XLA's / ours."]
             lines += [*said, "", *_markdown(_programs_table(result, box.MARKDOWN)), ""]
     return "\n".join(lines)
 
@@ -127,7 +127,7 @@ def _head(result):
             f"jax {machine['jax']}, jaxlib {machine.get('jaxlib', '?')}; `{result['command']}`.",
             f"Median wall times of a step, of {2 * result['rounds']} runs in turns, half the interquartile range after "
             "±; ratios are XLA's time over ours. Errors are those of the worst array beside a wider dtype's, in root "
-            "mean square; copies, transposes and bytes are those of the compiled program.",
+            "mean square; copies, transposes and memory are those of the compiled program. Pairs are XLA's / ours.",
         ]
     what = "products" if task["activation"] is None else f"linear layers, bias and {task['activation']}"
     measured = "; ".join(f"{each}: {MEASURES[each]}" for each in result["measures"])
@@ -228,12 +228,10 @@ def _memory_ratio(row):
 def _programs_table(result, style):
     (each,), plain = result["measures"], style is box.MARKDOWN
     table = Table(box=style)
-    table.add_column("program")
+    table.add_column("program", no_wrap=True)
     table.add_column("dtype")
-    for column in ("XLA", "ours", "ratio", "our calls"):
-        table.add_column(column, justify="right")
-    for column in ("copies", "transposes", "peak memory", "error"):
-        table.add_column(f"{column}, XLA / ours", justify="right")
+    for column in ("XLA", "ours", "ratio", "our calls", "copies", "transposes", "peak memory", "error"):
+        table.add_column(column, justify="right", no_wrap=True)
     for row in result["rows"]:
         if "skipped" in row:
             table.add_row(row["program"], row["dtype"], "", "", "skipped")
