@@ -210,7 +210,7 @@ def test_bad_files_are_refused_by_line(text, message, tmp_path, monkeypatch, cap
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "one of the arguments FILE.csv --set --from --report is required"),
+        ([], "one of the arguments FILE.csv --set --from --report --programs is required"),
         (["--set", "nope"], "invalid choice: 'nope'"),
         (["shapes.csv", "--set", "decode_llm"], "not allowed with argument"),
         (["shapes.csv", "--dtype", "int8"], "invalid choice: 'int8'"),

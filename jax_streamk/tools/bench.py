@@ -7,9 +7,10 @@ examples:
       40 shapes of a set, their time on the device alone, stored after every shape
   python -m jax_streamk bench --from decode.json --plot plots
       what was measured before, drawn
+  python -m jax_streamk bench --programs gpt2 --limit 500 --out programs.json
+      programs of this folder's benchmarks/programs, as they are and under accelerate
 """
 
-import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -20,6 +21,7 @@ import pathlib
 import platform
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,14 +30,16 @@ import jax.numpy as jnp
 import jax_streamk
 from jax_streamk.device import device_of
 from jax_streamk.epilogue import ACTIVATIONS
-from jax_streamk.tools import results, shapes, sides, timing
+from jax_streamk.tools import programs, results, shapes, sides, timing
 from jax_streamk.tools.info import driver
+from jax_streamk.tools.results import recorded
 from jax_streamk.tuning.measure import ROTATED_BYTES
-from jax_streamk.tuning.programs import repeat, wall_sample
+from jax_streamk.tuning.programs import Program, repeat, wall_sample
 
 # Relative to the largest entry. Rounding, even TF32 against float32, stays far below; a wrong sum does not.
 GROSS_ERROR = {"bfloat16": 0.02, "float16": 0.02, "float32": 0.01, "float64": 1e-9}
 MOST_CALLS, MOST_CALLS_IN_PROGRAM = 256, 64
+_NAMED_BY = "m", "n", "k", "trans_a", "trans_b", "batch"
 
 
 def add_arguments(parser):
@@ -44,6 +48,14 @@ def add_arguments(parser):
     what.add_argument(
         "--report", type=pathlib.Path, metavar="DIR", help="summarize all results in DIR: a Markdown table per machine"
     )
+    what.add_argument(
+        "--programs",
+        nargs="*",
+        metavar="NAME",
+        help=f"programs, each beside itself under accelerate: all of {programs.FOLDER}, its files or programs of these "
+        "names or patterns, or .py files of your own",
+    )
+    parser.add_argument("--small", action="store_true", help="--programs at the size that tests have, for a look at it")
     parser.add_argument("--dtype", default="bfloat16", choices=GROSS_ERROR, help="of operands and result (%(default)s)")
     parser.add_argument(
         "--precision", choices=["default", "high", "highest"], default="default", help="of float32 products"
@@ -65,8 +77,7 @@ def add_arguments(parser):
     parser.add_argument(
         "--rounds",
         type=shapes.positive,
-        default=2,
-        help="rounds, each of which times the sides in order and in reverse (%(default)s)",
+        help="rounds, each of which times the sides in order and in reverse (2, for programs 4)",
     )
     parser.add_argument("--no-peers", action="store_true", help="compare with XLA only, not with other libraries")
     parser.add_argument(
@@ -74,18 +85,17 @@ def add_arguments(parser):
         type=shapes.not_negative,
         default=math.inf,
         metavar="SECONDS",
-        help="start no new shape after this time",
+        help="start nothing new after this time",
     )
     parser.add_argument(
         "--out",
         type=pathlib.Path,
         metavar="OUT.json",
-        help="written after every shape; at the end also the table, as OUT.md",
+        help="written as it grows; at the end also the table, as OUT.md",
     )
     parser.add_argument("--resume", action="store_true", help="continue the result in OUT.json")
-    parser.add_argument(
-        "--plot", type=pathlib.Path, metavar="DIR", help="write plots of roofline and ratios to DIR, as SVG and PNG"
-    )
+    parser.add_argument("--plot", type=pathlib.Path, metavar="DIR", help="write plots to DIR, as SVG and PNG")
+    parser.set_defaults(default=parser.get_default)
 
 
 def run(arguments):
@@ -109,7 +119,7 @@ def run(arguments):
         print("wrote", *_plotted(plots.write, result, arguments.plot))
     if interrupted:
         return 130
-    ours = [row["sides"][sides.OURS] for row in result["rows"]]
+    ours = [row["sides"].get(sides.OURS, {}) for row in result["rows"]]
     return int(any(side.get("wrong") or "error" in side for side in ours))
 
 
@@ -140,16 +150,94 @@ def _load(path, error):
         error(str(reason))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """What a command line asks to measure.
+
+    Attributes:
+      todo: shapes or programs.
+      noun: what they are.
+      settings: the fields of the result that are known before.
+      row: measures one of ``todo``.
+      link: the program that links dependent calls of shapes; None for programs.
+      dtype: of the machine's limits.
+    """
+
+    todo: list[Any]
+    noun: str
+    settings: dict[str, Any]
+    row: Callable[[Any], dict[str, Any]]
+    link: Program | None
+    dtype: str
+
+
 def measure_all(arguments, report):
     """The result that a command line asks for, and whether the user interrupted it."""
-    try:
-        todo = shapes.chosen(arguments)
-    except (OSError, ValueError) as error:
-        arguments.error(str(error))
+    work = (_shapes if arguments.programs is None else _programs)(arguments)
     if arguments.out and arguments.out.suffix != ".json":
         arguments.error(f"--out {arguments.out}: its name must end in .json")
     if arguments.resume and not arguments.out:
         arguments.error("--resume needs --out")
+    result = (
+        dict(
+            date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            command=_command(),
+            machine=_machine(),
+            limits={},
+            link_us=None,
+            rows=[],
+        )
+        | work.settings
+    )
+    if arguments.out and arguments.out.exists():
+        if not arguments.resume:
+            arguments.error(f"--out {arguments.out} exists; --resume goes on with it")
+        before = _load(arguments.out, arguments.error)
+        for key in ("format", "machine", "task", "measures", "rounds"):
+            if _settings(before[key]) != _settings(result[key]):
+                arguments.error(f"--resume: {key} of {arguments.out} is {before[key]}, and now {result[key]}")
+        result = before | dict(command=f"{before['command']}; {result['command']}")
+        result["rows"] = [row for row in result["rows"] if "skipped" not in row]
+        result.pop("stopped", None)
+    save = functools.partial(results.save, result, arguments.out) if arguments.out else lambda: None
+    try:
+        save()
+    except OSError as error:
+        arguments.error(f"--out {arguments.out}: cannot write it: {error}")
+    if not result["limits"] and jax.default_backend() == "gpu":
+        result["limits"] = _limits(work.dtype)
+    if result["link_us"] is None and work.link:
+        result["link_us"] = wall_sample(_warm(work.link))
+    done = {_key(row) for row in result["rows"]}
+    todo = [each for each in work.todo if _key_of(each) not in done]
+    started, why, before = time.monotonic(), "by the user", len(result["rows"])
+    try:
+        with report.progress(todo) as advance:
+            for each in todo:
+                if time.monotonic() - started > arguments.limit:
+                    why = f"at the limit of {arguments.limit:g} seconds"
+                    break
+                result["rows"].append(work.row(each))
+                save()
+                advance(result)
+        interrupted = False
+    except KeyboardInterrupt:
+        interrupted = True
+    if left := todo[len(result["rows"]) - before :]:
+        result["stopped"] = f"{why}, {len(left)} {work.noun} unmeasured, the first {left[0]}"
+    save()
+    if arguments.out:
+        arguments.out.with_suffix(".md").write_text(report.markdown(result))
+    return result, interrupted
+
+
+def _shapes(arguments):
+    if arguments.small:
+        arguments.error("--small is a size of --programs")
+    try:
+        todo = shapes.chosen(arguments)
+    except (OSError, ValueError) as error:
+        arguments.error(str(error))
     if arguments.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
     precision = None if arguments.precision == "default" else arguments.precision
@@ -166,61 +254,34 @@ def measure_all(arguments, report):
     notes += [f"not measured: {name}: {why}" for name, why in absent.items()]
     if task.xla_precision != task.precision:
         notes.append(f"XLA's precision is {task.xla_precision.name}, as exact as ours")
-    result = dict(
-        format=results.FORMAT,
-        date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        command=_command(),
-        machine=_machine(),
-        task=dataclasses.asdict(task),
-        measures=measures,
-        rounds=arguments.rounds,
-        notes=notes,
-        limits={},
-        link_us=None,
-        rows=[],
+    rounds = arguments.rounds or 2
+    settings = dict(format=results.FORMAT, task=dataclasses.asdict(task), measures=measures, rounds=rounds, notes=notes)
+    row = lambda shape: measure(task, shape, builders, measures, rounds, gpu)
+    return _Work(todo, "shapes", settings, row, link, task.dtype)
+
+
+def _programs(arguments):
+    for name in ("column_major", "sample", "dtype", "precision", "linear", "measure", "no_peers"):
+        if getattr(arguments, name) != arguments.default(name):
+            arguments.error(f"--{name.replace('_', '-')} is of shapes: it changes nothing in --programs")
+    try:
+        todo = programs.chosen(arguments.programs)
+    except (OSError, ValueError) as error:
+        arguments.error(str(error))
+    size, rounds = "small" if arguments.small else "real", arguments.rounds or 4
+    settings = dict(
+        format=results.PROGRAMS_FORMAT, task=dict(size=size), measures=[programs.MEASURE], rounds=rounds, notes=[]
     )
-    if arguments.out and arguments.out.exists():
-        if not arguments.resume:
-            arguments.error(f"--out {arguments.out} exists; --resume continues it")
-        before = _load(arguments.out, arguments.error)
-        for key in ("machine", "task", "measures", "rounds"):
-            if _settings(before[key]) != _settings(result[key]):
-                arguments.error(f"--resume: {key} in {arguments.out} is {before[key]}, now it is {result[key]}")
-        result = before | dict(command=f"{before['command']}; {result['command']}")
-        result.pop("stopped", None)
-    save = functools.partial(results.save, result, arguments.out) if arguments.out else lambda: None
-    try:
-        save()
-    except OSError as error:
-        arguments.error(f"--out {arguments.out}: cannot write it: {error}")
-    if result["link_us"] is None:
-        result["link_us"] = wall_sample(_warm(link))
-        result["limits"] = _limits(task.dtype) if gpu else {}
-    done = {_key(row) for row in result["rows"]}
-    todo = [shape for shape in todo if _key(dataclasses.asdict(shape)) not in done]
-    started, why, before = time.monotonic(), "by the user", len(result["rows"])
-    try:
-        with report.progress(todo) as advance:
-            for shape in todo:
-                if time.monotonic() - started > arguments.limit:
-                    why = f"at the limit of {arguments.limit:g} seconds"
-                    break
-                result["rows"].append(measure(task, shape, builders, measures, arguments.rounds, gpu))
-                save()
-                advance(result)
-        interrupted = False
-    except KeyboardInterrupt:
-        interrupted = True
-    if left := todo[len(result["rows"]) - before :]:
-        result["stopped"] = f"{why}, {len(left)} shapes unmeasured, the first {left[0]}"
-    save()
-    if arguments.out:
-        arguments.out.with_suffix(".md").write_text(report.markdown(result))
-    return result, interrupted
+    row = lambda program: programs.measure(program, size, rounds)
+    return _Work(todo, "programs", settings, row, None, "bfloat16")
 
 
 def _key(row):
-    return tuple(row[name] for name in ("m", "n", "k", "trans_a", "trans_b", "batch"))
+    return row["program"] if "program" in row else tuple(row[name] for name in _NAMED_BY)
+
+
+def _key_of(each):
+    return each.name if isinstance(each, programs.UserProgram) else tuple(getattr(each, name) for name in _NAMED_BY)
 
 
 def _settings(value):
@@ -248,7 +309,7 @@ def measure(task, shape, peers, measures, rounds, gpu):
         sides={},
     )  # fmt: skip
     no_operands: dict[str, str] = {}
-    with _recorded(no_operands):
+    with recorded(no_operands):
         operands = jax.block_until_ready(task.operands(shape, count))
     if no_operands:
         row["sides"] = {sides.XLA: no_operands, sides.OURS: no_operands}
@@ -263,7 +324,7 @@ def measure(task, shape, peers, measures, rounds, gpu):
     for name, build in builders.items():
         side: dict[str, Any] = {}
         row["sides"][name] = side
-        with _recorded(side):
+        with recorded(side):
             built = build(operands, in_program)
             for each in measures:
                 _warm(built[each])
@@ -283,7 +344,7 @@ def measure(task, shape, peers, measures, rounds, gpu):
             side = row["sides"][name]
             if "error" in side:
                 continue
-            with _recorded(side):
+            with recorded(side):
                 if each == "device":
                     more, side["kernels"] = timing.device_samples(programs[name][each])
                 else:
@@ -301,15 +362,6 @@ def measure(task, shape, peers, measures, rounds, gpu):
     if plan.kernel is None:
         row["sides"][sides.OURS] = dict(fallback=True, ratio=dict.fromkeys(measures, 1.0))
     return row
-
-
-@contextlib.contextmanager
-def _recorded(side):
-    """Records an exception as the error of ``side``, so that the other sides are still measured."""
-    try:
-        yield
-    except Exception as error:
-        side["error"] = f"{type(error).__name__}: {error}".split("\n")[0][:300]
 
 
 def _warm(program):

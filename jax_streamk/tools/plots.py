@@ -1,4 +1,4 @@
-"""Plots of a result: a roofline, and the ratios of all shapes in order. SVG and PNG."""
+"""Plots of a result: a roofline and the ratios of all shapes in order, or a bar per program. SVG and PNG."""
 
 import itertools
 import re
@@ -9,7 +9,7 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from jax_streamk.tools.results import LOSS, summary
+from jax_streamk.tools.results import LOSS, is_of_programs, summary
 from jax_streamk.tools.sides import OURS, XLA
 
 # Markers differ, and so do the colors, also for color-blind readers.
@@ -26,19 +26,20 @@ _SETTINGS = {"svg.hashsalt": "jax_streamk", "axes.spines.top": False, "axes.spin
 
 
 def write(result, folder):
-    """Writes the roofline and the ratio plot of a result as SVG and PNG into a folder, and returns their paths.
+    """Writes the roofline and the ratio plot of a result, or the bars of programs, as SVG and PNG; returns their paths.
 
     Raises:
       OSError: the folder cannot be made or written to.
-      ValueError: no shape has a ratio.
+      ValueError: no shape or program has a ratio.
     """
     rows = [row for row in result["rows"] if "ratio" in row["sides"].get(OURS, {})]
+    of_programs = is_of_programs(result)
     if not rows:
-        raise ValueError("no shape was measured")
+        raise ValueError(f"no {'program' if of_programs else 'shape'} was measured")
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     with plt.rc_context(_SETTINGS):
-        for name, draw in dict(roofline=_roofline, ratio=_ratio).items():
+        for name, draw in (dict(programs=_bars) if of_programs else dict(roofline=_roofline, ratio=_ratio)).items():
             figure = draw(result, rows)
             for kind, metadata in (("svg", {"Date": None}), ("png", {})):
                 paths.append(folder / f"{name}.{kind}")
@@ -48,7 +49,7 @@ def write(result, folder):
 
 
 def write_digest(machines, folder):
-    """Plots the ratios of each machine's larger results (``report.by_machine``) as SVG files, and returns their paths.
+    """Plots the ratios of each machine's larger results (``report.by_machine``) and programs; returns the SVG paths.
 
     Raises:
       OSError: the folder cannot be made or written to.
@@ -61,13 +62,21 @@ def write_digest(machines, folder):
             curves = {name: _sorted_ratios(result) for name, result in found.items() if "device" in result["measures"]}
             curves = {name: ratios for name, ratios in curves.items() if len(ratios) >= _SET}
             if curves:
-                paths.append(folder / f"ratios_{re.sub('[^a-z0-9]+', '_', device.lower())}.svg")
-                figure = _curves(device, curves)
-                figure.savefig(paths[-1], metadata={"Date": None})
-                plt.close(figure)
+                paths.append(_saved(_curves(device, curves), folder, "ratios", device))
+            for name, result in found.items():
+                rows = [row for row in result["rows"] if "ratio" in row["sides"].get(OURS, {})]
+                if is_of_programs(result) and rows:
+                    paths.append(_saved(_bars(result, rows), folder, name, device))
     if not paths:
-        raise ValueError(f"no result has {_SET} shapes or more")
+        raise ValueError(f"no result has {_SET} shapes or more, or programs")
     return paths
+
+
+def _saved(figure, folder, name, device):
+    path = folder / f"{name}_{re.sub('[^a-z0-9]+', '_', device.lower())}.svg"
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+    return path
 
 
 def _sorted_ratios(result):
@@ -103,6 +112,34 @@ def _ratio_axis(axes, least, most):
     axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.yaxis.set_minor_locator(matplotlib.ticker.NullLocator())
     axes.set_ylim(low, high)
+
+
+def _bars(result, rows):
+    (measure,), at = result["measures"], np.arange(len(rows))
+    ratios, kinds = np.array([row["sides"][OURS]["ratio"][measure] for row in rows]), [_kind(r, measure) for r in rows]
+    figure = plt.figure(figsize=(min(14, max(8, 0.35 * len(rows))), 6.5), layout="constrained")
+    axes = figure.add_subplot(yscale="log")
+    axes.axhspan(LOSS, 1 / LOSS, color="#000000", alpha=0.06, linewidth=0)
+    for kind, style in _STYLES.items():
+        chosen = np.array([each == kind for each in kinds])
+        if chosen.any():
+            label = f"{kind} ({chosen.sum()})"
+            axes.bar(at[chosen], ratios[chosen] - 1, bottom=1, width=0.7, color=style["color"], label=label)
+    axes.axhline(1, color="#111111", linewidth=0.8)
+    mean = summary(result)[OURS]["geomean"][measure]
+    axes.axhline(mean, color="#0072b2", linewidth=1, linestyle="--", label=f"geometric mean {mean:.3f}")
+    _ratio_axis(axes, ratios.min(), ratios.max())
+    machine = result["machine"]
+    axes.set(
+        xlim=(-0.8, len(rows) - 0.2),
+        ylabel="XLA's time over ours (above 1: we are faster)",
+        title=f"A step of each program under accelerate\n{machine['device']}, jax {machine['jax']}, "
+        f"{result['date'][:10]}",
+    )
+    axes.set_xticks(at, [row["program"] for row in rows], rotation=60, ha="right", rotation_mode="anchor", fontsize=8)
+    axes.grid(alpha=0.25, axis="y")
+    figure.legend(loc="outside lower center", ncols=3, fontsize=9)
+    return figure
 
 
 def _kind(row, measure):

@@ -10,8 +10,8 @@ from rich.console import Console, Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from jax_streamk.text import duration
-from jax_streamk.tools.results import LOSS, summary
+from jax_streamk.text import duration, size
+from jax_streamk.tools.results import LOSS, is_of_programs, summary
 from jax_streamk.tools.sides import MEASURES, OURS, XLA
 
 WIDE = 170
@@ -27,8 +27,10 @@ def progress(todo):
 
         def advance(result):
             row, each = result["rows"][-1], result["measures"][0]
-            ratio, mean = row["sides"][OURS].get("ratio", {}).get(each), summary(result)[OURS]["geomean"].get(each)
-            text = "failed" if ratio is None else f"{ratio:.2f}, mean {mean:.3f}"
+            if ratio := row["sides"].get(OURS, {}).get("ratio", {}).get(each):
+                text = f"{ratio:.2f}, mean {summary(result)[OURS]['geomean'][each]:.3f}"
+            else:
+                text = row.get("skipped", "failed")
             bar.update(task, advance=1, description=f"{_extents(row)}: {text}")
 
         yield advance
@@ -39,7 +41,8 @@ def show(result):
     if not console.is_terminal:
         console.width = WIDE
     console.print(*_head(result), sep="\n", highlight=False, markup=False, soft_wrap=True)
-    console.print(Group(_table(result, box.SIMPLE_HEAD), _summary(result, box.SIMPLE_HEAD)))
+    tables = [_programs_table] if is_of_programs(result) else [_table, _summary]
+    console.print(Group(*(table(result, box.SIMPLE_HEAD) for table in tables)))
     for line in _tail(result):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
@@ -50,9 +53,10 @@ def markdown(result):
     console = Console(file=file, width=400, color_system=None)
     head = _head(result)
     console.print(f"# {head[0]}", "", *head[1:], sep="\n", highlight=False, markup=False, soft_wrap=True)
-    console.print(_summary(result, box.MARKDOWN))
+    if not is_of_programs(result):
+        console.print(_summary(result, box.MARKDOWN))
     console.print(*_tail(result), sep="\n\n", highlight=False, markup=False, soft_wrap=True)
-    console.print(_table(result, box.MARKDOWN))
+    console.print((_programs_table if is_of_programs(result) else _table)(result, box.MARKDOWN))
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
 
 
@@ -72,7 +76,7 @@ def by_machine(found):
 
 
 def digest(machines):
-    """Markdown: a table for each machine that ``by_machine`` returns, with a line per result and measure."""
+    """Markdown: for each machine that ``by_machine`` returns, a line per result and measure, and its programs."""
     return "\n".join(_digest_of(device, found) for device, found in machines.items())
 
 
@@ -83,7 +87,8 @@ def _digest_of(device, found):
     table.add_column("time")
     for column in ("shapes", "mean", f"below {LOSS}", "slowest", "left to XLA", "measured"):
         table.add_column(column, justify="right")
-    for name, result in found.items():
+    products = {name: result for name, result in found.items() if not is_of_programs(result)}
+    for name, result in products.items():
         of, task = summary(result)[OURS], result["task"]
         linear = "" if task["activation"] is None else f", bias and {task['activation']}"
         what = task["dtype"] + (f' at "{task["precision"]}"' if task["precision"] else "") + linear
@@ -94,9 +99,16 @@ def _digest_of(device, found):
     machines = [result["machine"] for result in found.values()]
     drivers = sorted({f"driver {machine['driver']}" for machine in machines if machine.get("driver")})
     versions = sorted({f"jax {machine['jax']}" for machine in machines})
-    lines = [f"### {device}", "", f"With {', '.join(drivers + versions)}.", "", *_markdown(table), ""]
+    lines = [f"### {device}", "", f"With {', '.join(drivers + versions)}.", ""]
+    if products:
+        lines += [*_markdown(table), ""]
     notes = [f"- {name}: {'; '.join(result['notes'])}." for name, result in found.items() if result["notes"]]
-    return "\n".join(lines + notes + [""] * bool(notes))
+    lines += notes + [""] * bool(notes)
+    for name, result in found.items():
+        if is_of_programs(result):
+            said = [f"{name}, {result['date'][:10]}: {_programs_in_short(result)} Pairs are XLA's / ours."]
+            lines += [*said, "", *_markdown(_programs_table(result, box.MARKDOWN)), ""]
+    return "\n".join(lines)
 
 
 def _markdown(table):
@@ -108,6 +120,15 @@ def _markdown(table):
 def _head(result):
     machine, task = result["machine"], result["task"]
     driver = f", driver {machine['driver']}" if machine.get("driver") else ""
+    if is_of_programs(result):
+        return [
+            f"Programs under accelerate beside XLA's, {task['size']} size, {machine['device']}{driver}, "
+            f"{result['date'][:10]}",
+            f"jax {machine['jax']}, jaxlib {machine.get('jaxlib', '?')}; `{result['command']}`.",
+            f"Median wall times of a step, of {2 * result['rounds']} runs in turns, half the interquartile range after "
+            "±; ratios are XLA's time over ours. Errors are those of the worst array beside a wider dtype's, in root "
+            "mean square; copies, transposes and memory are those of the compiled program. Pairs are XLA's / ours.",
+        ]
     what = "products" if task["activation"] is None else f"linear layers, bias and {task['activation']}"
     measured = "; ".join(f"{each}: {MEASURES[each]}" for each in result["measures"])
     return [
@@ -121,6 +142,8 @@ def _head(result):
 def _tail(result):
     limits = result["limits"]
     lines = [f"Note: {note}." for note in result["notes"]]
+    if is_of_programs(result):
+        lines.append(_programs_in_short(result))
     if limits:
         lines.append(
             f"This machine streams {limits['bytes_per_s'] / 1e9:.0f} GB/s (an elementwise function, read and written), "
@@ -135,19 +158,25 @@ def _tail(result):
         lines.append(f"{cool} shapes are so small that less than 200 MB of operands rotate.")
     failed: dict[tuple[str, str], list[str]] = {}
     for row in result["rows"]:
+        if "not_compared" in row:
+            lines.append(f"Note: results of {row['program']} were not compared: {row['not_compared']}")
         for name, side in row["sides"].items():
             if "error" in side:
                 failed.setdefault((name, side["error"]), []).append(_extents(row))
             if side.get("wrong"):
-                difference = side["max_difference"] or math.inf
-                lines.append(
-                    f"FAILED {name} of {_extents(row)}: differs from XLA by {difference:.2g} of the largest entry"
-                )
+                lines.append(f"FAILED {name} of {_extents(row)}: {_what_is_wrong(row, side)}")
     for (name, error), where in failed.items():
         lines.append(f"FAILED {name} of {where[0]}" + f" and {len(where) - 1} more" * (len(where) > 1) + f": {error}")
     if "stopped" in result:
         lines.append(f"Stopped {result['stopped']}.")
     return lines
+
+
+def _what_is_wrong(row, side):
+    if "program" not in row:
+        return f"differs from XLA by {side['max_difference'] or math.inf:.2g} of the largest entry"
+    error = "is not finite" if side["relative_error"] is None else f"is {side['relative_error']:.2g}"
+    return f"its relative error {error}, XLA's {row['sides'][XLA].get('relative_error', 0):.2g}"
 
 
 def _summary(result, style):
@@ -170,7 +199,61 @@ def _summary(result, style):
 
 
 def _extents(row):
-    return " x ".join(str(row[name]) for name in "mnk")
+    return row["program"] if "program" in row else " x ".join(str(row[name]) for name in "mnk")
+
+
+def _programs_in_short(result):
+    """Mean and lowest ratio, the most memory beside XLA's, and what was skipped."""
+    rows, (each,) = [row for row in result["rows"] if "ratio" in row["sides"].get(OURS, {})], result["measures"]
+    skipped: dict[str, list[str]] = {}
+    for row in result["rows"]:
+        if "skipped" in row:
+            skipped.setdefault(row["skipped"], []).append(row["program"])
+    left_out = "".join(f" Skipped: {', '.join(names)}: {why}." for why, names in skipped.items())
+    if not rows:
+        return f"No program was measured.{left_out}"
+    of, lowest = summary(result)[OURS], min(rows, key=lambda row: row["sides"][OURS]["ratio"][each])
+    largest = max(rows, key=_memory_ratio)
+    return (
+        f"{len(rows)} programs have a mean ratio of {of['geomean'][each]:.3f}, {of['losses'][each]} below {LOSS}, the "
+        f"lowest {lowest['sides'][OURS]['ratio'][each]:.2f} ({lowest['program']}). The most memory is "
+        f"{_memory_ratio(largest):.2f} of XLA's ({largest['program']}).{left_out}"
+    )
+
+
+def _memory_ratio(row):
+    return row["sides"][OURS]["peak_bytes"] / row["sides"][XLA]["peak_bytes"]
+
+
+def _programs_table(result, style):
+    (each,), plain = result["measures"], style is box.MARKDOWN
+    table = Table(box=style)
+    table.add_column("program", no_wrap=True)
+    table.add_column("dtype")
+    for column in ("XLA", "ours", "ratio", "our calls", "copies", "transposes", "peak memory", "error"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in result["rows"]:
+        if "skipped" in row:
+            table.add_row(row["program"], row["dtype"], "", "", "skipped")
+            continue
+        sides = xla, ours = row["sides"][XLA], row["sides"][OURS]
+
+        def both(key, text, sides=sides):
+            return " / ".join("-" if side.get(key) is None else text(side[key]) for side in sides)
+
+        table.add_row(
+            row["program"],
+            row["dtype"],
+            _time(xla, each),
+            _time(ours, each),
+            _ratio(ours, each, plain),
+            str(ours.get("custom_calls", "")),
+            both("copies", str),
+            both("transposes", str),
+            both("peak_bytes", size),
+            both("relative_error", "{:.1e}".format),
+        )
+    return table
 
 
 def _table(result, style):

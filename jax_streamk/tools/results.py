@@ -1,5 +1,6 @@
 """Results of bench: their files and their summaries."""
 
+import contextlib
 import json
 import math
 import os
@@ -8,6 +9,7 @@ import pathlib
 from jax_streamk.tools.sides import XLA
 
 FORMAT = "jax_streamk bench 1"
+PROGRAMS_FORMAT = "jax_streamk bench --programs 1"
 FIELDS = {"date", "command", "machine", "task", "measures", "rounds", "notes", "limits", "link_us", "rows"}
 LOSS = 0.95  # ratios below count as losses
 
@@ -23,11 +25,16 @@ def load(path):
         result = json.loads(pathlib.Path(path).read_text())
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(result, dict) or result.get("format") != FORMAT:
+    if not isinstance(result, dict) or result.get("format") not in (FORMAT, PROGRAMS_FORMAT):
         raise ValueError(f"{path} is not a result of bench: its format is not {FORMAT!r}")
     if missing := FIELDS - result.keys():
         raise ValueError(f"{path} is not a complete result of bench: it lacks {', '.join(sorted(missing))}")
     return result
+
+
+def is_of_programs(result):
+    """Whether its rows are of programs, not of shapes."""
+    return result.get("format") == PROGRAMS_FORMAT
 
 
 def load_folder(folder):
@@ -54,6 +61,20 @@ def save(result, path):
     part = path.with_name(path.name + ".part")
     part.write_text(f'{head},\n "rows": [\n{rows}\n ]\n}}\n')
     os.replace(part, path)
+
+
+def described(error):
+    """An exception in a line."""
+    return f"{type(error).__name__}: {error}".split("\n")[0][:300]
+
+
+@contextlib.contextmanager
+def recorded(side):
+    """Records what is raised inside as the error of ``side``: it must not end the measurement of the others."""
+    try:
+        yield
+    except Exception as error:
+        side["error"] = described(error)
 
 
 def summary(result):

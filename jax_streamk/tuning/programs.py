@@ -50,11 +50,12 @@ def dependent(function, operands):
 def wall_sample(program, least=0.03):
     """Microseconds of wall time per call of a program, which is repeated for at least ``least`` seconds."""
     repeat(program, 2)  # warm up after another program
-    seconds = _wall(program, 1)
-    return _wall(program, max(1, round(least / seconds))) / program.calls * 1e6
+    seconds = wall(program, 1)
+    return wall(program, max(1, round(least / seconds))) / program.calls * 1e6
 
 
-def _wall(program, repeats):
+def wall(program, repeats):
+    """Seconds of wall time per run, of ``repeats`` in a row."""
     start = time.perf_counter()
     repeat(program, repeats)
     return (time.perf_counter() - start) / repeats

@@ -1,0 +1,126 @@
+"""A llama-type decoder: grouped-query attention, rotary positions, a key-value cache. The sizes are Llama-3.1-8B's."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_streamk.tools.programs import UserProgram
+
+SMALL = dict(layers=1, d_model=64, heads=4, kv_heads=2, d_ff=96, vocab=160)
+REAL = dict(layers=8, d_model=4096, heads=32, kv_heads=8, d_ff=14336, vocab=128256)
+
+
+def init(key, dtype, layers, d_model, heads, kv_heads, d_ff, vocab):
+    d_kv = kv_heads * d_model // heads
+
+    def weight(key, rows, columns):
+        return (jax.random.normal(key, (rows, columns)) * rows**-0.5).astype(dtype)
+
+    def layer(key):
+        q, k, v, o, gate, up, down = jax.random.split(key, 7)
+        return dict(
+            attention_norm=jnp.ones(d_model, dtype),
+            q=weight(q, d_model, d_model),
+            k=weight(k, d_model, d_kv),
+            v=weight(v, d_model, d_kv),
+            o=weight(o, d_model, d_model),
+            mlp_norm=jnp.ones(d_model, dtype),
+            gate=weight(gate, d_model, d_ff),
+            up=weight(up, d_model, d_ff),
+            down=weight(down, d_ff, d_model),
+        )
+
+    first, head, *keys = jax.random.split(key, 2 + layers)
+    embedding = jax.random.normal(first, (vocab, d_model)).astype(dtype)
+    norm = jnp.ones(d_model, dtype)
+    return dict(embedding=embedding, layers=[*map(layer, keys)], norm=norm, head=weight(head, d_model, vocab))
+
+
+def random_weights(dtype, **sizes):
+    return jax.jit(lambda key: init(key, dtype, **sizes))(jax.random.key(0))
+
+
+def empty_cache(batch, context, dtype, layers, d_model, heads, kv_heads, **_):
+    shape = batch, context, kv_heads, d_model // heads
+    return [dict(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype)) for _ in range(layers)]
+
+
+def rms_norm(x, weight):
+    wide = x.astype(jnp.float32)
+    return (wide * lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-5)).astype(x.dtype) * weight
+
+
+def rotary(x, positions):
+    half = x.shape[-1] // 2
+    angles = positions[:, None, None] * 500000.0 ** (-jnp.arange(half) / half)
+    x1, x2 = jnp.split(x.astype(jnp.float32), 2, -1)
+    sin, cos = jnp.sin(angles), jnp.cos(angles)
+    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).astype(x.dtype)
+
+
+def attention(layer, x, cache, position, heads, kv_heads):
+    batch, time, d_model = x.shape
+    positions = position + jnp.arange(time)
+    q = rotary((x @ layer["q"]).reshape(batch, time, heads, -1), positions)
+    k = rotary((x @ layer["k"]).reshape(batch, time, kv_heads, -1), positions)
+    v = (x @ layer["v"]).reshape(batch, time, kv_heads, -1)
+    k, v = (lax.dynamic_update_slice_in_dim(cache[name], new, position, 1) for name, new in dict(k=k, v=v).items())
+    q = q.reshape(batch, time, kv_heads, heads // kv_heads, -1)
+    scores = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    seen = jnp.arange(k.shape[1]) <= positions[:, None]
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)).astype(v.dtype)
+    mixed = jnp.einsum("bkgts,bskd->btkgd", weights, v).reshape(batch, time, d_model)
+    return mixed @ layer["o"], dict(k=k, v=v)
+
+
+def forward(params, tokens, cache, position, heads, kv_heads):
+    """Logits of each text's last token, and the cache."""
+    x, caches = params["embedding"][tokens], []
+    for layer, old in zip(params["layers"], cache):
+        mixed, new = attention(layer, rms_norm(x, layer["attention_norm"]), old, position, heads, kv_heads)
+        x, normed = x + mixed, rms_norm(x + mixed, layer["mlp_norm"])
+        x = x + (jax.nn.silu(normed @ layer["gate"]) * (normed @ layer["up"])) @ layer["down"]
+        caches.append(new)
+    return (rms_norm(x[:, -1], params["norm"]) @ params["head"]).astype(jnp.float32), caches
+
+
+def decode(dtype, batch, context, **sizes):
+    """A token for each of ``batch`` texts, whose caches are half full."""
+    heads, kv_heads = sizes["heads"], sizes["kv_heads"]
+
+    def step(state, params, tokens):
+        logits, cache = forward(params, tokens[:, None], state["cache"], state["position"], heads, kv_heads)
+        return dict(cache=cache, position=state["position"] + 1), logits
+
+    state = dict(cache=empty_cache(batch, context, dtype, **sizes), position=jnp.int32(context // 2))
+    tokens = jax.random.randint(jax.random.key(1), (batch,), 0, sizes["vocab"])
+    return step, (state, random_weights(dtype, **sizes), tokens)
+
+
+def prefill(dtype, batch, prompt, **sizes):
+    def step(params, tokens):
+        cache = empty_cache(batch, prompt, dtype, **sizes)
+        return forward(params, tokens, cache, 0, sizes["heads"], sizes["kv_heads"])
+
+    tokens = jax.random.randint(jax.random.key(1), (batch, prompt), 0, sizes["vocab"])
+    return step, (random_weights(dtype, **sizes), tokens)
+
+
+PROGRAMS = [
+    *(
+        UserProgram(
+            f"llama_decode_{m}",
+            decode,
+            small=dict(batch=m, context=16, **SMALL),
+            real=dict(batch=m, context=512, **REAL),
+            carries=True,
+        )
+        for m in (1, 8, 16, 32, 64, 128, 256)
+    ),
+    UserProgram(
+        "llama_prefill_2048",
+        prefill,
+        small=dict(batch=1, prompt=32, **SMALL),
+        real=dict(batch=1, prompt=2048, **REAL),
+    ),
+]
