@@ -150,10 +150,14 @@ def _registry(platform):
 
 def _schedule_of(native):
     """The public schedule for an ``_ffi.Schedule`` that the planner chose."""
-    if native.schedule == _ffi.ScheduleKind.split_k:
-        return schedules.SplitK(native.splits, native.reduction.name)
-    is_stream_k = native.schedule == _ffi.ScheduleKind.stream_k
-    return schedules.StreamK(native.reduction.name) if is_stream_k else schedules.DataParallel()
+    return _public_schedule(native.schedule, native.splits, native.reduction)
+
+
+@functools.cache
+def _public_schedule(kind, splits, reduction):
+    if kind == _ffi.ScheduleKind.split_k:
+        return schedules.SplitK(splits, reduction.name)
+    return schedules.StreamK(reduction.name) if kind == _ffi.ScheduleKind.stream_k else schedules.DataParallel()
 
 
 def make_plan(problem, schedule, device):

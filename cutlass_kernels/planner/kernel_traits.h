@@ -27,11 +27,13 @@ struct KernelTraits {
 
 // An operand as a CTA's tile reads it.
 struct TileOperand {
+  double element_bytes;
   int64_t ld;      // elements from one row to the next
-  bool along_k;    // contiguous along K; else along M or N
+  bool along_k;    // contiguous along K, else along M or N
   int64_t extent;  // of M or N
-  int32_t tile;    // rows of A or columns of B of a tile
-  int32_t row;     // bytes of a row of a box, where contiguous along M or N
+  int32_t tile;    // rows of A or columns of B in a tile
+  int32_t row;     // bytes of a row of a TMA box, if contiguous along M or N
+  double vector;   // bytes that a thread loads at once, at most
 };
 
 }  // namespace jax_streamk

@@ -21,26 +21,26 @@ Tiling tiling_of(KernelInfo const& kernel, GemmProblem const& p) {
   return tiling;
 }
 
-bool misses(TileOperand const& x, double element_bytes, int64_t bytes) {
-  return x.ld * static_cast<int64_t>(element_bytes) % bytes != 0;
+bool misses(TileOperand const& x, int64_t bytes) {
+  return x.ld * static_cast<int64_t>(x.element_bytes) % bytes != 0;
 }
 
 // How many tiles ask each for a part of a line.
-double parts_of(TileOperand const& x, double element_bytes) {
-  return std::max(std::min<double>(x.extent, kLine / element_bytes) / x.tile, 1.0);
+double parts_of(TileOperand const& x) {
+  return std::max(std::min<double>(x.extent, kLine / x.element_bytes) / x.tile, 1.0);
 }
 
 // Bytes that a row of A's tile, or a column of B's, asks for in a MAC iteration.
 double panel_of(Launch const& l, TileOperand const& x) {
-  double const size = l.element_bytes(), factor = l.machine.misaligned_load_factor;
-  // Shorter vectors are as many requests of 16 bytes.
-  double const panel = l.kernel.tile_k * size / std::min(l.kernel.a.align * size / kVector, 1.0);
-  double const more = misses(x, size, x.along_k ? kSector : kLine) ? factor - 1 : 0;
+  double const factor = l.machine.misaligned_load_factor;
+  // A request for a shorter vector costs as much as one for 16 bytes.
+  double const panel = l.kernel.tile_k * x.element_bytes / std::min(x.vector / kVector, 1.0);
+  double const more = misses(x, x.along_k ? kSector : kLine) ? factor - 1 : 0;
   if (x.along_k || l.traits.load_path != LoadPath::kTma) return panel * (1 + more);
   // TMA brings contiguous columns in boxes, each row of one at most a line; whole boxes and parts of lines cost as
   // much.
-  double const bytes = x.tile * size, boxes = ceil_div(bytes, x.row);
-  return panel * parts_of(x, size) * boxes * (x.row + kLine * more) / bytes;
+  double const bytes = x.tile * x.element_bytes, boxes = ceil_div(bytes, x.row);
+  return panel * parts_of(x) * boxes * (x.row + kLine * more) / bytes;
 }
 
 // Bytes of a tile's rows and columns. TMA takes as long for those of a box that are beyond the problem.
@@ -52,8 +52,8 @@ double loaded_bytes(Launch const& l, Panels const& panels, double rows, double c
 double queue_of(Launch const& l) {
   bool const by_tma = l.traits.load_path == LoadPath::kTma;
   auto const short_rows = [&](TileOperand const& x) {  // a line holds several of them
-    if (!by_tma) return std::max(kLine / (x.ld * l.element_bytes()), 1.0);
-    return x.along_k ? 1.0 : std::max(static_cast<double>(x.tile) / x.extent, parts_of(x, l.element_bytes()));
+    if (!by_tma) return std::max(kLine / (x.ld * x.element_bytes), 1.0);
+    return x.along_k ? 1.0 : std::max(static_cast<double>(x.tile) / x.extent, parts_of(x));
   };
   return std::min(l.grid.workers / l.grid.wave_tiles, 1.0) *
          std::max(l.tiling.tiles_n * short_rows(l.a), l.tiling.tiles_m * short_rows(l.b));
@@ -86,18 +86,21 @@ Launch::Launch(KernelInfo const& kernel, GemmProblem const& p, int32_t width, Ma
   grid.tiles = p.batch * grid.wave_tiles;
   grid.k_tiles = ceil_div(repacked.problem.k, kernel.tile_k);
   grid.workers = active_clusters(width * traits.ctas_per_sm, ctas);
-  int32_t const size = static_cast<int32_t>(size_of(p.a.format));
-  auto const operand = [&](int64_t ld, bool along_k, int64_t extent, bool is_b) {
-    int32_t const tile = is_b ? kernel.tile_n : kernel.tile_m;
-    return TileOperand{ld, along_k, extent, tile, std::gcd((is_b ? columns_by_tma(tile) : tile) * size, kLine)};
+  // `is_b`: of the kernel's own GEMM.
+  auto const operand = [&](Layout const& layout, KernelOperand const& own, bool along_k, int64_t extent, bool is_b) {
+    int32_t const size = static_cast<int32_t>(size_of(layout.format)), tile = is_b ? kernel.tile_n : kernel.tile_m;
+    int32_t const row = std::gcd((is_b ? columns_by_tma(tile) : tile) * size, kLine);
+    return TileOperand{double(size), layout.ld, along_k, extent, tile, row, double(own.align) * size};
   };
-  a = operand(repacked.problem.a.ld, kernel.a.major == Major::kRow, p.m, kernel.swap_ab);
-  b = operand(repacked.problem.b.ld, kernel.b.major == Major::kColumn, p.n, !kernel.swap_ab);
+  Layout const &layout_a = repacked.problem.a, &layout_b = repacked.problem.b;
+  a = operand(layout_a, kernel.a, kernel.a.major == Major::kRow, p.m, kernel.swap_ab);
+  b = operand(layout_b, kernel.b, kernel.b.major == Major::kColumn, p.n, !kernel.swap_ab);
+  // Rows that start anywhere are shifted after loads of whole vectors.
+  if (traits.shifted_b) b.vector = kVector;
 }
 
 Panels panels_of(Launch const& l) {
-  double const size = l.element_bytes();
-  return {panel_of(l, l.a), panel_of(l, l.b), misses(l.a, size, kLine) || misses(l.b, size, kLine)};
+  return {panel_of(l, l.a), panel_of(l, l.b), misses(l.a, kLine) || misses(l.b, kLine)};
 }
 
 double tensor_core_us(Launch const& l) {
@@ -138,7 +141,7 @@ double shared_memory_us(Launch const& l, Panels const& panels) {
   if (l.traits.load_path == LoadPath::kStreaming) {
     // Warps that stream past a B contiguous along K ask for half lines.
     double const requests = l.problem.b.major == Major::kColumn ? 2 : 1;
-    bool const is_16bit = l.element_bytes() == 2;
+    bool const is_16bit = l.own_a().element_bytes == 2;
     return requests * bytes / (is_16bit ? machine.few_rows_bytes_per_us_sm : machine.load_bytes_per_us_sm);
   }
   double const wait = by_tma && l.ctas > 1 ? machine.cluster_wait_us * l.kernel.tile_k / 64 : 0;
@@ -146,9 +149,9 @@ double shared_memory_us(Launch const& l, Panels const& panels) {
 }
 
 double waiting_us(Launch const& l) {
-  double const size = l.element_bytes(), vector = l.kernel.a.align * size;
+  double const vector = std::min(l.a.vector, l.b.vector);
   if (l.traits.load_path == LoadPath::kStreaming)
-    return l.machine.few_rows_iteration_us * l.kernel.tile_m / 64 * size / 2;
+    return l.machine.few_rows_iteration_us * l.kernel.tile_m / 64 * l.own_a().element_bytes / 2;
   return vector < kVector ? l.machine.short_vector_us * std::sqrt(8 / vector) * l.kernel.tile_k / 32 : 0;
 }
 
@@ -176,14 +179,14 @@ double dram_us(Launch const& l) {
     us += machine.dram_cluster_share * (l.ctas - 1) * std::max(us - stored, 0.0);
   }
   // A tile's columns of a row that starts anywhere lie in one sector more.
-  return l.traits.shifted_b ? us * (1 + kSector / l.element_bytes() / l.kernel.tile_m) : us;
+  return l.traits.shifted_b ? us * (1 + kSector / l.b.element_bytes / l.kernel.tile_m) : us;
 }
 
 double dram_again_us(Launch const& l) {
   if (l.traits.load_path != LoadPath::kTma) return 0;
-  double const m = l.problem.m, n = l.problem.n;
-  double const k_bytes = static_cast<double>(l.problem.batch) * l.repacked.problem.k * l.element_bytes();
-  double const once = (m + n) * k_bytes, more = ((l.tiling.tiles_n - 1.0) * m + (l.tiling.tiles_m - 1.0) * n) * k_bytes;
+  double const depth = static_cast<double>(l.problem.batch) * l.repacked.problem.k;
+  double const a = l.problem.m * depth * l.a.element_bytes, b = l.problem.n * depth * l.b.element_bytes;
+  double const once = a + b, more = (l.tiling.tiles_n - 1.0) * a + (l.tiling.tiles_m - 1.0) * b;
   // None of what L2 holds, all of what is twice as large.
   return more * std::clamp(once / l.machine.l2_bytes - 1, 0.0, 1.0) / l.machine.dram_bytes_per_us;
 }

@@ -31,7 +31,6 @@ struct Launch {
 
   Launch(KernelInfo const&, GemmProblem const&, int32_t width, Machine const&);
 
-  double element_bytes() const { return size_of(problem.a.format); }
   double area() const { return kernel.tile_m * kernel.tile_n; }
   // The operand that the kernel's own tile_m runs along.
   TileOperand const& own_a() const { return kernel.swap_ab ? b : a; }
