@@ -76,9 +76,9 @@ class Row:
         return self.m, self.n, self.k
 
     def problem(self):
-        type_, (major_a, major_b) = self.kernel.type_a, (_MAJORS[x] for x in self.majors)
+        type_a, type_b, (major_a, major_b) = self.kernel.type_a, self.kernel.type_b, (_MAJORS[x] for x in self.majors)
         lda, ldb = self.k if self.majors[0] == "r" else self.m, self.n if self.majors[1] == "r" else self.k
-        parts = type_, type_, type_, self.kernel.math, major_a, major_b, lda, ldb, self.n, 0, 0, 0
+        parts = type_a, type_b, type_a, self.kernel.math, major_a, major_b, lda, ldb, self.n, 0, 0, 0
         return _ffi.GemmProblem(1, self.m, self.n, self.k, *parts)
 
     def native(self):
