@@ -7,11 +7,11 @@ _SIZES = (("bytes", 1, 0), ("KB", 1e3, 1), ("MB", 1e6, 1), ("GB", 1e9, 1), ("TB"
 
 def _unit(units, number, digits=None):
     """The first in which a number is below 1000, or the last."""
-    for unit, size, usual in units:
+    for name, size, usual in units:
         shown = usual if digits is None else digits
         if round(number / size, shown) < 1000:
-            break
-    return unit, size, shown
+            return name, size, shown
+    return name, size, shown
 
 
 def duration(microseconds, spread=None):

@@ -11,11 +11,6 @@ namespace {
 // Lower bounds of costs stay below them however both are rounded.
 constexpr double kRounding = 1 - 1e-9;
 
-// Warps that multiply as well as load wait for memory at a call's begin and end.
-double joined(KernelTraits const& traits, double work, double floor) {
-  return traits.loads_run_ahead ? overlapped(work, floor) : std::hypot(work, floor);
-}
-
 }  // namespace
 
 int32_t width_of(Schedule const& s, Device const& device) {
@@ -25,9 +20,6 @@ int32_t width_of(Schedule const& s, Device const& device) {
 Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t width, Machine const& machine)
     : launch_(kernel, p, width, machine) {
   partials_ = kernel.d.format != p.d.format;
-  // Kernels whose results are sums have both slices and whole tiles: of few tiles slices.
-  sliced_ =
-      partials_ || (kernel.d.format == accumulator_of(p.a.format) && 2 * launch_.grid.tiles <= launch_.grid.workers);
   if (kernel.family == Family::kHost) return;
   panels_ = panels_of(launch_);
   tensor_cores_ = tensor_core_us(launch_);
@@ -70,19 +62,19 @@ double Estimator::epilogues(double epilogue, double fused, double pieces) const 
 Wave Estimator::first_wave(Raster raster, int32_t swizzle) const {
   // CTAs that share an SM take turns: a wave is one of each SM.
   double const workers = std::min(launch_.grid.workers / launch_.traits.ctas_per_sm, launch_.grid.wave_tiles);
-  return jax_streamk::first_wave(launch_.tiling, launch_.problem.m, launch_.problem.n, workers, sliced_, raster,
-                                 swizzle);
+  return jax_streamk::first_wave(launch_.tiling, launch_.problem.m, launch_.problem.n, workers, raster, swizzle);
 }
 
 double Estimator::needs(Wave const& wave) const {
-  return wave.near / launch_.machine.gpc_bytes_per_us + wave.footprint / launch_.machine.dram_bytes_per_us;
+  return (wave.rows + wave.columns) / launch_.machine.gpc_bytes_per_us +
+         wave.footprint / launch_.machine.dram_bytes_per_us;
 }
 
 Order Estimator::best_order() const {
   Tiling const& tiling = launch_.tiling;
   Order best;
   double least = std::numeric_limits<double>::infinity();
-  for (int32_t const swizzle : {1, 2, 4}) {
+  for (int32_t swizzle = 1; swizzle <= kWidestPanel; swizzle *= 2) {
     for (Raster const raster : {Raster::kAlongM, Raster::kAlongN}) {
       bool const along_m = raster == Raster::kAlongM;
       int64_t const fast = along_m ? tiling.tiles_m : tiling.tiles_n, slow = along_m ? tiling.tiles_n : tiling.tiles_m;
@@ -108,7 +100,7 @@ Estimator::Iteration Estimator::iteration_of(Schedule const& s, Share const& sha
   double const together = alike * (wave.rows * panels_.a + wave.columns * panels_.b), apart = l2_bytes_ * share.busy;
   // Neighbours drift apart with every tile; those of misaligned rows share no lines to begin with.
   bool const shares_nothing = cut || panels_.misaligned;
-  double const drift = shares_nothing ? 1 : std::min(machine.drift_share, 1.0) * (1 - 1 / share.pieces);
+  double const drift = shares_nothing ? 1 : 1 - 1 / share.pieces;
   double const gpcs = (together + drift * std::max(apart - together, 0.0)) / machine.gpc_bytes_per_us;
   return {tensor_cores_, sustained_ * share.busy, loads_, gpcs, waits_};
 }
@@ -117,7 +109,7 @@ Estimator::Iteration Estimator::iteration_of(Schedule const& s, Share const& sha
 double Estimator::dram_of(Share const& share, double splits, double busy_last) const {
   double const pieces = launch_.grid.tiles * splits, left = std::max(pieces - (share.pieces - 1) * share.busy, 1.0);
   double const of_last = left / pieces;
-  auto const slower = [&](double at_work) { return overlapped(1.0, draw_ / (at_work * share.busy)); };
+  auto const slower = [&](double at_work) { return overlapped(launch_.machine, 1.0, draw_ / (at_work * share.busy)); };
   double const us = (dram_ + again_ * share.cut_tiles) * ((1 - of_last) * slower(1) + of_last * slower(busy_last));
   bool const in_cluster = launch_.traits.fixes_up_in_cluster;
   return in_cluster ? us * (1 + launch_.machine.dram_cluster_share * (share.peers - 1)) : us;
@@ -147,11 +139,11 @@ Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   cost.peers = share.peers;
   // Split-K shares every piece of a worker; of those that Stream-K shares the last one is waited for.
   cost.fix_up = fix_up_us(launch_, cut ? 1 : share.pieces, share.peers);
-  cost.launches = launch_us_ + launch_.machine.relaunch_us * (share.launches - 1);
+  cost.launches = launch_us_ + launch_.machine.launch_us * (share.launches - 1);
   if (separate) {
     cost.extra = reduction_us(launch_, share.slices);
   } else if (share.peers > 1 && !traits.fixes_up_in_cluster) {
-    cost.extra = launch_.machine.relaunch_us;  // the memset of its tickets
+    cost.extra = launch_.machine.launch_us;  // the memset of its tickets
   }
   cost.repack = repack_;
 
@@ -168,9 +160,10 @@ Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   cost.microseconds = kRounding * (cost.launches + std::max(least_work, dram_) + others);
   if (cost.microseconds > limit) return cost;
 
-  cost.work = work_of(overlapped, whole, share, busy_last, separate) + cost.fix_up;
+  auto const overlap = [this](auto... times) { return overlapped(launch_.machine, times...); };
+  cost.work = work_of(overlap, whole, share, busy_last, separate) + cost.fix_up;
   cost.floor = dram_of(share, splits, busy_last);
-  cost.microseconds = cost.launches + joined(traits, cost.work, cost.floor) + others;
+  cost.microseconds = cost.launches + overlap(cost.work, cost.floor) + others;
   cost.work += last_fused;
   cost.waves = launch_.grid.tiles * splits / launch_.grid.workers;
   return cost;

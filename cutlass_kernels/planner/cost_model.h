@@ -61,7 +61,6 @@ class Estimator {
 
   Launch launch_;
   bool partials_;  // are all that the kernel writes
-  bool sliced_;    // whether K is likely to be
   // What resources.h says of each; microseconds and bytes.
   Panels panels_;
   double tensor_cores_ = 0, sustained_ = 0, loads_ = 0, waits_ = 0, l2_bytes_ = 0;

@@ -12,8 +12,6 @@ struct KernelTraits {
   MathUnit math_unit;
   LoadPath load_path;
   int32_t ctas_per_sm = 1;
-  // Warps that only load run ahead of those that multiply: their times join in a sharper norm.
-  bool loads_run_ahead = true;
   // One warpgroup stores its tile while another multiplies (pingpong).
   bool hides_epilogue = false;
   // CTAs that share a tile add it up in distributed shared memory, without partials in memory.

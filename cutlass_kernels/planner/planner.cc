@@ -7,7 +7,7 @@
 #include <tuple>
 
 #include "cutlass_kernels/core/registry.h"
-#include "cutlass_kernels/planner/launch_policy.h"
+#include "cutlass_kernels/planner/policy_choice.h"
 
 namespace jax_streamk {
 namespace {
@@ -78,7 +78,12 @@ class Search {
  public:
   Search(std::vector<Kernel const*> const& kernels, GemmProblem const& p, std::optional<Schedule> const& wanted,
          Device const& device, Machine const& machine, size_t listed)
-      : kernels_(kernels), p_(p), device_(device), listed_(listed), kinds_(kinds_of(wanted, p, device)) {
+      : kernels_(kernels),
+        p_(p),
+        device_(device),
+        machine_(machine),
+        listed_(listed),
+        kinds_(kinds_of(wanted, p, device)) {
     int32_t const width = width_of(kinds_[0][0], device);
     estimators_.reserve(kernels.size());
     for (Kernel const* kernel : kernels) estimators_.emplace_back(kernel->info, p, width, machine);
@@ -101,7 +106,7 @@ class Search {
     std::vector<Candidate> found;
     for (Ranked const& ranked : best_) {
       Candidate x = ranked.candidate;
-      x.policy = launch_policy_of(x.kernel->info, p_, x.schedule, x.policy.raster, x.policy.swizzle, device_);
+      x.policy = choose_policy(x.kernel->info, p_, x.schedule, x.policy.raster, x.policy.swizzle, device_, machine_);
       found.push_back(x);
     }
     return found;
@@ -163,6 +168,7 @@ class Search {
   std::vector<Kernel const*> const& kernels_;
   GemmProblem const& p_;
   Device const& device_;
+  Machine const& machine_;
   size_t listed_;
   std::vector<std::vector<Schedule>> kinds_;
   std::vector<Estimator> estimators_;  // of each kernel

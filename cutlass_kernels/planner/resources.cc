@@ -21,9 +21,7 @@ Tiling tiling_of(KernelInfo const& kernel, GemmProblem const& p) {
   return tiling;
 }
 
-bool misses(TileOperand const& x, int64_t bytes) {
-  return x.ld * static_cast<int64_t>(x.element_bytes) % bytes != 0;
-}
+bool misses(TileOperand const& x, int64_t bytes) { return x.ld * static_cast<int64_t>(x.element_bytes) % bytes != 0; }
 
 // How many tiles ask each for a part of a line.
 double parts_of(TileOperand const& x) {
@@ -46,17 +44,6 @@ double panel_of(Launch const& l, TileOperand const& x) {
 // Bytes of a tile's rows and columns. TMA takes as long for those of a box that are beyond the problem.
 double loaded_bytes(Launch const& l, Panels const& panels, double rows, double columns) {
   return l.kernel.swap_ab ? columns * panels.a + rows * panels.b : rows * panels.a + columns * panels.b;
-}
-
-// How many CTAs ask for the same line at once, at a call's begin.
-double queue_of(Launch const& l) {
-  bool const by_tma = l.traits.load_path == LoadPath::kTma;
-  auto const short_rows = [&](TileOperand const& x) {  // a line holds several of them
-    if (!by_tma) return std::max(kLine / (x.ld * x.element_bytes), 1.0);
-    return x.along_k ? 1.0 : std::max(static_cast<double>(x.tile) / x.extent, parts_of(x));
-  };
-  return std::min(l.grid.workers / l.grid.wave_tiles, 1.0) *
-         std::max(l.tiling.tiles_n * short_rows(l.a), l.tiling.tiles_m * short_rows(l.b));
 }
 
 // Those of a CTA's tile come one after another where CTAs share an SM.
@@ -107,19 +94,20 @@ double tensor_core_us(Launch const& l) {
   Machine const& machine = l.machine;
   Type const type = l.problem.a.format.type;
   double const flops = 2 * l.area() * l.kernel.tile_k;
-  // TF32 multiplies at half the rate, three of them at a sixth.
+  // TF32 multiplies at half the rate, three TF32 at a sixth.
   double const steps = type != Type::kF32 ? 1 : l.problem.math == Math::kTF32x3 ? 6 : 2;
   double us;
   if (l.traits.math_unit == MathUnit::kWgmma) {
     double const lost = 2 * l.kernel.tile_m * machine.wgmma_lost_columns * l.kernel.tile_k;
-    double const twice = type == Type::kF32 ? 2 : 1;  // rates count TF32 so; three of it are three times the iterations
-    us = twice * (flops + lost) / (twice > 1 ? machine.tf32_wgmma_flops_per_us_sm : machine.wgmma_flops_per_us_sm);
+    double const twice = type == Type::kF32 ? 2 : 1;  // three TF32 have three times the iterations
+    us = twice * (flops + lost) / machine.wgmma_flops_per_us_sm;
   } else if (type == Type::kF64) {
     us = flops / (machine.mma_f64_flops_per_us_sm * std::sqrt(std::min(l.area() / kSquareOfF64, 1.0)));
   } else if (l.traits.math_unit == MathUnit::kMmaFewRows) {
     us = steps * flops / machine.few_rows_flops_per_us_sm;
   } else {
-    us = steps * flops / (machine.mma_flops_per_us_sm * std::sqrt(std::min(l.area() / kSquare, 1.0)));
+    // mma.sync reaches half of wgmma's rate.
+    us = steps * flops / (machine.wgmma_flops_per_us_sm / 2 * std::sqrt(std::min(l.area() / kSquare, 1.0)));
   }
   return us * turns_of(l);
 }
@@ -142,7 +130,7 @@ double shared_memory_us(Launch const& l, Panels const& panels) {
     // Warps that stream past a B contiguous along K ask for half lines.
     double const requests = l.problem.b.major == Major::kColumn ? 2 : 1;
     bool const is_16bit = l.own_a().element_bytes == 2;
-    return requests * bytes / (is_16bit ? machine.few_rows_bytes_per_us_sm : machine.load_bytes_per_us_sm);
+    return requests * bytes / (is_16bit ? machine.thread_bytes_per_us_sm : machine.load_bytes_per_us_sm);
   }
   double const wait = by_tma && l.ctas > 1 ? machine.cluster_wait_us * l.kernel.tile_k / 64 : 0;
   return (bytes / machine.load_bytes_per_us_sm + wait) * l.traits.ctas_per_sm;
@@ -150,8 +138,7 @@ double shared_memory_us(Launch const& l, Panels const& panels) {
 
 double waiting_us(Launch const& l) {
   double const vector = std::min(l.a.vector, l.b.vector);
-  if (l.traits.load_path == LoadPath::kStreaming)
-    return l.machine.few_rows_iteration_us * l.kernel.tile_m / 64 * l.own_a().element_bytes / 2;
+  if (l.traits.load_path == LoadPath::kStreaming) return 0;
   return vector < kVector ? l.machine.short_vector_us * std::sqrt(8 / vector) * l.kernel.tile_k / 32 : 0;
 }
 
@@ -171,9 +158,6 @@ double dram_us(Launch const& l) {
                       ((p.epilogue.has_residual ? d : 0) + bias) * size_of(p.d.format);
   double us = (read + d * size_of(p.d.format)) / machine.dram_bytes_per_us;
   if (l.traits.load_path == LoadPath::kTma) {
-    // TMA takes its time for rows that a tile of A has beyond the problem; a cluster shares them.
-    double const beyond = std::max((l.kernel.swap_ab ? l.kernel.tile_n : l.kernel.tile_m) - m, 0.0);
-    us *= 1 + machine.dram_beyond_share * beyond / 64 / (l.kernel.swap_ab ? l.kernel.cluster_m : l.kernel.cluster_n);
     // CTAs of a cluster wait for one another to load, but store D when they are done.
     double const stored = d * size_of(p.d.format) / machine.dram_bytes_per_us;
     us += machine.dram_cluster_share * (l.ctas - 1) * std::max(us - stored, 0.0);
@@ -187,24 +171,24 @@ double dram_again_us(Launch const& l) {
   double const depth = static_cast<double>(l.problem.batch) * l.repacked.problem.k;
   double const a = l.problem.m * depth * l.a.element_bytes, b = l.problem.n * depth * l.b.element_bytes;
   double const once = a + b, more = (l.tiling.tiles_n - 1.0) * a + (l.tiling.tiles_m - 1.0) * b;
-  // None of what L2 holds, all of what is twice as large.
-  return more * std::clamp(once / l.machine.l2_bytes - 1, 0.0, 1.0) / l.machine.dram_bytes_per_us;
+  return once > l.machine.l2_bytes ? more / l.machine.dram_bytes_per_us : 0;
 }
 
 double dram_draw_us(Launch const& l) {
-  double const rate = l.machine.dram_bytes_per_us_sm * l.ctas / l.traits.ctas_per_sm;
+  // With as many loads in flight: DRAM takes about twice as long to answer as L2.
+  double const rate = l.machine.load_bytes_per_us_sm / 2 * l.ctas / l.traits.ctas_per_sm;
   return l.machine.dram_bytes_per_us / rate;
 }
 
 double launch_us(Launch const& l) {
   // The more of B is multicast, the later the first stage is complete. Of A that costs nothing, as measured.
   double const multicast = l.kernel.cluster_m > 1 ? l.kernel.tile_n / 128.0 : 0;
-  return l.machine.launch_us + l.machine.multicast_launch_us * multicast + l.machine.first_line_us * queue_of(l);
+  return l.machine.launch_us + l.machine.multicast_launch_us * multicast;
 }
 
 double repack_us(Launch const& l) {
   // Read and written.
-  return 2 * l.repacked.bytes() / l.machine.dram_bytes_per_us + l.machine.relaunch_us * l.repacked.launches;
+  return 2 * l.repacked.bytes() / l.machine.dram_bytes_per_us + l.machine.launch_us * l.repacked.launches;
 }
 
 double epilogue_us(Launch const& l) {
@@ -217,11 +201,11 @@ double epilogue_us(Launch const& l) {
 }
 
 double fused_us(Launch const& l) {
-  return l.problem.epilogue.is_plain() ? 0 : l.machine.fused_us * l.area() / kSquare * turns_of(l);
+  return l.problem.epilogue.is_plain() ? 0 : l.machine.epilogue_us * l.area() / kSquare * turns_of(l);
 }
 
 double partial_us(Launch const& l) {
-  return l.area() * size_of(accumulator_of(l.problem.a.format)) / l.machine.partial_bytes_per_us_sm;
+  return l.area() * size_of(accumulator_of(l.problem.a.format)) / l.machine.thread_bytes_per_us_sm;
 }
 
 double fix_up_us(Launch const& l, double tiles, double peers) {
@@ -230,7 +214,7 @@ double fix_up_us(Launch const& l, double tiles, double peers) {
     double const sixteens = l.kernel.tile_n * size_of(accumulator_of(l.problem.a.format)) / 64.0;
     return l.machine.cluster_peer_us * peers * sixteens;
   }
-  return tiles * (l.machine.fix_up_us + (1 + peers) * partial_us(l));
+  return tiles * (l.machine.launch_us + (1 + peers) * partial_us(l));
 }
 
 double reduction_us(Launch const& l, double slices) {

@@ -7,9 +7,9 @@
 namespace jax_streamk {
 namespace {
 
-// CTAs of neighbouring workers sit on one GPC, and what they load together L2 serves once, unless it is multicast. Of
-// CTAs without clusters two such groups stand for all; of slices, sixes and dozens of the first two dozen.
-constexpr int32_t kNeighbours = 16, kStarts[] = {0, 40}, kNear[] = {6, 12}, kCounted = 24;
+// CTAs of a GPC, whose numbers are neighbours: most GPCs of an H100 or H200 have 16 SMs. What they load together L2
+// serves once, unless it is multicast.
+constexpr int32_t kNeighbours = 16;
 
 // Lines of tiles, along the raster and across it, among consecutive ones of a batch (TileOrder in decomposition.h).
 class Lines {
@@ -75,13 +75,6 @@ class Runs {
 // What the GPCs share.
 Runs runs_of_gpcs(Lines const& lines, bool along_m, int32_t ctas, int32_t last) {
   Runs runs(lines, along_m);
-  if (ctas == 1) {
-    for (int32_t const start : kStarts) {
-      int32_t const begin = last > start ? start : 0;
-      runs.add(begin, std::min(last, begin + kNeighbours));
-    }
-    return runs;
-  }
   // A GPC's run begins in the middle of these as often as not.
   int32_t const run = kNeighbours / ctas;
   for (int32_t begin = 0; begin < last; begin += std::max(run / 2, 1)) runs.add(begin, std::min(last, begin + run));
@@ -90,8 +83,7 @@ Runs runs_of_gpcs(Lines const& lines, bool along_m, int32_t ctas, int32_t last) 
 
 }  // namespace
 
-Wave first_wave(Tiling const& tiling, int64_t m, int64_t n, double workers, bool sliced, Raster raster,
-                int32_t swizzle) {
+Wave first_wave(Tiling const& tiling, int64_t m, int64_t n, double workers, Raster raster, int32_t swizzle) {
   bool const along_m = raster == Raster::kAlongM;
   int32_t const fast = along_m ? tiling.tiles_m : tiling.tiles_n, slow = along_m ? tiling.tiles_n : tiling.tiles_m;
   swizzle = std::min(swizzle, slow);
@@ -103,16 +95,6 @@ Wave first_wave(Tiling const& tiling, int64_t m, int64_t n, double workers, bool
   // A is multicast along n, B along m.
   wave.rows = workers * rows * (tiling.ctas_n > 1 ? 1 : gpcs.rows());
   wave.columns = workers * columns * (tiling.ctas_m > 1 ? 1 : gpcs.columns());
-  wave.near = wave.rows + wave.columns;
-  if (ctas == 1 && sliced) {
-    wave.near = 0;
-    int32_t const nearest = std::min(last, kCounted);
-    for (int32_t const near : kNear) {
-      Runs runs(lines, along_m);
-      for (int32_t begin = 0; begin < nearest; begin += near) runs.add(begin, std::min(nearest, begin + near));
-      wave.near += workers * (rows * runs.rows() + columns * runs.columns()) / 2;
-    }
-  }
   double const panels = ceil_div(workers, static_cast<double>(fast) * swizzle);
   double const down = panels == 1 ? ceil_div(workers, swizzle) : fast;
   double const across = std::min<double>(panels * swizzle, slow);

@@ -9,7 +9,6 @@ namespace jax_streamk {
 struct Wave {
   double rows = 0, columns = 0;  // of all GPCs added up, whose clusters share what their CTAs load by themselves
   double footprint = 0;          // rows and columns of the whole wave, which shares them in L2
-  double near = 0;               // of all groups of near neighbours added up, by which orders are ranked
 };
 
 // An order of tiles, and the wave it starts with.
@@ -27,8 +26,10 @@ struct Tiling {
   int64_t tiles_m = 0, tiles_n = 0;
 };
 
-// The wave that `workers` clusters start with, of tiles of a problem m x n. Where K is `sliced`, near neighbours are
-// fewer: slices of few tiles come in the same order one after another.
-Wave first_wave(Tiling const&, int64_t m, int64_t n, double workers, bool sliced, Raster, int32_t swizzle);
+// Tiles across the widest panel that is tried.
+inline constexpr int32_t kWidestPanel = 4;
+
+// The wave that `workers` clusters start with, of tiles of a problem m x n.
+Wave first_wave(Tiling const&, int64_t m, int64_t n, double workers, Raster, int32_t swizzle);
 
 }  // namespace jax_streamk

@@ -18,7 +18,7 @@ _NOISE = 0.02  # in the logarithm of estimates, which makes choices among plans 
 _STAY = 0.002  # weight of the squared logarithm of how far a constant moved, beside the logarithm of the regret
 _TIME = 0.1  # ... and of the mean error of the logarithm of the estimate
 _LIKELY = 1.7  # times the least estimate of a shape by the start: what is above is not chosen by any fit
-_SHARES = ("drift_share",)  # at most 1
+_KEPT = ("overlap_power",)  # an integer
 
 _NAME = re.compile(
     r"(?P<family>sm90|sm80|skinny)_(?P<a>\w+?)_(?P<d>\w+?)_(?P<majors>[rc]{2})_(?P<tile>\d+x\d+x\d+)(?P<rest>.*)"
@@ -203,14 +203,13 @@ def fit(tables, start, steps=25, progress=lambda step: None):
     """
     from scipy.optimize import minimize
 
-    names, first = zip(*start.constants, strict=True)
+    names, first = zip(*((name, value) for name, value in start.constants if name not in _KEPT), strict=True)
     tables = [table.likely(start) for table in tables if not table.held_out.all()]
     # A table of few shapes counts for less, one of many not for all.
     weights = np.sqrt([np.sum(~table.held_out) for table in tables])
 
     def machine(x):
-        values = dict(zip(names, (np.array(first) * np.exp(x)).tolist(), strict=True))
-        return start.replace(**{name: min(v, 1.0) if name in _SHARES else v for name, v in values.items()})
+        return start.replace(**dict(zip(names, (np.array(first) * np.exp(x)).tolist(), strict=True)))
 
     def cost(x):
         now = machine(x)

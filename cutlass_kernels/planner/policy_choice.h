@@ -1,0 +1,27 @@
+// The rules by which the planner chooses a LaunchPolicy, with the thresholds of a Machine. Kernels need none of this.
+#pragma once
+
+#include "cutlass_kernels/planner/launch_policy.h"
+#include "cutlass_kernels/planner/machine.h"
+
+namespace jax_streamk {
+
+// The policy for a kernel that can run the problem, in this order of tiles.
+LaunchPolicy choose_policy(KernelInfo const&, GemmProblem const&, Schedule const&, Raster, int32_t swizzle,
+                           Device const&, Machine const&);
+
+// Whether loads of an operand should be evict-first: if a single tile reads each part, or if all its readers run at
+// once or shortly after one another. Not if they drift apart along K, if it is much smaller than the other operand, or
+// if the product is long.
+bool goes_first(TileOrder const&, Decomposition const&, OperandUse const&, Machine const&);
+
+// For clusters of `ctas` that take pieces of work in turn: each CTA fills
+// max(ceil(min(under_way / CTAs, under_way_bytes_cta) / stage_bytes), 3) of its `stages`, where a stage holds
+// stage_bytes of the operand. under_way = 0: all stages.
+HeldBack held_back(Decomposition const& cut, int32_t ctas, int32_t sms, int32_t stages, int64_t stage_bytes,
+                   int64_t under_way, Machine const&);
+
+// Whether describing an operand up to the end of its last tile is faster, beside another operand of `others` rows.
+bool gains_by_extension(TiledOperand const&, int64_t others, Machine const&);
+
+}  // namespace jax_streamk
