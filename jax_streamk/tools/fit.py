@@ -57,7 +57,8 @@ def run(arguments):
         held_out, others = (fit.regret(tables, machine, which) for which in (True, False))
         print(f"regret {name}: {held_out:.4f} on shapes that are held out, {others:.4f} on the others")
     found = machines.Machine(
-        out.stem, (device.kind,), device.arch, found.topology, found.constants, found.launch_policy,
+        out.stem, (device.kind,), device.arch, found.topology, found.constants,
+        machines.machine_of(device).launch_policy,
         date=datetime.date.today().isoformat(), command=_command(arguments),
     )  # fmt: skip
     try:
