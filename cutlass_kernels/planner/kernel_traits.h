@@ -1,4 +1,4 @@
-// What the cost model asks of a kernel: which units multiply, how operands arrive, what overlaps.
+// What the cost model asks about a kernel: which unit multiplies, how operands arrive, what overlaps.
 #pragma once
 
 #include "cutlass_kernels/core/gemm.h"
@@ -12,11 +12,11 @@ struct KernelTraits {
   MathUnit math_unit;
   LoadPath load_path;
   int32_t ctas_per_sm = 1;
-  // One warpgroup stores its tile while another multiplies (pingpong).
+  // Pingpong: one warpgroup stores its tile while another multiplies.
   bool hides_epilogue = false;
-  // CTAs that share a tile add it up in distributed shared memory, without partials in memory.
+  // CTAs that share a tile add it up in distributed shared memory.
   bool fixes_up_in_cluster = false;
-  // A separate reduction's slice that K cuts short is a launch of its own, and so is each batch.
+  // A separate reduction needs a launch per batch, and one more for a shorter last slice.
   bool launches_slices_apart = false;
   bool shifted_b = false;  // B's rows may start anywhere
 

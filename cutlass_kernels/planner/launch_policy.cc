@@ -22,14 +22,14 @@ int32_t ceil_div(int64_t x, int64_t y) { return static_cast<int32_t>((x + y - 1)
 
 int32_t ctas_of_sm(KernelInfo const& info) { return info.warp_schedule == "single" ? kSingles : 1; }
 int32_t ctas_of_cluster(KernelInfo const& info) { return info.cluster_m * info.cluster_n; }
-// Where CTAs share SMs, a launch has too many clusters to list.
+// If CTAs share SMs, a launch has too many clusters to list.
 bool lists_clusters(KernelInfo const& info) { return ctas_of_sm(info) == 1; }
 
-// Whether this is a skinny kernel whose loads of B can have a hint. With an unaligned B neighbouring tiles share cache
-// lines, which have to stay.
+// Whether this is a skinny kernel whose loads of B may have a hint: neighbouring tiles of an unaligned B share cache
+// lines.
 bool hints_b(KernelInfo const& info) { return info.family == Family::kSkinny && info.b.align > 1; }
 
-// One launch of an sm90 kernel, in the terms of its own GEMM: with swap_ab its A is the problem's B.
+// A launch of an sm90 kernel in terms of its own GEMM: with swap_ab its A is the problem's B.
 class Sm90Launch {
  public:
   Sm90Launch(KernelInfo const& info, GemmProblem const& p, Schedule const& s, LaunchPolicy const& order,
@@ -54,8 +54,8 @@ class Sm90Launch {
     policy.evict_first_b = info_.swap_ab ? a : b;
   }
 
-  // A product of few columns (rows) waits for the other operand, which is read once. `streaming` is how many of its
-  // rows (columns) a CTA loads per stage: its share, where they are multicast.
+  // A product of few columns (rows) waits for the other operand, which is read once. `streaming`: rows (columns) of it
+  // that a CTA loads per stage, its share of a multicast.
   void set_held_back(LaunchPolicy& policy, Machine const& machine) const {
     bool const few_columns = order_.tiles_n() == 1 && columns_ <= machine.held_back_columns;
     bool const few_rows = order_.tiles_m() == 1 && rows_ <= machine.held_back_columns;
@@ -93,7 +93,7 @@ class Sm90Launch {
     policy.extend_b = swap ? a : b;
   }
 
-  // Idle clusters have the number kIdle, for which there must be no work, as there is with more tiles than that.
+  // Idle clusters are numbered kIdle, so no work may have that number.
   bool may_have_idle() const {
     Work work;
     return has_idle(ctas_of_cluster(info_)) && !cut_.work(kIdle, 0, work);
@@ -225,7 +225,7 @@ HeldBack held_back(Decomposition const& cut, int32_t ctas, int32_t sms, int32_t 
   return HeldBack::of(cut, held(cut.workers), held(cut.tiles * cut.splits % cut.workers));
 }
 
-// Along contiguous rows what is read beyond the extent is the beginning of the next k, which L2 has or will need.
+// In contiguous rows, what lies beyond the extent is the beginning of the next k, which L2 has or will need.
 bool gains_by_extension(TiledOperand const& x, int64_t others, Machine const& machine) {
   int64_t const beyond = x.tiled_extent() - x.extent;
   bool const pays = beyond >= machine.extend_rows && beyond <= machine.extend_share * (x.extent + others);

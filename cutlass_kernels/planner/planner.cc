@@ -14,7 +14,7 @@ namespace {
 
 constexpr int32_t kMostSplits = 128;
 
-// Numbers of splits worth trying: small ones, powers of two, and those that fill a wave.
+// Numbers of splits to try: small ones, powers of two, and those that fill a wave.
 std::vector<int32_t> split_counts(GemmProblem const& p, Device const& device) {
   std::vector<bool> worth(kMostSplits + 1);
   for (int32_t const splits : {32, 64, 128}) worth[splits] = true;
@@ -25,7 +25,7 @@ std::vector<int32_t> split_counts(GemmProblem const& p, Device const& device) {
   return counts;
 }
 
-// Schedules by kind. The first of a kind shows whether a kernel has it, which hardly depends on the arguments.
+// Schedules to try, by kind. Whether a kernel has a kind is asked of the first one.
 std::vector<std::vector<Schedule>> kinds_of(std::optional<Schedule> const& wanted, GemmProblem const& p,
                                             Device const& device) {
   if (wanted) return {{*wanted}};
@@ -41,9 +41,8 @@ std::vector<std::vector<Schedule>> kinds_of(std::optional<Schedule> const& wante
   return kinds;
 }
 
-// How much of K tensor cores may sum for a float32 result, which would lose digits that XLA's has. XLA sums products of
-// vectors and small results in float32 or in many slices, and splits no K of what fills the machine with its largest
-// tiles: its sums are as long.
+// The longest run of K that tensor cores, which truncate, may sum for a float32 result as accurate as XLA's. XLA sums
+// vectors and small results in float32 or many slices, and does not split K if its largest tiles fill the GPU.
 int64_t longest_sum(GemmProblem const& p, Device const& device) {
   constexpr double kSmallResult = 1 << 14, kLargestTile = 128 * 256;
   if (p.d.format != Type::kF32 || p.math == Math::kTF32x3 || device.arch == 0) return INT64_MAX;
@@ -53,7 +52,7 @@ int64_t longest_sum(GemmProblem const& p, Device const& device) {
   return std::min(p.m, p.n) == 1 || results < kSmallResult ? 16 : promotion_k_of(p.a.format);
 }
 
-// Whether tensor cores sum no more than that.
+// Whether no sum is longer.
 bool is_exact(Kernel const& kernel, GemmProblem const& p, Schedule const& s, Device const& device) {
   KernelInfo const& info = kernel.info;
   int64_t const k_tiles = (p.k + info.tile_k - 1) / info.tile_k;
@@ -62,7 +61,7 @@ bool is_exact(Kernel const& kernel, GemmProblem const& p, Schedule const& s, Dev
   return std::min<int64_t>(run, info.promotion_k > 0 ? info.promotion_k : run) <= longest_sum(p, device);
 }
 
-// The most telling refusal: of a kernel that runs the problem data-parallel, with many k-tiles.
+// The refusal of a kernel that runs the problem data-parallel, preferably with narrow alignment and small tile_k.
 std::string closest_refusal(std::vector<Kernel const*> const& kernels, GemmProblem const& p, Schedule const& s,
                             Device const& device) {
   auto const rank = [&](Kernel const* kernel) {

@@ -8,9 +8,9 @@
 namespace jax_streamk {
 namespace {
 
-// Bytes of L2's lines, of the sectors that DRAM gives, of the vectors that threads load at best.
+// Bytes of an L2 line, of a sector, of the widest vector that a thread loads.
 constexpr int32_t kLine = 128, kSector = 32, kVector = 16;
-// Tiles of fewer elements than this feed tensor cores less well.
+// Smaller tiles than these keep mma.sync less busy.
 constexpr double kSquare = 128 * 128, kSquareOfF64 = 64 * 64;
 
 Tiling tiling_of(KernelInfo const& kernel, GemmProblem const& p) {
@@ -23,30 +23,29 @@ Tiling tiling_of(KernelInfo const& kernel, GemmProblem const& p) {
 
 bool misses(TileOperand const& x, int64_t bytes) { return x.ld * static_cast<int64_t>(x.element_bytes) % bytes != 0; }
 
-// How many tiles ask each for a part of a line.
+// Tiles that request parts of the same line.
 double parts_of(TileOperand const& x) {
   return std::max(std::min<double>(x.extent, kLine / x.element_bytes) / x.tile, 1.0);
 }
 
-// Bytes that a row of A's tile, or a column of B's, asks for in a MAC iteration.
+// Bytes requested per MAC iteration for a row of A's tile or a column of B's.
 double panel_of(Launch const& l, TileOperand const& x) {
   double const factor = l.machine.misaligned_load_factor;
   // A request for a shorter vector costs as much as one for 16 bytes.
   double const panel = l.kernel.tile_k * x.element_bytes / std::min(x.vector / kVector, 1.0);
   double const more = misses(x, x.along_k ? kSector : kLine) ? factor - 1 : 0;
   if (x.along_k || l.traits.load_path != LoadPath::kTma) return panel * (1 + more);
-  // TMA brings contiguous columns in boxes, each row of one at most a line; whole boxes and parts of lines cost as
-  // much.
+  // TMA loads boxes with rows of at most a line. A partial box costs as much as a whole one, a partial line as a line.
   double const bytes = x.tile * x.element_bytes, boxes = ceil_div(bytes, x.row);
   return panel * parts_of(x) * boxes * (x.row + kLine * more) / bytes;
 }
 
-// Bytes of a tile's rows and columns. TMA takes as long for those of a box that are beyond the problem.
+// Bytes of a tile's rows and columns.
 double loaded_bytes(Launch const& l, Panels const& panels, double rows, double columns) {
   return l.kernel.swap_ab ? columns * panels.a + rows * panels.b : rows * panels.a + columns * panels.b;
 }
 
-// Those of a CTA's tile come one after another where CTAs share an SM.
+// CTAs of one SM take turns at its tensor cores and stores.
 double turns_of(Launch const& l) {
   return std::clamp(std::ceil(l.grid.tiles / l.sms), 1.0, static_cast<double>(l.traits.ctas_per_sm));
 }
@@ -127,7 +126,7 @@ double shared_memory_us(Launch const& l, Panels const& panels) {
   double const bytes = loaded_bytes(l, panels, loaded(l.own_a(), l.kernel.tile_m, l.rows),
                                     loaded(l.own_b(), l.kernel.tile_n, l.columns));
   if (l.traits.load_path == LoadPath::kStreaming) {
-    // Warps that stream past a B contiguous along K ask for half lines.
+    // Of a B contiguous along K, warps request half lines.
     double const requests = l.problem.b.major == Major::kColumn ? 2 : 1;
     bool const is_16bit = l.own_a().element_bytes == 2;
     return requests * bytes / (is_16bit ? machine.thread_bytes_per_us_sm : machine.load_bytes_per_us_sm);
@@ -158,11 +157,11 @@ double dram_us(Launch const& l) {
                       ((p.epilogue.has_residual ? d : 0) + bias) * size_of(p.d.format);
   double us = (read + d * size_of(p.d.format)) / machine.dram_bytes_per_us;
   if (l.traits.load_path == LoadPath::kTma) {
-    // CTAs of a cluster wait for one another to load, but store D when they are done.
+    // CTAs of a cluster wait for each other to load, not to store.
     double const stored = d * size_of(p.d.format) / machine.dram_bytes_per_us;
     us += machine.dram_cluster_share * (l.ctas - 1) * std::max(us - stored, 0.0);
   }
-  // A tile's columns of a row that starts anywhere lie in one sector more.
+  // In a row that starts anywhere, a tile's columns take one sector more.
   return l.traits.shifted_b ? us * (1 + kSector / l.b.element_bytes / l.kernel.tile_m) : us;
 }
 
@@ -181,7 +180,7 @@ double dram_draw_us(Launch const& l) {
 }
 
 double launch_us(Launch const& l) {
-  // The more of B is multicast, the later the first stage is complete. Of A that costs nothing, as measured.
+  // The first stage is complete later if B is multicast. Multicasting A was measured to cost nothing.
   double const multicast = l.kernel.cluster_m > 1 ? l.kernel.tile_n / 128.0 : 0;
   return l.machine.launch_us + l.machine.multicast_launch_us * multicast;
 }
@@ -193,7 +192,7 @@ double repack_us(Launch const& l) {
 
 double epilogue_us(Launch const& l) {
   double us = l.machine.epilogue_us * l.area() / kSquare * turns_of(l);
-  // Rows of D are stored in boxes of 64 columns that overlap, if no 32 divide those of the tile (sm90/store.h).
+  // If 32 does not divide tile_n, the store's boxes of 64 columns overlap (sm90/store.h).
   bool const overlap = l.traits.load_path == LoadPath::kTma && !l.kernel.swap_ab && l.kernel.tile_n > 64;
   if (overlap && l.kernel.tile_n % 32 != 0 && size_of(l.kernel.d.format) == 2)
     us *= ceil_div(l.kernel.tile_n, 64) * 64 / l.kernel.tile_n;
