@@ -104,12 +104,13 @@ class Sm90Launch {
 
   // Of the operand whose parts lines of tiles along `line` read.
   OperandUse use(Raster line, int64_t extent, int64_t batches, int64_t other, int64_t other_batches) const {
+    bool const of_own_a = line == Raster::kAlongN;
     return {line,
             batches < p_.batch,
             info_.math == Math::kTF32x3,  // which loads parts twice
             extent * batches,
             other * other_batches,
-            static_cast<int32_t>(size_of(info_.a.format)),
+            static_cast<int32_t>(size_of(of_own_a != info_.swap_ab ? info_.a.format : info_.b.format)),
             slices_.count,
             static_cast<double>(p_.batch) * p_.m * p_.n * p_.k};
   }
