@@ -127,7 +127,7 @@ struct Schedule {
   int32_t max_sms = 0;  // Stream-K: use at most so many SMs; 0 is all of them, 1 is data-parallel
 };
 
-// What is decided of a launch besides its kernel and its schedule (planner/launch_policy.h says how). A and B are the
+// What is decided of a launch besides its kernel and its schedule (planner/policy_choice.h says how). A and B are the
 // problem's, whichever way round a kernel takes them.
 struct LaunchPolicy {
   Raster raster = Raster::kAlongM;
