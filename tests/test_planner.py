@@ -249,14 +249,14 @@ def test_the_search_takes_less_than_100_microseconds():
     assert statistics.median(times) < 100e-6
 
 
-def test_a_plan_takes_little_longer_than_the_search():
-    """The least of many, beside that of a loop in Python of about 100 us, which load slows down as much."""
+def test_a_plan_takes_about_100_microseconds():
+    """The median of many, beside that of a loop in Python of about 100 us, which load slows down as much."""
     problems = [gemm(m, n, k) for m in range(16, 784, 16) for n, k in ((1024, 512), (4096, 4096), (2000, 1000))]
 
     def baseline(problem):
         return sum(at * problem.m for at in range(2000))
 
-    def least(of):
+    def median(of):
         times = []
         for problem in problems:
             started = time.process_time()
@@ -266,8 +266,8 @@ def test_a_plan_takes_little_longer_than_the_search():
 
     planner.make_plan(gemm(8, 8, 8), Auto(), jax_streamk.H200)
     planner.plan_with.cache_clear()
-    planning = least(lambda problem: planner.make_plan(problem, Auto(), jax_streamk.H200))
-    assert planning < 1.5 * least(baseline)
+    planning = median(lambda problem: planner.make_plan(problem, Auto(), jax_streamk.H200))
+    assert planning < 2 * median(baseline)
 
 
 def test_an_uncached_plan_takes_less_than_a_millisecond(plan, monkeypatch):
