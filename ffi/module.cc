@@ -260,8 +260,6 @@ NB_MODULE(_ffi, m) {
         "For each worker, its pieces of work in order: (tile, first MAC iteration, MAC iterations, peer, peers). "
         "ValueError if can_implement gives a reason.");
 
-  m.def("launch_policy", &launch_policy_of, "kernel"_a, "problem"_a, "schedule"_a, "raster"_a, "swizzle"_a, "device"_a,
-        "The planner's LaunchPolicy for a KernelInfo that can run the problem, in this order of tiles.");
   m.def(
       "check_policy", &why_not_so, "kernel"_a, "problem"_a, "schedule"_a, "policy"_a, "device"_a,
       "None, or why a kernel, by name or KernelInfo, that can run the problem cannot be launched as the policy says.");

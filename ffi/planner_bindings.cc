@@ -10,8 +10,8 @@
 #include "cutlass_kernels/core/slices.h"
 #include "cutlass_kernels/passes/repack.h"
 #include "cutlass_kernels/planner/clusters.h"
-#include "cutlass_kernels/planner/launch_policy.h"
 #include "cutlass_kernels/planner/planner.h"
+#include "cutlass_kernels/planner/policy_choice.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -197,19 +197,23 @@ class Batch {
 std::unique_ptr<Kernel> described_kernel(KernelInfo const& info) { return std::make_unique<DescribedKernel>(info); }
 
 void bind_planner(nb::module_& m) {
-  nb::dict gpu, host;
+  nb::dict gpu, policy, host;
 #define JAX_STREAMK_GPU(name, meaning) gpu[#name] = meaning;
+#define JAX_STREAMK_POLICY(name, meaning) policy[#name] = meaning;
 #define JAX_STREAMK_HOST(name, meaning) host[#name] = meaning;
   JAX_STREAMK_GPU_CONSTANTS(JAX_STREAMK_GPU)
+  JAX_STREAMK_POLICY_CONSTANTS(JAX_STREAMK_POLICY)
   JAX_STREAMK_HOST_CONSTANTS(JAX_STREAMK_HOST)
 #undef JAX_STREAMK_GPU
+#undef JAX_STREAMK_POLICY
 #undef JAX_STREAMK_HOST
   m.attr("GPU_CONSTANTS") = gpu;  // what each means, by name
+  m.attr("POLICY_CONSTANTS") = policy;
   m.attr("HOST_CONSTANTS") = host;
 #define JAX_STREAMK_BIND(name, meaning) .def_rw(#name, &Machine::name, meaning)
   nb::class_<Machine>(m, "Machine", "The constants of the cost model; see jax_streamk.machines.")
       .def("__init__", [](Machine* self) { new (self) Machine{}; }) JAX_STREAMK_GPU_CONSTANTS(JAX_STREAMK_BIND)
-          JAX_STREAMK_HOST_CONSTANTS(JAX_STREAMK_BIND)
+          JAX_STREAMK_POLICY_CONSTANTS(JAX_STREAMK_BIND) JAX_STREAMK_HOST_CONSTANTS(JAX_STREAMK_BIND)
       .def_rw("l2_bytes", &Machine::l2_bytes, "of the topology");
 #undef JAX_STREAMK_BIND
 
@@ -278,30 +282,32 @@ void bind_planner(nb::module_& m) {
         "CTAs of a CUDA kernel for which an SM has shared memory and threads; registers may allow fewer.");
   m.def("parts", &parts, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "machine"_a,
         "The Parts of what estimate() returns, of a kernel for GPUs.");
+  m.def("launch_policy", &choose_policy, "kernel"_a, "problem"_a, "schedule"_a, "raster"_a, "swizzle"_a, "device"_a,
+        "machine"_a, "The planner's LaunchPolicy for a KernelInfo that can run the problem, in this order of tiles.");
   m.def(
       "goes_first",
-      [](int32_t tiles_m, int32_t tiles_n, Schedule const& s, TilesOrder const& order, int32_t workers, Raster line,
-         bool by_all_batches, bool again, int64_t bytes, int64_t others, int32_t element_bytes, int32_t slices,
-         double multiply_adds, int32_t k_tiles) {
+      [](Machine const& machine, int32_t tiles_m, int32_t tiles_n, Schedule const& s, TilesOrder const& order,
+         int32_t workers, Raster line, bool by_all_batches, bool again, int64_t bytes, int64_t others,
+         int32_t element_bytes, int32_t slices, double multiply_adds, int32_t k_tiles) {
         auto const cut = Decomposition::make(s.kind, tiles_m * tiles_n, k_tiles, workers, s.splits);
         OperandUse const use{line, by_all_batches, again, bytes, others, element_bytes, slices, multiply_adds};
-        return goes_first(TileOrder(tiles_m, tiles_n, order.first, order.second), cut, use);
+        return goes_first(TileOrder(tiles_m, tiles_n, order.first, order.second), cut, use, machine);
       },
-      "tiles_m"_a, "tiles_n"_a, "schedule"_a, "order"_a, "workers"_a, "line"_a, "by_all_batches"_a = false,
+      "machine"_a, "tiles_m"_a, "tiles_n"_a, "schedule"_a, "order"_a, "workers"_a, "line"_a, "by_all_batches"_a = false,
       "again"_a = false, "bytes"_a = 1, "others"_a = 1, "element_bytes"_a = 2, "slices"_a = 1, "multiply_adds"_a = 0.0,
       "k_tiles"_a = 64, "Whether what a line of tiles of one batch reads of an operand may leave L2 first.");
   m.def(
       "held_back",
-      [](int32_t tiles, Schedule const& s, int32_t workers, int32_t ctas, int32_t stages, int64_t stage_bytes,
-         int64_t under_way) {
+      [](Machine const& machine, int32_t tiles, Schedule const& s, int32_t workers, int32_t ctas, int32_t sms,
+         int32_t stages, int64_t stage_bytes, int64_t under_way) {
         auto const cut = Decomposition::make(s.kind, tiles, s.splits, workers, s.splits);
-        HeldBack const held = held_back(cut, ctas, stages, stage_bytes, under_way);
+        HeldBack const held = held_back(cut, ctas, sms, stages, stage_bytes, under_way, machine);
         std::vector<int32_t> of_waves;
         for (int32_t left = tiles * s.splits, wave = 0; left > 0; left -= cut.workers, ++wave)
           of_waves.push_back(wave == 0 ? held.first : held.stages(wave));
         return of_waves;
       },
-      "tiles"_a, "schedule"_a, "workers"_a, "ctas"_a, "stages"_a, "stage_bytes"_a, "under_way"_a,
+      "machine"_a, "tiles"_a, "schedule"_a, "workers"_a, "ctas"_a, "sms"_a, "stages"_a, "stage_bytes"_a, "under_way"_a,
       "Of each wave of whole tiles or slices, how many stages of a CTA its loads leave empty.");
   m.def(
       "idle_clusters",

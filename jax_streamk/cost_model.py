@@ -56,9 +56,7 @@ def _arithmetic_rate(machine, arch, sms, problem):
     if problem.type_a == _ffi.Type.f64:
         return sms * machine.mma_f64_flops_per_us_sm
     if arch != 90:
-        rate = sms * machine.mma_flops_per_us_sm
-    elif problem.type_a == _ffi.Type.f32:
-        rate = min(machine.wgmma_flops_per_us, sms * machine.tf32_wgmma_flops_per_us_sm)
+        rate = sms * machine.wgmma_flops_per_us_sm / 2  # mma.sync
     else:
         rate = min(machine.wgmma_flops_per_us, sms * machine.wgmma_flops_per_us_sm)
     # TF32 takes twice as long as 16 bits, three TF32 six times as long.

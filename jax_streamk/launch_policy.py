@@ -1,6 +1,7 @@
 """The choices of a launch besides kernel and schedule. cutlass_kernels/planner/launch_policy.cc makes them."""
 
 import dataclasses
+import operator
 
 from jax_streamk import _ffi
 
@@ -41,9 +42,10 @@ class LaunchPolicy:
     @classmethod
     def of(cls, native):
         """From an ``_ffi.LaunchPolicy``."""
-        fields = {field.name: getattr(native, field.name) for field in dataclasses.fields(cls)}
-        raster = "m" if native.raster == _ffi.Raster.along_m else "n"
-        return cls(**fields | dict(raster=raster, cluster_order=native.cluster_order.name))
+        fields = dict(zip(_NAMES, _values(native), strict=True))
+        fields["raster"] = "m" if native.raster == _ffi.Raster.along_m else "n"
+        fields["cluster_order"] = native.cluster_order.name
+        return cls(**fields)
 
     def attributes(self):
         """The fields of ``_ffi.LaunchPolicy``, which are also attributes of the custom call."""
@@ -68,6 +70,10 @@ class LaunchPolicy:
         if extended := _operands(self.extend_a, self.extend_b):
             parts.append(f"{extended} extended to whole tiles")
         return ", ".join(parts)
+
+
+_NAMES = [field.name for field in dataclasses.fields(LaunchPolicy)]
+_values = operator.attrgetter(*_NAMES)
 
 
 def _operands(a, b):

@@ -154,8 +154,8 @@ def _native_schedule(schedule):
 def policy_in_order(kernel, problem, native, raster, swizzle, device):
     """The ``LaunchPolicy`` for a kernel, by name, in a given order of tiles."""
     info, order = _registry(device.platform)[0][kernel], LaunchPolicy(raster, swizzle).native()
-    made = _ffi.launch_policy(info, problem.native(), native, order.raster, order.swizzle, device.native())
-    return LaunchPolicy.of(made)
+    parts = order.raster, order.swizzle, device.native(), machine_of(device).native
+    return LaunchPolicy.of(_ffi.launch_policy(info, problem.native(), native, *parts))
 
 
 def kernels_for(platform):
@@ -187,10 +187,17 @@ def _registry(platform):
 
 def _schedule_of(native):
     """The public schedule for an ``_ffi.Schedule`` that the planner chose."""
-    if native.schedule == _ffi.ScheduleKind.split_k:
-        return schedules.SplitK(native.splits, native.reduction.name)
-    is_stream_k = native.schedule == _ffi.ScheduleKind.stream_k
-    return schedules.StreamK(native.reduction.name) if is_stream_k else schedules.DataParallel()
+    return _public_schedule(native.schedule, native.splits, native.reduction)
+
+
+@functools.cache
+def _public_schedule(kind, splits, reduction):
+    if kind == _ffi.ScheduleKind.split_k:
+        return schedules.SplitK(splits, reduction.name)
+    return schedules.StreamK(reduction.name) if kind == _ffi.ScheduleKind.stream_k else schedules.DataParallel()
+
+
+_text_of = functools.lru_cache(maxsize=1024)(str)
 
 
 def make_plan(problem, schedule, device):
@@ -244,8 +251,9 @@ def plan_with(problem, schedule, device, found):
             return Plan(problem, device, None, None, reasons=(f"falls back to XLA: {why}",))
         raise ValueError(f"schedule={schedule} cannot run {problem}: {why}")
 
-    candidates, (kernels, _) = _distinct(choice.candidates, schedule), _registry(device.platform)
-    chosen = choice.candidates[0]
+    ranked, (kernels, _) = choice.candidates, _registry(device.platform)
+    distinct = _distinct(ranked, schedule)
+    chosen = ranked[0]
     kernel, native, workspace_bytes = chosen.kernel, chosen.schedule, choice.workspace_bytes
     policy = LaunchPolicy.of(chosen.policy)
     cost, microseconds = chosen.cost, chosen.cost.microseconds
@@ -276,7 +284,8 @@ def plan_with(problem, schedule, device, found):
         reasons.append(f"{share}, {text.duration(limit.microseconds)} {work}")
     reasons.append(f"{cost.waves:.2f} waves, quantization efficiency {efficiency:.0%}")
     if found is None:
-        reasons.extend(f"instead of {x.kernel}, {x.schedule}: {text.duration(x.microseconds)}" for x in candidates[1:])
+        others = list(distinct.items())[1:]
+        reasons.extend(f"instead of {x.kernel}, {_text_of(x.schedule)}: {duration}" for duration, x in others)
     if device.platform == "cuda" and not _ffi.has_cuda:
         unknown = "" if workspace_bytes is not None else ", which does not give the workspace of this one"
         reasons.append(f"this build has no CUDA kernels: planned from a description of them{unknown}")
@@ -289,7 +298,7 @@ def plan_with(problem, schedule, device, found):
         workspace_bytes,
         microseconds,
         tuple(reasons),
-        candidates,
+        tuple(distinct.values()),
         cost.waves,
         efficiency,
         limit,
@@ -303,13 +312,15 @@ def _without_kernels(problem, device):
 
 
 def _distinct(found, schedule):
-    """The ``Candidate``s among ``found``, one per estimate: equal estimates mean equal work."""
+    """The ``Candidate``s among ``found`` by their estimates as text: equal estimates mean equal work."""
     auto = isinstance(schedule, schedules.Auto)
     distinct: dict[str, Candidate] = {}
     for x in found:
-        candidate = Candidate(x.kernel, _schedule_of(x.schedule) if auto else schedule, x.cost.microseconds)
-        distinct.setdefault(text.duration(x.cost.microseconds), candidate)
-    return tuple(distinct.values())
+        microseconds = x.cost.microseconds
+        duration = text.duration(microseconds)
+        if duration not in distinct:
+            distinct[duration] = Candidate(x.kernel, _schedule_of(x.schedule) if auto else schedule, microseconds)
+    return distinct
 
 
 def _efficiency(problem, kernel, native, cost):

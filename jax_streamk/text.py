@@ -7,8 +7,11 @@ _SIZES = (("bytes", 1, 0), ("KB", 1e3, 1), ("MB", 1e6, 1), ("GB", 1e9, 1), ("TB"
 
 def _unit(units, number, digits=None):
     """The first unit in which a number is below 1000, or the last unit."""
-    shown = [(unit, size, usual if digits is None else digits) for unit, size, usual in units]
-    return next((unit for unit in shown if round(number / unit[1], unit[2]) < 1000), shown[-1])
+    for name, size, usual in units:
+        shown = usual if digits is None else digits
+        if round(number / size, shown) < 1000:
+            return name, size, shown
+    return name, size, shown
 
 
 def duration(microseconds, spread=None):

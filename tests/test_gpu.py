@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_streamk import Auto, DataParallel, SplitK, StreamK, _ffi, dot_general, matmul, plan
+from jax_streamk import Auto, DataParallel, SplitK, StreamK, _ffi, dot_general, machines, matmul, plan
+from jax_streamk.device import HOPPER
 
 pytestmark = pytest.mark.gpu
 
@@ -134,7 +135,8 @@ def test_reported_hangs_on_every_kernel(m, n, k):
         for way in ways:
             schedule = _ffi.Schedule(*way)
             if _ffi.can_implement(kernel.name, problem, schedule, device) is None:
-                policy = _ffi.launch_policy(kernel, problem, schedule, _ffi.Raster.along_m, 1, device)
+                machine = machines.machine_of(HOPPER).native
+                policy = _ffi.launch_policy(kernel, problem, schedule, _ffi.Raster.along_m, 1, device, machine)
                 launch = Launch(a, b, kernel.name, problem, schedule, policy, device)
                 launch()
                 _ffi.synchronize()

@@ -14,7 +14,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jax_streamk import _ffi
+from jax_streamk import _ffi, machines
+from jax_streamk.device import HOPPER
 from jax_streamk.launch_policy import LaunchPolicy
 
 DTYPES = {
@@ -320,7 +321,8 @@ def make_schedule(kind, splits=1, reduction=_ffi.Reduction.ordered, max_sms=0, r
 
 def policy_of(kernel, problem, schedule, device, changes):
     """The planner's launch policy for the schedule's order of tiles, with changes."""
-    planned = LaunchPolicy.of(_ffi.launch_policy(kernel, problem, schedule, *ORDER_OF[schedule], device))
+    machine = machines.machine_of(HOPPER).native
+    planned = LaunchPolicy.of(_ffi.launch_policy(kernel, problem, schedule, *ORDER_OF[schedule], device, machine))
     return dataclasses.replace(planned, **changes).native()
 
 

@@ -7,10 +7,11 @@ import itertools
 import numpy as np
 import pytest
 
-from jax_streamk import DataParallel, SplitK, StreamK, _ffi, machines, planner
+from jax_streamk import H100, DataParallel, SplitK, StreamK, _ffi, machines, planner
 from jax_streamk.device import HOPPER, Device
 
 A100 = Device("cuda", 80, 108)
+H200 = machines.machine_of(HOPPER)
 RASTERS = {"m": _ffi.Raster.along_m, "n": _ffi.Raster.along_n}
 
 
@@ -126,21 +127,23 @@ def test_what_goes_first_from_l2(tiles, schedule, line, workers, others, first, 
         tiles, line = tiles[::-1], "nm"["mn".index(line)]
     order = (RASTERS["n" if turned else "m"], 1)
     native = planner._native_schedule(schedule)
-    assert _ffi.goes_first(*tiles, native, order, workers, RASTERS[line], **others) == first
+    assert _ffi.goes_first(H200.native, *tiles, native, order, workers, RASTERS[line], **others) == first
 
 
 @pytest.mark.parametrize("swizzle, first", [(1, False), (16, True)])
 def test_a_panel_of_all_tiles_keeps_those_that_read_the_same_together(swizzle, first):
     native = planner._native_schedule(DataParallel())
-    assert _ffi.goes_first(30, 4, native, (_ffi.Raster.along_m, swizzle), 60, _ffi.Raster.along_n) == first
+    order = _ffi.Raster.along_m, swizzle
+    assert _ffi.goes_first(H200.native, 30, 4, native, order, 60, _ffi.Raster.along_n) == first
 
 
 STAGES, SERVED = 6, 240_000  # stages of 1000 bytes; bytes in flight that memory serves well
 
 
 def held_back(tiles, schedule=DataParallel(), workers=132, ctas=1, stages=STAGES, size=1000, served=SERVED):
-    """For each wave, the number of stages that loads leave empty."""
-    return _ffi.held_back(tiles, planner._native_schedule(schedule), workers, ctas, stages, size, served)
+    """For each wave, the number of stages that loads leave empty, on 132 SMs."""
+    parts = planner._native_schedule(schedule), workers, ctas, HOPPER.sms, stages, size, served
+    return _ffi.held_back(H200.native, tiles, *parts)
 
 
 @pytest.mark.parametrize("tiles", [10, 40, 60, 100, 132])
@@ -177,7 +180,6 @@ def test_a_cta_alone_on_its_sm_has_little_under_way_whatever_memory_serves():
 
 
 def test_what_is_under_way_is_limited_where_it_was_measured():
-    assert (
-        0 < machines.under_way(dataclasses.replace(HOPPER, kind="NVIDIA H100 80GB HBM3")) < machines.under_way(HOPPER)
-    )
+    h100, half = (dataclasses.replace(HOPPER, **other) for other in (dict(kind=H100.kind), dict(sms=66)))
+    assert 0 < machines.under_way(half) < machines.under_way(h100) < machines.under_way(HOPPER)
     assert machines.under_way(A100) == machines.under_way(Device("cpu", 0, 4)) == 0

@@ -928,7 +928,8 @@ def policy_of(kernel, m, n, k, schedule=DataParallel(), device=jax_streamk.H200,
     made = problem.GemmProblem(1, m, n, k, *types, lda, ldb, n, 0, 0, 0).native()
     native = planner._native_schedule(schedule)
     raster = {"m": _ffi.Raster.along_m, "n": _ffi.Raster.along_n}[order[0]]
-    policy = LaunchPolicy.of(_ffi.launch_policy(kernel, made, native, raster, order[1], device.native()))
+    parts = raster, order[1], device.native(), machines.machine_of(device).native
+    policy = LaunchPolicy.of(_ffi.launch_policy(kernel, made, native, *parts))
     assert (policy.raster, policy.swizzle) == order
     assert _ffi.check_policy(kernel, made, native, policy.native(), device.native()) is None
     return (kernel, made, native), policy

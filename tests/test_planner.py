@@ -162,12 +162,14 @@ def test_choices_are_near_the_best_of_shapes_that_no_constant_was_fitted_to(name
 
 
 def test_machines_have_few_constants_that_all_have_a_meaning():
-    assert len(_ffi.GPU_CONSTANTS) <= 30 and len(_ffi.HOST_CONSTANTS) <= 10
+    of_gpus = _ffi.GPU_CONSTANTS | _ffi.POLICY_CONSTANTS
+    assert len(_ffi.GPU_CONSTANTS) + len(_ffi.POLICY_CONSTANTS) <= 30 and len(_ffi.HOST_CONSTANTS) <= 10
     for machine in (*machines.measured(), machines.derived(A100)):
-        native = {name: getattr(machine.native, name) for name in _ffi.GPU_CONSTANTS}
-        assert native == dict(machine.constants) and min(native.values()) > 0
-        assert machines.parse(machine.name, machine.text()).topology == machine.topology
-    assert all(_ffi.GPU_CONSTANTS.values()) and all(_ffi.HOST_CONSTANTS.values())
+        native = {name: getattr(machine.native, name) for name in of_gpus}
+        assert native == dict(machine.constants) | dict(machine.launch_policy) and min(native.values()) > 0
+        again = machines.parse(machine.name, machine.text())
+        assert again.topology == machine.topology and again.launch_policy == machine.launch_policy
+    assert all(of_gpus.values()) and all(_ffi.HOST_CONSTANTS.values())
 
 
 def test_the_machine_of_a_device_was_measured_or_is_derived():
@@ -189,6 +191,7 @@ def test_the_machine_of_a_device_was_measured_or_is_derived():
     [
         (lambda x: x["constants"].pop("launch_us"), "constants differ .* in launch_us"),
         (lambda x: x["constants"].update(launch_us=-1), "launch_us is not positive"),
+        (lambda x: x["launch_policy"].pop("extend_rows"), "constants differ .* in extend_rows"),
         (lambda x: x.pop("kinds"), "kinds"),
     ],
 )
@@ -244,6 +247,27 @@ def test_the_search_takes_less_than_100_microseconds():
         planner.choose(gemm(*shape), None, HOPPER)
         times.append(time.process_time() - started)
     assert statistics.median(times) < 100e-6
+
+
+def test_a_plan_takes_about_100_microseconds():
+    """The median of many, beside that of a loop in Python of about 100 us, which load slows down as much."""
+    problems = [gemm(m, n, k) for m in range(16, 784, 16) for n, k in ((1024, 512), (4096, 4096), (2000, 1000))]
+
+    def baseline(problem):
+        return sum(at * problem.m for at in range(2000))
+
+    def median(of):
+        times = []
+        for problem in problems:
+            started = time.process_time()
+            of(problem)
+            times.append(time.process_time() - started)
+        return statistics.median(times)
+
+    planner.make_plan(gemm(8, 8, 8), Auto(), jax_streamk.H200)
+    planner.plan_with.cache_clear()
+    planning = median(lambda problem: planner.make_plan(problem, Auto(), jax_streamk.H200))
+    assert planning < 2 * median(baseline)
 
 
 def test_an_uncached_plan_takes_less_than_a_millisecond(plan, monkeypatch):

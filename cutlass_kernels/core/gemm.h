@@ -127,7 +127,7 @@ struct Schedule {
   int32_t max_sms = 0;  // Stream-K: the most SMs to use; 0 for all of them, 1 for data-parallel
 };
 
-// The choices of a launch besides its kernel and its schedule (planner/launch_policy.h explains them). A and B are the
+// The choices of a launch besides its kernel and its schedule (planner/policy_choice.h explains them). A and B are the
 // problem's, even if the kernel swaps them.
 struct LaunchPolicy {
   Raster raster = Raster::kAlongM;

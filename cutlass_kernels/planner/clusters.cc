@@ -6,11 +6,11 @@ namespace jax_streamk {
 
 void number_clusters(ClusterOrder order, int32_t clusters, int32_t idle, int32_t ctas, uint8_t* numbers) {
   bool const spread = order == ClusterOrder::kSpread;
-  if (order == ClusterOrder::kAsLaunched) ctas = 1;  // which stay in order
+  if (order == ClusterOrder::kAsLaunched) ctas = 1;  // single CTAs stay in order
   int32_t const apart = ctas == 2 ? kApart / ctas : 0, turns = ctas == 1 ? 0 : kSmallest / ctas, all = turns * kGpcs;
   std::fill_n(numbers, idle, kIdle);
-  // The number of each place in the order of GPCs. Places in the order of their reversed bits are spread however many
-  // one takes (van der Corput).
+  // The number of each place in the order of GPCs. In the order of reversed bits (van der Corput), any first few places
+  // are spread evenly.
   constexpr int32_t kBits = 8;
   int32_t const places = clusters - idle;
   uint8_t at[1 << kBits];

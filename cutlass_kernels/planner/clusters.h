@@ -8,24 +8,24 @@
 
 namespace jax_streamk {
 
-// Of SMs as H100s and H200s have them: GPCs, of 8 to 18 SMs each; the SMs of the smallest, which shares its way to L2
-// with eight SMs apart that no cluster of more than two reaches. Measured
-// (benchmarks/results/placement_h200_2026-11-25.md and apart_h200_2026-11-25.md).
+// H100 and H200 SXM: GPCs of 8 to 18 SMs; the SMs of the smallest; SMs apart, which take no cluster of more than two
+// CTAs and share the smallest GPC's way to L2. Facts of the hardware,
+// found with benchmarks/placement.cu.
 inline constexpr int32_t kGpcs = 8, kSmallest = 8, kApart = 8;
 
-// Of sm90 kernels with one consumer warpgroup an SM has so many CTAs; those of all others fill it.
+// CTAs per SM of sm90 kernels with one consumer warpgroup. CTAs of other kernels fill an SM.
 inline constexpr int32_t kSingles = 4;
 
-// A cluster stays on one GPC. Of 132 SMs of an H200 in GPCs of unequal size, clusters of two take all, larger ones 120
-// (cudaOccupancyMaxActiveClusters): a persistent grid of more would begin its last clusters when the first have ended.
+// A cluster stays on one GPC. On 132 SMs in GPCs of unequal size, clusters of two take all, larger ones 120
+// (cudaOccupancyMaxActiveClusters): more clusters in a persistent grid would begin only when the first have ended.
 inline int32_t active_clusters(int32_t sms, int32_t ctas) {
   return std::max((ctas > 2 ? sms * 10 / 11 : sms) / ctas, 1);
 }
 
-// How many clusters a launch can list: no GPU of compute capability 9.0 has more SMs.
+// Clusters that a launch can list: no GPU of compute capability 9.0 has more SMs.
 inline constexpr int32_t kMostListed = 144;
 
-// The clusters [first, first + count) of a launch, which get no work.
+// The clusters [first, first + count) of a launch get no work.
 struct Idle {
   int32_t first = 0, count = 0;
 };
@@ -40,8 +40,8 @@ inline int32_t first_idle(int32_t working, int32_t ctas, int32_t sms) {
 }
 
 // The idle clusters beside `working` ones. The first CTAs or pairs of a layer go to the SMs apart. In a partial layer
-// the smallest GPC, which shares its way to L2 with these, would then load for up to 11 CTAs of 32 where others load
-// for 3, and takes up to a fifth longer. So clusters on the SMs apart are idle, as many as make all GPCs even.
+// the smallest GPC's way to L2 would serve up to 11 of 32 CTAs, those of other GPCs 3, which takes up to a fifth
+// longer. So clusters on the SMs apart stay idle until all GPCs are even.
 inline Idle idle_clusters(int32_t working, int32_t ctas, int32_t sms) {
   if (!has_idle(ctas)) return {};
   int32_t const layer = std::max(sms / ctas, 1), full = working / layer, rest = working % layer;
@@ -52,15 +52,15 @@ inline Idle idle_clusters(int32_t working, int32_t ctas, int32_t sms) {
 
 constexpr uint8_t kIdle = 0xff;
 
-// Numbers the clusters of a launch. The first `idle` have no work, and get kIdle; the others:
+// Numbers the clusters of a launch. The first `idle` have no work and get kIdle. The others:
 //
 // kAsLaunched: in order.
-// kByGpc: so that neighbours share a GPC, for L2 serves once what CTAs of a GPC ask for at the same time, unless it is
-//   multicast. As measured, CTAs without clusters fill one GPC after the other and stay in order. Clusters go to all
-//   GPCs in turn until the smallest is full, then to the others; pairs first go to the SMs apart, and come last here.
-//   With which GPC a turn begins depends on earlier launches. So a GPC's later clusters have the same place in their
-//   turns as its earlier ones, or the one before: they are numbered between the earlier ones of both places.
-// kSpread: so that the first ones, which have one piece of work more than others, are as many of each GPC.
+// kByGpc: neighbours share a GPC, because L2 serves once what CTAs of a GPC request together, unless it is multicast.
+//   CTAs without clusters fill one GPC after the other (measured) and stay in order. Clusters go to all GPCs in turn
+//   until the smallest is full, then to the others. Pairs go to the SMs apart first, which are numbered last.
+//   The GPC with which a turn begins depends on earlier launches. A GPC's later clusters therefore have the same place
+//   in their turns as its earlier ones, or the place before, and are numbered between those of both places.
+// kSpread: the first ones, which have one piece of work more, are spread evenly over GPCs.
 void number_clusters(ClusterOrder, int32_t clusters, int32_t idle, int32_t ctas, uint8_t* numbers);
 
 }  // namespace jax_streamk

@@ -8,13 +8,8 @@
 namespace jax_streamk {
 namespace {
 
-// Lower bounds of costs stay below them however both are rounded.
+// Keeps lower bounds below costs in spite of rounding.
 constexpr double kRounding = 1 - 1e-9;
-
-// Warps that multiply as well as load wait for memory at a call's begin and end.
-double joined(KernelTraits const& traits, double work, double floor) {
-  return traits.loads_run_ahead ? overlapped(work, floor) : std::hypot(work, floor);
-}
 
 }  // namespace
 
@@ -25,9 +20,6 @@ int32_t width_of(Schedule const& s, Device const& device) {
 Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t width, Machine const& machine)
     : launch_(kernel, p, width, machine) {
   partials_ = kernel.d.format != p.d.format;
-  // Kernels whose results are sums have both slices and whole tiles: of few tiles slices.
-  sliced_ =
-      partials_ || (kernel.d.format == accumulator_of(p.a.format) && 2 * launch_.grid.tiles <= launch_.grid.workers);
   if (kernel.family == Family::kHost) return;
   panels_ = panels_of(launch_);
   tensor_cores_ = tensor_core_us(launch_);
@@ -45,14 +37,13 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   least_ = least_of();
 }
 
-// The busiest worker has no less than its share of everything, whole tiles of a kernel that shares none.
+// The busiest worker has at least the mean of all work, in whole tiles if the kernel cannot share one.
 double Estimator::least_of() const {
   Grid const& grid = launch_.grid;
   KernelInfo const& kernel = launch_.kernel;
   bool const shares = !kernel.split_k_reductions.empty() || !kernel.stream_k_reductions.empty();
   double const pieces = shares ? std::max(grid.tiles / grid.workers, 1.0) : ceil_div(grid.tiles, grid.workers);
   double const iterations = shares ? std::max(grid.tiles * grid.k_tiles / grid.workers, 1.0) : pieces * grid.k_tiles;
-  // Busy workers are no fewer than tiles.
   double const busy = std::min(grid.workers, grid.tiles);
   double const last = shares ? 0 : grid.k_tiles, busy_last = grid.tiles - (pieces - 1) * busy;
   auto const iteration = [&](double busy) { return std::max({tensor_cores_, sustained_ * busy, loads_}); };
@@ -61,32 +52,32 @@ double Estimator::least_of() const {
   return kRounding * (launch_us_ + std::max(work + epilogues(epilogue_, 0, pieces), dram_) + reduction + repack_);
 }
 
-// What a worker waits for epilogues; what is fused into the last one counts elsewhere. In a pingpong kernel one
-// warpgroup's epilogue hides behind the other's products.
+// Epilogues that a worker waits for: one in a pingpong kernel, where the others hide behind products. What is fused
+// into the last one counts in cost().
 double Estimator::epilogues(double epilogue, double fused, double pieces) const {
   return launch_.traits.hides_epilogue ? epilogue : epilogue * pieces + fused * (pieces - 1);
 }
 
 Wave Estimator::first_wave(Raster raster, int32_t swizzle) const {
-  // CTAs that share an SM take turns: a wave is one of each SM.
+  // CTAs of one SM take turns, so a wave is one per SM.
   double const workers = std::min(launch_.grid.workers / launch_.traits.ctas_per_sm, launch_.grid.wave_tiles);
-  return jax_streamk::first_wave(launch_.tiling, launch_.problem.m, launch_.problem.n, workers, sliced_, raster,
-                                 swizzle);
+  return jax_streamk::first_wave(launch_.tiling, launch_.problem.m, launch_.problem.n, workers, raster, swizzle);
 }
 
 double Estimator::needs(Wave const& wave) const {
-  return wave.near / launch_.machine.gpc_bytes_per_us + wave.footprint / launch_.machine.dram_bytes_per_us;
+  return (wave.rows + wave.columns) / launch_.machine.gpc_bytes_per_us +
+         wave.footprint / launch_.machine.dram_bytes_per_us;
 }
 
 Order Estimator::best_order() const {
   Tiling const& tiling = launch_.tiling;
   Order best;
   double least = std::numeric_limits<double>::infinity();
-  for (int32_t const swizzle : {1, 2, 4}) {
+  for (int32_t swizzle = 1; swizzle <= kWidestPanel; swizzle *= 2) {
     for (Raster const raster : {Raster::kAlongM, Raster::kAlongN}) {
       bool const along_m = raster == Raster::kAlongM;
       int64_t const fast = along_m ? tiling.tiles_m : tiling.tiles_n, slow = along_m ? tiling.tiles_n : tiling.tiles_m;
-      // One line of tiles has one order, and so has a panel that holds all of them.
+      // A single line of tiles has one order, and so has a single panel.
       if (swizzle > 1 && (fast == 1 || swizzle / 2 >= slow)) continue;
       Wave const wave = first_wave(raster, swizzle);
       if (double const needed = needs(wave); needed < least) {
@@ -98,39 +89,39 @@ Order Estimator::best_order() const {
   return best;
 }
 
-// Where Stream-K cuts tiles, `cut`, workers are at different k and share nothing.
+// `cut`: Stream-K cuts tiles, so workers are at different k and share no loads.
 Estimator::Iteration Estimator::iteration_of(Schedule const& s, Share const& share, Wave const& wave, bool cut) const {
   Machine const& machine = launch_.machine;
   double const splits = is_separate(s) ? share.slices : splits_of(s);
-  // A wave may hold several batches or slices of K, alike but sharing nothing.
+  // Batches and slices of K in one wave share nothing.
   double const alike =
       std::min(std::max(launch_.grid.workers / launch_.grid.wave_tiles, 1.0), launch_.problem.batch * splits);
   double const together = alike * (wave.rows * panels_.a + wave.columns * panels_.b), apart = l2_bytes_ * share.busy;
-  // Neighbours drift apart with every tile; those of misaligned rows share no lines to begin with.
+  // Neighbours drift apart with every tile. With misaligned rows they share no lines at all.
   bool const shares_nothing = cut || panels_.misaligned;
-  double const drift = shares_nothing ? 1 : std::min(machine.drift_share, 1.0) * (1 - 1 / share.pieces);
+  double const drift = shares_nothing ? 1 : 1 - 1 / share.pieces;
   double const gpcs = (together + drift * std::max(apart - together, 0.0)) / machine.gpc_bytes_per_us;
   return {tensor_cores_, sustained_ * share.busy, loads_, gpcs, waits_};
 }
 
-// Workers of the last wave that have a piece, of those of all others. They have to themselves what all share: caches
-// and power. Slices that sm80 kernels launch apart may leave none to it.
+// The share of workers busy in the last wave: they have caches and power to themselves. sm80 slices launched apart may
+// leave none.
 double Estimator::busy_last_of(Share const& share, double splits, bool cut) const {
   double const left = std::max(launch_.grid.tiles * splits - (share.pieces - 1) * share.busy, 1.0);
   return cut ? 1 : std::min(left / share.busy, 1.0);
 }
 
-// Few workers do not draw all that memory could give: those with a piece of the whole waves, and of the last one.
+// Few workers cannot saturate DRAM, least of all in the last wave.
 double Estimator::dram_of(Share const& share, double splits, double busy_last) const {
   double const pieces = launch_.grid.tiles * splits, left = std::max(pieces - (share.pieces - 1) * share.busy, 1.0);
   double const of_last = left / pieces;
-  auto const slower = [&](double at_work) { return overlapped(1.0, draw_ / (at_work * share.busy)); };
+  auto const slower = [&](double at_work) { return overlapped(launch_.machine, 1.0, draw_ / (at_work * share.busy)); };
   double const us = (dram_ + again_ * share.cut_tiles) * ((1 - of_last) * slower(1) + of_last * slower(busy_last));
   bool const in_cluster = launch_.traits.fixes_up_in_cluster;
   return in_cluster ? us * (1 + launch_.machine.dram_cluster_share * (share.peers - 1)) : us;
 }
 
-// The busiest worker's MAC iterations, those of its last piece with `busy_last` of the workers, and its epilogues.
+// The busiest worker's MAC iterations and epilogues. `busy_last` is the share of workers busy with the last piece.
 template <typename Join>
 double Estimator::work_of(Join join, Iteration const& whole, Share const& share, double busy_last,
                           bool separate) const {
@@ -152,19 +143,19 @@ Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   Cost cost;
   cost.iterations = share.iterations;
   cost.peers = share.peers;
-  // Split-K shares every piece of a worker; of those that Stream-K shares the last one is waited for.
+  // Split-K shares every piece of a worker. Of Stream-K's shared pieces only the last is waited for.
   cost.fix_up = fix_up_us(launch_, cut ? 1 : share.pieces, share.peers);
-  cost.launches = launch_us_ + launch_.machine.relaunch_us * (share.launches - 1);
+  cost.launches = launch_us_ + launch_.machine.launch_us * (share.launches - 1);
   if (separate) {
     cost.extra = reduction_us(launch_, share.slices);
   } else if (share.peers > 1 && !traits.fixes_up_in_cluster) {
-    cost.extra = launch_.machine.relaunch_us;  // the memset of its tickets
+    cost.extra = launch_.machine.launch_us;  // the memset of its tickets
   }
   cost.repack = repack_;
 
   Iteration const whole = iteration_of(s, share, wave, cut);
   double const busy_last = busy_last_of(share, splits, cut);
-  // What is fused overlaps with nothing in the last epilogue, and is hidden where a pass adds slices.
+  // The fused part of the last epilogue overlaps with nothing; a separate reduction does it in its own time.
   double const last_fused = separate ? 0 : fused_;
   double const others = last_fused + cost.extra + cost.repack;
   double const least_work =
@@ -172,9 +163,10 @@ Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   cost.microseconds = kRounding * (cost.launches + std::max(least_work, dram_) + others);
   if (cost.microseconds > limit) return cost;
 
-  cost.work = work_of(overlapped, whole, share, busy_last, separate) + cost.fix_up;
+  auto const overlap = [this](auto... times) { return overlapped(launch_.machine, times...); };
+  cost.work = work_of(overlap, whole, share, busy_last, separate) + cost.fix_up;
   cost.floor = dram_of(share, splits, busy_last);
-  cost.microseconds = cost.launches + joined(traits, cost.work, cost.floor) + others;
+  cost.microseconds = cost.launches + overlap(cost.work, cost.floor) + others;
   cost.work += last_fused;
   cost.waves = launch_.grid.tiles * splits / launch_.grid.workers;
   return cost;
@@ -189,7 +181,8 @@ Parts Estimator::parts(Schedule const& s, Wave const& wave) const {
   double const fused = separate ? 0 : fused_, epilogue = epilogues(epilogue_, fused, share.pieces);
   Iteration const whole = iteration_of(s, share, wave, cut);
   auto const of_one = [&](Iteration const& iteration) {
-    return std::max(work_of(overlapped, iteration, share, busy_last, separate) - epilogue, 0.0);
+    auto const overlap = [this](auto... times) { return overlapped(launch_.machine, times...); };
+    return std::max(work_of(overlap, iteration, share, busy_last, separate) - epilogue, 0.0);
   };
   Parts parts;
   parts.memory = dram_of(share, splits, busy_last);

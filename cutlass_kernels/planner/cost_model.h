@@ -18,12 +18,12 @@ struct Cost {
   double waves = 0;         // output tiles, times splits, over workers
   double iterations = 0;    // MAC iterations of the busiest worker
   double peers = 1;         // workers that share a tile, at most
-  double work = 0;          // the busiest worker's time, fix-up and what is fused included
-  double fix_up = 0;        // of that, storing and adding partial tiles
-  double floor = 0;         // what memory needs, given the number of workers that ask; it overlaps with work
+  double work = 0;          // the busiest worker's time, with fix-up and fused epilogue
+  double fix_up = 0;        // the part of work that stores and adds partial tiles
+  double floor = 0;         // DRAM's time, which overlaps with work
   double launches = 0;      // kernel launches, or waking threads
-  double extra = 0;         // the memset, and the reduction kernel
-  double repack = 0;        // copying operands as TMA and wgmma take them
+  double extra = 0;         // the memset or the reduction kernel
+  double repack = 0;        // copies of operands for TMA and wgmma
 };
 
 // What the main loop and the epilogue of a call ask of each resource: of the busiest worker, except for memory. They
@@ -39,28 +39,28 @@ struct Parts {
 // How many SMs or threads share the work of a schedule.
 int32_t width_of(Schedule const&, Device const&);
 
-// One problem on one kernel, which must outlive this, as must the machine: what all schedules have in common.
+// What all schedules of a problem on a kernel have in common. Keeps references to all arguments.
 class Estimator {
  public:
   Estimator(KernelInfo const&, GemmProblem const&, int32_t width, Machine const&);
 
-  // No schedule costs less, in no order of tiles.
+  // A lower bound for every schedule and order of tiles.
   double least() const { return least_; }
   Tiling const& tiling() const { return launch_.tiling; }
 
   Wave first_wave(Raster, int32_t swizzle) const;
-  // What orders of tiles are ranked by: the time in which the caches can serve a wave, per element of K.
+  // The time L2 and DRAM need to serve a wave, per byte of K: orders of tiles are ranked by it.
   double needs(Wave const&) const;
-  // The one whose waves need the least.
+  // The order of tiles whose first wave needs least.
   Order best_order() const;
 
-  // In waves of this kind. Above `limit` the microseconds may be a lower bound, and the other figures are missing.
+  // For waves like this one. If it exceeds `limit`, microseconds may be a lower bound and the other figures missing.
   Cost cost(Schedule const&, Wave const&, double limit = std::numeric_limits<double>::infinity()) const;
   // Of what cost() returns, on a GPU.
   Parts parts(Schedule const&, Wave const&) const;
 
  private:
-  // Of a MAC iteration where all workers are busy: what each resource needs.
+  // What a MAC iteration needs of each resource when all workers are busy.
   struct Iteration {
     double tensor_cores, sustained, loads, gpcs, waits;
   };
@@ -73,9 +73,8 @@ class Estimator {
   double least_of() const;
 
   Launch launch_;
-  bool partials_;  // are all that the kernel writes
-  bool sliced_;    // whether K is likely to be
-  // What resources.h says of each; microseconds and bytes.
+  bool partials_;  // the kernel writes partial sums only
+  // As in resources.h, in microseconds and bytes.
   Panels panels_;
   double tensor_cores_ = 0, sustained_ = 0, loads_ = 0, waits_ = 0, l2_bytes_ = 0;
   double dram_ = 0, again_ = 0, draw_ = 0, launch_us_ = 0, repack_ = 0, epilogue_ = 0, fused_ = 0;

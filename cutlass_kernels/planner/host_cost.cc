@@ -4,7 +4,7 @@
 
 namespace jax_streamk {
 
-// MAC iterations and pieces of the busiest thread, and the partials it shares.
+// The busiest thread's MAC iterations, pieces and shared partial tiles.
 Cost host_cost(Launch const& l, Schedule const& s) {
   Machine const& machine = l.machine;
   Grid const& grid = l.grid;
@@ -13,8 +13,8 @@ Cost host_cost(Launch const& l, Schedule const& s) {
     return l.problem.k / grid.k_tiles *
            (machine.host_multiply_add_us * rows * columns + machine.host_pack_us * (rows + columns));
   };
-  // Tiles at the edge are multiplied as far as they reach. The busiest thread has its part of the full tiles or of all
-  // work, whichever is more; in Stream-K its iterations may all be of full tiles.
+  // Tiles at the edge cost less. The busiest thread has its part of the full tiles or of all work, whichever is more;
+  // under Stream-K all its iterations may be of full tiles.
   double const rows = std::min<double>(l.kernel.tile_m, l.rows), columns = std::min<double>(l.kernel.tile_n, l.columns);
   double const average_rows = l.rows / ceil_div(l.rows, l.kernel.tile_m),
                average_columns = l.columns / ceil_div(l.columns, l.kernel.tile_n);
@@ -32,7 +32,7 @@ Cost host_cost(Launch const& l, Schedule const& s) {
   }
   cost.work += share.pieces * (machine.host_piece_us + machine.host_row_us * average_rows +
                                machine.host_result_us * average_rows * average_columns);
-  // Every piece of a split tile is stored once and added once; Stream-K shares two tiles of a thread at most.
+  // Each piece of a split tile is stored once and added once. A Stream-K thread shares at most two tiles.
   if (share.peers > 1)
     cost.fix_up = machine.host_partial_us * rows * columns * (cut ? 2 + share.peers : 2 * share.pieces);
   cost.work += cost.fix_up;

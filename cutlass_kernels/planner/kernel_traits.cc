@@ -9,7 +9,6 @@ KernelTraits KernelTraits::of(KernelInfo const& kernel) {
   if (kernel.family == Family::kSm90) traits = {MathUnit::kWgmma, LoadPath::kTma};
   if (kernel.family == Family::kSkinny) traits = {MathUnit::kMmaFewRows, LoadPath::kStreaming};
   traits.ctas_per_sm = kernel.warp_schedule == "single" ? kSingles : 1;
-  traits.loads_run_ahead = traits.load_path != LoadPath::kVectors && kernel.a.format != Type::kF64;
   traits.hides_epilogue = kernel.warp_schedule == "pingpong";
   traits.fixes_up_in_cluster = kernel.family == Family::kSkinny;
   traits.launches_slices_apart = kernel.family == Family::kSm80;

@@ -1,4 +1,4 @@
-// What the cost model asks of a kernel: which units multiply, how operands arrive, what overlaps.
+// What the cost model asks about a kernel: which unit multiplies, how operands arrive, what overlaps.
 #pragma once
 
 #include "cutlass_kernels/core/gemm.h"
@@ -12,13 +12,11 @@ struct KernelTraits {
   MathUnit math_unit;
   LoadPath load_path;
   int32_t ctas_per_sm = 1;
-  // Warps that only load run ahead of those that multiply: their times join in a sharper norm.
-  bool loads_run_ahead = true;
-  // One warpgroup stores its tile while another multiplies (pingpong).
+  // Pingpong: one warpgroup stores its tile while another multiplies.
   bool hides_epilogue = false;
-  // CTAs that share a tile add it up in distributed shared memory, without partials in memory.
+  // CTAs that share a tile add it up in distributed shared memory.
   bool fixes_up_in_cluster = false;
-  // A separate reduction's slice that K cuts short is a launch of its own, and so is each batch.
+  // A separate reduction needs a launch per batch, and one more for a shorter last slice.
   bool launches_slices_apart = false;
   bool shifted_b = false;  // B's rows may start anywhere
 
@@ -27,11 +25,13 @@ struct KernelTraits {
 
 // An operand as a CTA's tile reads it.
 struct TileOperand {
+  double element_bytes;
   int64_t ld;      // elements from one row to the next
-  bool along_k;    // contiguous along K; else along M or N
+  bool along_k;    // contiguous along K, else along M or N
   int64_t extent;  // of M or N
-  int32_t tile;    // rows of A or columns of B of a tile
-  int32_t row;     // bytes of a row of a box, where contiguous along M or N
+  int32_t tile;    // rows of A or columns of B in a tile
+  int32_t row;     // bytes of a row of a TMA box, if contiguous along M or N
+  double vector;   // bytes that a thread loads at once, at most
 };
 
 }  // namespace jax_streamk

@@ -9,41 +9,27 @@
 #include "cutlass_kernels/core/slices.h"
 #include "cutlass_kernels/passes/repack.h"
 #include "cutlass_kernels/planner/clusters.h"
+#include "cutlass_kernels/planner/policy_choice.h"
+#include "cutlass_kernels/planner/wave.h"
 
 namespace jax_streamk {
 namespace {
 
-// goes_first(): consecutive tiles, a ratio of operands, and MAC iterations (8192 of K).
-constexpr int32_t kReadTogether = 4;
-constexpr int64_t kMuchSmaller = 8;
-constexpr int32_t kDriftAfter = 128;
-// Multiply-adds of a 16-bit product from which whole tiles are 2% slower with the hint: the instructions that it keeps
-// in L2 matter at the end of a kernel only.
-constexpr double kLong = 4.5e9;
-
-// held_back(): with more rows or columns, multiplying takes as long as memory does.
-constexpr int64_t kFew = 64;
-// A CTA alone on its SM gains nothing from more bytes under way; fewer stages do not cover memory's latency.
-constexpr int64_t kMostBytes = 144 << 10, kFewestStages = 3;
-// With more CTAs than these SMs, some share an SM, and 5/6 of `under_way` is best.
-constexpr int64_t kSms = 132;
-
-// gains_by_extension(): rows along K that are missing cost time from kManyBeyond on. Reading them takes bandwidth, so
-// they may be at most one in kOneIn rows of both operands.
-constexpr int64_t kManyBeyond = 32, kOneIn = 16;
+// A pipeline needs a stage that is read, one that has arrived and one that is on its way.
+constexpr int64_t kFewestStages = 3;
 
 int32_t ceil_div(int64_t x, int64_t y) { return static_cast<int32_t>((x + y - 1) / y); }
 
 int32_t ctas_of_sm(KernelInfo const& info) { return info.warp_schedule == "single" ? kSingles : 1; }
 int32_t ctas_of_cluster(KernelInfo const& info) { return info.cluster_m * info.cluster_n; }
-// Where CTAs share SMs, a launch has too many clusters to list.
+// If CTAs share SMs, a launch has too many clusters to list.
 bool lists_clusters(KernelInfo const& info) { return ctas_of_sm(info) == 1; }
 
-// Whether this is a skinny kernel whose loads of B can have a hint. With an unaligned B neighbouring tiles share cache
-// lines, which have to stay.
+// Whether this is a skinny kernel whose loads of B may have a hint: neighbouring tiles of an unaligned B share cache
+// lines.
 bool hints_b(KernelInfo const& info) { return info.family == Family::kSkinny && info.b.align > 1; }
 
-// One launch of an sm90 kernel, in the terms of its own GEMM: with swap_ab its A is the problem's B.
+// A launch of an sm90 kernel in terms of its own GEMM: with swap_ab its A is the problem's B.
 class Sm90Launch {
  public:
   Sm90Launch(KernelInfo const& info, GemmProblem const& p, Schedule const& s, LaunchPolicy const& order,
@@ -61,49 +47,53 @@ class Sm90Launch {
 
   Decomposition const& cut() const { return cut_; }
 
-  void set_hints(LaunchPolicy& policy) const {
-    bool const a = goes_first(order_, cut_, use(Raster::kAlongN, rows_, batches_a_, columns_, batches_b_));
-    bool const b = goes_first(order_, cut_, use(Raster::kAlongM, columns_, batches_b_, rows_, batches_a_));
+  void set_hints(LaunchPolicy& policy, Machine const& machine) const {
+    bool const a = goes_first(order_, cut_, use(Raster::kAlongN, rows_, batches_a_, columns_, batches_b_), machine);
+    bool const b = goes_first(order_, cut_, use(Raster::kAlongM, columns_, batches_b_, rows_, batches_a_), machine);
     policy.evict_first_a = info_.swap_ab ? b : a;
     policy.evict_first_b = info_.swap_ab ? a : b;
   }
 
-  // A product of few columns (rows) waits for the other operand, which is read once. `streaming` is how many of its
-  // rows (columns) a CTA loads per stage: its share, where they are multicast.
-  void set_held_back(LaunchPolicy& policy) const {
-    int64_t const streaming = order_.tiles_n() == 1 && columns_ <= kFew ? info_.tile_m / info_.cluster_n
-                              : order_.tiles_m() == 1 && rows_ <= kFew  ? info_.tile_n / info_.cluster_m
-                                                                        : 0;
-    HeldBack const held = held_back(cut_, ctas_of_cluster(info_), info_.stages,
-                                    streaming * info_.tile_k * size_of(info_.a.format), device_.under_way);
+  // A product of few columns (rows) waits for the other operand, which is read once. `streaming`: rows (columns) of it
+  // that a CTA loads per stage, its share of a multicast.
+  void set_held_back(LaunchPolicy& policy, Machine const& machine) const {
+    bool const few_columns = order_.tiles_n() == 1 && columns_ <= machine.held_back_columns;
+    bool const few_rows = order_.tiles_m() == 1 && rows_ <= machine.held_back_columns;
+    // The kernel's own A streams past few columns, its B past few rows.
+    int64_t const streaming = few_columns ? info_.tile_m / info_.cluster_n
+                              : few_rows  ? info_.tile_n / info_.cluster_m
+                                          : 0;
+    Format const& format = few_columns != info_.swap_ab ? info_.a.format : info_.b.format;
+    HeldBack const held = held_back(cut_, ctas_of_cluster(info_), device_.sms, info_.stages,
+                                    streaming * info_.tile_k * size_of(format), device_.under_way, machine);
     policy.held_back = held.first;
     policy.held_back_last = pieces() % cut_.workers == 0 ? held.first : held.in_last;
   }
 
-  void set_clusters(LaunchPolicy& policy) const {
+  void set_clusters(LaunchPolicy& policy, Machine const& machine) const {
     if (may_have_idle()) policy.idle_clusters = idle_clusters(cut_.workers, ctas_of_cluster(info_), device_.sms).count;
     if (!lists_clusters(info_)) return;
-    // In one line of tiles all share one operand, so neighbours gain nothing from a common GPC. After four waves the
-    // last one counts for little, and narrow tiles are 2 to 5% faster in order: neighbours read neighbouring memory.
-    bool const spread =
-        pieces() > cut_.workers && pieces() < 4 * cut_.workers && (order_.tiles_m() == 1 || order_.tiles_n() == 1);
+    // In one line of tiles all share one operand, so neighbours gain nothing from a common GPC. After many waves the
+    // last one counts for little, and tiles are faster in order: neighbours read neighbouring memory.
+    bool const line = order_.tiles_m() == 1 || order_.tiles_n() == 1;
+    bool const spread = line && pieces() > cut_.workers && pieces() < machine.spread_waves * cut_.workers;
     policy.cluster_order = spread                        ? ClusterOrder::kSpread
                            : ctas_of_cluster(info_) == 1 ? ClusterOrder::kAsLaunched
                                                          : ClusterOrder::kByGpc;
   }
 
-  void set_extents(LaunchPolicy& policy) const {
+  void set_extents(LaunchPolicy& policy, Machine const& machine) const {
     bool const swap = info_.swap_ab;
     // The kernel's own A along m, and B along n.
     bool const a_along_m = swap ? info_.b.major == Major::kRow : info_.a.major == Major::kColumn;
     bool const b_along_n = swap ? info_.a.major == Major::kColumn : info_.b.major == Major::kRow;
-    bool const a = gains_by_extension({a_along_m, rows_, info_.tile_m, info_.cluster_m}, columns_);
-    bool const b = gains_by_extension({b_along_n, columns_, info_.tile_n, info_.cluster_n}, rows_);
+    bool const a = gains_by_extension({a_along_m, rows_, info_.tile_m, info_.cluster_m}, columns_, machine);
+    bool const b = gains_by_extension({b_along_n, columns_, info_.tile_n, info_.cluster_n}, rows_, machine);
     policy.extend_a = swap ? b : a;
     policy.extend_b = swap ? a : b;
   }
 
-  // Idle clusters have the number kIdle, for which there must be no work, as there is with more tiles than that.
+  // Idle clusters are numbered kIdle, so no work may have that number.
   bool may_have_idle() const {
     Work work;
     return has_idle(ctas_of_cluster(info_)) && !cut_.work(kIdle, 0, work);
@@ -112,13 +102,15 @@ class Sm90Launch {
  private:
   int32_t pieces() const { return cut_.tiles * cut_.splits; }
 
+  // Of the operand whose parts lines of tiles along `line` read.
   OperandUse use(Raster line, int64_t extent, int64_t batches, int64_t other, int64_t other_batches) const {
+    bool const of_own_a = line == Raster::kAlongN;
     return {line,
             batches < p_.batch,
             info_.math == Math::kTF32x3,  // which loads parts twice
             extent * batches,
             other * other_batches,
-            static_cast<int32_t>(size_of(info_.a.format)),
+            static_cast<int32_t>(size_of(of_own_a != info_.swap_ab ? info_.a.format : info_.b.format)),
             slices_.count,
             static_cast<double>(p_.batch) * p_.m * p_.n * p_.k};
   }
@@ -152,8 +144,8 @@ TileOrder sm90_order(KernelInfo const& info, GemmProblem const& p, Raster raster
           along_m ? Raster::kAlongM : Raster::kAlongN, swizzle};
 }
 
-LaunchPolicy launch_policy_of(KernelInfo const& info, GemmProblem const& p, Schedule const& s, Raster raster,
-                              int32_t swizzle, Device const& device) {
+LaunchPolicy choose_policy(KernelInfo const& info, GemmProblem const& p, Schedule const& s, Raster raster,
+                           int32_t swizzle, Device const& device, Machine const& machine) {
   LaunchPolicy policy;
   policy.raster = raster, policy.swizzle = swizzle;
   if (info.family == Family::kSkinny) {
@@ -161,10 +153,10 @@ LaunchPolicy launch_policy_of(KernelInfo const& info, GemmProblem const& p, Sche
     policy.evict_first_b = hints_b(info) && p.m <= info.tile_n && (p.batch == 1 || p.b.batch_stride != 0);
   } else if (info.family == Family::kSm90) {
     Sm90Launch const launch(info, p, s, policy, device);
-    launch.set_hints(policy);
-    launch.set_held_back(policy);
-    launch.set_clusters(policy);
-    launch.set_extents(policy);
+    launch.set_hints(policy, machine);
+    launch.set_held_back(policy, machine);
+    launch.set_clusters(policy, machine);
+    launch.set_extents(policy, machine);
   }
   return policy;
 }
@@ -204,34 +196,41 @@ Status check_policy(KernelInfo const& info, GemmProblem const& p, Schedule const
   return {};
 }
 
-bool goes_first(TileOrder const& order, Decomposition const& cut, OperandUse const& use) {
+bool goes_first(TileOrder const& order, Decomposition const& cut, OperandUse const& use, Machine const& machine) {
+  // What the hint keeps in L2 is a kernel's last instructions, which do not matter to a long product.
   bool const whole_tiles = cut.kind == ScheduleKind::kDataParallel && use.slices == 1;
-  if (whole_tiles && use.element_bytes == 2 && use.multiply_adds >= kLong) return false;
+  if (whole_tiles && use.element_bytes == 2 && use.multiply_adds >= machine.evict_first_multiply_adds) return false;
   int32_t const reach = order.reach(use.line);
   if (reach == 1 && !use.by_all_batches) return true;
   // Stream-K workers that share a tile are at different k.
   if (use.again || cut.kind == ScheduleKind::kStreamK) return false;
   bool const at_once = cut.workers == cut.tiles * cut.splits;
-  // Along a long K readers drift apart, and the last ones would miss.
-  if (at_once) return kMuchSmaller * use.bytes >= use.others && cut.k_tiles / cut.splits <= kDriftAfter;
-  return reach <= kReadTogether && !use.by_all_batches && use.bytes >= use.others;
+  if (at_once)
+    return machine.evict_first_ratio * use.bytes >= use.others &&
+           cut.k_tiles / cut.splits <= machine.evict_first_iterations;
+  // The tiles across a panel follow each other shortly.
+  return reach <= kWidestPanel && !use.by_all_batches && use.bytes >= use.others;
 }
 
-HeldBack held_back(Decomposition const& cut, int32_t ctas, int32_t stages, int64_t stage_bytes, int64_t under_way) {
+HeldBack held_back(Decomposition const& cut, int32_t ctas, int32_t sms, int32_t stages, int64_t stage_bytes,
+                   int64_t under_way, Machine const& machine) {
   if (under_way == 0 || stage_bytes == 0 || cut.kind == ScheduleKind::kStreamK) return {};
-  int64_t const of_all = cut.workers * ctas > kSms ? under_way * 5 / 6 : under_way;
+  // More CTAs than SMs share SMs.
+  double const of_all = cut.workers * ctas > sms ? under_way * machine.under_way_share : under_way;
+  int64_t const most = static_cast<int64_t>(machine.under_way_bytes_cta);
   auto const held = [&](int32_t clusters) {
-    int64_t const bytes = std::min(of_all / (std::max(clusters, 1) * ctas), kMostBytes);
+    int64_t const bytes = std::min(static_cast<int64_t>(of_all) / (std::max(clusters, 1) * ctas), most);
     int64_t const filled = std::max((bytes + stage_bytes - 1) / stage_bytes, kFewestStages);
     return static_cast<int32_t>(std::max<int64_t>(stages - filled, 0));
   };
   return HeldBack::of(cut, held(cut.workers), held(cut.tiles * cut.splits % cut.workers));
 }
 
-// Along contiguous rows what is read beyond the extent is the beginning of the next k, which L2 has or will need.
-bool gains_by_extension(TiledOperand const& x, int64_t others) {
+// In contiguous rows, what lies beyond the extent is the beginning of the next k, which L2 has or will need.
+bool gains_by_extension(TiledOperand const& x, int64_t others, Machine const& machine) {
   int64_t const beyond = x.tiled_extent() - x.extent;
-  if (x.contiguous ? beyond == 0 : beyond < kManyBeyond || beyond * kOneIn > x.extent + others) return false;
+  bool const pays = beyond >= machine.extend_rows && beyond <= machine.extend_share * (x.extent + others);
+  if (x.contiguous ? beyond == 0 : !pays) return false;
   return x.tiled_extent() <= std::numeric_limits<int32_t>::max();
 }
 

@@ -7,14 +7,14 @@
 #include <tuple>
 
 #include "cutlass_kernels/core/registry.h"
-#include "cutlass_kernels/planner/launch_policy.h"
+#include "cutlass_kernels/planner/policy_choice.h"
 
 namespace jax_streamk {
 namespace {
 
 constexpr int32_t kMostSplits = 128;
 
-// Numbers of splits worth trying: small ones, powers of two, and those that fill a wave.
+// Numbers of splits to try: small ones, powers of two, and those that fill a wave.
 std::vector<int32_t> split_counts(GemmProblem const& p, Device const& device) {
   std::vector<bool> worth(kMostSplits + 1);
   for (int32_t const splits : {32, 64, 128}) worth[splits] = true;
@@ -25,7 +25,7 @@ std::vector<int32_t> split_counts(GemmProblem const& p, Device const& device) {
   return counts;
 }
 
-// Schedules by kind. The first of a kind shows whether a kernel has it, which hardly depends on the arguments.
+// Schedules to try, by kind. Whether a kernel has a kind is asked of the first one.
 std::vector<std::vector<Schedule>> kinds_of(std::optional<Schedule> const& wanted, GemmProblem const& p,
                                             Device const& device) {
   if (wanted) return {{*wanted}};
@@ -41,9 +41,8 @@ std::vector<std::vector<Schedule>> kinds_of(std::optional<Schedule> const& wante
   return kinds;
 }
 
-// How much of K tensor cores may sum for a float32 result, which would lose digits that XLA's has. XLA sums products of
-// vectors and small results in float32 or in many slices, and splits no K of what fills the machine with its largest
-// tiles: its sums are as long.
+// The longest run of K that tensor cores, which truncate, may sum for a float32 result as accurate as XLA's. XLA sums
+// vectors and small results in float32 or many slices, and does not split K if its largest tiles fill the GPU.
 int64_t longest_sum(GemmProblem const& p, Device const& device) {
   constexpr double kSmallResult = 1 << 14, kLargestTile = 128 * 256;
   if (p.d.format != Type::kF32 || p.math == Math::kTF32x3 || device.arch == 0) return INT64_MAX;
@@ -53,7 +52,7 @@ int64_t longest_sum(GemmProblem const& p, Device const& device) {
   return std::min(p.m, p.n) == 1 || results < kSmallResult ? 16 : promotion_k_of(p.a.format);
 }
 
-// Whether tensor cores sum no more than that.
+// Whether no sum is longer.
 bool is_exact(Kernel const& kernel, GemmProblem const& p, Schedule const& s, Device const& device) {
   KernelInfo const& info = kernel.info;
   int64_t const k_tiles = (p.k + info.tile_k - 1) / info.tile_k;
@@ -62,7 +61,7 @@ bool is_exact(Kernel const& kernel, GemmProblem const& p, Schedule const& s, Dev
   return std::min<int64_t>(run, info.promotion_k > 0 ? info.promotion_k : run) <= longest_sum(p, device);
 }
 
-// The most telling refusal: of a kernel that runs the problem data-parallel, with many k-tiles.
+// The refusal of a kernel that runs the problem data-parallel, preferably with narrow alignment and small tile_k.
 std::string closest_refusal(std::vector<Kernel const*> const& kernels, GemmProblem const& p, Schedule const& s,
                             Device const& device) {
   auto const rank = [&](Kernel const* kernel) {
@@ -72,6 +71,110 @@ std::string closest_refusal(std::vector<Kernel const*> const& kernels, GemmProbl
       std::min_element(kernels.begin(), kernels.end(), [&](auto* x, auto* y) { return rank(x) < rank(y); });
   return closest == kernels.end() ? "" : may_serve(**closest, p, s, device).message;
 }
+
+// The search of choose(): kernels in the order of their least cost, until that exceeds the costs already found.
+class Search {
+ public:
+  Search(std::vector<Kernel const*> const& kernels, GemmProblem const& p, std::optional<Schedule> const& wanted,
+         Device const& device, Machine const& machine, size_t listed)
+      : kernels_(kernels),
+        p_(p),
+        device_(device),
+        machine_(machine),
+        listed_(listed),
+        kinds_(kinds_of(wanted, p, device)) {
+    int32_t const width = width_of(kinds_[0][0], device);
+    estimators_.reserve(kernels.size());
+    for (Kernel const* kernel : kernels) estimators_.emplace_back(kernel->info, p, width, machine);
+    promising_.resize(kernels.size());
+    std::iota(promising_.begin(), promising_.end(), 0);
+    std::sort(promising_.begin(), promising_.end(),
+              [&](size_t i, size_t j) { return estimators_[i].least() < estimators_[j].least(); });
+  }
+
+  void run() {
+    for (size_t const i : promising_) {
+      if (estimators_[i].least() > limit()) break;
+      for (size_t kind = 0; kind < kinds_.size(); ++kind)
+        if (!kinds_[kind].empty() && can_run(*kernels_[i], p_, kinds_[kind][0], device_)) try_kind(i, kind);
+    }
+  }
+
+  // Lowest cost first.
+  std::vector<Candidate> candidates() const {
+    std::vector<Candidate> found;
+    for (Ranked const& ranked : best_) {
+      Candidate x = ranked.candidate;
+      x.policy = choose_policy(x.kernel->info, p_, x.schedule, x.policy.raster, x.policy.swizzle, device_, machine_);
+      found.push_back(x);
+    }
+    return found;
+  }
+
+  std::string refusal() const { return closest_refusal(kernels_, p_, kinds_[0][0], device_); }
+
+ private:
+  // Equal costs are ranked by kernel, then by kind.
+  struct Ranked {
+    double microseconds;
+    size_t kernel, kind;
+    Candidate candidate;
+    bool operator<(Ranked const& other) const {
+      return std::tie(microseconds, kernel, kind) < std::tie(other.microseconds, other.kernel, other.kind);
+    }
+  };
+
+  // What costs more is not listed.
+  double limit() const {
+    return best_.size() < listed_ ? std::numeric_limits<double>::infinity() : best_.back().microseconds;
+  }
+
+  // Adds a kernel's cheapest schedule of a kind to the best, if it is cheap enough.
+  void try_kind(size_t i, size_t kind) {
+    Order const& order = order_of(i);
+    auto cheapest = cheapest_of(i, kind, order.wave);
+    if (!cheapest) return;
+    cheapest->policy.raster = order.raster, cheapest->policy.swizzle = order.swizzle;
+    Ranked const ranked{cheapest->cost.microseconds, i, kind, *cheapest};
+    best_.insert(std::upper_bound(best_.begin(), best_.end(), ranked), ranked);
+    if (best_.size() > listed_) best_.pop_back();
+  }
+
+  std::optional<Candidate> cheapest_of(size_t i, size_t kind, Wave const& wave) const {
+    Kernel const& kernel = *kernels_[i];
+    std::optional<Candidate> cheapest;
+    for (Schedule const& s : kinds_[kind]) {
+      if (s.kind == ScheduleKind::kSplitK && int64_t{s.splits - 1} * kernel.info.tile_k >= p_.k) break;
+      double const below = cheapest ? std::min(limit(), cheapest->cost.microseconds) : limit();
+      Cost const cost = estimators_[i].cost(s, wave, below);
+      if (cost.microseconds > below || (cheapest && cost.microseconds == below)) continue;
+      // can_run() again: a kernel may refuse these arguments.
+      if (is_exact(kernel, p_, s, device_) && can_run(kernel, p_, s, device_))
+        cheapest = Candidate{&kernel, s, {}, cost};
+    }
+    return cheapest;
+  }
+
+  // Kernels with equal tiles, clusters and type of D have equal orders.
+  Order const& order_of(size_t i) {
+    Tiling const& tiling = estimators_[i].tiling();
+    Type const type_d = kernels_[i]->info.d.format.type;
+    auto const [at, is_new] = orders_.try_emplace({tiling.rows, tiling.columns, tiling.ctas_m, tiling.ctas_n, type_d});
+    if (is_new && device_.arch != 0) at->second = estimators_[i].best_order();
+    return at->second;
+  }
+
+  std::vector<Kernel const*> const& kernels_;
+  GemmProblem const& p_;
+  Device const& device_;
+  Machine const& machine_;
+  size_t listed_;
+  std::vector<std::vector<Schedule>> kinds_;
+  std::vector<Estimator> estimators_;  // of each kernel
+  std::vector<size_t> promising_;      // kernels, lowest possible cost first
+  std::map<std::tuple<int64_t, int64_t, int64_t, int64_t, Type>, Order> orders_;
+  std::vector<Ranked> best_;
+};
 
 }  // namespace
 
@@ -84,75 +187,12 @@ Status may_serve(Kernel const& kernel, GemmProblem const& p, Schedule const& s, 
 
 Choice choose(std::vector<Kernel const*> const& kernels, GemmProblem const& p, std::optional<Schedule> const& wanted,
               Device const& device, Machine const& machine, size_t listed) {
-  auto const kinds = kinds_of(wanted, p, device);
-  int32_t const width = width_of(kinds[0][0], device);
-  std::vector<Estimator> estimators;
-  estimators.reserve(kernels.size());
-  for (Kernel const* kernel : kernels) estimators.emplace_back(kernel->info, p, width, machine);
-  // Kernels that may be cheap come first, so that the others need no more than a look.
-  std::vector<size_t> promising(kernels.size());
-  std::iota(promising.begin(), promising.end(), 0);
-  std::sort(promising.begin(), promising.end(),
-            [&](size_t i, size_t j) { return estimators[i].least() < estimators[j].least(); });
-
-  // Tiles of the same extents, clusters and type have the same orders: those of partials have their own.
-  std::map<std::tuple<int64_t, int64_t, int64_t, int64_t, Type>, Order> orders;
-  auto const order_of = [&](Type type_d, Estimator const& estimator) -> Order const& {
-    Tiling const& tiling = estimator.tiling();
-    auto const [at, is_new] = orders.try_emplace({tiling.rows, tiling.columns, tiling.ctas_m, tiling.ctas_n, type_d});
-    if (is_new && device.arch != 0) at->second = estimator.best_order();
-    return at->second;
-  };
-
-  // The best so far, each of another kernel or kind; equal costs are ranked by kernel, then by kind.
-  struct Ranked {
-    double microseconds;
-    size_t kernel, kind;
-    Candidate candidate;
-    bool operator<(Ranked const& other) const {
-      return std::tie(microseconds, kernel, kind) < std::tie(other.microseconds, other.kernel, other.kind);
-    }
-  };
-  std::vector<Ranked> best;
-  for (size_t const i : promising) {
-    auto const limit = [&] {
-      return best.size() < listed ? std::numeric_limits<double>::infinity() : best.back().microseconds;
-    };
-    if (estimators[i].least() > limit()) break;
-    Kernel const& kernel = *kernels[i];
-    Order const* order = nullptr;
-    for (size_t kind = 0; kind < kinds.size(); ++kind) {
-      if (kinds[kind].empty() || !can_run(kernel, p, kinds[kind][0], device)) continue;
-      if (order == nullptr) order = &order_of(kernel.info.d.format.type, estimators[i]);
-      std::optional<Candidate> cheapest;
-      for (Schedule s : kinds[kind]) {
-        if (s.kind == ScheduleKind::kSplitK && int64_t{s.splits - 1} * kernel.info.tile_k >= p.k) break;
-        double const below = cheapest ? std::min(limit(), cheapest->cost.microseconds) : limit();
-        Cost const cost = estimators[i].cost(s, order->wave, below);
-        if (cost.microseconds > below || (cheapest && cost.microseconds == below)) continue;
-        // The kernel has the last word on these very arguments.
-        if (is_exact(kernel, p, s, device) && can_run(kernel, p, s, device)) cheapest = Candidate{&kernel, s, {}, cost};
-      }
-      if (!cheapest) continue;
-      cheapest->policy.raster = order->raster, cheapest->policy.swizzle = order->swizzle;
-      Ranked const ranked{cheapest->cost.microseconds, i, kind, *cheapest};
-      best.insert(std::upper_bound(best.begin(), best.end(), ranked), ranked);
-      if (best.size() > listed) best.pop_back();
-    }
-  }
-
+  Search search(kernels, p, wanted, device, machine, listed);
+  search.run();
   Choice choice;
-  for (Ranked const& ranked : best) {
-    Candidate found = ranked.candidate;
-    found.policy =
-        launch_policy_of(found.kernel->info, p, found.schedule, found.policy.raster, found.policy.swizzle, device);
-    choice.candidates.push_back(found);
-  }
-  if (best.empty()) {
-    std::vector<Kernel const*> considered;
-    std::sort(promising.begin(), promising.end());  // equals are ranked as they were given
-    for (size_t const i : promising) considered.push_back(kernels[i]);
-    choice.refusal = closest_refusal(considered, p, kinds[0][0], device);
+  choice.candidates = search.candidates();
+  if (choice.candidates.empty()) {
+    choice.refusal = search.refusal();
   } else {
     Candidate const& chosen = choice.candidates[0];
     choice.workspace_bytes = chosen.kernel->workspace_bytes(p, chosen.schedule, device);

@@ -15,18 +15,18 @@ struct Candidate {
 };
 
 struct Choice {
-  // The cheapest candidate, then runners-up: the cheapest of another kernel, or of another kind of schedule, each.
+  // Cheapest first, one for each kernel and kind of schedule.
   std::vector<Candidate> candidates;
   int64_t workspace_bytes = 0;
-  std::string refusal;  // without candidates, why: what the kernel that came closest says
+  std::string refusal;  // if there are no candidates: the reason of the kernel that came closest
 };
 
-// Ok where choose() may take a kernel: it can run the problem, and truncates no digits of a float32 result that XLA's
-// has; else why not.
+// Ok if choose() may take a kernel, else why not: it must run the problem, and its float32 results must be as accurate
+// as XLA's.
 Status may_serve(Kernel const&, GemmProblem const&, Schedule const&, Device const&);
 
-// Chooses among kernels of the problem's types and majorness. A schedule that is wanted is the only one considered.
-// Lists at most `listed` candidates: the more, the longer the search.
+// Chooses among kernels of the problem's types and majorness, and only the wanted schedule, if there is one. The search
+// takes longer the more candidates are `listed`.
 Choice choose(std::vector<Kernel const*> const& kernels, GemmProblem const&, std::optional<Schedule> const& wanted,
               Device const&, Machine const&, size_t listed);
 

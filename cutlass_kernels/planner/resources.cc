@@ -8,9 +8,9 @@
 namespace jax_streamk {
 namespace {
 
-// Bytes of L2's lines, of the sectors that DRAM gives, of the vectors that threads load at best.
+// Bytes of an L2 line, of a sector, of the widest vector that a thread loads.
 constexpr int32_t kLine = 128, kSector = 32, kVector = 16;
-// Tiles of fewer elements than this feed tensor cores less well.
+// Smaller tiles than these keep mma.sync less busy.
 constexpr double kSquare = 128 * 128, kSquareOfF64 = 64 * 64;
 
 Tiling tiling_of(KernelInfo const& kernel, GemmProblem const& p) {
@@ -21,45 +21,31 @@ Tiling tiling_of(KernelInfo const& kernel, GemmProblem const& p) {
   return tiling;
 }
 
-bool misses(TileOperand const& x, double element_bytes, int64_t bytes) {
-  return x.ld * static_cast<int64_t>(element_bytes) % bytes != 0;
+bool misses(TileOperand const& x, int64_t bytes) { return x.ld * static_cast<int64_t>(x.element_bytes) % bytes != 0; }
+
+// Tiles that request parts of the same line.
+double parts_of(TileOperand const& x) {
+  return std::max(std::min<double>(x.extent, kLine / x.element_bytes) / x.tile, 1.0);
 }
 
-// How many tiles ask each for a part of a line.
-double parts_of(TileOperand const& x, double element_bytes) {
-  return std::max(std::min<double>(x.extent, kLine / element_bytes) / x.tile, 1.0);
-}
-
-// Bytes that a row of A's tile, or a column of B's, asks for in a MAC iteration.
+// Bytes requested per MAC iteration for a row of A's tile or a column of B's.
 double panel_of(Launch const& l, TileOperand const& x) {
-  double const size = l.element_bytes(), factor = l.machine.misaligned_load_factor;
-  // Shorter vectors are as many requests of 16 bytes.
-  double const panel = l.kernel.tile_k * size / std::min(l.kernel.a.align * size / kVector, 1.0);
-  double const more = misses(x, size, x.along_k ? kSector : kLine) ? factor - 1 : 0;
+  double const factor = l.machine.misaligned_load_factor;
+  // A request for a shorter vector costs as much as one for 16 bytes.
+  double const panel = l.kernel.tile_k * x.element_bytes / std::min(x.vector / kVector, 1.0);
+  double const more = misses(x, x.along_k ? kSector : kLine) ? factor - 1 : 0;
   if (x.along_k || l.traits.load_path != LoadPath::kTma) return panel * (1 + more);
-  // TMA brings contiguous columns in boxes, each row of one at most a line; whole boxes and parts of lines cost as
-  // much.
-  double const bytes = x.tile * size, boxes = ceil_div(bytes, x.row);
-  return panel * parts_of(x, size) * boxes * (x.row + kLine * more) / bytes;
+  // TMA loads boxes with rows of at most a line. A partial box costs as much as a whole one, a partial line as a line.
+  double const bytes = x.tile * x.element_bytes, boxes = ceil_div(bytes, x.row);
+  return panel * parts_of(x) * boxes * (x.row + kLine * more) / bytes;
 }
 
-// Bytes of a tile's rows and columns. TMA takes as long for those of a box that are beyond the problem.
+// Bytes of a tile's rows and columns.
 double loaded_bytes(Launch const& l, Panels const& panels, double rows, double columns) {
   return l.kernel.swap_ab ? columns * panels.a + rows * panels.b : rows * panels.a + columns * panels.b;
 }
 
-// How many CTAs ask for the same line at once, at a call's begin.
-double queue_of(Launch const& l) {
-  bool const by_tma = l.traits.load_path == LoadPath::kTma;
-  auto const short_rows = [&](TileOperand const& x) {  // a line holds several of them
-    if (!by_tma) return std::max(kLine / (x.ld * l.element_bytes()), 1.0);
-    return x.along_k ? 1.0 : std::max(static_cast<double>(x.tile) / x.extent, parts_of(x, l.element_bytes()));
-  };
-  return std::min(l.grid.workers / l.grid.wave_tiles, 1.0) *
-         std::max(l.tiling.tiles_n * short_rows(l.a), l.tiling.tiles_m * short_rows(l.b));
-}
-
-// Those of a CTA's tile come one after another where CTAs share an SM.
+// CTAs of one SM take turns at its tensor cores and stores.
 double turns_of(Launch const& l) {
   return std::clamp(std::ceil(l.grid.tiles / l.sms), 1.0, static_cast<double>(l.traits.ctas_per_sm));
 }
@@ -86,37 +72,41 @@ Launch::Launch(KernelInfo const& kernel, GemmProblem const& p, int32_t width, Ma
   grid.tiles = p.batch * grid.wave_tiles;
   grid.k_tiles = ceil_div(repacked.problem.k, kernel.tile_k);
   grid.workers = active_clusters(width * traits.ctas_per_sm, ctas);
-  int32_t const size = static_cast<int32_t>(size_of(p.a.format));
-  auto const operand = [&](int64_t ld, bool along_k, int64_t extent, bool is_b) {
-    int32_t const tile = is_b ? kernel.tile_n : kernel.tile_m;
-    return TileOperand{ld, along_k, extent, tile, std::gcd((is_b ? columns_by_tma(tile) : tile) * size, kLine)};
+  // `is_b`: of the kernel's own GEMM.
+  auto const operand = [&](Layout const& layout, KernelOperand const& own, bool along_k, int64_t extent, bool is_b) {
+    int32_t const size = static_cast<int32_t>(size_of(layout.format)), tile = is_b ? kernel.tile_n : kernel.tile_m;
+    int32_t const row = std::gcd((is_b ? columns_by_tma(tile) : tile) * size, kLine);
+    return TileOperand{double(size), layout.ld, along_k, extent, tile, row, double(own.align) * size};
   };
-  a = operand(repacked.problem.a.ld, kernel.a.major == Major::kRow, p.m, kernel.swap_ab);
-  b = operand(repacked.problem.b.ld, kernel.b.major == Major::kColumn, p.n, !kernel.swap_ab);
+  Layout const &layout_a = repacked.problem.a, &layout_b = repacked.problem.b;
+  a = operand(layout_a, kernel.a, kernel.a.major == Major::kRow, p.m, kernel.swap_ab);
+  b = operand(layout_b, kernel.b, kernel.b.major == Major::kColumn, p.n, !kernel.swap_ab);
+  // Rows that start anywhere are shifted after loads of whole vectors.
+  if (traits.shifted_b) b.vector = kVector;
 }
 
 Panels panels_of(Launch const& l) {
-  double const size = l.element_bytes();
-  return {panel_of(l, l.a), panel_of(l, l.b), misses(l.a, size, kLine) || misses(l.b, size, kLine)};
+  return {panel_of(l, l.a), panel_of(l, l.b), misses(l.a, kLine) || misses(l.b, kLine)};
 }
 
 double tensor_core_us(Launch const& l) {
   Machine const& machine = l.machine;
   Type const type = l.problem.a.format.type;
   double const flops = 2 * l.area() * l.kernel.tile_k;
-  // TF32 multiplies at half the rate, three of them at a sixth.
+  // TF32 multiplies at half the rate, three TF32 at a sixth.
   double const steps = type != Type::kF32 ? 1 : l.problem.math == Math::kTF32x3 ? 6 : 2;
   double us;
   if (l.traits.math_unit == MathUnit::kWgmma) {
     double const lost = 2 * l.kernel.tile_m * machine.wgmma_lost_columns * l.kernel.tile_k;
-    double const twice = type == Type::kF32 ? 2 : 1;  // rates count TF32 so; three of it are three times the iterations
-    us = twice * (flops + lost) / (twice > 1 ? machine.tf32_wgmma_flops_per_us_sm : machine.wgmma_flops_per_us_sm);
+    double const twice = type == Type::kF32 ? 2 : 1;  // three TF32 have three times the iterations
+    us = twice * (flops + lost) / machine.wgmma_flops_per_us_sm;
   } else if (type == Type::kF64) {
     us = flops / (machine.mma_f64_flops_per_us_sm * std::sqrt(std::min(l.area() / kSquareOfF64, 1.0)));
   } else if (l.traits.math_unit == MathUnit::kMmaFewRows) {
     us = steps * flops / machine.few_rows_flops_per_us_sm;
   } else {
-    us = steps * flops / (machine.mma_flops_per_us_sm * std::sqrt(std::min(l.area() / kSquare, 1.0)));
+    // mma.sync reaches half of wgmma's rate.
+    us = steps * flops / (machine.wgmma_flops_per_us_sm / 2 * std::sqrt(std::min(l.area() / kSquare, 1.0)));
   }
   return us * turns_of(l);
 }
@@ -136,19 +126,18 @@ double shared_memory_us(Launch const& l, Panels const& panels) {
   double const bytes = loaded_bytes(l, panels, loaded(l.own_a(), l.kernel.tile_m, l.rows),
                                     loaded(l.own_b(), l.kernel.tile_n, l.columns));
   if (l.traits.load_path == LoadPath::kStreaming) {
-    // Warps that stream past a B contiguous along K ask for half lines.
+    // Of a B contiguous along K, warps request half lines.
     double const requests = l.problem.b.major == Major::kColumn ? 2 : 1;
-    bool const is_16bit = l.element_bytes() == 2;
-    return requests * bytes / (is_16bit ? machine.few_rows_bytes_per_us_sm : machine.load_bytes_per_us_sm);
+    bool const is_16bit = l.own_a().element_bytes == 2;
+    return requests * bytes / (is_16bit ? machine.thread_bytes_per_us_sm : machine.load_bytes_per_us_sm);
   }
   double const wait = by_tma && l.ctas > 1 ? machine.cluster_wait_us * l.kernel.tile_k / 64 : 0;
   return (bytes / machine.load_bytes_per_us_sm + wait) * l.traits.ctas_per_sm;
 }
 
 double waiting_us(Launch const& l) {
-  double const size = l.element_bytes(), vector = l.kernel.a.align * size;
-  if (l.traits.load_path == LoadPath::kStreaming)
-    return l.machine.few_rows_iteration_us * l.kernel.tile_m / 64 * size / 2;
+  double const vector = std::min(l.a.vector, l.b.vector);
+  if (l.traits.load_path == LoadPath::kStreaming) return 0;
   return vector < kVector ? l.machine.short_vector_us * std::sqrt(8 / vector) * l.kernel.tile_k / 32 : 0;
 }
 
@@ -168,45 +157,42 @@ double dram_us(Launch const& l) {
                       ((p.epilogue.has_residual ? d : 0) + bias) * size_of(p.d.format);
   double us = (read + d * size_of(p.d.format)) / machine.dram_bytes_per_us;
   if (l.traits.load_path == LoadPath::kTma) {
-    // TMA takes its time for rows that a tile of A has beyond the problem; a cluster shares them.
-    double const beyond = std::max((l.kernel.swap_ab ? l.kernel.tile_n : l.kernel.tile_m) - m, 0.0);
-    us *= 1 + machine.dram_beyond_share * beyond / 64 / (l.kernel.swap_ab ? l.kernel.cluster_m : l.kernel.cluster_n);
-    // CTAs of a cluster wait for one another to load, but store D when they are done.
+    // CTAs of a cluster wait for each other to load, not to store.
     double const stored = d * size_of(p.d.format) / machine.dram_bytes_per_us;
     us += machine.dram_cluster_share * (l.ctas - 1) * std::max(us - stored, 0.0);
   }
-  // A tile's columns of a row that starts anywhere lie in one sector more.
-  return l.traits.shifted_b ? us * (1 + kSector / l.element_bytes() / l.kernel.tile_m) : us;
+  // In a row that starts anywhere, a tile's columns take one sector more.
+  return l.traits.shifted_b ? us * (1 + kSector / l.b.element_bytes / l.kernel.tile_m) : us;
 }
 
 double dram_again_us(Launch const& l) {
   if (l.traits.load_path != LoadPath::kTma) return 0;
-  double const m = l.problem.m, n = l.problem.n;
-  double const k_bytes = static_cast<double>(l.problem.batch) * l.repacked.problem.k * l.element_bytes();
-  double const once = (m + n) * k_bytes, more = ((l.tiling.tiles_n - 1.0) * m + (l.tiling.tiles_m - 1.0) * n) * k_bytes;
-  // None of what L2 holds, all of what is twice as large.
-  return more * std::clamp(once / l.machine.l2_bytes - 1, 0.0, 1.0) / l.machine.dram_bytes_per_us;
+  double const depth = static_cast<double>(l.problem.batch) * l.repacked.problem.k;
+  double const a = l.problem.m * depth * l.a.element_bytes, b = l.problem.n * depth * l.b.element_bytes;
+  double const once = a + b, more = (l.tiling.tiles_n - 1.0) * a + (l.tiling.tiles_m - 1.0) * b;
+  return once > l.machine.l2_bytes ? more / l.machine.dram_bytes_per_us : 0;
 }
 
 double dram_draw_us(Launch const& l) {
-  double const rate = l.machine.dram_bytes_per_us_sm * l.ctas / l.traits.ctas_per_sm;
+  // With as many loads in flight: DRAM takes about twice as long to answer as L2.
+  double const rate = l.machine.load_bytes_per_us_sm / 2 * l.ctas / l.traits.ctas_per_sm;
   return l.machine.dram_bytes_per_us / rate;
 }
 
 double launch_us(Launch const& l) {
-  // The more of B is multicast, the later the first stage is complete. Of A that costs nothing, as measured.
+  // The first stage is complete later if B is multicast. Multicasting A was measured to cost nothing.
   double const multicast = l.kernel.cluster_m > 1 ? l.kernel.tile_n / 128.0 : 0;
-  return l.machine.launch_us + l.machine.multicast_launch_us * multicast + l.machine.first_line_us * queue_of(l);
+  return l.machine.launch_us + l.machine.multicast_launch_us * multicast;
 }
 
 double repack_us(Launch const& l) {
   // Read and written.
-  return 2 * l.repacked.bytes() / l.machine.dram_bytes_per_us + l.machine.relaunch_us * l.repacked.launches;
+  return 2 * l.repacked.bytes() / l.machine.dram_bytes_per_us + l.machine.launch_us * l.repacked.launches;
 }
 
 double epilogue_us(Launch const& l) {
   double us = l.machine.epilogue_us * l.area() / kSquare * turns_of(l);
-  // Rows of D are stored in boxes of 64 columns that overlap, if no 32 divide those of the tile (sm90/store.h).
+  // If 32 does not divide tile_n, the store's boxes of 64 columns overlap (sm90/store.h).
   bool const overlap = l.traits.load_path == LoadPath::kTma && !l.kernel.swap_ab && l.kernel.tile_n > 64;
   if (overlap && l.kernel.tile_n % 32 != 0 && size_of(l.kernel.d.format) == 2)
     us *= ceil_div(l.kernel.tile_n, 64) * 64 / l.kernel.tile_n;
@@ -214,11 +200,11 @@ double epilogue_us(Launch const& l) {
 }
 
 double fused_us(Launch const& l) {
-  return l.problem.epilogue.is_plain() ? 0 : l.machine.fused_us * l.area() / kSquare * turns_of(l);
+  return l.problem.epilogue.is_plain() ? 0 : l.machine.epilogue_us * l.area() / kSquare * turns_of(l);
 }
 
 double partial_us(Launch const& l) {
-  return l.area() * size_of(accumulator_of(l.problem.a.format)) / l.machine.partial_bytes_per_us_sm;
+  return l.area() * size_of(accumulator_of(l.problem.a.format)) / l.machine.thread_bytes_per_us_sm;
 }
 
 double fix_up_us(Launch const& l, double tiles, double peers) {
@@ -227,7 +213,7 @@ double fix_up_us(Launch const& l, double tiles, double peers) {
     double const sixteens = l.kernel.tile_n * size_of(accumulator_of(l.problem.a.format)) / 64.0;
     return l.machine.cluster_peer_us * peers * sixteens;
   }
-  return tiles * (l.machine.fix_up_us + (1 + peers) * partial_us(l));
+  return tiles * (l.machine.launch_us + (1 + peers) * partial_us(l));
 }
 
 double reduction_us(Launch const& l, double slices) {

@@ -1,5 +1,4 @@
-// What a problem on a kernel asks of each resource of a GPU, before any schedule: a function per resource. Times are in
-// microseconds.
+// What a problem on a kernel needs of each resource of a GPU, before any schedule. Times are in microseconds.
 #pragma once
 
 #include "cutlass_kernels/passes/repack.h"
@@ -9,13 +8,21 @@
 
 namespace jax_streamk {
 
-// Several things at once take (t1^p + t2^p + ...)^(1/p): the slowest hides the others, the better the larger p is.
-constexpr auto overlapped = [](auto... times) {
-  auto const fifth_power = [](double x) { return x * x * x * x * x; };
-  return std::pow((fifth_power(times) + ...), 1.0 / 5);
-};
+// The time of things that overlap: (t1^p + t2^p + ...)^(1/p). The larger p, the better the slowest hides the others.
+template <typename... Times>
+double overlapped(Machine const& machine, Times... times) {
+  int32_t const p = static_cast<int32_t>(machine.overlap_power);
+  auto const power = [p](double x) {
+    double y = x;
+    for (int32_t i = 1; i < p; ++i) y *= x;
+    return y;
+  };
+  double const sum = (power(times) + ...);
+  // pow() would take twice as long.
+  return p == 3 ? std::cbrt(sum) : std::pow(sum, 1.0 / p);
+}
 
-// A kernel, the problem that it runs, and both as the GPU sees them.
+// A problem on a kernel.
 struct Launch {
   KernelInfo const& kernel;
   KernelTraits traits;
@@ -23,22 +30,21 @@ struct Launch {
   Machine const& machine;
   Tiling tiling;
   Grid grid;
-  double sms = 0;                // of the device that share the work
-  double rows = 0, columns = 0;  // extents that the kernel's own tile_m and tile_n run along
+  double sms = 0;                // that share the work
+  double rows = 0, columns = 0;  // of D along the kernel's own tile_m and tile_n
   int32_t ctas = 1;              // of a cluster
   Repack repacked;
   TileOperand a = {}, b = {};
 
   Launch(KernelInfo const&, GemmProblem const&, int32_t width, Machine const&);
 
-  double element_bytes() const { return size_of(problem.a.format); }
   double area() const { return kernel.tile_m * kernel.tile_n; }
-  // The operand that the kernel's own tile_m runs along.
+  // Of the kernel's own GEMM: with swap_ab its A is B.
   TileOperand const& own_a() const { return kernel.swap_ab ? b : a; }
   TileOperand const& own_b() const { return kernel.swap_ab ? a : b; }
 };
 
-// Of a MAC iteration: bytes that a CTA asks for, for a row of A's tile and for a column of B's.
+// Bytes that a CTA requests per MAC iteration, for a row of A's tile and for a column of B's.
 struct Panels {
   double a = 0, b = 0;
   bool misaligned = false;  // rows that do not start on 128-byte lines
@@ -46,30 +52,30 @@ struct Panels {
 
 Panels panels_of(Launch const&);
 
-// Of a MAC iteration of a CTA: its tensor cores, and for each busy cluster what power allows.
+// Per MAC iteration of a CTA: tensor cores at boost clock, and, times the busy clusters, at the power limit.
 double tensor_core_us(Launch const&);
 double sustained_us(Launch const&);
-// ... its loads into shared memory, and what it waits for beside them.
+// Per MAC iteration: loads into shared memory, and the latency of short vectors.
 double shared_memory_us(Launch const&, Panels const&);
 double waiting_us(Launch const&);
-// ... bytes that a cluster loads from L2, a multicast counted once.
+// Bytes that a cluster loads from L2 per MAC iteration; a multicast counts once.
 double l2_bytes(Launch const&, Panels const&);
 
-// Of a call: every byte that must move, once; what Stream-K's workers, at different k, read again of operands that L2
-// does not hold; and the time in which one cluster could draw as much as DRAM gives in one microsecond.
+// Per call: every byte once; what Stream-K's workers, at different k, read again if L2 does not hold it; and DRAM's
+// rate over that of one cluster.
 double dram_us(Launch const&);
 double dram_again_us(Launch const&);
 double dram_draw_us(Launch const&);
 double launch_us(Launch const&);
 double repack_us(Launch const&);
 
-// Of a tile: its epilogue, what is fused into it, its partial sums written or read.
+// Per tile: the epilogue, what is fused into it, partial sums written or read.
 double epilogue_us(Launch const&);
 double fused_us(Launch const&);
 double partial_us(Launch const&);
-// The fix-up of `tiles` of a worker's tiles, each shared by `peers`.
+// The fix-up of a worker's `tiles`, each shared by `peers`.
 double fix_up_us(Launch const&, double tiles, double peers);
-// Of the kernel that adds slices, and writes D.
+// The kernel that adds slices and writes D.
 double reduction_us(Launch const&, double slices);
 
 }  // namespace jax_streamk

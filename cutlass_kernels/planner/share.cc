@@ -5,7 +5,7 @@
 namespace jax_streamk {
 namespace {
 
-// Stream-K cuts the tiles of the last, partial wave and of a full one before it.
+// Stream-K cuts the tiles of the last, partial wave and of the full wave before it.
 Share stream_share(Grid const& grid) {
   double const whole_waves = std::max(floor_div(grid.tiles, grid.workers) - 1, 0.0);
   double const cut_tiles = grid.tiles - whole_waves * grid.workers, cut = cut_tiles * grid.k_tiles;
@@ -16,7 +16,7 @@ Share stream_share(Grid const& grid) {
   return {busy, pieces, whole_waves * grid.k_tiles + run, peers, 1, 1, cut_tiles / grid.tiles};
 }
 
-// Slices of equal length; sm80 kernels launch one that K cuts short after the others.
+// Slices have equal lengths. sm80 kernels launch a shorter last slice after the others.
 Share slices_share(Grid const& grid, double splits, KernelInfo const& kernel, bool launches_apart,
                    GemmProblem const& p) {
   double const extent = ceil_div(grid.k_tiles, splits), slices = ceil_div(grid.k_tiles, extent);
@@ -34,7 +34,7 @@ Share share_of(Schedule const& s, Grid const& grid, KernelInfo const& kernel, Ke
   if (streams(s) && grid.workers > 1 && remainder_of(grid.tiles, grid.workers) != 0) return stream_share(grid);
   double const splits = std::min(splits_of(s), grid.k_tiles);  // data-parallel is split-K in one
   if (separate) return slices_share(grid, splits, kernel, traits.launches_slices_apart, p);
-  // The first k_tiles % splits runs of a tile are one iteration longer, and come first.
+  // The first k_tiles % splits slices of a tile have one iteration more.
   double const base = floor_div(grid.k_tiles, splits), longer = grid.k_tiles - base * splits,
                pieces = ceil_div(grid.tiles * splits, grid.workers);
   double const iterations = pieces * base + ceil_div(grid.tiles * longer, grid.workers);

@@ -1,4 +1,4 @@
-// What decomposition.h gives to workers, in numbers: those of the busiest one.
+// The share of the busiest worker under a schedule, as decomposition.h cuts the work.
 #pragma once
 
 #include <cmath>
@@ -7,7 +7,7 @@
 
 namespace jax_streamk {
 
-// Counts are doubles that hold integers: products of them overflow 64 bits for problems that no kernel runs.
+// Counts are doubles that hold integers: products of large extents overflow 64 bits.
 inline double floor_div(double x, double y) { return std::floor(x / y); }
 inline double ceil_div(double x, double y) { return std::ceil(x / y); }
 inline double remainder_of(double x, double y) { return x - floor_div(x, y) * y; }
@@ -15,24 +15,24 @@ inline double remainder_of(double x, double y) { return x - floor_div(x, y) * y;
 inline bool streams(Schedule const& s) { return s.kind == ScheduleKind::kStreamK && s.max_sms != 1; }
 inline double splits_of(Schedule const& s) { return s.kind == ScheduleKind::kSplitK ? s.splits : 1; }
 
-// The MAC-iteration space of a problem on a kernel, and who works on it.
+// The MAC-iteration space of a problem on a kernel, and its workers.
 struct Grid {
-  double wave_tiles = 0, tiles = 0;  // output tiles of one batch, of all
-  double k_tiles = 0;                // MAC iterations of each
-  double workers = 0;                // clusters, or threads, that work at once
+  double wave_tiles = 0, tiles = 0;  // output tiles of one batch, of all batches
+  double k_tiles = 0;                // MAC iterations of a tile
+  double workers = 0;                // clusters or threads that work at once
 };
 
 struct Share {
   double busy;        // workers with work
   double pieces;      // of the busiest worker
   double iterations;  // of the busiest worker
-  double peers;       // of a shared tile, at most; 1 where none is shared
+  double peers;       // that share a tile, at most; 1 if none is shared
   double slices = 1;  // that a separate reduction adds
   double launches = 1;
-  double cut_tiles = 0;  // of all tiles, the share that Stream-K cuts, whose workers are at different k
+  double cut_tiles = 0;  // the share of tiles that Stream-K cuts: their workers are at different k
 };
 
-// `separate`: a second kernel adds the slices.
+// `separate`: a second kernel adds slices.
 Share share_of(Schedule const&, Grid const&, KernelInfo const&, KernelTraits const&, GemmProblem const&, bool separate);
 
 }  // namespace jax_streamk

@@ -7,11 +7,11 @@
 namespace jax_streamk {
 namespace {
 
-// CTAs of neighbouring workers sit on one GPC, and what they load together L2 serves once, unless it is multicast. Of
-// CTAs without clusters two such groups stand for all; of slices, sixes and dozens of the first two dozen.
-constexpr int32_t kNeighbours = 16, kStarts[] = {0, 40}, kNear[] = {6, 12}, kCounted = 24;
+// CTAs of a GPC, whose numbers are neighbours: most GPCs of an H100 or H200 have 16 SMs. What they load together L2
+// serves once, unless it is multicast.
+constexpr int32_t kNeighbours = 16;
 
-// Lines of tiles, along the raster and across it, among consecutive ones of a batch (TileOrder in decomposition.h).
+// Counts rows and columns of tiles that a run of consecutive tiles touches (TileOrder in decomposition.h).
 class Lines {
  public:
   struct Count {
@@ -30,7 +30,7 @@ class Lines {
     if (last_width_ > 0) by_last_width_ = Divisor(last_width_);
   }
 
-  // How many there are among tiles [begin, end).
+  // Those of tiles [begin, end).
   Count among(int32_t begin, int32_t end) const {
     int32_t const first = by_panel_.divide(begin), last = by_panel_.divide(end - 1);
     int32_t const from = begin - first * panel_, to = end - 1 - last * panel_;
@@ -38,7 +38,7 @@ class Lines {
     int32_t const width = whole ? swizzle_ : last_width_;
     Divisor const& by_width = whole ? by_width_ : by_last_width_;
     if (first == last) return {std::min(end - begin, width), by_width.divide(to) - by_width.divide(from) + 1};
-    // They leave a panel at its end, and enter the next at its begin.
+    // The run leaves the first panel at its end and enters the last at its beginning.
     int32_t const along = std::min(panel_ - from, swizzle_) + (last - first - 1) * swizzle_ + std::min(to + 1, width);
     int32_t const across = last - first > 1 ? fast_ : fast_ - by_width_.divide(from) + by_width.divide(to) + 1;
     return {along, std::min(across, fast_)};
@@ -50,7 +50,7 @@ class Lines {
   Divisor by_panel_, by_width_, by_last_width_;
 };
 
-// Counts the different tiles along m and n in runs of consecutive workers, each run by itself.
+// Adds up the rows and columns of tiles of several runs of consecutive workers, which share nothing with each other.
 class Runs {
  public:
   Runs(Lines const& lines, bool along_m) : lines_(lines), along_m_(along_m) {}
@@ -62,7 +62,7 @@ class Runs {
     of_n_ += along_m_ ? along : across;
   }
 
-  // Rows and columns of tiles for each tile of a run: 1 where none shares any.
+  // Per tile: 1 if no two tiles of a run share a row (column).
   double rows() const { return of_m_ / tiles_; }
   double columns() const { return of_n_ / tiles_; }
 
@@ -72,17 +72,10 @@ class Runs {
   double tiles_ = 0, of_m_ = 0, of_n_ = 0;
 };
 
-// What the GPCs share.
+// What CTAs of one GPC share, for `last` workers.
 Runs runs_of_gpcs(Lines const& lines, bool along_m, int32_t ctas, int32_t last) {
   Runs runs(lines, along_m);
-  if (ctas == 1) {
-    for (int32_t const start : kStarts) {
-      int32_t const begin = last > start ? start : 0;
-      runs.add(begin, std::min(last, begin + kNeighbours));
-    }
-    return runs;
-  }
-  // A GPC's run begins in the middle of these as often as not.
+  // Nothing says with which worker a GPC begins, so runs overlap by half.
   int32_t const run = kNeighbours / ctas;
   for (int32_t begin = 0; begin < last; begin += std::max(run / 2, 1)) runs.add(begin, std::min(last, begin + run));
   return runs;
@@ -90,8 +83,7 @@ Runs runs_of_gpcs(Lines const& lines, bool along_m, int32_t ctas, int32_t last) 
 
 }  // namespace
 
-Wave first_wave(Tiling const& tiling, int64_t m, int64_t n, double workers, bool sliced, Raster raster,
-                int32_t swizzle) {
+Wave first_wave(Tiling const& tiling, int64_t m, int64_t n, double workers, Raster raster, int32_t swizzle) {
   bool const along_m = raster == Raster::kAlongM;
   int32_t const fast = along_m ? tiling.tiles_m : tiling.tiles_n, slow = along_m ? tiling.tiles_n : tiling.tiles_m;
   swizzle = std::min(swizzle, slow);
@@ -100,19 +92,9 @@ Wave first_wave(Tiling const& tiling, int64_t m, int64_t n, double workers, bool
   int32_t const ctas = static_cast<int32_t>(tiling.ctas_m * tiling.ctas_n), last = static_cast<int32_t>(workers);
   Runs const gpcs = runs_of_gpcs(lines, along_m, ctas, last);
   Wave wave;
-  // A is multicast along n, B along m.
+  // A multicast loads once: A along n, B along m.
   wave.rows = workers * rows * (tiling.ctas_n > 1 ? 1 : gpcs.rows());
   wave.columns = workers * columns * (tiling.ctas_m > 1 ? 1 : gpcs.columns());
-  wave.near = wave.rows + wave.columns;
-  if (ctas == 1 && sliced) {
-    wave.near = 0;
-    int32_t const nearest = std::min(last, kCounted);
-    for (int32_t const near : kNear) {
-      Runs runs(lines, along_m);
-      for (int32_t begin = 0; begin < nearest; begin += near) runs.add(begin, std::min(nearest, begin + near));
-      wave.near += workers * (rows * runs.rows() + columns * runs.columns()) / 2;
-    }
-  }
   double const panels = ceil_div(workers, static_cast<double>(fast) * swizzle);
   double const down = panels == 1 ? ceil_div(workers, swizzle) : fast;
   double const across = std::min<double>(panels * swizzle, slow);

@@ -1,4 +1,4 @@
-// Which tiles run together, and what they need of the operands: orders of tiles are ranked by it.
+// Which tiles run together and what they read of the operands. Orders of tiles are ranked by it.
 #pragma once
 
 #include "cutlass_kernels/core/decomposition.h"
@@ -7,9 +7,8 @@ namespace jax_streamk {
 
 // Rows of A and columns of B that one wave of whole tiles needs at once.
 struct Wave {
-  double rows = 0, columns = 0;  // of all GPCs added up, whose clusters share what their CTAs load by themselves
+  double rows = 0, columns = 0;  // added up over GPCs: CTAs of one GPC share what they load together
   double footprint = 0;          // rows and columns of the whole wave, which shares them in L2
-  double near = 0;               // of all groups of near neighbours added up, by which orders are ranked
 };
 
 // An order of tiles, and the wave it starts with.
@@ -19,16 +18,17 @@ struct Order {
   Wave wave;
 };
 
-// The output tiles of one batch, those of a cluster of CTAs being one: their extents along m and n, the CTAs of one,
-// and how many there are.
+// The output tiles of one batch. The tiles of a cluster count as one.
 struct Tiling {
-  int64_t rows = 0, columns = 0;
-  int64_t ctas_m = 1, ctas_n = 1;
+  int64_t rows = 0, columns = 0;   // of a tile, along m and n
+  int64_t ctas_m = 1, ctas_n = 1;  // of a tile
   int64_t tiles_m = 0, tiles_n = 0;
 };
 
-// The wave that `workers` clusters start with, of tiles of a problem m x n. Where K is `sliced`, near neighbours are
-// fewer: slices of few tiles come in the same order one after another.
-Wave first_wave(Tiling const&, int64_t m, int64_t n, double workers, bool sliced, Raster, int32_t swizzle);
+// Tiles across the widest panel that is tried.
+inline constexpr int32_t kWidestPanel = 4;
+
+// The wave that `workers` clusters start with, of tiles of a problem m x n.
+Wave first_wave(Tiling const&, int64_t m, int64_t n, double workers, Raster, int32_t swizzle);
 
 }  // namespace jax_streamk

@@ -1,7 +1,7 @@
 """What each GPU can do: the constants of the cost model, a JSON file for each kind that was measured.
 
 ``python -m jax_streamk fit`` writes such a file. What the constants mean is in cutlass_kernels/planner/machine.h,
-and in ``_ffi.GPU_CONSTANTS`` and ``_ffi.HOST_CONSTANTS``.
+and in ``_ffi.GPU_CONSTANTS``, ``_ffi.POLICY_CONSTANTS`` and ``_ffi.HOST_CONSTANTS``.
 """
 
 import dataclasses
@@ -39,6 +39,7 @@ class Machine:
       arch: 10 * major + minor of the compute capability; 0 of CPUs.
       topology: None of CPUs.
       constants: (name, value) pairs of ``_ffi.GPU_CONSTANTS`` or ``_ffi.HOST_CONSTANTS``; each is an attribute, too.
+      launch_policy: the same of ``_ffi.POLICY_CONSTANTS``; empty of CPUs.
       date: of the measurement; empty where it was derived.
       command: that measured it.
     """
@@ -48,19 +49,21 @@ class Machine:
     arch: int
     topology: Topology | None
     constants: tuple[tuple[str, float], ...]
+    launch_policy: tuple[tuple[str, float], ...] = ()
     date: str = ""
     command: str = ""
 
     def __getattr__(self, name):
-        for known, value in self.__dict__.get("constants", ()):
-            if known == name:
-                return value
+        for section in ("constants", "launch_policy"):
+            for known, value in self.__dict__.get(section, ()):
+                if known == name:
+                    return value
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     @functools.cached_property
     def native(self):
         native = _ffi.Machine()
-        for name, value in self.constants:
+        for name, value in (*self.constants, *self.launch_policy):
             setattr(native, name, value)
         native.l2_bytes = self.topology.l2_bytes if self.topology else 0
         return native
@@ -70,17 +73,18 @@ class Machine:
         return bool(self.date)
 
     def replace(self, **constants):
-        """The same with other values of some constants."""
+        """The same with other values of some ``constants``."""
         unknown = constants.keys() - dict(self.constants).keys()
         if unknown:
             raise ValueError(f"{self.name} has no constant {min(unknown)!r}")
         return dataclasses.replace(self, constants=tuple((dict(self.constants) | constants).items()))
 
     def text(self):
-        """The JSON that ``parse`` reads; floats with four digits."""
+        """The JSON that ``parse`` reads; constants with four digits."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "name"}
         fields["topology"] = self.topology and dataclasses.asdict(self.topology)
         fields["constants"] = {name: float(f"{value:.4g}") for name, value in self.constants}
+        fields["launch_policy"] = dict(self.launch_policy)
         return json.dumps(fields, indent=2) + "\n"
 
 
@@ -92,21 +96,27 @@ def parse(name, text):
     """
     try:
         fields = json.loads(text)
-        known = _ffi.GPU_CONSTANTS if fields["topology"] else _ffi.HOST_CONSTANTS
-        if fields["constants"].keys() != known.keys():
-            differing = sorted(fields["constants"].keys() ^ known.keys())
-            raise ValueError(f"its constants differ from those of this version in {', '.join(differing)}")
-        constants = tuple((key, float(fields["constants"][key])) for key in known)
-        if wrong := [key for key, value in constants if not value > 0]:
-            raise ValueError(f"{wrong[0]} is not positive")
+        is_gpu = bool(fields["topology"])
+        constants = _section(fields["constants"], _ffi.GPU_CONSTANTS if is_gpu else _ffi.HOST_CONSTANTS)
+        policy = _section(fields["launch_policy"], _ffi.POLICY_CONSTANTS if is_gpu else {})
         topology = fields["topology"] and Topology(**fields["topology"])
         return Machine(
-            name, tuple(fields["kinds"]), fields["arch"], topology, constants, fields["date"], fields["command"]
+            name, tuple(fields["kinds"]), fields["arch"], topology, constants, policy, fields["date"], fields["command"]
         )
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise ValueError(f"machine file {name}: {type(error).__name__}: {error}") from None
     except ValueError as error:
         raise ValueError(f"machine file {name}: {error}") from None
+
+
+def _section(found, known):
+    """(name, value) pairs of a section of the file."""
+    if differing := sorted(found.keys() ^ known.keys()):
+        raise ValueError(f"its constants differ from those of this version in {', '.join(differing)}")
+    pairs = tuple((name, float(found[name])) for name in known)
+    if wrong := [name for name, value in pairs if not value > 0]:
+        raise ValueError(f"{wrong[0]} is not positive")
+    return pairs
 
 
 def user_directory():
@@ -156,34 +166,34 @@ def machine_of(device):
 
 
 # Other compute capabilities than 9.0, as ratios to a Hopper SXM with as many SMs: of datasheets, but that loads without
-# TMA and from an older L2 are at a fifth and a third of the rate, and launches take twice as long, are estimates.
+# TMA and from an older L2 are at a fifth and a third of the rate, and launches take half again as long, are estimates.
 _OLDER = dict(
-    launch_us=2, dram_bytes_per_us=0.45, dram_bytes_per_us_sm=0.45, gpc_bytes_per_us=0.33, load_bytes_per_us_sm=0.2,
-    few_rows_bytes_per_us_sm=0.75, mma_flops_per_us_sm=0.6, few_rows_flops_per_us_sm=0.6, mma_f64_flops_per_us_sm=0.4,
-    partial_bytes_per_us_sm=0.75,
+    launch_us=1.5, dram_bytes_per_us=0.45, gpc_bytes_per_us=0.33, load_bytes_per_us_sm=0.2, thread_bytes_per_us_sm=0.75,
+    wgmma_flops_per_us_sm=0.6, few_rows_flops_per_us_sm=0.6, mma_f64_flops_per_us_sm=0.4,
 )  # fmt: skip
 
 
 def derived(device):
     """The ``Machine`` of a GPU that nobody measured: round figures of a Hopper SXM, scaled.
 
-    Rates of the whole GPU (those that do not end in ``_sm``) and its L2 go with the number of SMs; ``_OLDER`` scales
-    those of other compute capabilities than 9.0.
+    Rates of the whole GPU (those that do not end in ``_sm``), its L2 and the bytes under way go with the number of SMs;
+    ``_OLDER`` scales those of other compute capabilities than 9.0.
     """
     plain = _shipped(_PLAIN)
     share = device.sms / plain.topology.sms
     ratios = {} if device.arch == plain.arch else _OLDER
 
     def scaled(name, value):
-        return value * ratios.get(name, 1) * (share if name.endswith("_per_us") else 1)
+        of_gpu = name.endswith("_per_us") or name == "under_way_bytes"
+        return value * ratios.get(name, 1) * (share if of_gpu else 1)
 
-    constants = tuple((name, scaled(name, value)) for name, value in plain.constants)
+    constants, policy = (
+        tuple((name, scaled(name, value)) for name, value in pairs) for pairs in (plain.constants, plain.launch_policy)
+    )
     topology = dataclasses.replace(plain.topology, sms=device.sms, l2_bytes=int(plain.topology.l2_bytes * share))
-    return dataclasses.replace(plain, arch=device.arch, topology=topology, constants=constants)
+    return dataclasses.replace(plain, arch=device.arch, topology=topology, constants=constants, launch_policy=policy)
 
 
 def under_way(device):
-    """About how many bytes of an operand that streams past should be under way at once; 0: any number."""
-    if device.arch != 90:
-        return 0
-    return 9_300_000 if "H100" in device.kind or "H800" in device.kind else 11_200_000
+    """The ``under_way_bytes`` of a device with sm90 kernels, which hold stages back for it; 0 of others."""
+    return int(machine_of(device).under_way_bytes) if device.arch == 90 else 0

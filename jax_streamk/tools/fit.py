@@ -75,6 +75,7 @@ def run(arguments):
         print(f"regret {name}: {held_out:.4f} on shapes that are held out, {others:.4f} on the others")
     found = machines.Machine(
         out.stem, (device.kind,), device.arch, found.topology, found.constants,
+        machines.machine_of(device).launch_policy,
         date=datetime.date.today().isoformat(), command=_command(arguments),
     )  # fmt: skip
     try:

@@ -15,10 +15,10 @@ COLUMNS = ("majors", "m", "n", "k", "kernel", "schedule", "splits", "reduction",
 HELD_OUT = 3  # every third shape, by a hash of it
 _REACH = 3.0  # how far a constant may move from its start, as a factor
 _NOISE = 0.02  # in the logarithm of estimates, which makes choices among plans smooth
-_STAY = 0.002  # weight of the squared logarithm of how far a constant moved, relative to that of the regret's logarithm
+_STAY = 0.01  # weight of the squared logarithm of how far a constant moved, relative to that of the regret's logarithm
 _TIME = 0.1  # ... and of the mean error of the estimates' logarithm
 _LIKELY = 1.7  # times the lowest estimate of a shape at the start: no fit would choose plans above
-_SHARES = ("drift_share",)  # at most 1
+_KEPT = ("overlap_power",)  # an integer
 
 _NAME = re.compile(
     r"(?P<family>sm90|sm80|skinny)_(?P<a>\w+?)_(?P<d>\w+?)_(?P<majors>[rc]{2})_(?P<tile>\d+x\d+x\d+)(?P<rest>.*)"
@@ -76,9 +76,9 @@ class Row:
         return self.m, self.n, self.k
 
     def problem(self):
-        type_, (major_a, major_b) = self.kernel.type_a, (_MAJORS[x] for x in self.majors)
+        type_a, type_b, (major_a, major_b) = self.kernel.type_a, self.kernel.type_b, (_MAJORS[x] for x in self.majors)
         lda, ldb = self.k if self.majors[0] == "r" else self.m, self.n if self.majors[1] == "r" else self.k
-        parts = type_, type_, type_, self.kernel.math, major_a, major_b, lda, ldb, self.n, 0, 0, 0
+        parts = type_a, type_b, type_a, self.kernel.math, major_a, major_b, lda, ldb, self.n, 0, 0, 0
         return _ffi.GemmProblem(1, self.m, self.n, self.k, *parts)
 
     def native(self):
@@ -203,14 +203,13 @@ def fit(tables, start, steps=25, progress=lambda step: None):
     """
     from scipy.optimize import minimize
 
-    names, first = zip(*start.constants, strict=True)
+    names, first = zip(*((name, value) for name, value in start.constants if name not in _KEPT), strict=True)
     tables = [table.likely(start) for table in tables if not table.held_out.all()]
     # Larger tables weigh more, but less than in proportion to their shapes.
     weights = np.sqrt([np.sum(~table.held_out) for table in tables])
 
     def machine(x):
-        values = dict(zip(names, (np.array(first) * np.exp(x)).tolist(), strict=True))
-        return start.replace(**{name: min(v, 1.0) if name in _SHARES else v for name, v in values.items()})
+        return start.replace(**dict(zip(names, (np.array(first) * np.exp(x)).tolist(), strict=True)))
 
     def cost(x):
         now = machine(x)

@@ -1,5 +1,6 @@
 """Times kernels on a device of this process, launched outside XLA on rotating operands."""
 
+import collections
 import math
 import threading
 
@@ -36,26 +37,38 @@ class Memory:
 
     def rotation(self, problem):
         """The ``Rotation`` of a ``GemmProblem``, valid until the next call."""
-        sizes = [dtype_of(type_).itemsize * elements for type_, elements in problem.native().spans()]
-        d = sizes.pop(2)
-        *starts, stride = np.cumsum([0, *map(_aligned, sizes)]).tolist()
-        rotated, type_ = ROTATED_BYTES[self.device.platform], problem.type_a
-        # Buffers of an unusually large product, or of another type, are not kept.
+        spans = [(type_, dtype_of(type_).itemsize * elements) for type_, elements in problem.native().spans()]
+        _, d = spans.pop(2)
+        # Within a set of operands: where each lies among those of its type, and how long all of these are.
+        places: list[tuple[_ffi.Type, int] | None] = []
+        strides: collections.Counter[_ffi.Type] = collections.Counter()
+        for type_, size in spans:
+            places.append((type_, strides[type_]) if size else None)
+            strides[type_] += _aligned(size)
+        strides = +strides
+        rotated = ROTATED_BYTES[self.device.platform]
+        # Buffers of an unusually large product, or of other types, are not kept.
         self._held = {
-            name: held for name, held in self._held.items() if held.nbytes <= 2 * rotated and name in (type_, *_OTHERS)
+            name: held
+            for name, held in self._held.items()
+            if held.nbytes <= 2 * rotated and (name in strides or name in _OTHERS)
         }
-        count = max(1, min(MOST_SETS, math.ceil(rotated / (stride + _aligned(d)))))
-        operands = self._address(
-            type_, max(count * stride, int(rotated)), lambda size: random_bytes(dtype_of(type_), size)
-        )
+        count = max(1, min(MOST_SETS, math.ceil(rotated / (strides.total() + _aligned(d)))))
+        operands = {type_: self._operands(type_, max(count * strides[type_], int(rotated))) for type_ in strides}
         results = self.address("results", count * _aligned(d))
-        at = [[operands + start + i * stride for i in range(count)] for start in starts]
+        at = [
+            [operands[place[0]] + place[1] + i * strides[place[0]] if place else 0 for i in range(count)]
+            for place in places
+        ]
         at.insert(2, [results + i * _aligned(d) for i in range(count)])
         return Rotation(self, problem, list(zip(*at)), d)
 
     def address(self, name, size):
         """The address of the buffer ``name``, one of ``_OTHERS``, with at least ``size`` bytes."""
         return self._address(name, size, lambda size: np.zeros(size, np.uint8))
+
+    def _operands(self, type_, size):
+        return self._address(type_, size, lambda size: random_bytes(dtype_of(type_), size))
 
     def _address(self, name, size, content):
         if name not in self._held or self._held[name].nbytes < size:
