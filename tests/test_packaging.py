@@ -135,7 +135,7 @@ def test_wheels_count_only_together(monkeypatch):
     nvcc = importlib.metadata.PackagePath("nvidia/cu13/bin/nvcc")
     nvcc.dist = importlib.metadata.distribution("jax")
     installed = {name: [nvcc] for name in toolkit.WHEELS.split()}
-    monkeypatch.setattr(toolkit, "_wheel_files", lambda name: installed.get(name, []))
+    monkeypatch.setattr(toolkit, "wheel_files", lambda name: installed.get(name, []))
     assert [path for path in toolkit._candidates() if path] == [str(nvcc.locate())]
     del installed["nvidia-cuda-cccl"]
     assert not any(toolkit._candidates())
