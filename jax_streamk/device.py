@@ -137,21 +137,29 @@ def too_old(device: Device) -> str | None:
 
 
 def check_gpus() -> None:
-    """Warns if JAX will use this machine's GPUs, and this build has kernels for none of them.
+    """Warns if JAX will use this machine's GPUs, and kernels of this build run on none of them.
 
     The driver is asked instead of JAX, whose settings are fixed as soon as it has devices.
     """
     if not compat.may_use_cuda() or os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
         return
-    gpus = nvml.gpus()
-    if not gpus or (_ffi.has_cuda and any(arch >= OLDEST_ARCH for _, arch in gpus)):
+    driver = nvml.driver()
+    if driver is None or not driver.gpus:
         return
-    found = ", ".join(sorted({f"{name} (compute capability {arch / 10})" for name, arch in gpus}))
-    if _ffi.has_cuda:
-        why = f"they need compute capability {OLDEST_ARCH / 10} or later, so Auto() leaves every product to XLA"
-    else:
+    if not _ffi.has_cuda:
         why = f"when it was built, {_ffi.without_cuda}"
-    warnings.warn(f"this build of jax_streamk has no kernels for {found}: {why}")
+    elif all(arch < OLDEST_ARCH for _, arch in driver.gpus):
+        why = f"they need compute capability {OLDEST_ARCH / 10} or later, so Auto() leaves every product to XLA"
+    elif driver.cuda_version // 1000 < _ffi.cuda_version // 1000:
+        built, runs = (f"{x // 1000}.{x % 1000 // 10}" for x in (_ffi.cuda_version, driver.cuda_version))
+        why = (
+            f"they were built with CUDA {built}, and NVIDIA's driver runs CUDA {runs} at most: install a newer driver, "
+            f"or build jax_streamk with CUDA {runs}"
+        )
+    else:
+        return
+    found = ", ".join(sorted({f"{name} (compute capability {arch / 10})" for name, arch in driver.gpus}))
+    warnings.warn(f"this build of jax_streamk has no kernels that run on {found}: {why}")
 
 
 # The SXM models, with the names that JAX reports.

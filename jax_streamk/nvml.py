@@ -1,22 +1,34 @@
-"""This machine's NVIDIA GPUs by the driver's management library, which neither starts JAX's backends nor CUDA."""
+"""NVIDIA's driver and its GPUs, by a library of the driver that starts neither CUDA nor JAX's backends."""
 
 import ctypes
+import typing
 
 
-def gpus():
-    """(name, 10 * major + minor of the compute capability) of each GPU; empty where no driver answers."""
+class Driver(typing.NamedTuple):
+    """The newest CUDA that the driver runs, as 1000 * major + 10 * minor, and its GPUs.
+
+    ``gpus`` has (name, 10 * major + minor of the compute capability) of each.
+    """
+
+    cuda_version: int
+    gpus: list[tuple[str, int]]
+
+
+def driver():
+    """The ``Driver``; None where there is none that answers."""
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
         # Without attaching the GPUs, which would wake all those that sleep.
         _call(library.nvmlInitWithFlags, 2)
     except (OSError, AttributeError, RuntimeError):
-        return []
+        return None
     try:
-        count = ctypes.c_uint()
+        version, count = ctypes.c_int(), ctypes.c_uint()
+        _call(library.nvmlSystemGetCudaDriverVersion_v2, ctypes.byref(version))
         _call(library.nvmlDeviceGetCount_v2, ctypes.byref(count))
-        return [_describe(library, index) for index in range(count.value)]
+        return Driver(version.value, [_describe(library, index) for index in range(count.value)])
     except (AttributeError, RuntimeError):  # a GPU may be lost, or another user's
-        return []
+        return None
     finally:
         library.nvmlShutdown()
 

@@ -352,13 +352,17 @@ def test_a_source_folder_says_that_it_hides_the_package(tmp_path):
 class Nvml:
     """A driver's library with GPUs: (name, major, minor)."""
 
-    def __init__(self, *gpus, status=0):
-        self.gpus, self.status = gpus, status
+    def __init__(self, *gpus, cuda=99000, status=0):
+        self.gpus, self.cuda, self.status = gpus, cuda, status
 
     def nvmlInitWithFlags(self, flags):
         return self.status
 
     def nvmlShutdown(self):
+        return 0
+
+    def nvmlSystemGetCudaDriverVersion_v2(self, version):
+        version._obj.value = self.cuda
         return 0
 
     def nvmlDeviceGetCount_v2(self, count):
@@ -401,18 +405,18 @@ def warned():
 
 
 def test_the_driver_tells_of_its_gpus(driver):
-    driver(T4, H100)
-    assert nvml.gpus() == [("Tesla T4", 75), ("NVIDIA H100 80GB HBM3", 90)]
+    driver(T4, H100, cuda=12080)
+    assert nvml.driver() == (12080, [("Tesla T4", 75), ("NVIDIA H100 80GB HBM3", 90)])
     driver(T4, status=9)  # NVML_ERROR_DRIVER_NOT_LOADED
-    assert nvml.gpus() == []
+    assert nvml.driver() is None
 
 
-def test_no_driver_has_no_gpus(monkeypatch):
+def test_a_machine_may_have_no_driver(monkeypatch):
     def missing(name):
         raise OSError(name)
 
     monkeypatch.setattr(nvml.ctypes, "CDLL", missing)
-    assert nvml.gpus() == []
+    assert nvml.driver() is None
 
 
 def test_a_build_without_cuda_beside_a_gpu_says_so(driver, monkeypatch):
@@ -421,7 +425,7 @@ def test_a_build_without_cuda_beside_a_gpu_says_so(driver, monkeypatch):
     monkeypatch.setattr(_ffi, "without_cuda", "it was asked for. To build them: do")
     (said,) = warned()
     assert said == (
-        "this build of jax_streamk has no kernels for NVIDIA H100 80GB HBM3 (compute capability 9.0): "
+        "this build of jax_streamk has no kernels that run on NVIDIA H100 80GB HBM3 (compute capability 9.0): "
         "when it was built, it was asked for. To build them: do"
     )
 
@@ -431,6 +435,15 @@ def test_gpus_too_old_for_every_kernel(driver, monkeypatch, gpus, says):
     driver(*gpus)
     monkeypatch.setattr(_ffi, "has_cuda", True)
     assert [says in said and "compute capability 8.0 or later" in said for said in warned()] == [True] * bool(says)
+
+
+@pytest.mark.parametrize("runs, says", [(12080, ["built with CUDA 13.0", "runs CUDA 12.8 at most"]), (13010, [])])
+def test_a_driver_too_old_for_the_cuda_of_this_build(driver, monkeypatch, runs, says):
+    driver(H100, cuda=runs)
+    monkeypatch.setattr(_ffi, "has_cuda", True)
+    monkeypatch.setattr(_ffi, "cuda_version", 13000)
+    said = warned()
+    assert len(said) == bool(says) and all(x in said[0] for x in says)
 
 
 @pytest.mark.parametrize("hidden", ["", "-1"])
@@ -489,4 +502,4 @@ def test_the_first_import_warns_once_and_leaves_jax_alone(tmp_path, platforms, t
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("has no kernels for Tesla T4") == times and done.stdout.endswith(" False\n")
+    assert done.stdout.count("has no kernels that run on Tesla T4") == times and done.stdout.endswith(" False\n")
