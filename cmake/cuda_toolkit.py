@@ -24,11 +24,11 @@ def _candidates():
     if "CUDA_HOME" in os.environ:
         yield os.path.join(os.environ["CUDA_HOME"], "bin", "nvcc")
     # jax[cuda13] brings some of the wheels, which compile nothing without the others.
-    if all(_wheel_files(name) for name in WHEELS.split()):
-        yield from (str(file.locate()) for file in _wheel_files("nvidia-cuda-nvcc") if file.name == "nvcc")
+    if all(wheel_files(name) for name in WHEELS.split()):
+        yield from (str(file.locate()) for file in wheel_files("nvidia-cuda-nvcc") if file.name == "nvcc")
 
 
-def _wheel_files(name):
+def wheel_files(name):
     """The files of an installed wheel; none when it is not installed.
 
     pip builds with an import path of its own and the interpreter of the environment that it installs into: the
@@ -112,7 +112,7 @@ def level(option, nvcc):
 def cutlass_include():
     """CUTLASS's headers in the nvidia-cutlass wheel, or "" when it is not installed."""
     headers = (
-        file for file in _wheel_files("nvidia-cutlass") if file.as_posix().endswith("source/include/cutlass/cutlass.h")
+        file for file in wheel_files("nvidia-cutlass") if file.as_posix().endswith("source/include/cutlass/cutlass.h")
     )
     header = next(headers, None)
     return str(pathlib.Path(header.locate()).resolve().parents[1]) if header else ""

@@ -16,7 +16,7 @@ check_installation()  # before imports whose messages would not tell what is wro
 from jax_streamk.accelerate import accelerate
 from jax_streamk.api import dot_general, einsum, kernels, linear, matmul, plan
 from jax_streamk.custom_call import EXPORT_CHECKS
-from jax_streamk.device import A100, H100, H200, Device
+from jax_streamk.device import A100, H100, H200, Device, check_gpus
 from jax_streamk.explain import Explanation
 from jax_streamk.planner import Plan
 from jax_streamk.plot import plot_schedules
@@ -26,6 +26,7 @@ from jax_streamk.tuning.tune import tuning
 from jax_streamk.tuning.tuned import use_tuned_plans, version
 
 __version__ = version()
+check_gpus()
 
 __all__ = [
     "A100",

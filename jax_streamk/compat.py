@@ -4,6 +4,7 @@ import dataclasses
 import enum
 import functools
 import math
+import pkgutil
 import sys
 from typing import Any
 
@@ -18,6 +19,7 @@ from jax._src import dtypes as _dtypes
 from jax._src import linear_util as _linear_util
 from jax._src import shard_map as _shard_map
 from jax._src import sharding_impls as _sharding_impls
+from jax._src import xla_bridge as _xla_bridge
 from jax._src.custom_batching import custom_vmap_p
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
@@ -58,6 +60,7 @@ __all__ = [
     "local_aval",
     "lower_per_platform",
     "match_varying",
+    "may_use_cuda",
     "named",
     "needs_devices",
     "outside_of_traces",
@@ -154,6 +157,13 @@ def is_unreduced(aval):
 def check_nan(primitive):
     """Makes ``checkify`` look for NaN in the primitive's results."""
     _checkify.error_checks[primitive] = functools.partial(_checkify.nan_error_check, primitive)
+
+
+def may_use_cuda():
+    """Whether JAX is to use NVIDIA GPUs, as far as it can be told before it looks for devices."""
+    allowed = (config.jax_platforms or "cuda").split(",")
+    plugins = pkgutil.iter_modules(getattr(_xla_bridge.jax_plugins, "__path__", ()))
+    return not {"cuda", "gpu"}.isdisjoint(allowed) and any(x.name.startswith("xla_cuda") for x in plugins)
 
 
 def needs_devices(primitive):

@@ -4,11 +4,12 @@ import dataclasses
 import functools
 import os
 import platform
+import warnings
 from typing import Any
 
 import jax
 
-from jax_streamk import _ffi, compat
+from jax_streamk import _ffi, compat, nvml
 from jax_streamk.checks import check_static, integer
 from jax_streamk.machines import under_way
 
@@ -61,6 +62,8 @@ class _Other(Device):
     def __post_init__(self) -> None:
         pass
 
+
+OLDEST_ARCH = 80  # of the sm80 and skinny families, which run on every newer GPU, too
 
 # The target of programs lowered for CUDA on a machine without a GPU: fits the H100 and H200 SXM, planned with the
 # H200's constants.
@@ -124,6 +127,39 @@ def device_for_lowering(platform: str) -> Device:
         return device_of(jax.local_devices(backend="cuda")[0])
     except RuntimeError:
         return HOPPER
+
+
+def too_old(device: Device) -> str | None:
+    """Why no kernel of any build runs on a GPU; None if some do."""
+    if device.platform != "cuda" or device.arch >= OLDEST_ARCH:
+        return None
+    return f"kernels need compute capability {OLDEST_ARCH / 10} or later, and this GPU has {device.arch / 10}"
+
+
+def check_gpus() -> None:
+    """Warns if JAX will use this machine's GPUs, and kernels of this build run on none of them.
+
+    The driver is asked instead of JAX, whose settings are fixed as soon as it has devices.
+    """
+    if not compat.may_use_cuda() or os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
+        return
+    driver = nvml.driver()
+    if driver is None or not driver.gpus:
+        return
+    if not _ffi.has_cuda:
+        why = f"when it was built, {_ffi.without_cuda}"
+    elif all(arch < OLDEST_ARCH for _, arch in driver.gpus):
+        why = f"they need compute capability {OLDEST_ARCH / 10} or later, so Auto() leaves every product to XLA"
+    elif driver.cuda_version // 1000 < _ffi.cuda_version // 1000:
+        built, runs = (f"{x // 1000}.{x % 1000 // 10}" for x in (_ffi.cuda_version, driver.cuda_version))
+        why = (
+            f"they were built with CUDA {built}, and NVIDIA's driver runs CUDA {runs} at most: install a newer driver, "
+            f"or build jax_streamk with CUDA {runs}"
+        )
+    else:
+        return
+    found = ", ".join(sorted({f"{name} (compute capability {arch / 10})" for name, arch in driver.gpus}))
+    warnings.warn(f"this build of jax_streamk has no kernels that run on {found}: {why}")
 
 
 # The SXM models, with the names that JAX reports.

@@ -1,14 +1,15 @@
 """The products that ``Auto()`` leaves to XLA although a kernel could run them, because ours was not measured faster."""
 
 from jax_streamk import _ffi, machines
+from jax_streamk.device import too_old
 
 
 def why(problem, device):
     """Why to leave a ``GemmProblem`` on a ``Device`` to XLA; None if there is no reason."""
     if device.platform not in ("cpu", "cuda"):
         return None
-    if device.platform == "cuda" and (unknown := not_measured(device)):
-        return unknown
+    if device.platform == "cuda" and (unfit := too_old(device) or not_measured(device)):
+        return unfit
     return too_small(problem, device) or (loads_as_they_are(problem) if device.arch == 90 else None)
 
 

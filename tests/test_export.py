@@ -108,7 +108,7 @@ def test_two_platforms(schedule):
 
 @pytest.mark.skipif(_ffi.has_cuda, reason="this build has CUDA kernels")
 def test_a_build_without_cuda_exports_no_cuda():
-    with pytest.raises(RuntimeError, match=r"pip install \. -C cmake\.define\.JAX_STREAMK_CUDA=ON"):
+    with pytest.raises(RuntimeError, match=r"To (build|have) them: pip install "):
         exported(StreamK(), platforms=["cpu", "cuda"])
 
 

@@ -310,7 +310,7 @@ def test_a_build_without_cuda_plans_for_gpus_and_says_what_it_does_not_know():
     # Eight slices of D in float32. Stream-K's workspace depends on the kernel's decomposition.
     assert whole.workspace_bytes == 8 * 4 * 256**2 and "workspace 2.1 MB" in str(whole)
     assert cut.workspace_bytes is None and "which does not give the workspace of this one" in str(cut)
-    with pytest.raises(RuntimeError, match=re.escape("pip install . -C cmake.define.JAX_STREAMK_CUDA=ON")):
+    with pytest.raises(RuntimeError, match=r"To (build|have) them: pip install "):
         jax.jit(matmul).trace(a, b).lower(lowering_platforms=("cuda",))
 
 

@@ -18,7 +18,7 @@ import sys
 import jax
 
 from jax_streamk import _ffi
-from jax_streamk.device import device_for_lowering, device_of
+from jax_streamk.device import device_for_lowering, device_of, too_old
 from jax_streamk.tuning import tuned
 
 _DRIVER = pathlib.Path("/proc/driver/nvidia/version")
@@ -99,7 +99,13 @@ def _gpus():
     if jax.default_backend() != "gpu":
         return "none that JAX uses"
     found = collections.Counter(map(device_of, jax.local_devices(backend="gpu")))
-    return ", ".join(f"{count} x {_describe(device)}" for device, count in found.items())
+    return ", ".join(f"{count} x {_describe(device)}{_remark(device)}" for device, count in found.items())
+
+
+def _remark(device):
+    if not _ffi.has_cuda:
+        return " (this build has no CUDA kernels)"
+    return f" ({why})" if (why := too_old(device)) else ""
 
 
 def _describe(device):
