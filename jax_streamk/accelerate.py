@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var, primitives
 
-from jax_streamk import compat, lowering, primitive
+from jax_streamk import compat, fusion, lowering, primitive
 from jax_streamk.device import Device, device_of
 from jax_streamk.planner import Plan
 from jax_streamk.problem import GemmProblem
@@ -143,7 +143,7 @@ class _Rewriter:
         """A rewritten parameter of an equation: a jaxpr, a tuple that may contain some, or anything else."""
         if isinstance(value, (Jaxpr, ClosedJaxpr)):
             if value not in self._rewritten:
-                eqns = _with_transposes(value, _map(self._eqn, value.eqns))
+                eqns = _fused(value, _with_transposes(value, _map(self._eqn, value.eqns)))
                 self._rewritten[value] = None if eqns is value.eqns else compat.with_eqns(value, eqns)
             return self._rewritten[value] or value
         return _map(self._value, value) if isinstance(value, tuple) else value
@@ -280,6 +280,24 @@ def _with_transposes(jaxpr: Any, eqns: list[Any]) -> list[Any]:
                 new[at] = None
     kept = [eqn for eqn in new if eqn is not None]
     return kept if len(kept) < len(eqns) else eqns
+
+
+def _fused(jaxpr: Any, eqns: list[Any]) -> list[Any]:
+    """Moves what follows products into their epilogues."""
+    if not any(map(_is_product, eqns)):
+        return eqns
+    program = fusion.Program(eqns, getattr(jaxpr, "jaxpr", jaxpr).outvars)
+    return fusion.fused(program, _is_product, _runs) or eqns
+
+
+def _is_product(eqn: Any) -> bool:
+    return eqn.primitive is primitive.dot_general_p
+
+
+def _runs(lhs: Any, rhs: Any, params: dict[str, Any]) -> bool:
+    """Whether a kernel runs a product on the default device."""
+    made = _plan(lhs, rhs, **params)
+    return made is not None and made.kernel is not None
 
 
 def _map(f: Callable[[Any], Any], values: Any) -> Any:

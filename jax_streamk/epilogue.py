@@ -67,6 +67,8 @@ class Epilogue(ByBits):
       has_bias: there is one, with the free dimensions of rhs.
       bias_batch: how many batch dimensions it has before them: all of the product's, or none.
       has_residual: there is one, with the result's dimensions.
+      before: the dtype, wider than the result's, of what the activation is given under differentiation. None: the
+        result's.
     """
 
     activation: str | None = None
@@ -75,6 +77,7 @@ class Epilogue(ByBits):
     has_bias: bool = False
     bias_batch: int = 0
     has_residual: bool = False
+    before: np.dtype | None = None
 
     @property
     def is_plain(self):
