@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.experimental.jet as _jet
+import numpy as np
 from jax._src import array as _array
 from jax._src import checkify as _checkify
 from jax._src import core as _core
@@ -60,6 +61,8 @@ __all__ = [
     "is_unreduced",
     "local_aval",
     "lower_per_platform",
+    "lowered_convert",
+    "lowered_transpose",
     "match_varying",
     "needs_devices",
     "new_eqn",
@@ -301,6 +304,17 @@ def lower_per_platform(ctx, rules, default, *operands, **params):
     """
     ctx = ctx.replace(avals_out=list(ctx.avals_out))
     return _mlir.lower_per_platform(ctx, str(ctx.primitive), rules, default, _core.no_effects, *operands, **params)
+
+
+def lowered_transpose(value, permutation):
+    """A lowered value, transposed."""
+    return _mlir.hlo.transpose(value, _mlir.dense_int_array(permutation))
+
+
+def lowered_convert(value, dtype):
+    """A lowered value, converted from one floating-point dtype to another."""
+    type_ = _mlir.ir.RankedTensorType.get(value.type.shape, _mlir.dtype_to_ir_type(np.dtype(dtype)))
+    return _mlir.hlo.convert(type_, value)
 
 
 def transpose_behind(value):
