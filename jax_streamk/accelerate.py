@@ -7,8 +7,8 @@ import operator
 import sys
 import types
 import weakref
-from collections.abc import Callable
-from typing import Any, ClassVar, ParamSpec, TypeVar, overload
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, ParamSpec, Protocol, TypeVar, cast, overload
 
 import jax
 import numpy as np
@@ -19,12 +19,31 @@ from jax_streamk import compat, fusion, lowering, primitive
 from jax_streamk.device import Device, device_of
 from jax_streamk.planner import Plan
 from jax_streamk.problem import GemmProblem
+from jax_streamk.products import Products, decide, products_of
 from jax_streamk.schedules import PerPass, Schedule, check_schedule
 from jax_streamk.tuning import tuned
 
 P = ParamSpec("P")
 R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
 Where = Callable[[GemmProblem], bool]
+
+
+class Accelerated(Protocol[P, R_co]):
+    """What ``accelerate`` returns: a function, with ``explain``."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
+
+    def __get__(self, instance: Any, owner: Any = None) -> Callable[..., R_co]: ...
+
+    def explain(self, *args: P.args, **kwargs: P.kwargs) -> Products:
+        """The products of the function for these arguments, without running it.
+
+        Arrays among the arguments may be ``jax.ShapeDtypeStruct``s. Of products that XLA partitions over devices, each
+        is planned whole.
+        """
+        ...
+
 
 _TRACED = object()
 
@@ -32,17 +51,17 @@ _TRACED = object()
 @overload
 def accelerate(
     fn: Callable[P, R], *, schedule: Schedule | PerPass | None = None, where: Where | None = None
-) -> Callable[P, R]: ...
+) -> Accelerated[P, R]: ...
 @overload
 def accelerate(
     fn: None = None, *, schedule: Schedule | PerPass | None = None, where: Where | None = None
-) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+) -> Callable[[Callable[P, R]], Accelerated[P, R]]: ...
 def accelerate(
     fn: Callable[..., Any] | None = None,
     *,
     schedule: Schedule | PerPass | None = None,
     where: Where | None = None,
-) -> Callable[..., Any]:
+) -> Any:
     """``fn`` with its matrix products computed by split-K and Stream-K kernels.
 
     ``fn`` is traced as by ``jax.jit``, and every ``lax.dot_general`` in it that a kernel supports on the default device
@@ -88,6 +107,11 @@ def accelerate(
     def accelerated(*args: Any, **kwargs: Any) -> Any:
         return _rewriter(schedule, where).call(functools.partial(_checked, fn), *args, **kwargs)
 
+    def explain(*args: Any, **kwargs: Any) -> Products:
+        jaxpr = _rewriter(schedule, where).trace(functools.partial(_checked, fn), *args, **kwargs)[0]
+        return products_of(jaxpr, schedule, where, device_of(None))
+
+    cast(Any, accelerated).explain = explain
     return accelerated
 
 
@@ -116,10 +140,19 @@ class _Rewriter:
         self._rewritten: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     def call(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``fn(*args, **kwargs)``, rewritten. Closes over arguments that are not arrays; untraced results stay."""
+        """``fn(*args, **kwargs)``, rewritten."""
+        jaxpr, arrays, rebuilt = self.trace(fn, *args, **kwargs)
+        primitive.know_sparse()
+        return rebuilt(jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *arrays))
+
+    def trace(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, list[Any], Callable[..., Any]]:
+        """The rewritten jaxpr of ``fn``, its arguments, and what makes the result of its results.
+
+        It closes over arguments that are not arrays; untraced results stay.
+        """
         structure: Any
         given, structure = jax.tree.flatten((args, kwargs))
-        is_array = [isinstance(x, jax.Array) for x in given]
+        is_array = [isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) for x in given]
         leaves: list[Any] = []
         tree: Any = None
 
@@ -134,41 +167,46 @@ class _Rewriter:
             return [x for x in out if isinstance(x, jax.core.Tracer)]
 
         arrays = [x for x, traces in zip(given, is_array) if traces]
-        jaxpr = self._value(jax.make_jaxpr(traced)(*arrays))
-        primitive.know_sparse()
-        results = iter(jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *arrays))
-        return tree.unflatten(next(results) if x is _TRACED else x for x in leaves)
+
+        def rebuilt(out: list[Any]) -> Any:
+            results = iter(out)
+            return tree.unflatten(next(results) if x is _TRACED else x for x in leaves)
+
+        return self._value(jax.make_jaxpr(traced)(*arrays)), arrays, rebuilt
 
     def _value(self, value: Any) -> Any:
         """A rewritten parameter of an equation: a jaxpr, a tuple that may contain some, or anything else."""
         if isinstance(value, (Jaxpr, ClosedJaxpr)):
             if value not in self._rewritten:
-                eqns = _fused(value, _with_transposes(value, _map(self._eqn, value.eqns)))
+                eqns = self._eqns(value)
                 self._rewritten[value] = None if eqns is value.eqns else compat.with_eqns(value, eqns)
             return self._rewritten[value] or value
         return _map(self._value, value) if isinstance(value, tuple) else value
 
-    def _eqn(self, eqn: Any) -> Any:
-        if eqn.ctx.compute_type is not None:
-            return eqn
+    def _eqns(self, jaxpr: Any) -> list[Any]:
+        """The rewritten equations of a jaxpr; its own list if nothing changes."""
+        outvars = getattr(jaxpr, "jaxpr", jaxpr).outvars
+        has_products = any(eqn.primitive is compat.dot_general_p for eqn in jaxpr.eqns)
+        program = fusion.Program(jaxpr.eqns, outvars) if has_products else None
+        eqns = _map(functools.partial(self._eqn, program), jaxpr.eqns)
+        if not any(map(_is_product, eqns)):
+            return eqns
+        eqns = _with_transposes(outvars, eqns)
+        return fusion.fused(fusion.Program(eqns, outvars), _is_product, _runs) or eqns
+
+    def _eqn(self, program: Any, eqn: Any) -> Any:
         if eqn.primitive is compat.dot_general_p:
-            if not self._is_ours(*(x.aval for x in eqn.invars), **eqn.params):
+            if not decide(eqn, program, self._schedule, self._where, device_of(None)).is_ours:
                 return eqn
             return eqn.replace(
                 primitive=primitive.dot_general_p, params=eqn.params | dict(schedule=self._schedule, permutation=None)
             )
         # Parameters of other libraries' primitives may have to match something: Equinox compares a jaxpr with a twin.
-        if eqn.primitive not in compat.higher_order:
+        if eqn.primitive not in compat.higher_order or eqn.ctx.compute_type is not None:
             return eqn
         rules = self._RULES.get(eqn.primitive, {})
         params = {name: rules.get(name, _Rewriter._value)(self, value) for name, value in eqn.params.items()}
         return eqn if all(params[name] is value for name, value in eqn.params.items()) else eqn.replace(params=params)
-
-    def _is_ours(self, lhs: Any, rhs: Any, **params: Any) -> bool:
-        made = _plan(lhs, rhs, schedule=self._schedule, **params)
-        if made is None or made.problem is None or made.kernel is None:
-            return False
-        return self._where is None or bool(self._where(made.problem))
 
     def _jaxpr_rule(self, rule: Any) -> Callable[..., Any]:
         """A rule that JAX calls for a jaxpr."""
@@ -261,9 +299,9 @@ def _plan(lhs: Any, rhs: Any, *, out_sharding: Any, **params: Any) -> Plan | Non
         return None
 
 
-def _with_transposes(jaxpr: Any, eqns: list[Any]) -> list[Any]:
+def _with_transposes(outvars: Sequence[Any], eqns: list[Any]) -> list[Any]:
     """Folds transposes into the products before them: XLA does that for its own dot, but not for a custom call."""
-    operands = (*(x for eqn in eqns for x in eqn.invars), *getattr(jaxpr, "jaxpr", jaxpr).outvars)
+    operands = (*(x for eqn in eqns for x in eqn.invars), *outvars)
     uses = collections.Counter(x for x in operands if isinstance(x, Var))
     products = {
         eqn.outvars[0]: at
@@ -280,14 +318,6 @@ def _with_transposes(jaxpr: Any, eqns: list[Any]) -> list[Any]:
                 new[at] = None
     kept = [eqn for eqn in new if eqn is not None]
     return kept if len(kept) < len(eqns) else eqns
-
-
-def _fused(jaxpr: Any, eqns: list[Any]) -> list[Any]:
-    """Moves what follows products into their epilogues."""
-    if not any(map(_is_product, eqns)):
-        return eqns
-    program = fusion.Program(eqns, getattr(jaxpr, "jaxpr", jaxpr).outvars)
-    return fusion.fused(program, _is_product, _runs) or eqns
 
 
 def _is_product(eqn: Any) -> bool:

@@ -91,7 +91,7 @@ class Program:
             return True
         for at in self.uses[x]:
             eqn = self.eqns[at]
-            if at in taken or not _is_merged(eqn):
+            if at in taken or not is_merged(eqn):
                 return True
             if eqn.primitive.name in (*_RESHAPES, "transpose", "copy", "copy_p") and self.is_stored(
                 eqn.outvars[0], taken
@@ -100,9 +100,10 @@ class Program:
         return False
 
 
-def _is_merged(eqn: Any) -> bool:
+def is_merged(eqn: Any) -> bool:
+    """Whether XLA merges an equation with those that it reads from and that read it."""
     if eqn.primitive.name in _CALLS:
-        return all(map(_is_merged, _body(eqn).eqns))
+        return all(map(is_merged, _body(eqn).eqns))
     return eqn.primitive.name in _MERGED
 
 
@@ -170,7 +171,7 @@ def _without_unused(program: Program, eqns: list[Any]) -> list[Any]:
     """Without the equations that only served what was fused, such as the broadcast of a bias."""
     used, kept = set(program.results), []
     for eqn in reversed(eqns):
-        if any(x in used or not program.uses[x] for x in eqn.outvars) or not _is_merged(eqn):
+        if any(x in used or not program.uses[x] for x in eqn.outvars) or not is_merged(eqn):
             used.update(x for x in eqn.invars if isinstance(x, Var))
             kept.append(eqn)
     return kept[::-1]
@@ -312,7 +313,7 @@ class _Finder:
         """Whether memory holds a value anyway, whatever reads it."""
         program = self._program
         made = program.eqn_of(x)
-        if made is None or program.maker[x] in self._taken or not _is_merged(made):
+        if made is None or program.maker[x] in self._taken or not is_merged(made):
             return True
         if program.is_stored(x, self._taken) or len(program.uses[x]) > 1:
             return True
