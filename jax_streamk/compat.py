@@ -342,13 +342,15 @@ def local_aval(aval):
     return _core.ShapedArray(aval.shape, aval.dtype)
 
 
-def abstract(primitive, *avals, **params):
-    """The type of a primitive's result; None if it has no result for these types."""
+def abstract(like, primitive, *avals, **params):
+    """The type of a primitive's result in the place of an equation; None if it has no result for these types."""
     try:
-        out, _ = primitive.abstract_eval(*avals, **params)
+        with like.ctx.manager:
+            out, _ = primitive.abstract_eval(*avals, **params)
     except (TypeError, ValueError, NotImplementedError, _core.ShardingTypeError):
         return None
-    return out
+    # Outside of shard_map JAX does not say over what results vary: here, over what their operands all do.
+    return _varying_over(out, varying(avals[0]))
 
 
 def new_var(aval):
@@ -359,7 +361,7 @@ def new_eqn(like, primitive, *operands, **params):
     """An equation in the place of another, with a variable of its own; None if its types do not fit."""
     if primitive is _lax.mul_p and "out_dtype" in _mul_params():
         params |= dict(out_dtype=None)
-    out = abstract(primitive, *(x.aval for x in operands), **params)
+    out = abstract(like, primitive, *(x.aval for x in operands), **params)
     if out is None:
         return None
     return like.replace(primitive=primitive, params=params, invars=list(operands), outvars=[new_var(out)])
@@ -373,7 +375,14 @@ def _mul_params():
 
 def vary(like, x, axes):
     """The equation after which ``x`` varies over more axes of shard_map's mesh."""
-    return new_eqn(like, _core.pvary_p, x, axes=tuple(sorted(axes)))
+    out = new_var(_varying_over(x.aval, varying(x.aval) | axes))
+    return like.replace(primitive=_core.pvary_p, params=dict(axes=tuple(sorted(axes))), invars=[x], outvars=[out])
+
+
+def _varying_over(aval, axes):
+    if hasattr(aval, "mat"):
+        return aval.update(manual_axis_type=aval.mat.update(varying=axes))
+    return aval.update(vma=axes)
 
 
 def varying(aval):

@@ -239,8 +239,12 @@ class _Finder:
                 return step
             if (name in _RESHAPES and eqn.params.get("dimensions") is None) or self._is_reshape(eqn):
                 return dataclasses.replace(step, last="layout")
-            if chain.activation is None and (found := self._step(chain, step, eqn)) is not None:
-                return found
+            if chain.activation is None:
+                # A scale may be the first step of an activation: tanh(x) as -tanh(-x).
+                found = self._activation(chain) if name in ("mul", "div", "neg") else None
+                found = found or self._step(chain, step, eqn)
+                if found is not None:
+                    return found
         return self._activation(chain) if chain.activation is None else None
 
     def _is_reshape(self, eqn):
@@ -472,7 +476,7 @@ class _Finder:
         if epilogue.is_plain:
             params = {name: value for name, value in params.items() if name != "epilogue"} | dict(permutation=None)
         made = (primitive.dot_general_p if epilogue.is_plain else primitive.linear_p), params
-        result = compat.abstract(made[0], *avals, **params)
+        result = compat.abstract(eqn, made[0], *avals, **params)
         if result is None:
             return None
         placed = (chain.bias is None or compat.ends_like(result, avals[2])) and (
@@ -523,8 +527,6 @@ def _as_operand(operand, dtype, shape, eqn, emitted, is_small):
     missing = compat.varying(eqn.outvars[0].aval) - compat.varying(x.aval)
     if missing:
         made = compat.vary(eqn, x, missing)
-        if made is None:
-            return None
         added.append(made)
         x = made.outvars[0]
     if is_small and operand.scale != 1:
