@@ -192,7 +192,7 @@ class _Rewriter:
         if not any(map(_is_product, eqns)):
             return eqns
         eqns = _with_transposes(outvars, eqns)
-        return fusion.fused(fusion.Program(eqns, outvars), _is_product, _runs) or eqns
+        return fusion.fused(fusion.Program(eqns, outvars, _numbers(jaxpr)), _is_product, _runs) or eqns
 
     def _eqn(self, program: Any, eqn: Any) -> Any:
         if eqn.primitive is compat.dot_general_p:
@@ -318,6 +318,15 @@ def _with_transposes(outvars: Sequence[Any], eqns: list[Any]) -> list[Any]:
                 new[at] = None
     kept = [eqn for eqn in new if eqn is not None]
     return kept if len(kept) < len(eqns) else eqns
+
+
+def _numbers(jaxpr: Any) -> dict[Any, float]:
+    """The scalars that a jaxpr closes over, to scale by. Not outside of a trace: each value would be a new program."""
+    if compat.outside_of_traces():
+        return {}
+    closed_over = zip(getattr(jaxpr, "jaxpr", jaxpr).constvars, getattr(jaxpr, "consts", ()))
+    is_scalar = lambda x: compat.is_concrete(x) and x.ndim == 0 and jax.numpy.issubdtype(x.dtype, np.floating)
+    return {variable: float(x) for variable, x in closed_over if is_scalar(x)}
 
 
 def _is_product(eqn: Any) -> bool:

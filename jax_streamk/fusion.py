@@ -69,21 +69,23 @@ class Program:
     def constant(self, x: Any) -> float | None:
         """The one number that all elements of ``x`` are, if it is known."""
         if isinstance(x, Literal):
-            return float(x.val) if np.ndim(x.val) == 0 and jnp.issubdtype(x.aval.dtype, np.number) else None
+            return _literal(x)
         if x not in self._constants:
             self._constants[x] = self._computed(x)
         return self._constants[x]
 
-    def _computed(self, x: Var) -> float | None:
-        eqn = self.eqn_of(x)
-        if eqn is None or not _is_movable(eqn) or not jnp.issubdtype(x.aval.dtype, np.floating):
+    def _computed(self, x: Any) -> float | None:
+        eqn, aval = self.eqn_of(x), x.aval
+        if eqn is None or not _is_movable(eqn) or not jnp.issubdtype(aval.dtype, np.floating):
             return None
-        operands = [self.constant(operand) for operand in eqn.invars]
-        if None in operands:
-            return None
-        made = activations.applied(eqn.primitive.name, eqn.params, *map(activations.constant, operands))
+        operands = []
+        for operand in eqn.invars:
+            if (number := self.constant(operand)) is None:
+                return None
+            operands.append(activations.constant(number))
+        made = activations.applied(eqn.primitive.name, eqn.params, *operands)
         value = None if made is None else activations.value_of(made)
-        return None if value is None else float(np.asarray(value, x.aval.dtype))
+        return None if value is None else float(np.asarray(value, aval.dtype))
 
     def is_stored(self, x: Var, taken: Any = ()) -> bool:
         """Whether somebody reads ``x`` from memory, other than what XLA merges with whatever makes ``x``."""
@@ -353,25 +355,25 @@ class _Finder:
             return _Operand(self._exact(source), batch=batch)
         return None
 
-    def _spread(self, x, shape):
+    def _spread(self, x: Any, shape: tuple[int, ...]) -> tuple[Any, tuple[int, ...]]:
         """A value that broadcasts to ``shape``, before it was broadcast, and its sizes in that shape's dimensions."""
-        if len(x.aval.shape) != len(shape) or not isinstance(x, Var):
-            return None, ()
         sizes = list(x.aval.shape)
+        if isinstance(x, Literal) or len(sizes) != len(shape):
+            return None, ()
         while (made := self._program.eqn_of(x)) is not None:
             name = made.primitive.name
             if name == "broadcast_in_dim" and len(sizes) == len(made.outvars[0].aval.shape) and len(made.invars) == 1:
                 source, dims = made.invars[0], made.params["broadcast_dimensions"]
-                if not isinstance(source, Var):
+                if isinstance(source, Literal):
                     return None, ()
-                inner = dict(zip(map(int, dims), source.aval.shape))
-                sizes = [min(size, inner.get(i, 1)) for i, size in enumerate(sizes)]
+                given = dict(zip(map(int, dims), source.aval.shape))
+                sizes = [min(size, given.get(i, 1)) for i, size in enumerate(sizes)]
                 if math.prod(sizes) != math.prod(source.aval.shape):
                     return None, ()
                 x = source
                 if len(source.aval.shape) != len(sizes):
                     break
-            elif name in ("pvary", "convert_element_type") and isinstance(made.invars[0], Var):
+            elif name in ("pvary", "convert_element_type"):
                 if name == "convert_element_type" and not _is_exact(made):
                     break
                 inner = self._program.eqn_of(made.invars[0])
@@ -400,7 +402,8 @@ class _Finder:
         """The chain with the activation that follows; None if none does."""
         program, x = self._program, chain.out
         values: dict[Any, activations.Polynomial] = {x: activations.X}
-        waiting, taken = list(program.uses[x]), set()
+        waiting: list[int] = list(program.uses[x])
+        taken: set[int] = set()
         if x in program.results:
             return None
         heapq.heapify(waiting)
@@ -576,14 +579,16 @@ def _value(eqn, values, constant):
 
 
 def _literal(x):
-    return float(x.val) if isinstance(x, Literal) and np.ndim(x.val) == 0 else None
+    is_number = isinstance(x, Literal) and np.ndim(x.val) == 0 and jnp.issubdtype(x.aval.dtype, np.number)
+    return float(x.val) if is_number and not jnp.issubdtype(x.aval.dtype, np.complexfloating) else None
 
 
 def _is_exact(eqn):
     """Whether an equation converts to a dtype that holds every value of the one before."""
-    if eqn.primitive.name != "convert_element_type" or not isinstance(eqn.invars[0], Var):
+    if eqn.primitive.name != "convert_element_type":
         return False
-    return _holds(eqn.outvars[0].aval.dtype, eqn.invars[0].aval.dtype)
+    source = eqn.invars[0].aval.dtype
+    return not isinstance(eqn.invars[0], Literal) and _holds(eqn.outvars[0].aval.dtype, source)
 
 
 def _holds(wide, narrow):

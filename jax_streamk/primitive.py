@@ -184,9 +184,9 @@ def _wider_jvp(primals, tangents, *, epilogue, preferred_element_type, **params)
     def wider(*moved):
         operands = dict(enumerate(primals)) | dict(zip(moving, moved))
         lhs, rhs, *others = operands.values()
-        others = (lax.convert_element_type(x, epilogue.before) for x in others)
+        wide = [lax.convert_element_type(x, epilogue.before) for x in others]
         apart = dataclasses.replace(epilogue, before=None)
-        out = bind_linear(lhs, rhs, *others, epilogue=apart, preferred_element_type=epilogue.before, **params)
+        out = bind_linear(lhs, rhs, *wide, epilogue=apart, preferred_element_type=epilogue.before, **params)
         return lax.convert_element_type(out, preferred_element_type)
 
     return jax.jvp(wider, [primals[i] for i in moving], [tangents[i] for i in moving])

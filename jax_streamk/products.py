@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jax_streamk import compat, fusion, lowering, primitive, schedules, text
 from jax_streamk.device import Device
@@ -88,14 +88,14 @@ def _merged(eqn: Any, program: fusion.Program) -> str | None:
 def _narrow(x: Any, program: fusion.Program) -> str | None:
     """The dtype of at most 8 bits that an operand was converted from, maybe scaled after that; None if it was not."""
     while (made := program.eqn_of(x)) is not None:
-        name, operands = made.primitive.name, [y for y in made.invars if isinstance(y, Var)]
+        name = made.primitive.name
         if name == "convert_element_type":
             dtype = made.invars[0].aval.dtype
             if dtype != np.bool_ and dtype.itemsize == 1:
                 return str(dtype)
         elif name not in (*_LAYOUT, "mul", "sub", "div"):
             return None
-        same = [y for y in operands if y.aval.size == x.aval.size]
+        same = [y for y in made.invars if y.aval.size == x.aval.size]
         if len(same) != 1:
             return None
         (x,) = same

@@ -122,6 +122,16 @@ def test_infinities_and_nan(name, act):
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
+def test_a_scalar_that_is_closed_over():
+    scale = jnp.asarray(0.3)
+    fn = lambda x, w: (x @ w) * scale
+    text = jax.jit(accelerate(fn)).lower(X, W).as_text()
+    assert "alpha = 3.0" in text.replace("alpha = 0.3", "alpha = 3.0") and "stablehlo.multiply" not in text
+    assert_close(jax.jit(accelerate(fn))(X, W), fn(X, W))
+    # Outside of a trace its next value would be another program.
+    assert_close(accelerate(fn)(X, W), fn(X, W))
+
+
 def with_another_use(x, w, b, r):
     p = x @ w
     return p, jnp.tanh(p)
