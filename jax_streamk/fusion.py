@@ -578,9 +578,10 @@ def _value(eqn, values, constant):
     return activations.applied(eqn.primitive.name, eqn.params, *operands)
 
 
-def _literal(x):
-    is_number = isinstance(x, Literal) and np.ndim(x.val) == 0 and jnp.issubdtype(x.aval.dtype, np.number)
-    return float(x.val) if is_number and not jnp.issubdtype(x.aval.dtype, np.complexfloating) else None
+def _literal(x: Any) -> float | None:
+    dtype = x.aval.dtype
+    is_real = jnp.issubdtype(dtype, np.floating) or jnp.issubdtype(dtype, np.integer)
+    return float(x.val) if isinstance(x, Literal) and np.ndim(x.val) == 0 and is_real else None
 
 
 def _is_exact(eqn):

@@ -111,8 +111,8 @@ def test_activations_however_they_are_written(name, act, dtype):
     assert ours.mean() <= 2 * theirs.mean() and ours.max() <= 2 * theirs.max() + float(jnp.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("name, act", FORMS)
-def test_infinities_and_nan(name, act):
+@pytest.mark.parametrize("act", [forms[0] for forms in ACTIVATIONS.values()])
+def test_infinities_and_nan(act):
     x = jnp.asarray([[np.nan, 1], [np.inf, 0], [-np.inf, 0], [1e30, 1e30], [0, 0]], jnp.float32)
     w = jnp.asarray([[1, 0], [1, 1]], jnp.float32)
     fn = lambda x, w, b: act(x @ w + b)
