@@ -3,7 +3,7 @@
 From each product a chain of equations is followed for as long as nothing else uses the value between: scales, a bias, a
 residual, an activation, conversions, and reshapes among them. The longest part that pays becomes one ``linear_p``:
 
-- A bias and a scale cost nothing in a kernel.
+- A bias and a scale are fused where the model finds the kernel no slower: they save a rounding at least.
 - A residual saves a pass over the result if the sum is stored, or read more than once.
 - An activation saves one if its result is stored. If only elementwise operations and reductions read it, XLA merges it
   with them, and a kernel would do no less.
@@ -39,6 +39,7 @@ _MERGED = frozenset(
     transpose xor""".split()
 )
 _LONGEST_ACTIVATION = 16  # equations
+_FREE = 1.01  # times as long
 
 
 class Program:
@@ -143,20 +144,20 @@ class _Chain:
         return tuple(x for x in (self.bias, self.residual) if x is not None)
 
 
-def fused(program: Program, is_ours: Callable[[Any], bool], runs: Callable[..., bool]) -> list[Any] | None:
+def fused(program: Program, is_ours: Callable[[Any], bool], time: Callable[..., float | None]) -> list[Any] | None:
     """The equations of a program with epilogues in their products; None if there is nothing to fuse.
 
     Args:
       program: may have products of ours.
       is_ours: whether an equation is one of them.
-      runs: whether a kernel runs a product of these types and parameters.
+      time: the expected time of a product of these types and parameters; None if no kernel runs it.
     """
     products = [at for at, eqn in enumerate(program.eqns) if is_ours(eqn)]
     taken: dict[int, int] = {}  # equations, by their product
     made: dict[int, list[Any]] = {}
     # The last product first: its residual may be the sum that ends another's chain.
     for at in reversed(products):
-        found = _Finder(program, at, taken, is_ours, runs).best()
+        found = _Finder(program, at, taken, is_ours, time).best()
         if found is not None:
             chain, eqns = found
             taken |= dict.fromkeys((at, *chain.taken), at)
@@ -182,8 +183,8 @@ def _without_unused(program: Program, eqns: list[Any]) -> list[Any]:
 class _Finder:
     """Follows the chain of one product."""
 
-    def __init__(self, program, at, taken, is_ours, runs):
-        self._program, self._at, self._taken, self._is_ours, self._runs = program, at, taken, is_ours, runs
+    def __init__(self, program, at, taken, is_ours, time):
+        self._program, self._at, self._taken, self._is_ours, self._time = program, at, taken, is_ours, time
         self._eqn = eqn = program.eqns[at]
         self._product = eqn.outvars[0].aval
         (contract, batch) = eqn.params["dimension_numbers"]
@@ -437,14 +438,21 @@ class _Finder:
         return None
 
     def _pays(self, chain):
-        program = self._program
+        """Whether a chain may end here: with an activation or a residual, only where that saves a pass."""
         if chain.last in ("wider", "layout"):
             return False
-        if chain.activation is not None:
-            return program.is_stored(chain.out, self._taken)
-        if chain.residual is not None:
-            return program.is_stored(chain.out, self._taken) or len(program.uses[chain.out]) > 1
-        return True
+        return (chain.activation is None and chain.residual is None) or self._saves_a_pass(chain)
+
+    def _saves_a_pass(self, chain):
+        """Whether XLA would store what the chain makes, or what it is made of would be read or written more often."""
+        if self._program.is_stored(chain.out, self._taken) or chain.last == "narrower":
+            return True
+        return chain.activation is None and chain.residual is not None and len(self._program.uses[chain.out]) > 1
+
+    def _is_free(self, time):
+        """Whether a kernel takes no longer with an epilogue that saves nothing but a rounding."""
+        plain = self._time(*(x.aval for x in self._eqn.invars), self._eqn.params)
+        return plain is not None and time <= _FREE * plain
 
     def _emit(self, chain):
         """The chain's equations: conversions of small operands, the product, a reshape; None if it cannot be fused."""
@@ -487,7 +495,8 @@ class _Finder:
         )
         if not placed:
             return None
-        if not self._runs(*avals[:2], params):
+        time = self._time(*avals[:2], params)
+        if time is None or not (self._saves_a_pass(chain) or self._is_free(time)):
             return None
         last = self._program.eqns[chain.taken[-1]]
         if result == chain.out.aval:

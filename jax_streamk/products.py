@@ -10,17 +10,21 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from jax_streamk import compat, fusion, lowering, primitive, schedules, text
 from jax_streamk.device import Device
+from jax_streamk.machines import machine_of
 from jax_streamk.planner import Plan
 
 _FALLS_BACK = "falls back to XLA: "
 _FEW_ROWS = 64  # up to here XLA's autotuner takes Triton's GEMM fusions
 _LARGER = 4  # times the elements of everything else that a product reads and writes
+_MOST_MERGED_BYTES = 32 * 2**20  # xla_gpu_dot_merger_threshold_mb
+_PAYS = 1.2  # times faster by the model: launches of a program overlap, and the model counts each
 _LAYOUT = ("reshape", "transpose", "squeeze", "expand_dims", "copy", "copy_p", "pvary")
 
 
@@ -44,8 +48,10 @@ def decide(eqn: Any, program: fusion.Program, schedule: Any, where: Any, device:
     if made.problem is None or made.kernel is None:
         return Decision(False, made.reasons[0].removeprefix(_FALLS_BACK), made)
     is_auto = isinstance(schedules.of_forward(schedule), schedules.Auto)
-    if is_auto and device.platform == "cuda" and (merged := _merged(eqn, program)):
-        return Decision(False, merged, made)
+    if is_auto and device.platform == "cuda":
+        merged = _merged(eqn, program) or _merged_with_others(eqn, program, device)
+        if merged is not None:
+            return Decision(False, merged, made)
     if where is not None and not where(made.problem):
         return Decision(False, "where(problem) is false", made)
     return Decision(True, "", made)
@@ -83,6 +89,55 @@ def _merged(eqn: Any, program: fusion.Program) -> str | None:
             name = program.eqns[user].primitive.name
             return f"the result is larger than all else: XLA's GEMM fusion merges {name} with the product"
     return None
+
+
+def _merged_with_others(eqn: Any, program: fusion.Program, device: Device) -> str | None:
+    """Why XLA computes a product as one with others that share an operand, which pays; None if it does not.
+
+    XLA's GPU compiler merges two such products if the smaller moves at most 32 MiB. It concatenates the other operands
+    on every call, weights included, which takes longer than it saves unless they are small: by the model, up to 1 MB
+    each. Nobody measured it.
+    """
+    contract, batch = eqn.params["dimension_numbers"]
+    for side, name in enumerate(("lhs", "rhs")):
+        shared, alike = eqn.invars[side], []
+        if batch[0] or isinstance(shared, Literal):
+            continue
+        for at in program.uses[shared]:
+            other = program.eqns[at]
+            if other.primitive is eqn.primitive and other.params == eqn.params and other.invars[side] is shared:
+                alike.append(other)
+        if len(alike) < 2 or min(map(_bytes_moved, alike)) > _MOST_MERGED_BYTES:
+            continue
+        depth = math.prod(shared.aval.shape[i] for i in contract[side])
+        extents = [math.prod(x.aval.shape) // max(1, depth) for x in (shared, *(e.invars[1 - side] for e in alike))]
+        types = [jax.ShapeDtypeStruct((extents[0], depth), shared.aval.dtype)]
+        types.append(jax.ShapeDtypeStruct((sum(extents[1:]), depth), eqn.invars[1 - side].aval.dtype))
+        numbers = (((1,), (1,)), ((), ()))
+        params = {name: value for name, value in eqn.params.items() if name != "out_sharding"}
+        params |= dict(dimension_numbers=numbers, schedule=schedules.Auto())
+        times = [planned(e, device, schedule=schedules.Auto()).microseconds for e in alike]
+        wide = lowering.plan(*(types if side == 0 else types[::-1]), device=device, **params)[0].microseconds
+        if wide is None or None in times:
+            continue
+        machine = machine_of(device)
+        copied = sum(_bytes(e.invars[1 - side].aval) for e in alike)
+        merged = wide + machine.launch_us + 2 * copied / machine.dram_bytes_per_us
+        apart = sum(time or 0 for time in times)
+        if apart > _PAYS * merged:
+            return (
+                f"XLA merges {len(alike)} products that share {name}: by the model {text.duration(merged)} with a copy "
+                f"of the others, {text.duration(apart)} apart"
+            )
+    return None
+
+
+def _bytes(aval: Any) -> int:
+    return aval.size * aval.dtype.itemsize
+
+
+def _bytes_moved(eqn: Any) -> int:
+    return sum(_bytes(x.aval) for x in (*eqn.invars, *eqn.outvars))
 
 
 def _narrow(x: Any, program: fusion.Program) -> str | None:

@@ -64,6 +64,22 @@ def test_what_makes_a_large_operand_of_few_rows_is_merged(on_h200):
     assert reasons(lambda x, w, mask: jnp.tanh(x) @ w, x, shaped(4096, 4096), mask) == [""]
 
 
+def test_products_that_xla_merges_where_that_pays(on_h200):
+    """Small weights are copied next to one another faster than three products are launched."""
+
+    def three(x, *weights):
+        return [jnp.sin(x @ w) for w in weights]
+
+    small, large = [shaped(768, 768)] * 3, [shaped(4096, n) for n in (4096, 1024, 1024)]
+    why = reasons(three, shaped(64, 768), *small)
+    assert len(why) == 3 and all(text.startswith("XLA merges 3 products that share lhs: by the model ") for text in why)
+    assert reasons(lambda x, w: three(x, w), shaped(64, 768), small[0]) == [""]
+    assert reasons(three, shaped(64, 768), *small, schedule=StreamK()) == [""] * 3
+    for m in (1, 64, 1024):
+        assert reasons(three, shaped(m, 4096), *large) == [""] * 3
+        assert reasons(three, shaped(m, 4096), *[shaped(4096, 14336)] * 2) == [""] * 2
+
+
 def attention(q, k, v):
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * 0.125
     scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -1e30)
