@@ -67,11 +67,13 @@ def accelerate(
     ``fn`` is traced as by ``jax.jit``, and every ``lax.dot_general`` in it that a kernel supports on the default device
     becomes ours. This includes products in derivatives that ``fn`` takes, in ``jit``, ``scan``, ``while_loop``,
     ``cond``, ``shard_map`` and ``checkpoint``, and in functions with custom derivatives or custom ``vmap``, rules
-    included.
+    included. Scales, biases, residuals, activations and conversions that follow a product become part of its kernel
+    where nothing else needs the values between.
 
     These stay XLA's: products that no kernel supports (complex numbers, integers other than int8, some precisions);
     products in derivatives of ``lax.custom_root``, in ``linear_call``, in Pallas kernels, in other libraries'
-    primitives (such as ``equinox.internal.noinline``) and under ``compute_on``; and whatever NumPy computes.
+    primitives (such as ``equinox.internal.noinline``) and under ``compute_on``; whatever NumPy computes; and under
+    ``Auto()`` on a GPU, products that XLA merges with their neighbours. ``accelerate(fn).explain(*args)`` says why.
 
     Args:
       fn: a pure function that ``jax.jit`` can trace; without it, ``accelerate(schedule=...)`` is a decorator.
@@ -85,9 +87,10 @@ def accelerate(
         becomes ours if it returns true. None accepts all.
 
     Returns:
-      A function like ``fn``, which can be transformed and compiled like ``fn``. As with ``jax.checkpoint``, every call
-      outside ``jax.jit`` traces ``fn``, so variables that it closes over may change between calls. A ``jax.jit`` inside
-      ``fn`` is compiled once for all functions with the same schedule and ``where``.
+      A function like ``fn``, which can be transformed and compiled like ``fn``, with a function ``explain``. As with
+      ``jax.checkpoint``, every call outside ``jax.jit`` traces ``fn``, so variables that it closes over may change
+      between calls. A ``jax.jit`` inside ``fn`` is compiled once for all functions with the same schedule and
+      ``where``.
 
     Raises:
       TypeError: fn or where is not callable, or schedule is not a schedule; at a call, a result that is not a pytree
