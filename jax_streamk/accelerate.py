@@ -84,7 +84,7 @@ def accelerate(
         is traced: if ``vmap`` or sharding outside it changes a product so that the schedule no longer fits, it raises
         ValueError as in ``matmul``.
       where: called with the ``GemmProblem`` (``plan(...).problem``) of each product that a kernel supports; the product
-        becomes ours if it returns true. None accepts all.
+        becomes ours if it returns true. None accepts all but those that XLA merges with their neighbours.
 
     Returns:
       A function like ``fn``, which can be transformed and compiled like ``fn``, with a function ``explain``. As with

@@ -1,7 +1,8 @@
 """Which products of a program are ours, and what ``accelerate(fn).explain`` says of each.
 
 ``decide`` is the one function that decides. A product is XLA's if ``left_to_xla`` says so or no kernel runs it, and
-under ``Auto()`` on a GPU also if XLA's GEMM fusion merges it with its neighbours: that saves more than a faster kernel.
+under ``Auto()`` on a GPU also if XLA merges it with its neighbours: that saves more than a faster kernel. A ``where``
+decides instead of the last.
 """
 
 import dataclasses
@@ -48,7 +49,7 @@ def decide(eqn: Any, program: fusion.Program, schedule: Any, where: Any, device:
     if made.problem is None or made.kernel is None:
         return Decision(False, made.reasons[0].removeprefix(_FALLS_BACK), made)
     is_auto = isinstance(schedules.of_forward(schedule), schedules.Auto)
-    if is_auto and device.platform == "cuda":
+    if is_auto and where is None and device.platform == "cuda":
         merged = _merged(eqn, program) or _merged_with_others(eqn, program, device)
         if merged is not None:
             return Decision(False, merged, made)

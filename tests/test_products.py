@@ -47,6 +47,7 @@ def test_weights_of_few_bits_are_read_as_they_are(on_h200, dtype, m):
             f"rhs is converted from {jnp.dtype(dtype)}, which XLA's GEMM fusion reads as it is"
         ]
     assert reasons(quantized["plain"], x, w, scale, schedule=StreamK()) == [""]
+    assert reasons(quantized["plain"], x, w, scale, where=lambda problem: True) == [""]
 
 
 def test_what_makes_a_large_operand_of_few_rows_is_merged(on_h200):
