@@ -50,7 +50,7 @@ def decide(eqn: Any, program: fusion.Program, schedule: Any, where: Any, device:
         return Decision(False, made.reasons[0].removeprefix(_FALLS_BACK), made)
     is_auto = isinstance(schedules.of_forward(schedule), schedules.Auto)
     if is_auto and where is None and device.platform == "cuda":
-        merged = _merged(eqn, program) or _merged_with_others(eqn, program, device)
+        merged = merged_by_xla(eqn, program, device)
         if merged is not None:
             return Decision(False, merged, made)
     if where is not None and not where(made.problem):
@@ -62,6 +62,11 @@ def planned(eqn: Any, device: Device, **changed: Any) -> Plan:
     """The ``Plan`` of a product's equation, ours or JAX's. Raises ValueError if no kernel runs an explicit schedule."""
     params = {name: value for name, value in eqn.params.items() if name != "out_sharding"} | changed
     return lowering.plan(*(x.aval for x in eqn.invars[:2]), device=device, **params)[0]
+
+
+def merged_by_xla(eqn: Any, program: fusion.Program, device: Device) -> str | None:
+    """Why XLA computes a product with its neighbours better than a kernel alone; None if it does not."""
+    return _merged(eqn, program) or _merged_with_others(eqn, program, device)
 
 
 def _merged(eqn: Any, program: fusion.Program) -> str | None:

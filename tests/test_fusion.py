@@ -14,6 +14,13 @@ from jax_streamk import SplitK, accelerate
 P = jax.sharding.PartitionSpec
 
 
+@pytest.fixture(autouse=True)
+def products_are_tf32_on_gpus():
+    """Also those of a vector, which XLA would compute in float32, and no kernel."""
+    with jax.default_matmul_precision("TF32_TF32_F32" if jax.default_backend() == "gpu" else None):
+        yield
+
+
 def fused(fn, *args):
     """What was fused into the products of ``fn``, in order of their expected time."""
     return sorted(row.fused for row in accelerate(fn).explain(*args).rows for _ in range(row.count) if row.is_ours)

@@ -19,8 +19,13 @@ def shaped(*shape, dtype=bf16):
 
 
 @pytest.fixture
-def on_h200(monkeypatch):
+def h200(monkeypatch):
     monkeypatch.setattr(sys.modules["jax_streamk.accelerate"], "device_of", lambda device: H200)
+
+
+def on_h200(test):
+    """As users have it there."""
+    return pytest.mark.left_to_xla(pytest.mark.usefixtures("h200")(test))
 
 
 def rows(fn, *args, **kwargs):
@@ -34,7 +39,8 @@ def reasons(fn, *args, **kwargs):
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int4, jnp.float8_e4m3fn, jnp.float8_e5m2])
 @pytest.mark.parametrize("m", [8, 2048])
-def test_weights_of_few_bits_are_read_as_they_are(on_h200, dtype, m):
+@on_h200
+def test_weights_of_few_bits_are_read_as_they_are(dtype, m):
     x, w, scale = shaped(m, 4096), shaped(4096, 4096, dtype=dtype), shaped(4096)
     quantized = {
         "plain": lambda x, w, scale: x @ w.astype(bf16),
@@ -50,7 +56,8 @@ def test_weights_of_few_bits_are_read_as_they_are(on_h200, dtype, m):
     assert reasons(quantized["plain"], x, w, scale, where=lambda problem: True) == [""]
 
 
-def test_what_makes_a_large_operand_of_few_rows_is_merged(on_h200):
+@on_h200
+def test_what_makes_a_large_operand_of_few_rows_is_merged():
     x, w, mask = shaped(16, 4096), shaped(4096, 4096, dtype=f32), shaped(4096, 4096, dtype=bool)
     convert = lambda x, w, mask: x @ w.astype(bf16)
     assert reasons(convert, x, w, mask) == [
@@ -65,7 +72,8 @@ def test_what_makes_a_large_operand_of_few_rows_is_merged(on_h200):
     assert reasons(lambda x, w, mask: jnp.tanh(x) @ w, x, shaped(4096, 4096), mask) == [""]
 
 
-def test_products_that_xla_merges_where_that_pays(on_h200):
+@on_h200
+def test_products_that_xla_merges_where_that_pays():
     """Small weights are copied next to one another faster than three products are launched."""
 
     def three(x, *weights):
@@ -87,7 +95,8 @@ def attention(q, k, v):
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores.astype(f32)).astype(bf16), v)
 
 
-def test_long_attention_is_merged_with_its_softmax(on_h200):
+@on_h200
+def test_long_attention_is_merged_with_its_softmax():
     long, short = ([shaped(2, length, 12, 64)] * 3 for length in (1024, 128))
     by = sorted(why.split(":")[0] for why in reasons(attention, *long))
     assert by == [
@@ -168,7 +177,8 @@ def test_products_that_accelerate_does_not_see():
     assert not row.is_ours and "device_host" in row.why
 
 
-def test_a_table(on_h200):
+@on_h200
+def test_a_table():
     def model(x, w, v):
         for _ in range(3):
             x = x + jax.nn.gelu(x @ w) @ w.T
