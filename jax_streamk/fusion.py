@@ -153,14 +153,14 @@ def fused(program: Program, is_ours: Callable[[Any], bool], time: Callable[..., 
       time: the expected time of a product of these types and parameters; None if no kernel runs it.
     """
     products = [at for at, eqn in enumerate(program.eqns) if is_ours(eqn)]
-    taken: dict[int, int] = {}  # equations, by their product
+    taken: set[int] = set()
     made: dict[int, list[Any]] = {}
     # The last product first: its residual may be the sum that ends another's chain.
     for at in reversed(products):
         found = _Finder(program, at, taken, is_ours, time).best()
         if found is not None:
             chain, eqns = found
-            taken |= dict.fromkeys((at, *chain.taken), at)
+            taken.update((at, *chain.taken))
             made[chain.taken[-1]] = eqns
     if not made:
         return None
@@ -240,7 +240,7 @@ class _Finder:
                 return dataclasses.replace(step, last="narrower" if narrows else "wider")
             if name in ("copy", "copy_p"):
                 return step
-            if (name in _RESHAPES and eqn.params.get("dimensions") is None) or self._is_reshape(eqn):
+            if self._is_reshape(eqn):
                 return dataclasses.replace(step, last="layout")
             if chain.activation is None:
                 # A scale may be the first step of an activation: tanh(x) as -tanh(-x).
@@ -251,13 +251,10 @@ class _Finder:
         return self._activation(chain) if chain.activation is None else None
 
     def _is_reshape(self, eqn):
-        """Whether a broadcast only adds dimensions of size 1."""
-        if eqn.primitive.name == "squeeze":
-            return True
-        return (
-            eqn.primitive.name == "broadcast_in_dim"
-            and len(eqn.invars) == 1
-            and math.prod(eqn.params["shape"]) == math.prod(eqn.invars[0].aval.shape)
+        if eqn.primitive.name == "broadcast_in_dim":  # that only adds dimensions of size 1
+            return len(eqn.invars) == 1 and eqn.outvars[0].aval.size == eqn.invars[0].aval.size
+        return eqn.primitive.name == "squeeze" or (
+            eqn.primitive.name in _RESHAPES and eqn.params.get("dimensions") is None
         )
 
     def _step(self, chain, step, eqn):
