@@ -3,6 +3,7 @@
 import collections
 import functools
 import gc
+import math
 import operator
 import sys
 import types
@@ -17,6 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Var, primitives
 
 from jax_streamk import compat, fusion, lowering, primitive
 from jax_streamk.device import Device, device_of
+from jax_streamk.machines import machine_of
 from jax_streamk.planner import Plan
 from jax_streamk.problem import GemmProblem
 from jax_streamk.products import Products, decide, products_of
@@ -195,7 +197,7 @@ class _Rewriter:
         if not any(map(_is_product, eqns)):
             return eqns
         eqns = _with_transposes(outvars, eqns)
-        return fusion.fused(fusion.Program(eqns, outvars, _numbers(jaxpr)), _is_product, _time) or eqns
+        return fusion.fused(fusion.Program(eqns, outvars, _numbers(jaxpr)), _is_product, _time, _passing) or eqns
 
     def _eqn(self, program: Any, eqn: Any) -> Any:
         if eqn.primitive is compat.dot_general_p:
@@ -340,6 +342,13 @@ def _time(lhs: Any, rhs: Any, params: dict[str, Any]) -> float | None:
     """The expected time of a product on the default device, in microseconds; None if no kernel runs it."""
     made = _plan(lhs, rhs, **params)
     return None if made is None or made.kernel is None else made.microseconds
+
+
+def _passing(size: int, launches: int) -> float:
+    """The expected time, in microseconds, of moving bytes on the default device; on a CPU any epilogue is shorter."""
+    device = device_of(None)
+    machine = machine_of(device)
+    return launches * machine.launch_us + size / machine.dram_bytes_per_us if device.arch else math.inf
 
 
 def _map(f: Callable[[Any], Any], values: Any) -> Any:

@@ -3,10 +3,12 @@
 From each product a chain of equations is followed for as long as nothing else uses the value between: scales, a bias, a
 residual, an activation, conversions, and reshapes among them. The longest part that pays becomes one ``linear_p``:
 
-- A bias and a scale are fused where the model finds the kernel no slower: they save a rounding at least.
+- A bias and a scale save a rounding at least.
 - A residual saves a pass over the result if the sum is stored, or read more than once.
 - An activation saves one if its result is stored. If only elementwise operations and reductions read it, XLA merges it
   with them, and a kernel would do no less.
+
+By the model, the kernel must not take longer than that saves.
 
 Sums stay in float32 between, so a fused chain rounds less often than its equations, never more.
 """
@@ -39,7 +41,7 @@ _MERGED = frozenset(
     transpose xor""".split()
 )
 _LONGEST_ACTIVATION = 16  # equations
-_FREE = 1.01  # times as long
+_FREE = 1.01  # times as long a kernel, for a rounding
 
 
 class Program:
@@ -144,20 +146,26 @@ class _Chain:
         return tuple(x for x in (self.bias, self.residual) if x is not None)
 
 
-def fused(program: Program, is_ours: Callable[[Any], bool], time: Callable[..., float | None]) -> list[Any] | None:
+def fused(
+    program: Program,
+    is_ours: Callable[[Any], bool],
+    time: Callable[..., float | None],
+    passing: Callable[[int, int], float],
+) -> list[Any] | None:
     """The equations of a program with epilogues in their products; None if there is nothing to fuse.
 
     Args:
       program: may have products of ours.
       is_ours: whether an equation is one of them.
       time: the expected time of a product of these types and parameters; None if no kernel runs it.
+      passing: the expected time of moving a number of bytes in a number of launches.
     """
     products = [at for at, eqn in enumerate(program.eqns) if is_ours(eqn)]
     taken: set[int] = set()
     made: dict[int, list[Any]] = {}
     # The last product first: its residual may be the sum that ends another's chain.
     for at in reversed(products):
-        found = _Finder(program, at, taken, is_ours, time).best()
+        found = _Finder(program, at, taken, is_ours, time, passing).best()
         if found is not None:
             chain, eqns = found
             taken.update((at, *chain.taken))
@@ -183,8 +191,8 @@ def _without_unused(program: Program, eqns: list[Any]) -> list[Any]:
 class _Finder:
     """Follows the chain of one product."""
 
-    def __init__(self, program, at, taken, is_ours, time):
-        self._program, self._at, self._taken, self._is_ours, self._time = program, at, taken, is_ours, time
+    def __init__(self, program, at, taken, is_ours, time, passing):
+        self._program, self._taken, self._is_ours, self._time, self._passing = program, taken, is_ours, time, passing
         self._eqn = eqn = program.eqns[at]
         self._product = eqn.outvars[0].aval
         (contract, batch) = eqn.params["dimension_numbers"]
@@ -446,10 +454,24 @@ class _Finder:
             return True
         return chain.activation is None and chain.residual is not None and len(self._program.uses[chain.out]) > 1
 
-    def _is_free(self, time):
-        """Whether a kernel takes no longer with an epilogue that saves nothing but a rounding."""
+    def _is_faster(self, chain, time):
+        """Whether a kernel with an epilogue takes no longer than one without and what the epilogue saves."""
         plain = self._time(*(x.aval for x in self._eqn.invars), self._eqn.params)
-        return plain is not None and time <= _FREE * plain
+        is_cheap = chain.residual is None and chain.activation is None
+        return plain is not None and time <= (_FREE if is_cheap else 1) * plain + self._saved(chain)
+
+    def _saved(self, chain):
+        """The time of the passes that a chain saves: of all readers', or of one reader of a sum."""
+        program, out = self._program, chain.out
+        size = out.aval.size * out.aval.dtype.itemsize
+        if not self._saves_a_pass(chain):
+            return 0.0
+        if chain.last == "narrower":
+            return self._passing(2 * (self._product.size * self._product.dtype.itemsize - size), 0)
+        readers = [program.eqns[at] for at in program.uses[out] if at not in self._taken]
+        is_read_elsewhere = any(is_merged(eqn) and not self._is_reshape(eqn) for eqn in readers)
+        is_alone = program.is_stored(out, self._taken) and not is_read_elsewhere
+        return self._passing(2 * size, 1) if is_alone else self._passing(size, 0)
 
     def _emit(self, chain):
         """The chain's equations: conversions of small operands, the product, a reshape; None if it cannot be fused."""
@@ -493,7 +515,7 @@ class _Finder:
         if not placed:
             return None
         time = self._time(*avals[:2], params)
-        if time is None or not (self._saves_a_pass(chain) or self._is_free(time)):
+        if time is None or not self._is_faster(chain, time):
             return None
         last = self._program.eqns[chain.taken[-1]]
         if result == chain.out.aval:

@@ -196,6 +196,18 @@ def test_a_table():
         assert row.shape in text and row.dtypes in text
 
 
+@on_h200
+def test_epilogues_that_save_no_more_than_they_take_are_not_fused():
+    def fused(m, d, then):
+        block = lambda x, w1, w2: then(x + jax.nn.gelu(x @ w1) @ w2)
+        return {row.fused for row in rows(block, shaped(m, d), shaped(d, 4 * d), shaped(4 * d, d))}
+
+    norm = lambda y: y - y.mean(-1, keepdims=True)
+    assert fused(8192, 1024, lambda y: y) == {"gelu_tanh(A @ B)", "A @ B + residual"}
+    # A few rows of a sum are read from L2 in no time.
+    assert fused(1, 1024, norm) == {"gelu_tanh(A @ B)", ""}
+
+
 def test_nothing_to_multiply():
     assert str(accelerate(jnp.sin).explain(normal(3))).startswith("no products on ")
 
