@@ -51,7 +51,7 @@ def test_no_block_escapes():
         text = page.read_text()
         assert "```" not in FENCE.sub("", text), name(page)
         languages = {info.strip() for _, _, info, _ in FENCE.findall(text)}
-        known = {"", "python", "sh", "bash", "text", "c++", "{toctree}", "{eval-rst}"}
+        known = {"", "python", "sh", "bash", "console", "text", "c++", "{toctree}", "{eval-rst}"}
         assert languages <= known, name(page)
 
 

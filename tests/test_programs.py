@@ -127,7 +127,7 @@ def test_program(name, every):
     xla, ours = row["sides"][XLA], row["sides"][OURS]
     assert "error" not in xla and "error" not in ours, row
     assert xla["custom_calls"] == 0 and ours["custom_calls"] > 0
-    # Equal results: no further from a wider dtype's than twice XLA's.
+    # Equal results: in the median array no further from a wider dtype's than twice XLA's.
     assert not ours["wrong"], row
     assert ours["argument_bytes"] == xla["argument_bytes"] and min(xla["peak_bytes"], ours["peak_bytes"]) > 0
     assert ours["ratio"]["step"] == xla["step"]["median_us"] / ours["step"]["median_us"]
