@@ -83,6 +83,8 @@ def own(tmp_path, monkeypatch):
         (tmp_path / "own.py").write_text("\n".join([OWN, *lines]))
 
     monkeypatch.chdir(tmp_path)
+    # The package may be installed elsewhere.
+    monkeypatch.setattr(programs, "FOLDER", pathlib.Path(__file__).parents[1] / programs.FOLDER)
     write()
     return write
 
