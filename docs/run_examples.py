@@ -2,7 +2,7 @@
 
     python docs/run_examples.py
 
-Takes minutes, on the device that JAX finds. tests/test_examples.py compares the page with the examples but for numbers.
+Takes minutes, on the device that JAX finds. tests/test_examples.py compares the page with the examples, numbers aside.
 """
 
 import pathlib

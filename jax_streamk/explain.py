@@ -493,7 +493,7 @@ def _rows(x: Explanation) -> Iterator[tuple[str, str, str]]:
 
 
 def _notes(plan: Plan) -> list[str]:
-    """The plan's reasons but for those that figures say."""
+    """The plan's reasons, without those that figures say."""
     if plan.kernel is None:
         return list(plan.reasons)
     figures = ("estimated ", "instead of ", "this build has no CUDA kernels")

@@ -52,7 +52,7 @@ def outline(printed):
 
 
 def assert_gallery_has(name, printed):
-    """docs/examples.md has what the example prints, but for numbers."""
+    """docs/examples.md has what the example prints, numbers aside."""
     command = re.escape(f"python examples/{name}")
     (shown,) = re.findall(rf"^{command}\n```\n\n```text\n(.*?)^```$", GALLERY.read_text(), re.DOTALL | re.MULTILINE)
     assert outline(shown) == outline(printed)

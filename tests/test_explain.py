@@ -91,31 +91,30 @@ def check_units(kernel, problem, schedule, device, units):
     assert (adding == (np.zeros(units.tiles) if separate else counts > 1)).all()
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_every_iteration_is_in_the_picture_once(seed):
-    rng, checked = random.Random(seed), 0
-    while checked < 30:
-        kernel, problem, schedule, device = random_call(rng)
+def random_units(seed):
+    """Thirty random calls that kernels can run, each with its units of work."""
+    rng, found = random.Random(seed), 0
+    while found < 30:
+        call = random_call(rng)
         try:
-            units = _ffi.work_units(kernel, problem, schedule, device)
+            units = _ffi.work_units(*call)
         except ValueError:
             continue
-        check_units(kernel, problem, schedule, device, units)
-        checked += 1
+        yield *call, units
+        found += 1
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_every_iteration_is_in_the_picture_once(seed):
+    for call in random_units(seed):
+        check_units(*call)
 
 
 def test_random_calls_are_of_every_family_and_schedule():
     seen = set()
     for seed in range(10):
-        rng, checked = random.Random(seed), 0
-        while checked < 30:
-            kernel, problem, schedule, device = random_call(rng)
-            try:
-                units = _ffi.work_units(kernel, problem, schedule, device)
-            except ValueError:
-                continue
+        for kernel, _, schedule, _, units in random_units(seed):
             seen.add((kernel.family, schedule.schedule if units.peers.max() > 1 else None, schedule.reduction))
-            checked += 1
     families, kinds, reductions = zip(*seen)
     assert set(families) == set(_ffi.Family) and len(set(kinds)) == 3 and len(set(reductions)) == 3
 

@@ -4,14 +4,13 @@ import dataclasses
 import json
 import pathlib
 import re
-import sys
 import xml.etree.ElementTree
 
 import jax
 import jax.numpy as jnp
 import pytest
+from test_bench import here, refused
 
-from jax_streamk import __main__ as command
 from jax_streamk.tools import programs, report, results
 from jax_streamk.tools.sides import OURS, XLA
 
@@ -87,19 +86,6 @@ def own(tmp_path, monkeypatch):
     monkeypatch.setattr(programs, "FOLDER", pathlib.Path(__file__).parents[1] / programs.FOLDER)
     write()
     return write
-
-
-def here(monkeypatch, *arguments):
-    """Runs the command in this process, and returns its exit status."""
-    monkeypatch.setattr(sys, "argv", ["jax_streamk", "bench", *map(str, arguments)])
-    return command.main()
-
-
-def refused(monkeypatch, capsys, *arguments):
-    with pytest.raises(SystemExit) as end:
-        here(monkeypatch, *arguments)
-    assert end.value.code == 2
-    return capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

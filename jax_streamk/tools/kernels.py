@@ -62,7 +62,7 @@ def add_arguments(parser):
         "--dtype",
         default="bfloat16",
         choices=_DTYPES,
-        help="of operands, and of the result but for int8, whose result is int32 (%(default)s)",
+        help="of operands and result; int8 has an int32 result (%(default)s)",
     )
     parser.add_argument(
         "--layout", default="rr", choices=("rr", "rc", "cr", "cc"), help="A and B: row- or column-major (%(default)s)"

@@ -152,7 +152,8 @@ def _of_type(type_, value):
         return type_[value]
     if dataclasses.is_dataclass(type_):
         types = {field.name: field.type for field in dataclasses.fields(type_)}
-        made = type_(**{name: _of_type(kind, value.pop(name)) for name, kind in types.items()})  # type: ignore[operator]
+        fields = {name: _of_type(kind, value.pop(name)) for name, kind in types.items()}
+        made = type_(**fields)  # type: ignore[operator]
         if value:
             raise ValueError(value)
         return made
