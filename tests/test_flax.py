@@ -39,7 +39,7 @@ def normal(*shape, dtype=F32):
 def functional(layer, key=0, k=K):
     """(a function of parameters and input, the parameters) of a linen layer, or of an nnx layer made from rngs."""
     if isinstance(layer, flax.linen.Module):
-        return layer.apply, layer.init(jax.random.key(key), jnp.zeros((1, k)))
+        return layer.apply, layer.init(jax.random.key(key), jnp.zeros((2, k)))
     graph, state = flax.nnx.split(layer(rngs=flax.nnx.Rngs(key)))
     return lambda state, *args: flax.nnx.merge(graph, state)(*args), state
 
@@ -452,13 +452,13 @@ def nnx_einsum(dot_general):
 
 
 LAYERS = [
-    (lambda dot_general: flax.linen.Dense(N, dot_general=dot_general), 1),
-    (dense_general, 1),
-    (linen_attention, 6),
-    (nnx_linear, 1),
-    (nnx_linear_general, 1),
-    (nnx_einsum, 1),
-    (nnx_attention, 6),
+    (lambda dot_general: flax.linen.Dense(N, dot_general=dot_general), (2, 6, K), 1),
+    (dense_general, (2, 6, 3, K), 1),
+    (linen_attention, (2, 6, K), 6),
+    (nnx_linear, (2, 6, K), 1),
+    (nnx_linear_general, (2, 6, 3, K), 1),
+    (nnx_einsum, (2, 6, K), 1),
+    (nnx_attention, (2, 6, K), 6),
 ]
 
 
@@ -473,9 +473,9 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("layer, products", LAYERS, ids=NAMES)
-def test_flax_layers_on_our_products(layer, products):
-    x = normal(2, 6, K)
+@pytest.mark.parametrize("layer, shape, products", LAYERS, ids=NAMES)
+def test_flax_layers_on_our_products(layer, shape, products):
+    x = normal(*shape)
     made = layer(None), layer(jax_streamk.dot_general)
     if isinstance(made[0], flax.linen.Module):
         params = made[0].init(jax.random.key(0), x)
@@ -624,7 +624,8 @@ def test_accelerate_updates_modules(name):
     assert_close(arrays_of(flax.nnx.state(mine)), arrays_of(flax.nnx.state(theirs)), TOLERANCE[F32] * 10)
     assert mine.calls == theirs.calls == {"function": 6, "method": 4}.get(name, 2)
     found, left = calls(lambda x: nnx.accelerate(Stateful())(x), x)
-    assert len(found) > 5 and left == 0
+    # On GPUs XLA multiplies the scores and values of a single query in float32.
+    assert len(found) > 5 and left == (2 if jax.default_backend() == "gpu" else 0)
 
 
 def test_accelerate_of_modules_that_are_returned_and_shared():

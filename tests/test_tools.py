@@ -508,6 +508,7 @@ def test_kernels_says_what_is_wrong(capsys, monkeypatch):
 NCU = """#!{python}
 import pickle, sys
 assert sys.argv[1] == "--csv" and "launch_each" in sys.argv[-1]
+assert sys.argv[sys.argv.index("--print-kernel-base") + 1] == "mangled"
 path = sys.argv[-1].split("'")[1]
 problem, device, plans = pickle.load(open(path, "rb"))
 metrics = sys.argv[sys.argv.index("--metrics") + 1].split(",")
@@ -518,10 +519,10 @@ def kernel(name, percent, time):
     print(f'"0","{{name}}",' + f'"{{percent}}",' * (len(metrics) - 1) + f'"{{time:,}}"')
 for i, plan in enumerate(plans):
     kernel("wrapped_sine", 1, 10)
-    kernel("void jax_streamk::copy_rows(Copies)", 2, 50_000)
-    kernel("void jax_streamk::sm80_cutlass_gemm<...>(Params)", 3, 100)
-    kernel("void jax_streamk::sm80_cutlass_gemm<...>(Params)", 20 + i, 12_345)
-    kernel("void jax_streamk::reduce_slices(...)", 4, 50_000)
+    kernel("_ZN11jax_streamk9copy_rowsE6Copies", 2, 50_000)
+    kernel("_ZN11jax_streamk17sm80_cutlass_gemmI1KEvv", 3, 100)
+    kernel("_ZN11jax_streamk17sm80_cutlass_gemmI1KEvv", 20 + i, 12_345)
+    kernel("_ZN11jax_streamk13reduce_slicesEv", 4, 50_000)
 {end}
 """
 

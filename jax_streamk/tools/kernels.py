@@ -271,7 +271,7 @@ def _count(rows, problem, device):
                 "--print-units",
                 "base",
                 "--print-kernel-base",
-                "demangled",
+                "mangled",  # demangled, it drops namespaces
                 "--metrics",
                 metrics,
                 *child,
