@@ -274,8 +274,7 @@ void bind_planner(nb::module_& m) {
          Machine const& machine, size_t listed) { return choose(kernels.all(), p, wanted, device, machine, listed); },
       "kernels"_a, "problem"_a, "schedule"_a.none(), "device"_a, "machine"_a, "listed"_a = 6, nb::keep_alive<0, 1>(),
       "The cheapest candidates, at most `listed`, among kernels of the problem's types and majorness, each of another "
-      "kernel or kind of "
-      "schedule; a schedule but None is the only one considered.");
+      "kernel or kind of schedule; a schedule but None is the only one considered.");
   m.def("estimate", &estimate, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "machine"_a,
         "The Cost of a kernel under a schedule in the best order of tiles, whether or not the kernel can run it.");
   m.def("most_ctas_per_sm", &most_ctas_per_sm, "kernel"_a, "device"_a,

@@ -166,3 +166,5 @@ def check_gpus() -> None:
 H100 = Device("cuda", 90, 132, "NVIDIA H100 80GB HBM3")
 H200 = Device("cuda", 90, 132, "NVIDIA H200")
 A100 = Device("cuda", 80, 108, "NVIDIA A100-SXM4-80GB")
+
+NAMED = {"h200": H200, "h100": H100, "a100": A100}  # on the command line

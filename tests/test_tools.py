@@ -195,8 +195,8 @@ def test_bad_arguments_are_refused_before_anything_is_measured(tmp_path, pretend
 
 def test_fit_refuses_what_is_no_table(tmp_path, capsys):
     bad = write(tmp_path / "bad.csv", "8,8,8", header="m,n,x")
-    assert f"fit: error: {bad} has no column k" in refused(capsys, "fit", "--from", bad, "--device", "H100")
-    assert "No such file" in refused(capsys, "fit", "--from", str(tmp_path / "missing.csv"), "--device", "H100")
+    assert f"fit: error: {bad} has no column k" in refused(capsys, "fit", "--from", bad, "--device", "h100")
+    assert "No such file" in refused(capsys, "fit", "--from", str(tmp_path / "missing.csv"), "--device", "h100")
     assert "argument --minutes: 'x' is not a time of 0 or more" in refused(capsys, "fit", "--minutes", "x")
 
 
@@ -345,10 +345,10 @@ def fitted(tmp_path, monkeypatch):
 def test_fit_finds_the_constants_that_a_table_was_made_with(tmp_path, fitted, capsys):
     device, start, truth, moved, table = fitted
     out = tmp_path / "gpu.json"
-    assert not main(["fit", "--from", str(table), "--device", "H100", "--out", str(out)])
+    assert not main(["fit", "--from", str(table), "--device", "h100", "--out", str(out)])
     found = machines.parse("gpu", out.read_text())
     assert (found.kinds, found.arch, found.topology.sms) == ((device.kind,), 90, 132)
-    assert found.date and found.command == "python -m jax_streamk fit --from table.csv --device H100"
+    assert found.date and found.command == "python -m jax_streamk fit --from table.csv --device h100"
     for name in moved:
         before, after = (abs(math.log(getattr(x, name) / getattr(truth, name))) for x in (start, found))
         assert after < 0.8 * before, name

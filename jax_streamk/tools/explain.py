@@ -16,13 +16,12 @@ import jax
 
 import jax_streamk
 from jax_streamk import schedules
-from jax_streamk.device import device_of
+from jax_streamk.device import NAMED, device_of
 from jax_streamk.explain import on_kernel, work_units
 from jax_streamk.plot import plot_schedules
 from jax_streamk.tools import shapes
 from jax_streamk.tools.tune import dtype
 
-_DEVICES = {"h200": jax_streamk.H200, "h100": jax_streamk.H100, "a100": jax_streamk.A100}
 _SCHEDULES = "auto, data-parallel, split-k:SPLITS[:REDUCTION] or stream-k[:REDUCTION]"
 
 
@@ -46,7 +45,7 @@ def add_arguments(parser):
         help=f"{_SCHEDULES}; may be given several times (auto)",
     )
     parser.add_argument("--kernel", metavar="NAME", help="for all schedules (of each, the planner's)")
-    parser.add_argument("--device", choices=[*_DEVICES, "cpu"], help="to plan for (JAX's default device)")
+    parser.add_argument("--device", choices=[*NAMED, "cpu"], help="to plan for (JAX's default device)")
     parser.add_argument("--measure", action="store_true", help="run it, and XLA's product, on this machine")
     parser.add_argument("--plot", metavar="FILE", help="write a picture, of one schedule or of all of them: SVG or PNG")
     parser.add_argument("--html", action="store_true", help="as a table of HTML")
@@ -64,7 +63,7 @@ def _run(arguments):
     try:
         options = dict(
             dimension_numbers=shape.dimension_numbers(),
-            device=_DEVICES.get(arguments.device) or device_of(arguments.device),
+            device=NAMED.get(arguments.device) or device_of(arguments.device),
             precision=arguments.precision,
             preferred_element_type=arguments.out_dtype,
         )

@@ -3,7 +3,7 @@
 examples:
   python -m jax_streamk fit
       20 minutes of measuring on the GPU that is here; the planner finds the result by itself
-  python -m jax_streamk fit --from table.csv --device H100 --out h100.json
+  python -m jax_streamk fit --from table.csv --device h100 --out h100.json
       to plans that were measured before, on any machine
 """
 
@@ -14,16 +14,14 @@ import re
 import shlex
 import time
 
-import jax_streamk
 from jax_streamk import lowering, machines
-from jax_streamk.device import device_of
+from jax_streamk.device import NAMED, device_of
 from jax_streamk.tools import shapes
 from jax_streamk.tools.tune import progress_of
 from jax_streamk.tuning import fit, plans
 from jax_streamk.tuning.measure import Memory
 
 _STEPS = 25
-_NAMED = ("A100", "H100", "H200")
 
 
 def add_arguments(parser):
@@ -40,7 +38,7 @@ def add_arguments(parser):
     parser.add_argument(
         "--from", dest="tables", nargs="+", metavar="TABLE", help="fit to tables of measured plans; needs no GPU"
     )
-    parser.add_argument("--device", choices=_NAMED, help="GPU that the tables were measured on (this one)")
+    parser.add_argument("--device", choices=NAMED, help="GPU that the tables were measured on (this one)")
 
 
 def run(arguments):
@@ -49,7 +47,7 @@ def run(arguments):
     except (OSError, ValueError) as error:
         arguments.error(str(error))
     try:
-        device = getattr(jax_streamk, arguments.device) if arguments.device else device_of(None)
+        device = NAMED.get(arguments.device) or device_of(None)
         if device.platform != "cuda":
             raise ValueError(f"it fits constants of GPUs, and this is {device.kind or device.platform}: see --from")
         out = arguments.out or machines.user_directory() / f"{_slug(device.kind)}.json"

@@ -29,17 +29,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import jax_streamk
 from jax_streamk import _ffi, compat, cost_model, described, planner, text
 from jax_streamk import problem as problems
-from jax_streamk.device import Device, device_for_lowering, device_of, jax_device_of
+from jax_streamk.device import NAMED, Device, device_of, jax_device_of
 from jax_streamk.launch_policy import LaunchPolicy
 from jax_streamk.machines import machine_of
 from jax_streamk.tools import shapes
 from jax_streamk.tuning.measure import Memory
 from jax_streamk.tuning.tuned import Candidate
 
-_DEVICES = {"h200": jax_streamk.H200, "h100": jax_streamk.H100, "a100": jax_streamk.A100, "cpu": None}
 _DTYPES = ("bfloat16", "float16", "float32", "float64", "int8")
 _REDUCTIONS = ("ordered", "separate", "atomic")
 _ROUNDS = 3
@@ -77,7 +75,7 @@ def add_arguments(parser):
     parser.add_argument(
         "--best", type=shapes.positive, metavar="N", help="how many kernels of each number of splits, by prediction (3)"
     )
-    parser.add_argument("--device", choices=_DEVICES, help="to predict for (the one that is here)")
+    parser.add_argument("--device", choices=[*NAMED, "cpu"], help="to predict for (the one that is here)")
     parser.add_argument("--predict", action="store_true", help="measure nothing")
     parser.add_argument("--csv", action="store_true", help="as CSV, with every column")
     parser.add_argument("--ncu", action="store_true", help="add occupancy and throughputs, by Nsight Compute")
@@ -124,7 +122,7 @@ def run(arguments):
 
 
 def _device(name):
-    return device_of(None) if name is None else _DEVICES[name] or device_for_lowering("cpu")
+    return NAMED.get(name) or device_of(name)
 
 
 # ---- a list of all kernels ----
