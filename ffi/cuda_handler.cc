@@ -2,6 +2,9 @@
 // may record it into a command buffer.
 #include <cuda_runtime_api.h>
 
+#include <string>
+#include <vector>
+
 #include "cutlass_kernels/core/cuda_kernel.h"
 #include "ffi/gemm_call.h"
 
@@ -11,26 +14,38 @@ namespace ffi = xla::ffi;
 
 namespace {
 
-Status check_device(GemmCall const& call) {
-  int device = 0, major = 0, minor = 0, sms = 0;
-  Status status = from_cuda(cudaGetDevice(&device), "cudaGetDevice");
-  if (status.ok())
-    status = from_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "compute capability");
-  if (status.ok())
-    status = from_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "compute capability");
-  if (status.ok()) status = from_cuda(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), "SM count");
-  if (!status.ok()) return status;
-  int const arch = 10 * major + minor;
-  if (arch == call.device.arch && sms == call.device.sms) return {};
-  return Status::precondition("the plan of " + call.kernel->info.name + " is for sm_" +
-                              std::to_string(call.device.arch) + " with " + std::to_string(call.device.sms) +
-                              " SMs, but this device is sm_" + std::to_string(arch) + " with " + std::to_string(sms) +
-                              " SMs: lower the program for this device");
+// The GPUs of this process, by their ordinals; empty if CUDA does not tell.
+std::vector<Device> gpus() {
+  int count = 0;
+  if (!from_cuda(cudaGetDeviceCount(&count), "").ok()) return {};
+  std::vector<Device> all;
+  for (int i = 0; i < count; ++i) {
+    int major = 0, minor = 0, sms = 0;
+    if (!from_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, i), "").ok() ||
+        !from_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, i), "").ok() ||
+        !from_cuda(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, i), "").ok())
+      return {};
+    all.push_back({10 * major + minor, sms});
+  }
+  return all;
 }
 
-ffi::Error execute(GemmAttributes attributes, cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b,
-                   ffi::RemainingArgs others, ffi::Result<ffi::AnyBuffer> d, ffi::Result<ffi::AnyBuffer> workspace) {
-  GemmCall const call(attributes);
+Status check_device(GemmCall const& call) {
+  static std::vector<Device> const all = gpus();
+  int ordinal = 0;
+  if (Status status = from_cuda(cudaGetDevice(&ordinal), "cudaGetDevice"); !status.ok()) return status;
+  if (static_cast<size_t>(ordinal) >= all.size())
+    return Status::internal("CUDA does not tell what GPU " + std::to_string(ordinal) + " is");
+  Device const& here = all[ordinal];
+  if (here.arch == call.device.arch && here.sms == call.device.sms) return {};
+  return Status::precondition("the plan of " + call.kernel->info.name + " is for sm_" +
+                              std::to_string(call.device.arch) + " with " + std::to_string(call.device.sms) +
+                              " SMs, but this device is sm_" + std::to_string(here.arch) + " with " +
+                              std::to_string(here.sms) + " SMs: lower the program for this device");
+}
+
+ffi::Error execute(GemmCall call, cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::RemainingArgs others,
+                   ffi::Result<ffi::AnyBuffer> d, ffi::Result<ffi::AnyBuffer> workspace) {
   auto buffers = check_buffers(call, a, b, others, d, workspace);
   if (buffers.has_error()) return buffers.error();
   if (Status status = check_device(call); !status.ok()) return to_error(status);
@@ -39,12 +54,11 @@ ffi::Error execute(GemmAttributes attributes, cudaStream_t stream, ffi::AnyBuffe
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_streamk_cuda_instantiate, instantiate,
-                              ffi::Ffi::BindInstantiate().Attrs<GemmAttributes>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_streamk_cuda_instantiate, instantiate, ffi::Ffi::BindInstantiate().Attrs<GemmCall>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_streamk_cuda_execute, execute,
                               ffi::Ffi::Bind()
-                                  .Attrs<GemmAttributes>()
+                                  .Attrs<GemmCall>()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()

@@ -2,26 +2,80 @@
 
 #include <algorithm>
 #include <iterator>
+#include <map>
 #include <string>
+#include <utility>
 
+#include "cutlass_kernels/core/gemm_fields.h"
 #include "cutlass_kernels/planner/launch_policy.h"
+
+XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jax_streamk::Type);
+XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jax_streamk::Math);
+XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jax_streamk::Major);
+XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jax_streamk::Activation);
+XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jax_streamk::ScheduleKind);
+XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jax_streamk::Reduction);
+XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jax_streamk::Raster);
+XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jax_streamk::ClusterOrder);
 
 namespace jax_streamk {
 
 namespace ffi = xla::ffi;
 
-GemmCall::GemmCall(GemmAttributes const& attributes)
-    : kernel(find_kernel(attributes.kernel)), workspace_bytes(attributes.workspace_bytes) {
-#define JAX_STREAMK_OF_PROBLEM(name, place) problem.place = attributes.name;
-#define JAX_STREAMK_OF_SCHEDULE(name, place) schedule.place = attributes.name;
-#define JAX_STREAMK_OF_POLICY(name, place) policy.place = attributes.name;
-#define JAX_STREAMK_OF_DEVICE(name, place) device.place = attributes.name;
-  JAX_STREAMK_CALL_FIELDS(JAX_STREAMK_OF_PROBLEM, JAX_STREAMK_OF_SCHEDULE, JAX_STREAMK_OF_POLICY, JAX_STREAMK_OF_DEVICE)
+namespace {
+
+constexpr char kOtherVersion[] = "; the program was lowered by another version of jax_streamk: lower it again";
+
+// Puts an attribute where it belongs; false if it has another type.
+using Set = bool (*)(GemmCall&, XLA_FFI_AttrType, void* attribute, ffi::DiagnosticEngine&);
+
+template <typename T>
+bool put(T& to, XLA_FFI_AttrType type, void* attribute, ffi::DiagnosticEngine& diagnostic) {
+  std::optional<T> const value = ffi::AttrDecoding<T>::Decode(type, attribute, diagnostic);
+  if (value) to = *value;
+  return value.has_value();
+}
+
+// By name, which is the order of a call's attributes: one pass decodes them all.
+std::map<std::string_view, Set> const& fields() {
+#define JAX_STREAMK_FIELD(name, member)                                                                   \
+  {#name, [](GemmCall& call, XLA_FFI_AttrType type, void* attribute, ffi::DiagnosticEngine& diagnostic) { \
+     return put(call.member, type, attribute, diagnostic);                                                \
+   }},
+#define JAX_STREAMK_OF_PROBLEM(name, place) JAX_STREAMK_FIELD(name, problem.place)
+#define JAX_STREAMK_OF_SCHEDULE(name, place) JAX_STREAMK_FIELD(name, schedule.place)
+#define JAX_STREAMK_OF_POLICY(name, place) JAX_STREAMK_FIELD(name, policy.place)
+#define JAX_STREAMK_OF_DEVICE(name, place) JAX_STREAMK_FIELD(name, device.place)
+  static std::map<std::string_view, Set> const all = {
+      JAX_STREAMK_CALL_FIELDS(JAX_STREAMK_OF_PROBLEM, JAX_STREAMK_OF_SCHEDULE, JAX_STREAMK_OF_POLICY,
+                              JAX_STREAMK_OF_DEVICE)  //
+      JAX_STREAMK_FIELD(kernel, name) JAX_STREAMK_FIELD(workspace_bytes, workspace_bytes)};
 #undef JAX_STREAMK_OF_PROBLEM
 #undef JAX_STREAMK_OF_SCHEDULE
 #undef JAX_STREAMK_OF_POLICY
 #undef JAX_STREAMK_OF_DEVICE
+#undef JAX_STREAMK_FIELD
+  return all;
 }
+
+std::optional<GemmCall> decode(XLA_FFI_Attrs const& attributes, ffi::DiagnosticEngine& diagnostic) {
+  auto const& expected = fields();
+  if (attributes.size != static_cast<int64_t>(expected.size()))
+    return diagnostic.Emit("expected ") << expected.size() << " attributes but got " << attributes.size
+                                        << kOtherVersion;
+  GemmCall call;
+  int64_t i = 0;
+  for (auto const& [name, set] : expected) {
+    std::string_view const got(attributes.names[i]->ptr, attributes.names[i]->len);
+    if (got != name) return diagnostic.Emit("expected attribute ") << name << " but got " << got << kOtherVersion;
+    if (!set(call, attributes.types[i], attributes.attrs[i], diagnostic)) return std::nullopt;
+    ++i;
+  }
+  call.kernel = find_kernel(call.name);
+  return call;
+}
+
+}  // namespace
 
 std::vector<double> numbers_of(GemmCall const& call) {
   std::vector<double> numbers;
@@ -49,9 +103,8 @@ ffi::Error to_error(Status const& status) {
   return ffi::Error(ffi::ErrorCode::kInternal, message);
 }
 
-ffi::Error instantiate(GemmAttributes attributes) {
-  GemmCall const call(attributes);
-  std::string const name(attributes.kernel);
+ffi::Error instantiate(GemmCall call) {
+  std::string const name(call.name);
   if (call.kernel == nullptr)
     return to_error(Status::precondition(
         "this build has no kernel " + name +
@@ -65,7 +118,7 @@ ffi::Error instantiate(GemmAttributes attributes) {
   if (needed <= call.workspace_bytes) return ffi::Error::Success();
   return to_error(Status::precondition(name + " needs " + std::to_string(needed) +
                                        " bytes of workspace and was given " + std::to_string(call.workspace_bytes) +
-                                       "; the program was lowered by another version of jax_streamk: lower it again"));
+                                       kOtherVersion));
 }
 
 namespace {
@@ -131,3 +184,10 @@ ffi::ErrorOr<Buffers> check_buffers(GemmCall const& call, ffi::AnyBuffer a, ffi:
 }
 
 }  // namespace jax_streamk
+
+std::optional<jax_streamk::GemmCall> xla::ffi::AttrDecoding<jax_streamk::GemmCall>::Decode(
+    XLA_FFI_AttrType type, void* attributes, DiagnosticEngine& diagnostic) {
+  if (type != XLA_FFI_AttrType_DICTIONARY)
+    return diagnostic.Emit("Wrong attribute type: expected ") << XLA_FFI_AttrType_DICTIONARY << " but got " << type;
+  return jax_streamk::decode(*static_cast<XLA_FFI_Attrs const*>(attributes), diagnostic);
+}

@@ -12,9 +12,8 @@ namespace ffi = xla::ffi;
 
 namespace {
 
-ffi::Error execute(GemmAttributes attributes, ffi::ThreadPool pool, ffi::AnyBuffer a, ffi::AnyBuffer b,
-                   ffi::RemainingArgs others, ffi::Result<ffi::AnyBuffer> d, ffi::Result<ffi::AnyBuffer> workspace) {
-  GemmCall const call(attributes);
+ffi::Error execute(GemmCall call, ffi::ThreadPool pool, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::RemainingArgs others,
+                   ffi::Result<ffi::AnyBuffer> d, ffi::Result<ffi::AnyBuffer> workspace) {
   auto buffers = check_buffers(call, a, b, others, d, workspace);
   if (buffers.has_error()) return buffers.error();
   PoolExecutor executor(pool);
@@ -23,8 +22,8 @@ ffi::Error execute(GemmAttributes attributes, ffi::ThreadPool pool, ffi::AnyBuff
 }
 
 // Writes the decoded attributes into a float64 result, for tests.
-ffi::Error echo(GemmAttributes attributes, ffi::Result<ffi::BufferR1<ffi::F64>> out) {
-  std::vector<double> const numbers = numbers_of(GemmCall(attributes));
+ffi::Error echo(GemmCall call, ffi::Result<ffi::BufferR1<ffi::F64>> out) {
+  std::vector<double> const numbers = numbers_of(call);
   if (out->element_count() != numbers.size())
     return to_error(Status::invalid("a call has " + std::to_string(numbers.size()) + " numbers"));
   std::copy(numbers.begin(), numbers.end(), out->typed_data());
@@ -34,14 +33,13 @@ ffi::Error echo(GemmAttributes attributes, ffi::Result<ffi::BufferR1<ffi::F64>> 
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_streamk_echo, echo,
-                              ffi::Ffi::Bind().Attrs<GemmAttributes>().Ret<ffi::BufferR1<ffi::F64>>());
+                              ffi::Ffi::Bind().Attrs<GemmCall>().Ret<ffi::BufferR1<ffi::F64>>());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_streamk_host_instantiate, instantiate,
-                              ffi::Ffi::BindInstantiate().Attrs<GemmAttributes>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_streamk_host_instantiate, instantiate, ffi::Ffi::BindInstantiate().Attrs<GemmCall>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_streamk_host_execute, execute,
                               ffi::Ffi::Bind()
-                                  .Attrs<GemmAttributes>()
+                                  .Attrs<GemmCall>()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
