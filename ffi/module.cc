@@ -25,6 +25,9 @@
 #include "ffi/fields.h"
 #include "ffi/gemm_call.h"
 #include "ffi/planner_bindings.h"
+#ifdef JAX_STREAMK_RECORD
+#include "ffi/record.h"
+#endif
 #include "ffi/timing.h"
 #include "ffi/work_units.h"
 
@@ -150,6 +153,20 @@ std::vector<double> time_launches_at(std::string const& name, GemmProblem const&
   if (!status.ok()) throw std::runtime_error(status.message);
   return microseconds;
 }
+
+#ifdef JAX_STREAMK_RECORD
+std::vector<std::array<int64_t, 7>> record_work(std::string const& name, GemmProblem const& p, Schedule const& s,
+                                                LaunchPolicy const& policy, Device const& device,
+                                                Addresses const& addresses, uintptr_t workspace) {
+  std::vector<WorkRecord> records;
+  Status const status = record_launch(kernel_that_launches(name, p, s, policy, device), p, s, policy, device,
+                                      buffers_at(addresses, workspace), records);
+  if (!status.ok()) throw std::runtime_error(status.message);
+  std::vector<std::array<int64_t, 7>> rows;
+  for (WorkRecord const& r : records) rows.push_back({r.cta_x, r.cta_y, r.m, r.n, r.batch, r.k_begin, r.k_end});
+  return rows;
+}
+#endif
 
 // For each role: the type, and the number of elements from the first to the last (0 if the operand is absent).
 std::vector<std::pair<Type, int64_t>> spans(GemmProblem const& p) {
@@ -280,6 +297,12 @@ NB_MODULE(_ffi, m) {
         "workspace"_a, "repeats"_a = 3, nb::call_guard<nb::gil_scoped_release>(),
         "Microseconds per launch for each repeat. A repeat launches on each set of addresses (as for launch()); on a "
         "GPU it is the replay of one CUDA graph. RuntimeError if a launch fails.");
+#ifdef JAX_STREAMK_RECORD
+  m.def("record_work", &record_work, "kernel"_a, "problem"_a, "schedule"_a, "policy"_a, "device"_a, "addresses"_a,
+        "workspace"_a, nb::call_guard<nb::gil_scoped_release>(),
+        "Launches as launch() does, waits, and returns what the CTAs of the GEMM worked on, in the order in which they "
+        "began: (CTA along x and y, tile along m, n and batch, first k-tile, the one after the last).");
+#endif
 
   m.def(
       "echo_handler", [] { return capsule(jax_streamk_echo); },

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import jax_streamk
-from jax_streamk import _ffi, cost_model, explain, planner, text
+from jax_streamk import _ffi, cost_model, explain, machines, planner, text
 from jax_streamk.__main__ import main
-from jax_streamk.device import Device
+from jax_streamk.device import HOPPER, Device
 from jax_streamk.schedules import Auto, DataParallel, SplitK, StreamK
 from jax_streamk.tuning import measure
 
@@ -34,9 +34,9 @@ def round_up(x, to):
     return -(-x // to) * to
 
 
-def random_call(rng):
+def random_call(rng, kernels=KERNELS):
     """A kernel, a problem of some tiles, a schedule and a device; the kernel may be unable to run them."""
-    kernel = rng.choice([kernel for kernel in KERNELS if kernel.family == rng.choice(list(_ffi.Family))] or KERNELS)
+    kernel = rng.choice([kernel for kernel in kernels if kernel.family == rng.choice(list(_ffi.Family))] or kernels)
     few, many = rng.choice([(1, 3), (2, 9), (7, 20)]), rng.choice([1, 4, 30])
     rows, columns = kernel.tile_m * rng.randint(1, few[1]), kernel.tile_n * rng.randint(1, few[1])
     m, n = (columns, rows) if kernel.swap_ab else (rows, columns)
@@ -161,6 +161,103 @@ def test_described_kernels_divide_work_as_compiled_ones_do():
             assert (getattr(described, name) == getattr(units, name)).all()
         assert (described.tiles, described.k_tiles, described.workers) == (units.tiles, units.k_tiles, units.workers)
         checked += 1
+
+
+def coordinates(tile, tiles_m, tiles_n, along_m, swizzle):
+    """Where along m and n a tile is, of those that are numbered in panels of ``swizzle`` lines."""
+    fast, slow = (tiles_m, tiles_n) if along_m else (tiles_n, tiles_m)
+    panel, within = divmod(tile, fast * swizzle)
+    line, beside = divmod(within, min(swizzle, slow - panel * swizzle))
+    at = line, panel * swizzle + beside
+    return at if along_m else at[::-1]
+
+
+def pictured_work(kernel, problem, policy, units):
+    """What the picture says each CTA works on: {worker: {CTA of its cluster: [(m, n, batch, first, end), ...]}}.
+
+    A skinny kernel's workers are CTAs in the order in which they begin, an sm90 kernel's are clusters.
+    """
+    sm90 = kernel.family == _ffi.Family.sm90
+    # Skinny kernels swap operands too, but number tiles as the problem does.
+    rows, columns = (problem.n, problem.m) if kernel.swap_ab else (problem.m, problem.n)
+    counts = [-(-rows // (kernel.tile_m * kernel.cluster_m)), -(-columns // (kernel.tile_n * kernel.cluster_n))]
+    along_m = (policy.raster == _ffi.Raster.along_m) != (sm90 and kernel.swap_ab)
+    if not sm90:
+        counts.reverse()
+    work = {}
+    for i in range(len(units.tile)):
+        batch, tile = divmod(int(units.tile[i]), counts[0] * counts[1])
+        m, n = coordinates(tile, *counts, along_m, policy.swizzle)
+        first = int(units.k_begin[i])
+        took = int(units.end[i] - units.begin[i])  # with the zeros beyond K
+        for x in range(kernel.cluster_m):
+            for y in range(kernel.cluster_n):
+                unit = (m * kernel.cluster_m + x, n * kernel.cluster_n + y, batch, first, first + took)
+                work.setdefault(int(units.worker[i]) if sm90 else i, {}).setdefault((x, y), []).append(unit)
+    return work
+
+
+def recorded_work(kernel, records):
+    """What CTAs recorded: {cluster: {CTA of the cluster: [(m, n, batch, first, end), ...]}}."""
+    work = {}
+    for x, y, *unit in records:
+        cluster, x = divmod(x, kernel.cluster_m)
+        work.setdefault(cluster, {}).setdefault((x, y), []).append(tuple(unit))
+    return work
+
+
+def workers_of(kernel, policy, clusters):
+    """The workers that clusters of a launch, those that have work, are."""
+    if policy.cluster_order == _ffi.ClusterOrder.as_launched:
+        return range(len(clusters))
+    idle, size = policy.idle_clusters, kernel.cluster_m * kernel.cluster_n
+    return _ffi.number_clusters(policy.cluster_order, len(clusters) + idle, idle, size)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300, method="thread")
+@pytest.mark.skipif(
+    not hasattr(_ffi, "record_work"),
+    reason="CTAs record their work in another build: pip install . -C cmake.define.JAX_STREAMK_CUDA=ON "
+    "-C cmake.define.CMAKE_CUDA_ARCHITECTURES=90a -C cmake.define.JAX_STREAMK_RECORD=ON",
+)
+def test_ctas_work_on_what_the_picture_shows():
+    rng, checked, seen = random.Random(3), 0, set()
+    kernels = [kernel for kernel in _ffi.kernels() if kernel.family in (_ffi.Family.sm90, _ffi.Family.skinny)]
+    machine = machines.machine_of(HOPPER).native
+    while checked < 200:
+        kernel, problem, schedule, device = random_call(rng, kernels)
+        raster, swizzle = rng.choice([_ffi.Raster.along_m, _ffi.Raster.along_n]), rng.randint(1, 4)
+        try:
+            units = _ffi.work_units(kernel, problem, schedule, device)
+        except ValueError:
+            continue
+        policy = _ffi.launch_policy(kernel, problem, schedule, raster, swizzle, device, machine)
+        what = kernel.name, problem, schedule
+        (_, of_a), (_, of_b), (_, of_d), *_ = problem.spans()
+        a, b = (np.ones(span, measure.dtype_of(kernel.type_a)) for span in (of_a, of_b))
+        d = np.full(of_d, np.nan, measure.dtype_of(kernel.type_d))
+        workspace = np.full(_ffi.workspace_bytes(*what, device) + 1, 255, np.uint8)
+        buffers = jax.block_until_ready(jax.device_put((a, b, d, workspace)))
+        *addresses, scratch = (buffer.unsafe_buffer_pointer() for buffer in buffers)
+        records = _ffi.record_work(*what, policy, device, (*addresses, 0, 0), scratch)
+
+        recorded, pictured = recorded_work(kernel, records), pictured_work(kernel, problem, policy, units)
+        label = f"{kernel.name}: {problem}, {schedule}, {policy}, {device}"
+        assert len(recorded) == len(pictured), label
+        for cluster, worker in zip(sorted(recorded), workers_of(kernel, policy, recorded)):
+            assert recorded[cluster] == pictured[worker], f"{label}: cluster {cluster}, worker {worker}"
+        assert (np.asarray(buffers[2]) == np.full(1, problem.k, np.float32).astype(d.dtype)).all(), label
+        seen.add((kernel.name, schedule.schedule if units.peers.max() > 1 else None, schedule.reduction))
+        checked += 1
+    names, _, _ = zip(*seen)
+    assert set(names) == {kernel.name for kernel in kernels}
+    shared = {(kind, reduction) for _, kind, reduction in seen if kind is not None}
+    assert shared >= {
+        (_ffi.ScheduleKind.split_k, _ffi.Reduction.ordered),
+        (_ffi.ScheduleKind.split_k, _ffi.Reduction.separate),
+        (_ffi.ScheduleKind.stream_k, _ffi.Reduction.ordered),
+    }
 
 
 def test_a_last_slice_beyond_k_takes_as_long_as_the_others():

@@ -83,6 +83,9 @@ __global__ __launch_bounds__(kThreads,
   }
   int32_t const begin = p.runs.begin(run) * kTileK + along_k * kChunk, end = min(p.runs.begin(run + 1) * kTileK, p.k);
   int32_t const m0 = at.m * kRows * kBlocks, n0 = (at.n * (kWarps / kWarpsAlongK) + along_n) * kWide * kColumns;
+#ifdef JAX_STREAMK_RECORD
+  if (threadIdx.x == 0) record_work(at.m, at.n, batch, begin / kTileK, (end + kTileK - 1) / kTileK);
+#endif
 
   using AlignedLoader = Loader<T, D, kMajorB, kBlocks, kWarpsAlongK>;
   using Loader = std::conditional_t<kShifted != 0, ShiftedLoader<T, D, kBlocks, kWarpsAlongK, kShifted>, AlignedLoader>;

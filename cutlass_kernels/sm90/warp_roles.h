@@ -156,6 +156,9 @@ struct GemmKernel {
     if (!cute::elect_one_sync()) return;
     int32_t held_back = params.loads.held_back.first;
     while (true) {
+#ifdef JAX_STREAMK_RECORD
+      record_work(tile.m, tile.n, tile.batch, tile.k_begin, tile.k_begin + tile.k_count);
+#endif
       Mainloop::load(params.mainloop, params.loads, params.shape, tile, held_back, shared.full, shared.empty, stage,
                      shared.mainloop);
       tile = scheduler.template tile<kWhole>(tile.ordinal + 1);
