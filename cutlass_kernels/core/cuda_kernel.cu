@@ -1,6 +1,9 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
+#include <set>
+#include <utility>
+
 #include "cutlass_kernels/core/cuda_kernel.h"
 #include "cutlass_kernels/passes/copy.h"
 #include "cutlass_kernels/passes/reduce.h"
@@ -105,9 +108,16 @@ Status CudaKernel::resources(Resources& out) const {
 
 Status CudaKernel::allow_shared_memory() const {
   if (info.shared_memory <= 48 * 1024) return {};
-  return from_cuda(cudaFuncSetAttribute(entry_point(), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                        static_cast<int>(info.shared_memory)),
-                   info.name + ": raising its shared memory limit");
+  int gpu = 0;
+  if (Status status = from_cuda(cudaGetDevice(&gpu), "cudaGetDevice"); !status.ok()) return status;
+  // Once per GPU is enough; by thread, since a lock would cost as much as asking the driver again.
+  thread_local std::set<std::pair<CudaKernel const*, int>> allowed;
+  if (allowed.count({this, gpu}) != 0) return {};
+  Status const status = from_cuda(cudaFuncSetAttribute(entry_point(), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                       static_cast<int>(info.shared_memory)),
+                                  info.name + ": raising its shared memory limit");
+  if (status.ok()) allowed.emplace(this, gpu);
+  return status;
 }
 
 }  // namespace jax_streamk
