@@ -761,7 +761,7 @@ def test_flax_linen():
             blocks = nn.scan(nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
             return nn.RNN(nn.LSTMCell(16))(blocks()(x, None)[0])
 
-    model, x = Model(), normal(3, 7, 16)
+    model, x = Model(), normal(4, 7, 16)
     params = model.init(jax.random.key(0), x)
     assert_accelerated(accelerate(model.apply), model.apply, params, x)
     loss = lambda apply: jax.value_and_grad(lambda params, x: (apply(params, x) ** 2).sum())

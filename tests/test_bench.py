@@ -22,6 +22,7 @@ from jax_streamk import __main__ as command
 from jax_streamk.tools import bench, report, results, shapes, sides, timing
 from jax_streamk.tuning.programs import Program, chain, wall_sample
 
+TOLERANCE = 1e-5 if jax.default_backend() == "cpu" else 2e-3  # of float32: on a GPU both multiply in TF32
 SHAPES = "m,n,k,trans_a,trans_b,batch\n16,48,64,0,0,1\n64,64,4096,1,0,1\n33,17,129,0,1,1\n32,48,64,0,0,3\n"
 
 
@@ -69,7 +70,7 @@ def test_bench_writes_what_it_measured(tmp_path, monkeypatch, capsys):
             low, high = ours[each]["quartiles_us"]
             assert 0 < low <= ours[each]["median_us"] <= high
             assert ours["ratio"][each] == xla[each]["median_us"] / ours[each]["median_us"]
-        assert ours["max_difference"] < 1e-5 and not ours["wrong"]
+        assert ours["max_difference"] < TOLERANCE and not ours["wrong"]
         assert row["plan"]["kernel"] == sides.Task("float32").plan(shape).kernel
         assert row["flops"] == 2 * shape.batch * shape.m * shape.n * shape.k
         assert row["bytes"] == 4 * shape.batch * (shape.m * shape.k + shape.k * shape.n + shape.m * shape.n)
@@ -123,7 +124,7 @@ def test_a_killed_run_is_resumed(tmp_path, monkeypatch, capsys):
     here(monkeypatch, *arguments, "--resume")
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert rows[: len(kept)] == kept and [row["m"] for row in rows] == [8 * i for i in range(1, all_ + 1)]
-    assert all(row["sides"][sides.OURS]["max_difference"] < 1e-4 for row in rows)
+    assert all(row["sides"][sides.OURS]["max_difference"] < TOLERANCE for row in rows)
 
 
 def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch, capsys):

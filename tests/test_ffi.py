@@ -237,7 +237,7 @@ def test_another_gpu(name, change):
     room = PLAN.workspace_bytes * 2
     with pytest.raises(
         jax.errors.JaxRuntimeError,
-        match=rf"FAILED_PRECONDITION: .*(the plan of {NAME} is for sm_\d+ with \d+ SMs "
+        match=rf"FAILED_PRECONDITION: .*(the plan of {NAME} is for sm_\d+ with \d+ SMs, "
         r"but this device is sm_\d+ with \d+ SMs: lower"
         rf"|{NAME} is compiled for sm_90a; the device is sm_)",
     ):
