@@ -165,7 +165,8 @@ def _linear_jvp(primals, tangents, *, epilogue, **params):
     if epilogue.gate:
         moves = [type(x) is not ad.Zero for x in tangents]
         function = _linear_apart_of(primals, moves, epilogue=epilogue, **params)
-        return jax.jvp(function, *([x for x, moved in zip(xs, moves) if moved] for xs in (primals, tangents)))
+        moving, velocities = ([x for x, moved in zip(xs, moves) if moved] for xs in (primals, tangents))
+        return jax.jvp(function, moving, velocities)
     lhs, rhs, *_ = primals
     before = bind_linear(*primals, epilogue=dataclasses.replace(epilogue, activation=None), **params)
     product: Callable[..., Any] = functools.partial(bind, **params)
