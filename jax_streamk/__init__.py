@@ -14,7 +14,7 @@ if typing.TYPE_CHECKING:
 check_installation()  # before imports whose messages would not tell what is wrong
 
 from jax_streamk.accelerate import accelerate
-from jax_streamk.api import dot_general, einsum, kernels, linear, matmul, plan
+from jax_streamk.api import dot_general, einsum, gated_linear, kernels, linear, matmul, plan
 from jax_streamk.custom_call import EXPORT_CHECKS
 from jax_streamk.device import A100, H100, H200, Device, check_gpus
 from jax_streamk.explain import Explanation
@@ -47,6 +47,7 @@ __all__ = [
     "dots_saveable",
     "dots_with_no_batch_dims_saveable",
     "einsum",
+    "gated_linear",
     "kernels",
     "linear",
     "matmul",

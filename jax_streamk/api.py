@@ -311,25 +311,13 @@ def linear(
     lhs, rhs, weak = _promoted("linear", preferred_element_type, x=x, w=w)
     if lhs.ndim == 0 or rhs.ndim != 2 or lhs.shape[-1] != rhs.shape[0]:
         raise ValueError(f"linear: x has shape {lhs.shape} and w {rhs.shape}; they must be (..., k) and (k, n)")
-    dtype = _element_type(preferred_element_type, lhs, rhs) or lhs.dtype
-    if not jnp.issubdtype(dtype, np.floating):
-        other = f"set preferred_element_type=float32, and convert the result with .astype({dtype})"
-        remedy = "apply it after matmul" if jnp.issubdtype(dtype, np.complexfloating) else other
-        raise TypeError(f"linear: the result's dtype is {dtype}; an epilogue needs a floating-point dtype: {remedy}")
-    shape = (*lhs.shape[:-1], rhs.shape[1])
-    params: dict[str, Any] = dict(
-        dimension_numbers=(((lhs.ndim - 1,), (0,)), ((), ())),
-        precision=compat.canonicalize_precision(precision),
-        preferred_element_type=dtype,
-        out_sharding=compat.canonicalize_sharding(out_sharding, "linear"),
-    )
+    params = _linear_params("linear", lhs, rhs, precision, preferred_element_type, out_sharding)
+    dtype, shape = params["preferred_element_type"], (*lhs.shape[:-1], rhs.shape[1])
     others = []
     for name, given, fits in (("bias", bias, shape[-1:]), ("residual", residual, shape)):
         if given is None:
             continue
-        operand = _array("linear", name, given)
-        if not jnp.can_cast(operand.dtype, dtype, "same_kind") and not jnp.issubdtype(operand.dtype, np.integer):
-            raise TypeError(f"linear: {name} has dtype {operand.dtype}; it must convert to the result's, {dtype}")
+        operand = _epilogue_operand("linear", name, given, dtype)
         if operand.shape != fits:
             broadcasts = operand.ndim <= len(fits) and all(
                 size in (1, to) for size, to in zip(operand.shape[::-1], fits[::-1])
@@ -338,7 +326,7 @@ def linear(
                 must = "be" if name == "bias" else "broadcast to"
                 raise ValueError(f"linear: {name} has shape {operand.shape}; it must {must} {fits}")
             operand = jnp.broadcast_to(operand, fits)
-        others.append(operand.astype(dtype))
+        others.append(operand)
     out = primitive.bind_linear(
         lhs,
         rhs,
@@ -348,6 +336,132 @@ def linear(
         **params,
     )
     return compat.as_weak_type(out) if weak else out
+
+
+def _gated_apart(
+    x: Any,
+    w_gate: Any,
+    w_up: Any = None,
+    b_gate: Any = None,
+    b_up: Any = None,
+    *,
+    activation: Any = "silu",
+    **params: Any,
+) -> jax.Array:
+    check_activation("gated_linear", activation)
+    if isinstance(x, jax.Array) and isinstance(w_gate, jax.Array):  # interceptors may pass weights of other types
+        x, w_gate, _ = _promoted("gated_linear", params.get("preferred_element_type"), x=x, w_gate=w_gate)
+    if w_up is None:
+        w_gate, w_up = w_gate[:, 0], w_gate[:, 1]
+        b_gate, b_up = (None, None) if b_gate is None else b_gate
+    gate = _linear_apart(x, w_gate, b_gate, activation=activation, **params)
+    return gate * _linear_apart(x, w_up, b_up, **params)
+
+
+@_dispatched("x", "w_gate", "w_up", "b_gate", "b_up", jaxs=_gated_apart)
+def gated_linear(
+    x: ArrayLike,
+    w_gate: ArrayLike,
+    w_up: ArrayLike | None = None,
+    b_gate: ArrayLike | None = None,
+    b_up: ArrayLike | None = None,
+    *,
+    activation: str | None = "silu",
+    precision: PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
+    schedule: Schedule | PerPass | None = None,
+) -> jax.Array:
+    """``activation(x @ w_gate + b_gate) * (x @ w_up + b_up)``: the first half of a gated MLP.
+
+    In one kernel where there is one for the product, as ``plan(x, w_gate, gate=True)`` tells: it reads x once, computes
+    both sums and what follows in float32 (float64 for float64), and rounds once. Elsewhere, under differentiation, and
+    if k is partitioned over devices, the products run apart, each rounded to the result's dtype, and XLA applies
+    activation and gate, in float32 again.
+
+    Args:
+      x: array of shape (..., k).
+      w_gate: array of shape (k, n). Dtypes promote with each other.
+      w_up: array of the same shape; or None, and then w_gate has shape (k, 2, n), with the matrix of the gate before
+        that of the other product.
+      b_gate, b_up: arrays of shape (n,), or None. Of stacked weights b_gate has shape (2, n), and b_up is None.
+      activation: None, "relu", "gelu" (exact, by erf), "gelu_tanh", "silu", "sigmoid" or "tanh".
+      precision, preferred_element_type, out_sharding, schedule: as in ``matmul``. An explicit schedule is that of
+        the kernel or, where they run apart, of each product.
+
+    Returns:
+      Array of shape (..., n) and dtype preferred_element_type, by default that of ``x @ w_gate``. Biases are converted
+      to it.
+
+    Raises:
+      TypeError: an operand is not an array of real numbers, or the result's dtype is not a floating-point one.
+      ValueError: shapes do not fit, the activation is unknown, or no kernel can run the product under an explicit
+        schedule.
+    """
+    schedule = check_schedule(schedule)
+    check_activation("gated_linear", activation)
+    weights = dict(w_gate=w_gate) if w_up is None else dict(w_gate=w_gate, w_up=w_up)
+    lhs, rhs, *second, weak = _promoted("gated_linear", preferred_element_type, x=x, **weights)
+    if not second and not (lhs.ndim and rhs.ndim == 3 and lhs.shape[-1] == rhs.shape[0] and rhs.shape[1] == 2):
+        shapes = f"x has shape {lhs.shape} and w_gate {rhs.shape}"
+        raise ValueError(f"gated_linear: {shapes}; without w_up they must be (..., k) and (k, 2, n)")
+    if second and not (lhs.ndim and rhs.ndim == 2 and lhs.shape[-1] == rhs.shape[0] and second[0].shape == rhs.shape):
+        shapes = f"x has shape {lhs.shape}, w_gate {rhs.shape} and w_up {second[0].shape}"
+        raise ValueError(f"gated_linear: {shapes}; they must be (..., k), (k, n) and (k, n)")
+    params = _linear_params("gated_linear", lhs, rhs, precision, preferred_element_type, out_sharding)
+    dtype = params["preferred_element_type"]
+    if not second and b_up is not None:
+        raise ValueError("gated_linear: b_up must be None without w_up; b_gate then has both biases, as (2, n)")
+    biases = []
+    for name, given in (("b_gate", b_gate), ("b_up", b_up))[: 1 + len(second)]:
+        if given is None:
+            if b_gate is None and b_up is None:
+                continue
+            given = jnp.zeros(rhs.shape[1:], dtype)
+        operand = _epilogue_operand("gated_linear", name, given, dtype)
+        if operand.shape != rhs.shape[1:]:
+            raise ValueError(f"gated_linear: {name} has shape {operand.shape}; it must be {rhs.shape[1:]}")
+        biases.append(operand)
+    if not second and out_sharding is not None:
+        # It is that of one product's result: such a product has no dimension for the matrices.
+        rhs, *second = (lax.index_in_dim(rhs, i, 1, keepdims=False) for i in range(2))
+        biases = [bias[i] for bias in biases for i in range(2)]
+    out = primitive.bind_linear(
+        lhs,
+        rhs,
+        *compat.sharded_alike(second, rhs),
+        *compat.sharded_like_product(biases, lhs, rhs, **params),
+        epilogue=Epilogue(activation, has_bias=bool(biases), gate="pair" if second else "stacked"),
+        schedule=schedule,
+        **params,
+    )
+    return compat.as_weak_type(out) if weak else out
+
+
+def _linear_params(
+    function: str, lhs: jax.Array, rhs: jax.Array, precision: Any, preferred_element_type: Any, out_sharding: Any
+) -> dict[str, Any]:
+    """The parameters of the primitive, except epilogue and schedule. Raises TypeError unless the result is floating."""
+    dtype = _element_type(preferred_element_type, lhs, rhs) or lhs.dtype
+    if not jnp.issubdtype(dtype, np.floating):
+        other = f"set preferred_element_type=float32, and convert the result with .astype({dtype})"
+        remedy = "apply it after matmul" if jnp.issubdtype(dtype, np.complexfloating) else other
+        raise TypeError(
+            f"{function}: the result's dtype is {dtype}; an epilogue needs a floating-point dtype: {remedy}"
+        )
+    return dict(
+        dimension_numbers=(((lhs.ndim - 1,), (0,)), ((), ())),
+        precision=compat.canonicalize_precision(precision),
+        preferred_element_type=dtype,
+        out_sharding=compat.canonicalize_sharding(out_sharding, function),
+    )
+
+
+def _epilogue_operand(function: str, name: str, given: Any, dtype: Any) -> jax.Array:
+    operand = _array(function, name, given)
+    if not jnp.can_cast(operand.dtype, dtype, "same_kind") and not jnp.issubdtype(operand.dtype, np.integer):
+        raise TypeError(f"{function}: {name} has dtype {operand.dtype}; it must convert to the result's, {dtype}")
+    return operand.astype(dtype)
 
 
 def _factor(function: str, name: str, factor: Any) -> float:
@@ -387,6 +501,7 @@ def plan(
     residual: bool = False,
     alpha: float = 1.0,
     beta: float = 1.0,
+    gate: bool = False,
 ) -> Plan:
     """The ``Plan`` of a product on one device, without running it.
 
@@ -402,15 +517,25 @@ def plan(
       precision, preferred_element_type: as in ``matmul``.
       activation, alpha, beta: as in ``linear``.
       bias, residual: True if ``linear`` adds one.
+      gate: True to plan ``gated_linear(lhs, rhs, w_up)``, for any ``w_up`` of the shape of rhs, or, if rhs has shape
+        (k, 2, n), of stacked weights. ``bias`` then means both biases.
 
     Raises:
-      TypeError, ValueError: as ``matmul``, ``dot_general`` and ``linear``.
-      TypeError: bias or residual is not a bool, or device is not a device.
+      TypeError, ValueError: as ``matmul``, ``dot_general``, ``linear`` and ``gated_linear``.
+      TypeError: bias, residual or gate is not a bool, or device is not a device.
+      ValueError: gate with dimension_numbers, residual, alpha or beta.
     """
     schedule = check_schedule(schedule)
     lhs, rhs = (_shaped(name, x) for name, x in (("lhs", lhs), ("rhs", rhs)))
-    permutation = None
-    if dimension_numbers is None:
+    permutation, gate = None, _flag("gate", gate)
+    if gate:
+        if dimension_numbers is not None or residual or alpha != 1 or beta != 1:
+            raise ValueError("plan: gate=True is without dimension_numbers, residual, alpha and beta")
+        if not lhs.shape or len(rhs.shape) not in (2, 3) or (len(rhs.shape) == 3 and rhs.shape[1] != 2):
+            shapes = f"lhs has shape {lhs.shape} and rhs {rhs.shape}"
+            raise ValueError(f"plan: {shapes}; with gate=True they must be (..., k) and (k, n) or (k, 2, n)")
+        dimension_numbers = (((len(lhs.shape) - 1,), (0,)), ((), ()))
+    elif dimension_numbers is None:
         if preferred_element_type is None:
             # Traced: promotion respects weak types of values and tracers, but not of ShapeDtypeStructs.
             dtype = jax.eval_shape(lambda *xs: jnp.zeros((), jnp.result_type(*xs)), lhs, rhs).dtype
@@ -431,7 +556,14 @@ def plan(
         rhs,
         schedule=schedule,
         device=device_of(device),
-        epilogue=Epilogue(activation, alpha, beta, bias, has_residual=residual),
+        epilogue=Epilogue(
+            activation,
+            alpha,
+            beta,
+            bias,
+            has_residual=residual,
+            gate=None if not gate else "stacked" if len(rhs.shape) == 3 else "pair",
+        ),
         permutation=permutation,
         **params,
     )

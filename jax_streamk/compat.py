@@ -65,6 +65,7 @@ __all__ = [
     "needs_devices",
     "outside_of_traces",
     "placement",
+    "sharded_alike",
     "sharded_like_product",
     "tell_apart",
     "transpose_behind",
@@ -147,6 +148,12 @@ def sharded_like_product(others, lhs, rhs, **params):
     return [
         x if tuple(aval.sharding.spec) == spec else jax.sharding.reshard(x, jax.P(*spec)) for x, aval, spec in pairs
     ]
+
+
+def sharded_alike(others, x):
+    """``others``, each with the explicit sharding of ``x``."""
+    spec = jax.typeof(x).sharding.spec
+    return [y if jax.typeof(y).sharding.spec == spec else jax.sharding.reshard(y, spec) for y in others]
 
 
 def is_unreduced(aval):

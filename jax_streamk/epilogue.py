@@ -1,4 +1,7 @@
-"""What a kernel does to an output tile before storing it: ``activation(alpha * product + beta * residual + bias)``."""
+"""What a kernel does to an output tile before storing it: ``activation(alpha * product + beta * residual + bias)``.
+
+With a gate it is ``activation(product + bias) * (second product + second bias)``.
+"""
 
 import dataclasses
 import functools
@@ -8,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jax_streamk.checks import check_static
 
@@ -59,14 +63,17 @@ class ByBits:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Epilogue(ByBits):
-    """The static part of an epilogue. Its operands follow lhs and rhs: the bias, then the residual.
+    """The static part of an epilogue. Its operands follow lhs and rhs: second rhs, bias, second bias, residual.
 
     Attributes:
       activation: a key of ``ACTIVATIONS``.
-      alpha, beta: factors of the product and of the residual.
+      alpha, beta: factors of the product and of the residual; 1 with a gate.
       has_bias: whether there is a bias. Its last dimensions are the free dimensions of rhs.
       bias_batch: number of batch dimensions before them: all of the product's, or 0.
-      has_residual: whether there is a residual, of the result's shape.
+      has_residual: whether there is a residual, of the result's shape. Not with a gate.
+      gate: None, or where the two matrices of a gated product are: ``"pair"``, the operands rhs (whose product passes
+        the activation) and second rhs, with a bias for each; ``"stacked"``, along the first of the two free dimensions
+        of rhs, which the result lacks, and of the bias.
     """
 
     activation: str | None = None
@@ -75,27 +82,51 @@ class Epilogue(ByBits):
     has_bias: bool = False
     bias_batch: int = 0
     has_residual: bool = False
+    gate: str | None = None
 
     @property
     def is_plain(self):
         return self == Epilogue(beta=self.beta)
 
+    @property
+    def is_pair(self):
+        """Whether there is a second rhs."""
+        return self.gate == "pair"
+
+    @property
+    def before_gate(self):
+        """The epilogue of each product of a gated one, if these run apart."""
+        return dataclasses.replace(self, activation=None, gate=None)
+
     def split(self, others):
-        """(bias, residual) of the operands that follow lhs and rhs; None for absent ones."""
-        bias, residual = others[: self.has_bias], others[self.has_bias :]
-        return *(bias or (None,)), *(residual or (None,))
+        """(second rhs, biases, residual) of the operands that follow lhs and rhs; each a tuple, empty if absent."""
+        first, last = self.is_pair, self.is_pair + self.has_bias * (1 + self.is_pair)
+        return tuple(others[:first]), tuple(others[first:last]), tuple(others[last:])
 
     def apply(self, product, *others, dtype=None):
-        """The epilogue in XLA, where no kernel applies it: in at least float32, rounded once to ``dtype``."""
+        """The epilogue in XLA, where no kernel applies it: in at least float32, rounded once to ``dtype``.
+
+        In the place of a second rhs is its product.
+        """
         if self.is_plain:
             return product
-        bias, residual = self.split(others)
+        dtype = dtype or product.dtype
+        second, biases, residual = self.split(others)
+        if self.gate:
+            before = functools.partial(self.before_gate.apply, dtype=wide(dtype))
+            if self.is_pair:
+                products = [before(x, *biases[i : i + 1]) for i, x in enumerate((product, *second))]
+            else:
+                both = before(product, *biases)
+                products = [lax.index_in_dim(both, i, both.ndim - 2, keepdims=False) for i in range(2)]
+            gate, up = (x.astype(wide(dtype)) for x in products)
+            return (ACTIVATIONS[self.activation](gate) * up).astype(dtype)
         out = self.alpha * product.astype(wide(product.dtype))
-        if residual is not None:
-            out += self.beta * residual.astype(out.dtype)
-        if bias is not None:
+        for x in residual:
+            out += self.beta * x.astype(out.dtype)
+        for bias in biases:
             out += self.spread_bias(bias, out.ndim).astype(out.dtype)
-        return ACTIVATIONS[self.activation](out).astype(dtype or product.dtype)
+        return ACTIVATIONS[self.activation](out).astype(dtype)
 
     def spread_bias(self, bias, rank):
         """The bias with dimensions of size 1 between its batch dimensions, if any, and the free ones of rhs."""

@@ -10,7 +10,7 @@ from jax.interpreters import mlir
 from jax_streamk import _ffi, compat, custom_call, partition, planner, problem, schedules
 from jax_streamk.device import device_for_lowering
 from jax_streamk.epilogue import Epilogue
-from jax_streamk.primitive import dot_general_p, linear_p, xlas_product
+from jax_streamk.primitive import dot_general_p, linear_apart, linear_p, xlas_product
 from jax_streamk.tuning import tune, tuned
 
 _WITHOUT_CUDA = f"when it was built, {_ffi.without_cuda}"
@@ -30,9 +30,21 @@ def plan(
 ):
     """The ``Plan`` of a product and, if a kernel supports its types, its ``Arrangement``.
 
+    For a gated product whose products run apart it is the plan of one of them, or of both if they are stacked.
+
     Raises:
       ValueError: no kernel can run an explicit schedule.
     """
+    if epilogue.gate:
+        made, arrangement = plan(
+            lhs, rhs, dimension_numbers=dimension_numbers, precision=precision,
+            preferred_element_type=preferred_element_type, schedule=schedule, device=device,
+            epilogue=epilogue.before_gate,
+        )  # fmt: skip
+        products = "this product twice, each time with other weights" if epilogue.is_pair else "this product"
+        gate = "gate" if epilogue.activation is None else f"{epilogue.activation}(gate)"
+        why = "no kernel multiplies by two matrices at once"
+        return made.with_reasons([f"{why}: a gated product is {products}, and then {gate} * up by XLA"]), arrangement
     schedule = schedules.of_forward(schedule)
     try:
         arrangement = problem.arrange(
@@ -94,6 +106,9 @@ def _lower_with_kernels(ctx, *operands, platform, **params):
 
 def _lower_on_one_device(ctx, lhs, rhs, *others, platform, schedule, out_sharding, epilogue=Epilogue(), **params):
     check_build(platform)
+    if epilogue.gate:
+        apart = functools.partial(linear_apart, schedule=schedule, out_sharding=None, epilogue=epilogue, **params)
+        return mlir.lower_fun(apart, multiple_results=False)(ctx, lhs, rhs, *others)
     (lhs, rhs), avals, params["dimension_numbers"] = _without_transposes(
         (lhs, rhs), ctx.avals_in[:2], params["dimension_numbers"]
     )

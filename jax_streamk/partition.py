@@ -39,21 +39,30 @@ class Factors:
         self.contract = tuple(lhs[i] for i in sorted(contract[0]))
         batch = tuple(lhs[i] for i in batch[0])
         lhs_free, rhs_free = (tuple(x for x in side if x not in (*self.contract, *batch)) for side in (lhs, rhs))
-        result = (*batch, *lhs_free, *rhs_free)
-        self.result = result if permutation is None else tuple(result[i] for i in permutation)
+        product = (*batch, *lhs_free, *rhs_free)
+        self.product = product if permutation is None else tuple(product[i] for i in permutation)
+        # Every device needs both of two stacked matrices.
+        self.whole = rhs_free[:1] if epilogue.gate == "stacked" else ()
+        self.result = tuple(name for name in self.product if name not in self.whole)
+        self.seconds = int(epilogue.is_pair)  # operands after rhs that are multiplied by lhs too
         bias = (*batch[: epilogue.bias_batch], *rhs_free)
-        self.operands = (tuple(lhs), tuple(rhs), *[bias] * epilogue.has_bias, *[self.result] * epilogue.has_residual)
+        others = ([tuple(rhs)] * self.seconds, [bias] * epilogue.has_bias * (1 + self.seconds))
+        self.operands = (tuple(lhs), tuple(rhs), *others[0], *others[1], *[self.result] * epilogue.has_residual)
 
     def rule(self):
         return SdyShardingRule(
             tuple(ArrayMapping(*names) for names in self.operands),
             (ArrayMapping(*self.result),),
             reduction_factors=self.contract,
+            need_replication_factors=self.whole,
         )
 
 
 def partitioned(product, finish, fused, factors):
-    """``finish(product(lhs, rhs), *others)``, for XLA to partition; ``fused`` does both if no sum comes between."""
+    """``finish(product(lhs, rhs), *others)``, for XLA to partition; ``fused`` does both if no sum comes between.
+
+    In the place of each second rhs, ``finish`` gets its product.
+    """
     function = custom_partitioning(fused)
     function.def_partition(functools.partial(_partition, product, finish, fused, factors), sharding_rule=factors.rule())
     return function
@@ -61,13 +70,16 @@ def partitioned(product, finish, fused, factors):
 
 def _partition(product, finish, fused, factors, mesh, operands, result):
     specs = [_axes_of_dimensions(x) for x in (*operands, result)]
+    for names, spec in zip(factors.operands, specs):
+        spec[:] = [() if name in factors.whole else axes for name, axes in zip(names, spec)]
     sizes = {name: size for x, dims in zip(operands, factors.operands) for name, size in zip(dims, x.shape)}
     axes = _axes_of_factors((*factors.operands, factors.result), specs, sizes, factors.contract, mesh.shape)
     summed = [axis for name in factors.contract for axis in axes[name]]
     # If the result is sharded over axes of k, the sum is reduce-scattered over them instead of all-reduced.
     final = dict(axes)
     scattered: dict[int, tuple[str, ...]] = {}
-    for dimension, (name, wanted) in enumerate(zip(factors.result, specs[-1])):
+    for name, wanted in zip(factors.result, specs[-1]):
+        dimension = factors.product.index(name)
         for axis in wanted:
             size = sizes[name] // math.prod(mesh.shape[a] for a in final[name])
             if axis in summed and size % mesh.shape[axis] == 0:
@@ -80,21 +92,23 @@ def _partition(product, finish, fused, factors, mesh, operands, result):
             lhs, rhs, *others = (_local_p.bind(x) for x in operands)
             if not summed and not scattered:
                 return fused(lhs, rhs, *others)
-            out = product(lhs, rhs)
-            dtype = out.dtype
-            # A sum of booleans is a logical or, which collectives lack.
-            out = out.astype(np.int32) if dtype == np.bool_ else out
-            for dimension, over in scattered.items():
-                out = lax.psum_scatter(out, over, scatter_dimension=dimension, tiled=True)
-            out = lax.psum(out, tuple(summed)) if summed else out
-            return finish(out.astype(dtype), *others)
+            sums = [add_up(product(lhs, x)) for x in (rhs, *others[: factors.seconds])]
+            return finish(*sums, *others[factors.seconds :])
+
+    def add_up(out):
+        dtype = out.dtype
+        # A sum of booleans is a logical or, which collectives lack.
+        out = out.astype(np.int32) if dtype == np.bool_ else out
+        for dimension, over in scattered.items():
+            out = lax.psum_scatter(out, over, scatter_dimension=dimension, tiled=True)
+        return (lax.psum(out, tuple(summed)) if summed else out).astype(dtype)
 
     def sharding(dims, axes):
         return NamedSharding(mesh, PartitionSpec(*(axes[name] or None for name in dims)))
 
-    lhs, rhs, *others = factors.operands
-    shardings = (sharding(lhs, axes), sharding(rhs, axes), *(sharding(dims, final) for dims in others))
-    return mesh, local, sharding(factors.result, final), shardings
+    multiplied = 2 + factors.seconds
+    shardings = [sharding(dims, axes if i < multiplied else final) for i, dims in enumerate(factors.operands)]
+    return mesh, local, sharding(factors.result, final), tuple(shardings)
 
 
 def _axes_of_factors(names, specs, sizes, contract, mesh):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from jax_streamk.epilogue import ACTIVATIONS, Epilogue, scaled, wide
 # Parameters: those of lax.dot_general's primitive, the schedule, and the permutation that transposes the result, or
 # None. XLA folds a transpose into the dot before it, but not into a custom call.
 dot_general_p = Primitive("streamk_dot_general")
-# Has an epilogue instead of the permutation. Operands: lhs, rhs, then the epilogue's bias and residual.
+# Has an epilogue instead of the permutation. Operands: lhs, rhs, then the epilogue's.
 linear_p = Primitive("streamk_linear")
 for _primitive in (dot_general_p, linear_p):
     _primitive.def_impl(functools.partial(compat.apply_primitive, _primitive))
@@ -65,10 +66,10 @@ def bind_linear(lhs, rhs, *others, epilogue, **params):
 def xlas_product(lhs, rhs, *others, preferred_element_type, epilogue=Epilogue(), permutation=None, **params):
     """What our primitives compute, by XLA's own dot."""
     dtype = preferred_element_type
-    out = compat.dot_general_p.bind(
-        lhs, rhs, preferred_element_type=dtype if epilogue.is_plain else wide(dtype), **params
-    )
-    out = epilogue.apply(out, *others, dtype=dtype)
+    params["preferred_element_type"] = dtype if epilogue.is_plain else wide(dtype)
+    second, *more = epilogue.split(others)
+    products = (compat.dot_general_p.bind(lhs, x, **params) for x in (rhs, *second))
+    out = epilogue.apply(*products, *itertools.chain(*more), dtype=dtype)
     return out if permutation is None else lax.transpose(out, permutation)
 
 
@@ -83,8 +84,13 @@ def _abstract_eval(lhs, rhs, *, schedule, permutation, **params):
 
 @linear_p.def_effectful_abstract_eval
 def _linear_abstract_eval(lhs, rhs, *others, epilogue, schedule, **params):
-    del schedule
+    del schedule, others
     product, effects = compat.dot_general_p.abstract_eval(lhs, rhs, **params)
+    if epilogue.gate == "stacked":
+        *sizes, _, last = product.shape
+        limits = dict(start_indices=(0,) * product.ndim, limit_indices=(*sizes, 1, last), strides=None)
+        product = lax.slice_p.abstract_eval(product, **limits)[0]
+        product = lax.squeeze_p.abstract_eval(product, dimensions=(product.ndim - 2,))[0]
     if compat.is_unreduced(product):
         raise ValueError(
             f"linear: out_sharding={params['out_sharding']} leaves the sum over devices open, but the epilogue needs it"
@@ -156,10 +162,15 @@ compat.def_batching(dot_general_p, _batch)
 
 def _linear_jvp(primals, tangents, *, epilogue, **params):
     """Applies the activation in XLA: its derivative needs the value before it."""
+    if epilogue.gate:
+        moves = [type(x) is not ad.Zero for x in tangents]
+        function = _linear_apart_of(primals, moves, epilogue=epilogue, **params)
+        moving, velocities = ([x for x, moved in zip(xs, moves) if moved] for xs in (primals, tangents))
+        return jax.jvp(function, moving, velocities)
     lhs, rhs, *_ = primals
     before = bind_linear(*primals, epilogue=dataclasses.replace(epilogue, activation=None), **params)
     product: Callable[..., Any] = functools.partial(bind, **params)
-    bias, residual = epilogue.split(tangents[2:])
+    _, biases, residuals = epilogue.split(tangents[2:])
     terms = []
     if type(tangents[0]) is not ad.Zero:
         terms.append(product(tangents[0], rhs))
@@ -169,10 +180,10 @@ def _linear_jvp(primals, tangents, *, epilogue, **params):
         # One scaling of the sum: its transpose then scales the cotangent once. Two scaled copies would each be moved
         # between devices.
         terms = [scaled(epilogue.alpha, functools.reduce(lax.add, terms))]
-    if residual is not None and type(residual) is not ad.Zero:
-        terms.append(scaled(epilogue.beta, residual))
-    if bias is not None and type(bias) is not ad.Zero:
-        terms.append(jnp.zeros_like(before) + epilogue.spread_bias(bias, before.ndim))
+    terms += [scaled(epilogue.beta, x) for x in residuals if type(x) is not ad.Zero]
+    for bias in biases:
+        if type(bias) is not ad.Zero:
+            terms.append(jnp.zeros_like(before) + epilogue.spread_bias(bias, before.ndim))
     return jax.jvp(ACTIVATIONS[epilogue.activation], (before,), (functools.reduce(lax.add, terms),))
 
 
@@ -182,12 +193,7 @@ ad.primitive_jvps[linear_p] = _linear_jvp
 def _linear_transpose(cotangent, *operands, epilogue, **params):
     """Transposes a ``linear`` that was not differentiated first, as linear solvers do with their matrix."""
     is_linear = [ad.is_undefined_primal(x) for x in operands]
-
-    def apart(*unknown):
-        taken = iter(unknown)
-        lhs, rhs, *others = (next(taken) if free else x for x, free in zip(operands, is_linear))
-        return _linear_apart(lhs, rhs, *others, epilogue=epilogue, **params)
-
+    apart = _linear_apart_of(operands, is_linear, epilogue=epilogue, **params)
     transposed = iter(jax.linear_transpose(apart, *(x.aval for x in operands if ad.is_undefined_primal(x)))(cotangent))
     return [next(transposed) if free else None for free in is_linear]
 
@@ -198,12 +204,22 @@ ad.primitive_transposes[linear_p] = _linear_transpose
 def _linear_batch(axis_data, operands, dims, *, epilogue, dimension_numbers, out_sharding, **params):
     """One kernel if the mapped axis is a batch, or free in the only matrix that has it; else a separate epilogue."""
     (lhs, rhs, *others), (lhs_dim, rhs_dim, *other_dims) = operands, dims
-    bias, residual = epilogue.split(others)
-    bias_dim, residual_dim = epilogue.split(other_dims)
+    second, biases, residuals = epilogue.split(others)
+    second_dims, bias_dims, residual_dims = epilogue.split(other_dims)
     if all(dim is None for dim in dims):
         params |= dict(epilogue=epilogue, dimension_numbers=dimension_numbers, out_sharding=out_sharding)
         return bind_linear(*operands, **params), None
-    if rhs_dim is None and (lhs_dim is None or bias_dim is not None):
+    one_bias_for_all = all(dim is None for dim in bias_dims)
+    separate = rhs_dim is None and (lhs_dim is None or not one_bias_for_all)
+    if epilogue.is_pair:
+        separate |= (rhs_dim is None) != (second_dims[0] is None)
+    elif epilogue.gate:
+        separate |= rhs_dim is not None and lhs_dim is None  # rhs has two free dimensions only
+    if separate and epilogue.gate:
+        params |= dict(epilogue=epilogue, dimension_numbers=dimension_numbers, out_sharding=out_sharding)
+        apart = functools.partial(linear_apart, **params)
+        return jax.vmap(apart, dims, axis_size=axis_data.size, spmd_axis_name=axis_data.spmd_name)(*operands), 0
+    if separate:
         dtype = params["preferred_element_type"]
         params |= dict(
             preferred_element_type=wide(dtype), dimension_numbers=dimension_numbers, out_sharding=out_sharding
@@ -219,23 +235,26 @@ def _linear_batch(axis_data, operands, dims, *, epilogue, dimension_numbers, out
         return jnp.moveaxis(x, dim, to) if dim is not None else jnp.repeat(jnp.expand_dims(x, to), axis_data.size, to)
 
     bias_batch = epilogue.bias_batch
-    if bias is not None and lhs_dim is None:
+    if lhs_dim is None:
         # The mapped axis is a free dimension of rhs, and these come last in the result as in the bias.
         rank = lhs.ndim + rhs.ndim - 2 * len(numbers[0][0]) - len(numbers[1][0])
-        bias = mapped(bias, bias_dim, out_dim - rank + bias.ndim + (bias_dim is None))
-    elif bias is not None and rhs_dim is not None and (bias_dim is not None or bias_batch):
+        biases = [mapped(x, dim, out_dim - rank + x.ndim + (dim is None)) for x, dim in zip(biases, bias_dims)]
+    elif biases and rhs_dim is not None and not (one_bias_for_all and not bias_batch):
         # A bias with one of the batch dimensions must have all of them.
-        bias = mapped(bias, bias_dim, 0)
         sizes = [lhs.shape[i] for i in numbers[1][0]]
-        bias = jnp.expand_dims(bias, tuple(range(1 + bias_batch, len(sizes))))
-        bias = jnp.broadcast_to(bias, (*sizes, *bias.shape[len(sizes) :]))
+        biases = [mapped(x, dim, 0) for x, dim in zip(biases, bias_dims)]
+        biases = [jnp.expand_dims(x, tuple(range(1 + bias_batch, len(sizes)))) for x in biases]
+        biases = [jnp.broadcast_to(x, (*sizes, *x.shape[len(sizes) :])) for x in biases]
         bias_batch = len(sizes)
-    if residual is not None:
-        residual = mapped(residual, residual_dim, out_dim)
+    if rhs_dim is not None:
+        second = [jnp.moveaxis(x, dim, rhs_dim) for x, dim in zip(second, second_dims)]
+    residuals = [mapped(x, dim, out_dim) for x, dim in zip(residuals, residual_dims)]
     out = bind_linear(
         lhs,
         rhs,
-        *(x for x in (bias, residual) if x is not None),
+        *second,
+        *biases,
+        *residuals,
         epilogue=dataclasses.replace(epilogue, bias_batch=bias_batch),
         dimension_numbers=numbers,
         out_sharding=out_sharding,
@@ -247,12 +266,28 @@ def _linear_batch(axis_data, operands, dims, *, epilogue, dimension_numbers, out
 compat.def_batching(linear_p, _linear_batch)
 
 
-def _linear_apart(lhs, rhs, *others, epilogue, **params):
-    return epilogue.apply(bind(lhs, rhs, **params), *others)
+def linear_apart(lhs, rhs, *others, epilogue, **params):
+    """Product and epilogue one after the other; the products of a gated one with their biases, each rounded."""
+    if not epilogue.gate:
+        return epilogue.apply(bind(lhs, rhs, **params), *others)
+    second, biases, _ = epilogue.split(others)
+    of_each = zip((rhs, *second), [biases[i : i + 1] for i in range(1 + epilogue.is_pair)])
+    products = [bind_linear(lhs, x, *bias, epilogue=epilogue.before_gate, **params) for x, bias in of_each]
+    return dataclasses.replace(epilogue, has_bias=False, bias_batch=0).apply(*products)
+
+
+def _linear_apart_of(operands, is_free, **params):
+    """``linear_apart`` as a function of some of its operands."""
+
+    def apart(*given):
+        taken = iter(given)
+        return linear_apart(*(next(taken) if free else x for x, free in zip(operands, is_free)), **params)
+
+    return apart
 
 
 compat.def_jet(dot_general_p)
-compat.def_jet(linear_p, _linear_apart)
+compat.def_jet(linear_p, linear_apart)
 
 
 def _sparse_product(*operands, schedule, **params):

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import types
+from typing import Any
 
 import flax.linen
 import flax.nnx
@@ -84,6 +85,63 @@ def calls(function, *args):
     return [dict(re.findall(r"(\w+) = ([^\s,]+)", attributes)) for attributes in found], text.count(
         "stablehlo.dot_general"
     )
+
+
+class StockMLP(flax.linen.Module):
+    """The gated MLP from Flax's own layers."""
+
+    use_bias: bool
+    dtype: Any = None
+
+    @flax.linen.compact
+    def __call__(self, x):
+        fields = BIASED | dict(use_bias=self.use_bias, dtype=self.dtype)
+        gate, up = (flax.linen.Dense(N, name=name, **fields)(x) for name in ("gate_proj", "up_proj"))
+        return flax.linen.Dense(x.shape[-1], name="down_proj", **fields)(flax.linen.silu(gate) * up)
+
+
+@pytest.mark.parametrize("dtype", [None, BF16])
+@pytest.mark.parametrize("use_bias", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gated_mlp(kind, use_bias, dtype):
+    fields = BIASED | dict(use_bias=use_bias, dtype=dtype)
+    theirs, params = functional(StockMLP(use_bias, dtype))
+    if kind == "linen":
+        mine, own_params = functional(linen.GatedMLP(N, **fields))
+        assert_same_bits(own_params, params)
+    else:
+        model = nnx.GatedMLP(K, N, rngs=flax.nnx.Rngs(0), **fields)
+        graph, state = flax.nnx.split(model)
+        own = flax.nnx.to_pure_dict(state)
+        assert jax.tree.map(jnp.shape, {"params": own}) == jax.tree.map(jnp.shape, params)
+
+        def mine(params, x):
+            flax.nnx.replace_by_pure_dict(state, params["params"])
+            return flax.nnx.merge(graph, state)(x)
+
+    x = normal(2, 5, K)
+    wanted = theirs(params, x)
+    tolerance = TOLERANCE[dtype or F32]
+    assert_close(jax.jit(mine)(params, x), wanted, tolerance)
+    got, wanted = (jax.jit(jax.grad(loss(f), (0, 1)))(params, x) for f in (mine, theirs))
+    assert_close(got, wanted, 4 * tolerance)
+    _, left = calls(jax.grad(loss(mine), (0, 1)), params, x)
+    assert left == 0
+
+
+def test_gated_mlp_has_the_fields_of_layers():
+    x = normal(3, K)
+    mine, params = functional(linen.GatedMLP(N, 16, activation="relu", schedule=DataParallel()))
+    assert mine(params, x).shape == (3, 16)
+    model = nnx.GatedMLP(K, N, 16, activation="relu", schedule=DataParallel(), rngs=flax.nnx.Rngs(0))
+    assert model(x).shape == (3, 16)
+    for make in (lambda **f: linen.GatedMLP(N, **f), lambda **f: nnx.GatedMLP(K, N, rngs=flax.nnx.Rngs(0), **f)):
+        with pytest.raises(ValueError, match="GatedMLP: activation='swish'"):
+            make(activation="swish")
+        with pytest.raises(TypeError, match="schedule=3"):
+            make(schedule=3)
+    with pytest.raises(ValueError, match="dot_general must not be given"):
+        nnx.GatedMLP(K, N, rngs=flax.nnx.Rngs(0), dot_general=jax_streamk.dot_general)
 
 
 @pytest.mark.parametrize("use_bias", [True, False])

@@ -1,4 +1,4 @@
-"""``flax.nnx.Linear`` as one kernel, and ``accelerate`` for functions of modules."""
+"""``flax.nnx.Linear`` as one kernel, a gated MLP as two, and ``accelerate`` for functions of modules."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
+from jax_streamk import api
 from jax_streamk.accelerate import P, R, Where, check_results
 from jax_streamk.accelerate import accelerate as _accelerate
 from jax_streamk.flax.forward import check_fields, forward
@@ -61,6 +62,64 @@ class Linear(nnx.Linear):
 
     def _own_dot_general(self) -> Callable[..., Any] | None:
         return None if self.dot_general is lax.dot_general else self.dot_general
+
+
+class GatedMLP(nnx.Module):
+    """``down_proj(activation(gate_proj(x)) * up_proj(x))``, as in Llama: ``jax_streamk.gated_linear`` and a ``linear``.
+
+    The three attributes of these names are layers of the class ``Linear``.
+
+    Args:
+      in_features: the number of features of the input.
+      hidden_features: that between the projections.
+      out_features: that of the result; None for that of the input.
+      activation: None, "relu", "gelu" (the exact one, by erf), "gelu_tanh", "silu", "sigmoid" or "tanh".
+      use_bias: whether every projection has a bias.
+      schedule: as in ``Linear``, for every product.
+      rngs: as in ``flax.nnx.Linear``.
+      kwargs: other arguments of ``flax.nnx.Linear``, for every projection: dtype, param_dtype, precision, kernel_init,
+        bias_init, kernel_metadata, bias_metadata.
+
+    Raises:
+      TypeError: schedule is not a schedule.
+      ValueError: there is no such activation, dot_general is given, or (when called) no kernel can run a product under
+        the schedule.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        *,
+        activation: str | None = "silu",
+        use_bias: bool = False,
+        schedule: Schedule | PerPass | None = None,
+        rngs: nnx.Rngs,
+        **kwargs: Any,
+    ):
+        self.activation = activation
+        self.schedule = schedule
+        check_fields(self, None)
+        if "dot_general" in kwargs:
+            raise ValueError(
+                "GatedMLP: a product of the user's own cannot replace its kernels: dot_general must not be given"
+            )
+        kwargs |= dict(use_bias=use_bias, schedule=schedule, rngs=rngs)
+        self.gate_proj = Linear(in_features, hidden_features, **kwargs)
+        self.up_proj = Linear(in_features, hidden_features, **kwargs)
+        self.down_proj = Linear(hidden_features, in_features if out_features is None else out_features, **kwargs)
+
+    def __call__(self, inputs: ArrayLike) -> jax.Array:
+        """Array of shape (..., out_features) of inputs (..., in_features)."""
+        gate, up = self.gate_proj, self.up_proj
+        parameters = (None if x is None else x[...] for x in (gate.kernel, up.kernel, gate.bias, up.bias))
+        promoted = gate.promote_dtype((inputs, *parameters), dtype=gate.dtype)
+        hidden = api.gated_linear(
+            *promoted, activation=self.activation, precision=gate.precision, schedule=self.schedule,
+            preferred_element_type=gate.preferred_element_type,
+        )  # fmt: skip
+        return self.down_proj(hidden)
 
 
 @overload
