@@ -374,10 +374,8 @@ def gated_linear(
 ) -> jax.Array:
     """``activation(x @ w_gate + b_gate) * (x @ w_up + b_up)``: the first half of a gated MLP.
 
-    In one kernel where there is one for the product, as ``plan(x, w_gate, gate=True)`` tells: it reads x once, computes
-    both sums and what follows in float32 (float64 for float64), and rounds once. Elsewhere, under differentiation, and
-    if k is partitioned over devices, the products run apart, each rounded to the result's dtype, and XLA applies
-    activation and gate, in float32 again.
+    The products run apart, each with its bias and rounded to the result's dtype, and XLA applies activation and gate in
+    float32 (float64 for float64), as ``plan(x, w_gate, gate=True)`` tells. Stacked matrices are one product.
 
     Args:
       x: array of shape (..., k).
