@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.experimental.jet as _jet
+import numpy as np
 from jax._src import array as _array
 from jax._src import checkify as _checkify
 from jax._src import core as _core
@@ -37,6 +38,7 @@ except ImportError:  # up to JAX 0.10
 
 __all__ = [
     "Placement",
+    "abstract",
     "apply_primitive",
     "as_weak_type",
     "ask_policies",
@@ -53,21 +55,30 @@ __all__ = [
     "def_jet",
     "def_sparse",
     "dot_general_p",
+    "ends_like",
     "higher_order",
     "is_concrete",
     "is_of_current_trace",
+    "is_relu",
     "is_unreduced",
     "local_aval",
     "lower_per_platform",
+    "lowered_convert",
+    "lowered_transpose",
     "match_varying",
     "may_use_cuda",
     "named",
     "needs_devices",
+    "new_eqn",
+    "new_var",
     "outside_of_traces",
     "placement",
+    "scalar",
     "sharded_like_product",
     "tell_apart",
     "transpose_behind",
+    "vary",
+    "varying",
     "with_eqns",
     "with_mesh",
     "with_sharding_of",
@@ -306,6 +317,17 @@ def lower_per_platform(ctx, rules, default, *operands, **params):
     return _mlir.lower_per_platform(ctx, str(ctx.primitive), rules, default, _core.no_effects, *operands, **params)
 
 
+def lowered_transpose(value, permutation):
+    """A lowered value, transposed."""
+    return _mlir.hlo.transpose(value, _mlir.dense_int_array(permutation))
+
+
+def lowered_convert(value, dtype):
+    """A lowered value, converted from one floating-point dtype to another."""
+    type_ = _mlir.ir.RankedTensorType.get(value.type.shape, _mlir.dtype_to_ir_type(np.dtype(dtype)))
+    return _mlir.hlo.convert(type_, value)
+
+
 def transpose_behind(value):
     """(operand, permutation) if a lowered value is the result of a transpose, else None."""
     operation = value.owner
@@ -334,6 +356,81 @@ def named(ctx, scope):
 def local_aval(aval):
     """The type without shardings and varying axes, which tracing inside a lowering rule does not need."""
     return _core.ShapedArray(aval.shape, aval.dtype)
+
+
+def abstract(like, primitive, *avals, **params):
+    """The type of a primitive's result in the place of an equation; None if it has no result for these types."""
+    try:
+        with like.ctx.manager:
+            out, _ = primitive.abstract_eval(*avals, **params)
+    except (TypeError, ValueError, NotImplementedError, _core.ShardingTypeError):
+        return None
+    # Outside of shard_map JAX does not say over what results vary: here, over what their operands all do.
+    return _varying_over(out, varying(avals[0]))
+
+
+def new_var(aval):
+    return _core.Var(aval)
+
+
+def new_eqn(like, primitive, *operands, **params):
+    """An equation in the place of another, with a variable of its own; None if its types do not fit."""
+    if primitive is _lax.mul_p and "out_dtype" in _mul_params():
+        params |= dict(out_dtype=None)
+    out = abstract(like, primitive, *(x.aval for x in operands), **params)
+    if out is None:
+        return None
+    return like.replace(primitive=primitive, params=params, invars=list(operands), outvars=[new_var(out)])
+
+
+@functools.cache
+def _mul_params():
+    (eqn,) = jax.make_jaxpr(lambda x: x * x)(1.0).eqns
+    return tuple(eqn.params)
+
+
+def vary(like, x, axes):
+    """The equation after which ``x`` varies over more axes of shard_map's mesh."""
+    out = new_var(_varying_over(x.aval, varying(x.aval) | axes))
+    return like.replace(primitive=_core.pvary_p, params=dict(axes=tuple(sorted(axes))), invars=[x], outvars=[out])
+
+
+def _varying_over(aval, axes):
+    if hasattr(aval, "mat"):
+        return aval.update(manual_axis_type=aval.mat.update(varying=axes))
+    return aval.update(vma=axes)
+
+
+def varying(aval):
+    """The axes of shard_map's mesh that a value varies over."""
+    return frozenset(aval.mat.varying if hasattr(aval, "mat") else aval.vma)
+
+
+def scalar(dtype):
+    return _core.ShapedArray((), dtype)
+
+
+def ends_like(product, other):
+    """Whether another value has the explicit sharding of a product's last dimensions, and varies over the same axes."""
+    specs = [tuple(aval.sharding.spec) for aval in (product, other)]
+    return specs[0][product.ndim - other.ndim :] == specs[1] and varying(product) == varying(other)
+
+
+def is_relu(eqn):
+    """Whether a call of a function with custom derivatives is one of ``jax.nn.relu``."""
+    return eqn.primitive is _primitives.custom_jvp_call_p and _source(eqn) == _source_of_relu()
+
+
+@functools.cache
+def _source_of_relu():
+    (eqn,) = jax.make_jaxpr(jax.nn.relu)(1.0).eqns
+    while eqn.primitive is not _primitives.custom_jvp_call_p:
+        (eqn,) = eqn.params["jaxpr"].eqns
+    return _source(eqn)
+
+
+def _source(eqn):
+    return eqn.params["call_jaxpr"].jaxpr.debug_info.func_src_info
 
 
 def is_concrete(x):
