@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import functools
 import gc
-import math
 import operator
 import sys
 import types
@@ -19,11 +18,11 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var, primitives
 
 from jax_streamk import compat, fusion, lowering, primitive
+from jax_streamk.decisions import decide
 from jax_streamk.device import Device, device_of
-from jax_streamk.machines import machine_of
-from jax_streamk.planner import Plan
 from jax_streamk.problem import GemmProblem
-from jax_streamk.products import Products, decide, products_of
+from jax_streamk.products import Products, products_of
+from jax_streamk.program import Program
 from jax_streamk.schedules import PerPass, Schedule, check_schedule
 from jax_streamk.tuning import tuned
 
@@ -151,7 +150,7 @@ class _Rewriter:
         """``fn(*args, **kwargs)``, rewritten. Only JAX arrays are traced; other arguments and results pass through."""
         jaxpr, arrays, rebuilt = self.trace(fn, *args, **kwargs)
         primitive.know_sparse()
-        return rebuilt(jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *arrays))
+        return rebuilt(compat.evaluated(jaxpr.jaxpr, jaxpr.consts, *arrays))
 
     def trace(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, list[Any], Callable[..., Any]]:
         """(the rewritten jaxpr of ``fn``, its arguments, a function from its results to those of ``fn``)."""
@@ -192,12 +191,12 @@ class _Rewriter:
         """The rewritten equations of a jaxpr; its own list if nothing changes."""
         outvars = getattr(jaxpr, "jaxpr", jaxpr).outvars
         has_products = any(eqn.primitive is compat.dot_general_p for eqn in jaxpr.eqns)
-        program = fusion.Program(jaxpr.eqns, outvars) if has_products else None
+        program = Program(jaxpr.eqns, outvars) if has_products else None
         eqns = _map(functools.partial(self._eqn, program), jaxpr.eqns)
         if not any(map(_is_product, eqns)):
             return eqns
         eqns = _with_transposes(outvars, eqns)
-        return fusion.fused(fusion.Program(eqns, outvars, _numbers(jaxpr)), _is_product, _time, _passing) or eqns
+        return fusion.fused(Program(eqns, outvars), device_of(None)) or eqns
 
     def _eqn(self, program: Any, eqn: Any) -> Any:
         if eqn.primitive is compat.dot_general_p:
@@ -295,15 +294,6 @@ def _holds_tracer(x: Any) -> bool:
     return False
 
 
-def _plan(lhs: Any, rhs: Any, *, out_sharding: Any, **params: Any) -> Plan | None:
-    """The plan of a product on the default device; None if no kernel can run it under an explicit schedule."""
-    del out_sharding
-    try:
-        return lowering.plan(lhs, rhs, device=device_of(None), **params)[0]
-    except ValueError:
-        return None
-
-
 def _with_transposes(outvars: Sequence[Any], eqns: list[Any]) -> list[Any]:
     """Folds transposes into the products before them: XLA does that for its own dot, but not for a custom call."""
     operands = (*(x for eqn in eqns for x in eqn.invars), *outvars)
@@ -318,37 +308,15 @@ def _with_transposes(outvars: Sequence[Any], eqns: list[Any]) -> list[Any]:
         if eqn.primitive is lax.transpose_p and isinstance(eqn.invars[0], Var) and eqn.invars[0] in products:
             product = eqns[products[eqn.invars[0]]]
             params = product.params | eqn.params
-            if _plan(*(x.aval for x in product.invars), **params) is not None:
+            if lowering.plan_or_none(*(x.aval for x in product.invars), device=device_of(None), **params) is not None:
                 new[products[eqn.invars[0]]] = product.replace(params=params, outvars=eqn.outvars)
                 new[at] = None
     kept = [eqn for eqn in new if eqn is not None]
     return kept if len(kept) < len(eqns) else eqns
 
 
-def _numbers(jaxpr: Any) -> dict[Any, float]:
-    """The scalars that a jaxpr closes over, to scale by. Not outside of a trace: each value would be a new program."""
-    if compat.outside_of_traces():
-        return {}
-    closed_over = zip(getattr(jaxpr, "jaxpr", jaxpr).constvars, getattr(jaxpr, "consts", ()))
-    is_scalar = lambda x: compat.is_concrete(x) and x.ndim == 0 and jax.numpy.issubdtype(x.dtype, np.floating)
-    return {variable: float(x) for variable, x in closed_over if is_scalar(x)}
-
-
 def _is_product(eqn: Any) -> bool:
     return eqn.primitive is primitive.dot_general_p
-
-
-def _time(lhs: Any, rhs: Any, params: dict[str, Any]) -> float | None:
-    """The expected time of a product on the default device, in microseconds; None if no kernel runs it."""
-    made = _plan(lhs, rhs, **params)
-    return None if made is None or made.kernel is None else made.microseconds
-
-
-def _passing(size: int, launches: int) -> float:
-    """The expected time, in microseconds, of moving bytes on the default device; on a CPU any epilogue is shorter."""
-    device = device_of(None)
-    machine = machine_of(device)
-    return launches * machine.launch_us + size / machine.dram_bytes_per_us if device.arch else math.inf
 
 
 def _map(f: Callable[[Any], Any], values: Any) -> Any:

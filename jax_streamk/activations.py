@@ -5,8 +5,14 @@
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal, Var
+
+from jax_streamk import compat
 
 # A polynomial maps monomials to coefficients. A monomial is a set of (factor, power); a factor is "x", or the name of
 # a function and the polynomial that it is taken of.
@@ -15,6 +21,11 @@ Polynomial = dict[frozenset, float]
 _ONE: frozenset = frozenset()
 X: Polynomial = {frozenset({("x", 1)}): 1.0}
 _MOST_TERMS = 8
+LONGEST = 16  # equations
+
+
+class _Unlike(Exception):
+    """An expression that is no polynomial, or whose infinities differ from the polynomial's."""
 
 
 def constant(value: float) -> Polynomial:
@@ -28,18 +39,39 @@ def value_of(poly: Polynomial) -> float | None:
     return poly.get(_ONE) if len(poly) == 1 else None
 
 
+def number_in(x: Literal) -> float | None:
+    """The number that a literal is; None if it is not real."""
+    is_real = jnp.issubdtype(x.aval.dtype, np.floating) or jnp.issubdtype(x.aval.dtype, np.integer)
+    return float(x.val) if is_real and np.ndim(x.val) == 0 else None
+
+
+def holds(wide: Any, narrow: Any) -> bool:
+    """Whether one floating-point dtype holds every value of another."""
+    if not all(jnp.issubdtype(x, np.floating) for x in (wide, narrow)):
+        return False
+    a, b = jnp.finfo(wide), jnp.finfo(narrow)
+    return wide == narrow or (a.nmant >= b.nmant and a.maxexp >= b.maxexp and a.minexp <= b.minexp)
+
+
 def _sum(a: Polynomial, b: Polynomial) -> Polynomial:
     out = dict(a)
     for monomial, coefficient in b.items():
         out[monomial] = out.get(monomial, 0.0) + coefficient
+        if not out[monomial] and monomial != _ONE:
+            raise _Unlike  # infinity less infinity
     return {monomial: coefficient for monomial, coefficient in out.items() if coefficient}
 
 
 def _scaled(factor: float, a: Polynomial) -> Polynomial:
+    if not factor and value_of(a) is None:
+        raise _Unlike  # zero times infinity
     return {monomial: factor * coefficient for monomial, coefficient in a.items()} if factor else {}
 
 
 def _product(a: Polynomial, b: Polynomial) -> Polynomial:
+    for factor, other in ((a, b), (b, a)):
+        if (number := value_of(factor)) is not None:
+            return _scaled(number, other)
     out: Polynomial = {}
     for left, x in a.items():
         for right, y in b.items():
@@ -60,33 +92,35 @@ def _odd(name: str, a: Polynomial) -> Polynomial:
     return _scaled(-1.0, _of(name, _scaled(-1.0, a))) if negative else _of(name, a)
 
 
-def _quotient(a: Polynomial, b: Polynomial) -> Polynomial | None:
+def _quotient(a: Polynomial, b: Polynomial) -> Polynomial:
     divisor = value_of(b)
     if divisor is None:
         return _product(a, _of("inverse", b))
-    return _scaled(1 / divisor, a) if divisor else None
+    if not divisor:
+        raise _Unlike
+    return _scaled(1 / divisor, a)
 
 
-def _power(a: Polynomial, exponent: float) -> Polynomial | None:
+def _power(a: Polynomial, exponent: float | None) -> Polynomial:
     if exponent == -1:
         return _quotient(constant(1), a)
     if exponent not in (1, 2, 3, 4):
-        return None
+        raise _Unlike
     return functools.reduce(_product, [a] * int(exponent))
 
 
-def _larger(a: Polynomial, b: Polynomial) -> Polynomial | None:
+def _larger(a: Polynomial, b: Polynomial) -> Polynomial:
     for x, y in ((a, b), (b, a)):
         if value_of(y) == 0:
             return _of("relu", x)
-    return None
+    raise _Unlike
 
 
 def _logistic(a: Polynomial) -> Polynomial:
     return _of("inverse", _sum(constant(1), _of("exp", _scaled(-1.0, a))))
 
 
-# By the names of primitives. Of numbers alone, _OF_NUMBERS too.
+# By the names of primitives. Of numbers, _OF_NUMBERS before these.
 _RULES: Mapping[str, Any] = {
     "add": _sum,
     "add_any": _sum,
@@ -101,31 +135,64 @@ _RULES: Mapping[str, Any] = {
     "exp": functools.partial(_of, "exp"),
     "logistic": _logistic,
     "square": lambda a: _product(a, a),
+    "pow": lambda a, b: _power(a, value_of(b)),
 }
 _OF_NUMBERS = {"sqrt": math.sqrt, "rsqrt": lambda x: 1 / math.sqrt(x), "log": math.log, "exp": math.exp}
-# They change no value, or only its precision.
-_SAME = ("convert_element_type", "copy", "copy_p", "pvary", "optimization_barrier")
+_SAME = ("copy", "copy_p", "pvary")
 
 
-def applied(primitive: str, params: Mapping[str, Any], *operands: Polynomial) -> Polynomial | None:
-    """What a primitive makes of polynomials; None if that is no polynomial, or a long one."""
-    if primitive in _SAME or (primitive == "broadcast_in_dim" and value_of(operands[0]) is not None):
-        return operands[0]
-    if params.get("out_dtype") is not None:
+def result_of(eqn: Any, operands: Sequence[Polynomial]) -> Polynomial | None:
+    """What an equation makes of polynomials; None if that is none, a long one, or rounded more than its dtype says."""
+    dtype = eqn.outvars[0].aval.dtype
+    if not jnp.issubdtype(dtype, np.floating) or eqn.params.get("out_dtype") is not None:
         return None
-    if primitive in ("integer_pow", "pow"):
-        exponent = params["y"] if primitive == "integer_pow" else value_of(operands[1])
-        out = None if exponent is None else _power(operands[0], exponent)
-    elif primitive in _OF_NUMBERS and (number := value_of(operands[0])) is not None:
-        try:
-            out = constant(_OF_NUMBERS[primitive](number))
-        except (ValueError, ZeroDivisionError, OverflowError):
-            return None
-    elif primitive in _RULES:
-        out = _RULES[primitive](*operands)
-    else:
+    try:
+        out = _applied(eqn, operands)
+        if out is not None and (number := value_of(out)) is not None:
+            return constant(float(np.asarray(number, dtype)))
+    except (_Unlike, ValueError, ZeroDivisionError, OverflowError):
         return None
     return out if out is not None and len(out) <= _MOST_TERMS else None
+
+
+def _applied(eqn: Any, operands: Sequence[Polynomial]) -> Polynomial | None:
+    name, body = eqn.primitive.name, compat.called(eqn)
+    if body is not None:
+        return _result_of_call(body, operands) if compat.is_plain_call(eqn) else None
+    numbers = [value_of(x) for x in operands]
+    if name in _SAME:
+        return operands[0]
+    if name == "convert_element_type":
+        is_kept = numbers[0] is not None or holds(eqn.outvars[0].aval.dtype, eqn.invars[0].aval.dtype)
+        return operands[0] if is_kept else None
+    if name == "broadcast_in_dim":
+        return None if numbers[0] is None else operands[0]
+    if name == "integer_pow":
+        return _power(operands[0], eqn.params["y"])
+    if name in _OF_NUMBERS and numbers[0] is not None:
+        return constant(_OF_NUMBERS[name](numbers[0]))
+    return _RULES[name](*operands) if name in _RULES else None
+
+
+def _result_of_call(body: Any, operands: Sequence[Polynomial]) -> Polynomial | None:
+    if len(body.eqns) > LONGEST or len(operands) != len(body.invars) or len(body.outvars) != 1:
+        return None
+    values = dict(zip(body.invars, operands))
+    for eqn in body.eqns:
+        given = [_operand(x, values) for x in eqn.invars]
+        is_known = len(eqn.outvars) == 1 and not eqn.effects and None not in given
+        out = result_of(eqn, [x for x in given if x is not None]) if is_known else None
+        if out is None:
+            return None
+        values[eqn.outvars[0]] = out
+    return _operand(body.outvars[0], values)
+
+
+def _operand(x: Any, values: Mapping[Var, Polynomial]) -> Polynomial | None:
+    if isinstance(x, Literal):
+        number = number_in(x)
+        return None if number is None else constant(number)
+    return values.get(x)
 
 
 def _form(poly: Polynomial) -> tuple[str, list[float]]:
@@ -144,29 +211,35 @@ def _form(poly: Polynomial) -> tuple[str, list[float]]:
     return " + ".join(text for text, _ in terms), [c for _, inner in terms for c in inner]
 
 
-def _templates():
-    of = _product
-    half, inverse_root = constant(0.5), constant(1 / math.sqrt(2))
-    cubic = of(constant(math.sqrt(2 / math.pi)), _sum(X, of(constant(0.044715), of(X, of(X, X)))))
-    return {
+@functools.cache
+def _forms(dtype: Any) -> dict[str, tuple[str, list[float]]]:
+    """The activations with their constants rounded to a dtype: (name, coefficients) by form."""
+    rounded = lambda x: constant(float(np.asarray(x, dtype)))
+    cubic = _sum(X, _product(rounded(0.044715), _power(X, 3)))
+    of_erf = _odd("erf", _product(rounded(math.sqrt(0.5)), X))
+    of_tanh = _odd("tanh", _product(rounded(math.sqrt(2 / math.pi)), cubic))
+    activations = {
         "relu": _of("relu", X),
-        "gelu": of(of(half, X), _sum(constant(1), _odd("erf", of(inverse_root, X)))),
-        "gelu_tanh": of(of(half, X), _sum(constant(1), _odd("tanh", cubic))),
-        "silu": of(X, _logistic(X)),
+        "gelu": _product(_scaled(0.5, X), _sum(constant(1), of_erf)),
+        "gelu_tanh": _product(_scaled(0.5, X), _sum(constant(1), of_tanh)),
+        "silu": _product(X, _logistic(X)),
         "sigmoid": _logistic(X),
         "tanh": _odd("tanh", X),
     }
+    return {text: (name, values) for name, poly in activations.items() for text, values in [_form(poly)]}
 
 
-_FORMS = {text: (name, values) for name, poly in _templates().items() for text, values in [_form(poly)]}
-
-
-def activation_of(poly: Polynomial, eps: float) -> str | None:
-    """The activation that a polynomial of ``X`` is, with constants as a dtype of this ``eps`` rounds them; or None."""
+def activation_of(poly: Polynomial, dtype: Any) -> str | None:
+    """The activation that a polynomial of ``X`` is, with constants as a program of this dtype has them; or None."""
     text, values = _form(poly)
-    if text not in _FORMS:
-        return None
-    name, wanted = _FORMS[text]
-    # A coefficient may be the product of two constants, each rounded.
-    is_same = all(abs(value - rounded) <= 2 * eps * abs(rounded) for value, rounded in zip(values, wanted))
-    return name if is_same else None
+    tolerance = 4 * float(jnp.finfo(jnp.promote_types(dtype, jnp.float32)).eps)
+    for constants in (dtype, np.float64):
+        name, wanted = _forms(constants).get(text, (None, []))
+        if name is not None and all(_is_same(*pair, tolerance) for pair in zip(values, wanted)):
+            return name
+    return None
+
+
+def _is_same(value: float, wanted: float, tolerance: float) -> bool:
+    """Numbers that all floating-point dtypes have must be equal; others were rounded, some of them twice."""
+    return value == wanted if abs(wanted) in (0.5, 1) else abs(value - wanted) <= tolerance * abs(wanted)

@@ -20,8 +20,10 @@ from jax._src import dtypes as _dtypes
 from jax._src import linear_util as _linear_util
 from jax._src import shard_map as _shard_map
 from jax._src import sharding_impls as _sharding_impls
+from jax._src import source_info_util as _source_info_util
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.custom_batching import custom_vmap_p
+from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _partial_eval
@@ -43,6 +45,7 @@ __all__ = [
     "as_weak_type",
     "ask_policies",
     "batched_dimensions",
+    "called",
     "canonicalize_dtype",
     "canonicalize_precision",
     "canonicalize_sharding",
@@ -54,12 +57,15 @@ __all__ = [
     "def_batching",
     "def_jet",
     "def_sparse",
+    "differentiated_as",
     "dot_general_p",
     "ends_like",
+    "evaluated",
     "higher_order",
     "is_concrete",
     "is_of_current_trace",
-    "is_relu",
+    "is_placed_like",
+    "is_plain_call",
     "is_unreduced",
     "local_aval",
     "lower_per_platform",
@@ -73,7 +79,6 @@ __all__ = [
     "new_var",
     "outside_of_traces",
     "placement",
-    "scalar",
     "sharded_like_product",
     "tell_apart",
     "transpose_behind",
@@ -375,18 +380,10 @@ def new_var(aval):
 
 def new_eqn(like, primitive, *operands, **params):
     """An equation in the place of another, with a variable of its own; None if its types do not fit."""
-    if primitive is _lax.mul_p and "out_dtype" in _mul_params():
-        params |= dict(out_dtype=None)
     out = abstract(like, primitive, *(x.aval for x in operands), **params)
     if out is None:
         return None
     return like.replace(primitive=primitive, params=params, invars=list(operands), outvars=[new_var(out)])
-
-
-@functools.cache
-def _mul_params():
-    (eqn,) = jax.make_jaxpr(lambda x: x * x)(1.0).eqns
-    return tuple(eqn.params)
 
 
 def vary(like, x, axes):
@@ -406,31 +403,108 @@ def varying(aval):
     return frozenset(aval.mat.varying if hasattr(aval, "mat") else aval.vma)
 
 
-def scalar(dtype):
-    return _core.ShapedArray((), dtype)
-
-
 def ends_like(product, other):
     """Whether another value has the explicit sharding of a product's last dimensions, and varies over the same axes."""
     specs = [tuple(aval.sharding.spec) for aval in (product, other)]
     return specs[0][product.ndim - other.ndim :] == specs[1] and varying(product) == varying(other)
 
 
-def is_relu(eqn):
-    """Whether a call of a function with custom derivatives is one of ``jax.nn.relu``."""
-    return eqn.primitive is _primitives.custom_jvp_call_p and _source(eqn) == _source_of_relu()
+def is_placed_like(x, other):
+    """Whether two types differ at most in how they promote: shape, dtype, explicit sharding and varying axes agree."""
+    specs = [tuple(aval.sharding.spec) for aval in (x, other)]
+    is_same_array = (x.shape, x.dtype) == (other.shape, other.dtype)
+    return is_same_array and specs[0] == specs[1] and varying(x) == varying(other)
+
+
+def called(eqn):
+    """The jaxpr of a call of a function, with a derivative of its own or not; None for other equations."""
+    name = _BODIES.get(eqn.primitive)
+    body = None if name is None else eqn.params[name]
+    return getattr(body, "jaxpr", body)
+
+
+_BODIES = {
+    _primitives.jit_p: "jaxpr",
+    _primitives.call_p: "call_jaxpr",
+    _primitives.closed_call_p: "call_jaxpr",
+    _primitives.custom_jvp_call_p: "call_jaxpr",
+    _primitives.custom_vjp_call_p: "call_jaxpr",
+}
+
+
+def is_plain_call(eqn):
+    """Whether a call says nothing of how its arguments and results are laid out, or how it is compiled."""
+    if eqn.primitive is not _primitives.jit_p:
+        return True
+    params = eqn.params
+    shardings = (*params["in_shardings"], *params["out_shardings"])
+    asked = (*params["in_layouts"], *params["out_layouts"], *params["donated_invars"], *params["compiler_options_kvs"])
+    return all(isinstance(x, _sharding_impls.UnspecifiedValue) for x in shardings) and not any(asked)
+
+
+def differentiated_as(eqns, written, out):
+    """The equation of a call of ``eqns`` with the derivative of ``written``, whose last result ``out`` is.
+
+    JAX stages the same for a function with ``jax.custom_jvp``.
+    """
+    inputs = list({**_free_variables(written), **_free_variables(eqns)})
+    params = dict(
+        call_jaxpr=_closed(inputs, eqns, eqns[-1].outvars),
+        jvp_jaxpr_fun=_linear_util.wrap_init(_Derivative(inputs, written, out), debug_info=_no_debug_info()),
+        num_consts=0,
+        symbolic_zeros=True,
+    )
+    return written[-1].replace(
+        primitive=_primitives.custom_jvp_call_p, params=params, invars=inputs, outvars=[out], ctx=written[0].ctx
+    )
+
+
+class _Derivative:
+    """What JAX calls for the jaxpr of a derivative, by which operands have no tangent."""
+
+    def __init__(self, inputs, eqns, out):
+        self._of = inputs, eqns, [out]
+        self._jaxpr = None
+
+    def __call__(self, *are_zero):
+        self._jaxpr = self._jaxpr or _closed(*self._of)
+        jvp, are_nonzero = _ad.jvp_jaxpr(self._jaxpr, [not x for x in are_zero], False)
+        return getattr(jvp, "jaxpr", jvp), jvp.consts, [not x for x in are_nonzero]
+
+
+def _free_variables(eqns):
+    """What equations read and do not make, in order."""
+    made = {x for eqn in eqns for x in eqn.outvars}
+    return dict.fromkeys(x for eqn in eqns for x in eqn.invars if isinstance(x, _core.Var) and x not in made)
+
+
+def _closed(inputs, eqns, outvars):
+    return _partial_eval.close_jaxpr(_core.Jaxpr((), inputs, list(outvars), list(eqns), set(), _no_debug_info()))
 
 
 @functools.cache
-def _source_of_relu():
-    (eqn,) = jax.make_jaxpr(jax.nn.relu)(1.0).eqns
-    while eqn.primitive is not _primitives.custom_jvp_call_p:
-        (eqn,) = eqn.params["jaxpr"].eqns
-    return _source(eqn)
+def _no_debug_info():
+    return jax.make_jaxpr(lambda: ())().jaxpr.debug_info.with_unknown_names()
 
 
-def _source(eqn):
-    return eqn.params["call_jaxpr"].jaxpr.debug_info.func_src_info
+def evaluated(jaxpr, consts, *args):
+    """The results of a jaxpr without effects on references, by the current trace.
+
+    Where that makes another jaxpr, equations are copied: binding each again takes as long as tracing them did.
+    """
+    trace = _core.trace_ctx.trace
+    if not isinstance(trace, _partial_eval.DynamicJaxprTrace) or jaxpr.effects:
+        return jax.core.eval_jaxpr(jaxpr, consts, *args)
+    here = _source_info_util.current()
+    values = dict(zip(jaxpr.invars, (trace.to_jaxpr_tracer(x, source_info=here) for x in args)))
+    values |= zip(jaxpr.constvars, (trace.new_const(x, source_info=here) for x in consts))
+    read = lambda x: trace.new_const(x.val, here, x.aval) if isinstance(x, _core.Literal) else values[x]
+    for eqn in jaxpr.eqns:
+        source = eqn.source_info.replace(name_stack=here.name_stack + eqn.source_info.name_stack)
+        avals = [x.aval for x in eqn.outvars]
+        made = trace.emit_eqn([*map(read, eqn.invars)], avals, eqn.primitive, eqn.params, eqn.effects, source, eqn.ctx)
+        values |= zip(eqn.outvars, made)
+    return [*map(read, jaxpr.outvars)]
 
 
 def is_concrete(x):

@@ -67,8 +67,6 @@ class Epilogue(ByBits):
       has_bias: whether there is a bias. Its last dimensions are the free dimensions of rhs.
       bias_batch: number of batch dimensions before them: all of the product's, or 0.
       has_residual: whether there is a residual, of the result's shape.
-      before: under differentiation, the dtype of the activation's argument, wider than the result's; None for the
-        result's.
     """
 
     activation: str | None = None
@@ -77,7 +75,6 @@ class Epilogue(ByBits):
     has_bias: bool = False
     bias_batch: int = 0
     has_residual: bool = False
-    before: np.dtype | None = None
 
     @property
     def is_plain(self):

@@ -44,6 +44,15 @@ def plan(
     return made if made.kernel is None else made.with_reasons(arrangement.copies(lhs, rhs)), arrangement
 
 
+def plan_or_none(lhs, rhs, *, device, out_sharding=None, **params):
+    """The ``Plan`` of a product in a jaxpr; None if no kernel can run it under an explicit schedule."""
+    del out_sharding
+    try:
+        return plan(lhs, rhs, device=device, **params)[0]
+    except ValueError:
+        return None
+
+
 def check_build(platform):
     """Raises RuntimeError if this build has only descriptions of a platform's kernels, which suffice for plans."""
     if platform == "cuda" and not _ffi.has_cuda:

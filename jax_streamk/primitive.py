@@ -156,8 +156,6 @@ compat.def_batching(dot_general_p, _batch)
 
 def _linear_jvp(primals, tangents, *, epilogue, **params):
     """Applies the activation in XLA: its derivative needs the value before it."""
-    if epilogue.before is not None:
-        return _wider_jvp(primals, tangents, epilogue=epilogue, **params)
     lhs, rhs, *_ = primals
     before = bind_linear(*primals, epilogue=dataclasses.replace(epilogue, activation=None), **params)
     product: Callable[..., Any] = functools.partial(bind, **params)
@@ -176,21 +174,6 @@ def _linear_jvp(primals, tangents, *, epilogue, **params):
     if bias is not None and type(bias) is not ad.Zero:
         terms.append(jnp.zeros_like(before) + epilogue.spread_bias(bias, before.ndim))
     return jax.jvp(ACTIVATIONS[epilogue.activation], (before,), (functools.reduce(lax.add, terms),))
-
-
-def _wider_jvp(primals, tangents, *, epilogue, preferred_element_type, **params):
-    """Of a product whose activation is given a wider dtype than that of the result."""
-    moving = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
-
-    def wider(*moved):
-        operands = dict(enumerate(primals)) | dict(zip(moving, moved))
-        lhs, rhs, *others = operands.values()
-        wide = [lax.convert_element_type(x, epilogue.before) for x in others]
-        apart = dataclasses.replace(epilogue, before=None)
-        out = bind_linear(lhs, rhs, *wide, epilogue=apart, preferred_element_type=epilogue.before, **params)
-        return lax.convert_element_type(out, preferred_element_type)
-
-    return jax.jvp(wider, [primals[i] for i in moving], [tangents[i] for i in moving])
 
 
 ad.primitive_jvps[linear_p] = _linear_jvp

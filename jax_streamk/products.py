@@ -1,9 +1,4 @@
-"""Which products of a program are ours, and what ``accelerate(fn).explain`` says of each.
-
-``decide`` is the one function that decides. A product is XLA's if ``left_to_xla`` says so or no kernel runs it, and
-under ``Auto()`` on a GPU also if XLA merges it with its neighbours: that saves more than a faster kernel. A ``where``
-decides instead of the last.
-"""
+"""What ``accelerate(fn).explain`` says: every product of a program, whose it is and why, its plan and expected time."""
 
 import dataclasses
 import html
@@ -11,168 +6,14 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jax_streamk import compat, fusion, lowering, primitive, schedules, text
+from jax_streamk import compat, primitive, schedules, text
+from jax_streamk.decisions import FALLS_BACK, decide, planned
 from jax_streamk.device import Device
-from jax_streamk.machines import machine_of
 from jax_streamk.planner import Plan
-
-_FALLS_BACK = "falls back to XLA: "
-_FEW_ROWS = 64  # up to here XLA's autotuner takes Triton's GEMM fusions
-_LARGER = 4  # times the elements of everything else that a product reads and writes
-_MOST_MERGED_BYTES = 32 * 2**20  # xla_gpu_dot_merger_threshold_mb
-_PAYS = 1.2  # times faster by the model: launches of a program overlap, and the model counts each
-_LAYOUT = ("reshape", "transpose", "squeeze", "expand_dims", "copy", "copy_p", "pvary")
-
-
-@dataclasses.dataclass(frozen=True)
-class Decision:
-    """Whether a product is ours, and why not; the plan, if there is one."""
-
-    is_ours: bool
-    why: str
-    plan: Plan | None
-
-
-def decide(eqn: Any, program: fusion.Program, schedule: Any, where: Any, device: Device) -> Decision:
-    """Whether the product of an equation of JAX's ``dot_general`` in a program becomes ours."""
-    if eqn.ctx.compute_type is not None:
-        return Decision(False, f"it is under compute_on({eqn.ctx.compute_type!r})", None)
-    try:
-        made = planned(eqn, device, schedule=schedule)
-    except ValueError as error:
-        return Decision(False, str(error), None)
-    if made.problem is None or made.kernel is None:
-        return Decision(False, made.reasons[0].removeprefix(_FALLS_BACK), made)
-    is_auto = isinstance(schedules.of_forward(schedule), schedules.Auto)
-    if is_auto and where is None and device.platform == "cuda":
-        merged = merged_by_xla(eqn, program, device)
-        if merged is not None:
-            return Decision(False, merged, made)
-    if where is not None and not where(made.problem):
-        return Decision(False, "where(problem) is false", made)
-    return Decision(True, "", made)
-
-
-def planned(eqn: Any, device: Device, **changed: Any) -> Plan:
-    """The ``Plan`` of a product's equation, ours or JAX's. Raises ValueError if no kernel runs an explicit schedule."""
-    params = {name: value for name, value in eqn.params.items() if name != "out_sharding"} | changed
-    return lowering.plan(*(x.aval for x in eqn.invars[:2]), device=device, **params)[0]
-
-
-def merged_by_xla(eqn: Any, program: fusion.Program, device: Device) -> str | None:
-    """Why XLA computes a product with its neighbours better than a kernel alone; None if it does not."""
-    return _merged(eqn, program) or _merged_with_others(eqn, program, device)
-
-
-def _merged(eqn: Any, program: fusion.Program) -> str | None:
-    """Why XLA's GEMM fusion makes a product its own, by what is before or after it; None if it does not.
-
-    Nobody measured these rules. The last two were suggested by GPT-2's forward: with all products ours, they took as
-    long as XLA's, and the fusions around them 4.7 ms instead of 3.1 (H200, jaxlib 0.11.2). The others follow from the
-    bytes that are read and written.
-    """
-    (result,) = eqn.outvars
-    contract, batch = eqn.params["dimension_numbers"]
-    sizes = [x.aval.size for x in eqn.invars]
-    for side, (name, x) in enumerate(zip(("lhs", "rhs"), eqn.invars)):
-        if (narrow := _narrow(x, program)) is not None:
-            return f"{name} is converted from {narrow}, which XLA's GEMM fusion reads as it is"
-        if (maker := _maker(x, program)) is None:
-            continue
-        shape, other = eqn.invars[1 - side].aval.shape, sizes[1 - side]
-        rows = other // max(1, math.prod(shape[i] for i in (*contract[1 - side], *batch[1 - side])))
-        if not batch[0] and rows <= _FEW_ROWS and sizes[side] >= _LARGER * other:
-            return f"{name} is the result of {maker}, which XLA's GEMM fusion merges where rows are few"
-        if batch[0] and sizes[side] >= _LARGER * (other + result.aval.size):
-            return f"{name} is the result of {maker} and larger than all else: XLA's GEMM fusion merges the two"
-    if batch[0] and result.aval.size >= _LARGER * sum(sizes):
-        user = program.user(result)
-        if user is not None and not program.is_stored(result):
-            name = program.eqns[user].primitive.name
-            return f"the result is larger than all else: XLA's GEMM fusion merges {name} with the product"
-    return None
-
-
-def _merged_with_others(eqn: Any, program: fusion.Program, device: Device) -> str | None:
-    """Why XLA computes a product as one with others that share an operand, which pays; None if it does not.
-
-    XLA's GPU compiler merges two such products if the smaller moves at most 32 MiB. It concatenates the other operands
-    on every call, weights included, which takes longer than it saves unless they are small: by the model, up to 1 MB
-    each. Nobody measured it.
-    """
-    contract, batch = eqn.params["dimension_numbers"]
-    for side, name in enumerate(("lhs", "rhs")):
-        shared, alike = eqn.invars[side], []
-        if batch[0] or isinstance(shared, Literal):
-            continue
-        for at in program.uses[shared]:
-            other = program.eqns[at]
-            if other.primitive is eqn.primitive and other.params == eqn.params and other.invars[side] is shared:
-                alike.append(other)
-        if len(alike) < 2 or min(map(_bytes_moved, alike)) > _MOST_MERGED_BYTES:
-            continue
-        depth = math.prod(shared.aval.shape[i] for i in contract[side])
-        extents = [math.prod(x.aval.shape) // max(1, depth) for x in (shared, *(e.invars[1 - side] for e in alike))]
-        types = [jax.ShapeDtypeStruct((extents[0], depth), shared.aval.dtype)]
-        types.append(jax.ShapeDtypeStruct((sum(extents[1:]), depth), eqn.invars[1 - side].aval.dtype))
-        numbers = (((1,), (1,)), ((), ()))
-        params = {name: value for name, value in eqn.params.items() if name != "out_sharding"}
-        params |= dict(dimension_numbers=numbers, schedule=schedules.Auto())
-        times = [planned(e, device, schedule=schedules.Auto()).microseconds for e in alike]
-        wide = lowering.plan(*(types if side == 0 else types[::-1]), device=device, **params)[0].microseconds
-        if wide is None or None in times:
-            continue
-        machine = machine_of(device)
-        copied = sum(_bytes(e.invars[1 - side].aval) for e in alike)
-        merged = wide + machine.launch_us + 2 * copied / machine.dram_bytes_per_us
-        apart = sum(time or 0 for time in times)
-        if apart > _PAYS * merged:
-            return (
-                f"XLA merges {len(alike)} products that share {name}: by the model {text.duration(merged)} with a copy "
-                f"of the others, {text.duration(apart)} apart"
-            )
-    return None
-
-
-def _bytes(aval: Any) -> int:
-    return aval.size * aval.dtype.itemsize
-
-
-def _bytes_moved(eqn: Any) -> int:
-    return sum(_bytes(x.aval) for x in (*eqn.invars, *eqn.outvars))
-
-
-def _narrow(x: Any, program: fusion.Program) -> str | None:
-    """The dtype of at most 8 bits that an operand was converted from, maybe scaled after that; None if it was not."""
-    while (made := program.eqn_of(x)) is not None:
-        name = made.primitive.name
-        if name == "convert_element_type":
-            dtype = made.invars[0].aval.dtype
-            if dtype != np.bool_ and dtype.itemsize == 1:
-                return str(dtype)
-        elif name not in (*_LAYOUT, "mul", "sub", "div"):
-            return None
-        same = [y for y in made.invars if y.aval.size == x.aval.size]
-        if len(same) != 1:
-            return None
-        (x,) = same
-    return None
-
-
-def _maker(x: Any, program: fusion.Program) -> str | None:
-    """The elementwise primitive whose result an operand is, if nothing else reads it; None if it is in memory."""
-    while (made := program.eqn_of(x)) is not None and program.user(x) is not None:
-        name = made.primitive.name
-        if name not in _LAYOUT:
-            is_reduced = name.startswith("reduce_") or name in ("argmax", "argmin", "iota")
-            return None if is_reduced or not fusion.is_merged(made) else name
-        x = made.invars[0]
-    return None
+from jax_streamk.program import Program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -329,10 +170,10 @@ def products_of(jaxpr: Any, schedule: Any, where: Callable[..., Any] | None, dev
     return Products(tuple(sorted(shared, key=lambda row: -(row.share or 0))), device)
 
 
-def _equations(jaxpr: Any, count: int, is_exact: bool) -> Iterator[tuple[Any, fusion.Program, int, bool]]:
+def _equations(jaxpr: Any, count: int, is_exact: bool) -> Iterator[tuple[Any, Program, int, bool]]:
     """Each product's equation, its program, and how often it runs."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    program = fusion.Program(jaxpr.eqns, jaxpr.outvars)
+    program = Program(jaxpr.eqns, jaxpr.outvars)
     for eqn in jaxpr.eqns:
         if eqn.primitive in (compat.dot_general_p, primitive.dot_general_p, primitive.linear_p):
             yield eqn, program, count, is_exact
@@ -360,7 +201,7 @@ def _row(eqn, program, count, is_exact, schedule, where, device) -> Product:
         except ValueError as error:
             is_ours, why = False, str(error)
         if made is not None and made.kernel is None:
-            is_ours, why = False, made.reasons[0].removeprefix(_FALLS_BACK)
+            is_ours, why = False, made.reasons[0].removeprefix(FALLS_BACK)
     else:
         decision = decide(eqn, program, schedule, where, device)
         made = decision.plan

@@ -34,7 +34,7 @@ def small_products_are_ours(monkeypatch, request):
     if "left_to_xla" not in request.keywords:
         monkeypatch.setattr("jax_streamk.left_to_xla.too_small", lambda problem, device: None)
         monkeypatch.setattr("jax_streamk.left_to_xla.not_measured", lambda device: None)
-        monkeypatch.setattr("jax_streamk.products.merged_by_xla", lambda eqn, program, device: None)
+        monkeypatch.setattr("jax_streamk.decisions.merged_by_xla", lambda eqn, program: None)
 
 
 def has_gpu():
