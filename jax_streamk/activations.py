@@ -4,6 +4,7 @@
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -212,12 +213,12 @@ def _form(poly: Polynomial) -> tuple[str, list[float]]:
 
 
 @functools.cache
-def _forms(dtype: Any) -> dict[str, tuple[str, list[float]]]:
-    """The activations with their constants rounded to a dtype: (name, coefficients) by form."""
-    rounded = lambda x: constant(float(np.asarray(x, dtype)))
-    cubic = _sum(X, _product(rounded(0.044715), _power(X, 3)))
-    of_erf = _odd("erf", _product(rounded(math.sqrt(0.5)), X))
-    of_tanh = _odd("tanh", _product(rounded(math.sqrt(2 / math.pi)), cubic))
+def _forms(inner: Any, outer: Any) -> dict[str, tuple[str, list[float]]]:
+    """The activations with their constants rounded to these dtypes: (name, coefficients) by form."""
+    rounded = lambda x, dtype: constant(float(np.asarray(x, dtype)))
+    cubic = _sum(X, _product(rounded(0.044715, inner), _power(X, 3)))
+    of_erf = _odd("erf", _product(rounded(math.sqrt(0.5), outer), X))
+    of_tanh = _odd("tanh", _product(rounded(math.sqrt(2 / math.pi), outer), cubic))
     activations = {
         "relu": _of("relu", X),
         "gelu": _product(_scaled(0.5, X), _sum(constant(1), of_erf)),
@@ -233,8 +234,9 @@ def activation_of(poly: Polynomial, dtype: Any) -> str | None:
     """The activation that a polynomial of ``X`` is, with constants as a program of this dtype has them; or None."""
     text, values = _form(poly)
     tolerance = 4 * float(jnp.finfo(jnp.promote_types(dtype, jnp.float32)).eps)
-    for constants in (dtype, np.float64):
-        name, wanted = _forms(constants).get(text, (None, []))
+    # NumPy's constants keep their own dtype, Python's take the program's.
+    for constants in itertools.product((np.dtype(dtype), np.dtype(np.float64)), repeat=2):
+        name, wanted = _forms(*constants).get(text, (None, []))
         if name is not None and all(_is_same(*pair, tolerance) for pair in zip(values, wanted)):
             return name
     return None

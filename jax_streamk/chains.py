@@ -218,23 +218,27 @@ class Follower:
         return values
 
     def _with_residual(self, chain: Chain, x: Any, shape: tuple[int, ...], sign: float) -> Chain | None:
-        if chain.residual is not None or isinstance(x, Literal) or x.aval.shape != shape or not self._is_there(x):
+        if chain.residual is not None or isinstance(x, Literal) or x.aval.shape != shape:
             return None
-        source, steps, scale = x, (), sign
+        source, steps, scale = self._unscaled(x)
+        values = self._sources(source, steps)
+        if source.aval.shape != shape or not any(self.is_there(value) for value, _ in values.values()):
+            return None
+        return dataclasses.replace(chain, residual=Operand(values, sign * scale), last="residual")
+
+    def _unscaled(self, x: Any) -> tuple[Any, tuple[int, ...], float]:
+        """What a value is a multiple of, the equation since, and the factor."""
         made = self._program.eqn_of(x)
         if made is not None and made.primitive.name == "mul" and self._program.user(x) is not None:
             for factor, other in (made.invars, made.invars[::-1]):
                 number = self._program.number(factor)
                 # By other factors, a residual that cancels the product would leave what was rounded.
-                if number and math.frexp(abs(number))[0] == 0.5 and abs(math.log2(abs(number))) < 64:
-                    source, steps, scale = other, (self._program.maker[x],), sign * number
-                    break
-        if isinstance(source, Literal) or source.aval.shape != shape:
-            return None
-        residual = Operand(self._sources(source, steps), scale)
-        return dataclasses.replace(chain, residual=residual, last="residual")
+                is_exact = number and math.frexp(abs(number))[0] == 0.5 and 2.0**-64 < abs(number) < 2.0**64
+                if is_exact and not isinstance(other, Literal):
+                    return other, (self._program.maker[x],), number
+        return x, (), 1.0
 
-    def _is_there(self, x: Any) -> bool:
+    def is_there(self, x: Any) -> bool:
         """Whether memory holds a value anyway, whatever reads it."""
         program = self._program
         made = program.eqn_of(x)
@@ -242,13 +246,11 @@ class Follower:
             return True
         if program.is_stored(x, self._taken) or len(program.uses[x]) > 1:
             return True
-        name, variables = made.primitive.name, [y for y in made.invars if isinstance(y, Var)]
-        if name in (*RESHAPES, "convert_element_type"):
-            return all(map(self._is_there, variables))
-        if name == "mul" and any(program.number(y) is not None for y in made.invars):
-            return any(self._is_there(y) for y in variables if program.number(y) is None)
+        name, operands = made.primitive.name, [y for y in made.invars if isinstance(y, Var)]
+        if name in RESHAPES:
+            return all(map(self.is_there, operands))
         # A sum that another product's kernel may make.
-        makers = (program.eqn_of(y) for y in variables if program.user(y) is not None)
+        makers = (program.eqn_of(y) for y in operands if program.user(y) is not None)
         return name in _SUMS and any(of is not None and of.primitive is primitive.dot_general_p for of in makers)
 
     def _activated(self, chain: Chain) -> Chain | None:

@@ -10,6 +10,7 @@ derivative: a program that is differentiated later has that of the program as it
 """
 
 import math
+from collections.abc import Callable, Collection
 from typing import Any
 
 from jax import lax
@@ -33,8 +34,9 @@ def fused(program: Program, device: Device) -> list[Any] | None:
         if program.eqns[at].primitive is not primitive.dot_general_p:
             continue
         product = Product(program.eqns[at])
-        for chain in reversed([*Follower(program, product, taken).chains()]):
-            fusion = _Fusion(program, product, chain, at, taken, device)
+        follower = Follower(program, product, taken)
+        for chain in reversed([*follower.chains()]):
+            fusion = _Fusion(program, product, chain, follower.is_there, at, taken, device)
             if (call := fusion.call()) is not None:
                 program.kept.update(variables(call))
                 taken.update((at, *chain.taken))
@@ -63,8 +65,17 @@ class _Fusion:
       steps: the program's equations that make its operands from those of the kernel.
     """
 
-    def __init__(self, program: Program, product: Product, chain: Chain, at: int, taken: set[int], device: Device):
-        self._program, self._product, self._chain, self._at = program, product, chain, at
+    def __init__(
+        self,
+        program: Program,
+        product: Product,
+        chain: Chain,
+        is_there: Callable[[Any], bool],
+        at: int,
+        taken: Collection[int],
+        device: Device,
+    ):
+        self._program, self._product, self._chain, self._is_there, self._at = program, product, chain, is_there, at
         self._taken, self._device = taken, device
         self.steps: tuple[int, ...] = ()
 
@@ -102,7 +113,7 @@ class _Fusion:
             if operand is None:
                 continue
             placed = _Placement(eqn, operand, dtype, shape, is_small=operand is chain.bias)
-            if placed.value is None:
+            if placed.value is None or (operand is chain.residual and not self._is_there(placed.source)):
                 return None
             operands.append(placed.value)
             inside += placed.eqns
@@ -177,6 +188,7 @@ class _Placement:
 
     Attributes:
       value: a variable of the dtype and shape; None if it cannot be one.
+      source: the program's value that it is made from.
       eqns: the new equations that make it.
       steps: the program's equations that made it from the same source.
     """
@@ -187,7 +199,8 @@ class _Placement:
         found = operand.values.get(dtype)
         # A bias may be converted to a dtype that holds it; a residual would be another pass.
         first = next(iter(operand.values.values()))
-        self.value, self.steps = found or first
+        self.source, self.steps = found or first
+        self.value = self.source
         if found is None:
             is_held = is_small and activations.holds(dtype, self.value.aval.dtype)
             self._then(lax.convert_element_type_p if is_held else None, new_dtype=dtype, weak_type=False, sharding=None)
