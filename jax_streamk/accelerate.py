@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 import gc
 import operator
 import sys
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, ParamSpec, Protocol, TypeVar, cast, overload
 
 import jax
@@ -150,7 +149,7 @@ class _Rewriter:
         """``fn(*args, **kwargs)``, rewritten. Only JAX arrays are traced; other arguments and results pass through."""
         jaxpr, arrays, rebuilt = self.trace(fn, *args, **kwargs)
         primitive.know_sparse()
-        return rebuilt(compat.evaluated(jaxpr.jaxpr, jaxpr.consts, *arrays))
+        return rebuilt(compat.evaluated(jaxpr, *arrays))
 
     def trace(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, list[Any], Callable[..., Any]]:
         """(the rewritten jaxpr of ``fn``, its arguments, a function from its results to those of ``fn``)."""
@@ -193,10 +192,11 @@ class _Rewriter:
         has_products = any(eqn.primitive is compat.dot_general_p for eqn in jaxpr.eqns)
         program = Program(jaxpr.eqns, outvars) if has_products else None
         eqns = _map(functools.partial(self._eqn, program), jaxpr.eqns)
-        if not any(map(_is_product, eqns)):
+        if program is None or not any(eqn.primitive is primitive.dot_general_p for eqn in eqns):
             return eqns
-        eqns = _with_transposes(outvars, eqns)
-        return fusion.fused(Program(eqns, outvars), device_of(None)) or eqns
+        folded = _with_transposes(program, eqns)
+        program = program.with_eqns(eqns) if folded is eqns else Program(folded, outvars)
+        return fusion.fused(program, device_of(None)) or folded
 
     def _eqn(self, program: Any, eqn: Any) -> Any:
         if eqn.primitive is compat.dot_general_p:
@@ -294,29 +294,22 @@ def _holds_tracer(x: Any) -> bool:
     return False
 
 
-def _with_transposes(outvars: Sequence[Any], eqns: list[Any]) -> list[Any]:
+def _with_transposes(program: Program, eqns: list[Any]) -> list[Any]:
     """Folds transposes into the products before them: XLA does that for its own dot, but not for a custom call."""
-    operands = (*(x for eqn in eqns for x in eqn.invars), *outvars)
-    uses = collections.Counter(x for x in operands if isinstance(x, Var))
-    products = {
-        eqn.outvars[0]: at
-        for at, eqn in enumerate(eqns)
-        if eqn.primitive is primitive.dot_general_p and eqn.params["permutation"] is None and uses[eqn.outvars[0]] == 1
-    }
     new = list(eqns)
     for at, eqn in enumerate(eqns):
-        if eqn.primitive is lax.transpose_p and isinstance(eqn.invars[0], Var) and eqn.invars[0] in products:
-            product = eqns[products[eqn.invars[0]]]
-            params = product.params | eqn.params
-            if lowering.plan_or_none(*(x.aval for x in product.invars), device=device_of(None), **params) is not None:
-                new[products[eqn.invars[0]]] = product.replace(params=params, outvars=eqn.outvars)
-                new[at] = None
+        if eqn.primitive is not lax.transpose_p or not isinstance(eqn.invars[0], Var):
+            continue
+        made = program.maker.get(eqn.invars[0])
+        product = None if made is None or program.user(eqn.invars[0]) is None else new[made]
+        if product is None or product.primitive is not primitive.dot_general_p or product.params["permutation"]:
+            continue
+        params = product.params | eqn.params
+        if lowering.plan_or_none(*(x.aval for x in product.invars), device=device_of(None), **params) is not None:
+            new[made] = product.replace(params=params, outvars=eqn.outvars)
+            new[at] = None
     kept = [eqn for eqn in new if eqn is not None]
     return kept if len(kept) < len(eqns) else eqns
-
-
-def _is_product(eqn: Any) -> bool:
-    return eqn.primitive is primitive.dot_general_p
 
 
 def _map(f: Callable[[Any], Any], values: Any) -> Any:

@@ -45,6 +45,7 @@ __all__ = [
     "as_weak_type",
     "ask_policies",
     "batched_dimensions",
+    "call_with_derivative",
     "called",
     "canonicalize_dtype",
     "canonicalize_precision",
@@ -77,6 +78,7 @@ __all__ = [
     "needs_devices",
     "new_eqn",
     "new_var",
+    "once_per_module",
     "outside_of_traces",
     "placement",
     "sharded_like_product",
@@ -247,11 +249,12 @@ def def_jet(primitive, function=None):
     rules[primitive] = functools.partial(_jet._bilinear_taylor_rule, primitive) if function is None else rule
 
 
-def def_sparse(primitives):
+def def_sparse(primitives, call):
     """Makes ``sparsify`` call a function in place of a primitive, as ``function(*operands, **params)``.
 
-    ``primitives`` maps primitives to functions. Called wherever products are traced, since importing
-    ``jax.experimental.sparse`` takes long, and a process that has not imported it does not need the rules.
+    ``primitives`` maps primitives to functions; ``call`` is a ``call_with_derivative``. Called wherever products are
+    traced, since importing ``jax.experimental.sparse`` takes long, and a process that has not imported it does not need
+    the rules.
     """
     transform: Any = sys.modules.get("jax.experimental.sparse.transform")
     # Another thread may be importing the module, or registering the rules.
@@ -265,6 +268,7 @@ def def_sparse(primitives):
     for primitive, function in primitives.items():
         for rules in (transform.sparse_rules_bcoo, transform.sparse_rules_bcsr):
             rules[primitive] = functools.partial(rule, function)
+            rules[call] = rules[_primitives.custom_jvp_call_p]
 
 
 def batched_dimensions(axis_data, ndims, dims, dimension_numbers, out_sharding):
@@ -320,6 +324,14 @@ def lower_per_platform(ctx, rules, default, *operands, **params):
     """
     ctx = ctx.replace(avals_out=list(ctx.avals_out))
     return _mlir.lower_per_platform(ctx, str(ctx.primitive), rules, default, _core.no_effects, *operands, **params)
+
+
+def once_per_module(ctx, key, make):
+    """``make()``, the first time that a program's lowering asks for it by this key."""
+    made = ctx.module_context.cached_primitive_lowerings
+    if key not in made:
+        made[key] = make()
+    return made[key]
 
 
 def lowered_transpose(value, permutation):
@@ -442,8 +454,32 @@ def is_plain_call(eqn):
     return all(isinstance(x, _sharding_impls.UnspecifiedValue) for x in shardings) and not any(asked)
 
 
-def differentiated_as(eqns, written, out):
-    """The equation of a call of ``eqns`` with the derivative of ``written``, whose last result ``out`` is.
+def call_with_derivative(name):
+    """A primitive like that of functions with ``jax.custom_jvp``, which is lowered in place.
+
+    JAX's own becomes a function of the lowered program, which does not see the transposes behind its arguments.
+    """
+    like, primitive = _primitives.custom_jvp_call_p, type(_primitives.custom_jvp_call_p)(name)
+    _mlir.register_lowering(primitive, _custom_derivatives._custom_jvp_vjp_call_lowering, cacheable=False)
+    registries: Any = (
+        _core.custom_typechecks,
+        _core.pp_eqn_rules,
+        _ad.fancy_transposes,
+        _checkify.error_checks,
+    )
+    for rules in registries:
+        rules[primitive] = rules[like]
+    _partial_eval.dce_rules[primitive] = _kept_whole
+    return primitive
+
+
+def _kept_whole(used, eqn):
+    """What JAX asks of an equation whose results are used or not: which operands are, and what remains of it."""
+    return [any(used)] * len(eqn.invars), eqn if any(used) else None
+
+
+def differentiated_as(primitive, eqns, written, out):
+    """The equation of a ``call_with_derivative``: of ``eqns``, with the derivative of ``written``, which make ``out``.
 
     JAX stages the same for a function with ``jax.custom_jvp``.
     """
@@ -454,9 +490,7 @@ def differentiated_as(eqns, written, out):
         num_consts=0,
         symbolic_zeros=True,
     )
-    return written[-1].replace(
-        primitive=_primitives.custom_jvp_call_p, params=params, invars=inputs, outvars=[out], ctx=written[0].ctx
-    )
+    return written[-1].replace(primitive=primitive, params=params, invars=inputs, outvars=[out], ctx=written[0].ctx)
 
 
 class _Derivative:
@@ -487,22 +521,33 @@ def _no_debug_info():
     return jax.make_jaxpr(lambda: ())().jaxpr.debug_info.with_unknown_names()
 
 
-def evaluated(jaxpr, consts, *args):
-    """The results of a jaxpr without effects on references, by the current trace.
+def evaluated(closed, *args):
+    """The results of a closed jaxpr by the current trace, with the weak types that it says.
 
-    Where that makes another jaxpr, equations are copied: binding each again takes as long as tracing them did.
+    Where that trace makes another jaxpr, equations are copied: binding each again takes as long as tracing them did.
     """
-    trace = _core.trace_ctx.trace
-    if not isinstance(trace, _partial_eval.DynamicJaxprTrace) or jaxpr.effects:
-        return jax.core.eval_jaxpr(jaxpr, consts, *args)
+    jaxpr, trace = getattr(closed, "jaxpr", closed), _core.trace_ctx.trace
+    if isinstance(trace, _partial_eval.DynamicJaxprTrace) and not jaxpr.effects:
+        return _copied(trace, jaxpr, closed.consts, *args)
+    # A literal has lost the weak type of the number that it was.
+    results = zip(jax.core.eval_jaxpr(jaxpr, closed.consts, *args), closed.out_avals)
+    is_weak = lambda aval: getattr(aval, "weak_type", False)
+    return [as_weak_type(x) if is_weak(aval) and not is_weak(jax.typeof(x)) else x for x, aval in results]
+
+
+def _copied(trace, jaxpr, consts, *args):
+    """The results of a jaxpr whose equations become those of the one that is being made."""
     here = _source_info_util.current()
     values = dict(zip(jaxpr.invars, (trace.to_jaxpr_tracer(x, source_info=here) for x in args)))
     values |= zip(jaxpr.constvars, (trace.new_const(x, source_info=here) for x in consts))
-    read = lambda x: trace.new_const(x.val, here, x.aval) if isinstance(x, _core.Literal) else values[x]
+
+    def read(x):
+        return _partial_eval.DynamicJaxprTracer(trace, x.aval, x, here) if isinstance(x, _core.Literal) else values[x]
+
     for eqn in jaxpr.eqns:
         source = eqn.source_info.replace(name_stack=here.name_stack + eqn.source_info.name_stack)
-        avals = [x.aval for x in eqn.outvars]
-        made = trace.emit_eqn([*map(read, eqn.invars)], avals, eqn.primitive, eqn.params, eqn.effects, source, eqn.ctx)
+        operands, avals = [*map(read, eqn.invars)], [x.aval for x in eqn.outvars]
+        made = trace.emit_eqn(operands, avals, eqn.primitive, eqn.params, eqn.effects, source, eqn.ctx)
         values |= zip(eqn.outvars, made)
     return [*map(read, jaxpr.outvars)]
 

@@ -90,7 +90,9 @@ class _Fusion:
         if inside is None:
             return None
         replaced = sorted({self._at, *chain.taken, *self.steps})
-        return compat.differentiated_as(inside, [self._program.eqns[at] for at in replaced], chain.out)
+        return compat.differentiated_as(
+            primitive.fused_p, inside, [self._program.eqns[at] for at in replaced], chain.out
+        )
 
     def _kernel(self) -> list[Any] | None:
         """The kernel's equation, after those of its operands; sets ``steps``."""
@@ -134,7 +136,11 @@ class _Fusion:
             called = primitive.dot_general_p
             del params["epilogue"]
             params["permutation"] = None
-        call = compat.new_eqn(eqn, called, *operands, **params)
+        if chain.swapped:
+            call = compat.new_eqn(eqn, called, *operands, **params)
+        else:  # its type is known, and finding it takes as long as all else here
+            result = compat.new_var(eqn.outvars[0].aval.update(dtype=dtype, weak_type=False))
+            call = eqn.replace(primitive=called, params=params, invars=operands, outvars=[result])
         if call is None or not all(compat.ends_like(call.outvars[0].aval, x.aval) for x in operands[2:]):
             return None
         if not self._is_faster(self._time(*(x.aval for x in operands[:2]), params)):

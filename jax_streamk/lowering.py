@@ -120,13 +120,19 @@ def _lower_on_one_device(ctx, lhs, rhs, *others, platform, schedule, out_shardin
     avals = arrangement.prepared(*avals)
     stored = arrangement.stored(compat.local_aval(*ctx.avals_out))
     workspace = stored.update(shape=(made.workspace_bytes,), dtype=np.dtype(np.uint8))
-    call = jax.ffi.ffi_lowering(custom_call.target(made))
+    key = custom_call.target(made), made.problem, made.kernel, made.schedule, made.policy, made.device
+    attributes = compat.once_per_module(ctx, key, functools.partial(_attributes, made))
+    call = jax.ffi.ffi_lowering(custom_call.target(made), backend_config=attributes)
     ctx = ctx.replace(avals_in=[*avals, *ctx.avals_in[2:]], avals_out=[stored, workspace])
     with compat.named(ctx, custom_call.scope(made)):
-        out = call(ctx, lhs, rhs, *others, **custom_call.attributes(made))[0]
+        out = call(ctx, lhs, rhs, *others)[0]
     if arrangement.permute_result is None:
         return [out]
     return [compat.lowered_transpose(out, arrangement.permute_result)]
+
+
+def _attributes(made):
+    return {name: mlir.ir_attribute(value) for name, value in custom_call.attributes(made).items()}
 
 
 def _prepared(arrangement, lhs, rhs, *avals):

@@ -20,6 +20,8 @@ from jax_streamk.epilogue import ACTIVATIONS, Epilogue, scaled, wide
 dot_general_p = Primitive("streamk_dot_general")
 # Has an epilogue instead of the permutation. Operands: lhs, rhs, then the epilogue's bias and residual.
 linear_p = Primitive("streamk_linear")
+# A call of one ``linear`` and what its operands need, with the derivative of the equations that it replaces.
+fused_p = compat.call_with_derivative("streamk_fused")
 for _primitive in (dot_general_p, linear_p):
     _primitive.def_impl(functools.partial(compat.apply_primitive, _primitive))
     compat.check_nan(_primitive)
@@ -263,7 +265,7 @@ def _sparse_product(*operands, schedule, **params):
 
 def know_sparse():
     """Gives ``sparsify`` its rules for our primitives, if this process has imported it. Call it before binding one."""
-    compat.def_sparse({dot_general_p: _sparse_product, linear_p: _sparse_product})
+    compat.def_sparse({dot_general_p: _sparse_product, linear_p: _sparse_product}, fused_p)
 
 
 def _question(lhs, rhs, *_, **params):

@@ -1,6 +1,7 @@
 """What makes and what reads each value of a jaxpr, and which values XLA's program has in memory."""
 
 import collections
+import copy
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -36,6 +37,12 @@ class Program:
             for x in variables(eqn):
                 self.uses[x].append(at)
         self._numbers: dict[Any, float | None] = {}
+
+    def with_eqns(self, eqns: Sequence[Any]) -> "Program":
+        """The program of other equations with the same operands and results."""
+        other = copy.copy(self)
+        other.eqns = eqns
+        return other
 
     def user(self, x: Var) -> int | None:
         """The only equation that uses a value; None if there are more or it is kept."""
