@@ -31,6 +31,7 @@ from jax._src.lax import lax as _lax
 from jax._src.lax.control_flow.loops import eval_jaxpr_p
 from jax._src.lax.lax import dot_general_p
 from jax._src.state import discharge as _discharge
+from jax.extend.core import jaxpr_as_fun as _jaxpr_as_fun
 from jax.extend.core import primitives as _primitives
 
 try:
@@ -44,30 +45,33 @@ __all__ = [
     "apply_primitive",
     "as_weak_type",
     "ask_policies",
+    "batched_alike",
     "batched_dimensions",
-    "call_with_derivative",
     "called",
     "canonicalize_dtype",
     "canonicalize_precision",
     "canonicalize_sharding",
     "check_nan",
+    "closed",
     "config",
     "convert_cotangent",
     "cotangent_sharding",
     "custom_vmap_p",
     "def_batching",
+    "def_inlined",
     "def_jet",
     "def_sparse",
-    "differentiated_as",
     "dot_general_p",
     "ends_like",
     "evaluated",
+    "free_variables",
     "higher_order",
     "is_concrete",
     "is_of_current_trace",
     "is_placed_like",
     "is_plain_call",
     "is_unreduced",
+    "jvp_of",
     "local_aval",
     "lower_per_platform",
     "lowered_convert",
@@ -249,12 +253,11 @@ def def_jet(primitive, function=None):
     rules[primitive] = functools.partial(_jet._bilinear_taylor_rule, primitive) if function is None else rule
 
 
-def def_sparse(primitives, call):
+def def_sparse(primitives):
     """Makes ``sparsify`` call a function in place of a primitive, as ``function(*operands, **params)``.
 
-    ``primitives`` maps primitives to functions; ``call`` is a ``call_with_derivative``. Called wherever products are
-    traced, since importing ``jax.experimental.sparse`` takes long, and a process that has not imported it does not need
-    the rules.
+    ``primitives`` maps primitives to functions. Called wherever products are traced, since importing
+    ``jax.experimental.sparse`` takes long, and a process that has not imported it does not need the rules.
     """
     transform: Any = sys.modules.get("jax.experimental.sparse.transform")
     # Another thread may be importing the module, or registering the rules.
@@ -268,7 +271,6 @@ def def_sparse(primitives, call):
     for primitive, function in primitives.items():
         for rules in (transform.sparse_rules_bcoo, transform.sparse_rules_bcsr):
             rules[primitive] = functools.partial(rule, function)
-            rules[call] = rules[_primitives.custom_jvp_call_p]
 
 
 def batched_dimensions(axis_data, ndims, dims, dimension_numbers, out_sharding):
@@ -429,7 +431,7 @@ def is_placed_like(x, other):
 
 
 def called(eqn):
-    """The jaxpr of a call of a function, with a derivative of its own or not; None for other equations."""
+    """The jaxpr of a call of a function that JAX can differentiate forward; None for other equations."""
     name = _BODIES.get(eqn.primitive)
     body = None if name is None else eqn.params[name]
     return getattr(body, "jaxpr", body)
@@ -440,7 +442,6 @@ _BODIES = {
     _primitives.call_p: "call_jaxpr",
     _primitives.closed_call_p: "call_jaxpr",
     _primitives.custom_jvp_call_p: "call_jaxpr",
-    _primitives.custom_vjp_call_p: "call_jaxpr",
 }
 
 
@@ -454,66 +455,36 @@ def is_plain_call(eqn):
     return all(isinstance(x, _sharding_impls.UnspecifiedValue) for x in shardings) and not any(asked)
 
 
-def call_with_derivative(name):
-    """A primitive like that of functions with ``jax.custom_jvp``, which is lowered in place.
-
-    JAX's own becomes a function of the lowered program, which does not see the transposes behind its arguments.
-    """
-    like, primitive = _primitives.custom_jvp_call_p, type(_primitives.custom_jvp_call_p)(name)
+def def_inlined(primitive):
+    """Lowers a primitive with a parameter ``call_jaxpr`` as the equations of that, in place."""
     _mlir.register_lowering(primitive, _custom_derivatives._custom_jvp_vjp_call_lowering, cacheable=False)
-    registries: Any = (
-        _core.custom_typechecks,
-        _core.pp_eqn_rules,
-        _ad.fancy_transposes,
-        _checkify.error_checks,
-    )
-    for rules in registries:
-        rules[primitive] = rules[like]
-    _partial_eval.dce_rules[primitive] = _kept_whole
-    return primitive
 
 
-def _kept_whole(used, eqn):
-    """What JAX asks of an equation whose results are used or not: which operands are, and what remains of it."""
-    return [any(used)] * len(eqn.invars), eqn if any(used) else None
+def jvp_of(closed, primals, tangents):
+    """The results of a closed jaxpr and their tangents, which may be ``ad.Zero`` as those of the operands."""
+    are_zero = [type(x) is _ad.Zero for x in tangents]
+    jvp, are_nonzero = _ad.jvp_jaxpr(closed, [not x for x in are_zero], False)
+    given = (x for x, is_zero in zip(tangents, are_zero) if not is_zero)
+    out = _jaxpr_as_fun(jvp)(*primals, *given)
+    results, moving = out[: len(closed.out_avals)], iter(out[len(closed.out_avals) :])
+    return results, [next(moving) if moves else _ad.Zero.from_primal_value(x) for x, moves in zip(results, are_nonzero)]
 
 
-def differentiated_as(primitive, eqns, written, out):
-    """The equation of a ``call_with_derivative``: of ``eqns``, with the derivative of ``written``, which make ``out``.
-
-    JAX stages the same for a function with ``jax.custom_jvp``.
-    """
-    inputs = list({**_free_variables(written), **_free_variables(eqns)})
-    params = dict(
-        call_jaxpr=_closed(inputs, eqns, eqns[-1].outvars),
-        jvp_jaxpr_fun=_linear_util.wrap_init(_Derivative(inputs, written, out), debug_info=_no_debug_info()),
-        num_consts=0,
-        symbolic_zeros=True,
-    )
-    return written[-1].replace(primitive=primitive, params=params, invars=inputs, outvars=[out], ctx=written[0].ctx)
+def batched_alike(axis_data, dims, closed, *others):
+    """Closed jaxprs of mapped operands, and the mapped dimensions of their results: those of the first one's."""
+    batched, out_dims = _batching.batch_jaxpr2(closed, axis_data, tuple(dims))
+    return [batched, *(_batching.batch_jaxpr_axes(x, axis_data, tuple(dims), out_dims)[0] for x in others)], out_dims
 
 
-class _Derivative:
-    """What JAX calls for the jaxpr of a derivative, by which operands have no tangent."""
-
-    def __init__(self, inputs, eqns, out):
-        self._of = inputs, eqns, [out]
-        self._jaxpr = None
-
-    def __call__(self, *are_zero):
-        self._jaxpr = self._jaxpr or _closed(*self._of)
-        jvp, are_nonzero = _ad.jvp_jaxpr(self._jaxpr, [not x for x in are_zero], False)
-        return getattr(jvp, "jaxpr", jvp), jvp.consts, [not x for x in are_nonzero]
-
-
-def _free_variables(eqns):
+def free_variables(eqns):
     """What equations read and do not make, in order."""
     made = {x for eqn in eqns for x in eqn.outvars}
     return dict.fromkeys(x for eqn in eqns for x in eqn.invars if isinstance(x, _core.Var) and x not in made)
 
 
-def _closed(inputs, eqns, outvars):
-    return _partial_eval.close_jaxpr(_core.Jaxpr((), inputs, list(outvars), list(eqns), set(), _no_debug_info()))
+def closed(inputs, eqns, out):
+    """The jaxpr from variables ``inputs`` to ``out``, without constants."""
+    return _partial_eval.close_jaxpr(_core.Jaxpr((), inputs, [out], eqns, set(), _no_debug_info()))
 
 
 @functools.cache

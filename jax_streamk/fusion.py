@@ -89,10 +89,13 @@ class _Fusion:
         inside = self._kernel()
         if inside is None:
             return None
-        replaced = sorted({self._at, *chain.taken, *self.steps})
-        return compat.differentiated_as(
-            primitive.fused_p, inside, [self._program.eqns[at] for at in replaced], chain.out
+        replaced = [self._program.eqns[at] for at in sorted({self._at, *chain.taken, *self.steps})]
+        inputs = list({**compat.free_variables(replaced), **compat.free_variables(inside)})
+        jaxprs = dict(
+            call_jaxpr=compat.closed(inputs, inside, inside[-1].outvars[0]),
+            written=compat.closed(inputs, replaced, chain.out),
         )
+        return self._product.eqn.replace(primitive=primitive.fused_p, params=jaxprs, invars=inputs, outvars=[chain.out])
 
     def _kernel(self) -> list[Any] | None:
         """The kernel's equation, after those of its operands; sets ``steps``."""

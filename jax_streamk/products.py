@@ -180,7 +180,9 @@ def _equations(jaxpr: Any, count: int, is_exact: bool) -> Iterator[tuple[Any, Pr
         elif eqn.primitive.name != "pallas_call":
             times = count * eqn.params["length"] if eqn.primitive.name == "scan" else count
             is_known = is_exact and eqn.primitive.name not in ("while", "cond", "custom_linear_solve", "linear_solve")
-            for inner in _jaxprs(tuple(eqn.params.values())):
+            # Of what was fused, the equations that it replaced are not part of the program.
+            params = [value for name, value in eqn.params.items() if name != "written"]
+            for inner in _jaxprs(tuple(params)):
                 yield from _equations(inner, times, is_known)
 
 
