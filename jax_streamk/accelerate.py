@@ -301,8 +301,10 @@ def _with_transposes(program: Program, eqns: list[Any]) -> list[Any]:
         if eqn.primitive is not lax.transpose_p or not isinstance(eqn.invars[0], Var):
             continue
         made = program.maker.get(eqn.invars[0])
-        product = None if made is None or program.user(eqn.invars[0]) is None else new[made]
-        if product is None or product.primitive is not primitive.dot_general_p or product.params["permutation"]:
+        if made is None or new[made] is None or program.user(eqn.invars[0]) is None:
+            continue
+        product = new[made]
+        if product.primitive is not primitive.dot_general_p or product.params["permutation"]:
             continue
         params = product.params | eqn.params
         if lowering.plan_or_none(*(x.aval for x in product.invars), device=device_of(None), **params) is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal, Var
+from jax.extend.core import Literal
 
 from jax_streamk import compat
 
@@ -40,7 +40,7 @@ def value_of(poly: Polynomial) -> float | None:
     return poly.get(_ONE) if len(poly) == 1 else None
 
 
-def number_in(x: Literal) -> float | None:
+def number_in(x: Any) -> float | None:
     """The number that a literal is; None if it is not real."""
     is_real = jnp.issubdtype(x.aval.dtype, np.floating) or jnp.issubdtype(x.aval.dtype, np.integer)
     return float(x.val) if is_real and np.ndim(x.val) == 0 else None
@@ -189,7 +189,7 @@ def _result_of_call(body: Any, operands: Sequence[Polynomial]) -> Polynomial | N
     return _operand(body.outvars[0], values)
 
 
-def _operand(x: Any, values: Mapping[Var, Polynomial]) -> Polynomial | None:
+def _operand(x: Any, values: Mapping[Any, Polynomial]) -> Polynomial | None:
     if isinstance(x, Literal):
         number = number_in(x)
         return None if number is None else constant(number)

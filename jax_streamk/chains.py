@@ -39,7 +39,7 @@ class Operand:
 class Chain:
     """A product and the equations ``taken`` that follow it, up to the one that makes ``out``."""
 
-    out: Var
+    out: Any
     taken: tuple[int, ...]
     alpha: float = 1.0
     bias: Operand | None = None
@@ -85,7 +85,7 @@ class Product:
         # A transpose of the free dimensions is the product of the operands in the other order.
         lead, rows, columns = map(len, self.sizes(False))
         turned = (*range(lead), *range(lead + rows, lead + rows + columns), *range(lead, lead + rows))
-        is_turned = tuple(permutation) == turned and not self.is_pinned
+        is_turned = permutation == turned and not self.is_pinned
         return dataclasses.replace(chain, swapped=True) if is_turned else None
 
 
@@ -186,9 +186,11 @@ class Follower:
         """A value that broadcasts to ``shape``, before that: it, the equations since, its sizes in those dimensions."""
         if isinstance(x, Literal) or x.aval.ndim != len(shape):
             return None
-        sizes, steps = list(x.aval.shape), ()
+        sizes = list(x.aval.shape)
+        steps: tuple[int, ...] = ()
         while (made := self._program.eqn_of(x)) is not None and x.aval.ndim == len(shape):
-            source, name = made.invars[0] if made.invars else None, made.primitive.name
+            name = made.primitive.name
+            source: Any = made.invars[0] if made.invars else None
             if name == "broadcast_in_dim" and len(made.invars) == 1:
                 if isinstance(source, Literal):
                     return None
@@ -231,10 +233,10 @@ class Follower:
         made = self._program.eqn_of(x)
         if made is not None and made.primitive.name == "mul" and self._program.user(x) is not None:
             for factor, other in (made.invars, made.invars[::-1]):
-                number = self._program.number(factor)
+                number = self._program.number(factor) or 0.0
                 # By other factors, a residual that cancels the product would leave what was rounded.
-                is_exact = number and math.frexp(abs(number))[0] == 0.5 and 2.0**-64 < abs(number) < 2.0**64
-                if is_exact and not isinstance(other, Literal):
+                is_power_of_two = math.frexp(abs(number))[0] == 0.5 and 2.0**-64 < abs(number) < 2.0**64
+                if is_power_of_two and not isinstance(other, Literal):
                     return other, (self._program.maker[x],), number
         return x, (), 1.0
 
@@ -258,7 +260,8 @@ class Follower:
         program, x = self._program, chain.out
         if x in program.kept:
             return None
-        values, taken = {x: activations.X}, set[int]()
+        values: dict[Any, activations.Polynomial] = {x: activations.X}
+        taken = set[int]()
         waiting = list(program.uses[x])
         heapq.heapify(waiting)
         while waiting and len(taken) < activations.LONGEST:

@@ -1,6 +1,7 @@
 """Fuses what follows a product into its kernel's epilogue, in the equations of a jaxpr, where that pays.
 
-- A bias and a scale save a rounding at least.
+- A bias saves a rounding at least.
+- A scale costs nothing if its result is stored. Otherwise XLA merges it with what reads it.
 - A residual saves a pass over the result if the sum is stored, or read more than once.
 - An activation saves one if its result is stored. If only elementwise operations and reductions read it, XLA merges it
   with them, and a kernel would do no less.
@@ -10,7 +11,7 @@ derivative: a program that is differentiated later has that of the program as it
 """
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from jax import lax
@@ -84,7 +85,8 @@ class _Fusion:
         chain = self._chain
         if chain.last in ("wider", "layout"):
             return None
-        if (chain.activation or chain.residual) and not self._saves_a_pass():
+        needs_a_pass = chain.activation is not None or chain.residual is not None or chain.last == "scale"
+        if needs_a_pass and not self._saves_a_pass():
             return None
         inside = self._kernel()
         if inside is None:
@@ -146,7 +148,7 @@ class _Fusion:
             call = eqn.replace(primitive=called, params=params, invars=operands, outvars=[result])
         if call is None or not all(compat.ends_like(call.outvars[0].aval, x.aval) for x in operands[2:]):
             return None
-        if not self._is_faster(self._time(*(x.aval for x in operands[:2]), params)):
+        if not self._is_faster(self._time(operands, params)):
             return None
         if call.outvars[0].aval.shape == chain.out.aval.shape:
             return [call]
@@ -158,19 +160,19 @@ class _Fusion:
         chain = self._chain
         if self._program.is_stored(chain.out, self._taken) or chain.last == "narrower":
             return True
-        return chain.activation is None and len(self._program.uses[chain.out]) > 1
+        return chain.residual is not None and chain.activation is None and len(self._program.uses[chain.out]) > 1
 
     def _is_faster(self, time: float | None) -> bool:
         """Whether a kernel with an epilogue takes no longer than one without and what the epilogue saves."""
-        plain = self._time(*(x.aval for x in self._product.eqn.invars), self._product.eqn.params)
+        plain = self._time(self._product.eqn.invars, self._product.eqn.params)
         if time is None or plain is None:
             return False
         is_cheap = self._chain.residual is None and self._chain.activation is None
         return time <= (_FREE if is_cheap else 1) * plain + self._saved()
 
-    def _time(self, lhs: Any, rhs: Any, params: dict[str, Any]) -> float | None:
+    def _time(self, operands: Sequence[Any], params: dict[str, Any]) -> float | None:
         """The expected time of a product, in microseconds; None if no kernel runs it."""
-        made = lowering.plan_or_none(lhs, rhs, device=self._device, **params)
+        made = lowering.plan_or_none(*(x.aval for x in operands[:2]), device=self._device, **params)
         return None if made is None or made.kernel is None else made.microseconds
 
     def _saved(self) -> float:
