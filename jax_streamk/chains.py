@@ -102,28 +102,25 @@ class Follower:
             yield chain
 
     def _next(self, chain: Chain) -> Chain | None:
+        is_open = chain.activation is None and chain.last != "narrower"
         user = self._program.user(chain.out)
-        eqn = None if user is None or user in self._taken else self._program.eqns[user]
-        if eqn is not None and is_movable(eqn):
-            step = dataclasses.replace(chain, out=eqn.outvars[0], taken=(*chain.taken, user))
-            if eqn.primitive.name == "convert_element_type" and is_float(step.out):
-                is_end = chain.last == "narrower"
-                return None if is_end else dataclasses.replace(step, last="wider" if is_exact(eqn) else "narrower")
-            if is_reshape(eqn) or eqn.primitive.name in ("copy", "copy_p"):
-                return dataclasses.replace(step, last="narrower" if chain.last == "narrower" else "layout")
-        if chain.activation is not None or chain.last == "narrower":
-            return None
-        name = None if eqn is None or not is_movable(eqn) else eqn.primitive.name
+        if user is None or user in self._taken or not is_movable(self._program.eqns[user]):
+            return self._activated(chain) if is_open else None
+        eqn = self._program.eqns[user]
+        step = dataclasses.replace(chain, out=eqn.outvars[0], taken=(*chain.taken, user))
+        moved = _moved(chain, step, eqn)
+        if moved is not None or not is_open:
+            return moved
+        is_elementwise = step.out.aval.shape == chain.out.aval.shape and eqn.params.get("out_dtype") is None
+        if eqn.primitive.name in _SUMS:
+            return (self._summed(chain, step, eqn) if is_elementwise else None) or self._activated(chain)
         # A scale may be the first step of an activation: tanh(x) as -tanh(-x).
-        found = None if name in _SUMS else self._activated(chain)
-        if found is None and name in (*_SUMS, "mul", "div", "neg") and step.out.aval.shape == chain.out.aval.shape:
-            found = self._scaled(chain, step, eqn) or (self._summed(chain, step, eqn) if name in _SUMS else None)
-        return found or (self._activated(chain) if name in _SUMS else None)
+        return self._activated(chain) or (self._scaled(chain, step, eqn) if is_elementwise else None)
 
     def _scaled(self, chain: Chain, step: Chain, eqn: Any) -> Chain | None:
         """With a factor: once, and before all sums, where it can neither overflow nor cancel otherwise than there."""
         name = eqn.primitive.name
-        if name in _SUMS or chain.adds or chain.alpha != 1 or eqn.params.get("out_dtype") is not None:
+        if name not in ("mul", "div", "neg") or chain.adds or chain.alpha != 1:
             return None
         factor = -1.0 if name == "neg" else self._factor(chain, eqn)
         return None if factor is None else dataclasses.replace(step, alpha=factor, last="scale")
@@ -293,6 +290,16 @@ class Follower:
                 return None
             operands.append(value)
         return activations.result_of(eqn, operands) if is_movable(eqn) else None
+
+
+def _moved(chain: Chain, step: Chain, eqn: Any) -> Chain | None:
+    """The chain with a conversion or a reshape; None if the equation is neither."""
+    is_rounded = chain.last == "narrower"
+    if eqn.primitive.name == "convert_element_type" and is_float(step.out):
+        return None if is_rounded else dataclasses.replace(step, last="wider" if is_exact(eqn) else "narrower")
+    if is_reshape(eqn) or eqn.primitive.name in ("copy", "copy_p"):
+        return dataclasses.replace(step, last="narrower" if is_rounded else "layout")
+    return None
 
 
 def _other(eqn: Any, x: Any) -> tuple[Any, bool]:

@@ -509,8 +509,8 @@ def evaluated(closed, *args):
 def _copied(trace, jaxpr, consts, *args):
     """The results of a jaxpr whose equations become those of the one that is being made."""
     here = _source_info_util.current()
-    values = dict(zip(jaxpr.invars, (trace.to_jaxpr_tracer(x, source_info=here) for x in args)))
-    values |= zip(jaxpr.constvars, (trace.new_const(x, source_info=here) for x in consts))
+    given = (trace.to_jaxpr_tracer(x, source_info=here) for x in (*consts, *args))
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), given))
 
     def read(x):
         return _partial_eval.DynamicJaxprTracer(trace, x.aval, x, here) if isinstance(x, _core.Literal) else values[x]

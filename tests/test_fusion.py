@@ -387,6 +387,17 @@ def test_operands_are_read_in_either_order():
     assert " transpose(" not in compiled and " copy(" not in compiled
 
 
+def test_values_of_an_outer_trace():
+    def fn(act, x):
+        shifted = jnp.sin(x)
+        return act(lambda y: jax.nn.relu(y @ W + shifted[0, 0, 0]) + (shifted @ W))(x)
+
+    for outer in (jax.jit, lambda fn: fn, jax.vmap, jax.grad):
+        ours, theirs = (outer(lambda x, act=act: jnp.cos(fn(act, x)).sum()) for act in (accelerate, lambda fn: fn))
+        x = jnp.stack([X, X]) if outer is jax.vmap else X
+        assert_close(ours(x), theirs(x))
+
+
 def test_transposing_a_linear_function():
     fn = lambda x: 2.5 * (x @ W) + 0.5 * x[..., :1]
     transposed = lambda fn: jax.linear_transpose(fn, X)(R)[0]
