@@ -42,13 +42,20 @@ def value_of(poly: Polynomial) -> float | None:
 
 def number_in(x: Any) -> float | None:
     """The number that a literal is; None if it is not real."""
-    is_real = jnp.issubdtype(x.aval.dtype, np.floating) or jnp.issubdtype(x.aval.dtype, np.integer)
-    return float(x.val) if is_real and np.ndim(x.val) == 0 else None
+    dtype = x.aval.dtype
+    return float(x.val) if (is_float(dtype) or dtype.kind in "iu") and np.ndim(x.val) == 0 else None
 
 
+# JAX's answers about dtypes take as long as all else that is asked about an equation.
+@functools.cache
+def is_float(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, np.floating)
+
+
+@functools.cache
 def holds(wide: Any, narrow: Any) -> bool:
     """Whether one floating-point dtype holds every value of another."""
-    if not all(jnp.issubdtype(x, np.floating) for x in (wide, narrow)):
+    if not (is_float(wide) and is_float(narrow)):
         return False
     a, b = jnp.finfo(wide), jnp.finfo(narrow)
     return wide == narrow or (a.nmant >= b.nmant and a.maxexp >= b.maxexp and a.minexp <= b.minexp)
@@ -145,7 +152,7 @@ _SAME = ("copy", "copy_p", "pvary")
 def result_of(eqn: Any, operands: Sequence[Polynomial]) -> Polynomial | None:
     """What an equation makes of polynomials; None if that is none, a long one, or rounded more than its dtype says."""
     dtype = eqn.outvars[0].aval.dtype
-    if not jnp.issubdtype(dtype, np.floating) or eqn.params.get("out_dtype") is not None:
+    if not is_float(dtype) or eqn.params.get("out_dtype") is not None:
         return None
     try:
         out = _applied(eqn, operands)

@@ -90,23 +90,23 @@ class Product:
 
 
 class Follower:
-    """Follows the chain of one product; equations ``taken`` are part of another's."""
+    """Follows the chain of one product of a program, whose equations ``taken`` are part of other products' chains."""
 
-    def __init__(self, program: Program, product: Product, taken: Collection[int]):
-        self._program, self._product, self._taken = program, product, taken
+    def __init__(self, program: Program, at: int, taken: Collection[int]):
+        self.program, self.product, self.taken = program, Product(program.eqns[at]), taken
 
     def chains(self) -> Iterator[Chain]:
         """The chains of one equation more each."""
-        chain = self._product.start()
+        chain = self.product.start()
         while chain is not None and (chain := self._next(chain)) is not None:
             yield chain
 
     def _next(self, chain: Chain) -> Chain | None:
         is_open = chain.activation is None and chain.last != "narrower"
-        user = self._program.user(chain.out)
-        if user is None or user in self._taken or not is_movable(self._program.eqns[user]):
+        user = self.program.user(chain.out)
+        if user is None or user in self.taken or not is_movable(self.program.eqns[user]):
             return self._activated(chain) if is_open else None
-        eqn = self._program.eqns[user]
+        eqn = self.program.eqns[user]
         step = dataclasses.replace(chain, out=eqn.outvars[0], taken=(*chain.taken, user))
         moved = _moved(chain, step, eqn)
         if moved is not None or not is_open:
@@ -127,7 +127,7 @@ class Follower:
 
     def _factor(self, chain: Chain, eqn: Any) -> float | None:
         other, is_first = _other(eqn, chain.out)
-        number = self._program.number(other) if other is not None else None
+        number = self.program.number(other) if other is not None else None
         if not number or (eqn.primitive.name == "div" and not is_first):
             return None
         factor = number if eqn.primitive.name == "mul" else 1 / number
@@ -136,7 +136,7 @@ class Follower:
 
     def _summed(self, chain: Chain, step: Chain, eqn: Any) -> Chain | None:
         x, is_first = _other(eqn, chain.out)
-        if x is None or self._program.number(x) is not None:
+        if x is None or self.program.number(x) is not None:
             return None
         sign = -1.0 if eqn.primitive.name == "sub" and is_first else 1.0
         if eqn.primitive.name == "sub" and not is_first:
@@ -150,8 +150,8 @@ class Follower:
         if chain.bias is not None:
             return None
         # The other order of operands too, where the result's elements lie in the same order.
-        is_vector = any(math.prod(free) <= 1 for free in self._product.free)
-        may_swap = not chain.adds and not self._product.is_pinned and is_vector
+        is_vector = any(math.prod(free) <= 1 for free in self.product.free)
+        may_swap = not chain.adds and not self.product.is_pinned and is_vector
         for swapped in (chain.swapped, not chain.swapped) if may_swap else (chain.swapped,):
             if (found := self._bias(x, shape, swapped)) is not None:
                 bias = dataclasses.replace(found, scale=sign)
@@ -160,7 +160,7 @@ class Follower:
 
     def _bias(self, x: Any, shape: tuple[int, ...], swapped: bool) -> Operand | None:
         """``x``, which is added to a value of this shape, as a bias: with one element for each column."""
-        lead, rows, columns = self._product.sizes(swapped)
+        lead, rows, columns = self.product.sizes(swapped)
         found = self._spread(x, shape)
         if found is None:
             return None
@@ -185,7 +185,7 @@ class Follower:
             return None
         sizes = list(x.aval.shape)
         steps: tuple[int, ...] = ()
-        while (made := self._program.eqn_of(x)) is not None and x.aval.ndim == len(shape):
+        while (made := self.program.eqn_of(x)) is not None and x.aval.ndim == len(shape):
             name = made.primitive.name
             source: Any = made.invars[0] if made.invars else None
             if name == "broadcast_in_dim" and len(made.invars) == 1:
@@ -195,23 +195,23 @@ class Follower:
                 sizes = [min(size, given.get(i, 1)) for i, size in enumerate(sizes)]
                 if math.prod(sizes) != source.aval.size:
                     return None
-            elif not (name == "pvary" or is_exact(made)) or self._program.eqn_of(source) is None:
+            elif not (name == "pvary" or is_exact(made)) or self.program.eqn_of(source) is None:
                 break
-            steps = (*steps, self._program.maker[x])
+            steps = (*steps, self.program.maker[x])
             x = source
         return x, steps, tuple(sizes)
 
     def _sources(self, x: Any, steps: tuple[int, ...]) -> dict[np.dtype, tuple[Any, tuple[int, ...]]]:
         """A value by dtype, as it was before conversions that lost nothing."""
         values = {x.aval.dtype: (x, steps)}
-        while (made := self._program.eqn_of(x)) is not None:
+        while (made := self.program.eqn_of(x)) is not None:
             if made.primitive.name in RESHAPES and made.params.get("dimensions") is None:
-                inner = self._program.eqn_of(made.invars[0])
+                inner = self.program.eqn_of(made.invars[0])
                 if inner is None or not is_exact(inner):
                     break
             elif not is_exact(made):
                 break
-            steps = (*steps, self._program.maker[x])
+            steps = (*steps, self.program.maker[x])
             x = made.invars[0]
             values.setdefault(x.aval.dtype, (x, steps))
         return values
@@ -227,23 +227,23 @@ class Follower:
 
     def _unscaled(self, x: Any) -> tuple[Any, tuple[int, ...], float]:
         """What a value is a multiple of, the equation since, and the factor."""
-        made = self._program.eqn_of(x)
-        if made is not None and made.primitive.name == "mul" and self._program.user(x) is not None:
+        made = self.program.eqn_of(x)
+        if made is not None and made.primitive.name == "mul" and self.program.user(x) is not None:
             for factor, other in (made.invars, made.invars[::-1]):
-                number = self._program.number(factor) or 0.0
+                number = self.program.number(factor) or 0.0
                 # By other factors, a residual that cancels the product would leave what was rounded.
                 is_power_of_two = math.frexp(abs(number))[0] == 0.5 and 2.0**-64 < abs(number) < 2.0**64
                 if is_power_of_two and not isinstance(other, Literal):
-                    return other, (self._program.maker[x],), number
+                    return other, (self.program.maker[x],), number
         return x, (), 1.0
 
     def is_there(self, x: Any) -> bool:
         """Whether memory holds a value anyway, whatever reads it."""
-        program = self._program
+        program = self.program
         made = program.eqn_of(x)
-        if made is None or program.maker[x] in self._taken or not is_merged(made):
+        if made is None or program.maker[x] in self.taken or not is_merged(made):
             return True
-        if program.is_stored(x, self._taken) or len(program.uses[x]) > 1:
+        if program.is_stored(x, self.taken) or len(program.uses[x]) > 1:
             return True
         name, operands = made.primitive.name, [y for y in made.invars if isinstance(y, Var)]
         if name in RESHAPES:
@@ -254,7 +254,7 @@ class Follower:
 
     def _activated(self, chain: Chain) -> Chain | None:
         """The chain with the activation that follows; None if none does."""
-        program, x = self._program, chain.out
+        program, x = self.program, chain.out
         if x in program.kept:
             return None
         values: dict[Any, activations.Polynomial] = {x: activations.X}
@@ -265,7 +265,7 @@ class Follower:
             at = heapq.heappop(waiting)
             if at in taken:
                 continue
-            value = None if at in self._taken else self._value(program.eqns[at], values)
+            value = None if at in self.taken else self._value(program.eqns[at], values)
             if value is None or program.eqns[at].outvars[0].aval.shape != x.aval.shape:
                 return None
             out = program.eqns[at].outvars[0]
@@ -284,7 +284,7 @@ class Follower:
         operands = []
         for x in eqn.invars:
             value = values.get(x) if isinstance(x, Var) else None
-            if value is None and (number := self._program.number(x)) is not None:
+            if value is None and (number := self.program.number(x)) is not None:
                 value = activations.constant(number)
             if value is None:
                 return None

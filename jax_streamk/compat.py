@@ -516,7 +516,9 @@ def _copied(trace, jaxpr, consts, *args):
         return _partial_eval.DynamicJaxprTracer(trace, x.aval, x, here) if isinstance(x, _core.Literal) else values[x]
 
     for eqn in jaxpr.eqns:
-        source = eqn.source_info.replace(name_stack=here.name_stack + eqn.source_info.name_stack)
+        source = eqn.source_info
+        if here.name_stack.stack:
+            source = source.replace(name_stack=here.name_stack + source.name_stack)
         operands, avals = [*map(read, eqn.invars)], [x.aval for x in eqn.outvars]
         made = trace.emit_eqn(operands, avals, eqn.primitive, eqn.params, eqn.effects, source, eqn.ctx)
         values |= zip(eqn.outvars, made)

@@ -11,13 +11,13 @@ derivative: a program that is differentiated later has that of the program as it
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jax import lax
 
 from jax_streamk import activations, compat, lowering, primitive
-from jax_streamk.chains import Chain, Follower, Operand, Product
+from jax_streamk.chains import Chain, Follower, Operand
 from jax_streamk.device import Device
 from jax_streamk.epilogue import Epilogue
 from jax_streamk.machines import machine_of
@@ -30,14 +30,14 @@ def fused(program: Program, device: Device) -> list[Any] | None:
     """The equations of a program with epilogues in our products; None if there is nothing to fuse."""
     taken, needless = set[int](), set[int]()
     made: dict[int, Any] = {}
+    times: dict[Any, float | None] = {}  # of products, which repeat from layer to layer
     # The last product first: its residual may be the sum that ends another's chain.
     for at in reversed(range(len(program.eqns))):
         if program.eqns[at].primitive is not primitive.dot_general_p:
             continue
-        product = Product(program.eqns[at])
-        follower = Follower(program, product, taken)
+        follower = Follower(program, at, taken)
         for chain in reversed([*follower.chains()]):
-            fusion = _Fusion(program, product, chain, follower.is_there, at, taken, device)
+            fusion = _Fusion(follower, chain, at, device, times)
             if (call := fusion.call()) is not None:
                 program.kept.update(variables(call))
                 taken.update((at, *chain.taken))
@@ -66,18 +66,10 @@ class _Fusion:
       steps: the program's equations that make its operands from those of the kernel.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        product: Product,
-        chain: Chain,
-        is_there: Callable[[Any], bool],
-        at: int,
-        taken: Collection[int],
-        device: Device,
-    ):
-        self._program, self._product, self._chain, self._is_there, self._at = program, product, chain, is_there, at
-        self._taken, self._device = taken, device
+    def __init__(self, follower: Follower, chain: Chain, at: int, device: Device, times: dict[Any, float | None]):
+        self._program, self._product, self._taken = follower.program, follower.product, follower.taken
+        self._is_there, self._chain, self._at, self._device = follower.is_there, chain, at, device
+        self._times = times
         self.steps: tuple[int, ...] = ()
 
     def call(self) -> Any:
@@ -172,8 +164,12 @@ class _Fusion:
 
     def _time(self, operands: Sequence[Any], params: dict[str, Any]) -> float | None:
         """The expected time of a product, in microseconds; None if no kernel runs it."""
-        made = lowering.plan_or_none(*(x.aval for x in operands[:2]), device=self._device, **params)
-        return None if made is None or made.kernel is None else made.microseconds
+        lhs, rhs = (x.aval for x in operands[:2])
+        key = lhs, rhs, *params.values()
+        if key not in self._times:
+            made = lowering.plan_or_none(lhs, rhs, device=self._device, **params)
+            self._times[key] = None if made is None or made.kernel is None else made.microseconds
+        return self._times[key]
 
     def _saved(self) -> float:
         """The time of the passes that a chain saves: of all readers', or of one reader of a sum."""

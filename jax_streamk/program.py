@@ -5,7 +5,6 @@ import copy
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from jax.extend.core import Literal, Var
 
 from jax_streamk import activations, compat
@@ -111,4 +110,4 @@ def is_exact(eqn: Any) -> bool:
 
 
 def is_float(x: Any) -> bool:
-    return jnp.issubdtype(x.aval.dtype, jnp.floating)
+    return activations.is_float(x.aval.dtype)
