@@ -164,14 +164,15 @@ def arrange(
     """
     sides = (tuple(map(tuple, pair)) for pair in dimension_numbers)
     return _arranged(
-        *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (lhs, rhs)), tuple(sides), precision, preferred_element_type,
-        platform, epilogue, permutation,
+        (lhs.shape, lhs.dtype), (rhs.shape, rhs.dtype), tuple(sides), precision, preferred_element_type, platform,
+        epilogue, permutation,
     )  # fmt: skip
 
 
 # Models repeat their layers, and accelerate asks about each product more than once.
 @functools.lru_cache(maxsize=4096)
 def _arranged(lhs, rhs, dimension_numbers, precision, preferred_element_type, platform, epilogue, permutation):
+    lhs, rhs = (jax.ShapeDtypeStruct(*x) for x in (lhs, rhs))
     dtype, type_d, math_ = _types(lhs.dtype, rhs.dtype, preferred_element_type, precision, platform)
     if not all(isinstance(size, (int, np.integer)) for size in (*lhs.shape, *rhs.shape)):
         raise Unsupported(f"shapes {lhs.shape} and {rhs.shape} are symbolic: choosing a kernel needs numbers")
