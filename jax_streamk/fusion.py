@@ -165,7 +165,8 @@ class _Fusion:
     def _time(self, operands: Sequence[Any], params: dict[str, Any]) -> float | None:
         """The expected time of a product, in microseconds; None if no kernel runs it."""
         lhs, rhs = (x.aval for x in operands[:2])
-        key = lhs, rhs, *params.values()
+        numbers = tuple(tuple(map(tuple, sides)) for sides in params["dimension_numbers"])  # batching makes lists
+        key = lhs, rhs, *(params | dict(dimension_numbers=numbers)).values()
         if key not in self._times:
             made = lowering.plan_or_none(lhs, rhs, device=self._device, **params)
             self._times[key] = None if made is None or made.kernel is None else made.microseconds

@@ -217,6 +217,8 @@ SHARED = {
     "an operand that is the residual": lambda q, s: q @ q + q,
     "a product that is its own residual": lambda q, s: (lambda p: p + p)(q @ q),
     "products in a row": lambda q, s: ((q @ jnp.sin(q) + q) @ q + s) @ q + q,
+    "mapped rows": lambda q, s: jax.vmap(lambda r: jnp.tanh(r @ q + s) @ q + r)(q),
+    "mapped columns": lambda q, s: jax.vmap(lambda r: jnp.tanh(q @ r + s), 1, 1)(q),
     "a bias of two products": lambda q, s: (lambda b: (q @ q + b, jnp.sin(q) @ q + b))(jnp.broadcast_to(s, q.shape)),
 }  # fmt: skip
 
