@@ -41,7 +41,6 @@ except ImportError:  # up to JAX 0.10
 
 __all__ = [
     "Placement",
-    "abstract",
     "apply_primitive",
     "as_weak_type",
     "ask_policies",
@@ -377,7 +376,7 @@ def local_aval(aval):
     return _core.ShapedArray(aval.shape, aval.dtype)
 
 
-def abstract(like, primitive, *avals, **params):
+def _abstract(like, primitive, *avals, **params):
     """The type of a primitive's result in the place of an equation; None if it has no result for these types."""
     try:
         with like.ctx.manager:
@@ -394,7 +393,7 @@ def new_var(aval):
 
 def new_eqn(like, primitive, *operands, **params):
     """An equation in the place of another, with a variable of its own; None if its types do not fit."""
-    out = abstract(like, primitive, *(x.aval for x in operands), **params)
+    out = _abstract(like, primitive, *(x.aval for x in operands), **params)
     if out is None:
         return None
     return like.replace(primitive=primitive, params=params, invars=list(operands), outvars=[new_var(out)])
