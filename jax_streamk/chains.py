@@ -250,7 +250,8 @@ class Follower:
             return all(map(self.is_there, operands))
         # A sum that another product's kernel may make.
         makers = (program.eqn_of(y) for y in operands if program.user(y) is not None)
-        return name in _SUMS and any(of is not None and of.primitive is primitive.dot_general_p for of in makers)
+        is_of_product = any(of is not None and of.primitive is primitive.dot_general_p for of in makers)
+        return name in _SUMS and is_of_product and all(map(self.is_there, operands))
 
     def _activated(self, chain: Chain) -> Chain | None:
         """The chain with the activation that follows; None if none does."""

@@ -173,6 +173,7 @@ KEPT = {
     "a second factor": (lambda x, w, b, r: x @ w * 2 * 2, ""),
     "a factor that XLA merges": (lambda x, w, b, r: jnp.sin(0.3 * (x @ w)), ""),
     "a residual that is rounded on the way": (lambda x, w, b, r: x @ w + 0.3 * r, ""),
+    "a residual that only XLA can make": (lambda x, w, b, r: x @ w + (jnp.cos(x) @ w + jnp.sin(r)), ["", ""]),
     "a residual that is converted on the way": (
         lambda x, w, b, r: x @ w + r.astype(jnp.bfloat16).astype(jnp.float32), "",
     ),
