@@ -114,7 +114,9 @@ def accelerate(
         return _rewriter(schedule, where).call(functools.partial(_checked, fn), *args, **kwargs)
 
     def explain(*args: Any, **kwargs: Any) -> Products:
-        jaxpr = _rewriter(schedule, where).trace(functools.partial(_checked, fn), *args, **kwargs)[0]
+        kinds = jax.Array, jax.ShapeDtypeStruct
+        rewriter = _rewriter(schedule, where)
+        jaxpr = rewriter.trace(kinds, functools.partial(_checked, fn), *args, **kwargs)[0]
         return products_of(jaxpr, schedule, where, device_of(None))
 
     cast(Any, accelerated).explain = explain
@@ -147,15 +149,20 @@ class _Rewriter:
 
     def call(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``fn(*args, **kwargs)``, rewritten. Only JAX arrays are traced; other arguments and results pass through."""
-        jaxpr, arrays, rebuilt = self.trace(fn, *args, **kwargs)
+        jaxpr, arrays, rebuilt = self.trace(jax.Array, fn, *args, **kwargs)
         primitive.know_sparse()
         return rebuilt(compat.evaluated(jaxpr, *arrays))
 
-    def trace(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, list[Any], Callable[..., Any]]:
-        """(the rewritten jaxpr of ``fn``, its arguments, a function from its results to those of ``fn``)."""
+    def trace(
+        self, kinds: Any, fn: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> tuple[Any, list[Any], Callable[..., Any]]:
+        """(the rewritten jaxpr of ``fn``, its arguments, a function from its results to those of ``fn``).
+
+        Arguments of these kinds are traced.
+        """
         structure: Any
         given, structure = jax.tree.flatten((args, kwargs))
-        is_array = [isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) for x in given]
+        is_array = [isinstance(x, kinds) for x in given]
         leaves: list[Any] = []
         tree: Any = None
 

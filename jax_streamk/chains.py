@@ -71,6 +71,11 @@ class Product:
         """Whether the sharding of its result is given."""
         return self.eqn.params["out_sharding"] is not None
 
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the program rounds the sum: what it then subtracts may be as rounded, and cancel all of it."""
+        return self.eqn.outvars[0].aval.dtype.itemsize < 4
+
     def sizes(self, swapped: bool) -> tuple[tuple[int, ...], ...]:
         """(batch, free of the kernel's lhs, free of its rhs)"""
         return self.lead, *(self.free[::-1] if swapped else self.free)
@@ -143,6 +148,8 @@ class Follower:
             if chain.adds or chain.alpha != 1:
                 return None
             step = dataclasses.replace(step, alpha=-1.0)
+        if step.alpha * sign < 0 and self.product.is_rounded:
+            return None
         shape = chain.out.aval.shape
         return self._with_bias(step, x, shape, sign) or self._with_residual(step, x, shape, sign)
 
@@ -157,6 +164,10 @@ class Follower:
                 bias = dataclasses.replace(found, scale=sign)
                 return dataclasses.replace(chain, bias=bias, swapped=swapped, last="bias")
         return None
+
+    def _maker(self, x: Any) -> Any:
+        """The equation that makes a value; None if there is none, or another product's kernel makes it."""
+        return None if isinstance(x, Literal) or self.program.maker.get(x) in self.taken else self.program.eqn_of(x)
 
     def _bias(self, x: Any, shape: tuple[int, ...], swapped: bool) -> Operand | None:
         """``x``, which is added to a value of this shape, as a bias: with one element for each column."""
@@ -185,7 +196,7 @@ class Follower:
             return None
         sizes = list(x.aval.shape)
         steps: tuple[int, ...] = ()
-        while (made := self.program.eqn_of(x)) is not None and x.aval.ndim == len(shape):
+        while (made := self._maker(x)) is not None and x.aval.ndim == len(shape):
             name = made.primitive.name
             source: Any = made.invars[0] if made.invars else None
             if name == "broadcast_in_dim" and len(made.invars) == 1:
@@ -204,9 +215,9 @@ class Follower:
     def _sources(self, x: Any, steps: tuple[int, ...]) -> dict[np.dtype, tuple[Any, tuple[int, ...]]]:
         """A value by dtype, as it was before conversions that lost nothing."""
         values = {x.aval.dtype: (x, steps)}
-        while (made := self.program.eqn_of(x)) is not None:
+        while (made := self._maker(x)) is not None:
             if made.primitive.name in RESHAPES and made.params.get("dimensions") is None:
-                inner = self.program.eqn_of(made.invars[0])
+                inner = self._maker(made.invars[0])
                 if inner is None or not is_exact(inner):
                     break
             elif not is_exact(made):
@@ -227,7 +238,7 @@ class Follower:
 
     def _unscaled(self, x: Any) -> tuple[Any, tuple[int, ...], float]:
         """What a value is a multiple of, the equation since, and the factor."""
-        made = self.program.eqn_of(x)
+        made = self._maker(x)
         if made is not None and made.primitive.name == "mul" and self.program.user(x) is not None:
             for factor, other in (made.invars, made.invars[::-1]):
                 number = self.program.number(factor) or 0.0
@@ -239,19 +250,34 @@ class Follower:
 
     def is_there(self, x: Any) -> bool:
         """Whether memory holds a value anyway, whatever reads it."""
+        waiting, seen = [x], set[Any]()
+        while waiting:
+            x = waiting.pop()
+            if x in seen or x in self.program.there:
+                continue
+            needed = self._needed(x)
+            if needed is None:
+                return False
+            seen.add(x)
+            waiting += needed
+        self.program.there.update(seen)
+        return True
+
+    def _needed(self, x: Any) -> list[Any] | None:
+        """The values that memory must hold to hold ``x``; None if it does not hold ``x``."""
         program = self.program
-        made = program.eqn_of(x)
-        if made is None or program.maker[x] in self.taken or not is_merged(made):
-            return True
+        made = self._maker(x)
+        if made is None or not is_merged(made):
+            return []
         if program.is_stored(x, self.taken) or len(program.uses[x]) > 1:
-            return True
+            return []
         name, operands = made.primitive.name, [y for y in made.invars if isinstance(y, Var)]
         if name in RESHAPES:
-            return all(map(self.is_there, operands))
+            return operands
         # A sum that another product's kernel may make.
         makers = (program.eqn_of(y) for y in operands if program.user(y) is not None)
         is_of_product = any(of is not None and of.primitive is primitive.dot_general_p for of in makers)
-        return name in _SUMS and is_of_product and all(map(self.is_there, operands))
+        return operands if name in _SUMS and is_of_product else None
 
     def _activated(self, chain: Chain) -> Chain | None:
         """The chain with the activation that follows; None if none does."""

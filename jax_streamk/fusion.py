@@ -83,8 +83,11 @@ class _Fusion:
         inside = self._kernel()
         if inside is None:
             return None
-        replaced = [self._program.eqns[at] for at in sorted({self._at, *chain.taken, *self.steps})]
-        inputs = list({**compat.free_variables(replaced), **compat.free_variables(inside)})
+        read = compat.free_variables(inside)
+        # What the kernel reads is an argument, also of what it replaces.
+        steps = (at for at in self.steps if self._program.eqns[at].outvars[0] not in read)
+        replaced = [self._program.eqns[at] for at in sorted({self._at, *chain.taken, *steps})]
+        inputs = list({**compat.free_variables(replaced), **read})
         jaxprs = dict(
             call_jaxpr=compat.closed(inputs, inside, inside[-1].outvars[0]),
             written=compat.closed(inputs, replaced, chain.out),
@@ -133,7 +136,7 @@ class _Fusion:
             called = primitive.dot_general_p
             del params["epilogue"]
             params["permutation"] = None
-        if chain.swapped:
+        if chain.swapped or eqn.params["permutation"] is not None:
             call = compat.new_eqn(eqn, called, *operands, **params)
         else:  # its type is known, and finding it takes as long as all else here
             result = compat.new_var(eqn.outvars[0].aval.update(dtype=dtype, weak_type=False))

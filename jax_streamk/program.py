@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import functools
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -23,11 +24,17 @@ _MERGED = frozenset(
 
 
 class Program:
-    """The equations of a jaxpr; ``kept`` are the values that something else reads."""
+    """The equations of a jaxpr.
+
+    Attributes:
+      kept: the values that something else reads.
+      there: values that memory will hold, as far as somebody asked.
+    """
 
     def __init__(self, eqns: Sequence[Any], outvars: Sequence[Any]):
         self.eqns = eqns
         self.kept = {x for x in outvars if isinstance(x, Var)}
+        self.there = set[Any]()
         self.maker: dict[Any, int] = {}
         self.uses: dict[Any, list[int]] = collections.defaultdict(list)
         for at, eqn in enumerate(eqns):
@@ -35,7 +42,6 @@ class Program:
                 self.maker[out] = at
             for x in variables(eqn):
                 self.uses[x].append(at)
-        self._numbers: dict[Any, float | None] = {}
 
     def with_eqns(self, eqns: Sequence[Any]) -> "Program":
         """The program of other equations with the same operands and results."""
@@ -57,14 +63,20 @@ class Program:
         """The one number that all elements of ``x`` are, if the equations tell."""
         if isinstance(x, Literal):
             return activations.number_in(x)
-        if x not in self._numbers:
-            eqn = self.eqn_of(x)
-            operands = None if eqn is None or not is_movable(eqn) else [self.number(y) for y in eqn.invars]
-            poly = None
-            if operands is not None and None not in operands:
-                poly = activations.result_of(eqn, [activations.constant(number or 0.0) for number in operands])
-            self._numbers[x] = None if poly is None else activations.value_of(poly)
-        return self._numbers[x]
+        return self._numbers.get(x)
+
+    @functools.cached_property
+    def _numbers(self) -> dict[Any, float]:
+        numbers: dict[Any, float] = {}
+        for eqn in self.eqns:
+            operands = [activations.number_in(y) if isinstance(y, Literal) else numbers.get(y) for y in eqn.invars]
+            if None in operands or not is_movable(eqn):
+                continue
+            poly = activations.result_of(eqn, [activations.constant(number or 0.0) for number in operands])
+            number = None if poly is None else activations.value_of(poly)
+            if number is not None:
+                numbers[eqn.outvars[0]] = number
+        return numbers
 
     def is_stored(self, x: Var, taken: Collection[int] = ()) -> bool:
         """Whether somebody reads ``x`` from memory, other than what XLA merges with whatever makes ``x``."""

@@ -625,3 +625,66 @@ def test_shardings_are_kept(kind):
                 for a, b in zip(jax.tree.leaves(out), jax.tree.leaves(wanted)):
                     assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
         assert any("gelu" in text for text in fused(fn, *args))
+
+
+NARROW = jnp.bfloat16
+
+
+def row_of_another_product(x, w, c, d):
+    """Its rounded row is the last value of a kernel, with a reshape."""
+    row = jnp.einsum("k,kn->n", c, d, preferred_element_type=jnp.float32).astype(NARROW)
+    return x @ w + row[None, :]
+
+
+def test_steps_of_another_kernel_are_not_undone():
+    args = [normal(*shape).astype(NARROW) for shape in ((8, 16), (16, 24), (16,), (16, 24))]
+    assert fused(row_of_another_product, *args) == ["", "A @ B + bias"]
+    assert error(accelerate(row_of_another_product)(*args), row_of_another_product(*args)) <= 0.125
+
+
+def test_a_transposed_product_of_a_vector_keeps_its_shape():
+    fn = lambda x, w, b: (x @ w).T + b
+    assert_fused(fn, "A @ B + bias", X[0, :1], W, B[:, None])
+    assert accelerate(fn)(X[0, :1], W, B[:, None]).shape == (24, 1)
+    mapped = jax.vmap(accelerate(fn))(X[:, :1], jnp.stack([W] * 3), jnp.stack([B[:, None]] * 3))
+    assert mapped.shape == (3, 24, 1)
+
+
+def test_what_a_kernel_reads_and_its_residual_have_in_common():
+    """The jaxpr of what it replaces must not make a value that it is given."""
+    q = normal(16, 16).astype(NARROW)
+    fn = lambda q: (lambda c: c @ jnp.cos(c) + c)(q.astype(jnp.float32))
+    with jax.enable_checks(True):
+        assert fused(fn, q) == ["A @ B + residual"]
+        assert_close(jax.jit(accelerate(fn))(q), fn(q))
+        loss = lambda fn: jax.grad(lambda q: jnp.cos(fn(q)).sum())
+        assert_close(loss(accelerate(fn))(q), loss(fn)(q))
+
+
+def test_equal_products_cancel_where_the_program_rounds_them():
+    x, w = X[0].astype(NARROW), W.astype(NARROW)
+    for fn in (
+        lambda x, w: x @ w - x @ w,
+        lambda x, w: (x @ w).astype(jnp.float32) - (x @ w).astype(jnp.float32),
+        lambda x, w: -(x @ w) + x @ w,
+        lambda x, w: x[:1] @ w - x[:1] @ w,
+    ):
+        assert not accelerate(fn)(x, w).any()
+
+
+def test_deep_programs():
+    """Deeper than Python's stack, in time that grows as their length does."""
+
+    def layers(x, w, n=1200):
+        for _ in range(n):
+            x = x + x @ w
+        return x
+
+    assert len(fused(layers, Q, Q)) == 1200
+    summed = lambda x, w: sum((i * x) @ w for i in range(1200))
+    assert fused(summed, Q, Q).count("A @ B + residual") == 1199
+
+
+def test_descriptions_of_arrays_pass_through():
+    spec = jax.ShapeDtypeStruct((2,), jnp.float32)
+    assert accelerate(lambda x, spec: (x @ x, spec))(Q, spec)[1] is spec
