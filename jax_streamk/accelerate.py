@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 import gc
 import operator
@@ -10,23 +9,43 @@ import sys
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar, ParamSpec, TypeVar, overload
+from typing import Any, ClassVar, ParamSpec, Protocol, TypeVar, cast, overload
 
 import jax
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var, primitives
 
-from jax_streamk import compat, lowering, primitive
+from jax_streamk import compat, fusion, lowering, primitive
+from jax_streamk.decisions import decide
 from jax_streamk.device import Device, device_of
-from jax_streamk.planner import Plan
 from jax_streamk.problem import GemmProblem
+from jax_streamk.products import Products, products_of
+from jax_streamk.program import Program
 from jax_streamk.schedules import PerPass, Schedule, check_schedule
 from jax_streamk.tuning import tuned
 
 P = ParamSpec("P")
 R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
 Where = Callable[[GemmProblem], bool]
+
+
+class Accelerated(Protocol[P, R_co]):
+    """What ``accelerate`` returns: a function, with ``explain``."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
+
+    def __get__(self, instance: Any, owner: Any = None) -> Callable[..., R_co]: ...
+
+    def explain(self, *args: P.args, **kwargs: P.kwargs) -> Products:
+        """The products of the function for these arguments, without running it.
+
+        Arrays among the arguments may be ``jax.ShapeDtypeStruct``s. Of products that XLA partitions over devices, each
+        is planned whole.
+        """
+        ...
+
 
 _TRACED = object()
 
@@ -34,27 +53,30 @@ _TRACED = object()
 @overload
 def accelerate(
     fn: Callable[P, R], *, schedule: Schedule | PerPass | None = None, where: Where | None = None
-) -> Callable[P, R]: ...
+) -> Accelerated[P, R]: ...
 @overload
 def accelerate(
     fn: None = None, *, schedule: Schedule | PerPass | None = None, where: Where | None = None
-) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+) -> Callable[[Callable[P, R]], Accelerated[P, R]]: ...
 def accelerate(
     fn: Callable[..., Any] | None = None,
     *,
     schedule: Schedule | PerPass | None = None,
     where: Where | None = None,
-) -> Callable[..., Any]:
+) -> Any:
     """``fn`` with its matrix products computed by split-K and Stream-K kernels.
 
     ``fn`` is traced as by ``jax.jit``, and every ``lax.dot_general`` in it that a kernel supports on the default device
     becomes ours. This includes products in derivatives that ``fn`` takes, in ``jit``, ``scan``, ``while_loop``,
     ``cond``, ``shard_map`` and ``checkpoint``, and in functions with custom derivatives or custom ``vmap``, rules
-    included.
+    included. Scales, biases, residuals, activations and conversions that follow a product become part of its kernel
+    where nothing else needs the values between.
 
     XLA still computes products that no kernel supports (complex numbers, integers other than int8, some precisions),
     and those in derivatives of ``lax.custom_root``, in ``linear_call``, in other libraries' primitives (such as
-    ``equinox.internal.noinline``) and under ``compute_on``. Pallas kernels and NumPy's products stay as they are.
+    ``equinox.internal.noinline``) and under ``compute_on``; and, under ``Auto()`` on a GPU, products that it merges
+    with their neighbours: ``accelerate(fn).explain(*args)`` says which. Pallas kernels and NumPy's products stay as
+    they are.
 
     Args:
       fn: a pure function that ``jax.jit`` can trace; without it, ``accelerate(schedule=...)`` is a decorator.
@@ -65,12 +87,13 @@ def accelerate(
         ``fn`` is traced: if ``vmap`` or sharding outside ``fn`` changes a product so that the schedule no longer fits,
         it raises ValueError as in ``matmul``.
       where: called with the ``GemmProblem`` (``plan(...).problem``) of each product that a kernel supports; the product
-        becomes ours if it returns true. None accepts all.
+        becomes ours if it returns true. None accepts all but those that XLA merges with their neighbours.
 
     Returns:
-      A function like ``fn``, which can be transformed and compiled like ``fn``. As with ``jax.checkpoint``, every call
-      outside ``jax.jit`` traces ``fn``, so variables that it closes over may change between calls. A ``jax.jit`` inside
-      ``fn`` is compiled once for all functions with the same schedule and ``where``.
+      A function like ``fn``, which can be transformed and compiled like ``fn``, with a function ``explain``. As with
+      ``jax.checkpoint``, every call outside ``jax.jit`` traces ``fn``, so variables that it closes over may change
+      between calls. A ``jax.jit`` inside ``fn`` is compiled once for all functions with the same schedule and
+      ``where``.
 
     Raises:
       TypeError: fn or where is not callable, or schedule is not a schedule; at a call, a result that is not a pytree
@@ -90,6 +113,13 @@ def accelerate(
     def accelerated(*args: Any, **kwargs: Any) -> Any:
         return _rewriter(schedule, where).call(functools.partial(_checked, fn), *args, **kwargs)
 
+    def explain(*args: Any, **kwargs: Any) -> Products:
+        kinds = jax.Array, jax.ShapeDtypeStruct
+        rewriter = _rewriter(schedule, where)
+        jaxpr = rewriter.trace(kinds, functools.partial(_checked, fn), *args, **kwargs)[0]
+        return products_of(jaxpr, schedule, where, device_of(None))
+
+    cast(Any, accelerated).explain = explain
     return accelerated
 
 
@@ -119,9 +149,20 @@ class _Rewriter:
 
     def call(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``fn(*args, **kwargs)``, rewritten. Only JAX arrays are traced; other arguments and results pass through."""
+        jaxpr, arrays, rebuilt = self.trace(jax.Array, fn, *args, **kwargs)
+        primitive.know_sparse()
+        return rebuilt(compat.evaluated(jaxpr, *arrays))
+
+    def trace(
+        self, kinds: Any, fn: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> tuple[Any, list[Any], Callable[..., Any]]:
+        """(the rewritten jaxpr of ``fn``, its arguments, a function from its results to those of ``fn``).
+
+        Arguments of these kinds are traced.
+        """
         structure: Any
         given, structure = jax.tree.flatten((args, kwargs))
-        is_array = [isinstance(x, jax.Array) for x in given]
+        is_array = [isinstance(x, kinds) for x in given]
         leaves: list[Any] = []
         tree: Any = None
 
@@ -136,41 +177,47 @@ class _Rewriter:
             return [x for x in out if isinstance(x, jax.core.Tracer)]
 
         arrays = [x for x, traces in zip(given, is_array) if traces]
-        jaxpr = self._value(jax.make_jaxpr(traced)(*arrays))
-        primitive.know_sparse()
-        results = iter(jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *arrays))
-        return tree.unflatten(next(results) if x is _TRACED else x for x in leaves)
+
+        def rebuilt(out: list[Any]) -> Any:
+            results = iter(out)
+            return tree.unflatten(next(results) if x is _TRACED else x for x in leaves)
+
+        return self._value(jax.make_jaxpr(traced)(*arrays)), arrays, rebuilt
 
     def _value(self, value: Any) -> Any:
         """A rewritten parameter of an equation: a jaxpr, a tuple that may contain some, or anything else."""
         if isinstance(value, (Jaxpr, ClosedJaxpr)):
             if value not in self._rewritten:
-                eqns = _with_transposes(value, _map(self._eqn, value.eqns))
+                eqns = self._eqns(value)
                 self._rewritten[value] = None if eqns is value.eqns else compat.with_eqns(value, eqns)
             return self._rewritten[value] or value
         return _map(self._value, value) if isinstance(value, tuple) else value
 
-    def _eqn(self, eqn: Any) -> Any:
-        if eqn.ctx.compute_type is not None:
-            return eqn
+    def _eqns(self, jaxpr: Any) -> list[Any]:
+        """The rewritten equations of a jaxpr; its own list if nothing changes."""
+        outvars = getattr(jaxpr, "jaxpr", jaxpr).outvars
+        has_products = any(eqn.primitive is compat.dot_general_p for eqn in jaxpr.eqns)
+        program = Program(jaxpr.eqns, outvars) if has_products else None
+        eqns = _map(functools.partial(self._eqn, program), jaxpr.eqns)
+        if program is None or not any(eqn.primitive is primitive.dot_general_p for eqn in eqns):
+            return eqns
+        folded = _with_transposes(program, eqns)
+        program = program.with_eqns(eqns) if folded is eqns else Program(folded, outvars)
+        return fusion.fused(program, device_of(None)) or folded
+
+    def _eqn(self, program: Any, eqn: Any) -> Any:
         if eqn.primitive is compat.dot_general_p:
-            if not self._is_ours(*(x.aval for x in eqn.invars), **eqn.params):
+            if not decide(eqn, program, self._schedule, self._where, device_of(None)).is_ours:
                 return eqn
             return eqn.replace(
                 primitive=primitive.dot_general_p, params=eqn.params | dict(schedule=self._schedule, permutation=None)
             )
         # In other libraries' primitives a jaxpr may have to match other parameters: Equinox keeps a copy and compares.
-        if eqn.primitive not in compat.higher_order:
+        if eqn.primitive not in compat.higher_order or eqn.ctx.compute_type is not None:
             return eqn
         rules = self._RULES.get(eqn.primitive, {})
         params = {name: rules.get(name, _Rewriter._value)(self, value) for name, value in eqn.params.items()}
         return eqn if all(params[name] is value for name, value in eqn.params.items()) else eqn.replace(params=params)
-
-    def _is_ours(self, lhs: Any, rhs: Any, **params: Any) -> bool:
-        made = _plan(lhs, rhs, schedule=self._schedule, **params)
-        if made is None or made.problem is None or made.kernel is None:
-            return False
-        return self._where is None or bool(self._where(made.problem))
 
     def _jaxpr_rule(self, rule: Any) -> Callable[..., Any]:
         """A rule that JAX calls for a jaxpr."""
@@ -254,32 +301,22 @@ def _holds_tracer(x: Any) -> bool:
     return False
 
 
-def _plan(lhs: Any, rhs: Any, *, out_sharding: Any, **params: Any) -> Plan | None:
-    """The plan of a product on the default device; None if no kernel can run it under an explicit schedule."""
-    del out_sharding
-    try:
-        return lowering.plan(lhs, rhs, device=device_of(None), **params)[0]
-    except ValueError:
-        return None
-
-
-def _with_transposes(jaxpr: Any, eqns: list[Any]) -> list[Any]:
+def _with_transposes(program: Program, eqns: list[Any]) -> list[Any]:
     """Folds transposes into the products before them: XLA does that for its own dot, but not for a custom call."""
-    operands = (*(x for eqn in eqns for x in eqn.invars), *getattr(jaxpr, "jaxpr", jaxpr).outvars)
-    uses = collections.Counter(x for x in operands if isinstance(x, Var))
-    products = {
-        eqn.outvars[0]: at
-        for at, eqn in enumerate(eqns)
-        if eqn.primitive is primitive.dot_general_p and eqn.params["permutation"] is None and uses[eqn.outvars[0]] == 1
-    }
     new = list(eqns)
     for at, eqn in enumerate(eqns):
-        if eqn.primitive is lax.transpose_p and isinstance(eqn.invars[0], Var) and eqn.invars[0] in products:
-            product = eqns[products[eqn.invars[0]]]
-            params = product.params | eqn.params
-            if _plan(*(x.aval for x in product.invars), **params) is not None:
-                new[products[eqn.invars[0]]] = product.replace(params=params, outvars=eqn.outvars)
-                new[at] = None
+        if eqn.primitive is not lax.transpose_p or not isinstance(eqn.invars[0], Var):
+            continue
+        made = program.maker.get(eqn.invars[0])
+        if made is None or new[made] is None or program.user(eqn.invars[0]) is None:
+            continue
+        product = new[made]
+        if product.primitive is not primitive.dot_general_p or product.params["permutation"]:
+            continue
+        params = product.params | eqn.params
+        if lowering.plan_or_none(*(x.aval for x in product.invars), device=device_of(None), **params) is not None:
+            new[made] = product.replace(params=params, outvars=eqn.outvars)
+            new[at] = None
     kept = [eqn for eqn in new if eqn is not None]
     return kept if len(kept) < len(eqns) else eqns
 

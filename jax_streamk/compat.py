@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.experimental.jet as _jet
+import numpy as np
 from jax._src import array as _array
 from jax._src import checkify as _checkify
 from jax._src import core as _core
@@ -19,8 +20,10 @@ from jax._src import dtypes as _dtypes
 from jax._src import linear_util as _linear_util
 from jax._src import shard_map as _shard_map
 from jax._src import sharding_impls as _sharding_impls
+from jax._src import source_info_util as _source_info_util
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.custom_batching import custom_vmap_p
+from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _partial_eval
@@ -28,6 +31,7 @@ from jax._src.lax import lax as _lax
 from jax._src.lax.control_flow.loops import eval_jaxpr_p
 from jax._src.lax.lax import dot_general_p
 from jax._src.state import discharge as _discharge
+from jax.extend.core import jaxpr_as_fun as _jaxpr_as_fun
 from jax.extend.core import primitives as _primitives
 
 try:
@@ -40,35 +44,52 @@ __all__ = [
     "apply_primitive",
     "as_weak_type",
     "ask_policies",
+    "batched_alike",
     "batched_dimensions",
+    "called",
     "canonicalize_dtype",
     "canonicalize_precision",
     "canonicalize_sharding",
     "check_nan",
+    "closed",
     "config",
     "convert_cotangent",
     "cotangent_sharding",
     "custom_vmap_p",
     "def_batching",
+    "def_inlined",
     "def_jet",
     "def_sparse",
     "dot_general_p",
+    "ends_like",
+    "evaluated",
+    "free_variables",
     "higher_order",
     "is_concrete",
     "is_of_current_trace",
+    "is_placed_like",
+    "is_plain_call",
     "is_unreduced",
+    "jvp_of",
     "local_aval",
     "lower_per_platform",
+    "lowered_convert",
+    "lowered_transpose",
     "match_varying",
     "may_use_cuda",
     "named",
     "needs_devices",
+    "new_eqn",
+    "new_var",
+    "once_per_module",
     "outside_of_traces",
     "placement",
     "sharded_alike",
     "sharded_like_product",
     "tell_apart",
     "transpose_behind",
+    "vary",
+    "varying",
     "with_eqns",
     "with_mesh",
     "with_sharding_of",
@@ -313,6 +334,25 @@ def lower_per_platform(ctx, rules, default, *operands, **params):
     return _mlir.lower_per_platform(ctx, str(ctx.primitive), rules, default, _core.no_effects, *operands, **params)
 
 
+def once_per_module(ctx, key, make):
+    """``make()``, the first time that a program's lowering asks for it by this key."""
+    made = ctx.module_context.cached_primitive_lowerings
+    if key not in made:
+        made[key] = make()
+    return made[key]
+
+
+def lowered_transpose(value, permutation):
+    """A lowered value, transposed."""
+    return _mlir.hlo.transpose(value, _mlir.dense_int_array(permutation))
+
+
+def lowered_convert(value, dtype):
+    """A lowered value, converted from one floating-point dtype to another."""
+    type_ = _mlir.ir.RankedTensorType.get(value.type.shape, _mlir.dtype_to_ir_type(np.dtype(dtype)))
+    return _mlir.hlo.convert(type_, value)
+
+
 def transpose_behind(value):
     """(operand, permutation) if a lowered value is the result of a transpose, else None."""
     operation = value.owner
@@ -341,6 +381,154 @@ def named(ctx, scope):
 def local_aval(aval):
     """The type without shardings and varying axes, which tracing inside a lowering rule does not need."""
     return _core.ShapedArray(aval.shape, aval.dtype)
+
+
+def _abstract(like, primitive, *avals, **params):
+    """The type of a primitive's result in the place of an equation; None if it has no result for these types."""
+    try:
+        with like.ctx.manager:
+            out, _ = primitive.abstract_eval(*avals, **params)
+    except (TypeError, ValueError, NotImplementedError, _core.ShardingTypeError):
+        return None
+    # Outside of shard_map JAX does not say over what results vary: here, over what their operands all do.
+    return _varying_over(out, varying(avals[0]))
+
+
+def new_var(aval):
+    return _core.Var(aval)
+
+
+def new_eqn(like, primitive, *operands, **params):
+    """An equation in the place of another, with a variable of its own; None if its types do not fit."""
+    out = _abstract(like, primitive, *(x.aval for x in operands), **params)
+    if out is None:
+        return None
+    return like.replace(primitive=primitive, params=params, invars=list(operands), outvars=[new_var(out)])
+
+
+def vary(like, x, axes):
+    """The equation after which ``x`` varies over more axes of shard_map's mesh."""
+    out = new_var(_varying_over(x.aval, varying(x.aval) | axes))
+    return like.replace(primitive=_core.pvary_p, params=dict(axes=tuple(sorted(axes))), invars=[x], outvars=[out])
+
+
+def _varying_over(aval, axes):
+    if hasattr(aval, "mat"):
+        return aval.update(manual_axis_type=aval.mat.update(varying=axes))
+    return aval.update(vma=axes)
+
+
+def varying(aval):
+    """The axes of shard_map's mesh that a value varies over."""
+    return frozenset(aval.mat.varying if hasattr(aval, "mat") else aval.vma)
+
+
+def ends_like(product, other):
+    """Whether another value has the explicit sharding of a product's last dimensions, and varies over the same axes."""
+    specs = [tuple(aval.sharding.spec) for aval in (product, other)]
+    return specs[0][product.ndim - other.ndim :] == specs[1] and varying(product) == varying(other)
+
+
+def is_placed_like(x, other):
+    """Whether two types differ at most in how they promote: shape, dtype, explicit sharding and varying axes agree."""
+    specs = [tuple(aval.sharding.spec) for aval in (x, other)]
+    is_same_array = (x.shape, x.dtype) == (other.shape, other.dtype)
+    return is_same_array and specs[0] == specs[1] and varying(x) == varying(other)
+
+
+def called(eqn):
+    """The jaxpr of a call of a function that JAX can differentiate forward; None for other equations."""
+    name = _BODIES.get(eqn.primitive)
+    body = None if name is None else eqn.params[name]
+    return getattr(body, "jaxpr", body)
+
+
+_BODIES = {
+    _primitives.jit_p: "jaxpr",
+    _primitives.call_p: "call_jaxpr",
+    _primitives.closed_call_p: "call_jaxpr",
+    _primitives.custom_jvp_call_p: "call_jaxpr",
+}
+
+
+def is_plain_call(eqn):
+    """Whether a call says nothing of how its arguments and results are laid out, or how it is compiled."""
+    if eqn.primitive is not _primitives.jit_p:
+        return True
+    params = eqn.params
+    shardings = (*params["in_shardings"], *params["out_shardings"])
+    asked = (*params["in_layouts"], *params["out_layouts"], *params["donated_invars"], *params["compiler_options_kvs"])
+    return all(isinstance(x, _sharding_impls.UnspecifiedValue) for x in shardings) and not any(asked)
+
+
+def def_inlined(primitive):
+    """Lowers a primitive with a parameter ``call_jaxpr`` as the equations of that, in place."""
+    _mlir.register_lowering(primitive, _custom_derivatives._custom_jvp_vjp_call_lowering, cacheable=False)
+
+
+def jvp_of(closed, primals, tangents):
+    """The results of a closed jaxpr and their tangents, which may be ``ad.Zero`` as those of the operands."""
+    are_zero = [type(x) is _ad.Zero for x in tangents]
+    jvp, are_nonzero = _ad.jvp_jaxpr(closed, [not x for x in are_zero], False)
+    given = (x for x, is_zero in zip(tangents, are_zero) if not is_zero)
+    out = _jaxpr_as_fun(jvp)(*primals, *given)
+    results, moving = out[: len(closed.out_avals)], iter(out[len(closed.out_avals) :])
+    return results, [next(moving) if moves else _ad.Zero.from_primal_value(x) for x, moves in zip(results, are_nonzero)]
+
+
+def batched_alike(axis_data, dims, closed, *others):
+    """Closed jaxprs of mapped operands, and the mapped dimensions of their results: those of the first one's."""
+    batched, out_dims = _batching.batch_jaxpr2(closed, axis_data, tuple(dims))
+    return [batched, *(_batching.batch_jaxpr_axes(x, axis_data, tuple(dims), out_dims)[0] for x in others)], out_dims
+
+
+def free_variables(eqns):
+    """What equations read and do not make, in order."""
+    made = {x for eqn in eqns for x in eqn.outvars}
+    return dict.fromkeys(x for eqn in eqns for x in eqn.invars if isinstance(x, _core.Var) and x not in made)
+
+
+def closed(inputs, eqns, out):
+    """The jaxpr from variables ``inputs`` to ``out``, without constants."""
+    return _partial_eval.close_jaxpr(_core.Jaxpr((), inputs, [out], eqns, set(), _no_debug_info()))
+
+
+@functools.cache
+def _no_debug_info():
+    return jax.make_jaxpr(lambda: ())().jaxpr.debug_info.with_unknown_names()
+
+
+def evaluated(closed, *args):
+    """The results of a closed jaxpr by the current trace, with the weak types that it says.
+
+    Where that trace makes another jaxpr, equations are copied: binding each again takes as long as tracing them did.
+    """
+    jaxpr, trace = getattr(closed, "jaxpr", closed), _core.trace_ctx.trace
+    if isinstance(trace, _partial_eval.DynamicJaxprTrace) and not jaxpr.effects:
+        return _copied(trace, jaxpr, closed.consts, *args)
+    # A literal has lost the weak type of the number that it was.
+    results = zip(jax.core.eval_jaxpr(jaxpr, closed.consts, *args), closed.out_avals)
+    is_weak = lambda aval: getattr(aval, "weak_type", False)
+    return [as_weak_type(x) if is_weak(aval) and not is_weak(jax.typeof(x)) else x for x, aval in results]
+
+
+def _copied(trace, jaxpr, consts, *args):
+    """The results of a jaxpr whose equations become those of the one that is being made."""
+    here = _source_info_util.current()
+    given = (trace.to_jaxpr_tracer(x, source_info=here) for x in (*consts, *args))
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), given))
+
+    def read(x):
+        return _partial_eval.DynamicJaxprTracer(trace, x.aval, x, here) if isinstance(x, _core.Literal) else values[x]
+
+    for eqn in jaxpr.eqns:
+        source = eqn.source_info
+        if here.name_stack.stack:
+            source = source.replace(name_stack=here.name_stack + source.name_stack)
+        operands, avals = [*map(read, eqn.invars)], [x.aval for x in eqn.outvars]
+        made = trace.emit_eqn(operands, avals, eqn.primitive, eqn.params, eqn.effects, source, eqn.ctx)
+        values |= zip(eqn.outvars, made)
+    return [*map(read, jaxpr.outvars)]
 
 
 def is_concrete(x):

@@ -4,7 +4,6 @@ import functools
 
 import jax
 import numpy as np
-from jax import lax
 from jax.interpreters import mlir
 
 from jax_streamk import _ffi, compat, custom_call, partition, planner, problem, schedules
@@ -55,6 +54,15 @@ def plan(
         return planner.Plan(None, device, None, None, reasons=(f"falls back to XLA: {why}",)), None
     made = planner.make_plan(arrangement.problem, schedule, device)
     return made if made.kernel is None else made.with_reasons(arrangement.copies(lhs, rhs)), arrangement
+
+
+def plan_or_none(lhs, rhs, *, device, out_sharding=None, **params):
+    """The ``Plan`` of a product in a jaxpr; None if no kernel can run it under an explicit schedule."""
+    del out_sharding
+    try:
+        return plan(lhs, rhs, device=device, **params)[0]
+    except ValueError:
+        return None
 
 
 def check_build(platform):
@@ -123,19 +131,33 @@ def _lower_on_one_device(ctx, lhs, rhs, *others, platform, schedule, out_shardin
         rule = mlir.lower_fun(xlas_product, multiple_results=False)
         ctx = ctx.replace(avals_in=[*avals, *ctx.avals_in[2:]])
         return rule(ctx, lhs, rhs, *others, out_sharding=out_sharding, epilogue=epilogue, **params)
-    if arrangement.swapped or arrangement.copies(*avals):
-        lhs, rhs = mlir.lower_fun(arrangement.prepare)(ctx.replace(avals_in=avals), lhs, rhs)
-        avals = arrangement.prepared(*avals)
+    lhs, rhs = _prepared(arrangement, lhs, rhs, *avals)
+    avals = arrangement.prepared(*avals)
     stored = arrangement.stored(compat.local_aval(*ctx.avals_out))
     workspace = stored.update(shape=(made.workspace_bytes,), dtype=np.dtype(np.uint8))
-    call = jax.ffi.ffi_lowering(custom_call.target(made))
+    key = custom_call.target(made), made.problem, made.kernel, made.schedule, made.policy, made.device
+    attributes = compat.once_per_module(ctx, key, functools.partial(_attributes, made))
+    call = jax.ffi.ffi_lowering(custom_call.target(made), backend_config=attributes)
     ctx = ctx.replace(avals_in=[*avals, *ctx.avals_in[2:]], avals_out=[stored, workspace])
     with compat.named(ctx, custom_call.scope(made)):
-        out = call(ctx, lhs, rhs, *others, **custom_call.attributes(made))[0]
+        out = call(ctx, lhs, rhs, *others)[0]
     if arrangement.permute_result is None:
         return [out]
-    transpose = functools.partial(lax.transpose, permutation=arrangement.permute_result)
-    return mlir.lower_fun(transpose, multiple_results=False)(ctx.replace(avals_in=[stored]), out)
+    return [compat.lowered_transpose(out, arrangement.permute_result)]
+
+
+def _attributes(made):
+    return {name: mlir.ir_attribute(value) for name, value in custom_call.attributes(made).items()}
+
+
+def _prepared(arrangement, lhs, rhs, *avals):
+    """The operands as the kernel expects them. Operation by operation: tracing a function takes ten times as long."""
+    operands = []
+    permutations = arrangement.permute_lhs, arrangement.permute_rhs
+    for x, aval, permutation in zip((lhs, rhs), avals, permutations):
+        x = x if permutation is None else compat.lowered_transpose(x, permutation)
+        operands.append(x if aval.dtype == arrangement.dtype else compat.lowered_convert(x, arrangement.dtype))
+    return operands[::-1] if arrangement.swapped else operands
 
 
 def _lower_to_xla(ctx, *operands, why, schedule, **params):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad
 
 from jax_streamk import compat, schedules
@@ -192,9 +192,19 @@ ad.primitive_jvps[linear_p] = _linear_jvp
 
 def _linear_transpose(cotangent, *operands, epilogue, **params):
     """Transposes a ``linear`` that was not differentiated first, as linear solvers do with their matrix."""
+    return _transposed(functools.partial(linear_apart, epilogue=epilogue, **params), cotangent, operands)
+
+
+def _transposed(function, cotangent, operands):
+    """The cotangents of those operands of a function that are not known, None for the others."""
     is_linear = [ad.is_undefined_primal(x) for x in operands]
-    apart = _linear_apart_of(operands, is_linear, epilogue=epilogue, **params)
-    transposed = iter(jax.linear_transpose(apart, *(x.aval for x in operands if ad.is_undefined_primal(x)))(cotangent))
+
+    def of_unknown(*unknown):
+        taken = iter(unknown)
+        return function(*(next(taken) if free else x for x, free in zip(operands, is_linear)))
+
+    unknown = [x.aval for x in operands if ad.is_undefined_primal(x)]
+    transposed = iter(jax.linear_transpose(of_unknown, *unknown)(cotangent))
     return [next(transposed) if free else None for free in is_linear]
 
 
@@ -289,6 +299,46 @@ def _linear_apart_of(operands, is_free, **params):
 compat.def_jet(dot_general_p)
 compat.def_jet(linear_p, linear_apart)
 
+# What ``accelerate`` fused: the closed jaxprs ``call_jaxpr``, one of our products with what its operands need, and
+# ``written``, the equations that it replaces. It is lowered as the former; derivatives are those of the latter.
+fused_p = Primitive("streamk_fused")
+fused_p.def_abstract_eval(lambda *operands, call_jaxpr, written: written.out_avals[0])
+compat.check_nan(fused_p)
+compat.def_inlined(fused_p)
+
+
+@fused_p.def_impl
+def _fused(*operands, call_jaxpr, written):
+    """Equation by equation: a program for each new jaxpr would have to be compiled."""
+    del written
+    return jaxpr_as_fun(call_jaxpr)(*operands)[0]
+
+
+def _evaluated(*operands, written, call_jaxpr):
+    del call_jaxpr
+    return jaxpr_as_fun(written)(*operands)[0]
+
+
+def _fused_jvp(primals, tangents, *, written, call_jaxpr):
+    del call_jaxpr
+    (out,), (tangent,) = compat.jvp_of(written, primals, tangents)
+    return out, tangent
+
+
+def _fused_transpose(cotangent, *operands, **params):
+    return _transposed(functools.partial(_evaluated, **params), cotangent, operands)
+
+
+def _fused_batch(axis_data, operands, dims, *, call_jaxpr, written):
+    (call_jaxpr, written), (out_dim,) = compat.batched_alike(axis_data, dims, call_jaxpr, written)
+    return fused_p.bind(*operands, call_jaxpr=call_jaxpr, written=written), out_dim
+
+
+ad.primitive_jvps[fused_p] = _fused_jvp
+ad.primitive_transposes[fused_p] = _fused_transpose
+compat.def_batching(fused_p, _fused_batch)
+compat.def_jet(fused_p, _evaluated)
+
 
 def _sparse_product(*operands, schedule, **params):
     """Kernels multiply dense matrices only."""
@@ -298,7 +348,7 @@ def _sparse_product(*operands, schedule, **params):
 
 def know_sparse():
     """Gives ``sparsify`` its rules for our primitives, if this process has imported it. Call it before binding one."""
-    compat.def_sparse({dot_general_p: _sparse_product, linear_p: _sparse_product})
+    compat.def_sparse({dot_general_p: _sparse_product, linear_p: _sparse_product, fused_p: _evaluated})
 
 
 def _question(lhs, rhs, *_, **params):

@@ -1,6 +1,7 @@
 """Turns shapes, dtypes and dimension numbers into a strided GEMM, without copies where strides allow."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import operator
@@ -109,17 +110,8 @@ class Arrangement:
     permute_result: tuple[int, ...] | None = None
     swapped: bool = False
 
-    def prepare(self, lhs, rhs):
-        """The operands as the kernel expects them."""
-        permutations = (self.permute_lhs, self.permute_rhs)
-        operands = [
-            lax.convert_element_type(x if permutation is None else lax.transpose(x, permutation), self.dtype)
-            for x, permutation in zip((lhs, rhs), permutations)
-        ]
-        return operands[::-1] if self.swapped else operands
-
     def prepared(self, lhs, rhs):
-        """The types of the operands that ``prepare`` returns."""
+        """The types of the operands as the kernel expects them."""
         permutations = (self.permute_lhs or range(lhs.ndim), self.permute_rhs or range(rhs.ndim))
         types = [
             x.update(shape=tuple(x.shape[i] for i in order), dtype=self.dtype)
@@ -170,6 +162,17 @@ def arrange(
     Raises:
       Unsupported: no kernel family supports the types or precision, or a shape is symbolic or beyond 64 bits.
     """
+    sides = (tuple(map(tuple, pair)) for pair in dimension_numbers)
+    return _arranged(
+        (lhs.shape, lhs.dtype), (rhs.shape, rhs.dtype), tuple(sides), precision, preferred_element_type, platform,
+        epilogue, permutation,
+    )  # fmt: skip
+
+
+# Models repeat their layers, and accelerate asks about each product more than once.
+@functools.lru_cache(maxsize=4096)
+def _arranged(lhs, rhs, dimension_numbers, precision, preferred_element_type, platform, epilogue, permutation):
+    lhs, rhs = (jax.ShapeDtypeStruct(*x) for x in (lhs, rhs))
     dtype, type_d, math_ = _types(lhs.dtype, rhs.dtype, preferred_element_type, precision, platform)
     if not all(isinstance(size, (int, np.integer)) for size in (*lhs.shape, *rhs.shape)):
         raise Unsupported(f"shapes {lhs.shape} and {rhs.shape} are symbolic: choosing a kernel needs numbers")

@@ -30,10 +30,11 @@ def pytest_report_header(config):
 
 @pytest.fixture(autouse=True)
 def small_products_are_ours(monkeypatch, request):
-    """Most tests multiply small matrices, on any GPU: ``Auto()`` would leave these to XLA."""
+    """Most tests multiply small matrices, on any GPU: ``Auto()`` would leave these to XLA, or to be merged by it."""
     if "left_to_xla" not in request.keywords:
         monkeypatch.setattr("jax_streamk.left_to_xla.too_small", lambda problem, device: None)
         monkeypatch.setattr("jax_streamk.left_to_xla.not_measured", lambda device: None)
+        monkeypatch.setattr("jax_streamk.decisions.merged_by_xla", lambda eqn, program: None)
 
 
 def has_gpu():

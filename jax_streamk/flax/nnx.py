@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import jax
 from flax import nnx
@@ -14,9 +14,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_streamk import api
-from jax_streamk.accelerate import P, R, Where, check_results
+from jax_streamk.accelerate import Accelerated, P, R, Where, check_results
 from jax_streamk.accelerate import accelerate as _accelerate
 from jax_streamk.flax.forward import check_fields, forward
+from jax_streamk.products import Products
 from jax_streamk.schedules import PerPass, Schedule
 
 
@@ -125,17 +126,17 @@ class GatedMLP(nnx.Module):
 @overload
 def accelerate(
     fn: Callable[P, R], *, schedule: Schedule | PerPass | None = None, where: Where | None = None
-) -> Callable[P, R]: ...
+) -> Accelerated[P, R]: ...
 @overload
 def accelerate(
     fn: None = None, *, schedule: Schedule | PerPass | None = None, where: Where | None = None
-) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+) -> Callable[[Callable[P, R]], Accelerated[P, R]]: ...
 def accelerate(
     fn: Callable[..., Any] | None = None,
     *,
     schedule: Schedule | PerPass | None = None,
     where: Where | None = None,
-) -> Callable[..., Any]:
+) -> Any:
     """``jax_streamk.accelerate`` for functions that change modules: it updates its arguments as ``flax.nnx.jit`` does.
 
     Args:
@@ -184,4 +185,11 @@ def accelerate(
             with nnx.merge_context(tag, inner=False) as context:
                 return context.merge(*taken_apart)[2]
 
+    def explain(*args: Any, **kwargs: Any) -> Products:
+        with nnx.update_context(tag):
+            with nnx.split_context(tag) as context:
+                taken_apart = context.split(((*owner, *args), kwargs))
+            return pure.explain(*taken_apart)
+
+    cast(Any, accelerated).explain = explain
     return accelerated

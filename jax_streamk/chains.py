@@ -1,0 +1,337 @@
+"""What of the equations that follow a product a kernel's epilogue can do.
+
+A chain is followed for as long as nothing else reads the value between: a scale, then a bias and a residual, then an
+activation, with reshapes and conversions to wider types among them. A conversion to a narrower type ends it: what the
+program rounds is rounded. So does everything that infinities, zeros or cancellation could tell from the kernel's way.
+"""
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Literal, Var
+
+from jax_streamk import activations, primitive
+from jax_streamk.program import RESHAPES, Program, is_exact, is_float, is_merged, is_movable, is_reshape
+
+_SUMS = ("add", "add_any", "sub")
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """A bias or residual: a value, and how it enters the sum.
+
+    Attributes:
+      values: by dtype, a value that holds it exactly, and the equations from there to the sum.
+      scale: its factor.
+      batch: leading dimensions of a bias that are the product's batch.
+    """
+
+    values: dict[np.dtype, tuple[Any, tuple[int, ...]]]
+    scale: float = 1.0
+    batch: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """A product and the equations ``taken`` that follow it, up to the one that makes ``out``."""
+
+    out: Any
+    taken: tuple[int, ...]
+    alpha: float = 1.0
+    bias: Operand | None = None
+    residual: Operand | None = None
+    activation: str | None = None
+    swapped: bool = False  # whether the kernel's lhs is the product's rhs
+    last: str = "product"
+
+    @property
+    def adds(self) -> tuple[Operand, ...]:
+        return tuple(x for x in (self.bias, self.residual) if x is not None)
+
+
+class Product:
+    """A product's equation among others, and the sizes of its dimensions."""
+
+    def __init__(self, eqn: Any):
+        self.eqn = eqn
+        contract, batch = eqn.params["dimension_numbers"]
+        shapes = [x.aval.shape for x in eqn.invars]
+        self.lead = tuple(shapes[0][i] for i in batch[0])
+        self.free = [
+            tuple(size for i, size in enumerate(shape) if i not in (*contract[side], *batch[side]))
+            for side, shape in enumerate(shapes)
+        ]
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the sharding of its result is given."""
+        return self.eqn.params["out_sharding"] is not None
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the program rounds the sum: what it then subtracts may be as rounded, and cancel all of it."""
+        return self.eqn.outvars[0].aval.dtype.itemsize < 4
+
+    def sizes(self, swapped: bool) -> tuple[tuple[int, ...], ...]:
+        """(batch, free of the kernel's lhs, free of its rhs)"""
+        return self.lead, *(self.free[::-1] if swapped else self.free)
+
+    def start(self) -> Chain | None:
+        """The chain of nothing but the product; None if it can have no epilogue."""
+        if not is_float(self.eqn.outvars[0]):
+            return None
+        chain, permutation = Chain(self.eqn.outvars[0], ()), self.eqn.params["permutation"]
+        if permutation is None:
+            return chain
+        # A transpose of the free dimensions is the product of the operands in the other order.
+        lead, rows, columns = map(len, self.sizes(False))
+        turned = (*range(lead), *range(lead + rows, lead + rows + columns), *range(lead, lead + rows))
+        is_turned = permutation == turned and not self.is_pinned
+        return dataclasses.replace(chain, swapped=True) if is_turned else None
+
+
+class Follower:
+    """Follows the chain of one product of a program, whose equations ``taken`` are part of other products' chains."""
+
+    def __init__(self, program: Program, at: int, taken: Collection[int]):
+        self.program, self.product, self.taken = program, Product(program.eqns[at]), taken
+
+    def chains(self) -> Iterator[Chain]:
+        """The chains of one equation more each."""
+        chain = self.product.start()
+        while chain is not None and (chain := self._next(chain)) is not None:
+            yield chain
+
+    def _next(self, chain: Chain) -> Chain | None:
+        is_open = chain.activation is None and chain.last != "narrower"
+        user = self.program.user(chain.out)
+        if user is None or user in self.taken or not is_movable(self.program.eqns[user]):
+            return self._activated(chain) if is_open else None
+        eqn = self.program.eqns[user]
+        step = dataclasses.replace(chain, out=eqn.outvars[0], taken=(*chain.taken, user))
+        moved = _moved(chain, step, eqn)
+        if moved is not None or not is_open:
+            return moved
+        is_elementwise = step.out.aval.shape == chain.out.aval.shape and eqn.params.get("out_dtype") is None
+        if eqn.primitive.name in _SUMS:
+            return (self._summed(chain, step, eqn) if is_elementwise else None) or self._activated(chain)
+        # A scale may be the first step of an activation: tanh(x) as -tanh(-x).
+        return self._activated(chain) or (self._scaled(chain, step, eqn) if is_elementwise else None)
+
+    def _scaled(self, chain: Chain, step: Chain, eqn: Any) -> Chain | None:
+        """With a factor: once, and before all sums, where it can neither overflow nor cancel otherwise than there."""
+        name = eqn.primitive.name
+        if name not in ("mul", "div", "neg") or chain.adds or chain.alpha != 1:
+            return None
+        factor = -1.0 if name == "neg" else self._factor(chain, eqn)
+        return None if factor is None else dataclasses.replace(step, alpha=factor, last="scale")
+
+    def _factor(self, chain: Chain, eqn: Any) -> float | None:
+        other, is_first = _other(eqn, chain.out)
+        number = self.program.number(other) if other is not None else None
+        if not number or (eqn.primitive.name == "div" and not is_first):
+            return None
+        factor = number if eqn.primitive.name == "mul" else 1 / number
+        limits = np.finfo(np.float64 if chain.out.aval.dtype == np.float64 else np.float32)
+        return factor if limits.tiny <= abs(factor) <= limits.max else None
+
+    def _summed(self, chain: Chain, step: Chain, eqn: Any) -> Chain | None:
+        x, is_first = _other(eqn, chain.out)
+        if x is None or self.program.number(x) is not None:
+            return None
+        sign = -1.0 if eqn.primitive.name == "sub" and is_first else 1.0
+        if eqn.primitive.name == "sub" and not is_first:
+            if chain.adds or chain.alpha != 1:
+                return None
+            step = dataclasses.replace(step, alpha=-1.0)
+        if step.alpha * sign < 0 and self.product.is_rounded:
+            return None
+        shape = chain.out.aval.shape
+        return self._with_bias(step, x, shape, sign) or self._with_residual(step, x, shape, sign)
+
+    def _with_bias(self, chain: Chain, x: Any, shape: tuple[int, ...], sign: float) -> Chain | None:
+        if chain.bias is not None:
+            return None
+        # The other order of operands too, where the result's elements lie in the same order.
+        is_vector = any(math.prod(free) <= 1 for free in self.product.free)
+        may_swap = not chain.adds and not self.product.is_pinned and is_vector
+        for swapped in (chain.swapped, not chain.swapped) if may_swap else (chain.swapped,):
+            if (found := self._bias(x, shape, swapped)) is not None:
+                bias = dataclasses.replace(found, scale=sign)
+                return dataclasses.replace(chain, bias=bias, swapped=swapped, last="bias")
+        return None
+
+    def _maker(self, x: Any) -> Any:
+        """The equation that makes a value; None if there is none, or another product's kernel makes it."""
+        return None if isinstance(x, Literal) or self.program.maker.get(x) in self.taken else self.program.eqn_of(x)
+
+    def _bias(self, x: Any, shape: tuple[int, ...], swapped: bool) -> Operand | None:
+        """``x``, which is added to a value of this shape, as a bias: with one element for each column."""
+        lead, rows, columns = self.product.sizes(swapped)
+        found = self._spread(x, shape)
+        if found is None:
+            return None
+        source, steps, sizes = found
+        cut, covered = len(shape), 1
+        while cut and (covered < math.prod(columns) or shape[cut - 1] == 1) and sizes[cut - 1] == shape[cut - 1]:
+            cut -= 1
+            covered *= shape[cut]
+        if covered != math.prod(columns):
+            return None
+        if math.prod(sizes[:cut]) == 1:
+            return Operand(self._sources(source, steps))
+        batch = len(lead)
+        is_whole = shape == (*lead, *rows, *columns)
+        if is_whole and batch <= cut and sizes[:batch] == lead and math.prod(sizes[batch:cut]) == 1:
+            return Operand(self._sources(source, steps), batch=batch)
+        return None
+
+    def _spread(self, x: Any, shape: tuple[int, ...]) -> tuple[Any, tuple[int, ...], tuple[int, ...]] | None:
+        """A value that broadcasts to ``shape``, before that: it, the equations since, its sizes in those dimensions."""
+        if isinstance(x, Literal) or x.aval.ndim != len(shape):
+            return None
+        sizes = list(x.aval.shape)
+        steps: tuple[int, ...] = ()
+        while (made := self._maker(x)) is not None and x.aval.ndim == len(shape):
+            name = made.primitive.name
+            source: Any = made.invars[0] if made.invars else None
+            if name == "broadcast_in_dim" and len(made.invars) == 1:
+                if isinstance(source, Literal):
+                    return None
+                given = dict(zip(map(int, made.params["broadcast_dimensions"]), source.aval.shape))
+                sizes = [min(size, given.get(i, 1)) for i, size in enumerate(sizes)]
+                if math.prod(sizes) != source.aval.size:
+                    return None
+            elif not (name == "pvary" or is_exact(made)) or self.program.eqn_of(source) is None:
+                break
+            steps = (*steps, self.program.maker[x])
+            x = source
+        return x, steps, tuple(sizes)
+
+    def _sources(self, x: Any, steps: tuple[int, ...]) -> dict[np.dtype, tuple[Any, tuple[int, ...]]]:
+        """A value by dtype, as it was before conversions that lost nothing."""
+        values = {x.aval.dtype: (x, steps)}
+        while (made := self._maker(x)) is not None:
+            if made.primitive.name in RESHAPES and made.params.get("dimensions") is None:
+                inner = self._maker(made.invars[0])
+                if inner is None or not is_exact(inner):
+                    break
+            elif not is_exact(made):
+                break
+            steps = (*steps, self.program.maker[x])
+            x = made.invars[0]
+            values.setdefault(x.aval.dtype, (x, steps))
+        return values
+
+    def _with_residual(self, chain: Chain, x: Any, shape: tuple[int, ...], sign: float) -> Chain | None:
+        if chain.residual is not None or isinstance(x, Literal) or x.aval.shape != shape:
+            return None
+        source, steps, scale = self._unscaled(x)
+        values = self._sources(source, steps)
+        if source.aval.shape != shape or not any(self.is_there(value) for value, _ in values.values()):
+            return None
+        return dataclasses.replace(chain, residual=Operand(values, sign * scale), last="residual")
+
+    def _unscaled(self, x: Any) -> tuple[Any, tuple[int, ...], float]:
+        """What a value is a multiple of, the equation since, and the factor."""
+        made = self._maker(x)
+        if made is not None and made.primitive.name == "mul" and self.program.user(x) is not None:
+            for factor, other in (made.invars, made.invars[::-1]):
+                number = self.program.number(factor) or 0.0
+                # By other factors, a residual that cancels the product would leave what was rounded.
+                is_power_of_two = math.frexp(abs(number))[0] == 0.5 and 2.0**-64 < abs(number) < 2.0**64
+                if is_power_of_two and not isinstance(other, Literal):
+                    return other, (self.program.maker[x],), number
+        return x, (), 1.0
+
+    def is_there(self, x: Any) -> bool:
+        """Whether memory holds a value anyway, whatever reads it."""
+        waiting, seen = [x], set[Any]()
+        while waiting:
+            x = waiting.pop()
+            if x in seen or x in self.program.there:
+                continue
+            needed = self._needed(x)
+            if needed is None:
+                return False
+            seen.add(x)
+            waiting += needed
+        self.program.there.update(seen)
+        return True
+
+    def _needed(self, x: Any) -> list[Any] | None:
+        """The values that memory must hold to hold ``x``; None if it does not hold ``x``."""
+        program = self.program
+        made = self._maker(x)
+        if made is None or not is_merged(made):
+            return []
+        if program.is_stored(x, self.taken) or len(program.uses[x]) > 1:
+            return []
+        name, operands = made.primitive.name, [y for y in made.invars if isinstance(y, Var)]
+        if name in RESHAPES:
+            return operands
+        # A sum that another product's kernel may make.
+        makers = (program.eqn_of(y) for y in operands if program.user(y) is not None)
+        is_of_product = any(of is not None and of.primitive is primitive.dot_general_p for of in makers)
+        return operands if name in _SUMS and is_of_product else None
+
+    def _activated(self, chain: Chain) -> Chain | None:
+        """The chain with the activation that follows; None if none does."""
+        program, x = self.program, chain.out
+        if x in program.kept:
+            return None
+        values: dict[Any, activations.Polynomial] = {x: activations.X}
+        taken = set[int]()
+        waiting = list(program.uses[x])
+        heapq.heapify(waiting)
+        while waiting and len(taken) < activations.LONGEST:
+            at = heapq.heappop(waiting)
+            if at in taken:
+                continue
+            value = None if at in self.taken else self._value(program.eqns[at], values)
+            if value is None or program.eqns[at].outvars[0].aval.shape != x.aval.shape:
+                return None
+            out = program.eqns[at].outvars[0]
+            values[out] = value
+            taken.add(at)
+            for user in program.uses[out]:
+                heapq.heappush(waiting, user)
+            if all(y is out or (y not in program.kept and taken.issuperset(program.uses[y])) for y in values):
+                name = activations.activation_of(value, x.aval.dtype)
+                if name is not None and activations.holds(out.aval.dtype, x.aval.dtype):
+                    taken_now = (*chain.taken, *sorted(taken))
+                    return dataclasses.replace(chain, out=out, taken=taken_now, activation=name, last="activation")
+        return None
+
+    def _value(self, eqn: Any, values: dict[Any, activations.Polynomial]) -> activations.Polynomial | None:
+        operands = []
+        for x in eqn.invars:
+            value = values.get(x) if isinstance(x, Var) else None
+            if value is None and (number := self.program.number(x)) is not None:
+                value = activations.constant(number)
+            if value is None:
+                return None
+            operands.append(value)
+        return activations.result_of(eqn, operands) if is_movable(eqn) else None
+
+
+def _moved(chain: Chain, step: Chain, eqn: Any) -> Chain | None:
+    """The chain with a conversion or a reshape; None if the equation is neither."""
+    is_rounded = chain.last == "narrower"
+    if eqn.primitive.name == "convert_element_type" and is_float(step.out):
+        return None if is_rounded else dataclasses.replace(step, last="wider" if is_exact(eqn) else "narrower")
+    if is_reshape(eqn) or eqn.primitive.name in ("copy", "copy_p"):
+        return dataclasses.replace(step, last="narrower" if is_rounded else "layout")
+    return None
+
+
+def _other(eqn: Any, x: Any) -> tuple[Any, bool]:
+    """(the other operand of two, whether ``x`` is the first); (None, False) if both are ``x``."""
+    first, second = eqn.invars
+    if first is second:
+        return None, False
+    return (second, True) if first is x else (first, False)

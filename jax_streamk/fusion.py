@@ -1,0 +1,247 @@
+"""Fuses what follows a product into its kernel's epilogue, in the equations of a jaxpr, where that pays.
+
+- A bias saves a rounding at least.
+- A scale costs nothing if its result is stored. Otherwise XLA merges it with what reads it.
+- A residual saves a pass over the result if the sum is stored, or read more than once.
+- An activation saves one if its result is stored. If only elementwise operations and reductions read it, XLA merges it
+  with them, and a kernel would do no less.
+
+By the model, the kernel must not take longer than that saves. The kernel keeps the equations that it replaces as its
+derivative: a program that is differentiated later has that of the program as it was written.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jax import lax
+
+from jax_streamk import activations, compat, lowering, primitive
+from jax_streamk.chains import Chain, Follower, Operand
+from jax_streamk.device import Device
+from jax_streamk.epilogue import Epilogue
+from jax_streamk.machines import machine_of
+from jax_streamk.program import Program, is_merged, is_reshape, variables
+
+_FREE = 1.01  # times as long a kernel, for a rounding
+
+
+def fused(program: Program, device: Device) -> list[Any] | None:
+    """The equations of a program with epilogues in our products; None if there is nothing to fuse."""
+    taken, needless = set[int](), set[int]()
+    made: dict[int, Any] = {}
+    times: dict[Any, float | None] = {}  # of products, which repeat from layer to layer
+    # The last product first: its residual may be the sum that ends another's chain.
+    for at in reversed(range(len(program.eqns))):
+        if program.eqns[at].primitive is not primitive.dot_general_p:
+            continue
+        follower = Follower(program, at, taken)
+        for chain in reversed([*follower.chains()]):
+            fusion = _Fusion(follower, chain, at, device, times)
+            if (call := fusion.call()) is not None:
+                program.kept.update(variables(call))
+                taken.update((at, *chain.taken))
+                made[chain.taken[-1]] = call
+                needless.update(fusion.steps)
+                break
+    return _with_calls(program, made, taken, needless) if made else None
+
+
+def _with_calls(program: Program, made: dict[int, Any], taken: set[int], needless: set[int]) -> list[Any]:
+    """The equations with calls ``made`` for those ``taken``, without ``needless`` ones that nothing else reads."""
+    used, out = set(program.kept), []
+    for at in reversed(range(len(program.eqns))):
+        eqn = made.get(at, None if at in taken else program.eqns[at])
+        if eqn is None or (at in needless and used.isdisjoint(eqn.outvars)):
+            continue
+        used.update(variables(eqn))
+        out.append(eqn)
+    return out[::-1]
+
+
+class _Fusion:
+    """A chain as one kernel.
+
+    Attributes:
+      steps: the program's equations that make its operands from those of the kernel.
+    """
+
+    def __init__(self, follower: Follower, chain: Chain, at: int, device: Device, times: dict[Any, float | None]):
+        self._program, self._product, self._taken = follower.program, follower.product, follower.taken
+        self._is_there, self._chain, self._at, self._device = follower.is_there, chain, at, device
+        self._times = times
+        self.steps: tuple[int, ...] = ()
+
+    def call(self) -> Any:
+        """The call that replaces the chain; None if that does not pay, or no kernel can do it."""
+        chain = self._chain
+        if chain.last in ("wider", "layout"):
+            return None
+        needs_a_pass = chain.activation is not None or chain.residual is not None or chain.last == "scale"
+        if needs_a_pass and not self._saves_a_pass():
+            return None
+        inside = self._kernel()
+        if inside is None:
+            return None
+        read = compat.free_variables(inside)
+        # What the kernel reads is an argument, also of what it replaces.
+        steps = (at for at in self.steps if self._program.eqns[at].outvars[0] not in read)
+        replaced = [self._program.eqns[at] for at in sorted({self._at, *chain.taken, *steps})]
+        inputs = list({**compat.free_variables(replaced), **read})
+        jaxprs = dict(
+            call_jaxpr=compat.closed(inputs, inside, inside[-1].outvars[0]),
+            written=compat.closed(inputs, replaced, chain.out),
+        )
+        return self._product.eqn.replace(primitive=primitive.fused_p, params=jaxprs, invars=inputs, outvars=[chain.out])
+
+    def _kernel(self) -> list[Any] | None:
+        """The kernel's equation, after those of its operands; sets ``steps``."""
+        chain, eqn, dtype = self._chain, self._product.eqn, self._chain.out.aval.dtype
+        lead, rows, columns = self._product.sizes(chain.swapped)
+        epilogue = Epilogue(
+            activation=chain.activation,
+            alpha=chain.alpha,
+            beta=1.0 if chain.residual is None else chain.residual.scale,
+            has_bias=chain.bias is not None,
+            bias_batch=0 if chain.bias is None else chain.bias.batch,
+            has_residual=chain.residual is not None,
+        )
+        operands = list(eqn.invars[::-1] if chain.swapped else eqn.invars)
+        inside: list[Any] = []
+        for operand, shape in (
+            (chain.bias, (*lead[: epilogue.bias_batch], *columns)),
+            (chain.residual, (*lead, *rows, *columns)),
+        ):
+            if operand is None:
+                continue
+            placed = _Placement(eqn, operand, dtype, shape, is_small=operand is chain.bias)
+            if placed.value is None or (operand is chain.residual and not self._is_there(placed.source)):
+                return None
+            operands.append(placed.value)
+            inside += placed.eqns
+            self.steps += placed.steps
+        made = self._product_of(operands, epilogue, dtype)
+        return None if made is None else inside + made
+
+    def _product_of(self, operands: list[Any], epilogue: Epilogue, dtype: Any) -> list[Any] | None:
+        chain, eqn = self._chain, self._product.eqn
+        params = {name: value for name, value in eqn.params.items() if name != "permutation"}
+        params |= dict(preferred_element_type=dtype, epilogue=epilogue)
+        if chain.swapped:
+            params["dimension_numbers"] = tuple(side[::-1] for side in params["dimension_numbers"])
+            if isinstance(params["precision"], tuple):
+                params["precision"] = params["precision"][::-1]
+        called = primitive.linear_p
+        if epilogue.is_plain:
+            called = primitive.dot_general_p
+            del params["epilogue"]
+            params["permutation"] = None
+        if chain.swapped or eqn.params["permutation"] is not None:
+            call = compat.new_eqn(eqn, called, *operands, **params)
+        else:  # its type is known, and finding it takes as long as all else here
+            result = compat.new_var(eqn.outvars[0].aval.update(dtype=dtype, weak_type=False))
+            call = eqn.replace(primitive=called, params=params, invars=operands, outvars=[result])
+        if call is None or not all(compat.ends_like(call.outvars[0].aval, x.aval) for x in operands[2:]):
+            return None
+        if not self._is_faster(self._time(operands, params)):
+            return None
+        if call.outvars[0].aval.shape == chain.out.aval.shape:
+            return [call]
+        back = _reshaped(self._program.eqns[chain.taken[-1]], call.outvars[0], chain.out.aval.shape)
+        return None if back is None or not compat.is_placed_like(back.outvars[0].aval, chain.out.aval) else [call, back]
+
+    def _saves_a_pass(self) -> bool:
+        """Whether XLA would store what the chain makes, or what it is made of would be read or written more often."""
+        chain = self._chain
+        if self._program.is_stored(chain.out, self._taken) or chain.last == "narrower":
+            return True
+        return chain.residual is not None and chain.activation is None and len(self._program.uses[chain.out]) > 1
+
+    def _is_faster(self, time: float | None) -> bool:
+        """Whether a kernel with an epilogue takes no longer than one without and what the epilogue saves."""
+        plain = self._time(self._product.eqn.invars, self._product.eqn.params)
+        if time is None or plain is None:
+            return False
+        is_cheap = self._chain.residual is None and self._chain.activation is None
+        return time <= (_FREE if is_cheap else 1) * plain + self._saved()
+
+    def _time(self, operands: Sequence[Any], params: dict[str, Any]) -> float | None:
+        """The expected time of a product, in microseconds; None if no kernel runs it."""
+        lhs, rhs = (x.aval for x in operands[:2])
+        numbers = tuple(tuple(map(tuple, sides)) for sides in params["dimension_numbers"])  # batching makes lists
+        key = lhs, rhs, *(params | dict(dimension_numbers=numbers)).values()
+        if key not in self._times:
+            made = lowering.plan_or_none(lhs, rhs, device=self._device, **params)
+            self._times[key] = None if made is None or made.kernel is None else made.microseconds
+        return self._times[key]
+
+    def _saved(self) -> float:
+        """The time of the passes that a chain saves: of all readers', or of one reader of a sum."""
+        program, out = self._program, self._chain.out
+        size = _bytes(out.aval)
+        if not self._saves_a_pass():
+            return 0.0
+        if self._chain.last == "narrower":
+            return self._passing(2 * (_bytes(self._product.eqn.outvars[0].aval) - size), 0)
+        readers = [program.eqns[at] for at in program.uses[out] if at not in self._taken]
+        is_read_elsewhere = any(is_merged(eqn) and not is_reshape(eqn) for eqn in readers)
+        is_alone = program.is_stored(out, self._taken) and not is_read_elsewhere
+        return self._passing(2 * size, 1) if is_alone else self._passing(size, 0)
+
+    def _passing(self, size: int, launches: int) -> float:
+        """The expected time, in microseconds, of moving bytes; on a CPU any epilogue is shorter."""
+        machine = machine_of(self._device)
+        return launches * machine.launch_us + size / machine.dram_bytes_per_us if self._device.arch else math.inf
+
+
+class _Placement:
+    """A bias or residual as the kernel wants it.
+
+    Attributes:
+      value: a variable of the dtype and shape; None if it cannot be one.
+      source: the program's value that it is made from.
+      eqns: the new equations that make it.
+      steps: the program's equations that made it from the same source.
+    """
+
+    def __init__(self, like: Any, operand: Operand, dtype: Any, shape: tuple[int, ...], is_small: bool):
+        self._like = like
+        self.eqns: list[Any] = []
+        found = operand.values.get(dtype)
+        # A bias may be converted to a dtype that holds it; a residual would be another pass.
+        first = next(iter(operand.values.values()))
+        self.source, self.steps = found or first
+        self.value = self.source
+        if found is None:
+            is_held = is_small and activations.holds(dtype, self.value.aval.dtype)
+            self._then(lax.convert_element_type_p if is_held else None, new_dtype=dtype, weak_type=False, sharding=None)
+        if self.value is not None and self.value.aval.shape != shape:
+            self._then(lax.reshape_p, new_sizes=shape, dimensions=None, sharding=None)
+        self._vary()
+        if is_small and operand.scale == -1:
+            self._then(lax.neg_p)
+
+    def _then(self, called: Any, **params: Any) -> None:
+        made = (
+            None if called is None or self.value is None else compat.new_eqn(self._like, called, self.value, **params)
+        )
+        self.value = None
+        if made is not None:
+            self.eqns.append(made)
+            self.value = made.outvars[0]
+
+    def _vary(self) -> None:
+        if self.value is None:
+            return
+        missing = compat.varying(self._like.outvars[0].aval) - compat.varying(self.value.aval)
+        if missing:
+            self.eqns.append(compat.vary(self._like, self.value, missing))
+            self.value = self.eqns[-1].outvars[0]
+
+
+def _reshaped(like: Any, x: Any, shape: tuple[int, ...]) -> Any:
+    return compat.new_eqn(like, lax.reshape_p, x, new_sizes=shape, dimensions=None, sharding=None)
+
+
+def _bytes(aval: Any) -> int:
+    return aval.size * aval.dtype.itemsize

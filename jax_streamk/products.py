@@ -1,0 +1,235 @@
+"""What ``accelerate(fn).explain`` says: every product of a program, whose it is and why, its plan and expected time."""
+
+import dataclasses
+import html
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from jax_streamk import compat, primitive, schedules, text
+from jax_streamk.decisions import FALLS_BACK, decide, planned
+from jax_streamk.device import Device
+from jax_streamk.planner import Plan
+from jax_streamk.program import Program
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A product of a program.
+
+    Attributes:
+      batch, m, n, k: extents, of our kernel's problem where there is one.
+      dtypes: such as ``"bf16 x bf16 -> f32"``.
+      count: how many times the program computes it, scans counted by their lengths.
+      is_exact: whether that is known. If not, it is inside a ``while_loop``, whose body counts once, or a ``cond``,
+        whose branches all do.
+      is_ours: whether a kernel of ours computes it.
+      why: why it is XLA's; "" if it is ours.
+      fused: what was fused into it, such as ``"relu(A @ B + bias)"``; "" if nothing was.
+      plan: the ``Plan``; None if there is none.
+      microseconds: the expected time of one; if it is XLA's, that of our best kernel. None if unknown.
+      share: of the expected time of all products of the program; None if unknown.
+    """
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    dtypes: str
+    count: int
+    is_exact: bool
+    is_ours: bool
+    why: str
+    fused: str
+    plan: Plan | None
+    microseconds: float | None
+    share: float | None = None
+
+    @property
+    def shape(self) -> str:
+        """``"m x n x k"``, after the batch if it is not 1."""
+        extents = (self.m, self.n, self.k) if self.batch == 1 else (self.batch, self.m, self.n, self.k)
+        return " x ".join(map(str, extents))
+
+    @property
+    def kernel(self) -> str | None:
+        """The kernel's name; None if it is XLA's product."""
+        return self.plan.kernel if self.is_ours and self.plan is not None else None
+
+    @property
+    def schedule(self) -> schedules.Schedule | None:
+        """Its schedule; None if it is XLA's product."""
+        return self.plan.schedule if self.is_ours and self.plan is not None else None
+
+
+_WIDTH = 100
+_COLUMNS = ("m x n x k", "dtypes", "count", "by", "expected", "share")
+
+
+@dataclasses.dataclass(frozen=True)
+class Products:
+    """The products of a program, those that take longest first. Prints as a table; notebooks show one.
+
+    Attributes:
+      rows: a ``Product`` each; equal ones are counted in one.
+      device: the ``Device`` that they are planned for.
+    """
+
+    rows: tuple[Product, ...]
+    device: Device
+
+    @property
+    def microseconds(self) -> float:
+        """The expected time of all products whose time is known."""
+        return sum(row.count * (row.microseconds or 0) for row in self.rows)
+
+    def __str__(self) -> str:
+        cells = [_COLUMNS, *map(_cells, self.rows)]
+        widths = [max(map(len, column)) for column in zip(*cells)]
+        lines = [self._title()]
+        for row, texts in zip((None, *self.rows), cells):
+            first, second, *others = (
+                x.ljust(w) if i < 2 else x.rjust(w) for i, (x, w) in enumerate(zip(texts, widths))
+            )
+            lines.append("  ".join((first, second, *others)).rstrip())
+            for line in () if row is None else _details(row):
+                lines += _folded(line)
+        return "\n".join([*lines, *(_folded(self._note()) if self._note() else ())])
+
+    def _title(self) -> str:
+        ours = sum(row.count for row in self.rows if row.is_ours)
+        total = sum(row.count for row in self.rows)
+        of_all = f"{ours} of {total} products are ours" if total else "no products"
+        return f"{of_all} on {self.device.kind or self.device.platform}"
+
+    def _note(self) -> str:
+        notes = []
+        if any(not row.is_ours and row.microseconds is not None for row in self.rows):
+            notes.append("Of XLA's products the time is that of our best kernel.")
+        if not all(row.is_exact for row in self.rows):
+            notes.append("?: in a while_loop, whose body counts once, or a cond, whose branches all do.")
+        return " ".join(notes)
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in (*_COLUMNS, "how"))
+        body = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(x)}</td>" for x in (*_cells(row), "; ".join(_details(row)))) + "</tr>"
+            for row in self.rows
+        )
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return f"<p>{html.escape(self._title())}</p>{table}<p>{html.escape(self._note())}</p>"
+
+
+def _cells(row: Product) -> tuple[str, ...]:
+    return (
+        row.shape,
+        row.dtypes,
+        f"{row.count}{'' if row.is_exact else '?'}",
+        "us" if row.is_ours else "XLA",
+        "" if row.microseconds is None else text.duration(row.count * row.microseconds),
+        "" if row.share is None else f"{row.share:.0%}",
+    )
+
+
+def _details(row: Product) -> list[str]:
+    """How a product is computed, a line each."""
+    if not row.is_ours:
+        return [row.why]
+    return [f"{row.kernel}, {row.schedule}", *([f"D = {row.fused}"] if row.fused else [])]
+
+
+def _folded(line: str) -> list[str]:
+    """A line in lines of ``_WIDTH`` columns, indented."""
+    lines, rest = [], line
+    while len(rest) > _WIDTH - 4:
+        cut = rest.rfind(" ", 0, _WIDTH - 4)
+        cut = cut if cut > 0 else _WIDTH - 4
+        lines.append("    " + rest[:cut])
+        rest = rest[cut:].lstrip()
+    return [*lines, "    " + rest]
+
+
+def products_of(jaxpr: Any, schedule: Any, where: Callable[..., Any] | None, device: Device) -> Products:
+    """Every product of a jaxpr that ``accelerate`` has rewritten."""
+    rows: dict[Any, Product] = {}
+    for eqn, program, count, is_exact in _equations(jaxpr, 1, True):
+        row = _row(eqn, program, count, is_exact, schedule, where, device)
+        key = dataclasses.replace(row, count=0)
+        found = rows.get(key)
+        rows[key] = row if found is None else dataclasses.replace(row, count=found.count + row.count)
+    total = sum(row.count * (row.microseconds or 0) for row in rows.values())
+    shared = [
+        row
+        if row.microseconds is None
+        else dataclasses.replace(row, share=row.count * row.microseconds / total if total else None)
+        for row in rows.values()
+    ]
+    return Products(tuple(sorted(shared, key=lambda row: -(row.share or 0))), device)
+
+
+def _equations(jaxpr: Any, count: int, is_exact: bool) -> Iterator[tuple[Any, Program, int, bool]]:
+    """Each product's equation, its program, and how often it runs."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    program = Program(jaxpr.eqns, jaxpr.outvars)
+    for eqn in jaxpr.eqns:
+        if eqn.primitive in (compat.dot_general_p, primitive.dot_general_p, primitive.linear_p):
+            yield eqn, program, count, is_exact
+        elif eqn.primitive.name != "pallas_call":
+            times = count * eqn.params["length"] if eqn.primitive.name == "scan" else count
+            is_known = is_exact and eqn.primitive.name not in ("while", "cond", "custom_linear_solve", "linear_solve")
+            # Of what was fused, the equations that it replaced are not part of the program.
+            params = [value for name, value in eqn.params.items() if name != "written"]
+            for inner in _jaxprs(tuple(params)):
+                yield from _equations(inner, times, is_known)
+
+
+def _jaxprs(values: tuple[Any, ...]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (Jaxpr, ClosedJaxpr)):
+            yield value
+        elif isinstance(value, tuple):
+            yield from _jaxprs(value)
+
+
+def _row(eqn, program, count, is_exact, schedule, where, device) -> Product:
+    is_ours = eqn.primitive is not compat.dot_general_p
+    why, made = "", None
+    if is_ours:
+        try:
+            made = planned(eqn, device)
+        except ValueError as error:
+            is_ours, why = False, str(error)
+        if made is not None and made.kernel is None:
+            is_ours, why = False, made.reasons[0].removeprefix(FALLS_BACK)
+    else:
+        decision = decide(eqn, program, schedule, where, device)
+        made = decision.plan
+        why = decision.why or "accelerate does not look into the primitive that it is in"
+    lhs, rhs = (x.aval for x in eqn.invars[:2])
+    (contract, batch), problem = eqn.params["dimension_numbers"], made.problem if made is not None else None
+    if problem is None:
+        depth, batches = (math.prod(lhs.shape[i] for i in dims) for dims in (contract[0], batch[0]))
+        m, n = (x.size // max(1, depth * batches) for x in (lhs, rhs))
+        extents = batches, m, n, depth
+    else:
+        extents = problem.batch, problem.m, problem.n, problem.k
+    names = [_short(x.dtype) for x in (lhs, rhs, eqn.outvars[0].aval)]
+    return Product(
+        *extents,
+        dtypes=f"{names[0]} x {names[1]} -> {names[2]}",
+        count=count,
+        is_exact=is_exact,
+        is_ours=is_ours,
+        why=why,
+        fused=problem.epilogue if is_ours and problem is not None else "",
+        plan=made,
+        microseconds=None if made is None else made.microseconds,
+    )
+
+
+def _short(dtype: Any) -> str:
+    name = jnp.dtype(dtype).name
+    return name.replace("bfloat", "bf").replace("float", "f") if name[-1].isdigit() and "8_" not in name else name

@@ -1,0 +1,690 @@
+"""What ``accelerate`` fuses into products: every form of it, nothing that something else needs, and equal results."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from test_accelerate import TARGET, assert_close, gradient, normal, products
+
+from jax_streamk import PerPass, SplitK, StreamK, accelerate
+
+P = jax.sharding.PartitionSpec
+
+
+@pytest.fixture(autouse=True)
+def products_are_tf32_on_gpus():
+    """Also those of a vector, which XLA would compute in float32, and no kernel."""
+    with jax.default_matmul_precision("TF32_TF32_F32" if jax.default_backend() == "gpu" else None):
+        yield
+
+
+def fused(fn, *args):
+    """What was fused into the products of ``fn``, in order of their expected time."""
+    return sorted(row.fused for row in accelerate(fn).explain(*args).rows for _ in range(row.count) if row.is_ours)
+
+
+def assert_fused(fn, wanted, *args):
+    """These epilogues, in as many kernels as XLA has products, and the same results."""
+    wanted = [wanted] if isinstance(wanted, str) else sorted(wanted)
+    assert fused(fn, *args) == wanted
+    assert products(accelerate(fn), *args) == (products(fn, *args)[1], 0)
+    got, expected = jax.jit(accelerate(fn))(*args), fn(*args)
+    types = [
+        jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), jax.eval_shape(f, *args)) for f in (accelerate(fn), fn)
+    ]
+    assert types[0] == types[1]
+    assert_close(got, expected)
+
+
+X, W, B, R = normal(3, 5, 16), normal(16, 24), normal(24), normal(3, 5, 24)
+
+SUMS = {
+    "bias": (lambda x, w, b, r: x @ w + b, "A @ B + bias"),
+    "bias before": (lambda x, w, b, r: b + x @ w, "A @ B + bias"),
+    "bias subtracted": (lambda x, w, b, r: x @ w - b, "A @ B + bias"),
+    "bias less product": (lambda x, w, b, r: b - x @ w, "-1 A @ B + bias"),
+    "bias reshaped": (lambda x, w, b, r: x @ w + b.reshape(1, 1, 24), "A @ B + bias"),
+    "bias broadcast": (lambda x, w, b, r: x @ w + jnp.broadcast_to(b, (3, 5, 24)), "A @ B + bias"),
+    "bias of heads": (lambda x, w, b, r: (x @ w).reshape(3, 5, 4, 6) + b.reshape(4, 6), "A @ B + bias"),
+    "bias of heads of w": (
+        lambda x, w, b, r: jnp.einsum("btk,khd->bthd", x, w.reshape(16, 4, 6)) + b.reshape(4, 6), "A @ B + bias",
+    ),
+    "bias of flat rows": (lambda x, w, b, r: (x.reshape(15, 16) @ w + b).reshape(3, 5, 24), "A @ B + bias"),
+    "bias of a product's transpose": (lambda x, w, b, r: (w.T @ x[0].T).T + b, "A @ B + bias"),
+    "bias of matrix times vector": (lambda x, w, b, r: w.T @ x[0, 0] + b, "A @ B + bias"),
+    "bias of each of a batch": (
+        lambda x, w, b, r: jnp.einsum("etk,ekn->etn", x, jnp.stack([w] * 3)) + r[:, :1], "A @ B + bias",
+    ),
+    "residual": (lambda x, w, b, r: r + x @ w, "A @ B + residual"),
+    "residual less product": (lambda x, w, b, r: r - x @ w, "-1 A @ B + residual"),
+    "product less residual": (lambda x, w, b, r: x @ w - r, "A @ B + -1 residual"),
+    "BLAS": (lambda x, w, b, r: 2 * (x @ w) + 0.5 * r, "2 A @ B + 0.5 residual"),
+    "scale": (lambda x, w, b, r: (x @ w) * 0.3, "0.3 A @ B"),
+    "scale of an array": (lambda x, w, b, r: jnp.float32(0.3) * (x @ w), "0.3 A @ B"),
+    "quotient": (lambda x, w, b, r: x @ w / jnp.sqrt(64.0), "0.125 A @ B"),
+    "negative": (lambda x, w, b, r: -(x @ w), "-1 A @ B"),
+    "bias and residual": (lambda x, w, b, r: r + (x @ w + b), "A @ B + residual + bias"),
+    "residual and bias": (lambda x, w, b, r: (x @ w + r) + b, "A @ B + residual + bias"),
+    "scale, bias, residual": (lambda x, w, b, r: r + ((x @ w) / 4 + b), "0.25 A @ B + residual + bias"),
+    "sum of products": (lambda x, w, b, r: x @ w + (2 * x) @ w, ["A @ B", "A @ B + residual"]),
+    "sum of three": (
+        lambda x, w, b, r: x @ w + (2 * x) @ w + jnp.sin(x) @ w, ["A @ B + residual", "A @ B + residual", "A @ B"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", SUMS)
+def test_scales_biases_and_residuals(form):
+    fn, wanted = SUMS[form]
+    wanted = [wanted] if isinstance(wanted, str) else wanted
+    assert_fused(fn, ["" if text == "A @ B" else text for text in wanted], X, W, B, R)
+
+
+ACTIVATIONS = {
+    "relu": [jax.nn.relu, lambda x: jnp.maximum(x, 0), lambda x: jnp.maximum(0.0, x), jax.jit(jax.nn.relu)],
+    "gelu": [
+        functools.partial(jax.nn.gelu, approximate=False),
+        lambda x: 0.5 * x * (1 + lax.erf(x / np.float32(np.sqrt(2)))),
+        lambda x: x * (lax.erfc(-x * np.float32(np.sqrt(0.5))) / 2),
+    ],
+    "gelu_tanh": [
+        jax.nn.gelu,
+        jax.jit(jax.nn.gelu),
+        lambda x: 0.5 * x * (1 + jnp.tanh(np.float32(np.sqrt(2 / np.pi)) * (x + 0.044715 * x**3))),
+        lambda x: x * (0.5 * jnp.tanh(jnp.sqrt(2 / jnp.pi) * x * (1 + 0.044715 * x * x)) + 0.5),
+    ],
+    "silu": [jax.nn.silu, jax.nn.swish, lambda x: x * jax.nn.sigmoid(x), lambda x: x / (1 + jnp.exp(-x))],
+    "sigmoid": [jax.nn.sigmoid, lambda x: 1 / (1 + jnp.exp(-x)), lax.logistic],
+    "tanh": [jnp.tanh, lax.tanh, lambda x: -jnp.tanh(-x)],
+}
+FORMS = [(name, form) for name, forms in ACTIVATIONS.items() for form in forms]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name, act", FORMS)
+def test_activations_however_they_are_written(name, act, dtype):
+    x, w, b = (a.astype(dtype) for a in (X, W, B))
+    fn = lambda x, w, b: act(x @ w + b)
+    assert fused(fn, x, w, b) == [f"{name}(A @ B + bias)"]
+    exact = [np.asarray(a, np.float64) for a in (x, w, b)]
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        exact = np.asarray(act(jnp.asarray(exact[0] @ exact[1] + exact[2])))
+    ours, theirs = (np.abs(np.asarray(jax.jit(f)(x, w, b), np.float64) - exact) for f in (accelerate(fn), fn))
+    # Of constants rounded to bfloat16, XLA's result has the error too.
+    assert ours.mean() <= 2 * theirs.mean() and ours.max() <= 2 * theirs.max() + float(jnp.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("act", [forms[0] for forms in ACTIVATIONS.values()])
+def test_infinities_and_nan(act):
+    x = jnp.asarray([[np.nan, 1], [np.inf, 0], [-np.inf, 0], [1e30, 1e30], [0, 0]], jnp.float32)
+    w = jnp.asarray([[1, 0], [1, 1]], jnp.float32)
+    fn = lambda x, w, b: act(x @ w + b)
+    b = jnp.asarray([0, 1], jnp.float32)
+    ours, theirs = (np.asarray(jax.jit(f)(x, w, b)) for f in (accelerate(fn), fn))
+    np.testing.assert_array_equal(np.isnan(ours), np.isnan(theirs))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+
+
+def test_numbers_become_part_of_a_kernel_and_arrays_do_not():
+    """Reading an array would wait for it, and each of its values would be another program."""
+    scale = jnp.asarray(0.3)
+    text = lambda fn: jax.jit(accelerate(fn)).lower(X, W).as_text()
+    assert "stablehlo.multiply" not in text(lambda x, w: (x @ w) * 0.3)
+    assert "stablehlo.multiply" in text(lambda x, w: (x @ w) * scale)
+    assert_close(jax.jit(accelerate(lambda x, w: (x @ w) * scale))(X, W), (X @ W) * scale)
+
+
+def with_another_use(x, w, b, r):
+    p = x @ w
+    return p, jnp.tanh(p)
+
+
+def biased_with_another_use(x, w, b, r):
+    p = x @ w + b
+    return jnp.sin(p), jax.nn.relu(p)
+
+
+@jax.custom_jvp
+def with_rule(x):
+    return jnp.maximum(x, 0)
+
+
+with_rule.defjvps(lambda tangent, out, x: 2 * tangent)
+
+
+@jax.custom_vjp
+def straight_through(x):
+    return jnp.tanh(x)
+
+
+straight_through.defvjp(lambda x: (jnp.tanh(x), None), lambda kept, ct: (ct,))
+
+KEPT = {
+    "a product with another use": (with_another_use, ""),
+    "a sum with another use": (biased_with_another_use, "A @ B + bias"),
+    "a rounding": (lambda x, w, b, r: lax.reduce_precision(x @ w, 8, 7) + b, ""),
+    "a sum of all rows": (lambda x, w, b, r: x @ w + b[:1], ""),
+    "a bias of rows": (lambda x, w, b, r: x @ w + r[:, :, :1], ""),
+    "a factor of columns": (lambda x, w, b, r: (x @ w) * b, ""),
+    "a factor after a sum": (lambda x, w, b, r: (x @ w + b) * 4, "A @ B + bias"),
+    "a second factor": (lambda x, w, b, r: x @ w * 2 * 2, ""),
+    "a factor that XLA merges": (lambda x, w, b, r: jnp.sin(0.3 * (x @ w)), ""),
+    "a residual that is rounded on the way": (lambda x, w, b, r: x @ w + 0.3 * r, ""),
+    "a residual that only XLA can make": (lambda x, w, b, r: x @ w + (jnp.cos(x) @ w + jnp.sin(r)), ["", ""]),
+    "a residual that is converted on the way": (
+        lambda x, w, b, r: x @ w + r.astype(jnp.bfloat16).astype(jnp.float32), "",
+    ),
+    "what a barrier holds": (lambda x, w, b, r: lax.optimization_barrier(x @ w) + b, ""),
+    "terms that cancel, but not infinities": (lambda x, w, b, r: (lambda y: y + jnp.maximum(y, 0) - y)(x @ w), ""),
+    "infinity times zero": (lambda x, w, b, r: (lambda y: jnp.maximum(y, 0) + 0 * y)(x @ w), ""),
+    "a select, whose NaN is another": (lambda x, w, b, r: jnp.where(x @ w > 0, x @ w, 0), ["", ""]),
+    "another constant": (lambda x, w, b, r: (lambda y: y * jax.nn.sigmoid(1.702 * y))(x @ w), ""),
+    "a custom VJP": (lambda x, w, b, r: straight_through(x @ w), ""),
+    "what XLA merges with a gate": (lambda x, w, b, r: jax.nn.silu(x @ w) * r, ""),
+    "what XLA merges with a sum": (lambda x, w, b, r: jnp.tanh(x @ w).sum(-1), ""),
+    "a residual that is not there yet": (lambda x, w, b, r: x @ w + jnp.sin(r), ""),
+    "a sum that nothing stores": (lambda x, w, b, r: jnp.sin(x @ w + r), ""),
+    "a factor of zero": (lambda x, w, b, r: (x @ w) * 0.0, ""),
+    "integers": (lambda x, w, b, r: lax.dot_general(
+        x.astype(jnp.int8), w.astype(jnp.int8), (((2,), (0,)), ((), ())), preferred_element_type=jnp.int32
+    ) + 1, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", KEPT)
+def test_what_is_not_fused(what):
+    fn, wanted = KEPT[what]
+    assert fused(fn, X, W, B, R) == ([wanted] if isinstance(wanted, str) else wanted)
+    assert_close(jax.jit(accelerate(fn))(X, W, B, R), fn(X, W, B, R))
+
+
+def test_custom_derivatives_stay():
+    assert fused(lambda x, w: with_rule(x @ w), X, W) == ["relu(A @ B)"]
+    for fn in (with_rule, straight_through):
+        layer = lambda x, w, fn=fn: fn(x @ w)
+        assert_close(gradient(accelerate(layer))(X, W), gradient(layer)(X, W))
+        batches = jnp.stack([X, X]), W
+        assert_close(gradient(jax.vmap(accelerate(layer), (0, None)))(*batches), gradient(layer)(*batches))
+
+
+Q, S = normal(16, 16), normal(16)
+SHARED = {
+    "a multiple of another product": lambda q, s: 2.5 * (q @ jnp.sin(q)) + q @ jnp.cos(q),
+    "a multiple of another sum": lambda q, s: 2 * (q @ jnp.sin(q) + s) + q @ jnp.cos(q),
+    "sums of gradients": jax.grad(lambda q, s: jnp.sin(q @ (q * 2)).sum()),
+    "an operand that is the residual": lambda q, s: q @ q + q,
+    "a product that is its own residual": lambda q, s: (lambda p: p + p)(q @ q),
+    "products in a row": lambda q, s: ((q @ jnp.sin(q) + q) @ q + s) @ q + q,
+    "mapped rows": lambda q, s: jax.vmap(lambda r: jnp.tanh(r @ q + s) @ q + r)(q),
+    "mapped columns": lambda q, s: jax.vmap(lambda r: jnp.tanh(q @ r + s), 1, 1)(q),
+    "a bias of two products": lambda q, s: (lambda b: (q @ q + b, jnp.sin(q) @ q + b))(jnp.broadcast_to(s, q.shape)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", SHARED)
+def test_what_another_equation_reads_stays(what):
+    fn = SHARED[what]
+    assert_close(jax.jit(accelerate(fn))(Q, S), fn(Q, S))
+    assert_close(gradient(accelerate(fn))(Q, S), gradient(fn)(Q, S))
+
+
+def error(got, wanted):
+    return np.abs(np.asarray(got, np.float64) - np.asarray(wanted, np.float64)).max()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda y: jax.nn.relu(0.99 * y),
+        lambda y: jnp.tanh(1.01 * y),
+        lambda y: y * jax.nn.sigmoid(1.01 * y),
+        lambda y: 0.496 * y * (1 + lax.erf(y * 0.7071)),
+        lambda y: 0.5 * y * (1 + jnp.tanh(0.81 * (y + 0.044715 * y**3))),
+    ],
+)
+def test_constants_near_those_of_an_activation(act, dtype):
+    x, w = 4 * X.astype(dtype), W.astype(dtype)
+    fn = lambda x, w: act(x @ w)
+    exact = act(jnp.asarray(np.asarray(x, np.float64) @ np.asarray(w, np.float64), jnp.float32))
+    errors = [error(jax.jit(f)(x, w), exact) for f in (accelerate(fn), fn)]
+    assert errors[0] <= 2 * errors[1]
+
+
+@pytest.mark.parametrize(
+    "act",
+    [lambda y: jnp.maximum(y, 0), lambda y: jnp.maximum(0.0, y), jax.nn.relu, with_rule, lambda y: lax.max(y, 0.0)],
+)
+def test_derivatives_at_kinks(act):
+    fn = lambda x, w: act(x @ w)
+    assert fused(fn, X, 0 * W) == ["relu(A @ B)"]
+    for transform in (gradient, lambda fn: gradient(jax.jit(fn)), lambda fn: gradient(jax.checkpoint(fn))):
+        assert_close(transform(accelerate(fn))(X, 0 * W), gradient(fn)(X, 0 * W))
+    ones = jnp.ones_like(X), jnp.ones_like(W)
+    assert_close(jax.jvp(accelerate(fn), (X, 0 * W), ones), jax.jvp(fn, (X, 0 * W), ones))
+    batched = lambda fn: gradient(jax.vmap(fn, (0, None)))
+    assert_close(batched(accelerate(fn))(jnp.stack([X, X]), 0 * W), batched(fn)(jnp.stack([X, X]), 0 * W))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda y, to: y.astype(to).astype(jnp.float32) + B,
+        lambda y, to: jnp.tanh(y.astype(to).astype(jnp.float32)),
+        lambda y, to: y.astype(to).astype(jnp.float32) * 3,
+        lambda y, to: jax.nn.relu(y).astype(to).astype(jnp.float32),
+        lambda y, to: jnp.tanh(lax.optimization_barrier(y.astype(to)).astype(jnp.float32)),
+        lambda y, to: jax.jit(lambda y: jnp.tanh(y.astype(to).astype(jnp.float32)))(y),
+    ],
+)
+def test_roundings_that_the_program_asks_for(fn, dtype):
+    """Exactly: what is rounded has few values."""
+    whole = [jnp.round(4 * a).astype(jnp.float32) for a in (X, W)]
+    layer = lambda x, w: fn(x @ w, dtype)
+    np.testing.assert_allclose(jax.jit(accelerate(layer))(*whole), jax.jit(layer)(*whole), rtol=1e-6, atol=1e-6)
+
+
+def test_a_residual_that_cancels_the_product():
+    x, w = jnp.round(8 * normal(24, 16)), jnp.round(8 * normal(16, 24))
+    r = x @ w
+    for scale in (0.1, 1 / 3, 0.7, 4.0):
+        for fn in (lambda x, w, r: (x @ w - r) * scale, lambda x, w, r: scale * (x @ w) - scale * r):
+            assert not accelerate(fn)(x, w, r).any()
+
+
+HUGE = 1e30
+SCALES = {
+    "overflow of the factors": lambda p, b: p * HUGE * HUGE,
+    "underflow of the factors": lambda p, b: p / HUGE / HUGE,
+    "one that float32 lacks": lambda p, b: p * 1e-40,
+    "a bias that would overflow": lambda p, b: (p + b) * 2.0**100,
+    "a residual that would overflow": lambda p, b: (p + jnp.zeros_like(p) + b) * HUGE * HUGE,
+}
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, np.inf])
+@pytest.mark.parametrize("what", SCALES)
+def test_factors_beyond_what_a_dtype_holds(what, value):
+    fn = lambda x, w, b: SCALES[what](x @ w, b)
+    args = jnp.full((8, 16), value), jnp.full((16, 8), 1.0), jnp.full(8, 2.0**-20)
+    np.testing.assert_array_equal(accelerate(fn)(*args), fn(*args))
+
+
+def schedules_in(jaxpr):
+    """{(shape of lhs, shape of rhs): schedule} of our products."""
+    found = {}
+    for eqn in jaxpr.eqns:
+        if "schedule" in eqn.params:
+            found[tuple(x.aval.shape for x in eqn.invars[:2])] = eqn.params["schedule"]
+        for value in eqn.params.values():
+            found |= schedules_in(getattr(value, "jaxpr", value)) if hasattr(value, "eqns") else {}
+    return found
+
+
+def test_schedules_and_precisions_stay_with_their_operands():
+    """A bias of rows makes the kernel's lhs the rhs."""
+    w, x, b = normal(24, 16), normal(16, 20), normal(24)
+    turned = lambda w, x, b: (w @ x).T + b
+    schedule = PerPass(forward=SplitK(1), lhs=SplitK(2), rhs=StreamK())
+    assert fused(turned, w, x, b) == ["A @ B + bias"]
+    wanted, got = (
+        schedules_in(jax.make_jaxpr(gradient(accelerate(fn, schedule=schedule)))(w, x).jaxpr)
+        for fn in (lambda w, x: (w @ x).T, lambda w, x: turned(w, x, b))
+    )
+    assert got == wanted and {*got.values()} == {schedule, SplitK(2), StreamK()}
+    precise = lambda w, x, b: jnp.matmul(w, x, precision=("highest", "default")).T + b
+    (eqn,) = jax.make_jaxpr(accelerate(precise))(w, x, b).eqns
+    (kernel,) = [e for e in eqn.params["call_jaxpr"].eqns if "epilogue" in e.params]
+    assert [p.name for p in kernel.params["precision"]] == ["DEFAULT", "HIGHEST"]
+
+
+@pytest.mark.parametrize("act", [lambda y: y, jax.nn.silu])
+def test_gradients_of_a_bias_are_summed_as_they_were(act):
+    x, w, b = jnp.ones((4096, 16), jnp.bfloat16), W[:, :8].astype(jnp.bfloat16), jnp.zeros(8, jnp.bfloat16)
+    fn = lambda b: act(jnp.matmul(x, w, preferred_element_type=jnp.float32) + b.astype(jnp.float32)).astype(x.dtype)
+    loss = lambda fn: lambda b: fn(b).astype(jnp.float32).sum()
+    np.testing.assert_array_equal(jax.grad(loss(accelerate(fn)))(b), jax.grad(loss(fn))(b))
+
+
+@pytest.mark.parametrize("fn", [lambda w: (w @ w) * 2.5, lambda w: w @ w + w[0], lambda w: jnp.maximum(w @ w + w, 0)])
+def test_weak_types(fn):
+    w = lax.full((8, 8), 0.3)
+    weak = lambda fn: jax.tree.map(lambda x: x.weak_type, fn(w))
+    for transform in (lambda fn: fn, jax.jit, lambda fn: lambda w: jax.jvp(fn, (w,), (w,))):
+        assert weak(transform(accelerate(fn))) == weak(transform(fn)) == weak(accelerate(transform(fn)))
+
+
+def test_shardings_that_a_call_asks_for():
+    if jax.device_count() < 4:
+        pytest.skip("needs four devices")
+    mesh = jax.make_mesh((4,), ("i",), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,))
+    rows, whole = (jax.sharding.NamedSharding(mesh, spec) for spec in (P("i"), P()))
+    x, w = jax.device_put((normal(8, 16), W), whole)
+    for act in (jax.jit(jnp.tanh, out_shardings=rows), lambda y: jnp.tanh(lax.with_sharding_constraint(y, rows))):
+        fn = lambda x, w, act=act: act(x @ w)
+        got, wanted = jax.jit(accelerate(fn))(x, w), jax.jit(fn)(x, w)
+        assert got.sharding.is_equivalent_to(wanted.sharding, 2)
+    donated = lambda x, w: jax.jit(jnp.tanh, donate_argnums=0)(x @ w)
+    assert fused(donated, X, W) == [""]
+
+
+def test_batches_that_lie_elsewhere_in_the_derivative():
+    """A kernel may leave a mapped dimension where the equations that it replaces do not."""
+    fn = jax.jit(lambda x, w, b: jax.jit(jnp.tanh)(jax.jit(lambda x, w, b: x @ w + b)(x, w, b)))
+    args = X[0], jnp.stack([W, jnp.cos(W)]), B
+    for outer in (lambda fn: fn, jax.jit):
+        ours, theirs = (gradient_of_mean(outer(jax.vmap(f, (None, 0, None)))) for f in (accelerate(fn), fn))
+        assert_close(jax.jit(ours)(*args), theirs(*args))
+
+
+def test_operands_are_read_in_either_order():
+    """No transpose is left before a fused product."""
+    fn = lambda x, w, b: jnp.tanh(x.T @ w.T + b)
+    x, w = normal(16, 8), normal(24, 16)
+    assert "tanh" in fused(fn, x, w, B)[0]
+    compiled = jax.jit(accelerate(fn)).lower(x, w, B).compile().as_text()
+    assert " transpose(" not in compiled and " copy(" not in compiled
+
+
+def test_values_of_an_outer_trace():
+    def fn(act, x):
+        shifted = jnp.sin(x)
+        return act(lambda y: jax.nn.relu(y @ W + shifted[0, 0, 0]) + (shifted @ W))(x)
+
+    for outer in (jax.jit, lambda fn: fn, jax.vmap, jax.grad):
+        ours, theirs = (outer(lambda x, act=act: jnp.cos(fn(act, x)).sum()) for act in (accelerate, lambda fn: fn))
+        x = jnp.stack([X, X]) if outer is jax.vmap else X
+        assert_close(ours(x), theirs(x))
+
+
+def test_transposing_a_linear_function():
+    fn = lambda x: 2.5 * (x @ W) + 0.5 * x[..., :1]
+    transposed = lambda fn: jax.linear_transpose(fn, X)(R)[0]
+    assert_close(transposed(accelerate(fn)), transposed(fn))
+
+
+def test_nothing_runs_twice_and_scopes_stay():
+    def fn(x, w):
+        with jax.named_scope("layer"):
+            return jax.nn.relu(x @ w + B)
+
+    lowered = jax.jit(accelerate(fn)).lower(X, W)
+    assert lowered.as_text().count(f"custom_call @{TARGET}(") == 1
+    names = [line for line in lowered.compile().as_text().splitlines() if TARGET in line]
+    assert len(names) == 1 and "layer/" in names[0]
+
+
+def narrow(x, w, act=lambda y: y):
+    return act(jnp.einsum("btk,kn->btn", x, w, preferred_element_type=jnp.float32)).astype(x.dtype)
+
+
+def test_conversions_of_the_result():
+    x, w, b = (a.astype(jnp.bfloat16) for a in (X, W, B))
+    text = jax.jit(accelerate(narrow)).lower(x, w).as_text()
+    assert f"custom_call @{TARGET}" in text and "f32" not in text.split("custom_call")[1].split("->")[1].split("\n")[0]
+    assert fused(functools.partial(narrow, act=lambda y: jax.nn.silu(y + b)), x, w) == ["silu(A @ B + bias)"]
+    # Rounding a float32 bias would lose more than the conversion of the sum.
+    assert fused(functools.partial(narrow, act=lambda y: y + B), x, w) == ["A @ B + bias"]
+    rows = accelerate(functools.partial(narrow, act=lambda y: y + B)).explain(x, w).rows
+    assert [row.plan.problem.type_d.name for row in rows] == ["f32"]
+    # A residual stream in float32.
+    wide = lambda x, w, r: r + (x @ w).astype(jnp.float32)
+    assert fused(wide, x, w, R) == ["A @ B + residual"]
+    assert accelerate(wide).explain(x, w, R).rows[0].plan.problem.type_d.name == "f32"
+    # Twice the bytes for nothing.
+    assert accelerate(lambda x, w: (x @ w).astype(jnp.float32)).explain(x, w).rows[0].plan.problem.type_d.name == "bf16"
+    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64) + np.asarray(b, np.float64)
+    fn = lambda x, w, b: x @ w + b
+    ours, theirs = (np.abs(np.asarray(jax.jit(f)(x, w, b), np.float64) - exact) for f in (accelerate(fn), fn))
+    assert ours.mean() <= theirs.mean() and ours.max() <= theirs.max()
+
+
+def dense(x, w, b, r):
+    return r + jax.nn.gelu(x @ w + b) @ w.T
+
+
+def gradient_of_mean(fn):
+    loss = lambda *args: sum(jnp.cos(y).mean() for y in jax.tree.leaves(fn(*args)))
+    return jax.grad(loss, (0, 1, 2))
+
+
+@pytest.mark.parametrize("order", [0, 1, 2])
+def test_derivatives(order):
+    args = X, W, B, normal(3, 5, 16)
+    functions = dense, accelerate(dense)
+    for _ in range(order):
+        functions = [gradient_of_mean(fn) for fn in functions]
+    theirs, ours = functions
+    assert_close(jax.jit(ours)(*args), theirs(*args))
+    assert_close(jax.jit(accelerate(theirs))(*args), theirs(*args))
+    count, rest = products(ours, *args)
+    assert rest == 0 and count > 0
+
+
+def test_what_the_backward_pass_needs_is_kept():
+    loss = lambda x, w, b: (jax.nn.gelu(x @ w + b) ** 2).sum()
+    assert fused(loss, X, W, B) == ["A @ B + bias"]
+    step = jax.value_and_grad(loss, argnums=(0, 1, 2))
+    assert fused(step, X, W, B) == ["", "", "A @ B + bias"]
+    assert_close(jax.jit(accelerate(step))(X, W, B), step(X, W, B))
+    # Gradients of what three products read are sums of three products.
+    shared = jax.grad(lambda x, w: sum(jnp.sin(x @ (i * w)).sum() for i in (1.0, 2.0, 3.0)))
+    assert fused(shared, X, W).count("A @ B + residual") == 2
+
+
+def test_derivatives_of_a_wide_activation():
+    """The activation's derivative sees what it was given, in float32, though the result is bfloat16."""
+    x, w = X.astype(jnp.bfloat16), W.astype(jnp.bfloat16)
+    fn = functools.partial(narrow, act=jax.nn.silu)
+    assert fused(fn, x, w) == ["silu(A @ B)"]
+    exact = gradient(lambda x, w: jax.nn.silu(jnp.einsum("btk,kn->btn", x, w)))(
+        x.astype(jnp.float32), w.astype(jnp.float32)
+    )
+    for ours, theirs, wanted in zip(gradient(accelerate(fn))(x, w), gradient(fn)(x, w), exact):
+        assert ours.dtype == theirs.dtype
+        errors = [np.abs(np.asarray(a, np.float64) - wanted).mean() for a in (ours, theirs)]
+        assert errors[0] <= 2 * errors[1]
+    again = gradient(lambda x, w: sum(y.sum() for y in gradient(accelerate(fn))(x, w)))(x, w)
+    assert all(np.isfinite(np.asarray(y, np.float32)).all() for y in again)
+
+
+@pytest.mark.parametrize("axes", [(0, None, None, 0), (None, 0, None, None), (0, 0, 0, 0), (None, None, 0, None)])
+def test_vmap_on_either_side(axes):
+    args = [a if axis is None else jnp.stack([a, jnp.cos(a)]) for a, axis in zip((X, W, B, normal(3, 5, 16)), axes)]
+    wanted = jax.vmap(dense, axes)(*args)
+    assert_close(jax.jit(jax.vmap(accelerate(dense), axes))(*args), wanted)
+    assert_close(jax.jit(accelerate(jax.vmap(dense, axes)))(*args), wanted)
+
+
+def test_inside_other_primitives():
+    def body(x, w):
+        return lax.cond(
+            x.sum() > -1e9, jax.checkpoint(lambda x: x + jax.nn.relu(x @ w + B[:16]) @ w), lambda x: x, x
+        ), ()
+
+    fn = lambda x, w: lax.scan(body, x, jnp.stack([w, w.T]))[0]
+    x, w = X, normal(16, 16)
+    assert fused(fn, x, w) == ["A @ B + residual"] * 2 + ["relu(A @ B + bias)"] * 2
+    assert_close(jax.jit(accelerate(fn))(x, w), fn(x, w))
+    assert_close(jax.jit(gradient(accelerate(fn)))(x, w), gradient(fn)(x, w))
+    looped = lambda x, w: lax.while_loop(lambda c: c.sum() < 1e3, lambda c: 2 + jnp.abs(c + c @ w), x)
+    assert_close(jax.jit(accelerate(looped))(x, w), looped(x, w))
+
+
+def test_an_explicit_schedule():
+    fn, x, w = lambda x, w, b: jax.nn.relu(x @ w + b), normal(8, 1024), normal(1024, 24)
+    accelerated = accelerate(fn, schedule=SplitK(3))
+    (row,) = accelerated.explain(x, w, B).rows
+    assert (row.fused, row.schedule) == ("relu(A @ B + bias)", SplitK(3))
+    assert_close(accelerated(x, w, B), fn(x, w, B))
+
+
+def test_under_jit_inside_and_outside():
+    layer = jax.jit(lambda x, w, b: x @ w + b)
+    fn = jax.jit(lambda x, w, b: jnp.tanh(layer(x, w, b) @ w.T))
+    assert fused(fn, X, W, B) == ["A @ B + bias", "tanh(A @ B)"]
+    assert_close(jax.jit(accelerate(fn))(X, W, B), fn(X, W, B))
+
+
+def test_flax_linen():
+    from flax import linen as nn
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            h = nn.DenseGeneral((2, 8))(nn.LayerNorm()(x))
+            x = x + nn.DenseGeneral(16, axis=(-2, -1))(h)
+            h = nn.gelu(nn.Dense(24)(nn.LayerNorm()(x)))
+            return x + nn.Dense(16)(h)
+
+    model = Model()
+    params = model.init(jax.random.key(0), X)
+    wanted = ["A @ B + bias", "A @ B + residual + bias", "A @ B + residual + bias", "gelu_tanh(A @ B + bias)"]
+    assert_fused(model.apply, wanted, params, X)
+    loss = jax.value_and_grad(lambda params, x: (model.apply(params, x) ** 2).sum())
+    assert_close(jax.jit(accelerate(loss))(params, X), loss(params, X))
+
+
+def test_flax_nnx():
+    from flax import nnx
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.up, self.down = nnx.Linear(16, 24, rngs=rngs), nnx.Linear(24, 16, rngs=rngs)
+
+        def __call__(self, x):
+            return x + self.down(nnx.silu(self.up(x)))
+
+    graph, state = nnx.split(Model(nnx.Rngs(0)))
+    assert_fused(lambda s, x: nnx.merge(graph, s)(x), ["A @ B + residual + bias", "silu(A @ B + bias)"], state, X)
+    import jax_streamk.flax.nnx as ours
+
+    explained = ours.accelerate(lambda model, x: model(x)).explain(Model(nnx.Rngs(0)), X)
+    assert sorted(row.fused for row in explained.rows) == ["A @ B + residual + bias", "silu(A @ B + bias)"]
+
+
+def test_haiku():
+    import haiku as hk
+
+    model = hk.without_apply_rng(hk.transform(lambda x: x + hk.nets.MLP([24, 16])(x)))
+    params = model.init(jax.random.key(0), X)
+    assert_fused(model.apply, ["A @ B + residual + bias", "relu(A @ B + bias)"], params, X)
+
+
+def test_equinox():
+    import equinox as eqx
+
+    mlp = eqx.nn.MLP(16, 4, 24, 1, activation=jax.nn.sigmoid, key=jax.random.key(0))
+    params, static = eqx.partition(mlp, eqx.is_inexact_array)
+    model = lambda params, x: eqx.combine(params, static)(x)
+    wanted = ["A @ B + bias", "sigmoid(A @ B + bias)"]
+    assert_fused(model, wanted, params, X[0, 0])
+    assert_fused(jax.vmap(model, (None, 0)), wanted, params, X[0])
+
+
+def collectives(compiled):
+    names = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+    return [compiled.as_text().count(f" {name}(") for name in names]
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit", "shard_map", "shard_map, unchecked"])
+def test_shardings_are_kept(kind):
+    if jax.device_count() < 4:
+        pytest.skip("needs four devices")
+    axis = jax.sharding.AxisType.Explicit if kind == "explicit" else jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(axis,) * 2, devices=jax.devices()[:4])
+    specs = P("data", None), P(None, "model"), P("model"), P("model", None), P()
+    arrays = normal(8, 16), normal(16, 24), normal(24), normal(24, 16), normal(16)
+    on = tuple(jax.sharding.NamedSharding(mesh, spec) for spec in specs)
+    args = jax.device_put(arrays, on)
+
+    def mlp(x, up, b, down, c, out=lambda y: y, **kwargs):
+        return x + (out(jnp.matmul(jax.nn.gelu(x @ up + b), down, **kwargs)) + c)
+
+    if kind.startswith("shard_map"):
+        inner = functools.partial(mlp, out=lambda y: lax.psum(y, "model"))
+        fn = jax.shard_map(
+            inner, mesh=mesh, in_specs=specs, out_specs=P("data", None), check_vma="unchecked" not in kind
+        )
+    elif kind == "explicit":
+        fn = functools.partial(mlp, out_sharding=on[0])
+    else:
+        fn = lambda *args: lax.with_sharding_constraint(mlp(*args), on[0])
+    with jax.set_mesh(mesh):
+        for transform in (lambda fn: fn, lambda fn: jax.grad(lambda *args: jnp.cos(fn(*args)).sum(), (1, 2, 3, 4))):
+            theirs, ours = transform(fn), transform(accelerate(fn))
+            compiled = [jax.jit(f).lower(*args).compile() for f in (theirs, ours, accelerate(theirs))]
+            assert collectives(compiled[0]) == collectives(compiled[1]) == collectives(compiled[2])
+            wanted, *got = (f(*args) for f in compiled)
+            for out in got:
+                assert_close(jax.tree.map(np.asarray, out), jax.tree.map(np.asarray, wanted))
+                for a, b in zip(jax.tree.leaves(out), jax.tree.leaves(wanted)):
+                    assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+        assert any("gelu" in text for text in fused(fn, *args))
+
+
+NARROW = jnp.bfloat16
+
+
+def row_of_another_product(x, w, c, d):
+    """Its rounded row is the last value of a kernel, with a reshape."""
+    row = jnp.einsum("k,kn->n", c, d, preferred_element_type=jnp.float32).astype(NARROW)
+    return x @ w + row[None, :]
+
+
+def test_steps_of_another_kernel_are_not_undone():
+    args = [normal(*shape).astype(NARROW) for shape in ((8, 16), (16, 24), (16,), (16, 24))]
+    assert fused(row_of_another_product, *args) == ["", "A @ B + bias"]
+    assert error(accelerate(row_of_another_product)(*args), row_of_another_product(*args)) <= 0.125
+
+
+def test_a_transposed_product_of_a_vector_keeps_its_shape():
+    fn = lambda x, w, b: (x @ w).T + b
+    assert_fused(fn, "A @ B + bias", X[0, :1], W, B[:, None])
+    assert accelerate(fn)(X[0, :1], W, B[:, None]).shape == (24, 1)
+    mapped = jax.vmap(accelerate(fn))(X[:, :1], jnp.stack([W] * 3), jnp.stack([B[:, None]] * 3))
+    assert mapped.shape == (3, 24, 1)
+
+
+def test_what_a_kernel_reads_and_its_residual_have_in_common():
+    """The jaxpr of what it replaces must not make a value that it is given."""
+    q = normal(16, 16).astype(NARROW)
+    fn = lambda q: (lambda c: c @ jnp.cos(c) + c)(q.astype(jnp.float32))
+    with jax.enable_checks(True):
+        assert fused(fn, q) == ["A @ B + residual"]
+        assert_close(jax.jit(accelerate(fn))(q), fn(q))
+        loss = lambda fn: jax.grad(lambda q: jnp.cos(fn(q)).sum())
+        assert_close(loss(accelerate(fn))(q), loss(fn)(q))
+
+
+def test_equal_products_cancel_where_the_program_rounds_them():
+    x, w = X[0].astype(NARROW), W.astype(NARROW)
+    for fn in (
+        lambda x, w: x @ w - x @ w,
+        lambda x, w: (x @ w).astype(jnp.float32) - (x @ w).astype(jnp.float32),
+        lambda x, w: -(x @ w) + x @ w,
+        lambda x, w: x[:1] @ w - x[:1] @ w,
+    ):
+        assert not accelerate(fn)(x, w).any()
+
+
+def test_deep_programs():
+    """Deeper than Python's stack, in time that grows as their length does."""
+
+    def layers(x, w, n=1200):
+        for _ in range(n):
+            x = x + x @ w
+        return x
+
+    assert len(fused(layers, Q, Q)) == 1200
+    summed = lambda x, w: sum((i * x) @ w for i in range(1200))
+    assert fused(summed, Q, Q).count("A @ B + residual") == 1199
+
+
+def test_descriptions_of_arrays_pass_through():
+    spec = jax.ShapeDtypeStruct((2,), jnp.float32)
+    assert accelerate(lambda x, spec: (x @ x, spec))(Q, spec)[1] is spec

@@ -1,0 +1,218 @@
+"""Which products ``accelerate`` leaves to XLA, and what ``explain`` says of them all."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from test_accelerate import normal, on_host, products
+
+from jax_streamk import H200, SplitK, StreamK, accelerate, fusion
+
+bf16, f32 = jnp.bfloat16, jnp.float32
+
+
+def shaped(*shape, dtype=bf16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    monkeypatch.setattr(sys.modules["jax_streamk.accelerate"], "device_of", lambda device: H200)
+
+
+def on_h200(test):
+    """As users have it there."""
+    return pytest.mark.left_to_xla(pytest.mark.usefixtures("h200")(test))
+
+
+def rows(fn, *args, **kwargs):
+    return accelerate(fn, **kwargs).explain(*args).rows
+
+
+def reasons(fn, *args, **kwargs):
+    """Why each product is XLA's; "" if it is ours."""
+    return [row.why for row in rows(fn, *args, **kwargs) for _ in range(row.count)]
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int4, jnp.float8_e4m3fn, jnp.float8_e5m2])
+@on_h200
+def test_weights_of_few_bits_are_read_as_they_are(dtype):
+    x, w, scale = shaped(8, 4096), shaped(4096, 4096, dtype=dtype), shaped(4096)
+    quantized = {
+        "plain": lambda x, w, scale: x @ w.astype(bf16),
+        "scaled": lambda x, w, scale: x @ (w.astype(f32) * scale).astype(bf16),
+        "transposed": lambda x, w, scale: x @ w.astype(bf16).T,
+        "grouped": lambda x, w, scale: x @ (w.reshape(64, 64, 4096).astype(bf16) * scale).reshape(4096, 4096),
+    }
+    for fn in quantized.values():
+        (why,) = reasons(fn, x, w, scale)
+        assert why.startswith("rhs is the result of ") and why.endswith("XLA's GEMM fusion merges where rows are few")
+    plain = quantized["plain"]
+    assert reasons(plain, x, w, scale, schedule=StreamK()) == [""]
+    assert reasons(plain, x, w, scale, where=lambda problem: True) == [""]
+    assert reasons(plain, shaped(2048, 4096), w, scale) == [""]
+
+
+@on_h200
+def test_what_makes_a_large_operand_of_few_rows_is_merged():
+    x, w, mask = shaped(16, 4096), shaped(4096, 4096, dtype=f32), shaped(4096, 4096, dtype=bool)
+    convert = lambda x, w, mask: x @ w.astype(bf16)
+    assert reasons(convert, x, w, mask) == [
+        "rhs is the result of convert_element_type, which XLA's GEMM fusion merges where rows are few"
+    ]
+    masked = lambda x, w, mask: x @ lax.select(mask, w, -w).T
+    assert "select_n" in reasons(masked, shaped(16, 4096, dtype=f32), w, mask)[0]
+    assert reasons(convert, shaped(2048, 4096), w, mask) == [""]
+    twice = lambda x, w, mask: (lambda v: (x @ v) @ v)(w.astype(bf16))
+    assert reasons(twice, x, w, mask) == ["", ""]
+    # Made from few rows itself, a pass over it is short.
+    assert reasons(lambda x, w, mask: jnp.tanh(x) @ w, x, shaped(4096, 4096), mask) == [""]
+
+
+def attention(q, k, v):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * 0.125
+    scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -1e30)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores.astype(f32)).astype(bf16), v)
+
+
+@on_h200
+def test_long_attention_is_merged_with_its_softmax():
+    long, short = ([shaped(2, length, 12, 64)] * 3 for length in (1024, 128))
+    by = sorted(why.split(":")[0] for why in reasons(attention, *long))
+    assert by == [
+        "rhs is the result of convert_element_type and larger than all else",
+        "the result is larger than all else",
+    ]
+    assert reasons(attention, *short) == ["", ""]
+    # What the backward pass needs is in memory anyway.
+    step = jax.grad(lambda *args: attention(*args).astype(f32).sum(), (0, 1, 2))
+    assert sum(why == "" for why in reasons(step, *long)) >= 3
+
+
+def test_a_cpu_merges_nothing():
+    x, w = normal(8, 64), normal(64, 64).astype(jnp.int8)
+    assert reasons(lambda x, w: x @ w.astype(f32), x, w) == [""]
+
+
+def test_reasons():
+    x, w = normal(6, 16), normal(16, 16)
+    assert reasons(jnp.matmul, x, w, where=lambda problem: False) == ["where(problem) is false"]
+    assert "complex64" in reasons(jnp.matmul, x.astype(jnp.complex64), w)[0]
+    assert "cannot run" in reasons(jnp.matmul, x, w, schedule=SplitK(9))[0]
+
+
+@pytest.mark.left_to_xla
+def test_reasons_of_small_products():
+    assert reasons(jnp.matmul, normal(6, 16), normal(16, 16)) == ["a product of 6 x 16 x 16 is too small for a kernel"]
+
+
+def test_counts():
+    def fn(x, w):
+        x, _ = lax.scan(lambda c, _: (lax.scan(lambda c, _: (jnp.tanh(c @ w), ()), c, length=3)[0], ()), x, length=5)
+        x = lax.while_loop(lambda c: c.sum() < 1, lambda c: jnp.abs(c @ w.T) + 1, x)
+        return lax.cond(x.sum() > 0, lambda x: (x.T @ x).sum(), lambda x: (jnp.cos(x.T) @ x).sum(), x)
+
+    found = {(row.m, row.n, row.k, row.fused): row for row in rows(fn, normal(6, 16), normal(16, 16))}
+    by_fused = {key: (row.count, row.is_exact) for key, row in found.items()}
+    assert by_fused.pop((6, 16, 16, "tanh(A @ B)")) == (15, True)
+    assert by_fused.pop((6, 16, 16, "")) == (1, False)
+    assert sorted(by_fused) == [(16, 16, 6, "")] and by_fused[16, 16, 6, ""] == (2, False)
+
+
+def test_every_product_is_listed_without_running():
+    calls = []
+
+    def fn(x, w):
+        jax.debug.callback(calls.append, x[0, 0])
+        return x @ w, x.astype(jnp.complex64) @ w, jnp.sin(x @ w).T @ x
+
+    explained = accelerate(fn).explain(shaped(6, 16, dtype=f32), shaped(16, 16, dtype=f32))
+    assert not calls
+    assert sorted((row.m, row.n, row.k, row.is_ours) for row in explained.rows) == [
+        (6, 16, 16, False),
+        (6, 16, 16, True),
+        (16, 16, 6, True),
+    ]
+    assert [row.count for row in explained.rows if (row.m, row.is_ours) == (6, True)] == [2]
+    assert sum(row.share or 0 for row in explained.rows) == pytest.approx(1)
+    assert explained.microseconds == pytest.approx(sum(row.count * (row.microseconds or 0) for row in explained.rows))
+    ours, theirs = (next(row for row in explained.rows if row.is_ours is is_ours) for is_ours in (True, False))
+    assert ours.kernel.startswith("host_") and ours.schedule is not None and ours.plan.kernel == ours.kernel
+    assert theirs.kernel is None and theirs.schedule is None and theirs.why
+    assert products(accelerate(fn), normal(6, 16), normal(16, 16))[0] == 3
+
+
+def test_products_of_ours_and_of_other_libraries():
+    from jax_streamk import linear, matmul
+
+    x, w = normal(6, 16), normal(16, 16)
+    fn = lambda x, w: linear(matmul(x, w, schedule=StreamK()), w, activation="relu")
+    assert sorted((row.fused, row.schedule) for row in rows(fn, x, w))[0] == ("", StreamK())
+    assert [row.fused for row in rows(fn, x, w)].count("relu(A @ B)") == 1
+
+
+def test_products_that_accelerate_does_not_see():
+    x, w = normal(6, 16), normal(16, 16)
+    (row,) = rows(on_host, x, w)
+    assert not row.is_ours and "device_host" in row.why
+
+
+@on_h200
+def test_a_table():
+    def model(x, w, v):
+        for _ in range(3):
+            x = x + jax.nn.gelu(x @ w) @ w.T
+        return (x @ v.astype(bf16)).astype(f32)
+
+    explained = accelerate(model).explain(shaped(8, 4096), shaped(4096, 16384), shaped(4096, 50257, dtype=jnp.int8))
+    text = str(explained)
+    assert all(len(line) <= 100 for line in text.splitlines())
+    assert text.startswith("6 of 7 products are ours on NVIDIA H200\n")
+    assert "gelu_tanh(A @ B)" in text and "A @ B + residual" in text and "the result of convert_element_type" in text
+    assert "that of our best kernel" in text
+    shown = explained._repr_html_()
+    assert shown.count("<tr>") == 1 + len(explained.rows) and "gelu_tanh(A @ B)" in shown and "&#x27;" in shown
+    for row in explained.rows:
+        assert row.shape in text and row.dtypes in text
+
+
+@on_h200
+def test_epilogues_that_take_longer_than_they_save_are_not_fused(monkeypatch):
+    def fused():
+        block = lambda x, w1, w2: x + jax.nn.gelu(x @ w1) @ w2
+        return {row.fused for row in rows(block, shaped(8192, 1024), shaped(1024, 4096), shaped(4096, 1024))}
+
+    model = fusion._Fusion._time
+
+    def with_slow_residuals(self, operands, params):
+        has_residual = "epilogue" in params and params["epilogue"].has_residual
+        return model(self, operands, params) + 1e4 * has_residual
+
+    assert fused() == {"gelu_tanh(A @ B)", "A @ B + residual"}
+    monkeypatch.setattr(fusion._Fusion, "_time", with_slow_residuals)
+    assert fused() == {"gelu_tanh(A @ B)", ""}
+
+
+def test_nothing_to_multiply():
+    assert str(accelerate(jnp.sin).explain(normal(3))).startswith("no products on ")
+
+
+def test_methods_have_it():
+    class Model:
+        w = normal(16, 16)
+
+        @accelerate(schedule=StreamK())
+        def __call__(self, x):
+            return x @ self.w
+
+    (row,) = Model.__call__.explain(Model(), normal(6, 16)).rows
+    assert row.schedule == StreamK()
+
+
+def test_equal_rows_are_one():
+    fn = lambda x, w: [np.float32(i) + jnp.sin(x * i) @ w for i in range(4)]
+    (row,) = rows(fn, normal(6, 16), normal(16, 16))
+    assert row.count == 4
