@@ -41,8 +41,8 @@ class Accelerated(Protocol[P, R_co]):
     def explain(self, *args: P.args, **kwargs: P.kwargs) -> Products:
         """The products of the function for these arguments, without running it.
 
-        Arrays among the arguments may be ``jax.ShapeDtypeStruct``s. Of products that XLA partitions over devices, each
-        is planned whole.
+        Arrays among the arguments may be ``jax.ShapeDtypeStruct``s. Products that XLA partitions over devices are
+        listed as on one device: planned whole, with the biases and residuals that they would have there.
         """
         ...
 

@@ -53,7 +53,7 @@ class Chain:
         return tuple(x for x in (self.bias, self.residual) if x is not None)
 
 
-class Product:
+class _Product:
     """A product's equation among others, and the sizes of its dimensions."""
 
     def __init__(self, eqn: Any):
@@ -98,7 +98,7 @@ class Follower:
     """Follows the chain of one product of a program, whose equations ``taken`` are part of other products' chains."""
 
     def __init__(self, program: Program, at: int, taken: Collection[int]):
-        self.program, self.product, self.taken = program, Product(program.eqns[at]), taken
+        self.program, self.product, self.taken = program, _Product(program.eqns[at]), taken
 
     def chains(self) -> Iterator[Chain]:
         """The chains of one equation more each."""

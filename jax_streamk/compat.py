@@ -57,7 +57,6 @@ __all__ = [
     "cotangent_sharding",
     "custom_vmap_p",
     "def_batching",
-    "def_inlined",
     "def_jet",
     "def_sparse",
     "dot_general_p",
@@ -69,11 +68,13 @@ __all__ = [
     "is_of_current_trace",
     "is_placed_like",
     "is_plain_call",
+    "is_sharded_by_type",
     "is_unreduced",
     "jvp_of",
     "local_aval",
     "lower_per_platform",
     "lowered_convert",
+    "lowered_inline",
     "lowered_transpose",
     "match_varying",
     "may_use_cuda",
@@ -310,6 +311,12 @@ def placement(ctx):
     return Placement.PARTITIONED if here and _mesh(axes) is not None else Placement.UNKNOWN
 
 
+def is_sharded_by_type(ctx):
+    """Whether types say how all values that are lowered are divided: all axes of their mesh are explicit."""
+    mesh = ctx.avals_out[0].sharding.mesh
+    return not mesh.empty and mesh.are_all_axes_explicit
+
+
 def _mesh(axes):
     """The mesh of a program's arguments, or else the mesh that is set; None if there is neither."""
     if axes.abstract_mesh is not None:
@@ -461,9 +468,8 @@ def is_plain_call(eqn):
     return all(isinstance(x, _sharding_impls.UnspecifiedValue) for x in shardings) and not any(asked)
 
 
-def def_inlined(primitive):
-    """Lowers a primitive with a parameter ``call_jaxpr`` as the equations of that, in place."""
-    _mlir.register_lowering(primitive, _custom_derivatives._custom_jvp_vjp_call_lowering, cacheable=False)
+# Lowers an equation as those of its parameter ``call_jaxpr``, in place.
+lowered_inline = _custom_derivatives._custom_jvp_vjp_call_lowering
 
 
 def jvp_of(closed, primals, tangents):

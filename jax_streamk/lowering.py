@@ -9,7 +9,7 @@ from jax.interpreters import mlir
 from jax_streamk import _ffi, compat, custom_call, partition, planner, problem, schedules
 from jax_streamk.device import device_for_lowering
 from jax_streamk.epilogue import Epilogue
-from jax_streamk.primitive import dot_general_p, linear_apart, linear_p, xlas_product
+from jax_streamk.primitive import dot_general_p, fused_p, linear_apart, linear_p, xlas_product
 from jax_streamk.tuning import tune, tuned
 
 _WITHOUT_CUDA = f"when it was built, {_ffi.without_cuda}"
@@ -192,3 +192,17 @@ for _primitive in (dot_general_p, linear_p):
     compat.needs_devices(_primitive)
     # A cached rule would not see the transposes that produce its operands.
     mlir.register_lowering(_primitive, _lower, cacheable=False)
+
+
+def _lower_fused(ctx, *operands, call_jaxpr, written):
+    """As one kernel, or as the program was written where XLA may divide a bias or residual unlike the product."""
+    given = getattr(call_jaxpr, "jaxpr", call_jaxpr).invars
+    is_divided_alike = (
+        compat.placement(ctx) == compat.Placement.ONE_DEVICE
+        or compat.is_sharded_by_type(ctx)
+        or call_jaxpr.eqns[0].invars == given[:2]
+    )
+    return compat.lowered_inline(ctx, *operands, call_jaxpr=call_jaxpr if is_divided_alike else written)
+
+
+mlir.register_lowering(fused_p, _lower_fused, cacheable=False)

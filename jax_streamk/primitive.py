@@ -300,18 +300,17 @@ compat.def_jet(dot_general_p)
 compat.def_jet(linear_p, linear_apart)
 
 # What ``accelerate`` fused: the closed jaxprs ``call_jaxpr``, one of our products with what its operands need, and
-# ``written``, the equations that it replaces. It is lowered as the former; derivatives are those of the latter.
+# ``written``, the equations that it replaces. Each device runs the former; derivatives are those of the latter.
 fused_p = Primitive("streamk_fused")
 fused_p.def_abstract_eval(lambda *operands, call_jaxpr, written: written.out_avals[0])
 compat.check_nan(fused_p)
-compat.def_inlined(fused_p)
 
 
 @fused_p.def_impl
 def _fused(*operands, call_jaxpr, written):
     """Equation by equation: a program for each new jaxpr would have to be compiled."""
-    del written
-    return jaxpr_as_fun(call_jaxpr)(*operands)[0]
+    is_divided = any(compat.is_concrete(x) and x.sharding.num_devices > 1 for x in operands)
+    return jaxpr_as_fun(written if is_divided else call_jaxpr)(*operands)[0]
 
 
 def _evaluated(*operands, written, call_jaxpr):

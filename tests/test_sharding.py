@@ -20,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_streamk
-from jax_streamk import DataParallel, SplitK, StreamK, dot_general, linear, matmul
+from jax_streamk import DataParallel, SplitK, StreamK, accelerate, dot_general, linear, matmul
 
 AUTO, EXPLICIT = (
     jax.make_mesh((2, 4), ("x", "y"), axis_types=(kind,) * 2, devices=jax.devices("cpu"))
@@ -198,20 +198,26 @@ def test_operands_and_results_that_move(case, epilogue):
     assert_like_xla(*map(constrained, products), *operands, cotangent, out_shardings=where)
 
 
+def random_division(rng, dims):
+    axes = [() for _ in range(len(dims) + 1)]
+    for axis in rng.permutation(["x", "y"]):
+        axes[rng.integers(len(axes))] += (str(axis),)
+    return P(*axes[:-1])
+
+
+def divided_at_random(rng, names):
+    """An array with dimensions of each of ``names``."""
+    return place(*((normal(*(SIZES[f] for f in dims)), random_division(rng, dims)) for dims in names))
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_any_division_is_computed(seed):
     """The arrays may be divided in any way, consistently or not."""
     names, ours, xlas = list(FORMULAS.values())[seed % 3]
     rng = np.random.default_rng(seed)
-
-    def division(dims):
-        axes = [() for _ in range(len(dims) + 1)]
-        for axis in rng.permutation(["x", "y"]):
-            axes[rng.integers(len(axes))] += (str(axis),)
-        return NamedSharding(AUTO, P(*axes[:-1]))
-
-    operands = [jax.device_put(normal(*(SIZES[f] for f in dims)), division(dims)) for dims in names]
-    found, xla = (jax.jit(f, out_shardings=division("bmn"))(*operands) for f in (ours, xlas))
+    operands = divided_at_random(rng, names)
+    out = NamedSharding(AUTO, random_division(rng, "bmn"))
+    found, xla = (jax.jit(f, out_shardings=out)(*operands) for f in (ours, xlas))
     assert_as_exact(found, xla, in_float64(xlas, *operands))
 
 
@@ -385,6 +391,93 @@ def test_vmap_over_a_mesh_axis():
         program = compiled(jax.vmap(f, spmd_axis_name="x"), a, b)
         assert collectives(program) == {"all-reduce": 1}
         np.testing.assert_allclose(program(a, b), a @ b, rtol=1e-5, atol=1e-5)
+
+
+# What accelerate fuses.
+
+# The dimensions of the operands, and a function of a product.
+CHAINS = {
+    "activation": (("bmk", "kn"), lambda f: lambda x, w: jax.nn.silu(f(x, w))),
+    "scale of the transpose": (("mk", "kn"), lambda f: lambda x, w: 0.5 * f(x, w).T),
+    "bias": (("mk", "kn", "n"), lambda f: lambda x, w, bias: jnp.tanh(f(x, w) + bias)),
+    "bias of heads": (
+        ("bmk", "kn", "n"),
+        lambda f: lambda x, w, bias: jnp.tanh(f(x, w).reshape(8, 16, 8, 5) + bias.reshape(8, 5)),
+    ),
+    "residual": (("mk", "kn", "mn"), lambda f: lambda x, w, residual: f(x, w) + residual),
+    "both": (
+        ("bmk", "kn", "n", "bmn"),
+        lambda f: lambda x, w, bias, residual: jax.nn.relu(f(x, w) + bias + residual),
+    ),
+    "layer": (
+        ("mk", "kn", "n", "nk"),
+        lambda f: lambda x, up, bias, down: x + f(jax.nn.gelu(f(x, up) + bias), down),
+    ),
+}
+
+
+def assert_divided_as_unfused(chain, *operands, wrapped=lambda f: f):
+    """Results, gradients, their shardings and collectives are those of the same products without ``accelerate``."""
+
+    def result_and_gradients(product):
+        function = wrapped(accelerate(chain(product)) if product is jnp.matmul else chain(product))
+        loss = lambda *operands: jnp.cos(function(*operands)).sum()
+        return lambda *operands: (function(*operands), *jax.grad(loss, tuple(range(len(operands))))(*operands))
+
+    programs = [compiled(result_and_gradients(product), *operands) for product in (jnp.matmul, matmul)]
+    for got, want in zip(*(program(*operands) for program in programs), strict=True):
+        assert got.sharding.is_equivalent_to(want.sharding, got.ndim), (got.sharding, want.sharding)
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+    mine, theirs = map(collectives, programs)
+    assert mine.total() <= theirs.total(), (mine, theirs)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("case", CHAINS)
+def test_fused_products_are_divided_as_others(case, seed):
+    names, chain = CHAINS[case]
+    operands = divided_at_random(np.random.default_rng([seed, *case.encode()]), names)
+    assert any(row.fused for row in accelerate(chain(jnp.matmul)).explain(*operands).rows)
+    assert_divided_as_unfused(chain, *operands)
+
+
+@pytest.mark.parametrize("spec_w, spec_residual", [(P("y"), P(None, "x")), (P(None, "y"), P(None, "x"))], ids=str)
+def test_a_residual_that_is_divided_unlike_the_product(spec_w, spec_residual):
+    operands = place(
+        (normal(16, 24), P(None, "y") if spec_w == P("y") else P()),
+        (normal(24, 40), spec_w),
+        (normal(16, 40), spec_residual),
+    )
+    chain = CHAINS["residual"][1]
+    assert_divided_as_unfused(chain, *operands)
+    got, want = accelerate(chain(jnp.matmul))(*operands), chain(matmul)(*operands)  # outside of jit
+    assert got.sharding.is_equivalent_to(want.sharding, 2)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("spec_residual", [P(None, None), P("x", None), P(None, "y"), P("x", "y")], ids=str)
+@pytest.mark.parametrize("spec_bias", [P(None), P("y")], ids=str)
+def test_fused_products_with_explicit_shardings(spec_bias, spec_residual):
+    with jax.set_mesh(EXPLICIT):
+        operands = place(
+            (normal(16, 24), P("x", None)),
+            (normal(24, 40), P(None, "y")),
+            (normal(40), spec_bias),
+            (normal(16, 40), spec_residual),
+            mesh=EXPLICIT,
+        )
+        ours, unfused = (
+            lambda x, w, bias, residual, f=f: jnp.tanh(f(x, w) + bias + residual) for f in (jnp.matmul, matmul)
+        )
+        assert_typed_like_xla(accelerate(ours), unfused, *operands)
+
+
+def test_fused_products_in_a_shard_map_that_leaves_an_axis_to_xla():
+    names, chain = CHAINS["both"]
+    operands = place(*((normal(*(SIZES[f] for f in dims)), P(*[None] * (len(dims) - 1), "y")) for dims in names))
+    specs = P("x"), P(), P(), P("x")
+    wrapped = lambda f: mapped(f, specs, P("x"), axis_names={"x"})
+    assert_divided_as_unfused(chain, *operands, wrapped=wrapped)
 
 
 # shard_map.
