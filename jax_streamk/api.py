@@ -385,7 +385,7 @@ def gated_linear(
       b_gate, b_up: arrays of shape (n,), or None. Of stacked weights b_gate has shape (2, n), and b_up is None.
       activation: None, "relu", "gelu" (exact, by erf), "gelu_tanh", "silu", "sigmoid" or "tanh".
       precision, preferred_element_type, out_sharding, schedule: as in ``matmul``. An explicit schedule is that of
-        the kernel or, where they run apart, of each product.
+        each product.
 
     Returns:
       Array of shape (..., n) and dtype preferred_element_type, by default that of ``x @ w_gate``. Biases are converted
