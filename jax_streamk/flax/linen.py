@@ -81,7 +81,10 @@ class GatedMLP(linen.Module):
       activation: None, "relu", "gelu" (the exact one, by erf), "gelu_tanh", "silu", "sigmoid" or "tanh".
       use_bias: whether every projection has a bias.
       dtype: of the computation; None for what input and parameters promote to.
-      param_dtype, precision, kernel_init, bias_init: as in ``flax.linen.Dense``, for every projection.
+      param_dtype: as in ``flax.linen.Dense``, for every projection, like the next three.
+      precision: of the products.
+      kernel_init: of the kernels.
+      bias_init: of the biases.
       schedule: as in ``Dense``, for every product.
 
     Raises:
