@@ -168,3 +168,8 @@ H200 = Device("cuda", 90, 132, "NVIDIA H200")
 A100 = Device("cuda", 80, 108, "NVIDIA A100-SXM4-80GB")
 
 NAMED = {"h200": H200, "h100": H100, "a100": A100}  # on the command line
+
+
+def device_named(name: str | None) -> Device:
+    """The ``Device`` of a name in ``NAMED``, of a JAX platform, or, for None, JAX's default device."""
+    return device_of(None) if name is None else NAMED.get(name) or device_of(name)

@@ -164,7 +164,7 @@ def _linear_jvp(primals, tangents, *, epilogue, **params):
     """Applies the activation in XLA: its derivative needs the value before it."""
     if epilogue.gate:
         moves = [type(x) is not ad.Zero for x in tangents]
-        function = _linear_apart_of(primals, moves, epilogue=epilogue, **params)
+        function = _of_some(functools.partial(linear_apart, epilogue=epilogue, **params), primals, moves)
         moving, velocities = ([x for x, moved in zip(xs, moves) if moved] for xs in (primals, tangents))
         return jax.jvp(function, moving, velocities)
     lhs, rhs, *_ = primals
@@ -198,14 +198,19 @@ def _linear_transpose(cotangent, *operands, epilogue, **params):
 def _transposed(function, cotangent, operands):
     """The cotangents of those operands of a function that are not known, None for the others."""
     is_linear = [ad.is_undefined_primal(x) for x in operands]
-
-    def of_unknown(*unknown):
-        taken = iter(unknown)
-        return function(*(next(taken) if free else x for x, free in zip(operands, is_linear)))
-
     unknown = [x.aval for x in operands if ad.is_undefined_primal(x)]
-    transposed = iter(jax.linear_transpose(of_unknown, *unknown)(cotangent))
+    transposed = iter(jax.linear_transpose(_of_some(function, operands, is_linear), *unknown)(cotangent))
     return [next(transposed) if free else None for free in is_linear]
+
+
+def _of_some(function, operands, is_free):
+    """A function of those operands that are free."""
+
+    def of_free(*given):
+        taken = iter(given)
+        return function(*(next(taken) if free else x for x, free in zip(operands, is_free)))
+
+    return of_free
 
 
 ad.primitive_transposes[linear_p] = _linear_transpose
@@ -284,16 +289,6 @@ def linear_apart(lhs, rhs, *others, epilogue, **params):
     of_each = zip((rhs, *second), [biases[i : i + 1] for i in range(1 + epilogue.is_pair)])
     products = [bind_linear(lhs, x, *bias, epilogue=epilogue.before_gate, **params) for x, bias in of_each]
     return dataclasses.replace(epilogue, has_bias=False, bias_batch=0).apply(*products)
-
-
-def _linear_apart_of(operands, is_free, **params):
-    """``linear_apart`` as a function of some of its operands."""
-
-    def apart(*given):
-        taken = iter(given)
-        return linear_apart(*(next(taken) if free else x for x, free in zip(operands, is_free)), **params)
-
-    return apart
 
 
 compat.def_jet(dot_general_p)

@@ -369,7 +369,7 @@ def test_plans_look_for_what_was_fitted_here(tmp_path, monkeypatch):
 
 
 def test_fit_measures_on_a_gpu_only(tmp_path, monkeypatch):
-    monkeypatch.setattr("jax_streamk.tools.fit.device_of", lambda _: device_for_lowering("cpu"))
+    monkeypatch.setattr("jax_streamk.tools.fit.device_named", lambda _: device_for_lowering("cpu"))
     with pytest.raises(SystemExit, match="fit: it fits constants of GPUs, .*--from"):
         main(["fit", "--out", str(tmp_path / "gpu.json")])
 
@@ -388,7 +388,7 @@ def test_fit_goes_on_with_the_plans_measured_before(tmp_path, monkeypatch):
             for x in found
         ]
 
-    monkeypatch.setattr("jax_streamk.tools.fit.device_of", lambda _: device)
+    monkeypatch.setattr("jax_streamk.tools.fit.device_named", lambda _: device)
     monkeypatch.setattr("jax_streamk.tools.fit.Memory", lambda _: None)
     monkeypatch.setattr("jax_streamk.tools.fit.lowering.check_build", lambda _: None)
     monkeypatch.setattr("jax_streamk.tools.fit._STEPS", 1)

@@ -16,7 +16,7 @@ import jax
 
 import jax_streamk
 from jax_streamk import schedules
-from jax_streamk.device import NAMED, device_of
+from jax_streamk.device import NAMED, device_named
 from jax_streamk.explain import on_kernel, work_units
 from jax_streamk.plot import plot_schedules
 from jax_streamk.tools import shapes
@@ -63,7 +63,7 @@ def _run(arguments):
     try:
         options = dict(
             dimension_numbers=shape.dimension_numbers(),
-            device=NAMED.get(arguments.device) or device_of(arguments.device),
+            device=device_named(arguments.device),
             precision=arguments.precision,
             preferred_element_type=arguments.out_dtype,
         )

@@ -15,7 +15,7 @@ import shlex
 import time
 
 from jax_streamk import lowering, machines
-from jax_streamk.device import NAMED, device_of
+from jax_streamk.device import NAMED, device_named
 from jax_streamk.tools import shapes
 from jax_streamk.tools.tune import progress_of
 from jax_streamk.tuning import fit, plans
@@ -47,7 +47,7 @@ def run(arguments):
     except (OSError, ValueError) as error:
         arguments.error(str(error))
     try:
-        device = NAMED.get(arguments.device) or device_of(None)
+        device = device_named(arguments.device)
         if device.platform != "cuda":
             raise ValueError(f"it fits constants of GPUs, and this is {device.kind or device.platform}: see --from")
         out = arguments.out or machines.user_directory() / f"{_slug(device.kind)}.json"

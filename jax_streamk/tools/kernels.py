@@ -31,7 +31,7 @@ import jax.numpy as jnp
 
 from jax_streamk import _ffi, compat, cost_model, described, planner, text
 from jax_streamk import problem as problems
-from jax_streamk.device import NAMED, Device, device_of, jax_device_of
+from jax_streamk.device import NAMED, Device, device_named, jax_device_of
 from jax_streamk.launch_policy import LaunchPolicy
 from jax_streamk.machines import machine_of
 from jax_streamk.tools import shapes
@@ -94,7 +94,7 @@ def run(arguments):
         return _list(arguments)
     if None in extents:
         arguments.error("the extents M, N and K must be given together")
-    device = _device(arguments.device)
+    device = device_named(arguments.device)
     is_here = jax_device_of(device) is not None and (device.platform == "cpu" or _ffi.has_cuda)
     if arguments.ncu:
         _check_ncu(device, is_here, arguments.error)
@@ -121,10 +121,6 @@ def run(arguments):
     return int(bool(failed))
 
 
-def _device(name):
-    return NAMED.get(name) or device_of(name)
-
-
 # ---- a list of all kernels ----
 
 
@@ -134,7 +130,7 @@ def _list(arguments):
             arguments.error(f"--{name} is about a product: give its extents M, N and K")
     kernels = _ffi.kernels()
     if arguments.device:
-        kernels = planner.kernels_for(_device(arguments.device).platform)
+        kernels = planner.kernels_for(device_named(arguments.device).platform)
     if arguments.csv:
         described.write(kernels, sys.stdout)
         return 0
