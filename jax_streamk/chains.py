@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend.core import Literal, Var
 
 from jax_streamk import activations, primitive
-from jax_streamk.program import RESHAPES, Program, is_exact, is_float, is_merged, is_movable, is_reshape
+from jax_streamk.program import RESHAPES, Program, is_exact, is_float, is_merged, is_movable, is_view
 
 _SUMS = ("add", "add_any", "sub")
 
@@ -320,11 +320,11 @@ class Follower:
 
 
 def _moved(chain: Chain, step: Chain, eqn: Any) -> Chain | None:
-    """The chain with a conversion or a reshape; None if the equation is neither."""
+    """The chain with a conversion or a view; None if the equation is neither."""
     is_rounded = chain.last == "narrower"
     if eqn.primitive.name == "convert_element_type" and is_float(step.out):
         return None if is_rounded else dataclasses.replace(step, last="wider" if is_exact(eqn) else "narrower")
-    if is_reshape(eqn) or eqn.primitive.name in ("copy", "copy_p"):
+    if is_view(eqn):
         return dataclasses.replace(step, last="narrower" if is_rounded else "layout")
     return None
 

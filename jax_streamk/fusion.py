@@ -21,7 +21,7 @@ from jax_streamk.chains import Chain, Follower, Operand
 from jax_streamk.device import Device
 from jax_streamk.epilogue import Epilogue
 from jax_streamk.machines import machine_of
-from jax_streamk.program import Program, is_merged, is_reshape, variables
+from jax_streamk.program import Program, is_merged, is_view, variables
 
 _FREE = 1.01  # times as long a kernel, for a rounding
 
@@ -184,7 +184,7 @@ class _Fusion:
         if self._chain.last == "narrower":
             return self._passing(2 * (_bytes(self._product.eqn.outvars[0].aval) - size), 0)
         readers = [program.eqns[at] for at in program.uses[out] if at not in self._taken]
-        is_read_elsewhere = any(is_merged(eqn) and not is_reshape(eqn) for eqn in readers)
+        is_read_elsewhere = any(is_merged(eqn) and not is_view(eqn) for eqn in readers)
         is_alone = program.is_stored(out, self._taken) and not is_read_elsewhere
         return self._passing(2 * size, 1) if is_alone else self._passing(size, 0)
 

@@ -107,8 +107,10 @@ def is_movable(eqn: Any) -> bool:
     return len(eqn.outvars) == 1 and not eqn.effects and eqn.ctx.compute_type is None and not eqn.ctx.xla_metadata
 
 
-def is_reshape(eqn: Any) -> bool:
-    """Whether an equation changes a shape and moves nothing."""
+def is_view(eqn: Any) -> bool:
+    """Whether an equation moves nothing: it changes a shape, or is a copy, which lowering leaves out."""
+    if eqn.primitive.name in ("copy", "copy_p"):
+        return True
     if eqn.primitive.name == "broadcast_in_dim":  # that only adds dimensions of size 1
         return len(eqn.invars) == 1 and eqn.outvars[0].aval.size == eqn.invars[0].aval.size
     return (eqn.primitive.name in RESHAPES and eqn.params.get("dimensions") is None) or eqn.primitive.name == "squeeze"

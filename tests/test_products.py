@@ -196,6 +196,15 @@ def test_epilogues_that_take_longer_than_they_save_are_not_fused(monkeypatch):
     assert fused() == {"gelu_tanh(A @ B)", ""}
 
 
+@on_h200
+def test_a_copy_reads_nothing():
+    """Lowering leaves it out. ``jax.nn.gelu`` ends with one if it is exact, not if it is approximate."""
+    layer = lambda x, w, b: jax.nn.gelu(x @ w + b, approximate=False)
+    arguments = shaped(128, 768), shaped(768, 768), shaped(768)
+    assert "copy" in str(jax.make_jaxpr(layer)(*arguments))
+    assert [row.fused for row in rows(layer, *arguments)] == ["gelu(A @ B + bias)"]
+
+
 def test_nothing_to_multiply():
     assert str(accelerate(jnp.sin).explain(normal(3))).startswith("no products on ")
 
