@@ -9,15 +9,29 @@ import pytest
 from jax import lax
 from test_accelerate import TARGET, assert_close, gradient, normal, products
 
-from jax_streamk import PerPass, SplitK, StreamK, accelerate
+from jax_streamk import PerPass, SplitK, StreamK, accelerate, fusion
 
 P = jax.sharding.PartitionSpec
 
 
 @pytest.fixture(autouse=True)
-def products_are_tf32_on_gpus():
-    """Also those of a vector, which XLA would compute in float32, and no kernel."""
-    with jax.default_matmul_precision("TF32_TF32_F32" if jax.default_backend() == "gpu" else None):
+def gpus_decide_as_cpus(monkeypatch):
+    """Products of a vector are TF32, which XLA would compute in float32, and no kernel; and every epilogue pays.
+
+    In kernels this small it takes a GPU longer than it saves, unless that is a launch (test_products.py has such).
+    """
+    if jax.default_backend() != "gpu":
+        yield
+        return
+    monkeypatch.setattr(fusion._Fusion, "_is_faster", lambda self, time: time is not None)
+    with jax.default_matmul_precision("TF32_TF32_F32"):
+        yield
+
+
+@pytest.fixture
+def of_16_bits():
+    """For bfloat16 and float16, which no kernel multiplies in TF32."""
+    with jax.default_matmul_precision(None):
         yield
 
 
@@ -105,7 +119,9 @@ FORMS = [(name, form) for name, forms in ACTIVATIONS.items() for form in forms]
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name, act", FORMS)
-def test_activations_however_they_are_written(name, act, dtype):
+def test_activations_however_they_are_written(name, act, dtype, request):
+    if dtype == jnp.bfloat16:
+        request.getfixturevalue("of_16_bits")
     x, w, b = (a.astype(dtype) for a in (X, W, B))
     fn = lambda x, w, b: act(x @ w + b)
     assert fused(fn, x, w, b) == [f"{name}(A @ B + bias)"]
@@ -190,7 +206,7 @@ KEPT = {
     "a factor of zero": (lambda x, w, b, r: (x @ w) * 0.0, ""),
     "integers": (lambda x, w, b, r: lax.dot_general(
         x.astype(jnp.int8), w.astype(jnp.int8), (((2,), (0,)), ((), ())), preferred_element_type=jnp.int32
-    ) + 1, ""),
+    ) + 1, [""] * (jax.default_backend() == "cpu")),
 }  # fmt: skip
 
 
@@ -235,23 +251,25 @@ def error(got, wanted):
     return np.abs(np.asarray(got, np.float64) - np.asarray(wanted, np.float64)).max()
 
 
+@pytest.mark.usefixtures("of_16_bits")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(
-    "act",
+    "act, wanted",
     [
-        lambda y: jax.nn.relu(0.99 * y),
-        lambda y: jnp.tanh(1.01 * y),
-        lambda y: y * jax.nn.sigmoid(1.01 * y),
-        lambda y: 0.496 * y * (1 + lax.erf(y * 0.7071)),
-        lambda y: 0.5 * y * (1 + jnp.tanh(0.81 * (y + 0.044715 * y**3))),
+        (lambda y: jax.nn.relu(0.99 * y), "relu"),
+        (lambda y: jnp.tanh(1.01 * y), "tanh"),
+        (lambda y: y * jax.nn.sigmoid(1.01 * y), ""),
+        (lambda y: 0.496 * y * (1 + lax.erf(y * 0.7071)), ""),
+        (lambda y: 0.5 * y * (1 + jnp.tanh(0.81 * (y + 0.044715 * y**3))), ""),
     ],
 )
-def test_constants_near_those_of_an_activation(act, dtype):
+def test_constants_near_those_of_an_activation(act, wanted, dtype):
     x, w = 4 * X.astype(dtype), W.astype(dtype)
     fn = lambda x, w: act(x @ w)
+    assert [text.partition("(")[0] for text in fused(fn, x, w)] == [wanted]
     exact = act(jnp.asarray(np.asarray(x, np.float64) @ np.asarray(w, np.float64), jnp.float32))
     errors = [error(jax.jit(f)(x, w), exact) for f in (accelerate(fn), fn)]
-    assert errors[0] <= 2 * errors[1]
+    assert errors[0] <= 2 * errors[1] + float(jnp.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize(
@@ -282,10 +300,12 @@ def test_derivatives_at_kinks(act):
     ],
 )
 def test_roundings_that_the_program_asks_for(fn, dtype):
-    """Exactly: what is rounded has few values."""
+    """Exactly: what is rounded has few values. XLA drops roundings after a call if it may."""
     whole = [jnp.round(4 * a).astype(jnp.float32) for a in (X, W)]
     layer = lambda x, w: fn(x @ w, dtype)
-    np.testing.assert_allclose(jax.jit(accelerate(layer))(*whole), jax.jit(layer)(*whole), rtol=1e-6, atol=1e-6)
+    strict = dict(compiler_options={"xla_allow_excess_precision": False})
+    ours, theirs = (jax.jit(f).lower(*whole).compile(**strict)(*whole) for f in (accelerate(layer), layer))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
 def test_a_residual_that_cancels_the_product():
@@ -336,12 +356,13 @@ def test_schedules_and_precisions_stay_with_their_operands():
         for fn in (lambda w, x: (w @ x).T, lambda w, x: turned(w, x, b))
     )
     assert got == wanted and {*got.values()} == {schedule, SplitK(2), StreamK()}
-    precise = lambda w, x, b: jnp.matmul(w, x, precision=("highest", "default")).T + b
+    precise = lambda w, x, b: jnp.matmul(w, x, precision=("high", "default")).T + b
     (eqn,) = jax.make_jaxpr(accelerate(precise))(w, x, b).eqns
     (kernel,) = [e for e in eqn.params["call_jaxpr"].eqns if "epilogue" in e.params]
-    assert [p.name for p in kernel.params["precision"]] == ["DEFAULT", "HIGHEST"]
+    assert [p.name for p in kernel.params["precision"]] == ["DEFAULT", "HIGH"]
 
 
+@pytest.mark.usefixtures("of_16_bits")
 @pytest.mark.parametrize("act", [lambda y: y, jax.nn.silu])
 def test_gradients_of_a_bias_are_summed_as_they_were(act):
     x, w, b = jnp.ones((4096, 16), jnp.bfloat16), W[:, :8].astype(jnp.bfloat16), jnp.zeros(8, jnp.bfloat16)
@@ -422,6 +443,7 @@ def narrow(x, w, act=lambda y: y):
     return act(jnp.einsum("btk,kn->btn", x, w, preferred_element_type=jnp.float32)).astype(x.dtype)
 
 
+@pytest.mark.usefixtures("of_16_bits")
 def test_conversions_of_the_result():
     x, w, b = (a.astype(jnp.bfloat16) for a in (X, W, B))
     text = jax.jit(accelerate(narrow)).lower(x, w).as_text()
@@ -440,7 +462,8 @@ def test_conversions_of_the_result():
     exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64) + np.asarray(b, np.float64)
     fn = lambda x, w, b: x @ w + b
     ours, theirs = (np.abs(np.asarray(jax.jit(f)(x, w, b), np.float64) - exact) for f in (accelerate(fn), fn))
-    assert ours.mean() <= theirs.mean() and ours.max() <= theirs.max()
+    # XLA may round once, too, and add in another order.
+    assert ours.mean() <= 1.01 * theirs.mean() and ours.max() <= 1.01 * theirs.max()
 
 
 def dense(x, w, b, r):
@@ -476,12 +499,13 @@ def test_what_the_backward_pass_needs_is_kept():
     assert fused(shared, X, W).count("A @ B + residual") == 2
 
 
+@pytest.mark.usefixtures("of_16_bits")
 def test_derivatives_of_a_wide_activation():
     """The activation's derivative sees what it was given, in float32, though the result is bfloat16."""
     x, w = X.astype(jnp.bfloat16), W.astype(jnp.bfloat16)
     fn = functools.partial(narrow, act=jax.nn.silu)
     assert fused(fn, x, w) == ["silu(A @ B)"]
-    exact = gradient(lambda x, w: jax.nn.silu(jnp.einsum("btk,kn->btn", x, w)))(
+    exact = gradient(lambda x, w: jax.nn.silu(jnp.matmul(x, w, precision="highest")))(
         x.astype(jnp.float32), w.astype(jnp.float32)
     )
     for ours, theirs, wanted in zip(gradient(accelerate(fn))(x, w), gradient(fn)(x, w), exact):
@@ -636,6 +660,7 @@ def row_of_another_product(x, w, c, d):
     return x @ w + row[None, :]
 
 
+@pytest.mark.usefixtures("of_16_bits")
 def test_steps_of_another_kernel_are_not_undone():
     args = [normal(*shape).astype(NARROW) for shape in ((8, 16), (16, 24), (16,), (16, 24))]
     assert fused(row_of_another_product, *args) == ["", "A @ B + bias"]
@@ -661,6 +686,7 @@ def test_what_a_kernel_reads_and_its_residual_have_in_common():
         assert_close(loss(accelerate(fn))(q), loss(fn)(q))
 
 
+@pytest.mark.usefixtures("of_16_bits")
 def test_equal_products_cancel_where_the_program_rounds_them():
     x, w = X[0].astype(NARROW), W.astype(NARROW)
     for fn in (
