@@ -34,8 +34,10 @@ def test_digits(tmp_path):
     assert_gallery_has("digits.py", printed)
     rows = re.findall(r"^(\S.*?)  +(\S+)  +(\S+)  +(\S+)%  +(\S+) us  +(\S+)$", printed, re.MULTILINE)
     assert [name.partition("(")[0] for name, *_ in rows] == ["StreamK", "SplitK", "Auto", "XLA"]
-    for _, gram, moment, accuracy, time, ratio in rows:
-        assert float(gram) < 1e-5 and float(moment) < 1e-5
+    for name, gram, moment, accuracy, time, ratio in rows:
+        # At this precision XLA multiplies TF32 once on a GPU, and we three times.
+        tolerance = 1e-3 if name == "XLA" and jax.default_backend() == "gpu" else 1e-5
+        assert float(gram) < tolerance and float(moment) < tolerance
         assert float(accuracy) > 92
         assert float(ratio) == pytest.approx(float(time) / float(rows[-1][-2]), abs=0.02)
     # Both products, under each schedule, by a kernel of ours.
