@@ -716,6 +716,8 @@ def checkpointed_loop(x, w):
 @pytest.mark.parametrize("fn", [noinline, checkpointed_loop])
 @pytest.mark.parametrize("where", [None, lambda problem: False])
 def test_primitives_of_other_libraries(fn, where):
+    if fn is noinline and jax.default_backend() == "gpu":
+        pytest.skip("Equinox's callback compiles a GPU program while the GPU waits for it: JAX alone hangs, too")
     args = normal(6, 16), normal(16, 16)
     batched = lambda fn: jax.vmap(fn, (0, None))
     for transform, x in ((lambda fn: fn, args[0]), (gradient, args[0]), (batched, normal(2, 6, 16))):
