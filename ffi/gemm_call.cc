@@ -135,13 +135,11 @@ ffi::DataType data_type(Type type) {
   return ffi::DataType::INVALID;
 }
 
-// Whether a buffer has the format's type and reaches to the last element that the strides reach. In floating point,
-// since products of unbounded strides may not fit an integer.
-bool holds(ffi::AnyBuffer buffer, Operand const& x, int64_t batch) {
+// Whether a buffer has the format's type and reaches to the last element that the strides reach.
+bool holds(ffi::AnyBuffer buffer, GemmProblem const& p, Role role) {
+  Operand const x = p.operand(role);
   if (buffer.element_type() != data_type(x.format.type) || x.batch_stride < 0 || x.ld < 0) return false;
-  double const last = static_cast<double>(batch - 1) * x.batch_stride + static_cast<double>(x.lines() - 1) * x.ld +
-                      (x.contiguous() - 1);
-  return last < static_cast<double>(buffer.element_count());
+  return p.epilogue.up_offset >= 0 && p.span(role) <= static_cast<double>(buffer.element_count());
 }
 
 }  // namespace
@@ -165,7 +163,7 @@ ffi::ErrorOr<Buffers> check_buffers(GemmCall const& call, ffi::AnyBuffer a, ffi:
                                   : role == Role::kB ? b
                                   : role == Role::kD ? *d
                                                      : *others.get<ffi::AnyBuffer>(next++);
-    if (!holds(buffer, p.operand(role), p.batch))
+    if (!holds(buffer, p, role))
       return refuse(Status::invalid(name + " was given a buffer for " + name_of(role) +
                                     " of another type, or smaller, than its plan says"));
     // TMA and 16-byte vectors need this alignment; XLA gives it to every buffer.

@@ -172,9 +172,8 @@ std::vector<std::array<int64_t, 7>> record_work(std::string const& name, GemmPro
 std::vector<std::pair<Type, int64_t>> spans(GemmProblem const& p) {
   std::vector<std::pair<Type, int64_t>> found;
   for (Role const role : kRoles) {
-    Operand const x = p.operand(role);
-    int64_t const span = (p.batch - 1) * x.batch_stride + (x.lines() - 1) * x.ld + x.contiguous();
-    found.emplace_back(x.format.type, p.has(role) ? span : 0);
+    int64_t const span = p.has(role) ? static_cast<int64_t>(p.span(role)) : 0;
+    found.emplace_back(p.operand(role).format.type, span);
   }
   return found;
 }

@@ -579,7 +579,8 @@ def kernels() -> list[_ffi.KernelInfo]:
     - tile_m, tile_n, tile_k, cluster_m, cluster_n, stages, warp_schedule, swap_ab, threads;
     - split_k_reductions, stream_k_reductions;
     - shared_memory: bytes per CTA;
-    - promotion_k: the length of K that tensor cores sum before the sum is added in float32, 0 for all of K.
+    - promotion_k: the length of K that tensor cores sum before the sum is added in float32, 0 for all of K;
+    - gated: whether it multiplies by two matrices at once, for ``gated_linear``.
     """
     return _ffi.kernels()
 

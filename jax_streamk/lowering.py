@@ -1,14 +1,16 @@
 """Lowers a product: to a custom call on one device, to a product that XLA partitions on several."""
 
 import functools
+import itertools
 
 import jax
 import numpy as np
 from jax.interpreters import mlir
 
-from jax_streamk import _ffi, compat, custom_call, partition, planner, problem, schedules
+from jax_streamk import _ffi, compat, custom_call, partition, planner, problem, schedules, text
 from jax_streamk.device import device_for_lowering
 from jax_streamk.epilogue import Epilogue
+from jax_streamk.machines import machine_of
 from jax_streamk.primitive import dot_general_p, fused_p, linear_apart, linear_p, xlas_product
 from jax_streamk.tuning import tune, tuned
 
@@ -35,15 +37,11 @@ def plan(
       ValueError: no kernel can run an explicit schedule.
     """
     if epilogue.gate:
-        made, arrangement = plan(
-            lhs, rhs, dimension_numbers=dimension_numbers, precision=precision,
-            preferred_element_type=preferred_element_type, schedule=schedule, device=device,
-            epilogue=epilogue.before_gate,
+        params = dict(
+            dimension_numbers=dimension_numbers, precision=precision, preferred_element_type=preferred_element_type,
+            schedule=schedule, device=device,
         )  # fmt: skip
-        products = "this product twice, each time with other weights" if epilogue.is_pair else "this product"
-        gate = "gate" if epilogue.activation is None else f"{epilogue.activation}(gate)"
-        why = "no kernel multiplies by two matrices at once"
-        return made.with_reasons([f"{why}: a gated product is {products}, and then {gate} * up by XLA"]), arrangement
+        return _plan_gated(lhs, rhs, epilogue, **params)
     schedule = schedules.of_forward(schedule)
     try:
         arrangement = problem.arrange(
@@ -63,6 +61,34 @@ def plan_or_none(lhs, rhs, *, device, out_sharding=None, **params):
         return plan(lhs, rhs, device=device, **params)[0]
     except ValueError:
         return None
+
+
+def _plan_gated(lhs, rhs, epilogue, *, schedule, device, **params):
+    """``plan`` of a gated product: of one kernel for both products, or of what runs if that is faster."""
+    made, why = None, ""
+    try:
+        arrangement = problem.arrange(lhs, rhs, **params, platform=device.platform, epilogue=epilogue)
+        if copies := arrangement.copies(lhs, rhs):
+            raise problem.Unsupported(copies[0])
+        made = planner.make_plan(arrangement.problem, schedules.of_forward(schedule), device)
+        if made.is_empty:
+            return made, arrangement
+        if made.kernel is None:
+            why = made.reasons[0].removeprefix("falls back to XLA: ")
+    except (problem.Unsupported, ValueError) as error:
+        why = str(error)
+    apart, of_apart = plan(lhs, rhs, schedule=schedule, device=device, epilogue=epilogue.before_gate, **params)
+    products = 2 if epilogue.is_pair else 1
+    if made is not None and made.kernel is not None:
+        # Each further launch, and XLA's kernel, costs as much as it takes to start one.
+        more = machine_of(device).launch_us * products if device.platform == "cuda" else 0
+        alone = None if apart.microseconds is None else products * apart.microseconds + more
+        if alone is None or made.microseconds <= alone or tuned.lookup(arrangement.problem, device) is not None:
+            return made, arrangement
+        why = f"{made.kernel} is slower, {text.duration(made.microseconds)} instead of {text.duration(alone)}"
+    of_each = "this product twice, each time with other weights" if epilogue.is_pair else "this product"
+    gate = "gate" if epilogue.activation is None else f"{epilogue.activation}(gate)"
+    return apart.with_reasons([f"a gated product is {of_each}, and then {gate} * up by XLA: {why}"]), of_apart
 
 
 def check_build(platform):
@@ -114,13 +140,12 @@ def _lower_with_kernels(ctx, *operands, platform, **params):
 
 def _lower_on_one_device(ctx, lhs, rhs, *others, platform, schedule, out_sharding, epilogue=Epilogue(), **params):
     check_build(platform)
+    device = device_for_lowering(platform)
     if epilogue.gate:
-        apart = functools.partial(linear_apart, schedule=schedule, out_sharding=None, epilogue=epilogue, **params)
-        return mlir.lower_fun(apart, multiple_results=False)(ctx, lhs, rhs, *others)
+        return _lower_gated(ctx, lhs, rhs, *others, device=device, schedule=schedule, epilogue=epilogue, **params)
     (lhs, rhs), avals, params["dimension_numbers"] = _without_transposes(
         (lhs, rhs), ctx.avals_in[:2], params["dimension_numbers"]
     )
-    device = device_for_lowering(platform)
 
     def planned(schedule):
         made, arrangement = plan(*avals, schedule=schedule, device=device, epilogue=epilogue, **params)
@@ -132,15 +157,8 @@ def _lower_on_one_device(ctx, lhs, rhs, *others, platform, schedule, out_shardin
         ctx = ctx.replace(avals_in=[*avals, *ctx.avals_in[2:]])
         return rule(ctx, lhs, rhs, *others, out_sharding=out_sharding, epilogue=epilogue, **params)
     lhs, rhs = _prepared(arrangement, lhs, rhs, *avals)
-    avals = arrangement.prepared(*avals)
-    stored = arrangement.stored(compat.local_aval(*ctx.avals_out))
-    workspace = stored.update(shape=(made.workspace_bytes,), dtype=np.dtype(np.uint8))
-    key = custom_call.target(made), made.problem, made.kernel, made.schedule, made.policy, made.device
-    attributes = compat.once_per_module(ctx, key, functools.partial(_attributes, made))
-    call = jax.ffi.ffi_lowering(custom_call.target(made), backend_config=attributes)
-    ctx = ctx.replace(avals_in=[*avals, *ctx.avals_in[2:]], avals_out=[stored, workspace])
-    with compat.named(ctx, custom_call.scope(made)):
-        out = call(ctx, lhs, rhs, *others)[0]
+    ctx = ctx.replace(avals_in=[*arrangement.prepared(*avals), *ctx.avals_in[2:]])
+    out = _call(ctx, made, arrangement.stored(compat.local_aval(*ctx.avals_out)), lhs, rhs, *others)
     if arrangement.permute_result is None:
         return [out]
     return [compat.lowered_transpose(out, arrangement.permute_result)]
@@ -158,6 +176,40 @@ def _prepared(arrangement, lhs, rhs, *avals):
         x = x if permutation is None else compat.lowered_transpose(x, permutation)
         operands.append(x if aval.dtype == arrangement.dtype else compat.lowered_convert(x, arrangement.dtype))
     return operands[::-1] if arrangement.swapped else operands
+
+
+def _lower_gated(ctx, lhs, rhs, *others, device, schedule, epilogue, **params):
+    second, *more = map(list, epilogue.split(others))
+    matrices = [_without_transposes((lhs, x), ctx.avals_in[:2], params["dimension_numbers"]) for x in (rhs, *second)]
+    # Both matrices have one layout.
+    if all(x[1:] == matrices[0][1:] for x in matrices):
+        ((lhs, rhs), avals, params["dimension_numbers"]), *rest = matrices
+        second = [multiplied[1] for multiplied, *_ in rest]
+    else:
+        avals = ctx.avals_in[:2]
+    operands = [lhs, rhs, *second, *itertools.chain(*more)]
+    ctx = ctx.replace(avals_in=[*avals, *avals[1:] * len(second), *ctx.avals_in[2 + len(second) :]])
+
+    def planned(schedule):
+        made, _ = plan(*avals, schedule=schedule, device=device, epilogue=epilogue, **params)
+        is_one = made.kernel is not None and made.problem.gated
+        return tune.tuned_if_asked(made) if is_one and isinstance(schedule, schedules.Auto) else made
+
+    made = tune.in_its_context(schedules.of_forward(schedule), planned)
+    if made.kernel is not None and made.problem.gated:
+        return [_call(ctx, made, compat.local_aval(*ctx.avals_out), *operands)]
+    apart = functools.partial(linear_apart, schedule=schedule, out_sharding=None, epilogue=epilogue, **params)
+    return mlir.lower_fun(apart, multiple_results=False)(ctx, *operands)
+
+
+def _call(ctx, made, stored, *operands):
+    """The custom call of a ``Plan``, whose D has the type ``stored``; its first result."""
+    workspace = stored.update(shape=(made.workspace_bytes,), dtype=np.dtype(np.uint8))
+    key = custom_call.target(made), made.problem, made.kernel, made.schedule, made.policy, made.device
+    attributes = compat.once_per_module(ctx, key, functools.partial(_attributes, made))
+    call = jax.ffi.ffi_lowering(custom_call.target(made), backend_config=attributes)
+    with compat.named(ctx, custom_call.scope(made)):
+        return call(ctx.replace(avals_out=[stored, workspace]), *operands)[0]
 
 
 def _lower_to_xla(ctx, *operands, why, schedule, **params):

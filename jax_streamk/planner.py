@@ -168,7 +168,7 @@ def kernels_for(platform):
 
 @functools.cache
 def _registry(platform):
-    """A platform's kernels by name, and as ``_ffi.Kernels`` by operand types, math and majorness."""
+    """A platform's kernels by name, and as ``_ffi.Kernels`` by operand types, math, majorness and whether gated."""
     by_name: dict[str, _ffi.KernelInfo] = {}
     by_problem: dict[tuple, list[_ffi.KernelInfo]] = {}
     for kernel in kernels_for(platform):
@@ -181,7 +181,8 @@ def _registry(platform):
             # No TF32 wgmma reads A along m and B along n: one of them is transposed first (repack.h).
             majors.add((_ffi.Major.column, _ffi.Major.row))
         for major_a, major_b in majors:
-            by_problem.setdefault((kernel.type_a, kernel.type_b, kernel.math, major_a, major_b), []).append(kernel)
+            key = (kernel.type_a, kernel.type_b, kernel.math, major_a, major_b, kernel.gated)
+            by_problem.setdefault(key, []).append(kernel)
     return by_name, {key: _ffi.Kernels(kernels) for key, kernels in by_problem.items()}
 
 
@@ -233,7 +234,7 @@ def make_plan(problem, schedule, device):
 
 def choose(problem, wanted, device, **listed):
     """The ``_ffi.Choice`` for a native schedule; None considers every deterministic one."""
-    key = (problem.type_a, problem.type_b, problem.math, problem.major_a, problem.major_b)
+    key = (problem.type_a, problem.type_b, problem.math, problem.major_a, problem.major_b, problem.gated)
     kernels = _registry(device.platform)[1].get(key) or _ffi.Kernels([])
     return _ffi.choose(kernels, problem.native(), wanted, device.native(), machine_of(device).native, **listed)
 
@@ -306,6 +307,8 @@ def plan_with(problem, schedule, device, found):
 
 
 def _without_kernels(problem, device):
+    if problem.gated:
+        return "no kernel multiplies such operands by two matrices at once"
     if problem.type_a != problem.type_b:
         return f"no kernel multiplies {problem.type_a.name} by {problem.type_b.name}"
     return f"no kernel of this build supports it on {device.platform}, sm_{device.arch}"

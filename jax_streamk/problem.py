@@ -50,6 +50,8 @@ else:
 class GemmProblem(ByBits, _Fields):
     """``D[l] = activation(alpha * A[l] @ B[l] + beta * residual[l] + bias[l])`` for l < batch.
 
+    If gated, ``activation(A[l] @ B[l] + bias[l]) * (A[l] @ second B[l] + second bias[l])``.
+
     Its fields, listed in cutlass_kernels/core/gemm_fields.h: extents, types, majorness, and strides in elements (0
     broadcasts an operand). The bias has n contiguous elements of D's type per batch; the residual has D's type and
     layout.
@@ -69,6 +71,10 @@ class GemmProblem(ByBits, _Fields):
     @property
     def epilogue(self):
         """The epilogue as text, "" if D is the plain product."""
+        if self.gated:
+            gate, up = (f"A @ {which}B" + f" + {which}bias" * self.has_bias for which in ("", "second "))
+            gate = f"({gate})" if self.activation == _ffi.Activation.none else f"{_name(self.activation)}({gate})"
+            return f"{gate} * ({up})"
         sum_ = "A @ B" if self.alpha == 1 else f"{self.alpha:g} A @ B"
         if self.has_residual:
             sum_ += " + residual" if self.beta == 1 else f" + {self.beta:g} residual"
@@ -160,7 +166,8 @@ def arrange(
       permutation: transposes the result, or None. Must be None with an epilogue.
 
     Raises:
-      Unsupported: no kernel family supports the types or precision, or a shape is symbolic or beyond 64 bits.
+      Unsupported: no kernel family supports the types or precision, or a shape is symbolic or beyond 64 bits; or, with
+        a gate, an operand would have to be copied.
     """
     sides = (tuple(map(tuple, pair)) for pair in dimension_numbers)
     return _arranged(
@@ -190,6 +197,8 @@ def _arranged(lhs, rhs, dimension_numbers, precision, preferred_element_type, pl
         order = sorted(range(len(contract)), key=contract.__getitem__)
         a = _Operand(lhs.shape, lhs_batch, [lhs_contract[i] for i in order])
         b = _Operand(rhs.shape, rhs_batch, [rhs_contract[i] for i in order])
+        # Of stacked matrices B is the first.
+        stacked = b.free.pop(0) if epilogue.gate == "stacked" else None
         if a.collapses(a.contract) and b.collapses(b.contract):
             break
     # Without a batch, leading free dimensions of one operand that do not merge with the rest become the batch, over
@@ -202,6 +211,8 @@ def _arranged(lhs, rhs, dimension_numbers, precision, preferred_element_type, pl
             borrowed = b
     if borrowed is not None:
         borrowed.borrow_batch()
+    if epilogue.gate and not all(x.is_strided() and x.has_unit_stride() for x in (a, b)):
+        raise Unsupported("an operand of several dimensions has no single stride for each of its roles")
     permute_lhs, permute_rhs = a.permute_unless_strided(), b.permute_unless_strided()
 
     m, n, k = math.prod(a.sizes(a.free)), math.prod(b.sizes(b.free)), math.prod(a.sizes(a.contract))
@@ -213,7 +224,7 @@ def _arranged(lhs, rhs, dimension_numbers, precision, preferred_element_type, pl
     places = itertools.count()
     batch_d, _, borrowed_d, columns = ([next(places) for _ in part] for part in sizes)
     d = _Operand([*itertools.chain(*sizes)], batch_d + borrowed_d, columns, permutation)
-    if d.stride(columns) != 1 and d.stride(d.free) == 1 and not epilogue.has_bias:
+    if d.stride(columns) != 1 and d.stride(d.free) == 1 and not epilogue.has_bias and not epilogue.gate:
         # D is column-major (or one column), and kernels store rows: compute the transpose, with operands swapped. Not
         # with a bias, which has one element per column.
         dims, first, last = range(len(d.shape)), len(lhs_batch), len(lhs.shape) - len(lhs_contract)
@@ -249,7 +260,11 @@ def _arranged(lhs, rhs, dimension_numbers, precision, preferred_element_type, pl
         has_residual=epilogue.has_residual,
         alpha=epilogue.alpha,
         beta=epilogue.beta,
-        batch_stride_bias=n if epilogue.has_bias and (borrowed is b or epilogue.bias_batch) else 0,
+        batch_stride_bias=n * (1 if stacked is None else 2)
+        if epilogue.has_bias and (borrowed is b or epilogue.bias_batch)
+        else 0,
+        gated=epilogue.gate is not None,
+        up_offset=0 if stacked is None else b.strides[stacked],
     )
     if max(value for value in problem.attributes().values() if isinstance(value, int)) >= 2**63:
         raise Unsupported(f"shapes {lhs.shape} and {rhs.shape} have more elements than 64 bits can count")
@@ -299,6 +314,10 @@ class _Operand:
         """Whether batch, free and contracting dimensions each have a single stride."""
         return all(map(self.collapses, (self.batch, self.free, self.contract)))
 
+    def has_unit_stride(self):
+        """Whether free or contracting dimensions have a stride of 1."""
+        return any(self.stride(dims) <= 1 for dims in (self.free, self.contract))
+
     def stride(self, dims):
         dims = self._solid(dims)
         return self.strides[dims[-1]] if dims else 0
@@ -316,8 +335,7 @@ class _Operand:
         The batch comes first. The innermost dimension in memory stays innermost: that copy is cheaper, and the other
         products of a derivative need the same one.
         """
-        units = (self.stride(dims) <= 1 for dims in (self.free, self.contract))
-        if self.is_strided() and any(units):
+        if self.is_strided() and self.has_unit_stride():
             return None
         roles = [self.batch, self.free, self.contract]
         if max(self._solid(self.free), default=-1) > max(self._solid(self.contract), default=-1):

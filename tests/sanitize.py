@@ -11,6 +11,7 @@ from jax_streamk.tuning import measure
 
 SILU = dict(has_bias=True, activation=_ffi.Activation.silu)
 FUSED = dict(SILU, has_residual=True)
+GATED = dict(SILU, gated=True)
 ROW, COLUMN = _ffi.Major.row, _ffi.Major.column
 # kernel, (m, n, k), schedule, epilogue, and the majornesses of A and B if they are not the kernel's
 LAUNCHES = [
@@ -50,6 +51,12 @@ LAUNCHES = [
     ("skinny_bf16_f32_rr_128x8x128_shifted", (7, 301, 1032), SplitK(5, "separate"), {}),
     ("skinny_f64_f64_rr_64x16x128", (13, 136, 1032), SplitK(3), SILU),
     ("skinny_f64_f64_rr_64x8x128", (7, 136, 1032), SplitK(5, "separate"), {}),
+    ("skinny_bf16_bf16_rr_64x16x128_gated", (16, 1000, 1032), SplitK(3), GATED),
+    ("skinny_bf16_bf16_rc_64x8x128_gated", (7, 136, 1032), DataParallel(), GATED),
+    ("sm90_bf16_bf16_rr_128x16x32_1x1_single_swap_gated", (37, 24000, 136), DataParallel(), GATED),
+    ("sm90_bf16_bf16_rr_128x16x128_1x1_pingpong_swap_gated", (13, 12000, 1544), DataParallel(), GATED),
+    ("sm90_bf16_bf16_rc_128x64x64_1x1_pingpong_swap_gated", (70, 200, 520), DataParallel(), GATED),
+    ("sm90_bf16_bf16_rr_128x128x64_1x1_pingpong_swap_gated", (181, 264, 520), DataParallel(), GATED),
     ("sm90_f32_f32_rr_128x192x32_1x1_coop_swap_tf32", (200, 264, 520), SplitK(3), SILU),
     # A and B are copied.
     ("sm90_f32_f32_rr_64x64x64_1x1_pingpong_swap_tf32", (37, 131, 301), SplitK(3, "separate"), {}),

@@ -89,8 +89,8 @@ LAUNCH = "(of launch choices it has the order of tiles|it cannot h|it does not n
         ({"n": i64(2**40)}, r"INVALID_ARGUMENT: .*every extent must be below 2\^31"),
         # As the attributes of another version would be.
         ({"splits": i64(3)}, "INVALID_ARGUMENT: .*expected S32 but got S64"),
-        ({"splits": None}, "INVALID_ARGUMENT: .*expected 40 attributes but got 39"),
-        ({"epilogue": i32(0)}, "INVALID_ARGUMENT: .*expected 40 attributes but got 41"),
+        ({"splits": None}, "INVALID_ARGUMENT: .*expected 42 attributes but got 41"),
+        ({"epilogue": i32(0)}, "INVALID_ARGUMENT: .*expected 42 attributes but got 43"),
     ],
     ids=lambda x: str(x) if isinstance(x, dict) else "",
 )  # fmt: skip

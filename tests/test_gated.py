@@ -3,6 +3,7 @@
 import functools
 import itertools
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,10 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from test_linear import DTYPES, SCHEDULES, TARGET, normal
 
-from jax_streamk import DataParallel, PerPass, SplitK, gated_linear, plan
-from jax_streamk.epilogue import ACTIVATIONS
+from jax_streamk import H200, DataParallel, PerPass, SplitK, gated_linear, kernels, plan, tuning
+from jax_streamk.epilogue import ACTIVATIONS, Epilogue
+from jax_streamk.problem import arrange
+from jax_streamk.tuning import contest
 
 ON_GPU = jax.default_backend() == "gpu"
 TOLERANCE = dict(rtol=5e-2, atol=5e-2) if ON_GPU else dict(rtol=2e-5, atol=2e-5)
@@ -167,6 +170,74 @@ def test_plan(stacked):
     assert made.schedule == SplitK(2)
     with pytest.raises(ValueError, match="splits=1000"):
         plan(x, weights[0], gate=True, schedule=SplitK(1000), device="cpu")
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_plan_of_one_kernel(stacked):
+    """For few rows a Hopper GPU has kernels that multiply by both matrices at once."""
+    shaped = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    w = shaped(4096, 2, 14336) if stacked else shaped(4096, 14336)
+    made = plan(shaped(16, 4096), w, gate=True, activation="silu", bias=True, device=H200)
+    problem = made.problem
+    assert problem.gated and problem.n == 14336 and problem.ldd == 14336
+    assert (problem.ldb, problem.up_offset) == ((2 * 14336, 14336) if stacked else (14336, 0))
+    assert "D = silu(A @ B + bias) * (A @ second B + second bias)" in str(made)
+    assert made.limit.amount > 2 * 4096 * 14336 * 2 and 0.5 < made.efficiency <= 1
+    assert "gated" in made.kernel and "tile" in str(made.explain())
+    # What no kernel of the kind can run, or what is slower in one, is planned as a product of the usual kind.
+    for lhs, rhs, why in (
+        (shaped(8192, 4096), w, "is slower"),
+        (shaped(16, 4096), shaped(4096, 2, 14332) if stacked else shaped(4096, 14332), "must start at multiples of 8"),
+        (jax.ShapeDtypeStruct((16, 4096), jnp.float32), w, "bfloat16 to float32 first"),
+    ):
+        made = plan(lhs, rhs, gate=True, activation="silu", device=H200)
+        assert not made.problem.gated and why in made.reasons[-1], made
+
+
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize(
+    "gate, order",
+    [("pair", (0, 1)), ("pair", (1, 0)), ("stacked", (0, 1, 2)), ("stacked", (1, 0, 2)), ("stacked", (1, 2, 0))],
+)
+def test_xlas_product_of_the_same_operands(gate, order, biases):
+    """What tuning compares a gated kernel with, for every layout of the weights: ``order`` is that of (k, 2, n)."""
+    given = operands(5, 24, 16, biases=biases, stacked=gate == "stacked")
+    weights = [np.ascontiguousarray(w.transpose(order)) for w in given[1:3] if w is not None]
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+    numbers = ((1,), (order.index(0),)), ((), ())
+    epilogue = Epilogue("silu", has_bias=biases, gate=gate)
+    problem = arrange(place(given[0]), place(weights[0]), numbers, None, np.dtype(np.float32), "cpu", epilogue).problem
+    operands_ = [given[0], *weights, *(x for x in given[3:] if x is not None)]
+    spans = [size for i, (_, size) in enumerate(problem.native().spans()) if size and i != 2]
+    assert spans == [x.size for x in operands_]
+    got = contest.xlas(types.SimpleNamespace(problem=problem))(*(x.reshape(-1) for x in operands_))
+    np.testing.assert_allclose(got.reshape(5, 16), formula(*given), **TOLERANCE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("column_major", [False, True])
+def test_one_kernel_and_its_tuning(stacked, column_major, tmp_path):
+    """On a Hopper GPU one call multiplies by both matrices, whatever their layout, and tuning measures it."""
+    if not _has_gated_kernels():
+        pytest.skip("this build or GPU has no gated kernel")
+    given = x, *weights, b_gate, b_up = (*operands(8, 1024, 4096, "bfloat16", stacked=stacked), None)[:5]
+    turn = lambda w, axis, to: w if w is None or not column_major else jnp.moveaxis(w, axis, to)
+    stored = [turn(w, 0, -1) for w in weights]
+
+    def f(x, gate, up, *biases):
+        return gated_linear(x, turn(gate, -1, 0), turn(up, -1, 0), *biases)
+
+    text = as_text(f, x, *stored, b_gate, b_up)
+    assert text.count(f"@{TARGET}") == 1 and "gated = true" in text
+    assert_as_exact(jax.jit(f)(x, *stored, b_gate, b_up), given)
+    with tuning(tmp_path) as plans:
+        assert_as_exact(jax.jit(f)(x, *stored, b_gate, b_up), given)
+    assert [made.problem.gated for made in plans] == [True]
+
+
+def _has_gated_kernels():
+    return any(kernel.gated for kernel in kernels()) and jax.devices()[0].compute_capability == "9.0"
 
 
 # ---- transforms ----

@@ -62,7 +62,7 @@ class Launch:
 
     def __call__(self, stream=0):
         *addresses, workspace = (x.unsafe_buffer_pointer() for x in (self.a, self.b, self.d, self.workspace))
-        _ffi.launch(*self.what, (*addresses, 0, 0), workspace, stream)
+        _ffi.launch(*self.what, (*addresses, 0, 0, 0, 0), workspace, stream)
 
     def product(self):
         # A copy made by XLA: an array that was read once caches its value.

@@ -46,7 +46,7 @@ def runs_here(kernel):
     return ON_GPU and (kernel.family != _ffi.Family.sm90 or capability == "9.0")
 
 
-HERE = [name for name, kernel in KERNELS.items() if runs_here(kernel)]
+HERE = [name for name, kernel in KERNELS.items() if runs_here(kernel) and not kernel.gated]  # see test_gated_kernels.py
 
 
 def device_of(kernel):
@@ -250,7 +250,7 @@ def launch(
     beyond = 2 * max(kernel.tile_m, kernel.tile_n) * ldd * dtype.itemsize
     d = Memory(kernel, GUARD * 2 + case.batch * case.m * ldd * dtype.itemsize + beyond)
     workspace = Memory(kernel, _ffi.workspace_bytes(kernel.name, problem, schedule, device))
-    others = [0 if array is None else Memory(kernel, array) for array in (bias, residual)]
+    others = [0 if array is None else Memory(kernel, array) for array in (None, bias, None, residual)]
     addresses = [other and other.address for other in others]
     _ffi.launch(
         kernel.name,
@@ -349,6 +349,7 @@ def has_clusters(kernel):
         0,
         0,
         0,
+        gated=kernel.gated,
     )
     return (
         _ffi.can_implement(kernel.name, problem, _ffi.Schedule(_ffi.ScheduleKind.split_k, 2), device_of(kernel)) is None
@@ -635,7 +636,7 @@ def test_activations_are_accurate_in_their_tails_and_propagate_nan_and_inf(name,
     workspace = Memory(kernel, _ffi.workspace_bytes(kernel.name, problem, schedule, device))
     _ffi.launch(
         kernel.name, problem, schedule, policy_of(kernel, problem, schedule, device, {}), device,
-        (zeros.address, zeros.address, d.address, 0, residual.address), workspace.address,
+        (zeros.address, zeros.address, d.address, 0, 0, 0, residual.address), workspace.address,
     )  # fmt: skip
     if not d.host:
         _ffi.synchronize()
@@ -743,7 +744,7 @@ def test_nan_and_inf_propagate(name):
         on_a, on_b = Memory(kernel, a), Memory(kernel, b)
         d = Memory(kernel, case.m * ldd * DTYPES[kernel.type_d].itemsize)
         workspace = Memory(kernel, _ffi.workspace_bytes(kernel.name, problem, schedule, device))
-        addresses = (on_a.address, on_b.address, d.address, 0, 0)
+        addresses = (on_a.address, on_b.address, d.address, 0, 0, 0, 0)
         policy = policy_of(kernel, problem, schedule, device, {})
         _ffi.launch(kernel.name, problem, schedule, policy, device, addresses, workspace.address)
         if not d.host:
@@ -771,7 +772,9 @@ def test_resources_need_a_gpu():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "name", [name for name in HERE if not name.startswith("host")] or ["no CUDA kernel in this build"]
+    "name",
+    [name for name in KERNELS if runs_here(KERNELS[name]) and not name.startswith("host")]
+    or ["no CUDA kernel in this build"],
 )
 def test_resources_on_a_gpu(name):
     registers, ctas_per_sm = KERNELS[name].resources()

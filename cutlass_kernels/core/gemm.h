@@ -84,13 +84,23 @@ struct Operand : Layout {
 // What is done once to a finished sum of products, in the accumulator's type: activation(alpha * sum + beta * residual
 // + bias). The bias has n contiguous elements of D's format for each batch, batch_stride_bias apart (0: all batches
 // share them); the residual has D's format and layout.
+//
+// With a gate, activation(sum + bias) * (second sum + second bias). The second B has the format and layout of B, as the
+// second bias has of the first: each is an operand of its own, or, stacked, begins up_offset elements after B and n
+// after the bias.
 struct EpilogueOps {
   Activation activation = Activation::kNone;
   bool has_bias = false, has_residual = false;
   double alpha = 1, beta = 1;
   int64_t batch_stride_bias = 0;
+  bool gated = false;
+  int64_t up_offset = 0;  // 0: not stacked
 
-  bool is_plain() const { return activation == Activation::kNone && !has_bias && !has_residual && alpha == 1; }
+  bool is_plain() const {
+    return activation == Activation::kNone && !has_bias && !has_residual && alpha == 1 && !gated;
+  }
+  bool is_pair() const { return gated && up_offset == 0; }
+  bool is_stacked() const { return gated && up_offset != 0; }
 };
 
 // D[l] = epilogue(A[l] @ B[l]) for l in [0, batch). D is always kRow.
@@ -102,7 +112,9 @@ struct GemmProblem {
 
   bool has(Role role) const {
     switch (role) {
+      case Role::kUp: return epilogue.is_pair();
       case Role::kBias: return epilogue.has_bias;
+      case Role::kUpBias: return epilogue.has_bias && epilogue.is_pair();
       case Role::kResidual: return epilogue.has_residual;
       default: return true;
     }
@@ -111,14 +123,34 @@ struct GemmProblem {
   Operand operand(Role role) const {
     switch (role) {
       case Role::kA: return {a, m, k};
-      case Role::kB: return {b, k, n};
-      case Role::kBias: return {{d.format, Major::kRow, 0, epilogue.batch_stride_bias}, 1, n};
+      case Role::kB:
+      case Role::kUp: return {b, k, n};
+      case Role::kBias:
+      case Role::kUpBias: return {{d.format, Major::kRow, 0, epilogue.batch_stride_bias}, 1, n};
       case Role::kD:
       case Role::kResidual: break;
     }
     return {d, m, n};
   }
+
+  // Elements from an operand's first to its last, both of stacked ones included. In floating point, since products of
+  // unbounded strides may not fit an integer.
+  double span(Role role) const {
+    Operand const x = operand(role);
+    double const more = !epilogue.is_stacked() ? 0
+                        : role == Role::kB     ? static_cast<double>(epilogue.up_offset)
+                        : role == Role::kBias  ? static_cast<double>(n)
+                                               : 0;
+    return static_cast<double>(batch - 1) * x.batch_stride + static_cast<double>(x.lines() - 1) * x.ld +
+           x.contiguous() + more;
+  }
 };
+
+// The product of a gated problem: with twice the columns, and without what follows it.
+inline GemmProblem ungated(GemmProblem p) {
+  if (p.epilogue.gated) p.n *= 2, p.epilogue.gated = false;
+  return p;
+}
 
 struct Schedule {
   ScheduleKind kind = ScheduleKind::kDataParallel;
@@ -185,6 +217,8 @@ struct KernelInfo {
   // Tensor cores truncate their sums. For a float32 result they sum runs of K of this length, which are then added in
   // float32. 0: they sum all of K.
   int32_t promotion_k = 0;
+  // Whether it runs gated problems, and only these. A tile then has tile_m / 2 columns of each B (with swap_ab).
+  bool gated = false;
 };
 
 // The promotion_k of kernels that promote. Truncation loses about 1e-9 of a sum per product; TF32 operands have errors
@@ -197,7 +231,9 @@ struct Buffers {
   void const* b;
   void* d;
   void* workspace;  // at least workspace_bytes(), aligned to kWorkspaceAlignment
+  void const* up = nullptr;
   void const* bias = nullptr;
+  void const* up_bias = nullptr;
   void const* residual = nullptr;
 
   void set(Role role, void* address) {

@@ -6,38 +6,42 @@
 #pragma once
 
 // ROLE(enumerator of Role, member of Buffers, name in messages). Calls take operands, and their results, in this order.
-// Reserved: scale_a, scale_b, group_sizes, a second B.
-#define JAX_STREAMK_ROLES(ROLE) \
-  ROLE(kA, a, "A")              \
-  ROLE(kB, b, "B")              \
-  ROLE(kD, d, "D")              \
-  ROLE(kBias, bias, "the bias") \
+// Reserved: scale_a, scale_b, group_sizes.
+#define JAX_STREAMK_ROLES(ROLE)             \
+  ROLE(kA, a, "A")                          \
+  ROLE(kB, b, "B")                          \
+  ROLE(kD, d, "D")                          \
+  ROLE(kUp, up, "the second B")             \
+  ROLE(kBias, bias, "the bias")             \
+  ROLE(kUpBias, up_bias, "the second bias") \
   ROLE(kResidual, residual, "the residual")
 
 // GemmProblem
-#define JAX_STREAMK_PROBLEM_FIELDS(REQUIRED, OPTIONAL) \
-  REQUIRED(batch, batch)                               \
-  REQUIRED(m, m)                                       \
-  REQUIRED(n, n)                                       \
-  REQUIRED(k, k)                                       \
-  REQUIRED(type_a, a.format.type)                      \
-  REQUIRED(type_b, b.format.type)                      \
-  REQUIRED(type_d, d.format.type)                      \
-  REQUIRED(math, math)                                 \
-  REQUIRED(major_a, a.major)                           \
-  REQUIRED(major_b, b.major)                           \
-  REQUIRED(lda, a.ld)                                  \
-  REQUIRED(ldb, b.ld)                                  \
-  REQUIRED(ldd, d.ld)                                  \
-  REQUIRED(batch_stride_a, a.batch_stride)             \
-  REQUIRED(batch_stride_b, b.batch_stride)             \
-  REQUIRED(batch_stride_d, d.batch_stride)             \
-  OPTIONAL(activation, epilogue.activation)            \
-  OPTIONAL(has_bias, epilogue.has_bias)                \
-  OPTIONAL(has_residual, epilogue.has_residual)        \
-  OPTIONAL(alpha, epilogue.alpha)                      \
-  OPTIONAL(beta, epilogue.beta)                        \
-  OPTIONAL(batch_stride_bias, epilogue.batch_stride_bias)
+#define JAX_STREAMK_PROBLEM_FIELDS(REQUIRED, OPTIONAL)    \
+  REQUIRED(batch, batch)                                  \
+  REQUIRED(m, m)                                          \
+  REQUIRED(n, n)                                          \
+  REQUIRED(k, k)                                          \
+  REQUIRED(type_a, a.format.type)                         \
+  REQUIRED(type_b, b.format.type)                         \
+  REQUIRED(type_d, d.format.type)                         \
+  REQUIRED(math, math)                                    \
+  REQUIRED(major_a, a.major)                              \
+  REQUIRED(major_b, b.major)                              \
+  REQUIRED(lda, a.ld)                                     \
+  REQUIRED(ldb, b.ld)                                     \
+  REQUIRED(ldd, d.ld)                                     \
+  REQUIRED(batch_stride_a, a.batch_stride)                \
+  REQUIRED(batch_stride_b, b.batch_stride)                \
+  REQUIRED(batch_stride_d, d.batch_stride)                \
+  OPTIONAL(activation, epilogue.activation)               \
+  OPTIONAL(has_bias, epilogue.has_bias)                   \
+  OPTIONAL(has_residual, epilogue.has_residual)           \
+  OPTIONAL(alpha, epilogue.alpha)                         \
+  OPTIONAL(beta, epilogue.beta)                           \
+  OPTIONAL(batch_stride_bias, epilogue.batch_stride_bias) \
+  OPTIONAL(gated, epilogue.gated)                         \
+  OPTIONAL(up_offset, epilogue.up_offset)
 
 // Schedule
 #define JAX_STREAMK_SCHEDULE_FIELDS(REQUIRED, OPTIONAL) \
@@ -98,4 +102,5 @@
   OPTIONAL(stages, stages)                            \
   OPTIONAL(threads, threads)                          \
   OPTIONAL(shared_memory, shared_memory)              \
-  OPTIONAL(promotion_k, promotion_k)
+  OPTIONAL(promotion_k, promotion_k)                  \
+  OPTIONAL(gated, gated)

@@ -137,6 +137,12 @@ Status check_or(Refuse refuse, Kernel const& kernel, GemmProblem const& p, Sched
       !reduces_to_d)
     return refuse("it multiplies ", name_of(info.a.format.type), " by ", name_of(info.b.format.type), " into ",
                   name_of(info.d.format.type), " (", name_of(info.math), ")");
+  if (p.epilogue.gated != info.gated)
+    return refuse(info.gated ? "it multiplies by two matrices at once" : "it multiplies by one matrix only");
+  if (p.epilogue.gated && (p.epilogue.has_residual || p.epilogue.alpha != 1 || p.epilogue.up_offset < 0))
+    return refuse("a gate has neither residual nor alpha, nor is the second B before the first");
+  if (p.epilogue.gated && (repack.a || repack.b || p.epilogue.up_offset % info.b.align != 0 || has_misaligned_d(p)))
+    return refuse("rows of A, of either B, and of D must start at multiples of ", info.b.align, " elements");
   if (repack.problem.a.major != info.a.major || repack.problem.b.major != info.b.major)
     return refuse("A must be ", name_of(info.a.major), "-major and B ", name_of(info.b.major), "-major");
   if (repack.part > 0 && !(repack.a && repack.b)) return refuse("copies of A and B would be too large");
@@ -171,8 +177,9 @@ Status check_or(Refuse refuse, Kernel const& kernel, GemmProblem const& p, Sched
     return refuse("it has no Stream-K with reduction \"", name_of(s.reduction), "\"");
   // The decomposition counts in 32 bits.
   bool const swap = info.swap_ab;
-  int64_t const tiles_m = ((swap ? p.n : p.m) + info.tile_m - 1) / info.tile_m + info.cluster_m;
-  int64_t const tiles_n = ((swap ? p.m : p.n) + info.tile_n - 1) / info.tile_n + info.cluster_n;
+  int64_t const n = ungated(p).n;
+  int64_t const tiles_m = ((swap ? n : p.m) + info.tile_m - 1) / info.tile_m + info.cluster_m;
+  int64_t const tiles_n = ((swap ? p.m : n) + info.tile_n - 1) / info.tile_n + info.cluster_n;
   if (tiles_m * tiles_n >= limit / p.batch || !Decomposition::fits(p.batch * tiles_m * tiles_n, k_tiles, device.sms,
                                                                    s.kind == ScheduleKind::kSplitK ? s.splits : 1))
     return refuse("it has too many tiles or MAC iterations to count in 32 bits");

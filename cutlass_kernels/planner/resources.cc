@@ -60,14 +60,14 @@ double result_bytes(Launch const& l) {
 Launch::Launch(KernelInfo const& kernel, GemmProblem const& p, int32_t width, Machine const& machine)
     : kernel(kernel),
       traits(KernelTraits::of(kernel)),
-      problem(p),
+      problem(ungated(p)),
       machine(machine),
-      tiling(tiling_of(kernel, p)),
+      tiling(tiling_of(kernel, problem)),
       sms(width),
-      rows(kernel.swap_ab ? p.n : p.m),
-      columns(kernel.swap_ab ? p.m : p.n),
+      rows(kernel.swap_ab ? problem.n : p.m),
+      columns(kernel.swap_ab ? p.m : problem.n),
       ctas(kernel.cluster_m * kernel.cluster_n),
-      repacked(repack_of(kernel, p)) {
+      repacked(repack_of(kernel, problem)) {
   grid.wave_tiles = static_cast<double>(tiling.tiles_m) * tiling.tiles_n;
   grid.tiles = p.batch * grid.wave_tiles;
   grid.k_tiles = ceil_div(repacked.problem.k, kernel.tile_k);
@@ -80,7 +80,7 @@ Launch::Launch(KernelInfo const& kernel, GemmProblem const& p, int32_t width, Ma
   };
   Layout const &layout_a = repacked.problem.a, &layout_b = repacked.problem.b;
   a = operand(layout_a, kernel.a, kernel.a.major == Major::kRow, p.m, kernel.swap_ab);
-  b = operand(layout_b, kernel.b, kernel.b.major == Major::kColumn, p.n, !kernel.swap_ab);
+  b = operand(layout_b, kernel.b, kernel.b.major == Major::kColumn, problem.n, !kernel.swap_ab);
   // Rows that start anywhere are shifted after loads of whole vectors.
   if (traits.shifted_b) b.vector = kVector;
 }

@@ -26,7 +26,7 @@ double overlapped(Machine const& machine, Times... times) {
 struct Launch {
   KernelInfo const& kernel;
   KernelTraits traits;
-  GemmProblem const& problem;
+  GemmProblem problem;  // of a gated one, its product
   Machine const& machine;
   Tiling tiling;
   Grid grid;

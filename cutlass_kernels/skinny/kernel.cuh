@@ -61,9 +61,29 @@ __device__ inline void store(Params<T, D> const& p, int32_t batch, int32_t row, 
   }
 }
 
-template <class T, Math kMath, class D, Major kMajorB, int kBlocks, int kWarpsAlongK, int kShifted>
-__global__ __launch_bounds__(kThreads,
-                             kCtasPerSm<kBlocks, kShifted>) void skinny_gemm(__grid_constant__ Params<T, D> const p) {
+// Stores D = activation(x + bias) * (up + second bias) for two neighbours.
+template <class T, class D>
+__device__ inline void store_gated(GatedParams<T, D> const& p, int32_t batch, int32_t row, int32_t column,
+                                   Accumulator<T> (&x)[2], Accumulator<T> (&up)[2]) {
+  auto const& epilogue = p.epilogue;
+  bool const both = column + 1 < p.n;
+  auto const add = [&](Accumulator<T>(&to)[2], D const* from) {
+    to[0] += static_cast<Accumulator<T>>(from[0]);
+    if (both) to[1] += static_cast<Accumulator<T>>(from[1]);
+  };
+  if (epilogue.bias != nullptr) {
+    int64_t const at = batch * epilogue.batch_stride_bias + column;
+    add(x, epilogue.bias + at), add(up, p.up_bias + at);
+  }
+  activate(epilogue.activation, x, 2);
+  D* const to = p.d + batch * epilogue.batch_stride_d + row * epilogue.ldd + column;
+  to[0] = static_cast<D>(x[0] * up[0]);
+  if (both) to[1] = static_cast<D>(x[1] * up[1]);
+}
+
+template <class T, Math kMath, class D, Major kMajorB, int kBlocks, int kWarpsAlongK, int kShifted, bool kGated>
+__global__ __launch_bounds__(kThreads, kCtasPerSm<kBlocks, kShifted>) void skinny_gemm(
+    __grid_constant__ ParamsOf<T, D, kGated> const p) {
   extern __shared__ __align__(16) char storage[];
   auto& shared = *reinterpret_cast<Shared<T, kBlocks, kWarpsAlongK, kShifted>*>(storage);
   constexpr int kStages = skinny::kStages<kShifted>, kWide = skinny::kWide<kShifted>,
@@ -82,12 +102,14 @@ __global__ __launch_bounds__(kThreads,
     run += slice;  // runs are either splits or slices
   }
   int32_t const begin = p.runs.begin(run) * kTileK + along_k * kChunk, end = min(p.runs.begin(run + 1) * kTileK, p.k);
-  int32_t const m0 = at.m * kRows * kBlocks, n0 = (at.n * (kWarps / kWarpsAlongK) + along_n) * kWide * kColumns;
+  static_assert(!kGated || (kWarpsAlongK == kWarps && kShifted == 0));
+  int32_t const m0 = at.m * kRows * kBlocks,
+                n0 = kGated ? at.n * (kColumns / 2) : (at.n * (kWarps / kWarpsAlongK) + along_n) * kWide * kColumns;
 #ifdef JAX_STREAMK_RECORD
   if (threadIdx.x == 0) record_work(at.m, at.n, batch, begin / kTileK, (end + kTileK - 1) / kTileK);
 #endif
 
-  using AlignedLoader = Loader<T, D, kMajorB, kBlocks, kWarpsAlongK>;
+  using AlignedLoader = Loader<T, D, kMajorB, kBlocks, kWarpsAlongK, kGated>;
   using Loader = std::conditional_t<kShifted != 0, ShiftedLoader<T, D, kBlocks, kWarpsAlongK, kShifted>, AlignedLoader>;
   Loader loader(p, batch, m0, n0, begin, end);
   uint32_t const row_bytes = static_cast<uint32_t>(p.ldb * sizeof(T));
@@ -100,7 +122,7 @@ __global__ __launch_bounds__(kThreads,
   constexpr int kPairs = kRows * kBlocks * kWide / kWarpsAlongK;
   auto const row_of = [&](int pair) { return m0 + along_k + pair / kWide * kWarpsAlongK; };
   auto const column_of = [&](int pair) { return n0 + pair % kWide * kColumns + 2 * lane; };
-  if (rank == 0 && !p.epilogue.plain) {
+  if (!kGated && rank == 0 && !p.epilogue.plain) {
     auto const& epilogue = p.epilogue;
     for (int i = 0; i < kPairs && row_of(i) < p.m; ++i) {
       int32_t const row = row_of(i), column = column_of(i);
@@ -234,6 +256,12 @@ __global__ __launch_bounds__(kThreads,
   for (int i = 0; i < kPairs; ++i) {
     int32_t const row = row_of(i), column = column_of(i);
     Accumulator<T> x[2] = {total[i].x, total[i].y};
+    if constexpr (kGated) {
+      // The second product of a lane's columns is half a warp further on.
+      Accumulator<T> up[2] = {__shfl_down_sync(~0u, x[0], 16), __shfl_down_sync(~0u, x[1], 16)};
+      if (lane < 16 && row < p.m && column < p.n) store_gated(p, at.batch, row, column, x, up);
+      continue;
+    }
     if (row < p.m && column < p.n) store(p, at.batch, row, column, x);
   }
   if (p.splits > 1) cluster_wait();
@@ -258,7 +286,7 @@ struct ElementOf<Type::kF64> {
   using type = double;
 };
 
-template <Type kTypeAB, Math kMath, Type kTypeD, Major kMajorB, int kBlocks, int kTileN, int kShifted>
+template <Type kTypeAB, Math kMath, Type kTypeD, Major kMajorB, int kBlocks, int kTileN, int kShifted, bool kGated>
 class SkinnyKernel final : public CudaKernel {
   using T = typename ElementOf<kTypeAB>::type;
   using D = typename ElementOf<kTypeD>::type;
@@ -298,7 +326,7 @@ class SkinnyKernel final : public CudaKernel {
   Status launch(GemmProblem const& p, Slices const& slices, Schedule const& s, LaunchPolicy const& policy,
                 Device const& device, Buffers const& buffers, bool, cudaStream_t stream) const override {
     Decomposition const work = decomposition(slices.as_batch(p), s, device);
-    Params<T, D> params;
+    ParamsOf<T, D, kGated> params;
     params.a = static_cast<T const*>(buffers.a);
     params.b = static_cast<T const*>(buffers.b);
     params.d = static_cast<D*>(buffers.d);
@@ -314,6 +342,11 @@ class SkinnyKernel final : public CudaKernel {
     params.pairs = (p.n | p.d.ld | p.d.batch_stride | p.epilogue.batch_stride_bias) % 2 == 0 &&
                    reinterpret_cast<uintptr_t>(buffers.d) % (2 * sizeof(D)) == 0;
     params.epilogue = EpilogueParams<Accumulator<T>, D>(p, buffers);
+    if constexpr (kGated) {
+      bool const stacked = p.epilogue.is_stacked();
+      params.up = stacked ? params.b + p.epilogue.up_offset : static_cast<T const*>(buffers.up);
+      params.up_bias = stacked ? params.epilogue.bias + p.n : static_cast<D const*>(buffers.up_bias);
+    }
 
     cudaLaunchAttribute cluster;
     cluster.id = cudaLaunchAttributeClusterDimension;
@@ -332,7 +365,7 @@ class SkinnyKernel final : public CudaKernel {
   void const* entry_point() const override { return reinterpret_cast<void const*>(kMultiply); }
 
  private:
-  static constexpr auto kMultiply = &skinny_gemm<T, kMath, D, kMajorB, kBlocks, kWarpsAlongK, kShifted>;
+  static constexpr auto kMultiply = &skinny_gemm<T, kMath, D, kMajorB, kBlocks, kWarpsAlongK, kShifted, kGated>;
 
   static KernelInfo describe() {
     KernelInfo info;
@@ -341,6 +374,7 @@ class SkinnyKernel final : public CudaKernel {
                 std::to_string(kRows * kBlocks) + "x" + std::to_string(kTileK);
     if (kMath != Math::kNative) info.name += std::string("_") + name_of(kMath);
     if (kShifted) info.name += "_shifted";
+    if (kGated) info.name += "_gated";
     info.family = Family::kSkinny;
     info.a.format = info.b.format = kTypeAB;
     info.d.format = kTypeD;
@@ -361,26 +395,28 @@ class SkinnyKernel final : public CudaKernel {
     info.threads = kThreads;
     info.shared_memory = kSharedMemory;
     info.promotion_k = kPromotion<T, kMath, D>;
+    info.gated = kGated;
     return info;
   }
 
   static TileOrder tile_order(GemmProblem const& p, LaunchPolicy const& policy) {
     return {static_cast<int32_t>((p.m + kRows * kBlocks - 1) / (kRows * kBlocks)),
-            static_cast<int32_t>((p.n + kTileN - 1) / kTileN), policy.raster, policy.swizzle};
+            static_cast<int32_t>((ungated(p).n + kTileN - 1) / kTileN), policy.raster, policy.swizzle};
   }
 };
 
 // Registers the kernels of one row of table.txt: row- and column-major B; D in the accumulators' type, and in 16 bits
 // if A and B have 16 bits. If warps share K, 16-bit types also get kernels for a row-major B at any address.
-template <Type kTypeAB, Math kMath, int kTileM, int kTileN>
+// Gated rows have the 16-bit results only.
+template <Type kTypeAB, Math kMath, int kTileM, int kTileN, bool kGated>
 bool add_row() {
   constexpr bool kHalf = kTypeAB == Type::kBF16 || kTypeAB == Type::kF16;
   auto const add = [](auto major_b, auto columns, auto shifted) {
     auto const add_type = [&](auto type_d) {
-      Registration(
-          std::make_unique<SkinnyKernel<kTypeAB, kMath, type_d(), major_b(), kTileM / kRows, columns(), shifted()>>());
+      Registration(std::make_unique<
+                   SkinnyKernel<kTypeAB, kMath, type_d(), major_b(), kTileM / kRows, columns(), shifted(), kGated>>());
     };
-    add_type(std::integral_constant<Type, kTypeAB == Type::kF64 ? Type::kF64 : Type::kF32>());
+    if constexpr (!kGated) add_type(std::integral_constant<Type, kTypeAB == Type::kF64 ? Type::kF64 : Type::kF32>());
     if constexpr (kHalf) add_type(std::integral_constant<Type, kTypeAB>());
   };
   std::integral_constant<Major, Major::kRow> const row;
@@ -388,7 +424,7 @@ bool add_row() {
   std::integral_constant<int, kTileN> const columns;
   std::integral_constant<int, 0> const none;
   add(row, columns, none), add(column, columns, none);
-  if constexpr (kHalf && kTileN == kColumns) {
+  if constexpr (kHalf && kTileN == kColumns && !kGated) {
     add(row, columns, std::integral_constant<int, 1>());
     add(row, std::integral_constant<int, 2 * kColumns>(), std::integral_constant<int, 2>());
   }
@@ -399,11 +435,12 @@ bool add_row() {
 namespace words {
 inline constexpr Type bf16 = Type::kBF16, f16 = Type::kF16, f32 = Type::kF32, f64 = Type::kF64;
 inline constexpr Math native = Math::kNative, tf32 = Math::kTF32, tf32x3 = Math::kTF32x3;
+inline constexpr bool one = false, gated = true;
 }  // namespace words
 
 }  // namespace jax_streamk::skinny
 
-#define JAX_STREAMK_SKINNY_KERNEL(type_ab, math, rows, columns)                          \
-  namespace jax_streamk::skinny::words {                                                 \
-  static bool const JAX_STREAMK_ROW(__LINE__) = add_row<type_ab, math, rows, columns>(); \
+#define JAX_STREAMK_SKINNY_KERNEL(type_ab, math, rows, columns, products)                          \
+  namespace jax_streamk::skinny::words {                                                           \
+  static bool const JAX_STREAMK_ROW(__LINE__) = add_row<type_ab, math, rows, columns, products>(); \
   }

@@ -24,30 +24,44 @@ struct Params {
   EpilogueParams<Accumulator<T>, D> epilogue;
 };
 
+template <class T, class D>
+struct GatedParams : Params<T, D> {
+  T const* up;  // the second B
+  D const* up_bias;
+};
+template <class T, class D, bool kGated>
+using ParamsOf = std::conditional_t<kGated, GatedParams<T, D>, Params<T, D>>;
+
 template <class T>
 __device__ inline uint32_t offset_in_vector(T const* p) {
   return reinterpret_cast<uintptr_t>(p) % 16;
 }
 
-// Loads aligned vectors.
-template <class T, class D, Major kMajorB, int kBlocks, int kWarpsAlongK>
+// Loads aligned vectors. kGated: the second half of a warp's columns are the same columns of the second B.
+template <class T, class D, Major kMajorB, int kBlocks, int kWarpsAlongK, bool kGated>
 class Loader {
+  static_assert(!kGated || sizeof(T) == 2);
+
  public:
   // Starts at the tile at (m0, n0) of D, and loads from k to `end`.
-  __device__ Loader(Params<T, D> const& p, int32_t batch, int32_t m0, int32_t n0, int32_t k, int32_t end) : p_(p) {
+  __device__ Loader(ParamsOf<T, D, kGated> const& p, int32_t batch, int32_t m0, int32_t n0, int32_t k, int32_t end)
+      : p_(p) {
     int const lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     constexpr bool kByRows = kMajorB == Major::kRow;
     // In a row-major B a thread copies what another thread multiplies: eight neighbours copy a row.
     int const g_b = kByRows ? lane % 8 : g, t_b = kByRows ? lane / 8 : t;
-    int64_t const row = m0 + g, column = n0 + kNeighbours<T, kMajorB> * g_b;
+    int const g_of_one = kGated ? g_b % 4 : g_b;
+    int64_t const row = m0 + g, column = n0 + kNeighbours<T, kMajorB> * g_of_one;
     int64_t const k_a = k + kVector<T> * t, k_b = k + kVector<T> * t_b;
     rows_ = p.m - m0 - g;
-    columns_ = p.n - n0 - kNeighbours<T, kMajorB> * g_b;
+    columns_ = p.n - n0 - kNeighbours<T, kMajorB> * g_of_one;
     left_a_ = end - k - kVector<T> * t;
     left_b_ = end - k - kVector<T> * t_b;
     slot_ = kByRows ? slot(g_b, t_b) : lane;
     a_ = p.a + batch * p.batch_stride_a + row * p.lda + k_a;
-    b_ = p.b + batch * p.batch_stride_b + (kByRows ? k_b * p.ldb + column : column * p.ldb + k_b);
+    T const* b = p.b;
+    if constexpr (kGated) b = g_b < 4 ? p.b : p.up;
+    b_ = b + batch * p.batch_stride_b + (kByRows ? k_b * p.ldb + column : column * p.ldb + k_b);
   }
 
   __device__ void next(Chunk<kBlocks, 0>& to) {

@@ -25,6 +25,7 @@ class CollectiveEpilogue : public BoxStore<Element, kSwap, kTileM, kTileN, kWarp
   static constexpr int kAtOnce = kAll ? kValues : kValuesPerBox * kWarpgroups < 24 ? 2 * kValuesPerBox : kValuesPerBox;
 
  public:
+  static constexpr bool kGated = false;
   using typename Store::TensorStorage;
   struct Params {
     StoreParams<Element> thread;

@@ -15,6 +15,7 @@
 #include "cutlass_kernels/sm90/collective.h"
 #include "cutlass_kernels/sm90/config.h"
 #include "cutlass_kernels/sm90/epilogue.h"
+#include "cutlass_kernels/sm90/gated_epilogue.h"
 #include "cutlass_kernels/sm90/mainloop.h"
 #include "cutlass_kernels/sm90/scheduler.h"
 #include "cutlass_kernels/sm90/warp_roles.h"
@@ -41,8 +42,12 @@ class Sm90Kernel final : public CudaKernel {
 
   using TileShape = cute::Shape<cute::Int<kConfig.tile_m>, cute::Int<kConfig.tile_n>, cute::Int<kConfig.tile_k>>;
   using ClusterShape = cute::Shape<cute::Int<kConfig.cluster_m>, cute::Int<kConfig.cluster_n>, cute::_1>;
-  using Epilogue =
-      CollectiveEpilogue<ElementD, kSwap, kConfig.tile_m, kConfig.tile_n, kConfig.warpgroups(), kConfig.store_columns>;
+  static constexpr bool kGated = kConfig.gated;
+  static_assert(!kGated || (kSwap && kConfig.tile_m == 2 * kGatedRows && kConfig.warpgroups() == 1 &&
+                            kConfig.cluster_m * kConfig.cluster_n == 1));
+  using Epilogue = std::conditional_t<
+      kGated, GatedEpilogue<ElementD, kConfig.tile_n, kConfig.store_columns>,
+      CollectiveEpilogue<ElementD, kSwap, kConfig.tile_m, kConfig.tile_n, kConfig.warpgroups(), kConfig.store_columns>>;
 
   // The shared memory of an SM, where CUDA takes 1 KiB per CTA and barriers take at most 256 bytes; and what a CTA
   // leaves to the other CTAs on its SM.
@@ -63,7 +68,7 @@ class Sm90Kernel final : public CudaKernel {
                                        cutlass::gemm::KernelTmaWarpSpecializedPingpong>>::CollectiveOp>::type>;
   using Mainloop =
       CollectiveMainloop<typename Collective::type, typename Collective::template WideMma<kConfig.tile_n>, TileShape,
-                         kConfig.type_d == Type::kF32, kConfig.math == Math::kTF32x3, kConfig.promotion_k()>;
+                         kConfig.type_d == Type::kF32, kConfig.math == Math::kTF32x3, kConfig.promotion_k(), kGated>;
   // With several CTAs per SM there would be too many clusters to list.
   using Scheduler = sm90::Scheduler<TileShape, ClusterShape, kCooperative, kCtasPerSm == 1>;
 
@@ -139,7 +144,8 @@ class Sm90Kernel final : public CudaKernel {
         params.mainloop, loaded,
         {{static_cast<ElementAB const*>(own_a), stride_a, static_cast<ElementAB const*>(own_b), stride_b},
          static_cast<int32_t>(part > 0 ? 2 * part : p.k),
-         static_cast<int32_t>(p.batch)});
+         static_cast<int32_t>(p.batch),
+         p.epilogue.is_stacked() ? static_cast<ElementAB const*>(own_a) + p.epilogue.up_offset : buffers.up});
     CUresult const stores = Epilogue::set_up(params.epilogue, params.shape, p, buffers);
     params.shares = Scheduler::shares(params.scheduler);
     params.has_early_bias = Epilogue::has_early_bias(params.epilogue);
@@ -190,6 +196,7 @@ class Sm90Kernel final : public CudaKernel {
     info.threads = Gemm::kThreads;
     info.shared_memory = sizeof(typename Gemm::SharedStorage);
     info.promotion_k = kConfig.promotion_k();
+    info.gated = kGated;
     return info;
   }
 
@@ -233,7 +240,7 @@ class Sm90Kernel final : public CudaKernel {
 
 // The element types of D, and the majornesses of A and B, that a row stands for.
 enum class Results { kOwn, kF32, kBoth };
-enum class Majors { kAll, kRow };
+enum class Majors { kAll, kRow, kRowA };
 enum class Types { kHalf, kTF32, kTF32x3 };
 
 // Registers the kernels of a row of table.txt.
@@ -247,8 +254,8 @@ struct Kernels {
   template <Type kTypeAB, Type kTypeD, Majors kMajors>
   static void add_majors() {
     add<kTypeAB, kTypeD, Major::kRow, Major::kRow>();
+    if constexpr (kMajors != Majors::kRow) add<kTypeAB, kTypeD, Major::kRow, Major::kColumn>();
     if constexpr (kMajors == Majors::kAll) {
-      add<kTypeAB, kTypeD, Major::kRow, Major::kColumn>();
       add<kTypeAB, kTypeD, Major::kColumn, Major::kRow>();
       add<kTypeAB, kTypeD, Major::kColumn, Major::kColumn>();
     }
@@ -290,10 +297,14 @@ namespace words {
 inline constexpr Types half = Types::kHalf, tf32 = Types::kTF32, tf32x3 = Types::kTF32x3;
 inline constexpr WarpSchedule cooperative = WarpSchedule::kCooperative, pingpong = WarpSchedule::kPingpong,
                               single = WarpSchedule::kSingle;
-inline constexpr bool plain = false, swapped = true;
+inline constexpr bool plain = false, swapped = true, gated = true;  // whether it swaps A and B
 inline constexpr Results own = Results::kOwn, f32 = Results::kF32, both = Results::kBoth;
-inline constexpr Majors all = Majors::kAll, row = Majors::kRow;
+inline constexpr Majors all = Majors::kAll, row = Majors::kRow, row_a = Majors::kRowA;
 }  // namespace words
+// The same words of a row's operands: whether it runs gated problems.
+namespace gates {
+inline constexpr bool plain = false, swapped = false, gated = true;
+}  // namespace gates
 
 }  // namespace jax_streamk::sm90
 
@@ -310,7 +321,7 @@ inline constexpr Majors all = Majors::kAll, row = Majors::kRow;
     static constexpr int kTileM = tile_m, kTileN = tile_n, kTileK = tile_k, kClusterM = cluster_m,                     \
                          kClusterN = cluster_n, kStoreColumns = store_columns;                                         \
     static constexpr WarpSchedule kWarpSchedule = words::warp_schedule;                                                \
-    static constexpr bool kSwapAB = words::operands;                                                                   \
+    static constexpr bool kSwapAB = words::operands, kGated = gates::operands;                                         \
   };                                                                                                                   \
   static bool const JAX_STREAMK_ROW(__LINE__) = Kernels<name>::add_all<words::types, words::results, words::majors>(); \
   }

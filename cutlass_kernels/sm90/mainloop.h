@@ -36,8 +36,9 @@ struct Loads {
 //
 // kSlices: a batch may be a slice of K. The kernel's batch index is then slice * batches + batch, and its K is that of
 // a slice; TMA reads zeros beyond the last one. kSplits: each f32 operand is two TF32 parts side by side (repack.h).
-// kPromotionK: the length of K after which sums are promoted; 0: never.
-template <class Base, class OwnMma, class OwnShape, bool kSlices, bool kSplits, int kPromotionK>
+// kPromotionK: the length of K after which sums are promoted; 0: never. kGated: half of A's rows come from each of two
+// matrices, both loaded from the tile's half of D's columns (gated_epilogue.h).
+template <class Base, class OwnMma, class OwnShape, bool kSlices, bool kSplits, int kPromotionK, bool kGated>
 struct CollectiveMainloop : Base {
   using typename Base::TensorStorage;
   using TileShape = OwnShape;
@@ -65,17 +66,30 @@ struct CollectiveMainloop : Base {
 
   struct Arguments : Base::Arguments {
     int32_t k, batch;  // extents of A and B in memory, not those of a slice
+    void const* up;    // the second A of a gated product
   };
   struct LastBox {
     typename Base::Params::TMA_B tma_load_last;
   };
   struct NoLastBox {};
-  struct Params : Base::Params, std::conditional_t<(kLastBoxColumns > 0), LastBox, NoLastBox> {};
+  struct GatedMaps {
+    cute::TmaDescriptor gate, up;
+  };
+  struct NoGatedMaps {};
+  struct Params : Base::Params,
+                  std::conditional_t<(kLastBoxColumns > 0), LastBox, NoLastBox>,
+                  std::conditional_t<kGated, GatedMaps, NoGatedMaps> {};
 
   template <class ProblemShape>
   static CUresult set_up(Params& params, ProblemShape const& shape, Arguments const& arguments) {
     auto const whole = cute::make_shape(cute::get<0>(shape), cute::get<1>(shape), arguments.k, arguments.batch);
     static_cast<typename Base::Params&>(params) = Base::to_underlying_arguments(whole, arguments, nullptr);
+    if constexpr (kGated) {
+      if (CUresult const result = encode_gated(params.gate, whole, arguments, arguments.ptr_A); result != CUDA_SUCCESS)
+        return result;
+      if (CUresult const result = encode_gated(params.up, whole, arguments, arguments.up); result != CUDA_SUCCESS)
+        return result;
+    }
     int64_t const columns = cute::get<1>(shape);
     auto const [along_n, along_k, batch_stride] = arguments.dB;
     if constexpr (kLastBoxColumns > 0) {
@@ -92,7 +106,13 @@ struct CollectiveMainloop : Base {
   }
 
   static CUTLASS_DEVICE void prefetch_tma_descriptors(Params const& params) {
-    Base::prefetch_tma_descriptors(params);
+    if constexpr (kGated) {
+      cute::prefetch_tma_descriptor(&params.gate);
+      cute::prefetch_tma_descriptor(&params.up);
+      cute::prefetch_tma_descriptor(params.tma_load_b.get_tma_descriptor());
+    } else {
+      Base::prefetch_tma_descriptors(params);
+    }
     if constexpr (kLastBoxColumns > 0) cute::prefetch_tma_descriptor(params.tma_load_last.get_tma_descriptor());
   }
 
@@ -140,7 +160,11 @@ struct CollectiveMainloop : Base {
       // Three TF32: along K, A is (small, large) and B (large, small); after these two products comes large x large.
       bool const again = kSplits && k_tile >= 2 * loads.part;
       int32_t const k_a = again ? k_tile - loads.part : k_tile, k_b = again ? k_tile - 2 * loads.part : k_tile;
-      copy(params.tma_load_a.with(barrier, to_row, hint_a), from_a(_, _, _, k_a), to_a(_, _, _, s));
+      if constexpr (kGated) {
+        load_gated(params, barrier, hint_a, tile, k_a * kTileK, storage.smem_A.data() + s * kTileM * kTileK);
+      } else {
+        copy(params.tma_load_a.with(barrier, to_row, hint_a), from_a(_, _, _, k_a), to_a(_, _, _, s));
+      }
       copy_b(params, barrier, to_column, hint_b, from_b(_, _, _, k_b), to_b(_, _, _, s));
       ++k_tile, ++stage;
     } while (--left > 0);
@@ -182,6 +206,47 @@ struct CollectiveMainloop : Base {
   static CUTLASS_DEVICE void release(EmptyBarrier const& empty) { release_stage<kClusterM, kClusterN>(empty); }
 
  private:
+  // A gated A in shared memory: rows of 128 bytes along M or along K, the gate's before the other's.
+  using ElementA = typename Base::InternalElementA;
+  static constexpr int kTileM = cute::size<0>(TileShape{}), kHalfM = kTileM / 2;
+  static constexpr bool kAIsMMajor = cute::is_static<cute::tuple_element_t<0, typename Base::StrideA>>::value;
+  static_assert(!kGated || (kHalfM == kRowBytes / sizeof(ElementA) && (kAIsMMajor || kTileK % kRowElements == 0)));
+
+  template <class ProblemShape>
+  static CUresult encode_gated(cute::TmaDescriptor& map, ProblemShape const& whole, Arguments const& arguments,
+                               void const* a) {
+    auto const [m, n, k, batch] = whole;
+    auto const [along_m, along_k, batch_stride] = arguments.dA;
+    if constexpr (kAIsMMajor) {
+      return encode_tensor_map<ElementA>(map, a, m, k, batch, along_k, batch_stride, kHalfM, kTileK, kRowBytes);
+    } else {
+      return encode_tensor_map<ElementA>(map, a, k, m, batch, along_m, batch_stride, kRowElements, kHalfM, kRowBytes);
+    }
+  }
+
+  template <class Tile, class Element>
+  static CUTLASS_DEVICE void load_gated(Params const& params, uint64_t& barrier, Loads::Hint hint, Tile const& tile,
+                                        int32_t k, Element* to) {
+    using namespace cute;
+    using Layout = typename Base::SmemLayoutA;
+    static_assert(Layout{}(Int<kHalfM>{}, _0{}, _0{}) == kHalfM * (kAIsMMajor ? kTileK : kRowElements) &&
+                  Layout{}(_0{}, _0{}, _1{}) == kTileM * kTileK);
+    int32_t const m = tile.m * kHalfM;
+    CUTLASS_PRAGMA_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      TmaDescriptor const* const map = half == 0 ? &params.gate : &params.up;
+      if constexpr (kAIsMMajor) {
+        SM90_TMA_LOAD_3D::copy(map, &barrier, static_cast<uint64_t>(hint), to + half * kHalfM * kTileK, m, k,
+                               tile.batch);
+      } else {
+        CUTLASS_PRAGMA_UNROLL
+        for (int at = 0; at < kTileK; at += kRowElements)
+          SM90_TMA_LOAD_3D::copy(map, &barrier, static_cast<uint64_t>(hint),
+                                 to + at * kTileM + half * kHalfM * kRowElements, k + at, m, tile.batch);
+      }
+    }
+  }
+
   struct MulticastMasks {
     uint32_t row, column;  // masks of the CTAs in this one's row (which share A) and column (which share B)
   };

@@ -182,7 +182,8 @@ struct GemmKernel {
   }
 
   // Whether there is separate code for a straight product. With more accumulators, or A in registers, it would spill.
-  static constexpr bool kHasStraightStore = kAccumulators < (Mainloop::kAFromRegisters ? 128 : 160);
+  static constexpr bool kHasStraightStore =
+      !Epilogue::kGated && kAccumulators < (Mainloop::kAFromRegisters ? 128 : 160);
 
   // The first wgmma of a tile ignores its accumulators, so declaring them as written saves zeroing them. With more than
   // kMostUnset of them ptxas would spill.
@@ -269,7 +270,7 @@ struct GemmKernel {
         if (end_store()) return;
       } else {
         // The common case is last, so that its code follows the main loop in line. Hence end_store() twice.
-        epilogue.store_converted(at, accumulators);
+        if constexpr (!Epilogue::kGated) epilogue.store_converted(at, accumulators);
         if (end_store()) return;
       }
       tile = scheduler.tile(tile.ordinal + kStep);

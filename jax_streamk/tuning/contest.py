@@ -48,7 +48,7 @@ def xla_ratio(made, memory, rounds):
 
 
 def ours(made):
-    """A ``Plan``'s product as a function of A, B, bias and residual. They and D are flat, as long as strides reach."""
+    """A ``Plan``'s product as a function of its operands. They and D are flat, as long as strides reach."""
     _, _, d, *_ = measure.spans(made.problem)
     workspace = jax.ShapeDtypeStruct((made.workspace_bytes,), np.uint8)
     results = jax.ShapeDtypeStruct((d,), measure.dtype_of(made.problem.type_d)), workspace
@@ -66,14 +66,22 @@ def xlas(made):
     both = of_a and of_b
     a, b = (*of_a, *((p.m, p.k) if row_a else (p.k, p.m))), (*of_b, *((p.k, p.n) if row_b else (p.n, p.k)))
     bias = (*batch, p.n) if p.batch > 1 and p.batch_stride_bias else (p.n,)
-    shapes = [a, b, *[bias] * p.has_bias, *[(*(both or of_a), p.m, *([] if both else of_b), p.n)] * p.has_residual]
+    bias_batch, contract_b = len(bias) - 1 if both else 0, len(of_b) + 1 - row_b
+    gate = None if not p.gated else "stacked" if p.up_offset else "pair"
+    if gate == "stacked":
+        # The matrices are one after the other, or line by line.
+        at = len(of_b) + (p.up_offset < p.ldb)
+        b, bias, contract_b = (*b[:at], 2, *b[at:]), (*bias[:-1], 2, p.n), contract_b + (at <= contract_b)
+    pairs = 1 + (gate == "pair")
+    shapes = [a, *[b] * pairs, *[bias] * (p.has_bias * pairs)]
+    shapes += [(*(both or of_a), p.m, *([] if both else of_b), p.n)] * p.has_residual
     activation = None if p.activation == _ffi.Activation.none else p.activation.name
     params = dict(
-        dimension_numbers=(((len(of_a) + row_a,), (len(of_b) + 1 - row_b,)), ((0,), (0,)) if both else ((), ())),
+        dimension_numbers=(((len(of_a) + row_a,), (contract_b,)), ((0,), (0,)) if both else ((), ())),
         precision=None,
         preferred_element_type=measure.dtype_of(p.type_d),
         out_sharding=None,
-        epilogue=Epilogue(activation, p.alpha, p.beta, p.has_bias, len(bias) - 1 if both else 0, p.has_residual),
+        epilogue=Epilogue(activation, p.alpha, p.beta, p.has_bias, bias_batch, p.has_residual, gate),
     )
     return lambda *operands: xlas_product(*(x.reshape(shape) for x, shape in zip(operands, shapes)), **params).reshape(
         -1

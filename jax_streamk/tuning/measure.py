@@ -140,7 +140,7 @@ def dtype_of(type_):
 
 
 def spans(problem):
-    """Elements from first to last of each of A, B, D, bias and residual; 0 if absent."""
+    """Elements from first to last of every operand, in the order of their roles; 0 if absent. D is the third."""
     return [elements for _, elements in problem.native().spans()]
 
 
