@@ -218,6 +218,7 @@ def test_bad_files_are_refused_by_line(text, message, tmp_path, monkeypatch, cap
         (["shapes.csv", "--set", "decode_llm"], "not allowed with argument"),
         (["shapes.csv", "--dtype", "int8"], "invalid choice: 'int8'"),
         (["shapes.csv", "--linear", "swish"], "invalid choice: 'swish'"),
+        (["shapes.csv", "--linear", "silu", "--gated", "silu"], "--linear and --gated are two kinds of layers"),
         (["shapes.csv", "--sample", "0"], "'0' is not a positive integer"),
         (["absent.csv"], "No such file or directory: 'absent.csv'"),
         (["shapes.csv", "--out", "absent/out.json"], "--out absent/out.json: cannot write it"),
@@ -472,6 +473,15 @@ def test_linear_layers_are_beside_xlas_expression_and_our_product(activation):
     assert list(row["sides"]) == [sides.XLA, sides.OURS, sides.OUR_MATMUL]
     assert row["sides"][sides.OURS]["max_difference"] < 0.02
     assert row["bytes"] == 2 * (16 * 64 + 64 * 32 + 32 + 16 * 32)
+
+
+@pytest.mark.parametrize("activation", ["none", "silu"])
+def test_gated_products_are_beside_xlas_expression_and_our_products(activation):
+    task, shape = sides.Task("bfloat16", activation=activation, gated=True), shapes.Shape(16, 32, 64, trans_b=True)
+    row = bench.measure(task, shape, {}, ["independent"], 1, gpu=False)
+    assert list(row["sides"]) == [sides.XLA, sides.OURS, sides.OUR_MATMUL]
+    assert row["sides"][sides.OURS]["max_difference"] < 0.02
+    assert row["bytes"] == 2 * (16 * 64 + 2 * 64 * 32 + 16 * 32) and row["flops"] == 4 * 16 * 32 * 64
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])

@@ -119,6 +119,20 @@ def test_tune_measures(tmp_path, monkeypatch, capsys):
     assert f"{duration(found.microseconds)} by" in capsys.readouterr().err
 
 
+def test_tune_measures_gated_products(tmp_path, monkeypatch, capsys):
+    """Where no kernel multiplies by both matrices, the product that runs twice."""
+    monkeypatch.setitem(measure.ROTATED_BYTES, device_of(None).platform, 1e5)
+    path = write(tmp_path / "one.csv", "40,24,64", header="m,n,k")
+    cache = tmp_path / "cache"
+    assert main(["tune", path, "--dtype", "float32", "--gated", "silu", "--cache", str(cache)]) == 0
+    (problem,) = Store(cache).plans(device_of(None))
+    assert (problem.m, problem.n, problem.k, problem.gated) == (40, 24, 64, False)
+    path = write(tmp_path / "batch.csv", "3,40,24,64", header="batch,m,n,k")
+    with pytest.raises(SystemExit):
+        main(["tune", path, "--gated", "silu", "--cache", str(cache)])
+    assert "--gated multiplies one row-major A" in capsys.readouterr().err
+
+
 def test_tune_tells_what_it_leaves_to_xla(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(measure.ROTATED_BYTES, device_of(None).platform, 1e5)
     ratios = iter([0.876, 1.2])

@@ -67,6 +67,12 @@ def add_arguments(parser):
         metavar="ACTIVATION",
         help=f"linear layers with a bias: {', '.join(activations)}",
     )
+    parser.add_argument(
+        "--gated",
+        choices=activations,
+        metavar="ACTIVATION",
+        help="gated products without biases, of two matrices of each shape's B, with one of these activations",
+    )
     kinds = "; ".join(map(": ".join, sides.MEASURES.items()))
     parser.add_argument(
         "--measure",
@@ -241,7 +247,11 @@ def _shapes(arguments):
     if arguments.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
     precision = None if arguments.precision == "default" else arguments.precision
-    task = sides.Task(arguments.dtype, precision, arguments.linear)
+    if arguments.linear and arguments.gated:
+        arguments.error("--linear and --gated are two kinds of layers")
+    if arguments.gated and any(shape.batch > 1 or shape.trans_a for shape in todo):
+        arguments.error("--gated multiplies one row-major A: shapes with a batch or trans_a are not for it")
+    task = sides.Task(arguments.dtype, precision, arguments.linear or arguments.gated, bool(arguments.gated))
     gpu = jax.default_backend() == "gpu"
     measures, notes = [name for name in sides.MEASURES if name in (arguments.measure or sides.MEASURES)], []
     link = sides.link_program()
@@ -255,13 +265,14 @@ def _shapes(arguments):
     if task.xla_precision != task.precision:
         notes.append(f"XLA's precision is {task.xla_precision.name}, as exact as ours")
     rounds = arguments.rounds or 2
-    settings = dict(format=results.FORMAT, task=dataclasses.asdict(task), measures=measures, rounds=rounds, notes=notes)
+    of_task = {name: x for name, x in dataclasses.asdict(task).items() if name != "gated" or x}
+    settings = dict(format=results.FORMAT, task=of_task, measures=measures, rounds=rounds, notes=notes)
     row = lambda shape: measure(task, shape, builders, measures, rounds, gpu)
     return _Work(todo, "shapes", settings, row, link, task.dtype)
 
 
 def _programs(arguments):
-    for name in ("column_major", "sample", "dtype", "precision", "linear", "measure", "no_peers"):
+    for name in ("column_major", "sample", "dtype", "precision", "linear", "gated", "measure", "no_peers"):
         if getattr(arguments, name) != arguments.default(name):
             arguments.error(f"--{name.replace('_', '-')} is of shapes: it changes nothing in --programs")
     try:
@@ -300,7 +311,7 @@ def measure(task, shape, peers, measures, rounds, gpu):
     count, in_program = calls_of(size, gpu)
     plan = task.plan(shape)
     row = dataclasses.asdict(shape) | dict(
-        bytes=size, flops=2 * shape.batch * shape.m * shape.n * shape.k, rotated_bytes=size * in_program,
+        bytes=size, flops=task.flops(shape), rotated_bytes=size * in_program,
         calls_in_program=in_program,
         plan=dict(
             kernel=plan.kernel, schedule=str(plan.schedule), raster=plan.raster, swizzle=plan.swizzle,

@@ -90,7 +90,8 @@ def _digest_of(device, found):
     products = {name: result for name, result in found.items() if not is_of_programs(result)}
     for name, result in products.items():
         of, task = summary(result)[OURS], result["task"]
-        linear = "" if task["activation"] is None else f", bias and {task['activation']}"
+        kind = "gated by" if task.get("gated") else "bias and"
+        linear = "" if task["activation"] is None else f", {kind} {task['activation']}"
         what = task["dtype"] + (f' at "{task["precision"]}"' if task["precision"] else "") + linear
         for each in result["measures"]:
             ratios = [row["sides"][OURS]["ratio"][each] for row in result["rows"] if "ratio" in row["sides"][OURS]]
@@ -129,7 +130,8 @@ def _head(result):
             "±; ratios are XLA's time over ours. Errors are those of the worst array beside a wider dtype's, in root "
             "mean square; copies, transposes and memory are those of the compiled program. Pairs are XLA's / ours.",
         ]
-    what = "products" if task["activation"] is None else f"linear layers, bias and {task['activation']}"
+    kind = "gated products," if task.get("gated") else "linear layers, bias and"
+    what = "products" if task["activation"] is None else f"{kind} {task['activation']}"
     measured = "; ".join(f"{each}: {MEASURES[each]}" for each in result["measures"])
     return [
         f"{task['dtype']} {what} beside XLA's default, {machine['device']}{driver}, {result['date'][:10]}",

@@ -36,18 +36,25 @@ class Task:
       dtype: the dtype of operands and result.
       precision: as in ``jax_streamk.matmul``.
       activation: a key of ``ACTIVATIONS`` or "none"; None for a plain product.
+      gated: whether it is a gated product with this activation and without biases, instead of a linear layer.
     """
 
     dtype: str
     precision: str | None = None
     activation: str | None = None
+    gated: bool = False
 
     @property
     def linear(self):
         return dict(activation=None if self.activation == "none" else self.activation)
 
     def operand_shapes(self, shape):
-        return [*shape.stored()] + [(shape.n,)] * (self.activation is not None)
+        a, b = shape.stored()
+        return [a, b, b] if self.gated else [a, b] + [(shape.n,)] * (self.activation is not None)
+
+    def flops(self, shape):
+        """Multiplications and additions of every product."""
+        return (4 if self.gated else 2) * shape.batch * shape.m * shape.n * shape.k
 
     def bytes(self, shape):
         """The bytes of operands and result."""
@@ -69,6 +76,9 @@ class Task:
     def plan(self, shape):
         """The ``Plan`` of our call, on the default device."""
         a, b = (jax.ShapeDtypeStruct(x, self.dtype) for x in shape.stored())
+        if self.gated:
+            b = jax.ShapeDtypeStruct((shape.k, shape.n), self.dtype)
+            return jax_streamk.plan(a, b, precision=self.precision, gate=True, **self.linear)
         epilogue = dict(self.linear, bias=True) if self.activation is not None else {}
         return jax_streamk.plan(a, b, shape.dimension_numbers(), precision=self.precision, **epilogue)
 
@@ -92,6 +102,23 @@ class Task:
         if self.activation is None:
             return {XLA: stored(jnp.matmul, self.xla_precision), OURS: stored(jax_streamk.matmul)}
         activation = ACTIVATIONS[self.linear["activation"]]
+        if self.gated:
+
+            def formula(matmul):
+                return lambda x, w, up, precision: (
+                    activation(matmul(x, w, precision=precision))
+                    * matmul(x, up.mT if shape.trans_b else up, precision=precision)
+                )
+
+            def ours(x, w, up, precision):
+                up = up.mT if shape.trans_b else up
+                return jax_streamk.gated_linear(x, w, up, precision=precision, **self.linear)
+
+            return {
+                XLA: stored(formula(jnp.matmul), self.xla_precision),
+                OURS: stored(ours),
+                OUR_MATMUL: stored(formula(jax_streamk.matmul)),
+            }
         return {
             XLA: stored(
                 lambda x, w, bias, precision: activation(jnp.matmul(x, w, precision=precision) + bias),

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jax_streamk import compat, lowering, schedules
 from jax_streamk.device import device_of
+from jax_streamk.epilogue import ACTIVATIONS, Epilogue
 from jax_streamk.problem import GemmProblem
 from jax_streamk.text import duration
 from jax_streamk.tools import shapes
@@ -27,6 +28,13 @@ def add_arguments(parser):
     shapes.add_arguments(parser)
     parser.add_argument("--dtype", action="append", type=dtype, help="of operands (bfloat16); may be repeated")
     parser.add_argument("--out-dtype", type=dtype, help="of results (JAX's choice)")
+    activations = ["none", *filter(None, ACTIVATIONS)]
+    parser.add_argument(
+        "--gated",
+        choices=activations,
+        metavar="ACTIVATION",
+        help=f"gated products of two matrices of each shape's B, in one kernel or apart: {', '.join(activations)}",
+    )
     parser.add_argument(
         "--cache", metavar="DIR", help="where plans are stored (the user's cache folder, which programs read)"
     )
@@ -46,9 +54,14 @@ def run(arguments):
         store = tuned.store_of(arguments.cache)
     except (OSError, ValueError) as error:
         arguments.error(str(error))
+    epilogue = Epilogue()
+    if arguments.gated:
+        if any(shape.batch > 1 or shape.trans_a for shape in wanted):
+            arguments.error("--gated multiplies one row-major A: shapes with a batch or trans_a are not for it")
+        epilogue = Epilogue(None if arguments.gated == "none" else arguments.gated, gate="pair")
     try:
         device = device_of(None)
-        problems, left = _plan(wanted, arguments.dtype or [dtype("bfloat16")], arguments.out_dtype, device)
+        problems, left = _plan(wanted, arguments.dtype or [dtype("bfloat16")], arguments.out_dtype, device, epilogue)
     except (OSError, ValueError, RuntimeError) as error:
         raise SystemExit(f"tune: {error}") from None
     try:
@@ -112,7 +125,7 @@ def dtype(text):
         raise ValueError(text) from None  # which argparse reports
 
 
-def _plan(wanted, dtypes, out_dtype, device):
+def _plan(wanted, dtypes, out_dtype, device, epilogue):
     """The product of each problem that a kernel runs, and for the other products why they are left to XLA."""
     lowering.check_build(device.platform)
     problems: dict[GemmProblem, str] = {}
@@ -128,6 +141,7 @@ def _plan(wanted, dtypes, out_dtype, device):
                 **params,
                 schedule=schedules.Auto(),
                 device=device,
+                epilogue=epilogue,
             )
             if made.kernel is None:
                 left[product] = made.reasons[0]
