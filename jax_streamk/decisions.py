@@ -35,6 +35,9 @@ def decide(eqn: Any, program: Program, schedule: Any, where: Any, device: Device
         return Decision(False, f"it is under compute_on({eqn.ctx.compute_type!r})", None)
     try:
         made = planned(eqn, device, schedule=schedule)
+        permutation = _transposed(eqn.outvars[0], program)
+        if made.kernel is None and permutation is not None:
+            made = planned(eqn, device, schedule=schedule, permutation=permutation)
     except ValueError as error:
         return Decision(False, str(error), None)
     if made.problem is None or made.kernel is None:
@@ -80,6 +83,13 @@ def merged_by_xla(eqn: Any, program: Program) -> str | None:
         name = program.eqns[user].primitive.name
         return f"the result is larger than all else: XLA's GEMM fusion merges {name} with the product"
     return None
+
+
+def _transposed(x: Any, program: Program) -> tuple[int, ...] | None:
+    """The permutation of the transpose that alone uses a value."""
+    user = program.user(x)
+    eqn = None if user is None else program.eqns[user]
+    return eqn.params["permutation"] if eqn is not None and eqn.primitive.name == "transpose" else None
 
 
 def _rows(eqn: Any, side: int) -> int:

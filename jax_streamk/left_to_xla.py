@@ -43,7 +43,8 @@ def too_small(problem, device):
         return f"with n = {n}, tiles are mostly empty"
     if problem.math == _ffi.Math.tf32 and batch * m * n * k <= 64**3:
         return f"a product of {m} x {n} x {k} takes no longer than its launch, and XLA may use full float32"
-    if batch > 1 and (m == n == 1 or m * n * k <= (32768 if on_cpu else 64**3)):
+    # The matrices of a nested batch XLA would copy first.
+    if batch > 1 and problem.inner_batch == 1 and (m == n == 1 or m * n * k <= (32768 if on_cpu else 64**3)):
         return f"each of {batch} products of {m} x {n} x {k} is too small for a kernel"
     if on_cpu and m * n * k <= 4096:
         return f"a product of {m} x {n} x {k} is too small for a kernel"

@@ -14,6 +14,8 @@ from jax_streamk.machines import machine_of
 from jax_streamk.primitive import dot_general_p, fused_p, linear_apart, linear_p, xlas_product
 from jax_streamk.tuning import tune, tuned
 
+# Only skinny kernels take a nested batch. Up to here their tiles have all rows, and read B once.
+_ROWS_OF_NESTED = 32
 _WITHOUT_CUDA = f"when it was built, {_ffi.without_cuda}"
 
 
@@ -43,14 +45,25 @@ def plan(
         )  # fmt: skip
         return _plan_gated(lhs, rhs, epilogue, **params)
     schedule = schedules.of_forward(schedule)
+    arrange = functools.partial(
+        problem.arrange, lhs, rhs, dimension_numbers, precision, preferred_element_type, device.platform, epilogue,
+        permutation,
+    )  # fmt: skip
     try:
-        arrangement = problem.arrange(
-            lhs, rhs, dimension_numbers, precision, preferred_element_type, device.platform, epilogue, permutation
-        )
+        arrangement = arrange()
     except problem.Unsupported as why:
         _refuse_schedule(schedule, " this product", why)
         return planner.Plan(None, device, None, None, reasons=(f"falls back to XLA: {why}",)), None
     made = planner.make_plan(arrangement.problem, schedule, device)
+    if device.platform == "cuda" and arrangement.transposes:
+        nested = arrange(nests=True)
+        if nested.problem.inner_batch > 1 and nested.problem.m <= _ROWS_OF_NESTED:
+            try:
+                instead = planner.make_plan(nested.problem, schedule, device)
+            except ValueError:  # of an explicit schedule
+                instead = made
+            if instead.kernel is not None and instead is not made:
+                return instead.with_reasons(nested.copies(lhs, rhs)), nested
     return made if made.kernel is None else made.with_reasons(arrangement.copies(lhs, rhs)), arrangement
 
 

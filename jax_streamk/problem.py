@@ -53,7 +53,8 @@ class GemmProblem(ByBits, _Fields):
     If gated, ``activation(A[l] @ B[l] + bias[l]) * (A[l] @ second B[l] + second bias[l])``.
 
     Its fields, listed in cutlass_kernels/core/gemm_fields.h: extents, types, majorness, and strides in elements (0
-    broadcasts an operand). The bias has n contiguous elements of D's type per batch; the residual has D's type and
+    broadcasts an operand). A batch may be nested: l is at ``l // inner_batch * batch_stride + l % inner_batch *
+    inner_stride``. The bias has n contiguous elements of D's type per batch; the residual has D's type and
     layout.
     """
 
@@ -89,6 +90,8 @@ class GemmProblem(ByBits, _Fields):
         if self.math != _ffi.Math.native:
             types += f" ({_name(self.math)})"
         batch = f"{self.batch} x " if self.batch > 1 else ""
+        if self.inner_batch > 1:
+            batch = f"{self.batch // self.inner_batch} x {self.inner_batch} x "
         epilogue = f", D = {self.epilogue}" if self.epilogue else ""
         majors = f"A {_name(self.major_a)}, B {_name(self.major_b)}"
         return f"{batch}[{self.m}, {self.k}] @ [{self.k}, {self.n}], {types}, {majors}{epilogue}"
@@ -115,6 +118,11 @@ class Arrangement:
     permute_rhs: tuple[int, ...] | None = None
     permute_result: tuple[int, ...] | None = None
     swapped: bool = False
+
+    @property
+    def transposes(self):
+        """Whether an operand or D is copied for its order of dimensions."""
+        return any((self.permute_lhs, self.permute_rhs, self.permute_result))
 
     def prepared(self, lhs, rhs):
         """The types of the operands as the kernel expects them."""
@@ -152,8 +160,9 @@ class Arrangement:
 
 
 def arrange(
-    lhs, rhs, dimension_numbers, precision, preferred_element_type, platform, epilogue=Epilogue(), permutation=None
-):
+    lhs, rhs, dimension_numbers, precision, preferred_element_type, platform, epilogue=Epilogue(), permutation=None,
+    nests=False,
+):  # fmt: skip
     """Arranges ``lax.dot_general``, its epilogue and a transpose of the result as one strided GEMM.
 
     Args:
@@ -164,6 +173,7 @@ def arrange(
       platform: "cpu" or "cuda", which decides the arithmetic of float32 products.
       epilogue: the epilogue of the product.
       permutation: transposes the result, or None. Must be None with an epilogue.
+      nests: whether the batch may be nested, where that saves copies.
 
     Raises:
       Unsupported: no kernel family supports the types or precision, or a shape is symbolic or beyond 64 bits; or, with
@@ -172,13 +182,13 @@ def arrange(
     sides = (tuple(map(tuple, pair)) for pair in dimension_numbers)
     return _arranged(
         (lhs.shape, lhs.dtype), (rhs.shape, rhs.dtype), tuple(sides), precision, preferred_element_type, platform,
-        epilogue, permutation,
+        epilogue, permutation, nests,
     )  # fmt: skip
 
 
 # Models repeat their layers, and accelerate asks about each product more than once.
 @functools.lru_cache(maxsize=4096)
-def _arranged(lhs, rhs, dimension_numbers, precision, preferred_element_type, platform, epilogue, permutation):
+def _arranged(lhs, rhs, dimension_numbers, precision, preferred_element_type, platform, epilogue, permutation, nests):
     lhs, rhs = (jax.ShapeDtypeStruct(*x) for x in (lhs, rhs))
     dtype, type_d, math_ = _types(lhs.dtype, rhs.dtype, preferred_element_type, precision, platform)
     if not all(isinstance(size, (int, np.integer)) for size in (*lhs.shape, *rhs.shape)):
@@ -213,12 +223,6 @@ def _arranged(lhs, rhs, dimension_numbers, precision, preferred_element_type, pl
         borrowed.borrow_batch()
     if epilogue.gate and not all(x.is_strided() and x.has_unit_stride() for x in (a, b)):
         raise Unsupported("an operand of several dimensions has no single stride for each of its roles")
-    permute_lhs, permute_rhs = a.permute_unless_strided(), b.permute_unless_strided()
-
-    m, n, k = math.prod(a.sizes(a.free)), math.prod(b.sizes(b.free)), math.prod(a.sizes(a.contract))
-    batch = math.prod((borrowed or a).sizes((borrowed or a).batch))
-    major_a, lda = a.major_and_leading(rows=a.free, columns=a.contract)
-    major_b, ldb = b.major_and_leading(rows=b.contract, columns=b.free)
     # The product's dimensions are batch, lhs free, rhs free: a batch borrowed from the rhs lies between m and n.
     sizes = a.sizes(a.batch), a.sizes(a.free), b.sizes(b.batch[len(rhs_batch) :]), b.sizes(b.free)
     places = itertools.count()
@@ -231,13 +235,26 @@ def _arranged(lhs, rhs, dimension_numbers, precision, preferred_element_type, pl
         exchanged = (*dims[:first], *dims[last:], *dims[first:last])
         turned = arrange(
             rhs, lhs, [sides[::-1] for sides in dimension_numbers], precision, preferred_element_type, platform,
-            epilogue, tuple(map(exchanged.index, permutation or dims)),
+            epilogue, tuple(map(exchanged.index, permutation or dims)), nests,
         )  # fmt: skip
         return dataclasses.replace(turned, permute_lhs=turned.permute_rhs, permute_rhs=turned.permute_lhs, swapped=True)
-    if not d.is_strided() or d.stride(columns) > 1:
+    cut = _nesting(a, b, d) if nests and borrowed is None and not epilogue.gate else None
+    permute_lhs = permute_rhs = None
+    if cut is None:
+        permute_lhs, permute_rhs = a.permute_unless_strided(), b.permute_unless_strided()
+    m, n, k = math.prod(a.sizes(a.free)), math.prod(b.sizes(b.free)), math.prod(a.sizes(a.contract))
+    batch = math.prod((borrowed or a).sizes((borrowed or a).batch))
+    major_a, lda = a.major_and_leading(rows=a.free, columns=a.contract)
+    major_b, ldb = b.major_and_leading(rows=b.contract, columns=b.free)
+    if cut is None and (not d.is_strided() or d.stride(columns) > 1):
         d = _Operand(d.shape, d.batch, columns)
     else:
         permutation = None
+    nested = {}
+    if cut is not None:
+        nested = {f"inner_stride_{name}": x.stride(x.batch[cut:]) for name, x in (("a", a), ("b", b), ("d", d))}
+        nested["inner_batch"] = math.prod(a.sizes(a.batch[cut:]))
+        a.batch, b.batch, d.batch = a.batch[:cut], b.batch[:cut], d.batch[:cut]
     problem = GemmProblem(
         batch=batch,
         m=m,
@@ -265,10 +282,22 @@ def _arranged(lhs, rhs, dimension_numbers, precision, preferred_element_type, pl
         else 0,
         gated=epilogue.gate is not None,
         up_offset=0 if stacked is None else b.strides[stacked],
+        **nested,
     )
     if max(value for value in problem.attributes().values() if isinstance(value, int)) >= 2**63:
         raise Unsupported(f"shapes {lhs.shape} and {rhs.shape} have more elements than 64 bits can count")
     return Arrangement(problem, dtype, permute_lhs, permute_rhs, permutation)
+
+
+def _nesting(*operands):
+    """Where to divide the batch of all operands in two, each with a single stride; None if it is one, or cannot be."""
+    if all(x.is_strided() for x in operands):
+        return None
+    for cut in range(1, len(operands[0].batch)):
+        parts = ([x.batch[:cut], x.batch[cut:], x.free, x.contract] for x in operands)
+        if all(x.has_unit_stride() and all(map(x.collapses, roles)) for x, roles in zip(operands, parts)):
+            return cut
+    return None
 
 
 def _extents(lhs_shape, lhs_contract, lhs_batch, rhs_shape, rhs_contract, rhs_batch):

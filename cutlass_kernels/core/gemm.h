@@ -65,12 +65,13 @@ inline constexpr Role kRoles[] = {
 char const* name_of(Role role);  // as messages name it
 
 // How an operand lies in memory. Strides are in elements; a batch stride of 0 broadcasts it. The leading dimension is
-// the stride of the index that is not contiguous.
+// the stride of the index that is not contiguous. In a nested batch (GemmProblem), batch_stride is that of the outer
+// one.
 struct Layout {
   Format format;
   Major major = Major::kRow;
   int64_t ld = 0;
-  int64_t batch_stride = 0;
+  int64_t batch_stride = 0, inner_stride = 0;
 };
 
 // An operand with its extents, which follow from its role and the problem's extents.
@@ -104,8 +105,12 @@ struct EpilogueOps {
 };
 
 // D[l] = epilogue(A[l] @ B[l]) for l in [0, batch). D is always kRow.
+//
+// The batch may be nested: l is at l / inner_batch * batch_stride + l % inner_batch * inner_stride, as the heads of
+// texts are in a cache of (text, position, head, size).
 struct GemmProblem {
   int64_t batch = 1, m = 0, n = 0, k = 0;
+  int64_t inner_batch = 1;
   Layout a, b, d;
   Math math = Math::kNative;
   EpilogueOps epilogue;
@@ -141,7 +146,8 @@ struct GemmProblem {
                         : role == Role::kB     ? static_cast<double>(epilogue.up_offset)
                         : role == Role::kBias  ? static_cast<double>(n)
                                                : 0;
-    return static_cast<double>(batch - 1) * x.batch_stride + static_cast<double>(x.lines() - 1) * x.ld +
+    double const outer = batch / inner_batch - 1, inner = inner_batch - 1;
+    return outer * x.batch_stride + inner * x.inner_stride + static_cast<double>(x.lines() - 1) * x.ld +
            x.contiguous() + more;
   }
 };

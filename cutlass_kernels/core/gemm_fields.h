@@ -41,7 +41,11 @@
   OPTIONAL(beta, epilogue.beta)                           \
   OPTIONAL(batch_stride_bias, epilogue.batch_stride_bias) \
   OPTIONAL(gated, epilogue.gated)                         \
-  OPTIONAL(up_offset, epilogue.up_offset)
+  OPTIONAL(up_offset, epilogue.up_offset)                 \
+  OPTIONAL(inner_batch, inner_batch)                      \
+  OPTIONAL(inner_stride_a, a.inner_stride)                \
+  OPTIONAL(inner_stride_b, b.inner_stride)                \
+  OPTIONAL(inner_stride_d, d.inner_stride)
 
 // Schedule
 #define JAX_STREAMK_SCHEDULE_FIELDS(REQUIRED, OPTIONAL) \

@@ -128,6 +128,7 @@ Status check_or(Refuse refuse, Kernel const& kernel, GemmProblem const& p, Sched
   if (p.batch < 1 || p.m < 1 || p.n < 1 || p.k < 1) return refuse("every extent must be at least 1");
   int64_t const limit = INT32_MAX;
   if (p.batch > limit || p.m > limit || p.n > limit || p.k > limit) return refuse("every extent must be below 2^31");
+  if (p.inner_batch < 1 || p.batch % p.inner_batch != 0) return refuse("inner_batch must divide batch");
   bool const separate = info.family != Family::kHost && s.kind == ScheduleKind::kSplitK && s.splits > 1 &&
                         s.reduction == Reduction::kSeparate;
   Repack const repack = repack_of(info, p);
@@ -137,6 +138,8 @@ Status check_or(Refuse refuse, Kernel const& kernel, GemmProblem const& p, Sched
       !reduces_to_d)
     return refuse("it multiplies ", name_of(info.a.format.type), " by ", name_of(info.b.format.type), " into ",
                   name_of(info.d.format.type), " (", name_of(info.math), ")");
+  if (p.inner_batch > 1 && (info.family != Family::kSkinny || separate))
+    return refuse("matrices of its batch are one stride apart");
   if (p.epilogue.gated != info.gated)
     return refuse(info.gated ? "it multiplies by two matrices at once" : "it multiplies by one matrix only");
   if (p.epilogue.gated && (p.epilogue.has_residual || p.epilogue.alpha != 1 || p.epilogue.up_offset < 0))

@@ -8,7 +8,7 @@ bool is_aligned(int64_t align, bool tma, Operand const& x, int64_t batch) {
   if (tma && std::max(x.ld, x.batch_stride) >= int64_t{1} << 38)
     return false;  // a tensor map's strides are below 2^40 bytes
   return x.contiguous() % align == 0 && ((x.lines() <= 1 && !tma) || x.ld % align == 0) &&
-         ((batch <= 1 && !tma) || x.batch_stride % align == 0);
+         ((batch <= 1 && !tma) || (x.batch_stride | x.inner_stride) % align == 0);
 }
 
 bool has_misaligned_d(GemmProblem const& p) {

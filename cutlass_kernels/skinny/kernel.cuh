@@ -27,13 +27,13 @@ namespace jax_streamk::skinny {
 
 // Stores D = epilogue(x) for two neighbours.
 template <class T, class D>
-__device__ inline void store(Params<T, D> const& p, int32_t batch, int32_t row, int32_t column,
+__device__ inline void store(Params<T, D> const& p, BatchIndex const& batch, int32_t row, int32_t column,
                              Accumulator<T> (&x)[2]) {
   struct alignas(2 * sizeof(D)) Neighbours {
     D x[2];
   };
   auto const& epilogue = p.epilogue;
-  int64_t const offset = batch * epilogue.batch_stride_d + row * epilogue.ldd + column;
+  int64_t const offset = batch.offset(epilogue.batch_stride_d, p.inner_stride_d) + row * epilogue.ldd + column;
   bool const both = column + 1 < p.n;
   if (!epilogue.plain) {
     auto const add = [&](Accumulator<T> factor, D const* from) {
@@ -48,7 +48,7 @@ __device__ inline void store(Params<T, D> const& p, int32_t batch, int32_t row, 
       x[1] += factor * static_cast<Accumulator<T>>(values.x[1]);
     };
     x[0] *= epilogue.alpha, x[1] *= epilogue.alpha;
-    if (epilogue.bias != nullptr) add(1, epilogue.bias + batch * epilogue.batch_stride_bias + column);
+    if (epilogue.bias != nullptr) add(1, epilogue.bias + batch.index * epilogue.batch_stride_bias + column);
     if (epilogue.residual != nullptr) add(epilogue.beta, epilogue.residual + offset);
     activate(epilogue.activation, x, 2);
   }
@@ -63,7 +63,7 @@ __device__ inline void store(Params<T, D> const& p, int32_t batch, int32_t row, 
 
 // Stores D = activation(x + bias) * (up + second bias) for two neighbours.
 template <class T, class D>
-__device__ inline void store_gated(GatedParams<T, D> const& p, int32_t batch, int32_t row, int32_t column,
+__device__ inline void store_gated(GatedParams<T, D> const& p, BatchIndex const& batch, int32_t row, int32_t column,
                                    Accumulator<T> (&x)[2], Accumulator<T> (&up)[2]) {
   auto const& epilogue = p.epilogue;
   bool const both = column + 1 < p.n;
@@ -72,11 +72,11 @@ __device__ inline void store_gated(GatedParams<T, D> const& p, int32_t batch, in
     if (both) to[1] += static_cast<Accumulator<T>>(from[1]);
   };
   if (epilogue.bias != nullptr) {
-    int64_t const at = batch * epilogue.batch_stride_bias + column;
+    int64_t const at = batch.index * epilogue.batch_stride_bias + column;
     add(x, epilogue.bias + at), add(up, p.up_bias + at);
   }
   activate(epilogue.activation, x, 2);
-  D* const to = p.d + batch * epilogue.batch_stride_d + row * epilogue.ldd + column;
+  D* const to = p.d + batch.offset(epilogue.batch_stride_d, p.inner_stride_d) + row * epilogue.ldd + column;
   to[0] = static_cast<D>(x[0] * up[0]);
   if (both) to[1] = static_cast<D>(x[1] * up[1]);
 }
@@ -95,25 +95,27 @@ __global__ __launch_bounds__(kThreads, kCtasPerSm<kBlocks, kShifted>) void skinn
   int32_t const tile = p.splits > 1 ? quotient(blockIdx.x, p.splits) : blockIdx.x, rank = blockIdx.x - tile * p.splits;
   TileOrder::Coordinate const at = p.order.coordinate(tile);
   int const along_n = warp / kWarpsAlongK, along_k = warp % kWarpsAlongK;  // the position of this warp
-  int32_t batch = at.batch, run = rank;
+  int32_t index = at.batch, run = rank;
   if constexpr (std::is_same_v<D, Accumulator<T>>) {
-    int32_t const slice = p.by_batch.divide(batch);
-    batch -= slice * p.batch;
+    int32_t const slice = p.by_batch.divide(index);
+    index -= slice * p.batch;
     run += slice;  // runs are either splits or slices
   }
+  BatchIndex const batch(p, index);
   int32_t const begin = p.runs.begin(run) * kTileK + along_k * kChunk, end = min(p.runs.begin(run + 1) * kTileK, p.k);
   static_assert(!kGated || (kWarpsAlongK == kWarps && kShifted == 0));
   int32_t const m0 = at.m * kRows * kBlocks,
                 n0 = kGated ? at.n * (kColumns / 2) : (at.n * (kWarps / kWarpsAlongK) + along_n) * kWide * kColumns;
 #ifdef JAX_STREAMK_RECORD
-  if (threadIdx.x == 0) record_work(at.m, at.n, batch, begin / kTileK, (end + kTileK - 1) / kTileK);
+  if (threadIdx.x == 0) record_work(at.m, at.n, index, begin / kTileK, (end + kTileK - 1) / kTileK);
 #endif
 
   using AlignedLoader = Loader<T, D, kMajorB, kBlocks, kWarpsAlongK, kGated>;
   using Loader = std::conditional_t<kShifted != 0, ShiftedLoader<T, D, kBlocks, kWarpsAlongK, kShifted>, AlignedLoader>;
   Loader loader(p, batch, m0, n0, begin, end);
   uint32_t const row_bytes = static_cast<uint32_t>(p.ldb * sizeof(T));
-  uint32_t const offset = offset_in_vector(p.b + batch * p.batch_stride_b) + kThreadK * t * row_bytes;
+  uint32_t const offset =
+      offset_in_vector(p.b + batch.offset(p.batch_stride_b, p.inner_stride_b)) + kThreadK * t * row_bytes;
   auto& own = shared.warps[warp];
 #pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage) loader.next(own.queue[stage]);
@@ -122,15 +124,18 @@ __global__ __launch_bounds__(kThreads, kCtasPerSm<kBlocks, kShifted>) void skinn
   constexpr int kPairs = kRows * kBlocks * kWide / kWarpsAlongK;
   auto const row_of = [&](int pair) { return m0 + along_k + pair / kWide * kWarpsAlongK; };
   auto const column_of = [&](int pair) { return n0 + pair % kWide * kColumns + 2 * lane; };
+  // Partials of slices are a batch of their own.
+  BatchIndex const stored = std::is_same_v<D, Accumulator<T>> ? BatchIndex(p, at.batch) : batch;
   if (!kGated && rank == 0 && !p.epilogue.plain) {
     auto const& epilogue = p.epilogue;
     for (int i = 0; i < kPairs && row_of(i) < p.m; ++i) {
       int32_t const row = row_of(i), column = column_of(i);
       if (column >= p.n) continue;
       if (epilogue.bias != nullptr && i < kWide)
-        prefetch_to_l2(epilogue.bias + at.batch * epilogue.batch_stride_bias + column);
+        prefetch_to_l2(epilogue.bias + stored.index * epilogue.batch_stride_bias + column);
       if (epilogue.residual != nullptr)
-        prefetch_to_l2(epilogue.residual + at.batch * epilogue.batch_stride_d + row * epilogue.ldd + column);
+        prefetch_to_l2(epilogue.residual + stored.offset(epilogue.batch_stride_d, p.inner_stride_d) +
+                       row * epilogue.ldd + column);
     }
   }
 
@@ -259,10 +264,10 @@ __global__ __launch_bounds__(kThreads, kCtasPerSm<kBlocks, kShifted>) void skinn
     if constexpr (kGated) {
       // The second product of a lane's columns is half a warp further on.
       Accumulator<T> up[2] = {__shfl_down_sync(~0u, x[0], 16), __shfl_down_sync(~0u, x[1], 16)};
-      if (lane < 16 && row < p.m && column < p.n) store_gated(p, at.batch, row, column, x, up);
+      if (lane < 16 && row < p.m && column < p.n) store_gated(p, stored, row, column, x, up);
       continue;
     }
-    if (row < p.m && column < p.n) store(p, at.batch, row, column, x);
+    if (row < p.m && column < p.n) store(p, stored, row, column, x);
   }
   if (p.splits > 1) cluster_wait();
 }
@@ -332,6 +337,10 @@ class SkinnyKernel final : public CudaKernel {
     params.d = static_cast<D*>(buffers.d);
     params.lda = p.a.ld, params.ldb = p.b.ld;
     params.batch_stride_a = p.a.batch_stride, params.batch_stride_b = p.b.batch_stride;
+    params.inner_stride_a = p.a.inner_stride, params.inner_stride_b = p.b.inner_stride;
+    params.inner_stride_d = p.d.inner_stride;
+    params.inner_batch = static_cast<int32_t>(p.inner_batch);
+    params.by_inner_batch = Divisor(params.inner_batch);
     params.m = static_cast<int32_t>(p.m), params.n = static_cast<int32_t>(p.n), params.k = static_cast<int32_t>(p.k);
     params.splits = work.splits;
     params.batch = static_cast<int32_t>(p.batch);
@@ -339,7 +348,7 @@ class SkinnyKernel final : public CudaKernel {
     params.runs = slices.count > 1 ? EvenRuns{work.k_tiles, 0} : EvenRuns::of(work.k_tiles, work.splits);
     params.order = tile_order(p, policy);
     params.evict_first_b = policy.evict_first_b;
-    params.pairs = (p.n | p.d.ld | p.d.batch_stride | p.epilogue.batch_stride_bias) % 2 == 0 &&
+    params.pairs = (p.n | p.d.ld | p.d.batch_stride | p.d.inner_stride | p.epilogue.batch_stride_bias) % 2 == 0 &&
                    reinterpret_cast<uintptr_t>(buffers.d) % (2 * sizeof(D)) == 0;
     params.epilogue = EpilogueParams<Accumulator<T>, D>(p, buffers);
     if constexpr (kGated) {

@@ -13,11 +13,13 @@ struct Params {
   T const* a;
   T const* b;
   D* d;
-  int64_t lda, ldb, batch_stride_a, batch_stride_b;
+  int64_t lda, ldb, batch_stride_a, batch_stride_b, inner_stride_a, inner_stride_b, inner_stride_d;
   int32_t m, n, k, splits;
   int32_t batch;
   Divisor by_batch;  // the grid's batch index is slice * batch + batch index
-  EvenRuns runs;     // of k-tiles, one per split or slice
+  int32_t inner_batch;
+  Divisor by_inner_batch;
+  EvenRuns runs;  // of k-tiles, one per split or slice
   TileOrder order;
   bool evict_first_b;
   bool pairs;  // whether two neighbours in D, bias and residual are one aligned access
@@ -32,6 +34,18 @@ struct GatedParams : Params<T, D> {
 template <class T, class D, bool kGated>
 using ParamsOf = std::conditional_t<kGated, GatedParams<T, D>, Params<T, D>>;
 
+// A batch index, and both of a nested one.
+struct BatchIndex {
+  int32_t index, outer, inner;
+
+  template <class T, class D>
+  __device__ BatchIndex(Params<T, D> const& p, int32_t index)
+      : index(index), outer(p.by_inner_batch.divide(index)), inner(index - outer * p.inner_batch) {}
+  __device__ int64_t offset(int64_t stride, int64_t inner_stride) const {
+    return outer * stride + inner * inner_stride;
+  }
+};
+
 template <class T>
 __device__ inline uint32_t offset_in_vector(T const* p) {
   return reinterpret_cast<uintptr_t>(p) % 16;
@@ -44,7 +58,8 @@ class Loader {
 
  public:
   // Starts at the tile at (m0, n0) of D, and loads from k to `end`.
-  __device__ Loader(ParamsOf<T, D, kGated> const& p, int32_t batch, int32_t m0, int32_t n0, int32_t k, int32_t end)
+  __device__ Loader(ParamsOf<T, D, kGated> const& p, BatchIndex const& batch, int32_t m0, int32_t n0, int32_t k,
+                    int32_t end)
       : p_(p) {
     int const lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     constexpr bool kByRows = kMajorB == Major::kRow;
@@ -58,10 +73,10 @@ class Loader {
     left_a_ = end - k - kVector<T> * t;
     left_b_ = end - k - kVector<T> * t_b;
     slot_ = kByRows ? slot(g_b, t_b) : lane;
-    a_ = p.a + batch * p.batch_stride_a + row * p.lda + k_a;
+    a_ = p.a + batch.offset(p.batch_stride_a, p.inner_stride_a) + row * p.lda + k_a;
     T const* b = p.b;
     if constexpr (kGated) b = g_b < 4 ? p.b : p.up;
-    b_ = b + batch * p.batch_stride_b + (kByRows ? k_b * p.ldb + column : column * p.ldb + k_b);
+    b_ = b + batch.offset(p.batch_stride_b, p.inner_stride_b) + (kByRows ? k_b * p.ldb + column : column * p.ldb + k_b);
   }
 
   __device__ void next(Chunk<kBlocks, 0>& to) {
@@ -113,14 +128,15 @@ class Loader {
 template <class T, class D, int kBlocks, int kWarpsAlongK, int kShifted>
 class ShiftedLoader {
  public:
-  __device__ ShiftedLoader(Params<T, D> const& p, int32_t batch, int32_t m0, int32_t n0, int32_t k, int32_t end)
+  __device__ ShiftedLoader(Params<T, D> const& p, BatchIndex const& batch, int32_t m0, int32_t n0, int32_t k,
+                           int32_t end)
       : p_(p) {
     int const lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     rows_ = p.m - m0 - g;
     bytes_ = min(p.n - n0, kShifted * kColumns) * static_cast<int>(sizeof(T));
     left_ = end - k;
-    a_ = p.a + batch * p.batch_stride_a + int64_t{m0 + g} * p.lda + k + kThreadK * t;
-    T const* const b = p.b + batch * p.batch_stride_b + int64_t{k} * p.ldb + n0;
+    a_ = p.a + batch.offset(p.batch_stride_a, p.inner_stride_a) + int64_t{m0 + g} * p.lda + k + kThreadK * t;
+    T const* const b = p.b + batch.offset(p.batch_stride_b, p.inner_stride_b) + int64_t{k} * p.ldb + n0;
     b_ = b + lane / kLanesPerRow * p.ldb;
     last_ = b + lane * p.ldb;
   }
