@@ -138,8 +138,7 @@ ffi::DataType data_type(Type type) {
 // Whether a buffer has the format's type and reaches to the last element that the strides reach.
 bool holds(ffi::AnyBuffer buffer, GemmProblem const& p, Role role) {
   Operand const x = p.operand(role);
-  if (buffer.element_type() != data_type(x.format.type) || x.batch_stride < 0 || x.inner_stride < 0 ||
-      x.ld < 0 || p.inner_batch < 1)
+  if (buffer.element_type() != data_type(x.format.type) || x.batch_stride < 0 || x.inner_stride < 0 || x.ld < 0)
     return false;
   return p.epilogue.up_offset >= 0 && p.span(role) <= static_cast<double>(buffer.element_count());
 }

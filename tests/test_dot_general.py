@@ -373,3 +373,20 @@ def test_a_batch_is_broadcast_without_a_copy():
     # The mapped dimension lies between the others in the result.
     assert copies(jax.vmap(jax_streamk.matmul, (None, 0), out_axes=1), a[0], normal((5, 40, 24))) == 0
     assert copies(jax.vmap(jax_streamk.matmul, (0, None)), a, b) == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "texts, places, heads, group, size", [(3, 200, 2, 4, 64), (2, 136, 3, 1, 40), (1, 77, 4, 8, 128)]
+)
+def test_heads_of_a_cache(dtype, texts, places, heads, group, size):
+    """Attention of one token: (text, position, head, element) is not transposed first, where kernels nest batches."""
+    q, cache = normal((texts, 1, heads, group, size), dtype), normal((texts, places, heads, size), dtype)
+    weights = normal((texts, heads, group, 1, places), dtype)
+    for text, x in (("btkgd,bskd->bkgts", q), ("bkgts,bskd->btkgd", weights)):
+        exact = np.einsum(text, x.astype(np.float64), cache.astype(np.float64))
+        xlas = functools.partial(jnp.einsum, text, precision="high")
+        ours = jax_streamk.accelerate(xlas)
+        assert_close(jax.jit(ours)(x, cache), jax.jit(xlas)(x, cache), exact)
+        if PLATFORM == "cuda" and dtype != "float32":
+            assert copies(ours, x, cache) == 0

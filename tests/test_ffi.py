@@ -86,11 +86,12 @@ LAUNCH = "(of launch choices it has the order of tiles|it cannot h|it does not n
         ({"m": i64(-1)}, r"INVALID_ARGUMENT: .* = \(1, -1, .*every extent must be at least 1"),
         ({"k": i64(0)}, "INVALID_ARGUMENT: .*every extent must be at least 1"),
         ({"batch": i64(0)}, "INVALID_ARGUMENT: .*every extent must be at least 1"),
+        *[({"inner_batch": i64(x)}, "INVALID_ARGUMENT: .*inner_batch must divide batch") for x in (0, -1, 2)],
         ({"n": i64(2**40)}, r"INVALID_ARGUMENT: .*every extent must be below 2\^31"),
         # As the attributes of another version would be.
         ({"splits": i64(3)}, "INVALID_ARGUMENT: .*expected S32 but got S64"),
-        ({"splits": None}, "INVALID_ARGUMENT: .*expected 42 attributes but got 41"),
-        ({"epilogue": i32(0)}, "INVALID_ARGUMENT: .*expected 42 attributes but got 43"),
+        ({"splits": None}, "INVALID_ARGUMENT: .*expected 46 attributes but got 45"),
+        ({"epilogue": i32(0)}, "INVALID_ARGUMENT: .*expected 46 attributes but got 47"),
     ],
     ids=lambda x: str(x) if isinstance(x, dict) else "",
 )  # fmt: skip
@@ -118,6 +119,7 @@ def test_a_buffer_smaller_than_the_plan_says():
         ({"ldd": i64(2 * N)}, "D"),
         ({"batch": i64(2)}, "D"),
         ({"batch": i64(2), "batch_stride_b": i64(2**60)}, "B"),
+        ({"inner_stride_b": i64(-1)}, "B"),
     ],
     ids=str,
 )

@@ -545,6 +545,50 @@ def test_a_separate_reduction_of_any_number_of_slices(name, m, n, splits):
             assert check(kernel, case, schedule, True, epilogue, type_d=kernel.type_a) is None
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name", [name for name in HERE if name.startswith("skinny")] or ["no CUDA kernel in this build"]
+)
+def test_nested_batches(name):
+    """Matrices lie as heads of texts do in a cache: (text, row, head, element)."""
+    kernel = KERNELS[name]
+    texts, heads, m, n, k = 3, 2, 5, 72, 3 * kernel.tile_k + kernel.align_a
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+
+    def filled(lines, length):
+        """An array with poison behind every line, and its matrices."""
+        stored = poisoned((texts, lines, heads, length + 16), DTYPES[kernel.type_a])
+        values = rng.standard_normal((texts, lines, heads, length)).astype(stored.dtype)
+        stored[..., :length] = values
+        return stored, values.swapaxes(1, 2).reshape(texts * heads, lines, length).astype(np.float64)
+
+    is_row = kernel.major_b == _ffi.Major.row
+    a, values_a = filled(m, k)
+    b, values_b = filled(*((k, n) if is_row else (n, k)))
+    exact = values_a @ (values_b if is_row else values_b.swapaxes(1, 2))
+    d = poisoned((texts, m, heads, n + 16), DTYPES[kernel.type_d])
+    strides = [(heads * x.shape[3], x[0].size, x.shape[3]) for x in (a, b, d)]
+    ld, outer, inner = zip(*strides)
+    problem = _ffi.GemmProblem(
+        texts * heads, m, n, k, kernel.type_a, kernel.type_b, kernel.type_d, kernel.math, kernel.major_a,
+        kernel.major_b, *ld, *outer, inner_batch=heads, inner_stride_a=inner[0], inner_stride_b=inner[1],
+        inner_stride_d=inner[2],
+    )  # fmt: skip
+    for splits in (1, 3) if has_clusters(kernel) else (1,):
+        schedule = make_schedule(_ffi.ScheduleKind.split_k, splits, _ffi.Reduction.ordered)
+        device = device_of(kernel)
+        policy = policy_of(kernel, problem, schedule, device, {})
+        memory = [Memory(kernel, x) for x in (a, b, d)]
+        addresses = [x.address for x in memory]
+        _ffi.launch(kernel.name, problem, schedule, policy, device, (*addresses, 0, 0, 0, 0), 0)
+        _ffi.synchronize()
+        got = memory[2].read()[: d.nbytes].view(d.dtype).reshape(d.shape)
+        assert (np.ascontiguousarray(got[..., n:]).view(np.uint8) == POISON).all(), "wrote between the rows of D"
+        got = got[..., :n].swapaxes(1, 2).reshape(exact.shape).astype(np.float64)
+        few = 2**-9 if "tf32" == kernel.math.name else 4 * float(ml_dtypes.finfo(d.dtype).eps)
+        assert np.max(np.abs(got - exact)) <= few * math.sqrt(k) * 4, f"splits={splits}"
+
+
 TMA = [
     name
     for name in one_kernel_of("family", "type_a", "type_d", "major_a", "major_b", "swap_ab")

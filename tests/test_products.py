@@ -235,3 +235,20 @@ def test_equal_rows_are_one():
     fn = lambda x, w: [np.float32(i) + jnp.sin(x * i) @ w for i in range(4)]
     (row,) = rows(fn, normal(6, 16), normal(16, 16))
     assert row.count == 4
+
+
+@on_h200
+def test_heads_of_a_cache():
+    """The cache of a decoder is (text, position, head, element): no transpose is left, and the rows are those of q."""
+
+    def attention(q, k, v):
+        scores = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=jnp.float32)
+        return jnp.einsum("bkgts,bskd->btkgd", jax.nn.softmax(scores).astype(v.dtype), v)
+
+    cache, q = shaped(16, 512, 8, 128), shaped(16, 1, 8, 4, 128)
+    found = rows(attention, q, cache, cache)
+    assert [(p.batch, p.is_ours, p.plan.problem.inner_batch) for p in found] == [(128, True, 8)] * 2
+    assert {(p.plan.problem.m, p.plan.problem.n) for p in found} == {(4, 512), (4, 128)}
+    # More rows than a skinny tile has are multiplied in copies, as XLA does.
+    many = shaped(16, 64, 8, 4, 128)
+    assert all(row.plan.problem.inner_batch == 1 for row in rows(attention, many, cache, cache))
