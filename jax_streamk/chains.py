@@ -3,6 +3,7 @@
 A chain is followed for as long as nothing else reads the value between: a scale, then a bias and a residual, then an
 activation, with reshapes and conversions to wider types among them. A conversion to a narrower type ends it: what the
 program rounds is rounded. So does everything that infinities, zeros or cancellation could tell from the kernel's way.
+Two chains whose ends are multiplied are a gated product, and go on as one.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal, Var
 
-from jax_streamk import activations, primitive
+from jax_streamk import activations, compat, primitive
 from jax_streamk.program import RESHAPES, Program, is_exact, is_float, is_merged, is_movable, is_view
 
 _SUMS = ("add", "add_any", "sub")
@@ -37,7 +38,11 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """A product and the equations ``taken`` that follow it, up to the one that makes ``out``."""
+    """A product and the equations ``taken`` that follow it, up to the one that makes ``out``.
+
+    Of a gated product, ``matrices`` are the one whose product passes the activation, with ``bias``, and the other one,
+    with ``second_bias``; ``taken`` has the other product and what follows it too.
+    """
 
     out: Any
     taken: tuple[int, ...]
@@ -47,6 +52,8 @@ class Chain:
     activation: str | None = None
     swapped: bool = False  # whether the kernel's lhs is the product's rhs
     last: str = "product"
+    matrices: tuple[Any, ...] = ()
+    second_bias: Operand | None = None
 
     @property
     def adds(self) -> tuple[Operand, ...]:
@@ -76,6 +83,18 @@ class _Product:
         """Whether the program rounds the sum: what it then subtracts may be as rounded, and cancel all of it."""
         return self.eqn.outvars[0].aval.dtype.itemsize < 4
 
+    @property
+    def may_swap(self) -> bool:
+        """Whether the result's elements lie in the same order if the operands are exchanged."""
+        return not self.is_pinned and any(math.prod(free) <= 1 for free in self.free)
+
+    def can_be_factor(self, chain: Chain, swapped: bool) -> bool:
+        """Whether a gated kernel with its operands in this order can do what a chain of this product does."""
+        # What is rounded to the product's own dtype is rounded no more often than the product.
+        is_kept = chain.last != "narrower" or chain.out.aval.dtype == self.eqn.outvars[0].aval.dtype
+        is_placed = chain.swapped == swapped or (chain.bias is None and self.may_swap)
+        return is_kept and is_placed and chain.alpha == 1 and chain.residual is None and not chain.matrices
+
     def sizes(self, swapped: bool) -> tuple[tuple[int, ...], ...]:
         """(batch, free of the kernel's lhs, free of its rhs)"""
         return self.lead, *(self.free[::-1] if swapped else self.free)
@@ -95,10 +114,14 @@ class _Product:
 
 
 class Follower:
-    """Follows the chain of one product of a program, whose equations ``taken`` are part of other products' chains."""
+    """Follows the chain of one product of a program, whose equations ``taken`` are part of other products' chains.
 
-    def __init__(self, program: Program, at: int, taken: Collection[int]):
+    It looks for gates that end with the last of their two products.
+    """
+
+    def __init__(self, program: Program, at: int, taken: Collection[int], may_gate: bool = True):
         self.program, self.product, self.taken = program, _Product(program.eqns[at]), taken
+        self._at, self._may_gate = at, may_gate
 
     def chains(self) -> Iterator[Chain]:
         """The chains of one equation more each."""
@@ -107,16 +130,16 @@ class Follower:
             yield chain
 
     def _next(self, chain: Chain) -> Chain | None:
-        is_open = chain.activation is None and chain.last != "narrower"
+        is_open = chain.activation is None and chain.last != "narrower" and not chain.matrices
         user = self.program.user(chain.out)
         if user is None or user in self.taken or not is_movable(self.program.eqns[user]):
             return self._activated(chain) if is_open else None
         eqn = self.program.eqns[user]
         step = dataclasses.replace(chain, out=eqn.outvars[0], taken=(*chain.taken, user))
-        moved = _moved(chain, step, eqn)
+        is_elementwise = step.out.aval.shape == chain.out.aval.shape and eqn.params.get("out_dtype") is None
+        moved = _moved(chain, step, eqn) or (self._gated(chain, step, eqn) if is_elementwise else None)
         if moved is not None or not is_open:
             return moved
-        is_elementwise = step.out.aval.shape == chain.out.aval.shape and eqn.params.get("out_dtype") is None
         if eqn.primitive.name in _SUMS:
             return (self._summed(chain, step, eqn) if is_elementwise else None) or self._activated(chain)
         # A scale may be the first step of an activation: tanh(x) as -tanh(-x).
@@ -157,8 +180,7 @@ class Follower:
         if chain.bias is not None:
             return None
         # The other order of operands too, where the result's elements lie in the same order.
-        is_vector = any(math.prod(free) <= 1 for free in self.product.free)
-        may_swap = not chain.adds and not self.product.is_pinned and is_vector
+        may_swap = not chain.adds and self.product.may_swap
         for swapped in (chain.swapped, not chain.swapped) if may_swap else (chain.swapped,):
             if (found := self._bias(x, shape, swapped)) is not None:
                 bias = dataclasses.replace(found, scale=sign)
@@ -278,6 +300,56 @@ class Follower:
         makers = (program.eqn_of(y) for y in operands if program.user(y) is not None)
         is_of_product = any(of is not None and of.primitive is primitive.dot_general_p for of in makers)
         return operands if name in _SUMS and is_of_product else None
+
+    def _gated(self, chain: Chain, step: Chain, eqn: Any) -> Chain | None:
+        """With another product of the same operand that multiplies it, where at most one passes an activation."""
+        if eqn.primitive.name != "mul" or not self._may_gate:
+            return None
+        x, _ = _other(eqn, chain.out)
+        is_factor = x is not None and not isinstance(x, Literal) and x.aval.shape == chain.out.aval.shape
+        at = self._product_behind(x) if is_factor and self.program.user(x) is not None else None
+        if at is None:
+            return None
+        follower = Follower(self.program, at, self.taken, may_gate=False)
+        other, found = follower.product, follower.product.start()
+        while found is not None and found.out is not x:
+            found = follower._next(found)
+        if found is None:
+            return None
+        gate, up = (chain, found) if chain.activation is not None else (found, chain)
+        # The kernel adds two biases or none, and zeros would be one more launch.
+        batches = {None if bias is None else bias.batch for bias in (gate.bias, up.bias)}
+        if up.activation is not None or len(batches) > 1:
+            return None
+        lhs, rhs = zip(self.product.eqn.invars, other.eqn.invars)
+        for swapped, shared, (own, others) in ((False, lhs, rhs), (True, rhs, lhs)):
+            can_be = self.product.can_be_factor(chain, swapped) and other.can_be_factor(found, swapped)
+            if can_be and self.program.is_same(*shared) and compat.is_placed_like(own.aval, others.aval):
+                return dataclasses.replace(
+                    step,
+                    taken=(*chain.taken, at, *found.taken, step.taken[-1]),
+                    bias=gate.bias,
+                    second_bias=up.bias,
+                    activation=gate.activation,
+                    swapped=swapped,
+                    matrices=(own, others) if gate is chain else (others, own),
+                    last="gate",
+                )
+        return None
+
+    def _product_behind(self, x: Any) -> int | None:
+        """A product like this one and before it that a value may be computed from by what a chain takes."""
+        waiting: list[Any] = [x]
+        for _ in range(2 * activations.LONGEST):
+            at = self.program.maker.get(waiting.pop()) if waiting else None
+            if at is None or at in self.taken:
+                continue
+            made = self.program.eqns[at]
+            if made.primitive is not primitive.dot_general_p:
+                waiting += [y for y in made.invars if not isinstance(y, Literal) and y.aval.size == x.aval.size]
+            elif at < self._at and made.params == self.product.eqn.params:
+                return at
+        return None
 
     def _activated(self, chain: Chain) -> Chain | None:
         """The chain with the activation that follows; None if none does."""

@@ -5,9 +5,11 @@
 - A residual saves a pass over the result if the sum is stored, or read more than once.
 - An activation saves one if its result is stored. If only elementwise operations and reductions read it, XLA merges it
   with them, and a kernel would do no less.
+- A gate saves reading one operand twice, storing both products and a launch.
 
-By the model, the kernel must not take longer than that saves. The kernel keeps the equations that it replaces as its
-derivative: a program that is differentiated later has that of the program as it was written.
+By the model, the kernel must not take longer than that saves, nor a gated one longer than its products apart. The
+kernel keeps the equations that it replaces as its derivative: a program that is differentiated later has that of the
+program as it was written.
 """
 
 import math
@@ -33,7 +35,7 @@ def fused(program: Program, device: Device) -> list[Any] | None:
     times: dict[Any, float | None] = {}  # of products, which repeat from layer to layer
     # The last product first: its residual may be the sum that ends another's chain.
     for at in reversed(range(len(program.eqns))):
-        if program.eqns[at].primitive is not primitive.dot_general_p:
+        if at in taken or program.eqns[at].primitive is not primitive.dot_general_p:
             continue
         follower = Follower(program, at, taken)
         for chain in reversed([*follower.chains()]):
@@ -78,7 +80,7 @@ class _Fusion:
         if chain.last in ("wider", "layout"):
             return None
         needs_a_pass = chain.activation is not None or chain.residual is not None or chain.last == "scale"
-        if needs_a_pass and not self._saves_a_pass():
+        if needs_a_pass and not chain.matrices and not self._saves_a_pass():
             return None
         inside = self._kernel()
         if inside is None:
@@ -98,23 +100,27 @@ class _Fusion:
         """The kernel's equation, after those of its operands; sets ``steps``."""
         chain, eqn, dtype = self._chain, self._product.eqn, self._chain.out.aval.dtype
         lead, rows, columns = self._product.sizes(chain.swapped)
+        biases = [bias for bias in (chain.bias, chain.second_bias) if bias is not None]
         epilogue = Epilogue(
             activation=chain.activation,
             alpha=chain.alpha,
             beta=1.0 if chain.residual is None else chain.residual.scale,
-            has_bias=chain.bias is not None,
-            bias_batch=0 if chain.bias is None else chain.bias.batch,
+            has_bias=bool(biases),
+            bias_batch=0 if not biases else biases[0].batch,
             has_residual=chain.residual is not None,
+            gate="pair" if chain.matrices else None,
         )
         operands = list(eqn.invars[::-1] if chain.swapped else eqn.invars)
+        if chain.matrices:
+            operands[1:] = chain.matrices
         inside: list[Any] = []
         for operand, shape in (
-            (chain.bias, (*lead[: epilogue.bias_batch], *columns)),
+            *((bias, (*lead[: epilogue.bias_batch], *columns)) for bias in biases),
             (chain.residual, (*lead, *rows, *columns)),
         ):
             if operand is None:
                 continue
-            placed = _Placement(eqn, operand, dtype, shape, is_small=operand is chain.bias)
+            placed = _Placement(eqn, operand, dtype, shape, is_small=operand is not chain.residual)
             if placed.value is None or (operand is chain.residual and not self._is_there(placed.source)):
                 return None
             operands.append(placed.value)
@@ -141,7 +147,9 @@ class _Fusion:
         else:  # its type is known, and finding it takes as long as all else here
             result = compat.new_var(eqn.outvars[0].aval.update(dtype=dtype, weak_type=False))
             call = eqn.replace(primitive=called, params=params, invars=operands, outvars=[result])
-        if call is None or not all(compat.ends_like(call.outvars[0].aval, x.aval) for x in operands[2:]):
+        if call is None or not all(
+            compat.ends_like(call.outvars[0].aval, x.aval) for x in operands[2 + bool(chain.matrices) :]
+        ):
             return None
         if not self._is_faster(self._time(operands, params)):
             return None
@@ -159,6 +167,8 @@ class _Fusion:
 
     def _is_faster(self, time: float | None) -> bool:
         """Whether a kernel with an epilogue takes no longer than one without and what the epilogue saves."""
+        if self._chain.matrices:
+            return time is not None
         plain = self._time(self._product.eqn.invars, self._product.eqn.params)
         if time is None or plain is None:
             return False
@@ -166,13 +176,15 @@ class _Fusion:
         return time <= (_FREE if is_cheap else 1) * plain + self._saved()
 
     def _time(self, operands: Sequence[Any], params: dict[str, Any]) -> float | None:
-        """The expected time of a product, in microseconds; None if no kernel runs it."""
+        """The expected time of a product, in microseconds; None if no kernel runs it, or a gated one is slower."""
         lhs, rhs = (x.aval for x in operands[:2])
         numbers = tuple(tuple(map(tuple, sides)) for sides in params["dimension_numbers"])  # batching makes lists
         key = lhs, rhs, *(params | dict(dimension_numbers=numbers)).values()
         if key not in self._times:
             made = lowering.plan_or_none(lhs, rhs, device=self._device, **params)
-            self._times[key] = None if made is None or made.kernel is None else made.microseconds
+            has_kernel = made is not None and made.kernel is not None
+            is_apart = self._chain.matrices and has_kernel and not made.problem.gated
+            self._times[key] = made.microseconds if has_kernel and not is_apart else None
         return self._times[key]
 
     def _saved(self) -> float:

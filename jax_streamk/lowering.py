@@ -260,7 +260,7 @@ for _primitive in (dot_general_p, linear_p):
 
 
 def _lower_fused(ctx, *operands, call_jaxpr, written):
-    """As one kernel, or as the program was written where XLA may divide a bias or residual unlike the product."""
+    """As one kernel, or as the program was written where XLA may divide another operand unlike the product."""
     given = getattr(call_jaxpr, "jaxpr", call_jaxpr).invars
     is_divided_alike = (
         compat.placement(ctx) == compat.Placement.ONE_DEVICE

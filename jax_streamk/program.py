@@ -59,6 +59,17 @@ class Program:
         at = self.maker.get(x) if isinstance(x, Var) else None
         return None if at is None else self.eqns[at]
 
+    def is_same(self, x: Any, y: Any) -> bool:
+        """Whether two values are one, or equal conversions of one: each layer converts its argument."""
+        while x is not y:
+            made = [self.eqn_of(v) for v in (x, y)]
+            if None in made or made[0].primitive is not made[1].primitive or made[0].params != made[1].params:
+                return False
+            if made[0].primitive.name not in ("convert_element_type", "pvary", *RESHAPES):
+                return False
+            x, y = (eqn.invars[0] for eqn in made)
+        return True
+
     def number(self, x: Any) -> float | None:
         """The one number that all elements of ``x`` are, if the equations tell."""
         if isinstance(x, Literal):

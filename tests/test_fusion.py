@@ -1,6 +1,7 @@
 """What ``accelerate`` fuses into products: every form of it, nothing that something else needs, and equal results."""
 
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 from jax import lax
 from test_accelerate import TARGET, assert_close, gradient, normal, products
 
-from jax_streamk import PerPass, SplitK, StreamK, accelerate, fusion
+from jax_streamk import H200, PerPass, SplitK, StreamK, accelerate, fusion
 
 P = jax.sharding.PartitionSpec
 
@@ -651,6 +652,12 @@ def test_shardings_are_kept(kind):
         assert any("gelu" in text for text in fused(fn, *args))
 
 
+@pytest.fixture
+def as_on_h200(monkeypatch, of_16_bits):
+    """CPUs have no gated kernels: there a program that was fused for an H200 multiplies twice."""
+    monkeypatch.setattr(sys.modules["jax_streamk.accelerate"], "device_of", lambda device: H200)
+
+
 NARROW = jnp.bfloat16
 
 
@@ -714,3 +721,201 @@ def test_deep_programs():
 def test_descriptions_of_arrays_pass_through():
     spec = jax.ShapeDtypeStruct((2,), jnp.float32)
     assert accelerate(lambda x, spec: (x @ x, spec))(Q, spec)[1] is spec
+
+
+silu = jax.nn.silu
+GATE_OPERANDS = [normal(*shape) for shape in ((2, 4, 256), (256, 512), (512, 256), (512,))]
+GATE_OPERANDS = [
+    a.astype(NARROW) for a in (*GATE_OPERANDS[:2], GATE_OPERANDS[2].T, GATE_OPERANDS[3], -GATE_OPERANDS[3])
+]
+SILU, BIASED = "silu(A @ B) * (A @ second B)", "silu(A @ B + bias) * (A @ second B + second bias)"
+GATES = {
+    "silu": (lambda x, v, w, b, c: silu(x @ v) * (x @ w), SILU),
+    "up first": (lambda x, v, w, b, c: (lambda up: up * silu(x @ v))(x @ w), SILU),
+    "up as first factor": (lambda x, v, w, b, c: (x @ w) * silu(x @ v), SILU),
+    "biases": (lambda x, v, w, b, c: silu(x @ v + b) * (x @ w + c), BIASED),
+    "biases, up first": (lambda x, v, w, b, c: (lambda up: silu(b + x @ v) * up)(x @ w + c), BIASED),
+    "exact gelu": (
+        lambda x, v, w, b, c: jax.nn.gelu(x @ v, approximate=False) * (x @ w), "gelu(A @ B) * (A @ second B)",
+    ),
+    "gelu": (lambda x, v, w, b, c: jax.nn.gelu(x @ v) * (x @ w), "gelu_tanh(A @ B) * (A @ second B)"),
+    "relu": (lambda x, v, w, b, c: jnp.maximum(x @ v, 0) * (x @ w), "relu(A @ B) * (A @ second B)"),
+    "sigmoid": (lambda x, v, w, b, c: jax.jit(jax.nn.sigmoid)(x @ v) * (x @ w), "sigmoid(A @ B) * (A @ second B)"),
+    "tanh": (lambda x, v, w, b, c: jnp.tanh(x @ v) * (x @ w), "tanh(A @ B) * (A @ second B)"),
+    "bilinear": (lambda x, v, w, b, c: (x @ v) * (x @ w), "(A @ B) * (A @ second B)"),
+    "by hand": (lambda x, v, w, b, c: (lambda g: g / (1 + jnp.exp(-g)) * (x @ w))(x @ v), SILU),
+    "a vector": (lambda x, v, w, b, c: (lambda x: silu(v.T @ x + b) * (w.T @ x + c))(x[0, 0]), BIASED),
+    "flat rows": (
+        lambda x, v, w, b, c: (lambda x, to: silu(x @ v).reshape(to) * (x @ w).reshape(to))(
+            x.reshape(8, 256), (2, 4, 512)
+        ), SILU,
+    ),
+    "an activation in float32": (
+        lambda x, v, w, b, c: silu((x @ v).astype(jnp.float32)).astype(NARROW) * (x @ w), SILU,
+    ),
+    "a gate in float32": (
+        lambda x, v, w, b, c: (silu((x @ v + b).astype(jnp.float32)) * (x @ w + c)).astype(NARROW), BIASED,
+    ),
+    "products in float32": (
+        lambda x, v, w, b, c: (lambda dot: (silu(dot(x, v)) * dot(x, w)).astype(NARROW))(
+            functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+        ), SILU,
+    ),
+    "an argument that each layer converts": (
+        lambda x, v, w, b, c: (lambda x: silu(x.astype(NARROW) @ v) * (x.astype(NARROW) @ w))(
+            x.astype(jnp.float32)
+        ), SILU,
+    ),
+    "a residual after it": (lambda x, v, w, b, c: x[..., :1] + silu(x @ v) * (x @ w), SILU),
+}  # fmt: skip
+
+
+def assert_as_exact(fn, *args):
+    """What ``accelerate`` computes is as close to float32's result as what XLA does."""
+    exact = fn(*(a.astype(jnp.float32) for a in args))
+    got, wanted = jax.jit(accelerate(fn))(*args), jax.jit(fn)(*args)
+    assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
+    eps = float(jnp.finfo(NARROW).eps) * np.abs(exact).max()
+    assert error(got, exact) <= 2 * error(wanted, exact) + eps
+
+
+@pytest.mark.usefixtures("as_on_h200")
+@pytest.mark.parametrize("form", GATES)
+def test_gates(form):
+    fn, wanted = GATES[form]
+    assert fused(fn, *GATE_OPERANDS) == [wanted]
+    assert_as_exact(fn, *GATE_OPERANDS)
+
+
+APART = {
+    "a product with another use": lambda x, v, w, b, c: (lambda up: (silu(x @ v) * up).sum() + up.max())(x @ w),
+    "an activation with another use": lambda x, v, w, b, c: (lambda g: g * (x @ w) + g)(silu(x @ v)),
+    "two activations": lambda x, v, w, b, c: silu(x @ v) * jnp.tanh(x @ w),
+    "another operand": lambda x, v, w, b, c: silu(x @ v) * (jnp.sin(x) @ w),
+    "another dtype": lambda x, v, w, b, c: silu(x @ v) * (x.astype(jnp.float32) @ w.astype(jnp.float32)),
+    "another precision": lambda x, v, w, b, c: silu(x @ v) * jnp.matmul(x, w, precision="highest"),
+    "one product": lambda x, v, w, b, c: (lambda up: silu(up) * up)(x @ w),
+    "one bias": lambda x, v, w, b, c: silu(x @ v + b) * (x @ w),
+    "a factor": lambda x, v, w, b, c: silu(x @ v) * (0.5 * (x @ w)),
+    "a sum": lambda x, v, w, b, c: silu(x @ v) + x @ w,
+    "rows of another": lambda x, v, w, b, c: silu(x @ v) * (x @ w)[:, :1],
+    "transposed factors": lambda x, v, w, b, c: silu(x[0, :4] @ v[:, :4]) * (x[0, :4] @ w[:, :4]).T,
+    "products that the program rounds": lambda x, v, w, b, c: (
+        lambda dot: silu(dot(x, v)).astype(NARROW) * dot(x, w).astype(NARROW)
+    )(functools.partial(jnp.matmul, preferred_element_type=jnp.float32)),
+    "what a barrier holds": lambda x, v, w, b, c: silu(x @ v) * lax.optimization_barrier(x @ w),
+}
+
+
+@pytest.mark.usefixtures("as_on_h200")
+@pytest.mark.parametrize("what", APART)
+def test_what_is_no_gate(what):
+    fn = APART[what]
+    assert not any("second" in text for text in fused(fn, *GATE_OPERANDS))
+    assert_as_exact(fn, *GATE_OPERANDS)
+
+
+@pytest.mark.usefixtures("of_16_bits")
+def test_a_gate_that_no_kernel_takes_stays_as_it_is():
+    if jax.default_backend() == "gpu":
+        pytest.skip("GPUs have such kernels")
+    assert fused(GATES["silu"][0], *GATE_OPERANDS) == ["", ""]
+    assert fused(GATES["biases"][0], *GATE_OPERANDS) == ["A @ B + bias", "A @ B + bias"]
+
+
+@pytest.mark.usefixtures("as_on_h200")
+def test_gates_one_after_another():
+    """Each pair is one; the factors of a longer product are taken from its end."""
+    x, v, w, *_ = GATE_OPERANDS
+    assert fused(lambda x, v, w: silu(x @ v) * (x @ w) * (x @ (v + w)), x, v, w).count("") <= 2
+
+    def layers(x, v, w, n=100):
+        for _ in range(n):
+            x = x + (silu(x @ v) * (x @ w)) @ v.T
+        return x
+
+    assert fused(layers, x, v, w).count(SILU) == 100
+    chained = lambda x, v, w: functools.reduce(lax.mul, [x @ (v + i * w) for i in range(300)])
+    assert len(fused(chained, x, v, w)) < 300
+
+
+@pytest.mark.usefixtures("as_on_h200")
+@pytest.mark.parametrize("form", ["silu", "biases", "a gate in float32"])
+def test_gates_in_other_transformations(form):
+    fn, wanted = GATES[form]
+    close = functools.partial(np.testing.assert_allclose, rtol=0.05, atol=0.05)
+    loss = lambda fn: jax.grad(lambda *args: jnp.cos(fn(*args).astype(jnp.float32)).sum(), tuple(range(5)))
+    as_f32 = functools.partial(jax.tree.map, lambda x: np.asarray(x, np.float32))
+    ours = accelerate(fn)
+    for transform in (loss, lambda fn: jax.jit(loss(fn)), lambda fn: loss(jax.checkpoint(fn))):
+        jax.tree.map(close, as_f32(transform(ours)(*GATE_OPERANDS)), as_f32(loss(fn)(*GATE_OPERANDS)))
+    tangents = [jnp.cos(a) for a in GATE_OPERANDS]
+    got, wanted_too = (as_f32(jax.jvp(f, GATE_OPERANDS, tangents)) for f in (ours, fn))
+    np.testing.assert_allclose(got[0], wanted_too[0], rtol=0.05, atol=0.05)
+    np.testing.assert_allclose(got[1], wanted_too[1], rtol=0.05, atol=0.05 * np.abs(wanted_too[1]).max())
+    for axes in ((0, None, None, None, None), (None, 0, 0, None, None), (0, 0, 0, 0, 0), (None, 0, None, None, 0)):
+        many = [a if axis is None else jnp.stack([a, a[::-1], 2 * a]) for a, axis in zip(GATE_OPERANDS, axes)]
+        expected = jax.vmap(fn, axes)(*many)
+        close(*map(as_f32, (jax.jit(jax.vmap(ours, axes))(*many), expected)))
+        close(*map(as_f32, (jax.jit(accelerate(jax.vmap(fn, axes)))(*many), expected)))
+    scanned = lambda fn: lambda x, *args: lax.scan(lambda c, _: (fn(c, *args)[..., :256], ()), x, length=3)[0]
+    assert fused(scanned(fn), *GATE_OPERANDS) == [wanted] * 3
+    close(*map(as_f32, (accelerate(scanned(fn))(*GATE_OPERANDS), scanned(fn)(*GATE_OPERANDS))))
+    assert fused(jax.jit(fn), *GATE_OPERANDS) == [wanted]
+
+
+@pytest.mark.usefixtures("as_on_h200")
+def test_what_the_backward_pass_needs_of_a_gate_is_kept():
+    loss = jax.value_and_grad(lambda *args: GATES["silu"][0](*args).astype(jnp.float32).sum(), (0, 1, 2))
+    assert not any("second" in text for text in fused(loss, *GATE_OPERANDS))
+
+
+@pytest.mark.usefixtures("as_on_h200")
+def test_gates_of_flax():
+    from flax import linen as nn
+    from flax import nnx
+
+    class Linen(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            dense = functools.partial(nn.Dense, dtype=NARROW)
+            return dense(256)(nn.silu(dense(512)(x)) * dense(512)(x))
+
+    x = GATE_OPERANDS[0].astype(jnp.float32)
+    params = Linen().init(jax.random.key(0), x)
+    params = jax.tree.map(lambda a: a.astype(NARROW), params)
+    assert fused(Linen().apply, params, x) == ["A @ B + bias", BIASED]
+
+    class Nnx(nnx.Module):
+        def __init__(self, rngs):
+            linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs, param_dtype=NARROW)
+            self.gate, self.up, self.down = linear(256, 512), linear(256, 512), linear(512, 256)
+
+        def __call__(self, x):
+            return x + self.down(nnx.silu(self.gate(x)) * self.up(x))
+
+    graph, state = nnx.split(Nnx(nnx.Rngs(0)))
+    assert fused(lambda s, x: nnx.merge(graph, s)(x), state, GATE_OPERANDS[0]) == ["A @ B + residual", SILU]
+
+
+@pytest.mark.usefixtures("as_on_h200")
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("kind", ["auto", "explicit", "shard_map"])
+def test_shardings_of_gates_are_kept(kind, biased):
+    if jax.device_count() < 4:
+        pytest.skip("needs four devices")
+    axis = jax.sharding.AxisType.Explicit if kind == "explicit" else jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(axis,) * 2, devices=jax.devices()[:4])
+    specs = P("data"), P(None, "model"), P(None, "model"), P("model"), P("model")
+    on = [jax.sharding.NamedSharding(mesh, spec) for spec in specs]
+    args = [jax.device_put(a, sharding) for a, sharding in zip(GATE_OPERANDS, on)]
+    fn, wanted = GATES["biases" if biased else "silu"]
+    if kind == "shard_map":
+        fn = jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=P("data", None, "model"))
+    with jax.set_mesh(mesh):
+        assert fused(fn, *args) == [wanted]
+        ours, theirs = (jax.jit(f).lower(*args).compile() for f in (accelerate(fn), fn))
+        assert collectives(ours) == collectives(theirs)
+        got, expected = ours(*args), theirs(*args)
+        assert got.sharding.is_equivalent_to(expected.sharding, got.ndim)
+        np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, expected)), rtol=0.05, atol=0.05)

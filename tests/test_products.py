@@ -252,3 +252,18 @@ def test_heads_of_a_cache():
     # More rows than a skinny tile has are multiplied in copies, as XLA does.
     many = shaped(16, 64, 8, 4, 128)
     assert all(row.plan.problem.inner_batch == 1 for row in rows(attention, many, cache, cache))
+
+
+@on_h200
+def test_a_gated_mlp():
+    """Where rows are few one kernel is faster, where they are many it is not."""
+
+    def mlp(x, w1, w2, w3):
+        return x + (jax.nn.silu(x @ w1) * (x @ w2)) @ w3
+
+    weights = shaped(4096, 14336), shaped(4096, 14336), shaped(14336, 4096)
+    gated, down = rows(mlp, shaped(8, 4096), *weights)
+    assert (gated.fused, gated.shape) == ("silu(A @ B) * (A @ second B)", "8 x 14336 x 4096")
+    assert gated.plan.problem.gated and gated.microseconds > down.microseconds
+    assert "D = silu(A @ B) * (A @ second B)" in str(accelerate(mlp).explain(shaped(8, 4096), *weights))
+    assert {row.fused for row in rows(mlp, shaped(4096, 4096), *weights)} == {"", "A @ B + residual"}
