@@ -70,7 +70,7 @@ def accelerate(
     becomes ours. This includes products in derivatives that ``fn`` takes, in ``jit``, ``scan``, ``while_loop``,
     ``cond``, ``shard_map`` and ``checkpoint``, and in functions with custom derivatives or custom ``vmap``, rules
     included. Scales, biases, residuals, activations and conversions that follow a product become part of its kernel
-    where nothing else needs the values between, and two products that are multiplied become one as in ``gated_linear``.
+    where nothing else needs the values between, and products that are multiplied become one as in ``gated_linear``.
 
     XLA still computes products that no kernel supports (complex numbers, integers other than int8, some precisions),
     and those in derivatives of ``lax.custom_root``, in ``linear_call``, in other libraries' primitives (such as

@@ -3,7 +3,7 @@
 A chain is followed for as long as nothing else reads the value between: a scale, then a bias and a residual, then an
 activation, with reshapes and conversions to wider types among them. A conversion to a narrower type ends it: what the
 program rounds is rounded. So does everything that infinities, zeros or cancellation could tell from the kernel's way.
-Two chains whose ends are multiplied are a gated product, and go on as one.
+Two chains whose ends are multiplied are a gated product, and go on as one; so do those of a product's halves.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ class Chain:
     """A product and the equations ``taken`` that follow it, up to the one that makes ``out``.
 
     Of a gated product, ``matrices`` are the one whose product passes the activation, with ``bias``, and the other one,
-    with ``second_bias``; ``taken`` has the other product and what follows it too.
+    with ``second_bias``; ``taken`` has the other product and what follows it too. A single one has both side by side.
     """
 
     out: Any
@@ -133,7 +133,7 @@ class Follower:
         is_open = chain.activation is None and chain.last != "narrower" and not chain.matrices
         user = self.program.user(chain.out)
         if user is None or user in self.taken or not is_movable(self.program.eqns[user]):
-            return self._activated(chain) if is_open else None
+            return self._activated(chain) or self._halved(chain) if is_open else None
         eqn = self.program.eqns[user]
         step = dataclasses.replace(chain, out=eqn.outvars[0], taken=(*chain.taken, user))
         is_elementwise = step.out.aval.shape == chain.out.aval.shape and eqn.params.get("out_dtype") is None
@@ -336,6 +336,55 @@ class Follower:
                     last="gate",
                 )
         return None
+
+    def _halved(self, chain: Chain) -> Chain | None:
+        """With the two halves of its columns, where they are the factors of a gate."""
+        halves = None if self.product.is_pinned or not self._may_gate else self._halves(chain)
+        if halves is None:
+            return None
+        follower = Follower(self.program, self._at, self.taken, may_gate=False)
+        taken = (*chain.taken, *self.program.uses[chain.out])
+        ends = []
+        for half in halves:
+            followed: Chain | None = dataclasses.replace(chain, out=half, taken=())
+            while followed is not None:
+                end, followed = followed, follower._next(followed)
+            ends.append(end)
+        gate, up = ends
+        user = self.program.user(gate.out)
+        if user is None or user in self.taken or user != self.program.user(up.out) or up.activation is not None:
+            return None
+        eqn = self.program.eqns[user]
+        can_be = all(self.product.can_be_factor(end, False) and end.bias is chain.bias for end in ends)
+        if eqn.primitive.name != "mul" or not is_movable(eqn) or not can_be or gate.out.aval.shape != up.out.aval.shape:
+            return None
+        taken = (*taken, *gate.taken, *up.taken, user)
+        matrices = (self.product.eqn.invars[1],)
+        return dataclasses.replace(gate, out=eqn.outvars[0], taken=taken, swapped=False, matrices=matrices, last="gate")
+
+    def _halves(self, chain: Chain) -> list[Any] | None:
+        """The first and the second half of the columns, where nothing else is read of what the chain makes."""
+        uses, shape = self.program.uses[chain.out], chain.out.aval.shape
+        eqns = [self.program.eqns[at] for at in uses[:3]]
+        names = [eqn.primitive.name for eqn in eqns]
+        if names not in (["split"], ["slice", "slice"]) or chain.out in self.program.kept:
+            return None
+        if any(at in self.taken for at in uses) or not all(is_movable(eqn, 3 - len(eqns)) for eqn in eqns):
+            return None
+        if len(eqns) == 1:
+            halves, axis = eqns[0].outvars, eqns[0].params["axis"]
+        else:
+            eqns.sort(key=lambda eqn: eqn.params["start_indices"])
+            halves, starts = [eqn.outvars[0] for eqn in eqns], [eqn.params["start_indices"] for eqn in eqns]
+            axis = next((i for i, start in enumerate(starts[1]) if start), 0)
+            second = tuple(size // 2 if i == axis else 0 for i, size in enumerate(shape))
+            if starts != [(0,) * len(shape), second] or any(eqn.params["strides"] for eqn in eqns):
+                return None
+        half = (*shape[:axis], shape[axis] // 2, *shape[axis + 1 :])
+        are_halves = shape[axis] % 2 == 0 and all(x.aval.shape == half for x in halves)
+        # All of the columns, so that the first half of them is one matrix's product.
+        are_columns = math.prod(shape[axis:]) == math.prod(self.product.sizes(False)[2])
+        return halves if are_halves and are_columns else None
 
     def _product_behind(self, x: Any) -> int | None:
         """A product like this one and before it that a value may be computed from by what a chain takes."""

@@ -108,12 +108,19 @@ class _Fusion:
             has_bias=bool(biases),
             bias_batch=0 if not biases else biases[0].batch,
             has_residual=chain.residual is not None,
-            gate="pair" if chain.matrices else None,
+            gate=(None, "stacked", "pair")[len(chain.matrices)],
         )
         operands = list(eqn.invars[::-1] if chain.swapped else eqn.invars)
-        if chain.matrices:
+        numbers, inside = eqn.params["dimension_numbers"], list[Any]()
+        if epilogue.is_pair:
             operands[1:] = chain.matrices
-        inside: list[Any] = []
+        elif epilogue.gate:
+            stacked = _Stacked(eqn, self._program)
+            if stacked.value is None:
+                return None
+            operands[1], columns = stacked.value, (2, math.prod(columns) // 2)
+            numbers = stacked.dimension_numbers
+            inside += stacked.eqns
         for operand, shape in (
             *((bias, (*lead[: epilogue.bias_batch], *columns)) for bias in biases),
             (chain.residual, (*lead, *rows, *columns)),
@@ -126,15 +133,15 @@ class _Fusion:
             operands.append(placed.value)
             inside += placed.eqns
             self.steps += placed.steps
-        made = self._product_of(operands, epilogue, dtype)
+        made = self._product_of(operands, numbers, epilogue, dtype)
         return None if made is None else inside + made
 
-    def _product_of(self, operands: list[Any], epilogue: Epilogue, dtype: Any) -> list[Any] | None:
+    def _product_of(self, operands: list[Any], numbers: Any, epilogue: Epilogue, dtype: Any) -> list[Any] | None:
         chain, eqn = self._chain, self._product.eqn
         params = {name: value for name, value in eqn.params.items() if name != "permutation"}
-        params |= dict(preferred_element_type=dtype, epilogue=epilogue)
+        params |= dict(dimension_numbers=numbers, preferred_element_type=dtype, epilogue=epilogue)
         if chain.swapped:
-            params["dimension_numbers"] = tuple(side[::-1] for side in params["dimension_numbers"])
+            params["dimension_numbers"] = tuple(side[::-1] for side in numbers)
             if isinstance(params["precision"], tuple):
                 params["precision"] = params["precision"][::-1]
         called = primitive.linear_p
@@ -142,19 +149,19 @@ class _Fusion:
             called = primitive.dot_general_p
             del params["epilogue"]
             params["permutation"] = None
-        if chain.swapped or eqn.params["permutation"] is not None:
+        if chain.swapped or eqn.params["permutation"] is not None or epilogue.gate == "stacked":
             call = compat.new_eqn(eqn, called, *operands, **params)
         else:  # its type is known, and finding it takes as long as all else here
             result = compat.new_var(eqn.outvars[0].aval.update(dtype=dtype, weak_type=False))
             call = eqn.replace(primitive=called, params=params, invars=operands, outvars=[result])
-        if call is None or not all(
-            compat.ends_like(call.outvars[0].aval, x.aval) for x in operands[2 + bool(chain.matrices) :]
-        ):
+        _, biases, residual = epilogue.split(operands[2:])
+        if call is None or not all(compat.ends_like(call.outvars[0].aval, x.aval) for x in (*biases, *residual)):
             return None
         if not self._is_faster(self._time(operands, params)):
             return None
         if call.outvars[0].aval.shape == chain.out.aval.shape:
-            return [call]
+            is_alike = epilogue.gate != "stacked" or compat.is_placed_like(call.outvars[0].aval, chain.out.aval)
+            return [call] if is_alike else None
         back = _reshaped(self._program.eqns[chain.taken[-1]], call.outvars[0], chain.out.aval.shape)
         return None if back is None or not compat.is_placed_like(back.outvars[0].aval, chain.out.aval) else [call, back]
 
@@ -204,6 +211,35 @@ class _Fusion:
         """The expected time, in microseconds, of moving bytes; on a CPU any epilogue is shorter."""
         machine = machine_of(self._device)
         return launches * machine.launch_us + size / machine.dram_bytes_per_us if self._device.arch else math.inf
+
+
+class _Stacked:
+    """The rhs of a product whose columns are those of two matrices, as the kernel wants it: stacked.
+
+    Attributes:
+      value: a variable; None if it cannot be one.
+      eqns: the new equations that make it.
+      dimension_numbers: of the product with it.
+    """
+
+    def __init__(self, eqn: Any, program: Program):
+        (lhs_contract, contract), (lhs_batch, batch) = eqn.params["dimension_numbers"]
+        rhs = eqn.invars[1]
+        order = range(rhs.aval.ndim)
+        free = [i for i in order if i not in (*contract, *batch)]
+        if (made := program.eqn_of(rhs)) is not None and made.primitive is lax.transpose_p:
+            # Lowering folds a transpose into the product only if nothing lies between.
+            rhs, order = made.invars[0], made.params["permutation"]
+        contract, batch, free = ([order[i] for i in dims] for dims in (contract, batch, free))
+        self.value, self.eqns, shape = rhs, list[Any](), rhs.aval.shape
+        if len(free) == 1:
+            (at,) = free
+            contract, batch = ([i + (i > at) for i in dims] for dims in (contract, batch))
+            made = _reshaped(eqn, rhs, (*shape[:at], 2, shape[at] // 2, *shape[at + 1 :]))
+            self.value, self.eqns = (None, []) if made is None else (made.outvars[0], [made])
+        elif len(free) != 2 or shape[free[0]] != 2 or free != sorted(free):
+            self.value = None
+        self.dimension_numbers = ((lhs_contract, tuple(contract)), (lhs_batch, tuple(batch)))
 
 
 class _Placement:

@@ -261,11 +261,11 @@ for _primitive in (dot_general_p, linear_p):
 
 def _lower_fused(ctx, *operands, call_jaxpr, written):
     """As one kernel, or as the program was written where XLA may divide another operand unlike the product."""
-    given = getattr(call_jaxpr, "jaxpr", call_jaxpr).invars
+    given, first = getattr(call_jaxpr, "jaxpr", call_jaxpr).invars, call_jaxpr.eqns[0]
     is_divided_alike = (
         compat.placement(ctx) == compat.Placement.ONE_DEVICE
         or compat.is_sharded_by_type(ctx)
-        or call_jaxpr.eqns[0].invars == given[:2]
+        or (first.invars == given[:2] and not first.params.get("epilogue", Epilogue()).gate)
     )
     return compat.lowered_inline(ctx, *operands, call_jaxpr=call_jaxpr if is_divided_alike else written)
 

@@ -113,9 +113,10 @@ def is_merged(eqn: Any) -> bool:
     return eqn.primitive.name in _MERGED if body is None else all(map(is_merged, body.eqns))
 
 
-def is_movable(eqn: Any) -> bool:
-    """Whether an equation does nothing but compute one value, where and how XLA likes."""
-    return len(eqn.outvars) == 1 and not eqn.effects and eqn.ctx.compute_type is None and not eqn.ctx.xla_metadata
+def is_movable(eqn: Any, results: int = 1) -> bool:
+    """Whether an equation does nothing but compute this number of values, where and how XLA likes."""
+    is_computation = len(eqn.outvars) == results and not eqn.effects
+    return is_computation and eqn.ctx.compute_type is None and not eqn.ctx.xla_metadata
 
 
 def is_view(eqn: Any) -> bool:

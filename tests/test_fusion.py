@@ -787,6 +787,74 @@ def test_gates(form):
     assert_as_exact(fn, *GATE_OPERANDS)
 
 
+def slices(h):
+    n = h.shape[-1] // 2
+    return silu(h[..., :n]) * h[..., n:]
+
+
+def columns(h):
+    """Of a product with matrices (k, 2, n)."""
+    return silu(h[..., 0, :]) * h[..., 1, :]
+
+
+def of_parts(of):
+    """A gate of the parts of a split."""
+    return lambda h: of(*jnp.split(h, 2, -1))
+
+
+STACKED = jnp.stack(GATE_OPERANDS[1:3], 1)
+WIDE_OPERANDS = GATE_OPERANDS[0], STACKED.reshape(256, 1024), jnp.concatenate(GATE_OPERANDS[3:])
+WIDE = {
+    "a split": (lambda x, w, b: of_parts(lambda g, up: silu(g) * up)(x @ w), SILU),
+    "a split, up first": (lambda x, w, b: of_parts(lambda g, up: up * silu(g))(x @ w + b), BIASED),
+    "slices": (lambda x, w, b: slices(x @ w), SILU),
+    "slices of a sum": (lambda x, w, b: slices(b + x @ w), BIASED),
+    "slices in float32": (lambda x, w, b: slices((x @ w + b).astype(jnp.float32)).astype(NARROW), BIASED),
+    "bilinear": (lambda x, w, b: of_parts(jnp.multiply)(x @ w), "(A @ B) * (A @ second B)"),
+    "by hand": (lambda x, w, b: of_parts(lambda g, up: g * jax.nn.sigmoid(g) * up)(x @ w), SILU),
+    "a transposed matrix": (lambda x, w, b: slices(x @ w.T.reshape(1024, 256).T), SILU),
+    "a view of two": (lambda x, w, b: columns((x @ w + b).reshape(2, 4, 2, 512)), BIASED),
+    "two stacked": (
+        lambda x, w, b: columns(jnp.einsum("abk,kjn->abjn", x, w.reshape(256, 2, 512)) + b.reshape(2, 512)), BIASED,
+    ),
+    "a vector": (lambda x, w, b: slices(x[0, 0] @ w), SILU),
+    "each of a batch": (lambda x, w, b: slices(jnp.einsum("abk,akn->abn", x, jnp.stack([w, -w]))), SILU),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("as_on_h200")
+@pytest.mark.parametrize("form", WIDE)
+def test_gates_of_one_wide_product(form):
+    fn, wanted = WIDE[form]
+    assert fused(fn, *WIDE_OPERANDS) == [wanted]
+    assert_as_exact(fn, *WIDE_OPERANDS)
+
+
+NOT_HALVES = {
+    "the second half's activation": lambda x, w, b: jax.nn.glu(x @ w),
+    "the second slice's activation": lambda x, w, b: of_parts(lambda up, g: silu(g) * up)(x @ w),
+    "halves of the rows": lambda x, w, b: (lambda g, up: silu(g) * up)(*jnp.split(x @ w, 2, 1)),
+    "columns in turn": lambda x, w, b: (lambda h: silu(h[..., ::2]) * h[..., 1::2])(x @ w),
+    "every second column": lambda x, w, b: (lambda h: silu(h[..., ::2]) * h[..., 512:])(x @ w),
+    "heads": lambda x, w, b: slices((x @ w).reshape(2, 4, 4, 256)),
+    "one half twice": lambda x, w, b: (lambda h: silu(h[..., :512]) * h[..., :512])(x @ w),
+    "a half with another use": lambda x, w, b: of_parts(lambda g, up: silu(g) * up + up)(x @ w),
+    "a whole with another use": lambda x, w, b: (lambda h: slices(h) + h.max())(x @ w),
+    "three parts": lambda x, w, b: (lambda h: silu(h[..., :512]) * h[..., 512:] + h[..., 256:768])(x @ w),
+    "other sizes": lambda x, w, b: (lambda h: silu(h[..., :256]) * h[..., 256:512])(x @ w),
+    "a factor": lambda x, w, b: of_parts(lambda g, up: silu(g) * (2 * up))(x @ w),
+    "a bias of one": lambda x, w, b: of_parts(lambda g, up: silu(g + b[:512]) * up)(x @ w),
+}
+
+
+@pytest.mark.usefixtures("as_on_h200")
+@pytest.mark.parametrize("what", NOT_HALVES)
+def test_what_is_no_gate_of_a_wide_product(what):
+    fn = NOT_HALVES[what]
+    assert not any("second" in text for text in fused(fn, *WIDE_OPERANDS))
+    assert_as_exact(fn, *WIDE_OPERANDS)
+
+
 APART = {
     "a product with another use": lambda x, v, w, b, c: (lambda up: (silu(x @ v) * up).sum() + up.max())(x @ w),
     "an activation with another use": lambda x, v, w, b, c: (lambda g: g * (x @ w) + g)(silu(x @ v)),
@@ -840,28 +908,30 @@ def test_gates_one_after_another():
 
 
 @pytest.mark.usefixtures("as_on_h200")
-@pytest.mark.parametrize("form", ["silu", "biases", "a gate in float32"])
+@pytest.mark.parametrize("form", ["silu", "biases", "a gate in float32", "slices of a sum", "a split", "two stacked"])
 def test_gates_in_other_transformations(form):
-    fn, wanted = GATES[form]
+    fn, wanted = (WIDE | GATES)[form]
+    given = WIDE_OPERANDS if form in WIDE and form not in GATES else GATE_OPERANDS
     close = functools.partial(np.testing.assert_allclose, rtol=0.05, atol=0.05)
-    loss = lambda fn: jax.grad(lambda *args: jnp.cos(fn(*args).astype(jnp.float32)).sum(), tuple(range(5)))
+    loss = lambda fn: jax.grad(lambda *args: jnp.cos(fn(*args).astype(jnp.float32)).sum(), tuple(range(len(given))))
     as_f32 = functools.partial(jax.tree.map, lambda x: np.asarray(x, np.float32))
     ours = accelerate(fn)
     for transform in (loss, lambda fn: jax.jit(loss(fn)), lambda fn: loss(jax.checkpoint(fn))):
-        jax.tree.map(close, as_f32(transform(ours)(*GATE_OPERANDS)), as_f32(loss(fn)(*GATE_OPERANDS)))
-    tangents = [jnp.cos(a) for a in GATE_OPERANDS]
-    got, wanted_too = (as_f32(jax.jvp(f, GATE_OPERANDS, tangents)) for f in (ours, fn))
+        jax.tree.map(close, as_f32(transform(ours)(*given)), as_f32(loss(fn)(*given)))
+    tangents = [jnp.cos(a) for a in given]
+    got, wanted_too = (as_f32(jax.jvp(f, list(given), tangents)) for f in (ours, fn))
     np.testing.assert_allclose(got[0], wanted_too[0], rtol=0.05, atol=0.05)
     np.testing.assert_allclose(got[1], wanted_too[1], rtol=0.05, atol=0.05 * np.abs(wanted_too[1]).max())
     for axes in ((0, None, None, None, None), (None, 0, 0, None, None), (0, 0, 0, 0, 0), (None, 0, None, None, 0)):
-        many = [a if axis is None else jnp.stack([a, a[::-1], 2 * a]) for a, axis in zip(GATE_OPERANDS, axes)]
+        axes = axes[: len(given)]
+        many = [a if axis is None else jnp.stack([a, a[::-1], 2 * a]) for a, axis in zip(given, axes)]
         expected = jax.vmap(fn, axes)(*many)
         close(*map(as_f32, (jax.jit(jax.vmap(ours, axes))(*many), expected)))
         close(*map(as_f32, (jax.jit(accelerate(jax.vmap(fn, axes)))(*many), expected)))
     scanned = lambda fn: lambda x, *args: lax.scan(lambda c, _: (fn(c, *args)[..., :256], ()), x, length=3)[0]
-    assert fused(scanned(fn), *GATE_OPERANDS) == [wanted] * 3
-    close(*map(as_f32, (accelerate(scanned(fn))(*GATE_OPERANDS), scanned(fn)(*GATE_OPERANDS))))
-    assert fused(jax.jit(fn), *GATE_OPERANDS) == [wanted]
+    assert fused(scanned(fn), *given) == [wanted] * 3
+    close(*map(as_f32, (accelerate(scanned(fn))(*given), scanned(fn)(*given))))
+    assert fused(jax.jit(fn), *given) == [wanted]
 
 
 @pytest.mark.usefixtures("as_on_h200")
@@ -899,19 +969,21 @@ def test_gates_of_flax():
 
 
 @pytest.mark.usefixtures("as_on_h200")
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("form", ["silu", "biases", "slices", "slices of a sum", "two stacked"])
 @pytest.mark.parametrize("kind", ["auto", "explicit", "shard_map"])
-def test_shardings_of_gates_are_kept(kind, biased):
+def test_shardings_of_gates_are_kept(kind, form):
     if jax.device_count() < 4:
         pytest.skip("needs four devices")
     axis = jax.sharding.AxisType.Explicit if kind == "explicit" else jax.sharding.AxisType.Auto
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(axis,) * 2, devices=jax.devices()[:4])
     specs = P("data"), P(None, "model"), P(None, "model"), P("model"), P("model")
+    if is_wide := form in WIDE:
+        specs = P("data"), P(), P()
     on = [jax.sharding.NamedSharding(mesh, spec) for spec in specs]
-    args = [jax.device_put(a, sharding) for a, sharding in zip(GATE_OPERANDS, on)]
-    fn, wanted = GATES["biases" if biased else "silu"]
+    args = [jax.device_put(a, sharding) for a, sharding in zip(WIDE_OPERANDS if is_wide else GATE_OPERANDS, on)]
+    fn, wanted = (WIDE if is_wide else GATES)[form]
     if kind == "shard_map":
-        fn = jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=P("data", None, "model"))
+        fn = jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=P("data", None, None if is_wide else "model"))
     with jax.set_mesh(mesh):
         assert fused(fn, *args) == [wanted]
         ours, theirs = (jax.jit(f).lower(*args).compile() for f in (accelerate(fn), fn))
