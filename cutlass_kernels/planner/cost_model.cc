@@ -49,13 +49,16 @@ double Estimator::least_of() const {
   auto const iteration = [&](double busy) { return std::max({tensor_cores_, sustained_ * busy, loads_}); };
   double const work = iteration(busy) * (iterations - last) + (last > 0 ? iteration(busy_last) * last : 0);
   double const reduction = partials_ ? reduction_us(launch_, 2) : 0;
-  return kRounding * (launch_us_ + std::max(work + epilogues(epilogue_, 0, pieces), dram_) + reduction + repack_);
+  double const waited = epilogues(0, pieces, std::numeric_limits<double>::infinity());
+  return kRounding * (launch_us_ + std::max(work + waited, dram_) + reduction + repack_);
 }
 
-// Epilogues that a worker waits for: one in a pingpong kernel, where the others hide behind products. What is fused
-// into the last one counts in cost().
-double Estimator::epilogues(double epilogue, double fused, double pieces) const {
-  return launch_.traits.hides_epilogue ? epilogue : epilogue * pieces + fused * (pieces - 1);
+// What a worker waits for epilogues. In a pingpong kernel all but the last hide behind the other warpgroup's product,
+// which takes `product`, as far as they are not longer. What is fused into the last one counts in cost().
+double Estimator::epilogues(double fused, double pieces, double product) const {
+  double const waited =
+      launch_.traits.hides_epilogue ? std::max(epilogue_ + fused - product, 0.0) / 2 : epilogue_ + fused;
+  return epilogue_ + (pieces - 1) * waited;
 }
 
 Wave Estimator::first_wave(Raster raster, int32_t swizzle) const {
@@ -121,16 +124,22 @@ double Estimator::dram_of(Share const& share, double splits, double busy_last) c
   return in_cluster ? us * (1 + launch_.machine.dram_cluster_share * (share.peers - 1)) : us;
 }
 
-// The busiest worker's MAC iterations and epilogues. `busy_last` is the share of workers busy with the last piece.
+// The busiest worker's MAC iterations, and with epilogues. `busy_last` is the share of workers busy with the last
+// piece.
 template <typename Join>
-double Estimator::work_of(Join join, Iteration const& whole, Share const& share, double busy_last,
-                          bool separate) const {
+double Estimator::products_of(Join join, Iteration const& whole, Share const& share, double busy_last) const {
   auto const iteration = [&](double busy) {
     return join(std::max(whole.tensor_cores, whole.sustained * busy), whole.loads + whole.gpcs * busy, whole.waits);
   };
   double const last = share.iterations / share.pieces;
-  return iteration(1) * (share.iterations - last) + iteration(busy_last) * last +
-         epilogues(epilogue_, separate ? 0 : fused_, share.pieces);
+  return iteration(1) * (share.iterations - last) + iteration(busy_last) * last;
+}
+
+template <typename Join>
+double Estimator::work_of(Join join, Iteration const& whole, Share const& share, double busy_last,
+                          bool separate) const {
+  double const products = products_of(join, whole, share, busy_last);
+  return products + epilogues(separate ? 0 : fused_, share.pieces, products / share.pieces);
 }
 
 Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
@@ -178,12 +187,14 @@ Parts Estimator::parts(Schedule const& s, Wave const& wave) const {
   double const splits = separate ? share.slices : splits_of(s);
   bool const cut = streams(s) && share.peers > 1;
   double const busy_last = busy_last_of(share, splits, cut);
-  double const fused = separate ? 0 : fused_, epilogue = epilogues(epilogue_, fused, share.pieces);
   Iteration const whole = iteration_of(s, share, wave, cut);
   auto const of_one = [&](Iteration const& iteration) {
     auto const overlap = [this](auto... times) { return overlapped(launch_.machine, times...); };
-    return std::max(work_of(overlap, iteration, share, busy_last, separate) - epilogue, 0.0);
+    return products_of(overlap, iteration, share, busy_last);
   };
+  auto const most = [](auto... times) { return std::max({times...}); };
+  double const fused = separate ? 0 : fused_,
+               epilogue = epilogues(fused, share.pieces, products_of(most, whole, share, busy_last) / share.pieces);
   Parts parts;
   parts.memory = dram_of(share, splits, busy_last);
   parts.tensor_cores = of_one({whole.tensor_cores, whole.sustained, 0, 0, 0});

@@ -66,10 +66,12 @@ class Estimator {
   };
   Iteration iteration_of(Schedule const&, Share const&, Wave const&, bool cut) const;
   template <typename Join>
+  double products_of(Join, Iteration const&, Share const&, double busy_last) const;
+  template <typename Join>
   double work_of(Join, Iteration const&, Share const&, double busy_last, bool separate) const;
   double busy_last_of(Share const&, double splits, bool cut) const;
   double dram_of(Share const&, double splits, double busy_last) const;
-  double epilogues(double epilogue, double fused, double pieces) const;
+  double epilogues(double fused, double pieces, double product) const;
   double least_of() const;
 
   Launch launch_;

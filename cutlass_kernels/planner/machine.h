@@ -22,7 +22,7 @@ namespace jax_streamk {
   X(few_rows_flops_per_us_sm, "16-bit mma.sync in kernels for few rows; TF32 at half")                                \
   X(thread_bytes_per_us_sm, "bytes / rate that threads of one SM move: 16-bit operands for few rows, partial tiles")  \
   X(cluster_peer_us, "t * CTAs * columns / 16: CTAs of a cluster add up one tile of 4-byte sums")                     \
-  X(epilogue_us, "t * area / 128^2, and as much again with a bias, a residual or an activation")                      \
+  X(epilogue_us, "t * area / 128^2, and a multiple of it with a bias, a residual or an activation")                   \
   X(shifted_epilogue_factor, "epilogue * factor, of kernels for few rows whose B's rows start anywhere")              \
   X(reduction_us, "t of the kernel that adds slices, besides their bytes by DRAM's rate")
 

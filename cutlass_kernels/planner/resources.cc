@@ -199,8 +199,20 @@ double epilogue_us(Launch const& l) {
   return l.traits.shifted_b ? us * l.machine.shifted_epilogue_factor : us;
 }
 
+// In multiples of a plain epilogue. Many accumulators leave registers for few operands at a time, so that each load is
+// waited for. The factors are of bf16 products with K = 768 and 4096 on an H200.
 double fused_us(Launch const& l) {
-  return l.problem.epilogue.is_plain() ? 0 : l.machine.epilogue_us * l.area() / kSquare * turns_of(l);
+  EpilogueOps const& epilogue = l.problem.epilogue;
+  if (epilogue.is_plain()) return 0;
+  double const us = l.machine.epilogue_us * l.area() / kSquare * turns_of(l);
+  if (l.traits.load_path != LoadPath::kTma) return us;
+  double const warpgroups = l.kernel.warp_schedule == "cooperative" ? l.kernel.threads / 128.0 - 1 : 1;
+  double const accumulators = l.area() / (128 * warpgroups);
+  double const few_registers = accumulators >= 160 ? 5.5 : accumulators > 128 ? 3 : 1;
+  double const activation = epilogue.activation == Activation::kNone   ? 0
+                            : epilogue.activation == Activation::kGelu ? 3.5
+                                                                       : 1;
+  return us * few_registers * (0.5 + activation + (epilogue.has_residual ? 2 : 0)) / warpgroups;
 }
 
 double partial_us(Launch const& l) {
