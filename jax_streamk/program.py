@@ -19,7 +19,7 @@ _MERGED = frozenset(
     floor ge gt imag integer_pow iota is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter not
     one_minus_square or pad population_count pow pvary real reduce_and reduce_max reduce_min reduce_or reduce_precision
     reduce_prod reduce_sum rem reshape rev round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical
-    sign sin sinh slice sqrt square squeeze stop_gradient sub tan tanh transpose xor""".split()
+    sign sin sinh slice split sqrt square squeeze stop_gradient sub tan tanh transpose xor""".split()
 )
 
 

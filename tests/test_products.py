@@ -255,6 +255,18 @@ def test_heads_of_a_cache():
 
 
 @on_h200
+def test_a_bias_is_added_where_pieces_are_transposed():
+    """XLA reads the product there anyway, and a kernel that also adds the bias takes longer."""
+
+    def heads(x, w, b):
+        q, k, v = (y.reshape(8, 1024, 12, 64) for y in jnp.split(x @ w + b, 3, -1))
+        return jnp.einsum("bqhd,bkhd->bhqk", q, k), v.transpose(0, 2, 1, 3)
+
+    found = rows(heads, shaped(8192, 768), shaped(768, 2304), shaped(2304))
+    assert [(row.is_ours, row.fused) for row in found if row.n == 2304] == [(True, "")]
+
+
+@on_h200
 def test_a_gated_mlp():
     """Where rows are few one kernel is faster, where they are many it is not."""
 
