@@ -1029,6 +1029,14 @@ def test_devices_of_other_machines_are_not_tuned(store, pretended):
         assert not plans and not pretended
 
 
+def test_nested_batches_are_not_tuned(store, pretended):
+    problem = dataclasses.replace(plan(A, B).problem, batch=4, inner_batch=2)
+    made = Plan(problem, here(), "a kernel", DataParallel())
+    with jax_streamk.tuning() as plans:
+        assert tune.tuned_if_asked(made) is made
+    assert not plans and not pretended
+
+
 def enters_tuning(x):
     with jax_streamk.tuning():
         return matmul(x, x)

@@ -228,9 +228,18 @@ def in_its_context(schedule, function):
 
 
 def tuned_if_asked(plan):
-    """The plan that ``Auto()`` made, or inside ``tuning()`` the tuned one."""
+    """The plan that ``Auto()`` made, or inside ``tuning()`` the tuned one.
+
+    Nested batches stay as planned: alone, XLA's product would not show the copies that it makes of them.
+    """
     session, problem, device = _session.get(), plan.problem, plan.device
-    if session is None or plan.kernel is None or _is_tuned(problem, device) or jax_device_of(device) is None:
+    if (
+        session is None
+        or plan.kernel is None
+        or problem.inner_batch > 1
+        or _is_tuned(problem, device)
+        or jax_device_of(device) is None
+    ):
         return plan
     if (problem, device) in session.failed:
         return plan
