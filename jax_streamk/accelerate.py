@@ -19,6 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Var, primitives
 from jax_streamk import compat, fusion, lowering, primitive
 from jax_streamk.decisions import decide
 from jax_streamk.device import Device, device_of
+from jax_streamk.planner import Plan
 from jax_streamk.problem import GemmProblem
 from jax_streamk.products import Products, products_of
 from jax_streamk.program import Program
@@ -313,12 +314,19 @@ def _with_transposes(program: Program, eqns: list[Any]) -> list[Any]:
         product = new[made]
         if product.primitive is not primitive.dot_general_p or product.params["permutation"]:
             continue
+        plan = functools.partial(lowering.plan_or_none, *(x.aval for x in product.invars), device=device_of(None))
         params = product.params | eqn.params
-        if lowering.plan_or_none(*(x.aval for x in product.invars), device=device_of(None), **params) is not None:
+        folded = plan(**params)
+        # A nested batch is worth a transpose of its result: in another order, matrices would be copied.
+        if folded is not None and (_is_nested(folded) or not _is_nested(plan(**product.params))):
             new[made] = product.replace(params=params, outvars=eqn.outvars)
             new[at] = None
     kept = [eqn for eqn in new if eqn is not None]
     return kept if len(kept) < len(eqns) else eqns
+
+
+def _is_nested(plan: Plan | None) -> bool:
+    return plan is not None and plan.problem is not None and plan.kernel is not None and plan.problem.inner_batch > 1
 
 
 def _map(f: Callable[[Any], Any], values: Any) -> Any:

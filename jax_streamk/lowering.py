@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 
 import jax
 import numpy as np
@@ -62,9 +63,27 @@ def plan(
                 instead = planner.make_plan(nested.problem, schedule, device)
             except ValueError:  # of an explicit schedule
                 instead = made
-            if instead.kernel is not None and instead is not made:
+            copied = (
+                made.microseconds + _copying(arrangement, lhs, rhs, device) if made.kernel is not None else math.inf
+            )
+            if instead is not made and instead.kernel is not None and instead.microseconds <= copied:
                 return instead.with_reasons(nested.copies(lhs, rhs)), nested
     return made if made.kernel is None else made.with_reasons(arrangement.copies(lhs, rhs)), arrangement
+
+
+def _copying(arrangement, lhs, rhs, device):
+    """The expected time of the transposes around a product, in microseconds."""
+    p, machine = arrangement.problem, machine_of(device)
+    copied = (
+        (arrangement.permute_lhs, lhs.size * lhs.dtype.itemsize),
+        (arrangement.permute_rhs, rhs.size * rhs.dtype.itemsize),
+        (arrangement.permute_result, p.batch * p.m * p.n * arrangement.dtype.itemsize),
+    )
+    return sum(
+        machine.launch_us + 2 * size / machine.dram_bytes_per_us
+        for permutation, size in copied
+        if permutation is not None
+    )
 
 
 def plan_or_none(lhs, rhs, *, device, out_sharding=None, **params):

@@ -290,8 +290,9 @@ def _arranged(lhs, rhs, dimension_numbers, precision, preferred_element_type, pl
 
 
 def _nesting(*operands):
-    """Where to divide the batch of all operands in two, each with a single stride; None if it is one, or cannot be."""
-    if all(x.is_strided() for x in operands):
+    """Where to divide the batch of A, B and D in two, each with a single stride; None if it is one, or cannot be."""
+    *_, d = operands
+    if all(x.is_strided() for x in operands) or d.stride(d.contract) > 1:  # kernels store rows of D
         return None
     for cut in range(1, len(operands[0].batch)):
         parts = ([x.batch[:cut], x.batch[cut:], x.free, x.contract] for x in operands)

@@ -12,7 +12,8 @@ import pytest
 from jax import lax
 
 import jax_streamk
-from jax_streamk import DataParallel, PerPass, SplitK, StreamK, dot_general, einsum, plan
+from jax_streamk import DataParallel, PerPass, SplitK, StreamK, _ffi, dot_general, einsum, plan
+from jax_streamk.problem import arrange
 
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else "cpu"
 TARGET = "jax_streamk_cuda_gemm" if PLATFORM == "cuda" else "jax_streamk_host_gemm"
@@ -390,3 +391,50 @@ def test_heads_of_a_cache(dtype, texts, places, heads, group, size):
         assert_close(jax.jit(ours)(x, cache), jax.jit(xlas)(x, cache), exact)
         if PLATFORM == "cuda" and dtype != "float32":
             assert copies(ours, x, cache) == 0
+
+
+# ---- nested batches ----
+
+
+def strided_products(arranged, lhs, rhs):
+    """D in the order of the result, NaN where nothing is stored: what a kernel makes of the strides of a problem."""
+    p = arranged.problem
+    operands = (x if order is None else x.transpose(order) for x, order in
+                ((lhs, arranged.permute_lhs), (rhs, arranged.permute_rhs)))  # fmt: skip
+    a, b = (np.ascontiguousarray(x).ravel() for x in list(operands)[:: -1 if arranged.swapped else 1])
+    d = np.full(p.batch * p.m * p.n, np.nan)
+
+    def matrices(x, rows, columns, major, name):
+        ld, outer, inner = (getattr(p, field + name) for field in ("ld", "batch_stride_", "inner_stride_"))
+        strides = outer, inner, *((ld, 1) if major == _ffi.Major.row else (1, ld))
+        shape = p.batch // p.inner_batch, p.inner_batch, rows, columns
+        assert sum((size - 1) * stride for size, stride in zip(shape, strides)) < x.size
+        return np.lib.stride_tricks.as_strided(x, shape, [8 * stride for stride in strides])
+
+    product = matrices(a, p.m, p.k, p.major_a, "a") @ matrices(b, p.k, p.n, p.major_b, "b")
+    matrices(d, p.m, p.n, _ffi.Major.row, "d")[...] = product
+    return d
+
+
+def test_arrangements_tell_where_matrices_are():
+    """Random products with up to three batch dimensions and a transpose of the result, batches nested or not."""
+    rng, nested = np.random.default_rng(5), 0
+    for _ in range(1500):
+        batch, free_l, free_r, contract = (list(names[: rng.integers(low, high)]) for names, low, high in
+                                           (("abc", 0, 4), ("de", 0, 3), ("fg", 0, 3), ("hi", 1, 3)))  # fmt: skip
+        sizes = dict(zip("abcdefghi", map(int, rng.integers(1, 4, 9))))
+        names = [list(rng.permutation(batch + free + contract)) for free in (free_l, free_r)]
+        lhs, rhs = (rng.standard_normal([sizes[name] for name in of]) for of in names)
+        numbers = tuple(tuple(tuple(map(of.index, dims)) for of in names) for dims in (contract, batch))
+        order = tuple(map(int, rng.permutation(len(batch + free_l + free_r)))) if rng.integers(2) else None
+        result = batch + [name for of, free in zip(names, (free_l, free_r)) for name in of if name in free]
+        exact = np.einsum(f"{''.join(names[0])},{''.join(names[1])}->{''.join(result)}", lhs, rhs)
+        for nests in (False, True):
+            shapes = (jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in (lhs, rhs))
+            arranged = arrange(*shapes, numbers, None, None, "cuda", permutation=order, nests=nests)
+            stored = exact if order is None else exact.transpose(order)
+            if arranged.permute_result is not None:  # after the product
+                stored = stored.transpose(np.argsort(arranged.permute_result))
+            np.testing.assert_allclose(strided_products(arranged, lhs, rhs), stored.ravel(), atol=1e-12)
+            nested += arranged.problem.inner_batch > 1
+    assert nested > 100

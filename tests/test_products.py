@@ -255,6 +255,23 @@ def test_heads_of_a_cache():
 
 
 @on_h200
+def test_a_transpose_stays_where_no_kernel_stores_it():
+    for text in ("bhd,bshd->bsh", "bshd,bhd->bsh"):
+        x, cache = shaped(8, 32, 128), shaped(8, 4096, 32, 128)
+        operands = (x, cache) if text.startswith("bhd") else (cache, x)
+        (row,) = rows(lambda x, y, text=text: jnp.einsum(text, x, y), *operands)
+        assert (row.is_ours, row.plan.problem.inner_batch, row.m) == (True, 32, 1)
+
+
+@on_h200
+def test_a_small_copy_is_better_than_a_slow_kernel():
+    """Of the queries, where each head's cache is contiguous."""
+    q, cache = shaped(8, 16, 32, 128), shaped(8, 32, 4096, 128)
+    (row,) = rows(lambda q, cache: jnp.einsum("bqhd,bhsd->bhqs", q, cache), q, cache)
+    assert row.is_ours and row.plan.problem.inner_batch == 1
+
+
+@on_h200
 def test_a_bias_is_added_where_pieces_are_transposed():
     """XLA reads the product there anyway, and a kernel that also adds the bias takes longer."""
 

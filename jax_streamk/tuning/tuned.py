@@ -96,10 +96,10 @@ def version():
 
 @functools.cache
 def kernel_set(platform):
-    """A hash of what a tuned plan is valid for: version, a plan's fields, and this build's kernels (cpu or cuda)."""
+    """A hash of what a tuned plan is valid for: version, fields of plans and problems, this build's kernels."""
     kernels = (kernel for kernel in _ffi.kernels() if (kernel.family == _ffi.Family.host) == (platform == "cpu"))
     names = (f"{kernel.name} {kernel.promotion_k}" for kernel in kernels)
-    fields = (field.name for type_ in (Tuned, LaunchPolicy) for field in dataclasses.fields(type_))
+    fields = (field.name for type_ in (Tuned, LaunchPolicy, GemmProblem) for field in dataclasses.fields(type_))
     return hashlib.sha256("\n".join((version(), *fields, *names)).encode()).hexdigest()[:16]
 
 
