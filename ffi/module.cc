@@ -225,6 +225,8 @@ NB_MODULE(_ffi, m) {
   enumeration<Activation>(m, "Activation", "What the epilogue applies last.",
                           {Activation::kNone, Activation::kRelu, Activation::kGelu, Activation::kGeluTanh,
                            Activation::kSilu, Activation::kSigmoid, Activation::kTanh});
+  enumeration<Ragged>(m, "Ragged", "Which dimension the groups of a product cut.",
+                      {Ragged::kNone, Ragged::kM, Ragged::kK});
   enumeration<ScheduleKind>(m, "ScheduleKind", "How the MAC-iteration space is cut.",
                             {ScheduleKind::kDataParallel, ScheduleKind::kSplitK, ScheduleKind::kStreamK});
   enumeration<Raster>(m, "Raster", "Along which dimension consecutive tiles lie.", {Raster::kAlongM, Raster::kAlongN});

@@ -73,7 +73,7 @@ class DescribedKernel final : public Kernel {
   Decomposition decomposition(GemmProblem const& p, Schedule const& s, Device const& device) const override {
     if (info.family == Family::kSm90) return sm90_decomposition(info, p, s, device);
     bool const swap = info.swap_ab;
-    int64_t const n = ungated(p).n;
+    int64_t const n = dense(p).n;
     auto const tiles =
         static_cast<int32_t>(p.batch * ceil_div(swap ? n : p.m, info.tile_m) * ceil_div(swap ? p.m : n, info.tile_n));
     auto const k_tiles = static_cast<int32_t>(ceil_div(p.k, info.tile_k));

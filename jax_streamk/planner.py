@@ -181,7 +181,7 @@ def _registry(platform):
             # No TF32 wgmma reads A along m and B along n: one of them is transposed first (repack.h).
             majors.add((_ffi.Major.column, _ffi.Major.row))
         for major_a, major_b in majors:
-            key = (kernel.type_a, kernel.type_b, kernel.math, major_a, major_b, kernel.gated)
+            key = (kernel.type_a, kernel.type_b, kernel.math, major_a, major_b, kernel.gated, kernel.ragged)
             by_problem.setdefault(key, []).append(kernel)
     return by_name, {key: _ffi.Kernels(kernels) for key, kernels in by_problem.items()}
 
@@ -234,7 +234,8 @@ def make_plan(problem, schedule, device):
 
 def choose(problem, wanted, device, **listed):
     """The ``_ffi.Choice`` for a native schedule; None considers every deterministic one."""
-    key = (problem.type_a, problem.type_b, problem.math, problem.major_a, problem.major_b, problem.gated)
+    ragged = _ffi.Ragged.none if device.platform == "cpu" else problem.ragged  # host kernels run all
+    key = (problem.type_a, problem.type_b, problem.math, problem.major_a, problem.major_b, problem.gated, ragged)
     kernels = _registry(device.platform)[1].get(key) or _ffi.Kernels([])
     return _ffi.choose(kernels, problem.native(), wanted, device.native(), machine_of(device).native, **listed)
 

@@ -24,6 +24,8 @@ enum class Reduction : int32_t { kOrdered, kAtomic, kSeparate };
 // How a launch's clusters are numbered as workers: in launch order, so that neighbours share a GPC, or so that the
 // first ones are spread over all GPCs (planner/clusters.h).
 enum class ClusterOrder : int32_t { kAsLaunched, kByGpc, kSpread };
+// Which dimension the groups of a ragged product cut into runs of any lengths.
+enum class Ragged : int32_t { kNone, kM, kK };
 // As in jax.nn: kGelu is exact, kGeluTanh its approximation.
 enum class Activation : int32_t { kNone, kRelu, kGelu, kGeluTanh, kSilu, kSigmoid, kTanh };
 
@@ -46,6 +48,7 @@ char const* name_of(Type type);
 char const* name_of(Major major);
 char const* name_of(Math math);
 char const* name_of(Reduction reduction);
+char const* name_of(Ragged ragged);
 char const* name_of(Activation activation);
 char const* name_of(ScheduleKind kind);
 char const* name_of(Raster raster);
@@ -108,12 +111,19 @@ struct EpilogueOps {
 //
 // The batch may be nested: l is at l / inner_batch * batch_stride + l % inner_batch * inner_stride, as the heads of
 // texts are in a cache of (text, position, head, size).
+//
+// A ragged product has one A, and `batch` groups: the group_sizes, int32 numbers on the device, cut the rows of A and D
+// (kM) or the K of A and B (kK) into consecutive runs, one for each B (kM) or D (kK). Sizes are at least 0 and their
+// sum at most the extent. Rows of D in no group are zero, and those of A are not read. With leading_rows a size comes
+// before the first group's: that of a run that is in no group.
 struct GemmProblem {
   int64_t batch = 1, m = 0, n = 0, k = 0;
   int64_t inner_batch = 1;
   Layout a, b, d;
   Math math = Math::kNative;
   EpilogueOps epilogue;
+  Ragged ragged = Ragged::kNone;
+  bool leading_rows = false;
 
   bool has(Role role) const {
     switch (role) {
@@ -121,6 +131,7 @@ struct GemmProblem {
       case Role::kBias: return epilogue.has_bias;
       case Role::kUpBias: return epilogue.has_bias && epilogue.is_pair();
       case Role::kResidual: return epilogue.has_residual;
+      case Role::kGroupSizes: return ragged != Ragged::kNone;
       default: return true;
     }
   }
@@ -132,6 +143,7 @@ struct GemmProblem {
       case Role::kUp: return {b, k, n};
       case Role::kBias:
       case Role::kUpBias: return {{d.format, Major::kRow, 0, epilogue.batch_stride_bias}, 1, n};
+      case Role::kGroupSizes: return {{Type::kS32}, 1, batch + leading_rows};
       case Role::kD:
       case Role::kResidual: break;
     }
@@ -152,9 +164,19 @@ struct GemmProblem {
   }
 };
 
-// The product of a gated problem: with twice the columns, and without what follows it.
-inline GemmProblem ungated(GemmProblem p) {
+// A dense product of as many MAC iterations: of a gated problem, its product, with twice the columns; of a ragged one,
+// a batch of groups of one size. `tile` is the extent of a tile along the ragged dimension, half of which a group's
+// last tile lacks.
+inline GemmProblem dense(GemmProblem p, int32_t tile = 1) {
   if (p.epilogue.gated) p.n *= 2, p.epilogue.gated = false;
+  if (p.ragged == Ragged::kNone) return p;
+  int64_t& extent = p.ragged == Ragged::kM ? p.m : p.k;
+  p.batch = p.batch < extent ? p.batch : extent;
+  extent = (extent + p.batch - 1) / p.batch + tile / 2;
+  p.a.batch_stride = extent * p.a.ld;
+  Layout& other = p.ragged == Ragged::kM ? p.d : p.b;
+  other.batch_stride = extent * other.ld;
+  p.ragged = Ragged::kNone;
   return p;
 }
 
@@ -225,6 +247,8 @@ struct KernelInfo {
   int32_t promotion_k = 0;
   // Whether it runs gated problems, and only these. A tile then has tile_m / 2 columns of each B (with swap_ab).
   bool gated = false;
+  // The ragged problems that it runs, and only these; the host's kernels run all.
+  Ragged ragged = Ragged::kNone;
 };
 
 // The promotion_k of kernels that promote. Truncation loses about 1e-9 of a sum per product; TF32 operands have errors
@@ -241,6 +265,7 @@ struct Buffers {
   void const* bias = nullptr;
   void const* up_bias = nullptr;
   void const* residual = nullptr;
+  void const* group_sizes = nullptr;
 
   void set(Role role, void* address) {
     switch (role) {

@@ -6,7 +6,7 @@
 #pragma once
 
 // ROLE(enumerator of Role, member of Buffers, name in messages). Calls take operands, and their results, in this order.
-// Reserved: scale_a, scale_b, group_sizes.
+// Reserved: scale_a, scale_b.
 #define JAX_STREAMK_ROLES(ROLE)             \
   ROLE(kA, a, "A")                          \
   ROLE(kB, b, "B")                          \
@@ -14,7 +14,8 @@
   ROLE(kUp, up, "the second B")             \
   ROLE(kBias, bias, "the bias")             \
   ROLE(kUpBias, up_bias, "the second bias") \
-  ROLE(kResidual, residual, "the residual")
+  ROLE(kResidual, residual, "the residual") \
+  ROLE(kGroupSizes, group_sizes, "group_sizes")
 
 // GemmProblem
 #define JAX_STREAMK_PROBLEM_FIELDS(REQUIRED, OPTIONAL)    \
@@ -45,7 +46,9 @@
   OPTIONAL(inner_batch, inner_batch)                      \
   OPTIONAL(inner_stride_a, a.inner_stride)                \
   OPTIONAL(inner_stride_b, b.inner_stride)                \
-  OPTIONAL(inner_stride_d, d.inner_stride)
+  OPTIONAL(inner_stride_d, d.inner_stride)                \
+  OPTIONAL(ragged, ragged)                                \
+  OPTIONAL(leading_rows, leading_rows)
 
 // Schedule
 #define JAX_STREAMK_SCHEDULE_FIELDS(REQUIRED, OPTIONAL) \
@@ -107,4 +110,5 @@
   OPTIONAL(threads, threads)                          \
   OPTIONAL(shared_memory, shared_memory)              \
   OPTIONAL(promotion_k, promotion_k)                  \
-  OPTIONAL(gated, gated)
+  OPTIONAL(gated, gated)                              \
+  OPTIONAL(ragged, ragged)

@@ -74,6 +74,15 @@ char const* name_of(Reduction reduction) {
   return "?";
 }
 
+char const* name_of(Ragged ragged) {
+  switch (ragged) {
+    case Ragged::kNone: return "none";
+    case Ragged::kM: return "m";
+    case Ragged::kK: return "k";
+  }
+  return "?";
+}
+
 char const* name_of(Activation activation) {
   switch (activation) {
     case Activation::kNone: return "none";
@@ -140,6 +149,13 @@ Status check_or(Refuse refuse, Kernel const& kernel, GemmProblem const& p, Sched
                   name_of(info.d.format.type), " (", name_of(info.math), ")");
   if (p.inner_batch > 1 && (info.family != Family::kSkinny || separate))
     return refuse("matrices of its batch are one stride apart");
+  bool const is_ragged = p.ragged != Ragged::kNone;
+  if (info.family != Family::kHost && p.ragged != info.ragged)
+    return refuse(is_ragged ? "it multiplies no groups of different sizes" : "it multiplies groups of different sizes");
+  if (is_ragged && (s.kind != ScheduleKind::kDataParallel || p.epilogue.has_residual || p.inner_batch > 1))
+    return refuse("a ragged product is data-parallel, and has neither a residual nor a nested batch");
+  if (is_ragged && info.family != Family::kHost && (repack.a || repack.b || has_misaligned_d(p)))
+    return refuse("rows of A, B and D of a ragged product must start at multiples of ", info.b.align, " elements");
   if (p.epilogue.gated != info.gated)
     return refuse(info.gated ? "it multiplies by two matrices at once" : "it multiplies by one matrix only");
   if (p.epilogue.gated && (p.epilogue.has_residual || p.epilogue.alpha != 1 || p.epilogue.up_offset < 0))
@@ -180,7 +196,7 @@ Status check_or(Refuse refuse, Kernel const& kernel, GemmProblem const& p, Sched
     return refuse("it has no Stream-K with reduction \"", name_of(s.reduction), "\"");
   // The decomposition counts in 32 bits.
   bool const swap = info.swap_ab;
-  int64_t const n = ungated(p).n;
+  int64_t const n = dense(p).n;
   int64_t const tiles_m = ((swap ? n : p.m) + info.tile_m - 1) / info.tile_m + info.cluster_m;
   int64_t const tiles_n = ((swap ? p.m : n) + info.tile_n - 1) / info.tile_n + info.cluster_n;
   if (tiles_m * tiles_n >= limit / p.batch || !Decomposition::fits(p.batch * tiles_m * tiles_n, k_tiles, device.sms,

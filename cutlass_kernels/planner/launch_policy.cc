@@ -34,7 +34,7 @@ class Sm90Launch {
  public:
   Sm90Launch(KernelInfo const& info, GemmProblem const& p, Schedule const& s, LaunchPolicy const& order,
              Device const& device)
-      : info_(info), p_(repack_of(info, ungated(p)).problem), device_(device) {
+      : info_(info), p_(repack_of(info, dense(p)).problem), device_(device) {
     bool const separate = is_separate(s);
     slices_ = separate ? Slices::of(p_.k, info.tile_k, s.splits) : Slices{1, p_.k};
     cut_ = sm90_decomposition(info, slices_.as_batch(p_), separate ? data_parallel(s) : s, device);
@@ -139,7 +139,7 @@ Decomposition sm90_decomposition(KernelInfo const& info, GemmProblem const& p, S
 
 TileOrder sm90_order(KernelInfo const& info, GemmProblem const& p, Raster raster, int32_t swizzle) {
   bool const along_m = (raster == Raster::kAlongM) != info.swap_ab;
-  int64_t const n = ungated(p).n;
+  int64_t const n = dense(p).n;
   return {ceil_div(info.swap_ab ? n : p.m, int64_t{info.tile_m} * info.cluster_m),
           ceil_div(info.swap_ab ? p.m : n, int64_t{info.tile_n} * info.cluster_n),
           along_m ? Raster::kAlongM : Raster::kAlongN, swizzle};
@@ -166,7 +166,7 @@ Status check_policy(KernelInfo const& info, GemmProblem const& p, Schedule const
                     Device const& device) {
   auto const refuse = [&](std::string const& why) { return Status::invalid(cannot_run(info, p) + why); };
   if (policy.swizzle < 1) return refuse("swizzle must be at least 1");
-  int64_t const n = ungated(p).n, rows = info.swap_ab ? n : p.m, columns = info.swap_ab ? p.m : n;
+  int64_t const n = dense(p).n, rows = info.swap_ab ? n : p.m, columns = info.swap_ab ? p.m : n;
   int64_t const tiles =
       std::max<int64_t>(ceil_div(rows, info.tile_m) + info.cluster_m, ceil_div(columns, info.tile_n) + info.cluster_n);
   if (tiles * policy.swizzle >= INT32_MAX) return refuse("swizzle=" + std::to_string(policy.swizzle) + " is too wide");

@@ -60,16 +60,18 @@ double result_bytes(Launch const& l) {
 Launch::Launch(KernelInfo const& kernel, GemmProblem const& p, int32_t width, Machine const& machine)
     : kernel(kernel),
       traits(KernelTraits::of(kernel)),
-      problem(ungated(p)),
+      problem(dense(p, p.ragged == Ragged::kK ? kernel.tile_k
+                       : kernel.swap_ab       ? kernel.tile_n
+                                              : kernel.tile_m)),
       machine(machine),
       tiling(tiling_of(kernel, problem)),
       sms(width),
-      rows(kernel.swap_ab ? problem.n : p.m),
-      columns(kernel.swap_ab ? p.m : problem.n),
+      rows(kernel.swap_ab ? problem.n : problem.m),
+      columns(kernel.swap_ab ? problem.m : problem.n),
       ctas(kernel.cluster_m * kernel.cluster_n),
       repacked(repack_of(kernel, problem)) {
   grid.wave_tiles = static_cast<double>(tiling.tiles_m) * tiling.tiles_n;
-  grid.tiles = p.batch * grid.wave_tiles;
+  grid.tiles = problem.batch * grid.wave_tiles;
   grid.k_tiles = ceil_div(repacked.problem.k, kernel.tile_k);
   grid.workers = active_clusters(width * traits.ctas_per_sm, ctas);
   // `is_b`: of the kernel's own GEMM.
@@ -79,7 +81,7 @@ Launch::Launch(KernelInfo const& kernel, GemmProblem const& p, int32_t width, Ma
     return TileOperand{double(size), layout.ld, along_k, extent, tile, row, double(own.align) * size};
   };
   Layout const &layout_a = repacked.problem.a, &layout_b = repacked.problem.b;
-  a = operand(layout_a, kernel.a, kernel.a.major == Major::kRow, p.m, kernel.swap_ab);
+  a = operand(layout_a, kernel.a, kernel.a.major == Major::kRow, problem.m, kernel.swap_ab);
   b = operand(layout_b, kernel.b, kernel.b.major == Major::kColumn, problem.n, !kernel.swap_ab);
   // Rows that start anywhere are shifted after loads of whole vectors.
   if (traits.shifted_b) b.vector = kVector;

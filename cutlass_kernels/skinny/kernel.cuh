@@ -410,7 +410,7 @@ class SkinnyKernel final : public CudaKernel {
 
   static TileOrder tile_order(GemmProblem const& p, LaunchPolicy const& policy) {
     return {static_cast<int32_t>((p.m + kRows * kBlocks - 1) / (kRows * kBlocks)),
-            static_cast<int32_t>((ungated(p).n + kTileN - 1) / kTileN), policy.raster, policy.swizzle};
+            static_cast<int32_t>((dense(p).n + kTileN - 1) / kTileN), policy.raster, policy.swizzle};
   }
 };
 
