@@ -131,17 +131,18 @@ Decomposition sm90_decomposition(KernelInfo const& info, GemmProblem const& p, S
   bool const stream_k = s.kind == ScheduleKind::kStreamK && s.max_sms != 1;
   int32_t const sms = stream_k && s.max_sms > 0 && s.max_sms < device.sms ? s.max_sms : device.sms;
   int32_t const clusters = active_clusters(sms * ctas_of_sm(info), ctas_of_cluster(info));
-  DenseTiles const tiles(sm90_order(info, p, Raster::kAlongM, 1), static_cast<int32_t>(p.batch),
-                         ceil_div(p.k, info.tile_k));
+  GemmProblem const q = dense(p);
+  DenseTiles const tiles(sm90_order(info, q, Raster::kAlongM, 1), static_cast<int32_t>(q.batch),
+                         ceil_div(q.k, info.tile_k));
   return Decomposition::make(s.kind == ScheduleKind::kStreamK && !stream_k ? ScheduleKind::kDataParallel : s.kind,
                              tiles, lists_clusters(info) ? std::min(clusters, kMostListed) : clusters, s.splits);
 }
 
 TileOrder sm90_order(KernelInfo const& info, GemmProblem const& p, Raster raster, int32_t swizzle) {
   bool const along_m = (raster == Raster::kAlongM) != info.swap_ab;
-  int64_t const n = dense(p).n;
-  return {ceil_div(info.swap_ab ? n : p.m, int64_t{info.tile_m} * info.cluster_m),
-          ceil_div(info.swap_ab ? p.m : n, int64_t{info.tile_n} * info.cluster_n),
+  GemmProblem const q = dense(p);
+  return {ceil_div(info.swap_ab ? q.n : q.m, int64_t{info.tile_m} * info.cluster_m),
+          ceil_div(info.swap_ab ? q.m : q.n, int64_t{info.tile_n} * info.cluster_n),
           along_m ? Raster::kAlongM : Raster::kAlongN, swizzle};
 }
 
@@ -155,6 +156,7 @@ LaunchPolicy choose_policy(KernelInfo const& info, GemmProblem const& p, Schedul
   } else if (info.family == Family::kSm90) {
     Sm90Launch const launch(info, p, s, policy, device);
     launch.set_hints(policy, machine);
+    if (info.ragged != Ragged::kNone) return policy;
     launch.set_held_back(policy, machine);
     launch.set_clusters(policy, machine);
     if (!info.gated) launch.set_extents(policy, machine);
@@ -173,6 +175,7 @@ Status check_policy(KernelInfo const& info, GemmProblem const& p, Schedule const
   bool const listed = policy.cluster_order != ClusterOrder::kAsLaunched;
   bool const others = policy.held_back != 0 || policy.held_back_last != 0 || policy.idle_clusters != 0 || listed ||
                       policy.extend_a || policy.extend_b;
+  if (info.ragged != Ragged::kNone && others) return refuse("of launch choices it has the order of tiles and L2 hints");
   if (info.family != Family::kSm90) {
     bool const has_hint = hints_b(info);
     if (policy.evict_first_a || (policy.evict_first_b && !has_hint) || others)

@@ -35,6 +35,7 @@ struct Config {
   Math math;
   int store_columns;  // columns of the kernel's own result in a box of the store (store.h)
   bool gated;         // runs gated problems (gated_epilogue.h)
+  Ragged ragged;      // runs ragged problems of this kind (ragged.h)
 
   // Consumer warpgroups that share a tile.
   constexpr int warpgroups() const { return warp_schedule != WarpSchedule::kCooperative ? 1 : tile_m == 192 ? 3 : 2; }
@@ -85,7 +86,7 @@ constexpr Config config_of() {
   bool const swap_ab = Row::kSwapAB && !(Operands::kMath == Math::kTF32 && Operands::kMajorA == Major::kColumn);
   return {Operands::kTypeAB, Operands::kTypeD, Operands::kMajorA,  Operands::kMajorB, Row::kTileM,
           Row::kTileN,       Row::kTileK,      Row::kClusterM,     Row::kClusterN,    Row::kWarpSchedule,
-          swap_ab,           Operands::kMath,  Row::kStoreColumns, Row::kGated};
+          swap_ab,           Operands::kMath,  Row::kStoreColumns, Row::kGated,        Row::kRagged};
 }
 
 inline char const* name_of(WarpSchedule schedule) {
@@ -99,6 +100,7 @@ inline std::string name_of(Config const& c) {
          letter(c.major_a) + letter(c.major_b) + "_" + number(c.tile_m) + "x" + number(c.tile_n) + "x" +
          number(c.tile_k) + "_" + number(c.cluster_m) + "x" + number(c.cluster_n) + "_" + name_of(c.warp_schedule) +
          (c.swap_ab ? "_swap" : "") + (c.gated ? "_gated" : "") +
+         (c.ragged == Ragged::kNone ? "" : std::string("_ragged_") + jax_streamk::name_of(c.ragged)) +
          (c.math == Math::kNative ? "" : std::string("_") + jax_streamk::name_of(c.math));
 }
 

@@ -13,9 +13,9 @@
 namespace jax_streamk::sm90 {
 
 // The parameters are those of BoxStore.
-template <class Element, bool kSwap, int kTileM, int kTileN, int kWarpgroups, int kColumns>
-class CollectiveEpilogue : public BoxStore<Element, kSwap, kTileM, kTileN, kWarpgroups, kColumns> {
-  using Store = BoxStore<Element, kSwap, kTileM, kTileN, kWarpgroups, kColumns>;
+template <class Element, bool kSwap, int kTileM, int kTileN, int kWarpgroups, int kColumns, bool kRun = false>
+class CollectiveEpilogue : public BoxStore<Element, kSwap, kTileM, kTileN, kWarpgroups, kColumns, kRun> {
+  using Store = BoxStore<Element, kSwap, kTileM, kTileN, kWarpgroups, kColumns, kRun>;
   using Store::kValues, Store::kValuesPerBox, Store::kWholeBoxes;
 
   // Accumulators that pass the activation before the first box of them is stored: those of one box, or of two small
@@ -83,7 +83,7 @@ class CollectiveEpilogue : public BoxStore<Element, kSwap, kTileM, kTileN, kWarp
     auto const& epilogue = params_.thread;
     auto const coordinates = [&] { return coordinates_of(shape, tile, tiled_mma); };
     auto const [m, n, k, l] = shape;
-    if (epilogue.unaligned_d != nullptr) {
+    if (!kRun && epilogue.unaligned_d != nullptr) {
       constexpr int kWarpBytes = sizeof(TensorStorage) / (kWarpgroups * 4) / 512 * 512;
       auto* const own = reinterpret_cast<char*>(&storage_) + thread_ / 32 * kWarpBytes;
       store_unaligned<kSwap, kWarpBytes>(epilogue, cute::get<3>(tile), m, n, coordinates(), accumulators,

@@ -16,9 +16,9 @@ namespace jax_streamk::sm90 {
 inline constexpr int kGatedRows = 64;
 
 // The parameters are those of BoxStore.
-template <class Element, int kTileN, int kColumns>
-class GatedEpilogue : public BoxStore<Element, true, kGatedRows, kTileN, 1, kColumns> {
-  using Store = BoxStore<Element, true, kGatedRows, kTileN, 1, kColumns>;
+template <class Element, int kTileN, int kColumns, bool kRun = false>
+class GatedEpilogue : public BoxStore<Element, true, kGatedRows, kTileN, 1, kColumns, kRun> {
+  using Store = BoxStore<Element, true, kGatedRows, kTileN, 1, kColumns, kRun>;
   using Store::kValues;
 
   // What a thread has of one product, or of the result.

@@ -17,6 +17,7 @@
 #include "cutlass_kernels/sm90/epilogue.h"
 #include "cutlass_kernels/sm90/gated_epilogue.h"
 #include "cutlass_kernels/sm90/mainloop.h"
+#include "cutlass_kernels/sm90/ragged.h"
 #include "cutlass_kernels/sm90/scheduler.h"
 #include "cutlass_kernels/sm90/warp_roles.h"
 
@@ -43,16 +44,23 @@ class Sm90Kernel final : public CudaKernel {
   using TileShape = cute::Shape<cute::Int<kConfig.tile_m>, cute::Int<kConfig.tile_n>, cute::Int<kConfig.tile_k>>;
   using ClusterShape = cute::Shape<cute::Int<kConfig.cluster_m>, cute::Int<kConfig.cluster_n>, cute::_1>;
   static constexpr bool kGated = kConfig.gated;
+  static constexpr Ragged kRagged = kConfig.ragged;
+  static constexpr bool kRun = kRagged == Ragged::kM;  // a tile stores a run of rows of D
+  static_assert(kRagged == Ragged::kNone || (kConfig.cluster_m * kConfig.cluster_n == 1 && kSwap == kRun &&
+                                             kConfig.type_ab == kConfig.type_d));
   static_assert(!kGated || (kSwap && kConfig.tile_m == 2 * kGatedRows && kConfig.warpgroups() == 1 &&
                             kConfig.cluster_m * kConfig.cluster_n == 1));
   using Epilogue = std::conditional_t<
-      kGated, GatedEpilogue<ElementD, kConfig.tile_n, kConfig.store_columns>,
-      CollectiveEpilogue<ElementD, kSwap, kConfig.tile_m, kConfig.tile_n, kConfig.warpgroups(), kConfig.store_columns>>;
+      kGated, GatedEpilogue<ElementD, kConfig.tile_n, kConfig.store_columns, kRun>,
+      CollectiveEpilogue<ElementD, kSwap, kConfig.tile_m, kConfig.tile_n, kConfig.warpgroups(), kConfig.store_columns, kRun>>;
 
   // The shared memory of an SM, where CUDA takes 1 KiB per CTA and barriers take at most 256 bytes; and what a CTA
   // leaves to the other CTAs on its SM.
+  static constexpr int kTableBytes = (2 * kMostGroups + 8) * 4;  // of a ragged product's groups
   static constexpr int kSmBytes = 228 << 10,
-                       kOthersBytes = kCtasPerSm == 1 ? 0 : (227 << 10) - (kSmBytes / kCtasPerSm - 1024 - 256);
+                       kOthersBytes = kRagged != Ragged::kNone ? kTableBytes
+                                     : kCtasPerSm == 1            ? 0
+                                                                  : (227 << 10) - (kSmBytes / kCtasPerSm - 1024 - 256);
   // The tile's layout in shared memory. For CuTe the rows of a K-major B must be a multiple of 16.
   static constexpr int kLaidOutN = kBAlongN ? columns_by_tma(kConfig.tile_n) : (kConfig.tile_n + 15) / 16 * 16;
   using LaidOutShape = cute::Shape<cute::Int<kConfig.tile_m>, cute::Int<kLaidOutN>, cute::Int<kConfig.tile_k>>;
@@ -68,9 +76,11 @@ class Sm90Kernel final : public CudaKernel {
                                        cutlass::gemm::KernelTmaWarpSpecializedPingpong>>::CollectiveOp>::type>;
   using Mainloop =
       CollectiveMainloop<typename Collective::type, typename Collective::template WideMma<kConfig.tile_n>, TileShape,
-                         kConfig.type_d == Type::kF32, kConfig.math == Math::kTF32x3, kConfig.promotion_k(), kGated>;
+                         kConfig.type_d == Type::kF32, kConfig.math == Math::kTF32x3, kConfig.promotion_k(), kGated, kRagged>;
   // With several CTAs per SM there would be too many clusters to list.
-  using Scheduler = sm90::Scheduler<TileShape, ClusterShape, kCooperative, kCtasPerSm == 1>;
+  using DenseScheduler = sm90::Scheduler<TileShape, ClusterShape, kCooperative, kCtasPerSm == 1>;
+  using Scheduler = std::conditional_t<kRagged == Ragged::kNone, DenseScheduler,
+                                       RaggedScheduler<kRun, kRun ? kConfig.tile_n : kConfig.tile_m, kConfig.tile_k>>;
 
  public:
   using Gemm = GemmKernel<Mainloop, Epilogue, Scheduler, kConfig.warp_schedule>;
@@ -92,8 +102,10 @@ class Sm90Kernel final : public CudaKernel {
     if (device.arch != 90)
       return Status::precondition(info.name + " is compiled for sm_90a; the device is sm_" +
                                   std::to_string(device.arch));
-    if (decomposition(p, s, device).kind == ScheduleKind::kSplitK && s.splits > Scheduler::kMaxPeers)
-      return Status::invalid(info.name + " has at most " + std::to_string(Scheduler::kMaxPeers) + " splits");
+    if (kRagged != Ragged::kNone && p.batch > kMostGroups)
+      return Status::invalid(info.name + " has at most " + std::to_string(kMostGroups) + " groups");
+    if (decomposition(p, s, device).kind == ScheduleKind::kSplitK && s.splits > DenseScheduler::kMaxPeers)
+      return Status::invalid(info.name + " has at most " + std::to_string(DenseScheduler::kMaxPeers) + " splits");
     return {};
   }
 
@@ -120,11 +132,19 @@ class Sm90Kernel final : public CudaKernel {
     int64_t const part = kConfig.math == Math::kTF32x3 ? p.k / 3 : 0;
     typename Gemm::Params params;
     params.scheduler.decomposition = cut;
-    params.scheduler.order = sm90_order(info, p, policy.raster, policy.swizzle);
-    int32_t const clusters = params.scheduler.place(policy, device.sms);
-    params.scheduler.atomic = s.reduction == Reduction::kAtomic;
-    params.scheduler.arrivals = reinterpret_cast<uint32_t*>(workspace);
-    params.scheduler.partials = reinterpret_cast<float*>(workspace + parts.arrivals);
+    TileOrder const order = sm90_order(info, p, policy.raster, policy.swizzle);
+    int32_t const clusters = [&] {
+      if constexpr (kRagged != Ragged::kNone) {
+        params.scheduler.set_up(p, buffers, order, order.tiles_m(), kConfig.tile_m, device.sms);
+        return static_cast<int32_t>(std::min<int64_t>(device.sms, params.scheduler.most_tiles()));
+      } else {
+        params.scheduler.order = order;
+        params.scheduler.atomic = s.reduction == Reduction::kAtomic;
+        params.scheduler.arrivals = reinterpret_cast<uint32_t*>(workspace);
+        params.scheduler.partials = reinterpret_cast<float*>(workspace + parts.arrivals);
+        return params.scheduler.place(policy, device.sms);
+      }
+    }();
     params.loads.held_back = HeldBack::of(cut, policy.held_back, policy.held_back_last);
     params.loads.batch = static_cast<int32_t>(p.batch);
     params.loads.by_batch = Divisor(params.loads.batch);
@@ -197,6 +217,7 @@ class Sm90Kernel final : public CudaKernel {
     info.shared_memory = sizeof(typename Gemm::SharedStorage);
     info.promotion_k = kConfig.promotion_k();
     info.gated = kGated;
+    info.ragged = kRagged;
     return info;
   }
 
@@ -232,7 +253,7 @@ class Sm90Kernel final : public CudaKernel {
     Workspace out;
     out.arrivals = align_workspace(static_cast<int64_t>(d.shared_tiles()) * kClusterSize * sizeof(uint32_t));
     out.bytes = out.arrivals + static_cast<int64_t>(atomic ? d.shared_tiles() : d.slots()) * kClusterSize *
-                                   Scheduler::kTileValues * sizeof(float);
+                                   DenseScheduler::kTileValues * sizeof(float);
     out.zeroed = atomic ? out.bytes : out.arrivals;
     return out;
   }
@@ -240,7 +261,7 @@ class Sm90Kernel final : public CudaKernel {
 
 // The element types of D, and the majornesses of A and B, that a row stands for.
 enum class Results { kOwn, kF32, kBoth };
-enum class Majors { kAll, kRow, kRowA };
+enum class Majors { kAll, kRow, kRowA, kKOuter };
 enum class Types { kHalf, kTF32, kTF32x3 };
 
 // Registers the kernels of a row of table.txt.
@@ -253,12 +274,12 @@ struct Kernels {
   }
   template <Type kTypeAB, Type kTypeD, Majors kMajors>
   static void add_majors() {
-    add<kTypeAB, kTypeD, Major::kRow, Major::kRow>();
-    if constexpr (kMajors != Majors::kRow) add<kTypeAB, kTypeD, Major::kRow, Major::kColumn>();
-    if constexpr (kMajors == Majors::kAll) {
+    if constexpr (kMajors != Majors::kKOuter) add<kTypeAB, kTypeD, Major::kRow, Major::kRow>();
+    if constexpr (kMajors == Majors::kAll || kMajors == Majors::kRowA)
+      add<kTypeAB, kTypeD, Major::kRow, Major::kColumn>();
+    if constexpr (kMajors == Majors::kAll || kMajors == Majors::kKOuter)
       add<kTypeAB, kTypeD, Major::kColumn, Major::kRow>();
-      add<kTypeAB, kTypeD, Major::kColumn, Major::kColumn>();
-    }
+    if constexpr (kMajors == Majors::kAll) add<kTypeAB, kTypeD, Major::kColumn, Major::kColumn>();
   }
   template <Type kTypeAB, Results kResults, Majors kMajors>
   static void add_results() {
@@ -297,14 +318,21 @@ namespace words {
 inline constexpr Types half = Types::kHalf, tf32 = Types::kTF32, tf32x3 = Types::kTF32x3;
 inline constexpr WarpSchedule cooperative = WarpSchedule::kCooperative, pingpong = WarpSchedule::kPingpong,
                               single = WarpSchedule::kSingle;
-inline constexpr bool plain = false, swapped = true, gated = true;  // whether it swaps A and B
+inline constexpr bool plain = false, swapped = true, gated = true, ragged_m = true, ragged_gated = true,
+                      ragged_k = false;  // whether it swaps A and B
 inline constexpr Results own = Results::kOwn, f32 = Results::kF32, both = Results::kBoth;
-inline constexpr Majors all = Majors::kAll, row = Majors::kRow, row_a = Majors::kRowA;
+inline constexpr Majors all = Majors::kAll, row = Majors::kRow, row_a = Majors::kRowA, k_outer = Majors::kKOuter;
 }  // namespace words
 // The same words of a row's operands: whether it runs gated problems.
 namespace gates {
-inline constexpr bool plain = false, swapped = false, gated = true;
+inline constexpr bool plain = false, swapped = false, gated = true, ragged_m = false, ragged_gated = true,
+                      ragged_k = false;
 }  // namespace gates
+// And whether its groups may be ragged.
+namespace groups {
+inline constexpr Ragged plain = Ragged::kNone, swapped = Ragged::kNone, gated = Ragged::kNone, ragged_m = Ragged::kM,
+                        ragged_gated = Ragged::kM, ragged_k = Ragged::kK;
+}  // namespace groups
 
 }  // namespace jax_streamk::sm90
 
@@ -322,6 +350,7 @@ inline constexpr bool plain = false, swapped = false, gated = true;
                          kClusterN = cluster_n, kStoreColumns = store_columns;                                         \
     static constexpr WarpSchedule kWarpSchedule = words::warp_schedule;                                                \
     static constexpr bool kSwapAB = words::operands, kGated = gates::operands;                                         \
+    static constexpr Ragged kRagged = groups::operands;                                                                \
   };                                                                                                                   \
   static bool const JAX_STREAMK_ROW(__LINE__) = Kernels<name>::add_all<words::types, words::results, words::majors>(); \
   }

@@ -10,6 +10,7 @@
 #include "cutlass_kernels/sm90/operand_registers.h"
 #include "cutlass_kernels/sm90/operand_shared.h"
 #include "cutlass_kernels/sm90/promotion.h"
+#include "cutlass_kernels/sm90/ragged.h"
 #include "cutlass_kernels/sm90/stages.h"
 #include "cutlass_kernels/sm90/tma.h"
 
@@ -37,8 +38,10 @@ struct Loads {
 // kSlices: a batch may be a slice of K. The kernel's batch index is then slice * batches + batch, and its K is that of
 // a slice; TMA reads zeros beyond the last one. kSplits: each f32 operand is two TF32 parts side by side (repack.h).
 // kPromotionK: the length of K after which sums are promoted; 0: never. kGated: half of A's rows come from each of two
-// matrices, both loaded from the tile's half of D's columns (gated_epilogue.h).
-template <class Base, class OwnMma, class OwnShape, bool kSlices, bool kSplits, int kPromotionK, bool kGated>
+// matrices, both loaded from the tile's half of D's columns (gated_epilogue.h). kRagged: a tile begins at any row of B,
+// which is the problem's A, or reads a run of K (ragged.h).
+template <class Base, class OwnMma, class OwnShape, bool kSlices, bool kSplits, int kPromotionK, bool kGated,
+          Ragged kRagged>
 struct CollectiveMainloop : Base {
   using typename Base::TensorStorage;
   using TileShape = OwnShape;
@@ -76,9 +79,14 @@ struct CollectiveMainloop : Base {
     cute::TmaDescriptor gate, up;
   };
   struct NoGatedMaps {};
+  struct RunMaps {
+    cute::TmaDescriptor run_a, run_b;
+  };
+  struct NoRunMaps {};
   struct Params : Base::Params,
                   std::conditional_t<(kLastBoxColumns > 0), LastBox, NoLastBox>,
-                  std::conditional_t<kGated, GatedMaps, NoGatedMaps> {};
+                  std::conditional_t<kGated, GatedMaps, NoGatedMaps>,
+                  std::conditional_t<kRagged == Ragged::kK, RunMaps, NoRunMaps> {};
 
   template <class ProblemShape>
   static CUresult set_up(Params& params, ProblemShape const& shape, Arguments const& arguments) {
@@ -92,6 +100,12 @@ struct CollectiveMainloop : Base {
     }
     int64_t const columns = cute::get<1>(shape);
     auto const [along_n, along_k, batch_stride] = arguments.dB;
+    if constexpr (kRagged == Ragged::kK) {
+      CUresult const result = RowRun::encode<ElementA>(params.run_a, arguments.ptr_A, cute::get<0>(shape),
+                                                       cute::get<1>(arguments.dA), kRowElements, kTileK, kRowBytes);
+      if (result != CUDA_SUCCESS) return result;
+      return RowRun::encode<ElementB>(params.run_b, arguments.ptr_B, columns, along_k, kRowElements, kTileK, kRowBytes);
+    }
     if constexpr (kLastBoxColumns > 0) {
       params.tma_load_last = params.tma_load_b;
       return encode_tensor_map<ElementB>(params.tma_load_last.tma_desc_, arguments.ptr_B, columns, arguments.k,
@@ -110,6 +124,9 @@ struct CollectiveMainloop : Base {
       cute::prefetch_tma_descriptor(&params.gate);
       cute::prefetch_tma_descriptor(&params.up);
       cute::prefetch_tma_descriptor(params.tma_load_b.get_tma_descriptor());
+    } else if constexpr (kRagged == Ragged::kK) {
+      cute::prefetch_tma_descriptor(&params.run_a);
+      cute::prefetch_tma_descriptor(&params.run_b);
     } else {
       Base::prefetch_tma_descriptors(params);
     }
@@ -162,10 +179,16 @@ struct CollectiveMainloop : Base {
       int32_t const k_a = again ? k_tile - loads.part : k_tile, k_b = again ? k_tile - 2 * loads.part : k_tile;
       if constexpr (kGated) {
         load_gated(params, barrier, hint_a, tile, k_a * kTileK, storage.smem_A.data() + s * kTileM * kTileK);
+      } else if constexpr (kRagged == Ragged::kK) {
+        load_run<kTileM>(params.run_a, barrier, hint_a, tile.run, tile.m, k_a, storage.smem_A.data(), s);
       } else {
         copy(params.tma_load_a.with(barrier, to_row, hint_a), from_a(_, _, _, k_a), to_a(_, _, _, s));
       }
-      copy_b(params, barrier, to_column, hint_b, from_b(_, _, _, k_b), to_b(_, _, _, s));
+      if constexpr (kRagged == Ragged::kK) {
+        load_run<kTileN>(params.run_b, barrier, hint_b, tile.run, tile.n, k_b, storage.smem_B.data(), s);
+      } else {
+        copy_b(params, barrier, to_column, hint_b, from_b(_, _, _, k_b), to_b(_, _, _, s));
+      }
       ++k_tile, ++stage;
     } while (--left > 0);
   }
@@ -247,6 +270,22 @@ struct CollectiveMainloop : Base {
     }
   }
 
+  // Rows of the run of K, kTile elements of each from the tile-th on. Boxes are as in an M-major or N-major tile.
+  template <int kTile, class Element>
+  static CUTLASS_DEVICE void load_run(cute::TmaDescriptor const& map, uint64_t& barrier, Loads::Hint hint,
+                                      RowRun const& run, int32_t tile, int32_t k_tile, Element* to, int stage) {
+    static_assert(kAIsMMajor && kBIsNMajor && kClusterM * kClusterN == 1 && kTile % kRowElements == 0);
+    CUTLASS_PRAGMA_UNROLL
+    for (int at = 0; at < kTile; at += kRowElements)
+      run.load(map, barrier, static_cast<uint64_t>(hint), to + (stage * kTile + at) * kTileK, tile * kTile + at,
+               k_tile * kTileK);
+  }
+  static_assert(kRagged != Ragged::kK ||
+                (typename Base::SmemLayoutA{}(cute::Int<kRowElements>{}, cute::_0{}, cute::_0{}) ==
+                     kRowElements * kTileK &&
+                 typename Base::SmemLayoutB{}(cute::Int<kRowElements>{}, cute::_0{}, cute::_0{}) ==
+                     kRowElements * kTileK));
+
   struct MulticastMasks {
     uint32_t row, column;  // masks of the CTAs in this one's row (which share A) and column (which share B)
   };
@@ -263,9 +302,13 @@ struct CollectiveMainloop : Base {
   static CUTLASS_DEVICE auto columns_of_b(Params const& params, ProblemShape const& shape, Tile const& tile,
                                           int skipped) {
     using namespace cute;
-    auto const from_n = domain_offset(make_coord(tile.n * kTileN - skipped, 0, 0),
+    auto const [first, batch] = [&] {
+      if constexpr (kRagged == Ragged::kM) return cute::make_tuple(tile.from, 0);
+      if constexpr (kRagged != Ragged::kM) return cute::make_tuple(tile.n * kTileN, tile.batch);
+    }();
+    auto const from_n = domain_offset(make_coord(first - skipped, 0, 0),
                                       params.tma_load_b.get_tma_tensor(select<1, 2, 3>(shape)));
-    return local_tile(from_n, select<1, 2>(typename Base::TileShape{}), make_coord(0, _, tile.batch));
+    return local_tile(from_n, select<1, 2>(typename Base::TileShape{}), make_coord(0, _, batch));
   }
 
   // Holding back h stages means waiting for the stage h ahead. This stage was then waited for earlier, or never filled.

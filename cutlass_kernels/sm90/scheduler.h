@@ -25,7 +25,7 @@ class Scheduler {
   static constexpr int kClusterM = cute::size<0>(ClusterShape{}), kClusterN = cute::size<1>(ClusterShape{});
   static constexpr int kClusterSize = kClusterM * kClusterN;
   static constexpr int kMaxPeers = 0xffff;  // of a tile: its arrival word counts them in 16 bits
-  static constexpr bool kMayShare = kShares, kHasList = kList;
+  static constexpr bool kMayShare = kShares, kHasList = kList, kRagged = false;
   static constexpr bool kHasIdle = has_idle(kClusterSize);
   static constexpr int kListed = kMostListed;
   static constexpr uint32_t kNone = ~0u;
@@ -71,7 +71,14 @@ class Scheduler {
     CUTLASS_DEVICE bool is_valid() const { return k_count > 0; }
   };
 
-  CUTLASS_DEVICE explicit Scheduler(Params const& params) : params_(params) {}
+  // What ragged.h needs.
+  struct Table {};
+  CUTLASS_DEVICE Scheduler(Params const& params, Table const&) : params_(params) {}
+  CUTLASS_DEVICE static auto coordinate(Tile const& tile) {
+    return cute::make_coord(tile.m, tile.n, cute::_0{}, tile.batch);
+  }
+  CUTLASS_DEVICE static int32_t k_tiles_between(Tile const& tile, int32_t) { return tile.k_count; }
+  CUTLASS_DEVICE static bool is_outside(Tile const&) { return false; }
 
   // Whether CTAs may share tiles.
   CUTLASS_HOST_DEVICE static bool shares(Params const& params) {
@@ -79,10 +86,10 @@ class Scheduler {
   }
 
   // Whether this CTA has no work at all.
-  CUTLASS_DEVICE static bool is_idle(Params const& params) {
+  CUTLASS_DEVICE bool is_idle() const {
     if constexpr (!kHasIdle) return false;
-    if constexpr (kHasList) return params.list[cluster()] == kNone;
-    return static_cast<uint32_t>(cluster() - params.idle.first) < static_cast<uint32_t>(params.idle.count);
+    if constexpr (kHasList) return params_.list[cluster()] == kNone;
+    return static_cast<uint32_t>(cluster() - params_.idle.first) < static_cast<uint32_t>(params_.idle.count);
   }
 
   // The first tile of this CTA, from the list; only if no tile is shared.

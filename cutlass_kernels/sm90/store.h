@@ -7,14 +7,15 @@
 #include "cute/tensor.hpp"
 #include "cutlass/arch/barrier.h"
 #include "cutlass/numeric_conversion.h"
-#include "cutlass_kernels/sm90/tma.h"
+#include "cutlass_kernels/sm90/ragged.h"
 
 namespace jax_streamk::sm90 {
 
 // Of every kWarpgroups * 64 rows of a tile, each warpgroup has 64. A box is 64 rows x kColumns of the kernel's own
 // result: a warpgroup fills one while TMA stores another. If kColumns does not divide the tile's columns, the last box
-// overlaps the one before it, and some columns are stored twice.
-template <class Element, bool kSwap, int kTileM, int kTileN, int kWarpgroups, int kColumns>
+// overlaps the one before it, and some columns are stored twice. kRun: a tile's coordinate ends with the RowRun of D that
+// begins with the tile; requires kSwap.
+template <class Element, bool kSwap, int kTileM, int kTileN, int kWarpgroups, int kColumns, bool kRun = false>
 class BoxStore {
   static constexpr int kWarpgroup = cutlass::NumThreadsPerWarpGroup;
   static constexpr int kSize = sizeof(Element), kRows = 64;
@@ -37,6 +38,8 @@ class BoxStore {
   template <class ProblemShape>
   static CUresult set_up(cute::TmaDescriptor& map, ProblemShape const& shape, GemmProblem const& p, void const* d) {
     auto const [m, n, k, batch] = shape;
+    if constexpr (kRun)
+      return RowRun::encode<Element>(map, d, m, p.d.ld, kRowBytes / kSize, kColumns, kRowBytes);
     return encode_tensor_map<Element>(map, d, kSwap ? m : n, kSwap ? n : m, batch, p.d.ld, p.d.batch_stride,
                                       kRowBytes / kSize, kSwap ? kColumns : kRows, kRowBytes);
   }
@@ -107,6 +110,13 @@ class BoxStore {
     int const warpgroup = thread_ / kWarpgroup, mma = box / kBoxesPerMma;
     int32_t const m = cute::get<0>(tile) * kTileM + (mma * kWarpgroups + warpgroup) * kRows;
     int32_t const n = cute::get<1>(tile) * kTileN + first_column(box);
+    if constexpr (kRun) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part)
+        cute::get<4>(tile).store(map_, boxes_ + box_offset(box) + part * (kBoxBytes / kParts),
+                                 m + part * (kRows / kParts), first_column(box));
+      return cute::tma_store_arrive();
+    }
 #pragma unroll
     for (int part = 0; part < kParts; ++part)
       cute::SM90_TMA_STORE_3D::copy(&map_, boxes_ + box_offset(box) + part * (kBoxBytes / kParts),

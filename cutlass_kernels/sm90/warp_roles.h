@@ -37,6 +37,7 @@ struct GemmKernel {
   static constexpr int kClusterM = Scheduler::kClusterM, kClusterN = Scheduler::kClusterN,
                        kClusterSize = kClusterM * kClusterN;
   using Stage = typename Mainloop::Stage;
+  static constexpr bool kRagged = Scheduler::kRagged;
 
   // In the order of use: each additional cache line of parameters that is read before the first load or product delays
   // it by 0.1 to 0.2 us.
@@ -56,12 +57,20 @@ struct GemmKernel {
     typename Epilogue::TensorStorage epilogue;
     FullBarrier full[kStages];
     EmptyBarrier empty[kStages];
+    typename Scheduler::Table table;
   };
 
   static_assert(sizeof(SharedStorage) <= 227 << 10);
 
   static CUTLASS_DEVICE void run(Params const& params, SharedStorage& shared) {
     int const warp = cutlass::canonical_warp_idx_sync();
+    if constexpr (kRagged) {
+      if (warp == 0) {
+        wait_for_primary();
+        Scheduler::fill(params.scheduler, shared.table);
+      }
+      __syncthreads();
+    }
     if (warp == kInitializers || warp == kInitializers + 1) {
       if (cute::elect_one_sync()) initialize_barriers(shared, warp - kInitializers);
       __syncwarp();
@@ -136,10 +145,10 @@ struct GemmKernel {
     if (warp == kPrefetcher && cute::elect_one_sync()) Mainloop::prefetch_tma_descriptors(params.mainloop);
     if (!kSingle && warp > kProducer) {
       if constexpr (kClusterSize > 1) cute::cluster_wait();
-      if (warp == 1) prefetch_residual(params);
+      if (!kRagged && warp == 1) prefetch_residual(params, shared);
       return;
     }
-    Scheduler const scheduler(params.scheduler);
+    Scheduler const scheduler(params.scheduler, shared.table);
     Stage stage(0, 1, 0);  // all stages are empty
     auto tile = [&] {
       if constexpr (kWhole && Scheduler::kHasList) return scheduler.listed();
@@ -173,10 +182,10 @@ struct GemmKernel {
     }
   }
 
-  static CUTLASS_DEVICE void prefetch_residual(Params const& params) {
+  static CUTLASS_DEVICE void prefetch_residual(Params const& params, SharedStorage const& shared) {
     if (!params.has_residual) return;
     wait_for_primary();
-    Scheduler const scheduler(params.scheduler);
+    Scheduler const scheduler(params.scheduler, shared.table);
     for (auto tile = scheduler.tile(0); tile.is_valid(); tile = scheduler.tile(tile.ordinal + 1))
       Epilogue::prefetch(params.epilogue, params.shape, tile.m, tile.n, tile.batch);
   }
@@ -220,18 +229,18 @@ struct GemmKernel {
 
   // The role of a consumer warpgroup: multiplies its tiles, fixes up those that it shares, and stores them.
   static CUTLASS_DEVICE void consume(Params const& params, SharedStorage& shared, int warpgroup) {
-    Scheduler const scheduler(params.scheduler);
+    Scheduler const scheduler(params.scheduler, shared.table);
     constexpr int kStep = kPingpong ? kConsumers : 1;
     wait_for_barriers();  // first, because without a cluster the producer waits for all consumers
     auto tile = first_tile(params, scheduler, warpgroup);
     Stage stage;
-    if (kPingpong && warpgroup > 0) stage.advance(tile.k_count);
+    if (kPingpong && warpgroup > 0) stage.advance(scheduler.k_tiles_between(tile, 0));
     int const thread = threadIdx.x % kWarpgroup + (kPingpong ? 0 : warpgroup * kWarpgroup);
     uint32_t const other = 1 - warpgroup;
     // In a pingpong CTA with one tile, the second consumer stores a tile outside D: TMA drops it, and the first
     // consumer then finds the epilogue in the instruction cache.
     bool const warms_up = kPingpong && !tile.is_valid();
-    if (warms_up && Scheduler::is_idle(params.scheduler)) return;
+    if (warms_up && scheduler.is_idle()) return;
     if (warms_up) tile.m = kRowOutside / static_cast<int32_t>(cute::size<0>(TileShape{}));
     TiledMma tiled_mma;
     Epilogue epilogue(params.epilogue, shared.epilogue, thread, kStored + (kPingpong ? 0 : warpgroup));
@@ -244,9 +253,10 @@ struct GemmKernel {
     while (warms_up || tile.is_valid()) {
       auto accumulators = cute::partition_fragment_C(tiled_mma, cute::take<0, 2>(TileShape{}));
       if constexpr (kAccumulators <= kMostUnset) leave_unset(accumulators);
-      auto const at = cute::make_coord(tile.m, tile.n, cute::_0{}, tile.batch);
-      auto biases =
-          epilogue.template biases<decltype(accumulators)>(params.has_early_bias, params.shape, at, tiled_mma);
+      auto const at = Scheduler::coordinate(tile);
+      bool const is_zero = scheduler.is_outside(tile);
+      auto biases = epilogue.template biases<decltype(accumulators)>(params.has_early_bias && !is_zero, params.shape,
+                                                                     at, tiled_mma);
 
       if (kPingpong && tile.ordinal > 0) wait_for_turn(kMultiplies + warpgroup);
       auto sums = Mainloop::make_sums(accumulators);
@@ -256,7 +266,7 @@ struct GemmKernel {
       Mainloop::finish(shared.empty, accumulators, sums, unreleased);
 
       if constexpr (kPingpong) {
-        stage.advance(tile.k_count);
+        stage.advance(scheduler.k_tiles_between(tile, tile.ordinal + 1));
         // The only tile of a CTA also waits for the warm-up.
         if (tile.ordinal > 0 || tile.last) wait_for_turn(kStores + warpgroup);
       }
@@ -264,7 +274,7 @@ struct GemmKernel {
       if (tile.last) let_dependents_start();
       if (!kPingpong && tile.ordinal > 0) epilogue.wait_for_boxes();
       if (kPingpong && kAccumulators < 192 && tile.ordinal == 0 && tile.last) epilogue.spread(shared.mainloop);
-      if (!kHasStraightStore || !params.straight) {
+      if (!kHasStraightStore || !(params.straight || is_zero)) {
         if (Scheduler::fixup(params.scheduler, tile, accumulators, kConsumers, warpgroup))
           epilogue.store(params.shape, at, biases, accumulators, tiled_mma);
         if (end_store()) return;
