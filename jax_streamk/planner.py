@@ -308,6 +308,8 @@ def plan_with(problem, schedule, device, found):
 
 
 def _without_kernels(problem, device):
+    if problem.is_ragged:
+        return f"no kernel multiplies groups of {problem.type_a.name} whose sizes are data"
     if problem.gated:
         return "no kernel multiplies such operands by two matrices at once"
     if problem.type_a != problem.type_b:
