@@ -57,9 +57,9 @@ class GemmProblem(ByBits, _Fields):
     inner_stride``. The bias has n contiguous elements of D's type per batch; the residual has D's type and
     layout.
 
-    If ``ragged`` is not none, ``batch`` is the number of groups, whose sizes are data. They cut the m rows of the only A
-    and of the only D, or the k of the only A and the only B, into consecutive runs. With ``leading_rows`` a run in no
-    group comes first.
+    If ``ragged`` is not none, ``batch`` is the number of groups, whose sizes are data. They cut the m rows of the
+    only A and the only D, or the k of the only A and the only B, into consecutive runs. With ``leading_rows`` a run in
+    no group comes first.
     """
 
     def native(self):

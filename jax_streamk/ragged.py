@@ -55,6 +55,13 @@ def bind(
     )  # fmt: skip
 
 
+def params_of(eqn, schedule):
+    """The parameters of the primitive for an equation of JAX's."""
+    params = {name: eqn.params[name] for name in ("precision", "preferred_element_type")}
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    return params | dict(numbers=numbers, schedule=schedule, epilogue=Epilogue(), leading=False)
+
+
 def _groups_rows(numbers):
     """Whether groups are of rows of lhs and of the result."""
     return len(numbers.rhs_group_dimensions) > 0
@@ -148,7 +155,7 @@ def _spread(bias, like, group_sizes, *, leading, **_):
 
 
 def _jvp(primals, tangents, *, epilogue, **params):
-    lhs, rhs, group_sizes, *others = primals
+    lhs, rhs, group_sizes = primals[:3]
     moves = [type(x) is not ad.Zero and i != 2 for i, x in enumerate(tangents)]
     if not epilogue.is_plain:
         # The activation's derivative needs the value before it.
@@ -186,6 +193,8 @@ def _transpose(cotangent, lhs, rhs, group_sizes, *others, numbers, schedule, epi
         free = 3 - group - rhs_contract
         of_lhs = cotangent, rhs, numbers_of(1, free, 0, (group,)), (side, contract)
         of_rhs = lhs, cotangent, numbers_of(side, 0, side), (group, rhs_contract, free)
+        if free < rhs_contract:
+            of_rhs = cotangent, lhs, numbers_of(0, side, 0), (group, free, rhs_contract)
     else:
         of_lhs = rhs, cotangent, numbers_of(1 - rhs_contract, 2, rhs_contract, (0,)), (side, 1 - side)
         of_rhs = lhs, cotangent, numbers_of(1 - side, 1, side, (0,)), (rhs_contract, 1 - rhs_contract)
@@ -303,6 +312,9 @@ def _lower_with_kernels(ctx, *operands, platform, schedule, **params):
     lowering.check_build(platform)
     ctx = ctx.replace(avals_in=[compat.local_aval(aval) for aval in ctx.avals_in])
     lhs, rhs, group_sizes, *others = operands
+    if not others:
+        (lhs, rhs), avals, params["numbers"] = _without_transposes((lhs, rhs), ctx.avals_in[:2], params["numbers"])
+        ctx, operands = ctx.replace(avals_in=[*avals, ctx.avals_in[2]]), (lhs, rhs, group_sizes)
     epilogue, types = params["epilogue"], ctx.avals_in[:3]
     made, arrangement = plan(*types, schedule=schedule, device=device_for_lowering(platform), **params)
     is_apart = epilogue.gate is not None and (made.kernel is None or not made.problem.gated)
@@ -316,6 +328,23 @@ def _lower_with_kernels(ctx, *operands, platform, schedule, **params):
     avals = [*arrangement.prepared(*types[:2]), *ctx.avals_in[3:], types[2].update(dtype=np.dtype(np.int32))]
     stored = compat.local_aval(*ctx.avals_out)
     return [lowering.call(ctx.replace(avals_in=avals), made, stored, *prepared, *others, sizes)]
+
+
+def _without_transposes(operands, avals, numbers):
+    """Folds transposes of the operands into the product: kernels read either majorness without a copy."""
+    operands, avals = list(operands), list(avals)
+    contract = [dims[0] for dims in numbers.dot_dimension_numbers[0]]
+    cut, group = [*numbers.lhs_ragged_dimensions], numbers.rhs_group_dimensions
+    for i in range(2):
+        while (found := compat.transpose_behind(operands[i])) is not None:
+            operands[i], permutation = found
+            avals[i] = avals[i].update(shape=tuple(avals[i].shape[j] for j in np.argsort(permutation)))
+            contract[i] = permutation[contract[i]]
+            if i == 0:
+                cut = [permutation[dim] for dim in cut]
+            else:
+                group = tuple(permutation[dim] for dim in group)
+    return operands, avals, numbers_of(*contract, *cut, group)
 
 
 def _as_int32(group_sizes):
