@@ -14,7 +14,18 @@ if typing.TYPE_CHECKING:
 check_installation()  # before imports whose messages would not tell what is wrong
 
 from jax_streamk.accelerate import accelerate
-from jax_streamk.api import dot_general, einsum, gated_linear, kernels, linear, matmul, plan
+from jax_streamk.api import (
+    dot_general,
+    einsum,
+    gated_linear,
+    kernels,
+    linear,
+    matmul,
+    plan,
+    ragged_dot,
+    ragged_dot_general,
+    ragged_gated,
+)
 from jax_streamk.custom_call import EXPORT_CHECKS
 from jax_streamk.device import A100, H100, H200, Device, check_gpus
 from jax_streamk.explain import Explanation
@@ -53,6 +64,9 @@ __all__ = [
     "matmul",
     "plan",
     "plot_schedules",
+    "ragged_dot",
+    "ragged_dot_general",
+    "ragged_gated",
     "tuning",
     "use_tuned_plans",
 ]

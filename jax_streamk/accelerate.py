@@ -16,8 +16,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var, primitives
 
-from jax_streamk import compat, fusion, lowering, primitive
-from jax_streamk.decisions import decide
+from jax_streamk import compat, fusion, lowering, primitive, ragged
+from jax_streamk.decisions import decide, decide_ragged
 from jax_streamk.device import Device, device_of
 from jax_streamk.planner import Plan
 from jax_streamk.problem import GemmProblem
@@ -67,11 +67,12 @@ def accelerate(
 ) -> Any:
     """``fn`` with its matrix products computed by split-K and Stream-K kernels.
 
-    ``fn`` is traced as by ``jax.jit``, and every ``lax.dot_general`` in it that a kernel supports on the default device
-    becomes ours. This includes products in derivatives that ``fn`` takes, in ``jit``, ``scan``, ``while_loop``,
-    ``cond``, ``shard_map`` and ``checkpoint``, and in functions with custom derivatives or custom ``vmap``, rules
-    included. Scales, biases, residuals, activations and conversions that follow a product become part of its kernel
-    where nothing else needs the values between, and products that are multiplied become one as in ``gated_linear``.
+    ``fn`` is traced as by ``jax.jit``, and every ``lax.dot_general`` and ``lax.ragged_dot`` in it that a kernel supports
+    on the default device becomes ours. This includes products in derivatives that ``fn`` takes, in ``jit``, ``scan``,
+    ``while_loop``, ``cond``, ``shard_map`` and ``checkpoint``, and in functions with custom derivatives or custom
+    ``vmap``, rules included. Scales, biases, residuals, activations and conversions that follow a product become part
+    of its kernel where nothing else needs the values between, and products that are multiplied become one as in
+    ``gated_linear``.
 
     XLA still computes products that no kernel supports (complex numbers, integers other than int8, some precisions),
     and those in derivatives of ``lax.custom_root``, in ``linear_call``, in other libraries' primitives (such as
@@ -213,6 +214,10 @@ class _Rewriter:
             return eqn.replace(
                 primitive=primitive.dot_general_p, params=eqn.params | dict(schedule=self._schedule, permutation=None)
             )
+        if eqn.primitive is compat.ragged_dot_general_p:
+            if not decide_ragged(eqn, self._schedule, self._where, device_of(None)).is_ours:
+                return eqn
+            return eqn.replace(primitive=ragged.ragged_p, params=ragged.params_of(eqn, self._schedule))
         # In other libraries' primitives a jaxpr may have to match other parameters: Equinox keeps a copy and compares.
         if eqn.primitive not in compat.higher_order or eqn.ctx.compute_type is not None:
             return eqn

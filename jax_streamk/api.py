@@ -16,7 +16,7 @@ from jax.lax import PrecisionLike
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_streamk import _ffi, compat, lowering, primitive
+from jax_streamk import _ffi, compat, lowering, primitive, ragged
 from jax_streamk.checks import check_static
 from jax_streamk.device import Device, device_of
 from jax_streamk.epilogue import Epilogue, check_activation
@@ -39,12 +39,12 @@ class Shaped(Protocol):
     def dtype(self) -> Any: ...
 
 
-def _dispatched(*operands: str, jaxs: Callable[..., Any]) -> Callable[[F], F]:
+def _dispatched(*operands: str, jaxs: Callable[..., Any] | None) -> Callable[[F], F]:
     """Decorates a public function.
 
     Outside traces its calls are compiled once, as JAX's are: preparing operands in Python takes several times as long
     as a small product. If a library has replaced ``lax.dot_general``, ``jaxs`` is called instead, which calls the
-    replacement: this is how qwix finds what to quantize.
+    replacement: this is how qwix finds what to quantize. None: it has no such replacement.
     """
 
     def decorate(function: F) -> F:
@@ -80,7 +80,7 @@ def _dispatched(*operands: str, jaxs: Callable[..., Any]) -> Callable[[F], F]:
 
         @functools.wraps(function)
         def dispatch(*args: Any, **kwargs: Any) -> Any:
-            if is_intercepted():
+            if jaxs is not None and is_intercepted():
                 kwargs.pop("schedule", None)
                 return jaxs(*args, **kwargs)
             call = compiled(tuned.generation()) if is_for_compiled(args, kwargs) else function
@@ -436,6 +436,239 @@ def gated_linear(
     return compat.as_weak_type(out) if weak else out
 
 
+@_dispatched("lhs", "rhs", "group_sizes", "group_offset", "bias", jaxs=None)
+def ragged_dot(
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    group_sizes: ArrayLike,
+    precision: PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    group_offset: ArrayLike | None = None,
+    *,
+    bias: ArrayLike | None = None,
+    activation: str | None = None,
+    schedule: Schedule | PerPass | None = None,
+) -> jax.Array:
+    """``jax.lax.ragged_dot``: consecutive groups of rows, each multiplied by a matrix of its own.
+
+    Row i of the result is ``activation(lhs[i] @ rhs[g] + bias[g])`` for its group g, and zero if it is in no group. The
+    group sizes are data: one compiled program serves all.
+
+    Args:
+      lhs: array of shape (m, k).
+      rhs: array of shape (g, k, n). Mixed dtypes are handled as in lax.
+      group_sizes: integers of shape (g,): the first group has the first ``group_sizes[0]`` rows, and so on. Groups may
+        be empty. Rows beyond the sum are in no group. A size below 0 counts as 0, and groups end with the last row.
+      precision, preferred_element_type: as in ``matmul``.
+      group_offset: integer of shape (1,), or None: the first group of ``rhs`` is group ``group_offset[0]`` of
+        ``group_sizes``, which then may have more groups than rhs. Rows of the others are in no group. It is clamped to
+        groups that exist. lax has the argument, and refuses it.
+      bias: array of shape (g, n), or None. Sums, bias and activation are computed in float32 (float64 for float64).
+      activation: None, or one of those of ``linear``.
+      schedule: ``Auto()`` or ``DataParallel()``; as in ``matmul``.
+
+    Returns:
+      Array of shape (m, n), of the dtype of ``lax.ragged_dot``.
+
+    Raises:
+      TypeError: an operand is not an array of numbers, group_sizes or group_offset is not one of integers, or, with a
+        bias or an activation, the result's dtype is not a floating-point one.
+      ValueError: shapes do not fit, the activation is unknown, or no kernel can run the product under an explicit
+        schedule. Under ``Auto()`` ``lax.ragged_dot`` runs where there is no kernel; ``plan`` says so.
+    """
+    name, schedule = "ragged_dot", check_schedule(schedule)
+    check_activation(name, activation)
+    lhs, rhs = (_array(name, x, given) for x, given in (("lhs", lhs), ("rhs", rhs)))
+    sizes, leading = _group_sizes(name, group_sizes, group_offset, lhs, rhs=rhs)
+    _check_ragged(name, lhs, sizes, leading, rhs=rhs)
+    params = _ragged_params(lhs, rhs, precision, preferred_element_type)
+    others = []
+    if bias is not None or activation is not None:
+        dtype = _floating(name, lhs, rhs, params["preferred_element_type"])
+        params["preferred_element_type"] = dtype
+    if bias is not None:
+        others.append(_epilogue_operand(name, "bias", bias, params["preferred_element_type"]))
+        fits = (rhs.shape[0], rhs.shape[2])
+        if others[0].shape != fits:
+            raise ValueError(f"{name}: bias has shape {others[0].shape}; it must be {fits}")
+    epilogue = Epilogue(activation, has_bias=bias is not None)
+    params |= dict(numbers=ragged.BASIC, schedule=schedule, leading=leading)
+    return ragged.bind(lhs, rhs, sizes, *others, epilogue=epilogue, **params)
+
+
+@_dispatched("lhs", "rhs", "group_sizes", "group_offset", jaxs=None)
+def ragged_dot_general(
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    group_sizes: ArrayLike,
+    ragged_dot_dimension_numbers: lax.RaggedDotDimensionNumbers,
+    precision: PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    group_offset: ArrayLike | None = None,
+    *,
+    schedule: Schedule | PerPass | None = None,
+) -> jax.Array:
+    """``jax.lax.ragged_dot_general``: groups cut a free, a contracting or a batch dimension of lhs.
+
+    Kernels run products whose groups cut the rows, (m, k) and (g, k, n) to (m, n), or what is contracted, (k, m) and
+    (k, n) to (g, m, n), dimensions in any order. Groups of a batch change nothing: that is ``dot_general``. Every other
+    product is lax's.
+
+    Args:
+      lhs, rhs, ragged_dot_dimension_numbers: as in ``lax.ragged_dot_general``.
+      group_sizes, precision, preferred_element_type, schedule: as in ``ragged_dot``.
+      group_offset: as in ``ragged_dot``, where groups cut the rows.
+
+    Returns:
+      What ``lax.ragged_dot_general`` returns.
+
+    Raises:
+      TypeError: an operand is not an array of numbers, or dimensions do not match.
+      ValueError: group_offset where groups do not cut the rows, or no kernel can run the product under an explicit
+        schedule.
+    """
+    name, schedule, numbers = "ragged_dot_general", check_schedule(schedule), ragged_dot_dimension_numbers
+    lhs, rhs = (_array(name, x, given) for x, given in (("lhs", lhs), ("rhs", rhs)))
+    kind = _check_numbers(name, numbers, lhs)
+    if group_offset is not None and (len(numbers.rhs_group_dimensions) != 1 or len(lhs.shape) != 2):
+        raise ValueError(f"{name}: group_offset is for groups of rows of lhs, of shape (m, k) or (k, m)")
+    groups = rhs.shape[numbers.rhs_group_dimensions[0]] if group_offset is not None else None
+    sizes, leading = _group_sizes(
+        name, group_sizes, group_offset, lhs, groups=groups, extent=lhs.shape[numbers.lhs_ragged_dimensions[0]]
+    )
+    params = _ragged_params(lhs, rhs, precision, preferred_element_type)
+    shape = jax.ShapeDtypeStruct((*sizes.shape[:-1], sizes.shape[-1] - leading), sizes.dtype)
+    laxs = functools.partial(lax.ragged_dot_general, ragged_dot_dimension_numbers=numbers, **params)
+    jax.eval_shape(laxs, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (lhs, rhs)), shape)  # raises its errors
+    if kind == "batch":
+        dimensions = numbers.dot_dimension_numbers
+        return primitive.bind(lhs, rhs, dimensions, out_sharding=None, schedule=schedule, **params)
+    if (why := ragged.why_not(lhs, rhs, sizes, numbers)) is not None:
+        lowering.refuse_schedule(schedule, " this product", why)
+        return laxs(lhs, rhs, sizes)
+    return ragged.bind(lhs, rhs, sizes, numbers=numbers, schedule=schedule, leading=leading, **params)
+
+
+@_dispatched("lhs", "w_gate", "w_up", "group_sizes", "group_offset", jaxs=None)
+def ragged_gated(
+    lhs: ArrayLike,
+    w_gate: ArrayLike,
+    w_up: ArrayLike,
+    group_sizes: ArrayLike,
+    *,
+    activation: str | None = "silu",
+    precision: PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    group_offset: ArrayLike | None = None,
+    schedule: Schedule | PerPass | None = None,
+) -> jax.Array:
+    """``activation(ragged_dot(lhs, w_gate)) * ragged_dot(lhs, w_up)``, the first half of the MLPs of experts.
+
+    Where a kernel multiplies by both matrices at once, the two sums are multiplied in float32 and rounded once. Else
+    each product is rounded first, as in two calls of ``ragged_dot``.
+
+    Args:
+      lhs: array of shape (m, k).
+      w_gate, w_up: arrays of shape (g, k, n) and of one dtype.
+      group_sizes, precision, preferred_element_type, group_offset: as in ``ragged_dot``.
+      activation: None, or one of those of ``linear``.
+      schedule: ``Auto()`` or ``DataParallel()``; as in ``matmul``.
+
+    Returns:
+      Array of shape (m, n), of the dtype of ``lax.ragged_dot(lhs, w_gate)``.
+
+    Raises:
+      TypeError, ValueError: as ``ragged_dot``; ValueError if shapes or dtypes of w_gate and w_up differ.
+    """
+    name, schedule = "ragged_gated", check_schedule(schedule)
+    check_activation(name, activation)
+    given = dict(lhs=lhs, w_gate=w_gate, w_up=w_up)
+    lhs, rhs, up = (_array(name, x, operand) for x, operand in given.items())
+    if (rhs.shape, rhs.dtype) != (up.shape, up.dtype):
+        kinds = f"w_gate is {rhs.dtype} of shape {rhs.shape} and w_up {up.dtype} of shape {up.shape}"
+        raise ValueError(f"{name}: {kinds}; they must be alike")
+    sizes, leading = _group_sizes(name, group_sizes, group_offset, lhs, w_gate=rhs)
+    _check_ragged(name, lhs, sizes, leading, w_gate=rhs)
+    params = _ragged_params(lhs, rhs, precision, preferred_element_type)
+    dtype = _floating(name, lhs, rhs, params["preferred_element_type"])
+    params |= dict(preferred_element_type=dtype, numbers=ragged.BASIC, schedule=schedule, leading=leading)
+    return ragged.bind(lhs, rhs, sizes, up, epilogue=Epilogue(activation, gate="pair"), **params)
+
+
+def _ragged_params(lhs: Shaped, rhs: Shaped, precision: Any, preferred_element_type: Any) -> dict[str, Any]:
+    return dict(
+        precision=compat.canonicalize_precision(precision),
+        preferred_element_type=_element_type(preferred_element_type, lhs, rhs),
+    )
+
+
+def _group_sizes(
+    name: str, group_sizes: Any, group_offset: Any, lhs: jax.Array, *, groups: int | None = None, extent: int = 0,
+    **rhs: jax.Array,
+) -> tuple[jax.Array, bool]:  # fmt: skip
+    """The sizes of the groups of rhs, and whether that of the rows before them precedes them."""
+    sizes = _integers(name, "group_sizes", group_sizes)
+    if group_offset is None:
+        return sizes, False
+    offset = _integers(name, "group_offset", group_offset)
+    if offset.shape != (1,):
+        raise ValueError(f"{name}: group_offset has shape {offset.shape}; it must be (1,)")
+    if groups is None:
+        (of_rhs,) = rhs.values()
+        groups, extent = (of_rhs.shape or (0,))[0], (lhs.shape or (0,))[0]
+    if sizes.ndim != 1 or sizes.shape[0] < groups:
+        needed = f"with group_offset it must be one-dimensional, with at least the {groups} groups"
+        raise ValueError(f"{name}: group_sizes has shape {sizes.shape}; {needed} of {next(iter(rhs), 'rhs')}")
+    first = jnp.clip(offset[0], 0, sizes.shape[0] - groups).astype(jnp.int32)
+    limit = min(extent, np.iinfo(np.int32).max, jnp.iinfo(sizes.dtype).max)
+    clipped = jnp.clip(sizes, 0, limit).astype(jnp.int32)
+    before = jnp.where(jnp.arange(sizes.shape[0]) < first, clipped, 0)
+    local = lax.dynamic_slice_in_dim(clipped, first, groups)
+    return jnp.concatenate([jnp.minimum(jnp.cumsum(before)[-1:], limit), local]), True
+
+
+def _integers(function: str, name: str, given: Any) -> jax.Array:
+    array = _array(function, name, given)
+    if not jnp.issubdtype(array.dtype, np.integer):
+        raise TypeError(f"{function}: {name} has dtype {array.dtype}; it must be integers")
+    return array
+
+
+def _check_ragged(name: str, lhs: Shaped, sizes: Shaped, leading: bool, **rhs: Shaped) -> None:
+    """Raises ValueError unless lhs is (m, k), the one other operand (g, k, n) and the sizes are (g,)."""
+    ((what, of_rhs),) = rhs.items()
+    if len(lhs.shape) != 2 or len(of_rhs.shape) != 3 or lhs.shape[1] != of_rhs.shape[1]:
+        shapes = f"lhs has shape {tuple(lhs.shape)} and {what} {tuple(of_rhs.shape)}"
+        raise ValueError(f"{name}: {shapes}; they must be (m, k) and (g, k, n)")
+    if tuple(sizes.shape) != (of_rhs.shape[0] + leading,):
+        must = f"it must be ({of_rhs.shape[0]},), a size for each matrix of {what}"
+        raise ValueError(f"{name}: group_sizes has shape {tuple(sizes.shape)}; {must}")
+
+
+def _check_numbers(name: str, numbers: Any, lhs: Shaped) -> str:
+    """Which dimension of lhs the groups cut: "free", "contracting" or "batch"."""
+    if not isinstance(numbers, lax.RaggedDotDimensionNumbers):
+        check_static("ragged_dot_dimension_numbers", numbers)
+        raise TypeError(f"{name}: ragged_dot_dimension_numbers={numbers!r} must be a jax.lax.RaggedDotDimensionNumbers")
+    (contract, _), (batch, _) = numbers.dot_dimension_numbers
+    cut = numbers.lhs_ragged_dimensions
+    if len(cut) != 1 or not 0 <= cut[0] < len(lhs.shape):
+        dimensions = f"lhs_ragged_dimensions={tuple(cut)}"
+        raise TypeError(f"{name}: {dimensions} must be one dimension of lhs, of shape {tuple(lhs.shape)}")
+    return "contracting" if cut[0] in contract else "batch" if cut[0] in batch else "free"
+
+
+def _floating(function: str, lhs: Shaped, rhs: Shaped, preferred_element_type: Any) -> Any:
+    dtype = preferred_element_type
+    if dtype is None:
+        # lax's promotion is not jnp's.
+        vectors = [jax.ShapeDtypeStruct((1,), x.dtype) for x in (lhs, rhs)]
+        dtype = lhs.dtype if lhs.dtype == rhs.dtype else jax.eval_shape(lax.dot, *vectors).dtype
+    if not jnp.issubdtype(dtype, np.floating):
+        raise TypeError(f"{function}: the result's dtype is {dtype}; an epilogue needs a floating-point dtype")
+    return jnp.dtype(dtype)
+
+
 def _linear_params(
     function: str, lhs: jax.Array, rhs: jax.Array, precision: Any, preferred_element_type: Any, out_sharding: Any
 ) -> dict[str, Any]:
@@ -488,7 +721,7 @@ def _flag(name: str, value: Any) -> bool:
 def plan(
     lhs: Shaped,
     rhs: Shaped,
-    dimension_numbers: DimensionNumbers | None = None,
+    dimension_numbers: DimensionNumbers | lax.RaggedDotDimensionNumbers | None = None,
     *,
     schedule: Schedule | PerPass | None = None,
     device: jax.Device | Device | str | None = None,
@@ -500,6 +733,7 @@ def plan(
     alpha: float = 1.0,
     beta: float = 1.0,
     gate: bool = False,
+    group_sizes: Shaped | None = None,
 ) -> Plan:
     """The ``Plan`` of a product on one device, without running it.
 
@@ -517,6 +751,9 @@ def plan(
       bias, residual: True if ``linear`` adds one.
       gate: True to plan ``gated_linear(lhs, rhs, w_up)``, for any ``w_up`` of the shape of rhs, or, if rhs has shape
         (k, 2, n), of stacked weights. ``bias`` then means both biases.
+      group_sizes: the integers of a ragged product, or anything with their shape and dtype: plans ``ragged_dot(lhs,
+        rhs, group_sizes)``, or, with gate, ``ragged_gated``, or, with dimension_numbers, ``ragged_dot_general``. If it
+        has more groups than rhs, it is for any group_offset. A plan does not depend on the sizes.
 
     Raises:
       TypeError, ValueError: as ``matmul``, ``dot_general``, ``linear`` and ``gated_linear``.
@@ -526,6 +763,19 @@ def plan(
     schedule = check_schedule(schedule)
     lhs, rhs = (_shaped(name, x) for name, x in (("lhs", lhs), ("rhs", rhs)))
     permutation, gate = None, _flag("gate", gate)
+    if group_sizes is not None:
+        if residual or alpha != 1 or beta != 1 or (dimension_numbers is not None and (gate or bias or activation)):
+            raise ValueError(
+                "plan: with group_sizes there is neither residual, alpha nor beta, nor an epilogue with "
+                "dimension_numbers"
+            )
+        check_activation("plan", activation)
+        epilogue = Epilogue(activation, has_bias=_flag("bias", bias), gate="pair" if gate else None)
+        params = _ragged_params(lhs, rhs, precision, preferred_element_type)
+        return _plan_ragged(
+            lhs, rhs, _shaped("group_sizes", group_sizes), dimension_numbers, epilogue=epilogue, schedule=schedule,
+            device=device_of(device), **params,
+        )  # fmt: skip
     if gate:
         if dimension_numbers is not None or residual or alpha != 1 or beta != 1:
             raise ValueError("plan: gate=True is without dimension_numbers, residual, alpha and beta")
@@ -566,6 +816,32 @@ def plan(
         **params,
     )
     return made
+
+
+def _plan_ragged(
+    lhs: Shaped, rhs: Shaped, sizes: Shaped, numbers: Any, *, epilogue: Epilogue, schedule: Any, device: Device,
+    **params: Any,
+) -> Plan:  # fmt: skip
+    if not jnp.issubdtype(sizes.dtype, np.integer):
+        raise TypeError(f"plan: group_sizes has dtype {sizes.dtype}; it must be integers")
+    leading = False
+    if numbers is None:
+        groups = rhs.shape[0] if rhs.shape else 0
+        if len(sizes.shape) == 1 and sizes.shape[0] > groups:
+            leading, sizes = True, jax.ShapeDtypeStruct((groups + 1,), sizes.dtype)
+        _check_ragged("plan", lhs, sizes, leading, rhs=rhs)
+        numbers = ragged.BASIC
+    kind = _check_numbers("plan", numbers, lhs)
+    laxs = functools.partial(lax.ragged_dot_general, ragged_dot_dimension_numbers=numbers, **params)
+    of_groups = jax.ShapeDtypeStruct((*sizes.shape[:-1], sizes.shape[-1] - leading), sizes.dtype)
+    jax.eval_shape(laxs, lhs, rhs, of_groups)  # raises lax's errors about dimensions
+    params |= dict(schedule=schedule, device=device)
+    if kind == "batch":
+        return lowering.plan(lhs, rhs, dimension_numbers=numbers.dot_dimension_numbers, **params)[0]
+    if (why := ragged.why_not(lhs, rhs, sizes, numbers)) is not None:
+        lowering.refuse_schedule(schedule, " this product", why)
+        return Plan(None, device, None, None, reasons=(f"falls back to XLA: {why}",))
+    return ragged.plan(lhs, rhs, sizes, numbers=numbers, epilogue=epilogue, leading=leading, **params)[0]
 
 
 def kernels() -> list[_ffi.KernelInfo]:

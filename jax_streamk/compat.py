@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import functools
+import inspect
 import math
 import pkgutil
 import sys
@@ -29,7 +30,7 @@ from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import lax as _lax
 from jax._src.lax.control_flow.loops import eval_jaxpr_p
-from jax._src.lax.lax import dot_general_p
+from jax._src.lax.lax import dot_general_p, ragged_dot_general_p
 from jax._src.state import discharge as _discharge
 from jax.extend.core import jaxpr_as_fun as _jaxpr_as_fun
 from jax.extend.core import primitives as _primitives
@@ -85,6 +86,8 @@ __all__ = [
     "once_per_module",
     "outside_of_traces",
     "placement",
+    "ragged_dot_general_p",
+    "ragged_params",
     "sharded_alike",
     "sharded_like_product",
     "tell_apart",
@@ -181,6 +184,15 @@ def sharded_alike(others, x):
 def is_unreduced(aval):
     """Whether devices hold partial sums of a value instead of the value, by its explicit sharding."""
     return bool(getattr(aval.sharding.spec, "unreduced", None))
+
+
+def ragged_params(eqn_params=None):
+    """The parameters of ``ragged_dot_general_p`` besides those of the product itself: None in each, or given ones."""
+    names = ("group_offset", *(("out_sharding",) if "out_sharding" in _OF_RAGGED else ()))
+    return {name: (eqn_params or {}).get(name) for name in names}
+
+
+_OF_RAGGED = inspect.signature(_lax.ragged_dot_general).parameters  # no sharding until JAX 0.10
 
 
 def check_nan(primitive):

@@ -37,7 +37,7 @@ def moved_bytes(problem):
     size, batches = _SIZES.__getitem__, lambda stride: problem.batch if stride else 1
     m, n, k = problem.m, problem.n, problem.k
     matrices = 2 if problem.gated else 1
-    results = problem.batch * m * n * (2 if problem.has_residual else 1) + (
+    results = (1 if problem.ragged == _ffi.Ragged.m else problem.batch) * m * n * (2 if problem.has_residual else 1) + (
         matrices * n * batches(problem.batch_stride_bias) if problem.has_bias else 0
     )
     moved = m * k * batches(problem.batch_stride_a) * size(problem.type_a)
@@ -47,7 +47,8 @@ def moved_bytes(problem):
 
 def flop_count(problem):
     """Multiplications and additions of the product, or of both."""
-    return (4 if problem.gated else 2) * problem.batch * problem.m * problem.n * problem.k
+    products = 1 if problem.is_ragged else problem.batch
+    return (4 if problem.gated else 2) * products * problem.m * problem.n * problem.k
 
 
 _SIZES = {_ffi.Type.f64: 8, _ffi.Type.f32: 4, _ffi.Type.s32: 4, _ffi.Type.bf16: 2, _ffi.Type.f16: 2, _ffi.Type.s8: 1}

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from typing import Any
 
-from jax_streamk import lowering, schedules
+from jax_streamk import compat, lowering, ragged, schedules
 from jax_streamk.device import Device
 from jax_streamk.planner import Plan
 from jax_streamk.program import Program, is_merged
@@ -40,13 +40,39 @@ def decide(eqn: Any, program: Program, schedule: Any, where: Any, device: Device
             made = planned(eqn, device, schedule=schedule, permutation=permutation)
     except ValueError as error:
         return Decision(False, str(error), None)
-    if made.problem is None or made.kernel is None:
-        return Decision(False, made.reasons[0].removeprefix(FALLS_BACK), made)
+    if (refused := _refused(made)) is not None:
+        return refused
     is_auto = isinstance(schedules.of_forward(schedule), schedules.Auto)
     if is_auto and where is None and device.platform == "cuda":
         merged = merged_by_xla(eqn, program)
         if merged is not None:
             return Decision(False, merged, made)
+    return _unless(where, made)
+
+
+def decide_ragged(eqn: Any, schedule: Any, where: Any, device: Device) -> Decision:
+    """Whether the product of an equation of JAX's ``ragged_dot_general`` becomes ours."""
+    if eqn.ctx.compute_type is not None:
+        return Decision(False, f"it is under compute_on({eqn.ctx.compute_type!r})", None)
+    types, numbers = [x.aval for x in eqn.invars], eqn.params["ragged_dot_dimension_numbers"]
+    if (why := ragged.why_not(*types, numbers)) is not None:
+        return Decision(False, why, None)
+    if any(x is not None for x in compat.ragged_params(eqn.params).values()):
+        return Decision(False, "it has a group_offset or an out_sharding", None)
+    try:
+        made = planned(eqn, device, schedule=schedule)
+    except ValueError as error:
+        return Decision(False, str(error), None)
+    return _refused(made) or _unless(where, made)
+
+
+def _refused(made: Plan) -> Decision | None:
+    if made.problem is None or made.kernel is None:
+        return Decision(False, made.reasons[0].removeprefix(FALLS_BACK), made)
+    return None
+
+
+def _unless(where: Any, made: Plan) -> Decision:
     if where is not None and not where(made.problem):
         return Decision(False, "where(problem) is false", made)
     return Decision(True, "", made)
@@ -54,6 +80,10 @@ def decide(eqn: Any, program: Program, schedule: Any, where: Any, device: Device
 
 def planned(eqn: Any, device: Device, **changed: Any) -> Plan:
     """The ``Plan`` of a product's equation, ours or JAX's. Raises ValueError if no kernel runs an explicit schedule."""
+    if eqn.primitive in (compat.ragged_dot_general_p, ragged.ragged_p):
+        is_ours = eqn.primitive is ragged.ragged_p
+        params = (eqn.params if is_ours else ragged.params_of(eqn, schedules.Auto())) | changed
+        return ragged.plan(*(x.aval for x in eqn.invars[:3]), device=device, **params)[0]
     params = {name: value for name, value in eqn.params.items() if name != "out_sharding"} | changed
     return lowering.plan(*(x.aval for x in eqn.invars[:2]), device=device, **params)[0]
 

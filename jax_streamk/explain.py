@@ -316,10 +316,13 @@ def work_units(plan: Plan) -> _ffi.WorkUnits:
     """What every worker of a plan does, as the kernels' decomposition has it.
 
     Raises:
-      ValueError: XLA's own product runs, only a build with CUDA kernels knows, or there are too many units.
+      ValueError: XLA's own product runs, only a build with CUDA kernels knows, there are too many units, or it depends
+        on the sizes of groups.
     """
     if plan.kernel is None or plan.problem is None:
         raise ValueError(f"no kernel of jax_streamk runs: {'; '.join(plan.reasons) or 'XLA computes the product'}")
+    if plan.problem.is_ragged:
+        raise ValueError("who does what depends on the sizes of the groups, which are data")
     kernel = kernel_of(plan.kernel, plan.device)
     return _ffi.work_units(kernel, plan.problem.native(), plan.native_schedule(), plan.device.native())
 
@@ -407,6 +410,10 @@ def _measured(plan: Plan) -> Measured:
     problem = plan.problem
     if problem is None or problem.is_empty:
         raise ValueError(f"explain: there is nothing to measure: {'; '.join(plan.reasons)}")
+    if problem.is_ragged:
+        raise ValueError(
+            "explain: there is nothing to measure: times depend on the sizes of the groups, which are data"
+        )
     if plan.kernel is not None:
         lowering.check_build(plan.device.platform)
     memory = measure.Memory(plan.device)

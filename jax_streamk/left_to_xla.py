@@ -10,6 +10,8 @@ def why(problem, device):
         return None
     if device.platform == "cuda" and (unfit := too_old(device) or not_measured(device)):
         return unfit
+    if problem.is_ragged:  # XLA multiplies all rows by the matrix of every group
+        return None
     return too_small(problem, device) or (loads_as_they_are(problem) if device.arch == 90 else None)
 
 

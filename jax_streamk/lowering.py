@@ -53,7 +53,7 @@ def plan(
     try:
         arrangement = arrange()
     except problem.Unsupported as why:
-        _refuse_schedule(schedule, " this product", why)
+        refuse_schedule(schedule, " this product", why)
         return planner.Plan(None, device, None, None, reasons=(f"falls back to XLA: {why}",)), None
     made = planner.make_plan(arrangement.problem, schedule, device)
     if device.platform == "cuda" and arrangement.transposes:
@@ -131,7 +131,7 @@ def check_build(platform):
         )
 
 
-def _refuse_schedule(schedule, what, why):
+def refuse_schedule(schedule, what, why):
     if not isinstance(schedules.of_forward(schedule), schedules.Auto):
         raise ValueError(f"schedule={schedule} cannot run{what}: {why}")
 
@@ -188,9 +188,9 @@ def _lower_on_one_device(ctx, lhs, rhs, *others, platform, schedule, out_shardin
         rule = mlir.lower_fun(xlas_product, multiple_results=False)
         ctx = ctx.replace(avals_in=[*avals, *ctx.avals_in[2:]])
         return rule(ctx, lhs, rhs, *others, out_sharding=out_sharding, epilogue=epilogue, **params)
-    lhs, rhs = _prepared(arrangement, lhs, rhs, *avals)
+    lhs, rhs = prepared(arrangement, lhs, rhs, *avals)
     ctx = ctx.replace(avals_in=[*arrangement.prepared(*avals), *ctx.avals_in[2:]])
-    out = _call(ctx, made, arrangement.stored(compat.local_aval(*ctx.avals_out)), lhs, rhs, *others)
+    out = call(ctx, made, arrangement.stored(compat.local_aval(*ctx.avals_out)), lhs, rhs, *others)
     if arrangement.permute_result is None:
         return [out]
     return [compat.lowered_transpose(out, arrangement.permute_result)]
@@ -200,7 +200,7 @@ def _attributes(made):
     return {name: mlir.ir_attribute(value) for name, value in custom_call.attributes(made).items()}
 
 
-def _prepared(arrangement, lhs, rhs, *avals):
+def prepared(arrangement, lhs, rhs, *avals):
     """The operands as the kernel expects them. Operation by operation: tracing a function takes ten times as long."""
     operands = []
     permutations = arrangement.permute_lhs, arrangement.permute_rhs
@@ -229,12 +229,12 @@ def _lower_gated(ctx, lhs, rhs, *others, device, schedule, epilogue, **params):
 
     made = tune.in_its_context(schedules.of_forward(schedule), planned)
     if made.kernel is not None and made.problem.gated:
-        return [_call(ctx, made, compat.local_aval(*ctx.avals_out), *operands)]
+        return [call(ctx, made, compat.local_aval(*ctx.avals_out), *operands)]
     apart = functools.partial(linear_apart, schedule=schedule, out_sharding=None, epilogue=epilogue, **params)
     return mlir.lower_fun(apart, multiple_results=False)(ctx, *operands)
 
 
-def _call(ctx, made, stored, *operands):
+def call(ctx, made, stored, *operands):
     """The custom call of a ``Plan``, whose D has the type ``stored``; its first result."""
     workspace = stored.update(shape=(made.workspace_bytes,), dtype=np.dtype(np.uint8))
     key = custom_call.target(made), made.problem, made.kernel, made.schedule, made.policy, made.device
@@ -245,7 +245,7 @@ def _call(ctx, made, stored, *operands):
 
 
 def _lower_to_xla(ctx, *operands, why, schedule, **params):
-    _refuse_schedule(schedule, "", why)
+    refuse_schedule(schedule, "", why)
     return mlir.lower_fun(xlas_product, multiple_results=False)(ctx, *operands, **params)
 
 

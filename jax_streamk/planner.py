@@ -310,6 +310,8 @@ def plan_with(problem, schedule, device, found):
 def _without_kernels(problem, device):
     if problem.gated:
         return "no kernel multiplies such operands by two matrices at once"
+    if problem.is_ragged:
+        return f"no kernel multiplies groups of {problem.type_a.name} whose sizes are data on {device.platform}"
     if problem.type_a != problem.type_b:
         return f"no kernel multiplies {problem.type_a.name} by {problem.type_b.name}"
     return f"no kernel of this build supports it on {device.platform}, sm_{device.arch}"

@@ -56,6 +56,10 @@ class GemmProblem(ByBits, _Fields):
     broadcasts an operand). A batch may be nested: l is at ``l // inner_batch * batch_stride + l % inner_batch *
     inner_stride``. The bias has n contiguous elements of D's type per batch; the residual has D's type and
     layout.
+
+    If ``ragged`` is not none, ``batch`` is the number of groups, whose sizes are data. They cut the m rows of the
+    only A and the only D, or the k of the only A and the only B, into consecutive runs. With ``leading_rows`` a run in
+    no group comes first.
     """
 
     def native(self):
@@ -68,6 +72,11 @@ class GemmProblem(ByBits, _Fields):
     @property
     def is_empty(self):
         return 0 in (self.batch, self.m, self.n, self.k)
+
+    @property
+    def is_ragged(self):
+        """Whether groups of sizes that are data cut its rows or its K."""
+        return self.ragged != _ffi.Ragged.none
 
     @property
     def epilogue(self):
@@ -94,6 +103,10 @@ class GemmProblem(ByBits, _Fields):
             batch = f"{self.batch // self.inner_batch} x {self.inner_batch} x "
         epilogue = f", D = {self.epilogue}" if self.epilogue else ""
         majors = f"A {_name(self.major_a)}, B {_name(self.major_b)}"
+        if self.is_ragged:
+            cut = "rows" if self.ragged == _ffi.Ragged.m else "k"
+            groups = f"{cut} in {self.batch} group{'s' * (self.batch > 1)}"
+            return f"[{self.m}, {self.k}] @ [{self.k}, {self.n}], {groups}, {types}, {majors}{epilogue}"
         return f"{batch}[{self.m}, {self.k}] @ [{self.k}, {self.n}], {types}, {majors}{epilogue}"
 
 
@@ -287,6 +300,59 @@ def _arranged(lhs, rhs, dimension_numbers, precision, preferred_element_type, pl
     if max(value for value in problem.attributes().values() if isinstance(value, int)) >= 2**63:
         raise Unsupported(f"shapes {lhs.shape} and {rhs.shape} have more elements than 64 bits can count")
     return Arrangement(problem, dtype, permute_lhs, permute_rhs, permutation)
+
+
+def arrange_ragged(
+    lhs, rhs, groups, numbers, precision, preferred_element_type, platform, epilogue=Epilogue(), leading=False
+):
+    """Arranges a product of ``jax_streamk.ragged`` as one ragged GEMM, without copies but those to a common dtype.
+
+    Args:
+      lhs, rhs, precision, preferred_element_type, platform: as in ``arrange``.
+      groups: their number.
+      numbers: the ``lax.RaggedDotDimensionNumbers``.
+      epilogue: the epilogue, whose bias has shape (groups, n).
+      leading: whether a size precedes those of the groups.
+
+    Raises:
+      Unsupported: no kernel family supports the types or precision, or a group's matrix has no unit stride.
+    """
+    dtype, type_d, math_ = _types(lhs.dtype, rhs.dtype, preferred_element_type, precision, platform)
+    ((lhs_contract,), (rhs_contract,)), _ = numbers.dot_dimension_numbers
+    along_m = lhs_contract not in numbers.lhs_ragged_dimensions
+    group = list(numbers.rhs_group_dimensions)
+    a = _Operand(lhs.shape, [], [lhs_contract])
+    b = _Operand(rhs.shape, group, [rhs_contract])
+    if not b.has_unit_stride():
+        raise Unsupported("the groups of rhs are its contiguous dimension: kernels read rows or columns of each matrix")
+    (m,), (k,), (n,) = a.sizes(a.free), a.sizes(a.contract), b.sizes(b.free)
+    major_a, lda = a.major_and_leading(rows=a.free, columns=a.contract)
+    major_b, ldb = b.major_and_leading(rows=b.contract, columns=b.free)
+    problem = GemmProblem(
+        batch=groups,
+        m=m,
+        n=n,
+        k=k,
+        type_a=TYPES[dtype],
+        type_b=TYPES[dtype],
+        type_d=type_d,
+        math=math_,
+        major_a=major_a,
+        major_b=major_b,
+        lda=lda,
+        ldb=ldb,
+        ldd=n,
+        batch_stride_a=0,
+        batch_stride_b=b.stride(b.batch),
+        batch_stride_d=0 if along_m else m * n,
+        activation=_ffi.Activation[epilogue.activation or "none"],
+        has_bias=epilogue.has_bias,
+        batch_stride_bias=n if epilogue.has_bias else 0,
+        gated=epilogue.gate is not None,
+        ragged=_ffi.Ragged.m if along_m else _ffi.Ragged.k,
+        leading_rows=leading,
+    )
+    return Arrangement(problem, dtype)
 
 
 def _nesting(*operands):

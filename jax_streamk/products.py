@@ -9,8 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jax_streamk import compat, primitive, schedules, text
-from jax_streamk.decisions import FALLS_BACK, decide, planned
+from jax_streamk import compat, primitive, ragged, schedules, text
+from jax_streamk.decisions import FALLS_BACK, decide, decide_ragged, planned
 from jax_streamk.device import Device
 from jax_streamk.planner import Plan
 from jax_streamk.program import Program
@@ -30,6 +30,7 @@ class Product:
       why: why it is XLA's; "" if it is ours.
       fused: what was fused into it, such as ``"relu(A @ B + bias)"``; "" if nothing was.
       plan: the ``Plan``; None if there is none.
+      groups: the number of groups that cut m or k, whose sizes are data; 0 if it is not a ragged product.
       microseconds: the expected time of one; if it is XLA's, that of our best kernel. None if unknown.
       share: of the expected time of all products of the program; None if unknown.
     """
@@ -47,12 +48,14 @@ class Product:
     plan: Plan | None
     microseconds: float | None
     share: float | None = None
+    groups: int = 0
 
     @property
     def shape(self) -> str:
-        """``"m x n x k"``, after the batch if it is not 1."""
+        """``"m x n x k"``, after the batch if it is not 1, and before the groups if there are any."""
         extents = (self.m, self.n, self.k) if self.batch == 1 else (self.batch, self.m, self.n, self.k)
-        return " x ".join(map(str, extents))
+        groups = f", {self.groups} group{'s' * (self.groups > 1)}" if self.groups else ""
+        return " x ".join(map(str, extents)) + groups
 
     @property
     def kernel(self) -> str | None:
@@ -65,6 +68,8 @@ class Product:
         return self.plan.schedule if self.is_ours and self.plan is not None else None
 
 
+_OURS = primitive.dot_general_p, primitive.linear_p, ragged.ragged_p
+_JAXS = compat.dot_general_p, compat.ragged_dot_general_p
 _WIDTH = 100
 _COLUMNS = ("m x n x k", "dtypes", "count", "by", "expected", "share")
 
@@ -175,7 +180,7 @@ def _equations(jaxpr: Any, count: int, is_exact: bool) -> Iterator[tuple[Any, Pr
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     program = Program(jaxpr.eqns, jaxpr.outvars)
     for eqn in jaxpr.eqns:
-        if eqn.primitive in (compat.dot_general_p, primitive.dot_general_p, primitive.linear_p):
+        if eqn.primitive in (*_OURS, *_JAXS):
             yield eqn, program, count, is_exact
         elif eqn.primitive.name != "pallas_call":
             times = count * eqn.params["length"] if eqn.primitive.name == "scan" else count
@@ -195,7 +200,7 @@ def _jaxprs(values: tuple[Any, ...]) -> Iterator[Any]:
 
 
 def _row(eqn, program, count, is_exact, schedule, where, device) -> Product:
-    is_ours = eqn.primitive is not compat.dot_general_p
+    is_ours, is_ragged = eqn.primitive in _OURS, eqn.primitive in (ragged.ragged_p, compat.ragged_dot_general_p)
     why, made = "", None
     if is_ours:
         try:
@@ -205,17 +210,24 @@ def _row(eqn, program, count, is_exact, schedule, where, device) -> Product:
         if made is not None and made.kernel is None:
             is_ours, why = False, made.reasons[0].removeprefix(FALLS_BACK)
     else:
-        decision = decide(eqn, program, schedule, where, device)
+        asked = schedule, where, device
+        decision = decide_ragged(eqn, *asked) if is_ragged else decide(eqn, program, *asked)
         made = decision.plan
         why = decision.why or "accelerate does not look into the primitive that it is in"
     lhs, rhs = (x.aval for x in eqn.invars[:2])
-    (contract, batch), problem = eqn.params["dimension_numbers"], made.problem if made is not None else None
+    (contract, batch), problem = _numbers(eqn), made.problem if made is not None else None
+    groups = 0
+    if is_ragged:
+        numbers = eqn.params.get("numbers") or eqn.params["ragged_dot_dimension_numbers"]
+        groups = eqn.invars[2].aval.shape[-1] - eqn.params.get("leading", False)
     if problem is None:
         depth, batches = (math.prod(lhs.shape[i] for i in dims) for dims in (contract[0], batch[0]))
         m, n = (x.size // max(1, depth * batches) for x in (lhs, rhs))
+        if is_ragged and numbers.rhs_group_dimensions:
+            n //= max(1, groups)
         extents = batches, m, n, depth
     else:
-        extents = problem.batch, problem.m, problem.n, problem.k
+        extents = 1 if is_ragged else problem.batch, problem.m, problem.n, problem.k
     names = [_short(x.dtype) for x in (lhs, rhs, eqn.outvars[0].aval)]
     return Product(
         *extents,
@@ -227,7 +239,16 @@ def _row(eqn, program, count, is_exact, schedule, where, device) -> Product:
         fused=problem.epilogue if is_ours and problem is not None else "",
         plan=made,
         microseconds=None if made is None else made.microseconds,
+        groups=groups,
     )
+
+
+def _numbers(eqn: Any) -> Any:
+    """((lhs_contract, rhs_contract), (lhs_batch, rhs_batch)) of a product's equation."""
+    for name in ("numbers", "ragged_dot_dimension_numbers"):
+        if name in eqn.params:
+            return eqn.params[name].dot_dimension_numbers
+    return eqn.params["dimension_numbers"]
 
 
 def _short(dtype: Any) -> str:

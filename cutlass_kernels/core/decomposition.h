@@ -16,7 +16,9 @@
 // on which worker was last.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #if defined(__CUDACC__)
 #define JSK_HOST_DEVICE __host__ __device__ inline
@@ -274,6 +276,83 @@ class DenseTiles {
  private:
   TileOrder order_;
   int32_t groups_, k_tiles_;
+};
+
+// The tiles of groups whose sizes, int32 data, cut one dimension of a product into consecutive runs. For the host.
+//
+// Whatever the sizes are, runs are disjoint and inside the extent: a size below 0 counts as 0, and runs end where the
+// extent does. Along m, the rows of D before and after all groups have tiles too, which sum nothing.
+class RaggedTiles {
+ public:
+  struct Run {
+    int64_t begin, size;  // in elements
+  };
+
+  // Groups cut `extent` rows of D, `tile` of which are a tile's; every tile sums k_tiles.
+  static RaggedTiles along_m(int32_t const* sizes, bool leading, int32_t groups, int64_t extent, int32_t tile,
+                             int32_t tiles_n, int32_t k_tiles, Raster raster, int32_t swizzle) {
+    RaggedTiles tiles(sizes, leading, groups, extent);
+    tiles.k_tiles_ = k_tiles;
+    int32_t first = 0;
+    for (Run const& run : tiles.runs_) {
+      tiles.orders_.emplace_back(ceil_div(run.size, tile), tiles_n, raster, swizzle);
+      tiles.first_.push_back(first);
+      first += run.size > 0 ? tiles.orders_.back().tiles_per_batch() : 0;
+    }
+    tiles.tiles_ = first;
+    return tiles;
+  }
+
+  // Groups cut `extent` elements of K, `tile` of which are a MAC iteration's; each has all tiles of `order`.
+  static RaggedTiles along_k(int32_t const* sizes, bool leading, int32_t groups, int64_t extent, int32_t tile,
+                             TileOrder const& order) {
+    RaggedTiles tiles(sizes, leading, groups, extent);
+    tiles.cuts_k_ = tile;
+    tiles.orders_.push_back(order);
+    tiles.k_tiles_ = ceil_div(extent, tile);
+    tiles.tiles_ = groups * order.tiles_per_batch();
+    return tiles;
+  }
+
+  // The most tiles along m of any group sizes, those of rows in no group included.
+  static int64_t most_along_m(int64_t groups, int64_t extent, int64_t tile) {
+    return extent / tile + std::min(groups + 2, extent);
+  }
+
+  int32_t tiles() const { return tiles_; }
+  int32_t k_tiles() const { return k_tiles_; }
+  // Its group is -1 or the number of groups for rows before or after all groups; m and k_begin count from its run.
+  Tile tile(int32_t index) const {
+    if (cuts_k_ > 0) {
+      TileOrder::Coordinate const at = orders_[0].coordinate(index);
+      return {at.m, at.n, at.batch, 0, ceil_div(run(at.batch).size, cuts_k_)};
+    }
+    auto const after = std::upper_bound(first_.begin(), first_.end(), index);
+    auto const position = static_cast<int32_t>(after - first_.begin()) - 1;
+    TileOrder::Coordinate const at = orders_[position].coordinate(index - first_[position]);
+    return {at.m, at.n, position - 1, 0, k_tiles_};
+  }
+  Run run(int32_t group) const { return runs_[group + 1]; }
+
+ private:
+  RaggedTiles(int32_t const* sizes, bool leading, int32_t groups, int64_t extent) {
+    int64_t begin = 0;
+    auto const add = [&](int64_t size) {
+      size = std::max<int64_t>(0, std::min(size, extent - begin));
+      runs_.push_back({begin, size});
+      begin += size;
+    };
+    add(leading ? *sizes++ : 0);
+    for (int32_t group = 0; group < groups; ++group) add(sizes[group]);
+    add(extent - begin);
+  }
+
+  static int32_t ceil_div(int64_t x, int64_t y) { return static_cast<int32_t>((x + y - 1) / y); }
+
+  std::vector<Run> runs_;          // before all groups, of each group, after all groups
+  std::vector<TileOrder> orders_;  // of each run; of every group along K
+  std::vector<int32_t> first_;     // each run's first tile
+  int32_t tiles_ = 0, k_tiles_ = 0, cuts_k_ = 0;
 };
 
 }  // namespace jax_streamk

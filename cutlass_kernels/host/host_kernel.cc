@@ -5,6 +5,7 @@
 #include <cstring>
 #include <memory>
 #include <new>
+#include <optional>
 #include <string>
 #include <thread>
 
@@ -62,6 +63,7 @@ struct Gemm {
   Reduction reduction;
   Decomposition decomposition;
   DenseTiles tiles;
+  std::optional<RaggedTiles> ragged;  // instead of these
   int64_t tile_m, tile_n, tile_k;  // tile_m and tile_n are no larger than the problem
   TileProduct tile_product;
   Buffers buffers;
@@ -105,15 +107,20 @@ struct Gemm {
   };
 
   OutputTile locate(int32_t index) const {
-    Tile const at = tiles.tile(index);
-    int64_t const m = at.m * tile_m, n = at.n * tile_n, k = at.k_begin * tile_k;
-    int64_t const offset = at.group * p.d.batch_stride + m * p.d.ld + n;
+    Tile const at = ragged ? ragged->tile(index) : tiles.tile(index);
+    RaggedTiles::Run const run = ragged ? ragged->run(at.group) : RaggedTiles::Run{};
+    // Where the rows of the tile's D, and its K, begin and end.
+    bool const cuts_m = p.ragged == Ragged::kM, cuts_k = p.ragged == Ragged::kK;
+    int64_t const begin_m = cuts_m ? run.begin : 0, end_m = cuts_m ? run.begin + run.size : p.m;
+    int64_t const begin_k = cuts_k ? run.begin : 0, end_k = cuts_k ? run.begin + run.size : p.k;
+    int64_t const m = begin_m + at.m * tile_m, n = at.n * tile_n, k = begin_k + at.k_begin * tile_k;
+    int64_t const offset = (cuts_m ? 0 : at.group * p.d.batch_stride) + m * p.d.ld + n;
     int64_t const size = size_of(p.d.format);
     return {at.group,
             m,
             n,
             k,
-            {std::min(tile_m, p.m - m), std::min(tile_n, p.n - n), std::min(at.k_tiles * tile_k, p.k - k)},
+            {std::min(tile_m, end_m - m), std::min(tile_n, p.n - n), std::min(at.k_tiles * tile_k, end_k - k)},
             static_cast<char*>(buffers.d) + offset * size,
             static_cast<char const*>(buffers.bias) + (at.group * p.epilogue.batch_stride_bias + n) * size,
             static_cast<char const*>(buffers.residual) + offset * size};
@@ -123,6 +130,7 @@ struct Gemm {
     int64_t const begin = tile.k + work.k_begin * tile_k,
                   end = std::min(begin + work.k_count * tile_k, tile.k + tile.extents.k);
     int64_t const alone = sums_in_parts() ? kSummedAlone : end - begin;
+    if (begin >= end) return clear(tile.extents, accumulators, stride, accumulator_of(p.a.format));
     multiply(tile, begin, std::min(begin + alone, end), worker, accumulators, stride);
     for (int64_t k = begin + alone; k < end; k += alone) {
       multiply(tile, k, std::min(k + alone, end), worker, part(worker), tile_n);
@@ -133,9 +141,9 @@ struct Gemm {
   void multiply(OutputTile const& tile, int64_t k, int64_t k_end, int32_t worker, void* accumulators,
                 int64_t stride) const {
     int64_t const offset_a =
-        tile.batch * p.a.batch_stride + (p.a.major == Major::kRow ? tile.m * p.a.ld + k : tile.m + k * p.a.ld);
+        (p.ragged == Ragged::kNone ? tile.batch * p.a.batch_stride : 0) + (p.a.major == Major::kRow ? tile.m * p.a.ld + k : tile.m + k * p.a.ld);
     int64_t const offset_b =
-        tile.batch * p.b.batch_stride + (p.b.major == Major::kRow ? k * p.b.ld + tile.n : k + tile.n * p.b.ld);
+        (p.ragged == Ragged::kK ? 0 : tile.batch * p.b.batch_stride) + (p.b.major == Major::kRow ? k * p.b.ld + tile.n : k + tile.n * p.b.ld);
     Block const a{static_cast<char const*>(buffers.a) + offset_a * size_of(p.a.format), p.a.ld, p.a.major};
     Block const b{static_cast<char const*>(buffers.b) + offset_b * size_of(p.b.format), p.b.ld, p.b.major};
     Extents const extents{tile.extents.m, tile.extents.n, k_end - k};
@@ -144,6 +152,16 @@ struct Gemm {
 
   void store(OutputTile const& tile, void const* accumulators, int64_t stride) const {
     tile_product.store(tile.extents, p.epilogue, tile.bias, tile.residual, accumulators, stride, tile.d, p.d.ld);
+  }
+
+  static void clear(Extents const& extents, void* d, int64_t stride, Format const& format) {
+    int64_t const size = size_of(format);
+    for (int64_t i = 0; i < extents.m; ++i) std::memset(static_cast<char*>(d) + i * stride * size, 0, extents.n * size);
+  }
+
+  // Whether a tile has rows that are in no group of a ragged product.
+  bool is_in_no_group(OutputTile const& tile) const {
+    return p.ragged == Ragged::kM && (tile.batch < 0 || tile.batch == p.batch);
   }
 
   // Adds the peers' slots in the order of their iterations.
@@ -174,7 +192,9 @@ struct Gemm {
     Work work;
     for (int32_t ordinal = 0; decomposition.work(worker, ordinal, work); ++ordinal) {
       OutputTile const tile = locate(work.tile);
-      if (work.peers == 1 && multiplies_into_d()) {
+      if (is_in_no_group(tile)) {
+        clear(tile.extents, tile.d, p.d.ld, p.d.format);
+      } else if (work.peers == 1 && multiplies_into_d()) {
         multiply(tile, work, worker, tile.d, p.d.ld);
         if (!p.epilogue.is_plain()) store(tile, tile.d, p.d.ld);
       } else if (work.peers == 1) {
@@ -227,7 +247,13 @@ class HostKernel final : public Kernel {
 
   Status run(GemmProblem const& p, Schedule const& s, LaunchPolicy const& policy, Device const& device,
              Buffers const& buffers, void*, Executor* executor) const override {
-    gemm(p, s, policy, device, buffers).run(executor);
+    Gemm gemm = this->gemm(p, s, policy, device, buffers);
+    if (p.ragged != Ragged::kNone) {
+      // Only here are the sizes known. The workspace is that of the most tiles that any have.
+      gemm.ragged = ragged_tiles(p, policy, static_cast<int32_t const*>(buffers.group_sizes));
+      gemm.decomposition = Decomposition::make(s.kind, *gemm.ragged, gemm.decomposition.workers, 1);
+    }
+    gemm.run(executor);
     return {};
   }
 
@@ -237,14 +263,30 @@ class HostKernel final : public Kernel {
     ScheduleKind kind = s.kind;
     if (kind == ScheduleKind::kStreamK && s.max_sms == 1) kind = ScheduleKind::kDataParallel;
     int32_t const limit = limited ? s.max_sms : device.sms;
+    if (p.ragged == Ragged::kM) {
+      int64_t const tiles = RaggedTiles::most_along_m(p.batch, p.m, info.tile_m) * ceil_div(p.n, info.tile_n);
+      return Decomposition::make(kind, static_cast<int32_t>(tiles), tiles_of(p, {}).k_tiles(), device.sms, 1);
+    }
     return Decomposition::make(kind, tiles_of(p, {}), std::min(limit, device.sms), s.splits);
   }
 
  private:
   DenseTiles tiles_of(GemmProblem const& p, LaunchPolicy const& policy) const {
-    TileOrder const order(static_cast<int32_t>(ceil_div(p.m, info.tile_m)),
-                          static_cast<int32_t>(ceil_div(p.n, info.tile_n)), policy.raster, policy.swizzle);
-    return {order, static_cast<int32_t>(p.batch), static_cast<int32_t>(ceil_div(p.k, info.tile_k))};
+    return {order_of(p, policy), static_cast<int32_t>(p.batch), static_cast<int32_t>(ceil_div(p.k, info.tile_k))};
+  }
+
+  RaggedTiles ragged_tiles(GemmProblem const& p, LaunchPolicy const& policy, int32_t const* sizes) const {
+    auto const groups = static_cast<int32_t>(p.batch);
+    if (p.ragged == Ragged::kM)
+      return RaggedTiles::along_m(sizes, p.leading_rows, groups, p.m, std::min<int32_t>(info.tile_m, p.m),
+                                  static_cast<int32_t>(ceil_div(p.n, info.tile_n)), tiles_of(p, policy).k_tiles(),
+                                  policy.raster, policy.swizzle);
+    return RaggedTiles::along_k(sizes, p.leading_rows, groups, p.k, info.tile_k, order_of(p, policy));
+  }
+
+  TileOrder order_of(GemmProblem const& p, LaunchPolicy const& policy) const {
+    return {static_cast<int32_t>(ceil_div(p.m, info.tile_m)), static_cast<int32_t>(ceil_div(p.n, info.tile_n)),
+            policy.raster, policy.swizzle};
   }
 
   Gemm gemm(GemmProblem const& p, Schedule const& s, LaunchPolicy const& policy, Device const& device,
@@ -253,6 +295,7 @@ class HostKernel final : public Kernel {
             s.reduction,
             decomposition(p, s, device),
             tiles_of(p, policy),
+            {},
             std::min<int64_t>(info.tile_m, p.m),
             std::min<int64_t>(info.tile_n, p.n),
             info.tile_k,

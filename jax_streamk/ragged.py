@@ -1,0 +1,364 @@
+"""Ragged products: a primitive with its rules and lowering. Groups whose sizes are data cut a dimension into runs.
+
+Operands: lhs, rhs, group_sizes, then the epilogue's. Parameters: ``numbers``, lax's RaggedDotDimensionNumbers of a
+product in one of two forms, dimensions in any order: groups of lhs rows, (M, k) x (G, k, n) -> (M, n); or of what is
+contracted, (M, m) x (M, n) -> (G, m, n). With ``leading``, group_sizes has one size more in front, of rows in no group.
+A size below 0 counts as 0, and groups end with the last row.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
+
+from jax_streamk import compat, lowering, planner, problem, schedules, text
+from jax_streamk.device import device_for_lowering
+from jax_streamk.epilogue import ACTIVATIONS, Epilogue, wide
+from jax_streamk.machines import machine_of
+
+ragged_p = Primitive("streamk_ragged_dot_general")
+ragged_p.def_impl(functools.partial(compat.apply_primitive, ragged_p))
+compat.check_nan(ragged_p)
+
+
+def numbers_of(lhs_contract, rhs_contract, lhs_ragged, rhs_group=()):
+    """The ``lax.RaggedDotDimensionNumbers`` of a product with one contracted dimension and no batch."""
+    return lax.RaggedDotDimensionNumbers((((lhs_contract,), (rhs_contract,)), ((), ())), (lhs_ragged,), rhs_group)
+
+
+BASIC = numbers_of(1, 1, 0, (0,))
+
+
+def why_not(lhs, rhs, group_sizes, numbers):
+    """Why the primitive has no such product; None if it has."""
+    (contract, _), (batch, _) = numbers.dot_dimension_numbers
+    if len(batch) > 0 or len(group_sizes.shape) != 1:
+        return "no kernel multiplies batches of groups"
+    if len(contract) != 1 or len(lhs.shape) != 2 or len(rhs.shape) != 2 + len(numbers.rhs_group_dimensions):
+        return "kernels for groups contract one dimension, and lhs and rhs have one free dimension each"
+    return None
+
+
+def bind(
+    lhs, rhs, group_sizes, *others, numbers, precision, preferred_element_type, schedule, epilogue=Epilogue(),
+    leading=False,
+):  # fmt: skip
+    """The product and its epilogue, which only groups of rows have. The other arguments are canonical."""
+    return ragged_p.bind(
+        *compat.match_varying(lhs, rhs, group_sizes, *others), numbers=numbers, precision=precision,
+        preferred_element_type=preferred_element_type, schedule=schedule, epilogue=epilogue, leading=leading,
+    )  # fmt: skip
+
+
+def params_of(eqn, schedule):
+    """The parameters of the primitive for an equation of JAX's."""
+    params = {name: eqn.params[name] for name in ("precision", "preferred_element_type")}
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    return params | dict(numbers=numbers, schedule=schedule, epilogue=Epilogue(), leading=False)
+
+
+def _groups_rows(numbers):
+    """Whether groups are of rows of lhs and of the result."""
+    return len(numbers.rhs_group_dimensions) > 0
+
+
+@ragged_p.def_effectful_abstract_eval
+def _abstract_eval(lhs, rhs, group_sizes, *others, numbers, schedule, epilogue, leading, **params):
+    del others, schedule, epilogue
+    sizes = group_sizes.update(shape=(group_sizes.shape[0] - leading,))
+    return compat.ragged_dot_general_p.abstract_eval(
+        lhs, rhs, sizes, ragged_dot_dimension_numbers=numbers, **compat.ragged_params(), **params
+    )
+
+
+def _runs(group_sizes, extent, leading):
+    """Where the groups begin and end: what kernels make of any sizes."""
+    limit = min(extent, np.iinfo(np.int32).max)
+    ends = jnp.minimum(jnp.cumsum(jnp.clip(group_sizes, 0, limit).astype(jnp.int32)), limit)
+    return jnp.concatenate([jnp.zeros(1, jnp.int32), ends])[leading:]
+
+
+def xlas_product(
+    lhs, rhs, group_sizes, *others, numbers, precision, preferred_element_type, epilogue=Epilogue(), leading=False
+):
+    """What the primitive computes, by ``lax.ragged_dot_general``."""
+    dtype = preferred_element_type
+    side = numbers.lhs_ragged_dimensions[0]
+    runs = _runs(group_sizes, lhs.shape[side], leading)
+    starts = {0: side} if _groups_rows(numbers) else {0: side, 1: numbers.dot_dimension_numbers[0][1][0]}
+    params = dict(
+        ragged_dot_dimension_numbers=numbers,
+        precision=precision,
+        preferred_element_type=dtype if epilogue.is_plain else wide(dtype),
+    )
+    # lax has its groups begin with the first row.
+    lhs, *rest = (jnp.roll(x, -runs[0], starts[i]) if leading and i in starts else x for i, x in enumerate((lhs, rhs)))
+    sizes = jnp.diff(runs)
+    second, biases, _ = epilogue.split(others)
+    products = [lax.ragged_dot_general(lhs, x, sizes, **params) for x in (*rest, *second)]
+    if leading and _groups_rows(numbers):
+        products = [jnp.roll(x, runs[0], 0) for x in products]
+    if epilogue.is_plain:
+        return products[0]
+    rows = products[0].shape[0]
+    group = _group_of_rows(runs, rows)
+    biases = [x.at[group].get(mode="fill", fill_value=0) for x in biases]
+    with_biases = [x + bias.astype(x.dtype) for x, bias in zip(products, biases)] if biases else products
+    gate, *up = with_biases
+    out = functools.reduce(lax.mul, up, ACTIVATIONS[epilogue.activation](gate))
+    return jnp.where((group < runs.shape[0] - 1)[:, None], out, 0).astype(dtype)
+
+
+def _group_of_rows(runs, rows):
+    """The group of each row; the number of groups for rows in none."""
+    at, groups = jnp.arange(rows, dtype=jnp.int32), runs.shape[0] - 1
+    group = jnp.searchsorted(runs[1:], at, side="right").astype(jnp.int32)
+    return jnp.where(at < runs[0], groups, group)
+
+
+def _apart(lhs, rhs, group_sizes, *others, epilogue, **params):
+    """Products and epilogue one after the other; the products of a gated one with their biases, each rounded."""
+    second, biases, _ = epilogue.split(others)
+    plain = Epilogue() if epilogue.gate is None else dataclasses.replace(epilogue.before_gate, has_bias=bool(biases))
+    products = []
+    for i, x in enumerate((rhs, *second)):
+        bias = biases[i : i + 1] if epilogue.gate else ()
+        products.append(bind(lhs, x, group_sizes, *bias, epilogue=plain, **params))
+    gate, *up = products
+    dtype = gate.dtype
+    gate = gate.astype(wide(dtype))
+    if biases and not epilogue.gate:
+        gate = gate + _spread(biases[0], gate, group_sizes, **params).astype(gate.dtype)
+    if epilogue.activation is not None:
+        gate = _activated(epilogue.activation, gate, group_sizes, params["leading"])
+    return functools.reduce(lax.mul, (x.astype(gate.dtype) for x in up), gate).astype(dtype)
+
+
+def _activated(activation, x, group_sizes, leading):
+    """The activation of rows in groups; the others are 0, and stay so."""
+    if activation == "sigmoid":  # alone is not 0 at 0
+        runs = _runs(group_sizes, x.shape[0], leading)
+        return jnp.where((_group_of_rows(runs, x.shape[0]) < runs.shape[0] - 1)[:, None], jax.nn.sigmoid(x), 0)
+    return ACTIVATIONS[activation](x)
+
+
+def _spread(bias, like, group_sizes, *, leading, **_):
+    """Each row's bias. A product of ones: its derivative sums over groups, in a fixed order."""
+    ones = jnp.ones((like.shape[0], 1), bias.dtype)
+    params = dict(precision=(lax.Precision.HIGHEST,) * 2, preferred_element_type=bias.dtype, schedule=schedules.Auto())
+    return bind(ones, bias[:, None], group_sizes, numbers=BASIC, leading=leading, **params)
+
+
+def _jvp(primals, tangents, *, epilogue, **params):
+    lhs, rhs, group_sizes = primals[:3]
+    moves = [type(x) is not ad.Zero and i != 2 for i, x in enumerate(tangents)]
+    if not epilogue.is_plain:
+        # The activation's derivative needs the value before it.
+        free = [x for x, moved in zip(primals, moves) if moved]
+        velocities = [x for x, moved in zip(tangents, moves) if moved]
+
+        def of_free(*given):
+            taken = iter(given)
+            return _apart(
+                *(next(taken) if moved else x for x, moved in zip(primals, moves)), epilogue=epilogue, **params
+            )
+
+        return jax.jvp(of_free, free, velocities)
+    out = bind(lhs, rhs, group_sizes, **params)
+    terms = []
+    if moves[0]:
+        terms.append(bind(tangents[0], rhs, group_sizes, **params))
+    if moves[1]:
+        terms.append(bind(lhs, tangents[1], group_sizes, **params))
+    return out, functools.reduce(lax.add, terms) if terms else ad.Zero.from_primal_value(out)
+
+
+ad.primitive_jvps[ragged_p] = _jvp
+
+
+def _transpose(cotangent, lhs, rhs, group_sizes, *others, numbers, schedule, epilogue, **params):
+    """The cotangents of lhs and rhs: each a product of the same groups, with the other operand as it lies."""
+    if others or not epilogue.is_plain:
+        raise NotImplementedError("ragged_dot: a product with an epilogue is transposed only if differentiated")
+    side = numbers.lhs_ragged_dimensions[0]
+    ((contract,), (rhs_contract,)), _ = numbers.dot_dimension_numbers
+    product = functools.partial(_cotangent, group_sizes=group_sizes, schedule=schedule, **params)
+    if _groups_rows(numbers):
+        (group,) = numbers.rhs_group_dimensions
+        free = 3 - group - rhs_contract
+        of_lhs = cotangent, rhs, numbers_of(1, free, 0, (group,)), (side, contract)
+        of_rhs = lhs, cotangent, numbers_of(side, 0, side), (group, rhs_contract, free)
+        if free < rhs_contract:
+            of_rhs = cotangent, lhs, numbers_of(0, side, 0), (group, free, rhs_contract)
+    else:
+        of_lhs = rhs, cotangent, numbers_of(1 - rhs_contract, 2, rhs_contract, (0,)), (side, 1 - side)
+        of_rhs = lhs, cotangent, numbers_of(1 - side, 1, side, (0,)), (rhs_contract, 1 - rhs_contract)
+    wanted = [ad.is_undefined_primal(x) for x in (lhs, rhs)]
+    out = [
+        product(i, *of, x.aval) if free else None
+        for i, (free, of, x) in enumerate(zip(wanted, (of_lhs, of_rhs), (lhs, rhs)))
+    ]
+    return [*out, None]
+
+
+def _cotangent(operand, x, y, numbers, order, aval, *, group_sizes, schedule, **params):
+    """A product whose dimensions are those of ``aval`` in this order."""
+    out = bind(x, y, group_sizes, numbers=numbers, schedule=schedules.of_cotangent(schedule, operand), **params)
+    if list(order) != sorted(order):
+        out = lax.transpose(out, np.argsort(order))
+    return out if out.dtype == aval.dtype else compat.convert_cotangent(out, aval)
+
+
+ad.primitive_transposes[ragged_p] = _transpose
+
+
+def _batch(axis_data, operands, dims, **params):
+    """One product after another: each has groups of its own, and may have as many rows as a kernel wants."""
+    if all(dim is None for dim in dims):
+        return bind(*operands, **params), None
+    mapped = [jnp.moveaxis(x, dim, 0) for x, dim in zip(operands, dims) if dim is not None]
+
+    def of_one(given):
+        taken = iter(given)
+        return bind(*(x if dim is None else next(taken) for x, dim in zip(operands, dims)), **params)
+
+    return lax.map(of_one, mapped), 0
+
+
+compat.def_batching(ragged_p, _batch)
+
+
+def _question(lhs, rhs, group_sizes, *_, numbers, precision, preferred_element_type, **__):
+    """What ``jax.checkpoint`` asks its policies about our products: the same as about JAX's."""
+    params = dict(
+        ragged_dot_dimension_numbers=numbers, precision=precision, preferred_element_type=preferred_element_type
+    )
+    return (compat.ragged_dot_general_p, lhs, rhs, group_sizes), params | compat.ragged_params()
+
+
+compat.ask_policies(ragged_p, _question)
+
+
+def plan(
+    lhs, rhs, group_sizes, *, numbers, precision, preferred_element_type, schedule, device, epilogue=Epilogue(),
+    leading=False,
+):  # fmt: skip
+    """The ``Plan`` of a product and, if a kernel supports its types, its ``Arrangement``.
+
+    For a gated product whose products run apart it is the plan of one of them.
+
+    Raises:
+      ValueError: no kernel can run an explicit schedule.
+    """
+    schedule = schedules.of_forward(schedule)
+    params = dict(numbers=numbers, precision=precision, preferred_element_type=preferred_element_type)
+    arrange = functools.partial(
+        problem.arrange_ragged, lhs, rhs, group_sizes.shape[0] - leading, platform=device.platform, leading=leading,
+        **params,
+    )  # fmt: skip
+    if epilogue.gate:
+        params |= dict(schedule=schedule, device=device, leading=leading)
+        return _plan_gated(functools.partial(arrange, epilogue=epilogue), lhs, rhs, group_sizes, epilogue, **params)
+    try:
+        arrangement = arrange(epilogue=epilogue)
+    except problem.Unsupported as why:
+        lowering.refuse_schedule(schedule, " this product", why)
+        return planner.Plan(None, device, None, None, reasons=(f"falls back to XLA: {why}",)), None
+    made = planner.make_plan(arrangement.problem, schedule, device)
+    return made if made.kernel is None else made.with_reasons(arrangement.copies(lhs, rhs)), arrangement
+
+
+def _plan_gated(arrange, lhs, rhs, group_sizes, epilogue, *, schedule, device, **params):
+    made = None
+    try:
+        arrangement = arrange()
+        if copies := arrangement.copies(lhs, rhs):
+            raise problem.Unsupported(copies[0])
+        made = planner.make_plan(arrangement.problem, schedule, device)
+        why = "" if made.kernel is not None else made.reasons[0].removeprefix("falls back to XLA: ")
+    except (problem.Unsupported, ValueError) as error:
+        why = str(error)
+    if made is not None and made.is_empty:
+        return made, arrangement
+    apart, of_apart = plan(
+        lhs, rhs, group_sizes, schedule=schedule, device=device, epilogue=epilogue.before_gate, **params
+    )
+    if made is not None and made.kernel is not None:
+        more = machine_of(device).launch_us * 2 if device.platform == "cuda" else 0
+        alone = None if apart.microseconds is None else 2 * apart.microseconds + more
+        if alone is None or apart.kernel is None or made.microseconds <= alone:
+            return made, arrangement
+        why = f"{made.kernel} is slower, {text.duration(made.microseconds)} instead of {text.duration(alone)}"
+    gate = "gate" if epilogue.activation is None else f"{epilogue.activation}(gate)"
+    of_each = "this product twice, each time with other weights"
+    return apart.with_reasons([f"a gated product is {of_each}, and then {gate} * up by XLA: {why}"]), of_apart
+
+
+def _lower(ctx, *operands, **params):
+    rules = {platform: functools.partial(_lower_with_kernels, platform=platform) for platform in ("cpu", "cuda")}
+    rest = functools.partial(_lower_to_xla, why="there are kernels for CPUs and for NVIDIA GPUs only")
+    return compat.lower_per_platform(ctx, rules, rest, *operands, **params)
+
+
+def _lower_with_kernels(ctx, *operands, platform, schedule, **params):
+    if compat.placement(ctx) != compat.Placement.ONE_DEVICE:
+        why = "only XLA divides ragged products over devices; in a shard_map each device's part is ours"
+        return _lower_to_xla(ctx, *operands, schedule=schedule, why=why, **params)
+    lowering.check_build(platform)
+    ctx = ctx.replace(avals_in=[compat.local_aval(aval) for aval in ctx.avals_in])
+    lhs, rhs, group_sizes, *others = operands
+    if not others:
+        (lhs, rhs), avals, params["numbers"] = _without_transposes((lhs, rhs), ctx.avals_in[:2], params["numbers"])
+        ctx, operands = ctx.replace(avals_in=[*avals, ctx.avals_in[2]]), (lhs, rhs, group_sizes)
+    epilogue, types = params["epilogue"], ctx.avals_in[:3]
+    made, arrangement = plan(*types, schedule=schedule, device=device_for_lowering(platform), **params)
+    is_apart = epilogue.gate is not None and (made.kernel is None or not made.problem.gated)
+    if is_apart and not made.is_empty:
+        apart = functools.partial(_apart, schedule=schedule, **params)
+        return mlir.lower_fun(apart, multiple_results=False)(ctx, *operands)
+    if made.kernel is None:
+        return mlir.lower_fun(functools.partial(xlas_product, **params), multiple_results=False)(ctx, *operands)
+    (sizes,) = mlir.lower_fun(_as_int32, multiple_results=False)(ctx.replace(avals_in=types[2:]), group_sizes)
+    prepared = lowering.prepared(arrangement, lhs, rhs, *types[:2])
+    avals = [*arrangement.prepared(*types[:2]), *ctx.avals_in[3:], types[2].update(dtype=np.dtype(np.int32))]
+    stored = compat.local_aval(*ctx.avals_out)
+    return [lowering.call(ctx.replace(avals_in=avals), made, stored, *prepared, *others, sizes)]
+
+
+def _without_transposes(operands, avals, numbers):
+    """Folds transposes of the operands into the product: kernels read either majorness without a copy."""
+    operands, avals = list(operands), list(avals)
+    contract = [dims[0] for dims in numbers.dot_dimension_numbers[0]]
+    cut, group = [*numbers.lhs_ragged_dimensions], numbers.rhs_group_dimensions
+    for i in range(2):
+        while (found := compat.transpose_behind(operands[i])) is not None:
+            operands[i], permutation = found
+            avals[i] = avals[i].update(shape=tuple(avals[i].shape[j] for j in np.argsort(permutation)))
+            contract[i] = permutation[contract[i]]
+            if i == 0:
+                cut = [permutation[dim] for dim in cut]
+            else:
+                group = tuple(permutation[dim] for dim in group)
+    return operands, avals, numbers_of(*contract, *cut, group)
+
+
+def _as_int32(group_sizes):
+    """Sizes as kernels read them; those that 32 bits do not hold are beyond any extent."""
+    if group_sizes.dtype == np.int32:
+        return group_sizes
+    most = min(np.iinfo(np.int32).max, np.iinfo(group_sizes.dtype).max)
+    return jnp.clip(group_sizes, 0, most).astype(np.int32)
+
+
+def _lower_to_xla(ctx, *operands, why, schedule, **params):
+    lowering.refuse_schedule(schedule, "", why)
+    return mlir.lower_fun(functools.partial(xlas_product, **params), multiple_results=False)(ctx, *operands)
+
+
+compat.needs_devices(ragged_p)
+mlir.register_lowering(ragged_p, _lower, cacheable=False)
