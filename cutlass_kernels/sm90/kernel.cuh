@@ -75,7 +75,8 @@ class Sm90Kernel final : public CudaKernel {
                     std::conditional_t<kConfig.warpgroups() == 2, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
                                        cutlass::gemm::KernelTmaWarpSpecializedPingpong>>::CollectiveOp>::type>;
   using Mainloop =
-      CollectiveMainloop<typename Collective::type, typename Collective::template WideMma<kConfig.tile_n>, TileShape,
+      CollectiveMainloop<typename Collective::type, typename Collective::template WideMma<kConfig.tile_n>,
+                         typename Collective::template WideMma<kRun ? kConfig.tile_n / 2 : kConfig.tile_n>, TileShape,
                          kConfig.type_d == Type::kF32, kConfig.math == Math::kTF32x3, kConfig.promotion_k(), kGated, kRagged>;
   // With several CTAs per SM there would be too many clusters to list.
   using DenseScheduler = sm90::Scheduler<TileShape, ClusterShape, kCooperative, kCtasPerSm == 1>;

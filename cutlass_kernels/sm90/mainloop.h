@@ -39,8 +39,8 @@ struct Loads {
 // a slice; TMA reads zeros beyond the last one. kSplits: each f32 operand is two TF32 parts side by side (repack.h).
 // kPromotionK: the length of K after which sums are promoted; 0: never. kGated: half of A's rows come from each of two
 // matrices, both loaded from the tile's half of D's columns (gated_epilogue.h). kRagged: a tile begins at any row of B,
-// which is the problem's A, or reads a run of K (ragged.h).
-template <class Base, class OwnMma, class OwnShape, bool kSlices, bool kSplits, int kPromotionK, bool kGated,
+// which is the problem's A, or reads a run of K (ragged.h); HalfMma multiplies the first half of a tile's columns.
+template <class Base, class OwnMma, class HalfMma, class OwnShape, bool kSlices, bool kSplits, int kPromotionK, bool kGated,
           Ragged kRagged>
 struct CollectiveMainloop : Base {
   using typename Base::TensorStorage;
@@ -203,11 +203,20 @@ struct CollectiveMainloop : Base {
     }
   }
 
-  // Called by the consumers of a tile: accumulators + sums = the sum over `count` k-tiles. Returns the stage that the
+  // Called by the consumers of a tile: accumulators + sums = the sum over `count` k-tiles. Of a ragged product's last tile
+  // only the first `columns` need be. Returns the stage that the
   // products in flight read (-1: none). finish() must follow: it waits for them, releases the stage and adds the sums.
   template <class Accumulators, class Sums>
   static CUTLASS_DEVICE int multiply(FullBarrier* full, EmptyBarrier* empty, Stage& stage, Accumulators& accumulators,
-                                     Sums& sums, bool promotes, int32_t count, int warpgroup, TensorStorage& storage) {
+                                     Sums& sums, bool promotes, int32_t count, int32_t columns, int warpgroup,
+                                     TensorStorage& storage) {
+    if constexpr (kRagged == Ragged::kM) {
+      static_assert(!kPromotes && !kAFromRegisters);
+      if (columns <= kTileN / 2) {
+        auto half = half_of(accumulators);
+        return multiply_from_shared<CollectiveMainloop, HalfMma>(full, empty, stage, half, count, warpgroup, storage);
+      }
+    }
     if constexpr (kPromotes) {
       static_assert(kPromotionK % kTileK == 0);
       int32_t const run = promotes ? kPromotionK / kTileK : count;
@@ -342,8 +351,18 @@ struct CollectiveMainloop : Base {
     if constexpr (kAFromRegisters) {
       return multiply_from_registers<CollectiveMainloop>(full, empty, stage, accumulators, count, warpgroup, storage);
     } else {
-      return multiply_from_shared<CollectiveMainloop>(full, empty, stage, accumulators, count, warpgroup, storage);
+      return multiply_from_shared<CollectiveMainloop, TiledMma>(full, empty, stage, accumulators, count, warpgroup, storage);
     }
+  }
+
+  // The accumulators of the first half of a tile's columns. Each instruction along m has four for 8 columns.
+  template <class Accumulators>
+  static CUTLASS_DEVICE auto half_of(Accumulators& accumulators) {
+    using namespace cute;
+    static_assert(size<0>(Accumulators{}) == kTileN / 2 && kTileN % 16 == 0);
+    return make_tensor(accumulators.data(),
+                       make_layout(make_shape(make_shape(_2{}, _2{}, Int<kTileN / 16>{}), size<1>(accumulators), _1{}),
+                                   make_stride(make_stride(_1{}, _2{}, _4{}), Int<kTileN / 2>{}, _0{})));
   }
 
   // Waits for all products and releases the stage that they read.

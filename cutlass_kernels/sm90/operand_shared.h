@@ -8,13 +8,13 @@ namespace jax_streamk::sm90 {
 
 // accumulators = the sum over `count` k-tiles. On return the products of the last k-tile may still be in flight; the
 // result is its stage, which is not yet released (-1 if count is 0).
-template <class Mainloop, class Accumulators>
+template <class Mainloop, class Mma, class Accumulators>
 CUTLASS_DEVICE int multiply_from_shared(FullBarrier* full, EmptyBarrier* empty, typename Mainloop::Stage& stage,
                                         Accumulators& accumulators, int32_t count, int warpgroup,
                                         typename Mainloop::TensorStorage& storage) {
   using namespace cute;
   constexpr int kWarpgroup = cutlass::NumThreadsPerWarpGroup;
-  typename Mainloop::TiledMma mma;
+  Mma mma;
   // Descriptors are equal in all threads of a warpgroup.
   auto const part = mma.get_slice(size(mma) == kWarpgroup ? 0 : warpgroup * kWarpgroup);
   auto const a = part.make_fragment_A(

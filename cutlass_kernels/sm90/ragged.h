@@ -178,6 +178,9 @@ class RaggedScheduler {
   // The k-tiles that the other consumer of a pingpong kernel multiplies before this one's next tile: those of `ordinal`.
   CUTLASS_DEVICE int32_t k_tiles_between(Tile const&, int32_t ordinal) const { return tile(ordinal).k_count; }
 
+  // Of the kernel's own result, from the tile's first on.
+  CUTLASS_DEVICE static int32_t columns(Tile const& tile) { return tile.run.rows(); }
+
   // Whether a tile's rows are in no group.
   CUTLASS_DEVICE bool is_outside(Tile const& tile) const { return kRows && tile.batch >= params_.groups; }
 

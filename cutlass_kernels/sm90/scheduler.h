@@ -79,6 +79,7 @@ class Scheduler {
   }
   CUTLASS_DEVICE static int32_t k_tiles_between(Tile const& tile, int32_t) { return tile.k_count; }
   CUTLASS_DEVICE static bool is_outside(Tile const&) { return false; }
+  CUTLASS_DEVICE static int32_t columns(Tile const&) { return cute::size<1>(TileShape{}); }
 
   // Whether CTAs may share tiles.
   CUTLASS_HOST_DEVICE static bool shares(Params const& params) {

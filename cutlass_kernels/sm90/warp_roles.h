@@ -252,7 +252,7 @@ struct GemmKernel {
     };
     while (warms_up || tile.is_valid()) {
       auto accumulators = cute::partition_fragment_C(tiled_mma, cute::take<0, 2>(TileShape{}));
-      if constexpr (kAccumulators <= kMostUnset) leave_unset(accumulators);
+      if constexpr (kAccumulators <= kMostUnset || kRagged) leave_unset(accumulators);
       auto const at = Scheduler::coordinate(tile);
       bool const is_zero = scheduler.is_outside(tile);
       auto biases = epilogue.template biases<decltype(accumulators)>(params.has_early_bias && !is_zero, params.shape,
@@ -261,7 +261,7 @@ struct GemmKernel {
       if (kPingpong && tile.ordinal > 0) wait_for_turn(kMultiplies + warpgroup);
       auto sums = Mainloop::make_sums(accumulators);
       int const unreleased = Mainloop::multiply(shared.full, shared.empty, stage, accumulators, sums, params.promotes,
-                                                tile.k_count, warpgroup, shared.mainloop);
+                                                tile.k_count, Scheduler::columns(tile), warpgroup, shared.mainloop);
       if (kPingpong && !tile.last && !warms_up) give_turn(kMultiplies + other);
       Mainloop::finish(shared.empty, accumulators, sums, unreleased);
 
