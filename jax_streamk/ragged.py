@@ -312,9 +312,10 @@ def _lower_with_kernels(ctx, *operands, platform, schedule, **params):
     lowering.check_build(platform)
     ctx = ctx.replace(avals_in=[compat.local_aval(aval) for aval in ctx.avals_in])
     lhs, rhs, group_sizes, *others = operands
-    if not others:
-        (lhs, rhs), avals, params["numbers"] = _without_transposes((lhs, rhs), ctx.avals_in[:2], params["numbers"])
-        ctx, operands = ctx.replace(avals_in=[*avals, ctx.avals_in[2]]), (lhs, rhs, group_sizes)
+    if _groups_rows(params["numbers"]) and not params["epilogue"].gate:
+        rhs, aval, params["numbers"] = _without_transposes(rhs, ctx.avals_in[1], params["numbers"])
+        ctx = ctx.replace(avals_in=[ctx.avals_in[0], aval, *ctx.avals_in[2:]])
+        operands = (lhs, rhs, group_sizes, *others)
     epilogue, types = params["epilogue"], ctx.avals_in[:3]
     made, arrangement = plan(*types, schedule=schedule, device=device_for_lowering(platform), **params)
     is_apart = epilogue.gate is not None and (made.kernel is None or not made.problem.gated)
@@ -330,21 +331,15 @@ def _lower_with_kernels(ctx, *operands, platform, schedule, **params):
     return [lowering.call(ctx.replace(avals_in=avals), made, stored, *prepared, *others, sizes)]
 
 
-def _without_transposes(operands, avals, numbers):
-    """Folds transposes of the operands into the product: kernels read either majorness without a copy."""
-    operands, avals = list(operands), list(avals)
-    contract = [dims[0] for dims in numbers.dot_dimension_numbers[0]]
-    cut, group = [*numbers.lhs_ragged_dimensions], numbers.rhs_group_dimensions
-    for i in range(2):
-        while (found := compat.transpose_behind(operands[i])) is not None:
-            operands[i], permutation = found
-            avals[i] = avals[i].update(shape=tuple(avals[i].shape[j] for j in np.argsort(permutation)))
-            contract[i] = permutation[contract[i]]
-            if i == 0:
-                cut = [permutation[dim] for dim in cut]
-            else:
-                group = tuple(permutation[dim] for dim in group)
-    return operands, avals, numbers_of(*contract, *cut, group)
+def _without_transposes(rhs, aval, numbers):
+    """Folds transposes of the matrices of groups into the product: kernels read either majorness without a copy."""
+    ((contract,), (rhs_contract,)), _ = numbers.dot_dimension_numbers
+    (group,) = numbers.rhs_group_dimensions
+    while (found := compat.transpose_behind(rhs)) is not None:
+        rhs, permutation = found
+        aval = aval.update(shape=tuple(aval.shape[i] for i in np.argsort(permutation)))
+        rhs_contract, group = permutation[rhs_contract], permutation[group]
+    return rhs, aval, numbers_of(contract, rhs_contract, *numbers.lhs_ragged_dimensions, (group,))
 
 
 def _as_int32(group_sizes):
