@@ -331,14 +331,15 @@ def arrange_ragged(
     permute_lhs = permute_rhs = None
     if platform == "cuda" and lhs_contract != along_m:
         permute_lhs, a = (1, 0), _Operand(lhs.shape[::-1], [], [int(along_m)])
-    if along_m and not b.has_unit_stride():
+    if along_m and group[0] == 2 and groups > 1:
         permute_rhs = (*group, rhs_contract, 3 - group[0] - rhs_contract)
         b = _Operand([rhs.shape[i] for i in permute_rhs], [0], [1])
     elif not along_m and platform == "cuda" and rhs_contract != 0:
         permute_rhs, b = (1, 0), _Operand(rhs.shape[::-1], [], [0])
     (m,), (k,), (n,) = a.sizes(a.free), a.sizes(a.contract), b.sizes(b.free)
-    major_a, lda = a.major_and_leading(rows=a.free, columns=a.contract)
-    major_b, ldb = b.major_and_leading(rows=b.contract, columns=b.free)
+    # By the order of dimensions, not by strides: kernels of one kind want the same majorness of extents of 1.
+    major_a, lda = a.major_in_order(rows=a.free, columns=a.contract)
+    major_b, ldb = b.major_in_order(rows=b.contract, columns=b.free)
     problem = GemmProblem(
         batch=groups,
         m=m,
@@ -354,7 +355,7 @@ def arrange_ragged(
         ldb=ldb,
         ldd=n,
         batch_stride_a=0,
-        batch_stride_b=b.stride(b.batch),
+        batch_stride_b=b.strides[b.batch[0]] if along_m else 0,
         batch_stride_d=0 if along_m else m * n,
         activation=_ffi.Activation[epilogue.activation or "none"],
         has_bias=epilogue.has_bias,
@@ -460,6 +461,11 @@ class _Operand:
         if column <= 1:
             return _ffi.Major.row, row or extent_columns
         return _ffi.Major.column, column or extent_rows
+
+    def major_in_order(self, rows, columns):
+        """Majorness and leading dimension of one dimension each, of which the later one has stride 1."""
+        (row,), (column,) = rows, columns
+        return (_ffi.Major.row, self.strides[row]) if column > row else (_ffi.Major.column, self.strides[column])
 
 
 def _types(lhs, rhs, preferred, precision, platform):
