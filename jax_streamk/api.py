@@ -538,7 +538,9 @@ def ragged_dot_general(
     )
     params = _ragged_params(lhs, rhs, precision, preferred_element_type)
     shape = jax.ShapeDtypeStruct((*sizes.shape[:-1], sizes.shape[-1] - leading), sizes.dtype)
-    laxs = functools.partial(lax.ragged_dot_general, ragged_dot_dimension_numbers=numbers, **params)
+    laxs: Callable[..., jax.Array] = functools.partial(
+        lax.ragged_dot_general, ragged_dot_dimension_numbers=numbers, **params
+    )
     jax.eval_shape(laxs, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (lhs, rhs)), shape)  # raises its errors
     if kind == "batch":
         dimensions = numbers.dot_dimension_numbers
@@ -771,10 +773,9 @@ def plan(
             )
         check_activation("plan", activation)
         epilogue = Epilogue(activation, has_bias=_flag("bias", bias), gate="pair" if gate else None)
-        params = _ragged_params(lhs, rhs, precision, preferred_element_type)
         return _plan_ragged(
             lhs, rhs, _shaped("group_sizes", group_sizes), dimension_numbers, epilogue=epilogue, schedule=schedule,
-            device=device_of(device), **params,
+            device=device_of(device), **_ragged_params(lhs, rhs, precision, preferred_element_type),
         )  # fmt: skip
     if gate:
         if dimension_numbers is not None or residual or alpha != 1 or beta != 1:

@@ -21,7 +21,7 @@ from jax_streamk.device import device_for_lowering
 from jax_streamk.epilogue import ACTIVATIONS, Epilogue, wide
 from jax_streamk.machines import machine_of
 
-ragged_p = Primitive("streamk_ragged_dot_general")
+ragged_p: Primitive = Primitive("streamk_ragged_dot_general")
 ragged_p.def_impl(functools.partial(compat.apply_primitive, ragged_p))
 compat.check_nan(ragged_p)
 
@@ -175,7 +175,7 @@ def _jvp(primals, tangents, *, epilogue, **params):
         terms.append(bind(tangents[0], rhs, group_sizes, **params))
     if moves[1]:
         terms.append(bind(lhs, tangents[1], group_sizes, **params))
-    return out, functools.reduce(lax.add, terms) if terms else ad.Zero.from_primal_value(out)
+    return out, functools.reduce(lax.add, terms) if terms else compat.no_tangent(out)
 
 
 ad.primitive_jvps[ragged_p] = _jvp
@@ -187,31 +187,31 @@ def _transpose(cotangent, lhs, rhs, group_sizes, *others, numbers, schedule, epi
         raise NotImplementedError("ragged_dot: a product with an epilogue is transposed only if differentiated")
     side = numbers.lhs_ragged_dimensions[0]
     ((contract,), (rhs_contract,)), _ = numbers.dot_dimension_numbers
-    product = functools.partial(_cotangent, group_sizes=group_sizes, schedule=schedule, **params)
+
+    def product(operand, x, y, numbers, order):
+        """A product whose dimensions are those of an operand in this order."""
+        aval = (lhs, rhs)[operand].aval
+        out = bind(x, y, group_sizes, numbers=numbers, schedule=schedules.of_cotangent(schedule, operand), **params)
+        if list(order) != sorted(order):
+            out = lax.transpose(out, np.argsort(order))
+        return out if out.dtype == aval.dtype else compat.convert_cotangent(out, aval)
+
+    of_lhs = of_rhs = None
     if _groups_rows(numbers):
         (group,) = numbers.rhs_group_dimensions
         free = 3 - group - rhs_contract
-        of_lhs = cotangent, rhs, numbers_of(1, free, 0, (group,)), (side, contract)
-        of_rhs = lhs, cotangent, numbers_of(side, 0, side), (group, rhs_contract, free)
-        if free < rhs_contract:
-            of_rhs = cotangent, lhs, numbers_of(0, side, 0), (group, free, rhs_contract)
+        if ad.is_undefined_primal(lhs):
+            of_lhs = product(0, cotangent, rhs, numbers_of(1, free, 0, (group,)), (side, contract))
+        elif free < rhs_contract:
+            of_rhs = product(1, cotangent, lhs, numbers_of(0, side, 0), (group, free, rhs_contract))
+        else:
+            of_rhs = product(1, lhs, cotangent, numbers_of(side, 0, side), (group, rhs_contract, free))
+    elif ad.is_undefined_primal(lhs):
+        of_lhs = product(0, rhs, cotangent, numbers_of(1 - rhs_contract, 2, rhs_contract, (0,)), (side, 1 - side))
     else:
-        of_lhs = rhs, cotangent, numbers_of(1 - rhs_contract, 2, rhs_contract, (0,)), (side, 1 - side)
-        of_rhs = lhs, cotangent, numbers_of(1 - side, 1, side, (0,)), (rhs_contract, 1 - rhs_contract)
-    wanted = [ad.is_undefined_primal(x) for x in (lhs, rhs)]
-    out = [
-        product(i, *of, x.aval) if free else None
-        for i, (free, of, x) in enumerate(zip(wanted, (of_lhs, of_rhs), (lhs, rhs)))
-    ]
-    return [*out, None]
-
-
-def _cotangent(operand, x, y, numbers, order, aval, *, group_sizes, schedule, **params):
-    """A product whose dimensions are those of ``aval`` in this order."""
-    out = bind(x, y, group_sizes, numbers=numbers, schedule=schedules.of_cotangent(schedule, operand), **params)
-    if list(order) != sorted(order):
-        out = lax.transpose(out, np.argsort(order))
-    return out if out.dtype == aval.dtype else compat.convert_cotangent(out, aval)
+        order = rhs_contract, 1 - rhs_contract
+        of_rhs = product(1, lhs, cotangent, numbers_of(1 - side, 1, side, (0,)), order)
+    return [of_lhs, of_rhs, None]
 
 
 ad.primitive_transposes[ragged_p] = _transpose
@@ -339,7 +339,7 @@ def _without_transposes(rhs, aval, numbers):
         rhs, permutation = found
         aval = aval.update(shape=tuple(aval.shape[i] for i in np.argsort(permutation)))
         rhs_contract, group = permutation[rhs_contract], permutation[group]
-    return rhs, aval, numbers_of(contract, rhs_contract, *numbers.lhs_ragged_dimensions, (group,))
+    return rhs, aval, numbers_of(contract, rhs_contract, numbers.lhs_ragged_dimensions[0], (group,))
 
 
 def _as_int32(group_sizes):
