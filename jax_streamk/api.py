@@ -622,8 +622,8 @@ def _group_sizes(
         needed = f"with group_offset it must be one-dimensional, with at least the {groups} groups"
         raise ValueError(f"{name}: group_sizes has shape {sizes.shape}; {needed} of {next(iter(rhs), 'rhs')}")
     first = jnp.clip(offset[0], 0, sizes.shape[0] - groups).astype(jnp.int32)
-    limit = min(extent, np.iinfo(np.int32).max, jnp.iinfo(sizes.dtype).max)
-    clipped = jnp.clip(sizes, 0, limit).astype(jnp.int32)
+    limit = ragged.limit_of(extent)
+    clipped = jnp.clip(ragged.as_int32(sizes), 0, limit)
     before = jnp.where(jnp.arange(sizes.shape[0]) < first, clipped, 0)
     local = lax.dynamic_slice_in_dim(clipped, first, groups)
     return jnp.concatenate([jnp.minimum(jnp.cumsum(before)[-1:], limit), local]), True
@@ -857,7 +857,8 @@ def kernels() -> list[_ffi.KernelInfo]:
     - split_k_reductions, stream_k_reductions;
     - shared_memory: bytes per CTA;
     - promotion_k: the length of K that tensor cores sum before the sum is added in float32, 0 for all of K;
-    - gated: whether it multiplies by two matrices at once, for ``gated_linear``.
+    - gated: whether it multiplies by two matrices at once, for ``gated_linear``;
+    - ragged: the dimension, m or k, that groups cut in its products, or none. CPU kernels run all.
     """
     return _ffi.kernels()
 

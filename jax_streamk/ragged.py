@@ -76,10 +76,15 @@ def _abstract_eval(lhs, rhs, group_sizes, *others, numbers, schedule, epilogue, 
     )
 
 
+def limit_of(extent):
+    """The largest size that means anything, which may be symbolic."""
+    return min(extent, np.iinfo(np.int32).max) if isinstance(extent, int) else extent
+
+
 def _runs(group_sizes, extent, leading):
     """Where the groups begin and end: what kernels make of any sizes."""
-    limit = min(extent, np.iinfo(np.int32).max)
-    ends = jnp.minimum(jnp.cumsum(jnp.clip(group_sizes, 0, limit).astype(jnp.int32)), limit)
+    limit = limit_of(extent)
+    ends = jnp.minimum(jnp.cumsum(jnp.clip(as_int32(group_sizes), 0, limit)), limit)
     return jnp.concatenate([jnp.zeros(1, jnp.int32), ends])[leading:]
 
 
@@ -96,6 +101,8 @@ def xlas_product(
         precision=precision,
         preferred_element_type=dtype if epilogue.is_plain else wide(dtype),
     )
+    if not _groups_rows(numbers) and lhs.shape[1 - side] == 1:
+        return _sums_of_groups(lhs.reshape(-1), rhs, runs, starts[1], precision, dtype)
     # lax has its groups begin with the first row.
     lhs, *rest = (jnp.roll(x, -runs[0], starts[i]) if leading and i in starts else x for i, x in enumerate((lhs, rhs)))
     sizes = jnp.diff(runs)
@@ -112,6 +119,15 @@ def xlas_product(
     gate, *up = with_biases
     out = functools.reduce(lax.mul, up, ACTIVATIONS[epilogue.activation](gate))
     return jnp.where((group < runs.shape[0] - 1)[:, None], out, 0).astype(dtype)
+
+
+def _sums_of_groups(weights, x, runs, contract, precision, dtype):
+    """Weighted sums, as a product with a row for each group: lax would copy ``x`` for each group."""
+    at = jnp.arange(weights.shape[0], dtype=jnp.int32)
+    inside = (runs[:-1, None] <= at) & (at < runs[1:, None])
+    params = dict(precision=precision, preferred_element_type=dtype)
+    out = lax.dot_general(jnp.where(inside, weights, 0), x, (((1,), (contract,)), ((), ())), **params)
+    return jnp.expand_dims(out, 1)
 
 
 def _group_of_rows(runs, rows):
@@ -324,7 +340,7 @@ def _lower_with_kernels(ctx, *operands, platform, schedule, **params):
         return mlir.lower_fun(apart, multiple_results=False)(ctx, *operands)
     if made.kernel is None:
         return mlir.lower_fun(functools.partial(xlas_product, **params), multiple_results=False)(ctx, *operands)
-    (sizes,) = mlir.lower_fun(_as_int32, multiple_results=False)(ctx.replace(avals_in=types[2:]), group_sizes)
+    (sizes,) = mlir.lower_fun(as_int32, multiple_results=False)(ctx.replace(avals_in=types[2:]), group_sizes)
     prepared = lowering.prepared(arrangement, lhs, rhs, *types[:2])
     avals = [*arrangement.prepared(*types[:2]), *ctx.avals_in[3:], types[2].update(dtype=np.dtype(np.int32))]
     stored = compat.local_aval(*ctx.avals_out)
@@ -342,7 +358,7 @@ def _without_transposes(rhs, aval, numbers):
     return rhs, aval, numbers_of(contract, rhs_contract, numbers.lhs_ragged_dimensions[0], (group,))
 
 
-def _as_int32(group_sizes):
+def as_int32(group_sizes):
     """Sizes as kernels read them; those that 32 bits do not hold are beyond any extent."""
     if group_sizes.dtype == np.int32:
         return group_sizes

@@ -6,6 +6,7 @@ import math
 import re
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -611,3 +612,39 @@ def test_automatic_partitioning_is_xlas():
     )
     with pytest.raises(ValueError, match="only XLA divides ragged products over devices"):
         jax.jit(functools.partial(sk.ragged_dot, schedule=sk.DataParallel()))(replicated[0], divided, replicated[1])
+
+
+@pytest.mark.parametrize("leading", [False, True])
+def test_xlas_sums_of_groups(leading):
+    """The derivative of a bias."""
+    lhs, _, sizes = routing("every second group empty", np.float32)
+    sizes = jnp.array([5] * leading + [*sizes], jnp.int32)
+    params = dict(numbers=OF_K, precision=None, preferred_element_type=jnp.dtype(np.float32), leading=leading)
+    out = ragged.bind(lhs[:, :1], lhs, sizes, schedule=sk.Auto(), **params)
+    np.testing.assert_allclose(ragged.xlas_product(lhs[:, :1], lhs, sizes, **params), out, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("offset", [None, np.array([2])])
+def test_export(offset):
+    lhs, rhs, sizes = routing("every second group empty", np.float32)
+    f = functools.partial(sk.ragged_dot, group_offset=offset)
+    if offset is not None:
+        rhs = rhs[:3]
+    export = functools.partial(jax.export.export, jax.jit(f), disabled_checks=sk.EXPORT_CHECKS)
+    m = jax.export.symbolic_shape("m, 31")
+    for rows in (jax.ShapeDtypeStruct(lhs.shape, lhs.dtype), jax.ShapeDtypeStruct(m, lhs.dtype)):
+        exported = jax.export.deserialize(export()(rows, rhs, sizes).serialize())
+        np.testing.assert_allclose(exported.call(lhs, rhs, sizes), f(lhs, rhs, sizes), rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16])
+def test_narrow_sizes(dtype):
+    lhs, rhs, _ = routing("all rows in one group", np.float32)
+    sizes = np.array([100, 0, 120, 60]).astype(dtype)
+    want = exact(lhs, rhs, group_of(sizes.astype(int), len(lhs)))
+    close(sk.ragged_dot(lhs, rhs, sizes), want, lhs.shape[1], np.float32)
+    params = dict(numbers=BASIC, precision=None, preferred_element_type=jnp.dtype(np.float32))
+    close(ragged.xlas_product(lhs, rhs, jnp.asarray(sizes), **params), want, lhs.shape[1], np.float32)
+    if sizes.dtype != np.int8:
+        out = sk.ragged_dot(lhs, rhs[1:3], sizes, group_offset=np.array([1]))
+        close(out[100:220], want[100:220], lhs.shape[1], np.float32)
