@@ -187,9 +187,9 @@ def test_sizes_that_do_not_fit(sizes, kind):
     np.testing.assert_allclose(ragged.xlas_product(lhs, rhs, jnp.asarray(sizes), **params), out, rtol=1e-2, atol=1e-4)
 
 
-def bits_with_threads(threads, problem, buffers, sizes):
+def bits_with_threads(threads, problem, buffers, sizes, tile):
     """D by the kernel's direct entry, with poison around it."""
-    kernel = "host_f32_f32_rr_64x64x64" if problem.ragged == _ffi.Ragged.m else "host_f32_f32_cr_64x64x64"
+    kernel = f"host_f32_f32_{'rr' if problem.ragged == _ffi.Ragged.m else 'cr'}_{tile}"
     device = _ffi.Device(0, threads)
     native = problem.native()
     assert _ffi.can_implement(kernel, native, DATA_PARALLEL, device) is None
@@ -214,9 +214,10 @@ def bits_with_threads(threads, problem, buffers, sizes):
     return d[guard:-guard].reshape(groups, problem.m, problem.n)
 
 
+@pytest.mark.parametrize("tile", ["64x64x64", "128x128x64", "256x512x64"])
 @pytest.mark.parametrize("leading", [False, True])
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_kernels_on_poisoned_memory(name, leading):
+def test_kernels_on_poisoned_memory(name, leading, tile):
     lhs, rhs, sizes = routing(name, np.float32)
     with_leading = np.array([37, *sizes], np.int32) if leading else sizes
     group = group_of(sizes, len(lhs), 37 if leading else 0)
@@ -227,15 +228,15 @@ def test_kernels_on_poisoned_memory(name, leading):
     bias = np.random.default_rng(3).standard_normal((len(sizes), rhs.shape[2])).astype(np.float32)
     # NaN in rows of no group: nobody reads them.
     read = np.where((group == -1)[:, None], np.float32(np.nan), lhs)
-    one, three = (bits_with_threads(x, problem, (read, rhs, bias), with_leading) for x in (1, 3))
+    one, three = (bits_with_threads(x, problem, (read, rhs, bias), with_leading, tile) for x in (1, 3))
     assert one.tobytes() == three.tobytes()
     want = np.maximum(exact(lhs, rhs, group) + np.where((group == -1)[:, None], 0, bias[group]), 0)
     close(one[0], want, lhs.shape[1], np.float32)
 
     other = np.random.default_rng(1).standard_normal((lhs.shape[0], rhs.shape[2])).astype(np.float32)
-    lhs, read, other = lhs[:, :200], np.ascontiguousarray(read[:, :200]), other
+    lhs, read = lhs[:, :200], np.ascontiguousarray(read[:, :200])
     problem, _ = ragged_problem(lhs, other, with_leading, OF_K, leading)
-    one, three = (bits_with_threads(x, problem, (read, other, None), with_leading) for x in (1, 3))
+    one, three = (bits_with_threads(x, problem, (read, other, None), with_leading, tile) for x in (1, 3))
     assert one.tobytes() == three.tobytes()
     close(one, exact_of_k(lhs, other, len(sizes), group), max(sizes.max(), 1), np.float32)
 
