@@ -452,8 +452,8 @@ def ragged_dot(
     """``jax.lax.ragged_dot``: consecutive groups of rows, each multiplied by a matrix of its own.
 
     Row i of the result is ``activation(lhs[i] @ rhs[g] + bias[g])`` for its group g, and zero if it is in no group. The
-    group sizes are data: one compiled program serves all. Under differentiation bias and activation follow the (rounded)
-    product.
+    group sizes are data: one compiled program serves all. Under differentiation bias and activation follow the product,
+    which is rounded.
 
     Args:
       lhs: array of shape (m, k).
