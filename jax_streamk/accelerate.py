@@ -67,12 +67,12 @@ def accelerate(
 ) -> Any:
     """``fn`` with its matrix products computed by split-K and Stream-K kernels.
 
-    ``fn`` is traced as by ``jax.jit``, and every ``lax.dot_general`` and ``lax.ragged_dot`` in it that a kernel supports
-    on the default device becomes ours. This includes products in derivatives that ``fn`` takes, in ``jit``, ``scan``,
-    ``while_loop``, ``cond``, ``shard_map`` and ``checkpoint``, and in functions with custom derivatives or custom
-    ``vmap``, rules included. Scales, biases, residuals, activations and conversions that follow a product become part
-    of its kernel where nothing else needs the values between, and products that are multiplied become one as in
-    ``gated_linear``.
+    ``fn`` is traced as by ``jax.jit``, and every ``lax.dot_general`` and ``lax.ragged_dot`` in it becomes ours if a
+    kernel supports it on the default device. This includes products in derivatives that ``fn`` takes, in ``jit``,
+    ``scan``, ``while_loop``, ``cond``, ``shard_map`` and ``checkpoint``, and in functions with custom derivatives or
+    custom ``vmap``, rules included. Scales, biases, residuals, activations and conversions that follow a
+    ``lax.dot_general`` become part of its kernel where nothing else needs the values between, and products that are
+    multiplied become one as in ``gated_linear``.
 
     XLA still computes products that no kernel supports (complex numbers, integers other than int8, some precisions),
     and those in derivatives of ``lax.custom_root``, in ``linear_call``, in other libraries' primitives (such as

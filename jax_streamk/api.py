@@ -452,7 +452,8 @@ def ragged_dot(
     """``jax.lax.ragged_dot``: consecutive groups of rows, each multiplied by a matrix of its own.
 
     Row i of the result is ``activation(lhs[i] @ rhs[g] + bias[g])`` for its group g, and zero if it is in no group. The
-    group sizes are data: one compiled program serves all.
+    group sizes are data: one compiled program serves all. Under differentiation bias and activation follow the product,
+    which is rounded.
 
     Args:
       lhs: array of shape (m, k).
@@ -538,7 +539,9 @@ def ragged_dot_general(
     )
     params = _ragged_params(lhs, rhs, precision, preferred_element_type)
     shape = jax.ShapeDtypeStruct((*sizes.shape[:-1], sizes.shape[-1] - leading), sizes.dtype)
-    laxs = functools.partial(lax.ragged_dot_general, ragged_dot_dimension_numbers=numbers, **params)
+    laxs: Callable[..., jax.Array] = functools.partial(
+        lax.ragged_dot_general, ragged_dot_dimension_numbers=numbers, **params
+    )
     jax.eval_shape(laxs, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (lhs, rhs)), shape)  # raises its errors
     if kind == "batch":
         dimensions = numbers.dot_dimension_numbers
@@ -620,8 +623,8 @@ def _group_sizes(
         needed = f"with group_offset it must be one-dimensional, with at least the {groups} groups"
         raise ValueError(f"{name}: group_sizes has shape {sizes.shape}; {needed} of {next(iter(rhs), 'rhs')}")
     first = jnp.clip(offset[0], 0, sizes.shape[0] - groups).astype(jnp.int32)
-    limit = min(extent, np.iinfo(np.int32).max, jnp.iinfo(sizes.dtype).max)
-    clipped = jnp.clip(sizes, 0, limit).astype(jnp.int32)
+    limit = ragged.limit_of(extent)
+    clipped = jnp.clip(ragged.as_int32(sizes), 0, limit)
     before = jnp.where(jnp.arange(sizes.shape[0]) < first, clipped, 0)
     local = lax.dynamic_slice_in_dim(clipped, first, groups)
     return jnp.concatenate([jnp.minimum(jnp.cumsum(before)[-1:], limit), local]), True
@@ -771,10 +774,9 @@ def plan(
             )
         check_activation("plan", activation)
         epilogue = Epilogue(activation, has_bias=_flag("bias", bias), gate="pair" if gate else None)
-        params = _ragged_params(lhs, rhs, precision, preferred_element_type)
         return _plan_ragged(
             lhs, rhs, _shaped("group_sizes", group_sizes), dimension_numbers, epilogue=epilogue, schedule=schedule,
-            device=device_of(device), **params,
+            device=device_of(device), **_ragged_params(lhs, rhs, precision, preferred_element_type),
         )  # fmt: skip
     if gate:
         if dimension_numbers is not None or residual or alpha != 1 or beta != 1:
@@ -856,7 +858,8 @@ def kernels() -> list[_ffi.KernelInfo]:
     - split_k_reductions, stream_k_reductions;
     - shared_memory: bytes per CTA;
     - promotion_k: the length of K that tensor cores sum before the sum is added in float32, 0 for all of K;
-    - gated: whether it multiplies by two matrices at once, for ``gated_linear``.
+    - gated: whether it multiplies by two matrices at once, for ``gated_linear``;
+    - ragged: the dimension, m or k, that groups cut in its products, or none. CPU kernels run all.
     """
     return _ffi.kernels()
 

@@ -83,6 +83,7 @@ __all__ = [
     "needs_devices",
     "new_eqn",
     "new_var",
+    "no_tangent",
     "once_per_module",
     "outside_of_traces",
     "placement",
@@ -492,6 +493,11 @@ def jvp_of(closed, primals, tangents):
     out = _jaxpr_as_fun(jvp)(*primals, *given)
     results, moving = out[: len(closed.out_avals)], iter(out[len(closed.out_avals) :])
     return results, [next(moving) if moves else _ad.Zero.from_primal_value(x) for x, moves in zip(results, are_nonzero)]
+
+
+def no_tangent(x):
+    """The tangent of a value that does not change."""
+    return _ad.Zero.from_primal_value(x)
 
 
 def batched_alike(axis_data, dims, closed, *others):

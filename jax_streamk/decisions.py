@@ -54,8 +54,8 @@ def decide_ragged(eqn: Any, schedule: Any, where: Any, device: Device) -> Decisi
     """Whether the product of an equation of JAX's ``ragged_dot_general`` becomes ours."""
     if eqn.ctx.compute_type is not None:
         return Decision(False, f"it is under compute_on({eqn.ctx.compute_type!r})", None)
-    types, numbers = [x.aval for x in eqn.invars], eqn.params["ragged_dot_dimension_numbers"]
-    if (why := ragged.why_not(*types, numbers)) is not None:
+    lhs, rhs, group_sizes = (x.aval for x in eqn.invars)
+    if (why := ragged.why_not(lhs, rhs, group_sizes, eqn.params["ragged_dot_dimension_numbers"])) is not None:
         return Decision(False, why, None)
     if any(x is not None for x in compat.ragged_params(eqn.params).values()):
         return Decision(False, "it has a group_offset or an out_sharding", None)

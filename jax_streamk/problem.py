@@ -156,9 +156,11 @@ class Arrangement:
         lines = []
         for name, x, permutation in (("lhs", lhs, self.permute_lhs), ("rhs", rhs, self.permute_rhs)):
             if permutation is not None:
+                need = "a single stride each for batch, free and contracting dimensions"
+                if self.problem.is_ragged:
+                    need = "contiguous rows of what groups cut, and rows or columns of each group's matrix"
                 lines.append(
-                    f"{name} of shape {tuple(x.shape)} is transposed by {permutation} first: "
-                    "kernels need a single stride each for batch, free and contracting dimensions"
+                    f"{name} of shape {tuple(x.shape)} is transposed by {permutation} first: kernels need {need}"
                 )
             if x.dtype != self.dtype:
                 lines.append(
@@ -305,7 +307,7 @@ def _arranged(lhs, rhs, dimension_numbers, precision, preferred_element_type, pl
 def arrange_ragged(
     lhs, rhs, groups, numbers, precision, preferred_element_type, platform, epilogue=Epilogue(), leading=False
 ):
-    """Arranges a product of ``jax_streamk.ragged`` as one ragged GEMM, without copies but those to a common dtype.
+    """Arranges a product of ``jax_streamk.ragged`` as one ragged GEMM.
 
     Args:
       lhs, rhs, precision, preferred_element_type, platform: as in ``arrange``.
@@ -315,19 +317,29 @@ def arrange_ragged(
       leading: whether a size precedes those of the groups.
 
     Raises:
-      Unsupported: no kernel family supports the types or precision, or a group's matrix has no unit stride.
+      Unsupported: no kernel family supports the types or precision, or a shape is symbolic or beyond 32 bits.
     """
+    if not all(isinstance(size, (int, np.integer)) and size < 2**31 for size in (*lhs.shape, *rhs.shape)):
+        raise Unsupported(f"shapes {lhs.shape} and {rhs.shape} are symbolic, or beyond 32 bits")
     dtype, type_d, math_ = _types(lhs.dtype, rhs.dtype, preferred_element_type, precision, platform)
     ((lhs_contract,), (rhs_contract,)), _ = numbers.dot_dimension_numbers
     along_m = lhs_contract not in numbers.lhs_ragged_dimensions
     group = list(numbers.rhs_group_dimensions)
     a = _Operand(lhs.shape, [], [lhs_contract])
     b = _Operand(rhs.shape, group, [rhs_contract])
-    if not b.has_unit_stride():
-        raise Unsupported("the groups of rhs are its contiguous dimension: kernels read rows or columns of each matrix")
+    # Kernels read rows or columns of each group's matrix, and on a GPU whole rows of what groups cut.
+    permute_lhs = permute_rhs = None
+    if platform == "cuda" and lhs_contract != along_m:
+        permute_lhs, a = (1, 0), _Operand(lhs.shape[::-1], [], [int(along_m)])
+    if along_m and group[0] == 2 and groups > 1:
+        permute_rhs = (*group, rhs_contract, 3 - group[0] - rhs_contract)
+        b = _Operand([rhs.shape[i] for i in permute_rhs], [0], [1])
+    elif not along_m and platform == "cuda" and rhs_contract != 0:
+        permute_rhs, b = (1, 0), _Operand(rhs.shape[::-1], [], [0])
     (m,), (k,), (n,) = a.sizes(a.free), a.sizes(a.contract), b.sizes(b.free)
-    major_a, lda = a.major_and_leading(rows=a.free, columns=a.contract)
-    major_b, ldb = b.major_and_leading(rows=b.contract, columns=b.free)
+    # By the order of dimensions, not by strides: kernels of one kind want the same majorness of extents of 1.
+    major_a, lda = a.major_in_order(rows=a.free, columns=a.contract)
+    major_b, ldb = b.major_in_order(rows=b.contract, columns=b.free)
     problem = GemmProblem(
         batch=groups,
         m=m,
@@ -343,7 +355,7 @@ def arrange_ragged(
         ldb=ldb,
         ldd=n,
         batch_stride_a=0,
-        batch_stride_b=b.stride(b.batch),
+        batch_stride_b=b.strides[b.batch[0]] if along_m else 0,
         batch_stride_d=0 if along_m else m * n,
         activation=_ffi.Activation[epilogue.activation or "none"],
         has_bias=epilogue.has_bias,
@@ -352,7 +364,7 @@ def arrange_ragged(
         ragged=_ffi.Ragged.m if along_m else _ffi.Ragged.k,
         leading_rows=leading,
     )
-    return Arrangement(problem, dtype)
+    return Arrangement(problem, dtype, permute_lhs, permute_rhs)
 
 
 def _nesting(*operands):
@@ -449,6 +461,11 @@ class _Operand:
         if column <= 1:
             return _ffi.Major.row, row or extent_columns
         return _ffi.Major.column, column or extent_rows
+
+    def major_in_order(self, rows, columns):
+        """Majorness and leading dimension of one dimension each, of which the later one has stride 1."""
+        (row,), (column,) = rows, columns
+        return (_ffi.Major.row, self.strides[row]) if column > row else (_ffi.Major.column, self.strides[column])
 
 
 def _types(lhs, rhs, preferred, precision, platform):

@@ -21,7 +21,7 @@ from jax_streamk.device import device_for_lowering
 from jax_streamk.epilogue import ACTIVATIONS, Epilogue, wide
 from jax_streamk.machines import machine_of
 
-ragged_p = Primitive("streamk_ragged_dot_general")
+ragged_p: Primitive = Primitive("streamk_ragged_dot_general")
 ragged_p.def_impl(functools.partial(compat.apply_primitive, ragged_p))
 compat.check_nan(ragged_p)
 
@@ -76,10 +76,15 @@ def _abstract_eval(lhs, rhs, group_sizes, *others, numbers, schedule, epilogue, 
     )
 
 
+def limit_of(extent):
+    """The largest size that means anything, which may be symbolic."""
+    return min(extent, np.iinfo(np.int32).max) if isinstance(extent, int) else extent
+
+
 def _runs(group_sizes, extent, leading):
     """Where the groups begin and end: what kernels make of any sizes."""
-    limit = min(extent, np.iinfo(np.int32).max)
-    ends = jnp.minimum(jnp.cumsum(jnp.clip(group_sizes, 0, limit).astype(jnp.int32)), limit)
+    limit = limit_of(extent)
+    ends = jnp.minimum(jnp.cumsum(jnp.clip(as_int32(group_sizes), 0, limit)), limit)
     return jnp.concatenate([jnp.zeros(1, jnp.int32), ends])[leading:]
 
 
@@ -96,6 +101,8 @@ def xlas_product(
         precision=precision,
         preferred_element_type=dtype if epilogue.is_plain else wide(dtype),
     )
+    if not _groups_rows(numbers) and lhs.shape[1 - side] == 1:
+        return _sums_of_groups(lhs.reshape(-1), rhs, runs, starts[1], precision, dtype)
     # lax has its groups begin with the first row.
     lhs, *rest = (jnp.roll(x, -runs[0], starts[i]) if leading and i in starts else x for i, x in enumerate((lhs, rhs)))
     sizes = jnp.diff(runs)
@@ -112,6 +119,15 @@ def xlas_product(
     gate, *up = with_biases
     out = functools.reduce(lax.mul, up, ACTIVATIONS[epilogue.activation](gate))
     return jnp.where((group < runs.shape[0] - 1)[:, None], out, 0).astype(dtype)
+
+
+def _sums_of_groups(weights, x, runs, contract, precision, dtype):
+    """Weighted sums, as a product with a row for each group: lax would copy ``x`` for each group."""
+    at = jnp.arange(weights.shape[0], dtype=jnp.int32)
+    inside = (runs[:-1, None] <= at) & (at < runs[1:, None])
+    params = dict(precision=precision, preferred_element_type=dtype)
+    out = lax.dot_general(jnp.where(inside, weights, 0), x, (((1,), (contract,)), ((), ())), **params)
+    return jnp.expand_dims(out, 1)
 
 
 def _group_of_rows(runs, rows):
@@ -175,7 +191,7 @@ def _jvp(primals, tangents, *, epilogue, **params):
         terms.append(bind(tangents[0], rhs, group_sizes, **params))
     if moves[1]:
         terms.append(bind(lhs, tangents[1], group_sizes, **params))
-    return out, functools.reduce(lax.add, terms) if terms else ad.Zero.from_primal_value(out)
+    return out, functools.reduce(lax.add, terms) if terms else compat.no_tangent(out)
 
 
 ad.primitive_jvps[ragged_p] = _jvp
@@ -187,31 +203,31 @@ def _transpose(cotangent, lhs, rhs, group_sizes, *others, numbers, schedule, epi
         raise NotImplementedError("ragged_dot: a product with an epilogue is transposed only if differentiated")
     side = numbers.lhs_ragged_dimensions[0]
     ((contract,), (rhs_contract,)), _ = numbers.dot_dimension_numbers
-    product = functools.partial(_cotangent, group_sizes=group_sizes, schedule=schedule, **params)
+
+    def product(operand, x, y, numbers, order):
+        """A product whose dimensions are those of an operand in this order."""
+        aval = (lhs, rhs)[operand].aval
+        out = bind(x, y, group_sizes, numbers=numbers, schedule=schedules.of_cotangent(schedule, operand), **params)
+        if list(order) != sorted(order):
+            out = lax.transpose(out, np.argsort(order))
+        return out if out.dtype == aval.dtype else compat.convert_cotangent(out, aval)
+
+    of_lhs = of_rhs = None
     if _groups_rows(numbers):
         (group,) = numbers.rhs_group_dimensions
         free = 3 - group - rhs_contract
-        of_lhs = cotangent, rhs, numbers_of(1, free, 0, (group,)), (side, contract)
-        of_rhs = lhs, cotangent, numbers_of(side, 0, side), (group, rhs_contract, free)
-        if free < rhs_contract:
-            of_rhs = cotangent, lhs, numbers_of(0, side, 0), (group, free, rhs_contract)
+        if ad.is_undefined_primal(lhs):
+            of_lhs = product(0, cotangent, rhs, numbers_of(1, free, 0, (group,)), (side, contract))
+        elif free < rhs_contract:
+            of_rhs = product(1, cotangent, lhs, numbers_of(0, side, 0), (group, free, rhs_contract))
+        else:
+            of_rhs = product(1, lhs, cotangent, numbers_of(side, 0, side), (group, rhs_contract, free))
+    elif ad.is_undefined_primal(lhs):
+        of_lhs = product(0, rhs, cotangent, numbers_of(1 - rhs_contract, 2, rhs_contract, (0,)), (side, 1 - side))
     else:
-        of_lhs = rhs, cotangent, numbers_of(1 - rhs_contract, 2, rhs_contract, (0,)), (side, 1 - side)
-        of_rhs = lhs, cotangent, numbers_of(1 - side, 1, side, (0,)), (rhs_contract, 1 - rhs_contract)
-    wanted = [ad.is_undefined_primal(x) for x in (lhs, rhs)]
-    out = [
-        product(i, *of, x.aval) if free else None
-        for i, (free, of, x) in enumerate(zip(wanted, (of_lhs, of_rhs), (lhs, rhs)))
-    ]
-    return [*out, None]
-
-
-def _cotangent(operand, x, y, numbers, order, aval, *, group_sizes, schedule, **params):
-    """A product whose dimensions are those of ``aval`` in this order."""
-    out = bind(x, y, group_sizes, numbers=numbers, schedule=schedules.of_cotangent(schedule, operand), **params)
-    if list(order) != sorted(order):
-        out = lax.transpose(out, np.argsort(order))
-    return out if out.dtype == aval.dtype else compat.convert_cotangent(out, aval)
+        order = rhs_contract, 1 - rhs_contract
+        of_rhs = product(1, lhs, cotangent, numbers_of(1 - side, 1, side, (0,)), order)
+    return [of_lhs, of_rhs, None]
 
 
 ad.primitive_transposes[ragged_p] = _transpose
@@ -312,9 +328,10 @@ def _lower_with_kernels(ctx, *operands, platform, schedule, **params):
     lowering.check_build(platform)
     ctx = ctx.replace(avals_in=[compat.local_aval(aval) for aval in ctx.avals_in])
     lhs, rhs, group_sizes, *others = operands
-    if not others:
-        (lhs, rhs), avals, params["numbers"] = _without_transposes((lhs, rhs), ctx.avals_in[:2], params["numbers"])
-        ctx, operands = ctx.replace(avals_in=[*avals, ctx.avals_in[2]]), (lhs, rhs, group_sizes)
+    if _groups_rows(params["numbers"]) and not params["epilogue"].gate:
+        rhs, aval, params["numbers"] = _without_transposes(rhs, ctx.avals_in[1], params["numbers"])
+        ctx = ctx.replace(avals_in=[ctx.avals_in[0], aval, *ctx.avals_in[2:]])
+        operands = (lhs, rhs, group_sizes, *others)
     epilogue, types = params["epilogue"], ctx.avals_in[:3]
     made, arrangement = plan(*types, schedule=schedule, device=device_for_lowering(platform), **params)
     is_apart = epilogue.gate is not None and (made.kernel is None or not made.problem.gated)
@@ -323,31 +340,25 @@ def _lower_with_kernels(ctx, *operands, platform, schedule, **params):
         return mlir.lower_fun(apart, multiple_results=False)(ctx, *operands)
     if made.kernel is None:
         return mlir.lower_fun(functools.partial(xlas_product, **params), multiple_results=False)(ctx, *operands)
-    (sizes,) = mlir.lower_fun(_as_int32, multiple_results=False)(ctx.replace(avals_in=types[2:]), group_sizes)
+    (sizes,) = mlir.lower_fun(as_int32, multiple_results=False)(ctx.replace(avals_in=types[2:]), group_sizes)
     prepared = lowering.prepared(arrangement, lhs, rhs, *types[:2])
     avals = [*arrangement.prepared(*types[:2]), *ctx.avals_in[3:], types[2].update(dtype=np.dtype(np.int32))]
     stored = compat.local_aval(*ctx.avals_out)
     return [lowering.call(ctx.replace(avals_in=avals), made, stored, *prepared, *others, sizes)]
 
 
-def _without_transposes(operands, avals, numbers):
-    """Folds transposes of the operands into the product: kernels read either majorness without a copy."""
-    operands, avals = list(operands), list(avals)
-    contract = [dims[0] for dims in numbers.dot_dimension_numbers[0]]
-    cut, group = [*numbers.lhs_ragged_dimensions], numbers.rhs_group_dimensions
-    for i in range(2):
-        while (found := compat.transpose_behind(operands[i])) is not None:
-            operands[i], permutation = found
-            avals[i] = avals[i].update(shape=tuple(avals[i].shape[j] for j in np.argsort(permutation)))
-            contract[i] = permutation[contract[i]]
-            if i == 0:
-                cut = [permutation[dim] for dim in cut]
-            else:
-                group = tuple(permutation[dim] for dim in group)
-    return operands, avals, numbers_of(*contract, *cut, group)
+def _without_transposes(rhs, aval, numbers):
+    """Folds transposes of the matrices of groups into the product: kernels read either majorness without a copy."""
+    ((contract,), (rhs_contract,)), _ = numbers.dot_dimension_numbers
+    (group,) = numbers.rhs_group_dimensions
+    while (found := compat.transpose_behind(rhs)) is not None:
+        rhs, permutation = found
+        aval = aval.update(shape=tuple(aval.shape[i] for i in np.argsort(permutation)))
+        rhs_contract, group = permutation[rhs_contract], permutation[group]
+    return rhs, aval, numbers_of(contract, rhs_contract, numbers.lhs_ragged_dimensions[0], (group,))
 
 
-def _as_int32(group_sizes):
+def as_int32(group_sizes):
     """Sizes as kernels read them; those that 32 bits do not hold are beyond any extent."""
     if group_sizes.dtype == np.int32:
         return group_sizes

@@ -64,7 +64,7 @@ struct Gemm {
   Decomposition decomposition;
   DenseTiles tiles;
   std::optional<RaggedTiles> ragged;  // instead of these
-  int64_t tile_m, tile_n, tile_k;  // tile_m and tile_n are no larger than the problem
+  int64_t tile_m, tile_n, tile_k;     // tile_m and tile_n are no larger than the problem
   TileProduct tile_product;
   Buffers buffers;
 
@@ -140,10 +140,10 @@ struct Gemm {
 
   void multiply(OutputTile const& tile, int64_t k, int64_t k_end, int32_t worker, void* accumulators,
                 int64_t stride) const {
-    int64_t const offset_a =
-        (p.ragged == Ragged::kNone ? tile.batch * p.a.batch_stride : 0) + (p.a.major == Major::kRow ? tile.m * p.a.ld + k : tile.m + k * p.a.ld);
-    int64_t const offset_b =
-        (p.ragged == Ragged::kK ? 0 : tile.batch * p.b.batch_stride) + (p.b.major == Major::kRow ? k * p.b.ld + tile.n : k + tile.n * p.b.ld);
+    int64_t const offset_a = (p.ragged == Ragged::kNone ? tile.batch * p.a.batch_stride : 0) +
+                             (p.a.major == Major::kRow ? tile.m * p.a.ld + k : tile.m + k * p.a.ld);
+    int64_t const offset_b = (p.ragged == Ragged::kK ? 0 : tile.batch * p.b.batch_stride) +
+                             (p.b.major == Major::kRow ? k * p.b.ld + tile.n : k + tile.n * p.b.ld);
     Block const a{static_cast<char const*>(buffers.a) + offset_a * size_of(p.a.format), p.a.ld, p.a.major};
     Block const b{static_cast<char const*>(buffers.b) + offset_b * size_of(p.b.format), p.b.ld, p.b.major};
     Extents const extents{tile.extents.m, tile.extents.n, k_end - k};

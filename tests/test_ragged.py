@@ -1,0 +1,651 @@
+"""Ragged products: groups of any sizes against float64, lax's functions and their derivatives, plans, accelerate."""
+
+import dataclasses
+import functools
+import math
+import re
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_streamk as sk
+from jax_streamk import _ffi, ragged
+from jax_streamk.epilogue import ACTIVATIONS
+from jax_streamk.launch_policy import LaunchPolicy
+
+ON_GPU = jax.default_backend() == "gpu"
+NUMBERS = lax.RaggedDotDimensionNumbers
+BASIC = NUMBERS((((1,), (1,)), ((), ())), (0,), (0,))
+DATA_PARALLEL = _ffi.Schedule(_ffi.ScheduleKind.data_parallel)
+OF_K = NUMBERS((((0,), (0,)), ((), ())), (0,), ())
+
+
+def zipf(rng, groups, rows):
+    shares = rng.permutation(1 / np.arange(1, groups + 1))
+    return rng.multinomial(rows, shares / shares.sum())
+
+
+# name: (rows, k, n, sizes)
+RNG = np.random.default_rng(7)
+ROUTINGS = {
+    "uniform": (515, 40, 70, RNG.multinomial(515, np.full(8, 1 / 8))),
+    "zipf": (700, 33, 65, zipf(RNG, 64, 700)),
+    "all rows in one group": (300, 64, 40, [0, 0, 300, 0]),
+    "every second group empty": (257, 31, 17, [64, 0, 65, 0, 128, 0]),
+    "one row": (1, 20, 30, [0, 1, 0]),
+    "no row in a group": (90, 8, 9, [0, 0]),
+    "sum below m": (400, 24, 33, [100, 3, 77]),
+    "groups of one row": (129, 16, 24, [1] * 129),
+    "one group": (61, 13, 11, [61]),
+    "512 groups": (1024, 9, 12, RNG.multinomial(1000, np.full(512, 1 / 512))),
+    "k of one": (50, 1, 12, [20, 0, 30]),
+    "starts at every residue": (8256, 5, 6, [*range(1, 129)]),
+    "long k": (30, 9000, 7, [11, 19]),
+    "wide": (70, 17, 1111, [33, 37]),
+}
+DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16, np.float64]
+
+
+def routing(name, dtype, seed=0):
+    rows, k, n, sizes = ROUTINGS[name]
+    rng = np.random.default_rng(seed)
+    lhs = rng.standard_normal((rows, k)).astype(dtype)
+    return lhs, rng.standard_normal((len(sizes), k, n)).astype(dtype), np.asarray(sizes, np.int32)
+
+
+def group_of(sizes, rows, leading=0):
+    """The group of each row, -1 for none, whatever the sizes are."""
+    group, at = np.full(rows, -1), leading
+    for i, size in enumerate(sizes):
+        group[at : at + max(size, 0)] = i
+        at += max(int(size), 0)
+    return group
+
+
+def exact(lhs, rhs, group):
+    """The product in float64."""
+    out = np.zeros((lhs.shape[0], rhs.shape[2]))
+    for i in set(group) - {-1}:
+        out[group == i] = lhs[group == i].astype(np.float64) @ rhs[i].astype(np.float64)
+    return out
+
+
+def exact_of_k(lhs, rhs, groups, group):
+    of_each = (np.where((group == i)[:, None], lhs, 0).astype(np.float64).T for i in range(groups))
+    return np.stack([x @ rhs.astype(np.float64) for x in of_each])
+
+
+def close(got, want, depth, dtype):
+    dtype = jnp.dtype(dtype)
+    eps = float(jnp.finfo(dtype).eps)
+    sums = 2.0**-50 if dtype == np.float64 else 2.0**-10 if ON_GPU and dtype == np.float32 else 2.0**-21
+    bound = (eps + sums) * 4 * math.sqrt(depth) * (1 + np.abs(want).max(initial=0) / max(math.sqrt(depth), 1))
+    got = np.asarray(got).astype(np.float64)
+    assert got.shape == want.shape
+    assert np.abs(got - want).max(initial=0) <= bound
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda x: jnp.dtype(x).name)
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_groups_of_rows(name, dtype):
+    lhs, rhs, sizes = routing(name, dtype)
+    group = group_of(sizes, lhs.shape[0])
+    out = sk.ragged_dot(lhs, rhs, sizes)
+    assert out.dtype == dtype
+    close(out, exact(lhs, rhs, group), lhs.shape[1], dtype)
+    assert not np.asarray(out)[group == -1].any()
+    of_lax = jax.eval_shape(lax.ragged_dot, lhs, rhs, sizes)
+    assert (out.shape, out.dtype) == (of_lax.shape, of_lax.dtype)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda x: jnp.dtype(x).name)
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_groups_of_what_is_contracted(name, dtype):
+    lhs, rhs, sizes = routing(name, dtype)
+    other = np.random.default_rng(1).standard_normal((lhs.shape[0], rhs.shape[2])).astype(dtype)
+    lhs = lhs[:, :200]
+    group = group_of(sizes, lhs.shape[0])
+    out = sk.ragged_dot_general(lhs, other, sizes, OF_K)
+    want = exact_of_k(lhs, other, len(sizes), group)
+    close(out, want, max(sizes.max(), 1), dtype)
+    assert not np.asarray(out)[sizes == 0].any()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_preferred_element_type(dtype):
+    lhs, rhs, sizes = routing("zipf", dtype)
+    out = sk.ragged_dot(lhs, rhs, sizes, preferred_element_type=jnp.float32)
+    assert out.dtype == np.float32
+    close(out, exact(lhs, rhs, group_of(sizes, len(lhs))), lhs.shape[1], np.float32)
+
+
+@pytest.mark.parametrize("dims", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 1, 0), (1, 2, 0), (2, 0, 1)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_dimensions_in_any_order(dims, turned):
+    """Of rhs (dims says which dimension each of groups, k and n is) and of lhs."""
+    lhs, rhs, sizes = routing("every second group empty", np.float32)
+    numbers = NUMBERS((((0 if turned else 1,), (dims[1],)), ((), ())), (1 if turned else 0,), (dims[0],))
+    given = lhs.T if turned else lhs, rhs.transpose(np.argsort(dims))
+    functions = [
+        functools.partial(f, group_sizes=sizes, ragged_dot_dimension_numbers=numbers)
+        for f in (sk.ragged_dot_general, lax.ragged_dot_general)
+    ]
+    ours, laxs = (jax.value_and_grad(lambda *x, f=f: jnp.sum(jnp.sin(f(*x))), (0, 1))(*given) for f in functions)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-2 if ON_GPU else 2e-4, atol=1e-4), ours, laxs)
+
+
+def test_batches_of_groups_are_laxs():
+    rng = np.random.default_rng(0)
+    lhs, rhs = rng.standard_normal((2, 30, 8), np.float32), rng.standard_normal((3, 2, 8, 5), np.float32)
+    sizes = np.array([[10, 5, 15], [0, 20, 3]])
+    numbers = NUMBERS((((2,), (2,)), ((0,), (1,))), (1,), (0,))
+    out = sk.ragged_dot_general(lhs, rhs, sizes, numbers)
+    np.testing.assert_array_equal(out, lax.ragged_dot_general(lhs, rhs, sizes, numbers))
+    made = sk.plan(lhs, rhs, numbers, group_sizes=sizes)
+    assert made.reasons == ("falls back to XLA: no kernel multiplies batches of groups",)
+    with pytest.raises(ValueError, match="DataParallel.. cannot run this product: no kernel multiplies batches of"):
+        sk.ragged_dot_general(lhs, rhs, sizes, numbers, schedule=sk.DataParallel())
+
+
+def test_groups_of_a_batch():
+    rng = np.random.default_rng(0)
+    lhs, rhs = rng.standard_normal((6, 30, 40), np.float32), rng.standard_normal((6, 40, 5), np.float32)
+    numbers = NUMBERS((((2,), (1,)), ((0,), (0,))), (0,), ())
+    np.testing.assert_array_equal(sk.ragged_dot_general(lhs, rhs, np.array([2, 4]), numbers), sk.matmul(lhs, rhs))
+    assert sk.plan(lhs, rhs, numbers, group_sizes=np.array([2, 4])) == sk.plan(lhs, rhs)
+
+
+@pytest.mark.parametrize(
+    "sizes", [[-5, 10, 20], [30, 40, 50], [10, -(2**31), 70], [2**31 - 1] * 3, [0, 2**31 - 1, 5]], ids=str
+)
+@pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint32])
+def test_sizes_that_do_not_fit(sizes, kind):
+    """A size below 0 counts as 0, and groups end with the last row, wherever the product runs."""
+    if kind == np.uint32 and min(sizes) < 0:
+        sizes = [max(x, 0) for x in sizes]
+    lhs, rhs, _ = routing("one group", np.float32)
+    rhs = np.concatenate([rhs, 2 * rhs, 3 * rhs])
+    sizes = np.array(sizes, kind)
+    out = sk.ragged_dot(lhs, rhs, sizes)
+    close(out, exact(lhs, rhs, group_of(sizes.astype(np.int64), len(lhs))), lhs.shape[1], np.float32)
+    params = dict(numbers=BASIC, precision=None, preferred_element_type=jnp.dtype(np.float32))
+    np.testing.assert_allclose(ragged.xlas_product(lhs, rhs, jnp.asarray(sizes), **params), out, rtol=1e-2, atol=1e-4)
+
+
+def bits_with_threads(threads, problem, buffers, sizes, tile):
+    """D by the kernel's direct entry, with poison around it."""
+    kernel = f"host_f32_f32_{'rr' if problem.ragged == _ffi.Ragged.m else 'cr'}_{tile}"
+    device = _ffi.Device(0, threads)
+    native = problem.native()
+    assert _ffi.can_implement(kernel, native, DATA_PARALLEL, device) is None
+    groups = problem.batch if problem.ragged == _ffi.Ragged.k else 1
+    guard, elements = 64, groups * problem.m * problem.n
+    d = np.full(elements + 2 * guard, np.nan, np.float32)
+    workspace = np.full(_ffi.workspace_bytes(kernel, native, DATA_PARALLEL, device) + 64, 0xFF, np.uint8)
+    a, b, bias = buffers
+    spans = {name: (x if x is None else np.ascontiguousarray(x)) for name, x in zip("ab", (a, b))}
+    addresses = [spans["a"].ctypes.data, spans["b"].ctypes.data, d.ctypes.data + 4 * guard, 0]
+    addresses += [0 if bias is None else bias.ctypes.data, 0, 0, sizes.ctypes.data]
+    _ffi.launch(
+        kernel,
+        native,
+        DATA_PARALLEL,
+        LaunchPolicy().native(),
+        device,
+        tuple(addresses),
+        -(-workspace.ctypes.data // 64) * 64,
+    )
+    assert np.isnan(d[:guard]).all() and np.isnan(d[-guard:]).all()
+    return d[guard:-guard].reshape(groups, problem.m, problem.n)
+
+
+@pytest.mark.parametrize("tile", ["64x64x64", "128x128x64", "256x512x64"])
+@pytest.mark.parametrize("leading", [False, True])
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_kernels_on_poisoned_memory(name, leading, tile):
+    lhs, rhs, sizes = routing(name, np.float32)
+    with_leading = np.array([37, *sizes], np.int32) if leading else sizes
+    group = group_of(sizes, len(lhs), 37 if leading else 0)
+    problem, _ = ragged_problem(lhs, rhs, with_leading, BASIC, leading)
+    problem = dataclasses.replace(
+        problem, has_bias=True, batch_stride_bias=rhs.shape[2], activation=_ffi.Activation.relu
+    )
+    bias = np.random.default_rng(3).standard_normal((len(sizes), rhs.shape[2])).astype(np.float32)
+    # NaN in rows of no group: nobody reads them.
+    read = np.where((group == -1)[:, None], np.float32(np.nan), lhs)
+    one, three = (bits_with_threads(x, problem, (read, rhs, bias), with_leading, tile) for x in (1, 3))
+    assert one.tobytes() == three.tobytes()
+    want = np.maximum(exact(lhs, rhs, group) + np.where((group == -1)[:, None], 0, bias[group]), 0)
+    close(one[0], want, lhs.shape[1], np.float32)
+
+    other = np.random.default_rng(1).standard_normal((lhs.shape[0], rhs.shape[2])).astype(np.float32)
+    lhs, read = lhs[:, :200], np.ascontiguousarray(read[:, :200])
+    problem, _ = ragged_problem(lhs, other, with_leading, OF_K, leading)
+    one, three = (bits_with_threads(x, problem, (read, other, None), with_leading, tile) for x in (1, 3))
+    assert one.tobytes() == three.tobytes()
+    close(one, exact_of_k(lhs, other, len(sizes), group), max(sizes.max(), 1), np.float32)
+
+
+def ragged_problem(lhs, rhs, sizes, numbers, leading):
+    params = dict(precision=None, preferred_element_type=jnp.dtype(np.float32), schedule=sk.Auto())
+    made, arrangement = ragged.plan(
+        lhs, rhs, sizes, numbers=numbers, leading=leading, device=sk.plan(lhs, lhs.T, device="cpu").device, **params
+    )
+    return arrangement.problem, made
+
+
+def test_refused_by_kernels():
+    lhs, rhs, sizes = routing("uniform", np.float32)
+    problem, _ = ragged_problem(lhs, rhs, sizes, BASIC, False)
+    kernel, device = "host_f32_f32_rr_64x64x64", _ffi.Device(0, 3)
+    split = _ffi.Schedule(_ffi.ScheduleKind.stream_k, 1, _ffi.Reduction.ordered, 0)
+    assert "data-parallel" in _ffi.can_implement(kernel, problem.native(), split, device)
+    with_residual = dataclasses.replace(problem, has_residual=True)
+    assert "residual" in _ffi.can_implement(kernel, with_residual.native(), DATA_PARALLEL, device)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_bias_and_activation(activation, has_bias):
+    """Of rows in groups only, with derivatives of first and second order."""
+    lhs, rhs, sizes = routing("sum below m", np.float32)
+    lhs, sizes = lhs[:60], np.array([20, 0, 30], np.int32)
+    group = group_of(sizes, len(lhs))
+    bias = np.random.default_rng(3).standard_normal((len(sizes), rhs.shape[2])).astype(np.float32)
+    inside = (group >= 0)[:, None]
+
+    def ours(lhs, rhs, bias):
+        return sk.ragged_dot(lhs, rhs, sizes, bias=bias if has_bias else None, activation=activation)
+
+    def dense(lhs, rhs, bias):
+        product = jnp.einsum("mk,mkn->mn", lhs, rhs[group], precision="highest")
+        return jnp.where(inside, ACTIVATIONS[activation](product + bias[group] * has_bias), 0)
+
+    check_derivatives(ours, dense, (lhs / 5, rhs, bias))
+
+
+def check_derivatives(ours, other, operands):
+    rtol, atol = (3e-2, 3e-2) if ON_GPU else (1e-3, 2e-3)
+    close = functools.partial(np.testing.assert_allclose, rtol=rtol, atol=atol)
+    every = tuple(range(len(operands)))
+
+    def gradients(f):
+        return jax.grad(lambda *x: jnp.sum(jnp.sin(f(*x))), every)
+
+    def second(f):
+        return jax.grad(lambda *x: sum(jnp.sum(jnp.cos(g)) for g in gradients(f)(*x)), every)
+
+    def forward(f):
+        return lambda *x: jax.jvp(gradients(f), x, tuple(0.1 * v for v in x))
+
+    for transform in (lambda f: f, gradients, second, forward):
+        jax.tree.map(close, jax.jit(transform(ours))(*operands), jax.jit(transform(other))(*operands))
+
+
+def test_derivatives_as_laxs():
+    lhs, rhs, sizes = routing("zipf", np.float32)
+    ours, laxs = (lambda *x, f=f: jnp.sum(jnp.sin(f(*x, sizes))) for f in (sk.ragged_dot, lax.ragged_dot))
+    tolerance = dict(rtol=1e-2, atol=1e-2) if ON_GPU else dict(rtol=1e-4, atol=2e-3)
+    for transform in (lambda f: jax.grad(f, (0, 1)), lambda f: lambda *x: jax.jvp(jax.grad(f, (0, 1)), x, x)):
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, **tolerance),
+            transform(ours)(lhs, rhs),
+            transform(laxs)(lhs, rhs),
+        )
+
+
+def test_derivatives_of_rows_of_some_groups():
+    """lax has no group_offset."""
+    lhs, rhs, sizes = routing("every second group empty", np.float32)
+    lhs, rhs, sizes = lhs[:50], rhs[2:4], np.array([9, 5, 0, 20, 11], np.int32)
+    group = group_of(sizes, len(lhs)) - 2
+    inside = ((group >= 0) & (group < 2))[:, None]
+
+    def ours(lhs, rhs):
+        return sk.ragged_dot(lhs, rhs, sizes, group_offset=np.array([2]))
+
+    def dense(lhs, rhs):
+        return jnp.where(inside, jnp.einsum("mk,mkn->mn", lhs, rhs[np.clip(group, 0, 1)], precision="highest"), 0)
+
+    check_derivatives(ours, dense, (lhs / 3, rhs))
+
+
+def test_gradients_copy_no_weights():
+    lhs, rhs, sizes = routing("uniform", np.float32)
+    gradient = jax.jit(jax.grad(lambda *x: jnp.sum(sk.ragged_dot(*x, sizes) ** 2), (0, 1)))
+    text = gradient.lower(lhs, rhs).as_text()
+    assert "stablehlo.transpose" not in text
+    if not ON_GPU:
+        assert text.count("custom_call @jax_streamk_host_gemm") == 3
+
+
+def test_transposed_weights_are_read_as_they_lie():
+    lhs, rhs, sizes = routing("uniform", np.float32)
+    turned = jax.jit(lambda lhs, rhs: sk.ragged_dot(lhs, jnp.swapaxes(rhs, 1, 2), sizes, bias=jnp.zeros((8, 70))))
+    out = turned(lhs, np.ascontiguousarray(rhs.swapaxes(1, 2)))
+    close(out, exact(lhs, rhs, group_of(sizes, len(lhs))), lhs.shape[1], np.float32)
+    compiled = turned.lower(lhs, rhs.swapaxes(1, 2)).compile().as_text()
+    if not ON_GPU:
+        assert not re.search(r"f32\[8,40,70\].* (transpose|copy)\(", compiled)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 3, 5, -1, 99])
+@pytest.mark.parametrize("local", [1, 3])
+@pytest.mark.parametrize("bias", [False, True])
+def test_group_offset(offset, local, bias):
+    lhs, rhs, sizes = routing("every second group empty", np.float32)
+    first = min(max(offset, 0), len(sizes) - local)
+    of_rows = group_of(sizes, len(lhs)) - first
+    group = np.where((of_rows >= 0) & (of_rows < local), of_rows, -1)
+    added = np.random.default_rng(3).standard_normal((local, rhs.shape[2])).astype(np.float32)
+    want = exact(lhs, rhs[first : first + local], group)
+    if bias:
+        want += np.where((group == -1)[:, None], 0, added[group])
+    f = jax.jit(functools.partial(sk.ragged_dot, bias=added if bias else None))
+    out = f(lhs, rhs[first : first + local], sizes, group_offset=jnp.array([offset]))
+    close(out, want, lhs.shape[1], np.float32)
+    assert not np.asarray(out)[group == -1].any()
+
+
+@pytest.mark.parametrize("leading", [0, 40, 400, 2**31 - 1])
+@pytest.mark.parametrize("numbers", [BASIC, OF_K], ids=["rows", "contracted"])
+def test_xlas_product_of_leading_rows(leading, numbers):
+    lhs, rhs, sizes = routing("every second group empty", np.float32)
+    other = rhs if numbers is BASIC else np.random.default_rng(1).standard_normal((len(lhs), 5)).astype(np.float32)
+    sizes = jnp.array([leading, *sizes], jnp.int32)
+    params = dict(numbers=numbers, precision=None, preferred_element_type=jnp.dtype(np.float32), leading=True)
+    out = ragged.bind(lhs, other, sizes, schedule=sk.Auto(), **params)
+    np.testing.assert_allclose(ragged.xlas_product(lhs, other, sizes, **params), out, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("mapped", [(0, 0, 0), (0, None, 0), (1, 0, None), (None, 2, None), (None, None, 0)], ids=str)
+def test_vmap(mapped):
+    lhs, rhs, sizes = routing("every second group empty", np.float32)
+    operands = [np.stack([x, x[::-1]], dim or 0) if dim is not None else x for x, dim in zip((lhs, rhs, sizes), mapped)]
+    out = jax.vmap(sk.ragged_dot, mapped)(*operands)
+    for i in range(2):
+        one = [np.take(x, i, dim) if dim is not None else x for x, dim in zip(operands, mapped)]
+        np.testing.assert_array_equal(out[i], sk.ragged_dot(*one))
+    if mapped == (0, 0, 0):
+        np.testing.assert_allclose(out, jax.vmap(lax.ragged_dot)(*operands), rtol=1e-2, atol=1e-4)
+    with_bias = jax.vmap(lambda *x: jax.grad(lambda *y: jnp.sum(sk.ragged_dot(*y, activation="silu")))(*x), mapped)
+    assert with_bias(*operands).shape == (2, *lhs.shape)
+
+
+def test_one_program_for_all_sizes():
+    lhs, rhs, sizes = routing("uniform", np.float32)
+    traces = []
+
+    @jax.jit
+    def f(lhs, rhs, sizes):
+        traces.append(1)
+        return sk.ragged_dot(lhs, rhs, sizes)
+
+    for given in (sizes, sizes[::-1].copy(), np.zeros_like(sizes)):
+        close(f(lhs, rhs, given), exact(lhs, rhs, group_of(given, len(lhs))), lhs.shape[1], np.float32)
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("activation", [None, "silu", "sigmoid"])
+def test_gated(activation):
+    lhs, rhs, sizes = routing("sum below m", np.float32)
+    lhs, sizes = lhs[:60] / 5, np.array([20, 0, 30], np.int32)
+    up = rhs[::-1].copy()
+
+    def apart(lhs, rhs, up):
+        gate = lax.ragged_dot(lhs, rhs, sizes)
+        inside = np.arange(60)[:, None] < 50
+        return jnp.where(inside, ACTIVATIONS[activation](gate), 0) * dense(lhs, up)
+
+    def dense(lhs, rhs):
+        group = group_of(sizes, len(lhs))
+        return jnp.where((group >= 0)[:, None], jnp.einsum("mk,mkn->mn", lhs, rhs[group], precision="highest"), 0)
+
+    def all_dense(lhs, rhs, up):
+        return jnp.where(np.arange(60)[:, None] < 50, ACTIVATIONS[activation](dense(lhs, rhs)), 0) * dense(lhs, up)
+
+    np.testing.assert_allclose(
+        sk.ragged_gated(lhs, rhs, up, sizes, activation=activation), apart(lhs, rhs, up), rtol=1e-2, atol=1e-3
+    )
+    check_derivatives(
+        lambda lhs, rhs, up: sk.ragged_gated(lhs, rhs, up, sizes, activation=activation), all_dense, (lhs, rhs, up)
+    )
+
+
+def test_gated_of_some_groups():
+    lhs, rhs, sizes = routing("every second group empty", np.float32)
+    out = sk.ragged_gated(lhs, rhs[2:4], rhs[:2], sizes, group_offset=np.array([2]))
+    rows = slice(64, 129)
+    want = jax.nn.silu(lhs[rows] @ rhs[2]) * (lhs[rows] @ rhs[0])
+    np.testing.assert_allclose(out[rows], want, rtol=1e-2, atol=1e-3)
+    assert not np.asarray(out)[:64].any() and not np.asarray(out)[129:].any()
+
+
+def arguments(**changed):
+    lhs, rhs, sizes = routing("uniform", np.float32)
+    return dict(lhs=lhs, rhs=rhs, group_sizes=sizes) | changed
+
+
+@pytest.mark.parametrize(
+    "changed, error, message",
+    [
+        (dict(lhs="a"), TypeError, "ragged_dot: lhs is str; it must be an array of numbers"),
+        (dict(rhs=None), TypeError, "ragged_dot: rhs is NoneType"),
+        (dict(lhs=np.ones(4)), ValueError, r"lhs has shape \(4,\) and rhs \(8, 40, 70\); they must be \(m, k\) and"),
+        (dict(lhs=np.ones((4, 41))), ValueError, r"lhs has shape \(4, 41\) and rhs \(8, 40, 70\)"),
+        (dict(rhs=np.ones((40, 70))), ValueError, r"and rhs \(40, 70\)"),
+        (dict(group_sizes=np.ones(8)), TypeError, "ragged_dot: group_sizes has dtype float.*; it must be integers"),
+        (dict(group_sizes=np.ones(7, int)), ValueError, r"group_sizes has shape \(7,\); it must be \(8,\)"),
+        (dict(group_sizes=np.ones((1, 8), int)), ValueError, r"group_sizes has shape \(1, 8\)"),
+        (dict(group_offset=1), ValueError, r"group_offset has shape \(\); it must be \(1,\)"),
+        (dict(group_offset=np.ones(1)), TypeError, "group_offset has dtype float.*; it must be integers"),
+        (
+            dict(group_offset=np.ones(1, int), group_sizes=np.ones(7, int)),
+            ValueError,
+            r"group_sizes has shape \(7,\); with group_offset it must be one-dimensional, with at least the 8 groups",
+        ),
+        (dict(bias=np.ones((8, 71))), ValueError, r"bias has shape \(8, 71\); it must be \(8, 70\)"),
+        (dict(bias=np.ones((8, 70), complex)), TypeError, "bias has dtype complex"),
+        (dict(activation="elu"), ValueError, "ragged_dot: activation='elu'; it must be one of"),
+        (dict(schedule=3), TypeError, "schedule=3: must be"),
+        (dict(schedule=sk.SplitK(2)), ValueError, "a ragged product is data-parallel|no kernel multiplies groups"),
+        (dict(preferred_element_type="f31"), TypeError, "preferred_element_type='f31'"),
+        (dict(preferred_element_type=np.int32, activation="relu"), TypeError, "the result's dtype is int32"),
+    ],
+    ids=lambda x: str(list(x)) if isinstance(x, dict) else "",
+)
+def test_refused(changed, error, message):
+    with pytest.raises(error, match=message):
+        sk.ragged_dot(**arguments(**changed))
+
+
+def test_refused_in_general():
+    lhs, rhs, sizes = routing("uniform", np.float32)
+    general = functools.partial(sk.ragged_dot_general, lhs, rhs, sizes)
+    with pytest.raises(TypeError, match="must be a jax.lax.RaggedDotDimensionNumbers"):
+        general((((1,), (1,)), ((), ())))
+    with pytest.raises(TypeError, match=r"lhs_ragged_dimensions=\(5,\) must be one dimension of lhs"):
+        general(NUMBERS((((1,), (1,)), ((), ())), (5,), (0,)))
+    with pytest.raises(TypeError, match="rhs group dimension size"):
+        sk.ragged_dot_general(lhs, rhs, sizes[:3], BASIC)
+    with pytest.raises(ValueError, match="group_offset is for groups of rows"):
+        sk.ragged_dot_general(lhs, lhs, sizes, OF_K, group_offset=np.array([0]))
+    with pytest.raises(ValueError, match="w_gate is float32 of shape .* and w_up float16"):
+        sk.ragged_gated(lhs, rhs, rhs.astype(np.float16), sizes)
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 5), (6, 0, 5), (6, 4, 0)])
+def test_empty(shape):
+    m, k, n = shape
+    lhs, rhs, sizes = np.ones((m, k), np.float32), np.ones((2, k, n), np.float32), np.array([1, 2])
+    out = sk.ragged_dot(lhs, rhs, sizes, bias=np.ones((2, n), np.float32))
+    want = np.where(np.arange(m)[:, None] < 3, k + 1.0, 0) * np.ones((m, n))
+    np.testing.assert_array_equal(out, want)
+    assert sk.ragged_gated(lhs, rhs, rhs, sizes).shape == (m, n)
+    assert sk.ragged_dot_general(lhs, np.ones((m, n), np.float32), sizes, OF_K).shape == (2, k, n)
+
+
+def test_plans():
+    lhs, rhs, sizes = routing("uniform", np.float32)
+    made = sk.plan(lhs, rhs, group_sizes=sizes, device="cpu")
+    assert made.kernel.startswith("host_f32_f32_rr") and made.schedule == sk.DataParallel()
+    assert "Plan: [515, 40] @ [40, 70], rows in 8 groups, f32 x f32 -> f32" in str(made)
+    assert "depends on the sizes of the groups" in str(made.explain())
+    with pytest.raises(ValueError, match="depends on the sizes of the groups"):
+        made.plot()
+    with pytest.raises(ValueError, match="depend on the sizes of the groups"):
+        made.explain(measure=True)
+    of_k = sk.plan(lhs, lhs, OF_K, group_sizes=sizes, device="cpu")
+    assert "[40, 515] @ [515, 40], k in 8 groups" in str(of_k) and "_cr_" in of_k.kernel
+    some = sk.plan(lhs, rhs[:3], group_sizes=sizes, bias=True, activation="silu", device="cpu")
+    assert some.problem.leading_rows and some.problem.batch == 3 and "silu(A @ B + bias)" in str(some)
+    gated = sk.plan(lhs, rhs, group_sizes=sizes, gate=True, activation="silu", device="cpu")
+    assert "this product twice" in str(gated) and gated.kernel is not None
+    with pytest.raises(TypeError, match="plan: group_sizes has dtype float32"):
+        sk.plan(lhs, rhs, group_sizes=lhs[0])
+    with pytest.raises(ValueError, match="with group_sizes there is neither residual"):
+        sk.plan(lhs, rhs, group_sizes=sizes, residual=True)
+    assert sk.plan(lhs, rhs, group_sizes=sizes, schedule=sk.DataParallel(), device="cpu").kernel == made.kernel
+
+
+@pytest.mark.parametrize("gate", [False, True])
+def test_a_gpu_without_a_kernel_falls_back(gate):
+    lhs, rhs, sizes = routing("uniform", np.float32)
+    made = sk.plan(lhs, rhs, group_sizes=sizes, gate=gate, device=sk.H100)
+    assert made.kernel is None and made.reasons[0].startswith("falls back to XLA: no kernel multiplies")
+    with pytest.raises(ValueError, match="no kernel multiplies groups of f32"):
+        sk.plan(lhs, rhs, group_sizes=sizes, device=sk.H100, schedule=sk.DataParallel())
+
+
+def test_accelerate():
+    lhs, rhs, sizes = map(jnp.asarray, routing("zipf", np.float32))
+
+    def layer(lhs, rhs, sizes):
+        return jnp.sum(jax.nn.silu(lax.ragged_dot(lhs, rhs, sizes)) ** 2)
+
+    gradient = jax.grad(layer, (0, 1))
+    accelerated = sk.accelerate(gradient)
+    tolerance = dict(rtol=1e-2, atol=1e-2) if ON_GPU else dict(rtol=1e-4, atol=1e-3)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, **tolerance),
+        jax.jit(accelerated)(lhs, rhs, sizes),
+        gradient(lhs, rhs, sizes),
+    )
+    found = accelerated.explain(lhs, rhs, sizes)
+    assert [row.groups for row in found.rows] == [64] * 3
+    if not ON_GPU:
+        assert all(row.is_ours for row in found.rows)
+        assert "700 x 65 x 33, 64 groups" in str(found) and "3 of 3 products are ours" in str(found)
+    none = sk.accelerate(layer, where=lambda problem: not problem.is_ragged)
+    assert [row.is_ours for row in none.explain(lhs, rhs, sizes).rows] == [False]
+    split = sk.accelerate(layer, schedule=sk.SplitK(2))
+    assert not split.explain(lhs, rhs, sizes).rows[0].is_ours
+    np.testing.assert_array_equal(split(lhs, rhs, sizes), layer(lhs, rhs, sizes))
+
+
+def test_accelerate_leaves_what_no_kernel_runs():
+    lhs, rhs, sizes = map(jnp.asarray, routing("uniform", np.float32))
+    whys = {
+        "no kernel multiplies complex64": lambda x, w, s: lax.ragged_dot(x.astype(jnp.complex64), w, s),
+        "no kernel multiplies batches of groups": lambda x, w, s: jax.vmap(lax.ragged_dot)(x[None], w[None], s[None]),
+    }
+    for why, f in whys.items():
+        (row,) = sk.accelerate(f).explain(lhs, rhs, sizes).rows
+        assert why in row.why and not row.is_ours
+        np.testing.assert_array_equal(sk.accelerate(f)(lhs, rhs, sizes), f(lhs, rhs, sizes))
+
+
+def test_checkpoint_asks_policies_as_of_laxs():
+    lhs, rhs, sizes = routing("uniform", np.float32)
+
+    def products(f, policy):
+        g = jax.checkpoint(lambda x: jnp.sum(jnp.sin(f(jnp.sin(x), rhs, sizes))), policy=policy)
+        return str(jax.make_jaxpr(jax.grad(g))(lhs)).count("ragged_dot_general[")
+
+    for policy in (jax.checkpoint_policies.everything_saveable, jax.checkpoint_policies.dots_saveable):
+        assert products(sk.ragged_dot, policy) == products(lax.ragged_dot, policy)
+
+
+@pytest.mark.skipif(ON_GPU and len(jax.devices()) < 2, reason="needs two GPUs")
+def test_expert_parallel():
+    """Each device has the matrices of some groups; their results are added."""
+    lhs, rhs, sizes = routing("every second group empty", np.float32)
+    mesh = jax.make_mesh((2,), ("e",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
+
+    def local(lhs, rhs, sizes):
+        first = jax.lax.axis_index("e") * rhs.shape[0]
+        return jax.lax.psum(sk.ragged_dot(lhs, rhs, sizes, group_offset=first[None]), "e")
+
+    whole = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P(), P("e"), P()), out_specs=P()))
+    close(whole(lhs, rhs, sizes), exact(lhs, rhs, group_of(sizes, len(lhs))), lhs.shape[1], np.float32)
+    of_whole, of_one = (
+        jax.grad(lambda *x, f=f: jnp.sum(jnp.sin(f(*x, sizes))), (0, 1))(lhs, rhs) for f in (whole, sk.ragged_dot)
+    )
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-2, atol=1e-4), of_whole, of_one)
+
+
+@pytest.mark.skipif(ON_GPU and len(jax.devices()) < 2, reason="needs two GPUs")
+def test_automatic_partitioning_is_xlas():
+    lhs, rhs, sizes = routing("every second group empty", np.float32)
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
+    divided = jax.device_put(rhs, NamedSharding(mesh, P("x")))
+    want = exact(lhs, rhs, group_of(sizes, len(lhs)))
+    replicated = [jax.device_put(x, NamedSharding(mesh, P())) for x in (lhs, sizes)]
+    close(jax.jit(sk.ragged_dot)(replicated[0], divided, replicated[1]), want, lhs.shape[1], np.float32)
+    assert (
+        "custom_call_target"
+        not in jax.jit(sk.ragged_dot).lower(replicated[0], divided, replicated[1]).compile().as_text()
+    )
+    with pytest.raises(ValueError, match="only XLA divides ragged products over devices"):
+        jax.jit(functools.partial(sk.ragged_dot, schedule=sk.DataParallel()))(replicated[0], divided, replicated[1])
+
+
+@pytest.mark.parametrize("leading", [False, True])
+def test_xlas_sums_of_groups(leading):
+    """The derivative of a bias."""
+    lhs, _, sizes = routing("every second group empty", np.float32)
+    sizes = jnp.array([5] * leading + [*sizes], jnp.int32)
+    params = dict(numbers=OF_K, precision=None, preferred_element_type=jnp.dtype(np.float32), leading=leading)
+    out = ragged.bind(lhs[:, :1], lhs, sizes, schedule=sk.Auto(), **params)
+    np.testing.assert_allclose(ragged.xlas_product(lhs[:, :1], lhs, sizes, **params), out, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("offset", [None, np.array([2])])
+def test_export(offset):
+    lhs, rhs, sizes = routing("every second group empty", np.float32)
+    f = functools.partial(sk.ragged_dot, group_offset=offset)
+    if offset is not None:
+        rhs = rhs[:3]
+    export = functools.partial(jax.export.export, jax.jit(f), disabled_checks=sk.EXPORT_CHECKS)
+    m = jax.export.symbolic_shape("m, 31")
+    for rows in (jax.ShapeDtypeStruct(lhs.shape, lhs.dtype), jax.ShapeDtypeStruct(m, lhs.dtype)):
+        exported = jax.export.deserialize(export()(rows, rhs, sizes).serialize())
+        np.testing.assert_allclose(exported.call(lhs, rhs, sizes), f(lhs, rhs, sizes), rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16])
+def test_narrow_sizes(dtype):
+    lhs, rhs, _ = routing("all rows in one group", np.float32)
+    sizes = np.array([100, 0, 120, 60]).astype(dtype)
+    want = exact(lhs, rhs, group_of(sizes.astype(int), len(lhs)))
+    close(sk.ragged_dot(lhs, rhs, sizes), want, lhs.shape[1], np.float32)
+    params = dict(numbers=BASIC, precision=None, preferred_element_type=jnp.dtype(np.float32))
+    close(ragged.xlas_product(lhs, rhs, jnp.asarray(sizes), **params), want, lhs.shape[1], np.float32)
+    if sizes.dtype != np.int8:
+        out = sk.ragged_dot(lhs, rhs[1:3], sizes, group_offset=np.array([1]))
+        close(out[100:220], want[100:220], lhs.shape[1], np.float32)
