@@ -29,7 +29,8 @@ def not_measured(device):
 def too_small(problem, device):
     """Why the extents are too small for a kernel; None if they are not.
 
-    On a GPU tiles are mostly empty. Geometric mean of XLA's time / ours: 0.65 for k of at most 16, 0.89 for batches of products of at most 64 x 64 x 64 (41 bfloat16 products on an H200, jaxlib 0.11.2).
+    On a GPU tiles are mostly empty. Geometric mean of XLA's time / ours: 0.65 for k of at most 16, 0.89 for batches of
+    products of at most 64 x 64 x 64 (41 bfloat16 products on an H200, jaxlib 0.11.2).
 
     On a CPU a call costs 1 to 2 us more than XLA's loop, plus some for each product of a batch (two cores of an AMD
     EPYC with AVX512_BF16, jaxlib 0.11.2; batches of 1 to 100,000, extents of 1 to 64, k of 1 to 512).
@@ -55,8 +56,8 @@ def too_small(problem, device):
 def short(problem, device):
     """Why XLA is faster at a vector's or a narrow product on a GPU, which takes as long as reading the matrix; or None.
 
-    XLA reads the matrix more slowly than skinny kernels do, but its kernel starts earlier: it takes 1.2 us, and 1 us more
-    for each 2 MB, up to 8 MB (5 bfloat16 products on an H200, jaxlib 0.11.2).
+    XLA reads the matrix more slowly than skinny kernels do, but its kernel starts earlier: it takes 1.2 us, and 1 us
+    more for each 2 MB, up to 8 MB (5 bfloat16 products on an H200, jaxlib 0.11.2).
     """
     if problem.n <= 8:
         rows, stride, word = problem.m, problem.batch_stride_a, "A"
@@ -68,7 +69,7 @@ def short(problem, device):
     elements = rows * problem.k * (problem.batch if stride else 1)
     reading = elements * _BYTES.get(problem.type_a, 1) / machine.dram_bytes_per_us
     if reading < machine.launch_us / 3:
-        return f"reading {word} takes {text.duration(reading)}, which is less than XLA's kernel starts earlier"
+        return f"reading {word} takes {text.duration(reading)}, and XLA's kernel starts earlier by more than it reads longer"
     return None
 
 
