@@ -69,7 +69,7 @@ def short(problem, device):
     elements = rows * problem.k * (problem.batch if stride else 1)
     reading = elements * _BYTES.get(problem.type_a, 1) / machine.dram_bytes_per_us
     if reading < machine.launch_us / 3:
-        return f"reading {word} takes {text.duration(reading)}, and XLA's kernel starts earlier by more than it reads longer"
+        return f"reading {word} takes {text.duration(reading)}: it counts more that XLA's kernel starts earlier"
     return None
 
 
