@@ -115,7 +115,9 @@ __global__ __launch_bounds__(kThreads, kCtasPerSm<kBlocks, kShifted>) void skinn
   int32_t const m0 = at.m * kRows * kBlocks,
                 n0 = kGated ? at.n * (kColumns / 2) : (at.n * (kWarps / kWarpsAlongK) + along_n) * kWide * kColumns;
 #ifdef JAX_STREAMK_RECORD
-  if (threadIdx.x == 0) record_work(at.m, at.n, index, begin / kTileK, (end + kTileK - 1) / kTileK);
+  bool const turned = p.bias_of_row != 0;  // D^T
+  if (threadIdx.x == 0)
+    record_work(turned ? at.n : at.m, turned ? at.m : at.n, index, begin / kTileK, (end + kTileK - 1) / kTileK);
 #endif
 
   using AlignedLoader = Loader<T, D, kMajorA, kMajorB, kBlocks, kWarpsAlongK, kGated>;
