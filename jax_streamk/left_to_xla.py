@@ -61,7 +61,7 @@ def short(problem, device):
     """
     if problem.n <= 8:
         rows, stride, word = problem.m, problem.batch_stride_a, "A"
-    elif problem.m == 1:
+    elif problem.m == 1 and not problem.gated:
         rows, stride, word = problem.n, problem.batch_stride_b, "B"
     else:
         return None
