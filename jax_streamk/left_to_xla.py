@@ -1,7 +1,9 @@
 """The products that ``Auto()`` leaves to XLA although a kernel could run them, because ours was not measured faster."""
 
-from jax_streamk import _ffi, machines
+from jax_streamk import _ffi, machines, text
 from jax_streamk.device import too_old
+
+_BYTES = {_ffi.Type.bf16: 2, _ffi.Type.f16: 2, _ffi.Type.f32: 4, _ffi.Type.f64: 8}
 
 
 def why(problem, device):
@@ -29,8 +31,8 @@ def not_measured(device):
 def too_small(problem, device):
     """Why the extents are too small for a kernel; None if they are not.
 
-    On a GPU tiles are mostly empty. Geometric mean of XLA's time / ours: 0.64 for 2 to 8 columns, 0.65 for k of at most
-    16, 0.89 for batches of products of at most 64 x 64 x 64 (41 bfloat16 products on an H200, jaxlib 0.11.2).
+    On a GPU tiles are mostly empty. Geometric mean of XLA's time / ours: 0.65 for k of at most 16, 0.89 for batches of
+    products of at most 64 x 64 x 64 (41 bfloat16 products on an H200, jaxlib 0.11.2).
 
     On a CPU a call costs 1 to 2 us more than XLA's loop, plus some for each product of a batch (two cores of an AMD
     EPYC with AVX512_BF16, jaxlib 0.11.2; batches of 1 to 100,000, extents of 1 to 64, k of 1 to 512).
@@ -41,8 +43,8 @@ def too_small(problem, device):
     on_cpu = device.platform == "cpu"
     if not on_cpu and k <= 16:
         return f"with k = {k}, tiles are mostly empty"
-    if not on_cpu and n <= 8:
-        return f"with n = {n}, tiles are mostly empty"
+    if not on_cpu and (slower := short(problem, device) or narrow(problem)):
+        return slower
     if problem.math == _ffi.Math.tf32 and batch * m * n * k <= 64**3:
         return f"a product of {m} x {n} x {k} takes no longer than its launch, and XLA may use full float32"
     # The matrices of a nested batch XLA would copy first.
@@ -50,6 +52,47 @@ def too_small(problem, device):
         return f"each of {batch} products of {m} x {n} x {k} is too small for a kernel"
     if on_cpu and m * n * k <= 4096:
         return f"a product of {m} x {n} x {k} is too small for a kernel"
+    return None
+
+
+def short(problem, device):
+    """Why XLA is faster at a vector's or a narrow product on a GPU, which takes as long as reading the matrix; or None.
+
+    XLA reads the matrix more slowly than skinny kernels do, but its kernel starts earlier: it takes 1.2 us, and 1 us
+    more for each 2 MB, up to 8 MB (5 bfloat16 products on an H200, jaxlib 0.11.2).
+    """
+    if problem.n <= 8:
+        rows, stride, word = problem.m, problem.batch_stride_a, "A"
+    elif problem.m == 1 and not problem.gated:
+        rows, stride, word = problem.n, problem.batch_stride_b, "B"
+    else:
+        return None
+    machine = machines.machine_of(device)
+    elements = rows * problem.k * (problem.batch if stride else 1)
+    reading = elements * _BYTES.get(problem.type_a, 1) / machine.dram_bytes_per_us
+    if reading < machine.launch_us / 3:
+        return f"reading {word} takes {text.duration(reading)}: it counts more that XLA's kernel starts earlier"
+    return None
+
+
+def narrow(problem):
+    """Why no kernel for narrow results on GPUs runs a product of at most 8 columns; None if one does, or it has more.
+
+    Other kernels' tiles are mostly empty: XLA's time / theirs is 0.64 for 2 to 8 columns.
+    """
+    m, n, k = problem.m, problem.n, problem.k
+    if n > 8:
+        return None
+    size = _BYTES.get(problem.type_a)
+    if size is None or problem.type_b != problem.type_a or problem.gated or problem.ragged != _ffi.Ragged.none:
+        return f"with n = {n}, tiles are mostly empty"
+    row_a, batched = problem.major_a == _ffi.Major.row, problem.batch > 1
+    strides = [k if row_a else m, problem.lda * ((m if row_a else k) > 1), batched * problem.batch_stride_a]
+    strides.append(batched * problem.inner_stride_a)
+    if problem.major_b == _ffi.Major.column:  # read by vectors, too
+        strides += [k, problem.ldb * (n > 1), batched * problem.batch_stride_b, batched * problem.inner_stride_b]
+    if any(stride % (16 // size) for stride in strides):
+        return f"with n = {n}, only kernels for rows aligned to 16 bytes have no mostly empty tiles"
     return None
 
 

@@ -552,7 +552,8 @@ def test_a_separate_reduction_of_any_number_of_slices(name, m, n, splits):
 def test_nested_batches(name):
     """Matrices lie as heads of texts do in a cache: (text, row, head, element)."""
     kernel = KERNELS[name]
-    texts, heads, m, n, k = 3, 2, 5, 72, 3 * kernel.tile_k + kernel.align_a
+    m, n = (5, 72) if kernel.swap_ab else (72, 5)
+    texts, heads, k = 3, 2, 3 * kernel.tile_k + kernel.align_a
     rng = np.random.default_rng(zlib.crc32(name.encode()))
 
     def filled(lines, length):
@@ -562,10 +563,10 @@ def test_nested_batches(name):
         stored[..., :length] = values
         return stored, values.swapaxes(1, 2).reshape(texts * heads, lines, length).astype(np.float64)
 
-    is_row = kernel.major_b == _ffi.Major.row
-    a, values_a = filled(m, k)
-    b, values_b = filled(*((k, n) if is_row else (n, k)))
-    exact = values_a @ (values_b if is_row else values_b.swapaxes(1, 2))
+    row_a, row_b = kernel.major_a == _ffi.Major.row, kernel.major_b == _ffi.Major.row
+    a, values_a = filled(*((m, k) if row_a else (k, m)))
+    b, values_b = filled(*((k, n) if row_b else (n, k)))
+    exact = (values_a if row_a else values_a.swapaxes(1, 2)) @ (values_b if row_b else values_b.swapaxes(1, 2))
     d = poisoned((texts, m, heads, n + 16), DTYPES[kernel.type_d])
     strides = [(heads * x.shape[3], x[0].size, x.shape[3]) for x in (a, b, d)]
     ld, outer, inner = zip(*strides)
@@ -587,6 +588,29 @@ def test_nested_batches(name):
         got = got[..., :n].swapaxes(1, 2).reshape(exact.shape).astype(np.float64)
         rounding = {"tf32": 2**-9, "tf32x3": 2**-17}.get(kernel.math.name, 8 * float(ml_dtypes.finfo(d.dtype).eps))
         assert np.max(np.abs(got - exact)) <= rounding * math.sqrt(k) * 4, f"splits={splits}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", range(1, 9))
+@pytest.mark.parametrize(
+    "name", [name for name in HERE if name.endswith("_narrow")] or ["no CUDA kernel in this build"]
+)
+def test_narrow_results(name, n):
+    """A row-major B of few columns has rows at any address, whose first element may be half of a 4-byte word."""
+    kernel = KERNELS[name]
+    cases = [
+        Case(3 * kernel.tile_m + 7, n, 2 * kernel.tile_k + 31, pad=1),
+        Case(kernel.tile_m - 1, n, 37),
+        Case(kernel.tile_m + 1, n, 4 * kernel.tile_k + 1, batch=3, woven=True),
+        Case(2 * kernel.tile_m, n, 9 * kernel.tile_k + 3, batch=2, broadcast="b"),
+    ]
+    for case in (admissible(kernel, case) for case in cases):
+        for schedule in all_schedules(kernel, case.k):
+            why = check(kernel, case, schedule)
+            assert why is None or case.batch > 1, why
+        schedule = make_schedule(_ffi.ScheduleKind.data_parallel)
+        for epilogue in (EPILOGUES[1], EPILOGUES[4]):
+            assert check(kernel, case, schedule, epilogue=epilogue) is None
 
 
 TMA = [
@@ -744,9 +768,8 @@ def test_choices_of_the_launch_change_no_bit(name):
     case = admissible(kernel, Case(70, 1500, 5 * kernel.tile_k + 1, batch=2))
     changes = [dict(evict_first_a=a, evict_first_b=b) for a, b in itertools.product((False, True), repeat=2)]
     if kernel.family == _ffi.Family.skinny:
-        changes = [
-            each for each in changes if not each["evict_first_a"] and each["evict_first_b"] <= (kernel.align_b > 1)
-        ]
+        for_a, for_b = not kernel.swap_ab, kernel.swap_ab and kernel.align_b > 1
+        changes = [each for each in changes if each["evict_first_a"] <= for_a and each["evict_first_b"] <= for_b]
     else:
         changes += [dict(extend_a=x, extend_b=x) for x in (False, True)] + [dict(idle_clusters=0)]
         held = max(kernel.stages - 3, 0)

@@ -875,7 +875,8 @@ def test_a_cpu_leaves_elementwise_and_tiny_products_to_xla(dtype):
 def test_a_gpu_leaves_products_that_fill_no_tile_to_xla():
     for extents in (
         (8192, 3, 128),
-        (65536, 8, 256),
+        (512, 1, 512),
+        (8191, 3, 2047),
         (4096, 4096, 8),
         (1000, 16, 16, 256),
         (1000, 1, 1, 4096),
@@ -883,8 +884,53 @@ def test_a_gpu_leaves_products_that_fill_no_tile_to_xla():
     ):
         made = plan(*products(*extents), device=jax_streamk.H200)
         assert made.kernel is None and "falls back to XLA" in made.reasons[0], extents
-    for extents in ((1, 4096, 4096), (8, 1024, 512), (8192, 64, 128), (8, 512, 512, 64), (4096, 4096, 64)):
+    for extents in (
+        (1, 4096, 4096),
+        (8, 1024, 512),
+        (8192, 64, 128),
+        (8, 512, 512, 64),
+        (4096, 4096, 64),
+        (65536, 8, 256),
+        (14336, 4, 128),
+    ):
         assert plan(*products(*extents), device=jax_streamk.H200).kernel is not None, extents
+
+
+@pytest.mark.left_to_xla
+@NEEDS_SM90
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("extents", [(6144, 4, 2048), (14336, 4, 128), (512, 6, 8192), (20000, 3, 1000)])
+def test_few_columns_stream_a(extents, dtype):
+    """B is read as it is, and A at about the speed of memory."""
+    made = plan(*products(*extents, dtype=dtype), device=jax_streamk.H200)
+    assert re.fullmatch(r"skinny_.*_rr_64x8x128.*_narrow", made.kernel) and made.policy.evict_first_a
+    launch = machines.machine_of(made.device).launch_us
+    assert made.microseconds < 2 * (launch + made.limit.microseconds)
+    by_columns = plan(
+        *(shaped(x, dtype) for x in (extents[::2], extents[1:])),
+        dimension_numbers=(((1,), (1,)), ((), ())), device=jax_streamk.H200,
+    )  # fmt: skip
+    assert by_columns.kernel is not None and "copies" not in str(by_columns)
+
+
+@NEEDS_SM90
+@pytest.mark.parametrize("columns", [(0, 0), (0, 1), (1, 0), (1, 1)], ids=["rr", "rc", "cr", "cc"])
+@pytest.mark.parametrize("n", range(2, 9))
+def test_narrow_kernels_run_every_majorness(n, columns):
+    m, k = 4096, 2048
+    a, b = ((k, m) if columns[0] else (m, k)), ((n, k) if columns[1] else (k, n))
+    made = plan(
+        shaped(a, jnp.bfloat16), shaped(b, jnp.bfloat16), device=jax_streamk.H200,
+        dimension_numbers=(((1 - columns[0],), (columns[1],)), ((), ())),
+    )  # fmt: skip
+    letters = "".join("rc"[column] for column in columns)
+    name = f"skinny_bf16_bf16_{letters}_64x8x128_narrow"
+    parts = made.problem.native(), _ffi.Schedule(_ffi.ScheduleKind.split_k, 3), made.device.native()
+    kernel = planner._registry("cuda")[0][name]
+    problem, schedule, device = parts
+    assert _ffi.estimate(kernel, *parts, machines.machine_of(made.device).native).microseconds > 0
+    found = _ffi.choose(_ffi.Kernels([kernel]), problem, schedule, device, machines.machine_of(made.device).native)
+    assert found.candidates and found.workspace_bytes == 0
 
 
 @pytest.mark.left_to_xla
@@ -971,7 +1017,7 @@ def test_what_ends_within_a_tile_is_extended():
 
 
 def test_families_have_what_they_have_of_a_policy():
-    """Host and sm80 kernels take an order of tiles only, skinny ones an L2 hint too."""
+    """Host and sm80 kernels take an order of tiles only, skinny ones a hint for what they read once."""
     order = dict(raster="n", swizzle=2)
     others = [
         dict(evict_first_a=True), dict(evict_first_b=True), dict(held_back=1), dict(idle_clusters=1),
@@ -981,6 +1027,7 @@ def test_families_have_what_they_have_of_a_policy():
         (planned(64, 70, 3000, HERE, jnp.float32), []) if PLATFORM == "cpu" else None,
         (planned(512, 512, 512, jax_streamk.A100, schedule=DataParallel()), []),
         (planned(4, 8192, 8192, jax_streamk.A100, schedule=DataParallel()), [dict(evict_first_b=True)]),
+        (planned(8192, 4, 8192, jax_streamk.A100, schedule=DataParallel()), [dict(evict_first_a=True)]),
     ]
     for made, allowed in filter(None, cases):
         kernel = planner._registry(made.device.platform)[0][made.kernel]

@@ -47,6 +47,8 @@ class Estimator {
   // A lower bound for every schedule and order of tiles.
   double least() const { return least_; }
   Tiling const& tiling() const { return launch_.tiling; }
+  KernelTraits const& traits() const { return launch_.traits; }
+  bool copies() const { return launch_.repacked.launches > 0; }
 
   Wave first_wave(Raster, int32_t swizzle) const;
   // The time L2 and DRAM need to serve a wave, per byte of K: orders of tiles are ranked by it.

@@ -12,7 +12,8 @@ KernelTraits KernelTraits::of(KernelInfo const& kernel) {
   traits.hides_epilogue = kernel.warp_schedule == "pingpong";
   traits.fixes_up_in_cluster = kernel.family == Family::kSkinny;
   traits.launches_slices_apart = kernel.family == Family::kSm80;
-  traits.shifted_b = kernel.family == Family::kSkinny && kernel.b.align < kernel.a.align;
+  traits.shifted_b = kernel.family == Family::kSkinny && kernel.swap_ab && kernel.b.align < kernel.a.align;
+  traits.words_of_b = kernel.family == Family::kSkinny && !kernel.swap_ab && kernel.b.align < kernel.a.align;
   return traits;
 }
 

@@ -25,9 +25,10 @@ int32_t ctas_of_cluster(KernelInfo const& info) { return info.cluster_m * info.c
 // If CTAs share SMs, a launch has too many clusters to list.
 bool lists_clusters(KernelInfo const& info) { return ctas_of_sm(info) == 1; }
 
-// Whether this is a skinny kernel whose loads of B may have a hint: neighbouring tiles of an unaligned B share cache
-// lines.
-bool hints_b(KernelInfo const& info) { return info.family == Family::kSkinny && info.b.align > 1; }
+// Whether this is a skinny kernel whose loads of B, or with few columns of A, may have a hint: neighbouring tiles of an
+// unaligned B share cache lines.
+bool hints_b(KernelInfo const& info) { return info.family == Family::kSkinny && info.swap_ab && info.b.align > 1; }
+bool hints_a(KernelInfo const& info) { return info.family == Family::kSkinny && !info.swap_ab; }
 
 // A launch of an sm90 kernel in terms of its own GEMM: with swap_ab its A is the problem's B.
 class Sm90Launch {
@@ -151,7 +152,8 @@ LaunchPolicy choose_policy(KernelInfo const& info, GemmProblem const& p, Schedul
   LaunchPolicy policy;
   policy.raster = raster, policy.swizzle = swizzle;
   if (info.family == Family::kSkinny) {
-    // One line of tiles reads B once.
+    // One line of tiles reads the long operand once.
+    policy.evict_first_a = hints_a(info) && p.n <= info.tile_n && (p.batch == 1 || p.a.batch_stride != 0);
     policy.evict_first_b = hints_b(info) && p.m <= info.tile_n && (p.batch == 1 || p.b.batch_stride != 0);
   } else if (info.family == Family::kSm90) {
     Sm90Launch const launch(info, p, s, policy, device);
@@ -177,10 +179,11 @@ Status check_policy(KernelInfo const& info, GemmProblem const& p, Schedule const
                       policy.extend_a || policy.extend_b;
   if (info.ragged != Ragged::kNone && others) return refuse("of launch choices it has the order of tiles and L2 hints");
   if (info.family != Family::kSm90) {
-    bool const has_hint = hints_b(info);
-    if (policy.evict_first_a || (policy.evict_first_b && !has_hint) || others)
-      return refuse(std::string("of launch choices it has the order of tiles") +
-                    (has_hint ? " and an L2 hint for B" : " only"));
+    bool const for_a = hints_a(info), for_b = hints_b(info);
+    if ((policy.evict_first_a && !for_a) || (policy.evict_first_b && !for_b) || others)
+      return refuse(std::string("of launch choices it has the order of tiles") + (for_a   ? " and an L2 hint for A"
+                                                                                  : for_b ? " and an L2 hint for B"
+                                                                                          : " only"));
     return {};
   }
 

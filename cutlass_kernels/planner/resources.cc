@@ -9,7 +9,7 @@ namespace jax_streamk {
 namespace {
 
 // Bytes of an L2 line, of a sector, of the widest vector that a thread loads.
-constexpr int32_t kLine = 128, kSector = 32, kVector = 16;
+constexpr int32_t kLine = 128, kSector = 32, kVector = 16, kWord = 4;
 // Smaller tiles than these keep mma.sync less busy.
 constexpr double kSquare = 128 * 128, kSquareOfF64 = 64 * 64;
 
@@ -85,6 +85,8 @@ Launch::Launch(KernelInfo const& kernel, GemmProblem const& p, int32_t width, Ma
   b = operand(layout_b, kernel.b, kernel.b.major == Major::kColumn, problem.n, !kernel.swap_ab);
   // Rows that start anywhere are shifted after loads of whole vectors.
   if (traits.shifted_b) b.vector = kVector;
+  // Of rows as short as these a line has several.
+  if (traits.words_of_b) b.vector = kWord, b.ld = kLine;
 }
 
 Panels panels_of(Launch const& l) {
@@ -125,13 +127,16 @@ double shared_memory_us(Launch const& l, Panels const& panels) {
   auto const loaded = [&](TileOperand const& x, double tile, double extent) {
     return by_tma && !x.along_k ? tile : std::min(tile, extent);
   };
-  double const bytes = loaded_bytes(l, panels, loaded(l.own_a(), l.kernel.tile_m, l.rows),
-                                    loaded(l.own_b(), l.kernel.tile_n, l.columns));
+  double const rows = loaded(l.own_a(), l.kernel.tile_m, l.rows),
+               columns = loaded(l.own_b(), l.kernel.tile_n, l.columns);
+  double const bytes = loaded_bytes(l, panels, rows, columns);
   if (l.traits.load_path == LoadPath::kStreaming) {
-    // Of a B contiguous along K, warps request half lines.
-    double const requests = l.problem.b.major == Major::kColumn ? 2 : 1;
+    // Of a long operand contiguous along K, warps request half lines.
+    double const requests = l.own_a().along_k ? 2 : 1;
+    double const words = l.traits.words_of_b ? columns * panels.b : 0;
     bool const is_16bit = l.own_a().element_bytes == 2;
-    return requests * bytes / (is_16bit ? machine.thread_bytes_per_us_sm : machine.load_bytes_per_us_sm);
+    return (requests * (bytes - words) + words) /
+           (is_16bit ? machine.thread_bytes_per_us_sm : machine.load_bytes_per_us_sm);
   }
   double const wait = by_tma && l.ctas > 1 ? machine.cluster_wait_us * l.kernel.tile_k / 64 : 0;
   return (bytes / machine.load_bytes_per_us_sm + wait) * l.traits.ctas_per_sm;

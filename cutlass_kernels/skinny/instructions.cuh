@@ -79,6 +79,13 @@ __device__ inline void copy_async(uint2* to, void const* from, int bytes) {
       "l"(from), "r"(bytes)
       : "memory");
 }
+// The same for 4 bytes.
+__device__ inline void copy_async(uint32_t* to, void const* from, int bytes) {
+  asm volatile(
+      "cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+      "l"(from), "r"(bytes)
+      : "memory");
+}
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits for all but the newest kPending groups.
 template <int kPending>

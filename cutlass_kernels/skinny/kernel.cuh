@@ -1,4 +1,5 @@
-// The skinny family: products with few rows of A, which take as long as reading B once.
+// The skinny family: products with few rows of A, which take as long as reading B once, and narrow ones, whose B has
+// few columns: D^T = B^T A^T has few rows. A, B and D below are then B^T, A^T and D^T.
 //
 // Each warp streams B through its own queue in shared memory (cp.async) and multiplies 64 columns, a chunk of K at a
 // time (32 for 16-bit types, 16 for f32, 8 for f64), with mma.sync. Between memory and tensor core there is no CTA
@@ -25,7 +26,12 @@
 
 namespace jax_streamk::skinny {
 
-// Stores D = epilogue(x) for two neighbours.
+template <class T, class D>
+__device__ inline D const* bias_of(Params<T, D> const& p, BatchIndex const& batch, int32_t row, int32_t column) {
+  return p.epilogue.bias + batch.index * p.epilogue.batch_stride_bias + row * p.bias_of_row + column * p.bias_of_column;
+}
+
+// Stores D = epilogue(x) for two neighbours in a row.
 template <class T, class D>
 __device__ inline void store(Params<T, D> const& p, BatchIndex const& batch, int32_t row, int32_t column,
                              Accumulator<T> (&x)[2]) {
@@ -33,23 +39,24 @@ __device__ inline void store(Params<T, D> const& p, BatchIndex const& batch, int
     D x[2];
   };
   auto const& epilogue = p.epilogue;
-  int64_t const offset = batch.offset(epilogue.batch_stride_d, p.inner_stride_d) + row * epilogue.ldd + column;
+  int64_t const offset =
+      batch.offset(epilogue.batch_stride_d, p.inner_stride_d) + row * epilogue.ldd + column * p.column_stride;
   bool const both = column + 1 < p.n;
   if (!epilogue.plain) {
-    auto const add = [&](Accumulator<T> factor, D const* from) {
+    auto const add = [&](Accumulator<T> factor, D const* from, int64_t stride) {
       Neighbours values{};
       if (p.pairs) {
         values = load_vector<Neighbours>(from);
       } else {
         values.x[0] = from[0];
-        if (both) values.x[1] = from[1];
+        if (both) values.x[1] = from[stride];
       }
       x[0] += factor * static_cast<Accumulator<T>>(values.x[0]);
       x[1] += factor * static_cast<Accumulator<T>>(values.x[1]);
     };
     x[0] *= epilogue.alpha, x[1] *= epilogue.alpha;
-    if (epilogue.bias != nullptr) add(1, epilogue.bias + batch.index * epilogue.batch_stride_bias + column);
-    if (epilogue.residual != nullptr) add(epilogue.beta, epilogue.residual + offset);
+    if (epilogue.bias != nullptr) add(1, bias_of(p, batch, row, column), p.bias_of_column);
+    if (epilogue.residual != nullptr) add(epilogue.beta, epilogue.residual + offset, p.column_stride);
     activate(epilogue.activation, x, 2);
   }
   Neighbours const out{static_cast<D>(x[0]), static_cast<D>(x[1])};
@@ -57,7 +64,7 @@ __device__ inline void store(Params<T, D> const& p, BatchIndex const& batch, int
     *reinterpret_cast<Neighbours*>(p.d + offset) = out;
   } else {
     p.d[offset] = out.x[0];
-    if (both) p.d[offset + 1] = out.x[1];
+    if (both) p.d[offset + p.column_stride] = out.x[1];
   }
 }
 
@@ -81,11 +88,12 @@ __device__ inline void store_gated(GatedParams<T, D> const& p, BatchIndex const&
   if (both) to[1] = static_cast<D>(x[1] * up[1]);
 }
 
-template <class T, Math kMath, class D, Major kMajorB, int kBlocks, int kWarpsAlongK, int kShifted, bool kGated>
+template <class T, Math kMath, class D, Major kMajorA, Major kMajorB, int kBlocks, int kWarpsAlongK, int kShifted,
+          bool kGated>
 __global__ __launch_bounds__(kThreads, kCtasPerSm<kBlocks, kShifted>) void skinny_gemm(
     __grid_constant__ ParamsOf<T, D, kGated> const p) {
   extern __shared__ __align__(16) char storage[];
-  auto& shared = *reinterpret_cast<Shared<T, kBlocks, kWarpsAlongK, kShifted>*>(storage);
+  auto& shared = *reinterpret_cast<Shared<T, kBlocks, kWarpsAlongK, kShifted, kMajorA>*>(storage);
   constexpr int kStages = skinny::kStages<kShifted>, kWide = skinny::kWide<kShifted>,
                 kThreadK = skinny::kThreadK<kShifted>, kChunk = skinny::kChunk<T, kShifted>;
   using Pair = skinny::Pair<T>;
@@ -107,10 +115,12 @@ __global__ __launch_bounds__(kThreads, kCtasPerSm<kBlocks, kShifted>) void skinn
   int32_t const m0 = at.m * kRows * kBlocks,
                 n0 = kGated ? at.n * (kColumns / 2) : (at.n * (kWarps / kWarpsAlongK) + along_n) * kWide * kColumns;
 #ifdef JAX_STREAMK_RECORD
-  if (threadIdx.x == 0) record_work(at.m, at.n, index, begin / kTileK, (end + kTileK - 1) / kTileK);
+  bool const turned = p.bias_of_row != 0;  // D^T
+  if (threadIdx.x == 0)
+    record_work(turned ? at.n : at.m, turned ? at.m : at.n, index, begin / kTileK, (end + kTileK - 1) / kTileK);
 #endif
 
-  using AlignedLoader = Loader<T, D, kMajorB, kBlocks, kWarpsAlongK, kGated>;
+  using AlignedLoader = Loader<T, D, kMajorA, kMajorB, kBlocks, kWarpsAlongK, kGated>;
   using Loader = std::conditional_t<kShifted != 0, ShiftedLoader<T, D, kBlocks, kWarpsAlongK, kShifted>, AlignedLoader>;
   Loader loader(p, batch, m0, n0, begin, end);
   uint32_t const row_bytes = static_cast<uint32_t>(p.ldb * sizeof(T));
@@ -131,11 +141,10 @@ __global__ __launch_bounds__(kThreads, kCtasPerSm<kBlocks, kShifted>) void skinn
     for (int i = 0; i < kPairs && row_of(i) < p.m; ++i) {
       int32_t const row = row_of(i), column = column_of(i);
       if (column >= p.n) continue;
-      if (epilogue.bias != nullptr && i < kWide)
-        prefetch_to_l2(epilogue.bias + stored.index * epilogue.batch_stride_bias + column);
+      if (epilogue.bias != nullptr && i < kWide) prefetch_to_l2(bias_of(p, stored, row, column));
       if (epilogue.residual != nullptr)
         prefetch_to_l2(epilogue.residual + stored.offset(epilogue.batch_stride_d, p.inner_stride_d) +
-                       row * epilogue.ldd + column);
+                       row * epilogue.ldd + column * p.column_stride);
     }
   }
 
@@ -145,10 +154,11 @@ __global__ __launch_bounds__(kThreads, kCtasPerSm<kBlocks, kShifted>) void skinn
   for (int32_t k = begin; k < end; k += kChunk * kWarpsAlongK) {
     wait_for_copies<kStages - 2>();
     __syncwarp();  // all lanes' copies have arrived, and all lanes have read the previous chunk
-    Chunk<kBlocks, kShifted> const& chunk = own.queue[stage];
+    using Chunk = ChunkOf<T, kBlocks, kShifted, kMajorA>;
+    Chunk const& chunk = own.queue[stage];
     auto& used_up = own.queue[stage == 0 ? kStages - 1 : stage - 1];
     stage = stage == kStages - 1 ? 0 : stage + 1;
-    typename Chunk<kBlocks, kShifted>::Words a[kBlocks];
+    typename Chunk::Words a[kBlocks];
     if constexpr (kShifted) {
       loader.next(used_up);
 #pragma unroll
@@ -179,7 +189,7 @@ __global__ __launch_bounds__(kThreads, kCtasPerSm<kBlocks, kShifted>) void skinn
     } else {
       uint4 b[8];
 #pragma unroll
-      for (int block = 0; block < kBlocks; ++block) a[block] = chunk.a[block][lane];
+      for (int block = 0; block < kBlocks; ++block) a[block] = loader.vector_of_a(chunk, block);
 #pragma unroll
       for (int i = 0; i < 8; ++i) b[i] = chunk.b[i][kMajorB == Major::kRow ? slot(g, t) : lane];
       loader.next(used_up);
@@ -291,12 +301,16 @@ struct ElementOf<Type::kF64> {
   using type = double;
 };
 
-template <Type kTypeAB, Math kMath, Type kTypeD, Major kMajorB, int kBlocks, int kTileN, int kShifted, bool kGated>
+// kMajorA and kMajorB are the __global__ function's. kNarrow: the function computes D^T = B^T A^T, and so its A is the
+// problem's B^T.
+template <Type kTypeAB, Math kMath, Type kTypeD, Major kMajorA, Major kMajorB, int kBlocks, int kTileN, int kShifted,
+          bool kGated, bool kNarrow>
 class SkinnyKernel final : public CudaKernel {
   using T = typename ElementOf<kTypeAB>::type;
   using D = typename ElementOf<kTypeD>::type;
   static constexpr int kWarpsAlongK = kWarps * kWide<kShifted> * kColumns / kTileN;
-  static constexpr int64_t kSharedMemory = sizeof(Shared<T, kBlocks, kWarpsAlongK, kShifted>);
+  static constexpr int64_t kSharedMemory = sizeof(Shared<T, kBlocks, kWarpsAlongK, kShifted, kMajorA>);
+  static_assert(kMajorA == Major::kRow || (!kShifted && !kGated));
   static_assert(!kShifted || (sizeof(T) == 2 && kMajorB == Major::kRow));
   static constexpr int64_t kMaxExtent = (int64_t{1} << 31) - 1024;  // so that the ends of tiles fit 32 bits
 
@@ -332,25 +346,31 @@ class SkinnyKernel final : public CudaKernel {
                 Device const& device, Buffers const& buffers, bool, cudaStream_t stream) const override {
     Decomposition const work = decomposition(slices.as_batch(p), s, device);
     ParamsOf<T, D, kGated> params;
-    params.a = static_cast<T const*>(buffers.a);
-    params.b = static_cast<T const*>(buffers.b);
+    Layout const &a = kNarrow ? p.b : p.a, &b = kNarrow ? p.a : p.b;
+    params.a = static_cast<T const*>(kNarrow ? buffers.b : buffers.a);
+    params.b = static_cast<T const*>(kNarrow ? buffers.a : buffers.b);
     params.d = static_cast<D*>(buffers.d);
-    params.lda = p.a.ld, params.ldb = p.b.ld;
-    params.batch_stride_a = p.a.batch_stride, params.batch_stride_b = p.b.batch_stride;
-    params.inner_stride_a = p.a.inner_stride, params.inner_stride_b = p.b.inner_stride;
+    params.lda = a.ld, params.ldb = b.ld;
+    params.batch_stride_a = a.batch_stride, params.batch_stride_b = b.batch_stride;
+    params.inner_stride_a = a.inner_stride, params.inner_stride_b = b.inner_stride;
     params.inner_stride_d = p.d.inner_stride;
     params.inner_batch = static_cast<int32_t>(p.inner_batch);
     params.by_inner_batch = Divisor(params.inner_batch);
-    params.m = static_cast<int32_t>(p.m), params.n = static_cast<int32_t>(p.n), params.k = static_cast<int32_t>(p.k);
+    params.m = static_cast<int32_t>(kNarrow ? p.n : p.m), params.n = static_cast<int32_t>(kNarrow ? p.m : p.n);
+    params.k = static_cast<int32_t>(p.k);
     params.splits = work.splits;
     params.batch = static_cast<int32_t>(p.batch);
     params.by_batch = Divisor(params.batch);
     params.runs = slices.count > 1 ? EvenRuns{work.k_tiles, 0} : EvenRuns::of(work.k_tiles, work.splits);
-    params.order = tile_order(p, policy);
-    params.evict_first_b = policy.evict_first_b;
-    params.pairs = (p.n | p.d.ld | p.d.batch_stride | p.d.inner_stride | p.epilogue.batch_stride_bias) % 2 == 0 &&
+    params.order = own_order(p, policy);
+    params.evict_first_b = kNarrow ? policy.evict_first_a : policy.evict_first_b;
+    params.column_stride = kNarrow ? p.d.ld : 1;
+    params.bias_of_row = kNarrow, params.bias_of_column = !kNarrow;
+    params.pairs = !kNarrow &&
+                   (p.n | p.d.ld | p.d.batch_stride | p.d.inner_stride | p.epilogue.batch_stride_bias) % 2 == 0 &&
                    reinterpret_cast<uintptr_t>(buffers.d) % (2 * sizeof(D)) == 0;
     params.epilogue = EpilogueParams<Accumulator<T>, D>(p, buffers);
+    if (kNarrow) params.epilogue.ldd = 1;
     if constexpr (kGated) {
       bool const stacked = p.epilogue.is_stacked();
       params.up = stacked ? params.b + p.epilogue.up_offset : static_cast<T const*>(buffers.up);
@@ -374,31 +394,35 @@ class SkinnyKernel final : public CudaKernel {
   void const* entry_point() const override { return reinterpret_cast<void const*>(kMultiply); }
 
  private:
-  static constexpr auto kMultiply = &skinny_gemm<T, kMath, D, kMajorB, kBlocks, kWarpsAlongK, kShifted, kGated>;
+  static constexpr auto kMultiply =
+      &skinny_gemm<T, kMath, D, kMajorA, kMajorB, kBlocks, kWarpsAlongK, kShifted, kGated>;
 
   static KernelInfo describe() {
     KernelInfo info;
-    info.name = std::string("skinny_") + name_of(kTypeAB) + "_" + name_of(kTypeD) +
-                (kMajorB == Major::kRow ? "_rr_" : "_rc_") + std::to_string(kTileN) + "x" +
-                std::to_string(kRows * kBlocks) + "x" + std::to_string(kTileK);
+    info.a.major = kNarrow ? transposed(kMajorB) : kMajorA;
+    info.b.major = kNarrow ? transposed(kMajorA) : kMajorB;
+    auto const letter = [](Major major) { return major == Major::kRow ? "r" : "c"; };
+    info.name = std::string("skinny_") + name_of(kTypeAB) + "_" + name_of(kTypeD) + "_" + letter(info.a.major) +
+                letter(info.b.major) + "_" + std::to_string(kTileN) + "x" + std::to_string(kRows * kBlocks) + "x" +
+                std::to_string(kTileK);
     if (kMath != Math::kNative) info.name += std::string("_") + name_of(kMath);
     if (kShifted) info.name += "_shifted";
     if (kGated) info.name += "_gated";
+    if (kNarrow) info.name += "_narrow";
     info.family = Family::kSkinny;
     info.a.format = info.b.format = kTypeAB;
     info.d.format = kTypeD;
     info.math = kMath;
-    info.a.major = Major::kRow;
-    info.b.major = kMajorB;
-    info.a.align = kVector<T>;
-    info.b.align = kShifted ? 1 : kVector<T>;
+    int32_t const align_a = kMajorA == Major::kColumn ? 1 : kVector<T>, align_b = kShifted ? 1 : kVector<T>;
+    info.a.align = kNarrow ? align_b : align_a;
+    info.b.align = kNarrow ? align_a : align_b;
     info.d.align = 1;
     info.tile_m = kTileN;
     info.tile_n = kRows * kBlocks;
     info.tile_k = kTileK;
     info.stages = kStages<kShifted>;
     info.warp_schedule = "streaming";
-    info.swap_ab = true;
+    info.swap_ab = !kNarrow;  // mma.sync's first operand is the function's B^T
     info.split_k_reductions = {Reduction::kOrdered};
     if (kTypeD == accumulator_of(kTypeAB)) info.split_k_reductions.push_back(Reduction::kSeparate);
     info.threads = kThreads;
@@ -408,22 +432,40 @@ class SkinnyKernel final : public CudaKernel {
     return info;
   }
 
+  static constexpr Major transposed(Major major) { return major == Major::kRow ? Major::kColumn : Major::kRow; }
+
   static TileOrder tile_order(GemmProblem const& p, LaunchPolicy const& policy) {
-    return {static_cast<int32_t>((p.m + kRows * kBlocks - 1) / (kRows * kBlocks)),
-            static_cast<int32_t>((dense(p).n + kTileN - 1) / kTileN), policy.raster, policy.swizzle};
+    constexpr int64_t kTileRows = kRows * kBlocks, kM = kNarrow ? kTileN : kTileRows, kN = kNarrow ? kTileRows : kTileN;
+    return {static_cast<int32_t>((p.m + kM - 1) / kM), static_cast<int32_t>((dense(p).n + kN - 1) / kN), policy.raster,
+            policy.swizzle};
+  }
+  // The same tiles in the same order, but of D^T if the function computes that.
+  static TileOrder own_order(GemmProblem const& p, LaunchPolicy const& policy) {
+    TileOrder const order = tile_order(p, policy);
+    if (!kNarrow) return order;
+    return {order.tiles_n(), order.tiles_m(), policy.raster == Raster::kAlongM ? Raster::kAlongN : Raster::kAlongM,
+            policy.swizzle};
   }
 };
 
+// What a row multiplies: few rows by one matrix, or by two; or any number of rows by a row-major B of few columns.
+enum class Products { kOne, kGated, kNarrow };
+
 // Registers the kernels of one row of table.txt: row- and column-major B; D in the accumulators' type, and in 16 bits
-// if A and B have 16 bits. If warps share K, 16-bit types also get kernels for a row-major B at any address.
-// Gated rows have the 16-bit results only.
-template <Type kTypeAB, Math kMath, int kTileM, int kTileN, bool kGated>
+// if A and B have 16 bits. If warps share K, 16-bit types also get kernels for a row-major B at any address, and every
+// kernel for an aligned B runs narrow problems with a column-major B, too. Gated rows have the 16-bit results only.
+template <Type kTypeAB, Math kMath, int kTileM, int kTileN, Products kProducts>
 bool add_row() {
-  constexpr bool kHalf = kTypeAB == Type::kBF16 || kTypeAB == Type::kF16;
+  constexpr bool kHalf = kTypeAB == Type::kBF16 || kTypeAB == Type::kF16, kGated = kProducts == Products::kGated;
+  constexpr Major kMajorA = kProducts == Products::kNarrow ? Major::kColumn : Major::kRow;
   auto const add = [](auto major_b, auto columns, auto shifted) {
     auto const add_type = [&](auto type_d) {
-      Registration(std::make_unique<
-                   SkinnyKernel<kTypeAB, kMath, type_d(), major_b(), kTileM / kRows, columns(), shifted(), kGated>>());
+      auto const add_one = [&](auto narrow) {
+        Registration(std::make_unique<SkinnyKernel<kTypeAB, kMath, type_d(), kMajorA, major_b(), kTileM / kRows,
+                                                   columns(), shifted(), kGated, narrow()>>());
+      };
+      if constexpr (kProducts != Products::kNarrow) add_one(std::false_type());
+      if constexpr (!kGated && shifted() == 0) add_one(std::true_type());
     };
     if constexpr (!kGated) add_type(std::integral_constant<Type, kTypeAB == Type::kF64 ? Type::kF64 : Type::kF32>());
     if constexpr (kHalf) add_type(std::integral_constant<Type, kTypeAB>());
@@ -433,7 +475,7 @@ bool add_row() {
   std::integral_constant<int, kTileN> const columns;
   std::integral_constant<int, 0> const none;
   add(row, columns, none), add(column, columns, none);
-  if constexpr (kHalf && kTileN == kColumns && !kGated) {
+  if constexpr (kHalf && kTileN == kColumns && kProducts == Products::kOne) {
     add(row, columns, std::integral_constant<int, 1>());
     add(row, std::integral_constant<int, 2 * kColumns>(), std::integral_constant<int, 2>());
   }
@@ -444,7 +486,7 @@ bool add_row() {
 namespace words {
 inline constexpr Type bf16 = Type::kBF16, f16 = Type::kF16, f32 = Type::kF32, f64 = Type::kF64;
 inline constexpr Math native = Math::kNative, tf32 = Math::kTF32, tf32x3 = Math::kTF32x3;
-inline constexpr bool one = false, gated = true;
+inline constexpr Products one = Products::kOne, gated = Products::kGated, narrow = Products::kNarrow;
 }  // namespace words
 
 }  // namespace jax_streamk::skinny

@@ -2,7 +2,7 @@
 //
 // A lane is g = lane / 4 and t = lane % 4, as in mma.sync's fragments. V is the number of elements in 16 bytes. A chunk
 // is 4 V of K; thread (g, t) multiplies
-//   of A: row g of each block of 8 rows, at k = V t ... V t + V - 1: one vector;
+//   of A: row g of each block of 8 rows, at k = V t ... V t + V - 1: one vector, or elements if A is column-major;
 //   of B: eight columns at the same k, eight vectors:
 //     column-major: columns 8g ... 8g + 7, a vector along K each;
 //     row-major: a vector along n for each k: columns 8g ... 8g + 7 for 16 bits; V g ... V g + V - 1, and as many each
@@ -63,6 +63,19 @@ struct Chunk<kBlocks, 0> {
   Words a[kBlocks][32];
 };
 
+// With a column-major A, by [word of a row of A^T][k]: the aligned 32-bit words that its rows touch, which may start at
+// any element. The padding avoids bank conflicts.
+template <class T, int kBlocks>
+struct ChunkByWords {
+  using Words = uint4;
+  static constexpr int kWords = kRows * kBlocks * sizeof(T) / 4 + (sizeof(T) == 2);
+  uint4 b[8][32];
+  uint32_t a[kWords][kChunk<T, 0> + 1];
+};
+
+template <class T, int kBlocks, int kShifted, Major kMajorA>
+using ChunkOf = std::conditional_t<kMajorA == Major::kRow, Chunk<kBlocks, kShifted>, ChunkByWords<T, kBlocks>>;
+
 // The slot of lane (g, t)'s vector of a row-major B. Eight lanes copy the 128 bytes of a row, one request to L2; a
 // quarter-warp reads the slots of two g and four t. Neither has bank conflicts.
 __device__ inline int slot(int g, int t) { return 8 * t + (g ^ (2 * t)); }
@@ -72,10 +85,10 @@ using Pair = std::conditional_t<std::is_same_v<T, double>, double2, float2>;  //
 
 // Shared memory of a CTA with kWarpsAlongK warps along K and the rest along n. Once a warp's queue is empty, its memory
 // holds the warp's sums (padded against bank conflicts), and the CTA's totals for the cluster.
-template <class T, int kBlocks, int kWarpsAlongK, int kShifted>
+template <class T, int kBlocks, int kWarpsAlongK, int kShifted, Major kMajorA>
 struct Shared {
   union {
-    Chunk<kBlocks, kShifted> queue[kStages<kShifted>];
+    ChunkOf<T, kBlocks, kShifted, kMajorA> queue[kStages<kShifted>];
     struct {
       Accumulator<T> sums[kRows * kBlocks][kWide<kShifted> * kColumns + 4];
       Pair<T> totals[kRows * kBlocks * kWide<kShifted> / kWarpsAlongK][kColumns / 2];  // for this warp's share of rows

@@ -41,7 +41,9 @@ def kernel_of(name):
     schedule, aligned = re.search("coop|pingpong|single", rest), re.search(r"_a(\d+)", rest)
     warps = schedule[0] if schedule else {"sm80": "multistage", "skinny": "streaming"}[family]
     align = int(aligned[1]) if aligned else 16 // size
-    math = _ffi.Math.native if match["a"] != "f32" else _ffi.Math.tf32x3 if rest.endswith("_tf32x3") else _ffi.Math.tf32
+    math = _ffi.Math.native if match["a"] != "f32" else _ffi.Math.tf32x3 if "_tf32x3" in rest else _ffi.Math.tf32
+    narrow = rest.endswith("_narrow")
+    anywhere = rest.endswith("_shifted") or (narrow and match["majors"][1] == "r")  # rows of B
     tile_m, tile_n, tile_k = map(int, match["tile"].split("x"))
     cluster_m, cluster_n = map(int, cluster.groups()) if cluster else (1, 1)
     return _ffi.KernelInfo(
@@ -49,8 +51,9 @@ def kernel_of(name):
         type_d=_ffi.Type[match["d"]], math=math,
         major_a=_MAJORS[match["majors"][0]], major_b=_MAJORS[match["majors"][1]],
         tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, cluster_m=cluster_m, cluster_n=cluster_n,
-        align_a=align, align_b=1 if name.endswith("_shifted") else align, align_d=align,
-        warp_schedule=warps.replace("coop", "cooperative"), swap_ab="_swap" in rest or family == "skinny",
+        align_a=align, align_b=1 if anywhere else align, align_d=align,
+        warp_schedule=warps.replace("coop", "cooperative"),
+        swap_ab="_swap" in rest or (family == "skinny" and not narrow),
         split_k_reductions=[], stream_k_reductions=[],
     )  # fmt: skip
 
