@@ -1,18 +1,20 @@
 """Which products of a program are ours.
 
 ``decide`` is the one function that decides. A product is XLA's if ``left_to_xla`` says so or no kernel runs it, and
-under ``Auto()`` on a GPU also if XLA merges it with its neighbours: that saves more than a faster kernel. A ``where``
-decides instead of the last.
+under ``Auto()`` on a GPU also if XLA merges it with its neighbours, which saves more than a faster kernel, or if
+copies of the operands would take longer than the product. A ``where`` decides instead of the last two.
 """
 
 import dataclasses
 import math
 from typing import Any
 
-from jax_streamk import lowering, schedules
+from jax_streamk import _ffi, cost_model, lowering, planner, schedules, text
 from jax_streamk.device import Device
+from jax_streamk.machines import machine_of
 from jax_streamk.planner import Plan
 from jax_streamk.program import Program, is_merged
+from jax_streamk.tuning import tuned
 
 FALLS_BACK = "falls back to XLA: "
 _FEW_ROWS = 64  # up to here XLA's autotuner takes Triton's GEMM fusions
@@ -34,36 +36,44 @@ def decide(eqn: Any, program: Program, schedule: Any, where: Any, device: Device
     if eqn.ctx.compute_type is not None:
         return Decision(False, f"it is under compute_on({eqn.ctx.compute_type!r})", None)
     try:
-        made = planned(eqn, device, schedule=schedule)
+        made = planned(eqn, program, device, schedule=schedule)
         permutation = _transposed(eqn.outvars[0], program)
         if made.kernel is None and permutation is not None:
-            made = planned(eqn, device, schedule=schedule, permutation=permutation)
+            made = planned(eqn, program, device, schedule=schedule, permutation=permutation)
     except ValueError as error:
         return Decision(False, str(error), None)
     if made.problem is None or made.kernel is None:
         return Decision(False, made.reasons[0].removeprefix(FALLS_BACK), made)
     is_auto = isinstance(schedules.of_forward(schedule), schedules.Auto)
     if is_auto and where is None and device.platform == "cuda":
-        merged = merged_by_xla(eqn, program)
-        if merged is not None:
-            return Decision(False, merged, made)
+        why = merged_by_xla(eqn, program) or copied_first(made)
+        if why is not None:
+            return Decision(False, why, made)
     if where is not None and not where(made.problem):
         return Decision(False, "where(problem) is false", made)
     return Decision(True, "", made)
 
 
-def planned(eqn: Any, device: Device, **changed: Any) -> Plan:
-    """The ``Plan`` of a product's equation, ours or JAX's. Raises ValueError if no kernel runs an explicit schedule."""
+def planned(eqn: Any, program: Program, device: Device, **changed: Any) -> Plan:
+    """The ``Plan`` of a product's equation, ours or JAX's, as lowering makes it: of what lies behind transposes.
+
+    Raises ValueError if no kernel runs an explicit schedule.
+    """
     params = {name: value for name, value in eqn.params.items() if name != "out_sharding"} | changed
-    return lowering.plan(*(x.aval for x in eqn.invars[:2]), device=device, **params)[0]
+    avals = [x.aval for x in eqn.invars[:2]]
+    if "epilogue" not in params or not params["epilogue"].gate:
+        _, avals, params["dimension_numbers"] = lowering.without_transposes(
+            eqn.invars[:2], avals, params["dimension_numbers"], program.transpose_behind
+        )
+    return lowering.plan(*avals, device=device, **params)[0]
 
 
 def merged_by_xla(eqn: Any, program: Program) -> str | None:
     """Why XLA's GEMM fusion makes a product its own, by what is before or after it; None if it does not.
 
-    Nobody measured these rules. That of a batch was suggested by GPT-2's forward: with all products ours, they took as
-    long as XLA's, and the fusions around them 4.7 ms instead of 3.1 (H200, jaxlib 0.11.2). That of few rows follows
-    from the bytes: an operand made for one product is stored and read again before a kernel of ours.
+    Those of a batch were measured in GPT-2's forward: 0.82 of XLA's speed without them, 0.94 with them, as the fusions
+    around products of ours took 4.7 ms instead of 3.1 (H200, jaxlib 0.11.2). That of few rows follows from the bytes:
+    an operand made for one product is stored and read again before a kernel of ours.
     """
     (result,) = eqn.outvars
     has_batch = bool(eqn.params["dimension_numbers"][1][0])
@@ -83,6 +93,29 @@ def merged_by_xla(eqn: Any, program: Program) -> str | None:
         name = program.eqns[user].primitive.name
         return f"the result is larger than all else: XLA's GEMM fusion merges {name} with the product"
     return None
+
+
+def copied_first(made: Plan) -> str | None:
+    """Why XLA is faster at a product whose operands our kernel copies first; None if it is not.
+
+    Copies that take as long as the product at the machine's limit leave ours at half of it at best; XLA's kernels read
+    any rows, and its fusions pad what they make. In two programs our copies took as long as these lost in all: 1.2 of
+    19.6 ms (attention over 197 tokens), 0.9 of 4.9 ms (Gauss-Newton with 433 weights) on an H100.
+    """
+    problem, device, limit = made.problem, made.device, made.limit
+    if problem is None or limit is None or problem.math == _ffi.Math.tf32x3:
+        return None  # three TF32 are multiplied from copies whatever the layout
+    topology = machine_of(device).topology
+    # What L2 holds is copied fast, and tuning has measured the copies.
+    if topology is None or cost_model.moved_bytes(problem) <= topology.l2_bytes or tuned.lookup(problem, device):
+        return None
+    copying = planner.copying(made)
+    if copying <= limit.microseconds:
+        return None
+    return (
+        f"our kernel would copy operands first, {text.duration(copying)}, and at the limit of {limit.bound} the "
+        f"product itself takes {text.duration(limit.microseconds)}: XLA's reads them as they are"
+    )
 
 
 def _transposed(x: Any, program: Program) -> tuple[int, ...] | None:

@@ -199,7 +199,7 @@ def _row(eqn, program, count, is_exact, schedule, where, device) -> Product:
     why, made = "", None
     if is_ours:
         try:
-            made = planned(eqn, device)
+            made = planned(eqn, program, device)
         except ValueError as error:
             is_ours, why = False, str(error)
         if made is not None and made.kernel is None:
