@@ -9,7 +9,7 @@ import dataclasses
 import math
 from typing import Any
 
-from jax_streamk import _ffi, cost_model, lowering, planner, schedules, text
+from jax_streamk import _ffi, compat, cost_model, lowering, planner, schedules, text
 from jax_streamk.device import Device
 from jax_streamk.machines import machine_of
 from jax_streamk.planner import Plan
@@ -60,7 +60,7 @@ def planned(eqn: Any, program: Program, device: Device, **changed: Any) -> Plan:
     Raises ValueError if no kernel runs an explicit schedule.
     """
     params = {name: value for name, value in eqn.params.items() if name != "out_sharding"} | changed
-    avals = [x.aval for x in eqn.invars[:2]]
+    avals = [compat.local_aval(x.aval) for x in eqn.invars[:2]]
     if "epilogue" not in params or not params["epilogue"].gate:
         _, avals, params["dimension_numbers"] = lowering.without_transposes(
             eqn.invars[:2], avals, params["dimension_numbers"], program.transpose_behind
