@@ -71,9 +71,9 @@ def planned(eqn: Any, program: Program, device: Device, **changed: Any) -> Plan:
 def merged_by_xla(eqn: Any, program: Program) -> str | None:
     """Why XLA's GEMM fusion makes a product its own, by what is before or after it; None if it does not.
 
-    Those of a batch were measured in GPT-2's forward: 0.82 of XLA's speed without them, 0.94 with them, as the fusions
-    around products of ours took 4.7 ms instead of 3.1 (H200, jaxlib 0.11.2). That of few rows follows from the bytes:
-    an operand made for one product is stored and read again before a kernel of ours.
+    Those of a batch were measured in GPT-2's forward pass: 0.82 of XLA's speed without them, 0.94 with them, where all
+    products took as long as XLA's and the fusions around them 4.7 ms instead of 3.1 (H200, jaxlib 0.11.2). That of few
+    rows follows from the bytes: an operand made for one product is stored and read again before a kernel of ours.
     """
     (result,) = eqn.outvars
     has_batch = bool(eqn.params["dimension_numbers"][1][0])
@@ -98,10 +98,10 @@ def merged_by_xla(eqn: Any, program: Program) -> str | None:
 def copied_first(made: Plan) -> str | None:
     """Why XLA is faster at a product whose operands our kernel copies first; None if it is not.
 
-    Copies that take as long as the product at the machine's limit leave ours at half of it at best; XLA's kernels read
-    any rows, and its fusions pad what they make. In two programs on an H100 such copies were all that was lost:
-    ViT-B/16, attention over 197 tokens, took 1.2 ms more than XLA's 19.4, its copies 1.2; a Gauss-Newton step for 433
-    weights 0.7 ms more than XLA's 4.2, its copies 0.9 by the model.
+    Copies that take as long as the product at the machine's limit leave ours at half of it at best, while XLA's GEMM
+    fusions read any rows. In two programs on an H100 such copies are about what was lost: ViT-B/16, attention over 197
+    tokens, took 1.2 ms more than XLA's 19.4, its copies 1.2; a Gauss-Newton step for 433 weights 0.7 ms more than
+    XLA's 4.2, its copies 0.9 by the model. What the rule gains was not measured.
     """
     problem, device, limit = made.problem, made.device, made.limit
     if problem is None or limit is None or problem.math == _ffi.Math.tf32x3:
