@@ -77,8 +77,8 @@ def accelerate(
     XLA still computes products that no kernel supports (complex numbers, integers other than int8, some precisions),
     and those in derivatives of ``lax.custom_root``, in ``linear_call``, in other libraries' primitives (such as
     ``equinox.internal.noinline``) and under ``compute_on``; and, under ``Auto()`` on a GPU, products that it merges
-    with their neighbours: ``accelerate(fn).explain(*args)`` says which. Pallas kernels and NumPy's products stay as
-    they are.
+    with their neighbours, or whose operands our kernels would copy for longer than the product takes:
+    ``accelerate(fn).explain(*args)`` says which. Pallas kernels and NumPy's products stay as they are.
 
     Args:
       fn: a pure function that ``jax.jit`` can trace; without it, ``accelerate(schedule=...)`` is a decorator.
@@ -89,7 +89,8 @@ def accelerate(
         ``fn`` is traced: if ``vmap`` or sharding outside ``fn`` changes a product so that the schedule no longer fits,
         it raises ValueError as in ``matmul``.
       where: called with the ``GemmProblem`` (``plan(...).problem``) of each product that a kernel supports; the product
-        becomes ours if it returns true. None accepts all but those that XLA merges with their neighbours.
+        becomes ours if it returns true. None accepts all but those that XLA merges with their neighbours or
+        reads without our copies.
 
     Returns:
       A function like ``fn``, which can be transformed and compiled like ``fn``, with a function ``explain``. As with

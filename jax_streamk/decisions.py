@@ -1,18 +1,20 @@
 """Which products of a program are ours.
 
 ``decide`` is the one function that decides. A product is XLA's if ``left_to_xla`` says so or no kernel runs it, and
-under ``Auto()`` on a GPU also if XLA merges it with its neighbours: that saves more than a faster kernel. A ``where``
-decides instead of the last.
+under ``Auto()`` on a GPU also if XLA merges it with its neighbours, which saves more than a faster kernel, or if
+copies of the operands would take longer than the product. A ``where`` decides instead of the last two.
 """
 
 import dataclasses
 import math
 from typing import Any
 
-from jax_streamk import compat, lowering, ragged, schedules
+from jax_streamk import _ffi, compat, cost_model, lowering, planner, ragged, schedules, text
 from jax_streamk.device import Device
+from jax_streamk.machines import machine_of
 from jax_streamk.planner import Plan
 from jax_streamk.program import Program, is_merged
+from jax_streamk.tuning import tuned
 
 FALLS_BACK = "falls back to XLA: "
 _FEW_ROWS = 64  # up to here XLA's autotuner takes Triton's GEMM fusions
@@ -34,19 +36,19 @@ def decide(eqn: Any, program: Program, schedule: Any, where: Any, device: Device
     if eqn.ctx.compute_type is not None:
         return Decision(False, f"it is under compute_on({eqn.ctx.compute_type!r})", None)
     try:
-        made = planned(eqn, device, schedule=schedule)
+        made = planned(eqn, program, device, schedule=schedule)
         permutation = _transposed(eqn.outvars[0], program)
         if made.kernel is None and permutation is not None:
-            made = planned(eqn, device, schedule=schedule, permutation=permutation)
+            made = planned(eqn, program, device, schedule=schedule, permutation=permutation)
     except ValueError as error:
         return Decision(False, str(error), None)
     if (refused := _refused(made)) is not None:
         return refused
     is_auto = isinstance(schedules.of_forward(schedule), schedules.Auto)
     if is_auto and where is None and device.platform == "cuda":
-        merged = merged_by_xla(eqn, program)
-        if merged is not None:
-            return Decision(False, merged, made)
+        why = merged_by_xla(eqn, program) or copied_first(made)
+        if why is not None:
+            return Decision(False, why, made)
     return _unless(where, made)
 
 
@@ -60,7 +62,7 @@ def decide_ragged(eqn: Any, schedule: Any, where: Any, device: Device) -> Decisi
     if any(x is not None for x in compat.ragged_params(eqn.params).values()):
         return Decision(False, "it has a group_offset or an out_sharding", None)
     try:
-        made = planned(eqn, device, schedule=schedule)
+        made = planned_ragged(eqn, device, schedule=schedule)
     except ValueError as error:
         return Decision(False, str(error), None)
     return _refused(made) or _unless(where, made)
@@ -78,22 +80,33 @@ def _unless(where: Any, made: Plan) -> Decision:
     return Decision(True, "", made)
 
 
-def planned(eqn: Any, device: Device, **changed: Any) -> Plan:
-    """The ``Plan`` of a product's equation, ours or JAX's. Raises ValueError if no kernel runs an explicit schedule."""
-    if eqn.primitive in (compat.ragged_dot_general_p, ragged.ragged_p):
-        is_ours = eqn.primitive is ragged.ragged_p
-        params = (eqn.params if is_ours else ragged.params_of(eqn, schedules.Auto())) | changed
-        return ragged.plan(*(x.aval for x in eqn.invars[:3]), device=device, **params)[0]
+def planned(eqn: Any, program: Program, device: Device, **changed: Any) -> Plan:
+    """The ``Plan`` of a product's equation, ours or JAX's, as lowering makes it: of what lies behind transposes.
+
+    Raises ValueError if no kernel runs an explicit schedule.
+    """
     params = {name: value for name, value in eqn.params.items() if name != "out_sharding"} | changed
-    return lowering.plan(*(x.aval for x in eqn.invars[:2]), device=device, **params)[0]
+    avals = [compat.local_aval(x.aval) for x in eqn.invars[:2]]
+    if "epilogue" not in params or not params["epilogue"].gate:
+        _, avals, params["dimension_numbers"] = lowering.without_transposes(
+            eqn.invars[:2], avals, params["dimension_numbers"], program.transpose_behind
+        )
+    return lowering.plan(*avals, device=device, **params)[0]
+
+
+def planned_ragged(eqn: Any, device: Device, **changed: Any) -> Plan:
+    """``planned`` of a ragged product."""
+    is_ours = eqn.primitive is ragged.ragged_p
+    params = (eqn.params if is_ours else ragged.params_of(eqn, schedules.Auto())) | changed
+    return ragged.plan(*(x.aval for x in eqn.invars[:3]), device=device, **params)[0]
 
 
 def merged_by_xla(eqn: Any, program: Program) -> str | None:
     """Why XLA's GEMM fusion makes a product its own, by what is before or after it; None if it does not.
 
-    Nobody measured these rules. That of a batch was suggested by GPT-2's forward: with all products ours, they took as
-    long as XLA's, and the fusions around them 4.7 ms instead of 3.1 (H200, jaxlib 0.11.2). That of few rows follows
-    from the bytes: an operand made for one product is stored and read again before a kernel of ours.
+    Those of a batch were measured in GPT-2's forward pass: 0.82 of XLA's speed without them, 0.94 with them, where all
+    products took as long as XLA's and the fusions around them 4.7 ms instead of 3.1 (H200, jaxlib 0.11.2). That of few
+    rows follows from the bytes: an operand made for one product is stored and read again before a kernel of ours.
     """
     (result,) = eqn.outvars
     has_batch = bool(eqn.params["dimension_numbers"][1][0])
@@ -113,6 +126,29 @@ def merged_by_xla(eqn: Any, program: Program) -> str | None:
         name = program.eqns[user].primitive.name
         return f"the result is larger than all else: XLA's GEMM fusion merges {name} with the product"
     return None
+
+
+def copied_first(made: Plan) -> str | None:
+    """Why XLA is faster at a product whose operands our kernel copies first; None if it is not.
+
+    Copies that take as long as the product at the machine's limit leave ours at half of it at best, while XLA's GEMM
+    fusions read any rows. In two programs on an H100 such copies are about what was lost: ViT-B/16, attention over 197
+    tokens, took 1.2 ms more than XLA's 19.4, its copies 1.2; a Gauss-Newton step for 433 weights 0.7 ms more than
+    XLA's 4.2, its copies 0.9 by the model. What the rule gains was not measured.
+    """
+    problem, device, limit = made.problem, made.device, made.limit
+    if problem is None or limit is None or problem.math == _ffi.Math.tf32x3:
+        return None  # three TF32 are multiplied from copies whatever the layout
+    topology = machine_of(device).topology
+    if topology is None or cost_model.moved_bytes(problem) <= topology.l2_bytes:
+        return None  # what L2 holds is copied fast
+    copying = planner.copying(made)
+    if copying <= limit.microseconds or tuned.lookup(problem, device) is not None:
+        return None  # tuning has measured the copies
+    return (
+        f"our kernel would copy operands first, {text.duration(copying)}, and at the limit of {limit.bound} the "
+        f"product itself takes {text.duration(limit.microseconds)}: XLA's reads them as they are"
+    )
 
 
 def _transposed(x: Any, program: Program) -> tuple[int, ...] | None:

@@ -175,7 +175,7 @@ def _lower_on_one_device(ctx, lhs, rhs, *others, platform, schedule, out_shardin
     device = device_for_lowering(platform)
     if epilogue.gate:
         return _lower_gated(ctx, lhs, rhs, *others, device=device, schedule=schedule, epilogue=epilogue, **params)
-    (lhs, rhs), avals, params["dimension_numbers"] = _without_transposes(
+    (lhs, rhs), avals, params["dimension_numbers"] = without_transposes(
         (lhs, rhs), ctx.avals_in[:2], params["dimension_numbers"]
     )
 
@@ -212,7 +212,7 @@ def prepared(arrangement, lhs, rhs, *avals):
 
 def _lower_gated(ctx, lhs, rhs, *others, device, schedule, epilogue, **params):
     second, *more = map(list, epilogue.split(others))
-    matrices = [_without_transposes((lhs, x), ctx.avals_in[:2], params["dimension_numbers"]) for x in (rhs, *second)]
+    matrices = [without_transposes((lhs, x), ctx.avals_in[:2], params["dimension_numbers"]) for x in (rhs, *second)]
     # Both matrices have one layout.
     if all(x[1:] == matrices[0][1:] for x in matrices):
         ((lhs, rhs), avals, params["dimension_numbers"]), *rest = matrices
@@ -256,12 +256,15 @@ def _partitioned(avals, *, epilogue=Epilogue(), permutation=None, **params):
     return partition.partitioned(product, epilogue.apply, fused, factors)
 
 
-def _without_transposes(operands, avals, dimension_numbers):
-    """Folds transposes of the operands into the product: kernels read either majorness without a copy."""
+def without_transposes(operands, avals, dimension_numbers, behind=compat.transpose_behind):
+    """Folds transposes of the operands into the product: kernels read either majorness without a copy.
+
+    ``behind`` finds (operand, permutation) of the transpose that makes a value, None if none does.
+    """
     operands, avals = list(operands), list(avals)
     sides = [list(side) for side in zip(*dimension_numbers)]
     for i in range(2):
-        while (found := compat.transpose_behind(operands[i])) is not None:
+        while (found := behind(operands[i])) is not None:
             source, permutation = found
             free = [p for dim, p in enumerate(permutation) if dim not in (*sides[i][0], *sides[i][1])]
             if free != sorted(free):  # the result keeps the operand's order

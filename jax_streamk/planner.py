@@ -307,6 +307,13 @@ def plan_with(problem, schedule, device, found):
     )
 
 
+def copying(plan):
+    """The expected time, in microseconds, of the copies of operands that a plan's kernel makes first."""
+    kernel, machine = _registry(plan.device.platform)[0][plan.kernel], machine_of(plan.device).native
+    parts = plan.problem.native(), plan.native_schedule(), plan.device.native(), machine
+    return _ffi.estimate(kernel, *parts).repack
+
+
 def _without_kernels(problem, device):
     if problem.gated:
         return "no kernel multiplies such operands by two matrices at once"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jax_streamk import compat, primitive, ragged, schedules, text
-from jax_streamk.decisions import FALLS_BACK, decide, decide_ragged, planned
+from jax_streamk.decisions import FALLS_BACK, decide, decide_ragged, planned, planned_ragged
 from jax_streamk.device import Device
 from jax_streamk.planner import Plan
 from jax_streamk.program import Program
@@ -204,7 +204,7 @@ def _row(eqn, program, count, is_exact, schedule, where, device) -> Product:
     why, made = "", None
     if is_ours:
         try:
-            made = planned(eqn, device)
+            made = planned_ragged(eqn, device) if is_ragged else planned(eqn, program, device)
         except ValueError as error:
             is_ours, why = False, str(error)
         if made is not None and made.kernel is None:

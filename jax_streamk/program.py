@@ -59,6 +59,13 @@ class Program:
         at = self.maker.get(x) if isinstance(x, Var) else None
         return None if at is None else self.eqns[at]
 
+    def transpose_behind(self, x: Any) -> tuple[Any, tuple[int, ...]] | None:
+        """(operand, permutation) of the transpose that makes a value; None if none does."""
+        made = self.eqn_of(x)
+        if made is None or made.primitive.name != "transpose":
+            return None
+        return made.invars[0], tuple(made.params["permutation"])
+
     def is_same(self, x: Any, y: Any) -> bool:
         """Whether two values are one, or equal conversions of one: each layer converts its argument."""
         while x is not y:

@@ -1,6 +1,7 @@
 """Which products ``accelerate`` leaves to XLA, and what ``explain`` says of them all."""
 
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jax import lax
 from test_accelerate import normal, on_host, products
 
 import jax_streamk
-from jax_streamk import H200, Device, SplitK, StreamK, accelerate, fusion
+from jax_streamk import H200, Device, SplitK, StreamK, _ffi, accelerate, decisions, fusion
 
 bf16, f32 = jnp.bfloat16, jnp.float32
 
@@ -55,6 +56,49 @@ def test_weights_of_few_bits_are_read_as_they_are(dtype):
     assert reasons(plain, x, w, scale, schedule=StreamK()) == [""]
     assert reasons(plain, x, w, scale, where=lambda problem: True) == [""]
     assert reasons(plain, shaped(2048, 4096), w, scale) == [""]
+
+
+@on_h200
+def test_operands_whose_copies_take_longer_than_the_product_are_not_ours(monkeypatch):
+    gram = lambda x: x.T @ x
+    (odd,) = rows(gram, shaped(300_000, 401, dtype=f32))
+    assert not odd.is_ours and odd.why.startswith("our kernel would copy operands first, ")
+    assert odd.plan.kernel is not None
+    # Rows on 16 bytes are read as they lie, and so are those of float64.
+    assert reasons(gram, shaped(300_000, 400, dtype=f32)) == [""]
+    with jax.enable_x64(True):
+        assert reasons(gram, shaped(300_000, 401, dtype=jnp.float64)) == [""]
+    # Who asks for our kernels has them.
+    assert reasons(gram, shaped(300_000, 401, dtype=f32), schedule=SplitK(2)) == [""]
+    assert reasons(gram, shaped(300_000, 401, dtype=f32), where=lambda problem: True) == [""]
+    # Three TF32 need copies in parts whatever the layout.
+    precise = lambda x: jnp.matmul(x.T, x, precision="high")
+    assert [reasons(precise, shaped(300_000, n, dtype=f32)) for n in (400, 401)] == [[""], [""]]
+
+    def weighted(w, v):
+        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(w.astype(f32)).astype(bf16), v)
+
+    for length, is_ours in ((197, False), (200, True)):
+        (product,) = rows(weighted, shaped(64, 12, length, length), shaped(64, length, 12, 64))
+        assert product.is_ours == is_ours
+    # A copy that fits in L2 is short, and one that is multiplied often enough, too.
+    (small,) = rows(weighted, shaped(1, 12, 197, 197), shaped(1, 197, 12, 64))
+    assert small.is_ours
+    assert reasons(jnp.matmul, shaped(8192, 4001), shaped(4001, 4096)) == [""]
+    monkeypatch.setattr(decisions, "tuned", types.SimpleNamespace(lookup=lambda problem, device: "found"))
+    assert reasons(gram, shaped(300_000, 401, dtype=f32)) == [""]
+
+
+@on_h200
+def test_what_is_planned_is_what_lowering_makes():
+    """It reads through transposes of operands."""
+    written = {
+        "transposed": lambda x, y: x.T @ y,
+        "contracted": lambda x, y: lax.dot_general(x, y, (((0,), (0,)), ((), ()))),
+        "swapped twice": lambda x, y: (x.swapaxes(0, 1).T).swapaxes(0, 1) @ y,
+    }
+    plans = [rows(fn, shaped(8192, 1024), shaped(8192, 2048))[0].plan for fn in written.values()]
+    assert plans[0] == plans[1] == plans[2] and plans[0].problem.major_a == _ffi.Major.column
 
 
 @on_h200
@@ -122,7 +166,7 @@ def test_counts():
     def fn(x, w):
         x, _ = lax.scan(lambda c, _: (lax.scan(lambda c, _: (jnp.tanh(c @ w), ()), c, length=3)[0], ()), x, length=5)
         x = lax.while_loop(lambda c: c.sum() < 1, lambda c: jnp.abs(c @ w.T) + 1, x)
-        return lax.cond(x.sum() > 0, lambda x: (x.T @ x).sum(), lambda x: (jnp.cos(x.T) @ x).sum(), x)
+        return lax.cond(x.sum() > 0, lambda x: (x.T @ x).sum(), lambda x: (jnp.cos(x).T @ x).sum(), x)
 
     found = {(row.m, row.n, row.k, row.fused): row for row in rows(fn, normal(6, 16), normal(16, 16))}
     by_fused = {key: (row.count, row.is_exact) for key, row in found.items()}
