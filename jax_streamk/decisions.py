@@ -2,7 +2,7 @@
 
 ``decide`` is the one function that decides. A product is XLA's if ``left_to_xla`` says so or no kernel runs it, and
 under ``Auto()`` on a GPU also if XLA merges it with its neighbours: that saves more than a faster kernel. A ``where``
-decides instead of the last.
+decides instead of the last, and so does what ``tuning()`` measured.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ from jax_streamk import lowering, schedules
 from jax_streamk.device import Device
 from jax_streamk.planner import Plan
 from jax_streamk.program import Program, is_merged
+from jax_streamk.tuning import tuned
 
 FALLS_BACK = "falls back to XLA: "
 _FEW_ROWS = 64  # up to here XLA's autotuner takes Triton's GEMM fusions
@@ -29,8 +30,18 @@ class Decision:
     plan: Plan | None
 
 
-def decide(eqn: Any, program: Program, schedule: Any, where: Any, device: Device) -> Decision:
-    """Whether the product of an equation of JAX's ``dot_general`` in a program becomes ours."""
+def decide(
+    eqn: Any,
+    program: Program,
+    schedule: Any,
+    where: Any,
+    device: Device,
+    measured: tuned.FragmentTimes | None = None,
+) -> Decision:
+    """Whether the product of an equation of JAX's ``dot_general`` in a program becomes ours.
+
+    ``measured``: what tuning found for it with the equations around it.
+    """
     if eqn.ctx.compute_type is not None:
         return Decision(False, f"it is under compute_on({eqn.ctx.compute_type!r})", None)
     try:
@@ -40,6 +51,10 @@ def decide(eqn: Any, program: Program, schedule: Any, where: Any, device: Device
             made = planned(eqn, device, schedule=schedule, permutation=permutation)
     except ValueError as error:
         return Decision(False, str(error), None)
+    if measured is not None and made.problem is not None:
+        # Alone, a product may have lost to XLA's that wins with its neighbours.
+        if made.kernel is not None or tuned.lookup(made.problem, device) is not None:
+            return Decision(measured.winner != "xla", measured.why, made)
     if made.problem is None or made.kernel is None:
         return Decision(False, made.reasons[0].removeprefix(FALLS_BACK), made)
     is_auto = isinstance(schedules.of_forward(schedule), schedules.Auto)

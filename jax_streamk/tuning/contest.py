@@ -6,6 +6,8 @@ import warnings
 
 import jax
 import numpy as np
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
 
 from jax_streamk import _ffi, custom_call
 from jax_streamk.epilogue import Epilogue
@@ -102,3 +104,49 @@ def operands_of(made, memory):
         ]
 
     return list(itertools.islice(itertools.cycle(zip(*(put(*part) for part in parts))), calls))
+
+
+def fragment_programs(variants, memory):
+    """The ``Program`` of each variant of a fragment, a closed jaxpr by name, on the same random operands."""
+    avals = variants["xla"].in_avals
+    sizes = [aval.size * aval.dtype.itemsize for aval in avals]
+    rotated = math.ceil(measure.ROTATED_BYTES[memory.device.platform] / max(sizes))
+    sets = min(max(1, rotated), _LEAST_CALLS)
+    operands = [tuple(memory.put(_random(aval)) for aval in avals) for _ in range(sets)]
+    calls = list(itertools.islice(itertools.cycle(operands), _LEAST_CALLS))
+    link = _link(variants["xla"])
+    return {name: dependent(_first_of(closed, avals[link].ndim), calls, link) for name, closed in variants.items()}
+
+
+def _link(closed):
+    """The smallest operand that a product of a fragment depends on."""
+    jaxpr = getattr(closed, "jaxpr", closed)
+    needed, products = set(), [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
+    for eqn in reversed(jaxpr.eqns):
+        if eqn in products or not needed.isdisjoint(eqn.outvars):
+            needed.update(x for x in eqn.invars if not hasattr(x, "val"))
+    return min((i for i, x in enumerate(jaxpr.invars) if x in needed), key=lambda i: jaxpr.invars[i].aval.size)
+
+
+def _first_of(closed, ndim):
+    """A function of a fragment's operands that returns one element, after all results are there."""
+
+    def run(*operands):
+        first, *_ = lax.optimization_barrier(tuple(jaxpr_as_fun(closed)(*operands)))
+        return first.reshape(-1)[:1].reshape((1,) * ndim)
+
+    return run
+
+
+def has_64_bits(closed):
+    """Whether a fragment has values of 64-bit types."""
+    jaxpr = getattr(closed, "jaxpr", closed)
+    values = (x for eqn in jaxpr.eqns for x in (*eqn.invars, *eqn.outvars))
+    return any(x.aval.dtype.itemsize == 8 for x in values)
+
+
+def _random(aval):
+    if jax.numpy.issubdtype(aval.dtype, jax.numpy.floating) or aval.dtype == np.int8:
+        size = aval.size * aval.dtype.itemsize
+        return measure.random_bytes(aval.dtype, size).view(aval.dtype).reshape(aval.shape)
+    return np.random.default_rng().integers(0, 2, aval.shape).astype(aval.dtype)

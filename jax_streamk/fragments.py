@@ -1,0 +1,202 @@
+"""Fragments of a program: a product, or the two of a gate, with the equations around it that a decision is about.
+
+A fragment is what the epilogue of a kernel could do after the product, what XLA could merge with that or with the
+operands, and nothing that another kernel computes. Inside ``tuning()`` it runs in three ways, and the fastest decides:
+
+- ``xla``: as the program has it;
+- ``apart``: our product, and XLA's equations around it;
+- ``fused``: our product with as much as its kernel can do.
+
+Programs over several devices have no fragments: of what XLA divides, nobody knows the parts while tracing.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+
+from jax_streamk import compat, primitive, schedules
+from jax_streamk.chains import Follower
+from jax_streamk.device import Device
+from jax_streamk.program import Program, is_merged, is_movable, is_view
+from jax_streamk.tuning import tune, tuned
+
+_TAIL = 8  # equations after what a kernel can do
+_READERS = 4  # of a value that more than one equation reads
+_MOST = 48  # equations
+_ENDS = ("reduce_", "argmax", "argmin")
+# By the variable of a product's result, what was measured.
+Measured = dict[Var, tuned.FragmentTimes]
+
+
+def measured(
+    program: Program, schedule: Any, where: Any, device: Device, rewrite: Callable[[Program, Measured], list[Any]]
+) -> Measured:
+    """What tuning found for the products of a program that are still JAX's; inside ``tuning()`` it measures them.
+
+    Args:
+      rewrite: a function from a program and what is to be taken as measured to the rewritten equations.
+    """
+    is_auto = isinstance(schedules.of_forward(schedule), schedules.Auto)
+    if where is not None or not is_auto or not (tune.is_on(device) or tuned.fragments(device)):
+        return {}
+    found: Measured = {}
+    for products, closed in _fragments(program, schedule):
+        outs = [x for at in products for x in _results(program, at)]
+        make = functools.partial(_variants, closed, outs, rewrite)
+        times = tune.fragment_times(text_of(closed), make, device)
+        if times is not None:
+            found |= dict.fromkeys(outs, times)
+    return found
+
+
+def _variants(closed: Any, outs: Sequence[Var], rewrite: Callable[..., list[Any]]) -> tuple[dict[str, Any], str]:
+    """A fragment's closed jaxprs by name, and the name of the one that the rules make. Only ``xla``: none is ours."""
+    program = Program(closed.eqns, getattr(closed, "jaxpr", closed).outvars)
+
+    def rewritten(found: Measured) -> tuple[str, Any]:
+        eqns = rewrite(program, found)
+        called = {eqn.primitive for eqn in eqns}
+        if compat.dot_general_p in called:
+            return "xla", closed
+        return "fused" if primitive.fused_p in called else "apart", compat.with_eqns(closed, eqns)
+
+    forced = [dict.fromkeys(outs, tuned.FragmentTimes.assumed(name)) for name in ("apart", "fused")]
+    variants = dict([("xla", closed), *map(rewritten, forced)])
+    own, _ = rewritten({})
+    return variants, own if own in variants else "xla"
+
+
+def _results(program: Program, at: int) -> list[Var]:
+    """The variables that a product of ours has for its result: that of a transpose is folded into it."""
+    (out,) = program.eqns[at].outvars
+    user = program.user(out)
+    is_turned = user is not None and program.eqns[user].primitive.name == "transpose"
+    return [out, program.eqns[user].outvars[0]] if user is not None and is_turned else [out]
+
+
+def _fragments(program: Program, schedule: Any) -> Iterator[tuple[list[int], Any]]:
+    """The products of each fragment, by their positions, and its closed jaxpr. The last one first, as for gates."""
+    ours = program.with_eqns([_ours(eqn, schedule) for eqn in program.eqns])
+    ours.there = set()
+    done = set[int]()
+    for at in reversed(range(len(program.eqns))):
+        if at in done or program.eqns[at].primitive is not compat.dot_general_p or not is_movable(program.eqns[at]):
+            continue
+        taken = {at}
+        end = program.eqns[at].outvars[0]
+        for chain in Follower(ours, at, done).chains():
+            taken, end = {at, *chain.taken}, chain.out
+        _take_readers(program, taken, end)
+        repeated = _take_makers(program, taken)
+        products = [i for i in sorted(taken) if program.eqns[i].primitive is compat.dot_general_p]
+        done.update(products)
+        closed = _closed(program, taken, repeated)
+        if closed is not None:
+            yield products, closed
+
+
+def _ours(eqn: Any, schedule: Any) -> Any:
+    if eqn.primitive is not compat.dot_general_p:
+        return eqn
+    return eqn.replace(primitive=primitive.dot_general_p, params=eqn.params | dict(schedule=schedule, permutation=None))
+
+
+def _may_join(eqn: Any) -> bool:
+    return is_movable(eqn) and is_merged(eqn)
+
+
+def _take_readers(program: Program, taken: set[int], end: Any) -> None:
+    """Adds what XLA could merge with the reading of a value: of several readers, only they themselves."""
+    for _ in range(_TAIL):
+        users = program.uses[end]
+        if end in program.kept or not 1 <= len(users) <= _READERS or not taken.isdisjoint(users):
+            return
+        if not all(_may_join(program.eqns[at]) for at in users):
+            return
+        taken.update(users)
+        last = program.eqns[users[0]]
+        if len(users) > 1 or last.primitive.name.startswith(_ENDS):
+            return
+        end = last.outvars[0]
+
+
+def _take_makers(program: Program, taken: set[int]) -> set[int]:
+    """Adds what XLA could merge with the operands. Returns what is computed once more: numbers and broadcasts."""
+    repeated = set[int]()
+    waiting = sorted(taken)
+    while waiting and len(taken) < _MOST:
+        for x in program.eqns[waiting.pop()].invars:
+            at = None if isinstance(x, Literal) else program.maker.get(x)
+            if at is None or at in taken or not _may_join(program.eqns[at]):
+                continue
+            made = program.eqns[at]
+            is_ours_alone = x not in program.kept and taken.issuperset(program.uses[x])
+            is_free = made.primitive.name == "broadcast_in_dim" or program.number(x) is not None
+            if made.primitive.name.startswith(_ENDS) or not (is_ours_alone or is_free):
+                continue
+            taken.add(at)
+            waiting.append(at)
+            if not is_ours_alone:
+                repeated.add(at)
+    return repeated
+
+
+def _closed(program: Program, taken: set[int], repeated: set[int]) -> Any:
+    """The closed jaxpr of equations; None if there is nothing to decide, or they cannot run alone."""
+    eqns = [program.eqns[at] for at in sorted(taken)]
+    others = [eqn for eqn in eqns if eqn.primitive is not compat.dot_general_p]
+    if all(is_view(eqn) or eqn.primitive.name in ("transpose", "pvary") for eqn in others):
+        return None
+    if not all(_is_alone(x.aval) for eqn in eqns for x in (*eqn.invars, *eqn.outvars)):
+        return None
+    if any(getattr(body, "consts", ()) for eqn in others for body in eqn.params.values()):  # may be tracers
+        return None
+    outs = [
+        x
+        for at in sorted(taken - repeated)
+        for x in program.eqns[at].outvars
+        if x in program.kept or not taken.issuperset(program.uses[x])
+    ]
+    return compat.closed([*compat.free_variables(eqns)], eqns, *outs)
+
+
+def _is_alone(aval: Any) -> bool:
+    """Whether a value is an array of numbers on one device."""
+    mesh = aval.sharding.mesh
+    is_number = not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
+    return is_number and (mesh.empty or mesh.size == 1) and not compat.varying(aval)
+
+
+def text_of(jaxpr: Any) -> str:
+    """A jaxpr as text that is the same in every process: variables are numbered, and functions left out."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    numbers: dict[Any, int] = {}
+
+    def named(x: Any) -> str:
+        if isinstance(x, Literal):
+            return f"{x.val}"
+        is_new = x not in numbers
+        number = numbers.setdefault(x, len(numbers))
+        return f"{number}:{x.aval.dtype}{list(x.aval.shape)}" if is_new else f"{number}"
+
+    def line(eqn: Any) -> str:
+        params = (f"{name}={_shown(value)}" for name, value in sorted(eqn.params.items()) if not callable(value))
+        operands = " ".join(map(named, eqn.invars))
+        return f"{' '.join(map(named, eqn.outvars))} = {eqn.primitive.name}[{' '.join(params)}] {operands}"
+
+    first = " ".join(map(named, (*jaxpr.constvars, *jaxpr.invars)))
+    return "; ".join([first, *map(line, jaxpr.eqns), " ".join(map(named, jaxpr.outvars))])
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (Jaxpr, ClosedJaxpr)):
+        return "{" + text_of(value) + "}"
+    if isinstance(value, (set, frozenset)):
+        return f"{sorted(map(_shown, value))}"
+    if isinstance(value, (tuple, list)):
+        return "(" + ",".join(map(_shown, value)) + ")"
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
