@@ -301,7 +301,9 @@ class _Placement:
         if self.value is None:
             return
         missing = compat.varying(self._like.outvars[0].aval) - compat.varying(self.value.aval)
-        if missing:
+        if missing and self.value.aval.sharding.mesh.empty:  # an array that the function closes over
+            self.value = None
+        elif missing:
             self.eqns.append(compat.vary(self._like, self.value, missing))
             self.value = self.eqns[-1].outvars[0]
 
