@@ -79,24 +79,28 @@ def _results(program: Program, at: int) -> list[Var]:
 
 
 def _fragments(program: Program, schedule: Any) -> Iterator[tuple[list[int], Any]]:
-    """The products of each fragment, by their positions, and its closed jaxpr. The last one first, as for gates."""
+    """The products of each fragment, by their positions, and its closed jaxpr."""
     ours = program.with_eqns([_ours(eqn, schedule) for eqn in program.eqns])
     ours.there = set()
-    done = set[int]()
+    of_kernels = set[int]()
+    found: list[tuple[set[int], Any]] = []
+    # The last product first, as for gates.
     for at in reversed(range(len(program.eqns))):
-        if at in done or program.eqns[at].primitive is not compat.dot_general_p or not is_movable(program.eqns[at]):
+        eqn = program.eqns[at]
+        if at in of_kernels or eqn.primitive is not compat.dot_general_p or not is_movable(eqn):
             continue
-        taken = {at}
-        end = program.eqns[at].outvars[0]
-        for chain in Follower(ours, at, done).chains():
+        taken, end = {at}, eqn.outvars[0]
+        for chain in Follower(ours, at, of_kernels).chains():
             taken, end = {at, *chain.taken}, chain.out
-        _take_readers(program, taken, end)
-        repeated = _take_makers(program, taken)
-        products = [i for i in sorted(taken) if program.eqns[i].primitive is compat.dot_general_p]
-        done.update(products)
+        of_kernels |= taken
+        found.append((taken, end))
+    for taken, end in found:
+        others = of_kernels - taken
+        _take_readers(program, taken, end, others)
+        repeated = _take_makers(program, taken, others)
         closed = _closed(program, taken, repeated)
         if closed is not None:
-            yield products, closed
+            yield [at for at in sorted(taken) if program.eqns[at].primitive is compat.dot_general_p], closed
 
 
 def _ours(eqn: Any, schedule: Any) -> Any:
@@ -109,13 +113,13 @@ def _may_join(eqn: Any) -> bool:
     return is_movable(eqn) and is_merged(eqn)
 
 
-def _take_readers(program: Program, taken: set[int], end: Any) -> None:
+def _take_readers(program: Program, taken: set[int], end: Any, others: set[int]) -> None:
     """Adds what XLA could merge with the reading of a value: of several readers, only they themselves."""
     for _ in range(_TAIL):
         users = program.uses[end]
         if end in program.kept or not 1 <= len(users) <= _READERS or not taken.isdisjoint(users):
             return
-        if not all(_may_join(program.eqns[at]) for at in users):
+        if not others.isdisjoint(users) or not all(_may_join(program.eqns[at]) for at in users):
             return
         taken.update(users)
         last = program.eqns[users[0]]
@@ -124,14 +128,14 @@ def _take_readers(program: Program, taken: set[int], end: Any) -> None:
         end = last.outvars[0]
 
 
-def _take_makers(program: Program, taken: set[int]) -> set[int]:
+def _take_makers(program: Program, taken: set[int], others: set[int]) -> set[int]:
     """Adds what XLA could merge with the operands. Returns what is computed once more: numbers and broadcasts."""
     repeated = set[int]()
     waiting = sorted(taken)
     while waiting and len(taken) < _MOST:
         for x in program.eqns[waiting.pop()].invars:
             at = None if isinstance(x, Literal) else program.maker.get(x)
-            if at is None or at in taken or not _may_join(program.eqns[at]):
+            if at is None or at in taken or at in others or not _may_join(program.eqns[at]):
                 continue
             made = program.eqns[at]
             is_ours_alone = x not in program.kept and taken.issuperset(program.uses[x])
@@ -184,7 +188,10 @@ def text_of(jaxpr: Any) -> str:
         return f"{number}:{x.aval.dtype}{list(x.aval.shape)}" if is_new else f"{number}"
 
     def line(eqn: Any) -> str:
-        params = (f"{name}={_shown(value)}" for name, value in sorted(eqn.params.items()) if not callable(value))
+        given = (
+            (name, x) for name, x in sorted(eqn.params.items()) if not callable(x) and not hasattr(x, "call_wrapped")
+        )
+        params = (f"{name}={_shown(value)}" for name, value in given)
         operands = " ".join(map(named, eqn.invars))
         return f"{' '.join(map(named, eqn.outvars))} = {eqn.primitive.name}[{' '.join(params)}] {operands}"
 

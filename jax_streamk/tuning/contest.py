@@ -13,7 +13,7 @@ from jax_streamk import _ffi, custom_call
 from jax_streamk.epilogue import Epilogue
 from jax_streamk.primitive import xlas_product
 from jax_streamk.tuning import measure
-from jax_streamk.tuning.programs import dependent, wall_sample
+from jax_streamk.tuning.programs import dependent, repeat, wall, wall_sample
 
 _LEAST_CALLS, _MOST_CALLS = 16, 64  # in a program: to outlast its launch, and to compile in time
 
@@ -109,23 +109,26 @@ def operands_of(made, memory):
 def fragment_programs(variants, memory):
     """The ``Program`` of each variant of a fragment, a closed jaxpr by name, on the same random operands."""
     avals = variants["xla"].in_avals
-    sizes = [aval.size * aval.dtype.itemsize for aval in avals]
-    rotated = math.ceil(measure.ROTATED_BYTES[memory.device.platform] / max(sizes))
-    sets = min(max(1, rotated), _LEAST_CALLS)
-    operands = [tuple(memory.put(_random(aval)) for aval in avals) for _ in range(sets)]
-    calls = list(itertools.islice(itertools.cycle(operands), _LEAST_CALLS))
     link = _link(variants["xla"])
-    return {name: dependent(_first_of(closed, avals[link].ndim), calls, link) for name, closed in variants.items()}
+    rotated = math.ceil(measure.ROTATED_BYTES[memory.device.platform] / max(map(_bytes, avals)))
+    one = dependent(_first_of(variants["xla"], avals[link].ndim), [*zip(*(_random(x, 1, memory) for x in avals))], link)
+    repeat(one, 1)  # compiles it
+    microseconds = wall(one, 1) * 1e6
+    calls = max(1, min(max(_LEAST_CALLS, rotated), _MOST_CALLS, int(measure.LONGEST_PASS / microseconds)))
+    sets = zip(*(_random(x, min(rotated, calls), memory) for x in avals))
+    operands = [*itertools.islice(itertools.cycle(sets), calls)]
+    return {name: dependent(_first_of(closed, avals[link].ndim), operands, link) for name, closed in variants.items()}
 
 
 def _link(closed):
-    """The smallest operand that a product of a fragment depends on."""
+    """The smallest operand that a product of a fragment depends on: not one number, by which results could grow."""
     jaxpr = getattr(closed, "jaxpr", closed)
     needed, products = set(), [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
     for eqn in reversed(jaxpr.eqns):
         if eqn in products or not needed.isdisjoint(eqn.outvars):
             needed.update(x for x in eqn.invars if not hasattr(x, "val"))
-    return min((i for i, x in enumerate(jaxpr.invars) if x in needed), key=lambda i: jaxpr.invars[i].aval.size)
+    sizes = {i: x.aval.size for i, x in enumerate(jaxpr.invars) if x in needed}
+    return min(sizes, key=lambda i: (sizes[i] == 1, sizes[i]))
 
 
 def _first_of(closed, ndim):
@@ -145,8 +148,15 @@ def has_64_bits(closed):
     return any(x.aval.dtype.itemsize == 8 for x in values)
 
 
-def _random(aval):
+def _bytes(aval):
+    return aval.size * aval.dtype.itemsize
+
+
+def _random(aval, sets, memory):
+    """Arrays of a type: of random numbers, or of zeros and ones."""
+    shape = (sets, *aval.shape)
     if jax.numpy.issubdtype(aval.dtype, jax.numpy.floating) or aval.dtype == np.int8:
-        size = aval.size * aval.dtype.itemsize
-        return measure.random_bytes(aval.dtype, size).view(aval.dtype).reshape(aval.shape)
-    return np.random.default_rng().integers(0, 2, aval.shape).astype(aval.dtype)
+        arrays = measure.random_bytes(aval.dtype, sets * _bytes(aval)).view(aval.dtype).reshape(shape)
+    else:
+        arrays = np.random.default_rng().integers(0, 2, shape).astype(aval.dtype)
+    return [memory.put(x) for x in arrays]

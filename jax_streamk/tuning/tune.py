@@ -323,10 +323,10 @@ def fragment_rounds(variants, memory):
         for program in programs.values():
             repeat(program, 1)  # compiles it
         with _measuring:
-            rounds = [
-                {name: wall_sample(program) for name, program in programs.items() if not memory.check_running()}
-                for _ in range(_ROUNDS)
-            ]
+            rounds = []
+            for _ in range(_ROUNDS):
+                memory.check_running()
+                rounds.append({name: wall_sample(program) for name, program in programs.items()})
     return {name: [times[name] for times in rounds] for name in programs}
 
 
