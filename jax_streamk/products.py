@@ -166,8 +166,8 @@ def products_of(
 ) -> Products:
     """Every product of a jaxpr that ``accelerate`` has rewritten; ``measured`` is by the results of products."""
     rows: dict[Any, Product] = {}
-    for eqn, program, count, is_exact, found in _equations(jaxpr, 1, True, measured):
-        row = _row(eqn, program, count, is_exact, schedule, where, device, found)
+    for eqn, program, count, is_exact, times in _equations(jaxpr, 1, True, measured):
+        row = _row(eqn, program, count, is_exact, schedule, where, device, times)
         key = dataclasses.replace(row, count=0)
         found = rows.get(key)
         rows[key] = row if found is None else dataclasses.replace(row, count=found.count + row.count)

@@ -3,6 +3,7 @@
 import itertools
 import math
 import warnings
+from typing import Any
 
 import jax
 import numpy as np
@@ -123,7 +124,8 @@ def fragment_programs(variants, memory):
 def _link(closed):
     """The smallest operand that a product of a fragment depends on: not one number, by which results could grow."""
     jaxpr = getattr(closed, "jaxpr", closed)
-    needed, products = set(), [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
+    needed = set[Any]()
+    products = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
     for eqn in reversed(jaxpr.eqns):
         if eqn in products or not needed.isdisjoint(eqn.outvars):
             needed.update(x for x in eqn.invars if not hasattr(x, "val"))

@@ -172,7 +172,8 @@ def tuning(cache: str | os.PathLike[str] | None = None) -> Iterator[list[planner
     """A context manager that tunes the products of all programs lowered inside it.
 
     Lowering a product with schedule ``Auto()``, for a device of this process and without a tuned plan, then measures
-    candidates on that device, compares the fastest with XLA's product, and stores and uses the result. Functions
+    candidates on that device, compares the fastest with XLA's product, and stores and uses the result. Where
+    ``accelerate`` traces, it also measures products with the equations around them, as ours and as XLA's. Functions
     compiled before are compiled again inside, and functions compiled inside once more afterwards. The context holds for
     the thread or asyncio task that enters it, and may be nested. It cannot be entered inside a traced function.
 
@@ -286,7 +287,8 @@ def fragment_times(key, make, device):
     memory = session.memory(device)
     try:
         # Products of ours are tuned when the variants are lowered: that takes this context, and the lock.
-        found = _apart(functools.partial(contextvars.copy_context().run, _race, make), memory)
+        context = contextvars.copy_context()
+        found = _apart(lambda memory: context.run(_race, make, memory), memory)
     except Exception as error:
         session.failed.add((key, device))
         warnings.warn(f"jax_streamk could not measure a fragment of a program: {type(error).__name__}: {error}")

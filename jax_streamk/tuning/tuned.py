@@ -106,7 +106,8 @@ class FragmentTimes:
     @classmethod
     def now(cls, winner, times):
         """From times by name, measured now."""
-        return cls(winner, *(times.get(name, 0.0) for name in VARIANTS), jaxlib.__version__, _now())
+        by_name = {name: times.get(name, 0.0) for name in VARIANTS}
+        return cls(winner, **by_name, jaxlib=jaxlib.__version__, date=_now())
 
     @classmethod
     def assumed(cls, winner):
