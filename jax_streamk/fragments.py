@@ -41,13 +41,18 @@ def measured(
       rewrite: a function from a program and what is to be taken as measured to the rewritten equations.
     """
     is_auto = isinstance(schedules.of_forward(schedule), schedules.Auto)
-    if where is not None or not is_auto or not (tune.is_on(device) or tuned.fragments(device)):
+    if where is not None or not is_auto:
         return {}
+    if not tune.is_on(device):
+        known = tuned.products_of_fragments(device)
+        if not known or not any(_is_product(eqn) and _product(eqn) in known for eqn in program.eqns):
+            return {}
     found: Measured = {}
     for products, closed in _fragments(program, schedule):
         outs = [x for at in products for x in _results(program, at)]
         make = functools.partial(_variants, closed, outs, rewrite)
-        times = tune.fragment_times(text_of(closed), make, device)
+        key = f"{_product(program.eqns[products[0]])}{tuned.AFTER_PRODUCT}{text_of(closed)}"
+        times = tune.fragment_times(key, make, device)
         if times is not None:
             found |= dict.fromkeys(outs, times)
     return found
@@ -70,6 +75,24 @@ def _variants(closed: Any, outs: Sequence[Var], rewrite: Callable[..., list[Any]
     return variants, own if own in variants else "xla"
 
 
+def _is_product(eqn: Any) -> bool:
+    return eqn.primitive is compat.dot_general_p
+
+
+def _product(eqn: Any) -> str:
+    """Types and dimensions of a product as text: programs without any that was measured need no more."""
+    return f"{_type(eqn.invars[0])} {_type(eqn.invars[1])} {_shown(eqn.params['dimension_numbers'])}"
+
+
+def _type(x: Any) -> str:
+    return f"{_name(x.aval.dtype)}{list(x.aval.shape)}"
+
+
+@functools.cache
+def _name(dtype: Any) -> str:
+    return str(dtype)
+
+
 def _results(program: Program, at: int) -> list[Var]:
     """The variables that a product of ours has for its result: that of a transpose is folded into it."""
     (out,) = program.eqns[at].outvars
@@ -87,7 +110,7 @@ def _fragments(program: Program, schedule: Any) -> Iterator[tuple[list[int], Any
     # The last product first, as for gates.
     for at in reversed(range(len(program.eqns))):
         eqn = program.eqns[at]
-        if at in of_kernels or eqn.primitive is not compat.dot_general_p or not is_movable(eqn):
+        if at in of_kernels or not _is_product(eqn) or not is_movable(eqn):
             continue
         taken, end = {at}, eqn.outvars[0]
         for chain in Follower(ours, at, of_kernels).chains():
@@ -100,11 +123,11 @@ def _fragments(program: Program, schedule: Any) -> Iterator[tuple[list[int], Any
         repeated = _take_makers(program, taken, others)
         closed = _closed(program, taken, repeated)
         if closed is not None:
-            yield [at for at in sorted(taken) if program.eqns[at].primitive is compat.dot_general_p], closed
+            yield [at for at in sorted(taken) if _is_product(program.eqns[at])], closed
 
 
 def _ours(eqn: Any, schedule: Any) -> Any:
-    if eqn.primitive is not compat.dot_general_p:
+    if not _is_product(eqn):
         return eqn
     return eqn.replace(primitive=primitive.dot_general_p, params=eqn.params | dict(schedule=schedule, permutation=None))
 
@@ -152,7 +175,7 @@ def _take_makers(program: Program, taken: set[int], others: set[int]) -> set[int
 def _closed(program: Program, taken: set[int], repeated: set[int]) -> Any:
     """The closed jaxpr of equations; None if there is nothing to decide, or they cannot run alone."""
     eqns = [program.eqns[at] for at in sorted(taken)]
-    others = [eqn for eqn in eqns if eqn.primitive is not compat.dot_general_p]
+    others = [eqn for eqn in eqns if not _is_product(eqn)]
     if all(is_view(eqn) or eqn.primitive.name in ("transpose", "pvary") for eqn in others):
         return None
     if not all(_is_alone(x.aval) for eqn in eqns for x in (*eqn.invars, *eqn.outvars)):
@@ -171,8 +194,12 @@ def _closed(program: Program, taken: set[int], repeated: set[int]) -> Any:
 def _is_alone(aval: Any) -> bool:
     """Whether a value is an array of numbers on one device."""
     mesh = aval.sharding.mesh
-    is_number = not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
-    return is_number and (mesh.empty or mesh.size == 1) and not compat.varying(aval)
+    return _is_number(aval.dtype) and (mesh.empty or mesh.size == 1) and not compat.varying(aval)
+
+
+@functools.cache
+def _is_number(dtype: Any) -> bool:
+    return not jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
 
 
 def text_of(jaxpr: Any) -> str:
@@ -185,7 +212,7 @@ def text_of(jaxpr: Any) -> str:
             return f"{x.val}"
         is_new = x not in numbers
         number = numbers.setdefault(x, len(numbers))
-        return f"{number}:{x.aval.dtype}{list(x.aval.shape)}" if is_new else f"{number}"
+        return f"{number}:{_type(x)}" if is_new else f"{number}"
 
     def line(eqn: Any) -> str:
         given = (

@@ -295,7 +295,12 @@ def test_what_is_not_measured(store, clock, name):
     assert not clock.asked and not store.fragments(here()) and got.size == X.shape[0] * W.shape[1]
 
 
-def test_outside_of_tuning_nothing_is_looked_for(store, monkeypatch):
+@pytest.mark.parametrize("has_others", [False, True])
+def test_outside_of_tuning_nothing_is_looked_for(store, clock, monkeypatch, has_others):
+    if has_others:
+        with jax_streamk.tuning():
+            accelerate(layer).explain(X[:5], W)
+        assert store.fragments(here())
     monkeypatch.setattr(jax_streamk.fragments, "_fragments", None)
     assert targets(accelerate(layer), X, W) == 1
 

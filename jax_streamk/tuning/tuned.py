@@ -126,6 +126,7 @@ class FragmentTimes:
 
 
 VARIANTS = ("xla", "apart", "fused")
+AFTER_PRODUCT = " | "  # in the text of a fragment, which begins with that of its first product
 
 
 def _now():
@@ -249,6 +250,7 @@ class Store:
         self._lock = threading.Lock()
         self._plans = {}
         self._fragments = {}
+        self._products = {}
         self._digests = {}
 
     def path(self, device):
@@ -297,6 +299,15 @@ class Store:
         """``FragmentTimes`` by the text of the fragment, as ``plans``."""
         self.plans(device)
         return self._fragments[device]
+
+    def products_of_fragments(self, device):
+        """The texts of the first products of ``fragments``."""
+        fragments = self.fragments(device)
+        at = self._products.get(device)
+        if at is None or at[0] is not fragments:
+            products = frozenset(key.partition(AFTER_PRODUCT)[0] for key in fragments)
+            self._products[device] = at = fragments, products
+        return at[1]
 
     def digest(self, device):
         """A number that changes with the plans and with what fragments decide."""
@@ -454,6 +465,11 @@ def lookup(problem, device):
 def fragments(device):
     """What was measured of fragments on a device, by their text."""
     return store_of().fragments(device) if device.kind else {}
+
+
+def products_of_fragments(device):
+    """The texts of the first products of those fragments."""
+    return store_of().products_of_fragments(device) if device.kind else frozenset()
 
 
 def digest(device):
