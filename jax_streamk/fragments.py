@@ -188,7 +188,7 @@ def _closed(program: Program, taken: set[int], repeated: set[int]) -> Any:
         for x in program.eqns[at].outvars
         if x in program.kept or not taken.issuperset(program.uses[x])
     ]
-    return compat.closed([*compat.free_variables(eqns)], eqns, *outs)
+    return compat.closed([*compat.free_variables(eqns)], eqns, *outs) if outs else None
 
 
 def _is_alone(aval: Any) -> bool:

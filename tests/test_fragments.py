@@ -16,8 +16,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_streamk
-from jax_streamk import StreamK, accelerate
-from jax_streamk.device import device_of
+from jax_streamk import Auto, StreamK, accelerate, decisions
+from jax_streamk.device import HOPPER, device_of
+from jax_streamk.program import Program
 from jax_streamk.tuning import measure, tune, tuned
 from jax_streamk.tuning.tuned import FragmentTimes, Store
 
@@ -90,6 +91,19 @@ def test_the_fastest_decides(store, clock, winner):
     for closed in variants.values():
         operands = [next(x for x in (X, W, BIAS) if x.shape == aval.shape) for aval in closed.in_avals]
         np.testing.assert_allclose(jax.extend.core.jaxpr_as_fun(closed)(*operands)[0], wanted)
+
+
+def test_what_was_measured_decides_before_the_rules(monkeypatch):
+    """On a GPU, a rule leaves to XLA what its GEMM fusion merges."""
+    monkeypatch.setattr(decisions, "merged_by_xla", lambda eqn, program: "XLA merges it")
+    closed = jax.make_jaxpr(jnp.matmul)(*[jnp.ones((256, 256), jnp.bfloat16)] * 2)
+    (eqn,) = closed.eqns
+    decide = functools.partial(decisions.decide, eqn, Program(closed.eqns, closed.jaxpr.outvars), Auto())
+    assert decide(None, HOPPER).why == "XLA merges it" and not decide(None, HOPPER).is_ours
+    for winner in tuned.VARIANTS:
+        times = FragmentTimes.now(winner, dict(xla=31.0, apart=34.0))
+        found = decide(None, HOPPER, times)
+        assert found.is_ours == (winner != "xla") and found.why.endswith(": ours without fusion 34.0 us, XLA 31.0 us")
 
 
 @pytest.mark.parametrize("xla", [9.95, [1.0, 1.0, 1.0, 1.0, 11.0]])
@@ -231,7 +245,7 @@ def many():
         "cond": (lambda x: jax.lax.cond(x[0, 0] > 0, one, lambda x: jnp.tanh(x @ SQUARE), x), 2),
         "jit": (jax.jit(one), 1),
         "checkpoint": (jax.checkpoint(one), 1),
-        "custom_vjp": (jax.grad(lambda x: custom(x).sum()), 2),
+        "custom_vjp": (lambda x: custom(x) + jax.grad(lambda x: custom(x).sum())(x), 2),
         "vmap": (jax.vmap(lambda x: layer(x[None], SQUARE, jnp.ones(48))), 1),
     }
 
@@ -281,6 +295,7 @@ def not_measured():
         "nothing around it": (accelerate(lambda x, w: x @ w), X),
         "views around it": (accelerate(lambda x, w: (x @ w).reshape(-1, 8)), X),
         "an effect": (accelerate(printing), X),
+        "an unused product": (accelerate(lambda x, w: (jnp.tanh(x @ w), x.sum() + jnp.zeros(X.shape[0] * 40))[1]), X),
         "no kernel": (accelerate(lambda x, w: jnp.tanh(x.astype(jnp.complex64) @ w)), X),
         "partitioned": (accelerate(layer), jax.device_put(X, NamedSharding(mesh, spec))),
         "shard_map": (accelerate(mapped), jax.device_put(X, NamedSharding(mesh, spec))),
