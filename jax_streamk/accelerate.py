@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var, primitives
 
-from jax_streamk import compat, fusion, lowering, primitive, ragged
+from jax_streamk import compat, fragments, fusion, lowering, primitive, ragged
 from jax_streamk.decisions import decide, decide_ragged
 from jax_streamk.device import Device, device_of
 from jax_streamk.planner import Plan
@@ -24,7 +24,7 @@ from jax_streamk.problem import GemmProblem
 from jax_streamk.products import Products, products_of
 from jax_streamk.program import Program
 from jax_streamk.schedules import PerPass, Schedule, check_schedule
-from jax_streamk.tuning import tuned
+from jax_streamk.tuning import tune, tuned
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -118,9 +118,9 @@ def accelerate(
 
     def explain(*args: Any, **kwargs: Any) -> Products:
         kinds = jax.Array, jax.ShapeDtypeStruct
-        rewriter = _rewriter(schedule, where)
-        jaxpr = rewriter.trace(kinds, functools.partial(_checked, fn), *args, **kwargs)[0]
-        return products_of(jaxpr, schedule, where, device_of(None))
+        measured: fragments.Measured = {}
+        jaxpr = _Rewriter(schedule, where, measured).trace(kinds, functools.partial(_checked, fn), *args, **kwargs)[0]
+        return products_of(jaxpr, schedule, where, device_of(None), measured)
 
     cast(Any, accelerated).explain = explain
     return accelerated
@@ -129,7 +129,7 @@ def accelerate(
 def _rewriter(schedule: Schedule | PerPass, where: Where | None) -> _Rewriter:
     """The same object for the same decisions: JAX finds compiled programs by the identity of their jaxprs."""
     device = device_of(None)
-    key = schedule, where, device, tuned.digest(device)
+    key = schedule, where, device, tuned.digest(device), tune.session_key()
     try:
         return _rewriter_of(*key)
     except TypeError:  # where has no hash
@@ -137,16 +137,21 @@ def _rewriter(schedule: Schedule | PerPass, where: Where | None) -> _Rewriter:
 
 
 @functools.lru_cache(64)
-def _rewriter_of(schedule: Schedule | PerPass, where: Where | None, device: Device, digest: int) -> _Rewriter:
-    del device, digest
+def _rewriter_of(
+    schedule: Schedule | PerPass, where: Where | None, device: Device, digest: int, session: object
+) -> _Rewriter:
+    del device, digest, session
     return _Rewriter(schedule, where)
 
 
 class _Rewriter:
-    """Replaces products in jaxprs, and in the rules that JAX stores beside them until they are transformed."""
+    """Replaces products in jaxprs, and in the rules that JAX stores beside them until they are transformed.
 
-    def __init__(self, schedule: Schedule | PerPass, where: Where | None):
-        self._schedule, self._where = schedule, where
+    Adds to ``measured`` what tuning found for products.
+    """
+
+    def __init__(self, schedule: Schedule | PerPass, where: Where | None, measured: fragments.Measured | None = None):
+        self._schedule, self._where, self._measured = schedule, where, measured
         # The rewritten jaxpr by jaxpr; None: it has nothing to rewrite.
         self._rewritten: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
@@ -200,17 +205,27 @@ class _Rewriter:
         """The rewritten equations of a jaxpr; its own list if nothing changes."""
         outvars = getattr(jaxpr, "jaxpr", jaxpr).outvars
         has_products = any(eqn.primitive is compat.dot_general_p for eqn in jaxpr.eqns)
-        program = Program(jaxpr.eqns, outvars) if has_products else None
-        eqns = _map(functools.partial(self._eqn, program), jaxpr.eqns)
-        if program is None or not any(eqn.primitive is primitive.dot_general_p for eqn in eqns):
+        if not has_products:
+            return _map(functools.partial(self._eqn, None, {}), jaxpr.eqns)
+        program = Program(jaxpr.eqns, outvars)
+        measured = fragments.measured(program, self._schedule, self._where, device_of(None), self._eqns_of)
+        if self._measured is not None:
+            self._measured.update(measured)
+        return self._eqns_of(program, measured)
+
+    def _eqns_of(self, program: Program, measured: fragments.Measured) -> Any:
+        """``_eqns`` of a program with products, by what tuning found for them."""
+        eqns = _map(functools.partial(self._eqn, program, measured), program.eqns)
+        if not any(eqn.primitive is primitive.dot_general_p for eqn in eqns):
             return eqns
         folded = _with_transposes(program, eqns)
-        program = program.with_eqns(eqns) if folded is eqns else Program(folded, outvars)
-        return fusion.fused(program, device_of(None)) or folded
+        program = program.with_eqns(eqns) if folded is eqns else Program(folded, program.outvars)
+        return fusion.fused(program, device_of(None), measured) or folded
 
-    def _eqn(self, program: Any, eqn: Any) -> Any:
+    def _eqn(self, program: Any, measured: fragments.Measured, eqn: Any) -> Any:
         if eqn.primitive is compat.dot_general_p:
-            if not decide(eqn, program, self._schedule, self._where, device_of(None)).is_ours:
+            found = measured.get(eqn.outvars[0])
+            if not decide(eqn, program, self._schedule, self._where, device_of(None), found).is_ours:
                 return eqn
             return eqn.replace(
                 primitive=primitive.dot_general_p, params=eqn.params | dict(schedule=self._schedule, permutation=None)

@@ -512,9 +512,9 @@ def free_variables(eqns):
     return dict.fromkeys(x for eqn in eqns for x in eqn.invars if isinstance(x, _core.Var) and x not in made)
 
 
-def closed(inputs, eqns, out):
-    """The jaxpr from variables ``inputs`` to ``out``, without constants."""
-    return _partial_eval.close_jaxpr(_core.Jaxpr((), inputs, [out], eqns, set(), _no_debug_info()))
+def closed(inputs, eqns, *outs):
+    """The jaxpr from variables ``inputs`` to ``outs``, without constants."""
+    return _partial_eval.close_jaxpr(_core.Jaxpr((), inputs, list(outs), eqns, set(), _no_debug_info()))
 
 
 @functools.cache

@@ -2,7 +2,8 @@
 
 ``decide`` is the one function that decides. A product is XLA's if ``left_to_xla`` says so or no kernel runs it, and
 under ``Auto()`` on a GPU also if XLA merges it with its neighbours, which saves more than a faster kernel, or if
-copies of the operands would take longer than the product. A ``where`` decides instead of the last two.
+copies of the operands would take longer than the product. A ``where`` decides instead of the last two, and so does what
+``tuning()`` measured.
 """
 
 import dataclasses
@@ -31,8 +32,18 @@ class Decision:
     plan: Plan | None
 
 
-def decide(eqn: Any, program: Program, schedule: Any, where: Any, device: Device) -> Decision:
-    """Whether the product of an equation of JAX's ``dot_general`` in a program becomes ours."""
+def decide(
+    eqn: Any,
+    program: Program,
+    schedule: Any,
+    where: Any,
+    device: Device,
+    measured: tuned.FragmentTimes | None = None,
+) -> Decision:
+    """Whether the product of an equation of JAX's ``dot_general`` in a program becomes ours.
+
+    ``measured``: what tuning found for it with the equations around it.
+    """
     if eqn.ctx.compute_type is not None:
         return Decision(False, f"it is under compute_on({eqn.ctx.compute_type!r})", None)
     try:
@@ -42,6 +53,10 @@ def decide(eqn: Any, program: Program, schedule: Any, where: Any, device: Device
             made = planned(eqn, program, device, schedule=schedule, permutation=permutation)
     except ValueError as error:
         return Decision(False, str(error), None)
+    if measured is not None and made.problem is not None:
+        # Alone, a product may have lost to XLA's that wins with its neighbours.
+        if made.kernel is not None or tuned.lookup(made.problem, device) is not None:
+            return Decision(measured.winner != "xla", measured.why, made)
     if (refused := _refused(made)) is not None:
         return refused
     is_auto = isinstance(schedules.of_forward(schedule), schedules.Auto)

@@ -7,13 +7,15 @@
   with them, and a kernel would do no less.
 - A gate saves reading one operand twice, storing both products and a launch.
 
-By the model, the kernel must not take longer than that saves, nor a gated one longer than its products apart. The
-kernel keeps the equations that it replaces as its derivative: a program that is differentiated later has that of the
-program as it was written.
+By the model, the kernel must not take longer than that saves, nor a gated one longer than its products apart. Where
+``tuning()`` measured a product with the equations around it, that decides instead.
+
+The kernel keeps the equations that it replaces as its derivative: a program that is differentiated later has that of
+the program as it was written.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax import lax
@@ -24,12 +26,18 @@ from jax_streamk.device import Device
 from jax_streamk.epilogue import Epilogue
 from jax_streamk.machines import machine_of
 from jax_streamk.program import Program, is_merged, is_view, variables
+from jax_streamk.tuning import tuned
 
 _FREE = 1.01  # times as long a kernel, for a rounding
 
 
-def fused(program: Program, device: Device) -> list[Any] | None:
-    """The equations of a program with epilogues in our products; None if there is nothing to fuse."""
+def fused(
+    program: Program, device: Device, measured: Mapping[Any, tuned.FragmentTimes] | None = None
+) -> list[Any] | None:
+    """The equations of a program with epilogues in our products; None if there is nothing to fuse.
+
+    ``measured``: what tuning found, by the results of products.
+    """
     taken, needless = set[int](), set[int]()
     made: dict[int, Any] = {}
     times: dict[Any, float | None] = {}  # of products, which repeat from layer to layer
@@ -37,9 +45,12 @@ def fused(program: Program, device: Device) -> list[Any] | None:
     for at in reversed(range(len(program.eqns))):
         if at in taken or program.eqns[at].primitive is not primitive.dot_general_p:
             continue
+        found = (measured or {}).get(program.eqns[at].outvars[0])
+        if found is not None and found.winner != "fused":
+            continue
         follower = Follower(program, at, taken)
         for chain in reversed([*follower.chains()]):
-            fusion = _Fusion(follower, chain, at, device, times)
+            fusion = _Fusion(follower, chain, at, device, times, is_measured=found is not None)
             if (call := fusion.call()) is not None:
                 program.kept.update(variables(call))
                 taken.update((at, *chain.taken))
@@ -68,10 +79,18 @@ class _Fusion:
       steps: the program's equations that make its operands from those of the kernel.
     """
 
-    def __init__(self, follower: Follower, chain: Chain, at: int, device: Device, times: dict[Any, float | None]):
+    def __init__(
+        self,
+        follower: Follower,
+        chain: Chain,
+        at: int,
+        device: Device,
+        times: dict[Any, float | None],
+        is_measured: bool,
+    ):
         self._program, self._product, self._taken = follower.program, follower.product, follower.taken
         self._is_there, self._chain, self._at, self._device = follower.is_there, chain, at, device
-        self._times = times
+        self._times, self._is_measured = times, is_measured
         self.steps: tuple[int, ...] = ()
 
     def call(self) -> Any:
@@ -80,7 +99,7 @@ class _Fusion:
         if chain.last in ("wider", "layout"):
             return None
         needs_a_pass = chain.activation is not None or chain.residual is not None or chain.last == "scale"
-        if needs_a_pass and not chain.matrices and not self._saves_a_pass():
+        if needs_a_pass and not chain.matrices and not self._is_measured and not self._saves_a_pass():
             return None
         inside = self._kernel()
         if inside is None:
@@ -174,7 +193,7 @@ class _Fusion:
 
     def _is_faster(self, time: float | None) -> bool:
         """Whether a kernel with an epilogue takes no longer than one without and what the epilogue saves."""
-        if self._chain.matrices:
+        if self._chain.matrices or self._is_measured:
             return time is not None
         plain = self._time(self._product.eqn.invars, self._product.eqn.params)
         if time is None or plain is None:
@@ -282,7 +301,9 @@ class _Placement:
         if self.value is None:
             return
         missing = compat.varying(self._like.outvars[0].aval) - compat.varying(self.value.aval)
-        if missing:
+        if missing and self.value.aval.sharding.mesh.empty:  # an array that the function closes over
+            self.value = None
+        elif missing:
             self.eqns.append(compat.vary(self._like, self.value, missing))
             self.value = self.eqns[-1].outvars[0]
 

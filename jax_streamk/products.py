@@ -3,7 +3,7 @@
 import dataclasses
 import html
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jax_streamk.decisions import FALLS_BACK, decide, decide_ragged, planned, pl
 from jax_streamk.device import Device
 from jax_streamk.planner import Plan
 from jax_streamk.program import Program
+from jax_streamk.tuning import tuned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Product:
       is_exact: whether that is known. If not, it is inside a ``while_loop``, whose body counts once, or a ``cond``,
         whose branches all do.
       is_ours: whether a kernel of ours computes it.
-      why: why it is XLA's; "" if it is ours.
+      why: why it is XLA's; "" if it is ours, unless tuning measured it with the equations around it.
       fused: what was fused into it, such as ``"relu(A @ B + bias)"``; "" if nothing was.
       plan: the ``Plan``; None if there is none.
       groups: the number of groups that cut m or k, whose sizes are data; 0 if it is not a ragged product.
@@ -143,7 +144,11 @@ def _details(row: Product) -> list[str]:
     """How a product is computed, a line each."""
     if not row.is_ours:
         return [row.why]
-    return [f"{row.kernel}, {row.schedule}", *([f"D = {row.fused}"] if row.fused else [])]
+    return [
+        f"{row.kernel}, {row.schedule}",
+        *([f"D = {row.fused}"] if row.fused else []),
+        *([row.why] if row.why else []),
+    ]
 
 
 def _folded(line: str) -> list[str]:
@@ -157,11 +162,17 @@ def _folded(line: str) -> list[str]:
     return [*lines, "    " + rest]
 
 
-def products_of(jaxpr: Any, schedule: Any, where: Callable[..., Any] | None, device: Device) -> Products:
-    """Every product of a jaxpr that ``accelerate`` has rewritten."""
+def products_of(
+    jaxpr: Any,
+    schedule: Any,
+    where: Callable[..., Any] | None,
+    device: Device,
+    measured: Mapping[Any, tuned.FragmentTimes],
+) -> Products:
+    """Every product of a jaxpr that ``accelerate`` has rewritten; ``measured`` is by the results of products."""
     rows: dict[Any, Product] = {}
-    for eqn, program, count, is_exact in _equations(jaxpr, 1, True):
-        row = _row(eqn, program, count, is_exact, schedule, where, device)
+    for eqn, program, count, is_exact, times in _equations(jaxpr, 1, True, measured):
+        row = _row(eqn, program, count, is_exact, schedule, where, device, times)
         key = dataclasses.replace(row, count=0)
         found = rows.get(key)
         rows[key] = row if found is None else dataclasses.replace(row, count=found.count + row.count)
@@ -175,20 +186,30 @@ def products_of(jaxpr: Any, schedule: Any, where: Callable[..., Any] | None, dev
     return Products(tuple(sorted(shared, key=lambda row: -(row.share or 0))), device)
 
 
-def _equations(jaxpr: Any, count: int, is_exact: bool) -> Iterator[tuple[Any, Program, int, bool]]:
-    """Each product's equation, its program, and how often it runs."""
+def _equations(
+    jaxpr: Any, count: int, is_exact: bool, measured: Mapping[Any, tuned.FragmentTimes]
+) -> Iterator[tuple[Any, Program, int, bool, tuned.FragmentTimes | None]]:
+    """Each product's equation, its program, how often it runs, and what was measured of it."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     program = Program(jaxpr.eqns, jaxpr.outvars)
     for eqn in jaxpr.eqns:
         if eqn.primitive in (*_OURS, *_JAXS):
-            yield eqn, program, count, is_exact
+            yield eqn, program, count, is_exact, measured.get(eqn.outvars[0])
         elif eqn.primitive.name != "pallas_call":
             times = count * eqn.params["length"] if eqn.primitive.name == "scan" else count
             is_known = is_exact and eqn.primitive.name not in ("while", "cond", "custom_linear_solve", "linear_solve")
             # Of what was fused, the equations that it replaced are not part of the program.
             params = [value for name, value in eqn.params.items() if name != "written"]
             for inner in _jaxprs(tuple(params)):
-                yield from _equations(inner, times, is_known)
+                yield from _equations(inner, times, is_known, _of_fused(eqn, inner, measured))
+
+
+def _of_fused(eqn: Any, inner: Any, measured: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """What was measured, for the product inside of a fused one by the results of those that it replaced."""
+    if eqn.primitive is not primitive.fused_p or not measured:
+        return measured
+    found = [measured[x] for old in eqn.params["written"].eqns for x in old.outvars if x in measured]
+    return {x: found[0] for new in inner.eqns for x in new.outvars} if found else measured
 
 
 def _jaxprs(values: tuple[Any, ...]) -> Iterator[Any]:
@@ -199,7 +220,7 @@ def _jaxprs(values: tuple[Any, ...]) -> Iterator[Any]:
             yield from _jaxprs(value)
 
 
-def _row(eqn, program, count, is_exact, schedule, where, device) -> Product:
+def _row(eqn, program, count, is_exact, schedule, where, device, measured) -> Product:
     is_ours, is_ragged = eqn.primitive in _OURS, eqn.primitive in (ragged.ragged_p, compat.ragged_dot_general_p)
     why, made = "", None
     if is_ours:
@@ -211,9 +232,11 @@ def _row(eqn, program, count, is_exact, schedule, where, device) -> Product:
             is_ours, why = False, made.reasons[0].removeprefix(FALLS_BACK)
     else:
         asked = schedule, where, device
-        decision = decide_ragged(eqn, *asked) if is_ragged else decide(eqn, program, *asked)
+        decision = decide_ragged(eqn, *asked) if is_ragged else decide(eqn, program, *asked, measured)
         made = decision.plan
         why = decision.why or "accelerate does not look into the primitive that it is in"
+    if is_ours and measured is not None:
+        why = measured.why
     lhs, rhs = (x.aval for x in eqn.invars[:2])
     (contract, batch), problem = _numbers(eqn), made.problem if made is not None else None
     groups = 0

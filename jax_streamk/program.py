@@ -32,7 +32,7 @@ class Program:
     """
 
     def __init__(self, eqns: Sequence[Any], outvars: Sequence[Any]):
-        self.eqns = eqns
+        self.eqns, self.outvars = eqns, outvars
         self.kept = {x for x in outvars if isinstance(x, Var)}
         self.there = set[Any]()
         self.maker: dict[Any, int] = {}

@@ -152,6 +152,7 @@ def _state(store, device):
         "file": str(path) + ("" if path.exists() else " (not there)"),
         "lines": contents.lines,
         "plans in use": len(contents.plans),
+        "fragments in use": len(contents.fragments),
         "stale lines": contents.stale,
         "corrupt lines": contents.corrupt,
         "trouble": contents.trouble or "none",

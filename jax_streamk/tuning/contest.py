@@ -3,15 +3,18 @@
 import itertools
 import math
 import warnings
+from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
 
 from jax_streamk import _ffi, custom_call
 from jax_streamk.epilogue import Epilogue
 from jax_streamk.primitive import xlas_product
 from jax_streamk.tuning import measure
-from jax_streamk.tuning.programs import dependent, wall_sample
+from jax_streamk.tuning.programs import dependent, repeat, wall, wall_sample
 
 _LEAST_CALLS, _MOST_CALLS = 16, 64  # in a program: to outlast its launch, and to compile in time
 
@@ -102,3 +105,60 @@ def operands_of(made, memory):
         ]
 
     return list(itertools.islice(itertools.cycle(zip(*(put(*part) for part in parts))), calls))
+
+
+def fragment_programs(variants, memory):
+    """The ``Program`` of each variant of a fragment, a closed jaxpr by name, on the same random operands."""
+    avals = variants["xla"].in_avals
+    link = _link(variants["xla"])
+    rotated = math.ceil(measure.ROTATED_BYTES[memory.device.platform] / max(map(_bytes, avals)))
+    one = dependent(_first_of(variants["xla"], avals[link].ndim), [*zip(*(_random(x, 1, memory) for x in avals))], link)
+    repeat(one, 1)  # compiles it
+    microseconds = wall(one, 1) * 1e6
+    calls = max(1, min(max(_LEAST_CALLS, rotated), _MOST_CALLS, int(measure.LONGEST_PASS / microseconds)))
+    sets = zip(*(_random(x, min(rotated, calls), memory) for x in avals))
+    operands = [*itertools.islice(itertools.cycle(sets), calls)]
+    return {name: dependent(_first_of(closed, avals[link].ndim), operands, link) for name, closed in variants.items()}
+
+
+def _link(closed):
+    """The smallest operand that a product of a fragment depends on: not one number, by which results could grow."""
+    jaxpr = getattr(closed, "jaxpr", closed)
+    needed = set[Any]()
+    products = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
+    for eqn in reversed(jaxpr.eqns):
+        if eqn in products or not needed.isdisjoint(eqn.outvars):
+            needed.update(x for x in eqn.invars if not hasattr(x, "val"))
+    sizes = {i: x.aval.size for i, x in enumerate(jaxpr.invars) if x in needed}
+    return min(sizes, key=lambda i: (sizes[i] == 1, sizes[i]))
+
+
+def _first_of(closed, ndim):
+    """A function of a fragment's operands that returns one element, after all results are there."""
+
+    def run(*operands):
+        first, *_ = lax.optimization_barrier(tuple(jaxpr_as_fun(closed)(*operands)))
+        return first.reshape(-1)[:1].reshape((1,) * ndim)
+
+    return run
+
+
+def has_64_bits(closed):
+    """Whether a fragment has values of 64-bit types."""
+    jaxpr = getattr(closed, "jaxpr", closed)
+    values = (x for eqn in jaxpr.eqns for x in (*eqn.invars, *eqn.outvars))
+    return any(x.aval.dtype.itemsize == 8 for x in values)
+
+
+def _bytes(aval):
+    return aval.size * aval.dtype.itemsize
+
+
+def _random(aval, sets, memory):
+    """Arrays of a type: of random numbers, or of zeros and ones."""
+    shape = (sets, *aval.shape)
+    if jax.numpy.issubdtype(aval.dtype, jax.numpy.floating) or aval.dtype == np.int8:
+        arrays = measure.random_bytes(aval.dtype, sets * _bytes(aval)).view(aval.dtype).reshape(shape)
+    else:
+        arrays = np.random.default_rng().integers(0, 2, shape).astype(aval.dtype)
+    return [memory.put(x) for x in arrays]

@@ -81,6 +81,10 @@ class Memory:
         if self.stopped.is_set():
             raise RuntimeError("measuring was stopped")
 
+    def as_default(self):
+        """A context in which the device is JAX's default."""
+        return jax.default_device(self._on)
+
     def put(self, array):
         return jax.block_until_ready(jax.device_put(array, self._on))
 

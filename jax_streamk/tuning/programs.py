@@ -17,11 +17,12 @@ class Program:
     calls: int
 
 
-def chain(function):
+def chain(function, link=None):
     """A jitted function that calls ``function`` on each tuple of operands, each call waiting for the one before.
 
-    The smaller operand is the same array in every call, and one element of each result is written into it in place.
-    This small kernel is the same for every ``function``, since barriers keep XLA from fusing it.
+    The operand ``link``, by default the smaller of the first two, is the same array in every call, and one element of
+    each result is written into it in place. This small kernel is the same for every ``function``, since barriers keep
+    XLA from fusing it.
 
     The function returns that array: returning the results would cost the host an allocation each, which takes longer
     than a small product.
@@ -29,10 +30,10 @@ def chain(function):
 
     @jax.jit
     def run(products):
-        link = min((0, 1), key=lambda i: products[0][i].size)
-        linked = products[0][link]
+        at = min((0, 1), key=lambda i: products[0][i].size) if link is None else link
+        linked = products[0][at]
         for operands in products:
-            operands = (*operands[:link], linked, *operands[link + 1 :])
+            operands = (*operands[:at], linked, *operands[at + 1 :])
             out = lax.optimization_barrier(function(*operands))
             element = out[(slice(0, 1),) * linked.ndim].astype(linked.dtype)
             linked = lax.optimization_barrier(lax.dynamic_update_slice(linked, element, (0,) * linked.ndim))
@@ -41,9 +42,9 @@ def chain(function):
     return run
 
 
-def dependent(function, operands):
-    """The ``Program`` of ``chain(function)``; ``operands`` has a tuple for each call."""
-    run = chain(function)
+def dependent(function, operands, link=None):
+    """The ``Program`` of ``chain(function, link)``; ``operands`` has a tuple for each call."""
+    run = chain(function, link)
     return Program(lambda: run(operands), jax.block_until_ready, len(operands))
 
 

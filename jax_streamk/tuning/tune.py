@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import itertools
 import math
 import os
@@ -23,6 +24,7 @@ from jax_streamk.launch_policy import LaunchPolicy
 from jax_streamk.problem import GemmProblem
 from jax_streamk.tuning import contest, tuned
 from jax_streamk.tuning.measure import Memory
+from jax_streamk.tuning.programs import repeat, wall_sample
 from jax_streamk.tuning.tuned import Candidate, Tuned
 
 # Orders of tiles: raster and swizzle.
@@ -150,7 +152,8 @@ class _Session:
     def __init__(self, store):
         self.store = store
         self.plans: list[planner.Plan] = []
-        self.failed: set[tuple[GemmProblem, Device]] = set()
+        self.failed: set[tuple[GemmProblem | str, Device]] = set()
+        self.key = object()  # kept by those who must not keep its memories
         self._memories: dict[Device, Memory] = {}
 
     def memory(self, device):
@@ -169,7 +172,8 @@ def tuning(cache: str | os.PathLike[str] | None = None) -> Iterator[list[planner
     """A context manager that tunes the products of all programs lowered inside it.
 
     Lowering a product with schedule ``Auto()``, for a device of this process and without a tuned plan, then measures
-    candidates on that device, compares the fastest with XLA's product, and stores and uses the result. Functions
+    candidates on that device, compares the fastest with XLA's product, and stores and uses the result. Where
+    ``accelerate`` traces, it also measures products with the equations around them, as ours and as XLA's. Functions
     compiled before are compiled again inside, and functions compiled inside once more afterwards. The context holds for
     the thread or asyncio task that enters it, and may be nested. It cannot be entered inside a traced function.
 
@@ -246,7 +250,7 @@ def tuned_if_asked(plan):
     with _measuring:
         if not _is_tuned(problem, device):  # another thread may have been first
             try:
-                found = _apart(problem, session.memory(device))
+                found = _apart(functools.partial(fastest, problem), session.memory(device))
             except Exception as error:  # running out of memory raises many types
                 session.failed.add((problem, device))
                 warnings.warn(f"jax_streamk could not tune {problem}: {type(error).__name__}: {error}")
@@ -259,16 +263,85 @@ def tuned_if_asked(plan):
     return planner.make_plan(problem, schedules.Auto(), device)
 
 
+def is_on(device):
+    """Whether ``tuning()`` is active here, for a device of this process."""
+    return _session.get() is not None and jax_device_of(device) is not None
+
+
+def session_key():
+    """An object of the active ``tuning()``; None if there is none."""
+    session = _session.get()
+    return None if session is None else session.key
+
+
+def fragment_times(key, make, device):
+    """The ``FragmentTimes`` of a fragment by its text, stored before or, inside ``tuning()``, measured now; or None.
+
+    ``make()`` returns its variants, closed jaxprs by name, and the name of the one that runs unless another is faster.
+    """
+    found, session = tuned.fragments(device).get(key), _session.get()
+    if found is not None and found.is_of_this_xla:
+        return found
+    if session is None or jax_device_of(device) is None or (key, device) in session.failed:
+        return None
+    memory = session.memory(device)
+    try:
+        # Products of ours are tuned when the variants are lowered: that takes this context, and the lock.
+        context = contextvars.copy_context()
+        found = _apart(lambda memory: context.run(_race, make, memory), memory)
+    except Exception as error:
+        session.failed.add((key, device))
+        warnings.warn(f"jax_streamk could not measure a fragment of a program: {type(error).__name__}: {error}")
+        return None
+    if found is None:
+        session.failed.add((key, device))
+        return None
+    try:
+        session.store.add_fragment(device, key, found)
+    except OSError as error:
+        warnings.warn(f"jax_streamk could not store what it measured of a fragment: {error}")
+    return found
+
+
+def _race(make, memory):
+    """Measures the variants of a fragment: ``FragmentTimes``, or None if there is only one."""
+    with memory.as_default():
+        variants, own = make()
+        if len(variants) == 1:
+            return None
+        rounds = fragment_rounds(variants, memory)
+    medians = {name: statistics.median(times) for name, times in rounds.items()}
+    winner = min(medians, key=medians.__getitem__)
+    is_clear = medians[own] > tuned.MARGIN * medians[winner]
+    if not is_clear or any(x <= y for x, y in zip(rounds[own], rounds[winner])):
+        winner = own
+    return tuned.FragmentTimes.now(winner, medians)
+
+
+def fragment_rounds(variants, memory):
+    """Microseconds of each variant of a fragment in each of ``_ROUNDS`` interleaved rounds, by name."""
+    with jax.enable_x64(contest.has_64_bits(variants["xla"])):
+        programs = contest.fragment_programs(variants, memory)
+        for program in programs.values():
+            repeat(program, 1)  # compiles it
+        with _measuring:
+            rounds = []
+            for _ in range(_ROUNDS):
+                memory.check_running()
+                rounds.append({name: wall_sample(program) for name, program in programs.items()})
+    return {name: [times[name] for times in rounds] for name in programs}
+
+
 def _is_tuned(problem, device):
     found = tuned.lookup(problem, device)
     return found is not None and found.is_of_this_xla
 
 
-def _apart(problem, memory):
-    """``fastest`` in a thread of its own, without the trace, mesh and settings of the context that lowers."""
+def _apart(function, memory):
+    """``function(memory)`` in a thread of its own, without the trace, mesh and settings of the context that lowers."""
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         try:
-            return thread.submit(fastest, problem, memory).result()
+            return thread.submit(function, memory).result()
         except BaseException:
             memory.stopped.set()  # otherwise leaving would wait for the rest of the measurement
             raise
@@ -276,5 +349,4 @@ def _apart(problem, memory):
 
 def digest(device):
     """A number that changes with the tuned plans in use; inside ``tuning()``, which may add some, with every call."""
-    is_tuning = _session.get() is not None and jax_device_of(device) is not None
-    return time.time_ns() if is_tuning else tuned.digest(device)
+    return time.time_ns() if is_on(device) else tuned.digest(device)

@@ -23,7 +23,7 @@ import jax
 import jaxlib
 import platformdirs
 
-from jax_streamk import _ffi
+from jax_streamk import _ffi, text
 from jax_streamk.launch_policy import LaunchPolicy
 from jax_streamk.problem import GemmProblem
 
@@ -71,9 +71,8 @@ class Tuned(Candidate):
     @classmethod
     def now(cls, candidate, microseconds, planned_microseconds):
         """A candidate measured now, and not yet compared with XLA's product."""
-        date = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         times = dict(microseconds=microseconds, planned_microseconds=planned_microseconds, xla_ratio=0.0)
-        return cls(**vars(candidate), **times, jaxlib=jaxlib.__version__, date=date)
+        return cls(**vars(candidate), **times, jaxlib=jaxlib.__version__, date=_now())
 
     @property
     def is_of_this_xla(self):
@@ -83,6 +82,55 @@ class Tuned(Candidate):
     @property
     def is_left_to_xla(self):
         return 0 < MARGIN * self.xla_ratio < 1 and self.is_of_this_xla
+
+
+@dataclasses.dataclass(frozen=True)
+class FragmentTimes:
+    """What was measured of a fragment of a program, in microseconds: 0 if it was not.
+
+    Attributes:
+      winner: the name of the fastest one, or of what the rules choose unless that was clearly faster.
+      xla: as the program has it.
+      apart: with our product.
+      fused: with our product and as much in its kernel as that can do.
+      jaxlib, date: as of ``Tuned``.
+    """
+
+    winner: str
+    xla: float
+    apart: float
+    fused: float
+    jaxlib: str
+    date: str
+
+    @classmethod
+    def now(cls, winner, times):
+        """From times by name, measured now."""
+        by_name = {name: times.get(name, 0.0) for name in VARIANTS}
+        return cls(winner, **by_name, jaxlib=jaxlib.__version__, date=_now())
+
+    @classmethod
+    def assumed(cls, winner):
+        """As if this one had been the fastest."""
+        return cls(winner, 0.0, 0.0, 0.0, jaxlib.__version__, "")
+
+    @property
+    def is_of_this_xla(self):
+        return self.jaxlib == jaxlib.__version__
+
+    @property
+    def why(self):
+        names = dict(fused="fused", apart="ours without fusion", xla="XLA")
+        shown = (f"{name} {text.duration(getattr(self, at))}" for at, name in names.items() if getattr(self, at))
+        return f"measured with the equations around it: {', '.join(shown)}"
+
+
+VARIANTS = ("xla", "apart", "fused")
+AFTER_PRODUCT = " | "  # in the text of a fragment, which begins with that of its first product
+
+
+def _now():
+    return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
 
 
 @functools.cache
@@ -99,7 +147,9 @@ def kernel_set(platform):
     """A hash of what a tuned plan is valid for: version, fields of plans and problems, this build's kernels."""
     kernels = (kernel for kernel in _ffi.kernels() if (kernel.family == _ffi.Family.host) == (platform == "cpu"))
     names = (f"{kernel.name} {kernel.promotion_k}" for kernel in kernels)
-    fields = (field.name for type_ in (Tuned, LaunchPolicy, GemmProblem) for field in dataclasses.fields(type_))
+    fields = (
+        field.name for type_ in (Tuned, FragmentTimes, LaunchPolicy, GemmProblem) for field in dataclasses.fields(type_)
+    )
     return hashlib.sha256("\n".join((version(), *fields, *names)).encode()).hexdigest()[:16]
 
 
@@ -107,13 +157,12 @@ def _line(device, problem, tuned):
     extents = {
         name: value.name if isinstance(value, enum.Enum) else value for name, value in problem.attributes().items()
     }
-    record = dict(
-        device=dataclasses.asdict(device),
-        kernels=kernel_set(device.platform),
-        problem=extents,
-        **dataclasses.asdict(tuned),
-    )
-    return json.dumps(record).encode() + b"\n"
+    return _record(device, problem=extents, **dataclasses.asdict(tuned))
+
+
+def _record(device, **fields):
+    valid = dict(device=dataclasses.asdict(device), kernels=kernel_set(device.platform))
+    return json.dumps(valid | fields).encode() + b"\n"
 
 
 class _Stale(Exception):
@@ -121,11 +170,16 @@ class _Stale(Exception):
 
 
 def _parse(line, device):
-    """A line's (problem, ``Tuned``). Raises ``_Stale``, or any exception if the line is corrupt."""
+    """A line's (problem, ``Tuned``), or (text of a fragment, ``FragmentTimes``).
+
+    Raises ``_Stale``, or any exception if the line is corrupt.
+    """
     record = json.loads(line)
     # Checked first: other versions may have other fields.
     if (record.pop("device"), record.pop("kernels")) != (dataclasses.asdict(device), kernel_set(device.platform)):
         raise _Stale("they are for another device, version or set of kernels")
+    if "fragment" in record:
+        return _parse_fragment(record)
     extents = record.pop("problem")
     tuned = Tuned(**{field.name: _of_type(field.type, record.pop(field.name)) for field in dataclasses.fields(Tuned)})
     problem = GemmProblem(**{f.name: _of_type(f.type, extents.pop(f.name)) for f in dataclasses.fields(GemmProblem)})
@@ -147,6 +201,17 @@ def _parse(line, device):
     return problem, tuned
 
 
+def _parse_fragment(record):
+    key = _of_type(str, record.pop("fragment"))
+    fields = dataclasses.fields(FragmentTimes)
+    found = FragmentTimes(**{field.name: _of_type(field.type, record.pop(field.name)) for field in fields})
+    datetime.datetime.fromisoformat(found.date)
+    times = {name: getattr(found, name) for name in VARIANTS}
+    if record or not all(0 <= us < math.inf for us in times.values()) or not times.get(found.winner):
+        raise ValueError(key)
+    return key, found
+
+
 def _of_type(type_, value):
     if issubclass(type_, enum.Enum):
         return type_[value]
@@ -164,13 +229,17 @@ def _of_type(type_, value):
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """What a file holds for one device: plans by problem, and counts of lines. ``trouble``: why lines are ignored."""
+    """What a file holds for one device: plans by problem, fragments by text, and counts of lines.
+
+    ``trouble``: why lines are ignored.
+    """
 
     plans: dict
     lines: int = 0
     stale: int = 0
     corrupt: int = 0
     trouble: str = ""
+    fragments: dict = dataclasses.field(default_factory=dict)
 
 
 class Store:
@@ -180,6 +249,8 @@ class Store:
         self.directory = pathlib.Path(directory)
         self._lock = threading.Lock()
         self._plans = {}
+        self._fragments = {}
+        self._products = {}
         self._digests = {}
 
     def path(self, device):
@@ -189,6 +260,7 @@ class Store:
     def read(self, device):
         """The ``Contents`` of the device's file as it is now; never raises."""
         plans: dict[GemmProblem, Tuned] = {}
+        fragments: dict[str, FragmentTimes] = {}
         stale, corrupt, trouble = 0, 0, ""
         path = self.path(device)
         try:
@@ -201,14 +273,14 @@ class Store:
             return Contents(plans, trouble=str(error))
         for line in lines:
             try:
-                problem, tuned = _parse(line, device)
-                plans[problem] = tuned
+                key, found = _parse(line, device)
+                (fragments if isinstance(found, FragmentTimes) else plans)[key] = found
             except _Stale as why:
                 stale, trouble = stale + 1, trouble or str(why)
             except Exception:  # anyone may have written anything
                 corrupt, trouble = corrupt + 1, trouble or "they are corrupt"
         # Stale lines are no trouble if there are plans: old lines stay in the file when products are measured again.
-        return Contents(plans, len(lines), stale, corrupt, "" if plans and not corrupt else trouble)
+        return Contents(plans, len(lines), stale, corrupt, "" if plans and not corrupt else trouble, fragments)
 
     def plans(self, device):
         """``Tuned`` by problem: the file as it was first read, and what this process added since."""
@@ -217,18 +289,33 @@ class Store:
             with self._lock:
                 if device not in self._plans:
                     contents = self.read(device)
+                    self._fragments[device] = contents.fragments
                     self._plans[device] = contents.plans
             if contents is not None:
                 _warn_once(self.path(device), contents)
         return self._plans[device]
 
-    def digest(self, device):
-        """A number that changes with the plans."""
-        plans = self.plans(device)
-        at = self._digests.get(device)
-        if at is None or at[0] is not plans:
-            self._digests[device] = at = plans, _digest(plans) if plans else 0
+    def fragments(self, device):
+        """``FragmentTimes`` by the text of the fragment, as ``plans``."""
+        self.plans(device)
+        return self._fragments[device]
+
+    def products_of_fragments(self, device):
+        """The texts of the first products of ``fragments``."""
+        fragments = self.fragments(device)
+        at = self._products.get(device)
+        if at is None or at[0] is not fragments:
+            products = frozenset(key.partition(AFTER_PRODUCT)[0] for key in fragments)
+            self._products[device] = at = fragments, products
         return at[1]
+
+    def digest(self, device):
+        """A number that changes with the plans and with what fragments decide."""
+        plans, fragments = self.plans(device), self.fragments(device)
+        at = self._digests.get(device)
+        if at is None or at[0] is not plans or at[1] is not fragments:
+            self._digests[device] = at = plans, fragments, _digest(plans, fragments) if plans or fragments else 0
+        return at[2]
 
     def check_writable(self, device):
         """Raises OSError, with the path, if plans cannot be stored."""
@@ -237,10 +324,19 @@ class Store:
 
     def add(self, device, problem, tuned):
         """Stores a plan. Raises OSError if it cannot be written; this process uses it all the same."""
-        line = _line(device, problem, tuned)
         self.plans(device)
         with self._lock:
             self._plans[device] = self._plans[device] | {problem: tuned}
+        self._write(device, _line(device, problem, tuned))
+
+    def add_fragment(self, device, key, times):
+        """Stores what was measured of a fragment, by its text. Raises as ``add``."""
+        self.plans(device)
+        with self._lock:
+            self._fragments[device] = self._fragments[device] | {key: times}
+        self._write(device, _record(device, fragment=key, **dataclasses.asdict(times)))
+
+    def _write(self, device, line):
         _changed()
         with self._appending(device) as file:
             end = file.seek(0, os.SEEK_END)
@@ -340,12 +436,13 @@ def use_tuned_plans(cache: str | os.PathLike[str] | None = None) -> None:
     _changed()
 
 
-def _digest(plans):
-    """A hash of what the plans run, without their times."""
+def _digest(plans, fragments):
+    """A hash of what the plans run and of what fragments decide, without their times."""
     what = sorted(
         f"{problem} {x.is_left_to_xla} {x.kernel} {x.schedule} {x.splits} {x.reduction} {x.policy}"
         for problem, x in plans.items()
     )
+    what += sorted(f"{key} {x.winner}" for key, x in fragments.items() if x.is_of_this_xla)
     return zlib.crc32(" ".join(what).encode())
 
 
@@ -363,6 +460,16 @@ def lookup(problem, device):
     """What tuning found for a problem on a device; None if it was not tuned."""
     plans = store_of().plans(device) if device.kind else None
     return plans.get(problem) if plans else None
+
+
+def fragments(device):
+    """What was measured of fragments on a device, by their text."""
+    return store_of().fragments(device) if device.kind else {}
+
+
+def products_of_fragments(device):
+    """The texts of the first products of those fragments."""
+    return store_of().products_of_fragments(device) if device.kind else frozenset()
 
 
 def digest(device):
