@@ -125,10 +125,11 @@ class ThreadExecutor final : public Executor {
   }
 };
 
-using Addresses = std::array<uintptr_t, std::size(kRoles)>;
+using Addresses = std::vector<uintptr_t>;  // by role; those at the end may be left out
 
 Buffers buffers_at(Addresses const& addresses, uintptr_t workspace) {
   Buffers buffers{nullptr, nullptr, nullptr, reinterpret_cast<void*>(workspace)};
+  if (addresses.size() > std::size(kRoles)) throw std::invalid_argument("more addresses than operands");
   for (size_t i = 0; i < addresses.size(); ++i) buffers.set(kRoles[i], reinterpret_cast<void*>(addresses[i]));
   return buffers;
 }
@@ -292,8 +293,8 @@ NB_MODULE(_ffi, m) {
 
   m.def("launch", &launch, "kernel"_a, "problem"_a, "schedule"_a, "policy"_a, "device"_a, "addresses"_a, "workspace"_a,
         "stream"_a = 0, nb::call_guard<nb::gil_scoped_release>(),
-        "Runs a kernel on raw addresses (A, B, D, bias, residual; 0 if absent), outside XLA: for tests that poison "
-        "buffers. On a GPU it returns once the launches are queued on the stream.");
+        "Runs a kernel on raw addresses, in the order of gemm_fields.h's roles and 0 if absent, outside XLA: for tests "
+        "that poison buffers. On a GPU it returns once the launches are queued on the stream.");
   m.def("time_launches", &time_launches_at, "kernel"_a, "problem"_a, "schedule"_a, "policy"_a, "device"_a, "sets"_a,
         "workspace"_a, "repeats"_a = 3, nb::call_guard<nb::gil_scoped_release>(),
         "Microseconds per launch for each repeat. A repeat launches on each set of addresses (as for launch()); on a "
