@@ -334,7 +334,8 @@ def measure(task, shape, peers, measures, rounds, gpu):
         row["sides"][name] = dict(skipped=why)
         builders.pop(name)
         if name == sides.XLA:
-            reference = jax.jit(task.reference(shape))(*operands[0])
+            with recorded(row["sides"][name]):
+                reference = jax.jit(task.reference(shape))(*operands[0])
     for name, build in builders.items():
         side: dict[str, Any] = {}
         row["sides"][name] = side

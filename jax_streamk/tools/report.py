@@ -141,7 +141,7 @@ def _head(result):
         what = f"ragged {what}"
         in_groups = [
             f"Beside them, as bounds: {DENSE}: ours of the same m, n and k without groups; {EVEN}: XLA's batched "
-            "product of groups that have the same number of rows. Bytes are without the matrices of groups without rows."
+            "product of groups that have equally many rows. Bytes are without the matrices of groups that have no rows."
         ]
     measured = "; ".join(f"{each}: {MEASURES[each]}" for each in result["measures"])
     return [
@@ -149,7 +149,8 @@ def _head(result):
         f"jax {machine['jax']}, jaxlib {machine.get('jaxlib', '?')}; `{result['command']}`.",
         "Times of a call are medians ± half the interquartile range; ratios are XLA's time over the other's. "
         f"{measured}.",
-    ] + in_groups
+        *in_groups,
+    ]
 
 
 def _tail(result):
