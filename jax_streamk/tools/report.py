@@ -172,7 +172,7 @@ def _tail(result):
         lines.append(f"{cool} shapes are so small that less than 200 MB of operands rotate.")
     skipped = [row["sides"][XLA]["skipped"] for row in result["rows"] if "skipped" in row["sides"].get(XLA, {})]
     if skipped:
-        lines.append(f"XLA's side of {len(skipped)} shapes was skipped, of the first for {skipped[0]}.")
+        lines.append(f"XLA's side was skipped {len(skipped)} times, first for {skipped[0]}.")
     failed: dict[tuple[str, str], list[str]] = {}
     for row in result["rows"]:
         if "not_compared" in row:
