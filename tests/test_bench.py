@@ -19,12 +19,15 @@ import pytest
 
 import jax_streamk
 from jax_streamk import __main__ as command
-from jax_streamk.tools import bench, report, results, shapes, sides, timing
+from jax_streamk.tools import bench, groups, report, results, shapes, sides, timing
 from jax_streamk.tuning.programs import Program, chain, wall_sample
 
 TOLERANCE = 1e-5 if jax.default_backend() == "cpu" else 2e-3  # of float32: on a GPU both multiply in TF32
 # Large enough to be ours on CPUs and Hopper GPUs.
 SHAPES = "m,n,k,trans_a,trans_b,batch\n16,48,640,0,0,1\n64,64,4096,1,0,1\n33,97,129,0,1,1\n32,96,128,0,0,3\n"
+IN_GROUPS = (
+    "groups,m,n,k,routing,pass\n4,32,48,64,zipf,forward\n4,32,48,64,uniform,lhs\n5,33,48,64,,rhs\n16,8,32,64,zipf,\n"
+)
 QUICK = ["--dtype", "float32", "--rounds", "1", "--no-peers", "--measure", "independent"]
 
 
@@ -213,13 +216,17 @@ def test_bad_files_are_refused_by_line(text, message, tmp_path, monkeypatch, cap
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "one of the arguments FILE.csv --set --from --report --programs is required"),
+        ([], "one of the arguments FILE.csv --set --from --report --programs --groups is required"),
         (["--set", "nope"], "invalid choice: 'nope'"),
         (["shapes.csv", "--set", "decode_llm"], "not allowed with argument"),
         (["shapes.csv", "--dtype", "int8"], "invalid choice: 'int8'"),
         (["shapes.csv", "--linear", "swish"], "invalid choice: 'swish'"),
         (["shapes.csv", "--linear", "silu", "--gated", "silu"], "--linear and --gated are two kinds of layers"),
         (["shapes.csv", "--sample", "0"], "'0' is not a positive integer"),
+        (["--groups", "groups.csv", "--linear", "silu"], "--linear is not for --groups"),
+        (["--groups", "moe_train", "--column-major"], "--column-major is not for --groups"),
+        (["--groups", "shapes.csv"], "shapes.csv:1: the header has no column groups; it must have groups, m, n and k,"),
+        (["--groups", "groups.csv"], "groups.csv:2: routing is 'skewed'; it must be uniform or zipf"),
         (["absent.csv"], "No such file or directory: 'absent.csv'"),
         (["shapes.csv", "--out", "absent/out.json"], "--out absent/out.json: cannot write it"),
         (["shapes.csv", "--out", "out.md"], "--out out.md: its name must end in .json"),
@@ -233,6 +240,7 @@ def test_bad_files_are_refused_by_line(text, message, tmp_path, monkeypatch, cap
 )
 def test_bad_arguments_are_refused(arguments, message, tmp_path, monkeypatch, capsys):
     (tmp_path / "shapes.csv").write_text(SHAPES)
+    (tmp_path / "groups.csv").write_text("groups,m,n,k,routing\n2,3,4,5,skewed\n")
     (tmp_path / "foreign.json").write_text('{"rows": []}')
     (tmp_path / "part.json").write_text('{"format": "jax_streamk bench 1", "rows": []}')
     monkeypatch.chdir(tmp_path)
@@ -319,6 +327,20 @@ def test_sets_are_of_their_families():
     assert {shape.m for shape in shapes.sample(decode, 64)} == {shape.m for shape in decode}
     with pytest.raises(ValueError, match="no set 'nope'; there are decode_llm"):
         shapes.named("nope")
+
+
+def test_sets_of_experts_are_of_their_models():
+    train, decode = (list(groups.SETS[name]()) for name in ("moe_train", "moe_decode"))
+    assert len({*train, *decode}) == len(train) + len(decode)
+    mixtral = groups.Groups(2, 14336, 4096, source="Mixtral-8x7B", groups=8)
+    assert decode[0] == mixtral and str(mixtral) == "2 x 14336 x 4096 in 8 groups, uniform"
+    assert {shape.pass_ for shape in train} == {"forward", "lhs", "rhs"} and {s.pass_ for s in decode} == {"forward"}
+    assert {shape.routing for shape in train} == {shape.routing for shape in decode} == {"uniform", "zipf"}
+    assert all(8192 <= shape.m <= 65536 for shape in train)
+    for shape in (*train, *decode):
+        assert shape.sizes().sum() == shape.m and len(shape.sizes()) == shape.groups
+    uniform, zipf = (groups.Groups(8192, 8, 8, groups=128, routing=routing).sizes() for routing in ("uniform", "zipf"))
+    assert zipf.max() > 4 * uniform.max() and zipf[0] < zipf.max()
 
 
 EVENT = (
@@ -482,6 +504,61 @@ def test_gated_products_are_beside_xlas_expression_and_our_products(activation):
     assert list(row["sides"]) == [sides.XLA, sides.OURS, sides.OUR_MATMUL]
     assert row["sides"][sides.OURS]["max_difference"] < 0.02
     assert row["bytes"] == 2 * (16 * 64 + 2 * 64 * 32 + 16 * 32) and row["flops"] == 4 * 16 * 32 * 64
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_ragged_products_are_beside_laxs_and_dense_ones(activation, tmp_path, monkeypatch, capsys):
+    (tmp_path / "groups.csv").write_text(IN_GROUPS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench, "_limits", lambda dtype: {})
+    words = ["--groups", "groups.csv", *QUICK, "--out", "out.json", *(["--gated", activation] if activation else [])]
+    assert not here(monkeypatch, *words)
+    printed, result = capsys.readouterr().out, json.loads((tmp_path / "out.json").read_text())
+    assert f"float32 ragged {'gated products, silu' if activation else 'products'} beside" in printed
+    wanted = shapes.read(tmp_path / "groups.csv", kind=groups.Groups)
+    assert [shape.pass_ for shape in wanted] == ["forward", "lhs", "rhs", "forward"]
+    wanted = [shape for shape in wanted if not activation or shape.pass_ == "forward"]
+    assert len(result["rows"]) == len(wanted)
+    for row, shape in zip(result["rows"], wanted):
+        even = [sides.EVEN] * (shape.m % shape.groups == 0)
+        assert list(row["sides"]) == [sides.XLA, sides.OURS, sides.DENSE, *even]
+        assert all(side["ratio"]["independent"] > 0 for side in row["sides"].values())
+        assert row["sides"][sides.OURS]["max_difference"] < TOLERANCE
+        assert not any("max_difference" in row["sides"][name] for name in (sides.DENSE, *even))
+        products = 2 if activation else 1
+        assert row["flops"] == 2 * products * shape.m * shape.n * shape.k
+        matrices = shape.groups if shape.pass_ == "rhs" else (shape.sizes() > 0).sum()
+        assert row["bytes"] == 4 * (shape.m * (shape.n + shape.k) + products * matrices * shape.n * shape.k)
+        assert re.search(
+            rf"^\| +{shape.groups} \| +{shape.m} \| .*{shape.routing} +\| {shape.pass_} ",
+            (tmp_path / "out.md").read_text(), re.MULTILINE,
+        )  # fmt: skip
+    here(monkeypatch, *words, "--resume")
+    assert json.loads((tmp_path / "out.json").read_text())["rows"] == result["rows"]
+
+
+@pytest.mark.parametrize("pass_", ["forward", "lhs", "rhs"])
+def test_what_takes_laxs_product_too_much_memory_is_skipped(pass_, monkeypatch):
+    task, shape = groups.Task("float32"), groups.Groups(32, 48, 64, groups=5, routing="zipf", pass_=pass_)
+    monkeypatch.setattr(sides, "memory", lambda: 3 * 5 * 32 * 48 * 4 - 1)
+    row = bench.measure(task, shape, {}, ["independent"], 1, gpu=False)
+    xla, ours = row["sides"][sides.XLA], row["sides"][sides.OURS]
+    assert list(xla) == ["skipped"] and "ratio" not in ours
+    assert ours["independent"]["median_us"] > 0 and 0 <= ours["max_difference"] < TOLERANCE
+    monkeypatch.undo()
+    assert task.skipped(shape) == {}
+    result = digested([]) | dict(rows=[row], measures=["independent"], task=dict(dtype="float32", activation=None))
+    result["machine"]["platform"], result["task"]["groups"] = "cpu", True
+    page = report.markdown(result)
+    assert "XLA's side was skipped 1 times" in page and re.search(r"\| +skipped \|", page)
+
+
+def test_rotating_operands_fit_into_memory(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(sides, "memory", lambda: 50e9)
+    assert sides.calls_of(100e6, 100e6) == (8, 8)
+    assert sides.calls_of(100e6, 2e9) == (5, 5) and sides.calls_of(100e6, 9e9) == (2, 2)
+    assert sides.calls_of(1e6, 1e6) == (220, sides.MOST_CALLS_IN_PROGRAM)
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])

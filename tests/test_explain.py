@@ -624,6 +624,21 @@ def test_the_command_takes_all_that_a_product_has(capsys):
     assert "3 x [96, 520] @ [520, 40], f64 x f64 -&gt; f64, A column, B column" in printed and "A100" in printed
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "[96, 520] @ [520, 40], rows in 4 groups, bf16 x bf16 -> bf16, A row, B row"),
+        (("--trans-b",), "[96, 520] @ [520, 40], rows in 4 groups, bf16 x bf16 -> bf16, A row, B column"),
+        (("--trans-a",), "[96, 520] @ [520, 40], k in 4 groups, bf16 x bf16 -> bf16, A column, B row"),
+    ],
+    ids=["rows", "columns", "k"],
+)
+def test_the_command_explains_ragged_products(words, said, capsys):
+    assert main(["explain", "96", "40", "520", "--groups", "4", "--device", "cpu", *words]) == 0
+    printed = capsys.readouterr().out
+    assert said in printed and "depends on the sizes of the groups" in printed
+
+
 def test_the_command_draws(tmp_path, capsys):
     one, several = tmp_path / "one.svg", tmp_path / "several.png"
     assert (

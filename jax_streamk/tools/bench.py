@@ -7,6 +7,8 @@ examples:
       40 shapes of a set, their time on the device alone, stored after every shape
   python -m jax_streamk bench --from decode.json --plot plots
       what was measured before, drawn
+  python -m jax_streamk bench --groups moe_decode --measure device --out moe.json
+      ragged products of experts, also beside dense products of the same size
   python -m jax_streamk bench --programs gpt2 --limit 500 --out programs.json
       programs of this folder's benchmarks/programs, as they are and under accelerate
 """
@@ -30,16 +32,14 @@ import jax.numpy as jnp
 import jax_streamk
 from jax_streamk.device import device_of
 from jax_streamk.epilogue import ACTIVATIONS
-from jax_streamk.tools import programs, results, shapes, sides, timing
+from jax_streamk.tools import groups, programs, results, shapes, sides, timing
 from jax_streamk.tools.info import driver
 from jax_streamk.tools.results import recorded
-from jax_streamk.tuning.measure import ROTATED_BYTES
 from jax_streamk.tuning.programs import Program, repeat, wall_sample
 
 # Relative to the largest entry. Rounding, even TF32 against float32, stays far below; a wrong sum does not.
 GROSS_ERROR = {"bfloat16": 0.02, "float16": 0.02, "float32": 0.01, "float64": 1e-9}
-MOST_CALLS, MOST_CALLS_IN_PROGRAM = 256, 64
-_NAMED_BY = "m", "n", "k", "trans_a", "trans_b", "batch"
+_NAMED_BY = "m", "n", "k", "trans_a", "trans_b", "batch", "groups", "routing", "pass_"
 
 
 def add_arguments(parser):
@@ -55,6 +55,7 @@ def add_arguments(parser):
         help=f"programs, each beside itself under accelerate: all of {programs.FOLDER}, its files or programs of these "
         "names or patterns, or .py files of your own",
     )
+    groups.add_argument(what)
     parser.add_argument("--small", action="store_true", help="--programs at the size that tests have, for a look at it")
     parser.add_argument("--dtype", default="bfloat16", choices=GROSS_ERROR, help="of operands and result (%(default)s)")
     parser.add_argument(
@@ -71,7 +72,8 @@ def add_arguments(parser):
         "--gated",
         choices=activations,
         metavar="ACTIVATION",
-        help="gated products without biases, of two matrices of each shape's B, with one of these activations",
+        help="gated products without biases, of two matrices of each shape's B, with one of these activations; of "
+        "--groups the forward passes",
     )
     kinds = "; ".join(map(": ".join, sides.MEASURES.items()))
     parser.add_argument(
@@ -240,8 +242,9 @@ def measure_all(arguments, report):
 def _shapes(arguments):
     if arguments.small:
         arguments.error("--small is a size of --programs")
+    kind = shapes if arguments.groups is None else groups
     try:
-        todo = shapes.chosen(arguments)
+        todo = kind.chosen(arguments)
     except (OSError, ValueError) as error:
         arguments.error(str(error))
     if arguments.dtype == "float64":
@@ -251,7 +254,8 @@ def _shapes(arguments):
         arguments.error("--linear and --gated are two kinds of layers")
     if arguments.gated and any(shape.batch > 1 or shape.trans_a for shape in todo):
         arguments.error("--gated multiplies one row-major A: shapes with a batch or trans_a are not for it")
-    task = sides.Task(arguments.dtype, precision, arguments.linear or arguments.gated, bool(arguments.gated))
+    measured = sides if kind is shapes else groups
+    task = measured.Task(arguments.dtype, precision, arguments.linear or arguments.gated, bool(arguments.gated))
     gpu = jax.default_backend() == "gpu"
     measures, notes = [name for name in sides.MEASURES if name in (arguments.measure or sides.MEASURES)], []
     link = sides.link_program()
@@ -260,7 +264,7 @@ def _shapes(arguments):
         notes.append(f"no device times: {why}")
     if not measures:
         arguments.error(f"--measure {' '.join(arguments.measure)}: {notes[0]}")
-    builders, absent = ({}, {}) if arguments.no_peers else sides.peers(task)
+    builders, absent = ({}, {}) if arguments.no_peers else measured.peers(task)
     notes += [f"not measured: {name}: {why}" for name, why in absent.items()]
     if task.xla_precision != task.precision:
         notes.append(f"XLA's precision is {task.xla_precision.name}, as exact as ours")
@@ -288,27 +292,23 @@ def _programs(arguments):
 
 
 def _key(row):
-    return row["program"] if "program" in row else tuple(row[name] for name in _NAMED_BY)
+    return row["program"] if "program" in row else tuple(row.get(name) for name in _NAMED_BY)
 
 
 def _key_of(each):
-    return each.name if isinstance(each, programs.UserProgram) else tuple(getattr(each, name) for name in _NAMED_BY)
+    return (
+        each.name if isinstance(each, programs.UserProgram) else tuple(getattr(each, name, None) for name in _NAMED_BY)
+    )
 
 
 def _settings(value):
     return {key: x for key, x in value.items() if key != "load_average"} if isinstance(value, dict) else value
 
 
-def calls_of(size, gpu):
-    """How many calls with operands of ``size`` bytes evict the first one's from L2, and how many a program makes."""
-    count = max(8, min(MOST_CALLS, math.ceil(ROTATED_BYTES["cuda"] / size))) if gpu else 2
-    return count, min(count, MOST_CALLS_IN_PROGRAM)
-
-
 def measure(task, shape, peers, measures, rounds, gpu):
     """A shape's row in a result."""
     size = task.bytes(shape)
-    count, in_program = calls_of(size, gpu)
+    count, in_program = sides.calls_of(size, task.stored_bytes(shape))
     plan = task.plan(shape)
     row = dataclasses.asdict(shape) | dict(
         bytes=size, flops=task.flops(shape), rotated_bytes=size * in_program,
@@ -325,13 +325,17 @@ def measure(task, shape, peers, measures, rounds, gpu):
     if no_operands:
         row["sides"] = {sides.XLA: no_operands, sides.OURS: no_operands}
         return row
-    builders = {
-        name: functools.partial(sides.jax_programs, function) for name, function in task.functions(shape).items()
-    }
+    builders = task.builders(shape)
     if plan.kernel is None:
         builders.pop(sides.OURS), builders.pop(sides.OUR_MATMUL, None)
     builders |= {name: functools.partial(build, shape) for name, build in peers.items()}
     programs, reference = {}, None
+    for name, why in task.skipped(shape).items():
+        row["sides"][name] = dict(skipped=why)
+        builders.pop(name)
+        if name == sides.XLA:
+            with recorded(row["sides"][name]):
+                reference = jax.jit(task.reference(shape))(*operands[0])
     for name, build in builders.items():
         side: dict[str, Any] = {}
         row["sides"][name] = side
@@ -343,7 +347,7 @@ def measure(task, shape, peers, measures, rounds, gpu):
             built["device"].wait(outs)
             first = jnp.from_dlpack(outs[0])
             reference = first if name == sides.XLA else reference
-            if name not in (sides.XLA, sides.OUR_MATMUL) and reference is not None:
+            if name not in sides.NOT_COMPARED and reference is not None:
                 difference = _difference(first, reference)
                 side |= dict(
                     max_difference=difference, wrong=difference is None or difference > GROSS_ERROR[task.dtype]
@@ -361,14 +365,13 @@ def measure(task, shape, peers, measures, rounds, gpu):
                 else:
                     more = [wall_sample(programs[name][each])]
                 samples[name][each] += more
-    for name, side in row["sides"].items():
-        if "error" not in side:
-            side |= {each: timing.summary(samples[name][each]) for each in measures}
-            best = side[measures[0]]["median_us"] / 1e6
-            side |= dict(bytes_per_s=size / best, flops_per_s=row["flops"] / best)
-    xla = row["sides"][sides.XLA]
-    for side in row["sides"].values():
-        if "error" not in side and "error" not in xla:
+    measured = {name: row["sides"][name] for name in programs if "error" not in row["sides"][name]}
+    for name, side in measured.items():
+        side |= {each: timing.summary(samples[name][each]) for each in measures}
+        best = side[measures[0]]["median_us"] / 1e6
+        side |= dict(bytes_per_s=size / best, flops_per_s=row["flops"] / best)
+    if (xla := measured.get(sides.XLA)) is not None:
+        for side in measured.values():
             side["ratio"] = {each: xla[each]["median_us"] / side[each]["median_us"] for each in measures}
     if plan.kernel is None:
         row["sides"][sides.OURS] = dict(fallback=True, ratio=dict.fromkeys(measures, 1.0))

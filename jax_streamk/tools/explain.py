@@ -8,14 +8,17 @@ examples:
   python -m jax_streamk explain 1536 2816 4096 --device h200 --plot schedules.png \
       --schedule data-parallel --schedule stream-k --kernel sm90_bf16_bf16_rr_128x256x64_1x2_coop
       two schedules of one kernel below each other
+  python -m jax_streamk explain 8192 768 2048 --groups 128 --device h200
+      a ragged product, whose group sizes are data
 """
 
 import argparse
 
 import jax
+import jax.numpy as jnp
 
 import jax_streamk
-from jax_streamk import schedules
+from jax_streamk import ragged, schedules
 from jax_streamk.device import NAMED, device_named
 from jax_streamk.explain import on_kernel, work_units
 from jax_streamk.plot import plot_schedules
@@ -33,6 +36,11 @@ def add_arguments(parser):
     ):
         parser.add_argument(name, metavar=name.upper(), type=shapes.positive, help=what)
     parser.add_argument("--batch", type=shapes.positive, default=1, help="products of these extents (%(default)s)")
+    parser.add_argument(
+        "--groups",
+        type=shapes.positive,
+        help="of the rows of A as stored: of M, each with a B of its own, or, with --trans-a, of K, each with a result",
+    )
     parser.add_argument("--trans-a", action="store_true", help="A is stored (K, M)")
     parser.add_argument("--trans-b", action="store_true", help="B is stored (N, K)")
     parser.add_argument("--dtype", type=dtype, default=dtype("bfloat16"), help="of operands (%(default)s)")
@@ -58,11 +66,14 @@ def run(arguments):
 
 def _run(arguments):
     shape = shapes.Shape(arguments.m, arguments.n, arguments.k, arguments.trans_a, arguments.trans_b, arguments.batch)
-    lhs, rhs = (jax.ShapeDtypeStruct(stored, arguments.dtype) for stored in shape.stored())
+    if arguments.groups and arguments.batch > 1:
+        raise SystemExit("explain: --groups and --batch: no kernel multiplies batches of groups")
+    product = _ragged(shape, arguments.groups) if arguments.groups else _dense(shape)
+    lhs, rhs = (jax.ShapeDtypeStruct(stored, arguments.dtype) for stored in product.pop("stored"))
     wanted = arguments.schedule or [schedules.Auto()]
     try:
         options = dict(
-            dimension_numbers=shape.dimension_numbers(),
+            **product,
             device=device_named(arguments.device),
             precision=arguments.precision,
             preferred_element_type=arguments.out_dtype,
@@ -86,6 +97,20 @@ def _run(arguments):
         except (ImportError, OSError, ValueError) as error:
             raise SystemExit(f"explain: {error}") from None
     return 0
+
+
+def _dense(shape):
+    return dict(stored=shape.stored(), dimension_numbers=shape.dimension_numbers())
+
+
+def _ragged(shape, groups):
+    a, b = shape.stored()
+    if shape.trans_a:
+        numbers = ragged.numbers_of(0, int(shape.trans_b), 0)
+    else:
+        b, numbers = (groups, *b), ragged.numbers_of(1, 1 + shape.trans_b, 0, (0,))
+    sizes = jax.ShapeDtypeStruct((groups,), jnp.int32)
+    return dict(stored=(a, b), dimension_numbers=numbers, group_sizes=sizes)
 
 
 def schedule(words):

@@ -11,8 +11,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from jax_streamk.text import duration, size
+from jax_streamk.tools import groups
 from jax_streamk.tools.results import LOSS, is_of_programs, summary
-from jax_streamk.tools.sides import MEASURES, OURS, XLA
+from jax_streamk.tools.sides import DENSE, EVEN, MEASURES, OURS, XLA
 
 WIDE = 170
 
@@ -29,6 +30,8 @@ def progress(todo):
             row, each = result["rows"][-1], result["measures"][0]
             if ratio := row["sides"].get(OURS, {}).get("ratio", {}).get(each):
                 text = f"{ratio:.2f}, mean {summary(result)[OURS]['geomean'][each]:.3f}"
+            elif "skipped" in row["sides"].get(XLA, {}):
+                text = _time(row["sides"].get(OURS, {}), each) or "XLA skipped"
             else:
                 text = row.get("skipped", "failed")
             bar.update(task, advance=1, description=f"{_extents(row)}: {text}")
@@ -92,6 +95,7 @@ def _digest_of(device, found):
         of, task = summary(result)[OURS], result["task"]
         kind = "gated by" if task.get("gated") else "bias and"
         linear = "" if task["activation"] is None else f", {kind} {task['activation']}"
+        linear = ", in groups" * task.get("groups", False) + linear
         what = task["dtype"] + (f' at "{task["precision"]}"' if task["precision"] else "") + linear
         for each in result["measures"]:
             ratios = [row["sides"][OURS]["ratio"][each] for row in result["rows"] if "ratio" in row["sides"][OURS]]
@@ -132,12 +136,20 @@ def _head(result):
         ]
     kind = "gated products," if task.get("gated") else "linear layers, bias and"
     what = "products" if task["activation"] is None else f"{kind} {task['activation']}"
+    in_groups = []
+    if task.get("groups"):
+        what = f"ragged {what}"
+        in_groups = [
+            f"Beside them, as bounds: {DENSE}: ours of the same m, n and k without groups; {EVEN}: XLA's batched "
+            "product of groups that have equally many rows. Bytes are without the matrices of groups that have no rows."
+        ]
     measured = "; ".join(f"{each}: {MEASURES[each]}" for each in result["measures"])
     return [
         f"{task['dtype']} {what} beside XLA's default, {machine['device']}{driver}, {result['date'][:10]}",
         f"jax {machine['jax']}, jaxlib {machine.get('jaxlib', '?')}; `{result['command']}`.",
         "Times of a call are medians ± half the interquartile range; ratios are XLA's time over the other's. "
         f"{measured}.",
+        *in_groups,
     ]
 
 
@@ -158,6 +170,9 @@ def _tail(result):
     cool = sum(row.get("rotated_bytes", 200e6) < 200e6 for row in result["rows"])
     if cool and result["machine"]["platform"] == "cuda":
         lines.append(f"{cool} shapes are so small that less than 200 MB of operands rotate.")
+    skipped = [row["sides"][XLA]["skipped"] for row in result["rows"] if "skipped" in row["sides"].get(XLA, {})]
+    if skipped:
+        lines.append(f"XLA's side was skipped {len(skipped)} times, first for {skipped[0]}.")
     failed: dict[tuple[str, str], list[str]] = {}
     for row in result["rows"]:
         if "not_compared" in row:
@@ -201,6 +216,8 @@ def _summary(result, style):
 
 
 def _extents(row):
+    if "groups" in row:
+        return groups.name_of(row)
     return row["program"] if "program" in row else " x ".join(str(row[name]) for name in "mnk")
 
 
@@ -262,25 +279,43 @@ def _table(result, style):
     measures, plain = result["measures"], style is box.MARKDOWN
     names = dict.fromkeys(name for row in result["rows"] for name in row["sides"])
     others = [name for name in names if name not in (XLA, OURS)]
+    in_groups = result["task"].get("groups", False)
     table = Table(box=style)
-    for column in ("m", "n", "k"):
+    for column in (*("groups",) * in_groups, "m", "n", "k"):
         table.add_column(column, justify="right")
+    if in_groups:
+        table.add_column("routing"), table.add_column("pass")
     flags = any(row["trans_a"] or row["trans_b"] or row["batch"] > 1 for row in result["rows"])
     if flags:
         table.add_column("batch")
-    for column in ("XLA", "ours", *(f"{each} ratio" for each in measures), *(f"{name} ratio" for name in others)):
+    for column in (
+        "XLA",
+        "ours",
+        *(f"{each} ratio" for each in measures),
+        *(name if in_groups else f"{name} ratio" for name in others),
+    ):
         table.add_column(column, justify="right")
+    if in_groups:
+        table.add_column("TFLOP/s", justify="right")
     if result["limits"]:
         table.add_column("of stream", justify="right")
     table.add_column("difference", justify="right")
     table.add_column("our plan", overflow="fold")
     for row in result["rows"]:
         ours, xla = row["sides"][OURS], row["sides"][XLA]
-        cells = [str(row[name]) for name in "mnk"]
+        named = ("groups", *"mnk", "routing", "pass_") if in_groups else "mnk"
+        cells = [str(row[name]) for name in named]
         if flags:
             cells.append(f"{row['batch']}" + " A^T" * row["trans_a"] + " B^T" * row["trans_b"])
         cells += [_time(xla, measures[0]), _time(ours, measures[0]), *(_ratio(ours, each, plain) for each in measures)]
-        cells += [_ratio(row["sides"].get(name, {}), measures[0], plain) for name in others]
+        for side in (row["sides"].get(name, {}) for name in others):
+            cells.append(_time(side, measures[0]) if in_groups else _ratio(side, measures[0], plain))
+        if in_groups:
+            cells.append(
+                f"{ours['flops_per_s'] / 1e12:.{3 if ours['flops_per_s'] < 1e12 else 1}f}"
+                if "flops_per_s" in ours
+                else ""
+            )
         if result["limits"]:
             cells.append(
                 f"{ours['bytes_per_s'] / result['limits']['bytes_per_s']:.0%}" if "bytes_per_s" in ours else ""
@@ -297,7 +332,7 @@ def _table(result, style):
 
 def _time(side, measure):
     if measure not in side:
-        return "failed" if "error" in side else ""
+        return "failed" if "error" in side else "skipped" if "skipped" in side else ""
     time = side[measure]
     if "quartiles_us" not in time:
         return duration(time["median_us"])

@@ -4,13 +4,24 @@ import argparse
 import csv
 import dataclasses
 import itertools
+import keyword
 import random
-from typing import Any
+from typing import Any, ClassVar
+
+_FLAG = {"0": False, "1": True}
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """``D[m,n] = A[m,k] @ B[k,n]``, ``batch`` times, row-major; A is stored (k, m) if trans_a, B (n, k) if trans_b."""
+    """``D[m,n] = A[m,k] @ B[k,n]``, ``batch`` times, row-major; A is stored (k, m) if trans_a, B (n, k) if trans_b.
+
+    ``COLUMNS`` are those of a file: the value of an empty cell (None: it must not be empty), and what values may be
+    there (None: positive integers).
+    """
+
+    COLUMNS: ClassVar[dict[str, tuple[str | None, dict[str, Any] | None]]] = dict(
+        m=(None, None), n=(None, None), k=(None, None), trans_a=("0", _FLAG), trans_b=("0", _FLAG), batch=("1", None)
+    )
 
     m: int
     n: int
@@ -37,18 +48,7 @@ class Shape:
         return text + " A^T" * self.trans_a + " B^T" * self.trans_b
 
 
-_NUMBERS = {
-    "m": None,
-    "n": None,
-    "k": None,
-    "trans_a": "0",
-    "trans_b": "0",
-    "batch": "1",
-}  # the value of an empty cell; None: it must not be empty
-_COLUMNS = (*_NUMBERS, "source")
-
-
-def read(path, column_major=False):
+def read(path, column_major=False, kind=Shape):
     """The shapes of a CSV file with a header, in its order, without duplicates.
 
     Args:
@@ -56,15 +56,17 @@ def read(path, column_major=False):
         or lower case, separated by commas, semicolons or tabs. Other columns are ignored.
       column_major: whether the file's operands are column-major, as in BLAS and DeepBench: m and n, and trans_a and
         trans_b, are exchanged.
+      kind: ``Shape``, or a subclass with columns of its own.
 
     Returns:
-      A list of ``Shape``.
+      A list of ``kind``.
 
     Raises:
       OSError: the file cannot be read.
       ValueError: it is not such a file; the message names path and line.
     """
     shapes: dict[Shape, Shape] = {}
+    needed = [name for name, (default, _) in kind.COLUMNS.items() if default is None]
     with open(path, newline="", encoding="utf-8-sig") as file:
         line = 0
         try:
@@ -73,17 +75,20 @@ def read(path, column_major=False):
                 itertools.chain([header], file), delimiter=max(",;\t", key=header.count), skipinitialspace=True
             )
             names = [name.strip().lower() for name in rows.fieldnames or ()]
-            if twice := [name for name in dict.fromkeys(names) if name in _COLUMNS and names.count(name) > 1]:
+            if twice := [
+                name for name in dict.fromkeys(names) if name in (*kind.COLUMNS, "source") and names.count(name) > 1
+            ]:
                 raise ValueError(f"{path}:1: the header has column {', '.join(twice)} more than once")
-            missing = [name for name in ("m", "n", "k") if name not in names]
+            missing = [name for name in needed if name not in names]
             if missing:
+                must = f"{', '.join(needed[:-1])} and {needed[-1]}"
                 raise ValueError(
-                    f"{path}:1: the header has no column {', '.join(missing)}; it must have m, n and k, and has {names}"
+                    f"{path}:1: the header has no column {', '.join(missing)}; it must have {must}, and has {names}"
                 )
             rows.fieldnames = names
             for row in rows:
                 line = rows.line_num
-                shape = _shape(f"{path}:{line}", row)
+                shape = _shape(f"{path}:{line}", row, kind)
                 if column_major:
                     shape = dataclasses.replace(
                         shape, m=shape.n, n=shape.m, trans_a=shape.trans_b, trans_b=shape.trans_a
@@ -96,20 +101,24 @@ def read(path, column_major=False):
     return list(shapes.values())
 
 
-def _shape(where, row):
+def _shape(where, row, kind):
     values: dict[str, Any] = {}
-    for name, default in _NUMBERS.items():
+    for name, (default, choices) in kind.COLUMNS.items():
         text = row.get(name) or default
-        is_flag = name.startswith("trans")
-        try:
-            value = int(text or "")
-        except (TypeError, ValueError):
-            value = -1
-        if not (0 <= value <= 1 if is_flag else 0 < value < 2**31):
-            allowed = "0 or 1" if is_flag else "an integer from 1 to 2^31 - 1"
+        value = _integer(text) if choices is None else choices.get(text.strip())
+        if value is None:
+            allowed = "an integer from 1 to 2^31 - 1" if choices is None else " or ".join(choices)
             raise ValueError(f"{where}: {name} is {'missing' if text is None else repr(text)}; it must be {allowed}")
-        values[name] = bool(value) if is_flag else value
-    return Shape(**values, source=row.get("source") or "")
+        values[name + "_" * keyword.iskeyword(name)] = value
+    return kind(**values, source=row.get("source") or "")
+
+
+def _integer(text):
+    try:
+        value = int(text or "")
+    except ValueError:
+        return None
+    return value if 0 < value < 2**31 else None
 
 
 # (hidden, heads, key and value heads, head size, intermediate), as published in each model's configuration.

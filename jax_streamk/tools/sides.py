@@ -18,14 +18,37 @@ import jax_streamk
 from jax_streamk.device import device_of
 from jax_streamk.epilogue import ACTIVATIONS
 from jax_streamk.tools.timing import device_samples, summary
+from jax_streamk.tuning.measure import ROTATED_BYTES
 from jax_streamk.tuning.programs import Program, dependent, repeat
 
 OURS, XLA, OUR_MATMUL = "jax_streamk", "XLA", "jax_streamk.matmul"
+DENSE, EVEN = "dense", "even groups"  # what bounds a ragged product
+MOST_CALLS, MOST_CALLS_IN_PROGRAM = 256, 64
+_HOST_MEMORY = 3 << 30  # at a size of this order XLA's products on a CPU take too long to wait for
+NOT_COMPARED = XLA, OUR_MATMUL, DENSE, EVEN  # the reference, and other results
 MEASURES = {
     "device": "kernels, memsets and copies of a call on the GPU",
     "dependent": "wall time of a program whose calls each wait for the previous one",
     "independent": "wall time of a program of independent calls",
 }
+
+
+def memory():
+    """The bytes that programs may take on the default GPU; on a CPU a few that are soon computed."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", _HOST_MEMORY)
+
+
+def calls_of(size, stored):
+    """How many calls that read and write ``size`` bytes evict the first one's from L2, and how many a program makes.
+
+    Operands and result of a call take ``stored`` bytes, those of all calls at most a fifth of a GPU's memory, if that
+    is enough for two.
+    """
+    if jax.default_backend() != "gpu":
+        return 2, 2
+    count = max(8, min(MOST_CALLS, math.ceil(ROTATED_BYTES["cuda"] / size)))
+    count = min(count, max(2, memory() // 5 // stored))
+    return count, min(count, MOST_CALLS_IN_PROGRAM)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +84,10 @@ class Task:
         elements = sum(map(math.prod, self.operand_shapes(shape))) + shape.batch * shape.m * shape.n
         return elements * jnp.dtype(self.dtype).itemsize
 
+    def stored_bytes(self, shape):
+        """The bytes that a set of operands and a result take in memory."""
+        return self.bytes(shape)
+
     def operands(self, shape, count):
         """``count`` tuples of random normal operands."""
         shapes, dtype = self.operand_shapes(shape), jnp.dtype(self.dtype)
@@ -88,6 +115,14 @@ class Task:
         if self.precision == "high" and self.dtype == "float32" and jax.default_backend() == "gpu":
             return lax.DotAlgorithmPreset.TF32_TF32_F32_X3
         return self.precision
+
+    def skipped(self, shape):
+        """By name of a side, why it is not measured."""
+        return {}
+
+    def builders(self, shape):
+        """For each side, a function that makes its ``Program``s from a list of operands and the number in a program."""
+        return {name: functools.partial(jax_programs, function) for name, function in self.functions(shape).items()}
 
     def functions(self, shape):
         """For each side, a function of the operands."""

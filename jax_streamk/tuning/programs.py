@@ -35,7 +35,7 @@ def chain(function, link=None):
         for operands in products:
             operands = (*operands[:at], linked, *operands[at + 1 :])
             out = lax.optimization_barrier(function(*operands))
-            element = out[(slice(0, 1),) * linked.ndim].astype(linked.dtype)
+            element = out[(slice(0, 1),) * out.ndim].reshape((1,) * linked.ndim).astype(linked.dtype)
             linked = lax.optimization_barrier(lax.dynamic_update_slice(linked, element, (0,) * linked.ndim))
         return linked
 
