@@ -270,7 +270,8 @@ def test_bias_and_activation(activation, has_bias):
     inside = (group >= 0)[:, None]
 
     def ours(lhs, rhs, bias):
-        return sk.ragged_dot(lhs, rhs, sizes, bias=bias if has_bias else None, activation=activation)
+        bias = bias if has_bias else None
+        return sk.ragged_dot(lhs, rhs, sizes, precision="highest", bias=bias, activation=activation)
 
     def dense(lhs, rhs, bias):
         product = jnp.einsum("mk,mkn->mn", lhs, rhs[group], precision="highest")

@@ -86,7 +86,7 @@ constexpr Config config_of() {
   bool const swap_ab = Row::kSwapAB && !(Operands::kMath == Math::kTF32 && Operands::kMajorA == Major::kColumn);
   return {Operands::kTypeAB, Operands::kTypeD, Operands::kMajorA,  Operands::kMajorB, Row::kTileM,
           Row::kTileN,       Row::kTileK,      Row::kClusterM,     Row::kClusterN,    Row::kWarpSchedule,
-          swap_ab,           Operands::kMath,  Row::kStoreColumns, Row::kGated,        Row::kRagged};
+          swap_ab,           Operands::kMath,  Row::kStoreColumns, Row::kGated,       Row::kRagged};
 }
 
 inline char const* name_of(WarpSchedule schedule) {

@@ -46,21 +46,21 @@ class Sm90Kernel final : public CudaKernel {
   static constexpr bool kGated = kConfig.gated;
   static constexpr Ragged kRagged = kConfig.ragged;
   static constexpr bool kRun = kRagged == Ragged::kM;  // a tile stores a run of rows of D
-  static_assert(kRagged == Ragged::kNone || (kConfig.cluster_m * kConfig.cluster_n == 1 && kSwap == kRun &&
-                                             kConfig.type_ab == kConfig.type_d));
+  static_assert(kRagged == Ragged::kNone ||
+                (kConfig.cluster_m * kConfig.cluster_n == 1 && kSwap == kRun && kConfig.type_ab == kConfig.type_d));
   static_assert(!kGated || (kSwap && kConfig.tile_m == 2 * kGatedRows && kConfig.warpgroups() == 1 &&
                             kConfig.cluster_m * kConfig.cluster_n == 1));
-  using Epilogue = std::conditional_t<
-      kGated, GatedEpilogue<ElementD, kConfig.tile_n, kConfig.store_columns, kRun>,
-      CollectiveEpilogue<ElementD, kSwap, kConfig.tile_m, kConfig.tile_n, kConfig.warpgroups(), kConfig.store_columns, kRun>>;
+  using Epilogue = std::conditional_t<kGated, GatedEpilogue<ElementD, kConfig.tile_n, kConfig.store_columns, kRun>,
+                                      CollectiveEpilogue<ElementD, kSwap, kConfig.tile_m, kConfig.tile_n,
+                                                         kConfig.warpgroups(), kConfig.store_columns, kRun>>;
 
   // The shared memory of an SM, where CUDA takes 1 KiB per CTA and barriers take at most 256 bytes; and what a CTA
   // leaves to the other CTAs on its SM.
   static constexpr int kTableBytes = (2 * kMostGroups + 8) * 4;  // of a ragged product's groups
-  static constexpr int kSmBytes = 228 << 10,
-                       kOthersBytes = kRagged != Ragged::kNone ? kTableBytes
-                                     : kCtasPerSm == 1            ? 0
-                                                                  : (227 << 10) - (kSmBytes / kCtasPerSm - 1024 - 256);
+  static constexpr int kSmBytes = 228 << 10, kOthersBytes = kRagged != Ragged::kNone ? kTableBytes
+                                                            : kCtasPerSm == 1
+                                                                ? 0
+                                                                : (227 << 10) - (kSmBytes / kCtasPerSm - 1024 - 256);
   // The tile's layout in shared memory. For CuTe the rows of a K-major B must be a multiple of 16.
   static constexpr int kLaidOutN = kBAlongN ? columns_by_tma(kConfig.tile_n) : (kConfig.tile_n + 15) / 16 * 16;
   using LaidOutShape = cute::Shape<cute::Int<kConfig.tile_m>, cute::Int<kLaidOutN>, cute::Int<kConfig.tile_k>>;
@@ -74,10 +74,10 @@ class Sm90Kernel final : public CudaKernel {
                         static_cast<int>(sizeof(typename Epilogue::TensorStorage)) + kOthersBytes>,
                     std::conditional_t<kConfig.warpgroups() == 2, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
                                        cutlass::gemm::KernelTmaWarpSpecializedPingpong>>::CollectiveOp>::type>;
-  using Mainloop =
-      CollectiveMainloop<typename Collective::type, typename Collective::template WideMma<kConfig.tile_n>,
-                         typename Collective::template WideMma<kRun ? kConfig.tile_n / 2 : kConfig.tile_n>, TileShape,
-                         kConfig.type_d == Type::kF32, kConfig.math == Math::kTF32x3, kConfig.promotion_k(), kGated, kRagged>;
+  using Mainloop = CollectiveMainloop<typename Collective::type, typename Collective::template WideMma<kConfig.tile_n>,
+                                      typename Collective::template WideMma<kRun ? kConfig.tile_n / 2 : kConfig.tile_n>,
+                                      TileShape, kConfig.type_d == Type::kF32, kConfig.math == Math::kTF32x3,
+                                      kConfig.promotion_k(), kGated, kRagged>;
   // With several CTAs per SM there would be too many clusters to list.
   using DenseScheduler = sm90::Scheduler<TileShape, ClusterShape, kCooperative, kCtasPerSm == 1>;
   using Scheduler = std::conditional_t<kRagged == Ragged::kNone, DenseScheduler,

@@ -40,8 +40,8 @@ struct Loads {
 // kPromotionK: the length of K after which sums are promoted; 0: never. kGated: half of A's rows come from each of two
 // matrices, both loaded from the tile's half of D's columns (gated_epilogue.h). kRagged: a tile begins at any row of B,
 // which is the problem's A, or reads a run of K (ragged.h); HalfMma multiplies the first half of a tile's columns.
-template <class Base, class OwnMma, class HalfMma, class OwnShape, bool kSlices, bool kSplits, int kPromotionK, bool kGated,
-          Ragged kRagged>
+template <class Base, class OwnMma, class HalfMma, class OwnShape, bool kSlices, bool kSplits, int kPromotionK,
+          bool kGated, Ragged kRagged>
 struct CollectiveMainloop : Base {
   using typename Base::TensorStorage;
   using TileShape = OwnShape;
@@ -203,9 +203,9 @@ struct CollectiveMainloop : Base {
     }
   }
 
-  // Called by the consumers of a tile: accumulators + sums = the sum over `count` k-tiles. Of a ragged product's last tile
-  // only the first `columns` need be. Returns the stage that the
-  // products in flight read (-1: none). finish() must follow: it waits for them, releases the stage and adds the sums.
+  // Called by the consumers of a tile: accumulators + sums = the sum over `count` k-tiles. Of a ragged product's last
+  // tile only the first `columns` need be. Returns the stage that the products in flight read (-1: none). finish() must
+  // follow: it waits for them, releases the stage and adds the sums.
   template <class Accumulators, class Sums>
   static CUTLASS_DEVICE int multiply(FullBarrier* full, EmptyBarrier* empty, Stage& stage, Accumulators& accumulators,
                                      Sums& sums, bool promotes, int32_t count, int32_t columns, int warpgroup,
@@ -289,11 +289,10 @@ struct CollectiveMainloop : Base {
       run.load(map, barrier, static_cast<uint64_t>(hint), to + (stage * kTile + at) * kTileK, tile * kTile + at,
                k_tile * kTileK);
   }
-  static_assert(kRagged != Ragged::kK ||
-                (typename Base::SmemLayoutA{}(cute::Int<kRowElements>{}, cute::_0{}, cute::_0{}) ==
-                     kRowElements * kTileK &&
-                 typename Base::SmemLayoutB{}(cute::Int<kRowElements>{}, cute::_0{}, cute::_0{}) ==
-                     kRowElements * kTileK));
+  static_assert(kRagged != Ragged::kK || (typename Base::SmemLayoutA{}(cute::Int<kRowElements>{}, cute::_0{},
+                                                                       cute::_0{}) == kRowElements * kTileK &&
+                                          typename Base::SmemLayoutB{}(cute::Int<kRowElements>{}, cute::_0{},
+                                                                       cute::_0{}) == kRowElements * kTileK));
 
   struct MulticastMasks {
     uint32_t row, column;  // masks of the CTAs in this one's row (which share A) and column (which share B)
@@ -315,8 +314,8 @@ struct CollectiveMainloop : Base {
       if constexpr (kRagged == Ragged::kM) return cute::make_tuple(tile.from, 0);
       if constexpr (kRagged != Ragged::kM) return cute::make_tuple(tile.n * kTileN, tile.batch);
     }();
-    auto const from_n = domain_offset(make_coord(first - skipped, 0, 0),
-                                      params.tma_load_b.get_tma_tensor(select<1, 2, 3>(shape)));
+    auto const from_n =
+        domain_offset(make_coord(first - skipped, 0, 0), params.tma_load_b.get_tma_tensor(select<1, 2, 3>(shape)));
     return local_tile(from_n, select<1, 2>(typename Base::TileShape{}), make_coord(0, _, batch));
   }
 
@@ -351,7 +350,8 @@ struct CollectiveMainloop : Base {
     if constexpr (kAFromRegisters) {
       return multiply_from_registers<CollectiveMainloop>(full, empty, stage, accumulators, count, warpgroup, storage);
     } else {
-      return multiply_from_shared<CollectiveMainloop, TiledMma>(full, empty, stage, accumulators, count, warpgroup, storage);
+      return multiply_from_shared<CollectiveMainloop, TiledMma>(full, empty, stage, accumulators, count, warpgroup,
+                                                                storage);
     }
   }
 

@@ -82,9 +82,9 @@ class RaggedScheduler {
 
   // In shared memory. Segments are the groups and, with kRows, the rows before the first and after the last.
   struct Table {
-    int32_t begins[kMostGroups + 1];                  // of each group, then the end of the last
+    int32_t begins[kMostGroups + 1];                    // of each group, then the end of the last
     int32_t tiles_before[kRows ? kMostGroups + 2 : 1];  // tiles of the result's rows before each segment's
-    int32_t row_tiles;                                // of all segments
+    int32_t row_tiles;                                  // of all segments
   };
 
   struct Tile {
@@ -175,7 +175,8 @@ class RaggedScheduler {
     return cute::make_tuple(tile.m, tile.n, cute::_0{}, tile.batch, tile.run);
   }
 
-  // The k-tiles that the other consumer of a pingpong kernel multiplies before this one's next tile: those of `ordinal`.
+  // The k-tiles that the other consumer of a pingpong kernel multiplies before this one's next tile: those of
+  // `ordinal`.
   CUTLASS_DEVICE int32_t k_tiles_between(Tile const&, int32_t ordinal) const { return tile(ordinal).k_count; }
 
   // Of the kernel's own result, from the tile's first on.
@@ -190,9 +191,7 @@ class RaggedScheduler {
   }
 
  private:
-  CUTLASS_DEVICE int32_t all_tiles() const {
-    return (kRows ? table_.row_tiles : params_.groups) * params_.tiles;
-  }
+  CUTLASS_DEVICE int32_t all_tiles() const { return (kRows ? table_.row_tiles : params_.groups) * params_.tiles; }
 
   // Where a lane's run ends: the sum of its and earlier lanes' sizes after `begin`, at most `extent`.
   CUTLASS_DEVICE static int64_t end_of_run(int32_t size, int32_t begin, int32_t extent) {

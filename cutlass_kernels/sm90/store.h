@@ -13,8 +13,8 @@ namespace jax_streamk::sm90 {
 
 // Of every kWarpgroups * 64 rows of a tile, each warpgroup has 64. A box is 64 rows x kColumns of the kernel's own
 // result: a warpgroup fills one while TMA stores another. If kColumns does not divide the tile's columns, the last box
-// overlaps the one before it, and some columns are stored twice. kRun: a tile's coordinate ends with the RowRun of D that
-// begins with the tile; requires kSwap.
+// overlaps the one before it, and some columns are stored twice. kRun: a tile's coordinate ends with the RowRun of D
+// that begins with the tile; requires kSwap.
 template <class Element, bool kSwap, int kTileM, int kTileN, int kWarpgroups, int kColumns, bool kRun = false>
 class BoxStore {
   static constexpr int kWarpgroup = cutlass::NumThreadsPerWarpGroup;
@@ -38,8 +38,7 @@ class BoxStore {
   template <class ProblemShape>
   static CUresult set_up(cute::TmaDescriptor& map, ProblemShape const& shape, GemmProblem const& p, void const* d) {
     auto const [m, n, k, batch] = shape;
-    if constexpr (kRun)
-      return RowRun::encode<Element>(map, d, m, p.d.ld, kRowBytes / kSize, kColumns, kRowBytes);
+    if constexpr (kRun) return RowRun::encode<Element>(map, d, m, p.d.ld, kRowBytes / kSize, kColumns, kRowBytes);
     return encode_tensor_map<Element>(map, d, kSwap ? m : n, kSwap ? n : m, batch, p.d.ld, p.d.batch_stride,
                                       kRowBytes / kSize, kSwap ? kColumns : kRows, kRowBytes);
   }

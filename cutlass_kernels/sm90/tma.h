@@ -6,8 +6,8 @@
 
 namespace jax_streamk::sm90 {
 
-// The tensor map of kRank dimensions, the contiguous one first; strides are in bytes. In shared memory the rows of a box
-// are `row_bytes` apart (32, 64 or 128, also the swizzle); a box may be narrower.
+// The tensor map of kRank dimensions, the contiguous one first; strides are in bytes. In shared memory the rows of a
+// box are `row_bytes` apart (32, 64 or 128, also the swizzle); a box may be narrower.
 template <class Element, int kRank>
 CUresult encode_tensor_map(cute::TmaDescriptor& map, void const* matrix, uint64_t const (&extents)[kRank],
                            uint64_t const (&strides)[kRank - 1], uint32_t const (&box)[kRank], uint32_t row_bytes) {

@@ -160,7 +160,9 @@ class Task(sides.Task):
 
     def plan(self, shape):
         lhs, rhs = (jax.ShapeDtypeStruct(x, self.dtype) for x in shape.stored())
-        params = dict(group_sizes=jax.ShapeDtypeStruct((shape.groups,), jnp.int32), precision=self.precision)
+        params: dict[str, Any] = dict(
+            group_sizes=jax.ShapeDtypeStruct((shape.groups,), jnp.int32), precision=self.precision
+        )
         if self.gated:
             return jax_streamk.plan(lhs, rhs, gate=True, **params, **self.linear)
         return jax_streamk.plan(lhs, rhs, shape.dimension_numbers(), **params)
