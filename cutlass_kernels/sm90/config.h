@@ -99,7 +99,7 @@ inline std::string name_of(Config const& c) {
   return std::string("sm90_") + jax_streamk::name_of(c.type_ab) + "_" + jax_streamk::name_of(c.type_d) + "_" +
          letter(c.major_a) + letter(c.major_b) + "_" + number(c.tile_m) + "x" + number(c.tile_n) + "x" +
          number(c.tile_k) + "_" + number(c.cluster_m) + "x" + number(c.cluster_n) + "_" + name_of(c.warp_schedule) +
-         (c.swap_ab ? "_swap" : "") + (c.gated ? "_gated" : "") +
+         (c.swap_ab && c.ragged == Ragged::kNone ? "_swap" : "") + (c.gated ? "_gated" : "") +
          (c.ragged == Ragged::kNone ? "" : std::string("_ragged_") + jax_streamk::name_of(c.ragged)) +
          (c.math == Math::kNative ? "" : std::string("_") + jax_streamk::name_of(c.math));
 }
