@@ -463,7 +463,7 @@ class _Operand:
         return _ffi.Major.column, column or extent_rows
 
     def major_in_order(self, rows, columns):
-        """Majorness and leading dimension of one dimension each, of which the later one has stride 1."""
+        """Majorness and leading dimension of one dimension each; the later one has stride 1."""
         (row,), (column,) = rows, columns
         return (_ffi.Major.row, self.strides[row]) if column > row else (_ffi.Major.column, self.strides[column])
 

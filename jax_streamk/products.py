@@ -238,10 +238,12 @@ def _row(eqn, program, count, is_exact, schedule, where, device, measured) -> Pr
     if is_ours and measured is not None:
         why = measured.why
     lhs, rhs = (x.aval for x in eqn.invars[:2])
-    (contract, batch), problem = _numbers(eqn), made.problem if made is not None else None
-    groups = 0
-    if is_ragged:
+    problem, groups = made.problem if made is not None else None, 0
+    if not is_ragged:
+        contract, batch = eqn.params["dimension_numbers"]
+    else:
         numbers = eqn.params.get("numbers") or eqn.params["ragged_dot_dimension_numbers"]
+        contract, batch = numbers.dot_dimension_numbers
         groups = eqn.invars[2].aval.shape[-1] - eqn.params.get("leading", False)
     if problem is None:
         depth, batches = (math.prod(lhs.shape[i] for i in dims) for dims in (contract[0], batch[0]))
@@ -264,14 +266,6 @@ def _row(eqn, program, count, is_exact, schedule, where, device, measured) -> Pr
         microseconds=None if made is None else made.microseconds,
         groups=groups,
     )
-
-
-def _numbers(eqn: Any) -> Any:
-    """((lhs_contract, rhs_contract), (lhs_batch, rhs_batch)) of a product's equation."""
-    for name in ("numbers", "ragged_dot_dimension_numbers"):
-        if name in eqn.params:
-            return eqn.params[name].dot_dimension_numbers
-    return eqn.params["dimension_numbers"]
 
 
 def _short(dtype: Any) -> str:

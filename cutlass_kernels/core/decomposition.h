@@ -288,7 +288,7 @@ class RaggedTiles {
     int64_t begin, size;  // in elements
   };
 
-  // Groups cut `extent` rows of D, `tile` of which are a tile's; every tile sums k_tiles.
+  // Groups cut `extent` rows of D, and a tile has `tile` rows; every tile sums k_tiles.
   static RaggedTiles along_m(int32_t const* sizes, bool leading, int32_t groups, int64_t extent, int32_t tile,
                              int32_t tiles_n, int32_t k_tiles, Raster raster, int32_t swizzle) {
     RaggedTiles tiles(sizes, leading, groups, extent);
@@ -303,7 +303,7 @@ class RaggedTiles {
     return tiles;
   }
 
-  // Groups cut `extent` elements of K, `tile` of which are a MAC iteration's; each has all tiles of `order`.
+  // Groups cut `extent` elements of K, and a MAC iteration has `tile`; each group has all tiles of `order`.
   static RaggedTiles along_k(int32_t const* sizes, bool leading, int32_t groups, int64_t extent, int32_t tile,
                              TileOrder const& order) {
     RaggedTiles tiles(sizes, leading, groups, extent);

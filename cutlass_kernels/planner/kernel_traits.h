@@ -19,7 +19,7 @@ struct KernelTraits {
   // A separate reduction needs a launch per batch, and one more for a shorter last slice.
   bool launches_slices_apart = false;
   bool shifted_b = false;   // B's rows may start anywhere
-  bool words_of_b = false;  // B has few columns, of which words of 4 bytes are loaded wherever rows start
+  bool words_of_b = false;  // B has few columns, loaded as words of 4 bytes wherever rows start
 
   static KernelTraits of(KernelInfo const&);
 };

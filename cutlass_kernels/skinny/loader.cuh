@@ -54,14 +54,14 @@ __device__ inline uint32_t offset_in_vector(T const* p) {
   return reinterpret_cast<uintptr_t>(p) % 16;
 }
 
-// A column-major A, of which a chunk has few elements per k: a lane copies words of one k, and reads elements of V.
+// A column-major A whose chunks have few elements per k: a lane copies words of one k, and reads elements of V.
 template <class T, int kBlocks>
 class WordsOfA {
   using Chunk = ChunkByWords<T, kBlocks>;
   static constexpr int kRowsOfK = kChunk<T, 0>, kLanesPerK = 32 / kRowsOfK;
 
  public:
-  // `from` is A at the tile's first row and at this warp's k, `left` of which are to be loaded.
+  // `from` is A at the tile's first row and at this warp's k; `left` elements of k are to be loaded.
   __device__ WordsOfA(T const* from, int64_t ld, int32_t rows, int32_t left)
       : at_(from + lane_k() * ld), ld_(ld), row_bytes_(min(rows, kRows * kBlocks) * static_cast<int>(sizeof(T))) {
     left_ = left - lane_k();
