@@ -177,9 +177,8 @@ for folder in sys.argv[1:]:
 """
     empty = store.directory.parent / "empty"
     empty.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(empty), str(store.directory)], capture_output=True, text=True, timeout=300
-    )
+    process = [sys.executable, "-c", program, str(empty), str(store.directory)]
+    done = subprocess.run(process, cwd=empty, capture_output=True, text=True, timeout=300)
     without, with_it = done.stdout.splitlines()
     assert without.strip() == "True True", done.stderr
     assert with_it.startswith("False False measured with the equations around it: "), done.stderr
