@@ -265,6 +265,12 @@ enum class Results { kOwn, kF32, kBoth };
 enum class Majors { kAll, kRow, kRowA, kKOuter };
 enum class Types { kHalf, kTF32, kTF32x3 };
 
+// How a row's kernels take the operands: A and B exchanged, and for which problems.
+struct Arrangement {
+  bool swap_ab, gated;
+  Ragged ragged;
+};
+
 // Registers the kernels of a row of table.txt.
 template <class Row>
 struct Kernels {
@@ -319,21 +325,12 @@ namespace words {
 inline constexpr Types half = Types::kHalf, tf32 = Types::kTF32, tf32x3 = Types::kTF32x3;
 inline constexpr WarpSchedule cooperative = WarpSchedule::kCooperative, pingpong = WarpSchedule::kPingpong,
                               single = WarpSchedule::kSingle;
-inline constexpr bool plain = false, swapped = true, gated = true, ragged_m = true, ragged_gated = true,
-                      ragged_k = false;  // whether it swaps A and B
+inline constexpr Arrangement plain{false, false, Ragged::kNone}, swapped{true, false, Ragged::kNone},
+    gated{true, true, Ragged::kNone}, ragged_m{true, false, Ragged::kM}, ragged_gated{true, true, Ragged::kM},
+    ragged_k{false, false, Ragged::kK};
 inline constexpr Results own = Results::kOwn, f32 = Results::kF32, both = Results::kBoth;
 inline constexpr Majors all = Majors::kAll, row = Majors::kRow, row_a = Majors::kRowA, k_outer = Majors::kKOuter;
 }  // namespace words
-// The same words of a row's operands: whether it runs gated problems.
-namespace gates {
-inline constexpr bool plain = false, swapped = false, gated = true, ragged_m = false, ragged_gated = true,
-                      ragged_k = false;
-}  // namespace gates
-// And whether its groups may be ragged.
-namespace groups {
-inline constexpr Ragged plain = Ragged::kNone, swapped = Ragged::kNone, gated = Ragged::kNone, ragged_m = Ragged::kM,
-                        ragged_gated = Ragged::kM, ragged_k = Ragged::kK;
-}  // namespace groups
 
 }  // namespace jax_streamk::sm90
 
@@ -350,8 +347,8 @@ inline constexpr Ragged plain = Ragged::kNone, swapped = Ragged::kNone, gated = 
     static constexpr int kTileM = tile_m, kTileN = tile_n, kTileK = tile_k, kClusterM = cluster_m,                     \
                          kClusterN = cluster_n, kStoreColumns = store_columns;                                         \
     static constexpr WarpSchedule kWarpSchedule = words::warp_schedule;                                                \
-    static constexpr bool kSwapAB = words::operands, kGated = gates::operands;                                         \
-    static constexpr Ragged kRagged = groups::operands;                                                                \
+    static constexpr bool kSwapAB = words::operands.swap_ab, kGated = words::operands.gated;                           \
+    static constexpr Ragged kRagged = words::operands.ragged;                                                          \
   };                                                                                                                   \
   static bool const JAX_STREAMK_ROW(__LINE__) = Kernels<name>::add_all<words::types, words::results, words::majors>(); \
   }

@@ -203,7 +203,7 @@ struct CollectiveMainloop : Base {
     }
   }
 
-  // Called by the consumers of a tile: accumulators + sums = the sum over `count` k-tiles. Of a ragged product's last
+  // Called by the consumers of a tile: accumulators + sums = the sum over `count` k-tiles. Of a ragged product's
   // tile only the first `columns` need be. Returns the stage that the products in flight read (-1: none). finish() must
   // follow: it waits for them, releases the stage and adds the sums.
   template <class Accumulators, class Sums>

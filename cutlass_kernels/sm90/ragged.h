@@ -93,6 +93,7 @@ class RaggedScheduler {
     bool last = false;
     RowRun run;        // of the rows of D from the tile's first to the group's last, or the group's K
     int32_t from = 0;  // the row of A that the tile's first row is
+    int32_t columns = kTileRows;
 
     CUTLASS_DEVICE bool is_valid() const { return k_count > 0; }
   };
@@ -157,6 +158,7 @@ class RaggedScheduler {
       tile.m = quotient(within, width);
       int32_t const row_tile = first + within - tile.m * width, segment = segment_of(row_tile);
       tile.run = rows_of(params_, table_, segment);
+      if (tile.run.rows() <= kTileRows) tile.columns = tile.run.rows();
       tile.run.begin += (row_tile - table_.tiles_before[segment]) * kTileRows;
       tile.k_count = params_.decomposition.k_tiles;
       tile.batch = segment, tile.from = tile.run.begin;
@@ -179,8 +181,9 @@ class RaggedScheduler {
   // `ordinal`.
   CUTLASS_DEVICE int32_t k_tiles_between(Tile const&, int32_t ordinal) const { return tile(ordinal).k_count; }
 
-  // Of the kernel's own result, from the tile's first on.
-  CUTLASS_DEVICE static int32_t columns(Tile const& tile) { return tile.run.rows(); }
+  // Of the kernel's own result, to multiply: all where a group has more tiles. These read the same of A at the same
+  // time, once from memory for all, as long as none is faster than the others.
+  CUTLASS_DEVICE static int32_t columns(Tile const& tile) { return tile.columns; }
 
   // Whether a tile's rows are in no group.
   CUTLASS_DEVICE bool is_outside(Tile const& tile) const { return kRows && tile.batch >= params_.groups; }
