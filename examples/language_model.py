@@ -20,9 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from transformer import PRODUCTS, Size, Transformer, parser, products_of
+from transformer import MLP, PRODUCTS, Size, Transformer, parser, products_of
 
 TOLERANCE = 0.02
+OF_MLPS = 0.01  # the weight of the MLPs' own losses
 
 
 def load():
@@ -40,21 +41,22 @@ def batches(text, options):
 
 
 def loss(model, batch):
-    logits, _ = model(batch[:, :-1])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
+    logits, _, of_mlps = model(batch[:, :-1])
+    value = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
+    return value + OF_MLPS * of_mlps, value
 
 
 @nnx.jit
 def step(model, optimizer, batch):
-    value, gradient = nnx.value_and_grad(loss)(model, batch)
+    (_, value), gradient = nnx.value_and_grad(loss, has_aux=True)(model, batch)
     optimizer.update(model, gradient)
     return value
 
 
-def train(products, text, options):
-    """The loss of every step in nats a byte, and the median time of a step in seconds."""
+def train(products, text, options, mlp=MLP):
+    """The loss of every step in nats a byte, and the model."""
     size = Size(options.layers, options.d_model, options.heads, options.context)
-    model = Transformer(size, products, dtype=jnp.dtype(options.dtype), param_dtype=jnp.float32)
+    model = Transformer(size, products, mlp, dtype=jnp.dtype(options.dtype), param_dtype=jnp.float32)
     schedule = optax.warmup_cosine_decay_schedule(0, options.learning_rate, options.steps // 10, options.steps)
     optimizer = nnx.Optimizer(model, optax.adamw(schedule), wrt=nnx.Param)
     first = next(batches(text, options))
@@ -65,18 +67,21 @@ def train(products, text, options):
         losses.append(float(step(model, optimizer, batch)))
         times.append(time.perf_counter() - begin)
     print(f"  compiled in {times[0]:.1f} s, then {np.median(times[1:]) * 1e3:.1f} ms a step")
-    return np.array(losses)
+    return np.array(losses), model
 
 
-def main():
+def options_and_text(description):
+    """Of the command line, and what it says the model learns from."""
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    parse = parser(__doc__.splitlines()[0], dtype, steps=200, batch=32, context=64, layers=2, d_model=128, heads=4)
+    parse = parser(description, dtype, steps=200, batch=32, context=64, layers=2, d_model=128, heads=4)
     parse.add_argument("--learning-rate", type=float, default=5e-3)
-    options = parse.parse_args()
-    text = load()
+    options, text = parse.parse_args(), load()
     print(f"{len(text) / 1e6:.1f} MB of text; jax {jax.__version__} on {jax.devices()[0]}, {options.dtype}")
-    curves = [train(products, text, options) for products in PRODUCTS]
+    return options, text
 
+
+def compare(curves, options):
+    """Prints the losses of both runs; exits if the last differ."""
     print("\nLoss, nats a byte, mean of the steps up to each:\n")
     print(f"{'steps':>11}  {'jax_streamk':>11}  {'XLA':>11}")
     for part in np.array_split(np.arange(options.steps), min(10, options.steps)):
@@ -86,6 +91,11 @@ def main():
     print(f"\nThe last differ by {apart:.1e} of themselves.")
     if not apart < TOLERANCE:
         sys.exit(f"More than {TOLERANCE:.0%}: that is not noise.")
+
+
+def main():
+    options, text = options_and_text(__doc__.splitlines()[0])
+    compare([train(products, text, options)[0] for products in PRODUCTS], options)
 
 
 if __name__ == "__main__":

@@ -61,18 +61,29 @@ class Attention(nnx.Module):
         return self.out(mixed.reshape(batch, time, d_model)), cache
 
 
-class Block(nnx.Module):
+class MLP(nnx.Module):
+    """Such a module also returns a loss of its own, here none."""
+
     def __init__(self, size, products, **fields):
         linear, _ = products
-        self.attention = Attention(size, products, **fields)
         self.up = linear(size.d_model, 4 * size.d_model, activation="gelu_tanh", **fields)
         self.down = linear(4 * size.d_model, size.d_model, **fields)
+
+    def __call__(self, x):
+        return self.down(self.up(x)), 0.0
+
+
+class Block(nnx.Module):
+    def __init__(self, size, products, mlp, **fields):
+        self.attention = Attention(size, products, **fields)
+        self.mlp = mlp(size, products, **fields)
         self.norms = nnx.List([nnx.LayerNorm(size.d_model, **fields) for _ in range(2)])
 
     def __call__(self, x, cache, position):
         mixed, cache = self.attention(self.norms[0](x), cache, position)
         x += mixed
-        return x + self.down(self.up(self.norms[1](x))), cache
+        out, loss = self.mlp(self.norms[1](x))
+        return x + out, cache, loss
 
 
 class Transformer(nnx.Module):
@@ -81,15 +92,16 @@ class Transformer(nnx.Module):
     Args:
       size: of the model.
       products: a key of ``PRODUCTS``.
+      mlp: the class of the second half of each block.
       dtype: of products and what lies between them; parameters are of param_dtype, logits float32.
     """
 
-    def __init__(self, size, products, *, dtype, param_dtype, seed=0):
+    def __init__(self, size, products, mlp=MLP, *, dtype, param_dtype, seed=0):
         fields = {"dtype": dtype, "param_dtype": param_dtype, "rngs": nnx.Rngs(seed)}
         self.size, self.dtype = size, dtype
         linear, _ = products = PRODUCTS[products]
         self.embed, self.place = (nnx.Embed(count, size.d_model, **fields) for count in (BYTES, size.context))
-        self.blocks = nnx.List([Block(size, products, **fields) for _ in range(size.layers)])
+        self.blocks = nnx.List([Block(size, products, mlp, **fields) for _ in range(size.layers)])
         self.norm = nnx.LayerNorm(size.d_model, **fields)
         self.head = linear(size.d_model, BYTES, use_bias=False, preferred_element_type=jnp.float32, **fields)
 
@@ -99,13 +111,14 @@ class Transformer(nnx.Module):
         return [[jnp.zeros(shape, self.dtype)] * 2] * self.size.layers
 
     def __call__(self, tokens, caches=None, position=0):
-        """(batch, time) tokens to (batch, time, BYTES) logits and the caches, which tokens then belong to."""
+        """Of (batch, time) tokens: (batch, time, BYTES) logits, the caches with them, the sum of the MLPs' losses."""
         x = self.embed(tokens) + self.place(position + jnp.arange(tokens.shape[1]))
-        new_caches = []
+        new_caches, losses = [], 0.0
         for block, cache in zip(self.blocks, caches or [None] * self.size.layers):
-            x, cache = block(x, cache, position)
+            x, cache, loss = block(x, cache, position)
             new_caches.append(cache)
-        return self.head(self.norm(x)), new_caches
+            losses += loss
+        return self.head(self.norm(x)), new_caches, losses
 
 
 def products_of(lowered):

@@ -102,6 +102,29 @@ def test_language_model(tmp_path):
         assert float(last) < float(first) - 1
 
 
+def test_mixture_of_experts(tmp_path):
+    size = dict(steps=20, batch=4, context=32, layers=2, d_model=32)
+    printed = run("mixture_of_experts.py", tmp_path, **size, dtype="float32")
+    assert_gallery_has("mixture_of_experts.py", printed)
+    # Per layer four products of attention, the router, and gate, up and down; gate and up may be one kernel.
+    ours, xlas = map(
+        int, re.search(r"^jax_streamk: (\d+) products by jax_streamk, (\d+) by XLA", printed, re.MULTILINE).groups()
+    )
+    assert ours > xlas and ours + xlas <= 3 * (2 * 8 + 1)
+    assert f"XLA: 0 products by jax_streamk, {3 * (2 * 8 + 1)} by XLA" in printed
+    assert "16 bytes and 16 that" in printed and "In context every token" in printed
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_expert_parallel(devices, tmp_path):
+    printed = run(
+        "expert_parallel.py", tmp_path, {"JAX_PLATFORMS": "cpu"}, tokens=24, width=16, hidden=24, devices=devices
+    )
+    assert_gallery_has("expert_parallel.py", printed)
+    # Forward rows, sizes and results; backward the two of rows again.
+    assert ("5 all-to-alls" if devices > 1 else "0 all-to-alls") in printed
+
+
 def test_decode(tmp_path):
     printed = run("decode.py", tmp_path, batch=2, prompt=8, new=16, layers=2, d_model=64, heads=4)
     assert_gallery_has("decode.py", printed)

@@ -29,6 +29,8 @@ RUN = [
     "llama_decode_16",
     "llama_prefill_2048",
     "lora_step",
+    "moe_forward",
+    "moe_gradient",
     "nnx_forward",
     "nnx_step",
     "pinn_step",

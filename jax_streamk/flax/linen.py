@@ -1,4 +1,4 @@
-"""``flax.linen.Dense`` as one kernel, and a gated MLP as two."""
+"""``flax.linen.Dense`` as one kernel, and gated MLPs as two, also those of experts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from jax.lax import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_streamk import api
+from jax_streamk.flax.experts import check_experts, for_each_expert, mixture
 from jax_streamk.flax.forward import check_fields, forward
 from jax_streamk.schedules import PerPass, Schedule
 
@@ -128,3 +129,83 @@ class GatedMLP(linen.Module):
             name="down_proj", dtype=self.dtype, precision=self.precision, schedule=self.schedule, **fields,
         )  # fmt: skip
         return down(hidden)
+
+
+class _Kernels(linen.Module):
+    """One projection of all experts."""
+
+    kernel_init: Callable[..., Any]
+    param_dtype: DTypeLike
+
+    @linen.compact
+    def __call__(self, *shape: int) -> jax.Array:
+        return self.param("kernel", self.kernel_init, shape, self.param_dtype)
+
+
+class _Experts(linen.Module):
+    """The projections of all experts."""
+
+    kernel_init: Callable[..., Any]
+    param_dtype: DTypeLike
+
+    @linen.compact
+    def __call__(self, experts: int, features: int, hidden: int) -> tuple[jax.Array, ...]:
+        shapes = dict(gate_proj=(features, hidden), up_proj=(features, hidden), down_proj=(hidden, features))
+        init = for_each_expert(self.kernel_init)
+        return tuple(_Kernels(init, self.param_dtype, name=name)(experts, *shape) for name, shape in shapes.items())
+
+
+class MoE(linen.Module):
+    """A mixture of experts, as in Mixtral and Qwen3: each token is the input of a few gated MLPs of many.
+
+    The router, ``gate``, has the parameters of a ``flax.linen.Dense`` without bias of ``num_experts`` outputs. Their
+    softmax, in float32, tells each token's experts, those of the largest probabilities, and their weights. ``experts``
+    has ``gate_proj``, ``up_proj`` and ``down_proj``, each with a ``kernel`` for every expert: arrays (num_experts, in,
+    out). Every expert gets all of its tokens, by ``jax_streamk.ragged_gated`` and ``ragged_dot``.
+
+    Attributes:
+      hidden_features: the number of features between the projections of an expert.
+      num_experts: the number of experts.
+      experts_per_token: of how many experts each token is the input.
+      normalize: whether a token's weights are divided by their sum.
+      activation: None, "relu", "gelu" (the exact one, by erf), "gelu_tanh", "silu", "sigmoid" or "tanh".
+      dtype: of the computation; None for what input and parameters promote to.
+      param_dtype: of the parameters.
+      precision: of the products.
+      kernel_init: of the router and of each expert's kernels.
+      schedule: ``Auto()`` or ``DataParallel()``, or a ``PerPass`` of them, for every product; None is ``Auto()``.
+
+    Raises:
+      TypeError: schedule is not a schedule.
+      ValueError: there is no such activation, there are fewer experts than each token has, or no kernel can run a
+        product under the schedule.
+    """
+
+    hidden_features: int
+    num_experts: int
+    experts_per_token: int
+    normalize: bool = True
+    activation: str | None = "silu"
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+    precision: PrecisionLike = None
+    kernel_init: Callable[..., Any] = linen.Dense.kernel_init
+    schedule: Schedule | PerPass | None = None
+
+    def __post_init__(self) -> None:
+        check_experts(self)
+        super().__post_init__()
+
+    @linen.compact
+    def __call__(self, inputs: ArrayLike) -> tuple[jax.Array, jax.Array]:
+        """The result, (..., k) as ``inputs``, and the load-balancing loss, a scalar.
+
+        The loss is that of Switch Transformers (Fedus et al., arXiv:2101.03961, equations 4 to 6) for any number of
+        experts per token: ``num_experts`` times the sum over experts of the share of tokens that an expert gets and its
+        mean probability. It is ``experts_per_token`` where all experts are chosen alike. Not yet scaled.
+        """
+        features = jnp.shape(inputs)[-1]
+        gate = _Kernels(self.kernel_init, self.param_dtype, name="gate")(features, self.num_experts)
+        experts = _Experts(self.kernel_init, self.param_dtype, name="experts")
+        kernels = experts(self.num_experts, features, self.hidden_features)
+        return mixture(self, *promote_dtype(inputs, gate, *kernels, dtype=self.dtype))

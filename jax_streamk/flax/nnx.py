@@ -1,4 +1,4 @@
-"""``flax.nnx.Linear`` as one kernel, a gated MLP as two, and ``accelerate`` for functions of modules."""
+"""``flax.nnx.Linear`` as one kernel, gated MLPs as two, also those of experts, and ``accelerate`` for modules."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from collections.abc import Callable
 from typing import Any, cast, overload
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype
 from jax import lax
+from jax.lax import PrecisionLike
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jax_streamk import api
 from jax_streamk.accelerate import Accelerated, P, R, Where, check_results
 from jax_streamk.accelerate import accelerate as _accelerate
+from jax_streamk.flax.experts import check_experts, for_each_expert, mixture
 from jax_streamk.flax.forward import check_fields, forward
 from jax_streamk.products import Products
 from jax_streamk.schedules import PerPass, Schedule
@@ -121,6 +125,91 @@ class GatedMLP(nnx.Module):
             preferred_element_type=gate.preferred_element_type,
         )  # fmt: skip
         return self.down_proj(hidden)
+
+
+_LECUN_NORMAL = nnx.initializers.lecun_normal()  # Flax's default
+
+
+class MoE(nnx.Module):
+    """A mixture of experts, as in Mixtral and Qwen3: each token is the input of a few gated MLPs of many.
+
+    The attribute ``gate`` is the router, a ``Linear`` without bias of ``num_experts`` outputs. Their softmax, in
+    float32, tells each token's experts, those of the largest probabilities, and their weights. ``experts`` has
+    ``gate_proj``, ``up_proj`` and ``down_proj``, each with a ``kernel`` for every expert: arrays (num_experts, in,
+    out). Every expert gets all of its tokens, by ``jax_streamk.ragged_gated`` and ``ragged_dot``.
+
+    Args:
+      in_features: the number of features of the input and of the result.
+      hidden_features: that between the projections of an expert.
+      num_experts: the number of experts.
+      experts_per_token: of how many experts each token is the input.
+      normalize: whether a token's weights are divided by their sum.
+      activation: None, "relu", "gelu" (the exact one, by erf), "gelu_tanh", "silu", "sigmoid" or "tanh".
+      dtype: of the computation; None for what input and parameters promote to.
+      param_dtype: of the parameters.
+      precision: of the products.
+      kernel_init: of the router and of each expert's kernels.
+      schedule: ``Auto()`` or ``DataParallel()``, or a ``PerPass`` of them, for every product; None is ``Auto()``.
+      rngs: as in ``flax.nnx.Linear``.
+
+    Raises:
+      TypeError: schedule is not a schedule.
+      ValueError: there is no such activation, there are fewer experts than each token has, or (when called) no kernel
+        can run a product under the schedule.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        num_experts: int,
+        experts_per_token: int,
+        *,
+        normalize: bool = True,
+        activation: str | None = "silu",
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        precision: PrecisionLike = None,
+        kernel_init: Callable[..., Any] = _LECUN_NORMAL,
+        schedule: Schedule | PerPass | None = None,
+        rngs: nnx.Rngs,
+    ):
+        self.num_experts, self.experts_per_token = num_experts, experts_per_token
+        self.normalize, self.activation = normalize, activation
+        self.dtype, self.precision, self.schedule = dtype, precision, schedule
+        check_experts(self)
+        fields: dict[str, Any] = dict(param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
+        self.gate = Linear(
+            in_features, num_experts, use_bias=False, dtype=dtype, precision=precision, schedule=schedule, **fields
+        )
+        self.experts = _Experts(num_experts, in_features, hidden_features, **fields)
+
+    def __call__(self, inputs: ArrayLike) -> tuple[jax.Array, jax.Array]:
+        """The result, (..., in_features) as ``inputs``, and the load-balancing loss, a scalar.
+
+        The loss is that of Switch Transformers (Fedus et al., arXiv:2101.03961, equations 4 to 6) for any number of
+        experts per token: ``num_experts`` times the sum over experts of the share of tokens that an expert gets and its
+        mean probability. It is ``experts_per_token`` where all experts are chosen alike. Not yet scaled.
+        """
+        experts = self.experts
+        kernels = (x.kernel[...] for x in (self.gate, experts.gate_proj, experts.up_proj, experts.down_proj))
+        return mixture(self, *promote_dtype((inputs, *kernels), dtype=self.dtype))
+
+
+class _Experts(nnx.Module):
+    """The projections of all experts."""
+
+    def __init__(self, experts: int, features: int, hidden: int, **fields: Any):
+        self.gate_proj = _Kernels((experts, features, hidden), **fields)
+        self.up_proj = _Kernels((experts, features, hidden), **fields)
+        self.down_proj = _Kernels((experts, hidden, features), **fields)
+
+
+class _Kernels(nnx.Module):
+    """One projection of all experts."""
+
+    def __init__(self, shape: tuple[int, ...], param_dtype: DTypeLike, kernel_init: Callable[..., Any], rngs: nnx.Rngs):
+        self.kernel = nnx.Param(for_each_expert(kernel_init)(rngs.params(), shape, param_dtype))
 
 
 @overload

@@ -1,0 +1,59 @@
+"""The layer of a mixture of experts as MaxText writes it, by ``lax.ragged_dot``. The sizes are Qwen3-30B-A3B's."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_streamk.tools.programs import UserProgram
+
+SMALL = dict(tokens=96, d_model=64, d_expert=48, experts=8, of_a_token=2)
+REAL = dict(tokens=8192, d_model=2048, d_expert=768, experts=128, of_a_token=8)
+
+
+def init(key, dtype, d_model, d_expert, experts):
+    def weight(key, *shape):
+        return (jax.random.normal(key, shape) * shape[-2] ** -0.5).astype(dtype)
+
+    router, gate, up, down = jax.random.split(key, 4)
+    return dict(
+        router=weight(router, d_model, experts),
+        gate=weight(gate, experts, d_model, d_expert),
+        up=weight(up, experts, d_model, d_expert),
+        down=weight(down, experts, d_expert, d_model),
+    )
+
+
+def layer(params, x, of_a_token):
+    likely = jax.nn.softmax((x @ params["router"]).astype(jnp.float32))
+    weights, chosen = lax.top_k(likely, of_a_token)
+    weights = (weights / weights.sum(-1, keepdims=True)).astype(x.dtype)
+    order = jnp.argsort(chosen.reshape(-1))
+    sizes = jnp.bincount(chosen.reshape(-1), length=params["router"].shape[1])
+    rows = x[order // of_a_token]
+    hidden = jax.nn.silu(lax.ragged_dot(rows, params["gate"], sizes)) * lax.ragged_dot(rows, params["up"], sizes)
+    out = lax.ragged_dot(hidden, params["down"], sizes)[jnp.argsort(order)]
+    return jnp.einsum("tkn,tk->tn", out.reshape(*chosen.shape, -1), weights)
+
+
+def inputs(dtype, tokens, **sizes):
+    params, x = jax.random.split(jax.random.key(0))
+    return jax.jit(lambda key: init(key, dtype, **sizes))(params), jax.random.normal(
+        x, (tokens, sizes["d_model"])
+    ).astype(dtype)
+
+
+def forward(dtype, of_a_token, **sizes):
+    return lambda params, x: layer(params, x, of_a_token), inputs(dtype, **sizes)
+
+
+def backward(dtype, of_a_token, **sizes):
+    def loss(params, x):
+        return jnp.mean(layer(params, x, of_a_token).astype(jnp.float32) ** 2)
+
+    return jax.value_and_grad(loss, (0, 1)), inputs(dtype, **sizes)
+
+
+PROGRAMS = [
+    UserProgram("moe_forward", forward, small=SMALL, real=REAL),
+    UserProgram("moe_gradient", backward, small=SMALL, real=REAL),
+]

@@ -1,0 +1,76 @@
+"""What a mixture of experts computes, and the checks of the fields that only these layers have."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_streamk import api
+from jax_streamk.flax.forward import check_fields
+
+
+def check_experts(layer: Any) -> None:
+    """Raises what the layers' docstrings say about their fields."""
+    check_fields(layer, None)
+    if not 1 <= layer.experts_per_token <= layer.num_experts:
+        raise ValueError(
+            f"{type(layer).__name__}: experts_per_token is {layer.experts_per_token}; "
+            f"it must be from 1 to num_experts, {layer.num_experts}"
+        )
+
+
+def for_each_expert(initializer: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Arrays (experts, ...) whose parts the initializer makes, each from a key of its own."""
+
+    def init(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        return jax.vmap(lambda key: initializer(key, shape[1:], dtype))(jax.random.split(key, shape[0]))
+
+    return init
+
+
+def mixture(
+    layer: Any, inputs: jax.Array, router: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The layers' result and load-balancing loss, of promoted arrays."""
+    params: dict[str, Any] = dict(precision=layer.precision, schedule=layer.schedule)
+    experts, top_k = layer.num_experts, layer.experts_per_token
+    tokens = inputs.reshape(-1, inputs.shape[-1])
+    wide = jnp.promote_types(inputs.dtype, jnp.float32)
+    probabilities = jax.nn.softmax(api.matmul(tokens, router, preferred_element_type=wide, **params))
+    weights, chosen = lax.top_k(probabilities, top_k)
+    if layer.normalize:
+        weights /= weights.sum(-1, keepdims=True)
+
+    expert = chosen.reshape(-1)
+    order = jnp.argsort(expert)
+    place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
+    group_sizes = jnp.sum(expert[:, None] == jnp.arange(experts), 0, dtype=jnp.int32)
+    rows = _rows_of_experts(top_k, tokens, order)
+    hidden = api.ragged_gated(rows, gate, up, group_sizes, activation=layer.activation, **params)
+    parts = _permuted(api.ragged_dot(hidden, down, group_sizes, **params), place)
+    parts = parts.reshape(-1, top_k, parts.shape[-1])
+    out = jnp.sum(parts.astype(wide) * weights[:, :, None], 1).astype(parts.dtype)
+
+    count = max(tokens.shape[0], 1)
+    loss = experts * jnp.sum(group_sizes.astype(wide) / count * (probabilities.sum(0) / count))
+    return out.reshape(*inputs.shape[:-1], out.shape[-1]), loss
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _rows_of_experts(top_k: int, tokens: jax.Array, order: jax.Array) -> jax.Array:
+    """Each token once for each of its experts, in an order of these."""
+    return tokens.at[order // top_k].get(mode="promise_in_bounds")
+
+
+@_rows_of_experts.defjvp
+def _rows_jvp(top_k: int, primals: Any, tangents: Any) -> Any:
+    tokens, order = primals
+    # Copied first, or the transpose would add to a token's rows in an order that timing decides.
+    return _rows_of_experts(top_k, tokens, order), _permuted(jnp.repeat(tangents[0], top_k, 0), order)
+
+
+def _permuted(rows: jax.Array, order: jax.Array) -> jax.Array:
+    return rows.at[order].get(unique_indices=True, mode="promise_in_bounds")
