@@ -17,6 +17,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var, primitives
 
 from jax_streamk import compat, fragments, fusion, lowering, primitive, ragged
+from jax_streamk.chains import PRODUCTS
 from jax_streamk.decisions import decide, decide_ragged
 from jax_streamk.device import Device, device_of
 from jax_streamk.planner import Plan
@@ -49,6 +50,7 @@ class Accelerated(Protocol[P, R_co]):
 
 
 _TRACED = object()
+_PRODUCTS = compat.dot_general_p, compat.ragged_dot_general_p
 
 
 @overload
@@ -204,7 +206,7 @@ class _Rewriter:
     def _eqns(self, jaxpr: Any) -> list[Any]:
         """The rewritten equations of a jaxpr; its own list if nothing changes."""
         outvars = getattr(jaxpr, "jaxpr", jaxpr).outvars
-        has_products = any(eqn.primitive is compat.dot_general_p for eqn in jaxpr.eqns)
+        has_products = any(eqn.primitive in _PRODUCTS for eqn in jaxpr.eqns)
         if not has_products:
             return _map(functools.partial(self._eqn, None, {}), jaxpr.eqns)
         program = Program(jaxpr.eqns, outvars)
@@ -216,7 +218,7 @@ class _Rewriter:
     def _eqns_of(self, program: Program, measured: fragments.Measured) -> Any:
         """``_eqns`` of a program with products, by what tuning found for them."""
         eqns = _map(functools.partial(self._eqn, program, measured), program.eqns)
-        if not any(eqn.primitive is primitive.dot_general_p for eqn in eqns):
+        if not any(eqn.primitive in PRODUCTS for eqn in eqns):
             return eqns
         folded = _with_transposes(program, eqns)
         program = program.with_eqns(eqns) if folded is eqns else Program(folded, program.outvars)

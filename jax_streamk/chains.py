@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal, Var
 
-from jax_streamk import activations, compat, primitive
+from jax_streamk import activations, compat, primitive, ragged
 from jax_streamk.program import RESHAPES, Program, is_exact, is_float, is_merged, is_movable, is_view
 
+PRODUCTS = primitive.dot_general_p, ragged.ragged_p  # those whose kernels may have an epilogue
 _SUMS = ("add", "add_any", "sub")
 
 
@@ -62,6 +63,8 @@ class Chain:
 
 class _Product:
     """A product's equation among others, and the sizes of its dimensions."""
+
+    is_ragged = False
 
     def __init__(self, eqn: Any):
         self.eqn = eqn
@@ -113,6 +116,20 @@ class _Product:
         return dataclasses.replace(chain, swapped=True) if is_turned else None
 
 
+class _RaggedProduct(_Product):
+    """One of groups of rows: its kernels have activations and gates of two matrices, and no scale or residual."""
+
+    is_ragged, is_pinned, may_swap = True, False, False
+
+    def __init__(self, eqn: Any):
+        self.eqn, self.lead = eqn, ()
+        self.free = [(size,) for size in eqn.outvars[0].aval.shape]
+
+    def start(self) -> Chain | None:
+        is_plain = self.eqn.params["epilogue"].is_plain and self.eqn.params["numbers"].rhs_group_dimensions
+        return Chain(self.eqn.outvars[0], ()) if is_plain and is_float(self.eqn.outvars[0]) else None
+
+
 class Follower:
     """Follows the chain of one product of a program, whose equations ``taken`` are part of other products' chains.
 
@@ -120,7 +137,9 @@ class Follower:
     """
 
     def __init__(self, program: Program, at: int, taken: Collection[int], may_gate: bool = True):
-        self.program, self.product, self.taken = program, _Product(program.eqns[at]), taken
+        eqn = program.eqns[at]
+        product = _RaggedProduct(eqn) if eqn.primitive is ragged.ragged_p else _Product(eqn)
+        self.program, self.product, self.taken = program, product, taken
         self._at, self._may_gate = at, may_gate
 
     def chains(self) -> Iterator[Chain]:
@@ -148,7 +167,7 @@ class Follower:
     def _scaled(self, chain: Chain, step: Chain, eqn: Any) -> Chain | None:
         """With a factor: once, and before all sums, where it can neither overflow nor cancel otherwise than there."""
         name = eqn.primitive.name
-        if name not in ("mul", "div", "neg") or chain.adds or chain.alpha != 1:
+        if name not in ("mul", "div", "neg") or chain.adds or chain.alpha != 1 or self.product.is_ragged:
             return None
         factor = -1.0 if name == "neg" else self._factor(chain, eqn)
         return None if factor is None else dataclasses.replace(step, alpha=factor, last="scale")
@@ -164,7 +183,7 @@ class Follower:
 
     def _summed(self, chain: Chain, step: Chain, eqn: Any) -> Chain | None:
         x, is_first = _other(eqn, chain.out)
-        if x is None or self.program.number(x) is not None:
+        if x is None or self.program.number(x) is not None or self.product.is_ragged:
             return None
         sign = -1.0 if eqn.primitive.name == "sub" and is_first else 1.0
         if eqn.primitive.name == "sub" and not is_first:
@@ -321,7 +340,9 @@ class Follower:
         batches = {None if bias is None else bias.batch for bias in (gate.bias, up.bias)}
         if up.activation is not None or len(batches) > 1:
             return None
-        lhs, rhs = zip(self.product.eqn.invars, other.eqn.invars)
+        lhs, rhs, *sizes = zip(self.product.eqn.invars, other.eqn.invars)
+        if not all(self.program.is_same(*pair) for pair in sizes):
+            return None
         for swapped, shared, (own, others) in ((False, lhs, rhs), (True, rhs, lhs)):
             can_be = self.product.can_be_factor(chain, swapped) and other.can_be_factor(found, swapped)
             if can_be and self.program.is_same(*shared) and compat.is_placed_like(own.aval, others.aval):
@@ -339,7 +360,8 @@ class Follower:
 
     def _halved(self, chain: Chain) -> Chain | None:
         """With the two halves of its columns, where they are the factors of a gate."""
-        halves = None if self.product.is_pinned or not self._may_gate else self._halves(chain)
+        may_be = self._may_gate and not self.product.is_pinned and not self.product.is_ragged
+        halves = self._halves(chain) if may_be else None
         if halves is None:
             return None
         follower = Follower(self.program, self._at, self.taken, may_gate=False)
@@ -394,7 +416,7 @@ class Follower:
             if at is None or at in self.taken:
                 continue
             made = self.program.eqns[at]
-            if made.primitive is not primitive.dot_general_p:
+            if made.primitive not in PRODUCTS:
                 waiting += [y for y in made.invars if not isinstance(y, Literal) and y.aval.size == x.aval.size]
             elif at < self._at and made.params == self.product.eqn.params:
                 return at

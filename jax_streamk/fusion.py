@@ -20,8 +20,8 @@ from typing import Any
 
 from jax import lax
 
-from jax_streamk import activations, compat, lowering, primitive
-from jax_streamk.chains import Chain, Follower, Operand
+from jax_streamk import activations, compat, lowering, primitive, ragged
+from jax_streamk.chains import PRODUCTS, Chain, Follower, Operand
 from jax_streamk.device import Device
 from jax_streamk.epilogue import Epilogue
 from jax_streamk.machines import machine_of
@@ -43,7 +43,7 @@ def fused(
     times: dict[Any, float | None] = {}  # of products, which repeat from layer to layer
     # The last product first: its residual may be the sum that ends another's chain.
     for at in reversed(range(len(program.eqns))):
-        if at in taken or program.eqns[at].primitive is not primitive.dot_general_p:
+        if at in taken or program.eqns[at].primitive not in PRODUCTS:
             continue
         found = (measured or {}).get(program.eqns[at].outvars[0])
         if found is not None and found.winner != "fused":
@@ -98,6 +98,8 @@ class _Fusion:
         chain = self._chain
         if chain.last in ("wider", "layout"):
             return None
+        if self._product.is_ragged and chain.activation == "sigmoid" and not chain.matrices:
+            return None  # of rows in no group it is 0.5 in the program, and 0 in the kernel
         needs_a_pass = chain.activation is not None or chain.residual is not None or chain.last == "scale"
         if needs_a_pass and not chain.matrices and not self._is_measured and not self._saves_a_pass():
             return None
@@ -118,6 +120,8 @@ class _Fusion:
     def _kernel(self) -> list[Any] | None:
         """The kernel's equation, after those of its operands; sets ``steps``."""
         chain, eqn, dtype = self._chain, self._product.eqn, self._chain.out.aval.dtype
+        if self._product.is_ragged:
+            return self._ragged_kernel()
         lead, rows, columns = self._product.sizes(chain.swapped)
         biases = [bias for bias in (chain.bias, chain.second_bias) if bias is not None]
         epilogue = Epilogue(
@@ -184,6 +188,17 @@ class _Fusion:
         back = _reshaped(self._program.eqns[chain.taken[-1]], call.outvars[0], chain.out.aval.shape)
         return None if back is None or not compat.is_placed_like(back.outvars[0].aval, chain.out.aval) else [call, back]
 
+    def _ragged_kernel(self) -> list[Any] | None:
+        chain, eqn = self._chain, self._product.eqn
+        gate, *up = chain.matrices or (eqn.invars[1],)
+        operands = [eqn.invars[0], gate, eqn.invars[2], *up]
+        epilogue = Epilogue(activation=chain.activation, gate="pair" if up else None)
+        params = eqn.params | dict(preferred_element_type=chain.out.aval.dtype, epilogue=epilogue)
+        if not self._is_faster(self._time(operands, params)):
+            return None
+        call = compat.new_eqn(eqn, ragged.ragged_p, *operands, **params)
+        return None if call is None or not compat.is_placed_like(call.outvars[0].aval, chain.out.aval) else [call]
+
     def _saves_a_pass(self) -> bool:
         """Whether XLA would store what the chain makes, or what it is made of would be read or written more often."""
         chain = self._chain
@@ -203,11 +218,14 @@ class _Fusion:
 
     def _time(self, operands: Sequence[Any], params: dict[str, Any]) -> float | None:
         """The expected time of a product, in microseconds; None if no kernel runs it, or a gated one is slower."""
-        lhs, rhs = (x.aval for x in operands[:2])
-        numbers = tuple(tuple(map(tuple, sides)) for sides in params["dimension_numbers"])  # batching makes lists
-        key = lhs, rhs, *(params | dict(dimension_numbers=numbers)).values()
+        lhs, rhs, *sizes = (x.aval for x in operands[: 2 + self._product.is_ragged])
+        key = lhs, rhs, *params.values()
+        if not self._product.is_ragged:
+            numbers = tuple(tuple(map(tuple, sides)) for sides in params["dimension_numbers"])  # batching makes lists
+            key = lhs, rhs, *(params | dict(dimension_numbers=numbers)).values()
         if key not in self._times:
-            made = lowering.plan_or_none(lhs, rhs, device=self._device, **params)
+            plan = ragged.plan_or_none if sizes else lowering.plan_or_none
+            made = plan(lhs, rhs, *sizes, device=self._device, **params)
             has_kernel = made is not None and made.kernel is not None
             is_apart = self._chain.matrices and has_kernel and not made.problem.gated
             self._times[key] = made.microseconds if has_kernel and not is_apart else None

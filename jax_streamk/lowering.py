@@ -41,10 +41,13 @@ def plan(
     """
     if epilogue.gate:
         params = dict(
-            dimension_numbers=dimension_numbers, precision=precision, preferred_element_type=preferred_element_type,
-            schedule=schedule, device=device,
-        )  # fmt: skip
-        return _plan_gated(lhs, rhs, epilogue, **params)
+            dimension_numbers=dimension_numbers, precision=precision, preferred_element_type=preferred_element_type
+        )
+        arrange = functools.partial(problem.arrange, lhs, rhs, **params, platform=device.platform, epilogue=epilogue)
+        params |= dict(schedule=schedule, device=device, epilogue=epilogue.before_gate)
+        return plan_gated(
+            arrange, functools.partial(plan, lhs, rhs, **params), lhs, rhs, epilogue, schedule, device
+        )
     schedule = schedules.of_forward(schedule)
     arrange = functools.partial(
         problem.arrange, lhs, rhs, dimension_numbers, precision, preferred_element_type, device.platform, epilogue,
@@ -95,11 +98,14 @@ def plan_or_none(lhs, rhs, *, device, out_sharding=None, **params):
         return None
 
 
-def _plan_gated(lhs, rhs, epilogue, *, schedule, device, **params):
-    """``plan`` of a gated product: of one kernel for both products, or of what runs if that is faster."""
+def plan_gated(arrange, plan_apart, lhs, rhs, epilogue, schedule, device):
+    """``plan`` of a gated product: of one kernel for both products, or of what runs if that is faster.
+
+    ``arrange`` makes its arrangement, and ``plan_apart`` plans one of its products.
+    """
     made, why = None, ""
     try:
-        arrangement = problem.arrange(lhs, rhs, **params, platform=device.platform, epilogue=epilogue)
+        arrangement = arrange()
         if copies := arrangement.copies(lhs, rhs):
             raise problem.Unsupported(copies[0])
         made = planner.make_plan(arrangement.problem, schedules.of_forward(schedule), device)
@@ -109,11 +115,10 @@ def _plan_gated(lhs, rhs, epilogue, *, schedule, device, **params):
             why = made.reasons[0].removeprefix("falls back to XLA: ")
     except (problem.Unsupported, ValueError) as error:
         why = str(error)
-    apart, of_apart = plan(lhs, rhs, schedule=schedule, device=device, epilogue=epilogue.before_gate, **params)
+    apart, of_apart = plan_apart()
     products = 2 if epilogue.is_pair else 1
     if made is not None and made.kernel is not None:
-        # Each further launch, and XLA's kernel, costs as much as it takes to start one.
-        more = machine_of(device).launch_us * products if device.platform == "cuda" else 0
+        more = _gating(arrangement, products, device) if device.platform == "cuda" else 0
         alone = None if apart.microseconds is None else products * apart.microseconds + more
         if alone is None or made.microseconds <= alone or tuned.lookup(arrangement.problem, device) is not None:
             return made, arrangement
@@ -121,6 +126,18 @@ def _plan_gated(lhs, rhs, epilogue, *, schedule, device, **params):
     of_each = "this product twice, each time with other weights" if epilogue.is_pair else "this product"
     gate = "gate" if epilogue.activation is None else f"{epilogue.activation}(gate)"
     return apart.with_reasons([f"a gated product is {of_each}, and then {gate} * up by XLA: {why}"]), of_apart
+
+
+def _gating(arrangement, products, device):
+    """The expected time, in microseconds, of multiplying the two products by XLA, and of all launches but the first.
+
+    Each launch costs as much as it takes to start a kernel; what L2 holds of the products is read in that time.
+    """
+    p, machine = arrangement.problem, machine_of(device)
+    rows = p.m if p.is_ragged else p.batch * p.m
+    moved = 3 * rows * p.n * arrangement.dtype.itemsize
+    held = 0 if machine.topology is None else machine.topology.l2_bytes
+    return machine.launch_us * products + max(0, moved - held) / machine.dram_bytes_per_us
 
 
 def check_build(platform):

@@ -278,8 +278,11 @@ def plan(
         **params,
     )  # fmt: skip
     if epilogue.gate:
-        params |= dict(schedule=schedule, device=device, leading=leading)
-        return _plan_gated(functools.partial(arrange, epilogue=epilogue), lhs, rhs, group_sizes, epilogue, **params)
+        params |= dict(schedule=schedule, device=device, leading=leading, epilogue=epilogue.before_gate)
+        return lowering.plan_gated(
+            functools.partial(arrange, epilogue=epilogue), functools.partial(plan, lhs, rhs, group_sizes, **params),
+            lhs, rhs, epilogue, schedule, device,
+        )  # fmt: skip
     try:
         arrangement = arrange(epilogue=epilogue)
     except problem.Unsupported as why:
@@ -289,30 +292,12 @@ def plan(
     return made if made.kernel is None else made.with_reasons(arrangement.copies(lhs, rhs)), arrangement
 
 
-def _plan_gated(arrange, lhs, rhs, group_sizes, epilogue, *, schedule, device, **params):
-    made = None
+def plan_or_none(lhs, rhs, group_sizes, **params):
+    """The ``Plan`` of a product in a jaxpr; None if no kernel can run it under an explicit schedule."""
     try:
-        arrangement = arrange()
-        if copies := arrangement.copies(lhs, rhs):
-            raise problem.Unsupported(copies[0])
-        made = planner.make_plan(arrangement.problem, schedule, device)
-        why = "" if made.kernel is not None else made.reasons[0].removeprefix("falls back to XLA: ")
-    except (problem.Unsupported, ValueError) as error:
-        why = str(error)
-    if made is not None and made.is_empty:
-        return made, arrangement
-    apart, of_apart = plan(
-        lhs, rhs, group_sizes, schedule=schedule, device=device, epilogue=epilogue.before_gate, **params
-    )
-    if made is not None and made.kernel is not None:
-        more = machine_of(device).launch_us * 2 if device.platform == "cuda" else 0
-        alone = None if apart.microseconds is None else 2 * apart.microseconds + more
-        if alone is None or apart.kernel is None or made.microseconds <= alone:
-            return made, arrangement
-        why = f"{made.kernel} is slower, {text.duration(made.microseconds)} instead of {text.duration(alone)}"
-    gate = "gate" if epilogue.activation is None else f"{epilogue.activation}(gate)"
-    of_each = "this product twice, each time with other weights"
-    return apart.with_reasons([f"a gated product is {of_each}, and then {gate} * up by XLA: {why}"]), of_apart
+        return plan(lhs, rhs, group_sizes, **params)[0]
+    except ValueError:
+        return None
 
 
 def _lower(ctx, *operands, **params):
