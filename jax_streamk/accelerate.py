@@ -74,7 +74,7 @@ def accelerate(
     ``scan``, ``while_loop``, ``cond``, ``shard_map`` and ``checkpoint``, and in functions with custom derivatives or
     custom ``vmap``, rules included. Scales, biases, residuals, activations and conversions that follow a
     ``lax.dot_general`` become part of its kernel where nothing else needs the values between, and products that are
-    multiplied become one as in ``gated_linear``.
+    multiplied become one as in ``gated_linear`` and ``ragged_gated``.
 
     XLA still computes products that no kernel supports (complex numbers, integers other than int8, some precisions),
     and those in derivatives of ``lax.custom_root``, in ``linear_call``, in other libraries' primitives (such as

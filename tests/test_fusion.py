@@ -772,7 +772,7 @@ GATES = {
 
 def assert_as_exact(fn, *args):
     """What ``accelerate`` computes is as close to float32's result as what XLA does."""
-    exact = fn(*(a.astype(jnp.float32) for a in args))
+    exact = fn(*(a.astype(jnp.float32) if a.dtype == NARROW else a for a in args))
     got, wanted = jax.jit(accelerate(fn))(*args), jax.jit(fn)(*args)
     assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
     eps = float(jnp.finfo(NARROW).eps) * np.abs(exact).max()
@@ -881,6 +881,49 @@ def test_what_is_no_gate(what):
     fn = APART[what]
     assert not any("second" in text for text in fused(fn, *GATE_OPERANDS))
     assert_as_exact(fn, *GATE_OPERANDS)
+
+
+# The last two rows are in no group.
+ROUTED = [x.astype(NARROW) for x in (normal(40, 256), *normal(2, 3, 256, 512))] + [jnp.array([13, 0, 25], jnp.int32)]
+rows_by = lax.ragged_dot
+OF_GROUPS = {
+    "silu": (lambda x, v, w, s: silu(rows_by(x, v, s)) * rows_by(x, w, s), SILU),
+    "up first": (lambda x, v, w, s: (lambda up: up * silu(rows_by(x, v, s)))(rows_by(x, w, s)), SILU),
+    "sigmoid": (lambda x, v, w, s: jax.nn.sigmoid(rows_by(x, v, s)) * rows_by(x, w, s), "sigmoid(A @ B) * (A @ second B)"),
+    "a gate in float32": (
+        lambda x, v, w, s: (silu(rows_by(x, v, s).astype(jnp.float32)) * rows_by(x, w, s)).astype(NARROW), SILU,
+    ),
+    "an activation": (lambda x, v, w, s: jnp.tanh(rows_by(x, v, s)), "tanh(A @ B)"),
+}  # fmt: skip
+OF_OTHER_GROUPS = {
+    "other sizes": lambda x, v, w, s: silu(rows_by(x, v, s)) * rows_by(x, w, s[::-1]),
+    "other rows": lambda x, v, w, s: silu(rows_by(x, v, s)) * rows_by(jnp.sin(x), w, s),
+    "what is not zero where no group is": lambda x, v, w, s: jax.nn.sigmoid(rows_by(x, v, s)),
+    "a factor": lambda x, v, w, s: silu(2 * rows_by(x, v, s)) * rows_by(x, w, s),
+    "a sum": lambda x, v, w, s: silu(rows_by(x, v, s) + w[0, :1]) * rows_by(x, w, s),
+    "halves": lambda x, v, w, s: slices(rows_by(x, jnp.concatenate([v, w], -1), s)),
+    "groups of what is contracted": lambda x, v, w, s: (lambda dw: silu(dw) * dw[:, :1])(
+        jax.grad(lambda v: (rows_by(x, v, s) ** 2).sum())(v)
+    ),
+}
+
+
+@pytest.mark.usefixtures("as_on_h200")
+@pytest.mark.parametrize("form", OF_GROUPS)
+def test_gates_of_groups(form):
+    fn, wanted = OF_GROUPS[form]
+    assert fused(fn, *ROUTED) == [wanted]
+    assert_as_exact(fn, *ROUTED)
+    for i in range(2):
+        assert_as_exact(jax.grad(lambda *args: jnp.sin(fn(*args).astype(jnp.float32)).sum(), i), *ROUTED)
+
+
+@pytest.mark.usefixtures("as_on_h200")
+@pytest.mark.parametrize("what", OF_OTHER_GROUPS)
+def test_what_is_no_gate_of_groups(what):
+    fn = OF_OTHER_GROUPS[what]
+    assert not any("second" in text or "sigmoid" in text or "silu" in text for text in fused(fn, *ROUTED))
+    assert_as_exact(fn, *ROUTED)
 
 
 @pytest.mark.usefixtures("of_16_bits")
