@@ -45,9 +45,7 @@ def plan(
         )
         arrange = functools.partial(problem.arrange, lhs, rhs, **params, platform=device.platform, epilogue=epilogue)
         params |= dict(schedule=schedule, device=device, epilogue=epilogue.before_gate)
-        return plan_gated(
-            arrange, functools.partial(plan, lhs, rhs, **params), lhs, rhs, epilogue, schedule, device
-        )
+        return plan_gated(arrange, functools.partial(plan, lhs, rhs, **params), lhs, rhs, epilogue, schedule, device)
     schedule = schedules.of_forward(schedule)
     arrange = functools.partial(
         problem.arrange, lhs, rhs, dimension_numbers, precision, preferred_element_type, device.platform, epilogue,
@@ -159,32 +157,40 @@ def _lower(ctx, *operands, **params):
     return compat.lower_per_platform(ctx, rules, rest, *operands, **params)
 
 
-def _lower_with_kernels(ctx, *operands, platform, **params):
+def why_not_here(ctx):
+    """Why a product is XLA's where it is lowered; None if it may be ours, on one device or partitioned by our rule."""
     placement = compat.placement(ctx)
     if placement == compat.Placement.UNKNOWN:
         where = "in a shard_map with automatic mesh axes, in an export for several devices, and without a mesh"
-        why = f"only XLA partitions products {where}"
-        return _lower_to_xla(ctx, *operands, why=why, **params)
+        return f"only XLA partitions products {where}"
     if placement == compat.Placement.PARTITIONED and not compat.config.jax_use_shardy_partitioner:
-        why = "only XLA partitions products where jax_use_shardy_partitioner is off"
-        return _lower_to_xla(ctx, *operands, why=why, **params)
+        return "only XLA partitions products where jax_use_shardy_partitioner is off"
     if compat.is_unreduced(ctx.avals_out[0]):
-        why = "only XLA supports an out_sharding with unreduced axes, which leaves the sum over devices open"
+        return "only XLA supports an out_sharding with unreduced axes, which leaves the sum over devices open"
+    return None
+
+
+def _lower_with_kernels(ctx, *operands, platform, **params):
+    if (why := why_not_here(ctx)) is not None:
         return _lower_to_xla(ctx, *operands, why=why, **params)
     # Tracing inside a rule does not need shardings.
     local = ctx.replace(avals_in=[compat.local_aval(aval) for aval in ctx.avals_in])
     params["out_sharding"] = None
-    if placement == compat.Placement.PARTITIONED:
+    if compat.placement(ctx) == compat.Placement.PARTITIONED:
         later = params | dict(schedule=tune.later(params["schedule"]))
-        (out,) = mlir.lower_fun(_partitioned(local.avals_in, **later), multiple_results=False)(
-            compat.with_mesh(local), *operands
-        )
-        device = device_for_lowering(platform)
-        kernels = f"kernels {tuned.kernel_set(platform)} and tuned plans {tune.digest(device)}"
-        compat.tell_apart(out, f"{sorted(params.items())} for {device} with {kernels}")
+        out = partitioned(local, _partitioned(local.avals_in, **later), operands, platform, params)
     else:
         (out,) = _lower_on_one_device(local, *operands, platform=platform, **params)
     return [compat.with_sharding_of(ctx, out, *ctx.avals_out)]
+
+
+def partitioned(ctx, function, operands, platform, params):
+    """The result of a function of ``partition.partitioned``, the product with these parameters, of lowered operands."""
+    (out,) = mlir.lower_fun(function, multiple_results=False)(compat.with_mesh(ctx), *operands)
+    device = device_for_lowering(platform)
+    kernels = f"kernels {tuned.kernel_set(platform)} and tuned plans {tune.digest(device)}"
+    compat.tell_apart(out, f"{sorted(params.items())} for {device} with {kernels}")
+    return out
 
 
 def _lower_on_one_device(ctx, lhs, rhs, *others, platform, schedule, out_sharding, epilogue=Epilogue(), **params):

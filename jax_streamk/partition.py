@@ -1,5 +1,8 @@
 """Partitions a product over devices: batch, m and n without communication, k as split-K across devices.
 
+Of a ragged product also the groups: like k where each has rows of the result, without communication where it has a
+result of its own. A device has the runs of the groups that lie in its part of what they cut.
+
 Each dimension of the operands and the result is a factor of the product. Shardy propagates shardings between arrays by
 the rule; ``_partition`` then makes the shardings it chose consistent.
 """
@@ -8,6 +11,7 @@ import functools
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
@@ -48,6 +52,12 @@ class Factors:
         bias = (*batch[: epilogue.bias_batch], *rhs_free)
         others = ([tuple(rhs)] * self.seconds, [bias] * epilogue.has_bias * (1 + self.seconds))
         self.operands = (tuple(lhs), tuple(rhs), *others[0], *others[1], *[self.result] * epilogue.has_residual)
+        self.given = 0  # operands after the matrices that each product needs
+
+    def local(self, others, axes, sizes, mesh):
+        """The operands after the matrices, as one device needs them if ``axes`` divide the factors."""
+        del axes, sizes, mesh
+        return others
 
     def rule(self):
         return SdyShardingRule(
@@ -58,10 +68,53 @@ class Factors:
         )
 
 
+class RaggedFactors(Factors):
+    """Those of a ragged product. After its matrices come group sizes, that of rows in no group first, and biases.
+
+    Every device has the sizes of all groups, and all of the biases of the columns that it has.
+    """
+
+    def __init__(self, numbers, epilogue):
+        ((contract,), (rhs_contract,)), _ = numbers.dot_dimension_numbers
+        (cut,) = numbers.lhs_ragged_dimensions
+        lhs, rhs = ["m", "m"], ["n"] * (2 + len(numbers.rhs_group_dimensions))
+        lhs[contract] = rhs[rhs_contract] = "k"
+        for dimension in numbers.rhs_group_dimensions:
+            rhs[dimension] = "g"
+        self.cut = lhs[cut]
+        # In the order of the operands, as Shardy requires of the rule.
+        self.contract = tuple(x for x in dict.fromkeys((*lhs, *rhs)) if x in ("k", "g"))
+        self.product = self.result = ("m", "n") if "g" in self.contract else ("g", "m", "n")
+        self.whole = ("sizes", "groups") if epilogue.has_bias else ("sizes",)
+        self.seconds, self.given = int(epilogue.is_pair), 1
+        biases = [("groups", "n")] * epilogue.has_bias * (1 + self.seconds)
+        self.operands = (tuple(lhs), tuple(rhs), *[tuple(rhs)] * self.seconds, ("sizes",), *biases)
+
+    def local(self, others, axes, sizes, mesh):
+        group_sizes, *biases = others
+
+        def part(name):
+            """(where a device's part of a dimension begins, how long it is)"""
+            at = functools.reduce(lambda at, axis: at * mesh[axis] + lax.axis_index(axis), axes[name], 0)
+            size = sizes[name] // math.prod(mesh[axis] for axis in axes[name])
+            return at * size, size
+
+        (first, count), (begin, extent) = part("g"), part(self.cut)
+        ends = lax.dynamic_slice_in_dim(ends_of_groups(group_sizes, sizes[self.cut]), first, 1 + count)
+        ends = jnp.clip(ends - begin, 0, extent)
+        return jnp.diff(ends, prepend=0), *biases
+
+
+def ends_of_groups(group_sizes, extent):
+    """Where groups end that cut a dimension: what kernels make of any sizes."""
+    return jnp.minimum(jnp.cumsum(jnp.clip(group_sizes, 0, extent)), extent)
+
+
 def partitioned(product, finish, fused, factors):
     """``finish(product(lhs, rhs), *others)``, for XLA to partition; ``fused`` does both if no sum comes between.
 
-    In the place of each second rhs, ``finish`` gets its product.
+    In the place of each second rhs, ``finish`` gets its product. Operands of which ``factors`` says so are given to
+    ``product``, too.
     """
     function = custom_partitioning(fused)
     function.def_partition(functools.partial(_partition, product, finish, fused, factors), sharding_rule=factors.rule())
@@ -72,7 +125,8 @@ def _partition(product, finish, fused, factors, mesh, operands, result):
     specs = [_axes_of_dimensions(x) for x in (*operands, result)]
     for names, spec in zip(factors.operands, specs):
         spec[:] = [() if name in factors.whole else axes for name, axes in zip(names, spec)]
-    sizes = {name: size for x, dims in zip(operands, factors.operands) for name, size in zip(dims, x.shape)}
+    arrays = *zip(operands, factors.operands), (result, factors.result)
+    sizes = {name: size for x, dims in arrays for name, size in zip(dims, x.shape)}
     axes = _axes_of_factors((*factors.operands, factors.result), specs, sizes, factors.contract, mesh.shape)
     summed = [axis for name in factors.contract for axis in axes[name]]
     # If the result is sharded over axes of k, the sum is reduce-scattered over them instead of all-reduced.
@@ -87,13 +141,17 @@ def _partition(product, finish, fused, factors, mesh, operands, result):
                 final[name] = (*final[name], axis)
                 scattered[dimension] = (*scattered.get(dimension, ()), axis)
 
+    multiplied = 2 + factors.seconds
+
     def local(*operands):
         with jax.sharding.use_abstract_mesh(_no_mesh):
-            lhs, rhs, *others = (_local_p.bind(x) for x in operands)
+            lhs, *others = (_local_p.bind(x) for x in operands)
+            matrices, others = others[: multiplied - 1], others[multiplied - 1 :]
+            here = factors.local(others, axes, sizes, mesh.shape)
             if not summed and not scattered:
-                return fused(lhs, rhs, *others)
-            sums = [add_up(product(lhs, x)) for x in (rhs, *others[: factors.seconds])]
-            return finish(*sums, *others[factors.seconds :])
+                return fused(lhs, *matrices, *here)
+            sums = [add_up(product(lhs, x, *here[: factors.given])) for x in matrices]
+            return finish(*sums, *factors.local(others, final | dict.fromkeys(factors.contract, ()), sizes, mesh.shape))
 
     def add_up(out):
         dtype = out.dtype
@@ -106,7 +164,6 @@ def _partition(product, finish, fused, factors, mesh, operands, result):
     def sharding(dims, axes):
         return NamedSharding(mesh, PartitionSpec(*(axes[name] or None for name in dims)))
 
-    multiplied = 2 + factors.seconds
     shardings = [sharding(dims, axes if i < multiplied else final) for i, dims in enumerate(factors.operands)]
     return mesh, local, sharding(factors.result, final), tuple(shardings)
 

@@ -6,7 +6,6 @@ contracted, (M, m) x (M, n) -> (G, m, n). With ``leading``, group_sizes has one 
 A size below 0 counts as 0, and groups end with the last row.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -16,10 +15,9 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
-from jax_streamk import compat, lowering, planner, problem, schedules, text
+from jax_streamk import compat, lowering, partition, planner, problem, schedules
 from jax_streamk.device import device_for_lowering
 from jax_streamk.epilogue import ACTIVATIONS, Epilogue, wide
-from jax_streamk.machines import machine_of
 
 ragged_p: Primitive = Primitive("streamk_ragged_dot_general")
 ragged_p.def_impl(functools.partial(compat.apply_primitive, ragged_p))
@@ -82,9 +80,8 @@ def limit_of(extent):
 
 
 def _runs(group_sizes, extent, leading):
-    """Where the groups begin and end: what kernels make of any sizes."""
-    limit = limit_of(extent)
-    ends = jnp.minimum(jnp.cumsum(jnp.clip(as_int32(group_sizes), 0, limit)), limit)
+    """Where the groups begin and end."""
+    ends = partition.ends_of_groups(as_int32(group_sizes), limit_of(extent))
     return jnp.concatenate([jnp.zeros(1, jnp.int32), ends])[leading:]
 
 
@@ -138,21 +135,22 @@ def _group_of_rows(runs, rows):
 
 
 def _apart(lhs, rhs, group_sizes, *others, epilogue, **params):
-    """Products and epilogue one after the other; the products of a gated one with their biases, each rounded."""
+    """Products and epilogue one after the other."""
     second, biases, _ = epilogue.split(others)
-    plain = Epilogue() if epilogue.gate is None else dataclasses.replace(epilogue.before_gate, has_bias=bool(biases))
-    products = []
-    for i, x in enumerate((rhs, *second)):
-        bias = biases[i : i + 1] if epilogue.gate else ()
-        products.append(bind(lhs, x, group_sizes, *bias, epilogue=plain, **params))
-    gate, *up = products
-    dtype = gate.dtype
-    gate = gate.astype(wide(dtype))
-    if biases and not epilogue.gate:
-        gate = gate + _spread(biases[0], gate, group_sizes, **params).astype(gate.dtype)
+    products = [bind(lhs, x, group_sizes, **params) for x in (rhs, *second)]
+    return _finished(products, group_sizes, biases, epilogue, **params)
+
+
+def _finished(products, group_sizes, biases, epilogue, **params):
+    """The epilogue of products that are rounded."""
+    dtype = products[0].dtype
+    sums = [x.astype(wide(dtype)) for x in products]
+    for i, bias in enumerate(biases):
+        sums[i] += _spread(bias, sums[i], group_sizes, **params).astype(sums[i].dtype)
+    gate, *up = sums
     if epilogue.activation is not None:
         gate = _activated(epilogue.activation, gate, group_sizes, params["leading"])
-    return functools.reduce(lax.mul, (x.astype(gate.dtype) for x in up), gate).astype(dtype)
+    return functools.reduce(lax.mul, up, gate).astype(dtype)
 
 
 def _activated(activation, x, group_sizes, leading):
@@ -307,11 +305,15 @@ def _lower(ctx, *operands, **params):
 
 
 def _lower_with_kernels(ctx, *operands, platform, schedule, **params):
-    if compat.placement(ctx) != compat.Placement.ONE_DEVICE:
-        why = "only XLA divides ragged products over devices; in a shard_map each device's part is ours"
+    if (why := lowering.why_not_here(ctx)) is not None:
         return _lower_to_xla(ctx, *operands, schedule=schedule, why=why, **params)
     lowering.check_build(platform)
+    result = ctx.avals_out[0]
     ctx = ctx.replace(avals_in=[compat.local_aval(aval) for aval in ctx.avals_in])
+    if compat.placement(ctx) == compat.Placement.PARTITIONED:
+        params["schedule"] = schedule
+        out = lowering.partitioned(ctx, _partitioned(**params), operands, platform, params)
+        return [compat.with_sharding_of(ctx, out, result)]
     lhs, rhs, group_sizes, *others = operands
     if _groups_rows(params["numbers"]) and not params["epilogue"].gate:
         rhs, aval, params["numbers"] = _without_transposes(rhs, ctx.avals_in[1], params["numbers"])
@@ -330,6 +332,32 @@ def _lower_with_kernels(ctx, *operands, platform, schedule, **params):
     avals = [*arrangement.prepared(*types[:2]), *ctx.avals_in[3:], types[2].update(dtype=np.dtype(np.int32))]
     stored = compat.local_aval(*ctx.avals_out)
     return [lowering.call(ctx.replace(avals_in=avals), made, stored, *prepared, *others, sizes)]
+
+
+def _partitioned(*, epilogue, leading, **params):
+    """The product, for XLA to partition; groups begin with that of rows in none."""
+    seconds = int(epilogue.is_pair)
+
+    def product(lhs, rhs, group_sizes):
+        return bind(lhs, rhs, group_sizes, leading=True, **params)
+
+    def fused(lhs, rhs, *others):
+        up, (group_sizes, *biases) = others[:seconds], others[seconds:]
+        return bind(lhs, rhs, group_sizes, *up, *biases, epilogue=epilogue, leading=True, **params)
+
+    def finish(*given):
+        products, (group_sizes, *biases) = given[: 1 + seconds], given[1 + seconds :]
+        return _finished(products, group_sizes, biases, epilogue, leading=True)
+
+    function = partition.partitioned(product, finish, fused, partition.RaggedFactors(params["numbers"], epilogue))
+
+    def ordered(lhs, rhs, group_sizes, *others):
+        group_sizes = as_int32(group_sizes)
+        if not leading:
+            group_sizes = jnp.pad(group_sizes, (1, 0))
+        return function(lhs, rhs, *others[:seconds], group_sizes, *others[seconds:])
+
+    return ordered
 
 
 def _without_transposes(rhs, aval, numbers):

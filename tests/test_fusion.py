@@ -889,7 +889,9 @@ rows_by = lax.ragged_dot
 OF_GROUPS = {
     "silu": (lambda x, v, w, s: silu(rows_by(x, v, s)) * rows_by(x, w, s), SILU),
     "up first": (lambda x, v, w, s: (lambda up: up * silu(rows_by(x, v, s)))(rows_by(x, w, s)), SILU),
-    "sigmoid": (lambda x, v, w, s: jax.nn.sigmoid(rows_by(x, v, s)) * rows_by(x, w, s), "sigmoid(A @ B) * (A @ second B)"),
+    "sigmoid": (
+        lambda x, v, w, s: jax.nn.sigmoid(rows_by(x, v, s)) * rows_by(x, w, s), "sigmoid(A @ B) * (A @ second B)",
+    ),
     "a gate in float32": (
         lambda x, v, w, s: (silu(rows_by(x, v, s).astype(jnp.float32)) * rows_by(x, w, s)).astype(NARROW), SILU,
     ),

@@ -1,5 +1,6 @@
 """Ragged products: groups of any sizes against float64, lax's functions and their derivatives, plans, accelerate."""
 
+import collections
 import dataclasses
 import functools
 import math
@@ -21,6 +22,7 @@ from jax_streamk.epilogue import ACTIVATIONS
 from jax_streamk.launch_policy import LaunchPolicy
 
 ON_GPU = jax.default_backend() == "gpu"
+TARGET = "jax_streamk_cuda_gemm" if ON_GPU else "jax_streamk_host_gemm"
 NUMBERS = lax.RaggedDotDimensionNumbers
 BASIC = NUMBERS((((1,), (1,)), ((), ())), (0,), (0,))
 DATA_PARALLEL = _ffi.Schedule(_ffi.ScheduleKind.data_parallel)
@@ -600,20 +602,106 @@ def test_expert_parallel():
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-2, atol=1e-4), of_whole, of_one)
 
 
-@pytest.mark.skipif(ON_GPU and len(jax.devices()) < 2, reason="needs two GPUs")
-def test_automatic_partitioning_is_xlas():
-    lhs, rhs, sizes = routing("every second group empty", np.float32)
-    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
-    divided = jax.device_put(rhs, NamedSharding(mesh, P("x")))
-    want = exact(lhs, rhs, group_of(sizes, len(lhs)))
-    replicated = [jax.device_put(x, NamedSharding(mesh, P())) for x in (lhs, sizes)]
-    close(jax.jit(sk.ragged_dot)(replicated[0], divided, replicated[1]), want, lhs.shape[1], np.float32)
-    assert (
-        "custom_call_target"
-        not in jax.jit(sk.ragged_dot).lower(replicated[0], divided, replicated[1]).compile().as_text()
+ROUTED = [10, 0, 33, 1, 0, 20, 7, 5]  # of 96 rows, so that parts of all begin and end in and between groups
+# What divides lhs, rhs and the result over (x, y), None for any, and the collectives of one product.
+DIVISIONS = {
+    "rows": (P("x"), P(), None, {}),
+    "rows over both axes": (P(("y", "x")), P(), None, {}),
+    "columns": (P(), P(None, None, "x"), None, {}),
+    "rows and columns": (P("x"), P(None, None, "y"), None, {}),
+    "k": (P(None, "x"), P(None, "x"), None, {"all-reduce": 1}),
+    "groups": (P(), P("y"), None, {"all-reduce": 1}),
+    "rows and groups": (P("x"), P("y"), None, {"all-reduce": 1}),
+    "k and groups": (P(None, "y"), P("x", "y"), None, {"all-reduce": 1}),
+    "k, and rows of the result": (P(None, "x"), P(None, "x"), P("x"), {"reduce-scatter": 1}),
+    "groups, and columns of the result": (P(), P("x"), P(None, "x"), {"reduce-scatter": 1}),
+    "groups, and rows of the result": (P("y"), P("x"), P(("y", "x")), {"reduce-scatter": 1}),
+}
+
+
+def collectives(program):
+    found = re.findall(r" (all-reduce|reduce-scatter|all-gather|all-to-all|collective-permute)(?:-start)?\(", program)
+    return dict(collections.Counter(found))
+
+
+def divided_over_devices(f, specs, *operands):
+    """The result and the text of a program of ``f`` on two by two devices; the last spec is the result's."""
+    if len(jax.devices()) < 4:
+        pytest.skip("needs four devices")
+    axes = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 2), ("x", "y"), devices=jax.devices()[:4], axis_types=axes)
+    *given, result = (None if spec is None else NamedSharding(mesh, spec) for spec in specs)
+    placed = [jax.device_put(x, to) for x, to in zip(operands, given)]
+    program = jax.jit(f, out_shardings=result).lower(*placed).compile()
+    return program(*placed), program.as_text()
+
+
+def divided_operands():
+    """Parts of all have rows of 16 bytes."""
+    rng = np.random.default_rng(0)
+    shapes = (96, 32), (8, 32, 64), (8, 32, 64), (8, 64)
+    dtype = jnp.bfloat16 if ON_GPU else np.float32
+    return [*(jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes), jnp.array(ROUTED)]
+
+
+def assert_alike(got, want):
+    got, want = (np.asarray(x, np.float32) for x in (got, want))
+    np.testing.assert_allclose(got, want, rtol=0, atol=(2e-2 if ON_GPU else 1e-5) * np.abs(want).max())
+
+
+OF_DIVIDED = {
+    "plain": lambda x, v, w, b, s: sk.ragged_dot(x, v, s, schedule=sk.DataParallel()),
+    "bias and gelu": lambda x, v, w, b, s: sk.ragged_dot(x, v, s, bias=b, activation="gelu"),
+    "sigmoid": lambda x, v, w, b, s: sk.ragged_dot(x, v, s, activation="sigmoid"),
+    "gated": lambda x, v, w, b, s: sk.ragged_gated(x, v, w, s),
+    "offset": lambda x, v, w, b, s: sk.ragged_dot(
+        x, v, jnp.concatenate([s, s[:3]]), group_offset=jnp.array([2]), bias=b
+    ),
+}
+
+
+@pytest.mark.parametrize("division", DIVISIONS)
+@pytest.mark.parametrize("form", OF_DIVIDED)
+def test_automatic_partitioning(form, division):
+    lhs, rhs, result, moved = DIVISIONS[division]
+    f, operands = OF_DIVIDED[form], divided_operands()
+    out, program = divided_over_devices(f, (lhs, rhs, rhs, P(), P(), result), *operands)
+    assert_alike(out, f(*operands))
+    assert TARGET in program
+    products = 2 if form == "gated" and moved else 1  # XLA may send both sums at once
+    assert all(0 < n <= products * moved.get(kind, 0) for kind, n in collectives(program).items())
+    assert set(collectives(program)) == set(moved)
+
+
+@pytest.mark.parametrize("division", DIVISIONS)
+def test_automatic_partitioning_of_derivatives(division):
+    lhs, rhs, _, _ = DIVISIONS[division]
+    operands = divided_operands()
+    operands = [operands[i] for i in (0, 1, 4)]
+
+    def gradients(product):
+        return jax.grad(lambda x, w, s: jnp.sum(jnp.sin(product(x, w, s).astype(np.float32))), (0, 1))
+
+    (got, program), (want, of_lax) = (
+        divided_over_devices(gradients(f), (lhs, rhs, P(), None), *operands) for f in (sk.ragged_dot, lax.ragged_dot)
     )
-    with pytest.raises(ValueError, match="only XLA divides ragged products over devices"):
-        jax.jit(functools.partial(sk.ragged_dot, schedule=sk.DataParallel()))(replicated[0], divided, replicated[1])
+    jax.tree.map(assert_alike, got, want)
+    assert program.count(TARGET) >= 3
+    assert sum(collectives(program).values()) <= sum(collectives(of_lax).values())
+
+
+@pytest.mark.parametrize("division", ["k", "rows", "columns", "result"])
+def test_automatic_partitioning_of_groups_of_what_is_contracted(division):
+    x, *_, sizes = divided_operands()
+    y = jnp.sin(x)
+    specs = dict(
+        k=(P("x"), P("x"), None), rows=(P(None, "x"), P(), None), columns=(P(), P(None, ("x", "y")), None),
+        result=(P(None, "y"), P(), P("x", "y")),
+    )[division]  # fmt: skip
+    f = functools.partial(sk.ragged_dot_general, ragged_dot_dimension_numbers=OF_K)
+    out, program = divided_over_devices(f, (*specs[:2], P(), specs[2]), x, y, sizes)
+    assert_alike(out, f(x, y, sizes))
+    assert TARGET in program and collectives(program) == ({"all-reduce": 1} if division == "k" else {})
 
 
 @pytest.mark.parametrize("leading", [False, True])
