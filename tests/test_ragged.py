@@ -584,6 +584,32 @@ def test_checkpoint_asks_policies_as_of_laxs():
         assert products(sk.ragged_dot, policy) == products(lax.ragged_dot, policy)
 
 
+def pulled(operand):
+    """The derivative for lhs or rhs of a product, by its cotangent."""
+    return lambda x, w, s, y: jax.vjp(lambda *xs: sk.ragged_dot(*xs, s), x, w)[1](y)[operand]
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, w, s, y: sk.ragged_dot(x, w, s),
+        lambda x, w, s, y: sk.ragged_dot(x, w, s, bias=w[:, 0], activation="silu"),
+        lambda x, w, s, y: sk.ragged_gated(x, w, w, s),
+        lambda x, w, s, y: sk.ragged_dot_general(x, y, s, OF_K),
+        pulled(0),
+        pulled(1),
+    ],
+)
+def test_no_temporary_is_larger_than_the_result(f):
+    dtype = jnp.bfloat16 if ON_GPU else np.float32
+    x, w, y = (jnp.ones(shape, dtype) for shape in ((512, 64), (16, 64, 96), (512, 96)))
+    sizes = jnp.full(16, 30)
+    memory = jax.jit(f).lower(x, w, sizes, y).compile().memory_analysis()
+    workspace = sk.plan(x, w, group_sizes=sizes).workspace_bytes
+    few = 4 * 96 * 16 + 1024  # biases, and sizes
+    assert memory.temp_size_in_bytes <= memory.output_size_in_bytes + workspace + few
+
+
 @pytest.mark.skipif(ON_GPU and len(jax.devices()) < 2, reason="needs two GPUs")
 def test_expert_parallel():
     """Each device has the matrices of some groups; their results are added."""
