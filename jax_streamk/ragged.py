@@ -18,6 +18,7 @@ from jax.interpreters import ad, mlir
 from jax_streamk import compat, lowering, partition, planner, problem, schedules
 from jax_streamk.device import device_for_lowering
 from jax_streamk.epilogue import ACTIVATIONS, Epilogue, wide
+from jax_streamk.tuning import tune
 
 ragged_p: Primitive = Primitive("streamk_ragged_dot_general")
 ragged_p.def_impl(functools.partial(compat.apply_primitive, ragged_p))
@@ -311,8 +312,8 @@ def _lower_with_kernels(ctx, *operands, platform, schedule, **params):
     result = ctx.avals_out[0]
     ctx = ctx.replace(avals_in=[compat.local_aval(aval) for aval in ctx.avals_in])
     if compat.placement(ctx) == compat.Placement.PARTITIONED:
-        params["schedule"] = schedule
-        out = lowering.partitioned(ctx, _partitioned(**params), operands, platform, params)
+        later = _partitioned(schedule=tune.later(schedule), **params)
+        out = lowering.partitioned(ctx, later, operands, platform, params | dict(schedule=schedule))
         return [compat.with_sharding_of(ctx, out, result)]
     lhs, rhs, group_sizes, *others = operands
     if _groups_rows(params["numbers"]) and not params["epilogue"].gate:
@@ -320,7 +321,14 @@ def _lower_with_kernels(ctx, *operands, platform, schedule, **params):
         ctx = ctx.replace(avals_in=[ctx.avals_in[0], aval, *ctx.avals_in[2:]])
         operands = (lhs, rhs, group_sizes, *others)
     epilogue, types = params["epilogue"], ctx.avals_in[:3]
-    made, arrangement = plan(*types, schedule=schedule, device=device_for_lowering(platform), **params)
+
+    def planned(schedule):
+        made, arrangement = plan(*types, schedule=schedule, device=device_for_lowering(platform), **params)
+        is_apart = epilogue.gate is not None and (made.kernel is None or not made.problem.gated)
+        is_auto = isinstance(schedule, schedules.Auto) and not is_apart
+        return tune.tuned_if_asked(made) if is_auto else made, arrangement
+
+    made, arrangement = tune.in_its_context(schedules.of_forward(schedule), planned)
     is_apart = epilogue.gate is not None and (made.kernel is None or not made.problem.gated)
     if is_apart and not made.is_empty:
         apart = functools.partial(_apart, schedule=schedule, **params)

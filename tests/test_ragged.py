@@ -18,8 +18,10 @@ from jax.sharding import PartitionSpec as P
 
 import jax_streamk as sk
 from jax_streamk import _ffi, ragged
+from jax_streamk.device import device_of
 from jax_streamk.epilogue import ACTIVATIONS
 from jax_streamk.launch_policy import LaunchPolicy
+from jax_streamk.tuning import contest, measure
 
 ON_GPU = jax.default_backend() == "gpu"
 TARGET = "jax_streamk_cuda_gemm" if ON_GPU else "jax_streamk_host_gemm"
@@ -728,6 +730,63 @@ def test_automatic_partitioning_of_groups_of_what_is_contracted(division):
     out, program = divided_over_devices(f, (*specs[:2], P(), specs[2]), x, y, sizes)
     assert_alike(out, f(x, y, sizes))
     assert TARGET in program and collectives(program) == ({"all-reduce": 1} if division == "k" else {})
+
+
+TUNED = {
+    "forward": lambda x, w, s: sk.ragged_dot(x, w, s),
+    "transposed": lambda x, w, s: sk.ragged_dot(x, jnp.swapaxes(w, 1, 2), s),
+    "epilogue": lambda x, w, s: sk.ragged_dot(x, w, s, bias=w[:, 0], activation="silu"),
+    "offset": lambda x, w, s: sk.ragged_dot(x, w[:2], s, group_offset=jnp.array([1])),
+    "groups of k": lambda x, w, s: sk.ragged_dot_general(x, x, s, OF_K),
+}
+
+
+@pytest.mark.parametrize("what", TUNED)
+def test_tuning(what, tmp_path):
+    rng = np.random.default_rng(0)
+    dtype = jnp.bfloat16 if ON_GPU else np.float32
+    x, w = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((140, 64), (5, 64, 64)))
+    args = x, w, jnp.array([40, 0, 1, 70, 20])
+    want = TUNED[what](*args)
+    with sk.tuning(tmp_path) as plans:
+        assert_alike(jax.jit(lambda *args: TUNED[what](*args))(*args), want)
+    (made,) = plans
+    assert made.problem.is_ragged and "measured by tuning" in str(made)
+    assert ("XLA's product took" in str(made)) == (what in ("forward", "transposed", "groups of k"))
+    with sk.tuning(tmp_path) as again:
+        jax.jit(lambda *args: TUNED[what](*args))(*args)
+    assert not again
+
+
+def test_what_tuning_leaves_to_xla(tmp_path, monkeypatch):
+    monkeypatch.setattr(contest, "xla_ratio", lambda *_: 0.5)
+    lhs, rhs, sizes = (jnp.asarray(x) for x in routing("uniform", jnp.bfloat16))
+    lhs, rhs = (jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, -x.shape[-1] % 8),)) for x in (lhs, rhs))
+    with sk.tuning(tmp_path):
+        text = jax.jit(sk.ragged_dot).lower(lhs, rhs, sizes).as_text()
+        made = sk.plan(lhs, rhs, group_sizes=sizes)
+    assert TARGET not in text and made.kernel is None and "0.50 of the time" in made.reasons[0]
+
+
+def test_tuning_in_a_partitioned_program(tmp_path):
+    operands = [divided_operands()[i] for i in (0, 1, 4)]
+    with sk.tuning(tmp_path) as plans:
+        out, _ = divided_over_devices(lambda *args: sk.ragged_dot(*args), (P("x"), P(), P(), None), *operands)
+    assert_alike(out, sk.ragged_dot(*operands))
+    assert [plan.problem.m for plan in plans] == [48]
+
+
+@pytest.mark.parametrize("leading", [False, True])
+@pytest.mark.parametrize("numbers", [BASIC, OF_K])
+def test_tuning_measures_groups_of_about_one_size(leading, numbers):
+    rhs = jax.ShapeDtypeStruct((20, 8, 16) if numbers is BASIC else (1000, 16), np.float32)
+    params = dict(numbers=numbers, precision=None, preferred_element_type=None, schedule=sk.Auto(), leading=leading)
+    sizes = jax.ShapeDtypeStruct((20 + leading,), np.int32)
+    lhs = jax.ShapeDtypeStruct((1000, 8), np.float32)
+    made, _ = ragged.plan(lhs, rhs, sizes, device=device_of(None), **params)
+    drawn = measure.group_sizes(made.problem)
+    assert drawn.shape == sizes.shape and drawn.sum() == 1000 and drawn.min() > 20
+    np.testing.assert_array_equal(drawn, measure.group_sizes(made.problem))
 
 
 @pytest.mark.parametrize("leading", [False, True])

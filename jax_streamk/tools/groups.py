@@ -122,7 +122,7 @@ def chosen(arguments):
       ValueError: it is not such a file, or other arguments are not for ragged products.
     """
     for name in ("linear", "column_major"):
-        if getattr(arguments, name):
+        if getattr(arguments, name, False):
             raise ValueError(f"--{name.replace('_', '-')} is not for --groups")
     names = arguments.groups.split(",")
     if all(name in SETS for name in names):

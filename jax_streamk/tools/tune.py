@@ -5,27 +5,30 @@ examples:
       shapes of your own in bfloat16; programs find the plans in your cache folder
   python -m jax_streamk tune --set strong_scaling --sample 8 --dtype float16 --limit 600
       some shapes of a set in float16, for ten minutes
+  python -m jax_streamk tune --groups moe_decode
+      ragged products of the experts of public models, with groups of about the same size
 """
 
 import contextlib
 import math
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_streamk import compat, lowering, schedules
+from jax_streamk import compat, lowering, ragged, schedules
 from jax_streamk.device import device_of
 from jax_streamk.epilogue import ACTIVATIONS, Epilogue
 from jax_streamk.problem import GemmProblem
 from jax_streamk.text import duration
-from jax_streamk.tools import shapes
+from jax_streamk.tools import groups, shapes
 from jax_streamk.tuning import tune, tuned
 from jax_streamk.tuning.measure import Memory
 
 
 def add_arguments(parser):
-    shapes.add_arguments(parser)
+    groups.add_argument(shapes.add_arguments(parser))
     parser.add_argument("--dtype", action="append", type=dtype, help="of operands (bfloat16); may be repeated")
     parser.add_argument("--out-dtype", type=dtype, help="of results (JAX's choice)")
     activations = ["none", *filter(None, ACTIVATIONS)]
@@ -50,7 +53,7 @@ def add_arguments(parser):
 
 def run(arguments):
     try:
-        wanted = shapes.chosen(arguments)
+        wanted = (shapes if arguments.groups is None else groups).chosen(arguments)
         store = tuned.store_of(arguments.cache)
     except (OSError, ValueError) as error:
         arguments.error(str(error))
@@ -133,16 +136,16 @@ def _plan(wanted, dtypes, out_dtype, device, epilogue):
     for shape in wanted:
         for each in dtypes:
             product = f"{shape} {each}" + (f" -> {out_dtype}" if out_dtype else "")
-            operands = [jax.ShapeDtypeStruct(stored, each) for stored in shape.stored()]
-            params = dict(precision=compat.canonicalize_precision(None), preferred_element_type=out_dtype)
-            made, _ = lowering.plan(
-                *operands,
-                dimension_numbers=shape.dimension_numbers(),
-                **params,
-                schedule=schedules.Auto(),
-                device=device,
-                epilogue=epilogue,
+            lhs, rhs = (jax.ShapeDtypeStruct(stored, each) for stored in shape.stored())
+            params: dict[str, Any] = dict(
+                precision=compat.canonicalize_precision(None), preferred_element_type=out_dtype
             )
+            params |= dict(schedule=schedules.Auto(), device=device, epilogue=epilogue)
+            if isinstance(shape, groups.Groups):
+                sizes = jax.ShapeDtypeStruct((shape.groups,), jnp.int32)
+                made, _ = ragged.plan(lhs, rhs, sizes, numbers=shape.dimension_numbers(), **params)
+            else:
+                made, _ = lowering.plan(lhs, rhs, dimension_numbers=shape.dimension_numbers(), **params)
             if made.kernel is None:
                 left[product] = made.reasons[0]
             else:

@@ -17,18 +17,21 @@ from jax_streamk.tuning import measure
 from jax_streamk.tuning.programs import dependent, repeat, wall, wall_sample
 
 _LEAST_CALLS, _MOST_CALLS = 16, 64  # in a program: to outlast its launch, and to compile in time
+_MOST_COPIED = 8e9  # bytes that lax's ragged product may take for copies
 
 
 def xla_ratio(made, memory, rounds):
     """XLA's time over a ``Plan``'s on the device of ``memory``: the largest ratio of at most ``rounds`` rounds.
 
-    The first round that ours wins is the last. The ratio is 0 if XLA's product is less exact or, with a warning, if
-    something failed. The plan must have a kernel.
+    The first round that ours wins is the last. The ratio is 0 if XLA's product is less exact, if lax's ragged product
+    has no such epilogue or copies too much, or, with a warning, if something failed. The plan must have a kernel.
 
     Raises:
       RuntimeError: measuring was stopped.
     """
     if made.problem.math == _ffi.Math.tf32x3:  # XLA would multiply TF32 once
+        return 0.0
+    if made.problem.is_ragged and not _has_xlas(made.problem):
         return 0.0
     largest = 0.0
     try:
@@ -62,6 +65,8 @@ def ours(made):
 def xlas(made):
     """XLA's product of the same operands. D is contiguous, even if the plan's strides interleave its dimensions."""
     p = made.problem
+    if p.is_ragged:
+        return _xlas_ragged(p)
     batch, of_a, of_b = (
         (p.batch,) if p.batch > 1 and stride else () for stride in (1, p.batch_stride_a, p.batch_stride_b)
     )
@@ -91,10 +96,32 @@ def xlas(made):
     )
 
 
+def _has_xlas(p):
+    """Whether a ragged product is compared with lax's: without epilogue and rows before the groups, if that fits."""
+    copies = p.batch * p.m * p.k * measure.dtype_of(p.type_a).itemsize
+    is_plain = p.activation == _ffi.Activation.none and not (p.has_bias or p.gated or p.leading_rows)
+    return is_plain and copies <= _MOST_COPIED
+
+
+def _xlas_ragged(p):
+    row_a, row_b = (major == _ffi.Major.row for major in (p.major_a, p.major_b))
+    a = (p.m, p.k) if row_a else (p.k, p.m)
+    along_m = p.ragged == _ffi.Ragged.m
+    b = (*[p.batch] * along_m, *((p.k, p.n) if row_b else (p.n, p.k)))
+    contract = (((int(row_a),), (along_m + (not row_b),)), ((), ()))
+    numbers = lax.RaggedDotDimensionNumbers(contract, (int(row_a != along_m),), (0,) * along_m)
+    dtype = measure.dtype_of(p.type_d)
+    return lambda x, y, sizes: lax.ragged_dot_general(
+        x.reshape(a), y.reshape(b), sizes, numbers, preferred_element_type=dtype
+    ).reshape(-1)
+
+
 def operands_of(made, memory):
     """The operands of each call: enough sets to keep the larger operand out of L2, but at most ``_MOST_CALLS``."""
     parts = [(size, measure.dtype_of(type_)) for type_, size in made.problem.native().spans() if size]
     del parts[2]  # D
+    sizes = [memory.put(measure.group_sizes(made.problem))] if made.problem.is_ragged else []
+    parts = parts[: len(parts) - len(sizes)]
     rotated = math.ceil(measure.ROTATED_BYTES[memory.device.platform] / max(size * t.itemsize for size, t in parts[:2]))
     calls = max(1, min(max(_LEAST_CALLS, rotated), _MOST_CALLS, int(measure.LONGEST_PASS / made.microseconds)))
     sets = min(rotated, calls)
@@ -104,7 +131,7 @@ def operands_of(made, memory):
             memory.put(x) for x in np.split(measure.random_bytes(dtype, sets * size * dtype.itemsize).view(dtype), sets)
         ]
 
-    return list(itertools.islice(itertools.cycle(zip(*(put(*part) for part in parts))), calls))
+    return [(*xs, *sizes) for xs in itertools.islice(itertools.cycle(zip(*(put(*part) for part in parts))), calls)]
 
 
 def fragment_programs(variants, memory):

@@ -3,6 +3,7 @@
 import collections
 import math
 import threading
+from typing import Any
 
 import jax
 import numpy as np
@@ -34,11 +35,13 @@ class Memory:
         if self._on is None:
             raise ValueError(f"{device} is not a device of this process")
         self._held = {}
+        self._group_sizes: Any = None
 
     def rotation(self, problem):
         """The ``Rotation`` of a ``GemmProblem``, valid until the next call."""
         spans = [(type_, dtype_of(type_).itemsize * elements) for type_, elements in problem.native().spans()]
         _, d = spans.pop(2)
+        _, groups = spans.pop()
         # Within a set of operands: where each lies among those of its type, and how long all of these are.
         places: list[tuple[_ffi.Type, int] | None] = []
         strides: collections.Counter[_ffi.Type] = collections.Counter()
@@ -61,6 +64,9 @@ class Memory:
             for place in places
         ]
         at.insert(2, [results + i * _aligned(d) for i in range(count)])
+        if groups:
+            self._group_sizes = self.put(group_sizes(problem))
+        at.append([self._group_sizes.unsafe_buffer_pointer() if groups else 0] * count)
         return Rotation(self, problem, list(zip(*at)), d)
 
     def address(self, name, size):
@@ -146,6 +152,12 @@ def dtype_of(type_):
 def spans(problem):
     """Elements from first to last of every operand, in the order of their roles; 0 if absent. D is the third."""
     return [elements for _, elements in problem.native().spans()]
+
+
+def group_sizes(problem):
+    """The sizes of the groups of a ragged problem, as if each row, or element of K, chose one by chance."""
+    count, extent = problem.batch + problem.leading_rows, problem.m if problem.ragged == _ffi.Ragged.m else problem.k
+    return np.random.default_rng(0).multinomial(extent, np.full(count, 1 / count)).astype(np.int32)
 
 
 def _aligned(size):

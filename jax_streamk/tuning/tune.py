@@ -69,7 +69,8 @@ def fastest(problem, memory):
         return sorted((candidate for candidate in times if times[candidate] < math.inf), key=times.__getitem__)[:count]
 
     try_all(listed)
-    if device.arch:  # on a CPU few tiles load at the same time, so their order matters little
+    # On a CPU few tiles load at the same time, so their order matters little; groups of rows have one order.
+    if device.arch and problem.ragged != _ffi.Ragged.m:
         try_all(_in_order(found, *order, problem, device) for found in best(_BEST) for order in ORDERS)
     try_all(_split(found, splits, problem, device) for found in best(_BEST) for splits in _neighbours(found))
     if device.arch:
