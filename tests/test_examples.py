@@ -104,7 +104,8 @@ def test_language_model(tmp_path):
 
 def test_mixture_of_experts(tmp_path):
     size = dict(steps=20, batch=4, context=32, layers=2, d_model=32)
-    printed = run("mixture_of_experts.py", tmp_path, **size, dtype="float32")
+    dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
+    printed = run("mixture_of_experts.py", tmp_path, **size, dtype=dtype)
     assert_gallery_has("mixture_of_experts.py", printed)
     # Per layer four products of attention, the router, and gate, up and down; gate and up may be one kernel.
     ours, xlas = map(
