@@ -73,7 +73,7 @@ def assert_close(got, wanted, tolerance):
 @pytest.mark.parametrize("of_a_token, normalize", [(1, True), (1, False), (2, True), (3, False), (EXPERTS, True)])
 def test_result_and_loss(kind, of_a_token, normalize):
     function, params = layer(kind, of_a_token=of_a_token, normalize=normalize)
-    for shape in ((1,), (3, 7), (130,), (2, 1, 9)):
+    for shape in ((1,), (2, 1, 65)):
         x = tokens(*shape)
         out, loss = jax.jit(function)(params, x)
         assert out.dtype == x.dtype and loss.shape == () and loss.dtype == F32
