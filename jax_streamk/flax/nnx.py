@@ -10,7 +10,6 @@ from typing import Any, cast, overload
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.nnx.nn.dtypes import promote_dtype
 from jax import lax
 from jax.lax import PrecisionLike
 from jax.sharding import NamedSharding, PartitionSpec
@@ -193,7 +192,7 @@ class MoE(nnx.Module):
         """
         experts = self.experts
         kernels = (x.kernel[...] for x in (self.gate, experts.gate_proj, experts.up_proj, experts.down_proj))
-        return mixture(self, *promote_dtype((inputs, *kernels), dtype=self.dtype))
+        return mixture(self, *self.gate.promote_dtype((inputs, *kernels), dtype=self.dtype))
 
 
 class _Experts(nnx.Module):
