@@ -37,6 +37,17 @@ def small_products_are_ours(monkeypatch, request):
         monkeypatch.setattr("jax_streamk.decisions.merged_by_xla", lambda eqn, program: None)
 
 
+@pytest.fixture
+def store(tmp_path):
+    """Puts an empty store of tuned plans in use, as if this process had not warned yet."""
+    from jax_streamk.tuning import tuned
+
+    tuned._warned.clear()
+    with tuned.using(tuned.Store(tmp_path / "plans")) as store:
+        yield store
+    tuned._warned.clear()
+
+
 def has_gpu():
     return jax.default_backend() == "gpu"
 

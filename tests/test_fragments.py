@@ -40,14 +40,6 @@ def targets(f, *operands):
 
 
 @pytest.fixture
-def store(tmp_path):
-    tuned._warned.clear()
-    with tuned.using(Store(tmp_path / "plans")) as store:
-        yield store
-    tuned._warned.clear()
-
-
-@pytest.fixture
 def clock(monkeypatch):
     """Microseconds by variant, in place of measured ones; it keeps the variants that it was asked about."""
 

@@ -67,15 +67,6 @@ def found(problem, device, microseconds=7.0, **others):
 
 
 @pytest.fixture
-def store(tmp_path):
-    """Puts an empty store in use, as if this process had not warned yet."""
-    tuned._warned.clear()
-    with tuned.using(Store(tmp_path / "plans")) as store:
-        yield store
-    tuned._warned.clear()
-
-
-@pytest.fixture
 def quick(monkeypatch):
     """Makes measurements as short as possible."""
     monkeypatch.setitem(measure.ROTATED_BYTES, here().platform, 1e5)
