@@ -16,7 +16,7 @@ from jax.lax import PrecisionLike
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_streamk import _ffi, compat, lowering, primitive, ragged
+from jax_streamk import _ffi, compat, lowering, partition, primitive, ragged
 from jax_streamk.checks import check_static
 from jax_streamk.device import Device, device_of
 from jax_streamk.epilogue import Epilogue, check_activation
@@ -623,11 +623,10 @@ def _group_sizes(
         needed = f"with group_offset it must be one-dimensional, with at least the {groups} groups"
         raise ValueError(f"{name}: group_sizes has shape {sizes.shape}; {needed} of {next(iter(rhs), 'rhs')}")
     first = jnp.clip(offset[0], 0, sizes.shape[0] - groups).astype(jnp.int32)
-    limit = ragged.limit_of(extent)
-    clipped = jnp.clip(ragged.as_int32(sizes), 0, limit)
-    before = jnp.where(jnp.arange(sizes.shape[0]) < first, clipped, 0)
-    local = lax.dynamic_slice_in_dim(clipped, first, groups)
-    return jnp.concatenate([jnp.minimum(jnp.cumsum(before)[-1:], limit), local]), True
+    sizes = ragged.as_int32(sizes)
+    before = jnp.where(jnp.arange(sizes.shape[0]) < first, sizes, 0)
+    ends = partition.ends_of_groups(before, ragged.limit_of(extent))
+    return jnp.concatenate([ends[-1:], lax.dynamic_slice_in_dim(sizes, first, groups)]), True
 
 
 def _integers(function: str, name: str, given: Any) -> jax.Array:

@@ -178,14 +178,14 @@ def _lower_with_kernels(ctx, *operands, platform, **params):
     params["out_sharding"] = None
     if compat.placement(ctx) == compat.Placement.PARTITIONED:
         later = params | dict(schedule=tune.later(params["schedule"]))
-        out = partitioned(local, _partitioned(local.avals_in, **later), operands, platform, params)
+        out = lower_partitioned(local, _partitioned(local.avals_in, **later), operands, platform, params)
     else:
         (out,) = _lower_on_one_device(local, *operands, platform=platform, **params)
     return [compat.with_sharding_of(ctx, out, *ctx.avals_out)]
 
 
-def partitioned(ctx, function, operands, platform, params):
-    """The result of a function of ``partition.partitioned``, the product with these parameters, of lowered operands."""
+def lower_partitioned(ctx, function, operands, platform, params):
+    """Lowers what ``partition.partitioned`` made of a product with these parameters."""
     (out,) = mlir.lower_fun(function, multiple_results=False)(compat.with_mesh(ctx), *operands)
     device = device_for_lowering(platform)
     kernels = f"kernels {tuned.kernel_set(platform)} and tuned plans {tune.digest(device)}"

@@ -52,12 +52,13 @@ class Factors:
         bias = (*batch[: epilogue.bias_batch], *rhs_free)
         others = ([tuple(rhs)] * self.seconds, [bias] * epilogue.has_bias * (1 + self.seconds))
         self.operands = (tuple(lhs), tuple(rhs), *others[0], *others[1], *[self.result] * epilogue.has_residual)
-        self.given = 0  # operands after the matrices that each product needs
+        self.shared = 0  # operands after the matrices that each product needs
+        self.kept = ()  # divides an operand that is larger than the others: it is not gathered
 
-    def local(self, others, axes, sizes, mesh):
-        """The operands after the matrices, as one device needs them if ``axes`` divide the factors."""
+    def on_device(self, others, axes, sizes, mesh):
+        """(the operands after the matrices as one device needs them if ``axes`` divide the factors, its parameters)"""
         del axes, sizes, mesh
-        return others
+        return others, {}
 
     def rule(self):
         return SdyShardingRule(
@@ -69,12 +70,12 @@ class Factors:
 
 
 class RaggedFactors(Factors):
-    """Those of a ragged product. After its matrices come group sizes, that of rows in no group first, and biases.
+    """Those of a ragged product. After its matrices come group sizes, with ``leading`` that of rows before, and biases.
 
     Every device has the sizes of all groups, and all of the biases of the columns that it has.
     """
 
-    def __init__(self, numbers, epilogue):
+    def __init__(self, numbers, epilogue, leading):
         ((contract,), (rhs_contract,)), _ = numbers.dot_dimension_numbers
         (cut,) = numbers.lhs_ragged_dimensions
         lhs, rhs = ["m", "m"], ["n"] * (2 + len(numbers.rhs_group_dimensions))
@@ -86,12 +87,16 @@ class RaggedFactors(Factors):
         self.contract = tuple(x for x in dict.fromkeys((*lhs, *rhs)) if x in ("k", "g"))
         self.product = self.result = ("m", "n") if "g" in self.contract else ("g", "m", "n")
         self.whole = ("sizes", "groups") if epilogue.has_bias else ("sizes",)
-        self.seconds, self.given = int(epilogue.is_pair), 1
+        self.seconds, self.shared, self.kept, self._leading = int(epilogue.is_pair), 1, ("g",), leading
         biases = [("groups", "n")] * epilogue.has_bias * (1 + self.seconds)
         self.operands = (tuple(lhs), tuple(rhs), *[tuple(rhs)] * self.seconds, ("sizes",), *biases)
 
-    def local(self, others, axes, sizes, mesh):
+    def on_device(self, others, axes, sizes, mesh):
         group_sizes, *biases = others
+        if not axes["g"] and not axes[self.cut]:
+            return others, dict(leading=self._leading)
+        if not self._leading:
+            group_sizes = jnp.pad(group_sizes, (1, 0))
 
         def part(name):
             """(where a device's part of a dimension begins, how long it is)"""
@@ -102,12 +107,14 @@ class RaggedFactors(Factors):
         (first, count), (begin, extent) = part("g"), part(self.cut)
         ends = lax.dynamic_slice_in_dim(ends_of_groups(group_sizes, sizes[self.cut]), first, 1 + count)
         ends = jnp.clip(ends - begin, 0, extent)
-        return jnp.diff(ends, prepend=0), *biases
+        return (jnp.diff(ends, prepend=0), *biases), dict(leading=True)
 
 
 def ends_of_groups(group_sizes, extent):
-    """Where groups end that cut a dimension: what kernels make of any sizes."""
-    return jnp.minimum(jnp.cumsum(jnp.clip(group_sizes, 0, extent)), extent)
+    """Where groups end that cut a dimension of up to 2^30: what kernels make of any sizes."""
+    sizes = jnp.clip(group_sizes, 0, extent)
+    is_beyond = jnp.cumsum(sizes.astype(np.float32)) / 1.5 > extent  # where int32 may wrap
+    return jnp.where(is_beyond, extent, jnp.minimum(jnp.cumsum(sizes), extent))
 
 
 def partitioned(product, finish, fused, factors):
@@ -116,7 +123,7 @@ def partitioned(product, finish, fused, factors):
     In the place of each second rhs, ``finish`` gets its product. Operands of which ``factors`` says so are given to
     ``product``, too.
     """
-    function = custom_partitioning(fused)
+    function = custom_partitioning(lambda *operands: fused(*operands))
     function.def_partition(functools.partial(_partition, product, finish, fused, factors), sharding_rule=factors.rule())
     return function
 
@@ -127,7 +134,7 @@ def _partition(product, finish, fused, factors, mesh, operands, result):
         spec[:] = [() if name in factors.whole else axes for name, axes in zip(names, spec)]
     arrays = *zip(operands, factors.operands), (result, factors.result)
     sizes = {name: size for x, dims in arrays for name, size in zip(dims, x.shape)}
-    axes = _axes_of_factors((*factors.operands, factors.result), specs, sizes, factors.contract, mesh.shape)
+    axes = _axes_of_factors((*factors.operands, factors.result), specs, sizes, factors, mesh.shape)
     summed = [axis for name in factors.contract for axis in axes[name]]
     # If the result is sharded over axes of k, the sum is reduce-scattered over them instead of all-reduced.
     final = dict(axes)
@@ -147,11 +154,14 @@ def _partition(product, finish, fused, factors, mesh, operands, result):
         with jax.sharding.use_abstract_mesh(_no_mesh):
             lhs, *others = (_local_p.bind(x) for x in operands)
             matrices, others = others[: multiplied - 1], others[multiplied - 1 :]
-            here = factors.local(others, axes, sizes, mesh.shape)
+            here, params = factors.on_device(others, axes, sizes, mesh.shape)
             if not summed and not scattered:
-                return fused(lhs, *matrices, *here)
-            sums = [add_up(product(lhs, x, *here[: factors.given])) for x in matrices]
-            return finish(*sums, *factors.local(others, final | dict.fromkeys(factors.contract, ()), sizes, mesh.shape))
+                return fused(lhs, *matrices, *here, **params)
+            sums = [add_up(product(lhs, x, *here[: factors.shared], **params)) for x in matrices]
+            # What follows the sum is of all groups, in the part of the result that the device now has.
+            final_axes = final | dict.fromkeys(factors.contract, ())
+            here, params = factors.on_device(others, final_axes, sizes, mesh.shape)
+            return finish(*sums, *here, **params)
 
     def add_up(out):
         dtype = out.dtype
@@ -168,13 +178,14 @@ def _partition(product, finish, fused, factors, mesh, operands, result):
     return mesh, local, sharding(factors.result, final), tuple(shardings)
 
 
-def _axes_of_factors(names, specs, sizes, contract, mesh):
+def _axes_of_factors(names, specs, sizes, factors, mesh):
     """The mesh axes that divide each factor evenly. The first array to claim an axis gets it, for one factor."""
     lhs, rhs, *others, result = (list(zip(*x)) for x in zip(names, specs))
     # m and n before k: gathering an operand along k is one collective, the alternative two. Among them, claims that the
     # result shares come first. The result's own come last: slicing it, or scattering its sum, is cheap.
     claims = [claim for name in sizes for claim in (*lhs, *rhs) if claim[0] == name]
-    claims.sort(key=lambda claim: (claim[0] in contract, claim not in result))
+    contract, kept = factors.contract, factors.kept
+    claims.sort(key=lambda claim: (claim[0] not in kept, claim[0] in contract, claim not in result))
     axes: dict[str, tuple[str, ...]] = dict.fromkeys(sizes, ())
     taken: set[str] = set()
     for factor, wanted in (*claims, *result, *(claim for claims in others for claim in claims)):

@@ -313,7 +313,7 @@ def _lower_with_kernels(ctx, *operands, platform, schedule, **params):
     ctx = ctx.replace(avals_in=[compat.local_aval(aval) for aval in ctx.avals_in])
     if compat.placement(ctx) == compat.Placement.PARTITIONED:
         later = _partitioned(schedule=tune.later(schedule), **params)
-        out = lowering.partitioned(ctx, later, operands, platform, params | dict(schedule=schedule))
+        out = lowering.lower_partitioned(ctx, later, operands, platform, params | dict(schedule=schedule))
         return [compat.with_sharding_of(ctx, out, result)]
     lhs, rhs, group_sizes, *others = operands
     if _groups_rows(params["numbers"]) and not params["epilogue"].gate:
@@ -343,27 +343,25 @@ def _lower_with_kernels(ctx, *operands, platform, schedule, **params):
 
 
 def _partitioned(*, epilogue, leading, **params):
-    """The product, for XLA to partition; groups begin with that of rows in none."""
+    """The product, for XLA to partition. Where groups or what they cut are divided, there are rows in none before."""
     seconds = int(epilogue.is_pair)
 
-    def product(lhs, rhs, group_sizes):
-        return bind(lhs, rhs, group_sizes, leading=True, **params)
+    def product(lhs, rhs, group_sizes, leading):
+        return bind(lhs, rhs, group_sizes, leading=leading, **params)
 
-    def fused(lhs, rhs, *others):
+    def fused(lhs, rhs, *others, leading=leading):
         up, (group_sizes, *biases) = others[:seconds], others[seconds:]
-        return bind(lhs, rhs, group_sizes, *up, *biases, epilogue=epilogue, leading=True, **params)
+        return bind(lhs, rhs, group_sizes, *up, *biases, epilogue=epilogue, leading=leading, **params)
 
-    def finish(*given):
+    def finish(*given, leading):
         products, (group_sizes, *biases) = given[: 1 + seconds], given[1 + seconds :]
-        return _finished(products, group_sizes, biases, epilogue, leading=True)
+        return _finished(products, group_sizes, biases, epilogue, leading=leading)
 
-    function = partition.partitioned(product, finish, fused, partition.RaggedFactors(params["numbers"], epilogue))
+    factors = partition.RaggedFactors(params["numbers"], epilogue, leading)
+    function = partition.partitioned(product, finish, fused, factors)
 
     def ordered(lhs, rhs, group_sizes, *others):
-        group_sizes = as_int32(group_sizes)
-        if not leading:
-            group_sizes = jnp.pad(group_sizes, (1, 0))
-        return function(lhs, rhs, *others[:seconds], group_sizes, *others[seconds:])
+        return function(lhs, rhs, *others[:seconds], as_int32(group_sizes), *others[seconds:])
 
     return ordered
 

@@ -638,6 +638,7 @@ DIVISIONS = {
     "columns": (P(), P(None, None, "x"), None, {}),
     "rows and columns": (P("x"), P(None, None, "y"), None, {}),
     "k": (P(None, "x"), P(None, "x"), None, {"all-reduce": 1}),
+    "rows and groups by one axis": (P("x"), P("x"), P("x"), {"all-gather": 1, "reduce-scatter": 1}),
     "groups": (P(), P("y"), None, {"all-reduce": 1}),
     "rows and groups": (P("x"), P("y"), None, {"all-reduce": 1}),
     "k and groups": (P(None, "y"), P("x", "y"), None, {"all-reduce": 1}),
@@ -766,6 +767,31 @@ def test_what_tuning_leaves_to_xla(tmp_path, monkeypatch):
         text = jax.jit(sk.ragged_dot).lower(lhs, rhs, sizes).as_text()
         made = sk.plan(lhs, rhs, group_sizes=sizes)
     assert TARGET not in text and made.kernel is None and "0.50 of the time" in made.reasons[0]
+
+
+def test_matrices_of_divided_groups_are_not_gathered():
+    operands = divided_operands()
+    _, program = divided_over_devices(OF_DIVIDED["gated"], (P("x"), P("x"), P("x"), P(), P(), None), *operands)
+    assert not re.search(r"all-gather\(\w+\[\d+,32,64\]|\w+\[8,32,64\]\S* all-gather", program)
+
+
+def test_sizes_beyond_int32():
+    lhs, rhs, _ = routing("uniform", np.float32)
+    sizes = jnp.full(8, 2**31 - 1, jnp.int32)
+    want = exact(lhs, rhs, np.zeros(len(lhs), int))
+    close(sk.ragged_dot(lhs, rhs, sizes), want, lhs.shape[1], np.float32)
+    close(sk.ragged_dot(lhs, rhs, sizes, group_offset=jnp.array([0])), want, lhs.shape[1], np.float32)
+    assert not sk.ragged_dot(lhs, rhs[:2], sizes, group_offset=jnp.array([3])).any()
+    ends = ragged.partition.ends_of_groups(jnp.full(600, 2**31 - 1, jnp.int32), 4_000_000)
+    assert (ends == 4_000_000).all()
+
+
+def test_tuning_holds_for_programs_that_divide_no_groups(tmp_path):
+    operands = [divided_operands()[i] for i in (0, 1, 4)]
+    with sk.tuning(tmp_path) as plans:
+        jax.jit(lambda *args: sk.ragged_dot(*args))(*operands)
+        divided_over_devices(lambda *args: sk.ragged_dot(*args), (P(), P(), P(), None), *operands)
+    assert len(plans) == 1
 
 
 def test_tuning_in_a_partitioned_program(tmp_path):
