@@ -37,7 +37,8 @@ def mixture(params, x, experts_per_token):
     """The result of one device's tokens. ``params`` has its experts, and the whole router."""
     router, experts = params["gate"]["kernel"], params["experts"]
     gate, up, down = (experts[name]["kernel"] for name in ("gate_proj", "up_proj", "down_proj"))
-    weights, chosen = lax.top_k(jax.nn.softmax(sk.matmul(x, router)), experts_per_token)
+    likely = jax.nn.softmax(sk.matmul(x, router, precision="highest"))  # in TF32 others would be chosen
+    weights, chosen = lax.top_k(likely, experts_per_token)
     weights /= weights.sum(-1, keepdims=True)
 
     # Rows in the order of their experts, so also of the devices of these.
@@ -79,7 +80,10 @@ def main():
     devices = jax.devices()[: options.devices]
     mesh = jax.make_mesh((len(devices),), ("expert",), axis_types=(AxisType.Auto,), devices=devices)
 
-    moe = MoE(options.width, options.hidden, options.experts, options.experts_per_token, rngs=nnx.Rngs(0))
+    if options.tokens % len(devices) or options.experts % len(devices):
+        sys.exit(f"The numbers of tokens and experts must be multiples of {len(devices)}, that of devices.")
+    size = options.width, options.hidden, options.experts, options.experts_per_token
+    moe = MoE(*size, precision="highest", rngs=nnx.Rngs(0))
     graph, state = nnx.split(moe)
     params, x = nnx.to_pure_dict(state), jax.random.normal(jax.random.key(0), (options.tokens, options.width))
 

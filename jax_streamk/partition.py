@@ -53,7 +53,7 @@ class Factors:
         others = ([tuple(rhs)] * self.seconds, [bias] * epilogue.has_bias * (1 + self.seconds))
         self.operands = (tuple(lhs), tuple(rhs), *others[0], *others[1], *[self.result] * epilogue.has_residual)
         self.shared = 0  # operands after the matrices that each product needs
-        self.kept = ()  # divides an operand that is larger than the others: it is not gathered
+        self.kept: tuple[str, ...] = ()  # along these no operand is gathered: the largest is divided
 
     def on_device(self, others, axes, sizes, mesh):
         """(the operands after the matrices as one device needs them if ``axes`` divide the factors, its parameters)"""

@@ -5,11 +5,13 @@ import functools
 import flax.linen
 import flax.nnx
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from jax_streamk import DataParallel, SplitK
+from jax_streamk import EXPORT_CHECKS, DataParallel, SplitK
 from jax_streamk.flax import linen, nnx
 
 ON_GPU = jax.default_backend() == "gpu"
@@ -116,7 +118,7 @@ def test_all_tokens_by_one_expert_and_none(favoured):
     assert out.shape == (0, FEATURES) and loss == 0
 
 
-def test_loss_is_least_where_experts_share_alike():
+def test_loss_of_experts_that_share_alike():
     function, params = layer("nnx", experts=4)
     params["gate"]["kernel"] = jnp.zeros((FEATURES, 4)).at[:4, :4].set(1e-3 * jnp.eye(4))
     x = jnp.zeros((8, FEATURES)).at[jnp.arange(8), jnp.arange(8) % 4].set(1.0)
@@ -180,8 +182,88 @@ def test_parameters(kind):
         assert abs(float(kernel.std()) * fan_in**0.5 - 1) < 0.1
         assert not jnp.allclose(kernel[0], kernel[1])
     assert not jnp.allclose(params["experts"]["gate_proj"]["kernel"], params["experts"]["up_proj"]["kernel"])
-    _, zeros = layer(kind, kernel_init=jax.nn.initializers.zeros)
-    assert not any(x.any() for x in jax.tree.leaves(zeros))
+    zeros = jax.nn.initializers.zeros
+    _, params = layer(kind, kernel_init=zeros)
+    assert params["gate"]["kernel"].any() and not any(x.any() for x in jax.tree.leaves(params["experts"]))
+    _, params = layer(kind, router_init=zeros)
+    assert not params["gate"]["kernel"].any() and all(x.any() for x in jax.tree.leaves(params["experts"]))
+
+
+def test_partitioning_metadata():
+    """Names of an initializer are those of one expert's dimensions."""
+    init = jax.nn.initializers.lecun_normal()
+    names = dict(gate_proj=("embed", "mlp"), up_proj=("embed", "mlp"), down_proj=("embed", "mlp"))
+    for partition_name in (None, "expert"):
+        fields = dict(partition_name=partition_name)
+        module = linen.MoE(
+            HIDDEN, EXPERTS, 2, kernel_init=flax.linen.with_partitioning(init, names["up_proj"]), **fields
+        )
+        specs = flax.linen.get_partition_spec(jax.eval_shape(module.init, jax.random.key(0), tokens(3)))["params"]
+        for name in PROJECTIONS:
+            assert specs["experts"][name]["kernel"] == P(partition_name, *names[name])
+        assert specs["gate"]["kernel"] == P()
+        made = functools.partial(
+            nnx.MoE,
+            FEATURES,
+            HIDDEN,
+            EXPERTS,
+            2,
+            kernel_init=flax.nnx.with_partitioning(init, names["up_proj"]),
+            **fields,
+        )
+        axes = ("expert", "embed", "mlp")
+        mesh = jax.make_mesh((1, 1, 1), axes, axis_types=(jax.sharding.AxisType.Auto,) * 3, devices=jax.devices()[:1])
+        with jax.set_mesh(mesh):
+            moe = flax.nnx.eval_shape(lambda made=made: made(rngs=flax.nnx.Rngs(0)))
+        for name in PROJECTIONS:
+            kernel = getattr(moe.experts, name).kernel
+            assert tuple(kernel.get_metadata()["out_sharding"]) == (partition_name, *names[name])
+            assert kernel.shape[0] == EXPERTS
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_tokens_over_devices(check_vma):
+    """In a shard_map each device routes its own."""
+    if len(jax.devices()) < 2:
+        pytest.skip("needs two devices")
+    function, params = layer("nnx")
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    parts = jax.shard_map(
+        lambda params, x: function(params, x)[0],
+        mesh=mesh, in_specs=(P(), P("x")), out_specs=P("x"), check_vma=check_vma,
+    )  # fmt: skip
+    x = tokens(16)
+    assert_close(jax.jit(parts)(params, x), function(params, x)[0], TOLERANCE[F32])
+    gradients = (jax.grad(lambda params, f=f: jnp.sum(jnp.sin(f(params, x))))(params) for f in (parts, whole(function)))
+    assert_close(*gradients, 5 * TOLERANCE[F32])
+
+
+def whole(function):
+    return lambda params, x: function(params, x)[0]
+
+
+def test_export_of_any_number_of_tokens():
+    function, params = layer("nnx")
+    (b,) = jax.export.symbolic_shape("b")
+    args = params, jax.ShapeDtypeStruct((b, 3, FEATURES), F32)
+    exported = jax.export.export(jax.jit(function), disabled_checks=EXPORT_CHECKS)(*args)
+    x = tokens(4, 3)
+    assert_close(exported.call(params, x), function(params, x), TOLERANCE[F32])
+
+
+def test_a_router_of_ones_own():
+    moe = nnx.MoE(FEATURES, HIDDEN, EXPERTS, 2, rngs=flax.nnx.Rngs(0))
+    moe.gate = lambda x: jnp.zeros((*x.shape[:-1], EXPERTS)).at[..., 3].set(9.0).at[..., 1].set(5.0)
+    x = tokens(6)
+    weights = jax.nn.softmax(jnp.array([9.0, 5.0]))
+    each = [flax.nnx.merge(*expert_of(moe, i))(x) for i in (3, 1)]
+    assert_close(moe(x)[0], weights[0] * each[0] + weights[1] * each[1], TOLERANCE[F32])
+
+
+def expert_of(moe, i):
+    """One expert, a ``GatedMLP`` of its own."""
+    graph, state = flax.nnx.split(moe.experts)
+    return graph, jax.tree.map(lambda x: x[i], state)
 
 
 def test_both_kinds_compute_the_same():
@@ -194,6 +276,7 @@ def test_both_kinds_compute_the_same():
 @pytest.mark.parametrize("kind", KINDS)
 def test_bad_input(kind):
     for fields, error, message in (
+        (dict(of_a_token=2.0), TypeError, "MoE: experts_per_token is 2.0; it must be an integer"),
         (dict(of_a_token=0), ValueError, "MoE: experts_per_token is 0; it must be from 1 to num_experts, 5"),
         (dict(of_a_token=6), ValueError, "MoE: experts_per_token is 6; it must be from 1 to num_experts, 5"),
         (dict(activation="swish"), ValueError, "MoE: activation='swish'"),

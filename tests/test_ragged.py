@@ -775,6 +775,19 @@ def test_matrices_of_divided_groups_are_not_gathered():
     assert not re.search(r"all-gather\(\w+\[\d+,32,64\]|\w+\[8,32,64\]\S* all-gather", program)
 
 
+def test_large_products_for_gpus():
+    """The tiles of all groups together count, and a run ends where a tensor map of 2^30 rows does."""
+
+    def planned(m, n):
+        shapes = ((m, 64), jnp.bfloat16), ((512, 64, n), jnp.bfloat16), ((512,), np.int32)
+        lhs, rhs, sizes = (jax.ShapeDtypeStruct(*shape) for shape in shapes)
+        return sk.plan(lhs, rhs, group_sizes=sizes, device=sk.H200)
+
+    assert planned(2**21, 16384).kernel is not None
+    beyond = planned(2**30 + 128, 128)
+    assert beyond.kernel is None and "2^30" in beyond.reasons[0]
+
+
 def test_sizes_beyond_int32():
     lhs, rhs, _ = routing("uniform", np.float32)
     sizes = jnp.full(8, 2**31 - 1, jnp.int32)

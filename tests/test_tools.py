@@ -121,14 +121,15 @@ def test_tune_measures(tmp_path, monkeypatch, capsys):
 
 def test_tune_measures_ragged_products(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(measure.ROTATED_BYTES, device_of(None).platform, 1e5)
-    rows = ("4,40,24,64,forward", "4,40,24,64,lhs", "3,40,24,64,rhs")
-    path, cache = write(tmp_path / "groups.csv", *rows, header="groups,m,n,k,pass"), tmp_path / "cache"
+    rows = ("4,40,24,64,forward,zipf", "4,40,24,64,lhs,uniform", "3,40,24,64,rhs,uniform")
+    path, cache = write(tmp_path / "groups.csv", *rows, header="groups,m,n,k,pass,routing"), tmp_path / "cache"
     dtype = "bfloat16" if device_of(None).arch else "float32"
     assert main(["tune", "--groups", path, "--dtype", dtype, "--cache", str(cache)]) == 0
     problems = Store(cache).plans(device_of(None))
     extents = {(p.ragged.name, p.batch, p.m, p.n, p.k) for p in problems}
     assert extents == {("m", 4, 40, 24, 64), ("m", 4, 40, 64, 24), ("k", 3, 64, 24, 40)}
-    assert "3 tuned" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "3 tuned" in printed.out and "zipf" not in printed.err and "uniform" in printed.err
     assert main(["tune", "--groups", path, "--dtype", dtype, "--gated", "silu", "--cache", str(cache)]) == 0
     assert "1 product" in capsys.readouterr().out
 

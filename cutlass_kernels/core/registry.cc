@@ -156,6 +156,9 @@ Status check_or(Refuse refuse, Kernel const& kernel, GemmProblem const& p, Sched
     return refuse("a ragged product is data-parallel, and has neither a residual nor a nested batch");
   if (is_ragged && info.family != Family::kHost && (repack.a || repack.b || has_misaligned_d(p)))
     return refuse("rows of A, B and D of a ragged product must start at multiples of ", info.b.align, " elements");
+  constexpr int64_t kLongestRun = 1 << 30;  // RowRun::kMost
+  if (is_ragged && info.family == Family::kSm90 && (p.ragged == Ragged::kM ? p.m : p.k) > kLongestRun)
+    return refuse("groups may cut at most 2^30 rows, or of k");
   if (p.epilogue.gated != info.gated)
     return refuse(info.gated ? "it multiplies by two matrices at once" : "it multiplies by one matrix only");
   if (p.epilogue.gated && (p.epilogue.has_residual || p.epilogue.alpha != 1 || p.epilogue.up_offset < 0))
@@ -197,10 +200,16 @@ Status check_or(Refuse refuse, Kernel const& kernel, GemmProblem const& p, Sched
   // The decomposition counts in 32 bits.
   bool const swap = info.swap_ab;
   int64_t const n = dense(p).n;
-  int64_t const tiles_m = ((swap ? n : p.m) + info.tile_m - 1) / info.tile_m + info.cluster_m;
-  int64_t const tiles_n = ((swap ? p.m : n) + info.tile_n - 1) / info.tile_n + info.cluster_n;
-  if (tiles_m * tiles_n >= limit / p.batch || !Decomposition::fits(p.batch * tiles_m * tiles_n, k_tiles, device.sms,
-                                                                   s.kind == ScheduleKind::kSplitK ? s.splits : 1))
+  int64_t tiles_m = ((swap ? n : p.m) + info.tile_m - 1) / info.tile_m + info.cluster_m;
+  int64_t tiles_n = ((swap ? p.m : n) + info.tile_n - 1) / info.tile_n + info.cluster_n;
+  int64_t batch = p.batch;
+  if (p.ragged == Ragged::kM) {
+    int32_t const tile = swap ? info.tile_n : info.tile_m;
+    (swap ? tiles_n : tiles_m) = RaggedTiles::most_along_m(batch, p.m, tile);
+    batch = 1;
+  }
+  if (tiles_m * tiles_n >= limit / batch || !Decomposition::fits(batch * tiles_m * tiles_n, k_tiles, device.sms,
+                                                                 s.kind == ScheduleKind::kSplitK ? s.splits : 1))
     return refuse("it has too many tiles or MAC iterations to count in 32 bits");
   // Coordinates are 32-bit too, including those of a tile or cluster that reaches beyond D.
   if (tma && std::max(tiles_m * info.tile_m, tiles_n * info.tile_n) > limit)

@@ -1,7 +1,6 @@
 """What a mixture of experts computes, and the checks of the fields that only these layers have."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,31 +14,26 @@ from jax_streamk.flax.forward import check_fields
 def check_experts(layer: Any) -> None:
     """Raises what the layers' docstrings say about their fields."""
     check_fields(layer, None)
+    name, given = type(layer).__name__, dict(num_experts=layer.num_experts, experts_per_token=layer.experts_per_token)
+    for what, value in given.items():
+        if not isinstance(value, int):
+            raise TypeError(f"{name}: {what} is {value!r}; it must be an integer")
     if not 1 <= layer.experts_per_token <= layer.num_experts:
         raise ValueError(
-            f"{type(layer).__name__}: experts_per_token is {layer.experts_per_token}; "
-            f"it must be from 1 to num_experts, {layer.num_experts}"
+            f"{name}: experts_per_token is {layer.experts_per_token}; it must be from 1 to num_experts, "
+            f"{layer.num_experts}"
         )
 
 
-def for_each_expert(initializer: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Arrays (experts, ...) whose parts the initializer makes, each from a key of its own."""
-
-    def init(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        return jax.vmap(lambda key: initializer(key, shape[1:], dtype))(jax.random.split(key, shape[0]))
-
-    return init
-
-
 def mixture(
-    layer: Any, inputs: jax.Array, router: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
+    layer: Any, inputs: jax.Array, logits: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The layers' result and load-balancing loss, of promoted arrays."""
+    """The layers' result and load-balancing loss, of promoted arrays and the router's result."""
     params: dict[str, Any] = dict(precision=layer.precision, schedule=layer.schedule)
     experts, top_k = layer.num_experts, layer.experts_per_token
     tokens = inputs.reshape(-1, inputs.shape[-1])
     wide = jnp.promote_types(inputs.dtype, jnp.float32)
-    probabilities = jax.nn.softmax(api.matmul(tokens, router, preferred_element_type=wide, **params))
+    probabilities = jax.nn.softmax(logits.reshape(-1, experts).astype(wide))
     weights, chosen = lax.top_k(probabilities, top_k)
     if layer.normalize:
         weights /= weights.sum(-1, keepdims=True)
@@ -54,8 +48,8 @@ def mixture(
     parts = parts.reshape(-1, top_k, parts.shape[-1])
     out = jnp.sum(parts.astype(wide) * weights[:, :, None], 1).astype(parts.dtype)
 
-    count = max(tokens.shape[0], 1)
-    loss = experts * jnp.sum(group_sizes.astype(wide) / count * (probabilities.sum(0) / count))
+    scale = top_k / jnp.maximum(group_sizes.sum(), 1).astype(wide)  # one over the number of tokens
+    loss = experts * jnp.sum(scale * group_sizes * (scale * probabilities.sum(0)))
     return out.reshape(*inputs.shape[:-1], out.shape[-1]), loss
 
 

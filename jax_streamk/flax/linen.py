@@ -13,7 +13,7 @@ from jax.lax import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_streamk import api
-from jax_streamk.flax.experts import check_experts, for_each_expert, mixture
+from jax_streamk.flax.experts import check_experts, mixture
 from jax_streamk.flax.forward import check_fields, forward
 from jax_streamk.schedules import PerPass, Schedule
 
@@ -131,37 +131,36 @@ class GatedMLP(linen.Module):
         return down(hidden)
 
 
-class _Kernels(linen.Module):
-    """One projection of all experts."""
+class _Expert(linen.Module):
+    """The kernels of a ``GatedMLP``, without its products."""
 
+    hidden_features: int
     kernel_init: Callable[..., Any]
     param_dtype: DTypeLike
 
     @linen.compact
-    def __call__(self, *shape: int) -> jax.Array:
-        return self.param("kernel", self.kernel_init, shape, self.param_dtype)
-
-
-class _Experts(linen.Module):
-    """The projections of all experts."""
-
-    kernel_init: Callable[..., Any]
-    param_dtype: DTypeLike
-
-    @linen.compact
-    def __call__(self, experts: int, features: int, hidden: int) -> tuple[jax.Array, ...]:
-        shapes = dict(gate_proj=(features, hidden), up_proj=(features, hidden), down_proj=(hidden, features))
-        init = for_each_expert(self.kernel_init)
-        return tuple(_Kernels(init, self.param_dtype, name=name)(experts, *shape) for name, shape in shapes.items())
+    def __call__(self, in_features: int) -> tuple[jax.Array, ...]:
+        kernels = []
+        for name, k, n in (
+            ("gate_proj", in_features, self.hidden_features),
+            ("up_proj", in_features, self.hidden_features),
+            ("down_proj", self.hidden_features, in_features),
+        ):
+            projection = _Projection(n, False, self.param_dtype, self.kernel_init, linen.Dense.bias_init, name=name)
+            kernels.append(projection(k)[0])
+        return tuple(kernels)
 
 
 class MoE(linen.Module):
     """A mixture of experts, as in Mixtral and Qwen3: each token is the input of a few gated MLPs of many.
 
-    The router, ``gate``, has the parameters of a ``flax.linen.Dense`` without bias of ``num_experts`` outputs. Their
-    softmax, in float32, tells each token's experts, those of the largest probabilities, and their weights. ``experts``
-    has ``gate_proj``, ``up_proj`` and ``down_proj``, each with a ``kernel`` for every expert: arrays (num_experts, in,
-    out). Every expert gets all of its tokens, by ``jax_streamk.ragged_gated`` and ``ragged_dot``.
+    The router, ``gate``, has the parameters of a ``flax.linen.Dense`` of ``num_experts`` outputs without bias. Their
+    softmax, in at least float32, tells each token's experts, those of the largest probabilities, and their weights.
+    ``experts`` has the parameters of a ``GatedMLP`` with one more dimension in front, of experts. Every expert gets all
+    of its tokens, by ``jax_streamk.ragged_gated`` and ``ragged_dot``.
+
+    Tokens that are divided over devices are sorted by expert on all of them: in a ``jax.shard_map`` over tokens each
+    device sorts its own, and the loss is that of its tokens.
 
     Attributes:
       hidden_features: the number of features between the projections of an expert.
@@ -172,7 +171,10 @@ class MoE(linen.Module):
       dtype: of the computation; None for what input and parameters promote to.
       param_dtype: of the parameters.
       precision: of the products.
-      kernel_init: of the router and of each expert's kernels.
+      kernel_init: of each expert's kernels, as in ``GatedMLP``.
+      router_init: of the router's kernel.
+      partition_name: that of the dimension of experts, beside the names that ``kernel_init`` has by
+        ``flax.linen.with_partitioning``.
       schedule: ``Auto()`` or ``DataParallel()``, or a ``PerPass`` of them, for every product; None is ``Auto()``.
 
     Raises:
@@ -190,6 +192,8 @@ class MoE(linen.Module):
     param_dtype: DTypeLike = jnp.float32
     precision: PrecisionLike = None
     kernel_init: Callable[..., Any] = linen.Dense.kernel_init
+    router_init: Callable[..., Any] = linen.Dense.kernel_init
+    partition_name: str | None = None
     schedule: Schedule | PerPass | None = None
 
     def __post_init__(self) -> None:
@@ -205,7 +209,17 @@ class MoE(linen.Module):
         mean probability. It is ``experts_per_token`` where all experts are chosen alike. Not yet scaled.
         """
         features = jnp.shape(inputs)[-1]
-        gate = _Kernels(self.kernel_init, self.param_dtype, name="gate")(features, self.num_experts)
-        experts = _Experts(self.kernel_init, self.param_dtype, name="experts")
-        kernels = experts(self.num_experts, features, self.hidden_features)
-        return mixture(self, *promote_dtype(inputs, gate, *kernels, dtype=self.dtype))
+        router, _ = _Projection(
+            self.num_experts, False, self.param_dtype, self.router_init, linen.Dense.bias_init, name="gate"
+        )(features)
+        experts: Any = linen.vmap(
+            _Expert, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=None, axis_size=self.num_experts,
+            metadata_params={linen.PARTITION_NAME: self.partition_name},
+        )  # fmt: skip
+        kernels = experts(self.hidden_features, self.kernel_init, self.param_dtype, name="experts")(features)
+        x, router, *kernels = promote_dtype(inputs, router, *kernels, dtype=self.dtype)
+        logits = api.matmul(
+            x, router, precision=self.precision, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32),
+            schedule=self.schedule,
+        )  # fmt: skip
+        return mixture(self, x, logits, *kernels)

@@ -18,7 +18,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_streamk import api
 from jax_streamk.accelerate import Accelerated, P, R, Where, check_results
 from jax_streamk.accelerate import accelerate as _accelerate
-from jax_streamk.flax.experts import check_experts, for_each_expert, mixture
+from jax_streamk.flax.experts import check_experts, mixture
 from jax_streamk.flax.forward import check_fields, forward
 from jax_streamk.products import Products
 from jax_streamk.schedules import PerPass, Schedule
@@ -132,10 +132,13 @@ _LECUN_NORMAL = nnx.initializers.lecun_normal()  # Flax's default
 class MoE(nnx.Module):
     """A mixture of experts, as in Mixtral and Qwen3: each token is the input of a few gated MLPs of many.
 
-    The attribute ``gate`` is the router, a ``Linear`` without bias of ``num_experts`` outputs. Their softmax, in
-    float32, tells each token's experts, those of the largest probabilities, and their weights. ``experts`` has
-    ``gate_proj``, ``up_proj`` and ``down_proj``, each with a ``kernel`` for every expert: arrays (num_experts, in,
-    out). Every expert gets all of its tokens, by ``jax_streamk.ragged_gated`` and ``ragged_dot``.
+    The attribute ``gate`` is the router, a ``Linear`` of ``num_experts`` outputs without bias. Their softmax, in at
+    least float32, tells each token's experts, those of the largest probabilities, and their weights. ``experts`` is a
+    ``GatedMLP`` whose arrays have one more dimension in front, of experts. Every expert gets all of its tokens, by
+    ``jax_streamk.ragged_gated`` and ``ragged_dot``.
+
+    Tokens that are divided over devices are sorted by expert on all of them: in a ``jax.shard_map`` over tokens each
+    device sorts its own, and the loss is that of its tokens.
 
     Args:
       in_features: the number of features of the input and of the result.
@@ -147,7 +150,10 @@ class MoE(nnx.Module):
       dtype: of the computation; None for what input and parameters promote to.
       param_dtype: of the parameters.
       precision: of the products.
-      kernel_init: of the router and of each expert's kernels.
+      kernel_init: of each expert's kernels, as in ``GatedMLP``.
+      router_init: of the router's kernel.
+      partition_name: that of the dimension of experts, beside the names that ``kernel_init`` has by
+        ``flax.nnx.with_partitioning``.
       schedule: ``Auto()`` or ``DataParallel()``, or a ``PerPass`` of them, for every product; None is ``Auto()``.
       rngs: as in ``flax.nnx.Linear``.
 
@@ -170,6 +176,8 @@ class MoE(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         precision: PrecisionLike = None,
         kernel_init: Callable[..., Any] = _LECUN_NORMAL,
+        router_init: Callable[..., Any] = _LECUN_NORMAL,
+        partition_name: str | None = None,
         schedule: Schedule | PerPass | None = None,
         rngs: nnx.Rngs,
     ):
@@ -177,11 +185,19 @@ class MoE(nnx.Module):
         self.normalize, self.activation = normalize, activation
         self.dtype, self.precision, self.schedule = dtype, precision, schedule
         check_experts(self)
-        fields: dict[str, Any] = dict(param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
+        fields: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, precision=precision, schedule=schedule)
+        wide = jnp.promote_types(dtype or param_dtype, jnp.float32)
         self.gate = Linear(
-            in_features, num_experts, use_bias=False, dtype=dtype, precision=precision, schedule=schedule, **fields
-        )
-        self.experts = _Experts(num_experts, in_features, hidden_features, **fields)
+            in_features, num_experts, use_bias=False, kernel_init=router_init, preferred_element_type=wide, rngs=rngs,
+            **fields,
+        )  # fmt: skip
+
+        @nnx.split_rngs(splits=num_experts)
+        @functools.partial(nnx.vmap, transform_metadata={nnx.PARTITION_NAME: partition_name})
+        def experts_of(rngs: nnx.Rngs) -> GatedMLP:
+            return GatedMLP(in_features, hidden_features, kernel_init=kernel_init, rngs=rngs, **fields)
+
+        self.experts = experts_of(rngs)
 
     def __call__(self, inputs: ArrayLike) -> tuple[jax.Array, jax.Array]:
         """The result, (..., in_features) as ``inputs``, and the load-balancing loss, a scalar.
@@ -191,24 +207,9 @@ class MoE(nnx.Module):
         mean probability. It is ``experts_per_token`` where all experts are chosen alike. Not yet scaled.
         """
         experts = self.experts
-        kernels = (x.kernel[...] for x in (self.gate, experts.gate_proj, experts.up_proj, experts.down_proj))
-        return mixture(self, *self.gate.promote_dtype((inputs, *kernels), dtype=self.dtype))
-
-
-class _Experts(nnx.Module):
-    """The projections of all experts."""
-
-    def __init__(self, experts: int, features: int, hidden: int, **fields: Any):
-        self.gate_proj = _Kernels((experts, features, hidden), **fields)
-        self.up_proj = _Kernels((experts, features, hidden), **fields)
-        self.down_proj = _Kernels((experts, hidden, features), **fields)
-
-
-class _Kernels(nnx.Module):
-    """One projection of all experts."""
-
-    def __init__(self, shape: tuple[int, ...], param_dtype: DTypeLike, kernel_init: Callable[..., Any], rngs: nnx.Rngs):
-        self.kernel = nnx.Param(for_each_expert(kernel_init)(rngs.params(), shape, param_dtype))
+        kernels = (x.kernel[...] for x in (experts.gate_proj, experts.up_proj, experts.down_proj))
+        x, *kernels = experts.gate_proj.promote_dtype((inputs, *kernels), dtype=self.dtype)
+        return mixture(self, x, self.gate(x), *kernels)
 
 
 @overload

@@ -10,6 +10,7 @@ examples:
 """
 
 import contextlib
+import dataclasses
 import math
 import time
 from typing import Any
@@ -134,6 +135,8 @@ def _plan(wanted, dtypes, out_dtype, device, epilogue):
     problems: dict[GemmProblem, str] = {}
     left: dict[str, str] = {}
     for shape in wanted:
+        if isinstance(shape, groups.Groups):
+            shape = dataclasses.replace(shape, routing="uniform")  # what is measured
         for each in dtypes:
             product = f"{shape} {each}" + (f" -> {out_dtype}" if out_dtype else "")
             lhs, rhs = (jax.ShapeDtypeStruct(stored, each) for stored in shape.stored())

@@ -57,7 +57,7 @@ class Tuned(Candidate):
     Attributes:
       microseconds: its measured time.
       planned_microseconds: the measured time of the planner's own choice.
-      xla_ratio: the time of XLA's product over its time, both in programs; 0 if XLA's is less exact or failed.
+      xla_ratio: the time of XLA's product over its time, both in programs; 0 if that was not measured or is less exact.
       jaxlib: the version of jaxlib, and so of XLA.
       date: date and time of the measurement, ISO 8601.
     """
