@@ -542,7 +542,8 @@ def ragged_dot_general(
     laxs: Callable[..., jax.Array] = functools.partial(
         lax.ragged_dot_general, ragged_dot_dimension_numbers=numbers, **params
     )
-    jax.eval_shape(laxs, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (lhs, rhs)), shape)  # raises its errors
+    with partition.without_explicit_mesh():
+        jax.eval_shape(laxs, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (lhs, rhs)), shape)  # raises its errors
     if kind == "batch":
         dimensions = numbers.dot_dimension_numbers
         return primitive.bind(lhs, rhs, dimensions, out_sharding=None, schedule=schedule, **params)

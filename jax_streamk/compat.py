@@ -182,6 +182,37 @@ def sharded_alike(others, x):
     return [y if jax.typeof(y).sharding.spec == spec else jax.sharding.reshard(y, spec) for y in others]
 
 
+def placed_like(x, aval):
+    """``x`` with the explicit sharding of a type."""
+    spec = aval.sharding.spec
+    return x if aval.sharding.mesh.empty or jax.typeof(x).sharding.spec == spec else jax.sharding.reshard(x, spec)
+
+
+def explicit_mesh(*avals):
+    """The mesh of explicit axes by which values are divided; None if there is none."""
+    return next((aval.sharding.mesh for aval in avals if is_explicit(aval.sharding.mesh)), None)
+
+
+def is_explicit(mesh):
+    """Whether a mesh has explicit axes."""
+    return jax.sharding.AxisType.Explicit in mesh.axis_types
+
+
+def divided(aval, mesh, specs):
+    """A type whose dimensions are divided over axes of an explicit mesh.
+
+    Raises:
+      ShardingTypeError: two dimensions are divided over one axis.
+    """
+    axes = [axis for spec in specs if spec is not None for axis in (spec if isinstance(spec, tuple) else (spec,))]
+    if len(set(axes)) < len(axes):
+        raise _core.ShardingTypeError(
+            f"ragged_dot: two dimensions of the result would be divided over one axis, by {tuple(specs)}: move an "
+            "operand with jax.sharding.reshard"
+        )
+    return aval.update(sharding=jax.sharding.NamedSharding(mesh, jax.P(*specs)))
+
+
 def is_unreduced(aval):
     """Whether devices hold partial sums of a value instead of the value, by its explicit sharding."""
     return bool(getattr(aval.sharding.spec, "unreduced", None))

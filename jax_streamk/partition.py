@@ -7,6 +7,7 @@ Each dimension of the operands and the result is a factor of the product. Shardy
 the rule; ``_partition`` then makes the shardings it chose consistent.
 """
 
+import contextlib
 import functools
 import math
 
@@ -27,7 +28,17 @@ from jax_streamk.epilogue import Epilogue
 _local_p = Primitive("streamk_local")
 _local_p.def_abstract_eval(compat.local_aval)
 mlir.register_lowering(_local_p, lambda ctx, x: [x])
-_no_mesh = jax.sharding.AbstractMesh((), ())
+
+
+def without_mesh():
+    """A context in which no mesh is set."""
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+
+
+def without_explicit_mesh():
+    """A context in which no mesh with explicit axes is set, for functions of JAX's that infer no sharding."""
+    is_explicit = compat.is_explicit(jax.sharding.get_abstract_mesh())
+    return without_mesh() if is_explicit else contextlib.nullcontext()
 
 
 class Factors:
@@ -151,7 +162,7 @@ def _partition(product, finish, fused, factors, mesh, operands, result):
     multiplied = 2 + factors.seconds
 
     def local(*operands):
-        with jax.sharding.use_abstract_mesh(_no_mesh):
+        with without_mesh():
             lhs, *others = (_local_p.bind(x) for x in operands)
             matrices, others = others[: multiplied - 1], others[multiplied - 1 :]
             here, params = factors.on_device(others, axes, sizes, mesh.shape)

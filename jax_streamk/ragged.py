@@ -70,9 +70,26 @@ def _groups_rows(numbers):
 def _abstract_eval(lhs, rhs, group_sizes, *others, numbers, schedule, epilogue, leading, **params):
     del others, schedule, epilogue
     sizes = group_sizes.update(shape=(group_sizes.shape[0] - leading,))
-    return compat.ragged_dot_general_p.abstract_eval(
-        lhs, rhs, sizes, ragged_dot_dimension_numbers=numbers, **compat.ragged_params(), **params
+    typed = functools.partial(
+        compat.ragged_dot_general_p.abstract_eval,
+        ragged_dot_dimension_numbers=numbers,
+        **compat.ragged_params(),
+        **params,
     )
+    mesh, operands = compat.explicit_mesh(lhs, rhs, sizes), (lhs, rhs, sizes)
+    with partition.without_explicit_mesh():
+        out, effects = typed(*(operands if mesh is None else map(compat.local_aval, operands)))
+    if mesh is None:
+        return out, effects
+    # lax infers no sharding. Over axes of what is contracted, and of groups of rows, devices add up.
+    factors = partition.RaggedFactors(numbers, Epilogue(), leading)
+    axes = {
+        name: spec
+        for names, aval in zip(factors.operands, (lhs, rhs))
+        for name, spec in zip(names, aval.sharding.spec)
+        if spec is not None
+    }
+    return compat.divided(out, mesh, [axes.get(name) for name in factors.result]), effects
 
 
 def limit_of(extent):
@@ -147,7 +164,8 @@ def _finished(products, group_sizes, biases, epilogue, **params):
     dtype = products[0].dtype
     sums = [x.astype(wide(dtype)) for x in products]
     for i, bias in enumerate(biases):
-        sums[i] += _spread(bias, sums[i], group_sizes, **params).astype(sums[i].dtype)
+        (spread,) = compat.sharded_alike([_spread(bias, sums[i], group_sizes, **params)], sums[i])
+        sums[i] += spread.astype(sums[i].dtype)
     gate, *up = sums
     if epilogue.activation is not None:
         gate = _activated(epilogue.activation, gate, group_sizes, params["leading"])
@@ -158,7 +176,9 @@ def _activated(activation, x, group_sizes, leading):
     """The activation of rows in groups; the others are 0, and stay so."""
     if activation == "sigmoid":  # alone is not 0 at 0
         runs = _runs(group_sizes, x.shape[0], leading)
-        return jnp.where((_group_of_rows(runs, x.shape[0]) < runs.shape[0] - 1)[:, None], jax.nn.sigmoid(x), 0)
+        is_inside = (_group_of_rows(runs, x.shape[0]) < runs.shape[0] - 1)[:, None]
+        (is_inside,) = compat.sharded_alike([jnp.broadcast_to(is_inside, x.shape)], x)
+        return jnp.where(is_inside, jax.nn.sigmoid(x), 0)
     return ACTIVATIONS[activation](x)
 
 
@@ -209,6 +229,7 @@ def _transpose(cotangent, lhs, rhs, group_sizes, *others, numbers, schedule, epi
         out = bind(x, y, group_sizes, numbers=numbers, schedule=schedules.of_cotangent(schedule, operand), **params)
         if list(order) != sorted(order):
             out = lax.transpose(out, np.argsort(order))
+        out = compat.placed_like(out, aval)
         return out if out.dtype == aval.dtype else compat.convert_cotangent(out, aval)
 
     of_lhs = of_rhs = None
@@ -324,22 +345,26 @@ def _lower_with_kernels(ctx, *operands, platform, schedule, **params):
 
     def planned(schedule):
         made, arrangement = plan(*types, schedule=schedule, device=device_for_lowering(platform), **params)
-        is_apart = epilogue.gate is not None and (made.kernel is None or not made.problem.gated)
-        is_auto = isinstance(schedule, schedules.Auto) and not is_apart
-        return tune.tuned_if_asked(made) if is_auto else made, arrangement
+        is_asked = isinstance(schedule, schedules.Auto) and not _runs_apart(made, epilogue)
+        return tune.tuned_if_asked(made) if is_asked else made, arrangement
 
     made, arrangement = tune.in_its_context(schedules.of_forward(schedule), planned)
-    is_apart = epilogue.gate is not None and (made.kernel is None or not made.problem.gated)
-    if is_apart and not made.is_empty:
+    if _runs_apart(made, epilogue):
         apart = functools.partial(_apart, schedule=schedule, **params)
         return mlir.lower_fun(apart, multiple_results=False)(ctx, *operands)
     if made.kernel is None:
-        return mlir.lower_fun(functools.partial(xlas_product, **params), multiple_results=False)(ctx, *operands)
+        return _by_xla(ctx, *operands, **params)
     (sizes,) = mlir.lower_fun(as_int32, multiple_results=False)(ctx.replace(avals_in=types[2:]), group_sizes)
     prepared = lowering.prepared(arrangement, lhs, rhs, *types[:2])
     avals = [*arrangement.prepared(*types[:2]), *ctx.avals_in[3:], types[2].update(dtype=np.dtype(np.int32))]
     stored = compat.local_aval(*ctx.avals_out)
-    return [lowering.call(ctx.replace(avals_in=avals), made, stored, *prepared, *others, sizes)]
+    out = lowering.call(ctx.replace(avals_in=avals), made, stored, *prepared, *others, sizes)
+    return [compat.with_sharding_of(ctx, out, *ctx.avals_out)]
+
+
+def _runs_apart(made, epilogue):
+    """Whether this plan is of one of the products of a gated one."""
+    return epilogue.gate is not None and not made.is_empty and (made.kernel is None or not made.problem.gated)
 
 
 def _partitioned(*, epilogue, leading, **params):
@@ -387,7 +412,13 @@ def as_int32(group_sizes):
 
 def _lower_to_xla(ctx, *operands, why, schedule, **params):
     lowering.refuse_schedule(schedule, "", why)
-    return mlir.lower_fun(functools.partial(xlas_product, **params), multiple_results=False)(ctx, *operands)
+    return _by_xla(ctx, *operands, **params)
+
+
+def _by_xla(ctx, *operands, **params):
+    ctx = ctx.replace(avals_in=[compat.local_aval(aval) for aval in ctx.avals_in])
+    with partition.without_explicit_mesh():
+        return mlir.lower_fun(functools.partial(xlas_product, **params), multiple_results=False)(ctx, *operands)
 
 
 compat.needs_devices(ragged_p)

@@ -242,6 +242,17 @@ def whole(function):
     return lambda params, x: function(params, x)[0]
 
 
+def test_explicit_mesh():
+    """That of ``jax.make_mesh``, by default."""
+    function, params = layer("nnx")
+    x = tokens(9)
+    want = jax.device_get(function(params, x))
+    explicit = (jax.sharding.AxisType.Explicit,)
+    with jax.set_mesh(jax.make_mesh((1,), ("x",), axis_types=explicit, devices=jax.devices()[:1])):
+        assert_close(jax.jit(function)(params, x), want, TOLERANCE[F32])
+        jax.jit(jax.grad(lambda params: jnp.sum(function(params, x)[0])))(params)
+
+
 def test_export_of_any_number_of_tokens():
     function, params = layer("nnx")
     (b,) = jax.export.symbolic_shape("b")

@@ -769,6 +769,58 @@ def test_what_tuning_leaves_to_xla(tmp_path, monkeypatch):
     assert TARGET not in text and made.kernel is None and "0.50 of the time" in made.reasons[0]
 
 
+EXPLICIT = {
+    "nothing": (P(), P(), P()),
+    "rows": (P("x"), P(), P("x")),
+    "columns": (P(), P(None, None, "x"), P(None, "x")),
+    "k": (P(None, "x"), P(None, "x"), P()),
+    "groups": (P(), P("x"), P()),
+    "rows and columns": (P("x"), P(None, None, "y"), P("x", "y")),
+    "rows over both axes": (P(("x", "y")), P(), P(("x", "y"))),
+    "rows and groups": (P("x"), P("y"), P("x")),
+}
+
+
+@pytest.fixture
+def explicit_mesh():
+    if len(jax.devices()) < 4:
+        pytest.skip("needs four devices")
+    axes = (jax.sharding.AxisType.Explicit,) * 2
+    with jax.set_mesh(jax.make_mesh((2, 2), ("x", "y"), devices=jax.devices()[:4], axis_types=axes)):
+        yield
+
+
+@pytest.mark.usefixtures("explicit_mesh")
+@pytest.mark.parametrize("division", EXPLICIT)
+@pytest.mark.parametrize("form", OF_DIVIDED)
+def test_explicit_sharding(form, division):
+    *given, result = EXPLICIT[division]
+    operands = divided_operands()
+    want = jax.device_get(OF_DIVIDED[form](*operands))
+    specs = given[0], given[1], given[1], P(), P()
+    operands = [jax.device_put(x, jax.P(*spec)) for x, spec in zip(operands, specs)]
+    out = jax.jit(OF_DIVIDED[form])(*operands)
+    assert tuple(jax.typeof(out).sharding.spec) == (*result, *[None] * (2 - len(result)))
+    assert_alike(out, want)
+    x, v, *others = operands
+    gradients = jax.jit(jax.grad(lambda x, v: jnp.sum(OF_DIVIDED[form](x, v, *others).astype(np.float32)), (0, 1)))
+    for got, operand in zip(gradients(x, v), (x, v)):
+        assert jax.typeof(got).sharding.spec == jax.typeof(operand).sharding.spec
+
+
+@pytest.mark.usefixtures("explicit_mesh")
+def test_explicit_sharding_of_what_xla_computes_and_of_groups_of_k():
+    x, v, *_, sizes = divided_operands()
+    divided = jax.device_put(x, jax.P("x"))
+    z = jax.jit(sk.ragged_dot)(divided.astype(np.complex64), v.astype(np.complex64), sizes)
+    assert tuple(jax.typeof(z).sharding.spec) == ("x", None)
+    np.testing.assert_allclose(jax.device_get(z).real, exact(*map(np.asarray, (x, v)), group_of(ROUTED, 96)), atol=0.1)
+    y = jax.jit(lambda x, s: sk.ragged_dot_general(x, x, s, OF_K))(divided, sizes)
+    assert tuple(jax.typeof(y).sharding.spec) == (None, None, None)
+    with pytest.raises(Exception, match="two dimensions of the result would be divided over one axis"):
+        sk.ragged_dot(divided, jax.device_put(v, jax.P(None, None, "x")), sizes)
+
+
 def test_matrices_of_divided_groups_are_not_gathered():
     operands = divided_operands()
     _, program = divided_over_devices(OF_DIVIDED["gated"], (P("x"), P("x"), P("x"), P(), P(), None), *operands)
