@@ -12,6 +12,8 @@ from jax_streamk.tuning import measure
 SILU = dict(has_bias=True, activation=_ffi.Activation.silu)
 FUSED = dict(SILU, has_residual=True)
 GATED = dict(SILU, gated=True)
+GATE = dict(gated=True, activation=_ffi.Activation.silu)
+LEADING = dict(leading_rows=True)
 ROW, COLUMN = _ffi.Major.row, _ffi.Major.column
 # kernel, (m, n, k), schedule, epilogue, and the majornesses of A and B if they are not the kernel's
 LAUNCHES = [
@@ -76,6 +78,23 @@ LAUNCHES = [
         SplitK(3, "separate"),
         {},
     ),  # the last slice is a launch
+    # Groups of about one size; with leading_rows also rows in none.
+    (
+        "sm90_bf16_bf16_rr_128x128x64_1x1_pingpong_ragged_m",
+        (700, 264, 520),
+        DataParallel(),
+        dict(SILU, **LEADING, groups=5),
+    ),
+    (
+        "sm90_bf16_bf16_rc_256x128x64_1x1_coop_ragged_m",
+        (1500, 264, 520),
+        DataParallel(),
+        dict(groups=512),
+    ),  # some empty
+    ("sm90_bf16_bf16_rr_64x16x128_1x1_pingpong_ragged_m", (60, 12000, 264), DataParallel(), dict(SILU, groups=40)),
+    ("sm90_bf16_bf16_rr_128x128x64_1x1_pingpong_gated_ragged_m", (300, 264, 520), DataParallel(), dict(GATE, groups=3)),
+    ("sm90_bf16_bf16_cr_128x256x64_1x1_coop_ragged_k", (136, 264, 700), DataParallel(), dict(groups=9)),
+    ("sm90_bf16_bf16_cr_128x128x64_1x1_pingpong_ragged_k", (136, 264, 40), DataParallel(), dict(LEADING, groups=30)),
 ]
 
 
@@ -84,7 +103,11 @@ def problem_of(kernel, m, n, k, epilogue, majors):
     major_a, major_b = majors or (kernel.major_a, kernel.major_b)
     types = kernel.type_a, kernel.type_a, kernel.type_a, kernel.math, major_a, major_b
     lda, ldb = k if major_a == ROW else m, n if major_b == ROW else k
-    return GemmProblem(1, m, n, k, *types, lda, ldb, n, 0, 0, 0, **epilogue)
+    groups, epilogue = epilogue.get("groups", 1), {name: x for name, x in epilogue.items() if name != "groups"}
+    if kernel.ragged != _ffi.Ragged.none:
+        epilogue |= dict(ragged=kernel.ragged, batch_stride_bias=n if epilogue.get("has_bias") else 0)
+    strides = {_ffi.Ragged.none: (0, 0, 0), _ffi.Ragged.m: (0, k * n, 0), _ffi.Ragged.k: (0, 0, m * n)}[kernel.ragged]
+    return GemmProblem(groups, m, n, k, *types, lda, ldb, n, *strides, **epilogue)
 
 
 if __name__ == "__main__":
