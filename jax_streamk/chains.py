@@ -159,6 +159,8 @@ class Follower:
         moved = _moved(chain, step, eqn) or (self._gated(chain, step, eqn) if is_elementwise else None)
         if moved is not None or not is_open:
             return moved
+        if self.product.is_ragged:
+            return self._activated(chain)
         if eqn.primitive.name in _SUMS:
             return (self._summed(chain, step, eqn) if is_elementwise else None) or self._activated(chain)
         # A scale may be the first step of an activation: tanh(x) as -tanh(-x).
@@ -167,7 +169,7 @@ class Follower:
     def _scaled(self, chain: Chain, step: Chain, eqn: Any) -> Chain | None:
         """With a factor: once, and before all sums, where it can neither overflow nor cancel otherwise than there."""
         name = eqn.primitive.name
-        if name not in ("mul", "div", "neg") or chain.adds or chain.alpha != 1 or self.product.is_ragged:
+        if name not in ("mul", "div", "neg") or chain.adds or chain.alpha != 1:
             return None
         factor = -1.0 if name == "neg" else self._factor(chain, eqn)
         return None if factor is None else dataclasses.replace(step, alpha=factor, last="scale")
@@ -183,7 +185,7 @@ class Follower:
 
     def _summed(self, chain: Chain, step: Chain, eqn: Any) -> Chain | None:
         x, is_first = _other(eqn, chain.out)
-        if x is None or self.program.number(x) is not None or self.product.is_ragged:
+        if x is None or self.program.number(x) is not None:
             return None
         sign = -1.0 if eqn.primitive.name == "sub" and is_first else 1.0
         if eqn.primitive.name == "sub" and not is_first:

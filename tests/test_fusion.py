@@ -900,6 +900,7 @@ OF_GROUPS = {
 OF_OTHER_GROUPS = {
     "other sizes": lambda x, v, w, s: silu(rows_by(x, v, s)) * rows_by(x, w, s[::-1]),
     "other rows": lambda x, v, w, s: silu(rows_by(x, v, s)) * rows_by(jnp.sin(x), w, s),
+    "other rows by the same matrices": lambda x, v, w, s: silu(rows_by(x, v, s)) * rows_by(jnp.sin(x), v, s),
     "what is not zero where no group is": lambda x, v, w, s: jax.nn.sigmoid(rows_by(x, v, s)),
     "a factor": lambda x, v, w, s: silu(2 * rows_by(x, v, s)) * rows_by(x, w, s),
     "a sum": lambda x, v, w, s: silu(rows_by(x, v, s) + w[0, :1]) * rows_by(x, w, s),

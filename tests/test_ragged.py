@@ -675,7 +675,7 @@ def divided_operands():
 
 def assert_alike(got, want):
     got, want = (np.asarray(x, np.float32) for x in (got, want))
-    np.testing.assert_allclose(got, want, rtol=0, atol=(2e-2 if ON_GPU else 1e-5) * np.abs(want).max())
+    np.testing.assert_allclose(got, want, rtol=0, atol=(2e-2 if ON_GPU else 1e-5) * np.abs(want).max() + 1e-30)
 
 
 OF_DIVIDED = {
@@ -819,6 +819,16 @@ def test_explicit_sharding_of_what_xla_computes_and_of_groups_of_k():
     assert tuple(jax.typeof(y).sharding.spec) == (None, None, None)
     with pytest.raises(Exception, match="two dimensions of the result would be divided over one axis"):
         sk.ragged_dot(divided, jax.device_put(v, jax.P(None, None, "x")), sizes)
+
+
+@pytest.mark.parametrize("division", DIVISIONS)
+@pytest.mark.parametrize("sizes", [[-3, 2**31 - 1, 5, 0, 1, 2, 3, 4], [0] * 8, [200] + [2**31 - 1] * 7])
+def test_automatic_partitioning_of_any_sizes(sizes, division):
+    lhs, rhs, result, _ = DIVISIONS[division]
+    x, v, _, b, _ = divided_operands()
+    f, sizes = lambda x, v, b, s: sk.ragged_dot(x, v, s, bias=b), jnp.array(sizes, jnp.int32)
+    out, _ = divided_over_devices(f, (lhs, rhs, P(), P(), result), x, v, b, sizes)
+    assert_alike(out, f(x, v, b, sizes))
 
 
 def test_matrices_of_divided_groups_are_not_gathered():
