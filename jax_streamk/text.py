@@ -19,6 +19,8 @@ def duration(microseconds, spread=None):
 
     With a spread (in microseconds), both have two digits: ``"12.34 ±0.05 us"``.
     """
+    if spread is None and microseconds < 999:  # most are, and plans have many
+        return f"{microseconds:.1f} us"
     unit, size, digits = _unit(_UNITS, microseconds, None if spread is None else 2)
     more = "" if spread is None else f" ±{spread / size:.{digits}f}"
     return f"{microseconds / size:.{digits}f}{more} {unit}"
@@ -28,7 +30,8 @@ def durations(parts):
     """A sum of times and its named parts in one unit, which add up as printed: ``"9.0 us: 2.7 launch + 6.3 loop"``."""
     total = sum(parts.values())
     unit, size, digits = _unit(_UNITS, total)
-    shown = {name: round(part / size, digits) for name, part in parts.items() if round(part / size, digits) > 0}
+    rounded = [(name, round(part / size, digits)) for name, part in parts.items()]
+    shown = {name: part for name, part in rounded if part > 0}
     if shown:  # the largest absorbs the rounding errors of the others
         largest = max(shown, key=shown.__getitem__)
         shown[largest] += round(total / size, digits) - sum(shown.values())

@@ -253,7 +253,10 @@ def test_the_search_takes_less_than_100_microseconds():
 
 
 def test_a_plan_takes_about_100_microseconds():
-    """The median of many, beside that of a loop in Python of about 100 us, which load slows down as much."""
+    """The median of many, beside that of a loop in Python of about 100 us, which load slows down as much.
+
+    Of each the fastest of three, since the first one after other work finds cold caches.
+    """
     problems = [gemm(m, n, k) for m in range(16, 784, 16) for n, k in ((1024, 512), (4096, 4096), (2000, 1000))]
 
     def baseline(problem):
@@ -262,13 +265,16 @@ def test_a_plan_takes_about_100_microseconds():
     def median(of):
         times = []
         for problem in problems:
-            started = time.process_time()
-            of(problem)
-            times.append(time.process_time() - started)
+            runs = []
+            for _ in range(3):
+                planner.plan_with.cache_clear()
+                started = time.process_time()
+                of(problem)
+                runs.append(time.process_time() - started)
+            times.append(min(runs))
         return statistics.median(times)
 
     planner.make_plan(gemm(8, 8, 8), Auto(), jax_streamk.H200)
-    planner.plan_with.cache_clear()
     planning = median(lambda problem: planner.make_plan(problem, Auto(), jax_streamk.H200))
     assert planning < 2 * median(baseline)
 
