@@ -1,4 +1,4 @@
-"""A mixture of experts over several devices, each of which has some of the tokens and some of the experts.
+"""A mixture of experts over several devices: each has some of the tokens and some of the experts.
 
     python examples/expert_parallel.py
 

@@ -2,7 +2,7 @@
 
     python examples/mixture_of_experts.py
 
-The transformer of language_model.py with a mixture of experts in place of each MLP, of which every token takes two,
+The transformer of language_model.py with a mixture of experts in place of each MLP, two for every token,
 trained twice: same parameters at the start, same batches, same optimizer. In the first run the layer is this library's:
 each expert multiplies the tokens that the router sends it, whatever their number. In the second, XLA multiplies all
 tokens by all experts, and the router's weights, mostly zeros, choose. The losses fall together. Then the first model

@@ -178,14 +178,13 @@ def sharded_like_product(others, lhs, rhs, **params):
 
 def sharded_alike(others, x):
     """``others``, each with the explicit sharding of ``x``."""
-    spec = jax.typeof(x).sharding.spec
-    return [y if jax.typeof(y).sharding.spec == spec else jax.sharding.reshard(y, spec) for y in others]
+    return [placed_like(y, jax.typeof(x)) for y in others]
 
 
 def placed_like(x, aval):
     """``x`` with the explicit sharding of a type."""
     spec = aval.sharding.spec
-    return x if aval.sharding.mesh.empty or jax.typeof(x).sharding.spec == spec else jax.sharding.reshard(x, spec)
+    return x if jax.typeof(x).sharding.spec == spec else jax.sharding.reshard(x, spec)
 
 
 def explicit_mesh(*avals):

@@ -103,7 +103,7 @@ class _Fusion:
         needs_a_pass = chain.activation is not None or chain.residual is not None or chain.last == "scale"
         if needs_a_pass and not chain.matrices and not self._is_measured and not self._saves_a_pass():
             return None
-        inside = self._kernel()
+        inside = self._ragged_kernel() if self._product.is_ragged else self._kernel()
         if inside is None:
             return None
         read = compat.free_variables(inside)
@@ -120,8 +120,6 @@ class _Fusion:
     def _kernel(self) -> list[Any] | None:
         """The kernel's equation, after those of its operands; sets ``steps``."""
         chain, eqn, dtype = self._chain, self._product.eqn, self._chain.out.aval.dtype
-        if self._product.is_ragged:
-            return self._ragged_kernel()
         lead, rows, columns = self._product.sizes(chain.swapped)
         biases = [bias for bias in (chain.bias, chain.second_bias) if bias is not None]
         epilogue = Epilogue(
@@ -189,6 +187,7 @@ class _Fusion:
         return None if back is None or not compat.is_placed_like(back.outvars[0].aval, chain.out.aval) else [call, back]
 
     def _ragged_kernel(self) -> list[Any] | None:
+        """The kernel's equation, of the program's own operands."""
         chain, eqn = self._chain, self._product.eqn
         gate, *up = chain.matrices or (eqn.invars[1],)
         operands = [eqn.invars[0], gate, eqn.invars[2], *up]

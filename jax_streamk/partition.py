@@ -131,8 +131,8 @@ def ends_of_groups(group_sizes, extent):
 def partitioned(product, finish, fused, factors):
     """``finish(product(lhs, rhs), *others)``, for XLA to partition; ``fused`` does both if no sum comes between.
 
-    In the place of each second rhs, ``finish`` gets its product. Operands of which ``factors`` says so are given to
-    ``product``, too.
+    In the place of each second rhs, ``finish`` gets its product. ``product`` also takes the first ``factors.shared``
+    others after the matrices.
     """
     function = custom_partitioning(lambda *operands: fused(*operands))
     function.def_partition(functools.partial(_partition, product, finish, fused, factors), sharding_rule=factors.rule())

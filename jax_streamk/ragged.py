@@ -164,8 +164,8 @@ def _finished(products, group_sizes, biases, epilogue, **params):
     dtype = products[0].dtype
     sums = [x.astype(wide(dtype)) for x in products]
     for i, bias in enumerate(biases):
-        (spread,) = compat.sharded_alike([_spread(bias, sums[i], group_sizes, **params)], sums[i])
-        sums[i] += spread.astype(sums[i].dtype)
+        spread = _spread(bias, sums[i], group_sizes, **params).astype(sums[i].dtype)
+        sums[i] += compat.placed_like(spread, jax.typeof(sums[i]))
     gate, *up = sums
     if epilogue.activation is not None:
         gate = _activated(epilogue.activation, gate, group_sizes, params["leading"])
@@ -177,7 +177,7 @@ def _activated(activation, x, group_sizes, leading):
     if activation == "sigmoid":  # alone is not 0 at 0
         runs = _runs(group_sizes, x.shape[0], leading)
         is_inside = (_group_of_rows(runs, x.shape[0]) < runs.shape[0] - 1)[:, None]
-        (is_inside,) = compat.sharded_alike([jnp.broadcast_to(is_inside, x.shape)], x)
+        is_inside = compat.placed_like(jnp.broadcast_to(is_inside, x.shape), jax.typeof(x))
         return jnp.where(is_inside, jax.nn.sigmoid(x), 0)
     return ACTIVATIONS[activation](x)
 

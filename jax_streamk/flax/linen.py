@@ -178,7 +178,7 @@ class MoE(linen.Module):
       schedule: ``Auto()`` or ``DataParallel()``, or a ``PerPass`` of them, for every product; None is ``Auto()``.
 
     Raises:
-      TypeError: schedule is not a schedule.
+      TypeError: schedule is not a schedule, or a number of experts not an integer.
       ValueError: there is no such activation, there are fewer experts than each token has, or no kernel can run a
         product under the schedule.
     """

@@ -158,7 +158,7 @@ class MoE(nnx.Module):
       rngs: as in ``flax.nnx.Linear``.
 
     Raises:
-      TypeError: schedule is not a schedule.
+      TypeError: schedule is not a schedule, or a number of experts not an integer.
       ValueError: there is no such activation, there are fewer experts than each token has, or (when called) no kernel
         can run a product under the schedule.
     """
@@ -195,7 +195,9 @@ class MoE(nnx.Module):
         @nnx.split_rngs(splits=num_experts)
         @functools.partial(nnx.vmap, transform_metadata={nnx.PARTITION_NAME: partition_name})
         def experts_of(rngs: nnx.Rngs) -> GatedMLP:
-            return GatedMLP(in_features, hidden_features, kernel_init=kernel_init, rngs=rngs, **fields)
+            return GatedMLP(
+                in_features, hidden_features, activation=activation, kernel_init=kernel_init, rngs=rngs, **fields
+            )
 
         self.experts = experts_of(rngs)
 
