@@ -1,8 +1,12 @@
 """Launches a few plans of every kind once, on small products, for compute-sanitizer:
 
 compute-sanitizer --tool memcheck --target-processes all python tests/sanitize.py
-compute-sanitizer --tool racecheck --target-processes all python tests/sanitize.py
+compute-sanitizer --tool racecheck --target-processes all python tests/sanitize.py ragged
+
+With an argument, of the kernels with it in their names.
 """
+
+import sys
 
 from jax_streamk import DataParallel, SplitK, StreamK, _ffi, planner
 from jax_streamk.device import device_of
@@ -114,7 +118,10 @@ if __name__ == "__main__":
     measure.ROTATED_BYTES = {"cuda": 1e5}
     kernels = {kernel.name: kernel for kernel in _ffi.kernels()}
     memory = measure.Memory(device_of(None))
+    part = "".join(sys.argv[1:])
     for name, extents, schedule, epilogue, *majors in LAUNCHES:
+        if part not in name:
+            continue
         problem = problem_of(kernels[name], *extents, epilogue, majors)
         native = planner._native_schedule(schedule)
         policy = planner.policy_in_order(name, problem, native, "m", 1, memory.device)

@@ -46,7 +46,12 @@ def runs_here(kernel):
     return ON_GPU and (kernel.family != _ffi.Family.sm90 or capability == "9.0")
 
 
-HERE = [name for name, kernel in KERNELS.items() if runs_here(kernel) and not kernel.gated]  # see test_gated_kernels.py
+# See test_gated_kernels.py and test_ragged_kernels.py for the others.
+HERE = [
+    name
+    for name, kernel in KERNELS.items()
+    if runs_here(kernel) and not kernel.gated and kernel.ragged == _ffi.Ragged.none
+]
 
 
 def device_of(kernel):
@@ -86,7 +91,7 @@ def activated(activation, x):
         return {
             "none": lambda: x,
             "relu": lambda: np.maximum(x, 0),
-            "gelu": lambda: x * 0.5 * np.vectorize(math.erfc)(-x / math.sqrt(2)),
+            "gelu": lambda: x * 0.5 * np.vectorize(math.erfc, otypes=[float])(-x / math.sqrt(2)),
             "gelu_tanh": lambda: x * sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)),
             "silu": lambda: x * sigmoid(x),
             "sigmoid": lambda: sigmoid(x),

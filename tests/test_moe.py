@@ -262,6 +262,7 @@ def test_export_of_any_number_of_tokens():
     assert_close(exported.call(params, x), function(params, x), TOLERANCE[F32])
 
 
+@jax.default_matmul_precision("highest")
 def test_a_router_of_ones_own():
     moe = nnx.MoE(FEATURES, HIDDEN, EXPERTS, 2, rngs=flax.nnx.Rngs(0))
     moe.gate = lambda x: jnp.zeros((*x.shape[:-1], EXPERTS)).at[..., 3].set(9.0).at[..., 1].set(5.0)
@@ -295,7 +296,7 @@ def test_bad_input(kind):
     ):
         with pytest.raises(error, match=message):
             layer(kind, **fields)
-    function, params = layer(kind, schedule=DataParallel())
+    function, params = layer(kind, schedule=DataParallel(), dtype=BF16, precision=None)
     assert function(params, tokens(9))[0].shape == (9, FEATURES)
     _, params = layer(kind)
     with pytest.raises(ValueError, match="schedule=SplitK"):

@@ -314,6 +314,7 @@ def test_derivatives_as_laxs():
         )
 
 
+@jax.default_matmul_precision("highest")
 def test_derivatives_of_rows_of_some_groups():
     """lax has no group_offset."""
     lhs, rhs, sizes = routing("every second group empty", np.float32)
@@ -406,6 +407,7 @@ def test_one_program_for_all_sizes():
     assert len(traces) == 1
 
 
+@jax.default_matmul_precision("highest")
 @pytest.mark.parametrize("activation", [None, "silu", "sigmoid"])
 def test_gated(activation):
     lhs, rhs, sizes = routing("sum below m", np.float32)
@@ -432,6 +434,7 @@ def test_gated(activation):
     )
 
 
+@jax.default_matmul_precision("highest")
 def test_gated_of_some_groups():
     lhs, rhs, sizes = routing("every second group empty", np.float32)
     out = sk.ragged_gated(lhs, rhs[2:4], rhs[:2], sizes, group_offset=np.array([2]))
@@ -572,7 +575,8 @@ def test_accelerate_leaves_what_no_kernel_runs():
     for why, f in whys.items():
         (row,) = sk.accelerate(f).explain(lhs, rhs, sizes).rows
         assert why in row.why and not row.is_ours
-        np.testing.assert_array_equal(sk.accelerate(f)(lhs, rhs, sizes), f(lhs, rhs, sizes))
+        if not (ON_GPU and "complex64" in why):  # lax.ragged_dot itself ends the process there (jaxlib 0.11.2)
+            np.testing.assert_array_equal(sk.accelerate(f)(lhs, rhs, sizes), f(lhs, rhs, sizes))
 
 
 def test_checkpoint_asks_policies_as_of_laxs():

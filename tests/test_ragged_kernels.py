@@ -1,0 +1,195 @@
+"""Kernels of ragged products, launched outside XLA on poisoned buffers, against float64."""
+
+import dataclasses
+import zlib
+
+import ml_dtypes
+import numpy as np
+import pytest
+from test_kernels import (
+    DTYPES,
+    GUARD,
+    KERNELS,
+    POISON,
+    Memory,
+    activated,
+    device_of,
+    error,
+    make_schedule,
+    poisoned,
+    policy_of,
+    round_up,
+    runs_here,
+)
+from test_ragged import ROUTINGS, group_of
+
+from jax_streamk import _ffi
+
+WHOLE_TILES = make_schedule(_ffi.ScheduleKind.data_parallel)
+
+# The host's kernels, which run all problems, are in test_ragged.py.
+HERE = [name for name, kernel in KERNELS.items() if kernel.ragged != _ffi.Ragged.none and runs_here(kernel)]
+pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("name", HERE or ["no kernel in this build"])]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Groups of rows, or of what is contracted, and what comes before them and after."""
+
+    sizes: tuple[int, ...]
+    rows: int  # in groups or not
+    n: int
+    k: int  # of a product in groups of what is contracted its m
+    leading: int | None = None
+    pad: int = 0  # leading dimensions exceed the extents by this multiple of 8
+    activation: _ffi.Activation = _ffi.Activation.none
+    bias: bool = False
+
+
+def matrices(rng, dtype, batch, rows, columns, column_major, pad):
+    """(stored with poison between lines, the matrices, leading dimension, batch stride)"""
+    lines, length = (columns, rows) if column_major else (rows, columns)
+    ld = round_up(length, 8) + 8 * pad
+    stored = poisoned((batch, lines, ld), dtype)
+    stored[..., :length] = (rng.standard_normal((batch, lines, length)) / 4).astype(dtype)
+    values = stored[..., :length]
+    return stored, values.swapaxes(1, 2) if column_major else values, ld, lines * ld
+
+
+def launch(name, case, device=None, special=None):
+    """Runs a kernel. Returns D, after checking that nothing around it was written, and the exact D.
+
+    ``special`` changes (A, the B of every group) before the launch.
+    """
+    kernel = KERNELS[name]
+    of_rows, gated = kernel.ragged == _ffi.Ragged.m, kernel.gated
+    dtype, groups = DTYPES[kernel.type_a], len(case.sizes)
+    rng = np.random.default_rng(zlib.crc32(repr(case).encode()))
+    group = group_of(case.sizes, case.rows, case.leading or 0)
+    column_major = kernel.major_b == _ffi.Major.column
+    stored_a, a, lda, _ = matrices(rng, dtype, 1, case.rows, case.k, False, case.pad)
+    a[0, group < 0] = np.nan  # nobody reads them
+    others = [
+        matrices(rng, dtype, groups, case.k, case.n, column_major, case.pad)
+        if of_rows
+        else matrices(rng, dtype, 1, case.rows, case.n, False, case.pad)
+        for _ in range(1 + gated)
+    ]
+    if not of_rows:
+        others[0][1][0, group < 0] = np.nan
+    if special is not None:
+        special(a, *(x[1] for x in others))
+    biases = [rng.standard_normal((groups, round_up(case.n, 8) + 8)).astype(dtype) for _ in others]
+    results, d_rows = (1, case.rows) if of_rows else (groups, case.k)
+    exact = np.zeros((results, d_rows, case.n))
+    for i in range(groups):
+        rows = a[0, group == i].astype(np.float64)
+        left, right = (rows, i) if of_rows else (rows.T, (0, group == i))
+        sums = [
+            left @ x[1][right].astype(np.float64) + (bias[i, : case.n].astype(np.float64) if case.bias else 0)
+            for x, bias in zip(others, biases)
+        ]
+        with np.errstate(all="ignore"):
+            exact[(0, group == i) if of_rows else i] = activated(case.activation, sums[0]) * (sums[1] if gated else 1)
+    _, _, ldb, stride_b = others[0]
+    ldd = round_up(case.n, 8) + 8 * case.pad
+    m, k = (case.rows, case.k) if of_rows else (case.k, case.rows)
+    problem = _ffi.GemmProblem(
+        groups, m, case.n, k, kernel.type_a, kernel.type_b, kernel.type_d, kernel.math, kernel.major_a, kernel.major_b,
+        lda, ldb, ldd, 0, stride_b if of_rows else 0, 0 if of_rows else m * ldd,
+        activation=case.activation, has_bias=case.bias, batch_stride_bias=biases[0].shape[1] if case.bias else 0,
+        gated=gated, ragged=kernel.ragged, leading_rows=case.leading is not None,
+    )  # fmt: skip
+    device = device or device_of(kernel)
+    assert (why := _ffi.can_implement(name, problem, WHOLE_TILES, device)) is None, why
+    sizes = np.array([*([] if case.leading is None else [case.leading]), *case.sizes], np.int32)
+    both = [(x[0], bias if case.bias else None) for x, bias in zip(others, biases)]
+    (b, bias), (up, up_bias) = both[0], both[1] if gated else (None, None)
+    held = [None if x is None else Memory(kernel, x) for x in (stored_a, b, None, up, bias, up_bias, None, sizes)]
+    body_bytes = results * d_rows * ldd * dtype.itemsize
+    beyond = 2 * max(kernel.tile_m, kernel.tile_n) * ldd * dtype.itemsize
+    d = Memory(kernel, GUARD * 2 + body_bytes + beyond)
+    workspace = Memory(kernel, _ffi.workspace_bytes(name, problem, WHOLE_TILES, device))
+    addresses = [0 if x is None else x.address for x in held]
+    addresses[2] = d.address + GUARD
+    policy = policy_of(kernel, problem, WHOLE_TILES, device, {})
+    _ffi.launch(name, problem, WHOLE_TILES, policy, device, tuple(addresses), workspace.address)
+    _ffi.synchronize()
+    raw = d.read()
+    body = raw[GUARD : GUARD + body_bytes].view(dtype).reshape(results, d_rows, ldd)
+    assert (raw[:GUARD] == POISON).all() and (raw[GUARD + body_bytes :] == POISON).all(), "wrote outside D"
+    assert (np.ascontiguousarray(body[..., case.n :]).view(np.uint8) == POISON).all(), "wrote between the rows of D"
+    out = np.ascontiguousarray(body[..., : case.n])
+    assert not of_rows or not out[0, group < 0].astype(np.float64).any(), "rows in no group are not zero"
+    return out, exact
+
+
+def check(name, case):
+    """Against float64, rounded once; and with many tiles for each of a few CTAs the same bits."""
+    got, exact = launch(name, case)
+    values = got.astype(np.float64)
+    assert not np.isnan(values).any(), f"{np.isnan(values).sum()} elements unwritten or poisoned"
+    scale = float(np.sqrt(np.mean(exact**2))) + 1e-30
+    with np.errstate(over="ignore"):
+        rounding, largest = error(exact.astype(got.dtype).astype(np.float64), exact, scale)
+    rms, most = error(values, exact, scale)
+    floor = float(ml_dtypes.finfo(got.dtype).eps) / 16
+    assert rms <= 2 * rounding + floor and most <= 2 * largest + 16 * floor, (rms, rounding, most, largest)
+    few = _ffi.Device(device_of(KERNELS[name]).arch, 2)
+    assert got.tobytes() == launch(name, case, few)[0].tobytes(), "the bits depend on which worker has a tile"
+
+
+@pytest.mark.parametrize("leading", [None, 0, 37])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_against_float64(name, routing, leading):
+    rows, k, n, sizes = ROUTINGS[routing]
+    if KERNELS[name].ragged == _ffi.Ragged.k:
+        k = min(k, 200)
+    check(name, Case(tuple(map(int, sizes)), rows, n, k, leading, pad=len(sizes) % 3))
+
+
+def test_tiles_of_every_width(name):
+    """Groups of 0 to a few tiles and a row more."""
+    tile = max(KERNELS[name].tile_m, KERNELS[name].tile_n)
+    sizes = tuple(range(0, 2 * tile + 2, 7)) + tuple(x * tile + y for x in (1, 2, 5) for y in (-1, 0, 1))
+    check(name, Case(sizes, sum(sizes) + 5, 2 * tile + 24, 136))
+
+
+def test_many_tiles_for_each_cta(name):
+    kernel = KERNELS[name]
+    k = (kernel.stages + 2) * kernel.tile_k + 8
+    if kernel.ragged == _ffi.Ragged.m:
+        check(name, Case((3 * kernel.tile_n, 9, 9 * kernel.tile_n + 3), 13 * kernel.tile_n, 20 * kernel.tile_m, k))
+        check(name, Case((3,) * 70, 210, 5 * kernel.tile_m, 16))
+    else:
+        check(name, Case((k, 0, 3, 1, 2 * k, 5), 4 * k, 5 * kernel.tile_n, 5 * kernel.tile_m))
+
+
+@pytest.mark.parametrize("activation", _ffi.Activation, ids=lambda x: x.name)
+@pytest.mark.parametrize("bias", [False, True])
+def test_epilogues(name, activation, bias):
+    kernel = KERNELS[name]
+    case = Case((13, 0, 70, 150), 240, 136, 72, 3, activation=activation, bias=bias)
+    if kernel.gated and bias:
+        with pytest.raises(AssertionError, match="bias"):
+            launch(name, case)
+        return
+    check(name, case)
+
+
+def test_nan_and_inf_stay_in_their_group(name):
+    def special(a, b, *_):
+        a[0, 5, 3], a[0, 20, 1] = np.nan, np.inf
+        b[0, 2 if KERNELS[name].ragged == _ffi.Ragged.m else 9, 7] = np.inf
+
+    got, exact = launch(name, Case((8, 9, 30), 50, 24, 40), special=special)
+    np.testing.assert_array_equal(np.isnan(got.astype(np.float64)), np.isnan(exact))
+    assert not np.isnan(exact).all()
+
+
+def test_what_sizes_may_not_be(name):
+    """Negative sizes are none, and groups end with the last row."""
+    for sizes in ((-5, 20, 2**31 - 1, 7), (2**31 - 1,) * 3):
+        got, exact = launch(name, Case(sizes, 60, 24, 40))
+        assert np.isfinite(got.astype(np.float64)).all()
+        assert np.abs(got.astype(np.float64) - exact).max() < 0.1
