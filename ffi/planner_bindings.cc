@@ -61,7 +61,7 @@ class DescribedKernel final : public Kernel {
   int64_t workspace_bytes(GemmProblem const& p, Schedule const& s, Device const&) const override {
     Repack const repacked = repack_of(info, p);
     if (shares_tiles(s) && info.family != Family::kSkinny) return kUnknown;
-    if (!is_separate(s)) return repacked.bytes();
+    if (!is_separate(s)) return repacked.bytes() + counter_bytes(info, p);
     // Slices of whole k-tiles, as few as that takes, each with all of D in rows of whole 16 bytes.
     int64_t const k_tiles = ceil_div(repacked.problem.k, info.tile_k),
                   slices = ceil_div(k_tiles, ceil_div(k_tiles, s.splits));

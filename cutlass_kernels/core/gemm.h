@@ -165,14 +165,15 @@ struct GemmProblem {
 };
 
 // A dense product of as many MAC iterations: of a gated problem, its product, with twice the columns; of a ragged one,
-// a batch of groups of one size. `tile` is the extent of a tile along the ragged dimension, half of which a group's
-// last tile lacks.
+// a batch of groups of one size. `tile` is the extent of a tile along the ragged dimension: of K a group's last tile
+// lacks half, and of rows, which tiles share equally and multiply by eighths of a tile (sm90/ragged.h), all lack a
+// quarter.
 inline GemmProblem dense(GemmProblem p, int32_t tile = 1) {
   if (p.epilogue.gated) p.n *= 2, p.epilogue.gated = false;
   if (p.ragged == Ragged::kNone) return p;
   int64_t& extent = p.ragged == Ragged::kM ? p.m : p.k;
   p.batch = p.batch < extent ? p.batch : extent;
-  extent = (extent + p.batch - 1) / p.batch + tile / 2;
+  extent = (extent + p.batch - 1) / p.batch + tile / (p.ragged == Ragged::kM ? 4 : 2);
   p.a.batch_stride = extent * p.a.ld;
   Layout& other = p.ragged == Ragged::kM ? p.d : p.b;
   other.batch_stride = extent * other.ld;
@@ -281,6 +282,15 @@ inline constexpr int64_t kWorkspaceAlignment = 256;
 // Rounds up to whole workspace alignments.
 constexpr int64_t align_workspace(int64_t bytes) {
   return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+}
+
+// Bytes of the counter by which a ragged kernel's CTAs take tiles. Where groups have at most one tile of rows each,
+// they take them in turns instead: no two CTAs read the same matrix for long, and zeroing the counter takes
+// microseconds.
+inline int64_t counter_bytes(KernelInfo const& info, GemmProblem const& p) {
+  int64_t const tile_rows = info.swap_ab ? info.tile_n : info.tile_m;
+  bool const counts = info.ragged == Ragged::kK || (info.ragged == Ragged::kM && p.m > p.batch * tile_rows);
+  return counts ? align_workspace(sizeof(uint32_t)) : 0;
 }
 
 struct Resources {

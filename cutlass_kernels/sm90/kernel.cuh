@@ -54,10 +54,14 @@ class Sm90Kernel final : public CudaKernel {
                                       CollectiveEpilogue<ElementD, kSwap, kConfig.tile_m, kConfig.tile_n,
                                                          kConfig.warpgroups(), kConfig.store_columns, kRun>>;
 
+  // With several CTAs per SM there would be too many clusters to list.
+  using DenseScheduler = sm90::Scheduler<TileShape, ClusterShape, kCooperative, kCtasPerSm == 1>;
+  using Scheduler = std::conditional_t<kRagged == Ragged::kNone, DenseScheduler,
+                                       RaggedScheduler<kRun, kRun ? kConfig.tile_n : kConfig.tile_m, kConfig.tile_k>>;
+
   // The shared memory of an SM, where CUDA takes 1 KiB per CTA and barriers take at most 256 bytes; and what a CTA
   // leaves to the other CTAs on its SM.
-  static constexpr int kTableBytes = (2 * kMostGroups + 8) * 4;  // of a ragged product's groups
-  static constexpr int kSmBytes = 228 << 10, kOthersBytes = kRagged != Ragged::kNone ? kTableBytes
+  static constexpr int kSmBytes = 228 << 10, kOthersBytes = kRagged != Ragged::kNone ? sizeof(typename Scheduler::Table)
                                                             : kCtasPerSm == 1
                                                                 ? 0
                                                                 : (227 << 10) - (kSmBytes / kCtasPerSm - 1024 - 256);
@@ -75,13 +79,8 @@ class Sm90Kernel final : public CudaKernel {
                     std::conditional_t<kConfig.warpgroups() == 2, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
                                        cutlass::gemm::KernelTmaWarpSpecializedPingpong>>::CollectiveOp>::type>;
   using Mainloop = CollectiveMainloop<typename Collective::type, typename Collective::template WideMma<kConfig.tile_n>,
-                                      typename Collective::template WideMma<kRun ? kConfig.tile_n / 2 : kConfig.tile_n>,
-                                      TileShape, kConfig.type_d == Type::kF32, kConfig.math == Math::kTF32x3,
-                                      kConfig.promotion_k(), kGated, kRagged>;
-  // With several CTAs per SM there would be too many clusters to list.
-  using DenseScheduler = sm90::Scheduler<TileShape, ClusterShape, kCooperative, kCtasPerSm == 1>;
-  using Scheduler = std::conditional_t<kRagged == Ragged::kNone, DenseScheduler,
-                                       RaggedScheduler<kRun, kRun ? kConfig.tile_n : kConfig.tile_m, kConfig.tile_k>>;
+                                      Collective, TileShape, kConfig.type_d == Type::kF32,
+                                      kConfig.math == Math::kTF32x3, kConfig.promotion_k(), kGated, kRagged>;
 
  public:
   using Gemm = GemmKernel<Mainloop, Epilogue, Scheduler, kConfig.warp_schedule>;
@@ -137,6 +136,7 @@ class Sm90Kernel final : public CudaKernel {
     int32_t const clusters = [&] {
       if constexpr (kRagged != Ragged::kNone) {
         params.scheduler.set_up(p, buffers, order, order.tiles_m(), kConfig.tile_m, device.sms);
+        params.scheduler.taken = parts.zeroed > 0 ? reinterpret_cast<uint32_t*>(workspace) : nullptr;
         return static_cast<int32_t>(std::min<int64_t>(device.sms, params.scheduler.most_tiles()));
       } else {
         params.scheduler.order = order;
@@ -248,6 +248,10 @@ class Sm90Kernel final : public CudaKernel {
   };
 
   Workspace workspace(GemmProblem const& p, Schedule const& s, Device const& device) const {
+    if (kRagged != Ragged::kNone) {
+      int64_t const bytes = counter_bytes(info, p);
+      return {0, bytes, bytes};
+    }
     Decomposition const d = decomposition(p, s, device);
     if (d.shared_tiles() == 0) return {};
     bool const atomic = s.reduction == Reduction::kAtomic;

@@ -39,8 +39,8 @@ struct Loads {
 // a slice; TMA reads zeros beyond the last one. kSplits: each f32 operand is two TF32 parts side by side (repack.h).
 // kPromotionK: the length of K after which sums are promoted; 0: never. kGated: half of A's rows come from each of two
 // matrices, both loaded from the tile's half of D's columns (gated_epilogue.h). kRagged: a tile begins at any row of B,
-// which is the problem's A, or reads a run of K (ragged.h); HalfMma multiplies the first half of a tile's columns.
-template <class Base, class OwnMma, class HalfMma, class OwnShape, bool kSlices, bool kSplits, int kPromotionK,
+// which is the problem's A, or reads a run of K (ragged.h); Narrow::WideMma<n> multiplies the first n of its columns.
+template <class Base, class OwnMma, class Narrow, class OwnShape, bool kSlices, bool kSplits, int kPromotionK,
           bool kGated, Ragged kRagged>
 struct CollectiveMainloop : Base {
   using typename Base::TensorStorage;
@@ -52,6 +52,8 @@ struct CollectiveMainloop : Base {
   static constexpr bool kAFromRegisters =
       !cute::is_base_of<cute::GMMA::DescriptorIterator, typename TiledMma::FrgTypeA>::value;
   static constexpr bool kPromotes = kPromotionK > 0;
+  // Ahead of a tile's end, in k-tiles, its successor is asked for: about the time that taking one needs.
+  static constexpr int32_t kAhead = 8;
   static constexpr int kClusterM = cute::size<0>(typename Base::DispatchPolicy::ClusterShape{});
   static constexpr int kClusterN = cute::size<1>(typename Base::DispatchPolicy::ClusterShape{});
 
@@ -144,11 +146,12 @@ struct CollectiveMainloop : Base {
   }
 
   // Called by one thread: loads the k-tiles of a located `tile` into stages as these become empty. A row or column of
-  // the cluster shares operands: each CTA loads a part and multicasts it.
-  template <class ProblemShape, class Tile>
+  // the cluster shares operands: each CTA loads a part and multicasts it. Of a ragged product calls `near_the_end`
+  // once.
+  template <class ProblemShape, class Tile, class NearTheEnd>
   static CUTLASS_DEVICE void load(Params const& params, Loads const& loads, ProblemShape const& shape, Tile const& tile,
                                   int32_t held_back, FullBarrier* full, EmptyBarrier* empty, Stage& stage,
-                                  TensorStorage& storage) {
+                                  TensorStorage& storage, NearTheEnd const& near_the_end) {
     using namespace cute;
     // CTAs of a cluster are numbered along m first.
     uint32_t const rank = kClusterM * kClusterN == 1 ? 0 : block_rank_in_cluster(), cta_m = rank % kClusterM,
@@ -171,6 +174,7 @@ struct CollectiveMainloop : Base {
     CUTLASS_PRAGMA_NO_UNROLL
     do {
       int const s = stage.index();
+      if (kRagged != Ragged::kNone && left == min(tile.k_count, kAhead)) near_the_end();
       wait_for_empty(empty, stage, held_back);
       full[s].arrive_and_expect_tx(kStageBytes);
       auto& barrier = *reinterpret_cast<uint64_t*>(&full[s]);
@@ -212,10 +216,19 @@ struct CollectiveMainloop : Base {
                                      TensorStorage& storage) {
     if constexpr (kRagged == Ragged::kM) {
       static_assert(!kPromotes && !kAFromRegisters);
-      if (columns <= kTileN / 2) {
-        auto half = half_of(accumulators);
-        return multiply_from_shared<CollectiveMainloop, HalfMma>(full, empty, stage, half, count, warpgroup, storage);
-      }
+      int unreleased = -1;
+      auto const narrow = [&](auto eighths) CUTLASS_LAMBDA_FUNC_INLINE {
+        constexpr int kN = kTileN * decltype(eighths)::value / 8;
+        if constexpr (kN % 8 == 0) {
+          if (columns > kN) return false;
+          auto first = first_of<kN>(accumulators);
+          unreleased = multiply_from_shared<CollectiveMainloop, typename Narrow::template WideMma<kN>>(
+              full, empty, stage, first, count, warpgroup, storage);
+          return true;
+        }
+        return false;
+      };
+      if (narrow(cute::_4{}) || narrow(cute::_6{}) || narrow(cute::_7{})) return unreleased;
     }
     if constexpr (kPromotes) {
       static_assert(kPromotionK % kTileK == 0);
@@ -355,13 +368,13 @@ struct CollectiveMainloop : Base {
     }
   }
 
-  // The accumulators of the first half of a tile's columns. Each instruction along m has four for 8 columns.
-  template <class Accumulators>
-  static CUTLASS_DEVICE auto half_of(Accumulators& accumulators) {
+  // The accumulators of the first kN columns of a tile. Each instruction along m has four for 8 columns.
+  template <int kN, class Accumulators>
+  static CUTLASS_DEVICE auto first_of(Accumulators& accumulators) {
     using namespace cute;
-    static_assert(size<0>(Accumulators{}) == kTileN / 2 && kTileN % 16 == 0);
+    static_assert(size<0>(Accumulators{}) == kTileN / 2);
     return make_tensor(accumulators.data(),
-                       make_layout(make_shape(make_shape(_2{}, _2{}, Int<kTileN / 16>{}), size<1>(accumulators), _1{}),
+                       make_layout(make_shape(make_shape(_2{}, _2{}, Int<kN / 8>{}), size<1>(accumulators), _1{}),
                                    make_stride(make_stride(_1{}, _2{}, _4{}), Int<kTileN / 2>{}, _0{})));
   }
 

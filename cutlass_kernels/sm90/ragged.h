@@ -10,6 +10,7 @@
 #include "cute/tensor.hpp"
 #include "cutlass_kernels/core/dependent_launch.cuh"
 #include "cutlass_kernels/core/gemm.h"
+#include "cutlass_kernels/sm90/stages.h"
 #include "cutlass_kernels/sm90/tma.h"
 
 namespace jax_streamk::sm90 {
@@ -45,8 +46,9 @@ struct RowRun {
 
 inline constexpr int32_t kMostGroups = 512;
 
-// The tile scheduler of a ragged product, data-parallel: CTAs take whole tiles in turns. With kRows the groups cut rows
-// of the result, kTileRows to a tile, else K.
+// The tile scheduler of a ragged product, data-parallel: CTAs have whole tiles. With kRows the groups cut rows of the
+// result, at most kTileRows to a tile, else K. CTAs take tiles as they need them, which a counter tells, so that those
+// that read the same matrix do so at about the same time, whoever is ahead; or in turns (counter_bytes).
 template <bool kRows, int kTileRows, int kTileK>
 class RaggedScheduler {
  public:
@@ -61,6 +63,7 @@ class RaggedScheduler {
     // Along the result's other dimension (kRows), or of a group's result.
     int32_t tiles = 0, panel = 0;
     TileOrder order;
+    uint32_t* taken = nullptr;  // how many tiles CTAs took after their first; null if they take them in turns
 
     // `across`: tiles along the dimension of the result that is not ragged, each of `tile` elements.
     void set_up(GemmProblem const& p, Buffers const& buffers, TileOrder const& of_group, int32_t across, int32_t tile,
@@ -85,6 +88,12 @@ class RaggedScheduler {
     int32_t begins[kMostGroups + 1];                    // of each group, then the end of the last
     int32_t tiles_before[kRows ? kMostGroups + 2 : 1];  // tiles of the result's rows before each segment's
     int32_t row_tiles;                                  // of all segments
+    int32_t by_length[kRows ? 1 : kMostGroups];         // groups, those with the longest K first
+    // The tiles that this CTA took. No barrier says that a place is free again: since every tile fills a stage, those
+    // in use are fewer than the stages and 2.
+    static constexpr int kTaken = 16;
+    int32_t indices[kTaken];
+    FullBarrier is_taken[kTaken], is_wanted;
   };
 
   struct Tile {
@@ -100,45 +109,64 @@ class RaggedScheduler {
 
   CUTLASS_DEVICE RaggedScheduler(Params const& params, Table const& table) : params_(params), table_(table) {}
 
-  // Called by one warp, before all others ask for tiles.
+  // Called by one warp, before all others ask for tiles. Each lane has `each` sizes that follow one another.
   CUTLASS_DEVICE static void fill(Params const& params, Table& table) {
-    constexpr int kTurns = kMostGroups / 32 + 1;
-    int32_t const lane = threadIdx.x % 32, count = params.groups + params.leading;
-    int32_t sizes[kTurns];
+    int32_t const lane = threadIdx.x % 32, leading = params.leading, count = params.groups + leading,
+                  each = (count + 31) / 32, first = lane * each, last = min(first + each, count);
+    if (lane < Table::kTaken) table.is_taken[lane].init(1);
+    if (lane == 0) table.is_wanted.init(1);
+    // Where runs end, by the index of their sizes; at first the sizes.
+    int32_t* const ends = table.begins + 1 - leading;
 #pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) {
+    for (int turn = 0; turn <= kMostGroups / 32; ++turn) {
       int32_t const i = turn * 32 + lane;
       // Numbers that no groups can have must not make loads or stores leave the operands.
-      sizes[turn] = i < count ? min(max(__ldg(params.group_sizes + i), 0), params.extent) : 0;
+      if (i < count) ends[i] = min(max(__ldg(params.group_sizes + i), 0), params.extent);
     }
-    int32_t end = 0;
-#pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) {
-      if (turn * 32 >= count) break;
-      int64_t const size = end_of_run(sizes[turn], end, params.extent);
-      int32_t const group = turn * 32 + lane - params.leading;
-      if (group >= -1 && group < params.groups) table.begins[group + 1] = static_cast<int32_t>(size);
-      end = __shfl_sync(~0u, static_cast<int32_t>(size), 31);
+    if (lane == 0 && leading == 0) table.begins[0] = 0;
+    __syncwarp();
+    auto const plus = [&](int32_t x, int32_t y) {
+      return static_cast<int32_t>(min(static_cast<uint32_t>(x) + y, static_cast<uint32_t>(params.extent)));
+    };
+    int32_t sum = 0;
+    for (int32_t i = first; i < last; ++i) sum = plus(sum, ends[i]);
+    int32_t end = sum_before(sum, plus);
+    int32_t tiles = 0;
+    for (int32_t i = first; i < last; ++i) {
+      int32_t const begin = end;
+      ends[i] = end = plus(begin, ends[i]);
+      if (i >= leading) tiles += row_tiles(end - begin);
     }
-    if (lane == 0 && params.leading == 0) table.begins[0] = 0;
     __syncwarp();
     if constexpr (!kRows) return;
-    int32_t before = 0;
-    int32_t const segments = params.groups + 2;
-    for (int32_t first = 0; first < segments; first += 32) {
-      int32_t const segment = first + lane;
-      RowRun const run = segment < segments ? rows_of(params, table, segment) : RowRun{};
-      int32_t sum = (run.rows() + kTileRows - 1) / kTileRows;
-      int32_t const own = sum;
-#pragma unroll
-      for (int by = 1; by < 32; by *= 2) {
-        int32_t const other = __shfl_up_sync(~0u, sum, by);
-        if (lane >= by) sum += other;
-      }
-      if (segment < segments) table.tiles_before[segment] = before + sum - own;
-      before += __shfl_sync(~0u, sum, 31);
+    int32_t before = sum_before(tiles, [](int32_t x, int32_t y) { return x + y; });
+    for (int32_t i = first; i < last; ++i) {
+      int32_t const group = i - leading;
+      if (group < 0) continue;
+      table.tiles_before[group] = before;
+      before += row_tiles(table.begins[group + 1] - table.begins[group]);
     }
-    if (lane == 0) table.row_tiles = before;
+    if (last < count || first >= count) return;
+    // The lane with the last group goes on with the rows in none.
+    table.tiles_before[params.groups] = before;
+    table.tiles_before[params.groups + 1] = before += row_tiles(table.begins[0]);
+    table.row_tiles = before + row_tiles(params.extent - table.begins[params.groups]);
+  }
+
+  // Called by all threads after fill: with the longest tiles first, none of them is left when others are done.
+  CUTLASS_DEVICE static void sort(Params const& params, Table& table) {
+    if constexpr (kRows) return;
+    for (int32_t group = threadIdx.x; group < params.groups; group += blockDim.x) {
+      int32_t const length = table.begins[group + 1] - table.begins[group];
+      int32_t longer = 0, begin = table.begins[0];
+      for (int32_t other = 0; other < params.groups; ++other) {
+        int32_t const end = table.begins[other + 1], of_other = end - begin;
+        longer += of_other > length || (of_other == length && other < group);
+        begin = end;
+      }
+      table.by_length[longer] = group;
+    }
+    __syncthreads();
   }
 
   CUTLASS_HOST_DEVICE static bool shares(Params const&) { return false; }
@@ -146,28 +174,54 @@ class RaggedScheduler {
 
   template <bool kWhole = false>
   CUTLASS_DEVICE Tile tile(int32_t ordinal) const {
+    return at(index_of(ordinal), ordinal);
+  }
+
+  // The role of one thread: takes the CTA's next tile when the producer is near the end of one. The producer would wait
+  // for the counter, a microsecond in which it loads nothing.
+  CUTLASS_DEVICE static void take_tiles(Params const& params, Table& table) {
+    RaggedScheduler const scheduler(params, table);
+    if (params.taken == nullptr || scheduler.is_idle()) return;
+    for (int32_t taken = 0;; ++taken) {
+      table.is_wanted.wait(taken % 2);
+      auto const index = static_cast<int32_t>(gridDim.x + atomicAdd(params.taken, 1u));
+      // Volatile, since CUTLASS's barriers do not tell the compiler that memory changes.
+      const_cast<int32_t volatile&>(table.indices[taken % Table::kTaken]) = index;
+      table.is_taken[taken % Table::kTaken].arrive();
+      if (index >= scheduler.all_tiles()) return;
+    }
+  }
+  // Called by consumers once they have multiplied the tile.
+  CUTLASS_DEVICE void look_ahead(Tile& tile) const { tile.last = index_of(tile.ordinal + 1) >= all_tiles(); }
+
+  CUTLASS_DEVICE Tile at(int32_t index, int32_t ordinal) const {
     Tile tile;
-    int32_t const all = all_tiles(), index = blockIdx.x + ordinal * gridDim.x;
-    if (index >= all) return tile;
+    if (index >= all_tiles()) return tile;
     tile.ordinal = ordinal;
-    tile.last = index + static_cast<int32_t>(gridDim.x) >= all;
     if constexpr (kRows) {
-      int32_t const of_panel = params_.panel * params_.tiles, panel = quotient(index, of_panel),
-                    within = index - panel * of_panel, first = panel * params_.panel,
-                    width = min(params_.panel, table_.row_tiles - first);
-      tile.m = quotient(within, width);
-      int32_t const row_tile = first + within - tile.m * width, segment = segment_of(row_tile);
+      int32_t const segment = segment_of(quotient(index, params_.tiles)),
+                    within = index - table_.tiles_before[segment] * params_.tiles;
       tile.run = rows_of(params_, table_, segment);
-      if (tile.run.rows() <= kTileRows) tile.columns = tile.run.rows();
-      tile.run.begin += (row_tile - table_.tiles_before[segment]) * kTileRows;
+      tile.m = within, tile.columns = tile.run.rows();
+      if (int32_t const rows = row_tiles(tile.run.rows()); rows > 1) {
+        // Panels of about the same width, and tiles of equally many rows: CTAs that read the same matrix stay together.
+        int32_t const panels = quotient(rows + params_.panel - 1, params_.panel),
+                      width = quotient(rows + panels - 1, panels),
+                      first = quotient(within, width * params_.tiles) * width,
+                      in_panel = within - first * params_.tiles, last_width = min(width, rows - first);
+        tile.m = quotient(in_panel, last_width);
+        tile.columns = quotient(tile.run.rows() + rows - 1, rows);
+        tile.run.begin += (first + in_panel - tile.m * last_width) * tile.columns;
+        tile.run.end = min(tile.run.end, tile.run.begin + tile.columns);
+      }
       tile.k_count = params_.decomposition.k_tiles;
       tile.batch = segment, tile.from = tile.run.begin;
       // Beyond the operands, so that TMA reads zeros.
       if (is_outside(tile)) tile.batch = params_.groups, tile.from = params_.extent, tile.k_count = 1;
     } else {
-      auto const at = params_.order.coordinate(index);
-      tile.m = at.m, tile.n = at.n, tile.batch = at.batch;
-      tile.run = {table_.begins[at.batch], table_.begins[at.batch + 1]};
+      auto const place = params_.order.coordinate(index);
+      tile.m = place.m, tile.n = place.n, tile.batch = table_.by_length[place.batch];
+      tile.run = {table_.begins[tile.batch], table_.begins[tile.batch + 1]};
       tile.k_count = max((tile.run.rows() + kTileK - 1) / kTileK, 1);
     }
     return tile;
@@ -179,10 +233,14 @@ class RaggedScheduler {
 
   // The k-tiles that the other consumer of a pingpong kernel multiplies before this one's next tile: those of
   // `ordinal`.
-  CUTLASS_DEVICE int32_t k_tiles_between(Tile const&, int32_t ordinal) const { return tile(ordinal).k_count; }
+  CUTLASS_DEVICE int32_t k_tiles_between(Tile const&, int32_t ordinal) const {
+    int32_t const index = index_of(ordinal);
+    if constexpr (!kRows) return at(index, ordinal).k_count;
+    if (index >= all_tiles()) return 0;
+    return index < table_.tiles_before[params_.groups] * params_.tiles ? params_.decomposition.k_tiles : 1;
+  }
 
-  // Of the kernel's own result, to multiply: all where a group has more tiles. These read the same of A at the same
-  // time, once from memory for all, as long as none is faster than the others.
+  // Of the kernel's own result, to multiply.
   CUTLASS_DEVICE static int32_t columns(Tile const& tile) { return tile.columns; }
 
   // Whether a tile's rows are in no group.
@@ -194,17 +252,31 @@ class RaggedScheduler {
   }
 
  private:
+  CUTLASS_DEVICE static int32_t in_turns(int32_t ordinal) { return blockIdx.x + ordinal * gridDim.x; }
+
+  CUTLASS_DEVICE int32_t index_of(int32_t ordinal) const {
+    if (ordinal == 0 || params_.taken == nullptr || is_idle()) return in_turns(ordinal);
+    int32_t const taken = ordinal - 1;
+    table_.is_taken[taken % Table::kTaken].wait(taken / Table::kTaken % 2);
+    return const_cast<int32_t const volatile&>(table_.indices[taken % Table::kTaken]);
+  }
+
   CUTLASS_DEVICE int32_t all_tiles() const { return (kRows ? table_.row_tiles : params_.groups) * params_.tiles; }
 
-  // Where a lane's run ends: the sum of its and earlier lanes' sizes after `begin`, at most `extent`.
-  CUTLASS_DEVICE static int64_t end_of_run(int32_t size, int32_t begin, int32_t extent) {
-    int64_t sum = size;
+  CUTLASS_DEVICE static int32_t row_tiles(int32_t rows) { return (rows + kTileRows - 1) / kTileRows; }
+
+  // The sum of a number over the lanes before this one.
+  template <class Plus>
+  CUTLASS_DEVICE static int32_t sum_before(int32_t own, Plus const& plus) {
+    int32_t const lane = threadIdx.x % 32;
+    int32_t sum = own;
 #pragma unroll
     for (int by = 1; by < 32; by *= 2) {
-      int64_t const other = __shfl_up_sync(~0u, sum, by);
-      if (static_cast<int32_t>(threadIdx.x % 32) >= by) sum += other;
+      int32_t const other = __shfl_up_sync(~0u, sum, by);
+      if (lane >= by) sum = plus(sum, other);
     }
-    return min(begin + sum, int64_t{extent});
+    int32_t const before = __shfl_up_sync(~0u, sum, 1);
+    return lane == 0 ? 0 : before;
   }
 
   CUTLASS_DEVICE static RowRun rows_of(Params const& params, Table const& table, int32_t segment) {

@@ -63,20 +63,23 @@ struct GemmKernel {
   static_assert(sizeof(SharedStorage) <= 227 << 10);
 
   static CUTLASS_DEVICE void run(Params const& params, SharedStorage& shared) {
+    if constexpr (kRagged) static_assert(kStages + 2 <= Scheduler::Table::kTaken);
     int const warp = cutlass::canonical_warp_idx_sync();
-    if constexpr (kRagged) {
-      if (warp == 0) {
-        wait_for_primary();
-        Scheduler::fill(params.scheduler, shared.table);
-      }
-      __syncthreads();
-    }
     if (warp == kInitializers || warp == kInitializers + 1) {
       if (cute::elect_one_sync()) initialize_barriers(shared, warp - kInitializers);
       __syncwarp();
       if constexpr (kClusterSize == 1 && !kSingle) cutlass::arch::NamedBarrier::arrive(kWaiting, kReady);
     }
     if constexpr (kClusterSize > 1) cute::cluster_arrive_relaxed();
+    if constexpr (kRagged) {
+      if (warp == 0) {
+        wait_for_primary();
+        Scheduler::fill(params.scheduler, shared.table);
+      }
+      if (warp == kPrefetcher && cute::elect_one_sync()) Mainloop::prefetch_tma_descriptors(params.mainloop);
+      __syncthreads();
+      Scheduler::sort(params.scheduler, shared.table);
+    }
     // ptxas moves code that a branch skips behind the branch. The producer comes first here, so that its code is in
     // line from the kernel's entry to its first load.
     if constexpr (kSingle) {
@@ -104,8 +107,9 @@ struct GemmKernel {
 
   // Whether consumers need more registers than the launch gives every thread. setmaxnreg takes time, so it is used only
   // if ptxas would spill without it.
-  static constexpr bool kMovesRegisters = !kSingle && (!kPingpong || kAccumulators > 72 || Mainloop::kAFromRegisters ||
-                                                       (Mainloop::kPromotes && kAccumulators >= 32));
+  static constexpr bool kMovesRegisters =
+      !kSingle && (!kPingpong || kAccumulators > (kRagged ? 48 : 72) || Mainloop::kAFromRegisters ||
+                   (Mainloop::kPromotes && kAccumulators >= 32));
   static constexpr bool kLargeTile = kAccumulators >= 208;  // consumers need all registers that the producer can spare
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kLargeTile ? 240 : 232;
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kLargeTile ? 24 : 40;
@@ -142,10 +146,13 @@ struct GemmKernel {
   // The role of the warps that are not consumers. kWhole: CTAs share no tile.
   template <bool kWhole>
   static CUTLASS_DEVICE void produce(Params const& params, SharedStorage& shared, int warp) {
-    if (warp == kPrefetcher && cute::elect_one_sync()) Mainloop::prefetch_tma_descriptors(params.mainloop);
+    if (!kRagged && warp == kPrefetcher && cute::elect_one_sync()) Mainloop::prefetch_tma_descriptors(params.mainloop);
     if (!kSingle && warp > kProducer) {
       if constexpr (kClusterSize > 1) cute::cluster_wait();
       if (!kRagged && warp == 1) prefetch_residual(params, shared);
+      if constexpr (kRagged) {
+        if (warp == 1 && cute::elect_one_sync()) Scheduler::take_tiles(params.scheduler, shared.table);
+      }
       return;
     }
     Scheduler const scheduler(params.scheduler, shared.table);
@@ -169,7 +176,9 @@ struct GemmKernel {
       record_work(tile.m, tile.n, tile.batch, tile.k_begin, tile.k_begin + tile.k_count);
 #endif
       Mainloop::load(params.mainloop, params.loads, params.shape, tile, held_back, shared.full, shared.empty, stage,
-                     shared.mainloop);
+                     shared.mainloop, [&] {
+                       if constexpr (kRagged) shared.table.is_wanted.arrive();
+                     });
       tile = scheduler.template tile<kWhole>(tile.ordinal + 1);
       if (!tile.is_valid()) break;
       held_back = params.loads.held_back.stages(tile.ordinal);
@@ -262,6 +271,9 @@ struct GemmKernel {
       auto sums = Mainloop::make_sums(accumulators);
       int const unreleased = Mainloop::multiply(shared.full, shared.empty, stage, accumulators, sums, params.promotes,
                                                 tile.k_count, Scheduler::columns(tile), warpgroup, shared.mainloop);
+      if constexpr (kRagged) {
+        if (!warms_up) scheduler.look_ahead(tile);
+      }
       if (kPingpong && !tile.last && !warms_up) give_turn(kMultiplies + other);
       Mainloop::finish(shared.empty, accumulators, sums, unreleased);
 
