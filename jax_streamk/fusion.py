@@ -1,6 +1,6 @@
 """Fuses what follows a product into its kernel's epilogue, in the equations of a jaxpr, where that pays.
 
-- A bias saves a rounding at least.
+- A bias saves a rounding at least, and so does a conversion to a wider type.
 - A scale costs nothing if its result is stored. Otherwise XLA merges it with what reads it.
 - A residual saves a pass over the result if the sum is stored, or read more than once.
 - An activation saves one if its result is stored. If only elementwise operations and reductions read it, XLA merges it
@@ -14,6 +14,7 @@ The kernel keeps the equations that it replaces as its derivative: a program tha
 the program as it was written.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,7 +29,8 @@ from jax_streamk.machines import machine_of
 from jax_streamk.program import Program, is_merged, is_view, variables
 from jax_streamk.tuning import tuned
 
-_FREE = 1.01  # times as long a kernel, for a rounding
+# Times as long a kernel may take for a rounding, and for a result that is not rounded, by which routers choose.
+_FREE, _WIDER = 1.01, 1.05
 
 
 def fused(
@@ -96,7 +98,7 @@ class _Fusion:
     def call(self) -> Any:
         """The call that replaces the chain; None if that does not pay, or no kernel can do it."""
         chain = self._chain
-        if chain.last in ("wider", "layout"):
+        if chain.last == "layout" or (chain.last == "wider" and not self._is_widened()):
             return None
         if self._product.is_ragged and chain.activation == "sigmoid" and not chain.matrices:
             return None  # of rows in no group it is 0.5 in the program, and 0 in the kernel
@@ -198,6 +200,10 @@ class _Fusion:
         call = compat.new_eqn(eqn, ragged.ragged_p, *operands, **params)
         return None if call is None or not compat.is_placed_like(call.outvars[0].aval, chain.out.aval) else [call]
 
+    def _is_widened(self) -> bool:
+        """Whether a product is only converted to a wider type. Where XLA splits K, it does not round such a product."""
+        return dataclasses.replace(self._chain, taken=(), last="product") == Chain(self._chain.out, ())
+
     def _saves_a_pass(self) -> bool:
         """Whether XLA would store what the chain makes, or what it is made of would be read or written more often."""
         chain = self._chain
@@ -212,8 +218,10 @@ class _Fusion:
         plain = self._time(self._product.eqn.invars, self._product.eqn.params)
         if time is None or plain is None:
             return False
-        is_cheap = self._chain.residual is None and self._chain.activation is None
-        return time <= (_FREE if is_cheap else 1) * plain + self._saved()
+        chain = self._chain
+        is_cheap = chain.residual is None and chain.activation is None
+        most = _WIDER if chain.last == "wider" else _FREE if is_cheap else 1
+        return time <= most * plain + self._saved()
 
     def _time(self, operands: Sequence[Any], params: dict[str, Any]) -> float | None:
         """The expected time of a product, in microseconds; None if no kernel runs it, or a gated one is slower."""
