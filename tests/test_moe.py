@@ -296,7 +296,7 @@ def test_bad_input(kind):
     ):
         with pytest.raises(error, match=message):
             layer(kind, **fields)
-    function, params = layer(kind, schedule=DataParallel(), dtype=BF16, precision=None)
+    function, params = layer(kind, hidden=24, schedule=DataParallel(), dtype=BF16, precision=None)
     assert function(params, tokens(9))[0].shape == (9, FEATURES)
     _, params = layer(kind)
     with pytest.raises(ValueError, match="schedule=SplitK"):
