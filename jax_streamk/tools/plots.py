@@ -108,6 +108,8 @@ def _curves(device, curves):
 def _ratio_axis(axes, least, most):
     low, high = min(0.9, least) / 1.05, max(1.1, most) * 1.05
     ticks = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 4, 6, 8, 10]
+    if high / low > 20:  # the labels of more would cover each other
+        ticks = [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500]
     ticks = [tick for tick in ticks if low <= tick <= high]
     axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.yaxis.set_minor_locator(matplotlib.ticker.NullLocator())

@@ -63,6 +63,12 @@ def markdown(result):
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
 
 
+_BOUNDS = (
+    f"{DENSE}: ours of the same m, n and k without groups; {EVEN}: XLA's batched product of groups that have equally "
+    "many rows"
+)
+
+
 def by_machine(found):
     """Groups results (a dict by path) by machine and then file name. The machine with the most results comes first.
 
@@ -79,7 +85,8 @@ def by_machine(found):
 
 
 def digest(machines):
-    """Markdown: for each machine that ``by_machine`` returns, a line per result and measure, and its programs."""
+    """Markdown: for each machine that ``by_machine`` returns a line per result and measure; and a table of each result of
+    ragged products and of programs."""
     return "\n".join(_digest_of(device, found) for device, found in machines.items())
 
 
@@ -110,9 +117,13 @@ def _digest_of(device, found):
     notes = [f"- {name}: {'; '.join(result['notes'])}." for name, result in found.items() if result["notes"]]
     lines += notes + [""] * bool(notes)
     for name, result in found.items():
+        of = f"{name}, {result['date'][:10]}"
         if is_of_programs(result):
-            said = [f"{name}, {result['date'][:10]}: {_programs_in_short(result)} Pairs are XLA's / ours."]
-            lines += [*said, "", *_markdown(_programs_table(result, box.MARKDOWN)), ""]
+            said = f"{of}: {_programs_in_short(result)} Pairs are XLA's / ours."
+            lines += [said, "", *_markdown(_programs_table(result, box.MARKDOWN)), ""]
+        elif result["task"].get("groups"):
+            said = f"{of}: ragged products, and as bounds {_BOUNDS}."
+            lines += [said, "", *_markdown(_table(result, box.MARKDOWN, in_full=False)), ""]
     return "\n".join(lines)
 
 
@@ -139,10 +150,7 @@ def _head(result):
     in_groups = []
     if task.get("groups"):
         what = f"ragged {what}"
-        in_groups = [
-            f"Beside them, as bounds: {DENSE}: ours of the same m, n and k without groups; {EVEN}: XLA's batched "
-            "product of groups that have equally many rows. Bytes are without the matrices of groups that have no rows."
-        ]
+        in_groups = [f"Beside them, as bounds: {_BOUNDS}. Bytes are without the matrices of groups that have no rows."]
     measured = "; ".join(f"{each}: {MEASURES[each]}" for each in result["measures"])
     return [
         f"{task['dtype']} {what} beside XLA's default, {machine['device']}{driver}, {result['date'][:10]}",
@@ -275,7 +283,7 @@ def _programs_table(result, style):
     return table
 
 
-def _table(result, style):
+def _table(result, style, in_full=True):
     measures, plain = result["measures"], style is box.MARKDOWN
     names = dict.fromkeys(name for row in result["rows"] for name in row["sides"])
     others = [name for name in names if name not in (XLA, OURS)]
@@ -299,8 +307,9 @@ def _table(result, style):
         table.add_column("TFLOP/s", justify="right")
     if result["limits"]:
         table.add_column("of stream", justify="right")
-    table.add_column("difference", justify="right")
-    table.add_column("our plan", overflow="fold")
+    if in_full:
+        table.add_column("difference", justify="right")
+        table.add_column("our plan", overflow="fold")
     for row in result["rows"]:
         ours, xla = row["sides"][OURS], row["sides"][XLA]
         named = ("groups", *"mnk", "routing", "pass_") if in_groups else "mnk"
@@ -320,12 +329,10 @@ def _table(result, style):
             cells.append(
                 f"{ours['bytes_per_s'] / result['limits']['bytes_per_s']:.0%}" if "bytes_per_s" in ours else ""
             )
-        difference = ours.get("max_difference")
-        plan = row["plan"]
-        cells += [
-            f"{difference:.1e}" if difference is not None else "",
-            f"{plan['kernel']} {plan['schedule']}" if plan["kernel"] else "XLA",
-        ]
+        difference, plan = ours.get("max_difference"), row["plan"]
+        if in_full:
+            cells.append(f"{difference:.1e}" if difference is not None else "")
+            cells.append(f"{plan['kernel']} {plan['schedule']}" if plan["kernel"] else "XLA")
         table.add_row(*cells)
     return table
 
