@@ -40,7 +40,7 @@ class Encoder(nnx.Module):
 
 def forward(dtype, batch, time, **sizes):
     tokens = jax.random.randint(jax.random.key(1), (batch, time), 0, sizes["vocab"])
-    model = nnx.jit(lambda: Encoder(**sizes, dtype=dtype, rngs=nnx.Rngs(0)))()
+    model = Encoder(**sizes, dtype=dtype, rngs=nnx.Rngs(0))
     return lambda model, tokens: model(tokens), (model, tokens)
 
 
@@ -53,13 +53,10 @@ def training(dtype, batch, time, **sizes):
         optimizer.update(model, gradients)
         return loss
 
-    @nnx.jit
-    def make():
-        model = Encoder(**sizes, dtype=dtype, rngs=nnx.Rngs(0))
-        return model, nnx.Optimizer(model, optax.adamw(1e-4), wrt=nnx.Param)
-
+    model = Encoder(**sizes, dtype=dtype, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-4), wrt=nnx.Param)
     tokens, targets = jax.random.randint(jax.random.key(1), (2, batch, time), 0, sizes["vocab"])
-    return step, (*make(), tokens, targets)
+    return step, (model, optimizer, tokens, targets)
 
 
 PROGRAMS = [

@@ -85,8 +85,9 @@ def by_machine(found):
 
 
 def digest(machines):
-    """Markdown: for each machine that ``by_machine`` returns a line per result and measure; and a table of each result of
-    ragged products and of programs."""
+    """Markdown: for each machine that ``by_machine`` returns, a line per result and measure, its ragged products
+    and its programs.
+    """
     return "\n".join(_digest_of(device, found) for device, found in machines.items())
 
 
