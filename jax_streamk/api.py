@@ -410,16 +410,8 @@ def gated_linear(
     dtype = params["preferred_element_type"]
     if not second and b_up is not None:
         raise ValueError("gated_linear: b_up must be None without w_up; b_gate then has both biases, as (2, n)")
-    biases = []
-    for name, given in (("b_gate", b_gate), ("b_up", b_up))[: 1 + len(second)]:
-        if given is None:
-            if b_gate is None and b_up is None:
-                continue
-            given = jnp.zeros(rhs.shape[1:], dtype)
-        operand = _epilogue_operand("gated_linear", name, given, dtype)
-        if operand.shape != rhs.shape[1:]:
-            raise ValueError(f"gated_linear: {name} has shape {operand.shape}; it must be {rhs.shape[1:]}")
-        biases.append(operand)
+    given = dict(b_gate=b_gate) if w_up is None else dict(b_gate=b_gate, b_up=b_up)
+    biases = _biases("gated_linear", dtype, rhs.shape[1:], **given)
     if not second and out_sharding is not None:
         # It is that of one product's result: such a product has no dimension for the matrices.
         rhs, *second = (lax.index_in_dim(rhs, i, 1, keepdims=False) for i in range(2))
@@ -483,18 +475,13 @@ def ragged_dot(
     sizes, leading = _group_sizes(name, group_sizes, group_offset, lhs, rhs=rhs)
     _check_ragged(name, lhs, sizes, leading, rhs=rhs)
     params = _ragged_params(lhs, rhs, precision, preferred_element_type)
-    others = []
     if bias is not None or activation is not None:
         dtype = _floating(name, lhs, rhs, params["preferred_element_type"])
         params["preferred_element_type"] = dtype
-    if bias is not None:
-        others.append(_epilogue_operand(name, "bias", bias, params["preferred_element_type"]))
-        fits = (rhs.shape[0], rhs.shape[2])
-        if others[0].shape != fits:
-            raise ValueError(f"{name}: bias has shape {others[0].shape}; it must be {fits}")
-    epilogue = Epilogue(activation, has_bias=bias is not None)
+    biases = _biases(name, params["preferred_element_type"], (rhs.shape[0], rhs.shape[2]), bias=bias)
+    epilogue = Epilogue(activation, has_bias=bool(biases))
     params |= dict(numbers=ragged.BASIC, schedule=schedule, leading=leading)
-    return ragged.bind(lhs, rhs, sizes, *others, epilogue=epilogue, **params)
+    return ragged.bind(lhs, rhs, sizes, *biases, epilogue=epilogue, **params)
 
 
 @_dispatched("lhs", "rhs", "group_sizes", "group_offset", jaxs=None)
@@ -553,27 +540,30 @@ def ragged_dot_general(
     return ragged.bind(lhs, rhs, sizes, numbers=numbers, schedule=schedule, leading=leading, **params)
 
 
-@_dispatched("lhs", "w_gate", "w_up", "group_sizes", "group_offset", jaxs=None)
+@_dispatched("lhs", "w_gate", "w_up", "group_sizes", "b_gate", "b_up", "group_offset", jaxs=None)
 def ragged_gated(
     lhs: ArrayLike,
     w_gate: ArrayLike,
     w_up: ArrayLike,
     group_sizes: ArrayLike,
     *,
+    b_gate: ArrayLike | None = None,
+    b_up: ArrayLike | None = None,
     activation: str | None = "silu",
     precision: PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     group_offset: ArrayLike | None = None,
     schedule: Schedule | PerPass | None = None,
 ) -> jax.Array:
-    """``activation(ragged_dot(lhs, w_gate)) * ragged_dot(lhs, w_up)``, the first half of the MLPs of experts.
+    """``activation(ragged_dot(lhs, w_gate) + b_gate[g]) * (ragged_dot(lhs, w_up) + b_up[g])`` for each row's group g.
 
-    Where a kernel multiplies by both matrices at once, the two sums are multiplied in float32 and rounded once. Else
-    each product is rounded first, as in two calls of ``ragged_dot``.
+    This is the first half of the MLPs of experts. Where a kernel multiplies by both matrices at once, the two sums are
+    multiplied in float32 and rounded once. Else each product is rounded first, as in two calls of ``ragged_dot``.
 
     Args:
       lhs: array of shape (m, k).
       w_gate, w_up: arrays of shape (g, k, n) and of one dtype.
+      b_gate, b_up: arrays of shape (g, n), converted to the result's dtype; or None.
       group_sizes, precision, preferred_element_type, group_offset: as in ``ragged_dot``.
       activation: None, or one of those of ``linear``.
       schedule: ``Auto()`` or ``DataParallel()``; as in ``matmul``.
@@ -596,7 +586,9 @@ def ragged_gated(
     params = _ragged_params(lhs, rhs, precision, preferred_element_type)
     dtype = _floating(name, lhs, rhs, params["preferred_element_type"])
     params |= dict(preferred_element_type=dtype, numbers=ragged.BASIC, schedule=schedule, leading=leading)
-    return ragged.bind(lhs, rhs, sizes, up, epilogue=Epilogue(activation, gate="pair"), **params)
+    biases = _biases(name, dtype, (rhs.shape[0], rhs.shape[2]), b_gate=b_gate, b_up=b_up)
+    epilogue = Epilogue(activation, has_bias=bool(biases), gate="pair")
+    return ragged.bind(lhs, rhs, sizes, up, *biases, epilogue=epilogue, **params)
 
 
 def _ragged_params(lhs: Shaped, rhs: Shaped, precision: Any, preferred_element_type: Any) -> dict[str, Any]:
@@ -696,6 +688,19 @@ def _epilogue_operand(function: str, name: str, given: Any, dtype: Any) -> jax.A
     if not jnp.can_cast(operand.dtype, dtype, "same_kind") and not jnp.issubdtype(operand.dtype, np.integer):
         raise TypeError(f"{function}: {name} has dtype {operand.dtype}; it must convert to the result's, {dtype}")
     return operand.astype(dtype)
+
+
+def _biases(function: str, dtype: Any, shape: tuple[int, ...], **given: Any) -> list[jax.Array]:
+    """The biases of a product or of two, all or none: what is not given is zero."""
+    if all(bias is None for bias in given.values()):
+        return []
+    operands = []
+    for name, bias in given.items():
+        operand = jnp.zeros(shape, dtype) if bias is None else _epilogue_operand(function, name, bias, dtype)
+        if operand.shape != shape:
+            raise ValueError(f"{function}: {name} has shape {operand.shape}; it must be {shape}")
+        operands.append(operand)
+    return operands
 
 
 def _factor(function: str, name: str, factor: Any) -> float:

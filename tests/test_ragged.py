@@ -407,31 +407,30 @@ def test_one_program_for_all_sizes():
     assert len(traces) == 1
 
 
-@jax.default_matmul_precision("highest")
+@pytest.mark.parametrize("biased", ["", "both", "gate"])
 @pytest.mark.parametrize("activation", [None, "silu", "sigmoid"])
-def test_gated(activation):
+@jax.default_matmul_precision("highest")
+def test_gated(activation, biased):
     lhs, rhs, sizes = routing("sum below m", np.float32)
     lhs, sizes = lhs[:60] / 5, np.array([20, 0, 30], np.int32)
-    up = rhs[::-1].copy()
+    operands = [lhs, rhs, rhs[::-1].copy()]
+    names = dict(both=["b_gate", "b_up"], gate=["b_gate"]).get(biased, [])
+    operands += [np.random.default_rng(i).standard_normal(rhs.shape[::2]).astype(np.float32) for i in range(len(names))]
+    group = group_of(sizes, 60)
 
-    def apart(lhs, rhs, up):
-        gate = lax.ragged_dot(lhs, rhs, sizes)
-        inside = np.arange(60)[:, None] < 50
-        return jnp.where(inside, ACTIVATIONS[activation](gate), 0) * dense(lhs, up)
+    def ours(lhs, rhs, up, *biases):
+        return sk.ragged_gated(lhs, rhs, up, sizes, activation=activation, **dict(zip(names, biases)))
 
-    def dense(lhs, rhs):
-        group = group_of(sizes, len(lhs))
-        return jnp.where((group >= 0)[:, None], jnp.einsum("mk,mkn->mn", lhs, rhs[group], precision="highest"), 0)
+    def dense(lhs, rhs, up, *biases):
+        gate, up = (jnp.einsum("mk,mkn->mn", lhs, x[group]) for x in (rhs, up))
+        added = [bias[group] for bias in biases] + [0, 0]
+        return jnp.where((group >= 0)[:, None], ACTIVATIONS[activation](gate + added[0]) * (up + added[1]), 0)
 
-    def all_dense(lhs, rhs, up):
-        return jnp.where(np.arange(60)[:, None] < 50, ACTIVATIONS[activation](dense(lhs, rhs)), 0) * dense(lhs, up)
-
-    np.testing.assert_allclose(
-        sk.ragged_gated(lhs, rhs, up, sizes, activation=activation), apart(lhs, rhs, up), rtol=1e-2, atol=1e-3
-    )
-    check_derivatives(
-        lambda lhs, rhs, up: sk.ragged_gated(lhs, rhs, up, sizes, activation=activation), all_dense, (lhs, rhs, up)
-    )
+    np.testing.assert_allclose(ours(*operands), dense(*operands), rtol=1e-4, atol=1e-5)
+    check_derivatives(ours, dense, operands)
+    with_bias = functools.partial(sk.ragged_gated, *operands[:3], sizes)
+    with pytest.raises(ValueError, match=r"ragged_gated: b_up has shape \(3,\); it must be \(3, 33\)"):
+        with_bias(b_up=np.ones(3, np.float32))
 
 
 @jax.default_matmul_precision("highest")
@@ -686,7 +685,7 @@ OF_DIVIDED = {
     "plain": lambda x, v, w, b, s: sk.ragged_dot(x, v, s, schedule=sk.DataParallel()),
     "bias and gelu": lambda x, v, w, b, s: sk.ragged_dot(x, v, s, bias=b, activation="gelu"),
     "sigmoid": lambda x, v, w, b, s: sk.ragged_dot(x, v, s, activation="sigmoid"),
-    "gated": lambda x, v, w, b, s: sk.ragged_gated(x, v, w, s),
+    "gated": lambda x, v, w, b, s: sk.ragged_gated(x, v, w, s, b_gate=b, b_up=-b),
     "offset": lambda x, v, w, b, s: sk.ragged_dot(
         x, v, jnp.concatenate([s, s[:3]]), group_offset=jnp.array([2]), bias=b
     ),
