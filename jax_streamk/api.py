@@ -557,13 +557,14 @@ def ragged_gated(
 ) -> jax.Array:
     """``activation(ragged_dot(lhs, w_gate) + b_gate[g]) * (ragged_dot(lhs, w_up) + b_up[g])`` for each row's group g.
 
-    This is the first half of the MLPs of experts. Where a kernel multiplies by both matrices at once, the two sums are
-    multiplied in float32 and rounded once. Else each product is rounded first, as in two calls of ``ragged_dot``.
+    This is the first half of the MLPs of experts; rows in no group are zero. Where a kernel multiplies by both matrices
+    at once, the two sums are multiplied in float32 and rounded once. Else each product is rounded first, as in two
+    calls of ``ragged_dot``.
 
     Args:
       lhs: array of shape (m, k).
       w_gate, w_up: arrays of shape (g, k, n) and of one dtype.
-      b_gate, b_up: arrays of shape (g, n), converted to the result's dtype; or None.
+      b_gate, b_up: arrays of shape (g, n), converted to the result's dtype; or None, which is zero.
       group_sizes, precision, preferred_element_type, group_offset: as in ``ragged_dot``.
       activation: None, or one of those of ``linear``.
       schedule: ``Auto()`` or ``DataParallel()``; as in ``matmul``.
@@ -572,7 +573,8 @@ def ragged_gated(
       Array of shape (m, n), of the dtype of ``lax.ragged_dot(lhs, w_gate)``.
 
     Raises:
-      TypeError, ValueError: as ``ragged_dot``; ValueError if shapes or dtypes of w_gate and w_up differ.
+      TypeError, ValueError: as ``ragged_dot``; ValueError if w_gate and w_up differ in shape or dtype, or a bias does
+        not fit.
     """
     name, schedule = "ragged_gated", check_schedule(schedule)
     check_activation(name, activation)

@@ -1,6 +1,6 @@
 """Fuses what follows a product into its kernel's epilogue, in the equations of a jaxpr, where that pays.
 
-- A bias saves a rounding at least, and so does a conversion to a wider type.
+- A bias saves a rounding at least, and so does a conversion of a small result to a wider type.
 - A scale costs nothing if its result is stored. Otherwise XLA merges it with what reads it.
 - A residual saves a pass over the result if the sum is stored, or read more than once.
 - An activation saves one if its result is stored. If only elementwise operations and reductions read it, XLA merges it
@@ -14,7 +14,6 @@ The kernel keeps the equations that it replaces as its derivative: a program tha
 the program as it was written.
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,8 +28,9 @@ from jax_streamk.machines import machine_of
 from jax_streamk.program import Program, is_merged, is_view, variables
 from jax_streamk.tuning import tuned
 
-# Times as long a kernel may take for a rounding, and for a result that is not rounded, by which routers choose.
+# How many times as long a kernel may take to save a rounding, and to leave a result unrounded, by which routers choose.
 _FREE, _WIDER = 1.01, 1.05
+_SMALL = 1 / 4  # of the operands' bytes: reading such a result in a wider type costs little
 
 
 def fused(
@@ -201,8 +201,10 @@ class _Fusion:
         return None if call is None or not compat.is_placed_like(call.outvars[0].aval, chain.out.aval) else [call]
 
     def _is_widened(self) -> bool:
-        """Whether a product is only converted to a wider type. Where XLA splits K, it does not round such a product."""
-        return dataclasses.replace(self._chain, taken=(), last="product") == Chain(self._chain.out, ())
+        """Whether a small product is only converted to a wider type; where XLA splits K, it does not round it."""
+        chain, operands = self._chain, self._product.eqn.invars[:2]
+        is_small = _bytes(chain.out.aval) <= _SMALL * sum(_bytes(x.aval) for x in operands)
+        return is_small and chain == Chain(chain.out, chain.taken, last="wider")
 
     def _saves_a_pass(self) -> bool:
         """Whether XLA would store what the chain makes, or what it is made of would be read or written more often."""

@@ -467,17 +467,22 @@ def test_conversions_of_the_result():
 
 @pytest.mark.usefixtures("of_16_bits")
 def test_a_result_that_is_widened_is_not_rounded(monkeypatch):
-    """Unless its bytes cost more than a little: routers choose by it, and XLA does not round it where it splits K."""
+    """If it is small: routers choose by it, and XLA does not round it where it splits K."""
     widened = accelerate(lambda x, w: jax.nn.softmax((x @ w).astype(jnp.float32)))
-    x, w = (a.astype(jnp.bfloat16) for a in (X, W))
+    x, w = normal(24, 400).astype(jnp.bfloat16), (normal(400, 16) / 20).astype(jnp.bfloat16)
     exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
     exact = np.exp(exact - exact.max(-1, keepdims=True))
     np.testing.assert_allclose(widened(x, w), exact / exact.sum(-1, keepdims=True), rtol=1e-4, atol=1e-7)
     monkeypatch.setattr(sys.modules["jax_streamk.accelerate"], "device_of", lambda device: H200)
-    for sizes, type_d in (((8192, 2048, 128), "f32"), ((8192, 768, 50304), "bf16")):
-        m, k, n = sizes
-        operands = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((m, k), (k, n)))
-        (row,) = widened.explain(*operands).rows
+    relu = accelerate(lambda x, w: jax.nn.relu((x @ w).astype(jnp.float32)).astype(x.dtype))
+    for f, k, n, type_d in (
+        (widened, 2048, 128, "f32"),
+        (widened, 768, 50304, "bf16"),
+        (widened, 8192, 128256, "bf16"),
+        (relu, 8192, 8192, "bf16"),
+    ):
+        operands = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8192, k), (k, n)))
+        (row,) = f.explain(*operands).rows
         assert row.plan.problem.type_d.name == type_d
 
 

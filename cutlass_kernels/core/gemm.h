@@ -165,9 +165,8 @@ struct GemmProblem {
 };
 
 // A dense product of as many MAC iterations: of a gated problem, its product, with twice the columns; of a ragged one,
-// a batch of groups of one size. `tile` is the extent of a tile along the ragged dimension: of K a group's last tile
-// lacks half, and of rows, which tiles share equally and multiply by eighths of a tile (sm90/ragged.h), all lack a
-// quarter.
+// a batch of groups of one size. `tile` is the extent of a tile along the ragged dimension. A group lacks half a tile
+// of K, or a quarter of a tile of rows, which its tiles share equally (sm90/ragged.h).
 inline GemmProblem dense(GemmProblem p, int32_t tile = 1) {
   if (p.epilogue.gated) p.n *= 2, p.epilogue.gated = false;
   if (p.ragged == Ragged::kNone) return p;
@@ -284,9 +283,8 @@ constexpr int64_t align_workspace(int64_t bytes) {
   return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
 }
 
-// Bytes of the counter by which a ragged kernel's CTAs take tiles. Where groups have at most one tile of rows each,
-// they take them in turns instead: no two CTAs read the same matrix for long, and zeroing the counter takes
-// microseconds.
+// Bytes of the counter by which a ragged kernel's CTAs take tiles. Where groups have at most one tile of rows on
+// average, they take turns: few CTAs read the same matrix, and zeroing the counter takes 2 us.
 inline int64_t counter_bytes(KernelInfo const& info, GemmProblem const& p) {
   int64_t const tile_rows = info.swap_ab ? info.tile_n : info.tile_m;
   bool const counts = info.ragged == Ragged::kK || (info.ragged == Ragged::kM && p.m > p.batch * tile_rows);

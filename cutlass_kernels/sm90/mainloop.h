@@ -52,7 +52,7 @@ struct CollectiveMainloop : Base {
   static constexpr bool kAFromRegisters =
       !cute::is_base_of<cute::GMMA::DescriptorIterator, typename TiledMma::FrgTypeA>::value;
   static constexpr bool kPromotes = kPromotionK > 0;
-  // Ahead of a tile's end, in k-tiles, its successor is asked for: about the time that taking one needs.
+  // How many k-tiles before a tile's end the next one is asked for: about as long as the counter takes.
   static constexpr int32_t kAhead = 8;
   static constexpr int kClusterM = cute::size<0>(typename Base::DispatchPolicy::ClusterShape{});
   static constexpr int kClusterN = cute::size<1>(typename Base::DispatchPolicy::ClusterShape{});

@@ -46,9 +46,9 @@ struct RowRun {
 
 inline constexpr int32_t kMostGroups = 512;
 
-// The tile scheduler of a ragged product, data-parallel: CTAs have whole tiles. With kRows the groups cut rows of the
-// result, at most kTileRows to a tile, else K. CTAs take tiles as they need them, which a counter tells, so that those
-// that read the same matrix do so at about the same time, whoever is ahead; or in turns (counter_bytes).
+// The tile scheduler of a ragged product, data-parallel. With kRows the groups cut rows of the result, at most
+// kTileRows to a tile, else K. A counter hands whole tiles to CTAs as they finish others, so that those that read the
+// same matrix do so at about the same time; or they take turns (counter_bytes).
 template <bool kRows, int kTileRows, int kTileK>
 class RaggedScheduler {
  public:
@@ -90,7 +90,7 @@ class RaggedScheduler {
     int32_t row_tiles;                                  // of all segments
     int32_t by_length[kRows ? 1 : kMostGroups];         // groups, those with the longest K first
     // The tiles that this CTA took. No barrier says that a place is free again: since every tile fills a stage, those
-    // in use are fewer than the stages and 2.
+    // in use are at most the stages and 3.
     static constexpr int kTaken = 16;
     int32_t indices[kTaken];
     FullBarrier is_taken[kTaken], is_wanted;
@@ -100,7 +100,7 @@ class RaggedScheduler {
     int32_t m = 0, n = 0, batch = 0;  // in tiles; n is 0 with kRows
     int32_t k_begin = 0, k_count = 0, ordinal = 0;
     bool last = false;
-    RowRun run;        // of the rows of D from the tile's first to the group's last, or the group's K
+    RowRun run;        // of the tile's rows of D, or the group's K
     int32_t from = 0;  // the row of A that the tile's first row is
     int32_t columns = kTileRows;
 
@@ -177,8 +177,8 @@ class RaggedScheduler {
     return at(index_of(ordinal), ordinal);
   }
 
-  // The role of one thread: takes the CTA's next tile when the producer is near the end of one. The producer would wait
-  // for the counter, a microsecond in which it loads nothing.
+  // The role of one thread: takes the CTA's next tile when the producer is near the end of one. Otherwise the producer
+  // would wait a microsecond for the counter, loading nothing.
   CUTLASS_DEVICE static void take_tiles(Params const& params, Table& table) {
     RaggedScheduler const scheduler(params, table);
     if (params.taken == nullptr || scheduler.is_idle()) return;
@@ -191,6 +191,7 @@ class RaggedScheduler {
       if (index >= scheduler.all_tiles()) return;
     }
   }
+
   // Called by consumers once they have multiplied the tile.
   CUTLASS_DEVICE void look_ahead(Tile& tile) const { tile.last = index_of(tile.ordinal + 1) >= all_tiles(); }
 

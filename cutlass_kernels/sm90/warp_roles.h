@@ -63,7 +63,7 @@ struct GemmKernel {
   static_assert(sizeof(SharedStorage) <= 227 << 10);
 
   static CUTLASS_DEVICE void run(Params const& params, SharedStorage& shared) {
-    if constexpr (kRagged) static_assert(kStages + 2 <= Scheduler::Table::kTaken);
+    if constexpr (kRagged) static_assert(!kSingle && kStages + 3 <= Scheduler::Table::kTaken);
     int const warp = cutlass::canonical_warp_idx_sync();
     if (warp == kInitializers || warp == kInitializers + 1) {
       if (cute::elect_one_sync()) initialize_barriers(shared, warp - kInitializers);
