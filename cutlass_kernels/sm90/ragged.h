@@ -153,7 +153,7 @@ class RaggedScheduler {
     table.row_tiles = before + row_tiles(params.extent - table.begins[params.groups]);
   }
 
-  // Called by all threads after fill: with the longest tiles first, none of them is left when others are done.
+  // Called by all threads after fill: with the longest tiles first, CTAs that take turns end within one of the last.
   CUTLASS_DEVICE static void sort(Params const& params, Table& table) {
     if constexpr (kRows) return;
     for (int32_t group = threadIdx.x; group < params.groups; group += blockDim.x) {
