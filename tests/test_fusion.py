@@ -458,6 +458,8 @@ def test_conversions_of_the_result():
     wide = lambda x, w, r: r + (x @ w).astype(jnp.float32)
     assert fused(wide, x, w, R) == ["A @ B + residual"]
     assert accelerate(wide).explain(x, w, R).rows[0].plan.problem.type_d.name == "f32"
+    # Twice the bytes for nothing.
+    assert accelerate(lambda x, w: (x @ w).astype(jnp.float32)).explain(x, w).rows[0].plan.problem.type_d.name == "bf16"
     exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64) + np.asarray(b, np.float64)
     fn = lambda x, w, b: x @ w + b
     ours, theirs = (np.abs(np.asarray(jax.jit(f)(x, w, b), np.float64) - exact) for f in (accelerate(fn), fn))
