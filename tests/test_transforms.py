@@ -428,14 +428,15 @@ EAGER = {
 
 @pytest.mark.parametrize("name", EAGER)
 def test_calls_outside_of_traces_are_compiled_once(name):
+    # JAX 0.9 traces every call of a program that was first called, with other arrays, in the course of a vmap.
+    jax.clear_caches()
     ours, theirs, args = EAGER[name]
     assert_same(ours(*args), theirs(*args))
     args = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in args]
     assert_same(ours(*args), theirs(*args))
     with compilations(and_traces=True) as compiled:
-        for _ in range(4):
-            jax.block_until_ready(ours(*args))
-    assert len(compiled) <= 1  # JAX's own caches forget an entry now and then
+        jax.block_until_ready(ours(*args))
+    assert not compiled
 
 
 def test_a_call_on_constants_is_traced_as_it_is():
