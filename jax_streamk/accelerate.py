@@ -337,7 +337,8 @@ def _with_transposes(program: Program, eqns: list[Any]) -> list[Any]:
         product = new[made]
         if product.primitive is not primitive.dot_general_p or product.params["permutation"]:
             continue
-        plan = functools.partial(lowering.plan_or_none, *(x.aval for x in product.invars), device=device_of(None))
+        avals = (x.aval for x in product.invars)
+        plan = functools.partial(lowering.plan_or_none, lowering.plan, *avals, device=device_of(None))
         params = product.params | eqn.params
         folded = plan(**params)
         # A nested batch is worth a transpose of its result: in another order, matrices would be copied.

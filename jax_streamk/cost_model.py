@@ -6,6 +6,9 @@ from jax_streamk import _ffi
 from jax_streamk.machines import machine_of
 from jax_streamk.text import duration, durations
 
+# Bytes of an element.
+SIZES = {_ffi.Type.f64: 8, _ffi.Type.f32: 4, _ffi.Type.s32: 4, _ffi.Type.bf16: 2, _ffi.Type.f16: 2, _ffi.Type.s8: 1}
+
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
@@ -34,7 +37,7 @@ def limit_of(problem, device):
 
 def moved_bytes(problem):
     """Bytes of every operand, each read once, and of the result."""
-    size, batches = _SIZES.__getitem__, lambda stride: problem.batch if stride else 1
+    size, batches = SIZES.__getitem__, lambda stride: problem.batch if stride else 1
     m, n, k = problem.m, problem.n, problem.k
     matrices = 2 if problem.gated else 1
     results = (1 if problem.ragged == _ffi.Ragged.m else problem.batch) * m * n * (2 if problem.has_residual else 1) + (
@@ -49,9 +52,6 @@ def flop_count(problem):
     """Multiplications and additions of the product, or of both."""
     products = 1 if problem.is_ragged else problem.batch
     return (4 if problem.gated else 2) * products * problem.m * problem.n * problem.k
-
-
-_SIZES = {_ffi.Type.f64: 8, _ffi.Type.f32: 4, _ffi.Type.s32: 4, _ffi.Type.bf16: 2, _ffi.Type.f16: 2, _ffi.Type.s8: 1}
 
 
 def _arithmetic_rate(machine, arch, sms, problem):

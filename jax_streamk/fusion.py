@@ -233,8 +233,8 @@ class _Fusion:
             numbers = tuple(tuple(map(tuple, sides)) for sides in params["dimension_numbers"])  # batching makes lists
             key = lhs, rhs, *(params | dict(dimension_numbers=numbers)).values()
         if key not in self._times:
-            plan = ragged.plan_or_none if sizes else lowering.plan_or_none
-            made = plan(lhs, rhs, *sizes, device=self._device, **params)
+            plan = ragged.plan if sizes else lowering.plan
+            made = lowering.plan_or_none(plan, lhs, rhs, *sizes, device=self._device, **params)
             has_kernel = made is not None and made.kernel is not None
             is_apart = self._chain.matrices and has_kernel and not made.problem.gated
             self._times[key] = made.microseconds if has_kernel and not is_apart else None

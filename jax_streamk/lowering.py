@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.interpreters import mlir
 
-from jax_streamk import _ffi, compat, custom_call, partition, planner, problem, schedules, text
+from jax_streamk import _ffi, compat, cost_model, custom_call, partition, planner, problem, schedules, text
 from jax_streamk.device import device_for_lowering
 from jax_streamk.epilogue import Epilogue
 from jax_streamk.machines import machine_of
@@ -78,7 +78,7 @@ def _copying(arrangement, lhs, rhs, device):
     copied = (
         (arrangement.permute_lhs, lhs.size * lhs.dtype.itemsize),
         (arrangement.permute_rhs, rhs.size * rhs.dtype.itemsize),
-        (arrangement.permute_result, p.batch * p.m * p.n * arrangement.dtype.itemsize),
+        (arrangement.permute_result, p.batch * p.m * p.n * cost_model.SIZES[p.type_d]),
     )
     return sum(
         machine.launch_us + 2 * size / machine.dram_bytes_per_us
@@ -87,11 +87,11 @@ def _copying(arrangement, lhs, rhs, device):
     )
 
 
-def plan_or_none(lhs, rhs, *, device, out_sharding=None, **params):
-    """The ``Plan`` of a product in a jaxpr; None if no kernel can run it under an explicit schedule."""
+def plan_or_none(planned, *operands, out_sharding=None, **params):
+    """What ``planned``, a ``plan``, makes of a product in a jaxpr; None if no kernel can run an explicit schedule."""
     del out_sharding
     try:
-        return plan(lhs, rhs, device=device, **params)[0]
+        return planned(*operands, **params)[0]
     except ValueError:
         return None
 
@@ -133,7 +133,7 @@ def _gating(arrangement, products, device):
     """
     p, machine = arrangement.problem, machine_of(device)
     rows = p.m if p.is_ragged else p.batch * p.m
-    moved = 3 * rows * p.n * arrangement.dtype.itemsize
+    moved = 3 * rows * p.n * cost_model.SIZES[p.type_d]
     held = 0 if machine.topology is None else machine.topology.l2_bytes
     return machine.launch_us * products + max(0, moved - held) / machine.dram_bytes_per_us
 

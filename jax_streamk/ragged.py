@@ -312,14 +312,6 @@ def plan(
     return made if made.kernel is None else made.with_reasons(arrangement.copies(lhs, rhs)), arrangement
 
 
-def plan_or_none(lhs, rhs, group_sizes, **params):
-    """The ``Plan`` of a product in a jaxpr; None if no kernel can run it under an explicit schedule."""
-    try:
-        return plan(lhs, rhs, group_sizes, **params)[0]
-    except ValueError:
-        return None
-
-
 def _lower(ctx, *operands, **params):
     rules = {platform: functools.partial(_lower_with_kernels, platform=platform) for platform in ("cpu", "cuda")}
     rest = functools.partial(_lower_to_xla, why="there are kernels for CPUs and for NVIDIA GPUs only")
