@@ -98,7 +98,7 @@ LAUNCHES = [
     ("sm90_bf16_bf16_rr_64x16x128_1x1_pingpong_ragged_m", (60, 12000, 264), DataParallel(), dict(SILU, groups=40)),
     ("sm90_bf16_bf16_rr_128x128x64_1x1_pingpong_gated_ragged_m", (300, 264, 520), DataParallel(), dict(GATE, groups=3)),
     ("sm90_bf16_bf16_cr_128x256x64_1x1_coop_ragged_k", (136, 264, 700), DataParallel(), dict(groups=9)),
-    ("sm90_bf16_bf16_cr_128x128x64_1x1_pingpong_ragged_k", (136, 264, 40), DataParallel(), dict(LEADING, groups=30)),
+    ("sm90_bf16_bf16_cr_128x128x64_1x1_pingpong_ragged_k", (136, 264, 700), DataParallel(), dict(LEADING, groups=512)),
 ]
 
 
