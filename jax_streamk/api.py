@@ -65,6 +65,8 @@ def _dispatched(*operands: str, jaxs: Callable[..., Any] | None) -> Callable[[F]
                 return False
             names = (*positional, *[operands[-1]] * (len(args) - len(positional)))
             for name, x in (*zip(names, args), *kwargs.items()):
+                if name not in parameters:
+                    return False  # the function itself raises a plain TypeError
                 if name not in operands:
                     try:
                         hash(x)
@@ -131,7 +133,7 @@ def matmul(
     """
     schedule = check_schedule(schedule)
     lhs, rhs, weak = _promoted("matmul", preferred_element_type, a=a, b=b)
-    dimension_numbers, squeeze, order = _matmul_dimensions(lhs.shape, rhs.shape)
+    dimension_numbers, squeeze, order = _matmul_dimensions("matmul", a=lhs, b=rhs)
     lhs, rhs = (lax.squeeze(x, dims) if dims else x for x, dims in zip((lhs, rhs), squeeze))
     out = primitive.bind(
         lhs,
@@ -143,7 +145,7 @@ def matmul(
         schedule=schedule,
         permutation=order,
     )
-    return compat.as_weak_type(out) if weak else out
+    return compat.with_weak_type(out, weak)
 
 
 @_dispatched("lhs", "rhs", jaxs=lambda *args, **kwargs: lax.dot_general(*args, **kwargs))
@@ -335,7 +337,7 @@ def linear(
         schedule=schedule,
         **params,
     )
-    return compat.as_weak_type(out) if weak else out
+    return compat.with_weak_type(out, weak)
 
 
 def _gated_apart(
@@ -374,8 +376,10 @@ def gated_linear(
 ) -> jax.Array:
     """``activation(x @ w_gate + b_gate) * (x @ w_up + b_up)``: the first half of a gated MLP.
 
-    The products run apart, each with its bias and rounded to the result's dtype, and XLA applies activation and gate in
-    float32 (float64 for float64), as ``plan(x, w_gate, gate=True)`` tells. Stacked matrices are one product.
+    Where a kernel multiplies by both matrices at once, and is expected to be faster, the two sums are multiplied in
+    float32 and rounded once. Else the products run apart, stacked matrices as one, each with its bias and rounded to
+    the result's dtype, and XLA applies activation and gate in float32 (float64 for float64): ``plan(x, w_gate,
+    gate=True)`` tells. Under differentiation they run apart.
 
     Args:
       x: array of shape (..., k).
@@ -425,7 +429,7 @@ def gated_linear(
         schedule=schedule,
         **params,
     )
-    return compat.as_weak_type(out) if weak else out
+    return compat.with_weak_type(out, weak)
 
 
 @_dispatched("lhs", "rhs", "group_sizes", "group_offset", "bias", jaxs=None)
@@ -610,7 +614,7 @@ def _group_sizes(
         return sizes, False
     offset = _integers(name, "group_offset", group_offset)
     if offset.shape != (1,):
-        raise ValueError(f"{name}: group_offset has shape {offset.shape}; it must be (1,)")
+        raise ValueError(f"{name}: group_offset has shape {offset.shape}; it must be (1,), as of jnp.array([0])")
     if groups is None:
         (of_rhs,) = rhs.values()
         groups, extent = (of_rhs.shape or (0,))[0], (lhs.shape or (0,))[0]
@@ -661,9 +665,17 @@ def _floating(function: str, lhs: Shaped, rhs: Shaped, preferred_element_type: A
         # lax's promotion is not jnp's.
         vectors = [jax.ShapeDtypeStruct((1,), x.dtype) for x in (lhs, rhs)]
         dtype = lhs.dtype if lhs.dtype == rhs.dtype else jax.eval_shape(lax.dot, *vectors).dtype
-    if not jnp.issubdtype(dtype, np.floating):
-        raise TypeError(f"{function}: the result's dtype is {dtype}; an epilogue needs a floating-point dtype")
+    _check_floating(function, dtype)
     return jnp.dtype(dtype)
+
+
+def _check_floating(function: str, dtype: Any) -> None:
+    if not jnp.issubdtype(dtype, np.floating):
+        other = f"set preferred_element_type=float32, and convert the result with .astype({dtype})"
+        remedy = "apply it after the product" if jnp.issubdtype(dtype, np.complexfloating) else other
+        raise TypeError(
+            f"{function}: the result's dtype is {dtype}; an epilogue needs a floating-point dtype: {remedy}"
+        )
 
 
 def _linear_params(
@@ -671,12 +683,7 @@ def _linear_params(
 ) -> dict[str, Any]:
     """The parameters of the primitive, except epilogue and schedule. Raises TypeError unless the result is floating."""
     dtype = _element_type(preferred_element_type, lhs, rhs) or lhs.dtype
-    if not jnp.issubdtype(dtype, np.floating):
-        other = f"set preferred_element_type=float32, and convert the result with .astype({dtype})"
-        remedy = "apply it after matmul" if jnp.issubdtype(dtype, np.complexfloating) else other
-        raise TypeError(
-            f"{function}: the result's dtype is {dtype}; an epilogue needs a floating-point dtype: {remedy}"
-        )
+    _check_floating(function, dtype)
     return dict(
         dimension_numbers=(((lhs.ndim - 1,), (0,)), ((), ())),
         precision=compat.canonicalize_precision(precision),
@@ -688,7 +695,8 @@ def _linear_params(
 def _epilogue_operand(function: str, name: str, given: Any, dtype: Any) -> jax.Array:
     operand = _array(function, name, given)
     if not jnp.can_cast(operand.dtype, dtype, "same_kind") and not jnp.issubdtype(operand.dtype, np.integer):
-        raise TypeError(f"{function}: {name} has dtype {operand.dtype}; it must convert to the result's, {dtype}")
+        must = f"it must convert to the result's, {dtype}: take its .real"
+        raise TypeError(f"{function}: {name} has dtype {operand.dtype}; {must}")
     return operand.astype(dtype)
 
 
@@ -706,17 +714,16 @@ def _biases(function: str, dtype: Any, shape: tuple[int, ...], **given: Any) -> 
 
 
 def _factor(function: str, name: str, factor: Any) -> float:
+    check_static(f"{function}: {name}", factor)
     try:
-        if isinstance(factor, (bool, complex, str)):
+        given = np.asarray(factor)
+        if given.ndim > 0 or given.dtype.kind in "bcSU":
             raise TypeError
         return float(factor)
     except OverflowError:
         raise ValueError(f"{function}: {name}={factor} does not fit into a float") from None
-    except (TypeError, ValueError):  # tracers raise a TypeError of their own
-        check_static(f"{function}: {name}", factor)
-        raise TypeError(
-            f"{function}: {name} is {_describe(factor)}; it must be a real number, known before tracing"
-        ) from None
+    except (TypeError, ValueError):
+        raise TypeError(f"{function}: {name} is {_describe(factor)}; it must be a real number") from None
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -771,16 +778,18 @@ def plan(
       ValueError: gate with dimension_numbers, residual, alpha or beta.
     """
     schedule = check_schedule(schedule)
+    check_activation("plan", activation)
     lhs, rhs = (_shaped(name, x) for name, x in (("lhs", lhs), ("rhs", rhs)))
     permutation, gate = None, _flag("gate", gate)
+    bias, residual = _flag("bias", bias), _flag("residual", residual)
+    alpha, beta = _factor("plan", "alpha", alpha), _factor("plan", "beta", beta)
     if group_sizes is not None:
         if residual or alpha != 1 or beta != 1 or (dimension_numbers is not None and (gate or bias or activation)):
             raise ValueError(
                 "plan: with group_sizes there is neither residual, alpha nor beta, nor an epilogue with "
                 "dimension_numbers"
             )
-        check_activation("plan", activation)
-        epilogue = Epilogue(activation, has_bias=_flag("bias", bias), gate="pair" if gate else None)
+        epilogue = Epilogue(activation, has_bias=bias, gate="pair" if gate else None)
         return _plan_ragged(
             lhs, rhs, _shaped("group_sizes", group_sizes), dimension_numbers, epilogue=epilogue, schedule=schedule,
             device=device_of(device), **_ragged_params(lhs, rhs, precision, preferred_element_type),
@@ -793,38 +802,31 @@ def plan(
             raise ValueError(f"plan: {shapes}; with gate=True they must be (..., k) and (k, n) or (k, 2, n)")
         dimension_numbers = (((len(lhs.shape) - 1,), (0,)), ((), ()))
     elif dimension_numbers is None:
+        has_epilogue = activation or bias or residual or alpha != 1 or beta != 1
+        if has_epilogue and (not lhs.shape or len(rhs.shape) != 2):
+            shapes = f"lhs has shape {lhs.shape} and rhs {rhs.shape}"
+            raise ValueError(f"plan: {shapes}; with an epilogue they must be (..., k) and (k, n)")
         if preferred_element_type is None:
             # Traced: promotion respects weak types of values and tracers, but not of ShapeDtypeStructs.
             dtype = jax.eval_shape(lambda *xs: jnp.zeros((), jnp.result_type(*xs)), lhs, rhs).dtype
             lhs, rhs = (jax.ShapeDtypeStruct(x.shape, dtype) for x in (lhs, rhs))
-        dimension_numbers, (drop_lhs, drop_rhs), permutation = _matmul_dimensions(lhs.shape, rhs.shape)
+        dimension_numbers, (drop_lhs, drop_rhs), permutation = _matmul_dimensions("plan", lhs=lhs, rhs=rhs)
         lhs, rhs = (_drop(x, dims) for x, dims in ((lhs, drop_lhs), (rhs, drop_rhs)))
-    check_activation("plan", activation)
-    bias, residual = _flag("bias", bias), _flag("residual", residual)
-    alpha, beta = _factor("plan", "alpha", alpha), _factor("plan", "beta", beta)
     params: dict[str, Any] = dict(
         dimension_numbers=_dimension_numbers(dimension_numbers),
         precision=compat.canonicalize_precision(precision),
         preferred_element_type=_element_type(preferred_element_type, lhs, rhs),
     )
-    jax.eval_shape(functools.partial(lax.dot_general, **params), lhs, rhs)  # raises lax's errors about dimensions
-    made, _ = lowering.plan(
-        lhs,
-        rhs,
-        schedule=schedule,
-        device=device_of(device),
-        epilogue=Epilogue(
-            activation,
-            alpha,
-            beta,
-            bias,
-            has_residual=residual,
-            gate=None if not gate else "stacked" if len(rhs.shape) == 3 else "pair",
-        ),
-        permutation=permutation,
-        **params,
-    )
-    return made
+    product = functools.partial(lax.dot_general, **params)
+    result = jax.eval_shape(product, lhs, rhs)  # raises lax's errors about dimensions
+    epilogue = Epilogue(
+        activation, alpha, beta, bias, has_residual=residual,
+        gate=None if not gate else "stacked" if len(rhs.shape) == 3 else "pair",
+    )  # fmt: skip
+    if epilogue != Epilogue():
+        _check_floating("plan", result.dtype)
+    params |= dict(schedule=schedule, device=device_of(device), epilogue=epilogue, permutation=permutation)
+    return lowering.plan(lhs, rhs, **params)[0]
 
 
 def _plan_ragged(
@@ -843,7 +845,9 @@ def _plan_ragged(
     kind = _check_numbers("plan", numbers, lhs)
     laxs = functools.partial(lax.ragged_dot_general, ragged_dot_dimension_numbers=numbers, **params)
     of_groups = jax.ShapeDtypeStruct((*sizes.shape[:-1], sizes.shape[-1] - leading), sizes.dtype)
-    jax.eval_shape(laxs, lhs, rhs, of_groups)  # raises lax's errors about dimensions
+    result = jax.eval_shape(laxs, lhs, rhs, of_groups)  # raises lax's errors about dimensions
+    if epilogue != Epilogue():
+        _check_floating("plan", result.dtype)
     params |= dict(schedule=schedule, device=device)
     if kind == "batch":
         return lowering.plan(lhs, rhs, dimension_numbers=numbers.dot_dimension_numbers, **params)[0]
@@ -874,6 +878,8 @@ def kernels() -> list[_ffi.KernelInfo]:
 def _array(function: str, name: str, x: Any) -> jax.Array:
     try:
         x = jnp.asarray(x)
+    except OverflowError as error:
+        raise OverflowError(f"{function}: {name}: {error}; convert it with jnp.float32, say") from None
     except (TypeError, ValueError):
         raise TypeError(f"{function}: {name} is {_describe(x)}; it must be an array of numbers") from None
     if not _is_numeric(x.dtype):
@@ -922,6 +928,8 @@ def _shaped(name: str, x: Any) -> jax.ShapeDtypeStruct:
         raise TypeError(f"plan: {name} is {type(x).__name__}; it must have a shape and a dtype")
     if not _is_numeric(x.dtype):
         raise TypeError(f"plan: {name} is {_describe(x)}; it must have a numeric dtype")
+    if min(x.shape, default=0) < 0:
+        raise ValueError(f"plan: {name} has shape {tuple(x.shape)}; no size may be negative")
     return jax.ShapeDtypeStruct(
         x.shape, jax.dtypes.canonicalize_dtype(x.dtype), weak_type=getattr(x, "weak_type", False)
     )
@@ -932,22 +940,22 @@ def _drop(x: jax.ShapeDtypeStruct, dims: Dims) -> jax.ShapeDtypeStruct:
 
 
 def _matmul_dimensions(
-    a: tuple[int, ...], b: tuple[int, ...]
+    function: str, **operands: Shaped
 ) -> tuple[tuple[tuple[Dims, Dims], tuple[Dims, Dims]], tuple[Dims, Dims], Dims | None]:
-    """``jnp.matmul`` of shapes a and b as a dot_general.
+    """``jnp.matmul`` of two operands as a dot_general.
 
     Returns:
       dimension_numbers of the squeezed operands; the dimensions to squeeze from each (leading dimensions of size 1 that
       broadcast); and the permutation of the result, or None.
     """
-    if not a or not b:
-        which, shape = ("a", a) if not a else ("b", b)
-        raise ValueError(f"matmul: {which} has shape {shape}; it must have at least one dimension")
+    a, b = (tuple(x.shape) for x in operands.values())
+    for name, shape in zip(operands, (a, b)):
+        if not shape:
+            raise ValueError(f"{function}: {name} has shape (); it must have at least one dimension")
+    shapes = " and ".join(f"{name} of shape {shape}" for name, shape in zip(operands, (a, b)))
     k_a, k_b = a[-1], b[-2] if len(b) > 1 else b[0]
     if k_a != k_b:
-        raise ValueError(
-            f"matmul: a of shape {a} and b of shape {b} contract sizes {k_a} and {k_b}; they must be equal"
-        )
+        raise ValueError(f"{function}: {shapes} contract sizes {k_a} and {k_b}; they must be equal")
     lead_a, lead_b = a[:-2], b[:-2]
     rank = max(len(lead_a), len(lead_b))
     # Leading dimensions, aligned on the right, by owner: both operands, or one of them.
@@ -968,7 +976,7 @@ def _matmul_dimensions(
             if size_a == 1:
                 squeeze_a.append(at_a)
         else:
-            raise ValueError(f"matmul: leading dimensions of a of shape {a} and b of shape {b} do not broadcast")
+            raise ValueError(f"{function}: leading dimensions of {shapes} do not broadcast")
 
     def kept(dims: Iterable[int], squeezed: Iterable[int]) -> Dims:
         return tuple(d - sum(s < d for s in squeezed) for d in dims)

@@ -43,7 +43,6 @@ except ImportError:  # up to JAX 0.10
 __all__ = [
     "Placement",
     "apply_primitive",
-    "as_weak_type",
     "ask_policies",
     "batched_alike",
     "batched_dimensions",
@@ -98,6 +97,7 @@ __all__ = [
     "with_eqns",
     "with_mesh",
     "with_sharding_of",
+    "with_weak_type",
     "wrapped",
 ]
 
@@ -139,9 +139,9 @@ outside_of_traces = _core.trace_state_clean
 with_sharding_of = _mlir.lower_with_sharding_in_types
 
 
-def as_weak_type(x):
-    """``x`` with a dtype that gives way in promotion, as Python's numbers do."""
-    return _lax._convert_element_type(x, weak_type=True)
+def with_weak_type(x, weak):
+    """``x`` with a dtype that, if weak, gives way in promotion, as Python's numbers do."""
+    return _lax._convert_element_type(x, weak_type=weak)
 
 
 def convert_cotangent(x, aval):
@@ -563,7 +563,7 @@ def evaluated(closed, *args):
     # A literal has lost the weak type of the number that it was.
     results = zip(jax.core.eval_jaxpr(jaxpr, closed.consts, *args), closed.out_avals)
     is_weak = lambda aval: getattr(aval, "weak_type", False)
-    return [as_weak_type(x) if is_weak(aval) and not is_weak(jax.typeof(x)) else x for x, aval in results]
+    return [with_weak_type(x, True) if is_weak(aval) and not is_weak(jax.typeof(x)) else x for x, aval in results]
 
 
 def _copied(trace, jaxpr, consts, *args):

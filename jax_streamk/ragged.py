@@ -398,7 +398,7 @@ def as_int32(group_sizes):
     """Sizes as kernels read them; those that 32 bits do not hold are beyond any extent."""
     if group_sizes.dtype == np.int32:
         return group_sizes
-    most = min(np.iinfo(np.int32).max, np.iinfo(group_sizes.dtype).max)
+    most = min(np.iinfo(np.int32).max, jnp.iinfo(group_sizes.dtype).max)
     return jnp.clip(group_sizes, 0, most).astype(np.int32)
 
 

@@ -139,6 +139,7 @@ def test_mixed_dtypes_and_conversion():
     np.testing.assert_allclose(got, in_float64((x, gate, up, *biases)), rtol=2e-2, atol=2e-2)
     weak = jax.jit(lambda: jnp.broadcast_to(2.0, (2, 3)))()
     assert gated_linear(weak, weak.T, weak.T).weak_type
+    assert not gated_linear(weak, weak.T, weak.T, preferred_element_type=np.float32).weak_type
 
 
 def test_nan_and_inf():

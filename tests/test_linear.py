@@ -157,6 +157,7 @@ def test_weak_types_give_way():
         x.weak_type
         and linear(x, x.T, activation="relu").weak_type
         and not linear(x, np.ones((3, 2), np.float32)).weak_type
+        and not linear(x, x.T, preferred_element_type=np.float32).weak_type
     )
 
 
@@ -311,6 +312,9 @@ X, W = np.ones((4, 8), np.float32), np.ones((8, 6), np.float32)
         (dict(x=X, w=W, alpha="1"), TypeError, "alpha is str; it must be a real number"),
         (dict(x=X, w=W, beta=1j), TypeError, "beta is complex"),
         (dict(x=X, w=W, alpha=True), TypeError, "alpha is bool"),
+        (dict(x=X, w=W, alpha=np.bool_(True)), TypeError, "alpha is bool"),
+        (dict(x=X, w=W, alpha=np.complex64(1)), TypeError, "alpha is complex64"),
+        (dict(x=X, w=W, alpha=np.ones(3)), TypeError, "alpha is ndarray of dtype float64; it must be a real number"),
         (dict(x=X, w=W, alpha=10**400), ValueError, "does not fit into a float"),
         (dict(x=X, w=W, activation=["silu"]), ValueError, "activation=.'silu'.; it must be one of"),
         (dict(x=X, w=W, preferred_element_type="x"), TypeError, "preferred_element_type='x'"),
@@ -326,7 +330,7 @@ X, W = np.ones((4, 8), np.float32), np.ones((8, 6), np.float32)
             TypeError,
             "the result's dtype is int32; .*: set preferred_element_type=float32",
         ),
-        (dict(x=X.astype(complex), w=W), TypeError, "the result's dtype is complex64; .*: apply it after matmul"),
+        (dict(x=X.astype(complex), w=W), TypeError, "the result's dtype is complex64; .*: apply it after the product"),
         (dict(x="x", w=W), TypeError, "x is str"),
         (dict(x=X, w=W, bias=["a"] * 6), TypeError, "bias is list"),
         (dict(x=X, w=W, schedule=3), TypeError, "schedule=3"),

@@ -251,8 +251,10 @@ def test_weak_types_promote_as_in_jax():
         (jnp.ones((8, 8), np.int32), weak),
         (weak, jnp.ones((8, 8), bool)),
     ]:
-        wanted, got = jnp.matmul(a, b), matmul(a, b)
-        assert (got.dtype, got.weak_type) == (wanted.dtype, wanted.weak_type)
+        for params in ({}, dict(preferred_element_type=np.float32)):
+            wanted, compiled = jnp.matmul(a, b, **params), jax.jit(lambda a, b: matmul(a, b, **params))
+            for out in (matmul(a, b, **params), compiled(a, b)):
+                assert (out.dtype, out.weak_type) == (wanted.dtype, wanted.weak_type)
 
 
 def test_operands_need_not_be_jax_arrays():

@@ -285,17 +285,31 @@ def test_both_kinds_compute_the_same():
     jax.tree.map(np.testing.assert_array_equal, function(params, x), other(params, x))
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_strict_promotion(kind, dtype):
+    """As Flax's own layers, of operands that have one dtype."""
+    function, params = layer(kind, dtype=dtype, param_dtype=dtype)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        got = layer(kind, dtype=dtype, param_dtype=dtype)[0](params, tokens(3, dtype=dtype))
+    np.testing.assert_array_equal(got[0], function(params, tokens(3, dtype=dtype))[0])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_bad_input(kind):
     for fields, error, message in (
-        (dict(of_a_token=2.0), TypeError, "MoE: experts_per_token is 2.0; it must be an integer"),
-        (dict(of_a_token=0), ValueError, "MoE: experts_per_token is 0; it must be from 1 to num_experts, 5"),
+        (dict(of_a_token=2.0), ValueError, "MoE: experts_per_token=2.0: must be an integer from 1"),
+        (dict(of_a_token=True), ValueError, "MoE: experts_per_token=True: must be an integer from 1"),
+        (dict(of_a_token=0), ValueError, "MoE: experts_per_token=0: must be an integer from 1"),
         (dict(of_a_token=6), ValueError, "MoE: experts_per_token is 6; it must be from 1 to num_experts, 5"),
         (dict(activation="swish"), ValueError, "MoE: activation='swish'"),
         (dict(schedule="fast"), TypeError, "schedule"),
     ):
         with pytest.raises(error, match=message):
             layer(kind, **fields)
+    function, params = layer(kind)
+    with pytest.raises(TypeError, match="MoE: input and parameters promote to complex64"):
+        function(params, tokens(3).astype(np.complex64))
     function, params = layer(kind, hidden=24, schedule=DataParallel(), dtype=BF16, precision=None)
     assert function(params, tokens(9))[0].shape == (9, FEATURES)
     _, params = layer(kind)

@@ -496,12 +496,33 @@ def test_candidates_are_distinct_and_in_order_of_their_estimates(device):
         assert [reason for reason in made.reasons if reason.startswith("instead of ")] == lines
 
 
+@pytest.mark.parametrize(
+    "args, params, error, message",
+    [
+        (((4, 8), (8, 4)), dict(residual=np.ones(4), group_sizes=True), TypeError, "plan: residual is ndarray"),
+        (((4, 8), (8, 4)), dict(alpha=np.ones(3), gate=True), TypeError, "plan: alpha is ndarray of dtype float64"),
+        (((4, 8), (3, 8, 4)), dict(bias=True), ValueError, r"plan: .* with an epilogue they must be \(..., k\) and"),
+        (((-1, 8), (8, 4)), {}, ValueError, r"plan: lhs has shape \(-1, 8\); no size may be negative"),
+        (((4, 8), (8, 4)), dict(dtype=np.int32, activation="silu"), TypeError, "plan: the result's dtype is int32"),
+        (((4, 8), (8, 4)), dict(dtype=np.complex64, gate=True), TypeError, "plan: the result's dtype is complex64"),
+        (((4, 8), (2, 8, 4)), dict(dtype=np.int32, activation="relu", group_sizes=True), TypeError, "dtype is int32"),
+    ],
+)
+def test_plan_refuses_what_functions_refuse(args, params, error, message):
+    dtype = params.pop("dtype", np.float32)
+    if params.get("group_sizes"):
+        params["group_sizes"] = shaped((2,), np.int32)
+    with pytest.raises(error, match=message):
+        plan(*(shaped(shape, dtype) for shape in args), **params)
+
+
 def test_refused_arguments():
     with pytest.raises(TypeError, match="plan: rhs is list; it must have a shape and a dtype"):
         plan(shaped((4, 8)), [[1.0]])
     with pytest.raises(TypeError, match="plan: lhs is PRNGKeyArray of dtype .*; it must have a numeric dtype"):
         plan(jax.random.key(0), shaped((8, 4)))
-    with pytest.raises(ValueError, match=r"contract sizes 8 and 7; they must be equal"):
+    shapes = r"plan: lhs of shape \(4, 8\) and rhs of shape \(7, 4\)"
+    with pytest.raises(ValueError, match=f"{shapes} contract sizes 8 and 7; they must be equal"):
         plan(shaped((4, 8)), shaped((7, 4)))
     with pytest.raises(TypeError, match="schedule='auto': must be None"):
         plan(shaped((4, 8)), shaped((8, 4)), schedule="auto")

@@ -916,6 +916,15 @@ def test_export(offset):
         np.testing.assert_allclose(exported.call(lhs, rhs, sizes), f(lhs, rhs, sizes), rtol=1e-2, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [jnp.int4, jnp.uint4])
+def test_sizes_of_four_bits(dtype):
+    lhs, rhs, _ = routing("uniform", np.float32)
+    sizes = jnp.arange(8).astype(dtype)
+    want = exact(lhs, rhs, group_of(np.arange(8), len(lhs)))
+    for f in (sk.ragged_dot, jax.jit(sk.ragged_dot), sk.accelerate(jax.lax.ragged_dot)):
+        close(f(lhs, rhs, sizes), want, lhs.shape[1], np.float32)
+
+
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16])
 def test_narrow_sizes(dtype):
     lhs, rhs, _ = routing("all rows in one group", np.float32)

@@ -439,6 +439,13 @@ def test_calls_outside_of_traces_are_compiled_once(name):
     assert not compiled
 
 
+@pytest.mark.parametrize("name", EAGER)
+def test_misspelt_arguments(name):
+    ours, _, args = EAGER[name]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'shedule'"):
+        ours(*args, shedule=StreamK())
+
+
 def test_a_call_on_constants_is_traced_as_it_is():
     """As one on tracers: the program has our primitive, not a call of our function."""
     for program in (jax.make_jaxpr(matmul)(A, B), jax.make_jaxpr(lambda: matmul(A, B))()):

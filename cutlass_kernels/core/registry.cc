@@ -152,8 +152,10 @@ Status check_or(Refuse refuse, Kernel const& kernel, GemmProblem const& p, Sched
   bool const is_ragged = p.ragged != Ragged::kNone;
   if (info.family != Family::kHost && p.ragged != info.ragged)
     return refuse(is_ragged ? "it multiplies no groups of different sizes" : "it multiplies groups of different sizes");
-  if (is_ragged && (s.kind != ScheduleKind::kDataParallel || p.epilogue.has_residual || p.inner_batch > 1))
-    return refuse("a ragged product is data-parallel, and has neither a residual nor a nested batch");
+  if (is_ragged && s.kind != ScheduleKind::kDataParallel)
+    return refuse("a ragged product is data-parallel: its schedule is Auto() or DataParallel()");
+  if (is_ragged && (p.epilogue.has_residual || p.inner_batch > 1))
+    return refuse("a ragged product has neither a residual nor a nested batch");
   if (is_ragged && info.family != Family::kHost && (repack.a || repack.b || has_misaligned_d(p)))
     return refuse("rows of A, B and D of a ragged product must start at multiples of ", info.b.align, " elements");
   constexpr int64_t kLongestRun = 1 << 30;  // RowRun::kMost

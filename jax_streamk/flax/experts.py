@@ -8,17 +8,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_streamk import api
-from jax_streamk.flax.forward import check_fields
+from jax_streamk.checks import integer
+from jax_streamk.epilogue import wide
+from jax_streamk.flax.forward import check_fields, check_floating
 
 
 def check_experts(layer: Any) -> None:
     """Raises what the layers' docstrings say about their fields."""
     check_fields(layer, None)
-    name, given = type(layer).__name__, dict(num_experts=layer.num_experts, experts_per_token=layer.experts_per_token)
-    for what, value in given.items():
-        if not isinstance(value, int):
-            raise TypeError(f"{name}: {what} is {value!r}; it must be an integer")
-    if not 1 <= layer.experts_per_token <= layer.num_experts:
+    name = type(layer).__name__
+    for what in ("num_experts", "experts_per_token"):
+        integer(f"{name}: {what}", getattr(layer, what))
+    if layer.experts_per_token > layer.num_experts:
         raise ValueError(
             f"{name}: experts_per_token is {layer.experts_per_token}; it must be from 1 to num_experts, "
             f"{layer.num_experts}"
@@ -31,9 +32,10 @@ def mixture(
     """The layers' result and load-balancing loss, of promoted arrays and the router's result."""
     params: dict[str, Any] = dict(precision=layer.precision, schedule=layer.schedule)
     experts, top_k = layer.num_experts, layer.experts_per_token
+    check_floating(layer, inputs.dtype)
     tokens = inputs.reshape(-1, inputs.shape[-1])
-    wide = jnp.promote_types(inputs.dtype, jnp.float32)
-    probabilities = jax.nn.softmax(logits.reshape(-1, experts).astype(wide))
+    dtype = wide(inputs.dtype)
+    probabilities = jax.nn.softmax(logits.reshape(-1, experts).astype(dtype))
     weights, chosen = lax.top_k(probabilities, top_k)
     if layer.normalize:
         weights /= weights.sum(-1, keepdims=True)
@@ -41,15 +43,15 @@ def mixture(
     expert = chosen.reshape(-1)
     order = jnp.argsort(expert)
     place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
-    group_sizes = jnp.sum(expert[:, None] == jnp.arange(experts), 0, dtype=jnp.int32)
+    group_sizes = jnp.sum(expert[:, None] == jnp.arange(experts)[None], 0, dtype=jnp.int32)
     rows = _rows_of_experts(top_k, tokens, order)
     hidden = api.ragged_gated(rows, gate, up, group_sizes, activation=layer.activation, **params)
     parts = _permuted(api.ragged_dot(hidden, down, group_sizes, **params), place)
     parts = parts.reshape(-1, top_k, parts.shape[-1])
-    out = jnp.sum(parts.astype(wide) * weights[:, :, None], 1).astype(parts.dtype)
+    out = jnp.sum(parts.astype(dtype) * weights[:, :, None], 1).astype(parts.dtype)
 
-    scale = top_k / jnp.maximum(group_sizes.sum(), 1).astype(wide)  # one over the number of tokens
-    loss = experts * jnp.sum(scale * group_sizes * (scale * probabilities.sum(0)))
+    scale = top_k / jnp.maximum(group_sizes.sum(), 1).astype(dtype)  # one over the number of tokens
+    loss = experts * jnp.sum(scale * group_sizes.astype(dtype) * (scale * probabilities.sum(0)))
     return out.reshape(*inputs.shape[:-1], out.shape[-1]), loss
 
 

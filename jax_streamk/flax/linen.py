@@ -13,8 +13,9 @@ from jax.lax import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_streamk import api
+from jax_streamk.epilogue import wide
 from jax_streamk.flax.experts import check_experts, mixture
-from jax_streamk.flax.forward import check_fields, forward
+from jax_streamk.flax.forward import check_fields, check_floating, forward
 from jax_streamk.schedules import PerPass, Schedule
 
 
@@ -77,8 +78,8 @@ class GatedMLP(linen.Module):
     these names, with the same initial values.
 
     Attributes:
-      hidden_features: the number of features between the projections.
-      features: that of the result; None for that of the input.
+      hidden_features: the hidden width, between the projections.
+      features: the number of features of the result; None for that of the input.
       activation: None, "relu", "gelu" (the exact one, by erf), "gelu_tanh", "silu", "sigmoid" or "tanh".
       use_bias: whether every projection has a bias.
       dtype: of the computation; None for what input and parameters promote to.
@@ -89,7 +90,7 @@ class GatedMLP(linen.Module):
       schedule: as in ``Dense``, for every product.
 
     Raises:
-      TypeError: schedule is not a schedule.
+      TypeError: schedule is not a schedule, or input and parameters promote to complex numbers.
       ValueError: there is no such activation, or no kernel can run a product under the schedule.
     """
 
@@ -121,6 +122,7 @@ class GatedMLP(linen.Module):
         projections = (_Projection(self.hidden_features, name=name, **fields) for name in ("gate_proj", "up_proj"))
         (gate, b_gate), (up, b_up) = (projection(in_features) for projection in projections)
         x, gate, up, b_gate, b_up = promote_dtype(inputs, gate, up, b_gate, b_up, dtype=self.dtype)
+        check_floating(self, x.dtype)
         hidden = api.gated_linear(
             x, gate, up, b_gate, b_up, activation=self.activation, precision=self.precision, schedule=self.schedule
         )
@@ -163,9 +165,9 @@ class MoE(linen.Module):
     device sorts its own, and the loss is that of its tokens.
 
     Attributes:
-      hidden_features: the number of features between the projections of an expert.
+      hidden_features: the hidden width of an expert.
       num_experts: the number of experts.
-      experts_per_token: of how many experts each token is the input.
+      experts_per_token: the number of experts that each token is routed to.
       normalize: whether a token's weights are divided by their sum.
       activation: None, "relu", "gelu" (the exact one, by erf), "gelu_tanh", "silu", "sigmoid" or "tanh".
       dtype: of the computation; None for what input and parameters promote to.
@@ -173,13 +175,14 @@ class MoE(linen.Module):
       precision: of the products.
       kernel_init: of each expert's kernels, as in ``GatedMLP``.
       router_init: of the router's kernel.
-      partition_name: that of the dimension of experts, beside the names that ``kernel_init`` has by
-        ``flax.linen.with_partitioning``.
+      partition_name: the name of the dimension of experts in the parameters' partitioning, beside those that
+        ``kernel_init`` has by ``flax.linen.with_partitioning``.
       schedule: ``Auto()`` or ``DataParallel()``, or a ``PerPass`` of them, for every product; None is ``Auto()``.
 
     Raises:
-      TypeError: schedule is not a schedule, or a number of experts not an integer.
-      ValueError: there is no such activation, there are fewer experts than each token has, or no kernel can run a
+      TypeError: schedule is not a schedule, or (when called) input and parameters promote to complex numbers.
+      ValueError: there is no such activation, a number of experts is not a positive integer, there are fewer experts
+        than each token is routed to, or no kernel can run a
         product under the schedule.
     """
 
@@ -219,7 +222,6 @@ class MoE(linen.Module):
         kernels = experts(self.hidden_features, self.kernel_init, self.param_dtype, name="experts")(features)
         x, router, *kernels = promote_dtype(inputs, router, *kernels, dtype=self.dtype)
         logits = api.matmul(
-            x, router, precision=self.precision, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32),
-            schedule=self.schedule,
+            x, router, precision=self.precision, preferred_element_type=wide(x.dtype), schedule=self.schedule
         )  # fmt: skip
         return mixture(self, x, logits, *kernels)

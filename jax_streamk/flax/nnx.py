@@ -18,8 +18,9 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_streamk import api
 from jax_streamk.accelerate import Accelerated, P, R, Where, check_results
 from jax_streamk.accelerate import accelerate as _accelerate
+from jax_streamk.epilogue import wide
 from jax_streamk.flax.experts import check_experts, mixture
-from jax_streamk.flax.forward import check_fields, forward
+from jax_streamk.flax.forward import check_fields, check_floating, forward
 from jax_streamk.products import Products
 from jax_streamk.schedules import PerPass, Schedule
 
@@ -75,17 +76,17 @@ class GatedMLP(nnx.Module):
 
     Args:
       in_features: the number of features of the input.
-      hidden_features: that between the projections.
-      out_features: that of the result; None for that of the input.
+      hidden_features: the hidden width, between the projections.
+      out_features: the number of features of the result; None for that of the input.
       activation: None, "relu", "gelu" (the exact one, by erf), "gelu_tanh", "silu", "sigmoid" or "tanh".
       use_bias: whether every projection has a bias.
       schedule: as in ``Linear``, for every product.
       rngs: as in ``flax.nnx.Linear``.
       kwargs: other arguments of ``flax.nnx.Linear``, for every projection: dtype, param_dtype, precision, kernel_init,
-        bias_init, kernel_metadata, bias_metadata.
+        preferred_element_type, promote_dtype, bias_init, kernel_metadata, bias_metadata.
 
     Raises:
-      TypeError: schedule is not a schedule.
+      TypeError: schedule is not a schedule, or (when called) input and parameters promote to complex numbers.
       ValueError: there is no such activation, dot_general is given, or (when called) no kernel can run a product under
         the schedule.
     """
@@ -119,6 +120,7 @@ class GatedMLP(nnx.Module):
         gate, up = self.gate_proj, self.up_proj
         parameters = (None if x is None else x[...] for x in (gate.kernel, up.kernel, gate.bias, up.bias))
         promoted = gate.promote_dtype((inputs, *parameters), dtype=gate.dtype)
+        check_floating(self, promoted[0].dtype)
         hidden = api.gated_linear(
             *promoted, activation=self.activation, precision=gate.precision, schedule=self.schedule,
             preferred_element_type=gate.preferred_element_type,
@@ -142,9 +144,9 @@ class MoE(nnx.Module):
 
     Args:
       in_features: the number of features of the input and of the result.
-      hidden_features: that between the projections of an expert.
+      hidden_features: the hidden width of an expert.
       num_experts: the number of experts.
-      experts_per_token: of how many experts each token is the input.
+      experts_per_token: the number of experts that each token is routed to.
       normalize: whether a token's weights are divided by their sum.
       activation: None, "relu", "gelu" (the exact one, by erf), "gelu_tanh", "silu", "sigmoid" or "tanh".
       dtype: of the computation; None for what input and parameters promote to.
@@ -152,14 +154,15 @@ class MoE(nnx.Module):
       precision: of the products.
       kernel_init: of each expert's kernels, as in ``GatedMLP``.
       router_init: of the router's kernel.
-      partition_name: that of the dimension of experts, beside the names that ``kernel_init`` has by
-        ``flax.nnx.with_partitioning``.
+      partition_name: the name of the dimension of experts in the parameters' partitioning, beside those that
+        ``kernel_init`` has by ``flax.nnx.with_partitioning``.
       schedule: ``Auto()`` or ``DataParallel()``, or a ``PerPass`` of them, for every product; None is ``Auto()``.
       rngs: as in ``flax.nnx.Linear``.
 
     Raises:
-      TypeError: schedule is not a schedule, or a number of experts not an integer.
-      ValueError: there is no such activation, there are fewer experts than each token has, or (when called) no kernel
+      TypeError: schedule is not a schedule, or (when called) input and parameters promote to complex numbers.
+      ValueError: there is no such activation, a number of experts is not a positive integer, there are fewer experts
+        than each token is routed to, or (when called) no kernel
         can run a product under the schedule.
     """
 
@@ -186,10 +189,9 @@ class MoE(nnx.Module):
         self.dtype, self.precision, self.schedule = dtype, precision, schedule
         check_experts(self)
         fields: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, precision=precision, schedule=schedule)
-        wide = jnp.promote_types(dtype or param_dtype, jnp.float32)
         self.gate = Linear(
-            in_features, num_experts, use_bias=False, kernel_init=router_init, preferred_element_type=wide, rngs=rngs,
-            **fields,
+            in_features, num_experts, use_bias=False, kernel_init=router_init, rngs=rngs,
+            preferred_element_type=wide(jnp.dtype(dtype or param_dtype)), **fields,
         )  # fmt: skip
 
         @nnx.split_rngs(splits=num_experts)
