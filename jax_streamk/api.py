@@ -528,6 +528,7 @@ def ragged_dot_general(
     sizes, leading = _group_sizes(
         name, group_sizes, group_offset, lhs, groups=groups, extent=lhs.shape[numbers.lhs_ragged_dimensions[0]]
     )
+    _check_sizes(name, sizes)
     params = _ragged_params(lhs, rhs, precision, preferred_element_type)
     shape = jax.ShapeDtypeStruct((*sizes.shape[:-1], sizes.shape[-1] - leading), sizes.dtype)
     laxs: Callable[..., jax.Array] = functools.partial(
@@ -633,6 +634,11 @@ def _integers(function: str, name: str, given: Any) -> jax.Array:
     if not jnp.issubdtype(array.dtype, np.integer):
         raise TypeError(f"{function}: {name} has dtype {array.dtype}; it must be integers")
     return array
+
+
+def _check_sizes(name: str, sizes: Shaped) -> None:
+    if not sizes.shape:
+        raise ValueError(f"{name}: group_sizes has shape (); it must have at least one dimension, of groups")
 
 
 def _check_ragged(name: str, lhs: Shaped, sizes: Shaped, leading: bool, **rhs: Shaped) -> None:
@@ -843,6 +849,7 @@ def _plan_ragged(
         _check_ragged("plan", lhs, sizes, leading, rhs=rhs)
         numbers = ragged.BASIC
     kind = _check_numbers("plan", numbers, lhs)
+    _check_sizes("plan", sizes)
     laxs = functools.partial(lax.ragged_dot_general, ragged_dot_dimension_numbers=numbers, **params)
     of_groups = jax.ShapeDtypeStruct((*sizes.shape[:-1], sizes.shape[-1] - leading), sizes.dtype)
     result = jax.eval_shape(laxs, lhs, rhs, of_groups)  # raises lax's errors about dimensions

@@ -129,7 +129,9 @@ def _matplotlib(what: str) -> Any:
         import matplotlib
         import matplotlib.figure
     except ImportError:
-        raise ImportError(f"{what} needs matplotlib: pip install 'jax-streamk[tools]'") from None
+        raise ImportError(
+            f"{what} needs matplotlib: pip install 'jax-streamk[tools]', or '.[tools]' in the source tree"
+        ) from None
     return matplotlib
 
 

@@ -1,8 +1,10 @@
 """Every Python block of every page runs: those of a page in order, in a process of their own.
 
-Commands, links and lists of pages and names are checked too.
+What pages say that blocks print, commands, links, counts and lists of pages and names are checked too.
 """
 
+import collections
+import csv
 import inspect
 import pathlib
 import re
@@ -16,6 +18,7 @@ import pytest
 
 import jax_streamk
 import jax_streamk.flax
+from jax_streamk import _ffi
 from jax_streamk.__main__ import COMMANDS, main
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -27,6 +30,22 @@ def blocks(page, *languages):
     return [textwrap.dedent(code) for _, _, info, code in FENCE.findall(page.read_text()) if info.strip() in languages]
 
 
+def shown(page):
+    """For each Python block the output that the page shows, after a paragraph that begins with "prints"; or None."""
+    text = page.read_text()
+    fences = list(FENCE.finditer(text))
+    for fence, following in zip(fences, [*fences[1:], None]):
+        if fence[3].strip() == "python":
+            between = "" if following is None else text[fence.end() : following.start()].strip()
+            yield following[4] if between.startswith("prints") and "\n\n" not in between else None
+
+
+def as_pattern(output):
+    """Lines of "..." stand for any lines."""
+    lines = output.splitlines(keepends=True)
+    return "^" + "".join(r"(?:.*\n)*?" if line.strip() == "..." else re.escape(line) for line in lines)
+
+
 def name(page):
     return str(page.relative_to(ROOT))
 
@@ -35,9 +54,21 @@ def name(page):
 def test_page(page, tmp_path):
     if page.stem == "sharding" and jax.default_backend() == "gpu" and len(jax.devices()) < 4:
         pytest.skip("needs four GPUs")
-    program = "\n".join(blocks(page, "python"))
+    after_each = "\nprint('end of block')\n"
+    program = after_each.join([*blocks(page, "python"), ""])
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
+    if _ffi.has_cuda:  # pages show what a build without CUDA kernels prints
+        return
+    for output, expected in zip(done.stdout.split("end of block\n"), shown(page)):
+        assert expected is None or re.search(as_pattern(expected), output, re.MULTILINE), output
+
+
+def test_output_on_pages_is_found_and_compared():
+    for page in ("matmul", "explain"):
+        assert any(shown(ROOT / "docs" / f"{page}.md")), page
+    assert re.search(as_pattern("a: 1\n...\nb*\n"), "a: 1\nc\nd\nb*\n", re.MULTILINE)
+    assert not re.search(as_pattern("a: 1\n"), "a: 2\n", re.MULTILINE)
 
 
 def test_every_topic_has_a_page_that_runs():
@@ -94,6 +125,14 @@ def test_the_reference_has_every_public_name():
     documented = re.findall(r"^(?:\.\. (?:auto|py:)\w+:: |  +)([\w.]+)(?:\(.*)?$", reference, re.MULTILINE)
     documented = {found if found.startswith("jax_streamk.") else f"jax_streamk.{found}" for found in documented}
     assert names <= documented, names - documented
+
+
+def test_the_page_on_installing_counts_the_kernels():
+    with (pathlib.Path(jax_streamk.__file__).parent / "cuda_kernels.csv").open() as file:
+        families = collections.Counter(row["family"] for row in csv.DictReader(file))
+    page = " ".join((ROOT / "docs" / "install.md").read_text().split())
+    found = re.findall(r"Hopper's (\d+) of the (\d+) kernels", page)
+    assert found == [(str(families["sm90"]), str(families.total()))]
 
 
 def test_the_site_has_every_page():

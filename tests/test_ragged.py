@@ -525,6 +525,12 @@ def test_plans():
     assert "this product twice" in str(gated) and gated.kernel is not None
     with pytest.raises(TypeError, match="plan: group_sizes has dtype float32"):
         sk.plan(lhs, rhs, group_sizes=lhs[0])
+    for refused in (
+        functools.partial(sk.ragged_dot_general, lhs, lhs, 3, OF_K),
+        functools.partial(sk.plan, lhs, lhs, OF_K, group_sizes=sizes.sum()),
+    ):
+        with pytest.raises(ValueError, match=r"group_sizes has shape \(\); it must have at least one dimension"):
+            refused()
     with pytest.raises(ValueError, match="with group_sizes there is neither residual"):
         sk.plan(lhs, rhs, group_sizes=sizes, residual=True)
     assert sk.plan(lhs, rhs, group_sizes=sizes, schedule=sk.DataParallel(), device="cpu").kernel == made.kernel
