@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any, Protocol, TypeVar, cast
 
 import jax
@@ -615,7 +616,9 @@ def _group_sizes(
         return sizes, False
     offset = _integers(name, "group_offset", group_offset)
     if offset.shape != (1,):
-        raise ValueError(f"{name}: group_offset has shape {offset.shape}; it must be (1,), as of jnp.array([0])")
+        raise ValueError(
+            f"{name}: group_offset has shape {offset.shape}; it must be (1,), such as that of jnp.array([0])"
+        )
     if groups is None:
         (of_rhs,) = rhs.values()
         groups, extent = (of_rhs.shape or (0,))[0], (lhs.shape or (0,))[0]
@@ -701,8 +704,10 @@ def _linear_params(
 def _epilogue_operand(function: str, name: str, given: Any, dtype: Any) -> jax.Array:
     operand = _array(function, name, given)
     if not jnp.can_cast(operand.dtype, dtype, "same_kind") and not jnp.issubdtype(operand.dtype, np.integer):
-        must = f"it must convert to the result's, {dtype}: take its .real"
-        raise TypeError(f"{function}: {name} has dtype {operand.dtype}; {must}")
+        remedy = "take its .real" if jnp.issubdtype(operand.dtype, np.complexfloating) else f"use .astype({dtype})"
+        raise TypeError(
+            f"{function}: {name} has dtype {operand.dtype}; it must convert to the result's, {dtype}: {remedy}"
+        )
     return operand.astype(dtype)
 
 
@@ -721,15 +726,17 @@ def _biases(function: str, dtype: Any, shape: tuple[int, ...], **given: Any) -> 
 
 def _factor(function: str, name: str, factor: Any) -> float:
     check_static(f"{function}: {name}", factor)
+    if hasattr(factor, "dtype"):
+        of_reals = _is_numeric(factor.dtype) and not jnp.issubdtype(factor.dtype, np.complexfloating)
+        is_real = of_reals and factor.dtype != np.bool_ and np.ndim(factor) == 0
+    else:
+        is_real = isinstance(factor, Real) and not isinstance(factor, bool)
+    if not is_real:
+        raise TypeError(f"{function}: {name} is {_describe(factor)}; it must be a real number")
     try:
-        given = np.asarray(factor)
-        if given.ndim > 0 or given.dtype.kind in "bcSU":
-            raise TypeError
         return float(factor)
     except OverflowError:
         raise ValueError(f"{function}: {name}={factor} does not fit into a float") from None
-    except (TypeError, ValueError):
-        raise TypeError(f"{function}: {name} is {_describe(factor)}; it must be a real number") from None
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -803,19 +810,18 @@ def plan(
     if gate:
         if dimension_numbers is not None or residual or alpha != 1 or beta != 1:
             raise ValueError("plan: gate=True is without dimension_numbers, residual, alpha and beta")
-        if not lhs.shape or len(rhs.shape) not in (2, 3) or (len(rhs.shape) == 3 and rhs.shape[1] != 2):
+        if (
+            not lhs.shape
+            or len(rhs.shape) not in (2, 3)
+            or lhs.shape[-1] != rhs.shape[0]
+            or (len(rhs.shape) == 3 and rhs.shape[1] != 2)
+        ):
             shapes = f"lhs has shape {lhs.shape} and rhs {rhs.shape}"
             raise ValueError(f"plan: {shapes}; with gate=True they must be (..., k) and (k, n) or (k, 2, n)")
+        lhs, rhs = _promoted_shapes(lhs, rhs, preferred_element_type)
         dimension_numbers = (((len(lhs.shape) - 1,), (0,)), ((), ()))
     elif dimension_numbers is None:
-        has_epilogue = activation or bias or residual or alpha != 1 or beta != 1
-        if has_epilogue and (not lhs.shape or len(rhs.shape) != 2):
-            shapes = f"lhs has shape {lhs.shape} and rhs {rhs.shape}"
-            raise ValueError(f"plan: {shapes}; with an epilogue they must be (..., k) and (k, n)")
-        if preferred_element_type is None:
-            # Traced: promotion respects weak types of values and tracers, but not of ShapeDtypeStructs.
-            dtype = jax.eval_shape(lambda *xs: jnp.zeros((), jnp.result_type(*xs)), lhs, rhs).dtype
-            lhs, rhs = (jax.ShapeDtypeStruct(x.shape, dtype) for x in (lhs, rhs))
+        lhs, rhs = _promoted_shapes(lhs, rhs, preferred_element_type)
         dimension_numbers, (drop_lhs, drop_rhs), permutation = _matmul_dimensions("plan", lhs=lhs, rhs=rhs)
         lhs, rhs = (_drop(x, dims) for x, dims in ((lhs, drop_lhs), (rhs, drop_rhs)))
     params: dict[str, Any] = dict(
@@ -886,7 +892,7 @@ def _array(function: str, name: str, x: Any) -> jax.Array:
     try:
         x = jnp.asarray(x)
     except OverflowError as error:
-        raise OverflowError(f"{function}: {name}: {error}; convert it with jnp.float32, say") from None
+        raise OverflowError(f"{function}: {name}: {error}; give it as an array of a dtype that holds it") from None
     except (TypeError, ValueError):
         raise TypeError(f"{function}: {name} is {_describe(x)}; it must be an array of numbers") from None
     if not _is_numeric(x.dtype):
@@ -935,15 +941,30 @@ def _shaped(name: str, x: Any) -> jax.ShapeDtypeStruct:
         raise TypeError(f"plan: {name} is {type(x).__name__}; it must have a shape and a dtype")
     if not _is_numeric(x.dtype):
         raise TypeError(f"plan: {name} is {_describe(x)}; it must have a numeric dtype")
-    if min(x.shape, default=0) < 0:
+    if any(isinstance(size, (int, np.integer)) and size < 0 for size in x.shape):  # others are symbolic
         raise ValueError(f"plan: {name} has shape {tuple(x.shape)}; no size may be negative")
     return jax.ShapeDtypeStruct(
         x.shape, jax.dtypes.canonicalize_dtype(x.dtype), weak_type=getattr(x, "weak_type", False)
     )
 
 
+def _promoted_shapes(
+    lhs: jax.ShapeDtypeStruct, rhs: jax.ShapeDtypeStruct, preferred_element_type: Any
+) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """``_promoted`` of shapes and dtypes."""
+    if preferred_element_type is not None:
+        return lhs, rhs
+    # Traced: promotion respects weak types of values and tracers, but not of ShapeDtypeStructs.
+    dtype = jax.eval_shape(lambda *xs: jnp.zeros((), jnp.result_type(*xs)), lhs, rhs).dtype
+    return jax.ShapeDtypeStruct(lhs.shape, dtype), jax.ShapeDtypeStruct(rhs.shape, dtype)
+
+
 def _drop(x: jax.ShapeDtypeStruct, dims: Dims) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct([size for i, size in enumerate(x.shape) if i not in dims], x.dtype)
+
+
+def _shapes(operands: Mapping[str, Shaped]) -> str:
+    return " and ".join(f"{name} of shape {tuple(x.shape)}" for name, x in operands.items())
 
 
 def _matmul_dimensions(
@@ -956,13 +977,12 @@ def _matmul_dimensions(
       broadcast); and the permutation of the result, or None.
     """
     a, b = (tuple(x.shape) for x in operands.values())
-    for name, shape in zip(operands, (a, b)):
-        if not shape:
+    for name, x in operands.items():
+        if not x.shape:
             raise ValueError(f"{function}: {name} has shape (); it must have at least one dimension")
-    shapes = " and ".join(f"{name} of shape {shape}" for name, shape in zip(operands, (a, b)))
     k_a, k_b = a[-1], b[-2] if len(b) > 1 else b[0]
     if k_a != k_b:
-        raise ValueError(f"{function}: {shapes} contract sizes {k_a} and {k_b}; they must be equal")
+        raise ValueError(f"{function}: {_shapes(operands)} contract sizes {k_a} and {k_b}; they must be equal")
     lead_a, lead_b = a[:-2], b[:-2]
     rank = max(len(lead_a), len(lead_b))
     # Leading dimensions, aligned on the right, by owner: both operands, or one of them.
@@ -983,7 +1003,7 @@ def _matmul_dimensions(
             if size_a == 1:
                 squeeze_a.append(at_a)
         else:
-            raise ValueError(f"{function}: leading dimensions of {shapes} do not broadcast")
+            raise ValueError(f"{function}: leading dimensions of {_shapes(operands)} do not broadcast")
 
     def kept(dims: Iterable[int], squeezed: Iterable[int]) -> Dims:
         return tuple(d - sum(s < d for s in squeezed) for d in dims)

@@ -141,7 +141,7 @@ with_sharding_of = _mlir.lower_with_sharding_in_types
 
 def with_weak_type(x, weak):
     """``x`` with a dtype that, if weak, gives way in promotion, as Python's numbers do."""
-    return _lax._convert_element_type(x, weak_type=weak)
+    return x if jax.typeof(x).weak_type == weak else _lax._convert_element_type(x, weak_type=weak)
 
 
 def convert_cotangent(x, aval):

@@ -16,9 +16,6 @@ os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 # Simulated devices for the tests of sharding; all other tests use the first one.
 jax.config.update("jax_num_cpu_devices", 8)
 
-# On a CPU compiling takes most of the tests' time, and how fast XLA's programs run is not what they are about.
-jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
-
 
 def pytest_report_header(config):
     import jaxlib

@@ -169,6 +169,8 @@ def test_plan(stacked):
     assert as_text(gated_linear, x, *weights).count(f"@{TARGET}") == (1 if stacked else 2)
     made = plan(x, weights[0], gate=True, schedule=SplitK(2), device="cpu")
     assert made.schedule == SplitK(2)
+    weak = jax.ShapeDtypeStruct(weights[0].shape, np.float32, weak_type=True)
+    assert plan(x.astype(jnp.bfloat16), weak, gate=True).problem.type_d.name == "bf16"  # as gated_linear's result
     with pytest.raises(ValueError, match="splits=1000"):
         plan(x, weights[0], gate=True, schedule=SplitK(1000), device="cpu")
 
@@ -189,7 +191,7 @@ def test_plan_of_one_kernel(stacked):
     for lhs, rhs, why in (
         (shaped(8192, 4096), w, "is slower"),
         (shaped(16, 4096), shaped(4096, 2, 14332) if stacked else shaped(4096, 14332), "must start at multiples of 8"),
-        (jax.ShapeDtypeStruct((16, 4096), jnp.float32), w, "bfloat16 to float32 first"),
+        (jax.ShapeDtypeStruct((16, 4096), jnp.float32), w, "no kernel multiplies such operands"),
     ):
         made = plan(lhs, rhs, gate=True, activation="silu", device=H200)
         assert not made.problem.gated and why in made.reasons[-1], made

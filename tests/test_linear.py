@@ -314,6 +314,7 @@ X, W = np.ones((4, 8), np.float32), np.ones((8, 6), np.float32)
         (dict(x=X, w=W, alpha=True), TypeError, "alpha is bool"),
         (dict(x=X, w=W, alpha=np.bool_(True)), TypeError, "alpha is bool"),
         (dict(x=X, w=W, alpha=np.complex64(1)), TypeError, "alpha is complex64"),
+        (dict(x=X, w=W, alpha=np.array("2", object)), TypeError, "alpha is ndarray of dtype object"),
         (dict(x=X, w=W, alpha=np.ones(3)), TypeError, "alpha is ndarray of dtype float64; it must be a real number"),
         (dict(x=X, w=W, alpha=10**400), ValueError, "does not fit into a float"),
         (dict(x=X, w=W, activation=["silu"]), ValueError, "activation=.'silu'.; it must be one of"),

@@ -307,7 +307,8 @@ def test_bad_input(kind):
     ):
         with pytest.raises(error, match=message):
             layer(kind, **fields)
-    function, params = layer(kind)
+    function, params = layer(kind, experts=np.int64(4), of_a_token=np.int32(2))
+    assert jax.jit(function)(params, tokens(3))[0].shape == (3, FEATURES)
     with pytest.raises(TypeError, match="MoE: input and parameters promote to complex64"):
         function(params, tokens(3).astype(np.complex64))
     function, params = layer(kind, hidden=24, schedule=DataParallel(), dtype=BF16, precision=None)

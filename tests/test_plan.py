@@ -501,7 +501,7 @@ def test_candidates_are_distinct_and_in_order_of_their_estimates(device):
     [
         (((4, 8), (8, 4)), dict(residual=np.ones(4), group_sizes=True), TypeError, "plan: residual is ndarray"),
         (((4, 8), (8, 4)), dict(alpha=np.ones(3), gate=True), TypeError, "plan: alpha is ndarray of dtype float64"),
-        (((4, 8), (3, 8, 4)), dict(bias=True), ValueError, r"plan: .* with an epilogue they must be \(..., k\) and"),
+        (((4, 8), (7, 4)), dict(gate=True), ValueError, r"plan: .* with gate=True they must be \(..., k\) and"),
         (((-1, 8), (8, 4)), {}, ValueError, r"plan: lhs has shape \(-1, 8\); no size may be negative"),
         (((4, 8), (8, 4)), dict(dtype=np.int32, activation="silu"), TypeError, "plan: the result's dtype is int32"),
         (((4, 8), (8, 4)), dict(dtype=np.complex64, gate=True), TypeError, "plan: the result's dtype is complex64"),
@@ -509,8 +509,9 @@ def test_candidates_are_distinct_and_in_order_of_their_estimates(device):
     ],
 )
 def test_plan_refuses_what_functions_refuse(args, params, error, message):
+    params = dict(params)
     dtype = params.pop("dtype", np.float32)
-    if params.get("group_sizes"):
+    if "group_sizes" in params:
         params["group_sizes"] = shaped((2,), np.int32)
     with pytest.raises(error, match=message):
         plan(*(shaped(shape, dtype) for shape in args), **params)
@@ -540,6 +541,8 @@ def test_refused_arguments():
 def test_symbolic_shapes_are_left_to_xla():
     (size,) = jax.export.symbolic_shape("size")
     a = shaped((size, 32))
+    for params in ({}, dict(gate=True), dict(bias=True)):
+        assert "symbolic" in plan(a, shaped((32, 8)), **params).reasons[-1]
     exported = jax.export.export(jax.jit(lambda a: matmul(a, a.T)))(a)
     x = np.arange(96, dtype=np.float32).reshape(3, 32) % 5
     np.testing.assert_array_equal(exported.call(x), x @ x.T)

@@ -67,6 +67,15 @@ PROGRAMS = [program("two_products", carries=True, dtype="float32")]
 """
 
 
+@pytest.fixture(autouse=True)
+def compile_at_once():
+    """Compiling takes most of the time of these tests, and how fast the programs are is not what they are about."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @pytest.fixture
 def own(tmp_path, monkeypatch):
     """Writes a file of programs, the given lines after those above, in the current folder."""

@@ -439,6 +439,12 @@ def test_calls_outside_of_traces_are_compiled_once(name):
     assert not compiled
 
 
+@pytest.mark.parametrize("params", [{}, dict(preferred_element_type=np.float32)])
+def test_results_and_tangents_are_not_converted(params):
+    program = jax.make_jaxpr(lambda a: jax.jvp(lambda a: matmul(a, B, **params), (a,), (a,)))(A)
+    assert {eqn.primitive.name for eqn in program.eqns} == {"streamk_dot_general"}
+
+
 @pytest.mark.parametrize("name", EAGER)
 def test_misspelt_arguments(name):
     ours, _, args = EAGER[name]

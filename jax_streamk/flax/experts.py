@@ -10,7 +10,7 @@ from jax import lax
 from jax_streamk import api
 from jax_streamk.checks import integer
 from jax_streamk.epilogue import wide
-from jax_streamk.flax.forward import check_fields, check_floating
+from jax_streamk.flax.forward import check_fields
 
 
 def check_experts(layer: Any) -> None:
@@ -18,7 +18,7 @@ def check_experts(layer: Any) -> None:
     check_fields(layer, None)
     name = type(layer).__name__
     for what in ("num_experts", "experts_per_token"):
-        integer(f"{name}: {what}", getattr(layer, what))
+        object.__setattr__(layer, what, integer(f"{name}: {what}", getattr(layer, what)))  # linen's are frozen
     if layer.experts_per_token > layer.num_experts:
         raise ValueError(
             f"{name}: experts_per_token is {layer.experts_per_token}; it must be from 1 to num_experts, "
@@ -32,7 +32,8 @@ def mixture(
     """The layers' result and load-balancing loss, of promoted arrays and the router's result."""
     params: dict[str, Any] = dict(precision=layer.precision, schedule=layer.schedule)
     experts, top_k = layer.num_experts, layer.experts_per_token
-    check_floating(layer, inputs.dtype)
+    if not jnp.issubdtype(inputs.dtype, jnp.floating):
+        raise TypeError(f"{type(layer).__name__}: input and parameters promote to {inputs.dtype}; it must be floating")
     tokens = inputs.reshape(-1, inputs.shape[-1])
     dtype = wide(inputs.dtype)
     probabilities = jax.nn.softmax(logits.reshape(-1, experts).astype(dtype))

@@ -24,13 +24,6 @@ def check_fields(layer: Any, dot_general: Callable[..., Any] | None) -> None:
         )
 
 
-def check_floating(layer: Any, dtype: DTypeLike) -> None:
-    """Raises TypeError unless input and parameters of a gated layer promote to a floating-point dtype."""
-    if not jnp.issubdtype(dtype, jnp.floating):
-        name = type(layer).__name__
-        raise TypeError(f"{name}: input and parameters promote to {dtype}; it must be a floating-point dtype")
-
-
 def forward(
     layer: Any,
     dot_general: Callable[..., Any] | None,

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_streamk import api
 from jax_streamk.epilogue import wide
 from jax_streamk.flax.experts import check_experts, mixture
-from jax_streamk.flax.forward import check_fields, check_floating, forward
+from jax_streamk.flax.forward import check_fields, forward
 from jax_streamk.schedules import PerPass, Schedule
 
 
@@ -122,7 +122,6 @@ class GatedMLP(linen.Module):
         projections = (_Projection(self.hidden_features, name=name, **fields) for name in ("gate_proj", "up_proj"))
         (gate, b_gate), (up, b_up) = (projection(in_features) for projection in projections)
         x, gate, up, b_gate, b_up = promote_dtype(inputs, gate, up, b_gate, b_up, dtype=self.dtype)
-        check_floating(self, x.dtype)
         hidden = api.gated_linear(
             x, gate, up, b_gate, b_up, activation=self.activation, precision=self.precision, schedule=self.schedule
         )
@@ -182,8 +181,7 @@ class MoE(linen.Module):
     Raises:
       TypeError: schedule is not a schedule, or (when called) input and parameters promote to complex numbers.
       ValueError: there is no such activation, a number of experts is not a positive integer, there are fewer experts
-        than each token is routed to, or no kernel can run a
-        product under the schedule.
+        than each token is routed to, or no kernel can run a product under the schedule.
     """
 
     hidden_features: int

@@ -20,7 +20,7 @@ from jax_streamk.accelerate import Accelerated, P, R, Where, check_results
 from jax_streamk.accelerate import accelerate as _accelerate
 from jax_streamk.epilogue import wide
 from jax_streamk.flax.experts import check_experts, mixture
-from jax_streamk.flax.forward import check_fields, check_floating, forward
+from jax_streamk.flax.forward import check_fields, forward
 from jax_streamk.products import Products
 from jax_streamk.schedules import PerPass, Schedule
 
@@ -120,7 +120,6 @@ class GatedMLP(nnx.Module):
         gate, up = self.gate_proj, self.up_proj
         parameters = (None if x is None else x[...] for x in (gate.kernel, up.kernel, gate.bias, up.bias))
         promoted = gate.promote_dtype((inputs, *parameters), dtype=gate.dtype)
-        check_floating(self, promoted[0].dtype)
         hidden = api.gated_linear(
             *promoted, activation=self.activation, precision=gate.precision, schedule=self.schedule,
             preferred_element_type=gate.preferred_element_type,
@@ -162,8 +161,7 @@ class MoE(nnx.Module):
     Raises:
       TypeError: schedule is not a schedule, or (when called) input and parameters promote to complex numbers.
       ValueError: there is no such activation, a number of experts is not a positive integer, there are fewer experts
-        than each token is routed to, or (when called) no kernel
-        can run a product under the schedule.
+        than each token is routed to, or (when called) no kernel can run a product under the schedule.
     """
 
     def __init__(
@@ -190,11 +188,11 @@ class MoE(nnx.Module):
         check_experts(self)
         fields: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, precision=precision, schedule=schedule)
         self.gate = Linear(
-            in_features, num_experts, use_bias=False, kernel_init=router_init, rngs=rngs,
+            in_features, self.num_experts, use_bias=False, kernel_init=router_init, rngs=rngs,
             preferred_element_type=wide(jnp.dtype(dtype or param_dtype)), **fields,
         )  # fmt: skip
 
-        @nnx.split_rngs(splits=num_experts)
+        @nnx.split_rngs(splits=self.num_experts)
         @functools.partial(nnx.vmap, transform_metadata={nnx.PARTITION_NAME: partition_name})
         def experts_of(rngs: nnx.Rngs) -> GatedMLP:
             return GatedMLP(
