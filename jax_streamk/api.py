@@ -64,10 +64,10 @@ def _dispatched(*operands: str, jaxs: Callable[..., Any] | None) -> Callable[[F]
         def is_for_compiled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
             if not compat.outside_of_traces() or (len(args) > len(positional) and not variadic):
                 return False
+            if not kwargs.keys() <= parameters.keys():
+                return False  # the function itself raises a plain TypeError
             names = (*positional, *[operands[-1]] * (len(args) - len(positional)))
             for name, x in (*zip(names, args), *kwargs.items()):
-                if name not in parameters:
-                    return False  # the function itself raises a plain TypeError
                 if name not in operands:
                     try:
                         hash(x)

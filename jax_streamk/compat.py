@@ -562,8 +562,7 @@ def evaluated(closed, *args):
         return _copied(trace, jaxpr, closed.consts, *args)
     # A literal has lost the weak type of the number that it was.
     results = zip(jax.core.eval_jaxpr(jaxpr, closed.consts, *args), closed.out_avals)
-    is_weak = lambda aval: getattr(aval, "weak_type", False)
-    return [with_weak_type(x, True) if is_weak(aval) and not is_weak(jax.typeof(x)) else x for x, aval in results]
+    return [with_weak_type(x, True) if getattr(aval, "weak_type", False) else x for x, aval in results]
 
 
 def _copied(trace, jaxpr, consts, *args):

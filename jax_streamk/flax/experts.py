@@ -14,7 +14,7 @@ from jax_streamk.flax.forward import check_fields
 
 
 def check_experts(layer: Any) -> None:
-    """Raises what the layers' docstrings say about their fields."""
+    """Raises what the layers' docstrings say about their fields, and makes numbers of experts ints."""
     check_fields(layer, None)
     name = type(layer).__name__
     for what in ("num_experts", "experts_per_token"):
