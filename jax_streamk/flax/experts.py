@@ -1,6 +1,7 @@
 """What a mixture of experts computes, and the checks of the fields that only these layers have."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,16 +28,21 @@ def check_experts(layer: Any) -> None:
 
 
 def mixture(
-    layer: Any, inputs: jax.Array, logits: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
+    layer: Any,
+    router: Callable[[jax.Array], jax.Array],
+    inputs: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    down: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """The layers' result and load-balancing loss, of promoted arrays and the router's result."""
+    """The layers' result and load-balancing loss, of promoted arrays."""
     params: dict[str, Any] = dict(precision=layer.precision, schedule=layer.schedule)
     experts, top_k = layer.num_experts, layer.experts_per_token
     if not jnp.issubdtype(inputs.dtype, jnp.floating):
         raise TypeError(f"{type(layer).__name__}: input and parameters promote to {inputs.dtype}; it must be floating")
     tokens = inputs.reshape(-1, inputs.shape[-1])
     dtype = wide(inputs.dtype)
-    probabilities = jax.nn.softmax(logits.reshape(-1, experts).astype(dtype))
+    probabilities = jax.nn.softmax(router(inputs).reshape(-1, experts).astype(dtype))
     weights, chosen = lax.top_k(probabilities, top_k)
     if layer.normalize:
         weights /= weights.sum(-1, keepdims=True)

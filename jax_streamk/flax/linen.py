@@ -219,7 +219,5 @@ class MoE(linen.Module):
         )  # fmt: skip
         kernels = experts(self.hidden_features, self.kernel_init, self.param_dtype, name="experts")(features)
         x, router, *kernels = promote_dtype(inputs, router, *kernels, dtype=self.dtype)
-        logits = api.matmul(
-            x, router, precision=self.precision, preferred_element_type=wide(x.dtype), schedule=self.schedule
-        )  # fmt: skip
-        return mixture(self, x, logits, *kernels)
+        params: Any = dict(precision=self.precision, preferred_element_type=wide(x.dtype), schedule=self.schedule)
+        return mixture(self, lambda x: api.matmul(x, router, **params), x, *kernels)

@@ -211,7 +211,7 @@ class MoE(nnx.Module):
         experts = self.experts
         kernels = (x.kernel[...] for x in (experts.gate_proj, experts.up_proj, experts.down_proj))
         x, *kernels = experts.gate_proj.promote_dtype((inputs, *kernels), dtype=self.dtype)
-        return mixture(self, x, self.gate(x), *kernels)
+        return mixture(self, self.gate, x, *kernels)
 
 
 @overload
