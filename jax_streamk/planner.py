@@ -168,21 +168,28 @@ def kernels_for(platform):
 
 @functools.cache
 def _registry(platform):
-    """A platform's kernels by name, and as ``_ffi.Kernels`` by operand types, math, majorness and whether gated."""
+    """A platform's kernels by name, and as ``_ffi.Kernels`` by the problems that they may run.
+
+    Those are told by operand types, math, majorness, whether gated, ragged, and whether B has few columns.
+    """
     by_name: dict[str, _ffi.KernelInfo] = {}
     by_problem: dict[tuple, list[_ffi.KernelInfo]] = {}
     for kernel in kernels_for(platform):
         by_name[kernel.name] = kernel
         majors = {(kernel.major_a, kernel.major_b)}
+        majors_of_few = set()
         if kernel.family == _ffi.Family.sm90 and kernel.math == _ffi.Math.tf32x3:
             # Operands are copied in two parts anyway (repack.h).
             majors = set(itertools.product((_ffi.Major.row, _ffi.Major.column), repeat=2))
         elif kernel.family == _ffi.Family.sm90 and kernel.math == _ffi.Math.tf32 and kernel.major_a == kernel.major_b:
             # No TF32 wgmma reads A along m and B along n: one of them is transposed first (repack.h).
             majors.add((_ffi.Major.column, _ffi.Major.row))
-        for major_a, major_b in majors:
-            key = (kernel.type_a, kernel.type_b, kernel.math, major_a, major_b, kernel.gated, kernel.ragged)
-            by_problem.setdefault(key, []).append(kernel)
+        elif kernel.family == _ffi.Family.sm90 and kernel.math == _ffi.Math.native:
+            majors_of_few.add((kernel.major_a, _ffi.Major.row))  # few columns are transposed first (repack.h)
+        for few in (False, True):
+            for major_a, major_b in majors | majors_of_few if few else majors:
+                key = (kernel.type_a, kernel.type_b, kernel.math, major_a, major_b, kernel.gated, kernel.ragged, few)
+                by_problem.setdefault(key, []).append(kernel)
     return by_name, {key: _ffi.Kernels(kernels) for key, kernels in by_problem.items()}
 
 
@@ -235,7 +242,8 @@ def make_plan(problem, schedule, device):
 def choose(problem, wanted, device, **listed):
     """The ``_ffi.Choice`` for a native schedule; None considers every deterministic one."""
     ragged = _ffi.Ragged.none if device.platform == "cpu" else problem.ragged  # host kernels run all
-    key = (problem.type_a, problem.type_b, problem.math, problem.major_a, problem.major_b, problem.gated, ragged)
+    majors, few = (problem.major_a, problem.major_b), problem.n < 8
+    key = (problem.type_a, problem.type_b, problem.math, *majors, problem.gated, ragged, few)
     kernels = _registry(device.platform)[1].get(key) or _ffi.Kernels([])
     return _ffi.choose(kernels, problem.native(), wanted, device.native(), machine_of(device).native, **listed)
 

@@ -925,9 +925,9 @@ def test_a_gpu_leaves_products_that_fill_no_tile_to_xla():
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("extents", [(6144, 4, 2048), (14336, 4, 128), (512, 6, 8192), (20000, 3, 1000)])
 def test_few_columns_stream_a(extents, dtype):
-    """B is read as it is, and A at about the speed of memory."""
+    """B is read as it is, or transposed by a copy of its own size, and A at about the speed of memory."""
     made = plan(*products(*extents, dtype=dtype), device=jax_streamk.H200)
-    assert re.fullmatch(r"skinny_.*_rr_64x8x128.*_narrow", made.kernel) and made.policy.evict_first_a
+    assert re.fullmatch(r"skinny_.*_rr_64x8x128.*_narrow|sm90_.*_rc_.*", made.kernel) and made.policy.evict_first_a
     launch = machines.machine_of(made.device).launch_us
     assert made.microseconds < 2 * (launch + made.limit.microseconds)
     by_columns = plan(
@@ -955,6 +955,26 @@ def test_narrow_kernels_run_every_majorness(n, columns):
     assert _ffi.estimate(kernel, *parts, machines.machine_of(made.device).native).microseconds > 0
     found = _ffi.choose(_ffi.Kernels([kernel]), problem, schedule, device, machines.machine_of(made.device).native)
     assert found.candidates and found.workspace_bytes == 0
+
+
+@NEEDS_SM90
+def test_kernels_of_a_column_major_b_transpose_few_columns():
+    kernels = planner._registry("cuda")[0]
+    for name in ("sm90_bf16_bf16_rc_64x16x128_1x1_pingpong_swap", "sm90_f16_f16_cc_64x64x128_1x1_pingpong"):
+        kernel = kernels[name]
+        lda = 520 if kernel.major_a == _ffi.Major.row else 1000
+        for n in (1, 7, 8, 64):
+            problem = _ffi.GemmProblem(
+                1, 1000, n, 520, kernel.type_a, kernel.type_a, kernel.type_a, _ffi.Math.native, kernel.major_a,
+                _ffi.Major.row, lda, n, n, 0, 0, 0,
+            )  # fmt: skip
+            schedule, device = _ffi.Schedule(_ffi.ScheduleKind.data_parallel), jax_streamk.H200
+            machine = machines.machine_of(device).native
+            found = _ffi.choose(_ffi.Kernels([kernel]), problem, schedule, device.native(), machine)
+            if n < 8:
+                assert found.candidates and 2 * 520 * n <= found.workspace_bytes <= 2 * 576 * n + 256
+            else:
+                assert not found.candidates and "B column-major" in found.refusal
 
 
 @pytest.mark.left_to_xla

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 #include <vector>
 
 #include "cutlass_kernels/core/cuda_kernel.h"
@@ -70,14 +71,15 @@ __global__ __launch_bounds__(kCopiers) void copy_rows(__grid_constant__ Copies c
   }
 }
 
-// An f32 matrix, K-major or not, copied square by square into `rows` rows along K. With `part`, a copied row holds two
-// TF32 parts of that length, padded with zeros: the nearest TF32 numbers (large), and the remainders (small).
+// A matrix, K-major or not, copied square by square into `rows` rows along K. With `part`, a copied row of f32 holds
+// two TF32 parts of that length, padded with zeros: the nearest TF32 numbers (large), and the remainders (small).
+template <class Element>
 struct Squares {
-  float const* from;
-  float* to;
+  Element const* from;
+  Element* to;
   int64_t batches, rows, k, ld_from, batch_stride_from, ld_to, batch_stride_to;
   bool along_k;              // whether `from` is K-major
-  int64_t part = 0;          // 0: plain f32
+  int64_t part = 0;          // 0: elements as they are
   bool small_first = false;  // the order of the parts
 
   static constexpr int kSide = 32, kThreads = 8;  // a block of kSide x kThreads threads copies squares of kSide
@@ -87,25 +89,26 @@ struct Squares {
 };
 
 // One or two matrices, selected by the grid's y.
-__global__ void copy_squares(Squares first, Squares second) {
+template <class Element>
+__global__ void copy_squares(Squares<Element> first, Squares<Element> second) {
   let_dependents_start();
-  constexpr int kSide = Squares::kSide, kStep = Squares::kThreads;
-  __shared__ float square[kSide][kSide + 1];  // padded: the elements of a column are in different banks
-  Squares const p = blockIdx.y == 0 ? first : second;
+  constexpr int kSide = Squares<Element>::kSide, kStep = Squares<Element>::kThreads;
+  __shared__ Element square[kSide][kSide + 1];  // padded: the elements of a column are in different banks
+  Squares<Element> const p = blockIdx.y == 0 ? first : second;
   int const x = threadIdx.x;
   for (int64_t at = blockIdx.x; at < p.squares(); at += gridDim.x) {
     int64_t const of_all = p.across.divide(at), batch = p.down.divide(of_all);
     int64_t const k = (at - of_all * p.across.size) * kSide, row = (of_all - batch * p.down.size) * kSide;
-    float const* const from = p.from + batch * p.batch_stride_from;
-    float* const to = p.to + batch * p.batch_stride_to + row * p.ld_to + k + x;
-    float values[kSide / kStep];
+    Element const* const from = p.from + batch * p.batch_stride_from;
+    Element* const to = p.to + batch * p.batch_stride_to + row * p.ld_to + k + x;
+    Element values[kSide / kStep];
 #pragma unroll
     for (int i = 0; i < kSide / kStep; ++i) {
       int const y = threadIdx.y + i * kStep;
       int64_t const at_row = row + (p.along_k ? y : x), at_k = k + (p.along_k ? x : y);
       values[i] = at_row < p.rows && at_k < p.k
                       ? __ldg(from + (p.along_k ? at_row * p.ld_from + at_k : at_k * p.ld_from + at_row))
-                      : 0;
+                      : Element{};
     }
     if (!p.along_k) {
 #pragma unroll
@@ -119,13 +122,15 @@ __global__ void copy_squares(Squares first, Squares second) {
     for (int i = 0; i < kSide / kStep; ++i) {
       int const y = threadIdx.y + i * kStep;
       if (row + y >= p.rows || k + x >= p.columns) break;
-      if (p.part == 0) {
-        to[y * p.ld_to] = values[i];
-        continue;
+      if constexpr (std::is_same_v<Element, float>) {
+        if (p.part != 0) {
+          float const large = __uint_as_float(to_tf32(values[i])), small = __uint_as_float(to_tf32(values[i] - large));
+          to[y * p.ld_to] = p.small_first ? small : large;
+          to[y * p.ld_to + p.part] = p.small_first ? large : small;
+          continue;
+        }
       }
-      float const large = __uint_as_float(to_tf32(values[i])), small = __uint_as_float(to_tf32(values[i] - large));
-      to[y * p.ld_to] = p.small_first ? small : large;
-      to[y * p.ld_to + p.part] = p.small_first ? large : small;
+      to[y * p.ld_to] = values[i];
     }
   }
 }
@@ -150,21 +155,23 @@ bool can_copy(GemmProblem const& p, Repack const& repack) {
                   repack.b ? pieces_of(p, q.b.major, p.k, p.n, p.b.batch_stride) : 0) < INT32_MAX - kCopiers;
 }
 
-Status launch_copies(GemmProblem const& p, Repack const& repack, bool swap_ab, Buffers& buffers, cudaStream_t stream) {
+template <class Element>
+Status launch_copies_of(GemmProblem const& p, Repack const& repack, bool swap_ab, Buffers& buffers,
+                        cudaStream_t stream) {
   GemmProblem const& q = repack.problem;
   auto* to = static_cast<char*>(buffers.workspace);
   Copies copies;
-  std::vector<Squares> squares;
+  std::vector<Squares<Element>> squares;
   // Adds a copy of an m x n matrix, and points `matrix` to it. Transposed and split copies are Squares.
   auto const add = [&](void const*& matrix, Major major, Major as, int64_t m, int64_t n, int64_t ld, int64_t ld_to,
                        int64_t batch_stride, int64_t batch_stride_to, bool small_first, int64_t bytes) {
     int64_t const batches = batch_stride != 0 ? p.batch : 1, extent = as == Major::kRow ? m : n,
                   columns = as == Major::kRow ? n : m;
     if (major != as || repack.part > 0) {
-      squares.push_back({static_cast<float const*>(matrix), reinterpret_cast<float*>(to), batches, extent, columns, ld,
-                         batch_stride, ld_to, batch_stride_to, major == as, repack.part, small_first});
+      squares.push_back({static_cast<Element const*>(matrix), reinterpret_cast<Element*>(to), batches, extent, columns,
+                         ld, batch_stride, ld_to, batch_stride_to, major == as, repack.part, small_first});
     } else {
-      int64_t const halves = size_of(p.a.format) / 2;
+      constexpr int64_t halves = sizeof(Element) / 2;
       copies.of[copies.count++] = {static_cast<uint16_t const*>(matrix),
                                    reinterpret_cast<uint16_t*>(to),
                                    columns * halves,
@@ -187,16 +194,21 @@ Status launch_copies(GemmProblem const& p, Repack const& repack, bool swap_ab, B
         repack.bytes_b);
   buffers.workspace = to;
   if (!squares.empty()) {
-    Squares const &first = squares.front(), &last = squares.back();
-    copy_squares<<<dim3(blocks_for(std::max(first.squares(), last.squares())), static_cast<unsigned>(squares.size())),
-                   dim3(Squares::kSide, Squares::kThreads), 0, stream>>>(first, last);
-    if (Status status = from_cuda(cudaGetLastError(), "launching the copy of operands of f32"); !status.ok())
+    Squares<Element> const &first = squares.front(), &last = squares.back();
+    dim3 const blocks(blocks_for(std::max(first.squares(), last.squares())), static_cast<unsigned>(squares.size()));
+    copy_squares<<<blocks, dim3(first.kSide, first.kThreads), 0, stream>>>(first, last);
+    if (Status status = from_cuda(cudaGetLastError(), "launching the copy of transposed operands"); !status.ok())
       return status;
   }
   if (copies.count == 0) return {};
   int const warps = kCopiers / 32, blocks = (std::max(copies.of[0].pieces, copies.of[1].pieces) + warps - 1) / warps;
   copy_rows<<<dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(copies.count)), kCopiers, 0, stream>>>(copies);
   return from_cuda(cudaGetLastError(), "launching the copy of misaligned matrices");
+}
+
+Status launch_copies(GemmProblem const& p, Repack const& repack, bool swap_ab, Buffers& buffers, cudaStream_t stream) {
+  auto const& launch = size_of(p.a.format) == 2 ? launch_copies_of<uint16_t> : launch_copies_of<float>;
+  return launch(p, repack, swap_ab, buffers, stream);
 }
 
 }  // namespace jax_streamk

@@ -18,6 +18,8 @@ bool has_misaligned_d(GemmProblem const& p) {
 }
 
 constexpr double kMostElements = 1e15;  // per copy: more than any GPU holds, and the bytes still fit 64 bits
+// A row-major 16-bit B of fewer columns is not aligned for TMA: transposed, its copy has few long lines.
+constexpr int64_t kFewColumns = 8;
 
 Repack repack_of(KernelInfo const& info, GemmProblem const& p) {
   Repack out;
@@ -28,8 +30,9 @@ Repack repack_of(KernelInfo const& info, GemmProblem const& p) {
   auto const copy = [&](Role role, KernelOperand const& wanted, Layout& copied, int64_t& bytes) {
     Operand x = p.operand(role);
     // wgmma takes K-major TF32 only; in some kernels one operand goes through registers instead.
-    bool const known = x.major == Major::kRow || x.major == Major::kColumn;
-    bool const transposes = known && x.major != wanted.major && info.math != Math::kNative;
+    bool const known = x.major == Major::kRow || x.major == Major::kColumn,
+               few = role == Role::kB && x.major == Major::kRow && p.n < kFewColumns && size_of(x.format) == 2;
+    bool const transposes = known && x.major != wanted.major && (info.math != Math::kNative || few);
     if (transposes) x.major = wanted.major;
     // The parts of split operands are K-major.
     int64_t const contiguous = splits ? 2 * out.part : x.contiguous(), lines = x.lines(), size = size_of(x.format);

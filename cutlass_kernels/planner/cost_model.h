@@ -48,7 +48,7 @@ class Estimator {
   double least() const { return least_; }
   Tiling const& tiling() const { return launch_.tiling; }
   KernelTraits const& traits() const { return launch_.traits; }
-  bool copies() const { return launch_.repacked.launches > 0; }
+  bool copies_rows() const { return launch_.repacked.bytes() > launch_.repacked.bytes_rearranged; }
 
   Wave first_wave(Raster, int32_t swizzle) const;
   // The time L2 and DRAM need to serve a wave, per byte of K: orders of tiles are ranked by it.

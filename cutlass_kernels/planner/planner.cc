@@ -97,7 +97,7 @@ class Search {
     bool const reads_few = !wanted_ && reads_few_columns();
     for (size_t const i : promising_) {
       if (estimators_[i].least() > limit()) break;
-      if (reads_few && estimators_[i].copies()) continue;
+      if (reads_few && estimators_[i].copies_rows()) continue;
       for (size_t kind = 0; kind < kinds_.size(); ++kind)
         if (!kinds_[kind].empty() && can_run(*kernels_[i], p_, kinds_[kind][0], device_)) try_kind(i, kind);
     }
@@ -127,7 +127,7 @@ class Search {
     }
   };
 
-  // Whether a kernel reads the few columns of B as they are. The copy that others need has a warp for each k, and was
+  // Whether a kernel reads the few columns of B as they are. A copy of its rows has a warp for each k, and was
   // measured to take 1 to 3 us longer than its launch.
   bool reads_few_columns() const {
     for (size_t i = 0; i < kernels_.size(); ++i)
