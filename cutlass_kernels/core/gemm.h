@@ -283,11 +283,12 @@ constexpr int64_t align_workspace(int64_t bytes) {
   return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
 }
 
-// Bytes of the counter by which a ragged kernel's CTAs take tiles. They take turns where groups cut K, since there
-// tiles are sorted by length, or have at most one tile of rows on average: few CTAs read the same matrix then.
+// Bytes of the counter by which a ragged kernel's CTAs take tiles. Where groups have at most one tile of rows on
+// average, they take turns: few CTAs read the same matrix, and zeroing the counter takes 2 us.
 inline int64_t counter_bytes(KernelInfo const& info, GemmProblem const& p) {
   int64_t const tile_rows = info.swap_ab ? info.tile_n : info.tile_m;
-  return info.ragged == Ragged::kM && p.m > p.batch * tile_rows ? align_workspace(sizeof(uint32_t)) : 0;
+  bool const counts = info.ragged == Ragged::kK || (info.ragged == Ragged::kM && p.m > p.batch * tile_rows);
+  return counts ? align_workspace(sizeof(uint32_t)) : 0;
 }
 
 struct Resources {

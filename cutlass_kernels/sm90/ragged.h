@@ -153,7 +153,7 @@ class RaggedScheduler {
     table.row_tiles = before + row_tiles(params.extent - table.begins[params.groups]);
   }
 
-  // Called by all threads after fill: with the longest tiles first, CTAs that take turns end at about the same time.
+  // Called by all threads after fill: with the longest tiles first, none of them is left when others are done.
   CUTLASS_DEVICE static void sort(Params const& params, Table& table) {
     if constexpr (kRows) return;
     for (int32_t group = threadIdx.x; group < params.groups; group += blockDim.x) {
@@ -253,11 +253,7 @@ class RaggedScheduler {
   }
 
  private:
-  // Where tiles get shorter, every second round goes backwards: after a round's longest tile comes the next's shortest.
-  CUTLASS_DEVICE static int32_t in_turns(int32_t ordinal) {
-    bool const backwards = !kRows && ordinal % 2 != 0;
-    return (backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x) + ordinal * gridDim.x;
-  }
+  CUTLASS_DEVICE static int32_t in_turns(int32_t ordinal) { return blockIdx.x + ordinal * gridDim.x; }
 
   CUTLASS_DEVICE int32_t index_of(int32_t ordinal) const {
     if (ordinal == 0 || params_.taken == nullptr || is_idle()) return in_turns(ordinal);
