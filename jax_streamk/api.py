@@ -433,7 +433,7 @@ def gated_linear(
     return compat.with_weak_type(out, weak)
 
 
-@_dispatched("lhs", "rhs", "group_sizes", "group_offset", "bias", jaxs=None)
+@_dispatched("lhs", "rhs", "group_sizes", "group_offset", "lhs_indices", "bias", jaxs=None)
 def ragged_dot(
     lhs: ArrayLike,
     rhs: ArrayLike,
@@ -442,6 +442,7 @@ def ragged_dot(
     preferred_element_type: DTypeLike | None = None,
     group_offset: ArrayLike | None = None,
     *,
+    lhs_indices: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     activation: str | None = None,
     schedule: Schedule | PerPass | None = None,
@@ -461,6 +462,8 @@ def ragged_dot(
       group_offset: integer of shape (1,), or None: the first group of ``rhs`` is group ``group_offset[0]`` of
         ``group_sizes``, which then may have more groups than rhs. Rows of the others are in no group. It is clamped to
         groups that exist. lax has the argument, and refuses it.
+      lhs_indices: integers of shape (m,), or None: row i of the product is of ``lhs[lhs_indices[i]]``, where lhs has
+        shape (rows, k). Each is clamped to [0, rows). Derivatives for lhs are added up as JAX's indexing does.
       bias: array of shape (g, n), or None. Sums, bias and activation are computed in float32 (float64 for float64).
       activation: None, or one of those of ``linear``.
       schedule: ``Auto()`` or ``DataParallel()``; as in ``matmul``.
@@ -477,19 +480,21 @@ def ragged_dot(
     name, schedule = "ragged_dot", check_schedule(schedule)
     check_activation(name, activation)
     lhs, rhs = (_array(name, x, given) for x, given in (("lhs", lhs), ("rhs", rhs)))
-    sizes, leading = _group_sizes(name, group_sizes, group_offset, lhs, rhs=rhs)
-    _check_ragged(name, lhs, sizes, leading, rhs=rhs)
+    indices = [] if lhs_indices is None else [_array(name, "lhs_indices", lhs_indices)]
+    rows = _rows(name, lhs, *indices)
+    sizes, leading = _group_sizes(name, group_sizes, group_offset, rows, rhs=rhs)
+    _check_ragged(name, rows, sizes, leading, rhs=rhs)
     params = _ragged_params(lhs, rhs, precision, preferred_element_type)
     if bias is not None or activation is not None:
         dtype = _floating(name, lhs, rhs, params["preferred_element_type"])
         params["preferred_element_type"] = dtype
     biases = _biases(name, params["preferred_element_type"], (rhs.shape[0], rhs.shape[2]), bias=bias)
     epilogue = Epilogue(activation, has_bias=bool(biases))
-    params |= dict(numbers=ragged.BASIC, schedule=schedule, leading=leading)
-    return ragged.bind(lhs, rhs, sizes, *biases, epilogue=epilogue, **params)
+    params |= dict(numbers=ragged.BASIC, schedule=schedule, leading=leading, gathers=bool(indices))
+    return ragged.bind(lhs, rhs, sizes, *biases, *indices, epilogue=epilogue, **params)
 
 
-@_dispatched("lhs", "rhs", "group_sizes", "group_offset", jaxs=None)
+@_dispatched("lhs", "rhs", "group_sizes", "group_offset", "lhs_indices", jaxs=None)
 def ragged_dot_general(
     lhs: ArrayLike,
     rhs: ArrayLike,
@@ -546,13 +551,14 @@ def ragged_dot_general(
     return ragged.bind(lhs, rhs, sizes, numbers=numbers, schedule=schedule, leading=leading, **params)
 
 
-@_dispatched("lhs", "w_gate", "w_up", "group_sizes", "b_gate", "b_up", "group_offset", jaxs=None)
+@_dispatched("lhs", "w_gate", "w_up", "group_sizes", "b_gate", "b_up", "group_offset", "lhs_indices", jaxs=None)
 def ragged_gated(
     lhs: ArrayLike,
     w_gate: ArrayLike,
     w_up: ArrayLike,
     group_sizes: ArrayLike,
     *,
+    lhs_indices: ArrayLike | None = None,
     b_gate: ArrayLike | None = None,
     b_up: ArrayLike | None = None,
     activation: str | None = "silu",
@@ -571,7 +577,7 @@ def ragged_gated(
       lhs: array of shape (m, k).
       w_gate, w_up: arrays of shape (g, k, n) and of one dtype.
       b_gate, b_up: arrays of shape (g, n), converted to the result's dtype; or None, which is zero.
-      group_sizes, precision, preferred_element_type, group_offset: as in ``ragged_dot``.
+      group_sizes, lhs_indices, precision, preferred_element_type, group_offset: as in ``ragged_dot``.
       activation: None, or one of those of ``linear``.
       schedule: ``Auto()`` or ``DataParallel()``; as in ``matmul``.
 
@@ -589,14 +595,18 @@ def ragged_gated(
     if (rhs.shape, rhs.dtype) != (up.shape, up.dtype):
         kinds = f"w_gate is {rhs.dtype} of shape {rhs.shape} and w_up {up.dtype} of shape {up.shape}"
         raise ValueError(f"{name}: {kinds}; they must be alike")
-    sizes, leading = _group_sizes(name, group_sizes, group_offset, lhs, w_gate=rhs)
-    _check_ragged(name, lhs, sizes, leading, w_gate=rhs)
+    indices = [] if lhs_indices is None else [_array(name, "lhs_indices", lhs_indices)]
+    rows = _rows(name, lhs, *indices)
+    sizes, leading = _group_sizes(name, group_sizes, group_offset, rows, w_gate=rhs)
+    _check_ragged(name, rows, sizes, leading, w_gate=rhs)
     params = _ragged_params(lhs, rhs, precision, preferred_element_type)
     dtype = _floating(name, lhs, rhs, params["preferred_element_type"])
-    params |= dict(preferred_element_type=dtype, numbers=ragged.BASIC, schedule=schedule, leading=leading)
+    params |= dict(preferred_element_type=dtype, numbers=ragged.BASIC, schedule=schedule)
     biases = _biases(name, dtype, (rhs.shape[0], rhs.shape[2]), b_gate=b_gate, b_up=b_up)
     epilogue = Epilogue(activation, has_bias=bool(biases), gate="pair")
-    return ragged.bind(lhs, rhs, sizes, up, *biases, epilogue=epilogue, **params)
+    return ragged.bind(
+        lhs, rhs, sizes, up, *biases, *indices, epilogue=epilogue, leading=leading, gathers=bool(indices), **params
+    )
 
 
 def _ragged_params(lhs: Shaped, rhs: Shaped, precision: Any, preferred_element_type: Any) -> dict[str, Any]:
@@ -606,8 +616,23 @@ def _ragged_params(lhs: Shaped, rhs: Shaped, precision: Any, preferred_element_t
     )
 
 
+def _rows(name: str, lhs: Shaped, *indices: Shaped) -> Shaped:
+    """The type of the rows of lhs that a product has: those that indices choose, or all."""
+    if not indices or len(lhs.shape) != 2:
+        return lhs
+    (chosen,) = indices
+    shape = tuple(chosen.shape)
+    if not jnp.issubdtype(chosen.dtype, np.integer):
+        raise TypeError(f"{name}: lhs_indices has dtype {chosen.dtype}; it must be integers")
+    if len(shape) != 1:
+        raise ValueError(f"{name}: lhs_indices has shape {shape}; it must be (m,), an index for each row of the result")
+    if lhs.shape[0] == 0 and shape[0] > 0:
+        raise ValueError(f"{name}: lhs_indices has shape {shape}, and lhs, of shape {tuple(lhs.shape)}, no rows")
+    return ragged.rows_of(lhs, chosen)
+
+
 def _group_sizes(
-    name: str, group_sizes: Any, group_offset: Any, lhs: jax.Array, *, groups: int | None = None, extent: int = 0,
+    name: str, group_sizes: Any, group_offset: Any, lhs: Shaped, *, groups: int | None = None, extent: int = 0,
     **rhs: jax.Array,
 ) -> tuple[jax.Array, bool]:  # fmt: skip
     """The sizes of the groups of rhs, and whether that of the rows before them precedes them."""
@@ -764,6 +789,7 @@ def plan(
     beta: float = 1.0,
     gate: bool = False,
     group_sizes: Shaped | None = None,
+    lhs_indices: Shaped | None = None,
 ) -> Plan:
     """The ``Plan`` of a product on one device, without running it.
 
@@ -784,6 +810,7 @@ def plan(
       group_sizes: the integers of a ragged product, or anything with their shape and dtype: plans ``ragged_dot(lhs,
         rhs, group_sizes)``, or, with gate, ``ragged_gated``, or, with dimension_numbers, ``ragged_dot_general``. If it
         has more groups than rhs, it is for any group_offset. A plan does not depend on the sizes.
+      lhs_indices: those of ``ragged_dot`` and ``ragged_gated``, or anything with their shape and dtype.
 
     Raises:
       TypeError, ValueError: as ``matmul``, ``dot_general``, ``linear`` and ``gated_linear``.
@@ -796,6 +823,9 @@ def plan(
     permutation, gate = None, _flag("gate", gate)
     bias, residual = _flag("bias", bias), _flag("residual", residual)
     alpha, beta = _factor("plan", "alpha", alpha), _factor("plan", "beta", beta)
+    indices = [] if lhs_indices is None else [_shaped("lhs_indices", lhs_indices)]
+    if indices and (group_sizes is None or dimension_numbers is not None):
+        raise ValueError("plan: lhs_indices is with group_sizes, and without dimension_numbers")
     if group_sizes is not None:
         if residual or alpha != 1 or beta != 1 or (dimension_numbers is not None and (gate or bias or activation)):
             raise ValueError(
@@ -804,8 +834,8 @@ def plan(
             )
         epilogue = Epilogue(activation, has_bias=bias, gate="pair" if gate else None)
         return _plan_ragged(
-            lhs, rhs, _shaped("group_sizes", group_sizes), dimension_numbers, epilogue=epilogue, schedule=schedule,
-            device=device_of(device), **_ragged_params(lhs, rhs, precision, preferred_element_type),
+            lhs, rhs, _shaped("group_sizes", group_sizes), indices, dimension_numbers, epilogue=epilogue,
+            schedule=schedule, device=device_of(device), **_ragged_params(lhs, rhs, precision, preferred_element_type),
         )  # fmt: skip
     if gate:
         if dimension_numbers is not None or residual or alpha != 1 or beta != 1:
@@ -842,23 +872,23 @@ def plan(
 
 
 def _plan_ragged(
-    lhs: Shaped, rhs: Shaped, sizes: Shaped, numbers: Any, *, epilogue: Epilogue, schedule: Any, device: Device,
-    **params: Any,
+    lhs: Shaped, rhs: Shaped, sizes: Shaped, indices: list[jax.ShapeDtypeStruct], numbers: Any, *, epilogue: Epilogue,
+    schedule: Any, device: Device, **params: Any,
 ) -> Plan:  # fmt: skip
     if not jnp.issubdtype(sizes.dtype, np.integer):
         raise TypeError(f"plan: group_sizes has dtype {sizes.dtype}; it must be integers")
-    leading = False
+    leading, rows = False, _rows("plan", lhs, *indices)
     if numbers is None:
         groups = rhs.shape[0] if rhs.shape else 0
         if len(sizes.shape) == 1 and sizes.shape[0] > groups:
             leading, sizes = True, jax.ShapeDtypeStruct((groups + 1,), sizes.dtype)
-        _check_ragged("plan", lhs, sizes, leading, rhs=rhs)
+        _check_ragged("plan", rows, sizes, leading, rhs=rhs)
         numbers = ragged.BASIC
     kind = _check_numbers("plan", numbers, lhs)
     _check_sizes("plan", sizes)
     laxs = functools.partial(lax.ragged_dot_general, ragged_dot_dimension_numbers=numbers, **params)
     of_groups = jax.ShapeDtypeStruct((*sizes.shape[:-1], sizes.shape[-1] - leading), sizes.dtype)
-    result = jax.eval_shape(laxs, lhs, rhs, of_groups)  # raises lax's errors about dimensions
+    result = jax.eval_shape(laxs, rows, rhs, of_groups)  # raises lax's errors about dimensions
     if epilogue != Epilogue():
         _check_floating("plan", result.dtype)
     params |= dict(schedule=schedule, device=device)
@@ -867,7 +897,8 @@ def _plan_ragged(
     if (why := ragged.why_not(lhs, rhs, sizes, numbers)) is not None:
         lowering.refuse_schedule(schedule, " this product", why)
         return Plan(None, device, None, None, reasons=(f"falls back to XLA: {why}",))
-    return ragged.plan(lhs, rhs, sizes, numbers=numbers, epilogue=epilogue, leading=leading, **params)[0]
+    params |= dict(numbers=numbers, epilogue=epilogue, leading=leading, gathers=bool(indices))
+    return ragged.plan(lhs, rhs, sizes, *indices, **params)[0]
 
 
 def kernels() -> list[_ffi.KernelInfo]:

@@ -113,7 +113,7 @@ def planned_ragged(eqn: Any, device: Device, **changed: Any) -> Plan:
     """``planned`` of a ragged product."""
     is_ours = eqn.primitive is ragged.ragged_p
     params = (eqn.params if is_ours else ragged.params_of(eqn, schedules.Auto())) | changed
-    return ragged.plan(*(x.aval for x in eqn.invars[:3]), device=device, **params)[0]
+    return ragged.plan(*(x.aval for x in eqn.invars), device=device, **params)[0]
 
 
 def merged_by_xla(eqn: Any, program: Program) -> str | None:

@@ -192,7 +192,7 @@ class _Fusion:
         """The kernel's equation, of the program's own operands."""
         chain, eqn = self._chain, self._product.eqn
         gate, *up = chain.matrices or (eqn.invars[1],)
-        operands = [eqn.invars[0], gate, eqn.invars[2], *up]
+        operands = [eqn.invars[0], gate, eqn.invars[2], *up, *eqn.invars[3:]]
         epilogue = Epilogue(activation=chain.activation, gate="pair" if up else None)
         params = eqn.params | dict(preferred_element_type=chain.out.aval.dtype, epilogue=epilogue)
         if not self._is_faster(self._time(operands, params)):
@@ -227,7 +227,7 @@ class _Fusion:
 
     def _time(self, operands: Sequence[Any], params: dict[str, Any]) -> float | None:
         """The expected time of a product, in microseconds; None if no kernel runs it, or a gated one is slower."""
-        lhs, rhs, *sizes = (x.aval for x in operands[: 2 + self._product.is_ragged])
+        lhs, rhs, *sizes = (x.aval for x in (operands if self._product.is_ragged else operands[:2]))
         key = lhs, rhs, *params.values()
         if not self._product.is_ragged:
             numbers = tuple(tuple(map(tuple, sides)) for sides in params["dimension_numbers"])  # batching makes lists

@@ -3,7 +3,8 @@
 Operands: lhs, rhs, group_sizes, then the epilogue's. Parameters: ``numbers``, lax's RaggedDotDimensionNumbers of a
 product in one of two forms, dimensions in any order: groups of lhs rows, (M, k) x (G, k, n) -> (M, n); or of what is
 contracted, (M, m) x (M, n) -> (G, m, n). With ``leading``, group_sizes has one size more in front, of rows in no group.
-A size below 0 counts as 0, and groups end with the last row.
+A size below 0 counts as 0, and groups end with the last row. With ``gathers``, which only the first form has, (M,)
+indices are the last operand: row i of the product is of lhs[indices[i]].
 """
 
 import functools
@@ -45,20 +46,31 @@ def why_not(lhs, rhs, group_sizes, numbers):
 
 def bind(
     lhs, rhs, group_sizes, *others, numbers, precision, preferred_element_type, schedule, epilogue=Epilogue(),
-    leading=False,
+    leading=False, gathers=False,
 ):  # fmt: skip
     """The product and its epilogue, which only groups of rows have. The other arguments are canonical."""
+    operands = lhs, rhs, group_sizes, *others
+    if gathers and compat.explicit_mesh(*map(jax.typeof, operands)) is not None:
+        operands, gathers = _gathered(*operands), False
     return ragged_p.bind(
-        *compat.match_varying(lhs, rhs, group_sizes, *others), numbers=numbers, precision=precision,
+        *compat.match_varying(*operands), numbers=numbers, precision=precision,
         preferred_element_type=preferred_element_type, schedule=schedule, epilogue=epilogue, leading=leading,
+        gathers=gathers,
     )  # fmt: skip
+
+
+def _gathered(lhs, *others):
+    """The operands of the same product without ``gathers``."""
+    *rest, indices = others
+    inside = jnp.clip(as_int32(indices), 0, limit_of(lhs.shape[0] - 1))
+    return jnp.asarray(lhs).at[inside].get(mode="promise_in_bounds"), *rest
 
 
 def params_of(eqn, schedule):
     """The parameters of the primitive for an equation of JAX's."""
     params = {name: eqn.params[name] for name in ("precision", "preferred_element_type")}
     numbers = eqn.params["ragged_dot_dimension_numbers"]
-    return params | dict(numbers=numbers, schedule=schedule, epilogue=Epilogue(), leading=False)
+    return params | dict(numbers=numbers, schedule=schedule, epilogue=Epilogue(), leading=False, gathers=False)
 
 
 def _groups_rows(numbers):
@@ -67,8 +79,10 @@ def _groups_rows(numbers):
 
 
 @ragged_p.def_effectful_abstract_eval
-def _abstract_eval(lhs, rhs, group_sizes, *others, numbers, schedule, epilogue, leading, **params):
-    del others, schedule, epilogue
+def _abstract_eval(lhs, rhs, group_sizes, *others, numbers, schedule, epilogue, leading, gathers, **params):
+    del schedule, epilogue
+    if gathers:
+        lhs = lhs.update(shape=rows_of(lhs, others[-1]).shape)
     sizes = group_sizes.update(shape=(group_sizes.shape[0] - leading,))
     typed = functools.partial(
         compat.ragged_dot_general_p.abstract_eval,
@@ -92,6 +106,11 @@ def _abstract_eval(lhs, rhs, group_sizes, *others, numbers, schedule, epilogue, 
     return compat.divided(out, mesh, [axes.get(name) for name in factors.result]), effects
 
 
+def rows_of(lhs, indices):
+    """The type of the rows that indices gather."""
+    return jax.ShapeDtypeStruct((*indices.shape, lhs.shape[1]), lhs.dtype)
+
+
 def limit_of(extent):
     """The largest size that means anything, which may be symbolic."""
     return min(extent, np.iinfo(np.int32).max) if isinstance(extent, int) else extent
@@ -106,7 +125,7 @@ def _runs(group_sizes, extent, leading):
 def xlas_product(
     lhs, rhs, group_sizes, *others, numbers, precision, preferred_element_type, epilogue=Epilogue(), leading=False
 ):
-    """What the primitive computes, by ``lax.ragged_dot_general``."""
+    """What the primitive computes, without ``gathers``, by ``lax.ragged_dot_general``."""
     dtype = preferred_element_type
     side = numbers.lhs_ragged_dimensions[0]
     runs = _runs(group_sizes, lhs.shape[side], leading)
@@ -189,19 +208,20 @@ def _spread(bias, like, group_sizes, *, leading, **_):
     return bind(ones, bias[:, None], group_sizes, numbers=BASIC, leading=leading, **params)
 
 
-def _jvp(primals, tangents, *, epilogue, **params):
+def _jvp(primals, tangents, *, epilogue, gathers, **params):
     lhs, rhs, group_sizes = primals[:3]
-    moves = [type(x) is not ad.Zero and i != 2 for i, x in enumerate(tangents)]
-    if not epilogue.is_plain:
-        # The activation's derivative needs the value before it.
+    numbers = 2, *([len(primals) - 1] if gathers else [])  # operands that are integers
+    moves = [type(x) is not ad.Zero and i not in numbers for i, x in enumerate(tangents)]
+    if gathers or not epilogue.is_plain:
+        # The activation's derivative needs the value before it, and that of rhs the rows.
+        function = bind if epilogue.is_plain else functools.partial(_apart, epilogue=epilogue)
         free = [x for x, moved in zip(primals, moves) if moved]
         velocities = [x for x, moved in zip(tangents, moves) if moved]
 
         def of_free(*given):
             taken = iter(given)
-            return _apart(
-                *(next(taken) if moved else x for x, moved in zip(primals, moves)), epilogue=epilogue, **params
-            )
+            operands = [next(taken) if moved else x for x, moved in zip(primals, moves)]
+            return function(*(_gathered(*operands) if gathers else operands), **params)
 
         return jax.jvp(of_free, free, velocities)
     out = bind(lhs, rhs, group_sizes, **params)
@@ -216,10 +236,20 @@ def _jvp(primals, tangents, *, epilogue, **params):
 ad.primitive_jvps[ragged_p] = _jvp
 
 
-def _transpose(cotangent, lhs, rhs, group_sizes, *others, numbers, schedule, epilogue, **params):
+def _transpose(cotangent, lhs, rhs, group_sizes, *others, numbers, schedule, epilogue, gathers, **params):
     """The cotangents of lhs and rhs: each a product of the same groups, with the other operand as it lies."""
-    if others or not epilogue.is_plain:
+    if not epilogue.is_plain:
         raise NotImplementedError("ragged_dot: a product with an epilogue is transposed only if differentiated")
+    if gathers:
+        operands = [lhs, rhs, group_sizes, *others]
+        at = next(i for i, x in enumerate(operands) if ad.is_undefined_primal(x))
+
+        def of_one(x):
+            given = _gathered(*operands[:at], x, *operands[at + 1 :])
+            return bind(*given, numbers=numbers, schedule=schedule, **params)
+
+        (out,) = jax.linear_transpose(of_one, operands[at].aval)(cotangent)
+        return [out if i == at else None for i in range(len(operands))]
     side = numbers.lhs_ragged_dimensions[0]
     ((contract,), (rhs_contract,)), _ = numbers.dot_dimension_numbers
 
@@ -281,18 +311,22 @@ compat.ask_policies(ragged_p, _question)
 
 
 def plan(
-    lhs, rhs, group_sizes, *, numbers, precision, preferred_element_type, schedule, device, epilogue=Epilogue(),
-    leading=False,
+    lhs, rhs, group_sizes, *others, numbers, precision, preferred_element_type, schedule, device, epilogue=Epilogue(),
+    leading=False, gathers=False,
 ):  # fmt: skip
     """The ``Plan`` of a product and, if a kernel supports its types, its ``Arrangement``.
 
-    For a gated product whose products run apart it is the plan of one of them.
+    For a gated product whose products run apart it is the plan of one of them, and with ``gathers`` that of the rows.
 
     Raises:
       ValueError: no kernel can run an explicit schedule.
     """
     schedule = schedules.of_forward(schedule)
     params = dict(numbers=numbers, precision=precision, preferred_element_type=preferred_element_type)
+    if gathers:
+        params |= dict(schedule=schedule, device=device, epilogue=epilogue, leading=leading)
+        made, arrangement = plan(rows_of(lhs, others[-1]), rhs, group_sizes, **params)
+        return made.with_reasons(["XLA gathers the rows of lhs first: no kernel does"]), arrangement
     arrange = functools.partial(
         problem.arrange_ragged, lhs, rhs, group_sizes.shape[0] - leading, platform=device.platform, leading=leading,
         **params,
@@ -312,7 +346,10 @@ def plan(
     return made if made.kernel is None else made.with_reasons(arrangement.copies(lhs, rhs)), arrangement
 
 
-def _lower(ctx, *operands, **params):
+def _lower(ctx, *operands, gathers, **params):
+    if gathers:
+        function = lambda *operands: bind(*_gathered(*operands), **params)
+        return mlir.lower_fun(function, multiple_results=False)(ctx, *operands)
     rules = {platform: functools.partial(_lower_with_kernels, platform=platform) for platform in ("cpu", "cuda")}
     rest = functools.partial(_lower_to_xla, why="there are kernels for CPUs and for NVIDIA GPUs only")
     return compat.lower_per_platform(ctx, rules, rest, *operands, **params)

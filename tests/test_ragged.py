@@ -466,6 +466,11 @@ def arguments(**changed):
             ValueError,
             r"group_sizes has shape \(7,\); with group_offset it must be one-dimensional, with at least the 8 groups",
         ),
+        (dict(lhs_indices=np.ones(5)), TypeError, "ragged_dot: lhs_indices has dtype float.*; it must be integers"),
+        (dict(lhs_indices="a"), TypeError, "ragged_dot: lhs_indices is str"),
+        (dict(lhs_indices=3), ValueError, r"lhs_indices has shape \(\); it must be \(m,\)"),
+        (dict(lhs_indices=np.ones((2, 3), int)), ValueError, r"lhs_indices has shape \(2, 3\)"),
+        (dict(lhs_indices=[0], lhs=np.ones((0, 40))), ValueError, r"lhs_indices has shape \(1,\), and lhs.* no rows"),
         (dict(bias=np.ones((8, 71))), ValueError, r"bias has shape \(8, 71\); it must be \(8, 70\)"),
         (dict(bias=np.ones((8, 70), complex)), TypeError, "bias has dtype complex"),
         (dict(activation="elu"), ValueError, "ragged_dot: activation='elu'; it must be one of"),
@@ -907,6 +912,94 @@ def test_xlas_sums_of_groups(leading):
     params = dict(numbers=OF_K, precision=None, preferred_element_type=jnp.dtype(np.float32), leading=leading)
     out = ragged.bind(lhs[:, :1], lhs, sizes, schedule=sk.Auto(), **params)
     np.testing.assert_allclose(ragged.xlas_product(lhs[:, :1], lhs, sizes, **params), out, rtol=1e-2, atol=1e-4)
+
+
+def gathered_operands(dtype=np.float32, rows=40):
+    """Tokens of which each may be in several groups or in none, and their experts' matrices."""
+    _, rhs, sizes = routing("uniform", dtype)
+    rng = np.random.default_rng(1)
+    return rng.standard_normal((rows, rhs.shape[1])).astype(dtype), rhs, sizes, rng.integers(0, rows, 515)
+
+
+OF_GATHERED = {
+    "plain": lambda x, w, s, **rows: sk.ragged_dot(x, w, s, **rows),
+    "bias and silu": lambda x, w, s, **rows: sk.ragged_dot(x, w, s, bias=w[:, 0], activation="silu", **rows),
+    "gated": lambda x, w, s, **rows: sk.ragged_gated(x, w, w[::-1], s, **rows),
+    "offset": lambda x, w, s, **rows: sk.ragged_dot(x, w[2:5], s, group_offset=jnp.array([2]), **rows),
+}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("form", OF_GATHERED)
+def test_rows_by_index(form, dtype):
+    x, w, sizes, chosen = gathered_operands(dtype)
+    f = OF_GATHERED[form]
+    want = f(x[chosen], w, sizes)
+    np.testing.assert_array_equal(f(x, w, sizes, lhs_indices=chosen), want)
+    np.testing.assert_array_equal(jax.jit(f)(x, w, sizes, lhs_indices=chosen), want)
+    beyond = np.where(chosen == 0, -7, np.where(chosen == len(x) - 1, 10**6, chosen))
+    np.testing.assert_array_equal(f(x, w, sizes, lhs_indices=beyond), want)
+    assert f(x, w, sizes, lhs_indices=jnp.zeros(0, int)).shape == (0, want.shape[1])
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.uint32, jnp.int4])
+def test_kinds_of_indices(kind):
+    x, w, sizes, chosen = gathered_operands(rows=7)
+    out = sk.ragged_dot(x, w, sizes, lhs_indices=jnp.asarray(chosen).astype(kind))
+    np.testing.assert_array_equal(out, sk.ragged_dot(x[chosen], w, sizes))
+
+
+@pytest.mark.parametrize("form", OF_GATHERED)
+def test_derivatives_of_rows_by_index(form):
+    x, w, sizes, chosen = gathered_operands()
+    f = OF_GATHERED[form]
+    by_index = lambda x, w: f(x, w, sizes, lhs_indices=chosen)
+    gathered_first = lambda x, w: f(jnp.take(x, chosen, 0), w, sizes)
+    primals, moves = (x, w), (x[::-1], w[::-1])
+    for of in (
+        lambda f: jax.jvp(f, primals, moves),
+        lambda f: jax.grad(lambda *operands: jnp.sum(jnp.sin(f(*operands))), (0, 1))(*primals),
+        lambda f: jax.grad(lambda w: jnp.sum(jax.jvp(lambda x: f(x, w), (x,), (moves[0],))[1] ** 2))(w),
+    ):
+        for got, want in zip(jax.tree.leaves(of(by_index)), jax.tree.leaves(of(gathered_first))):
+            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3 if ON_GPU else 1e-4)
+
+
+def test_transformations_of_rows_by_index():
+    x, w, sizes, chosen = gathered_operands()
+    each = jnp.stack([chosen, chosen[::-1]])
+    got = jax.vmap(lambda rows: sk.ragged_dot(x, w, sizes, lhs_indices=rows))(each)
+    np.testing.assert_array_equal(got, [sk.ragged_dot(x[rows], w, sizes) for rows in each])
+    cotangent = np.ones((515, 70), np.float32)
+    for i, operand in enumerate((x, w)):
+        by_index = lambda y: sk.ragged_dot(*((y, w) if i == 0 else (x, y)), sizes, lhs_indices=chosen)
+        first = lambda y: sk.ragged_dot(*((y[chosen], w) if i == 0 else (x[chosen], y)), sizes)
+        got, want = (jax.linear_transpose(f, operand)(cotangent)[0] for f in (by_index, first))
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
+
+
+def test_plans_of_rows_by_index():
+    x, w, sizes, chosen = gathered_operands()
+    made = sk.plan(x, w, group_sizes=sizes, lhs_indices=chosen, device="cpu")
+    assert "[515, 40] @ [40, 70], rows in 8 groups" in str(made) and "XLA gathers the rows of lhs first" in str(made)
+    product = functools.partial(sk.ragged_dot, group_sizes=sizes, lhs_indices=chosen)
+    gate = sk.accelerate(lambda x, w: jax.nn.silu(product(x, w)) * product(x, 2 * w))
+    assert [row.count for row in gate.explain(x, w).rows if row.is_ours and row.m == 515] == [2]
+    close(gate(x, w), np.asarray(sk.ragged_gated(x[chosen], w, 2 * w, sizes), np.float64), 40, np.float32)
+    for given in (dict(), dict(group_sizes=sizes, dimension_numbers=BASIC)):
+        with pytest.raises(ValueError, match="lhs_indices is with group_sizes, and without dimension_numbers"):
+            sk.plan(x, w, lhs_indices=chosen, **given)
+
+
+@pytest.mark.parametrize("division", ["rows", "columns", "k", "groups"])
+def test_automatic_partitioning_of_rows_by_index(division):
+    lhs, rhs, result, _ = DIVISIONS[division]
+    x, v, *_, sizes = divided_operands()
+    chosen = jnp.arange(2 * len(x)) * 7 % len(x)
+    f = lambda x, v, sizes, chosen: sk.ragged_dot(x, v, 2 * sizes, lhs_indices=chosen)
+    out, program = divided_over_devices(f, (lhs, rhs, P(), P(), result), x, v, sizes, chosen)
+    assert_alike(out, f(x, v, sizes, chosen))
+    assert TARGET in program
 
 
 @pytest.mark.parametrize("offset", [None, np.array([2])])
