@@ -59,7 +59,8 @@ class GemmProblem(ByBits, _Fields):
 
     If ``ragged`` is not none, ``batch`` is the number of groups, whose sizes are data. They cut the m rows of the
     only A and the only D, or the k of the only A and the only B, into consecutive runs. With ``leading_rows`` a run in
-    no group comes first.
+    no group comes first. With ``gathered_rows`` A has that many rows, and as many int32 numbers as m, also data, say
+    which of them each of the m rows is.
     """
 
     def native(self):

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_streamk as sk
-from jax_streamk import _ffi, ragged
+from jax_streamk import _ffi, planner, ragged
 from jax_streamk.device import device_of
 from jax_streamk.epilogue import ACTIVATIONS
 from jax_streamk.launch_policy import LaunchPolicy
@@ -902,6 +902,18 @@ def test_tuning_measures_groups_of_about_one_size(leading, numbers):
     drawn = measure.group_sizes(made.problem)
     assert drawn.shape == sizes.shape and drawn.sum() == 1000 and drawn.min() > 20
     np.testing.assert_array_equal(drawn, measure.group_sizes(made.problem))
+
+
+def test_tuning_measures_gathered_rows():
+    lhs, rhs = jax.ShapeDtypeStruct((1000, 8), jnp.bfloat16), jax.ShapeDtypeStruct((20, 8, 16), jnp.bfloat16)
+    params = dict(numbers=BASIC, precision=None, preferred_element_type=None, schedule=sk.Auto())
+    made, _ = ragged.plan(lhs, rhs, jax.ShapeDtypeStruct((20,), np.int32), device=device_of(None), **params)
+    made = planner.make_plan(dataclasses.replace(made.problem, gathered_rows=50), sk.Auto(), device_of(None))
+    drawn = measure.lhs_indices(made.problem)
+    assert drawn.shape == (1000,) and 0 <= drawn.min() < drawn.max() < 50
+    launch = measure.Memory(device_of(None)).rotation(made.problem)
+    d = launch.result(made.kernel, made.native_schedule(), LaunchPolicy())
+    assert np.isfinite(d.astype(np.float32)).all()
 
 
 @pytest.mark.parametrize("leading", [False, True])

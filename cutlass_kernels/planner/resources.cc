@@ -69,6 +69,7 @@ Launch::Launch(KernelInfo const& kernel, GemmProblem const& p, int32_t width, Ma
       rows(kernel.swap_ab ? problem.n : problem.m),
       columns(kernel.swap_ab ? problem.m : problem.n),
       ctas(kernel.cluster_m * kernel.cluster_n),
+      gathers(p.gathered_rows > 0),
       repacked(repack_of(kernel, problem)) {
   grid.wave_tiles = static_cast<double>(tiling.tiles_m) * tiling.tiles_n;
   grid.tiles = problem.batch * grid.wave_tiles;
@@ -139,7 +140,10 @@ double shared_memory_us(Launch const& l, Panels const& panels) {
            (is_16bit ? machine.thread_bytes_per_us_sm : machine.load_bytes_per_us_sm);
   }
   double const wait = by_tma && l.ctas > 1 ? machine.cluster_wait_us * l.kernel.tile_k / 64 : 0;
-  return (bytes / machine.load_bytes_per_us_sm + wait) * l.traits.ctas_per_sm;
+  // Threads load gathered rows: in vectors, which pass the load/store units.
+  double const gathered = l.gathers ? (l.kernel.swap_ab ? columns : rows) * panels.a : 0;
+  double const us = (bytes - gathered) / machine.load_bytes_per_us_sm + gathered / machine.thread_bytes_per_us_sm;
+  return (us + wait) * l.traits.ctas_per_sm;
 }
 
 double waiting_us(Launch const& l) {
