@@ -6,13 +6,6 @@
 
 namespace jax_streamk::sm90 {
 
-// Lets wgmma read what threads wrote to shared memory. An instruction with a predicate, since ptxas could not keep
-// products in flight across a branch.
-CUTLASS_DEVICE void fence_if(bool written) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %0, 0;\n@p fence.proxy.async.shared::cta;\n}\n" ::"r"(
-      static_cast<int>(written)));
-}
-
 // accumulators = the sum over `count` k-tiles; `gathered`: threads wrote B. On return the products of the last k-tile
 // may still be in flight; the result is its stage, which is not yet released (-1 if count is 0).
 template <class Mainloop, class Mma, class Accumulators>
@@ -36,7 +29,7 @@ CUTLASS_DEVICE int multiply_from_shared(FullBarrier* full, EmptyBarrier* empty, 
   for (; count > 0; --count, ++stage) {
     int const s = stage.index();
     full[s].wait(stage.phase());
-    if constexpr (Mainloop::kMayGather) fence_if(gathered);
+    if (Mainloop::kMayGather && gathered) cutlass::arch::fence_view_async_shared();
     warpgroup_fence_operand(accumulators);
     warpgroup_arrive();
     CUTLASS_PRAGMA_UNROLL
