@@ -463,7 +463,8 @@ def ragged_dot(
         ``group_sizes``, which then may have more groups than rhs. Rows of the others are in no group. It is clamped to
         groups that exist. lax has the argument, and refuses it.
       lhs_indices: integers of shape (m,), or None: row i of the product is of ``lhs[lhs_indices[i]]``, where lhs has
-        shape (rows, k). Each is clamped to [0, rows). Derivatives for lhs are added up as JAX's indexing does.
+        shape (rows, k). Each is clamped to [0, rows). As in JAX's indexing, the gradients of a row that is chosen more
+        than once are added in an order that on a GPU depends on timing.
       bias: array of shape (g, n), or None. Sums, bias and activation are computed in float32 (float64 for float64).
       activation: None, or one of those of ``linear``.
       schedule: ``Auto()`` or ``DataParallel()``; as in ``matmul``.
@@ -472,8 +473,8 @@ def ragged_dot(
       Array of shape (m, n), of the dtype of ``lax.ragged_dot``.
 
     Raises:
-      TypeError: an operand is not an array of numbers, group_sizes or group_offset is not one of integers, or, with a
-        bias or an activation, the result's dtype is not a floating-point one.
+      TypeError: an operand is not an array of numbers, group_sizes, group_offset or lhs_indices is not one of integers,
+        or, with a bias or an activation, the result's dtype is not a floating-point one.
       ValueError: shapes do not fit, the activation is unknown, or no kernel can run the product under an explicit
         schedule. Under ``Auto()`` ``lax.ragged_dot`` runs where there is no kernel; ``plan`` says so.
     """
@@ -481,7 +482,7 @@ def ragged_dot(
     check_activation(name, activation)
     lhs, rhs = (_array(name, x, given) for x, given in (("lhs", lhs), ("rhs", rhs)))
     indices = [] if lhs_indices is None else [_array(name, "lhs_indices", lhs_indices)]
-    rows = _rows(name, lhs, *indices)
+    rows = _rows(name, lhs, indices)
     sizes, leading = _group_sizes(name, group_sizes, group_offset, rows, rhs=rhs)
     _check_ragged(name, rows, sizes, leading, rhs=rhs)
     params = _ragged_params(lhs, rhs, precision, preferred_element_type)
@@ -494,7 +495,7 @@ def ragged_dot(
     return ragged.bind(lhs, rhs, sizes, *biases, *indices, epilogue=epilogue, **params)
 
 
-@_dispatched("lhs", "rhs", "group_sizes", "group_offset", "lhs_indices", jaxs=None)
+@_dispatched("lhs", "rhs", "group_sizes", "group_offset", jaxs=None)
 def ragged_dot_general(
     lhs: ArrayLike,
     rhs: ArrayLike,
@@ -596,17 +597,16 @@ def ragged_gated(
         kinds = f"w_gate is {rhs.dtype} of shape {rhs.shape} and w_up {up.dtype} of shape {up.shape}"
         raise ValueError(f"{name}: {kinds}; they must be alike")
     indices = [] if lhs_indices is None else [_array(name, "lhs_indices", lhs_indices)]
-    rows = _rows(name, lhs, *indices)
+    rows = _rows(name, lhs, indices)
     sizes, leading = _group_sizes(name, group_sizes, group_offset, rows, w_gate=rhs)
     _check_ragged(name, rows, sizes, leading, w_gate=rhs)
     params = _ragged_params(lhs, rhs, precision, preferred_element_type)
     dtype = _floating(name, lhs, rhs, params["preferred_element_type"])
-    params |= dict(preferred_element_type=dtype, numbers=ragged.BASIC, schedule=schedule)
+    params |= dict(preferred_element_type=dtype, numbers=ragged.BASIC, schedule=schedule, leading=leading)
+    params["gathers"] = bool(indices)
     biases = _biases(name, dtype, (rhs.shape[0], rhs.shape[2]), b_gate=b_gate, b_up=b_up)
     epilogue = Epilogue(activation, has_bias=bool(biases), gate="pair")
-    return ragged.bind(
-        lhs, rhs, sizes, up, *biases, *indices, epilogue=epilogue, leading=leading, gathers=bool(indices), **params
-    )
+    return ragged.bind(lhs, rhs, sizes, up, *biases, *indices, epilogue=epilogue, **params)
 
 
 def _ragged_params(lhs: Shaped, rhs: Shaped, precision: Any, preferred_element_type: Any) -> dict[str, Any]:
@@ -616,7 +616,7 @@ def _ragged_params(lhs: Shaped, rhs: Shaped, precision: Any, preferred_element_t
     )
 
 
-def _rows(name: str, lhs: Shaped, *indices: Shaped) -> Shaped:
+def _rows(name: str, lhs: Shaped, indices: Sequence[Shaped]) -> Shaped:
     """The type of the rows of lhs that a product has: those that indices choose, or all."""
     if not indices or len(lhs.shape) != 2:
         return lhs
@@ -815,7 +815,8 @@ def plan(
     Raises:
       TypeError, ValueError: as ``matmul``, ``dot_general``, ``linear`` and ``gated_linear``.
       TypeError: bias, residual or gate is not a bool, or device is not a device.
-      ValueError: gate with dimension_numbers, residual, alpha or beta.
+      ValueError: gate with dimension_numbers, residual, alpha or beta, or lhs_indices without group_sizes or with
+        dimension_numbers.
     """
     schedule = check_schedule(schedule)
     check_activation("plan", activation)
@@ -825,7 +826,9 @@ def plan(
     alpha, beta = _factor("plan", "alpha", alpha), _factor("plan", "beta", beta)
     indices = [] if lhs_indices is None else [_shaped("lhs_indices", lhs_indices)]
     if indices and (group_sizes is None or dimension_numbers is not None):
-        raise ValueError("plan: lhs_indices is with group_sizes, and without dimension_numbers")
+        raise ValueError(
+            "plan: lhs_indices without group_sizes, or with dimension_numbers: give group_sizes, and leave those out"
+        )
     if group_sizes is not None:
         if residual or alpha != 1 or beta != 1 or (dimension_numbers is not None and (gate or bias or activation)):
             raise ValueError(
@@ -877,7 +880,7 @@ def _plan_ragged(
 ) -> Plan:  # fmt: skip
     if not jnp.issubdtype(sizes.dtype, np.integer):
         raise TypeError(f"plan: group_sizes has dtype {sizes.dtype}; it must be integers")
-    leading, rows = False, _rows("plan", lhs, *indices)
+    leading, rows = False, _rows("plan", lhs, indices)
     if numbers is None:
         groups = rhs.shape[0] if rhs.shape else 0
         if len(sizes.shape) == 1 and sizes.shape[0] > groups:

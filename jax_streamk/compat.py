@@ -441,7 +441,7 @@ def _abstract(like, primitive, *avals, **params):
     except (TypeError, ValueError, NotImplementedError, _core.ShardingTypeError):
         return None
     # Outside of shard_map JAX does not say over what results vary: here, over what their operands all do.
-    return _varying_over(out, varying(avals[0]))
+    return varying_over(out, varying(avals[0]))
 
 
 def new_var(aval):
@@ -458,11 +458,11 @@ def new_eqn(like, primitive, *operands, **params):
 
 def vary(like, x, axes):
     """The equation after which ``x`` varies over more axes of shard_map's mesh."""
-    out = new_var(_varying_over(x.aval, varying(x.aval) | axes))
+    out = new_var(varying_over(x.aval, varying(x.aval) | axes))
     return like.replace(primitive=_core.pvary_p, params=dict(axes=tuple(sorted(axes))), invars=[x], outvars=[out])
 
 
-def _varying_over(aval, axes):
+def varying_over(aval, axes):
     if hasattr(aval, "mat"):
         return aval.update(manual_axis_type=aval.mat.update(varying=axes))
     return aval.update(vma=axes)

@@ -228,7 +228,7 @@ class _Fusion:
     def _time(self, operands: Sequence[Any], params: dict[str, Any]) -> float | None:
         """The expected time of a product, in microseconds; None if no kernel runs it, or a gated one is slower."""
         lhs, rhs, *sizes = (x.aval for x in (operands if self._product.is_ragged else operands[:2]))
-        key = lhs, rhs, *params.values()
+        key = lhs, rhs, *sizes, *params.values()
         if not self._product.is_ragged:
             numbers = tuple(tuple(map(tuple, sides)) for sides in params["dimension_numbers"])  # batching makes lists
             key = lhs, rhs, *(params | dict(dimension_numbers=numbers)).values()

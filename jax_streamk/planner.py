@@ -185,7 +185,7 @@ def _registry(platform):
             # No TF32 wgmma reads A along m and B along n: one of them is transposed first (repack.h).
             majors.add((_ffi.Major.column, _ffi.Major.row))
         elif kernel.family == _ffi.Family.sm90 and kernel.math == _ffi.Math.native:
-            majors_of_few.add((kernel.major_a, _ffi.Major.row))  # few columns are transposed first (repack.h)
+            majors_of_few.add((kernel.major_a, _ffi.Major.row))  # few columns are transposed first (repack.cc)
         for few in (False, True):
             for major_a, major_b in majors | majors_of_few if few else majors:
                 key = (kernel.type_a, kernel.type_b, kernel.math, major_a, major_b, kernel.gated, kernel.ragged, few)
@@ -242,7 +242,7 @@ def make_plan(problem, schedule, device):
 def choose(problem, wanted, device, **listed):
     """The ``_ffi.Choice`` for a native schedule; None considers every deterministic one."""
     ragged = _ffi.Ragged.none if device.platform == "cpu" else problem.ragged  # host kernels run all
-    majors, few = (problem.major_a, problem.major_b), problem.n < 8
+    majors, few = (problem.major_a, problem.major_b), problem.n < 8  # repack.cc's kFewColumns
     key = (problem.type_a, problem.type_b, problem.math, *majors, problem.gated, ragged, few)
     kernels = _registry(device.platform)[1].get(key) or _ffi.Kernels([])
     return _ffi.choose(kernels, problem.native(), wanted, device.native(), machine_of(device).native, **listed)

@@ -250,6 +250,7 @@ def _row(eqn, program, count, is_exact, schedule, where, device, measured) -> Pr
         m, n = (x.size // max(1, depth * batches) for x in (lhs, rhs))
         if is_ragged and numbers.rhs_group_dimensions:
             n //= max(1, groups)
+            m = eqn.outvars[0].aval.size // max(1, n * batches)
         extents = batches, m, n, depth
     else:
         extents = 1 if is_ragged else problem.batch, problem.m, problem.n, problem.k

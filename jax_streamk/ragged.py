@@ -64,7 +64,11 @@ def _gathered(lhs, *others):
     """The operands of the same product without ``gathers``."""
     *rest, indices = others
     inside = jnp.clip(as_int32(indices), 0, limit_of(lhs.shape[0] - 1))
-    return jnp.asarray(lhs).at[inside].get(mode="promise_in_bounds"), *rest
+    of_lhs, of_indices = jax.typeof(lhs), jax.typeof(indices)
+    spec = None
+    if compat.explicit_mesh(of_lhs, of_indices) is not None:
+        spec = jax.P(of_indices.sharding.spec[0], of_lhs.sharding.spec[1])
+    return jnp.asarray(lhs).at[inside].get(mode="promise_in_bounds", out_sharding=spec), *rest
 
 
 def params_of(eqn, schedule):
@@ -104,7 +108,8 @@ def _abstract_eval(lhs, rhs, group_sizes, *others, numbers, schedule, epilogue, 
         for name, spec in zip(names, aval.sharding.spec)
         if spec is not None
     }
-    return compat.divided(out, mesh, [axes.get(name) for name in factors.result]), effects
+    out = compat.divided(out, mesh, [axes.get(name) for name in factors.result])
+    return compat.varying_over(out, compat.varying(lhs)), effects
 
 
 def rows_of(lhs, indices):
@@ -214,8 +219,8 @@ def _spread(bias, like, group_sizes, *, leading, **_):
 
 def _jvp(primals, tangents, *, epilogue, gathers, **params):
     lhs, rhs, group_sizes = primals[:3]
-    numbers = 2, *([len(primals) - 1] if gathers else [])  # operands that are integers
-    moves = [type(x) is not ad.Zero and i not in numbers for i, x in enumerate(tangents)]
+    integers = (2, len(primals) - 1) if gathers else (2,)
+    moves = [type(x) is not ad.Zero and i not in integers for i, x in enumerate(tangents)]
     if gathers or not epilogue.is_plain:
         # The activation's derivative needs the value before it, and that of rhs the rows.
         function = bind if epilogue.is_plain else functools.partial(_apart, epilogue=epilogue)
@@ -303,8 +308,10 @@ def _batch(axis_data, operands, dims, **params):
 compat.def_batching(ragged_p, _batch)
 
 
-def _question(lhs, rhs, group_sizes, *_, numbers, precision, preferred_element_type, **__):
+def _question(lhs, rhs, group_sizes, *others, numbers, precision, preferred_element_type, gathers, **_):
     """What ``jax.checkpoint`` asks its policies about our products: the same as about JAX's."""
+    if gathers:
+        lhs = lhs.update(shape=rows_of(lhs, others[-1]).shape)
     params = dict(
         ragged_dot_dimension_numbers=numbers, precision=precision, preferred_element_type=preferred_element_type
     )
@@ -474,12 +481,12 @@ def _without_transposes(rhs, aval, numbers):
     return rhs, aval, numbers_of(contract, rhs_contract, numbers.lhs_ragged_dimensions[0], (group,))
 
 
-def as_int32(group_sizes):
-    """Sizes as kernels read them; those that 32 bits do not hold are beyond any extent."""
-    if group_sizes.dtype == np.int32:
-        return group_sizes
-    most = min(np.iinfo(np.int32).max, jnp.iinfo(group_sizes.dtype).max)
-    return jnp.clip(group_sizes, 0, most).astype(np.int32)
+def as_int32(numbers):
+    """Sizes or indices as kernels read them; those that 32 bits do not hold are beyond any extent."""
+    if numbers.dtype == np.int32:
+        return numbers
+    most = min(np.iinfo(np.int32).max, jnp.iinfo(numbers.dtype).max)
+    return jnp.clip(numbers, 0, most).astype(np.int32)
 
 
 def _lower_to_xla(ctx, *operands, why, schedule, **params):

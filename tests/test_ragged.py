@@ -994,13 +994,62 @@ def test_plans_of_rows_by_index():
     x, w, sizes, chosen = gathered_operands()
     made = sk.plan(x, w, group_sizes=sizes, lhs_indices=chosen, device="cpu")
     assert "[515, 40] @ [40, 70], rows in 8 groups" in str(made) and "XLA gathers the rows of lhs first" in str(made)
-    product = functools.partial(sk.ragged_dot, group_sizes=sizes, lhs_indices=chosen)
-    gate = sk.accelerate(lambda x, w: jax.nn.silu(product(x, w)) * product(x, 2 * w))
-    assert [row.count for row in gate.explain(x, w).rows if row.is_ours and row.m == 515] == [2]
-    close(gate(x, w), np.asarray(sk.ragged_gated(x[chosen], w, 2 * w, sizes), np.float64), 40, np.float32)
+    by_index = sk.accelerate(lambda x, w: sk.ragged_dot(x, w, sizes, lhs_indices=chosen))
+    for dtype in (np.float32, np.complex64):
+        assert by_index.explain(x.astype(dtype), w).rows[0].m == 515
     for given in (dict(), dict(group_sizes=sizes, dimension_numbers=BASIC)):
-        with pytest.raises(ValueError, match="lhs_indices is with group_sizes, and without dimension_numbers"):
+        with pytest.raises(ValueError, match="lhs_indices without group_sizes, or with dimension_numbers"):
             sk.plan(x, w, lhs_indices=chosen, **given)
+
+
+def test_checkpoint_policies_see_the_rows_of_products_by_index():
+    x, w, sizes, chosen = gathered_operands()
+    seen = set()
+
+    def policy(primitive, *avals, **_):
+        if primitive.name == "ragged_dot_general":
+            seen.add(avals[0].shape)
+        return False
+
+    f = jax.checkpoint(lambda w: jnp.sum(jnp.sin(sk.ragged_dot(x, w, sizes, lhs_indices=chosen))), policy=policy)
+    jax.grad(f)(w)
+    assert seen == {(515, 40)}
+
+
+@pytest.mark.usefixtures("explicit_mesh")
+@pytest.mark.parametrize("rows", [P(), P("x"), P(None, "y"), P("x", "y")], ids=str)
+@pytest.mark.parametrize("indices", [P(), P("y")], ids=str)
+def test_explicit_sharding_of_rows_by_index(rows, indices):
+    x, v, w, _, sizes = divided_operands()
+    chosen = jnp.arange(2 * len(x)) * 7 % len(x)
+    want = jax.device_get(sk.ragged_gated(x, v, w, 2 * sizes, lhs_indices=chosen))
+    if "y" in rows and indices:
+        pytest.skip("divides two dimensions over one axis")
+    x, v, w = (jax.device_put(a, P(*spec)) for a, spec in ((x, rows), (v, (None, *rows[1:])), (w, (None, *rows[1:]))))
+    chosen = jax.device_put(chosen, indices)
+    f = lambda x, v, w: sk.ragged_gated(x, v, w, 2 * sizes, lhs_indices=chosen)
+    out = jax.jit(f)(x, v, w)
+    assert tuple(jax.typeof(out).sharding.spec) == (*(indices or [None]), None)
+    assert_alike(out, want)
+    gradients = jax.jit(jax.grad(lambda *operands: jnp.sum(f(*operands).astype(np.float32)), (0, 1)))(x, v, w)
+    for got, operand in zip(gradients, (x, v)):
+        assert jax.typeof(got).sharding.spec == jax.typeof(operand).sharding.spec
+
+
+@pytest.mark.usefixtures("explicit_mesh")
+@pytest.mark.parametrize("by_index", [False, True])
+def test_gradients_in_a_partly_manual_map(by_index):
+    x, v, *_, sizes = jax.device_get(divided_operands())
+    chosen = dict(lhs_indices=np.arange(len(x))) if by_index else {}
+    loss = lambda x, v: jnp.sum(sk.ragged_dot(x, v, sizes, **chosen).astype(np.float32))
+    gradients = jax.grad(loss, (0, 1))
+    stacked = lambda x, v: jax.tree.map(lambda y: y[None], gradients(x, v))
+    mapped = jax.shard_map(stacked, in_specs=(P("x"), P()), out_specs=P("x"), axis_names={"x"})
+    got = jax.device_get(jax.jit(mapped)(jax.device_put(np.concatenate([x, 2 * x]), P("x")), v))
+    for i in range(2):
+        # Replicated matrices have the sum of both devices' gradients.
+        for each, want in zip(got, (gradients(x, v)[0], 3 * gradients(x, v)[1])):
+            assert_alike(each[i], jax.device_get(want))
 
 
 @pytest.mark.parametrize("division", ["rows", "columns", "k", "groups"])

@@ -147,14 +147,7 @@ unsigned blocks_for(int64_t squares) {
   return static_cast<unsigned>(squares < most ? squares : most);
 }
 
-}  // namespace
-
-bool can_copy(GemmProblem const& p, Repack const& repack) {
-  GemmProblem const& q = repack.problem;
-  return std::max(repack.a ? pieces_of(p, q.a.major, p.m, p.k, p.a.batch_stride) : 0,
-                  repack.b ? pieces_of(p, q.b.major, p.k, p.n, p.b.batch_stride) : 0) < INT32_MAX - kCopiers;
-}
-
+// launch_copies() of elements of one size.
 template <class Element>
 Status launch_copies_of(GemmProblem const& p, Repack const& repack, bool swap_ab, Buffers& buffers,
                         cudaStream_t stream) {
@@ -204,6 +197,14 @@ Status launch_copies_of(GemmProblem const& p, Repack const& repack, bool swap_ab
   int const warps = kCopiers / 32, blocks = (std::max(copies.of[0].pieces, copies.of[1].pieces) + warps - 1) / warps;
   copy_rows<<<dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(copies.count)), kCopiers, 0, stream>>>(copies);
   return from_cuda(cudaGetLastError(), "launching the copy of misaligned matrices");
+}
+
+}  // namespace
+
+bool can_copy(GemmProblem const& p, Repack const& repack) {
+  GemmProblem const& q = repack.problem;
+  return std::max(repack.a ? pieces_of(p, q.a.major, p.m, p.k, p.a.batch_stride) : 0,
+                  repack.b ? pieces_of(p, q.b.major, p.k, p.n, p.b.batch_stride) : 0) < INT32_MAX - kCopiers;
 }
 
 Status launch_copies(GemmProblem const& p, Repack const& repack, bool swap_ab, Buffers& buffers, cudaStream_t stream) {

@@ -18,8 +18,9 @@ bool has_misaligned_d(GemmProblem const& p) {
 }
 
 constexpr double kMostElements = 1e15;  // per copy: more than any GPU holds, and the bytes still fit 64 bits
-// A row-major 16-bit B of fewer columns is not aligned for TMA: transposed, its copy has few long lines.
-constexpr int64_t kFewColumns = 8;
+// A row-major 16-bit B of fewer columns is not aligned for TMA: transposed, its copy has few long lines. Its rows are
+// copied in one wave of blocks; of more rows it was not measured.
+constexpr int64_t kFewColumns = 8, kMostRows = 1 << 15;
 
 Repack repack_of(KernelInfo const& info, GemmProblem const& p) {
   Repack out;
@@ -31,7 +32,8 @@ Repack repack_of(KernelInfo const& info, GemmProblem const& p) {
     Operand x = p.operand(role);
     // wgmma takes K-major TF32 only; in some kernels one operand goes through registers instead.
     bool const known = x.major == Major::kRow || x.major == Major::kColumn,
-               few = role == Role::kB && x.major == Major::kRow && p.n < kFewColumns && size_of(x.format) == 2;
+               few = role == Role::kB && x.major == Major::kRow && size_of(x.format) == 2 && p.n < kFewColumns &&
+                     (x.batch_stride != 0 ? p.batch : 1) * p.k <= kMostRows;
     bool const transposes = known && x.major != wanted.major && (info.math != Math::kNative || few);
     if (transposes) x.major = wanted.major;
     // The parts of split operands are K-major.
