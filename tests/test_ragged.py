@@ -993,7 +993,11 @@ def test_transformations_of_rows_by_index():
 def test_plans_of_rows_by_index():
     x, w, sizes, chosen = gathered_operands()
     made = sk.plan(x, w, group_sizes=sizes, lhs_indices=chosen, device="cpu")
-    assert "[515, 40] @ [40, 70], rows in 8 groups" in str(made) and "XLA gathers the rows of lhs first" in str(made)
+    assert "[515, 40] @ [40, 70], rows in 8 groups by index of 40" in str(made) and made.kernel.startswith("host_")
+    for_gpu = functools.partial(sk.plan, group_sizes=sizes, lhs_indices=chosen, device=sk.H200)
+    assert "XLA gathers the rows of lhs first" in str(for_gpu(x, w))  # no kernel multiplies float32
+    narrow = jnp.zeros((40, 64), jnp.bfloat16), jnp.zeros((8, 64, 64), jnp.bfloat16)
+    assert for_gpu(*narrow).problem.gathered_rows == for_gpu(*narrow, gate=True).problem.gathered_rows == 40
     by_index = sk.accelerate(lambda x, w: sk.ragged_dot(x, w, sizes, lhs_indices=chosen))
     for dtype in (np.float32, np.complex64):
         assert by_index.explain(x.astype(dtype), w).rows[0].m == 515
