@@ -1001,12 +1001,15 @@ def test_gates_in_other_transformations(form):
     assert fused(jax.jit(fn), *given) == [wanted]
 
 
-by_index = functools.partial(ragged_dot, lhs_indices=np.arange(40)[::-1] // 2)
+def by_index(x, w, sizes, indices):
+    return ragged_dot(x, w, sizes, lhs_indices=indices)
+
+
 OF_ROWS_BY_INDEX = {
-    "a gate": (lambda x, v, w, s: silu(by_index(x, v, s)) * by_index(x, w, s), [SILU]),
-    "an activation": (lambda x, v, w, s: jnp.tanh(by_index(x, v, s)), ["tanh(A @ B)"]),
-    "other indices": (lambda x, v, w, s: silu(by_index(x, v, s)) * ragged_dot(x[::-1], w, s), ["", ""]),
-    "no indices": (lambda x, v, w, s: silu(by_index(x, v, s)) * ragged_dot(x, w, s), ["", ""]),
+    "a gate": (lambda x, v, w, s, i: silu(by_index(x, v, s, i)) * by_index(x, w, s, i), [SILU]),
+    "an activation": (lambda x, v, w, s, i: jnp.tanh(by_index(x, v, s, i)), ["tanh(A @ B)"]),
+    "other indices": (lambda x, v, w, s, i: silu(by_index(x, v, s, i)) * by_index(x, w, s, i[::-1]), ["", ""]),
+    "no indices": (lambda x, v, w, s, i: silu(by_index(x, v, s, i)) * ragged_dot(x, w, s), ["", ""]),
 }
 
 
@@ -1014,25 +1017,21 @@ OF_ROWS_BY_INDEX = {
 @pytest.mark.parametrize("form", OF_ROWS_BY_INDEX)
 def test_gates_of_rows_by_index(form):
     fn, wanted = OF_ROWS_BY_INDEX[form]
+    operands = *ROUTED, jnp.arange(40) // 2
     # Programs without products of JAX's stay as they are.
-    with_another = lambda x, v, w, s: (fn(x, v, w, s), x @ v[0])
-    assert fused(with_another, *ROUTED) == sorted(["", *wanted])
-    got, want = (np.asarray(f(*ROUTED)[0], np.float32) for f in (accelerate(with_another), with_another))
+    with_another = lambda x, v, w, s, i: (fn(x, v, w, s, i), x @ v[0])
+    assert fused(with_another, *operands) == sorted(["", *wanted])
+    got, want = (np.asarray(f(*operands)[0], np.float32) for f in (accelerate(with_another), with_another))
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-2 * np.abs(want).max())
 
 
 @pytest.mark.usefixtures("as_on_h200")
 def test_gates_of_rows_by_index_are_planned_by_their_number():
     """Few rows are multiplied by both matrices at once, many one after the other."""
-    s = jnp.full(8, 8)
     x, v, w = (jax.ShapeDtypeStruct(shape, NARROW) for shape in ((64, 4096), (8, 4096, 14336), (8, 4096, 14336)))
-
-    def fn(x, v, w, counts):
-        rows = [functools.partial(ragged_dot, lhs_indices=np.arange(n) % 64) for n in counts]
-        return [silu(of(x, v, s)) * of(x, w, s) for of in rows], x @ x.T
-
+    fn = lambda x, v, w, s, *indices: ([silu(by_index(x, v, s, i)) * by_index(x, w, s, i) for i in indices], x @ x.T)
     for counts in ((512, 16384), (16384, 512)):
-        assert fused(functools.partial(fn, counts=counts), x, v, w).count(SILU) == 1
+        assert fused(fn, x, v, w, jnp.full(8, 8), *map(jnp.zeros_like, map(jnp.arange, counts))).count(SILU) == 1
 
 
 @pytest.mark.usefixtures("as_on_h200")
