@@ -622,13 +622,12 @@ def _rows(name: str, lhs: Shaped, indices: Sequence[Shaped]) -> Shaped:
         return lhs
     (chosen,) = indices
     shape = tuple(chosen.shape)
-    if not jnp.issubdtype(chosen.dtype, np.integer):
-        raise TypeError(f"{name}: lhs_indices has dtype {chosen.dtype}; it must be integers")
+    _check_integers(name, "lhs_indices", chosen)
     if len(shape) != 1:
         raise ValueError(f"{name}: lhs_indices has shape {shape}; it must be (m,), an index for each row of the result")
     if lhs.shape[0] == 0 and shape[0] > 0:
         raise ValueError(f"{name}: lhs_indices has shape {shape}, and lhs, of shape {tuple(lhs.shape)}, no rows")
-    return ragged.rows_of(lhs, chosen)
+    return jax.ShapeDtypeStruct((*shape, lhs.shape[1]), lhs.dtype)
 
 
 def _group_sizes(
@@ -659,9 +658,13 @@ def _group_sizes(
 
 def _integers(function: str, name: str, given: Any) -> jax.Array:
     array = _array(function, name, given)
-    if not jnp.issubdtype(array.dtype, np.integer):
-        raise TypeError(f"{function}: {name} has dtype {array.dtype}; it must be integers")
+    _check_integers(function, name, array)
     return array
+
+
+def _check_integers(function: str, name: str, given: Shaped) -> None:
+    if not jnp.issubdtype(given.dtype, np.integer):
+        raise TypeError(f"{function}: {name} has dtype {given.dtype}; it must be integers")
 
 
 def _check_sizes(name: str, sizes: Shaped) -> None:
@@ -878,8 +881,7 @@ def _plan_ragged(
     lhs: Shaped, rhs: Shaped, sizes: Shaped, indices: list[jax.ShapeDtypeStruct], numbers: Any, *, epilogue: Epilogue,
     schedule: Any, device: Device, **params: Any,
 ) -> Plan:  # fmt: skip
-    if not jnp.issubdtype(sizes.dtype, np.integer):
-        raise TypeError(f"plan: group_sizes has dtype {sizes.dtype}; it must be integers")
+    _check_integers("plan", "group_sizes", sizes)
     leading, rows = False, _rows("plan", lhs, indices)
     if numbers is None:
         groups = rhs.shape[0] if rhs.shape else 0

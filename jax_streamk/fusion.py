@@ -227,14 +227,16 @@ class _Fusion:
 
     def _time(self, operands: Sequence[Any], params: dict[str, Any]) -> float | None:
         """The expected time of a product, in microseconds; None if no kernel runs it, or a gated one is slower."""
-        lhs, rhs, *sizes = (x.aval for x in (operands if self._product.is_ragged else operands[:2]))
-        key = lhs, rhs, *sizes, *params.values()
+        plan: Any = ragged.plan
+        hashable = params
         if not self._product.is_ragged:
+            plan, operands = lowering.plan, operands[:2]
             numbers = tuple(tuple(map(tuple, sides)) for sides in params["dimension_numbers"])  # batching makes lists
-            key = lhs, rhs, *(params | dict(dimension_numbers=numbers)).values()
+            hashable = params | dict(dimension_numbers=numbers)
+        avals = [x.aval for x in operands]
+        key = *avals, *hashable.values()
         if key not in self._times:
-            plan = ragged.plan if sizes else lowering.plan
-            made = lowering.plan_or_none(plan, lhs, rhs, *sizes, device=self._device, **params)
+            made = lowering.plan_or_none(plan, *avals, device=self._device, **params)
             has_kernel = made is not None and made.kernel is not None
             is_apart = self._chain.matrices and has_kernel and not made.problem.gated
             self._times[key] = made.microseconds if has_kernel and not is_apart else None

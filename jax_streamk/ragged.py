@@ -87,7 +87,7 @@ def _groups_rows(numbers):
 def _abstract_eval(lhs, rhs, group_sizes, *others, numbers, schedule, epilogue, leading, gathers, **params):
     del schedule, epilogue
     if gathers:
-        lhs = lhs.update(shape=rows_of(lhs, others[-1]).shape)
+        lhs = rows_of(lhs, others[-1])
     sizes = group_sizes.update(shape=(group_sizes.shape[0] - leading,))
     typed = functools.partial(
         compat.ragged_dot_general_p.abstract_eval,
@@ -114,7 +114,7 @@ def _abstract_eval(lhs, rhs, group_sizes, *others, numbers, schedule, epilogue, 
 
 def rows_of(lhs, indices):
     """The type of the rows that indices gather."""
-    return jax.ShapeDtypeStruct((*indices.shape, lhs.shape[1]), lhs.dtype)
+    return lhs.update(shape=(*indices.shape, lhs.shape[1]))
 
 
 def limit_of(extent):
@@ -311,7 +311,7 @@ compat.def_batching(ragged_p, _batch)
 def _question(lhs, rhs, group_sizes, *others, numbers, precision, preferred_element_type, gathers, **_):
     """What ``jax.checkpoint`` asks its policies about our products: the same as about JAX's."""
     if gathers:
-        lhs = lhs.update(shape=rows_of(lhs, others[-1]).shape)
+        lhs = rows_of(lhs, others[-1])
     params = dict(
         ragged_dot_dimension_numbers=numbers, precision=precision, preferred_element_type=preferred_element_type
     )

@@ -927,7 +927,7 @@ def test_xlas_sums_of_groups(leading):
 
 
 def gathered_operands(dtype=np.float32, rows=40):
-    """Tokens of which each may be in several groups or in none, and their experts' matrices."""
+    """Tokens, each in any number of groups, the matrices and sizes of these, and the rows' indices."""
     _, rhs, sizes = routing("uniform", dtype)
     rng = np.random.default_rng(1)
     return rng.standard_normal((rows, rhs.shape[1])).astype(dtype), rhs, sizes, rng.integers(0, rows, 515)
