@@ -12,7 +12,7 @@ Cost host_cost(Launch const& l, Schedule const& s) {
   auto const iteration = [&](double rows, double columns) {
     return l.problem.k / grid.k_tiles *
            (machine.host_multiply_add_us * rows * columns +
-            machine.host_pack_us * (rows * (l.gathers ? 2 : 1) + columns));
+            machine.host_pack_us * (rows * (l.gathered_rows > 0 ? 2 : 1) + columns));
   };
   // Tiles at the edge cost less. The busiest thread has its part of the full tiles or of all work, whichever is more;
   // under Stream-K all its iterations may be of full tiles.
