@@ -8,6 +8,7 @@ indices are the last operand: row i of the product is of lhs[indices[i]].
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +17,11 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
-from jax_streamk import compat, lowering, partition, planner, problem, schedules
+from jax_streamk import compat, lowering, partition, planner, problem, schedules, text
 from jax_streamk.device import device_for_lowering
 from jax_streamk.epilogue import ACTIVATIONS, Epilogue, wide
 from jax_streamk.machines import machine_of
-from jax_streamk.tuning import tune
+from jax_streamk.tuning import tune, tuned
 
 ragged_p: Primitive = Primitive("streamk_ragged_dot_general")
 ragged_p.def_impl(functools.partial(compat.apply_primitive, ragged_p))
@@ -360,24 +361,31 @@ def plan(
 def _plan_gathered(lhs, rhs, group_sizes, indices, schedule, device, *, epilogue, leading, **params):
     """``plan`` with ``gathers``."""
     rows, count = rows_of(lhs, indices), group_sizes.shape[0] - leading
-    made, arrangement = plan(
-        rows, rhs, group_sizes, schedule=schedule, device=device, epilogue=epilogue, leading=leading, **params
-    )
-    if made.kernel is not None and made.problem.gated == (epilogue.gate is not None):
-        params |= dict(platform=device.platform, epilogue=epilogue, leading=leading, gathered_rows=lhs.shape[0])
-        by_kernel = problem.arrange_ragged(rows, rhs, count, **params)
+    params |= dict(epilogue=epilogue, leading=leading)
+    made, arrangement = plan(rows, rhs, group_sizes, schedule=schedule, device=device, **params)
+    if made.is_empty:
+        return made, arrangement
+    why = "two products read them" if _runs_apart(made, epilogue) else "no kernel does"
+    if made.kernel is not None and not _runs_apart(made, epilogue) and isinstance(lhs.shape[0], int):
+        by_kernel = problem.arrange_ragged(
+            rows, rhs, count, platform=device.platform, gathered_rows=lhs.shape[0], **params
+        )
         try:
             instead = planner.make_plan(by_kernel.problem, schedule, device)
-        except ValueError:  # of an explicit schedule
-            instead = made
+        except ValueError as error:  # of an explicit schedule
+            why, instead = str(error), made
         if instead is not made and instead.kernel is not None:
-            if device.platform == "cpu" or instead.microseconds <= made.microseconds + _gathering(rows, device):
-                return instead, by_kernel
-    return made.with_reasons(["XLA gathers the rows of lhs first: no kernel does, or is faster"]), arrangement
+            first = made.microseconds + _gathering(rows, device)
+            if instead.microseconds <= first or tuned.lookup(by_kernel.problem, device) is not None:
+                return instead.with_reasons(by_kernel.copies(rows, rhs)), by_kernel
+            why = f"{instead.kernel} is slower, {text.duration(instead.microseconds)} instead of {text.duration(first)}"
+    return made.with_reasons([f"XLA gathers the rows of lhs first: {why}"]), arrangement
 
 
 def _gathering(rows, device):
-    """The expected time, in microseconds, of gathering rows by XLA."""
+    """The expected time, in microseconds, of gathering rows by XLA; on a CPU kernels always do."""
+    if device.platform == "cpu":
+        return math.inf
     machine = machine_of(device)
     return machine.launch_us + 2 * rows.size * rows.dtype.itemsize / machine.dram_bytes_per_us
 

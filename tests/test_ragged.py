@@ -767,7 +767,7 @@ def test_tuning(what, tmp_path):
         assert_alike(jax.jit(lambda *args: TUNED[what](*args))(*args), want)
     (made,) = plans
     assert made.problem.is_ragged and "measured by tuning" in str(made)
-    assert ("XLA's product took" in str(made)) == (what in ("forward", "transposed", "groups of k"))
+    assert ("product took" in str(made)) == (what in ("forward", "transposed", "groups of k"))
     with sk.tuning(tmp_path) as again:
         jax.jit(lambda *args: TUNED[what](*args))(*args)
     assert not again
@@ -947,10 +947,11 @@ def test_rows_by_index(form, dtype):
     x, w, sizes, chosen = gathered_operands(dtype)
     f = OF_GATHERED[form]
     want = f(x[chosen], w, sizes)
-    np.testing.assert_array_equal(f(x, w, sizes, lhs_indices=chosen), want)
-    np.testing.assert_array_equal(jax.jit(f)(x, w, sizes, lhs_indices=chosen), want)
+    # No kernel of a GPU multiplies float32, and XLA does as it likes.
+    like = 1e-2 if ON_GPU and dtype == np.float32 else 0
     beyond = np.where(chosen == 0, -7, np.where(chosen == len(x) - 1, 10**6, chosen))
-    np.testing.assert_array_equal(f(x, w, sizes, lhs_indices=beyond), want)
+    for got in f(x, w, sizes, lhs_indices=chosen), jax.jit(f)(x, w, sizes, lhs_indices=beyond):
+        np.testing.assert_allclose(got, want, rtol=like, atol=like)
     assert f(x, w, sizes, lhs_indices=jnp.zeros(0, int)).shape == (0, want.shape[1])
 
 
@@ -998,6 +999,10 @@ def test_plans_of_rows_by_index():
     assert "XLA gathers the rows of lhs first" in str(for_gpu(x, w))  # no kernel multiplies float32
     narrow = jnp.zeros((40, 64), jnp.bfloat16), jnp.zeros((8, 64, 64), jnp.bfloat16)
     assert for_gpu(*narrow).problem.gathered_rows == for_gpu(*narrow, gate=True).problem.gathered_rows == 40
+    with pytest.raises(ValueError, match="data-parallel"):
+        for_gpu(*narrow, schedule=sk.StreamK())
+    nothing = for_gpu(*narrow, lhs_indices=np.zeros(0, int))
+    assert nothing.is_empty and "gathers" not in str(nothing)
     by_index = sk.accelerate(lambda x, w: sk.ragged_dot(x, w, sizes, lhs_indices=chosen))
     for dtype in (np.float32, np.complex64):
         assert by_index.explain(x.astype(dtype), w).rows[0].m == 515
@@ -1078,6 +1083,17 @@ def test_export(offset):
     for rows in (jax.ShapeDtypeStruct(lhs.shape, lhs.dtype), jax.ShapeDtypeStruct(m, lhs.dtype)):
         exported = jax.export.deserialize(export()(rows, rhs, sizes).serialize())
         np.testing.assert_allclose(exported.call(lhs, rhs, sizes), f(lhs, rhs, sizes), rtol=1e-2, atol=1e-4)
+
+
+def test_export_of_rows_by_index():
+    x, w, sizes, chosen = gathered_operands()
+    chosen = chosen.astype(np.int32)
+    f = lambda x, w, chosen: sk.ragged_dot(x, w, sizes, lhs_indices=chosen)
+    tokens, rows = jax.export.symbolic_shape("tokens, rows")
+    export = jax.export.export(jax.jit(f), disabled_checks=sk.EXPORT_CHECKS)
+    for shape, of_chosen in (((tokens, 40), chosen.shape), ((40, 40), (rows,)), ((tokens, 40), (rows,))):
+        exported = export(jax.ShapeDtypeStruct(shape, x.dtype), w, jax.ShapeDtypeStruct(of_chosen, chosen.dtype))
+        np.testing.assert_allclose(exported.call(x, w, chosen), f(x, w, chosen), rtol=1e-2, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [jnp.int4, jnp.uint4])

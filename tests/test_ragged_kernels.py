@@ -87,7 +87,7 @@ def launch(name, case, device=None, special=None):
     # Of rows that indices are outside of A, the nearest is meant.
     indices = rng.integers(-2, case.gathered + 2, case.rows, np.int32) if case.gathered else np.arange(case.rows)
     if case.gathered:
-        indices[:2] = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+        indices[:2] = (np.iinfo(np.int32).min, np.iinfo(np.int32).max)[: len(indices)]
     row_of_a = np.clip(indices, 0, len(a[0]) - 1)
     a[0, np.setdiff1d(np.arange(len(a[0])), row_of_a[group >= 0])] = NOBODY_READS[dtype.kind]
     others = [
@@ -239,6 +239,8 @@ def test_gathered_rows_of_many_tiles_for_each_cta(gathers):
     sizes = (3 * rows_of_tile, 9, 5 * rows_of_tile + 3)
     check(gathers, Case(sizes, 9 * rows_of_tile, 10 * kernel.tile_m, k, gathered=300))
     check(gathers, Case((3,) * 70, 210, 5 * kernel.tile_m, 16, gathered=99))
+    # Tiles of one k-tile, taken from a counter.
+    check(gathers, Case((40 * rows_of_tile,), 40 * rows_of_tile, 10 * kernel.tile_m, 16, gathered=300))
     check(gathers, Case((5, 0, 30), 40, 24, 5000, gathered=30))
 
 
