@@ -43,7 +43,8 @@ def moved_bytes(problem):
     results = (1 if problem.ragged == _ffi.Ragged.m else problem.batch) * m * n * (2 if problem.has_residual else 1) + (
         matrices * n * batches(problem.batch_stride_bias) if problem.has_bias else 0
     )
-    moved = m * k * batches(problem.batch_stride_a) * size(problem.type_a)
+    rows = min(problem.gathered_rows, m) or m * batches(problem.batch_stride_a)
+    moved = rows * k * size(problem.type_a)
     moved += matrices * k * n * batches(problem.batch_stride_b) * size(problem.type_b)
     return moved + results * size(problem.type_d)
 

@@ -59,7 +59,8 @@ class GemmProblem(ByBits, _Fields):
 
     If ``ragged`` is not none, ``batch`` is the number of groups, whose sizes are data. They cut the m rows of the
     only A and the only D, or the k of the only A and the only B, into consecutive runs. With ``leading_rows`` a run in
-    no group comes first.
+    no group comes first. With ``gathered_rows`` A has that many rows, and as many int32 numbers as m, also data, say
+    which of them each of the m rows is.
     """
 
     def native(self):
@@ -106,6 +107,8 @@ class GemmProblem(ByBits, _Fields):
         if self.is_ragged:
             cut = "rows" if self.ragged == _ffi.Ragged.m else "k"
             groups = f"{cut} in {self.batch} group{'s' * (self.batch > 1)}"
+            if self.gathered_rows:
+                groups += f" by index of {self.gathered_rows}"
             return f"[{self.m}, {self.k}] @ [{self.k}, {self.n}], {groups}, {types}, {majors}{epilogue}"
         return f"{batch}[{self.m}, {self.k}] @ [{self.k}, {self.n}], {types}, {majors}{epilogue}"
 
@@ -305,8 +308,9 @@ def _arranged(lhs, rhs, dimension_numbers, precision, preferred_element_type, pl
 
 
 def arrange_ragged(
-    lhs, rhs, groups, numbers, precision, preferred_element_type, platform, epilogue=Epilogue(), leading=False
-):
+    lhs, rhs, groups, numbers, precision, preferred_element_type, platform, epilogue=Epilogue(), leading=False,
+    gathered_rows=0,
+):  # fmt: skip
     """Arranges a product of ``jax_streamk.ragged`` as one ragged GEMM.
 
     Args:
@@ -315,6 +319,7 @@ def arrange_ragged(
       numbers: the ``lax.RaggedDotDimensionNumbers``.
       epilogue: the epilogue, whose bias has shape (groups, n).
       leading: whether a size precedes those of the groups.
+      gathered_rows: the number of rows from which indices choose those of lhs, or 0.
 
     Raises:
       Unsupported: no kernel family supports the types or precision, or a shape is symbolic or beyond 32 bits.
@@ -363,6 +368,7 @@ def arrange_ragged(
         gated=epilogue.gate is not None,
         ragged=_ffi.Ragged.m if along_m else _ffi.Ragged.k,
         leading_rows=leading,
+        gathered_rows=gathered_rows,
     )
     return Arrangement(problem, dtype, permute_lhs, permute_rhs)
 

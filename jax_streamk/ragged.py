@@ -8,6 +8,7 @@ indices are the last operand: row i of the product is of lhs[indices[i]].
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,11 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
-from jax_streamk import compat, lowering, partition, planner, problem, schedules
+from jax_streamk import compat, lowering, partition, planner, problem, schedules, text
 from jax_streamk.device import device_for_lowering
 from jax_streamk.epilogue import ACTIVATIONS, Epilogue, wide
-from jax_streamk.tuning import tune
+from jax_streamk.machines import machine_of
+from jax_streamk.tuning import tune, tuned
 
 ragged_p: Primitive = Primitive("streamk_ragged_dot_general")
 ragged_p.def_impl(functools.partial(compat.apply_primitive, ragged_p))
@@ -128,9 +130,12 @@ def _runs(group_sizes, extent, leading):
 
 
 def xlas_product(
-    lhs, rhs, group_sizes, *others, numbers, precision, preferred_element_type, epilogue=Epilogue(), leading=False
-):
-    """What the primitive computes, without ``gathers``, by ``lax.ragged_dot_general``."""
+    lhs, rhs, group_sizes, *others, numbers, precision, preferred_element_type, epilogue=Epilogue(), leading=False,
+    gathers=False,
+):  # fmt: skip
+    """What the primitive computes, by ``lax.ragged_dot_general``."""
+    if gathers:
+        lhs, rhs, group_sizes, *others = _gathered(lhs, rhs, group_sizes, *others)
     dtype = preferred_element_type
     side = numbers.lhs_ragged_dimensions[0]
     runs = _runs(group_sizes, lhs.shape[side], leading)
@@ -323,7 +328,8 @@ def plan(
 ):  # fmt: skip
     """The ``Plan`` of a product and, if a kernel supports its types, its ``Arrangement``.
 
-    For a gated product whose products run apart it is the plan of one of them, and with ``gathers`` that of the rows.
+    For a gated product whose products run apart it is the plan of one of them. With ``gathers`` it is that of a kernel
+    that gathers rows, or of the product of rows that XLA gathers first, whichever is faster.
 
     Raises:
       ValueError: no kernel can run an explicit schedule.
@@ -331,9 +337,8 @@ def plan(
     schedule = schedules.of_forward(schedule)
     params = dict(numbers=numbers, precision=precision, preferred_element_type=preferred_element_type)
     if gathers:
-        params |= dict(schedule=schedule, device=device, epilogue=epilogue, leading=leading)
-        made, arrangement = plan(rows_of(lhs, others[-1]), rhs, group_sizes, **params)
-        return made.with_reasons(["XLA gathers the rows of lhs first: no kernel does"]), arrangement
+        params |= dict(epilogue=epilogue, leading=leading)
+        return _plan_gathered(lhs, rhs, group_sizes, others[-1], schedule, device, **params)
     arrange = functools.partial(
         problem.arrange_ragged, lhs, rhs, group_sizes.shape[0] - leading, platform=device.platform, leading=leading,
         **params,
@@ -353,13 +358,48 @@ def plan(
     return made if made.kernel is None else made.with_reasons(arrangement.copies(lhs, rhs)), arrangement
 
 
-def _lower(ctx, *operands, gathers, **params):
-    if gathers:
-        function = lambda *operands: bind(*_gathered(*operands), **params)
-        return mlir.lower_fun(function, multiple_results=False)(ctx, *operands)
+def _plan_gathered(lhs, rhs, group_sizes, indices, schedule, device, *, epilogue, leading, **params):
+    """``plan`` with ``gathers``."""
+    rows, count = rows_of(lhs, indices), group_sizes.shape[0] - leading
+    params |= dict(epilogue=epilogue, leading=leading)
+    made, arrangement = plan(rows, rhs, group_sizes, schedule=schedule, device=device, **params)
+    if made.is_empty:
+        return made, arrangement
+    why = "two products read them" if _runs_apart(made, epilogue) else "no kernel does"
+    if made.kernel is not None and not _runs_apart(made, epilogue) and isinstance(lhs.shape[0], int):
+        by_kernel = problem.arrange_ragged(
+            rows, rhs, count, platform=device.platform, gathered_rows=lhs.shape[0], **params
+        )
+        try:
+            instead = planner.make_plan(by_kernel.problem, schedule, device)
+        except ValueError as error:  # of an explicit schedule
+            why, instead = str(error), made
+        if instead is not made and instead.kernel is not None:
+            first = made.microseconds + _gathering(rows, device)
+            if instead.microseconds <= first or tuned.lookup(by_kernel.problem, device) is not None:
+                return instead.with_reasons(by_kernel.copies(rows, rhs)), by_kernel
+            why = f"{instead.kernel} is slower, {text.duration(instead.microseconds)} instead of {text.duration(first)}"
+    return made.with_reasons([f"XLA gathers the rows of lhs first: {why}"]), arrangement
+
+
+def _gathering(rows, device):
+    """The expected time, in microseconds, of gathering rows by XLA; on a CPU kernels always do."""
+    if device.platform == "cpu":
+        return math.inf
+    machine = machine_of(device)
+    return machine.launch_us + 2 * rows.size * rows.dtype.itemsize / machine.dram_bytes_per_us
+
+
+def _lower(ctx, *operands, **params):
     rules = {platform: functools.partial(_lower_with_kernels, platform=platform) for platform in ("cpu", "cuda")}
     rest = functools.partial(_lower_to_xla, why="there are kernels for CPUs and for NVIDIA GPUs only")
     return compat.lower_per_platform(ctx, rules, rest, *operands, **params)
+
+
+def _lower_gathered_first(ctx, *operands, gathers, **params):
+    del gathers
+    function = lambda *operands: bind(*_gathered(*operands), **params)
+    return mlir.lower_fun(function, multiple_results=False)(ctx, *operands)
 
 
 def _lower_with_kernels(ctx, *operands, platform, schedule, **params):
@@ -368,7 +408,10 @@ def _lower_with_kernels(ctx, *operands, platform, schedule, **params):
     lowering.check_build(platform)
     result = ctx.avals_out[0]
     ctx = ctx.replace(avals_in=[compat.local_aval(aval) for aval in ctx.avals_in])
-    if compat.placement(ctx) == compat.Placement.PARTITIONED:
+    partitions = compat.placement(ctx) == compat.Placement.PARTITIONED
+    if partitions and params["gathers"]:
+        return _lower_gathered_first(ctx, *operands, schedule=schedule, **params)
+    if partitions:
         later = _partitioned(schedule=tune.later(schedule), **params)
         out = lowering.lower_partitioned(ctx, later, operands, platform, params | dict(schedule=schedule))
         return [compat.with_sharding_of(ctx, out, result)]
@@ -377,7 +420,7 @@ def _lower_with_kernels(ctx, *operands, platform, schedule, **params):
         rhs, aval, params["numbers"] = _without_transposes(rhs, ctx.avals_in[1], params["numbers"])
         ctx = ctx.replace(avals_in=[ctx.avals_in[0], aval, *ctx.avals_in[2:]])
         operands = (lhs, rhs, group_sizes, *others)
-    epilogue, types = params["epilogue"], ctx.avals_in[:3]
+    epilogue, types = params["epilogue"], ctx.avals_in
 
     def planned(schedule):
         made, arrangement = plan(*types, schedule=schedule, device=device_for_lowering(platform), **params)
@@ -385,16 +428,24 @@ def _lower_with_kernels(ctx, *operands, platform, schedule, **params):
         return tune.tuned_if_asked(made) if is_asked else made, arrangement
 
     made, arrangement = tune.in_its_context(schedules.of_forward(schedule), planned)
+    if params["gathers"] and (made.kernel is None or not made.problem.gathered_rows):
+        return _lower_gathered_first(ctx, *operands, schedule=schedule, **params)
     if _runs_apart(made, epilogue):
         apart = functools.partial(_apart, schedule=schedule, **params)
         return mlir.lower_fun(apart, multiple_results=False)(ctx, *operands)
     if made.kernel is None:
         return _by_xla(ctx, *operands, **params)
-    (sizes,) = mlir.lower_fun(as_int32, multiple_results=False)(ctx.replace(avals_in=types[2:]), group_sizes)
+    # Group sizes and indices come last.
+    last = len(operands) - params["gathers"]
+    order = [*range(3, last), 2, *range(last, len(operands))]
+    others, of_others = [operands[i] for i in order], [types[i] for i in order]
+    for i in range(last - 3, len(order)):
+        (others[i],) = mlir.lower_fun(as_int32, multiple_results=False)(ctx.replace(avals_in=[of_others[i]]), others[i])
+        of_others[i] = of_others[i].update(dtype=np.dtype(np.int32))
     prepared = lowering.prepared(arrangement, lhs, rhs, *types[:2])
-    avals = [*arrangement.prepared(*types[:2]), *ctx.avals_in[3:], types[2].update(dtype=np.dtype(np.int32))]
+    avals = [*arrangement.prepared(*types[:2]), *of_others]
     stored = compat.local_aval(*ctx.avals_out)
-    out = lowering.call(ctx.replace(avals_in=avals), made, stored, *prepared, *others, sizes)
+    out = lowering.call(ctx.replace(avals_in=avals), made, stored, *prepared, *others)
     return [compat.with_sharding_of(ctx, out, *ctx.avals_out)]
 
 

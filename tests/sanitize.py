@@ -18,6 +18,7 @@ FUSED = dict(SILU, has_residual=True)
 GATED = dict(SILU, gated=True)
 GATE = dict(gated=True, activation=_ffi.Activation.silu)
 LEADING = dict(leading_rows=True)
+GATHER = dict(gathered_rows=200)
 ROW, COLUMN = _ffi.Major.row, _ffi.Major.column
 # kernel, (m, n, k), schedule, epilogue, and the majornesses of A and B if they are not the kernel's
 LAUNCHES = [
@@ -97,6 +98,19 @@ LAUNCHES = [
     ),  # some empty
     ("sm90_bf16_bf16_rr_64x16x128_1x1_pingpong_ragged_m", (60, 12000, 264), DataParallel(), dict(SILU, groups=40)),
     ("sm90_bf16_bf16_rr_128x128x64_1x1_pingpong_gated_ragged_m", (300, 264, 520), DataParallel(), dict(GATE, groups=3)),
+    ("sm90_bf16_bf16_rr_256x128x64_1x1_coop_ragged_m", (1500, 264, 520), DataParallel(), dict(GATHER, groups=5)),
+    (
+        "sm90_bf16_bf16_rr_64x16x128_1x1_pingpong_ragged_m",
+        (60, 12000, 264),
+        DataParallel(),
+        dict(GATHER, **LEADING, groups=40),
+    ),
+    (
+        "sm90_bf16_bf16_rr_128x128x64_1x1_pingpong_gated_ragged_m",
+        (300, 264, 520),
+        DataParallel(),
+        dict(GATHER, **GATE, groups=3),
+    ),
     ("sm90_bf16_bf16_cr_128x256x64_1x1_coop_ragged_k", (136, 264, 700), DataParallel(), dict(groups=9)),
     ("sm90_bf16_bf16_cr_128x128x64_1x1_pingpong_ragged_k", (136, 264, 700), DataParallel(), dict(LEADING, groups=512)),
 ]

@@ -183,6 +183,27 @@ def test_operands_of_an_epilogue(changed, others, message):
         call(changed, others=others)
 
 
+@pytest.mark.skipif(ON_GPU, reason="a GPU's kernels gather rows of 16-bit elements")
+def test_gathered_rows():
+    sizes, indices = np.array([M], np.int32), np.random.default_rng(2).integers(M - 3, size=M, dtype=np.int32)
+    made = plan(A, B[None], group_sizes=sizes, schedule=DataParallel())
+    room = {"workspace_bytes": i64(2**24)}
+    attributes = custom_call.attributes(made) | room | {"gathered_rows": i64(M - 3)}
+    np.testing.assert_array_equal(call((), 2**24, attributes, (sizes, indices)), A[indices] @ B)
+    smaller = "was given a buffer for lhs_indices of another type, or smaller"
+    for changed, others, message in (
+        ({}, (sizes,), "was given 3 operands; its plan says 4"),
+        ({}, (sizes, indices[:-1]), smaller),
+        ({}, (sizes, indices.astype(np.float32)), smaller),
+        ({"gathered_rows": i64(M + 1)}, (sizes, indices), "was given a buffer for A of another type, or smaller"),
+        ({"gathered_rows": i64(-1)}, (sizes,), r"the rows of A to gather must be below 2\^31"),
+        ({"gathered_rows": i64(2**31)}, (sizes, indices), r"the rows of A to gather must be below 2\^31"),
+        ({"ragged": i32(0)}, (indices,), "rows are gathered only where groups cut them"),
+    ):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            call(changed, 2**24, attributes, others)
+
+
 def test_a_bias_of_every_batch_does_not_fit_that_of_one():
     changed = WITH_BIAS | {
         "batch": i64(2),

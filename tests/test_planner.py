@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jax_streamk
-from jax_streamk import DataParallel, SplitK, StreamK, _ffi, lowering, machines, planner
+from jax_streamk import DataParallel, SplitK, StreamK, _ffi, described, lowering, machines, planner
 from jax_streamk.device import HOPPER, Device
 from jax_streamk.problem import GemmProblem
 from jax_streamk.schedules import Auto
@@ -297,6 +297,28 @@ def test_an_uncached_plan_takes_less_than_a_millisecond(plan, monkeypatch):
 def test_a_plan_is_made_once():
     problems = gemm(96, 80, 1000, F32), gemm(96, 80, 1000, F32)
     assert planner.make_plan(problems[0], Auto(), CPU) is planner.make_plan(problems[1], Auto(), Device("cpu", 0, 4))
+
+
+def test_gathered_rows():
+    """Of the shipped kernels those that gather are chosen, and by threads their rows arrive more slowly."""
+    kernels = {kernel.name: kernel for kernel in described.cuda_kernels() if kernel.ragged == _ffi.Ragged.m}
+    lists = dataclasses.replace(gemm(65536, 2048, 768, batch=128), ragged=_ffi.Ragged.m, batch_stride_a=0)
+    ask = None, HOPPER.native(), H200.native
+    for gated in (False, True):
+        problem = dataclasses.replace(lists, gated=gated)
+        of_plain, of_gathered = (
+            _ffi.choose(_ffi.Kernels(list(kernels.values())), p.native(), *ask).candidates
+            for p in (problem, dataclasses.replace(problem, gathered_rows=8192))
+        )
+        assert all(kernels[found.kernel].gathers for found in of_gathered)
+        plain = {found.kernel: found.cost.microseconds for found in of_plain}
+        gathered = {found.kernel: found.cost.microseconds for found in of_gathered}
+        assert len(both := plain.keys() & gathered.keys()) >= 2
+        assert all(1.02 < gathered[name] / plain[name] < 1.3 for name in both)
+    wide = next(kernel for kernel in kernels.values() if kernel.tile_n == 256 and kernel.major_b == ROW)
+    problem = dataclasses.replace(lists, gathered_rows=8192)
+    refusal = _ffi.choose(_ffi.Kernels([wide]), problem.native(), *ask).refusal
+    assert "it gathers no rows" in refusal
 
 
 def test_a_candidate_outlives_what_it_was_chosen_from():

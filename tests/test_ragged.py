@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_streamk as sk
-from jax_streamk import _ffi, ragged
+from jax_streamk import _ffi, planner, ragged
 from jax_streamk.device import device_of
 from jax_streamk.epilogue import ACTIVATIONS
 from jax_streamk.launch_policy import LaunchPolicy
@@ -767,7 +767,7 @@ def test_tuning(what, tmp_path):
         assert_alike(jax.jit(lambda *args: TUNED[what](*args))(*args), want)
     (made,) = plans
     assert made.problem.is_ragged and "measured by tuning" in str(made)
-    assert ("XLA's product took" in str(made)) == (what in ("forward", "transposed", "groups of k"))
+    assert ("product took" in str(made)) == (what in ("forward", "transposed", "groups of k"))
     with sk.tuning(tmp_path) as again:
         jax.jit(lambda *args: TUNED[what](*args))(*args)
     assert not again
@@ -904,6 +904,18 @@ def test_tuning_measures_groups_of_about_one_size(leading, numbers):
     np.testing.assert_array_equal(drawn, measure.group_sizes(made.problem))
 
 
+def test_tuning_measures_gathered_rows():
+    lhs, rhs = jax.ShapeDtypeStruct((1000, 8), jnp.bfloat16), jax.ShapeDtypeStruct((20, 8, 16), jnp.bfloat16)
+    params = dict(numbers=BASIC, precision=None, preferred_element_type=None, schedule=sk.Auto())
+    made, _ = ragged.plan(lhs, rhs, jax.ShapeDtypeStruct((20,), np.int32), device=device_of(None), **params)
+    made = planner.make_plan(dataclasses.replace(made.problem, gathered_rows=50), sk.Auto(), device_of(None))
+    drawn = measure.lhs_indices(made.problem)
+    assert drawn.shape == (1000,) and 0 <= drawn.min() < drawn.max() < 50
+    launch = measure.Memory(device_of(None)).rotation(made.problem)
+    d = launch.result(made.kernel, made.native_schedule(), LaunchPolicy())
+    assert np.isfinite(d.astype(np.float32)).all()
+
+
 @pytest.mark.parametrize("leading", [False, True])
 def test_xlas_sums_of_groups(leading):
     """The derivative of a bias."""
@@ -935,10 +947,11 @@ def test_rows_by_index(form, dtype):
     x, w, sizes, chosen = gathered_operands(dtype)
     f = OF_GATHERED[form]
     want = f(x[chosen], w, sizes)
-    np.testing.assert_array_equal(f(x, w, sizes, lhs_indices=chosen), want)
-    np.testing.assert_array_equal(jax.jit(f)(x, w, sizes, lhs_indices=chosen), want)
+    # No kernel of a GPU multiplies float32, and XLA does as it likes.
+    like = 1e-2 if ON_GPU and dtype == np.float32 else 0
     beyond = np.where(chosen == 0, -7, np.where(chosen == len(x) - 1, 10**6, chosen))
-    np.testing.assert_array_equal(f(x, w, sizes, lhs_indices=beyond), want)
+    for got in f(x, w, sizes, lhs_indices=chosen), jax.jit(f)(x, w, sizes, lhs_indices=beyond):
+        np.testing.assert_allclose(got, want, rtol=like, atol=like)
     assert f(x, w, sizes, lhs_indices=jnp.zeros(0, int)).shape == (0, want.shape[1])
 
 
@@ -981,7 +994,15 @@ def test_transformations_of_rows_by_index():
 def test_plans_of_rows_by_index():
     x, w, sizes, chosen = gathered_operands()
     made = sk.plan(x, w, group_sizes=sizes, lhs_indices=chosen, device="cpu")
-    assert "[515, 40] @ [40, 70], rows in 8 groups" in str(made) and "XLA gathers the rows of lhs first" in str(made)
+    assert "[515, 40] @ [40, 70], rows in 8 groups by index of 40" in str(made) and made.kernel.startswith("host_")
+    for_gpu = functools.partial(sk.plan, group_sizes=sizes, lhs_indices=chosen, device=sk.H200)
+    assert "XLA gathers the rows of lhs first" in str(for_gpu(x, w))  # no kernel multiplies float32
+    narrow = jnp.zeros((40, 64), jnp.bfloat16), jnp.zeros((8, 64, 64), jnp.bfloat16)
+    assert for_gpu(*narrow).problem.gathered_rows == for_gpu(*narrow, gate=True).problem.gathered_rows == 40
+    with pytest.raises(ValueError, match="data-parallel"):
+        for_gpu(*narrow, schedule=sk.StreamK())
+    nothing = for_gpu(*narrow, lhs_indices=np.zeros(0, int))
+    assert nothing.is_empty and "gathers" not in str(nothing)
     by_index = sk.accelerate(lambda x, w: sk.ragged_dot(x, w, sizes, lhs_indices=chosen))
     for dtype in (np.float32, np.complex64):
         assert by_index.explain(x.astype(dtype), w).rows[0].m == 515
@@ -1062,6 +1083,17 @@ def test_export(offset):
     for rows in (jax.ShapeDtypeStruct(lhs.shape, lhs.dtype), jax.ShapeDtypeStruct(m, lhs.dtype)):
         exported = jax.export.deserialize(export()(rows, rhs, sizes).serialize())
         np.testing.assert_allclose(exported.call(lhs, rhs, sizes), f(lhs, rhs, sizes), rtol=1e-2, atol=1e-4)
+
+
+def test_export_of_rows_by_index():
+    x, w, sizes, chosen = gathered_operands()
+    chosen = chosen.astype(np.int32)
+    f = lambda x, w, chosen: sk.ragged_dot(x, w, sizes, lhs_indices=chosen)
+    tokens, rows = jax.export.symbolic_shape("tokens, rows")
+    export = jax.export.export(jax.jit(f), disabled_checks=sk.EXPORT_CHECKS)
+    for shape, of_chosen in (((tokens, 40), chosen.shape), ((40, 40), (rows,)), ((tokens, 40), (rows,))):
+        exported = export(jax.ShapeDtypeStruct(shape, x.dtype), w, jax.ShapeDtypeStruct(of_chosen, chosen.dtype))
+        np.testing.assert_allclose(exported.call(x, w, chosen), f(x, w, chosen), rtol=1e-2, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [jnp.int4, jnp.uint4])

@@ -25,11 +25,20 @@ from test_ragged import ROUTINGS, group_of
 
 from jax_streamk import _ffi
 
+NOBODY_READS = {"f": np.nan, "V": np.nan, "i": -128}
 WHOLE_TILES = make_schedule(_ffi.ScheduleKind.data_parallel)
 
-# The host's kernels, which run all problems, are in test_ragged.py.
+# The host's kernels, which run all problems, are in test_ragged.py; here they gather.
 HERE = [name for name, kernel in KERNELS.items() if kernel.ragged != _ffi.Ragged.none and runs_here(kernel)]
-pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("name", HERE or ["no kernel in this build"])]
+GATHER = [name for name, kernel in KERNELS.items() if kernel.gathers and runs_here(kernel)]
+
+
+def pytest_generate_tests(metafunc):
+    if "name" in metafunc.fixturenames:
+        names = [pytest.param(name, marks=pytest.mark.gpu) for name in HERE or ["no kernel in this build"]]
+        metafunc.parametrize("name", names)
+    if "gathers" in metafunc.fixturenames:
+        metafunc.parametrize("gathers", GATHER)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +53,7 @@ class Case:
     pad: int = 0  # leading dimensions exceed the extents by this multiple of 8
     activation: _ffi.Activation = _ffi.Activation.none
     bias: bool = False
+    gathered: int = 0  # rows of A, if those of the product are gathered
 
 
 def matrices(rng, dtype, batch, rows, columns, column_major, pad):
@@ -51,7 +61,12 @@ def matrices(rng, dtype, batch, rows, columns, column_major, pad):
     lines, length = (columns, rows) if column_major else (rows, columns)
     ld = round_up(length, 8) + 8 * pad
     stored = poisoned((batch, lines, ld), dtype)
-    stored[..., :length] = (rng.standard_normal((batch, lines, length)) / 4).astype(dtype)
+    drawn = (
+        rng.integers(-9, 10, (batch, lines, length))
+        if dtype == np.int8
+        else rng.standard_normal((batch, lines, length)) / 4
+    )
+    stored[..., :length] = drawn.astype(dtype)
     values = stored[..., :length]
     return stored, values.swapaxes(1, 2) if column_major else values, ld, lines * ld
 
@@ -62,13 +77,19 @@ def launch(name, case, device=None, special=None):
     ``special`` changes (A, the B of every group) before the launch.
     """
     kernel = KERNELS[name]
-    of_rows, gated = kernel.ragged == _ffi.Ragged.m, kernel.gated
-    dtype, groups = DTYPES[kernel.type_a], len(case.sizes)
+    of_rows, gated = kernel.ragged != _ffi.Ragged.k, kernel.gated
+    dtype, dtype_d, groups = DTYPES[kernel.type_a], DTYPES[kernel.type_d], len(case.sizes)
     rng = np.random.default_rng(zlib.crc32(repr(case).encode()))
     group = group_of(case.sizes, case.rows, case.leading or 0)
     column_major = kernel.major_b == _ffi.Major.column
-    stored_a, a, lda, _ = matrices(rng, dtype, 1, case.rows, case.k, False, case.pad)
-    a[0, group < 0] = np.nan  # nobody reads them
+    of_a = (case.gathered or case.rows, case.k, kernel.major_a == _ffi.Major.column and of_rows, case.pad)
+    stored_a, a, lda, _ = matrices(rng, dtype, 1, *of_a)
+    # Of rows that indices are outside of A, the nearest is meant.
+    indices = rng.integers(-2, case.gathered + 2, case.rows, np.int32) if case.gathered else np.arange(case.rows)
+    if case.gathered:
+        indices[:2] = (np.iinfo(np.int32).min, np.iinfo(np.int32).max)[: len(indices)]
+    row_of_a = np.clip(indices, 0, len(a[0]) - 1)
+    a[0, np.setdiff1d(np.arange(len(a[0])), row_of_a[group >= 0])] = NOBODY_READS[dtype.kind]
     others = [
         matrices(rng, dtype, groups, case.k, case.n, column_major, case.pad)
         if of_rows
@@ -79,11 +100,11 @@ def launch(name, case, device=None, special=None):
         others[0][1][0, group < 0] = np.nan
     if special is not None:
         special(a, *(x[1] for x in others))
-    biases = [rng.standard_normal((groups, round_up(case.n, 8) + 8)).astype(dtype) for _ in others]
+    biases = [rng.standard_normal((groups, round_up(case.n, 8) + 8)).astype(dtype_d) for _ in others]
     results, d_rows = (1, case.rows) if of_rows else (groups, case.k)
     exact = np.zeros((results, d_rows, case.n))
     for i in range(groups):
-        rows = a[0, group == i].astype(np.float64)
+        rows = a[0, row_of_a[group == i]].astype(np.float64)
         left, right = (rows, i) if of_rows else (rows.T, (0, group == i))
         sums = [
             left @ x[1][right].astype(np.float64) + (bias[i, : case.n].astype(np.float64) if case.bias else 0)
@@ -98,25 +119,28 @@ def launch(name, case, device=None, special=None):
         groups, m, case.n, k, kernel.type_a, kernel.type_b, kernel.type_d, kernel.math, kernel.major_a, kernel.major_b,
         lda, ldb, ldd, 0, stride_b if of_rows else 0, 0 if of_rows else m * ldd,
         activation=case.activation, has_bias=case.bias, batch_stride_bias=biases[0].shape[1] if case.bias else 0,
-        gated=gated, ragged=kernel.ragged, leading_rows=case.leading is not None,
+        gated=gated, ragged=_ffi.Ragged.m if of_rows else _ffi.Ragged.k, leading_rows=case.leading is not None,
+        gathered_rows=case.gathered,
     )  # fmt: skip
     device = device or device_of(kernel)
     assert (why := _ffi.can_implement(name, problem, WHOLE_TILES, device)) is None, why
     sizes = np.array([*([] if case.leading is None else [case.leading]), *case.sizes], np.int32)
     both = [(x[0], bias if case.bias else None) for x, bias in zip(others, biases)]
     (b, bias), (up, up_bias) = both[0], both[1] if gated else (None, None)
-    held = [None if x is None else Memory(kernel, x) for x in (stored_a, b, None, up, bias, up_bias, None, sizes)]
-    body_bytes = results * d_rows * ldd * dtype.itemsize
-    beyond = 2 * max(kernel.tile_m, kernel.tile_n) * ldd * dtype.itemsize
+    arrays = (stored_a, b, None, up, bias, up_bias, None, sizes, indices if case.gathered else None)
+    held = [None if x is None else Memory(kernel, x) for x in arrays]
+    body_bytes = results * d_rows * ldd * dtype_d.itemsize
+    beyond = 2 * max(kernel.tile_m, kernel.tile_n) * ldd * dtype_d.itemsize
     d = Memory(kernel, GUARD * 2 + body_bytes + beyond)
     workspace = Memory(kernel, _ffi.workspace_bytes(name, problem, WHOLE_TILES, device))
     addresses = [0 if x is None else x.address for x in held]
     addresses[2] = d.address + GUARD
     policy = policy_of(kernel, problem, WHOLE_TILES, device, {})
     _ffi.launch(name, problem, WHOLE_TILES, policy, device, tuple(addresses), workspace.address)
-    _ffi.synchronize()
+    if not d.host:
+        _ffi.synchronize()
     raw = d.read()
-    body = raw[GUARD : GUARD + body_bytes].view(dtype).reshape(results, d_rows, ldd)
+    body = raw[GUARD : GUARD + body_bytes].view(dtype_d).reshape(results, d_rows, ldd)
     assert (raw[:GUARD] == POISON).all() and (raw[GUARD + body_bytes :] == POISON).all(), "wrote outside D"
     assert (np.ascontiguousarray(body[..., case.n :]).view(np.uint8) == POISON).all(), "wrote between the rows of D"
     out = np.ascontiguousarray(body[..., : case.n])
@@ -133,7 +157,8 @@ def check(name, case):
     with np.errstate(over="ignore"):
         rounding, largest = error(exact.astype(got.dtype).astype(np.float64), exact, scale)
     rms, most = error(values, exact, scale)
-    floor = float(ml_dtypes.finfo(got.dtype).eps) / 16
+    wide = got.dtype.itemsize >= 4  # no tensor core's: rounded at every addition
+    floor = 0 if got.dtype.kind == "i" else float(ml_dtypes.finfo(got.dtype).eps) * (16 if wide else 1 / 16)
     assert rms <= 2 * rounding + floor and most <= 2 * largest + 16 * floor, (rms, rounding, most, largest)
     few = _ffi.Device(device_of(KERNELS[name]).arch, 2)
     assert got.tobytes() == launch(name, case, few)[0].tobytes(), "the bits depend on which worker has a tile"
@@ -187,3 +212,40 @@ def test_what_sizes_may_not_be(name):
         got, exact = launch(name, Case(sizes, 60, 24, 40))
         assert np.isfinite(got.astype(np.float64)).all()
         assert np.abs(got.astype(np.float64) - exact).max() < 0.1
+
+
+def test_gathered_rows(gathers):
+    """Rows that are read twice and rows that are not, K's tail, and groups of 0 to a few tiles."""
+    kernel = KERNELS[gathers]
+    rows_of_tile = min(kernel.tile_n if kernel.swap_ab else kernel.tile_m, 128)
+    sizes = (rows_of_tile, 0, 3, 2 * rows_of_tile + 5, 1, 0, rows_of_tile // 2 + 1, 33)
+    for leading, k, gathered in ((None, kernel.tile_k, 1000), (37, 3 * kernel.tile_k + 8, 50), (0, 8, 1)):
+        rows = sum(sizes) + (leading or 0) + 21
+        check(gathers, Case(sizes, rows, 136, k, leading, pad=1, bias=kernel.gated, gathered=gathered))
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_gathered_rows_of_any_routing(name, routing):
+    if not KERNELS[name].gathers:
+        pytest.skip("it gathers no rows")
+    rows, k, n, sizes = ROUTINGS[routing]
+    check(name, Case(tuple(map(int, sizes)), rows, round_up(n, 8), round_up(k, 8), gathered=rows // 3 + 1))
+
+
+def test_gathered_rows_of_many_tiles_for_each_cta(gathers):
+    kernel = KERNELS[gathers]
+    rows_of_tile = min(kernel.tile_n if kernel.swap_ab else kernel.tile_m, 128)
+    k = (kernel.stages + 2) * kernel.tile_k + 8
+    sizes = (3 * rows_of_tile, 9, 5 * rows_of_tile + 3)
+    check(gathers, Case(sizes, 9 * rows_of_tile, 10 * kernel.tile_m, k, gathered=300))
+    check(gathers, Case((3,) * 70, 210, 5 * kernel.tile_m, 16, gathered=99))
+    # Tiles of one k-tile, taken from a counter.
+    check(gathers, Case((40 * rows_of_tile,), 40 * rows_of_tile, 10 * kernel.tile_m, 16, gathered=300))
+    check(gathers, Case((5, 0, 30), 40, 24, 5000, gathered=30))
+
+
+def test_who_gathers_no_rows(name):
+    """A kernel that cannot refuses."""
+    if not KERNELS[name].gathers:
+        with pytest.raises(AssertionError, match="gather"):
+            launch(name, Case((3, 4), 8, 16, 16, gathered=5))

@@ -116,6 +116,9 @@ struct EpilogueOps {
 // (kM) or the K of A and B (kK) into consecutive runs, one for each B (kM) or D (kK). Sizes are at least 0 and their
 // sum at most the extent. Rows of D in no group are zero, and those of A are not read. With leading_rows a size comes
 // before the first group's: that of a run that is in no group.
+//
+// With gathered_rows (kM only) A has that many rows, and row i of the product is row indices[i] of A, of m int32
+// numbers on the device. Numbers of no row stand for the nearest one.
 struct GemmProblem {
   int64_t batch = 1, m = 0, n = 0, k = 0;
   int64_t inner_batch = 1;
@@ -124,6 +127,7 @@ struct GemmProblem {
   EpilogueOps epilogue;
   Ragged ragged = Ragged::kNone;
   bool leading_rows = false;
+  int64_t gathered_rows = 0;
 
   bool has(Role role) const {
     switch (role) {
@@ -132,18 +136,20 @@ struct GemmProblem {
       case Role::kUpBias: return epilogue.has_bias && epilogue.is_pair();
       case Role::kResidual: return epilogue.has_residual;
       case Role::kGroupSizes: return ragged != Ragged::kNone;
+      case Role::kIndices: return gathered_rows > 0;
       default: return true;
     }
   }
 
   Operand operand(Role role) const {
     switch (role) {
-      case Role::kA: return {a, m, k};
+      case Role::kA: return {a, gathered_rows > 0 ? gathered_rows : m, k};
       case Role::kB:
       case Role::kUp: return {b, k, n};
       case Role::kBias:
       case Role::kUpBias: return {{d.format, Major::kRow, 0, epilogue.batch_stride_bias}, 1, n};
       case Role::kGroupSizes: return {{Type::kS32}, 1, batch + leading_rows};
+      case Role::kIndices: return {{Type::kS32}, 1, m};
       case Role::kD:
       case Role::kResidual: break;
     }
@@ -176,7 +182,7 @@ inline GemmProblem dense(GemmProblem p, int32_t tile = 1) {
   p.a.batch_stride = extent * p.a.ld;
   Layout& other = p.ragged == Ragged::kM ? p.d : p.b;
   other.batch_stride = extent * other.ld;
-  p.ragged = Ragged::kNone;
+  p.ragged = Ragged::kNone, p.gathered_rows = 0;
   return p;
 }
 
@@ -249,6 +255,7 @@ struct KernelInfo {
   bool gated = false;
   // The ragged problems that it runs, and only these; the host's kernels run all.
   Ragged ragged = Ragged::kNone;
+  bool gathers = false;  // whether it also runs ragged problems with gathered_rows
 };
 
 // The promotion_k of kernels that promote. Truncation loses about 1e-9 of a sum per product; TF32 operands have errors
@@ -266,6 +273,7 @@ struct Buffers {
   void const* up_bias = nullptr;
   void const* residual = nullptr;
   void const* group_sizes = nullptr;
+  void const* indices = nullptr;
 
   void set(Role role, void* address) {
     switch (role) {

@@ -7,15 +7,16 @@
 
 // ROLE(enumerator of Role, member of Buffers, name in messages). Calls take operands, and their results, in this order.
 // Reserved: scale_a, scale_b.
-#define JAX_STREAMK_ROLES(ROLE)             \
-  ROLE(kA, a, "A")                          \
-  ROLE(kB, b, "B")                          \
-  ROLE(kD, d, "D")                          \
-  ROLE(kUp, up, "the second B")             \
-  ROLE(kBias, bias, "the bias")             \
-  ROLE(kUpBias, up_bias, "the second bias") \
-  ROLE(kResidual, residual, "the residual") \
-  ROLE(kGroupSizes, group_sizes, "group_sizes")
+#define JAX_STREAMK_ROLES(ROLE)                 \
+  ROLE(kA, a, "A")                              \
+  ROLE(kB, b, "B")                              \
+  ROLE(kD, d, "D")                              \
+  ROLE(kUp, up, "the second B")                 \
+  ROLE(kBias, bias, "the bias")                 \
+  ROLE(kUpBias, up_bias, "the second bias")     \
+  ROLE(kResidual, residual, "the residual")     \
+  ROLE(kGroupSizes, group_sizes, "group_sizes") \
+  ROLE(kIndices, indices, "lhs_indices")
 
 // GemmProblem
 #define JAX_STREAMK_PROBLEM_FIELDS(REQUIRED, OPTIONAL)    \
@@ -48,7 +49,8 @@
   OPTIONAL(inner_stride_b, b.inner_stride)                \
   OPTIONAL(inner_stride_d, d.inner_stride)                \
   OPTIONAL(ragged, ragged)                                \
-  OPTIONAL(leading_rows, leading_rows)
+  OPTIONAL(leading_rows, leading_rows)                    \
+  OPTIONAL(gathered_rows, gathered_rows)
 
 // Schedule
 #define JAX_STREAMK_SCHEDULE_FIELDS(REQUIRED, OPTIONAL) \
@@ -111,4 +113,5 @@
   OPTIONAL(shared_memory, shared_memory)              \
   OPTIONAL(promotion_k, promotion_k)                  \
   OPTIONAL(gated, gated)                              \
-  OPTIONAL(ragged, ragged)
+  OPTIONAL(ragged, ragged)                            \
+  OPTIONAL(gathers, gathers)

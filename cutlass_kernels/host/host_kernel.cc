@@ -68,7 +68,7 @@ struct Gemm {
   TileProduct tile_product;
   Buffers buffers;
 
-  // The workspace: [shared tiles][slots][per worker: accumulators and scratch]
+  // The workspace: [shared tiles][slots][per worker: accumulators, scratch, part and gathered rows]
   int64_t tile_bytes() const { return align_workspace(tile_m * tile_n * size_of(accumulator_of(p.a.format))); }
   int64_t shared_bytes() const {
     return align_workspace(decomposition.shared_tiles() * static_cast<int64_t>(sizeof(SharedTile)));
@@ -81,10 +81,14 @@ struct Gemm {
   int64_t accumulators_bytes() const {
     return multiplies_into_d() && reduction != Reduction::kAtomic ? 0 : tile_bytes();
   }
-  bool sums_in_parts() const { return p.k > kSummedAlone && p.a.format != Type::kS8; }
+  bool gathers() const { return p.gathered_rows > 0; }
+  // Sums of s8 are exact in any order: they have parts only where a part's rows are gathered at a time.
+  bool sums_in_parts() const { return p.k > kSummedAlone && (p.a.format != Type::kS8 || gathers()); }
   int64_t scratch_bytes() const { return align_workspace(jax_streamk::scratch_bytes(p.a.format.type, tile_m, tile_n)); }
-  int64_t private_bytes() const {
-    return accumulators_bytes() + scratch_bytes() + (sums_in_parts() ? tile_bytes() : 0);
+  int64_t private_bytes() const { return accumulators_bytes() + scratch_bytes() + part_bytes() + gathered_bytes(); }
+  int64_t part_bytes() const { return sums_in_parts() ? tile_bytes() : 0; }
+  int64_t gathered_bytes() const {
+    return gathers() ? align_workspace(tile_m * std::min(p.k, kSummedAlone) * size_of(p.a.format)) : 0;
   }
   int64_t workspace_bytes() const {
     return shared_bytes() + slots() * tile_bytes() + decomposition.workers * private_bytes();
@@ -98,6 +102,7 @@ struct Gemm {
   }
   void* scratch(int32_t worker) const { return static_cast<char*>(accumulators(worker)) + accumulators_bytes(); }
   void* part(int32_t worker) const { return static_cast<char*>(scratch(worker)) + scratch_bytes(); }
+  void* gathered(int32_t worker) const { return static_cast<char*>(part(worker)) + part_bytes(); }
 
   struct OutputTile {
     int64_t batch, m, n, k;  // the first row, column and element of K
@@ -140,14 +145,36 @@ struct Gemm {
 
   void multiply(OutputTile const& tile, int64_t k, int64_t k_end, int32_t worker, void* accumulators,
                 int64_t stride) const {
-    int64_t const offset_a = (p.ragged == Ragged::kNone ? tile.batch * p.a.batch_stride : 0) +
-                             (p.a.major == Major::kRow ? tile.m * p.a.ld + k : tile.m + k * p.a.ld);
+    int64_t const of_batch = p.ragged == Ragged::kNone ? tile.batch * p.a.batch_stride : 0;
     int64_t const offset_b = (p.ragged == Ragged::kK ? 0 : tile.batch * p.b.batch_stride) +
                              (p.b.major == Major::kRow ? k * p.b.ld + tile.n : k + tile.n * p.b.ld);
-    Block const a{static_cast<char const*>(buffers.a) + offset_a * size_of(p.a.format), p.a.ld, p.a.major};
+    Block const a = gathers() ? gather(tile, k, k_end, gathered(worker))
+                              : Block{element_of_a(tile.m, k) + of_batch * size_of(p.a.format), p.a.ld, p.a.major};
     Block const b{static_cast<char const*>(buffers.b) + offset_b * size_of(p.b.format), p.b.ld, p.b.major};
     Extents const extents{tile.extents.m, tile.extents.n, k_end - k};
     tile_product.multiply(extents, a, b, accumulators, stride, scratch(worker));
+  }
+
+  char const* element_of_a(int64_t row, int64_t k) const {
+    int64_t const offset = p.a.major == Major::kRow ? row * p.a.ld + k : row + k * p.a.ld;
+    return static_cast<char const*>(buffers.a) + offset * size_of(p.a.format);
+  }
+
+  // Copies the tile's rows, of k to k_end, side by side.
+  Block gather(OutputTile const& tile, int64_t k, int64_t k_end, void* to) const {
+    int64_t const rows = tile.extents.m, length = k_end - k, size = size_of(p.a.format);
+    bool const by_row = p.a.major == Major::kRow;
+    for (int64_t i = 0; i < rows; ++i) {
+      int64_t const index = static_cast<int32_t const*>(buffers.indices)[tile.m + i],
+                    row = std::clamp<int64_t>(index, 0, p.gathered_rows - 1);
+      char* const copy = static_cast<char*>(to) + i * size * (by_row ? length : 1);
+      if (by_row) {
+        std::memcpy(copy, element_of_a(row, k), length * size);
+      } else {
+        for (int64_t j = 0; j < length; ++j) std::memcpy(copy + j * rows * size, element_of_a(row, k + j), size);
+      }
+    }
+    return {to, by_row ? length : rows, p.a.major};
   }
 
   void store(OutputTile const& tile, void const* accumulators, int64_t stride) const {
@@ -336,6 +363,7 @@ constexpr int32_t kTiles[][3] = {{256, 512, 64}, {128, 128, 64}, {64, 64, 64}};
           info.tile_n = tile_n;
           info.tile_k = tile_k;
           info.warp_schedule = "threads";
+          info.gathers = true;
           info.split_k_reductions =
               info.stream_k_reductions = {Reduction::kOrdered, Reduction::kAtomic, Reduction::kSeparate};
           Registration(std::make_unique<HostKernel>(std::move(info)));

@@ -11,7 +11,8 @@ Cost host_cost(Launch const& l, Schedule const& s) {
   Share const share = share_of(s, grid, l.kernel, l.traits, l.problem, false);
   auto const iteration = [&](double rows, double columns) {
     return l.problem.k / grid.k_tiles *
-           (machine.host_multiply_add_us * rows * columns + machine.host_pack_us * (rows + columns));
+           (machine.host_multiply_add_us * rows * columns +
+            machine.host_pack_us * (rows * (l.gathered_rows > 0 ? 2 : 1) + columns));
   };
   // Tiles at the edge cost less. The busiest thread has its part of the full tiles or of all work, whichever is more;
   // under Stream-K all its iterations may be of full tiles.

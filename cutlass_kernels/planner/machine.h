@@ -20,7 +20,7 @@ namespace jax_streamk {
   X(wgmma_lost_columns, "2 * tile_m * (tile_n + columns) * K / rate; TF32 takes twice as long as 16 bits")            \
   X(mma_f64_flops_per_us_sm, "2 * area * K / (rate * sqrt(min(area / 64^2, 1))), of float64")                         \
   X(few_rows_flops_per_us_sm, "16-bit mma.sync in kernels for few rows; TF32 at half")                                \
-  X(thread_bytes_per_us_sm, "bytes / rate that threads of one SM move: 16-bit operands for few rows, partial tiles")  \
+  X(thread_bytes_per_us_sm, "bytes / rate that threads of one SM move: few rows' operands, gathered rows, partials")  \
   X(cluster_peer_us, "t * CTAs * columns / 16: CTAs of a cluster add up one tile of 4-byte sums")                     \
   X(epilogue_us, "t * area / 128^2, and a multiple of it with a bias, a residual or an activation")                   \
   X(shifted_epilogue_factor, "epilogue * factor, of kernels for few rows whose B's rows start anywhere")              \

@@ -69,6 +69,7 @@ Launch::Launch(KernelInfo const& kernel, GemmProblem const& p, int32_t width, Ma
       rows(kernel.swap_ab ? problem.n : problem.m),
       columns(kernel.swap_ab ? problem.m : problem.n),
       ctas(kernel.cluster_m * kernel.cluster_n),
+      gathered_rows(std::min(p.gathered_rows, p.m)),
       repacked(repack_of(kernel, problem)) {
   grid.wave_tiles = static_cast<double>(tiling.tiles_m) * tiling.tiles_n;
   grid.tiles = problem.batch * grid.wave_tiles;
@@ -139,7 +140,10 @@ double shared_memory_us(Launch const& l, Panels const& panels) {
            (is_16bit ? machine.thread_bytes_per_us_sm : machine.load_bytes_per_us_sm);
   }
   double const wait = by_tma && l.ctas > 1 ? machine.cluster_wait_us * l.kernel.tile_k / 64 : 0;
-  return (bytes / machine.load_bytes_per_us_sm + wait) * l.traits.ctas_per_sm;
+  // Threads load gathered rows: in vectors, which pass the load/store units.
+  double const gathered = l.gathered_rows > 0 ? (l.kernel.swap_ab ? columns : rows) * panels.a : 0;
+  double const us = (bytes - gathered) / machine.load_bytes_per_us_sm + gathered / machine.thread_bytes_per_us_sm;
+  return (us + wait) * l.traits.ctas_per_sm;
 }
 
 double waiting_us(Launch const& l) {
@@ -159,8 +163,8 @@ double dram_us(Launch const& l) {
   auto const batches = [&](int64_t stride) { return static_cast<double>(stride != 0 ? p.batch : 1); };
   double const m = p.m, n = p.n, k = p.k, d = static_cast<double>(p.batch) * m * n;
   double const bias = p.epilogue.has_bias ? n * batches(p.epilogue.batch_stride_bias) : 0;
-  double const read = m * k * batches(p.a.batch_stride) * size_of(p.a.format) +
-                      k * n * batches(p.b.batch_stride) * size_of(p.b.format) +
+  double const rows_of_a = l.gathered_rows > 0 ? static_cast<double>(l.gathered_rows) : m * batches(p.a.batch_stride);
+  double const read = rows_of_a * k * size_of(p.a.format) + k * n * batches(p.b.batch_stride) * size_of(p.b.format) +
                       ((p.epilogue.has_residual ? d : 0) + bias) * size_of(p.d.format);
   double us = (read + d * size_of(p.d.format)) / machine.dram_bytes_per_us;
   if (l.traits.load_path == LoadPath::kTma) {

@@ -33,6 +33,7 @@ struct Launch {
   double sms = 0;                // that share the work
   double rows = 0, columns = 0;  // of D along the kernel's own tile_m and tile_n
   int32_t ctas = 1;              // of a cluster
+  int64_t gathered_rows = 0;     // rows of A that are read; 0: all, as they lie
   Repack repacked;
   TileOperand a = {}, b = {};
 

@@ -161,12 +161,16 @@ class Sm90Kernel final : public CudaKernel {
       cute::get<0>(loaded) = extended(own_a, {kAAlongM, rows, kConfig.tile_m, kConfig.cluster_m}, stride_a, p);
     if (kSwap ? policy.extend_a : policy.extend_b)
       cute::get<1>(loaded) = extended(own_b, {kBAlongN, columns, kConfig.tile_n, kConfig.cluster_n}, stride_b, p);
+    params.gathers = p.gathered_rows > 0;
+    if (params.gathers) cute::get<1>(loaded) = static_cast<int>(p.gathered_rows);
     CUresult const loads = Mainloop::set_up(
         params.mainloop, loaded,
         {{static_cast<ElementAB const*>(own_a), stride_a, static_cast<ElementAB const*>(own_b), stride_b},
          static_cast<int32_t>(part > 0 ? 2 * part : p.k),
          static_cast<int32_t>(p.batch),
-         p.epilogue.is_stacked() ? static_cast<ElementAB const*>(own_a) + p.epilogue.up_offset : buffers.up});
+         p.epilogue.is_stacked() ? static_cast<ElementAB const*>(own_a) + p.epilogue.up_offset : buffers.up,
+         params.gathers ? static_cast<int32_t const*>(buffers.indices) : nullptr,
+         static_cast<int32_t>(columns)});
     CUresult const stores = Epilogue::set_up(params.epilogue, params.shape, p, buffers);
     params.shares = Scheduler::shares(params.scheduler);
     params.has_early_bias = Epilogue::has_early_bias(params.epilogue);
@@ -219,6 +223,7 @@ class Sm90Kernel final : public CudaKernel {
     info.promotion_k = kConfig.promotion_k();
     info.gated = kGated;
     info.ragged = kRagged;
+    info.gathers = Mainloop::kMayGather;
     return info;
   }
 

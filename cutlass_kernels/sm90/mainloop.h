@@ -54,6 +54,8 @@ struct CollectiveMainloop : Base {
   static constexpr bool kPromotes = kPromotionK > 0;
   // How many k-tiles before a tile's end the next one is asked for: about as long as the counter takes.
   static constexpr int32_t kAhead = 8;
+  // How many before it the next one's indices are: by then the counter has answered, and memory has time to.
+  static constexpr int32_t kIndicesAhead = 3;
   static constexpr int kClusterM = cute::size<0>(typename Base::DispatchPolicy::ClusterShape{});
   static constexpr int kClusterN = cute::size<1>(typename Base::DispatchPolicy::ClusterShape{});
 
@@ -69,9 +71,18 @@ struct CollectiveMainloop : Base {
   static_assert(kBIsNMajor || kRowsLess * kClusterM == kLaidOutN - kTileN);
   static constexpr int kStageBytes = Base::TmaTransactionBytes - (kLaidOutN - kTileN) * kTileK * sizeof(ElementB);
 
+  // Whether threads can copy rows of B that lie anywhere, so that TMA loads only A. For more columns the warpgroup that
+  // loads has too few registers.
+  static constexpr bool kMayGather = kRagged == Ragged::kM && kTileN <= 128;
+  static constexpr int kBytesB = kTileN * kTileK * sizeof(ElementB);  // of a stage
+  // They copy 8 rows of 128 bytes at once, a warp 4 of these.
+  static constexpr int kGatherThreads = 64, kRowsAtOnce = kGatherThreads * 16 / kRowBytes;
+
   struct Arguments : Base::Arguments {
-    int32_t k, batch;  // extents of A and B in memory, not those of a slice
-    void const* up;    // the second A of a gated product
+    int32_t k, batch;        // extents of A and B in memory, not those of a slice
+    void const* up;          // the second A of a gated product
+    int32_t const* indices;  // which row of B each column of the product reads, or null
+    int32_t columns;         // number of indices
   };
   struct LastBox {
     typename Base::Params::TMA_B tma_load_last;
@@ -85,10 +96,18 @@ struct CollectiveMainloop : Base {
     cute::TmaDescriptor run_a, run_b;
   };
   struct NoRunMaps {};
+  struct GatheredRows {
+    char const* rows;
+    int32_t const* indices;
+    uint32_t row_pieces;  // 16-byte pieces from a row to the next
+    int32_t k, last_row, last_index;
+  };
+  struct NoGatheredRows {};
   struct Params : Base::Params,
                   std::conditional_t<(kLastBoxColumns > 0), LastBox, NoLastBox>,
                   std::conditional_t<kGated, GatedMaps, NoGatedMaps>,
-                  std::conditional_t<kRagged == Ragged::kK, RunMaps, NoRunMaps> {};
+                  std::conditional_t<kRagged == Ragged::kK, RunMaps, NoRunMaps>,
+                  std::conditional_t<kMayGather, GatheredRows, NoGatheredRows> {};
 
   template <class ProblemShape>
   static CUresult set_up(Params& params, ProblemShape const& shape, Arguments const& arguments) {
@@ -102,6 +121,12 @@ struct CollectiveMainloop : Base {
     }
     int64_t const columns = cute::get<1>(shape);
     auto const [along_n, along_k, batch_stride] = arguments.dB;
+    if constexpr (kMayGather) {
+      params.rows = reinterpret_cast<char const*>(arguments.ptr_B), params.indices = arguments.indices;
+      params.row_pieces = static_cast<uint32_t>(along_n * sizeof(ElementB) / 16);
+      params.k = arguments.k;
+      params.last_row = static_cast<int32_t>(columns) - 1, params.last_index = arguments.columns - 1;
+    }
     if constexpr (kRagged == Ragged::kK) {
       CUresult const result = RowRun::encode<ElementA>(params.run_a, arguments.ptr_A, cute::get<0>(shape),
                                                        cute::get<1>(arguments.dA), kRowElements, kTileK, kRowBytes);
@@ -147,10 +172,10 @@ struct CollectiveMainloop : Base {
 
   // Called by one thread: loads the k-tiles of a located `tile` into stages as these become empty. A row or column of
   // the cluster shares operands: each CTA loads a part and multicasts it. Of a ragged product calls `near_the_end`
-  // once.
+  // once. `gathers`: other threads load B.
   template <class ProblemShape, class Tile, class NearTheEnd>
   static CUTLASS_DEVICE void load(Params const& params, Loads const& loads, ProblemShape const& shape, Tile const& tile,
-                                  int32_t held_back, FullBarrier* full, EmptyBarrier* empty, Stage& stage,
+                                  int32_t held_back, bool gathers, FullBarrier* full, EmptyBarrier* empty, Stage& stage,
                                   TensorStorage& storage, NearTheEnd const& near_the_end) {
     using namespace cute;
     // CTAs of a cluster are numbered along m first.
@@ -176,7 +201,7 @@ struct CollectiveMainloop : Base {
       int const s = stage.index();
       if (kRagged != Ragged::kNone && left == min(tile.k_count, kAhead)) near_the_end();
       wait_for_empty(empty, stage, held_back);
-      full[s].arrive_and_expect_tx(kStageBytes);
+      full[s].arrive_and_expect_tx(gathers ? kStageBytes - kBytesB : kStageBytes);
       auto& barrier = *reinterpret_cast<uint64_t*>(&full[s]);
       // Three TF32: along K, A is (small, large) and B (large, small); after these two products comes large x large.
       bool const again = kSplits && k_tile >= 2 * loads.part;
@@ -190,10 +215,76 @@ struct CollectiveMainloop : Base {
       }
       if constexpr (kRagged == Ragged::kK) {
         load_run<kTileN>(params.run_b, barrier, hint_b, tile.run, tile.n, k_b, storage.smem_B.data(), s);
-      } else {
+      } else if (!gathers) {
         copy_b(params, barrier, to_column, hint_b, from_b(_, _, _, k_b), to_b(_, _, _, s));
       }
       ++k_tile, ++stage;
+    } while (--left > 0);
+  }
+
+  // A tile's indices: those of a warp's rows, 32 in each register.
+  struct Indices {
+    int32_t of_lane[(kTileN / 2 + 31) / 32];
+  };
+
+  // Called by kGatherThreads threads.
+  template <class Tile>
+  static CUTLASS_DEVICE Indices indices_of(Params const& params, Tile const& tile) {
+    int const lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 2;
+    Indices indices;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i * 32 < kTileN / 2; ++i) {
+      int32_t const own = i * 32 + lane, row = own / 4 * kRowsAtOnce + warp * 4 + own % 4;
+      indices.of_lane[i] = __ldg(params.indices + min(tile.from + row, params.last_index));
+    }
+    return indices;
+  }
+
+  // Called by kGatherThreads threads, for the same tiles as load(): copies B's rows into stages as these become empty.
+  // Every thread arrives once at the stage's full barrier when its copies are done. Rows beyond the tile's last are
+  // copied up to the next multiple of 32 or not at all, since nothing stores their products. Calls `near_the_end` once.
+  template <class Tile, class NearTheEnd>
+  static CUTLASS_DEVICE void gather(Params const& params, Tile const& tile, bool is_outside, Indices const& indices,
+                                    FullBarrier* full, EmptyBarrier* empty, Stage& stage, TensorStorage& storage,
+                                    NearTheEnd const& near_the_end) {
+    using namespace cute;
+    static_assert(!kBIsNMajor && sizeof(ElementB) == 2 && kLaidOutN == kTileN && kClusterM * kClusterN == 1 &&
+                  !kSplits && !kSlices && kRowsAtOnce == 8 && kTileN % kRowsAtOnce == 0);
+    // Boxes of 64 columns along K, each the 128-byte swizzle in atoms of 8 rows, one atom after the other.
+    using Layout = decltype(as_position_independent_swizzle_layout(typename Base::SmemLayoutB{}));
+    constexpr int kBoxes = kTileK / kRowElements, kBoxElements = kTileN * kRowElements;
+    static_assert(kBoxes * kRowElements == kTileK && Layout{}(_0{}, _8{}, _0{}) == 8 &&
+                  Layout{}(_1{}, _0{}, _0{}) == 64 + 8 && Layout{}(_3{}, Int<16>{}, _0{}) == 3 * 64 + (2 ^ 3) * 8 &&
+                  Layout{}(_8{}, _0{}, _0{}) == 8 * 64 && Layout{}(_0{}, _0{}, _1{}) == kBoxes * kBoxElements);
+    static_assert(kBoxes == 1 ||
+                  Layout{}(_1{}, Int<kTileK - kRowElements>{}, _0{}) == (kBoxes - 1) * kBoxElements + 64 + 8);
+    constexpr int kTurns = kTileN / kRowsAtOnce, kTurnsOf32 = 32 / kRowsAtOnce;
+    int const lane = threadIdx.x % 32, row = threadIdx.x % kGatherThreads / 8, piece = lane % 8;
+    uint32_t pieces[kTurns];
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kTurns; ++i) {
+      int32_t const index = __shfl_sync(~0u, indices.of_lane[i / 8], i % 8 * 4 + lane / 8);
+      pieces[i] = static_cast<uint32_t>(min(max(index, 0), params.last_row)) * params.row_pieces + piece;
+    }
+    char const* from = params.rows;
+    uint32_t const to = cast_smem_ptr_to_uint(storage.smem_B.data()) + row * kRowBytes + (piece ^ row) * 16;
+    int32_t k_left = is_outside ? 0 : params.k - piece * 8, left = tile.k_count;
+    CUTLASS_PRAGMA_NO_UNROLL
+    do {
+      int const s = stage.index();
+      empty[s].wait(stage.phase());
+      uint32_t const to_stage = to + s * kBytesB;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kTurns; ++i) {
+        if (i > 0 && i % kTurnsOf32 == 0 && tile.columns <= i * kRowsAtOnce) break;
+        CUTLASS_PRAGMA_UNROLL
+        for (int box = 0; box < kBoxes; ++box)
+          copy_or_clear(to_stage + i * kRowsAtOnce * kRowBytes + box * kBoxElements * 2,
+                        from + uint64_t{pieces[i]} * 16 + box * kRowBytes, k_left > box * kRowElements);
+      }
+      cutlass::arch::cpasync_barrier_arrive_noinc(reinterpret_cast<uint64_t const*>(&full[s]));
+      if (left == min(tile.k_count, kIndicesAhead)) near_the_end();
+      from += kTileK * sizeof(ElementB), k_left -= kTileK, ++stage;
     } while (--left > 0);
   }
 
@@ -208,12 +299,12 @@ struct CollectiveMainloop : Base {
   }
 
   // Called by the consumers of a tile: accumulators + sums = the sum over `count` k-tiles. Of a ragged product's
-  // tile only the first `columns` need be. Returns the stage that the products in flight read (-1: none). finish() must
-  // follow: it waits for them, releases the stage and adds the sums.
+  // tile only the first `columns` need be. `gathered`: threads wrote B. Returns the stage that the products in flight
+  // read (-1: none). finish() must follow: it waits for them, releases the stage and adds the sums.
   template <class Accumulators, class Sums>
   static CUTLASS_DEVICE int multiply(FullBarrier* full, EmptyBarrier* empty, Stage& stage, Accumulators& accumulators,
-                                     Sums& sums, bool promotes, int32_t count, int32_t columns, int warpgroup,
-                                     TensorStorage& storage) {
+                                     Sums& sums, bool promotes, int32_t count, int32_t columns, bool gathered,
+                                     int warpgroup, TensorStorage& storage) {
     if constexpr (kRagged == Ragged::kM) {
       static_assert(!kPromotes && !kAFromRegisters);
       int unreleased = -1;
@@ -223,7 +314,7 @@ struct CollectiveMainloop : Base {
           if (columns > kN) return false;
           auto first = first_of<kN>(accumulators);
           unreleased = multiply_from_shared<CollectiveMainloop, typename Narrow::template WideMma<kN>>(
-              full, empty, stage, first, count, warpgroup, storage);
+              full, empty, stage, first, count, gathered, warpgroup, storage);
           return true;
         }
         return false;
@@ -235,11 +326,11 @@ struct CollectiveMainloop : Base {
       int32_t const run = promotes ? kPromotionK / kTileK : count;
       CUTLASS_PRAGMA_NO_UNROLL
       for (; count > run; count -= run) {
-        drain(empty, accumulators, multiply_run(full, empty, stage, accumulators, run, warpgroup, storage));
+        drain(empty, accumulators, multiply_run(full, empty, stage, accumulators, run, gathered, warpgroup, storage));
         sums.add(accumulators);
       }
     }
-    return multiply_run(full, empty, stage, accumulators, count, warpgroup, storage);
+    return multiply_run(full, empty, stage, accumulators, count, gathered, warpgroup, storage);
   }
 
   template <class Accumulators, class Sums>
@@ -356,15 +447,21 @@ struct CollectiveMainloop : Base {
     }
   }
 
+  // Copies 16 bytes, or clears them.
+  static CUTLASS_DEVICE void copy_or_clear(uint32_t to, char const* from, bool copies) {
+    asm volatile("{\n.reg .pred p;\nsetp.eq.s32 p, %2, 0;\ncp.async.cg.shared.global [%0], [%1], 16, p;\n}\n" ::"r"(to),
+                 "l"(from), "r"(static_cast<int>(copies)));
+  }
+
   template <class Accumulators>
   static CUTLASS_DEVICE int multiply_run(FullBarrier* full, EmptyBarrier* empty, Stage& stage,
-                                         Accumulators& accumulators, int32_t count, int warpgroup,
+                                         Accumulators& accumulators, int32_t count, bool gathered, int warpgroup,
                                          TensorStorage& storage) {
     if constexpr (kAFromRegisters) {
       return multiply_from_registers<CollectiveMainloop>(full, empty, stage, accumulators, count, warpgroup, storage);
     } else {
-      return multiply_from_shared<CollectiveMainloop, TiledMma>(full, empty, stage, accumulators, count, warpgroup,
-                                                                storage);
+      return multiply_from_shared<CollectiveMainloop, TiledMma>(full, empty, stage, accumulators, count, gathered,
+                                                                warpgroup, storage);
     }
   }
 

@@ -6,11 +6,11 @@
 
 namespace jax_streamk::sm90 {
 
-// accumulators = the sum over `count` k-tiles. On return the products of the last k-tile may still be in flight; the
-// result is its stage, which is not yet released (-1 if count is 0).
+// accumulators = the sum over `count` k-tiles; `gathered`: threads wrote B. On return the products of the last k-tile
+// may still be in flight; the result is its stage, which is not yet released (-1 if count is 0).
 template <class Mainloop, class Mma, class Accumulators>
 CUTLASS_DEVICE int multiply_from_shared(FullBarrier* full, EmptyBarrier* empty, typename Mainloop::Stage& stage,
-                                        Accumulators& accumulators, int32_t count, int warpgroup,
+                                        Accumulators& accumulators, int32_t count, bool gathered, int warpgroup,
                                         typename Mainloop::TensorStorage& storage) {
   using namespace cute;
   constexpr int kWarpgroup = cutlass::NumThreadsPerWarpGroup;
@@ -29,6 +29,7 @@ CUTLASS_DEVICE int multiply_from_shared(FullBarrier* full, EmptyBarrier* empty, 
   for (; count > 0; --count, ++stage) {
     int const s = stage.index();
     full[s].wait(stage.phase());
+    if (Mainloop::kMayGather && gathered) cutlass::arch::fence_view_async_shared();
     warpgroup_fence_operand(accumulators);
     warpgroup_arrive();
     CUTLASS_PRAGMA_UNROLL

@@ -45,6 +45,7 @@ struct GemmKernel {
     bool straight;  // data-parallel, no epilogue, TMA stores D: accumulators are only converted and stored
     bool shares, has_early_bias, has_residual;  // cached from Scheduler and Epilogue
     bool promotes;                              // whether a main loop that can promote sums does so
+    bool gathers;                               // whether one that can gather rows of B does so
     Loads loads;
     typename Scheduler::Params scheduler;
     cute::Shape<int, int, int, int> shape;  // m, n, k, batch of the kernel's own result
@@ -66,7 +67,7 @@ struct GemmKernel {
     if constexpr (kRagged) static_assert(!kSingle && kStages + 3 <= Scheduler::Table::kTaken);
     int const warp = cutlass::canonical_warp_idx_sync();
     if (warp == kInitializers || warp == kInitializers + 1) {
-      if (cute::elect_one_sync()) initialize_barriers(shared, warp - kInitializers);
+      if (cute::elect_one_sync()) initialize_barriers(shared, warp - kInitializers, gathers(params));
       __syncwarp();
       if constexpr (kClusterSize == 1 && !kSingle) cutlass::arch::NamedBarrier::arrive(kWaiting, kReady);
     }
@@ -111,8 +112,10 @@ struct GemmKernel {
       !kSingle && (!kPingpong || kAccumulators > (kRagged ? 48 : 72) || Mainloop::kAFromRegisters ||
                    (Mainloop::kPromotes && kAccumulators >= 32));
   static constexpr bool kLargeTile = kAccumulators >= 208;  // consumers need all registers that the producer can spare
-  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kLargeTile ? 240 : 232;
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kLargeTile ? 24 : 40;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kLargeTile ? 240 : Mainloop::kMayGather ? 224 : 232;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kLargeTile ? 24 : Mainloop::kMayGather ? 56 : 40;
+
+  static CUTLASS_DEVICE bool gathers(Params const& params) { return Mainloop::kMayGather && params.gathers; }
 
   // Named barriers. kMultiplies + w and kStores + w: consumer w of a pingpong kernel may multiply, or may store.
   // kStored: the threads of a warpgroup that store together.
@@ -121,14 +124,15 @@ struct GemmKernel {
 
   // One warp initializes the full barriers, another the empty ones. The pointer to them is computed: with two pointers
   // ptxas would select between them for every stage.
-  static CUTLASS_DEVICE void initialize_barriers(SharedStorage& shared, int kind) {
+  static CUTLASS_DEVICE void initialize_barriers(SharedStorage& shared, int kind, bool gathers) {
     // A stage is read by a tile's consumers in every CTA of the row and column that multicast into it.
     constexpr uint32_t kReaders = kConsumersPerTile * (kClusterM + kClusterN - 1);
     static_assert(sizeof(FullBarrier) == sizeof(EmptyBarrier) &&
                   offsetof(SharedStorage, empty) == offsetof(SharedStorage, full) + sizeof(shared.full));
     EmptyBarrier const* const barriers = static_cast<EmptyBarrier const*>(shared.full) + kind * kStages;
+    uint32_t const loaders = gathers ? 1 + Mainloop::kGatherThreads : 1;
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kStages; ++i) barriers[i].init(kind == 0 ? 1 : kReaders);
+    for (int i = 0; i < kStages; ++i) barriers[i].init(kind == 0 ? loaders : kReaders);
     cutlass::arch::fence_barrier_init();
   }
 
@@ -153,6 +157,9 @@ struct GemmKernel {
       if constexpr (kRagged) {
         if (warp == 1 && cute::elect_one_sync()) Scheduler::take_tiles(params.scheduler, shared.table);
       }
+      if constexpr (Mainloop::kMayGather) {
+        if (warp >= 2 && gathers(params)) gather(params, shared);
+      }
       return;
     }
     Scheduler const scheduler(params.scheduler, shared.table);
@@ -175,8 +182,8 @@ struct GemmKernel {
 #ifdef JAX_STREAMK_RECORD
       record_work(tile.m, tile.n, tile.batch, tile.k_begin, tile.k_begin + tile.k_count);
 #endif
-      Mainloop::load(params.mainloop, params.loads, params.shape, tile, held_back, shared.full, shared.empty, stage,
-                     shared.mainloop, [&] {
+      Mainloop::load(params.mainloop, params.loads, params.shape, tile, held_back, gathers(params), shared.full,
+                     shared.empty, stage, shared.mainloop, [&] {
                        if constexpr (kRagged) shared.table.is_wanted.arrive();
                      });
       tile = scheduler.template tile<kWhole>(tile.ordinal + 1);
@@ -189,6 +196,28 @@ struct GemmKernel {
       CUTLASS_PRAGMA_NO_UNROLL
       for (int i = 0; i < kStages; ++i, ++stage) shared.empty[stage.index()].wait(stage.phase());
     }
+  }
+
+  // The role of warps 2 and 3 of a product that gathers rows of B: they load these for the producer's tiles.
+  static CUTLASS_DEVICE void gather(Params const& params, SharedStorage& shared) {
+    static_assert(Mainloop::kGatherThreads == 64 && kRagged && kClusterSize == 1 && !kSingle);
+    Scheduler const scheduler(params.scheduler, shared.table);
+    auto tile = scheduler.tile(0);
+    if (!tile.is_valid()) return;
+    wait_for_primary();
+    auto indices = Mainloop::indices_of(params.mainloop, tile);
+    Stage stage(0, 1, 0);  // all stages are empty
+    do {
+      auto next = tile;
+      auto next_indices = indices;
+      Mainloop::gather(params.mainloop, tile, scheduler.is_outside(tile), indices, shared.full, shared.empty, stage,
+                       shared.mainloop, [&] {
+                         next = scheduler.tile(tile.ordinal + 1);
+                         if (next.is_valid()) next_indices = Mainloop::indices_of(params.mainloop, next);
+                       });
+      tile = next, indices = next_indices;
+    } while (tile.is_valid());
+    cute::cp_async_wait<0>();
   }
 
   static CUTLASS_DEVICE void prefetch_residual(Params const& params, SharedStorage const& shared) {
@@ -269,8 +298,9 @@ struct GemmKernel {
 
       if (kPingpong && tile.ordinal > 0) wait_for_turn(kMultiplies + warpgroup);
       auto sums = Mainloop::make_sums(accumulators);
-      int const unreleased = Mainloop::multiply(shared.full, shared.empty, stage, accumulators, sums, params.promotes,
-                                                tile.k_count, Scheduler::columns(tile), warpgroup, shared.mainloop);
+      int const unreleased =
+          Mainloop::multiply(shared.full, shared.empty, stage, accumulators, sums, params.promotes, tile.k_count,
+                             Scheduler::columns(tile), gathers(params), warpgroup, shared.mainloop);
       if constexpr (kRagged) {
         if (!warms_up) scheduler.look_ahead(tile);
       }

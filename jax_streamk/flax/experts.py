@@ -51,8 +51,8 @@ def mixture(
     order = jnp.argsort(expert)
     place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
     group_sizes = jnp.sum(expert[:, None] == jnp.arange(experts)[None], 0, dtype=jnp.int32)
-    rows = _rows_of_experts(top_k, tokens, order)
-    hidden = api.ragged_gated(rows, gate, up, group_sizes, activation=layer.activation, **params)
+    product = functools.partial(api.ragged_gated, activation=layer.activation, **params)
+    hidden = _hidden(product, top_k, order, group_sizes, tokens, gate, up)
     parts = _permuted(api.ragged_dot(hidden, down, group_sizes, **params), place)
     parts = parts.reshape(-1, top_k, parts.shape[-1])
     out = jnp.sum(parts.astype(dtype) * weights[:, :, None], 1).astype(parts.dtype)
@@ -60,6 +60,29 @@ def mixture(
     scale = top_k / jnp.maximum(group_sizes.sum(), 1).astype(dtype)  # one over the number of tokens
     loss = experts * jnp.sum(scale * group_sizes.astype(dtype) * (scale * probabilities.sum(0)))
     return out.reshape(*inputs.shape[:-1], out.shape[-1]), loss
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _hidden(
+    product: Callable[..., jax.Array], top_k: int, order: jax.Array, group_sizes: jax.Array, tokens: jax.Array,
+    gate: jax.Array, up: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """The first half of each expert's MLP, of rows in an order of experts."""
+    return product(tokens, gate, up, group_sizes, lhs_indices=order // top_k)
+
+
+@functools.partial(_hidden.defjvp, symbolic_zeros=True)
+def _hidden_jvp(product: Callable[..., jax.Array], top_k: int, primals: Any, tangents: Any) -> Any:
+    order, group_sizes, *operands = primals
+    moves = [type(x) is not jax.custom_derivatives.SymbolicZero for x in tangents[2:]]
+
+    def of_moved(*moved: jax.Array) -> jax.Array:
+        taken = iter(moved)
+        tokens, gate, up = (next(taken) if moves_ else x for x, moves_ in zip(operands, moves))
+        return product(_rows_of_experts(top_k, tokens, order), gate, up, group_sizes)
+
+    moved: Any = [[x for x, moves_ in zip(xs, moves) if moves_] for xs in (operands, tangents[2:])]
+    return jax.jvp(of_moved, *moved)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -99,7 +99,7 @@ def xlas(made):
 def _has_xlas(p):
     """Whether a ragged product is compared with lax's: without epilogue and rows before the groups, if that fits."""
     copies = p.batch * p.m * p.k * measure.dtype_of(p.type_a).itemsize
-    is_plain = p.activation == _ffi.Activation.none and not (p.has_bias or p.gated or p.leading_rows)
+    is_plain = p.activation == _ffi.Activation.none and not (p.has_bias or p.gated or p.leading_rows or p.gathered_rows)
     return is_plain and copies <= _MOST_COPIED
 
 

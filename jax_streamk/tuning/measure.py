@@ -36,12 +36,14 @@ class Memory:
             raise ValueError(f"{device} is not a device of this process")
         self._held = {}
         self._group_sizes: Any = None
+        self._lhs_indices: Any = None
 
     def rotation(self, problem):
         """The ``Rotation`` of a ``GemmProblem``, valid until the next call."""
         spans = [(type_, dtype_of(type_).itemsize * elements) for type_, elements in problem.native().spans()]
         _, d = spans.pop(2)
-        _, groups = spans.pop()
+        (_, groups), (_, indices) = spans[-2:]
+        del spans[-2:]
         # Within a set of operands: where each lies among those of its type, and how long all of these are.
         places: list[tuple[_ffi.Type, int] | None] = []
         strides: collections.Counter[_ffi.Type] = collections.Counter()
@@ -66,7 +68,10 @@ class Memory:
         at.insert(2, [results + i * _aligned(d) for i in range(count)])
         if groups:
             self._group_sizes = self.put(group_sizes(problem))
+        if indices:
+            self._lhs_indices = self.put(lhs_indices(problem))
         at.append([self._group_sizes.unsafe_buffer_pointer() if groups else 0] * count)
+        at.append([self._lhs_indices.unsafe_buffer_pointer() if indices else 0] * count)
         return Rotation(self, problem, list(zip(*at)), d)
 
     def address(self, name, size):
@@ -158,6 +163,11 @@ def group_sizes(problem):
     """The sizes of the groups of a ragged problem, as if each row, or element of K, chose one by chance."""
     count, extent = problem.batch + problem.leading_rows, problem.m if problem.ragged == _ffi.Ragged.m else problem.k
     return np.random.default_rng(0).multinomial(extent, np.full(count, 1 / count)).astype(np.int32)
+
+
+def lhs_indices(problem):
+    """Which row of A each row of a gathered problem is, drawn by chance."""
+    return np.random.default_rng(0).integers(problem.gathered_rows, size=problem.m, dtype=np.int32)
 
 
 def _aligned(size):
