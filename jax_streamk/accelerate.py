@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var, primitives
 
-from jax_streamk import compat, fragments, fusion, lowering, primitive, ragged
+from jax_streamk import compat, fragments, fusion, joined, lowering, primitive, ragged
 from jax_streamk.chains import PRODUCTS
 from jax_streamk.decisions import decide, decide_ragged
 from jax_streamk.device import Device, device_of
@@ -73,8 +73,9 @@ def accelerate(
     kernel supports it on the default device. This includes products in derivatives that ``fn`` takes, in ``jit``,
     ``scan``, ``while_loop``, ``cond``, ``shard_map`` and ``checkpoint``, and in functions with custom derivatives or
     custom ``vmap``, rules included. Scales, biases, residuals, activations and conversions that follow a
-    ``lax.dot_general`` become part of its kernel where nothing else needs the values between, and products that are
-    multiplied become one as in ``gated_linear`` and ``ragged_gated``.
+    ``lax.dot_general`` become part of its kernel where nothing else needs the values between, products that are
+    multiplied become one as in ``gated_linear`` and ``ragged_gated``, and so may two or three of few rows that share
+    their left operand.
 
     XLA still computes products that no kernel supports (complex numbers, integers other than int8, some precisions),
     and those in derivatives of ``lax.custom_root``, in ``linear_call``, in other libraries' primitives (such as
@@ -222,7 +223,21 @@ class _Rewriter:
             return eqns
         folded = _with_transposes(program, eqns)
         program = program.with_eqns(eqns) if folded is eqns else Program(folded, program.outvars)
-        return fusion.fused(program, device_of(None), measured) or folded
+        eqns = fusion.fused(program, device_of(None), measured) or folded
+        return self._joined(eqns, program, measured) or eqns
+
+    def _joined(self, eqns: list[Any], program: Program, measured: fragments.Measured) -> list[Any] | None:
+        """Equations whose products of one operand are joined; None if none are."""
+        device = device_of(None)
+        if self._where is not None or device.platform != "cuda" or measured:
+            return None
+        program = Program(eqns, program.outvars)
+
+        def is_free(eqn: Any) -> bool:
+            decision = decide(eqn, program, self._schedule, None, device)
+            return decision.plan is not None and decision.plan.kernel is None and decision.plan.microseconds is not None
+
+        return joined.joined(program, device, is_free)
 
     def _eqn(self, program: Any, measured: fragments.Measured, eqn: Any) -> Any:
         if eqn.primitive is compat.dot_general_p:

@@ -170,7 +170,7 @@ def kernels_for(platform):
 def _registry(platform):
     """A platform's kernels by name, and as ``_ffi.Kernels`` by the problems that they may run.
 
-    Those are told by operand types, math, majorness, whether gated, ragged, and whether B has few columns.
+    Those are told by operand types, math, majorness, whether gated, ragged, joined, and whether B has few columns.
     """
     by_name: dict[str, _ffi.KernelInfo] = {}
     by_problem: dict[tuple, list[_ffi.KernelInfo]] = {}
@@ -188,7 +188,9 @@ def _registry(platform):
             majors_of_few.add((kernel.major_a, _ffi.Major.row))  # few columns are transposed first (repack.cc)
         for few in (False, True):
             for major_a, major_b in majors | majors_of_few if few else majors:
-                key = (kernel.type_a, kernel.type_b, kernel.math, major_a, major_b, kernel.gated, kernel.ragged, few)
+                is_joined = kernel.joined and platform == "cuda"  # host kernels run all
+                of = kernel.type_a, kernel.type_b, kernel.math, major_a, major_b, kernel.gated
+                key = (*of, kernel.ragged, is_joined, few)
                 by_problem.setdefault(key, []).append(kernel)
     return by_name, {key: _ffi.Kernels(kernels) for key, kernels in by_problem.items()}
 
@@ -243,7 +245,8 @@ def choose(problem, wanted, device, **listed):
     """The ``_ffi.Choice`` for a native schedule; None considers every deterministic one."""
     ragged = _ffi.Ragged.none if device.platform == "cpu" else problem.ragged  # host kernels run all
     majors, few = (problem.major_a, problem.major_b), problem.n < 8  # repack.cc's kFewColumns
-    key = (problem.type_a, problem.type_b, problem.math, *majors, problem.gated, ragged, few)
+    is_joined = problem.second_column > 0 and device.platform != "cpu"
+    key = (problem.type_a, problem.type_b, problem.math, *majors, problem.gated, ragged, is_joined, few)
     kernels = _registry(device.platform)[1].get(key) or _ffi.Kernels([])
     return _ffi.choose(kernels, problem.native(), wanted, device.native(), machine_of(device).native, **listed)
 

@@ -61,6 +61,9 @@ class GemmProblem(ByBits, _Fields):
     only A and the only D, or the k of the only A and the only B, into consecutive runs. With ``leading_rows`` a run in
     no group comes first. With ``gathered_rows`` A has that many rows, and as many int32 numbers as m, also data, say
     which of them each of the m rows is.
+
+    If ``second_column`` is not 0, B is two matrices side by side, or three with ``third_column``, which lie apart. The
+    second and third begin at these columns.
     """
 
     def native(self):
@@ -110,7 +113,8 @@ class GemmProblem(ByBits, _Fields):
             if self.gathered_rows:
                 groups += f" by index of {self.gathered_rows}"
             return f"[{self.m}, {self.k}] @ [{self.k}, {self.n}], {groups}, {types}, {majors}{epilogue}"
-        return f"{batch}[{self.m}, {self.k}] @ [{self.k}, {self.n}], {types}, {majors}{epilogue}"
+        matrices = f" of {3 if self.third_column else 2} matrices" if self.second_column else ""
+        return f"{batch}[{self.m}, {self.k}] @ [{self.k}, {self.n}]{matrices}, {types}, {majors}{epilogue}"
 
 
 def _name(enum):

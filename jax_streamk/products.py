@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jax_streamk import compat, primitive, ragged, schedules, text
+from jax_streamk import compat, joined, primitive, ragged, schedules, text
 from jax_streamk.decisions import FALLS_BACK, decide, decide_ragged, planned, planned_ragged
 from jax_streamk.device import Device
 from jax_streamk.planner import Plan
@@ -69,7 +69,7 @@ class Product:
         return self.plan.schedule if self.is_ours and self.plan is not None else None
 
 
-_OURS = primitive.dot_general_p, primitive.linear_p, ragged.ragged_p
+_OURS = primitive.dot_general_p, primitive.linear_p, ragged.ragged_p, joined.joined_p
 _JAXS = compat.dot_general_p, compat.ragged_dot_general_p
 _WIDTH = 100
 _COLUMNS = ("m x n x k", "dtypes", "count", "by", "expected", "share")
@@ -225,7 +225,10 @@ def _row(eqn, program, count, is_exact, schedule, where, device, measured) -> Pr
     why, made = "", None
     if is_ours:
         try:
-            made = planned_ragged(eqn, device) if is_ragged else planned(eqn, program, device)
+            if eqn.primitive is joined.joined_p:
+                made = joined.plan(*(x.aval for x in eqn.invars), device=device, **eqn.params)
+            else:
+                made = planned_ragged(eqn, device) if is_ragged else planned(eqn, program, device)
         except ValueError as error:
             is_ours, why = False, str(error)
         if made is not None and made.kernel is None:

@@ -116,6 +116,7 @@ def launch(name, case, schedule=WHOLE_TILES, changes=None, special=None, device=
         stored[0] if separate else stored,
         None,
         stored[1] if separate else None,
+        None,
         (bias[0] if separate else bias) if case.bias else None,
         bias[1] if separate and case.bias else None,
         None,

@@ -255,7 +255,7 @@ def launch(
     beyond = 2 * max(kernel.tile_m, kernel.tile_n) * ldd * dtype.itemsize
     d = Memory(kernel, GUARD * 2 + case.batch * case.m * ldd * dtype.itemsize + beyond)
     workspace = Memory(kernel, _ffi.workspace_bytes(kernel.name, problem, schedule, device))
-    others = [0 if array is None else Memory(kernel, array) for array in (None, bias, None, residual)]
+    others = [0 if array is None else Memory(kernel, array) for array in (None, None, bias, None, residual)]
     addresses = [other and other.address for other in others]
     _ffi.launch(
         kernel.name,
@@ -715,7 +715,7 @@ def test_activations_are_accurate_in_their_tails_and_propagate_nan_and_inf(name,
     workspace = Memory(kernel, _ffi.workspace_bytes(kernel.name, problem, schedule, device))
     _ffi.launch(
         kernel.name, problem, schedule, policy_of(kernel, problem, schedule, device, {}), device,
-        (zeros.address, zeros.address, d.address, 0, 0, 0, residual.address), workspace.address,
+        (zeros.address, zeros.address, d.address, 0, 0, 0, 0, residual.address), workspace.address,
     )  # fmt: skip
     if not d.host:
         _ffi.synchronize()

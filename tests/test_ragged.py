@@ -203,7 +203,7 @@ def bits_with_threads(threads, problem, buffers, sizes, tile):
     workspace = np.full(_ffi.workspace_bytes(kernel, native, DATA_PARALLEL, device) + 64, 0xFF, np.uint8)
     a, b, bias = buffers
     spans = {name: (x if x is None else np.ascontiguousarray(x)) for name, x in zip("ab", (a, b))}
-    addresses = [spans["a"].ctypes.data, spans["b"].ctypes.data, d.ctypes.data + 4 * guard, 0]
+    addresses = [spans["a"].ctypes.data, spans["b"].ctypes.data, d.ctypes.data + 4 * guard, 0, 0]
     addresses += [0 if bias is None else bias.ctypes.data, 0, 0, sizes.ctypes.data]
     _ffi.launch(
         kernel,

@@ -127,7 +127,7 @@ def launch(name, case, device=None, special=None):
     sizes = np.array([*([] if case.leading is None else [case.leading]), *case.sizes], np.int32)
     both = [(x[0], bias if case.bias else None) for x, bias in zip(others, biases)]
     (b, bias), (up, up_bias) = both[0], both[1] if gated else (None, None)
-    arrays = (stored_a, b, None, up, bias, up_bias, None, sizes, indices if case.gathered else None)
+    arrays = (stored_a, b, None, up, None, bias, up_bias, None, sizes, indices if case.gathered else None)
     held = [None if x is None else Memory(kernel, x) for x in arrays]
     body_bytes = results * d_rows * ldd * dtype_d.itemsize
     beyond = 2 * max(kernel.tile_m, kernel.tile_n) * ldd * dtype_d.itemsize

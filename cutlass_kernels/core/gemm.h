@@ -119,6 +119,10 @@ struct EpilogueOps {
 //
 // With gathered_rows (kM only) A has that many rows, and row i of the product is row indices[i] of A, of m int32
 // numbers on the device. Numbers of no row stand for the nearest one.
+//
+// The B of a joined product is two or three matrices side by side that lie apart: its columns from second_column and,
+// if that is not 0, from third_column on are of a matrix of their own, whose rows or columns follow each other
+// directly.
 struct GemmProblem {
   int64_t batch = 1, m = 0, n = 0, k = 0;
   int64_t inner_batch = 1;
@@ -128,10 +132,27 @@ struct GemmProblem {
   Ragged ragged = Ragged::kNone;
   bool leading_rows = false;
   int64_t gathered_rows = 0;
+  int64_t second_column = 0, third_column = 0;  // 0: B is one matrix, or two
+
+  bool is_joined() const { return second_column != 0; }
+
+  // Of the matrices of B, the one that has this column: its operand and its columns, [first, end).
+  struct Matrix {
+    Role role;
+    int64_t first, end;
+  };
+  Matrix matrix_of(int64_t column) const {
+    if (!is_joined() || column < second_column) return {Role::kB, 0, is_joined() ? second_column : n};
+    int64_t const end = third_column != 0 ? third_column : n;
+    return column < end ? Matrix{Role::kUp, second_column, end} : Matrix{Role::kThird, third_column, n};
+  }
+  // Its elements from a line to the next.
+  int64_t ld_of(Matrix const& x) const { return is_joined() && b.major == Major::kRow ? x.end - x.first : b.ld; }
 
   bool has(Role role) const {
     switch (role) {
-      case Role::kUp: return epilogue.is_pair();
+      case Role::kUp: return epilogue.is_pair() || is_joined();
+      case Role::kThird: return third_column != 0;
       case Role::kBias: return epilogue.has_bias;
       case Role::kUpBias: return epilogue.has_bias && epilogue.is_pair();
       case Role::kResidual: return epilogue.has_residual;
@@ -145,7 +166,15 @@ struct GemmProblem {
     switch (role) {
       case Role::kA: return {a, gathered_rows > 0 ? gathered_rows : m, k};
       case Role::kB:
-      case Role::kUp: return {b, k, n};
+      case Role::kUp:
+      case Role::kThird: {
+        Matrix const matrix = matrix_of(role == Role::kThird               ? third_column
+                                        : role == Role::kUp && is_joined() ? second_column
+                                                                           : 0);
+        Layout layout = b;
+        layout.ld = ld_of(matrix);
+        return {layout, k, matrix.end - matrix.first};
+      }
       case Role::kBias:
       case Role::kUpBias: return {{d.format, Major::kRow, 0, epilogue.batch_stride_bias}, 1, n};
       case Role::kGroupSizes: return {{Type::kS32}, 1, batch + leading_rows};
@@ -170,11 +199,13 @@ struct GemmProblem {
   }
 };
 
-// A dense product of as many MAC iterations: of a gated problem, its product, with twice the columns; of a ragged one,
-// a batch of groups of one size. `tile` is the extent of a tile along the ragged dimension. A group lacks half a tile
-// of K, or a quarter of a tile of rows, which its tiles share equally (sm90/ragged.h).
+// A dense product of as many MAC iterations: of a gated problem, its product, with twice the columns; of a joined one,
+// the product by one matrix; of a ragged one, a batch of groups of one size. `tile` is the extent of a tile along the
+// ragged dimension. A group lacks half a tile of K, or a quarter of a tile of rows, which its tiles share equally
+// (sm90/ragged.h).
 inline GemmProblem dense(GemmProblem p, int32_t tile = 1) {
   if (p.epilogue.gated) p.n *= 2, p.epilogue.gated = false;
+  p.second_column = p.third_column = 0;
   if (p.ragged == Ragged::kNone) return p;
   int64_t& extent = p.ragged == Ragged::kM ? p.m : p.k;
   p.batch = p.batch < extent ? p.batch : extent;
@@ -256,6 +287,7 @@ struct KernelInfo {
   // The ragged problems that it runs, and only these; the host's kernels run all.
   Ragged ragged = Ragged::kNone;
   bool gathers = false;  // whether it also runs ragged problems with gathered_rows
+  bool joined = false;   // whether it runs joined problems, and only these; the host's kernels run all
 };
 
 // The promotion_k of kernels that promote. Truncation loses about 1e-9 of a sum per product; TF32 operands have errors
@@ -271,6 +303,7 @@ struct Buffers {
   void const* up = nullptr;
   void const* bias = nullptr;
   void const* up_bias = nullptr;
+  void const* third = nullptr;
   void const* residual = nullptr;
   void const* group_sizes = nullptr;
   void const* indices = nullptr;

@@ -12,6 +12,7 @@
   ROLE(kB, b, "B")                              \
   ROLE(kD, d, "D")                              \
   ROLE(kUp, up, "the second B")                 \
+  ROLE(kThird, third, "the third B")            \
   ROLE(kBias, bias, "the bias")                 \
   ROLE(kUpBias, up_bias, "the second bias")     \
   ROLE(kResidual, residual, "the residual")     \
@@ -50,7 +51,9 @@
   OPTIONAL(inner_stride_d, d.inner_stride)                \
   OPTIONAL(ragged, ragged)                                \
   OPTIONAL(leading_rows, leading_rows)                    \
-  OPTIONAL(gathered_rows, gathered_rows)
+  OPTIONAL(gathered_rows, gathered_rows)                  \
+  OPTIONAL(second_column, second_column)                  \
+  OPTIONAL(third_column, third_column)
 
 // Schedule
 #define JAX_STREAMK_SCHEDULE_FIELDS(REQUIRED, OPTIONAL) \
@@ -114,4 +117,5 @@
   OPTIONAL(promotion_k, promotion_k)                  \
   OPTIONAL(gated, gated)                              \
   OPTIONAL(ragged, ragged)                            \
-  OPTIONAL(gathers, gathers)
+  OPTIONAL(gathers, gathers)                          \
+  OPTIONAL(joined, joined)

@@ -173,6 +173,21 @@ Status check_or(Refuse refuse, Kernel const& kernel, GemmProblem const& p, Sched
     return refuse("a gate has neither residual nor alpha, nor is the second B before the first");
   if (p.epilogue.gated && (repack.a || repack.b || p.epilogue.up_offset % info.b.align != 0 || has_misaligned_d(p)))
     return refuse("rows of A, of either B, and of D must start at multiples of ", info.b.align, " elements");
+  if (info.family != Family::kHost && p.is_joined() != info.joined)
+    return refuse(info.joined ? "it multiplies by two or three matrices" : "it multiplies by one matrix only");
+  if (p.is_joined() || p.third_column != 0) {
+    int64_t const third = p.third_column != 0 ? p.third_column : p.n, tile = info.swap_ab ? info.tile_m : info.tile_n;
+    if (p.second_column < 1 || third <= p.second_column || p.n < third + (p.third_column != 0))
+      return refuse("columns of the second and of the third matrix must follow those before");
+    if (p.batch > 1 || is_ragged || p.epilogue.gated || s.kind != ScheduleKind::kDataParallel)
+      return refuse("a joined product is data-parallel, and has neither batch, groups nor gate");
+    if (p.b.major == Major::kRow && p.b.ld != p.second_column)
+      return refuse("rows of the matrices of a joined product must follow each other directly");
+    if (info.family != Family::kHost && (p.second_column % tile != 0 || p.third_column % tile != 0))
+      return refuse("the first matrices of a joined product must have whole tiles of ", tile, " columns");
+    if (info.family != Family::kHost && (repack.a || repack.b || has_misaligned_d(p)))
+      return refuse("rows of A, of each B, and of D must start at multiples of ", info.b.align, " elements");
+  }
   if (repack.problem.a.major != info.a.major || repack.problem.b.major != info.b.major)
     return refuse("A must be ", name_of(info.a.major), "-major and B ", name_of(info.b.major), "-major");
   if (repack.part > 0 && !(repack.a && repack.b)) return refuse("copies of A and B would be too large");

@@ -146,13 +146,27 @@ struct Gemm {
   void multiply(OutputTile const& tile, int64_t k, int64_t k_end, int32_t worker, void* accumulators,
                 int64_t stride) const {
     int64_t const of_batch = p.ragged == Ragged::kNone ? tile.batch * p.a.batch_stride : 0;
-    int64_t const offset_b = (p.ragged == Ragged::kK ? 0 : tile.batch * p.b.batch_stride) +
-                             (p.b.major == Major::kRow ? k * p.b.ld + tile.n : k + tile.n * p.b.ld);
     Block const a = gathers() ? gather(tile, k, k_end, gathered(worker))
                               : Block{element_of_a(tile.m, k) + of_batch * size_of(p.a.format), p.a.ld, p.a.major};
-    Block const b{static_cast<char const*>(buffers.b) + offset_b * size_of(p.b.format), p.b.ld, p.b.major};
-    Extents const extents{tile.extents.m, tile.extents.n, k_end - k};
-    tile_product.multiply(extents, a, b, accumulators, stride, scratch(worker));
+    // The tile's columns of one matrix of B, then those of the next.
+    for (int64_t n = 0; n < tile.extents.n;) {
+      auto const matrix = p.matrix_of(tile.n + n);
+      int64_t const columns = std::min(tile.extents.n - n, matrix.end - tile.n - n);
+      Extents const extents{tile.extents.m, columns, k_end - k};
+      void* const sums = static_cast<char*>(accumulators) + n * size_of(accumulator_of(p.a.format));
+      tile_product.multiply(extents, a, block_of_b(tile.batch, matrix, tile.n + n, k), sums, stride, scratch(worker));
+      n += columns;
+    }
+  }
+
+  Block block_of_b(int64_t batch, GemmProblem::Matrix const& matrix, int64_t column, int64_t k) const {
+    int64_t const ld = p.ld_of(matrix), n = column - matrix.first,
+                  offset = (p.ragged == Ragged::kK ? 0 : batch * p.b.batch_stride) +
+                           (p.b.major == Major::kRow ? k * ld + n : k + n * ld);
+    void const* const of_matrix = matrix.role == Role::kB    ? buffers.b
+                                  : matrix.role == Role::kUp ? buffers.up
+                                                             : buffers.third;
+    return {static_cast<char const*>(of_matrix) + offset * size_of(p.b.format), ld, p.b.major};
   }
 
   char const* element_of_a(int64_t row, int64_t k) const {
@@ -363,7 +377,7 @@ constexpr int32_t kTiles[][3] = {{256, 512, 64}, {128, 128, 64}, {64, 64, 64}};
           info.tile_n = tile_n;
           info.tile_k = tile_k;
           info.warp_schedule = "threads";
-          info.gathers = true;
+          info.gathers = info.joined = true;
           info.split_k_reductions =
               info.stream_k_reductions = {Reduction::kOrdered, Reduction::kAtomic, Reduction::kSeparate};
           Registration(std::make_unique<HostKernel>(std::move(info)));

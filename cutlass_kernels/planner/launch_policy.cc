@@ -161,7 +161,7 @@ LaunchPolicy choose_policy(KernelInfo const& info, GemmProblem const& p, Schedul
     if (info.ragged != Ragged::kNone) return policy;
     launch.set_held_back(policy, machine);
     launch.set_clusters(policy, machine);
-    if (!info.gated) launch.set_extents(policy, machine);
+    if (!info.gated && !info.joined) launch.set_extents(policy, machine);
   }
   return policy;
 }
@@ -199,7 +199,8 @@ Status check_policy(KernelInfo const& info, GemmProblem const& p, Schedule const
   if (policy.idle_clusters < 0 || policy.idle_clusters > most_idle || (policy.idle_clusters > 0 && !fits))
     return refuse("it cannot have " + std::to_string(policy.idle_clusters) + " idle clusters");
   bool const known = policy.cluster_order >= ClusterOrder::kAsLaunched && policy.cluster_order <= ClusterOrder::kSpread;
-  if (info.gated && (policy.extend_a || policy.extend_b)) return refuse("it reads no operand beyond its extents");
+  if ((info.gated || info.joined) && (policy.extend_a || policy.extend_b))
+    return refuse("it reads no operand beyond its extents");
   if (!known || (listed && !lists_clusters(info))) return refuse("it does not number clusters in such an order");
   return {};
 }

@@ -36,6 +36,7 @@ struct Config {
   int store_columns;  // columns of the kernel's own result in a box of the store (store.h)
   bool gated;         // runs gated problems (gated_epilogue.h)
   Ragged ragged;      // runs ragged problems of this kind (ragged.h)
+  bool joined;        // runs joined problems
 
   // Consumer warpgroups that share a tile.
   constexpr int warpgroups() const { return warp_schedule != WarpSchedule::kCooperative ? 1 : tile_m == 192 ? 3 : 2; }
@@ -84,9 +85,9 @@ JAX_STREAMK_SM90_OPERANDS(f32_f32_rc_tf32x3, kF32, kF32, kRow, kColumn, kTF32x3)
 template <class Operands, class Row>
 constexpr Config config_of() {
   bool const swap_ab = Row::kSwapAB && !(Operands::kMath == Math::kTF32 && Operands::kMajorA == Major::kColumn);
-  return {Operands::kTypeAB, Operands::kTypeD, Operands::kMajorA,  Operands::kMajorB, Row::kTileM,
-          Row::kTileN,       Row::kTileK,      Row::kClusterM,     Row::kClusterN,    Row::kWarpSchedule,
-          swap_ab,           Operands::kMath,  Row::kStoreColumns, Row::kGated,       Row::kRagged};
+  return {Operands::kTypeAB,  Operands::kTypeD, Operands::kMajorA, Operands::kMajorB,  Row::kTileM, Row::kTileN,
+          Row::kTileK,        Row::kClusterM,   Row::kClusterN,    Row::kWarpSchedule, swap_ab,     Operands::kMath,
+          Row::kStoreColumns, Row::kGated,      Row::kRagged,      Row::kJoined};
 }
 
 inline char const* name_of(WarpSchedule schedule) {
@@ -100,6 +101,7 @@ inline std::string name_of(Config const& c) {
          letter(c.major_a) + letter(c.major_b) + "_" + number(c.tile_m) + "x" + number(c.tile_n) + "x" +
          number(c.tile_k) + "_" + number(c.cluster_m) + "x" + number(c.cluster_n) + "_" + name_of(c.warp_schedule) +
          (c.swap_ab && c.ragged == Ragged::kNone ? "_swap" : "") + (c.gated ? "_gated" : "") +
+         (c.joined ? "_joined" : "") +
          (c.ragged == Ragged::kNone ? "" : std::string("_ragged_") + jax_streamk::name_of(c.ragged)) +
          (c.math == Math::kNative ? "" : std::string("_") + jax_streamk::name_of(c.math));
 }

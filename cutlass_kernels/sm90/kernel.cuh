@@ -43,13 +43,15 @@ class Sm90Kernel final : public CudaKernel {
 
   using TileShape = cute::Shape<cute::Int<kConfig.tile_m>, cute::Int<kConfig.tile_n>, cute::Int<kConfig.tile_k>>;
   using ClusterShape = cute::Shape<cute::Int<kConfig.cluster_m>, cute::Int<kConfig.cluster_n>, cute::_1>;
-  static constexpr bool kGated = kConfig.gated;
+  static constexpr bool kGated = kConfig.gated, kJoined = kConfig.joined;
   static constexpr Ragged kRagged = kConfig.ragged;
   static constexpr bool kRun = kRagged == Ragged::kM;  // a tile stores a run of rows of D
   static_assert(kRagged == Ragged::kNone ||
                 (kConfig.cluster_m * kConfig.cluster_n == 1 && kSwap == kRun && kConfig.type_ab == kConfig.type_d));
   static_assert(!kGated || (kSwap && kConfig.tile_m == 2 * kGatedRows && kConfig.warpgroups() == 1 &&
                             kConfig.cluster_m * kConfig.cluster_n == 1));
+  static_assert(!kJoined || (kSwap && !kGated && kRagged == Ragged::kNone && kConfig.type_ab == kConfig.type_d &&
+                             kConfig.cluster_m * kConfig.cluster_n == 1));
   using Epilogue = std::conditional_t<kGated, GatedEpilogue<ElementD, kConfig.tile_n, kConfig.store_columns, kRun>,
                                       CollectiveEpilogue<ElementD, kSwap, kConfig.tile_m, kConfig.tile_n,
                                                          kConfig.warpgroups(), kConfig.store_columns, kRun>>;
@@ -80,7 +82,7 @@ class Sm90Kernel final : public CudaKernel {
                                        cutlass::gemm::KernelTmaWarpSpecializedPingpong>>::CollectiveOp>::type>;
   using Mainloop = CollectiveMainloop<typename Collective::type, typename Collective::template WideMma<kConfig.tile_n>,
                                       Collective, TileShape, kConfig.type_d == Type::kF32,
-                                      kConfig.math == Math::kTF32x3, kConfig.promotion_k(), kGated, kRagged>;
+                                      kConfig.math == Math::kTF32x3, kConfig.promotion_k(), kGated, kJoined, kRagged>;
 
  public:
   using Gemm = GemmKernel<Mainloop, Epilogue, Scheduler, kConfig.warp_schedule>;
@@ -170,7 +172,10 @@ class Sm90Kernel final : public CudaKernel {
          static_cast<int32_t>(p.batch),
          p.epilogue.is_stacked() ? static_cast<ElementAB const*>(own_a) + p.epilogue.up_offset : buffers.up,
          params.gathers ? static_cast<int32_t const*>(buffers.indices) : nullptr,
-         static_cast<int32_t>(columns)});
+         static_cast<int32_t>(columns),
+         buffers.third,
+         static_cast<int32_t>(p.second_column),
+         static_cast<int32_t>(p.third_column)});
     CUresult const stores = Epilogue::set_up(params.epilogue, params.shape, p, buffers);
     params.shares = Scheduler::shares(params.scheduler);
     params.has_early_bias = Epilogue::has_early_bias(params.epilogue);
@@ -222,6 +227,7 @@ class Sm90Kernel final : public CudaKernel {
     info.shared_memory = sizeof(typename Gemm::SharedStorage);
     info.promotion_k = kConfig.promotion_k();
     info.gated = kGated;
+    info.joined = kJoined;
     info.ragged = kRagged;
     info.gathers = Mainloop::kMayGather;
     return info;
@@ -278,6 +284,7 @@ enum class Types { kHalf, kTF32, kTF32x3 };
 struct Arrangement {
   bool swap_ab, gated;
   Ragged ragged;
+  bool joined = false;
 };
 
 // Registers the kernels of a row of table.txt.
@@ -336,7 +343,7 @@ inline constexpr WarpSchedule cooperative = WarpSchedule::kCooperative, pingpong
                               single = WarpSchedule::kSingle;
 inline constexpr Arrangement plain{false, false, Ragged::kNone}, swapped{true, false, Ragged::kNone},
     gated{true, true, Ragged::kNone}, ragged_m{true, false, Ragged::kM}, ragged_gated{true, true, Ragged::kM},
-    ragged_k{false, false, Ragged::kK};
+    ragged_k{false, false, Ragged::kK}, joined{true, false, Ragged::kNone, true};
 inline constexpr Results own = Results::kOwn, f32 = Results::kF32, both = Results::kBoth;
 inline constexpr Majors all = Majors::kAll, row = Majors::kRow, row_a = Majors::kRowA, k_outer = Majors::kKOuter;
 }  // namespace words
@@ -356,7 +363,8 @@ inline constexpr Majors all = Majors::kAll, row = Majors::kRow, row_a = Majors::
     static constexpr int kTileM = tile_m, kTileN = tile_n, kTileK = tile_k, kClusterM = cluster_m,                     \
                          kClusterN = cluster_n, kStoreColumns = store_columns;                                         \
     static constexpr WarpSchedule kWarpSchedule = words::warp_schedule;                                                \
-    static constexpr bool kSwapAB = words::operands.swap_ab, kGated = words::operands.gated;                           \
+    static constexpr bool kSwapAB = words::operands.swap_ab, kGated = words::operands.gated,                           \
+                          kJoined = words::operands.joined;                                                            \
     static constexpr Ragged kRagged = words::operands.ragged;                                                          \
   };                                                                                                                   \
   static bool const JAX_STREAMK_ROW(__LINE__) = Kernels<name>::add_all<words::types, words::results, words::majors>(); \

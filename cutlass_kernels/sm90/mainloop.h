@@ -38,10 +38,11 @@ struct Loads {
 // kSlices: a batch may be a slice of K. The kernel's batch index is then slice * batches + batch, and its K is that of
 // a slice; TMA reads zeros beyond the last one. kSplits: each f32 operand is two TF32 parts side by side (repack.h).
 // kPromotionK: the length of K after which sums are promoted; 0: never. kGated: half of A's rows come from each of two
-// matrices, both loaded from the tile's half of D's columns (gated_epilogue.h). kRagged: a tile begins at any row of B,
+// matrices, both loaded from the tile's half of D's columns (gated_epilogue.h). kJoined: A's rows are those of two or
+// three matrices, each of whole tiles but the last. kRagged: a tile begins at any row of B,
 // which is the problem's A, or reads a run of K (ragged.h); Narrow::WideMma<n> multiplies the first n of its columns.
 template <class Base, class OwnMma, class Narrow, class OwnShape, bool kSlices, bool kSplits, int kPromotionK,
-          bool kGated, Ragged kRagged>
+          bool kGated, bool kJoined, Ragged kRagged>
 struct CollectiveMainloop : Base {
   using typename Base::TensorStorage;
   using TileShape = OwnShape;
@@ -79,10 +80,12 @@ struct CollectiveMainloop : Base {
   static constexpr int kGatherThreads = 64, kRowsAtOnce = kGatherThreads * 16 / kRowBytes;
 
   struct Arguments : Base::Arguments {
-    int32_t k, batch;        // extents of A and B in memory, not those of a slice
-    void const* up;          // the second A of a gated product
-    int32_t const* indices;  // which row of B each column of the product reads, or null
-    int32_t columns;         // number of indices
+    int32_t k, batch;               // extents of A and B in memory, not those of a slice
+    void const* up;                 // the second A of a gated or joined product
+    int32_t const* indices;         // which row of B each column of the product reads, or null
+    int32_t columns;                // number of indices
+    void const* third;              // of a joined product, A's third matrix
+    int32_t second_row, third_row;  // of a joined product's A, where these begin; 0: there is no third
   };
   struct LastBox {
     typename Base::Params::TMA_B tma_load_last;
@@ -92,6 +95,11 @@ struct CollectiveMainloop : Base {
     cute::TmaDescriptor gate, up;
   };
   struct NoGatedMaps {};
+  struct JoinedMaps {
+    cute::TmaDescriptor matrices[3];
+    int32_t second_tile, third_tile;
+  };
+  struct NoJoinedMaps {};
   struct RunMaps {
     cute::TmaDescriptor run_a, run_b;
   };
@@ -106,6 +114,7 @@ struct CollectiveMainloop : Base {
   struct Params : Base::Params,
                   std::conditional_t<(kLastBoxColumns > 0), LastBox, NoLastBox>,
                   std::conditional_t<kGated, GatedMaps, NoGatedMaps>,
+                  std::conditional_t<kJoined, JoinedMaps, NoJoinedMaps>,
                   std::conditional_t<kRagged == Ragged::kK, RunMaps, NoRunMaps>,
                   std::conditional_t<kMayGather, GatheredRows, NoGatheredRows> {};
 
@@ -118,6 +127,17 @@ struct CollectiveMainloop : Base {
         return result;
       if (CUresult const result = encode_gated(params.up, whole, arguments, arguments.up); result != CUDA_SUCCESS)
         return result;
+    }
+    if constexpr (kJoined) {
+      int32_t const rows = cute::get<0>(shape), third = arguments.third_row != 0 ? arguments.third_row : rows;
+      params.second_tile = arguments.second_row / kTileM, params.third_tile = (third + kTileM - 1) / kTileM;
+      int32_t const ends[] = {arguments.second_row, third, rows};
+      void const* const matrices[] = {arguments.ptr_A, arguments.up, arguments.third};
+      for (int i = 0; i < (arguments.third_row != 0 ? 3 : 2); ++i) {
+        CUresult const result =
+            encode_joined(params.matrices[i], matrices[i], ends[i] - (i > 0 ? ends[i - 1] : 0), arguments);
+        if (result != CUDA_SUCCESS) return result;
+      }
     }
     int64_t const columns = cute::get<1>(shape);
     auto const [along_n, along_k, batch_stride] = arguments.dB;
@@ -150,6 +170,10 @@ struct CollectiveMainloop : Base {
     if constexpr (kGated) {
       cute::prefetch_tma_descriptor(&params.gate);
       cute::prefetch_tma_descriptor(&params.up);
+      cute::prefetch_tma_descriptor(params.tma_load_b.get_tma_descriptor());
+    } else if constexpr (kJoined) {
+      cute::prefetch_tma_descriptor(&params.matrices[0]);
+      cute::prefetch_tma_descriptor(&params.matrices[1]);
       cute::prefetch_tma_descriptor(params.tma_load_b.get_tma_descriptor());
     } else if constexpr (kRagged == Ragged::kK) {
       cute::prefetch_tma_descriptor(&params.run_a);
@@ -208,6 +232,8 @@ struct CollectiveMainloop : Base {
       int32_t const k_a = again ? k_tile - loads.part : k_tile, k_b = again ? k_tile - 2 * loads.part : k_tile;
       if constexpr (kGated) {
         load_gated(params, barrier, hint_a, tile, k_a * kTileK, storage.smem_A.data() + s * kTileM * kTileK);
+      } else if constexpr (kJoined) {
+        load_joined(params, barrier, hint_a, tile, k_a * kTileK, storage.smem_A.data() + s * kTileM * kTileK);
       } else if constexpr (kRagged == Ragged::kK) {
         load_run<kTileM>(params.run_a, barrier, hint_a, tile.run, tile.m, k_a, storage.smem_A.data(), s);
       } else {
@@ -380,6 +406,41 @@ struct CollectiveMainloop : Base {
           SM90_TMA_LOAD_3D::copy(map, &barrier, static_cast<uint64_t>(hint),
                                  to + at * kTileM + half * kHalfM * kRowElements, k + at, m, tile.batch);
       }
+    }
+  }
+
+  static CUresult encode_joined(cute::TmaDescriptor& map, void const* a, int64_t rows, Arguments const& arguments) {
+    auto const [along_m, along_k, batch_stride] = arguments.dA;
+    if constexpr (kAIsMMajor) {
+      return encode_tensor_map<ElementA>(map, a, rows, arguments.k, 1, rows, rows * arguments.k, kRowElements, kTileK,
+                                         kRowBytes);
+    } else {
+      return encode_tensor_map<ElementA>(map, a, arguments.k, rows, 1, along_m, rows * along_m, kRowElements, kTileM,
+                                         kRowBytes);
+    }
+  }
+
+  // Boxes as of a gated A, each of all rows.
+  template <class Tile, class Element>
+  static CUTLASS_DEVICE void load_joined(Params const& params, uint64_t& barrier, Loads::Hint hint, Tile const& tile,
+                                         int32_t k, Element* to) {
+    using namespace cute;
+    using Layout = typename Base::SmemLayoutA;
+    static_assert(!kAIsMMajor || kTileM == kRowElements ||
+                  Layout{}(Int<kTileM - kRowElements>{}, _0{}, _0{}) == (kTileM - kRowElements) * kTileK);
+    static_assert(kAIsMMajor || kTileK == kRowElements ||
+                  Layout{}(_0{}, Int<kTileK - kRowElements>{}, _0{}) == (kTileK - kRowElements) * kTileM);
+    bool const second = tile.m >= params.second_tile, third = tile.m >= params.third_tile;
+    TmaDescriptor const* const map = &params.matrices[second + third];
+    int32_t const m = (tile.m - (third ? params.third_tile : second ? params.second_tile : 0)) * kTileM;
+    if constexpr (kAIsMMajor) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int at = 0; at < kTileM; at += kRowElements)
+        SM90_TMA_LOAD_3D::copy(map, &barrier, static_cast<uint64_t>(hint), to + at * kTileK, m + at, k, 0);
+    } else {
+      CUTLASS_PRAGMA_UNROLL
+      for (int at = 0; at < kTileK; at += kRowElements)
+        SM90_TMA_LOAD_3D::copy(map, &barrier, static_cast<uint64_t>(hint), to + at * kTileM, k + at, m, 0);
     }
   }
 

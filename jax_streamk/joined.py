@@ -1,0 +1,259 @@
+"""Products that share their left operand, such as those of q, k and v, as one.
+
+A kernel for joined products reads two or three matrices where they lie, as if they were side by side. Each product
+alone takes a launch, and few columns make too few tiles for the whole GPU.
+"""
+
+import collections
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive, Var
+from jax.interpreters import mlir
+
+from jax_streamk import compat, decisions, lowering, planner, primitive, problem, schedules
+from jax_streamk.device import Device, device_for_lowering
+from jax_streamk.machines import machine_of
+from jax_streamk.program import Program, is_movable, variables
+
+# Operands: lhs of shape (m, k), then two or three matrices, all (k, n) or all (n, k). The result has shape (m, sum of
+# n). Only what ``fused_p`` calls has it: derivatives are those of the products apart.
+joined_p: Primitive = Primitive("streamk_joined")
+
+_MOST = 3
+_NARROWEST = 64  # columns of a kernel's tile
+_BY_ROWS, _BY_COLUMNS = ((((1,), (i,)), ((), ())) for i in (0, 1))  # of matrices (k, n) and (n, k)
+
+
+@joined_p.def_abstract_eval
+def _abstract_eval(lhs, *matrices, dimension_numbers, **params):
+    params |= dict(dimension_numbers=dimension_numbers, out_sharding=None)
+    product, _ = compat.dot_general_p.abstract_eval(lhs, matrices[0], **params)
+    return product.update(shape=(lhs.shape[0], sum(_columns(dimension_numbers, *(x.shape for x in matrices)))))
+
+
+def _columns(dimension_numbers, *shapes):
+    return [shape[dimension_numbers == _BY_ROWS] for shape in shapes]
+
+
+def _apart(lhs, *matrices, **params):
+    return jnp.concatenate([primitive.bind(lhs, x, **params) for x in matrices], 1)
+
+
+def _batch(axis_data, operands, dims, **params):
+    apart = functools.partial(_apart, **params)
+    return jax.vmap(apart, dims, axis_size=axis_data.size, spmd_axis_name=axis_data.spmd_name)(*operands), 0
+
+
+compat.def_batching(joined_p, _batch)
+
+
+def plan(lhs, *matrices, device, dimension_numbers, precision, preferred_element_type):
+    """The ``Plan`` of a joined product on a GPU; None if no kernel can run it.
+
+    Args:
+      lhs, *matrices, dimension_numbers, precision, preferred_element_type: the primitive's operands and parameters.
+      device: a ``Device``.
+    """
+    if any(min(x.shape) < _NARROWEST or x.dtype != lhs.dtype for x in matrices):
+        return None
+    shapes = lhs.shape, tuple(x.shape for x in matrices)
+    try:
+        asked = _problem(*shapes, np.dtype(lhs.dtype), dimension_numbers, precision, preferred_element_type)
+    except problem.Unsupported:
+        return None
+    made = planner.make_plan(asked, schedules.Auto(), device)
+    return made if made.kernel is not None else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _problem(lhs, matrices, dtype, dimension_numbers, precision, preferred_element_type):
+    columns = _columns(dimension_numbers, *matrices)
+    whole = (lhs[1], sum(columns))
+    a = jax.ShapeDtypeStruct(lhs, dtype)
+    b = jax.ShapeDtypeStruct(whole if dimension_numbers == _BY_ROWS else whole[::-1], dtype)
+    made = problem.arrange(a, b, dimension_numbers, precision, preferred_element_type, "cuda").problem
+    second, third = (*itertools.accumulate(columns[:-1]), 0)[:2]
+    made = dataclasses.replace(made, second_column=second, third_column=third)
+    return dataclasses.replace(made, ldb=second) if dimension_numbers == _BY_ROWS else made
+
+
+def _lower(ctx, *operands, **params):
+    apart = mlir.lower_fun(_apart, multiple_results=False)
+    rules = dict(cuda=functools.partial(_lower_with_kernel, apart))
+    return compat.lower_per_platform(ctx, rules, apart, *operands, **params)
+
+
+def _lower_with_kernel(apart, ctx, *operands, **params):
+    made = None
+    if compat.placement(ctx) == compat.Placement.ONE_DEVICE:
+        lowering.check_build("cuda")
+        made = plan(*ctx.avals_in, device=device_for_lowering("cuda"), **params)
+    if made is None:
+        return apart(ctx, *operands, **params)
+    return [lowering.call(ctx, made, compat.local_aval(*ctx.avals_out), *operands)]
+
+
+mlir.register_lowering(joined_p, _lower, cacheable=False)
+
+
+def joined(program: Program, device: Device, is_free: Callable[[Any], bool]) -> list[Any] | None:
+    """The equations of a program whose products of one operand are joined where that is faster; None if none are.
+
+    Args:
+      program: after fusing. What was fused into a product comes after the joined one, as it was written.
+      device: a GPU.
+      is_free: tells of a product that is still JAX's whether it may become ours.
+    """
+    places = collections.defaultdict(list)
+    for at, eqn in enumerate(program.eqns):
+        if (product := _product_in(eqn)) is not None:
+            places[product.invars[0]].append(at)
+    shared = {at for found in places.values() if len(found) > 1 for at in found}
+    if not shared:
+        return None
+    blocks = [_written(eqn) if at in shared else [eqn] for at, eqn in enumerate(program.eqns)]
+    opened = Program([*itertools.chain(*blocks)], program.outvars)
+    made: dict[int, list[Any]] = {}
+    taken = set[int]()
+    for group in _groups(opened, is_free):
+        call = _call(opened, group, device)
+        before = None if call is None else _needed(opened, group)
+        if call is not None and before is not None:
+            made[group[0]] = [*(opened.eqns[at] for at in before), *call]
+            taken.update(group)
+    if not made:
+        return None
+    eqns: list[Any] = []
+    defined, last = set[Any](), 0
+    for eqn, block in zip(program.eqns, blocks):
+        first, last = last, last + len(block)
+        new = [eqn]
+        if not taken.isdisjoint(range(first, last)):
+            own = ([x] * (at not in taken) for at, x in enumerate(block, first))
+            new = [x for at, of_block in enumerate(own, first) for x in (*made.get(at, ()), *of_block)]
+        for x in new:  # once: what an operand needs is before a fused product, and in it
+            if not x.outvars or not defined.issuperset(x.outvars):
+                eqns.append(x)
+                defined.update(x.outvars)
+    return eqns
+
+
+def _product_in(eqn: Any) -> Any:
+    """The only product of an equation, which may be fused with what follows it; None if there is none."""
+    found = [x for x in _written(eqn) if x.primitive in (primitive.dot_general_p, compat.dot_general_p)]
+    return found[0] if len(found) == 1 and isinstance(found[0].invars[0], Var) else None
+
+
+def _written(eqn: Any) -> list[Any]:
+    return eqn.params["written"].eqns if eqn.primitive is primitive.fused_p else [eqn]
+
+
+def _groups(program: Program, is_free: Callable[[Any], bool]) -> list[list[int]]:
+    """Of products with one left operand, two or three at a time that one kernel could compute."""
+    alike = collections.defaultdict(list)
+    for at, eqn in enumerate(program.eqns):
+        if (product := _product_in(eqn)) is eqn and product is not None and (key := _key(program, eqn)) is not None:
+            alike[key].append(at)
+    found = (found for found in alike.values() if len(found) > 1)
+    free = (
+        [at for at in places if program.eqns[at].primitive is not compat.dot_general_p or is_free(program.eqns[at])]
+        for places in found
+    )
+    return [places[i : i + _MOST] for places in free for i in range(0, len(places) - 1, _MOST)]
+
+
+def _key(program: Program, eqn: Any) -> Any:
+    """What products must have in common; None if a product cannot be joined."""
+    (lhs, rhs), params = (x.aval for x in eqn.invars), eqn.params
+    (contract, batch), is_ours = params["dimension_numbers"], eqn.primitive is primitive.dot_general_p
+    if is_ours and (params["permutation"] is not None or params["schedule"] != schedules.Auto()):
+        return None
+    if any(batch) or tuple(contract[0]) != (lhs.ndim - 1,) or tuple(contract[1]) not in ((0,), (rhs.ndim - 1,)):
+        return None
+    if compat.explicit_mesh(lhs, rhs) is not None or params["out_sharding"] is not None or eqn.ctx.compute_type:
+        return None
+    if program.transpose_behind(eqn.invars[0]) is not None:  # the products apart read it as it is
+        return None
+    return eqn.invars[0], _matrix(program, eqn)[1], params["precision"], eqn.outvars[0].aval.dtype
+
+
+def _matrix(program: Program, eqn: Any) -> tuple[Any, bool]:
+    """A product's matrix, behind a transpose, and whether it is (k, n)."""
+    x = eqn.invars[1]
+    is_by_rows = tuple(eqn.params["dimension_numbers"][0][1]) == (0,)
+    behind = program.transpose_behind(x)
+    return (behind[0], not is_by_rows) if behind is not None and x.aval.ndim == 2 else (x, is_by_rows)
+
+
+def _needed(program: Program, group: Sequence[int]) -> list[int] | None:
+    """The equations after the first product that the others need, in order; None if they cannot go before it."""
+    needed, left = set[int](), [x for at in group for x in variables(program.eqns[at])]
+    while left:
+        at = program.maker.get(left.pop(), -1)
+        if at < group[0] or at in needed:
+            continue
+        if at in group or not is_movable(program.eqns[at]):
+            return None
+        needed.add(at)
+        left += variables(program.eqns[at])
+    return sorted(needed)
+
+
+def _call(program: Program, group: Sequence[int], device: Device) -> list[Any] | None:
+    """The equations that compute products as one; None if they take longer, or no kernel can."""
+    products = [program.eqns[at] for at in group]
+    first, lhs = products[0], products[0].invars[0]
+    rows, depth = math.prod(lhs.aval.shape[:-1]), lhs.aval.shape[-1]
+    matrices = [_matrix(program, eqn)[0] for eqn in products]
+    is_by_rows = _matrix(program, first)[1]
+    params = dict(
+        dimension_numbers=_BY_ROWS if is_by_rows else _BY_COLUMNS,
+        precision=first.params["precision"],
+        preferred_element_type=first.outvars[0].aval.dtype,
+    )
+    columns = [x.aval.size // max(1, depth) for x in matrices]
+    shapes = [(depth, n) if is_by_rows else (n, depth) for n in columns]
+    views = [_reshaped(first, x, *shape) for x, shape in zip((lhs, *matrices), ((rows, depth), *shapes))]
+    operands = [x.outvars[0] for x in views]
+    made = plan(*(x.aval for x in operands), device=device, **params)
+    if made is None or made.microseconds + _slicing(program, products, device) >= sum(
+        decisions.planned(eqn, program, device, schedule=schedules.Auto()).microseconds or 0 for eqn in products
+    ):
+        return None
+    product = compat.new_eqn(first, joined_p, *operands, **params)
+    apart = [eqn.replace(outvars=[compat.new_var(x.aval) for x in eqn.outvars]) for eqn in products]
+    parts = [_reshaped(eqn, *eqn.outvars, rows, n) for eqn, n in zip(apart, columns)]
+    whole = compat.new_eqn(first, lax.concatenate_p, *(x.outvars[0] for x in parts), dimension=1)
+    inputs = list(dict.fromkeys((lhs, *matrices, *(x for eqn in products for x in variables(eqn)))))
+    out = compat.new_var(product.outvars[0].aval)
+    jaxprs = dict(
+        call_jaxpr=compat.closed(inputs, [*views, product], *product.outvars),
+        written=compat.closed(inputs, [*apart, *parts, whole], *whole.outvars),
+    )
+    eqns = [first.replace(primitive=primitive.fused_p, params=jaxprs, invars=inputs, outvars=[out])]
+    for eqn, n, end in zip(products, columns, itertools.accumulate(columns)):
+        limits = dict(start_indices=(0, end - n), limit_indices=(rows, end), strides=None)
+        part = compat.new_eqn(eqn, lax.slice_p, out, **limits)
+        eqns += [part, _reshaped(eqn, *part.outvars, *eqn.outvars[0].aval.shape).replace(outvars=eqn.outvars)]
+    return eqns
+
+
+def _slicing(program: Program, products: Sequence[Any], device: Device) -> float:
+    """The expected time, in microseconds, of copies out of a joined product, where XLA does not merge them."""
+    copied = [eqn.outvars[0].aval for eqn in products if program.is_stored(eqn.outvars[0])]
+    machine = machine_of(device)
+    moved = 2 * sum(x.size * x.dtype.itemsize for x in copied)
+    return machine.launch_us + moved / machine.dram_bytes_per_us if copied else 0.0
+
+
+def _reshaped(like: Any, x: Any, *shape: int) -> Any:
+    return compat.new_eqn(like, lax.reshape_p, x, new_sizes=shape, dimensions=None, sharding=None)
