@@ -179,6 +179,8 @@ def _key(program: Program, eqn: Any) -> Any:
         return None
     if any(batch) or tuple(contract[0]) != (lhs.ndim - 1,) or tuple(contract[1]) not in ((0,), (rhs.ndim - 1,)):
         return None
+    if not all(isinstance(size, int) for size in (*lhs.shape, *rhs.shape)):  # exported for any size
+        return None
     if compat.explicit_mesh(lhs, rhs) is not None or params["out_sharding"] is not None or eqn.ctx.compute_type:
         return None
     if program.transpose_behind(eqn.invars[0]) is not None:  # the products apart read it as it is

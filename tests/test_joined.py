@@ -5,10 +5,12 @@ import sys
 import zlib
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from test_kernels import (
     DTYPES,
     GUARD,
@@ -247,6 +249,33 @@ def test_transformations(on_h200):
     for case in cases:
         for x, y in zip(jax.tree.leaves(case(mine)), jax.tree.leaves(case(its)), strict=True):
             np.testing.assert_allclose(x.astype(np.float32), y.astype(np.float32), rtol=5e-2, atol=5e-2)
+
+
+def test_symbolic_rows(on_h200):
+    x, *matrices = operands()
+    rows = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("m"), 512), x.dtype)
+    fn = jax.jit(sk.accelerate(attention))
+    exported = jax.export.export(fn, disabled_checks=sk.EXPORT_CHECKS)(rows, *matrices)
+    for got, want in zip(exported.call(x, *matrices), attention(x, *matrices)):
+        np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("spec", [P(None, "x"), P("x", None), P()])
+def test_partitioning(spec, on_h200):
+    """On devices, products are divided as they were written."""
+    if jax.device_count() < 4:
+        pytest.skip("needs 4 devices")
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:4]), ("x",))
+    fn = lambda x, wq, wk, wv, wo: (jnp.sin(x @ wq) + jnp.tile(jnp.sin(x @ wk) - x @ wv, 4)) @ wo
+    args = [*operands(), operands()[1]]
+    specs = [P(None, spec[0] if len(spec) else None), *[spec] * 3, P("x", None) if spec == P(None, "x") else P()]
+    divided = [jax.device_put(x, jax.sharding.NamedSharding(mesh, s)) for x, s in zip(args, specs)]
+    assert joined_in(fn, *args) == [3]
+    mine, its = (jax.jit(f).lower(*divided).compile() for f in (sk.accelerate(fn), fn))
+    kinds = "all-reduce(", "all-gather(", "all-to-all(", "collective-permute(", "reduce-scatter("
+    assert [mine.as_text().count(kind) for kind in kinds] == [its.as_text().count(kind) for kind in kinds]
+    got, want = (np.asarray(f(*divided), np.float32) for f in (mine, its))
+    np.testing.assert_allclose(got, want, rtol=2e-2, atol=2e-2)
 
 
 def test_products_in_derivatives_are_joined(on_h200):
