@@ -496,7 +496,7 @@ def test_every_set_of_operands_is_multiplied(which, monkeypatch):
         return data[: (at.max() + 1) * dtype.itemsize].view(dtype)[at].astype(np.float64)
 
     assert len(rotation._sets) >= 3
-    for a, b, d, _, bias, _, residual, *_ in rotation._sets:
+    for a, b, d, _, _, bias, _, residual, *_ in rotation._sets:
         lhs = matrix(a, problem.batch_stride_a, problem.lda, 1, problem.m, problem.k)
         b_strides = (problem.ldb, 1) if problem.major_b == _ffi.Major.row else (1, problem.ldb)
         wanted = lhs @ matrix(b, problem.batch_stride_b, *b_strides, problem.k, problem.n)
