@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Var, primitives
 
 from jax_streamk import compat, fragments, fusion, joined, lowering, primitive, ragged
 from jax_streamk.chains import PRODUCTS
-from jax_streamk.decisions import decide, decide_ragged
+from jax_streamk.decisions import decide, decide_ragged, merged_by_xla
 from jax_streamk.device import Device, device_of
 from jax_streamk.planner import Plan
 from jax_streamk.problem import GemmProblem
@@ -235,7 +235,9 @@ class _Rewriter:
 
         def is_free(eqn: Any) -> bool:
             decision = decide(eqn, program, self._schedule, None, device)
-            return decision.plan is not None and decision.plan.kernel is None and decision.plan.microseconds is not None
+            made = decision.plan
+            is_short = made is not None and made.kernel is None and made.microseconds is not None
+            return is_short and merged_by_xla(eqn, program) is None
 
         return joined.joined(program, device, is_free)
 

@@ -414,6 +414,8 @@ def _measured(plan: Plan) -> Measured:
         raise ValueError(
             "explain: there is nothing to measure: times depend on the sizes of the groups, which are data"
         )
+    if problem.second_column:
+        raise ValueError("explain: there is nothing to measure: XLA has no product of several matrices as one")
     if plan.kernel is not None:
         lowering.check_build(plan.device.platform)
     memory = measure.Memory(plan.device)

@@ -27,6 +27,8 @@ from jax_streamk.program import Program, is_movable, variables
 # Operands: lhs of shape (m, k), then two or three matrices, all (k, n) or all (n, k). The result has shape (m, sum of
 # n). Only what ``fused_p`` calls has it: derivatives are those of the products apart.
 joined_p: Primitive = Primitive("streamk_joined")
+joined_p.def_impl(functools.partial(compat.apply_primitive, joined_p))
+compat.check_nan(joined_p)
 
 _MOST = 3
 _NARROWEST = 64  # columns of a kernel's tile
@@ -122,11 +124,12 @@ def joined(program: Program, device: Device, is_free: Callable[[Any], bool]) -> 
         return None
     blocks = [_written(eqn) if at in shared else [eqn] for at, eqn in enumerate(program.eqns)]
     opened = Program([*itertools.chain(*blocks)], program.outvars)
+    was_fused = {id(x) for eqn, block in zip(program.eqns, blocks) if block[0] is not eqn for x in block}
     made: dict[int, list[Any]] = {}
     taken = set[int]()
     for group in _groups(opened, is_free):
-        call = _call(opened, group, device)
-        before = None if call is None else _needed(opened, group)
+        call = _call(opened, group, device, was_fused)
+        before = None if call is None else _needed(opened, group, was_fused)
         if call is not None and before is not None:
             made[group[0]] = [*(opened.eqns[at] for at in before), *call]
             taken.update(group)
@@ -154,14 +157,21 @@ def _product_in(eqn: Any) -> Any:
 
 
 def _written(eqn: Any) -> list[Any]:
-    return eqn.params["written"].eqns if eqn.primitive is primitive.fused_p else [eqn]
+    """What a fused product replaced, in this program's own variables; else the equation itself."""
+    if eqn.primitive is primitive.fused_p:
+        written = getattr(eqn.params["written"], "jaxpr", eqn.params["written"])
+        own = (*zip(written.invars, eqn.invars), *zip(written.outvars, eqn.outvars))
+        if all(x is y for x, y in own):  # not if it was fused in another program, and copied
+            return list(written.eqns)
+    return [eqn]
 
 
 def _groups(program: Program, is_free: Callable[[Any], bool]) -> list[list[int]]:
     """Of products with one left operand, two or three at a time that one kernel could compute."""
     alike = collections.defaultdict(list)
     for at, eqn in enumerate(program.eqns):
-        if (product := _product_in(eqn)) is eqn and product is not None and (key := _key(program, eqn)) is not None:
+        is_used = eqn.outvars[0] in program.kept or program.uses.get(eqn.outvars[0])
+        if is_used and _product_in(eqn) is eqn and (key := _key(program, eqn)) is not None:
             alike[key].append(at)
     found = (found for found in alike.values() if len(found) > 1)
     free = (
@@ -183,7 +193,10 @@ def _key(program: Program, eqn: Any) -> Any:
         return None
     if compat.explicit_mesh(lhs, rhs) is not None or params["out_sharding"] is not None or eqn.ctx.compute_type:
         return None
-    if program.transpose_behind(eqn.invars[0]) is not None:  # the products apart read it as it is
+    behind = program.transpose_behind(eqn.invars[1])
+    if program.transpose_behind(eqn.invars[0]) is not None or (behind is not None and behind[1] != (1, 0)):
+        return None  # the products apart read it as it is
+    if rhs.size // max(1, lhs.shape[-1]) < _NARROWEST:
         return None
     return eqn.invars[0], _matrix(program, eqn)[1], params["precision"], eqn.outvars[0].aval.dtype
 
@@ -193,24 +206,25 @@ def _matrix(program: Program, eqn: Any) -> tuple[Any, bool]:
     x = eqn.invars[1]
     is_by_rows = tuple(eqn.params["dimension_numbers"][0][1]) == (0,)
     behind = program.transpose_behind(x)
-    return (behind[0], not is_by_rows) if behind is not None and x.aval.ndim == 2 else (x, is_by_rows)
+    return (behind[0], not is_by_rows) if behind is not None else (x, is_by_rows)
 
 
-def _needed(program: Program, group: Sequence[int]) -> list[int] | None:
+def _needed(program: Program, group: Sequence[int], was_fused: set[int]) -> list[int] | None:
     """The equations after the first product that the others need, in order; None if they cannot go before it."""
     needed, left = set[int](), [x for at in group for x in variables(program.eqns[at])]
     while left:
         at = program.maker.get(left.pop(), -1)
         if at < group[0] or at in needed:
             continue
-        if at in group or not is_movable(program.eqns[at]):
+        eqn = program.eqns[at]
+        if at in group or not is_movable(eqn) or (id(eqn) in was_fused and _product_in(eqn) is not None):
             return None
         needed.add(at)
         left += variables(program.eqns[at])
     return sorted(needed)
 
 
-def _call(program: Program, group: Sequence[int], device: Device) -> list[Any] | None:
+def _call(program: Program, group: Sequence[int], device: Device, was_fused: set[int]) -> list[Any] | None:
     """The equations that compute products as one; None if they take longer, or no kernel can."""
     products = [program.eqns[at] for at in group]
     first, lhs = products[0], products[0].invars[0]
@@ -227,7 +241,7 @@ def _call(program: Program, group: Sequence[int], device: Device) -> list[Any] |
     views = [_reshaped(first, x, *shape) for x, shape in zip((lhs, *matrices), ((rows, depth), *shapes))]
     operands = [x.outvars[0] for x in views]
     made = plan(*(x.aval for x in operands), device=device, **params)
-    if made is None or made.microseconds + _slicing(program, products, device) >= sum(
+    if made is None or made.microseconds + _slicing(program, products, device, was_fused) >= sum(
         decisions.planned(eqn, program, device, schedule=schedules.Auto()).microseconds or 0 for eqn in products
     ):
         return None
@@ -249,9 +263,12 @@ def _call(program: Program, group: Sequence[int], device: Device) -> list[Any] |
     return eqns
 
 
-def _slicing(program: Program, products: Sequence[Any], device: Device) -> float:
-    """The expected time, in microseconds, of copies out of a joined product, where XLA does not merge them."""
-    copied = [eqn.outvars[0].aval for eqn in products if program.is_stored(eqn.outvars[0])]
+def _slicing(program: Program, products: Sequence[Any], device: Device, was_fused: set[int]) -> float:
+    """The expected time, in microseconds, of copies out of a joined product, where XLA does not merge them.
+
+    What was fused into a product becomes a pass of its own.
+    """
+    copied = [eqn.outvars[0].aval for eqn in products if id(eqn) in was_fused or program.is_stored(eqn.outvars[0])]
     machine = machine_of(device)
     moved = 2 * sum(x.size * x.dtype.itemsize for x in copied)
     return machine.launch_us + moved / machine.dram_bytes_per_us if copied else 0.0

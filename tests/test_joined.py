@@ -201,13 +201,25 @@ FORMS = {
 def test_programs(form, on_h200):
     fn, args = FORMS[form]
     assert joined_in(fn, *args) == [2 if form in ("two", "used between") else 3]
-    got, want = jax.jit(sk.accelerate(fn))(*args), fn(*args)
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert (x.shape, x.dtype, x.weak_type) == (y.shape, y.dtype, y.weak_type)
-        np.testing.assert_allclose(x.astype(np.float32), y.astype(np.float32), rtol=2e-2, atol=2e-2)
+    want = fn(*args)
+    for got in jax.jit(sk.accelerate(fn))(*args), sk.accelerate(fn)(*args):
+        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert (x.shape, x.dtype, x.weak_type) == (y.shape, y.dtype, y.weak_type)
+            np.testing.assert_allclose(x.astype(np.float32), y.astype(np.float32), rtol=2e-2, atol=2e-2)
 
 
 APART = {
+    "unused": (lambda x, w, v, u: (x @ w, x @ v, x @ u)[0], operands()),
+    "turned heads": (
+        lambda x, *w: [
+            lax.dot_general(x, y.reshape(8, 64, 512).transpose(2, 0, 1), (((1,), (0,)), ((), ()))) for y in w
+        ],
+        [operands()[0], *[operands()[1]] * 3],
+    ),
+    "stored activations": (
+        lambda x, w, v, _: (jax.nn.silu(x @ w), jax.nn.silu(x @ v)),
+        [jax.ShapeDtypeStruct((256 if i == 0 else 2048, 2048), jnp.bfloat16) for i in range(4)],
+    ),
     "gate": (lambda x, w, v, u: jax.nn.silu(x @ v) * (x @ u), operands()),
     "many rows": (attention, [jax.ShapeDtypeStruct((1024 if i == 0 else 4096, 4096), jnp.bfloat16) for i in range(4)]),
     "float32": (attention, operands(dtype=np.float32)),
@@ -278,6 +290,25 @@ def test_partitioning(spec, on_h200):
     np.testing.assert_allclose(got, want, rtol=2e-2, atol=2e-2)
 
 
+def test_accelerate_inside_accelerate(on_h200):
+    x, a, b, c = (operands()[0], *[operands()[1]] * 3)
+    inner = sk.accelerate(lambda x, a, b: (jax.nn.relu(x @ a.T), jax.nn.relu(x @ b)))
+    fn = lambda inner: lambda x, a, b, c: (*inner(x, a, b), x @ c)
+    plain = fn(lambda x, a, b: (jax.nn.relu(x @ a.T), jax.nn.relu(x @ b)))
+    for got, want in zip(sk.accelerate(fn(inner))(x, a, b, c), plain(x, a, b, c)):
+        np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.left_to_xla
+def test_what_xla_reads_as_it_is_stays_apart(on_h200):
+    """Weights of int8, which XLA converts as it reads them."""
+    shape = lambda dtype, *sizes: jax.ShapeDtypeStruct(sizes, dtype)
+    fn = lambda x, a, b, z, w: (x @ a.astype(x.dtype), x @ b.astype(x.dtype), z @ w)
+    matrices = [shape(jnp.int8, 2048, 512)] * 2
+    others = shape(jnp.bfloat16, 512, 1024), shape(jnp.bfloat16, 1024, 1024)
+    assert joined_in(fn, shape(jnp.bfloat16, 1, 2048), *matrices, *others) == []
+
+
 def test_products_in_derivatives_are_joined(on_h200):
     """The forward products of value_and_grad."""
     args = operands()
@@ -291,6 +322,8 @@ def test_explain(on_h200, monkeypatch):
     (row,) = made.rows
     assert (row.m, row.n, row.k, row.is_ours) == (16, 768, 512, True) and "joined" in row.kernel
     assert "of 3 matrices" in str(row.plan)
+    with pytest.raises(ValueError, match="nothing to measure"):
+        row.plan.explain(measure=True)
 
 
 def test_plans_are_for_whole_tiles():

@@ -31,7 +31,7 @@ def xla_ratio(made, memory, rounds):
     """
     if made.problem.math == _ffi.Math.tf32x3:  # XLA would multiply TF32 once
         return 0.0
-    if made.problem.is_ragged and not _has_xlas(made.problem):
+    if made.problem.second_column or (made.problem.is_ragged and not _has_xlas(made.problem)):
         return 0.0
     largest = 0.0
     try:
