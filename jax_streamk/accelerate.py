@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Var, primitives
 
 from jax_streamk import compat, fragments, fusion, joined, lowering, primitive, ragged
 from jax_streamk.chains import PRODUCTS
-from jax_streamk.decisions import decide, decide_ragged, merged_by_xla
+from jax_streamk.decisions import decide, decide_ragged
 from jax_streamk.device import Device, device_of
 from jax_streamk.planner import Plan
 from jax_streamk.problem import GemmProblem
@@ -223,23 +223,11 @@ class _Rewriter:
             return eqns
         folded = _with_transposes(program, eqns)
         program = program.with_eqns(eqns) if folded is eqns else Program(folded, program.outvars)
-        eqns = fusion.fused(program, device_of(None), measured) or folded
-        return self._joined(eqns, program, measured) or eqns
-
-    def _joined(self, eqns: list[Any], program: Program, measured: fragments.Measured) -> list[Any] | None:
-        """Equations whose products of one operand are joined; None if none are."""
         device = device_of(None)
-        if self._where is not None or device.platform != "cuda" or measured:
-            return None
-        program = Program(eqns, program.outvars)
-
-        def is_free(eqn: Any) -> bool:
-            decision = decide(eqn, program, self._schedule, None, device)
-            made = decision.plan
-            is_short = made is not None and made.kernel is None and made.microseconds is not None
-            return is_short and merged_by_xla(eqn, program) is None
-
-        return joined.joined(program, device, is_free)
+        eqns = fusion.fused(program, device, measured) or folded
+        if self._where is not None or measured or device.platform != "cuda":
+            return eqns
+        return joined.joined(eqns, program.outvars, self._schedule, device) or eqns
 
     def _eqn(self, program: Any, measured: fragments.Measured, eqn: Any) -> Any:
         if eqn.primitive is compat.dot_general_p:

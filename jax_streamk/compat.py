@@ -456,6 +456,11 @@ def new_eqn(like, primitive, *operands, **params):
     return like.replace(primitive=primitive, params=params, invars=list(operands), outvars=[new_var(out)])
 
 
+def reshaped(like, x, shape):
+    """The equation that reshapes ``x``; None as of ``new_eqn``."""
+    return new_eqn(like, _lax.reshape_p, x, new_sizes=shape, dimensions=None, sharding=None)
+
+
 def vary(like, x, axes):
     """The equation after which ``x`` varies over more axes of shard_map's mesh."""
     out = new_var(varying_over(x.aval, varying(x.aval) | axes))

@@ -35,6 +35,12 @@ def limit_of(problem, device):
     return Limit("memory", memory, moved) if memory >= arithmetic else Limit("arithmetic", arithmetic, operations)
 
 
+def moving(size, device, launches=1):
+    """The expected time, in microseconds, in which XLA moves ``size`` bytes by so many kernels of its own."""
+    machine = machine_of(device)
+    return launches * machine.launch_us + size / machine.dram_bytes_per_us
+
+
 def moved_bytes(problem):
     """Bytes of every operand, each read once, and of the result."""
     size, batches = SIZES.__getitem__, lambda stride: problem.batch if stride else 1

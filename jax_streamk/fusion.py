@@ -20,12 +20,11 @@ from typing import Any
 
 from jax import lax
 
-from jax_streamk import activations, compat, lowering, primitive, ragged
+from jax_streamk import activations, compat, cost_model, lowering, primitive, ragged
 from jax_streamk.chains import PRODUCTS, Chain, Follower, Operand
 from jax_streamk.device import Device
 from jax_streamk.epilogue import Epilogue
-from jax_streamk.machines import machine_of
-from jax_streamk.program import Program, is_merged, is_view, variables
+from jax_streamk.program import Program, bytes_of, is_merged, is_view, variables
 from jax_streamk.tuning import tuned
 
 # How many times as long a kernel may take to save a rounding, and to leave a result unrounded, by which routers choose.
@@ -185,7 +184,7 @@ class _Fusion:
         if call.outvars[0].aval.shape == chain.out.aval.shape:
             is_alike = epilogue.gate != "stacked" or compat.is_placed_like(call.outvars[0].aval, chain.out.aval)
             return [call] if is_alike else None
-        back = _reshaped(self._program.eqns[chain.taken[-1]], call.outvars[0], chain.out.aval.shape)
+        back = compat.reshaped(self._program.eqns[chain.taken[-1]], call.outvars[0], chain.out.aval.shape)
         return None if back is None or not compat.is_placed_like(back.outvars[0].aval, chain.out.aval) else [call, back]
 
     def _ragged_kernel(self) -> list[Any] | None:
@@ -203,7 +202,7 @@ class _Fusion:
     def _is_widened(self) -> bool:
         """Whether a small product is only converted to a wider type; where XLA splits K, it does not round it."""
         chain, operands = self._chain, self._product.eqn.invars[:2]
-        is_small = _bytes(chain.out.aval) <= _SMALL * sum(_bytes(x.aval) for x in operands)
+        is_small = bytes_of(chain.out.aval) <= _SMALL * sum(bytes_of(x.aval) for x in operands)
         return is_small and chain == Chain(chain.out, chain.taken, last="wider")
 
     def _saves_a_pass(self) -> bool:
@@ -245,11 +244,11 @@ class _Fusion:
     def _saved(self) -> float:
         """The time of the passes that a chain saves: of all readers', or of one reader of a sum."""
         program, out = self._program, self._chain.out
-        size = _bytes(out.aval)
+        size = bytes_of(out.aval)
         if not self._saves_a_pass():
             return 0.0
         if self._chain.last == "narrower":
-            return self._passing(2 * (_bytes(self._product.eqn.outvars[0].aval) - size), 0)
+            return self._passing(2 * (bytes_of(self._product.eqn.outvars[0].aval) - size), 0)
         readers = [program.eqns[at] for at in program.uses[out] if at not in self._taken]
         is_read_elsewhere = any(is_merged(eqn) and not is_view(eqn) for eqn in readers)
         is_alone = program.is_stored(out, self._taken) and not is_read_elsewhere
@@ -257,8 +256,7 @@ class _Fusion:
 
     def _passing(self, size: int, launches: int) -> float:
         """The expected time, in microseconds, of moving bytes; on a CPU any epilogue is shorter."""
-        machine = machine_of(self._device)
-        return launches * machine.launch_us + size / machine.dram_bytes_per_us if self._device.arch else math.inf
+        return cost_model.moving(size, self._device, launches) if self._device.arch else math.inf
 
 
 class _Stacked:
@@ -283,7 +281,7 @@ class _Stacked:
         if len(free) == 1:
             (at,) = free
             contract, batch = ([i + (i > at) for i in dims] for dims in (contract, batch))
-            made = _reshaped(eqn, rhs, (*shape[:at], 2, shape[at] // 2, *shape[at + 1 :]))
+            made = compat.reshaped(eqn, rhs, (*shape[:at], 2, shape[at] // 2, *shape[at + 1 :]))
             self.value, self.eqns = (None, []) if made is None else (made.outvars[0], [made])
         elif len(free) != 2 or shape[free[0]] != 2 or free != sorted(free):
             self.value = None
@@ -335,11 +333,3 @@ class _Placement:
         elif missing:
             self.eqns.append(compat.vary(self._like, self.value, missing))
             self.value = self.eqns[-1].outvars[0]
-
-
-def _reshaped(like: Any, x: Any, shape: tuple[int, ...]) -> Any:
-    return compat.new_eqn(like, lax.reshape_p, x, new_sizes=shape, dimensions=None, sharding=None)
-
-
-def _bytes(aval: Any) -> int:
-    return aval.size * aval.dtype.itemsize

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,10 +19,9 @@ from jax import lax
 from jax.extend.core import Primitive, Var
 from jax.interpreters import mlir
 
-from jax_streamk import compat, decisions, lowering, planner, primitive, problem, schedules
+from jax_streamk import compat, cost_model, decisions, lowering, planner, primitive, problem, schedules
 from jax_streamk.device import Device, device_for_lowering
-from jax_streamk.machines import machine_of
-from jax_streamk.program import Program, is_movable, variables
+from jax_streamk.program import Program, bytes_of, is_movable, variables
 
 # Operands: lhs of shape (m, k), then two or three matrices, all (k, n) or all (n, k). The result has shape (m, sum of
 # n). Only what ``fused_p`` calls has it: derivatives are those of the products apart.
@@ -107,47 +106,58 @@ def _lower_with_kernel(apart, ctx, *operands, **params):
 mlir.register_lowering(joined_p, _lower, cacheable=False)
 
 
-def joined(program: Program, device: Device, is_free: Callable[[Any], bool]) -> list[Any] | None:
-    """The equations of a program whose products of one operand are joined where that is faster; None if none are.
+def joined(eqns: Sequence[Any], outvars: Sequence[Any], schedule: Any, device: Device) -> list[Any] | None:
+    """A program's equations with products of one operand joined where that is faster; None if none are.
+
+    What was fused into a product comes after the joined one, as it was written.
 
     Args:
-      program: after fusing. What was fused into a product comes after the joined one, as it was written.
+      eqns, outvars: of a program, after fusing.
+      schedule: of products that become ours.
       device: a GPU.
-      is_free: tells of a product that is still JAX's whether it may become ours.
     """
     places = collections.defaultdict(list)
-    for at, eqn in enumerate(program.eqns):
+    for at, eqn in enumerate(eqns):
         if (product := _product_in(eqn)) is not None:
             places[product.invars[0]].append(at)
     shared = {at for found in places.values() if len(found) > 1 for at in found}
     if not shared:
         return None
-    blocks = [_written(eqn) if at in shared else [eqn] for at, eqn in enumerate(program.eqns)]
-    opened = Program([*itertools.chain(*blocks)], program.outvars)
-    was_fused = {id(x) for eqn, block in zip(program.eqns, blocks) if block[0] is not eqn for x in block}
+    blocks = [_written(eqn) if at in shared else [eqn] for at, eqn in enumerate(eqns)]
+    spans = [range(end - len(block), end) for block, end in zip(blocks, itertools.accumulate(map(len, blocks)))]
+    opened = _Opened([*itertools.chain(*blocks)], outvars)
+    opened.fused = {at for eqn, block, span in zip(eqns, blocks, spans) if block[0] is not eqn for at in span}
     made: dict[int, list[Any]] = {}
     taken = set[int]()
-    for group in _groups(opened, is_free):
-        call = _call(opened, group, device, was_fused)
-        before = None if call is None else _needed(opened, group, was_fused)
+    for group in _groups(opened, schedule, device):
+        call = _call(opened, group, device)
+        before = None if call is None else _needed(opened, group)
         if call is not None and before is not None:
             made[group[0]] = [*(opened.eqns[at] for at in before), *call]
             taken.update(group)
     if not made:
         return None
-    eqns: list[Any] = []
-    defined, last = set[Any](), 0
-    for eqn, block in zip(program.eqns, blocks):
-        first, last = last, last + len(block)
+    out: list[Any] = []
+    defined = set[Any]()
+    for eqn, span in zip(eqns, spans):
         new = [eqn]
-        if not taken.isdisjoint(range(first, last)):
-            own = ([x] * (at not in taken) for at, x in enumerate(block, first))
-            new = [x for at, of_block in enumerate(own, first) for x in (*made.get(at, ()), *of_block)]
+        if not taken.isdisjoint(span):
+            new = [x for at in span for x in (*made.get(at, ()), *([opened.eqns[at]] * (at not in taken)))]
         for x in new:  # once: what an operand needs is before a fused product, and in it
             if not x.outvars or not defined.issuperset(x.outvars):
-                eqns.append(x)
+                out.append(x)
                 defined.update(x.outvars)
-    return eqns
+    return out
+
+
+class _Opened(Program):
+    """A program in which products that share an operand are as they were written.
+
+    Attributes:
+      fused: the places of equations that a fused product had replaced.
+    """
+
+    fused: set[int]
 
 
 def _product_in(eqn: Any) -> Any:
@@ -166,19 +176,28 @@ def _written(eqn: Any) -> list[Any]:
     return [eqn]
 
 
-def _groups(program: Program, is_free: Callable[[Any], bool]) -> list[list[int]]:
+def _groups(program: Program, schedule: Any, device: Device) -> list[list[int]]:
     """Of products with one left operand, two or three at a time that one kernel could compute."""
     alike = collections.defaultdict(list)
     for at, eqn in enumerate(program.eqns):
         is_used = eqn.outvars[0] in program.kept or program.uses.get(eqn.outvars[0])
         if is_used and _product_in(eqn) is eqn and (key := _key(program, eqn)) is not None:
             alike[key].append(at)
-    found = (found for found in alike.values() if len(found) > 1)
     free = (
-        [at for at in places if program.eqns[at].primitive is not compat.dot_general_p or is_free(program.eqns[at])]
-        for places in found
+        [at for at in places if _is_free(program, program.eqns[at], schedule, device)]
+        for places in alike.values()
+        if len(places) > 1
     )
     return [places[i : i + _MOST] for places in free for i in range(0, len(places) - 1, _MOST)]
+
+
+def _is_free(program: Program, eqn: Any, schedule: Any, device: Device) -> bool:
+    """Whether a product is ours, or XLA's only because alone it takes no longer than to start a kernel."""
+    if eqn.primitive is primitive.dot_general_p:
+        return True
+    made = decisions.decide(eqn, program, schedule, None, device).plan
+    is_short = made is not None and made.kernel is None and made.microseconds is not None
+    return is_short and decisions.merged_by_xla(eqn, program) is None
 
 
 def _key(program: Program, eqn: Any) -> Any:
@@ -193,23 +212,25 @@ def _key(program: Program, eqn: Any) -> Any:
         return None
     if compat.explicit_mesh(lhs, rhs) is not None or params["out_sharding"] is not None or eqn.ctx.compute_type:
         return None
-    behind = program.transpose_behind(eqn.invars[1])
-    if program.transpose_behind(eqn.invars[0]) is not None or (behind is not None and behind[1] != (1, 0)):
-        return None  # the products apart read it as it is
     if rhs.size // max(1, lhs.shape[-1]) < _NARROWEST:
         return None
-    return eqn.invars[0], _matrix(program, eqn)[1], params["precision"], eqn.outvars[0].aval.dtype
+    matrix = _matrix(program, eqn)
+    if matrix is None or program.transpose_behind(eqn.invars[0]) is not None:  # the products apart read it as it is
+        return None
+    return eqn.invars[0], matrix[1], params["precision"], eqn.outvars[0].aval.dtype
 
 
-def _matrix(program: Program, eqn: Any) -> tuple[Any, bool]:
-    """A product's matrix, behind a transpose, and whether it is (k, n)."""
+def _matrix(program: Program, eqn: Any) -> Any:
+    """A product's matrix, behind a transpose, and whether it is (k, n); None if it is transposed in another way."""
     x = eqn.invars[1]
     is_by_rows = tuple(eqn.params["dimension_numbers"][0][1]) == (0,)
     behind = program.transpose_behind(x)
-    return (behind[0], not is_by_rows) if behind is not None else (x, is_by_rows)
+    if behind is None:
+        return x, is_by_rows
+    return (behind[0], not is_by_rows) if behind[1] == (1, 0) else None
 
 
-def _needed(program: Program, group: Sequence[int], was_fused: set[int]) -> list[int] | None:
+def _needed(program: _Opened, group: Sequence[int]) -> list[int] | None:
     """The equations after the first product that the others need, in order; None if they cannot go before it."""
     needed, left = set[int](), [x for at in group for x in variables(program.eqns[at])]
     while left:
@@ -217,20 +238,19 @@ def _needed(program: Program, group: Sequence[int], was_fused: set[int]) -> list
         if at < group[0] or at in needed:
             continue
         eqn = program.eqns[at]
-        if at in group or not is_movable(eqn) or (id(eqn) in was_fused and _product_in(eqn) is not None):
+        if at in group or not is_movable(eqn) or (at in program.fused and _product_in(eqn) is not None):
             return None
         needed.add(at)
-        left += variables(program.eqns[at])
+        left += variables(eqn)
     return sorted(needed)
 
 
-def _call(program: Program, group: Sequence[int], device: Device, was_fused: set[int]) -> list[Any] | None:
+def _call(program: _Opened, group: Sequence[int], device: Device) -> list[Any] | None:
     """The equations that compute products as one; None if they take longer, or no kernel can."""
     products = [program.eqns[at] for at in group]
     first, lhs = products[0], products[0].invars[0]
     rows, depth = math.prod(lhs.aval.shape[:-1]), lhs.aval.shape[-1]
-    matrices = [_matrix(program, eqn)[0] for eqn in products]
-    is_by_rows = _matrix(program, first)[1]
+    matrices, (is_by_rows, *_) = zip(*(_matrix(program, eqn) for eqn in products))
     params = dict(
         dimension_numbers=_BY_ROWS if is_by_rows else _BY_COLUMNS,
         precision=first.params["precision"],
@@ -238,16 +258,16 @@ def _call(program: Program, group: Sequence[int], device: Device, was_fused: set
     )
     columns = [x.aval.size // max(1, depth) for x in matrices]
     shapes = [(depth, n) if is_by_rows else (n, depth) for n in columns]
-    views = [_reshaped(first, x, *shape) for x, shape in zip((lhs, *matrices), ((rows, depth), *shapes))]
+    views = [compat.reshaped(first, x, shape) for x, shape in zip((lhs, *matrices), ((rows, depth), *shapes))]
     operands = [x.outvars[0] for x in views]
     made = plan(*(x.aval for x in operands), device=device, **params)
-    if made is None or made.microseconds + _slicing(program, products, device, was_fused) >= sum(
+    if made is None or made.microseconds + _slicing(program, group, device) >= sum(
         decisions.planned(eqn, program, device, schedule=schedules.Auto()).microseconds or 0 for eqn in products
     ):
         return None
     product = compat.new_eqn(first, joined_p, *operands, **params)
     apart = [eqn.replace(outvars=[compat.new_var(x.aval) for x in eqn.outvars]) for eqn in products]
-    parts = [_reshaped(eqn, *eqn.outvars, rows, n) for eqn, n in zip(apart, columns)]
+    parts = [compat.reshaped(eqn, eqn.outvars[0], (rows, n)) for eqn, n in zip(apart, columns)]
     whole = compat.new_eqn(first, lax.concatenate_p, *(x.outvars[0] for x in parts), dimension=1)
     inputs = list(dict.fromkeys((lhs, *matrices, *(x for eqn in products for x in variables(eqn)))))
     out = compat.new_var(product.outvars[0].aval)
@@ -259,20 +279,16 @@ def _call(program: Program, group: Sequence[int], device: Device, was_fused: set
     for eqn, n, end in zip(products, columns, itertools.accumulate(columns)):
         limits = dict(start_indices=(0, end - n), limit_indices=(rows, end), strides=None)
         part = compat.new_eqn(eqn, lax.slice_p, out, **limits)
-        eqns += [part, _reshaped(eqn, *part.outvars, *eqn.outvars[0].aval.shape).replace(outvars=eqn.outvars)]
+        back = compat.reshaped(eqn, part.outvars[0], eqn.outvars[0].aval.shape)
+        eqns += [part, back.replace(outvars=eqn.outvars)]
     return eqns
 
 
-def _slicing(program: Program, products: Sequence[Any], device: Device, was_fused: set[int]) -> float:
+def _slicing(program: _Opened, group: Sequence[int], device: Device) -> float:
     """The expected time, in microseconds, of copies out of a joined product, where XLA does not merge them.
 
     What was fused into a product becomes a pass of its own.
     """
-    copied = [eqn.outvars[0].aval for eqn in products if id(eqn) in was_fused or program.is_stored(eqn.outvars[0])]
-    machine = machine_of(device)
-    moved = 2 * sum(x.size * x.dtype.itemsize for x in copied)
-    return machine.launch_us + moved / machine.dram_bytes_per_us if copied else 0.0
-
-
-def _reshaped(like: Any, x: Any, *shape: int) -> Any:
-    return compat.new_eqn(like, lax.reshape_p, x, new_sizes=shape, dimensions=None, sharding=None)
+    results = {at: program.eqns[at].outvars[0] for at in group}
+    copied = [x.aval for at, x in results.items() if at in program.fused or program.is_stored(x)]
+    return cost_model.moving(2 * sum(map(bytes_of, copied)), device) if copied else 0.0

@@ -74,17 +74,13 @@ def plan(
 
 def _copying(arrangement, lhs, rhs, device):
     """The expected time of the transposes around a product, in microseconds."""
-    p, machine = arrangement.problem, machine_of(device)
+    p = arrangement.problem
     copied = (
         (arrangement.permute_lhs, lhs.size * lhs.dtype.itemsize),
         (arrangement.permute_rhs, rhs.size * rhs.dtype.itemsize),
         (arrangement.permute_result, p.batch * p.m * p.n * cost_model.SIZES[p.type_d]),
     )
-    return sum(
-        machine.launch_us + 2 * size / machine.dram_bytes_per_us
-        for permutation, size in copied
-        if permutation is not None
-    )
+    return sum(cost_model.moving(2 * size, device) for permutation, size in copied if permutation is not None)
 
 
 def plan_or_none(planned, *operands, out_sharding=None, **params):

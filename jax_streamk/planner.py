@@ -188,9 +188,8 @@ def _registry(platform):
             majors_of_few.add((kernel.major_a, _ffi.Major.row))  # few columns are transposed first (repack.cc)
         for few in (False, True):
             for major_a, major_b in majors | majors_of_few if few else majors:
-                is_joined = kernel.joined and platform == "cuda"  # host kernels run all
-                of = kernel.type_a, kernel.type_b, kernel.math, major_a, major_b, kernel.gated
-                key = (*of, kernel.ragged, is_joined, few)
+                types = kernel.type_a, kernel.type_b, kernel.math
+                key = (*types, major_a, major_b, kernel.gated, kernel.ragged, kernel.joined, few)
                 by_problem.setdefault(key, []).append(kernel)
     return by_name, {key: _ffi.Kernels(kernels) for key, kernels in by_problem.items()}
 
@@ -243,9 +242,10 @@ def make_plan(problem, schedule, device):
 
 def choose(problem, wanted, device, **listed):
     """The ``_ffi.Choice`` for a native schedule; None considers every deterministic one."""
-    ragged = _ffi.Ragged.none if device.platform == "cpu" else problem.ragged  # host kernels run all
+    # Host kernels run all.
+    on_cpu = device.platform == "cpu"
+    ragged, is_joined = (_ffi.Ragged.none, False) if on_cpu else (problem.ragged, problem.second_column > 0)
     majors, few = (problem.major_a, problem.major_b), problem.n < 8  # repack.cc's kFewColumns
-    is_joined = problem.second_column > 0 and device.platform != "cpu"
     key = (problem.type_a, problem.type_b, problem.math, *majors, problem.gated, ragged, is_joined, few)
     kernels = _registry(device.platform)[1].get(key) or _ffi.Kernels([])
     return _ffi.choose(kernels, problem.native(), wanted, device.native(), machine_of(device).native, **listed)

@@ -109,6 +109,10 @@ class Program:
         return False
 
 
+def bytes_of(aval: Any) -> int:
+    return aval.size * aval.dtype.itemsize
+
+
 def variables(eqn: Any) -> dict[Var, None]:
     """What an equation reads, in order."""
     return dict.fromkeys(x for x in eqn.invars if isinstance(x, Var))

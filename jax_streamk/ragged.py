@@ -17,10 +17,9 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
-from jax_streamk import compat, lowering, partition, planner, problem, schedules, text
+from jax_streamk import compat, cost_model, lowering, partition, planner, problem, schedules, text
 from jax_streamk.device import device_for_lowering
 from jax_streamk.epilogue import ACTIVATIONS, Epilogue, wide
-from jax_streamk.machines import machine_of
 from jax_streamk.tuning import tune, tuned
 
 ragged_p: Primitive = Primitive("streamk_ragged_dot_general")
@@ -386,8 +385,7 @@ def _gathering(rows, device):
     """The expected time, in microseconds, of gathering rows by XLA; on a CPU kernels always do."""
     if device.platform == "cpu":
         return math.inf
-    machine = machine_of(device)
-    return machine.launch_us + 2 * rows.size * rows.dtype.itemsize / machine.dram_bytes_per_us
+    return cost_model.moving(2 * rows.size * rows.dtype.itemsize, device)
 
 
 def _lower(ctx, *operands, **params):

@@ -11,18 +11,15 @@ import numpy as np
 import pytest
 from test_kernels import (
     DTYPES,
-    GUARD,
     KERNELS,
-    POISON,
-    Memory,
     activated,
     describe,
     device_of,
     error,
     has_clusters,
+    launched,
     make_schedule,
     poisoned,
-    policy_of,
     round_up,
     runs_here,
 )
@@ -109,32 +106,13 @@ def launch(name, case, schedule=WHOLE_TILES, changes=None, special=None, device=
     )  # fmt: skip
     device = device or device_of(kernel)
     assert (why := _ffi.can_implement(name, problem, schedule, device)) is None, why
-    policy = policy_of(kernel, problem, schedule, device, changes or {})
-    separate = not case.stacked
-    operands = [
-        a,
-        stored[0] if separate else stored,
-        None,
-        stored[1] if separate else None,
-        None,
-        (bias[0] if separate else bias) if case.bias else None,
-        bias[1] if separate and case.bias else None,
-        None,
-    ]
-    held = [None if x is None else Memory(kernel, x) for x in operands]
-    body_bytes = case.batch * case.m * ldd * dtype.itemsize
-    beyond = 2 * max(kernel.tile_m, kernel.tile_n) * ldd * dtype.itemsize
-    d = Memory(kernel, GUARD * 2 + body_bytes + beyond)
-    workspace = Memory(kernel, _ffi.workspace_bytes(name, problem, schedule, device))
-    addresses = [0 if x is None else x.address for x in held]
-    addresses[2] = d.address + GUARD
-    _ffi.launch(name, problem, schedule, policy, device, tuple(addresses), workspace.address)
-    _ffi.synchronize()
-    raw = d.read()
-    body = raw[GUARD : GUARD + body_bytes].view(dtype).reshape(case.batch, case.m, ldd)
-    assert (raw[:GUARD] == POISON).all() and (raw[GUARD + body_bytes :] == POISON).all(), "wrote outside D"
-    assert (np.ascontiguousarray(body[:, :, case.n :]).view(np.uint8) == POISON).all(), "wrote between the rows of D"
-    return np.ascontiguousarray(body[:, :, : case.n]), exact, xla
+    b, up = (stored, None) if case.stacked else stored
+    first_bias, up_bias = (None, None) if not case.bias else (bias, None) if case.stacked else bias
+    out = launched(
+        kernel, problem, schedule, device, (case.batch, case.m, case.n), ldd, dtype, changes,
+        a=a, b=b, up=up, bias=first_bias, up_bias=up_bias,
+    )  # fmt: skip
+    return out, exact, xla
 
 
 def check(name, case, schedule=WHOLE_TILES):

@@ -200,6 +200,35 @@ def with_epilogue(epilogue, case, sums, dtype, align, ldd):
     )
 
 
+# What kernels read, in the order in which they take addresses (gemm_fields.h); D is among them.
+ROLES = "a", "b", "d", "up", "third", "bias", "up_bias", "residual", "group_sizes", "indices"
+
+
+def launched(kernel, problem, schedule, device, shape, ldd, dtype, changes=None, **operands):
+    """Runs a kernel. Returns D, of ``shape``, after checking that nothing around it was written.
+
+    ``operands``: arrays or ``Memory`` by role; None for those that the problem has not.
+    """
+    policy = policy_of(kernel, problem, schedule, device, changes or {})
+    held = {role: x if x is None or hasattr(x, "address") else Memory(kernel, x) for role, x in operands.items()}
+    *outer, columns = shape
+    body_bytes = math.prod(outer) * ldd * dtype.itemsize
+    # Tiles beyond D must not be stored: poison the space of the next two.
+    beyond = 2 * max(kernel.tile_m, kernel.tile_n) * ldd * dtype.itemsize
+    d = Memory(kernel, GUARD * 2 + body_bytes + beyond)
+    workspace = Memory(kernel, _ffi.workspace_bytes(kernel.name, problem, schedule, device))
+    addresses = {role: x.address for role, x in held.items() if x is not None} | dict(d=d.address + GUARD)
+    in_order = tuple(addresses.get(role, 0) for role in ROLES)
+    _ffi.launch(kernel.name, problem, schedule, policy, device, in_order, workspace.address)
+    if not d.host:
+        _ffi.synchronize()
+    raw = d.read()
+    body = raw[GUARD : GUARD + body_bytes].view(dtype).reshape(*outer, ldd)
+    assert (raw[:GUARD] == POISON).all() and (raw[GUARD + body_bytes :] == POISON).all(), "wrote outside D"
+    assert (np.ascontiguousarray(body[..., columns:]).view(np.uint8) == POISON).all(), "wrote between the rows of D"
+    return np.ascontiguousarray(body[..., :columns])
+
+
 def launch(
     kernel,
     case,
@@ -249,31 +278,11 @@ def launch(
     why = _ffi.can_implement(kernel.name, problem, schedule, device)
     if why is not None:
         return why, None, None
-    policy = policy_of(kernel, problem, schedule, device, changes or {})
-    a, b = place(kernel, a), place(kernel, b)
-    # Tiles beyond D must not be stored: poison the space of the next two.
-    beyond = 2 * max(kernel.tile_m, kernel.tile_n) * ldd * dtype.itemsize
-    d = Memory(kernel, GUARD * 2 + case.batch * case.m * ldd * dtype.itemsize + beyond)
-    workspace = Memory(kernel, _ffi.workspace_bytes(kernel.name, problem, schedule, device))
-    others = [0 if array is None else Memory(kernel, array) for array in (None, None, bias, None, residual)]
-    addresses = [other and other.address for other in others]
-    _ffi.launch(
-        kernel.name,
-        problem,
-        schedule,
-        policy,
-        device,
-        (a.address, b.address, d.address + GUARD, *addresses),
-        workspace.address,
-    )
-    if not workspace.host:
-        _ffi.synchronize()
-    raw = d.read()
-    body_bytes = case.batch * case.m * ldd * dtype.itemsize
-    body = raw[GUARD : GUARD + body_bytes].view(dtype).reshape(case.batch, case.m, ldd)
-    assert (raw[:GUARD] == POISON).all() and (raw[GUARD + body_bytes :] == POISON).all(), "wrote outside D"
-    assert (np.ascontiguousarray(body[:, :, case.n :]).view(np.uint8) == POISON).all(), "wrote between the rows of D"
-    return np.ascontiguousarray(body[:, :, : case.n]), exact, (scale, *xla_error)
+    out = launched(
+        kernel, problem, schedule, device, (case.batch, case.m, case.n), ldd, dtype, changes,
+        a=place(kernel, a), b=place(kernel, b), bias=bias, residual=residual,
+    )  # fmt: skip
+    return out, exact, (scale, *xla_error)
 
 
 def check(kernel, case, schedule, twice=True, epilogue=PLAIN, **kwargs):
@@ -704,22 +713,13 @@ def test_activations_are_accurate_in_their_tails_and_propagate_nan_and_inf(name,
     assert x.size <= m * n
     x = np.resize(x, (m, n))
     zeros = Memory(kernel, np.zeros(max(m, n) * k, DTYPES[kernel.type_a]))
-    residual = Memory(kernel, x)
     row_a, row_b = kernel.major_a == _ffi.Major.row, kernel.major_b == _ffi.Major.row
     problem = _ffi.GemmProblem(
         1, m, n, k, kernel.type_a, kernel.type_b, kernel.type_d, kernel.math, kernel.major_a, kernel.major_b,
         k if row_a else m, n if row_b else k, n, 0, 0, 0, activation, False, True,
     )  # fmt: skip
     schedule, device = make_schedule(_ffi.ScheduleKind.data_parallel), device_of(kernel)
-    d = Memory(kernel, x.nbytes)
-    workspace = Memory(kernel, _ffi.workspace_bytes(kernel.name, problem, schedule, device))
-    _ffi.launch(
-        kernel.name, problem, schedule, policy_of(kernel, problem, schedule, device, {}), device,
-        (zeros.address, zeros.address, d.address, 0, 0, 0, 0, residual.address), workspace.address,
-    )  # fmt: skip
-    if not d.host:
-        _ffi.synchronize()
-    got = d.read()[: x.nbytes].view(dtype).reshape(m, n).astype(np.float64)
+    got = launched(kernel, problem, schedule, device, (m, n), n, dtype, a=zeros, b=zeros, residual=x).astype(np.float64)
     expected = activated(activation, x.astype(np.float64))
     # In an exponential tail the relative error grows with the exponent.
     exponential = activation in (A.silu, A.sigmoid, A.gelu_tanh)

@@ -8,16 +8,13 @@ import numpy as np
 import pytest
 from test_kernels import (
     DTYPES,
-    GUARD,
     KERNELS,
-    POISON,
-    Memory,
     activated,
     device_of,
     error,
+    launched,
     make_schedule,
     poisoned,
-    policy_of,
     round_up,
     runs_here,
 )
@@ -127,23 +124,11 @@ def launch(name, case, device=None, special=None):
     sizes = np.array([*([] if case.leading is None else [case.leading]), *case.sizes], np.int32)
     both = [(x[0], bias if case.bias else None) for x, bias in zip(others, biases)]
     (b, bias), (up, up_bias) = both[0], both[1] if gated else (None, None)
-    arrays = (stored_a, b, None, up, None, bias, up_bias, None, sizes, indices if case.gathered else None)
-    held = [None if x is None else Memory(kernel, x) for x in arrays]
-    body_bytes = results * d_rows * ldd * dtype_d.itemsize
-    beyond = 2 * max(kernel.tile_m, kernel.tile_n) * ldd * dtype_d.itemsize
-    d = Memory(kernel, GUARD * 2 + body_bytes + beyond)
-    workspace = Memory(kernel, _ffi.workspace_bytes(name, problem, WHOLE_TILES, device))
-    addresses = [0 if x is None else x.address for x in held]
-    addresses[2] = d.address + GUARD
-    policy = policy_of(kernel, problem, WHOLE_TILES, device, {})
-    _ffi.launch(name, problem, WHOLE_TILES, policy, device, tuple(addresses), workspace.address)
-    if not d.host:
-        _ffi.synchronize()
-    raw = d.read()
-    body = raw[GUARD : GUARD + body_bytes].view(dtype_d).reshape(results, d_rows, ldd)
-    assert (raw[:GUARD] == POISON).all() and (raw[GUARD + body_bytes :] == POISON).all(), "wrote outside D"
-    assert (np.ascontiguousarray(body[..., case.n :]).view(np.uint8) == POISON).all(), "wrote between the rows of D"
-    out = np.ascontiguousarray(body[..., : case.n])
+    out = launched(
+        kernel, problem, WHOLE_TILES, device, (results, d_rows, case.n), ldd, dtype_d,
+        a=stored_a, b=b, up=up, bias=bias, up_bias=up_bias, group_sizes=sizes,
+        indices=indices if case.gathered else None,
+    )  # fmt: skip
     assert not of_rows or not out[0, group < 0].astype(np.float64).any(), "rows in no group are not zero"
     return out, exact
 

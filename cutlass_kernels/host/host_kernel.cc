@@ -377,7 +377,7 @@ constexpr int32_t kTiles[][3] = {{256, 512, 64}, {128, 128, 64}, {64, 64, 64}};
           info.tile_n = tile_n;
           info.tile_k = tile_k;
           info.warp_schedule = "threads";
-          info.gathers = info.joined = true;
+          info.gathers = true;
           info.split_k_reductions =
               info.stream_k_reductions = {Reduction::kOrdered, Reduction::kAtomic, Reduction::kSeparate};
           Registration(std::make_unique<HostKernel>(std::move(info)));

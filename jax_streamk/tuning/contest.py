@@ -13,6 +13,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax_streamk import _ffi, custom_call
 from jax_streamk.epilogue import Epilogue
 from jax_streamk.primitive import xlas_product
+from jax_streamk.program import bytes_of
 from jax_streamk.tuning import measure
 from jax_streamk.tuning.programs import dependent, repeat, wall, wall_sample
 
@@ -138,7 +139,7 @@ def fragment_programs(variants, memory):
     """The ``Program`` of each variant of a fragment, a closed jaxpr by name, on the same random operands."""
     avals = variants["xla"].in_avals
     link = _link(variants["xla"])
-    rotated = math.ceil(measure.ROTATED_BYTES[memory.device.platform] / max(map(_bytes, avals)))
+    rotated = math.ceil(measure.ROTATED_BYTES[memory.device.platform] / max(map(bytes_of, avals)))
     one = dependent(_first_of(variants["xla"], avals[link].ndim), [*zip(*(_random(x, 1, memory) for x in avals))], link)
     repeat(one, 1)  # compiles it
     microseconds = wall(one, 1) * 1e6
@@ -177,15 +178,11 @@ def has_64_bits(closed):
     return any(x.aval.dtype.itemsize == 8 for x in values)
 
 
-def _bytes(aval):
-    return aval.size * aval.dtype.itemsize
-
-
 def _random(aval, sets, memory):
     """Arrays of a type: of random numbers, or of zeros and ones."""
     shape = (sets, *aval.shape)
     if jax.numpy.issubdtype(aval.dtype, jax.numpy.floating) or aval.dtype == np.int8:
-        arrays = measure.random_bytes(aval.dtype, sets * _bytes(aval)).view(aval.dtype).reshape(shape)
+        arrays = measure.random_bytes(aval.dtype, sets * bytes_of(aval)).view(aval.dtype).reshape(shape)
     else:
         arrays = np.random.default_rng().integers(0, 2, shape).astype(aval.dtype)
     return [memory.put(x) for x in arrays]
