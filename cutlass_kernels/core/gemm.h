@@ -202,7 +202,7 @@ struct GemmProblem {
 // A dense product of as many MAC iterations: of a gated problem, its product, with twice the columns; of a joined one,
 // the product by one matrix; of a ragged one, a batch of groups of one size. `tile` is the extent of a tile along the
 // ragged dimension. A group lacks half a tile of K, or a quarter of a tile of rows, which its tiles share equally
-// (sm90/ragged.h).
+// (ragged_table.cuh).
 inline GemmProblem dense(GemmProblem p, int32_t tile = 1) {
   if (p.epilogue.gated) p.n *= 2, p.epilogue.gated = false;
   p.second_column = p.third_column = 0;
@@ -323,6 +323,9 @@ inline constexpr int64_t kWorkspaceAlignment = 256;
 constexpr int64_t align_workspace(int64_t bytes) {
   return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
 }
+
+// Groups that a ragged CUDA kernel may have: its CTAs hold a table of them.
+inline constexpr int32_t kMostGroups = 512;
 
 // Bytes of the counter by which a ragged kernel's CTAs take tiles. Where groups have at most one tile of rows on
 // average, they take turns: few CTAs read the same matrix, and zeroing the counter takes 2 us.

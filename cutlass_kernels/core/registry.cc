@@ -156,16 +156,18 @@ Status check_or(Refuse refuse, Kernel const& kernel, GemmProblem const& p, Sched
     return refuse("a ragged product is data-parallel: its schedule is Auto() or DataParallel()");
   if (is_ragged && (p.epilogue.has_residual || p.inner_batch > 1))
     return refuse("a ragged product has neither a residual nor a nested batch");
+  if (is_ragged && info.family != Family::kHost && p.batch > kMostGroups)
+    return refuse("it has at most ", kMostGroups, " groups");
   if (p.gathered_rows < 0 || p.gathered_rows > limit) return refuse("the rows of A to gather must be below 2^31");
   if (p.gathered_rows > 0 && p.ragged != Ragged::kM) return refuse("rows are gathered only where groups cut them");
   if (p.gathered_rows > 0 && !info.gathers) return refuse("it gathers no rows");
-  if (is_ragged && info.family != Family::kHost && (repack.a || repack.b || has_misaligned_d(p)))
+  if (is_ragged && info.family == Family::kSm90 && (repack.a || repack.b || has_misaligned_d(p)))
     return refuse("rows of A, B and D of a ragged product must start at multiples of ", info.b.align, " elements");
   constexpr double kMostGathered = int64_t{1} << 36;  // 2^32 pieces of 16 bytes (Mainloop::gather)
   if (p.gathered_rows > 0 && info.family == Family::kSm90 && p.span(Role::kA) * size_of(p.a.format) > kMostGathered)
     return refuse("it gathers rows of at most 64 GiB");
   constexpr int64_t kLongestRun = 1 << 30;  // RowRun::kMost
-  if (is_ragged && info.family == Family::kSm90 && (p.ragged == Ragged::kM ? p.m : p.k) > kLongestRun)
+  if (is_ragged && info.family != Family::kHost && (p.ragged == Ragged::kM ? p.m : p.k) > kLongestRun)
     return refuse("groups may cut at most 2^30 rows, or of k");
   if (p.epilogue.gated != info.gated)
     return refuse(info.gated ? "it multiplies by two matrices at once" : "it multiplies by one matrix only");

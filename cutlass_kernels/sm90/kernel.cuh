@@ -104,8 +104,6 @@ class Sm90Kernel final : public CudaKernel {
     if (device.arch != 90)
       return Status::precondition(info.name + " is compiled for sm_90a; the device is sm_" +
                                   std::to_string(device.arch));
-    if (kRagged != Ragged::kNone && p.batch > kMostGroups)
-      return Status::invalid(info.name + " has at most " + std::to_string(kMostGroups) + " groups");
     if (decomposition(p, s, device).kind == ScheduleKind::kSplitK && s.splits > DenseScheduler::kMaxPeers)
       return Status::invalid(info.name + " has at most " + std::to_string(DenseScheduler::kMaxPeers) + " splits");
     return {};
@@ -137,8 +135,8 @@ class Sm90Kernel final : public CudaKernel {
     TileOrder const order = sm90_order(info, p, policy.raster, policy.swizzle);
     int32_t const clusters = [&] {
       if constexpr (kRagged != Ragged::kNone) {
-        params.scheduler.set_up(p, buffers, order, order.tiles_m(), kConfig.tile_m, device.sms);
-        params.scheduler.taken = parts.zeroed > 0 ? reinterpret_cast<uint32_t*>(workspace) : nullptr;
+        void* const counter = parts.zeroed > 0 ? workspace : nullptr;
+        params.scheduler.set_up(p, buffers, order, order.tiles_m(), kConfig.tile_m, device.sms, counter);
         return static_cast<int32_t>(std::min<int64_t>(device.sms, params.scheduler.most_tiles()));
       } else {
         params.scheduler.order = order;

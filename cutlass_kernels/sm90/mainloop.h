@@ -235,12 +235,12 @@ struct CollectiveMainloop : Base {
       } else if constexpr (kJoined) {
         load_joined(params, barrier, hint_a, tile, k_a * kTileK, storage.smem_A.data() + s * kTileM * kTileK);
       } else if constexpr (kRagged == Ragged::kK) {
-        load_run<kTileM>(params.run_a, barrier, hint_a, tile.run, tile.m, k_a, storage.smem_A.data(), s);
+        load_run<kTileM>(params.run_a, barrier, hint_a, RowRun(tile.run), tile.m, k_a, storage.smem_A.data(), s);
       } else {
         copy(params.tma_load_a.with(barrier, to_row, hint_a), from_a(_, _, _, k_a), to_a(_, _, _, s));
       }
       if constexpr (kRagged == Ragged::kK) {
-        load_run<kTileN>(params.run_b, barrier, hint_b, tile.run, tile.n, k_b, storage.smem_B.data(), s);
+        load_run<kTileN>(params.run_b, barrier, hint_b, RowRun(tile.run), tile.n, k_b, storage.smem_B.data(), s);
       } else if (!gathers) {
         copy_b(params, barrier, to_column, hint_b, from_b(_, _, _, k_b), to_b(_, _, _, s));
       }
