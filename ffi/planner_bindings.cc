@@ -73,10 +73,10 @@ class DescribedKernel final : public Kernel {
   Decomposition decomposition(GemmProblem const& p, Schedule const& s, Device const& device) const override {
     if (info.family == Family::kSm90) return sm90_decomposition(info, p, s, device);
     bool const swap = info.swap_ab;
-    int64_t const n = dense(p).n;
-    auto const tiles =
-        static_cast<int32_t>(p.batch * ceil_div(swap ? n : p.m, info.tile_m) * ceil_div(swap ? p.m : n, info.tile_n));
-    auto const k_tiles = static_cast<int32_t>(ceil_div(p.k, info.tile_k));
+    GemmProblem const q = dense(p, p.ragged == Ragged::kK ? info.tile_k : info.tile_m);
+    auto const tiles = static_cast<int32_t>(q.batch * ceil_div(swap ? q.n : q.m, info.tile_m) *
+                                            ceil_div(swap ? q.m : q.n, info.tile_n));
+    auto const k_tiles = static_cast<int32_t>(ceil_div(q.k, info.tile_k));
     int32_t const splits = s.kind == ScheduleKind::kSplitK ? s.splits : 1;
     // A skinny kernel has a worker for each piece of work.
     int32_t const workers = info.family == Family::kSkinny ? tiles * splits : device.sms;

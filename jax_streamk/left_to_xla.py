@@ -10,10 +10,12 @@ def why(problem, device):
     """Why to leave a ``GemmProblem`` on a ``Device`` to XLA; None if there is no reason."""
     if device.platform not in ("cpu", "cuda"):
         return None
-    if device.platform == "cuda" and (unfit := too_old(device) or not_measured(device)):
+    if device.platform == "cuda" and (unfit := too_old(device)):
         return unfit
-    if problem.is_ragged:  # XLA multiplies all rows by the matrix of every group
+    if problem.is_ragged:  # on a GPU XLA multiplies all rows by the matrix of every group
         return None
+    if device.platform == "cuda" and (unfit := not_measured(device)):
+        return unfit
     return too_small(problem, device) or (loads_as_they_are(problem) if device.arch == 90 else None)
 
 

@@ -113,6 +113,10 @@ LAUNCHES = [
     ),
     ("sm90_bf16_bf16_cr_128x256x64_1x1_coop_ragged_k", (136, 264, 700), DataParallel(), dict(groups=9)),
     ("sm90_bf16_bf16_cr_128x128x64_1x1_pingpong_ragged_k", (136, 264, 700), DataParallel(), dict(LEADING, groups=512)),
+    ("sm80_bf16_bf16_rr_128x128x32_s4_a8_ragged_m", (1500, 264, 520), DataParallel(), dict(SILU, **LEADING, groups=5)),
+    ("sm80_f16_f16_rc_64x64x32_s2_a1_ragged_m", (60, 1201, 133), DataParallel(), dict(SILU, groups=40)),
+    ("sm80_f32_f32_cr_128x64x16_s4_a4_tf32_ragged_k", (136, 264, 700), DataParallel(), dict(LEADING, groups=9)),
+    ("sm80_f64_f64_cr_64x64x16_s4_a1_ragged_k", (135, 263, 700), DataParallel(), dict(groups=512)),
 ]
 
 

@@ -177,7 +177,8 @@ Status check_policy(KernelInfo const& info, GemmProblem const& p, Schedule const
   bool const listed = policy.cluster_order != ClusterOrder::kAsLaunched;
   bool const others = policy.held_back != 0 || policy.held_back_last != 0 || policy.idle_clusters != 0 || listed ||
                       policy.extend_a || policy.extend_b;
-  if (info.ragged != Ragged::kNone && others) return refuse("of launch choices it has the order of tiles and L2 hints");
+  if (info.family == Family::kSm90 && info.ragged != Ragged::kNone && others)
+    return refuse("of launch choices it has the order of tiles and L2 hints");
   if (info.family != Family::kSm90) {
     bool const for_a = hints_a(info), for_b = hints_b(info);
     if ((policy.evict_first_a && !for_a) || (policy.evict_first_b && !for_b) || others)

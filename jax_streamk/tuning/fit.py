@@ -53,7 +53,8 @@ def kernel_of(name):
         tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, cluster_m=cluster_m, cluster_n=cluster_n,
         align_a=align, align_b=1 if anywhere else align, align_d=align,
         warp_schedule=warps.replace("coop", "cooperative"),
-        swap_ab=bool(re.search("_swap|_ragged_m", rest)) or (family == "skinny" and not narrow),
+        swap_ab=bool(re.search("_swap|_ragged_m" if family == "sm90" else "_swap", rest))
+        or (family == "skinny" and not narrow),
         split_k_reductions=[], stream_k_reductions=[],
     )  # fmt: skip
 
