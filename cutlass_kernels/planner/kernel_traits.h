@@ -8,6 +8,9 @@ namespace jax_streamk {
 enum class MathUnit { kWgmma, kMma, kMmaFewRows };
 enum class LoadPath { kTma, kVectors, kStreaming };
 
+// Skinny CTAs that convert TF32 need as many on an SM to reach its threads' rate.
+constexpr int32_t kSkinnyTF32 = 3;
+
 struct KernelTraits {
   MathUnit math_unit;
   LoadPath load_path;

@@ -98,8 +98,7 @@ double tensor_core_us(Launch const& l) {
   Machine const& machine = l.machine;
   Type const type = l.problem.a.format.type;
   double const flops = 2 * l.area() * l.kernel.tile_k;
-  // TF32 multiplies at half the rate, three TF32 at a sixth.
-  double const steps = type != Type::kF32 ? 1 : l.problem.math == Math::kTF32x3 ? 6 : 2;
+  double const products = type == Type::kF32 && l.problem.math == Math::kTF32x3 ? 3 : 1;
   double us;
   if (l.traits.math_unit == MathUnit::kWgmma) {
     double const lost = 2 * l.kernel.tile_m * machine.wgmma_lost_columns * l.kernel.tile_k;
@@ -108,10 +107,11 @@ double tensor_core_us(Launch const& l) {
   } else if (type == Type::kF64) {
     us = flops / (machine.mma_f64_flops_per_us_sm * std::sqrt(std::min(l.area() / kSquareOfF64, 1.0)));
   } else if (l.traits.math_unit == MathUnit::kMmaFewRows) {
-    us = steps * flops / machine.few_rows_flops_per_us_sm;
+    us = products * (type == Type::kF32 ? 2 : 1) * flops / machine.few_rows_flops_per_us_sm;
   } else {
-    // mma.sync reaches half of wgmma's rate.
-    us = steps * flops / (machine.wgmma_flops_per_us_sm / 2 * std::sqrt(std::min(l.area() / kSquare, 1.0)));
+    // mma.sync reaches half of wgmma's rate, and a fifth of it for TF32, whose fragments are loaded by words.
+    us = products * (type == Type::kF32 ? 2.4 : 1) * flops /
+         (machine.wgmma_flops_per_us_sm / 2 * std::sqrt(std::min(l.area() / kSquare, 1.0)));
   }
   return us * turns_of(l);
 }
@@ -132,12 +132,12 @@ double shared_memory_us(Launch const& l, Panels const& panels) {
                columns = loaded(l.own_b(), l.kernel.tile_n, l.columns);
   double const bytes = loaded_bytes(l, panels, rows, columns);
   if (l.traits.load_path == LoadPath::kStreaming) {
-    // Of a long operand contiguous along K, warps request half lines.
-    double const requests = l.own_a().along_k ? 2 : 1;
-    double const words = l.traits.words_of_b ? columns * panels.b : 0;
     bool const is_16bit = l.own_a().element_bytes == 2;
-    return (requests * (bytes - words) + words) /
-           (is_16bit ? machine.thread_bytes_per_us_sm : machine.load_bytes_per_us_sm);
+    // Of a long 16-bit operand contiguous along K, warps request half lines.
+    double const requests = l.own_a().along_k && is_16bit ? 2 : 1;
+    double const words = l.traits.words_of_b ? columns * panels.b : 0, loaded = requests * (bytes - words) + words;
+    if (l.problem.a.format == Type::kF32) return kSkinnyTF32 * loaded / machine.thread_bytes_per_us_sm;
+    return loaded / (is_16bit ? machine.thread_bytes_per_us_sm : machine.load_bytes_per_us_sm);
   }
   double const wait = by_tma && l.ctas > 1 ? machine.cluster_wait_us * l.kernel.tile_k / 64 : 0;
   // Threads load gathered rows: in vectors, which pass the load/store units.
