@@ -36,7 +36,7 @@ def limit_of(problem, device):
 
 
 def moving(size, device, launches=1):
-    """The expected time, in microseconds, in which XLA moves ``size`` bytes by so many kernels of its own."""
+    """The expected time, in microseconds, of moving ``size`` bytes by ``launches`` of XLA's kernels."""
     machine = machine_of(device)
     return launches * machine.launch_us + size / machine.dram_bytes_per_us
 

@@ -150,7 +150,7 @@ def test_dimensions_in_any_order(dims, turned):
         for f in (sk.ragged_dot_general, lax.ragged_dot_general)
     ]
     ours, laxs = (jax.value_and_grad(lambda *x, f=f: jnp.sum(jnp.sin(f(*x))), (0, 1))(*given) for f in functions)
-    tolerance = dict(rtol=1e-2, atol=1e-2) if ON_GPU else dict(rtol=2e-4, atol=1e-4)
+    tolerance = dict(rtol=1e-2, atol=1e-3) if ON_GPU else dict(rtol=2e-4, atol=1e-4)
     jax.tree.map(functools.partial(np.testing.assert_allclose, **tolerance), ours, laxs)
 
 
@@ -546,8 +546,9 @@ def test_plans():
 def test_a_gpu_without_a_kernel_falls_back(gate):
     lhs, rhs, sizes = np.zeros((8, 4)), np.zeros((513, 4, 4)), np.zeros(513, int)
     made = sk.plan(lhs, rhs, group_sizes=sizes, gate=gate, device=sk.H100)
-    assert made.kernel is None and made.reasons[0].startswith("falls back to XLA: ")
-    with pytest.raises(ValueError, match="at most 512 groups"):
+    why = "at most 512 groups"
+    assert made.kernel is None and made.reasons[0].startswith("falls back to XLA: ") and why in made.reasons[0]
+    with pytest.raises(ValueError, match=why):
         sk.plan(lhs, rhs, group_sizes=sizes, device=sk.H100, schedule=sk.DataParallel())
 
 

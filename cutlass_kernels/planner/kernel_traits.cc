@@ -9,7 +9,7 @@ KernelTraits KernelTraits::of(KernelInfo const& kernel) {
   if (kernel.family == Family::kSm90) traits = {MathUnit::kWgmma, LoadPath::kTma};
   if (kernel.family == Family::kSkinny) traits = {MathUnit::kMmaFewRows, LoadPath::kStreaming};
   traits.ctas_per_sm = kernel.warp_schedule == "single" ? kSingles : 1;
-  // With a long operand across K, memory serves as many CTAs at once as their threads' rates add up to.
+  // Where their long operand lies across K, the CTAs of an SM load side by side, each at its own rate.
   bool const across = kernel.swap_ab ? kernel.b.major == Major::kRow : kernel.a.major == Major::kColumn;
   if (kernel.family == Family::kSkinny && kernel.a.format == Type::kF32 && across) traits.ctas_per_sm = kSkinnyTF32;
   traits.hides_epilogue = kernel.warp_schedule == "pingpong";

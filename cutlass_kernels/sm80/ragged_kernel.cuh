@@ -45,7 +45,7 @@ struct Sm80RaggedGemm {
       typename Epilogue::SharedStorage store;
     };
     Table table;
-    // Of this CTA; not in registers, of which the main loop needs all.
+    // Of this CTA; not in registers, since the main loop needs them all.
     int32_t index;
     typename Table::Tile tile;
   };
