@@ -31,9 +31,11 @@ GATHER = [name for name, kernel in KERNELS.items() if kernel.gathers and runs_he
 
 
 def pytest_generate_tests(metafunc):
-    if "name" in metafunc.fixturenames:
-        names = [pytest.param(name, marks=pytest.mark.gpu) for name in HERE or ["no kernel in this build"]]
-        metafunc.parametrize("name", names)
+    of_k = [name for name in HERE if KERNELS[name].ragged == _ffi.Ragged.k]
+    for argument, names in (("name", HERE), ("of_k", of_k)):
+        if argument in metafunc.fixturenames:
+            found = [pytest.param(name, marks=pytest.mark.gpu) for name in names or ["no kernel in this build"]]
+            metafunc.parametrize(argument, found)
     if "gathers" in metafunc.fixturenames:
         metafunc.parametrize("gathers", GATHER)
 
@@ -56,6 +58,11 @@ class Case:
 def align_of(kernel):
     """What the extents and strides of all operands must be multiples of, in elements."""
     return max(kernel.align_a, kernel.align_b, kernel.align_d)
+
+
+def may_cut(kernel):
+    """Whether it cuts tiles along K, into other parts with fewer CTAs."""
+    return kernel.ragged == _ffi.Ragged.k and kernel.warp_schedule == "cooperative"
 
 
 def rows_of_tile(kernel):
@@ -148,7 +155,7 @@ def launch(name, case, device=None, special=None):
 
 
 def check(name, case):
-    """Against float64, rounded once; and with many tiles for each of a few CTAs the same bits."""
+    """Against float64, rounded once; and the same bits again, with many tiles for each of a few CTAs if none is cut."""
     got, exact = launch(name, case)
     values = got.astype(np.float64)
     assert not np.isnan(values).any(), f"{np.isnan(values).sum()} elements unwritten or poisoned"
@@ -161,7 +168,7 @@ def check(name, case):
     if KERNELS[name].math == _ffi.Math.tf32:
         floor = 2.0**-10
     assert rms <= 2 * rounding + floor and most <= 2 * largest + 16 * floor, (rms, rounding, most, largest)
-    few = _ffi.Device(device_of(KERNELS[name]).arch, 2)
+    few = None if may_cut(KERNELS[name]) else _ffi.Device(device_of(KERNELS[name]).arch, 2)
     assert got.tobytes() == launch(name, case, few)[0].tobytes(), "the bits depend on which worker has a tile"
 
 
@@ -190,6 +197,30 @@ def test_many_tiles_for_each_cta(name):
         check(name, Case((3,) * 70, 210, 5 * columns, 16))
     else:
         check(name, Case((k, 0, 3, 1, 2 * k, 5), 4 * k, 5 * kernel.tile_n, 5 * kernel.tile_m))
+
+
+@pytest.mark.parametrize("ctas", [None, 2, 7])
+@pytest.mark.parametrize(
+    "sizes, tiles",
+    [
+        ((9000,), (1, 1)),
+        ((0, 5003, 0), (2, 3)),
+        ((2000, 2000, 2000), (3, 2)),
+        ((20, 30, 0, 6000, 1, 900), (1, 4)),
+        (tuple(3000 // (i + 1) for i in range(40)), (1, 1)),
+    ],
+    ids=["one_tile", "one_group", "alike", "one_long", "zipf"],
+)
+def test_few_long_tiles(of_k, sizes, tiles, ctas):
+    """Several CTAs sum a tile, in an order that depends on no time."""
+    kernel = KERNELS[of_k]
+    device = None if ctas is None else _ffi.Device(device_of(kernel).arch, ctas)
+    case = Case(sizes, sum(sizes) + 70, tiles[1] * kernel.tile_n - 8, tiles[0] * kernel.tile_m - 8, 3, bias=True)
+    got, exact = launch(of_k, case, device)
+    largest = np.abs(exact).max()
+    eps = 2.0**-10 if got.dtype.itemsize == 4 else float(ml_dtypes.finfo(got.dtype).eps)  # that of TF32
+    assert np.abs(got.astype(np.float64) - exact).max() <= eps * largest
+    assert all(got.tobytes() == launch(of_k, case, device)[0].tobytes() for _ in range(3)), "the bits depend on time"
 
 
 @pytest.mark.parametrize("activation", _ffi.Activation, ids=lambda x: x.name)

@@ -121,6 +121,13 @@ struct RaggedTable {
     __syncthreads();
   }
 
+  // Without kRows, of a tile of the group that is `rank`-th by length. One of no K has a k-tile of zeros.
+  CUTLASS_DEVICE int32_t k_tiles(int32_t rank) const {
+    int32_t const group = by_length[rank];
+    return k_tiles(Run{begins[group], begins[group + 1]});
+  }
+  CUTLASS_DEVICE static int32_t k_tiles(Run const& run) { return max((run.rows() + kTileK - 1) / kTileK, 1); }
+
   CUTLASS_DEVICE int32_t all_tiles(Params const& params) const {
     return (kRows ? row_tiles : params.groups) * params.tiles;
   }
@@ -158,9 +165,6 @@ struct RaggedTable {
     return kRows && tile.batch >= params.groups;
   }
 
- private:
-  CUTLASS_DEVICE static int32_t tiles_of(int32_t rows) { return (rows + kTileRows - 1) / kTileRows; }
-
   // The sum of a number over the lanes before this one.
   template <class Plus>
   CUTLASS_DEVICE static int32_t sum_before(int32_t own, Plus const& plus) {
@@ -174,6 +178,9 @@ struct RaggedTable {
     int32_t const before = __shfl_up_sync(~0u, sum, 1);
     return lane == 0 ? 0 : before;
   }
+
+ private:
+  CUTLASS_DEVICE static int32_t tiles_of(int32_t rows) { return (rows + kTileRows - 1) / kTileRows; }
 
   CUTLASS_DEVICE Run rows_of(Params const& params, int32_t segment) const {
     if (segment < params.groups) return {begins[segment], begins[segment + 1]};

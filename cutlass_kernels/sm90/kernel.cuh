@@ -59,7 +59,7 @@ class Sm90Kernel final : public CudaKernel {
   // With several CTAs per SM there would be too many clusters to list.
   using DenseScheduler = sm90::Scheduler<TileShape, ClusterShape, kCooperative, kCtasPerSm == 1>;
   using Scheduler = std::conditional_t<kRagged == Ragged::kNone, DenseScheduler,
-                                       RaggedScheduler<kRun, kRun ? kConfig.tile_n : kConfig.tile_m, kConfig.tile_k>>;
+                                       RaggedScheduler<TileShape, kRun, kCooperative && !kRun>>;
 
   // The shared memory of an SM, where CUDA takes 1 KiB per CTA and barriers take at most 256 bytes; and what a CTA
   // leaves to the other CTAs on its SM.
@@ -137,6 +137,11 @@ class Sm90Kernel final : public CudaKernel {
       if constexpr (kRagged != Ragged::kNone) {
         void* const counter = parts.zeroed > 0 ? workspace : nullptr;
         params.scheduler.set_up(p, buffers, order, order.tiles_m(), kConfig.tile_m, device.sms, counter);
+        if (parts.bytes > parts.arrivals) {
+          params.scheduler.arrivals = reinterpret_cast<uint32_t*>(workspace + counter_bytes(info, p));
+          params.scheduler.partials = reinterpret_cast<float*>(workspace + parts.arrivals);
+          return device.sms;
+        }
         return static_cast<int32_t>(std::min<int64_t>(device.sms, params.scheduler.most_tiles()));
       } else {
         params.scheduler.order = order;
@@ -251,15 +256,15 @@ class Sm90Kernel final : public CudaKernel {
   }
 
   struct Workspace {
-    int64_t arrivals = 0;  // bytes before the partials
+    int64_t arrivals = 0;  // bytes before the partials: of arrival words, and before them a ragged kernel's counter
     int64_t zeroed = 0;    // leading bytes that must be zero before the launch
     int64_t bytes = 0;
   };
 
   Workspace workspace(GemmProblem const& p, Schedule const& s, Device const& device) const {
-    if (kRagged != Ragged::kNone) {
-      int64_t const bytes = counter_bytes(info, p);
-      return {0, bytes, bytes};
+    if constexpr (kRagged != Ragged::kNone) {
+      int64_t const zeroed = counter_bytes(info, p) + Scheduler::arrival_bytes(p, device.sms);
+      return {zeroed, zeroed, zeroed + Scheduler::partial_bytes(p, device.sms)};
     }
     Decomposition const d = decomposition(p, s, device);
     if (d.shared_tiles() == 0) return {};

@@ -7,6 +7,8 @@
 #include "cute/tensor.hpp"
 #include "cutlass_kernels/core/dependent_launch.cuh"
 #include "cutlass_kernels/core/ragged_table.cuh"
+#include "cutlass_kernels/sm90/long_tiles.h"
+#include "cutlass_kernels/sm90/partials.h"
 #include "cutlass_kernels/sm90/stages.h"
 #include "cutlass_kernels/sm90/tma.h"
 
@@ -40,21 +42,41 @@ struct RowRun : Run {
   }
 };
 
-// The tile scheduler of a ragged product, data-parallel. A counter hands whole tiles to CTAs as they finish others, so
-// that those that read the same matrix do so at about the same time; or they take turns (counter_bytes).
-template <bool kRows, int kTileRows, int kTileK>
+// The tile scheduler of a ragged product. A counter hands whole tiles to CTAs as they finish others, so that those that
+// read the same matrix do so at about the same time; or they take turns (counter_bytes). kMayCut: parts of long tiles
+// come before whole tiles.
+template <class TileShape, bool kRows, bool kMayCut>
 class RaggedScheduler {
+  static constexpr int kTileM = cute::size<0>(TileShape{}), kTileN = cute::size<1>(TileShape{}),
+                       kTileK = cute::size<2>(TileShape{});
+
  public:
   static constexpr int kClusterM = 1, kClusterN = 1;
   static constexpr bool kMayShare = false, kHasList = false, kRagged = true;
 
-  using Tiles = RaggedTable<kRows, kTileRows, kTileK>;
+  using Tiles = RaggedTable<kRows, kRows ? kTileN : kTileM, kTileK>;
+  using Long = LongTiles<Tiles>;
 
   struct Params : Tiles::Params {
-    Decomposition decomposition;  // of equal groups, for what the host asks
+    Decomposition decomposition;   // of equal groups, for what the host asks
+    uint32_t* arrivals = nullptr;  // [long tile]; zero before the launch; null if no tile can be long
+    float* partials = nullptr;     // [part of a long tile][value of a tile]
   };
 
+  // Bytes of arrivals and partials.
+  static int64_t arrival_bytes(GemmProblem const& p, int32_t ctas) {
+    if constexpr (!kMayCut) return 0;
+    auto const along = [](int64_t extent, int tile) { return (extent + tile - 1) / tile; };
+    int64_t const tiles = along(p.m, kTileM) * along(p.n, kTileN);
+    return align_workspace(Long::most_tiles(p.batch, tiles, along(p.k, kTileK), ctas) * sizeof(uint32_t));
+  }
+  static int64_t partial_bytes(GemmProblem const& p, int32_t ctas) {
+    return arrival_bytes(p, ctas) > 0 ? Long::most_parts(ctas) * kTileM * kTileN * sizeof(float) : 0;
+  }
+
   struct Table : Tiles {
+    struct None {};
+    std::conditional_t<kMayCut, Long, None> longs;
     // The tiles that this CTA took. No barrier says that a place is free again: since every tile fills a stage, those
     // in use are at most the stages and 3.
     static constexpr int kTaken = 16;
@@ -80,8 +102,14 @@ class RaggedScheduler {
     table.fill(params);
   }
 
+  // Called by all threads after that.
   CUTLASS_DEVICE static void sort(Params const& params, Table& table) {
     if constexpr (!kRows) table.sort(params);
+    if constexpr (kMayCut) {
+      if (params.arrivals == nullptr) return;
+      if (threadIdx.x < 32) table.longs.fill(params, table);
+      __syncthreads();
+    }
   }
 
   CUTLASS_HOST_DEVICE static bool shares(Params const&) { return false; }
@@ -129,8 +157,19 @@ class RaggedScheduler {
   // Whether a tile's rows are in no group.
   CUTLASS_DEVICE bool is_outside(Tile const& tile) const { return Table::is_outside(params_, tile); }
 
-  template <class Accumulators>
-  CUTLASS_DEVICE static bool fixup(Params const&, Tile const&, Accumulators&, uint32_t, uint32_t) {
+  CUTLASS_DEVICE bool is_part(Tile const& tile) const { return may_have_parts() && index_of(tile.ordinal) < parts(); }
+
+  // As fix_up(), of a tile's consumers.
+  template <class Threads, class Accumulators>
+  CUTLASS_DEVICE bool fixup(Threads const& threads, Tile const& tile, Accumulators& accumulators) const {
+    if constexpr (kMayCut) {
+      int32_t const index = index_of(tile.ordinal);
+      if (!may_have_parts() || index >= parts()) return true;
+      auto const part = table_.longs.part(params_, table_, index);
+      float* const first = params_.partials + int64_t{index - part.number * params_.tiles} * (kTileM * kTileN);
+      auto const slot = [&](int32_t peer) { return first + int64_t{peer * params_.tiles} * (kTileM * kTileN); };
+      return fix_up(threads, {part.number, part.of, params_.arrivals + part.tile}, slot, accumulators);
+    }
     return true;
   }
 
@@ -138,17 +177,37 @@ class RaggedScheduler {
   CUTLASS_DEVICE Tile tile_at(int32_t index, int32_t ordinal) const {
     Tile tile;
     if (index >= all_tiles()) return tile;
-    static_cast<typename Tiles::Tile&>(tile) = table_.at(params_, index);
-    tile.ordinal = ordinal;
     if constexpr (kRows) {
+      static_cast<typename Tiles::Tile&>(tile) = table_.at(params_, index);
       tile.k_count = params_.decomposition.k_tiles;
       tile.from = tile.run.begin;
       // Beyond the operands, so that TMA reads zeros.
       if (is_outside(tile)) tile.batch = params_.groups, tile.from = params_.extent, tile.k_count = 1;
-    } else {
-      tile.k_count = max((tile.run.rows() + kTileK - 1) / kTileK, 1);
+    } else if (!may_have_parts() || index >= parts()) {
+      static_cast<typename Tiles::Tile&>(tile) = table_.at(params_, index - more_than_tiles());
+      tile.k_count = Tiles::k_tiles(tile.run);
+    } else if constexpr (kMayCut) {
+      auto const part = table_.longs.part(params_, table_, index);
+      static_cast<typename Tiles::Tile&>(tile) = table_.at(params_, part.tile);
+      tile.k_begin = part.k_begin, tile.k_count = part.k_count;
     }
+    tile.ordinal = ordinal;
     return tile;
+  }
+
+  CUTLASS_DEVICE bool may_have_parts() const { return kMayCut && params_.arrivals != nullptr; }
+
+  // The indices of parts come before those of whole tiles.
+  CUTLASS_DEVICE int32_t parts() const {
+    if constexpr (kMayCut) return table_.longs.units();
+    return 0;
+  }
+
+  // By how much indices of whole tiles exceed those of the table.
+  CUTLASS_DEVICE int32_t more_than_tiles() const {
+    if constexpr (kMayCut)
+      if (may_have_parts()) return parts() - table_.longs.ranks * params_.tiles;
+    return 0;
   }
 
   CUTLASS_DEVICE static int32_t in_turns(int32_t ordinal) { return blockIdx.x + ordinal * gridDim.x; }
@@ -160,7 +219,7 @@ class RaggedScheduler {
     return const_cast<int32_t const volatile&>(table_.indices[taken % Table::kTaken]);
   }
 
-  CUTLASS_DEVICE int32_t all_tiles() const { return table_.all_tiles(params_); }
+  CUTLASS_DEVICE int32_t all_tiles() const { return table_.all_tiles(params_) + more_than_tiles(); }
 
   Params const& params_;
   Table const& table_;

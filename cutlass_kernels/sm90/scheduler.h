@@ -1,9 +1,4 @@
-// The tile scheduler: which tile and which MAC iterations a CTA does next (decomposition.h), and the fix-up of tiles
-// that several CTAs share.
-//
-// In CUTLASS's Stream-K scheduler each peer of a tile waits for the previous one. Here every peer draws a ticket when
-// its accumulators are ready. All but the last store their partials and leave; the last adds them in the order of K. It
-// waits only for peers that are already storing, never for a CTA that may not have started.
+// The tile scheduler: which tile and which MAC iterations a CTA does next (decomposition.h).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,9 +6,9 @@
 #include <algorithm>
 
 #include "cute/tensor.hpp"
-#include "cutlass/arch/barrier.h"
 #include "cutlass_kernels/core/decomposition.h"
 #include "cutlass_kernels/planner/clusters.h"
+#include "cutlass_kernels/sm90/partials.h"
 
 namespace jax_streamk::sm90 {
 
@@ -79,6 +74,7 @@ class Scheduler {
   }
   CUTLASS_DEVICE static int32_t k_tiles_between(Tile const& tile, int32_t) { return tile.k_count; }
   CUTLASS_DEVICE static bool is_outside(Tile const&) { return false; }
+  CUTLASS_DEVICE static bool is_part(Tile const&) { return false; }
   CUTLASS_DEVICE static int32_t columns(Tile const&) { return cute::size<1>(TileShape{}); }
 
   // Whether CTAs may share tiles.
@@ -126,109 +122,24 @@ class Scheduler {
     return tile;
   }
 
-  // Called by all consumer threads of a CTA with their accumulators of `tile`. Returns true to the one peer that runs
-  // the epilogue; its accumulators then hold the whole sum.
-  template <class Accumulators>
-  CUTLASS_DEVICE static bool fixup(Params const& params, Tile const& tile, Accumulators& accumulators,
-                                   uint32_t warp_groups, uint32_t warp_group) {
-    if (!shares(params)) return true;
-    Decomposition const& decomposition = params.decomposition;
+  // As fix_up(), of a tile's consumers.
+  template <class Threads, class Accumulators>
+  CUTLASS_DEVICE bool fixup(Threads const& threads, Tile const& tile, Accumulators& accumulators) const {
+    if (!shares(params_)) return true;
+    Decomposition const& decomposition = params_.decomposition;
     Work work;
-    decomposition.work(worker(params), tile.ordinal, work);
+    decomposition.work(worker(params_), tile.ordinal, work);
     if (work.peers == 1) return true;
-    constexpr int kValues = cute::size(Accumulators{});
-    uint32_t const threads = warp_groups * cutlass::NumThreadsPerWarpGroup;
-    uint32_t const thread =
-        warp_group * cutlass::NumThreadsPerWarpGroup + threadIdx.x % cutlass::NumThreadsPerWarpGroup;
     uint32_t const cta = blockIdx.x % kClusterM + blockIdx.y * kClusterM;
-    // Partials are in register order, coalesced: value v of all threads, then value v + 1.
-    auto const partial = [&](int32_t slot) {
-      return params.partials + (static_cast<int64_t>(slot) * kClusterSize + cta) * kTileValues + thread;
+    auto const slot = [&](int32_t peer) {
+      int32_t const at = params_.atomic ? work.tile : decomposition.slot(work.tile, peer);
+      return params_.partials + (static_cast<int64_t>(at) * kClusterSize + cta) * kTileValues;
     };
-    uint32_t* const arrival = params.arrivals + work.tile * kClusterSize + cta;
-    bool last = false;
-    if (thread == 0) last = (draw_ticket(arrival) & kTickets) + 1 == static_cast<uint32_t>(work.peers);
-    if (!any(last, threads)) {
-      float* const to = partial(params.atomic ? work.tile : decomposition.slot(work.tile, work.peer));
-      if (params.atomic) {
-#pragma unroll
-        for (int v = 0; v < kValues; ++v) atomicAdd(to + v * threads, accumulators(v));
-      } else {
-#pragma unroll
-        for (int v = 0; v < kValues; ++v) __stcg(to + v * threads, accumulators(v));
-      }
-      sync(threads);
-      if (thread == 0) announce_partial(arrival);
-      return false;
-    }
-
-    if (thread == 0)
-      while (partials_announced(arrival) + 1 != static_cast<uint32_t>(work.peers)) {
-      }
-    sync(threads);
-    if (params.atomic || work.peers == 2) {
-      // One partial needs no order: a + b = b + a.
-      float const* const from = partial(params.atomic ? work.tile : decomposition.slot(work.tile, 1 - work.peer));
-#pragma unroll
-      for (int v = 0; v < kValues; ++v) accumulators(v) += __ldcg(from + v * threads);
-      return true;
-    }
-    // Several partials are added in the order of K, whichever peer is last. Its own goes through memory too, as there
-    // are no registers for a second tile.
-    float* const own = partial(decomposition.slot(work.tile, work.peer));
-#pragma unroll
-    for (int v = 0; v < kValues; ++v) __stcg(own + v * threads, accumulators(v));
-    cute::clear(accumulators);
-    for (int32_t peer = 0; peer < work.peers; ++peer) {
-      float const* const from = partial(decomposition.slot(work.tile, peer));
-#pragma unroll
-      for (int v = 0; v < kValues; ++v) accumulators(v) += __ldcg(from + v * threads);
-    }
-    return true;
+    return fix_up(threads, {work.peer, work.peers, params_.arrivals + work.tile * kClusterSize + cta, params_.atomic},
+                  slot, accumulators);
   }
 
  private:
-  // An arrival word counts tickets drawn in its low half and partials stored in its high half.
-  static constexpr uint32_t kTickets = 0xffff, kPartial = 0x10000;
-
-  CUTLASS_DEVICE static uint32_t draw_ticket(uint32_t* arrival) {
-    uint32_t before;
-    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;\n" : "=r"(before) : "l"(arrival) : "memory");
-    return before;
-  }
-
-  // Called by thread 0, between two barriers of the consumers: releases what they all stored before, and acquires what
-  // they read after.
-  CUTLASS_DEVICE static void announce_partial(uint32_t* arrival) {
-    asm volatile("red.release.gpu.global.add.u32 [%0], %1;\n" ::"l"(arrival), "n"(kPartial) : "memory");
-  }
-  CUTLASS_DEVICE static uint32_t partials_announced(uint32_t* arrival) {
-    uint32_t now;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];\n" : "=r"(now) : "l"(arrival) : "memory");
-    return now / kPartial;
-  }
-
-  CUTLASS_DEVICE static void sync(uint32_t threads) {
-    cutlass::arch::NamedBarrier::sync(threads, cutlass::arch::ReservedNamedBarriers::StreamkBarrier0);
-  }
-
-  // Whether `value` is true in any consumer thread. Called by all of them.
-  CUTLASS_DEVICE static bool any(bool value, uint32_t threads) {
-    uint32_t result;
-    asm volatile(
-        "{\n"
-        ".reg .pred in, out;\n"
-        "setp.ne.u32 in, %1, 0;\n"
-        "barrier.cta.red.or.pred out, %2, %3, in;\n"
-        "selp.u32 %0, 1, 0, out;\n"
-        "}\n"
-        : "=r"(result)
-        : "r"(static_cast<uint32_t>(value)),
-          "r"(static_cast<uint32_t>(cutlass::arch::ReservedNamedBarriers::StreamkBarrier0)), "r"(threads)
-        : "memory");
-    return result != 0;
-  }
-
   CUTLASS_DEVICE static int32_t cluster() { return blockIdx.x / kClusterM; }
   static constexpr int32_t kNobody = 1 << 30;  // a worker number beyond those of every decomposition
   CUTLASS_DEVICE static int32_t worker(Params const& params) {

@@ -316,8 +316,8 @@ struct GemmKernel {
       if (tile.last) let_dependents_start();
       if (!kPingpong && tile.ordinal > 0) epilogue.wait_for_boxes();
       if (kPingpong && kAccumulators < 192 && tile.ordinal == 0 && tile.last) epilogue.spread(shared.mainloop);
-      if (!kHasStraightStore || !(params.straight || is_zero)) {
-        if (Scheduler::fixup(params.scheduler, tile, accumulators, kConsumers, warpgroup))
+      if (!kHasStraightStore || !(params.straight || is_zero) || scheduler.is_part(tile)) {
+        if (scheduler.fixup(TileThreads<kConsumersPerTile>(kPingpong ? 0 : warpgroup), tile, accumulators))
           epilogue.store(params.shape, at, biases, accumulators, tiled_mma);
         if (end_store()) return;
       } else {
