@@ -48,7 +48,13 @@ class Estimator {
   double least() const { return least_; }
   Tiling const& tiling() const { return launch_.tiling; }
   KernelTraits const& traits() const { return launch_.traits; }
-  bool copies_rows() const { return launch_.repacked.bytes() > launch_.repacked.bytes_rearranged; }
+  // Whether it copies rows, or takes few TF32 columns of B for a whole tile.
+  bool is_slow_with_few_columns() const {
+    Repack const& repacked = launch_.repacked;
+    bool const as_tile =
+        repacked.problem.b.major == Major::kRow && launch_.kernel.math == Math::kTF32 && !launch_.traits.words_of_b;
+    return as_tile || repacked.bytes() > repacked.bytes_rearranged;
+  }
 
   Wave first_wave(Raster, int32_t swizzle) const;
   // The time L2 and DRAM need to serve a wave, per byte of K: orders of tiles are ranked by it.

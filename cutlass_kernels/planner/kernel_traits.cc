@@ -14,6 +14,7 @@ KernelTraits KernelTraits::of(KernelInfo const& kernel) {
   if (kernel.family == Family::kSkinny && kernel.a.format == Type::kF32 && across) traits.ctas_per_sm = kSkinnyTF32;
   traits.hides_epilogue = kernel.warp_schedule == "pingpong";
   traits.fixes_up_in_cluster = kernel.family == Family::kSkinny;
+  traits.cuts_long_tiles = kernel.ragged == Ragged::kK && kernel.warp_schedule == "cooperative";
   traits.launches_slices_apart = kernel.family == Family::kSm80;
   traits.shifted_b = kernel.family == Family::kSkinny && kernel.swap_ab && kernel.b.align < kernel.a.align;
   traits.words_of_b = kernel.family == Family::kSkinny && !kernel.swap_ab && kernel.b.align < kernel.a.align;

@@ -21,6 +21,8 @@ struct KernelTraits {
   bool fixes_up_in_cluster = false;
   // A separate reduction needs a launch per batch, and one more for a shorter last slice.
   bool launches_slices_apart = false;
+  // CTAs share the tiles of groups that are much longer along K than others (sm90/long_tiles.h).
+  bool cuts_long_tiles = false;
   bool shifted_b = false;   // B's rows may start anywhere
   bool words_of_b = false;  // B has few columns, loaded as words of 4 bytes wherever rows start
 

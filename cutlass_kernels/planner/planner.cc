@@ -98,7 +98,7 @@ class Search {
     bool const reads_few = !wanted_ && reads_few_columns();
     for (size_t const i : promising_) {
       if (estimators_[i].least() > limit()) break;
-      if (reads_few && estimators_[i].copies_rows()) continue;
+      if (reads_few && estimators_[i].is_slow_with_few_columns()) continue;
       for (size_t kind = 0; kind < kinds_.size(); ++kind)
         if (!kinds_[kind].empty() && can_run(*kernels_[i], p_, kinds_[kind][0], device_)) try_kind(i, kind);
     }
@@ -129,7 +129,7 @@ class Search {
   };
 
   // Whether a kernel reads the few columns of B as they are. A copy of its rows has a warp for each k, and was
-  // measured to take 1 to 3 us longer than its launch.
+  // measured to take 1 to 3 us longer than its launch. In TF32 kernels for more columns took 1.02 to 2.7 times as long.
   bool reads_few_columns() const {
     for (size_t i = 0; i < kernels_.size(); ++i)
       if (estimators_[i].traits().words_of_b && p_.n <= kernels_[i]->info.tile_n &&

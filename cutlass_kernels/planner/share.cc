@@ -38,7 +38,7 @@ Share share_of(Schedule const& s, Grid const& grid, KernelInfo const& kernel, Ke
   double const base = floor_div(grid.k_tiles, splits), longer = grid.k_tiles - base * splits,
                pieces = ceil_div(grid.tiles * splits, grid.workers);
   double const iterations = pieces * base + ceil_div(grid.tiles * longer, grid.workers);
-  return {std::min(grid.workers, grid.tiles * splits), pieces, iterations, splits};
+  return {std::min(grid.workers, grid.tiles * splits), pieces, std::max(iterations, grid.longest), splits};
 }
 
 }  // namespace jax_streamk
