@@ -15,7 +15,6 @@ import jax_streamk
 from jax_streamk import ragged
 from jax_streamk.epilogue import ACTIVATIONS
 from jax_streamk.tools import shapes, sides
-from jax_streamk.tuning.programs import Program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,18 +234,35 @@ def peers(task):
     return {}, {"tokamax": why}
 
 
-def _tokamax_programs(task, shape, operands, in_program) -> dict[str, Program]:
+# Rows of a tile, stages, whether CTAs are persistent, which dimension tiles follow and the width of a panel: what
+# tokamax's tables have for training on an H100, and tiles of few rows.
+_TOKAMAX = (128, 4, True, 1, 4), (128, 4, True, 1, 8), (128, 4, True, 0, 1), (64, 4, False, 0, 1), (16, 4, False, 0, 1)
+
+
+def _tokamax_programs(task, shape, operands, in_program):
+    """Programs of the fastest among some configurations: without a table of the GPU it takes one for few rows."""
     import tokamax
+    from tokamax._src.ops.ragged_dot import pallas_mosaic_gpu, pallas_mosaic_gpu_common
 
-    # Not what it falls back to, which is lax's.
-    product = functools.partial(tokamax.ragged_dot, precision=task.precision, implementation="mosaic")
-
-    def call(x, y, sizes):
-        lhs, rhs = (jnp.zeros(stored, task.dtype) for stored in dataclasses.replace(shape, pass_="forward").stored())
-        if shape.pass_ == "lhs":
-            return jax.vjp(lambda lhs: product(lhs, y, sizes), lhs)[1](x)[0]
-        if shape.pass_ == "rhs":
-            return jax.vjp(lambda rhs: product(x, rhs, sizes), rhs)[1](y)[0]
-        return product(x, y, sizes)
-
-    return sides.jax_programs(call, operands, in_program)
+    ((lhs,), (rhs,)), _ = shape.dimension_numbers().dot_dimension_numbers
+    numbers = lax.RaggedDotDimensionNumbers((([lhs], [rhs]), ([], [])), [0], [] if shape.pass_ == "rhs" else [0])
+    best = None
+    for rows, stages, persistent, along, width in _TOKAMAX:
+        config = pallas_mosaic_gpu_common.Config(
+            block_m=rows,
+            block_n=64,
+            block_k=128,
+            num_stages=stages,
+            split_k=1,
+            persistent=persistent,
+            grid_minor_dim=pallas_mosaic_gpu_common.MatmulDimension(along),
+            grid_tile_width=width,
+        )
+        op = pallas_mosaic_gpu.PallasMosaicGpuRaggedDot(config=config)
+        call = functools.partial(tokamax.ragged_dot_general, precision=task.precision, implementation=(op,))
+        programs = sides.jax_programs(lambda x, y, sizes, call=call: call(x, y, sizes, numbers), operands, in_program)
+        time = sides.median_us(programs)
+        if best is None or time < best[0]:
+            best = time, programs
+    assert best is not None
+    return best[1]

@@ -176,6 +176,12 @@ def jax_programs(function, operands, in_program):
     }
 
 
+def median_us(programs):
+    """Microseconds of a call on the device, the median."""
+    repeat(programs["device"], 1)
+    return summary(device_samples(programs["device"])[0])["median_us"]
+
+
 def link_program():
     """The ``Program`` of the kernels that ``chain`` adds to its calls, without the calls."""
     return dependent(lambda a, b: b, [(jnp.zeros((8, 8)), jnp.ones((8, 8)))] * 64)
@@ -257,8 +263,7 @@ def pallas_programs(task, shape, operands, in_program):
         programs = jax_programs(
             lambda a, b, config=config: mgpu.matmul(a, b, config=config, **none), operands, in_program
         )
-        repeat(programs["device"], 1)
-        time = summary(device_samples(programs["device"])[0])["median_us"]
+        time = median_us(programs)
         if best is None or time < best[0]:
             best = time, programs
     if best is None:
