@@ -466,10 +466,11 @@ def test_epilogue(name):
 
 
 def one_kernel_of(*of):
-    """The first kernel for each combination of values of the members ``of``."""
+    """The first kernel for each combination of values of the members ``of``, for products by one matrix."""
     first = {}
     for name in IN_FLOATING_POINT:
-        first.setdefault(tuple(getattr(KERNELS[name], member) for member in of), name)
+        if not KERNELS[name].joined:
+            first.setdefault(tuple(getattr(KERNELS[name], member) for member in of), name)
     return list(first.values())
 
 
