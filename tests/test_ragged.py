@@ -566,10 +566,11 @@ def test_gpus_have_a_kernel_for_every_ragged_product(device, dtype, n):
     assert planned(lhs, cotangent, dimension_numbers=ragged.numbers_of(0, 0, 0)).kernel is not None
 
 
-def test_gradients_with_few_tiles_may_share_them():
+@pytest.mark.parametrize("groups", [1, 2, 4, 8])
+def test_gradients_with_few_tiles_may_share_them(groups):
     """Where one group's tiles could keep a few CTAs busy alone, the kernel cuts them along K."""
     of_rows = lambda columns: jax.ShapeDtypeStruct((65536, columns), jnp.bfloat16)
-    sizes = jax.ShapeDtypeStruct((8,), np.int32)
+    sizes = jax.ShapeDtypeStruct((groups,), np.int32)
     made = sk.plan(of_rows(512), of_rows(512), OF_K, group_sizes=sizes, device=sk.H200)
     assert "_coop_ragged_k" in made.kernel
 

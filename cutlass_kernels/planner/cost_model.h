@@ -48,7 +48,7 @@ class Estimator {
   double least() const { return least_; }
   Tiling const& tiling() const { return launch_.tiling; }
   KernelTraits const& traits() const { return launch_.traits; }
-  // Whether it copies rows, or takes few TF32 columns of B for a whole tile.
+  // Whether it copies the rows of a B of few columns, or loads them as a whole TF32 tile's.
   bool is_slow_with_few_columns() const {
     Repack const& repacked = launch_.repacked;
     bool const as_tile =

@@ -76,8 +76,10 @@ Launch::Launch(KernelInfo const& kernel, GemmProblem const& p, int32_t width, Ma
   grid.k_tiles = ceil_div(repacked.problem.k, kernel.tile_k);
   grid.workers = active_clusters(width * traits.ctas_per_sm, ctas);
   // If sizes of groups fall as 1 / rank, the first has this share of K.
-  if (p.ragged == Ragged::kK && !traits.cuts_long_tiles)
+  if (p.ragged == Ragged::kK) {
     grid.longest = ceil_div(p.k / (1 + std::log(p.batch)), kernel.tile_k);
+    grid.cuts_longest = traits.cuts_long_tiles;
+  }
   // `is_b`: of the kernel's own GEMM.
   auto const operand = [&](Layout const& layout, KernelOperand const& own, bool along_k, int64_t extent, bool is_b) {
     int32_t const size = static_cast<int32_t>(size_of(layout.format)), tile = is_b ? kernel.tile_n : kernel.tile_m;

@@ -27,6 +27,14 @@ Share slices_share(Grid const& grid, double splits, KernelInfo const& kernel, bo
   return {std::min(grid.workers, grid.tiles * slices), pieces, pieces * extent, 1, slices, launches};
 }
 
+// Long tiles have parts of about half a worker's share of all iterations, at most 16.
+Share cut_share(Grid const& grid) {
+  double const mean = grid.tiles * grid.k_tiles / grid.workers,
+               parts = std::min(std::max(floor_div(2 * grid.longest, mean), 1.0), 16.0), part = grid.longest / parts,
+               iterations = std::max(mean, part);
+  return {std::min(grid.workers, grid.tiles * parts), ceil_div(iterations, part), iterations, parts};
+}
+
 }  // namespace
 
 Share share_of(Schedule const& s, Grid const& grid, KernelInfo const& kernel, KernelTraits const& traits,
@@ -38,6 +46,7 @@ Share share_of(Schedule const& s, Grid const& grid, KernelInfo const& kernel, Ke
   double const base = floor_div(grid.k_tiles, splits), longer = grid.k_tiles - base * splits,
                pieces = ceil_div(grid.tiles * splits, grid.workers);
   double const iterations = pieces * base + ceil_div(grid.tiles * longer, grid.workers);
+  if (grid.cuts_longest && grid.longest * grid.workers > 1.5 * grid.tiles * grid.k_tiles) return cut_share(grid);
   return {std::min(grid.workers, grid.tiles * splits), pieces, std::max(iterations, grid.longest), splits};
 }
 

@@ -19,7 +19,8 @@ inline double splits_of(Schedule const& s) { return s.kind == ScheduleKind::kSpl
 struct Grid {
   double wave_tiles = 0, tiles = 0;  // output tiles of one batch, of all batches
   double k_tiles = 0;                // MAC iterations of a tile
-  double longest = 0;                // MAC iterations of the longest tile, where others are shorter and it is not cut
+  double longest = 0;                // MAC iterations of the longest tile, where others are shorter
+  bool cuts_longest = false;         // several workers share it (sm90/long_tiles.h)
   double workers = 0;                // clusters or threads that work at once
 };
 
