@@ -27,7 +27,7 @@ Share slices_share(Grid const& grid, double splits, KernelInfo const& kernel, bo
   return {std::min(grid.workers, grid.tiles * slices), pieces, pieces * extent, 1, slices, launches};
 }
 
-// Long tiles have parts of about half a worker's share of all iterations, at most 16.
+// Long tiles, of 1.5 shares of a worker or more, have parts of about half a share: as LongTiles (sm90/long_tiles.h).
 Share cut_share(Grid const& grid) {
   double const mean = grid.tiles * grid.k_tiles / grid.workers,
                parts = std::min(std::max(floor_div(2 * grid.longest, mean), 1.0), 16.0), part = grid.longest / parts,
