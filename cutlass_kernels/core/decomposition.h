@@ -46,6 +46,18 @@ JSK_HOST_DEVICE int32_t quotient(int32_t x, int32_t by) {
   return static_cast<int32_t>(static_cast<uint32_t>(x) / static_cast<uint32_t>(by));
 }
 
+// Into how many parts along K a ragged kernel that may share tiles (sm90/long_tiles.h) cuts one of `k_tiles`, where
+// `share` k-tiles are a worker's share of all work. Each has half a share and kLeast at least: less takes less time
+// than adding up partial sums.
+struct LongParts {
+  static constexpr int32_t kLeast = 8, kFewest = 3, kMost = 16;
+  JSK_HOST_DEVICE static int32_t of(float k_tiles, float share) {
+    float const least = share / 2 > kLeast ? share / 2 : kLeast;
+    int32_t const parts = static_cast<int32_t>(k_tiles / least < kMost ? k_tiles / least : kMost);
+    return parts < kFewest ? 1 : parts;
+  }
+};
+
 // Divides non-negative numbers by a number known before the launch, in one multiplication: Granlund and Montgomery,
 // "Division by Invariant Integers using Multiplication" (1994). With 2^shift = 2^31 times the least power of two not
 // below the divisor, the product exceeds 2^shift times the exact quotient by less than 2^31 for x < 2^31, so it never

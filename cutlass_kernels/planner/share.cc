@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "cutlass_kernels/core/decomposition.h"
+
 namespace jax_streamk {
 namespace {
 
@@ -27,11 +29,12 @@ Share slices_share(Grid const& grid, double splits, KernelInfo const& kernel, bo
   return {std::min(grid.workers, grid.tiles * slices), pieces, pieces * extent, 1, slices, launches};
 }
 
-// Long tiles, of 1.5 shares of a worker or more, have parts of about half a share: as LongTiles (sm90/long_tiles.h).
-Share cut_share(Grid const& grid) {
-  double const mean = grid.tiles * grid.k_tiles / grid.workers,
-               parts = std::min(std::max(floor_div(2 * grid.longest, mean), 1.0), 16.0), part = grid.longest / parts,
-               iterations = std::max(mean, part);
+// A worker's share of all k-tiles, if all work at once.
+double mean_of(Grid const& grid) { return grid.tiles * grid.k_tiles / grid.workers; }
+
+// The longest tiles have `parts`, which workers take like tiles.
+Share cut_share(Grid const& grid, double parts) {
+  double const part = grid.longest / parts, iterations = std::max(mean_of(grid), part);
   return {std::min(grid.workers, grid.tiles * parts), ceil_div(iterations, part), iterations, parts};
 }
 
@@ -46,7 +49,10 @@ Share share_of(Schedule const& s, Grid const& grid, KernelInfo const& kernel, Ke
   double const base = floor_div(grid.k_tiles, splits), longer = grid.k_tiles - base * splits,
                pieces = ceil_div(grid.tiles * splits, grid.workers);
   double const iterations = pieces * base + ceil_div(grid.tiles * longer, grid.workers);
-  if (grid.cuts_longest && grid.longest * grid.workers > 1.5 * grid.tiles * grid.k_tiles) return cut_share(grid);
+  if (grid.cuts_longest) {
+    int32_t const parts = LongParts::of(static_cast<float>(grid.longest), static_cast<float>(mean_of(grid)));
+    if (parts > 1) return cut_share(grid, parts);
+  }
   return {std::min(grid.workers, grid.tiles * splits), pieces, std::max(iterations, grid.longest), splits};
 }
 

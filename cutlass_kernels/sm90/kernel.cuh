@@ -263,8 +263,9 @@ class Sm90Kernel final : public CudaKernel {
 
   Workspace workspace(GemmProblem const& p, Schedule const& s, Device const& device) const {
     if constexpr (kRagged != Ragged::kNone) {
-      int64_t const zeroed = counter_bytes(info, p) + Scheduler::arrival_bytes(p, device.sms);
-      return {zeroed, zeroed, zeroed + Scheduler::partial_bytes(p, device.sms)};
+      auto const [arrivals, partials] = Scheduler::workspace(p, device.sms);
+      int64_t const zeroed = counter_bytes(info, p) + arrivals;
+      return {zeroed, zeroed, zeroed + partials};
     }
     Decomposition const d = decomposition(p, s, device);
     if (d.shared_tiles() == 0) return {};

@@ -1,9 +1,9 @@
 // Split-K for the long ones of groups that cut K: which of their tiles several CTAs share.
 //
 // CTAs take tiles as they finish others, the longest first. That balances them unless a tile is much longer than a
-// CTA's share of all work. Such a tile has parts of at least half a share, which CTAs take like tiles. Those of a group
-// are in the order of K, so that CTAs at work together read the same rows; with Stream-K's equal runs each reads rows
-// of its own, which took several times as long.
+// CTA's share of all work. Such a tile has parts (LongParts), which CTAs take like tiles. Those of a group are in the
+// order of K, so that CTAs at work together read the same rows; with Stream-K's equal runs each reads rows of its own,
+// which took several times as long.
 #pragma once
 
 #include <algorithm>
@@ -17,9 +17,6 @@ namespace jax_streamk::sm90 {
 // In shared memory. The long tiles are those of the first ranks; a group's rank is its place by length.
 template <class Tiles>
 struct LongTiles {
-  static constexpr int32_t kFewest = 8;  // k-tiles of a part: fewer take less time than adding up partial sums
-  static constexpr int32_t kFewestParts = 3, kMostParts = 16;  // of a tile
-
   struct Part {
     int32_t tile;              // its index in the table
     int32_t number, of;        // along K
@@ -32,7 +29,7 @@ struct LongTiles {
   // How many tiles can be long, and how many parts all of them have, whatever the sizes of groups are. `tiles`: of a
   // group. `k_tiles`: of all groups.
   static int64_t most_tiles(int64_t groups, int64_t tiles, int64_t k_tiles, int32_t ctas) {
-    bool const may_be = k_tiles >= kFewestParts * kFewest && kFewestParts * tiles < 2 * ctas;
+    bool const may_be = k_tiles >= LongParts::kFewest * LongParts::kLeast && LongParts::kFewest * tiles < 2 * ctas;
     return may_be ? std::min<int64_t>(groups * tiles, ctas) : 0;
   }
   static int64_t most_parts(int32_t ctas) { return int64_t{2} * ctas; }
@@ -47,10 +44,13 @@ struct LongTiles {
     int32_t const all = __shfl_sync(~0u, Tiles::sum_before(sum, plus) + sum, 31);
     float const share = static_cast<float>(all) * static_cast<float>(params.tiles) / static_cast<float>(gridDim.x);
     auto const of_rank = [&](int32_t rank) {
-      int32_t const k_tiles = table.k_tiles(rank),
-                    parts = static_cast<int32_t>(static_cast<float>(k_tiles) / max(share / 2, float{kFewest}));
-      return parts < kFewestParts ? 0 : min(parts, kMostParts) * params.tiles;
+      int32_t const parts = LongParts::of(static_cast<float>(table.k_tiles(rank)), share);
+      return parts > 1 ? parts * params.tiles : 0;
     };
+    if (of_rank(0) == 0) {
+      if (lane == 0) ranks = 0, units_before[0] = 0;
+      return;
+    }
     int32_t units = 0, longs = 0;
     for (int32_t rank = first; rank < last; ++rank) units += of_rank(rank), longs += of_rank(rank) > 0;
     int32_t before = Tiles::sum_before(units, plus);

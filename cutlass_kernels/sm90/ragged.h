@@ -63,15 +63,17 @@ class RaggedScheduler {
     float* partials = nullptr;     // [part of a long tile][value of a tile]
   };
 
-  // Bytes of arrivals and partials.
-  static int64_t arrival_bytes(GemmProblem const& p, int32_t ctas) {
-    if constexpr (!kMayCut) return 0;
+  struct Bytes {
+    int64_t arrivals = 0, partials = 0;
+  };
+  static Bytes workspace(GemmProblem const& p, int32_t ctas) {
+    if constexpr (!kMayCut) return {};
     auto const along = [](int64_t extent, int tile) { return (extent + tile - 1) / tile; };
-    int64_t const tiles = along(p.m, kTileM) * along(p.n, kTileN);
-    return align_workspace(Long::most_tiles(p.batch, tiles, along(p.k, kTileK), ctas) * sizeof(uint32_t));
-  }
-  static int64_t partial_bytes(GemmProblem const& p, int32_t ctas) {
-    return arrival_bytes(p, ctas) > 0 ? Long::most_parts(ctas) * kTileM * kTileN * sizeof(float) : 0;
+    int64_t const tiles = along(p.m, kTileM) * along(p.n, kTileN),
+                  longs = Long::most_tiles(p.batch, tiles, along(p.k, kTileK), ctas);
+    if (longs == 0) return {};
+    return {align_workspace(longs * static_cast<int64_t>(sizeof(uint32_t))),
+            Long::most_parts(ctas) * kTileM * kTileN * static_cast<int64_t>(sizeof(float))};
   }
 
   struct Table : Tiles {
@@ -163,8 +165,8 @@ class RaggedScheduler {
   template <class Threads, class Accumulators>
   CUTLASS_DEVICE bool fixup(Threads const& threads, Tile const& tile, Accumulators& accumulators) const {
     if constexpr (kMayCut) {
+      if (!is_part(tile)) return true;
       int32_t const index = index_of(tile.ordinal);
-      if (!may_have_parts() || index >= parts()) return true;
       auto const part = table_.longs.part(params_, table_, index);
       float* const first = params_.partials + int64_t{index - part.number * params_.tiles} * (kTileM * kTileN);
       auto const slot = [&](int32_t peer) { return first + int64_t{peer * params_.tiles} * (kTileM * kTileN); };
