@@ -202,8 +202,9 @@ double launch_us(Launch const& l) {
 }
 
 double repack_us(Launch const& l) {
-  // Read and written.
-  return 2 * l.repacked.bytes() / l.machine.dram_bytes_per_us + l.machine.launch_us * l.repacked.launches;
+  // Read and written; at half of DRAM's rate where they are transposed.
+  double const again = l.repacked.part > 0 ? 0 : l.repacked.bytes_rearranged;
+  return 2 * (l.repacked.bytes() + again) / l.machine.dram_bytes_per_us + l.machine.launch_us * l.repacked.launches;
 }
 
 double epilogue_us(Launch const& l) {
