@@ -182,7 +182,7 @@ def _registry(platform):
             # Operands are copied in two parts anyway (repack.h).
             majors = set(itertools.product((_ffi.Major.row, _ffi.Major.column), repeat=2))
         elif kernel.family == _ffi.Family.sm90 and kernel.math == _ffi.Math.tf32 and kernel.major_a == kernel.major_b:
-            # No TF32 wgmma reads A along m and B along n: one of them is transposed first (repack.h).
+            # Of A along m and B along n these kernels read one transposed (repack.h).
             majors.add((_ffi.Major.column, _ffi.Major.row))
         elif kernel.family == _ffi.Family.sm90 and kernel.math == _ffi.Math.native:
             majors_of_few.add((kernel.major_a, _ffi.Major.row))  # few columns are transposed first (repack.cc)

@@ -15,6 +15,8 @@ KernelTraits KernelTraits::of(KernelInfo const& kernel) {
   traits.hides_epilogue = kernel.warp_schedule == "pingpong";
   traits.fixes_up_in_cluster = kernel.family == Family::kSkinny;
   traits.cuts_long_tiles = kernel.ragged == Ragged::kK && kernel.warp_schedule == "cooperative";
+  traits.transposes_b = kernel.family == Family::kSm90 && kernel.math == Math::kTF32 &&
+                        kernel.a.major == Major::kColumn && kernel.b.major == Major::kRow;
   traits.launches_slices_apart = kernel.family == Family::kSm80;
   traits.shifted_b = kernel.family == Family::kSkinny && kernel.swap_ab && kernel.b.align < kernel.a.align;
   traits.words_of_b = kernel.family == Family::kSkinny && !kernel.swap_ab && kernel.b.align < kernel.a.align;

@@ -23,8 +23,9 @@ struct KernelTraits {
   bool launches_slices_apart = false;
   // CTAs share the tiles of groups that are much longer along K than others (sm90/long_tiles.h).
   bool cuts_long_tiles = false;
-  bool shifted_b = false;   // B's rows may start anywhere
-  bool words_of_b = false;  // B has few columns, loaded as words of 4 bytes wherever rows start
+  bool transposes_b = false;  // threads transpose the kernel's own B in shared memory
+  bool shifted_b = false;     // B's rows may start anywhere
+  bool words_of_b = false;    // B has few columns, loaded as words of 4 bytes wherever rows start
 
   static KernelTraits of(KernelInfo const&);
 };

@@ -9,21 +9,23 @@
 
 namespace jax_streamk::sm90 {
 
-// For an M-major TF32 A, which goes through registers, the builder chooses rows of 32 bytes, each a TMA request.
-// Rows of 128 bytes need fewer requests; operand_registers.h reads them without bank conflicts.
+// For an M-major TF32 A, which goes through registers, and an N-major B, which is transposed, the builder chooses rows
+// of 32 bytes, each a TMA request. Rows of 128 bytes need fewer requests; operand_registers.h and transposition.h read
+// them without bank conflicts.
 template <class Collective>
-struct WithWideRowsOfA {
+struct WithWideRows {
   using type = Collective;
 };
 template <int kStages, class Cluster, class KernelSchedule, class Tile, class StrideA, class StrideB, class Mma,
           class CopyA, class LayoutA, class FromA, class CopyB, class LayoutB, class FromB>
-struct WithWideRowsOfA<cutlass::gemm::collective::CollectiveMma<
+struct WithWideRows<cutlass::gemm::collective::CollectiveMma<
     cutlass::gemm::MainloopSm90TmaGmmaRmemAWarpSpecialized<kStages, Cluster, KernelSchedule>, Tile, float, StrideA,
     float, StrideB, Mma, CopyA, LayoutA, FromA, cute::identity, CopyB, LayoutB, FromB, cute::identity>> {
+  using Wide = cute::GMMA::Layout_MN_SW128_Atom<cutlass::tfloat32_t>;
+  using WideB = std::conditional_t<cute::is_static<cute::tuple_element_t<0, StrideB>>::value, Wide, LayoutB>;
   using type = cutlass::gemm::collective::CollectiveMma<
       cutlass::gemm::MainloopSm90TmaGmmaRmemAWarpSpecialized<kStages, Cluster, KernelSchedule>, Tile, float, StrideA,
-      float, StrideB, Mma, CopyA, cute::GMMA::Layout_MN_SW128_Atom<cutlass::tfloat32_t>, FromA, cute::identity, CopyB,
-      LayoutB, FromB, cute::identity>;
+      float, StrideB, Mma, CopyA, Wide, FromA, cute::identity, CopyB, WideB, FromB, cute::identity>;
 };
 
 // A collective of kWarpgroups, stacked along m, whose instructions are as wide as its tile. The builder knows one or

@@ -73,7 +73,7 @@ class Sm90Kernel final : public CudaKernel {
   // Three warpgroups start from the collective of one.
   using Collective =
       WithWgmma<kConfig.warpgroups(),
-                typename WithWideRowsOfA<typename cutlass::gemm::collective::CollectiveBuilder<
+                typename WithWideRows<typename cutlass::gemm::collective::CollectiveBuilder<
                     cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, ElementAB, LayoutA, kAlignAB, ElementAB,
                     LayoutB, kAlignAB, float, LaidOutShape, ClusterShape,
                     cutlass::gemm::collective::StageCountAutoCarveout<
@@ -313,20 +313,25 @@ struct Kernels {
     if constexpr (kResults != Results::kF32) add_majors<kTypeAB, kTypeAB, kMajors>();
     if constexpr (kResults != Results::kOwn) add_majors<kTypeAB, Type::kF32, kMajors>();
   }
-  // Only the kernel's own A can go through registers, so a row-major B requires a swap. Column-major A and row-major B
-  // would both have to: repack.h transposes one.
+  // Only the kernel's own A can go through registers, so a row-major B requires a swap. Of column-major A and row-major
+  // B the kernel transposes B.
   template <Majors kMajors>
   static void add_tf32() {
-    add<Type::kF32, Type::kF32, Major::kRow, Major::kRow, Math::kTF32>();
-    if constexpr (kMajors == Majors::kAll) {
-      add<Type::kF32, Type::kF32, Major::kRow, Major::kColumn, Math::kTF32>();
-      add<Type::kF32, Type::kF32, Major::kColumn, Major::kColumn, Math::kTF32>();
+    static_assert(Row::kSwapAB == (kMajors != Majors::kKOuter));
+    if constexpr (kMajors == Majors::kKOuter) {
+      add<Type::kF32, Type::kF32, Major::kColumn, Major::kRow, Math::kTF32>();
+    } else {
+      add<Type::kF32, Type::kF32, Major::kRow, Major::kRow, Math::kTF32>();
+      if constexpr (kMajors == Majors::kAll) {
+        add<Type::kF32, Type::kF32, Major::kRow, Major::kColumn, Math::kTF32>();
+        add<Type::kF32, Type::kF32, Major::kColumn, Major::kColumn, Math::kTF32>();
+      }
     }
   }
   template <Types kTypes, Results kResults, Majors kMajors>
   static bool add_all() {
     if constexpr (kTypes == Types::kTF32) {
-      static_assert(Row::kSwapAB && kResults == Results::kF32);
+      static_assert(kResults == Results::kF32);
       add_tf32<kMajors>();
     } else if constexpr (kTypes == Types::kTF32x3) {
       // repack.h copies both operands, into a K-major layout.

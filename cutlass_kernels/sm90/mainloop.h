@@ -13,6 +13,7 @@
 #include "cutlass_kernels/sm90/ragged.h"
 #include "cutlass_kernels/sm90/stages.h"
 #include "cutlass_kernels/sm90/tma.h"
+#include "cutlass_kernels/sm90/transposition.h"
 
 namespace jax_streamk::sm90 {
 
@@ -71,6 +72,13 @@ struct CollectiveMainloop : Base {
   static constexpr int kRowsLess = kBIsNMajor ? 0 : (kLaidOutN - kTileN) / kClusterM;
   static_assert(kBIsNMajor || kRowsLess * kClusterM == kLaidOutN - kTileN);
   static constexpr int kStageBytes = Base::TmaTransactionBytes - (kLaidOutN - kTileN) * kTileK * sizeof(ElementB);
+
+  // Whether threads transpose B between TMA and wgmma.
+  static constexpr bool kTransposes = kAFromRegisters && kBIsNMajor;
+  static constexpr int kTransposers = 2;  // warps
+  static_assert(!kTransposes ||
+                (kTileK == BlockTransposer::kBlock && kTileN % (kTransposers * BlockTransposer::kBlock) == 0 &&
+                 kLaidOutN == kTileN && kRagged == Ragged::kNone));
 
   // Whether threads can copy rows of B that lie anywhere, so that TMA loads only A. For more columns the warpgroup that
   // loads has too few registers.
@@ -312,6 +320,30 @@ struct CollectiveMainloop : Base {
       if (left == min(tile.k_count, kIndicesAhead)) near_the_end();
       from += kTileK * sizeof(ElementB), k_left -= kTileK, ++stage;
     } while (--left > 0);
+  }
+
+  // Called by kTransposers warps, for the same tiles as load(): transposes B in `count` stages as TMA has filled them.
+  static CUTLASS_DEVICE void transpose(FullBarrier* full, FullBarrier* transposed, Stage& stage, int32_t count,
+                                       int warp, BlockTransposer const& transposer, TensorStorage& storage) {
+    using namespace cute;
+    using From = decltype(as_position_independent_swizzle_layout(typename Base::SmemLayoutB{}));
+    using To = decltype(as_position_independent_swizzle_layout(typename Base::GmmaSmemLayoutB{}));
+    constexpr int kBlock = BlockTransposer::kBlock, kBlockBytes = BlockTransposer::kBlockBytes;
+    static_assert(From{}(_0{}, _1{}, _0{}) == kBlock + 4 && To{}(_1{}, _0{}, _0{}) == kBlock + 4 &&
+                  From{}(Int<kTileN - kBlock>{}, _8{}, _0{}) == (kTileN - kBlock + 8) * kBlock &&
+                  To{}(Int<kTileN - kBlock + 8>{}, _0{}, _0{}) == (kTileN - kBlock + 8) * kBlock);
+    uint32_t const b = cast_smem_ptr_to_uint(storage.smem_B.data());
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (; count > 0; --count, ++stage) {
+      int const s = stage.index();
+      full[s].wait(stage.phase());
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kTileN / kBlock; i += kTransposers)
+        transposer.transpose(b + s * kBytesB + (i + warp) * kBlockBytes);
+      cutlass::arch::fence_view_async_shared();
+      __syncwarp();
+      if (elect_one_sync()) transposed[s].arrive();
+    }
   }
 
   // The separate sums of a tile, initially zero: see promotion.h.

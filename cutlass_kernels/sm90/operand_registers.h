@@ -62,7 +62,7 @@ CUTLASS_DEVICE int multiply_from_registers(FullBarrier* full, EmptyBarrier* empt
   auto a = part.partition_fragment_A(
       make_tensor(make_smem_ptr(storage.smem_A.data()), typename Mainloop::SmemLayoutA{})(_, _, Int<0>{}));
   auto const b = part.make_fragment_B(
-      part.partition_B(make_tensor(make_smem_ptr(storage.smem_B.data()), typename Mainloop::SmemLayoutB{})));
+      part.partition_B(make_tensor(make_smem_ptr(storage.smem_B.data()), typename Mainloop::GmmaSmemLayoutB{})));
   mma.accumulate_ = GMMA::ScaleOut::Zero;
   int unreleased = -1;
   // Double-buffered registers: one half of a stage is loaded while the other half is multiplied.

@@ -53,11 +53,18 @@ struct GemmKernel {
     typename Epilogue::Params epilogue;
   };
 
+  static constexpr bool kTransposes = Mainloop::kTransposes;
+  struct Transposed {
+    FullBarrier stages[kStages];  // B of the stage is transposed, too
+  };
+  struct NotTransposed {};
+
   struct SharedStorage {
     typename Mainloop::TensorStorage mainloop;
     typename Epilogue::TensorStorage epilogue;
     FullBarrier full[kStages];
     EmptyBarrier empty[kStages];
+    std::conditional_t<kTransposes, Transposed, NotTransposed> transposed;
     typename Scheduler::Table table;
   };
 
@@ -69,7 +76,8 @@ struct GemmKernel {
     if (warp == kInitializers || warp == kInitializers + 1) {
       if (cute::elect_one_sync()) initialize_barriers(shared, warp - kInitializers, gathers(params));
       __syncwarp();
-      if constexpr (kClusterSize == 1 && !kSingle) cutlass::arch::NamedBarrier::arrive(kWaiting, kReady);
+      if constexpr (kClusterSize == 1 && !kSingle && !kTransposes)
+        cutlass::arch::NamedBarrier::arrive(kWaiting, kReady);
     }
     if constexpr (kClusterSize > 1) cute::cluster_arrive_relaxed();
     if constexpr (kRagged) {
@@ -93,6 +101,9 @@ struct GemmKernel {
     }
     // setmaxnreg is for a whole warpgroup. Idle CTAs execute it too, since their consumers wait for the registers.
     if constexpr (kMovesRegisters) cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
+    if constexpr (kTransposes) {
+      if (warp >= kInitializers) return transpose(params, shared, warp - kInitializers);
+    }
     if (Scheduler::kMayShare && params.shares) return produce<false>(params, shared, warp);
     produce<true>(params, shared, warp);
   }
@@ -133,11 +144,17 @@ struct GemmKernel {
     uint32_t const loaders = gathers ? 1 + Mainloop::kGatherThreads : 1;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kStages; ++i) barriers[i].init(kind == 0 ? loaders : kReaders);
+    if constexpr (kTransposes) {
+      if (kind == 0) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kStages; ++i) shared.transposed.stages[i].init(Mainloop::kTransposers);
+      }
+    }
     cutlass::arch::fence_barrier_init();
   }
 
-  // Waits until the barriers of this CTA, and of its cluster, are initialized. All consumers and the producer wait;
-  // initializers that are neither only arrive.
+  // Waits until the barriers of this CTA, and of its cluster, are initialized. All consumers, the producer and warps
+  // that transpose wait; initializers that are none of these only arrive.
   static constexpr uint32_t kWaiting = kConsumers * kWarpgroup + (kSingle ? 32 : 96);
   static CUTLASS_DEVICE void wait_for_barriers() {
     if constexpr (kClusterSize > 1) {
@@ -220,6 +237,24 @@ struct GemmKernel {
     cute::cp_async_wait<0>();
   }
 
+  // The role of warps 2 and 3 where B is transposed: they do so in the stages that the producer loads.
+  static CUTLASS_DEVICE void transpose(Params const& params, SharedStorage& shared, int warp) {
+    static_assert(Mainloop::kTransposers == 2 && !kSingle);
+    Scheduler const scheduler(params.scheduler, shared.table);
+    BlockTransposer const transposer;
+    Stage stage;
+    wait_for_barriers();
+    for (auto tile = scheduler.tile(0); tile.is_valid(); tile = scheduler.tile(tile.ordinal + 1))
+      Mainloop::transpose(shared.full, shared.transposed.stages, stage, tile.k_count, warp, transposer,
+                          shared.mainloop);
+  }
+
+  // What consumers wait for.
+  static CUTLASS_DEVICE FullBarrier* filled(SharedStorage& shared) {
+    if constexpr (kTransposes) return shared.transposed.stages;
+    if constexpr (!kTransposes) return shared.full;
+  }
+
   static CUTLASS_DEVICE void prefetch_residual(Params const& params, SharedStorage const& shared) {
     if (!params.has_residual) return;
     wait_for_primary();
@@ -299,7 +334,7 @@ struct GemmKernel {
       if (kPingpong && tile.ordinal > 0) wait_for_turn(kMultiplies + warpgroup);
       auto sums = Mainloop::make_sums(accumulators);
       int const unreleased =
-          Mainloop::multiply(shared.full, shared.empty, stage, accumulators, sums, params.promotes, tile.k_count,
+          Mainloop::multiply(filled(shared), shared.empty, stage, accumulators, sums, params.promotes, tile.k_count,
                              Scheduler::columns(tile), gathers(params), warpgroup, shared.mainloop);
       if constexpr (kRagged) {
         if (!warms_up) scheduler.look_ahead(tile);

@@ -1,0 +1,51 @@
+// B transposed in shared memory: wgmma reads TF32 from there only if it is K-major, so threads transpose an N-major B.
+#pragma once
+
+#include "cute/tensor.hpp"
+
+namespace jax_streamk::sm90 {
+
+// Transposes a block of 32 columns of B by 32 of K where it lies: 32 rows of 128 bytes under the 128-byte swizzle,
+// which puts 16-byte piece p of row r at p ^ r % 8. Before, a row is a k; after, a column of B.
+class BlockTransposer {
+ public:
+  static constexpr int kBlock = 32, kBlockBytes = 4 * kBlock * kBlock;
+
+  // A thread transposes squares of 4 in registers: columns 4p to 4p + 3 by k 4q to 4q + 3, p ^ q = its eighth of the
+  // warp, and then the same with q ^ 4. Eight threads have one p ^ q: they write where they read, in different banks.
+  CUTLASS_DEVICE BlockTransposer() {
+    int const lane = threadIdx.x % 32, p = lane % 8, q = p ^ lane / 8;
+    from_ = 4 * q * kRow + (p ^ 4 * q % 8) * kPiece, to_ = 4 * p * kRow + (q ^ 4 * p % 8) * kPiece;
+    to_other_half_ = (q < 4 ? 16 : -16) * kRow;
+  }
+
+  // Called by a whole warp. `block`: a multiple of 1024.
+  CUTLASS_DEVICE void transpose(uint32_t block) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      // The next row is the next of the swizzle: these bits of the first are zero.
+      constexpr int kNext = kRow + kPiece;
+      uint32_t const from = block + from_ + half * to_other_half_, to = (block + to_) ^ half * 4 * kPiece;
+      uint32_t x[4][4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(x[i][0]), "=r"(x[i][1]), "=r"(x[i][2]), "=r"(x[i][3])
+                     : "r"(from ^ i * kNext)
+                     : "memory");
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to ^ i * kNext), "r"(x[0][i]), "r"(x[1][i]),
+                     "r"(x[2][i]), "r"(x[3][i])
+                     : "memory");
+    }
+  }
+
+ private:
+  static constexpr int kRow = 128, kPiece = 16;  // bytes
+  uint32_t from_, to_;
+  int32_t to_other_half_;
+};
+
+}  // namespace jax_streamk::sm90
