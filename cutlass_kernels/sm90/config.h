@@ -82,7 +82,7 @@ JAX_STREAMK_SM90_OPERANDS(f32_f32_rc_tf32x3, kF32, kF32, kRow, kColumn, kTF32x3)
 #undef JAX_STREAMK_SM90_OPERANDS
 
 // Of a row with one of its operands. Only the kernel's own A can come through registers, as TF32 along m or n must: a
-// row-major B (swapped) or a column-major A (not).
+// row-major B (swapped) or a column-major A (not). Beside the latter, a row-major B is transposed.
 template <class Operands, class Row>
 constexpr Config config_of() {
   bool const swap_ab = Row::kSwapAB && !(Operands::kMath == Math::kTF32 && Operands::kMajorA == Major::kColumn);

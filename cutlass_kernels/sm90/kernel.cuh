@@ -61,8 +61,8 @@ class Sm90Kernel final : public CudaKernel {
   using Scheduler = std::conditional_t<kRagged == Ragged::kNone, DenseScheduler,
                                        RaggedScheduler<TileShape, kRun, kCooperative && !kRun>>;
 
-  // The shared memory of an SM, where CUDA takes 1 KiB per CTA and barriers take at most 256 bytes; and what a CTA
-  // leaves to the other CTAs on its SM.
+  // The shared memory of an SM, where CUDA takes 1 KiB per CTA and barriers of a single kernel at most 256 bytes; and
+  // what a CTA leaves to the other CTAs on its SM.
   static constexpr int kSmBytes = 228 << 10, kOthersBytes = kRagged != Ragged::kNone ? sizeof(typename Scheduler::Table)
                                                             : kCtasPerSm == 1
                                                                 ? 0
@@ -317,16 +317,12 @@ struct Kernels {
   // B the kernel transposes B.
   template <Majors kMajors>
   static void add_tf32() {
-    static_assert(Row::kSwapAB == (kMajors != Majors::kKOuter));
-    if constexpr (kMajors == Majors::kKOuter) {
-      add<Type::kF32, Type::kF32, Major::kColumn, Major::kRow, Math::kTF32>();
-    } else {
-      add<Type::kF32, Type::kF32, Major::kRow, Major::kRow, Math::kTF32>();
-      if constexpr (kMajors == Majors::kAll) {
-        add<Type::kF32, Type::kF32, Major::kRow, Major::kColumn, Math::kTF32>();
-        add<Type::kF32, Type::kF32, Major::kColumn, Major::kColumn, Math::kTF32>();
-      }
-    }
+    static_assert(kMajors != Majors::kRowA && Row::kSwapAB == (kMajors != Majors::kKOuter));
+    constexpr bool kAll = kMajors == Majors::kAll;
+    if constexpr (!Row::kSwapAB) add<Type::kF32, Type::kF32, Major::kColumn, Major::kRow, Math::kTF32>();
+    if constexpr (Row::kSwapAB) add<Type::kF32, Type::kF32, Major::kRow, Major::kRow, Math::kTF32>();
+    if constexpr (kAll) add<Type::kF32, Type::kF32, Major::kRow, Major::kColumn, Math::kTF32>();
+    if constexpr (kAll) add<Type::kF32, Type::kF32, Major::kColumn, Major::kColumn, Math::kTF32>();
   }
   template <Types kTypes, Results kResults, Majors kMajors>
   static bool add_all() {

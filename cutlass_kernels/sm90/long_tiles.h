@@ -29,7 +29,7 @@ struct LongTiles {
   // How many tiles can be long, and how many parts all of them have, whatever the sizes of groups are. `tiles`: of a
   // group. `k_tiles`: of all groups.
   static int64_t most_tiles(int64_t groups, int64_t tiles, int64_t k_tiles, int32_t ctas) {
-    bool const may_be = k_tiles >= LongParts::kFewest * LongParts::kLeast && LongParts::kFewest * tiles < 2 * ctas;
+    bool const may_be = k_tiles >= LongParts::kFewest * LongParts::kLeast && LongParts::kFewest * tiles <= 2 * ctas;
     return may_be ? std::min<int64_t>(groups * tiles, ctas) : 0;
   }
   static int64_t most_parts(int32_t ctas) { return int64_t{2} * ctas; }

@@ -331,7 +331,8 @@ struct CollectiveMainloop : Base {
     constexpr int kBlock = BlockTransposer::kBlock, kBlockBytes = BlockTransposer::kBlockBytes;
     static_assert(From{}(_0{}, _1{}, _0{}) == kBlock + 4 && To{}(_1{}, _0{}, _0{}) == kBlock + 4 &&
                   From{}(Int<kTileN - kBlock>{}, _8{}, _0{}) == (kTileN - kBlock + 8) * kBlock &&
-                  To{}(Int<kTileN - kBlock + 8>{}, _0{}, _0{}) == (kTileN - kBlock + 8) * kBlock);
+                  To{}(Int<kTileN - kBlock + 8>{}, _0{}, _0{}) == (kTileN - kBlock + 8) * kBlock &&
+                  From{}(_0{}, _0{}, _1{}) == kTileN * kTileK && To{}(_0{}, _0{}, _1{}) == kTileN * kTileK);
     uint32_t const b = cast_smem_ptr_to_uint(storage.smem_B.data());
     CUTLASS_PRAGMA_NO_UNROLL
     for (; count > 0; --count, ++stage) {

@@ -1,4 +1,4 @@
-// The stages of shared memory between the warp that loads and the warpgroups that multiply, and their barriers.
+// The stages of shared memory between the warps that load and the warpgroups that multiply, and their barriers.
 #pragma once
 
 #include "cute/arch/cluster_sm90.hpp"
@@ -8,7 +8,7 @@
 
 namespace jax_streamk::sm90 {
 
-using FullBarrier = cutlass::arch::ClusterTransactionBarrier;  // TMA has written all bytes of the stage
+using FullBarrier = cutlass::arch::ClusterTransactionBarrier;  // the stage is loaded, or B in it is transposed
 using EmptyBarrier = cutlass::arch::ClusterBarrier;            // all warpgroups that read the stage have done so
 template <int kStages>
 using StageState = cutlass::PipelineState<kStages>;

@@ -1,7 +1,7 @@
 // B transposed in shared memory: wgmma reads TF32 from there only if it is K-major, so threads transpose an N-major B.
 #pragma once
 
-#include "cute/tensor.hpp"
+#include "cutlass/cutlass.h"
 
 namespace jax_streamk::sm90 {
 
@@ -11,7 +11,7 @@ class BlockTransposer {
  public:
   static constexpr int kBlock = 32, kBlockBytes = 4 * kBlock * kBlock;
 
-  // A thread transposes squares of 4 in registers: columns 4p to 4p + 3 by k 4q to 4q + 3, p ^ q = its eighth of the
+  // A thread transposes squares of 4 in registers: columns 4p to 4p + 3 by k 4q to 4q + 3, p ^ q = its quarter of the
   // warp, and then the same with q ^ 4. Eight threads have one p ^ q: they write where they read, in different banks.
   CUTLASS_DEVICE BlockTransposer() {
     int const lane = threadIdx.x % 32, p = lane % 8, q = p ^ lane / 8;
@@ -23,7 +23,7 @@ class BlockTransposer {
   CUTLASS_DEVICE void transpose(uint32_t block) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      // The next row is the next of the swizzle: these bits of the first are zero.
+      // Row i: its bits are zero in the first address, and the swizzle takes i from the piece by XOR.
       constexpr int kNext = kRow + kPiece;
       uint32_t const from = block + from_ + half * to_other_half_, to = (block + to_) ^ half * 4 * kPiece;
       uint32_t x[4][4];

@@ -1,5 +1,6 @@
 // Which warps of a CTA load, multiply and store, and when: one warp produces stages of operands by TMA, one to three
-// warpgroups consume them. CUTLASS's collectives do the work, under our own tile scheduler.
+// warpgroups consume them; in some kernels two warps copy or transpose B in between. CUTLASS's collectives do the work,
+// under our own tile scheduler.
 //
 // A short product mostly waits for its first load, and every instruction and parameter needed before that load comes
 // from memory too. So two warps initialize the barriers while another finds out what to load; all else comes later.
@@ -55,7 +56,7 @@ struct GemmKernel {
 
   static constexpr bool kTransposes = Mainloop::kTransposes;
   struct Transposed {
-    FullBarrier stages[kStages];  // B of the stage is transposed, too
+    FullBarrier stages[kStages];
   };
   struct NotTransposed {};
 
@@ -145,10 +146,8 @@ struct GemmKernel {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kStages; ++i) barriers[i].init(kind == 0 ? loaders : kReaders);
     if constexpr (kTransposes) {
-      if (kind == 0) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kStages; ++i) shared.transposed.stages[i].init(Mainloop::kTransposers);
-      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = kind; i < kStages; i += 2) shared.transposed.stages[i].init(Mainloop::kTransposers);
     }
     cutlass::arch::fence_barrier_init();
   }
@@ -243,16 +242,20 @@ struct GemmKernel {
     Scheduler const scheduler(params.scheduler, shared.table);
     BlockTransposer const transposer;
     Stage stage;
+    auto tile = scheduler.tile(0);
     wait_for_barriers();
-    for (auto tile = scheduler.tile(0); tile.is_valid(); tile = scheduler.tile(tile.ordinal + 1))
+    for (; tile.is_valid(); tile = scheduler.tile(tile.ordinal + 1))
       Mainloop::transpose(shared.full, shared.transposed.stages, stage, tile.k_count, warp, transposer,
                           shared.mainloop);
   }
 
   // What consumers wait for.
   static CUTLASS_DEVICE FullBarrier* filled(SharedStorage& shared) {
-    if constexpr (kTransposes) return shared.transposed.stages;
-    if constexpr (!kTransposes) return shared.full;
+    if constexpr (kTransposes) {
+      return shared.transposed.stages;
+    } else {
+      return shared.full;
+    }
   }
 
   static CUTLASS_DEVICE void prefetch_residual(Params const& params, SharedStorage const& shared) {
