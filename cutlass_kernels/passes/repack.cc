@@ -30,7 +30,7 @@ Repack repack_of(KernelInfo const& info, GemmProblem const& p) {
   if (splits) out.part = (p.k + info.tile_k - 1) / info.tile_k * info.tile_k;
   auto const copy = [&](Role role, KernelOperand const& wanted, Layout& copied, int64_t& bytes) {
     Operand x = p.operand(role);
-    // wgmma takes K-major TF32 only. A kernel wants another layout of what goes through registers, or is transposed.
+    // wgmma takes K-major TF32 only. A kernel wants another layout of what it has in registers, or transposes itself.
     bool const known = x.major == Major::kRow || x.major == Major::kColumn,
                few = role == Role::kB && x.major == Major::kRow && size_of(x.format) == 2 && p.n < kFewColumns &&
                      (x.batch_stride != 0 ? p.batch : 1) * p.k <= kMostRows;

@@ -1,5 +1,5 @@
 // Which operands are copied before a GEMM: those whose rows TMA cannot load because they are not aligned to 16 bytes,
-// and those that wgmma cannot multiply as they are. For three TF32, A and B are split into two parts each.
+// and those that the kernel cannot multiply as they are. For three TF32, A and B are split into two parts each.
 #pragma once
 
 #include "cutlass_kernels/core/gemm.h"

@@ -25,6 +25,7 @@ Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t wid
   tensor_cores_ = tensor_core_us(launch_);
   sustained_ = sustained_us(launch_);
   loads_ = shared_memory_us(launch_, panels_);
+  transposes_ = transposing_us(launch_);
   waits_ = waiting_us(launch_);
   l2_bytes_ = l2_bytes(launch_, panels_);
   dram_ = dram_us(launch_);
@@ -46,7 +47,7 @@ double Estimator::least_of() const {
   double const iterations = shares ? std::max(grid.tiles * grid.k_tiles / grid.workers, 1.0) : pieces * grid.k_tiles;
   double const busy = std::min(grid.workers, grid.tiles);
   double const last = shares ? 0 : grid.k_tiles, busy_last = grid.tiles - (pieces - 1) * busy;
-  auto const iteration = [&](double busy) { return std::max({tensor_cores_, sustained_ * busy, loads_}); };
+  auto const iteration = [&](double busy) { return std::max({tensor_cores_, sustained_ * busy, loads_, transposes_}); };
   double const work = iteration(busy) * (iterations - last) + (last > 0 ? iteration(busy_last) * last : 0);
   double const reduction = partials_ ? reduction_us(launch_, 2) : 0;
   double const waited = epilogues(0, pieces, std::numeric_limits<double>::infinity());
@@ -104,7 +105,7 @@ Estimator::Iteration Estimator::iteration_of(Schedule const& s, Share const& sha
   bool const shares_nothing = cut || panels_.misaligned;
   double const drift = shares_nothing ? 1 : 1 - 1 / share.pieces;
   double const gpcs = (together + drift * std::max(apart - together, 0.0)) / machine.gpc_bytes_per_us;
-  return {tensor_cores_, sustained_ * share.busy, loads_, gpcs, waits_};
+  return {tensor_cores_, sustained_ * share.busy, loads_, gpcs, waits_, transposes_};
 }
 
 // The share of workers busy in the last wave: they have caches and power to themselves. sm80 slices launched apart may
@@ -129,7 +130,8 @@ double Estimator::dram_of(Share const& share, double splits, double busy_last) c
 template <typename Join>
 double Estimator::products_of(Join join, Iteration const& whole, Share const& share, double busy_last) const {
   auto const iteration = [&](double busy) {
-    return join(std::max(whole.tensor_cores, whole.sustained * busy), whole.loads + whole.gpcs * busy, whole.waits);
+    return join(std::max(whole.tensor_cores, whole.sustained * busy), whole.loads + whole.gpcs * busy, whole.waits,
+                whole.transposes);
   };
   double const last = share.iterations / share.pieces;
   return iteration(1) * (share.iterations - last) + iteration(busy_last) * last;
@@ -197,10 +199,10 @@ Parts Estimator::parts(Schedule const& s, Wave const& wave) const {
                epilogue = epilogues(fused, share.pieces, products_of(most, whole, share, busy_last) / share.pieces);
   Parts parts;
   parts.memory = dram_of(share, splits, busy_last);
-  parts.tensor_cores = of_one({whole.tensor_cores, whole.sustained, 0, 0, 0});
-  parts.shared_memory = of_one({0, 0, whole.loads, 0, 0});
-  parts.l2 = of_one({0, 0, 0, whole.gpcs, 0});
-  parts.waits = of_one({0, 0, 0, 0, whole.waits});
+  parts.tensor_cores = of_one({whole.tensor_cores, whole.sustained, 0, 0, 0, 0});
+  parts.shared_memory = of_one({0, 0, whole.loads, 0, 0, whole.transposes});
+  parts.l2 = of_one({0, 0, 0, whole.gpcs, 0, 0});
+  parts.waits = of_one({0, 0, 0, 0, whole.waits, 0});
   parts.epilogue = epilogue + fused;
   parts.fix_up = fix_up_us(launch_, cut ? 1 : share.pieces, share.peers);
   return parts;

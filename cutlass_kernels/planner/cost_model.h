@@ -31,7 +31,7 @@ struct Cost {
 struct Parts {
   double memory = 0;  // Cost::floor
   double tensor_cores = 0;
-  double shared_memory = 0, l2 = 0;  // loads: into the SM's shared memory, and from L2
+  double shared_memory = 0, l2 = 0;  // loads into the SM's shared memory, and transposing there; loads from L2
   double waits = 0;                  // beside loads
   double epilogue = 0, fix_up = 0;
 };
@@ -70,7 +70,7 @@ class Estimator {
  private:
   // What a MAC iteration needs of each resource when all workers are busy.
   struct Iteration {
-    double tensor_cores, sustained, loads, gpcs, waits;
+    double tensor_cores, sustained, loads, gpcs, waits, transposes;
   };
   Iteration iteration_of(Schedule const&, Share const&, Wave const&, bool cut) const;
   template <typename Join>
@@ -86,7 +86,7 @@ class Estimator {
   bool partials_;  // the kernel writes partial sums only
   // As in resources.h, in microseconds and bytes.
   Panels panels_;
-  double tensor_cores_ = 0, sustained_ = 0, loads_ = 0, waits_ = 0, l2_bytes_ = 0;
+  double tensor_cores_ = 0, sustained_ = 0, loads_ = 0, transposes_ = 0, waits_ = 0, l2_bytes_ = 0;
   double dram_ = 0, again_ = 0, draw_ = 0, launch_us_ = 0, repack_ = 0, epilogue_ = 0, fused_ = 0;
   double least_ = 0;
 };

@@ -50,13 +50,6 @@ double turns_of(Launch const& l) {
   return std::clamp(std::ceil(l.grid.tiles / l.sms), 1.0, static_cast<double>(l.traits.ctas_per_sm));
 }
 
-// Bytes that a MAC iteration moves through shared memory where threads transpose B: TMA writes A and B, threads read A,
-// read and write B, and every wgmma of 64 rows reads all columns of B.
-double transposing_bytes(Launch const& l) {
-  double const a = l.kernel.tile_m * l.own_a().element_bytes, b = l.kernel.tile_n * l.own_b().element_bytes;
-  return l.kernel.tile_k * (2 * a + (3 + l.kernel.tile_m / 64) * b);
-}
-
 double result_bytes(Launch const& l) {
   GemmProblem const& p = l.problem;
   return static_cast<double>(p.batch) * p.m * p.n * size_of(accumulator_of(p.a.format));
@@ -116,8 +109,6 @@ double tensor_core_us(Launch const& l) {
     double const lost = 2 * l.kernel.tile_m * machine.wgmma_lost_columns * l.kernel.tile_k;
     double const twice = type == Type::kF32 ? 2 : 1;  // three TF32 have three times the iterations
     us = twice * (flops + lost) / machine.wgmma_flops_per_us_sm;
-    // 128 bytes a cycle are half of what TMA loads at most.
-    if (l.traits.transposes_b) us = overlapped(machine, us, 2 * transposing_bytes(l) / machine.load_bytes_per_us_sm);
   } else if (type == Type::kF64) {
     us = flops / (machine.mma_f64_flops_per_us_sm * std::sqrt(std::min(l.area() / kSquareOfF64, 1.0)));
   } else if (l.traits.math_unit == MathUnit::kMmaFewRows) {
@@ -158,6 +149,13 @@ double shared_memory_us(Launch const& l, Panels const& panels) {
   double const gathered = l.gathered_rows > 0 ? (l.kernel.swap_ab ? columns : rows) * panels.a : 0;
   double const us = (bytes - gathered) / machine.load_bytes_per_us_sm + gathered / machine.thread_bytes_per_us_sm;
   return (us + wait) * l.traits.ctas_per_sm;
+}
+
+double transposing_us(Launch const& l) {
+  if (!l.traits.transposes_b) return 0;
+  double const a = l.kernel.tile_m * l.own_a().element_bytes, b = l.kernel.tile_n * l.own_b().element_bytes;
+  // In the cycle of 4096 16-bit FLOPs, 128 bytes pass.
+  return 32 * l.kernel.tile_k * (2 * a + (3 + l.kernel.tile_m / 64) * b) / l.machine.wgmma_flops_per_us_sm;
 }
 
 double waiting_us(Launch const& l) {
@@ -211,9 +209,10 @@ double launch_us(Launch const& l) {
 }
 
 double repack_us(Launch const& l) {
-  // Read and written; at half of DRAM's rate where they are transposed.
-  double const again = l.repacked.part > 0 ? 0 : l.repacked.bytes_rearranged;
-  return 2 * (l.repacked.bytes() + again) / l.machine.dram_bytes_per_us + l.machine.launch_us * l.repacked.launches;
+  // Read and written. Transposed TF32 operands were measured at half of DRAM's rate.
+  double const transposed = l.kernel.math == Math::kTF32 ? l.repacked.bytes_rearranged : 0;
+  return 2 * (l.repacked.bytes() + transposed) / l.machine.dram_bytes_per_us +
+         l.machine.launch_us * l.repacked.launches;
 }
 
 double epilogue_us(Launch const& l) {

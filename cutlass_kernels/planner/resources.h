@@ -58,6 +58,9 @@ double tensor_core_us(Launch const&);
 double sustained_us(Launch const&);
 // Per MAC iteration: loads into shared memory, and the latency of short vectors.
 double shared_memory_us(Launch const&, Panels const&);
+// What threads that transpose B move through shared memory, with all else that does: TMA writes A and B, threads read
+// A, read and write B, and every wgmma of 64 rows reads all columns of B.
+double transposing_us(Launch const&);
 double waiting_us(Launch const&);
 // Bytes that a cluster loads from L2 per MAC iteration; a multicast counts once.
 double l2_bytes(Launch const&, Panels const&);
