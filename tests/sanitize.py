@@ -69,8 +69,8 @@ LAUNCHES = [
     ("sm90_bf16_bf16_rr_128x128x64_1x1_pingpong_swap_gated", (181, 264, 520), DataParallel(), GATED),
     ("sm90_f32_f32_rr_128x192x32_1x1_coop_swap_tf32", (200, 264, 520), SplitK(3), SILU),
     # B is transposed in shared memory.
-    ("sm90_f32_f32_cr_256x128x32_1x1_coop_tf32", (264, 260, 520), SplitK(3), SILU),
-    ("sm90_f32_f32_cr_64x64x32_1x1_pingpong_tf32", (132, 200, 301), SplitK(3, "separate"), {}),
+    ("sm90_f32_f32_cr_256x128x32_1x1_coop_tf32", (600, 1000, 520), StreamK(), SILU),
+    ("sm90_f32_f32_cr_64x64x32_1x1_pingpong_tf32", (132, 6000, 520), DataParallel(), {}),
     # A and B are copied.
     ("sm90_f32_f32_rr_64x64x64_1x1_pingpong_swap_tf32", (37, 131, 301), SplitK(3, "separate"), {}),
     ("sm90_f32_f32_rc_128x64x32_1x1_coop_swap_tf32x3", (200, 264, 520), SplitK(3), SILU),  # A and B are split

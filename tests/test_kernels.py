@@ -633,10 +633,12 @@ TMA = [
     for name in one_kernel_of("family", "type_a", "type_d", "major_a", "major_b", "swap_ab")
     if name.startswith("sm90")
 ]
+# Threads transpose B in shared memory.
+TRANSPOSING = [name for name in HERE if re.match("sm90_f32_f32_cr_.*_tf32$", name)]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", TMA or ["no kernel in this build"])
+@pytest.mark.parametrize("name", sorted({*TMA, *TRANSPOSING}) or ["no kernel in this build"])
 def test_misaligned_matrices(name):
     """TMA kernels copy operands whose rows are not aligned to 16 bytes, and store such a D without TMA."""
     kernel = KERNELS[name]
@@ -664,8 +666,8 @@ def test_misaligned_matrices(name):
 
 
 COLUMN, ROW = _ffi.Major.column, _ffi.Major.row
-# With TF32, wgmma needs one operand contiguous along K, or a transposed copy; three TF32 always use copies. Of a
-# row-major B with 16 bits, fewer than 8 columns are transposed: TMA cannot load them.
+# Of TF32 operands that lie along m and n, kernels with equal majors read one transposed; three TF32 always use copies.
+# Of a row-major B with 16 bits, fewer than 8 columns are transposed: TMA cannot load them.
 COPIED = [
     *(name for name in TMA if KERNELS[name].math == _ffi.Math.native and KERNELS[name].major_b == COLUMN),
     *(name for name in TMA if KERNELS[name].math == _ffi.Math.tf32 and KERNELS[name].major_a == KERNELS[name].major_b),
@@ -811,6 +813,7 @@ def test_nan_and_inf_propagate(name):
     row = kernel.major_a == _ffi.Major.row
     a[(0, 2, 2 * kernel.tile_k) if row else (0, 2 * kernel.tile_k, 2)] = np.nan
     a[(0, 5, 1) if row else (0, 1, 5)] = np.inf
+    b[(0, 1, 10) if kernel.major_b == _ffi.Major.row else (0, 10, 1)] = -np.inf
     device = device_of(kernel)
     ldd = round_up(case.n, kernel.align_d)
     problem = _ffi.GemmProblem(
@@ -832,7 +835,8 @@ def test_nan_and_inf_propagate(name):
         finite = np.isfinite(got[:, : case.n].astype(np.float64))
         assert np.isnan(got[2, : case.n].astype(np.float64)).all()
         assert not finite[5].any()
-        assert finite[[0, 1, 3, 4, 6, 7, 8]].all()
+        assert not finite[:, 10].any()
+        assert finite[[0, 1, 3, 4, 6, 7, 8], :10].all()
 
 
 def test_registry_describes_every_kernel():
@@ -888,7 +892,8 @@ class Apart:
 
 
 BEYOND = [
-    name for name in HERE if re.match("sm90_bf16_(bf16|f32)_.._(64x16x128|64x128x64|128x160x64|256x152x64)_", name)
+    *(name for name in HERE if re.match("sm90_bf16_(bf16|f32)_.._(64x16x128|64x128x64|128x160x64|256x152x64)_", name)),
+    *TRANSPOSING,
 ]
 
 

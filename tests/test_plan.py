@@ -170,9 +170,11 @@ def test_a_gpu_that_is_not_here(device):
             device=device,
         )
         assert large.kernel.startswith("sm90") and large.workspace_bytes >= 2 * 2 * 4 * 4096**2
-    # If TF32 operands are contiguous along m and n, one is transposed where that pays.
+    # If TF32 operands are contiguous along m and n, one is transposed where that pays more than doing so in the kernel.
     gradient = plan(shaped((4096, 4096)), shaped((4096, 4096)), (((0,), (0,)), ((), ())), device=device)
     assert gradient.kernel.startswith("sm90") and gradient.workspace_bytes >= 4 * 4096**2
+    tall = plan(shaped((10**6, 512)), shaped((10**6, 512)), (((0,), (0,)), ((), ())), device=device)
+    assert tall.kernel.startswith("sm90_f32_f32_cr_") and planner.copying(tall) == 0
     odd = shaped((1001, 1003), jnp.bfloat16), shaped((1003, 1001), jnp.bfloat16)
     assert plan(*odd, device=device).kernel.startswith("sm90")
     # Atomic kernels are for aligned matrices, or for their copies.
@@ -271,7 +273,9 @@ def problems_to_plan():
     ]
     shapes = [(1, 4096, 4096), (16, 14336, 4096), (200, 1001, 1003), (512, 320, 131072), (4096, 4096, 4096)]
     for (type_, math_), (m, n, k), batch in itertools.product(types, shapes, (1, 3)):
-        yield problem.GemmProblem(batch, m, n, k, type_, type_, type_, math_, ROW, ROW, k, n, n, m * k, k * n, m * n)
+        for major_a, lda in ((ROW, k), (COLUMN, m)):
+            strides = lda, n, n, m * k, k * n, m * n
+            yield problem.GemmProblem(batch, m, n, k, type_, type_, type_, math_, major_a, ROW, *strides)
 
 
 @pytest.mark.skipif(

@@ -21,6 +21,7 @@ from jax_streamk import _ffi, planner, ragged
 from jax_streamk.device import device_of
 from jax_streamk.epilogue import ACTIVATIONS
 from jax_streamk.launch_policy import LaunchPolicy
+from jax_streamk.machines import machine_of
 from jax_streamk.tuning import contest, measure
 
 ON_GPU = jax.default_backend() == "gpu"
@@ -573,6 +574,17 @@ def test_gradients_with_few_tiles_may_share_them(groups):
     sizes = jax.ShapeDtypeStruct((groups,), np.int32)
     made = sk.plan(of_rows(512), of_rows(512), OF_K, group_sizes=sizes, device=sk.H200)
     assert "_coop_ragged_k" in made.kernel
+
+
+@pytest.mark.parametrize("rows, shares", [(8 * 64, False), (8 * 65536, True)])
+def test_short_tiles_are_not_cut(rows, shares):
+    of_rows = lambda columns: jax.ShapeDtypeStruct((rows, columns), jnp.bfloat16)
+    made = sk.plan(of_rows(512), of_rows(512), OF_K, group_sizes=jax.ShapeDtypeStruct((8,), np.int32), device=sk.H200)
+    (kernel,) = (x for x in planner.kernels_for("cuda") if x.name == "sm90_bf16_bf16_cr_128x256x64_1x1_coop_ragged_k")
+    cost = _ffi.estimate(
+        kernel, made.problem.native(), made.native_schedule(), sk.H200.native(), machine_of(sk.H200).native
+    )
+    assert (cost.peers > 1) == shares
 
 
 @pytest.mark.left_to_xla
