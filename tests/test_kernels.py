@@ -701,6 +701,30 @@ def test_copied_operands_have_other_majors(name):
         assert served > 0, f"{name} runs {case} in no way"
 
 
+GRAM = [name for name in TMA if KERNELS[name].major_a == COLUMN and KERNELS[name].major_b == ROW]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [(37, 37), (37, 21)], ids=str)
+@pytest.mark.parametrize("name", GRAM or ["no kernel in this build"])
+def test_operands_at_one_address_may_share_a_copy(name, columns):
+    """Of x.T @ x, one copy is both operands, but not of two operands that only begin in one place."""
+    kernel, (m, n) = KERNELS[name], columns
+    k, dtype = 3 * kernel.tile_k + 5, DTYPES[kernel.type_a]
+    values = np.random.default_rng().standard_normal((k, max(m, n))).astype(dtype)
+    types = kernel.type_a, kernel.type_b, kernel.type_d, kernel.math
+    problem = _ffi.GemmProblem(1, m, n, k, *types, COLUMN, ROW, m, n, n, 0, 0, 0)
+    a, b = (values.reshape(-1)[: k * x].reshape(k, x) for x in (m, n))
+    for schedule in all_schedules(kernel, k):
+        memory = Memory(kernel, values)
+        run = functools.partial(
+            launched, kernel, problem, schedule, device_of(kernel), (m, n), n, DTYPES[kernel.type_d]
+        )
+        shared, apart = run(a=memory, b=memory), run(a=a.copy(), b=b.copy())
+        np.testing.assert_allclose(shared.astype(float), exact_product(a.T, b), rtol=0.02, atol=0.1)
+        assert shared.tobytes() == apart.tobytes() or REDUCTION_OF[schedule] == _ffi.Reduction.atomic
+
+
 @pytest.mark.parametrize("activation", list(A), ids=lambda activation: activation.name)
 @pytest.mark.parametrize("n", (126, 128))  # TMA stores rows of 128
 @pytest.mark.parametrize("name", one_kernel_of("family", "type_d", "swap_ab"))

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <tuple>
 #include <type_traits>
 #include <vector>
 
@@ -24,6 +25,15 @@ struct Rows {
   int64_t columns, ld_from, batch_stride_from, ld_to, batch_stride_to;
   int32_t pieces = 0;  // in all rows
   ShortExtent pieces_per_row, rows_per_batch;
+
+  // Whether a copy of `x` is one of these rows too.
+  bool are_those_of(Rows const& x) const {
+    auto const fields = [](Rows const& y) {
+      return std::tuple(y.from, y.columns, y.ld_from, y.batch_stride_from, y.ld_to, y.batch_stride_to, y.pieces,
+                        y.rows_per_batch.size);
+    };
+    return fields(*this) == fields(x);
+  }
 };
 
 // One or two matrices, selected by the grid's y.
@@ -165,16 +175,22 @@ Status launch_copies_of(GemmProblem const& p, Repack const& repack, bool swap_ab
                          ld, batch_stride, ld_to, batch_stride_to, major == as, repack.part, small_first});
     } else {
       constexpr int64_t halves = sizeof(Element) / 2;
-      copies.of[copies.count++] = {static_cast<uint16_t const*>(matrix),
-                                   reinterpret_cast<uint16_t*>(to),
-                                   columns * halves,
-                                   ld * halves,
-                                   batch_stride * halves,
-                                   ld_to * halves,
-                                   batch_stride_to * halves,
-                                   static_cast<int32_t>(pieces_of(p, as, m, n, batch_stride)),
-                                   ShortExtent((columns * halves + Rows::kPiece - 1) / Rows::kPiece),
-                                   ShortExtent(extent)};
+      Rows const rows{static_cast<uint16_t const*>(matrix),
+                      reinterpret_cast<uint16_t*>(to),
+                      columns * halves,
+                      ld * halves,
+                      batch_stride * halves,
+                      ld_to * halves,
+                      batch_stride_to * halves,
+                      static_cast<int32_t>(pieces_of(p, as, m, n, batch_stride)),
+                      ShortExtent((columns * halves + Rows::kPiece - 1) / Rows::kPiece),
+                      ShortExtent(extent)};
+      // x.T @ x copies x once.
+      if (copies.count == 1 && rows.are_those_of(copies.of[0])) {
+        matrix = copies.of[0].to;
+        return;
+      }
+      copies.of[copies.count++] = rows;
     }
     matrix = to;
     to += bytes;
