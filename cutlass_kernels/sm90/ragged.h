@@ -165,8 +165,8 @@ class RaggedScheduler {
   template <class Threads, class Accumulators>
   CUTLASS_DEVICE bool fixup(Threads const& threads, Tile const& tile, Accumulators& accumulators) const {
     if constexpr (kMayCut) {
-      if (!is_part(tile)) return true;
       int32_t const index = index_of(tile.ordinal);
+      if (!may_have_parts() || index >= parts()) return true;
       auto const part = table_.longs.part(params_, table_, index);
       float* const first = params_.partials + int64_t{index - part.number * params_.tiles} * (kTileM * kTileN);
       auto const slot = [&](int32_t peer) { return first + int64_t{peer * params_.tiles} * (kTileM * kTileN); };
