@@ -46,11 +46,11 @@ def runs_here(kernel):
     return ON_GPU and (kernel.family != _ffi.Family.sm90 or capability == "9.0")
 
 
-# See test_gated_kernels.py and test_ragged_kernels.py for the others.
+# See test_gated_kernels.py, test_joined.py and test_ragged_kernels.py for the others.
 HERE = [
     name
     for name, kernel in KERNELS.items()
-    if runs_here(kernel) and not kernel.gated and kernel.ragged == _ffi.Ragged.none
+    if runs_here(kernel) and not kernel.gated and not kernel.joined and kernel.ragged == _ffi.Ragged.none
 ]
 
 
@@ -466,11 +466,10 @@ def test_epilogue(name):
 
 
 def one_kernel_of(*of):
-    """The first kernel for each combination of values of the members ``of``, for products by one matrix."""
+    """The first kernel for each combination of values of the members ``of``."""
     first = {}
     for name in IN_FLOATING_POINT:
-        if not KERNELS[name].joined:
-            first.setdefault(tuple(getattr(KERNELS[name], member) for member in of), name)
+        first.setdefault(tuple(getattr(KERNELS[name], member) for member in of), name)
     return list(first.values())
 
 
