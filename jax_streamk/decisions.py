@@ -147,9 +147,9 @@ def copied_first(made: Plan) -> str | None:
     """Why XLA is faster at a product whose operands our kernel copies first; None if it is not.
 
     Copies that take as long as the product at the machine's limit leave ours at half of it at best, while XLA's GEMM
-    fusions read any rows. In ViT-B/16 on an H100, attention over 197 tokens, such copies are about what was lost: 1.2 ms
-    of XLA's 19.4. Without the rule a Gauss-Newton step for 433 weights in float32 has 1.45 of XLA's speed on an H200,
-    but 1.54 of its memory, since the Jacobian's copies as A and as B each have room.
+    fusions read any rows. In ViT-B/16 on an H100, attention over 197 tokens, such copies are about what was lost:
+    1.2 ms of XLA's 19.4. Without the rule a Gauss-Newton step for 433 weights in float32 has 1.45 of XLA's speed on an
+    H200, but 1.54 of its memory, since the Jacobian's copies as A and as B each have room.
     """
     problem, device, limit = made.problem, made.device, made.limit
     if problem is None or limit is None or problem.math == _ffi.Math.tf32x3:
