@@ -176,10 +176,14 @@ def jax_programs(function, operands, in_program):
     }
 
 
-def median_us(programs):
-    """Microseconds of a call on the device, the median."""
-    repeat(programs["device"], 1)
-    return summary(device_samples(programs["device"])[0])["median_us"]
+def fastest(candidates):
+    """Of several configurations' ``Program``s by measure, those that take least on a device; None if there are none."""
+
+    def median_us(programs):
+        repeat(programs["device"], 1)
+        return summary(device_samples(programs["device"])[0])["median_us"]
+
+    return min(candidates, key=median_us, default=None)
 
 
 def link_program():
@@ -254,18 +258,17 @@ def pallas_programs(task, shape, operands, in_program):
         raise ValueError("only row-major products of bfloat16 or float16 without a batch")
     # Since JAX 0.10 it has an argument for an array to add.
     none = {"c": None} if "c" in inspect.signature(mgpu.matmul).parameters else {}
-    best = None
-    for rows, columns, wide in itertools.product((128, 64), (128, 64), mgpu.MatmulDimension):
-        across = wide == mgpu.MatmulDimension.N
-        if shape.m % (rows * (1 + (not across))) or shape.n % (columns * (1 + across)) or shape.k % 64:
-            continue
-        config = mgpu.TuningConfig(rows, columns, 64, 4, grid_tile_width=8, wg_dimension=wide)
-        programs = jax_programs(
-            lambda a, b, config=config: mgpu.matmul(a, b, config=config, **none), operands, in_program
-        )
-        time = median_us(programs)
-        if best is None or time < best[0]:
-            best = time, programs
+
+    def candidates():
+        for rows, columns, wide in itertools.product((128, 64), (128, 64), mgpu.MatmulDimension):
+            across = wide == mgpu.MatmulDimension.N
+            if shape.m % (rows * (1 + (not across))) or shape.n % (columns * (1 + across)) or shape.k % 64:
+                continue
+            config = mgpu.TuningConfig(rows, columns, 64, 4, grid_tile_width=8, wg_dimension=wide)
+            call = functools.partial(mgpu.matmul, config=config, **none)
+            yield jax_programs(call, operands, in_program)
+
+    best = fastest(candidates())
     if best is None:
         raise ValueError("no tile divides this shape: m and n must be multiples of 64 or 128, and k of 64")
-    return best[1]
+    return best
