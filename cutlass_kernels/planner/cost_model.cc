@@ -199,10 +199,10 @@ Parts Estimator::parts(Schedule const& s, Wave const& wave) const {
                epilogue = epilogues(fused, share.pieces, products_of(most, whole, share, busy_last) / share.pieces);
   Parts parts;
   parts.memory = dram_of(share, splits, busy_last);
-  parts.tensor_cores = of_one({whole.tensor_cores, whole.sustained, 0, 0, 0, 0});
+  parts.tensor_cores = of_one({whole.tensor_cores, whole.sustained});
   parts.shared_memory = of_one({0, 0, whole.loads, 0, 0, whole.transposes});
-  parts.l2 = of_one({0, 0, 0, whole.gpcs, 0, 0});
-  parts.waits = of_one({0, 0, 0, 0, whole.waits, 0});
+  parts.l2 = of_one({0, 0, 0, whole.gpcs});
+  parts.waits = of_one({0, 0, 0, 0, whole.waits});
   parts.epilogue = epilogue + fused;
   parts.fix_up = fix_up_us(launch_, cut ? 1 : share.pieces, share.peers);
   return parts;

@@ -70,7 +70,7 @@ class Estimator {
  private:
   // What a MAC iteration needs of each resource when all workers are busy.
   struct Iteration {
-    double tensor_cores, sustained, loads, gpcs, waits, transposes;
+    double tensor_cores = 0, sustained = 0, loads = 0, gpcs = 0, waits = 0, transposes = 0;
   };
   Iteration iteration_of(Schedule const&, Share const&, Wave const&, bool cut) const;
   template <typename Join>
