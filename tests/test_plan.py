@@ -924,6 +924,11 @@ def test_a_gpu_leaves_products_that_fill_no_tile_to_xla():
         (14336, 4, 128),
     ):
         assert plan(*products(*extents), device=jax_streamk.H200).kernel is not None, extents
+    # A row by float64 columns is ours where kernels for few rows can load these.
+    with jax.enable_x64(True):
+        row, even, odd = (shaped(x, jnp.float64) for x in ((1, 10**5), (10**5, 432), (10**5, 433)))
+        assert plan(row, even, device=jax_streamk.H200).kernel.startswith("skinny_f64_")
+        assert plan(row, odd, device=jax_streamk.H200).kernel is None
 
 
 @pytest.mark.left_to_xla
