@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import enum
 import functools
 import gc
+import inspect
 import operator
 import sys
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, ParamSpec, Protocol, TypeVar, cast, overload
 
 import jax
@@ -49,7 +53,22 @@ class Accelerated(Protocol[P, R_co]):
         ...
 
 
-_TRACED = object()
+class _Place(enum.Enum):
+    TRACED = enum.auto()
+
+
+_TRACED = _Place.TRACED  # where an array is among other values
+
+
+@dataclasses.dataclass(frozen=True)
+class _Argument:
+    """The place of a result that is a reference among the arrays."""
+
+    at: int
+
+
+# Equal to themselves only, and yet values: what they close over is not looked at, as by jit.
+_FUNCTIONS = type, types.FunctionType, types.BuiltinFunctionType, type(jax.jit(len)), jax.custom_jvp, jax.custom_vjp
 _PRODUCTS = compat.dot_general_p, compat.ragged_dot_general_p
 
 
@@ -87,7 +106,8 @@ def accelerate(
       fn: a pure function that ``jax.jit`` can trace; without it, ``accelerate(schedule=...)`` is a decorator.
         Arguments may be anything. Pytrees are rebuilt as by ``jit``, so ``fn`` may modify its copy. JAX arrays in them
         are traced and NumPy arrays copied; numbers stay numbers, so shapes and control flow may depend on them; other
-        objects are passed through. Results may be anything, but objects that hold arrays must be pytrees.
+        objects are passed through. Results may be anything, but objects that hold arrays must be pytrees. Where ``fn``
+        is a pytree, such as a module of Equinox or ``flax.nnx``, or a method of one, that is its first argument.
       schedule: as in ``matmul``, but a product that no kernel can run under it is left to XLA. This is decided when
         ``fn`` is traced: if ``vmap`` or sharding outside ``fn`` changes a product so that the schedule no longer fits,
         it raises ValueError as in ``matmul``.
@@ -96,9 +116,13 @@ def accelerate(
         reads without our copies.
 
     Returns:
-      A function like ``fn``, which can be transformed and compiled like ``fn``, with a function ``explain``. As with
-      ``jax.checkpoint``, every call outside ``jax.jit`` traces ``fn``, so variables that it closes over may change
-      between calls. A ``jax.jit`` inside ``fn`` is compiled once for all functions with the same schedule and
+      A function like ``fn``, which can be transformed and compiled like ``fn``, with a function ``explain``.
+      ``jax.jit`` around it compiles it at once, as it does ``fn``. Called outside of ``jit``, it runs operation by
+      operation the first time; from the second call on with arguments of the same structure and the same values other
+      than arrays, it compiles once for each of their shapes and dtypes. Then ``fn`` is not called again: what it closes
+      over stays as it was, and side effects are left out, as under ``jit``. A call traces ``fn`` each time if its
+      arguments include NumPy arrays, or objects (other than functions) that are equal to themselves only, since these
+      may have changed. A ``jax.jit`` inside ``fn`` is compiled once for all functions with the same schedule and
       ``where``.
 
     Raises:
@@ -115,18 +139,135 @@ def accelerate(
     if fn is None:
         return functools.partial(accelerate, schedule=schedule, where=where)
 
+    calls = _Calls(fn, schedule, where)
+
     @functools.wraps(fn, updated=())
     def accelerated(*args: Any, **kwargs: Any) -> Any:
-        return _rewriter(schedule, where).call(functools.partial(_checked, fn), *args, **kwargs)
+        return calls(*args, **kwargs)
 
-    def explain(*args: Any, **kwargs: Any) -> Products:
-        kinds = jax.Array, jax.ShapeDtypeStruct
-        measured: fragments.Measured = {}
-        jaxpr = _Rewriter(schedule, where, measured).trace(kinds, functools.partial(_checked, fn), *args, **kwargs)[0]
-        return products_of(jaxpr, schedule, where, device_of(None), measured)
-
-    cast(Any, accelerated).explain = explain
+    cast(Any, accelerated).explain = calls.explain
     return accelerated
+
+
+class _Calls:
+    """The calls of a function with its products replaced.
+
+    Outside of traces the second call of a signature compiles, so that a function made to be called once does not.
+    """
+
+    def __init__(self, fn: Callable[..., Any], schedule: Schedule | PerPass, where: Where | None):
+        self._given, self._schedule, self._where = fn, schedule, where
+        function, self._owner = taken_apart(fn)
+        self._fn = functools.wraps(function, updated=())(lambda *args, **kwargs: _checked(function, *args, **kwargs))
+        self._programs = functools.lru_cache(64)(lambda rewriter, signature: _Program())
+
+    def __reduce__(self) -> Any:  # without compiled programs
+        return type(self), (self._given, self._schedule, self._where)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        rewriter = _rewriter(self._schedule, self._where)
+        given = _Arguments((*self._owner, *args), kwargs)
+        signature = given.signature if compat.outside_of_traces() else None
+        if signature is not None:
+            program = self._programs(rewriter, signature)
+            if program.compiled is None and program.was_called:
+                program.compiled = self._compiled(rewriter, given.without_arrays())
+            program.was_called = True
+            if program.compiled is not None:
+                return program.compiled(*given.arrays).of(given)
+        return rewriter.call(self._fn, given)
+
+    def _compiled(self, rewriter: _Rewriter, others: _Arguments) -> Callable[..., _Results]:
+        def program(*arrays: jax.Array) -> _Results:
+            return rewriter.results(self._fn, others.with_arrays(arrays))
+
+        program.__name__ = getattr(self._fn, "__name__", program.__name__)
+        return jax.jit(program)
+
+    def explain(self, *args: Any, **kwargs: Any) -> Products:
+        measured: fragments.Measured = {}
+        rewriter = _Rewriter(self._schedule, self._where, measured)
+        kinds = jax.Array, jax.ShapeDtypeStruct
+        jaxpr, _ = rewriter.trace(self._fn, _Arguments((*self._owner, *args), kwargs, kinds))
+        return products_of(jaxpr, self._schedule, self._where, device_of(None), measured)
+
+
+@dataclasses.dataclass
+class _Program:
+    """What runs at calls of one signature; None at the first one."""
+
+    was_called: bool = False
+    compiled: Callable[..., _Results] | None = None
+
+
+def taken_apart(fn: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """(a function, its first arguments) that are ``fn``: arrays of a module that is called are arguments, too."""
+    if inspect.ismethod(fn) and not jax.tree_util.all_leaves([fn.__self__]):
+        return fn.__func__, (fn.__self__,)
+    return (fn, ()) if jax.tree_util.all_leaves([fn]) else (type(fn).__call__, (fn,))
+
+
+class _Arguments:
+    """The arguments of a call: arrays and references to arrays, which are traced, among values of any kind."""
+
+    def __init__(self, args: Any, kwargs: Any, kinds: Any = jax.Array):
+        self._structure: Any
+        leaves, self._structure = jax.tree.flatten((args, kwargs))
+        is_traced = [isinstance(x, kinds) or compat.is_reference(x) for x in leaves]
+        self.arrays = [x for x, traces in zip(leaves, is_traced) if traces]
+        self._others = [_TRACED if traces else x for x, traces in zip(leaves, is_traced)]
+
+    @property
+    def signature(self) -> Any:
+        """What a program depends on besides the types of arrays; None if it cannot be compared by value."""
+        kinds = [type(x) for x in self._others]
+        if any(kind.__hash__ in (None, object.__hash__) and not issubclass(kind, _FUNCTIONS) for kind in kinds):
+            return None
+        # 0.0 and -0.0 are equal, and NaN is not.
+        values = (repr(x) if isinstance(x, (float, complex, np.inexact)) else x for x in self._others)
+        signature = self._structure, *kinds, *values
+        try:
+            hash(signature)
+        except TypeError:
+            return None
+        return signature
+
+    def without_arrays(self) -> _Arguments:
+        return self.with_arrays(())
+
+    def with_arrays(self, arrays: Sequence[Any]) -> _Arguments:
+        other = copy.copy(self)
+        other.arrays = list(arrays)
+        return other
+
+    def rebuilt(self) -> Any:
+        """(args, kwargs), which a function may change."""
+        arrays = iter(self.arrays)
+        own = (x.copy() if isinstance(x, np.ndarray) else x for x in self._others)
+        return self._structure.unflatten(next(arrays) if x is _TRACED else x for x in own)
+
+    def debug_info(self, fn: Callable[..., Any]) -> Any:
+        """By what names JAX's messages call a function of the arrays alone: those of ``fn`` and its arguments."""
+        args, kwargs = self._structure.unflatten(self._others)
+        return compat.debug_info(fn, args, kwargs, [x is _TRACED for x in self._others])
+
+
+@jax.tree_util.register_pytree_node_class
+class _Results:
+    """Results of a call: arrays, and a function that puts them in their places, given all arrays of the call."""
+
+    def __init__(self, arrays: Any, rebuilt: Callable[..., Any]):
+        self._arrays, self._rebuilt = arrays, rebuilt
+
+    def of(self, given: _Arguments) -> Any:
+        return self._rebuilt(self._arrays, given.arrays)
+
+    def tree_flatten(self) -> Any:
+        return self._arrays, self._rebuilt
+
+    @classmethod
+    def tree_unflatten(cls, rebuilt: Any, arrays: Any) -> _Results:
+        return cls(arrays, rebuilt)
 
 
 def _rewriter(schedule: Schedule | PerPass, where: Where | None) -> _Rewriter:
@@ -158,42 +299,38 @@ class _Rewriter:
         # The rewritten jaxpr by jaxpr; None: it has nothing to rewrite.
         self._rewritten: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
-    def call(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``fn(*args, **kwargs)``, rewritten. Only JAX arrays are traced; other arguments and results pass through."""
-        jaxpr, arrays, rebuilt = self.trace(jax.Array, fn, *args, **kwargs)
+    def call(self, fn: Callable[..., Any], given: _Arguments) -> Any:
+        """``fn`` of these arguments, rewritten. Only arrays are traced; other arguments and results pass through."""
+        return self.results(fn, given).of(given)
+
+    def results(self, fn: Callable[..., Any], given: _Arguments) -> _Results:
+        """``call``, with its results taken apart."""
+        jaxpr, rebuilt = self.trace(fn, given)
         primitive.know_sparse()
-        return rebuilt(compat.evaluated(jaxpr, *arrays))
+        return _Results(compat.evaluated(jaxpr, *given.arrays), rebuilt)
 
-    def trace(
-        self, kinds: Any, fn: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> tuple[Any, list[Any], Callable[..., Any]]:
-        """(the rewritten jaxpr of ``fn``, its arguments, a function from its results to those of ``fn``).
-
-        Arguments of these kinds are traced.
-        """
-        structure: Any
-        given, structure = jax.tree.flatten((args, kwargs))
-        is_array = [isinstance(x, kinds) for x in given]
+    def trace(self, fn: Callable[..., Any], given: _Arguments) -> tuple[Any, Callable[..., Any]]:
+        """(the rewritten jaxpr of ``fn``, a function from its results and arguments to the results of ``fn``)."""
         leaves: list[Any] = []
         tree: Any = None
 
         def traced(*arrays: jax.Array) -> list[Any]:
             nonlocal leaves, tree
-            taken = iter(arrays)
-            own = (x.copy() if isinstance(x, np.ndarray) else x for x in given)
-            args, kwargs = structure.unflatten(next(taken) if traces else x for x, traces in zip(own, is_array))
+            args, kwargs = given.with_arrays(arrays).rebuilt()
             out, tree = jax.tree.flatten(fn(*args, **kwargs))
+            place = {id(x): _Argument(i) for i, x in enumerate(arrays) if compat.is_reference(x)}
             # Tracers must not outlive the trace.
-            leaves = [_TRACED if isinstance(x, jax.core.Tracer) else x for x in out]
-            return [x for x in out if isinstance(x, jax.core.Tracer)]
+            leaves = [place.get(id(x), _TRACED if isinstance(x, jax.core.Tracer) else x) for x in out]
+            return [x for x, leaf in zip(out, leaves) if leaf is _TRACED]
 
-        arrays = [x for x, traces in zip(given, is_array) if traces]
-
-        def rebuilt(out: list[Any]) -> Any:
+        def rebuilt(out: Any, arrays: Any) -> Any:
             results = iter(out)
-            return tree.unflatten(next(results) if x is _TRACED else x for x in leaves)
+            own = (x.copy() if isinstance(x, np.ndarray) else x for x in leaves)
+            placed = (arrays[x.at] if isinstance(x, _Argument) else x for x in own)
+            return tree.unflatten(next(results) if x is _TRACED else x for x in placed)
 
-        return self._value(jax.make_jaxpr(traced)(*arrays)), arrays, rebuilt
+        cast(Any, traced).__fun_debug_info__ = given.debug_info(fn)
+        return self._value(jax.make_jaxpr(traced)(*given.arrays)), rebuilt
 
     def _value(self, value: Any) -> Any:
         """A rewritten parameter of an equation: a jaxpr, a tuple that may contain some, or anything else."""
@@ -202,7 +339,18 @@ class _Rewriter:
                 eqns = self._eqns(value)
                 self._rewritten[value] = None if eqns is value.eqns else compat.with_eqns(value, eqns)
             return self._rewritten[value] or value
+        if isinstance(value, jax.stages.Traced):
+            jaxpr = self._value(value.jaxpr)
+            return value if jaxpr is value.jaxpr else compat.traced_with_jaxpr(value, jaxpr)
+        if compat.is_hi(value):
+            params = self._params(self._HI_RULES, value.params)
+            return value if params is value.params else compat.hi_with_params(value, params)
         return _map(self._value, value) if isinstance(value, tuple) else value
+
+    def _params(self, rules: Any, params: dict[str, Any]) -> dict[str, Any]:
+        """Rewritten parameters, some of them by rules of their own; ``params`` itself if nothing changes."""
+        new = {name: rules.get(name, _Rewriter._value)(self, value) for name, value in params.items()}
+        return params if all(new[name] is value for name, value in params.items()) else new
 
     def _eqns(self, jaxpr: Any) -> list[Any]:
         """The rewritten equations of a jaxpr; its own list if nothing changes."""
@@ -244,9 +392,8 @@ class _Rewriter:
         # In other libraries' primitives a jaxpr may have to match other parameters: Equinox keeps a copy and compares.
         if eqn.primitive not in compat.higher_order or eqn.ctx.compute_type is not None:
             return eqn
-        rules = self._RULES.get(eqn.primitive, {})
-        params = {name: rules.get(name, _Rewriter._value)(self, value) for name, value in eqn.params.items()}
-        return eqn if all(params[name] is value for name, value in eqn.params.items()) else eqn.replace(params=params)
+        params = self._params(self._RULES.get(eqn.primitive, {}), eqn.params)
+        return eqn if params is eqn.params else eqn.replace(params=params)
 
     def _jaxpr_rule(self, rule: Any) -> Callable[..., Any]:
         """A rule that JAX calls for a jaxpr."""
@@ -254,16 +401,21 @@ class _Rewriter:
 
     def _python_rule(self, rule: Any) -> Callable[..., Any]:
         """A rule that JAX calls with operands."""
-        return compat.wrapped(functools.partial(self.call, rule.call_wrapped), rule)
+        return compat.wrapped(self._rule(compat.unwrapped(rule)), rule)
 
-    def _vmap_rule(self, rule: Any) -> Callable[..., Any]:
-        return functools.partial(self.call, rule)
+    def _rule(self, rule: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.wraps(rule)(lambda *args: self.call(rule, _Arguments(args, {})))
+
+    def _rules(self, rules: Any) -> Any:
+        return rules and tuple(map(self._rule, rules))
 
     _RULES: ClassVar = {
         primitives.custom_jvp_call_p: {"jvp_jaxpr_fun": _jaxpr_rule},
         primitives.custom_vjp_call_p: {"fwd_jaxpr_thunk": _jaxpr_rule, "bwd": _python_rule},
-        compat.custom_vmap_p: {"rule": _vmap_rule},
+        compat.custom_vmap_p: {"rule": _rule},
     }
+    # Of "hi" primitives, by the names that JAX's have in common.
+    _HI_RULES: ClassVar = dict(jvp_rule=_rule, fwd=_rule, bwd=_rule, remat_rules=_rules, solve=_rule)
 
 
 def _checked(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -292,7 +444,8 @@ def _checked(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def check_results(out: Any) -> None:
     """Raises TypeError if a result that is not a pytree holds tracers of the current trace."""
     for x in jax.tree.leaves(out):
-        if not isinstance(x, (jax.Array, np.generic, int, float, complex, str, bytes)) and _holds_tracer(x):
+        is_plain = isinstance(x, (jax.Array, jax.core.Tracer, np.generic, int, float, complex, str, bytes))
+        if not is_plain and _holds_tracer(x):
             raise TypeError(
                 f"accelerate: a result of type {type(x).__name__} holds arrays and is not a pytree. Return the arrays, "
                 "or make it one: a class with jax.tree_util.register_dataclass or register_pytree_node, a function "

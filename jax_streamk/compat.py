@@ -1,5 +1,6 @@
 """All that the package takes from JAX's internals, which may move between versions: the file to edit when they do."""
 
+import copy
 import dataclasses
 import enum
 import functools
@@ -12,16 +13,19 @@ from typing import Any
 import jax
 import jax.experimental.jet as _jet
 import numpy as np
+from jax._src import api_util as _api_util
 from jax._src import array as _array
 from jax._src import checkify as _checkify
 from jax._src import core as _core
 from jax._src import custom_derivatives as _custom_derivatives
 from jax._src import dispatch as _dispatch
 from jax._src import dtypes as _dtypes
+from jax._src import hijax as _hijax
 from jax._src import linear_util as _linear_util
 from jax._src import shard_map as _shard_map
 from jax._src import sharding_impls as _sharding_impls
 from jax._src import source_info_util as _source_info_util
+from jax._src import state as _state
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.custom_batching import custom_vmap_p
 from jax._src.interpreters import ad as _ad
@@ -56,18 +60,23 @@ __all__ = [
     "convert_cotangent",
     "cotangent_sharding",
     "custom_vmap_p",
+    "debug_info",
     "def_batching",
+    "def_expansion",
     "def_jet",
     "def_sparse",
     "dot_general_p",
     "ends_like",
     "evaluated",
     "free_variables",
+    "hi_with_params",
     "higher_order",
     "is_concrete",
+    "is_hi",
     "is_of_current_trace",
     "is_placed_like",
     "is_plain_call",
+    "is_reference",
     "is_sharded_by_type",
     "is_unreduced",
     "jvp_of",
@@ -85,13 +94,16 @@ __all__ = [
     "no_tangent",
     "once_per_module",
     "outside_of_traces",
+    "parameters",
     "placement",
     "ragged_dot_general_p",
     "ragged_params",
     "sharded_alike",
     "sharded_like_product",
     "tell_apart",
+    "traced_with_jaxpr",
     "transpose_behind",
+    "unwrapped",
     "vary",
     "varying",
     "with_eqns",
@@ -121,6 +133,7 @@ higher_order = {
     eval_jaxpr_p,
     custom_vmap_p,
     xla_metadata_call_p,
+    _hijax.call_hi_primitive_p,
     _primitives.call_p,
     _primitives.closed_call_p,
     _primitives.cond_p,
@@ -132,6 +145,9 @@ higher_order = {
     _primitives.scan_p,
     _primitives.while_p,
 }
+
+# "Hi" primitives: objects with a Python rule for each transformation, which are expanded before they are lowered.
+_HiPrimitive = getattr(_hijax, "HiPrim", None) or _hijax.VJPHiPrimitive  # the latter up to JAX 0.11
 
 outside_of_traces = _core.trace_state_clean
 
@@ -491,10 +507,42 @@ def is_placed_like(x, other):
     return is_same_array and specs[0] == specs[1] and varying(x) == varying(other)
 
 
+def is_hi(value):
+    """Whether a parameter of an equation is a "hi" primitive of JAX's own, which may hold jaxprs and rules."""
+    return isinstance(value, _HiPrimitive) and type(value).__module__.startswith("jax.")
+
+
+def hi_with_params(hi, params):
+    """The same "hi" primitive with other parameters."""
+    new = copy.copy(hi)
+    new.params = params
+    new.__dict__.update(params)
+    return new
+
+
+def traced_with_jaxpr(traced, jaxpr):
+    """A ``jax.stages.Traced`` of another jaxpr with the same types."""
+    new = copy.copy(traced)
+    new._params = traced._params | dict(jaxpr=jaxpr)
+    for derived in ("_lojax", "_closure_converted"):
+        if hasattr(new, derived):
+            setattr(new, derived, None)
+    return new
+
+
+def parameters(eqn):
+    """The parameters of an equation; if it calls a "hi" primitive of JAX's own, those of that."""
+    return next((value.params for value in eqn.params.values() if is_hi(value)), eqn.params)
+
+
 def called(eqn):
     """The jaxpr of a call of a function that JAX can differentiate forward; None for other equations."""
     name = _BODIES.get(eqn.primitive)
-    body = None if name is None else eqn.params[name]
+    if name is not None:
+        body = eqn.params[name]
+    else:
+        params = parameters(eqn)
+        body = params["traced"].jaxpr if "jvp_rule" in params else None  # of a "hi" primitive
     return getattr(body, "jaxpr", body)
 
 
@@ -549,7 +597,19 @@ def free_variables(eqns):
 
 def closed(inputs, eqns, *outs):
     """The jaxpr from variables ``inputs`` to ``outs``, without constants."""
-    return _partial_eval.close_jaxpr(_core.Jaxpr((), inputs, list(outs), eqns, set(), _no_debug_info()))
+    is_high = any(eqn.primitive.is_high(*(x.aval for x in eqn.invars), **eqn.params) for eqn in eqns)
+    return _partial_eval.close_jaxpr(_core.Jaxpr((), inputs, list(outs), eqns, set(), _no_debug_info(), is_high))
+
+
+def def_expansion(primitive, *jaxprs):
+    """Makes JAX expand the "hi" primitives in parameters ``jaxprs`` of a primitive before it is lowered."""
+    expanded: Any = getattr(_partial_eval, "lower_jaxpr2", None) or _partial_eval.lower_jaxpr
+
+    def expand(*operands, **params):
+        return primitive.bind(*operands, **params | {name: expanded(params[name]) for name in jaxprs})
+
+    primitive.is_high = lambda *_, **params: any(params[name].is_high for name in jaxprs)
+    primitive.to_lojax = expand
 
 
 @functools.cache
@@ -563,7 +623,8 @@ def evaluated(closed, *args):
     Where that trace makes another jaxpr, equations are copied: binding each again takes as long as tracing them did.
     """
     jaxpr, trace = getattr(closed, "jaxpr", closed), _core.trace_ctx.trace
-    if isinstance(trace, _partial_eval.DynamicJaxprTrace) and not jaxpr.effects:
+    may_copy = isinstance(trace, _partial_eval.DynamicJaxprTrace) and not (jaxpr.is_high and trace.requires_low)
+    if may_copy and not jaxpr.effects:
         return _copied(trace, jaxpr, closed.consts, *args)
     # A literal has lost the weak type of the number that it was.
     results = zip(jax.core.eval_jaxpr(jaxpr, closed.consts, *args), closed.out_avals)
@@ -586,7 +647,22 @@ def _copied(trace, jaxpr, consts, *args):
         operands, avals = [*map(read, eqn.invars)], [x.aval for x in eqn.outvars]
         made = trace.emit_eqn(operands, avals, eqn.primitive, eqn.params, eqn.effects, source, eqn.ctx)
         values |= zip(eqn.outvars, made)
+    trace.frame.is_high |= jaxpr.is_high  # or its "hi" primitives would not be expanded before they are lowered
     return [*map(read, jaxpr.outvars)]
+
+
+def is_reference(x):
+    """Whether ``x`` refers to an array that changes in place: ``jax.new_ref`` makes such references."""
+    return isinstance(x.aval if isinstance(x, _core.Tracer) else x, (_core.Ref, _state.AbstractRef))
+
+
+def debug_info(fn, args, kwargs, is_named):
+    """The names of ``fn`` and of the leaves of its arguments for JAX's messages; of these, those that ``is_named``."""
+    info = _api_util.debug_info("accelerate", fn, args, kwargs)
+    names = info.arg_names
+    if names is None or len(names) != len(is_named):
+        return info.with_unknown_names()
+    return info._replace(arg_names=tuple(name for name, named in zip(names, is_named) if named))
 
 
 def is_concrete(x):
@@ -609,3 +685,13 @@ def with_eqns(jaxpr, eqns):
 def wrapped(fn, like):
     """``fn`` in the wrapper that JAX's internals pass around, with the debug names of ``like``, such a wrapper."""
     return _linear_util.wrap_init(fn, debug_info=like.debug_info)
+
+
+def unwrapped(fn):
+    """The function in such a wrapper, under its debug names."""
+
+    def function(*args):
+        return fn.call_wrapped(*args)
+
+    function.__fun_debug_info__ = fn.debug_info
+    return function

@@ -331,6 +331,7 @@ def _fused_batch(axis_data, operands, dims, *, call_jaxpr, written):
 ad.primitive_jvps[fused_p] = _fused_jvp
 ad.primitive_transposes[fused_p] = _fused_transpose
 compat.def_batching(fused_p, _fused_batch)
+compat.def_expansion(fused_p, "call_jaxpr", "written")
 compat.def_jet(fused_p, _evaluated)
 
 

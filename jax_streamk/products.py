@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
@@ -199,7 +200,7 @@ def _equations(
             times = count * eqn.params["length"] if eqn.primitive.name == "scan" else count
             is_known = is_exact and eqn.primitive.name not in ("while", "cond", "custom_linear_solve", "linear_solve")
             # Of what was fused, the equations that it replaced are not part of the program.
-            params = [value for name, value in eqn.params.items() if name != "written"]
+            params = [value for name, value in compat.parameters(eqn).items() if name != "written"]
             for inner in _jaxprs(tuple(params)):
                 yield from _equations(inner, times, is_known, _of_fused(eqn, inner, measured))
 
@@ -216,6 +217,8 @@ def _jaxprs(values: tuple[Any, ...]) -> Iterator[Any]:
     for value in values:
         if isinstance(value, (Jaxpr, ClosedJaxpr)):
             yield value
+        elif isinstance(value, jax.stages.Traced):
+            yield value.jaxpr
         elif isinstance(value, tuple):
             yield from _jaxprs(value)
 

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import jax
 from jax.extend.core import Literal, Var
 
 from jax_streamk import activations, compat
@@ -125,8 +126,9 @@ def is_merged(eqn: Any) -> bool:
 
 
 def is_movable(eqn: Any, results: int = 1) -> bool:
-    """Whether an equation does nothing but compute this number of values, where and how XLA likes."""
-    is_computation = len(eqn.outvars) == results and not eqn.effects
+    """Whether an equation does nothing but compute this number of arrays, where and how XLA likes."""
+    are_arrays = len(eqn.outvars) == results and all(isinstance(x.aval, jax.core.ShapedArray) for x in eqn.outvars)
+    is_computation = are_arrays and not eqn.effects
     return is_computation and eqn.ctx.compute_type is None and not eqn.ctx.xla_metadata
 
 

@@ -210,6 +210,51 @@ def test_vmap_on_either_side(name):
         assert_accelerated(accelerate(batched(fn)), batched(fn), *args)
 
 
+@pytest.fixture
+def hi_primitives():
+    """Lets JAX make calls, rules and scans of its "hi" primitives, as later versions will by default."""
+    flags = {f"jax_{name}3" for name in ("remat", "custom_jvp", "custom_vjp", "scan")} & jax.config.values.keys()
+    for flag in flags:
+        jax.config.update(flag, True)
+    yield
+    for flag in flags:
+        jax.config.update(flag, False)
+
+
+def in_custom_root(x, w):
+    a = w @ w.T + 4 * jnp.eye(16)
+    solve = lambda f, x0: jnp.linalg.inv(a) @ x[0] + 0 * f(x0)
+    tangent_solve = lambda g, y: jnp.linalg.solve(jax.jacobian(g)(y), y)
+    return lax.custom_root(lambda v: a @ v - x[0], jnp.zeros(16), solve, tangent_solve)
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "nested"])
+def test_inside_hi_primitives(name, hi_primitives):
+    fn, x, w = FUNCTIONS[name], normal(6, 16), normal(16, 16)
+    assert_accelerated(accelerate(fn), fn, x, w)
+    assert_close(accelerate(fn)(x, w), fn(x, w))  # not compiled
+    assert len(accelerate(fn).explain(x, w).rows) > 0
+    if name in TRANSFORMABLE and name != "scan":  # JAX's new scan has no transposition yet
+        derivative = forward_derivative if name in ("while", "custom_vmap") else gradient
+        assert_accelerated(derivative(accelerate(fn)), derivative(fn), x, w)
+        assert_accelerated(accelerate(derivative(fn)), derivative(fn), x, w)
+
+
+def test_a_root_and_what_finds_it():
+    args = normal(6, 16), normal(16, 16)
+    assert_accelerated(accelerate(in_custom_root), in_custom_root, *args)
+    assert_close(jax.jit(gradient(accelerate(in_custom_root)))(*args), gradient(in_custom_root)(*args))
+
+
+def test_activations_made_of_hi_primitives_are_fused(hi_primitives):
+    x, w = normal(6, 16), normal(16, 16)
+    fn = lambda x, w: jax.nn.relu(jax.nn.silu(x @ w) @ w)
+    assert {row.fused for row in accelerate(fn).explain(x, w).rows} == {"silu(A @ B)", "relu(A @ B)"}
+    for derivative in (lambda fn: fn, gradient, forward_derivative, lambda fn: jax.vmap(fn, (0, None))):
+        args = (x, w) if derivative in (gradient, forward_derivative) else (normal(3, 6, 16), w)
+        assert_close(jax.jit(derivative(accelerate(fn)))(*args), derivative(fn)(*args))
+
+
 def test_transformations_of_transformations():
     def fn(x, w):
         return jnp.tanh(with_jvp(x, w)) @ w
@@ -518,6 +563,119 @@ def test_called_again_nothing_compiles_and_what_is_closed_over_may_change():
         assert not compiled
     assert_close(first, jnp.tanh(jax.nn.relu(x @ w[0] / 2) @ w[0] / 2))
     assert_close(second, jnp.tanh(jax.nn.relu(x @ w[0]) @ w[0]))
+
+
+def traced(*calls, **options):
+    """How often each of some calls, of arguments each, traces an accelerated function; results are checked."""
+    counts = []
+
+    def fn(x, *others, **kwargs):
+        counts[-1] += 1
+        return others, x @ x.T, kwargs
+
+    accelerated = accelerate(fn, **options)
+    for args in calls:
+        counts.append(0)
+        others, product, kwargs = accelerated(*args, key=3)
+        assert_close(product, args[0] @ args[0].T)
+        assert list(map(repr, others)) == list(map(repr, args[1:])) and kwargs == {"key": 3}
+    return counts
+
+
+def test_outside_of_traces_calls_are_compiled_once():
+    x, wide = normal(6, 16), normal(6, 32)
+    assert traced((x,), (2 * x,), (x,), (x,)) == [1, 1, 0, 0]
+    assert traced((x,), (wide,), (x,), (wide,), (x,), (wide,)) == [1, 1, 1, 0, 0, 0]
+    assert traced((x, jax.nn.relu, "same"), (x, jax.nn.gelu, "same"), (x, jax.nn.relu, "same")) == [1, 1, 1]
+    assert traced(*[(x, jax.nn.relu, jnp.tanh, len, np.float32, traced, None)] * 3) == [1, 1, 0]
+    # Equal, and not the same; the same, and not equal.
+    assert traced(*[(x, value) for value in (0, 0.0, -0.0, False, np.float32(0), 0j)] * 2) == [1] * 12
+    assert traced(*[(x, float("nan"))] * 3) == [1, 1, 0]
+    # Of NumPy's arrays, and of objects that may change without a trace, each call must look again.
+    assert traced(*[(x, np.zeros(3))] * 4) == [1] * 4
+    assert traced(*[(x, Box("content"))] * 4) == [1] * 4
+    assert traced(*[(x, [Box])] * 3, where=lambda problem: True) == [1, 1, 0]
+    with compilations() as compiled:
+        accelerated = accelerate(lambda x: jnp.tanh(x @ x.T) @ x)
+        for _ in range(2):
+            accelerated(x)
+        compiled.clear()
+        accelerated(2 * x)
+        assert len(compiled) <= 1  # of 2 * x
+
+
+def test_what_compiled_calls_return_is_their_own():
+    constant, ref = np.zeros(3), jax.new_ref(jnp.ones((6, 6)))
+
+    @accelerate
+    def fn(x, ref):
+        ref[...] += x @ x.T
+        return {"constant": constant, "x": x, "ref": ref, "sum": x.sum() + 1, "number": 3, "again": ref}
+
+    x = normal(6, 16)
+    for calls in range(1, 5):
+        out = fn(calls * x, ref)
+        assert out["ref"] is ref and out["again"] is ref and out["number"] == 3
+        np.testing.assert_array_equal(out["constant"], np.zeros(3))
+        out["constant"] += 1  # or the next call would return what this one changed
+        assert_close(out["x"], calls * x)
+    assert_close(ref[...], 1 + 30 * x @ x.T)
+
+
+def test_a_module_that_is_called_is_an_argument():
+    import equinox as eqx
+
+    layer = eqx.nn.Linear(16, 16, use_bias=False, key=jax.random.key(0))
+    weight = layer.weight
+    layers = {"module": flax.nnx.Linear(16, 16, use_bias=False, rngs=flax.nnx.Rngs(0)), "equinox": layer}
+    bound = accelerate(layers["module"].__call__)
+    for scale in (1, 2, 3):  # values that a compiled program must not keep
+        layers["module"].kernel[...] = scale * weight.T
+        assert_close(bound(weight), scale * weight @ weight.T)
+    assert_close(jax.vmap(accelerate(layer))(weight), weight @ weight.T)
+    partial = accelerate(jax.tree_util.Partial(jnp.matmul, weight))
+    for _ in range(3):
+        assert_close(partial(weight), weight @ weight)
+
+
+@pytest.mark.parametrize("around", [accelerate, lambda fn: accelerate(fn).explain, lambda fn: jax.jit(accelerate(fn))])
+def test_messages_name_the_function_and_its_arguments(around):
+    def my_loss(params, x, *, scale):
+        return 1.0 if (params["w"] @ x * scale).sum() > 0 else 0.0
+
+    for _ in range(2):
+        with pytest.raises(jax.errors.TracerBoolConversionError) as raised:
+            around(my_loss)({"w": normal(6, 16)}, normal(16, 4), scale=jnp.ones(()))
+        line = my_loss.__code__.co_firstlineno
+        assert f"the function my_loss at {__file__}:{line}" in str(raised.value)
+        assert "arguments params['w'], x, and scale" in str(raised.value)
+
+
+def test_messages_name_rules():
+    @jax.custom_vjp
+    def fn(x):
+        return x @ x.T
+
+    def my_rule(kept, ct):
+        return (ct @ kept if (ct @ kept).sum() > 0 else kept,)
+
+    fn.defvjp(lambda x: (fn(x), x), my_rule)
+    with pytest.raises(jax.errors.TracerBoolConversionError, match="the function my_rule at "):
+        jax.jit(jax.grad(lambda x: accelerate(fn)(x).sum()))(normal(6, 16))
+
+
+def test_results_of_hi_types():
+    """A value of such a type is a tracer and no array; up to JAX 0.11 jit itself does not return the one below."""
+    with flax.nnx.var_defaults(hijax=True):
+        model = flax.nnx.Linear(16, 16, rngs=flax.nnx.Rngs(0))
+        fn = lambda model, x: flax.nnx.Param(model(x))
+        try:
+            wanted = jax.jit(fn)(model, normal(6, 16))[...]
+        except AssertionError:
+            return
+        for around in (accelerate(fn), jax.jit(accelerate(fn))):
+            for _ in range(3):
+                assert_close(around(model, normal(6, 16))[...], wanted)
 
 
 def test_what_was_rewritten_is_rewritten_again_for_other_tuned_plans(monkeypatch):
@@ -831,6 +989,8 @@ def test_changes_to_modules_are_not_lost():
     for fn, args in ((Stateful.__call__, (model, x)), (lambda models, x: models["a"](x), ({"a": model}, x))):
         with pytest.raises(ValueError, match="fn changes Stateful.*jax_streamk.flax.nnx.accelerate"):
             accelerate(fn)(*args)
-    with pytest.raises(Exception) as raised:  # the function is the module
-        accelerate(model)(x)
+    with pytest.raises(ValueError, match="fn changes Stateful.*jax_streamk.flax.nnx.accelerate"):
+        accelerate(model)(x)  # the function is the module
+    with pytest.raises(Exception) as raised:  # the function closes over it
+        accelerate(lambda x: model(x))(x)
     assert "jax_streamk.flax.nnx.accelerate" in "".join(raised.value.__notes__)

@@ -700,6 +700,39 @@ def test_accelerate_of_modules_that_are_returned_and_shared():
         nnx.accelerate(lambda layer, x: {lambda: y for y in [layer(x)]})(layer, x)
 
 
+class Counting(flax.nnx.Module):
+    def __init__(self, cache):
+        rngs = flax.nnx.Rngs(0)
+        self.linear, self.norm = flax.nnx.Linear(K, K, rngs=rngs), flax.nnx.BatchNorm(K, rngs=rngs)
+        self.dropout, self.cache = flax.nnx.Dropout(0.5, rngs=rngs), cache
+
+    def __call__(self, x):
+        self.cache[...] += x.sum()
+        return self.dropout(self.norm(self.linear(x)))
+
+
+@pytest.mark.parametrize("ref", [False, True])
+def test_accelerate_updates_variables_of_every_kind(ref):
+    """Also those that are backed by references."""
+
+    def states(wrap):
+        with flax.nnx.var_defaults(ref=ref):
+            model = Counting(flax.nnx.Cache(jnp.zeros(())))
+
+        def step(models, x, *, cache):
+            cache[...] += 1  # the model's
+            return models[0](x)
+
+        step = wrap(step)
+        for _ in range(3):
+            out = step([model], jnp.ones((5, K)), cache=model.cache)
+        return [x[...] for x in arrays_of(flax.nnx.state(model))], model.cache[...], out
+
+    ours, theirs = states(functools.partial(nnx.accelerate, schedule=DataParallel())), states(flax.nnx.jit)
+    assert ours[1] == 3 * (1 + 5 * K)
+    assert_close(ours, theirs, TOLERANCE[F32] * 10)
+
+
 def run_python(code, cwd):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=cwd)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, cast, overload
 
@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_streamk import api
-from jax_streamk.accelerate import Accelerated, P, R, Where, check_results
+from jax_streamk.accelerate import Accelerated, P, R, Where, check_results, taken_apart
 from jax_streamk.accelerate import accelerate as _accelerate
 from jax_streamk.epilogue import wide
 from jax_streamk.flax.experts import check_experts, mixture
@@ -246,23 +246,16 @@ def accelerate(
     _accelerate(fn, schedule=schedule, where=where)  # checks them
     if fn is None:
         return functools.partial(accelerate, schedule=schedule, where=where)
-    # The module of a method becomes an argument like any other.
-    function: Callable[..., Any]
-    owner: tuple[Any, ...] = ()
-    if isinstance(fn, nnx.Module):
-        function, owner = type(fn).__call__, (fn,)
-    elif inspect.ismethod(fn) and isinstance(fn.__self__, nnx.Module):
-        function, owner = fn.__func__, (fn.__self__,)
-    else:
-        function = fn
+    function, owner = taken_apart(fn)
 
-    def functional(graph: Any, state: Any) -> Any:
+    @functools.wraps(function, updated=())
+    def functional(*args: Any, **kwargs: Any) -> Any:
         with nnx.merge_context(tag, inner=True) as context:
-            args, kwargs = context.merge(graph, state)
+            args, kwargs = _together(context, (args, kwargs))
         out = function(*args, **kwargs)
         check_results(out)
         with nnx.split_context(tag) as context:
-            return context.split((args, kwargs, out))
+            return _apart(context, (args, kwargs, out))
 
     tag = functional
     pure = _accelerate(functional, schedule=schedule, where=where)
@@ -271,16 +264,38 @@ def accelerate(
     def accelerated(*args: Any, **kwargs: Any) -> Any:
         with nnx.update_context(tag):
             with nnx.split_context(tag) as context:
-                taken_apart = context.split(((*owner, *args), kwargs))
-            taken_apart = pure(*taken_apart)
+                args, kwargs = _apart(context, ((*owner, *args), kwargs))
+            out = pure(*args, **kwargs)
             with nnx.merge_context(tag, inner=False) as context:
-                return context.merge(*taken_apart)[2]
+                return _together(context, out)[2]
 
     def explain(*args: Any, **kwargs: Any) -> Products:
         with nnx.update_context(tag):
             with nnx.split_context(tag) as context:
-                taken_apart = context.split(((*owner, *args), kwargs))
-            return pure.explain(*taken_apart)
+                args, kwargs = _apart(context, ((*owner, *args), kwargs))
+            return pure.explain(*args, **kwargs)
 
     cast(Any, accelerated).explain = explain
     return accelerated
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["graph"])
+@dataclasses.dataclass
+class _Node:
+    """A module taken apart, in a context that knows what it shares with others."""
+
+    graph: Any
+    leaves: list[Any]
+
+
+def _apart(context: Any, tree: Any) -> Any:
+    """``tree`` with its modules and variables as a ``_Node`` each."""
+    is_node = lambda x: nnx.graph.is_graph_node(x) or isinstance(x, nnx.Variable)
+    apart = lambda x: _Node(*context.flatten(x, with_paths=False)) if is_node(x) else x
+    return jax.tree.map(apart, tree, is_leaf=is_node)
+
+
+def _together(context: Any, tree: Any) -> Any:
+    is_node = lambda x: isinstance(x, _Node)
+    together = lambda x: context.unflatten(x.graph, x.leaves) if is_node(x) else x
+    return jax.tree.map(together, tree, is_leaf=is_node)
