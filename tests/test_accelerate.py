@@ -789,7 +789,9 @@ np.testing.assert_allclose(out, wanted, rtol=1e-4, atol=1e-4)
 placed = dict(in_shardings=shardings, out_shardings=shardings[1:])
 compare(loss(accelerate(constrained)), loss(constrained), x, up, down, **placed)
 placed = jax.device_put((x, up, down), shardings)
-assert accelerate(constrained)(*placed).sharding.is_equivalent_to(constrained(*placed).sharding, 2)
+accelerated = accelerate(constrained)
+for _ in range(3):  # from the second call on compiled
+    assert accelerated(*placed).sharding.is_equivalent_to(constrained(*placed).sharding, 2)
 
 specs = dict(mesh=auto, in_specs=(P("data", None), P(None, "model"), P("model", None)), out_specs=P("data", None))
 for check in (True, False):
