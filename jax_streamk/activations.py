@@ -14,6 +14,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jax_streamk import compat
+from jax_streamk.epilogue import Activation
 
 # A polynomial maps monomials to coefficients. A monomial is a set of (factor, power); a factor is "x", or the name of
 # a function and the polynomial that it is taken of.
@@ -220,13 +221,13 @@ def _form(poly: Polynomial) -> tuple[str, list[float]]:
 
 
 @functools.cache
-def _forms(inner: Any, outer: Any) -> dict[str, tuple[str, list[float]]]:
+def _forms(inner: Any, outer: Any) -> dict[str, tuple[Activation, list[float]]]:
     """The activations with their constants rounded to these dtypes: (name, coefficients) by form."""
     rounded = lambda x, dtype: constant(float(np.asarray(x, dtype)))
     cubic = _sum(X, _product(rounded(0.044715, inner), _power(X, 3)))
     of_erf = _odd("erf", _product(rounded(math.sqrt(0.5), outer), X))
     of_tanh = _odd("tanh", _product(rounded(math.sqrt(2 / math.pi), outer), cubic))
-    activations = {
+    activations: dict[Activation, Polynomial] = {
         "relu": _of("relu", X),
         "gelu": _product(_scaled(0.5, X), _sum(constant(1), of_erf)),
         "gelu_tanh": _product(_scaled(0.5, X), _sum(constant(1), of_tanh)),
@@ -237,7 +238,7 @@ def _forms(inner: Any, outer: Any) -> dict[str, tuple[str, list[float]]]:
     return {text: (name, values) for name, poly in activations.items() for text, values in [_form(poly)]}
 
 
-def activation_of(poly: Polynomial, dtype: Any) -> str | None:
+def activation_of(poly: Polynomial, dtype: Any) -> Activation | None:
     """The activation that a polynomial of ``X`` is, with constants as a program of this dtype has them; or None."""
     text, values = _form(poly)
     tolerance = 4 * float(jnp.finfo(jnp.promote_types(dtype, jnp.float32)).eps)

@@ -20,7 +20,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_streamk import _ffi, compat, lowering, partition, primitive, ragged
 from jax_streamk.checks import check_static
 from jax_streamk.device import Device, device_of
-from jax_streamk.epilogue import Epilogue, check_activation
+from jax_streamk.epilogue import Activation, Epilogue, check_activation
 from jax_streamk.planner import Plan
 from jax_streamk.schedules import PerPass, Schedule, check_schedule
 from jax_streamk.tuning import tuned
@@ -274,7 +274,7 @@ def linear(
     w: ArrayLike,
     bias: ArrayLike | None = None,
     *,
-    activation: str | None = None,
+    activation: Activation | None = None,
     residual: ArrayLike | None = None,
     alpha: float = 1.0,
     beta: float = 1.0,
@@ -369,7 +369,7 @@ def gated_linear(
     b_gate: ArrayLike | None = None,
     b_up: ArrayLike | None = None,
     *,
-    activation: str | None = "silu",
+    activation: Activation | None = "silu",
     precision: PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
@@ -388,7 +388,7 @@ def gated_linear(
       w_up: array of the same shape; or None, and then w_gate has shape (k, 2, n), with the matrix of the gate before
         that of the other product.
       b_gate, b_up: arrays of shape (n,), or None. Of stacked weights b_gate has shape (2, n), and b_up is None.
-      activation: None, "relu", "gelu" (exact, by erf), "gelu_tanh", "silu", "sigmoid" or "tanh".
+      activation: None, or one of those of ``linear``.
       precision, preferred_element_type, out_sharding, schedule: as in ``matmul``. An explicit schedule is that of
         each product.
 
@@ -444,7 +444,7 @@ def ragged_dot(
     *,
     lhs_indices: ArrayLike | None = None,
     bias: ArrayLike | None = None,
-    activation: str | None = None,
+    activation: Activation | None = None,
     schedule: Schedule | PerPass | None = None,
 ) -> jax.Array:
     """``jax.lax.ragged_dot``: consecutive groups of rows, each multiplied by a matrix of its own.
@@ -562,7 +562,7 @@ def ragged_gated(
     lhs_indices: ArrayLike | None = None,
     b_gate: ArrayLike | None = None,
     b_up: ArrayLike | None = None,
-    activation: str | None = "silu",
+    activation: Activation | None = "silu",
     precision: PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     group_offset: ArrayLike | None = None,
@@ -785,7 +785,7 @@ def plan(
     device: jax.Device | Device | str | None = None,
     precision: PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
-    activation: str | None = None,
+    activation: Activation | None = None,
     bias: bool = False,
     residual: bool = False,
     alpha: float = 1.0,

@@ -16,6 +16,7 @@ import numpy as np
 from jax.extend.core import Literal, Var
 
 from jax_streamk import activations, compat, primitive, ragged
+from jax_streamk.epilogue import Activation
 from jax_streamk.program import RESHAPES, Program, is_exact, is_float, is_merged, is_movable, is_view
 
 PRODUCTS = primitive.dot_general_p, ragged.ragged_p  # those whose kernels may have an epilogue
@@ -50,7 +51,7 @@ class Chain:
     alpha: float = 1.0
     bias: Operand | None = None
     residual: Operand | None = None
-    activation: str | None = None
+    activation: Activation | None = None
     swapped: bool = False  # whether the kernel's lhs is the product's rhs
     last: str = "product"
     matrices: tuple[Any, ...] = ()

@@ -6,7 +6,7 @@ With a gate it is ``activation(product + bias) * (second product + second bias)`
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,9 @@ from jax import lax
 
 from jax_streamk.checks import check_static
 
-ACTIVATIONS: dict[str | None, Callable[..., Any]] = {
+Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "sigmoid", "tanh"]
+
+ACTIVATIONS: dict[Activation | None, Callable[..., Any]] = {
     None: lambda x: x,
     "relu": jax.nn.relu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
@@ -76,7 +78,7 @@ class Epilogue(ByBits):
         of rhs, which the result lacks, and of the bias.
     """
 
-    activation: str | None = None
+    activation: Activation | None = None
     alpha: float = 1.0
     beta: float = 1.0
     has_bias: bool = False

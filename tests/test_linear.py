@@ -3,6 +3,7 @@
 import functools
 import itertools
 import re
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,8 @@ import numpy as np
 import pytest
 from compiling import compilations
 
-from jax_streamk import DataParallel, SplitK, StreamK, linear, matmul, plan
-from jax_streamk.epilogue import ACTIVATIONS
+from jax_streamk import DataParallel, SplitK, StreamK, _ffi, linear, matmul, plan
+from jax_streamk.epilogue import ACTIVATIONS, Activation
 
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else "cpu"
 TARGET = "jax_streamk_cuda_gemm" if PLATFORM == "cuda" else "jax_streamk_host_gemm"
@@ -66,6 +67,12 @@ def assert_as_exact(got, operands, **kwargs):
 def programs(f, *operands):
     text = jax.jit(f).lower(*operands).as_text()
     return text.count(f"@{TARGET}"), len(re.findall(r"stablehlo\.(?!custom_call|constant|return)\w+", text))
+
+
+def test_annotations_kernels_and_xla_have_the_same_activations():
+    """``tests/annotations.py`` is what mypy refuses."""
+    assert (None, *typing.get_args(Activation)) == tuple(ACTIVATIONS)
+    assert ["none", *typing.get_args(Activation)] == [value.name for value in _ffi.Activation]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

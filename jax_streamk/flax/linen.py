@@ -13,7 +13,7 @@ from jax.lax import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_streamk import api
-from jax_streamk.epilogue import wide
+from jax_streamk.epilogue import Activation, wide
 from jax_streamk.flax.experts import check_experts, mixture
 from jax_streamk.flax.forward import check_fields, forward
 from jax_streamk.schedules import PerPass, Schedule
@@ -26,7 +26,7 @@ class Dense(linen.Dense):
     The bias is added in float32 and the result rounded once; Flax rounds the product before it adds the bias.
 
     Attributes:
-      activation: None, "relu", "gelu" (the exact one, by erf), "gelu_tanh", "silu", "sigmoid" or "tanh".
+      activation: None, or one of those of ``jax_streamk.linear``.
       schedule: ``Auto()``, ``DataParallel()``, ``SplitK(...)``, ``StreamK(...)``, or a ``PerPass`` of them; None is
         ``Auto()``.
       dot_general: a product to use instead. Bias and activation then follow it, as in Flax's class.
@@ -38,7 +38,7 @@ class Dense(linen.Dense):
         run the product under the schedule.
     """
 
-    activation: str | None = None
+    activation: Activation | None = None
     schedule: Schedule | PerPass | None = None
 
     def __post_init__(self) -> None:
@@ -80,7 +80,7 @@ class GatedMLP(linen.Module):
     Attributes:
       hidden_features: the hidden width, between the projections.
       features: the number of features of the result; None for that of the input.
-      activation: None, "relu", "gelu" (the exact one, by erf), "gelu_tanh", "silu", "sigmoid" or "tanh".
+      activation: None, or one of those of ``jax_streamk.linear``.
       use_bias: whether every projection has a bias.
       dtype: of the computation; None for what input and parameters promote to.
       param_dtype: as in ``flax.linen.Dense``, for every projection, like the next three.
@@ -96,7 +96,7 @@ class GatedMLP(linen.Module):
 
     hidden_features: int
     features: int | None = None
-    activation: str | None = "silu"
+    activation: Activation | None = "silu"
     use_bias: bool = False
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32
@@ -168,7 +168,7 @@ class MoE(linen.Module):
       num_experts: the number of experts.
       experts_per_token: the number of experts that each token is routed to.
       normalize: whether a token's weights are divided by their sum.
-      activation: None, "relu", "gelu" (the exact one, by erf), "gelu_tanh", "silu", "sigmoid" or "tanh".
+      activation: None, or one of those of ``jax_streamk.linear``.
       dtype: of the computation; None for what input and parameters promote to.
       param_dtype: of the parameters.
       precision: of the products.
@@ -188,7 +188,7 @@ class MoE(linen.Module):
     num_experts: int
     experts_per_token: int
     normalize: bool = True
-    activation: str | None = "silu"
+    activation: Activation | None = "silu"
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32
     precision: PrecisionLike = None

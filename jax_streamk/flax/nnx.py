@@ -18,7 +18,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_streamk import api
 from jax_streamk.accelerate import Accelerated, P, R, Where, check_results, taken_apart
 from jax_streamk.accelerate import accelerate as _accelerate
-from jax_streamk.epilogue import wide
+from jax_streamk.epilogue import Activation, wide
 from jax_streamk.flax.experts import check_experts, mixture
 from jax_streamk.flax.forward import check_fields, forward
 from jax_streamk.products import Products
@@ -32,7 +32,7 @@ class Linear(nnx.Linear):
     Flax's. The bias is added in float32 and the result rounded once; Flax rounds the product before it adds the bias.
 
     Args:
-      activation: None, "relu", "gelu" (the exact one, by erf), "gelu_tanh", "silu", "sigmoid" or "tanh".
+      activation: None, or one of those of ``jax_streamk.linear``.
       schedule: ``Auto()``, ``DataParallel()``, ``SplitK(...)``, ``StreamK(...)``, or a ``PerPass`` of them; None is
         ``Auto()``.
       dot_general: a product to use instead. Bias and activation then follow it, as in Flax's class.
@@ -48,7 +48,7 @@ class Linear(nnx.Linear):
         in_features: int,
         out_features: int,
         *,
-        activation: str | None = None,
+        activation: Activation | None = None,
         schedule: Schedule | PerPass | None = None,
         **kwargs: Any,
     ):
@@ -78,7 +78,7 @@ class GatedMLP(nnx.Module):
       in_features: the number of features of the input.
       hidden_features: the hidden width, between the projections.
       out_features: the number of features of the result; None for that of the input.
-      activation: None, "relu", "gelu" (the exact one, by erf), "gelu_tanh", "silu", "sigmoid" or "tanh".
+      activation: None, or one of those of ``jax_streamk.linear``.
       use_bias: whether every projection has a bias.
       schedule: as in ``Linear``, for every product.
       rngs: as in ``flax.nnx.Linear``.
@@ -97,7 +97,7 @@ class GatedMLP(nnx.Module):
         hidden_features: int,
         out_features: int | None = None,
         *,
-        activation: str | None = "silu",
+        activation: Activation | None = "silu",
         use_bias: bool = False,
         schedule: Schedule | PerPass | None = None,
         rngs: nnx.Rngs,
@@ -147,7 +147,7 @@ class MoE(nnx.Module):
       num_experts: the number of experts.
       experts_per_token: the number of experts that each token is routed to.
       normalize: whether a token's weights are divided by their sum.
-      activation: None, "relu", "gelu" (the exact one, by erf), "gelu_tanh", "silu", "sigmoid" or "tanh".
+      activation: None, or one of those of ``jax_streamk.linear``.
       dtype: of the computation; None for what input and parameters promote to.
       param_dtype: of the parameters.
       precision: of the products.
@@ -172,7 +172,7 @@ class MoE(nnx.Module):
         experts_per_token: int,
         *,
         normalize: bool = True,
-        activation: str | None = "silu",
+        activation: Activation | None = "silu",
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         precision: PrecisionLike = None,
