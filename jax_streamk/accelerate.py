@@ -386,7 +386,7 @@ class _Rewriter:
                 primitive=primitive.dot_general_p, params=eqn.params | dict(schedule=self._schedule, permutation=None)
             )
         if eqn.primitive is compat.ragged_dot_general_p:
-            if not decide_ragged(eqn, self._schedule, self._where, device_of(None)).is_ours:
+            if not decide_ragged(eqn, program, self._schedule, self._where, device_of(None)).is_ours:
                 return eqn
             return eqn.replace(primitive=ragged.ragged_p, params=ragged.params_of(eqn, self._schedule))
         # In other libraries' primitives a jaxpr may have to match other parameters: Equinox keeps a copy and compares.

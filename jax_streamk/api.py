@@ -7,7 +7,7 @@ import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, ParamSpec, Protocol, TypeVar, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ Dims = tuple[int, ...]
 # ((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
 
 
 class Shaped(Protocol):
@@ -776,6 +777,48 @@ def _flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
+class _Planning(Protocol[P]):
+    @overload
+    def __call__(
+        self, fn: Callable[..., Any], /, *args: Any, device: jax.Device | Device | str | None = None
+    ) -> Plan: ...
+    @overload
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Plan: ...
+
+
+def _or_of_a_function(of_product: Callable[P, Plan]) -> _Planning[P]:
+    """Decorates ``plan``: of a function it is the plan of the one product in it."""
+
+    @functools.wraps(of_product)
+    def plan(*args: Any, **kwargs: Any) -> Plan:
+        if args and callable(args[0]) and not hasattr(args[0], "shape"):  # a flax.nnx.Variable is callable, too
+            return _plan_of_a_function(*args, **kwargs)
+        return of_product(*args, **kwargs)
+
+    return cast("_Planning[P]", plan)
+
+
+def _plan_of_a_function(fn: Callable[..., Any], *args: Any, device: Any = None, **others: Any) -> Plan:
+    for name, value in others.items():
+        where = "give it where the function calls the product, or as a positional argument of the function"
+        raise TypeError(f"plan: {name}={value!r} with a function, which goes with device= only: {where}")
+    plans = lowering.plans_of(fn, *args, device=device_of(device))
+    if len(plans) == 1:
+        return plans[0]
+    what = getattr(fn, "__name__", type(fn).__name__)
+    if not plans:
+        raise ValueError(
+            f"plan: {what} has no product of jax_streamk; if it has JAX's, plan(jax_streamk.accelerate(fn), ...) plans "
+            "ours in their place, and accelerate(fn).explain(...) says which are left to XLA"
+        )
+    listed = "".join(f"\n  {made.problem or made.reasons[0]}: {made.kernel or 'XLA'}" for made in plans)
+    raise ValueError(
+        f"plan: {what} has {len(plans)} products, and a plan is of one; plan a function of one, or print "
+        f"jax_streamk.accelerate(fn).explain(...), which has all plans:{listed}"
+    )
+
+
+@_or_of_a_function
 def plan(
     lhs: Shaped,
     rhs: Shaped,
@@ -795,6 +838,11 @@ def plan(
     lhs_indices: Shaped | None = None,
 ) -> Plan:
     """The ``Plan`` of a product on one device, without running it.
+
+    ``plan(fn, *args, device=None)`` is the plan of the one product of this library in a function, as ``jax.jit`` lowers
+    it for these arguments: arrays, shapes as below, and pytrees of them. It may be any product, with transposes before
+    it, which kernels read through: ``plan(lambda x: matmul(x.T, x), x)``. To ``plan(x.T, x)`` an operand is what it is
+    to a call outside of ``jit``: an array in rows, which JAX has transposed.
 
     If XLA partitions a product over devices, each device plans its own part. A build without CUDA kernels plans for
     GPUs from a description of the kernels in a full build.
@@ -817,9 +865,9 @@ def plan(
 
     Raises:
       TypeError, ValueError: as ``matmul``, ``dot_general``, ``linear`` and ``gated_linear``.
-      TypeError: bias, residual or gate is not a bool, or device is not a device.
-      ValueError: gate with dimension_numbers, residual, alpha or beta, or lhs_indices without group_sizes or with
-        dimension_numbers.
+      TypeError: bias, residual or gate is not a bool, device is not a device, or others come with a function.
+      ValueError: a function has no product of this library, or several; gate with dimension_numbers, residual, alpha or
+        beta; or lhs_indices without group_sizes or with dimension_numbers.
     """
     schedule = check_schedule(schedule)
     check_activation("plan", activation)

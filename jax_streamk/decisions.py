@@ -67,7 +67,7 @@ def decide(
     return _unless(where, made)
 
 
-def decide_ragged(eqn: Any, schedule: Any, where: Any, device: Device) -> Decision:
+def decide_ragged(eqn: Any, program: Program, schedule: Any, where: Any, device: Device) -> Decision:
     """Whether the product of an equation of JAX's ``ragged_dot_general`` becomes ours."""
     if eqn.ctx.compute_type is not None:
         return Decision(False, f"it is under compute_on({eqn.ctx.compute_type!r})", None)
@@ -77,7 +77,7 @@ def decide_ragged(eqn: Any, schedule: Any, where: Any, device: Device) -> Decisi
     if any(x is not None for x in compat.ragged_params(eqn.params).values()):
         return Decision(False, "it has a group_offset or an out_sharding", None)
     try:
-        made = planned_ragged(eqn, device, schedule=schedule)
+        made = planned_ragged(eqn, program, device, schedule=schedule)
     except ValueError as error:
         return Decision(False, str(error), None)
     return _refused(made) or _unless(where, made)
@@ -102,18 +102,24 @@ def planned(eqn: Any, program: Program, device: Device, **changed: Any) -> Plan:
     """
     params = {name: value for name, value in eqn.params.items() if name != "out_sharding"} | changed
     avals = [compat.local_aval(x.aval) for x in eqn.invars[:2]]
-    if "epilogue" not in params or not params["epilogue"].gate:
-        _, avals, params["dimension_numbers"] = lowering.without_transposes(
-            eqn.invars[:2], avals, params["dimension_numbers"], program.transpose_behind
-        )
+    is_gated = "epilogue" in params and params["epilogue"].gate
+    without = lowering.without_transposes_of_gated if is_gated else lowering.without_transposes
+    multiplied = eqn.invars[: 3 if is_gated and params["epilogue"].is_pair else 2]
+    _, avals, params["dimension_numbers"] = without(
+        multiplied, avals, params["dimension_numbers"], program.transpose_behind
+    )
     return lowering.plan(*avals, device=device, **params)[0]
 
 
-def planned_ragged(eqn: Any, device: Device, **changed: Any) -> Plan:
+def planned_ragged(eqn: Any, program: Program, device: Device, **changed: Any) -> Plan:
     """``planned`` of a ragged product."""
     is_ours = eqn.primitive is ragged.ragged_p
     params = (eqn.params if is_ours else ragged.params_of(eqn, schedules.Auto())) | changed
-    return ragged.plan(*(x.aval for x in eqn.invars), device=device, **params)[0]
+    lhs, rhs, *others = (x.aval for x in eqn.invars)
+    _, rhs, params["numbers"] = ragged.without_transposes(
+        eqn.invars[1], rhs, params["numbers"], params["epilogue"], program.transpose_behind
+    )
+    return ragged.plan(lhs, rhs, *others, device=device, **params)[0]
 
 
 def merged_by_xla(eqn: Any, program: Program) -> str | None:

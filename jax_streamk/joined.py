@@ -20,7 +20,7 @@ from jax.extend.core import Primitive, Var
 from jax.interpreters import mlir
 
 from jax_streamk import compat, cost_model, decisions, lowering, planner, primitive, problem, schedules
-from jax_streamk.device import Device, device_for_lowering
+from jax_streamk.device import Device
 from jax_streamk.program import Program, bytes_of, is_movable, variables
 
 # Operands: lhs of shape (m, k), then two or three matrices, all (k, n) or all (n, k). The result has shape (m, sum of
@@ -47,6 +47,10 @@ def _columns(dimension_numbers, *shapes):
 
 def _apart(lhs, *matrices, **params):
     return jnp.concatenate([primitive.bind(lhs, x, **params) for x in matrices], 1)
+
+
+def _apart_by_xla(lhs, *matrices, **params):
+    return jnp.concatenate([primitive.xlas_product(lhs, x, out_sharding=None, **params) for x in matrices], 1)
 
 
 def _batch(axis_data, operands, dims, **params):
@@ -95,11 +99,13 @@ def _lower(ctx, *operands, **params):
 
 def _lower_with_kernel(apart, ctx, *operands, **params):
     made = None
-    if compat.placement(ctx) == compat.Placement.ONE_DEVICE:
+    if lowering.placement(ctx) == compat.Placement.ONE_DEVICE:
         lowering.check_build("cuda")
-        made = plan(*ctx.avals_in, device=device_for_lowering("cuda"), **params)
+        made = plan(*ctx.avals_in, device=lowering.target("cuda"), **params)
     if made is None:
         return apart(ctx, *operands, **params)
+    if lowering.only_looked_at(made):
+        return mlir.lower_fun(_apart_by_xla, multiple_results=False)(ctx, *operands, **params)
     return [lowering.call(ctx, made, compat.local_aval(*ctx.avals_out), *operands)]
 
 

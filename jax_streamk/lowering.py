@@ -1,5 +1,7 @@
 """Lowers a product: to a custom call on one device, to a product that XLA partitions on several."""
 
+import contextvars
+import dataclasses
 import functools
 import itertools
 import math
@@ -9,7 +11,7 @@ import numpy as np
 from jax.interpreters import mlir
 
 from jax_streamk import _ffi, compat, cost_model, custom_call, partition, planner, problem, schedules, text
-from jax_streamk.device import device_for_lowering
+from jax_streamk.device import Device, device_for_lowering
 from jax_streamk.epilogue import Epilogue
 from jax_streamk.machines import machine_of
 from jax_streamk.primitive import dot_general_p, fused_p, linear_apart, linear_p, xlas_product
@@ -134,9 +136,74 @@ def _gating(arrangement, products, device):
     return machine.launch_us * products + max(0, moved - held) / machine.dram_bytes_per_us
 
 
+@dataclasses.dataclass(frozen=True)
+class _Look:
+    """Functions are lowered only to see the plans of their products, for a device that need not be here."""
+
+    device: Device
+    plans: list[planner.Plan]
+
+
+_look: contextvars.ContextVar[_Look | None] = contextvars.ContextVar("jax_streamk_look", default=None)
+
+
+def plans_of(function, *args, device):
+    """The ``Plan`` of each product of ours in a function of arrays, or of their shapes, as jit lowers it for a device.
+
+    What jit lowers once has one: the body of a loop, and a jitted function that is called several times.
+    """
+    new = functools.wraps(function, updated=())(lambda *args: function(*args))  # jit keeps what it lowered
+    traced = jax.jit(new).trace(*args)
+    look = _Look(device, [])
+    token = _look.set(look)
+    try:
+        traced.lower(lowering_platforms=(device.platform,))
+    finally:
+        _look.reset(token)
+    return look.plans
+
+
+def only_looked_at(made):
+    """Notes the plan of a product if ``plans_of`` asks for it; anything may be lowered then."""
+    look = _look.get()
+    if look is not None:
+        look.plans.append(made)
+    return look is not None
+
+
+def lower_as_one(made, function, ctx, *operands):
+    """Lowers a function in the place of one product; its plan becomes that of the function's first, and says why."""
+    look = _look.get()
+    before = 0 if look is None else len(look.plans)
+    out = mlir.lower_fun(function, multiple_results=False)(ctx, *operands)
+    if look is not None:
+        first, why = look.plans[before], made.reasons[-1:]
+        look.plans[before:] = [first.with_reasons([reason for reason in why if reason not in first.reasons])]
+    return out
+
+
+def target(platform):
+    """The ``Device`` to plan for."""
+    look = _look.get()
+    return device_for_lowering(platform) if look is None else look.device
+
+
+def placement(ctx):
+    """``compat.placement``; a product that XLA partitions is looked at as on one device."""
+    found = compat.placement(ctx)
+    is_one = _look.get() is not None and found == compat.Placement.PARTITIONED
+    return compat.Placement.ONE_DEVICE if is_one else found
+
+
+def tuned_if_asked(made, schedule):
+    """The plan for a schedule; of ``Auto()`` inside ``tuning()`` the tuned one."""
+    is_asked = isinstance(schedule, schedules.Auto) and _look.get() is None
+    return tune.tuned_if_asked(made) if is_asked else made
+
+
 def check_build(platform):
     """Raises RuntimeError if this build has only descriptions of a platform's kernels, which suffice for plans."""
-    if platform == "cuda" and not _ffi.has_cuda:
+    if platform == "cuda" and not _ffi.has_cuda and _look.get() is None:
         raise RuntimeError(
             f"this build of jax_streamk has no CUDA kernels, and the product is for a GPU: {_WITHOUT_CUDA}"
         )
@@ -155,11 +222,11 @@ def _lower(ctx, *operands, **params):
 
 def why_not_here(ctx):
     """Why a product is XLA's where it is lowered; None if it may be ours, on one device or partitioned by our rule."""
-    placement = compat.placement(ctx)
-    if placement == compat.Placement.UNKNOWN:
-        where = "in a shard_map with automatic mesh axes, in an export for several devices, and without a mesh"
-        return f"only XLA partitions products {where}"
-    if placement == compat.Placement.PARTITIONED and not compat.config.jax_use_shardy_partitioner:
+    where = compat.placement(ctx)
+    if where == compat.Placement.UNKNOWN:
+        which = "in a shard_map with automatic mesh axes, in an export for several devices, and without a mesh"
+        return f"only XLA partitions products {which}"
+    if where == compat.Placement.PARTITIONED and not compat.config.jax_use_shardy_partitioner:
         return "only XLA partitions products where jax_use_shardy_partitioner is off"
     if compat.is_unreduced(ctx.avals_out[0]):
         return "only XLA supports an out_sharding with unreduced axes, which leaves the sum over devices open"
@@ -172,7 +239,7 @@ def _lower_with_kernels(ctx, *operands, platform, **params):
     # Tracing inside a rule does not need shardings.
     local = ctx.replace(avals_in=[compat.local_aval(aval) for aval in ctx.avals_in])
     params["out_sharding"] = None
-    if compat.placement(ctx) == compat.Placement.PARTITIONED:
+    if placement(ctx) == compat.Placement.PARTITIONED:
         later = params | dict(schedule=tune.later(params["schedule"]))
         out = lower_partitioned(local, _partitioned(local.avals_in, **later), operands, platform, params)
     else:
@@ -191,7 +258,7 @@ def lower_partitioned(ctx, function, operands, platform, params):
 
 def _lower_on_one_device(ctx, lhs, rhs, *others, platform, schedule, out_sharding, epilogue=Epilogue(), **params):
     check_build(platform)
-    device = device_for_lowering(platform)
+    device = target(platform)
     if epilogue.gate:
         return _lower_gated(ctx, lhs, rhs, *others, device=device, schedule=schedule, epilogue=epilogue, **params)
     (lhs, rhs), avals, params["dimension_numbers"] = without_transposes(
@@ -200,13 +267,12 @@ def _lower_on_one_device(ctx, lhs, rhs, *others, platform, schedule, out_shardin
 
     def planned(schedule):
         made, arrangement = plan(*avals, schedule=schedule, device=device, epilogue=epilogue, **params)
-        return tune.tuned_if_asked(made) if isinstance(schedule, schedules.Auto) else made, arrangement
+        return tuned_if_asked(made, schedule), arrangement
 
     made, arrangement = tune.in_its_context(schedules.of_forward(schedule), planned)
-    if made.kernel is None:
-        rule = mlir.lower_fun(xlas_product, multiple_results=False)
+    if only_looked_at(made) or made.kernel is None:
         ctx = ctx.replace(avals_in=[*avals, *ctx.avals_in[2:]])
-        return rule(ctx, lhs, rhs, *others, out_sharding=out_sharding, epilogue=epilogue, **params)
+        return _by_xla(ctx, lhs, rhs, *others, out_sharding=out_sharding, epilogue=epilogue, **params)
     lhs, rhs = prepared(arrangement, lhs, rhs, *avals)
     ctx = ctx.replace(avals_in=[*arrangement.prepared(*avals), *ctx.avals_in[2:]])
     out = call(ctx, made, arrangement.stored(compat.local_aval(*ctx.avals_out)), lhs, rhs, *others)
@@ -231,26 +297,24 @@ def prepared(arrangement, lhs, rhs, *avals):
 
 def _lower_gated(ctx, lhs, rhs, *others, device, schedule, epilogue, **params):
     second, *more = map(list, epilogue.split(others))
-    matrices = [without_transposes((lhs, x), ctx.avals_in[:2], params["dimension_numbers"]) for x in (rhs, *second)]
-    # Both matrices have one layout.
-    if all(x[1:] == matrices[0][1:] for x in matrices):
-        ((lhs, rhs), avals, params["dimension_numbers"]), *rest = matrices
-        second = [multiplied[1] for multiplied, *_ in rest]
-    else:
-        avals = ctx.avals_in[:2]
-    operands = [lhs, rhs, *second, *itertools.chain(*more)]
+    multiplied, avals, params["dimension_numbers"] = without_transposes_of_gated(
+        (lhs, rhs, *second), ctx.avals_in[:2], params["dimension_numbers"]
+    )
+    operands = [*multiplied, *itertools.chain(*more)]
     ctx = ctx.replace(avals_in=[*avals, *avals[1:] * len(second), *ctx.avals_in[2 + len(second) :]])
 
     def planned(schedule):
         made, _ = plan(*avals, schedule=schedule, device=device, epilogue=epilogue, **params)
         is_one = made.kernel is not None and made.problem.gated
-        return tune.tuned_if_asked(made) if is_one and isinstance(schedule, schedules.Auto) else made
+        return tuned_if_asked(made, schedule) if is_one else made
 
     made = tune.in_its_context(schedules.of_forward(schedule), planned)
-    if made.kernel is not None and made.problem.gated:
-        return [call(ctx, made, compat.local_aval(*ctx.avals_out), *operands)]
     apart = functools.partial(linear_apart, schedule=schedule, out_sharding=None, epilogue=epilogue, **params)
-    return mlir.lower_fun(apart, multiple_results=False)(ctx, *operands)
+    if made.kernel is None or not made.problem.gated:
+        return lower_as_one(made, apart, ctx, *operands)
+    if only_looked_at(made):
+        return _by_xla(ctx, *operands, out_sharding=None, epilogue=epilogue, **params)
+    return [call(ctx, made, compat.local_aval(*ctx.avals_out), *operands)]
 
 
 def call(ctx, made, stored, *operands):
@@ -263,9 +327,20 @@ def call(ctx, made, stored, *operands):
         return call(ctx.replace(avals_out=[stored, workspace]), *operands)[0]
 
 
-def _lower_to_xla(ctx, *operands, why, schedule, **params):
+_by_xla = mlir.lower_fun(xlas_product, multiple_results=False)
+
+
+def leave_to_xla(schedule, why):
+    """Notes for ``plans_of`` that a product is XLA's. Raises ValueError if its schedule is explicit."""
     refuse_schedule(schedule, "", why)
-    return mlir.lower_fun(xlas_product, multiple_results=False)(ctx, *operands, **params)
+    look = _look.get()
+    if look is not None:
+        look.plans.append(planner.Plan(None, look.device, None, None, reasons=(f"falls back to XLA: {why}",)))
+
+
+def _lower_to_xla(ctx, *operands, why, schedule, **params):
+    leave_to_xla(schedule, why)
+    return _by_xla(ctx, *operands, **params)
 
 
 def _partitioned(avals, *, epilogue=Epilogue(), permutation=None, **params):
@@ -294,6 +369,16 @@ def without_transposes(operands, avals, dimension_numbers, behind=compat.transpo
     return operands, avals, tuple(zip(*sides))
 
 
+def without_transposes_of_gated(operands, avals, dimension_numbers, behind=compat.transpose_behind):
+    """``without_transposes`` of lhs and of each matrix: only if all of them have one layout then."""
+    lhs, *matrices = operands
+    found = [without_transposes((lhs, x), avals, dimension_numbers, behind) for x in matrices]
+    ((lhs, _), *layout), *_ = found
+    if any(x[1:] != tuple(layout) for x in found):
+        return operands, avals, dimension_numbers
+    return [lhs, *(rhs for (_, rhs), *_ in found)], *layout
+
+
 for _primitive in (dot_general_p, linear_p):
     compat.needs_devices(_primitive)
     # A cached rule would not see the transposes that produce its operands.
@@ -304,7 +389,7 @@ def _lower_fused(ctx, *operands, call_jaxpr, written):
     """As one kernel, or as the program was written where XLA may divide another operand unlike the product."""
     given, first = getattr(call_jaxpr, "jaxpr", call_jaxpr).invars, call_jaxpr.eqns[0]
     is_divided_alike = (
-        compat.placement(ctx) == compat.Placement.ONE_DEVICE
+        placement(ctx) == compat.Placement.ONE_DEVICE
         or compat.is_sharded_by_type(ctx)
         or (first.invars == given[:2] and not first.params.get("epilogue", Epilogue()).gate)
     )

@@ -231,14 +231,14 @@ def _row(eqn, program, count, is_exact, schedule, where, device, measured) -> Pr
             if eqn.primitive is joined.joined_p:
                 made = joined.plan(*(x.aval for x in eqn.invars), device=device, **eqn.params)
             else:
-                made = planned_ragged(eqn, device) if is_ragged else planned(eqn, program, device)
+                made = (planned_ragged if is_ragged else planned)(eqn, program, device)
         except ValueError as error:
             is_ours, why = False, str(error)
         if made is not None and made.kernel is None:
             is_ours, why = False, made.reasons[0].removeprefix(FALLS_BACK)
     else:
-        asked = schedule, where, device
-        decision = decide_ragged(eqn, *asked) if is_ragged else decide(eqn, program, *asked, measured)
+        asked = eqn, program, schedule, where, device
+        decision = decide_ragged(*asked) if is_ragged else decide(*asked, measured)
         made = decision.plan
         why = decision.why or "accelerate does not look into the primitive that it is in"
     if is_ours and measured is not None:

@@ -18,7 +18,6 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 from jax_streamk import compat, cost_model, lowering, partition, planner, problem, schedules, text
-from jax_streamk.device import device_for_lowering
 from jax_streamk.epilogue import ACTIVATIONS, Epilogue, wide
 from jax_streamk.tuning import tune, tuned
 
@@ -394,10 +393,9 @@ def _lower(ctx, *operands, **params):
     return compat.lower_per_platform(ctx, rules, rest, *operands, **params)
 
 
-def _lower_gathered_first(ctx, *operands, gathers, **params):
+def _gathered_first(*operands, gathers, **params):
     del gathers
-    function = lambda *operands: bind(*_gathered(*operands), **params)
-    return mlir.lower_fun(function, multiple_results=False)(ctx, *operands)
+    return bind(*_gathered(*operands), **params)
 
 
 def _lower_with_kernels(ctx, *operands, platform, schedule, **params):
@@ -406,32 +404,32 @@ def _lower_with_kernels(ctx, *operands, platform, schedule, **params):
     lowering.check_build(platform)
     result = ctx.avals_out[0]
     ctx = ctx.replace(avals_in=[compat.local_aval(aval) for aval in ctx.avals_in])
-    partitions = compat.placement(ctx) == compat.Placement.PARTITIONED
+    partitions = lowering.placement(ctx) == compat.Placement.PARTITIONED
     if partitions and params["gathers"]:
-        return _lower_gathered_first(ctx, *operands, schedule=schedule, **params)
+        rule = mlir.lower_fun(_gathered_first, multiple_results=False)
+        return rule(ctx, *operands, schedule=schedule, **params)
     if partitions:
         later = _partitioned(schedule=tune.later(schedule), **params)
         out = lowering.lower_partitioned(ctx, later, operands, platform, params | dict(schedule=schedule))
         return [compat.with_sharding_of(ctx, out, result)]
     lhs, rhs, group_sizes, *others = operands
-    if _groups_rows(params["numbers"]) and not params["epilogue"].gate:
-        rhs, aval, params["numbers"] = _without_transposes(rhs, ctx.avals_in[1], params["numbers"])
-        ctx = ctx.replace(avals_in=[ctx.avals_in[0], aval, *ctx.avals_in[2:]])
-        operands = (lhs, rhs, group_sizes, *others)
+    rhs, aval, params["numbers"] = without_transposes(rhs, ctx.avals_in[1], params["numbers"], params["epilogue"])
+    ctx = ctx.replace(avals_in=[ctx.avals_in[0], aval, *ctx.avals_in[2:]])
+    operands = (lhs, rhs, group_sizes, *others)
     epilogue, types = params["epilogue"], ctx.avals_in
 
     def planned(schedule):
-        made, arrangement = plan(*types, schedule=schedule, device=device_for_lowering(platform), **params)
-        is_asked = isinstance(schedule, schedules.Auto) and not _runs_apart(made, epilogue)
-        return tune.tuned_if_asked(made) if is_asked else made, arrangement
+        made, arrangement = plan(*types, schedule=schedule, device=lowering.target(platform), **params)
+        return made if _runs_apart(made, epilogue) else lowering.tuned_if_asked(made, schedule), arrangement
 
     made, arrangement = tune.in_its_context(schedules.of_forward(schedule), planned)
     if params["gathers"] and (made.kernel is None or not made.problem.gathered_rows):
-        return _lower_gathered_first(ctx, *operands, schedule=schedule, **params)
+        first = functools.partial(_gathered_first, schedule=schedule, **params)
+        return lowering.lower_as_one(made, first, ctx, *operands)
     if _runs_apart(made, epilogue):
         apart = functools.partial(_apart, schedule=schedule, **params)
-        return mlir.lower_fun(apart, multiple_results=False)(ctx, *operands)
-    if made.kernel is None:
+        return lowering.lower_as_one(made, apart, ctx, *operands)
+    if lowering.only_looked_at(made) or made.kernel is None:
         return _by_xla(ctx, *operands, **params)
     # Group sizes and indices come last.
     last = len(operands) - params["gathers"]
@@ -476,11 +474,16 @@ def _partitioned(*, epilogue, leading, **params):
     return ordered
 
 
-def _without_transposes(rhs, aval, numbers):
-    """Folds transposes of the matrices of groups into the product: kernels read either majorness without a copy."""
+def without_transposes(rhs, aval, numbers, epilogue, behind=compat.transpose_behind):
+    """Folds transposes of the matrices of groups into the product: kernels read either majorness without a copy.
+
+    ``behind`` is as in ``lowering.without_transposes``.
+    """
+    if not _groups_rows(numbers) or epilogue.gate:
+        return rhs, aval, numbers
     ((contract,), (rhs_contract,)), _ = numbers.dot_dimension_numbers
     (group,) = numbers.rhs_group_dimensions
-    while (found := compat.transpose_behind(rhs)) is not None:
+    while (found := behind(rhs)) is not None:
         rhs, permutation = found
         aval = aval.update(shape=tuple(aval.shape[i] for i in np.argsort(permutation)))
         rhs_contract, group = permutation[rhs_contract], permutation[group]
@@ -496,7 +499,7 @@ def as_int32(numbers):
 
 
 def _lower_to_xla(ctx, *operands, why, schedule, **params):
-    lowering.refuse_schedule(schedule, "", why)
+    lowering.leave_to_xla(schedule, why)
     return _by_xla(ctx, *operands, **params)
 
 

@@ -14,6 +14,7 @@ import jax_streamk
 from jax_streamk import H200, Device, SplitK, StreamK, _ffi, accelerate, decisions, fusion
 
 bf16, f32 = jnp.bfloat16, jnp.float32
+COLUMN = _ffi.Major.column
 
 
 def shaped(*shape, dtype=bf16):
@@ -340,3 +341,15 @@ def test_a_gated_mlp():
     assert gated.plan.problem.gated and gated.microseconds > down.microseconds
     assert "D = silu(A @ B) * (A @ second B)" in str(accelerate(mlp).explain(shaped(8, 4096), *weights))
     assert {row.fused for row in rows(mlp, shaped(4096, 4096), *weights)} == {"", "A @ B + residual"}
+
+
+def test_plans_are_those_that_are_lowered():
+    """Of products of groups and of two matrices, too, behind transposes."""
+    x, n = shaped(48, 320, dtype=f32), shaped(4, dtype=jnp.int32)
+    groups = jax_streamk.ragged_dot, x, shaped(4, 64, 320, dtype=f32), n
+    gated = jax_streamk.gated_linear, x, *[shaped(48, 320, dtype=f32)] * 2
+    for fn, x, *others in (groups, gated):
+        swapped = lambda x, *others, fn=fn: fn(x, *(jnp.swapaxes(w, -1, -2) if w.ndim > 1 else w for w in others))
+        (row,) = accelerate(swapped).explain(x, *others).rows
+        made = jax_streamk.plan(swapped, x, *others)
+        assert (row.kernel, row.plan.problem) == (made.kernel, made.problem) and made.problem.major_b == COLUMN
