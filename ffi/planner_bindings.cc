@@ -12,6 +12,7 @@
 #include "cutlass_kernels/planner/clusters.h"
 #include "cutlass_kernels/planner/planner.h"
 #include "cutlass_kernels/planner/policy_choice.h"
+#include "ffi/stream_k_of_cutlass.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -69,7 +70,7 @@ class DescribedKernel final : public Kernel {
            align_workspace(slices * p.batch * p.m * padded(p.n, p) * size_of(accumulator_of(p.a.format)));
   }
 
-  // The families' own; of sm80 kernels that of whole tiles and of split-K.
+  // The families' own.
   Decomposition decomposition(GemmProblem const& p, Schedule const& s, Device const& device) const override {
     if (info.family == Family::kSm90) return sm90_decomposition(info, p, s, device);
     bool const swap = info.swap_ab;
@@ -77,6 +78,8 @@ class DescribedKernel final : public Kernel {
     auto const tiles = static_cast<int32_t>(q.batch * ceil_div(swap ? q.n : q.m, info.tile_m) *
                                             ceil_div(swap ? q.m : q.n, info.tile_n));
     auto const k_tiles = static_cast<int32_t>(ceil_div(q.k, info.tile_k));
+    if (info.family == Family::kSm80 && shares_tiles(s) && s.kind == ScheduleKind::kStreamK)
+      return stream_k(tiles, k_tiles, s, device);
     int32_t const splits = s.kind == ScheduleKind::kSplitK ? s.splits : 1;
     // A skinny kernel has a worker for each piece of work.
     int32_t const workers = info.family == Family::kSkinny ? tiles * splits : device.sms;
@@ -94,6 +97,22 @@ class DescribedKernel final : public Kernel {
   static int64_t padded(int64_t columns, GemmProblem const& p) {
     int64_t const vector = 16 / size_of(accumulator_of(p.a.format));
     return ceil_div(columns, vector) * vector;
+  }
+
+  // As sm80/kernel.cuh makes it of what CUTLASS chose.
+  Decomposition stream_k(int32_t tiles, int32_t k_tiles, Schedule const& s, Device const& device) const {
+    Decomposition cut = Decomposition::make(ScheduleKind::kDataParallel, tiles, k_tiles, device.sms, 1);
+    int32_t const sms = s.max_sms > 0 ? std::min(s.max_sms, device.sms) : device.sms;
+    int64_t const by_registers = 65536 / (256 * info.threads);  // for 255 registers per thread
+    auto const occupancy = std::min(by_registers, shared_memory_per_sm(device) / (info.shared_memory + 1024));
+    auto const shared = stream_k_of_cutlass(tiles, k_tiles, sms, std::max(1, static_cast<int32_t>(occupancy)));
+    if (shared.tiles == 0) return cut;
+    cut.kind = s.kind;
+    cut.stream_k_tiles = shared.tiles;
+    cut.stream_k_workers = shared.workers;
+    cut.runs = EvenRuns::of(shared.tiles * k_tiles, shared.workers);
+    cut.workers = shared.tiles == tiles ? shared.workers : std::max(shared.workers, sms);
+    return cut;
   }
 
   // In one launch: a separate reduction adds slices afterwards.

@@ -55,8 +55,10 @@ class Units {
     out_.workers = by_hardware ? device_.sms : kernel_.decomposition(many, {}, device_).workers;
     std::vector<Launch> const launches = this->launches();
     int64_t units = 0;
-    for (Launch const& launch : launches)
+    for (Launch const& launch : launches) {
+      if (!by_hardware) out_.workers = std::max(out_.workers, launch.cut.workers);  // several of CUTLASS share an SM
       units += int64_t{launch.cut.tiles} * launch.cut.splits + 2 * launch.cut.stream_k_workers;
+    }
     if (units > kMostUnits)
       throw nb::value_error(
           (info_.name + ": " + std::to_string(units) + " units of work are too many to list").c_str());
@@ -188,11 +190,6 @@ WorkUnits work_units(KernelInfo const& info, GemmProblem const& p, Schedule cons
   if (kernel == nullptr) {
     described = described_kernel(info);
     kernel = described.get();
-    if (info.family == Family::kSm80 && s.kind == ScheduleKind::kStreamK && s.max_sms != 1)
-      throw nb::value_error(
-          (info.name +
-           ": how CUTLASS cuts its Stream-K is known to a build with CUDA kernels only; name an sm90 kernel")
-              .c_str());
   }
   Status const status = check(*kernel, p, s, device);
   if (!status.ok()) throw nb::value_error(status.message.c_str());
@@ -233,7 +230,7 @@ void bind_work_units(nb::module_& m) {
   m.def(
       "work_units", &work_units, "kernel"_a, "problem"_a, "schedule"_a, "device"_a,
       "The WorkUnits of a KernelInfo, of this build or described. ValueError where the kernel cannot run the problem, "
-      "where only a build with CUDA kernels knows, and of more than four million units.");
+      "and of more than four million units.");
 }
 
 }  // namespace jax_streamk

@@ -316,8 +316,7 @@ def work_units(plan: Plan) -> _ffi.WorkUnits:
     """What every worker of a plan does, as the kernels' decomposition has it.
 
     Raises:
-      ValueError: XLA's own product runs, only a build with CUDA kernels knows, there are too many units, or it depends
-        on the sizes of groups.
+      ValueError: XLA's own product runs, there are too many units, or it depends on the sizes of groups.
     """
     if plan.kernel is None or plan.problem is None:
         raise ValueError(f"no kernel of jax_streamk runs: {'; '.join(plan.reasons) or 'XLA computes the product'}")
@@ -325,6 +324,15 @@ def work_units(plan: Plan) -> _ffi.WorkUnits:
         raise ValueError("who does what depends on the sizes of the groups, which are data")
     kernel = kernel_of(plan.kernel, plan.device)
     return _ffi.work_units(kernel, plan.problem.native(), plan.native_schedule(), plan.device.native())
+
+
+def worker_of(kernel: _ffi.KernelInfo, workers: int, device: Device) -> str:
+    """What a worker of a kernel is, of so many at once."""
+    if kernel.family == _ffi.Family.host:
+        return "thread"
+    if kernel.family in (_ffi.Family.sm80, _ffi.Family.skinny) and workers <= device.sms:
+        return "SM"
+    return "cluster" if kernel.cluster_m * kernel.cluster_n > 1 else "CTA"
 
 
 def _division(plan: Plan, kernel: _ffi.KernelInfo) -> dict[str, Any]:
@@ -530,9 +538,7 @@ def _division_rows(x: Explanation, kernel: _ffi.KernelInfo) -> Iterator[tuple[st
         of_cluster = f", each of a cluster of {ctas} CTAs" if ctas > 1 else ""
         yield section, "output tiles", f"{_count(x.tiles, 'tile')} of {x.tile[0]} x {x.tile[1]}{of_cluster}"
         yield section, "MAC iterations", f"{x.k_tiles:,} along K of each tile, {kernel.tile_k} long"
-        worker = "thread" if host else "cluster" if ctas > 1 else "CTA"
-        if kernel.family in (_ffi.Family.sm80, _ffi.Family.skinny):
-            worker = "SM"
+        worker = worker_of(kernel, x.workers, x.device)
         idle = f", {x.workers - x.busy_workers:,} idle" if x.workers > x.busy_workers else ""
         yield section, "workers", f"{_count(x.workers, worker)} at once: {x.busy_workers:,} with work{idle}"
         yield section, "of a worker", f"{x.iterations} MAC iterations"

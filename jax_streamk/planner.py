@@ -128,7 +128,7 @@ class Plan:
 
         Raises:
           ImportError: matplotlib is not installed.
-          ValueError: there is nothing to draw, because XLA's product runs, or only a build with CUDA kernels knows.
+          ValueError: XLA's product runs, or a kernel whose work depends on data or has too many parts to draw.
         """
         from jax_streamk import plot
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jax_streamk import _ffi, explain, text
+from jax_streamk import explain, text
 from jax_streamk.planner import Plan
 from jax_streamk.schedules import DataParallel, Schedule, SplitK, StreamK
 
@@ -269,12 +269,7 @@ class _Picture:
 
     @property
     def worker(self) -> str:
-        kernel = self.kernel
-        if kernel.family == _ffi.Family.host:
-            return "thread"
-        if kernel.family in (_ffi.Family.sm80, _ffi.Family.skinny):
-            return "SM"
-        return "cluster" if kernel.cluster_m * kernel.cluster_n > 1 else "CTA"
+        return explain.worker_of(self.kernel, self.units.workers, self.plan.device)
 
     @property
     def has_second_kernel(self) -> bool:

@@ -1,7 +1,9 @@
 """Explanations of plans, and their pictures: ``Plan.explain``, ``Plan.plot``, ``plot_schedules`` and the command."""
 
 import dataclasses
+import io
 import random
+import re
 import sys
 import xml.etree.ElementTree
 
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 
 import jax_streamk
-from jax_streamk import _ffi, cost_model, explain, machines, planner, text
+from jax_streamk import _ffi, cost_model, described, explain, machines, planner, text
 from jax_streamk.__main__ import main
 from jax_streamk.device import HOPPER, Device
 from jax_streamk.schedules import Auto, DataParallel, SplitK, StreamK
@@ -268,16 +270,68 @@ def test_a_last_slice_beyond_k_takes_as_long_as_the_others():
     assert len(set(took)) == 1 and set(iterations[units.peer == 6]) == {4} and set(iterations[units.peer < 6]) == {10}
 
 
-def test_cutlass_alone_cuts_its_stream_k():
-    made = plan(512, 512, 512, schedule=StreamK(), device=jax_streamk.A100)
-    found = made.explain()
-    if _ffi.has_cuda:
-        assert found.iterations is not None
-        return
-    assert "name an sm90 kernel" in found.unknown and found.iterations is None and found.waves == made.waves
-    assert "how CUTLASS cuts its Stream-K is known" in str(found).replace("\n    ", " ")
-    with pytest.raises(ValueError, match="to a build with CUDA kernels only"):
-        made.plot()
+def stream_k_of_sm80(rng, kernel):
+    """A problem that is one call of a kernel of the sm80 family, a schedule and a device."""
+    m, n, k = (rng.randint(1, most) * tile for most, tile in ((40, kernel.tile_m), (20, kernel.tile_n), (64, 64)))
+    row_a, row_b = kernel.major_a == _ffi.Major.row, kernel.major_b == _ffi.Major.row
+    problem = _ffi.GemmProblem(
+        1, m, n, k, kernel.type_a, kernel.type_b, kernel.type_d, kernel.math, kernel.major_a, kernel.major_b,
+        k if row_a else m, n if row_b else k, n, m * k, k * n, m * n,
+    )  # fmt: skip
+    schedule = _ffi.Schedule(
+        _ffi.ScheduleKind.stream_k, 1, rng.choice(kernel.stream_k_reductions), rng.choice([0, 0, 0, 2, 57])
+    )
+    return problem, schedule, rng.choice([jax_streamk.A100, H200, Device("cuda", 89, 142)]).native()
+
+
+SM80 = [
+    kernel for kernel in described.cuda_kernels() if kernel.family == _ffi.Family.sm80 and kernel.stream_k_reductions
+]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_cutlass_shares_tiles_where_that_is_fewer_iterations(seed):
+    rng, is_shared = random.Random(seed), []
+    while len(is_shared) < 60:
+        kernel = rng.choice(SM80)
+        call = kernel, *stream_k_of_sm80(rng, kernel)
+        try:
+            units = _ffi.work_units(*call)
+        except ValueError:  # such as too little shared memory on sm_89
+            continue
+        check_units(*call, units)
+        sms = call[2].max_sms or call[3].sms
+        assert units.end.max() <= -(-units.tiles // sms) * units.k_tiles
+        is_shared.append(units.peers.max() > 1)
+        assert is_shared[-1] <= (units.tiles % sms > 0), "whole waves are not shared"
+    assert 10 < sum(is_shared) < 60
+
+
+@pytest.mark.skipif(
+    all(kernel.family != _ffi.Family.sm80 for kernel in jax_streamk.kernels()),
+    reason="this build lacks CUTLASS's kernels to compare with",
+)
+def test_a_description_shares_tiles_as_cutlass_does():
+    """Described under other names, since the build's own kernels are preferred to descriptions."""
+    text = re.sub("^(?=sm|skinny)", "described_", described.text(), flags=re.MULTILINE)
+    others = {kernel.name.removeprefix("described_"): kernel for kernel in described.read(io.StringIO(text))}
+    rng = random.Random(1)
+    for kernel in SM80:
+        for call in (stream_k_of_sm80(rng, kernel) for _ in range(10)):
+            if _ffi.can_implement(kernel.name, *call) is None:
+                found, known = (_ffi.work_units(x, *call) for x in (others[kernel.name], kernel))
+                for column in ("worker", "tile", "k_begin", "k_end", "begin", "peer", "peers", "fixes_up"):
+                    assert np.array_equal(getattr(found, column), getattr(known, column)), (kernel, *call, column)
+
+
+def test_stream_k_of_every_family_is_drawn_wherever_it_is_planned():
+    for made in (
+        plan(512, 512, 4096, schedule=StreamK(), device=jax_streamk.A100),
+        plan(16, 4096, 4096, schedule=StreamK()),
+    ):
+        found = made.explain()
+        assert found.kernel.family == _ffi.Family.sm80 and not found.unknown
+        assert found.shared_tiles > 0 and found.peers > 1 and made.plot() is not None
 
 
 def test_too_many_units_are_not_listed():
