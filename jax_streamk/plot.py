@@ -29,7 +29,7 @@ _SETTINGS = {
     "hatch.linewidth": 0.5,
 }
 _HATCH, _WIDE_HATCH = "/////", "///"  # of few rows, and of many
-_NOBODY = "idle"  # in the legend
+_TILE, _NOBODY = "an output tile", "idle"  # in the legend
 _MOST_ROWS = 160  # workers that have a row each
 _MOST_BARS = 4000
 _SUMMED_ROWS, _SUMMED_COLUMNS = 64, 300  # cells of a picture that sums up
@@ -57,7 +57,7 @@ def plot(plan: Plan, path: str | os.PathLike[str] | None = None, ax: Any = None)
         picture.draw(ax)
         ax.set_title("\n".join(caption), loc="left", fontsize=8.5, color=_INK if not is_own else _MUTED)
         ax.set_xlabel("MAC iterations of a worker, one after another")
-        _legend(ax.figure if is_own else ax, picture.handles())
+        _legend(ax.figure if is_own else ax, _handles(picture))
         if path is not None:
             _save(ax.figure, path)
     return ax
@@ -115,10 +115,7 @@ def plot_schedules(
         every[-1].set_xlim(0, 1.015 * max(picture.end for picture in pictures))
         worker = "a thread" if first.device.platform == "cpu" else "an SM"
         every[-1].set_xlabel("MAC iterations of a worker" if is_common else f"million multiply-adds of {worker}")
-        handles = {label: handle for picture in pictures for label, handle in picture.handles().items()}
-        if _NOBODY in handles:
-            handles[_NOBODY] = handles.pop(_NOBODY)
-        _legend(figure, handles)
+        _legend(figure, _handles(*pictures))
         if path is not None:
             _save(figure, path)
     return figure
@@ -181,6 +178,15 @@ def _legend(of: Any, handles: dict[str, Any]) -> None:
     )
 
 
+def _handles(*pictures: "_Picture") -> dict[str, Any]:
+    """The legend's, by label, each once."""
+    handles = {label: handle for picture in pictures for label, handle in picture.handles().items()}
+    last = {_NOBODY: handles.pop(_NOBODY)} if _NOBODY in handles else {}
+    if any(picture.repeats_colors for picture in pictures):
+        handles = {f"{_TILE} (colors repeat)" if label == _TILE else label: x for label, x in handles.items()}
+    return handles | last
+
+
 def _product(plan: Plan) -> str:
     p = plan.problem
     assert p is not None
@@ -229,6 +235,10 @@ class _Picture:
     def is_summed(self) -> bool:
         is_long = self.left_out == (0, 0) and len(self.units.worker) > _MOST_BARS
         return self.units.workers > _MOST_ROWS or is_long
+
+    @property
+    def repeats_colors(self) -> bool:
+        return not self.is_summed and self.units.tiles > len(_TILES)
 
     @property
     def per_row(self) -> int:
@@ -310,8 +320,7 @@ class _Picture:
         shared: dict[str, Any] = dict(facecolor="white", edgecolor=_INK, linewidth=0, hatch=_HATCH)
         found: dict[str, Any] = {}
         if not self.is_summed:
-            repeat = " (colors repeat)" if self.units.tiles > len(_TILES) else ""
-            found[f"an output tile{repeat}"] = tuple(Patch(facecolor=color) for color in _TILES[:3])
+            found[_TILE] = tuple(Patch(facecolor=color) for color in _TILES[:3])
         elif self.units.peers.min() == 1:
             found["whole tiles"] = Patch(facecolor=_TILES[0])
         if self.units.peers.max() > 1:

@@ -157,6 +157,26 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(found), target
 
 
+def test_code_is_not_cut():
+    """At 1280 pixels the site has room for 88 columns, and GitHub for few more."""
+    code = [line for block in blocks(ROOT / "README.md", "python", "sh") for line in block.splitlines()]
+    assert not [line for line in code if len(line) > 88]
+    style = (ROOT / "docs" / "_static" / "site.css").read_text()
+    assert re.search(r"^\.highlight pre {\s*white-space: pre-wrap;", style, re.MULTILINE)
+    printed = [block for page in PAGES if page.parent.name == "docs" for block in blocks(page, "", "text")]
+    tables = [line for block in printed for line in block.splitlines() if re.search(r"\S   +\S", line)]
+    assert tables and max(map(len, tables)) <= 88 / 0.75, "in letters of 0.75 em instead of 0.875"
+
+
+def test_drawings_can_be_read_on_a_phone():
+    """Of 390 pixels, of which pages leave 358. Plots of measurements are for wider screens."""
+    for name in ("schedules", "architecture"):
+        drawing = (ROOT / "docs" / f"{name}.svg").read_text()
+        width = re.search(r'viewBox="0 0 (\d+) ', drawing)[1]
+        sizes = [float(size) for size in re.findall(r'font-size(?:="|: )([\d.]+)', drawing)]
+        assert sizes and min(sizes) * 358 / int(width) >= 8.5
+
+
 def test_measurements_are_a_few_small_files():
     sizes = [
         path.stat().st_size for path in (ROOT / "benchmarks").rglob("*") if path.is_file() and path.suffix != ".pyc"

@@ -571,6 +571,22 @@ def test_the_legend_has_what_is_drawn(tmp_path):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_legend_of_several_schedules_has_output_tiles_once():
+    """Whether a schedule has more tiles than there are colors, or fewer."""
+    from jax_streamk.plot import _TILES
+
+    seen, schedules = set(), (DataParallel(), SplitK(2), StreamK())
+    for m, n in ((128, 128), (128, 256), (512, 384), (1280, 1280)):
+        x, w = shaped(m, 1024, dtype=jnp.float32), shaped(1024, n, dtype=jnp.float32)
+        plans = [jax_streamk.plan(x, w, schedule=schedule, device=FOUR) for schedule in schedules]
+        repeat = {made.explain().tiles > len(_TILES) for made in plans}
+        legend = legend_of(jax_streamk.plot_schedules(x, w, schedules, device=FOUR))
+        (label,) = (label for label in legend if label.startswith("an output tile"))
+        assert label == ("an output tile (colors repeat)" if True in repeat else "an output tile")
+        seen.add(len(repeat))
+    assert seen == {1, 2}
+
+
 def test_a_long_product_leaves_its_middle_out_and_says_so(tmp_path):
     made = plan(16384, 32768, 1024)
     units = explain.work_units(made)
