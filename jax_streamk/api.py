@@ -463,9 +463,10 @@ def ragged_dot(
       group_offset: integer of shape (1,), or None: the first group of ``rhs`` is group ``group_offset[0]`` of
         ``group_sizes``, which then may have more groups than rhs. Rows of the others are in no group. It is clamped to
         groups that exist. lax has the argument, and refuses it.
-      lhs_indices: integers of shape (m,), or None: row i of the product is of ``lhs[lhs_indices[i]]``, where lhs has
-        shape (rows, k). Each is clamped to [0, rows). As in JAX's indexing, the gradients of a row that is chosen more
-        than once are added in an order that on a GPU depends on timing.
+      lhs_indices: integers of shape (m,), or None: the product is of ``lhs.at[lhs_indices].get(mode="clip")``, where
+        lhs has shape (rows, k). Indices from -rows to -1 count from the end; of those out of bounds the nearest row is
+        meant, in derivatives too. As in JAX's indexing, the gradients of a row that is chosen more than once are added
+        in an order that on a GPU depends on timing.
       bias: array of shape (g, n), or None. Sums, bias and activation are computed in float32 (float64 for float64).
       activation: None, or one of those of ``linear``.
       schedule: ``Auto()`` or ``DataParallel()``; as in ``matmul``.
@@ -492,7 +493,7 @@ def ragged_dot(
         params["preferred_element_type"] = dtype
     biases = _biases(name, params["preferred_element_type"], (rhs.shape[0], rhs.shape[2]), bias=bias)
     epilogue = Epilogue(activation, has_bias=bool(biases))
-    params |= dict(numbers=ragged.BASIC, schedule=schedule, leading=leading, gathers=bool(indices))
+    params |= dict(numbers=ragged.BASIC, schedule=schedule, leading=leading, gathers="clip" if indices else None)
     return ragged.bind(lhs, rhs, sizes, *biases, *indices, epilogue=epilogue, **params)
 
 
@@ -590,6 +591,20 @@ def ragged_gated(
       TypeError, ValueError: as ``ragged_dot``; ValueError if w_gate and w_up differ in shape or dtype, or a bias does
         not fit.
     """
+    return gated_of_rows(
+        lhs, w_gate, w_up, group_sizes, mode="clip", lhs_indices=lhs_indices, b_gate=b_gate, b_up=b_up,
+        activation=activation, precision=precision, preferred_element_type=preferred_element_type,
+        group_offset=group_offset, schedule=schedule,
+    )  # fmt: skip
+
+
+def gated_of_rows(
+    lhs: ArrayLike, w_gate: ArrayLike, w_up: ArrayLike, group_sizes: ArrayLike, *, mode: str, activation: str | None,
+    precision: PrecisionLike, schedule: Schedule | PerPass | None, lhs_indices: ArrayLike | None = None,
+    b_gate: ArrayLike | None = None, b_up: ArrayLike | None = None, preferred_element_type: DTypeLike | None = None,
+    group_offset: ArrayLike | None = None,
+) -> jax.Array:  # fmt: skip
+    """``ragged_gated`` with JAX's mode of gathers: ``"promise_in_bounds"`` saves a pass over the indices."""
     name, schedule = "ragged_gated", check_schedule(schedule)
     check_activation(name, activation)
     given = dict(lhs=lhs, w_gate=w_gate, w_up=w_up)
@@ -604,7 +619,7 @@ def ragged_gated(
     params = _ragged_params(lhs, rhs, precision, preferred_element_type)
     dtype = _floating(name, lhs, rhs, params["preferred_element_type"])
     params |= dict(preferred_element_type=dtype, numbers=ragged.BASIC, schedule=schedule, leading=leading)
-    params["gathers"] = bool(indices)
+    params["gathers"] = mode if indices else None
     biases = _biases(name, dtype, (rhs.shape[0], rhs.shape[2]), b_gate=b_gate, b_up=b_up)
     epilogue = Epilogue(activation, has_bias=bool(biases), gate="pair")
     return ragged.bind(lhs, rhs, sizes, up, *biases, *indices, epilogue=epilogue, **params)
@@ -950,7 +965,7 @@ def _plan_ragged(
     if (why := ragged.why_not(lhs, rhs, sizes, numbers)) is not None:
         lowering.refuse_schedule(schedule, " this product", why)
         return Plan(None, device, None, None, reasons=(f"falls back to XLA: {why}",))
-    params |= dict(numbers=numbers, epilogue=epilogue, leading=leading, gathers=bool(indices))
+    params |= dict(numbers=numbers, epilogue=epilogue, leading=leading, gathers="clip" if indices else None)
     return ragged.plan(lhs, rhs, sizes, *indices, **params)[0]
 
 

@@ -4,7 +4,8 @@ Operands: lhs, rhs, group_sizes, then the epilogue's. Parameters: ``numbers``, l
 product in one of two forms, dimensions in any order: groups of lhs rows, (M, k) x (G, k, n) -> (M, n); or of what is
 contracted, (M, m) x (M, n) -> (G, m, n). With ``leading``, group_sizes has one size more in front, of rows in no group.
 A size below 0 counts as 0, and groups end with the last row. With ``gathers``, which only the first form has, (M,)
-indices are the last operand: row i of the product is of lhs[indices[i]].
+indices are the last operand: row i of the product is of lhs[indices[i]], where ``gathers`` is JAX's mode of gathers for
+indices out of bounds, "clip" or "promise_in_bounds".
 """
 
 import functools
@@ -46,12 +47,12 @@ def why_not(lhs, rhs, group_sizes, numbers):
 
 def bind(
     lhs, rhs, group_sizes, *others, numbers, precision, preferred_element_type, schedule, epilogue=Epilogue(),
-    leading=False, gathers=False,
+    leading=False, gathers=None,
 ):  # fmt: skip
     """The product and its epilogue, which only groups of rows have. The other arguments are canonical."""
     operands = lhs, rhs, group_sizes, *others
     if gathers and compat.explicit_mesh(*map(jax.typeof, operands)) is not None:
-        operands, gathers = _gathered(*operands), False
+        operands, gathers = _gathered(gathers, *operands), None
     return ragged_p.bind(
         *compat.match_varying(*operands), numbers=numbers, precision=precision,
         preferred_element_type=preferred_element_type, schedule=schedule, epilogue=epilogue, leading=leading,
@@ -59,22 +60,24 @@ def bind(
     )  # fmt: skip
 
 
-def _gathered(lhs, *others):
-    """The operands of the same product without ``gathers``."""
+def _gathered(mode, lhs, *others):
+    """The operands of the same product without ``gathers``, which was ``mode``."""
     *rest, indices = others
-    inside = jnp.clip(as_int32(indices), 0, limit_of(lhs.shape[0] - 1))
+    if mode == "clip":
+        rows = limit_of(lhs.shape[0])
+        indices = jnp.clip(_from_the_front(indices, rows), 0, rows - 1)
     of_lhs, of_indices = jax.typeof(lhs), jax.typeof(indices)
     spec = None
     if compat.explicit_mesh(of_lhs, of_indices) is not None:
         spec = jax.P(of_indices.sharding.spec[0], of_lhs.sharding.spec[1])
-    return jnp.asarray(lhs).at[inside].get(mode="promise_in_bounds", out_sharding=spec), *rest
+    return jnp.asarray(lhs).at[indices].get(mode="promise_in_bounds", out_sharding=spec), *rest
 
 
 def params_of(eqn, schedule):
     """The parameters of the primitive for an equation of JAX's."""
     params = {name: eqn.params[name] for name in ("precision", "preferred_element_type")}
     numbers = eqn.params["ragged_dot_dimension_numbers"]
-    return params | dict(numbers=numbers, schedule=schedule, epilogue=Epilogue(), leading=False, gathers=False)
+    return params | dict(numbers=numbers, schedule=schedule, epilogue=Epilogue(), leading=False, gathers=None)
 
 
 def _groups_rows(numbers):
@@ -129,11 +132,11 @@ def _runs(group_sizes, extent, leading):
 
 def xlas_product(
     lhs, rhs, group_sizes, *others, numbers, precision, preferred_element_type, epilogue=Epilogue(), leading=False,
-    gathers=False,
+    gathers=None,
 ):  # fmt: skip
     """What the primitive computes, by ``lax.ragged_dot_general``."""
     if gathers:
-        lhs, rhs, group_sizes, *others = _gathered(lhs, rhs, group_sizes, *others)
+        lhs, rhs, group_sizes, *others = _gathered(gathers, lhs, rhs, group_sizes, *others)
     dtype = preferred_element_type
     side = numbers.lhs_ragged_dimensions[0]
     runs = _runs(group_sizes, lhs.shape[side], leading)
@@ -229,7 +232,7 @@ def _jvp(primals, tangents, *, epilogue, gathers, **params):
         def of_free(*given):
             taken = iter(given)
             operands = [next(taken) if moved else x for x, moved in zip(primals, moves)]
-            return function(*(_gathered(*operands) if gathers else operands), **params)
+            return function(*(_gathered(gathers, *operands) if gathers else operands), **params)
 
         return jax.jvp(of_free, free, velocities)
     out = bind(lhs, rhs, group_sizes, **params)
@@ -253,7 +256,7 @@ def _transpose(cotangent, lhs, rhs, group_sizes, *others, numbers, schedule, epi
         at = next(i for i, x in enumerate(operands) if ad.is_undefined_primal(x))
 
         def of_one(x):
-            given = _gathered(*operands[:at], x, *operands[at + 1 :])
+            given = _gathered(gathers, *operands[:at], x, *operands[at + 1 :])
             return bind(*given, numbers=numbers, schedule=schedule, **params)
 
         (out,) = jax.linear_transpose(of_one, operands[at].aval)(cotangent)
@@ -322,7 +325,7 @@ compat.ask_policies(ragged_p, _question)
 
 def plan(
     lhs, rhs, group_sizes, *others, numbers, precision, preferred_element_type, schedule, device, epilogue=Epilogue(),
-    leading=False, gathers=False,
+    leading=False, gathers=None,
 ):  # fmt: skip
     """The ``Plan`` of a product and, if a kernel supports its types, its ``Arrangement``.
 
@@ -394,8 +397,7 @@ def _lower(ctx, *operands, **params):
 
 
 def _gathered_first(*operands, gathers, **params):
-    del gathers
-    return bind(*_gathered(*operands), **params)
+    return bind(*_gathered(gathers, *operands), **params)
 
 
 def _lower_with_kernels(ctx, *operands, platform, schedule, **params):
@@ -432,11 +434,13 @@ def _lower_with_kernels(ctx, *operands, platform, schedule, **params):
     if lowering.only_looked_at(made) or made.kernel is None:
         return _by_xla(ctx, *operands, **params)
     # Group sizes and indices come last.
-    last = len(operands) - params["gathers"]
+    last = len(operands) - bool(params["gathers"])
     order = [*range(3, last), 2, *range(last, len(operands))]
     others, of_others = [operands[i] for i in order], [types[i] for i in order]
-    for i in range(last - 3, len(order)):
-        (others[i],) = mlir.lower_fun(as_int32, multiple_results=False)(ctx.replace(avals_in=[of_others[i]]), others[i])
+    from_the_front = functools.partial(_from_the_front, rows=types[0].shape[0])
+    integers = [as_int32, from_the_front if params["gathers"] == "clip" else as_int32]
+    for i, convert in zip(range(last - 3, len(order)), integers):
+        (others[i],) = mlir.lower_fun(convert, multiple_results=False)(ctx.replace(avals_in=[of_others[i]]), others[i])
         of_others[i] = of_others[i].update(dtype=np.dtype(np.int32))
     prepared = lowering.prepared(arrangement, lhs, rhs, *types[:2])
     avals = [*arrangement.prepared(*types[:2]), *of_others]
@@ -494,8 +498,14 @@ def as_int32(numbers):
     """Sizes or indices as kernels read them; those that 32 bits do not hold are beyond any extent."""
     if numbers.dtype == np.int32:
         return numbers
-    most = min(np.iinfo(np.int32).max, jnp.iinfo(numbers.dtype).max)
-    return jnp.clip(numbers, 0, most).astype(np.int32)
+    held, own = jnp.iinfo(np.int32), jnp.iinfo(numbers.dtype)
+    return jnp.clip(numbers, max(held.min, own.min), min(held.max, own.max)).astype(np.int32)
+
+
+def _from_the_front(indices, rows):
+    """Indices as kernels read them, which take the nearest row for one out of bounds: none counts from the end."""
+    indices = as_int32(indices)
+    return jnp.where(indices < 0, indices + rows, indices)
 
 
 def _lower_to_xla(ctx, *operands, why, schedule, **params):

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_streamk as sk
-from jax_streamk import _ffi, planner, ragged
+from jax_streamk import _ffi, lowering, planner, ragged
 from jax_streamk.device import device_of
 from jax_streamk.epilogue import ACTIVATIONS
 from jax_streamk.launch_policy import LaunchPolicy
@@ -992,10 +992,49 @@ def test_rows_by_index(form, dtype):
     want = f(x[chosen], w, sizes)
     # No kernel of a GPU multiplies float32, and XLA does as it likes.
     like = 1e-2 if ON_GPU and dtype == np.float32 else 0
-    beyond = np.where(chosen == 0, -7, np.where(chosen == len(x) - 1, 10**6, chosen))
-    for got in f(x, w, sizes, lhs_indices=chosen), jax.jit(f)(x, w, sizes, lhs_indices=beyond):
+    from_the_end = np.where(chosen % 2, chosen - len(x), chosen)
+    for got in f(x, w, sizes, lhs_indices=chosen), jax.jit(f)(x, w, sizes, lhs_indices=from_the_end):
         np.testing.assert_allclose(got, want, rtol=like, atol=like)
     assert f(x, w, sizes, lhs_indices=jnp.zeros(0, int)).shape == (0, want.shape[1])
+
+
+@pytest.mark.parametrize("way", ["by a kernel", "gathered first", "by XLA"])
+@pytest.mark.parametrize("form", ["plain", "bias and silu", "gated"])
+def test_indices_out_of_bounds(form, way, monkeypatch):
+    """As of JAX's gathers with mode="clip"."""
+    x, w, sizes, _ = map(jnp.asarray, gathered_operands())
+    chosen = jnp.array([-(2**31), -1000, -41, -40, -39, -1, 0, 1, 39, 40, 41, 1000, 2**31 - 1] * 20)
+    sizes = sizes * len(chosen) // 515
+    f = OF_GATHERED[form]
+    if way == "gathered first":
+        monkeypatch.setattr(ragged, "_gathering", lambda rows, device: -math.inf)
+    elif way == "by XLA":
+        monkeypatch.setattr(lowering, "why_not_here", lambda ctx: "this test")
+    by_index = lambda x, w, chosen=chosen: f(x, w, sizes, lhs_indices=chosen)
+    as_jax = lambda x, w, chosen=chosen: f(x.at[chosen].get(mode="clip"), w, sizes)
+
+    def results(f, x, w):
+        loss = lambda *operands: jnp.sum(jnp.sin(f(*operands)))
+        each = jnp.stack([chosen, chosen[::-1]])
+        return (
+            jax.jvp(f, (x, w), (x[::-1], w[::-1])),
+            jax.grad(loss, (0, 1))(x, w),
+            jax.vmap(f, (None, None, 0))(x, w, each),
+        )
+
+    got, want = (jax.tree.leaves(jax.jit(results, static_argnums=0)(f, x, w)) for f in (by_index, as_jax))
+    for each, wanted in zip(got, want, strict=True):
+        np.testing.assert_allclose(each, wanted, rtol=1e-4, atol=1e-2 if ON_GPU else 1e-4)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int16, np.uint32, np.int64, np.uint64])
+def test_kinds_of_indices_out_of_bounds(kind):
+    x, w, sizes, _ = gathered_operands(rows=200)
+    limits = np.iinfo(kind)
+    chosen = np.resize(np.array([limits.min, limits.max, limits.max - 1, 3, *[-3, -100] * bool(limits.min)], kind), 515)
+    row = [min(max(i + 200 * (i < 0), 0), 199) for i in chosen.tolist()]  # JAX wraps the largest unsigned ones around
+    np.testing.assert_array_equal(sk.ragged_dot(x, w, sizes, lhs_indices=chosen), sk.ragged_dot(x[row], w, sizes))
 
 
 @pytest.mark.parametrize("kind", [np.int8, np.uint8, np.uint32, jnp.int4])

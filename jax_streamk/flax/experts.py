@@ -51,7 +51,7 @@ def mixture(
     order = jnp.argsort(expert)
     place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
     group_sizes = jnp.sum(expert[:, None] == jnp.arange(experts)[None], 0, dtype=jnp.int32)
-    product = functools.partial(api.ragged_gated, activation=layer.activation, **params)
+    product = functools.partial(api.gated_of_rows, mode="promise_in_bounds", activation=layer.activation, **params)
     hidden = _hidden(product, top_k, order, group_sizes, tokens, gate, up)
     parts = _permuted(api.ragged_dot(hidden, down, group_sizes, **params), place)
     parts = parts.reshape(-1, top_k, parts.shape[-1])
