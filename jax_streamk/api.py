@@ -197,6 +197,7 @@ def dot_general(
 def einsum(
     subscripts: Any,
     *operands: Any,
+    out: None = None,
     precision: PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     schedule: Schedule | PerPass | None = None,
@@ -206,7 +207,8 @@ def einsum(
     """``jax.numpy.einsum`` whose pairwise products use this library's ``dot_general``.
 
     Args:
-      subscripts, operands, precision, preferred_element_type, optimize, out_sharding: as in ``jax.numpy.einsum``.
+      subscripts, operands, out, precision, preferred_element_type, optimize, out_sharding: as in ``jax.numpy.einsum``,
+        which takes no ``out`` but None.
       schedule: as in ``matmul``, for every pairwise product.
 
     Returns:
@@ -218,6 +220,7 @@ def einsum(
     return jnp.einsum(
         subscripts,
         *operands,
+        out=out,
         optimize=optimize,
         precision=precision,
         preferred_element_type=preferred_element_type,
@@ -442,6 +445,7 @@ def ragged_dot(
     precision: PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     group_offset: ArrayLike | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
     *,
     lhs_indices: ArrayLike | None = None,
     bias: ArrayLike | None = None,
@@ -463,6 +467,8 @@ def ragged_dot(
       group_offset: integer of shape (1,), or None: the first group of ``rhs`` is group ``group_offset[0]`` of
         ``group_sizes``, which then may have more groups than rhs. Rows of the others are in no group. It is clamped to
         groups that exist. lax has the argument, and refuses it.
+      out_sharding: sharding of the result under explicit sharding; None: its rows are divided as those of lhs or as
+        lhs_indices, its columns as those of rhs.
       lhs_indices: integers of shape (m,), or None: the product is of ``lhs.at[lhs_indices].get(mode="clip")``, where
         lhs has shape (rows, k). Indices from -rows to -1 count from the end; of those out of bounds the nearest row is
         meant, in derivatives too. As in JAX's indexing, the gradients of a row that is chosen more than once are added
@@ -488,6 +494,7 @@ def ragged_dot(
     sizes, leading = _group_sizes(name, group_sizes, group_offset, rows, rhs=rhs)
     _check_ragged(name, rows, sizes, leading, rhs=rhs)
     params = _ragged_params(lhs, rhs, precision, preferred_element_type)
+    params["out_sharding"] = compat.canonicalize_sharding(out_sharding, name)
     if bias is not None or activation is not None:
         dtype = _floating(name, lhs, rhs, params["preferred_element_type"])
         params["preferred_element_type"] = dtype
@@ -506,6 +513,7 @@ def ragged_dot_general(
     precision: PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     group_offset: ArrayLike | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
     *,
     schedule: Schedule | PerPass | None = None,
 ) -> jax.Array:
@@ -519,6 +527,8 @@ def ragged_dot_general(
       lhs, rhs, ragged_dot_dimension_numbers: as in ``lax.ragged_dot_general``.
       group_sizes, precision, preferred_element_type, schedule: as in ``ragged_dot``.
       group_offset: as in ``ragged_dot``, where groups cut the rows.
+      out_sharding: sharding of the result under explicit sharding; None: its dimensions are divided as those of lhs and
+        rhs that they come from.
 
     Returns:
       What ``lax.ragged_dot_general`` returns.
@@ -531,6 +541,7 @@ def ragged_dot_general(
     name, schedule, numbers = "ragged_dot_general", check_schedule(schedule), ragged_dot_dimension_numbers
     lhs, rhs = (_array(name, x, given) for x, given in (("lhs", lhs), ("rhs", rhs)))
     kind = _check_numbers(name, numbers, lhs)
+    out_sharding = compat.canonicalize_sharding(out_sharding, name)
     if group_offset is not None and (len(numbers.rhs_group_dimensions) != 1 or len(lhs.shape) != 2):
         raise ValueError(f"{name}: group_offset is for groups of rows of lhs, of shape (m, k) or (k, m)")
     groups = rhs.shape[numbers.rhs_group_dimensions[0]] if group_offset is not None else None
@@ -547,11 +558,14 @@ def ragged_dot_general(
         jax.eval_shape(laxs, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (lhs, rhs)), shape)  # raises its errors
     if kind == "batch":
         dimensions = numbers.dot_dimension_numbers
-        return primitive.bind(lhs, rhs, dimensions, out_sharding=None, schedule=schedule, **params)
+        return primitive.bind(lhs, rhs, dimensions, out_sharding=out_sharding, schedule=schedule, **params)
     if (why := ragged.why_not(lhs, rhs, sizes, numbers)) is not None:
         lowering.refuse_schedule(schedule, " this product", why)
+        if ragged.explicit(out_sharding) is not None:
+            laxs = jax.sharding.auto_axes(laxs, out_sharding=out_sharding)
         return laxs(lhs, rhs, sizes)
-    return ragged.bind(lhs, rhs, sizes, numbers=numbers, schedule=schedule, leading=leading, **params)
+    params |= dict(schedule=schedule, leading=leading, out_sharding=out_sharding)
+    return ragged.bind(lhs, rhs, sizes, numbers=numbers, **params)
 
 
 @_dispatched("lhs", "w_gate", "w_up", "group_sizes", "b_gate", "b_up", "group_offset", "lhs_indices", jaxs=None)
@@ -568,6 +582,7 @@ def ragged_gated(
     precision: PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     group_offset: ArrayLike | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
     schedule: Schedule | PerPass | None = None,
 ) -> jax.Array:
     """``activation(ragged_dot(lhs, w_gate) + b_gate[g]) * (ragged_dot(lhs, w_up) + b_up[g])`` for each row's group g.
@@ -580,7 +595,7 @@ def ragged_gated(
       lhs: array of shape (m, k).
       w_gate, w_up: arrays of shape (g, k, n) and of one dtype.
       b_gate, b_up: arrays of shape (g, n), converted to the result's dtype; or None, which is zero.
-      group_sizes, lhs_indices, precision, preferred_element_type, group_offset: as in ``ragged_dot``.
+      group_sizes, lhs_indices, precision, preferred_element_type, group_offset, out_sharding: as in ``ragged_dot``.
       activation: None, or one of those of ``linear``.
       schedule: ``Auto()`` or ``DataParallel()``; as in ``matmul``.
 
@@ -594,7 +609,7 @@ def ragged_gated(
     return gated_of_rows(
         lhs, w_gate, w_up, group_sizes, mode="clip", lhs_indices=lhs_indices, b_gate=b_gate, b_up=b_up,
         activation=activation, precision=precision, preferred_element_type=preferred_element_type,
-        group_offset=group_offset, schedule=schedule,
+        group_offset=group_offset, out_sharding=out_sharding, schedule=schedule,
     )  # fmt: skip
 
 
@@ -602,7 +617,7 @@ def gated_of_rows(
     lhs: ArrayLike, w_gate: ArrayLike, w_up: ArrayLike, group_sizes: ArrayLike, *, mode: str, activation: str | None,
     precision: PrecisionLike, schedule: Schedule | PerPass | None, lhs_indices: ArrayLike | None = None,
     b_gate: ArrayLike | None = None, b_up: ArrayLike | None = None, preferred_element_type: DTypeLike | None = None,
-    group_offset: ArrayLike | None = None,
+    group_offset: ArrayLike | None = None, out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:  # fmt: skip
     """``ragged_gated`` with JAX's mode of gathers: ``"promise_in_bounds"`` saves a pass over the indices."""
     name, schedule = "ragged_gated", check_schedule(schedule)
@@ -619,7 +634,7 @@ def gated_of_rows(
     params = _ragged_params(lhs, rhs, precision, preferred_element_type)
     dtype = _floating(name, lhs, rhs, params["preferred_element_type"])
     params |= dict(preferred_element_type=dtype, numbers=ragged.BASIC, schedule=schedule, leading=leading)
-    params["gathers"] = mode if indices else None
+    params |= dict(gathers=mode if indices else None, out_sharding=compat.canonicalize_sharding(out_sharding, name))
     biases = _biases(name, dtype, (rhs.shape[0], rhs.shape[2]), b_gate=b_gate, b_up=b_up)
     epilogue = Epilogue(activation, has_bias=bool(biases), gate="pair")
     return ragged.bind(lhs, rhs, sizes, up, *biases, *indices, epilogue=epilogue, **params)

@@ -74,8 +74,8 @@ def decide_ragged(eqn: Any, program: Program, schedule: Any, where: Any, device:
     lhs, rhs, group_sizes = (x.aval for x in eqn.invars)
     if (why := ragged.why_not(lhs, rhs, group_sizes, eqn.params["ragged_dot_dimension_numbers"])) is not None:
         return Decision(False, why, None)
-    if any(x is not None for x in compat.ragged_params(eqn.params).values()):
-        return Decision(False, "it has a group_offset or an out_sharding", None)
+    if eqn.params["group_offset"] is not None:
+        return Decision(False, "it has a group_offset", None)
     try:
         made = planned_ragged(eqn, program, device, schedule=schedule)
     except ValueError as error:
@@ -115,6 +115,7 @@ def planned_ragged(eqn: Any, program: Program, device: Device, **changed: Any) -
     """``planned`` of a ragged product."""
     is_ours = eqn.primitive is ragged.ragged_p
     params = (eqn.params if is_ours else ragged.params_of(eqn, schedules.Auto())) | changed
+    del params["out_sharding"]
     lhs, rhs, *others = (x.aval for x in eqn.invars)
     _, rhs, params["numbers"] = ragged.without_transposes(
         eqn.invars[1], rhs, params["numbers"], params["epilogue"], program.transpose_behind

@@ -5,7 +5,7 @@ product in one of two forms, dimensions in any order: groups of lhs rows, (M, k)
 contracted, (M, m) x (M, n) -> (G, m, n). With ``leading``, group_sizes has one size more in front, of rows in no group.
 A size below 0 counts as 0, and groups end with the last row. With ``gathers``, which only the first form has, (M,)
 indices are the last operand: row i of the product is of lhs[indices[i]], where ``gathers`` is JAX's mode of gathers for
-indices out of bounds, "clip" or "promise_in_bounds".
+indices out of bounds, "clip" or "promise_in_bounds". ``out_sharding`` is the result's explicit sharding, or None.
 """
 
 import functools
@@ -47,7 +47,7 @@ def why_not(lhs, rhs, group_sizes, numbers):
 
 def bind(
     lhs, rhs, group_sizes, *others, numbers, precision, preferred_element_type, schedule, epilogue=Epilogue(),
-    leading=False, gathers=None,
+    leading=False, gathers=None, out_sharding=None,
 ):  # fmt: skip
     """The product and its epilogue, which only groups of rows have. The other arguments are canonical."""
     operands = lhs, rhs, group_sizes, *others
@@ -56,8 +56,13 @@ def bind(
     return ragged_p.bind(
         *compat.match_varying(*operands), numbers=numbers, precision=precision,
         preferred_element_type=preferred_element_type, schedule=schedule, epilogue=epilogue, leading=leading,
-        gathers=gathers,
+        gathers=gathers, out_sharding=explicit(out_sharding),
     )  # fmt: skip
+
+
+def explicit(sharding):
+    """A canonical sharding; None if its mesh has no explicit axes, so that it says nothing."""
+    return sharding if sharding is not None and compat.is_explicit(sharding.mesh) else None
 
 
 def _gathered(mode, lhs, *others):
@@ -77,7 +82,8 @@ def params_of(eqn, schedule):
     """The parameters of the primitive for an equation of JAX's."""
     params = {name: eqn.params[name] for name in ("precision", "preferred_element_type")}
     numbers = eqn.params["ragged_dot_dimension_numbers"]
-    return params | dict(numbers=numbers, schedule=schedule, epilogue=Epilogue(), leading=False, gathers=None)
+    params |= dict(numbers=numbers, schedule=schedule, epilogue=Epilogue(), leading=False, gathers=None)
+    return params | dict(out_sharding=eqn.params.get("out_sharding"))
 
 
 def _groups_rows(numbers):
@@ -86,7 +92,9 @@ def _groups_rows(numbers):
 
 
 @ragged_p.def_effectful_abstract_eval
-def _abstract_eval(lhs, rhs, group_sizes, *others, numbers, schedule, epilogue, leading, gathers, **params):
+def _abstract_eval(
+    lhs, rhs, group_sizes, *others, numbers, schedule, epilogue, leading, gathers, out_sharding, **params
+):
     del schedule, epilogue
     if gathers:
         lhs = rows_of(lhs, others[-1])
@@ -100,6 +108,14 @@ def _abstract_eval(lhs, rhs, group_sizes, *others, numbers, schedule, epilogue, 
     mesh, operands = compat.explicit_mesh(lhs, rhs, sizes), (lhs, rhs, sizes)
     with partition.without_explicit_mesh():
         out, effects = typed(*(operands if mesh is None else map(compat.local_aval, operands)))
+    if out_sharding is not None:
+        out = compat.varying_over(out.update(sharding=out_sharding), compat.varying(lhs))
+        if compat.is_unreduced(out):
+            remedy = "leave its unreduced axes out"
+            raise NotImplementedError(
+                f"ragged_dot: out_sharding={out_sharding.spec} leaves sums over devices open: {remedy}"
+            )
+        return out, effects
     if mesh is None:
         return out, effects
     # lax infers no sharding. Over axes of what is contracted, and of groups of rows, devices add up.
@@ -247,7 +263,7 @@ def _jvp(primals, tangents, *, epilogue, gathers, **params):
 ad.primitive_jvps[ragged_p] = _jvp
 
 
-def _transpose(cotangent, lhs, rhs, group_sizes, *others, numbers, schedule, epilogue, gathers, **params):
+def _transpose(cotangent, lhs, rhs, group_sizes, *others, numbers, schedule, epilogue, gathers, out_sharding, **params):
     """The cotangents of lhs and rhs: each a product of the same groups, with the other operand as it lies."""
     if not epilogue.is_plain:
         raise NotImplementedError("ragged_dot: a product with an epilogue is transposed only if differentiated")
@@ -257,7 +273,7 @@ def _transpose(cotangent, lhs, rhs, group_sizes, *others, numbers, schedule, epi
 
         def of_one(x):
             given = _gathered(gathers, *operands[:at], x, *operands[at + 1 :])
-            return bind(*given, numbers=numbers, schedule=schedule, **params)
+            return bind(*given, numbers=numbers, schedule=schedule, out_sharding=out_sharding, **params)
 
         (out,) = jax.linear_transpose(of_one, operands[at].aval)(cotangent)
         return [out if i == at else None for i in range(len(operands))]
@@ -267,10 +283,12 @@ def _transpose(cotangent, lhs, rhs, group_sizes, *others, numbers, schedule, epi
     def product(operand, x, y, numbers, order):
         """A product whose dimensions are those of an operand in this order."""
         aval = (lhs, rhs)[operand].aval
-        out = bind(x, y, group_sizes, numbers=numbers, schedule=schedules.of_cotangent(schedule, operand), **params)
+        out = bind(
+            x, y, group_sizes, numbers=numbers, schedule=schedules.of_cotangent(schedule, operand),
+            out_sharding=compat.cotangent_sharding(aval, order), **params,
+        )  # fmt: skip
         if list(order) != sorted(order):
             out = lax.transpose(out, np.argsort(order))
-        out = compat.placed_like(out, aval)
         return out if out.dtype == aval.dtype else compat.convert_cotangent(out, aval)
 
     of_lhs = of_rhs = None
@@ -310,14 +328,14 @@ def _batch(axis_data, operands, dims, **params):
 compat.def_batching(ragged_p, _batch)
 
 
-def _question(lhs, rhs, group_sizes, *others, numbers, precision, preferred_element_type, gathers, **_):
+def _question(lhs, rhs, group_sizes, *others, numbers, precision, preferred_element_type, gathers, out_sharding, **_):
     """What ``jax.checkpoint`` asks its policies about our products: the same as about JAX's."""
     if gathers:
         lhs = rows_of(lhs, others[-1])
     params = dict(
         ragged_dot_dimension_numbers=numbers, precision=precision, preferred_element_type=preferred_element_type
     )
-    return (compat.ragged_dot_general_p, lhs, rhs, group_sizes), params | compat.ragged_params()
+    return (compat.ragged_dot_general_p, lhs, rhs, group_sizes), params | compat.ragged_params(dict(out_sharding=out_sharding))
 
 
 compat.ask_policies(ragged_p, _question)
@@ -390,7 +408,8 @@ def _gathering(rows, device):
     return cost_model.moving(2 * rows.size * rows.dtype.itemsize, device)
 
 
-def _lower(ctx, *operands, **params):
+def _lower(ctx, *operands, out_sharding, **params):
+    del out_sharding  # the result's type has it
     rules = {platform: functools.partial(_lower_with_kernels, platform=platform) for platform in ("cpu", "cuda")}
     rest = functools.partial(_lower_to_xla, why="there are kernels for CPUs and for NVIDIA GPUs only")
     return compat.lower_per_platform(ctx, rules, rest, *operands, **params)
@@ -514,9 +533,11 @@ def _lower_to_xla(ctx, *operands, why, schedule, **params):
 
 
 def _by_xla(ctx, *operands, **params):
-    ctx = ctx.replace(avals_in=[compat.local_aval(aval) for aval in ctx.avals_in])
+    on_types = ctx.replace(avals_in=[compat.local_aval(aval) for aval in ctx.avals_in])
     with partition.without_explicit_mesh():
-        return mlir.lower_fun(functools.partial(xlas_product, **params), multiple_results=False)(ctx, *operands)
+        product = functools.partial(xlas_product, **params)
+        (out,) = mlir.lower_fun(product, multiple_results=False)(on_types, *operands)
+    return [compat.with_sharding_of(ctx, out, *ctx.avals_out)]
 
 
 compat.needs_devices(ragged_p)

@@ -1,6 +1,7 @@
 """``dot_general`` and ``einsum`` against lax's and jnp's: values, types, gradients and copies."""
 
 import functools
+import inspect
 import itertools
 import math
 import re
@@ -41,6 +42,27 @@ def assert_close(got, wanted, exact):
     )
     floor = 2.0**-10 if PLATFORM == "cuda" and got.dtype == np.float32 else 2.0**-20
     assert ours <= 2 * xlas + floor, f"error {ours:.3g}, XLA's {xlas:.3g}"
+
+
+DROP_INS = {
+    jnp.matmul: jax_streamk.matmul,
+    jnp.einsum: einsum,
+    lax.dot_general: dot_general,
+    lax.ragged_dot: jax_streamk.ragged_dot,
+    lax.ragged_dot_general: jax_streamk.ragged_dot_general,
+}
+
+
+@pytest.mark.parametrize("jaxs", DROP_INS, ids=lambda f: f.__name__)
+def test_drop_ins_take_every_argument_of_jaxs(jaxs):
+    """In the same places, with the same defaults."""
+    theirs, ours = (inspect.signature(f).parameters for f in (jaxs, DROP_INS[jaxs]))
+    public = {name: x for name, x in theirs.items() if not name.startswith("_")}
+    assert {name: x.default for name, x in public.items()}.items() <= {
+        name: x.default for name, x in ours.items()
+    }.items()
+    positional = [[name for name, x in of.items() if x.kind is not x.KEYWORD_ONLY] for of in (public, ours)]
+    assert positional[0] == positional[1][: len(positional[0])]
 
 
 # lhs shape, rhs shape, dimension numbers: each excludes some shortcut of XLA's kernels or ours.

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import inspect
 import math
 import re
 
@@ -876,6 +877,66 @@ def test_explicit_sharding_of_what_xla_computes_and_of_groups_of_k():
     assert tuple(jax.typeof(y).sharding.spec) == (None, None, None)
     with pytest.raises(Exception, match="two dimensions of the result would be divided over one axis"):
         sk.ragged_dot(divided, jax.device_put(v, jax.P(None, None, "x")), sizes)
+
+
+OF_PLACED = {
+    "bias and silu": lambda x, v, s, to: sk.ragged_dot(x, v, s, bias=v.max(1), activation="silu", out_sharding=to),
+    "gated": lambda x, v, s, to: sk.ragged_gated(x, v, v[::-1], s, out_sharding=to),
+    "by index": lambda x, v, s, to: sk.ragged_dot(x, v, s, lhs_indices=jnp.arange(96)[::-1], out_sharding=to),
+    "general": lambda x, v, s, to: sk.ragged_dot_general(x, v, s, BASIC, out_sharding=to),
+    "accelerated": lambda x, v, s, to: sk.accelerate(lambda *xs: lax.ragged_dot(*xs, out_sharding=to))(x, v, s),
+}
+
+
+@pytest.mark.usefixtures("explicit_mesh")
+@pytest.mark.parametrize(
+    "rows, matrices, result",
+    [
+        (P("x"), P(), P(None, "x")),
+        (P(None, "x"), P(None, "x"), P("x")),
+        (P("x"), P(None, None, "x"), P("x")),  # no sharding follows: both would be divided over x
+        (P("y"), P("x"), P(("y", "x"))),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("form", OF_PLACED)
+def test_out_sharding(form, rows, matrices, result):
+    if form == "accelerated" and "out_sharding" not in inspect.signature(lax.ragged_dot).parameters:
+        pytest.skip("JAX has no such argument yet")
+    x, v, *_, sizes = divided_operands()
+    f = OF_PLACED[form]
+    loss = lambda x, v, to: jnp.sum(f(x, v, sizes, to).astype(np.float32) ** 2)
+    expected = f(x, v, sizes, P()), *jax.grad(loss, (0, 1))(x, v, P())
+    x, v = jax.device_put(x, rows), jax.device_put(v, matrices)
+    program = jax.jit(lambda x, v: f(x, v, sizes, result)).lower(x, v).compile()
+    found = program(x, v), *jax.jit(jax.grad(lambda x, v: loss(x, v, result), (0, 1)))(x, v)
+    for got, want, placed in zip(found, expected, (result, rows, matrices)):
+        assert_alike(jax.device_get(got), jax.device_get(want))
+        assert tuple(jax.typeof(got).sharding.spec) == (*placed, *[None] * (got.ndim - len(placed)))
+    if form == "general" and rows == P(None, "x"):
+        assert set(collectives(program.as_text())) == {"reduce-scatter"}
+
+
+@pytest.mark.usefixtures("explicit_mesh")
+def test_out_sharding_of_other_ragged_products():
+    x, v, *_, sizes = divided_operands()
+    batches = lax.RaggedDotDimensionNumbers((((2,), (1,)), ((0,), (0,))), (0,), ())
+    of_batches = lax.RaggedDotDimensionNumbers((((2,), (2,)), ((0,), (0,))), (1,), (1,))
+    for lhs, rhs, sizes_, numbers, to in (
+        (x, x, sizes, OF_K, P(None, "x", "y")),
+        (jnp.stack([x] * 8), v, jnp.arange(8), batches, P("x", None, "y")),
+        (jnp.stack([x] * 2), jnp.stack([v] * 2), sizes, of_batches, P("x", None, "y")),  # lax's
+    ):
+        product = functools.partial(sk.ragged_dot_general, ragged_dot_dimension_numbers=numbers)
+        out = jax.jit(functools.partial(product, out_sharding=to))(lhs, rhs, sizes_)
+        assert jax.typeof(out).sharding.spec == to
+        assert_alike(jax.device_get(out), jax.device_get(product(lhs, rhs, sizes_, out_sharding=P())))
+    each = jax.vmap(functools.partial(sk.ragged_dot, out_sharding=P("x", "y")), (0, None, None))
+    out = jax.jit(each)(jnp.stack([x, -x]), v, sizes)
+    assert jax.typeof(out).sharding.spec == P(None, "x", "y")
+    assert_alike(jax.device_get(out[1]), jax.device_get(sk.ragged_dot(-x, v, sizes)))
+    with pytest.raises(NotImplementedError, match="out_sharding=.* leaves sums over devices open"):
+        sk.ragged_dot(x, v, sizes, out_sharding=P("y", unreduced={"x"}))
 
 
 @pytest.mark.parametrize("division", DIVISIONS)
