@@ -6,6 +6,7 @@ import enum
 import functools
 import inspect
 import math
+import os
 import pkgutil
 import sys
 from typing import Any
@@ -95,6 +96,7 @@ __all__ = [
     "once_per_module",
     "outside_of_traces",
     "parameters",
+    "place_of",
     "placement",
     "ragged_dot_general_p",
     "ragged_params",
@@ -552,6 +554,21 @@ _BODIES = {
     _primitives.closed_call_p: "call_jaxpr",
     _primitives.custom_jvp_call_p: "call_jaxpr",
 }
+
+
+def place_of(eqn):
+    """Where the user's code makes an equation: such as "model.py:12 (mlp)", and the names of scopes around it."""
+    source = eqn.source_info
+    frames = (x for x in _source_info_util.user_frames(source.traceback) if not x.file_name.startswith(_OWN))
+    frame = next(frames, None)
+    if frame is None:
+        return "", str(source.name_stack)
+    function = frame.function_name.rpartition("<locals>.")[2]
+    of = "" if function.startswith("<") else f" ({function})"
+    return f"{os.path.basename(frame.file_name)}:{frame.start_line}{of}", str(source.name_stack)
+
+
+_OWN = os.path.dirname(__file__) + os.sep
 
 
 def is_plain_call(eqn):

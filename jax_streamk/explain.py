@@ -375,7 +375,7 @@ def _predicted(plan: Plan, kernel: str, schedule: Schedule | None) -> tuple[Any,
     """The ``_ffi.Cost`` of a kernel under a schedule, its parts, and what its main loop asks of each resource."""
     assert plan.problem is not None
     native = dataclasses.replace(plan, schedule=schedule).native_schedule()
-    machine = machine_of(plan.device).native
+    machine = machine_of(plan.device).native_for(plan.problem.type_a)
     what = kernel_of(kernel, plan.device), plan.problem.native(), native, plan.device.native(), machine
     cost = _ffi.estimate(*what)
     parts = {name: time for name, time in cost_model.parts_of(cost).items() if time > 0}

@@ -248,7 +248,8 @@ def choose(problem, wanted, device, **listed):
     majors, few = (problem.major_a, problem.major_b), problem.n < 8  # repack.cc's kFewColumns
     key = (problem.type_a, problem.type_b, problem.math, *majors, problem.gated, ragged, is_joined, few)
     kernels = _registry(device.platform)[1].get(key) or _ffi.Kernels([])
-    return _ffi.choose(kernels, problem.native(), wanted, device.native(), machine_of(device).native, **listed)
+    machine = machine_of(device).native_for(problem.type_a)
+    return _ffi.choose(kernels, problem.native(), wanted, device.native(), machine, **listed)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -281,7 +282,7 @@ def plan_with(problem, schedule, device, found):
         beside = f"XLA's product took {found.xla_ratio:.2f} of that time" if known else "XLA's product was not measured"
         kernel, native, policy, microseconds = found.kernel, found.native(), found.policy, found.microseconds
         workspace_bytes = _ffi.workspace_bytes(kernel, problem.native(), native, device.native())
-        machine = machine_of(device).native
+        machine = machine_of(device).native_for(problem.type_a)
         cost = _ffi.estimate(kernels[kernel], problem.native(), native, device.native(), machine)
         planned = f"the planner's choice took {text.duration(found.planned_microseconds)}"
         reasons = [f"{text.duration(microseconds)} measured by tuning on {found.date[:10]}; {planned}", beside, without]

@@ -33,6 +33,8 @@ class Product:
       fused: what was fused into it, such as ``"relu(A @ B + bias)"``; "" if nothing was.
       plan: the ``Plan``; None if there is none.
       groups: the number of groups that cut m or k, whose sizes are data; 0 if it is not a ragged product.
+      place: the line of the program that it is from, and the loops and named scopes around it, such as ``"model.py:12
+        (attention), in scan/block"``.
       microseconds: the expected time of one; if it is XLA's, that of our best kernel. None if unknown.
       share: of the expected time of all products of the program; None if unknown.
     """
@@ -51,6 +53,7 @@ class Product:
     microseconds: float | None
     share: float | None = None
     groups: int = 0
+    place: str = ""
 
     @property
     def shape(self) -> str:
@@ -81,7 +84,7 @@ class Products:
     """The products of a program, those that take longest first. Prints as a table; notebooks show one.
 
     Attributes:
-      rows: a ``Product`` each; equal ones are counted in one.
+      rows: a ``Product`` each; equal ones of one place are counted in one.
       device: the ``Device`` that they are planned for.
     """
 
@@ -143,13 +146,9 @@ def _cells(row: Product) -> tuple[str, ...]:
 
 def _details(row: Product) -> list[str]:
     """How a product is computed, a line each."""
-    if not row.is_ours:
-        return [row.why]
-    return [
-        f"{row.kernel}, {row.schedule}",
-        *([f"D = {row.fused}"] if row.fused else []),
-        *([row.why] if row.why else []),
-    ]
+    plan = f"{row.kernel}, {row.schedule}" if row.is_ours else ""
+    lines = plan, row.fused and f"D = {row.fused}", row.why, row.place and f"at {row.place}"
+    return [line for line in lines if line]
 
 
 def _folded(line: str) -> list[str]:
@@ -172,8 +171,11 @@ def products_of(
 ) -> Products:
     """Every product of a jaxpr that ``accelerate`` has rewritten; ``measured`` is by the results of products."""
     rows: dict[Any, Product] = {}
-    for eqn, program, count, is_exact, times in _equations(jaxpr, 1, True, measured):
+    for eqn, program, count, is_exact, times, around in _equations(jaxpr, 1, True, measured, ()):
         row = _row(eqn, program, count, is_exact, schedule, where, device, times)
+        line, scopes = compat.place_of(eqn)
+        inside = "/".join((*around, scopes) if scopes else around)
+        row = dataclasses.replace(row, place=", in ".join(filter(None, (line, inside))))
         key = dataclasses.replace(row, count=0)
         found = rows.get(key)
         rows[key] = row if found is None else dataclasses.replace(row, count=found.count + row.count)
@@ -188,21 +190,22 @@ def products_of(
 
 
 def _equations(
-    jaxpr: Any, count: int, is_exact: bool, measured: Mapping[Any, tuned.FragmentTimes]
-) -> Iterator[tuple[Any, Program, int, bool, tuned.FragmentTimes | None]]:
-    """Each product's equation, its program, how often it runs, and what was measured of it."""
+    jaxpr: Any, count: int, is_exact: bool, measured: Mapping[Any, tuned.FragmentTimes], around: tuple[str, ...]
+) -> Iterator[tuple[Any, Program, int, bool, tuned.FragmentTimes | None, tuple[str, ...]]]:
+    """Each product's equation, its program, how often it runs, what was measured of it, and what it is in."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     program = Program(jaxpr.eqns, jaxpr.outvars)
     for eqn in jaxpr.eqns:
         if eqn.primitive in (*_OURS, *_JAXS):
-            yield eqn, program, count, is_exact, measured.get(eqn.outvars[0])
+            yield eqn, program, count, is_exact, measured.get(eqn.outvars[0]), around
         elif eqn.primitive.name != "pallas_call":
             times = count * eqn.params["length"] if eqn.primitive.name == "scan" else count
             is_known = is_exact and eqn.primitive.name not in ("while", "cond", "custom_linear_solve", "linear_solve")
             # Of what was fused, the equations that it replaced are not part of the program.
             params = [value for name, value in compat.parameters(eqn).items() if name != "written"]
+            inside = (*around, eqn.primitive.name) if eqn.primitive.name in ("scan", "while", "cond") else around
             for inner in _jaxprs(tuple(params)):
-                yield from _equations(inner, times, is_known, _of_fused(eqn, inner, measured))
+                yield from _equations(inner, times, is_known, _of_fused(eqn, inner, measured), inside)
 
 
 def _of_fused(eqn: Any, inner: Any, measured: Mapping[Any, Any]) -> Mapping[Any, Any]:

@@ -172,6 +172,25 @@ def test_machines_have_few_constants_that_all_have_a_meaning():
     assert all(of_gpus.values()) and all(_ffi.HOST_CONSTANTS.values())
 
 
+def test_a_cpus_estimates_are_of_the_operands_type(monkeypatch):
+    def microseconds(type_):
+        types = type_, type_, _ffi.Type.s32 if type_ == _ffi.Type.s8 else type_
+        asked = dataclasses.replace(gemm(1024, 1024, 1024), **dict(zip(("type_a", "type_b", "type_d"), types)))
+        made = planner.make_plan(asked, DataParallel(), CPU)
+        assert made.explain().microseconds == made.microseconds == sum(made.explain().parts.values())
+        return made.microseconds
+
+    planner.plan_with.cache_clear()
+    for by_instruction in (False, True):
+        monkeypatch.setattr(machines, "_has_avx512_bf16", lambda by=by_instruction: by)
+        planner.plan_with.cache_clear()
+        times = {type_.name: microseconds(type_) for type_ in (BF16, _ffi.Type.f16, F32, F64, _ffi.Type.s8)}
+        assert times["f64"] > 1.5 * times["f32"], "a vector has half as many"
+        assert times["f16"] > times["f32"], "which it is converted to"
+        assert (times["bf16"] < times["f32"]) == by_instruction, times
+    planner.plan_with.cache_clear()
+
+
 def test_the_machine_of_a_device_was_measured_or_is_derived():
     assert machines.machine_of(dataclasses.replace(HOPPER, kind="NVIDIA H200")) is machines.machine_of(HOPPER) is H200
     for kind in ("NVIDIA H100 80GB HBM3", "NVIDIA H800"):

@@ -353,3 +353,38 @@ def test_plans_are_those_that_are_lowered():
         (row,) = accelerate(swapped).explain(x, *others).rows
         made = jax_streamk.plan(swapped, x, *others)
         assert (row.kernel, row.plan.problem) == (made.kernel, made.problem) and made.problem.major_b == COLUMN
+
+
+def test_a_row_names_the_place_of_its_products():
+    def layer(x, w):
+        with jax.named_scope("attention"):
+            y = x @ w
+        return y @ w
+
+    def model(x, w):
+        x = lax.scan(lambda x, _: (layer(x, w), None), x, None, 3)[0]
+        x = jax_streamk.linear(x, w)
+        return layer(layer(x, w), w)
+
+    first = layer.__code__.co_firstlineno
+    file, x = "test_products.py", shaped(256, 256, dtype=f32)
+    explained = accelerate(model).explain(x, x)
+    assert {row.place: row.count for row in explained.rows} == {
+        f"{file}:{first + 2} (layer), in scan/attention": 3,
+        f"{file}:{first + 3} (layer), in scan": 3,
+        f"{file}:{model.__code__.co_firstlineno + 2} (model)": 1,
+        f"{file}:{first + 2} (layer), in attention": 2,
+        f"{file}:{first + 3} (layer)": 2,
+    }
+    assert all(f"at {row.place}" in str(explained) and row.place in explained._repr_html_() for row in explained.rows)
+    backward = {row.place for row in accelerate(jax.grad(lambda w, x: layer(x, w).sum())).explain(x, x).rows}
+    assert f"{file}:{first + 2} (layer), in transpose(jvp(attention))" in backward
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="of CPUs")
+def test_shares_go_by_the_types_of_operands():
+    """A product of float64 takes a CPU longer than one of float32."""
+    with jax.enable_x64(True):
+        x, y = (shaped(512, 512, dtype=dtype) for dtype in (f32, jnp.float64))
+        shares = {row.dtypes[:3]: row.share for row in rows(lambda x, y: (x @ x, y @ y), x, y)}
+    assert shares["f64"] > 0.6 and sum(shares.values()) == pytest.approx(1)

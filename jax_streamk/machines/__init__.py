@@ -40,6 +40,7 @@ class Machine:
       topology: None of CPUs.
       constants: (name, value) pairs of ``_ffi.GPU_CONSTANTS`` or ``_ffi.HOST_CONSTANTS``; each is an attribute, too.
       launch_policy: the same of ``_ffi.POLICY_CONSTANTS``; empty of CPUs.
+      types: of CPUs, (operand type, time of its multiplications, packing and results by that of float32) pairs.
       date: of the measurement; empty where it was derived.
       command: that measured it.
     """
@@ -50,6 +51,7 @@ class Machine:
     topology: Topology | None
     constants: tuple[tuple[str, float], ...]
     launch_policy: tuple[tuple[str, float], ...] = ()
+    types: tuple[tuple[str, float], ...] = ()
     date: str = ""
     command: str = ""
 
@@ -68,6 +70,12 @@ class Machine:
         native.l2_bytes = self.topology.l2_bytes if self.topology else 0
         return native
 
+    def native_for(self, type_):
+        """``native``, of products of operands of an ``_ffi.Type``."""
+        name = "bf16_by_avx512" if type_ == _ffi.Type.bf16 and _has_avx512_bf16() else type_.name
+        factor = dict(self.types).get(name, 1)
+        return self.native if factor == 1 else _scaled(self, factor).native
+
     @property
     def is_measured(self):
         return bool(self.date)
@@ -80,8 +88,9 @@ class Machine:
         return dataclasses.replace(self, constants=tuple((dict(self.constants) | constants).items()))
 
     def text(self):
-        """The JSON that ``parse`` reads; constants with four digits."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "name"}
+        """The JSON that ``parse`` reads, of a GPU; constants with four digits."""
+        names = (field.name for field in dataclasses.fields(self) if field.name not in ("name", "types"))
+        fields = {name: getattr(self, name) for name in names}
         fields["topology"] = self.topology and dataclasses.asdict(self.topology)
         fields["constants"] = {name: float(f"{value:.4g}") for name, value in self.constants}
         fields["launch_policy"] = dict(self.launch_policy)
@@ -99,14 +108,29 @@ def parse(name, text):
         is_gpu = bool(fields["topology"])
         constants = _section(fields["constants"], _ffi.GPU_CONSTANTS if is_gpu else _ffi.HOST_CONSTANTS)
         policy = _section(fields["launch_policy"], _ffi.POLICY_CONSTANTS if is_gpu else {})
+        types = () if is_gpu else tuple(fields["types"].items())
         topology = fields["topology"] and Topology(**fields["topology"])
-        return Machine(
-            name, tuple(fields["kinds"]), fields["arch"], topology, constants, policy, fields["date"], fields["command"]
-        )
+        made_by = fields["date"], fields["command"]
+        return Machine(name, tuple(fields["kinds"]), fields["arch"], topology, constants, policy, types, *made_by)
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise ValueError(f"machine file {name}: {type(error).__name__}: {error}") from None
     except ValueError as error:
         raise ValueError(f"machine file {name}: {error}") from None
+
+
+@functools.cache
+def _has_avx512_bf16():
+    try:
+        return "avx512_bf16" in pathlib.Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+
+
+@functools.cache
+def _scaled(machine, factor):
+    """CPUs whose work on elements takes another time: what a call and a piece take does not depend on it."""
+    of_call = ("host_wake_us", "host_piece_us")
+    return machine.replace(**{name: factor * value for name, value in machine.constants if name not in of_call})
 
 
 def _section(found, known):
