@@ -99,7 +99,8 @@ def _lower(ctx, *operands, **params):
 
 def _lower_with_kernel(apart, ctx, *operands, **params):
     made = None
-    if lowering.placement(ctx) == compat.Placement.ONE_DEVICE:
+    is_one = lowering.placement(ctx) == compat.Placement.ONE_DEVICE
+    if is_one and lowering.why_not_here(ctx, "cuda", schedules.Auto()) is None:
         lowering.check_build("cuda")
         made = plan(*ctx.avals_in, device=lowering.target("cuda"), **params)
     if made is None:

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import warnings
 
 import jax
 import numpy as np
@@ -220,8 +221,15 @@ def _lower(ctx, *operands, **params):
     return compat.lower_per_platform(ctx, rules, rest, *operands, **params)
 
 
-def why_not_here(ctx):
+def why_not_here(ctx, platform, schedule):
     """Why a product is XLA's where it is lowered; None if it may be ours, on one device or partitioned by our rule."""
+    if _is_of_another_build(ctx, platform, schedule):
+        warnings.warn(
+            "the products of this program for several platforms are XLA's on GPUs, since this build of jax_streamk has "
+            f"no CUDA kernels: {_WITHOUT_CUDA}",
+            stacklevel=2,
+        )
+        return "this build has no CUDA kernels"
     where = compat.placement(ctx)
     if where == compat.Placement.UNKNOWN:
         which = "in a shard_map with automatic mesh axes, in an export for several devices, and without a mesh"
@@ -233,8 +241,14 @@ def why_not_here(ctx):
     return None
 
 
+def _is_of_another_build(ctx, platform, schedule):
+    """Whether only another build has kernels for a platform that is one of those of a program, as jax.export has it."""
+    is_auto = isinstance(schedules.of_forward(schedule), schedules.Auto)
+    return is_auto and platform == "cuda" and not _ffi.has_cuda and len(ctx.module_context.platforms) > 1
+
+
 def _lower_with_kernels(ctx, *operands, platform, **params):
-    if (why := why_not_here(ctx)) is not None:
+    if (why := why_not_here(ctx, platform, params["schedule"])) is not None:
         return _lower_to_xla(ctx, *operands, why=why, **params)
     # Tracing inside a rule does not need shardings.
     local = ctx.replace(avals_in=[compat.local_aval(aval) for aval in ctx.avals_in])

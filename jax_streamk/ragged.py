@@ -420,7 +420,7 @@ def _gathered_first(*operands, gathers, **params):
 
 
 def _lower_with_kernels(ctx, *operands, platform, schedule, **params):
-    if (why := lowering.why_not_here(ctx)) is not None:
+    if (why := lowering.why_not_here(ctx, platform, schedule)) is not None:
         return _lower_to_xla(ctx, *operands, schedule=schedule, why=why, **params)
     lowering.check_build(platform)
     result = ctx.avals_out[0]

@@ -108,8 +108,27 @@ def test_two_platforms(schedule):
 
 @pytest.mark.skipif(_ffi.has_cuda, reason="this build has CUDA kernels")
 def test_a_build_without_cuda_exports_no_cuda():
-    with pytest.raises(RuntimeError, match=r"To (build|have) them: pip install "):
-        exported(StreamK(), platforms=["cpu", "cuda"])
+    for schedule, platforms in ((StreamK(), ["cpu", "cuda"]), (Auto(), ["cuda"])):
+        with pytest.raises(RuntimeError, match=r"To (build|have) them: pip install "):
+            exported(schedule, platforms=platforms)
+
+
+@pytest.mark.skipif(_ffi.has_cuda, reason="this build has CUDA kernels")
+def test_a_build_without_cuda_exports_xlas_products_for_gpus_beside_its_own():
+    def all_products(a, b, sizes):
+        product = jax_streamk.ragged_dot(a, jnp.stack([b, b]), sizes)
+        return jnp.sum(product + jax_streamk.linear(a, b, activation="relu") + matmul(b.T, a.T).T)
+
+    sizes = np.array([30, 40], np.int32)
+    f = jax.jit(jax.value_and_grad(all_products, (0, 1)))
+    with pytest.warns(UserWarning, match="XLA's on GPUs, since this build of jax_streamk has no CUDA kernels"):
+        program = export.export(f, platforms=["cpu", "cuda"], disabled_checks=EXPORT_CHECKS)(A, B, sizes)
+    again = export.deserialize(program.serialize())
+    assert again.platforms == ("cpu", "cuda")
+    text = again.mlir_module()
+    assert TARGETS["cpu"] in text and TARGETS["cuda"] not in text and "dot_general" in text
+    for x, y in zip(jax.tree.leaves(again.call(A, B, sizes)), jax.tree.leaves(f(A, B, sizes))):
+        np.testing.assert_array_equal(x, y)
 
 
 def test_platforms_without_kernels_export_xlas_product():
