@@ -21,7 +21,7 @@ from jax_streamk import _ffi, compat, lowering, partition, primitive, ragged
 from jax_streamk.checks import check_static
 from jax_streamk.device import Device, device_of
 from jax_streamk.epilogue import Activation, Epilogue, check_activation
-from jax_streamk.planner import Plan
+from jax_streamk.planner import Plan, unsupported
 from jax_streamk.schedules import PerPass, Schedule, check_schedule
 from jax_streamk.tuning import tuned
 
@@ -77,7 +77,7 @@ def _dispatched(*operands: str, jaxs: Callable[..., Any] | None) -> Callable[[F]
                     if x != x or (x == 0 and not isinstance(x, int)):
                         return False  # jax.jit confuses -0.0 with 0.0, and never finds NaN again
                 elif x is not None and not (
-                    compat.is_concrete(x) or (type(x) is np.ndarray and x.dtype.kind in "biufc")
+                    compat.is_concrete(x) or (type(x) is np.ndarray and x.dtype.kind in "biufc" and x.dtype.isnative)
                 ):
                     return False
             return True
@@ -217,6 +217,8 @@ def einsum(
     Raises:
       TypeError, ValueError: as ``jax.numpy.einsum`` and ``dot_general``.
     """
+    for i, x in enumerate(operands):
+        _check_byte_order("einsum", f"operands[{i}]", x)
     return jnp.einsum(
         subscripts,
         *operands,
@@ -979,7 +981,7 @@ def _plan_ragged(
         return lowering.plan(lhs, rhs, dimension_numbers=numbers.dot_dimension_numbers, **params)[0]
     if (why := ragged.why_not(lhs, rhs, sizes, numbers)) is not None:
         lowering.refuse_schedule(schedule, " this product", why)
-        return Plan(None, device, None, None, reasons=(f"falls back to XLA: {why}",))
+        return unsupported(lhs, rhs, device, why)
     params |= dict(numbers=numbers, epilogue=epilogue, leading=leading, gathers="clip" if indices else None)
     return ragged.plan(lhs, rhs, sizes, *indices, **params)[0]
 
@@ -1003,6 +1005,7 @@ def kernels() -> list[_ffi.KernelInfo]:
 
 
 def _array(function: str, name: str, x: Any) -> jax.Array:
+    _check_byte_order(function, name, x)
     try:
         x = jnp.asarray(x)
     except OverflowError as error:
@@ -1012,6 +1015,12 @@ def _array(function: str, name: str, x: Any) -> jax.Array:
     if not _is_numeric(x.dtype):
         raise TypeError(f"{function}: {name} is {_describe(x)}; it must be an array of numbers")
     return x
+
+
+def _check_byte_order(function: str, name: str, x: Any) -> None:
+    if not getattr(getattr(x, "dtype", None), "isnative", True):
+        remedy = f"convert it with .astype({name}.dtype.newbyteorder('='))"
+        raise TypeError(f"{function}: {name} is {_describe(x)}, which is not this machine's byte order: {remedy}")
 
 
 def _is_numeric(dtype: Any) -> bool:
@@ -1053,6 +1062,7 @@ def _element_type(dtype: Any, lhs: Shaped, rhs: Shaped) -> Any:
 def _shaped(name: str, x: Any) -> jax.ShapeDtypeStruct:
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         raise TypeError(f"plan: {name} is {type(x).__name__}; it must have a shape and a dtype")
+    _check_byte_order("plan", name, x)
     if not _is_numeric(x.dtype):
         raise TypeError(f"plan: {name} is {_describe(x)}; it must have a numeric dtype")
     if any(isinstance(size, (int, np.integer)) and size < 0 for size in x.shape):  # others are symbolic

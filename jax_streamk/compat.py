@@ -372,6 +372,15 @@ def placement(ctx):
     return Placement.PARTITIONED if here and _mesh(axes) is not None else Placement.UNKNOWN
 
 
+def where_unknown(ctx):
+    """In what a product whose placement is UNKNOWN is lowered."""
+    if isinstance(ctx.module_context.axis_context, _sharding_impls.SPMDAxisContext):
+        return "a shard_map that leaves mesh axes automatic"
+    if ctx.module_context.lowering_parameters.for_export:
+        return "an export for several devices"
+    return "a program for several devices without a mesh"
+
+
 def is_sharded_by_type(ctx):
     """Whether types say how all values that are lowered are divided: all axes of their mesh are explicit."""
     mesh = ctx.avals_out[0].sharding.mesh

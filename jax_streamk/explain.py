@@ -293,9 +293,9 @@ def _kernels(platform: str) -> dict[str, _ffi.KernelInfo]:
 
 def on_kernel(plan: Plan, name: str) -> Plan:
     """A plan's schedule on another kernel. Raises ValueError if there is none of that name, or it cannot run it."""
+    kernel_of(name, plan.device)
     if plan.problem is None or plan.schedule is None:
         return plan
-    kernel_of(name, plan.device)
     made = dataclasses.replace(plan, kernel=name, workspace_bytes=None, reasons=(), candidates=())
     units = work_units(made)
     cost, _, _ = _predicted(made, name, plan.schedule)
@@ -478,7 +478,7 @@ def _times(parts: dict[str, float]) -> str:
 def _rows(x: Explanation) -> Iterator[tuple[str, str, str]]:
     plan = x.plan
     section = "product"
-    yield section, "problem", str(x.problem or "a product that XLA computes")
+    yield section, "problem", str(x.problem or x.plan.product)
     units = f"sm_{x.device.arch}, {x.device.sms} SMs" if x.device.arch else f"{x.device.sms} threads"
     yield section, "device", f"{x.device.kind or x.device.platform} ({units})"
     if x.bytes is not None and x.flops is not None:

@@ -58,7 +58,7 @@ def plan(
         arrangement = arrange()
     except problem.Unsupported as why:
         refuse_schedule(schedule, " this product", why)
-        return planner.Plan(None, device, None, None, reasons=(f"falls back to XLA: {why}",)), None
+        return planner.unsupported(lhs, rhs, device, why), None
     made = planner.make_plan(arrangement.problem, schedule, device)
     if device.platform == "cuda" and arrangement.transposes:
         nested = arrange(nests=True)
@@ -212,7 +212,7 @@ def check_build(platform):
 
 def refuse_schedule(schedule, what, why):
     if not isinstance(schedules.of_forward(schedule), schedules.Auto):
-        raise ValueError(f"schedule={schedule} cannot run{what}: {why}")
+        raise ValueError(f"schedule={schedule} cannot run{what}: {why}; Auto() leaves the product to XLA")
 
 
 def _lower(ctx, *operands, **params):
@@ -232,8 +232,7 @@ def why_not_here(ctx, platform, schedule):
         return "this build has no CUDA kernels"
     where = compat.placement(ctx)
     if where == compat.Placement.UNKNOWN:
-        which = "in a shard_map with automatic mesh axes, in an export for several devices, and without a mesh"
-        return f"only XLA partitions products {which}"
+        return f"only XLA partitions products in {compat.where_unknown(ctx)}"
     if where == compat.Placement.PARTITIONED and not compat.config.jax_use_shardy_partitioner:
         return "only XLA partitions products where jax_use_shardy_partitioner is off"
     if compat.is_unreduced(ctx.avals_out[0]):

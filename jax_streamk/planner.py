@@ -49,6 +49,7 @@ class Plan:
       waves: output tiles x splits / workers (SMs or clusters of them; threads on a CPU).
       efficiency: quantization efficiency: MAC iterations / those that all workers could do in the time of the busiest.
       limit: the ``cost_model.Limit`` of the problem on the device; None on a CPU.
+      product: the operands' types as text, if problem is None.
     """
 
     problem: GemmProblem | None
@@ -63,9 +64,10 @@ class Plan:
     waves: float | None = None
     efficiency: float | None = None
     limit: cost_model.Limit | None = None
+    product: str = "a product that XLA computes"
 
     def __str__(self) -> str:
-        lines = [f"Plan: {self.problem or 'a product that XLA computes'}"]
+        lines = [f"Plan: {self.problem or self.product}"]
         device = f"sm_{self.device.arch}, {self.device.sms} SMs" if self.device.arch else f"{self.device.sms} threads"
         lines.append(f"  on {self.device.kind or self.device.platform} ({device})")
         if self.kernel:
@@ -133,6 +135,12 @@ class Plan:
         from jax_streamk import plot
 
         return plot.plot(self, path, ax)
+
+
+def unsupported(lhs, rhs, device, why):
+    """The ``Plan`` of a product of these operands that no kernel supports."""
+    product = " @ ".join(f"{x.dtype}[{', '.join(map(str, x.shape))}]" for x in (lhs, rhs))
+    return Plan(None, device, None, None, reasons=(f"falls back to XLA: {why}",), product=product)
 
 
 _KINDS = {
@@ -256,6 +264,9 @@ def choose(problem, wanted, device, **listed):
 def plan_with(problem, schedule, device, found):
     """``make_plan``, given what tuning found (None: nothing)."""
     if problem.is_empty:
+        if problem.k == 0 and getattr(schedule, "splits", 1) > 1:
+            why = f"splits={schedule.splits} exceeds its 0 k-tiles: it must be 1"
+            raise ValueError(f"schedule={schedule} cannot run {problem}: {why}")
         return Plan(problem, device, None, None, reasons=("there is nothing to multiply: the result is empty or zero",))
     auto = isinstance(schedule, schedules.Auto)
     choice = choose(problem, None if auto else _native_schedule(schedule), device)
@@ -279,13 +290,17 @@ def plan_with(problem, schedule, device, found):
             why = f"falls back to XLA: {took}, measured by tuning on {found.date[:10]}"
             return Plan(problem, device, None, None, reasons=(why, without))
         known = found.xla_ratio and found.is_of_this_xla
-        beside = f"XLA's product took {found.xla_ratio:.2f} of that time" if known else "XLA's product was not measured"
+        beside = f"took {found.xla_ratio:.2f} times as long" if known else "was not measured"
         kernel, native, policy, microseconds = found.kernel, found.native(), found.policy, found.microseconds
         workspace_bytes = _ffi.workspace_bytes(kernel, problem.native(), native, device.native())
         machine = machine_of(device).native_for(problem.type_a)
         cost = _ffi.estimate(kernels[kernel], problem.native(), native, device.native(), machine)
         planned = f"the planner's choice took {text.duration(found.planned_microseconds)}"
-        reasons = [f"{text.duration(microseconds)} measured by tuning on {found.date[:10]}; {planned}", beside, without]
+        reasons = [
+            f"{text.duration(microseconds)} measured by tuning on {found.date[:10]}; {planned}",
+            f"XLA's product {beside}",
+            without,
+        ]
     else:
         reasons = [] if auto else ["the schedule was given"]
         reasons.append(cost_model.describe(cost))

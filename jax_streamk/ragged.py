@@ -372,7 +372,7 @@ def plan(
         arrangement = arrange(epilogue=epilogue)
     except problem.Unsupported as why:
         lowering.refuse_schedule(schedule, " this product", why)
-        return planner.Plan(None, device, None, None, reasons=(f"falls back to XLA: {why}",)), None
+        return planner.unsupported(lhs, rhs, device, why), None
     made = planner.make_plan(arrangement.problem, schedule, device)
     return made if made.kernel is None else made.with_reasons(arrangement.copies(lhs, rhs)), arrangement
 

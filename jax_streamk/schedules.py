@@ -33,7 +33,8 @@ class SplitK:
     """The K of every output tile is cut into ``splits`` near-equal slices of whole k-tiles.
 
     Attributes:
-      splits: an integer from 1 to the number of k-tiles. 1 gives exactly the bits of the unsplit product.
+      splits: an integer from 1 to the number of k-tiles, or 1 where K is 0. 1 gives exactly the bits of the unsplit
+        product.
       reduction: ``"ordered"`` adds a tile's float32 partial sums along K in the kernel (deterministic); ``"atomic"``
         adds them in order of arrival; ``"separate"`` adds them along K in a second kernel (deterministic), which
         reduces many splits in parallel. On GPUs its slices are equal except the last, so there may be fewer than

@@ -433,7 +433,7 @@ def test_overflow_is_inf():
     assert np.isposinf(np.asarray(matmul(a, a.T, schedule=StreamK()))).all()
 
 
-@pytest.mark.parametrize("schedule", [Auto(), DataParallel(), SplitK(5), StreamK()], ids=str)
+@pytest.mark.parametrize("schedule", [Auto(), DataParallel(), SplitK(1), StreamK()], ids=str)
 def test_a_sum_of_nothing_is_zero(schedule):
     got = jax.jit(functools.partial(matmul, schedule=schedule))(jnp.ones((4, 0)), jnp.ones((0, 5)))
     np.testing.assert_array_equal(got, np.zeros((4, 5), np.float32))
@@ -468,6 +468,12 @@ A, B = np.ones((4, 8), np.float32), np.ones((8, 5), np.float32)
         (A, np.full((8, 5), None), TypeError, "matmul: b is ndarray of dtype object; it must be an array of numbers"),
         (np.full((4, 8), "x"), B, TypeError, "matmul: a is ndarray of dtype <U1; it must be an array of numbers"),
         ([[object()]], B, TypeError, "matmul: a is list; it must be an array of numbers"),
+        (
+            A,
+            B.astype(">f4"),
+            TypeError,
+            r"matmul: b is ndarray of dtype >f4, .* byte order: convert it with .astype\(b\.",
+        ),
         (np.zeros((4, 8), "datetime64[s]"), B, TypeError, r"matmul: a is ndarray of dtype datetime64\[s\]; it must be"),
         (jax.ShapeDtypeStruct((4, 8), F32), B, TypeError, "matmul: a is ShapeDtypeStruct of dtype float32; it must be"),
     ],
@@ -612,10 +618,43 @@ def test_a_schedule_for_types_without_kernels(dtype, kwargs, message, schedule):
 def test_more_splits_than_k_tiles(k, splits):
     a, b = np.ones((64, k), BF16), np.ones((k, 64), BF16)
     f = jax.jit(functools.partial(matmul, schedule=SplitK(splits)))
-    with pytest.raises(
-        ValueError, match=rf"schedule=SplitK\(splits={splits}.*64.*splits={splits} exceeds its \d+ k-tiles of \d+"
-    ):
+    exceeds = rf"splits={splits} exceeds its (\d+) k-tiles of \d+: it must be at most \1\b"
+    with pytest.raises(ValueError, match=rf"schedule=SplitK\(splits={splits}.*64.*{exceeds}"):
         f.lower(a, b)  # before any compilation
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_a_sum_of_nothing_has_no_splits(platform):
+    """K = 0 has no k-tiles; without rows or columns there are k-tiles, and no tile that they would be of."""
+    device = jax_streamk.Device("cuda", 90, 132) if platform == "cuda" else jax_streamk.plan(A, B, device="cpu").device
+    shaped = lambda m, n, k: (jax.ShapeDtypeStruct((m, k), BF16), jax.ShapeDtypeStruct((k, n), BF16))
+    for schedule in (SplitK(2), SplitK(2, "separate")):
+        with pytest.raises(ValueError, match="cannot run .*: splits=2 exceeds its 0 k-tiles: it must be 1"):
+            jax_streamk.plan(*shaped(8, 4, 0), schedule=schedule, device=device)
+        for extents in ((0, 4, 8), (8, 0, 8)):
+            assert jax_streamk.plan(*shaped(*extents), schedule=schedule, device=device).is_empty
+    for schedule in (SplitK(1), StreamK(), DataParallel(), Auto()):
+        assert jax_streamk.plan(*shaped(8, 4, 0), schedule=schedule, device=device).is_empty
+    with pytest.raises(ValueError, match="splits=2 exceeds its 0 k-tiles"):
+        matmul(np.ones((8, 0), BF16), np.ones((0, 4), BF16), schedule=SplitK(2))
+    assert not matmul(np.ones((8, 0), BF16), np.ones((0, 4), BF16), schedule=SplitK(1)).any()
+
+
+def test_arrays_of_another_byte_order_are_refused_everywhere():
+    x, w, sizes = np.ones((8, 16), ">f4"), np.ones((16, 4), np.float32), np.array([8])
+    refused = {
+        "dot_general: lhs": lambda: jax_streamk.dot_general(x, w, (((1,), (0,)), ((), ()))),
+        "einsum: operands.0.": lambda: jax_streamk.einsum("ij,jk", x, w),
+        "linear: bias": lambda: jax_streamk.linear(w.T, w, np.ones(4, ">f4")),
+        "gated_linear: x": lambda: jax_streamk.gated_linear(x, w, w),
+        "ragged_dot: group_sizes": lambda: jax_streamk.ragged_dot(w.T, w[None], sizes.astype(">i4")),
+        "plan: lhs": lambda: jax_streamk.plan(x, w),
+    }
+    for name, call in refused.items():
+        with pytest.raises(
+            TypeError, match=rf"^{name} is ndarray of dtype >.4, which is not this machine's byte order"
+        ):
+            call()
 
 
 @pytest.mark.skipif(not _ffi.has_cuda, reason="every kernel of a CPU-only build has every reduction")

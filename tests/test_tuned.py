@@ -146,7 +146,7 @@ def test_auto_leaves_to_xla_what_xla_was_faster_at(store):
         else:
             ratio = changes.get("xla_ratio", 1.2) * ("jaxlib" not in changes)
             assert (
-                f"XLA's product took {ratio:.2f} of that time" if ratio else "XLA's product was not measured"
+                f"XLA's product took {ratio:.2f} times as long" if ratio else "XLA's product was not measured"
             ) in made.reasons
     assert len(digests) == 2 == len({digest for _, digest in digests})
 

@@ -216,7 +216,9 @@ Status check_or(Refuse refuse, Kernel const& kernel, GemmProblem const& p, Sched
   int64_t const k_tiles = (repack.problem.k + info.tile_k - 1) / info.tile_k;
   if (s.kind == ScheduleKind::kSplitK) {
     if (s.splits < 1) return refuse("splits must be at least 1");
-    if (s.splits > k_tiles) return refuse("splits=", s.splits, " exceeds its ", k_tiles, " k-tiles of ", info.tile_k);
+    if (s.splits > k_tiles)
+      return refuse("splits=", s.splits, " exceeds its ", k_tiles, " k-tiles of ", info.tile_k, ": it must be at most ",
+                    k_tiles);
     if (s.splits > 1 && !contains(info.split_k_reductions, s.reduction))
       return refuse("it has no split-K with reduction \"", name_of(s.reduction), "\"");
   }
