@@ -6,9 +6,34 @@ import os
 import sys
 import textwrap
 
+import jax
+
 from jax_streamk import __version__
+from jax_streamk.tools import results
 
 COMMANDS = ("explain", "kernels", "bench", "tune", "fit", "info")
+
+
+class _Once(argparse.Action):
+    """Stores a value, and refuses another, which would silently replace it."""
+
+    _given = False
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        if self._given:
+            raise argparse.ArgumentError(self, "given more than once")
+        self._given = True
+        setattr(namespace, self.dest, values)
+
+
+class _Parser(argparse.ArgumentParser):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        for name in (None, "store"):
+            self.register("action", name, _Once)
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: error: {message}\nsee {self.prog} --help\n")
 
 
 def main(argv=None):
@@ -32,7 +57,7 @@ def main(argv=None):
 
 
 def _run(argv):
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m jax_streamk",
         description="Tools for split-K and Stream-K matrix products.",
         epilog="Each command has examples: python -m jax_streamk COMMAND --help. Exit status: 0 done, 1 something "
@@ -51,9 +76,16 @@ def _run(argv):
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(command)
-        command.set_defaults(run=module.run, error=command.error)
-    arguments = parser.parse_args(argv)
-    return arguments.run(arguments)
+        command.set_defaults(command=name, run=module.run, error=command.error)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        arguments.error(f"unrecognized arguments: {' '.join(unknown)}")
+    try:
+        return arguments.run(arguments)
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+            raise SystemExit(f"{arguments.command}: {results.described(error)}") from None
+        raise
 
 
 if __name__ == "__main__":

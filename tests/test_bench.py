@@ -58,6 +58,8 @@ def test_bench_writes_what_it_measured(tmp_path, monkeypatch, capsys):
     (tmp_path / "shapes.csv").write_text(SHAPES)
     done = run(tmp_path, "shapes.csv", "--dtype", "float32", "--rounds", 1, "--out", "out.json")
     assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == 4 and all(re.match(rf"{i} of 4 in [\d.]+ \w+, \d+ x ", x) for i, x in enumerate(lines, 1))
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["measures"] == wall_measures()
     assert (
@@ -120,7 +122,7 @@ def test_a_killed_run_is_resumed(tmp_path, monkeypatch, capsys):
     assert 2 <= before <= len(kept) < 400
 
     monkeypatch.chdir(tmp_path)
-    other = [*arguments, "--dtype", "bfloat16"]
+    other = ["bfloat16" if word == "float32" else word for word in arguments]
     assert "out.json exists; --resume" in refused(monkeypatch, capsys, *other)
     said = refused(monkeypatch, capsys, *other, "--resume")
     assert "'dtype': 'float32'" in said and "'dtype': 'bfloat16'" in said
@@ -219,7 +221,8 @@ def test_bad_files_are_refused_by_line(text, message, tmp_path, monkeypatch, cap
         ([], "one of the arguments FILE.csv --set --from --report --programs --groups is required"),
         (["--set", "nope"], "invalid choice: 'nope'"),
         (["shapes.csv", "--set", "decode_llm"], "not allowed with argument"),
-        (["shapes.csv", "--dtype", "int8"], "invalid choice: 'int8'"),
+        (["shapes.csv", "--dtype", "int32"], "invalid choice: 'int32'"),
+        (["shapes.csv", "--dtype", "int8", "--gated", "silu"], "--linear and --gated are of floating-point numbers"),
         (["shapes.csv", "--linear", "swish"], "invalid choice: 'swish'"),
         (["shapes.csv", "--linear", "silu", "--gated", "silu"], "--linear and --gated are two kinds of layers"),
         (["shapes.csv", "--sample", "0"], "'0' is not a positive integer"),

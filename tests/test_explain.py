@@ -759,6 +759,12 @@ def test_schedules_of_the_command_line(words, schedule):
         (["8", "8", "8", "--schedule", "stream-k:fast"], "reduction='fast': must be one of"),
         (["8", "8", "8", "--device", "v100"], "argument --device"),
         (["8", "8", "8", "--dtype", "bfloat17"], "argument --dtype"),
+        (["8", "8", "8", "--kernel", "nope"], "kernel='nope': no such kernel"),
+        (["8", "8", "8", "--batch", "2", "--groups", "2"], "no kernel multiplies batches of groups"),
+        (["8", "8", "64", "--schedule", "split-k:4", "--device", "h200"], "splits=4 exceeds"),
+        (["8", "8", "64", "--dtype", "int32", "--plot", "x.svg"], "no kernel of jax_streamk runs: falls back to XLA"),
+        (["8", "8", "64", "--schedule", "split-k:10000", "--device", "cpu"], ": it must be at most 1\n"),
+        (["8", "8", "64", "--dtype", "complex64", "--measure"], "there is nothing to measure: falls back to XLA"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, why, capsys):
@@ -770,8 +776,6 @@ def test_bad_arguments_are_refused(arguments, why, capsys):
 @pytest.mark.parametrize(
     "arguments, why",
     [
-        (["8", "8", "64", "--schedule", "split-k:4", "--device", "h200"], "splits=4 exceeds"),
-        (["8", "8", "64", "--dtype", "int32", "--plot", "x.svg"], "no kernel of jax_streamk runs: falls back to XLA"),
         (["8", "8", "64", "--device", "cpu", "--plot", "/none/such/x.svg"], "No such file or directory"),
         (["8", "8", "64", "--device", "cpu", "--plot", "x.tile"], "Format 'tile' is not supported"),
     ],

@@ -1,5 +1,6 @@
 """``python -m jax_streamk``: tune, fit, kernels and info."""
 
+import argparse
 import csv
 import dataclasses
 import functools
@@ -51,11 +52,13 @@ def records_of(capsys, *words):
 
 
 def refused(capsys, *words):
-    """The message of a command line that is wrong."""
+    """The message of a command line that is wrong: a line, and where to read more."""
     with pytest.raises(SystemExit) as end:
         main(list(words))
     assert end.value.code == 2
-    return capsys.readouterr().err.splitlines()[-1]
+    *_, message, more = capsys.readouterr().err.splitlines()
+    assert more == f"see python -m jax_streamk {words[0]} --help"
+    return message
 
 
 @pytest.fixture
@@ -83,7 +86,7 @@ def test_tune_stores_and_resumes(file, tmp_path, capsys, pretended):
     arguments = ["tune", file, "--cache", str(cache), "--dtype", "bfloat16", "--dtype", "float16", "--dtype", "int32"]
     assert main(arguments) == 0
     out, err = capsys.readouterr()
-    assert "4 products: 4 tuned, 0 tuned before, 0 failed; 2 more left to XLA" in out
+    assert "4 products: 4 tuned, 0 tuned before, 0 failed\nleft to XLA: 2 (2 unmeasured, 0 faster there)\n" in out
     assert "4 of 4 plans differ from the planner's, whose time over theirs is 1.500 in the geometric mean" in out
     assert "40 x 24 x 64 int32: falls back to XLA: int32 x int32" in err and "12.0 us by the planner's choice" in err
     store = Store(cache)
@@ -155,9 +158,9 @@ def test_tune_tells_what_it_leaves_to_xla(tmp_path, monkeypatch, capsys):
     path = write(tmp_path / "two.csv", "40,24,64", "48,24,64", header="m,n,k")
     assert main(["tune", path, "--dtype", "float32", "--cache", str(tmp_path / "cache")]) == 0
     out, err = capsys.readouterr()
-    assert "left to XLA, which is faster: 1 of 2" in out
-    assert "; XLA's product took 0.88 of the time, and is used\n48 x 24 x 64" in err
-    assert "; XLA's product took 1.20 of the time\n" in err
+    assert "left to XLA: 1 (0 unmeasured, 1 faster there)\n" in out
+    assert "; XLA's product took 0.88 times as long, and is used\n48 x 24 x 64" in err
+    assert "; XLA's product took 1.20 times as long\n" in err
 
 
 def test_an_interrupted_run_has_stored_what_it_finished(file, tmp_path, capsys, pretended, monkeypatch):
@@ -217,9 +220,101 @@ def test_bad_arguments_are_refused_before_anything_is_measured(tmp_path, pretend
     assert "No such file" in refused(capsys, "tune", str(tmp_path / "missing.csv"), *cache)
     some = "tune", "--set", "strong_scaling", "--sample", "1"
     assert "tune: error: cache='': must be the path of a folder" in refused(capsys, *some, "--cache", "")
-    assert "argument --dtype: invalid dtype value: 'bfloat'" in refused(capsys, *some, "--dtype", "bfloat", *cache)
     assert "argument --limit: '-1' is not a time of 0 or more" in refused(capsys, *some, "--limit=-1", *cache)
     assert not pretended and not (tmp_path / "cache").exists()
+
+
+OF_COMMANDS = {
+    "explain": ["8", "8", "8"],
+    "kernels": ["8", "8", "8"],
+    "bench": ["shapes.csv"],
+    "tune": ["shapes.csv"],
+    "fit": [],
+    "info": [],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_option_is_taken_as_often_as_it_is_given_or_refused(command, capsys, monkeypatch):
+    module = importlib.import_module(f"jax_streamk.tools.{command}")
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    options = [x for x in parser._actions if x.option_strings and x.nargs != 0]
+    ran = []
+    monkeypatch.setattr(module, "run", lambda arguments: ran.append(vars(arguments)))
+    for option in options:
+        first, second, *_ = option.choices or VALUES.get(option.dest, ["1", "2"])
+        where = [] if option.dest in ("set", "groups", "result", "report", "programs") else OF_COMMANDS[command]
+        words = [command, *where, option.option_strings[0], first, option.option_strings[0], second]
+        if isinstance(option, argparse._AppendAction):
+            main(words)
+            assert len(ran[-1][option.dest]) == 2
+        else:
+            assert refused(capsys, *words).endswith(f"argument {option.option_strings[0]}: given more than once")
+
+
+VALUES = {"dtype": ["bf16", "f16"], "out_dtype": ["bf16", "f32"], "schedule": ["auto", "stream-k"]}
+
+
+@pytest.mark.parametrize("command", ["explain", "kernels", "bench", "tune"])
+def test_every_command_takes_the_dtypes_that_plans_print(command, capsys, monkeypatch):
+    words = [command, *OF_COMMANDS[command], "--dtype"]
+    said = refused(capsys, *words, "bfloat")
+    assert "--dtype: 'bfloat' is not a dtype: " in said and "bfloat16 (bf16)" in said and "int8 (s8)" in said
+    taken = []
+    monkeypatch.setattr(f"jax_streamk.tools.{command}.run", lambda arguments: taken.append(arguments.dtype))
+    for short in ("f64", "f32", "bf16", "f16", "s8"):
+        main([*words, short])
+    names = ["float64", "float32", "bfloat16", "float16", "int8"]
+    assert taken == ([[name] for name in names] if command == "tune" else names)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="no kernel multiplies int8 on a GPU")
+def test_int8_has_an_int32_result_in_every_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(measure.ROTATED_BYTES, "cpu", 1e5)
+    extents = "64", "48", "640"
+    path = write(tmp_path / "one.csv", ",".join(extents), header="m,n,k")
+    assert "s8 x s8 -> s32" in out_of(capsys, "explain", *extents, "--dtype", "int8")
+    assert all("host_s8_s32" in row["kernel"] for row in records_of(capsys, *extents, "--dtype", "int8", "--predict"))
+    out_of(capsys, "tune", path, "--dtype", "int8", "--cache", str(tmp_path / "cache"))
+    (problem,) = Store(tmp_path / "cache").plans(device_of(None))
+    assert (problem.type_a, problem.type_d) == (_ffi.Type.s8, _ffi.Type.s32)
+    quickly = "--rounds", "1", "--measure", "independent", "--out", str(tmp_path / "out.json")
+    out_of(capsys, "bench", path, "--dtype", "int8", *quickly)
+    (row,) = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert "host_s8_s32" in row["plan"]["kernel"] and row["sides"]["jax_streamk"]["max_difference"] == 0
+    assert row["bytes"] == 64 * 640 + 640 * 48 + 4 * 64 * 48
+
+
+def test_what_does_not_fit_into_memory_is_said_in_a_line(tmp_path, monkeypatch, capsys):
+    """On a machine that has not the memory for the operands."""
+    monkeypatch.setattr(
+        measure, "check_memory", lambda size, real=measure.check_memory: real(size if size < 1e6 else 1e18)
+    )
+    monkeypatch.setattr("jax_streamk.tools.bench.check_memory", measure.check_memory)
+    where = ["--device", "cpu"]
+    for words in (["explain", "800", "800", "800", "--measure"], ["kernels", "800", "800", "800"]):
+        with pytest.raises(SystemExit, match=rf"^{words[0]}: MemoryError: this needs 1000000.0 TB of memory, and .*$"):
+            main([*words, *where])
+    path = write(tmp_path / "one.csv", "800,800,800", header="m,n,k")
+    assert main(["tune", path, "--cache", str(tmp_path / "cache")]) == 1
+    assert "800 x 800 x 800 bfloat16: failed: MemoryError: this needs" in capsys.readouterr().err
+    if jax.default_backend() == "cpu":
+        assert main(["bench", path]) == 1
+        assert "FAILED jax_streamk of 800 x 800 x 800: MemoryError: this needs" in capsys.readouterr().out
+
+
+def test_jax_may_run_out_of_memory_in_any_command(monkeypatch):
+    def run(arguments):
+        raise jax.errors.JaxRuntimeError(why)
+
+    monkeypatch.setattr(info, "run", run)
+    why = "RESOURCE_EXHAUSTED: Out of memory allocating 40000000000 bytes.\nAllocators: ..."
+    with pytest.raises(SystemExit, match="^info: JaxRuntimeError: RESOURCE_EXHAUSTED: Out of .* bytes.$"):
+        main(["info"])
+    why = "INTERNAL: an error of ours"
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        main(["info"])
 
 
 def test_fit_refuses_what_is_no_table(tmp_path, capsys):
@@ -314,7 +409,7 @@ def test_the_command_line(tmp_path):
     assert done.returncode == 0 and str(tmp_path / "jax_streamk") in done.stdout, done.stderr
     assert not any(tmp_path.iterdir())
     done = subprocess.run([sys.executable, "-m", "jax_streamk"], **run)
-    assert done.returncode == 2 and "usage: python -m jax_streamk" in done.stderr
+    assert done.returncode == 2 and "are required: COMMAND\nsee python -m jax_streamk --help\n" in done.stderr
 
 
 def test_the_version(capsys):
@@ -403,7 +498,7 @@ def test_fit_measures_on_a_gpu_only(tmp_path, monkeypatch):
         main(["fit", "--out", str(tmp_path / "gpu.json")])
 
 
-def test_fit_goes_on_with_the_plans_measured_before(tmp_path, monkeypatch):
+def test_fit_goes_on_with_the_plans_measured_before(tmp_path, monkeypatch, capsys):
     """Every problem of the fixed set is measured once, and a failure does not end the measurement."""
     device, asked = jax_streamk.H200, []
 
@@ -426,6 +521,7 @@ def test_fit_goes_on_with_the_plans_measured_before(tmp_path, monkeypatch):
     out = tmp_path / "gpu.json"
     assert not main(["fit", "--out", str(out), "--minutes", "0.2"])
     assert len(asked) == 8 and machines.parse("gpu", out.read_text()).is_measured
+    assert f"1 of 8, {asked[0]}: 3 plans\n" in capsys.readouterr().err
     assert not main(["fit", "--out", str(out), "--resume"])
     assert len(asked) == 9 and asked[8] == asked[2]
 
@@ -528,10 +624,10 @@ def test_kernels_says_what_is_wrong(capsys, monkeypatch):
     assert "--ncu runs on a GPU of this machine" in refused(
         capsys, "kernels", "8", "8", "8", "--device", "cpu", "--ncu"
     )
-    with pytest.raises(SystemExit, match="kernels: .* exceeds its 1 k-tiles"):
-        main(["kernels", "8", "8", "8", "--splits", "50", "--predict"])
-    with pytest.raises(SystemExit, match="kernels: no kernel multiplies int8 on cuda"):
-        main(["kernels", "8", "8", "8", "--dtype", "int8", "--device", "h200"])
+    said = refused(capsys, "kernels", "8", "8", "8", "--splits", "50", "--predict")
+    assert said.endswith("splits=50 exceeds its 1 k-tiles of 64: it must be at most 1")
+    words = "kernels", "8", "8", "8", "--dtype", "int8", "--device", "h200"
+    assert refused(capsys, *words).endswith("error: no kernel multiplies int8 on cuda")
 
 
 NCU = """#!{python}

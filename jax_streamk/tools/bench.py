@@ -35,10 +35,11 @@ from jax_streamk.epilogue import ACTIVATIONS
 from jax_streamk.tools import groups, programs, results, shapes, sides, timing
 from jax_streamk.tools.info import driver
 from jax_streamk.tools.results import recorded
+from jax_streamk.tuning.measure import check_memory
 from jax_streamk.tuning.programs import Program, repeat, wall_sample
 
 # Relative to the largest entry. Rounding, even TF32 against float32, stays far below; a wrong sum does not.
-GROSS_ERROR = {"bfloat16": 0.02, "float16": 0.02, "float32": 0.01, "float64": 1e-9}
+GROSS_ERROR = {"bfloat16": 0.02, "float16": 0.02, "float32": 0.01, "float64": 1e-9, "int8": 0}
 _NAMED_BY = "m", "n", "k", "trans_a", "trans_b", "batch", "groups", "routing", "pass_"
 
 
@@ -57,7 +58,13 @@ def add_arguments(parser):
     )
     groups.add_argument(what)
     parser.add_argument("--small", action="store_true", help="--programs at the size that tests have, for a look at it")
-    parser.add_argument("--dtype", default="bfloat16", choices=GROSS_ERROR, help="of operands and result (%(default)s)")
+    parser.add_argument(
+        "--dtype",
+        type=shapes.dtype,
+        default="bfloat16",
+        choices=GROSS_ERROR,
+        help="of operands and result; int8 has an int32 result (%(default)s)",
+    )
     parser.add_argument(
         "--precision", choices=["default", "high", "highest"], default="default", help="of float32 products"
     )
@@ -252,6 +259,8 @@ def _shapes(arguments):
     precision = None if arguments.precision == "default" else arguments.precision
     if arguments.linear and arguments.gated:
         arguments.error("--linear and --gated are two kinds of layers")
+    if arguments.dtype == "int8" and (arguments.linear or arguments.gated):
+        arguments.error("--linear and --gated are of floating-point numbers")
     if arguments.gated and any(shape.batch > 1 or shape.trans_a for shape in todo):
         arguments.error("--gated multiplies one row-major A: shapes with a batch or trans_a are not for it")
     measured = sides if kind is shapes else groups
@@ -321,6 +330,8 @@ def measure(task, shape, peers, measures, rounds, gpu):
     )  # fmt: skip
     no_operands: dict[str, str] = {}
     with recorded(no_operands):
+        if not gpu:
+            check_memory(count * task.stored_bytes(shape))
         operands = jax.block_until_ready(task.operands(shape, count))
     if no_operands:
         row["sides"] = {sides.XLA: no_operands, sides.OURS: no_operands}

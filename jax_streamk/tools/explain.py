@@ -23,7 +23,6 @@ from jax_streamk.device import NAMED, device_named
 from jax_streamk.explain import on_kernel, work_units
 from jax_streamk.plot import plot_schedules
 from jax_streamk.tools import shapes
-from jax_streamk.tools.tune import dtype
 
 _SCHEDULES = "auto, data-parallel, split-k:SPLITS[:REDUCTION] or stream-k[:REDUCTION]"
 
@@ -43,8 +42,8 @@ def add_arguments(parser):
     )
     parser.add_argument("--trans-a", action="store_true", help="A is stored (K, M)")
     parser.add_argument("--trans-b", action="store_true", help="B is stored (N, K)")
-    parser.add_argument("--dtype", type=dtype, default=dtype("bfloat16"), help="of operands (%(default)s)")
-    parser.add_argument("--out-dtype", type=dtype, help="of the result (JAX's choice)")
+    parser.add_argument("--dtype", type=shapes.dtype, default="bfloat16", help="of operands (%(default)s)")
+    parser.add_argument("--out-dtype", type=shapes.dtype, help="of the result (of int8 int32, else JAX's choice)")
     parser.add_argument("--precision", choices=["default", "high", "highest"], default="default", help="of float32")
     parser.add_argument(
         "--schedule",
@@ -67,7 +66,7 @@ def run(arguments):
 def _run(arguments):
     shape = shapes.Shape(arguments.m, arguments.n, arguments.k, arguments.trans_a, arguments.trans_b, arguments.batch)
     if arguments.groups and arguments.batch > 1:
-        raise SystemExit("explain: --groups and --batch: no kernel multiplies batches of groups")
+        arguments.error("--groups and --batch: no kernel multiplies batches of groups")
     product = _ragged(shape, arguments.groups) if arguments.groups else _dense(shape)
     lhs, rhs = (jax.ShapeDtypeStruct(stored, arguments.dtype) for stored in product.pop("stored"))
     wanted = arguments.schedule or [schedules.Auto()]
@@ -76,7 +75,7 @@ def _run(arguments):
             **product,
             device=device_named(arguments.device),
             precision=arguments.precision,
-            preferred_element_type=arguments.out_dtype,
+            preferred_element_type=arguments.out_dtype or shapes.result_dtype(arguments.dtype),
         )
         plans = [jax_streamk.plan(lhs, rhs, schedule=each, **options) for each in wanted]
         if arguments.kernel is not None:
@@ -85,7 +84,9 @@ def _run(arguments):
         if arguments.plot:
             for made in plans:
                 work_units(made)  # before anything is printed, or written
-    except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
+    except (TypeError, ValueError) as error:
+        arguments.error(str(error))
+    except (ImportError, RuntimeError) as error:
         raise SystemExit(f"explain: {error}") from None
     print("\n\n".join(x._repr_html_() if arguments.html else str(x) for x in explanations))
     if arguments.plot:

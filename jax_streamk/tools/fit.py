@@ -94,7 +94,7 @@ def _measured(device, path, arguments, console, progress):
         writer = csv.DictWriter(file, fit.COLUMNS)
         if not before:
             writer.writeheader()
-        for problem in progress.track(left, description="measuring"):
+        for i, problem in enumerate(progress.track(left, description="measuring"), 1):
             if time.monotonic() - started > 60 * arguments.minutes:
                 console.print(f"some shapes were not started within {arguments.minutes:g} min; --resume measures them")
                 break
@@ -103,6 +103,7 @@ def _measured(device, path, arguments, console, progress):
             except Exception as error:  # running out of memory raises many types
                 console.print(f"{problem}: failed: {type(error).__name__}: {error}")
                 continue
+            console.print(f"{i} of {len(left)}, {problem}: {len(found)} plans")
             writer.writerows(found)
             file.flush()
             records += found

@@ -142,8 +142,10 @@ class Task(sides.Task):
     groups: bool = True
 
     def _bytes(self, shape, matrices):
-        elements = shape.m * (shape.k + shape.n) + (1 + self.gated) * matrices * shape.k * shape.n
-        return elements * jnp.dtype(self.dtype).itemsize
+        extents = dict(lhs=shape.m * shape.k, rhs=(1 + self.gated) * matrices * shape.k * shape.n)
+        extents["forward"] = shape.m * shape.n
+        written = extents.pop(shape.pass_)
+        return sum(extents.values()) * jnp.dtype(self.dtype).itemsize + written * self.result_size
 
     def bytes(self, shape):
         """The bytes of operands and result, without the matrices of groups that have no rows."""
@@ -164,12 +166,13 @@ class Task(sides.Task):
         )
         if self.gated:
             return jax_streamk.plan(lhs, rhs, gate=True, **params, **self.linear)
-        return jax_streamk.plan(lhs, rhs, shape.dimension_numbers(), **params)
+        return jax_streamk.plan(lhs, rhs, shape.dimension_numbers(), preferred_element_type=self.preferred, **params)
 
     def functions(self, shape):
         numbers = shape.dimension_numbers()
-        laxs = functools.partial(lax.ragged_dot_general, precision=self.xla_precision)
-        ours = functools.partial(jax_streamk.ragged_dot_general, precision=self.precision)
+        result: dict[str, Any] = dict(preferred_element_type=self.preferred)
+        laxs = functools.partial(lax.ragged_dot_general, precision=self.xla_precision, **result)
+        ours = functools.partial(jax_streamk.ragged_dot_general, precision=self.precision, **result)
         products = {name: lambda *xs, f=f: f(*xs, numbers) for name, f in ((sides.XLA, laxs), (sides.OURS, ours))}
         out = {name: self._formula(product) for name, product in products.items()}
         if self.gated:
@@ -194,7 +197,9 @@ class Task(sides.Task):
         def product(lhs, rhs, sizes):
             ends, at = jnp.cumsum(sizes), jnp.arange(shape.m)[:, None]
             inside = lambda g: (ends[g] - sizes[g] <= at) & (at < ends[g])
-            multiply = functools.partial(jnp.matmul, precision=self.xla_precision)
+            multiply = functools.partial(
+                jnp.matmul, precision=self.xla_precision, preferred_element_type=self.preferred
+            )
             if shape.pass_ == "rhs":
                 return lax.map(lambda g: multiply(jnp.where(inside(g), lhs, 0).T, rhs), jnp.arange(shape.groups))
             of = lambda g: multiply(lhs, rhs[g].T if shape.pass_ == "lhs" else rhs[g])
@@ -225,6 +230,8 @@ def peers(task):
     """As ``sides.peers``."""
     if task.gated:
         why = "no gated products"
+    elif task.dtype == "int8":
+        why = "floating-point products only"
     elif jax.default_backend() != "gpu":
         why = "needs a GPU"
     elif importlib.util.find_spec("tokamax") is None:

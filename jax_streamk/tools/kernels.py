@@ -58,6 +58,7 @@ def add_arguments(parser):
     parser.add_argument("k", nargs="?", metavar="K", type=shapes.positive, help="columns of A, rows of B")
     parser.add_argument(
         "--dtype",
+        type=shapes.dtype,
         default="bfloat16",
         choices=_DTYPES,
         help="of operands and result; int8 has an int32 result (%(default)s)",
@@ -102,10 +103,13 @@ def run(arguments):
         problem = _problem(arguments, device)
         rows = _planned(problem, arguments, device)
     except (ValueError, problems.Unsupported) as error:
-        raise SystemExit(f"kernels: {error}") from None
+        arguments.error(str(error))
     failed = []
     if is_here and not arguments.predict:
-        failed = _measure(rows, problem, device)
+        try:
+            failed = _measure(rows, problem, device)
+        except RuntimeError as error:
+            raise SystemExit(f"kernels: {error}") from None
         rows.sort(key=lambda row: row.microseconds)
     if is_here and device.platform == "cuda":
         for row in rows:
@@ -180,8 +184,7 @@ class Row:
 def _problem(arguments, device):
     shape = shapes.Shape(arguments.m, arguments.n, arguments.k, *(x == "c" for x in arguments.layout))
     lhs, rhs = (jax.ShapeDtypeStruct(stored, jnp.dtype(arguments.dtype)) for stored in shape.stored())
-    result = jnp.int32 if arguments.dtype == "int8" else None
-    precision = compat.canonicalize_precision(None)
+    result, precision = shapes.result_dtype(arguments.dtype), compat.canonicalize_precision(None)
     made = problems.arrange(lhs, rhs, shape.dimension_numbers(), precision, result, device.platform)
     return made.problem
 

@@ -20,11 +20,14 @@ WIDE = 170
 
 @contextlib.contextmanager
 def progress(todo):
-    """A progress bar over shapes; yields a function to call with the result after each of them."""
+    """Progress as a bar or, off a terminal, in lines; yields a function to call with the result after each shape."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
     times = TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *times
-    with Progress(*columns, console=Console(stderr=True), speed_estimate_period=1800) as bar:
-        task = bar.add_task("measuring", total=len(todo))
+    bar = Progress(*columns, console=console, speed_estimate_period=1800, disable=not console.is_terminal)
+    with bar:
+        bar.add_task("measuring", total=len(todo))
+        (task,) = bar.tasks
 
         def advance(result):
             row, each = result["rows"][-1], result["measures"][0]
@@ -34,7 +37,10 @@ def progress(todo):
                 text = _time(row["sides"].get(OURS, {}), each) or "XLA skipped"
             else:
                 text = row.get("skipped", "failed")
-            bar.update(task, advance=1, description=f"{_extents(row)}: {text}")
+            bar.update(task.id, advance=1, description=f"{_extents(row)}: {text}")
+            if bar.disable:
+                took = duration(1e6 * (task.elapsed or 0))
+                console.print(f"{task.completed:.0f} of {len(todo)} in {took}, {task.description}", markup=False)
 
         yield advance
 

@@ -8,6 +8,10 @@ import keyword
 import random
 from typing import Any, ClassVar
 
+import jax.numpy as jnp
+
+from jax_streamk.problem import TYPES
+
 _FLAG = {"0": False, "1": True}
 
 
@@ -236,6 +240,21 @@ def not_negative(text):
     if not value >= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time of 0 or more")
     return value
+
+
+def dtype(text):
+    """Parses a dtype by its name in jax.numpy or the short one that plans print, for argparse; returns the former."""
+    names = {type_.name: known.name for known, type_ in TYPES.items()}
+    try:
+        return jnp.dtype(names.get(text, text)).name
+    except TypeError:
+        known = ", ".join(f"{name} ({short})" for short, name in names.items())
+        raise argparse.ArgumentTypeError(f"{text!r} is not a dtype: {known} or another one of jax.numpy") from None
+
+
+def result_dtype(operands):
+    """The dtype of a result for which none is named: of int8 operands the only one of kernels; None: JAX's choice."""
+    return "int32" if operands == "int8" else None
 
 
 def add_arguments(parser):

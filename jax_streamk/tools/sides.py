@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import itertools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jax import lax
 import jax_streamk
 from jax_streamk.device import device_of
 from jax_streamk.epilogue import ACTIVATIONS
+from jax_streamk.tools import shapes
 from jax_streamk.tools.timing import device_samples, summary
 from jax_streamk.tuning.measure import ROTATED_BYTES
 from jax_streamk.tuning.programs import Program, dependent, repeat
@@ -56,7 +58,7 @@ class Task:
     """What is computed for every shape: a product, or a linear layer with bias if activation is not None.
 
     Attributes:
-      dtype: the dtype of operands and result.
+      dtype: the dtype of operands and result; the result of int8 is int32.
       precision: as in ``jax_streamk.matmul``.
       activation: a key of ``ACTIVATIONS`` or "none"; None for a plain product.
       gated: whether it is a gated product with this activation and without biases, instead of a linear layer.
@@ -68,8 +70,18 @@ class Task:
     gated: bool = False
 
     @property
+    def preferred(self):
+        """The ``preferred_element_type`` of a product."""
+        return shapes.result_dtype(self.dtype)
+
+    @property
     def linear(self):
         return dict(activation=None if self.activation == "none" else self.activation)
+
+    @property
+    def result_size(self):
+        """Bytes of an element of the result."""
+        return jnp.dtype(self.preferred or self.dtype).itemsize
 
     def operand_shapes(self, shape):
         a, b = shape.stored()
@@ -81,22 +93,25 @@ class Task:
 
     def bytes(self, shape):
         """The bytes of operands and result."""
-        elements = sum(map(math.prod, self.operand_shapes(shape))) + shape.batch * shape.m * shape.n
-        return elements * jnp.dtype(self.dtype).itemsize
+        read, written = sum(map(math.prod, self.operand_shapes(shape))), shape.batch * shape.m * shape.n
+        return read * jnp.dtype(self.dtype).itemsize + written * self.result_size
 
     def stored_bytes(self, shape):
         """The bytes that a set of operands and a result take in memory."""
         return self.bytes(shape)
 
     def operands(self, shape, count):
-        """``count`` tuples of random normal operands."""
-        shapes, dtype = self.operand_shapes(shape), jnp.dtype(self.dtype)
-        drawn = jnp.promote_types(dtype, jnp.float32)
+        """``count`` tuples of random operands: normal, or for int8 uniform."""
+        extents, dtype = self.operand_shapes(shape), jnp.dtype(self.dtype)
+
+        def drawn(key, extents):
+            if dtype == jnp.int8:
+                return jax.random.randint(key, extents, -127, 128, dtype)
+            return jax.random.normal(key, extents, jnp.promote_types(dtype, jnp.float32)).astype(dtype)
 
         @jax.jit
         def draw(key):
-            keys = jax.random.split(key, len(shapes))
-            return tuple(jax.random.normal(key, shape, drawn).astype(dtype) for key, shape in zip(keys, shapes))
+            return tuple(map(drawn, jax.random.split(key, len(extents)), extents))
 
         return [draw(key) for key in jax.random.split(jax.random.key(0), count)]
 
@@ -107,7 +122,8 @@ class Task:
             b = jax.ShapeDtypeStruct((shape.k, shape.n), self.dtype)
             return jax_streamk.plan(a, b, precision=self.precision, gate=True, **self.linear)
         epilogue = dict(self.linear, bias=True) if self.activation is not None else {}
-        return jax_streamk.plan(a, b, shape.dimension_numbers(), precision=self.precision, **epilogue)
+        params = dict(precision=self.precision, preferred_element_type=self.preferred)
+        return jax_streamk.plan(a, b, shape.dimension_numbers(), **params, **epilogue)
 
     @property
     def xla_precision(self):
@@ -135,7 +151,11 @@ class Task:
             return call
 
         if self.activation is None:
-            return {XLA: stored(jnp.matmul, self.xla_precision), OURS: stored(jax_streamk.matmul)}
+            result: dict[str, Any] = dict(preferred_element_type=self.preferred)
+            return {
+                XLA: stored(functools.partial(jnp.matmul, **result), self.xla_precision),
+                OURS: stored(functools.partial(jax_streamk.matmul, **result)),
+            }
         activation = ACTIVATIONS[self.linear["activation"]]
         if self.gated:
 
@@ -199,6 +219,8 @@ def peers(task):
     for name, module, build, hopper in known:
         if task.activation is not None:
             absent[name] = "plain products only"
+        elif task.dtype == "int8":
+            absent[name] = "floating-point products only"
         elif not gpu:
             absent[name] = "needs a GPU"
         elif hopper and device_of(None).arch != 90:

@@ -30,8 +30,8 @@ from jax_streamk.tuning.measure import Memory
 
 def add_arguments(parser):
     groups.add_argument(shapes.add_arguments(parser))
-    parser.add_argument("--dtype", action="append", type=dtype, help="of operands (bfloat16); may be repeated")
-    parser.add_argument("--out-dtype", type=dtype, help="of results (JAX's choice)")
+    parser.add_argument("--dtype", action="append", type=shapes.dtype, help="of operands (bfloat16); may be repeated")
+    parser.add_argument("--out-dtype", type=shapes.dtype, help="of results (of int8 int32, else JAX's choice)")
     activations = ["none", *filter(None, ACTIVATIONS)]
     parser.add_argument(
         "--gated",
@@ -65,7 +65,7 @@ def run(arguments):
         epilogue = Epilogue(None if arguments.gated == "none" else arguments.gated, gate="pair")
     try:
         device = device_of(None)
-        problems, left = _plan(wanted, arguments.dtype or [dtype("bfloat16")], arguments.out_dtype, device, epilogue)
+        problems, left = _plan(wanted, arguments.dtype or ["bfloat16"], arguments.out_dtype, device, epilogue)
     except (OSError, ValueError, RuntimeError) as error:
         raise SystemExit(f"tune: {error}") from None
     try:
@@ -107,8 +107,10 @@ def run(arguments):
         raise SystemExit(f"tune: plans cannot be stored any more: {error}") from None
 
     counts = f"{len(now)} tuned, {len(before)} tuned before, {failed} failed{ended}"
-    print(f"{len(problems)} product{'s' * (len(problems) != 1)}: {counts}; {len(left)} more left to XLA")
+    print(f"{len(problems)} product{'s' * (len(problems) != 1)}: {counts}")
     plans = [*before.values(), *now.values()]
+    faster = sum(plan.is_left_to_xla for plan in plans)
+    print(f"left to XLA: {len(left) + faster} ({len(left)} unmeasured, {faster} faster there)")
     if plans:
         ratios = [plan.planned_microseconds / plan.microseconds for plan in plans]
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
@@ -117,16 +119,8 @@ def run(arguments):
             f"{changed} of {len(plans)} plans differ from the planner's, whose time over theirs is {mean:.3f} in the "
             "geometric mean"
         )
-        print(f"left to XLA, which is faster: {sum(plan.is_left_to_xla for plan in plans)} of {len(plans)}")
         print(f"stored in {store.path(device)}")
     return 130 if interrupted else int(failed > 0)
-
-
-def dtype(text):
-    try:
-        return jnp.dtype(text)
-    except TypeError:
-        raise ValueError(text) from None  # which argparse reports
 
 
 def _plan(wanted, dtypes, out_dtype, device, epilogue):
@@ -138,10 +132,11 @@ def _plan(wanted, dtypes, out_dtype, device, epilogue):
         if isinstance(shape, groups.Groups):
             shape = dataclasses.replace(shape, routing="uniform")  # what is measured
         for each in dtypes:
-            product = f"{shape} {each}" + (f" -> {out_dtype}" if out_dtype else "")
+            result = out_dtype or shapes.result_dtype(each)
+            product = f"{shape} {each}" + (f" -> {result}" if result else "")
             lhs, rhs = (jax.ShapeDtypeStruct(stored, each) for stored in shape.stored())
             params: dict[str, Any] = dict(
-                precision=compat.canonicalize_precision(None), preferred_element_type=out_dtype
+                precision=compat.canonicalize_precision(None), preferred_element_type=result and jnp.dtype(result)
             )
             params |= dict(schedule=schedules.Auto(), device=device, epilogue=epilogue)
             if isinstance(shape, groups.Groups):
@@ -158,7 +153,7 @@ def _plan(wanted, dtypes, out_dtype, device, epilogue):
 
 def _found(found):
     what, planners = duration(found.microseconds), "by the planner's choice"
-    beside = f"; XLA's product took {found.xla_ratio:.2f} of the time" if found.xla_ratio else ""
+    beside = f"; XLA's product took {found.xla_ratio:.2f} times as long" if found.xla_ratio else ""
     beside += ", and is used" * found.is_left_to_xla
     if found.microseconds == found.planned_microseconds:
         return f"{what} {planners}{beside}"

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_streamk import _ffi
+from jax_streamk import _ffi, text
 from jax_streamk.device import jax_device_of
 from jax_streamk.problem import TYPES
 
@@ -174,11 +174,23 @@ def _aligned(size):
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
+def check_memory(size):
+    """Raises MemoryError if ``size`` bytes are not available on the host: Linux would rather kill the process later."""
+    with open("/proc/meminfo") as file:
+        available = next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
+    if size > available:
+        raise MemoryError(f"this needs {text.size(size)} of memory, and {text.size(available)} are available")
+
+
 def random_bytes(dtype, size):
     """Bytes of random numbers of a dtype: normally distributed, or for int8 uniformly.
 
     They repeat after a prime number of elements, so that the rows of a matrix differ.
+
+    Raises:
+      MemoryError: the host has not the memory for them and, on a CPU, for JAX's copy.
     """
+    check_memory(2 * size)
     rng, count = np.random.default_rng(), (1 << 22) - 3
     numbers = rng.integers(-127, 128, count) if dtype == np.int8 else rng.standard_normal(count, dtype=np.float32)
     return np.resize(numbers.astype(dtype).view(np.uint8), size)
