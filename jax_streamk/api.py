@@ -616,10 +616,11 @@ def ragged_gated(
 
 
 def gated_of_rows(
-    lhs: ArrayLike, w_gate: ArrayLike, w_up: ArrayLike, group_sizes: ArrayLike, *, mode: str, activation: str | None,
-    precision: PrecisionLike, schedule: Schedule | PerPass | None, lhs_indices: ArrayLike | None = None,
-    b_gate: ArrayLike | None = None, b_up: ArrayLike | None = None, preferred_element_type: DTypeLike | None = None,
-    group_offset: ArrayLike | None = None, out_sharding: NamedSharding | PartitionSpec | None = None,
+    lhs: ArrayLike, w_gate: ArrayLike, w_up: ArrayLike, group_sizes: ArrayLike, *, mode: str,
+    activation: Activation | None, precision: PrecisionLike, schedule: Schedule | PerPass | None,
+    lhs_indices: ArrayLike | None = None, b_gate: ArrayLike | None = None, b_up: ArrayLike | None = None,
+    preferred_element_type: DTypeLike | None = None, group_offset: ArrayLike | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:  # fmt: skip
     """``ragged_gated`` with JAX's mode of gathers: ``"promise_in_bounds"`` saves a pass over the indices."""
     name, schedule = "ragged_gated", check_schedule(schedule)

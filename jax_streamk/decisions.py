@@ -17,7 +17,6 @@ from jax_streamk.planner import Plan
 from jax_streamk.program import Program, is_merged
 from jax_streamk.tuning import tuned
 
-FALLS_BACK = "falls back to XLA: "
 _FEW_ROWS = 64  # up to here XLA's autotuner takes Triton's GEMM fusions
 _LARGER = 4  # times the elements of everything else that a product reads and writes
 _LAYOUT = ("reshape", "transpose", "squeeze", "expand_dims", "copy", "copy_p", "pvary")
@@ -85,7 +84,7 @@ def decide_ragged(eqn: Any, program: Program, schedule: Any, where: Any, device:
 
 def _refused(made: Plan) -> Decision | None:
     if made.problem is None or made.kernel is None:
-        return Decision(False, made.reasons[0].removeprefix(FALLS_BACK), made)
+        return Decision(False, made.why_xla or made.reasons[0], made)
     return None
 
 

@@ -296,7 +296,7 @@ def on_kernel(plan: Plan, name: str) -> Plan:
     kernel_of(name, plan.device)
     if plan.problem is None or plan.schedule is None:
         return plan
-    made = dataclasses.replace(plan, kernel=name, workspace_bytes=None, reasons=(), candidates=())
+    made = dataclasses.replace(plan, kernel=name, workspace_bytes=None, notes=(), figures=(), candidates=())
     units = work_units(made)
     cost, _, _ = _predicted(made, name, plan.schedule)
     order = plan.raster, plan.swizzle
@@ -496,8 +496,9 @@ def _rows(x: Explanation) -> Iterator[tuple[str, str, str]]:
         yield section, "launch policy", str(x.policy)
         workspace = "unknown without CUDA kernels" if x.workspace_bytes is None else text.size(x.workspace_bytes)
         yield section, "workspace", workspace
-    for note in _notes(plan):
-        yield section, "", note
+    for reason in plan.reasons:
+        if reason not in plan.figures:
+            yield section, "", reason
     if x.kernel is not None:
         yield from _division_rows(x, x.kernel)
     yield from _time_rows(x)
@@ -507,18 +508,6 @@ def _rows(x: Explanation) -> Iterator[tuple[str, str, str]]:
             "",
             f"{other.kernel}, {other.schedule}: {text.duration(other.microseconds)}; {other.why}",
         )
-
-
-def _notes(plan: Plan) -> list[str]:
-    """The plan's reasons, without those that figures say."""
-    if plan.kernel is None:
-        return list(plan.reasons)
-    figures = ("estimated ", "instead of ", "this build has no CUDA kernels")
-    return [
-        reason
-        for reason in plan.reasons
-        if not reason.startswith(figures) and " limit, " not in reason and "quantization efficiency" not in reason
-    ]
 
 
 def _division_rows(x: Explanation, kernel: _ffi.KernelInfo) -> Iterator[tuple[str, str, str]]:

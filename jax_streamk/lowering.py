@@ -71,8 +71,8 @@ def plan(
                 made.microseconds + _copying(arrangement, lhs, rhs, device) if made.kernel is not None else math.inf
             )
             if instead is not made and instead.kernel is not None and instead.microseconds <= copied:
-                return instead.with_reasons(nested.copies(lhs, rhs)), nested
-    return made if made.kernel is None else made.with_reasons(arrangement.copies(lhs, rhs)), arrangement
+                return instead.with_notes(nested.copies(lhs, rhs)), nested
+    return made if made.kernel is None else made.with_notes(arrangement.copies(lhs, rhs)), arrangement
 
 
 def _copying(arrangement, lhs, rhs, device):
@@ -109,7 +109,7 @@ def plan_gated(arrange, plan_apart, lhs, rhs, epilogue, schedule, device):
         if made.is_empty:
             return made, arrangement
         if made.kernel is None:
-            why = made.reasons[0].removeprefix("falls back to XLA: ")
+            why = made.why_xla
     except (problem.Unsupported, ValueError) as error:
         why = str(error)
     apart, of_apart = plan_apart()
@@ -122,7 +122,7 @@ def plan_gated(arrange, plan_apart, lhs, rhs, epilogue, schedule, device):
         why = f"{made.kernel} is slower, {text.duration(made.microseconds)} instead of {text.duration(alone)}"
     of_each = "this product twice, each time with other weights" if epilogue.is_pair else "this product"
     gate = "gate" if epilogue.activation is None else f"{epilogue.activation}(gate)"
-    return apart.with_reasons([f"a gated product is {of_each}, and then {gate} * up by XLA: {why}"]), of_apart
+    return apart.with_notes([f"a gated product is {of_each}, and then {gate} * up by XLA: {why}"]), of_apart
 
 
 def _gating(arrangement, products, device):
@@ -179,7 +179,7 @@ def lower_as_one(made, function, ctx, *operands):
     out = mlir.lower_fun(function, multiple_results=False)(ctx, *operands)
     if look is not None:
         first, why = look.plans[before], made.reasons[-1:]
-        look.plans[before:] = [first.with_reasons([reason for reason in why if reason not in first.reasons])]
+        look.plans[before:] = [first.with_notes([reason for reason in why if reason not in first.reasons])]
     return out
 
 
@@ -348,7 +348,7 @@ def leave_to_xla(schedule, why):
     refuse_schedule(schedule, "", why)
     look = _look.get()
     if look is not None:
-        look.plans.append(planner.Plan(None, look.device, None, None, reasons=(f"falls back to XLA: {why}",)))
+        look.plans.append(planner.Plan(None, look.device, None, None, why_xla=why))
 
 
 def _lower_to_xla(ctx, *operands, why, schedule, **params):

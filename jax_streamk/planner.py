@@ -44,7 +44,9 @@ class Plan:
       policy: the ``LaunchPolicy``: tile order (``raster``, ``swizzle``) and the other choices of the launch.
       workspace_bytes: bytes that XLA allocates for the call; None if only a build with CUDA kernels knows.
       microseconds: the estimated time, or the one that tuning measured. If XLA's product runs, that of our best kernel.
-      reasons: lines of text.
+      why_xla: why XLA's own product runs; None if a kernel runs, or there is nothing to multiply.
+      notes: other reasons, lines of text.
+      figures: those of the notes that other attributes say in numbers.
       candidates: the planner's best, a ``Candidate`` per kernel and kind of schedule, lowest estimate first.
       waves: output tiles x splits / workers (SMs or clusters of them; threads on a CPU).
       efficiency: quantization efficiency: MAC iterations / those that all workers could do in the time of the busiest.
@@ -59,7 +61,9 @@ class Plan:
     policy: LaunchPolicy = dataclasses.field(default_factory=LaunchPolicy)
     workspace_bytes: int | None = 0
     microseconds: float | None = None
-    reasons: tuple[str, ...] = ()
+    why_xla: str | None = None
+    notes: tuple[str, ...] = ()
+    figures: tuple[str, ...] = ()
     candidates: tuple[Candidate, ...] = ()
     waves: float | None = None
     efficiency: float | None = None
@@ -98,8 +102,13 @@ class Plan:
         """Whether the result is empty or zero, with nothing to multiply."""
         return self.problem is not None and self.problem.is_empty
 
-    def with_reasons(self, more: Sequence[str]) -> "Plan":
-        return dataclasses.replace(self, reasons=(*self.reasons, *more)) if more else self
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why it is this plan, in lines of text."""
+        return self.notes if self.why_xla is None else (f"falls back to XLA: {self.why_xla}", *self.notes)
+
+    def with_notes(self, more: Sequence[str]) -> "Plan":
+        return dataclasses.replace(self, notes=(*self.notes, *more)) if more else self
 
     def native_schedule(self) -> _ffi.Schedule:
         return _native_schedule(self.schedule)
@@ -140,7 +149,7 @@ class Plan:
 def unsupported(lhs, rhs, device, why):
     """The ``Plan`` of a product of these operands that no kernel supports."""
     product = " @ ".join(f"{x.dtype}[{', '.join(map(str, x.shape))}]" for x in (lhs, rhs))
-    return Plan(None, device, None, None, reasons=(f"falls back to XLA: {why}",), product=product)
+    return Plan(None, device, None, None, why_xla=why, product=product)
 
 
 _KINDS = {
@@ -243,7 +252,8 @@ def make_plan(problem, schedule, device):
                 None,
                 None,
                 microseconds=ours.microseconds,
-                reasons=(f"falls back to XLA: {why}", *instead),
+                why_xla=why,
+                notes=instead,
             )
     return plan_with(problem, schedule, device, found)
 
@@ -267,13 +277,13 @@ def plan_with(problem, schedule, device, found):
         if problem.k == 0 and getattr(schedule, "splits", 1) > 1:
             why = f"splits={schedule.splits} exceeds its 0 k-tiles: it must be 1"
             raise ValueError(f"schedule={schedule} cannot run {problem}: {why}")
-        return Plan(problem, device, None, None, reasons=("there is nothing to multiply: the result is empty or zero",))
+        return Plan(problem, device, None, None, notes=("there is nothing to multiply: the result is empty or zero",))
     auto = isinstance(schedule, schedules.Auto)
     choice = choose(problem, None if auto else _native_schedule(schedule), device)
     if not choice.candidates:
         why = choice.refusal or _without_kernels(problem, device)
         if auto:
-            return Plan(problem, device, None, None, reasons=(f"falls back to XLA: {why}",))
+            return Plan(problem, device, None, None, why_xla=why)
         raise ValueError(f"schedule={schedule} cannot run {problem}: {why}")
 
     ranked, (kernels, _) = choice.candidates, _registry(device.platform)
@@ -281,14 +291,15 @@ def plan_with(problem, schedule, device, found):
     chosen = ranked[0]
     kernel, native, workspace_bytes = chosen.kernel, chosen.schedule, choice.workspace_bytes
     policy = LaunchPolicy.of(chosen.policy)
+    figures: list[str] = []
     cost, microseconds = chosen.cost, chosen.cost.microseconds
     if found is not None:
         alone = f"{kernel}, {_schedule_of(native)}, {policy}"
         without = f"without tuning the planner chooses {alone}: {text.duration(microseconds)} estimated"
         if found.is_left_to_xla:
             took = f"its product took {found.xla_ratio:.2f} of the time of {found.kernel}"
-            why = f"falls back to XLA: {took}, measured by tuning on {found.date[:10]}"
-            return Plan(problem, device, None, None, reasons=(why, without))
+            why = f"{took}, measured by tuning on {found.date[:10]}"
+            return Plan(problem, device, None, None, why_xla=why, notes=(without,))
         known = found.xla_ratio and found.is_of_this_xla
         beside = f"took {found.xla_ratio:.2f} times as long" if known else "was not measured"
         kernel, native, policy, microseconds = found.kernel, found.native(), found.policy, found.microseconds
@@ -296,28 +307,28 @@ def plan_with(problem, schedule, device, found):
         machine = machine_of(device).native_for(problem.type_a)
         cost = _ffi.estimate(kernels[kernel], problem.native(), native, device.native(), machine)
         planned = f"the planner's choice took {text.duration(found.planned_microseconds)}"
-        reasons = [
+        notes = [
             f"{text.duration(microseconds)} measured by tuning on {found.date[:10]}; {planned}",
             f"XLA's product {beside}",
             without,
         ]
     else:
-        reasons = [] if auto else ["the schedule was given"]
-        reasons.append(cost_model.describe(cost))
+        notes = [] if auto else ["the schedule was given"]
+        figures.append(cost_model.describe(cost))
     limit, efficiency = cost_model.limit_of(problem, device), _efficiency(problem, kernels[kernel], native, cost)
     if limit is not None:
         work = (
             f"to move {text.size(limit.amount)} once" if limit.bound == "memory" else f"for {text.flops(limit.amount)}"
         )
         share = f"{limit.microseconds / microseconds:.0%} of the {limit.bound} limit"
-        reasons.append(f"{share}, {text.duration(limit.microseconds)} {work}")
-    reasons.append(f"{cost.waves:.2f} waves, quantization efficiency {efficiency:.0%}")
+        figures.append(f"{share}, {text.duration(limit.microseconds)} {work}")
+    figures.append(f"{cost.waves:.2f} waves, quantization efficiency {efficiency:.0%}")
     if found is None:
         others = list(distinct.items())[1:]
-        reasons.extend(f"instead of {x.kernel}, {_text_of(x.schedule)}: {duration}" for duration, x in others)
+        figures.extend(f"instead of {x.kernel}, {_text_of(x.schedule)}: {duration}" for duration, x in others)
     if device.platform == "cuda" and not _ffi.has_cuda:
         unknown = "" if workspace_bytes is not None else ", which does not give the workspace of this one"
-        reasons.append(f"this build has no CUDA kernels: planned from a description of them{unknown}")
+        figures.append(f"this build has no CUDA kernels: planned from a description of them{unknown}")
     return Plan(
         problem,
         device,
@@ -326,11 +337,12 @@ def plan_with(problem, schedule, device, found):
         policy,
         workspace_bytes,
         microseconds,
-        tuple(reasons),
-        tuple(distinct.values()),
-        cost.waves,
-        efficiency,
-        limit,
+        notes=(*notes, *figures),
+        figures=tuple(figures),
+        candidates=tuple(distinct.values()),
+        waves=cost.waves,
+        efficiency=efficiency,
+        limit=limit,
     )
 
 

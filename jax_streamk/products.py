@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jax_streamk import compat, joined, primitive, ragged, schedules, text
-from jax_streamk.decisions import FALLS_BACK, decide, decide_ragged, planned, planned_ragged
+from jax_streamk.decisions import decide, decide_ragged, planned, planned_ragged
 from jax_streamk.device import Device
 from jax_streamk.planner import Plan
 from jax_streamk.program import Program
@@ -238,7 +238,7 @@ def _row(eqn, program, count, is_exact, schedule, where, device, measured) -> Pr
         except ValueError as error:
             is_ours, why = False, str(error)
         if made is not None and made.kernel is None:
-            is_ours, why = False, made.reasons[0].removeprefix(FALLS_BACK)
+            is_ours, why = False, made.why_xla or made.reasons[0]
     else:
         asked = eqn, program, schedule, where, device
         decision = decide_ragged(*asked) if is_ragged else decide(*asked, measured)

@@ -335,7 +335,8 @@ def _question(lhs, rhs, group_sizes, *others, numbers, precision, preferred_elem
     params = dict(
         ragged_dot_dimension_numbers=numbers, precision=precision, preferred_element_type=preferred_element_type
     )
-    return (compat.ragged_dot_general_p, lhs, rhs, group_sizes), params | compat.ragged_params(dict(out_sharding=out_sharding))
+    params |= compat.ragged_params(dict(out_sharding=out_sharding))
+    return (compat.ragged_dot_general_p, lhs, rhs, group_sizes), params
 
 
 compat.ask_policies(ragged_p, _question)
@@ -374,7 +375,7 @@ def plan(
         lowering.refuse_schedule(schedule, " this product", why)
         return planner.unsupported(lhs, rhs, device, why), None
     made = planner.make_plan(arrangement.problem, schedule, device)
-    return made if made.kernel is None else made.with_reasons(arrangement.copies(lhs, rhs)), arrangement
+    return made if made.kernel is None else made.with_notes(arrangement.copies(lhs, rhs)), arrangement
 
 
 def _plan_gathered(lhs, rhs, group_sizes, indices, schedule, device, *, epilogue, leading, **params):
@@ -396,9 +397,9 @@ def _plan_gathered(lhs, rhs, group_sizes, indices, schedule, device, *, epilogue
         if instead is not made and instead.kernel is not None:
             first = made.microseconds + _gathering(rows, device)
             if instead.microseconds <= first or tuned.lookup(by_kernel.problem, device) is not None:
-                return instead.with_reasons(by_kernel.copies(rows, rhs)), by_kernel
+                return instead.with_notes(by_kernel.copies(rows, rhs)), by_kernel
             why = f"{instead.kernel} is slower, {text.duration(instead.microseconds)} instead of {text.duration(first)}"
-    return made.with_reasons([f"XLA gathers the rows of lhs first: {why}"]), arrangement
+    return made.with_notes([f"XLA gathers the rows of lhs first: {why}"]), arrangement
 
 
 def _gathering(rows, device):

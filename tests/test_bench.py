@@ -479,7 +479,7 @@ def test_peers_that_fail_stay_in_the_row_and_others_are_compared():
 
 
 def test_what_is_left_to_xla_counts_as_one(monkeypatch):
-    left = jax_streamk.Plan(None, None, None, None, reasons=("falls back to XLA: why",))
+    left = jax_streamk.Plan(None, None, None, None, why_xla="why")
     monkeypatch.setattr(sides.Task, "plan", lambda self, shape: left)
     row = bench.measure(sides.Task("float32"), shapes.Shape(16, 16, 16), {}, ["dependent", "independent"], 1, gpu=False)
     assert row["sides"][sides.OURS] == {"fallback": True, "ratio": {"dependent": 1.0, "independent": 1.0}}

@@ -254,7 +254,7 @@ def test_the_cheapest_of_all_candidates_is_chosen(plan, shape, device, epilogue)
     made, _ = plan(problem, device=device)
     assert made.microseconds == least
     again, _ = plan(problem, made.schedule, device=device)
-    assert dataclasses.replace(again, reasons=made.reasons, candidates=made.candidates) == made
+    assert dataclasses.replace(again, notes=made.notes, figures=made.figures, candidates=made.candidates) == made
 
 
 def test_the_search_takes_less_than_100_microseconds():
