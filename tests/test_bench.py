@@ -607,7 +607,7 @@ def digested(rows, device="a GPU", measure="device", **task):
 
 def test_results_of_a_folder_are_a_table_per_machine(tmp_path, monkeypatch, capsys):
     (tmp_path / "gpu").mkdir()
-    results.save(digested([2, 0.5, 1, 4]), tmp_path / "gpu" / "large.json")
+    results.save(digested([2, 0.5, 1, 4]) | {"notes": ["a", "b"]}, tmp_path / "gpu" / "large.json")
     results.save(digested([1.5] * 60, activation="silu") | {"notes": ["a", "b"]}, tmp_path / "gpu" / "layers.json")
     results.save(digested([3], "a CPU", "dependent", dtype="float32", precision="high"), tmp_path / "host.json")
     assert not here(monkeypatch, "--report", tmp_path, "--plot", tmp_path / "plots")
@@ -617,7 +617,7 @@ def test_results_of_a_folder_are_a_table_per_machine(tmp_path, monkeypatch, caps
     assert ["large", "bfloat16", "device", "4", "1.414", "1", "0.50", "1", "2026-01-02"] in cells
     assert ["layers", "bfloat16, bias and silu", "device", "60", "1.500", "0", "1.50", "0", "2026-01-02"] in cells
     assert ["host", 'float32 at "high"', "dependent", "1", "3.000", "0", "3.00", "0", "2026-01-02"] in cells
-    assert "- layers: a; b." in out
+    assert "- large, layers: a; b." in out
     (plot,) = (tmp_path / "plots").iterdir()  # of the one result that has enough shapes
     text = "".join(xml.etree.ElementTree.parse(plot).getroot().itertext())
     assert plot.name == "ratios_a_gpu.svg" and "layers (60, mean 1.500)" in text and "large" not in text

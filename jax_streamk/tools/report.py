@@ -121,8 +121,11 @@ def _digest_of(device, found):
     lines = [f"### {device}", "", f"With {', '.join(drivers + versions)}.", ""]
     if products:
         lines += [*_markdown(table), ""]
-    notes = [f"- {name}: {'; '.join(result['notes'])}." for name, result in found.items() if result["notes"]]
-    lines += notes + [""] * bool(notes)
+    notes: dict[str, list[str]] = {}
+    for name, result in found.items():
+        if result["notes"]:
+            notes.setdefault("; ".join(result["notes"]), []).append(name)
+    lines += [f"- {', '.join(names)}: {note}." for note, names in notes.items()] + [""] * bool(notes)
     for name, result in found.items():
         of = f"{name}, {result['date'][:10]}"
         if is_of_programs(result):
