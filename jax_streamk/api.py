@@ -44,9 +44,10 @@ class Shaped(Protocol):
 def _dispatched(*operands: str, jaxs: Callable[..., Any] | None) -> Callable[[F], F]:
     """Decorates a public function.
 
-    Outside traces its calls are compiled once, as JAX's are: preparing operands in Python takes several times as long
-    as a small product. If a library has replaced ``lax.dot_general``, ``jaxs`` is called instead, which calls the
-    replacement: this is how qwix finds what to quantize. None: it has no such replacement.
+    Unless they become part of a jaxpr, its calls and their transformations are compiled once, as JAX's are: preparing
+    operands in Python takes several times as long as a small product, and op by op each constant is copied to the
+    device. If a library has replaced ``lax.dot_general``, ``jaxs`` is called instead, which calls the replacement: this
+    is how qwix finds what to quantize. None: it has no such replacement.
     """
 
     def decorate(function: F) -> F:
@@ -55,15 +56,18 @@ def _dispatched(*operands: str, jaxs: Callable[..., Any] | None) -> Callable[[F]
         variadic = any(x.kind is x.VAR_POSITIONAL for x in parameters.values())
         static = [name for name, x in parameters.items() if name not in operands and x.kind is not x.VAR_POSITIONAL]
 
-        @functools.lru_cache(1)
-        def compiled(generation: int) -> Callable[..., Any]:
-            """A new function whenever tuned plans change, since jit would find the old program of the old one."""
-            del generation
+        @functools.lru_cache(2)
+        def compiled(generation: int, is_transformed: bool) -> Callable[..., Any]:
+            """A new function whenever tuned plans change, since jit would find the old program of the old one.
+
+            JAX 0.9 traces every call of a program that was first called in the course of a vmap.
+            """
+            del generation, is_transformed
             new = functools.wraps(function)(lambda *args, **kwargs: function(*args, **kwargs))
             return jax.jit(new, static_argnames=static)
 
         def is_for_compiled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-            if not compat.outside_of_traces() or (len(args) > len(positional) and not variadic):
+            if not compat.is_eager() or (len(args) > len(positional) and not variadic):
                 return False
             if not kwargs.keys() <= parameters.keys():
                 return False  # the function itself raises a plain TypeError
@@ -74,10 +78,12 @@ def _dispatched(*operands: str, jaxs: Callable[..., Any] | None) -> Callable[[F]
                         hash(x)
                     except TypeError:
                         return False
-                    if x != x or (x == 0 and not isinstance(x, int)):
+                    if x != x or (x == 0 and str(x).startswith("-")):
                         return False  # jax.jit confuses -0.0 with 0.0, and never finds NaN again
                 elif x is not None and not (
-                    compat.is_concrete(x) or (type(x) is np.ndarray and x.dtype.kind in "biufc" and x.dtype.isnative)
+                    compat.is_concrete(x)
+                    or (type(x) is np.ndarray and x.dtype.kind in "biufc" and x.dtype.isnative)
+                    or isinstance(x, jax.Array)
                 ):
                     return False
             return True
@@ -87,8 +93,9 @@ def _dispatched(*operands: str, jaxs: Callable[..., Any] | None) -> Callable[[F]
             if jaxs is not None and is_intercepted():
                 kwargs.pop("schedule", None)
                 return jaxs(*args, **kwargs)
-            call = compiled(tuned.generation()) if is_for_compiled(args, kwargs) else function
-            return call(*args, **kwargs)
+            if is_for_compiled(args, kwargs):
+                return compiled(tuned.generation(), not compat.outside_of_traces())(*args, **kwargs)
+            return function(*args, **kwargs)
 
         return cast(F, dispatch)
 

@@ -73,6 +73,7 @@ __all__ = [
     "hi_with_params",
     "higher_order",
     "is_concrete",
+    "is_eager",
     "is_hi",
     "is_of_current_trace",
     "is_placed_like",
@@ -689,6 +690,14 @@ def debug_info(fn, args, kwargs, is_named):
     if names is None or len(names) != len(is_named):
         return info.with_unknown_names()
     return info._replace(arg_names=tuple(name for name, named in zip(names, is_named) if named))
+
+
+def is_eager():
+    """Whether what is called here runs at once, perhaps transformed, instead of becoming part of a jaxpr."""
+    trace = _core.trace_ctx.trace
+    while not isinstance(trace, _partial_eval.DynamicJaxprTrace) and hasattr(trace, "parent_trace"):
+        trace = trace.parent_trace
+    return isinstance(trace, _core.EvalTrace)
 
 
 def is_concrete(x):

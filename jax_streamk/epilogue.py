@@ -123,9 +123,11 @@ class Epilogue(ByBits):
                 products = [lax.index_in_dim(both, i, both.ndim - 2, keepdims=False) for i in range(2)]
             gate, up = (x.astype(wide(dtype)) for x in products)
             return (ACTIVATIONS[self.activation](gate) * up).astype(dtype)
-        out = self.alpha * product.astype(wide(product.dtype))
+        out = product.astype(wide(product.dtype))
+        if self.alpha != 1:
+            out *= self.alpha
         for x in residual:
-            out += self.beta * x.astype(out.dtype)
+            out += scaled(self.beta, x.astype(out.dtype))
         for bias in biases:
             out += self.spread_bias(bias, out.ndim).astype(out.dtype)
         return ACTIVATIONS[self.activation](out).astype(dtype)

@@ -1,6 +1,7 @@
 """JAX's transformations and program forms with our products, compared with JAX's own."""
 
 import functools
+import inspect
 import itertools
 import re
 import subprocess
@@ -457,6 +458,71 @@ def test_a_call_on_constants_is_traced_as_it_is():
     """As one on tracers: the program has our primitive, not a call of our function."""
     for program in (jax.make_jaxpr(matmul)(A, B), jax.make_jaxpr(lambda: matmul(A, B))()):
         assert [eqn.primitive.name for eqn in program.eqns] == ["streamk_dot_general"]
+
+
+INTEGERS = dict(group_sizes=[2, 3, 1, 2], lhs_indices=[3, -1, 0, 0, 9, 2, 5, 1], group_offset=[1])
+OF_ARRAYS = {
+    "matmul": (lambda x, w, **_: matmul(x, w), [(8, 16), (16, 12)]),
+    "dot_general": (lambda x, w, **_: dot_general(x, w, (((1,), (0,)), ((), ()))), [(8, 16), (16, 12)]),
+    "einsum": (lambda x, w, **_: jax_streamk.einsum("mk,kn->nm", x, w), [(8, 16), (16, 12)]),
+    "linear": (
+        lambda x, w, b, r, **_: linear(x, w, b, residual=r, alpha=0.5, beta=2, activation="gelu"),
+        [(8, 16), (16, 12), (12,), (8, 12)],
+    ),
+    "linear, relu": (
+        lambda x, w, b, **_: linear(x, w, b, alpha=0.0, activation="relu"),
+        [(8, 16), (16, 12), (12,)],
+    ),
+    "gated_linear": (
+        lambda x, v, w, b, **_: jax_streamk.gated_linear(x, v, w, b_up=b),
+        [(8, 16), (16, 12), (16, 12), (12,)],
+    ),
+    "gated_linear, stacked": (
+        lambda x, w, b, **_: jax_streamk.gated_linear(x, w, None, b),
+        [(8, 16), (16, 2, 12), (2, 12)],
+    ),
+    "ragged_dot": (
+        lambda x, w, b, **given: jax_streamk.ragged_dot(x, w, bias=b, activation="sigmoid", **given),
+        [(8, 16), (3, 16, 12), (3, 12)],
+    ),
+    "ragged_dot_general": (
+        lambda x, y, group_sizes, **_: jax_streamk.ragged_dot_general(x, y, group_sizes, OF_K),
+        [(8, 16), (8, 12)],
+    ),
+    "ragged_gated": (
+        lambda x, v, w, b, **given: jax_streamk.ragged_gated(x, v, w, b_gate=b, **given),
+        [(8, 16), (3, 16, 12), (3, 16, 12), (3, 12)],
+    ),
+    "accelerate": (
+        lambda x, w, b, **_: jax_streamk.accelerate(lambda x, w, b: jax.nn.silu(x @ w + b))(x, w, b),
+        [(8, 16), (16, 12), (12,)],
+    ),
+}
+OF_K = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
+
+
+def test_all_products_are_of_arrays():
+    takes = lambda name: inspect.signature(getattr(jax_streamk, name)).parameters
+    functions = [name for name in jax_streamk.__all__ if inspect.isfunction(getattr(jax_streamk, name))]
+    products = {name for name in functions if "schedule" in takes(name)} - {"plan", "plot_schedules"}
+    assert products == {name.split(",")[0] for name in OF_ARRAYS}
+
+
+@pytest.mark.parametrize("name", OF_ARRAYS)
+def test_calls_outside_of_jit_upload_no_constant(name):
+    jax.clear_caches()
+    f, shapes = OF_ARRAYS[name]
+    f = functools.partial(f, **{name: jnp.array(x) for name, x in INTEGERS.items()})
+    arrays = [jnp.asarray(normal(shape, i)) for i, shape in enumerate(shapes)]
+    mapped = [jnp.stack([x, -x]) for x in arrays]
+    with jax.transfer_guard("disallow"):
+        cotangent = f(*arrays)
+        jax.linearize(f, *arrays)[1](*arrays)
+        jax.vjp(f, *arrays)[1](cotangent)
+        jax.vmap(lambda *xs: jax.jvp(f, xs, xs))(*mapped)
+        for i in range(len(arrays)):
+            axes = [0 if i == j else None for j in range(len(arrays))]
+            jax.vmap(f, axes)(*arrays[:i], mapped[i], *arrays[i + 1 :])
 
 
 def test_calls_outside_of_traces_follow_the_settings_in_force():
