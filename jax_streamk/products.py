@@ -199,10 +199,11 @@ def _equations(
         if eqn.primitive in (*_OURS, *_JAXS):
             yield eqn, program, count, is_exact, measured.get(eqn.outvars[0]), around
         elif eqn.primitive.name != "pallas_call":
-            times = count * eqn.params["length"] if eqn.primitive.name == "scan" else count
+            found = compat.parameters(eqn)
+            times = count * found["length"] if {"length", "jaxpr"} <= found.keys() else count  # of a scan
             is_known = is_exact and eqn.primitive.name not in ("while", "cond", "custom_linear_solve", "linear_solve")
             # Of what was fused, the equations that it replaced are not part of the program.
-            params = [value for name, value in compat.parameters(eqn).items() if name != "written"]
+            params = [value for name, value in found.items() if name != "written"]
             inside = (*around, eqn.primitive.name) if eqn.primitive.name in ("scan", "while", "cond") else around
             for inner in _jaxprs(tuple(params)):
                 yield from _equations(inner, times, is_known, _of_fused(eqn, inner, measured), inside)
