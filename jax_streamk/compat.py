@@ -695,6 +695,8 @@ def debug_info(fn, args, kwargs, is_named):
 def is_eager():
     """Whether what is called here runs at once, perhaps transformed, instead of becoming part of a jaxpr."""
     trace = _core.trace_ctx.trace
+    if not isinstance(trace, _core.EvalTrace) and not jax.sharding.get_abstract_mesh().empty:
+        return False  # the transpose of a program with a gather mixes meshes (JAX 0.9 to 0.12)
     while not isinstance(trace, _partial_eval.DynamicJaxprTrace) and hasattr(trace, "parent_trace"):
         trace = trace.parent_trace
     return isinstance(trace, _core.EvalTrace)

@@ -149,7 +149,7 @@ class Plan:
 def unsupported(lhs, rhs, device, why):
     """The ``Plan`` of a product of these operands that no kernel supports."""
     product = " @ ".join(f"{x.dtype}[{', '.join(map(str, x.shape))}]" for x in (lhs, rhs))
-    return Plan(None, device, None, None, why_xla=why, product=product)
+    return Plan(None, device, None, None, why_xla=str(why), product=product)
 
 
 _KINDS = {
