@@ -187,8 +187,10 @@ def _groups(program: Program, schedule: Any, device: Device) -> list[list[int]]:
     """Of products with one left operand, two or three at a time that one kernel could compute."""
     alike = collections.defaultdict(list)
     for at, eqn in enumerate(program.eqns):
-        is_used = eqn.outvars[0] in program.kept or program.uses.get(eqn.outvars[0])
-        if is_used and _product_in(eqn) is eqn and (key := _key(program, eqn)) is not None:
+        if _product_in(eqn) is not eqn:
+            continue
+        (result,) = eqn.outvars
+        if (result in program.kept or program.uses.get(result)) and (key := _key(program, eqn)) is not None:
             alike[key].append(at)
     free = (
         [at for at in places if _is_free(program, program.eqns[at], schedule, device)]

@@ -161,8 +161,15 @@ def heads(x, wq, wk, wv):
     return [lax.dot_general(x, w.reshape(w.shape[0], -1, 64), (((x.ndim - 1,), (0,)), ((), ()))) for w in (wq, wk, wv)]
 
 
+def with_effects(x, wq, wk, wv):
+    query = x @ wq
+    jax.debug.callback(lambda _: None, query[0, 0])  # an equation without results
+    return query, x @ wk, x @ wv
+
+
 FORMS = {
     "plain": (attention, operands()),
+    "with effects": (with_effects, operands()),
     "one row": (attention, operands(1)),
     "a batch of texts": (attention, operands(1, lead=(4, 2))),
     "vector": (attention, [x[0] if i == 0 else x for i, x in enumerate(operands(1))]),

@@ -131,7 +131,8 @@ def test_a_plan_on_another_device_lowers_nothing_else_for_it():
 
 
 def test_arguments_on_several_devices_are_planned_as_on_one():
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    devices = jax.devices("cpu")
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
     x = jax.device_put(jnp.ones((320, 48)), jax.NamedSharding(mesh, jax.P("x")))
     fn = lambda x: matmul(x.T, x)
     assert plan(fn, x) == plan(fn, shaped((320, 48)))
