@@ -278,6 +278,9 @@ def explain(plan: Plan, *, measure: bool = False) -> Explanation:
     )
 
 
+planner.views["explain"] = explain
+
+
 def kernel_of(name: str, device: Device) -> _ffi.KernelInfo:
     """The ``KernelInfo`` of a kernel by name. Raises ValueError if there is none."""
     known = _kernels(device.platform)

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jax_streamk import _ffi, cost_model, described, left_to_xla, schedules, text
@@ -18,7 +18,10 @@ from jax_streamk.problem import GemmProblem
 from jax_streamk.tuning import tuned
 
 if TYPE_CHECKING:
-    from jax_streamk.explain import Explanation
+    import jax_streamk
+
+# How a plan is shown: explain.py and plot.py, which look at plans, put their functions here.
+views: dict[str, Callable[..., Any]] = {}
 
 _REDUCTIONS = {r.name: r for r in (_ffi.Reduction.ordered, _ffi.Reduction.atomic, _ffi.Reduction.separate)}
 
@@ -113,7 +116,7 @@ class Plan:
     def native_schedule(self) -> _ffi.Schedule:
         return _native_schedule(self.schedule)
 
-    def explain(self, *, measure: bool = False) -> "Explanation":
+    def explain(self, *, measure: bool = False) -> "jax_streamk.Explanation":
         """The figures behind the plan, as attributes and, printed, as text; in notebooks as a table.
 
         Args:
@@ -123,9 +126,7 @@ class Plan:
           ValueError: measure, and this process has not the device, or there is nothing to run.
           RuntimeError: measure, and this build has no kernels for the device, or running failed.
         """
-        from jax_streamk import explain
-
-        return explain.explain(self, measure=measure)
+        return views["explain"](self, measure=measure)
 
     def plot(self, path: str | os.PathLike[str] | None = None, ax: Any = None) -> Any:
         """Draws who works on which output tile: workers on one axis, MAC iterations on the other.
@@ -141,9 +142,7 @@ class Plan:
           ImportError: matplotlib is not installed.
           ValueError: XLA's product runs, or a kernel whose work depends on data or has too many parts to draw.
         """
-        from jax_streamk import plot
-
-        return plot.plot(self, path, ax)
+        return views["plot"](self, path, ax)
 
 
 def unsupported(lhs, rhs, device, why):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jax_streamk import explain, text
-from jax_streamk.planner import Plan
+from jax_streamk.planner import Plan, views
 from jax_streamk.schedules import DataParallel, Schedule, SplitK, StreamK
 
 if TYPE_CHECKING:
@@ -61,6 +61,9 @@ def plot(plan: Plan, path: str | os.PathLike[str] | None = None, ax: Any = None)
         if path is not None:
             _save(ax.figure, path)
     return ax
+
+
+views["plot"] = plot
 
 
 def plot_schedules(
