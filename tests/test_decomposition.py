@@ -7,7 +7,8 @@ import pytest
 
 from jax_streamk import _ffi
 
-KERNELS = {kernel.name: kernel for kernel in _ffi.kernels()}
+# Those of ragged, gated and joined products refuse the problems below.
+KERNELS = {k.name: k for k in _ffi.kernels() if not (k.gated or k.joined or k.ragged != _ffi.Ragged.none)}
 DATA_PARALLEL, SPLIT_K, STREAM_K = (
     _ffi.ScheduleKind.data_parallel,
     _ffi.ScheduleKind.split_k,
@@ -17,7 +18,6 @@ DATA_PARALLEL, SPLIT_K, STREAM_K = (
 SHAPES_OF_KERNELS = {
     (k.family, k.tile_m, k.tile_n, k.tile_k, k.cluster_m, k.cluster_n, k.warp_schedule, k.swap_ab): k
     for k in KERNELS.values()
-    if not k.gated
 }
 
 
@@ -236,7 +236,7 @@ def test_copies_of_more_than_31_bits_count_are_refused():
     kernel = next(
         k
         for k in KERNELS.values()
-        if k.family == _ffi.Family.sm90 and k.type_d == _ffi.Type.bf16 and k.name.split("_")[3] == "rr" and not k.gated
+        if k.family == _ffi.Family.sm90 and k.type_d == _ffi.Type.bf16 and k.name.split("_")[3] == "rr"
     )
     for m, refused in ((2**25, False), (2**30, True)):
         problem, _, _ = problem_of(kernel, m, 8, 8, batch=2, lda=9)
@@ -246,7 +246,7 @@ def test_copies_of_more_than_31_bits_count_are_refused():
 
 @needs_sm90
 def test_skinny_kernels_split_within_a_cluster():
-    for kernel in _ffi.kernels():
+    for kernel in KERNELS.values():
         if kernel.family != _ffi.Family.skinny:
             continue
         problem, _, _ = problem_of(kernel, 8, 64, 20 * kernel.tile_k)
