@@ -672,7 +672,7 @@ def test_results_of_hi_types():
         fn = lambda model, x: flax.nnx.Param(model(x))
         try:
             wanted = jax.jit(fn)(model, normal(6, 16))[...]
-        except AssertionError:
+        except (AssertionError, TypeError):
             return
         for around in (accelerate(fn), jax.jit(accelerate(fn))):
             for _ in range(3):
