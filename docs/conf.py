@@ -23,7 +23,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(collections|flax|jax|jaxlib|(jax_streamk\.)?_ffi|numpy|os|typing)\..*"),
     ("py:class", "ArrayLike|DTypeLike|NamedSharding|PartitionSpec|PrecisionLike"),
-    ("py:class", r"Any|Callable|DimensionNumbers|Shaped|Where|lax\.RaggedDotDimensionNumbers"),
+    ("py:class", r"Activation|Any|Callable|DimensionNumbers|Shaped|Where|lax\.RaggedDotDimensionNumbers"),
 ]
 
 autodoc_preserve_defaults = True
