@@ -14,7 +14,7 @@ MODULES = {
 
 
 def imported(name):
-    """The modules of the package that one imports, in functions and for annotations too, but for the package itself."""
+    """The modules of the package that one imports, in functions and for annotations too, without the package itself."""
     found = set()
     for node in ast.walk(ast.parse(MODULES[name].read_text())):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
