@@ -697,8 +697,11 @@ def is_eager():
     trace = _core.trace_ctx.trace
     if not isinstance(trace, _core.EvalTrace) and not jax.sharding.get_abstract_mesh().empty:
         return False  # the transpose of a program with a gather mixes meshes (JAX 0.9 to 0.12)
-    while not isinstance(trace, _partial_eval.DynamicJaxprTrace) and hasattr(trace, "parent_trace"):
-        trace = trace.parent_trace
+    while not isinstance(trace, _partial_eval.DynamicJaxprTrace):
+        parent = getattr(trace, "parent_trace", None)
+        if parent is None:
+            break
+        trace = parent
     return isinstance(trace, _core.EvalTrace)
 
 
