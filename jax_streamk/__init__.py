@@ -13,7 +13,7 @@ if typing.TYPE_CHECKING:
 
 check_installation()  # before imports whose messages would not tell what is wrong
 
-from jax_streamk.accelerate import accelerate
+from jax_streamk.accelerate.rewrite import accelerate
 from jax_streamk.api import (
     dot_general,
     einsum,
@@ -26,13 +26,13 @@ from jax_streamk.api import (
     ragged_dot_general,
     ragged_gated,
 )
-from jax_streamk.custom_call import EXPORT_CHECKS
 from jax_streamk.device import A100, H100, H200, Device, check_gpus
-from jax_streamk.explain import Explanation
-from jax_streamk.planner import Plan
-from jax_streamk.plot import plot_schedules
-from jax_streamk.primitive import dots_saveable, dots_with_no_batch_dims_saveable
+from jax_streamk.lower.custom_call import EXPORT_CHECKS
+from jax_streamk.plan.planner import Plan
+from jax_streamk.product.primitive import dots_saveable, dots_with_no_batch_dims_saveable
 from jax_streamk.schedules import Auto, DataParallel, PerPass, SplitK, StreamK
+from jax_streamk.show.explain import Explanation
+from jax_streamk.show.plot import plot_schedules
 from jax_streamk.tuning.tune import tuning
 from jax_streamk.tuning.tuned import use_tuned_plans, version
 

@@ -17,11 +17,13 @@ from jax.lax import PrecisionLike
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_streamk import _ffi, compat, lowering, partition, primitive, ragged
+from jax_streamk import _ffi, compat
 from jax_streamk.checks import check_static
 from jax_streamk.device import Device, device_of
-from jax_streamk.epilogue import Activation, Epilogue, check_activation
-from jax_streamk.planner import Plan, unsupported
+from jax_streamk.lower import lowering, partition
+from jax_streamk.plan.planner import Plan, unsupported
+from jax_streamk.product import primitive, ragged
+from jax_streamk.product.epilogue import Activation, Epilogue, check_activation
 from jax_streamk.schedules import PerPass, Schedule, check_schedule
 from jax_streamk.tuning import tuned
 

@@ -32,9 +32,12 @@ def pytest_report_header(config):
 def small_products_are_ours(monkeypatch, request):
     """Most tests multiply small matrices, on any GPU: ``Auto()`` would leave these to XLA, or to be merged by it."""
     if "left_to_xla" not in request.keywords:
-        monkeypatch.setattr("jax_streamk.left_to_xla.too_small", lambda problem, device: None)
-        monkeypatch.setattr("jax_streamk.left_to_xla.not_measured", lambda device: None)
-        monkeypatch.setattr("jax_streamk.decisions.merged_by_xla", lambda eqn, program: None)
+        from jax_streamk.accelerate import decisions
+        from jax_streamk.plan import left_to_xla
+
+        monkeypatch.setattr(left_to_xla, "too_small", lambda problem, device: None)
+        monkeypatch.setattr(left_to_xla, "not_measured", lambda device: None)
+        monkeypatch.setattr(decisions, "merged_by_xla", lambda eqn, program: None)
 
 
 @pytest.fixture

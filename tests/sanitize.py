@@ -8,9 +8,10 @@ With an argument, only kernels whose names contain it.
 
 import sys
 
-from jax_streamk import DataParallel, SplitK, StreamK, _ffi, planner
+from jax_streamk import DataParallel, SplitK, StreamK, _ffi
 from jax_streamk.device import device_of
-from jax_streamk.problem import GemmProblem
+from jax_streamk.plan import planner
+from jax_streamk.plan.problem import GemmProblem
 from jax_streamk.tuning import measure
 
 SILU = dict(has_bias=True, activation=_ffi.Activation.silu)

@@ -21,8 +21,9 @@ from jax.custom_batching import custom_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.compute_on import compute_on
 
-from jax_streamk import PerPass, SplitK, StreamK, accelerate, linear, problem
-from jax_streamk.launch_policy import LaunchPolicy
+from jax_streamk import PerPass, SplitK, StreamK, accelerate, linear
+from jax_streamk.plan import problem
+from jax_streamk.plan.launch_policy import LaunchPolicy
 from jax_streamk.tuning import tuned
 
 TARGET = "jax_streamk_cuda_gemm" if jax.default_backend() == "gpu" else "jax_streamk_host_gemm"

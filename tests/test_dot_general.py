@@ -14,7 +14,7 @@ from jax import lax
 
 import jax_streamk
 from jax_streamk import DataParallel, PerPass, SplitK, StreamK, _ffi, dot_general, einsum, plan
-from jax_streamk.problem import arrange
+from jax_streamk.plan.problem import arrange
 
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else "cpu"
 TARGET = "jax_streamk_cuda_gemm" if PLATFORM == "cuda" else "jax_streamk_host_gemm"

@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 
 import jax_streamk
-from jax_streamk import _ffi, cost_model, described, explain, machines, planner, text
+from jax_streamk import _ffi, machines, text
 from jax_streamk.__main__ import main
 from jax_streamk.device import HOPPER, Device
+from jax_streamk.plan import cost_model, described, planner
 from jax_streamk.schedules import Auto, DataParallel, SplitK, StreamK
+from jax_streamk.show import explain
 from jax_streamk.tuning import measure
 
 H200 = jax_streamk.H200
@@ -535,7 +537,7 @@ matplotlib = pytest.importorskip("matplotlib")
 
 def drawn_tiles(ax):
     """Of every bar: (worker, begin, end), by the colors of tiles."""
-    from jax_streamk.plot import _TILES
+    from jax_streamk.show.plot import _TILES
 
     bars = []
     for patch in ax.patches:
@@ -573,7 +575,7 @@ def test_the_legend_has_what_is_drawn(tmp_path):
 
 def test_the_legend_of_several_schedules_has_output_tiles_once():
     """Whether a schedule has more tiles than there are colors, or fewer."""
-    from jax_streamk.plot import _TILES
+    from jax_streamk.show.plot import _TILES
 
     seen, schedules = set(), (DataParallel(), SplitK(2), StreamK())
     for m, n in ((128, 128), (128, 256), (512, 384), (1280, 1280)):

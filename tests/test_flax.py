@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 import jax_streamk
 from jax_streamk import Auto, DataParallel, PerPass, SplitK, StreamK
-from jax_streamk.epilogue import ACTIVATIONS
 from jax_streamk.flax import linen, nnx
+from jax_streamk.product.epilogue import ACTIVATIONS
 
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else "cpu"
 TARGET = {"cuda": "jax_streamk_cuda_gemm", "cpu": "jax_streamk_host_gemm"}[PLATFORM]

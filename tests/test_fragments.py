@@ -16,9 +16,11 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_streamk
-from jax_streamk import Auto, StreamK, accelerate, decisions
+from jax_streamk import Auto, StreamK, accelerate
+from jax_streamk.accelerate import decisions
+from jax_streamk.accelerate import fragments as program_fragments
+from jax_streamk.accelerate.program import Program
 from jax_streamk.device import HOPPER, device_of
-from jax_streamk.program import Program
 from jax_streamk.tuning import measure, tune, tuned
 from jax_streamk.tuning.tuned import FragmentTimes, Store
 
@@ -155,8 +157,8 @@ import sys
 sys.path.insert(0, {str(store.directory.parent)!r})
 import jax, jax.numpy as jnp, jax_streamk
 from jax_streamk.tuning import tune
-import jax_streamk.left_to_xla
-jax_streamk.left_to_xla.too_small = lambda *_: None
+from jax_streamk.plan import left_to_xla
+left_to_xla.too_small = lambda *_: None
 def gelu(x, w):
     return jax.nn.gelu(jax.nn.silu(x @ w) + 1)
 f = jax_streamk.accelerate(gelu)
@@ -315,7 +317,7 @@ def test_outside_of_tuning_nothing_is_looked_for(store, clock, monkeypatch, has_
         with jax_streamk.tuning():
             accelerate(layer).explain(X[:5], W)
         assert store.fragments(here())
-    monkeypatch.setattr(jax_streamk.fragments, "_fragments", None)
+    monkeypatch.setattr(program_fragments, "_fragments", None)
     assert targets(accelerate(layer), X, W) == 1
 
 

@@ -10,7 +10,8 @@ import pytest
 from jax import lax
 from test_accelerate import TARGET, assert_close, gradient, normal, products
 
-from jax_streamk import H200, PerPass, SplitK, StreamK, accelerate, fusion, ragged_dot
+from jax_streamk import H200, PerPass, SplitK, StreamK, accelerate, ragged_dot
+from jax_streamk.accelerate import fusion
 
 P = jax.sharding.PartitionSpec
 
@@ -475,7 +476,7 @@ def test_a_result_that_is_widened_is_not_rounded(monkeypatch):
     exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
     exact = np.exp(exact - exact.max(-1, keepdims=True))
     np.testing.assert_allclose(widened(x, w), exact / exact.sum(-1, keepdims=True), rtol=1e-4, atol=1e-7)
-    monkeypatch.setattr(sys.modules["jax_streamk.accelerate"], "device_of", lambda device: H200)
+    monkeypatch.setattr(sys.modules["jax_streamk.accelerate.rewrite"], "device_of", lambda device: H200)
     relu = accelerate(lambda x, w: jax.nn.relu((x @ w).astype(jnp.float32)).astype(x.dtype))
     for f, k, n, type_d in (
         (widened, 2048, 128, "f32"),
@@ -676,7 +677,7 @@ def test_shardings_are_kept(kind):
 @pytest.fixture
 def as_on_h200(monkeypatch, of_16_bits):
     """CPUs have no gated kernels: there a program that was fused for an H200 multiplies twice."""
-    monkeypatch.setattr(sys.modules["jax_streamk.accelerate"], "device_of", lambda device: H200)
+    monkeypatch.setattr(sys.modules["jax_streamk.accelerate.rewrite"], "device_of", lambda device: H200)
 
 
 NARROW = jnp.bfloat16

@@ -13,8 +13,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from test_linear import DTYPES, SCHEDULES, TARGET, normal
 
 from jax_streamk import H200, DataParallel, PerPass, SplitK, gated_linear, kernels, plan, tuning
-from jax_streamk.epilogue import ACTIVATIONS, Epilogue
-from jax_streamk.problem import arrange
+from jax_streamk.plan.problem import arrange
+from jax_streamk.product.epilogue import ACTIVATIONS, Epilogue
 from jax_streamk.tuning import contest
 
 ON_GPU = jax.default_backend() == "gpu"

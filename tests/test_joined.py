@@ -25,7 +25,9 @@ from test_kernels import (
 )
 
 import jax_streamk as sk
-from jax_streamk import _ffi, joined, planner
+from jax_streamk import _ffi
+from jax_streamk.accelerate import joined, products
+from jax_streamk.plan import planner
 
 HERE = [
     pytest.param(name, marks=[] if kernel.family == _ffi.Family.host else [pytest.mark.gpu])
@@ -137,7 +139,7 @@ def on_h200(monkeypatch):
     """Programs are rewritten as for this GPU; a CPU runs them."""
     if jax.default_backend() == "gpu":
         pytest.skip("for CPUs")
-    monkeypatch.setattr(sys.modules["jax_streamk.accelerate"], "device_of", lambda _: sk.H200)
+    monkeypatch.setattr(sys.modules["jax_streamk.accelerate.rewrite"], "device_of", lambda _: sk.H200)
 
 
 def joined_in(fn, *args, **options):
@@ -307,7 +309,7 @@ def test_products_in_derivatives_are_joined(on_h200):
 
 
 def test_explain(on_h200, monkeypatch):
-    monkeypatch.setattr(sys.modules["jax_streamk.products"], "device_of", lambda _: sk.H200, raising=False)
+    monkeypatch.setattr(products, "device_of", lambda _: sk.H200, raising=False)
     made = sk.accelerate(attention).explain(*operands())
     (row,) = made.rows
     assert (row.m, row.n, row.k, row.is_ours) == (16, 768, 512, True) and "joined" in row.kernel

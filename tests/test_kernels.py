@@ -16,7 +16,7 @@ import pytest
 
 from jax_streamk import _ffi, machines
 from jax_streamk.device import HOPPER
-from jax_streamk.launch_policy import LaunchPolicy
+from jax_streamk.plan.launch_policy import LaunchPolicy
 
 DTYPES = {
     _ffi.Type.f64: np.dtype(np.float64),

@@ -7,8 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
-from jax_streamk import H100, DataParallel, SplitK, StreamK, _ffi, machines, planner
+from jax_streamk import H100, DataParallel, SplitK, StreamK, _ffi, machines
 from jax_streamk.device import HOPPER, Device
+from jax_streamk.plan import planner
 
 A100 = Device("cuda", 80, 108)
 H200 = machines.machine_of(HOPPER)

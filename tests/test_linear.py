@@ -13,7 +13,7 @@ import pytest
 from compiling import compilations
 
 from jax_streamk import DataParallel, SplitK, StreamK, _ffi, linear, matmul, plan
-from jax_streamk.epilogue import ACTIVATIONS, Activation
+from jax_streamk.product.epilogue import ACTIVATIONS, Activation
 
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else "cpu"
 TARGET = "jax_streamk_cuda_gemm" if PLATFORM == "cuda" else "jax_streamk_host_gemm"

@@ -17,26 +17,12 @@ import sanitize
 from jax import lax
 
 import jax_streamk
-from jax_streamk import (
-    Auto,
-    DataParallel,
-    Device,
-    Plan,
-    SplitK,
-    StreamK,
-    _ffi,
-    custom_call,
-    described,
-    machines,
-    matmul,
-    plan,
-    planner,
-    primitive,
-    problem,
-    text,
-)
+from jax_streamk import Auto, DataParallel, Device, Plan, SplitK, StreamK, _ffi, machines, matmul, plan, text
 from jax_streamk.device import device_of
-from jax_streamk.launch_policy import LaunchPolicy
+from jax_streamk.lower import custom_call
+from jax_streamk.plan import described, planner, problem
+from jax_streamk.plan.launch_policy import LaunchPolicy
+from jax_streamk.product import primitive
 
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else "cpu"
 TARGET = "jax_streamk_cuda_gemm" if PLATFORM == "cuda" else "jax_streamk_host_gemm"

@@ -12,7 +12,6 @@ from jax_streamk import (
     H200,
     SplitK,
     StreamK,
-    custom_call,
     dot_general,
     einsum,
     gated_linear,
@@ -23,6 +22,7 @@ from jax_streamk import (
     ragged_dot_general,
     ragged_gated,
 )
+from jax_streamk.lower import custom_call
 from jax_streamk.tuning import tune
 
 WIDE, TALL, BATCH = shaped((48, 320)), shaped((320, 48)), shaped((3, 320, 48))

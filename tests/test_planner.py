@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 
 import jax_streamk
-from jax_streamk import DataParallel, SplitK, StreamK, _ffi, described, lowering, machines, planner
+from jax_streamk import DataParallel, SplitK, StreamK, _ffi, machines
 from jax_streamk.device import HOPPER, Device
-from jax_streamk.problem import GemmProblem
+from jax_streamk.lower import lowering
+from jax_streamk.plan import described, planner
+from jax_streamk.plan.problem import GemmProblem
 from jax_streamk.schedules import Auto
 from jax_streamk.tuning import fit
 

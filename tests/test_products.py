@@ -11,7 +11,8 @@ from jax import lax
 from test_accelerate import normal, on_host, products
 
 import jax_streamk
-from jax_streamk import H200, Device, SplitK, StreamK, _ffi, accelerate, decisions, fusion
+from jax_streamk import H200, Device, SplitK, StreamK, _ffi, accelerate
+from jax_streamk.accelerate import decisions, fusion
 
 bf16, f32 = jnp.bfloat16, jnp.float32
 COLUMN = _ffi.Major.column
@@ -23,7 +24,7 @@ def shaped(*shape, dtype=bf16):
 
 @pytest.fixture
 def h200(monkeypatch):
-    monkeypatch.setattr(sys.modules["jax_streamk.accelerate"], "device_of", lambda device: H200)
+    monkeypatch.setattr(sys.modules["jax_streamk.accelerate.rewrite"], "device_of", lambda device: H200)
 
 
 def on_h200(test):
@@ -159,7 +160,7 @@ def test_reasons():
     ],
 )
 def test_reasons_of_small_products(device, why, monkeypatch):
-    monkeypatch.setattr(sys.modules["jax_streamk.accelerate"], "device_of", lambda _: device)
+    monkeypatch.setattr(sys.modules["jax_streamk.accelerate.rewrite"], "device_of", lambda _: device)
     assert reasons(jnp.matmul, normal(6, 16), normal(16, 16)) == [why]
 
 

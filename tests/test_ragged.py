@@ -18,11 +18,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_streamk as sk
-from jax_streamk import _ffi, lowering, planner, ragged
+from jax_streamk import _ffi
 from jax_streamk.device import device_of
-from jax_streamk.epilogue import ACTIVATIONS
-from jax_streamk.launch_policy import LaunchPolicy
+from jax_streamk.lower import lowering
 from jax_streamk.machines import machine_of
+from jax_streamk.plan import planner
+from jax_streamk.plan.launch_policy import LaunchPolicy
+from jax_streamk.product import ragged
+from jax_streamk.product.epilogue import ACTIVATIONS
 from jax_streamk.tuning import contest, measure
 
 ON_GPU = jax.default_backend() == "gpu"

@@ -23,10 +23,11 @@ import numpy as np
 import pytest
 
 import jax_streamk
-from jax_streamk import _ffi, described, machines, plan, planner
+from jax_streamk import _ffi, machines, plan
 from jax_streamk.__main__ import COMMANDS, main
 from jax_streamk.device import device_for_lowering, device_of
-from jax_streamk.launch_policy import LaunchPolicy
+from jax_streamk.plan import described, planner
+from jax_streamk.plan.launch_policy import LaunchPolicy
 from jax_streamk.text import duration
 from jax_streamk.tools import info, kernels, results, shapes
 from jax_streamk.tools.shapes import Shape

@@ -25,9 +25,11 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_streamk
-from jax_streamk import Auto, DataParallel, Plan, SplitK, StreamK, _ffi, linear, lowering, matmul, plan, planner
+from jax_streamk import Auto, DataParallel, Plan, SplitK, StreamK, _ffi, linear, matmul, plan
 from jax_streamk.device import HOPPER, device_of
-from jax_streamk.launch_policy import LaunchPolicy
+from jax_streamk.lower import lowering
+from jax_streamk.plan import planner
+from jax_streamk.plan.launch_policy import LaunchPolicy
 from jax_streamk.tuning import contest, measure, tune, tuned
 from jax_streamk.tuning.tuned import Candidate, Store, Tuned
 

@@ -10,8 +10,8 @@ from jax import lax
 
 from jax_streamk import api
 from jax_streamk.checks import integer
-from jax_streamk.epilogue import wide
 from jax_streamk.flax.forward import check_fields
+from jax_streamk.product.epilogue import wide
 
 
 def check_experts(layer: Any) -> None:

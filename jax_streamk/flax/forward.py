@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_streamk import api
-from jax_streamk.epilogue import ACTIVATIONS, check_activation
+from jax_streamk.product.epilogue import ACTIVATIONS, check_activation
 from jax_streamk.schedules import check_schedule
 
 

@@ -13,9 +13,9 @@ from jax.lax import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_streamk import api
-from jax_streamk.epilogue import Activation, wide
 from jax_streamk.flax.experts import check_experts, mixture
 from jax_streamk.flax.forward import check_fields, forward
+from jax_streamk.product.epilogue import Activation, wide
 from jax_streamk.schedules import PerPass, Schedule
 
 

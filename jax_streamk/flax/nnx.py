@@ -16,12 +16,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_streamk import api
-from jax_streamk.accelerate import Accelerated, P, R, Where, check_results, taken_apart
-from jax_streamk.accelerate import accelerate as _accelerate
-from jax_streamk.epilogue import Activation, wide
+from jax_streamk.accelerate.products import Products
+from jax_streamk.accelerate.rewrite import Accelerated, P, R, Where, check_results, taken_apart
+from jax_streamk.accelerate.rewrite import accelerate as _accelerate
 from jax_streamk.flax.experts import check_experts, mixture
 from jax_streamk.flax.forward import check_fields, forward
-from jax_streamk.products import Products
+from jax_streamk.product.epilogue import Activation, wide
 from jax_streamk.schedules import PerPass, Schedule
 
 

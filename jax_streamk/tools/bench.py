@@ -31,7 +31,7 @@ import jax.numpy as jnp
 
 import jax_streamk
 from jax_streamk.device import device_of
-from jax_streamk.epilogue import ACTIVATIONS
+from jax_streamk.product.epilogue import ACTIVATIONS
 from jax_streamk.tools import groups, programs, results, shapes, sides, timing
 from jax_streamk.tools.info import driver
 from jax_streamk.tools.results import recorded

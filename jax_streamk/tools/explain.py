@@ -18,10 +18,11 @@ import jax
 import jax.numpy as jnp
 
 import jax_streamk
-from jax_streamk import ragged, schedules
+from jax_streamk import schedules
 from jax_streamk.device import NAMED, device_named
-from jax_streamk.explain import on_kernel, work_units
-from jax_streamk.plot import plot_schedules
+from jax_streamk.product import ragged
+from jax_streamk.show.explain import on_kernel, work_units
+from jax_streamk.show.plot import plot_schedules
 from jax_streamk.tools import shapes
 
 _SCHEDULES = "auto, data-parallel, split-k:SPLITS[:REDUCTION] or stream-k[:REDUCTION]"

@@ -14,8 +14,9 @@ import re
 import shlex
 import time
 
-from jax_streamk import lowering, machines
+from jax_streamk import machines
 from jax_streamk.device import NAMED, device_named
+from jax_streamk.lower import lowering
 from jax_streamk.tools import shapes
 from jax_streamk.tools.tune import progress_of
 from jax_streamk.tuning import fit, plans

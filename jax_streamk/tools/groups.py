@@ -12,8 +12,8 @@ import numpy as np
 from jax import lax
 
 import jax_streamk
-from jax_streamk import ragged
-from jax_streamk.epilogue import ACTIVATIONS
+from jax_streamk.product import ragged
+from jax_streamk.product.epilogue import ACTIVATIONS
 from jax_streamk.tools import shapes, sides
 
 

@@ -29,11 +29,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_streamk import _ffi, compat, cost_model, described, planner, text
-from jax_streamk import problem as problems
+from jax_streamk import _ffi, compat, text
 from jax_streamk.device import NAMED, Device, device_named, jax_device_of
-from jax_streamk.launch_policy import LaunchPolicy
 from jax_streamk.machines import machine_of
+from jax_streamk.plan import cost_model, described, planner
+from jax_streamk.plan import problem as problems
+from jax_streamk.plan.launch_policy import LaunchPolicy
 from jax_streamk.tools import shapes
 from jax_streamk.tuning.measure import Memory
 from jax_streamk.tuning.tuned import Candidate

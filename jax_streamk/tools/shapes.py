@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from jax_streamk.problem import TYPES
+from jax_streamk.plan.problem import TYPES
 
 _FLAG = {"0": False, "1": True}
 

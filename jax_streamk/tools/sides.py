@@ -17,7 +17,7 @@ from jax import lax
 
 import jax_streamk
 from jax_streamk.device import device_of
-from jax_streamk.epilogue import ACTIVATIONS
+from jax_streamk.product.epilogue import ACTIVATIONS
 from jax_streamk.tools import shapes
 from jax_streamk.tools.timing import device_samples, summary
 from jax_streamk.tuning.measure import ROTATED_BYTES

@@ -18,10 +18,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_streamk import compat, lowering, ragged, schedules
+from jax_streamk import compat, schedules
 from jax_streamk.device import device_of
-from jax_streamk.epilogue import ACTIVATIONS, Epilogue
-from jax_streamk.problem import GemmProblem
+from jax_streamk.lower import lowering
+from jax_streamk.plan.problem import GemmProblem
+from jax_streamk.product import ragged
+from jax_streamk.product.epilogue import ACTIVATIONS, Epilogue
 from jax_streamk.text import duration
 from jax_streamk.tools import groups, shapes
 from jax_streamk.tuning import tune, tuned

@@ -10,10 +10,11 @@ import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from jax_streamk import _ffi, custom_call
-from jax_streamk.epilogue import Epilogue
-from jax_streamk.primitive import xlas_product
-from jax_streamk.program import bytes_of
+from jax_streamk import _ffi
+from jax_streamk.accelerate.program import bytes_of
+from jax_streamk.lower import custom_call
+from jax_streamk.product.epilogue import Epilogue
+from jax_streamk.product.primitive import xlas_product
 from jax_streamk.tuning import measure
 from jax_streamk.tuning.programs import dependent, repeat, wall, wall_sample
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from jax_streamk import _ffi, text
 from jax_streamk.device import jax_device_of
-from jax_streamk.problem import TYPES
+from jax_streamk.plan.problem import TYPES
 
 # What launches read and write before operands repeat: several times a GPU's L2. CPU caches vary widely in size, and a
 # pass over a larger set would take long.

@@ -4,9 +4,10 @@ import collections
 import random
 import statistics
 
-from jax_streamk import _ffi, planner
-from jax_streamk.launch_policy import LaunchPolicy
-from jax_streamk.problem import GemmProblem
+from jax_streamk import _ffi
+from jax_streamk.plan import planner
+from jax_streamk.plan.launch_policy import LaunchPolicy
+from jax_streamk.plan.problem import GemmProblem
 from jax_streamk.tuning.tuned import Candidate
 
 _LISTED = 400  # candidates requested from the planner

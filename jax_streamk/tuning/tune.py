@@ -18,10 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_streamk import _ffi, planner, schedules
+from jax_streamk import _ffi, schedules
 from jax_streamk.device import Device, device_of, jax_device_of
-from jax_streamk.launch_policy import LaunchPolicy
-from jax_streamk.problem import GemmProblem
+from jax_streamk.plan import planner
+from jax_streamk.plan.launch_policy import LaunchPolicy
+from jax_streamk.plan.problem import GemmProblem
 from jax_streamk.tuning import contest, tuned
 from jax_streamk.tuning.measure import Memory
 from jax_streamk.tuning.programs import repeat, wall_sample

@@ -24,8 +24,8 @@ import jaxlib
 import platformdirs
 
 from jax_streamk import _ffi, text
-from jax_streamk.launch_policy import LaunchPolicy
-from jax_streamk.problem import GemmProblem
+from jax_streamk.plan.launch_policy import LaunchPolicy
+from jax_streamk.plan.problem import GemmProblem
 
 MARGIN = 1.01  # a faster candidate must win by this factor: less is noise
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jax_streamk import compat
-from jax_streamk.epilogue import Activation
+from jax_streamk.product.epilogue import Activation
 
 # A polynomial maps monomials to coefficients. A monomial is a set of (factor, power); a factor is "x", or the name of
 # a function and the polynomial that it is taken of.

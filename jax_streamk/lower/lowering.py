@@ -11,11 +11,13 @@ import jax
 import numpy as np
 from jax.interpreters import mlir
 
-from jax_streamk import _ffi, compat, cost_model, custom_call, partition, planner, problem, schedules, text
+from jax_streamk import _ffi, compat, schedules, text
 from jax_streamk.device import Device, device_for_lowering
-from jax_streamk.epilogue import Epilogue
+from jax_streamk.lower import custom_call, partition
 from jax_streamk.machines import machine_of
-from jax_streamk.primitive import dot_general_p, fused_p, linear_apart, linear_p, xlas_product
+from jax_streamk.plan import cost_model, planner, problem
+from jax_streamk.product.epilogue import Epilogue
+from jax_streamk.product.primitive import dot_general_p, fused_p, linear_apart, linear_p, xlas_product
 from jax_streamk.tuning import tune, tuned
 
 # Only skinny kernels take a nested batch. Up to here their tiles have all rows, and read B once.

@@ -10,11 +10,12 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jax_streamk import _ffi, cost_model, described, left_to_xla, schedules, text
+from jax_streamk import _ffi, schedules, text
 from jax_streamk.device import Device
-from jax_streamk.launch_policy import LaunchPolicy
 from jax_streamk.machines import machine_of
-from jax_streamk.problem import GemmProblem
+from jax_streamk.plan import cost_model, described, left_to_xla
+from jax_streamk.plan.launch_policy import LaunchPolicy
+from jax_streamk.plan.problem import GemmProblem
 from jax_streamk.tuning import tuned
 
 if TYPE_CHECKING:

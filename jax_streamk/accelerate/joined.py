@@ -19,9 +19,13 @@ from jax import lax
 from jax.extend.core import Primitive, Var
 from jax.interpreters import mlir
 
-from jax_streamk import compat, cost_model, decisions, lowering, planner, primitive, problem, schedules
+from jax_streamk import compat, schedules
+from jax_streamk.accelerate import decisions
+from jax_streamk.accelerate.program import Program, bytes_of, is_movable, variables
 from jax_streamk.device import Device
-from jax_streamk.program import Program, bytes_of, is_movable, variables
+from jax_streamk.lower import lowering
+from jax_streamk.plan import cost_model, planner, problem
+from jax_streamk.product import primitive
 
 # Operands: lhs of shape (m, k), then two or three matrices, all (k, n) or all (n, k). The result has shape (m, sum of
 # n). Only what ``fused_p`` calls has it: derivatives are those of the products apart.

@@ -18,10 +18,11 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
-from jax_streamk import compat, primitive, schedules
-from jax_streamk.chains import Follower
+from jax_streamk import compat, schedules
+from jax_streamk.accelerate.chains import Follower
+from jax_streamk.accelerate.program import Program, is_merged, is_movable, is_view
 from jax_streamk.device import Device
-from jax_streamk.program import Program, is_merged, is_movable, is_view
+from jax_streamk.product import primitive
 from jax_streamk.tuning import tune, tuned
 
 _TAIL = 8  # equations after what a kernel can do

@@ -20,14 +20,17 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var, primitives
 
-from jax_streamk import compat, fragments, fusion, joined, lowering, primitive, ragged
-from jax_streamk.chains import PRODUCTS
-from jax_streamk.decisions import decide, decide_ragged
+from jax_streamk import compat
+from jax_streamk.accelerate import fragments, fusion, joined
+from jax_streamk.accelerate.chains import PRODUCTS
+from jax_streamk.accelerate.decisions import decide, decide_ragged
+from jax_streamk.accelerate.products import Products, products_of
+from jax_streamk.accelerate.program import Program
 from jax_streamk.device import Device, device_of
-from jax_streamk.planner import Plan
-from jax_streamk.problem import GemmProblem
-from jax_streamk.products import Products, products_of
-from jax_streamk.program import Program
+from jax_streamk.lower import lowering
+from jax_streamk.plan.planner import Plan
+from jax_streamk.plan.problem import GemmProblem
+from jax_streamk.product import primitive, ragged
 from jax_streamk.schedules import PerPass, Schedule, check_schedule
 from jax_streamk.tuning import tune, tuned
 

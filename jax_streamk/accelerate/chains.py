@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal, Var
 
-from jax_streamk import activations, compat, primitive, ragged
-from jax_streamk.epilogue import Activation
-from jax_streamk.program import RESHAPES, Program, is_exact, is_float, is_merged, is_movable, is_view
+from jax_streamk import compat
+from jax_streamk.accelerate import activations
+from jax_streamk.accelerate.program import RESHAPES, Program, is_exact, is_float, is_merged, is_movable, is_view
+from jax_streamk.product import primitive, ragged
+from jax_streamk.product.epilogue import Activation
 
 PRODUCTS = primitive.dot_general_p, ragged.ragged_p  # those whose kernels may have an epilogue
 _SUMS = ("add", "add_any", "sub")

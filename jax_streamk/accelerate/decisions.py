@@ -10,11 +10,14 @@ import dataclasses
 import math
 from typing import Any
 
-from jax_streamk import _ffi, compat, cost_model, lowering, planner, ragged, schedules, text
+from jax_streamk import _ffi, compat, schedules, text
+from jax_streamk.accelerate.program import Program, is_merged
 from jax_streamk.device import Device
+from jax_streamk.lower import lowering
 from jax_streamk.machines import machine_of
-from jax_streamk.planner import Plan
-from jax_streamk.program import Program, is_merged
+from jax_streamk.plan import cost_model, planner
+from jax_streamk.plan.planner import Plan
+from jax_streamk.product import ragged
 from jax_streamk.tuning import tuned
 
 _FEW_ROWS = 64  # up to here XLA's autotuner takes Triton's GEMM fusions

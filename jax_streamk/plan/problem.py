@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from jax_streamk import _ffi
-from jax_streamk.epilogue import ByBits, Epilogue
+from jax_streamk.product.epilogue import ByBits, Epilogue
 
 TYPES = {
     jnp.dtype(jnp.float64): _ffi.Type.f64,

@@ -20,11 +20,15 @@ from typing import Any
 
 from jax import lax
 
-from jax_streamk import activations, compat, cost_model, lowering, primitive, ragged
-from jax_streamk.chains import PRODUCTS, Chain, Follower, Operand
+from jax_streamk import compat
+from jax_streamk.accelerate import activations
+from jax_streamk.accelerate.chains import PRODUCTS, Chain, Follower, Operand
+from jax_streamk.accelerate.program import Program, bytes_of, is_merged, is_view, variables
 from jax_streamk.device import Device
-from jax_streamk.epilogue import Epilogue
-from jax_streamk.program import Program, bytes_of, is_merged, is_view, variables
+from jax_streamk.lower import lowering
+from jax_streamk.plan import cost_model
+from jax_streamk.product import primitive, ragged
+from jax_streamk.product.epilogue import Epilogue
 from jax_streamk.tuning import tuned
 
 # How many times as long a kernel may take to save a rounding, and to leave a result unrounded, by which routers choose.

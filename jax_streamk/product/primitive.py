@@ -14,7 +14,7 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad
 
 from jax_streamk import compat, schedules
-from jax_streamk.epilogue import ACTIVATIONS, Epilogue, scaled, wide
+from jax_streamk.product.epilogue import ACTIVATIONS, Epilogue, scaled, wide
 
 # Parameters: those of lax.dot_general's primitive, the schedule, and the permutation that transposes the result, or
 # None. XLA folds a transpose into the dot before it, but not into a custom call.

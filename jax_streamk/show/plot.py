@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jax_streamk import explain, text
-from jax_streamk.planner import Plan, views
+from jax_streamk import text
+from jax_streamk.plan.planner import Plan, views
 from jax_streamk.schedules import DataParallel, Schedule, SplitK, StreamK
+from jax_streamk.show import explain
 
 if TYPE_CHECKING:
     from jax_streamk.api import Shaped

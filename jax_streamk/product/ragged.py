@@ -18,8 +18,10 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
-from jax_streamk import compat, cost_model, lowering, partition, planner, problem, schedules, text
-from jax_streamk.epilogue import ACTIVATIONS, Epilogue, wide
+from jax_streamk import compat, schedules, text
+from jax_streamk.lower import lowering, partition
+from jax_streamk.plan import cost_model, planner, problem
+from jax_streamk.product.epilogue import ACTIVATIONS, Epilogue, wide
 from jax_streamk.tuning import tune, tuned
 
 ragged_p: Primitive = Primitive("streamk_ragged_dot_general")

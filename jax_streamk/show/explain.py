@@ -14,12 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from jax_streamk import _ffi, cost_model, lowering, planner, text
+from jax_streamk import _ffi, text
 from jax_streamk.device import Device, jax_device_of
-from jax_streamk.launch_policy import LaunchPolicy
+from jax_streamk.lower import lowering
 from jax_streamk.machines import machine_of
-from jax_streamk.planner import Plan
-from jax_streamk.problem import GemmProblem
+from jax_streamk.plan import cost_model, planner
+from jax_streamk.plan.launch_policy import LaunchPolicy
+from jax_streamk.plan.planner import Plan
+from jax_streamk.plan.problem import GemmProblem
 from jax_streamk.schedules import Schedule
 
 WIDTH = 100  # columns of the printed text

@@ -21,7 +21,7 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_streamk import compat
-from jax_streamk.epilogue import Epilogue
+from jax_streamk.product.epilogue import Epilogue
 
 # The identity, with a result type without sharding. XLA's partitioner may call back while an explicit mesh is set, and
 # collectives would carry its shardings into the function that adds two elements.

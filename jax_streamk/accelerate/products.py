@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jax_streamk import compat, joined, primitive, ragged, schedules, text
-from jax_streamk.decisions import decide, decide_ragged, planned, planned_ragged
+from jax_streamk import compat, schedules, text
+from jax_streamk.accelerate import joined
+from jax_streamk.accelerate.decisions import decide, decide_ragged, planned, planned_ragged
+from jax_streamk.accelerate.program import Program
 from jax_streamk.device import Device
-from jax_streamk.planner import Plan
-from jax_streamk.program import Program
+from jax_streamk.plan.planner import Plan
+from jax_streamk.product import primitive, ragged
 from jax_streamk.tuning import tuned
 
 

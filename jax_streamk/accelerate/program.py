@@ -9,7 +9,8 @@ from typing import Any
 import jax
 from jax.extend.core import Literal, Var
 
-from jax_streamk import activations, compat
+from jax_streamk import compat
+from jax_streamk.accelerate import activations
 
 RESHAPES = ("reshape", "squeeze", "expand_dims")
 _MOVES = (*RESHAPES, "transpose", "copy", "copy_p")

@@ -1,0 +1,1 @@
+"""What runs for a product, as data: its problem, kernel, schedule and launch policy, and who chooses them."""

@@ -1,0 +1,1 @@
+"""Products as JAX sees them: what is multiplied, and the primitive with its rules."""
