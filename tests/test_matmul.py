@@ -131,16 +131,17 @@ def test_narrow_operands_with_float32_result(dtype):
 @pytest.mark.parametrize(
     "k, n, rows",
     [
-        (1000, 72, range(1, 41)),
-        (4096, 72, (1, 2, 5, 8, 9, 13, 16, 32, 33, 40)),
-        (16384, 72, (1, 2, 7, 12, 16, 33)),
-        (65536, 72, (1, 3, 9, 16, 40)),
-        (2**20, 16, (4, 9, 13)),
+        (1000, 72, (1, 2, 8, 9, 16, 32, 33, 40)),
+        (4096, 72, (1, 5, 13, 40)),
+        (16384, 72, (2, 12, 33)),
+        (65536, 72, (3, 16)),
+        (2**20, 16, (9,)),
     ],
 )
 def test_long_sums_are_exact(operand, result, k, n, rows):
     """For any number of rows. Sums of positive numbers have the largest errors, since partial sums keep growing."""
-    rng = np.random.default_rng(k)
+    rng = np.random.default_rng()
+    rows = *rows, *rng.integers(1, 41, 2)
     for draw in (rng.standard_normal, rng.random):
         a, b = (draw(shape, F32).astype(operand) for shape in ((max(rows), k), (k, n)))
         for m in rows:
