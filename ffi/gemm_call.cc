@@ -126,12 +126,9 @@ namespace {
 
 ffi::DataType data_type(Type type) {
   switch (type) {
-    case Type::kF64: return ffi::DataType::F64;
-    case Type::kF32: return ffi::DataType::F32;
-    case Type::kBF16: return ffi::DataType::BF16;
-    case Type::kF16: return ffi::DataType::F16;
-    case Type::kS8: return ffi::DataType::S8;
-    case Type::kS32: return ffi::DataType::S32;
+#define JAX_STREAMK_TYPE(type, name, bits, numpy, xla) \
+  case Type::type: return ffi::DataType::xla;
+#include "cutlass_kernels/core/types.def"
   }
   return ffi::DataType::INVALID;
 }

@@ -169,6 +169,16 @@ std::vector<std::array<int64_t, 7>> record_work(std::string const& name, GemmPro
 }
 #endif
 
+// The roles of operands, as the members of Buffers that hold them, in the order in which calls take them.
+nb::tuple roles() {
+#define JAX_STREAMK_NAME(role, member, words) #member,
+  char const* const names[] = {JAX_STREAMK_ROLES(JAX_STREAMK_NAME)};
+#undef JAX_STREAMK_NAME
+  nb::list found;
+  for (char const* name : names) found.append(name);
+  return nb::tuple(found);
+}
+
 // For each role: the type, and the number of elements from the first to the last (0 if the operand is absent).
 std::vector<std::pair<Type, int64_t>> spans(GemmProblem const& p) {
   std::vector<std::pair<Type, int64_t>> found;
@@ -208,17 +218,33 @@ auto enumeration(nb::module_& m, char const* name, char const* doc, std::initial
   for (Enum const value : values) type.value(name_of(value), value);
 }
 
-}  // namespace
+// An attribute of an enumeration's values.
+template <typename Function>
+void property(nb::handle type, char const* name, Function function) {
+  nb::setattr(type, name, nb::module_::import_("builtins").attr("property")(nb::cpp_function(function)));
+}
 
-NB_MODULE(_ffi, m) {
-  m.doc() = "Kernels, their registry and their XLA FFI handlers.";
-  // Caches may hold plans and kernels until the process ends, which nanobind would report as leaks.
-  nb::set_leak_warnings(false);
+nb::object numpy_type(Type type) {
+  char const* name = "";
+  switch (type) {
+#define JAX_STREAMK_TYPE(type, name_, bits, numpy, xla) \
+  case Type::type: name = numpy; break;
+#include "cutlass_kernels/core/types.def"
+  }
+  nb::module_::import_("ml_dtypes");  // which tells NumPy its types
+  return nb::module_::import_("numpy").attr("dtype")(name);
+}
 
+void bind_enumerations(nb::module_& m) {
   enumeration<Family>(m, "Family", "Which template a kernel comes from.",
                       {Family::kHost, Family::kSm80, Family::kSm90, Family::kSkinny});
-  enumeration<Type>(m, "Type", "Element types.",
-                    {Type::kF64, Type::kF32, Type::kBF16, Type::kF16, Type::kS8, Type::kS32});
+  enumeration<Type>(m, "Type", "Element types; ``bits`` of an element, and NumPy's ``dtype``.",
+                    {
+#define JAX_STREAMK_TYPE(type, name, bits, numpy, xla) Type::type,
+#include "cutlass_kernels/core/types.def"
+                    });
+  property(m.attr("Type"), "bits", [](Type type) { return Format{type}.bits(); });
+  property(m.attr("Type"), "dtype", &numpy_type);
   enumeration<Major>(m, "Major", "row: the last index is contiguous.", {Major::kRow, Major::kColumn});
   enumeration<Math>(m, "Math", "What a product of two f32 numbers is.", {Math::kNative, Math::kTF32, Math::kTF32x3});
   enumeration<Reduction>(m, "Reduction", "How the partials of a shared tile become one.",
@@ -233,7 +259,9 @@ NB_MODULE(_ffi, m) {
   enumeration<Raster>(m, "Raster", "Along which dimension consecutive tiles lie.", {Raster::kAlongM, Raster::kAlongN});
   enumeration<ClusterOrder>(m, "ClusterOrder", "Which worker each cluster of a launch is.",
                             {ClusterOrder::kAsLaunched, ClusterOrder::kByGpc, ClusterOrder::kSpread});
+}
 
+void bind_structs(nb::module_& m) {
   nb::class_<GemmProblem> problem(
       m, "GemmProblem",
       "D[l] = activation(alpha * A[l] @ B[l] + beta * residual[l] + bias[l]): extents, types, majorness and strides in "
@@ -262,7 +290,18 @@ NB_MODULE(_ffi, m) {
       .def("__getstate__", &state_of)
       .def("__setstate__", &set_state)
       .def("__repr__", [](KernelInfo const& info) { return "<kernel " + info.name + ">"; });
+}
 
+}  // namespace
+
+NB_MODULE(_ffi, m) {
+  m.doc() = "Kernels, their registry and their XLA FFI handlers.";
+  // Caches may hold plans and kernels until the process ends, which nanobind would report as leaks.
+  nb::set_leak_warnings(false);
+  m.attr("roles") = roles();
+
+  bind_enumerations(m);
+  bind_structs(m);
   m.def("kernels", &kernel_infos, "Every kernel compiled into this build, ordered by name.");
   m.def("can_implement", &why_not<check>, "kernel"_a, "problem"_a, "schedule"_a, "device"_a,
         "None, or why the kernel cannot run the problem under the schedule.");

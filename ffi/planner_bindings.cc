@@ -212,11 +212,8 @@ class Batch {
   Device device_;
 };
 
-}  // namespace
-
-std::unique_ptr<Kernel> described_kernel(KernelInfo const& info) { return std::make_unique<DescribedKernel>(info); }
-
-void bind_planner(nb::module_& m) {
+// Constants, and what planning returns.
+void bind_values(nb::module_& m) {
   nb::dict gpu, policy, host;
 #define JAX_STREAMK_GPU(name, meaning) gpu[#name] = meaning;
 #define JAX_STREAMK_POLICY(name, meaning) policy[#name] = meaning;
@@ -287,22 +284,10 @@ void bind_planner(nb::module_& m) {
           },
           "Of the first candidate; None where a kernel that this build lacks would have to tell.")
       .def_ro("refusal", &Choice::refusal);
+}
 
-  m.def(
-      "choose",
-      [](Kernels const& kernels, GemmProblem const& p, std::optional<Schedule> const& wanted, Device const& device,
-         Machine const& machine, size_t listed) { return choose(kernels.all(), p, wanted, device, machine, listed); },
-      "kernels"_a, "problem"_a, "schedule"_a.none(), "device"_a, "machine"_a, "listed"_a = 6, nb::keep_alive<0, 1>(),
-      "The cheapest candidates, at most `listed`, among kernels of the problem's types and majorness, each of another "
-      "kernel or kind of schedule; a schedule but None is the only one considered.");
-  m.def("estimate", &estimate, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "machine"_a,
-        "The Cost of a kernel under a schedule in the best order of tiles, whether or not the kernel can run it.");
-  m.def("most_ctas_per_sm", &most_ctas_per_sm, "kernel"_a, "device"_a,
-        "CTAs of a CUDA kernel for which an SM has shared memory and threads; registers may allow fewer.");
-  m.def("parts", &parts, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "machine"_a,
-        "The Parts of what estimate() returns, of a kernel for GPUs.");
-  m.def("launch_policy", &choose_policy, "kernel"_a, "problem"_a, "schedule"_a, "raster"_a, "swizzle"_a, "device"_a,
-        "machine"_a, "The planner's LaunchPolicy for a KernelInfo that can run the problem, in this order of tiles.");
+// The parts of a launch policy, for tests.
+void bind_policies(nb::module_& m) {
   m.def(
       "goes_first",
       [](Machine const& machine, int32_t tiles_m, int32_t tiles_n, Schedule const& s, TilesOrder const& order,
@@ -345,6 +330,30 @@ void bind_planner(nb::module_& m) {
       },
       "order"_a, "clusters"_a, "idle"_a, "ctas"_a,
       "The numbers of the clusters of `ctas` CTAs in a ClusterOrder, without the first `idle` ones.");
+}
+
+}  // namespace
+
+std::unique_ptr<Kernel> described_kernel(KernelInfo const& info) { return std::make_unique<DescribedKernel>(info); }
+
+void bind_planner(nb::module_& m) {
+  bind_values(m);
+  bind_policies(m);
+  m.def(
+      "choose",
+      [](Kernels const& kernels, GemmProblem const& p, std::optional<Schedule> const& wanted, Device const& device,
+         Machine const& machine, size_t listed) { return choose(kernels.all(), p, wanted, device, machine, listed); },
+      "kernels"_a, "problem"_a, "schedule"_a.none(), "device"_a, "machine"_a, "listed"_a = 6, nb::keep_alive<0, 1>(),
+      "The cheapest candidates, at most `listed`, among kernels of the problem's types and majorness, each of another "
+      "kernel or kind of schedule; a schedule but None is the only one considered.");
+  m.def("estimate", &estimate, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "machine"_a,
+        "The Cost of a kernel under a schedule in the best order of tiles, whether or not the kernel can run it.");
+  m.def("most_ctas_per_sm", &most_ctas_per_sm, "kernel"_a, "device"_a,
+        "CTAs of a CUDA kernel for which an SM has shared memory and threads; registers may allow fewer.");
+  m.def("parts", &parts, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "machine"_a,
+        "The Parts of what estimate() returns, of a kernel for GPUs.");
+  m.def("launch_policy", &choose_policy, "kernel"_a, "problem"_a, "schedule"_a, "raster"_a, "swizzle"_a, "device"_a,
+        "machine"_a, "The planner's LaunchPolicy for a KernelInfo that can run the problem, in this order of tiles.");
   m.def("first_wave", &wave_of, "kernel"_a, "problem"_a, "schedule"_a, "order"_a, "device"_a,
         "The Wave that a CUDA kernel starts with.");
 

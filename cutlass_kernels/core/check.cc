@@ -1,0 +1,225 @@
+// What kernels refuse, and why.
+#include <algorithm>
+
+#include "cutlass_kernels/core/registry.h"
+#include "cutlass_kernels/passes/repack.h"
+
+namespace jax_streamk {
+namespace {
+
+constexpr int64_t kLimit = INT32_MAX;
+
+bool contains(std::vector<Reduction> const& list, Reduction reduction) {
+  return std::find(list.begin(), list.end(), reduction) != list.end();
+}
+
+void append(std::string& text, char const* part) { text += part; }
+void append(std::string& text, int64_t part) { text += std::to_string(part); }
+
+// check(), where refuse(parts of the reason ...) makes the Status of a refusal. Each of the checks is of one question,
+// in their order: messages name the first that a problem fails.
+template <typename Refuse>
+class Checks {
+ public:
+  Checks(Refuse refuse, Kernel const& kernel, GemmProblem const& p, Schedule const& s, Device const& device)
+      : refuse_(refuse), kernel_(kernel), info_(kernel.info), p_(p), s_(s), device_(device) {}
+
+  Status run() {
+    if (Status status = extents(); !status.ok()) return status;
+    repack_ = repack_of(info_, p_);  // of extents that are positive
+    for (auto check :
+         {&Checks::types, &Checks::groups, &Checks::gathered_rows, &Checks::runs, &Checks::gate,
+          &Checks::joined_matrices, &Checks::layouts, &Checks::epilogue, &Checks::schedule, &Checks::counts}) {
+      if (Status status = (this->*check)(); !status.ok()) return status;
+    }
+    return kernel_.can_implement(p_, s_, device_);
+  }
+
+ private:
+  bool on_cpu() const { return info_.family == Family::kHost; }
+  bool is_ragged() const { return p_.ragged != Ragged::kNone; }
+  // Whether another kernel adds slices of K, which this one stores as sums.
+  bool is_separate() const {
+    return !on_cpu() && s_.kind == ScheduleKind::kSplitK && s_.splits > 1 && s_.reduction == Reduction::kSeparate;
+  }
+  bool is_unfit() const { return repack_.a || repack_.b || has_misaligned_d(p_); }
+
+  Status extents() {
+    if (p_.batch < 1 || p_.m < 1 || p_.n < 1 || p_.k < 1) return refuse_("every extent must be at least 1");
+    if (p_.batch > kLimit || p_.m > kLimit || p_.n > kLimit || p_.k > kLimit)
+      return refuse_("every extent must be below 2^31");
+    if (p_.inner_batch < 1 || p_.batch % p_.inner_batch != 0) return refuse_("inner_batch must divide batch");
+    return {};
+  }
+
+  Status types() {
+    Format const stored = is_separate() ? accumulator_of(p_.a.format) : p_.d.format;
+    bool const reduces_to_d = !is_separate() || p_.d.format == stored || p_.d.format == p_.a.format;
+    if (p_.a.format != info_.a.format || p_.b.format != info_.b.format || stored != info_.d.format ||
+        p_.math != info_.math || !reduces_to_d)
+      return refuse_("it multiplies ", name_of(info_.a.format.type), " by ", name_of(info_.b.format.type), " into ",
+                     name_of(info_.d.format.type), " (", name_of(info_.math), ")");
+    if (p_.inner_batch > 1 && (info_.family != Family::kSkinny || is_separate()))
+      return refuse_("matrices of its batch are one stride apart");
+    return {};
+  }
+
+  Status groups() {
+    if (!on_cpu() && p_.ragged != info_.ragged)
+      return refuse_(is_ragged() ? "it multiplies no groups of different sizes"
+                                 : "it multiplies groups of different sizes");
+    if (!is_ragged()) return {};
+    if (s_.kind != ScheduleKind::kDataParallel)
+      return refuse_("a ragged product is data-parallel: its schedule is Auto() or DataParallel()");
+    if (p_.epilogue.has_residual || p_.inner_batch > 1)
+      return refuse_("a ragged product has neither a residual nor a nested batch");
+    if (!on_cpu() && p_.batch > kMostGroups) return refuse_("it has at most ", kMostGroups, " groups");
+    return {};
+  }
+
+  Status gathered_rows() {
+    if (p_.gathered_rows < 0 || p_.gathered_rows > kLimit) return refuse_("the rows of A to gather must be below 2^31");
+    if (p_.gathered_rows > 0 && p_.ragged != Ragged::kM) return refuse_("rows are gathered only where groups cut them");
+    if (p_.gathered_rows > 0 && !info_.gathers) return refuse_("it gathers no rows");
+    return {};
+  }
+
+  Status runs() {
+    bool const tma = info_.family == Family::kSm90;
+    if (is_ragged() && tma && is_unfit())
+      return refuse_("rows of A, B and D of a ragged product must start at multiples of ", info_.b.align, " elements");
+    constexpr double kMostGathered = int64_t{1} << 36;  // 2^32 pieces of 16 bytes (Mainloop::gather)
+    if (p_.gathered_rows > 0 && tma && p_.span(Role::kA) * size_of(p_.a.format) > kMostGathered)
+      return refuse_("it gathers rows of at most 64 GiB");
+    constexpr int64_t kLongestRun = 1 << 30;  // RowRun::kMost
+    if (is_ragged() && !on_cpu() && (p_.ragged == Ragged::kM ? p_.m : p_.k) > kLongestRun)
+      return refuse_("groups may cut at most 2^30 rows, or of k");
+    return {};
+  }
+
+  Status gate() {
+    EpilogueOps const& epilogue = p_.epilogue;
+    if (epilogue.gated != info_.gated)
+      return refuse_(info_.gated ? "it multiplies by two matrices at once" : "it multiplies by one matrix only");
+    if (!epilogue.gated) return {};
+    if (epilogue.has_residual || epilogue.alpha != 1 || epilogue.up_offset < 0)
+      return refuse_("a gate has neither residual nor alpha, nor is the second B before the first");
+    if (is_unfit() || epilogue.up_offset % info_.b.align != 0)
+      return refuse_("rows of A, of either B, and of D must start at multiples of ", info_.b.align, " elements");
+    return {};
+  }
+
+  Status joined_matrices() {
+    if (!on_cpu() && p_.is_joined() != info_.joined)
+      return refuse_(info_.joined ? "it multiplies by two or three matrices" : "it multiplies by one matrix only");
+    if (!p_.is_joined() && p_.third_column == 0) return {};
+    int64_t const third = p_.third_column != 0 ? p_.third_column : p_.n;
+    int64_t const tile = info_.swap_ab ? info_.tile_m : info_.tile_n;
+    if (p_.second_column < 1 || third <= p_.second_column || p_.n < third + (p_.third_column != 0))
+      return refuse_("columns of the second and of the third matrix must follow those before");
+    if (p_.batch > 1 || is_ragged() || p_.epilogue.gated || s_.kind != ScheduleKind::kDataParallel)
+      return refuse_("a joined product is data-parallel, and has neither batch, groups nor gate");
+    if (p_.b.major == Major::kRow && p_.b.ld != p_.second_column)
+      return refuse_("rows of the matrices of a joined product must follow each other directly");
+    if (!on_cpu() && (p_.second_column % tile != 0 || p_.third_column % tile != 0))
+      return refuse_("the first matrices of a joined product must have whole tiles of ", tile, " columns");
+    if (!on_cpu() && is_unfit())
+      return refuse_("rows of A, of each B, and of D must start at multiples of ", info_.b.align, " elements");
+    return {};
+  }
+
+  Status layouts() {
+    if (repack_.problem.a.major != info_.a.major || repack_.problem.b.major != info_.b.major)
+      return refuse_("A must be ", name_of(info_.a.major), "-major and B ", name_of(info_.b.major), "-major");
+    if (repack_.part > 0 && !(repack_.a && repack_.b)) return refuse_("copies of A and B would be too large");
+    if (Status status = alignment(Role::kA, info_.a, repack_.a); !status.ok()) return status;
+    if (Status status = alignment(Role::kB, info_.b, repack_.b); !status.ok()) return status;
+    return alignment(Role::kD, info_.d, is_separate());
+  }
+
+  Status alignment(Role role, KernelOperand const& asked, bool is_copied) {
+    if (is_copied || is_aligned(asked.align, info_.family == Family::kSm90, p_.operand(role), p_.batch)) return {};
+    return refuse_("the contiguous extent and the strides of ", name_of(role), " must be multiples of ", asked.align,
+                   " elements");
+  }
+
+  Status epilogue() {
+    EpilogueOps const& epilogue = p_.epilogue;
+    if (epilogue.activation < Activation::kNone || epilogue.activation > Activation::kTanh)
+      return refuse_("there is no activation ", static_cast<int32_t>(epilogue.activation));
+    if (p_.d.format == Type::kS32 && !epilogue.is_plain()) return refuse_("an epilogue needs D in floating point");
+    if (!is_separate() && epilogue.has_bias && p_.batch > 1 && epilogue.batch_stride_bias % info_.d.align != 0)
+      return refuse_("the batch stride of the bias must be a multiple of ", info_.d.align, " elements");
+    return {};
+  }
+
+  Status schedule() {
+    if (on_cpu() != (device_.arch == 0)) return refuse_("it runs on ", on_cpu() ? "a CPU" : "a GPU");
+    if (s_.kind == ScheduleKind::kSplitK) {
+      if (s_.splits < 1) return refuse_("splits must be at least 1");
+      if (s_.splits > k_tiles())
+        return refuse_("splits=", s_.splits, " exceeds its ", k_tiles(), " k-tiles of ", info_.tile_k,
+                       ": it must be at most ", k_tiles());
+      if (s_.splits > 1 && !contains(info_.split_k_reductions, s_.reduction))
+        return refuse_("it has no split-K with reduction \"", name_of(s_.reduction), "\"");
+    }
+    if (s_.kind == ScheduleKind::kStreamK && s_.max_sms != 1 && !contains(info_.stream_k_reductions, s_.reduction))
+      return refuse_("it has no Stream-K with reduction \"", name_of(s_.reduction), "\"");
+    return {};
+  }
+
+  // The decomposition counts in 32 bits.
+  Status counts() {
+    bool const swap = info_.swap_ab;
+    int64_t const n = dense(p_).n;
+    int64_t tiles_m = ((swap ? n : p_.m) + info_.tile_m - 1) / info_.tile_m + info_.cluster_m;
+    int64_t tiles_n = ((swap ? p_.m : n) + info_.tile_n - 1) / info_.tile_n + info_.cluster_n;
+    int64_t batch = p_.batch;
+    if (p_.ragged == Ragged::kM) {
+      int32_t const tile = swap ? info_.tile_n : info_.tile_m;
+      (swap ? tiles_n : tiles_m) = RaggedTiles::most_along_m(batch, p_.m, tile);
+      batch = 1;
+    }
+    int32_t const splits = s_.kind == ScheduleKind::kSplitK ? s_.splits : 1;
+    if (tiles_m * tiles_n >= kLimit / batch ||
+        !Decomposition::fits(batch * tiles_m * tiles_n, k_tiles(), device_.sms, splits))
+      return refuse_("it has too many tiles or MAC iterations to count in 32 bits");
+    // Coordinates are 32-bit too, including those of a tile or cluster that reaches beyond D.
+    if (info_.family == Family::kSm90 && std::max(tiles_m * info_.tile_m, tiles_n * info_.tile_n) > kLimit)
+      return refuse_("its last tile would end beyond 2^31");
+    return {};
+  }
+
+  int64_t k_tiles() const { return (repack_.problem.k + info_.tile_k - 1) / info_.tile_k; }
+
+  Refuse refuse_;
+  Kernel const& kernel_;
+  KernelInfo const& info_;
+  GemmProblem const& p_;
+  Schedule const& s_;
+  Device const& device_;
+  Repack repack_;
+};
+
+}  // namespace
+
+std::string cannot_run(KernelInfo const& info, GemmProblem const& p) {
+  return info.name + " cannot run (batch, m, n, k) = (" + std::to_string(p.batch) + ", " + std::to_string(p.m) + ", " +
+         std::to_string(p.n) + ", " + std::to_string(p.k) + "): ";
+}
+
+Status check(Kernel const& kernel, GemmProblem const& p, Schedule const& s, Device const& device) {
+  auto const refuse = [&](auto... why) {
+    std::string message = cannot_run(kernel.info, p);
+    (append(message, why), ...);
+    return Status::invalid(std::move(message));
+  };
+  return Checks(refuse, kernel, p, s, device).run();
+}
+
+bool can_run(Kernel const& kernel, GemmProblem const& p, Schedule const& s, Device const& device) {
+  auto const refuse = [](auto...) { return Status::invalid(""); };
+  return Checks(refuse, kernel, p, s, device).run().ok();
+}
+
+}  // namespace jax_streamk
