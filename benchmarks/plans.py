@@ -21,6 +21,7 @@ DEVICES = (jax_streamk.H200, jax_streamk.H100, jax_streamk.A100, Device("cpu", 0
 DTYPES = ("bfloat16", "bfloat16", "bfloat16", "float16", "float32", "float32", "float64", "int8")
 SCHEDULES = (*[Auto()] * 12, DataParallel(), SplitK(3), SplitK(2, "separate"), StreamK(), StreamK("atomic"))
 ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh", "silu", "sigmoid", "tanh")
+KINDS = "matmul", "batch", "dims", "linear", "gated", "ragged", "rows", "of_k"
 OF_K = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
 
 
@@ -34,7 +35,7 @@ def product(rng):
     """The arguments of ``plan`` for a random product."""
     pick = lambda values: values[rng.integers(len(values))]
     shaped = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
-    dtype, kind = jnp.dtype(pick(DTYPES)), pick(("matmul", "batch", "dims", "linear", "gated", "ragged", "rows", "of_k"))
+    dtype, kind = jnp.dtype(pick(DTYPES)), pick(KINDS)
     m, n, k, batch = extent(rng, 8192), extent(rng, 16384), extent(rng, 16384), extent(rng, 64)
     options = dict(schedule=pick(SCHEDULES), precision=pick((None, None, "high", "highest")))
     if dtype == np.int8:

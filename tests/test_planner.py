@@ -147,7 +147,9 @@ def measured_tables():
     for path in sorted(TABLES.glob("*.csv.gz")):
         device = jax_streamk.H100 if path.name.startswith("h100") else jax_streamk.H200
         machine = machines.machine_of(device)
-        found += [(table, machine) for table in fit.tables_of(fit.read(path), machine, device)]
+        found += [
+            (table, machine) for table in fit.tables_of(fit.read(path), fit.kernels_beside(path), machine, device)
+        ]
     return found
 
 

@@ -5,6 +5,7 @@ import csv
 import dataclasses
 import functools
 import importlib
+import io
 import itertools
 import json
 import math
@@ -530,16 +531,18 @@ def test_fit_goes_on_with_the_plans_measured_before(tmp_path, monkeypatch, capsy
 all_problems = plans.problems()
 
 
-def test_names_of_kernels_tell_what_the_cost_model_reads():
-    for kernel in described.cuda_kernels():
-        told = fit.kernel_of(kernel.name)
-        for name in ("family", "type_a", "type_d", "math", "major_a", "major_b", "tile_m", "tile_n", "tile_k"):
-            assert getattr(told, name) == getattr(kernel, name), kernel.name
-        for name in ("cluster_m", "cluster_n", "align_a", "align_b", "swap_ab"):
-            assert getattr(told, name) == getattr(kernel, name), kernel.name
-        assert kernel.family != _ffi.Family.sm90 or told.warp_schedule == kernel.warp_schedule
-    with pytest.raises(ValueError, match="'XLA' is not the name of a CUDA kernel"):
-        fit.kernel_of("XLA")
+def test_tables_may_be_of_kernels_that_are_gone(tmp_path):
+    (kernel, *_), table = described.cuda_kernels(), tmp_path / "table.csv"
+    gone = described.read(io.StringIO(described.text().replace(kernel.name, "gone")))[0]
+    record = dict(zip(fit.COLUMNS, ("rr", 64, 64, 256, "gone", "data_parallel", 1, "ordered", "m", 1, 10.0)))
+    machine = machines.machine_of(jax_streamk.H200)
+    of = lambda: fit.tables_of([record], fit.kernels_beside(table), machine, jax_streamk.H200)
+    with pytest.raises(ValueError, match="no kernel of this version is called gone: describe it in a kernels.csv"):
+        of()
+    with open(tmp_path / "kernels.csv", "w") as file:
+        described.write([gone], file)
+    ((row,),) = (made.rows for made in of())
+    assert row.kernel.name == "gone" and row.kernel.tile_m == kernel.tile_m
 
 
 def test_measured_plans_are_records_of_a_table(monkeypatch):

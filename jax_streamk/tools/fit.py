@@ -60,7 +60,7 @@ def run(arguments):
         else:
             lowering.check_build(device.platform)
             records = _measured(device, out.with_suffix(".csv"), arguments, console, progress)
-        tables = fit.tables_of(records, start, device)
+        tables = fit.tables_of(records, fit.kernels_beside(*arguments.tables or ()), start, device)
     except (OSError, ValueError, RuntimeError) as error:
         raise SystemExit(f"fit: {error}") from None
     if not tables:

@@ -4,12 +4,13 @@ import collections
 import csv
 import dataclasses
 import gzip
-import re
+import pathlib
 import zlib
 
 import numpy as np
 
 from jax_streamk import _ffi
+from jax_streamk.plan import described
 
 COLUMNS = ("majors", "m", "n", "k", "kernel", "schedule", "splits", "reduction", "raster", "swizzle", "us")
 HELD_OUT = 3  # every third shape, by a hash of it
@@ -20,43 +21,23 @@ _TIME = 0.1  # ... and of the mean error of the estimates' logarithm
 _LIKELY = 1.7  # times the lowest estimate of a shape at the start: no fit would choose plans above
 _KEPT = ("overlap_power",)  # an integer
 
-_NAME = re.compile(
-    r"(?P<family>sm90|sm80|skinny)_(?P<a>\w+?)_(?P<d>\w+?)_(?P<majors>[rc]{2})_(?P<tile>\d+x\d+x\d+)(?P<rest>.*)"
-)
-_SIZES = {"bf16": 2, "f16": 2, "f32": 4, "f64": 8}
 _MAJORS = {"r": _ffi.Major.row, "c": _ffi.Major.column}
 
 
-def kernel_of(name):
-    """What the cost model reads of a CUDA kernel, derived from its name, since tables outlive kernels.
+def kernels_beside(*paths):
+    """{name: ``_ffi.KernelInfo``} of this version's kernels, and of those in a kernels.csv in a table's folder.
+
+    Tables outlive kernels; ``described.write`` writes such a file.
 
     Raises:
-      ValueError: it is not the name of a CUDA kernel.
+      OSError: a file cannot be read.
     """
-    match = _NAME.fullmatch(name)
-    if match is None:
-        raise ValueError(f"{name!r} is not the name of a CUDA kernel")
-    family, rest, size = match["family"], match["rest"], _SIZES[match["a"]]
-    cluster = re.search(r"_(\d)x(\d)", rest) if family == "sm90" else None
-    schedule, aligned = re.search("coop|pingpong|single", rest), re.search(r"_a(\d+)", rest)
-    warps = schedule[0] if schedule else {"sm80": "multistage", "skinny": "streaming"}[family]
-    align = int(aligned[1]) if aligned else 16 // size
-    math = _ffi.Math.native if match["a"] != "f32" else _ffi.Math.tf32x3 if "_tf32x3" in rest else _ffi.Math.tf32
-    narrow = rest.endswith("_narrow")
-    anywhere = rest.endswith("_shifted") or (narrow and match["majors"][1] == "r")  # rows of B
-    tile_m, tile_n, tile_k = map(int, match["tile"].split("x"))
-    cluster_m, cluster_n = map(int, cluster.groups()) if cluster else (1, 1)
-    return _ffi.KernelInfo(
-        name=name, family=_ffi.Family[family], type_a=_ffi.Type[match["a"]], type_b=_ffi.Type[match["a"]],
-        type_d=_ffi.Type[match["d"]], math=math,
-        major_a=_MAJORS[match["majors"][0]], major_b=_MAJORS[match["majors"][1]],
-        tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, cluster_m=cluster_m, cluster_n=cluster_n,
-        align_a=align, align_b=1 if anywhere else align, align_d=align,
-        warp_schedule=warps.replace("coop", "cooperative"),
-        swap_ab=bool(re.search("_swap|_ragged_m" if family == "sm90" else "_swap", rest))
-        or (family == "skinny" and not narrow),
-        split_k_reductions=[], stream_k_reductions=[],
-    )  # fmt: skip
+    found = described.cuda_kernels()
+    for path in dict.fromkeys(pathlib.Path(path).parent / "kernels.csv" for path in paths):
+        if path.exists():
+            with open(path) as file:
+                found = [*described.read(file), *found]
+    return {kernel.name: kernel for kernel in found}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,13 +91,19 @@ def read(path):
         return list(reader)
 
 
-def tables_of(records, machine, device):
-    """``Table``s of the records by set (a column that may be missing), type and majorness, without XLA's products."""
-    rows, kernels = collections.defaultdict(list), {}  # type: ignore[var-annotated]
+def tables_of(records, kernels, machine, device):
+    """``Table``s of the records by set (a column that may be missing), type and majorness, without XLA's products.
+
+    Raises:
+      ValueError: a record is of none of the ``kernels``, which are by name.
+    """
+    rows = collections.defaultdict(list)
     for x in records:
         if x["kernel"] == "XLA":
             continue
-        kernel = kernels.get(x["kernel"]) or kernels.setdefault(x["kernel"], kernel_of(x["kernel"]))
+        if (kernel := kernels.get(x["kernel"])) is None:
+            remedy = "describe it in a kernels.csv beside the table"
+            raise ValueError(f"no kernel of this version is called {x['kernel']}: {remedy}")
         row = Row(
             int(x["m"]), int(x["n"]), int(x["k"]), x["majors"], kernel, x["schedule"], int(x["splits"]), x["reduction"],
             x["raster"], int(x["swizzle"]), float(x["us"]),
