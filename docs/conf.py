@@ -23,6 +23,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(collections|flax|jax|jaxlib|(jax_streamk\.)?_ffi|numpy|os|typing)\..*"),
     ("py:class", "ArrayLike|DTypeLike|NamedSharding|PartitionSpec|PrecisionLike"),
+    ("py:class", r"P|jax_streamk\.accelerate\.rewrite\.(Accelerated|R)"),
     ("py:class", r"Activation|Any|Callable|DimensionNumbers|Shaped|Where|lax\.RaggedDotDimensionNumbers"),
 ]
 

@@ -27,8 +27,8 @@ from jax_streamk.api import (
     ragged_gated,
 )
 from jax_streamk.device import A100, H100, H200, Device, check_gpus
-from jax_streamk.lower.custom_call import EXPORT_CHECKS
-from jax_streamk.plan.planner import Plan
+from jax_streamk.plan.custom_call import EXPORT_CHECKS
+from jax_streamk.plan.plan import Plan
 from jax_streamk.product.primitive import dots_saveable, dots_with_no_batch_dims_saveable
 from jax_streamk.schedules import Auto, DataParallel, PerPass, SplitK, StreamK
 from jax_streamk.show.explain import Explanation

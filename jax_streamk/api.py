@@ -20,10 +20,14 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_streamk import _ffi, compat
 from jax_streamk.checks import check_static
 from jax_streamk.device import Device, device_of
-from jax_streamk.lower import lowering, partition
-from jax_streamk.plan.planner import Plan, unsupported
-from jax_streamk.product import primitive, ragged
+from jax_streamk.lower import lowering
+from jax_streamk.plan import alternatives
+from jax_streamk.plan.plan import Plan, unsupported
+from jax_streamk.product import partition, ragged
+from jax_streamk.product.dense import Dense
 from jax_streamk.product.epilogue import Activation, Epilogue, check_activation
+from jax_streamk.product.primitive import bind
+from jax_streamk.product.ragged import BASIC, Ragged
 from jax_streamk.schedules import PerPass, Schedule, check_schedule
 from jax_streamk.tuning import tuned
 
@@ -146,16 +150,9 @@ def matmul(
     lhs, rhs, weak = _promoted("matmul", preferred_element_type, a=a, b=b)
     dimension_numbers, squeeze, order = _matmul_dimensions("matmul", a=lhs, b=rhs)
     lhs, rhs = (lax.squeeze(x, dims) if dims else x for x, dims in zip((lhs, rhs), squeeze))
-    out = primitive.bind(
-        lhs,
-        rhs,
-        dimension_numbers,
-        precision=compat.canonicalize_precision(precision),
-        preferred_element_type=_element_type(preferred_element_type, lhs, rhs),
-        out_sharding=compat.canonicalize_sharding(out_sharding, "matmul"),
-        schedule=schedule,
-        permutation=order,
-    )
+    product = _dense(lhs, rhs, dimension_numbers, precision, preferred_element_type).replaced(permutation=order)
+    out_sharding = compat.canonicalize_sharding(out_sharding, "matmul")
+    out = bind(product, lhs, rhs, schedule=schedule, out_sharding=out_sharding)
     return compat.with_weak_type(out, weak)
 
 
@@ -191,15 +188,9 @@ def dot_general(
     """
     schedule = check_schedule(schedule)
     lhs, rhs = (_array("dot_general", name, x) for name, x in (("lhs", lhs), ("rhs", rhs)))
-    return primitive.bind(
-        lhs,
-        rhs,
-        _dimension_numbers(dimension_numbers),
-        precision=compat.canonicalize_precision(precision),
-        preferred_element_type=_element_type(preferred_element_type, lhs, rhs),
-        out_sharding=compat.canonicalize_sharding(out_sharding, "dot_general"),
-        schedule=schedule,
-    )
+    product = _dense(lhs, rhs, _dimension_numbers(dimension_numbers), precision, preferred_element_type)
+    out_sharding = compat.canonicalize_sharding(out_sharding, "dot_general")
+    return bind(product, lhs, rhs, schedule=schedule, out_sharding=out_sharding)
 
 
 @_dispatched("operands", jaxs=lambda *args, **kwargs: jnp.einsum(*args, **kwargs))
@@ -277,10 +268,8 @@ def _linear_apart(
         x, w, _ = _promoted("linear", params.get("preferred_element_type"), x=x, w=w)
     epilogue = Epilogue(activation, alpha, beta, bias is not None, has_residual=residual is not None)
     product = lax.dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())), **params)
-    others = [] if bias is None else [bias]
-    if residual is not None:
-        others.append(jnp.broadcast_to(residual, product.shape))
-    return epilogue.apply(product, *others)
+    residual = None if residual is None else jnp.broadcast_to(residual, product.shape)
+    return epilogue.apply(product, bias=bias, residual=residual)
 
 
 @_dispatched("x", "w", "bias", "residual", jaxs=_linear_apart)
@@ -329,8 +318,8 @@ def linear(
     lhs, rhs, weak = _promoted("linear", preferred_element_type, x=x, w=w)
     if lhs.ndim == 0 or rhs.ndim != 2 or lhs.shape[-1] != rhs.shape[0]:
         raise ValueError(f"linear: x has shape {lhs.shape} and w {rhs.shape}; they must be (..., k) and (k, n)")
-    params = _linear_params("linear", lhs, rhs, precision, preferred_element_type, out_sharding)
-    dtype, shape = params["preferred_element_type"], (*lhs.shape[:-1], rhs.shape[1])
+    product, out_sharding = _linear("linear", lhs, rhs, precision, preferred_element_type, out_sharding)
+    dtype, shape = product.preferred_element_type, (*lhs.shape[:-1], rhs.shape[1])
     others = []
     for name, given, fits in (("bias", bias, shape[-1:]), ("residual", residual, shape)):
         if given is None:
@@ -345,14 +334,9 @@ def linear(
                 raise ValueError(f"linear: {name} has shape {operand.shape}; it must {must} {fits}")
             operand = jnp.broadcast_to(operand, fits)
         others.append(operand)
-    out = primitive.bind_linear(
-        lhs,
-        rhs,
-        *compat.sharded_like_product(others, lhs, rhs, **params),
-        epilogue=Epilogue(activation, alpha, beta, bias is not None, has_residual=residual is not None),
-        schedule=schedule,
-        **params,
-    )
+    epilogue = Epilogue(activation, alpha, beta, bias is not None, has_residual=residual is not None)
+    placed = _placed(product, out_sharding, others, lhs, rhs)
+    out = bind(product.replaced(epilogue=epilogue), lhs, rhs, *placed, schedule=schedule, out_sharding=out_sharding)
     return compat.with_weak_type(out, weak)
 
 
@@ -426,8 +410,8 @@ def gated_linear(
     if second and not (lhs.ndim and rhs.ndim == 2 and lhs.shape[-1] == rhs.shape[0] and second[0].shape == rhs.shape):
         shapes = f"x has shape {lhs.shape}, w_gate {rhs.shape} and w_up {second[0].shape}"
         raise ValueError(f"gated_linear: {shapes}; they must be (..., k), (k, n) and (k, n)")
-    params = _linear_params("gated_linear", lhs, rhs, precision, preferred_element_type, out_sharding)
-    dtype = params["preferred_element_type"]
+    product, out_sharding = _linear("gated_linear", lhs, rhs, precision, preferred_element_type, out_sharding)
+    dtype = product.preferred_element_type
     if not second and b_up is not None:
         raise ValueError("gated_linear: b_up must be None without w_up; b_gate then has both biases, as (2, n)")
     given = dict(b_gate=b_gate) if w_up is None else dict(b_gate=b_gate, b_up=b_up)
@@ -436,15 +420,9 @@ def gated_linear(
         # It is that of one product's result: such a product has no dimension for the matrices.
         rhs, *second = (lax.index_in_dim(rhs, i, 1, keepdims=False) for i in range(2))
         biases = [bias[i] for bias in biases for i in range(2)]
-    out = primitive.bind_linear(
-        lhs,
-        rhs,
-        *compat.sharded_alike(second, rhs),
-        *compat.sharded_like_product(biases, lhs, rhs, **params),
-        epilogue=Epilogue(activation, has_bias=bool(biases), gate="pair" if second else "stacked"),
-        schedule=schedule,
-        **params,
-    )
+    epilogue = Epilogue(activation, has_bias=bool(biases), gate="pair" if second else "stacked")
+    others = *compat.sharded_alike(second, rhs), *_placed(product, out_sharding, biases, lhs, rhs)
+    out = bind(product.replaced(epilogue=epilogue), lhs, rhs, *others, schedule=schedule, out_sharding=out_sharding)
     return compat.with_weak_type(out, weak)
 
 
@@ -504,15 +482,16 @@ def ragged_dot(
     rows = _rows(name, lhs, indices)
     sizes, leading = _group_sizes(name, group_sizes, group_offset, rows, rhs=rhs)
     _check_ragged(name, rows, sizes, leading, rhs=rhs)
-    params = _ragged_params(lhs, rhs, precision, preferred_element_type)
-    params["out_sharding"] = compat.canonicalize_sharding(out_sharding, name)
+    dtype = _element_type(preferred_element_type, lhs, rhs)
     if bias is not None or activation is not None:
-        dtype = _floating(name, lhs, rhs, params["preferred_element_type"])
-        params["preferred_element_type"] = dtype
-    biases = _biases(name, params["preferred_element_type"], (rhs.shape[0], rhs.shape[2]), bias=bias)
-    epilogue = Epilogue(activation, has_bias=bool(biases))
-    params |= dict(numbers=ragged.BASIC, schedule=schedule, leading=leading, gathers="clip" if indices else None)
-    return ragged.bind(lhs, rhs, sizes, *biases, *indices, epilogue=epilogue, **params)
+        dtype = _floating(name, lhs, rhs, dtype)
+    biases = _biases(name, dtype, (rhs.shape[0], rhs.shape[2]), bias=bias)
+    product = Ragged(
+        BASIC, compat.canonicalize_precision(precision), dtype, Epilogue(activation, has_bias=bool(biases)),
+        leading=leading, gathers="clip" if indices else None,
+    )  # fmt: skip
+    out_sharding = compat.canonicalize_sharding(out_sharding, name)
+    return bind(product, lhs, rhs, *biases, sizes, *indices, schedule=schedule, out_sharding=out_sharding)
 
 
 @_dispatched("lhs", "rhs", "group_sizes", "group_offset", jaxs=None)
@@ -560,7 +539,10 @@ def ragged_dot_general(
         name, group_sizes, group_offset, lhs, groups=groups, extent=lhs.shape[numbers.lhs_ragged_dimensions[0]]
     )
     _check_sizes(name, sizes)
-    params = _ragged_params(lhs, rhs, precision, preferred_element_type)
+    params = dict(
+        precision=compat.canonicalize_precision(precision),
+        preferred_element_type=_element_type(preferred_element_type, lhs, rhs),
+    )
     shape = jax.ShapeDtypeStruct((*sizes.shape[:-1], sizes.shape[-1] - leading), sizes.dtype)
     laxs: Callable[..., jax.Array] = functools.partial(
         lax.ragged_dot_general, ragged_dot_dimension_numbers=numbers, **params
@@ -568,15 +550,15 @@ def ragged_dot_general(
     with partition.without_explicit_mesh():
         jax.eval_shape(laxs, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (lhs, rhs)), shape)  # raises its errors
     if kind == "batch":
-        dimensions = numbers.dot_dimension_numbers
-        return primitive.bind(lhs, rhs, dimensions, out_sharding=out_sharding, schedule=schedule, **params)
+        dense = Dense(numbers.dot_dimension_numbers, **params)
+        return bind(dense, lhs, rhs, schedule=schedule, out_sharding=out_sharding)
     if (why := ragged.why_not(lhs, rhs, sizes, numbers)) is not None:
-        lowering.refuse_schedule(schedule, " this product", why)
-        if ragged.explicit(out_sharding) is not None:
+        alternatives.refuse_schedule(schedule, " this product", why)
+        if compat.has_explicit_axes(out_sharding):
             laxs = jax.sharding.auto_axes(laxs, out_sharding=out_sharding)
         return laxs(lhs, rhs, sizes)
-    params |= dict(schedule=schedule, leading=leading, out_sharding=out_sharding)
-    return ragged.bind(lhs, rhs, sizes, numbers=numbers, **params)
+    product = Ragged(numbers, **params, leading=leading)
+    return bind(product, lhs, rhs, sizes, schedule=schedule, out_sharding=out_sharding)
 
 
 @_dispatched("lhs", "w_gate", "w_up", "group_sizes", "b_gate", "b_up", "group_offset", "lhs_indices", jaxs=None)
@@ -643,20 +625,14 @@ def gated_of_rows(
     rows = _rows(name, lhs, indices)
     sizes, leading = _group_sizes(name, group_sizes, group_offset, rows, w_gate=rhs)
     _check_ragged(name, rows, sizes, leading, w_gate=rhs)
-    params = _ragged_params(lhs, rhs, precision, preferred_element_type)
-    dtype = _floating(name, lhs, rhs, params["preferred_element_type"])
-    params |= dict(preferred_element_type=dtype, numbers=ragged.BASIC, schedule=schedule, leading=leading)
-    params |= dict(gathers=mode if indices else None, out_sharding=compat.canonicalize_sharding(out_sharding, name))
+    dtype = _floating(name, lhs, rhs, _element_type(preferred_element_type, lhs, rhs))
     biases = _biases(name, dtype, (rhs.shape[0], rhs.shape[2]), b_gate=b_gate, b_up=b_up)
-    epilogue = Epilogue(activation, has_bias=bool(biases), gate="pair")
-    return ragged.bind(lhs, rhs, sizes, up, *biases, *indices, epilogue=epilogue, **params)
-
-
-def _ragged_params(lhs: Shaped, rhs: Shaped, precision: Any, preferred_element_type: Any) -> dict[str, Any]:
-    return dict(
-        precision=compat.canonicalize_precision(precision),
-        preferred_element_type=_element_type(preferred_element_type, lhs, rhs),
-    )
+    product = Ragged(
+        BASIC, compat.canonicalize_precision(precision), dtype,
+        Epilogue(activation, has_bias=bool(biases), gate="pair"), leading=leading, gathers=mode if indices else None,
+    )  # fmt: skip
+    out_sharding = compat.canonicalize_sharding(out_sharding, name)
+    return bind(product, lhs, rhs, up, *biases, sizes, *indices, schedule=schedule, out_sharding=out_sharding)
 
 
 def _rows(name: str, lhs: Shaped, indices: Sequence[Shaped]) -> Shaped:
@@ -758,18 +734,24 @@ def _check_floating(function: str, dtype: Any) -> None:
         )
 
 
-def _linear_params(
+def _dense(lhs: Shaped, rhs: Shaped, numbers: Any, precision: Any, preferred_element_type: Any) -> Dense:
+    dtype = _element_type(preferred_element_type, lhs, rhs)
+    return Dense(numbers, compat.canonicalize_precision(precision), dtype)
+
+
+def _linear(
     function: str, lhs: jax.Array, rhs: jax.Array, precision: Any, preferred_element_type: Any, out_sharding: Any
-) -> dict[str, Any]:
-    """The parameters of the primitive, except epilogue and schedule. Raises TypeError unless the result is floating."""
-    dtype = _element_type(preferred_element_type, lhs, rhs) or lhs.dtype
+) -> tuple[Dense, Any]:
+    """The product without epilogue, and the sharding. Raises TypeError unless the result is floating."""
+    product = _dense(lhs, rhs, (((lhs.ndim - 1,), (0,)), ((), ())), precision, preferred_element_type)
+    dtype = product.preferred_element_type or lhs.dtype
     _check_floating(function, dtype)
-    return dict(
-        dimension_numbers=(((lhs.ndim - 1,), (0,)), ((), ())),
-        precision=compat.canonicalize_precision(precision),
-        preferred_element_type=dtype,
-        out_sharding=compat.canonicalize_sharding(out_sharding, function),
-    )
+    return product.replaced(preferred_element_type=dtype), compat.canonicalize_sharding(out_sharding, function)
+
+
+def _placed(product: Dense, out_sharding: Any, others: Sequence[Any], lhs: Any, rhs: Any) -> Sequence[Any]:
+    """Operands of the epilogue with the explicit sharding of the product's last dimensions."""
+    return compat.sharded_like_product(others, lhs, rhs, out_sharding=out_sharding, **product.laxs)
 
 
 def _epilogue_operand(function: str, name: str, given: Any, dtype: Any) -> jax.Array:
@@ -931,7 +913,8 @@ def plan(
         epilogue = Epilogue(activation, has_bias=bias, gate="pair" if gate else None)
         return _plan_ragged(
             lhs, rhs, _shaped("group_sizes", group_sizes), indices, dimension_numbers, epilogue=epilogue,
-            schedule=schedule, device=device_of(device), **_ragged_params(lhs, rhs, precision, preferred_element_type),
+            schedule=schedule, device=device_of(device), precision=compat.canonicalize_precision(precision),
+            preferred_element_type=_element_type(preferred_element_type, lhs, rhs),
         )  # fmt: skip
     if gate:
         if dimension_numbers is not None or residual or alpha != 1 or beta != 1:
@@ -950,21 +933,16 @@ def plan(
         lhs, rhs = _promoted_shapes(lhs, rhs, preferred_element_type)
         dimension_numbers, (drop_lhs, drop_rhs), permutation = _matmul_dimensions("plan", lhs=lhs, rhs=rhs)
         lhs, rhs = (_drop(x, dims) for x, dims in ((lhs, drop_lhs), (rhs, drop_rhs)))
-    params: dict[str, Any] = dict(
-        dimension_numbers=_dimension_numbers(dimension_numbers),
-        precision=compat.canonicalize_precision(precision),
-        preferred_element_type=_element_type(preferred_element_type, lhs, rhs),
-    )
-    product = functools.partial(lax.dot_general, **params)
-    result = jax.eval_shape(product, lhs, rhs)  # raises lax's errors about dimensions
+    product = _dense(lhs, rhs, _dimension_numbers(dimension_numbers), precision, preferred_element_type)
+    result = jax.eval_shape(functools.partial(lax.dot_general, **product.laxs), lhs, rhs)  # raises lax's errors
     epilogue = Epilogue(
         activation, alpha, beta, bias, has_residual=residual,
         gate=None if not gate else "stacked" if len(rhs.shape) == 3 else "pair",
     )  # fmt: skip
     if epilogue != Epilogue():
         _check_floating("plan", result.dtype)
-    params |= dict(schedule=schedule, device=device_of(device), epilogue=epilogue, permutation=permutation)
-    return lowering.plan(lhs, rhs, **params)[0]
+    product = product.replaced(epilogue=epilogue, permutation=permutation)
+    return alternatives.plan(product, dict(lhs=lhs, rhs=rhs), schedule, device_of(device)).plan
 
 
 def _plan_ragged(
@@ -978,7 +956,7 @@ def _plan_ragged(
         if len(sizes.shape) == 1 and sizes.shape[0] > groups:
             leading, sizes = True, jax.ShapeDtypeStruct((groups + 1,), sizes.dtype)
         _check_ragged("plan", rows, sizes, leading, rhs=rhs)
-        numbers = ragged.BASIC
+        numbers = BASIC
     kind = _check_numbers("plan", numbers, lhs)
     _check_sizes("plan", sizes)
     laxs = functools.partial(lax.ragged_dot_general, ragged_dot_dimension_numbers=numbers, **params)
@@ -986,14 +964,16 @@ def _plan_ragged(
     result = jax.eval_shape(laxs, rows, rhs, of_groups)  # raises lax's errors about dimensions
     if epilogue != Epilogue():
         _check_floating("plan", result.dtype)
-    params |= dict(schedule=schedule, device=device)
+    types = dict(lhs=lhs, rhs=rhs)
     if kind == "batch":
-        return lowering.plan(lhs, rhs, dimension_numbers=numbers.dot_dimension_numbers, **params)[0]
+        return alternatives.plan(Dense(numbers.dot_dimension_numbers, **params), types, schedule, device).plan
     if (why := ragged.why_not(lhs, rhs, sizes, numbers)) is not None:
-        lowering.refuse_schedule(schedule, " this product", why)
+        alternatives.refuse_schedule(schedule, " this product", why)
         return unsupported(lhs, rhs, device, why)
-    params |= dict(numbers=numbers, epilogue=epilogue, leading=leading, gathers="clip" if indices else None)
-    return ragged.plan(lhs, rhs, sizes, *indices, **params)[0]
+    gathers = "clip" if indices else None
+    product = Ragged(numbers, **params, epilogue=epilogue, leading=leading, gathers=gathers)
+    types |= dict(group_sizes=sizes) | dict(zip(("indices",), indices))
+    return alternatives.plan(product, types, schedule, device).plan
 
 
 def kernels() -> list[_ffi.KernelInfo]:

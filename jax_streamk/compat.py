@@ -70,6 +70,7 @@ __all__ = [
     "ends_like",
     "evaluated",
     "free_variables",
+    "has_explicit_axes",
     "hi_with_params",
     "higher_order",
     "is_concrete",
@@ -216,6 +217,11 @@ def is_explicit(mesh):
     return jax.sharding.AxisType.Explicit in mesh.axis_types
 
 
+def has_explicit_axes(sharding):
+    """Whether a canonical sharding, or None, says anything: only axes that are explicit do."""
+    return sharding is not None and is_explicit(sharding.mesh)
+
+
 def divided(aval, mesh, specs):
     """A type whose dimensions are divided over axes of an explicit mesh.
 
@@ -309,17 +315,19 @@ def def_batching(primitive, rule):
         _batching.skippable_batchers[primitive] = lambda params: ()
 
 
-def def_jet(primitive, function=None):
-    """Makes ``jet`` expand a primitive as ``function(*operands, **params)``, or as a bilinear one if that is None."""
+def def_jet(primitive, function, is_bilinear=lambda **params: False):
+    """Makes ``jet`` expand a primitive as ``function(*operands, **params)`` where it is not bilinear."""
 
     def rule(primals, series, **params):
+        if is_bilinear(**params):
+            return _jet._bilinear_taylor_rule(primitive, primals, series, **params)
         # Rules get the coefficients of powers; jet takes derivatives.
         series = [[math.factorial(i) * x for i, x in enumerate(terms, 1)] for terms in series]
         out, terms = _jet.jet(functools.partial(function, **params), primals, series)
         return out, [x / math.factorial(i) for i, x in enumerate(terms, 1)]
 
     rules: dict[Any, Any] = _jet.jet_rules
-    rules[primitive] = functools.partial(_jet._bilinear_taylor_rule, primitive) if function is None else rule
+    rules[primitive] = rule
 
 
 def def_sparse(primitives):

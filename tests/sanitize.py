@@ -11,6 +11,7 @@ import sys
 from jax_streamk import DataParallel, SplitK, StreamK, _ffi
 from jax_streamk.device import device_of
 from jax_streamk.plan import planner
+from jax_streamk.plan.plan import native_schedule
 from jax_streamk.plan.problem import GemmProblem
 from jax_streamk.tuning import measure
 
@@ -145,7 +146,7 @@ if __name__ == "__main__":
         if part not in name:
             continue
         problem = problem_of(kernels[name], *extents, epilogue, majors)
-        native = planner._native_schedule(schedule)
+        native = native_schedule(schedule)
         policy = planner.policy_in_order(name, problem, native, "m", 1, memory.device)
         result = memory.rotation(problem).result(name, native, policy)
         print(name, extents, schedule, float(abs(result.astype("float32")).max()), flush=True)

@@ -19,7 +19,8 @@ import pytest
 
 import jax_streamk
 from jax_streamk import __main__ as command
-from jax_streamk.tools import bench, groups, report, results, shapes, sides, timing
+from jax_streamk.tools import bench, groups, report, results, shapes, sides
+from jax_streamk.tuning import timing
 from jax_streamk.tuning.programs import Program, chain, wall_sample
 
 TOLERANCE = 1e-5 if jax.default_backend() == "cpu" else 2e-3  # of float32: on a GPU both multiply in TF32

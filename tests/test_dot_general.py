@@ -15,6 +15,7 @@ from jax import lax
 import jax_streamk
 from jax_streamk import DataParallel, PerPass, SplitK, StreamK, _ffi, dot_general, einsum, plan
 from jax_streamk.plan.problem import arrange
+from jax_streamk.product import kinds
 
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else "cpu"
 TARGET = "jax_streamk_cuda_gemm" if PLATFORM == "cuda" else "jax_streamk_host_gemm"
@@ -316,7 +317,7 @@ def test_precision_of_the_backward_pass():
         for equation in jaxpr.eqns:
             if equation.primitive.name in ("dot_general", "streamk_dot_general"):
                 shapes = tuple(x.aval.shape for x in equation.invars)
-                precision = equation.params["precision"]
+                precision = kinds.of(equation).precision
                 if shapes in [((12, 40), (12, 9)), ((12, 9), (12, 40))]:  # the cotangent of b, in either order
                     precision = dict(zip(shapes, precision))
                 found[frozenset(shapes)] = precision

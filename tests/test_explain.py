@@ -239,8 +239,8 @@ def test_ctas_work_on_what_the_picture_shows():
         policy = _ffi.launch_policy(kernel, problem, schedule, raster, swizzle, device, machine)
         what = kernel.name, problem, schedule
         (_, of_a), (_, of_b), (_, of_d), *_ = problem.spans()
-        a, b = (np.ones(span, measure.dtype_of(kernel.type_a)) for span in (of_a, of_b))
-        d = np.full(of_d, np.nan, measure.dtype_of(kernel.type_d))
+        a, b = (np.ones(span, kernel.type_a.dtype) for span in (of_a, of_b))
+        d = np.full(of_d, np.nan, kernel.type_d.dtype)
         workspace = np.full(_ffi.workspace_bytes(*what, device) + 1, 255, np.uint8)
         buffers = jax.block_until_ready(jax.device_put((a, b, d, workspace)))
         *addresses, scratch = (buffer.unsafe_buffer_pointer() for buffer in buffers)

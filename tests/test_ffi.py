@@ -13,7 +13,7 @@ import pytest
 
 import jax_streamk
 from jax_streamk import DataParallel, SplitK, StreamK, _ffi, plan
-from jax_streamk.lower import custom_call
+from jax_streamk.plan import custom_call
 
 ON_GPU = jax.default_backend() == "gpu"
 TARGET = "jax_streamk_cuda_gemm" if ON_GPU else "jax_streamk_host_gemm"

@@ -360,8 +360,8 @@ def test_schedules_and_precisions_stay_with_their_operands():
     assert got == wanted and {*got.values()} == {schedule, SplitK(2), StreamK()}
     precise = lambda w, x, b: jnp.matmul(w, x, precision=("high", "default")).T + b
     (eqn,) = jax.make_jaxpr(accelerate(precise))(w, x, b).eqns
-    (kernel,) = [e for e in eqn.params["call_jaxpr"].eqns if "epilogue" in e.params]
-    assert [p.name for p in kernel.params["precision"]] == ["DEFAULT", "HIGH"]
+    (kernel,) = [e for e in eqn.params["call_jaxpr"].eqns if "product" in e.params]
+    assert [p.name for p in kernel.params["product"].precision] == ["DEFAULT", "HIGH"]
 
 
 @pytest.mark.usefixtures("of_16_bits")

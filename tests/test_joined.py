@@ -26,8 +26,9 @@ from test_kernels import (
 
 import jax_streamk as sk
 from jax_streamk import _ffi
-from jax_streamk.accelerate import joined, products
-from jax_streamk.plan import planner
+from jax_streamk.accelerate import products
+from jax_streamk.plan import alternatives
+from jax_streamk.product.joined import Joined
 
 HERE = [
     pytest.param(name, marks=[] if kernel.family == _ffi.Family.host else [pytest.mark.gpu])
@@ -148,7 +149,7 @@ def joined_in(fn, *args, **options):
 
     def look(jaxpr):
         for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-            if eqn.primitive is joined.joined_p:
+            if isinstance(eqn.params.get("product"), Joined):
                 found.append(len(eqn.invars) - 1)
             for name, value in eqn.params.items():
                 if name != "written" and hasattr(value, "eqns"):
@@ -320,12 +321,14 @@ def test_explain(on_h200, monkeypatch):
 
 def test_plans_are_for_whole_tiles():
     shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
-    params = dict(device=sk.H200, precision=None, preferred_element_type=jnp.dtype(jnp.bfloat16))
-    made = joined.plan(shape(16, 512), shape(512, 512), shape(512, 128), dimension_numbers=ROWS, **params)
+
+    def plan(numbers, *operands):
+        product = Joined(numbers, None, jnp.dtype(jnp.bfloat16), matrices=len(operands) - 1)
+        return alternatives.plan(product, product.by_role(operands), sk.Auto(), sk.H200).plan
+
+    made = plan(ROWS, shape(16, 512), shape(512, 512), shape(512, 128))
     assert made.problem.second_column == 512 and made.problem.third_column == 0 and made.problem.ldb == 512
-    made = joined.plan(
-        shape(16, 512), shape(512, 512), shape(128, 512), shape(72, 512), dimension_numbers=COLUMNS, **params
-    )
+    made = plan(COLUMNS, shape(16, 512), shape(512, 512), shape(128, 512), shape(72, 512))
     assert (made.problem.second_column, made.problem.third_column, made.problem.n) == (512, 640, 712)
-    assert joined.plan(shape(16, 512), shape(512, 520), shape(512, 128), dimension_numbers=ROWS, **params) is None
-    assert isinstance(made, planner.Plan)
+    assert made.kernel is not None
+    assert plan(ROWS, shape(16, 512), shape(512, 520), shape(512, 128)).kernel is None

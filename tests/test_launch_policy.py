@@ -9,7 +9,7 @@ import pytest
 
 from jax_streamk import H100, DataParallel, SplitK, StreamK, _ffi, machines
 from jax_streamk.device import HOPPER, Device
-from jax_streamk.plan import planner
+from jax_streamk.plan.plan import native_schedule
 
 A100 = Device("cuda", 80, 108)
 H200 = machines.machine_of(HOPPER)
@@ -127,13 +127,13 @@ def test_what_goes_first_from_l2(tiles, schedule, line, workers, others, first, 
     if turned:  # the same with rows and columns exchanged
         tiles, line = tiles[::-1], "nm"["mn".index(line)]
     order = (RASTERS["n" if turned else "m"], 1)
-    native = planner._native_schedule(schedule)
+    native = native_schedule(schedule)
     assert _ffi.goes_first(H200.native, *tiles, native, order, workers, RASTERS[line], **others) == first
 
 
 @pytest.mark.parametrize("swizzle, first", [(1, False), (16, True)])
 def test_a_panel_of_all_tiles_keeps_those_that_read_the_same_together(swizzle, first):
-    native = planner._native_schedule(DataParallel())
+    native = native_schedule(DataParallel())
     order = _ffi.Raster.along_m, swizzle
     assert _ffi.goes_first(H200.native, 30, 4, native, order, 60, _ffi.Raster.along_n) == first
 
@@ -143,7 +143,7 @@ STAGES, SERVED = 6, 240_000  # stages of 1000 bytes; bytes in flight that memory
 
 def held_back(tiles, schedule=DataParallel(), workers=132, ctas=1, stages=STAGES, size=1000, served=SERVED):
     """For each wave, the number of stages that loads leave empty, on 132 SMs."""
-    parts = planner._native_schedule(schedule), workers, ctas, HOPPER.sms, stages, size, served
+    parts = native_schedule(schedule), workers, ctas, HOPPER.sms, stages, size, served
     return _ffi.held_back(H200.native, tiles, *parts)
 
 

@@ -153,7 +153,7 @@ def test_one_rounding_without_a_fused_kernel(dtype):
     """With only the bias mapped, and in a product that XLA computes, the epilogue gets the sum before it is rounded."""
     x, w, biases = normal((8, 512), dtype), normal((512, 24), dtype), normal((3, 24), dtype)
     f = lambda x, bias: linear(x, w, bias, activation="silu", alpha=0.3)
-    assert "streamk_linear" not in str(jax.make_jaxpr(jax.vmap(f))(np.stack([x] * 3), biases))
+    assert "epilogue=Epilogue(" not in str(jax.make_jaxpr(jax.vmap(f))(np.stack([x] * 3), biases))
     np.testing.assert_array_equal(jax.vmap(f)(np.stack([x] * 3), biases), np.stack([f(x, bias) for bias in biases]))
     np.testing.assert_array_equal(jax.vmap(f, (None, 0))(x, biases), np.stack([f(x, bias) for bias in biases]))
 
@@ -230,7 +230,7 @@ def test_vmap(axes):
     np.testing.assert_allclose(jax.vmap(f, axes)(*operands), jax.vmap(g, axes)(*operands), **tolerance)
     # One kernel if w is mapped, or x and not the bias.
     one_kernel = axes[1] is not None or (axes[0] is not None and axes[2] is None)
-    assert ("streamk_linear" in str(jax.make_jaxpr(jax.vmap(f, axes))(*operands))) == one_kernel
+    assert ("epilogue=Epilogue(" in str(jax.make_jaxpr(jax.vmap(f, axes))(*operands))) == one_kernel
     nested = [np.stack([x, -x]) for x in operands]
     np.testing.assert_allclose(jax.vmap(jax.vmap(f, axes))(*nested), jax.vmap(jax.vmap(g, axes))(*nested), **tolerance)
 

@@ -309,7 +309,7 @@ def test_precision_of_the_configuration():
     a, b = normal((33, 50), F32), normal((50, 70), F32)
     with jax.default_matmul_precision("highest"):
         (equation,) = jax.make_jaxpr(matmul)(a, b).eqns
-    assert equation.params["precision"] == (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
+    assert equation.params["product"].precision == (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
 
 
 def test_presets_of_narrow_types():

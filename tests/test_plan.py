@@ -19,10 +19,11 @@ from jax import lax
 import jax_streamk
 from jax_streamk import Auto, DataParallel, Device, Plan, SplitK, StreamK, _ffi, machines, matmul, plan, text
 from jax_streamk.device import device_of
-from jax_streamk.lower import custom_call
-from jax_streamk.plan import described, planner, problem
+from jax_streamk.plan import custom_call, described, planner, problem
 from jax_streamk.plan.launch_policy import LaunchPolicy
+from jax_streamk.plan.plan import native_schedule
 from jax_streamk.product import primitive
+from jax_streamk.product.dense import Dense
 
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else "cpu"
 TARGET = "jax_streamk_cuda_gemm" if PLATFORM == "cuda" else "jax_streamk_host_gemm"
@@ -214,7 +215,7 @@ def test_kernels_can_run_what_compute_sanitizer_looks_at():
     device, machine = jax_streamk.H200.native(), machines.machine_of(jax_streamk.H200).native
     for name, extents, schedule, epilogue, *majors in sanitize.LAUNCHES:
         made = sanitize.problem_of(kernels[name], *extents, epilogue, majors).native()
-        wanted = planner._native_schedule(schedule)
+        wanted = native_schedule(schedule)
         choice = _ffi.choose(_ffi.Kernels([kernels[name]]), made, wanted, device, machine)
         assert choice.candidates, f"{name}, {extents}: {choice.refusal}"
 
@@ -271,7 +272,7 @@ def problems_to_plan():
 @pytest.mark.parametrize("schedule", [Auto(), DataParallel(), SplitK(4), SplitK(6, "separate"), StreamK()], ids=str)
 def test_a_description_plans_as_the_kernel_does(device, schedule, monkeypatch):
     """Described under other names, since the build's own kernels are preferred to descriptions."""
-    wanted = None if isinstance(schedule, Auto) else planner._native_schedule(schedule)
+    wanted = None if isinstance(schedule, Auto) else native_schedule(schedule)
     found = [planner.choose(each, wanted, device) for each in problems_to_plan()]
     text = re.sub("^(?=sm|skinny)", "described_", described.text(), flags=re.MULTILINE)
     monkeypatch.setattr(planner, "kernels_for", lambda platform: described.read(io.StringIO(text)))
@@ -314,7 +315,7 @@ def test_misaligned_matrices_have_copies_in_the_workspace(m, n, k, operands, out
     product = plan(
         shaped((m, k), jnp.bfloat16), shaped((k, n), jnp.bfloat16), preferred_element_type=out, device=device
     ).problem
-    choice = planner.choose(product, planner._native_schedule(DataParallel()), device)
+    choice = planner.choose(product, native_schedule(DataParallel()), device)
     assert choice.candidates[0].kernel.startswith("sm90") and bool(choice.candidates[0].cost.repack) == bool(operands)
     round_up = lambda x, to: -(-x // to) * to
     copies = ("A" in operands) * 2 * m * round_up(k, 64) + ("B" in operands) * 2 * k * round_up(n, 64)
@@ -756,11 +757,10 @@ def test_random_dimension_orders_by_kernels(seed):
         cut = rng.random() < 0.5 and (
             PLATFORM == "cpu" or arrange(shape_a, shape_b, dimension_numbers).problem.batch == 1
         )
-        got = primitive.bind(
-            jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32), dimension_numbers=dimension_numbers,
-            precision=None if PLATFORM == "cpu" else lax.DotAlgorithmPreset.TF32_TF32_F32,
-            preferred_element_type=None, schedule=StreamK() if cut else DataParallel(), permutation=permutation,
-        )  # fmt: skip
+        precision = None if PLATFORM == "cpu" else lax.DotAlgorithmPreset.TF32_TF32_F32
+        product = Dense(dimension_numbers, precision, None, permutation=permutation)
+        operands = (jnp.asarray(x, jnp.float32) for x in (a, b))
+        got = primitive.bind(product, *operands, schedule=StreamK() if cut else DataParallel())
         wanted = exact_product(a, b, dimension_numbers, permutation)
         np.testing.assert_array_equal(got, wanted, f"{shape_a} {shape_b} {dimension_numbers} {permutation}")
 
@@ -1012,7 +1012,7 @@ def policy_of(kernel, m, n, k, schedule=DataParallel(), device=jax_streamk.H200,
     lda, ldb = k if kernel.major_a == ROW else m, n if kernel.major_b == ROW else k
     types = kernel.type_a, kernel.type_b, kernel.type_d, kernel.math, kernel.major_a, kernel.major_b
     made = problem.GemmProblem(1, m, n, k, *types, lda, ldb, n, 0, 0, 0).native()
-    native = planner._native_schedule(schedule)
+    native = native_schedule(schedule)
     raster = {"m": _ffi.Raster.along_m, "n": _ffi.Raster.along_n}[order[0]]
     parts = raster, order[1], device.native(), machines.machine_of(device).native
     policy = LaunchPolicy.of(_ffi.launch_policy(kernel, made, native, *parts))

@@ -22,7 +22,7 @@ from jax_streamk import (
     ragged_dot_general,
     ragged_gated,
 )
-from jax_streamk.lower import custom_call
+from jax_streamk.plan import custom_call
 from jax_streamk.tuning import tune
 
 WIDE, TALL, BATCH = shaped((48, 320)), shaped((320, 48)), shaped((3, 320, 48))

@@ -16,9 +16,10 @@ import pytest
 import jax_streamk
 from jax_streamk import DataParallel, SplitK, StreamK, _ffi, machines
 from jax_streamk.device import HOPPER, Device
-from jax_streamk.lower import lowering
-from jax_streamk.plan import described, planner
+from jax_streamk.plan import alternatives, described, planner
+from jax_streamk.plan.plan import native_schedule
 from jax_streamk.plan.problem import GemmProblem
+from jax_streamk.product.dense import Dense
 from jax_streamk.schedules import Auto
 from jax_streamk.tuning import fit
 
@@ -93,7 +94,7 @@ def plan(monkeypatch):
 
 def estimates(problem, schedule):
     """The estimates of the 16-bit kernels above on an H200, in microseconds."""
-    parts = problem.native(), planner._native_schedule(schedule), HOPPER.native(), H200.native
+    parts = problem.native(), native_schedule(schedule), HOPPER.native(), H200.native
     return [_ffi.estimate(kernel, *parts).microseconds for kernel in fake_kernels() if kernel.type_a == BF16]
 
 
@@ -116,7 +117,7 @@ def test_rows_that_start_within_a_sector_cost_more():
 def test_clusters_of_four_leave_sms_idle(cluster, at_once):
     """The numbers are from cudaOccupancyMaxActiveClusters on an H200."""
     kernel = fake_kernel(SM90, BF16, BF16, (128, 128, 64), cluster, "pingpong")
-    parts = planner._native_schedule(DataParallel()), HOPPER.native(), H200.native
+    parts = native_schedule(DataParallel()), HOPPER.native(), H200.native
     m, n = 128 * cluster[0] * at_once, 128 * cluster[1]
     one, two = (_ffi.estimate(kernel, gemm(rows, n, 512).native(), *parts) for rows in (m, m + 1))
     assert one.waves == 1 and two.waves > 1 and two.iterations == 2 * one.iterations
@@ -131,7 +132,7 @@ def test_every_product_of_a_batch_costs_a_cpu_something():
 
 def test_an_empty_problem_has_an_empty_wave():
     """A division by zero would end the process."""
-    order, schedule = (_ffi.Raster.along_m, 1), planner._native_schedule(DataParallel())
+    order, schedule = (_ffi.Raster.along_m, 1), native_schedule(DataParallel())
     for m, n in ((0, 8), (8, 0)):
         kernel = fake_kernel(SM90, BF16, BF16, (128, 128, 64))
         _ffi.first_wave(kernel, gemm(m, n, 8).native(), schedule, order, HOPPER.native())
@@ -252,7 +253,7 @@ def test_the_cheapest_of_all_candidates_is_chosen(plan, shape, device, epilogue)
         for kernel, schedule in itertools.product(fake_kernels(), tried)
         if kernel.type_a == BF16
         for candidate in _ffi.choose(
-            _ffi.Kernels([kernel]), problem.native(), planner._native_schedule(schedule), *parts
+            _ffi.Kernels([kernel]), problem.native(), native_schedule(schedule), *parts
         ).candidates
     )
     made, _ = plan(problem, device=device)
@@ -305,12 +306,12 @@ def test_a_plan_takes_about_100_microseconds():
 def test_an_uncached_plan_takes_less_than_a_millisecond(plan, monkeypatch):
     monkeypatch.setattr(_ffi, "has_cuda", True)
     plan(gemm(8, 8, 8))
-    params = dict(dimension_numbers=(((1,), (0,)), ((), ())), precision=None, preferred_element_type=None)
+    product = Dense((((1,), (0,)), ((), ())), None, None)
     plans, times = [], []
     for m in range(64, 1088, 8):
         a, b = jax.ShapeDtypeStruct((m, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16)
         started = time.process_time()
-        made, _ = lowering.plan(a, b, schedule=Auto(), device=HOPPER, **params)
+        made = alternatives.plan(product, dict(lhs=a, rhs=b), Auto(), HOPPER).plan
         times.append(time.process_time() - started)
         plans.append(made)
     assert len(set(plans)) == len(plans) and all(made.kernel for made in plans)
@@ -388,7 +389,7 @@ def test_tiles_for_few_rows_are_not_mostly_empty(plan, m):
 def test_the_tiles_of_a_wave_share_operands(shape):
     """In the chosen order a wave reads nearly as little as in the best order, and far less than in the worst."""
     kernel, problem = fake_kernel(SM90, BF16, BF16, (128, 256, 64)), gemm(*shape).native()
-    schedule, device = planner._native_schedule(DataParallel()), HOPPER.native()
+    schedule, device = native_schedule(DataParallel()), HOPPER.native()
     policy = _ffi.choose(_ffi.Kernels([kernel]), problem, schedule, device, H200.native).candidates[0].policy
     reads = {
         (raster, swizzle): _ffi.first_wave(kernel, problem, schedule, (raster, swizzle), device).footprint

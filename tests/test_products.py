@@ -243,9 +243,8 @@ def test_epilogues_that_take_longer_than_they_save_are_not_fused(monkeypatch):
 
     model = fusion._Fusion._time
 
-    def with_slow_residuals(self, operands, params):
-        has_residual = "epilogue" in params and params["epilogue"].has_residual
-        return model(self, operands, params) + 1e4 * has_residual
+    def with_slow_residuals(self, operands, product):
+        return model(self, operands, product) + 1e4 * product.epilogue.has_residual
 
     assert fused() == {"gelu_tanh(A @ B)", "A @ B + residual"}
     monkeypatch.setattr(fusion._Fusion, "_time", with_slow_residuals)

@@ -22,10 +22,12 @@ from jax_streamk import _ffi
 from jax_streamk.device import device_of
 from jax_streamk.lower import lowering
 from jax_streamk.machines import machine_of
-from jax_streamk.plan import planner
+from jax_streamk.plan import alternatives, planner
 from jax_streamk.plan.launch_policy import LaunchPolicy
-from jax_streamk.product import ragged
+from jax_streamk.product import partition, ragged
 from jax_streamk.product.epilogue import ACTIVATIONS
+from jax_streamk.product.primitive import bind
+from jax_streamk.product.ragged import Ragged
 from jax_streamk.tuning import contest, measure
 
 ON_GPU = jax.default_backend() == "gpu"
@@ -194,7 +196,8 @@ def test_sizes_that_do_not_fit(sizes, kind):
     out = sk.ragged_dot(lhs, rhs, sizes)
     close(out, exact(lhs, rhs, group_of(sizes.astype(np.int64), len(lhs))), lhs.shape[1], np.float32)
     params = dict(numbers=BASIC, precision=None, preferred_element_type=jnp.dtype(np.float32))
-    np.testing.assert_allclose(ragged.xlas_product(lhs, rhs, jnp.asarray(sizes), **params), out, rtol=1e-2, atol=1e-4)
+    xlas = Ragged(**params).by_xla(lhs, rhs, jnp.asarray(sizes))
+    np.testing.assert_allclose(xlas, out, rtol=1e-2, atol=1e-4)
 
 
 def bits_with_threads(threads, problem, buffers, sizes, tile):
@@ -252,11 +255,10 @@ def test_kernels_on_poisoned_memory(name, leading, tile):
 
 
 def ragged_problem(lhs, rhs, sizes, numbers, leading):
-    params = dict(precision=None, preferred_element_type=jnp.dtype(np.float32), schedule=sk.Auto())
-    made, arrangement = ragged.plan(
-        lhs, rhs, sizes, numbers=numbers, leading=leading, device=sk.plan(lhs, lhs.T, device="cpu").device, **params
-    )
-    return arrangement.problem, made
+    product = Ragged(numbers, None, jnp.dtype(np.float32), leading=leading)
+    device = sk.plan(lhs, lhs.T, device="cpu").device
+    way = alternatives.plan(product, dict(lhs=lhs, rhs=rhs, group_sizes=sizes), sk.Auto(), device)
+    return way.arrangement.problem, way.plan
 
 
 def test_refused_by_kernels():
@@ -380,9 +382,9 @@ def test_xlas_product_of_leading_rows(leading, numbers):
     lhs, rhs, sizes = routing("every second group empty", np.float32)
     other = rhs if numbers is BASIC else np.random.default_rng(1).standard_normal((len(lhs), 5)).astype(np.float32)
     sizes = jnp.array([leading, *sizes], jnp.int32)
-    params = dict(numbers=numbers, precision=None, preferred_element_type=jnp.dtype(np.float32), leading=True)
-    out = ragged.bind(lhs, other, sizes, schedule=sk.Auto(), **params)
-    np.testing.assert_allclose(ragged.xlas_product(lhs, other, sizes, **params), out, rtol=1e-2, atol=1e-4)
+    product = Ragged(numbers, None, jnp.dtype(np.float32), leading=True)
+    out = bind(product, lhs, other, sizes, schedule=sk.Auto())
+    np.testing.assert_allclose(product.by_xla(lhs, other, sizes), out, rtol=1e-2, atol=1e-4)
 
 
 @pytest.mark.parametrize("mapped", [(0, 0, 0), (0, None, 0), (1, 0, None), (None, 2, None), (None, None, 0)], ids=str)
@@ -641,7 +643,7 @@ def test_checkpoint_asks_policies_as_of_laxs():
 
     def products(f, policy):
         g = jax.checkpoint(lambda x: jnp.sum(jnp.sin(f(jnp.sin(x), rhs, sizes))), policy=policy)
-        return str(jax.make_jaxpr(jax.grad(g))(lhs)).count("ragged_dot_general[")
+        return str(jax.make_jaxpr(jax.grad(g))(lhs)).count("dot_general[")
 
     for policy in (jax.checkpoint_policies.everything_saveable, jax.checkpoint_policies.dots_saveable):
         assert products(sk.ragged_dot, policy) == products(lax.ragged_dot, policy)
@@ -978,7 +980,7 @@ def test_sizes_beyond_int32():
     close(sk.ragged_dot(lhs, rhs, sizes), want, lhs.shape[1], np.float32)
     close(sk.ragged_dot(lhs, rhs, sizes, group_offset=jnp.array([0])), want, lhs.shape[1], np.float32)
     assert not sk.ragged_dot(lhs, rhs[:2], sizes, group_offset=jnp.array([3])).any()
-    ends = ragged.partition.ends_of_groups(jnp.full(600, 2**31 - 1, jnp.int32), 4_000_000)
+    ends = partition.ends_of_groups(jnp.full(600, 2**31 - 1, jnp.int32), 4_000_000)
     assert (ends == 4_000_000).all()
 
 
@@ -1002,10 +1004,9 @@ def test_tuning_in_a_partitioned_program(tmp_path):
 @pytest.mark.parametrize("numbers", [BASIC, OF_K])
 def test_tuning_measures_groups_of_about_one_size(leading, numbers):
     rhs = jax.ShapeDtypeStruct((20, 8, 16) if numbers is BASIC else (1000, 16), np.float32)
-    params = dict(numbers=numbers, precision=None, preferred_element_type=None, schedule=sk.Auto(), leading=leading)
     sizes = jax.ShapeDtypeStruct((20 + leading,), np.int32)
-    lhs = jax.ShapeDtypeStruct((1000, 8), np.float32)
-    made, _ = ragged.plan(lhs, rhs, sizes, device=device_of(None), **params)
+    types = dict(lhs=jax.ShapeDtypeStruct((1000, 8), np.float32), rhs=rhs, group_sizes=sizes)
+    made = alternatives.plan(Ragged(numbers, None, None, leading=leading), types, sk.Auto(), device_of(None)).plan
     drawn = measure.group_sizes(made.problem)
     assert drawn.shape == sizes.shape and drawn.sum() == 1000 and drawn.min() > 20
     np.testing.assert_array_equal(drawn, measure.group_sizes(made.problem))
@@ -1013,8 +1014,8 @@ def test_tuning_measures_groups_of_about_one_size(leading, numbers):
 
 def test_tuning_measures_gathered_rows():
     lhs, rhs = jax.ShapeDtypeStruct((1000, 8), jnp.bfloat16), jax.ShapeDtypeStruct((20, 8, 16), jnp.bfloat16)
-    params = dict(numbers=BASIC, precision=None, preferred_element_type=None, schedule=sk.Auto())
-    made, _ = ragged.plan(lhs, rhs, jax.ShapeDtypeStruct((20,), np.int32), device=device_of(None), **params)
+    types = dict(lhs=lhs, rhs=rhs, group_sizes=jax.ShapeDtypeStruct((20,), np.int32))
+    made = alternatives.plan(Ragged(BASIC, None, None), types, sk.Auto(), device_of(None)).plan
     made = planner.make_plan(dataclasses.replace(made.problem, gathered_rows=50), sk.Auto(), device_of(None))
     drawn = measure.lhs_indices(made.problem)
     assert drawn.shape == (1000,) and 0 <= drawn.min() < drawn.max() < 50
@@ -1028,9 +1029,9 @@ def test_xlas_sums_of_groups(leading):
     """The derivative of a bias."""
     lhs, _, sizes = routing("every second group empty", np.float32)
     sizes = jnp.array([5] * leading + [*sizes], jnp.int32)
-    params = dict(numbers=OF_K, precision=None, preferred_element_type=jnp.dtype(np.float32), leading=leading)
-    out = ragged.bind(lhs[:, :1], lhs, sizes, schedule=sk.Auto(), **params)
-    np.testing.assert_allclose(ragged.xlas_product(lhs[:, :1], lhs, sizes, **params), out, rtol=1e-2, atol=1e-4)
+    product = Ragged(OF_K, None, jnp.dtype(np.float32), leading=leading)
+    out = bind(product, lhs[:, :1], lhs, sizes, schedule=sk.Auto())
+    np.testing.assert_allclose(product.by_xla(lhs[:, :1], lhs, sizes), out, rtol=1e-2, atol=1e-4)
 
 
 def gathered_operands(dtype=np.float32, rows=40):
@@ -1071,7 +1072,7 @@ def test_indices_out_of_bounds(form, way, monkeypatch):
     sizes = sizes * len(chosen) // 515
     f = OF_GATHERED[form]
     if way == "gathered first":
-        monkeypatch.setattr(ragged, "_gathering", lambda rows, device: -math.inf)
+        monkeypatch.setattr(alternatives, "_gathering", lambda rows, device: -math.inf)
     elif way == "by XLA":
         monkeypatch.setattr(lowering, "why_not_here", lambda *_: "this test")
     by_index = lambda x, w, chosen=chosen: f(x, w, sizes, lhs_indices=chosen)
@@ -1260,8 +1261,8 @@ def test_narrow_sizes(dtype):
     sizes = np.array([100, 0, 120, 60]).astype(dtype)
     want = exact(lhs, rhs, group_of(sizes.astype(int), len(lhs)))
     close(sk.ragged_dot(lhs, rhs, sizes), want, lhs.shape[1], np.float32)
-    params = dict(numbers=BASIC, precision=None, preferred_element_type=jnp.dtype(np.float32))
-    close(ragged.xlas_product(lhs, rhs, jnp.asarray(sizes), **params), want, lhs.shape[1], np.float32)
+    product = Ragged(BASIC, None, jnp.dtype(np.float32))
+    close(product.by_xla(lhs, rhs, jnp.asarray(sizes)), want, lhs.shape[1], np.float32)
     if sizes.dtype != np.int8:
         out = sk.ragged_dot(lhs, rhs[1:3], sizes, group_offset=np.array([1]))
         close(out[100:220], want[100:220], lhs.shape[1], np.float32)

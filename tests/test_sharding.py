@@ -21,6 +21,8 @@ from jax.sharding import PartitionSpec as P
 
 import jax_streamk
 from jax_streamk import DataParallel, SplitK, StreamK, accelerate, dot_general, linear, matmul
+from jax_streamk.product import partition
+from jax_streamk.product.dense import Dense
 
 AUTO, EXPLICIT = (
     jax.make_mesh((2, 4), ("x", "y"), axis_types=(kind,) * 2, devices=jax.devices("cpu"))
@@ -702,9 +704,40 @@ def test_what_the_persistent_cache_knows_of_a_product_is_the_same_in_every_proce
     for precision in (None, "highest", lax.DotAlgorithmPreset.F32_F32_F32):
         f = jax.jit(lambda x, w: linear(x, w, activation="silu", precision=precision, schedule=StreamK()))
         (meaning,) = re.findall(r'jax_streamk = "(.*?[^\\])"', f.lower(*operands).as_text())
-        for part in ("silu", "StreamK", "dimension_numbers", "preferred_element_type", "precision", "Device"):
+        for part in ("silu", "StreamK", "numbers", "preferred_element_type", "precision", "Device"):
             assert part in meaning
         assert "0x" not in meaning and " at " not in meaning
+
+
+class FactorsOfScales(partition.Factors):
+    """Those of a product of rows by columns whose lhs has a scale for each row and 8 elements of k."""
+
+    shared = ("scale",)
+
+    def __init__(self):
+        super().__init__(Dense((((1,), (0,)), ((), ())), None, None), 2, 2)
+        (k,) = self.contract
+        self.blocks = {k: 8}
+        self.operands |= dict(scale=("m0", partition.Block(k)))
+
+
+@pytest.mark.parametrize("axes", [(None, "x", None), ("x", "y", None), (None, ("x", "y"), None), ("y", None, "x")])
+def test_a_dimension_may_be_a_block_of_another(axes):
+    """Where devices divide k they divide its scales alike, by whole blocks."""
+    m, k, n = axes
+    lhs, rhs, scale = normal(16, 64), normal(64, 24), normal(16, 8)
+    scaled = lambda lhs, rhs, *, scale: (lhs * jnp.repeat(scale, 8, 1)) @ rhs
+    given = lambda **operands: scaled(operands["lhs"], operands["rhs"], scale=operands["scale"])
+    f = partition.partitioned(scaled, lambda out, **_: out, given, FactorsOfScales())
+    placed = place((lhs, P(m, k)), (rhs, P(k, n)), (scale, P(m, k)))
+    program = compiled(f, *placed)
+    np.testing.assert_allclose(program(*placed), scaled(lhs, rhs, scale=scale), rtol=1e-4, atol=1e-4)
+    assert collectives(program) == ({"all-reduce": 1} if k else {})
+    # Parts of a block are not worth a scale of their own: 4 blocks on 8 devices.
+    short = place((lhs[:, :32], P(m, k)), (rhs[:32], P(k, n)), (scale[:, :4], P(m, None)))
+    np.testing.assert_allclose(
+        compiled(f, *short)(*short), scaled(lhs[:, :32], rhs[:32], scale=scale[:, :4]), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_metadata_stays_on_a_product():

@@ -27,9 +27,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jax_streamk
 from jax_streamk import Auto, DataParallel, Plan, SplitK, StreamK, _ffi, linear, matmul, plan
 from jax_streamk.device import HOPPER, device_of
-from jax_streamk.lower import lowering
-from jax_streamk.plan import planner
+from jax_streamk.plan import alternatives, planner
 from jax_streamk.plan.launch_policy import LaunchPolicy
+from jax_streamk.plan.plan import native_schedule
 from jax_streamk.tuning import contest, measure, tune, tuned
 from jax_streamk.tuning.tuned import Candidate, Store, Tuned
 
@@ -427,6 +427,7 @@ def test_the_users_folder_is_the_default(tmp_path):
     program = f"""
 import jax_streamk
 from jax_streamk.tuning import tuned
+from jax_streamk.plan.plan import native_schedule
 print(tuned.store_of().directory)
 jax_streamk.use_tuned_plans({str(tmp_path / "mine")!r})
 print(tuned.store_of().directory)
@@ -498,7 +499,8 @@ def test_every_set_of_operands_is_multiplied(which, monkeypatch):
         return data[: (at.max() + 1) * dtype.itemsize].view(dtype)[at].astype(np.float64)
 
     assert len(rotation._sets) >= 3
-    for a, b, d, _, _, bias, _, residual, *_ in rotation._sets:
+    for held_at in rotation._sets:
+        a, b, d, bias, residual = (held_at[role] for role in ("a", "b", "d", "bias", "residual"))
         lhs = matrix(a, problem.batch_stride_a, problem.lda, 1, problem.m, problem.k)
         b_strides = (problem.ldb, 1) if problem.major_b == _ffi.Major.row else (1, problem.ldb)
         wanted = lhs @ matrix(b, problem.batch_stride_b, *b_strides, problem.k, problem.n)
@@ -518,7 +520,7 @@ def test_measurements_of_what_cannot_run_are_refused(quick):
     made = planner.make_plan(problem, SplitK(2), here())
     schedule = SplitK(10_000)
     with pytest.raises(ValueError, match="splits=10000 exceeds"):
-        memory.rotation(problem).time(made.kernel, planner._native_schedule(schedule), made.policy)
+        memory.rotation(problem).time(made.kernel, native_schedule(schedule), made.policy)
     with pytest.raises(RuntimeError, match="at least one set"):
         how = made.native_schedule(), made.policy.native(), here().native()
         _ffi.time_launches(made.kernel, problem.native(), *how, [], 0)
@@ -673,11 +675,11 @@ def test_both_sides_of_the_contest_multiply_the_same(which, quick):
     products = [jax.jit(side(made)) for side in (contest.ours, contest.xlas)]
     memory = measure.Memory(here())
     operands = contest.operands_of(made, memory)[0]
-    assert [x.shape for x in operands] == [
-        (size,) for i, size in enumerate(measure.spans(made.problem)) if size and i != 2
-    ]
+    spans = measure.spans(made.problem)
+    _, d = spans.pop("d")
+    assert [x.shape for x in operands] == [(size,) for _, size in spans.values()]
     ours, xlas = (product(*operands) for product in products)
-    assert ours.shape == xlas.shape == (measure.spans(made.problem)[2],) and ours.dtype == xlas.dtype
+    assert ours.shape == xlas.shape == (d,) and ours.dtype == xlas.dtype
     size = np.abs(np.asarray(xlas, np.float64)).max()
     np.testing.assert_allclose(np.asarray(ours, np.float64), np.asarray(xlas, np.float64), rtol=0, atol=2**-6 * size)
     texts = [product.lower(*operands).as_text() for product in products]
@@ -866,27 +868,27 @@ def test_tuning_lowers_again_what_was_compiled_before(store, pretended):
 @pytest.mark.parametrize("call", [matmul, functools.partial(linear, activation="relu")])
 def test_calls_outside_of_jit_run_the_plans_in_use(store, pretended, call, monkeypatch):
     a, b = (jnp.ones(x.shape, x.dtype) for x in (A, B))
-    lowered, planned = [], lowering.plan
+    lowered, planned = [], alternatives.plan
 
     def recorded(*args, **kwargs):
         lowered.append(planned(*args, **kwargs))
         return lowered[-1]
 
-    monkeypatch.setattr(lowering, "plan", recorded)
+    monkeypatch.setattr(alternatives, "plan", recorded)
     call(a, b), call(a, b)
-    assert len(lowered) == 1 and lowered.pop()[0].swizzle != 3
+    assert len(lowered) == 1 and lowered.pop().plan.swizzle != 3
     with jax_streamk.tuning() as plans:
         call(a, b)
     assert len(plans) == 1
     lowered.clear()
     call(a, b), call(a, b)  # compiled before, with another plan
-    assert len(lowered) == 1 and lowered.pop()[0].swizzle == 3
+    assert len(lowered) == 1 and lowered.pop().plan.swizzle == 3
     with tuned.using(None):
         (store.directory / "empty").mkdir()
         for directory, is_tuned in ((store.directory, True), (store.directory / "empty", False)):
             jax_streamk.use_tuned_plans(directory)
             call(a, b)
-            assert len(lowered) == 1 and (lowered.pop()[0].swizzle == 3) == is_tuned
+            assert len(lowered) == 1 and (lowered.pop().plan.swizzle == 3) == is_tuned
         jax_streamk.use_tuned_plans()
 
 

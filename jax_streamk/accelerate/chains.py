@@ -18,11 +18,17 @@ from jax.extend.core import Literal, Var
 from jax_streamk import compat
 from jax_streamk.accelerate import activations
 from jax_streamk.accelerate.program import RESHAPES, Program, is_exact, is_float, is_merged, is_movable, is_view
-from jax_streamk.product import primitive, ragged
+from jax_streamk.product import kinds
+from jax_streamk.product.dense import Dense
 from jax_streamk.product.epilogue import Activation
+from jax_streamk.product.ragged import Ragged
 
-PRODUCTS = primitive.dot_general_p, ragged.ragged_p  # those whose kernels may have an epilogue
 _SUMS = ("add", "add_any", "sub")
+
+
+def may_have_epilogue(eqn: Any) -> bool:
+    """Whether an equation is a product of ours whose kernel may do what follows."""
+    return kinds.is_plain(eqn, Dense, Ragged)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +76,8 @@ class _Product:
     is_ragged = False
 
     def __init__(self, eqn: Any):
-        self.eqn = eqn
-        contract, batch = eqn.params["dimension_numbers"]
+        self.eqn, self.product = eqn, eqn.params["product"]
+        contract, batch = self.product.numbers
         shapes = [x.aval.shape for x in eqn.invars]
         self.lead = tuple(shapes[0][i] for i in batch[0])
         self.free = [
@@ -109,7 +115,7 @@ class _Product:
         """The chain of nothing but the product; None if it can have no epilogue."""
         if not is_float(self.eqn.outvars[0]):
             return None
-        chain, permutation = Chain(self.eqn.outvars[0], ()), self.eqn.params["permutation"]
+        chain, permutation = Chain(self.eqn.outvars[0], ()), self.product.permutation
         if permutation is None:
             return chain
         # A transpose of the free dimensions is the product of the operands in the other order.
@@ -125,12 +131,12 @@ class _RaggedProduct(_Product):
     is_ragged, is_pinned, may_swap = True, False, False
 
     def __init__(self, eqn: Any):
-        self.eqn, self.lead = eqn, ()
+        self.eqn, self.product, self.lead = eqn, eqn.params["product"], ()
         self.free = [(size,) for size in eqn.outvars[0].aval.shape]
 
     def start(self) -> Chain | None:
-        is_plain = self.eqn.params["epilogue"].is_plain and self.eqn.params["numbers"].rhs_group_dimensions
-        return Chain(self.eqn.outvars[0], ()) if is_plain and is_float(self.eqn.outvars[0]) else None
+        may_be = self.product.groups_rows and is_float(self.eqn.outvars[0])
+        return Chain(self.eqn.outvars[0], ()) if may_be else None
 
 
 class Follower:
@@ -141,7 +147,7 @@ class Follower:
 
     def __init__(self, program: Program, at: int, taken: Collection[int], may_gate: bool = True):
         eqn = program.eqns[at]
-        product = _RaggedProduct(eqn) if eqn.primitive is ragged.ragged_p else _Product(eqn)
+        product = (_RaggedProduct if isinstance(eqn.params["product"], Ragged) else _Product)(eqn)
         self.program, self.product, self.taken = program, product, taken
         self._at, self._may_gate = at, may_gate
 
@@ -322,7 +328,7 @@ class Follower:
             return operands
         # A sum that another product's kernel may make.
         makers = (program.eqn_of(y) for y in operands if program.user(y) is not None)
-        is_of_product = any(of is not None and of.primitive is primitive.dot_general_p for of in makers)
+        is_of_product = any(of is not None and kinds.is_plain(of, Dense) for of in makers)
         return operands if name in _SUMS and is_of_product else None
 
     def _gated(self, chain: Chain, step: Chain, eqn: Any) -> Chain | None:
@@ -421,7 +427,7 @@ class Follower:
             if at is None or at in self.taken:
                 continue
             made = self.program.eqns[at]
-            if made.primitive not in PRODUCTS:
+            if not may_have_epilogue(made):
                 waiting += [y for y in made.invars if not isinstance(y, Literal) and y.aval.size == x.aval.size]
             elif at < self._at and made.params == self.product.eqn.params:
                 return at

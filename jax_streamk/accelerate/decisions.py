@@ -13,11 +13,11 @@ from typing import Any
 from jax_streamk import _ffi, compat, schedules, text
 from jax_streamk.accelerate.program import Program, is_merged
 from jax_streamk.device import Device
-from jax_streamk.lower import lowering
 from jax_streamk.machines import machine_of
-from jax_streamk.plan import cost_model, planner
-from jax_streamk.plan.planner import Plan
-from jax_streamk.product import ragged
+from jax_streamk.plan import alternatives, cost_model, planner
+from jax_streamk.plan.plan import Plan
+from jax_streamk.product import kinds
+from jax_streamk.product.dense import Dense
 from jax_streamk.tuning import tuned
 
 _FEW_ROWS = 64  # up to here XLA's autotuner takes Triton's GEMM fusions
@@ -42,87 +42,52 @@ def decide(
     device: Device,
     measured: tuned.FragmentTimes | None = None,
 ) -> Decision:
-    """Whether the product of an equation of JAX's ``dot_general`` in a program becomes ours.
+    """Whether the product of an equation of JAX's in a program becomes ours.
 
     ``measured``: what tuning found for it with the equations around it.
     """
     if eqn.ctx.compute_type is not None:
         return Decision(False, f"it is under compute_on({eqn.ctx.compute_type!r})", None)
+    if (why := kinds.KINDS[eqn.primitive].why_not(eqn)) is not None:
+        return Decision(False, why, None)
+    product = kinds.of(eqn)
+    is_dense = isinstance(product, Dense)
     try:
-        made = planned(eqn, program, device, schedule=schedule)
-        permutation = _transposed(eqn.outvars[0], program)
+        made = planned(eqn, program, device, schedule)
+        permutation = _transposed(eqn.outvars[0], program) if is_dense else None
         if made.kernel is None and permutation is not None:
-            made = planned(eqn, program, device, schedule=schedule, permutation=permutation)
+            made = planned(eqn, program, device, schedule, product.replaced(permutation=permutation))
     except ValueError as error:
         return Decision(False, str(error), None)
     if measured is not None and made.problem is not None:
         # Alone, a product may have lost to XLA's that wins with its neighbours.
         if made.kernel is not None or tuned.lookup(made.problem, device) is not None:
             return Decision(measured.winner != "xla", measured.why, made)
-    if (refused := _refused(made)) is not None:
-        return refused
+    if made.problem is None or made.kernel is None:
+        return Decision(False, made.why_xla or made.reasons[0], made)
     is_auto = isinstance(schedules.of_forward(schedule), schedules.Auto)
-    if is_auto and where is None and device.platform == "cuda":
+    if is_dense and is_auto and where is None and device.platform == "cuda":
         why = merged_by_xla(eqn, program) or copied_first(made)
         if why is not None:
             return Decision(False, why, made)
-    return _unless(where, made)
-
-
-def decide_ragged(eqn: Any, program: Program, schedule: Any, where: Any, device: Device) -> Decision:
-    """Whether the product of an equation of JAX's ``ragged_dot_general`` becomes ours."""
-    if eqn.ctx.compute_type is not None:
-        return Decision(False, f"it is under compute_on({eqn.ctx.compute_type!r})", None)
-    lhs, rhs, group_sizes = (x.aval for x in eqn.invars)
-    if (why := ragged.why_not(lhs, rhs, group_sizes, eqn.params["ragged_dot_dimension_numbers"])) is not None:
-        return Decision(False, why, None)
-    if eqn.params["group_offset"] is not None:
-        return Decision(False, "it has a group_offset", None)
-    try:
-        made = planned_ragged(eqn, program, device, schedule=schedule)
-    except ValueError as error:
-        return Decision(False, str(error), None)
-    return _refused(made) or _unless(where, made)
-
-
-def _refused(made: Plan) -> Decision | None:
-    if made.problem is None or made.kernel is None:
-        return Decision(False, made.why_xla or made.reasons[0], made)
-    return None
-
-
-def _unless(where: Any, made: Plan) -> Decision:
     if where is not None and not where(made.problem):
         return Decision(False, "where(problem) is false", made)
     return Decision(True, "", made)
 
 
-def planned(eqn: Any, program: Program, device: Device, **changed: Any) -> Plan:
+def planned(eqn: Any, program: Program, device: Device, schedule: Any = None, product: Any = None) -> Plan:
     """The ``Plan`` of a product's equation, ours or JAX's, as lowering makes it: of what lies behind transposes.
 
-    Raises ValueError if no kernel runs an explicit schedule.
+    Args:
+      schedule, product: None are those of the equation.
+
+    Raises:
+      ValueError: no kernel runs an explicit schedule.
     """
-    params = {name: value for name, value in eqn.params.items() if name != "out_sharding"} | changed
-    avals = [compat.local_aval(x.aval) for x in eqn.invars[:2]]
-    is_gated = "epilogue" in params and params["epilogue"].gate
-    without = lowering.without_transposes_of_gated if is_gated else lowering.without_transposes
-    multiplied = eqn.invars[: 3 if is_gated and params["epilogue"].is_pair else 2]
-    _, avals, params["dimension_numbers"] = without(
-        multiplied, avals, params["dimension_numbers"], program.transpose_behind
-    )
-    return lowering.plan(*avals, device=device, **params)[0]
-
-
-def planned_ragged(eqn: Any, program: Program, device: Device, **changed: Any) -> Plan:
-    """``planned`` of a ragged product."""
-    is_ours = eqn.primitive is ragged.ragged_p
-    params = (eqn.params if is_ours else ragged.params_of(eqn, schedules.Auto())) | changed
-    del params["out_sharding"]
-    lhs, rhs, *others = (x.aval for x in eqn.invars)
-    _, rhs, params["numbers"] = ragged.without_transposes(
-        eqn.invars[1], rhs, params["numbers"], params["epilogue"], program.transpose_behind
-    )
-    return ragged.plan(lhs, rhs, *others, device=device, **params)[0]
+    product, schedule = product or kinds.of(eqn), schedule or eqn.params["schedule"]
+    avals = [compat.local_aval(x.aval) for x in eqn.invars]
+    product, _, avals = product.without_transposes(eqn.invars, avals, program.transpose_behind)
+    return alternatives.plan(product, product.by_role(avals), schedule, device).plan
 
 
 def merged_by_xla(eqn: Any, program: Program) -> str | None:
@@ -133,7 +98,7 @@ def merged_by_xla(eqn: Any, program: Program) -> str | None:
     rows follows from the bytes: an operand made for one product is stored and read again before a kernel of ours.
     """
     (result,) = eqn.outvars
-    has_batch = bool(eqn.params["dimension_numbers"][1][0])
+    has_batch = bool(kinds.of(eqn).numbers[1][0])
     sizes = [x.aval.size for x in eqn.invars]
     for side, name in enumerate(("lhs", "rhs")):
         if (maker := _maker(eqn.invars[side], program)) is None:
@@ -183,7 +148,7 @@ def _transposed(x: Any, program: Program) -> tuple[int, ...] | None:
 
 
 def _rows(eqn: Any, side: int) -> int:
-    contract, batch = eqn.params["dimension_numbers"]
+    contract, batch = kinds.of(eqn).numbers
     shape = eqn.invars[side].aval.shape
     return math.prod(size for i, size in enumerate(shape) if i not in (*contract[side], *batch[side]))
 

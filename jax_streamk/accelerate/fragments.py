@@ -22,7 +22,8 @@ from jax_streamk import compat, schedules
 from jax_streamk.accelerate.chains import Follower
 from jax_streamk.accelerate.program import Program, is_merged, is_movable, is_view
 from jax_streamk.device import Device
-from jax_streamk.product import primitive
+from jax_streamk.product import kinds
+from jax_streamk.product.fused import fused_p
 from jax_streamk.tuning import tune, tuned
 
 _TAIL = 8  # equations after what a kernel can do
@@ -68,7 +69,7 @@ def _variants(closed: Any, outs: Sequence[Var], rewrite: Callable[..., list[Any]
         called = {eqn.primitive for eqn in eqns}
         if compat.dot_general_p in called:
             return "xla", closed
-        return "fused" if primitive.fused_p in called else "apart", compat.with_eqns(closed, eqns)
+        return "fused" if fused_p in called else "apart", compat.with_eqns(closed, eqns)
 
     forced = [dict.fromkeys(outs, tuned.FragmentTimes.assumed(name)) for name in ("apart", "fused")]
     variants = dict([("xla", closed), *map(rewritten, forced)])
@@ -128,9 +129,7 @@ def _fragments(program: Program, schedule: Any) -> Iterator[tuple[list[int], Any
 
 
 def _ours(eqn: Any, schedule: Any) -> Any:
-    if not _is_product(eqn):
-        return eqn
-    return eqn.replace(primitive=primitive.dot_general_p, params=eqn.params | dict(schedule=schedule, permutation=None))
+    return kinds.of_ours(eqn, schedule) if _is_product(eqn) else eqn
 
 
 def _may_join(eqn: Any) -> bool:

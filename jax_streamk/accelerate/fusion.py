@@ -22,13 +22,13 @@ from jax import lax
 
 from jax_streamk import compat
 from jax_streamk.accelerate import activations
-from jax_streamk.accelerate.chains import PRODUCTS, Chain, Follower, Operand
+from jax_streamk.accelerate.chains import Chain, Follower, Operand, may_have_epilogue
 from jax_streamk.accelerate.program import Program, bytes_of, is_merged, is_view, variables
 from jax_streamk.device import Device
-from jax_streamk.lower import lowering
-from jax_streamk.plan import cost_model
-from jax_streamk.product import primitive, ragged
+from jax_streamk.plan import alternatives, cost_model
 from jax_streamk.product.epilogue import Epilogue
+from jax_streamk.product.fused import fused_p
+from jax_streamk.product.primitive import product_p
 from jax_streamk.tuning import tuned
 
 # How many times as long a kernel may take to save a rounding, and to leave a result unrounded, by which routers choose.
@@ -48,7 +48,7 @@ def fused(
     times: dict[Any, float | None] = {}  # of products, which repeat from layer to layer
     # The last product first: its residual may be the sum that ends another's chain.
     for at in reversed(range(len(program.eqns))):
-        if at in taken or program.eqns[at].primitive not in PRODUCTS:
+        if at in taken or not may_have_epilogue(program.eqns[at]):
             continue
         found = (measured or {}).get(program.eqns[at].outvars[0])
         if found is not None and found.winner != "fused":
@@ -120,7 +120,7 @@ class _Fusion:
             call_jaxpr=compat.closed(inputs, inside, inside[-1].outvars[0]),
             written=compat.closed(inputs, replaced, chain.out),
         )
-        return self._product.eqn.replace(primitive=primitive.fused_p, params=jaxprs, invars=inputs, outvars=[chain.out])
+        return self._product.eqn.replace(primitive=fused_p, params=jaxprs, invars=inputs, outvars=[chain.out])
 
     def _kernel(self) -> list[Any] | None:
         """The kernel's equation, after those of its operands; sets ``steps``."""
@@ -137,7 +137,7 @@ class _Fusion:
             gate=(None, "stacked", "pair")[len(chain.matrices)],
         )
         operands = list(eqn.invars[::-1] if chain.swapped else eqn.invars)
-        numbers, inside = eqn.params["dimension_numbers"], list[Any]()
+        numbers, inside = self._product.product.numbers, list[Any]()
         if epilogue.is_pair:
             operands[1:] = chain.matrices
         elif epilogue.gate:
@@ -164,26 +164,22 @@ class _Fusion:
 
     def _product_of(self, operands: list[Any], numbers: Any, epilogue: Epilogue, dtype: Any) -> list[Any] | None:
         chain, eqn = self._chain, self._product.eqn
-        params = {name: value for name, value in eqn.params.items() if name != "permutation"}
-        params |= dict(dimension_numbers=numbers, preferred_element_type=dtype, epilogue=epilogue)
+        before = self._product.product
+        product = before.replaced(numbers=numbers, preferred_element_type=dtype, epilogue=epilogue, permutation=None)
         if chain.swapped:
-            params["dimension_numbers"] = tuple(side[::-1] for side in numbers)
-            if isinstance(params["precision"], tuple):
-                params["precision"] = params["precision"][::-1]
-        called = primitive.linear_p
-        if epilogue.is_plain:
-            called = primitive.dot_general_p
-            del params["epilogue"]
-            params["permutation"] = None
-        if chain.swapped or eqn.params["permutation"] is not None or epilogue.gate == "stacked":
-            call = compat.new_eqn(eqn, called, *operands, **params)
+            is_pair = isinstance(product.precision, tuple)
+            precision = product.precision[::-1] if is_pair else product.precision
+            product = product.replaced(numbers=tuple(side[::-1] for side in numbers), precision=precision)
+        params = eqn.params | dict(product=product)
+        if chain.swapped or before.permutation is not None or epilogue.gate == "stacked":
+            call = compat.new_eqn(eqn, product_p, *operands, **params)
         else:  # its type is known, and finding it takes as long as all else here
             result = compat.new_var(eqn.outvars[0].aval.update(dtype=dtype, weak_type=False))
-            call = eqn.replace(primitive=called, params=params, invars=operands, outvars=[result])
-        _, biases, residual = epilogue.split(operands[2:])
-        if call is None or not all(compat.ends_like(call.outvars[0].aval, x.aval) for x in (*biases, *residual)):
+            call = eqn.replace(params=params, invars=operands, outvars=[result])
+        added = [x for role, x in product.by_role(operands).items() if role in ("bias", "up_bias", "residual")]
+        if call is None or not all(compat.ends_like(call.outvars[0].aval, x.aval) for x in added):
             return None
-        if not self._is_faster(self._time(operands, params)):
+        if not self._is_faster(self._time(operands, product)):
             return None
         if call.outvars[0].aval.shape == chain.out.aval.shape:
             is_alike = epilogue.gate != "stacked" or compat.is_placed_like(call.outvars[0].aval, chain.out.aval)
@@ -195,12 +191,12 @@ class _Fusion:
         """The kernel's equation, of the program's own operands."""
         chain, eqn = self._chain, self._product.eqn
         gate, *up = chain.matrices or (eqn.invars[1],)
-        operands = [eqn.invars[0], gate, eqn.invars[2], *up, *eqn.invars[3:]]
+        operands = [eqn.invars[0], gate, *up, *eqn.invars[2:]]
         epilogue = Epilogue(activation=chain.activation, gate="pair" if up else None)
-        params = eqn.params | dict(preferred_element_type=chain.out.aval.dtype, epilogue=epilogue)
-        if not self._is_faster(self._time(operands, params)):
+        product = self._product.product.replaced(preferred_element_type=chain.out.aval.dtype, epilogue=epilogue)
+        if not self._is_faster(self._time(operands, product)):
             return None
-        call = compat.new_eqn(eqn, ragged.ragged_p, *operands, **params)
+        call = compat.new_eqn(eqn, product_p, *operands, **eqn.params | dict(product=product))
         return None if call is None or not compat.is_placed_like(call.outvars[0].aval, chain.out.aval) else [call]
 
     def _is_widened(self) -> bool:
@@ -220,7 +216,7 @@ class _Fusion:
         """Whether a kernel with an epilogue takes no longer than one without and what the epilogue saves."""
         if self._chain.matrices or self._is_measured:
             return time is not None
-        plain = self._time(self._product.eqn.invars, self._product.eqn.params)
+        plain = self._time(self._product.eqn.invars, self._product.product)
         if time is None or plain is None:
             return False
         chain = self._chain
@@ -228,18 +224,12 @@ class _Fusion:
         most = _WIDER if chain.last == "wider" else _FREE if is_cheap else 1
         return time <= most * plain + self._saved()
 
-    def _time(self, operands: Sequence[Any], params: dict[str, Any]) -> float | None:
+    def _time(self, operands: Sequence[Any], product: Any) -> float | None:
         """The expected time of a product, in microseconds; None if no kernel runs it, or a gated one is slower."""
-        plan: Any = ragged.plan
-        hashable = params
-        if not self._product.is_ragged:
-            plan, operands = lowering.plan, operands[:2]
-            numbers = tuple(tuple(map(tuple, sides)) for sides in params["dimension_numbers"])  # batching makes lists
-            hashable = params | dict(dimension_numbers=numbers)
-        avals = [x.aval for x in operands]
-        key = *avals, *hashable.values()
+        avals, schedule = [x.aval for x in operands], self._product.eqn.params["schedule"]
+        key = *avals, product, schedule
         if key not in self._times:
-            made = lowering.plan_or_none(plan, *avals, device=self._device, **params)
+            made = alternatives.plan_or_none(product, product.by_role(avals), schedule, self._device)
             has_kernel = made is not None and made.kernel is not None
             is_apart = self._chain.matrices and has_kernel and not made.problem.gated
             self._times[key] = made.microseconds if has_kernel and not is_apart else None
@@ -273,7 +263,7 @@ class _Stacked:
     """
 
     def __init__(self, eqn: Any, program: Program):
-        (lhs_contract, contract), (lhs_batch, batch) = eqn.params["dimension_numbers"]
+        (lhs_contract, contract), (lhs_batch, batch) = eqn.params["product"].numbers
         rhs = eqn.invars[1]
         order = range(rhs.aval.ndim)
         free = [i for i in order if i not in (*contract, *batch)]

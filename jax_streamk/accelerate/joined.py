@@ -5,116 +5,24 @@ alone takes a launch, and few columns make too few tiles for the whole GPU.
 """
 
 import collections
-import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.extend.core import Primitive, Var
-from jax.interpreters import mlir
+from jax.extend.core import Var
 
 from jax_streamk import compat, schedules
 from jax_streamk.accelerate import decisions
 from jax_streamk.accelerate.program import Program, bytes_of, is_movable, variables
 from jax_streamk.device import Device
-from jax_streamk.lower import lowering
-from jax_streamk.plan import cost_model, planner, problem
-from jax_streamk.product import primitive
-
-# Operands: lhs of shape (m, k), then two or three matrices, all (k, n) or all (n, k). The result has shape (m, sum of
-# n). Only what ``fused_p`` calls has it: derivatives are those of the products apart.
-joined_p: Primitive = Primitive("streamk_joined")
-joined_p.def_impl(functools.partial(compat.apply_primitive, joined_p))
-compat.check_nan(joined_p)
-
-_MOST = 3
-_NARROWEST = 64  # columns of a kernel's tile
-_BY_ROWS, _BY_COLUMNS = ((((1,), (i,)), ((), ())) for i in (0, 1))  # of matrices (k, n) and (n, k)
-
-
-@joined_p.def_abstract_eval
-def _abstract_eval(lhs, *matrices, dimension_numbers, **params):
-    params |= dict(dimension_numbers=dimension_numbers, out_sharding=None)
-    product, _ = compat.dot_general_p.abstract_eval(lhs, matrices[0], **params)
-    return product.update(shape=(lhs.shape[0], sum(_columns(dimension_numbers, *(x.shape for x in matrices)))))
-
-
-def _columns(dimension_numbers, *shapes):
-    return [shape[dimension_numbers == _BY_ROWS] for shape in shapes]
-
-
-def _apart(lhs, *matrices, **params):
-    return jnp.concatenate([primitive.bind(lhs, x, **params) for x in matrices], 1)
-
-
-def _apart_by_xla(lhs, *matrices, **params):
-    return jnp.concatenate([primitive.xlas_product(lhs, x, out_sharding=None, **params) for x in matrices], 1)
-
-
-def _batch(axis_data, operands, dims, **params):
-    apart = functools.partial(_apart, **params)
-    return jax.vmap(apart, dims, axis_size=axis_data.size, spmd_axis_name=axis_data.spmd_name)(*operands), 0
-
-
-compat.def_batching(joined_p, _batch)
-
-
-def plan(lhs, *matrices, device, dimension_numbers, precision, preferred_element_type):
-    """The ``Plan`` of a joined product on a GPU; None if no kernel can run it.
-
-    Args:
-      lhs, *matrices, dimension_numbers, precision, preferred_element_type: the primitive's operands and parameters.
-      device: a ``Device``.
-    """
-    if any(min(x.shape) < _NARROWEST or x.dtype != lhs.dtype for x in matrices):
-        return None
-    shapes = lhs.shape, tuple(x.shape for x in matrices)
-    try:
-        asked = _problem(*shapes, np.dtype(lhs.dtype), dimension_numbers, precision, preferred_element_type)
-    except problem.Unsupported:
-        return None
-    made = planner.make_plan(asked, schedules.Auto(), device)
-    return made if made.kernel is not None else None
-
-
-@functools.lru_cache(maxsize=4096)
-def _problem(lhs, matrices, dtype, dimension_numbers, precision, preferred_element_type):
-    columns = _columns(dimension_numbers, *matrices)
-    whole = (lhs[1], sum(columns))
-    a = jax.ShapeDtypeStruct(lhs, dtype)
-    b = jax.ShapeDtypeStruct(whole if dimension_numbers == _BY_ROWS else whole[::-1], dtype)
-    made = problem.arrange(a, b, dimension_numbers, precision, preferred_element_type, "cuda").problem
-    second, third = (*itertools.accumulate(columns[:-1]), 0)[:2]
-    made = dataclasses.replace(made, second_column=second, third_column=third)
-    return dataclasses.replace(made, ldb=second) if dimension_numbers == _BY_ROWS else made
-
-
-def _lower(ctx, *operands, **params):
-    apart = mlir.lower_fun(_apart, multiple_results=False)
-    rules = dict(cuda=functools.partial(_lower_with_kernel, apart))
-    return compat.lower_per_platform(ctx, rules, apart, *operands, **params)
-
-
-def _lower_with_kernel(apart, ctx, *operands, **params):
-    made = None
-    is_one = lowering.placement(ctx) == compat.Placement.ONE_DEVICE
-    if is_one and lowering.why_not_here(ctx, "cuda", schedules.Auto()) is None:
-        lowering.check_build("cuda")
-        made = plan(*ctx.avals_in, device=lowering.target("cuda"), **params)
-    if made is None:
-        return apart(ctx, *operands, **params)
-    if lowering.only_looked_at(made):
-        return mlir.lower_fun(_apart_by_xla, multiple_results=False)(ctx, *operands, **params)
-    return [lowering.call(ctx, made, compat.local_aval(*ctx.avals_out), *operands)]
-
-
-mlir.register_lowering(joined_p, _lower, cacheable=False)
+from jax_streamk.plan import alternatives, cost_model
+from jax_streamk.product import kinds
+from jax_streamk.product.dense import Dense
+from jax_streamk.product.fused import fused_p
+from jax_streamk.product.joined import BY_COLUMNS, BY_ROWS, MOST, NARROWEST, Joined
+from jax_streamk.product.primitive import product_p
 
 
 def joined(eqns: Sequence[Any], outvars: Sequence[Any], schedule: Any, device: Device) -> list[Any] | None:
@@ -173,13 +81,13 @@ class _Opened(Program):
 
 def _product_in(eqn: Any) -> Any:
     """The only product of an equation, which may be fused with what follows it; None if there is none."""
-    found = [x for x in _written(eqn) if x.primitive in (primitive.dot_general_p, compat.dot_general_p)]
+    found = [x for x in _written(eqn) if x.primitive is compat.dot_general_p or kinds.is_plain(x, Dense)]
     return found[0] if len(found) == 1 and isinstance(found[0].invars[0], Var) else None
 
 
 def _written(eqn: Any) -> list[Any]:
     """What a fused product replaced, in this program's own variables; else the equation itself."""
-    if eqn.primitive is primitive.fused_p:
+    if eqn.primitive is fused_p:
         written = getattr(eqn.params["written"], "jaxpr", eqn.params["written"])
         own = (*zip(written.invars, eqn.invars), *zip(written.outvars, eqn.outvars))
         if all(x is y for x, y in own):  # not if it was fused in another program, and copied
@@ -201,12 +109,12 @@ def _groups(program: Program, schedule: Any, device: Device) -> list[list[int]]:
         for places in alike.values()
         if len(places) > 1
     )
-    return [places[i : i + _MOST] for places in free for i in range(0, len(places) - 1, _MOST)]
+    return [places[i : i + MOST] for places in free for i in range(0, len(places) - 1, MOST)]
 
 
 def _is_free(program: Program, eqn: Any, schedule: Any, device: Device) -> bool:
     """Whether a product is ours, or XLA's only because alone it takes no longer than to start a kernel."""
-    if eqn.primitive is primitive.dot_general_p:
+    if eqn.primitive is product_p:
         return True
     made = decisions.decide(eqn, program, schedule, None, device).plan
     is_short = made is not None and made.kernel is None and made.microseconds is not None
@@ -215,28 +123,28 @@ def _is_free(program: Program, eqn: Any, schedule: Any, device: Device) -> bool:
 
 def _key(program: Program, eqn: Any) -> Any:
     """What products must have in common; None if a product cannot be joined."""
-    (lhs, rhs), params = (x.aval for x in eqn.invars), eqn.params
-    (contract, batch), is_ours = params["dimension_numbers"], eqn.primitive is primitive.dot_general_p
-    if is_ours and (params["permutation"] is not None or params["schedule"] != schedules.Auto()):
+    (lhs, rhs), product = (x.aval for x in eqn.invars), kinds.of(eqn)
+    contract, batch = product.numbers
+    if product.permutation is not None or eqn.params.get("schedule", schedules.Auto()) != schedules.Auto():
         return None
     if any(batch) or tuple(contract[0]) != (lhs.ndim - 1,) or tuple(contract[1]) not in ((0,), (rhs.ndim - 1,)):
         return None
     if not all(isinstance(size, int) for size in (*lhs.shape, *rhs.shape)):  # exported for any size
         return None
-    if compat.explicit_mesh(lhs, rhs) is not None or params["out_sharding"] is not None or eqn.ctx.compute_type:
+    if compat.explicit_mesh(lhs, rhs) is not None or eqn.params["out_sharding"] is not None or eqn.ctx.compute_type:
         return None
-    if rhs.size // max(1, lhs.shape[-1]) < _NARROWEST:
+    if rhs.size // max(1, lhs.shape[-1]) < NARROWEST:
         return None
     matrix = _matrix(program, eqn)
     if matrix is None or program.transpose_behind(eqn.invars[0]) is not None:  # the products apart read it as it is
         return None
-    return eqn.invars[0], matrix[1], params["precision"], eqn.outvars[0].aval.dtype
+    return eqn.invars[0], matrix[1], product.precision, eqn.outvars[0].aval.dtype
 
 
 def _matrix(program: Program, eqn: Any) -> Any:
     """A product's matrix, behind a transpose, and whether it is (k, n); None if it is transposed in another way."""
     x = eqn.invars[1]
-    is_by_rows = tuple(eqn.params["dimension_numbers"][0][1]) == (0,)
+    is_by_rows = kinds.of(eqn).numbers[0][1] == (0,)
     behind = program.transpose_behind(x)
     if behind is None:
         return x, is_by_rows
@@ -264,31 +172,28 @@ def _call(program: _Opened, group: Sequence[int], device: Device) -> list[Any] |
     first, lhs = products[0], products[0].invars[0]
     rows, depth = math.prod(lhs.aval.shape[:-1]), lhs.aval.shape[-1]
     matrices, (is_by_rows, *_) = zip(*(_matrix(program, eqn) for eqn in products))
-    params = dict(
-        dimension_numbers=_BY_ROWS if is_by_rows else _BY_COLUMNS,
-        precision=first.params["precision"],
-        preferred_element_type=first.outvars[0].aval.dtype,
-    )
+    dtype, precision = first.outvars[0].aval.dtype, kinds.of(first).precision
+    whole = Joined(BY_ROWS if is_by_rows else BY_COLUMNS, precision, dtype, matrices=len(matrices))
     columns = [x.aval.size // max(1, depth) for x in matrices]
     shapes = [(depth, n) if is_by_rows else (n, depth) for n in columns]
     views = [compat.reshaped(first, x, shape) for x, shape in zip((lhs, *matrices), ((rows, depth), *shapes))]
     operands = [x.outvars[0] for x in views]
-    made = plan(*(x.aval for x in operands), device=device, **params)
-    if made is None or made.microseconds + _slicing(program, group, device) >= sum(
-        decisions.planned(eqn, program, device, schedule=schedules.Auto()).microseconds or 0 for eqn in products
+    made = alternatives.plan(whole, whole.by_role([x.aval for x in operands]), schedules.Auto(), device).plan
+    if made.kernel is None or made.microseconds + _slicing(program, group, device) >= sum(
+        decisions.planned(eqn, program, device, schedules.Auto()).microseconds or 0 for eqn in products
     ):
         return None
-    product = compat.new_eqn(first, joined_p, *operands, **params)
+    product = compat.new_eqn(first, product_p, *operands, product=whole, schedule=schedules.Auto(), out_sharding=None)
     apart = [eqn.replace(outvars=[compat.new_var(x.aval) for x in eqn.outvars]) for eqn in products]
     parts = [compat.reshaped(eqn, eqn.outvars[0], (rows, n)) for eqn, n in zip(apart, columns)]
-    whole = compat.new_eqn(first, lax.concatenate_p, *(x.outvars[0] for x in parts), dimension=1)
+    together = compat.new_eqn(first, lax.concatenate_p, *(x.outvars[0] for x in parts), dimension=1)
     inputs = list(dict.fromkeys((lhs, *matrices, *(x for eqn in products for x in variables(eqn)))))
     out = compat.new_var(product.outvars[0].aval)
     jaxprs = dict(
         call_jaxpr=compat.closed(inputs, [*views, product], *product.outvars),
-        written=compat.closed(inputs, [*apart, *parts, whole], *whole.outvars),
+        written=compat.closed(inputs, [*apart, *parts, together], *together.outvars),
     )
-    eqns = [first.replace(primitive=primitive.fused_p, params=jaxprs, invars=inputs, outvars=[out])]
+    eqns = [first.replace(primitive=fused_p, params=jaxprs, invars=inputs, outvars=[out])]
     for eqn, n, end in zip(products, columns, itertools.accumulate(columns)):
         limits = dict(start_indices=(0, end - n), limit_indices=(rows, end), strides=None)
         part = compat.new_eqn(eqn, lax.slice_p, out, **limits)

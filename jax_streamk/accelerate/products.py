@@ -11,12 +11,14 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jax_streamk import compat, schedules, text
-from jax_streamk.accelerate import joined
-from jax_streamk.accelerate.decisions import decide, decide_ragged, planned, planned_ragged
+from jax_streamk.accelerate.decisions import decide, planned
 from jax_streamk.accelerate.program import Program
 from jax_streamk.device import Device
-from jax_streamk.plan.planner import Plan
-from jax_streamk.product import primitive, ragged
+from jax_streamk.plan.plan import Plan
+from jax_streamk.product import kinds
+from jax_streamk.product.fused import fused_p
+from jax_streamk.product.primitive import product_p
+from jax_streamk.product.ragged import Ragged
 from jax_streamk.tuning import tuned
 
 
@@ -75,8 +77,6 @@ class Product:
         return self.plan.schedule if self.is_ours and self.plan is not None else None
 
 
-_OURS = primitive.dot_general_p, primitive.linear_p, ragged.ragged_p, joined.joined_p
-_JAXS = compat.dot_general_p, compat.ragged_dot_general_p
 _WIDTH = 100
 _COLUMNS = ("m x n x k", "dtypes", "count", "by", "expected", "share")
 
@@ -198,7 +198,7 @@ def _equations(
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     program = Program(jaxpr.eqns, jaxpr.outvars)
     for eqn in jaxpr.eqns:
-        if eqn.primitive in (*_OURS, *_JAXS):
+        if eqn.primitive is product_p or eqn.primitive in kinds.KINDS:
             yield eqn, program, count, is_exact, measured.get(eqn.outvars[0]), around
         elif eqn.primitive.name != "pallas_call":
             found = compat.parameters(eqn)
@@ -213,7 +213,7 @@ def _equations(
 
 def _of_fused(eqn: Any, inner: Any, measured: Mapping[Any, Any]) -> Mapping[Any, Any]:
     """What was measured, for the product inside of a fused one by the results of those that it replaced."""
-    if eqn.primitive is not primitive.fused_p or not measured:
+    if eqn.primitive is not fused_p or not measured:
         return measured
     found = [measured[x] for old in eqn.params["written"].eqns for x in old.outvars if x in measured]
     return {x: found[0] for new in inner.eqns for x in new.outvars} if found else measured
@@ -230,37 +230,32 @@ def _jaxprs(values: tuple[Any, ...]) -> Iterator[Any]:
 
 
 def _row(eqn, program, count, is_exact, schedule, where, device, measured) -> Product:
-    is_ours, is_ragged = eqn.primitive in _OURS, eqn.primitive in (ragged.ragged_p, compat.ragged_dot_general_p)
+    product, is_ours = kinds.of(eqn), eqn.primitive is product_p
     why, made = "", None
     if is_ours:
         try:
-            if eqn.primitive is joined.joined_p:
-                made = joined.plan(*(x.aval for x in eqn.invars), device=device, **eqn.params)
-            else:
-                made = (planned_ragged if is_ragged else planned)(eqn, program, device)
+            made = planned(eqn, program, device)
         except ValueError as error:
             is_ours, why = False, str(error)
         if made is not None and made.kernel is None:
             is_ours, why = False, made.why_xla or made.reasons[0]
     else:
-        asked = eqn, program, schedule, where, device
-        decision = decide_ragged(*asked) if is_ragged else decide(*asked, measured)
+        decision = decide(eqn, program, schedule, where, device, measured)
         made = decision.plan
         why = decision.why or "accelerate does not look into the primitive that it is in"
     if is_ours and measured is not None:
         why = measured.why
     lhs, rhs = (x.aval for x in eqn.invars[:2])
     problem, groups = made.problem if made is not None else None, 0
-    if not is_ragged:
-        contract, batch = eqn.params["dimension_numbers"]
-    else:
-        numbers = eqn.params.get("numbers") or eqn.params["ragged_dot_dimension_numbers"]
-        contract, batch = numbers.dot_dimension_numbers
-        groups = eqn.invars[2].aval.shape[-1] - eqn.params.get("leading", False)
+    is_ragged = isinstance(product, Ragged)
+    contract, batch = product.numbers.dot_dimension_numbers if is_ragged else product.numbers
+    if is_ragged:
+        sizes = dict(zip(product.roles, eqn.invars))["group_sizes"]  # an equation of JAX's may have a group_offset
+        groups = sizes.aval.shape[-1] - product.leading
     if problem is None:
         depth, batches = (math.prod(lhs.shape[i] for i in dims) for dims in (contract[0], batch[0]))
         m, n = (x.size // max(1, depth * batches) for x in (lhs, rhs))
-        if is_ragged and numbers.rhs_group_dimensions:
+        if is_ragged and product.groups_rows:
             n //= max(1, groups)
             m = eqn.outvars[0].aval.size // max(1, n * batches)
         extents = batches, m, n, depth

@@ -22,15 +22,16 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Var, primitives
 
 from jax_streamk import compat
 from jax_streamk.accelerate import fragments, fusion, joined
-from jax_streamk.accelerate.chains import PRODUCTS
-from jax_streamk.accelerate.decisions import decide, decide_ragged
+from jax_streamk.accelerate.chains import may_have_epilogue
+from jax_streamk.accelerate.decisions import decide
 from jax_streamk.accelerate.products import Products, products_of
 from jax_streamk.accelerate.program import Program
 from jax_streamk.device import Device, device_of
-from jax_streamk.lower import lowering
-from jax_streamk.plan.planner import Plan
+from jax_streamk.plan import alternatives
+from jax_streamk.plan.plan import Plan
 from jax_streamk.plan.problem import GemmProblem
-from jax_streamk.product import primitive, ragged
+from jax_streamk.product import kinds, primitive
+from jax_streamk.product.dense import Dense
 from jax_streamk.schedules import PerPass, Schedule, check_schedule
 from jax_streamk.tuning import tune, tuned
 
@@ -72,7 +73,6 @@ class _Argument:
 
 # Equal to themselves only, and yet values: what they close over is not looked at, as by jit.
 _FUNCTIONS = type, types.FunctionType, types.BuiltinFunctionType, type(jax.jit(len)), jax.custom_jvp, jax.custom_vjp
-_PRODUCTS = compat.dot_general_p, compat.ragged_dot_general_p
 
 
 @overload
@@ -358,7 +358,7 @@ class _Rewriter:
     def _eqns(self, jaxpr: Any) -> list[Any]:
         """The rewritten equations of a jaxpr; its own list if nothing changes."""
         outvars = getattr(jaxpr, "jaxpr", jaxpr).outvars
-        has_products = any(eqn.primitive in _PRODUCTS for eqn in jaxpr.eqns)
+        has_products = any(eqn.primitive in kinds.KINDS for eqn in jaxpr.eqns)
         if not has_products:
             return _map(functools.partial(self._eqn, None, {}), jaxpr.eqns)
         program = Program(jaxpr.eqns, outvars)
@@ -370,7 +370,7 @@ class _Rewriter:
     def _eqns_of(self, program: Program, measured: fragments.Measured) -> Any:
         """``_eqns`` of a program with products, by what tuning found for them."""
         eqns = _map(functools.partial(self._eqn, program, measured), program.eqns)
-        if not any(eqn.primitive in PRODUCTS for eqn in eqns):
+        if not any(map(may_have_epilogue, eqns)):
             return eqns
         folded = _with_transposes(program, eqns)
         program = program.with_eqns(eqns) if folded is eqns else Program(folded, program.outvars)
@@ -381,17 +381,10 @@ class _Rewriter:
         return joined.joined(eqns, program.outvars, self._schedule, device) or eqns
 
     def _eqn(self, program: Any, measured: fragments.Measured, eqn: Any) -> Any:
-        if eqn.primitive is compat.dot_general_p:
+        if eqn.primitive in kinds.KINDS:
             found = measured.get(eqn.outvars[0])
-            if not decide(eqn, program, self._schedule, self._where, device_of(None), found).is_ours:
-                return eqn
-            return eqn.replace(
-                primitive=primitive.dot_general_p, params=eqn.params | dict(schedule=self._schedule, permutation=None)
-            )
-        if eqn.primitive is compat.ragged_dot_general_p:
-            if not decide_ragged(eqn, program, self._schedule, self._where, device_of(None)).is_ours:
-                return eqn
-            return eqn.replace(primitive=ragged.ragged_p, params=ragged.params_of(eqn, self._schedule))
+            decision = decide(eqn, program, self._schedule, self._where, device_of(None), found)
+            return kinds.of_ours(eqn, self._schedule) if decision.is_ours else eqn
         # In other libraries' primitives a jaxpr may have to match other parameters: Equinox keeps a copy and compares.
         if eqn.primitive not in compat.higher_order or eqn.ctx.compute_type is not None:
             return eqn
@@ -495,19 +488,22 @@ def _with_transposes(program: Program, eqns: list[Any]) -> list[Any]:
         made = program.maker.get(eqn.invars[0])
         if made is None or new[made] is None or program.user(eqn.invars[0]) is None:
             continue
-        product = new[made]
-        if product.primitive is not primitive.dot_general_p or product.params["permutation"]:
+        before = new[made]
+        if not kinds.is_plain(before, Dense) or before.params["product"].permutation:
             continue
-        avals = (x.aval for x in product.invars)
-        plan = functools.partial(lowering.plan_or_none, lowering.plan, *avals, device=device_of(None))
-        params = product.params | eqn.params
-        folded = plan(**params)
+        turned = before.params["product"].replaced(permutation=eqn.params["permutation"])
+        folded = _planned(before, turned)
         # A nested batch is worth a transpose of its result: in another order, matrices would be copied.
-        if folded is not None and (_is_nested(folded) or not _is_nested(plan(**product.params))):
-            new[made] = product.replace(params=params, outvars=eqn.outvars)
+        if folded is not None and (_is_nested(folded) or not _is_nested(_planned(before, before.params["product"]))):
+            new[made] = before.replace(params=before.params | dict(product=turned), outvars=eqn.outvars)
             new[at] = None
     kept = [eqn for eqn in new if eqn is not None]
     return kept if len(kept) < len(eqns) else eqns
+
+
+def _planned(eqn: Any, product: Dense) -> Plan | None:
+    types = product.by_role([x.aval for x in eqn.invars])
+    return alternatives.plan_or_none(product, types, eqn.params["schedule"], device_of(None))
 
 
 def _is_nested(plan: Plan | None) -> bool:

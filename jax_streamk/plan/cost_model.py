@@ -6,9 +6,6 @@ from jax_streamk import _ffi
 from jax_streamk.machines import machine_of
 from jax_streamk.text import duration, durations
 
-# Bytes of an element.
-SIZES = {_ffi.Type.f64: 8, _ffi.Type.f32: 4, _ffi.Type.s32: 4, _ffi.Type.bf16: 2, _ffi.Type.f16: 2, _ffi.Type.s8: 1}
-
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
@@ -43,16 +40,16 @@ def moving(size, device, launches=1):
 
 def moved_bytes(problem):
     """Bytes of every operand, each read once, and of the result."""
-    size, batches = SIZES.__getitem__, lambda stride: problem.batch if stride else 1
+    batches = lambda stride: problem.batch if stride else 1
     m, n, k = problem.m, problem.n, problem.k
     matrices = 2 if problem.gated else 1
     results = (1 if problem.ragged == _ffi.Ragged.m else problem.batch) * m * n * (2 if problem.has_residual else 1) + (
         matrices * n * batches(problem.batch_stride_bias) if problem.has_bias else 0
     )
     rows = min(problem.gathered_rows, m) or m * batches(problem.batch_stride_a)
-    moved = rows * k * size(problem.type_a)
-    moved += matrices * k * n * batches(problem.batch_stride_b) * size(problem.type_b)
-    return moved + results * size(problem.type_d)
+    moved = rows * k * problem.type_a.bits // 8
+    moved += matrices * k * n * batches(problem.batch_stride_b) * problem.type_b.bits // 8
+    return moved + results * problem.type_d.bits // 8
 
 
 def flop_count(problem):

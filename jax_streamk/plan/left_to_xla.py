@@ -3,8 +3,6 @@
 from jax_streamk import _ffi, machines, text
 from jax_streamk.device import too_old
 
-_BYTES = {_ffi.Type.bf16: 2, _ffi.Type.f16: 2, _ffi.Type.f32: 4, _ffi.Type.f64: 8}
-
 
 def why(problem, device):
     """Why to leave a ``GemmProblem`` on a ``Device`` to XLA; None if there is no reason."""
@@ -71,7 +69,7 @@ def short(problem, device):
         return None
     machine = machines.machine_of(device)
     elements = rows * problem.k * (problem.batch if stride else 1)
-    reading = elements * _BYTES.get(problem.type_a, 1) / machine.dram_bytes_per_us
+    reading = elements * problem.type_a.bits / 8 / machine.dram_bytes_per_us
     if reading < machine.launch_us / 3:
         return f"reading {word} takes {text.duration(reading)}: it counts more that XLA's kernel starts earlier"
     return None
@@ -88,15 +86,14 @@ def narrow(problem):
         return "with m = 1, only kernels for rows of B aligned to 16 bytes have no mostly empty tiles"
     if n > 8:
         return None
-    size = _BYTES.get(problem.type_a)
-    if size is None or problem.type_b != problem.type_a or problem.gated or problem.ragged != _ffi.Ragged.none:
+    if problem.type_b != problem.type_a or problem.gated or problem.ragged != _ffi.Ragged.none:
         return f"with n = {n}, tiles are mostly empty"
     row_a, batched = problem.major_a == _ffi.Major.row, problem.batch > 1
     strides = [k if row_a else m, problem.lda * ((m if row_a else k) > 1), batched * problem.batch_stride_a]
     strides.append(batched * problem.inner_stride_a)
     if problem.major_b == _ffi.Major.column:  # read by vectors, too
         strides += [k, problem.ldb * (n > 1), batched * problem.batch_stride_b, batched * problem.inner_stride_b]
-    if any(stride % (16 // size) for stride in strides):
+    if any(stride % (128 // problem.type_a.bits) for stride in strides):
         return f"with n = {n}, only kernels for rows aligned to 16 bytes have no mostly empty tiles"
     return None
 

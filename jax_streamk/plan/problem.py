@@ -15,14 +15,7 @@ from jax import lax
 from jax_streamk import _ffi
 from jax_streamk.product.epilogue import ByBits, Epilogue
 
-TYPES = {
-    jnp.dtype(jnp.float64): _ffi.Type.f64,
-    jnp.dtype(jnp.float32): _ffi.Type.f32,
-    jnp.dtype(jnp.bfloat16): _ffi.Type.bf16,
-    jnp.dtype(jnp.float16): _ffi.Type.f16,
-    jnp.dtype(jnp.int8): _ffi.Type.s8,
-    jnp.dtype(jnp.int32): _ffi.Type.s32,
-}
+TYPES = {type_.dtype: type_ for type_ in _ffi.Type}
 
 
 class Unsupported(Exception):

@@ -6,7 +6,7 @@ With a gate it is ``activation(product + bias) * (second product + second bias)`
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -63,9 +63,20 @@ class ByBits:
         return hash(self._key)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Epilogue(ByBits):
-    """The static part of an epilogue. Its operands follow lhs and rhs: second rhs, bias, second bias, residual.
+class ShortRepr:
+    """For dataclasses that programs print: fields with their defaults are left out."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+    def __repr__(self):
+        given = ((field.name, getattr(self, field.name), field.default) for field in dataclasses.fields(self))
+        shown = ", ".join(f"{name}={value!r}" for name, value, default in given if value != default)
+        return f"{type(self).__name__}({shown})"
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Epilogue(ShortRepr, ByBits):
+    """The static part of an epilogue. Its operands have the roles ``up`` (the second rhs), bias, up_bias and residual.
 
     Attributes:
       activation: a key of ``ACTIVATIONS``.
@@ -100,35 +111,42 @@ class Epilogue(ByBits):
         """The epilogue of each product of a gated one, if these run apart."""
         return dataclasses.replace(self, activation=None, gate=None)
 
-    def split(self, others):
-        """(second rhs, biases, residual) of the operands that follow lhs and rhs; each a tuple, empty if absent."""
-        first, last = self.is_pair, self.is_pair + self.has_bias * (1 + self.is_pair)
-        return tuple(others[:first]), tuple(others[first:last]), tuple(others[last:])
+    @property
+    def roles(self):
+        """The roles of its operands, in order."""
+        present = dict(
+            up=self.is_pair,
+            bias=self.has_bias,
+            up_bias=self.has_bias and self.is_pair,
+            residual=self.has_residual,
+        )
+        return tuple(role for role, is_there in present.items() if is_there)
 
-    def apply(self, product, *others, dtype=None):
+    def apply(self, product, *, up=None, bias=None, up_bias=None, residual=None, dtype=None):
         """The epilogue in XLA, where no kernel applies it: in at least float32, rounded once to ``dtype``.
 
-        In the place of a second rhs is its product.
+        Args:
+          up: the second product.
         """
         if self.is_plain:
             return product
         dtype = dtype or product.dtype
-        second, biases, residual = self.split(others)
         if self.gate:
             before = functools.partial(self.before_gate.apply, dtype=wide(dtype))
             if self.is_pair:
-                products = [before(x, *biases[i : i + 1]) for i, x in enumerate((product, *second))]
+                products = before(product, bias=bias), before(up, bias=up_bias)
             else:
-                both = before(product, *biases)
-                products = [lax.index_in_dim(both, i, both.ndim - 2, keepdims=False) for i in range(2)]
-            gate, up = (x.astype(wide(dtype)) for x in products)
-            return (ACTIVATIONS[self.activation](gate) * up).astype(dtype)
+                both = before(product, bias=bias)
+                first, last = (lax.index_in_dim(both, i, both.ndim - 2, keepdims=False) for i in range(2))
+                products = first, last
+            gate, factor = (x.astype(wide(dtype)) for x in products)
+            return (ACTIVATIONS[self.activation](gate) * factor).astype(dtype)
         out = product.astype(wide(product.dtype))
         if self.alpha != 1:
             out *= self.alpha
-        for x in residual:
-            out += scaled(self.beta, x.astype(out.dtype))
-        for bias in biases:
+        if residual is not None:
+            out += scaled(self.beta, residual.astype(out.dtype))
+        if bias is not None:
             out += self.spread_bias(bias, out.ndim).astype(out.dtype)
         return ACTIVATIONS[self.activation](out).astype(dtype)
 

@@ -7,7 +7,6 @@ the planner's (cutlass_kernels/planner/).
 import dataclasses
 import functools
 import html
-import statistics
 import textwrap
 from collections.abc import Iterator
 from typing import Any
@@ -20,13 +19,13 @@ from jax_streamk.lower import lowering
 from jax_streamk.machines import machine_of
 from jax_streamk.plan import cost_model, planner
 from jax_streamk.plan.launch_policy import LaunchPolicy
-from jax_streamk.plan.planner import Plan
+from jax_streamk.plan.plan import Candidate, Plan, views
 from jax_streamk.plan.problem import GemmProblem
 from jax_streamk.schedules import Schedule
+from jax_streamk.tuning import contest
 
 WIDTH = 100  # columns of the printed text
 _INDENT = 20  # of figures, which follow their labels
-_ROUNDS = 5  # in which ours and XLA's are timed in turn on a CPU
 _SAME = 0.05  # microseconds that estimates do not tell apart
 
 
@@ -280,7 +279,7 @@ def explain(plan: Plan, *, measure: bool = False) -> Explanation:
     )
 
 
-planner.views["explain"] = explain
+views["explain"] = explain
 
 
 def kernel_of(name: str, device: Device) -> _ffi.KernelInfo:
@@ -313,7 +312,7 @@ def on_kernel(plan: Plan, name: str) -> Plan:
         microseconds=cost.microseconds,
         waves=cost.waves,
         efficiency=efficiency,
-        candidates=(planner.Candidate(name, plan.schedule, cost.microseconds),),
+        candidates=(Candidate(name, plan.schedule, cost.microseconds),),
     )
 
 
@@ -416,10 +415,6 @@ def _why(chosen: RunnerUp, other: RunnerUp) -> str:
 
 
 def _measured(plan: Plan) -> Measured:
-    import jax
-
-    from jax_streamk.tuning import contest, measure, programs
-
     problem = plan.problem
     if problem is None or problem.is_empty:
         raise ValueError(f"explain: there is nothing to measure: {'; '.join(plan.reasons)}")
@@ -429,26 +424,13 @@ def _measured(plan: Plan) -> Measured:
         )
     if problem.second_column:
         raise ValueError("explain: there is nothing to measure: XLA has no product of several matrices as one")
+    has_xla = problem.math != _ffi.Math.tf32x3  # XLA multiplies TF32 once where we multiply three times
     if plan.kernel is not None:
         lowering.check_build(plan.device.platform)
-    memory = measure.Memory(plan.device)
-    made = dataclasses.replace(plan, microseconds=plan.microseconds or 1e3)  # which says how many calls to make
-    # XLA multiplies TF32 once where we multiply three times.
-    has_xla = problem.math != _ffi.Math.tf32x3
-    products = dict(ours=contest.ours) if plan.kernel is not None else {}
-    products |= dict(xla=contest.xlas) if has_xla else {}
-    if not products:
+    elif not has_xla:
         raise ValueError("explain: there is nothing to measure: XLA has no product of three TF32")
-    with jax.enable_x64(True):  # types are the problem's, whatever programs may have elsewhere
-        operands = contest.operands_of(made, memory)
-        if plan.device.platform == "cuda":
-            times = {name: _device_time(product(made), operands) for name, product in products.items()}
-        else:
-            made_of = {name: programs.dependent(product(made), operands) for name, product in products.items()}
-            rounds = [{name: programs.wall_sample(x) for name, x in made_of.items()} for _ in range(_ROUNDS)]
-            times = {name: statistics.median(each[name] for each in rounds) for name in products}
-    ours, xla = times.get("ours"), times.get("xla")
-    time = ours or times["xla"]
+    ours, xla = contest.times(plan, has_ours=plan.kernel is not None, has_xla=has_xla)
+    time = ours or xla
     limit = cost_model.limit_of(problem, plan.device)
     return Measured(
         ours,
@@ -457,18 +439,6 @@ def _measured(plan: Plan) -> Measured:
         cost_model.moved_bytes(problem) / time / 1e3,
         limit.microseconds / time if limit else None,
     )
-
-
-def _device_time(product: Any, operands: Any) -> float:
-    import jax
-
-    from jax_streamk.tools import timing
-    from jax_streamk.tuning.programs import Program, repeat
-
-    one = jax.jit(product)
-    program = Program(lambda: [one(*xs) for xs in operands], jax.block_until_ready, len(operands))
-    repeat(program, 1)
-    return timing.summary(timing.device_samples(program)[0])["median_us"]
 
 
 def _count(number: int, noun: str) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jax_streamk import text
-from jax_streamk.plan.planner import Plan, views
+from jax_streamk.plan.plan import Plan, views
 from jax_streamk.schedules import DataParallel, Schedule, SplitK, StreamK
 from jax_streamk.show import explain
 

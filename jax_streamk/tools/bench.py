@@ -32,9 +32,10 @@ import jax.numpy as jnp
 import jax_streamk
 from jax_streamk.device import device_of
 from jax_streamk.product.epilogue import ACTIVATIONS
-from jax_streamk.tools import groups, programs, results, shapes, sides, timing
+from jax_streamk.tools import groups, programs, results, shapes, sides
 from jax_streamk.tools.info import driver
 from jax_streamk.tools.results import recorded
+from jax_streamk.tuning import timing
 from jax_streamk.tuning.measure import check_memory
 from jax_streamk.tuning.programs import Program, repeat, wall_sample
 

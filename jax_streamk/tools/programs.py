@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 
 import jax_streamk
-from jax_streamk.tools import timing
 from jax_streamk.tools.results import described, recorded
 from jax_streamk.tools.sides import OURS, XLA
+from jax_streamk.tuning import timing
 from jax_streamk.tuning.programs import Program, repeat, wall
 
 FOLDER = "benchmarks/programs"

@@ -19,9 +19,9 @@ import jax_streamk
 from jax_streamk.device import device_of
 from jax_streamk.product.epilogue import ACTIVATIONS
 from jax_streamk.tools import shapes
-from jax_streamk.tools.timing import device_samples, summary
 from jax_streamk.tuning.measure import ROTATED_BYTES
 from jax_streamk.tuning.programs import Program, dependent, repeat
+from jax_streamk.tuning.timing import device_samples, summary
 
 OURS, XLA, OUR_MATMUL = "jax_streamk", "XLA", "jax_streamk.matmul"
 DENSE, EVEN = "dense", "even groups"  # what bounds a ragged product

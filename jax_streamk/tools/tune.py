@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import math
 import time
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +20,12 @@ import jax.numpy as jnp
 from jax_streamk import compat, schedules
 from jax_streamk.device import device_of
 from jax_streamk.lower import lowering
+from jax_streamk.plan import alternatives
 from jax_streamk.plan.problem import GemmProblem
-from jax_streamk.product import ragged
+from jax_streamk.product.dense import Dense
 from jax_streamk.product.epilogue import ACTIVATIONS, Epilogue
+from jax_streamk.product.ragged import Ragged
+from jax_streamk.product.spec import Product
 from jax_streamk.text import duration
 from jax_streamk.tools import groups, shapes
 from jax_streamk.tuning import tune, tuned
@@ -135,21 +137,19 @@ def _plan(wanted, dtypes, out_dtype, device, epilogue):
             shape = dataclasses.replace(shape, routing="uniform")  # what is measured
         for each in dtypes:
             result = out_dtype or shapes.result_dtype(each)
-            product = f"{shape} {each}" + (f" -> {result}" if result else "")
+            name = f"{shape} {each}" + (f" -> {result}" if result else "")
             lhs, rhs = (jax.ShapeDtypeStruct(stored, each) for stored in shape.stored())
-            params: dict[str, Any] = dict(
-                precision=compat.canonicalize_precision(None), preferred_element_type=result and jnp.dtype(result)
-            )
-            params |= dict(schedule=schedules.Auto(), device=device, epilogue=epilogue)
+            kind: type[Product] = Dense
+            types = dict(lhs=lhs, rhs=rhs)
             if isinstance(shape, groups.Groups):
-                sizes = jax.ShapeDtypeStruct((shape.groups,), jnp.int32)
-                made, _ = ragged.plan(lhs, rhs, sizes, numbers=shape.dimension_numbers(), **params)
-            else:
-                made, _ = lowering.plan(lhs, rhs, dimension_numbers=shape.dimension_numbers(), **params)
+                kind, types["group_sizes"] = Ragged, jax.ShapeDtypeStruct((shape.groups,), jnp.int32)
+            precision = compat.canonicalize_precision(None)
+            product = kind(shape.dimension_numbers(), precision, result and jnp.dtype(result), epilogue)
+            made = alternatives.plan(product, types, schedules.Auto(), device).plan
             if made.kernel is None:
-                left[product] = made.reasons[0]
+                left[name] = made.reasons[0]
             else:
-                problems.setdefault(made.problem, product)
+                problems.setdefault(made.problem, name)
     return problems, left
 
 

@@ -1,7 +1,9 @@
 """Compares a plan with XLA's own product, each in a program of dependent calls."""
 
+import dataclasses
 import itertools
 import math
+import statistics
 import warnings
 from typing import Any
 
@@ -11,13 +13,13 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from jax_streamk import _ffi
-from jax_streamk.accelerate.program import bytes_of
-from jax_streamk.lower import custom_call
+from jax_streamk.plan import custom_call
+from jax_streamk.product.dense import Dense
 from jax_streamk.product.epilogue import Epilogue
-from jax_streamk.product.primitive import xlas_product
-from jax_streamk.tuning import measure
-from jax_streamk.tuning.programs import dependent, repeat, wall, wall_sample
+from jax_streamk.tuning import measure, timing
+from jax_streamk.tuning.programs import Program, dependent, repeat, wall, wall_sample
 
+_ROUNDS = 5  # in which ours and XLA's are timed in turn on a CPU
 _LEAST_CALLS, _MOST_CALLS = 16, 64  # in a program: to outlast its launch, and to compile in time
 _MOST_COPIED = 8e9  # bytes that lax's ragged product may take for copies
 
@@ -55,11 +57,41 @@ def xla_ratio(made, memory, rounds):
     return largest
 
 
+def times(made, *, has_ours, has_xla):
+    """Microseconds of a ``Plan``'s product and of XLA's on its device, which is of this process; None if not asked for.
+
+    On a GPU it is the time of the kernels, on a CPU that of programs of dependent calls.
+
+    Raises:
+      ValueError: this process has not the device.
+      RuntimeError: running failed.
+    """
+    memory = measure.Memory(made.device)
+    asked = {name: product(made) for name, product, has in (("ours", ours, has_ours), ("xla", xlas, has_xla)) if has}
+    known = dataclasses.replace(made, microseconds=made.microseconds or 1e3)  # which says how many calls to make
+    with jax.enable_x64(True):  # types are the problem's, whatever programs may have elsewhere
+        operands = operands_of(known, memory)
+        if made.device.platform == "cuda":
+            found = {name: _device_time(product, operands) for name, product in asked.items()}
+        else:
+            programs = {name: dependent(product, operands) for name, product in asked.items()}
+            rounds = [{name: wall_sample(x) for name, x in programs.items()} for _ in range(_ROUNDS)]
+            found = {name: statistics.median(each[name] for each in rounds) for name in asked}
+    return found.get("ours"), found.get("xla")
+
+
+def _device_time(product, operands):
+    one = jax.jit(product)
+    program = Program(lambda: [one(*xs) for xs in operands], jax.block_until_ready, len(operands))
+    repeat(program, 1)
+    return timing.summary(timing.device_samples(program)[0])["median_us"]
+
+
 def ours(made):
     """A ``Plan``'s product as a function of its operands. They and D are flat, as long as strides reach."""
-    _, _, d, *_ = measure.spans(made.problem)
+    _, d = measure.spans(made.problem)["d"]
     workspace = jax.ShapeDtypeStruct((made.workspace_bytes,), np.uint8)
-    results = jax.ShapeDtypeStruct((d,), measure.dtype_of(made.problem.type_d)), workspace
+    results = jax.ShapeDtypeStruct((d,), made.problem.type_d.dtype), workspace
     call, attributes = jax.ffi.ffi_call(custom_call.target(made), results), custom_call.attributes(made)
     return lambda *operands: call(*operands, **attributes)[0]
 
@@ -86,21 +118,15 @@ def xlas(made):
     shapes = [a, *[b] * pairs, *[bias] * (p.has_bias * pairs)]
     shapes += [(*(both or of_a), p.m, *([] if both else of_b), p.n)] * p.has_residual
     activation = None if p.activation == _ffi.Activation.none else p.activation.name
-    params = dict(
-        dimension_numbers=(((len(of_a) + row_a,), (contract_b,)), ((0,), (0,)) if both else ((), ())),
-        precision=None,
-        preferred_element_type=measure.dtype_of(p.type_d),
-        out_sharding=None,
-        epilogue=Epilogue(activation, p.alpha, p.beta, p.has_bias, bias_batch, p.has_residual, gate),
-    )
-    return lambda *operands: xlas_product(*(x.reshape(shape) for x, shape in zip(operands, shapes)), **params).reshape(
-        -1
-    )
+    numbers = ((len(of_a) + row_a,), (contract_b,)), ((0,), (0,)) if both else ((), ())
+    epilogue = Epilogue(activation, p.alpha, p.beta, p.has_bias, bias_batch, p.has_residual, gate)
+    product = Dense(numbers, None, p.type_d.dtype, epilogue)
+    return lambda *operands: product.by_xla(*(x.reshape(shape) for x, shape in zip(operands, shapes))).reshape(-1)
 
 
 def _has_xlas(p):
     """Whether a ragged product is compared with lax's: without epilogue and rows before the groups, if that fits."""
-    copies = p.batch * p.m * p.k * measure.dtype_of(p.type_a).itemsize
+    copies = p.batch * p.m * p.k * p.type_a.dtype.itemsize
     is_plain = p.activation == _ffi.Activation.none and not (p.has_bias or p.gated or p.leading_rows or p.gathered_rows)
     return is_plain and copies <= _MOST_COPIED
 
@@ -112,7 +138,7 @@ def _xlas_ragged(p):
     b = (*[p.batch] * along_m, *((p.k, p.n) if row_b else (p.n, p.k)))
     contract = (((int(row_a),), (along_m + (not row_b),)), ((), ()))
     numbers = lax.RaggedDotDimensionNumbers(contract, (int(row_a != along_m),), (0,) * along_m)
-    dtype = measure.dtype_of(p.type_d)
+    dtype = p.type_d.dtype
     return lambda x, y, sizes: lax.ragged_dot_general(
         x.reshape(a), y.reshape(b), sizes, numbers, preferred_element_type=dtype
     ).reshape(-1)
@@ -120,10 +146,10 @@ def _xlas_ragged(p):
 
 def operands_of(made, memory):
     """The operands of each call: enough sets to keep the larger operand out of L2, but at most ``_MOST_CALLS``."""
-    parts = [(size, measure.dtype_of(type_)) for type_, size in made.problem.native().spans() if size]
-    del parts[2]  # D
-    sizes = [memory.put(measure.group_sizes(made.problem))] if made.problem.is_ragged else []
-    parts = parts[: len(parts) - len(sizes)]
+    spans = measure.spans(made.problem)
+    sizes = [memory.put(measure.group_sizes(made.problem))] if "group_sizes" in spans else []
+    drawn = [span for role, span in spans.items() if role not in ("d", "group_sizes")]
+    parts = [(size, type_.dtype) for type_, size in drawn]
     rotated = math.ceil(measure.ROTATED_BYTES[memory.device.platform] / max(size * t.itemsize for size, t in parts[:2]))
     calls = max(1, min(max(_LEAST_CALLS, rotated), _MOST_CALLS, int(measure.LONGEST_PASS / made.microseconds)))
     sets = min(rotated, calls)
@@ -140,7 +166,7 @@ def fragment_programs(variants, memory):
     """The ``Program`` of each variant of a fragment, a closed jaxpr by name, on the same random operands."""
     avals = variants["xla"].in_avals
     link = _link(variants["xla"])
-    rotated = math.ceil(measure.ROTATED_BYTES[memory.device.platform] / max(map(bytes_of, avals)))
+    rotated = math.ceil(measure.ROTATED_BYTES[memory.device.platform] / max(x.size * x.dtype.itemsize for x in avals))
     one = dependent(_first_of(variants["xla"], avals[link].ndim), [*zip(*(_random(x, 1, memory) for x in avals))], link)
     repeat(one, 1)  # compiles it
     microseconds = wall(one, 1) * 1e6
@@ -183,7 +209,9 @@ def _random(aval, sets, memory):
     """Arrays of a type: of random numbers, or of zeros and ones."""
     shape = (sets, *aval.shape)
     if jax.numpy.issubdtype(aval.dtype, jax.numpy.floating) or aval.dtype == np.int8:
-        arrays = measure.random_bytes(aval.dtype, sets * bytes_of(aval)).view(aval.dtype).reshape(shape)
+        arrays = (
+            measure.random_bytes(aval.dtype, sets * aval.size * aval.dtype.itemsize).view(aval.dtype).reshape(shape)
+        )
     else:
         arrays = np.random.default_rng().integers(0, 2, shape).astype(aval.dtype)
     return [memory.put(x) for x in arrays]

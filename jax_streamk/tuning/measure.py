@@ -10,7 +10,6 @@ import numpy as np
 
 from jax_streamk import _ffi, text
 from jax_streamk.device import jax_device_of
-from jax_streamk.plan.problem import TYPES
 
 # What launches read and write before operands repeat: several times a GPU's L2. CPU caches vary widely in size, and a
 # pass over a larger set would take long.
@@ -35,22 +34,20 @@ class Memory:
         if self._on is None:
             raise ValueError(f"{device} is not a device of this process")
         self._held = {}
-        self._group_sizes: Any = None
-        self._lhs_indices: Any = None
+        self._integers: dict[str, Any] = {}
 
     def rotation(self, problem):
         """The ``Rotation`` of a ``GemmProblem``, valid until the next call."""
-        spans = [(type_, dtype_of(type_).itemsize * elements) for type_, elements in problem.native().spans()]
-        _, d = spans.pop(2)
-        (_, groups), (_, indices) = spans[-2:]
-        del spans[-2:]
+        sizes = {role: (type_, type_.dtype.itemsize * count) for role, (type_, count) in spans(problem).items()}
+        _, d = sizes.pop("d")
+        self._integers = {role: self.put(make(problem)) for role, make in _INTEGERS.items() if role in sizes}
         # Within a set of operands: where each lies among those of its type, and how long all of these are.
-        places: list[tuple[_ffi.Type, int] | None] = []
+        places: dict[str, tuple[_ffi.Type, int]] = {}
         strides: collections.Counter[_ffi.Type] = collections.Counter()
-        for type_, size in spans:
-            places.append((type_, strides[type_]) if size else None)
-            strides[type_] += _aligned(size)
-        strides = +strides
+        for role, (type_, size) in sizes.items():
+            if role not in self._integers:
+                places[role] = type_, strides[type_]
+                strides[type_] += _aligned(size)
         rotated = ROTATED_BYTES[self.device.platform]
         # Buffers of an unusually large product, or of other types, are not kept.
         self._held = {
@@ -61,25 +58,24 @@ class Memory:
         count = max(1, min(MOST_SETS, math.ceil(rotated / (strides.total() + _aligned(d)))))
         operands = {type_: self._operands(type_, max(count * strides[type_], int(rotated))) for type_ in strides}
         results = self.address("results", count * _aligned(d))
-        at = [
-            [operands[place[0]] + place[1] + i * strides[place[0]] if place else 0 for i in range(count)]
-            for place in places
-        ]
-        at.insert(2, [results + i * _aligned(d) for i in range(count)])
-        if groups:
-            self._group_sizes = self.put(group_sizes(problem))
-        if indices:
-            self._lhs_indices = self.put(lhs_indices(problem))
-        at.append([self._group_sizes.unsafe_buffer_pointer() if groups else 0] * count)
-        at.append([self._lhs_indices.unsafe_buffer_pointer() if indices else 0] * count)
-        return Rotation(self, problem, list(zip(*at)), d)
+
+        def address(role, i):
+            """Where the operand of a role is in set i; 0 if the problem has none."""
+            if role == "d":
+                return results + i * _aligned(d)
+            if role in self._integers:
+                return self._integers[role].unsafe_buffer_pointer()
+            type_, offset = places.get(role, (None, 0))
+            return 0 if type_ is None else operands[type_] + offset + i * strides[type_]
+
+        return Rotation(self, problem, [{role: address(role, i) for role in _ffi.roles} for i in range(count)], d)
 
     def address(self, name, size):
         """The address of the buffer ``name``, one of ``_OTHERS``, with at least ``size`` bytes."""
         return self._address(name, size, lambda size: np.zeros(size, np.uint8))
 
     def _operands(self, type_, size):
-        return self._address(type_, size, lambda size: random_bytes(dtype_of(type_), size))
+        return self._address(type_, size, lambda size: random_bytes(type_.dtype, size))
 
     def _address(self, name, size, content):
         if name not in self._held or self._held[name].nbytes < size:
@@ -105,7 +101,7 @@ class Rotation:
 
     def __init__(self, memory, problem, sets, result_bytes):
         self._memory, self._problem, self._sets, self._result_bytes = memory, problem.native(), sets, result_bytes
-        self._dtype = dtype_of(problem.type_d)
+        self._dtype = problem.type_d.dtype
 
     def shorten(self, kernel, schedule, policy):
         """Drops sets until a pass of this kernel over them takes at most ``LONGEST_PASS``."""
@@ -130,15 +126,14 @@ class Rotation:
     def result(self, kernel, schedule, policy):
         """D of the first set of operands, flat; elements that are not written are NaN or -1. Raises as ``time``."""
         d = self._memory.put(np.full(self._result_bytes, 0xFF, np.uint8))
-        a, b, _, *others = self._sets[0]
-        self._time(kernel, schedule, policy, [(a, b, d.unsafe_buffer_pointer(), *others)], 1)
+        self._time(kernel, schedule, policy, [self._sets[0] | dict(d=d.unsafe_buffer_pointer())], 1)
         return np.asarray(d).view(self._dtype)
 
     def launch(self, kernel, schedule, policy):
         """One launch on the first set of operands, for a profiler; returns once it has ended. Raises as ``time``."""
         what, device = (kernel, self._problem, schedule), self._memory.device.native()
         workspace = self._memory.address("workspace", max(1, _ffi.workspace_bytes(*what, device)))
-        _ffi.launch(*what, policy.native(), device, self._sets[0], workspace)
+        _ffi.launch(*what, policy.native(), device, _in_order(self._sets[0]), workspace)
         if self._memory.device.platform == "cuda":
             _ffi.synchronize()
 
@@ -146,17 +141,16 @@ class Rotation:
         self._memory.check_running()
         what, device = (kernel, self._problem, schedule), self._memory.device.native()
         workspace = self._memory.address("workspace", max(1, _ffi.workspace_bytes(*what, device)))
-        return _ffi.time_launches(*what, policy.native(), device, sets, workspace, repeats)
-
-
-def dtype_of(type_):
-    """The dtype of an ``_ffi.Type``."""
-    return next(dtype for dtype, known in TYPES.items() if known == type_)
+        return _ffi.time_launches(*what, policy.native(), device, [*map(_in_order, sets)], workspace, repeats)
 
 
 def spans(problem):
-    """Elements from first to last of every operand, in the order of their roles; 0 if absent. D is the third."""
-    return [elements for _, elements in problem.native().spans()]
+    """{role: (its ``_ffi.Type``, elements from first to last)} of every operand that is there, in order."""
+    return {role: span for role, span in zip(_ffi.roles, problem.native().spans(), strict=True) if span[1]}
+
+
+def _in_order(addresses):
+    return tuple(addresses[role] for role in _ffi.roles)
 
 
 def group_sizes(problem):
@@ -168,6 +162,10 @@ def group_sizes(problem):
 def lhs_indices(problem):
     """Which row of A each row of a gathered problem is, drawn by chance."""
     return np.random.default_rng(0).integers(problem.gathered_rows, size=problem.m, dtype=np.int32)
+
+
+# What operands of integers hold, which kernels read as data.
+_INTEGERS = dict(group_sizes=group_sizes, indices=lhs_indices)
 
 
 def _aligned(size):

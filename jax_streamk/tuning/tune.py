@@ -22,6 +22,7 @@ from jax_streamk import _ffi, schedules
 from jax_streamk.device import Device, device_of, jax_device_of
 from jax_streamk.plan import planner
 from jax_streamk.plan.launch_policy import LaunchPolicy
+from jax_streamk.plan.plan import Plan
 from jax_streamk.plan.problem import GemmProblem
 from jax_streamk.tuning import contest, tuned
 from jax_streamk.tuning.measure import Memory
@@ -153,7 +154,7 @@ def _neighbours(candidate):
 class _Session:
     def __init__(self, store):
         self.store = store
-        self.plans: list[planner.Plan] = []
+        self.plans: list[Plan] = []
         self.failed: set[tuple[GemmProblem | str, Device]] = set()
         self.key = object()  # kept by those who must not keep its memories
         self._memories: dict[Device, Memory] = {}
@@ -170,7 +171,7 @@ _measuring = threading.Lock()  # concurrent measurements would slow each other d
 
 
 @contextlib.contextmanager
-def tuning(cache: str | os.PathLike[str] | None = None) -> Iterator[list[planner.Plan]]:
+def tuning(cache: str | os.PathLike[str] | None = None) -> Iterator[list[Plan]]:
     """A context manager that tunes the products of all programs lowered inside it.
 
     Lowering a product with schedule ``Auto()``, for a device of this process and without a tuned plan, then measures

@@ -10,18 +10,20 @@ the rule; ``_partition`` then makes the shardings it chose consistent.
 import contextlib
 import functools
 import math
+import types
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
+from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_streamk import compat
-from jax_streamk.product.epilogue import Epilogue
 
 # The identity, with a result type without sharding. XLA's partitioner may call back while an explicit mesh is set, and
 # collectives would carry its shardings into the function that adds two elements.
@@ -41,11 +43,30 @@ def without_explicit_mesh():
     return without_mesh() if is_explicit else contextlib.nullcontext()
 
 
-class Factors:
-    """Names of a product's dimensions: dimensions with the same name are one factor."""
+class Block(str):
+    """The name of a factor, for a dimension that has one element for each block of it, such as a scale's."""
 
-    def __init__(self, dimension_numbers, lhs_ndim, rhs_ndim, epilogue=Epilogue(), permutation=None):
-        contract, batch = dimension_numbers
+
+class Factors:
+    """Names of a product's dimensions: dimensions with the same name are one factor.
+
+    Attributes:
+      blocks: the length of a ``Block`` of each factor that is divided into some.
+      operands: for each role the names of its dimensions.
+      product, result: those of each product, and of what the epilogue makes of it.
+      contract: names of what is summed over.
+      matrices: the roles of what lhs is multiplied by.
+      shared: the roles that each of these products needs besides.
+      whole: names along which every device needs all.
+      kept: names along which no operand is gathered: the largest is divided.
+    """
+
+    blocks: Mapping[str, int] = types.MappingProxyType({})
+    shared: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+
+    def __init__(self, product, lhs_ndim, rhs_ndim):
+        (contract, batch), epilogue = product.numbers, product.epilogue
         lhs, rhs = ([f"{side}{i}" for i in range(ndim)] for side, ndim in (("m", lhs_ndim), ("n", rhs_ndim)))
         for name, pairs in (("k", zip(*contract)), ("b", zip(*batch))):
             for i, j in pairs:
@@ -54,58 +75,75 @@ class Factors:
         self.contract = tuple(lhs[i] for i in sorted(contract[0]))
         batch = tuple(lhs[i] for i in batch[0])
         lhs_free, rhs_free = (tuple(x for x in side if x not in (*self.contract, *batch)) for side in (lhs, rhs))
-        product = (*batch, *lhs_free, *rhs_free)
-        self.product = product if permutation is None else tuple(product[i] for i in permutation)
+        self.product = (*batch, *lhs_free, *rhs_free)
+        if product.permutation is not None:
+            self.product = tuple(self.product[i] for i in product.permutation)
         # Every device needs both of two stacked matrices.
         self.whole = rhs_free[:1] if epilogue.gate == "stacked" else ()
         self.result = tuple(name for name in self.product if name not in self.whole)
-        self.seconds = int(epilogue.is_pair)  # operands after rhs that are multiplied by lhs too
         bias = (*batch[: epilogue.bias_batch], *rhs_free)
-        others = ([tuple(rhs)] * self.seconds, [bias] * epilogue.has_bias * (1 + self.seconds))
-        self.operands = (tuple(lhs), tuple(rhs), *others[0], *others[1], *[self.result] * epilogue.has_residual)
-        self.shared = 0  # operands after the matrices that each product needs
-        self.kept: tuple[str, ...] = ()  # along these no operand is gathered: the largest is divided
+        others = dict(up=tuple(rhs), bias=bias, up_bias=bias, residual=self.result)
+        self.operands = dict(lhs=tuple(lhs), rhs=tuple(rhs)) | {role: others[role] for role in epilogue.roles}
+        self.matrices = tuple(role for role in ("rhs", "up") if role in self.operands)
 
-    def on_device(self, others, axes, sizes, mesh):
-        """(the operands after the matrices as one device needs them if ``axes`` divide the factors, its parameters)"""
+    def on_device(self, given, axes, sizes, mesh):
+        """(operands by role as one device needs them if ``axes`` divide the factors, the product's parameters there)"""
         del axes, sizes, mesh
-        return others, {}
+        return given, {}
 
     def rule(self):
+        def parts(names):
+            of = {name: (f"{name}_of", f"{name}_in") for name in self.blocks}
+            return [part for name in names for part in of.get(name, (name,))]
+
+        def mapping(names):
+            dims = (parts([name])[:1] if isinstance(name, Block) else parts([name]) for name in names)
+            return ArrayMapping(*(dim[0] if len(dim) == 1 else CompoundFactor(*dim) for dim in dims))
+
+        sizes: dict[str, Any] = {f"{name}_in": size for name, size in self.blocks.items()}
         return SdyShardingRule(
-            tuple(ArrayMapping(*names) for names in self.operands),
-            (ArrayMapping(*self.result),),
-            reduction_factors=self.contract,
-            need_replication_factors=self.whole,
+            tuple(map(mapping, self.operands.values())),
+            (mapping(self.result),),
+            reduction_factors=tuple(parts(self.contract)),
+            need_replication_factors=tuple(parts(self.whole)),
+            **sizes,
         )
+
+    def unit(self, name):
+        """What a device's part of a factor is a multiple of."""
+        return self.blocks.get(name, 1)
 
 
 class RaggedFactors(Factors):
-    """Those of a ragged product. After its matrices come group sizes, with ``leading`` that of rows before, and biases.
+    """Those of a ragged product.
 
     Every device has the sizes of all groups, and all of the biases of the columns that it has.
     """
 
-    def __init__(self, numbers, epilogue, leading):
+    shared, kept = ("group_sizes",), ("g",)
+
+    def __init__(self, product):
+        numbers, epilogue = product.numbers, product.epilogue
         ((contract,), (rhs_contract,)), _ = numbers.dot_dimension_numbers
         (cut,) = numbers.lhs_ragged_dimensions
         lhs, rhs = ["m", "m"], ["n"] * (2 + len(numbers.rhs_group_dimensions))
         lhs[contract] = rhs[rhs_contract] = "k"
         for dimension in numbers.rhs_group_dimensions:
             rhs[dimension] = "g"
-        self.cut = lhs[cut]
+        self.cut, self._leading = lhs[cut], product.leading
         # In the order of the operands, as Shardy requires of the rule.
         self.contract = tuple(x for x in dict.fromkeys((*lhs, *rhs)) if x in ("k", "g"))
         self.product = self.result = ("m", "n") if "g" in self.contract else ("g", "m", "n")
-        self.whole = ("sizes", "groups") if epilogue.has_bias else ("sizes",)
-        self.seconds, self.shared, self.kept, self._leading = int(epilogue.is_pair), 1, ("g",), leading
-        biases = [("groups", "n")] * epilogue.has_bias * (1 + self.seconds)
-        self.operands = (tuple(lhs), tuple(rhs), *[tuple(rhs)] * self.seconds, ("sizes",), *biases)
+        self.whole = ("groups", "sizes") if epilogue.has_bias else ("sizes",)
+        others = dict(up=tuple(rhs), bias=("groups", "n"), up_bias=("groups", "n"))
+        self.operands = dict(lhs=tuple(lhs), rhs=tuple(rhs)) | {role: others[role] for role in epilogue.roles}
+        self.matrices = tuple(role for role in ("rhs", "up") if role in self.operands)
+        self.operands["group_sizes"] = ("sizes",)
 
-    def on_device(self, others, axes, sizes, mesh):
-        group_sizes, *biases = others
+    def on_device(self, given, axes, sizes, mesh):
         if not axes["g"] and not axes[self.cut]:
-            return others, dict(leading=self._leading)
+            return given, dict(leading=self._leading)
+        group_sizes = given["group_sizes"]
         if not self._leading:
             group_sizes = jnp.pad(group_sizes, (1, 0))
 
@@ -118,7 +156,7 @@ class RaggedFactors(Factors):
         (first, count), (begin, extent) = part("g"), part(self.cut)
         ends = lax.dynamic_slice_in_dim(ends_of_groups(group_sizes, sizes[self.cut]), first, 1 + count)
         ends = jnp.clip(ends - begin, 0, extent)
-        return (jnp.diff(ends, prepend=0), *biases), dict(leading=True)
+        return given | dict(group_sizes=jnp.diff(ends, prepend=0)), dict(leading=True)
 
 
 def ends_of_groups(group_sizes, extent):
@@ -129,23 +167,27 @@ def ends_of_groups(group_sizes, extent):
 
 
 def partitioned(product, finish, fused, factors):
-    """``finish(product(lhs, rhs), *others)``, for XLA to partition; ``fused`` does both if no sum comes between.
+    """A function of operands, in the order of ``factors``, for XLA to partition.
 
-    In the place of each second rhs, ``finish`` gets its product. ``product`` also takes the first ``factors.shared``
-    others after the matrices.
+    Args:
+      product: of lhs, one of the matrices, and, by role, the operands that are shared.
+      finish: of the product by rhs, and, by role, of the other operands, with products in the place of matrices.
+      fused: both at once, of all operands by role, if no sum over devices comes between.
+      factors: the ``Factors``.
     """
-    function = custom_partitioning(lambda *operands: fused(*operands))
+    function = custom_partitioning(lambda *operands: fused(**dict(zip(factors.operands, operands))))
     function.def_partition(functools.partial(_partition, product, finish, fused, factors), sharding_rule=factors.rule())
     return function
 
 
 def _partition(product, finish, fused, factors, mesh, operands, result):
+    roles, names_of = tuple(factors.operands), tuple(factors.operands.values())
     specs = [_axes_of_dimensions(x) for x in (*operands, result)]
-    for names, spec in zip(factors.operands, specs):
+    for names, spec in zip(names_of, specs):
         spec[:] = [() if name in factors.whole else axes for name, axes in zip(names, spec)]
-    arrays = *zip(operands, factors.operands), (result, factors.result)
-    sizes = {name: size for x, dims in arrays for name, size in zip(dims, x.shape)}
-    axes = _axes_of_factors((*factors.operands, factors.result), specs, sizes, factors, mesh.shape)
+    arrays = *zip(operands, names_of), (result, factors.result)
+    sizes = {name: size for x, dims in arrays for name, size in zip(dims, x.shape) if not isinstance(name, Block)}
+    axes = _axes_of_factors((*names_of, factors.result), specs, sizes, factors, mesh.shape)
     summed = [axis for name in factors.contract for axis in axes[name]]
     # If the result is sharded over axes of k, the sum is reduce-scattered over them instead of all-reduced.
     final = dict(axes)
@@ -154,25 +196,26 @@ def _partition(product, finish, fused, factors, mesh, operands, result):
         dimension = factors.product.index(name)
         for axis in wanted:
             size = sizes[name] // math.prod(mesh.shape[a] for a in final[name])
-            if axis in summed and size % mesh.shape[axis] == 0:
+            if axis in summed and size % (mesh.shape[axis] * factors.unit(name)) == 0:
                 summed.remove(axis)
                 final[name] = (*final[name], axis)
                 scattered[dimension] = (*scattered.get(dimension, ()), axis)
 
-    multiplied = 2 + factors.seconds
+    multiplied = "lhs", *factors.matrices
 
     def local(*operands):
         with without_mesh():
-            lhs, *others = (_local_p.bind(x) for x in operands)
-            matrices, others = others[: multiplied - 1], others[multiplied - 1 :]
-            here, params = factors.on_device(others, axes, sizes, mesh.shape)
+            given = {role: _local_p.bind(x) for role, x in zip(roles, operands)}
+            here, params = factors.on_device(given, axes, sizes, mesh.shape)
             if not summed and not scattered:
-                return fused(lhs, *matrices, *here, **params)
-            sums = [add_up(product(lhs, x, *here[: factors.shared], **params)) for x in matrices]
+                return fused(**here, **params)
+            shared = {role: here[role] for role in factors.shared}
+            sums = {role: add_up(product(here["lhs"], here[role], **shared, **params)) for role in factors.matrices}
             # What follows the sum is of all groups, in the part of the result that the device now has.
             final_axes = final | dict.fromkeys(factors.contract, ())
-            here, params = factors.on_device(others, final_axes, sizes, mesh.shape)
-            return finish(*sums, *here, **params)
+            others = {role: x for role, x in given.items() if role not in multiplied}
+            others, params = factors.on_device(others, final_axes, sizes, mesh.shape)
+            return finish(sums.pop("rhs"), **sums, **others, **params)
 
     def add_up(out):
         dtype = out.dtype
@@ -185,7 +228,7 @@ def _partition(product, finish, fused, factors, mesh, operands, result):
     def sharding(dims, axes):
         return NamedSharding(mesh, PartitionSpec(*(axes[name] or None for name in dims)))
 
-    shardings = [sharding(dims, axes if i < multiplied else final) for i, dims in enumerate(factors.operands)]
+    shardings = [sharding(dims, axes if role in multiplied else final) for role, dims in factors.operands.items()]
     return mesh, local, sharding(factors.result, final), tuple(shardings)
 
 
@@ -203,7 +246,7 @@ def _axes_of_factors(names, specs, sizes, factors, mesh):
         if (
             not axes[factor]
             and not taken & set(wanted)
-            and sizes[factor] % math.prod(mesh[axis] for axis in wanted) == 0
+            and sizes[factor] % math.prod((factors.unit(factor), *(mesh[axis] for axis in wanted))) == 0
         ):
             axes[factor] = wanted
             taken.update(wanted)

@@ -1,0 +1,168 @@
+"""The one entry of planning: weighs the ways in which our kernels could compute a product, for every caller.
+
+The ways are one kernel, one with a batch of two dimensions, the products of a gated one apart, and rows that XLA
+gathers first.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+from jax_streamk import schedules, text
+from jax_streamk.machines import machine_of
+from jax_streamk.plan import cost_model, planner, problem
+from jax_streamk.plan.plan import Plan, unsupported
+from jax_streamk.tuning import tuned
+
+# Only skinny kernels take a nested batch. Up to here their tiles have all rows, and read B once.
+_ROWS_OF_NESTED = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How a product is computed on one device.
+
+    Attributes:
+      plan: the ``Plan``; if several products are, that of the first one.
+      arrangement: its ``Arrangement``; None if no kernel supports the operands.
+      instead: None, or a function of the operands by simpler products, which have plans of their own.
+    """
+
+    plan: Plan
+    arrangement: problem.Arrangement | None
+    instead: Callable[..., Any] | None = None
+
+
+def plan(product, types, schedule, device):
+    """The ``Way`` of a ``Product``.
+
+    Args:
+      types: {role: type, or shape and dtype} of lhs and rhs at least, and of the operands that the kind names.
+
+    Raises:
+      ValueError: no kernel can run an explicit schedule.
+    """
+    schedule = schedules.of_forward(schedule)
+    if "indices" in product.roles:
+        return _gathered(product, types, schedule, device)
+    if product.epilogue.gate:
+        return _gated(product, types, schedule, device)
+    way = _alone(product, types, schedule, device)
+    if way.plan.kernel is None and not product.is_one:
+        return dataclasses.replace(way, instead=product.instead)
+    return way
+
+
+def plan_or_none(product, types, schedule, device):
+    """The ``Plan`` of a product in a jaxpr; None if no kernel can run an explicit schedule."""
+    try:
+        return plan(product, types, schedule, device).plan
+    except ValueError:
+        return None
+
+
+def refuse_schedule(schedule, what, why):
+    if not isinstance(schedules.of_forward(schedule), schedules.Auto):
+        raise ValueError(f"schedule={schedule} cannot run{what}: {why}; Auto() leaves the product to XLA")
+
+
+def _alone(product, types, schedule, device):
+    try:
+        arrangement = product.arranged(types, device.platform)
+    except problem.Unsupported as why:
+        refuse_schedule(schedule, " this product", why)
+        return Way(unsupported(types["lhs"], types["rhs"], device, why), None)
+    made = planner.make_plan(arrangement.problem, schedule, device)
+    nested = product.nested(types, device.platform) if device.platform == "cuda" and arrangement.transposes else None
+    if nested is not None and nested.problem.inner_batch > 1 and nested.problem.m <= _ROWS_OF_NESTED:
+        try:
+            instead = planner.make_plan(nested.problem, schedule, device)
+        except ValueError:  # of an explicit schedule
+            instead = made
+        copied = math.inf if made.kernel is None else made.microseconds + _copying(arrangement, types, device)
+        if instead is not made and instead.kernel is not None and instead.microseconds <= copied:
+            return Way(instead.with_notes(nested.copies(types["lhs"], types["rhs"])), nested)
+    copies = [] if made.kernel is None else arrangement.copies(types["lhs"], types["rhs"])
+    return Way(made.with_notes(copies), arrangement)
+
+
+def _copying(arrangement, types, device):
+    """The expected time of the transposes around a product, in microseconds."""
+    p, lhs, rhs = arrangement.problem, types["lhs"], types["rhs"]
+    copied = (
+        (arrangement.permute_lhs, lhs.size * lhs.dtype.itemsize),
+        (arrangement.permute_rhs, rhs.size * rhs.dtype.itemsize),
+        (arrangement.permute_result, p.batch * p.m * p.n * p.type_d.bits // 8),
+    )
+    return sum(cost_model.moving(2 * size, device) for permutation, size in copied if permutation is not None)
+
+
+def _gated(product, types, schedule, device):
+    """One kernel for both products, or these apart, which the plan is of then: one of them, or both if stacked."""
+    epilogue, made, why = product.epilogue, None, ""
+    try:
+        arrangement = product.arranged(types, device.platform)
+        if copies := arrangement.copies(types["lhs"], types["rhs"]):
+            raise problem.Unsupported(copies[0])
+        made = planner.make_plan(arrangement.problem, schedule, device)
+        if made.is_empty:
+            return Way(made, arrangement)
+        if made.kernel is None:
+            why = made.why_xla
+    except (problem.Unsupported, ValueError) as error:
+        why = str(error)
+    apart = _alone(product.before_gate, types, schedule, device)
+    products = 2 if epilogue.is_pair else 1
+    if made is not None and made.kernel is not None:
+        more = _gating(arrangement, products, device) if device.platform == "cuda" else 0
+        alone = None if apart.plan.microseconds is None else products * apart.plan.microseconds + more
+        if alone is None or made.microseconds <= alone or tuned.lookup(arrangement.problem, device) is not None:
+            return Way(made, arrangement)
+        why = f"{made.kernel} is slower, {text.duration(made.microseconds)} instead of {text.duration(alone)}"
+    of_each = "this product twice, each time with other weights" if epilogue.is_pair else "this product"
+    gate = "gate" if epilogue.activation is None else f"{epilogue.activation}(gate)"
+    note = f"a gated product is {of_each}, and then {gate} * up by XLA: {why}"
+    return Way(apart.plan.with_notes([note]), apart.arrangement, product.instead)
+
+
+def _gating(arrangement, products, device):
+    """The expected time, in microseconds, of multiplying the two products by XLA, and of all launches but the first.
+
+    Each launch costs as much as it takes to start a kernel; what L2 holds of the products is read in that time.
+    """
+    p, machine = arrangement.problem, machine_of(device)
+    rows = p.m if p.is_ragged else p.batch * p.m
+    moved = 3 * rows * p.n * p.type_d.bits // 8
+    held = 0 if machine.topology is None else machine.topology.l2_bytes
+    return machine.launch_us * products + max(0, moved - held) / machine.dram_bytes_per_us
+
+
+def _gathered(product, types, schedule, device):
+    """A kernel that gathers rows, or the product of rows that XLA gathers first, whichever is faster."""
+    lhs, rows = types["lhs"], product.rows(types)
+    after = plan(product.of_rows, types | dict(lhs=rows), schedule, device)
+    made = after.plan
+    if made.is_empty:
+        return Way(made, after.arrangement, product.instead)
+    why = "two products read them" if after.instead is not None else "no kernel does"
+    if made.kernel is not None and after.instead is None and isinstance(lhs.shape[0], int):
+        arrangement = product.arranged(types, device.platform)
+        try:
+            instead = planner.make_plan(arrangement.problem, schedule, device)
+        except ValueError as error:  # of an explicit schedule
+            why, instead = str(error), made
+        if instead is not made and instead.kernel is not None:
+            first = made.microseconds + _gathering(rows, device)
+            if instead.microseconds <= first or tuned.lookup(arrangement.problem, device) is not None:
+                return Way(instead.with_notes(arrangement.copies(rows, types["rhs"])), arrangement)
+            why = f"{instead.kernel} is slower, {text.duration(instead.microseconds)} instead of {text.duration(first)}"
+    noted = made.with_notes([f"XLA gathers the rows of lhs first: {why}"])
+    return Way(noted, after.arrangement, product.instead)
+
+
+def _gathering(rows, device):
+    """The expected time, in microseconds, of gathering rows by XLA; on a CPU kernels always do."""
+    if device.platform == "cpu":
+        return math.inf
+    return cost_model.moving(2 * rows.size * rows.dtype.itemsize, device)
