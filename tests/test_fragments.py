@@ -19,7 +19,7 @@ import jax_streamk
 from jax_streamk import Auto, StreamK, accelerate
 from jax_streamk.accelerate import decisions
 from jax_streamk.accelerate import fragments as program_fragments
-from jax_streamk.accelerate.program import Program
+from jax_streamk.accelerate.equations import Equations
 from jax_streamk.device import HOPPER, device_of
 from jax_streamk.tuning import measure, tune, tuned
 from jax_streamk.tuning.tuned import FragmentTimes, Store
@@ -92,7 +92,7 @@ def test_what_was_measured_decides_before_the_rules(monkeypatch):
     monkeypatch.setattr(decisions, "merged_by_xla", lambda eqn, program: "XLA merges it")
     closed = jax.make_jaxpr(jnp.matmul)(*[jnp.ones((256, 256), jnp.bfloat16)] * 2)
     (eqn,) = closed.eqns
-    decide = functools.partial(decisions.decide, eqn, Program(closed.eqns, closed.jaxpr.outvars), Auto())
+    decide = functools.partial(decisions.decide, eqn, Equations(closed.eqns, closed.jaxpr.outvars), Auto())
     assert decide(None, HOPPER).why == "XLA merges it" and not decide(None, HOPPER).is_ours
     for winner in tuned.VARIANTS:
         times = FragmentTimes.now(winner, dict(xla=31.0, apart=34.0))

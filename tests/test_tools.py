@@ -33,7 +33,7 @@ from jax_streamk.text import duration
 from jax_streamk.tools import info, kernels, results, shapes
 from jax_streamk.tools.shapes import Shape
 from jax_streamk.tuning import contest, fit, measure, plans, tune, tuned
-from jax_streamk.tuning.tuned import Candidate, Store, Tuned
+from jax_streamk.tuning.tuned import Store, Trial, Tuned
 
 HEADER = "m,n,k,batch,trans_a,trans_b,source"
 
@@ -77,7 +77,7 @@ def pretended(monkeypatch):
     def at_once(problem, memory):
         measured.append(problem)
         other = planner.choose(problem, None, memory.device, listed=24).candidates[-1]
-        return Tuned.now(Candidate.of(other.kernel, other.schedule, LaunchPolicy.of(other.policy)), 8.0, 12.0)
+        return Tuned.now(Trial.of(other.kernel, other.schedule, LaunchPolicy.of(other.policy)), 8.0, 12.0)
 
     monkeypatch.setattr(tune, "fastest", at_once)
     return measured
@@ -364,7 +364,7 @@ def test_info_tells_the_state_of_plans(tmp_path, capsys):
     problem = plan(jax.ShapeDtypeStruct((40, 64), jnp.float32), jax.ShapeDtypeStruct((64, 24), jnp.float32)).problem
     first = planner.choose(problem, None, device).candidates[0]
     store = Store(tmp_path)
-    measured = Candidate.of(first.kernel, first.schedule, LaunchPolicy.of(first.policy))
+    measured = Trial.of(first.kernel, first.schedule, LaunchPolicy.of(first.policy))
     store.add(device, problem, Tuned.now(measured, 8.0, 12.0))
     with open(store.path(device), "ab") as file:
         file.write(b"nonsense\n" + store.path(device).read_bytes().replace(b'"kernels": "', b'"kernels": "x'))
@@ -458,7 +458,7 @@ def fitted(tmp_path, monkeypatch):
         problem = plans.problems()[0]
         problem = dataclasses.replace(problem, m=m, n=n, k=k, lda=k, ldb=n, ldd=n)
         for x in planner.choose(problem, None, device, listed=100).candidates:
-            plan = Candidate.of(x.kernel, x.schedule, LaunchPolicy.of(x.policy))
+            plan = Trial.of(x.kernel, x.schedule, LaunchPolicy.of(x.policy))
             parts = kernels[x.kernel], problem.native(), x.schedule, device.native(), truth.native
             rows.append(plans.record(problem, plan, _ffi.estimate(*parts).microseconds))
     with (tmp_path / "table.csv").open("w", newline="") as file:
@@ -510,7 +510,7 @@ def test_fit_goes_on_with_the_plans_measured_before(tmp_path, monkeypatch, capsy
             raise RuntimeError("no memory is left")
         found = planner.choose(problem, None, device, listed=3).candidates
         return [
-            plans.record(problem, Candidate.of(x.kernel, x.schedule, LaunchPolicy.of(x.policy)), x.cost.microseconds)
+            plans.record(problem, Trial.of(x.kernel, x.schedule, LaunchPolicy.of(x.policy)), x.cost.microseconds)
             for x in found
         ]
 
@@ -613,7 +613,7 @@ def test_kernels_fits_a_terminal(capsys):
     (kernel,) = (x for x in described.cuda_kernels() if x.name == "sm90_f32_f32_rc_64x16x64_1x1_pingpong_swap_tf32x3")
     cost = types.SimpleNamespace(microseconds=98765.4, waves=1234.5)
     row = kernels.Row(
-        kernel, Candidate(kernel.name, "split_k", 16, "separate", LaunchPolicy()), cost, 2**40, 98765.4, 255, 1
+        kernel, Trial(kernel.name, "split_k", 16, "separate", LaunchPolicy()), cost, 2**40, 98765.4, 255, 1
     )
     row.counters = dict.fromkeys(kernels._COUNTERS, 100.0)
     problem = dataclasses.replace(all_problems[0], m=10**5, n=10**5, k=10**5)
@@ -685,7 +685,7 @@ def test_a_profiled_process_launches_each_plan(tmp_path, monkeypatch):
     monkeypatch.setitem(measure.ROTATED_BYTES, device.platform, 1e5)
     problem = dataclasses.replace(all_problems[0], m=64, n=64, k=256, lda=256, ldb=64, ldd=64)
     found = planner.choose(problem, None, device, listed=3).candidates
-    listed = [Candidate.of(x.kernel, x.schedule, LaunchPolicy.of(x.policy)) for x in found]
+    listed = [Trial.of(x.kernel, x.schedule, LaunchPolicy.of(x.policy)) for x in found]
     launched = []
     launch = _ffi.launch
     monkeypatch.setattr(_ffi, "launch", lambda kernel, *rest: launched.append(kernel) or launch(kernel, *rest))

@@ -31,7 +31,7 @@ from jax_streamk.plan import alternatives, planner
 from jax_streamk.plan.launch_policy import LaunchPolicy
 from jax_streamk.plan.plan import native_schedule
 from jax_streamk.tuning import contest, measure, tune, tuned
-from jax_streamk.tuning.tuned import Candidate, Store, Tuned
+from jax_streamk.tuning.tuned import Store, Trial, Tuned
 
 TARGET = "jax_streamk_cuda_gemm" if jax.default_backend() == "gpu" else "jax_streamk_host_gemm"
 
@@ -52,12 +52,12 @@ def another(problem, device):
     first, *others = planner.choose(problem, None, device, listed=24).candidates
     other = next((x for x in others if x.schedule.schedule != first.schedule.schedule), first)
     policy = dataclasses.replace(LaunchPolicy.of(other.policy), raster="n", swizzle=3)
-    return Candidate.of(other.kernel, other.schedule, policy)
+    return Trial.of(other.kernel, other.schedule, policy)
 
 
 def listed_as(found):
-    """The planner's candidate as tuning's ``Candidate``."""
-    return Candidate.of(found.kernel, found.schedule, LaunchPolicy.of(found.policy))
+    """The planner's candidate as tuning's ``Trial``."""
+    return Trial.of(found.kernel, found.schedule, LaunchPolicy.of(found.policy))
 
 
 def found(problem, device, microseconds=7.0, **others):
@@ -100,7 +100,7 @@ def test_auto_takes_what_is_stored_for_this_very_problem(store):
     store.add(here(), alone.problem, wanted)
     made = plan(A, B)
     assert (made.kernel, made.raster, made.swizzle, made.microseconds) == (wanted.kernel, "n", 3, 7.0)
-    assert Candidate.of(made.kernel, made.native_schedule(), made.policy) == another(alone.problem, here())
+    assert Trial.of(made.kernel, made.native_schedule(), made.policy) == another(alone.problem, here())
     what = made.kernel, made.problem.native(), made.native_schedule(), made.device.native()
     assert made.workspace_bytes == _ffi.workspace_bytes(*what)
     text = str(made)
@@ -550,10 +550,10 @@ def test_the_planners_choice_stays_unless_beaten_by_more_than_noise(monkeypatch,
 
     class Pretended:
         def shorten(self, *launch):
-            assert Candidate.of(*launch) == own
+            assert Trial.of(*launch) == own
 
         def time(self, kernel, schedule, policy, repeats=3):
-            candidate = Candidate.of(kernel, schedule, policy)
+            candidate = Trial.of(kernel, schedule, policy)
             asked.append(candidate)
             if candidate == best and asked.count(best) == spoiled:
                 return [11.0] * repeats
@@ -562,10 +562,10 @@ def test_the_planners_choice_stays_unless_beaten_by_more_than_noise(monkeypatch,
             ]
 
         def result(self, *launch):
-            return np.array([np.nan, 3.0, -4.0 - wrong * (Candidate.of(*launch) == best)])
+            return np.array([np.nan, 3.0, -4.0 - wrong * (Trial.of(*launch) == best)])
 
     def against(made, memory, rounds):
-        assert Candidate.of(made.kernel, made.native_schedule(), made.policy) == (best if wins else own)
+        assert Trial.of(made.kernel, made.native_schedule(), made.policy) == (best if wins else own)
         return 0.7
 
     memory = measure.Memory(here())

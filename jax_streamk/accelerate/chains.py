@@ -17,7 +17,7 @@ from jax.extend.core import Literal, Var
 
 from jax_streamk import compat
 from jax_streamk.accelerate import activations
-from jax_streamk.accelerate.program import RESHAPES, Program, is_exact, is_float, is_merged, is_movable, is_view
+from jax_streamk.accelerate.equations import RESHAPES, Equations, is_exact, is_float, is_merged, is_movable, is_view
 from jax_streamk.product import kinds
 from jax_streamk.product.dense import Dense
 from jax_streamk.product.epilogue import Activation
@@ -32,7 +32,7 @@ def may_have_epilogue(eqn: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Operand:
+class Addend:
     """A bias or residual: a value, and how it enters the sum.
 
     Attributes:
@@ -57,16 +57,16 @@ class Chain:
     out: Any
     taken: tuple[int, ...]
     alpha: float = 1.0
-    bias: Operand | None = None
-    residual: Operand | None = None
+    bias: Addend | None = None
+    residual: Addend | None = None
     activation: Activation | None = None
     swapped: bool = False  # whether the kernel's lhs is the product's rhs
     last: str = "product"
     matrices: tuple[Any, ...] = ()
-    second_bias: Operand | None = None
+    second_bias: Addend | None = None
 
     @property
-    def adds(self) -> tuple[Operand, ...]:
+    def adds(self) -> tuple[Addend, ...]:
         return tuple(x for x in (self.bias, self.residual) if x is not None)
 
 
@@ -145,7 +145,7 @@ class Follower:
     It looks for gates that end with the last of their two products.
     """
 
-    def __init__(self, program: Program, at: int, taken: Collection[int], may_gate: bool = True):
+    def __init__(self, program: Equations, at: int, taken: Collection[int], may_gate: bool = True):
         eqn = program.eqns[at]
         product = (_RaggedProduct if isinstance(eqn.params["product"], Ragged) else _Product)(eqn)
         self.program, self.product, self.taken = program, product, taken
@@ -221,7 +221,7 @@ class Follower:
         """The equation that makes a value; None if there is none, or another product's kernel makes it."""
         return None if isinstance(x, Literal) or self.program.maker.get(x) in self.taken else self.program.eqn_of(x)
 
-    def _bias(self, x: Any, shape: tuple[int, ...], swapped: bool) -> Operand | None:
+    def _bias(self, x: Any, shape: tuple[int, ...], swapped: bool) -> Addend | None:
         """``x``, which is added to a value of this shape, as a bias: with one element for each column."""
         lead, rows, columns = self.product.sizes(swapped)
         found = self._spread(x, shape)
@@ -235,11 +235,11 @@ class Follower:
         if covered != math.prod(columns):
             return None
         if math.prod(sizes[:cut]) == 1:
-            return Operand(self._sources(source, steps))
+            return Addend(self._sources(source, steps))
         batch = len(lead)
         is_whole = shape == (*lead, *rows, *columns)
         if is_whole and batch <= cut and sizes[:batch] == lead and math.prod(sizes[batch:cut]) == 1:
-            return Operand(self._sources(source, steps), batch=batch)
+            return Addend(self._sources(source, steps), batch=batch)
         return None
 
     def _spread(self, x: Any, shape: tuple[int, ...]) -> tuple[Any, tuple[int, ...], tuple[int, ...]] | None:
@@ -286,7 +286,7 @@ class Follower:
         values = self._sources(source, steps)
         if source.aval.shape != shape or not any(self.is_there(value) for value, _ in values.values()):
             return None
-        return dataclasses.replace(chain, residual=Operand(values, sign * scale), last="residual")
+        return dataclasses.replace(chain, residual=Addend(values, sign * scale), last="residual")
 
     def _unscaled(self, x: Any) -> tuple[Any, tuple[int, ...], float]:
         """What a value is a multiple of, the equation since, and the factor."""

@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 from jax_streamk import _ffi, compat, schedules, text
-from jax_streamk.accelerate.program import Program, is_merged
+from jax_streamk.accelerate.equations import Equations, is_merged
 from jax_streamk.device import Device
 from jax_streamk.machines import machine_of
 from jax_streamk.plan import alternatives, cost_model, planner
@@ -36,7 +36,7 @@ class Decision:
 
 def decide(
     eqn: Any,
-    program: Program,
+    program: Equations,
     schedule: Any,
     where: Any,
     device: Device,
@@ -75,7 +75,7 @@ def decide(
     return Decision(True, "", made)
 
 
-def planned(eqn: Any, program: Program, device: Device, schedule: Any = None, product: Any = None) -> Plan:
+def planned(eqn: Any, program: Equations, device: Device, schedule: Any = None, product: Any = None) -> Plan:
     """The ``Plan`` of a product's equation, ours or JAX's, as lowering makes it: of what lies behind transposes.
 
     Args:
@@ -90,7 +90,7 @@ def planned(eqn: Any, program: Program, device: Device, schedule: Any = None, pr
     return alternatives.plan(product, product.by_role(avals), schedule, device).plan
 
 
-def merged_by_xla(eqn: Any, program: Program) -> str | None:
+def merged_by_xla(eqn: Any, program: Equations) -> str | None:
     """Why XLA's GEMM fusion makes a product its own, by what is before or after it; None if it does not.
 
     Those of a batch were measured in GPT-2's forward pass: 0.82 of XLA's speed without them, 0.94 with them, where all
@@ -140,7 +140,7 @@ def copied_first(made: Plan) -> str | None:
     )
 
 
-def _transposed(x: Any, program: Program) -> tuple[int, ...] | None:
+def _transposed(x: Any, program: Equations) -> tuple[int, ...] | None:
     """The permutation of the transpose that alone uses a value."""
     user = program.user(x)
     eqn = None if user is None else program.eqns[user]
@@ -153,7 +153,7 @@ def _rows(eqn: Any, side: int) -> int:
     return math.prod(size for i, size in enumerate(shape) if i not in (*contract[side], *batch[side]))
 
 
-def _maker(x: Any, program: Program) -> str | None:
+def _maker(x: Any, program: Equations) -> str | None:
     """The elementwise primitive whose result an operand is, if nothing else reads it; None if it is in memory."""
     while (made := program.eqn_of(x)) is not None and program.user(x) is not None:
         name = made.primitive.name

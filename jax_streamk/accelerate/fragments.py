@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from jax_streamk import compat, schedules
 from jax_streamk.accelerate.chains import Follower
-from jax_streamk.accelerate.program import Program, is_merged, is_movable, is_view
+from jax_streamk.accelerate.equations import Equations, is_merged, is_movable, is_view
 from jax_streamk.device import Device
 from jax_streamk.product import kinds
 from jax_streamk.product.fused import fused_p
@@ -35,7 +35,7 @@ Measured = dict[Var, tuned.FragmentTimes]
 
 
 def measured(
-    program: Program, schedule: Any, where: Any, device: Device, rewrite: Callable[[Program, Measured], list[Any]]
+    program: Equations, schedule: Any, where: Any, device: Device, rewrite: Callable[[Equations, Measured], list[Any]]
 ) -> Measured:
     """What tuning found for the products of a program that are still JAX's; inside ``tuning()`` it measures them.
 
@@ -62,7 +62,7 @@ def measured(
 
 def _variants(closed: Any, outs: Sequence[Var], rewrite: Callable[..., list[Any]]) -> tuple[dict[str, Any], str]:
     """A fragment's closed jaxprs by name, and the name of the one that the rules make. Only ``xla``: none is ours."""
-    program = Program(closed.eqns, getattr(closed, "jaxpr", closed).outvars)
+    program = Equations(closed.eqns, getattr(closed, "jaxpr", closed).outvars)
 
     def rewritten(found: Measured) -> tuple[str, Any]:
         eqns = rewrite(program, found)
@@ -95,7 +95,7 @@ def _name(dtype: Any) -> str:
     return str(dtype)
 
 
-def _results(program: Program, at: int) -> list[Var]:
+def _results(program: Equations, at: int) -> list[Var]:
     """The variables that a product of ours has for its result: that of a transpose is folded into it."""
     (out,) = program.eqns[at].outvars
     user = program.user(out)
@@ -103,7 +103,7 @@ def _results(program: Program, at: int) -> list[Var]:
     return [out, program.eqns[user].outvars[0]] if user is not None and is_turned else [out]
 
 
-def _fragments(program: Program, schedule: Any) -> Iterator[tuple[list[int], Any]]:
+def _fragments(program: Equations, schedule: Any) -> Iterator[tuple[list[int], Any]]:
     """The products of each fragment, by their positions, and its closed jaxpr."""
     ours = program.with_eqns([_ours(eqn, schedule) for eqn in program.eqns])
     ours.there = set()
@@ -136,7 +136,7 @@ def _may_join(eqn: Any) -> bool:
     return is_movable(eqn) and is_merged(eqn)
 
 
-def _take_readers(program: Program, taken: set[int], end: Any, others: set[int]) -> None:
+def _take_readers(program: Equations, taken: set[int], end: Any, others: set[int]) -> None:
     """Adds what XLA could merge with the reading of a value: of several readers, only they themselves."""
     for _ in range(_TAIL):
         users = program.uses[end]
@@ -151,7 +151,7 @@ def _take_readers(program: Program, taken: set[int], end: Any, others: set[int])
         end = last.outvars[0]
 
 
-def _take_makers(program: Program, taken: set[int], others: set[int]) -> set[int]:
+def _take_makers(program: Equations, taken: set[int], others: set[int]) -> set[int]:
     """Adds what XLA could merge with the operands. Returns what is computed once more: numbers and broadcasts."""
     repeated = set[int]()
     waiting = sorted(taken)
@@ -172,7 +172,7 @@ def _take_makers(program: Program, taken: set[int], others: set[int]) -> set[int
     return repeated
 
 
-def _closed(program: Program, taken: set[int], repeated: set[int]) -> Any:
+def _closed(program: Equations, taken: set[int], repeated: set[int]) -> Any:
     """The closed jaxpr of equations; None if there is nothing to decide, or they cannot run alone."""
     eqns = [program.eqns[at] for at in sorted(taken)]
     others = [eqn for eqn in eqns if not _is_product(eqn)]

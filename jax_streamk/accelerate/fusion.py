@@ -22,8 +22,8 @@ from jax import lax
 
 from jax_streamk import compat
 from jax_streamk.accelerate import activations
-from jax_streamk.accelerate.chains import Chain, Follower, Operand, may_have_epilogue
-from jax_streamk.accelerate.program import Program, bytes_of, is_merged, is_view, variables
+from jax_streamk.accelerate.chains import Addend, Chain, Follower, may_have_epilogue
+from jax_streamk.accelerate.equations import Equations, bytes_of, is_merged, is_view, variables
 from jax_streamk.device import Device
 from jax_streamk.plan import alternatives, cost_model
 from jax_streamk.product.epilogue import Epilogue
@@ -37,7 +37,7 @@ _SMALL = 1 / 4  # of the operands' bytes: reading such a result in a wider type 
 
 
 def fused(
-    program: Program, device: Device, measured: Mapping[Any, tuned.FragmentTimes] | None = None
+    program: Equations, device: Device, measured: Mapping[Any, tuned.FragmentTimes] | None = None
 ) -> list[Any] | None:
     """The equations of a program with epilogues in our products; None if there is nothing to fuse.
 
@@ -65,7 +65,7 @@ def fused(
     return _with_calls(program, made, taken, needless) if made else None
 
 
-def _with_calls(program: Program, made: dict[int, Any], taken: set[int], needless: set[int]) -> list[Any]:
+def _with_calls(program: Equations, made: dict[int, Any], taken: set[int], needless: set[int]) -> list[Any]:
     """The equations with calls ``made`` for those ``taken``, without ``needless`` ones that nothing else reads."""
     used, out = set(program.kept), []
     for at in reversed(range(len(program.eqns))):
@@ -262,7 +262,7 @@ class _Stacked:
       dimension_numbers: of the product with it.
     """
 
-    def __init__(self, eqn: Any, program: Program):
+    def __init__(self, eqn: Any, program: Equations):
         (lhs_contract, contract), (lhs_batch, batch) = eqn.params["product"].numbers
         rhs = eqn.invars[1]
         order = range(rhs.aval.ndim)
@@ -292,7 +292,7 @@ class _Placement:
       steps: the program's equations that made it from the same source.
     """
 
-    def __init__(self, like: Any, operand: Operand, dtype: Any, shape: tuple[int, ...], is_small: bool):
+    def __init__(self, like: Any, operand: Addend, dtype: Any, shape: tuple[int, ...], is_small: bool):
         self._like = like
         self.eqns: list[Any] = []
         found = operand.values.get(dtype)

@@ -15,7 +15,7 @@ from jax.extend.core import Var
 
 from jax_streamk import compat, schedules
 from jax_streamk.accelerate import decisions
-from jax_streamk.accelerate.program import Program, bytes_of, is_movable, variables
+from jax_streamk.accelerate.equations import Equations, bytes_of, is_movable, variables
 from jax_streamk.device import Device
 from jax_streamk.plan import alternatives, cost_model
 from jax_streamk.product import kinds
@@ -69,7 +69,7 @@ def joined(eqns: Sequence[Any], outvars: Sequence[Any], schedule: Any, device: D
     return out
 
 
-class _Opened(Program):
+class _Opened(Equations):
     """A program in which products that share an operand are as they were written.
 
     Attributes:
@@ -95,7 +95,7 @@ def _written(eqn: Any) -> list[Any]:
     return [eqn]
 
 
-def _groups(program: Program, schedule: Any, device: Device) -> list[list[int]]:
+def _groups(program: Equations, schedule: Any, device: Device) -> list[list[int]]:
     """Of products with one left operand, two or three at a time that one kernel could compute."""
     alike = collections.defaultdict(list)
     for at, eqn in enumerate(program.eqns):
@@ -112,7 +112,7 @@ def _groups(program: Program, schedule: Any, device: Device) -> list[list[int]]:
     return [places[i : i + MOST] for places in free for i in range(0, len(places) - 1, MOST)]
 
 
-def _is_free(program: Program, eqn: Any, schedule: Any, device: Device) -> bool:
+def _is_free(program: Equations, eqn: Any, schedule: Any, device: Device) -> bool:
     """Whether a product is ours, or XLA's only because alone it takes no longer than to start a kernel."""
     if eqn.primitive is product_p:
         return True
@@ -121,7 +121,7 @@ def _is_free(program: Program, eqn: Any, schedule: Any, device: Device) -> bool:
     return is_short and decisions.merged_by_xla(eqn, program) is None
 
 
-def _key(program: Program, eqn: Any) -> Any:
+def _key(program: Equations, eqn: Any) -> Any:
     """What products must have in common; None if a product cannot be joined."""
     (lhs, rhs), product = (x.aval for x in eqn.invars), kinds.of(eqn)
     contract, batch = product.numbers
@@ -141,7 +141,7 @@ def _key(program: Program, eqn: Any) -> Any:
     return eqn.invars[0], matrix[1], product.precision, eqn.outvars[0].aval.dtype
 
 
-def _matrix(program: Program, eqn: Any) -> Any:
+def _matrix(program: Equations, eqn: Any) -> Any:
     """A product's matrix, behind a transpose, and whether it is (k, n); None if it is transposed in another way."""
     x = eqn.invars[1]
     is_by_rows = kinds.of(eqn).numbers[0][1] == (0,)

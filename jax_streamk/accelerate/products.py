@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jax_streamk import compat, schedules, text
 from jax_streamk.accelerate.decisions import decide, planned
-from jax_streamk.accelerate.program import Program
+from jax_streamk.accelerate.equations import Equations
 from jax_streamk.device import Device
 from jax_streamk.plan.plan import Plan
 from jax_streamk.product import kinds
@@ -193,10 +193,10 @@ def products_of(
 
 def _equations(
     jaxpr: Any, count: int, is_exact: bool, measured: Mapping[Any, tuned.FragmentTimes], around: tuple[str, ...]
-) -> Iterator[tuple[Any, Program, int, bool, tuned.FragmentTimes | None, tuple[str, ...]]]:
+) -> Iterator[tuple[Any, Equations, int, bool, tuned.FragmentTimes | None, tuple[str, ...]]]:
     """Each product's equation, its program, how often it runs, what was measured of it, and what it is in."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    program = Program(jaxpr.eqns, jaxpr.outvars)
+    program = Equations(jaxpr.eqns, jaxpr.outvars)
     for eqn in jaxpr.eqns:
         if eqn.primitive is product_p or eqn.primitive in kinds.KINDS:
             yield eqn, program, count, is_exact, measured.get(eqn.outvars[0]), around

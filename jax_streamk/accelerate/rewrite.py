@@ -24,8 +24,8 @@ from jax_streamk import compat
 from jax_streamk.accelerate import fragments, fusion, joined
 from jax_streamk.accelerate.chains import may_have_epilogue
 from jax_streamk.accelerate.decisions import decide
+from jax_streamk.accelerate.equations import Equations
 from jax_streamk.accelerate.products import Products, products_of
-from jax_streamk.accelerate.program import Program
 from jax_streamk.device import Device, device_of
 from jax_streamk.plan import alternatives
 from jax_streamk.plan.plan import Plan
@@ -162,7 +162,7 @@ class _Calls:
         self._given, self._schedule, self._where = fn, schedule, where
         function, self._owner = taken_apart(fn)
         self._fn = functools.wraps(function, updated=())(lambda *args, **kwargs: _checked(function, *args, **kwargs))
-        self._programs = functools.lru_cache(64)(lambda rewriter, signature: _Program())
+        self._programs = functools.lru_cache(64)(lambda rewriter, signature: _Compiled())
 
     def __reduce__(self) -> Any:  # without compiled programs
         return type(self), (self._given, self._schedule, self._where)
@@ -196,7 +196,7 @@ class _Calls:
 
 
 @dataclasses.dataclass
-class _Program:
+class _Compiled:
     """What runs at calls of one signature; None at the first one."""
 
     was_called: bool = False
@@ -361,19 +361,19 @@ class _Rewriter:
         has_products = any(eqn.primitive in kinds.KINDS for eqn in jaxpr.eqns)
         if not has_products:
             return _map(functools.partial(self._eqn, None, {}), jaxpr.eqns)
-        program = Program(jaxpr.eqns, outvars)
+        program = Equations(jaxpr.eqns, outvars)
         measured = fragments.measured(program, self._schedule, self._where, device_of(None), self._eqns_of)
         if self._measured is not None:
             self._measured.update(measured)
         return self._eqns_of(program, measured)
 
-    def _eqns_of(self, program: Program, measured: fragments.Measured) -> Any:
+    def _eqns_of(self, program: Equations, measured: fragments.Measured) -> Any:
         """``_eqns`` of a program with products, by what tuning found for them."""
         eqns = _map(functools.partial(self._eqn, program, measured), program.eqns)
         if not any(map(may_have_epilogue, eqns)):
             return eqns
         folded = _with_transposes(program, eqns)
-        program = program.with_eqns(eqns) if folded is eqns else Program(folded, program.outvars)
+        program = program.with_eqns(eqns) if folded is eqns else Equations(folded, program.outvars)
         device = device_of(None)
         eqns = fusion.fused(program, device, measured) or folded
         if self._where is not None or measured or device.platform != "cuda":
@@ -479,7 +479,7 @@ def _holds_tracer(x: Any) -> bool:
     return False
 
 
-def _with_transposes(program: Program, eqns: list[Any]) -> list[Any]:
+def _with_transposes(program: Equations, eqns: list[Any]) -> list[Any]:
     """Folds transposes into the products before them: XLA does that for its own dot, but not for a custom call."""
     new = list(eqns)
     for at, eqn in enumerate(eqns):

@@ -220,8 +220,8 @@ def _arranged(lhs, rhs, dimension_numbers, precision, preferred_element_type, pl
     # Contracting dimensions may be merged in any common order: try the memory order of each operand.
     for contract in (lhs_contract, rhs_contract):
         order = sorted(range(len(contract)), key=contract.__getitem__)
-        a = _Operand(lhs.shape, lhs_batch, [lhs_contract[i] for i in order])
-        b = _Operand(rhs.shape, rhs_batch, [rhs_contract[i] for i in order])
+        a = _Dimensions(lhs.shape, lhs_batch, [lhs_contract[i] for i in order])
+        b = _Dimensions(rhs.shape, rhs_batch, [rhs_contract[i] for i in order])
         # Of stacked matrices B is the first.
         stacked = b.free.pop(0) if epilogue.gate == "stacked" else None
         if a.collapses(a.contract) and b.collapses(b.contract):
@@ -242,7 +242,7 @@ def _arranged(lhs, rhs, dimension_numbers, precision, preferred_element_type, pl
     sizes = a.sizes(a.batch), a.sizes(a.free), b.sizes(b.batch[len(rhs_batch) :]), b.sizes(b.free)
     places = itertools.count()
     batch_d, _, borrowed_d, columns = ([next(places) for _ in part] for part in sizes)
-    d = _Operand([*itertools.chain(*sizes)], batch_d + borrowed_d, columns, permutation)
+    d = _Dimensions([*itertools.chain(*sizes)], batch_d + borrowed_d, columns, permutation)
     if d.stride(columns) != 1 and d.stride(d.free) == 1 and not epilogue.has_bias and not epilogue.gate:
         # D is column-major (or one column), and kernels store rows: compute the transpose, with operands swapped. Not
         # with a bias, which has one element per column.
@@ -262,7 +262,7 @@ def _arranged(lhs, rhs, dimension_numbers, precision, preferred_element_type, pl
     major_a, lda = a.major_and_leading(rows=a.free, columns=a.contract)
     major_b, ldb = b.major_and_leading(rows=b.contract, columns=b.free)
     if cut is None and (not d.is_strided() or d.stride(columns) > 1):
-        d = _Operand(d.shape, d.batch, columns)
+        d = _Dimensions(d.shape, d.batch, columns)
     else:
         permutation = None
     nested = {}
@@ -327,17 +327,17 @@ def arrange_ragged(
     ((lhs_contract,), (rhs_contract,)), _ = numbers.dot_dimension_numbers
     along_m = lhs_contract not in numbers.lhs_ragged_dimensions
     group = list(numbers.rhs_group_dimensions)
-    a = _Operand(lhs.shape, [], [lhs_contract])
-    b = _Operand(rhs.shape, group, [rhs_contract])
+    a = _Dimensions(lhs.shape, [], [lhs_contract])
+    b = _Dimensions(rhs.shape, group, [rhs_contract])
     # Kernels read rows or columns of each group's matrix, and on a GPU whole rows of what groups cut.
     permute_lhs = permute_rhs = None
     if platform == "cuda" and lhs_contract != along_m:
-        permute_lhs, a = (1, 0), _Operand(lhs.shape[::-1], [], [int(along_m)])
+        permute_lhs, a = (1, 0), _Dimensions(lhs.shape[::-1], [], [int(along_m)])
     if along_m and group[0] == 2 and groups > 1:
         permute_rhs = (*group, rhs_contract, 3 - group[0] - rhs_contract)
-        b = _Operand([rhs.shape[i] for i in permute_rhs], [0], [1])
+        b = _Dimensions([rhs.shape[i] for i in permute_rhs], [0], [1])
     elif not along_m and platform == "cuda" and rhs_contract != 0:
-        permute_rhs, b = (1, 0), _Operand(rhs.shape[::-1], [], [0])
+        permute_rhs, b = (1, 0), _Dimensions(rhs.shape[::-1], [], [0])
     (m,), (k,), (n,) = a.sizes(a.free), a.sizes(a.contract), b.sizes(b.free)
     # By the order of dimensions, not by strides: kernels of one kind want the same majorness of extents of 1.
     major_a, lda = a.major_in_order(rows=a.free, columns=a.contract)
@@ -400,7 +400,7 @@ def _xla_multiplies_in_float32(rows, columns, depth):
     return depth == 1 or 1 in (rows, columns) or (rows + columns) * depth < 100
 
 
-class _Operand:
+class _Dimensions:
     """An operand's dimensions by role, with their strides; ``order`` is their memory order, row-major by default."""
 
     def __init__(self, shape, batch, contract, order=None):
@@ -454,7 +454,7 @@ class _Operand:
         permutation = tuple(itertools.chain(*roles))
         places = {dim: place for place, dim in enumerate(permutation)}
         batch, contract = ([places[dim] for dim in dims] for dims in (self.batch, self.contract))
-        _Operand.__init__(self, [self.shape[i] for i in permutation], batch, contract)
+        _Dimensions.__init__(self, [self.shape[i] for i in permutation], batch, contract)
         return permutation
 
     def major_and_leading(self, rows, columns):

@@ -37,7 +37,7 @@ from jax_streamk.plan import problem as problems
 from jax_streamk.plan.launch_policy import LaunchPolicy
 from jax_streamk.tools import shapes
 from jax_streamk.tuning.measure import Memory
-from jax_streamk.tuning.tuned import Candidate
+from jax_streamk.tuning.tuned import Trial
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64", "int8")
 _REDUCTIONS = ("ordered", "separate", "atomic")
@@ -162,7 +162,7 @@ class Row:
     """A kernel under a schedule, for one product: what is predicted of it, and what was measured."""
 
     kernel: _ffi.KernelInfo
-    plan: Candidate
+    plan: Trial
     cost: _ffi.Cost
     workspace_bytes: int | None  # None: only a build that has the kernel knows
     measured: float | None = None  # microseconds
@@ -208,7 +208,7 @@ def _planned(problem, arguments, device):
             refusal = refusal or choice.refusal
             found += choice.candidates
         for x in sorted(found, key=lambda x: x.cost.microseconds)[: arguments.best or 3]:
-            plan = Candidate.of(x.kernel, x.schedule, LaunchPolicy.of(x.policy))
+            plan = Trial.of(x.kernel, x.schedule, LaunchPolicy.of(x.policy))
             workspace_bytes = _workspace_bytes(kernels[x.kernel], x.schedule, problem, device)
             rows.append(Row(kernels[x.kernel], plan, x.cost, workspace_bytes))
     if not rows:

@@ -8,7 +8,7 @@ from jax_streamk import _ffi
 from jax_streamk.plan import planner
 from jax_streamk.plan.launch_policy import LaunchPolicy
 from jax_streamk.plan.problem import GemmProblem
-from jax_streamk.tuning.tuned import Candidate
+from jax_streamk.tuning.tuned import Trial
 
 _LISTED = 400  # candidates requested from the planner
 _OF_KERNEL, _PLANS = 3, 64  # most plans per kernel, and per problem
@@ -88,9 +88,9 @@ def measured(problem, memory):
     found = planner.choose(problem, None, memory.device, listed=_LISTED).candidates
     rotation = memory.rotation(problem)
     of_kernel: collections.Counter[str] = collections.Counter()
-    times: dict[Candidate, list[float]] = {}
+    times: dict[Trial, list[float]] = {}
     for x in found:
-        plan = Candidate.of(x.kernel, x.schedule, LaunchPolicy.of(x.policy))
+        plan = Trial.of(x.kernel, x.schedule, LaunchPolicy.of(x.policy))
         likely = x.cost.microseconds <= _LIKELY * found[0].cost.microseconds
         if not likely or of_kernel[plan.kernel] == _OF_KERNEL or len(times) == _PLANS:
             continue
@@ -106,7 +106,7 @@ def measured(problem, memory):
 
 
 def record(problem, plan, us):
-    """The record of a ``Candidate`` and its microseconds."""
+    """The record of a ``Trial`` and its microseconds."""
     schedule = {name: getattr(plan, name) for name in ("kernel", "schedule", "splits", "reduction")}
     order = dict(raster=plan.policy.raster, swizzle=plan.policy.swizzle)
     return record_of(problem) | schedule | order | dict(us=f"{us:.2f}")

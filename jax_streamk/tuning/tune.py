@@ -27,7 +27,7 @@ from jax_streamk.plan.problem import GemmProblem
 from jax_streamk.tuning import contest, tuned
 from jax_streamk.tuning.measure import Memory
 from jax_streamk.tuning.programs import repeat, wall_sample
-from jax_streamk.tuning.tuned import Candidate, Tuned
+from jax_streamk.tuning.tuned import Trial, Tuned
 
 # Orders of tiles: raster and swizzle.
 ORDERS = [("m", 1), ("m", 4), ("n", 1), ("n", 4), ("m", 2), ("m", 8), ("n", 8)]
@@ -49,9 +49,9 @@ def fastest(problem, memory):
     """
     device = memory.device
     choice = planner.choose(problem, None, device, listed=_LISTED)
-    listed = [Candidate.of(found.kernel, found.schedule, LaunchPolicy.of(found.policy)) for found in choice.candidates]
+    listed = [Trial.of(found.kernel, found.schedule, LaunchPolicy.of(found.policy)) for found in choice.candidates]
     own, rotation = listed[0], memory.rotation(problem)
-    times: dict[Candidate, float] = {}
+    times: dict[Trial, float] = {}
     rotation.shorten(*_launch_of(own))
 
     def try_all(candidates):
@@ -80,7 +80,7 @@ def fastest(problem, memory):
             dataclasses.replace(found, policy=policy) for found in best(_BEST) for policy in _variants(found.policy)
         )
 
-    rounds: dict[Candidate, list[float]] = {candidate: [] for candidate in dict.fromkeys((own, *best(_FINALISTS)))}
+    rounds: dict[Trial, list[float]] = {candidate: [] for candidate in dict.fromkeys((own, *best(_FINALISTS)))}
     for _ in range(_ROUNDS):
         for candidate, medians in rounds.items():
             medians.append(statistics.median(rotation.time(*_launch_of(candidate))))
@@ -253,7 +253,7 @@ def tuned_if_asked(plan):
     with _measuring:
         if not _is_tuned(problem, device):  # another thread may have been first
             try:
-                found = _apart(functools.partial(fastest, problem), session.memory(device))
+                found = _in_a_thread(functools.partial(fastest, problem), session.memory(device))
             except Exception as error:  # running out of memory raises many types
                 session.failed.add((problem, device))
                 warnings.warn(f"jax_streamk could not tune {problem}: {type(error).__name__}: {error}")
@@ -291,7 +291,7 @@ def fragment_times(key, make, device):
     try:
         # Products of ours are tuned when the variants are lowered: that takes this context, and the lock.
         context = contextvars.copy_context()
-        found = _apart(lambda memory: context.run(_race, make, memory), memory)
+        found = _in_a_thread(lambda memory: context.run(_race, make, memory), memory)
     except Exception as error:
         session.failed.add((key, device))
         warnings.warn(f"jax_streamk could not measure a fragment of a program: {type(error).__name__}: {error}")
@@ -340,7 +340,7 @@ def _is_tuned(problem, device):
     return found is not None and found.is_of_this_xla
 
 
-def _apart(function, memory):
+def _in_a_thread(function, memory):
     """``function(memory)`` in a thread of its own, without the trace, mesh and settings of the context that lowers."""
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         try:

@@ -31,7 +31,7 @@ MARGIN = 1.01  # a faster candidate must win by this factor: less is noise
 
 
 @dataclasses.dataclass(frozen=True)
-class Candidate:
+class Trial:
     """A kernel, a schedule and a launch policy. Schedule and reduction are names of ``_ffi``'s enumerators."""
 
     kernel: str
@@ -51,7 +51,7 @@ class Candidate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tuned(Candidate):
+class Tuned(Trial):
     """The fastest candidate of a problem.
 
     Attributes:

@@ -25,7 +25,7 @@ _MERGED = frozenset(
 )
 
 
-class Program:
+class Equations:
     """The equations of a jaxpr.
 
     Attributes:
@@ -45,7 +45,7 @@ class Program:
             for x in variables(eqn):
                 self.uses[x].append(at)
 
-    def with_eqns(self, eqns: Sequence[Any]) -> "Program":
+    def with_eqns(self, eqns: Sequence[Any]) -> "Equations":
         """The program of other equations with the same operands and results."""
         other = copy.copy(self)
         other.eqns = eqns
