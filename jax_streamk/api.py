@@ -386,7 +386,7 @@ def gated_linear(
       w_gate: array of shape (k, n). Dtypes promote with each other.
       w_up: array of the same shape; or None, and then w_gate has shape (k, 2, n), with the matrix of the gate before
         that of the other product.
-      b_gate, b_up: arrays of shape (n,), or None. Of stacked weights b_gate has shape (2, n), and b_up is None.
+      b_gate, b_up: arrays of shape (n,), or None. For stacked weights b_gate has shape (2, n), and b_up is None.
       activation: None, or one of those of ``linear``.
       precision, preferred_element_type, out_sharding, schedule: as in ``matmul``. An explicit schedule is that of
         each product.

@@ -103,7 +103,7 @@ class Sm90Launch {
  private:
   int32_t pieces() const { return cut_.tiles * cut_.splits; }
 
-  // Of the operand whose parts lines of tiles along `line` read.
+  // For the operand whose parts lines of tiles along `line` read.
   OperandUse use(Raster line, int64_t extent, int64_t batches, int64_t other, int64_t other_batches) const {
     bool const of_own_a = line == Raster::kAlongN;
     return {line,

@@ -91,7 +91,7 @@ Launch::Launch(KernelInfo const& kernel, GemmProblem const& p, int32_t width, Ma
   b = operand(layout_b, kernel.b, kernel.b.major == Major::kColumn, problem.n, !kernel.swap_ab);
   // Rows that start anywhere are shifted after loads of whole vectors.
   if (traits.shifted_b) b.vector = kVector;
-  // Of rows as short as these a line has several.
+  // Such rows are short: several share a cache line.
   if (traits.words_of_b) b.vector = kWord, b.ld = kLine;
 }
 
@@ -138,7 +138,7 @@ double shared_memory_us(Launch const& l, Panels const& panels) {
   double const bytes = loaded_bytes(l, panels, rows, columns);
   if (l.traits.load_path == LoadPath::kStreaming) {
     bool const is_16bit = l.own_a().element_bytes == 2;
-    // Of a long 16-bit operand contiguous along K, warps request half lines.
+    // Warps request half lines of a long 16-bit operand that is contiguous along K.
     double const requests = l.own_a().along_k && is_16bit ? 2 : 1;
     double const words = l.traits.words_of_b ? columns * panels.b : 0, loaded = requests * (bytes - words) + words;
     if (l.problem.a.format == Type::kF32) return kSkinnyTF32 * loaded / machine.thread_bytes_per_us_sm;

@@ -96,7 +96,7 @@ def _of(name: str, a: Polynomial) -> Polynomial:
 
 
 def _odd(name: str, a: Polynomial) -> Polynomial:
-    """Of an odd function: one form for f(-a) and -f(a)."""
+    """One form for f(-a) and -f(a) of an odd function."""
     negative = _form(a)[1][:1] < [0.0]
     return _scaled(-1.0, _of(name, _scaled(-1.0, a))) if negative else _of(name, a)
 
@@ -129,7 +129,7 @@ def _logistic(a: Polynomial) -> Polynomial:
     return _of("inverse", _sum(constant(1), _of("exp", _scaled(-1.0, a))))
 
 
-# By the names of primitives. Of numbers, _OF_NUMBERS before these.
+# By the names of primitives. Numbers have those of _OF_NUMBERS before these.
 _RULES: Mapping[str, Any] = {
     "add": _sum,
     "add_any": _sum,

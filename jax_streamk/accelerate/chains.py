@@ -284,7 +284,7 @@ class Follower:
             return None
         source, steps, scale = self._unscaled(x)
         values = self._sources(source, steps)
-        if source.aval.shape != shape or not any(self.is_there(value) for value, _ in values.values()):
+        if source.aval.shape != shape or not any(self.is_in_memory(value) for value, _ in values.values()):
             return None
         return dataclasses.replace(chain, residual=Addend(values, sign * scale), last="residual")
 
@@ -300,19 +300,19 @@ class Follower:
                     return other, (self.program.maker[x],), number
         return x, (), 1.0
 
-    def is_there(self, x: Any) -> bool:
+    def is_in_memory(self, x: Any) -> bool:
         """Whether memory holds a value anyway, whatever reads it."""
         waiting, seen = [x], set[Any]()
         while waiting:
             x = waiting.pop()
-            if x in seen or x in self.program.there:
+            if x in seen or x in self.program.in_memory:
                 continue
             needed = self._needed(x)
             if needed is None:
                 return False
             seen.add(x)
             waiting += needed
-        self.program.there.update(seen)
+        self.program.in_memory.update(seen)
         return True
 
     def _needed(self, x: Any) -> list[Any] | None:

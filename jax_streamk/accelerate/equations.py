@@ -30,13 +30,13 @@ class Equations:
 
     Attributes:
       kept: the values that something else reads.
-      there: values that memory will hold, as far as somebody asked.
+      in_memory: values that memory will hold, as far as somebody asked.
     """
 
     def __init__(self, eqns: Sequence[Any], outvars: Sequence[Any]):
         self.eqns, self.outvars = eqns, outvars
         self.kept = {x for x in outvars if isinstance(x, Var)}
-        self.there = set[Any]()
+        self.in_memory = set[Any]()
         self.maker: dict[Any, int] = {}
         self.uses: dict[Any, list[int]] = collections.defaultdict(list)
         for at, eqn in enumerate(eqns):

@@ -106,7 +106,7 @@ def _results(program: Equations, at: int) -> list[Var]:
 def _fragments(program: Equations, schedule: Any) -> Iterator[tuple[list[int], Any]]:
     """The products of each fragment, by their positions, and its closed jaxpr."""
     ours = program.with_eqns([_ours(eqn, schedule) for eqn in program.eqns])
-    ours.there = set()
+    ours.in_memory = set()
     of_kernels = set[int]()
     found: list[tuple[set[int], Any]] = []
     # The last product first, as for gates.

@@ -94,7 +94,7 @@ class _Fusion:
         is_measured: bool,
     ):
         self._program, self._product, self._taken = follower.program, follower.product, follower.taken
-        self._is_there, self._chain, self._at, self._device = follower.is_there, chain, at, device
+        self._is_in_memory, self._chain, self._at, self._device = follower.is_in_memory, chain, at, device
         self._times, self._is_measured = times, is_measured
         self.steps: tuple[int, ...] = ()
 
@@ -154,7 +154,7 @@ class _Fusion:
             if operand is None:
                 continue
             placed = _Placement(eqn, operand, dtype, shape, is_small=operand is not chain.residual)
-            if placed.value is None or (operand is chain.residual and not self._is_there(placed.source)):
+            if placed.value is None or (operand is chain.residual and not self._is_in_memory(placed.source)):
                 return None
             operands.append(placed.value)
             inside += placed.eqns

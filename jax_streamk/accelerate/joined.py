@@ -96,7 +96,7 @@ def _written(eqn: Any) -> list[Any]:
 
 
 def _groups(program: Equations, schedule: Any, device: Device) -> list[list[int]]:
-    """Of products with one left operand, two or three at a time that one kernel could compute."""
+    """Products with one left operand that one kernel could compute, two or three at a time."""
     alike = collections.defaultdict(list)
     for at, eqn in enumerate(program.eqns):
         if _product_in(eqn) is not eqn:

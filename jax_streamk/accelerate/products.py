@@ -204,7 +204,7 @@ def _equations(
             found = compat.parameters(eqn)
             times = count * found["length"] if {"length", "jaxpr"} <= found.keys() else count  # of a scan
             is_known = is_exact and eqn.primitive.name not in ("while", "cond", "custom_linear_solve", "linear_solve")
-            # Of what was fused, the equations that it replaced are not part of the program.
+            # The equations that a fused product replaced are not part of the program.
             params = [value for name, value in found.items() if name != "written"]
             inside = (*around, eqn.primitive.name) if eqn.primitive.name in ("scan", "while", "cond") else around
             for inner in _jaxprs(tuple(params)):

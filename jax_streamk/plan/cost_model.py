@@ -92,7 +92,7 @@ def parts_of(cost):
 
 MAIN_LOOP = "main loop and epilogue"
 
-# Of the main loop and the epilogue, by the name that ``_ffi.Parts`` has for it.
+# What the main loop and the epilogue need, by the name that ``_ffi.Parts`` has for it.
 RESOURCES = {
     "memory": "memory",
     "tensor_cores": "tensor cores",

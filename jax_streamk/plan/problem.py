@@ -222,7 +222,7 @@ def _arranged(lhs, rhs, dimension_numbers, precision, preferred_element_type, pl
         order = sorted(range(len(contract)), key=contract.__getitem__)
         a = _Dimensions(lhs.shape, lhs_batch, [lhs_contract[i] for i in order])
         b = _Dimensions(rhs.shape, rhs_batch, [rhs_contract[i] for i in order])
-        # Of stacked matrices B is the first.
+        # B is the first of stacked matrices.
         stacked = b.free.pop(0) if epilogue.gate == "stacked" else None
         if a.collapses(a.contract) and b.collapses(b.contract):
             break

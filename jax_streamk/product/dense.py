@@ -202,7 +202,7 @@ class Dense(Product):
         return partition.partitioned(product, self.epilogue.apply, fused, factors)
 
     def without_transposes(self, operands, avals, behind):
-        # Of a gated product only if all matrices have one layout then.
+        # Those of a gated product only if all matrices have one layout then.
         lhs, matrices = operands[0], operands[1 : 3 if self.epilogue.is_pair else 2]
         found = [_without_transposes((lhs, x), avals, self.numbers, behind) for x in matrices]
         ((lhs, _), (of_lhs, of_rhs), numbers), *_ = found

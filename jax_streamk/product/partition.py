@@ -1,7 +1,7 @@
 """Partitions a product over devices: batch, m and n without communication, k as split-K across devices.
 
-Of a ragged product also the groups: like k where each has rows of the result, without communication where it has a
-result of its own. A device has the runs of the groups that lie in its part of what they cut.
+The groups of a ragged product are divided, too: like k where each has rows of the result, without communication where
+it has a result of its own. A device has the runs of the groups that lie in its part of what they cut.
 
 Each dimension of the operands and the result is a factor of the product. Shardy propagates shardings between arrays by
 the rule; ``_partition`` then makes the shardings it chose consistent.

@@ -271,7 +271,7 @@ class Ragged(Product):
         return lambda *operands: function(*operands[:-1], as_int32(operands[-1]))
 
     def without_transposes(self, operands, avals, behind):
-        """Of the matrices of groups."""
+        """Only those of the matrices of groups."""
         if not self.groups_rows or self.epilogue.gate:
             return self, operands, avals
         lhs, rhs, *others = operands

@@ -20,7 +20,7 @@ from jax_streamk.show import explain
 if TYPE_CHECKING:
     from jax_streamk.api import Shaped
 
-# Of output tiles, in turn. Neighbours differ in lightness, for readers and printers without colors.
+# Colors of output tiles, in turn. Neighbours differ in lightness, for readers and printers without colors.
 _TILES = ("#7fb0e3", "#f8d78f", "#5fa58b", "#f3bccb", "#a58fd6", "#cde29c")
 _INK, _MUTED, _IDLE, _SECOND = "#1f2328", "#57606a", "#f3f4f6", "#9aa2ab"
 _SETTINGS = {
@@ -254,7 +254,7 @@ class _Picture:
 
     @property
     def is_drawn(self) -> Any:
-        """Of every unit, whether a part of it is on the axis."""
+        """Whether a part of each unit is on the axis."""
         begin, end = self.left_out
         return (self.units.begin < begin) | (self.units.end > end)
 
@@ -400,13 +400,13 @@ class _Picture:
                 )  # fmt: skip
 
     def _draw_sums(self, axes: Any) -> None:
-        """Of every row and column, the share of time in which its workers are at work, on whole and on shared tiles."""
+        """The share of time in which the workers of each row and column work, on whole and on shared tiles."""
         units, rows = self.units, self.rows
         edges = np.linspace(0, self.last, _SUMMED_COLUMNS + 1)
         row = units.worker // self.per_row
 
         def elapsed(since: Any, chosen: Any) -> Any:
-            """Of a row, what has passed at each edge since the times before it, all added up."""
+            """What of a row has passed at each edge since the times before it, all added up."""
             cell = row[chosen] * len(edges) + np.searchsorted(edges, since[chosen], "left")
             shape = rows, len(edges)
             count = np.bincount(cell, minlength=rows * len(edges)).reshape(shape).cumsum(1)

@@ -302,7 +302,7 @@ def launch_each(path):
 
 
 def counters_of(output):
-    """Of each call in what Nsight Compute printed, the counters of its longest kernel that multiplies.
+    """The counters of the longest kernel that multiplies, for each call in what Nsight Compute printed.
 
     A call is a run of our kernels: a product may be several, with copies before and a reduction after it.
     """

@@ -24,7 +24,7 @@ FOLDER = "benchmarks/programs"
 MEASURE = "step"
 FEWEST_STEPS, MOST_STEPS, RUN_SECONDS = 10, 20, 0.3
 WIDER = {"bfloat16": "float32", "float16": "float32", "float32": "float64"}
-# Of float64 there is no reference: the difference from XLA's result that rounding stays far below.
+# float64 has no reference: the difference from XLA's result that rounding stays far below.
 GROSS_DIFFERENCE = 1e-9
 # An array that XLA has with a larger relative error, such as a gradient that should be zero, is not judged.
 MEANINGLESS_ERROR = 0.1

@@ -197,7 +197,7 @@ def jax_programs(function, operands, in_program):
 
 
 def fastest(candidates):
-    """Of several configurations' ``Program``s by measure, those that take least on a device; None if there are none."""
+    """The ``Program``s, by measure, of the configuration that takes least on a device; None if there are none."""
 
     def median_us(programs):
         repeat(programs["device"], 1)
