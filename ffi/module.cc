@@ -20,6 +20,7 @@
 #include "without_cuda.h"
 #endif
 #include "cutlass_kernels/passes/repack.h"
+#include "cutlass_kernels/planner/kernel_traits.h"
 #include "cutlass_kernels/planner/launch_policy.h"
 #include "cutlass_kernels/planner/planner.h"
 #include "ffi/fields.h"
@@ -196,6 +197,14 @@ std::pair<int32_t, int32_t> resources(KernelInfo const& info) {
   return {out.registers, out.ctas_per_sm};
 }
 
+char const* platform_of(KernelInfo const& info) { return info.family == Family::kHost ? "cpu" : "cuda"; }
+
+char const* worker_of(KernelInfo const& info) {
+  return info.family == Family::kHost ? "thread" : info.family == Family::kSm90 ? "CTA" : "SM";
+}
+
+bool adds_in_cluster(KernelInfo const& info) { return KernelTraits::of(info).fixes_up_in_cluster; }
+
 // Every field by name, for pickle.
 nb::dict state_of(KernelInfo const& info) {
   nb::dict state;
@@ -285,7 +294,10 @@ void bind_structs(nb::module_& m) {
 
   nb::class_<KernelInfo> kernel(m, "KernelInfo", "A kernel of this build, or described in order to plan for another.");
   JAX_STREAMK_BIND_FIELDS(kernel, JAX_STREAMK_KERNEL_FIELDS);
-  kernel
+  kernel.def_prop_ro("platform", &platform_of, "JAX's name of what it runs on.")
+      .def_prop_ro("worker", &worker_of,
+                   "What a worker of the decomposition is: \"thread\", \"SM\", or \"CTA\", of which a cluster is one.")
+      .def_prop_ro("adds_in_cluster", &adds_in_cluster, "Whether a cluster of CTAs adds the partial sums of a tile.")
       .def("resources", &resources, "(registers per thread, CTAs per SM) on the current GPU; RuntimeError without one.")
       .def("__getstate__", &state_of)
       .def("__setstate__", &set_state)

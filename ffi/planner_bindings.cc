@@ -212,6 +212,25 @@ class Batch {
   Device device_;
 };
 
+// (majorness of A, of B) of problems that a kernel may run, those whose operands its launches copy or transpose first
+// included. `few`: of B with less columns than kFewColumns of repack.cc.
+std::vector<std::pair<Major, Major>> majors(KernelInfo const& info, bool few) {
+  std::vector<std::pair<Major, Major>> found;
+  for (Major const a : {Major::kRow, Major::kColumn})
+    for (Major const b : {Major::kRow, Major::kColumn}) {
+      bool const own = a == info.a.major && b == info.b.major, copies = info.family == Family::kSm90;
+      bool const transposed = info.math == Math::kTF32 && info.a.major == info.b.major && a == Major::kColumn;
+      bool const columns = few && info.math == Math::kNative && a == info.a.major;
+      if (own || (copies && (info.math == Math::kTF32x3 || ((transposed || columns) && b == Major::kRow))))
+        found.emplace_back(a, b);
+    }
+  return found;
+}
+
+int64_t k_tiles(KernelInfo const& info, GemmProblem const& p) {
+  return (repack_of(info, p).problem.k + info.tile_k - 1) / info.tile_k;
+}
+
 // Constants, and what planning returns.
 void bind_values(nb::module_& m) {
   nb::dict gpu, policy, host;
@@ -339,6 +358,9 @@ std::unique_ptr<Kernel> described_kernel(KernelInfo const& info) { return std::m
 void bind_planner(nb::module_& m) {
   bind_values(m);
   bind_policies(m);
+  m.def("majors", &majors, "kernel"_a, "few"_a,
+        "The (majorness of A, of B) of problems that a kernel may run; of B with less than 8 columns if few.");
+  m.def("k_tiles", &k_tiles, "kernel"_a, "problem"_a, "The k-tiles of a kernel for each tile of a problem.");
   m.def(
       "choose",
       [](Kernels const& kernels, GemmProblem const& p, std::optional<Schedule> const& wanted, Device const& device,

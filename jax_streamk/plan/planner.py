@@ -4,7 +4,6 @@ The search is in cutlass_kernels/planner/planner.cc, with the cost model beside 
 """
 
 import functools
-import itertools
 
 from jax_streamk import _ffi, schedules, text
 from jax_streamk.machines import machine_of
@@ -25,7 +24,7 @@ def kernels_for(platform):
     """This build's kernels for a platform; in a build without CUDA kernels, descriptions of those of a full build."""
     if platform not in ("cpu", "cuda"):
         return []
-    found = [kernel for kernel in _ffi.kernels() if (kernel.family == _ffi.Family.host) == (platform == "cpu")]
+    found = [kernel for kernel in _ffi.kernels() if kernel.platform == platform]
     return found or described.cuda_kernels()
 
 
@@ -39,20 +38,10 @@ def _registry(platform):
     by_problem: dict[tuple, list[_ffi.KernelInfo]] = {}
     for kernel in kernels_for(platform):
         by_name[kernel.name] = kernel
-        majors = {(kernel.major_a, kernel.major_b)}
-        majors_of_few = set()
-        if kernel.family == _ffi.Family.sm90 and kernel.math == _ffi.Math.tf32x3:
-            # Operands are copied in two parts anyway (repack.h).
-            majors = set(itertools.product((_ffi.Major.row, _ffi.Major.column), repeat=2))
-        elif kernel.family == _ffi.Family.sm90 and kernel.math == _ffi.Math.tf32 and kernel.major_a == kernel.major_b:
-            # Of A along m and B along n these kernels read one transposed (repack.h).
-            majors.add((_ffi.Major.column, _ffi.Major.row))
-        elif kernel.family == _ffi.Family.sm90 and kernel.math == _ffi.Math.native:
-            majors_of_few.add((kernel.major_a, _ffi.Major.row))  # few columns are transposed first (repack.cc)
         for few in (False, True):
-            for major_a, major_b in majors | majors_of_few if few else majors:
+            for majors in _ffi.majors(kernel, few):
                 types = kernel.type_a, kernel.type_b, kernel.math
-                key = (*types, major_a, major_b, kernel.gated, kernel.ragged, kernel.joined, few)
+                key = (*types, *majors, kernel.gated, kernel.ragged, kernel.joined, few)
                 by_problem.setdefault(key, []).append(kernel)
     return by_name, {key: _ffi.Kernels(kernels) for key, kernels in by_problem.items()}
 
@@ -223,11 +212,9 @@ def _distinct(found, schedule):
 
 def _efficiency(problem, kernel, native, cost):
     split = native.schedule == _ffi.ScheduleKind.split_k
-    k_tiles = -(-problem.k // kernel.tile_k) * (
-        3 if kernel.family == _ffi.Family.sm90 and kernel.math == _ffi.Math.tf32x3 else 1
-    )
+    k_tiles = _ffi.k_tiles(kernel, problem.native())
     pieces = native.splits if split else 1  # of a tile
     # A separate reduction cuts equal slices of whole k-tiles, so there may be fewer of them.
-    if split and native.reduction == _ffi.Reduction.separate and kernel.family != _ffi.Family.host:
+    if split and native.reduction == _ffi.Reduction.separate and kernel.platform != "cpu":
         pieces = -(-k_tiles // -(-k_tiles // pieces))
     return min(1.0, cost.waves / pieces * k_tiles / cost.iterations)

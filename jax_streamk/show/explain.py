@@ -332,10 +332,8 @@ def work_units(plan: Plan) -> _ffi.WorkUnits:
 
 def worker_of(kernel: _ffi.KernelInfo, workers: int, device: Device) -> str:
     """What a worker of a kernel is, of so many at once."""
-    if kernel.family == _ffi.Family.host:
-        return "thread"
-    if kernel.family in (_ffi.Family.sm80, _ffi.Family.skinny) and workers <= device.sms:
-        return "SM"
+    if kernel.worker == "thread" or (kernel.worker == "SM" and workers <= device.sms):
+        return kernel.worker
     return "cluster" if kernel.cluster_m * kernel.cluster_n > 1 else "CTA"
 
 
@@ -361,9 +359,9 @@ def _division(plan: Plan, kernel: _ffi.KernelInfo) -> dict[str, Any]:
 
 def _grid(plan: Plan, kernel: _ffi.KernelInfo, units: _ffi.WorkUnits) -> tuple[int, ...] | None:
     """CTAs along each dimension of the launch; None where CUTLASS decides, and on a CPU."""
-    if kernel.family == _ffi.Family.skinny:
+    if kernel.adds_in_cluster:
         return (len(units.worker),)
-    if kernel.family != _ffi.Family.sm90:
+    if kernel.worker != "CTA":
         return None
     clusters = len(np.unique(units.worker)) + plan.policy.idle_clusters
     return clusters * kernel.cluster_m, kernel.cluster_n
@@ -487,7 +485,6 @@ def _rows(x: Explanation) -> Iterator[tuple[str, str, str]]:
 
 def _division_rows(x: Explanation, kernel: _ffi.KernelInfo) -> Iterator[tuple[str, str, str]]:
     section = "division of work"
-    host = kernel.family == _ffi.Family.host
     if x.unknown:
         yield section, "", f"unknown: {x.unknown}"
     elif (
@@ -512,14 +509,14 @@ def _division_rows(x: Explanation, kernel: _ffi.KernelInfo) -> Iterator[tuple[st
             yield section, "shared tiles", "none"
     if x.waves is not None and x.efficiency is not None:
         yield section, "waves", f"{x.waves:.2f}, quantization efficiency {x.efficiency:.0%}"
-    if host:
+    if kernel.platform == "cpu":
         return
     section = "launch"
     if x.grid is not None:
         clusters = ""
         if kernel.cluster_m * kernel.cluster_n > 1:
             clusters = f" in clusters of {kernel.cluster_m} x {kernel.cluster_n}"
-        elif kernel.family == _ffi.Family.skinny and getattr(x.schedule, "reduction", "") == "ordered":
+        elif kernel.adds_in_cluster and getattr(x.schedule, "reduction", "") == "ordered":
             clusters = f" in clusters of {x.peers}" if x.peers != 1 else ""
         yield section, "grid", f"{' x '.join(f'{extent:,}' for extent in x.grid)} CTAs{clusters}"
     elif not x.unknown:

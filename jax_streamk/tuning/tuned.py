@@ -145,7 +145,7 @@ def version():
 @functools.cache
 def kernel_set(platform):
     """A hash of what a tuned plan is valid for: version, fields of plans and problems, this build's kernels."""
-    kernels = (kernel for kernel in _ffi.kernels() if (kernel.family == _ffi.Family.host) == (platform == "cpu"))
+    kernels = (kernel for kernel in _ffi.kernels() if kernel.platform == platform)
     names = (f"{kernel.name} {kernel.promotion_k}" for kernel in kernels)
     fields = (
         field.name for type_ in (Tuned, FragmentTimes, LaunchPolicy, GemmProblem) for field in dataclasses.fields(type_)
