@@ -199,6 +199,8 @@ def test_inference_is_one_call():
     assert programs(lambda x, w: linear(x, w, alpha=3.0), x, w) == (1, 0)
     # Without an epilogue it is the same product, bit for bit.
     assert np.array_equal(linear(x, w), matmul(x, w))
+    # beta is the factor of the residual: without one it is no part of a plan.
+    assert plan(lambda x, w: linear(x, w, beta=2.0), x, w) == plan(x, w) == plan(x, w, beta=2.0)
     assert "streamk_dot_general" in str(jax.make_jaxpr(linear)(x, w))
 
 

@@ -129,8 +129,8 @@ def _lower_on_one_device(ctx, *operands, platform, product, schedule):
 
     def planned(schedule):
         way = alternatives.plan(product, product.by_role(avals), schedule, device)
-        is_asked = isinstance(schedule, schedules.Auto) and look is None and way.instead is None
-        return dataclasses.replace(way, plan=tune.tuned_if_asked(way.plan)) if is_asked else way
+        may_tune = isinstance(schedule, schedules.Auto) and look is None and way.instead is None and product.is_one
+        return dataclasses.replace(way, plan=tune.tuned_if_asked(way.plan)) if may_tune else way
 
     way = tune.in_its_context(schedules.of_forward(schedule), planned)
     if way.instead is not None:

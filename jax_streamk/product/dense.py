@@ -14,7 +14,7 @@ from jax.interpreters import ad
 from jax_streamk import compat, schedules
 from jax_streamk.plan import problem
 from jax_streamk.product import partition
-from jax_streamk.product.epilogue import ACTIVATIONS, scaled, wide
+from jax_streamk.product.epilogue import ACTIVATIONS, Epilogue, scaled, wide
 from jax_streamk.product.primitive import batched, bind
 from jax_streamk.product.spec import Product
 
@@ -34,6 +34,8 @@ class Dense(Product):
     def __post_init__(self):
         (a, b), (c, d) = self.numbers  # batching makes lists
         object.__setattr__(self, "numbers", ((tuple(a), tuple(b)), (tuple(c), tuple(d))))
+        if self.epilogue.beta != 1 and self.epilogue.is_plain:  # the factor of no residual
+            object.__setattr__(self, "epilogue", Epilogue())
 
     @classmethod
     def of(cls, eqn):
