@@ -276,9 +276,8 @@ void bind_structs(nb::module_& m) {
       "D[l] = activation(alpha * A[l] @ B[l] + beta * residual[l] + bias[l]): extents, types, majorness and strides in "
       "elements.");
   JAX_STREAMK_BIND_FIELDS(problem, JAX_STREAMK_PROBLEM_FIELDS);
-  problem.def(
-      "spans", &spans,
-      "For A, B, D, bias and residual: the type, and the number of elements from the first to the last (0 if absent).");
+  problem.def("spans", &spans,
+              "For each of `roles`: the type, and the number of elements from the first to the last (0 if absent).");
 
   nb::class_<Schedule> schedule(m, "Schedule", "How one kernel launch cuts its work.");
   JAX_STREAMK_BIND_FIELDS(schedule, JAX_STREAMK_SCHEDULE_FIELDS);
