@@ -1255,6 +1255,23 @@ def test_sizes_of_four_bits(dtype):
         close(f(lhs, rhs, sizes), want, lhs.shape[1], np.float32)
 
 
+@pytest.mark.parametrize("indices", [None, np.array([3, 0, 3, -1, 99], np.int32)])
+def test_transposes_with_a_bias(indices):
+    """It is linear in rows and bias together, as linear solvers see it."""
+    rng = np.random.default_rng()
+    lhs, rhs, bias, cotangent = (rng.standard_normal(x, np.float32) for x in ((5, 8), (2, 8, 6), (2, 6), (5, 6)))
+    sizes, groups = np.array([2, 2], np.int32), np.array([0, 0, 1, 1])  # the last row is in no group
+
+    def written(lhs, bias):
+        rows = lhs if indices is None else lhs.at[indices].get(mode="clip")
+        return jnp.pad(jnp.einsum("mk,mkn->mn", rows[:4], rhs[groups]) + bias[groups], ((0, 1), (0, 0)))
+
+    ours = lambda lhs, bias: sk.ragged_dot(lhs, rhs, sizes, bias=bias, lhs_indices=indices)
+    got, want = (jax.linear_transpose(f, lhs, bias)(cotangent) for f in (ours, written))
+    for x, y in zip(got, want):
+        np.testing.assert_allclose(x, y, rtol=1e-2 if ON_GPU else 1e-5, atol=1e-2 if ON_GPU else 1e-5)
+
+
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16])
 def test_narrow_sizes(dtype):
     lhs, rhs, _ = routing("all rows in one group", np.float32)

@@ -76,20 +76,11 @@ def make_plan(problem, schedule, device):
         found = tuned.lookup(problem, device)
         if found is None and (why := left_to_xla.why(problem, device)):
             ours = plan_with(problem, schedule, device, None)
-            instead = (
-                (f"instead of {ours.kernel}, {ours.schedule}: {text.duration(ours.microseconds)}",)
-                if ours.kernel
-                else ()
-            )
-            return Plan(
-                problem,
-                device,
-                None,
-                None,
-                microseconds=ours.microseconds,
-                why_xla=why,
-                notes=instead,
-            )
+            known = dict(microseconds=ours.microseconds, why_xla=why)
+            if ours.kernel:
+                time = text.duration(ours.microseconds)
+                known["notes"] = (f"instead of {ours.kernel}, {ours.schedule}: {time}",)
+            return Plan(problem, device, None, None, **known)
     return plan_with(problem, schedule, device, found)
 
 
