@@ -121,7 +121,7 @@ def test_all_tokens_by_one_expert_and_none(favoured):
 def test_indices_take_no_pass_of_their_own():
     """They are in bounds: none is to be counted from the end, or moved."""
     function, params = layer("nnx", of_a_token=1)
-    assert "gathers=promise_in_bounds" in str(jax.make_jaxpr(function)(params, tokens(9)))
+    assert "gathers='promise_in_bounds'" in str(jax.make_jaxpr(function)(params, tokens(9)))
 
 
 def test_loss_of_experts_that_share_alike():
