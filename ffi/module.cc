@@ -295,7 +295,7 @@ void bind_structs(nb::module_& m) {
   JAX_STREAMK_BIND_FIELDS(kernel, JAX_STREAMK_KERNEL_FIELDS);
   kernel.def_prop_ro("platform", &platform_of, "JAX's name of what it runs on.")
       .def_prop_ro("worker", &worker_of,
-                   "What a worker of the decomposition is: \"thread\", \"SM\", or \"CTA\", of which a cluster is one.")
+                   "What a worker of the decomposition is: \"thread\", \"SM\", or \"CTA\" (a cluster counts as one).")
       .def_prop_ro("adds_in_cluster", &adds_in_cluster, "Whether a cluster of CTAs adds the partial sums of a tile.")
       .def("resources", &resources, "(registers per thread, CTAs per SM) on the current GPU; RuntimeError without one.")
       .def("__getstate__", &state_of)

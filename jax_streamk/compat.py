@@ -320,6 +320,8 @@ def def_jet(primitive, function, is_bilinear=lambda **params: False):
 
     def rule(primals, series, **params):
         if is_bilinear(**params):
+            if len(primals) != 2:
+                raise NotImplementedError(f"Taylor-mode differentiation for '{primitive}' of groups not implemented")
             return _jet._bilinear_taylor_rule(primitive, primals, series, **params)
         # Rules get the coefficients of powers; jet takes derivatives.
         series = [[math.factorial(i) * x for i, x in enumerate(terms, 1)] for terms in series]

@@ -101,6 +101,14 @@ def test_vmap_of_a_transposed_result(in_axes):
     assert_same(gradient(matmul)(a, b), gradient(jnp.matmul)(a, b))
 
 
+@pytest.mark.parametrize("options", [{}, dict(activation="silu")], ids=str)
+def test_jet_knows_no_groups(options):
+    x, w, sizes = normal((6, 8)), normal((2, 8, 4)), np.array([3, 3], np.int32)
+    f = lambda x: jax_streamk.ragged_dot(x, w, sizes, **options)
+    with pytest.raises(NotImplementedError, match="Taylor-mode differentiation"):
+        jet(f, (x,), ((x,),))
+
+
 def test_vmap_of_a_batched_product_and_of_nothing():
     numbers = (((2,), (1,)), ((0,), (0,)))
     a, b = normal((4, 3, 7, 8)), normal((3, 8, 4, 5))

@@ -53,7 +53,7 @@ def decide(
     product = kinds.of(eqn)
     is_dense = isinstance(product, Dense)
     try:
-        made = planned(eqn, program, device, schedule)
+        made = planned(eqn, program, device, schedule, product)
         permutation = _transposed(eqn.outvars[0], program) if is_dense else None
         if made.kernel is None and permutation is not None:
             made = planned(eqn, program, device, schedule, product.replaced(permutation=permutation))

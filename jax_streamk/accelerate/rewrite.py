@@ -190,8 +190,8 @@ class _Calls:
     def explain(self, *args: Any, **kwargs: Any) -> Products:
         measured: fragments.Measured = {}
         rewriter = _Rewriter(self._schedule, self._where, measured)
-        kinds = jax.Array, jax.ShapeDtypeStruct
-        jaxpr, _ = rewriter.trace(self._fn, _Arguments((*self._owner, *args), kwargs, kinds))
+        given = _Arguments((*self._owner, *args), kwargs, (jax.Array, jax.ShapeDtypeStruct))
+        jaxpr, _ = rewriter.trace(self._fn, given)
         return products_of(jaxpr, self._schedule, self._where, device_of(None), measured)
 
 

@@ -205,7 +205,7 @@ def arrange(
 @functools.lru_cache(maxsize=4096)
 def _arranged(lhs, rhs, dimension_numbers, precision, preferred_element_type, platform, epilogue, permutation, nests):
     lhs, rhs = (jax.ShapeDtypeStruct(*x) for x in (lhs, rhs))
-    dtype, type_d, math_ = _types(lhs.dtype, rhs.dtype, preferred_element_type, precision, platform)
+    types = dtype, _, math_ = _types(lhs.dtype, rhs.dtype, preferred_element_type, precision, platform)
     if not all(isinstance(size, (int, np.integer)) for size in (*lhs.shape, *rhs.shape)):
         raise Unsupported(f"shapes {lhs.shape} and {rhs.shape} are symbolic: choosing a kernel needs numbers")
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
@@ -259,8 +259,7 @@ def _arranged(lhs, rhs, dimension_numbers, precision, preferred_element_type, pl
         permute_lhs, permute_rhs = a.permute_unless_strided(), b.permute_unless_strided()
     m, n, k = math.prod(a.sizes(a.free)), math.prod(b.sizes(b.free)), math.prod(a.sizes(a.contract))
     batch = math.prod((borrowed or a).sizes((borrowed or a).batch))
-    major_a, lda = a.major_and_leading(rows=a.free, columns=a.contract)
-    major_b, ldb = b.major_and_leading(rows=b.contract, columns=b.free)
+    layouts = a.major_and_leading(a.free, a.contract), b.major_and_leading(b.contract, b.free)
     if cut is None and (not d.is_strided() or d.stride(columns) > 1):
         d = _Dimensions(d.shape, d.batch, columns)
     else:
@@ -270,32 +269,24 @@ def _arranged(lhs, rhs, dimension_numbers, precision, preferred_element_type, pl
         nested = {f"inner_stride_{name}": x.stride(x.batch[cut:]) for name, x in (("a", a), ("b", b), ("d", d))}
         nested["inner_batch"] = math.prod(a.sizes(a.batch[cut:]))
         a.batch, b.batch, d.batch = a.batch[:cut], b.batch[:cut], d.batch[:cut]
-    problem = GemmProblem(
+    problem = _problem(
+        types,
+        layouts,
+        epilogue,
         batch=batch,
         m=m,
         n=n,
         k=k,
-        type_a=TYPES[dtype],
-        type_b=TYPES[dtype],
-        type_d=type_d,
-        math=math_,
-        major_a=major_a,
-        major_b=major_b,
-        lda=lda,
-        ldb=ldb,
         ldd=d.stride(d.free) or n,
         batch_stride_a=0 if borrowed is b else a.stride(a.batch),
         batch_stride_b=0 if borrowed is a else b.stride(b.batch),
         batch_stride_d=d.stride(d.batch) or m * n,
-        activation=_ffi.Activation[epilogue.activation or "none"],
-        has_bias=epilogue.has_bias,
         has_residual=epilogue.has_residual,
         alpha=epilogue.alpha,
         beta=epilogue.beta,
         batch_stride_bias=n * (1 if stacked is None else 2)
         if epilogue.has_bias and (borrowed is b or epilogue.bias_batch)
         else 0,
-        gated=epilogue.gate is not None,
         up_offset=0 if stacked is None else b.strides[stacked],
         **nested,
     )
@@ -308,7 +299,7 @@ def arrange_ragged(
     lhs, rhs, groups, numbers, precision, preferred_element_type, platform, epilogue=Epilogue(), leading=False,
     gathered_rows=0,
 ):  # fmt: skip
-    """Arranges a product of ``jax_streamk.ragged`` as one ragged GEMM.
+    """Arranges ``lax.ragged_dot_general`` and its epilogue as one ragged GEMM.
 
     Args:
       lhs, rhs, precision, preferred_element_type, platform: as in ``arrange``.
@@ -323,7 +314,7 @@ def arrange_ragged(
     """
     if not all(isinstance(size, (int, np.integer)) and size < 2**31 for size in (*lhs.shape, *rhs.shape)):
         raise Unsupported(f"shapes {lhs.shape} and {rhs.shape} are symbolic, or beyond 32 bits")
-    dtype, type_d, math_ = _types(lhs.dtype, rhs.dtype, preferred_element_type, precision, platform)
+    types = dtype, *_ = _types(lhs.dtype, rhs.dtype, preferred_element_type, precision, platform)
     ((lhs_contract,), (rhs_contract,)), _ = numbers.dot_dimension_numbers
     along_m = lhs_contract not in numbers.lhs_ragged_dimensions
     group = list(numbers.rhs_group_dimensions)
@@ -340,13 +331,31 @@ def arrange_ragged(
         permute_rhs, b = (1, 0), _Dimensions(rhs.shape[::-1], [], [0])
     (m,), (k,), (n,) = a.sizes(a.free), a.sizes(a.contract), b.sizes(b.free)
     # By the order of dimensions, not by strides: kernels of one kind want the same majorness of extents of 1.
-    major_a, lda = a.major_in_order(rows=a.free, columns=a.contract)
-    major_b, ldb = b.major_in_order(rows=b.contract, columns=b.free)
-    problem = GemmProblem(
+    layouts = a.major_in_order(a.free, a.contract), b.major_in_order(b.contract, b.free)
+    problem = _problem(
+        types,
+        layouts,
+        epilogue,
         batch=groups,
         m=m,
         n=n,
         k=k,
+        ldd=n,
+        batch_stride_a=0,
+        batch_stride_b=b.strides[b.batch[0]] if along_m else 0,
+        batch_stride_d=0 if along_m else m * n,
+        batch_stride_bias=n if epilogue.has_bias else 0,
+        ragged=_ffi.Ragged.m if along_m else _ffi.Ragged.k,
+        leading_rows=leading,
+        gathered_rows=gathered_rows,
+    )
+    return Arrangement(problem, dtype, permute_lhs, permute_rhs)
+
+
+def _problem(types, layouts, epilogue, **fields):
+    """The ``GemmProblem`` for what ``_types`` returns, majorness and leading dimension of A and B, and other fields."""
+    (dtype, type_d, math_), ((major_a, lda), (major_b, ldb)) = types, layouts
+    return GemmProblem(
         type_a=TYPES[dtype],
         type_b=TYPES[dtype],
         type_d=type_d,
@@ -355,19 +364,11 @@ def arrange_ragged(
         major_b=major_b,
         lda=lda,
         ldb=ldb,
-        ldd=n,
-        batch_stride_a=0,
-        batch_stride_b=b.strides[b.batch[0]] if along_m else 0,
-        batch_stride_d=0 if along_m else m * n,
         activation=_ffi.Activation[epilogue.activation or "none"],
         has_bias=epilogue.has_bias,
-        batch_stride_bias=n if epilogue.has_bias else 0,
         gated=epilogue.gate is not None,
-        ragged=_ffi.Ragged.m if along_m else _ffi.Ragged.k,
-        leading_rows=leading,
-        gathered_rows=gathered_rows,
+        **fields,
     )
-    return Arrangement(problem, dtype, permute_lhs, permute_rhs)
 
 
 def _nesting(*operands):

@@ -37,22 +37,9 @@ class Dense(Product):
         if self.epilogue.beta != 1 and self.epilogue.is_plain:  # the factor of no residual
             object.__setattr__(self, "epilogue", Epilogue())
 
-    @classmethod
-    def of(cls, eqn):
-        return cls(*(eqn.params[name] for name in ("dimension_numbers", "precision", "preferred_element_type")))
-
     @property
     def has(self):
         return "lhs", "rhs", *self.epilogue.roles
-
-    @property
-    def laxs(self):
-        """The parameters of lax's product."""
-        return dict(
-            dimension_numbers=self.numbers,
-            precision=self.precision,
-            preferred_element_type=self.preferred_element_type,
-        )
 
     def result(self, avals, out_sharding):
         lhs, rhs, *_ = avals
@@ -145,7 +132,8 @@ class Dense(Product):
             is_separate |= of["rhs"] is not None and of["lhs"] is None  # rhs has two free dimensions only
         if is_separate:
             params = dict(schedule=schedule, out_sharding=out_sharding)
-            return self._batched_apart(axis_data, operands, dims, **params), 0
+            rule = super().batched if self.epilogue.gate else self._batched_apart
+            return rule(axis_data, operands, dims, **params)
         lhs, rhs, lhs_dim, rhs_dim = given["lhs"], given["rhs"], of["lhs"], of["rhs"]
         numbers, out_dim, out_sharding = compat.batched_dimensions(
             axis_data, (lhs.ndim, rhs.ndim), (lhs_dim, rhs_dim), self.numbers, out_sharding
@@ -183,15 +171,13 @@ class Dense(Product):
         return out, out_dim if permutation is None else 0
 
     def _batched_apart(self, axis_data, operands, dims, **params):
-        if self.epilogue.gate:
-            apart = functools.partial(self.apart, **params)
-            return jax.vmap(apart, dims, axis_size=axis_data.size, spmd_axis_name=axis_data.spmd_name)(*operands)
+        """``batched`` by a product that is not rounded before its epilogue."""
         dtype = self.preferred_element_type
         product = self.plain.replaced(preferred_element_type=wide(dtype))
         out, out_dim = batched(axis_data, operands[:2], dims[:2], product=product, **params)
         roles = self.epilogue.roles
         finish = lambda x, *others: self.epilogue.apply(x, **dict(zip(roles, others)), dtype=dtype)
-        return jax.vmap(finish, (out_dim, *dims[2:]))(out, *operands[2:])
+        return jax.vmap(finish, (out_dim, *dims[2:]))(out, *operands[2:]), 0
 
     def asked(self, avals, out_sharding):
         return (compat.dot_general_p, *avals[:2]), self.laxs | dict(out_sharding=out_sharding)
@@ -225,7 +211,7 @@ class Dense(Product):
 
 
 def _of(given, *roles):
-    """The operands of these roles that are there."""
+    """The operands with these roles, as far as a product has them."""
     return [given[role] for role in roles if role in given]
 
 

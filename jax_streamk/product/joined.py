@@ -4,10 +4,8 @@ Only what ``fused_p`` calls is such a product: derivatives are those of the prod
 """
 
 import dataclasses
-import functools
 import itertools
 
-import jax
 import jax.numpy as jnp
 
 from jax_streamk.plan import problem
@@ -61,11 +59,6 @@ class Joined(Product):
     def apart(self, *operands, **params):
         lhs, *matrices = operands
         return jnp.concatenate([bind(self.each, lhs, x, **params) for x in matrices], 1)
-
-    def batched(self, axis_data, operands, dims, *, schedule, out_sharding=None):
-        params = dict(schedule=schedule, out_sharding=out_sharding)
-        apart = functools.partial(self.apart, **params)
-        return jax.vmap(apart, dims, axis_size=axis_data.size, spmd_axis_name=axis_data.spmd_name)(*operands), 0
 
     def asked(self, avals, out_sharding):
         return self.each.asked(avals, out_sharding)

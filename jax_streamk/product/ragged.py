@@ -49,15 +49,11 @@ class Ragged(Product):
         "promise_in_bounds"; or None.
     """
 
+    called = "ragged_dot_dimension_numbers"
     is_placed_by_xla = False
 
     leading: bool = False
     gathers: str | None = None
-
-    @classmethod
-    def of(cls, eqn):
-        names = "ragged_dot_dimension_numbers", "precision", "preferred_element_type"
-        return cls(*(eqn.params[name] for name in names))
 
     @classmethod
     def why_not(cls, eqn):
@@ -77,15 +73,6 @@ class Ragged(Product):
     def groups_rows(self):
         """Whether groups are of rows of lhs and of the result."""
         return len(self.numbers.rhs_group_dimensions) > 0
-
-    @property
-    def laxs(self):
-        """The parameters of lax's product."""
-        return dict(
-            ragged_dot_dimension_numbers=self.numbers,
-            precision=self.precision,
-            preferred_element_type=self.preferred_element_type,
-        )
 
     def canonical(self, operands, out_sharding):
         """No kernel's operands are gathered where types have shardings; a mesh without explicit axes says nothing."""

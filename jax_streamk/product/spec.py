@@ -27,6 +27,8 @@ class Product(ShortRepr):
       epilogue: what follows.
     """
 
+    # What JAX's primitive of this kind calls ``numbers``.
+    called: ClassVar[str] = "dimension_numbers"
     # Whether XLA's product infers the explicit sharding of its result.
     is_placed_by_xla: ClassVar[bool] = True
     # Whether XLA has one product, too, where no kernel of ours runs it.
@@ -72,7 +74,13 @@ class Product(ShortRepr):
     @classmethod
     def of(cls, eqn):
         """The product of an equation of JAX's primitive of this kind."""
-        raise NotImplementedError
+        return cls(*(eqn.params[name] for name in (cls.called, "precision", "preferred_element_type")))
+
+    @property
+    def laxs(self):
+        """The parameters of lax's product."""
+        types = dict(precision=self.precision, preferred_element_type=self.preferred_element_type)
+        return {self.called: self.numbers} | types
 
     @classmethod
     def why_not(cls, eqn):
@@ -107,8 +115,9 @@ class Product(ShortRepr):
         return jax.jvp(function, free, velocities)
 
     def batched(self, axis_data, operands, dims, *, schedule, out_sharding=None):
-        """(the results of operands mapped over ``dims``, of which not all are None; their mapped dimension)"""
-        raise NotImplementedError
+        """(the results of operands mapped over ``dims``, at least one not None; their mapped dimension)"""
+        apart = functools.partial(self.apart, schedule=schedule, out_sharding=out_sharding)
+        return jax.vmap(apart, dims, axis_size=axis_data.size, spmd_axis_name=axis_data.spmd_name)(*operands), 0
 
     def asked(self, avals, out_sharding):
         """What policies of ``jax.checkpoint`` are asked about: ((JAX's primitive, types of operands), parameters)."""
