@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "cutlass_kernels/core/cuda_kernel.h"
+#include "cutlass_kernels/core/cuda.h"
 #include "ffi/gemm_call.h"
 
 namespace jax_streamk {

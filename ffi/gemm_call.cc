@@ -7,17 +7,12 @@
 #include <utility>
 
 #include "cutlass_kernels/core/gemm_fields.h"
-#include "cutlass_kernels/planner/launch_policy.h"
+#include "cutlass_kernels/launch/policy.h"
 
 XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jax_streamk::Type);
-XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jax_streamk::Math);
-XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jax_streamk::Major);
-XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jax_streamk::Ragged);
-XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jax_streamk::Activation);
-XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jax_streamk::ScheduleKind);
-XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jax_streamk::Reduction);
-XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jax_streamk::Raster);
-XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jax_streamk::ClusterOrder);
+#define JAX_STREAMK_ENUM(type, values, doc) XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jax_streamk::type);
+JAX_STREAMK_ENUMS(JAX_STREAMK_ENUM)
+#undef JAX_STREAMK_ENUM
 
 namespace jax_streamk {
 
@@ -115,7 +110,7 @@ ffi::Error instantiate(GemmCall call) {
   if (Status status = check_policy(call.kernel->info, call.problem, call.schedule, call.policy, call.device);
       !status.ok())
     return to_error(status);
-  int64_t const needed = call.kernel->workspace_bytes(call.problem, call.schedule, call.device);
+  int64_t const needed = call.kernel->workspace_bytes(call.problem, call.schedule, call.device).value();
   if (needed <= call.workspace_bytes) return ffi::Error::Success();
   return to_error(Status::precondition(name + " needs " + std::to_string(needed) +
                                        " bytes of workspace and was given " + std::to_string(call.workspace_bytes) +

@@ -8,7 +8,7 @@
 #include <string_view>
 #include <vector>
 
-#include "cutlass_kernels/core/gemm.h"
+#include "cutlass_kernels/launch/kernel.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_streamk {

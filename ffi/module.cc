@@ -15,13 +15,12 @@
 #include <tuple>
 
 #ifdef JAX_STREAMK_WITH_CUDA
-#include "cutlass_kernels/core/cuda_kernel.h"
+#include "cutlass_kernels/core/cuda.h"
 #else
 #include "without_cuda.h"
 #endif
-#include "cutlass_kernels/passes/repack.h"
-#include "cutlass_kernels/planner/kernel_traits.h"
-#include "cutlass_kernels/planner/launch_policy.h"
+#include "cutlass_kernels/core/family.h"
+#include "cutlass_kernels/launch/policy.h"
 #include "cutlass_kernels/planner/planner.h"
 #include "ffi/fields.h"
 #include "ffi/gemm_call.h"
@@ -107,7 +106,7 @@ using Piece = std::tuple<int32_t, int32_t, int32_t, int32_t, int32_t>;
 std::vector<std::vector<Piece>> decomposition(std::string const& name, GemmProblem const& p, Schedule const& s,
                                               Device const& device) {
   Kernel const& kernel = kernel_that_runs(name, p, s, device);
-  Decomposition const d = kernel.decomposition(repack_of(kernel.info, p).problem, s, device);
+  Decomposition const d = kernel.decomposition(Launch(kernel.info, p, {}).problem, s, device);
   std::vector<std::vector<Piece>> workers(d.workers);
   for (int32_t worker = 0; worker < d.workers; ++worker) {
     Work work;
@@ -197,13 +196,18 @@ std::pair<int32_t, int32_t> resources(KernelInfo const& info) {
   return {out.registers, out.ctas_per_sm};
 }
 
-char const* platform_of(KernelInfo const& info) { return info.family == Family::kHost ? "cpu" : "cuda"; }
+char const* platform_of(KernelInfo const& info) { return traits_of(info).is_host() ? "cpu" : "cuda"; }
 
 char const* worker_of(KernelInfo const& info) {
-  return info.family == Family::kHost ? "thread" : info.family == Family::kSm90 ? "CTA" : "SM";
+  switch (traits_of(info).worker) {
+    case Worker::kThread: return "thread";
+    case Worker::kSm: return "SM";
+    case Worker::kCta: break;
+  }
+  return "CTA";
 }
 
-bool adds_in_cluster(KernelInfo const& info) { return KernelTraits::of(info).fixes_up_in_cluster; }
+bool adds_in_cluster(KernelInfo const& info) { return traits_of(info).fix_up == FixUp::kCluster; }
 
 // Every field by name, for pickle.
 nb::dict state_of(KernelInfo const& info) {
@@ -222,9 +226,9 @@ void set_state(KernelInfo& info, nb::dict const& state) {
 }
 
 template <typename Enum>
-auto enumeration(nb::module_& m, char const* name, char const* doc, std::initializer_list<Enum> values) {
+void enumeration(nb::module_& m, char const* name, char const* doc, int32_t count) {
   auto type = nb::enum_<Enum>(m, name, doc, nb::is_arithmetic());
-  for (Enum const value : values) type.value(name_of(value), value);
+  for (int32_t i = 0; i < count; ++i) type.value(name_of(Enum{i}), Enum{i});
 }
 
 // An attribute of an enumeration's values.
@@ -245,29 +249,16 @@ nb::object numpy_type(Type type) {
 }
 
 void bind_enumerations(nb::module_& m) {
-  enumeration<Family>(m, "Family", "Which template a kernel comes from.",
-                      {Family::kHost, Family::kSm80, Family::kSm90, Family::kSkinny});
-  enumeration<Type>(m, "Type", "Element types; ``bits`` of an element, and NumPy's ``dtype``.",
-                    {
+  constexpr Type kTypes[] = {
 #define JAX_STREAMK_TYPE(type, name, bits, numpy, xla) Type::type,
 #include "cutlass_kernels/core/types.def"
-                    });
+  };
+  enumeration<Type>(m, "Type", "Element types; ``bits`` of an element, and NumPy's ``dtype``.", std::size(kTypes));
   property(m.attr("Type"), "bits", [](Type type) { return Format{type}.bits(); });
   property(m.attr("Type"), "dtype", &numpy_type);
-  enumeration<Major>(m, "Major", "row: the last index is contiguous.", {Major::kRow, Major::kColumn});
-  enumeration<Math>(m, "Math", "What a product of two f32 numbers is.", {Math::kNative, Math::kTF32, Math::kTF32x3});
-  enumeration<Reduction>(m, "Reduction", "How the partials of a shared tile become one.",
-                         {Reduction::kOrdered, Reduction::kAtomic, Reduction::kSeparate});
-  enumeration<Activation>(m, "Activation", "What the epilogue applies last.",
-                          {Activation::kNone, Activation::kRelu, Activation::kGelu, Activation::kGeluTanh,
-                           Activation::kSilu, Activation::kSigmoid, Activation::kTanh});
-  enumeration<Ragged>(m, "Ragged", "Which dimension the groups of a product cut.",
-                      {Ragged::kNone, Ragged::kM, Ragged::kK});
-  enumeration<ScheduleKind>(m, "ScheduleKind", "How the MAC-iteration space is cut.",
-                            {ScheduleKind::kDataParallel, ScheduleKind::kSplitK, ScheduleKind::kStreamK});
-  enumeration<Raster>(m, "Raster", "Along which dimension consecutive tiles lie.", {Raster::kAlongM, Raster::kAlongN});
-  enumeration<ClusterOrder>(m, "ClusterOrder", "Which worker each cluster of a launch is.",
-                            {ClusterOrder::kAsLaunched, ClusterOrder::kByGpc, ClusterOrder::kSpread});
+#define JAX_STREAMK_ENUM(type, values, doc) enumeration<type>(m, #type, doc, kCount<type>);
+  JAX_STREAMK_ENUMS(JAX_STREAMK_ENUM)
+#undef JAX_STREAMK_ENUM
 }
 
 void bind_structs(nb::module_& m) {

@@ -7,12 +7,10 @@
 
 #include <algorithm>
 
-#include "cutlass_kernels/core/slices.h"
-#include "cutlass_kernels/passes/repack.h"
-#include "cutlass_kernels/planner/clusters.h"
+#include "cutlass_kernels/core/gpu.h"
+#include "cutlass_kernels/launch/clusters.h"
 #include "cutlass_kernels/planner/planner.h"
 #include "cutlass_kernels/planner/policy_choice.h"
-#include "ffi/stream_k_of_cutlass.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -20,116 +18,18 @@ using namespace nb::literals;
 namespace jax_streamk {
 namespace {
 
-constexpr int64_t kUnknown = -1;  // bytes of workspace
-
-// CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
-bool has_small_sms(Device const& device) { return device.arch == 86 || device.arch == 89 || device.arch >= 120; }
-int64_t shared_memory_per_sm(Device const& device) {
-  return (has_small_sms(device) ? 100 : device.arch < 90 ? 164 : 228) * int64_t{1024};
-}
-
-// For which an SM has shared memory, each with the 1 KiB that CUDA takes, and threads.
+// For which an SM has shared memory and threads.
 int64_t most_ctas_per_sm(KernelInfo const& info, Device const& device) {
-  return std::min(shared_memory_per_sm(device) / (info.shared_memory + 1024),
-                  int64_t{has_small_sms(device) ? 1536 : 2048} / info.threads);
+  return std::min(shared_memory_per_sm(device) / (info.shared_memory + kReservedSharedMemory),
+                  threads_per_sm(device) / info.threads);
 }
-
-// A kernel that this build lacks, for planning as if it were there. Its limits are those of its family's can_launch()
-// except for extents near 2^31, and its workspace is known where no tile is shared inside of the kernel.
-class DescribedKernel final : public Kernel {
- public:
-  using Kernel::Kernel;
-
-  Status can_implement(GemmProblem const& p, Schedule const& s, Device const& device) const override {
-    if (info.family == Family::kHost) return {};
-    if (info.family == Family::kSm90 ? device.arch != 90 : device.arch < 80)
-      return Status::precondition(info.name + " does not run on sm_" + std::to_string(device.arch));
-    if (info.family == Family::kSm80 && info.shared_memory > shared_memory_per_cta(device))
-      return Status::invalid(info.name + ": sm_" + std::to_string(device.arch) +
-                             " has too little shared memory for it");
-    if (is_separate(s) && static_cast<double>(p.batch) * p.m * padded(p.n, p) >= INT32_MAX)
-      return Status::invalid(info.name +
-                             ": D has too many elements for a separate reduction, which takes less than 2^31");
-    if (!shares_tiles(s)) return {};
-    if (info.family == Family::kSm80 && p.batch > 1)
-      return Status::invalid(info.name + ": a batch runs data-parallel, or as SplitK with reduction \"separate\"");
-    if (info.family == Family::kSkinny && (device.arch < 90 || s.splits > kMostCtas))
-      return Status::invalid(info.name + " splits K among the CTAs of a cluster, at most " + std::to_string(kMostCtas) +
-                             ", on sm_90 or newer");
-    return {};
-  }
-
-  int64_t workspace_bytes(GemmProblem const& p, Schedule const& s, Device const&) const override {
-    Repack const repacked = repack_of(info, p);
-    if (shares_tiles(s) && info.family != Family::kSkinny) return kUnknown;
-    if (!is_separate(s)) return repacked.bytes() + counter_bytes(info, p);
-    // Slices of whole k-tiles, as few as that takes, each with all of D in rows of whole 16 bytes.
-    int64_t const k_tiles = ceil_div(repacked.problem.k, info.tile_k),
-                  slices = ceil_div(k_tiles, ceil_div(k_tiles, s.splits));
-    return repacked.bytes() +
-           align_workspace(slices * p.batch * p.m * padded(p.n, p) * size_of(accumulator_of(p.a.format)));
-  }
-
-  // The families' own.
-  Decomposition decomposition(GemmProblem const& p, Schedule const& s, Device const& device) const override {
-    if (info.family == Family::kSm90) return sm90_decomposition(info, p, s, device);
-    bool const swap = info.swap_ab;
-    GemmProblem const q = dense(p, p.ragged == Ragged::kK ? info.tile_k : info.tile_m);
-    auto const tiles = static_cast<int32_t>(q.batch * ceil_div(swap ? q.n : q.m, info.tile_m) *
-                                            ceil_div(swap ? q.m : q.n, info.tile_n));
-    auto const k_tiles = static_cast<int32_t>(ceil_div(q.k, info.tile_k));
-    if (info.family == Family::kSm80 && shares_tiles(s) && s.kind == ScheduleKind::kStreamK)
-      return stream_k(tiles, k_tiles, s, device);
-    int32_t const splits = s.kind == ScheduleKind::kSplitK ? s.splits : 1;
-    // A skinny kernel has a worker for each piece of work.
-    int32_t const workers = info.family == Family::kSkinny ? tiles * splits : device.sms;
-    return Decomposition::make(splits > 1 ? s.kind : ScheduleKind::kDataParallel, tiles, k_tiles, workers, splits);
-  }
-  Status run(GemmProblem const&, Schedule const&, LaunchPolicy const&, Device const&, Buffers const&, void*,
-             Executor*) const override {
-    return Status::precondition(info.name + " is not compiled into this build");
-  }
-
- private:
-  static constexpr int32_t kMostCtas = 8;  // of a cluster
-
-  static int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
-  static int64_t padded(int64_t columns, GemmProblem const& p) {
-    int64_t const vector = 16 / size_of(accumulator_of(p.a.format));
-    return ceil_div(columns, vector) * vector;
-  }
-
-  // As sm80/kernel.cuh makes it of what CUTLASS chose.
-  Decomposition stream_k(int32_t tiles, int32_t k_tiles, Schedule const& s, Device const& device) const {
-    Decomposition cut = Decomposition::make(ScheduleKind::kDataParallel, tiles, k_tiles, device.sms, 1);
-    int32_t const sms = s.max_sms > 0 ? std::min(s.max_sms, device.sms) : device.sms;
-    int64_t const by_registers = 65536 / (256 * info.threads);  // for 255 registers per thread
-    auto const occupancy = std::min(by_registers, shared_memory_per_sm(device) / (info.shared_memory + 1024));
-    auto const shared = stream_k_of_cutlass(tiles, k_tiles, sms, std::max(1, static_cast<int32_t>(occupancy)));
-    if (shared.tiles == 0) return cut;
-    cut.kind = s.kind;
-    cut.stream_k_tiles = shared.tiles;
-    cut.stream_k_workers = shared.workers;
-    cut.runs = EvenRuns::of(shared.tiles * k_tiles, shared.workers);
-    cut.workers = shared.tiles == tiles ? shared.workers : std::max(shared.workers, sms);
-    return cut;
-  }
-
-  // In one launch: a separate reduction adds slices afterwards.
-  static bool shares_tiles(Schedule const& s) {
-    if (s.kind == ScheduleKind::kSplitK) return s.splits > 1 && !is_separate(s);
-    return s.kind == ScheduleKind::kStreamK && s.max_sms != 1;
-  }
-
-  static int64_t shared_memory_per_cta(Device const& device) { return shared_memory_per_sm(device) - 1024; }
-};
 
 class Kernels {
  public:
   explicit Kernels(std::vector<KernelInfo> const& infos) {
     for (KernelInfo const& info : infos) {
       Kernel const* kernel = find_kernel(info.name);
-      if (kernel == nullptr) kernel = described_.emplace_back(std::make_unique<DescribedKernel>(info)).get();
+      if (kernel == nullptr) kernel = described_.emplace_back(std::make_unique<Kernel>(info)).get();
       all_.push_back(kernel);
     }
   }
@@ -147,20 +47,19 @@ class Kernels {
 using TilesOrder = std::pair<Raster, int32_t>;
 
 Wave wave_of(KernelInfo const& kernel, GemmProblem const& problem, Schedule const& s, TilesOrder const& order,
-             Device const& device) {
-  Machine const any{};  // which tiles run together is no matter of speed
-  return Estimator(kernel, problem, width_of(s, device), any).first_wave(order.first, order.second);
+             Device const& device, Machine const& machine) {
+  return Estimator(kernel, problem, width_of(s, device), machine).first_wave(order.first, order.second);
 }
 
 Cost estimate(KernelInfo const& kernel, GemmProblem const& problem, Schedule const& s, Device const& device,
               Machine const& machine) {
   Estimator const estimator(kernel, problem, width_of(s, device), machine);
-  return estimator.cost(s, kernel.family == Family::kHost ? Wave{} : estimator.best_order().wave);
+  return estimator.cost(s, traits_of(kernel).is_host() ? Wave{} : estimator.best_order().wave);
 }
 
 Parts parts(KernelInfo const& kernel, GemmProblem const& problem, Schedule const& s, Device const& device,
             Machine const& machine) {
-  if (kernel.family == Family::kHost) throw nb::value_error("of a CPU the parts are not modelled");
+  if (traits_of(kernel).is_host()) throw nb::value_error("of a CPU the parts are not modelled");
   Estimator const estimator(kernel, problem, width_of(s, device), machine);
   return estimator.parts(s, estimator.best_order().wave);
 }
@@ -169,7 +68,7 @@ Parts parts(KernelInfo const& kernel, GemmProblem const& problem, Schedule const
 class Batch {
  public:
   Batch(nb::list kernels, std::vector<GemmProblem> problems, std::vector<Schedule> schedules,
-        std::vector<TilesOrder> orders, Device const& device)
+        std::vector<TilesOrder> orders, Device const& device, Machine const& machine)
       : kernels_(std::move(kernels)),
         problems_(std::move(problems)),
         schedules_(std::move(schedules)),
@@ -180,7 +79,7 @@ class Batch {
       throw nb::value_error("there must be as many kernels as problems, as schedules and as orders");
     for (size_t i = 0; i < kernels_.size(); ++i) {
       infos_.push_back(nb::cast<KernelInfo const*>(kernels_[i]));
-      waves_.push_back(wave_of(*infos_[i], problems_[i], schedules_[i], orders_[i], device_));
+      waves_.push_back(wave_of(*infos_[i], problems_[i], schedules_[i], orders_[i], device_, machine));
     }
   }
 
@@ -212,24 +111,7 @@ class Batch {
   Device device_;
 };
 
-// (majorness of A, of B) of problems that a kernel may run, those whose operands its launches copy or transpose first
-// included. `few`: of B with less columns than kFewColumns of repack.cc.
-std::vector<std::pair<Major, Major>> majors(KernelInfo const& info, bool few) {
-  std::vector<std::pair<Major, Major>> found;
-  for (Major const a : {Major::kRow, Major::kColumn})
-    for (Major const b : {Major::kRow, Major::kColumn}) {
-      bool const own = a == info.a.major && b == info.b.major, copies = info.family == Family::kSm90;
-      bool const transposed = info.math == Math::kTF32 && info.a.major == info.b.major && a == Major::kColumn;
-      bool const columns = few && info.math == Math::kNative && a == info.a.major;
-      if (own || (copies && (info.math == Math::kTF32x3 || ((transposed || columns) && b == Major::kRow))))
-        found.emplace_back(a, b);
-    }
-  return found;
-}
-
-int64_t k_tiles(KernelInfo const& info, GemmProblem const& p) {
-  return (repack_of(info, p).problem.k + info.tile_k - 1) / info.tile_k;
-}
+int64_t k_tiles(KernelInfo const& info, GemmProblem const& p) { return Launch(info, p, {}).k_tiles(info); }
 
 // Constants, and what planning returns.
 void bind_values(nb::module_& m) {
@@ -250,7 +132,8 @@ void bind_values(nb::module_& m) {
   nb::class_<Machine>(m, "Machine", "The constants of the cost model; see jax_streamk.machines.")
       .def("__init__", [](Machine* self) { new (self) Machine{}; }) JAX_STREAMK_GPU_CONSTANTS(JAX_STREAMK_BIND)
           JAX_STREAMK_POLICY_CONSTANTS(JAX_STREAMK_BIND) JAX_STREAMK_HOST_CONSTANTS(JAX_STREAMK_BIND)
-      .def_rw("l2_bytes", &Machine::l2_bytes, "of the topology");
+      .def_rw("l2_bytes", &Machine::l2_bytes, "of the topology")
+      .def_rw("gpc_sms", &Machine::gpc_sms, "of the topology");
 #undef JAX_STREAMK_BIND
 
   nb::class_<Wave>(m, "Wave",
@@ -296,12 +179,8 @@ void bind_values(nb::module_& m) {
   nb::class_<Choice>(m, "Choice",
                      "What choose() found: the cheapest candidates in order; without any, the closest refusal.")
       .def_ro("candidates", &Choice::candidates)
-      .def_prop_ro(
-          "workspace_bytes",
-          [](Choice const& choice) {
-            return choice.workspace_bytes == kUnknown ? std::nullopt : std::optional(choice.workspace_bytes);
-          },
-          "Of the first candidate; None where a kernel that this build lacks would have to tell.")
+      .def_ro("workspace_bytes", &Choice::workspace_bytes,
+              "Of the first candidate; None where a kernel that this build lacks would have to tell.")
       .def_ro("refusal", &Choice::refusal);
 }
 
@@ -353,12 +232,10 @@ void bind_policies(nb::module_& m) {
 
 }  // namespace
 
-std::unique_ptr<Kernel> described_kernel(KernelInfo const& info) { return std::make_unique<DescribedKernel>(info); }
-
 void bind_planner(nb::module_& m) {
   bind_values(m);
   bind_policies(m);
-  m.def("majors", &majors, "kernel"_a, "few"_a,
+  m.def("majors", &majors_of, "kernel"_a, "few"_a,
         "The (majorness of A, of B) of problems that a kernel may run; of B with less than 8 columns if few.");
   m.def("k_tiles", &k_tiles, "kernel"_a, "problem"_a, "The k-tiles of a kernel for each tile of a problem.");
   m.def(
@@ -376,14 +253,16 @@ void bind_planner(nb::module_& m) {
         "The Parts of what estimate() returns, of a kernel for GPUs.");
   m.def("launch_policy", &choose_policy, "kernel"_a, "problem"_a, "schedule"_a, "raster"_a, "swizzle"_a, "device"_a,
         "machine"_a, "The planner's LaunchPolicy for a KernelInfo that can run the problem, in this order of tiles.");
-  m.def("first_wave", &wave_of, "kernel"_a, "problem"_a, "schedule"_a, "order"_a, "device"_a,
+  m.def("first_wave", &wave_of, "kernel"_a, "problem"_a, "schedule"_a, "order"_a, "device"_a, "machine"_a,
         "The Wave that a CUDA kernel starts with.");
 
-  nb::class_<Batch>(m, "Batch",
-                    "CUDA candidates, as a list of each of their parts, to estimate on one machine after another.")
-      .def(
-          nb::init<nb::list, std::vector<GemmProblem>, std::vector<Schedule>, std::vector<TilesOrder>, Device const&>(),
-          "kernels"_a, "problems"_a, "schedules"_a, "orders"_a, "device"_a)
+  nb::class_<Batch>(
+      m, "Batch",
+      "CUDA candidates, as a list of each of their parts, to estimate on one machine after another, all of "
+      "the topology of the first.")
+      .def(nb::init<nb::list, std::vector<GemmProblem>, std::vector<Schedule>, std::vector<TilesOrder>, Device const&,
+                    Machine const&>(),
+           "kernels"_a, "problems"_a, "schedules"_a, "orders"_a, "device"_a, "machine"_a)
       .def("microseconds", &Batch::microseconds, "machine"_a, "What each is expected to take.")
       .def("needs", &Batch::needs, "machine"_a, "What orders of tiles are ranked by, the least first.");
 }

@@ -7,7 +7,7 @@
 #include <memory>
 #include <mutex>
 
-#include "cutlass_kernels/core/gemm.h"
+#include "cutlass_kernels/launch/kernel.h"
 
 namespace jax_streamk {
 

@@ -3,7 +3,7 @@
 #include <memory>
 #include <string>
 
-#include "cutlass_kernels/core/cuda_kernel.h"
+#include "cutlass_kernels/core/cuda.h"
 
 namespace jax_streamk {
 namespace {

@@ -3,8 +3,8 @@
 
 #include <vector>
 
-#include "cutlass_kernels/core/gemm.h"
 #include "cutlass_kernels/core/record.h"
+#include "cutlass_kernels/launch/kernel.h"
 
 namespace jax_streamk {
 

@@ -6,7 +6,7 @@
 #include "ffi/pool_executor.h"
 
 #ifdef JAX_STREAMK_WITH_CUDA
-#include "cutlass_kernels/core/cuda_kernel.h"
+#include "cutlass_kernels/core/cuda.h"
 #endif
 
 namespace jax_streamk {

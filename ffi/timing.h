@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "cutlass_kernels/core/gemm.h"
+#include "cutlass_kernels/launch/kernel.h"
 
 namespace jax_streamk {
 

@@ -5,15 +5,12 @@
 
 #include <algorithm>
 #include <functional>
-#include <memory>
 #include <queue>
 #include <utility>
 #include <vector>
 
-#include "cutlass_kernels/core/gemm.h"
-#include "cutlass_kernels/core/slices.h"
-#include "cutlass_kernels/passes/repack.h"
-#include "ffi/planner_bindings.h"
+#include "cutlass_kernels/core/family.h"
+#include "cutlass_kernels/launch/kernel.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -32,8 +29,8 @@ struct WorkUnits {
   size_t size() const { return worker.size(); }
 };
 
-// One kernel launch of a product: `slices` of K from `slice` on, of `batches` batches from `batch` on.
-struct Launch {
+// What one launch of the kernel multiplies: `slices` of K from `slice` on, of `batches` batches from `batch` on.
+struct Part {
   Decomposition cut;
   int32_t slice = 0, slices = 1, batch = 0, batches = 1;
 };
@@ -41,31 +38,34 @@ struct Launch {
 class Units {
  public:
   Units(Kernel const& kernel, GemmProblem const& p, Schedule const& s, Device const& device)
-      : kernel_(kernel), info_(kernel.info), p_(repack_of(kernel.info, p).problem), s_(s), device_(device) {
-    separate_ = is_separate(s) && info_.family != Family::kHost;
-    slices_ = separate_ ? Slices::of(p_.k, info_.tile_k, s.splits) : Slices{1, p_.k};
-  }
+      : kernel_(kernel),
+        info_(kernel.info),
+        family_(traits_of(info_)),
+        launch_(info_, p, s),
+        p_(launch_.problem),
+        s_(s),
+        device_(device) {}
 
   WorkUnits list() {
     out_.k_tiles = k_tiles_of(p_.k);
     GemmProblem many = p_;
     many.m = many.n = 1, many.batch = 1 << 16;
-    // A skinny kernel launches a CTA for each piece of work. Those that share an SM are shown one after another.
-    bool const by_hardware = info_.family == Family::kSkinny;
+    // Where each piece of work has a CTA of its own, those that share an SM are shown one after another.
+    bool const by_hardware = family_.cta_per_piece;
     out_.workers = by_hardware ? device_.sms : kernel_.decomposition(many, {}, device_).workers;
-    std::vector<Launch> const launches = this->launches();
+    std::vector<Part> const parts = this->parts();
     int64_t units = 0;
-    for (Launch const& launch : launches) {
-      if (!by_hardware) out_.workers = std::max(out_.workers, launch.cut.workers);  // several of CUTLASS share an SM
-      units += int64_t{launch.cut.tiles} * launch.cut.splits + 2 * launch.cut.stream_k_workers;
+    for (Part const& part : parts) {
+      if (!by_hardware) out_.workers = std::max(out_.workers, part.cut.workers);  // several of CUTLASS share an SM
+      units += int64_t{part.cut.tiles} * part.cut.splits + 2 * part.cut.stream_k_workers;
     }
     if (units > kMostUnits)
       throw nb::value_error(
           (info_.name + ": " + std::to_string(units) + " units of work are too many to list").c_str());
-    for (Launch const& launch : launches) {
+    for (Part const& part : parts) {
       int64_t const before = out_.end.empty() ? 0 : *std::max_element(out_.end.begin(), out_.end.end());
-      by_hardware ? add_dispatched(launch) : add(launch, static_cast<int32_t>(before));
-      out_.tiles = per_batch(launch) * static_cast<int32_t>(p_.batch);
+      by_hardware ? add_dispatched(part) : add(part, static_cast<int32_t>(before));
+      out_.tiles = per_batch(part) * static_cast<int32_t>(p_.batch);
     }
     mark_fix_ups();
     return std::move(out_);
@@ -73,22 +73,21 @@ class Units {
 
  private:
   int32_t k_tiles_of(int64_t k) const { return static_cast<int32_t>((k + info_.tile_k - 1) / info_.tile_k); }
-  static int32_t per_batch(Launch const& launch) { return launch.cut.tiles / (launch.slices * launch.batches); }
+  static int32_t per_batch(Part const& part) { return part.cut.tiles / (part.slices * part.batches); }
 
-  std::vector<Launch> launches() const {
+  std::vector<Part> parts() const {
     auto const batch = static_cast<int32_t>(p_.batch);
-    if (!separate_) return {{kernel_.decomposition(p_, s_, device_), 0, 1, 0, batch}};
-    if (info_.family != Family::kSm80)
-      return {{kernel_.decomposition(slices_.as_batch(p_), data_parallel(s_), device_), 0, slices_.count, 0, batch}};
+    auto const cut = [&](GemmProblem const& p) { return kernel_.decomposition(p, launch_.schedule, device_); };
+    if (!launch_.separate || !family_.slices_by_launch) return {{cut(launch_.as_batch()), 0, slices_.count, 0, batch}};
     // Equal slices are batches of one launch, and a shorter last one has its own; or each slice has, of all batches.
     auto const whole = static_cast<int32_t>(p_.k / slices_.extent);
     bool const apart = whole < slices_.count;
-    std::vector<Launch> found;
+    std::vector<Part> found;
     auto const add = [&](int32_t slice, int32_t slices, int32_t first, int32_t batches) {
       GemmProblem q = p_;
       q.k = std::min(slices_.extent, p_.k - slice * slices_.extent);
       q.batch = slices * batches;
-      found.push_back({kernel_.decomposition(q, data_parallel(s_), device_), slice, slices, first, batches});
+      found.push_back({cut(q), slice, slices, first, batches});
     };
     if (slices_.count <= batch * (1 + apart)) {
       for (int32_t slice = 0; slice < slices_.count; ++slice) add(slice, 1, 0, batch);
@@ -102,27 +101,27 @@ class Units {
   }
 
   // Appends what a worker does from `begin` on, in MAC iterations since the call began; returns when it ends.
-  int32_t append(Launch const& launch, int32_t worker, Work const& work, int32_t begin) {
-    int32_t const tiles = per_batch(launch), group = work.tile / tiles, in_batch = work.tile % tiles;
-    int32_t const slice = launch.slice + group / launch.batches, batch = launch.batch + group % launch.batches;
-    int32_t const first = slice * k_tiles_of(slices_.extent) * separate_;
+  int32_t append(Part const& part, int32_t worker, Work const& work, int32_t begin) {
+    int32_t const tiles = per_batch(part), group = work.tile / tiles, in_batch = work.tile % tiles;
+    int32_t const slice = part.slice + group / part.batches, batch = part.batch + group % part.batches;
+    int32_t const first = slice * k_tiles_of(slices_.extent) * launch_.separate;
     int32_t const k_begin = first + work.k_begin, k_end = std::min(k_begin + work.k_count, out_.k_tiles);
-    // An sm90 kernel multiplies the zeros beyond K that TMA reads in a last slice; others stop.
-    int32_t const end = begin + (info_.family == Family::kSm90 ? work.k_count : k_end - k_begin);
+    // Zeros beyond K that TMA reads in a last slice are multiplied; others stop.
+    int32_t const end = begin + (family_.load_path == LoadPath::kTma ? work.k_count : k_end - k_begin);
     out_.worker.push_back(worker);
     out_.tile.push_back(batch * tiles + in_batch);
     out_.k_begin.push_back(k_begin);
     out_.k_end.push_back(k_end);
     out_.begin.push_back(begin);
     out_.end.push_back(end);
-    out_.peer.push_back(separate_ ? slice : work.peer);
-    out_.peers.push_back(separate_ ? slices_.count : work.peers);
+    out_.peer.push_back(launch_.separate ? slice : work.peer);
+    out_.peers.push_back(launch_.separate ? slices_.count : work.peers);
     return end;
   }
 
-  void add(Launch const& launch, int32_t begin) {
-    Decomposition const& cut = launch.cut;
-    bool const backwards = info_.family == Family::kSm80 && cut.kind == ScheduleKind::kStreamK;
+  void add(Part const& part, int32_t begin) {
+    Decomposition const& cut = part.cut;
+    bool const backwards = family_.fix_up == FixUp::kTurnstile && cut.kind == ScheduleKind::kStreamK;
     for (int32_t worker = 0; worker < cut.workers; ++worker) {
       std::vector<Work> pieces;
       Work work;
@@ -133,13 +132,13 @@ class Units {
         std::reverse(pieces.begin(), whole);
       }
       int32_t at = begin;
-      for (Work const& piece : pieces) at = append(launch, worker, piece, at);
+      for (Work const& piece : pieces) at = append(part, worker, piece, at);
     }
   }
 
   // CTAs begin in the order of their tiles, those of a tile one after another, each on the SM that has done least.
-  void add_dispatched(Launch const& launch) {
-    Decomposition const& cut = launch.cut;
+  void add_dispatched(Part const& part) {
+    Decomposition const& cut = part.cut;
     using Free = std::pair<int32_t, int32_t>;  // since when, and which SM
     std::priority_queue<Free, std::vector<Free>, std::greater<Free>> sms;
     for (int32_t sm = 0; sm < out_.workers; ++sm) sms.push({0, sm});
@@ -149,7 +148,7 @@ class Units {
         sms.pop();
         Work work;
         cut.work(tile + peer * cut.tiles, 0, work);
-        sms.push({append(launch, sm, work, since), sm});
+        sms.push({append(part, sm, work, since), sm});
       }
     }
   }
@@ -158,9 +157,9 @@ class Units {
   // take equally long.
   void mark_fix_ups() {
     out_.fixes_up.resize(out_.size());
-    if (separate_) return;  // a second kernel does
-    bool const first = info_.family == Family::kSkinny || s_.reduction == Reduction::kSeparate;
-    bool const last_to_arrive = !first && info_.family != Family::kSm80;
+    if (launch_.separate) return;  // a second kernel does
+    bool const first = family_.fix_up == FixUp::kCluster || s_.reduction == Reduction::kSeparate;
+    bool const last_to_arrive = !first && family_.fix_up == FixUp::kLastToArrive;
     std::vector<int32_t> owner(out_.tiles, -1);
     for (size_t i = 0; i < out_.size(); ++i) {
       if (out_.peers[i] == 1) continue;
@@ -176,24 +175,20 @@ class Units {
 
   Kernel const& kernel_;
   KernelInfo const& info_;
-  GemmProblem const p_;  // with copies
+  FamilyTraits const& family_;
+  Launch const launch_;
+  GemmProblem const& p_;  // its problem
   Schedule const s_;
   Device const device_;
-  bool separate_ = false;  // whether a second kernel adds slices
-  Slices slices_;
+  Slices const& slices_ = launch_.slices;
   WorkUnits out_;
 };
 
 WorkUnits work_units(KernelInfo const& info, GemmProblem const& p, Schedule const& s, Device const& device) {
-  Kernel const* kernel = find_kernel(info.name);
-  std::unique_ptr<Kernel> described;
-  if (kernel == nullptr) {
-    described = described_kernel(info);
-    kernel = described.get();
-  }
-  Status const status = check(*kernel, p, s, device);
+  Kernel const described(info);
+  Status const status = check(described, p, s, device);
   if (!status.ok()) throw nb::value_error(status.message.c_str());
-  return Units(*kernel, p, s, device).list();
+  return Units(described, p, s, device).list();
 }
 
 // A numpy array that keeps the units alive.

@@ -189,7 +189,7 @@ def test_choices_of_the_launch_change_no_bit(name):
         held = max(kernel.stages - 3, 0)
         changes += [dict(evict_first_a=True, evict_first_b=b) for b in (False, True)]
         changes += [dict(idle_clusters=0), *(dict(held_back=held, held_back_last=last) for last in {0, held})]
-    if kernel.family == _ffi.Family.sm90 and kernel.warp_schedule != "single":
+    if kernel.family == _ffi.Family.sm90 and kernel.warp_schedule.name != "single":
         changes += [dict(cluster_order=order) for order in ("as_launched", "by_gpc", "spread")]
     products = [launch(name, case, changes=each)[0].tobytes() for each in ({}, *changes)]
     assert len(set(products)) == 1

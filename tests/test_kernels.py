@@ -480,7 +480,7 @@ def one_of_each_sm90_epilogue():
         kernel = KERNELS[name]
         if kernel.family != _ffi.Family.sm90:
             continue
-        warpgroups = {"cooperative": 3 if kernel.tile_m == 192 else 2}.get(kernel.warp_schedule, 1)
+        warpgroups = {"cooperative": 3 if kernel.tile_m == 192 else 2}.get(kernel.warp_schedule.name, 1)
         accumulators = kernel.tile_m * kernel.tile_n // (128 * warpgroups)
         several = [accumulators > bound for bound in (32, 64, 72, 127, 128, 159)]
         first.setdefault((kernel.type_d, kernel.swap_ab, warpgroups == 3, *several), name)
@@ -811,7 +811,7 @@ def test_choices_of_the_launch_change_no_bit(name):
         changes += [dict(extend_a=x, extend_b=x) for x in (False, True)] + [dict(idle_clusters=0)]
         held = max(kernel.stages - 3, 0)
         changes += [dict(held_back=held, held_back_last=last) for last in {0, held}]
-        if kernel.warp_schedule != "single":
+        if kernel.warp_schedule.name != "single":
             changes += [dict(cluster_order=order) for order in ("as_launched", "by_gpc", "spread")]
     schedule = make_schedule(_ffi.ScheduleKind.data_parallel)
     products = [launch(kernel, case, schedule, changes=each)[0].tobytes() for each in ({}, *changes)]
@@ -885,7 +885,7 @@ def test_resources_need_a_gpu():
 def test_resources_on_a_gpu(name):
     registers, ctas_per_sm = KERNELS[name].resources()
     assert 16 <= registers <= 255
-    assert ctas_per_sm >= (4 if KERNELS[name].warp_schedule == "single" else 1)
+    assert ctas_per_sm >= (4 if KERNELS[name].warp_schedule.name == "single" else 1)
 
 
 class Apart:

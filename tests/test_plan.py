@@ -998,8 +998,9 @@ def sm90_kernel(tile=(64, 16, 128), cluster=(1, 1), swap_ab=True, major_a=ROW, m
     """A made-up kernel with 16-bit operands and eight stages."""
     bf16, native = _ffi.Type.bf16, _ffi.Math.native
     majors, ways = (major_a, major_b), ([_ffi.Reduction.ordered], [_ffi.Reduction.ordered])
+    warps = _ffi.WarpSchedule[warp_schedule]
     return _ffi.KernelInfo(
-        "a kernel", _ffi.Family.sm90, bf16, bf16, bf16, native, *majors, *tile, *cluster, warp_schedule, swap_ab, *ways,
+        "a kernel", _ffi.Family.sm90, bf16, bf16, bf16, native, *majors, *tile, *cluster, warps, swap_ab, *ways,
         align_a=8, align_b=8, align_d=1, stages=8,
     )  # fmt: skip
 

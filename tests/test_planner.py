@@ -46,7 +46,7 @@ def fake_kernel(
         name="_".join(str(getattr(part, "name", part)) for part in parts), family=family, type_a=type_ab,
         type_b=type_ab, type_d=type_d, math=math, major_a=ROW, major_b=major_b, tile_m=tile[0], tile_n=tile[1],
         tile_k=tile[2], cluster_m=cluster[0], cluster_n=cluster[1], align_a=align, align_b=align_b or align,
-        align_d=align if family == SM80 else 1, warp_schedule=warps, swap_ab=swap_ab,
+        align_d=align if family == SM80 else 1, warp_schedule=_ffi.WarpSchedule[warps], swap_ab=swap_ab,
         split_k_reductions=reductions + [SEPARATE] * (type_d == (F64 if type_ab == F64 else F32)),
         stream_k_reductions=reductions,
     )  # fmt: skip
@@ -134,7 +134,7 @@ def test_an_empty_problem_has_an_empty_wave():
     order, schedule = (_ffi.Raster.along_m, 1), native_schedule(DataParallel())
     for m, n in ((0, 8), (8, 0)):
         kernel = fake_kernel(SM90, BF16, BF16, (128, 128, 64))
-        _ffi.first_wave(kernel, gemm(m, n, 8).native(), schedule, order, HOPPER.native())
+        _ffi.first_wave(kernel, gemm(m, n, 8).native(), schedule, order, HOPPER.native(), H200.native)
 
 
 TABLES = pathlib.Path(__file__).parents[1] / "benchmarks" / "tables"
@@ -391,7 +391,7 @@ def test_the_tiles_of_a_wave_share_operands(shape):
     schedule, device = native_schedule(DataParallel()), HOPPER.native()
     policy = _ffi.choose(_ffi.Kernels([kernel]), problem, schedule, device, H200.native).candidates[0].policy
     reads = {
-        (raster, swizzle): _ffi.first_wave(kernel, problem, schedule, (raster, swizzle), device).footprint
+        (raster, swizzle): _ffi.first_wave(kernel, problem, schedule, (raster, swizzle), device, H200.native).footprint
         for raster in (_ffi.Raster.along_m, _ffi.Raster.along_n)
         for swizzle in (1, 2, 4, 8, 16)
     }

@@ -62,7 +62,7 @@ def align_of(kernel):
 
 def may_cut(kernel):
     """Whether it cuts tiles along K, into other parts with fewer CTAs."""
-    return kernel.ragged == _ffi.Ragged.k and kernel.warp_schedule == "cooperative"
+    return kernel.ragged == _ffi.Ragged.k and kernel.warp_schedule.name == "cooperative"
 
 
 def rows_of_tile(kernel):

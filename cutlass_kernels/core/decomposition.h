@@ -20,6 +20,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "cutlass_kernels/core/enums.h"
+
 #if defined(__CUDACC__)
 #define JSK_HOST_DEVICE __host__ __device__ inline
 #else
@@ -27,8 +29,6 @@
 #endif
 
 namespace jax_streamk {
-
-enum class ScheduleKind : int32_t { kDataParallel, kSplitK, kStreamK };
 
 // One contiguous run of MAC iterations [k_begin, k_begin + k_count) of one tile. It is peer number `peer` of `peers`.
 struct Work {
@@ -201,8 +201,6 @@ struct Decomposition {
   // Tiles [0, shared_tiles()) may have more than one peer.
   JSK_HOST_DEVICE int32_t shared_tiles() const { return kind == ScheduleKind::kSplitK ? tiles : stream_k_tiles; }
 };
-
-enum class Raster : int32_t { kAlongM, kAlongN };
 
 // The order in which tiles are numbered. Along M, consecutive tiles step down M. Tiles are grouped into panels that are
 // `swizzle` tiles wide in the other dimension; a panel is finished before the next one starts, so that a wave covers a

@@ -1,11 +1,9 @@
-// The types that every family, the FFI handlers and the Python module share: a problem, a schedule, a kernel, the
-// registry.
+// The types that every family, the FFI handlers and the Python module share: a problem, a schedule, what a kernel is.
 #pragma once
 
 #include <cstdint>
-#include <memory>
 #include <string>
-#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "cutlass_kernels/core/decomposition.h"
@@ -13,46 +11,26 @@
 
 namespace jax_streamk {
 
-enum class Family : int32_t { kHost, kSm80, kSm90, kSkinny };
-// The type of an element in memory.
-enum class Type : int32_t { kF64, kF32, kBF16, kF16, kS8, kS32 };
-// kRow: the last index is contiguous (A is m x k, B is k x n, D is m x n and always kRow).
-enum class Major : int32_t { kRow, kColumn };
-// How two f32 numbers are multiplied. Other types have kNative only.
-enum class Math : int32_t { kNative, kTF32, kTF32x3 };
-enum class Reduction : int32_t { kOrdered, kAtomic, kSeparate };
-// How a launch's clusters are numbered as workers: in launch order, so that neighbours share a GPC, or so that the
-// first ones are spread over all GPCs (planner/clusters.h).
-enum class ClusterOrder : int32_t { kAsLaunched, kByGpc, kSpread };
-// Which dimension the groups of a ragged product cut into runs of any lengths.
-enum class Ragged : int32_t { kNone, kM, kK };
-// As in jax.nn: kGelu is exact, kGeluTanh its approximation.
-enum class Activation : int32_t { kNone, kRelu, kGelu, kGeluTanh, kSilu, kSigmoid, kTanh };
-
-// How the elements of an operand are stored. Formats with scales will add a scale type and the block of elements that
-// shares a scale.
+// How the elements of an operand are stored: each a number of `type`, times a scale that `block` neighbours along K
+// share, of type `scale`, if there are scales.
 struct Format {
   Type type = Type::kF32;
+  Type scale = Type::kF32;
+  int32_t block = 0;  // 0: no scales
 
   constexpr Format() = default;
   constexpr Format(Type type) : type(type) {}
+  constexpr Format(Type type, Type scale, int32_t block) : type(type), scale(scale), block(block) {}
+  constexpr bool has_scales() const { return block > 0; }
   int32_t bits() const;  // of an element
-  friend constexpr bool operator==(Format const& x, Format const& y) { return x.type == y.type; }
+  friend constexpr bool operator==(Format const& x, Format const& y) {
+    return x.type == y.type && x.block == y.block && (!x.has_scales() || x.scale == y.scale);
+  }
   friend constexpr bool operator!=(Format const& x, Format const& y) { return !(x == y); }
 };
 
 inline int64_t size_of(Format const& format) { return format.bits() / 8; }
 Type accumulator_of(Format const& operand);
-char const* name_of(Family family);
-char const* name_of(Type type);
-char const* name_of(Major major);
-char const* name_of(Math math);
-char const* name_of(Reduction reduction);
-char const* name_of(Ragged ragged);
-char const* name_of(Activation activation);
-char const* name_of(ScheduleKind kind);
-char const* name_of(Raster raster);
-char const* name_of(ClusterOrder order);
 
 // What an operand is in a product (gemm_fields.h lists them).
 enum class Role : int32_t {
@@ -272,7 +250,7 @@ struct KernelInfo {
   int32_t tile_m = 1, tile_n = 1, tile_k = 1;  // of the kernel's own GEMM: with swap_ab, tile_m is along n
   int32_t cluster_m = 1, cluster_n = 1;
   int32_t stages = 1;
-  std::string warp_schedule;  // "cooperative", "pingpong", "single", "multistage", "pipelined", "streaming", "threads"
+  WarpSchedule warp_schedule = WarpSchedule::kThreads;
   bool swap_ab = false;
   // Which schedules the kernel runs besides data-parallel. A CUDA kernel that lists kSeparate writes accumulators: the
   // reduction pass converts them to the problem's type of D.
@@ -334,52 +312,5 @@ inline int64_t counter_bytes(KernelInfo const& info, GemmProblem const& p) {
   bool const counts = info.ragged == Ragged::kK || (info.ragged == Ragged::kM && p.m > p.batch * tile_rows);
   return counts ? align_workspace(sizeof(uint32_t)) : 0;
 }
-
-struct Resources {
-  int32_t registers = 0;  // per thread
-  int32_t ctas_per_sm = 0;
-};
-
-// Runs work(0) ... work(count - 1), possibly concurrently, and returns when all are done.
-class Executor {
- public:
-  virtual ~Executor() = default;
-  virtual void parallel(int32_t count, void (*work)(void* context, int32_t index), void* context) = 0;
-};
-
-class Kernel {
- public:
-  explicit Kernel(KernelInfo info) : info(std::move(info)) {}
-  virtual ~Kernel() = default;
-
-  // A family's own limits. check() below asks last, about a problem and a schedule that passed the checks that all
-  // families share.
-  virtual Status can_implement(GemmProblem const&, Schedule const&, Device const&) const { return {}; }
-  virtual int64_t workspace_bytes(GemmProblem const&, Schedule const&, Device const&) const = 0;
-  // CUDA families launch on `stream` (a cudaStream_t) and never synchronize or allocate; the host family runs on
-  // `executor`.
-  virtual Status run(GemmProblem const&, Schedule const&, LaunchPolicy const&, Device const&, Buffers const&,
-                     void* stream, Executor* executor) const = 0;
-  // CUDA families query the current device, so this needs a GPU.
-  virtual Status resources(Resources&) const { return Status::precondition(info.name + " does not run on a GPU"); }
-
-  // The grid of output tiles and MAC iterations, and which worker does which.
-  virtual Decomposition decomposition(GemmProblem const&, Schedule const&, Device const&) const = 0;
-
-  KernelInfo const info;
-};
-
-// Every kernel that was compiled into this build, ordered by name.
-std::vector<std::unique_ptr<Kernel>> const& kernels();
-Kernel const* find_kernel(std::string_view name);
-
-// A translation unit generated from a table registers its kernels by defining these at namespace scope.
-struct Registration {
-  explicit Registration(std::unique_ptr<Kernel> kernel);
-};
-
-// Ok, or why the kernel cannot run the problem under this schedule. InvalidArgument names the kernel, the shape and the
-// limit; FailedPrecondition names a device that it is not compiled for. To be called before any other function.
-Status check(Kernel const&, GemmProblem const&, Schedule const&, Device const&);
 
 }  // namespace jax_streamk

@@ -9,8 +9,9 @@
 #include <string>
 #include <thread>
 
-#include "cutlass_kernels/core/gemm.h"
+#include "cutlass_kernels/core/family.h"
 #include "cutlass_kernels/host/tile_product.h"
+#include "cutlass_kernels/launch/kernel.h"
 
 namespace jax_streamk {
 namespace {
@@ -277,14 +278,32 @@ struct Gemm {
 
 int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
 
+TileOrder order_of(KernelInfo const& info, GemmProblem const& p, LaunchPolicy const& policy) {
+  return {static_cast<int32_t>(ceil_div(p.m, info.tile_m)), static_cast<int32_t>(ceil_div(p.n, info.tile_n)),
+          policy.raster, policy.swizzle};
+}
+
+DenseTiles tiles_of(KernelInfo const& info, GemmProblem const& p, LaunchPolicy const& policy) {
+  return {order_of(info, p, policy), static_cast<int32_t>(p.batch), static_cast<int32_t>(ceil_div(p.k, info.tile_k))};
+}
+
+Decomposition decomposition(KernelInfo const& info, GemmProblem const& p, Schedule const& s, Device const& device) {
+  // A Stream-K schedule limited to one worker means data-parallel, on all workers.
+  bool const limited = s.kind == ScheduleKind::kStreamK && s.max_sms > 1;
+  ScheduleKind kind = s.kind;
+  if (kind == ScheduleKind::kStreamK && s.max_sms == 1) kind = ScheduleKind::kDataParallel;
+  int32_t const limit = limited ? s.max_sms : device.sms;
+  if (p.ragged == Ragged::kM) {
+    int64_t const tiles = RaggedTiles::most_along_m(p.batch, p.m, info.tile_m) * ceil_div(p.n, info.tile_n);
+    return Decomposition::make(kind, static_cast<int32_t>(tiles), tiles_of(info, p, {}).k_tiles(), device.sms, 1);
+  }
+  return Decomposition::make(kind, tiles_of(info, p, {}), std::min(limit, device.sms), s.splits);
+}
+
 class HostKernel final : public Kernel {
  public:
   explicit HostKernel(KernelInfo info)
       : Kernel(std::move(info)), tile_product_(tile_product(this->info.a.format.type, this->info.d.format.type)) {}
-
-  int64_t workspace_bytes(GemmProblem const& p, Schedule const& s, Device const& device) const override {
-    return gemm(p, s, {}, device, {}).workspace_bytes();
-  }
 
   Status run(GemmProblem const& p, Schedule const& s, LaunchPolicy const& policy, Device const& device,
              Buffers const& buffers, void*, Executor* executor) const override {
@@ -298,36 +317,20 @@ class HostKernel final : public Kernel {
     return {};
   }
 
-  Decomposition decomposition(GemmProblem const& p, Schedule const& s, Device const& device) const override {
-    // A Stream-K schedule limited to one worker means data-parallel, on all workers.
-    bool const limited = s.kind == ScheduleKind::kStreamK && s.max_sms > 1;
-    ScheduleKind kind = s.kind;
-    if (kind == ScheduleKind::kStreamK && s.max_sms == 1) kind = ScheduleKind::kDataParallel;
-    int32_t const limit = limited ? s.max_sms : device.sms;
-    if (p.ragged == Ragged::kM) {
-      int64_t const tiles = RaggedTiles::most_along_m(p.batch, p.m, info.tile_m) * ceil_div(p.n, info.tile_n);
-      return Decomposition::make(kind, static_cast<int32_t>(tiles), tiles_of(p, {}).k_tiles(), device.sms, 1);
-    }
-    return Decomposition::make(kind, tiles_of(p, {}), std::min(limit, device.sms), s.splits);
+ protected:
+  std::optional<int64_t> launch_workspace_bytes(GemmProblem const& p, Schedule const& s,
+                                                Device const& device) const override {
+    return gemm(p, s, {}, device, {}).workspace_bytes();
   }
 
  private:
-  DenseTiles tiles_of(GemmProblem const& p, LaunchPolicy const& policy) const {
-    return {order_of(p, policy), static_cast<int32_t>(p.batch), static_cast<int32_t>(ceil_div(p.k, info.tile_k))};
-  }
-
   RaggedTiles ragged_tiles(GemmProblem const& p, LaunchPolicy const& policy, int32_t const* sizes) const {
     auto const groups = static_cast<int32_t>(p.batch);
     if (p.ragged == Ragged::kM)
       return RaggedTiles::along_m(sizes, p.leading_rows, groups, p.m, std::min<int32_t>(info.tile_m, p.m),
-                                  static_cast<int32_t>(ceil_div(p.n, info.tile_n)), tiles_of(p, policy).k_tiles(),
+                                  static_cast<int32_t>(ceil_div(p.n, info.tile_n)), tiles_of(info, p, policy).k_tiles(),
                                   policy.raster, policy.swizzle);
-    return RaggedTiles::along_k(sizes, p.leading_rows, groups, p.k, info.tile_k, order_of(p, policy));
-  }
-
-  TileOrder order_of(GemmProblem const& p, LaunchPolicy const& policy) const {
-    return {static_cast<int32_t>(ceil_div(p.m, info.tile_m)), static_cast<int32_t>(ceil_div(p.n, info.tile_n)),
-            policy.raster, policy.swizzle};
+    return RaggedTiles::along_k(sizes, p.leading_rows, groups, p.k, info.tile_k, order_of(info, p, policy));
   }
 
   Gemm gemm(GemmProblem const& p, Schedule const& s, LaunchPolicy const& policy, Device const& device,
@@ -335,7 +338,7 @@ class HostKernel final : public Kernel {
     return {p,
             s.reduction,
             decomposition(p, s, device),
-            tiles_of(p, policy),
+            tiles_of(info, p, policy),
             {},
             std::min<int64_t>(info.tile_m, p.m),
             std::min<int64_t>(info.tile_n, p.n),
@@ -376,7 +379,7 @@ constexpr int32_t kTiles[][3] = {{256, 512, 64}, {128, 128, 64}, {64, 64, 64}};
           info.tile_m = tile_m;
           info.tile_n = tile_n;
           info.tile_k = tile_k;
-          info.warp_schedule = "threads";
+          info.warp_schedule = WarpSchedule::kThreads;
           info.gathers = true;
           info.split_k_reductions =
               info.stream_k_reductions = {Reduction::kOrdered, Reduction::kAtomic, Reduction::kSeparate};
@@ -389,4 +392,20 @@ constexpr int32_t kTiles[][3] = {{256, 512, 64}, {128, 128, 64}, {64, 64, 64}};
 }();
 
 }  // namespace
+
+FamilyTraits const host::kTraits = [] {
+  FamilyTraits traits;
+  traits.oldest_arch = traits.newest_arch = 0;
+  traits.worker = Worker::kThread;
+  traits.math_unit = MathUnit::kThreads;
+  traits.load_path = LoadPath::kThreads;
+  traits.can_launch = [](KernelInfo const&, GemmProblem const&, Schedule const&, Device const&) { return Status{}; };
+  traits.workspace_bytes = [](KernelInfo const&, GemmProblem const&, Schedule const&, Device const&) {
+    return std::optional<int64_t>();
+  };
+  traits.decomposition = decomposition;
+  traits.obeys = [](KernelInfo const&) { return PolicyFields{}; };
+  return traits;
+}();
+
 }  // namespace jax_streamk

@@ -6,7 +6,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "cutlass_kernels/core/cuda_kernel.h"
+#include "cutlass_kernels/core/cuda.h"
 #include "cutlass_kernels/core/dependent_launch.cuh"
 #include "cutlass_kernels/core/tf32.cuh"
 #include "cutlass_kernels/passes/copy.h"
@@ -18,7 +18,7 @@ namespace {
 // Rows at any address, to be copied with each row padded with zeros to a multiple of 16 bytes. Counted in 16-bit
 // elements; an f32 is two. A warp copies a piece of a row.
 struct Rows {
-  static constexpr int kPiece = 512;
+  static constexpr int kPiece = kCopiedPiece;
 
   uint16_t const* from;
   uint16_t* to;
@@ -145,12 +145,6 @@ __global__ void copy_squares(Squares<Element> first, Squares<Element> second) {
   }
 }
 
-// The number of pieces in a copy of an m x n matrix.
-int64_t pieces_of(GemmProblem const& p, Major as, int64_t m, int64_t n, int64_t batch_stride) {
-  if (as != Major::kRow) std::swap(m, n);
-  return (batch_stride != 0 ? p.batch : 1) * m * ((n * (size_of(p.a.format) / 2) + Rows::kPiece - 1) / Rows::kPiece);
-}
-
 // A grid, possibly smaller than the number of pieces: blocks loop over the rest.
 unsigned blocks_for(int64_t squares) {
   int64_t const most = 65535;
@@ -216,12 +210,6 @@ Status launch_copies_of(GemmProblem const& p, Repack const& repack, bool swap_ab
 }
 
 }  // namespace
-
-bool can_copy(GemmProblem const& p, Repack const& repack) {
-  GemmProblem const& q = repack.problem;
-  return std::max(repack.a ? pieces_of(p, q.a.major, p.m, p.k, p.a.batch_stride) : 0,
-                  repack.b ? pieces_of(p, q.b.major, p.k, p.n, p.b.batch_stride) : 0) < INT32_MAX - kCopiers;
-}
 
 Status launch_copies(GemmProblem const& p, Repack const& repack, bool swap_ab, Buffers& buffers, cudaStream_t stream) {
   auto const& launch = size_of(p.a.format) == 2 ? launch_copies_of<uint16_t> : launch_copies_of<float>;

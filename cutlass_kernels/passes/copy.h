@@ -7,9 +7,6 @@
 
 namespace jax_streamk {
 
-// Whether a launch can make the copies: it counts pieces of rows in 32 bits.
-bool can_copy(GemmProblem const&, Repack const&);
-
 // Makes the copies that `repack` calls for, at the start of the workspace, and points `buffers` to them and to the
 // workspace after them.
 Status launch_copies(GemmProblem const&, Repack const& repack, bool swap_ab, Buffers& buffers, cudaStream_t);

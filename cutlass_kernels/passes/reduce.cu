@@ -5,7 +5,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "cutlass_kernels/core/cuda_kernel.h"
+#include "cutlass_kernels/core/cuda.h"
 #include "cutlass_kernels/core/dependent_launch.cuh"
 #include "cutlass_kernels/epilogue/epilogue.cuh"
 #include "cutlass_kernels/passes/extent.cuh"

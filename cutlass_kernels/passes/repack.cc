@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "cutlass_kernels/core/family.h"
+
 namespace jax_streamk {
 
 bool is_aligned(int64_t align, bool tma, Operand const& x, int64_t batch) {
@@ -25,7 +27,7 @@ constexpr int64_t kFewColumns = 8, kMostRows = 1 << 15;
 Repack repack_of(KernelInfo const& info, GemmProblem const& p) {
   Repack out;
   out.problem = p;
-  if (info.family != Family::kSm90) return out;
+  if (!traits_of(info).copies_operands()) return out;
   bool const splits = info.math == Math::kTF32x3;
   if (splits) out.part = (p.k + info.tile_k - 1) / info.tile_k * info.tile_k;
   auto const copy = [&](Role role, KernelOperand const& wanted, Layout& copied, int64_t& bytes) {
@@ -58,6 +60,33 @@ Repack repack_of(KernelInfo const& info, GemmProblem const& p) {
   out.launches = ((out.a && keeps_a) || (out.b && keeps_b)) + ((out.a && !keeps_a) || (out.b && !keeps_b));
   if (splits) q.k = 3 * out.part;
   return out;
+}
+
+int64_t pieces_of(GemmProblem const& p, Major as, int64_t m, int64_t n, int64_t batch_stride) {
+  if (as != Major::kRow) std::swap(m, n);
+  return (batch_stride != 0 ? p.batch : 1) * m * ((n * (size_of(p.a.format) / 2) + kCopiedPiece - 1) / kCopiedPiece);
+}
+
+bool can_copy(GemmProblem const& p, Repack const& repack) {
+  constexpr int64_t kMost = INT32_MAX - 256;  // less a block's threads
+  GemmProblem const& q = repack.problem;
+  return (!repack.a || pieces_of(p, q.a.major, p.m, p.k, p.a.batch_stride) < kMost) &&
+         (!repack.b || pieces_of(p, q.b.major, p.k, p.n, p.b.batch_stride) < kMost);
+}
+
+std::vector<std::pair<Major, Major>> majors_of(KernelInfo const& info, bool few) {
+  bool const copies = traits_of(info).copies_operands();
+  std::vector<std::pair<Major, Major>> majors;
+  for (Major const a : {Major::kRow, Major::kColumn}) {
+    for (Major const b : {Major::kRow, Major::kColumn}) {
+      bool const own = a == info.a.major && b == info.b.major;
+      bool const transposed = info.math == Math::kTF32 && info.a.major == info.b.major && a == Major::kColumn;
+      bool const columns = few && info.math == Math::kNative && a == info.a.major;
+      if (own || (copies && (info.math == Math::kTF32x3 || ((transposed || columns) && b == Major::kRow))))
+        majors.emplace_back(a, b);
+    }
+  }
+  return majors;
 }
 
 }  // namespace jax_streamk

@@ -2,6 +2,9 @@
 // and those that the kernel cannot multiply as they are. For three TF32, A and B are split into two parts each.
 #pragma once
 
+#include <utility>
+#include <vector>
+
 #include "cutlass_kernels/core/gemm.h"
 
 namespace jax_streamk {
@@ -27,10 +30,21 @@ struct Repack {
   int64_t bytes_rearranged = 0;      // of these, bytes of operands that are transposed or split
   int32_t launches = 0;              // one for copies that keep their rows, one for the others
 
+  bool any() const { return a || b; }
   int64_t bytes() const { return bytes_a + bytes_b; }
 };
 
 // No copies if a kernel's alignments are met, or if it does not use TMA.
 Repack repack_of(KernelInfo const&, GemmProblem const&);
+
+// Copies are made by pieces of rows, of so many 16-bit words: how many the copy of an m x n matrix has, and whether a
+// launch can count them, in 32 bits.
+inline constexpr int kCopiedPiece = 512;
+int64_t pieces_of(GemmProblem const&, Major as, int64_t m, int64_t n, int64_t batch_stride);
+bool can_copy(GemmProblem const&, Repack const&);
+
+// The (majorness of A, of B) of problems that a kernel may run, those included whose operands are copied or transposed
+// first. `few`: of B with less columns than kFewColumns.
+std::vector<std::pair<Major, Major>> majors_of(KernelInfo const&, bool few);
 
 }  // namespace jax_streamk

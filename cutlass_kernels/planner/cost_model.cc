@@ -18,30 +18,30 @@ int32_t width_of(Schedule const& s, Device const& device) {
 }
 
 Estimator::Estimator(KernelInfo const& kernel, GemmProblem const& p, int32_t width, Machine const& machine)
-    : launch_(kernel, p, width, machine) {
+    : work_(kernel, p, width, machine) {
   partials_ = kernel.d.format != p.d.format;
-  if (kernel.family == Family::kHost) return;
-  panels_ = panels_of(launch_);
-  tensor_cores_ = tensor_core_us(launch_);
-  sustained_ = sustained_us(launch_);
-  loads_ = shared_memory_us(launch_, panels_);
-  transposes_ = transposing_us(launch_);
-  waits_ = waiting_us(launch_);
-  l2_bytes_ = l2_bytes(launch_, panels_);
-  dram_ = dram_us(launch_);
-  again_ = dram_again_us(launch_);
-  draw_ = dram_draw_us(launch_);
-  launch_us_ = launch_us(launch_);
-  repack_ = repack_us(launch_);
-  epilogue_ = epilogue_us(launch_);
-  fused_ = fused_us(launch_);
+  if (traits_of(kernel).is_host()) return;
+  panels_ = panels_of(work_);
+  tensor_cores_ = tensor_core_us(work_);
+  sustained_ = sustained_us(work_);
+  loads_ = shared_memory_us(work_, panels_);
+  transposes_ = transposing_us(work_);
+  waits_ = waiting_us(work_);
+  l2_bytes_ = l2_bytes(work_, panels_);
+  dram_ = dram_us(work_);
+  again_ = dram_again_us(work_);
+  draw_ = dram_draw_us(work_);
+  launch_us_ = launch_us(work_);
+  repack_ = repack_us(work_);
+  epilogue_ = epilogue_us(work_);
+  fused_ = fused_us(work_);
   least_ = least_of();
 }
 
 // The busiest worker has at least the mean of all work, in whole tiles if the kernel cannot share one.
 double Estimator::least_of() const {
-  Grid const& grid = launch_.grid;
-  KernelInfo const& kernel = launch_.kernel;
+  Grid const& grid = work_.grid;
+  KernelInfo const& kernel = work_.kernel;
   bool const shares = !kernel.split_k_reductions.empty() || !kernel.stream_k_reductions.empty();
   double const pieces = shares ? std::max(grid.tiles / grid.workers, 1.0) : ceil_div(grid.tiles, grid.workers);
   double const iterations = shares ? std::max(grid.tiles * grid.k_tiles / grid.workers, 1.0) : pieces * grid.k_tiles;
@@ -49,7 +49,7 @@ double Estimator::least_of() const {
   double const last = shares ? 0 : grid.k_tiles, busy_last = grid.tiles - (pieces - 1) * busy;
   auto const iteration = [&](double busy) { return std::max({tensor_cores_, sustained_ * busy, loads_, transposes_}); };
   double const work = iteration(busy) * (iterations - last) + (last > 0 ? iteration(busy_last) * last : 0);
-  double const reduction = partials_ ? reduction_us(launch_, 2) : 0;
+  double const reduction = partials_ ? reduction_us(work_, 2) : 0;
   double const waited = epilogues(0, pieces, std::numeric_limits<double>::infinity());
   return kRounding * (launch_us_ + std::max(work + waited, dram_) + reduction + repack_);
 }
@@ -58,23 +58,23 @@ double Estimator::least_of() const {
 // which takes `product`, as far as they are not longer. What is fused into the last one counts in cost().
 double Estimator::epilogues(double fused, double pieces, double product) const {
   double const waited =
-      launch_.traits.hides_epilogue ? std::max(epilogue_ + fused - product, 0.0) / 2 : epilogue_ + fused;
+      work_.traits.hides_epilogue ? std::max(epilogue_ + fused - product, 0.0) / 2 : epilogue_ + fused;
   return epilogue_ + (pieces - 1) * waited;
 }
 
 Wave Estimator::first_wave(Raster raster, int32_t swizzle) const {
   // CTAs of one SM take turns, so a wave is one per SM.
-  double const workers = std::min(launch_.grid.workers / launch_.traits.ctas_per_sm, launch_.grid.wave_tiles);
-  return jax_streamk::first_wave(launch_.tiling, launch_.problem.m, launch_.problem.n, workers, raster, swizzle);
+  double const workers = std::min(work_.grid.workers / work_.traits.ctas_per_sm, work_.grid.wave_tiles);
+  return jax_streamk::first_wave(work_.tiling, work_.problem.m, work_.problem.n, workers, work_.machine.gpc_sms, raster,
+                                 swizzle);
 }
 
 double Estimator::needs(Wave const& wave) const {
-  return (wave.rows + wave.columns) / launch_.machine.gpc_bytes_per_us +
-         wave.footprint / launch_.machine.dram_bytes_per_us;
+  return (wave.rows + wave.columns) / work_.machine.gpc_bytes_per_us + wave.footprint / work_.machine.dram_bytes_per_us;
 }
 
 Order Estimator::best_order() const {
-  Tiling const& tiling = launch_.tiling;
+  Tiling const& tiling = work_.tiling;
   Order best;
   double least = std::numeric_limits<double>::infinity();
   for (int32_t swizzle = 1; swizzle <= kWidestPanel; swizzle *= 2) {
@@ -95,11 +95,11 @@ Order Estimator::best_order() const {
 
 // `cut`: Stream-K cuts tiles, so workers are at different k and share no loads.
 Estimator::Iteration Estimator::iteration_of(Schedule const& s, Share const& share, Wave const& wave, bool cut) const {
-  Machine const& machine = launch_.machine;
+  Machine const& machine = work_.machine;
   double const splits = is_separate(s) ? share.slices : splits_of(s);
   // Batches and slices of K in one wave share nothing.
   double const alike =
-      std::min(std::max(launch_.grid.workers / launch_.grid.wave_tiles, 1.0), launch_.problem.batch * splits);
+      std::min(std::max(work_.grid.workers / work_.grid.wave_tiles, 1.0), work_.problem.batch * splits);
   double const together = alike * (wave.rows * panels_.a + wave.columns * panels_.b), apart = l2_bytes_ * share.busy;
   // Neighbours drift apart with every tile. With misaligned rows they share no lines at all.
   bool const shares_nothing = cut || panels_.misaligned;
@@ -111,18 +111,18 @@ Estimator::Iteration Estimator::iteration_of(Schedule const& s, Share const& sha
 // The share of workers busy in the last wave: they have caches and power to themselves. sm80 slices launched apart may
 // leave none.
 double Estimator::busy_last_of(Share const& share, double splits, bool cut) const {
-  double const left = std::max(launch_.grid.tiles * splits - (share.pieces - 1) * share.busy, 1.0);
+  double const left = std::max(work_.grid.tiles * splits - (share.pieces - 1) * share.busy, 1.0);
   return cut ? 1 : std::min(left / share.busy, 1.0);
 }
 
 // Few workers cannot saturate DRAM, least of all in the last wave.
 double Estimator::dram_of(Share const& share, double splits, double busy_last) const {
-  double const pieces = launch_.grid.tiles * splits, left = std::max(pieces - (share.pieces - 1) * share.busy, 1.0);
+  double const pieces = work_.grid.tiles * splits, left = std::max(pieces - (share.pieces - 1) * share.busy, 1.0);
   double const of_last = left / pieces;
-  auto const slower = [&](double at_work) { return overlapped(launch_.machine, 1.0, draw_ / (at_work * share.busy)); };
+  auto const slower = [&](double at_work) { return overlapped(work_.machine, 1.0, draw_ / (at_work * share.busy)); };
   double const us = (dram_ + again_ * share.cut_tiles) * ((1 - of_last) * slower(1) + of_last * slower(busy_last));
-  bool const in_cluster = launch_.traits.fixes_up_in_cluster;
-  return in_cluster ? us * (1 + launch_.machine.dram_cluster_share * (share.peers - 1)) : us;
+  bool const in_cluster = work_.traits.fixes_up_in_cluster();
+  return in_cluster ? us * (1 + work_.machine.dram_cluster_share * (share.peers - 1)) : us;
 }
 
 // The busiest worker's MAC iterations, and with epilogues. `busy_last` is the share of workers busy with the last
@@ -145,22 +145,22 @@ double Estimator::work_of(Join join, Iteration const& whole, Share const& share,
 }
 
 Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
-  KernelTraits const& traits = launch_.traits;
-  if (launch_.kernel.family == Family::kHost) return host_cost(launch_, s);
+  KernelTraits const& traits = work_.traits;
+  if (work_.traits.family.is_host()) return host_cost(work_, s);
   bool const separate = is_separate(s);
-  Share const share = share_of(s, launch_.grid, launch_.kernel, traits, launch_.problem, separate);
+  Share const share = share_of(s, work_.grid, work_.kernel, traits, work_.problem, separate);
   double const splits = separate ? share.slices : splits_of(s);
   bool const cut = streams(s) && share.peers > 1;
   Cost cost;
   cost.iterations = share.iterations;
   cost.peers = share.peers;
   // Split-K shares every piece of a worker. Of Stream-K's shared pieces only the last is waited for.
-  cost.fix_up = fix_up_us(launch_, cut ? 1 : share.pieces, share.peers);
-  cost.launches = launch_us_ + launch_.machine.launch_us * (share.launches - 1);
+  cost.fix_up = fix_up_us(work_, cut ? 1 : share.pieces, share.peers);
+  cost.launches = launch_us_ + work_.machine.launch_us * (share.launches - 1);
   if (separate) {
-    cost.extra = reduction_us(launch_, share.slices);
-  } else if (share.peers > 1 && !traits.fixes_up_in_cluster) {
-    cost.extra = launch_.machine.launch_us;  // the memset of its tickets
+    cost.extra = reduction_us(work_, share.slices);
+  } else if (share.peers > 1 && !traits.fixes_up_in_cluster()) {
+    cost.extra = work_.machine.launch_us;  // the memset of its tickets
   }
   cost.repack = repack_;
 
@@ -174,24 +174,24 @@ Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   cost.microseconds = kRounding * (cost.launches + std::max(least_work, dram_) + others);
   if (cost.microseconds > limit) return cost;
 
-  auto const overlap = [this](auto... times) { return overlapped(launch_.machine, times...); };
+  auto const overlap = [this](auto... times) { return overlapped(work_.machine, times...); };
   cost.work = work_of(overlap, whole, share, busy_last, separate) + cost.fix_up;
   cost.floor = dram_of(share, splits, busy_last);
   cost.microseconds = cost.launches + overlap(cost.work, cost.floor) + others;
   cost.work += last_fused;
-  cost.waves = launch_.grid.tiles * splits / launch_.grid.workers;
+  cost.waves = work_.grid.tiles * splits / work_.grid.workers;
   return cost;
 }
 
 Parts Estimator::parts(Schedule const& s, Wave const& wave) const {
   bool const separate = is_separate(s);
-  Share const share = share_of(s, launch_.grid, launch_.kernel, launch_.traits, launch_.problem, separate);
+  Share const share = share_of(s, work_.grid, work_.kernel, work_.traits, work_.problem, separate);
   double const splits = separate ? share.slices : splits_of(s);
   bool const cut = streams(s) && share.peers > 1;
   double const busy_last = busy_last_of(share, splits, cut);
   Iteration const whole = iteration_of(s, share, wave, cut);
   auto const of_one = [&](Iteration const& iteration) {
-    auto const overlap = [this](auto... times) { return overlapped(launch_.machine, times...); };
+    auto const overlap = [this](auto... times) { return overlapped(work_.machine, times...); };
     return products_of(overlap, iteration, share, busy_last);
   };
   auto const most = [](auto... times) { return std::max({times...}); };
@@ -204,7 +204,7 @@ Parts Estimator::parts(Schedule const& s, Wave const& wave) const {
   parts.l2 = of_one({0, 0, 0, whole.gpcs});
   parts.waits = of_one({0, 0, 0, 0, whole.waits});
   parts.epilogue = epilogue + fused;
-  parts.fix_up = fix_up_us(launch_, cut ? 1 : share.pieces, share.peers);
+  parts.fix_up = fix_up_us(work_, cut ? 1 : share.pieces, share.peers);
   return parts;
 }
 

@@ -46,13 +46,13 @@ class Estimator {
 
   // A lower bound for every schedule and order of tiles.
   double least() const { return least_; }
-  Tiling const& tiling() const { return launch_.tiling; }
-  KernelTraits const& traits() const { return launch_.traits; }
+  Tiling const& tiling() const { return work_.tiling; }
+  KernelTraits const& traits() const { return work_.traits; }
   // Whether it copies the rows of a B of few columns, or loads them as a whole TF32 tile's.
   bool is_slow_with_few_columns() const {
-    Repack const& repacked = launch_.repacked;
+    Repack const& repacked = work_.repacked;
     bool const as_tile =
-        repacked.problem.b.major == Major::kRow && launch_.kernel.math == Math::kTF32 && !launch_.traits.words_of_b;
+        repacked.problem.b.major == Major::kRow && work_.kernel.math == Math::kTF32 && !work_.traits.words_of_b;
     return as_tile || repacked.bytes() > repacked.bytes_rearranged;
   }
 
@@ -82,7 +82,7 @@ class Estimator {
   double epilogues(double fused, double pieces, double product) const;
   double least_of() const;
 
-  Launch launch_;
+  Workload work_;
   bool partials_;  // the kernel writes partial sums only
   // As in resources.h, in microseconds and bytes.
   Panels panels_;

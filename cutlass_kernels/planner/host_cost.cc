@@ -5,7 +5,7 @@
 namespace jax_streamk {
 
 // The busiest thread's MAC iterations, pieces and shared partial tiles.
-Cost host_cost(Launch const& l, Schedule const& s) {
+Cost host_cost(Workload const& l, Schedule const& s) {
   Machine const& machine = l.machine;
   Grid const& grid = l.grid;
   Share const share = share_of(s, grid, l.kernel, l.traits, l.problem, false);

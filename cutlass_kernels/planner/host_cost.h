@@ -5,6 +5,6 @@
 
 namespace jax_streamk {
 
-Cost host_cost(Launch const&, Schedule const&);
+Cost host_cost(Workload const&, Schedule const&);
 
 }  // namespace jax_streamk

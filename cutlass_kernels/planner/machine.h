@@ -55,7 +55,9 @@ struct Machine {
   JAX_STREAMK_POLICY_CONSTANTS(JAX_STREAMK_FIELD)
   JAX_STREAMK_HOST_CONSTANTS(JAX_STREAMK_FIELD)
 #undef JAX_STREAMK_FIELD
-  double l2_bytes = 0;  // from the topology: operands that fit are read from DRAM once
+  // From the topology.
+  double l2_bytes = 0;  // operands that fit are read from DRAM once
+  double gpc_sms = 0;   // of most GPCs: what their CTAs load together L2 serves once, unless it is multicast
 };
 
 }  // namespace jax_streamk

@@ -6,7 +6,6 @@
 #include <numeric>
 #include <tuple>
 
-#include "cutlass_kernels/core/registry.h"
 #include "cutlass_kernels/planner/policy_choice.h"
 
 namespace jax_streamk {

@@ -3,6 +3,7 @@
 
 #include <optional>
 
+#include "cutlass_kernels/launch/kernel.h"
 #include "cutlass_kernels/planner/cost_model.h"
 
 namespace jax_streamk {
@@ -17,8 +18,8 @@ struct Candidate {
 struct Choice {
   // Cheapest first, one for each kernel and kind of schedule.
   std::vector<Candidate> candidates;
-  int64_t workspace_bytes = 0;
-  std::string refusal;  // if there are no candidates: the reason of the kernel that came closest
+  std::optional<int64_t> workspace_bytes = 0;  // empty where only a build that has the kernel knows
+  std::string refusal;                         // if there are no candidates: the reason of the kernel that came closest
 };
 
 // Ok if choose() may take a kernel, else why not: it must run the problem, and its float32 results must be as accurate

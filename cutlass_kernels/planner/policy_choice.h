@@ -1,7 +1,7 @@
 // The rules by which the planner chooses a LaunchPolicy, with the thresholds of a Machine. Kernels need none of this.
 #pragma once
 
-#include "cutlass_kernels/planner/launch_policy.h"
+#include "cutlass_kernels/launch/policy.h"
 #include "cutlass_kernels/planner/machine.h"
 
 namespace jax_streamk {

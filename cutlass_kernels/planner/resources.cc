@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "cutlass_kernels/planner/clusters.h"
+#include "cutlass_kernels/launch/clusters.h"
 
 namespace jax_streamk {
 namespace {
@@ -29,35 +29,35 @@ double parts_of(TileOperand const& x) {
 }
 
 // Bytes requested per MAC iteration for a row of A's tile or a column of B's.
-double panel_of(Launch const& l, TileOperand const& x) {
+double panel_of(Workload const& l, TileOperand const& x) {
   double const factor = l.machine.misaligned_load_factor;
   // A request for a shorter vector costs as much as one for 16 bytes.
   double const panel = l.kernel.tile_k * x.element_bytes / std::min(x.vector / kVector, 1.0);
   double const more = misses(x, x.along_k ? kSector : kLine) ? factor - 1 : 0;
-  if (x.along_k || l.traits.load_path != LoadPath::kTma) return panel * (1 + more);
+  if (x.along_k || l.traits.family.load_path != LoadPath::kTma) return panel * (1 + more);
   // TMA loads boxes with rows of at most a line. A partial box costs as much as a whole one, a partial line as a line.
   double const bytes = x.tile * x.element_bytes, boxes = ceil_div(bytes, x.row);
   return panel * parts_of(x) * boxes * (x.row + kLine * more) / bytes;
 }
 
 // Bytes of a tile's rows and columns.
-double loaded_bytes(Launch const& l, Panels const& panels, double rows, double columns) {
+double loaded_bytes(Workload const& l, Panels const& panels, double rows, double columns) {
   return l.kernel.swap_ab ? columns * panels.a + rows * panels.b : rows * panels.a + columns * panels.b;
 }
 
 // CTAs of one SM take turns at its tensor cores and stores.
-double turns_of(Launch const& l) {
+double turns_of(Workload const& l) {
   return std::clamp(std::ceil(l.grid.tiles / l.sms), 1.0, static_cast<double>(l.traits.ctas_per_sm));
 }
 
-double result_bytes(Launch const& l) {
+double result_bytes(Workload const& l) {
   GemmProblem const& p = l.problem;
   return static_cast<double>(p.batch) * p.m * p.n * size_of(accumulator_of(p.a.format));
 }
 
 }  // namespace
 
-Launch::Launch(KernelInfo const& kernel, GemmProblem const& p, int32_t width, Machine const& machine)
+Workload::Workload(KernelInfo const& kernel, GemmProblem const& p, int32_t width, Machine const& machine)
     : kernel(kernel),
       traits(KernelTraits::of(kernel)),
       problem(dense(p, p.ragged == Ragged::kK ? kernel.tile_k
@@ -78,7 +78,7 @@ Launch::Launch(KernelInfo const& kernel, GemmProblem const& p, int32_t width, Ma
   // If sizes of groups fall as 1 / rank, the first has this share of K.
   if (p.ragged == Ragged::kK) {
     grid.longest = ceil_div(p.k / (1 + std::log(p.batch)), kernel.tile_k);
-    grid.cuts_longest = traits.cuts_long_tiles;
+    grid.cuts_longest = cuts_long_tiles(kernel);
   }
   // `is_b`: of the kernel's own GEMM.
   auto const operand = [&](Layout const& layout, KernelOperand const& own, bool along_k, int64_t extent, bool is_b) {
@@ -95,23 +95,23 @@ Launch::Launch(KernelInfo const& kernel, GemmProblem const& p, int32_t width, Ma
   if (traits.words_of_b) b.vector = kWord, b.ld = kLine;
 }
 
-Panels panels_of(Launch const& l) {
+Panels panels_of(Workload const& l) {
   return {panel_of(l, l.a), panel_of(l, l.b), misses(l.a, kLine) || misses(l.b, kLine)};
 }
 
-double tensor_core_us(Launch const& l) {
+double tensor_core_us(Workload const& l) {
   Machine const& machine = l.machine;
   Type const type = l.problem.a.format.type;
   double const flops = 2 * l.area() * l.kernel.tile_k;
   double const products = type == Type::kF32 && l.problem.math == Math::kTF32x3 ? 3 : 1;
   double us;
-  if (l.traits.math_unit == MathUnit::kWgmma) {
+  if (l.traits.family.math_unit == MathUnit::kWgmma) {
     double const lost = 2 * l.kernel.tile_m * machine.wgmma_lost_columns * l.kernel.tile_k;
     double const twice = type == Type::kF32 ? 2 : 1;  // three TF32 have three times the iterations
     us = twice * (flops + lost) / machine.wgmma_flops_per_us_sm;
   } else if (type == Type::kF64) {
     us = flops / (machine.mma_f64_flops_per_us_sm * std::sqrt(std::min(l.area() / kSquareOfF64, 1.0)));
-  } else if (l.traits.math_unit == MathUnit::kMmaFewRows) {
+  } else if (l.traits.family.math_unit == MathUnit::kMmaFewRows) {
     us = products * (type == Type::kF32 ? 2 : 1) * flops / machine.few_rows_flops_per_us_sm;
   } else {
     // mma.sync reaches half of wgmma's rate, and a fifth of it for TF32, whose fragments are loaded by words.
@@ -121,22 +121,22 @@ double tensor_core_us(Launch const& l) {
   return us * turns_of(l);
 }
 
-double sustained_us(Launch const& l) {
-  if (l.traits.math_unit != MathUnit::kWgmma) return 0;
+double sustained_us(Workload const& l) {
+  if (l.traits.family.math_unit != MathUnit::kWgmma) return 0;
   double const twice = l.problem.a.format == Type::kF32 ? 2 : 1;
   return twice * 2 * l.area() * l.kernel.tile_k * l.ctas / l.machine.wgmma_flops_per_us;
 }
 
-double shared_memory_us(Launch const& l, Panels const& panels) {
+double shared_memory_us(Workload const& l, Panels const& panels) {
   Machine const& machine = l.machine;
-  bool const by_tma = l.traits.load_path == LoadPath::kTma;
+  bool const by_tma = l.traits.family.load_path == LoadPath::kTma;
   auto const loaded = [&](TileOperand const& x, double tile, double extent) {
     return by_tma && !x.along_k ? tile : std::min(tile, extent);
   };
   double const rows = loaded(l.own_a(), l.kernel.tile_m, l.rows),
                columns = loaded(l.own_b(), l.kernel.tile_n, l.columns);
   double const bytes = loaded_bytes(l, panels, rows, columns);
-  if (l.traits.load_path == LoadPath::kStreaming) {
+  if (l.traits.family.load_path == LoadPath::kStreaming) {
     bool const is_16bit = l.own_a().element_bytes == 2;
     // Warps request half lines of a long 16-bit operand that is contiguous along K.
     double const requests = l.own_a().along_k && is_16bit ? 2 : 1;
@@ -151,25 +151,25 @@ double shared_memory_us(Launch const& l, Panels const& panels) {
   return (us + wait) * l.traits.ctas_per_sm;
 }
 
-double transposing_us(Launch const& l) {
+double transposing_us(Workload const& l) {
   if (!l.traits.transposes_b) return 0;
   double const a = l.kernel.tile_m * l.own_a().element_bytes, b = l.kernel.tile_n * l.own_b().element_bytes;
   // In the cycle of 4096 16-bit FLOPs, 128 bytes pass.
   return 32 * l.kernel.tile_k * (2 * a + (3 + l.kernel.tile_m / 64) * b) / l.machine.wgmma_flops_per_us_sm;
 }
 
-double waiting_us(Launch const& l) {
+double waiting_us(Workload const& l) {
   double const vector = std::min(l.a.vector, l.b.vector);
-  if (l.traits.load_path == LoadPath::kStreaming) return 0;
+  if (l.traits.family.load_path == LoadPath::kStreaming) return 0;
   return vector < kVector ? l.machine.short_vector_us * std::sqrt(8 / vector) * l.kernel.tile_k / 32 : 0;
 }
 
-double l2_bytes(Launch const& l, Panels const& panels) {
+double l2_bytes(Workload const& l, Panels const& panels) {
   double const rows = std::min<double>(l.kernel.tile_m, l.rows), columns = std::min<double>(l.kernel.tile_n, l.columns);
   return loaded_bytes(l, panels, rows / l.kernel.cluster_n, columns / l.kernel.cluster_m) * l.ctas;
 }
 
-double dram_us(Launch const& l) {
+double dram_us(Workload const& l) {
   GemmProblem const& p = l.problem;
   Machine const& machine = l.machine;
   auto const batches = [&](int64_t stride) { return static_cast<double>(stride != 0 ? p.batch : 1); };
@@ -179,7 +179,7 @@ double dram_us(Launch const& l) {
   double const read = rows_of_a * k * size_of(p.a.format) + k * n * batches(p.b.batch_stride) * size_of(p.b.format) +
                       ((p.epilogue.has_residual ? d : 0) + bias) * size_of(p.d.format);
   double us = (read + d * size_of(p.d.format)) / machine.dram_bytes_per_us;
-  if (l.traits.load_path == LoadPath::kTma) {
+  if (l.traits.family.load_path == LoadPath::kTma) {
     // CTAs of a cluster wait for each other to load, not to store.
     double const stored = d * size_of(p.d.format) / machine.dram_bytes_per_us;
     us += machine.dram_cluster_share * (l.ctas - 1) * std::max(us - stored, 0.0);
@@ -188,37 +188,37 @@ double dram_us(Launch const& l) {
   return l.traits.shifted_b ? us * (1 + kSector / l.b.element_bytes / l.kernel.tile_m) : us;
 }
 
-double dram_again_us(Launch const& l) {
-  if (l.traits.load_path != LoadPath::kTma) return 0;
+double dram_again_us(Workload const& l) {
+  if (l.traits.family.load_path != LoadPath::kTma) return 0;
   double const depth = static_cast<double>(l.problem.batch) * l.repacked.problem.k;
   double const a = l.problem.m * depth * l.a.element_bytes, b = l.problem.n * depth * l.b.element_bytes;
   double const once = a + b, more = (l.tiling.tiles_n - 1.0) * a + (l.tiling.tiles_m - 1.0) * b;
   return once > l.machine.l2_bytes ? more / l.machine.dram_bytes_per_us : 0;
 }
 
-double dram_draw_us(Launch const& l) {
+double dram_draw_us(Workload const& l) {
   // With as many loads in flight: DRAM takes about twice as long to answer as L2.
   double const rate = l.machine.load_bytes_per_us_sm / 2 * l.ctas / l.traits.ctas_per_sm;
   return l.machine.dram_bytes_per_us / rate;
 }
 
-double launch_us(Launch const& l) {
+double launch_us(Workload const& l) {
   // The first stage is complete later if B is multicast. Multicasting A was measured to cost nothing.
   double const multicast = l.kernel.cluster_m > 1 ? l.kernel.tile_n / 128.0 : 0;
   return l.machine.launch_us + l.machine.multicast_launch_us * multicast;
 }
 
-double repack_us(Launch const& l) {
+double repack_us(Workload const& l) {
   // Read and written. Transposed TF32 operands were measured at half of DRAM's rate.
   double const transposed = l.kernel.math == Math::kTF32 ? l.repacked.bytes_rearranged : 0;
   return 2 * (l.repacked.bytes() + transposed) / l.machine.dram_bytes_per_us +
          l.machine.launch_us * l.repacked.launches;
 }
 
-double epilogue_us(Launch const& l) {
+double epilogue_us(Workload const& l) {
   double us = l.machine.epilogue_us * l.area() / kSquare * turns_of(l);
   // If 32 does not divide tile_n, the store's boxes of 64 columns overlap (sm90/store.h).
-  bool const overlap = l.traits.load_path == LoadPath::kTma && !l.kernel.swap_ab && l.kernel.tile_n > 64;
+  bool const overlap = l.traits.family.load_path == LoadPath::kTma && !l.kernel.swap_ab && l.kernel.tile_n > 64;
   if (overlap && l.kernel.tile_n % 32 != 0 && size_of(l.kernel.d.format) == 2)
     us *= ceil_div(l.kernel.tile_n, 64) * 64 / l.kernel.tile_n;
   return l.traits.shifted_b ? us * l.machine.shifted_epilogue_factor : us;
@@ -226,12 +226,12 @@ double epilogue_us(Launch const& l) {
 
 // In multiples of a plain epilogue. Many accumulators leave registers for few operands at a time, so that each load is
 // waited for. The factors are of bf16 products with K = 768 and 4096 on an H200.
-double fused_us(Launch const& l) {
+double fused_us(Workload const& l) {
   EpilogueOps const& epilogue = l.problem.epilogue;
   if (epilogue.is_plain()) return 0;
   double const us = l.machine.epilogue_us * l.area() / kSquare * turns_of(l);
-  if (l.traits.load_path != LoadPath::kTma) return us;
-  double const warpgroups = l.kernel.warp_schedule == "cooperative" ? l.kernel.threads / 128.0 - 1 : 1;
+  if (l.traits.family.load_path != LoadPath::kTma) return us;
+  double const warpgroups = l.kernel.warp_schedule == WarpSchedule::kCooperative ? l.kernel.threads / 128.0 - 1 : 1;
   double const accumulators = l.area() / (128 * warpgroups);
   double const few_registers = accumulators >= 160 ? 5.5 : accumulators > 128 ? 3 : 1;
   double const activation = epilogue.activation == Activation::kNone   ? 0
@@ -240,20 +240,20 @@ double fused_us(Launch const& l) {
   return us * few_registers * (0.5 + activation + (epilogue.has_residual ? 2 : 0)) / warpgroups;
 }
 
-double partial_us(Launch const& l) {
+double partial_us(Workload const& l) {
   return l.area() * size_of(accumulator_of(l.problem.a.format)) / l.machine.thread_bytes_per_us_sm;
 }
 
-double fix_up_us(Launch const& l, double tiles, double peers) {
+double fix_up_us(Workload const& l, double tiles, double peers) {
   if (peers <= 1) return 0;
-  if (l.traits.fixes_up_in_cluster) {
+  if (l.traits.fixes_up_in_cluster()) {
     double const sixteens = l.kernel.tile_n * size_of(accumulator_of(l.problem.a.format)) / 64.0;
     return l.machine.cluster_peer_us * peers * sixteens;
   }
   return tiles * (l.machine.launch_us + (1 + peers) * partial_us(l));
 }
 
-double reduction_us(Launch const& l, double slices) {
+double reduction_us(Workload const& l, double slices) {
   return l.machine.reduction_us + slices * result_bytes(l) / l.machine.dram_bytes_per_us;
 }
 

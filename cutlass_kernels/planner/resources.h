@@ -22,8 +22,8 @@ double overlapped(Machine const& machine, Times... times) {
   return p == 3 ? std::cbrt(sum) : std::pow(sum, 1.0 / p);
 }
 
-// A problem on a kernel.
-struct Launch {
+// A problem on a kernel, as the cost model sees it.
+struct Workload {
   KernelInfo const& kernel;
   KernelTraits traits;
   GemmProblem problem;  // of a gated one, its product
@@ -37,7 +37,7 @@ struct Launch {
   Repack repacked;
   TileOperand a = {}, b = {};
 
-  Launch(KernelInfo const&, GemmProblem const&, int32_t width, Machine const&);
+  Workload(KernelInfo const&, GemmProblem const&, int32_t width, Machine const&);
 
   double area() const { return kernel.tile_m * kernel.tile_n; }
   // Of the kernel's own GEMM: with swap_ab its A is B.
@@ -51,35 +51,35 @@ struct Panels {
   bool misaligned = false;  // rows that do not start on 128-byte lines
 };
 
-Panels panels_of(Launch const&);
+Panels panels_of(Workload const&);
 
 // Per MAC iteration of a CTA: tensor cores at boost clock, and, times the busy clusters, at the power limit.
-double tensor_core_us(Launch const&);
-double sustained_us(Launch const&);
+double tensor_core_us(Workload const&);
+double sustained_us(Workload const&);
 // Per MAC iteration: loads into shared memory, and the latency of short vectors.
-double shared_memory_us(Launch const&, Panels const&);
+double shared_memory_us(Workload const&, Panels const&);
 // What threads that transpose B move through shared memory, with all else that does: TMA writes A and B, threads read
 // A, read and write B, and every wgmma of 64 rows reads all columns of B.
-double transposing_us(Launch const&);
-double waiting_us(Launch const&);
+double transposing_us(Workload const&);
+double waiting_us(Workload const&);
 // Bytes that a cluster loads from L2 per MAC iteration; a multicast counts once.
-double l2_bytes(Launch const&, Panels const&);
+double l2_bytes(Workload const&, Panels const&);
 
 // Per call: every byte once; what Stream-K's workers, at different k, read again if L2 does not hold it; and DRAM's
 // rate over that of one cluster.
-double dram_us(Launch const&);
-double dram_again_us(Launch const&);
-double dram_draw_us(Launch const&);
-double launch_us(Launch const&);
-double repack_us(Launch const&);
+double dram_us(Workload const&);
+double dram_again_us(Workload const&);
+double dram_draw_us(Workload const&);
+double launch_us(Workload const&);
+double repack_us(Workload const&);
 
 // Per tile: the epilogue, what is fused into it, partial sums written or read.
-double epilogue_us(Launch const&);
-double fused_us(Launch const&);
-double partial_us(Launch const&);
+double epilogue_us(Workload const&);
+double fused_us(Workload const&);
+double partial_us(Workload const&);
 // The fix-up of a worker's `tiles`, each shared by `peers`.
-double fix_up_us(Launch const&, double tiles, double peers);
+double fix_up_us(Workload const&, double tiles, double peers);
 // The kernel that adds slices and writes D.
-double reduction_us(Launch const&, double slices);
+double reduction_us(Workload const&, double slices);
 
 }  // namespace jax_streamk

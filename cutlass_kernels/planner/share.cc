@@ -44,7 +44,7 @@ Share share_of(Schedule const& s, Grid const& grid, KernelInfo const& kernel, Ke
                GemmProblem const& p, bool separate) {
   if (streams(s) && grid.workers > 1 && remainder_of(grid.tiles, grid.workers) != 0) return stream_share(grid);
   double const splits = std::min(splits_of(s), grid.k_tiles);  // data-parallel is split-K in one
-  if (separate) return slices_share(grid, splits, kernel, traits.launches_slices_apart, p);
+  if (separate) return slices_share(grid, splits, kernel, traits.family.slices_by_launch, p);
   // The first k_tiles % splits slices of a tile have one iteration more.
   double const base = floor_div(grid.k_tiles, splits), longer = grid.k_tiles - base * splits,
                pieces = ceil_div(grid.tiles * splits, grid.workers);

@@ -7,10 +7,6 @@
 namespace jax_streamk {
 namespace {
 
-// CTAs of a GPC, whose numbers are neighbours: most GPCs of an H100 or H200 have 16 SMs. What they load together L2
-// serves once, unless it is multicast.
-constexpr int32_t kNeighbours = 16;
-
 // Counts rows and columns of tiles that a run of consecutive tiles touches (TileOrder in decomposition.h).
 class Lines {
  public:
@@ -72,25 +68,27 @@ class Runs {
   double tiles_ = 0, of_m_ = 0, of_n_ = 0;
 };
 
-// What CTAs of one GPC share, for `last` workers.
-Runs runs_of_gpcs(Lines const& lines, bool along_m, int32_t ctas, int32_t last) {
+// What CTAs of one GPC share, for `last` workers, of which `neighbours` are on one.
+Runs runs_of_gpcs(Lines const& lines, bool along_m, int32_t neighbours, int32_t last) {
   Runs runs(lines, along_m);
   // Nothing says with which worker a GPC begins, so runs overlap by half.
-  int32_t const run = kNeighbours / ctas;
-  for (int32_t begin = 0; begin < last; begin += std::max(run / 2, 1)) runs.add(begin, std::min(last, begin + run));
+  for (int32_t begin = 0; begin < last; begin += std::max(neighbours / 2, 1))
+    runs.add(begin, std::min(last, begin + neighbours));
   return runs;
 }
 
 }  // namespace
 
-Wave first_wave(Tiling const& tiling, int64_t m, int64_t n, double workers, Raster raster, int32_t swizzle) {
+Wave first_wave(Tiling const& tiling, int64_t m, int64_t n, double workers, double gpc_sms, Raster raster,
+                int32_t swizzle) {
   bool const along_m = raster == Raster::kAlongM;
   int32_t const fast = along_m ? tiling.tiles_m : tiling.tiles_n, slow = along_m ? tiling.tiles_n : tiling.tiles_m;
   swizzle = std::min(swizzle, slow);
   Lines const lines(fast, slow, swizzle);
   double const rows = std::min(tiling.rows, m), columns = std::min(tiling.columns, n);
   int32_t const ctas = static_cast<int32_t>(tiling.ctas_m * tiling.ctas_n), last = static_cast<int32_t>(workers);
-  Runs const gpcs = runs_of_gpcs(lines, along_m, ctas, last);
+  int32_t const neighbours = std::max(static_cast<int32_t>(gpc_sms) / ctas, 1);
+  Runs const gpcs = runs_of_gpcs(lines, along_m, neighbours, last);
   Wave wave;
   // A multicast loads once: A along n, B along m.
   wave.rows = workers * rows * (tiling.ctas_n > 1 ? 1 : gpcs.rows());

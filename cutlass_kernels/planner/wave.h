@@ -28,7 +28,7 @@ struct Tiling {
 // Tiles across the widest panel that is tried.
 inline constexpr int32_t kWidestPanel = 4;
 
-// The wave that `workers` clusters start with, of tiles of a problem m x n.
-Wave first_wave(Tiling const&, int64_t m, int64_t n, double workers, Raster, int32_t swizzle);
+// The wave that `workers` clusters start with, of tiles of a problem m x n, on GPCs of gpc_sms.
+Wave first_wave(Tiling const&, int64_t m, int64_t n, double workers, double gpc_sms, Raster, int32_t swizzle);
 
 }  // namespace jax_streamk

@@ -16,9 +16,9 @@
 
 #include <algorithm>
 
-#include "cutlass_kernels/core/cuda_kernel.h"
 #include "cutlass_kernels/core/dependent_launch.cuh"
 #include "cutlass_kernels/epilogue/epilogue.cuh"
+#include "cutlass_kernels/launch/cuda_kernel.h"
 #include "cutlass_kernels/skinny/instructions.cuh"
 #include "cutlass_kernels/skinny/layout.cuh"
 #include "cutlass_kernels/skinny/loader.cuh"
@@ -312,39 +312,16 @@ class SkinnyKernel final : public CudaKernel {
   static constexpr int64_t kSharedMemory = sizeof(Shared<T, kBlocks, kWarpsAlongK, kShifted, kMajorA>);
   static_assert(kMajorA == Major::kRow || (!kShifted && !kGated));
   static_assert(!kShifted || (sizeof(T) == 2 && kMajorB == Major::kRow));
-  static constexpr int64_t kMaxExtent = (int64_t{1} << 31) - 1024;  // so that the ends of tiles fit 32 bits
 
  public:
   SkinnyKernel() : CudaKernel(describe()) {}
 
-  Decomposition decomposition(GemmProblem const& p, Schedule const& s, Device const&) const override {
-    // A worker per piece of work. (CTAs are numbered differently: the peers of a tile are neighbours, a cluster.)
-    DenseTiles const tiles(tile_order(p, {}), static_cast<int32_t>(p.batch),
-                           static_cast<int32_t>((p.k + kTileK - 1) / kTileK));
-    int32_t const splits = s.kind == ScheduleKind::kSplitK ? s.splits : 1;
-    return Decomposition::make(splits > 1 ? s.kind : ScheduleKind::kDataParallel, tiles, tiles.tiles() * splits,
-                               splits);
-  }
-
  protected:
-  Status can_launch(GemmProblem const& p, Schedule const& s, Device const& device) const override {
-    if (device.arch < 80) return Status::invalid(info.name + " needs compute capability 8.0 or newer");
-    if (std::max({p.m, p.n, p.k}) >= kMaxExtent) return Status::invalid(info.name + ": too large");
-    if (decomposition(p, s, device).splits == 1) return {};
-    if (device.arch < 90 || !kHopper)
-      return Status::invalid(
-          info.name + " splits K among the CTAs of a cluster, which needs compute capability 9.0 and a build for it");
-    if (s.splits > kMaxSplits)
-      return Status::invalid(info.name + " has at most " + std::to_string(kMaxSplits) +
-                             " splits, the CTAs of a cluster");
-    return {};
-  }
-
-  int64_t launch_workspace_bytes(GemmProblem const&, Schedule const&, Device const&) const override { return 0; }
-
-  Status launch(GemmProblem const& p, Slices const& slices, Schedule const& s, LaunchPolicy const& policy,
-                Device const& device, Buffers const& buffers, bool, cudaStream_t stream) const override {
-    Decomposition const work = decomposition(slices.as_batch(p), s, device);
+  Status launch(Launch const& launch, LaunchPolicy const& policy, Device const& device, Buffers const& buffers,
+                cudaStream_t stream) const override {
+    GemmProblem const& p = launch.problem;
+    Slices const& slices = launch.slices;
+    Decomposition const work = decomposition(launch.as_batch(), launch.schedule, device);
     ParamsOf<T, D, kGated> params;
     Layout const &a = kNarrow ? p.b : p.a, &b = kNarrow ? p.a : p.b;
     params.a = static_cast<T const*>(kNarrow ? buffers.b : buffers.a);
@@ -421,9 +398,9 @@ class SkinnyKernel final : public CudaKernel {
     info.tile_n = kRows * kBlocks;
     info.tile_k = kTileK;
     info.stages = kStages<kShifted>;
-    info.warp_schedule = "streaming";
+    info.warp_schedule = WarpSchedule::kStreaming;
     info.swap_ab = !kNarrow;  // mma.sync's first operand is the function's B^T
-    info.split_k_reductions = {Reduction::kOrdered};
+    if (kHopper) info.split_k_reductions.push_back(Reduction::kOrdered);  // among the CTAs of a cluster
     if (kTypeD == accumulator_of(kTypeAB)) info.split_k_reductions.push_back(Reduction::kSeparate);
     info.threads = kThreads;
     info.shared_memory = kSharedMemory;

@@ -13,15 +13,15 @@
 #include <type_traits>
 
 #include "cutlass_kernels/core/gemm.h"
+#include "cutlass_kernels/skinny/family.h"
 #include "cutlass_kernels/skinny/instructions.cuh"
 
 namespace jax_streamk::skinny {
 
 inline constexpr int kWarps = 4, kThreads = 32 * kWarps;
-inline constexpr int kColumns = 64;   // of a warp, or of half of a wide one
-inline constexpr int kTileK = 128;    // unit of splits
-inline constexpr int kRows = 8;       // of A in one mma.sync: a block
-inline constexpr int kMaxSplits = 8;  // CTAs in a cluster: the portable limit
+inline constexpr int kColumns = 64;  // of a warp, or of half of a wide one
+inline constexpr int kTileK = 128;   // unit of splits
+inline constexpr int kRows = 8;      // of A in one mma.sync: a block
 
 // kShifted = 0: vectors of B are aligned. kShifted = 1, 2: rows of a row-major B are at any address, and a warp has 64
 // or 128 columns (wide; half the K per chunk).

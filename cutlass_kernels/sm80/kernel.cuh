@@ -15,8 +15,9 @@
 
 #include "cutlass/gemm/kernel/gemm_universal_streamk.h"
 #include "cutlass/gemm/threadblock/threadblock_swizzle_streamk.h"
-#include "cutlass_kernels/core/cuda_kernel.h"
 #include "cutlass_kernels/core/dependent_launch.cuh"
+#include "cutlass_kernels/launch/cuda_kernel.h"
+#include "cutlass_kernels/sm80/family.h"
 #include "cutlass_kernels/sm80/ragged_kernel.cuh"
 #include "cutlass_kernels/sm80/tile.cuh"
 
@@ -52,7 +53,8 @@ __global__ __launch_bounds__(Row::Kernel::Gemm::kThreadCount,
 
 template <typename Tile, typename Swizzle, typename Row>
 class Sm80Kernel final : public CudaKernel {
-  using AB = typename Tile::AB;
+  using A = typename Tile::A;
+  using B = typename Tile::B;
   using D = typename Tile::D;
   using Threadblock = typename Tile::Shape;
   using Accumulator = typename Tile::Accumulator;
@@ -65,56 +67,24 @@ class Sm80Kernel final : public CudaKernel {
 
   static constexpr int64_t kSharedMemory = sizeof(typename Gemm::SharedStorage);
   static constexpr int64_t kMaxGridZ = 65535;
-  // The swizzle counts in ints: MAC iterations, and CTAs, up to eight per tile in cohorts.
-  static constexpr int64_t kMaxCount = int64_t{1} << 30;
 
  public:
   Sm80Kernel() : CudaKernel(describe()) {}
 
-  // For Stream-K the swizzle's own cost model decides how many tiles are cut among how many workers. This describes it
-  // exactly, with two exceptions: if the number of workers is a multiple of the cut tiles, the swizzle aligns them to
-  // tiles, which moves boundaries by a few iterations; and CTAs of whole tiles run on whichever SM is free.
-  Decomposition decomposition(GemmProblem const& p, Schedule const& s, Device const& device) const override {
-    auto const tiles = static_cast<int32_t>(tiles_of(p) * p.batch), k_tiles = static_cast<int32_t>(k_tiles_of(p));
-    if (s.kind != ScheduleKind::kStreamK) return Decomposition::make(s.kind, tiles, k_tiles, device.sms, s.splits);
-    Decomposition d = Decomposition::make(ScheduleKind::kDataParallel, tiles, k_tiles, device.sms, 1);
-    Swizzle const swizzle = params_of(p, s, device, {}).block_mapping;
-    if (swizzle.sk_tiles == 0) return d;
-    d.kind = s.kind;
-    d.stream_k_tiles = swizzle.sk_tiles;
-    d.stream_k_workers = swizzle.sk_regions() * swizzle.sk_blocks_per_region();
-    d.runs = EvenRuns::of(d.stream_k_tiles * d.k_tiles, d.stream_k_workers);
-    d.workers = d.stream_k_tiles == d.tiles ? d.stream_k_workers : std::max(d.stream_k_workers, swizzle.avail_sms);
-    return d;
-  }
-
  protected:
-  Status can_launch(GemmProblem const& p, Schedule const& s, Device const& device) const override {
-    auto const refuse = [&](std::string const& why) { return Status::invalid(info.name + ": " + why); };
-    if (Status status = sm80_supports(info, device); !status.ok()) return status;
-    bool const split = !is_data_parallel(s);
-    if (split && p.batch > 1)
-      return refuse("one launch splits one GEMM, and the batch is " + std::to_string(p.batch) +
-                    "; a batch runs data-parallel, or as SplitK with reduction \"separate\"");
-    int64_t const tiles = tiles_of(p);
-    if (tiles >= kMaxCount / 8 || std::max({p.m, p.n, p.k}) >= 2 * kMaxCount - 1024)
-      return refuse("too large: " + std::to_string(tiles) + " tiles");
-    if (tiles * p.batch >= kMaxCount)
-      return refuse("too large: " + std::to_string(tiles * p.batch) + " tiles over the batch");
-    if (split && tiles * k_tiles_of(p) >= kMaxCount)
-      return refuse("too large to split: " + std::to_string(tiles * k_tiles_of(p)) + " MAC iterations");
-    return {};
-  }
-
-  int64_t launch_workspace_bytes(GemmProblem const& p, Schedule const& s, Device const& device) const override {
+  std::optional<int64_t> launch_workspace_bytes(GemmProblem const& p, Schedule const& s,
+                                                Device const& device) const override {
     Params const params = params_of(p, s, device, {});
     return needs_workspace(params) ? align_workspace(static_cast<int64_t>(params.get_workspace_size())) : 0;
   }
 
   // Slices of equal extent are evenly spaced in A and B: one launch with the slices as batch, and another for a shorter
   // last slice. A batched problem takes a launch per slice or per batch, whichever are fewer.
-  Status launch(GemmProblem const& p, Slices const& slices, Schedule const& s, LaunchPolicy const&,
-                Device const& device, Buffers const& buffers, bool, cudaStream_t stream) const override {
+  Status launch(Launch const& launch, LaunchPolicy const&, Device const& device, Buffers const& buffers,
+                cudaStream_t stream) const override {
+    GemmProblem const& p = launch.problem;
+    Slices const& slices = launch.slices;
+    Schedule const& s = launch.schedule;
     if (slices.count == 1) return launch_batch(p, s, device, buffers, stream);
     auto const whole = static_cast<int32_t>(p.k / slices.extent);
     int64_t const stride_a = Tile::MajorA::kMajor == Major::kRow ? slices.extent : slices.extent * p.a.ld;
@@ -126,8 +96,8 @@ class Sm80Kernel final : public CudaKernel {
       if (count > 1)
         q.batch = count, q.a.batch_stride = stride_a, q.b.batch_stride = stride_b, q.d.batch_stride *= p.batch;
       Buffers at = buffers;
-      at.a = static_cast<typename AB::Element const*>(buffers.a) + slice * stride_a + batch * p.a.batch_stride;
-      at.b = static_cast<typename AB::Element const*>(buffers.b) + slice * stride_b + batch * p.b.batch_stride;
+      at.a = static_cast<typename A::Element const*>(buffers.a) + slice * stride_a + batch * p.a.batch_stride;
+      at.b = static_cast<typename B::Element const*>(buffers.b) + slice * stride_b + batch * p.b.batch_stride;
       at.d = static_cast<typename D::Element*>(buffers.d) + (slice * p.batch + batch) * p.d.batch_stride;
       return launch_batch(q, s, device, at, stream);
     };
@@ -152,8 +122,8 @@ class Sm80Kernel final : public CudaKernel {
       GemmProblem p = problem;
       p.batch = std::min(problem.batch - first, kMaxGridZ);
       Buffers at = buffers;
-      at.a = static_cast<typename AB::Element const*>(buffers.a) + first * p.a.batch_stride;
-      at.b = static_cast<typename AB::Element const*>(buffers.b) + first * p.b.batch_stride;
+      at.a = static_cast<typename A::Element const*>(buffers.a) + first * p.a.batch_stride;
+      at.b = static_cast<typename B::Element const*>(buffers.b) + first * p.b.batch_stride;
       at.d = static_cast<typename D::Element*>(buffers.d) + first * p.d.batch_stride;
       at.bias = static_cast<typename D::Element const*>(buffers.bias) + first * p.epilogue.batch_stride_bias;
       at.residual = static_cast<typename D::Element const*>(buffers.residual) + first * p.d.batch_stride;
@@ -171,30 +141,15 @@ class Sm80Kernel final : public CudaKernel {
     constexpr bool kAtomic = Swizzle::kReduction == Reduction::kAtomic;
     KernelInfo info = Tile::describe(Gemm::kThreadCount, kSharedMemory, kAtomic ? "_atomic" : "");
     info.split_k_reductions = info.stream_k_reductions = {Swizzle::kReduction};
-    if (D::kType == accumulator_of(AB::kType)) info.split_k_reductions.push_back(Reduction::kSeparate);
+    if (D::kType == accumulator_of(A::kType)) info.split_k_reductions.push_back(Reduction::kSeparate);
     return info;
-  }
-
-  static int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
-  static int64_t tiles_of(GemmProblem const& p) {
-    return ceil_div(p.m, Threadblock::kM) * ceil_div(p.n, Threadblock::kN);
-  }
-  static int64_t k_tiles_of(GemmProblem const& p) { return ceil_div(p.k, Threadblock::kK); }
-
-  static bool is_data_parallel(Schedule const& s) {
-    switch (s.kind) {
-      case ScheduleKind::kDataParallel: return true;
-      case ScheduleKind::kSplitK: return s.splits == 1;
-      case ScheduleKind::kStreamK: return s.max_sms == 1;
-    }
-    return true;
   }
 
   // A LaunchPolicy has no effect: the swizzle chooses its own order, along the shorter side of D or in cohorts. max_sms
   // is the number of SMs that a Stream-K cut balances for; whole tiles may still run on all SMs.
   Params params_of(GemmProblem const& p, Schedule const& s, Device const& device, Buffers const& buffers) const {
     // CUTLASS splits only in mode kGemm, whose batch count is the number of splits (1: Stream-K).
-    bool const batched = is_data_parallel(s);
+    bool const batched = !sm80::shares_tiles(s);
     typename Gemm::Arguments const arguments(
         batched ? cutlass::gemm::GemmUniversalMode::kBatched : cutlass::gemm::GemmUniversalMode::kGemm,
         {static_cast<int>(p.m), static_cast<int>(p.n), static_cast<int>(p.k)},
@@ -203,7 +158,7 @@ class Sm80Kernel final : public CudaKernel {
                                           : 1,
         {}, buffers.a, buffers.b, nullptr, buffers.d, p.a.batch_stride, p.b.batch_stride, 0, 0, p.a.ld, p.b.ld, 0,
         p.d.ld, s.kind == ScheduleKind::kStreamK && s.max_sms > 0 ? s.max_sms : -1);
-    Params params(arguments, device.sms, sm80_occupancy(info, device));
+    Params params(arguments, device.sms, sm80::occupancy(info, device));
     params.params_D.epilogue = EpilogueParams<Accumulator, typename D::Element>(p, buffers);
     // CTAs remapped by the swizzle could wait for a higher index: a deadlock if another stream's kernel holds its SM.
     params.block_mapping.remap_block_indices = false;
@@ -243,8 +198,8 @@ struct ragged_k {
 #define JAX_STREAMK_SM80_KERNEL(ab, d, math, a, b, m, n, k, wm, wn, wk, stages, align, align_d, kind)                 \
   JAX_STREAMK_SM80_ROW(                                                                                               \
       ab##_##d##_##math##_##a##_##b##_##m##x##n##x##k##_##wm##x##wn##x##wk##_##stages##_##align##_##align_d##_##kind, \
-      kind, ab, d, math, a, b, ::cutlass::gemm::GemmShape<m, n, k>, ::cutlass::gemm::GemmShape<wm, wn, wk>, stages,   \
-      align, align_d)
+      kind, ab, ab, d, math, a, b, ::cutlass::gemm::GemmShape<m, n, k>, ::cutlass::gemm::GemmShape<wm, wn, wk>,       \
+      stages, align, align_d)
 
 #define JAX_STREAMK_SM80_ROW(name, kind, ...)                                                     \
   namespace jax_streamk::sm80 {                                                                   \

@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <string>
 
-#include "cutlass_kernels/core/cuda_kernel.h"
 #include "cutlass_kernels/core/ragged_table.cuh"
+#include "cutlass_kernels/launch/cuda_kernel.h"
 #include "cutlass_kernels/sm80/tile.cuh"
 
 namespace jax_streamk {
@@ -19,7 +19,8 @@ struct Sm80RaggedGemm {
   using Mma = typename Tile::Mma;
   using Epilogue = typename Tile::Epilogue;
   using Output = typename Tile::Output;
-  using AB = typename Tile::AB::Element;
+  using A = typename Tile::A::Element;
+  using B = typename Tile::B::Element;
   using D = typename Tile::D::Element;
   static constexpr bool kRows = kRagged == Ragged::kM;
   // Groups begin at whole lines of what they cut.
@@ -31,7 +32,8 @@ struct Sm80RaggedGemm {
   struct Params {
     typename Table::Params tiles;
     int32_t m, n, k;
-    AB const *a, *b;
+    A const* a;
+    B const* b;
     D* d;
     int64_t lda, ldb, ldd, batch_stride_b, batch_stride_d;
     typename Mma::IteratorA::Params loads_of_a;
@@ -81,10 +83,10 @@ struct Sm80RaggedGemm {
     int64_t const begin = tile.run.begin;
     int const row = kRows ? 0 : tile.m * Shape::kM, column = (kRows ? tile.m : tile.n) * Shape::kN;
     int const thread = threadIdx.x, warp = cutlass::canonical_warp_idx_sync();
-    AB const* const b = params.b + (kRows ? tile.batch * params.batch_stride_b : begin * params.ldb);
-    typename Mma::IteratorA of_a(params.loads_of_a, const_cast<AB*>(params.a + begin * params.lda), {rows, depth},
+    B const* const b = params.b + (kRows ? tile.batch * params.batch_stride_b : begin * params.ldb);
+    typename Mma::IteratorA of_a(params.loads_of_a, const_cast<A*>(params.a + begin * params.lda), {rows, depth},
                                  thread, {row, 0});
-    typename Mma::IteratorB of_b(params.loads_of_b, const_cast<AB*>(b), {depth, params.n}, thread, {0, column});
+    typename Mma::IteratorB of_b(params.loads_of_b, const_cast<B*>(b), {depth, params.n}, thread, {0, column});
     Mma mma(shared.multiply, thread, warp, thread % 32);
     mma((depth + Shape::kK - 1) / Shape::kK, sums, of_a, of_b, sums);
   }
@@ -124,33 +126,17 @@ class Sm80RaggedKernel final : public CudaKernel {
 
  private:
   using Shape = typename Tile::Shape;
-  using AB = typename Gemm::AB;
+  using A = typename Gemm::A;
+  using B = typename Gemm::B;
   using D = typename Gemm::D;
 
  public:
   Sm80RaggedKernel() : CudaKernel(describe()) {}
 
-  // Of equal groups, like the estimate.
-  Decomposition decomposition(GemmProblem const& p, Schedule const& s, Device const& device) const override {
-    GemmProblem const q = dense(p, Gemm::kRows ? Shape::kM : Shape::kK);
-    return Decomposition::make(s.kind, static_cast<int32_t>(order_of(q, {}).tiles_per_batch() * q.batch),
-                               static_cast<int32_t>((q.k + Shape::kK - 1) / Shape::kK), device.sms, 1);
-  }
-
  protected:
-  Status can_launch(GemmProblem const& p, Schedule const&, Device const& device) const override {
-    constexpr int64_t kMost = (int64_t{1} << 31) - 1024;
-    if (std::max({p.m, p.n, p.k}) > kMost)
-      return Status::invalid(info.name + ": extents must be at most " + std::to_string(kMost));
-    return sm80_supports(info, device);
-  }
-
-  int64_t launch_workspace_bytes(GemmProblem const& p, Schedule const&, Device const&) const override {
-    return counter_bytes(info, p);
-  }
-
-  Status launch(GemmProblem const& p, Slices const&, Schedule const&, LaunchPolicy const& policy, Device const& device,
-                Buffers const& buffers, bool, cudaStream_t stream) const override {
+  Status launch(Launch const& launch, LaunchPolicy const& policy, Device const& device, Buffers const& buffers,
+                cudaStream_t stream) const override {
+    GemmProblem const& p = launch.problem;
     int64_t const counter = counter_bytes(info, p);
     if (counter > 0) {
       Status const status = from_cuda(cudaMemsetAsync(buffers.workspace, 0, counter, stream), info.name + ": zeroing");
@@ -161,7 +147,7 @@ class Sm80RaggedKernel final : public CudaKernel {
     params.tiles.set_up(p, buffers, order_of(p, policy), static_cast<int32_t>((p.n + Shape::kN - 1) / Shape::kN),
                         Shape::kN, places, counter > 0 ? buffers.workspace : nullptr);
     params.m = static_cast<int32_t>(p.m), params.n = static_cast<int32_t>(p.n), params.k = static_cast<int32_t>(p.k);
-    params.a = static_cast<AB const*>(buffers.a), params.b = static_cast<AB const*>(buffers.b);
+    params.a = static_cast<A const*>(buffers.a), params.b = static_cast<B const*>(buffers.b);
     params.d = static_cast<D*>(buffers.d);
     params.lda = p.a.ld, params.ldb = p.b.ld, params.ldd = p.d.ld;
     params.batch_stride_b = p.b.batch_stride, params.batch_stride_d = p.d.batch_stride;

@@ -79,23 +79,24 @@ class OutputIterator : public Base {
 };
 
 // The types of a tile's main loop (Mma) and epilogue.
-template <typename AB_, typename D_, typename Math_, typename MajorA_, typename MajorB_, typename Threadblock,
-          typename Warp, int kStages, int kAlign, int kAlignD>
+template <typename A_, typename B_, typename D_, typename Math_, typename MajorA_, typename MajorB_,
+          typename Threadblock, typename Warp, int kStages, int kAlign, int kAlignD>
 struct Sm80Tile {
-  using AB = AB_;
+  using A = A_;
+  using B = B_;
   using D = D_;
   using MajorA = MajorA_;
   using MajorB = MajorB_;
   using Shape = Threadblock;
-  using Accumulator = typename AB::Accumulator;
+  using Accumulator = typename A::Accumulator;
   // CUTLASS's epilogue passes accumulators through this unchanged, and reads no C.
   template <typename T>
   using Unchanged = cutlass::epilogue::thread::LinearCombination<T, kAlignD, Accumulator, Accumulator,
                                                                  cutlass::epilogue::thread::ScaleType::Nothing>;
   using Default = typename cutlass::gemm::kernel::DefaultGemmUniversal<
-      typename AB::Element, typename MajorA::Layout, cutlass::ComplexTransform::kNone, kAlign, typename AB::Element,
+      typename A::Element, typename MajorA::Layout, cutlass::ComplexTransform::kNone, kAlign, typename B::Element,
       typename MajorB::Layout, cutlass::ComplexTransform::kNone, kAlign, typename D::Element, cutlass::layout::RowMajor,
-      Accumulator, cutlass::arch::OpClassTensorOp, cutlass::arch::Sm80, Threadblock, Warp, sm80::InstructionOf<AB, D>,
+      Accumulator, cutlass::arch::OpClassTensorOp, cutlass::arch::Sm80, Threadblock, Warp, sm80::InstructionOf<A, D>,
       Unchanged<typename D::Element>, cutlass::gemm::threadblock::GemmIdentityThreadblockSwizzle<>, kStages,
       typename Math_::Operator>::GemmKernel;
   using DefaultEpilogue = typename Default::Epilogue;
@@ -116,7 +117,7 @@ struct Sm80Tile {
     constexpr bool kSliced = Threadblock::kK > Warp::kK;
 
     KernelInfo info;
-    info.name = std::string("sm80_") + name_of(AB::kType) + "_" + name_of(D::kType) + "_" + initial(MajorA::kMajor) +
+    info.name = std::string("sm80_") + name_of(A::kType) + "_" + name_of(D::kType) + "_" + initial(MajorA::kMajor) +
                 initial(MajorB::kMajor) + "_" + number(Threadblock::kM) + "x" + number(Threadblock::kN) + "x" +
                 number(Threadblock::kK) + "_s" + number(kStages) + "_a" + number(kAlign);
     if (kAlignD != kWidestD) info.name += "_d" + number(kAlignD);
@@ -124,7 +125,8 @@ struct Sm80Tile {
     if (kSliced) info.name += "_sliced";
     info.name += suffix;
     info.family = Family::kSm80;
-    info.a.format = info.b.format = AB::kType;
+    info.a.format = A::kType;
+    info.b.format = B::kType;
     info.d.format = D::kType;
     info.math = Math_::kMath;
     info.a.major = MajorA::kMajor;
@@ -135,36 +137,12 @@ struct Sm80Tile {
     info.tile_n = Threadblock::kN;
     info.tile_k = Threadblock::kK;
     info.stages = kStages;
-    info.warp_schedule = kStages > 2 ? "multistage" : "pipelined";
+    info.warp_schedule = kStages > 2 ? WarpSchedule::kMultistage : WarpSchedule::kPipelined;
     info.threads = threads;
     info.shared_memory = shared_memory;
-    if (sm80::kPromotes<D>) info.promotion_k = AB::Instruction::kK;
+    if (sm80::kPromotes<D>) info.promotion_k = A::Instruction::kK;
     return info;
   }
 };
-
-// CUDA C++ Programming Guide, "Technical Specifications per Compute Capability". CUDA takes 1 KiB per CTA.
-inline int64_t sm80_shared_memory_per_sm(Device const& device) {
-  bool const small = device.arch == 86 || device.arch == 89 || device.arch >= 120;
-  return (device.arch < 90 && !small ? 164 : small ? 100 : 228) * int64_t{1024};
-}
-
-// A lower bound of CTAs per SM, for 255 registers per thread. A workspace may depend on it, so lowering (perhaps
-// without a GPU) and the launch must agree.
-inline int sm80_occupancy(KernelInfo const& info, Device const& device) {
-  int64_t const by_registers = 65536 / (256 * info.threads);
-  int64_t const by_shared_memory = sm80_shared_memory_per_sm(device) / (info.shared_memory + 1024);
-  return static_cast<int>(std::max<int64_t>(1, std::min(by_registers, by_shared_memory)));
-}
-
-// Ok if the device has what a kernel of the family needs.
-inline Status sm80_supports(KernelInfo const& info, Device const& device) {
-  if (device.arch < 80) return Status::invalid(info.name + ": it needs compute capability 8.0 or newer");
-  int64_t const most = sm80_shared_memory_per_sm(device) - 1024;
-  if (info.shared_memory <= most) return {};
-  return Status::invalid(info.name + ": it needs " + std::to_string(info.shared_memory) +
-                         " bytes of shared memory per CTA, and sm_" + std::to_string(device.arch) + " has " +
-                         std::to_string(most));
-}
 
 }  // namespace jax_streamk

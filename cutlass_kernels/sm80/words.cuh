@@ -43,8 +43,8 @@ template <int kK>
 struct Promoted : cutlass::gemm::GemmShape<16, 8, kK> {};
 template <class D>
 inline constexpr bool kPromotes = std::is_same_v<D, f32>;
-template <class AB, class D>
-using InstructionOf = std::conditional_t<kPromotes<D>, Promoted<AB::Instruction::kK>, typename AB::Instruction>;
+template <class A, class D>
+using InstructionOf = std::conditional_t<kPromotes<D>, Promoted<A::Instruction::kK>, typename A::Instruction>;
 
 struct native {
   using Operator = cutlass::arch::OpMultiplyAdd;

@@ -25,7 +25,7 @@ struct ElementOf<Type::kF32> {
 };
 
 struct Config {
-  Type type_ab, type_d;
+  Type type_a, type_b, type_d;
   Major major_a, major_b;
   int tile_m, tile_n, tile_k;
   int cluster_m, cluster_n;
@@ -46,8 +46,8 @@ struct Config {
   constexpr int promotion_k() const {
     if (math == Math::kTF32x3) return tile_k;
     int const accumulators = tile_m * tile_n / (128 * warpgroups());
-    bool const fits = warpgroups() < 3 && accumulators <= (type_ab == Type::kF32 ? 32 : 64);
-    return fits && type_d == Type::kF32 ? promotion_k_of(type_ab) : 0;
+    bool const fits = warpgroups() < 3 && accumulators <= (type_a == Type::kF32 ? 32 : 64);
+    return fits && type_d == Type::kF32 ? promotion_k_of(type_a) : 0;
   }
 };
 
@@ -56,7 +56,7 @@ template <Type, Type, Major, Major, Math>
 struct OperandsOf;
 #define JAX_STREAMK_SM90_OPERANDS(name, type_ab, type_d, major_a, major_b, math)               \
   struct name {                                                                                \
-    static constexpr Type kTypeAB = Type::type_ab, kTypeD = Type::type_d;                      \
+    static constexpr Type kTypeA = Type::type_ab, kTypeB = kTypeA, kTypeD = Type::type_d;      \
     static constexpr Major kMajorA = Major::major_a, kMajorB = Major::major_b;                 \
     static constexpr Math kMath = Math::math;                                                  \
   };                                                                                           \
@@ -86,21 +86,18 @@ JAX_STREAMK_SM90_OPERANDS(f32_f32_rc_tf32x3, kF32, kF32, kRow, kColumn, kTF32x3)
 template <class Operands, class Row>
 constexpr Config config_of() {
   bool const swap_ab = Row::kSwapAB && !(Operands::kMath == Math::kTF32 && Operands::kMajorA == Major::kColumn);
-  return {Operands::kTypeAB,  Operands::kTypeD, Operands::kMajorA, Operands::kMajorB,  Row::kTileM, Row::kTileN,
-          Row::kTileK,        Row::kClusterM,   Row::kClusterN,    Row::kWarpSchedule, swap_ab,     Operands::kMath,
-          Row::kStoreColumns, Row::kGated,      Row::kRagged,      Row::kJoined};
-}
-
-inline char const* name_of(WarpSchedule schedule) {
-  return schedule == WarpSchedule::kPingpong ? "pingpong" : schedule == WarpSchedule::kSingle ? "single" : "coop";
+  return {Operands::kTypeA, Operands::kTypeB,   Operands::kTypeD, Operands::kMajorA, Operands::kMajorB,  Row::kTileM,
+          Row::kTileN,      Row::kTileK,        Row::kClusterM,   Row::kClusterN,    Row::kWarpSchedule, swap_ab,
+          Operands::kMath,  Row::kStoreColumns, Row::kGated,      Row::kRagged,      Row::kJoined};
 }
 
 inline std::string name_of(Config const& c) {
   auto const letter = [](Major major) { return major == Major::kRow ? "r" : "c"; };
   auto const number = [](int x) { return std::to_string(x); };
-  return std::string("sm90_") + jax_streamk::name_of(c.type_ab) + "_" + jax_streamk::name_of(c.type_d) + "_" +
+  return std::string("sm90_") + jax_streamk::name_of(c.type_a) + "_" + jax_streamk::name_of(c.type_d) + "_" +
          letter(c.major_a) + letter(c.major_b) + "_" + number(c.tile_m) + "x" + number(c.tile_n) + "x" +
-         number(c.tile_k) + "_" + number(c.cluster_m) + "x" + number(c.cluster_n) + "_" + name_of(c.warp_schedule) +
+         number(c.tile_k) + "_" + number(c.cluster_m) + "x" + number(c.cluster_n) + "_" +
+         (c.warp_schedule == WarpSchedule::kCooperative ? "coop" : jax_streamk::name_of(c.warp_schedule)) +
          (c.swap_ab && c.ragged == Ragged::kNone ? "_swap" : "") + (c.gated ? "_gated" : "") +
          (c.joined ? "_joined" : "") +
          (c.ragged == Ragged::kNone ? "" : std::string("_ragged_") + jax_streamk::name_of(c.ragged)) +

@@ -8,13 +8,12 @@
 #include "cute/tensor.hpp"
 #include "cutlass/cutlass.h"
 #include "cutlass/gemm/collective/builders/sm90_gmma_builder.inl"
-#include "cutlass_kernels/core/cuda_kernel.h"
-#include "cutlass_kernels/passes/repack.h"
-#include "cutlass_kernels/planner/clusters.h"
-#include "cutlass_kernels/planner/launch_policy.h"
+#include "cutlass_kernels/launch/cuda_kernel.h"
+#include "cutlass_kernels/launch/policy.h"
 #include "cutlass_kernels/sm90/collective.h"
 #include "cutlass_kernels/sm90/config.h"
 #include "cutlass_kernels/sm90/epilogue.h"
+#include "cutlass_kernels/sm90/family.h"
 #include "cutlass_kernels/sm90/gated_epilogue.h"
 #include "cutlass_kernels/sm90/mainloop.h"
 #include "cutlass_kernels/sm90/ragged.h"
@@ -30,7 +29,8 @@ class Sm90Kernel final : public CudaKernel {
   static constexpr int kCtasPerSm = kConfig.warp_schedule == WarpSchedule::kSingle ? kSingles : 1;
   static constexpr bool kSwap = kConfig.swap_ab;
 
-  using ElementAB = typename ElementOf<kConfig.type_ab>::type;
+  using ElementA = typename ElementOf<kSwap ? kConfig.type_b : kConfig.type_a>::type;  // the kernel's own
+  using ElementB = typename ElementOf<kSwap ? kConfig.type_a : kConfig.type_b>::type;
   using ElementD = typename ElementOf<kConfig.type_d>::type;
   template <bool kRowMajor>
   using Layout = std::conditional_t<kRowMajor, cutlass::layout::RowMajor, cutlass::layout::ColumnMajor>;
@@ -39,7 +39,7 @@ class Sm90Kernel final : public CudaKernel {
   using LayoutB = Layout<kSwap ? kConfig.major_a == Major::kColumn : kConfig.major_b == Major::kRow>;
   static constexpr bool kAAlongM = std::is_same_v<LayoutA, cutlass::layout::ColumnMajor>,  // M-major A
       kBAlongN = std::is_same_v<LayoutB, cutlass::layout::RowMajor>;                       // N-major B
-  static constexpr int kAlignAB = 16 / sizeof(ElementAB);                                  // TMA's
+  static constexpr int kAlignA = 16 / sizeof(ElementA), kAlignB = 16 / sizeof(ElementB);   // TMA's
 
   using TileShape = cute::Shape<cute::Int<kConfig.tile_m>, cute::Int<kConfig.tile_n>, cute::Int<kConfig.tile_k>>;
   using ClusterShape = cute::Shape<cute::Int<kConfig.cluster_m>, cute::Int<kConfig.cluster_n>, cute::_1>;
@@ -47,10 +47,10 @@ class Sm90Kernel final : public CudaKernel {
   static constexpr Ragged kRagged = kConfig.ragged;
   static constexpr bool kRun = kRagged == Ragged::kM;  // a tile stores a run of rows of D
   static_assert(kRagged == Ragged::kNone ||
-                (kConfig.cluster_m * kConfig.cluster_n == 1 && kSwap == kRun && kConfig.type_ab == kConfig.type_d));
+                (kConfig.cluster_m * kConfig.cluster_n == 1 && kSwap == kRun && kConfig.type_a == kConfig.type_d));
   static_assert(!kGated || (kSwap && kConfig.tile_m == 2 * kGatedRows && kConfig.warpgroups() == 1 &&
                             kConfig.cluster_m * kConfig.cluster_n == 1));
-  static_assert(!kJoined || (kSwap && !kGated && kRagged == Ragged::kNone && kConfig.type_ab == kConfig.type_d &&
+  static_assert(!kJoined || (kSwap && !kGated && kRagged == Ragged::kNone && kConfig.type_a == kConfig.type_d &&
                              kConfig.cluster_m * kConfig.cluster_n == 1));
   using Epilogue = std::conditional_t<kGated, GatedEpilogue<ElementD, kConfig.tile_n, kConfig.store_columns, kRun>,
                                       CollectiveEpilogue<ElementD, kSwap, kConfig.tile_m, kConfig.tile_n,
@@ -74,8 +74,8 @@ class Sm90Kernel final : public CudaKernel {
   using Collective =
       WithWgmma<kConfig.warpgroups(),
                 typename WithWideRows<typename cutlass::gemm::collective::CollectiveBuilder<
-                    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, ElementAB, LayoutA, kAlignAB, ElementAB,
-                    LayoutB, kAlignAB, float, LaidOutShape, ClusterShape,
+                    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, ElementA, LayoutA, kAlignA, ElementB, LayoutB,
+                    kAlignB, float, LaidOutShape, ClusterShape,
                     cutlass::gemm::collective::StageCountAutoCarveout<
                         static_cast<int>(sizeof(typename Epilogue::TensorStorage)) + kOthersBytes>,
                     std::conditional_t<kConfig.warpgroups() == 2, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
@@ -90,34 +90,18 @@ class Sm90Kernel final : public CudaKernel {
  private:
   static_assert(kCtasPerSm * (sizeof(typename Gemm::SharedStorage) + 1024) <= kSmBytes);
 
-  static constexpr int kClusterSize = kConfig.cluster_m * kConfig.cluster_n;
-
  public:
   Sm90Kernel() : CudaKernel(make_info()) {}
 
-  Decomposition decomposition(GemmProblem const& p, Schedule const& s, Device const& device) const override {
-    return sm90_decomposition(info, p, s, device);
-  }
-
  protected:
-  Status can_launch(GemmProblem const& p, Schedule const& s, Device const& device) const override {
-    if (device.arch != 90)
-      return Status::precondition(info.name + " is compiled for sm_90a; the device is sm_" +
-                                  std::to_string(device.arch));
-    if (decomposition(p, s, device).kind == ScheduleKind::kSplitK && s.splits > DenseScheduler::kMaxPeers)
-      return Status::invalid(info.name + " has at most " + std::to_string(DenseScheduler::kMaxPeers) + " splits");
-    return {};
-  }
-
-  int64_t launch_workspace_bytes(GemmProblem const& p, Schedule const& s, Device const& device) const override {
-    return workspace(p, s, device).bytes;
-  }
-
-  Status launch(GemmProblem const& p, Slices const& slices, Schedule const& s, LaunchPolicy const& policy,
-                Device const& device, Buffers const& buffers, bool after_copy, cudaStream_t stream) const override {
-    GemmProblem const q = slices.as_batch(p);
-    Workspace const parts = workspace(q, s, device);
+  Status launch(Launch const& launch, LaunchPolicy const& policy, Device const& device, Buffers const& buffers,
+                cudaStream_t stream) const override {
+    GemmProblem const &p = launch.problem, q = launch.as_batch();
+    Schedule const& s = launch.schedule;
+    Workspace const parts = Workspace::of(info, q, s, device);
     auto* const workspace = static_cast<char*>(buffers.workspace);
+    auto* const arrivals = reinterpret_cast<uint32_t*>(workspace + parts.counter);
+    auto* const partials = reinterpret_cast<float*>(workspace + parts.counter + parts.arrivals);
     if (parts.zeroed > 0) {
       Status const status =
           from_cuda(cudaMemsetAsync(workspace, 0, parts.zeroed, stream), info.name + ": zeroing its arrival words");
@@ -132,22 +116,22 @@ class Sm90Kernel final : public CudaKernel {
     int64_t const part = kConfig.math == Math::kTF32x3 ? p.k / 3 : 0;
     typename Gemm::Params params;
     params.scheduler.decomposition = cut;
-    TileOrder const order = sm90_order(info, p, policy.raster, policy.swizzle);
+    TileOrder const order = own_order(info, p, policy.raster, policy.swizzle);
     int32_t const clusters = [&] {
       if constexpr (kRagged != Ragged::kNone) {
         void* const counter = parts.zeroed > 0 ? workspace : nullptr;
         params.scheduler.set_up(p, buffers, order, order.tiles_m(), kConfig.tile_m, device.sms, counter);
-        if (parts.bytes > parts.arrivals) {
-          params.scheduler.arrivals = reinterpret_cast<uint32_t*>(workspace + counter_bytes(info, p));
-          params.scheduler.partials = reinterpret_cast<float*>(workspace + parts.arrivals);
+        if (parts.partials > 0) {
+          params.scheduler.arrivals = arrivals;
+          params.scheduler.partials = partials;
           return device.sms;
         }
         return static_cast<int32_t>(std::min<int64_t>(device.sms, params.scheduler.most_tiles()));
       } else {
         params.scheduler.order = order;
         params.scheduler.atomic = s.reduction == Reduction::kAtomic;
-        params.scheduler.arrivals = reinterpret_cast<uint32_t*>(workspace);
-        params.scheduler.partials = reinterpret_cast<float*>(workspace + parts.arrivals);
+        params.scheduler.arrivals = arrivals;
+        params.scheduler.partials = partials;
         return params.scheduler.place(policy, device.sms);
       }
     }();
@@ -163,17 +147,19 @@ class Sm90Kernel final : public CudaKernel {
     void const *const own_a = kSwap ? buffers.b : buffers.a, *const own_b = kSwap ? buffers.a : buffers.b;
     auto loaded = params.shape;
     if (kSwap ? policy.extend_b : policy.extend_a)
-      cute::get<0>(loaded) = extended(own_a, {kAAlongM, rows, kConfig.tile_m, kConfig.cluster_m}, stride_a, p);
+      cute::get<0>(loaded) =
+          extended<ElementA>(own_a, {kAAlongM, rows, kConfig.tile_m, kConfig.cluster_m}, stride_a, p);
     if (kSwap ? policy.extend_a : policy.extend_b)
-      cute::get<1>(loaded) = extended(own_b, {kBAlongN, columns, kConfig.tile_n, kConfig.cluster_n}, stride_b, p);
+      cute::get<1>(loaded) =
+          extended<ElementB>(own_b, {kBAlongN, columns, kConfig.tile_n, kConfig.cluster_n}, stride_b, p);
     params.gathers = p.gathered_rows > 0;
     if (params.gathers) cute::get<1>(loaded) = static_cast<int>(p.gathered_rows);
     CUresult const loads = Mainloop::set_up(
         params.mainloop, loaded,
-        {{static_cast<ElementAB const*>(own_a), stride_a, static_cast<ElementAB const*>(own_b), stride_b},
+        {{static_cast<ElementA const*>(own_a), stride_a, static_cast<ElementB const*>(own_b), stride_b},
          static_cast<int32_t>(part > 0 ? 2 * part : p.k),
          static_cast<int32_t>(p.batch),
-         p.epilogue.is_stacked() ? static_cast<ElementAB const*>(own_a) + p.epilogue.up_offset : buffers.up,
+         p.epilogue.is_stacked() ? static_cast<ElementA const*>(own_a) + p.epilogue.up_offset : buffers.up,
          params.gathers ? static_cast<int32_t const*>(buffers.indices) : nullptr,
          static_cast<int32_t>(columns),
          buffers.third,
@@ -183,7 +169,7 @@ class Sm90Kernel final : public CudaKernel {
     params.shares = Scheduler::shares(params.scheduler);
     params.has_early_bias = Epilogue::has_early_bias(params.epilogue);
     params.has_residual = Epilogue::has_residual(params.epilogue);
-    params.promotes = !slices.rounded;
+    params.promotes = !launch.slices.rounded;
     if (loads != CUDA_SUCCESS || stores != CUDA_SUCCESS)
       return Status::internal(info.name + ": TMA cannot " + (loads != CUDA_SUCCESS ? "load B" : "store D"));
     cudaLaunchAttribute attributes[1];
@@ -193,7 +179,7 @@ class Sm90Kernel final : public CudaKernel {
     config.dynamicSmemBytes = sizeof(typename Gemm::SharedStorage);
     config.stream = stream;
     config.attrs = attributes;
-    if (after_copy && parts.zeroed == 0) {
+    if (launch.copies.any() && parts.zeroed == 0) {
       cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
       attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
       attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -208,12 +194,14 @@ class Sm90Kernel final : public CudaKernel {
     KernelInfo info;
     info.name = name_of(kConfig);
     info.family = Family::kSm90;
-    info.a.format = info.b.format = kConfig.type_ab;
+    info.a.format = kConfig.type_a;
+    info.b.format = kConfig.type_b;
     info.d.format = kConfig.type_d;
     info.math = kConfig.math;
     info.a.major = kConfig.major_a;
     info.b.major = kConfig.major_b;
-    info.a.align = info.b.align = kAlignAB;
+    info.a.align = kSwap ? kAlignB : kAlignA;
+    info.b.align = kSwap ? kAlignA : kAlignB;
     info.d.align = 1;
     info.tile_m = kConfig.tile_m;
     info.tile_n = kConfig.tile_n;
@@ -221,7 +209,7 @@ class Sm90Kernel final : public CudaKernel {
     info.cluster_m = kConfig.cluster_m;
     info.cluster_n = kConfig.cluster_n;
     info.stages = Mainloop::DispatchPolicy::Stages;
-    info.warp_schedule = kCooperative ? "cooperative" : name_of(kConfig.warp_schedule);
+    info.warp_schedule = kConfig.warp_schedule;
     info.swap_ab = kSwap;
     // Pingpong and single kernels run all of K for a tile.
     if (kCooperative) info.split_k_reductions = info.stream_k_reductions = {Reduction::kOrdered, Reduction::kAtomic};
@@ -247,35 +235,12 @@ class Sm90Kernel final : public CudaKernel {
   }
 
   // The extent up to which tiles read an operand, if its allocation reaches that far; else its own.
-  template <class Stride>
+  template <class Element, class Stride>
   static int extended(void const* data, TiledOperand const& x, Stride const& stride, GemmProblem const& p) {
     int64_t const ld = x.contiguous ? cute::get<1>(stride) : cute::get<0>(stride), batch_stride = cute::get<2>(stride);
     int64_t const whole = x.tiled_extent(), before = batch_stride != 0 ? (p.batch - 1) * batch_stride : 0;
     int64_t const last = before + (x.contiguous ? (p.k - 1) * ld + whole : (whole - 1) * ld + p.k);
-    return static_cast<int>(last <= bytes_left(data) / static_cast<int64_t>(sizeof(ElementAB)) ? whole : x.extent);
-  }
-
-  struct Workspace {
-    int64_t arrivals = 0;  // bytes before the partials: of arrival words, and before them a ragged kernel's counter
-    int64_t zeroed = 0;    // leading bytes that must be zero before the launch
-    int64_t bytes = 0;
-  };
-
-  Workspace workspace(GemmProblem const& p, Schedule const& s, Device const& device) const {
-    if constexpr (kRagged != Ragged::kNone) {
-      auto const [arrivals, partials] = Scheduler::workspace(p, device.sms);
-      int64_t const zeroed = counter_bytes(info, p) + arrivals;
-      return {zeroed, zeroed, zeroed + partials};
-    }
-    Decomposition const d = decomposition(p, s, device);
-    if (d.shared_tiles() == 0) return {};
-    bool const atomic = s.reduction == Reduction::kAtomic;
-    Workspace out;
-    out.arrivals = align_workspace(static_cast<int64_t>(d.shared_tiles()) * kClusterSize * sizeof(uint32_t));
-    out.bytes = out.arrivals + static_cast<int64_t>(atomic ? d.shared_tiles() : d.slots()) * kClusterSize *
-                                   DenseScheduler::kTileValues * sizeof(float);
-    out.zeroed = atomic ? out.bytes : out.arrivals;
-    return out;
+    return static_cast<int>(last <= bytes_left(data) / static_cast<int64_t>(sizeof(Element)) ? whole : x.extent);
   }
 };
 

@@ -26,14 +26,6 @@ struct LongTiles {
   int32_t units_before[kMostGroups + 1];  // parts of the tiles of all lower ranks
   int32_t ranks;                          // that are long
 
-  // How many tiles can be long, and how many parts all of them have, whatever the sizes of groups are. `tiles`: of a
-  // group. `k_tiles`: of all groups.
-  static int64_t most_tiles(int64_t groups, int64_t tiles, int64_t k_tiles, int32_t ctas) {
-    bool const may_be = k_tiles >= LongParts::kFewest * LongParts::kLeast && LongParts::kFewest * tiles <= 2 * ctas;
-    return may_be ? std::min<int64_t>(groups * tiles, ctas) : 0;
-  }
-  static int64_t most_parts(int32_t ctas) { return int64_t{2} * ctas; }
-
   // Called by one warp, after Tiles::sort().
   CUTLASS_DEVICE void fill(typename Tiles::Params const& params, Tiles const& table) {
     int32_t const lane = threadIdx.x % 32, each = (params.groups + 31) / 32, first = min(lane * each, params.groups),

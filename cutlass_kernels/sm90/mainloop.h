@@ -5,7 +5,7 @@
 #include "cute/atom/copy_traits_sm90_tma.hpp"
 #include "cute/tensor.hpp"
 #include "cutlass_kernels/core/decomposition.h"
-#include "cutlass_kernels/planner/launch_policy.h"
+#include "cutlass_kernels/launch/policy.h"
 #include "cutlass_kernels/sm90/collective.h"
 #include "cutlass_kernels/sm90/operand_registers.h"
 #include "cutlass_kernels/sm90/operand_shared.h"

@@ -63,19 +63,6 @@ class RaggedScheduler {
     float* partials = nullptr;     // [part of a long tile][value of a tile]
   };
 
-  struct Bytes {
-    int64_t arrivals = 0, partials = 0;
-  };
-  static Bytes workspace(GemmProblem const& p, int32_t ctas) {
-    if constexpr (!kMayCut) return {};
-    auto const along = [](int64_t extent, int tile) { return (extent + tile - 1) / tile; };
-    int64_t const tiles = along(p.m, kTileM) * along(p.n, kTileN),
-                  longs = Long::most_tiles(p.batch, tiles, along(p.k, kTileK), ctas);
-    if (longs == 0) return {};
-    return {align_workspace(longs * static_cast<int64_t>(sizeof(uint32_t))),
-            Long::most_parts(ctas) * kTileM * kTileN * static_cast<int64_t>(sizeof(float))};
-  }
-
   struct Table : Tiles {
     struct None {};
     std::conditional_t<kMayCut, Long, None> longs;

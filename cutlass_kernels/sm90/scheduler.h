@@ -7,7 +7,7 @@
 
 #include "cute/tensor.hpp"
 #include "cutlass_kernels/core/decomposition.h"
-#include "cutlass_kernels/planner/clusters.h"
+#include "cutlass_kernels/launch/clusters.h"
 #include "cutlass_kernels/sm90/partials.h"
 
 namespace jax_streamk::sm90 {
@@ -19,7 +19,6 @@ class Scheduler {
  public:
   static constexpr int kClusterM = cute::size<0>(ClusterShape{}), kClusterN = cute::size<1>(ClusterShape{});
   static constexpr int kClusterSize = kClusterM * kClusterN;
-  static constexpr int kMaxPeers = 0xffff;  // of a tile: its arrival word counts them in 16 bits
   static constexpr bool kMayShare = kShares, kHasList = kList, kRagged = false;
   static constexpr bool kHasIdle = has_idle(kClusterSize);
   static constexpr int kListed = kMostListed;

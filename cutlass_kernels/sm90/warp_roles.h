@@ -13,15 +13,11 @@
 #include "cutlass/arch/barrier.h"
 #include "cutlass/arch/reg_reconfig.h"
 #include "cutlass_kernels/core/dependent_launch.cuh"
-#include "cutlass_kernels/planner/clusters.h"
+#include "cutlass_kernels/launch/clusters.h"
 #include "cutlass_kernels/sm90/mainloop.h"
 #include "cutlass_kernels/sm90/stages.h"
 
 namespace jax_streamk::sm90 {
-
-// Cooperative: two consumer warpgroups share a tile, or three share one of 192 rows. Pingpong: two have a tile each,
-// and one runs its epilogue while the other multiplies. Single: one consumer, and several such CTAs on an SM.
-enum class WarpSchedule { kCooperative, kPingpong, kSingle };
 
 template <class Mainloop, class Epilogue, class Scheduler, WarpSchedule kWarpSchedule>
 struct GemmKernel {

@@ -21,12 +21,16 @@ _HOST = "cpu.json"
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """What a GPU consists of: SMs, GPCs, bytes of its L2 and of one SM's shared memory."""
+    """What a GPU consists of: SMs, GPCs, bytes of its L2."""
 
     sms: int
     gpcs: int
     l2_bytes: int
-    shared_memory_per_sm_bytes: int
+
+    @property
+    def gpc_sms(self):
+        """SMs of most GPCs. They come in pairs; some GPCs lack a pair."""
+        return 2 * round(self.sms / self.gpcs / 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +71,8 @@ class Machine:
         native = _ffi.Machine()
         for name, value in (*self.constants, *self.launch_policy):
             setattr(native, name, value)
-        native.l2_bytes = self.topology.l2_bytes if self.topology else 0
+        if self.topology:
+            native.l2_bytes, native.gpc_sms = self.topology.l2_bytes, self.topology.gpc_sms
         return native
 
     def native_for(self, type_):
@@ -109,7 +114,7 @@ def parse(name, text):
         constants = _section(fields["constants"], _ffi.GPU_CONSTANTS if is_gpu else _ffi.HOST_CONSTANTS)
         policy = _section(fields["launch_policy"], _ffi.POLICY_CONSTANTS if is_gpu else {})
         types = () if is_gpu else tuple(fields["types"].items())
-        topology = fields["topology"] and Topology(**fields["topology"])
+        topology = Topology(*(fields["topology"][of.name] for of in dataclasses.fields(Topology))) if is_gpu else None
         made_by = fields["date"], fields["command"]
         return Machine(name, tuple(fields["kinds"]), fields["arch"], topology, constants, policy, types, *made_by)
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
@@ -214,7 +219,8 @@ def derived(device):
     constants, policy = (
         tuple((name, scaled(name, value)) for name, value in pairs) for pairs in (plain.constants, plain.launch_policy)
     )
-    topology = dataclasses.replace(plain.topology, sms=device.sms, l2_bytes=int(plain.topology.l2_bytes * share))
+    gpcs, l2_bytes = max(round(plain.topology.gpcs * share), 1), int(plain.topology.l2_bytes * share)
+    topology = Topology(device.sms, gpcs, l2_bytes)
     return dataclasses.replace(plain, arch=device.arch, topology=topology, constants=constants, launch_policy=policy)
 
 

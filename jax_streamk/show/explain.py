@@ -521,7 +521,7 @@ def _division_rows(x: Explanation, kernel: _ffi.KernelInfo) -> Iterator[tuple[st
         yield section, "grid", f"{' x '.join(f'{extent:,}' for extent in x.grid)} CTAs{clusters}"
     elif not x.unknown:
         yield section, "grid", "chosen by CUTLASS at the launch"
-    yield section, "CTA", f"{kernel.threads} threads, {_count(kernel.stages, 'stage')}, {kernel.warp_schedule}"
+    yield section, "CTA", f"{kernel.threads} threads, {_count(kernel.stages, 'stage')}, {kernel.warp_schedule.name}"
     yield section, "shared memory", f"{text.size(kernel.shared_memory)} per CTA"
     registers = "unknown without the device" if x.registers is None else f"{x.registers} per thread"
     yield section, "registers", registers

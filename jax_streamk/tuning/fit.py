@@ -9,7 +9,7 @@ import zlib
 
 import numpy as np
 
-from jax_streamk import _ffi
+from jax_streamk import _ffi, machines
 from jax_streamk.plan import described
 
 COLUMNS = ("majors", "m", "n", "k", "kernel", "schedule", "splits", "reduction", "raster", "swizzle", "us")
@@ -177,7 +177,7 @@ class Table:
 def _batch(rows, device):
     kernels, problems = [row.kernel for row in rows], [row.problem() for row in rows]
     schedules, orders = [row.native() for row in rows], [row.order() for row in rows]
-    return _ffi.Batch(kernels, problems, schedules, orders, device.native())
+    return _ffi.Batch(kernels, problems, schedules, orders, device.native(), machines.machine_of(device).native)
 
 
 def regret(tables, machine, held_out=None):

@@ -1,21 +1,33 @@
 // What a launch needs of its LaunchPolicy: the cut of the work, the order of tiles, stages held back, TMA extents.
-// policy_choice.h chooses policies.
+// planner/policy_choice.h chooses policies.
 #pragma once
 
 #include <cstdint>
 
 #include "cutlass_kernels/core/decomposition.h"
 #include "cutlass_kernels/core/gemm.h"
+#include "cutlass_kernels/launch/clusters.h"
 
 namespace jax_streamk {
 
 // Ok, or why a launch of a kernel that can run the problem cannot follow the policy.
 Status check_policy(KernelInfo const&, GemmProblem const&, Schedule const&, LaunchPolicy const&, Device const&);
 
-// How the clusters of an sm90 kernel share the work, and the order of its tiles, in cluster tiles of the kernel's own
-// GEMM, for a problem whose operands need no copies.
-Decomposition sm90_decomposition(KernelInfo const&, GemmProblem const&, Schedule const&, Device const&);
-TileOrder sm90_order(KernelInfo const&, GemmProblem const&, Raster, int32_t swizzle);
+// The order of a kernel's tiles, in cluster tiles of its own GEMM (with swap_ab its m is the problem's n), for a
+// problem whose operands need no copies.
+TileOrder own_order(KernelInfo const&, GemmProblem const&, Raster, int32_t swizzle);
+
+// A pipeline needs a stage that is read, one that has arrived and one that is on its way.
+inline constexpr int64_t kFewestStages = 3;
+
+inline int32_t ctas_of_cluster(KernelInfo const& info) { return info.cluster_m * info.cluster_n; }
+// If CTAs share SMs, a launch has too many clusters to list.
+inline bool lists_clusters(KernelInfo const& info) { return ctas_of_sm(info) == 1; }
+// Idle clusters are numbered kIdle, so no work may have that number.
+inline bool may_have_idle(KernelInfo const& info, Decomposition const& cut) {
+  Work work;
+  return has_idle(ctas_of_cluster(info)) && !cut.work(kIdle, 0, work);
+}
 
 // Stages that a CTA's loads leave empty for its n-th piece of work: too many loads in flight slow memory down. No more
 // in the last wave than before: a load waits for the stage that far ahead, which earlier loads must have waited for.

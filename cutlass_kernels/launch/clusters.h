@@ -15,6 +15,12 @@ inline constexpr int32_t kGpcs = 8, kSmallest = 8, kApart = 8;
 
 // CTAs per SM of sm90 kernels with one consumer warpgroup. CTAs of other kernels fill an SM.
 inline constexpr int32_t kSingles = 4;
+inline int32_t ctas_of_sm(KernelInfo const& info) { return info.warp_schedule == WarpSchedule::kSingle ? kSingles : 1; }
+
+// Whether CTAs share the tiles of groups that are much longer along K than others (sm90/long_tiles.h).
+inline bool cuts_long_tiles(KernelInfo const& info) {
+  return info.ragged == Ragged::kK && info.warp_schedule == WarpSchedule::kCooperative;
+}
 
 // A cluster stays on one GPC. On 132 SMs in GPCs of unequal size, clusters of two take all, larger ones 120
 // (cudaOccupancyMaxActiveClusters): more clusters in a persistent grid would begin only when the first have ended.

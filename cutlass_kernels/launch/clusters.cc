@@ -1,4 +1,4 @@
-#include "cutlass_kernels/planner/clusters.h"
+#include "cutlass_kernels/launch/clusters.h"
 
 #include <numeric>
 

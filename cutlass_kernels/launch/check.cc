@@ -1,8 +1,8 @@
 // What kernels refuse, and why.
 #include <algorithm>
 
-#include "cutlass_kernels/core/registry.h"
-#include "cutlass_kernels/passes/repack.h"
+#include "cutlass_kernels/core/family.h"
+#include "cutlass_kernels/launch/kernel.h"
 
 namespace jax_streamk {
 namespace {
@@ -36,7 +36,8 @@ class Checks {
   }
 
  private:
-  bool on_cpu() const { return info_.family == Family::kHost; }
+  bool on_cpu() const { return traits_of(info_).is_host(); }
+  bool loads_by_tma() const { return traits_of(info_).load_path == LoadPath::kTma; }
   bool is_ragged() const { return p_.ragged != Ragged::kNone; }
   // Whether another kernel adds slices of K, which this one stores as sums.
   bool is_separate() const {
@@ -59,7 +60,7 @@ class Checks {
         p_.math != info_.math || !reduces_to_d)
       return refuse_("it multiplies ", name_of(info_.a.format.type), " by ", name_of(info_.b.format.type), " into ",
                      name_of(info_.d.format.type), " (", name_of(info_.math), ")");
-    if (p_.inner_batch > 1 && (info_.family != Family::kSkinny || is_separate()))
+    if (p_.inner_batch > 1 && (!traits_of(info_).nests_batches || is_separate()))
       return refuse_("matrices of its batch are one stride apart");
     return {};
   }
@@ -85,11 +86,10 @@ class Checks {
   }
 
   Status runs() {
-    bool const tma = info_.family == Family::kSm90;
-    if (is_ragged() && tma && is_unfit())
+    if (is_ragged() && loads_by_tma() && is_unfit())
       return refuse_("rows of A, B and D of a ragged product must start at multiples of ", info_.b.align, " elements");
     constexpr double kMostGathered = int64_t{1} << 36;  // 2^32 pieces of 16 bytes (Mainloop::gather)
-    if (p_.gathered_rows > 0 && tma && p_.span(Role::kA) * size_of(p_.a.format) > kMostGathered)
+    if (p_.gathered_rows > 0 && loads_by_tma() && p_.span(Role::kA) * size_of(p_.a.format) > kMostGathered)
       return refuse_("it gathers rows of at most 64 GiB");
     constexpr int64_t kLongestRun = 1 << 30;  // RowRun::kMost
     if (is_ragged() && !on_cpu() && (p_.ragged == Ragged::kM ? p_.m : p_.k) > kLongestRun)
@@ -138,15 +138,15 @@ class Checks {
   }
 
   Status alignment(Role role, KernelOperand const& asked, bool is_copied) {
-    if (is_copied || is_aligned(asked.align, info_.family == Family::kSm90, p_.operand(role), p_.batch)) return {};
+    if (is_copied || is_aligned(asked.align, loads_by_tma(), p_.operand(role), p_.batch)) return {};
     return refuse_("the contiguous extent and the strides of ", name_of(role), " must be multiples of ", asked.align,
                    " elements");
   }
 
   Status epilogue() {
     EpilogueOps const& epilogue = p_.epilogue;
-    if (epilogue.activation < Activation::kNone || epilogue.activation > Activation::kTanh)
-      return refuse_("there is no activation ", static_cast<int32_t>(epilogue.activation));
+    int32_t const activation = static_cast<int32_t>(epilogue.activation);
+    if (activation < 0 || activation >= kCount<Activation>) return refuse_("there is no activation ", activation);
     if (p_.d.format == Type::kS32 && !epilogue.is_plain()) return refuse_("an epilogue needs D in floating point");
     if (!is_separate() && epilogue.has_bias && p_.batch > 1 && epilogue.batch_stride_bias % info_.d.align != 0)
       return refuse_("the batch stride of the bias must be a multiple of ", info_.d.align, " elements");
@@ -155,6 +155,11 @@ class Checks {
 
   Status schedule() {
     if (on_cpu() != (device_.arch == 0)) return refuse_("it runs on ", on_cpu() ? "a CPU" : "a GPU");
+    FamilyTraits const& family = traits_of(info_);
+    if (device_.arch < family.oldest_arch || device_.arch > family.newest_arch)
+      return Status::precondition(info_.name + " is compiled for sm_" + std::to_string(family.oldest_arch) +
+                                  (family.oldest_arch < family.newest_arch ? " or newer" : "a") +
+                                  "; the device is sm_" + std::to_string(device_.arch));
     if (s_.kind == ScheduleKind::kSplitK) {
       if (s_.splits < 1) return refuse_("splits must be at least 1");
       if (s_.splits > k_tiles())
@@ -185,7 +190,7 @@ class Checks {
         !Decomposition::fits(batch * tiles_m * tiles_n, k_tiles(), device_.sms, splits))
       return refuse_("it has too many tiles or MAC iterations to count in 32 bits");
     // Coordinates are 32-bit too, including those of a tile or cluster that reaches beyond D.
-    if (info_.family == Family::kSm90 && std::max(tiles_m * info_.tile_m, tiles_n * info_.tile_n) > kLimit)
+    if (loads_by_tma() && std::max(tiles_m * info_.tile_m, tiles_n * info_.tile_n) > kLimit)
       return refuse_("its last tile would end beyond 2^31");
     return {};
   }
