@@ -1,4 +1,4 @@
-"""What docs/design.md says of the structure: imports go down its drawing of the modules."""
+"""What docs/design.md says of the structure: imports and includes go down its drawings of modules and folders."""
 
 import ast
 import graphlib
@@ -42,10 +42,32 @@ def row_of(name):
     return next(found[of] for of in (".".join(parts), parts[0]) if of in found)
 
 
+FOLDERS = ("cutlass_kernels", "ffi")
+
+
+def cpp_folders():
+    """The row of each C++ folder in the drawing, from the top."""
+    (drawing,) = re.findall(r"```text\n(ffi .*?)```", DESIGN.read_text(), re.S)
+    return {name: at for at, line in enumerate(drawing.splitlines()) for name in line.split("  ")[0].split()}
+
+
+def test_includes_go_down():
+    rows, root = cpp_folders(), DESIGN.parents[1]
+    sources = [x for folder in FOLDERS for x in (root / folder).rglob("*") if x.suffix in (".h", ".cc", ".cu", ".cuh")]
+    assert {x.parent.name for x in sources} == rows.keys()
+    upwards = {
+        (str(source.relative_to(root)), path)
+        for source in sources
+        for path, folder in re.findall(r'#include "((?:cutlass_kernels/)?(\w+)/[\w.]+)"', source.read_text())
+        if folder in rows and rows[folder] < rows[source.parent.name]
+    }
+    assert not upwards, "which are above it in the drawing of docs/design.md"
+
+
 def test_an_activation_is_in_the_files_that_are_named():
     text = (DESIGN.parent / "contributing.md").read_text()
     (paragraph,) = (x for x in text.split("\n\n") if x.startswith("An activation is"))
-    folders = (DESIGN.parents[1] / folder for folder in ("jax_streamk", "ffi", "cutlass_kernels"))
+    folders = (DESIGN.parents[1] / folder for folder in ("jax_streamk", *FOLDERS))
     files = (x for folder in folders for x in folder.rglob("*") if x.suffix in (".py", ".h", ".cc", ".cu", ".cuh"))
     found = {f"{x.relative_to(DESIGN.parents[1])}" for x in files if re.search("gelu_tanh|kGeluTanh", x.read_text())}
     assert found == set(re.findall(r"`([\w/]+\.\w+)`", paragraph))
