@@ -129,7 +129,7 @@ def _logistic(a: Polynomial) -> Polynomial:
     return _of("inverse", _sum(constant(1), _of("exp", _scaled(-1.0, a))))
 
 
-# By the names of primitives. Numbers have those of _OF_NUMBERS before these.
+# Rules by the names of primitives. Numbers have those of _OF_NUMBERS before these.
 _RULES: Mapping[str, Any] = {
     "add": _sum,
     "add_any": _sum,

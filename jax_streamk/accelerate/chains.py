@@ -1,4 +1,4 @@
-"""What of the equations that follow a product a kernel's epilogue can do.
+"""Which of the equations that follow a product a kernel's epilogue can do.
 
 A chain is followed for as long as nothing else reads the value between: a scale, then a bias and a residual, then an
 activation, with reshapes and conversions to wider types among them. A conversion to a narrower type ends it: what the
@@ -50,7 +50,7 @@ class Addend:
 class Chain:
     """A product and the equations ``taken`` that follow it, up to the one that makes ``out``.
 
-    Of a gated product, ``matrices`` are the one whose product passes the activation, with ``bias``, and the other one,
+    ``matrices`` of a gated product are the one whose product passes the activation, with ``bias``, and the other one,
     with ``second_bias``; ``taken`` has the other product and what follows it too. A single one has both side by side.
     """
 
@@ -212,8 +212,8 @@ class Follower:
         # The other order of operands too, where the result's elements lie in the same order.
         may_swap = not chain.adds and self.product.may_swap
         for swapped in (chain.swapped, not chain.swapped) if may_swap else (chain.swapped,):
-            if (found := self._bias(x, shape, swapped)) is not None:
-                bias = dataclasses.replace(found, scale=sign)
+            if (addend := self._bias(x, shape, swapped)) is not None:
+                bias = dataclasses.replace(addend, scale=sign)
                 return dataclasses.replace(chain, bias=bias, swapped=swapped, last="bias")
         return None
 
@@ -224,10 +224,10 @@ class Follower:
     def _bias(self, x: Any, shape: tuple[int, ...], swapped: bool) -> Addend | None:
         """``x``, which is added to a value of this shape, as a bias: with one element for each column."""
         lead, rows, columns = self.product.sizes(swapped)
-        found = self._spread(x, shape)
-        if found is None:
+        spread = self._spread(x, shape)
+        if spread is None:
             return None
-        source, steps, sizes = found
+        source, steps, sizes = spread
         cut, covered = len(shape), 1
         while cut and (covered < math.prod(columns) or shape[cut - 1] == 1) and sizes[cut - 1] == shape[cut - 1]:
             cut -= 1
@@ -248,17 +248,17 @@ class Follower:
             return None
         sizes = list(x.aval.shape)
         steps: tuple[int, ...] = ()
-        while (made := self._maker(x)) is not None and x.aval.ndim == len(shape):
-            name = made.primitive.name
-            source: Any = made.invars[0] if made.invars else None
-            if name == "broadcast_in_dim" and len(made.invars) == 1:
+        while (maker := self._maker(x)) is not None and x.aval.ndim == len(shape):
+            name = maker.primitive.name
+            source: Any = maker.invars[0] if maker.invars else None
+            if name == "broadcast_in_dim" and len(maker.invars) == 1:
                 if isinstance(source, Literal):
                     return None
-                given = dict(zip(map(int, made.params["broadcast_dimensions"]), source.aval.shape))
+                given = dict(zip(map(int, maker.params["broadcast_dimensions"]), source.aval.shape))
                 sizes = [min(size, given.get(i, 1)) for i, size in enumerate(sizes)]
                 if math.prod(sizes) != source.aval.size:
                     return None
-            elif not (name == "pvary" or is_exact(made)) or self.program.eqn_of(source) is None:
+            elif not (name == "pvary" or is_exact(maker)) or self.program.eqn_of(source) is None:
                 break
             steps = (*steps, self.program.maker[x])
             x = source
@@ -267,15 +267,15 @@ class Follower:
     def _sources(self, x: Any, steps: tuple[int, ...]) -> dict[np.dtype, tuple[Any, tuple[int, ...]]]:
         """A value by dtype, as it was before conversions that lost nothing."""
         values = {x.aval.dtype: (x, steps)}
-        while (made := self._maker(x)) is not None:
-            if made.primitive.name in RESHAPES and made.params.get("dimensions") is None:
-                inner = self._maker(made.invars[0])
+        while (maker := self._maker(x)) is not None:
+            if maker.primitive.name in RESHAPES and maker.params.get("dimensions") is None:
+                inner = self._maker(maker.invars[0])
                 if inner is None or not is_exact(inner):
                     break
-            elif not is_exact(made):
+            elif not is_exact(maker):
                 break
             steps = (*steps, self.program.maker[x])
-            x = made.invars[0]
+            x = maker.invars[0]
             values.setdefault(x.aval.dtype, (x, steps))
         return values
 
@@ -290,11 +290,11 @@ class Follower:
 
     def _unscaled(self, x: Any) -> tuple[Any, tuple[int, ...], float]:
         """What a value is a multiple of, the equation since, and the factor."""
-        made = self._maker(x)
-        if made is not None and made.primitive.name == "mul" and self.program.user(x) is not None:
-            for factor, other in (made.invars, made.invars[::-1]):
+        maker = self._maker(x)
+        if maker is not None and maker.primitive.name == "mul" and self.program.user(x) is not None:
+            for factor, other in (maker.invars, maker.invars[::-1]):
                 number = self.program.number(factor) or 0.0
-                # By other factors, a residual that cancels the product would leave what was rounded.
+                # A residual with another factor would, if it cancels the product, leave what was rounded.
                 is_power_of_two = math.frexp(abs(number))[0] == 0.5 and 2.0**-64 < abs(number) < 2.0**64
                 if is_power_of_two and not isinstance(other, Literal):
                     return other, (self.program.maker[x],), number
@@ -318,12 +318,12 @@ class Follower:
     def _needed(self, x: Any) -> list[Any] | None:
         """The values that memory must hold to hold ``x``; None if it does not hold ``x``."""
         program = self.program
-        made = self._maker(x)
-        if made is None or not is_merged(made):
+        maker = self._maker(x)
+        if maker is None or not is_merged(maker):
             return []
         if program.is_stored(x, self.taken) or len(program.uses[x]) > 1:
             return []
-        name, operands = made.primitive.name, [y for y in made.invars if isinstance(y, Var)]
+        name, operands = maker.primitive.name, [y for y in maker.invars if isinstance(y, Var)]
         if name in RESHAPES:
             return operands
         # A sum that another product's kernel may make.
@@ -341,12 +341,12 @@ class Follower:
         if at is None:
             return None
         follower = Follower(self.program, at, self.taken, may_gate=False)
-        other, found = follower.product, follower.product.start()
-        while found is not None and found.out is not x:
-            found = follower._next(found)
-        if found is None:
+        other, other_chain = follower.product, follower.product.start()
+        while other_chain is not None and other_chain.out is not x:
+            other_chain = follower._next(other_chain)
+        if other_chain is None:
             return None
-        gate, up = (chain, found) if chain.activation is not None else (found, chain)
+        gate, up = (chain, other_chain) if chain.activation is not None else (other_chain, chain)
         # The kernel adds two biases or none, and zeros would be one more launch.
         batches = {None if bias is None else bias.batch for bias in (gate.bias, up.bias)}
         if up.activation is not None or len(batches) > 1:
@@ -355,11 +355,11 @@ class Follower:
         if not all(self.program.is_same(*pair) for pair in sizes):
             return None
         for swapped, shared, (own, others) in ((False, lhs, rhs), (True, rhs, lhs)):
-            can_be = self.product.can_be_factor(chain, swapped) and other.can_be_factor(found, swapped)
+            can_be = self.product.can_be_factor(chain, swapped) and other.can_be_factor(other_chain, swapped)
             if can_be and self.program.is_same(*shared) and compat.is_placed_like(own.aval, others.aval):
                 return dataclasses.replace(
                     step,
-                    taken=(*chain.taken, at, *found.taken, step.taken[-1]),
+                    taken=(*chain.taken, at, *other_chain.taken, step.taken[-1]),
                     bias=gate.bias,
                     second_bias=up.bias,
                     activation=gate.activation,
@@ -400,7 +400,7 @@ class Follower:
         uses, shape = self.program.uses[chain.out], chain.out.aval.shape
         eqns = [self.program.eqns[at] for at in uses[:3]]
         names = [eqn.primitive.name for eqn in eqns]
-        if names not in (["split"], ["slice", "slice"]) or chain.out in self.program.kept:
+        if names not in (["split"], ["slice", "slice"]) or chain.out in self.program.live:
             return None
         if any(at in self.taken for at in uses) or not all(is_movable(eqn, 3 - len(eqns)) for eqn in eqns):
             return None
@@ -426,17 +426,17 @@ class Follower:
             at = self.program.maker.get(waiting.pop()) if waiting else None
             if at is None or at in self.taken:
                 continue
-            made = self.program.eqns[at]
-            if not may_have_epilogue(made):
-                waiting += [y for y in made.invars if not isinstance(y, Literal) and y.aval.size == x.aval.size]
-            elif at < self._at and made.params == self.product.eqn.params:
+            eqn = self.program.eqns[at]
+            if not may_have_epilogue(eqn):
+                waiting += [y for y in eqn.invars if not isinstance(y, Literal) and y.aval.size == x.aval.size]
+            elif at < self._at and eqn.params == self.product.eqn.params:
                 return at
         return None
 
     def _activated(self, chain: Chain) -> Chain | None:
         """The chain with the activation that follows; None if none does."""
         program, x = self.program, chain.out
-        if x in program.kept:
+        if x in program.live:
             return None
         values: dict[Any, activations.Polynomial] = {x: activations.X}
         taken = set[int]()
@@ -454,7 +454,7 @@ class Follower:
             taken.add(at)
             for user in program.uses[out]:
                 heapq.heappush(waiting, user)
-            if all(y is out or (y not in program.kept and taken.issuperset(program.uses[y])) for y in values):
+            if all(y is out or (y not in program.live and taken.issuperset(program.uses[y])) for y in values):
                 name = activations.activation_of(value, x.aval.dtype)
                 if name is not None and activations.holds(out.aval.dtype, x.aval.dtype):
                     taken_now = (*chain.taken, *sorted(taken))

@@ -53,26 +53,26 @@ def decide(
     product = kinds.of(eqn)
     is_dense = isinstance(product, Dense)
     try:
-        made = planned(eqn, program, device, schedule, product)
+        plan = planned(eqn, program, device, schedule, product)
         permutation = _transposed(eqn.outvars[0], program) if is_dense else None
-        if made.kernel is None and permutation is not None:
-            made = planned(eqn, program, device, schedule, product.replaced(permutation=permutation))
+        if plan.kernel is None and permutation is not None:
+            plan = planned(eqn, program, device, schedule, product.replaced(permutation=permutation))
     except ValueError as error:
         return Decision(False, str(error), None)
-    if measured is not None and made.problem is not None:
-        # Alone, a product may have lost to XLA's that wins with its neighbours.
-        if made.kernel is not None or tuned.lookup(made.problem, device) is not None:
-            return Decision(measured.winner != "xla", measured.why, made)
-    if made.problem is None or made.kernel is None:
-        return Decision(False, made.why_xla or made.reasons[0], made)
+    if measured is not None and plan.problem is not None:
+        # A product that wins with its neighbours may have lost to XLA's alone.
+        if plan.kernel is not None or tuned.lookup(plan.problem, device) is not None:
+            return Decision(measured.winner != "xla", measured.why, plan)
+    if plan.problem is None or plan.kernel is None:
+        return Decision(False, plan.why_xla or plan.reasons[0], plan)
     is_auto = isinstance(schedules.of_forward(schedule), schedules.Auto)
     if is_dense and is_auto and where is None and device.platform == "cuda":
-        why = merged_by_xla(eqn, program) or copied_first(made)
+        why = merged_by_xla(eqn, program) or copied_first(plan)
         if why is not None:
-            return Decision(False, why, made)
-    if where is not None and not where(made.problem):
-        return Decision(False, "where(problem) is false", made)
-    return Decision(True, "", made)
+            return Decision(False, why, plan)
+    if where is not None and not where(plan.problem):
+        return Decision(False, "where(problem) is false", plan)
+    return Decision(True, "", plan)
 
 
 def planned(eqn: Any, program: Equations, device: Device, schedule: Any = None, product: Any = None) -> Plan:
@@ -117,21 +117,21 @@ def merged_by_xla(eqn: Any, program: Equations) -> str | None:
     return None
 
 
-def copied_first(made: Plan) -> str | None:
+def copied_first(plan: Plan) -> str | None:
     """Why XLA is faster at a product whose operands our kernel copies first; None if it is not.
 
     Copies that take as long as the product at the machine's limit leave ours at half of it at best, while XLA's GEMM
-    fusions read any rows. In ViT-B/16 on an H100, attention over 197 tokens, such copies are about what was lost:
-    1.2 ms of XLA's 19.4. Without the rule a Gauss-Newton step for 433 weights in float32 has 1.45 of XLA's speed on an
-    H200, but 1.54 of its memory, since the Jacobian's copies as A and as B each have room.
+    fusions read any rows. Such copies are about what was lost in ViT-B/16 on an H100, attention over 197 tokens:
+    1.2 ms of XLA's 19.4. A Gauss-Newton step for 433 weights in float32 has 1.45 of XLA's speed on an H200 without the
+    rule, but 1.54 of its memory, since the Jacobian's copies as A and as B each have room.
     """
-    problem, device, limit = made.problem, made.device, made.limit
+    problem, device, limit = plan.problem, plan.device, plan.limit
     if problem is None or limit is None or problem.math == _ffi.Math.tf32x3:
         return None  # three TF32 are multiplied from copies whatever the layout
     topology = machine_of(device).topology
     if topology is None or cost_model.moved_bytes(problem) <= topology.l2_bytes:
         return None  # what L2 holds is copied fast
-    copying = planner.copying(made)
+    copying = planner.copying(plan)
     if copying <= limit.microseconds or tuned.lookup(problem, device) is not None:
         return None  # tuning has measured the copies
     return (
@@ -155,10 +155,10 @@ def _rows(eqn: Any, side: int) -> int:
 
 def _maker(x: Any, program: Equations) -> str | None:
     """The elementwise primitive whose result an operand is, if nothing else reads it; None if it is in memory."""
-    while (made := program.eqn_of(x)) is not None and program.user(x) is not None:
-        name = made.primitive.name
+    while (eqn := program.eqn_of(x)) is not None and program.user(x) is not None:
+        name = eqn.primitive.name
         if name not in _LAYOUT:
             is_reduced = name.startswith("reduce_") or name in ("argmax", "argmin", "iota")
-            return None if is_reduced or not is_merged(made) else name
-        x = made.invars[0]
+            return None if is_reduced or not is_merged(eqn) else name
+        x = eqn.invars[0]
     return None

@@ -29,13 +29,13 @@ class Equations:
     """The equations of a jaxpr.
 
     Attributes:
-      kept: the values that something else reads.
+      live: the values that something else reads.
       in_memory: values that memory will hold, as far as somebody asked.
     """
 
     def __init__(self, eqns: Sequence[Any], outvars: Sequence[Any]):
         self.eqns, self.outvars = eqns, outvars
-        self.kept = {x for x in outvars if isinstance(x, Var)}
+        self.live = {x for x in outvars if isinstance(x, Var)}
         self.in_memory = set[Any]()
         self.maker: dict[Any, int] = {}
         self.uses: dict[Any, list[int]] = collections.defaultdict(list)
@@ -52,9 +52,9 @@ class Equations:
         return other
 
     def user(self, x: Var) -> int | None:
-        """The only equation that uses a value; None if there are more or it is kept."""
+        """The only equation that uses a value; None if there are more or it is live."""
         uses = self.uses[x]
-        return uses[0] if len(uses) == 1 and x not in self.kept else None
+        return uses[0] if len(uses) == 1 and x not in self.live else None
 
     def eqn_of(self, x: Any) -> Any:
         """The equation that makes a value; None if it is an argument or a constant."""
@@ -63,20 +63,20 @@ class Equations:
 
     def transpose_behind(self, x: Any) -> tuple[Any, tuple[int, ...]] | None:
         """(operand, permutation) of the transpose that makes a value; None if none does."""
-        made = self.eqn_of(x)
-        if made is None or made.primitive.name != "transpose":
+        eqn = self.eqn_of(x)
+        if eqn is None or eqn.primitive.name != "transpose":
             return None
-        return made.invars[0], tuple(made.params["permutation"])
+        return eqn.invars[0], tuple(eqn.params["permutation"])
 
     def is_same(self, x: Any, y: Any) -> bool:
         """Whether two values are one, or equal conversions of one: each layer converts its argument."""
         while x is not y:
-            made = [self.eqn_of(v) for v in (x, y)]
-            if None in made or made[0].primitive is not made[1].primitive or made[0].params != made[1].params:
+            eqns = [self.eqn_of(v) for v in (x, y)]
+            if None in eqns or eqns[0].primitive is not eqns[1].primitive or eqns[0].params != eqns[1].params:
                 return False
-            if made[0].primitive.name not in ("convert_element_type", "pvary", *RESHAPES):
+            if eqns[0].primitive.name not in ("convert_element_type", "pvary", *RESHAPES):
                 return False
-            x, y = (eqn.invars[0] for eqn in made)
+            x, y = (eqn.invars[0] for eqn in eqns)
         return True
 
     def number(self, x: Any) -> float | None:
@@ -100,7 +100,7 @@ class Equations:
 
     def is_stored(self, x: Var, taken: Collection[int] = ()) -> bool:
         """Whether somebody reads ``x`` from memory, other than what XLA merges with whatever makes ``x``."""
-        if x in self.kept:
+        if x in self.live:
             return True
         for at in self.uses[x]:
             eqn = self.eqns[at]

@@ -7,7 +7,7 @@ operands, and nothing that another kernel computes. Inside ``tuning()`` it runs 
 - ``apart``: our product, and XLA's equations around it;
 - ``fused``: our product with as much as its kernel can do.
 
-Programs over several devices have no fragments: of what XLA divides, nobody knows the parts while tracing.
+Programs over several devices have no fragments: nobody knows while tracing how XLA divides them.
 """
 
 import functools
@@ -30,7 +30,7 @@ _TAIL = 8  # equations after what a kernel can do
 _READERS = 4  # of a value that more than one equation reads
 _MOST = 48  # equations
 _ENDS = ("reduce_", "argmax", "argmin")
-# By the variable of a product's result, what was measured.
+# What was measured, by the variable of a product's result.
 Measured = dict[Var, tuned.FragmentTimes]
 
 
@@ -49,23 +49,23 @@ def measured(
         known = tuned.products_of_fragments(device)
         if not known or not any(_is_product(eqn) and _product(eqn) in known for eqn in program.eqns):
             return {}
-    found: Measured = {}
+    by_result: Measured = {}
     for products, closed in _fragments(program, schedule):
         outs = [x for at in products for x in _results(program, at)]
         make = functools.partial(_variants, closed, outs, rewrite)
         key = f"{_product(program.eqns[products[0]])}{tuned.AFTER_PRODUCT}{text_of(closed)}"
         times = tune.fragment_times(key, make, device)
         if times is not None:
-            found |= dict.fromkeys(outs, times)
-    return found
+            by_result |= dict.fromkeys(outs, times)
+    return by_result
 
 
 def _variants(closed: Any, outs: Sequence[Var], rewrite: Callable[..., list[Any]]) -> tuple[dict[str, Any], str]:
     """A fragment's closed jaxprs by name, and the name of the one that the rules make. Only ``xla``: none is ours."""
     program = Equations(closed.eqns, getattr(closed, "jaxpr", closed).outvars)
 
-    def rewritten(found: Measured) -> tuple[str, Any]:
-        eqns = rewrite(program, found)
+    def rewritten(times: Measured) -> tuple[str, Any]:
+        eqns = rewrite(program, times)
         called = {eqn.primitive for eqn in eqns}
         if compat.dot_general_p in called:
             return "xla", closed
@@ -108,7 +108,7 @@ def _fragments(program: Equations, schedule: Any) -> Iterator[tuple[list[int], A
     ours = program.with_eqns([_ours(eqn, schedule) for eqn in program.eqns])
     ours.in_memory = set()
     of_kernels = set[int]()
-    found: list[tuple[set[int], Any]] = []
+    chains: list[tuple[set[int], Any]] = []
     # The last product first, as for gates.
     for at in reversed(range(len(program.eqns))):
         eqn = program.eqns[at]
@@ -118,8 +118,8 @@ def _fragments(program: Equations, schedule: Any) -> Iterator[tuple[list[int], A
         for chain in Follower(ours, at, of_kernels).chains():
             taken, end = {at, *chain.taken}, chain.out
         of_kernels |= taken
-        found.append((taken, end))
-    for taken, end in found:
+        chains.append((taken, end))
+    for taken, end in chains:
         others = of_kernels - taken
         _take_readers(program, taken, end, others)
         repeated = _take_makers(program, taken, others)
@@ -140,7 +140,7 @@ def _take_readers(program: Equations, taken: set[int], end: Any, others: set[int
     """Adds what XLA could merge with the reading of a value: of several readers, only they themselves."""
     for _ in range(_TAIL):
         users = program.uses[end]
-        if end in program.kept or not 1 <= len(users) <= _READERS or not taken.isdisjoint(users):
+        if end in program.live or not 1 <= len(users) <= _READERS or not taken.isdisjoint(users):
             return
         if not others.isdisjoint(users) or not all(_may_join(program.eqns[at]) for at in users):
             return
@@ -160,10 +160,10 @@ def _take_makers(program: Equations, taken: set[int], others: set[int]) -> set[i
             at = None if isinstance(x, Literal) else program.maker.get(x)
             if at is None or at in taken or at in others or not _may_join(program.eqns[at]):
                 continue
-            made = program.eqns[at]
-            is_ours_alone = x not in program.kept and taken.issuperset(program.uses[x])
-            is_free = made.primitive.name == "broadcast_in_dim" or program.number(x) is not None
-            if made.primitive.name.startswith(_ENDS) or not (is_ours_alone or is_free):
+            maker = program.eqns[at]
+            is_ours_alone = x not in program.live and taken.issuperset(program.uses[x])
+            is_free = maker.primitive.name == "broadcast_in_dim" or program.number(x) is not None
+            if maker.primitive.name.startswith(_ENDS) or not (is_ours_alone or is_free):
                 continue
             taken.add(at)
             waiting.append(at)
@@ -186,7 +186,7 @@ def _closed(program: Equations, taken: set[int], repeated: set[int]) -> Any:
         x
         for at in sorted(taken - repeated)
         for x in program.eqns[at].outvars
-        if x in program.kept or not taken.issuperset(program.uses[x])
+        if x in program.live or not taken.issuperset(program.uses[x])
     ]
     return compat.closed([*compat.free_variables(eqns)], eqns, *outs) if outs else None
 

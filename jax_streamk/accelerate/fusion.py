@@ -7,8 +7,8 @@
   with them, and a kernel would do no less.
 - A gate saves reading one operand twice, storing both products and a launch.
 
-By the model, the kernel must not take longer than that saves, nor a gated one longer than its products apart. Where
-``tuning()`` measured a product with the equations around it, that decides instead.
+The kernel must not take longer, by the model, than that saves, nor a gated one longer than its products apart. What
+``tuning()`` measured of a product with the equations around it decides instead.
 
 The kernel keeps the equations that it replaces as its derivative: a program that is differentiated later has that of
 the program as it was written.
@@ -44,32 +44,32 @@ def fused(
     ``measured``: what tuning found, by the results of products.
     """
     taken, needless = set[int](), set[int]()
-    made: dict[int, Any] = {}
+    calls: dict[int, Any] = {}
     times: dict[Any, float | None] = {}  # of products, which repeat from layer to layer
     # The last product first: its residual may be the sum that ends another's chain.
     for at in reversed(range(len(program.eqns))):
         if at in taken or not may_have_epilogue(program.eqns[at]):
             continue
-        found = (measured or {}).get(program.eqns[at].outvars[0])
-        if found is not None and found.winner != "fused":
+        fragment_times = (measured or {}).get(program.eqns[at].outvars[0])
+        if fragment_times is not None and fragment_times.winner != "fused":
             continue
         follower = Follower(program, at, taken)
         for chain in reversed([*follower.chains()]):
-            fusion = _Fusion(follower, chain, at, device, times, is_measured=found is not None)
+            fusion = _Fusion(follower, chain, at, device, times, is_measured=fragment_times is not None)
             if (call := fusion.call()) is not None:
-                program.kept.update(variables(call))
+                program.live.update(variables(call))
                 taken.update((at, *chain.taken))
-                made[chain.taken[-1]] = call
+                calls[chain.taken[-1]] = call
                 needless.update(fusion.steps)
                 break
-    return _with_calls(program, made, taken, needless) if made else None
+    return _with_calls(program, calls, taken, needless) if calls else None
 
 
-def _with_calls(program: Equations, made: dict[int, Any], taken: set[int], needless: set[int]) -> list[Any]:
-    """The equations with calls ``made`` for those ``taken``, without ``needless`` ones that nothing else reads."""
-    used, out = set(program.kept), []
+def _with_calls(program: Equations, calls: dict[int, Any], taken: set[int], needless: set[int]) -> list[Any]:
+    """The equations with ``calls`` for those ``taken``, without ``needless`` ones that nothing else reads."""
+    used, out = set(program.live), []
     for at in reversed(range(len(program.eqns))):
-        eqn = made.get(at, None if at in taken else program.eqns[at])
+        eqn = calls.get(at, None if at in taken else program.eqns[at])
         if eqn is None or (at in needless and used.isdisjoint(eqn.outvars)):
             continue
         used.update(variables(eqn))
@@ -104,7 +104,7 @@ class _Fusion:
         if chain.last == "layout" or (chain.last == "wider" and not self._is_widened()):
             return None
         if self._product.is_ragged and chain.activation == "sigmoid" and not chain.matrices:
-            return None  # of rows in no group it is 0.5 in the program, and 0 in the kernel
+            return None  # rows in no group are 0.5 in the program, and 0 in the kernel
         needs_a_pass = chain.activation is not None or chain.residual is not None or chain.last == "scale"
         if needs_a_pass and not chain.matrices and not self._is_measured and not self._saves_a_pass():
             return None
@@ -159,8 +159,8 @@ class _Fusion:
             operands.append(placed.value)
             inside += placed.eqns
             self.steps += placed.steps
-        made = self._product_of(operands, numbers, epilogue, dtype)
-        return None if made is None else inside + made
+        kernel = self._product_of(operands, numbers, epilogue, dtype)
+        return None if kernel is None else inside + kernel
 
     def _product_of(self, operands: list[Any], numbers: Any, epilogue: Epilogue, dtype: Any) -> list[Any] | None:
         chain, eqn = self._chain, self._product.eqn
@@ -229,10 +229,10 @@ class _Fusion:
         avals, schedule = [x.aval for x in operands], self._product.eqn.params["schedule"]
         key = *avals, product, schedule
         if key not in self._times:
-            made = alternatives.plan_or_none(product, product.by_role(avals), schedule, self._device)
-            has_kernel = made is not None and made.kernel is not None
-            is_apart = self._chain.matrices and has_kernel and not made.problem.gated
-            self._times[key] = made.microseconds if has_kernel and not is_apart else None
+            plan = alternatives.plan_or_none(product, product.by_role(avals), schedule, self._device)
+            has_kernel = plan is not None and plan.kernel is not None
+            is_apart = self._chain.matrices and has_kernel and not plan.problem.gated
+            self._times[key] = plan.microseconds if has_kernel and not is_apart else None
         return self._times[key]
 
     def _saved(self) -> float:
@@ -267,16 +267,16 @@ class _Stacked:
         rhs = eqn.invars[1]
         order = range(rhs.aval.ndim)
         free = [i for i in order if i not in (*contract, *batch)]
-        if (made := program.eqn_of(rhs)) is not None and made.primitive is lax.transpose_p:
+        if (maker := program.eqn_of(rhs)) is not None and maker.primitive is lax.transpose_p:
             # Lowering folds a transpose into the product only if nothing lies between.
-            rhs, order = made.invars[0], made.params["permutation"]
+            rhs, order = maker.invars[0], maker.params["permutation"]
         contract, batch, free = ([order[i] for i in dims] for dims in (contract, batch, free))
         self.value, self.eqns, shape = rhs, list[Any](), rhs.aval.shape
         if len(free) == 1:
             (at,) = free
             contract, batch = ([i + (i > at) for i in dims] for dims in (contract, batch))
-            made = compat.reshaped(eqn, rhs, (*shape[:at], 2, shape[at] // 2, *shape[at + 1 :]))
-            self.value, self.eqns = (None, []) if made is None else (made.outvars[0], [made])
+            reshape = compat.reshaped(eqn, rhs, (*shape[:at], 2, shape[at] // 2, *shape[at + 1 :]))
+            self.value, self.eqns = (None, []) if reshape is None else (reshape.outvars[0], [reshape])
         elif len(free) != 2 or shape[free[0]] != 2 or free != sorted(free):
             self.value = None
         self.dimension_numbers = ((lhs_contract, tuple(contract)), (lhs_batch, tuple(batch)))
@@ -295,12 +295,12 @@ class _Placement:
     def __init__(self, like: Any, operand: Addend, dtype: Any, shape: tuple[int, ...], is_small: bool):
         self._like = like
         self.eqns: list[Any] = []
-        found = operand.values.get(dtype)
+        of_dtype = operand.values.get(dtype)
         # A bias may be converted to a dtype that holds it; a residual would be another pass.
         first = next(iter(operand.values.values()))
-        self.source, self.steps = found or first
+        self.source, self.steps = of_dtype or first
         self.value = self.source
-        if found is None:
+        if of_dtype is None:
             is_held = is_small and activations.holds(dtype, self.value.aval.dtype)
             self._then(lax.convert_element_type_p if is_held else None, new_dtype=dtype, weak_type=False, sharding=None)
         if self.value is not None and self.value.aval.shape != shape:
@@ -310,13 +310,11 @@ class _Placement:
             self._then(lax.neg_p)
 
     def _then(self, called: Any, **params: Any) -> None:
-        made = (
-            None if called is None or self.value is None else compat.new_eqn(self._like, called, self.value, **params)
-        )
+        eqn = None if called is None or self.value is None else compat.new_eqn(self._like, called, self.value, **params)
         self.value = None
-        if made is not None:
-            self.eqns.append(made)
-            self.value = made.outvars[0]
+        if eqn is not None:
+            self.eqns.append(eqn)
+            self.value = eqn.outvars[0]
 
     def _vary(self) -> None:
         if self.value is None:

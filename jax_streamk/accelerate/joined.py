@@ -39,29 +39,29 @@ def joined(eqns: Sequence[Any], outvars: Sequence[Any], schedule: Any, device: D
     for at, eqn in enumerate(eqns):
         if (product := _product_in(eqn)) is not None:
             places[product.invars[0]].append(at)
-    shared = {at for found in places.values() if len(found) > 1 for at in found}
+    shared = {at for group in places.values() if len(group) > 1 for at in group}
     if not shared:
         return None
     blocks = [_written(eqn) if at in shared else [eqn] for at, eqn in enumerate(eqns)]
     spans = [range(end - len(block), end) for block, end in zip(blocks, itertools.accumulate(map(len, blocks)))]
     opened = _Opened([*itertools.chain(*blocks)], outvars)
     opened.fused = {at for eqn, block, span in zip(eqns, blocks, spans) if block[0] is not eqn for at in span}
-    made: dict[int, list[Any]] = {}
+    calls: dict[int, list[Any]] = {}
     taken = set[int]()
     for group in _groups(opened, schedule, device):
         call = _call(opened, group, device)
         before = None if call is None else _needed(opened, group)
         if call is not None and before is not None:
-            made[group[0]] = [*(opened.eqns[at] for at in before), *call]
+            calls[group[0]] = [*(opened.eqns[at] for at in before), *call]
             taken.update(group)
-    if not made:
+    if not calls:
         return None
     out: list[Any] = []
     defined = set[Any]()
     for eqn, span in zip(eqns, spans):
         new = [eqn]
         if not taken.isdisjoint(span):
-            new = [x for at in span for x in (*made.get(at, ()), *([opened.eqns[at]] * (at not in taken)))]
+            new = [x for at in span for x in (*calls.get(at, ()), *([opened.eqns[at]] * (at not in taken)))]
         for x in new:  # once: what an operand needs is before a fused product, and in it
             if not x.outvars or not defined.issuperset(x.outvars):
                 out.append(x)
@@ -81,8 +81,8 @@ class _Opened(Equations):
 
 def _product_in(eqn: Any) -> Any:
     """The only product of an equation, which may be fused with what follows it; None if there is none."""
-    found = [x for x in _written(eqn) if x.primitive is compat.dot_general_p or kinds.is_plain(x, Dense)]
-    return found[0] if len(found) == 1 and isinstance(found[0].invars[0], Var) else None
+    products = [x for x in _written(eqn) if x.primitive is compat.dot_general_p or kinds.is_plain(x, Dense)]
+    return products[0] if len(products) == 1 and isinstance(products[0].invars[0], Var) else None
 
 
 def _written(eqn: Any) -> list[Any]:
@@ -102,7 +102,7 @@ def _groups(program: Equations, schedule: Any, device: Device) -> list[list[int]
         if _product_in(eqn) is not eqn:
             continue
         (result,) = eqn.outvars
-        if (result in program.kept or program.uses.get(result)) and (key := _key(program, eqn)) is not None:
+        if (result in program.live or program.uses.get(result)) and (key := _key(program, eqn)) is not None:
             alike[key].append(at)
     free = (
         [at for at in places if _is_free(program, program.eqns[at], schedule, device)]
@@ -116,8 +116,8 @@ def _is_free(program: Equations, eqn: Any, schedule: Any, device: Device) -> boo
     """Whether a product is ours, or XLA's only because alone it takes no longer than to start a kernel."""
     if eqn.primitive is product_p:
         return True
-    made = decisions.decide(eqn, program, schedule, None, device).plan
-    is_short = made is not None and made.kernel is None and made.microseconds is not None
+    plan = decisions.decide(eqn, program, schedule, None, device).plan
+    is_short = plan is not None and plan.kernel is None and plan.microseconds is not None
     return is_short and decisions.merged_by_xla(eqn, program) is None
 
 
@@ -178,20 +178,20 @@ def _call(program: _Opened, group: Sequence[int], device: Device) -> list[Any] |
     shapes = [(depth, n) if is_by_rows else (n, depth) for n in columns]
     views = [compat.reshaped(first, x, shape) for x, shape in zip((lhs, *matrices), ((rows, depth), *shapes))]
     operands = [x.outvars[0] for x in views]
-    made = alternatives.plan(whole, whole.by_role([x.aval for x in operands]), schedules.Auto(), device).plan
-    if made.kernel is None or made.microseconds + _slicing(program, group, device) >= sum(
+    plan = alternatives.plan(whole, whole.by_role([x.aval for x in operands]), schedules.Auto(), device).plan
+    if plan.kernel is None or plan.microseconds + _slicing(program, group, device) >= sum(
         decisions.planned(eqn, program, device, schedules.Auto()).microseconds or 0 for eqn in products
     ):
         return None
     product = compat.new_eqn(first, product_p, *operands, product=whole, schedule=schedules.Auto(), out_sharding=None)
-    apart = [eqn.replace(outvars=[compat.new_var(x.aval) for x in eqn.outvars]) for eqn in products]
-    parts = [compat.reshaped(eqn, eqn.outvars[0], (rows, n)) for eqn, n in zip(apart, columns)]
+    copies = [eqn.replace(outvars=[compat.new_var(x.aval) for x in eqn.outvars]) for eqn in products]
+    parts = [compat.reshaped(eqn, eqn.outvars[0], (rows, n)) for eqn, n in zip(copies, columns)]
     together = compat.new_eqn(first, lax.concatenate_p, *(x.outvars[0] for x in parts), dimension=1)
     inputs = list(dict.fromkeys((lhs, *matrices, *(x for eqn in products for x in variables(eqn)))))
     out = compat.new_var(product.outvars[0].aval)
     jaxprs = dict(
         call_jaxpr=compat.closed(inputs, [*views, product], *product.outvars),
-        written=compat.closed(inputs, [*apart, *parts, together], *together.outvars),
+        written=compat.closed(inputs, [*copies, *parts, together], *together.outvars),
     )
     eqns = [first.replace(primitive=fused_p, params=jaxprs, invars=inputs, outvars=[out])]
     for eqn, n, end in zip(products, columns, itertools.accumulate(columns)):

@@ -179,8 +179,8 @@ def products_of(
         inside = "/".join((*around, scopes) if scopes else around)
         row = dataclasses.replace(row, place=", in ".join(filter(None, (line, inside))))
         key = dataclasses.replace(row, count=0)
-        found = rows.get(key)
-        rows[key] = row if found is None else dataclasses.replace(row, count=found.count + row.count)
+        equal = rows.get(key)
+        rows[key] = row if equal is None else dataclasses.replace(row, count=equal.count + row.count)
     total = sum(row.count * (row.microseconds or 0) for row in rows.values())
     shared = [
         row
@@ -201,13 +201,13 @@ def _equations(
         if eqn.primitive is product_p or eqn.primitive in kinds.KINDS:
             yield eqn, program, count, is_exact, measured.get(eqn.outvars[0]), around
         elif eqn.primitive.name != "pallas_call":
-            found = compat.parameters(eqn)
-            times = count * found["length"] if {"length", "jaxpr"} <= found.keys() else count  # of a scan
+            params = compat.parameters(eqn)
+            times = count * params["length"] if {"length", "jaxpr"} <= params.keys() else count  # of a scan
             is_known = is_exact and eqn.primitive.name not in ("while", "cond", "custom_linear_solve", "linear_solve")
             # The equations that a fused product replaced are not part of the program.
-            params = [value for name, value in found.items() if name != "written"]
+            values = [value for name, value in params.items() if name != "written"]
             inside = (*around, eqn.primitive.name) if eqn.primitive.name in ("scan", "while", "cond") else around
-            for inner in _jaxprs(tuple(params)):
+            for inner in _jaxprs(tuple(values)):
                 yield from _equations(inner, times, is_known, _of_fused(eqn, inner, measured), inside)
 
 
@@ -215,8 +215,8 @@ def _of_fused(eqn: Any, inner: Any, measured: Mapping[Any, Any]) -> Mapping[Any,
     """What was measured, for the product inside of a fused one by the results of those that it replaced."""
     if eqn.primitive is not fused_p or not measured:
         return measured
-    found = [measured[x] for old in eqn.params["written"].eqns for x in old.outvars if x in measured]
-    return {x: found[0] for new in inner.eqns for x in new.outvars} if found else measured
+    times = [measured[x] for old in eqn.params["written"].eqns for x in old.outvars if x in measured]
+    return {x: times[0] for new in inner.eqns for x in new.outvars} if times else measured
 
 
 def _jaxprs(values: tuple[Any, ...]) -> Iterator[Any]:
@@ -231,22 +231,22 @@ def _jaxprs(values: tuple[Any, ...]) -> Iterator[Any]:
 
 def _row(eqn, program, count, is_exact, schedule, where, device, measured) -> Product:
     product, is_ours = kinds.of(eqn), eqn.primitive is product_p
-    why, made = "", None
+    why, plan = "", None
     if is_ours:
         try:
-            made = planned(eqn, program, device)
+            plan = planned(eqn, program, device)
         except ValueError as error:
             is_ours, why = False, str(error)
-        if made is not None and made.kernel is None:
-            is_ours, why = False, made.why_xla or made.reasons[0]
+        if plan is not None and plan.kernel is None:
+            is_ours, why = False, plan.why_xla or plan.reasons[0]
     else:
         decision = decide(eqn, program, schedule, where, device, measured)
-        made = decision.plan
+        plan = decision.plan
         why = decision.why or "accelerate does not look into the primitive that it is in"
     if is_ours and measured is not None:
         why = measured.why
     lhs, rhs = (x.aval for x in eqn.invars[:2])
-    problem, groups = made.problem if made is not None else None, 0
+    problem, groups = plan.problem if plan is not None else None, 0
     is_ragged = isinstance(product, Ragged)
     contract, batch = product.numbers.dot_dimension_numbers if is_ragged else product.numbers
     if is_ragged:
@@ -270,8 +270,8 @@ def _row(eqn, program, count, is_exact, schedule, where, device, measured) -> Pr
         is_ours=is_ours,
         why=why,
         fused=problem.epilogue if is_ours and problem is not None else "",
-        plan=made,
-        microseconds=None if made is None else made.microseconds,
+        plan=plan,
+        microseconds=None if plan is None else plan.microseconds,
         groups=groups,
     )
 

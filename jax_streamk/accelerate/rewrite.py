@@ -250,7 +250,7 @@ class _Arguments:
         return self._structure.unflatten(next(arrays) if x is _TRACED else x for x in own)
 
     def debug_info(self, fn: Callable[..., Any]) -> Any:
-        """By what names JAX's messages call a function of the arrays alone: those of ``fn`` and its arguments."""
+        """The names that JAX's messages give a function of the arrays alone: those of ``fn`` and its arguments."""
         args, kwargs = self._structure.unflatten(self._others)
         return compat.debug_info(fn, args, kwargs, [x is _TRACED for x in self._others])
 
@@ -382,10 +382,10 @@ class _Rewriter:
 
     def _eqn(self, program: Any, measured: fragments.Measured, eqn: Any) -> Any:
         if eqn.primitive in kinds.KINDS:
-            found = measured.get(eqn.outvars[0])
-            decision = decide(eqn, program, self._schedule, self._where, device_of(None), found)
+            times = measured.get(eqn.outvars[0])
+            decision = decide(eqn, program, self._schedule, self._where, device_of(None), times)
             return kinds.of_ours(eqn, self._schedule) if decision.is_ours else eqn
-        # In other libraries' primitives a jaxpr may have to match other parameters: Equinox keeps a copy and compares.
+        # A jaxpr in another library's primitive may have to match other parameters: Equinox keeps a copy and compares.
         if eqn.primitive not in compat.higher_order or eqn.ctx.compute_type is not None:
             return eqn
         params = self._params(self._RULES.get(eqn.primitive, {}), eqn.params)
@@ -410,7 +410,7 @@ class _Rewriter:
         primitives.custom_vjp_call_p: {"fwd_jaxpr_thunk": _jaxpr_rule, "bwd": _python_rule},
         compat.custom_vmap_p: {"rule": _rule},
     }
-    # Of "hi" primitives, by the names that JAX's have in common.
+    # The rules of "hi" primitives, by the names that JAX's have in common.
     _HI_RULES: ClassVar = dict(jvp_rule=_rule, fwd=_rule, bwd=_rule, remat_rules=_rules, solve=_rule)
 
 
@@ -432,8 +432,8 @@ def _checked(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if changed == structure:
             new = [x for x, y in zip(new, old) if x is not y]
         if not returned.issuperset(map(id, new)) or (changed != structure and not new):
-            lost = f"accelerate: fn changes {type(module).__name__}, an argument, and does not return it"
-            raise ValueError(f"{lost}. {_NNX_REMEDY}")
+            message = f"accelerate: fn changes {type(module).__name__}, an argument, and does not return it"
+            raise ValueError(f"{message}. {_NNX_REMEDY}")
     return out
 
 
@@ -462,20 +462,20 @@ def _nnx_modules(tree: Any) -> list[Any]:
 def _holds_tracer(x: Any) -> bool:
     """Whether an object refers to a tracer of the current trace, other than through modules and classes."""
     seen: dict[int, Any] = {}
-    found = [x]
-    while found:
-        x = found.pop()
+    waiting = [x]
+    while waiting:
+        x = waiting.pop()
         if compat.is_of_current_trace(x):
             return True
         if id(x) in seen or isinstance(x, (type, types.ModuleType, jax.Array)):
             continue
         seen[id(x)] = x  # kept alive, or another object may get its id
         if isinstance(x, types.FunctionType):  # but not its globals
-            found += [x.__defaults__, x.__kwdefaults__, x.__closure__, x.__dict__]
+            waiting += [x.__defaults__, x.__kwdefaults__, x.__closure__, x.__dict__]
         elif isinstance(x, np.ndarray) and x.dtype == object:
-            found += x.flat
+            waiting += x.flat
         else:
-            found += gc.get_referents(x)
+            waiting += gc.get_referents(x)
     return False
 
 
@@ -485,20 +485,20 @@ def _with_transposes(program: Equations, eqns: list[Any]) -> list[Any]:
     for at, eqn in enumerate(eqns):
         if eqn.primitive is not lax.transpose_p or not isinstance(eqn.invars[0], Var):
             continue
-        made = program.maker.get(eqn.invars[0])
-        if made is None or new[made] is None or program.user(eqn.invars[0]) is None:
+        maker = program.maker.get(eqn.invars[0])
+        if maker is None or new[maker] is None or program.user(eqn.invars[0]) is None:
             continue
-        before = new[made]
+        before = new[maker]
         if not kinds.is_plain(before, Dense) or before.params["product"].permutation:
             continue
         turned = before.params["product"].replaced(permutation=eqn.params["permutation"])
         folded = _planned(before, turned)
         # A nested batch is worth a transpose of its result: in another order, matrices would be copied.
         if folded is not None and (_is_nested(folded) or not _is_nested(_planned(before, before.params["product"]))):
-            new[made] = before.replace(params=before.params | dict(product=turned), outvars=eqn.outvars)
+            new[maker] = before.replace(params=before.params | dict(product=turned), outvars=eqn.outvars)
             new[at] = None
-    kept = [eqn for eqn in new if eqn is not None]
-    return kept if len(kept) < len(eqns) else eqns
+    remaining = [eqn for eqn in new if eqn is not None]
+    return remaining if len(remaining) < len(eqns) else eqns
 
 
 def _planned(eqn: Any, product: Dense) -> Plan | None:
