@@ -50,7 +50,7 @@ class Shaped(Protocol):
 def _dispatched(*operands: str, jaxs: Callable[..., Any] | None) -> Callable[[F], F]:
     """Decorates a public function.
 
-    Unless they become part of a jaxpr, its calls and their transformations are compiled once, as JAX's are: preparing
+    Its calls and their transformations are compiled once, as JAX's are, unless they become part of a jaxpr: preparing
     operands in Python takes several times as long as a small product, and op by op each constant is copied to the
     device. If a library has replaced ``lax.dot_general``, ``jaxs`` is called instead, which calls the replacement: this
     is how qwix finds what to quantize. None: it has no such replacement.
@@ -459,8 +459,8 @@ def ragged_dot(
       out_sharding: sharding of the result under explicit sharding; None: its rows are divided as those of lhs or as
         lhs_indices, its columns as those of rhs.
       lhs_indices: integers of shape (m,), or None: the product is of ``lhs.at[lhs_indices].get(mode="clip")``, where
-        lhs has shape (rows, k). Indices from -rows to -1 count from the end; of those out of bounds the nearest row is
-        meant, in derivatives too. As in JAX's indexing, the gradients of a row that is chosen more than once are added
+        lhs has shape (rows, k). Indices from -rows to -1 count from the end; those out of bounds mean the nearest row,
+        in derivatives too. As in JAX's indexing, the gradients of a row that is chosen more than once are added
         in an order that on a GPU depends on timing.
       bias: array of shape (g, n), or None. Sums, bias and activation are computed in float32 (float64 for float64).
       activation: None, or one of those of ``linear``.
@@ -811,7 +811,7 @@ class _Planning(Protocol[P]):
 
 
 def _or_of_a_function(of_product: Callable[P, Plan]) -> _Planning[P]:
-    """Decorates ``plan``: of a function it is the plan of the one product in it."""
+    """Decorates ``plan``: given a function, it plans the one product in it."""
 
     @functools.wraps(of_product)
     def plan(*args: Any, **kwargs: Any) -> Plan:
@@ -835,7 +835,7 @@ def _plan_of_a_function(fn: Callable[..., Any], *args: Any, device: Any = None, 
             f"plan: {what} has no product of jax_streamk; if it has JAX's, plan(jax_streamk.accelerate(fn), ...) plans "
             "ours in their place, and accelerate(fn).explain(...) says which are left to XLA"
         )
-    listed = "".join(f"\n  {made.problem or made.reasons[0]}: {made.kernel or 'XLA'}" for made in plans)
+    listed = "".join(f"\n  {x.problem or x.reasons[0]}: {x.kernel or 'XLA'}" for x in plans)
     raise ValueError(
         f"plan: {what} has {len(plans)} products, and a plan is of one; plan a function of one, or print "
         f"jax_streamk.accelerate(fn).explain(...), which has all plans:{listed}"
@@ -865,8 +865,8 @@ def plan(
 
     ``plan(fn, *args, device=None)`` is the plan of the one product of this library in a function, as ``jax.jit`` lowers
     it for these arguments: arrays, shapes as below, and pytrees of them. It may be any product, with transposes before
-    it, which kernels read through: ``plan(lambda x: matmul(x.T, x), x)``. To ``plan(x.T, x)`` an operand is what it is
-    to a call outside of ``jit``: an array in rows, which JAX has transposed.
+    it, which kernels read through: ``plan(lambda x: matmul(x.T, x), x)``. ``plan(x.T, x)`` sees an operand as a call
+    outside of ``jit`` does: an array in rows, which JAX has transposed.
 
     If XLA partitions a product over devices, each device plans its own part. A build without CUDA kernels plans for
     GPUs from a description of the kernels in a full build.
@@ -1119,12 +1119,12 @@ def _matmul_dimensions(
         else:
             raise ValueError(f"{function}: leading dimensions of {_shapes(operands)} do not broadcast")
 
-    def kept(dims: Iterable[int], squeezed: Iterable[int]) -> Dims:
+    def renumbered(dims: Iterable[int], squeezed: Iterable[int]) -> Dims:
         return tuple(d - sum(s < d for s in squeezed) for d in dims)
 
-    contract_a = kept([len(a) - 1], squeeze_a)
-    contract_b = kept([max(len(b) - 2, 0)], squeeze_b)
-    numbers = ((contract_a, contract_b), (kept(batch_a, squeeze_a), kept(batch_b, squeeze_b)))
+    contract_a = renumbered([len(a) - 1], squeeze_a)
+    contract_b = renumbered([max(len(b) - 2, 0)], squeeze_b)
+    numbers = ((contract_a, contract_b), (renumbered(batch_a, squeeze_a), renumbered(batch_b, squeeze_b)))
     # dot_general returns (shared, only a, m, only b, n); matmul wants leading dimensions in place.
     groups = {owner: [i for i, o in enumerate(owners) if o == owner] for owner in ("ab", "a", "b")}
     has_m, has_n = len(a) > 1, len(b) > 1

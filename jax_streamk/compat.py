@@ -285,15 +285,15 @@ def ask_policies(primitive, question):
         if decision is _partial_eval.Recompute:
             return eqn, eqn, [False], [True], missing
         (out,) = eqn.outvars
-        kept = _core.Var(out.aval.update(memory_space=_core.mem_kind_to_space(decision.dst)))
-        store, load = _moved(eqn, out, kept), _moved(eqn, kept, out)
+        stored = _core.Var(out.aval.update(memory_space=_core.mem_kind_to_space(decision.dst)))
+        store, load = _moved(eqn, out, stored), _moved(eqn, stored, out)
         # A rule returns one known equation: a call that computes the product and stores it.
         debug_info = jax.make_jaxpr(lambda: ())().jaxpr.debug_info.with_unknown_names()
         inputs = list(dict.fromkeys(x for x in eqn.invars if isinstance(x, _core.Var)))
-        both = _core.Jaxpr((), inputs, [out, kept], [eqn, store], eqn.effects, debug_info)
+        both = _core.Jaxpr((), inputs, [out, stored], [eqn, store], eqn.effects, debug_info)
         params = dict(call_jaxpr=_partial_eval.close_jaxpr(both))
-        known = eqn.replace(primitive=_primitives.closed_call_p, params=params, invars=inputs, outvars=[out, kept])
-        return known, load, [False], [True], [kept]
+        known = eqn.replace(primitive=_primitives.closed_call_p, params=params, invars=inputs, outvars=[out, stored])
+        return known, load, [False], [True], [stored]
 
     _partial_eval.partial_eval_jaxpr_custom_rules[primitive] = rule
 
@@ -384,7 +384,7 @@ def placement(ctx):
 
 
 def where_unknown(ctx):
-    """In what a product whose placement is UNKNOWN is lowered."""
+    """What a product whose placement is UNKNOWN is lowered in."""
     if isinstance(ctx.module_context.axis_context, _sharding_impls.SPMDAxisContext):
         return "a shard_map that leaves mesh axes automatic"
     if ctx.module_context.lowering_parameters.for_export:
@@ -424,10 +424,10 @@ def lower_per_platform(ctx, rules, default, *operands, **params):
 
 def once_per_module(ctx, key, make):
     """``make()``, the first time that a program's lowering asks for it by this key."""
-    made = ctx.module_context.cached_primitive_lowerings
-    if key not in made:
-        made[key] = make()
-    return made[key]
+    cache = ctx.module_context.cached_primitive_lowerings
+    if key not in cache:
+        cache[key] = make()
+    return cache[key]
 
 
 def lowered_transpose(value, permutation):
@@ -478,7 +478,7 @@ def _abstract(like, primitive, *avals, **params):
             out, _ = primitive.abstract_eval(*avals, **params)
     except (TypeError, ValueError, NotImplementedError, _core.ShardingTypeError):
         return None
-    # Outside of shard_map JAX does not say over what results vary: here, over what their operands all do.
+    # JAX does not say over what results vary outside of shard_map: here, over what their operands all do.
     return varying_over(out, varying(avals[0]))
 
 
@@ -628,8 +628,8 @@ def batched_alike(axis_data, dims, closed, *others):
 
 def free_variables(eqns):
     """What equations read and do not make, in order."""
-    made = {x for eqn in eqns for x in eqn.outvars}
-    return dict.fromkeys(x for eqn in eqns for x in eqn.invars if isinstance(x, _core.Var) and x not in made)
+    defined = {x for eqn in eqns for x in eqn.outvars}
+    return dict.fromkeys(x for eqn in eqns for x in eqn.invars if isinstance(x, _core.Var) and x not in defined)
 
 
 def closed(inputs, eqns, *outs):
@@ -682,8 +682,8 @@ def _copied(trace, jaxpr, consts, *args):
         if here.name_stack.stack:
             source = source.replace(name_stack=here.name_stack + source.name_stack)
         operands, avals = [*map(read, eqn.invars)], [x.aval for x in eqn.outvars]
-        made = trace.emit_eqn(operands, avals, eqn.primitive, eqn.params, eqn.effects, source, eqn.ctx)
-        values |= zip(eqn.outvars, made)
+        results = trace.emit_eqn(operands, avals, eqn.primitive, eqn.params, eqn.effects, source, eqn.ctx)
+        values |= zip(eqn.outvars, results)
     trace.frame.is_high |= jaxpr.is_high  # or its "hi" primitives would not be expanded before they are lowered
     return [*map(read, jaxpr.outvars)]
 
@@ -694,7 +694,7 @@ def is_reference(x):
 
 
 def debug_info(fn, args, kwargs, is_named):
-    """The names of ``fn`` and of the leaves of its arguments for JAX's messages; of these, those that ``is_named``."""
+    """The names of ``fn``, and of those leaves of its arguments that ``is_named``, for JAX's messages."""
     info = _api_util.debug_info("accelerate", fn, args, kwargs)
     names = info.arg_names
     if names is None or len(names) != len(is_named):

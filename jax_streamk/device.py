@@ -116,10 +116,10 @@ def _host() -> Device:
 def jax_device_of(device: Device) -> jax.Device | None:
     """This process's first jax.Device that matches a ``Device``; None if there is none."""
     try:
-        found = jax.local_devices(backend=device.platform)
+        devices = jax.local_devices(backend=device.platform)
     except RuntimeError:
         return None
-    return next((x for x in found if device_of(x) == device), None)
+    return next((x for x in devices if device_of(x) == device), None)
 
 
 def device_for_lowering(platform: str) -> Device:
@@ -161,8 +161,8 @@ def check_gpus() -> None:
         )
     else:
         return
-    found = ", ".join(sorted({f"{name} (compute capability {arch / 10})" for name, arch in driver.gpus}))
-    warnings.warn(f"this build of jax_streamk has no kernels that run on {found}: {why}")
+    gpus = ", ".join(sorted({f"{name} (compute capability {arch / 10})" for name, arch in driver.gpus}))
+    warnings.warn(f"this build of jax_streamk has no kernels that run on {gpus}: {why}")
 
 
 # The SXM models, with the names that JAX reports.

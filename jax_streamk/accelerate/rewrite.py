@@ -160,7 +160,7 @@ class _Calls:
 
     def __init__(self, fn: Callable[..., Any], schedule: Schedule | PerPass, where: Where | None):
         self._given, self._schedule, self._where = fn, schedule, where
-        function, self._owner = taken_apart(fn)
+        function, self._owner = function_and_owner(fn)
         self._fn = functools.wraps(function, updated=())(lambda *args, **kwargs: _checked(function, *args, **kwargs))
         self._programs = functools.lru_cache(64)(lambda rewriter, signature: _Compiled())
 
@@ -203,7 +203,7 @@ class _Compiled:
     compiled: Callable[..., _Results] | None = None
 
 
-def taken_apart(fn: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def function_and_owner(fn: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """(a function, its first arguments) that are ``fn``: arrays of a module that is called are arguments, too."""
     if inspect.ismethod(fn) and not jax.tree_util.all_leaves([fn.__self__]):
         return fn.__func__, (fn.__self__,)

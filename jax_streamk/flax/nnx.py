@@ -17,7 +17,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_streamk import api
 from jax_streamk.accelerate.products import Products
-from jax_streamk.accelerate.rewrite import Accelerated, P, R, Where, check_results, taken_apart
+from jax_streamk.accelerate.rewrite import Accelerated, P, R, Where, check_results, function_and_owner
 from jax_streamk.accelerate.rewrite import accelerate as _accelerate
 from jax_streamk.flax.experts import check_experts, mixture
 from jax_streamk.flax.forward import check_fields, forward
@@ -246,16 +246,16 @@ def accelerate(
     _accelerate(fn, schedule=schedule, where=where)  # checks them
     if fn is None:
         return functools.partial(accelerate, schedule=schedule, where=where)
-    function, owner = taken_apart(fn)
+    function, owner = function_and_owner(fn)
 
     @functools.wraps(function, updated=())
     def functional(*args: Any, **kwargs: Any) -> Any:
         with nnx.merge_context(tag, inner=True) as context:
-            args, kwargs = _together(context, (args, kwargs))
+            args, kwargs = _merge(context, (args, kwargs))
         out = function(*args, **kwargs)
         check_results(out)
         with nnx.split_context(tag) as context:
-            return _apart(context, (args, kwargs, out))
+            return _split(context, (args, kwargs, out))
 
     tag = functional
     pure = _accelerate(functional, schedule=schedule, where=where)
@@ -264,15 +264,15 @@ def accelerate(
     def accelerated(*args: Any, **kwargs: Any) -> Any:
         with nnx.update_context(tag):
             with nnx.split_context(tag) as context:
-                args, kwargs = _apart(context, ((*owner, *args), kwargs))
+                args, kwargs = _split(context, ((*owner, *args), kwargs))
             out = pure(*args, **kwargs)
             with nnx.merge_context(tag, inner=False) as context:
-                return _together(context, out)[2]
+                return _merge(context, out)[2]
 
     def explain(*args: Any, **kwargs: Any) -> Products:
         with nnx.update_context(tag):
             with nnx.split_context(tag) as context:
-                args, kwargs = _apart(context, ((*owner, *args), kwargs))
+                args, kwargs = _split(context, ((*owner, *args), kwargs))
             return pure.explain(*args, **kwargs)
 
     cast(Any, accelerated).explain = explain
@@ -288,14 +288,14 @@ class _Node:
     leaves: list[Any]
 
 
-def _apart(context: Any, tree: Any) -> Any:
+def _split(context: Any, tree: Any) -> Any:
     """``tree`` with its modules and variables as a ``_Node`` each."""
     is_node = lambda x: nnx.graph.is_graph_node(x) or isinstance(x, nnx.Variable)
-    apart = lambda x: _Node(*context.flatten(x, with_paths=False)) if is_node(x) else x
-    return jax.tree.map(apart, tree, is_leaf=is_node)
+    split = lambda x: _Node(*context.flatten(x, with_paths=False)) if is_node(x) else x
+    return jax.tree.map(split, tree, is_leaf=is_node)
 
 
-def _together(context: Any, tree: Any) -> Any:
+def _merge(context: Any, tree: Any) -> Any:
     is_node = lambda x: isinstance(x, _Node)
-    together = lambda x: context.unflatten(x.graph, x.leaves) if is_node(x) else x
-    return jax.tree.map(together, tree, is_leaf=is_node)
+    merge = lambda x: context.unflatten(x.graph, x.leaves) if is_node(x) else x
+    return jax.tree.map(merge, tree, is_leaf=is_node)

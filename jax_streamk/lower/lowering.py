@@ -101,9 +101,9 @@ def _lower_with_kernels(ctx, *operands, platform, product, schedule, out_shardin
 
 def _placement(ctx):
     """``compat.placement``; a product that XLA partitions is looked at as on one device."""
-    found = compat.placement(ctx)
-    is_one = _look.get() is not None and found == compat.Placement.PARTITIONED
-    return compat.Placement.ONE_DEVICE if is_one else found
+    placement = compat.placement(ctx)
+    is_one = _look.get() is not None and placement == compat.Placement.PARTITIONED
+    return compat.Placement.ONE_DEVICE if is_one else placement
 
 
 def _lower_partitioned(ctx, *operands, platform, product, schedule):
@@ -179,18 +179,18 @@ def _prepared(arrangement, lhs, rhs, *avals):
     return operands[::-1] if arrangement.swapped else operands
 
 
-def _call(ctx, made, stored, *operands):
+def _call(ctx, plan, stored, *operands):
     """The custom call of a ``Plan``, whose D has the type ``stored``; its first result."""
-    workspace = stored.update(shape=(made.workspace_bytes,), dtype=np.dtype(np.uint8))
-    key = custom_call.target(made), made.problem, made.kernel, made.schedule, made.policy, made.device
-    attributes = compat.once_per_module(ctx, key, functools.partial(_attributes, made))
-    call = jax.ffi.ffi_lowering(custom_call.target(made), backend_config=attributes)
-    with compat.named(ctx, custom_call.scope(made)):
+    workspace = stored.update(shape=(plan.workspace_bytes,), dtype=np.dtype(np.uint8))
+    key = custom_call.target(plan), plan.problem, plan.kernel, plan.schedule, plan.policy, plan.device
+    attributes = compat.once_per_module(ctx, key, functools.partial(_attributes, plan))
+    call = jax.ffi.ffi_lowering(custom_call.target(plan), backend_config=attributes)
+    with compat.named(ctx, custom_call.scope(plan)):
         return call(ctx.replace(avals_out=[stored, workspace]), *operands)[0]
 
 
-def _attributes(made):
-    return {name: mlir.ir_attribute(value) for name, value in custom_call.attributes(made).items()}
+def _attributes(plan):
+    return {name: mlir.ir_attribute(value) for name, value in custom_call.attributes(plan).items()}
 
 
 def _lower_to_xla(ctx, *operands, why, product, schedule, out_sharding):

@@ -40,11 +40,11 @@ class Machine:
     Attributes:
       name: of the file; "generic" where it was derived.
       kinds: the names by which JAX reports such devices.
-      arch: 10 * major + minor of the compute capability; 0 of CPUs.
-      topology: None of CPUs.
+      arch: 10 * major + minor of the compute capability; 0 for CPUs.
+      topology: None for CPUs.
       constants: (name, value) pairs of ``_ffi.GPU_CONSTANTS`` or ``_ffi.HOST_CONSTANTS``; each is an attribute, too.
-      launch_policy: the same of ``_ffi.POLICY_CONSTANTS``; empty of CPUs.
-      types: of CPUs, (operand type, time of its multiplications, packing and results by that of float32) pairs.
+      launch_policy: the same of ``_ffi.POLICY_CONSTANTS``; empty for CPUs.
+      types: (operand type, time of its multiplications, packing and results by that of float32) pairs, for CPUs.
       date: of the measurement; empty where it was derived.
       command: that measured it.
     """
@@ -138,11 +138,11 @@ def _scaled(machine, factor):
     return machine.replace(**{name: factor * value for name, value in machine.constants if name not in of_call})
 
 
-def _section(found, known):
+def _section(constants, known):
     """(name, value) pairs of a section of the file."""
-    if differing := sorted(found.keys() ^ known.keys()):
+    if differing := sorted(constants.keys() ^ known.keys()):
         raise ValueError(f"its constants differ from those of this version in {', '.join(differing)}")
-    pairs = tuple((name, float(found[name])) for name in known)
+    pairs = tuple((name, float(constants[name])) for name in known)
     if wrong := [name for name, value in pairs if not value > 0]:
         raise ValueError(f"{wrong[0]} is not positive")
     return pairs
@@ -194,8 +194,8 @@ def machine_of(device):
     return _measured_for(device) or derived(device)
 
 
-# Other compute capabilities than 9.0, as ratios to a Hopper SXM with as many SMs: of datasheets, but that loads without
-# TMA and from an older L2 are at a fifth and a third of the rate, and launches take half again as long, are estimates.
+# Ratios of other compute capabilities than 9.0 to a Hopper SXM with as many SMs, from datasheets. Estimates: loads
+# without TMA and from an older L2 are at a fifth and a third of the rate, and launches take half again as long.
 _OLDER = dict(
     launch_us=1.5, dram_bytes_per_us=0.45, gpc_bytes_per_us=0.33, load_bytes_per_us_sm=0.2, thread_bytes_per_us_sm=0.75,
     wgmma_flops_per_us_sm=0.6, few_rows_flops_per_us_sm=0.6, mma_f64_flops_per_us_sm=0.4,

@@ -73,18 +73,18 @@ def _alone(product, types, schedule, device):
     except problem.Unsupported as why:
         refuse_schedule(schedule, " this product", why)
         return Way(unsupported(types["lhs"], types["rhs"], device, why), None)
-    made = planner.make_plan(arrangement.problem, schedule, device)
+    flat_plan = planner.make_plan(arrangement.problem, schedule, device)
     nested = product.nested(types, device.platform) if device.platform == "cuda" and arrangement.transposes else None
     if nested is not None and nested.problem.inner_batch > 1 and nested.problem.m <= _ROWS_OF_NESTED:
         try:
             instead = planner.make_plan(nested.problem, schedule, device)
         except ValueError:  # of an explicit schedule
-            instead = made
-        copied = math.inf if made.kernel is None else made.microseconds + _copying(arrangement, types, device)
-        if instead is not made and instead.kernel is not None and instead.microseconds <= copied:
+            instead = flat_plan
+        copied = math.inf if flat_plan.kernel is None else flat_plan.microseconds + _copying(arrangement, types, device)
+        if instead is not flat_plan and instead.kernel is not None and instead.microseconds <= copied:
             return Way(instead.with_notes(nested.copies(types["lhs"], types["rhs"])), nested)
-    copies = [] if made.kernel is None else arrangement.copies(types["lhs"], types["rhs"])
-    return Way(made.with_notes(copies), arrangement)
+    copies = [] if flat_plan.kernel is None else arrangement.copies(types["lhs"], types["rhs"])
+    return Way(flat_plan.with_notes(copies), arrangement)
 
 
 def _copying(arrangement, types, device):
@@ -99,27 +99,29 @@ def _copying(arrangement, types, device):
 
 
 def _gated(product, types, schedule, device):
-    """One kernel for both products, or these apart, which the plan is of then: one of them, or both if stacked."""
-    epilogue, made, why = product.epilogue, None, ""
+    """One kernel for both products, or these apart: the plan is then that of one of them, or of both if stacked."""
+    epilogue, gated_plan, why = product.epilogue, None, ""
     try:
         arrangement = product.arranged(types, device.platform)
         if copies := arrangement.copies(types["lhs"], types["rhs"]):
             raise problem.Unsupported(copies[0])
-        made = planner.make_plan(arrangement.problem, schedule, device)
-        if made.is_empty:
-            return Way(made, arrangement)
-        if made.kernel is None:
-            why = made.why_xla
+        gated_plan = planner.make_plan(arrangement.problem, schedule, device)
+        if gated_plan.is_empty:
+            return Way(gated_plan, arrangement)
+        if gated_plan.kernel is None:
+            why = gated_plan.why_xla
     except (problem.Unsupported, ValueError) as error:
         why = str(error)
     apart = _alone(product.before_gate, types, schedule, device)
     products = 2 if epilogue.is_pair else 1
-    if made is not None and made.kernel is not None:
+    if gated_plan is not None and gated_plan.kernel is not None:
         more = _gating(arrangement, products, device) if device.platform == "cuda" else 0
         alone = None if apart.plan.microseconds is None else products * apart.plan.microseconds + more
-        if alone is None or made.microseconds <= alone or tuned.lookup(arrangement.problem, device) is not None:
-            return Way(made, arrangement)
-        why = f"{made.kernel} is slower, {text.duration(made.microseconds)} instead of {text.duration(alone)}"
+        if alone is None or gated_plan.microseconds <= alone or tuned.lookup(arrangement.problem, device) is not None:
+            return Way(gated_plan, arrangement)
+        why = (
+            f"{gated_plan.kernel} is slower, {text.duration(gated_plan.microseconds)} instead of {text.duration(alone)}"
+        )
     of_each = "this product twice, each time with other weights" if epilogue.is_pair else "this product"
     gate = "gate" if epilogue.activation is None else f"{epilogue.activation}(gate)"
     note = f"a gated product is {of_each}, and then {gate} * up by XLA: {why}"
@@ -142,22 +144,22 @@ def _gathered(product, types, schedule, device):
     """A kernel that gathers rows, or the product of rows that XLA gathers first, whichever is faster."""
     lhs, rows = types["lhs"], product.rows(types)
     after = plan(product.of_rows, types | dict(lhs=rows), schedule, device)
-    made = after.plan
-    if made.is_empty:
-        return Way(made, after.arrangement, product.instead)
+    rows_plan = after.plan
+    if rows_plan.is_empty:
+        return Way(rows_plan, after.arrangement, product.instead)
     why = "two products read them" if after.instead is not None else "no kernel does"
-    if made.kernel is not None and after.instead is None and isinstance(lhs.shape[0], int):
+    if rows_plan.kernel is not None and after.instead is None and isinstance(lhs.shape[0], int):
         arrangement = product.arranged(types, device.platform)
         try:
             instead = planner.make_plan(arrangement.problem, schedule, device)
         except ValueError as error:  # of an explicit schedule
-            why, instead = str(error), made
-        if instead is not made and instead.kernel is not None:
-            first = made.microseconds + _gathering(rows, device)
+            why, instead = str(error), rows_plan
+        if instead is not rows_plan and instead.kernel is not None:
+            first = rows_plan.microseconds + _gathering(rows, device)
             if instead.microseconds <= first or tuned.lookup(arrangement.problem, device) is not None:
                 return Way(instead.with_notes(arrangement.copies(rows, types["rhs"])), arrangement)
             why = f"{instead.kernel} is slower, {text.duration(instead.microseconds)} instead of {text.duration(first)}"
-    noted = made.with_notes([f"XLA gathers the rows of lhs first: {why}"])
+    noted = rows_plan.with_notes([f"XLA gathers the rows of lhs first: {why}"])
     return Way(noted, after.arrangement, product.instead)
 
 

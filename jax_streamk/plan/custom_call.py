@@ -11,14 +11,14 @@ _TARGETS = {"cpu": "jax_streamk_host_gemm", "cuda": "jax_streamk_cuda_gemm"}
 EXPORT_CHECKS = tuple(map(jax.export.DisabledSafetyCheck.custom_call, _TARGETS.values()))
 
 
-def target(made):
+def target(plan):
     """The name of the call that runs a ``Plan``."""
-    return _TARGETS[made.device.platform]
+    return _TARGETS[plan.device.platform]
 
 
-def scope(made):
+def scope(plan):
     """What profiles call the schedule of a ``Plan``: ``"data_parallel"``, ``"split_k_4_ordered"``."""
-    native = made.native_schedule()
+    native = plan.native_schedule()
     kind = native.schedule
     if kind == _ffi.ScheduleKind.data_parallel:
         return kind.name
@@ -26,14 +26,14 @@ def scope(made):
     return f"{kind.name}{splits}_{native.reduction.name}"
 
 
-def attributes(made):
+def attributes(plan):
     """What a ``Plan``'s call carries: the fields of problem, schedule, policy and device; kernel; workspace size."""
-    natives = made.problem.native(), made.native_schedule(), made.policy.native()
+    natives = plan.problem.native(), plan.native_schedule(), plan.policy.native()
     fields = [(native, name, dtype) for native in natives for name, _, dtype, _ in native.fields]
-    device = made.device.native()
+    device = plan.device.native()
     fields += [(device, name, dtype) for name, _, dtype, default in device.fields if default is None]
     carried = {name: np.dtype(dtype).type(getattr(native, name)) for native, name, dtype in fields}
-    return carried | dict(kernel=made.kernel, workspace_bytes=np.int64(made.workspace_bytes))
+    return carried | dict(kernel=plan.kernel, workspace_bytes=np.int64(plan.workspace_bytes))
 
 
 def _register_handlers():

@@ -12,8 +12,9 @@ _RASTERS = {"m": _ffi.Raster.along_m, "n": _ffi.Raster.along_n}
 class LaunchPolicy:
     """How a kernel is launched. It affects the time of a call, not its result.
 
-    Except: the order of tiles may change the last bits of a Stream-K product. Kernels of the sm90 family use every
-    field, those of the skinny family the order of tiles and the hint for B, others only the order of tiles.
+    The exception is the order of tiles, which may change the last bits of a Stream-K product. Kernels of the sm90
+    family use every field, those of the skinny family the order of tiles and the hint for B, others only the order of
+    tiles.
 
     Attributes:
       raster: the dimension of the result along which consecutive tiles lie, "m" or "n".

@@ -47,7 +47,7 @@ def too_small(problem, device):
         return slower
     if problem.math == _ffi.Math.tf32 and batch * m * n * k <= 64**3:
         return f"a product of {m} x {n} x {k} takes no longer than its launch, and XLA may use full float32"
-    # The matrices of a nested batch XLA would copy first.
+    # XLA would copy the matrices of a nested batch first.
     if batch > 1 and problem.inner_batch == 1 and (m == n == 1 or m * n * k <= (32768 if on_cpu else 64**3)):
         return f"each of {batch} products of {m} x {n} x {k} is too small for a kernel"
     if on_cpu and m * n * k <= 4096:
@@ -78,7 +78,7 @@ def short(problem, device):
 def narrow(problem):
     """Why no kernel for narrow results on GPUs runs a product of at most 8 columns, or of one float64 row; else None.
 
-    Other kernels' tiles are mostly empty: XLA's time / theirs is 0.64 for 2 to 8 columns. A row's product XLA fuses
+    Other kernels' tiles are mostly empty: XLA's time / theirs is 0.64 for 2 to 8 columns. XLA fuses a row's product
     with what computes the matrix.
     """
     m, n, k = problem.m, problem.n, problem.k
@@ -101,7 +101,7 @@ def narrow(problem):
 def loads_as_they_are(problem):
     """Why XLA is faster at a 16-bit product whose rows are not all aligned to TMA's 16 bytes; None if it is not.
 
-    For a row-major B and no epilogue, measured on H200s. XLA is faster if B's leading dimension is odd, m is 33 to 64
+    Measured on H200s, for a row-major B and no epilogue. XLA is faster if B's leading dimension is odd, m is 33 to 64
     and XLA's tiles divide k; and if rows are aligned to 4 or 8 bytes, which XLA loads directly, and k is short.
     """
     m, n, k = problem.m, problem.n, problem.k

@@ -24,8 +24,8 @@ def kernels_for(platform):
     """This build's kernels for a platform; in a build without CUDA kernels, descriptions of those of a full build."""
     if platform not in ("cpu", "cuda"):
         return []
-    found = [kernel for kernel in _ffi.kernels() if kernel.platform == platform]
-    return found or described.cuda_kernels()
+    kernels = [kernel for kernel in _ffi.kernels() if kernel.platform == platform]
+    return kernels or described.cuda_kernels()
 
 
 @functools.cache
@@ -71,17 +71,17 @@ def make_plan(problem, schedule, device):
     Raises:
       ValueError: no kernel can run an explicit schedule; the message has the reason of the kernel that came closest.
     """
-    found = None
+    tuned_plan = None
     if isinstance(schedule, schedules.Auto) and not problem.is_empty:
-        found = tuned.lookup(problem, device)
-        if found is None and (why := left_to_xla.why(problem, device)):
+        tuned_plan = tuned.lookup(problem, device)
+        if tuned_plan is None and (why := left_to_xla.why(problem, device)):
             ours = plan_with(problem, schedule, device, None)
             known = dict(microseconds=ours.microseconds, why_xla=why)
             if ours.kernel:
                 time = text.duration(ours.microseconds)
                 known["notes"] = (f"instead of {ours.kernel}, {ours.schedule}: {time}",)
             return Plan(problem, device, None, None, **known)
-    return plan_with(problem, schedule, device, found)
+    return plan_with(problem, schedule, device, tuned_plan)
 
 
 def choose(problem, wanted, device, **listed):
@@ -97,7 +97,7 @@ def choose(problem, wanted, device, **listed):
 
 
 @functools.lru_cache(maxsize=4096)
-def plan_with(problem, schedule, device, found):
+def plan_with(problem, schedule, device, tuned_plan):
     """``make_plan``, given what tuning found (None: nothing)."""
     if problem.is_empty:
         if problem.k == 0 and getattr(schedule, "splits", 1) > 1:
@@ -119,22 +119,23 @@ def plan_with(problem, schedule, device, found):
     policy = LaunchPolicy.of(chosen.policy)
     figures: list[str] = []
     cost, microseconds = chosen.cost, chosen.cost.microseconds
-    if found is not None:
+    if tuned_plan is not None:
         alone = f"{kernel}, {_schedule_of(native)}, {policy}"
         without = f"without tuning the planner chooses {alone}: {text.duration(microseconds)} estimated"
-        if found.is_left_to_xla:
-            took = f"its product took {found.xla_ratio:.2f} of the time of {found.kernel}"
-            why = f"{took}, measured by tuning on {found.date[:10]}"
+        if tuned_plan.is_left_to_xla:
+            took = f"its product took {tuned_plan.xla_ratio:.2f} of the time of {tuned_plan.kernel}"
+            why = f"{took}, measured by tuning on {tuned_plan.date[:10]}"
             return Plan(problem, device, None, None, why_xla=why, notes=(without,))
-        known = found.xla_ratio and found.is_of_this_xla
-        beside = f"took {found.xla_ratio:.2f} times as long" if known else "was not measured"
-        kernel, native, policy, microseconds = found.kernel, found.native(), found.policy, found.microseconds
+        known = tuned_plan.xla_ratio and tuned_plan.is_of_this_xla
+        beside = f"took {tuned_plan.xla_ratio:.2f} times as long" if known else "was not measured"
+        kernel, native, policy = tuned_plan.kernel, tuned_plan.native(), tuned_plan.policy
+        microseconds = tuned_plan.microseconds
         workspace_bytes = _ffi.workspace_bytes(kernel, problem.native(), native, device.native())
         machine = machine_of(device).native_for(problem.type_a)
         cost = _ffi.estimate(kernels[kernel], problem.native(), native, device.native(), machine)
-        planned = f"the planner's choice took {text.duration(found.planned_microseconds)}"
+        planned = f"the planner's choice took {text.duration(tuned_plan.planned_microseconds)}"
         notes = [
-            f"{text.duration(microseconds)} measured by tuning on {found.date[:10]}; {planned}",
+            f"{text.duration(microseconds)} measured by tuning on {tuned_plan.date[:10]}; {planned}",
             f"XLA's product {beside}",
             without,
         ]
@@ -149,7 +150,7 @@ def plan_with(problem, schedule, device, found):
         share = f"{limit.microseconds / microseconds:.0%} of the {limit.bound} limit"
         figures.append(f"{share}, {text.duration(limit.microseconds)} {work}")
     figures.append(f"{cost.waves:.2f} waves, quantization efficiency {efficiency:.0%}")
-    if found is None:
+    if tuned_plan is None:
         others = list(distinct.items())[1:]
         figures.extend(f"instead of {x.kernel}, {_text_of(x.schedule)}: {duration}" for duration, x in others)
     if device.platform == "cuda" and not _ffi.has_cuda:
@@ -189,11 +190,11 @@ def _without_kernels(problem, device):
     return f"no kernel of this build supports it on {device.platform}, sm_{device.arch}"
 
 
-def _distinct(found, schedule):
-    """The ``Candidate``s among ``found`` by their estimates as text: equal estimates mean equal work."""
+def _distinct(candidates, schedule):
+    """The ``Candidate``s among ``candidates`` by their estimates as text: equal estimates mean equal work."""
     auto = isinstance(schedule, schedules.Auto)
     distinct: dict[str, Candidate] = {}
-    for x in found:
+    for x in candidates:
         microseconds = x.cost.microseconds
         duration = text.duration(microseconds)
         if duration not in distinct:

@@ -226,7 +226,7 @@ def _arranged(lhs, rhs, dimension_numbers, precision, preferred_element_type, pl
         stacked = b.free.pop(0) if epilogue.gate == "stacked" else None
         if a.collapses(a.contract) and b.collapses(b.contract):
             break
-    # Without a batch, leading free dimensions of one operand that do not merge with the rest become the batch, over
+    # Leading free dimensions of one operand that do not merge with the rest become the batch if there is none, over
     # which the other operand is broadcast.
     borrowed = None
     if math.prod(a.sizes(a.batch)) == 1:
@@ -330,7 +330,7 @@ def arrange_ragged(
     elif not along_m and platform == "cuda" and rhs_contract != 0:
         permute_rhs, b = (1, 0), _Dimensions(rhs.shape[::-1], [], [0])
     (m,), (k,), (n,) = a.sizes(a.free), a.sizes(a.contract), b.sizes(b.free)
-    # By the order of dimensions, not by strides: kernels of one kind want the same majorness of extents of 1.
+    # Majorness goes by the order of dimensions, not by strides: kernels of one kind want the same for extents of 1.
     layouts = a.major_in_order(a.free, a.contract), b.major_in_order(b.contract, b.free)
     problem = _problem(
         types,

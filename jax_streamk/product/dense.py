@@ -190,14 +190,14 @@ class Dense(Product):
         return partition.partitioned(product, self.epilogue.apply, fused, factors)
 
     def without_transposes(self, operands, avals, behind):
-        # Those of a gated product only if all matrices have one layout then.
+        # A gated product's transposes are folded in only if all matrices then have one layout.
         lhs, matrices = operands[0], operands[1 : 3 if self.epilogue.is_pair else 2]
-        found = [_without_transposes((lhs, x), avals, self.numbers, behind) for x in matrices]
-        ((lhs, _), (of_lhs, of_rhs), numbers), *_ = found
-        if any(x[1:] != found[0][1:] for x in found):
+        folded = [_without_transposes((lhs, x), avals, self.numbers, behind) for x in matrices]
+        ((lhs, _), (of_lhs, of_rhs), numbers), *_ = folded
+        if any(x[1:] != folded[0][1:] for x in folded):
             return self, operands, avals
         count = 1 + len(matrices)
-        operands = [lhs, *(rhs for (_, rhs), *_ in found), *operands[count:]]
+        operands = [lhs, *(rhs for (_, rhs), *_ in folded), *operands[count:]]
         return self.replaced(numbers=numbers), operands, [of_lhs, *[of_rhs] * len(matrices), *avals[count:]]
 
     def arranged(self, types, platform, nests=False):
@@ -220,8 +220,8 @@ def _without_transposes(operands, avals, numbers, behind):
     operands, avals = list(operands), list(avals[:2])
     sides = [list(side) for side in zip(*numbers)]
     for i in range(2):
-        while (found := behind(operands[i])) is not None:
-            source, permutation = found
+        while (transpose := behind(operands[i])) is not None:
+            source, permutation = transpose
             free = [p for dim, p in enumerate(permutation) if dim not in (*sides[i][0], *sides[i][1])]
             if free != sorted(free):  # the result keeps the operand's order
                 break

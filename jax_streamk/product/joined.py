@@ -72,8 +72,8 @@ class Joined(Product):
         columns = self.columns(operands)
         extents = types["lhs"].shape[1], sum(columns)
         whole = types["rhs"].update(shape=extents if self.numbers == BY_ROWS else extents[::-1])
-        made = self.each.arranged(types | dict(rhs=whole), platform)
+        arrangement = self.each.arranged(types | dict(rhs=whole), platform)
         second, third = (*itertools.accumulate(columns[:-1]), 0)[:2]
-        gemm = dataclasses.replace(made.problem, second_column=second, third_column=third)
+        gemm = dataclasses.replace(arrangement.problem, second_column=second, third_column=third)
         gemm = dataclasses.replace(gemm, ldb=second) if self.numbers == BY_ROWS else gemm
-        return problem.Arrangement(gemm, made.dtype)
+        return problem.Arrangement(gemm, arrangement.dtype)

@@ -58,12 +58,12 @@ class Factors:
       matrices: the roles of what lhs is multiplied by.
       shared: the roles that each of these products needs besides.
       whole: names along which every device needs all.
-      kept: names along which no operand is gathered: the largest is divided.
+      ungathered: names along which no operand is gathered: the largest is divided.
     """
 
     blocks: Mapping[str, int] = types.MappingProxyType({})
     shared: tuple[str, ...] = ()
-    kept: tuple[str, ...] = ()
+    ungathered: tuple[str, ...] = ()
 
     def __init__(self, product, lhs_ndim, rhs_ndim):
         (contract, batch), epilogue = product.numbers, product.epilogue
@@ -120,7 +120,7 @@ class RaggedFactors(Factors):
     Every device has the sizes of all groups, and all of the biases of the columns that it has.
     """
 
-    shared, kept = ("group_sizes",), ("g",)
+    shared, ungathered = ("group_sizes",), ("g",)
 
     def __init__(self, product):
         numbers, epilogue = product.numbers, product.epilogue
@@ -238,8 +238,8 @@ def _axes_of_factors(names, specs, sizes, factors, mesh):
     # m and n before k: gathering an operand along k is one collective, the alternative two. Among them, claims that the
     # result shares come first. The result's own come last: slicing it, or scattering its sum, is cheap.
     claims = [claim for name in sizes for claim in (*lhs, *rhs) if claim[0] == name]
-    contract, kept = factors.contract, factors.kept
-    claims.sort(key=lambda claim: (claim[0] not in kept, claim[0] in contract, claim not in result))
+    contract, ungathered = factors.contract, factors.ungathered
+    claims.sort(key=lambda claim: (claim[0] not in ungathered, claim[0] in contract, claim not in result))
     axes: dict[str, tuple[str, ...]] = dict.fromkeys(sizes, ())
     taken: set[str] = set()
     for factor, wanted in (*claims, *result, *(claim for claims in others for claim in claims)):

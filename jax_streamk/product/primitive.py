@@ -61,8 +61,8 @@ def transposed(function, cotangent, operands):
     """The cotangents of those operands of a function that are not known, None for the others."""
     is_linear = [ad.is_undefined_primal(x) for x in operands]
     unknown = [x.aval for x in operands if ad.is_undefined_primal(x)]
-    found = iter(jax.linear_transpose(of_some(function, operands, is_linear), *unknown)(cotangent))
-    return [next(found) if free else None for free in is_linear]
+    cotangents = iter(jax.linear_transpose(of_some(function, operands, is_linear), *unknown)(cotangent))
+    return [next(cotangents) if free else None for free in is_linear]
 
 
 def batched(axis_data, operands, dims, *, product, **params):

@@ -44,7 +44,7 @@ class Ragged(Product):
     Attributes:
       numbers: lax's RaggedDotDimensionNumbers.
       leading: whether group_sizes has one size more in front, of rows in no group.
-      gathers: of the first form, whether rows are chosen by the (M,) indices, the last operand: row i of the product is
+      gathers: whether the (M,) indices, the last operand, choose the rows of the first form: row i of the product is
         that of lhs[indices[i]]. It is JAX's mode of gathers for indices out of bounds, "clip" or
         "promise_in_bounds"; or None.
     """
@@ -127,7 +127,7 @@ class Ragged(Product):
             return out, effects
         if mesh is None:
             return out, effects
-        # lax infers no sharding. Over axes of what is contracted, and of groups of rows, devices add up.
+        # lax infers no sharding. Devices add up over axes of what is contracted, and of groups of rows.
         factors = partition.RaggedFactors(self.plain.of_rows)
         axes = {
             name: spec
@@ -244,7 +244,7 @@ class Ragged(Product):
         return (compat.ragged_dot_general_p, *operands), params
 
     def partitioned(self, avals, schedule):
-        """Where groups or what they cut are divided, there are rows in none before."""
+        """A device's part begins with rows in no group where groups, or what they cut, are divided."""
         if self.gathers:
             return None
 
@@ -264,8 +264,8 @@ class Ragged(Product):
         lhs, rhs, *others = operands
         ((contract,), (rhs_contract,)), _ = self.numbers.dot_dimension_numbers
         (group,), aval = self.numbers.rhs_group_dimensions, avals[1]
-        while (found := behind(rhs)) is not None:
-            rhs, permutation = found
+        while (transpose := behind(rhs)) is not None:
+            rhs, permutation = transpose
             aval = aval.update(shape=tuple(aval.shape[i] for i in np.argsort(permutation)))
             rhs_contract, group = permutation[rhs_contract], permutation[group]
         numbers = numbers_of(contract, rhs_contract, self.numbers.lhs_ragged_dimensions[0], (group,))
