@@ -1,7 +1,7 @@
 """What a plan comes to, in figures: ``plan(...).explain()``.
 
-Who does which MAC iterations is what the kernels' own decomposition says (ffi/work_units.cc), and predicted times are
-the planner's (cutlass_kernels/planner/).
+The kernels' own decomposition says who does which MAC iterations (ffi/work_units.cc), and predicted times are the
+planner's (cutlass_kernels/planner/).
 """
 
 import dataclasses
@@ -56,8 +56,8 @@ class RunnerUp:
       schedule: its schedule.
       microseconds: the predicted time.
       parts: of that time, in microseconds by name; they add up.
-      resources: of the main loop and epilogue, the time that each resource is needed, in microseconds by name; they
-        overlap. Empty on a CPU.
+      resources: the time that the main loop and epilogue need each resource, in microseconds by name; these overlap.
+        Empty on a CPU.
       why: which part is larger than the chosen plan's.
     """
 
@@ -129,7 +129,7 @@ class Explanation:
       parts: of the predicted time, as in ``RunnerUp``.
       resources: of the predicted time, as in ``RunnerUp``.
       limit_share: the limit over the predicted time.
-      runners_up: of the planner's other candidates a ``RunnerUp`` each, lowest prediction first.
+      runners_up: a ``RunnerUp`` for each of the planner's other candidates, lowest prediction first.
       measured: ``Measured``, with ``measure=True``.
       unknown: why who does what is not known, or "".
     """
@@ -300,14 +300,14 @@ def on_kernel(plan: Plan, name: str) -> Plan:
     kernel_of(name, plan.device)
     if plan.problem is None or plan.schedule is None:
         return plan
-    made = dataclasses.replace(plan, kernel=name, workspace_bytes=None, notes=(), figures=(), candidates=())
-    units = work_units(made)
-    cost, _, _ = _predicted(made, name, plan.schedule)
+    replaced = dataclasses.replace(plan, kernel=name, workspace_bytes=None, notes=(), figures=(), candidates=())
+    units = work_units(replaced)
+    cost, _, _ = _predicted(replaced, name, plan.schedule)
     order = plan.raster, plan.swizzle
     policy = planner.policy_in_order(name, plan.problem, plan.native_schedule(), *order, plan.device)
     efficiency = int((units.k_end - units.k_begin).sum()) / (units.workers * int(units.end.max()))
     return dataclasses.replace(
-        made,
+        replaced,
         policy=policy,
         microseconds=cost.microseconds,
         waves=cost.waves,
@@ -540,14 +540,14 @@ def _time_rows(x: Explanation) -> Iterator[tuple[str, str, str]]:
         yield section, "needs", f"{overlap}{_times(x.resources)}"
     if x.tuned_microseconds is not None:
         yield section, "tuning measured", text.duration(x.tuned_microseconds)
-    found = x.measured
-    if found is not None:
-        rates = f"{found.tflops:.3g} TFLOP/s, {found.gbytes_per_s:,.4g} GB/s"
-        share = f", {found.limit_share:.0%} of the {x.limit.bound} limit" if found.limit_share and x.limit else ""
-        if found.microseconds is not None:
-            yield section, "measured", f"{text.duration(found.microseconds)}: {rates}{share}"
-        if found.xla_microseconds is not None:
+    times = x.measured
+    if times is not None:
+        rates = f"{times.tflops:.3g} TFLOP/s, {times.gbytes_per_s:,.4g} GB/s"
+        share = f", {times.limit_share:.0%} of the {x.limit.bound} limit" if times.limit_share and x.limit else ""
+        if times.microseconds is not None:
+            yield section, "measured", f"{text.duration(times.microseconds)}: {rates}{share}"
+        if times.xla_microseconds is not None:
             ratio = (
-                f", {found.xla_microseconds / found.microseconds:.2f} of ours" if found.microseconds else f": {rates}"
+                f", {times.xla_microseconds / times.microseconds:.2f} of ours" if times.microseconds else f": {rates}"
             )
-            yield section, "XLA, measured", f"{text.duration(found.xla_microseconds)}{ratio}"
+            yield section, "XLA, measured", f"{text.duration(times.xla_microseconds)}{ratio}"

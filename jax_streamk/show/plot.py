@@ -36,7 +36,7 @@ _MOST_BARS = 4000
 _SUMMED_ROWS, _SUMMED_COLUMNS = 64, 300  # cells of a picture that sums up
 _MOST_PIECES, _SHOWN_PIECES = 32, 12  # of the busiest worker: if more, that many at the beginning and at the end
 _NUMBERED = 80  # bars at most have their tiles' numbers
-_APART = 40  # rows at most have gaps between them
+_SPACED = 40  # rows at most have gaps between them
 _WIDTH, _LEAST_HEIGHT, _MOST_HEIGHT = 8.0, 0.6, 4.6  # inches of a figure, and of axes
 _COLUMNS = 14.7  # of a caption in an inch
 
@@ -103,7 +103,7 @@ def plot_schedules(
     if not schedules:
         raise ValueError("plot_schedules: schedules is empty; it must have at least one schedule")
     plans = [plan(lhs, rhs, schedule=schedule, **options) for schedule in schedules]
-    pictures = [_Picture(explain.on_kernel(made, kernel) if kernel is not None else made) for made in plans]
+    pictures = [_Picture(explain.on_kernel(x, kernel) if kernel is not None else x) for x in plans]
     is_common = len({picture.multiply_adds for picture in pictures}) == 1
     for picture in pictures:
         picture.scale = 1.0 if is_common else picture.multiply_adds
@@ -322,25 +322,25 @@ class _Picture:
         from matplotlib.patches import Patch
 
         shared: dict[str, Any] = dict(facecolor="white", edgecolor=_INK, linewidth=0, hatch=_HATCH)
-        found: dict[str, Any] = {}
+        handles: dict[str, Any] = {}
         if not self.is_summed:
-            found[_TILE] = tuple(Patch(facecolor=color) for color in _TILES[:3])
+            handles[_TILE] = tuple(Patch(facecolor=color) for color in _TILES[:3])
         elif self.units.peers.min() == 1:
-            found["whole tiles"] = Patch(facecolor=_TILES[0])
+            handles["whole tiles"] = Patch(facecolor=_TILES[0])
         if self.units.peers.max() > 1:
             if self.is_summed:
-                found["tiles that workers share"] = Patch(facecolor=_TILES[1])
+                handles["tiles that workers share"] = Patch(facecolor=_TILES[1])
             else:
-                found["a tile that workers share"] = Patch(**shared)
+                handles["a tile that workers share"] = Patch(**shared)
         if self.units.fixes_up.any() and not self.is_summed:
-            found["adds up its sums (expected)"] = Patch(facecolor=_INK)
+            handles["adds up its sums (expected)"] = Patch(facecolor=_INK)
         if self.has_second_kernel:
-            found["a second kernel adds up (not to scale)"] = Patch(facecolor=_SECOND)
+            handles["a second kernel adds up (not to scale)"] = Patch(facecolor=_SECOND)
         last = np.zeros(self.units.workers, int)
         np.maximum.at(last, self.units.worker, self.units.end)
         if last.min() < self.last:
-            found[_NOBODY] = Patch(facecolor=_IDLE, edgecolor="#c4c9ce", linewidth=0.6)
-        return found
+            handles[_NOBODY] = Patch(facecolor=_IDLE, edgecolor="#c4c9ce", linewidth=0.6)
+        return handles
 
     def draw(self, axes: Any) -> None:
         from matplotlib.patches import Rectangle
@@ -366,12 +366,12 @@ class _Picture:
 
         units = self.units
         x0, x1 = self.at(units.begin), self.at(units.end)
-        apart = 0.08 if self.rows <= _APART else 0.0
-        y0, y1 = units.worker + apart, units.worker + 1 - apart
-        edge, hatch = (0.6, _HATCH) if self.rows <= _APART else (0.25, _WIDE_HATCH)
+        margin = 0.08 if self.rows <= _SPACED else 0.0
+        y0, y1 = units.worker + margin, units.worker + 1 - margin
+        edge, hatch = (0.6, _HATCH) if self.rows <= _SPACED else (0.25, _WIDE_HATCH)
 
         rows = np.arange(self.rows)
-        everything = np.zeros(self.rows), np.full(self.rows, self.end), rows + apart, rows + 1 - apart
+        everything = np.zeros(self.rows), np.full(self.rows, self.end), rows + margin, rows + 1 - margin
         axes.add_patch(PathPatch(_boxes(*everything), facecolor=_IDLE, linewidth=0, zorder=1))
 
         def boxes(chosen: Any, **style: Any) -> None:
@@ -393,7 +393,7 @@ class _Picture:
         plate = dict(boxstyle="round,pad=0.1", facecolor="white", alpha=0.85, linewidth=0)
         begins, ends = self.at(units.begin), self.at(units.end)
         for worker, tile, begin, end, peers in zip(units.worker, units.tile, begins, ends, units.peers):
-            if self.rows <= _APART and end - begin > 0.012 * (1 + len(str(tile))) * self.end:
+            if self.rows <= _SPACED and end - begin > 0.012 * (1 + len(str(tile))) * self.end:
                 axes.text(
                     (begin + end) / 2, worker + 0.5, str(tile), ha="center", va="center_baseline", fontsize=7.5,
                     color=_INK, bbox=plate if peers > 1 else None, zorder=6,

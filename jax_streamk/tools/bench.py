@@ -152,9 +152,9 @@ def _report(arguments, report):
     return 0
 
 
-def _plotted(write, measured, folder):
+def _plotted(write, what, folder):
     try:
-        return write(measured, folder)
+        return write(what, folder)
     except (OSError, ValueError) as error:
         raise SystemExit(f"--plot {folder}: {error}") from None
 
@@ -264,8 +264,8 @@ def _shapes(arguments):
         arguments.error("--linear and --gated are of floating-point numbers")
     if arguments.gated and any(shape.batch > 1 or shape.trans_a for shape in todo):
         arguments.error("--gated multiplies one row-major A: shapes with a batch or trans_a are not for it")
-    measured = sides if kind is shapes else groups
-    task = measured.Task(arguments.dtype, precision, arguments.linear or arguments.gated, bool(arguments.gated))
+    module = sides if kind is shapes else groups
+    task = module.Task(arguments.dtype, precision, arguments.linear or arguments.gated, bool(arguments.gated))
     gpu = jax.default_backend() == "gpu"
     measures, notes = [name for name in sides.MEASURES if name in (arguments.measure or sides.MEASURES)], []
     link = sides.link_program()
@@ -274,7 +274,7 @@ def _shapes(arguments):
         notes.append(f"no device times: {why}")
     if not measures:
         arguments.error(f"--measure {' '.join(arguments.measure)}: {notes[0]}")
-    builders, absent = ({}, {}) if arguments.no_peers else measured.peers(task)
+    builders, absent = ({}, {}) if arguments.no_peers else module.peers(task)
     notes += [f"not measured: {name}: {why}" for name, why in absent.items()]
     if task.xla_precision != task.precision:
         notes.append(f"XLA's precision is {task.xla_precision.name}, as exact as ours")
@@ -377,13 +377,13 @@ def measure(task, shape, peers, measures, rounds, gpu):
                 else:
                     more = [wall_sample(programs[name][each])]
                 samples[name][each] += more
-    measured = {name: row["sides"][name] for name in programs if "error" not in row["sides"][name]}
-    for name, side in measured.items():
+    timed = {name: row["sides"][name] for name in programs if "error" not in row["sides"][name]}
+    for name, side in timed.items():
         side |= {each: timing.summary(samples[name][each]) for each in measures}
         best = side[measures[0]]["median_us"] / 1e6
         side |= dict(bytes_per_s=size / best, flops_per_s=row["flops"] / best)
-    if (xla := measured.get(sides.XLA)) is not None:
-        for side in measured.values():
+    if (xla := timed.get(sides.XLA)) is not None:
+        for side in timed.values():
             side["ratio"] = {each: xla[each]["median_us"] / side[each]["median_us"] for each in measures}
     if plan.kernel is None:
         row["sides"][sides.OURS] = dict(fallback=True, ratio=dict.fromkeys(measures, 1.0))

@@ -80,11 +80,11 @@ def _run(arguments):
         )
         plans = [jax_streamk.plan(lhs, rhs, schedule=each, **options) for each in wanted]
         if arguments.kernel is not None:
-            plans = [on_kernel(made, arguments.kernel) for made in plans]
-        explanations = [made.explain(measure=arguments.measure) for made in plans]
+            plans = [on_kernel(plan, arguments.kernel) for plan in plans]
+        explanations = [plan.explain(measure=arguments.measure) for plan in plans]
         if arguments.plot:
-            for made in plans:
-                work_units(made)  # before anything is printed, or written
+            for plan in plans:
+                work_units(plan)  # before anything is printed, or written
     except (TypeError, ValueError) as error:
         arguments.error(str(error))
     except (ImportError, RuntimeError) as error:

@@ -68,17 +68,17 @@ def run(arguments):
 
     with progress:
         task = progress.add_task("fitting", total=_STEPS)
-        found = fit.fit(tables, start, _STEPS, lambda step: progress.update(task, completed=step))
-    for machine, name in ((start, "before"), (found, "fitted")):
+        fitted = fit.fit(tables, start, _STEPS, lambda step: progress.update(task, completed=step))
+    for machine, name in ((start, "before"), (fitted, "fitted")):
         held_out, others = (fit.regret(tables, machine, which) for which in (True, False))
         print(f"regret {name}: {held_out:.4f} on shapes that are held out, {others:.4f} on the others")
-    found = machines.Machine(
-        out.stem, (device.kind,), device.arch, found.topology, found.constants,
+    fitted = machines.Machine(
+        out.stem, (device.kind,), device.arch, fitted.topology, fitted.constants,
         machines.machine_of(device).launch_policy,
         date=datetime.date.today().isoformat(), command=_command(arguments),
     )  # fmt: skip
     try:
-        out.write_text(found.text())
+        out.write_text(fitted.text())
     except OSError as error:
         raise SystemExit(f"fit: {error}") from None
     print(f"stored in {out}")
@@ -100,14 +100,14 @@ def _measured(device, path, arguments, console, progress):
                 console.print(f"some shapes were not started within {arguments.minutes:g} min; --resume measures them")
                 break
             try:
-                found = plans.measured(problem, memory)
+                rows = plans.measured(problem, memory)
             except Exception as error:  # running out of memory raises many types
                 console.print(f"{problem}: failed: {type(error).__name__}: {error}")
                 continue
-            console.print(f"{i} of {len(left)}, {problem}: {len(found)} plans")
-            writer.writerows(found)
+            console.print(f"{i} of {len(left)}, {problem}: {len(rows)} plans")
+            writer.writerows(rows)
             file.flush()
-            records += found
+            records += rows
     return [{name: str(value) for name, value in record.items()} for record in records]
 
 

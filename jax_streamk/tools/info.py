@@ -98,8 +98,8 @@ def _devices():
 def _gpus():
     if jax.default_backend() != "gpu":
         return "none that JAX uses"
-    found = collections.Counter(map(device_of, jax.local_devices(backend="gpu")))
-    return ", ".join(f"{count} x {_describe(device)}{_remark(device)}" for device, count in found.items())
+    counts = collections.Counter(map(device_of, jax.local_devices(backend="gpu")))
+    return ", ".join(f"{count} x {_describe(device)}{_remark(device)}" for device, count in counts.items())
 
 
 def _remark(device):
@@ -117,8 +117,8 @@ def driver():
     if not _DRIVER.exists():
         return "none"
     first = _DRIVER.read_text().splitlines()[0]
-    found = re.search(r"\d+\.\d+(\.\d+)?", first)
-    return found[0] if found else first
+    match = re.search(r"\d+\.\d+(\.\d+)?", first)
+    return match[0] if match else first
 
 
 def _kernels():

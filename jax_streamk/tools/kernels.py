@@ -186,8 +186,8 @@ def _problem(arguments, device):
     shape = shapes.Shape(arguments.m, arguments.n, arguments.k, *(x == "c" for x in arguments.layout))
     lhs, rhs = (jax.ShapeDtypeStruct(stored, jnp.dtype(arguments.dtype)) for stored in shape.stored())
     result, precision = shapes.result_dtype(arguments.dtype), compat.canonicalize_precision(None)
-    made = problems.arrange(lhs, rhs, shape.dimension_numbers(), precision, result, device.platform)
-    return made.problem
+    arrangement = problems.arrange(lhs, rhs, shape.dimension_numbers(), precision, result, device.platform)
+    return arrangement.problem
 
 
 def _planned(problem, arguments, device):
@@ -200,14 +200,14 @@ def _planned(problem, arguments, device):
     reductions = arguments.reduction or _REDUCTIONS[: 1 if device.platform == "cpu" else 2]
     rows, refusal = [], ""
     for splits in arguments.splits or (1, 2, 4, 8, 16):
-        found = []
+        candidates = []
         for reduction in reductions if splits > 1 else ("ordered",):
             kind = _ffi.ScheduleKind.split_k if splits > 1 else _ffi.ScheduleKind.data_parallel
             wanted = _ffi.Schedule(kind, splits, _ffi.Reduction[reduction])
             choice = planner.choose(problem, wanted, device, listed=len(kernels))
             refusal = refusal or choice.refusal
-            found += choice.candidates
-        for x in sorted(found, key=lambda x: x.cost.microseconds)[: arguments.best or 3]:
+            candidates += choice.candidates
+        for x in sorted(candidates, key=lambda x: x.cost.microseconds)[: arguments.best or 3]:
             plan = Trial.of(x.kernel, x.schedule, LaunchPolicy.of(x.policy))
             workspace_bytes = _workspace_bytes(kernels[x.kernel], x.schedule, problem, device)
             rows.append(Row(kernels[x.kernel], plan, x.cost, workspace_bytes))
@@ -283,11 +283,11 @@ def _count(rows, problem, device):
             "kernels: --ncu: only administrators may read performance counters here: run as root, or see "
             "https://developer.nvidia.com/ERR_NVGPUCTRPERM"
         )
-    found = counters_of(done.stdout)
-    if done.returncode or len(found) != len(rows):
+    counted = counters_of(done.stdout)
+    if done.returncode or len(counted) != len(rows):
         last = "\n".join((done.stdout + done.stderr).splitlines()[-5:])
-        raise SystemExit(f"kernels: --ncu: ncu counted {len(found)} of {len(rows)} launches and ended with:\n{last}")
-    for row, counters in zip(rows, found):
+        raise SystemExit(f"kernels: --ncu: ncu counted {len(counted)} of {len(rows)} launches and ended with:\n{last}")
+    for row, counters in zip(rows, counted):
         row.counters = counters
 
 

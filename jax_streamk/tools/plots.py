@@ -58,12 +58,14 @@ def write_digest(machines, folder):
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     with plt.rc_context(_SETTINGS | {"svg.fonttype": "none"}):
-        for device, found in machines.items():
-            curves = {name: _sorted_ratios(result) for name, result in found.items() if "device" in result["measures"]}
+        for device, results in machines.items():
+            curves = {
+                name: _sorted_ratios(result) for name, result in results.items() if "device" in result["measures"]
+            }
             curves = {name: ratios for name, ratios in curves.items() if len(ratios) >= _SET}
             if curves:
                 paths.append(_saved(_curves(device, curves), folder, "ratios", device))
-            for name, result in found.items():
+            for name, result in results.items():
                 rows = [row for row in result["rows"] if "ratio" in row["sides"].get(OURS, {})]
                 if is_of_programs(result) and rows:
                     paths.append(_saved(_bars(result, rows), folder, name, device))

@@ -81,7 +81,7 @@ def chosen(names=()):
     """
     files = [name for name in names if name.endswith(".py")]
     names = [name for name in names if name not in files]
-    found = {program.name: program for file in files for program in load(pathlib.Path(file))}
+    by_name = {program.name: program for file in files for program in load(pathlib.Path(file))}
     if names or not files:
         every = {path.stem: load(path) for path in sorted(folder().glob("*.py"))}
         for name in names or every:
@@ -94,8 +94,8 @@ def chosen(names=()):
             if not here:
                 known = ", ".join(program.name for programs in every.values() for program in programs)
                 raise ValueError(f"no program {name!r}; there are {known}")
-            found |= {program.name: program for program in here}
-    return list(found.values())
+            by_name |= {program.name: program for program in here}
+    return list(by_name.values())
 
 
 def folder():
@@ -250,9 +250,9 @@ def _compare(program, row, arguments, results):
     with jax.enable_x64(True):
         errors = {name: _relative_errors(arrays, wanted) for name, arrays in results.items()}
     judged = [at for at, error in enumerate(errors[XLA]) if error <= MEANINGLESS_ERROR]
-    errors = {name: sorted(found[at] for at in judged) or [0.0] for name, found in errors.items()}
+    errors = {name: sorted(values[at] for at in judged) or [0.0] for name, values in errors.items()}
     xla["relative_error"], worst = (errors[name][-1] for name in (XLA, OURS))
-    median = {name: found[len(found) // 2] for name, found in errors.items()}
+    median = {name: values[len(values) // 2] for name, values in errors.items()}
     is_right = median[OURS] <= 2 * median[XLA] + float(jnp.finfo(program.dtype).eps) and worst <= WORST_ERROR
     ours |= dict(relative_error=_finite(worst), wrong=not is_right)
 
@@ -261,11 +261,11 @@ def _wider(program, size, arguments):
     """What ``_Step.first`` returns of the step in a wider dtype, on the same numbers."""
     wide = WIDER[program.dtype]
     with jax.enable_x64(wide == "float64"), jax.default_matmul_precision("highest"):
-        made = []
+        steps = []
 
         def shaped():
             step, arguments = program.make(jnp.dtype(wide), **size)
-            made.append(step)
+            steps.append(step)
             return arguments
 
         structure: Any = jax.tree.structure(jax.eval_shape(shaped))
@@ -274,9 +274,9 @@ def _wider(program, size, arguments):
             return x.astype(jnp.promote_types(x.dtype, wide)) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
         wider = structure.unflatten(map(cast, jax.tree.leaves(arguments)))
-        # What XLA's autotuning would take time for runs once.
+        # XLA's autotuning would take time for what runs once.
         options = dict(compiler_options={"xla_gpu_autotune_level": 0}) if program.jit is jax.jit else {}
-        return _Step(program, made[0], wider, **options).first()[0]
+        return _Step(program, steps[0], wider, **options).first()[0]
 
 
 @jax.jit
@@ -290,7 +290,7 @@ def _relative_norms(arrays, wanted):
 
 
 def _relative_errors(arrays, wanted):
-    """In root mean square, of each array of floating-point numbers; infinite where it is not finite."""
+    """The error of each array of floating-point numbers, in root mean square; infinite where it is not finite."""
     floating = [(x, y) for x, y in zip(arrays, wanted) if jnp.issubdtype(x.dtype, jnp.floating)]
     errors = map(float, _relative_norms(*map(list, zip(*floating))))
     return [error if math.isfinite(error) else math.inf for error in errors]

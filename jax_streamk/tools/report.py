@@ -75,14 +75,14 @@ _BOUNDS = (
 )
 
 
-def by_machine(found):
+def by_machine(results):
     """Groups results (a dict by path) by machine and then file name. The machine with the most results comes first.
 
     Raises:
       ValueError: two results of a machine have the same name.
     """
     machines: dict[str, dict[str, Any]] = {}
-    for path, result in found.items():
+    for path, result in results.items():
         of_machine = machines.setdefault(result["machine"]["device"], {})
         if path.stem in of_machine:
             raise ValueError(f"{path}: another result of {result['machine']['device']} has this name")
@@ -94,17 +94,17 @@ def digest(machines):
     """Markdown: for each machine that ``by_machine`` returns, a line per result and measure, its ragged products
     and its programs.
     """
-    return "\n".join(_digest_of(device, found) for device, found in machines.items())
+    return "\n".join(_digest_of(device, results) for device, results in machines.items())
 
 
-def _digest_of(device, found):
+def _digest_of(device, results):
     table = Table(box=box.MARKDOWN)
     table.add_column("result")
     table.add_column("operands")
     table.add_column("time")
     for column in ("shapes", "mean", f"below {LOSS}", "slowest", "left to XLA", "measured"):
         table.add_column(column, justify="right")
-    products = {name: result for name, result in found.items() if not is_of_programs(result)}
+    products = {name: result for name, result in results.items() if not is_of_programs(result)}
     for name, result in products.items():
         of, task = summary(result)[OURS], result["task"]
         kind = "gated by" if task.get("gated") else "bias and"
@@ -115,18 +115,18 @@ def _digest_of(device, found):
             ratios = [row["sides"][OURS]["ratio"][each] for row in result["rows"] if "ratio" in row["sides"][OURS]]
             means = f"{of['geomean'][each]:.3f}", str(of["losses"][each]), f"{min(ratios):.2f}"
             table.add_row(name, what, each, str(of["shapes"]), *means, str(of["fallbacks"]), result["date"][:10])
-    machines = [result["machine"] for result in found.values()]
+    machines = [result["machine"] for result in results.values()]
     drivers = sorted({f"driver {machine['driver']}" for machine in machines if machine.get("driver")})
     versions = sorted({f"jax {machine['jax']}" for machine in machines})
     lines = [f"### {device}", "", f"With {', '.join(drivers + versions)}.", ""]
     if products:
         lines += [*_markdown(table), ""]
     notes: dict[str, list[str]] = {}
-    for name, result in found.items():
+    for name, result in results.items():
         if result["notes"]:
             notes.setdefault("; ".join(result["notes"]), []).append(name)
     lines += [f"- {', '.join(names)}: {note}." for note, names in notes.items()] + [""] * bool(notes)
-    for name, result in found.items():
+    for name, result in results.items():
         of = f"{name}, {result['date'][:10]}"
         if is_of_programs(result):
             said = f"{of}: {_programs_in_short(result)} Pairs are XLA's / ours."
@@ -161,12 +161,12 @@ def _head(result):
     if task.get("groups"):
         what = f"ragged {what}"
         in_groups = [f"Beside them, as bounds: {_BOUNDS}. Bytes are without the matrices of groups that have no rows."]
-    measured = "; ".join(f"{each}: {MEASURES[each]}" for each in result["measures"])
+    measures = "; ".join(f"{each}: {MEASURES[each]}" for each in result["measures"])
     return [
         f"{task['dtype']} {what} beside XLA's default, {machine['device']}{driver}, {result['date'][:10]}",
         f"jax {machine['jax']}, jaxlib {machine.get('jaxlib', '?')}; `{result['command']}`.",
         "Times of a call are medians ± half the interquartile range; ratios are XLA's time over the other's. "
-        f"{measured}.",
+        f"{measures}.",
         *in_groups,
     ]
 

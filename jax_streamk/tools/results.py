@@ -47,10 +47,10 @@ def load_folder(folder):
     folder = pathlib.Path(folder)
     if not folder.is_dir():
         raise NotADirectoryError(f"{folder} is not a folder")
-    found = {path: load(path) for path in sorted(folder.rglob("*.json"))}
-    if not found:
+    results = {path: load(path) for path in sorted(folder.rglob("*.json"))}
+    if not results:
         raise ValueError(f"{folder} has no result of bench")
-    return found
+    return results
 
 
 def save(result, path):

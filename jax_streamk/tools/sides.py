@@ -1,6 +1,6 @@
 """The sides that bench compares: our product, XLA's, and those of other installed libraries.
 
-From a ``Shape`` and operands, a side makes the ``Program``s that are measured.
+A side makes the ``Program``s that are measured, from a ``Shape`` and operands.
 """
 
 import dataclasses
@@ -133,7 +133,7 @@ class Task:
         return self.precision
 
     def skipped(self, shape):
-        """By name of a side, why it is not measured."""
+        """Why sides are not measured, by name."""
         return {}
 
     def builders(self, shape):
@@ -212,7 +212,7 @@ def link_program():
 
 
 def peers(task):
-    """(builders of programs by name, by name why others are absent)."""
+    """(builders of programs by name, why others are absent, by name)."""
     gpu = jax.default_backend() == "gpu"
     here, absent = {}, {}
     known = ("cuBLAS by torch", "torch", torch_programs, False), ("Pallas Mosaic GPU", "absl", pallas_programs, True)

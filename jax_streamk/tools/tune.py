@@ -84,7 +84,7 @@ def run(arguments):
     stored = (
         {}
         if arguments.again
-        else {problem: found for problem, found in store.plans(device).items() if found.is_of_this_xla}
+        else {problem: tuned_plan for problem, tuned_plan in store.plans(device).items() if tuned_plan.is_of_this_xla}
     )
     before = {problem: stored[problem] for problem in problems if problem in stored}
     now, failed, ended, interrupted = {}, 0, "", False
@@ -97,14 +97,14 @@ def run(arguments):
                     ended = f", the rest not started within {arguments.limit:g} s"
                     break
                 try:
-                    found = tune.fastest(problem, memory)
+                    tuned_plan = tune.fastest(problem, memory)
                 except Exception as error:  # running out of memory raises many types
                     failed += 1
                     console.print(f"{problems[problem]}: failed: {type(error).__name__}: {error}")
                     continue
-                store.add(device, problem, found)
-                now[problem] = found
-                console.print(f"{problems[problem]}: {_found(found)}")
+                store.add(device, problem, tuned_plan)
+                now[problem] = tuned_plan
+                console.print(f"{problems[problem]}: {_summary_of(tuned_plan)}")
     except KeyboardInterrupt:
         ended, interrupted = ", interrupted", True
     except OSError as error:
@@ -145,23 +145,23 @@ def _plan(wanted, dtypes, out_dtype, device, epilogue):
                 kind, types["group_sizes"] = Ragged, jax.ShapeDtypeStruct((shape.groups,), jnp.int32)
             precision = compat.canonicalize_precision(None)
             product = kind(shape.dimension_numbers(), precision, result and jnp.dtype(result), epilogue)
-            made = alternatives.plan(product, types, schedules.Auto(), device).plan
-            if made.kernel is None:
-                left[name] = made.reasons[0]
+            plan = alternatives.plan(product, types, schedules.Auto(), device).plan
+            if plan.kernel is None:
+                left[name] = plan.reasons[0]
             else:
-                problems.setdefault(made.problem, name)
+                problems.setdefault(plan.problem, name)
     return problems, left
 
 
-def _found(found):
-    what, planners = duration(found.microseconds), "by the planner's choice"
-    beside = f"; XLA's product took {found.xla_ratio:.2f} times as long" if found.xla_ratio else ""
-    beside += ", and is used" * found.is_left_to_xla
-    if found.microseconds == found.planned_microseconds:
+def _summary_of(tuned_plan):
+    what, planners = duration(tuned_plan.microseconds), "by the planner's choice"
+    beside = f"; XLA's product took {tuned_plan.xla_ratio:.2f} times as long" if tuned_plan.xla_ratio else ""
+    beside += ", and is used" * tuned_plan.is_left_to_xla
+    if tuned_plan.microseconds == tuned_plan.planned_microseconds:
         return f"{what} {planners}{beside}"
-    splits = f", {found.splits} splits, {found.reduction}" if found.splits > 1 else ""
-    how = f"{found.kernel}, {found.schedule}{splits}, {found.policy}"
-    return f"{what} by {how}; {duration(found.planned_microseconds)} {planners}{beside}"
+    splits = f", {tuned_plan.splits} splits, {tuned_plan.reduction}" if tuned_plan.splits > 1 else ""
+    how = f"{tuned_plan.kernel}, {tuned_plan.schedule}{splits}, {tuned_plan.policy}"
+    return f"{what} by {how}; {duration(tuned_plan.planned_microseconds)} {planners}{beside}"
 
 
 def progress_of(command):

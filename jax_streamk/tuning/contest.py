@@ -24,7 +24,7 @@ _LEAST_CALLS, _MOST_CALLS = 16, 64  # in a program: to outlast its launch, and t
 _MOST_COPIED = 8e9  # bytes that lax's ragged product may take for copies
 
 
-def xla_ratio(made, memory, rounds):
+def xla_ratio(plan, memory, rounds):
     """XLA's time over a ``Plan``'s on the device of ``memory``: the largest ratio of at most ``rounds`` rounds.
 
     The first round that ours wins is the last. The ratio is 0 if XLA's product is less exact, if lax's ragged product
@@ -33,15 +33,15 @@ def xla_ratio(made, memory, rounds):
     Raises:
       RuntimeError: measuring was stopped.
     """
-    if made.problem.math == _ffi.Math.tf32x3:  # XLA would multiply TF32 once
+    if plan.problem.math == _ffi.Math.tf32x3:  # XLA would multiply TF32 once
         return 0.0
-    if made.problem.second_column or (made.problem.is_ragged and not _has_xlas(made.problem)):
+    if plan.problem.second_column or (plan.problem.is_ragged and not _has_xlas(plan.problem)):
         return 0.0
     largest = 0.0
     try:
         with jax.enable_x64(True):  # a float64 problem may be tuned where 64-bit types are disabled
-            operands = operands_of(made, memory)
-            programs = [dependent(product(made), operands) for product in (ours, xlas)]
+            operands = operands_of(plan, memory)
+            programs = [dependent(product(plan), operands) for product in (ours, xlas)]
             for _ in range(rounds):
                 memory.check_running()
                 our_time, xla_time = map(wall_sample, programs)
@@ -51,13 +51,13 @@ def xla_ratio(made, memory, rounds):
     except Exception as error:  # running out of memory raises many types
         memory.check_running()
         warnings.warn(
-            f"jax_streamk could not compare {made.problem} with XLA's product: {type(error).__name__}: {error}"
+            f"jax_streamk could not compare {plan.problem} with XLA's product: {type(error).__name__}: {error}"
         )
         return 0.0
     return largest
 
 
-def times(made, *, has_ours, has_xla):
+def times(plan, *, has_ours, has_xla):
     """Microseconds of a ``Plan``'s product and of XLA's on its device, which is of this process; None if not asked for.
 
     On a GPU it is the time of the kernels, on a CPU that of programs of dependent calls.
@@ -66,18 +66,18 @@ def times(made, *, has_ours, has_xla):
       ValueError: this process has not the device.
       RuntimeError: running failed.
     """
-    memory = measure.Memory(made.device)
-    asked = {name: product(made) for name, product, has in (("ours", ours, has_ours), ("xla", xlas, has_xla)) if has}
-    known = dataclasses.replace(made, microseconds=made.microseconds or 1e3)  # which says how many calls to make
+    memory = measure.Memory(plan.device)
+    asked = {name: product(plan) for name, product, has in (("ours", ours, has_ours), ("xla", xlas, has_xla)) if has}
+    known = dataclasses.replace(plan, microseconds=plan.microseconds or 1e3)  # which says how many calls to make
     with jax.enable_x64(True):  # types are the problem's, whatever programs may have elsewhere
         operands = operands_of(known, memory)
-        if made.device.platform == "cuda":
-            found = {name: _device_time(product, operands) for name, product in asked.items()}
+        if plan.device.platform == "cuda":
+            microseconds = {name: _device_time(product, operands) for name, product in asked.items()}
         else:
             programs = {name: dependent(product, operands) for name, product in asked.items()}
             rounds = [{name: wall_sample(x) for name, x in programs.items()} for _ in range(_ROUNDS)]
-            found = {name: statistics.median(each[name] for each in rounds) for name in asked}
-    return found.get("ours"), found.get("xla")
+            microseconds = {name: statistics.median(each[name] for each in rounds) for name in asked}
+    return microseconds.get("ours"), microseconds.get("xla")
 
 
 def _device_time(product, operands):
@@ -87,18 +87,18 @@ def _device_time(product, operands):
     return timing.summary(timing.device_samples(program)[0])["median_us"]
 
 
-def ours(made):
+def ours(plan):
     """A ``Plan``'s product as a function of its operands. They and D are flat, as long as strides reach."""
-    _, d = measure.spans(made.problem)["d"]
-    workspace = jax.ShapeDtypeStruct((made.workspace_bytes,), np.uint8)
-    results = jax.ShapeDtypeStruct((d,), made.problem.type_d.dtype), workspace
-    call, attributes = jax.ffi.ffi_call(custom_call.target(made), results), custom_call.attributes(made)
+    _, d = measure.spans(plan.problem)["d"]
+    workspace = jax.ShapeDtypeStruct((plan.workspace_bytes,), np.uint8)
+    results = jax.ShapeDtypeStruct((d,), plan.problem.type_d.dtype), workspace
+    call, attributes = jax.ffi.ffi_call(custom_call.target(plan), results), custom_call.attributes(plan)
     return lambda *operands: call(*operands, **attributes)[0]
 
 
-def xlas(made):
+def xlas(plan):
     """XLA's product of the same operands. D is contiguous, even if the plan's strides interleave its dimensions."""
-    p = made.problem
+    p = plan.problem
     if p.is_ragged:
         return _xlas_ragged(p)
     batch, of_a, of_b = (
@@ -144,14 +144,14 @@ def _xlas_ragged(p):
     ).reshape(-1)
 
 
-def operands_of(made, memory):
+def operands_of(plan, memory):
     """The operands of each call: enough sets to keep the larger operand out of L2, but at most ``_MOST_CALLS``."""
-    spans = measure.spans(made.problem)
-    sizes = [memory.put(measure.group_sizes(made.problem))] if "group_sizes" in spans else []
+    spans = measure.spans(plan.problem)
+    sizes = [memory.put(measure.group_sizes(plan.problem))] if "group_sizes" in spans else []
     drawn = [span for role, span in spans.items() if role not in ("d", "group_sizes")]
     parts = [(size, type_.dtype) for type_, size in drawn]
     rotated = math.ceil(measure.ROTATED_BYTES[memory.device.platform] / max(size * t.itemsize for size, t in parts[:2]))
-    calls = max(1, min(max(_LEAST_CALLS, rotated), _MOST_CALLS, int(measure.LONGEST_PASS / made.microseconds)))
+    calls = max(1, min(max(_LEAST_CALLS, rotated), _MOST_CALLS, int(measure.LONGEST_PASS / plan.microseconds)))
     sets = min(rotated, calls)
 
     def put(size, dtype):

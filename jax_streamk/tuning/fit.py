@@ -32,12 +32,12 @@ def kernels_beside(*paths):
     Raises:
       OSError: a file cannot be read.
     """
-    found = described.cuda_kernels()
+    kernels = described.cuda_kernels()
     for path in dict.fromkeys(pathlib.Path(path).parent / "kernels.csv" for path in paths):
         if path.exists():
             with open(path) as file:
-                found = [*described.read(file), *found]
-    return {kernel.name: kernel for kernel in found}
+                kernels = [*described.read(file), *kernels]
+    return {kernel.name: kernel for kernel in kernels}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,17 +119,17 @@ class Table:
     equal estimates are ranked by name, since tables may be sorted by time.
     """
 
-    def __init__(self, key, measured, machine, device):
-        measured = sorted(measured, key=lambda row: (row.kernel.name, row.schedule, row.splits))
-        needs = _batch(measured, device).needs(machine.native)
+    def __init__(self, key, rows, machine, device):
+        rows = sorted(rows, key=lambda row: (row.kernel.name, row.schedule, row.splits))
+        needs = _batch(rows, device).needs(machine.native)
         orders: dict[tuple, int] = {}
-        for at, row in enumerate(measured):
+        for at, row in enumerate(rows):
             plan = row.shape, row.kernel.name, row.schedule, row.splits, row.reduction
             orders[plan] = min(orders.get(plan, at), at, key=needs.__getitem__)
         best: dict[tuple, float] = collections.defaultdict(lambda: np.inf)
-        for row in measured:
+        for row in rows:
             best[row.shape] = min(best[row.shape], row.us)
-        self._set(key, [measured[at] for at in orders.values()], best, device)
+        self._set(key, [rows[at] for at in orders.values()], best, device)
 
     def _set(self, key, rows, best, device):
         self.key, self.rows, self._best, self._device = key, rows, best, device
@@ -138,7 +138,7 @@ class Table:
         number = {shape: at for at, shape in enumerate(shapes)}
         self._shape = np.array([number[row.shape] for row in rows])
         self._us = np.log([row.us for row in rows])
-        self._lost = self._us - np.log([best[row.shape] for row in rows])
+        self._log_regrets = self._us - np.log([best[row.shape] for row in rows])
         self.held_out = np.array([is_held_out(shape) for shape in shapes])
 
     def likely(self, machine):
@@ -156,22 +156,22 @@ class Table:
         np.minimum.at(least, self._shape, estimates)
         return estimates, least[self._shape]
 
-    def lost(self, machine):
+    def log_regrets(self, machine):
         """The logarithm of each shape's regret: the time of the plan with the lowest estimate over the best time."""
         estimates, least = self._estimates(machine)
         at = np.flatnonzero(estimates == least)
         _, first = np.unique(self._shape[at], return_index=True)
-        return self._lost[at[first]]
+        return self._log_regrets[at[first]]
 
     def expected(self, machine):
         """Two logarithms for the shapes that are not held out: the mean regret if plans are chosen with the weight
         exp(-gap / _NOISE), where gap is from the lowest estimate; and the mean error of good plans' estimates."""
         estimates, least = self._estimates(machine)
         weights = np.exp(-np.minimum((estimates - least) / _NOISE, 50.0))
-        lost = np.bincount(self._shape, weights * self._lost) / np.bincount(self._shape, weights)
-        near = (self._lost < 0.2) & ~self.held_out[self._shape]
+        log_regrets = np.bincount(self._shape, weights * self._log_regrets) / np.bincount(self._shape, weights)
+        near = (self._log_regrets < 0.2) & ~self.held_out[self._shape]
         error = np.abs(estimates - self._us)[near]
-        return np.mean(lost[~self.held_out]), np.mean(error) if error.size else 0.0
+        return np.mean(log_regrets[~self.held_out]), np.mean(error) if error.size else 0.0
 
 
 def _batch(rows, device):
@@ -182,8 +182,10 @@ def _batch(rows, device):
 
 def regret(tables, machine, held_out=None):
     """The geometric mean over all shapes, over those held out (True), or over the others (False)."""
-    lost = [table.lost(machine)[slice(None) if held_out is None else table.held_out == held_out] for table in tables]
-    return float(np.exp(np.mean(np.concatenate(lost)))) if sum(map(len, lost)) else float("nan")
+    log_regrets = [
+        table.log_regrets(machine)[slice(None) if held_out is None else table.held_out == held_out] for table in tables
+    ]
+    return float(np.exp(np.mean(np.concatenate(log_regrets)))) if sum(map(len, log_regrets)) else float("nan")
 
 
 def fit(tables, start, steps=25, progress=lambda step: None):
@@ -204,8 +206,8 @@ def fit(tables, start, steps=25, progress=lambda step: None):
 
     def cost(x):
         now = machine(x)
-        lost, error = np.average([table.expected(now) for table in tables], axis=0, weights=weights)
-        return lost + _TIME * error + _STAY * np.sum(np.square(x))
+        log_regret, error = np.average([table.expected(now) for table in tables], axis=0, weights=weights)
+        return log_regret + _TIME * error + _STAY * np.sum(np.square(x))
 
     def with_gradient(x):
         step = 0.01
@@ -214,8 +216,8 @@ def fit(tables, start, steps=25, progress=lambda step: None):
 
     count = iter(range(1, steps + 1))
     reach = np.log(_REACH)
-    found = minimize(
+    optimum = minimize(
         with_gradient, np.zeros(len(names)), jac=True, method="L-BFGS-B", bounds=[(-reach, reach)] * len(names),
         callback=lambda _: progress(next(count, steps)), options=dict(maxiter=steps),
     )  # fmt: skip
-    return machine(found.x)
+    return machine(optimum.x)

@@ -41,7 +41,7 @@ class Memory:
         sizes = {role: (type_, type_.dtype.itemsize * count) for role, (type_, count) in spans(problem).items()}
         _, d = sizes.pop("d")
         self._integers = {role: self.put(make(problem)) for role, make in _INTEGERS.items() if role in sizes}
-        # Within a set of operands: where each lies among those of its type, and how long all of these are.
+        # Where each operand of a set lies among those of its type, and how long all of these are.
         places: dict[str, tuple[_ffi.Type, int]] = {}
         strides: collections.Counter[_ffi.Type] = collections.Counter()
         for role, (type_, size) in sizes.items():

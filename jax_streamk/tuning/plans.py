@@ -1,4 +1,4 @@
-"""What ``python -m jax_streamk fit`` measures: a fixed set of problems, and of each the planner's first plans."""
+"""What ``python -m jax_streamk fit`` measures: a fixed set of problems, and the planner's first plans of each."""
 
 import collections
 import random
@@ -48,12 +48,12 @@ _KINDS += [("f64", "rr", _FEWER)]
 
 def problems():
     """The fixed set, with all kinds interleaved, so that an interrupted measurement has some of each."""
-    found = [
+    placed = [
         (at / len(shapes), type_, majors, shape)
         for type_, majors, shapes in _KINDS
         for at, shape in enumerate(_shuffled(shapes))
     ]
-    return [_problem(*parts) for _, *parts in sorted(found, key=lambda x: x[0])]
+    return [_problem(*parts) for _, *parts in sorted(placed, key=lambda x: x[0])]
 
 
 def _shuffled(shapes):
@@ -85,13 +85,13 @@ def measured(problem, memory):
     Raises:
       RuntimeError: no plan could be measured.
     """
-    found = planner.choose(problem, None, memory.device, listed=_LISTED).candidates
+    candidates = planner.choose(problem, None, memory.device, listed=_LISTED).candidates
     rotation = memory.rotation(problem)
     of_kernel: collections.Counter[str] = collections.Counter()
     times: dict[Trial, list[float]] = {}
-    for x in found:
+    for x in candidates:
         plan = Trial.of(x.kernel, x.schedule, LaunchPolicy.of(x.policy))
-        likely = x.cost.microseconds <= _LIKELY * found[0].cost.microseconds
+        likely = x.cost.microseconds <= _LIKELY * candidates[0].cost.microseconds
         if not likely or of_kernel[plan.kernel] == _OF_KERNEL or len(times) == _PLANS:
             continue
         of_kernel[plan.kernel] += 1

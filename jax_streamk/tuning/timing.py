@@ -9,7 +9,7 @@ import numpy as np
 
 from jax_streamk.tuning.programs import repeat
 
-# In XLA's CUPTI trace kernels, copies and memsets have one of these, and nothing else has. This includes those inside a
+# Kernels, copies and memsets in XLA's CUPTI trace have one of these, and nothing else has. This includes those inside a
 # CUDA graph, unless the profiler's gpu_enable_cupti_activity_graph_trace is set.
 _DETAILS = {"kernel_details", "memcpy_details", "memset_details"}
 

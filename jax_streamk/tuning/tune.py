@@ -49,7 +49,7 @@ def fastest(problem, memory):
     """
     device = memory.device
     choice = planner.choose(problem, None, device, listed=_LISTED)
-    listed = [Trial.of(found.kernel, found.schedule, LaunchPolicy.of(found.policy)) for found in choice.candidates]
+    listed = [Trial.of(x.kernel, x.schedule, LaunchPolicy.of(x.policy)) for x in choice.candidates]
     own, rotation = listed[0], memory.rotation(problem)
     times: dict[Trial, float] = {}
     rotation.shorten(*_launch_of(own))
@@ -73,11 +73,15 @@ def fastest(problem, memory):
     try_all(listed)
     # On a CPU few tiles load at the same time, so their order matters little; groups of rows have one order.
     if device.arch and problem.ragged != _ffi.Ragged.m:
-        try_all(_in_order(found, *order, problem, device) for found in best(_BEST) for order in ORDERS)
-    try_all(_split(found, splits, problem, device) for found in best(_BEST) for splits in _neighbours(found))
+        try_all(_in_order(candidate, *order, problem, device) for candidate in best(_BEST) for order in ORDERS)
+    try_all(
+        _split(candidate, splits, problem, device) for candidate in best(_BEST) for splits in _neighbours(candidate)
+    )
     if device.arch:
         try_all(
-            dataclasses.replace(found, policy=policy) for found in best(_BEST) for policy in _variants(found.policy)
+            dataclasses.replace(candidate, policy=policy)
+            for candidate in best(_BEST)
+            for policy in _variants(candidate.policy)
         )
 
     rounds: dict[Trial, list[float]] = {candidate: [] for candidate in dict.fromkeys((own, *best(_FINALISTS)))}
@@ -97,9 +101,9 @@ def fastest(problem, memory):
         warnings.warn(
             f"jax_streamk does not use {candidate}: its result differs from that of {own}. Please report this."
         )
-    found = Tuned.now(winner, final[winner], final[own])
-    ratio = contest.xla_ratio(planner.plan_with(problem, schedules.Auto(), device, found), memory, _ROUNDS)
-    return dataclasses.replace(found, xla_ratio=ratio)
+    tuned_plan = Tuned.now(winner, final[winner], final[own])
+    ratio = contest.xla_ratio(planner.plan_with(problem, schedules.Auto(), device, tuned_plan), memory, _ROUNDS)
+    return dataclasses.replace(tuned_plan, xla_ratio=ratio)
 
 
 def _agree(x, y):
@@ -253,13 +257,13 @@ def tuned_if_asked(plan):
     with _measuring:
         if not _is_tuned(problem, device):  # another thread may have been first
             try:
-                found = _in_a_thread(functools.partial(fastest, problem), session.memory(device))
+                tuned_plan = _in_a_thread(functools.partial(fastest, problem), session.memory(device))
             except Exception as error:  # running out of memory raises many types
                 session.failed.add((problem, device))
                 warnings.warn(f"jax_streamk could not tune {problem}: {type(error).__name__}: {error}")
                 return plan
             try:
-                session.store.add(device, problem, found)
+                session.store.add(device, problem, tuned_plan)
             except OSError as error:
                 warnings.warn(f"jax_streamk could not store the tuned plan of {problem}: {error}")
             session.plans.append(planner.make_plan(problem, schedules.Auto(), device))
@@ -282,28 +286,28 @@ def fragment_times(key, make, device):
 
     ``make()`` returns its variants, closed jaxprs by name, and the name of the one that runs unless another is faster.
     """
-    found, session = tuned.fragments(device).get(key), _session.get()
-    if found is not None and found.is_of_this_xla:
-        return found
+    times, session = tuned.fragments(device).get(key), _session.get()
+    if times is not None and times.is_of_this_xla:
+        return times
     if session is None or jax_device_of(device) is None or (key, device) in session.failed:
         return None
     memory = session.memory(device)
     try:
         # Products of ours are tuned when the variants are lowered: that takes this context, and the lock.
         context = contextvars.copy_context()
-        found = _in_a_thread(lambda memory: context.run(_race, make, memory), memory)
+        times = _in_a_thread(lambda memory: context.run(_race, make, memory), memory)
     except Exception as error:
         session.failed.add((key, device))
         warnings.warn(f"jax_streamk could not measure a fragment of a program: {type(error).__name__}: {error}")
         return None
-    if found is None:
+    if times is None:
         session.failed.add((key, device))
         return None
     try:
-        session.store.add_fragment(device, key, found)
+        session.store.add_fragment(device, key, times)
     except OSError as error:
         warnings.warn(f"jax_streamk could not store what it measured of a fragment: {error}")
-    return found
+    return times
 
 
 def _race(make, memory):
@@ -336,8 +340,8 @@ def fragment_rounds(variants, memory):
 
 
 def _is_tuned(problem, device):
-    found = tuned.lookup(problem, device)
-    return found is not None and found.is_of_this_xla
+    tuned_plan = tuned.lookup(problem, device)
+    return tuned_plan is not None and tuned_plan.is_of_this_xla
 
 
 def _in_a_thread(function, memory):

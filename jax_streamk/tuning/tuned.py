@@ -204,12 +204,12 @@ def _parse(line, device):
 def _parse_fragment(record):
     key = _of_type(str, record.pop("fragment"))
     fields = dataclasses.fields(FragmentTimes)
-    found = FragmentTimes(**{field.name: _of_type(field.type, record.pop(field.name)) for field in fields})
-    datetime.datetime.fromisoformat(found.date)
-    times = {name: getattr(found, name) for name in VARIANTS}
-    if record or not all(0 <= us < math.inf for us in times.values()) or not times.get(found.winner):
+    times = FragmentTimes(**{field.name: _of_type(field.type, record.pop(field.name)) for field in fields})
+    datetime.datetime.fromisoformat(times.date)
+    by_variant = {name: getattr(times, name) for name in VARIANTS}
+    if record or not all(0 <= us < math.inf for us in by_variant.values()) or not by_variant.get(times.winner):
         raise ValueError(key)
-    return key, found
+    return key, times
 
 
 def _of_type(type_, value):
@@ -218,10 +218,10 @@ def _of_type(type_, value):
     if dataclasses.is_dataclass(type_):
         types = {field.name: field.type for field in dataclasses.fields(type_)}
         fields = {name: _of_type(kind, value.pop(name)) for name, kind in types.items()}
-        made = type_(**fields)  # type: ignore[operator]
+        instance = type_(**fields)  # type: ignore[operator]
         if value:
             raise ValueError(value)
-        return made
+        return instance
     if type(value) is not type_:
         raise TypeError(value)
     return value
@@ -273,8 +273,8 @@ class Store:
             return Contents(plans, trouble=str(error))
         for line in lines:
             try:
-                key, found = _parse(line, device)
-                (fragments if isinstance(found, FragmentTimes) else plans)[key] = found
+                key, value = _parse(line, device)
+                (fragments if isinstance(value, FragmentTimes) else plans)[key] = value
             except _Stale as why:
                 stale, trouble = stale + 1, trouble or str(why)
             except Exception:  # anyone may have written anything
@@ -403,7 +403,7 @@ def store_of(cache=None):
 
 @functools.cache
 def _users(alone):
-    """The user's store. For a process without a home, and for several whose programs must agree, it has no folder."""
+    """The user's store. It has no folder for a process without a home, and for several whose programs must agree."""
     try:
         return store_in(platformdirs.user_cache_dir("jax_streamk") if alone else _NOWHERE)
     except RuntimeError:
