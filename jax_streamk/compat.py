@@ -186,7 +186,7 @@ def sharded_like_product(others, lhs, rhs, **params):
     avals = [jax.typeof(x) for x in (lhs, rhs, *others)]
     if not others or all(aval.sharding.mesh.empty for aval in avals):
         return others
-    # Without their varying axes of shard_map, which abstract_eval requires to be equal.
+    # The types without varying axes of shard_map, which abstract_eval requires to be equal.
     lhs, rhs = (_core.ShapedArray(aval.shape, aval.dtype, sharding=aval.sharding) for aval in avals[:2])
     product, _ = dot_general_p.abstract_eval(lhs, rhs, **params)
     specs = [tuple(product.sharding.spec)[product.ndim - x.ndim :] for x in others]

@@ -176,7 +176,7 @@ class Follower:
         return self._activated(chain) or (self._scaled(chain, step, eqn) if is_elementwise else None)
 
     def _scaled(self, chain: Chain, step: Chain, eqn: Any) -> Chain | None:
-        """With a factor: once, and before all sums, where it can neither overflow nor cancel otherwise than there."""
+        """The chain with one factor, before all sums, where it can neither overflow nor cancel otherwise than there."""
         name = eqn.primitive.name
         if name not in ("mul", "div", "neg") or chain.adds or chain.alpha != 1:
             return None
@@ -332,7 +332,7 @@ class Follower:
         return operands if name in _SUMS and is_of_product else None
 
     def _gated(self, chain: Chain, step: Chain, eqn: Any) -> Chain | None:
-        """With another product of the same operand that multiplies it, where at most one passes an activation."""
+        """The chain with another product of the same operand as a factor, where at most one passes an activation."""
         if eqn.primitive.name != "mul" or not self._may_gate:
             return None
         x, _ = _other(eqn, chain.out)
@@ -370,7 +370,7 @@ class Follower:
         return None
 
     def _halved(self, chain: Chain) -> Chain | None:
-        """With the two halves of its columns, where they are the factors of a gate."""
+        """The chain with the two halves of its columns, where they are the factors of a gate."""
         may_be = self._may_gate and not self.product.is_pinned and not self.product.is_ragged
         halves = self._halves(chain) if may_be else None
         if halves is None:

@@ -213,7 +213,7 @@ def _by_xla(ctx, *operands, product, out_sharding=None):
 
 
 def _lower_fused(ctx, *operands, call_jaxpr, written):
-    """As one kernel, or as the program was written where XLA may divide another operand unlike the product."""
+    """Lowers to one kernel, or to the program as written where XLA may divide another operand unlike the product."""
     given, first = getattr(call_jaxpr, "jaxpr", call_jaxpr).invars, call_jaxpr.eqns[0]
     is_divided_alike = (
         _placement(ctx) == compat.Placement.ONE_DEVICE
