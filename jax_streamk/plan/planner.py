@@ -191,7 +191,7 @@ def _without_kernels(problem, device):
 
 
 def _distinct(candidates, schedule):
-    """The ``Candidate``s among ``candidates`` by their estimates as text: equal estimates mean equal work."""
+    """A ``Candidate`` for each estimate as text: candidates with equal estimates do equal work."""
     auto = isinstance(schedule, schedules.Auto)
     distinct: dict[str, Candidate] = {}
     for x in candidates:
