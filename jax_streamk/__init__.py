@@ -30,6 +30,7 @@ from jax_streamk.device import A100, H100, H200, Device, check_gpus
 from jax_streamk.plan.custom_call import EXPORT_CHECKS
 from jax_streamk.plan.plan import Plan
 from jax_streamk.product.primitive import dots_saveable, dots_with_no_batch_dims_saveable
+from jax_streamk.quantized import QuantizedArray, from_words, quantize
 from jax_streamk.schedules import Auto, DataParallel, PerPass, SplitK, StreamK
 from jax_streamk.show.explain import Explanation
 from jax_streamk.show.plot import plot_schedules
@@ -50,6 +51,7 @@ __all__ = [
     "Explanation",
     "PerPass",
     "Plan",
+    "QuantizedArray",
     "SplitK",
     "StreamK",
     "__version__",
@@ -58,12 +60,14 @@ __all__ = [
     "dots_saveable",
     "dots_with_no_batch_dims_saveable",
     "einsum",
+    "from_words",
     "gated_linear",
     "kernels",
     "linear",
     "matmul",
     "plan",
     "plot_schedules",
+    "quantize",
     "ragged_dot",
     "ragged_dot_general",
     "ragged_gated",

@@ -17,7 +17,7 @@ from jax.lax import PrecisionLike
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_streamk import _ffi, compat
+from jax_streamk import _ffi, compat, quantized
 from jax_streamk.checks import check_static
 from jax_streamk.device import Device, device_of
 from jax_streamk.lower import lowering
@@ -89,7 +89,7 @@ def _dispatched(*operands: str, jaxs: Callable[..., Any] | None) -> Callable[[F]
                 elif x is not None and not (
                     compat.is_concrete(x)
                     or (type(x) is np.ndarray and x.dtype.kind in "biufc" and x.dtype.isnative)
-                    or isinstance(x, jax.Array)
+                    or isinstance(x, (jax.Array, quantized.QuantizedArray))
                 ):
                     return False
             return True
@@ -217,11 +217,12 @@ def einsum(
     Raises:
       TypeError, ValueError: as ``jax.numpy.einsum`` and ``dot_general``.
     """
+    operands = tuple(map(quantized.of_other, operands))
     for i, x in enumerate(operands):
         _check_byte_order("einsum", f"operands[{i}]", x)
     return jnp.einsum(
         subscripts,
-        *operands,
+        *(x.dequantize() if isinstance(x, quantized.QuantizedArray) else x for x in operands),
         out=out,
         optimize=optimize,
         precision=precision,
@@ -817,7 +818,9 @@ def _or_of_a_function(of_product: Callable[P, Plan]) -> _Planning[P]:
     def plan(*args: Any, **kwargs: Any) -> Plan:
         if args and callable(args[0]) and not hasattr(args[0], "shape"):  # a flax.nnx.Variable is callable, too
             return _plan_of_a_function(*args, **kwargs)
-        return of_product(*args, **kwargs)
+        operands = dict(zip(("lhs", "rhs"), args)) | kwargs
+        notes = [quantized.note(name, x) for name, x in operands.items() if isinstance(x, quantized.QuantizedArray)]
+        return of_product(*args, **kwargs).with_notes(notes)
 
     return cast("_Planning[P]", plan)
 
@@ -995,6 +998,8 @@ def kernels() -> list[_ffi.KernelInfo]:
 
 
 def _array(function: str, name: str, x: Any) -> jax.Array:
+    """An operand as an array: a ``QuantizedArray`` as what it stands for."""
+    x = quantized.of_other(x)
     _check_byte_order(function, name, x)
     try:
         x = jnp.asarray(x)
