@@ -312,18 +312,18 @@ def test_cutlass_shares_tiles_where_that_is_fewer_iterations(seed):
     reason="this build lacks CUTLASS's kernels to compare with",
 )
 def test_as_many_workers_share_tiles_as_cutlass_says():
-    """CUTLASS tells by the workspace, which has a partial tile for each of them, and a word for each."""
+    """CUTLASS tells by the workspace: a word and a place for sums, of one or two tiles, for each of them."""
     rng = random.Random(1)
     for kernel in SM80:
+        of_tile = kernel.tile_m * kernel.tile_n * (8 if kernel.type_a == _ffi.Type.f64 else 4)
         for problem, schedule, device in (stream_k_of_sm80(rng, kernel) for _ in range(10)):
             if _ffi.can_implement(kernel.name, problem, schedule, device) is None:
                 units = _ffi.work_units(kernel, problem, schedule, device)
-                # Tiles up to the last shared one are cut, even where a worker's run is just one of them.
+                # Tiles up to the last shared one are cut; if the last workers' runs are whole tiles, all are.
                 sharing = {*units.worker[units.tile <= units.tile[units.peers > 1].max(initial=-1)]}
-                slices = 2 if "sliced" in kernel.name else 1
-                of_tile = kernel.tile_m * kernel.tile_n * slices * (8 if kernel.type_a == _ffi.Type.f64 else 4)
-                words = _ffi.workspace_bytes(kernel.name, problem, schedule, device) - len(sharing) * of_tile
-                assert words == 0 if not sharing else 0 < words < of_tile, (kernel, problem, schedule, device)
+                places = _ffi.workspace_bytes(kernel.name, problem, schedule, device) // of_tile
+                workers = len(sharing), units.workers
+                assert places in (*workers, *(2 * x for x in workers)), (kernel, problem, schedule, device)
 
 
 def test_stream_k_of_every_family_is_drawn_wherever_it_is_planned():
