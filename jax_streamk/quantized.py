@@ -27,7 +27,8 @@ class QuantizedArray:
     It stands for the array ``(values - zero_point) * scale + offset``, computed in float32 and rounded to ``dtype``,
     and goes wherever this library takes an operand of a product. It is a pytree of its arrays: ``jit``, ``vmap`` over
     leading dimensions, ``scan`` over layers, ``jax.device_put`` and checkpoints take it as such. ``values`` have no
-    derivative; scale, zero_point and offset have.
+    derivative; scale, zero_point and offset have. The arguments are attributes; ``shape``, ``ndim`` and ``size`` are
+    those of the array that it stands for.
 
     Args:
       values: array of dtype int4, uint4, int8, uint8, float8_e4m3fn, float8_e5m2 or float4_e2m1fn.
@@ -39,10 +40,6 @@ class QuantizedArray:
       offset: floating-point numbers of such a shape, or None.
       dtype: of the array that it stands for: float32, bfloat16 or float16. None: that of the scale if it is one of
         them, else bfloat16.
-
-    Attributes:
-      values, scale, zero_point, offset: as given.
-      shape, ndim, size, dtype: of the array that it stands for.
 
     Raises:
       TypeError: an argument is not an array, or its dtype is none of these.
