@@ -198,16 +198,9 @@ std::pair<int32_t, int32_t> resources(KernelInfo const& info) {
 
 char const* platform_of(KernelInfo const& info) { return traits_of(info).is_host() ? "cpu" : "cuda"; }
 
-char const* worker_of(KernelInfo const& info) {
-  switch (traits_of(info).worker) {
-    case Worker::kThread: return "thread";
-    case Worker::kSm: return "SM";
-    case Worker::kCta: break;
-  }
-  return "CTA";
-}
+char const* worker_of(KernelInfo const& info) { return traits_of(info).worker; }
 
-bool adds_in_cluster(KernelInfo const& info) { return traits_of(info).fix_up == FixUp::kCluster; }
+bool adds_in_cluster(KernelInfo const& info) { return traits_of(info).adds_in_cluster(); }
 
 // Every field by name, for pickle.
 nb::dict state_of(KernelInfo const& info) {

@@ -107,7 +107,7 @@ class Units {
     int32_t const first = slice * k_tiles_of(slices_.extent) * launch_.separate;
     int32_t const k_begin = first + work.k_begin, k_end = std::min(k_begin + work.k_count, out_.k_tiles);
     // Zeros beyond K that TMA reads in a last slice are multiplied; others stop.
-    int32_t const end = begin + (family_.load_path == LoadPath::kTma ? work.k_count : k_end - k_begin);
+    int32_t const end = begin + (family_.loads_by_tma() ? work.k_count : k_end - k_begin);
     out_.worker.push_back(worker);
     out_.tile.push_back(batch * tiles + in_batch);
     out_.k_begin.push_back(k_begin);
@@ -158,7 +158,7 @@ class Units {
   void mark_fix_ups() {
     out_.fixes_up.resize(out_.size());
     if (launch_.separate) return;  // a second kernel does
-    bool const first = family_.fix_up == FixUp::kCluster || s_.reduction == Reduction::kSeparate;
+    bool const first = family_.adds_in_cluster() || s_.reduction == Reduction::kSeparate;
     bool const last_to_arrive = !first && family_.fix_up == FixUp::kLastToArrive;
     std::vector<int32_t> owner(out_.tiles, -1);
     for (size_t i = 0; i < out_.size(); ++i) {

@@ -8,8 +8,6 @@
 
 namespace jax_streamk {
 
-// Who takes pieces of work in the decomposition (kCta: a cluster of them counts as one).
-enum class Worker { kThread, kSm, kCta };
 enum class MathUnit { kThreads, kMma, kMmaFewRows, kWgmma };
 enum class LoadPath { kThreads, kVectors, kStreaming, kTma };
 // Who adds up a shared tile: the last worker to arrive; the last along K, each waiting for the one before it, where
@@ -24,8 +22,16 @@ struct PolicyFields {
 };
 
 struct FamilyTraits {
+  // Of one launch, without copies and separate reduction, of a problem that passed the checks that families share.
+  Status (*can_launch)(KernelInfo const&, GemmProblem const&, Schedule const&, Device const&);
+  // Empty where only a kernel of this build knows.
+  std::optional<int64_t> (*workspace_bytes)(KernelInfo const&, GemmProblem const&, Schedule const&, Device const&);
+  // The grid of output tiles and MAC iterations, and which worker does which.
+  Decomposition (*decomposition)(KernelInfo const&, GemmProblem const&, Schedule const&, Device const&);
+  PolicyFields (*obeys)(KernelInfo const&);
+
   int32_t oldest_arch = 80, newest_arch = INT32_MAX;  // compute capabilities, as in Device: 0 is a CPU
-  Worker worker = Worker::kSm;
+  char const* worker = "SM";  // who takes pieces of work: "thread", "SM", or "CTA" (a cluster counts as one)
   MathUnit math_unit = MathUnit::kMma;
   LoadPath load_path = LoadPath::kVectors;
   FixUp fix_up = FixUp::kLastToArrive;
@@ -33,18 +39,10 @@ struct FamilyTraits {
   bool nests_batches = false;     // the batch may be nested
   bool slices_by_launch = false;  // slices of a separate split-K may need launches of their own
 
-  // Of one launch, without copies and separate reduction, of a problem that passed the checks that families share.
-  Status (*can_launch)(KernelInfo const&, GemmProblem const&, Schedule const&, Device const&) = nullptr;
-  // Empty where only a kernel of this build knows.
-  std::optional<int64_t> (*workspace_bytes)(KernelInfo const&, GemmProblem const&, Schedule const&,
-                                            Device const&) = nullptr;
-  // The grid of output tiles and MAC iterations, and which worker does which.
-  Decomposition (*decomposition)(KernelInfo const&, GemmProblem const&, Schedule const&, Device const&) = nullptr;
-  PolicyFields (*obeys)(KernelInfo const&) = nullptr;
-
   bool is_host() const { return newest_arch == 0; }
   // TMA needs aligned operands, so others are copied before (passes/repack.h).
-  bool copies_operands() const { return load_path == LoadPath::kTma; }
+  bool loads_by_tma() const { return load_path == LoadPath::kTma; }
+  bool adds_in_cluster() const { return fix_up == FixUp::kCluster; }
 };
 
 // Each beside its family's kernels.

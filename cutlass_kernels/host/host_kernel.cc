@@ -394,17 +394,14 @@ constexpr int32_t kTiles[][3] = {{256, 512, 64}, {128, 128, 64}, {64, 64, 64}};
 }  // namespace
 
 FamilyTraits const host::kTraits = [] {
-  FamilyTraits traits;
+  FamilyTraits traits{
+      [](KernelInfo const&, GemmProblem const&, Schedule const&, Device const&) { return Status{}; },
+      [](KernelInfo const&, GemmProblem const&, Schedule const&, Device const&) { return std::optional<int64_t>(); },
+      decomposition, [](KernelInfo const&) { return PolicyFields{}; }};
   traits.oldest_arch = traits.newest_arch = 0;
-  traits.worker = Worker::kThread;
+  traits.worker = "thread";
   traits.math_unit = MathUnit::kThreads;
   traits.load_path = LoadPath::kThreads;
-  traits.can_launch = [](KernelInfo const&, GemmProblem const&, Schedule const&, Device const&) { return Status{}; };
-  traits.workspace_bytes = [](KernelInfo const&, GemmProblem const&, Schedule const&, Device const&) {
-    return std::optional<int64_t>();
-  };
-  traits.decomposition = decomposition;
-  traits.obeys = [](KernelInfo const&) { return PolicyFields{}; };
   return traits;
 }();
 

@@ -37,7 +37,7 @@ class Checks {
 
  private:
   bool on_cpu() const { return traits_of(info_).is_host(); }
-  bool loads_by_tma() const { return traits_of(info_).load_path == LoadPath::kTma; }
+  bool loads_by_tma() const { return traits_of(info_).loads_by_tma(); }
   bool is_ragged() const { return p_.ragged != Ragged::kNone; }
   // Whether another kernel adds slices of K, which this one stores as sums.
   bool is_separate() const {

@@ -27,7 +27,7 @@ constexpr int64_t kFewColumns = 8, kMostRows = 1 << 15;
 Repack repack_of(KernelInfo const& info, GemmProblem const& p) {
   Repack out;
   out.problem = p;
-  if (!traits_of(info).copies_operands()) return out;
+  if (!traits_of(info).loads_by_tma()) return out;
   bool const splits = info.math == Math::kTF32x3;
   if (splits) out.part = (p.k + info.tile_k - 1) / info.tile_k * info.tile_k;
   auto const copy = [&](Role role, KernelOperand const& wanted, Layout& copied, int64_t& bytes) {
@@ -75,7 +75,7 @@ bool can_copy(GemmProblem const& p, Repack const& repack) {
 }
 
 std::vector<std::pair<Major, Major>> majors_of(KernelInfo const& info, bool few) {
-  bool const copies = traits_of(info).copies_operands();
+  bool const copies = traits_of(info).loads_by_tma();
   std::vector<std::pair<Major, Major>> majors;
   for (Major const a : {Major::kRow, Major::kColumn}) {
     for (Major const b : {Major::kRow, Major::kColumn}) {

@@ -121,7 +121,7 @@ double Estimator::dram_of(Share const& share, double splits, double busy_last) c
   double const of_last = left / pieces;
   auto const slower = [&](double at_work) { return overlapped(work_.machine, 1.0, draw_ / (at_work * share.busy)); };
   double const us = (dram_ + again_ * share.cut_tiles) * ((1 - of_last) * slower(1) + of_last * slower(busy_last));
-  bool const in_cluster = work_.traits.fixes_up_in_cluster();
+  bool const in_cluster = work_.traits.family.adds_in_cluster();
   return in_cluster ? us * (1 + work_.machine.dram_cluster_share * (share.peers - 1)) : us;
 }
 
@@ -159,7 +159,7 @@ Cost Estimator::cost(Schedule const& s, Wave const& wave, double limit) const {
   cost.launches = launch_us_ + work_.machine.launch_us * (share.launches - 1);
   if (separate) {
     cost.extra = reduction_us(work_, share.slices);
-  } else if (share.peers > 1 && !traits.fixes_up_in_cluster()) {
+  } else if (share.peers > 1 && !traits.family.adds_in_cluster()) {
     cost.extra = work_.machine.launch_us;  // the memset of its tickets
   }
   cost.repack = repack_;

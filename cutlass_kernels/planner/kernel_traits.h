@@ -18,8 +18,6 @@ struct KernelTraits {
   bool words_of_b = false;    // B has few columns, loaded as words of 4 bytes wherever rows start
 
   static KernelTraits of(KernelInfo const&);
-  // CTAs that share a tile add it up in distributed shared memory.
-  bool fixes_up_in_cluster() const { return family.fix_up == FixUp::kCluster; }
 };
 
 // An operand as a CTA's tile reads it.

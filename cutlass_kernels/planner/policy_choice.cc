@@ -106,11 +106,13 @@ LaunchPolicy choose_policy(KernelInfo const& info, GemmProblem const& p, Schedul
   LaunchPolicy policy;
   policy.raster = raster, policy.swizzle = swizzle;
   PolicyFields const fields = traits_of(info).obeys(info);
-  if (traits_of(info).load_path == LoadPath::kTma) {
+  if (traits_of(info).loads_by_tma()) {
     PolicyChoice const choice(info, p, s, policy, device);
     choice.set_hints(policy, machine);
-    if (fields.stages_and_clusters) choice.set_held_back(policy, machine);
-    if (fields.stages_and_clusters) choice.set_clusters(policy, machine);
+    if (fields.stages_and_clusters) {
+      choice.set_held_back(policy, machine);
+      choice.set_clusters(policy, machine);
+    }
     if (fields.extents) choice.set_extents(policy, machine);
   } else {
     // One line of tiles reads the long operand once.

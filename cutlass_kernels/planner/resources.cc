@@ -34,7 +34,7 @@ double panel_of(Workload const& l, TileOperand const& x) {
   // A request for a shorter vector costs as much as one for 16 bytes.
   double const panel = l.kernel.tile_k * x.element_bytes / std::min(x.vector / kVector, 1.0);
   double const more = misses(x, x.along_k ? kSector : kLine) ? factor - 1 : 0;
-  if (x.along_k || l.traits.family.load_path != LoadPath::kTma) return panel * (1 + more);
+  if (x.along_k || !l.traits.family.loads_by_tma()) return panel * (1 + more);
   // TMA loads boxes with rows of at most a line. A partial box costs as much as a whole one, a partial line as a line.
   double const bytes = x.tile * x.element_bytes, boxes = ceil_div(bytes, x.row);
   return panel * parts_of(x) * boxes * (x.row + kLine * more) / bytes;
@@ -129,7 +129,7 @@ double sustained_us(Workload const& l) {
 
 double shared_memory_us(Workload const& l, Panels const& panels) {
   Machine const& machine = l.machine;
-  bool const by_tma = l.traits.family.load_path == LoadPath::kTma;
+  bool const by_tma = l.traits.family.loads_by_tma();
   auto const loaded = [&](TileOperand const& x, double tile, double extent) {
     return by_tma && !x.along_k ? tile : std::min(tile, extent);
   };
@@ -179,7 +179,7 @@ double dram_us(Workload const& l) {
   double const read = rows_of_a * k * size_of(p.a.format) + k * n * batches(p.b.batch_stride) * size_of(p.b.format) +
                       ((p.epilogue.has_residual ? d : 0) + bias) * size_of(p.d.format);
   double us = (read + d * size_of(p.d.format)) / machine.dram_bytes_per_us;
-  if (l.traits.family.load_path == LoadPath::kTma) {
+  if (l.traits.family.loads_by_tma()) {
     // CTAs of a cluster wait for each other to load, not to store.
     double const stored = d * size_of(p.d.format) / machine.dram_bytes_per_us;
     us += machine.dram_cluster_share * (l.ctas - 1) * std::max(us - stored, 0.0);
@@ -189,7 +189,7 @@ double dram_us(Workload const& l) {
 }
 
 double dram_again_us(Workload const& l) {
-  if (l.traits.family.load_path != LoadPath::kTma) return 0;
+  if (!l.traits.family.loads_by_tma()) return 0;
   double const depth = static_cast<double>(l.problem.batch) * l.repacked.problem.k;
   double const a = l.problem.m * depth * l.a.element_bytes, b = l.problem.n * depth * l.b.element_bytes;
   double const once = a + b, more = (l.tiling.tiles_n - 1.0) * a + (l.tiling.tiles_m - 1.0) * b;
@@ -218,7 +218,7 @@ double repack_us(Workload const& l) {
 double epilogue_us(Workload const& l) {
   double us = l.machine.epilogue_us * l.area() / kSquare * turns_of(l);
   // If 32 does not divide tile_n, the store's boxes of 64 columns overlap (sm90/store.h).
-  bool const overlap = l.traits.family.load_path == LoadPath::kTma && !l.kernel.swap_ab && l.kernel.tile_n > 64;
+  bool const overlap = l.traits.family.loads_by_tma() && !l.kernel.swap_ab && l.kernel.tile_n > 64;
   if (overlap && l.kernel.tile_n % 32 != 0 && size_of(l.kernel.d.format) == 2)
     us *= ceil_div(l.kernel.tile_n, 64) * 64 / l.kernel.tile_n;
   return l.traits.shifted_b ? us * l.machine.shifted_epilogue_factor : us;
@@ -230,7 +230,7 @@ double fused_us(Workload const& l) {
   EpilogueOps const& epilogue = l.problem.epilogue;
   if (epilogue.is_plain()) return 0;
   double const us = l.machine.epilogue_us * l.area() / kSquare * turns_of(l);
-  if (l.traits.family.load_path != LoadPath::kTma) return us;
+  if (!l.traits.family.loads_by_tma()) return us;
   double const warpgroups = l.kernel.warp_schedule == WarpSchedule::kCooperative ? l.kernel.threads / 128.0 - 1 : 1;
   double const accumulators = l.area() / (128 * warpgroups);
   double const few_registers = accumulators >= 160 ? 5.5 : accumulators > 128 ? 3 : 1;
@@ -246,7 +246,7 @@ double partial_us(Workload const& l) {
 
 double fix_up_us(Workload const& l, double tiles, double peers) {
   if (peers <= 1) return 0;
-  if (l.traits.fixes_up_in_cluster()) {
+  if (l.traits.family.adds_in_cluster()) {
     double const sixteens = l.kernel.tile_n * size_of(accumulator_of(l.problem.a.format)) / 64.0;
     return l.machine.cluster_peer_us * peers * sixteens;
   }

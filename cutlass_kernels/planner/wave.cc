@@ -68,7 +68,7 @@ class Runs {
   double tiles_ = 0, of_m_ = 0, of_n_ = 0;
 };
 
-// What CTAs of one GPC share, for `last` workers, of which `neighbours` are on one.
+// What CTAs of one GPC share, for `last` workers, `neighbours` to a GPC.
 Runs runs_of_gpcs(Lines const& lines, bool along_m, int32_t neighbours, int32_t last) {
   Runs runs(lines, along_m);
   // Nothing says with which worker a GPC begins, so runs overlap by half.

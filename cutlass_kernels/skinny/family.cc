@@ -42,15 +42,11 @@ PolicyFields obeys(KernelInfo const& info) { return {!info.swap_ab, info.swap_ab
 }  // namespace
 
 FamilyTraits const kTraits = [] {
-  FamilyTraits traits;
+  FamilyTraits traits{can_launch, workspace_bytes, decomposition, obeys};
   traits.math_unit = MathUnit::kMmaFewRows;
   traits.load_path = LoadPath::kStreaming;
   traits.fix_up = FixUp::kCluster;
   traits.cta_per_piece = traits.nests_batches = true;
-  traits.can_launch = can_launch;
-  traits.workspace_bytes = workspace_bytes;
-  traits.decomposition = decomposition;
-  traits.obeys = obeys;
   return traits;
 }();
 

@@ -95,13 +95,9 @@ bool shares_tiles(Schedule const& s) {
 }
 
 FamilyTraits const kTraits = [] {
-  FamilyTraits traits;
+  FamilyTraits traits{can_launch, workspace_bytes, decomposition, obeys};
   traits.fix_up = FixUp::kTurnstile;
   traits.slices_by_launch = true;
-  traits.can_launch = can_launch;
-  traits.workspace_bytes = workspace_bytes;
-  traits.decomposition = decomposition;
-  traits.obeys = obeys;
   return traits;
 }();
 

@@ -75,15 +75,11 @@ Workspace Workspace::of(KernelInfo const& info, GemmProblem const& p, Schedule c
 }
 
 FamilyTraits const kTraits = [] {
-  FamilyTraits traits;
+  FamilyTraits traits{can_launch, workspace_bytes, decomposition, obeys};
   traits.oldest_arch = traits.newest_arch = 90;
-  traits.worker = Worker::kCta;
+  traits.worker = "CTA";
   traits.math_unit = MathUnit::kWgmma;
   traits.load_path = LoadPath::kTma;
-  traits.can_launch = can_launch;
-  traits.workspace_bytes = workspace_bytes;
-  traits.decomposition = decomposition;
-  traits.obeys = obeys;
   return traits;
 }();
 
