@@ -217,12 +217,12 @@ def einsum(
     Raises:
       TypeError, ValueError: as ``jax.numpy.einsum`` and ``dot_general``.
     """
-    operands = tuple(map(quantized.of_other, operands))
+    operands = tuple(map(quantized.dequantized, operands))
     for i, x in enumerate(operands):
         _check_byte_order("einsum", f"operands[{i}]", x)
     return jnp.einsum(
         subscripts,
-        *(x.dequantize() if isinstance(x, quantized.QuantizedArray) else x for x in operands),
+        *operands,
         out=out,
         optimize=optimize,
         precision=precision,
@@ -819,7 +819,7 @@ def _or_of_a_function(of_product: Callable[P, Plan]) -> _Planning[P]:
         if args and callable(args[0]) and not hasattr(args[0], "shape"):  # a flax.nnx.Variable is callable, too
             return _plan_of_a_function(*args, **kwargs)
         operands = dict(zip(("lhs", "rhs"), args)) | kwargs
-        notes = [quantized.note(name, x) for name, x in operands.items() if isinstance(x, quantized.QuantizedArray)]
+        notes = [quantized.note(name, x) for name, x in operands.items() if quantized.is_quantized(x)]
         return of_product(*args, **kwargs).with_notes(notes)
 
     return cast("_Planning[P]", plan)
@@ -999,7 +999,7 @@ def kernels() -> list[_ffi.KernelInfo]:
 
 def _array(function: str, name: str, x: Any) -> jax.Array:
     """An operand as an array: a ``QuantizedArray`` as what it stands for."""
-    x = quantized.of_other(x)
+    x = quantized.dequantized(x)
     _check_byte_order(function, name, x)
     try:
         x = jnp.asarray(x)

@@ -127,17 +127,22 @@ class QuantizedArray:
         return self
 
 
-def of_other(x: Any) -> Any:
-    """The ``QuantizedArray`` of another library's, such as qwix's ``QArray``, which its attributes tell; else x."""
-    if isinstance(x, QuantizedArray) or not all(hasattr(x, name) for name in ("qvalue", "scale", "zero_point")):
+def is_quantized(x: Any) -> bool:
+    """Whether x is a ``QuantizedArray``, or another library's, such as qwix's ``QArray``, which its attributes tell."""
+    return isinstance(x, QuantizedArray) or all(hasattr(x, name) for name in ("qvalue", "scale", "zero_point"))
+
+
+def dequantized(x: Any) -> Any:
+    """What a quantized array stands for; any other x itself."""
+    if not is_quantized(x):
         return x
-    zero_point = None if x.zero_point is None else jnp.asarray(x.zero_point)
-    return QuantizedArray(x.qvalue, x.scale, zero_point)
+    return (x if isinstance(x, QuantizedArray) else QuantizedArray(x.qvalue, x.scale, x.zero_point)).dequantize()
 
 
-def note(name: str, x: QuantizedArray) -> str:
-    """What a plan says of such an operand."""
-    return f"{name} is dequantized first, to {x.dtype.name}: no kernel multiplies {x.values.dtype.name} with scales"
+def note(name: str, x: Any) -> str:
+    """What a plan says of a quantized operand."""
+    values = x.values if isinstance(x, QuantizedArray) else x.qvalue
+    return f"{name} is dequantized first, to {x.dtype.name}: no kernel multiplies {values.dtype.name} with scales"
 
 
 def quantize(x: ArrayLike, dtype: DTypeLike, *, block: int | Sequence[int | None] | None = None) -> QuantizedArray:

@@ -230,6 +230,7 @@ def test_arrays_of_qwix(rng):
     x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((8, K), (K, N)))
     theirs = qwix.quantize(w, qtype=jnp.int4, channelwise_axes=(1,))
     assert_close(sk.matmul(x, theirs), x @ qwix.dequantize(theirs))
+    assert sk.plan(x, theirs).reasons[-1].startswith("rhs is dequantized first, to float32: no kernel multiplies int4")
 
 
 def test_plans_say_that_they_are_dequantized(rng):
