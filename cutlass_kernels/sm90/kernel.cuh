@@ -16,6 +16,12 @@
 #include "cutlass_kernels/sm90/family.h"
 #include "cutlass_kernels/sm90/gated_epilogue.h"
 #include "cutlass_kernels/sm90/mainloop.h"
+#include "cutlass_kernels/sm90/operands/gathered.h"
+#include "cutlass_kernels/sm90/operands/joined.h"
+#include "cutlass_kernels/sm90/operands/pair.h"
+#include "cutlass_kernels/sm90/operands/run_of_k.h"
+#include "cutlass_kernels/sm90/operands/tile.h"
+#include "cutlass_kernels/sm90/operands/transposed.h"
 #include "cutlass_kernels/sm90/ragged.h"
 #include "cutlass_kernels/sm90/scheduler.h"
 #include "cutlass_kernels/sm90/warp_roles.h"
@@ -80,9 +86,27 @@ class Sm90Kernel final : public CudaKernel {
                         static_cast<int>(sizeof(typename Epilogue::TensorStorage)) + kOthersBytes>,
                     std::conditional_t<kConfig.warpgroups() == 2, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
                                        cutlass::gemm::KernelTmaWarpSpecializedPingpong>>::CollectiveOp>::type>;
-  using Mainloop = CollectiveMainloop<typename Collective::type, typename Collective::template WideMma<kConfig.tile_n>,
-                                      Collective, TileShape, kConfig.type_d == Type::kF32,
-                                      kConfig.math == Math::kTF32x3, kConfig.promotion_k(), kGated, kJoined, kRagged>;
+  using Stage = StageLayout<typename Collective::type, TileShape>;
+  using OwnMma = typename Collective::template WideMma<kConfig.tile_n>;
+
+  // The way to load each operand. Threads gather rows of up to 128: beside more the warpgroup that loads has too few
+  // registers.
+  static constexpr bool kRunsOfK = kRagged == Ragged::kK, kGathers = kRun && kConfig.tile_n <= 128,
+                        kTransposes = kConfig.math == Math::kTF32 && kAAlongM && kBAlongN;
+  using OperandA = std::conditional_t<
+      kGated, PairA<Stage>,
+      std::conditional_t<kJoined, JoinedA<Stage>, std::conditional_t<kRunsOfK, RunA<Stage>, TileA<Stage>>>>;
+  using OperandB =
+      std::conditional_t<kGathers, GatheredB<Stage>,
+                         std::conditional_t<kRunsOfK, RunB<Stage>,
+                                            std::conditional_t<kTransposes, TransposedB<Stage>, TileB<Stage, kRun>>>>;
+  static constexpr int kPromotionK = kConfig.promotion_k();
+  static_assert(kPromotionK % kConfig.tile_k == 0);
+  using Sums = std::conditional_t<(kPromotionK > 0), PromotedSums<kPromotionK / kConfig.tile_k>, PlainSums>;
+  using Order = std::conditional_t<kConfig.math == Math::kTF32x3, OfSplitF32, InOrder>;
+  // A separate reduction adds slices of float32 results.
+  using Mainloop = CollectiveMainloop<Stage, OwnMma, Collective, OperandA, OperandB, Order, Sums,
+                                      kConfig.type_d == Type::kF32, kRun>;
 
  public:
   using Gemm = GemmKernel<Mainloop, Epilogue, Scheduler, kConfig.warp_schedule>;
@@ -155,8 +179,10 @@ class Sm90Kernel final : public CudaKernel {
     params.gathers = p.gathered_rows > 0;
     if (params.gathers) cute::get<1>(loaded) = static_cast<int>(p.gathered_rows);
     CUresult const loads = Mainloop::set_up(
-        params.mainloop, loaded,
+        params.mainloop,
         {{static_cast<ElementA const*>(own_a), stride_a, static_cast<ElementB const*>(own_b), stride_b},
+         cute::get<0>(loaded),
+         cute::get<1>(loaded),
          static_cast<int32_t>(part > 0 ? 2 * part : p.k),
          static_cast<int32_t>(p.batch),
          p.epilogue.is_stacked() ? static_cast<ElementA const*>(own_a) + p.epilogue.up_offset : buffers.up,
@@ -220,7 +246,7 @@ class Sm90Kernel final : public CudaKernel {
     info.gated = kGated;
     info.joined = kJoined;
     info.ragged = kRagged;
-    info.gathers = Mainloop::kMayGather;
+    info.gathers = OperandB::kGathers;
     return info;
   }
 

@@ -1,6 +1,6 @@
 // Which warps of a CTA load, multiply and store, and when: one warp produces stages of operands by TMA, one to three
-// warpgroups consume them; in some kernels two warps copy or transpose B in between. CUTLASS's collectives do the work,
-// under our own tile scheduler.
+// warpgroups consume them; in some kernels two warps copy or transpose B in between. Each role is a file of roles/;
+// CUTLASS's collectives do the work, under our own tile scheduler.
 //
 // A short product mostly waits for its first load, and every instruction and parameter needed before that load comes
 // from memory too. So two warps initialize the barriers while another finds out what to load; all else comes later.
@@ -31,6 +31,7 @@ struct GemmKernel {
   static constexpr int kConsumersPerTile = kPingpong ? 1 : kConsumers;
   static constexpr int kThreads = kSingle ? kWarpgroup + 32 : kWarpgroup * (1 + kConsumers),
                        kCtasPerSm = kSingle ? kSingles : 1;
+  using OperandB = typename Mainloop::OperandB;
   static constexpr int kClusterM = Scheduler::kClusterM, kClusterN = Scheduler::kClusterN,
                        kClusterSize = kClusterM * kClusterN;
   using Stage = typename Mainloop::Stage;
@@ -50,7 +51,7 @@ struct GemmKernel {
     typename Epilogue::Params epilogue;
   };
 
-  static constexpr bool kTransposes = Mainloop::kTransposes;
+  static constexpr bool kTransposes = OperandB::kTransposes;
   struct Transposed {
     FullBarrier stages[kStages];
   };
@@ -118,12 +119,12 @@ struct GemmKernel {
   // if ptxas would spill without it.
   static constexpr bool kMovesRegisters =
       !kSingle && (!kPingpong || kAccumulators > (kRagged ? 48 : 72) || Mainloop::kAFromRegisters ||
-                   (Mainloop::kPromotes && kAccumulators >= 32));
+                   (Mainloop::Sums::kPromotes && kAccumulators >= 32));
   static constexpr bool kLargeTile = kAccumulators >= 208;  // consumers need all registers that the producer can spare
-  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kLargeTile ? 240 : Mainloop::kMayGather ? 224 : 232;
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kLargeTile ? 24 : Mainloop::kMayGather ? 56 : 40;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kLargeTile ? 240 : OperandB::kGathers ? 224 : 232;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kLargeTile ? 24 : OperandB::kGathers ? 56 : 40;
 
-  static CUTLASS_DEVICE bool gathers(Params const& params) { return Mainloop::kMayGather && params.gathers; }
+  static CUTLASS_DEVICE bool gathers(Params const& params) { return OperandB::kGathers && params.gathers; }
 
   // Named barriers. kMultiplies + w and kStores + w: consumer w of a pingpong kernel may multiply, or may store.
   // kStored: the threads of a warpgroup that store together.
@@ -138,12 +139,13 @@ struct GemmKernel {
     static_assert(sizeof(FullBarrier) == sizeof(EmptyBarrier) &&
                   offsetof(SharedStorage, empty) == offsetof(SharedStorage, full) + sizeof(shared.full));
     EmptyBarrier const* const barriers = static_cast<EmptyBarrier const*>(shared.full) + kind * kStages;
-    uint32_t const loaders = gathers ? 1 + Mainloop::kGatherThreads : 1;
+    uint32_t loaders = 1;
+    if constexpr (OperandB::kGathers) loaders += gathers ? OperandB::kThreads : 0;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kStages; ++i) barriers[i].init(kind == 0 ? loaders : kReaders);
     if constexpr (kTransposes) {
       CUTLASS_PRAGMA_UNROLL
-      for (int i = kind; i < kStages; i += 2) shared.transposed.stages[i].init(Mainloop::kTransposers);
+      for (int i = kind; i < kStages; i += 2) shared.transposed.stages[i].init(OperandB::kWarps);
     }
     cutlass::arch::fence_barrier_init();
   }
@@ -159,91 +161,15 @@ struct GemmKernel {
     }
   }
 
-  // The role of the warps that are not consumers. kWhole: CTAs share no tile.
+  // The role of the warps that are not consumers (roles/produce.h). kWhole: CTAs share no tile.
   template <bool kWhole>
-  static CUTLASS_DEVICE void produce(Params const& params, SharedStorage& shared, int warp) {
-    if (!kRagged && warp == kPrefetcher && cute::elect_one_sync()) Mainloop::prefetch_tma_descriptors(params.mainloop);
-    if (!kSingle && warp > kProducer) {
-      if constexpr (kClusterSize > 1) cute::cluster_wait();
-      if (!kRagged && warp == 1) prefetch_residual(params, shared);
-      if constexpr (kRagged) {
-        if (warp == 1 && cute::elect_one_sync()) Scheduler::take_tiles(params.scheduler, shared.table);
-      }
-      if constexpr (Mainloop::kMayGather) {
-        if (warp >= 2 && gathers(params)) gather(params, shared);
-      }
-      return;
-    }
-    Scheduler const scheduler(params.scheduler, shared.table);
-    Stage stage(0, 1, 0);  // all stages are empty
-    auto tile = [&] {
-      if constexpr (kWhole && Scheduler::kHasList) return scheduler.listed();
-      return scheduler.template tile<kWhole>(0);
-    }();
-    Mainloop::locate(params.loads, params.scheduler.decomposition.k_tiles, tile);
-    // Branch on the tile before waiting: otherwise ptxas would read its coordinates after the wait.
-    if (!tile.is_valid()) {
-      if constexpr (kClusterSize == 1) cutlass::arch::NamedBarrier::arrive(kWaiting, kReady);
-      return;
-    }
-    wait_for_primary();
-    wait_for_barriers();
-    if (!cute::elect_one_sync()) return;
-    int32_t held_back = params.loads.held_back.first;
-    while (true) {
-#ifdef JAX_STREAMK_RECORD
-      record_work(tile.m, tile.n, tile.batch, tile.k_begin, tile.k_begin + tile.k_count);
-#endif
-      Mainloop::load(params.mainloop, params.loads, params.shape, tile, held_back, gathers(params), shared.full,
-                     shared.empty, stage, shared.mainloop, [&] {
-                       if constexpr (kRagged) shared.table.is_wanted.arrive();
-                     });
-      tile = scheduler.template tile<kWhole>(tile.ordinal + 1);
-      if (!tile.is_valid()) break;
-      held_back = params.loads.held_back.stages(tile.ordinal);
-      Mainloop::locate(params.loads, params.scheduler.decomposition.k_tiles, tile);
-    }
-    // Consumers of other CTAs still arrive at this CTA's barriers: its shared memory must outlive that.
-    if constexpr (kClusterSize > 1) {
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (int i = 0; i < kStages; ++i, ++stage) shared.empty[stage.index()].wait(stage.phase());
-    }
-  }
-
-  // The role of warps 2 and 3 of a product that gathers rows of B: they load these for the producer's tiles.
-  static CUTLASS_DEVICE void gather(Params const& params, SharedStorage& shared) {
-    static_assert(Mainloop::kGatherThreads == 64 && kRagged && kClusterSize == 1 && !kSingle);
-    Scheduler const scheduler(params.scheduler, shared.table);
-    auto tile = scheduler.tile(0);
-    if (!tile.is_valid()) return;
-    wait_for_primary();
-    auto indices = Mainloop::indices_of(params.mainloop, tile);
-    Stage stage(0, 1, 0);  // all stages are empty
-    do {
-      auto next = tile;
-      auto next_indices = indices;
-      Mainloop::gather(params.mainloop, tile, scheduler.is_outside(tile), indices, shared.full, shared.empty, stage,
-                       shared.mainloop, [&] {
-                         next = scheduler.tile(tile.ordinal + 1);
-                         if (next.is_valid()) next_indices = Mainloop::indices_of(params.mainloop, next);
-                       });
-      tile = next, indices = next_indices;
-    } while (tile.is_valid());
-    cute::cp_async_wait<0>();
-  }
-
-  // The role of warps 2 and 3 where B is transposed: they do so in the stages that the producer loads.
-  static CUTLASS_DEVICE void transpose(Params const& params, SharedStorage& shared, int warp) {
-    static_assert(Mainloop::kTransposers == 2 && !kSingle);
-    Scheduler const scheduler(params.scheduler, shared.table);
-    BlockTransposer const transposer;
-    Stage stage;
-    auto tile = scheduler.tile(0);
-    wait_for_barriers();
-    for (; tile.is_valid(); tile = scheduler.tile(tile.ordinal + 1))
-      Mainloop::transpose(shared.full, shared.transposed.stages, stage, tile.k_count, warp, transposer,
-                          shared.mainloop);
-  }
+  static CUTLASS_DEVICE void produce(Params const& params, SharedStorage& shared, int warp);
+  static CUTLASS_DEVICE void prefetch_residual(Params const& params, SharedStorage const& shared);
+  // Warps 2 and 3, of a product that gathers rows of B, or transposes it (roles/gather.h, roles/transpose.h).
+  static CUTLASS_DEVICE void gather(Params const& params, SharedStorage& shared);
+  static CUTLASS_DEVICE void transpose(Params const& params, SharedStorage& shared, int warp);
+  // A warpgroup that multiplies and stores (roles/consume.h).
+  static CUTLASS_DEVICE void consume(Params const& params, SharedStorage& shared, int warpgroup);
 
   // What consumers wait for.
   static CUTLASS_DEVICE FullBarrier* filled(SharedStorage& shared) {
@@ -252,14 +178,6 @@ struct GemmKernel {
     } else {
       return shared.full;
     }
-  }
-
-  static CUTLASS_DEVICE void prefetch_residual(Params const& params, SharedStorage const& shared) {
-    if (!params.has_residual) return;
-    wait_for_primary();
-    Scheduler const scheduler(params.scheduler, shared.table);
-    for (auto tile = scheduler.tile(0); tile.is_valid(); tile = scheduler.tile(tile.ordinal + 1))
-      Epilogue::prefetch(params.epilogue, params.shape, tile.m, tile.n, tile.batch);
   }
 
   // Whether there is separate code for a straight product. With more accumulators, or A in registers, it would spill.
@@ -298,71 +216,6 @@ struct GemmKernel {
 
   // A row of D that is outside every result.
   static constexpr int32_t kRowOutside = 1 << 24;
-
-  // The role of a consumer warpgroup: multiplies its tiles, fixes up those that it shares, and stores them.
-  static CUTLASS_DEVICE void consume(Params const& params, SharedStorage& shared, int warpgroup) {
-    Scheduler const scheduler(params.scheduler, shared.table);
-    constexpr int kStep = kPingpong ? kConsumers : 1;
-    wait_for_barriers();  // first, because without a cluster the producer waits for all consumers
-    auto tile = first_tile(params, scheduler, warpgroup);
-    Stage stage;
-    if (kPingpong && warpgroup > 0) stage.advance(scheduler.k_tiles_between(tile, 0));
-    int const thread = threadIdx.x % kWarpgroup + (kPingpong ? 0 : warpgroup * kWarpgroup);
-    uint32_t const other = 1 - warpgroup;
-    // In a pingpong CTA with one tile, the second consumer stores a tile outside D: TMA drops it, and the first
-    // consumer then finds the epilogue in the instruction cache.
-    bool const warms_up = kPingpong && !tile.is_valid();
-    if (warms_up && scheduler.is_idle()) return;
-    if (warms_up) tile.m = kRowOutside / static_cast<int32_t>(cute::size<0>(TileShape{}));
-    TiledMma tiled_mma;
-    Epilogue epilogue(params.epilogue, shared.epilogue, thread, kStored + (kPingpong ? 0 : warpgroup));
-    // Ends a tile's store. Returns whether this warpgroup is done.
-    auto const end_store = [&] {
-      if (kPingpong || tile.last) epilogue.finish();
-      if (kPingpong && !tile.last) give_turn(kStores + other);
-      return tile.last || warms_up;
-    };
-    while (warms_up || tile.is_valid()) {
-      auto accumulators = cute::partition_fragment_C(tiled_mma, cute::take<0, 2>(TileShape{}));
-      if constexpr (kAccumulators <= kMostUnset || kRagged) leave_unset(accumulators);
-      auto const at = Scheduler::coordinate(tile);
-      bool const is_zero = scheduler.is_outside(tile);
-      auto biases = epilogue.template biases<decltype(accumulators)>(params.has_early_bias && !is_zero, params.shape,
-                                                                     at, tiled_mma);
-
-      if (kPingpong && tile.ordinal > 0) wait_for_turn(kMultiplies + warpgroup);
-      auto sums = Mainloop::make_sums(accumulators);
-      int const unreleased =
-          Mainloop::multiply(filled(shared), shared.empty, stage, accumulators, sums, params.promotes, tile.k_count,
-                             Scheduler::columns(tile), gathers(params), warpgroup, shared.mainloop);
-      if constexpr (kRagged) {
-        if (!warms_up) scheduler.look_ahead(tile);
-      }
-      if (kPingpong && !tile.last && !warms_up) give_turn(kMultiplies + other);
-      Mainloop::finish(shared.empty, accumulators, sums, unreleased);
-
-      if constexpr (kPingpong) {
-        stage.advance(scheduler.k_tiles_between(tile, tile.ordinal + 1));
-        // The only tile of a CTA also waits for the warm-up.
-        if (tile.ordinal > 0 || tile.last) wait_for_turn(kStores + warpgroup);
-      }
-      // Lets a separate reduction start. Before a CTA's last epilogue it would only wait for SMs that are still in use.
-      if (tile.last) let_dependents_start();
-      if (!kPingpong && tile.ordinal > 0) epilogue.wait_for_boxes();
-      if (kPingpong && kAccumulators < 192 && tile.ordinal == 0 && tile.last) epilogue.spread(shared.mainloop);
-      if (!kHasStraightStore || !(params.straight || is_zero) || scheduler.is_part(tile)) {
-        if (scheduler.fixup(TileThreads<kConsumersPerTile>(kPingpong ? 0 : warpgroup), tile, accumulators))
-          epilogue.store(params.shape, at, biases, accumulators, tiled_mma);
-        if (end_store()) return;
-      } else {
-        // The common case is last, so that its code follows the main loop in line. Hence end_store() twice.
-        if constexpr (!Epilogue::kGated) epilogue.store_converted(at, accumulators);
-        if (end_store()) return;
-      }
-      tile = scheduler.tile(tile.ordinal + kStep);
-    }
-    if (!kPingpong) epilogue.finish();
-  }
 };
 
 template <class Operands, class Row>
@@ -399,3 +252,8 @@ auto entry_of() {
 }
 
 }  // namespace jax_streamk::sm90
+
+#include "cutlass_kernels/sm90/roles/consume.h"
+#include "cutlass_kernels/sm90/roles/gather.h"
+#include "cutlass_kernels/sm90/roles/produce.h"
+#include "cutlass_kernels/sm90/roles/transpose.h"

@@ -1,0 +1,67 @@
+// How the products of k-tiles become a tile's sum. wgmma truncates its accumulators at every instruction, so for a
+// float32 result, partial sums over short runs of K are added up in separate float32 registers: promotion.
+//
+// multiply(run, drain ...) calls run(k-tiles) for each run, which returns the stage that the products in flight read,
+// and drain(stage) to wait for them.
+#pragma once
+
+#include <utility>
+
+#include "cute/tensor.hpp"
+#include "cutlass/cutlass.h"
+
+namespace jax_streamk::sm90 {
+
+// All of K in the tensor cores.
+struct PlainSums {
+  static constexpr bool kPromotes = false;
+
+  template <class Accumulators>
+  struct Of {
+    CUTLASS_DEVICE void add_to(Accumulators&) const {}
+  };
+
+  template <class Accumulators, class Run, class Drain>
+  static CUTLASS_DEVICE int multiply(Accumulators&, Of<Accumulators>&, bool, int32_t count, Run const& run,
+                                     Drain const&) {
+    return run(count);
+  }
+};
+
+// The last run's sum stays in the accumulators; `promotes`: there are others.
+template <int kKTiles>
+struct PromotedSums {
+  static constexpr bool kPromotes = true;
+
+  template <class Accumulators>
+  class Of {
+   public:
+    CUTLASS_DEVICE Of() { cute::clear(sums_); }
+
+    CUTLASS_DEVICE void add(Accumulators const& accumulators) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < cute::size(sums_); ++i) sums_(i) += accumulators(i);
+    }
+    CUTLASS_DEVICE void add_to(Accumulators& accumulators) const {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < cute::size(sums_); ++i) accumulators(i) += sums_(i);
+    }
+
+   private:
+    decltype(cute::make_fragment_like(std::declval<Accumulators const&>())) sums_;
+  };
+
+  template <class Accumulators, class Run, class Drain>
+  static CUTLASS_DEVICE int multiply(Accumulators& accumulators, Of<Accumulators>& sums, bool promotes, int32_t count,
+                                     Run const& run, Drain const& drain) {
+    int32_t const k_tiles = promotes ? kKTiles : count;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (; count > k_tiles; count -= k_tiles) {
+      drain(run(k_tiles));
+      sums.add(accumulators);
+    }
+    return run(count);
+  }
+};
+
+}  // namespace jax_streamk::sm90
