@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import operator
@@ -147,12 +148,12 @@ def matmul(
         run the product under an explicit schedule.
     """
     schedule = check_schedule(schedule)
-    lhs, rhs, weak = _promoted("matmul", preferred_element_type, a=a, b=b)
+    lhs, rhs, weak = _promoted("matmul", preferred_element_type, a=a, b=_kept(b))
     dimension_numbers, squeeze, order = _matmul_dimensions("matmul", a=lhs, b=rhs)
-    lhs, rhs = (lax.squeeze(x, dims) if dims else x for x, dims in zip((lhs, rhs), squeeze))
+    lhs, rhs = (lax.squeeze(quantized.dequantized(x), dims) if dims else x for x, dims in zip((lhs, rhs), squeeze))
     product = _dense(lhs, rhs, dimension_numbers, precision, preferred_element_type).replaced(permutation=order)
     out_sharding = compat.canonicalize_sharding(out_sharding, "matmul")
-    out = bind(product, lhs, rhs, schedule=schedule, out_sharding=out_sharding)
+    out = quantized.bound(product, lhs, rhs, schedule=schedule, out_sharding=out_sharding)
     return compat.with_weak_type(out, weak)
 
 
@@ -187,10 +188,10 @@ def dot_general(
         says so.
     """
     schedule = check_schedule(schedule)
-    lhs, rhs = (_array("dot_general", name, x) for name, x in (("lhs", lhs), ("rhs", rhs)))
+    lhs, rhs = (_array("dot_general", name, x) for name, x in (("lhs", lhs), ("rhs", _kept(rhs))))
     product = _dense(lhs, rhs, _dimension_numbers(dimension_numbers), precision, preferred_element_type)
     out_sharding = compat.canonicalize_sharding(out_sharding, "dot_general")
-    return bind(product, lhs, rhs, schedule=schedule, out_sharding=out_sharding)
+    return quantized.bound(product, lhs, rhs, schedule=schedule, out_sharding=out_sharding)
 
 
 @_dispatched("operands", jaxs=lambda *args, **kwargs: jnp.einsum(*args, **kwargs))
@@ -316,7 +317,7 @@ def linear(
     schedule = check_schedule(schedule)
     check_activation("linear", activation)
     alpha, beta = _factor("linear", "alpha", alpha), _factor("linear", "beta", beta)
-    lhs, rhs, weak = _promoted("linear", preferred_element_type, x=x, w=w)
+    lhs, rhs, weak = _promoted("linear", preferred_element_type, x=x, w=_kept(w))
     if lhs.ndim == 0 or rhs.ndim != 2 or lhs.shape[-1] != rhs.shape[0]:
         raise ValueError(f"linear: x has shape {lhs.shape} and w {rhs.shape}; they must be (..., k) and (k, n)")
     product, out_sharding = _linear("linear", lhs, rhs, precision, preferred_element_type, out_sharding)
@@ -337,7 +338,8 @@ def linear(
         others.append(operand)
     epilogue = Epilogue(activation, alpha, beta, bias is not None, has_residual=residual is not None)
     placed = _placed(product, out_sharding, others, lhs, rhs)
-    out = bind(product.replaced(epilogue=epilogue), lhs, rhs, *placed, schedule=schedule, out_sharding=out_sharding)
+    product = product.replaced(epilogue=epilogue)
+    out = quantized.bound(product, lhs, rhs, *placed, schedule=schedule, out_sharding=out_sharding)
     return compat.with_weak_type(out, weak)
 
 
@@ -403,7 +405,7 @@ def gated_linear(
     """
     schedule = check_schedule(schedule)
     check_activation("gated_linear", activation)
-    weights = dict(w_gate=w_gate) if w_up is None else dict(w_gate=w_gate, w_up=w_up)
+    weights = dict(w_gate=w_gate) if w_up is None else dict(w_gate=_kept(w_gate), w_up=_kept(w_up))
     lhs, rhs, *second, weak = _promoted("gated_linear", preferred_element_type, x=x, **weights)
     if not second and not (lhs.ndim and rhs.ndim == 3 and lhs.shape[-1] == rhs.shape[0] and rhs.shape[1] == 2):
         shapes = f"x has shape {lhs.shape} and w_gate {rhs.shape}"
@@ -422,8 +424,11 @@ def gated_linear(
         rhs, *second = (lax.index_in_dim(rhs, i, 1, keepdims=False) for i in range(2))
         biases = [bias[i] for bias in biases for i in range(2)]
     epilogue = Epilogue(activation, has_bias=bool(biases), gate="pair" if second else "stacked")
-    others = *compat.sharded_alike(second, rhs), *_placed(product, out_sharding, biases, lhs, rhs)
-    out = bind(product.replaced(epilogue=epilogue), lhs, rhs, *others, schedule=schedule, out_sharding=out_sharding)
+    if not any(isinstance(x, quantized.QuantizedArray) for x in (rhs, *second)):
+        second = compat.sharded_alike(second, rhs)
+    others = *second, *_placed(product, out_sharding, biases, lhs, rhs)
+    product = product.replaced(epilogue=epilogue)
+    out = quantized.bound(product, lhs, rhs, *others, schedule=schedule, out_sharding=out_sharding)
     return compat.with_weak_type(out, weak)
 
 
@@ -752,6 +757,8 @@ def _linear(
 
 def _placed(product: Dense, out_sharding: Any, others: Sequence[Any], lhs: Any, rhs: Any) -> Sequence[Any]:
     """Operands of the epilogue with the explicit sharding of the product's last dimensions."""
+    if isinstance(rhs, quantized.QuantizedArray):  # where types have no shardings
+        return others
     return compat.sharded_like_product(others, lhs, rhs, out_sharding=out_sharding, **product.laxs)
 
 
@@ -997,8 +1004,24 @@ def kernels() -> list[_ffi.KernelInfo]:
     return _ffi.kernels()
 
 
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """A ``QuantizedArray`` that kernels may read as it is."""
+
+    array: quantized.QuantizedArray
+
+
+def _kept(x: Any) -> Any:
+    """The right operand of a product, as ``_array`` takes it. Where types have shardings, arrays are made first."""
+    if not quantized.is_quantized(x) or compat.is_explicit(jax.sharding.get_abstract_mesh()):
+        return x
+    return _Kept(quantized.ours(x))
+
+
 def _array(function: str, name: str, x: Any) -> jax.Array:
-    """An operand as an array: a ``QuantizedArray`` as what it stands for."""
+    """An operand as an array: a ``QuantizedArray`` as what it stands for, unless it is to be kept."""
+    if isinstance(x, _Kept):
+        return cast(jax.Array, x.array)
     x = quantized.dequantized(x)
     _check_byte_order(function, name, x)
     try:
@@ -1027,8 +1050,9 @@ def _promoted(function: str, preferred_element_type: Any, **operands: Any) -> tu
     out = [_array(function, name, x) for name, x in operands.items()]
     if preferred_element_type is not None:
         return *out, False
-    dtype, weak = jax.dtypes.result_type(*out, return_weak_type_flag=True)
-    return *(x.astype(dtype) for x in out), weak
+    types = (x.dtype if isinstance(x, quantized.QuantizedArray) else x for x in out)
+    dtype, weak = jax.dtypes.result_type(*types, return_weak_type_flag=True)
+    return *(x if x.dtype == dtype else quantized.astype(x, dtype) for x in out), weak
 
 
 def _describe(x: Any) -> str:

@@ -11,6 +11,9 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_streamk.checks import check_static
+from jax_streamk.product import scaled
+from jax_streamk.product.dense import Dense
+from jax_streamk.product.primitive import bind
 
 _INTEGERS = ("int4", "uint4", "int8", "uint8")
 VALUES = (*_INTEGERS, "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")
@@ -97,14 +100,14 @@ class QuantizedArray:
 
     def dequantize(self, dtype: DTypeLike | None = None) -> jax.Array:
         """The array that it stands for, of its dtype or another one."""
-        wide = self.values.astype(jnp.float32)
-        if self.zero_point is not None:
-            wide = wide - _spread(self.zero_point.astype(jnp.float32), self.shape)
+        scale, zero, offset = (self.parts().get(part) for part in scaled.PARTS)
+        return scaled.dequantize(self.values, scale, zero, offset, self.dtype if dtype is None else dtype)
+
+    def parts(self) -> dict[str, jax.Array]:
+        """What kernels read besides the values, by name."""
         scale = self.scale.dequantize(jnp.float32) if isinstance(self.scale, QuantizedArray) else self.scale
-        wide = wide * _spread(scale.astype(jnp.float32), self.shape)
-        if self.offset is not None:
-            wide = wide + _spread(self.offset.astype(jnp.float32), self.shape)
-        return wide.astype(self.dtype if dtype is None else dtype)
+        parts = dict(scale=scale, zero=self.zero_point, offset=self.offset)
+        return {name: x for name, x in parts.items() if x is not None}
 
     def __jax_array__(self) -> jax.Array:
         return self.dequantize()
@@ -136,13 +139,47 @@ def dequantized(x: Any) -> Any:
     """What a quantized array stands for; any other x itself."""
     if not is_quantized(x):
         return x
-    return (x if isinstance(x, QuantizedArray) else QuantizedArray(x.qvalue, x.scale, x.zero_point)).dequantize()
+    return ours(x).dequantize()
+
+
+def ours(x: Any) -> Any:
+    """Any quantized array as a ``QuantizedArray``; any other x itself."""
+    if not is_quantized(x) or isinstance(x, QuantizedArray):
+        return x
+    return QuantizedArray(x.qvalue, x.scale, x.zero_point)
+
+
+def astype(x: Any, dtype: DTypeLike) -> Any:
+    """An array, or what a ``QuantizedArray`` stands for, in another dtype."""
+    if isinstance(x, QuantizedArray) and jnp.dtype(dtype).name in _WIDE:
+        return QuantizedArray(x.values, x.scale, x.zero_point, x.offset, dtype=dtype)
+    return dequantized(x).astype(dtype)
 
 
 def note(name: str, x: Any) -> str:
-    """What a plan says of a quantized operand."""
-    values = x.values if isinstance(x, QuantizedArray) else x.qvalue
-    return f"{name} is dequantized first, to {x.dtype.name}: no kernel multiplies {values.dtype.name} with scales"
+    """What a plan of shapes says of a quantized operand."""
+    what = "planned as the array that it stands for: plan(fn, ...), of a function of products, tells of kernels that"
+    return f"{name} is {what} read {ours(x).values.dtype.name} with scales"
+
+
+def bound(product: Dense, lhs: Any, *operands: Any, **params: Any) -> jax.Array:
+    """``bind`` of a ``Dense`` product whose operands may be quantized.
+
+    What each matrix needs besides its numbers follows the other operands. One kind of numbers is multiplied by one
+    kernel: of two matrices of different kinds, and of lhs, arrays are made first.
+    """
+    operands = (dequantized(lhs), *operands)
+    matrices = [x for x in operands if isinstance(x, QuantizedArray)]
+    if not matrices:
+        return bind(product, *operands, **params)
+    each = [x.parts() for x in matrices]
+    kinds = {(tuple(parts), x.values.dtype, x.values.shape, x.dtype) for x, parts in zip(matrices, each)}
+    is_stacked = product.epilogue.gate == "stacked"
+    if len(kinds) > 1 or is_stacked or len(matrices) != 1 + product.epilogue.is_pair:
+        return bind(product, *map(dequantized, operands), **params)
+    of = scaled.Scaled.by(product, matrices[0].dtype, tuple(each[0]))
+    numbers = [x.values if isinstance(x, QuantizedArray) else x for x in operands]
+    return bind(of, *numbers, *(x for parts in each for x in parts.values()), **params)
 
 
 def quantize(x: ArrayLike, dtype: DTypeLike, *, block: int | Sequence[int | None] | None = None) -> QuantizedArray:
@@ -258,13 +295,6 @@ def _blocks_of(shape: tuple[int, ...], block: Any) -> list[int]:
     if len(block) != len(shape) or any(of < 1 or size % of for size, of in zip(shape, sizes)):
         raise ValueError(f"quantize: block={block} must have a number that divides each size of x, of shape {shape}")
     return sizes
-
-
-def _spread(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """An array whose numbers are of blocks, for each number of an array of this shape."""
-    parts = [n for size, of in zip(shape, x.shape) for n in (of, size // max(of, 1))]
-    of_blocks = x.reshape([n for of in x.shape for n in (of, 1)])
-    return jnp.broadcast_to(of_blocks, parts).reshape(shape)
 
 
 def _type_of(x: Any) -> str:

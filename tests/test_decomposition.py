@@ -8,7 +8,7 @@ import pytest
 from jax_streamk import _ffi
 
 # Those of ragged, gated and joined products refuse the problems below.
-KERNELS = {k.name: k for k in _ffi.kernels() if not (k.gated or k.joined or k.ragged != _ffi.Ragged.none)}
+KERNELS = {k.name: k for k in _ffi.kernels() if not (k.gated or k.joined or k.scaled or k.ragged != _ffi.Ragged.none)}
 DATA_PARALLEL, SPLIT_K, STREAM_K = (
     _ffi.ScheduleKind.data_parallel,
     _ffi.ScheduleKind.split_k,

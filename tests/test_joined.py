@@ -33,7 +33,7 @@ from jax_streamk.product.joined import Joined
 HERE = [
     pytest.param(name, marks=[] if kernel.family == _ffi.Family.host else [pytest.mark.gpu])
     for name, kernel in KERNELS.items()
-    if (kernel.joined or kernel.family == _ffi.Family.host) and runs_here(kernel)
+    if (kernel.joined or kernel.family == _ffi.Family.host) and not kernel.scaled and runs_here(kernel)
 ]
 ROWS, COLUMNS = ((((1,), (i,)), ((), ())) for i in (0, 1))
 WHOLE_TILES = make_schedule(_ffi.ScheduleKind.data_parallel)

@@ -36,7 +36,8 @@ PRECISIONS = {
 }
 
 ON_GPU = jax.default_backend() == "gpu"
-KERNELS = {kernel.name: kernel for kernel in _ffi.kernels()}
+# Those of numbers with scales are in test_scaled.py.
+KERNELS = {kernel.name: kernel for kernel in _ffi.kernels() if not kernel.scaled}
 
 
 def runs_here(kernel):

@@ -46,8 +46,9 @@ def random_array(rng, dtype, layout="group", scale="float32", *, zero_point=Fals
 
 
 def assert_close(got, want):
-    """As float32 sums in different orders are."""
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(np.asarray(want)).max())
+    """As float32 sums in different orders are, or on a GPU those of TF32."""
+    tolerance = 2e-3 if jax.default_backend() == "gpu" else 1e-5
+    np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * np.abs(np.asarray(want)).max())
 
 
 @pytest.fixture
@@ -230,14 +231,15 @@ def test_arrays_of_qwix(rng):
     x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((8, K), (K, N)))
     theirs = qwix.quantize(w, qtype=jnp.int4, channelwise_axes=(1,))
     assert_close(sk.matmul(x, theirs), x @ qwix.dequantize(theirs))
-    assert sk.plan(x, theirs).reasons[-1].startswith("rhs is dequantized first, to float32: no kernel multiplies int4")
+    assert "s4 (scale" in str(sk.plan(sk.matmul, x, theirs).problem)
 
 
-def test_plans_say_that_they_are_dequantized(rng):
+def test_plans_of_shapes_are_of_arrays(rng):
     x, w = jax.ShapeDtypeStruct((8, K), jnp.float32), random_array(rng, "int4")
-    made = sk.plan(x, w)
-    assert made.problem == sk.plan(x, w.dequantize()).problem
-    assert made.reasons[-1] == "rhs is dequantized first, to float32: no kernel multiplies int4 with scales"
+    plan = sk.plan(x, w)
+    assert plan.problem == sk.plan(x, w.dequantize()).problem
+    assert plan.reasons[-1].startswith("rhs is planned as the array that it stands for")
+    assert plan.reasons[-1].endswith("read int4 with scales")
 
 
 REFUSED = {

@@ -11,25 +11,29 @@
 
 namespace jax_streamk {
 
-// How the elements of an operand are stored: each a number of `type`, times a scale that `block` neighbours along K
-// share, of type `scale`, if there are scales.
+// How the elements of an operand are stored.
 struct Format {
   Type type = Type::kF32;
-  Type scale = Type::kF32;
-  int32_t block = 0;  // 0: no scales
 
   constexpr Format() = default;
   constexpr Format(Type type) : type(type) {}
-  constexpr Format(Type type, Type scale, int32_t block) : type(type), scale(scale), block(block) {}
-  constexpr bool has_scales() const { return block > 0; }
   int32_t bits() const;  // of an element
-  friend constexpr bool operator==(Format const& x, Format const& y) {
-    return x.type == y.type && x.block == y.block && (!x.has_scales() || x.scale == y.scale);
-  }
+  friend constexpr bool operator==(Format const& x, Format const& y) { return x.type == y.type; }
   friend constexpr bool operator!=(Format const& x, Format const& y) { return !(x == y); }
 };
 
-inline int64_t size_of(Format const& format) { return format.bits() / 8; }
+// How blocks of `rows` x `columns` elements of an operand share a scale: an element x stands for (x - zero) * scale +
+// offset. Zero points and offsets, where there are any, have blocks of the same size.
+struct Scales {
+  int64_t rows = 0, columns = 0;  // 0: no scales
+  Type scale = Type::kF32, zero = Type::kF32, offset = Type::kF32;
+  bool has_zero = false, has_offset = false;
+
+  constexpr bool any() const { return rows > 0; }
+};
+
+inline int64_t size_of(Format const& format) { return format.bits() / 8; }  // of whole bytes
+inline int64_t bytes_of(Format const& format, int64_t elements) { return (elements * format.bits() + 7) / 8; }
 Type accumulator_of(Format const& operand);
 
 // What an operand is in a product (gemm_fields.h lists them).
@@ -53,6 +57,7 @@ struct Layout {
   Major major = Major::kRow;
   int64_t ld = 0;
   int64_t batch_stride = 0, inner_stride = 0;
+  Scales scales = {};
 };
 
 // An operand with its extents, which follow from its role and the problem's extents.
@@ -98,6 +103,8 @@ struct EpilogueOps {
 // With gathered_rows (kM only) A has that many rows, and row i of the product is row indices[i] of A, of m int32
 // numbers on the device. Numbers of no row stand for the nearest one.
 //
+// The elements of B may have scales (Scales); a kernel multiplies what they stand for, in A's type.
+//
 // The B of a joined product is two or three matrices side by side that lie apart: its columns from second_column and,
 // if that is not 0, from third_column on are of a matrix of their own, whose rows or columns follow each other
 // directly.
@@ -136,6 +143,12 @@ struct GemmProblem {
       case Role::kResidual: return epilogue.has_residual;
       case Role::kGroupSizes: return ragged != Ragged::kNone;
       case Role::kIndices: return gathered_rows > 0;
+      case Role::kScale: return b.scales.any();
+      case Role::kZero: return b.scales.has_zero;
+      case Role::kOffset: return b.scales.has_offset;
+      case Role::kUpScale: return b.scales.any() && epilogue.is_pair();
+      case Role::kUpZero: return b.scales.has_zero && epilogue.is_pair();
+      case Role::kUpOffset: return b.scales.has_offset && epilogue.is_pair();
       default: return true;
     }
   }
@@ -157,10 +170,26 @@ struct GemmProblem {
       case Role::kUpBias: return {{d.format, Major::kRow, 0, epilogue.batch_stride_bias}, 1, n};
       case Role::kGroupSizes: return {{Type::kS32}, 1, batch + leading_rows};
       case Role::kIndices: return {{Type::kS32}, 1, m};
+      case Role::kScale:
+      case Role::kUpScale: return per_block(b.scales.scale);
+      case Role::kZero:
+      case Role::kUpZero: return per_block(b.scales.zero);
+      case Role::kOffset:
+      case Role::kUpOffset: return per_block(b.scales.offset);
       case Role::kD:
       case Role::kResidual: break;
     }
     return {d, m, n};
+  }
+
+  // Numbers for each block of B: dense, in B's majorness, and as many for each matrix of a batch.
+  Operand per_block(Type type) const {
+    Scales const& blocks = b.scales;
+    if (!blocks.any()) return {};
+    Operand x{{type, b.major}, k / blocks.rows, n / blocks.columns};
+    x.ld = x.contiguous();
+    x.batch_stride = b.batch_stride == 0 ? 0 : x.rows * x.columns;
+    return x;
   }
 
   // Elements from an operand's first to its last, both of stacked ones included. In floating point, since products of
@@ -266,6 +295,7 @@ struct KernelInfo {
   Ragged ragged = Ragged::kNone;
   bool gathers = false;  // whether it also runs ragged problems with gathered_rows
   bool joined = false;   // whether it runs joined problems, and only these; the host's kernels run all
+  bool scaled = false;   // whether its B has scales
 };
 
 // The promotion_k of kernels that promote. Truncation loses about 1e-9 of a sum per product; TF32 operands have errors
@@ -285,6 +315,12 @@ struct Buffers {
   void const* residual = nullptr;
   void const* group_sizes = nullptr;
   void const* indices = nullptr;
+  void const* scale = nullptr;
+  void const* zero = nullptr;
+  void const* offset = nullptr;
+  void const* scale_of_up = nullptr;
+  void const* zero_of_up = nullptr;
+  void const* offset_of_up = nullptr;
 
   void set(Role role, void* address) {
     switch (role) {

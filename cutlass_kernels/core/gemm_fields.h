@@ -6,18 +6,23 @@
 #pragma once
 
 // ROLE(enumerator of Role, member of Buffers, name in messages). Calls take operands, and their results, in this order.
-// Reserved: scale_a, scale_b.
-#define JAX_STREAMK_ROLES(ROLE)                 \
-  ROLE(kA, a, "A")                              \
-  ROLE(kB, b, "B")                              \
-  ROLE(kD, d, "D")                              \
-  ROLE(kUp, up, "the second B")                 \
-  ROLE(kThird, third, "the third B")            \
-  ROLE(kBias, bias, "the bias")                 \
-  ROLE(kUpBias, up_bias, "the second bias")     \
-  ROLE(kResidual, residual, "the residual")     \
-  ROLE(kGroupSizes, group_sizes, "group_sizes") \
-  ROLE(kIndices, indices, "lhs_indices")
+#define JAX_STREAMK_ROLES(ROLE)                      \
+  ROLE(kA, a, "A")                                   \
+  ROLE(kB, b, "B")                                   \
+  ROLE(kD, d, "D")                                   \
+  ROLE(kUp, up, "the second B")                      \
+  ROLE(kThird, third, "the third B")                 \
+  ROLE(kBias, bias, "the bias")                      \
+  ROLE(kUpBias, up_bias, "the second bias")          \
+  ROLE(kResidual, residual, "the residual")          \
+  ROLE(kGroupSizes, group_sizes, "group_sizes")      \
+  ROLE(kIndices, indices, "lhs_indices")             \
+  ROLE(kScale, scale, "the scale")                   \
+  ROLE(kZero, zero, "the zero point")                \
+  ROLE(kOffset, offset, "the offset")                \
+  ROLE(kUpScale, scale_of_up, "the second scale")    \
+  ROLE(kUpZero, zero_of_up, "the second zero point") \
+  ROLE(kUpOffset, offset_of_up, "the second offset")
 
 // GemmProblem
 #define JAX_STREAMK_PROBLEM_FIELDS(REQUIRED, OPTIONAL)    \
@@ -53,7 +58,14 @@
   OPTIONAL(leading_rows, leading_rows)                    \
   OPTIONAL(gathered_rows, gathered_rows)                  \
   OPTIONAL(second_column, second_column)                  \
-  OPTIONAL(third_column, third_column)
+  OPTIONAL(third_column, third_column)                    \
+  OPTIONAL(scale_rows, b.scales.rows)                     \
+  OPTIONAL(scale_columns, b.scales.columns)               \
+  OPTIONAL(scale_type, b.scales.scale)                    \
+  OPTIONAL(has_zero, b.scales.has_zero)                   \
+  OPTIONAL(zero_type, b.scales.zero)                      \
+  OPTIONAL(has_offset, b.scales.has_offset)               \
+  OPTIONAL(offset_type, b.scales.offset)
 
 // Schedule
 #define JAX_STREAMK_SCHEDULE_FIELDS(REQUIRED, OPTIONAL) \
@@ -118,4 +130,5 @@
   OPTIONAL(gated, gated)                              \
   OPTIONAL(ragged, ragged)                            \
   OPTIONAL(gathers, gathers)                          \
-  OPTIONAL(joined, joined)
+  OPTIONAL(joined, joined)                            \
+  OPTIONAL(scaled, scaled)

@@ -51,6 +51,8 @@ int64_t scratch_bytes(Type operand, int64_t m, int64_t n) {
 // Runs of this length along K are summed separately and then added, as tile products do for much shorter blocks: the
 // error of a sum grows with the length of the chain of additions.
 constexpr int64_t kSummedAlone = 4096;
+// A B with scales is dequantized that many of K at a time, which a core's L2 holds.
+constexpr int64_t kDequantizedAlone = 256;
 
 // The state of a tile that has several peers.
 struct SharedTile {
@@ -84,12 +86,19 @@ struct Gemm {
   }
   bool gathers() const { return p.gathered_rows > 0; }
   // Sums of s8 are exact in any order: they have parts only where a part's rows are gathered at a time.
-  bool sums_in_parts() const { return p.k > kSummedAlone && (p.a.format != Type::kS8 || gathers()); }
+  bool sums_in_parts() const { return p.k > alone() && (p.a.format != Type::kS8 || gathers()); }
+  int64_t alone() const { return is_scaled() ? kDequantizedAlone : kSummedAlone; }
+  bool is_scaled() const { return p.b.scales.any(); }
   int64_t scratch_bytes() const { return align_workspace(jax_streamk::scratch_bytes(p.a.format.type, tile_m, tile_n)); }
-  int64_t private_bytes() const { return accumulators_bytes() + scratch_bytes() + part_bytes() + gathered_bytes(); }
+  int64_t private_bytes() const {
+    return accumulators_bytes() + scratch_bytes() + part_bytes() + gathered_bytes() + dequantized_bytes();
+  }
   int64_t part_bytes() const { return sums_in_parts() ? tile_bytes() : 0; }
   int64_t gathered_bytes() const {
-    return gathers() ? align_workspace(tile_m * std::min(p.k, kSummedAlone) * size_of(p.a.format)) : 0;
+    return gathers() ? align_workspace(tile_m * std::min(p.k, alone()) * size_of(p.a.format)) : 0;
+  }
+  int64_t dequantized_bytes() const {
+    return is_scaled() ? align_workspace(tile_n * std::min(p.k, alone()) * size_of(p.a.format)) : 0;
   }
   int64_t workspace_bytes() const {
     return shared_bytes() + slots() * tile_bytes() + decomposition.workers * private_bytes();
@@ -104,6 +113,7 @@ struct Gemm {
   void* scratch(int32_t worker) const { return static_cast<char*>(accumulators(worker)) + accumulators_bytes(); }
   void* part(int32_t worker) const { return static_cast<char*>(scratch(worker)) + scratch_bytes(); }
   void* gathered(int32_t worker) const { return static_cast<char*>(part(worker)) + part_bytes(); }
+  void* dequantized(int32_t worker) const { return static_cast<char*>(gathered(worker)) + gathered_bytes(); }
 
   struct OutputTile {
     int64_t batch, m, n, k;  // the first row, column and element of K
@@ -135,7 +145,7 @@ struct Gemm {
   void multiply(OutputTile const& tile, Work const& work, int32_t worker, void* accumulators, int64_t stride) const {
     int64_t const begin = tile.k + work.k_begin * tile_k,
                   end = std::min(begin + work.k_count * tile_k, tile.k + tile.extents.k);
-    int64_t const alone = sums_in_parts() ? kSummedAlone : end - begin;
+    int64_t const alone = sums_in_parts() ? this->alone() : end - begin;
     if (begin >= end) return clear(tile.extents, accumulators, stride, accumulator_of(p.a.format));
     multiply(tile, begin, std::min(begin + alone, end), worker, accumulators, stride);
     for (int64_t k = begin + alone; k < end; k += alone) {
@@ -155,7 +165,9 @@ struct Gemm {
       int64_t const columns = std::min(tile.extents.n - n, matrix.end - tile.n - n);
       Extents const extents{tile.extents.m, columns, k_end - k};
       void* const sums = static_cast<char*>(accumulators) + n * size_of(accumulator_of(p.a.format));
-      tile_product.multiply(extents, a, block_of_b(tile.batch, matrix, tile.n + n, k), sums, stride, scratch(worker));
+      Block const b = is_scaled() ? dequantize(tile.batch, tile.n + n, k, extents, dequantized(worker))
+                                  : block_of_b(tile.batch, matrix, tile.n + n, k);
+      tile_product.multiply(extents, a, b, sums, stride, scratch(worker));
       n += columns;
     }
   }
@@ -168,6 +180,26 @@ struct Gemm {
                                   : matrix.role == Role::kUp ? buffers.up
                                                              : buffers.third;
     return {static_cast<char const*>(of_matrix) + offset * size_of(p.b.format), ld, p.b.major};
+  }
+
+  Block dequantize(int64_t batch, int64_t column, int64_t k, Extents const& extents, void* to) const {
+    bool const by_row = p.b.major == Major::kRow;
+    Scales const& scales = p.b.scales;
+    Operand const scale = p.operand(Role::kScale);
+    ScaledBlock block{{buffers.b, p.b.format.type},
+                      {buffers.scale, scales.scale},
+                      {buffers.zero, scales.zero},
+                      {buffers.offset, scales.offset}};
+    block.first = batch * p.b.batch_stride + (by_row ? k * p.b.ld + column : k + column * p.b.ld);
+    block.ld = p.b.ld;
+    block.first_scale = batch * scale.batch_stride;
+    block.ld_scale = scale.ld;
+    block.line = by_row ? k : column, block.position = by_row ? column : k;
+    block.lines = by_row ? extents.k : extents.n, block.length = by_row ? extents.n : extents.k;
+    block.block_lines = by_row ? scales.rows : scales.columns;
+    block.block_length = by_row ? scales.columns : scales.rows;
+    tile_product.dequantize(block, to);
+    return {to, block.length, p.b.major};
   }
 
   char const* element_of_a(int64_t row, int64_t k) const {
@@ -351,27 +383,36 @@ class HostKernel final : public Kernel {
 };
 
 struct Types {
-  Type operand, d;
+  Type a, b, d;
 };
-constexpr Types kTypes[] = {{Type::kF32, Type::kF32},  {Type::kF64, Type::kF64}, {Type::kBF16, Type::kBF16},
-                            {Type::kBF16, Type::kF32}, {Type::kF16, Type::kF16}, {Type::kF16, Type::kF32},
-                            {Type::kS8, Type::kS32}};
+std::vector<Types> all_types() {
+  std::vector<Types> all{{Type::kF64, Type::kF64, Type::kF64}, {Type::kS8, Type::kS8, Type::kS32}};
+  for (Type const a : {Type::kF32, Type::kBF16, Type::kF16}) {
+    for (Type const b : {a, Type::kS4, Type::kU4, Type::kS8, Type::kU8, Type::kE4M3, Type::kE5M2, Type::kE2M1}) {
+      all.push_back({a, b, Type::kF32});
+      if (a != Type::kF32) all.push_back({a, b, a});
+    }
+  }
+  return all;
+}
 
 // Operands are rearranged for every tile that reads them. Large tiles amortize this: the second size reaches about nine
 // tenths of the first one's speed, the third three quarters. Small tiles keep more threads busy.
 constexpr int32_t kTiles[][3] = {{256, 512, 64}, {128, 128, 64}, {64, 64, 64}};
 
 [[maybe_unused]] bool const registered = [] {
-  for (Types const& types : kTypes) {
+  for (Types const& types : all_types()) {
     for (Major const major_a : {Major::kRow, Major::kColumn}) {
       for (Major const major_b : {Major::kRow, Major::kColumn}) {
         for (auto const& [tile_m, tile_n, tile_k] : kTiles) {
           KernelInfo info{};
-          info.name = std::string("host_") + name_of(types.operand) + "_" + name_of(types.d) + "_" +
-                      name_of(major_a)[0] + name_of(major_b)[0] + "_" + std::to_string(tile_m) + "x" +
-                      std::to_string(tile_n) + "x" + std::to_string(tile_k);
+          info.scaled = types.b != types.a;
+          info.name = std::string("host_") + name_of(types.a) + "_" + (info.scaled ? name_of(types.b) : "") +
+                      (info.scaled ? "_" : "") + name_of(types.d) + "_" + name_of(major_a)[0] + name_of(major_b)[0] +
+                      "_" + std::to_string(tile_m) + "x" + std::to_string(tile_n) + "x" + std::to_string(tile_k);
           info.family = Family::kHost;
-          info.a.format = info.b.format = types.operand;
+          info.a.format = types.a;
+          info.b.format = types.b;
           info.d.format = types.d;
           info.a.major = major_a;
           info.b.major = major_b;

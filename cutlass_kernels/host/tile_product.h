@@ -19,6 +19,22 @@ struct Block {
   Major major;
 };
 
+// Numbers of one type, for each block of B or each of its elements.
+struct Numbers {
+  void const* data = nullptr;  // null: there are none
+  Type type = Type::kF32;
+};
+
+// A block of a B with scales: `lines` of B's contiguous dimension, and `length` elements of each.
+struct ScaledBlock {
+  Numbers codes, scale, zero, offset;
+  int64_t first, ld;              // its first element in `codes`, and the elements from a line to the next
+  int64_t first_scale, ld_scale;  // of the batch, in `scale`, `zero` and `offset`
+  int64_t line, position;         // its place in B
+  int64_t lines, length;
+  int64_t block_lines, block_length;  // elements that share a scale
+};
+
 struct Extents {
   int64_t m, n, k;
 };
@@ -38,6 +54,8 @@ struct TileProduct {
   // residual has the strides of D. Accumulators of D's type may be D.
   void (*store)(Extents, EpilogueOps const&, void const* bias, void const* residual, void const* accumulators,
                 int64_t stride, void* d, int64_t stride_d);
+  // to (lines x length, contiguous) = what a block of B stands for, in A's type. Null for integers and f64.
+  void (*dequantize)(ScaledBlock const&, void* to);
 };
 
 // tile_eigen.cc, once per instruction set; AVX2 and AVX-512 on x86 only.

@@ -1,5 +1,6 @@
 // What kernels refuse, and why.
 #include <algorithm>
+#include <optional>
 
 #include "cutlass_kernels/core/family.h"
 #include "cutlass_kernels/launch/kernel.h"
@@ -22,28 +23,24 @@ template <typename Refuse>
 class Checks {
  public:
   Checks(Refuse refuse, Kernel const& kernel, GemmProblem const& p, Schedule const& s, Device const& device)
-      : refuse_(refuse), kernel_(kernel), info_(kernel.info), p_(p), s_(s), device_(device) {}
+      : refuse_(refuse), info_(kernel.info), p_(p), s_(s), device_(device) {}
 
   Status run() {
     if (Status status = extents(); !status.ok()) return status;
-    repack_ = repack_of(info_, p_);  // of extents that are positive
-    for (auto check :
-         {&Checks::types, &Checks::groups, &Checks::gathered_rows, &Checks::runs, &Checks::gate,
-          &Checks::joined_matrices, &Checks::layouts, &Checks::epilogue, &Checks::schedule, &Checks::counts}) {
+    launch_.emplace(info_, p_, s_);  // of extents that are positive
+    for (auto check : {&Checks::types, &Checks::groups, &Checks::gathered_rows, &Checks::runs, &Checks::gate,
+                       &Checks::joined_matrices, &Checks::layouts, &Checks::scales, &Checks::epilogue,
+                       &Checks::schedule, &Checks::counts, &Checks::passes}) {
       if (Status status = (this->*check)(); !status.ok()) return status;
     }
-    return kernel_.can_implement(p_, s_, device_);
+    return traits_of(info_).can_launch(info_, launch_->as_batch(), launch_->schedule, device_);
   }
 
  private:
   bool on_cpu() const { return traits_of(info_).is_host(); }
   bool loads_by_tma() const { return traits_of(info_).loads_by_tma(); }
   bool is_ragged() const { return p_.ragged != Ragged::kNone; }
-  // Whether another kernel adds slices of K, which this one stores as sums.
-  bool is_separate() const {
-    return !on_cpu() && s_.kind == ScheduleKind::kSplitK && s_.splits > 1 && s_.reduction == Reduction::kSeparate;
-  }
-  bool is_unfit() const { return repack_.a || repack_.b || has_misaligned_d(p_); }
+  bool is_unfit() const { return launch_->copies.any() || has_misaligned_d(p_); }
 
   Status extents() {
     if (p_.batch < 1 || p_.m < 1 || p_.n < 1 || p_.k < 1) return refuse_("every extent must be at least 1");
@@ -54,13 +51,13 @@ class Checks {
   }
 
   Status types() {
-    Format const stored = is_separate() ? accumulator_of(p_.a.format) : p_.d.format;
-    bool const reduces_to_d = !is_separate() || p_.d.format == stored || p_.d.format == p_.a.format;
+    Format const stored = launch_->separate ? accumulator_of(p_.a.format) : p_.d.format;
+    bool const reduces_to_d = !launch_->separate || p_.d.format == stored || p_.d.format == p_.a.format;
     if (p_.a.format != info_.a.format || p_.b.format != info_.b.format || stored != info_.d.format ||
         p_.math != info_.math || !reduces_to_d)
       return refuse_("it multiplies ", name_of(info_.a.format.type), " by ", name_of(info_.b.format.type), " into ",
                      name_of(info_.d.format.type), " (", name_of(info_.math), ")");
-    if (p_.inner_batch > 1 && (!traits_of(info_).nests_batches || is_separate()))
+    if (p_.inner_batch > 1 && (!traits_of(info_).nests_batches || launch_->separate))
       return refuse_("matrices of its batch are one stride apart");
     return {};
   }
@@ -129,12 +126,13 @@ class Checks {
   }
 
   Status layouts() {
-    if (repack_.problem.a.major != info_.a.major || repack_.problem.b.major != info_.b.major)
+    if (launch_->problem.a.major != info_.a.major || launch_->problem.b.major != info_.b.major)
       return refuse_("A must be ", name_of(info_.a.major), "-major and B ", name_of(info_.b.major), "-major");
-    if (repack_.part > 0 && !(repack_.a && repack_.b)) return refuse_("copies of A and B would be too large");
-    if (Status status = alignment(Role::kA, info_.a, repack_.a); !status.ok()) return status;
-    if (Status status = alignment(Role::kB, info_.b, repack_.b); !status.ok()) return status;
-    return alignment(Role::kD, info_.d, is_separate());
+    if (launch_->copies.part > 0 && !(launch_->copies.a && launch_->copies.b))
+      return refuse_("copies of A and B would be too large");
+    if (Status status = alignment(Role::kA, info_.a, launch_->copies.a); !status.ok()) return status;
+    if (Status status = alignment(Role::kB, info_.b, launch_->copies.b); !status.ok()) return status;
+    return alignment(Role::kD, info_.d, launch_->separate);
   }
 
   Status alignment(Role role, KernelOperand const& asked, bool is_copied) {
@@ -143,12 +141,26 @@ class Checks {
                    " elements");
   }
 
+  Status scales() {
+    Scales const& scales = p_.b.scales;
+    if (scales.any() != info_.scaled)
+      return refuse_(info_.scaled ? "B must have scales" : "it multiplies numbers without scales");
+    if (!scales.any()) return {};
+    if (scales.rows < 1 || scales.columns < 1 || p_.k % scales.rows != 0 || p_.n % scales.columns != 0)
+      return refuse_("blocks that share a scale must divide B");
+    for (Type const type : {scales.scale, scales.zero, scales.offset})
+      if (type == Type::kF64) return refuse_("it has no scales, zero points or offsets of f64");
+    if (p_.inner_batch > 1 || p_.ragged == Ragged::kK || p_.is_joined() || p_.epilogue.is_stacked())
+      return refuse_("B with scales is neither cut along K, nor joined, stacked, or in a nested batch");
+    return {};
+  }
+
   Status epilogue() {
     EpilogueOps const& epilogue = p_.epilogue;
     int32_t const activation = static_cast<int32_t>(epilogue.activation);
     if (activation < 0 || activation >= kCount<Activation>) return refuse_("there is no activation ", activation);
     if (p_.d.format == Type::kS32 && !epilogue.is_plain()) return refuse_("an epilogue needs D in floating point");
-    if (!is_separate() && epilogue.has_bias && p_.batch > 1 && epilogue.batch_stride_bias % info_.d.align != 0)
+    if (!launch_->separate && epilogue.has_bias && p_.batch > 1 && epilogue.batch_stride_bias % info_.d.align != 0)
       return refuse_("the batch stride of the bias must be a multiple of ", info_.d.align, " elements");
     return {};
   }
@@ -195,15 +207,24 @@ class Checks {
     return {};
   }
 
-  int64_t k_tiles() const { return (repack_.problem.k + info_.tile_k - 1) / info_.tile_k; }
+  // Those before and after the kernel.
+  Status passes() {
+    if (!can_copy(p_, launch_->copies))
+      return refuse_("the operands to copy have 2^31 or more pieces of 1 KiB of a row");
+    GemmProblem const& q = launch_->problem;
+    if (launch_->separate && q.batch * q.d.batch_stride >= kLimit)
+      return refuse_("D has too many elements for a separate reduction, which takes fewer than 2^31");
+    return {};
+  }
+
+  int64_t k_tiles() const { return launch_->k_tiles(info_); }
 
   Refuse refuse_;
-  Kernel const& kernel_;
   KernelInfo const& info_;
   GemmProblem const& p_;
   Schedule const& s_;
   Device const& device_;
-  Repack repack_;
+  std::optional<Launch> launch_;
 };
 
 }  // namespace

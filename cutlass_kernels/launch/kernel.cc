@@ -25,17 +25,6 @@ Launch::Launch(KernelInfo const& info, GemmProblem const& p, Schedule const& s)
   schedule = separate ? data_parallel(s) : s;
 }
 
-Status Kernel::can_implement(GemmProblem const& p, Schedule const& s, Device const& device) const {
-  Launch const launch(info, p, s);
-  if (!can_copy(p, launch.copies))
-    return Status::invalid(info.name + ": the operands to copy have 2^31 or more pieces of 1 KiB of a row");
-  GemmProblem const& q = launch.problem;
-  if (launch.separate && q.batch * q.d.batch_stride >= INT32_MAX)
-    return Status::invalid(info.name +
-                           ": D has too many elements for a separate reduction, which takes fewer than 2^31");
-  return traits_of(info).can_launch(info, launch.as_batch(), launch.schedule, device);
-}
-
 std::optional<int64_t> Kernel::workspace_bytes(GemmProblem const& p, Schedule const& s, Device const& device) const {
   Launch const launch(info, p, s);
   GemmProblem const q = launch.as_batch();

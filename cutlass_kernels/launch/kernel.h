@@ -29,9 +29,6 @@ class Kernel {
   explicit Kernel(KernelInfo info) : info(std::move(info)) {}
   virtual ~Kernel() = default;
 
-  // A family's own limits. check() below asks last, about a problem and a schedule that passed the checks that all
-  // families share.
-  Status can_implement(GemmProblem const&, Schedule const&, Device const&) const;
   // Empty if only a build that has the kernel knows.
   std::optional<int64_t> workspace_bytes(GemmProblem const&, Schedule const&, Device const&) const;
   // The grid of output tiles and MAC iterations, and which worker does which, without copies and separate reduction.

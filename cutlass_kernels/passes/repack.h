@@ -37,8 +37,8 @@ struct Repack {
 // No copies if a kernel's alignments are met, or if it does not use TMA.
 Repack repack_of(KernelInfo const&, GemmProblem const&);
 
-// Copies are made by pieces of rows, of so many 16-bit words: how many the copy of an m x n matrix has, and whether a
-// launch can count them, in 32 bits.
+// Copies are made by pieces of rows, of kCopiedPiece 16-bit words: how many the copy of an m x n matrix has, and
+// whether a launch can count them, in 32 bits.
 inline constexpr int kCopiedPiece = 512;
 int64_t pieces_of(GemmProblem const&, Major as, int64_t m, int64_t n, int64_t batch_stride);
 bool can_copy(GemmProblem const&, Repack const&);

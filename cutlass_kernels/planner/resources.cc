@@ -82,9 +82,10 @@ Workload::Workload(KernelInfo const& kernel, GemmProblem const& p, int32_t width
   }
   // `is_b`: of the kernel's own GEMM.
   auto const operand = [&](Layout const& layout, KernelOperand const& own, bool along_k, int64_t extent, bool is_b) {
-    int32_t const size = static_cast<int32_t>(size_of(layout.format)), tile = is_b ? kernel.tile_n : kernel.tile_m;
-    int32_t const row = std::gcd((is_b ? columns_by_tma(tile) : tile) * size, kLine);
-    return TileOperand{double(size), layout.ld, along_k, extent, tile, row, double(own.align) * size};
+    int32_t const tile = is_b ? kernel.tile_n : kernel.tile_m;
+    int32_t const row = std::gcd((is_b ? columns_by_tma(tile) : tile) * layout.format.bits() / 8, kLine);
+    double const size = layout.format.bits() / 8.0;
+    return TileOperand{size, layout.ld, along_k, extent, tile, row, own.align * size};
   };
   Layout const &layout_a = repacked.problem.a, &layout_b = repacked.problem.b;
   a = operand(layout_a, kernel.a, kernel.a.major == Major::kRow, problem.m, kernel.swap_ab);
@@ -97,6 +98,13 @@ Workload::Workload(KernelInfo const& kernel, GemmProblem const& p, int32_t width
 
 Panels panels_of(Workload const& l) {
   return {panel_of(l, l.a), panel_of(l, l.b), misses(l.a, kLine) || misses(l.b, kLine)};
+}
+
+// Of numbers with scales, from four or eight bits to 16: about two instructions each, and 128 threads of an SM issue
+// one in the cycle of 4096 16-bit FLOPs.
+double decoding_us(Workload const& l) {
+  if (!l.kernel.scaled) return 0;
+  return 2.0 / 128 * 4096 * l.kernel.tile_m * l.kernel.tile_k / l.machine.wgmma_flops_per_us_sm;
 }
 
 double tensor_core_us(Workload const& l) {
@@ -112,7 +120,7 @@ double tensor_core_us(Workload const& l) {
   } else if (type == Type::kF64) {
     us = flops / (machine.mma_f64_flops_per_us_sm * std::sqrt(std::min(l.area() / kSquareOfF64, 1.0)));
   } else if (l.traits.family.math_unit == MathUnit::kMmaFewRows) {
-    us = products * (type == Type::kF32 ? 2 : 1) * flops / machine.few_rows_flops_per_us_sm;
+    us = products * (type == Type::kF32 ? 2 : 1) * flops / machine.few_rows_flops_per_us_sm + decoding_us(l);
   } else {
     // mma.sync reaches half of wgmma's rate, and a fifth of it for TF32, whose fragments are loaded by words.
     us = products * (type == Type::kF32 ? 2.4 : 1) * flops /
@@ -176,7 +184,8 @@ double dram_us(Workload const& l) {
   double const m = p.m, n = p.n, k = p.k, d = static_cast<double>(p.batch) * m * n;
   double const bias = p.epilogue.has_bias ? n * batches(p.epilogue.batch_stride_bias) : 0;
   double const rows_of_a = l.gathered_rows > 0 ? static_cast<double>(l.gathered_rows) : m * batches(p.a.batch_stride);
-  double const read = rows_of_a * k * size_of(p.a.format) + k * n * batches(p.b.batch_stride) * size_of(p.b.format) +
+  double const read = rows_of_a * k * size_of(p.a.format) +
+                      k * n * batches(p.b.batch_stride) * (p.b.format.bits() / 8.0) +
                       ((p.epilogue.has_residual ? d : 0) + bias) * size_of(p.d.format);
   double us = (read + d * size_of(p.d.format)) / machine.dram_bytes_per_us;
   if (l.traits.family.loads_by_tma()) {

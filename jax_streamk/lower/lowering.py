@@ -173,9 +173,10 @@ def _prepared(arrangement, lhs, rhs, *avals):
     """The operands as the kernel expects them. Operation by operation: tracing a function takes ten times as long."""
     operands = []
     permutations = arrangement.permute_lhs, arrangement.permute_rhs
-    for x, aval, permutation in zip((lhs, rhs), avals, permutations):
+    for i, (x, aval, permutation) in enumerate(zip((lhs, rhs), avals, permutations)):
         x = x if permutation is None else compat.lowered_transpose(x, permutation)
-        operands.append(x if aval.dtype == arrangement.dtype else compat.lowered_convert(x, arrangement.dtype))
+        is_converted = arrangement.is_converted(aval, i == 1)
+        operands.append(compat.lowered_convert(x, arrangement.dtype) if is_converted else x)
     return operands[::-1] if arrangement.swapped else operands
 
 

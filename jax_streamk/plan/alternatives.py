@@ -46,6 +46,8 @@ def plan(product, types, schedule, device):
     schedule = schedules.of_forward(schedule)
     if "indices" in product.roles:
         return _gathered(product, types, schedule, device)
+    if "scale" in product.roles:
+        return _scaled(product, types, schedule, device)
     if product.epilogue.gate:
         return _gated(product, types, schedule, device)
     way = _alone(product, types, schedule, device)
@@ -138,6 +140,33 @@ def _gating(arrangement, products, device):
     moved = 3 * rows * p.n * p.type_d.bits // 8
     held = 0 if machine.topology is None else machine.topology.l2_bytes
     return machine.launch_us * products + max(0, moved - held) / machine.dram_bytes_per_us
+
+
+def _scaled(product, types, schedule, device):
+    """A kernel that reads numbers with scales, or the product of what XLA dequantizes first, whichever is faster."""
+    try:
+        way = _alone(product, types, schedule, device)
+        why = way.plan.why_xla
+    except ValueError as error:
+        way, why = None, str(error)
+    if way is not None and way.plan.is_empty:
+        return way
+    after = plan(product.dense, product.types_of_dense(types), schedule, device)
+    if why is None:
+        first = _dequantizing(product, types, device) + (after.plan.microseconds or math.inf)
+        is_auto = isinstance(schedule, schedules.Auto)
+        if not is_auto or way.plan.microseconds <= first:
+            return way
+        why = f"{way.plan.kernel} is slower, {text.duration(way.plan.microseconds)} instead of {text.duration(first)}"
+    return Way(after.plan.with_notes([f"XLA dequantizes first: {why}"]), after.arrangement, product.instead)
+
+
+def _dequantizing(product, types, device):
+    """The expected time, in microseconds, of dequantizing by XLA."""
+    if device.platform == "cpu":
+        return math.inf
+    wide = product.types_of_dense(types)["rhs"]
+    return cost_model.moving(types["rhs"].size // 2 + wide.size * wide.dtype.itemsize, device)
 
 
 def _gathered(product, types, schedule, device):

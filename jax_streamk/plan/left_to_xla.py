@@ -10,6 +10,8 @@ def why(problem, device):
         return None
     if device.platform == "cuda" and (unfit := too_old(device)):
         return unfit
+    if problem.scale_rows:  # XLA would dequantize
+        return not_measured(device) if device.platform == "cuda" else None
     if problem.is_ragged:  # on a GPU XLA multiplies all rows by the matrix of every group
         return None
     if device.platform == "cuda" and (unfit := not_measured(device)):

@@ -32,7 +32,8 @@ def kernels_for(platform):
 def _registry(platform):
     """A platform's kernels by name, and as ``_ffi.Kernels`` by the problems that they may run.
 
-    Those are told by operand types, math, majorness, whether gated, ragged, joined, and whether B has few columns.
+    Those are told by operand types, math, majorness, whether gated, ragged, joined, scaled, and whether B has few
+    columns.
     """
     by_name: dict[str, _ffi.KernelInfo] = {}
     by_problem: dict[tuple, list[_ffi.KernelInfo]] = {}
@@ -41,7 +42,7 @@ def _registry(platform):
         for few in (False, True):
             for majors in _ffi.majors(kernel, few):
                 types = kernel.type_a, kernel.type_b, kernel.math
-                key = (*types, *majors, kernel.gated, kernel.ragged, kernel.joined, few)
+                key = (*types, *majors, kernel.gated, kernel.ragged, kernel.joined, kernel.scaled, few)
                 by_problem.setdefault(key, []).append(kernel)
     return by_name, {key: _ffi.Kernels(kernels) for key, kernels in by_problem.items()}
 
@@ -90,7 +91,8 @@ def choose(problem, wanted, device, **listed):
     on_cpu = device.platform == "cpu"
     ragged, is_joined = (_ffi.Ragged.none, False) if on_cpu else (problem.ragged, problem.second_column > 0)
     majors, few = (problem.major_a, problem.major_b), problem.n < 8  # repack.cc's kFewColumns
-    key = (problem.type_a, problem.type_b, problem.math, *majors, problem.gated, ragged, is_joined, few)
+    kinds = problem.gated, ragged, is_joined, problem.scale_rows > 0
+    key = (problem.type_a, problem.type_b, problem.math, *majors, *kinds, few)
     kernels = _registry(device.platform)[1].get(key) or _ffi.Kernels([])
     machine = machine_of(device).native_for(problem.type_a)
     return _ffi.choose(kernels, problem.native(), wanted, device.native(), machine, **listed)
@@ -185,6 +187,9 @@ def _without_kernels(problem, device):
         return "no kernel multiplies such operands by two matrices at once"
     if problem.is_ragged:
         return f"no kernel multiplies groups of {problem.type_a.name} whose sizes are data on {device.platform}"
+    if problem.scale_rows:
+        of = f"{problem.type_b.name} with scales"
+        return f"no kernel multiplies {problem.type_a.name} by {of} on {device.platform}"
     if problem.type_a != problem.type_b:
         return f"no kernel multiplies {problem.type_a.name} by {problem.type_b.name}"
     return f"no kernel of this build supports it on {device.platform}, sm_{device.arch}"

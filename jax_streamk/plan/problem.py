@@ -55,6 +55,9 @@ class GemmProblem(ByBits, _Fields):
     no group comes first. With ``gathered_rows`` A has that many rows, and as many int32 numbers as m, also data, say
     which of them each of the m rows is.
 
+    If ``scale_rows`` is not 0, elements of B stand for ``(b - zero) * scale + offset``; ``scale_rows`` neighbours
+    along k of ``scale_columns`` columns share these.
+
     If ``second_column`` is not 0, B is two matrices side by side, or three with ``third_column``, which lie apart. The
     second and third begin at these columns.
     """
@@ -91,8 +94,20 @@ class GemmProblem(ByBits, _Fields):
             return f"{_name(self.activation)}({sum_})"
         return "" if sum_ == "A @ B" else sum_
 
+    @property
+    def _scales(self):
+        """What is said of the scales of B, "" if there are none."""
+        if not self.scale_rows:
+            return ""
+        parts = [f"scale {_name(self.scale_type)} per {self.scale_rows} x {self.scale_columns}"]
+        if self.has_zero:
+            parts.append(f"zero {_name(self.zero_type)}")
+        if self.has_offset:
+            parts.append(f"offset {_name(self.offset_type)}")
+        return f" ({', '.join(parts)})"
+
     def __str__(self):
-        types = f"{_name(self.type_a)} x {_name(self.type_b)} -> {_name(self.type_d)}"
+        types = f"{_name(self.type_a)} x {_name(self.type_b)}{self._scales} -> {_name(self.type_d)}"
         if self.math != _ffi.Math.native:
             types += f" ({_name(self.math)})"
         batch = f"{self.batch} x " if self.batch > 1 else ""
@@ -120,9 +135,10 @@ class Arrangement:
 
     Attributes:
       problem: the kernel's problem.
-      dtype: the dtype that both operands are converted to.
+      dtype: the dtype that operands are converted to.
       permute_lhs, permute_rhs, permute_result: transposes, or None.
       swapped: whether A is the rhs and B the lhs.
+      keeps_rhs: whether the rhs is not converted, since it is numbers with scales.
     """
 
     problem: GemmProblem
@@ -131,6 +147,11 @@ class Arrangement:
     permute_rhs: tuple[int, ...] | None = None
     permute_result: tuple[int, ...] | None = None
     swapped: bool = False
+    keeps_rhs: bool = False
+
+    def is_converted(self, x, is_rhs):
+        """Whether an operand is converted to ``dtype`` first."""
+        return x.dtype != self.dtype and not (is_rhs and self.keeps_rhs)
 
     @property
     def transposes(self):
@@ -141,7 +162,9 @@ class Arrangement:
         """The types of the operands as the kernel expects them."""
         permutations = (self.permute_lhs or range(lhs.ndim), self.permute_rhs or range(rhs.ndim))
         types = [
-            x.update(shape=tuple(x.shape[i] for i in order), dtype=self.dtype)
+            x.update(
+                shape=tuple(x.shape[i] for i in order), dtype=self.dtype if self.is_converted(x, x is rhs) else x.dtype
+            )
             for x, order in zip((lhs, rhs), permutations)
         ]
         return types[::-1] if self.swapped else types
@@ -162,7 +185,7 @@ class Arrangement:
                 lines.append(
                     f"{name} of shape {tuple(x.shape)} is transposed by {permutation} first: kernels need {need}"
                 )
-            if x.dtype != self.dtype:
+            if self.is_converted(x, name == "rhs"):
                 lines.append(
                     f"{name} is converted from {x.dtype} to {self.dtype} first: kernels need operands of one dtype"
                 )

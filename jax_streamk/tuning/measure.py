@@ -38,7 +38,7 @@ class Memory:
 
     def rotation(self, problem):
         """The ``Rotation`` of a ``GemmProblem``, valid until the next call."""
-        sizes = {role: (type_, type_.dtype.itemsize * count) for role, (type_, count) in spans(problem).items()}
+        sizes = {role: (type_, -(-type_.bits * count // 8)) for role, (type_, count) in spans(problem).items()}
         _, d = sizes.pop("d")
         self._integers = {role: self.put(make(problem)) for role, make in _INTEGERS.items() if role in sizes}
         # Where each operand of a set lies among those of its type, and how long all of these are.
@@ -75,7 +75,8 @@ class Memory:
         return self._address(name, size, lambda size: np.zeros(size, np.uint8))
 
     def _operands(self, type_, size):
-        return self._address(type_, size, lambda size: random_bytes(type_.dtype, size))
+        dtype = type_.dtype if type_.bits >= 8 else np.dtype(np.uint8)  # two numbers to a byte
+        return self._address(type_, size, lambda size: random_bytes(dtype, size))
 
     def _address(self, name, size, content):
         if name not in self._held or self._held[name].nbytes < size:
@@ -181,7 +182,7 @@ def check_memory(size):
 
 
 def random_bytes(dtype, size):
-    """Bytes of random numbers of a dtype: normally distributed, or for int8 uniformly.
+    """Bytes of random numbers of a dtype: normally distributed, or of eight bits uniformly.
 
     They repeat after a prime number of elements, so that the rows of a matrix differ.
 
@@ -190,5 +191,6 @@ def random_bytes(dtype, size):
     """
     check_memory(2 * size)
     rng, count = np.random.default_rng(), (1 << 22) - 3
-    numbers = rng.integers(-127, 128, count) if dtype == np.int8 else rng.standard_normal(count, dtype=np.float32)
-    return np.resize(numbers.astype(dtype).view(np.uint8), size)
+    if dtype in (np.int8, np.uint8):
+        return np.resize(rng.integers(0, 256, count, np.uint8), size)
+    return np.resize(rng.standard_normal(count, dtype=np.float32).astype(dtype).view(np.uint8), size)

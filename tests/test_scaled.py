@@ -1,0 +1,153 @@
+"""Products by numbers of four and eight bits with scales, in kernels, against float64."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax import lax
+
+import jax_streamk as sk
+from jax_streamk import DataParallel, QuantizedArray, SplitK, StreamK, quantized
+
+ON_GPU = jax.default_backend() == "gpu"
+KERNELS = "scaled_" if ON_GPU else "host_"
+INTEGERS = ("int4", "uint4", "int8", "uint8")
+TRANSPOSED, AS_IS = ((((1,), (i,)), ((), ())) for i in (1, 0))
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng()
+
+
+def numbers(rng, dtype, shape):
+    """Random bits: every number of the dtype, but for those that times a scale are too large for float16."""
+    bits = (ml_dtypes.iinfo if dtype in INTEGERS else ml_dtypes.finfo)(dtype).bits
+    every = np.arange(2**bits, dtype=np.uint8)
+    every = every.view(dtype) if bits == 8 else every.astype(np.float32).astype(dtype)
+    return jnp.asarray(rng.choice(every[np.abs(every.astype(np.float64)) <= 448], shape))
+
+
+def random_array(rng, dtype, k, n, block, dtype_x, *, scale=None, zero=False, offset=False, transposed=False):
+    shape = k // block[0], n // block[1]
+    scales = jnp.asarray(2.0 ** rng.integers(-3, 3, shape), scale or dtype_x)
+    zeros = numbers(rng, dtype, shape) if zero else None
+    offsets = jnp.asarray(rng.normal(size=shape), dtype_x) if offset else None
+    parts = numbers(rng, dtype, (k, n)), scales, zeros, offsets
+    parts = (x if x is None or not transposed else x.T for x in parts)
+    return QuantizedArray(*parts, dtype=dtype_x)
+
+
+def check(rng, m, w, dtype_x, *, transposed=False, out=None, schedule=None, kernels=KERNELS):
+    """The error is at most twice that of XLA's product of the dequantized array."""
+    sizes = TRANSPOSED if transposed else AS_IS
+    k = w.shape[1 if transposed else 0]
+    x = jnp.asarray(rng.normal(size=(m, k)), dtype_x)
+    product = lambda x, w: sk.dot_general(x, w, sizes, preferred_element_type=out or dtype_x, schedule=schedule)
+    assert (sk.plan(product, x, w).kernel or "").startswith(kernels)
+    by_xla = lax.dot_general(x, w.dequantize(), sizes, preferred_element_type=jnp.float32).astype(out or dtype_x)
+    wide = np.asarray(w.dequantize(jnp.float32), np.float64)
+    want = np.asarray(x, np.float64) @ (wide.T if transposed else wide)
+    error = lambda got: np.sqrt(np.mean((np.asarray(got, np.float64) - want) ** 2))
+    got = jax.jit(product)(x, w)
+    assert got.dtype == (out or dtype_x)
+    assert error(got) <= 2 * error(by_xla) + 1e-6 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["kn", "nk"])
+@pytest.mark.parametrize("dtype_x", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", quantized.VALUES)
+def test_values_and_layouts(rng, dtype, dtype_x, transposed):
+    zero = dtype in INTEGERS
+    for m, k, n, block, options in (
+        (1, 512, 256, (128, 1), {}),
+        (7, 288, 160, (32, 1), dict(zero=zero)),
+        (16, 1024, 320, (64, 1), {}),
+        (17, 384, 192, (384, 1), dict(zero=zero, scale="float32")),
+        (5, 1152, 128, (384, 128), dict(scale="float8_e8m0fnu")),
+        (3, 256, 96, (256, 96), {}),
+    ):
+        w = random_array(rng, dtype, k, n, block, dtype_x, transposed=transposed, **options)
+        check(rng, m, w, dtype_x, transposed=transposed, schedule=DataParallel())
+        check(rng, m, w, dtype_x, transposed=transposed, schedule=SplitK(2))
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["kn", "nk"])
+def test_numbers_that_are_rounded(rng, transposed):
+    w = random_array(rng, "float4_e2m1fn", 640, 96, (16, 1), "bfloat16", scale="float8_e4m3fn", transposed=transposed)
+    check(rng, 9, w, "bfloat16", transposed=transposed, schedule=DataParallel())
+    w = random_array(rng, "uint4", 512, 128, (64, 1), "bfloat16", offset=True, transposed=transposed)
+    check(rng, 9, w, "bfloat16", transposed=transposed, schedule=DataParallel())
+
+
+@pytest.mark.parametrize("schedule", [DataParallel(), SplitK(3), SplitK(8), SplitK(3, "separate")], ids=str)
+def test_schedules(rng, schedule):
+    w = random_array(rng, "int4", 1152, 128, (128, 1), "bfloat16")
+    check(rng, 6, w, "bfloat16", schedule=schedule)
+    check(rng, 6, w, "bfloat16", out="float32", schedule=DataParallel())
+
+
+@pytest.mark.skipif(ON_GPU, reason="of the host's kernels")
+def test_any_blocks_on_a_cpu(rng):
+    for dtype in quantized.VALUES:
+        w = random_array(rng, dtype, 51, 35, (17, 5), "float32", zero=dtype in INTEGERS, offset=True)
+        check(rng, 3, w, "float32", schedule=StreamK())
+        check(rng, 1, random_array(rng, dtype, 1, 1, (1, 1), "bfloat16"), "bfloat16", schedule=DataParallel())
+
+
+def test_infinity_and_nan(rng):
+    w = random_array(rng, "float8_e5m2", 128, 64, (64, 1), "bfloat16")
+    values = w.values.at[3, 5].set(jnp.inf).at[70, 6].set(jnp.nan)
+    w = QuantizedArray(values, w.scale, dtype="bfloat16")
+    x = jnp.asarray(rng.uniform(1, 2, size=(4, 128)), jnp.bfloat16)
+    got = np.asarray(sk.matmul(x, w, schedule=DataParallel()), np.float64)
+    assert np.isposinf(got[:, 5]).all() and np.isnan(got[:, 6]).all()
+    assert np.isfinite(np.delete(got, [5, 6], 1)).all()
+
+
+def test_extreme_scales(rng):
+    for exponent in (-126, 100):
+        scales = jnp.full((4, 64), 2.0**exponent, jnp.float8_e8m0fnu)
+        w = QuantizedArray(numbers(rng, "float4_e2m1fn", (128, 64)), scales, dtype="bfloat16")
+        x = jnp.ones((4, 128), jnp.bfloat16)
+        want = np.asarray(w.values, np.float64).sum(0) * 2.0**exponent
+        got = np.asarray(sk.matmul(x, w, schedule=DataParallel()), np.float64)
+        np.testing.assert_allclose(got, np.broadcast_to(want, got.shape), rtol=2**-7)
+
+
+def test_transformations(rng):
+    w = [random_array(rng, "int4", 128, 64, (32, 1), "bfloat16") for _ in range(2)]
+    x = jnp.asarray(rng.normal(size=(3, 128)), jnp.bfloat16)
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *w)
+    both = jnp.stack([sk.matmul(x, each) for each in w])
+    close = lambda got, want: np.testing.assert_allclose(
+        *(np.asarray(a, np.float64) for a in (got, want)), rtol=0.02, atol=0.05
+    )
+    close(jax.vmap(sk.matmul, (None, 0))(x, stacked), both)
+    close(jax.vmap(sk.matmul)(jnp.stack([x, x]), stacked), both)
+    close(jax.vmap(sk.matmul, (0, None))(jnp.stack([x, x]), w[0]), jnp.stack([both[0]] * 2))
+    close(lax.scan(lambda _, w: (None, sk.matmul(x, w)), None, stacked)[1], both)
+    loss = lambda x, scale: sk.matmul(x, QuantizedArray(w[0].values, scale)).astype(jnp.float32).sum()
+    of_arrays = lambda x, scale: (x @ QuantizedArray(w[0].values, scale).dequantize()).astype(jnp.float32).sum()
+    for got, want in zip(*(jax.grad(f, (0, 1))(x, w[0].scale) for f in (loss, of_arrays))):
+        close(got, want)
+
+
+def test_epilogues_and_gates(rng):
+    w, up = (random_array(rng, "int4", 128, 64, (32, 1), "bfloat16") for _ in range(2))
+    x, bias = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((3, 128), (64,)))
+    close = lambda got, want: np.testing.assert_allclose(
+        *(np.asarray(a, np.float64) for a in (got, want)), rtol=0.05, atol=0.5
+    )
+    got = sk.linear(x, w, bias, activation="silu", schedule=DataParallel())
+    close(got, sk.linear(x, w.dequantize(), bias, activation="silu"))
+    close(sk.gated_linear(x, w, up), sk.gated_linear(x, w.dequantize(), up.dequantize()))
+
+
+def test_what_no_kernel_reads_is_dequantized():
+    shape = lambda dtype, *shape: jnp.ones(shape, dtype)
+    x = shape("bfloat16", 4, 64)
+    of_rank = QuantizedArray(shape("int4", 64, 32), shape("bfloat16", 2, 32), shape("int4", 1, 32))
+    plan = sk.plan(sk.matmul, x, of_rank)
+    assert any("XLA dequantizes first: " in reason for reason in plan.reasons)
