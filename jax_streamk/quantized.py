@@ -100,7 +100,8 @@ class QuantizedArray:
 
     def dequantize(self, dtype: DTypeLike | None = None) -> jax.Array:
         """The array that it stands for, of its dtype or another one."""
-        scale, zero, offset = (self.parts().get(part) for part in scaled.PARTS)
+        parts = self.parts()
+        scale, zero, offset = (parts.get(part) for part in scaled.PARTS)
         return scaled.dequantize(self.values, scale, zero, offset, self.dtype if dtype is None else dtype)
 
     def parts(self) -> dict[str, jax.Array]:

@@ -184,8 +184,7 @@ double dram_us(Workload const& l) {
   double const m = p.m, n = p.n, k = p.k, d = static_cast<double>(p.batch) * m * n;
   double const bias = p.epilogue.has_bias ? n * batches(p.epilogue.batch_stride_bias) : 0;
   double const rows_of_a = l.gathered_rows > 0 ? static_cast<double>(l.gathered_rows) : m * batches(p.a.batch_stride);
-  double const read = rows_of_a * k * size_of(p.a.format) +
-                      k * n * batches(p.b.batch_stride) * (p.b.format.bits() / 8.0) +
+  double const read = rows_of_a * k * l.a.element_bytes + k * n * batches(p.b.batch_stride) * l.b.element_bytes +
                       ((p.epilogue.has_residual ? d : 0) + bias) * size_of(p.d.format);
   double us = (read + d * size_of(p.d.format)) / machine.dram_bytes_per_us;
   if (l.traits.family.loads_by_tma()) {

@@ -149,24 +149,23 @@ def _scaled(product, types, schedule, device):
         why = way.plan.why_xla
     except ValueError as error:
         way, why = None, str(error)
-    if way is not None and way.plan.is_empty:
+    is_weighed = isinstance(schedule, schedules.Auto) and device.platform == "cuda"
+    if why is None and (way.plan.is_empty or not is_weighed):
         return way
     after = plan(product.dense, product.types_of_dense(types), schedule, device)
     if why is None:
         first = _dequantizing(product, types, device) + (after.plan.microseconds or math.inf)
-        is_auto = isinstance(schedule, schedules.Auto)
-        if not is_auto or way.plan.microseconds <= first:
+        if way.plan.microseconds <= first:
             return way
         why = f"{way.plan.kernel} is slower, {text.duration(way.plan.microseconds)} instead of {text.duration(first)}"
     return Way(after.plan.with_notes([f"XLA dequantizes first: {why}"]), after.arrangement, product.instead)
 
 
 def _dequantizing(product, types, device):
-    """The expected time, in microseconds, of dequantizing by XLA."""
-    if device.platform == "cpu":
-        return math.inf
-    wide = product.types_of_dense(types)["rhs"]
-    return cost_model.moving(types["rhs"].size // 2 + wide.size * wide.dtype.itemsize, device)
+    """The expected time, in microseconds, of dequantizing by XLA on a GPU."""
+    numbers, wide = types["rhs"], product.types_of_dense(types)["rhs"]
+    bits = problem.TYPES[numbers.dtype].bits + problem.TYPES[wide.dtype].bits
+    return cost_model.moving(numbers.size * bits // 8, device)
 
 
 def _gathered(product, types, schedule, device):

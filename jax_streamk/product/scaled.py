@@ -50,13 +50,12 @@ class Scaled(Dense):
     @classmethod
     def by(cls, product, dtype, parts):
         """The product by numbers with these parts, in the place of a ``Dense`` by arrays."""
-        fields = {field.name: getattr(product, field.name) for field in dataclasses.fields(Dense)}
-        return cls(**fields, dtype=dtype, parts=parts)
+        return cls(**_fields_of_dense(product), dtype=dtype, parts=parts)
 
     @property
     def dense(self):
         """The product of arrays."""
-        return Dense(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Dense)})
+        return Dense(**_fields_of_dense(self))
 
     @property
     def has(self):
@@ -147,12 +146,13 @@ class Scaled(Dense):
         return self, operands, avals
 
     def arranged(self, types, platform, nests=False):
+        assert not nests
         if self.epilogue.gate:
             raise problem.Unsupported("no kernel multiplies by two matrices with scales at once")
         given, matrices = self._split(types)
-        arrangement = self.dense.arranged(self.types_of_dense(types), platform, nests)
+        arrangement = self.dense.arranged(self.types_of_dense(types), platform)
         gemm, values, parts = arrangement.problem, given["rhs"], matrices["rhs"]
-        if nests or arrangement.swapped or arrangement.permute_rhs is not None:
+        if arrangement.swapped or arrangement.permute_rhs is not None:
             raise problem.Unsupported("kernels read numbers with scales as they are, as matrices (k, n) or (n, k)")
         rows, columns = self._blocks(values, parts, gemm)
         fields: dict[str, Any] = dict(type_b=problem.TYPES[values.dtype], scale_rows=rows, scale_columns=columns)
@@ -180,6 +180,10 @@ class Scaled(Dense):
         if None in (rows, columns) or any(block[i] != 1 for i in batch) or is_batched > bool(batch):
             raise problem.Unsupported("kernels have scales for neighbours along k, and for neighbouring columns")
         return rows, columns
+
+
+def _fields_of_dense(product):
+    return {field.name: getattr(product, field.name) for field in dataclasses.fields(Dense)}
 
 
 def _merged(dims):
