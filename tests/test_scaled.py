@@ -22,7 +22,7 @@ def rng():
 
 
 def numbers(rng, dtype, shape):
-    """Random bits: every number of the dtype, but for those that times a scale are too large for float16."""
+    """Random bits: every number of the dtype except those too large for float16 once scaled."""
     bits = (ml_dtypes.iinfo if dtype in INTEGERS else ml_dtypes.finfo)(dtype).bits
     every = np.arange(2**bits, dtype=np.uint8)
     every = every.view(dtype) if bits == 8 else every.astype(np.float32).astype(dtype)
@@ -71,6 +71,19 @@ def test_values_and_layouts(rng, dtype, dtype_x, transposed):
         w = random_array(rng, dtype, k, n, block, dtype_x, transposed=transposed, **options)
         check(rng, m, w, dtype_x, transposed=transposed, schedule=DataParallel())
         check(rng, m, w, dtype_x, transposed=transposed, schedule=SplitK(2))
+
+
+def test_short_k_and_blocks_that_slices_cut(rng):
+    for k in (8, 16, 24, 40):
+        check(
+            rng,
+            5,
+            random_array(rng, "int4", k, 128, (k, 1), "bfloat16", zero=True),
+            "bfloat16",
+            schedule=DataParallel(),
+        )
+    w = random_array(rng, "int4", 800, 64, (400, 1), "bfloat16")
+    check(rng, 3, w, "bfloat16", schedule=SplitK(3, "separate"), kernels="")
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["kn", "nk"])

@@ -143,7 +143,7 @@ __device__ void with_type(Type type, Function const& function) {
       return function([](uint32_t raw) {
         return __uint_as_float(raw == 0 ? 0x00400000 : raw == 255 ? 0x7fc00000 : raw << 23);
       });
-    default:  // e4m3: as f16, but for the bias of the exponent
+    default:  // e4m3: f16 with another bias of the exponent
       return function([&](uint32_t raw) {
         return 256 * from_half((raw & 0x7f) == 0x7f ? 0x7e00 : (raw << 8 & 0x8000) | (raw << 7 & 0x3f80));
       });

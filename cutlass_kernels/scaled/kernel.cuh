@@ -15,12 +15,13 @@
 
 #include "cutlass_kernels/core/dependent_launch.cuh"
 #include "cutlass_kernels/scaled/decode.cuh"
-#include "cutlass_kernels/scaled/scales.h"
 #include "cutlass_kernels/skinny/kernel.cuh"
+#include "cutlass_kernels/skinny/scales.h"
 
 namespace jax_streamk::scaled {
 
 using skinny::BatchIndex;
+using skinny::kChunkBytes;
 using skinny::kRows;
 using skinny::kThreads;
 using skinny::kWarps;
@@ -28,8 +29,8 @@ using skinny::kWarps;
 inline constexpr int kUnit = 32;    // of K
 inline constexpr int kTileK = 128;  // of splits
 
-template <Major kMajorB, int kBlocks>
-inline constexpr int kColumns = kMajorB == Major::kRow && kBlocks <= 2 ? 128 : 64;
+template <Major kMajorB>
+inline constexpr int kColumns = kMajorB == Major::kRow ? 128 : 64;
 inline constexpr int kStages = 2;  // chunks in a queue
 
 // Numbers for each block, of one batch.
@@ -80,14 +81,14 @@ __device__ inline int swizzled(int unit, int row) {
 
 template <class T, class D, Type kType, Major kMajorB, int kBlocks>
 struct Gemm {
-  static constexpr int kBits = bits_of_type(kType), kColumns = scaled::kColumns<kMajorB, kBlocks>,
+  static constexpr int kBits = bits_of_type(kType), kColumns = scaled::kColumns<kMajorB>,
                        kChunkK = kChunkBytes * 8 / kBits / kColumns,
                        kPer16 = 128 / kBits,  // numbers in 16 bytes
       kOctets = kColumns / 64, kStep = kChunkK * kWarps;
   static constexpr bool kByRows = kMajorB == Major::kRow;
   static constexpr bool kHasZeros = kType == Type::kS4 || kType == Type::kS8;
   using Decoder = DecoderOf<T, kType>;
-  static constexpr int kMostGroups = kChunkK / smallest_block(kType), kOwnColumns = kColumns / 32;
+  static constexpr int kMostGroups = kChunkK / skinny::smallest_block(kType), kOwnColumns = kColumns / 32;
   using Shared = scaled::Shared<kColumns, kChunkK, kMostGroups, kBlocks>;
   using Warp = typename Shared::Warp;
   using Chunk = typename Shared::Chunk;
@@ -519,31 +520,16 @@ class ScaledKernel final : public CudaKernel {
     GemmProblem const& p = launch.problem;
     Decomposition const work = decomposition(launch.as_batch(), launch.schedule, device);
     Params<T, D> params;
-    params.a = static_cast<T const*>(buffers.a), params.b = nullptr, params.d = static_cast<D*>(buffers.d);
+    skinny::fill<false>(params, launch, work, buffers);
     params.codes = buffers.b;
-    params.lda = p.a.ld, params.ldb = p.b.ld;
-    params.batch_stride_a = p.a.batch_stride, params.batch_stride_b = p.b.batch_stride;
-    params.inner_stride_a = params.inner_stride_b = params.inner_stride_d = 0;
-    params.inner_batch = 1;
-    params.by_inner_batch = Divisor(1);
-    params.m = static_cast<int32_t>(p.m), params.n = static_cast<int32_t>(p.n), params.k = static_cast<int32_t>(p.k);
-    params.splits = work.splits;
-    params.batch = static_cast<int32_t>(p.batch);
-    params.by_batch = Divisor(params.batch);
-    params.runs = launch.slices.count > 1 ? EvenRuns{work.k_tiles, 0} : EvenRuns::of(work.k_tiles, work.splits);
     params.order = {static_cast<int32_t>((p.m + kTileM - 1) / kTileM),
                     static_cast<int32_t>((p.n + Gemm::kColumns - 1) / Gemm::kColumns), policy.raster, policy.swizzle};
-    params.evict_first_b = policy.evict_first_b;
-    params.column_stride = 1;
-    params.bias_of_row = 0, params.bias_of_column = 1;
-    params.pairs = (p.n | p.d.ld | p.d.batch_stride | p.epilogue.batch_stride_bias) % 2 == 0 &&
-                   reinterpret_cast<uintptr_t>(buffers.d) % (2 * sizeof(D)) == 0;
-    params.epilogue = EpilogueParams<float, D>(p, buffers);
 
-    jax_streamk::Scales const& scales = p.b.scales;
+    Scales const& scales = p.b.scales;
     Operand const scale = p.operand(Role::kScale);
     bool const by_row = kMajorB == Major::kRow;
-    auto const block_k = static_cast<int32_t>(scales.rows), block_n = static_cast<int32_t>(scales.columns);
+    auto const block_k = static_cast<int32_t>(skinny::block_along_k(scales, p.k)),
+               block_n = static_cast<int32_t>(scales.columns);
     auto const numbers = [](void const* data, Type type) { return Numbers{data, type, Format(type).bits()}; };
     params.blocks = {numbers(buffers.scale, scales.scale),
                      scales.has_offset ? numbers(buffers.offset, scales.offset) : numbers(buffers.zero, scales.zero),
@@ -555,22 +541,11 @@ class ScaledKernel final : public CudaKernel {
                      Divisor(block_k),
                      Divisor(block_n),
                      Gemm::Decoder::flip_of(kTypeB == kCodes)};
-    params.in_registers = rounds_numbers(scales);
+    params.in_registers = skinny::rounds_numbers(scales, p.k);
     params.groups = std::max(1, Gemm::kChunkK / block_k);
     params.units = std::max(1, Gemm::kChunkK / kUnit / params.groups);
 
-    cudaLaunchAttribute cluster;
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {static_cast<unsigned>(work.splits), 1, 1};
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(static_cast<unsigned>(work.tiles) * work.splits);
-    config.blockDim = dim3(kThreads);
-    config.dynamicSmemBytes = kSharedMemory;
-    config.stream = stream;
-    config.attrs = &cluster;
-    // Not a launch with clusters of one CTA: these are placed on SMs in another order.
-    config.numAttrs = work.splits > 1;
-    return from_cuda(cudaLaunchKernelEx(&config, kMultiply, params), "launching " + info.name);
+    return skinny::launch_in_clusters(kMultiply, params, work, kSharedMemory, stream, info.name);
   }
 
   void const* entry_point() const override { return reinterpret_cast<void const*>(kMultiply); }

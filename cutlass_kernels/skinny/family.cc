@@ -5,7 +5,7 @@
 #include <string>
 
 #include "cutlass_kernels/core/family.h"
-#include "cutlass_kernels/scaled/scales.h"
+#include "cutlass_kernels/skinny/scales.h"
 
 namespace jax_streamk::skinny {
 namespace {
@@ -31,9 +31,10 @@ Status can_scale(KernelInfo const& info, GemmProblem const& p) {
   auto const is_one_of = [](Type type, std::initializer_list<Type> types) {
     return std::find(types.begin(), types.end(), type) != types.end();
   };
-  int64_t const chunk = scaled::kChunkBytes * 8 / p.b.format.bits() / info.tile_m;  // of K, of a warp
-  if (scales.rows < p.k && (scales.rows % scaled::smallest_block(p.b.format.type) != 0 ||
-                            (scales.rows % chunk != 0 && chunk % scales.rows != 0)))
+  int64_t const chunk = kChunkBytes * 8 / p.b.format.bits() / info.tile_m;  // of K, of a warp
+  // K of a slice is a part of it, which a block of all of K does not divide.
+  if (scales.rows != p.k &&
+      (scales.rows % smallest_block(p.b.format.type) != 0 || (scales.rows % chunk != 0 && chunk % scales.rows != 0)))
     return refuse(
         "has a scale for 32, 64, or a multiple of 128 neighbours along K, or for all of K, and for 16 of e2m1");
   if (!is_one_of(scales.scale, {Type::kF32, Type::kBF16, Type::kF16, Type::kE8M0, Type::kE4M3}))
@@ -47,7 +48,7 @@ Status can_scale(KernelInfo const& info, GemmProblem const& p) {
   if (scales.has_offset && !is_one_of(scales.offset, {Type::kF32, Type::kBF16, Type::kF16}))
     return refuse("has offsets of f32, bf16 or f16");
   // Factors of numbers are rounded to A's type, whose smallest numbers may be too large.
-  if (scaled::rounds_numbers(scales) && p.a.format == Type::kF16 && !is_one_of(scales.scale, {Type::kF16, Type::kE4M3}))
+  if (rounds_numbers(scales, p.k) && p.a.format == Type::kF16 && !is_one_of(scales.scale, {Type::kF16, Type::kE4M3}))
     return refuse("has scales of f16 or e4m3 where they are for 16 neighbours, or there are offsets");
   return {};
 }
@@ -68,8 +69,9 @@ std::optional<int64_t> workspace_bytes(KernelInfo const&, GemmProblem const&, Sc
   return 0;
 }
 
-// Loads of B may have a hint, or with few columns those of A: neighbouring tiles of an unaligned B share cache lines.
-PolicyFields obeys(KernelInfo const& info) { return {!info.swap_ab, info.swap_ab && info.b.align > 1}; }
+// Loads of B may have a hint, or with few columns those of A: neighbouring tiles of an unaligned B share cache lines. B
+// with scales always leaves L2 first.
+PolicyFields obeys(KernelInfo const& info) { return {!info.swap_ab, info.swap_ab && info.b.align > 1 && !info.scaled}; }
 
 }  // namespace
 

@@ -282,6 +282,54 @@ __global__ __launch_bounds__(kThreads, kCtasPerSm<kBlocks, kShifted>) void skinn
   if (p.splits > 1) cluster_wait();
 }
 
+// What the parameters of every kernel of the family have; the order of tiles and hints are the caller's. kNarrow: the
+// kernel computes D^T = B^T A^T, and so its A is the problem's B^T.
+template <bool kNarrow, class T, class D>
+void fill(Params<T, D>& params, Launch const& launch, Decomposition const& work, Buffers const& buffers) {
+  GemmProblem const& p = launch.problem;
+  Layout const &a = kNarrow ? p.b : p.a, &b = kNarrow ? p.a : p.b;
+  params.a = static_cast<T const*>(kNarrow ? buffers.b : buffers.a);
+  params.b = static_cast<T const*>(kNarrow ? buffers.a : buffers.b);
+  params.d = static_cast<D*>(buffers.d);
+  params.lda = a.ld, params.ldb = b.ld;
+  params.batch_stride_a = a.batch_stride, params.batch_stride_b = b.batch_stride;
+  params.inner_stride_a = a.inner_stride, params.inner_stride_b = b.inner_stride;
+  params.inner_stride_d = p.d.inner_stride;
+  params.inner_batch = static_cast<int32_t>(p.inner_batch);
+  params.by_inner_batch = Divisor(params.inner_batch);
+  params.m = static_cast<int32_t>(kNarrow ? p.n : p.m), params.n = static_cast<int32_t>(kNarrow ? p.m : p.n);
+  params.k = static_cast<int32_t>(p.k);
+  params.splits = work.splits;
+  params.batch = static_cast<int32_t>(p.batch);
+  params.by_batch = Divisor(params.batch);
+  params.runs = launch.slices.count > 1 ? EvenRuns{work.k_tiles, 0} : EvenRuns::of(work.k_tiles, work.splits);
+  params.column_stride = kNarrow ? p.d.ld : 1;
+  params.bias_of_row = kNarrow, params.bias_of_column = !kNarrow;
+  params.pairs = !kNarrow &&
+                 (p.n | p.d.ld | p.d.batch_stride | p.d.inner_stride | p.epilogue.batch_stride_bias) % 2 == 0 &&
+                 reinterpret_cast<uintptr_t>(buffers.d) % (2 * sizeof(D)) == 0;
+  params.epilogue = EpilogueParams<Accumulator<T>, D>(p, buffers);
+  if (kNarrow) params.epilogue.ldd = 1;
+}
+
+// The splits of a tile are the CTAs of a cluster.
+template <class AllParams>
+Status launch_in_clusters(void (*kernel)(AllParams), AllParams const& params, Decomposition const& work,
+                          int64_t shared_memory, cudaStream_t stream, std::string const& name) {
+  cudaLaunchAttribute cluster;
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {static_cast<unsigned>(work.splits), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(work.tiles) * work.splits);
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = shared_memory;
+  config.stream = stream;
+  config.attrs = &cluster;
+  // Not a launch with clusters of one CTA: these are placed on SMs in another order.
+  config.numAttrs = work.splits > 1;
+  return from_cuda(cudaLaunchKernelEx(&config, kernel, params), "launching " + name);
+}
+
 template <Type>
 struct ElementOf;
 template <>
@@ -320,52 +368,18 @@ class SkinnyKernel final : public CudaKernel {
   Status launch(Launch const& launch, LaunchPolicy const& policy, Device const& device, Buffers const& buffers,
                 cudaStream_t stream) const override {
     GemmProblem const& p = launch.problem;
-    Slices const& slices = launch.slices;
     Decomposition const work = decomposition(launch.as_batch(), launch.schedule, device);
     ParamsOf<T, D, kGated> params;
-    Layout const &a = kNarrow ? p.b : p.a, &b = kNarrow ? p.a : p.b;
-    params.a = static_cast<T const*>(kNarrow ? buffers.b : buffers.a);
-    params.b = static_cast<T const*>(kNarrow ? buffers.a : buffers.b);
-    params.d = static_cast<D*>(buffers.d);
-    params.lda = a.ld, params.ldb = b.ld;
-    params.batch_stride_a = a.batch_stride, params.batch_stride_b = b.batch_stride;
-    params.inner_stride_a = a.inner_stride, params.inner_stride_b = b.inner_stride;
-    params.inner_stride_d = p.d.inner_stride;
-    params.inner_batch = static_cast<int32_t>(p.inner_batch);
-    params.by_inner_batch = Divisor(params.inner_batch);
-    params.m = static_cast<int32_t>(kNarrow ? p.n : p.m), params.n = static_cast<int32_t>(kNarrow ? p.m : p.n);
-    params.k = static_cast<int32_t>(p.k);
-    params.splits = work.splits;
-    params.batch = static_cast<int32_t>(p.batch);
-    params.by_batch = Divisor(params.batch);
-    params.runs = slices.count > 1 ? EvenRuns{work.k_tiles, 0} : EvenRuns::of(work.k_tiles, work.splits);
+    fill<kNarrow>(params, launch, work, buffers);
     params.order = own_order(p, policy);
     params.evict_first_b = kNarrow ? policy.evict_first_a : policy.evict_first_b;
-    params.column_stride = kNarrow ? p.d.ld : 1;
-    params.bias_of_row = kNarrow, params.bias_of_column = !kNarrow;
-    params.pairs = !kNarrow &&
-                   (p.n | p.d.ld | p.d.batch_stride | p.d.inner_stride | p.epilogue.batch_stride_bias) % 2 == 0 &&
-                   reinterpret_cast<uintptr_t>(buffers.d) % (2 * sizeof(D)) == 0;
-    params.epilogue = EpilogueParams<Accumulator<T>, D>(p, buffers);
-    if (kNarrow) params.epilogue.ldd = 1;
     if constexpr (kGated) {
       bool const stacked = p.epilogue.is_stacked();
       params.up = stacked ? params.b + p.epilogue.up_offset : static_cast<T const*>(buffers.up);
       params.up_bias = stacked ? params.epilogue.bias + p.n : static_cast<D const*>(buffers.up_bias);
     }
 
-    cudaLaunchAttribute cluster;
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {static_cast<unsigned>(work.splits), 1, 1};
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(static_cast<unsigned>(work.tiles) * work.splits);
-    config.blockDim = dim3(kThreads);
-    config.dynamicSmemBytes = kSharedMemory;
-    config.stream = stream;
-    config.attrs = &cluster;
-    // Not a launch with clusters of one CTA: these are placed on SMs in another order.
-    config.numAttrs = work.splits > 1;
-    return from_cuda(cudaLaunchKernelEx(&config, kMultiply, params), "launching " + info.name);
+    return launch_in_clusters(kMultiply, params, work, kSharedMemory, stream, info.name);
   }
 
   void const* entry_point() const override { return reinterpret_cast<void const*>(kMultiply); }
