@@ -158,6 +158,29 @@ def test_epilogues_and_gates(rng):
     close(sk.gated_linear(x, w, up), sk.gated_linear(x, w.dequantize(), up.dequantize()))
 
 
+def test_gated_products_are_two_or_of_arrays():
+    """Of numbers that kernels read, and of others, which keep the kernel for both products."""
+    plan = lambda block: sk.plan(
+        lambda x, *w: sk.gated_linear(x, *w),
+        jax.ShapeDtypeStruct((8, 4096), "bfloat16"),
+        *[
+            jax.eval_shape(
+                lambda: QuantizedArray(jnp.zeros((4096, 8192), "int4"), jnp.zeros((4096 // block, 8192), "bfloat16"))
+            )
+        ]
+        * 2,
+        device=sk.H200,
+    )
+    assert plan(128).kernel.startswith("scaled_") and "twice" in plan(128).reasons[-1]
+    of_arrays = sk.plan(
+        *[jax.ShapeDtypeStruct(s, "bfloat16") for s in ((8, 4096), (4096, 8192))],
+        gate=True,
+        activation="silu",
+        device=sk.H200,
+    )
+    assert plan(4).problem == of_arrays.problem and plan(4).reasons[-1].startswith("XLA dequantizes first: ")
+
+
 def test_what_no_kernel_reads_is_dequantized():
     shape = lambda dtype, *shape: jnp.ones(shape, dtype)
     x = shape("bfloat16", 4, 64)

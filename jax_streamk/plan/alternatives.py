@@ -124,10 +124,14 @@ def _gated(product, types, schedule, device):
         why = (
             f"{gated_plan.kernel} is slower, {text.duration(gated_plan.microseconds)} instead of {text.duration(alone)}"
         )
+    return Way(apart.plan.with_notes([_of_a_gate(epilogue, why)]), apart.arrangement, product.instead)
+
+
+def _of_a_gate(epilogue, why):
+    """What a plan says of a gated product that runs as simpler ones."""
     of_each = "this product twice, each time with other weights" if epilogue.is_pair else "this product"
     gate = "gate" if epilogue.activation is None else f"{epilogue.activation}(gate)"
-    note = f"a gated product is {of_each}, and then {gate} * up by XLA: {why}"
-    return Way(apart.plan.with_notes([note]), apart.arrangement, product.instead)
+    return f"a gated product is {of_each}, and then {gate} * up by XLA: {why}"
 
 
 def _gating(arrangement, products, device):
@@ -143,22 +147,32 @@ def _gating(arrangement, products, device):
 
 
 def _scaled(product, types, schedule, device):
-    """A kernel that reads numbers with scales, or the product of what XLA dequantizes first, whichever is faster."""
+    """A kernel that reads numbers with scales, or the product of what XLA dequantizes first, whichever is faster.
+
+    It reads one matrix: a gated product of numbers is two, one after the other.
+    """
+    is_gated = bool(product.epilogue.gate)
+    each, count = (product.before_gate, 2) if is_gated else (product, 1)
     try:
-        way = _alone(product, types, schedule, device)
+        way = _alone(each, types, schedule, device)
         why = way.plan.why_xla
     except ValueError as error:
         way, why = None, str(error)
+    if why is None and is_gated:
+        note = _of_a_gate(product.epilogue, "no kernel multiplies by two matrices with scales at once")
+        way = dataclasses.replace(way, plan=way.plan.with_notes([note]), instead=product.apart)
     is_weighed = isinstance(schedule, schedules.Auto) and device.platform == "cuda"
     if why is None and (way.plan.is_empty or not is_weighed):
         return way
-    after = plan(product.dense, product.types_of_dense(types), schedule, device)
+    dense = plan(product.dense, product.types_of_dense(types), schedule, device)
     if why is None:
-        first = _dequantizing(product, types, device) + (after.plan.microseconds or math.inf)
-        if way.plan.microseconds <= first:
+        ours = count * way.plan.microseconds + (_gating(way.arrangement, count, device) if is_gated else 0)
+        multiplying = (1 if dense.instead is None else count) * (dense.plan.microseconds or math.inf)
+        first = count * _dequantizing(product, types, device) + multiplying
+        if ours <= first:
             return way
-        why = f"{way.plan.kernel} is slower, {text.duration(way.plan.microseconds)} instead of {text.duration(first)}"
-    return Way(after.plan.with_notes([f"XLA dequantizes first: {why}"]), after.arrangement, product.instead)
+        why = f"{way.plan.kernel} is slower, {text.duration(ours)} instead of {text.duration(first)}"
+    return Way(dense.plan.with_notes([f"XLA dequantizes first: {why}"]), dense.arrangement, product.instead)
 
 
 def _dequantizing(product, types, device):

@@ -64,12 +64,12 @@ class Scaled(Dense):
 
     def _split(self, given):
         """(operands of ``dense`` by role, {role of a matrix: its parts by name}), of operands by role or their types"""
-        matrices = {
+        of_dense = {role: given[role] for role in self.dense.roles}
+        return of_dense, {
             role: {part: given[part + suffix] for part in self.parts}
             for role, suffix in MATRICES.items()
-            if role in given
+            if role in of_dense
         }
-        return {role: given[role] for role in self.dense.roles}, matrices
 
     def _dequantized(self, operands):
         """The operands of ``dense``."""
@@ -94,10 +94,14 @@ class Scaled(Dense):
     def by_xla(self, *operands, out_sharding=None):
         return self.dense.by_xla(*self._dequantized(operands), out_sharding=out_sharding)
 
+    def instead(self, *operands, **params):
+        """Of matrices that XLA dequantizes first."""
+        return bind(self.dense, *self._dequantized(operands), **params)
+
     def apart(self, *operands, **params):
-        """Of dequantized matrices, or, gated, one after the other."""
+        """One product of numbers after the other, if it is gated."""
         if not self.epilogue.gate:
-            return bind(self.dense, *self._dequantized(operands), **params)
+            return self.instead(*operands, **params)
         given, matrices = self._split(self.by_role(operands))
         biases = dict(rhs="bias", up="up_bias")
         products = {
