@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_streamk
-from jax_streamk import Auto, DataParallel, PerPass, SplitK, StreamK
+from jax_streamk import Auto, DataParallel, PerPass, QuantizedArray, SplitK, StreamK, quantize
 from jax_streamk.flax import linen, nnx
 from jax_streamk.product.epilogue import ACTIVATIONS
 
@@ -752,3 +752,36 @@ def test_without_flax(tmp_path):
 def test_nnx_accelerate_checks_its_arguments_at_once(fn, schedule):
     with pytest.raises(TypeError, match="must be"):
         jax_streamk.flax.nnx.accelerate(fn, schedule=schedule)
+
+
+QUANTIZED = {
+    "Dense": functools.partial(linen.Dense, N, activation="silu"),
+    "GatedMLP": functools.partial(linen.GatedMLP, 64, use_bias=True),
+    "MoE": functools.partial(linen.MoE, 64, 4, 2),
+    "nnx.Linear": functools.partial(nnx.Linear, K, N, activation="silu"),
+    "nnx.GatedMLP": functools.partial(nnx.GatedMLP, K, 64, use_bias=True),
+    "nnx.MoE": functools.partial(nnx.MoE, K, 64, 4, 2),
+}
+
+
+@pytest.mark.parametrize("dtype", [None, BF16], ids=str)
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_kernels(name, dtype):
+    """Kernels of parameters may be numbers with scales, which reach the products as they are."""
+    make = functools.partial(QUANTIZED[name], dtype=dtype, param_dtype=BF16)
+    layer, params = functional(make if "nnx" in name else make())
+
+    def quantized(path, x):
+        path = jax.tree_util.keystr(path)
+        is_kernel = "kernel" in path and ("MoE" not in name or "experts" in path)
+        return quantize(x, "int4", block=16) if is_kernel else x
+
+    is_leaf = lambda x: isinstance(x, QuantizedArray)
+    numbers = jax.tree_util.tree_map_with_path(quantized, params)
+    arrays = jax.tree.map(lambda x: x.dequantize() if is_leaf(x) else x, numbers, is_leaf=is_leaf)
+    x = normal(6, K, dtype=BF16)
+    result = lambda params, x: jax.tree.leaves(layer(params, x))[0]
+    assert PLATFORM == "cuda" or "_s4_" in jax.jit(result).lower(numbers, x).as_text()
+    assert_close(jax.jit(result)(numbers, x), result(arrays, x), TOLERANCE[BF16])
+    loss = lambda x, params: (result(params, x).astype(F32) ** 2).sum()
+    assert_close(jax.grad(loss)(x, numbers), jax.grad(loss)(x, arrays), TOLERANCE[BF16])

@@ -31,9 +31,9 @@ def mixture(
     layer: Any,
     router: Callable[[jax.Array], jax.Array],
     inputs: jax.Array,
-    gate: jax.Array,
-    up: jax.Array,
-    down: jax.Array,
+    gate: Any,
+    up: Any,
+    down: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """The layers' result and load-balancing loss, of promoted arrays."""
     params: dict[str, Any] = dict(precision=layer.precision, schedule=layer.schedule)
@@ -65,7 +65,7 @@ def mixture(
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _hidden(
     product: Callable[..., jax.Array], top_k: int, order: jax.Array, group_sizes: jax.Array, tokens: jax.Array,
-    gate: jax.Array, up: jax.Array,
+    gate: Any, up: Any,
 ) -> jax.Array:  # fmt: skip
     """The first half of each expert's MLP, of rows in an order of experts."""
     return product(tokens, gate, up, group_sizes, lhs_indices=order // top_k)
@@ -74,14 +74,18 @@ def _hidden(
 @functools.partial(_hidden.defjvp, symbolic_zeros=True)
 def _hidden_jvp(product: Callable[..., jax.Array], top_k: int, primals: Any, tangents: Any) -> Any:
     order, group_sizes, *operands = primals
-    moves = [type(x) is not jax.custom_derivatives.SymbolicZero for x in tangents[2:]]
+    structure: Any
+    operands, structure = jax.tree.flatten(operands)  # quantized matrices have several arrays
+    tangents = structure.flatten_up_to(list(tangents[2:]))
+    moves = [type(x) is not jax.custom_derivatives.SymbolicZero for x in tangents]
 
     def of_moved(*moved: jax.Array) -> jax.Array:
         taken = iter(moved)
-        tokens, gate, up = (next(taken) if moves_ else x for x, moves_ in zip(operands, moves))
+        given = [next(taken) if moves_ else x for x, moves_ in zip(operands, moves)]
+        tokens, gate, up = structure.unflatten(given)
         return product(_rows_of_experts(top_k, tokens, order), gate, up, group_sizes)
 
-    moved: Any = [[x for x, moves_ in zip(xs, moves) if moves_] for xs in (operands, tangents[2:])]
+    moved: Any = [[x for x, moves_ in zip(xs, moves) if moves_] for xs in (operands, tangents)]
     return jax.jvp(of_moved, *moved)
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_streamk import api
+from jax_streamk import api, quantized
 from jax_streamk.product.epilogue import ACTIVATIONS, check_activation
 from jax_streamk.schedules import check_schedule
 
@@ -22,6 +22,15 @@ def check_fields(layer: Any, dot_general: Callable[..., Any] | None) -> None:
         raise ValueError(
             f"{name}: schedule={layer.schedule} is for jax_streamk's product, which dot_general={dot_general} replaces"
         )
+
+
+def promoted(promote: Callable[..., Any], *arrays: Any, dtype: DTypeLike | None) -> list[Any]:
+    """What Flax's ``promote_dtype`` makes of arrays, where quantized ones keep their numbers."""
+    arrays = tuple(map(quantized.ours, arrays))
+    are_kept = [isinstance(x, quantized.QuantizedArray) for x in arrays]
+    of_types = (jnp.zeros((), x.dtype) if is_kept else x for x, is_kept in zip(arrays, are_kept))
+    out = promote(*of_types, dtype=dtype)
+    return [quantized.astype(x, y.dtype) if is_kept else y for x, y, is_kept in zip(arrays, out, are_kept)]
 
 
 def forward(
@@ -40,7 +49,7 @@ def forward(
     """
     # Interceptors such as qwix may pass weights of their own types.
     if dot_general is None and not api.is_intercepted():
-        dtype = preferred_element_type or jnp.result_type(inputs, kernel)
+        dtype = preferred_element_type or jnp.result_type(inputs, kernel.dtype)
         if jnp.issubdtype(dtype, jnp.floating):
             # Flax adds the bias to the rounded product, in the dtype of both.
             dtype = dtype if bias is None else jnp.promote_types(dtype, bias.dtype)
@@ -48,6 +57,8 @@ def forward(
                 inputs, kernel, bias, activation=layer.activation, precision=layer.precision,
                 preferred_element_type=dtype, schedule=layer.schedule, **sharding,
             )  # fmt: skip
+    if dot_general is not None and isinstance(kernel, quantized.QuantizedArray):
+        kernel = kernel.dequantize()
     dot_general = dot_general or functools.partial(api.dot_general, schedule=layer.schedule)
     # A user's dot_general need not accept arguments that are rarely given.
     if preferred_element_type is not None:

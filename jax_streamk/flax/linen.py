@@ -14,7 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_streamk import api
 from jax_streamk.flax.experts import check_experts, mixture
-from jax_streamk.flax.forward import check_fields, forward
+from jax_streamk.flax.forward import check_fields, forward, promoted
 from jax_streamk.product.epilogue import Activation, wide
 from jax_streamk.schedules import PerPass, Schedule
 
@@ -51,7 +51,7 @@ class Dense(linen.Dense):
         kernel = self.param("kernel", self.kernel_init, (jnp.shape(inputs)[-1], self.features), self.param_dtype)
         bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype) if self.use_bias else None
         dot_general = self.dot_general if self.dot_general_cls is None else self.dot_general_cls()
-        return forward(self, dot_general, *self.promote_dtype(inputs, kernel, bias, dtype=self.dtype))
+        return forward(self, dot_general, *promoted(self.promote_dtype, inputs, kernel, bias, dtype=self.dtype))
 
 
 class _Projection(linen.Module):
@@ -121,7 +121,7 @@ class GatedMLP(linen.Module):
         in_features = jnp.shape(inputs)[-1]
         projections = (_Projection(self.hidden_features, name=name, **fields) for name in ("gate_proj", "up_proj"))
         (gate, b_gate), (up, b_up) = (projection(in_features) for projection in projections)
-        x, gate, up, b_gate, b_up = promote_dtype(inputs, gate, up, b_gate, b_up, dtype=self.dtype)
+        x, gate, up, b_gate, b_up = promoted(promote_dtype, inputs, gate, up, b_gate, b_up, dtype=self.dtype)
         hidden = api.gated_linear(
             x, gate, up, b_gate, b_up, activation=self.activation, precision=self.precision, schedule=self.schedule
         )
@@ -218,6 +218,6 @@ class MoE(linen.Module):
             metadata_params={linen.PARTITION_NAME: self.partition_name},
         )  # fmt: skip
         kernels = experts(self.hidden_features, self.kernel_init, self.param_dtype, name="experts")(features)
-        x, router, *kernels = promote_dtype(inputs, router, *kernels, dtype=self.dtype)
+        x, router, *kernels = promoted(promote_dtype, inputs, router, *kernels, dtype=self.dtype)
         params: Any = dict(precision=self.precision, preferred_element_type=wide(x.dtype), schedule=self.schedule)
         return mixture(self, lambda x: api.matmul(x, router, **params), x, *kernels)

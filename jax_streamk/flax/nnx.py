@@ -20,7 +20,7 @@ from jax_streamk.accelerate.products import Products
 from jax_streamk.accelerate.rewrite import Accelerated, P, R, Where, check_results, function_and_owner
 from jax_streamk.accelerate.rewrite import accelerate as _accelerate
 from jax_streamk.flax.experts import check_experts, mixture
-from jax_streamk.flax.forward import check_fields, forward
+from jax_streamk.flax.forward import check_fields, forward, promoted
 from jax_streamk.product.epilogue import Activation, wide
 from jax_streamk.schedules import PerPass, Schedule
 
@@ -61,12 +61,17 @@ class Linear(nnx.Linear):
         """Array of shape (..., out_features) of inputs (..., in_features), sharded as ``out_sharding`` says."""
         kernel = self.kernel[...]
         bias = None if self.bias is None else self.bias[...]
-        inputs, kernel, bias = self.promote_dtype((inputs, kernel, bias), dtype=self.dtype)
+        inputs, kernel, bias = promoted(_separate(self.promote_dtype), inputs, kernel, bias, dtype=self.dtype)
         dtype = self.preferred_element_type
         return forward(self, self._own_dot_general(), inputs, kernel, bias, dtype, out_sharding=out_sharding)
 
     def _own_dot_general(self) -> Callable[..., Any] | None:
         return None if self.dot_general is lax.dot_general else self.dot_general
+
+
+def _separate(promote: Callable[..., Any]) -> Callable[..., Any]:
+    """nnx's ``promote_dtype`` as a function of separate arrays, as linen's is."""
+    return lambda *arrays, dtype: promote(arrays, dtype=dtype)
 
 
 class GatedMLP(nnx.Module):
@@ -119,9 +124,9 @@ class GatedMLP(nnx.Module):
         """Array of shape (..., out_features) of inputs (..., in_features)."""
         gate, up = self.gate_proj, self.up_proj
         parameters = (None if x is None else x[...] for x in (gate.kernel, up.kernel, gate.bias, up.bias))
-        promoted = gate.promote_dtype((inputs, *parameters), dtype=gate.dtype)
+        operands = promoted(_separate(gate.promote_dtype), inputs, *parameters, dtype=gate.dtype)
         hidden = api.gated_linear(
-            *promoted, activation=self.activation, precision=gate.precision, schedule=self.schedule,
+            *operands, activation=self.activation, precision=gate.precision, schedule=self.schedule,
             preferred_element_type=gate.preferred_element_type,
         )  # fmt: skip
         return self.down_proj(hidden)
@@ -209,8 +214,8 @@ class MoE(nnx.Module):
         mean probability. It is ``experts_per_token`` where all experts are chosen alike. Not yet scaled.
         """
         experts = self.experts
-        kernels = (x.kernel[...] for x in (experts.gate_proj, experts.up_proj, experts.down_proj))
-        x, *kernels = experts.gate_proj.promote_dtype((inputs, *kernels), dtype=self.dtype)
+        arrays = (x.kernel[...] for x in (experts.gate_proj, experts.up_proj, experts.down_proj))
+        x, *kernels = promoted(_separate(experts.gate_proj.promote_dtype), inputs, *arrays, dtype=self.dtype)
         return mixture(self, self.gate, x, *kernels)
 
 
