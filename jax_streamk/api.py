@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+import opt_einsum.parser
 from jax import lax
 from jax.lax import PrecisionLike
 from jax.sharding import NamedSharding, PartitionSpec
@@ -27,7 +28,6 @@ from jax_streamk.plan.plan import Plan, unsupported
 from jax_streamk.product import partition, ragged
 from jax_streamk.product.dense import Dense
 from jax_streamk.product.epilogue import Activation, Epilogue, check_activation
-from jax_streamk.product.primitive import bind
 from jax_streamk.product.ragged import BASIC, Ragged
 from jax_streamk.schedules import PerPass, Schedule, check_schedule
 from jax_streamk.tuning import tuned
@@ -148,7 +148,7 @@ def matmul(
         run the product under an explicit schedule.
     """
     schedule = check_schedule(schedule)
-    lhs, rhs, weak = _promoted("matmul", preferred_element_type, a=a, b=_kept(b))
+    lhs, rhs, weak = _promoted("matmul", preferred_element_type, a=_kept(a), b=_kept(b))
     dimension_numbers, squeeze, order = _matmul_dimensions("matmul", a=lhs, b=rhs)
     lhs, rhs = (lax.squeeze(quantized.dequantized(x), dims) if dims else x for x, dims in zip((lhs, rhs), squeeze))
     product = _dense(lhs, rhs, dimension_numbers, precision, preferred_element_type).replaced(permutation=order)
@@ -188,7 +188,7 @@ def dot_general(
         says so.
     """
     schedule = check_schedule(schedule)
-    lhs, rhs = (_array("dot_general", name, x) for name, x in (("lhs", lhs), ("rhs", _kept(rhs))))
+    lhs, rhs = (_array("dot_general", name, _kept(x)) for name, x in (("lhs", lhs), ("rhs", rhs)))
     product = _dense(lhs, rhs, _dimension_numbers(dimension_numbers), precision, preferred_element_type)
     out_sharding = compat.canonicalize_sharding(out_sharding, "dot_general")
     return quantized.bound(product, lhs, rhs, schedule=schedule, out_sharding=out_sharding)
@@ -218,6 +218,14 @@ def einsum(
     Raises:
       TypeError, ValueError: as ``jax.numpy.einsum`` and ``dot_general``.
     """
+    schedule = check_schedule(schedule)
+    is_quantized = any(map(quantized.is_quantized, operands))
+    if is_quantized and len(operands) == 2 and isinstance(subscripts, str) and out_sharding is None:
+        kept = {f"operands[{i}]": _kept(x) for i, x in enumerate(operands)}
+        lhs, rhs, _ = _promoted("einsum", preferred_element_type, **kept)
+        if (dimensions := _einsum_dimensions(subscripts, lhs, rhs)) is not None:
+            product = _dense(lhs, rhs, dimensions[0], precision, preferred_element_type)
+            return quantized.bound(product.replaced(permutation=dimensions[1]), lhs, rhs, schedule=schedule)
     operands = tuple(map(quantized.dequantized, operands))
     for i, x in enumerate(operands):
         _check_byte_order("einsum", f"operands[{i}]", x)
@@ -229,8 +237,22 @@ def einsum(
         precision=precision,
         preferred_element_type=preferred_element_type,
         out_sharding=out_sharding,
-        _dot_general=_dot_general_under(check_schedule(schedule)),
+        _dot_general=_dot_general_under(schedule),
     )
+
+
+def _einsum_dimensions(subscripts: str, lhs: Shaped, rhs: Shaped) -> tuple[DimensionNumbers, Dims] | None:
+    """``jnp.einsum`` of two operands as a dot_general and the permutation of its result; None if it is more."""
+    inputs, out, _ = opt_einsum.parser.parse_einsum_input((subscripts, lhs, rhs))
+    a, b = inputs.split(",")
+    both = [name for name in a if name in b]
+    of_one = [name for name in (*a, *b) if name not in both]
+    is_product = len({*a}) == len(a) and len({*b}) == len(b) and {*of_one} <= {*out}
+    if not is_product or any(lhs.shape[a.index(name)] != rhs.shape[b.index(name)] for name in both):
+        return None
+    contract, batch = ([name for name in both if (name in out) == stays] for stays in (False, True))
+    numbers = tuple(tuple(tuple(map(side.index, names)) for side in (a, b)) for names in (contract, batch))
+    return cast(DimensionNumbers, numbers), tuple(map([*batch, *of_one].index, out))
 
 
 @functools.cache
@@ -483,7 +505,7 @@ def ragged_dot(
     """
     name, schedule = "ragged_dot", check_schedule(schedule)
     check_activation(name, activation)
-    lhs, rhs = (_array(name, x, given) for x, given in (("lhs", lhs), ("rhs", rhs)))
+    lhs, rhs = (_array(name, x, given) for x, given in (("lhs", lhs), ("rhs", _kept(rhs))))
     indices = [] if lhs_indices is None else [_array(name, "lhs_indices", lhs_indices)]
     rows = _rows(name, lhs, indices)
     sizes, leading = _group_sizes(name, group_sizes, group_offset, rows, rhs=rhs)
@@ -497,7 +519,7 @@ def ragged_dot(
         leading=leading, gathers="clip" if indices else None,
     )  # fmt: skip
     out_sharding = compat.canonicalize_sharding(out_sharding, name)
-    return bind(product, lhs, rhs, *biases, sizes, *indices, schedule=schedule, out_sharding=out_sharding)
+    return quantized.bound(product, lhs, rhs, *biases, sizes, *indices, schedule=schedule, out_sharding=out_sharding)
 
 
 @_dispatched("lhs", "rhs", "group_sizes", "group_offset", jaxs=None)
@@ -535,7 +557,7 @@ def ragged_dot_general(
         schedule.
     """
     name, schedule, numbers = "ragged_dot_general", check_schedule(schedule), ragged_dot_dimension_numbers
-    lhs, rhs = (_array(name, x, given) for x, given in (("lhs", lhs), ("rhs", rhs)))
+    lhs, rhs = (_array(name, x, given) for x, given in (("lhs", lhs), ("rhs", _kept(rhs))))
     kind = _check_numbers(name, numbers, lhs)
     out_sharding = compat.canonicalize_sharding(out_sharding, name)
     if group_offset is not None and (len(numbers.rhs_group_dimensions) != 1 or len(lhs.shape) != 2):
@@ -557,14 +579,14 @@ def ragged_dot_general(
         jax.eval_shape(laxs, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (lhs, rhs)), shape)  # raises its errors
     if kind == "batch":
         dense = Dense(numbers.dot_dimension_numbers, **params)
-        return bind(dense, lhs, rhs, schedule=schedule, out_sharding=out_sharding)
+        return quantized.bound(dense, lhs, rhs, schedule=schedule, out_sharding=out_sharding)
     if (why := ragged.why_not(lhs, rhs, sizes, numbers)) is not None:
         alternatives.refuse_schedule(schedule, " this product", why)
         if compat.has_explicit_axes(out_sharding):
             laxs = jax.sharding.auto_axes(laxs, out_sharding=out_sharding)
-        return laxs(lhs, rhs, sizes)
+        return laxs(lhs, quantized.dequantized(rhs), sizes)
     product = Ragged(numbers, **params, leading=leading)
-    return bind(product, lhs, rhs, sizes, schedule=schedule, out_sharding=out_sharding)
+    return quantized.bound(product, lhs, rhs, sizes, schedule=schedule, out_sharding=out_sharding)
 
 
 @_dispatched("lhs", "w_gate", "w_up", "group_sizes", "b_gate", "b_up", "group_offset", "lhs_indices", jaxs=None)
@@ -622,7 +644,7 @@ def gated_of_rows(
     """``ragged_gated`` with JAX's mode of gathers: ``"promise_in_bounds"`` saves a pass over the indices."""
     name, schedule = "ragged_gated", check_schedule(schedule)
     check_activation(name, activation)
-    given = dict(lhs=lhs, w_gate=w_gate, w_up=w_up)
+    given = dict(lhs=lhs, w_gate=_kept(w_gate), w_up=_kept(w_up))
     lhs, rhs, up = (_array(name, x, operand) for x, operand in given.items())
     if (rhs.shape, rhs.dtype) != (up.shape, up.dtype):
         kinds = f"w_gate is {rhs.dtype} of shape {rhs.shape} and w_up {up.dtype} of shape {up.shape}"
@@ -638,7 +660,9 @@ def gated_of_rows(
         Epilogue(activation, has_bias=bool(biases), gate="pair"), leading=leading, gathers=mode if indices else None,
     )  # fmt: skip
     out_sharding = compat.canonicalize_sharding(out_sharding, name)
-    return bind(product, lhs, rhs, up, *biases, sizes, *indices, schedule=schedule, out_sharding=out_sharding)
+    return quantized.bound(
+        product, lhs, rhs, up, *biases, sizes, *indices, schedule=schedule, out_sharding=out_sharding
+    )
 
 
 def _rows(name: str, lhs: Shaped, indices: Sequence[Shaped]) -> Shaped:
@@ -1012,7 +1036,7 @@ class _Kept:
 
 
 def _kept(x: Any) -> Any:
-    """The right operand of a product, as ``_array`` takes it. Where types have shardings, arrays are made first."""
+    """An operand of a product, as ``_array`` takes it. Where types have shardings, arrays are made first."""
     if not quantized.is_quantized(x) or compat.is_explicit(jax.sharding.get_abstract_mesh()):
         return x
     return _Kept(quantized.ours(x))
@@ -1047,7 +1071,7 @@ def _is_numeric(dtype: Any) -> bool:
 
 def _promoted(function: str, preferred_element_type: Any, **operands: Any) -> tuple[Any, ...]:
     """The operands as arrays, promoted to one dtype unless the result's is given, and whether that dtype is weak."""
-    out = [_array(function, name, x) for name, x in operands.items()]
+    out: list[Any] = [_array(function, name, x) for name, x in operands.items()]
     if preferred_element_type is not None:
         return *out, False
     types = (x.dtype if isinstance(x, quantized.QuantizedArray) else x for x in out)

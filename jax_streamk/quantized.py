@@ -14,6 +14,7 @@ from jax_streamk.checks import check_static
 from jax_streamk.product import scaled
 from jax_streamk.product.dense import Dense
 from jax_streamk.product.primitive import bind
+from jax_streamk.product.spec import Product
 
 _INTEGERS = ("int4", "uint4", "int8", "uint8")
 VALUES = (*_INTEGERS, "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")
@@ -119,6 +120,16 @@ class QuantizedArray:
         parts = ", ".join([_type_of(self.values), _type_of(self.scale), *others])
         return f"QuantizedArray({parts}, dtype={self.dtype.name})"
 
+    def __getitem__(self, index: Any) -> QuantizedArray:
+        """The arrays at an index, slice, or array of indices of the first dimension, if each has its own scales."""
+        if index is ...:
+            return self
+        if any(x.shape[:1] != self.shape[:1] for x in self.parts().values()) or isinstance(index, tuple):
+            raise IndexError(
+                f"{self!r}[{index!r}]: only the first dimension can be indexed, and only if each has scales of its own"
+            )
+        return jax.tree.map(lambda x: x[index], self)
+
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
         names = "values", "scale", "zero_point", "offset"
         return [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in names], self.dtype
@@ -163,12 +174,17 @@ def note(name: str, x: Any) -> str:
     return f"{name} is {what} read {ours(x).values.dtype.name} with scales"
 
 
-def bound(product: Dense, lhs: Any, *operands: Any, **params: Any) -> jax.Array:
-    """``bind`` of a ``Dense`` product whose operands may be quantized.
+def bound(product: Product, lhs: Any, *operands: Any, **params: Any) -> jax.Array:
+    """``bind`` of a product whose operands may be quantized.
 
     What each matrix needs besides its numbers follows the other operands. One kind of numbers is multiplied by one
-    kernel: of two matrices of different kinds, and of lhs, arrays are made first.
+    kernel: of two matrices of different kinds arrays are made first. Kernels read numbers on the right.
     """
+    is_on_the_right = any(isinstance(x, QuantizedArray) for x in operands)
+    if isinstance(lhs, QuantizedArray) and not is_on_the_right and isinstance(product, Dense):
+        if product.epilogue.is_plain:
+            (rhs,) = operands
+            return bound(product.exchanged(lhs.ndim, rhs.ndim), rhs, lhs, **params)
     operands = (dequantized(lhs), *operands)
     matrices = [x for x in operands if isinstance(x, QuantizedArray)]
     if not matrices:

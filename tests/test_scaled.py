@@ -1,5 +1,7 @@
 """Products by numbers of four and eight bits with scales, in kernels, against float64."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -187,3 +189,134 @@ def test_what_no_kernel_reads_is_dequantized():
     of_rank = QuantizedArray(shape("int4", 64, 32), shape("bfloat16", 2, 32), shape("int4", 1, 32))
     plan = sk.plan(sk.matmul, x, of_rank)
     assert any("XLA dequantizes first: " in reason for reason in plan.reasons)
+
+
+def close(got, want, rtol=0.02):
+    got, want = (np.asarray(x, np.float64) for x in (got, want))
+    np.testing.assert_allclose(got, want, rtol=rtol, atol=rtol * np.abs(want).max())
+
+
+def of_groups(rng, groups, k, n, block):
+    each = [random_array(rng, "int4", k, n, block, "bfloat16", zero=True) for _ in range(groups)]
+    return jax.tree.map(lambda *xs: jnp.stack(xs), *each)
+
+
+TOKENS, GROUPS, SIZES = 23, 5, (3, 0, 11, 1, 6)
+RAGGED = {
+    "plain": lambda x, w, up, sizes, at: sk.ragged_dot(x, w, sizes),
+    "epilogue": lambda x, w, up, sizes, at: sk.ragged_dot(x, w, sizes, bias=jnp.ones((GROUPS, 40)), activation="silu"),
+    "gathered": lambda x, w, up, sizes, at: sk.ragged_dot(x, w, sizes, lhs_indices=at),
+    "gated": lambda x, w, up, sizes, at: sk.ragged_gated(x, w, up, sizes, b_gate=jnp.ones((GROUPS, 40))),
+    "gated and gathered": lambda x, w, up, sizes, at: sk.ragged_gated(x, w, up, sizes, lhs_indices=at),
+    "offset": lambda x, w, up, sizes, at: sk.ragged_dot(
+        x, w, jnp.pad(sizes, (1, 0), constant_values=2), group_offset=jnp.array([1])
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", RAGGED)
+def test_groups(rng, kind):
+    x = jnp.asarray(rng.normal(size=(TOKENS, 96)), jnp.bfloat16)
+    w, up = (of_groups(rng, GROUPS, 96, 40, (32, 1)) for _ in range(2))
+    product = lambda x, w, up: RAGGED[kind](x, w, up, jnp.array(SIZES), jnp.arange(TOKENS)[::-1] // 2)
+    plan = sk.plan(product, x, w, up)
+    if not ON_GPU:
+        assert "bf16 x s4" in str(plan.problem)
+    arrays = w.dequantize(), up.dequantize()
+    close(jax.jit(product)(x, w, up), product(x, *arrays))
+    loss = lambda x, *w: (product(x, *w).astype(jnp.float32) ** 2).sum()
+    close(jax.grad(loss)(x, w, up), jax.grad(loss)(x, *arrays))
+    of_each = jax.vmap(product, (0, None, None))(jnp.stack([x, 2 * x]), w, up)
+    close(of_each[1], product(2 * x, *arrays))
+
+
+def test_what_groups_cut_has_other_scales(rng):
+    """Groups of (k, n), whose matrices lie as (n, k); and groups of k, which no kernel reads."""
+    x, w = jnp.asarray(rng.normal(size=(8, 64)), jnp.bfloat16), of_groups(rng, 3, 64, 24, (32, 1))
+    sizes, turned = jnp.array([2, 0, 6]), jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), w)
+    numbers = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), (0,), (0,))
+    got = sk.ragged_dot_general(x, turned, sizes, numbers)
+    close(got, sk.ragged_dot(x, w.dequantize(), sizes))
+    of_k = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
+    right = random_array(rng, "int4", 8, 24, (4, 1), "bfloat16")
+    product = lambda x, w: sk.ragged_dot_general(x, w, sizes, of_k)
+    close(product(x, right), product(x, right.dequantize()))
+    assert any("XLA dequantizes first: " in reason for reason in sk.plan(product, x, right).reasons)
+
+
+BY_EITHER_SIDE = {
+    "lhs of dot_general": lambda w, x: sk.dot_general(w, x, (((0,), (1,)), ((), ()))),
+    "lhs of matmul": lambda w, x: sk.matmul(w.dequantize().T if ON_GPU else transposed(w), x.T),
+    "einsum": lambda w, x: sk.einsum("kn,bk->bn", w, x),
+    "einsum with a name for no dimension": lambda w, x: sk.einsum("...k,kn->n...", x, w),
+    "transposed before": lambda w, x: sk.matmul(x, transposed(jax.lax.optimization_barrier(transposed(w)))),
+}
+
+
+def transposed(w):
+    return QuantizedArray(*(None if part is None else part.T for part in (w.values, w.scale, w.zero_point)))
+
+
+@pytest.mark.parametrize("kind", BY_EITHER_SIDE)
+def test_numbers_on_either_side(rng, kind):
+    w = random_array(rng, "int4", 256, 96, (64, 1), "bfloat16", zero=True)
+    x = jnp.asarray(rng.normal(size=(7, 256)), jnp.bfloat16)
+    product = BY_EITHER_SIDE[kind]
+    if not ON_GPU:
+        plan = sk.plan(product, w, x)
+        assert "bf16 x s4" in str(plan.problem) and not any("rhs" in reason for reason in plan.reasons)
+    got, want = jax.jit(product)(w, x), jnp.asarray(x @ w.dequantize())
+    close(got if got.shape == want.shape else got.T, want)
+
+
+def test_einsums_that_are_no_product_are_of_arrays(rng):
+    w = random_array(rng, "int8", 32, 32, (8, 1), "bfloat16")
+    x = jnp.asarray(rng.normal(size=(5, 32)), jnp.bfloat16)
+    for subscripts in ("bk,kk->bk", "bk,kn->b", "bk,kn->k"):
+        close(sk.einsum(subscripts, x, w), jnp.einsum(subscripts, x, w.dequantize()))
+    close(sk.einsum("bk,kn,nm->bm", x, w, w), jnp.einsum("bk,kn,nm->bm", x, w.dequantize(), w.dequantize()), 0.05)
+
+
+def test_layers_by_index(rng):
+    w = of_groups(rng, 4, 64, 32, (16, 1))
+    np.testing.assert_array_equal(w[2].dequantize(), w.dequantize()[2])
+    np.testing.assert_array_equal(w[1:3].dequantize(), w.dequantize()[1:3])
+    assert w[...] is w
+    for array, index in ((w, (0, 1)), (w[0], 0)):
+        with pytest.raises(IndexError, match="first dimension"):
+            array[index]
+
+
+@pytest.mark.skipif(len(jax.devices()) < 8, reason="this process has fewer devices")
+@pytest.mark.parametrize("block", [(32, 1), (256, 1), (32, 24), (64, 96)], ids=str)
+@pytest.mark.parametrize("axes", [(None, "x"), ("x", None), ("x", "y"), (("x", "y"), None)], ids=str)
+def test_devices_divide_numbers_and_scales_alike(rng, axes, block):
+    """What a device has of the scales is that of its numbers: nothing is gathered, and nothing dequantized first."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("x", "y"))
+    named = lambda *spec: jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+    w = random_array(rng, "int4", 256, 96, block, "bfloat16", zero=True)
+    x = jnp.asarray(rng.normal(size=(8, 256)), jnp.bfloat16)
+    spec_of = lambda part: [
+        axis if size % 8 == 0 or (size % 4 == 0 and axis == "x") else None for axis, size in zip(axes, part.shape)
+    ]
+    placed = jax.tree.map(lambda part: jax.device_put(part, named(*spec_of(part))), w)
+    rows = jax.device_put(x, named(None, axes[0]))
+    close(jax.jit(sk.matmul)(rows, placed), x @ w.dequantize())
+    text = jax.jit(sk.matmul).lower(rows, placed).compile().as_text()
+    has_blocks_for_all = axes[0] != ("x", "y") or block[0] != 64
+    assert has_blocks_for_all != bool(re.search(r"s4\[.*all-gather", text))
+    assert "_s4_" in text
+
+
+@pytest.mark.skipif(len(jax.devices()) < 8, reason="this process has fewer devices")
+@pytest.mark.parametrize("axis", range(3))
+def test_devices_divide_groups(rng, axis):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), "x")
+    spec = [None] * 3
+    spec[axis] = "x"
+    x, sizes = jnp.asarray(rng.normal(size=(16, 64)), jnp.bfloat16), jnp.array([3, 0, 9, 2])
+    w, up = (of_groups(rng, 4, 64, 32, (16, 1)) for _ in range(2))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+    placed = [jax.device_put(each, jax.tree.map(lambda _: sharding, each)) for each in (w, up)]
+    product = jax.jit(lambda x, w, up: sk.ragged_gated(x, w, up, sizes, lhs_indices=jnp.arange(16)[::-1]))
+    close(product(x, *placed), product(x, w.dequantize(), up.dequantize()), 0.05)

@@ -44,10 +44,10 @@ def plan(product, types, schedule, device):
       ValueError: no kernel can run an explicit schedule.
     """
     schedule = schedules.of_forward(schedule)
-    if "indices" in product.roles:
-        return _gathered(product, types, schedule, device)
     if "scale" in product.roles:
         return _scaled(product, types, schedule, device)
+    if "indices" in product.roles:
+        return _gathered(product, types, schedule, device)
     if product.epilogue.gate:
         return _gated(product, types, schedule, device)
     way = _alone(product, types, schedule, device)
@@ -164,7 +164,7 @@ def _scaled(product, types, schedule, device):
     is_weighed = isinstance(schedule, schedules.Auto) and device.platform == "cuda"
     if why is None and (way.plan.is_empty or not is_weighed):
         return way
-    dense = plan(product.dense, product.types_of_dense(types), schedule, device)
+    dense = plan(product.of_arrays, product.types_of_arrays(types), schedule, device)
     if why is None:
         ours = count * way.plan.microseconds + (_gating(way.arrangement, count, device) if is_gated else 0)
         multiplying = (1 if dense.instead is None else count) * (dense.plan.microseconds or math.inf)
@@ -177,7 +177,7 @@ def _scaled(product, types, schedule, device):
 
 def _dequantizing(product, types, device):
     """The expected time, in microseconds, of dequantizing by XLA on a GPU."""
-    numbers, wide = types["rhs"], product.types_of_dense(types)["rhs"]
+    numbers, wide = types["rhs"], product.types_of_arrays(types)["rhs"]
     bits = problem.TYPES[numbers.dtype].bits + problem.TYPES[wide.dtype].bits
     return cost_model.moving(numbers.size * bits // 8, device)
 

@@ -335,7 +335,8 @@ def arrange_ragged(
     Raises:
       Unsupported: no kernel family supports the types or precision, or a shape is symbolic or beyond 32 bits.
     """
-    if not all(isinstance(size, (int, np.integer)) and size < 2**31 for size in (*lhs.shape, *rhs.shape)):
+    sizes = *lhs.shape, *rhs.shape, gathered_rows
+    if not all(isinstance(size, (int, np.integer)) and size < 2**31 for size in sizes):
         raise Unsupported(f"shapes {lhs.shape} and {rhs.shape} are symbolic, or beyond 32 bits")
     types = dtype, *_ = _types(lhs.dtype, rhs.dtype, preferred_element_type, precision, platform)
     ((lhs_contract,), (rhs_contract,)), _ = numbers.dot_dimension_numbers

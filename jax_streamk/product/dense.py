@@ -41,6 +41,18 @@ class Dense(Product):
     def has(self):
         return "lhs", "rhs", *self.epilogue.roles
 
+    def exchanged(self, lhs_ndim, rhs_ndim):
+        """The plain product with lhs and rhs, of so many dimensions, in each other's place."""
+        (contract, _), (batch, _) = self.numbers
+        first, fixed = len(batch), len(contract) + len(batch)
+        dims = range(lhs_ndim + rhs_ndim - first - 2 * len(contract))
+        of_rhs = first + rhs_ndim - fixed
+        order = (*dims[:first], *dims[of_rhs:], *dims[first:of_rhs])
+        precision = self.precision[::-1] if isinstance(self.precision, tuple) else self.precision
+        permutation = order if self.permutation is None else tuple(order[i] for i in self.permutation)
+        numbers = tuple(sides[::-1] for sides in self.numbers)
+        return self.replaced(numbers=numbers, precision=precision, permutation=permutation)
+
     def result(self, avals, out_sharding):
         lhs, rhs, *_ = avals
         product, effects = compat.dot_general_p.abstract_eval(lhs, rhs, out_sharding=out_sharding, **self.laxs)
@@ -184,10 +196,13 @@ class Dense(Product):
 
     def partitioned(self, avals, schedule):
         bound = functools.partial(bind, schedule=schedule)
-        product = functools.partial(bound, self.plain.replaced(permutation=self.permutation))
+        plain = self.plain.replaced(permutation=self.permutation)
+        product = lambda lhs, rhs, **parts: bound(plain, lhs, rhs, *parts.values())
         fused = lambda **given: bound(self, *(given[role] for role in self.roles))
-        factors = partition.Factors(self, avals[0].ndim, avals[1].ndim)
-        return partition.partitioned(product, self.epilogue.apply, fused, factors)
+        return partition.partitioned(product, self.epilogue.apply, fused, self.factors(avals))
+
+    def factors(self, avals):
+        return partition.Factors(self, avals[0].ndim, avals[1].ndim)
 
     def without_transposes(self, operands, avals, behind):
         # A gated product's transposes are folded in only if all matrices then have one layout.

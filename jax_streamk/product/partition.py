@@ -57,12 +57,14 @@ class Factors:
       contract: names of what is summed over.
       matrices: the roles of what lhs is multiplied by.
       shared: the roles that each of these products needs besides.
+      parts: for the role of a matrix, {name: role} of what its product needs besides.
       whole: names along which every device needs all.
       ungathered: names along which no operand is gathered: the largest is divided.
     """
 
     blocks: Mapping[str, int] = types.MappingProxyType({})
     shared: tuple[str, ...] = ()
+    parts: Mapping[str, Mapping[str, str]] = types.MappingProxyType({})
     ungathered: tuple[str, ...] = ()
 
     def __init__(self, product, lhs_ndim, rhs_ndim):
@@ -159,6 +161,30 @@ class RaggedFactors(Factors):
         return given | dict(group_sizes=jnp.diff(ends, prepend=0)), dict(leading=True)
 
 
+def with_parts(factors, shapes, matrices):
+    """``factors`` with the parts of matrices, which have an element for each block of a matrix.
+
+    Args:
+      shapes: of all operands, by role.
+      matrices: {role of a matrix: {name: role of a part}}
+
+    Raises:
+      ValueError: a dimension has blocks of several lengths.
+    """
+    factors.parts, factors.blocks = matrices, {}
+    for matrix, parts in matrices.items():
+        for role in parts.values():
+            dims = []
+            for i, (name, size, of) in enumerate(zip(factors.operands[matrix], shapes[matrix], shapes[role])):
+                dims.append(name if of == size else f"{role}{i}" if of == 1 else Block(name))
+                if of == 1 != size:
+                    factors.whole += (dims[-1],)
+                elif of != size and factors.blocks.setdefault(name, size // of) != size // of:
+                    raise ValueError(f"{name} has blocks of {factors.blocks[name]} and of {size // of}")
+            factors.operands[role] = tuple(dims)
+    return factors
+
+
 def ends_of_groups(group_sizes, extent):
     """Where groups end that cut a dimension of up to 2^30: what kernels make of any sizes."""
     sizes = jnp.clip(group_sizes, 0, extent)
@@ -170,7 +196,7 @@ def partitioned(product, finish, fused, factors):
     """A function of operands, in the order of ``factors``, for XLA to partition.
 
     Args:
-      product: of lhs, one of the matrices, and, by role, the operands that are shared.
+      product: of lhs, one of the matrices, and, by name, the operands that are shared and its parts.
       finish: of the product by rhs, and, by role, of the other operands, with products in the place of matrices.
       fused: both at once, of all operands by role, if no sum over devices comes between.
       factors: the ``Factors``.
@@ -201,7 +227,8 @@ def _partition(product, finish, fused, factors, mesh, operands, result):
                 final[name] = (*final[name], axis)
                 scattered[dimension] = (*scattered.get(dimension, ()), axis)
 
-    multiplied = "lhs", *factors.matrices
+    parts = {role: factors.parts.get(role, {}) for role in factors.matrices}
+    multiplied = "lhs", *factors.matrices, *(role for of in parts.values() for role in of.values())
 
     def local(*operands):
         with without_mesh():
@@ -209,8 +236,10 @@ def _partition(product, finish, fused, factors, mesh, operands, result):
             here, params = factors.on_device(given, axes, sizes, mesh.shape)
             if not summed and not scattered:
                 return fused(**here, **params)
-            shared = {role: here[role] for role in factors.shared}
-            sums = {role: add_up(product(here["lhs"], here[role], **shared, **params)) for role in factors.matrices}
+            sums = {}
+            for matrix, named in parts.items():
+                own = {name: here[role] for name, role in (*zip(factors.shared, factors.shared), *named.items())}
+                sums[matrix] = add_up(product(here["lhs"], here[matrix], **own, **params))
             # What follows the sum is of all groups, in the part of the result that the device now has.
             final_axes = final | dict.fromkeys(factors.contract, ())
             others = {role: x for role, x in given.items() if role not in multiplied}

@@ -88,7 +88,8 @@ class Ragged(Product):
 
     def _gathered(self, operands):
         """The operands of ``of_rows``."""
-        lhs, *rest, indices = operands
+        given = self.by_role(operands)
+        lhs, indices = given["lhs"], given.pop("indices")
         if self.gathers == "clip":
             rows = limit_of(lhs.shape[0])
             indices = jnp.clip(_from_the_front(indices, rows), 0, rows - 1)
@@ -96,7 +97,8 @@ class Ragged(Product):
         spec = None
         if compat.explicit_mesh(of_lhs, of_indices) is not None:
             spec = jax.P(of_indices.sharding.spec[0], of_lhs.sharding.spec[1])
-        return jnp.asarray(lhs).at[indices].get(mode="promise_in_bounds", out_sharding=spec), *rest
+        rows = jnp.asarray(lhs).at[indices].get(mode="promise_in_bounds", out_sharding=spec)
+        return tuple((given | dict(lhs=rows)).values())
 
     def instead(self, *operands, **params):
         """Rows are gathered first, or the epilogue follows."""
@@ -246,16 +248,21 @@ class Ragged(Product):
     def partitioned(self, avals, schedule):
         """A device's part begins with rows in no group where groups, or what they cut, are divided."""
         if self.gathers:
-            return None
+            return lambda *operands: bind(self.of_rows, *self._gathered(operands), schedule=schedule)
 
-        def product(lhs, rhs, *, group_sizes, leading):
-            return bind(self.plain.replaced(leading=leading), lhs, rhs, group_sizes, schedule=schedule)
+        def product(lhs, rhs, *, group_sizes, leading, **parts):
+            plain = self.plain.replaced(leading=leading)
+            return bind(plain, lhs, rhs, group_sizes, *parts.values(), schedule=schedule)
 
         def fused(*, leading=self.leading, **given):
             return bind(self.replaced(leading=leading), *(given[role] for role in self.roles), schedule=schedule)
 
-        function = partition.partitioned(product, self._finished, fused, partition.RaggedFactors(self))
-        return lambda *operands: function(*operands[:-1], as_int32(operands[-1]))
+        function = partition.partitioned(product, self._finished, fused, self.factors(avals))
+        sizes = self.roles.index("group_sizes")
+        return lambda *operands: function(*(as_int32(x) if i == sizes else x for i, x in enumerate(operands)))
+
+    def factors(self, avals):
+        return partition.RaggedFactors(self)
 
     def without_transposes(self, operands, avals, behind):
         """Only those of the matrices of groups."""

@@ -1,13 +1,20 @@
-"""Products by a matrix of four or eight bits with scales, that XLA need not dequantize."""
+"""Products by matrices of four or eight bits with scales, that XLA need not dequantize."""
 
 import dataclasses
-from typing import Any
+import functools
+import math
+from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jax_streamk import compat
 from jax_streamk.plan import problem
+from jax_streamk.product import partition
 from jax_streamk.product.dense import Dense
 from jax_streamk.product.primitive import bind
+from jax_streamk.product.ragged import Ragged
 from jax_streamk.product.spec import Product, is_moving
 
 PARTS = "scale", "zero", "offset"
@@ -34,81 +41,90 @@ def _spread(x, shape):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Scaled(Dense):
-    """A ``Dense`` product whose matrices are numbers with scales.
+class Scaled(Product):
+    """What products by numbers with scales have in common: the base before that of their kind.
 
     Attributes:
       dtype: of the matrices that the numbers stand for.
       parts: what there is besides numbers, of ``PARTS``. Their shapes have a size for each block of numbers.
     """
 
-    is_one = False
+    is_one: ClassVar[bool] = False
+    kind: ClassVar[type[Product]]  # of arrays
 
     dtype: Any = None
     parts: tuple[str, ...] = ("scale",)
 
-    @classmethod
-    def by(cls, product, dtype, parts):
-        """The product by numbers with these parts, in the place of a ``Dense`` by arrays."""
-        return cls(**_fields_of_dense(product), dtype=dtype, parts=parts)
+    @staticmethod
+    def by(product, dtype, parts):
+        """The product by numbers with these parts, in the place of one by arrays."""
+        (of,) = (kind for kind in Scaled.__subclasses__() if kind.kind is type(product))
+        return of(**_fields(product, of.kind), dtype=dtype, parts=parts)
 
-    @property
-    def dense(self):
+    @functools.cached_property
+    def of_arrays(self):
         """The product of arrays."""
-        return Dense(**_fields_of_dense(self))
+        return self.kind(**_fields(self, self.kind))
 
     @property
     def has(self):
-        dense = super().has
-        return (*dense, *(part + suffix for role, suffix in MATRICES.items() if role in dense for part in self.parts))
+        roles = super().has
+        return (*roles, *(part + suffix for role, suffix in MATRICES.items() if role in roles for part in self.parts))
 
     def _split(self, given):
-        """(operands of ``dense`` by role, {role of a matrix: its parts by name}), of operands by role or their types"""
-        of_dense = {role: given[role] for role in self.dense.roles}
-        return of_dense, {
+        """(operands of ``of_arrays``, {role of a matrix: its parts by name}), of operands by role or their types"""
+        of_arrays = {role: given[role] for role in self.of_arrays.roles}
+        return of_arrays, {
             role: {part: given[part + suffix] for part in self.parts}
             for role, suffix in MATRICES.items()
-            if role in of_dense
+            if role in of_arrays
         }
 
     def _dequantized(self, operands):
-        """The operands of ``dense``."""
+        """The operands of ``of_arrays``."""
         given, matrices = self._split(self.by_role(operands))
         for role, parts in matrices.items():
             scale, zero, offset = (parts.get(part) for part in PARTS)
             given[role] = dequantize(given[role], scale, zero, offset, self.dtype)
         return list(given.values())
 
-    def types_of_dense(self, types):
-        """The types of the operands of ``dense``, by role."""
+    def types_of_arrays(self, types):
+        """The types of the operands of ``of_arrays``, by role."""
         given, matrices = self._split(types)
         return given | {role: given[role].update(dtype=jnp.dtype(self.dtype)) for role in matrices}
 
+    def _avals_of_arrays(self, avals):
+        return list(self.types_of_arrays(self.by_role(avals)).values())
+
+    def canonical(self, operands, out_sharding):
+        """Where types have shardings, the product of arrays."""
+        if compat.explicit_mesh(*map(jax.typeof, operands)) is not None:
+            return self.of_arrays.canonical(self._dequantized(operands), out_sharding)
+        return super().canonical(operands, out_sharding)
+
     def result(self, avals, out_sharding):
-        return self.dense.result(list(self.types_of_dense(self.by_role(avals)).values()), out_sharding)
+        return self.of_arrays.result(self._avals_of_arrays(avals), out_sharding)
 
     @property
     def is_bilinear(self):
         return False
 
     def by_xla(self, *operands, out_sharding=None):
-        return self.dense.by_xla(*self._dequantized(operands), out_sharding=out_sharding)
+        return self.of_arrays.by_xla(*self._dequantized(operands), out_sharding=out_sharding)
 
     def instead(self, *operands, **params):
         """Of matrices that XLA dequantizes first."""
-        return bind(self.dense, *self._dequantized(operands), **params)
+        return bind(self.of_arrays, *self._dequantized(operands), **params)
 
     def apart(self, *operands, **params):
         """One product of numbers after the other, if it is gated."""
         if not self.epilogue.gate:
             return self.instead(*operands, **params)
         given, matrices = self._split(self.by_role(operands))
-        biases = dict(rhs="bias", up="up_bias")
-        products = {
-            role: bind(self.before_gate, given["lhs"], given[role],
-                       *(given[bias] for bias in (biases[role],) if bias in given), *parts.values(), **params)
-            for role, parts in matrices.items()
-        }  # fmt: skip
+        each, products = self.before_gate, {}
+        for role, bias in (("rhs", "bias"), ("up", "up_bias")):
+            own = given | matrices[role] | dict(rhs=given[role], bias=given.get(bias))
+            products[role] = bind(each, *(own[name] for name in each.roles), **params)
         gate = dataclasses.replace(self.epilogue, has_bias=False, bias_batch=0)
         return gate.apply(products.pop("rhs"), **products)
 
@@ -119,6 +135,106 @@ class Scaled(Dense):
             velocity = bind(self, tangents[0], *primals[1:], **params)
             return bind(self, *primals, **params), velocity
         return Product.jvp(self, primals, tangents, **params)
+
+    def asked(self, avals, out_sharding):
+        return self.of_arrays.asked(self._avals_of_arrays(avals), out_sharding)
+
+    def factors(self, avals):
+        shapes = {role: x.shape for role, x in self.by_role(avals).items()}
+        _, matrices = self._split({role: role for role in self.roles})
+        return partition.with_parts(super().factors(avals), shapes, matrices)
+
+    def partitioned(self, avals, schedule):
+        try:
+            return super().partitioned(avals, schedule)
+        except ValueError:  # blocks of several lengths
+            return None
+
+    def without_transposes(self, operands, avals, behind):
+        """Those of numbers whose parts are transposed alike."""
+        given, matrices = self._split(self.by_role(list(zip(operands, avals))))
+        joint = [(x, *matrices.get(role, {}).values()) for role, x in given.items()]
+
+        def behind_all(arrays):
+            found = [behind(x) for x, _ in arrays]
+            if None in found or len({permutation for _, permutation in found}) > 1:
+                return None
+            order = np.argsort(found[0][1])
+            shapes = [tuple(aval.shape[i] for i in order) for _, aval in arrays]
+            return [(x, aval.update(shape=s)) for (x, _), (_, aval), s in zip(found, arrays, shapes)], found[0][1]
+
+        product, joint, _ = self.of_arrays.without_transposes(joint, self._avals_of_arrays(avals), behind_all)
+        flat: dict[str, Any] = {}
+        for role, arrays in product.by_role(joint).items():
+            flat |= dict(zip((role, *(part + MATRICES.get(role, "") for part in self.parts)), arrays))
+        folded = self.by(product, self.dtype, self.parts)
+        return folded, *map(list, zip(*(flat[role] for role in folded.roles)))
+
+    @property
+    def dimensions_of_rhs(self):
+        """(those contracted, those of the batch or of groups)"""
+        raise NotImplementedError
+
+    def arranged(self, types, platform, nests=False):
+        assert not nests
+        if self.epilogue.gate:
+            raise problem.Unsupported("no kernel multiplies by two matrices with scales at once")
+        given, matrices = self._split(types)
+        arrangement = self.arrangement_of_arrays(self.types_of_arrays(types), platform)
+        gemm, values, parts = arrangement.problem, given["rhs"], matrices["rhs"]
+        if arrangement.swapped or arrangement.permute_rhs is not None:
+            raise problem.Unsupported("kernels read numbers with scales as they are, as matrices (k, n) or (n, k)")
+        rows, columns = self._blocks(values, parts, gemm)
+        fields: dict[str, Any] = dict(type_b=problem.TYPES[values.dtype], scale_rows=rows, scale_columns=columns)
+        for part, x in parts.items():
+            if x.dtype not in problem.TYPES:
+                raise problem.Unsupported(f"no kernel has a {part} of {x.dtype}")
+            fields |= {f"{part}_type": problem.TYPES[x.dtype]} | ({} if part == "scale" else {f"has_{part}": True})
+        gemm = dataclasses.replace(gemm, **fields)
+        return dataclasses.replace(arrangement, problem=gemm, keeps_rhs=True)
+
+    def arrangement_of_arrays(self, types, platform):
+        return self.of_arrays.arranged(types, platform)
+
+    def nested(self, types, platform):
+        return None
+
+    def _blocks(self, values, parts, gemm):
+        """How many neighbours along k, and how many columns, share a scale."""
+        shape = parts["scale"].shape
+        if any(x.shape != shape for x in parts.values()):
+            raise problem.Unsupported("kernels want a zero point and an offset for each scale")
+        contract, batch = map(list, self.dimensions_of_rhs)
+        free = [i for i in range(len(shape)) if i not in (*contract, *batch)]
+        count = gemm.batch if gemm.batch_stride_b != 0 else 1
+        while free and math.prod(values.shape[i] for i in batch) < count:  # a batch that lhs lacks
+            batch.append(free.pop(0))
+        block = [size // max(of, 1) for size, of in zip(values.shape, shape)]
+        along = lambda dims: _merged([(values.shape[i], block[i]) for i in sorted(dims)])
+        rows, columns = along(contract), along(free)
+        if None in (rows, columns) or any(block[i] != 1 for i in batch):
+            raise problem.Unsupported("kernels have scales for neighbours along k, and for neighbouring columns")
+        return rows, columns
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ScaledDense(Scaled, Dense):
+    """A ``Dense`` product whose matrices are numbers with scales."""
+
+    kind = Dense
+
+    @property
+    def dimensions_of_rhs(self):
+        (_, contract), (_, batch) = self.numbers
+        return contract, batch
+
+    def arrangement_of_arrays(self, types, platform):
+        arrangement = super().arrangement_of_arrays(types, platform)
+        if not arrangement.swapped:
+            return arrangement
+        # Numbers are B: the result, which is small, is transposed instead.
+        arrangement = self.of_arrays.replaced(permutation=None).arranged(types, platform)
+        return dataclasses.replace(arrangement, permute_result=self.permutation)
 
     def batched(self, axis_data, operands, dims, **params):
         given, of = self.by_role(operands), self.by_role(dims)
@@ -140,54 +256,23 @@ class Scaled(Dense):
     def _batched_apart(self, axis_data, operands, dims, **params):
         return Product.batched(self, axis_data, operands, dims, **params)
 
-    def asked(self, avals, out_sharding):
-        return self.dense.asked(list(self.types_of_dense(self.by_role(avals)).values()), out_sharding)
 
-    def partitioned(self, avals, schedule):
-        return None
+@dataclasses.dataclass(frozen=True, repr=False)
+class ScaledRagged(Scaled, Ragged):
+    """A ``Ragged`` product by numbers with scales for each group."""
 
-    def without_transposes(self, operands, avals, behind):
-        return self, operands, avals
+    kind = Ragged
 
-    def arranged(self, types, platform, nests=False):
-        assert not nests
-        if self.epilogue.gate:
-            raise problem.Unsupported("no kernel multiplies by two matrices with scales at once")
-        given, matrices = self._split(types)
-        arrangement = self.dense.arranged(self.types_of_dense(types), platform)
-        gemm, values, parts = arrangement.problem, given["rhs"], matrices["rhs"]
-        if arrangement.swapped or arrangement.permute_rhs is not None:
-            raise problem.Unsupported("kernels read numbers with scales as they are, as matrices (k, n) or (n, k)")
-        rows, columns = self._blocks(values, parts, gemm)
-        fields: dict[str, Any] = dict(type_b=problem.TYPES[values.dtype], scale_rows=rows, scale_columns=columns)
-        for part, x in parts.items():
-            if x.dtype not in problem.TYPES:
-                raise problem.Unsupported(f"no kernel has a {part} of {x.dtype}")
-            fields |= {f"{part}_type": problem.TYPES[x.dtype]} | ({} if part == "scale" else {f"has_{part}": True})
-        gemm = dataclasses.replace(gemm, **fields)
-        return dataclasses.replace(arrangement, problem=gemm, keeps_rhs=True)
-
-    def nested(self, types, platform):
-        return None
-
-    def _blocks(self, values, parts, gemm):
-        """How many neighbours along k, and how many columns, share a scale."""
-        shape = parts["scale"].shape
-        if any(x.shape != shape for x in parts.values()):
-            raise problem.Unsupported("kernels want a zero point and an offset for each scale")
-        (_, contract), (_, batch) = self.numbers
-        free = [i for i in range(len(shape)) if i not in (*contract, *batch)]
-        block = [size // max(of, 1) for size, of in zip(values.shape, shape)]
-        along = lambda dims: _merged([(values.shape[i], block[i]) for i in sorted(dims)])
-        rows, columns = along(contract), along(free)
-        is_batched = gemm.batch > 1 and gemm.batch_stride_b != 0
-        if None in (rows, columns) or any(block[i] != 1 for i in batch) or is_batched > bool(batch):
-            raise problem.Unsupported("kernels have scales for neighbours along k, and for neighbouring columns")
-        return rows, columns
+    @property
+    def dimensions_of_rhs(self):
+        if not self.groups_rows:
+            raise problem.Unsupported("kernels have scales of matrices of groups, not of what groups cut")
+        (_, contract), _ = self.numbers.dot_dimension_numbers
+        return contract, self.numbers.rhs_group_dimensions
 
 
-def _fields_of_dense(product):
-    return {field.name: getattr(product, field.name) for field in dataclasses.fields(Dense)}
+def _fields(product, kind):
+    return {field.name: getattr(product, field.name) for field in dataclasses.fields(kind)}
 
 
 def _merged(dims):

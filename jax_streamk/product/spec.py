@@ -131,6 +131,10 @@ class Product(ShortRepr):
         """A function of the operands for XLA to partition; None if it is to partition the products ``instead``."""
         return None
 
+    def factors(self, avals):
+        """The ``Factors`` of its dimensions, which devices may divide."""
+        raise NotImplementedError
+
     def without_transposes(self, operands, avals, behind):
         """(product, operands, types): with transposes of operands folded in, since kernels read either majorness.
 
