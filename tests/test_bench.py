@@ -19,7 +19,7 @@ import pytest
 
 import jax_streamk
 from jax_streamk import __main__ as command
-from jax_streamk.tools import bench, groups, report, results, shapes, sides
+from jax_streamk.tools import bench, groups, report, results, shapes, sides, weights
 from jax_streamk.tuning import timing
 from jax_streamk.tuning.programs import Program, chain, wall_sample
 
@@ -228,6 +228,13 @@ def test_bad_files_are_refused_by_line(text, message, tmp_path, monkeypatch, cap
         (["shapes.csv", "--linear", "silu", "--gated", "silu"], "--linear and --gated are two kinds of layers"),
         (["shapes.csv", "--sample", "0"], "'0' is not a positive integer"),
         (["--groups", "groups.csv", "--linear", "silu"], "--linear is not for --groups"),
+        (["--groups", "groups.csv", "--weights", "int4"], "--weights is not for --groups"),
+        (["shapes.csv", "--weights", "int3"], "invalid choice: 'int3'"),
+        (["shapes.csv", "--weights", "int4", "--linear", "silu"], "--weights are of plain products"),
+        (["shapes.csv", "--weights", "int4", "--dtype", "float64"], "float32, bfloat16 or float16, not by float64"),
+        (["shapes.csv", "--weights", "int4", "--group", "7"], "--weights int4: no k is a multiple of 7"),
+        (["shapes.csv", "--weights", "int4", "--group", "row"], "'row' is not a positive integer"),
+        (["shapes.csv", "--group", "32"], "--group is of --weights"),
         (["--groups", "moe_train", "--column-major"], "--column-major is not for --groups"),
         (["--groups", "shapes.csv"], "shapes.csv:1: the header has no column groups; it must have groups, m, n and k,"),
         (["--groups", "groups.csv"], "groups.csv:2: routing is 'skewed'; it must be uniform or zipf"),
@@ -313,8 +320,8 @@ def test_times_are_printed_in_their_unit():
 
 
 def test_sets_are_of_their_families():
-    sets = ("decode_llm", "deepbench_train", "streamk_sample", "strong_scaling")
-    decode, deepbench, streamk, scaling = map(shapes.named, sets)
+    sets = ("decode_llm", "deepbench_train", "streamk_sample", "strong_scaling", "weights")
+    decode, deepbench, streamk, scaling, quantized = map(shapes.named, sets)
     assert {shape.m for shape in decode} == {1, 2, 4, 8, 16, 32, 64, 128, 200}
     assert (
         shapes.Shape(1, 6144, 4096, source="Llama-3.1-8B") in decode
@@ -324,6 +331,8 @@ def test_sets_are_of_their_families():
     assert len(streamk) == 256 and all(128 <= x <= 8192 for shape in streamk for x in (shape.m, shape.n, shape.k))
     assert sum(x % 8 == 0 for shape in streamk for x in (shape.m, shape.n, shape.k)) > 3 * 192
     assert all(shape.k >= 4096 and shape.m * shape.n <= 1152**2 for shape in scaling)
+    assert {shapes.Shape(1, 12288, 4096), shapes.Shape(256, 4096, 10752, trans_b=True)} < set(quantized)
+    assert {shape.m for shape in quantized} == {1, 4, 16, 64, 256} and len(quantized) == 100
     assert str(streamk[0]) == "632 x 7288 x 4280"  # the draws are the same everywhere
     first, second = shapes.sample(streamk, 2)
     assert first in streamk[:128] and second in streamk[128:] and shapes.sample(streamk, 2) == [first, second]
@@ -508,6 +517,44 @@ def test_gated_products_are_beside_xlas_expression_and_our_products(activation):
     assert list(row["sides"]) == [sides.XLA, sides.OURS, sides.OUR_MATMUL]
     assert row["sides"][sides.OURS]["max_difference"] < 0.02
     assert row["bytes"] == 2 * (16 * 64 + 2 * 64 * 32 + 16 * 32) and row["flops"] == 4 * 16 * 32 * 64
+
+
+@pytest.mark.parametrize(
+    "stored, group, scales",
+    [
+        ("int4", 128, 2 * 32 * 2),
+        ("uint4", weights.COLUMN, 32 * 2 + 32 // 2),
+        ("mxfp4", 32, 8 * 32),
+        ("nvfp4", 16, 16 * 32 + 4),
+    ],
+)
+def test_products_by_quantized_weights_are_beside_those_by_arrays(stored, group, scales):
+    task, shape = weights.Task("bfloat16", weights=stored, group=group), shapes.Shape(16, 32, 256, trans_b=True)
+    row = bench.measure(task, shape, {}, ["independent"], 1, gpu=False)
+    assert list(row["sides"]) == [sides.XLA, sides.OURS, *weights.BOUNDS]
+    assert all(side["ratio"]["independent"] > 0 for side in row["sides"].values())
+    assert row["sides"][sides.OURS]["max_difference"] < 0.02
+    assert row["bytes"] == 2 * 16 * 256 + 256 * 32 // 2 + scales + 2 * 16 * 32
+    (_, w), again = task.operands(shape, 2)
+    assert w.dtype == jnp.bfloat16 and w.block == (1, 256 if group == weights.COLUMN else group)
+    assert not (w.values == again[1].values).all()
+
+
+def test_quantized_weights_are_named_wherever_a_result_is_shown(tmp_path, monkeypatch, capsys):
+    (tmp_path / "shapes.csv").write_text("m,n,k\n300,48,128\n4,64,200\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench, "_limits", lambda dtype: {})
+    words = ["--rounds", 1, "--no-peers", "--measure", "dependent", "--out", "kept/out.json"]
+    (tmp_path / "kept").mkdir()
+    assert not here(monkeypatch, "shapes.csv", "--weights", "int8", "--group", 64, *words)
+    printed, result = capsys.readouterr().out, results.load("kept/out.json")
+    assert [row["k"] for row in result["rows"]] == [128]  # 200 is no multiple of 64
+    assert result["task"] == dict(dtype="bfloat16", precision=None, activation=None, weights="int8", group=64)
+    assert "bfloat16 products by int8 with scales per 64 beside" in printed and "unquantized XLA" in printed
+    here(monkeypatch, "--from", "kept/out.json")
+    assert capsys.readouterr().out == printed
+    assert not here(monkeypatch, "--report", "kept")
+    assert "| bfloat16 by int8 with scales per 64 |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])

@@ -9,6 +9,8 @@ examples:
       what was measured before, drawn
   python -m jax_streamk bench --groups moe_decode --measure device --out moe.json
       ragged products of experts, also beside dense products of the same size
+  python -m jax_streamk bench --set weights --weights int4 --group 128 --out int4.json
+      products by quantized weights, also beside those by weights that are not
   python -m jax_streamk bench --programs gpt2 --limit 500 --out programs.json
       programs of this folder's benchmarks/programs, as they are and under accelerate
 """
@@ -32,7 +34,7 @@ import jax.numpy as jnp
 import jax_streamk
 from jax_streamk.device import device_of
 from jax_streamk.product.epilogue import ACTIVATIONS
-from jax_streamk.tools import groups, programs, results, shapes, sides
+from jax_streamk.tools import groups, programs, results, shapes, sides, weights
 from jax_streamk.tools.info import driver
 from jax_streamk.tools.results import recorded
 from jax_streamk.tuning import timing
@@ -69,6 +71,7 @@ def add_arguments(parser):
     parser.add_argument(
         "--precision", choices=["default", "high", "highest"], default="default", help="of float32 products"
     )
+    weights.add_arguments(parser)
     activations = ["none", *filter(None, ACTIVATIONS)]
     parser.add_argument(
         "--linear",
@@ -250,22 +253,23 @@ def measure_all(arguments, report):
 def _shapes(arguments):
     if arguments.small:
         arguments.error("--small is a size of --programs")
-    kind = shapes if arguments.groups is None else groups
+    kind = groups if arguments.groups is not None else weights if arguments.weights else shapes
+    if kind is not weights and arguments.group:
+        arguments.error("--group is of --weights")
     try:
         todo = kind.chosen(arguments)
     except (OSError, ValueError) as error:
         arguments.error(str(error))
     if arguments.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
-    precision = None if arguments.precision == "default" else arguments.precision
     if arguments.linear and arguments.gated:
         arguments.error("--linear and --gated are two kinds of layers")
     if arguments.dtype == "int8" and (arguments.linear or arguments.gated):
         arguments.error("--linear and --gated are of floating-point numbers")
     if arguments.gated and any(shape.batch > 1 or shape.trans_a for shape in todo):
         arguments.error("--gated multiplies one row-major A: shapes with a batch or trans_a are not for it")
-    module = sides if kind is shapes else groups
-    task = module.Task(arguments.dtype, precision, arguments.linear or arguments.gated, bool(arguments.gated))
+    module = sides if kind is shapes else kind
+    task = module.Task.of(arguments)
     gpu = jax.default_backend() == "gpu"
     measures, notes = [name for name in sides.MEASURES if name in (arguments.measure or sides.MEASURES)], []
     link = sides.link_program()
@@ -286,7 +290,8 @@ def _shapes(arguments):
 
 
 def _programs(arguments):
-    for name in ("column_major", "sample", "dtype", "precision", "linear", "gated", "measure", "no_peers"):
+    of_task = "dtype", "precision", "linear", "gated", "weights", "group"
+    for name in ("column_major", "sample", *of_task, "measure", "no_peers"):
         if getattr(arguments, name) != arguments.default(name):
             arguments.error(f"--{name.replace('_', '-')} is of shapes: it changes nothing in --programs")
     try:
@@ -359,7 +364,7 @@ def measure(task, shape, peers, measures, rounds, gpu):
             built["device"].wait(outs)
             first = jnp.from_dlpack(outs[0])
             reference = first if name == sides.XLA else reference
-            if name not in sides.NOT_COMPARED and reference is not None:
+            if name not in (*sides.NOT_COMPARED, *weights.BOUNDS) and reference is not None:
                 difference = _difference(first, reference)
                 side |= dict(
                     max_difference=difference, wrong=difference is None or difference > GROSS_ERROR[task.dtype]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib.util
 import itertools
 from typing import Any, ClassVar
 
@@ -120,7 +119,7 @@ def chosen(arguments):
       OSError: the file cannot be read.
       ValueError: it is not such a file, or other arguments are not for ragged products.
     """
-    for name in ("linear", "column_major"):
+    for name in ("linear", "column_major", "weights"):
         if getattr(arguments, name, False):
             raise ValueError(f"--{name.replace('_', '-')} is not for --groups")
     names = arguments.groups.split(",")
@@ -213,16 +212,12 @@ class Task(sides.Task):
         plain = sides.Task(self.dtype, self.precision, self.activation, self.gated)
         dense, even = shape.dense(), shape.dense(shape.groups)
 
-        def of_one_group(_, in_program):
-            count, in_program = sides.calls_of(plain.bytes(dense), plain.stored_bytes(dense))
-            return sides.jax_programs(plain.functions(dense)[sides.OURS], plain.operands(dense, count), in_program)
-
         def of_even_groups(operands, in_program):
             stored = plain.operand_shapes(even)
             split = [tuple(x.reshape(shape) for x, shape in zip(xs, stored)) for xs in operands]
             return sides.jax_programs(plain.functions(even)[sides.XLA], split, in_program)
 
-        out = super().builders(shape) | {sides.DENSE: of_one_group}
+        out = super().builders(shape) | {sides.DENSE: plain.alone(dense, sides.OURS)}
         return out | ({} if shape.m % shape.groups else {sides.EVEN: of_even_groups})
 
 
@@ -232,11 +227,7 @@ def peers(task):
         why = "no gated products"
     elif task.dtype == "int8":
         why = "floating-point products only"
-    elif jax.default_backend() != "gpu":
-        why = "needs a GPU"
-    elif importlib.util.find_spec("tokamax") is None:
-        why = "needs the package tokamax"
-    else:
+    elif not (why := sides.why_absent("tokamax")):
         return {"tokamax": functools.partial(_tokamax_programs, task)}, {}
     return {}, {"tokamax": why}
 

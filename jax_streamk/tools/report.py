@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from jax_streamk.text import duration, size
-from jax_streamk.tools import groups
+from jax_streamk.tools import groups, weights
 from jax_streamk.tools.results import LOSS, is_of_programs, summary
 from jax_streamk.tools.sides import DENSE, EVEN, MEASURES, OURS, XLA
 
@@ -110,7 +110,8 @@ def _digest_of(device, results):
         kind = "gated by" if task.get("gated") else "bias and"
         linear = "" if task["activation"] is None else f", {kind} {task['activation']}"
         linear = ", in groups" * task.get("groups", False) + linear
-        what = task["dtype"] + (f' at "{task["precision"]}"' if task["precision"] else "") + linear
+        by = f" by {weights.name_of(task)}" if "weights" in task else ""
+        what = task["dtype"] + by + (f' at "{task["precision"]}"' if task["precision"] else "") + linear
         for each in result["measures"]:
             ratios = [row["sides"][OURS]["ratio"][each] for row in result["rows"] if "ratio" in row["sides"][OURS]]
             means = f"{of['geomean'][each]:.3f}", str(of["losses"][each]), f"{min(ratios):.2f}"
@@ -157,17 +158,20 @@ def _head(result):
         ]
     kind = "gated products," if task.get("gated") else "linear layers, bias and"
     what = "products" if task["activation"] is None else f"{kind} {task['activation']}"
-    in_groups = []
+    bounds = []
+    if "weights" in task:
+        what = f"products by {weights.name_of(task)}"
+        bounds = [f"XLA's dequantize first. Beside them, by weights of {task['dtype']}: {', '.join(weights.BOUNDS)}."]
     if task.get("groups"):
         what = f"ragged {what}"
-        in_groups = [f"Beside them, as bounds: {_BOUNDS}. Bytes are without the matrices of groups that have no rows."]
+        bounds = [f"Beside them, as bounds: {_BOUNDS}. Bytes are without the matrices of groups that have no rows."]
     measures = "; ".join(f"{each}: {MEASURES[each]}" for each in result["measures"])
     return [
         f"{task['dtype']} {what} beside XLA's default, {machine['device']}{driver}, {result['date'][:10]}",
         f"jax {machine['jax']}, jaxlib {machine.get('jaxlib', '?')}; `{result['command']}`.",
         "Times of a call are medians ± half the interquartile range; ratios are XLA's time over the other's. "
         f"{measures}.",
-        *in_groups,
+        *bounds,
     ]
 
 

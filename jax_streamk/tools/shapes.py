@@ -191,11 +191,20 @@ def _strong_scaling():
         yield Shape(extent(4, 10), extent(6, 10), 2 ** rng.randint(12, 17), source="small output, long K")
 
 
+def _weights():
+    """Matrices of decoders that are often quantized, stored (k, n) and (n, k), by 1 to 256 rows."""
+    small = [(4096, 12288), (4096, 4096), (4096, 21504), (10752, 4096), (5120, 15360), (2048, 6144)]
+    large = [(8192, 10240), (8192, 8192), (8192, 57344), (28672, 8192)]
+    for (k, n), trans_b, m in itertools.product(small + large, (False, True), (1, 4, 16, 64, 256)):
+        yield Shape(m, n, k, trans_b=trans_b)
+
+
 SETS = {
     "decode_llm": _decode_llm,
     "deepbench_train": _deepbench_train,
     "streamk_sample": _streamk_sample,
     "strong_scaling": _strong_scaling,
+    "weights": _weights,
 }
 
 

@@ -69,6 +69,12 @@ class Task:
     activation: str | None = None
     gated: bool = False
 
+    @classmethod
+    def of(cls, arguments, **fields):
+        """The task of a command line."""
+        precision = None if arguments.precision == "default" else arguments.precision
+        return cls(arguments.dtype, precision, arguments.linear or arguments.gated, bool(arguments.gated), **fields)
+
     @property
     def preferred(self):
         """The ``preferred_element_type`` of a product."""
@@ -140,6 +146,15 @@ class Task:
         """For each side, a function that makes its ``Program``s from a list of operands and the number in a program."""
         return {name: functools.partial(jax_programs, function) for name, function in self.functions(shape).items()}
 
+    def alone(self, shape, side):
+        """A builder of a side of this task beside those of another, on operands of its own."""
+
+        def build(_, in_program):
+            count, in_program = calls_of(self.bytes(shape), self.stored_bytes(shape))
+            return jax_programs(self.functions(shape)[side], self.operands(shape, count), in_program)
+
+        return build
+
     def functions(self, shape):
         """For each side, a function of the operands."""
 
@@ -184,14 +199,14 @@ class Task:
         }
 
 
-def jax_programs(function, operands, in_program):
-    """``Program``s by measure. Those of wall time call only the first ``in_program`` operands."""
+def jax_programs(function, operands, in_program, link=None):
+    """``Program``s by measure. Those of wall time call the first ``in_program`` operands, linked as by ``chain``."""
     one = jax.jit(function)
     several = jax.jit(lambda products: [function(*xs) for xs in products])
     few = operands[:in_program]
     return {
         "device": Program(lambda: [one(*xs) for xs in operands], jax.block_until_ready, len(operands)),
-        "dependent": dependent(function, few),
+        "dependent": dependent(function, few, link),
         "independent": Program(lambda: several(few), jax.block_until_ready, len(few)),
     }
 
@@ -211,9 +226,15 @@ def link_program():
     return dependent(lambda a, b: b, [(jnp.zeros((8, 8)), jnp.ones((8, 8)))] * 64)
 
 
+def why_absent(package):
+    """Why another library's products cannot be measured; None if they can."""
+    if jax.default_backend() != "gpu":
+        return "needs a GPU"
+    return f"needs the package {package}" if importlib.util.find_spec(package) is None else None
+
+
 def peers(task):
     """(builders of programs by name, why others are absent, by name)."""
-    gpu = jax.default_backend() == "gpu"
     here, absent = {}, {}
     known = ("cuBLAS by torch", "torch", torch_programs, False), ("Pallas Mosaic GPU", "absl", pallas_programs, True)
     for name, module, build, hopper in known:
@@ -221,12 +242,10 @@ def peers(task):
             absent[name] = "plain products only"
         elif task.dtype == "int8":
             absent[name] = "floating-point products only"
-        elif not gpu:
-            absent[name] = "needs a GPU"
+        elif why := why_absent(module):
+            absent[name] = why
         elif hopper and device_of(None).arch != 90:
             absent[name] = "needs a Hopper GPU"
-        elif importlib.util.find_spec(module) is None:
-            absent[name] = f"needs the package {module}"
         else:
             here[name] = functools.partial(build, task)
     return here, absent
