@@ -27,8 +27,11 @@ RUN = [
     "linen_step",
     "llama_decode_1",
     "llama_decode_16",
+    "llama_decode_16_int4",
+    "llama_decode_1_int4",
     "llama_prefill_2048",
     "lora_step",
+    "moe_decode_mxfp4",
     "moe_forward",
     "moe_gradient",
     "nnx_forward",
@@ -142,7 +145,13 @@ def test_a_row_counts_what_the_compiled_program_has(own):
 def test_programs_are_found_by_file_name_and_pattern(own, every, monkeypatch, capsys):
     names = lambda *wanted: [program.name for program in programs.chosen(wanted)]
     assert names("vit_b16_forward") == names("vit") == ["vit_b16_forward"]
-    assert names("llama_decode_1*") == ["llama_decode_1", "llama_decode_16", "llama_decode_128"]
+    assert names("llama_decode_1*") == [
+        "llama_decode_1",
+        "llama_decode_16",
+        "llama_decode_128",
+        "llama_decode_1_int4",
+        "llama_decode_16_int4",
+    ]
     assert names("ridge_f64", "least_squares")[:2] == ["ridge_f64", "ridge_f32"]
     assert names("own.py") == ["two_products"] and names("own.py", "vit") == ["two_products", "vit_b16_forward"]
     assert names() == list(every)
@@ -156,7 +165,7 @@ def test_programs_are_found_by_file_name_and_pattern(own, every, monkeypatch, ca
 
 def test_what_does_not_belong_to_programs_is_refused(monkeypatch, capsys):
     assert "--small is a size of --programs" in refused(monkeypatch, capsys, "--set", "decode_llm", "--small")
-    for argument in ("--column-major", "--no-peers", "--dtype=float16", "--measure=dependent", "--sample=3"):
+    for argument in ("--column-major", "--no-peers", "--dtype=float16", "--weights=int4", "--measure=dependent"):
         said = refused(monkeypatch, capsys, "--programs", "vit", argument)
         assert f"{argument.partition('=')[0]} is of shapes" in said
 

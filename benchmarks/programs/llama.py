@@ -1,4 +1,7 @@
-"""A llama-type decoder: grouped-query attention, rotary positions, a key-value cache. The sizes are Llama-3.1-8B's."""
+"""A llama-type decoder: grouped-query attention, rotary positions, a key-value cache; also with weights of int4.
+
+The sizes are Llama-3.1-8B's.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +43,31 @@ def random_weights(dtype, **sizes):
     return jax.jit(lambda key: init(key, dtype, **sizes))(jax.random.key(0))
 
 
+def quantized(params, group):
+    """All matrices but the embedding as int4, with a scale for each group of rows in each column."""
+
+    def quantize(w):
+        if w.ndim < 2:
+            return w
+        groups = w.reshape(-1, group, w.shape[1]).astype(jnp.float32)
+        scale = jnp.abs(groups).max(1, keepdims=True) / 7
+        return dict(
+            values=jnp.round(groups / scale).astype(jnp.int4).reshape(w.shape), scale=scale.astype(w.dtype)[:, 0]
+        )
+
+    others = {name: w for name, w in params.items() if name != "embedding"}
+    return jax.tree.map(quantize, others) | dict(embedding=params["embedding"])
+
+
+def product(x, w):
+    """By an array, or by one of int4, which is dequantized first."""
+    if isinstance(w, dict):
+        values, scale = w["values"], w["scale"]
+        groups = values.reshape(len(scale), -1, values.shape[1]).astype(x.dtype)
+        w = (groups * scale[:, None]).reshape(values.shape)
+    return x @ w
+
+
 def empty_cache(batch, context, dtype, layers, d_model, heads, kv_heads, **_):
     shape = batch, context, kv_heads, d_model // heads
     return [dict(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype)) for _ in range(layers)]
@@ -61,16 +89,16 @@ def rotary(x, positions):
 def attention(layer, x, cache, position, heads, kv_heads):
     batch, time, d_model = x.shape
     positions = position + jnp.arange(time)
-    q = rotary((x @ layer["q"]).reshape(batch, time, heads, -1), positions)
-    k = rotary((x @ layer["k"]).reshape(batch, time, kv_heads, -1), positions)
-    v = (x @ layer["v"]).reshape(batch, time, kv_heads, -1)
+    q = rotary(product(x, layer["q"]).reshape(batch, time, heads, -1), positions)
+    k = rotary(product(x, layer["k"]).reshape(batch, time, kv_heads, -1), positions)
+    v = product(x, layer["v"]).reshape(batch, time, kv_heads, -1)
     k, v = (lax.dynamic_update_slice_in_dim(cache[name], new, position, 1) for name, new in dict(k=k, v=v).items())
     q = q.reshape(batch, time, kv_heads, heads // kv_heads, -1)
     scores = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
     seen = jnp.arange(k.shape[1]) <= positions[:, None]
     weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)).astype(v.dtype)
     mixed = jnp.einsum("bkgts,bskd->btkgd", weights, v).reshape(batch, time, d_model)
-    return mixed @ layer["o"], dict(k=k, v=v)
+    return product(mixed, layer["o"]), dict(k=k, v=v)
 
 
 def forward(params, tokens, cache, position, heads, kv_heads):
@@ -79,13 +107,14 @@ def forward(params, tokens, cache, position, heads, kv_heads):
     for layer, old in zip(params["layers"], cache):
         mixed, new = attention(layer, rms_norm(x, layer["attention_norm"]), old, position, heads, kv_heads)
         x, normed = x + mixed, rms_norm(x + mixed, layer["mlp_norm"])
-        x = x + (jax.nn.silu(normed @ layer["gate"]) * (normed @ layer["up"])) @ layer["down"]
+        hidden = jax.nn.silu(product(normed, layer["gate"])) * product(normed, layer["up"])
+        x = x + product(hidden, layer["down"])
         caches.append(new)
-    return (rms_norm(x[:, -1], params["norm"]) @ params["head"]).astype(jnp.float32), caches
+    return product(rms_norm(x[:, -1], params["norm"]), params["head"]).astype(jnp.float32), caches
 
 
-def decode(dtype, batch, context, **sizes):
-    """A token for each of ``batch`` texts, whose caches are half full."""
+def decode(dtype, batch, context, group=None, **sizes):
+    """A token for each of ``batch`` texts, whose caches are half full; with a ``group``, by weights of int4."""
     heads, kv_heads = sizes["heads"], sizes["kv_heads"]
 
     def step(state, params, tokens):
@@ -94,7 +123,8 @@ def decode(dtype, batch, context, **sizes):
 
     state = dict(cache=empty_cache(batch, context, dtype, **sizes), position=jnp.int32(context // 2))
     tokens = jax.random.randint(jax.random.key(1), (batch,), 0, sizes["vocab"])
-    return step, (state, random_weights(dtype, **sizes), tokens)
+    params = random_weights(dtype, **sizes)
+    return step, (state, jax.jit(quantized, static_argnums=1)(params, group) if group else params, tokens)
 
 
 def prefill(dtype, batch, prompt, **sizes):
@@ -116,6 +146,16 @@ PROGRAMS = [
             carries=True,
         )
         for m in (1, 8, 16, 32, 64, 128, 256)
+    ),
+    *(
+        UserProgram(
+            f"llama_decode_{m}_int4",
+            decode,
+            small=dict(batch=m, context=16, group=32, **SMALL),
+            real=dict(batch=m, context=512, group=128, **REAL),
+            carries=True,
+        )
+        for m in (1, 16)
     ),
     UserProgram(
         "llama_prefill_2048",

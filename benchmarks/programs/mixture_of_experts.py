@@ -1,4 +1,7 @@
-"""The layer of a mixture of experts as MaxText writes it, by ``lax.ragged_dot``. The sizes are Qwen3-30B-A3B's."""
+"""The layer of a mixture of experts as MaxText writes it, by ``lax.ragged_dot``; also with experts of MXFP4.
+
+The sizes are Qwen3-30B-A3B's.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +9,9 @@ from jax import lax
 
 from jax_streamk.tools.programs import UserProgram
 
-SMALL = dict(tokens=96, d_model=64, d_expert=48, experts=8, of_a_token=2)
+SMALL = dict(tokens=96, d_model=64, d_expert=96, experts=8, of_a_token=2)
 REAL = dict(tokens=8192, d_model=2048, d_expert=768, experts=128, of_a_token=8)
+GROUP = 32
 
 
 def init(key, dtype, d_model, d_expert, experts):
@@ -21,6 +25,20 @@ def init(key, dtype, d_model, d_expert, experts):
         up=weight(up, experts, d_model, d_expert),
         down=weight(down, experts, d_expert, d_model),
     )
+
+
+def quantized(w):
+    """An expert's matrices in MXFP4: numbers of four bits, and a power of two for each group of rows in each column."""
+    groups = w.reshape(len(w), -1, GROUP, w.shape[2]).astype(jnp.float32)
+    most = jnp.abs(groups).max(2, keepdims=True)
+    scale = jnp.exp2(jnp.ceil(jnp.log2(most / 6)))
+    values = (groups / scale).astype(jnp.float4_e2m1fn).reshape(w.shape)
+    return dict(values=values, scale=scale[:, :, 0].astype(jnp.float8_e8m0fnu))
+
+
+def dequantized(values, scale, dtype):
+    groups = values.reshape(*scale.shape[:2], GROUP, -1).astype(dtype)
+    return (groups * scale[:, :, None].astype(dtype)).reshape(values.shape)
 
 
 def layer(params, x, of_a_token):
@@ -46,6 +64,15 @@ def forward(dtype, of_a_token, **sizes):
     return lambda params, x: layer(params, x, of_a_token), inputs(dtype, **sizes)
 
 
+def forward_mxfp4(dtype, of_a_token, **sizes):
+    def step(router, experts, x):
+        return layer(router | {name: dequantized(**w, dtype=x.dtype) for name, w in experts.items()}, x, of_a_token)
+
+    params, x = inputs(dtype, **sizes)
+    router = dict(router=params.pop("router"))
+    return step, (router, jax.jit(lambda params: {name: quantized(w) for name, w in params.items()})(params), x)
+
+
 def backward(dtype, of_a_token, **sizes):
     def loss(params, x):
         return jnp.mean(layer(params, x, of_a_token).astype(jnp.float32) ** 2)
@@ -55,5 +82,6 @@ def backward(dtype, of_a_token, **sizes):
 
 PROGRAMS = [
     UserProgram("moe_forward", forward, small=SMALL, real=REAL),
+    UserProgram("moe_decode_mxfp4", forward_mxfp4, small=SMALL, real=REAL | dict(tokens=64)),
     UserProgram("moe_gradient", backward, small=SMALL, real=REAL),
 ]

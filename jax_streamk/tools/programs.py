@@ -271,7 +271,7 @@ def _wider(program, size, arguments):
         structure: Any = jax.tree.structure(jax.eval_shape(shaped))
 
         def cast(x):
-            return x.astype(jnp.promote_types(x.dtype, wide)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+            return x.astype(jnp.promote_types(x.dtype, wide)) if _is_rounded(x) else x
 
         wider = structure.unflatten(map(cast, jax.tree.leaves(arguments)))
         # XLA's autotuning would take time for what runs once.
@@ -289,9 +289,14 @@ def _relative_norms(arrays, wanted):
     return [relative(x, y) for x, y in zip(arrays, wanted)]
 
 
+def _is_rounded(x):
+    """Whether a wider dtype makes its numbers more exact: not those of quantized weights, which are given."""
+    return jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1
+
+
 def _relative_errors(arrays, wanted):
     """The error of each array of floating-point numbers, in root mean square; infinite where it is not finite."""
-    floating = [(x, y) for x, y in zip(arrays, wanted) if jnp.issubdtype(x.dtype, jnp.floating)]
+    floating = [(x, y) for x, y in zip(arrays, wanted) if _is_rounded(x)]
     errors = map(float, _relative_norms(*map(list, zip(*floating))))
     return [error if math.isfinite(error) else math.inf for error in errors]
 
