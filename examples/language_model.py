@@ -70,10 +70,10 @@ def train(products, text, options, mlp=MLP):
     return np.array(losses), model
 
 
-def options_and_text(description):
-    """Of the command line, and what it says the model learns from."""
+def options_and_text(description, **others):
+    """Of the command line, with other integers by their default, and what it says the model learns from."""
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    parse = parser(description, dtype, steps=200, batch=32, context=64, layers=2, d_model=128, heads=4)
+    parse = parser(description, dtype, steps=200, batch=32, context=64, layers=2, d_model=128, heads=4, **others)
     parse.add_argument("--learning-rate", type=float, default=5e-3)
     options, text = parse.parse_args(), load()
     print(f"{len(text) / 1e6:.1f} MB of text; jax {jax.__version__} on {jax.devices()[0]}, {options.dtype}")

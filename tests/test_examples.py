@@ -102,6 +102,16 @@ def test_language_model(tmp_path):
         assert float(last) < float(first) - 1
 
 
+def test_quantized_language_model(tmp_path):
+    printed = run("quantized_language_model.py", tmp_path, steps=20, batch=4, context=32, layers=1, d_model=64)
+    assert_gallery_has("quantized_language_model.py", printed)
+    # The loss is the example's own check. One pass over the prompt, and the body of the scan.
+    counts = re.findall(r"^(bfloat16|int4): (\d+) products by jax_streamk, (\d+) by XLA$", printed, re.MULTILINE)
+    assert [name for name, *_ in counts] == ["bfloat16", "int4"]
+    assert all(int(ours) >= 6 and int(ours) + int(xlas) == 2 * (6 + 1) for _, ours, xlas in counts)
+    assert len(re.findall(r"[1-9]\d* tokens/s", printed)) == 2
+
+
 def test_mixture_of_experts(tmp_path):
     size = dict(steps=20, batch=4, context=32, layers=2, d_model=32)
     dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
