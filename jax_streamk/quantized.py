@@ -16,10 +16,10 @@ from jax_streamk.product.dense import Dense
 from jax_streamk.product.primitive import bind
 from jax_streamk.product.spec import Product
 
-_INTEGERS = ("int4", "uint4", "int8", "uint8")
-VALUES = (*_INTEGERS, "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")
-_WIDE = ("float32", "bfloat16", "float16")
-SCALES = (*_WIDE, "float8_e8m0fnu", "float8_e4m3fn")
+INTEGERS = ("int4", "uint4", "int8", "uint8")
+VALUES = (*INTEGERS, "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")
+WIDE = ("float32", "bfloat16", "float16")
+SCALES = (*WIDE, "float8_e8m0fnu", "float8_e4m3fn")
 
 Array: TypeAlias = "jax.Array | QuantizedArray"
 
@@ -71,14 +71,14 @@ class QuantizedArray:
         else:
             self.scale = _checked("scale", scale, SCALES)
         self.zero_point = (
-            None if zero_point is None else _checked("zero_point", zero_point, (*_INTEGERS, "int32", *_WIDE))
+            None if zero_point is None else _checked("zero_point", zero_point, (*INTEGERS, "int32", *WIDE))
         )
-        self.offset = None if offset is None else _checked("offset", offset, _WIDE)
+        self.offset = None if offset is None else _checked("offset", offset, WIDE)
         of_scale = self.scale.dtype.name
         check_static("QuantizedArray: dtype", dtype)
-        self.dtype = jnp.dtype(dtype if dtype is not None else of_scale if of_scale in _WIDE else "bfloat16")
-        if self.dtype.name not in _WIDE:
-            raise TypeError(f"QuantizedArray: dtype={self.dtype.name} must be {_listed(_WIDE)}")
+        self.dtype = jnp.dtype(dtype if dtype is not None else of_scale if of_scale in WIDE else "bfloat16")
+        if self.dtype.name not in WIDE:
+            raise TypeError(f"QuantizedArray: dtype={self.dtype.name} must be {_listed(WIDE)}")
         for name in ("scale", "zero_point", "offset"):
             _check_blocks(name, getattr(self, name), self.values)
 
@@ -163,7 +163,7 @@ def ours(x: Any) -> Any:
 
 def astype(x: Any, dtype: DTypeLike) -> Any:
     """An array, or what a ``QuantizedArray`` stands for, in another dtype."""
-    if isinstance(x, QuantizedArray) and jnp.dtype(dtype).name in _WIDE:
+    if isinstance(x, QuantizedArray) and jnp.dtype(dtype).name in WIDE:
         return QuantizedArray(x.values, x.scale, x.zero_point, x.offset, dtype=dtype)
     return dequantized(x).astype(dtype)
 
@@ -218,13 +218,13 @@ def quantize(x: ArrayLike, dtype: DTypeLike, *, block: int | Sequence[int | None
     dtype = jnp.dtype(dtype)
     if dtype.name not in VALUES:
         raise TypeError(f"quantize: dtype={dtype.name} must be {_listed(VALUES)}")
-    x = _checked("x", x, _WIDE, "quantize")
+    x = _checked("x", x, WIDE, "quantize")
     sizes = _blocks_of(x.shape, block)
     split = x.reshape([n for size, of in zip(x.shape, sizes) for n in (size // of, of)]).astype(jnp.float32)
     within = tuple(range(1, 2 * x.ndim, 2))
     least, most = (limit(split, within, keepdims=True) for limit in (jnp.min, jnp.max))
     is_unsigned = jnp.issubdtype(dtype, jnp.unsignedinteger)
-    info: Any = jnp.iinfo(dtype) if dtype.name in _INTEGERS else jnp.finfo(dtype)
+    info: Any = jnp.iinfo(dtype) if dtype.name in INTEGERS else jnp.finfo(dtype)
     largest = float(info.max)
     if is_unsigned:
         least, most = jnp.minimum(least, 0), jnp.maximum(most, 0)
@@ -233,7 +233,7 @@ def quantize(x: ArrayLike, dtype: DTypeLike, *, block: int | Sequence[int | None
     scale = jnp.where(scale > 0, scale, 1)
     zero_point = jnp.round(-least / scale) if is_unsigned else None
     values = split / scale + (0 if zero_point is None else zero_point)
-    values = jnp.round(values) if dtype.name in _INTEGERS else values
+    values = jnp.round(values) if dtype.name in INTEGERS else values
     values = jnp.clip(values, 0 if is_unsigned else -largest, largest).astype(dtype).reshape(x.shape)
     shape = [size // of for size, of in zip(x.shape, sizes)]
     zeros = None if zero_point is None else zero_point.reshape(shape).astype(dtype)

@@ -146,3 +146,10 @@ def test_decode(tmp_path):
     assert ours > xlas and ours + xlas == 2 * (2 * 6 + 1)
     assert f"XLA: 0 products by jax_streamk, {2 * (2 * 6 + 1)} by XLA" in printed
     assert len(re.findall(r"[1-9]\d* tokens/s", printed)) == 2
+
+
+def test_quantized(tmp_path):
+    pytest.importorskip("qwix")
+    printed = run("quantized.py", tmp_path, rows=3, size=64)
+    assert_gallery_has("quantized.py", printed)
+    assert printed.count("by jax_streamk") == 2 and printed.count("x s4 (scale bf16 per 32 x 1)") == 2

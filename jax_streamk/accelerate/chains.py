@@ -78,7 +78,7 @@ class _Product:
     def __init__(self, eqn: Any):
         self.eqn, self.product = eqn, eqn.params["product"]
         contract, batch = self.product.numbers
-        shapes = [x.aval.shape for x in eqn.invars]
+        shapes = [x.aval.shape for x in eqn.invars[:2]]
         self.lead = tuple(shapes[0][i] for i in batch[0])
         self.free = [
             tuple(size for i, size in enumerate(shape) if i not in (*contract[side], *batch[side]))
@@ -91,6 +91,11 @@ class _Product:
         return self.eqn.params["out_sharding"] is not None
 
     @property
+    def is_scaled(self) -> bool:
+        """Whether it is by numbers with scales, which are its rhs and not that of any other."""
+        return kinds.is_scaled(self.eqn)
+
+    @property
     def is_rounded(self) -> bool:
         """Whether the program rounds the sum: what it then subtracts may be as rounded, and cancel all of it."""
         return self.eqn.outvars[0].aval.dtype.itemsize < 4
@@ -98,7 +103,7 @@ class _Product:
     @property
     def may_swap(self) -> bool:
         """Whether the result's elements lie in the same order if the operands are exchanged."""
-        return not self.is_pinned and any(math.prod(free) <= 1 for free in self.free)
+        return not self.is_pinned and not self.is_scaled and any(math.prod(free) <= 1 for free in self.free)
 
     def can_be_factor(self, chain: Chain, swapped: bool) -> bool:
         """Whether a gated kernel with its operands in this order can do what a chain of this product does."""
@@ -121,7 +126,7 @@ class _Product:
         # A transpose of the free dimensions is the product of the operands in the other order.
         lead, rows, columns = map(len, self.sizes(False))
         turned = (*range(lead), *range(lead + rows, lead + rows + columns), *range(lead, lead + rows))
-        is_turned = permutation == turned and not self.is_pinned
+        is_turned = permutation == turned and not self.is_pinned and not self.is_scaled
         return dataclasses.replace(chain, swapped=True) if is_turned else None
 
 
@@ -149,7 +154,7 @@ class Follower:
         eqn = program.eqns[at]
         product = (_RaggedProduct if isinstance(eqn.params["product"], Ragged) else _Product)(eqn)
         self.program, self.product, self.taken = program, product, taken
-        self._at, self._may_gate = at, may_gate
+        self._at, self._may_gate = at, may_gate and not product.is_scaled
 
     def chains(self) -> Iterator[Chain]:
         """The chains of one equation more each."""

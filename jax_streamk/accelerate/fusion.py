@@ -136,7 +136,7 @@ class _Fusion:
             has_residual=chain.residual is not None,
             gate=(None, "stacked", "pair")[len(chain.matrices)],
         )
-        operands = list(eqn.invars[::-1] if chain.swapped else eqn.invars)
+        operands = list(eqn.invars[1::-1] if chain.swapped else eqn.invars[:2])
         numbers, inside = self._product.product.numbers, list[Any]()
         if epilogue.is_pair:
             operands[1:] = chain.matrices
@@ -159,7 +159,7 @@ class _Fusion:
             operands.append(placed.value)
             inside += placed.eqns
             self.steps += placed.steps
-        kernel = self._product_of(operands, numbers, epilogue, dtype)
+        kernel = self._product_of([*operands, *eqn.invars[2:]], numbers, epilogue, dtype)
         return None if kernel is None else inside + kernel
 
     def _product_of(self, operands: list[Any], numbers: Any, epilogue: Epilogue, dtype: Any) -> list[Any] | None:

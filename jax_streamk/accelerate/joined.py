@@ -81,7 +81,11 @@ class _Opened(Equations):
 
 def _product_in(eqn: Any) -> Any:
     """The only product of an equation, which may be fused with what follows it; None if there is none."""
-    products = [x for x in _written(eqn) if x.primitive is compat.dot_general_p or kinds.is_plain(x, Dense)]
+    products = [
+        x
+        for x in _written(eqn)
+        if x.primitive is compat.dot_general_p or (kinds.is_plain(x, Dense) and not kinds.is_scaled(x))
+    ]
     return products[0] if len(products) == 1 and isinstance(products[0].invars[0], Var) else None
 
 

@@ -21,7 +21,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var, primitives
 
 from jax_streamk import compat
-from jax_streamk.accelerate import fragments, fusion, joined
+from jax_streamk.accelerate import fragments, fusion, joined, scaled
 from jax_streamk.accelerate.chains import may_have_epilogue
 from jax_streamk.accelerate.decisions import decide
 from jax_streamk.accelerate.equations import Equations
@@ -97,7 +97,7 @@ def accelerate(
     custom ``vmap``, rules included. Scales, biases, residuals, activations and conversions that follow a
     ``lax.dot_general`` become part of its kernel where nothing else needs the values between, products that are
     multiplied become one as in ``gated_linear`` and ``ragged_gated``, and so may two or three of few rows that share
-    their left operand.
+    their left operand. Where the right operand is dequantized from numbers of four or eight bits, kernels read these.
 
     XLA still computes products that no kernel supports (complex numbers, integers other than int8, some precisions),
     and those in derivatives of ``lax.custom_root``, in ``linear_call``, in other libraries' primitives (such as
@@ -358,10 +358,11 @@ class _Rewriter:
     def _eqns(self, jaxpr: Any) -> list[Any]:
         """The rewritten equations of a jaxpr; its own list if nothing changes."""
         outvars = getattr(jaxpr, "jaxpr", jaxpr).outvars
-        has_products = any(eqn.primitive in kinds.KINDS for eqn in jaxpr.eqns)
+        eqns = scaled.by_numbers(jaxpr.eqns, outvars, self._schedule, self._where, device_of(None))
+        has_products = eqns is not jaxpr.eqns or any(eqn.primitive in kinds.KINDS for eqn in eqns)
         if not has_products:
-            return _map(functools.partial(self._eqn, None, {}), jaxpr.eqns)
-        program = Equations(jaxpr.eqns, outvars)
+            return _map(functools.partial(self._eqn, None, {}), eqns)
+        program = Equations(eqns, outvars)
         measured = fragments.measured(program, self._schedule, self._where, device_of(None), self._eqns_of)
         if self._measured is not None:
             self._measured.update(measured)
@@ -489,7 +490,7 @@ def _with_transposes(program: Equations, eqns: list[Any]) -> list[Any]:
         if maker is None or new[maker] is None or program.user(eqn.invars[0]) is None:
             continue
         before = new[maker]
-        if not kinds.is_plain(before, Dense) or before.params["product"].permutation:
+        if not kinds.is_plain(before, Dense) or before.params["product"].permutation or kinds.is_scaled(before):
             continue
         turned = before.params["product"].replaced(permutation=eqn.params["permutation"])
         folded = _planned(before, turned)

@@ -27,6 +27,11 @@ def is_plain(eqn, *kinds):
     return isinstance(product, kinds) and product.epilogue.is_plain
 
 
+def is_scaled(eqn):
+    """Whether an equation is a product of ours by numbers with scales."""
+    return eqn.primitive is product_p and "scale" in eqn.params["product"].roles
+
+
 def of_ours(eqn, schedule):
     """The equation with our primitive in the place of JAX's."""
     params = dict(product=of(eqn), schedule=schedule, out_sharding=eqn.params.get("out_sharding"))
