@@ -9,6 +9,7 @@ from jax import lax
 import jax_streamk as sk
 from jax_streamk import QuantizedArray, SplitK, accelerate
 from jax_streamk.accelerate import rewrite
+from jax_streamk.tuning import tune, tuned
 
 M, K, N = 5, 192, 37
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU's planner may let XLA dequantize")
@@ -395,3 +396,21 @@ def test_models_of_qwix(dtype, tile):
     )
     got, want = (np.asarray(nnx.jit(f)(model, x), np.float32) for f in (accelerate(fn), fn))
     np.testing.assert_allclose(got, want, rtol=0, atol=0.02 * np.abs(want).max())
+
+
+@on_cpu
+@pytest.mark.parametrize("winner", ["xla", "apart"])
+def test_tuning_decides(monkeypatch, winner):
+    """A fragment has what dequantizes, and is measured with the product by numbers in it."""
+    variants = []
+
+    def times(key, make, device):
+        variants.append({name: str(jaxpr) for name, jaxpr in make()[0].items()})
+        return tuned.FragmentTimes.assumed(winner)
+
+    monkeypatch.setattr(tune, "is_on", lambda device: True)
+    monkeypatch.setattr(tune, "fragment_times", times)
+    (row,) = accelerate(column).explain(X, S4, S).rows
+    assert row.is_ours == (winner != "xla") and (not row.is_ours or "s4" in str(row.plan.problem))
+    (of_one,) = variants
+    assert "Scaled" in of_one["apart"] and "Scaled" not in of_one["xla"]

@@ -368,7 +368,7 @@ def test_measured_on_this_device(store, monkeypatch):
     bf16 = jnp.bfloat16
 
     def f(x, w, mask, scale):
-        y = jnp.where(mask, x @ (w.astype(bf16) * scale), 0)
+        y = jnp.where(mask, x @ ((w + 1).astype(bf16) * scale), 0)
         return jax.nn.silu(y) + 1, y.sum()
 
     operands = jnp.ones((64, 256), bf16), jnp.ones((256, 96), jnp.int8), jnp.ones((64, 96), bool), jnp.ones(96, bf16)

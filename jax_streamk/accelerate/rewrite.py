@@ -358,11 +358,10 @@ class _Rewriter:
     def _eqns(self, jaxpr: Any) -> list[Any]:
         """The rewritten equations of a jaxpr; its own list if nothing changes."""
         outvars = getattr(jaxpr, "jaxpr", jaxpr).outvars
-        eqns = scaled.by_numbers(jaxpr.eqns, outvars, self._schedule, self._where, device_of(None))
-        has_products = eqns is not jaxpr.eqns or any(eqn.primitive in kinds.KINDS for eqn in eqns)
-        if not has_products:
-            return _map(functools.partial(self._eqn, None, {}), eqns)
-        program = Equations(eqns, outvars)
+        has_products = any(eqn.primitive in kinds.KINDS for eqn in jaxpr.eqns)
+        if not has_products and not scaled.has_numbers(jaxpr.eqns):
+            return _map(functools.partial(self._eqn, None, {}), jaxpr.eqns)
+        program = Equations(jaxpr.eqns, outvars)
         measured = fragments.measured(program, self._schedule, self._where, device_of(None), self._eqns_of)
         if self._measured is not None:
             self._measured.update(measured)
@@ -370,12 +369,13 @@ class _Rewriter:
 
     def _eqns_of(self, program: Equations, measured: fragments.Measured) -> Any:
         """``_eqns`` of a program with products, by what tuning found for them."""
+        device = device_of(None)
+        program = scaled.by_numbers(program, self._schedule, self._where, device, measured)
         eqns = _map(functools.partial(self._eqn, program, measured), program.eqns)
         if not any(map(may_have_epilogue, eqns)):
             return eqns
         folded = _with_transposes(program, eqns)
         program = program.with_eqns(eqns) if folded is eqns else Equations(folded, program.outvars)
-        device = device_of(None)
         eqns = fusion.fused(program, device, measured) or folded
         if self._where is not None or measured or device.platform != "cuda":
             return eqns

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from jax_streamk.product import kinds, scaled
 from jax_streamk.product.dense import Dense
 from jax_streamk.product.primitive import bind, product_p
 from jax_streamk.quantized import INTEGERS, SCALES, VALUES, WIDE
+from jax_streamk.tuning import tuned
 
 _VALUES, _SCALES, _WIDE = (frozenset(map(jnp.dtype, names)) for names in (VALUES, SCALES, WIDE))
 _WORDS = frozenset(map(jnp.dtype, ("uint8", "int32", "uint32")))
@@ -39,21 +40,32 @@ _SMALL = 64  # elements of an array that is evaluated here
 _ONE = Literal(np.float32(1), jax.core.ShapedArray((), np.float32))
 
 
-def by_numbers(eqns: Sequence[Any], outvars: Sequence[Any], schedule: Any, where: Any, device: Device) -> Any:
-    """A program's equations with products by numbers where kernels read them; ``eqns`` itself if there are none."""
-    if not any(_may_be_numbers(x) for eqn in eqns for x in eqn.invars):
-        return eqns
-    program = _Opened(eqns)
+def has_numbers(eqns: Sequence[Any]) -> bool:
+    """Whether there may be something to find."""
+    return any(_may_be_numbers(x) for eqn in eqns for x in eqn.invars)
+
+
+def by_numbers(
+    program: Equations, schedule: Any, where: Any, device: Device, measured: Mapping[Any, tuned.FragmentTimes]
+) -> Equations:
+    """A program with products by numbers where kernels read them; the same object if there are none.
+
+    ``measured``: what tuning found, by the results of products.
+    """
+    if not has_numbers(program.eqns):
+        return program
+    opened, outvars = _Opened(program.eqns), program.outvars
     found = {}
-    for at, eqn in enumerate(program.eqns):
-        product = program.by_numbers(eqn, schedule)
+    for at, eqn in enumerate(opened.eqns):
+        times = measured.get(eqn.outvars[0]) if eqn.outvars else None
+        product = opened.by_numbers(eqn, schedule) if times is None or times.winner != "xla" else None
         if product is not None and _is_ours(product.eqns[-1], where, device):
             found[at] = product
-    found = _alone(Equations(program.eqns, outvars), found)
+    found = _alone(Equations(opened.eqns, outvars), found)
     if not found:
-        return eqns
-    new = [x for at, eqn in enumerate(program.eqns) for x in (found[at].eqns if at in found else [eqn])]
-    return _needed(new, outvars)
+        return program
+    new = [x for at, eqn in enumerate(opened.eqns) for x in (found[at].eqns if at in found else [eqn])]
+    return Equations(_needed(new, outvars), outvars)
 
 
 def _may_be_numbers(x: Any) -> bool:
