@@ -414,3 +414,28 @@ def test_tuning_decides(monkeypatch, winner):
     assert row.is_ours == (winner != "xla") and (not row.is_ours or "s4" in str(row.plan.problem))
     (of_one,) = variants
     assert "Scaled" in of_one["apart"] and "Scaled" not in of_one["xla"]
+
+
+@pytest.mark.parametrize("is_nk", [False, True])
+def test_groups(is_nk):
+    """The experts of a mixture, whose matrices are dequantized together."""
+    q, s, sizes = integers(jnp.int4, 3, K, N), scales(3, K // 32, N), jnp.array([4, 0, 3])
+    x = normal(7, K)
+
+    def program(x, q, s, sizes, dtype=jnp.bfloat16):
+        groups = q.astype(dtype).reshape(3, K // 32, 32, N) * s.astype(dtype)[:, :, None]
+        return lax.ragged_dot(x.astype(dtype), groups.reshape(3, K, N), sizes, preferred_element_type=dtype)
+
+    def of_nk(x, q, s, sizes, dtype=jnp.bfloat16):
+        groups = q.astype(dtype).reshape(3, N, K // 32, 32) * s.astype(dtype)[:, :, :, None]
+        w = groups.reshape(3, N, K).swapaxes(1, 2)
+        return lax.ragged_dot(x.astype(dtype), w, sizes, preferred_element_type=dtype)
+
+    if is_nk:
+        program, q, s = of_nk, q.swapaxes(1, 2), s.swapaxes(1, 2)
+    ours = accelerate(program, where=everything)
+    got, by_xla, exact = (jax.jit(f)(x, q, s, sizes) for f in (ours, program, lambda *xs: program(*xs, jnp.float32)))
+    error = lambda y: np.abs(np.asarray(y, np.float64) - np.asarray(exact, np.float64)).max()
+    assert error(got) <= 2 * error(by_xla)
+    if jax.default_backend() == "cpu":
+        assert "bf16 x s4" in str(ours.explain(x, q, s, sizes).rows[0].plan.problem)

@@ -20,12 +20,14 @@ from jax import lax
 from jax.extend.core import Literal, Var
 
 from jax_streamk import compat, schedules
+from jax_streamk.accelerate.atoms import Atoms
 from jax_streamk.accelerate.equations import Equations, is_exact, is_merged, is_movable, is_view
 from jax_streamk.device import Device
 from jax_streamk.plan import alternatives
 from jax_streamk.product import kinds, scaled
 from jax_streamk.product.dense import Dense
 from jax_streamk.product.primitive import bind, product_p
+from jax_streamk.product.ragged import Ragged, numbers_of
 from jax_streamk.quantized import INTEGERS, SCALES, VALUES, WIDE
 from jax_streamk.tuning import tuned
 
@@ -163,7 +165,7 @@ class _Opened:
         body = compat.called(eqn)
         if body is None or "jvp_jaxpr_fun" in eqn.params or body.constvars or not compat.is_plain_call(eqn):
             return None
-        inside = [x for x in body.eqns if x.primitive is not compat.dot_general_p]
+        inside = [x for x in body.eqns if x.primitive not in kinds.KINDS]
         made = {x for of in body.eqns for x in of.outvars}
         is_simple = len(made.intersection(body.outvars)) == len(body.outvars) and all(map(is_merged, inside))
         if not is_simple or not is_movable(eqn, len(eqn.outvars)):
@@ -223,10 +225,11 @@ class _Opened:
         """The product of an equation, by numbers with scales; None if it is none, or by another matrix."""
         if eqn.primitive.name == "scaled_dot":
             return _of_scaled_dot(eqn, schedule)
-        if eqn.primitive is not compat.dot_general_p:
+        kind = kinds.KINDS.get(eqn.primitive)
+        if kind is None or kind.why_not(eqn) is not None:
             return None
-        lhs, matrix = eqn.invars
-        is_here = eqn.ctx.compute_type is None and eqn.params["out_sharding"] is None
+        lhs, matrix = eqn.invars[:2]
+        is_here = eqn.ctx.compute_type is None and eqn.params.get("out_sharding") is None
         if not is_here or isinstance(matrix, Literal) or matrix.aval.dtype not in _WIDE:
             return None
         path = self._path(matrix)
@@ -278,54 +281,6 @@ def _renamed(body: Any, call: Any) -> Iterator[Any]:
         yield eqn.replace(invars=given, outvars=[names[x] for x in eqn.outvars])
 
 
-class _Atoms:
-    """Factors of sizes: a dimension is a run of them, and reshapes move them from run to run or divide them."""
-
-    def __init__(self) -> None:
-        self._sizes: list[int] = []
-        self._divided: dict[int, tuple[int, ...]] = {}
-
-    def run(self, size: int) -> tuple[int, ...]:
-        """A new dimension's."""
-        self._sizes.append(size)
-        return (len(self._sizes) - 1,) if size > 1 else ()
-
-    def flat(self, *runs: Sequence[int]) -> list[int]:
-        """The atoms of runs as they are divided now."""
-        return [x for run in runs for at in run for x in (self.flat(self._divided.get(at, ())) or [at])]
-
-    def sizes(self, atoms: Sequence[int]) -> list[int]:
-        return [self._sizes[at] for at in atoms]
-
-    def reshaped(self, runs: Sequence[Sequence[int]], shape: Sequence[int]) -> list[tuple[int, ...]] | None:
-        """The runs of the same atoms for another shape; None if a dimension begins within an atom's factors."""
-        left, out = self.flat(*runs), []
-        for size in shape:
-            run: list[int] = []
-            while size > 1 and left:
-                at = left.pop(0)
-                if self._sizes[at] > size and self._sizes[at] % size == 0:
-                    self._divided[at] = (*self.run(size), *self.run(self._sizes[at] // size))
-                    at, rest = self._divided[at]
-                    left.insert(0, rest)
-                if size % self._sizes[at]:
-                    return None
-                run.append(at)
-                size //= self._sizes[at]
-            out.append(tuple(run))
-        return out
-
-    def before(self, eqn: Any, runs: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]] | None:
-        """The runs of the operand of an equation that moves or spreads it, given those of its result."""
-        name, shape = eqn.primitive.name, eqn.invars[0].aval.shape
-        if name == "transpose":
-            return [runs[i] for i in np.argsort(eqn.params["permutation"])]
-        if name == "broadcast_in_dim":
-            given = zip(shape, eqn.params["broadcast_dimensions"])
-            return [runs[i] if size > 1 else () for size, i in given]
-        return self.reshaped(runs, shape)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Part:
     """A scale, zero point or offset: a value, the atoms of its dimensions, and the primitive that applies it."""
@@ -340,7 +295,7 @@ class _Dequantized:
 
     def __init__(self, program: _Opened, eqn: Any, path: list[tuple[Any, int]]):
         self._program, self._eqn, self._path = program, eqn, path
-        self._atoms, self._new = _Atoms(), list[Any]()
+        self._atoms, self._new = Atoms(), list[Any]()
 
     def product(self, schedule: Any) -> _Found | None:
         """The product by numbers; None if they lie in another order than the matrix, or are no such numbers."""
@@ -361,7 +316,7 @@ class _Dequantized:
         values, order = found
         dims = [dims[i] for i in order]
         shape = [math.prod(atoms.sizes(run)) for run in dims]
-        given = dict(lhs=self._eqn.invars[0], rhs=self._reshaped(values, shape))
+        given = kinds.of(self._eqn).by_role(self._eqn.invars) | dict(rhs=self._reshaped(values, shape))
         given |= self._by_role(parts, values.aval.dtype, dims)
         if (product := self._scaled(tuple(x for x in scaled.PARTS if x in given), order)) is None:
             return None
@@ -372,14 +327,20 @@ class _Dequantized:
 
     def _scaled(self, parts: tuple[str, ...], order: list[int]) -> Any:
         """The product of numbers whose dimensions are the matrix's in this order; None if it needs a transpose."""
-        product = kinds.of(self._eqn)
+        product, dtype = kinds.of(self._eqn), self._eqn.invars[1].aval.dtype
+        if isinstance(product, Ragged):
+            numbers = product.numbers
+            ((of_lhs,), (contract,)), _ = numbers.dot_dimension_numbers
+            groups = tuple(map(order.index, numbers.rhs_group_dimensions))
+            numbers = numbers_of(of_lhs, order.index(contract), numbers.lhs_ragged_dimensions[0], groups)
+            return scaled.Scaled.by(product.replaced(numbers=numbers), dtype, parts)
         (of_lhs, contract), (lhs_batch, batch) = product.numbers
         contract, batch = (tuple(map(order.index, dims)) for dims in (contract, batch))
         free = [i for i in order if order.index(i) not in (*contract, *batch)]
         if free != sorted(free):
             return None
         product = product.replaced(numbers=((of_lhs, contract), (lhs_batch, batch)))
-        return scaled.Scaled.by(product, self._eqn.invars[1].aval.dtype, parts)
+        return scaled.Scaled.by(product, dtype, parts)
 
     def _numbers(self, x: Any, runs: Any, dims: Any) -> tuple[Any, list[int]] | None:
         """The numbers, and in which order they have the matrix's dimensions; None if other dimensions lie between."""
