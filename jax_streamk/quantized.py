@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -13,6 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_streamk.checks import check_static
 from jax_streamk.product import scaled
 from jax_streamk.product.dense import Dense
+from jax_streamk.product.epilogue import wide
 from jax_streamk.product.primitive import bind
 from jax_streamk.product.spec import Product
 
@@ -194,9 +196,29 @@ def bound(product: Product, lhs: Any, *operands: Any, **params: Any) -> jax.Arra
     is_stacked = product.epilogue.gate == "stacked"
     if len(kinds) > 1 or is_stacked or len(matrices) != 1 + product.epilogue.is_pair:
         return bind(product, *map(dequantized, operands), **params)
+    if isinstance(product, Dense) and _is_factor_of_result(product, *operands):
+        return _scaled_after(product, *operands, **params)
     of = scaled.Scaled.by(product, matrices[0].dtype, tuple(each[0]))
     numbers = [x.values if isinstance(x, QuantizedArray) else x for x in operands]
     return bind(of, *numbers, *(x for parts in each for x in parts.values()), **params)
+
+
+def _is_factor_of_result(product: Dense, lhs: Any, rhs: Any, *others: Any) -> bool:
+    """Whether the scales of rhs have one scale for all (NVFP4), and are more than the elements of the result."""
+    is_plain = product.epilogue.is_plain and not others
+    if not is_plain or not isinstance(rhs.scale, QuantizedArray) or rhs.offset is not None or rhs.size == 0:
+        return False
+    contracted = math.prod(lhs.shape[i] for i in product.numbers[0][0])
+    is_one = rhs.scale.scale.size == 1 and not {"zero", "offset"} & {*rhs.scale.parts()}
+    return is_one and lhs.size * rhs.size // contracted**2 < rhs.scale.size
+
+
+def _scaled_after(product: Dense, lhs: jax.Array, rhs: Any, **params: Any) -> jax.Array:
+    """The product by the numbers with their own scales, then multiplied by the scale of all."""
+    dtype = jnp.dtype(product.preferred_element_type or lhs.dtype)
+    own = QuantizedArray(rhs.values, rhs.scale.values, rhs.zero_point, dtype=rhs.dtype)
+    out = bound(product.replaced(preferred_element_type=wide(dtype)), lhs, own, **params)
+    return (out * rhs.scale.parts()["scale"].reshape(())).astype(dtype)
 
 
 def quantize(x: ArrayLike, dtype: DTypeLike, *, block: int | Sequence[int | None] | None = None) -> QuantizedArray:

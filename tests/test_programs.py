@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 from test_bench import here, refused
 
+import jax_streamk
 from jax_streamk.tools import programs, report, results
 from jax_streamk.tools.sides import OURS, XLA
 
@@ -125,6 +126,15 @@ def test_program(name, every):
     assert ours["argument_bytes"] == xla["argument_bytes"] and min(xla["peak_bytes"], ours["peak_bytes"]) > 0
     assert ours["ratio"]["step"] == xla["step"]["median_us"] / ours["step"]["median_us"]
     assert programs.FEWEST_STEPS <= row["steps"] <= programs.MOST_STEPS and ours["step"]["samples"] == 2
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU's planner may let XLA dequantize")
+@pytest.mark.parametrize("name, numbers, count", [("llama_decode_16_int4", "s4", 8), ("moe_decode_mxfp4", "e2m1", 3)])
+def test_products_of_quantized_weights_read_the_numbers(name, numbers, count, every):
+    function, arguments = every[name].make(jnp.bfloat16, **every[name].small)
+    products = jax_streamk.accelerate(function).explain(*arguments)
+    of_numbers = [row.count for row in products.rows if row.plan and f"bf16 x {numbers} " in str(row.plan.problem)]
+    assert sum(of_numbers) == count, str(products)
 
 
 def test_a_row_counts_what_the_compiled_program_has(own):

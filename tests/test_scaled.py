@@ -320,3 +320,22 @@ def test_devices_divide_groups(rng, axis):
     placed = [jax.device_put(each, jax.tree.map(lambda _: sharding, each)) for each in (w, up)]
     product = jax.jit(lambda x, w, up: sk.ragged_gated(x, w, up, sizes, lhs_indices=jnp.arange(16)[::-1]))
     close(product(x, *placed), product(x, w.dequantize(), up.dequantize()), 0.05)
+
+
+@pytest.mark.parametrize("second", [2.0**-9, 1 / 3, 300.0])
+def test_a_scale_of_all_scales(rng, second):
+    """NVFP4: few rows are multiplied by it afterwards, many have it in their scales."""
+    scales = QuantizedArray(numbers(rng, "float8_e4m3fn", (24, 64)), jnp.full((1, 1), second, jnp.float32))
+    w = QuantizedArray(numbers(rng, "float4_e2m1fn", (384, 64)), scales, dtype="bfloat16")
+    for m in (3, 40):
+        x = jnp.asarray(rng.normal(size=(m, 384)), jnp.bfloat16)
+        plan = sk.plan(sk.matmul, x, w)
+        if m == 3 or not ON_GPU:
+            assert f"scale {'e4m3' if m == 3 else 'f32'} per 16 x 1" in str(plan.problem)
+        got = jax.jit(sk.matmul)(x, w)
+        want = np.asarray(x, np.float64) @ np.asarray(w.dequantize(jnp.float32), np.float64)
+        by_xla = jnp.matmul(x, w.dequantize(), preferred_element_type=jnp.float32).astype(jnp.bfloat16)
+        error = lambda y: np.sqrt(np.mean((np.asarray(y, np.float64) - want) ** 2))
+        assert got.dtype == jnp.bfloat16 and error(got) <= 2 * error(by_xla)
+        gradient = lambda f: jax.grad(lambda x: (f(x, w).astype(jnp.float32) ** 2).sum())(x)
+        close(gradient(sk.matmul), gradient(lambda x, w: x @ w.dequantize()), 0.05)
