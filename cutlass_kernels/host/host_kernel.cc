@@ -53,6 +53,8 @@ int64_t scratch_bytes(Type operand, int64_t m, int64_t n) {
 constexpr int64_t kSummedAlone = 4096;
 // A B with scales is dequantized that many of K at a time, which a core's L2 holds.
 constexpr int64_t kDequantizedAlone = 256;
+// Up to here decoding B for every kScaledRows rows takes no longer.
+constexpr int64_t kFewScaledRows = 16;
 
 // The state of a tile that has several peers.
 struct SharedTile {
@@ -87,18 +89,27 @@ struct Gemm {
   bool gathers() const { return p.gathered_rows > 0; }
   // Sums of s8 are exact in any order: they have parts only where a part's rows are gathered at a time.
   bool sums_in_parts() const { return p.k > alone() && (p.a.format != Type::kS8 || gathers()); }
-  int64_t alone() const { return is_scaled() ? kDequantizedAlone : kSummedAlone; }
+  int64_t alone() const { return dequantizes() ? kDequantizedAlone : kSummedAlone; }
   bool is_scaled() const { return p.b.scales.any(); }
+  // With few rows B's numbers are multiplied as they are read, where their lines and blocks begin bytes.
+  bool dequantizes() const {
+    if (!is_scaled() || p.m > kFewScaledRows) return is_scaled();
+    bool const begin_bytes = p.b.major == Major::kRow || p.b.scales.rows % 2 == 0 || p.b.scales.rows == p.k;
+    return p.b.format.bits() < 8 && !(begin_bytes && p.b.ld % 2 == 0 && p.b.batch_stride % 2 == 0);
+  }
   int64_t scratch_bytes() const { return align_workspace(jax_streamk::scratch_bytes(p.a.format.type, tile_m, tile_n)); }
   int64_t private_bytes() const {
-    return accumulators_bytes() + scratch_bytes() + part_bytes() + gathered_bytes() + dequantized_bytes();
+    return accumulators_bytes() + scratch_bytes() + part_bytes() + gathered_bytes() + scaled_bytes();
   }
   int64_t part_bytes() const { return sums_in_parts() ? tile_bytes() : 0; }
   int64_t gathered_bytes() const {
     return gathers() ? align_workspace(tile_m * std::min(p.k, alone()) * size_of(p.a.format)) : 0;
   }
-  int64_t dequantized_bytes() const {
-    return is_scaled() ? align_workspace(tile_n * std::min(p.k, alone()) * size_of(p.a.format)) : 0;
+  // Of B as it is multiplied, or of few rows of A.
+  int64_t scaled_bytes() const {
+    if (!is_scaled()) return 0;
+    int64_t const k = std::min(p.k, alone());
+    return align_workspace(k * (dequantizes() ? tile_n * size_of(p.a.format) : 4 * (tile_m + kScaledRows - 1)));
   }
   int64_t workspace_bytes() const {
     return shared_bytes() + slots() * tile_bytes() + decomposition.workers * private_bytes();
@@ -113,7 +124,7 @@ struct Gemm {
   void* scratch(int32_t worker) const { return static_cast<char*>(accumulators(worker)) + accumulators_bytes(); }
   void* part(int32_t worker) const { return static_cast<char*>(scratch(worker)) + scratch_bytes(); }
   void* gathered(int32_t worker) const { return static_cast<char*>(part(worker)) + part_bytes(); }
-  void* dequantized(int32_t worker) const { return static_cast<char*>(gathered(worker)) + gathered_bytes(); }
+  void* scaled(int32_t worker) const { return static_cast<char*>(gathered(worker)) + gathered_bytes(); }
 
   struct OutputTile {
     int64_t batch, m, n, k;  // the first row, column and element of K
@@ -165,9 +176,14 @@ struct Gemm {
       int64_t const columns = std::min(tile.extents.n - n, matrix.end - tile.n - n);
       Extents const extents{tile.extents.m, columns, k_end - k};
       void* const sums = static_cast<char*>(accumulators) + n * size_of(accumulator_of(p.a.format));
-      Block const b = is_scaled() ? dequantize(tile.batch, tile.n + n, k, extents, dequantized(worker))
-                                  : block_of_b(tile.batch, matrix, tile.n + n, k);
-      tile_product.multiply(extents, a, b, sums, stride, scratch(worker));
+      if (is_scaled() && !dequantizes()) {
+        ScaledBlock const b = scaled_block(tile.batch, tile.n + n, k, extents);
+        tile_product.multiply_scaled(extents, a, b, sums, stride, scaled(worker));
+      } else {
+        Block const b = is_scaled() ? dequantize(scaled_block(tile.batch, tile.n + n, k, extents), scaled(worker))
+                                    : block_of_b(tile.batch, matrix, tile.n + n, k);
+        tile_product.multiply(extents, a, b, sums, stride, scratch(worker));
+      }
       n += columns;
     }
   }
@@ -182,11 +198,17 @@ struct Gemm {
     return {static_cast<char const*>(of_matrix) + offset * size_of(p.b.format), ld, p.b.major};
   }
 
-  Block dequantize(int64_t batch, int64_t column, int64_t k, Extents const& extents, void* to) const {
+  Block dequantize(ScaledBlock const& block, void* to) const {
+    tile_product.dequantize(block, to);
+    return {to, block.length, block.major};
+  }
+
+  ScaledBlock scaled_block(int64_t batch, int64_t column, int64_t k, Extents const& extents) const {
     bool const by_row = p.b.major == Major::kRow;
     Scales const& scales = p.b.scales;
     Operand const scale = p.operand(Role::kScale);
-    ScaledBlock block{{buffers.b, p.b.format.type},
+    ScaledBlock block{p.b.major,
+                      {buffers.b, p.b.format.type},
                       {buffers.scale, scales.scale},
                       {buffers.zero, scales.zero},
                       {buffers.offset, scales.offset}};
@@ -198,8 +220,7 @@ struct Gemm {
     block.lines = by_row ? extents.k : extents.n, block.length = by_row ? extents.n : extents.k;
     block.block_lines = by_row ? scales.rows : scales.columns;
     block.block_length = by_row ? scales.columns : scales.rows;
-    tile_product.dequantize(block, to);
-    return {to, block.length, p.b.major};
+    return block;
   }
 
   char const* element_of_a(int64_t row, int64_t k) const {

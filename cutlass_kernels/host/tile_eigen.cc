@@ -2,12 +2,10 @@
 // first, a block of K at a time. CMake compiles this file once per instruction set: JSK_ISA is its namespace, and
 // Eigen's is renamed.
 #include <Eigen/Core>
-#include <array>
-#include <cmath>
-#include <limits>
 
 #include "cutlass_kernels/epilogue/epilogue.h"
 #include "cutlass_kernels/host/tile_product.h"
+#include "cutlass_kernels/host/tile_scaled.h"
 
 namespace jax_streamk::JSK_ISA {
 namespace {
@@ -186,132 +184,27 @@ void store(Extents e, EpilogueOps const& epilogue, void const* bias, void const*
   }
 }
 
-// What each code of eight bits stands for; a type of four bits has the first sixteen.
-using Table = std::array<float, 256>;
-Table table_of(int exponent_bits, int mantissa_bits, Type type) {
-  Table table{};
-  int const bits = 1 + exponent_bits + mantissa_bits, bias = (1 << (exponent_bits - 1)) - 1;
-  for (int code = 0; code < 1 << bits; ++code) {
-    int const exponent = code >> mantissa_bits & ((1 << exponent_bits) - 1),
-              mantissa = code & ((1 << mantissa_bits) - 1);
-    bool const is_largest = exponent == (1 << exponent_bits) - 1;
-    float x = exponent == 0 ? std::ldexp(float(mantissa), 1 - bias - mantissa_bits)
-                            : std::ldexp(float(mantissa | 1 << mantissa_bits), exponent - bias - mantissa_bits);
-    if (type == Type::kE4M3 && is_largest && mantissa == 7) x = std::numeric_limits<float>::quiet_NaN();
-    if (type == Type::kE5M2 && is_largest)
-      x = mantissa == 0 ? std::numeric_limits<float>::infinity() : std::numeric_limits<float>::quiet_NaN();
-    table[code] = code >> (bits - 1) ? -x : x;
-  }
-  return table;
-}
-Table powers_of_two() {
-  Table table{};
-  for (int code = 0; code < 255; ++code) table[code] = std::ldexp(1.0f, code - 127);
-  table[255] = std::numeric_limits<float>::quiet_NaN();
-  return table;
-}
-
-// to = numbers first ... first + count - 1, as float32.
-void widen(Numbers const& from, int64_t first, int64_t count, float* to) {
-  static Table const e4m3 = table_of(4, 3, Type::kE4M3), e5m2 = table_of(5, 2, Type::kE5M2),
-                     e2m1 = table_of(2, 1, Type::kE2M1), e8m0 = powers_of_two();
-  auto const* const bytes = static_cast<uint8_t const*>(from.data);
-  auto const copy = [&](auto element) {
-    view<float>(to, 1, count, count) =
-        view<decltype(element)>(static_cast<decltype(element) const*>(from.data) + first, 1, count, count)
-            .template cast<float>();
-  };
-  auto const eight = [&](Table const& table) {
-    for (int64_t i = 0; i < count; ++i) to[i] = table[bytes[first + i]];
-  };
-  // Two to a byte, the lower half first.
-  auto const four = [&](auto const& value) {
-    int64_t i = 0;
-    if (first % 2 != 0) to[i++] = value(bytes[first / 2] >> 4);
-    uint8_t const* const pairs = bytes + (first + i) / 2;
-    int64_t const whole = (count - i) / 2;
-    float* const out = to + i;
-    for (int64_t j = 0; j < whole; ++j) out[2 * j] = value(pairs[j] & 15), out[2 * j + 1] = value(pairs[j] >> 4);
-    if ((count - i) % 2 != 0) out[2 * whole] = value(pairs[whole] & 15);
-  };
-  switch (from.type) {
-    case Type::kF32: return copy(float());
-    case Type::kBF16: return copy(Eigen::bfloat16());
-    case Type::kF16: return copy(Eigen::half());
-    case Type::kS8: return copy(int8_t());
-    case Type::kS32: return copy(int32_t());
-    case Type::kU8: return copy(uint8_t());
-    case Type::kS4: return four([](int code) { return static_cast<float>((code ^ 8) - 8); });
-    case Type::kU4: return four([](int code) { return static_cast<float>(code); });
-    case Type::kE2M1: return four([](int code) { return e2m1[code]; });
-    case Type::kE4M3: return eight(e4m3);
-    case Type::kE5M2: return eight(e5m2);
-    case Type::kE8M0: return eight(e8m0);
-    default: return;
-  }
-}
-
-template <class T>
-void dequantize(ScaledBlock const& b, void* to) {
-  constexpr int64_t kPiece = 256;
-  alignas(64) float x[kPiece], scale[kPiece], zero[kPiece], offset[kPiece];
-  bool const each = b.block_length == 1;  // whether each element of a line has a scale of its own
-  for (int64_t i = 0, length; i < b.length; i += length) {
-    int64_t const position = b.position + i, in_block = position % b.block_length;
-    length = std::min(kPiece, b.length - i);
-    if (!each) length = std::min(length, b.block_length - in_block);
-    int64_t const scales = each ? length : 1;
-    for (int64_t line = 0; line < b.lines; ++line) {
-      int64_t const of_blocks = (b.line + line) / b.block_lines;
-      if (line == 0 || (b.line + line) % b.block_lines == 0) {
-        int64_t const at = b.first_scale + of_blocks * b.ld_scale + position / b.block_length;
-        widen(b.scale, at, scales, scale);
-        if (b.zero.data != nullptr) widen(b.zero, at, scales, zero);
-        if (b.offset.data != nullptr) widen(b.offset, at, scales, offset);
-      }
-      widen(b.codes, b.first + line * b.ld + i, length, x);
-      using Line = Eigen::Map<Eigen::Array<float, 1, Eigen::Dynamic>>;
-      Line numbers(x, length);
-      Eigen::Map<Eigen::Array<T, 1, Eigen::Dynamic>> out(static_cast<T*>(to) + line * b.length + i, length);
-      if (each) {
-        if (b.zero.data != nullptr) numbers -= Line(zero, length);
-        numbers *= Line(scale, length);
-        if (b.offset.data != nullptr) numbers += Line(offset, length);
-      } else {
-        if (b.zero.data != nullptr) numbers -= zero[0];
-        numbers *= scale[0];
-        if (b.offset.data != nullptr) numbers += offset[0];
-      }
-      out = numbers.template cast<T>();
-    }
-  }
-}
-
-template <class Operand>
-constexpr auto dequantize_to() -> void (*)(ScaledBlock const&, void*) {
-  if constexpr (std::is_same_v<Operand, double> || std::is_same_v<Operand, int8_t>) {
-    return nullptr;
-  } else {
-    return dequantize<Operand>;
-  }
-}
-
 template <class How, class Operand, class Accumulator, class D>
-constexpr TileProduct kProduct = {multiply<How, Operand>, add<Accumulator>, store<Accumulator, D>,
-                                  dequantize_to<Operand>()};
+constexpr TileProduct product() {
+  TileProduct x{multiply<How, Operand>, add<Accumulator>, store<Accumulator, D>};
+  if constexpr (std::is_same_v<Accumulator, float>)
+    x.dequantize = dequantize<Operand>, x.multiply_scaled = multiply_scaled<Operand>;
+  return x;
+}
 
 }  // namespace
 
 TileProduct tile_product(Type operand, Type d) {
   using Eigen::bfloat16, Eigen::half;
   switch (operand) {
-    case Type::kF64: return kProduct<InPlace, double, double, double>;
+    case Type::kF64: return product<InPlace, double, double, double>();
     case Type::kBF16:
-      return d == Type::kF32 ? kProduct<Widened, bfloat16, float, float> : kProduct<Widened, bfloat16, float, bfloat16>;
+      return d == Type::kF32 ? product<Widened, bfloat16, float, float>()
+                             : product<Widened, bfloat16, float, bfloat16>();
     case Type::kF16:
-      return d == Type::kF32 ? kProduct<Widened, half, float, float> : kProduct<Widened, half, float, half>;
-    case Type::kS8: return kProduct<Widened, int8_t, int32_t, int32_t>;
-    default: return kProduct<InPlace, float, float, float>;
+      return d == Type::kF32 ? product<Widened, half, float, float>() : product<Widened, half, float, half>();
+    case Type::kS8: return product<Widened, int8_t, int32_t, int32_t>();
+    default: return product<InPlace, float, float, float>();
   }
 }
 

@@ -27,6 +27,7 @@ struct Numbers {
 
 // A block of a B with scales: `lines` of B's contiguous dimension, and `length` elements of each.
 struct ScaledBlock {
+  Major major;
   Numbers codes, scale, zero, offset;
   int64_t first, ld;              // its first element in `codes`, and the elements from a line to the next
   int64_t first_scale, ld_scale;  // of the batch, in `scale`, `zero` and `offset`
@@ -44,6 +45,9 @@ struct Extents {
 constexpr int64_t kScratchWords = 256;   // 32-bit words for each row of A and column of B
 constexpr int64_t kScratchPadding = 48;  // number of rows and columns beyond those of the tile
 
+// Rows that are multiplied by a B with scales at a time.
+constexpr int64_t kScaledRows = 4;
+
 // Accumulators are row-major with `stride` elements between rows, of type accumulator_of(operand).
 struct TileProduct {
   // accumulators (m x n) = a (m x k) @ b (k x n). Scratch is aligned to 64 bytes.
@@ -56,6 +60,9 @@ struct TileProduct {
                 int64_t stride, void* d, int64_t stride_d);
   // to (lines x length, contiguous) = what a block of B stands for, in A's type. Null for integers and f64.
   void (*dequantize)(ScaledBlock const&, void* to);
+  // accumulators = a @ what b stands for, for few rows. Lines and blocks of b begin bytes. Scratch has k f32 for each
+  // row, up to a multiple of kScaledRows.
+  void (*multiply_scaled)(Extents, Block a, ScaledBlock const& b, void* accumulators, int64_t stride, void* scratch);
 };
 
 // tile_eigen.cc, once per instruction set; AVX2 and AVX-512 on x86 only.
