@@ -111,6 +111,62 @@ def test_any_blocks_on_a_cpu(rng):
         check(rng, 1, random_array(rng, dtype, 1, 1, (1, 1), "bfloat16"), "bfloat16", schedule=DataParallel())
 
 
+on_cpu = pytest.mark.skipif(
+    ON_GPU, reason="of the host's kernels, which multiply few rows by numbers as they read them"
+)
+
+
+@on_cpu
+@pytest.mark.parametrize("transposed", [False, True], ids=["kn", "nk"])
+@pytest.mark.parametrize("dtype", quantized.VALUES)
+def test_each_number_on_a_cpu(dtype, transposed):
+    """Subnormal numbers, infinities and NaN too, one row of k at a time, in whole vectors and in what is left of one."""
+    bits = (ml_dtypes.iinfo if dtype in INTEGERS else ml_dtypes.finfo)(dtype).bits
+    every = np.arange(2**bits, dtype=np.uint8)
+    every = every.view(dtype) if bits == 8 else np.asarray(lax.bitcast_convert_type(every.astype("uint4"), dtype))
+    for row in (3, 44):
+        values = jnp.zeros((46, every.size), dtype).at[row].set(every)
+        w = QuantizedArray(values.T if transposed else values, jnp.ones((1, 1), "float32"))
+        x = jnp.zeros((1, 46), "float32").at[0, row].set(1)
+        sizes = TRANSPOSED if transposed else AS_IS
+        got = jax.jit(lambda x, w: sk.dot_general(x, w, sizes, schedule=DataParallel()))(x, w)
+        np.testing.assert_array_equal(got[0], every.astype(np.float32))
+
+
+@on_cpu
+@pytest.mark.parametrize("transposed", [False, True], ids=["kn", "nk"])
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "float4_e2m1fn", "uint8", "float8_e4m3fn"])
+def test_few_rows_on_a_cpu(rng, dtype, transposed):
+    """Rests of vectors, lines and blocks that begin within a byte, long sums, and more blocks than are read at once."""
+    zero = dtype in INTEGERS
+    for m, k, n, block, options in (
+        (1, 120, 77, (24, 1), dict(zero=zero)),
+        (2, 75, 64, (15, 1), dict(zero=zero)),
+        (3, 77, 33, (77, 1), {}),
+        (4, 90, 1040, (30, 520), dict(zero=zero, offset=True)),
+        (5, 1200, 6, (2, 1), dict(offset=True)),
+        (1, 8400, 20, (8400, 1), dict(zero=zero)),
+        (16, 96, 40, (32, 1), dict(scale="float8_e8m0fnu")),
+        (17, 96, 40, (32, 1), {}),
+    ):
+        for dtype_x in ("float32", "bfloat16"):
+            w = random_array(rng, dtype, k, n, block, dtype_x, transposed=transposed, **options)
+            check(rng, m, w, dtype_x, transposed=transposed, schedule=DataParallel())
+            if k > 64:
+                check(rng, m, w, dtype_x, transposed=transposed, schedule=SplitK(2, "separate"))
+
+
+@on_cpu
+def test_batches_of_few_rows_on_a_cpu(rng):
+    """Matrices that begin within a byte, and a left operand whose rows are not contiguous."""
+    w = [random_array(rng, "int4", 9, 13, (9, 1), "float32") for _ in range(3)]
+    x = jnp.asarray(rng.normal(size=(3, 9, 5)), "float32")
+    product = lambda x, w: sk.dot_general(x, w, (((0,), (0,)), ((), ())), schedule=DataParallel())
+    got = jax.vmap(product)(x, jax.tree.map(lambda *xs: jnp.stack(xs), *w))
+    wide = np.stack([np.asarray(each.dequantize(), np.float64) for each in w])
+    np.testing.assert_allclose(got, np.einsum("bkm,bkn->bmn", np.asarray(x, np.float64), wide), rtol=1e-4, atol=1e-4)
+
+
 def test_infinity_and_nan(rng):
     w = random_array(rng, "float8_e5m2", 128, 64, (64, 1), "bfloat16")
     values = w.values.at[3, 5].set(jnp.inf).at[70, 6].set(jnp.nan)
