@@ -143,7 +143,9 @@ def test_every_product_takes_them(rng, name, sides):
     for function in (product, jax.jit(product)):
         got = function(*given)
         assert got.dtype == want.dtype
-        np.testing.assert_array_equal(got, want)
+        # Kernels round the numbers to bfloat16 less often.
+        exact = np.asarray(want, np.float64)
+        assert np.linalg.norm(np.asarray(got, np.float64) - exact) <= 2**-6 * np.linalg.norm(exact)
 
 
 def test_derivatives(rng):

@@ -120,7 +120,7 @@ on_cpu = pytest.mark.skipif(
 @pytest.mark.parametrize("transposed", [False, True], ids=["kn", "nk"])
 @pytest.mark.parametrize("dtype", quantized.VALUES)
 def test_each_number_on_a_cpu(dtype, transposed):
-    """Subnormal numbers, infinities and NaN too, one row of k at a time, in whole vectors and in what is left of one."""
+    """Subnormal numbers, infinities and NaN too, in whole vectors and in what is left of one."""
     bits = (ml_dtypes.iinfo if dtype in INTEGERS else ml_dtypes.finfo)(dtype).bits
     every = np.arange(2**bits, dtype=np.uint8)
     every = every.view(dtype) if bits == 8 else np.asarray(lax.bitcast_convert_type(every.astype("uint4"), dtype))

@@ -230,15 +230,17 @@ struct ScaledRows {
     for (int64_t i = 0; i < b.lines; ++i) {
       Floats sums[kRows] = {};
       int64_t first = 0, blocks = 0;  // those of `factors`
+      int64_t block = b.position / b.block_length;
       for (int64_t k = 0, end; k < b.length; k = end) {
-        int64_t const block = (b.position + k) / b.block_length;
-        end = std::min({(block + 1) * b.block_length - b.position, k + kLongest, b.length});
+        int64_t const block_end = (block + 1) * b.block_length - b.position;
+        end = std::min({block_end, k + kLongest, b.length});
         if (block >= first + blocks) {
           first = block;
           blocks = std::min(Factors::kMost, (b.position + b.length - 1) / b.block_length + 1 - first);
           factors.read(b, (b.line + i) / b.block_lines, first, blocks);
         }
         add_block(line(i), k, end, factors, block - first, sums);
+        block += end == block_end;
       }
       for (int64_t row = 0; row < rows; ++row) {
         float x = 0;
@@ -267,8 +269,10 @@ struct ScaledRows {
       add(numbers<type>(codes + bytes_of<type>(k), count), of_a[0], kLanes, block_sums[0]);
     }
     float const scale = b.offset.data == nullptr ? factors.scale[at] : 1;
-    for (int row = 0; row < kRows; ++row)
-      for (int chain = 0; chain < kChains; ++chain) sums[row] += block_sums[chain][row] * scale;
+    for (int row = 0; row < kRows; ++row) {
+      for (int chain = 1; chain < kChains; ++chain) block_sums[0][row] += block_sums[chain][row];
+      sums[row] += block_sums[0][row] * scale;
+    }
   }
 
   // A few lines at a time, each number times an element of A.
