@@ -785,3 +785,21 @@ def test_quantized_kernels(name, dtype):
     assert_close(jax.jit(result)(numbers, x), result(arrays, x), TOLERANCE[BF16])
     loss = lambda x, params: (result(params, x).astype(F32) ** 2).sum()
     assert_close(jax.grad(loss)(x, numbers), jax.grad(loss)(x, arrays), TOLERANCE[BF16])
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint8", "float8_e4m3fn", "float4_e2m1fn"])
+def test_checkpoints_of_quantized_kernels(dtype, tmp_path):
+    checkpoint = pytest.importorskip("orbax.checkpoint")
+    layer = linen.Dense(N, param_dtype=BF16)
+    params = layer.init(jax.random.key(0), jnp.zeros((2, K)))
+    params["params"]["kernel"] = quantize(params["params"]["kernel"], dtype, block=16)
+    target = jax.tree.map(jnp.zeros_like, params)
+    assert_same_bits(serialization.from_bytes(target, serialization.to_bytes(params)), params)
+    with checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "params", params)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "params", jax.eval_shape(lambda: params))
+    assert_same_bits(restored, params)
+    other = quantize(normal(K, N, dtype=BF16), "int4" if dtype == "uint8" else "uint4", block=16)  # another zero point
+    with pytest.raises(ValueError, match="cannot be restored"):
+        serialization.from_state_dict(other, serialization.to_state_dict(params["params"]["kernel"]))

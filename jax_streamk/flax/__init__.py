@@ -12,6 +12,8 @@ try:
 except ImportError as error:
     raise ImportError("jax_streamk.flax needs Flax: pip install jax-streamk[flax]") from error
 
-from jax_streamk.flax import linen, nnx
+from jax_streamk.flax import checkpoints, linen, nnx
+
+checkpoints.register()
 
 __all__ = ["linen", "nnx"]
