@@ -439,3 +439,14 @@ def test_groups(is_nk):
     assert error(got) <= 2 * error(by_xla)
     if jax.default_backend() == "cpu":
         assert "bf16 x s4" in str(ours.explain(x, q, s, sizes).rows[0].plan.problem)
+
+
+def test_functions_with_constant_results():
+    widened = jax.jit(lambda q: (q.astype(jnp.bfloat16), 2.0))
+
+    def program(x, q):
+        w, factor = widened(q)
+        return (x @ w) * factor
+
+    x = normal(M, K)
+    np.testing.assert_allclose(accelerate(program, where=everything)(x, S8), program(x, S8), rtol=0.02, atol=4)

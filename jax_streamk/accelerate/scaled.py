@@ -167,7 +167,8 @@ class _Opened:
             return None
         inside = [x for x in body.eqns if x.primitive not in kinds.KINDS]
         made = {x for of in body.eqns for x in of.outvars}
-        is_simple = len(made.intersection(body.outvars)) == len(body.outvars) and all(map(is_merged, inside))
+        results = {x for x in body.outvars if isinstance(x, Var)}
+        is_simple = len(made & results) == len(body.outvars) and all(map(is_merged, inside))
         if not is_simple or not is_movable(eqn, len(eqn.outvars)):
             return None
         if len(inside) < len(body.eqns):
