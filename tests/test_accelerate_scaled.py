@@ -442,11 +442,11 @@ def test_groups(is_nk):
 
 
 def test_functions_with_constant_results():
-    widened = jax.jit(lambda q: (q.astype(jnp.bfloat16), 2.0))
+    both = jax.jit(lambda q: (q.astype(jnp.bfloat16) * 2, jnp.zeros(())))
 
     def program(x, q):
-        w, factor = widened(q)
-        return (x @ w) * factor
+        w, added = both(q)
+        return x @ w + added
 
     x = normal(M, K)
     np.testing.assert_allclose(accelerate(program, where=everything)(x, S8), program(x, S8), rtol=0.02, atol=4)
