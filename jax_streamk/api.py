@@ -219,8 +219,8 @@ def einsum(
       TypeError, ValueError: as ``jax.numpy.einsum`` and ``dot_general``.
     """
     schedule = check_schedule(schedule)
-    is_quantized = any(map(quantized.is_quantized, operands))
-    if is_quantized and len(operands) == 2 and isinstance(subscripts, str) and out_sharding is None:
+    is_simple = len(operands) == 2 and isinstance(subscripts, str) and out is None and out_sharding is None
+    if is_simple and any(map(quantized.is_quantized, operands)):
         kept = {f"operands[{i}]": _kept(x) for i, x in enumerate(operands)}
         lhs, rhs, _ = _promoted("einsum", preferred_element_type, **kept)
         if (dimensions := _einsum_dimensions(subscripts, lhs, rhs)) is not None:
@@ -247,8 +247,12 @@ def _einsum_dimensions(subscripts: str, lhs: Shaped, rhs: Shaped) -> tuple[Dimen
     a, b = inputs.split(",")
     both = [name for name in a if name in b]
     of_one = [name for name in (*a, *b) if name not in both]
-    is_product = len({*a}) == len(a) and len({*b}) == len(b) and {*of_one} <= {*out}
-    if not is_product or any(lhs.shape[a.index(name)] != rhs.shape[b.index(name)] for name in both):
+    has_each_once = (len({*a}), len({*b})) == (len(a), len(b)) == (len(lhs.shape), len(rhs.shape))
+    if (
+        not has_each_once
+        or not {*of_one} <= {*out}
+        or any(lhs.shape[a.index(name)] != rhs.shape[b.index(name)] for name in both)
+    ):
         return None
     contract, batch = ([name for name in both if (name in out) == stays] for stays in (False, True))
     numbers = tuple(tuple(tuple(map(side.index, names)) for side in (a, b)) for names in (contract, batch))

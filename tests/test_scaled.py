@@ -333,6 +333,16 @@ def test_einsums_that_are_no_product_are_of_arrays(rng):
     close(sk.einsum("bk,kn,nm->bm", x, w, w), jnp.einsum("bk,kn,nm->bm", x, w.dequantize(), w.dequantize()), 0.05)
 
 
+def test_bad_einsums_are_refused_as_jaxs(rng):
+    w = random_array(rng, "int4", 32, 16, (8, 1), "bfloat16")
+    x = jnp.ones((2, 3, 32), jnp.bfloat16)
+    for subscripts, operand in (("bk,kn->bn", x), ("bkj,kn->bjn", x), ("bk,kn->bnn", x[0]), ("bk,kn->bm", x[0])):
+        with pytest.raises((ValueError, TypeError)):
+            sk.einsum(subscripts, operand, w)
+    with pytest.raises(NotImplementedError):
+        sk.einsum("bk,kn->bn", x[0], w, out=x[0])
+
+
 def test_layers_by_index(rng):
     w = of_groups(rng, 4, 64, 32, (16, 1))
     np.testing.assert_array_equal(w[2].dequantize(), w.dequantize()[2])
