@@ -182,22 +182,20 @@ def bound(product: Product, lhs: Any, *operands: Any, **params: Any) -> jax.Arra
     What each matrix needs besides its numbers follows the other operands. One kind of numbers is multiplied by one
     kernel: of two matrices of different kinds arrays are made first. Kernels read numbers on the right.
     """
-    is_on_the_right = any(isinstance(x, QuantizedArray) for x in operands)
-    if isinstance(lhs, QuantizedArray) and not is_on_the_right and isinstance(product, Dense):
-        if product.epilogue.is_plain:
-            (rhs,) = operands
-            return bound(product.exchanged(lhs.ndim, rhs.ndim), rhs, lhs, **params)
-    operands = (dequantized(lhs), *operands)
     matrices = [x for x in operands if isinstance(x, QuantizedArray)]
+    if isinstance(lhs, QuantizedArray) and not matrices and isinstance(product, Dense) and product.epilogue.is_plain:
+        (rhs,) = operands
+        return bound(product.exchanged(lhs.ndim, rhs.ndim), rhs, lhs, **params)
+    operands = (dequantized(lhs), *operands)
     if not matrices:
         return bind(product, *operands, **params)
+    if isinstance(product, Dense) and _is_factor_of_result(product, *operands):
+        return _scaled_after(product, *operands, **params)
     each = [x.parts() for x in matrices]
     kinds = {(tuple(parts), x.values.dtype, x.values.shape, x.dtype) for x, parts in zip(matrices, each)}
     is_stacked = product.epilogue.gate == "stacked"
     if len(kinds) > 1 or is_stacked or len(matrices) != 1 + product.epilogue.is_pair:
         return bind(product, *map(dequantized, operands), **params)
-    if isinstance(product, Dense) and _is_factor_of_result(product, *operands):
-        return _scaled_after(product, *operands, **params)
     of = scaled.Scaled.by(product, matrices[0].dtype, tuple(each[0]))
     numbers = [x.values if isinstance(x, QuantizedArray) else x for x in operands]
     return bind(of, *numbers, *(x for parts in each for x in parts.values()), **params)

@@ -87,8 +87,8 @@ class _Product:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the sharding of its result is given."""
-        return self.eqn.params["out_sharding"] is not None
+        """Whether its operands keep their sides: its result's sharding is given, or rhs is numbers with scales."""
+        return self.eqn.params["out_sharding"] is not None or self.is_scaled
 
     @property
     def is_scaled(self) -> bool:
@@ -103,7 +103,7 @@ class _Product:
     @property
     def may_swap(self) -> bool:
         """Whether the result's elements lie in the same order if the operands are exchanged."""
-        return not self.is_pinned and not self.is_scaled and any(math.prod(free) <= 1 for free in self.free)
+        return not self.is_pinned and any(math.prod(free) <= 1 for free in self.free)
 
     def can_be_factor(self, chain: Chain, swapped: bool) -> bool:
         """Whether a gated kernel with its operands in this order can do what a chain of this product does."""
@@ -126,7 +126,7 @@ class _Product:
         # A transpose of the free dimensions is the product of the operands in the other order.
         lead, rows, columns = map(len, self.sizes(False))
         turned = (*range(lead), *range(lead + rows, lead + rows + columns), *range(lead, lead + rows))
-        is_turned = permutation == turned and not self.is_pinned and not self.is_scaled
+        is_turned = permutation == turned and not self.is_pinned
         return dataclasses.replace(chain, swapped=True) if is_turned else None
 
 

@@ -167,9 +167,7 @@ class _Fusion:
         before = self._product.product
         product = before.replaced(numbers=numbers, preferred_element_type=dtype, epilogue=epilogue, permutation=None)
         if chain.swapped:
-            is_pair = isinstance(product.precision, tuple)
-            precision = product.precision[::-1] if is_pair else product.precision
-            product = product.replaced(numbers=tuple(side[::-1] for side in numbers), precision=precision)
+            product = product.turned
         params = eqn.params | dict(product=product)
         if chain.swapped or before.permutation is not None or epilogue.gate == "stacked":
             call = compat.new_eqn(eqn, product_p, *operands, **params)

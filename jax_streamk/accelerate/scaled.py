@@ -1,6 +1,6 @@
 """Finds products by dequantized matrices in a program, and makes them products by the numbers with their scales.
 
-From the right operand it goes back through ``(numbers - zero) * scale + offset``, each of which may be missing, and
+From the right operand it goes back through ``(numbers - zero) * scale + offset``, with or without each part, and
 through conversions and shapes among them, to an array of four or eight bits, or to the words that numbers are packed
 in. A product stays as it is where another way is expected to be faster, or where something other than such products
 reads the dequantized matrix.

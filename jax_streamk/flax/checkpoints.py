@@ -6,11 +6,9 @@ from flax import serialization
 
 from jax_streamk.quantized import QuantizedArray
 
-_NAMES = "values", "scale", "zero_point", "offset"
-
 
 def _present(x: QuantizedArray) -> dict[str, Any]:
-    return {name: part for name in _NAMES if (part := getattr(x, name)) is not None}
+    return {key.name: part for key, part in x.tree_flatten_with_keys()[0] if part is not None}
 
 
 def _to_state(x: QuantizedArray) -> dict[str, Any]:
@@ -23,7 +21,8 @@ def _from_state(x: QuantizedArray, state: dict[str, Any]) -> QuantizedArray:
     if present.keys() != state.keys():
         raise ValueError(f"a QuantizedArray of {', '.join(present)} cannot be restored from {', '.join(state)}")
     parts = {name: serialization.from_state_dict(part, state[name], name) for name, part in present.items()}
-    return QuantizedArray.tree_unflatten(x.dtype, [parts.get(name) for name in _NAMES])
+    keys, dtype = x.tree_flatten_with_keys()
+    return QuantizedArray.tree_unflatten(dtype, [parts.get(key.name) for key, _ in keys])
 
 
 def register() -> None:

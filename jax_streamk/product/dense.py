@@ -41,17 +41,21 @@ class Dense(Product):
     def has(self):
         return "lhs", "rhs", *self.epilogue.roles
 
+    @property
+    def turned(self):
+        """The product of the operands in the other order, whose free dimensions are exchanged in the result."""
+        precision = self.precision[::-1] if isinstance(self.precision, tuple) else self.precision
+        return self.replaced(numbers=tuple(sides[::-1] for sides in self.numbers), precision=precision)
+
     def exchanged(self, lhs_ndim, rhs_ndim):
-        """The plain product with lhs and rhs, of so many dimensions, in each other's place."""
+        """The same plain product of the operands, with these ranks, in the other order."""
         (contract, _), (batch, _) = self.numbers
         first, fixed = len(batch), len(contract) + len(batch)
         dims = range(lhs_ndim + rhs_ndim - first - 2 * len(contract))
         of_rhs = first + rhs_ndim - fixed
         order = (*dims[:first], *dims[of_rhs:], *dims[first:of_rhs])
-        precision = self.precision[::-1] if isinstance(self.precision, tuple) else self.precision
         permutation = order if self.permutation is None else tuple(order[i] for i in self.permutation)
-        numbers = tuple(sides[::-1] for sides in self.numbers)
-        return self.replaced(numbers=numbers, precision=precision, permutation=permutation)
+        return self.turned.replaced(permutation=permutation)
 
     def result(self, avals, out_sharding):
         lhs, rhs, *_ = avals

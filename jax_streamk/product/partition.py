@@ -236,10 +236,10 @@ def _partition(product, finish, fused, factors, mesh, operands, result):
             here, params = factors.on_device(given, axes, sizes, mesh.shape)
             if not summed and not scattered:
                 return fused(**here, **params)
-            sums = {}
+            shared, sums = {role: here[role] for role in factors.shared}, {}
             for matrix, named in parts.items():
-                own = {name: here[role] for name, role in (*zip(factors.shared, factors.shared), *named.items())}
-                sums[matrix] = add_up(product(here["lhs"], here[matrix], **own, **params))
+                own = {name: here[role] for name, role in named.items()}
+                sums[matrix] = add_up(product(here["lhs"], here[matrix], **shared, **own, **params))
             # What follows the sum is of all groups, in the part of the result that the device now has.
             final_axes = final | dict.fromkeys(factors.contract, ())
             others = {role: x for role, x in given.items() if role not in multiplied}
