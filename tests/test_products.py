@@ -52,12 +52,19 @@ def test_weights_of_few_bits_are_read_as_they_are(dtype):
         "grouped": lambda x, w, scale: x @ (w.reshape(64, 64, 4096).astype(bf16) * scale).reshape(4096, 4096),
     }
     for fn in quantized.values():
-        (why,) = reasons(fn, x, w, scale)
-        assert why.startswith("rhs is the result of ") and why.endswith("XLA's GEMM fusion merges where rows are few")
-    plain = quantized["plain"]
-    assert reasons(plain, x, w, scale, schedule=StreamK()) == [""]
-    assert reasons(plain, x, w, scale, where=lambda problem: True) == [""]
-    assert reasons(plain, shaped(2048, 4096), w, scale) == [""]
+        (row,) = rows(fn, x, w, scale)
+        assert row.is_ours and row.plan.problem.type_b.dtype == dtype
+
+
+@on_h200
+def test_weights_made_for_few_rows_are_left_to_xla():
+    x, w = shaped(8, 4096), shaped(4096, 4096)
+    made = lambda x, w: x @ jnp.tanh(w).T
+    (why,) = reasons(made, x, w)
+    assert why == "rhs is the result of tanh, which XLA's GEMM fusion merges where rows are few"
+    assert reasons(made, x, w, schedule=StreamK()) == [""]
+    assert reasons(made, x, w, where=lambda problem: True) == [""]
+    assert reasons(made, shaped(2048, 4096), w) == [""]
 
 
 @on_h200
