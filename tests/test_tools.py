@@ -27,7 +27,7 @@ import jax_streamk
 from jax_streamk import _ffi, machines, plan
 from jax_streamk.__main__ import COMMANDS, main
 from jax_streamk.device import device_for_lowering, device_of
-from jax_streamk.plan import described, planner
+from jax_streamk.plan import described, left_to_xla, planner
 from jax_streamk.plan.launch_policy import LaunchPolicy
 from jax_streamk.text import duration
 from jax_streamk.tools import info, kernels, results, shapes
@@ -520,15 +520,32 @@ def test_fit_goes_on_with_the_plans_measured_before(tmp_path, monkeypatch, capsy
     monkeypatch.setattr("jax_streamk.tools.fit._STEPS", 1)
     monkeypatch.setattr(plans, "problems", lambda: all_problems[:8])
     monkeypatch.setattr(plans, "measured", measured)
-    out = tmp_path / "gpu.json"
+    # XLA is faster up to k = 24, and at small products of a batch, never at others.
+    by_xla = lambda p: 0.5 if p.k <= 24 or (p.batch > 1 and p.m <= 32) else 2.0
+    monkeypatch.setattr(contest, "times", lambda plan, **_: (10.0, 10 * by_xla(plan.problem)))
+    out, beside = tmp_path / "gpu.json", len(plans.beside_xla())
     assert not main(["fit", "--out", str(out), "--minutes", "0.2"])
-    assert len(asked) == 8 and machines.parse("gpu", out.read_text()).is_measured
-    assert f"1 of 8, {asked[0]}: 3 plans\n" in capsys.readouterr().err
+    found = machines.parse("gpu", out.read_text())
+    assert len(asked) == 8 and found.is_measured
+    assert f"{beside + 1} of {beside + 8}, {asked[0]}: 3 plans\n" in capsys.readouterr().err
+    before, limits = (dict(x.limits) for x in (machines.derived(device), found))
+    assert (limits["few_k"], limits["small_batched"]) == (24, 32**3)
+    assert limits["odd_rows"] < 40 and limits["unaligned_k"] < 64
+    assert limits["xla_earlier_us"] < before["xla_earlier_us"]
     assert not main(["fit", "--out", str(out), "--resume"])
     assert len(asked) == 9 and asked[8] == asked[2]
 
 
 all_problems = plans.problems()
+
+
+@pytest.mark.parametrize("rule", left_to_xla.RULES["cuda"])
+def test_each_rule_is_measured_on_both_sides_of_its_limit(rule):
+    machine = machines.derived(jax_streamk.H200)
+    problems = [problem for of, problem in plans.beside_xla() if of == rule]
+    values = [left_to_xla.RULES["cuda"][rule].value(problem, machine) for problem in problems]
+    limit = dict(machine.limits)[rule]
+    assert len(values) >= 6 and min(values) <= limit / 1.4 and max(values) >= 1.4 * limit
 
 
 def test_tables_may_be_of_kernels_that_are_gone(tmp_path):

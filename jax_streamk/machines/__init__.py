@@ -15,6 +15,12 @@ import platformdirs
 
 from jax_streamk import _ffi
 
+# Up to which values of a product XLA computes it: those of ``plan.left_to_xla``'s rules, for GPUs and CPUs.
+GPU_LIMITS = (
+    "few_k", "xla_earlier_us", "small_tf32", "small_batched", "odd_rows", "unaligned_k_of_tiles", "unaligned_k",
+)  # fmt: skip
+HOST_LIMITS = ("small", "small_batched")
+
 _PLAIN = "generic.json"  # of no GPU in particular: what other machines are derived from, and fits begin with
 _HOST = "cpu.json"
 
@@ -44,6 +50,7 @@ class Machine:
       topology: None for CPUs.
       constants: (name, value) pairs of ``_ffi.GPU_CONSTANTS`` or ``_ffi.HOST_CONSTANTS``; each is an attribute, too.
       launch_policy: the same of ``_ffi.POLICY_CONSTANTS``; empty for CPUs.
+      limits: (name, value) pairs of ``GPU_LIMITS`` or ``HOST_LIMITS``.
       types: (operand type, time of its multiplications, packing and results by that of float32) pairs, for CPUs.
       date: of the measurement; empty where it was derived.
       command: that measured it.
@@ -55,6 +62,7 @@ class Machine:
     topology: Topology | None
     constants: tuple[tuple[str, float], ...]
     launch_policy: tuple[tuple[str, float], ...] = ()
+    limits: tuple[tuple[str, float], ...] = ()
     types: tuple[tuple[str, float], ...] = ()
     date: str = ""
     command: str = ""
@@ -98,7 +106,7 @@ class Machine:
         fields = {name: getattr(self, name) for name in names}
         fields["topology"] = self.topology and dataclasses.asdict(self.topology)
         fields["constants"] = {name: float(f"{value:.4g}") for name, value in self.constants}
-        fields["launch_policy"] = dict(self.launch_policy)
+        fields["launch_policy"], fields["limits"] = dict(self.launch_policy), dict(self.limits)
         return json.dumps(fields, indent=2) + "\n"
 
 
@@ -112,11 +120,12 @@ def parse(name, text):
         fields = json.loads(text)
         is_gpu = bool(fields["topology"])
         constants = _section(fields["constants"], _ffi.GPU_CONSTANTS if is_gpu else _ffi.HOST_CONSTANTS)
-        policy = _section(fields["launch_policy"], _ffi.POLICY_CONSTANTS if is_gpu else {})
+        policy = _section(fields["launch_policy"], _ffi.POLICY_CONSTANTS if is_gpu else ())
+        limits = _section(fields["limits"], GPU_LIMITS if is_gpu else HOST_LIMITS)
         types = () if is_gpu else tuple(fields["types"].items())
         topology = Topology(*(fields["topology"][of.name] for of in dataclasses.fields(Topology))) if is_gpu else None
-        made_by = fields["date"], fields["command"]
-        return Machine(name, tuple(fields["kinds"]), fields["arch"], topology, constants, policy, types, *made_by)
+        rest = types, fields["date"], fields["command"]
+        return Machine(name, tuple(fields["kinds"]), fields["arch"], topology, constants, policy, limits, *rest)
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise ValueError(f"machine file {name}: {type(error).__name__}: {error}") from None
     except ValueError as error:
@@ -140,7 +149,7 @@ def _scaled(machine, factor):
 
 def _section(constants, known):
     """(name, value) pairs of a section of the file."""
-    if differing := sorted(constants.keys() ^ known.keys()):
+    if differing := sorted(constants.keys() ^ set(known)):
         raise ValueError(f"its constants differ from those of this version in {', '.join(differing)}")
     pairs = tuple((name, float(constants[name])) for name in known)
     if wrong := [name for name, value in pairs if not value > 0]:

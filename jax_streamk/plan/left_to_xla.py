@@ -1,7 +1,28 @@
-"""The products that ``Auto()`` leaves to XLA although a kernel could run them, because ours was not measured faster."""
+"""The products that ``Auto()`` leaves to XLA although a kernel could run them, because ours was not measured faster.
+
+``RULES`` name XLA's domains. How far each reaches is a limit in the machine file, which ``python -m jax_streamk fit``
+measures on a GPU.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 from jax_streamk import _ffi, machines, text
 from jax_streamk.device import too_old
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """XLA computes the products of a domain whose value is at most the machine's limit.
+
+    Attributes:
+      value: of a ``GemmProblem`` on a ``Machine``; None outside of the domain.
+      why: the reason, of problem and value.
+    """
+
+    value: Callable[[Any, machines.Machine], float | None]
+    why: Callable[[Any, float], str]
 
 
 def why(problem, device):
@@ -16,7 +37,7 @@ def why(problem, device):
         return None
     if device.platform == "cuda" and (unfit := not_measured(device)):
         return unfit
-    return too_small(problem, device) or (loads_as_they_are(problem) if device.arch == 90 else None)
+    return too_small(problem, device) or (_first_of(UNALIGNED, problem, device) if device.arch == 90 else None)
 
 
 def not_measured(device):
@@ -31,53 +52,15 @@ def not_measured(device):
 
 
 def too_small(problem, device):
-    """Why the extents are too small for a kernel; None if they are not.
-
-    On a GPU tiles are mostly empty. Geometric mean of XLA's time / ours: 0.65 for k of at most 16, 0.89 for batches of
-    products of at most 64 x 64 x 64 (41 bfloat16 products on an H200, jaxlib 0.11.2).
-
-    On a CPU a call costs 1 to 2 us more than XLA's loop, plus some for each product of a batch (two cores of an AMD
-    EPYC with AVX512_BF16, jaxlib 0.11.2; batches of 1 to 100,000, extents of 1 to 64, k of 1 to 512).
-    """
-    m, n, k, batch = problem.m, problem.n, problem.k, problem.batch
-    if k == 1:
+    """Why the extents are too small for a kernel; None if they are not."""
+    if problem.k == 1:
         return "with k = 1 it is an elementwise product, which XLA fuses with its neighbours"
-    on_cpu = device.platform == "cpu"
-    if not on_cpu and k <= 16:
-        return f"with k = {k}, tiles are mostly empty"
-    if not on_cpu and (slower := short(problem, device) or narrow(problem)):
-        return slower
-    if problem.math == _ffi.Math.tf32 and batch * m * n * k <= 64**3:
-        return f"a product of {m} x {n} x {k} takes no longer than its launch, and XLA may use full float32"
-    # XLA would copy the matrices of a nested batch first.
-    if batch > 1 and problem.inner_batch == 1 and (m == n == 1 or m * n * k <= (32768 if on_cpu else 64**3)):
-        return f"each of {batch} products of {m} x {n} x {k} is too small for a kernel"
-    if on_cpu and m * n * k <= 4096:
-        return f"a product of {m} x {n} x {k} is too small for a kernel"
-    return None
+    if device.platform == "cpu":
+        return _first_of(SMALL_ON_CPU, problem, device)
+    return no_narrow_kernel(problem) or _first_of(SMALL, problem, device)
 
 
-def short(problem, device):
-    """Why XLA is faster at a vector's or a narrow product on a GPU, which takes as long as reading the matrix; or None.
-
-    XLA reads the matrix more slowly than skinny kernels do, but its kernel starts earlier: it takes 1.2 us, and 1 us
-    more for each 2 MB, up to 8 MB (5 bfloat16 products on an H200, jaxlib 0.11.2).
-    """
-    if problem.n <= 8:
-        rows, stride, word = problem.m, problem.batch_stride_a, "A"
-    elif problem.m == 1 and not problem.gated:
-        rows, stride, word = problem.n, problem.batch_stride_b, "B"
-    else:
-        return None
-    machine = machines.machine_of(device)
-    elements = rows * problem.k * (problem.batch if stride else 1)
-    reading = elements * problem.type_a.bits / 8 / machine.dram_bytes_per_us
-    if reading < machine.launch_us / 3:
-        return f"reading {word} takes {text.duration(reading)}: it counts more that XLA's kernel starts earlier"
-    return None
-
-
-def narrow(problem):
+def no_narrow_kernel(problem):
     """Why no kernel for narrow results on GPUs runs a product of at most 8 columns, or of one float64 row; else None.
 
     Other kernels' tiles are mostly empty: XLA's time / theirs is 0.64 for 2 to 8 columns. XLA fuses a row's product
@@ -88,7 +71,7 @@ def narrow(problem):
         return "with m = 1, only kernels for rows of B aligned to 16 bytes have no mostly empty tiles"
     if n > 8:
         return None
-    if problem.type_b != problem.type_a or problem.gated or problem.ragged != _ffi.Ragged.none:
+    if problem.type_b != problem.type_a or problem.gated:
         return f"with n = {n}, tiles are mostly empty"
     row_a, batched = problem.major_a == _ffi.Major.row, problem.batch > 1
     strides = [k if row_a else m, problem.lda * ((m if row_a else k) > 1), batched * problem.batch_stride_a]
@@ -100,24 +83,111 @@ def narrow(problem):
     return None
 
 
-def loads_as_they_are(problem):
-    """Why XLA is faster at a 16-bit product whose rows are not all aligned to TMA's 16 bytes; None if it is not.
-
-    Measured on H200s, for a row-major B and no epilogue. XLA is faster if B's leading dimension is odd, m is 33 to 64
-    and XLA's tiles divide k; and if rows are aligned to 4 or 8 bytes, which XLA loads directly, and k is short.
-    """
-    m, n, k = problem.m, problem.n, problem.k
-    is_16_bit = problem.type_a in (_ffi.Type.bf16, _ffi.Type.f16) and problem.type_d == problem.type_a
-    if not is_16_bit or problem.epilogue or problem.batch > 1 or problem.major_b != _ffi.Major.row:
-        return None
-    if 32 < m <= 64 and n >= 1000 and problem.ldb % 2 == 1 and k % 64 == 0:
-        return "B's leading dimension is odd: with 33 to 64 rows our kernels would copy B or read it twice"
-    on_four_bytes = problem.lda % 2 == problem.ldb % 2 == 0 and (problem.lda % 8 or problem.ldb % 8)
-    by_tiles = k % 64 == 0 and k <= 512 and m * n >= 1024 * k
-    short = by_tiles or (k <= 192 and m * n >= 200_000 and problem.major_a == _ffi.Major.row)
-    if on_four_bytes and min(m, n) >= 128 and short:
-        return (
-            "rows of A or B are not aligned to 16 bytes: our kernels would copy them or use narrower loads, which "
-            "does not pay with so short a k"
-        )
+def _first_of(rules, problem, device):
+    """The reason of the first rule by which XLA is faster; None if there is none."""
+    machine = machines.machine_of(device)
+    limits = dict(machine.limits)
+    for name, rule in rules.items():
+        value = rule.value(problem, machine)
+        if value is not None and value <= limits[name]:
+            return rule.why(problem, value)
     return None
+
+
+def _reading_us(p, machine):
+    """Microseconds for the matrix of a vector's or a narrow product, which takes as long; None for other products."""
+    if p.n <= 8:
+        rows, stride = p.m, p.batch_stride_a
+    elif p.m == 1 and not p.gated:
+        rows, stride = p.n, p.batch_stride_b
+    else:
+        return None
+    return rows * p.k * (p.batch if stride else 1) * p.type_a.bits / 8 / machine.dram_bytes_per_us
+
+
+def _multiply_adds_of_each(p, machine):
+    """Those of a product of a batch, one of vectors none; None without a batch, or one whose matrices XLA copies."""
+    is_batch = p.batch > 1 and p.inner_batch == 1
+    return (0 if p.m == p.n == 1 else p.m * p.n * p.k) if is_batch else None
+
+
+def _unaligned_16_bits(p):
+    return (
+        p.type_a in (_ffi.Type.bf16, _ffi.Type.f16) and p.type_d == p.type_a and p.major_b == _ffi.Major.row
+        and p.batch == 1 and not p.epilogue and (p.lda % 8 != 0 or p.ldb % 8 != 0)
+    )  # fmt: skip
+
+
+def _odd_rows(p, machine):
+    """Rows by an odd B, more than skinny kernels take, where XLA's tiles divide k."""
+    is_odd = _unaligned_16_bits(p) and p.ldb % 2 == 1
+    return p.m if is_odd and p.m > 32 and p.n >= 1000 and p.k % 64 == 0 else None
+
+
+def _loaded_by_words(p):
+    """Whether rows are aligned to 4 or 8 bytes, which XLA loads as they are, and some tiles are full."""
+    return _unaligned_16_bits(p) and p.lda % 2 == p.ldb % 2 == 0 and min(p.m, p.n) >= 128
+
+
+def _k_of_tiles(p, machine):
+    return p.k if _loaded_by_words(p) and p.k % 64 == 0 and p.m * p.n >= 1024 * p.k else None
+
+
+def _short_k(p, machine):
+    return p.k if _loaded_by_words(p) and p.m * p.n >= 200_000 and p.major_a == _ffi.Major.row else None
+
+
+def _too_small(p, value):
+    return f"each of {p.batch} products of {p.m} x {p.n} x {p.k} is too small for a kernel"
+
+
+def _too_short(p, value):
+    return (
+        "rows of A or B are not aligned to 16 bytes: our kernels would copy them or use narrower loads, which "
+        "does not pay with so short a k"
+    )
+
+
+_BATCHED = Rule(_multiply_adds_of_each, _too_small)
+
+# XLA's time / ours, 41 bfloat16 products on an H200 with jaxlib 0.11.2: 0.65 for k of at most 16, 0.89 for batches of
+# products of at most 64 x 64 x 64. XLA reads a vector's matrix more slowly, but starts earlier, by a third of a launch.
+SMALL = {
+    "few_k": Rule(lambda p, machine: p.k, lambda p, value: f"with k = {value}, tiles are mostly empty"),
+    "xla_earlier_us": Rule(
+        _reading_us,
+        lambda p, value: (
+            f"reading {'A' if p.n <= 8 else 'B'} takes {text.duration(value)}: it counts more that XLA's "
+            "kernel starts earlier"
+        ),
+    ),
+    "small_tf32": Rule(
+        lambda p, machine: p.batch * p.m * p.n * p.k if p.math == _ffi.Math.tf32 else None,
+        lambda p, value: (
+            f"a product of {p.m} x {p.n} x {p.k} takes no longer than its launch, and XLA may use full float32"
+        ),
+    ),
+    "small_batched": _BATCHED,
+}
+
+# A call costs 1 to 2 us more than XLA's loop, plus some for each product of a batch (two cores of an AMD EPYC with
+# AVX512_BF16, jaxlib 0.11.2; batches of 1 to 100,000, extents of 1 to 64, k of 1 to 512).
+SMALL_ON_CPU = {
+    "small_batched": _BATCHED,
+    "small": Rule(
+        lambda p, machine: p.m * p.n * p.k,
+        lambda p, value: f"a product of {p.m} x {p.n} x {p.k} is too small for a kernel",
+    ),
+}
+
+# 16-bit operands with rows that TMA cannot load, measured on H200s.
+UNALIGNED = {
+    "odd_rows": Rule(
+        _odd_rows,
+        lambda p, value: f"B's leading dimension is odd: with {p.m} rows our kernels would copy B or read it twice",
+    ),
+    "unaligned_k_of_tiles": Rule(_k_of_tiles, _too_short),
+    "unaligned_k": Rule(_short_k, _too_short),
+}
+
+RULES = {"cuda": SMALL | UNALIGNED, "cpu": SMALL_ON_CPU}

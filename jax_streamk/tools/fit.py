@@ -60,7 +60,8 @@ def run(arguments):
         else:
             lowering.check_build(device.platform)
             records = _measured(device, out.with_suffix(".csv"), arguments, console, progress)
-        tables = fit.tables_of(records, fit.kernels_beside(*arguments.tables or ()), start, device)
+        kernels = fit.kernels_beside(*arguments.tables or ())
+        tables = fit.tables_of(records, kernels, start, device)
     except (OSError, ValueError, RuntimeError) as error:
         raise SystemExit(f"fit: {error}") from None
     if not tables:
@@ -72,35 +73,36 @@ def run(arguments):
     for machine, name in ((start, "before"), (fitted, "fitted")):
         held_out, others = (fit.regret(tables, machine, which) for which in (True, False))
         print(f"regret {name}: {held_out:.4f} on shapes that are held out, {others:.4f} on the others")
+    before = machines.machine_of(device)
     fitted = machines.Machine(
-        out.stem, (device.kind,), device.arch, fitted.topology, fitted.constants,
-        machines.machine_of(device).launch_policy,
+        out.stem, (device.kind,), device.arch, fitted.topology, fitted.constants, before.launch_policy, before.limits,
         date=datetime.date.today().isoformat(), command=_command(arguments),
     )  # fmt: skip
     try:
-        out.write_text(fitted.text())
-    except OSError as error:
+        out.write_text(fit.limits(records, kernels, fitted).text())
+    except (OSError, ValueError) as error:
         raise SystemExit(f"fit: {error}") from None
     print(f"stored in {out}")
     return 0
 
 
 def _measured(device, path, arguments, console, progress):
-    """Records of the fixed set of plans, written to a file as they are measured."""
+    """Records of fixed sets of problems, written to a file as they are measured."""
     before = fit.read(path) if arguments.resume and path.exists() else []
     done = {plans.key_of(record) for record in before}
-    left = [problem for problem in plans.problems() if plans.key_of(plans.record_of(problem)) not in done]
+    asked = [*plans.beside_xla(), *(("", problem) for problem in plans.problems())]
+    left = [(rule, problem) for rule, problem in asked if plans.key_of(plans.record_of(problem, rule)) not in done]
     memory, started, records = Memory(device), time.monotonic(), list(before)
     with path.open("a" if before else "w", newline="") as file, progress:
-        writer = csv.DictWriter(file, fit.COLUMNS)
+        writer = csv.DictWriter(file, fit.COLUMNS + fit.BESIDE_XLA)
         if not before:
             writer.writeheader()
-        for i, problem in enumerate(progress.track(left, description="measuring"), 1):
+        for i, (rule, problem) in enumerate(progress.track(left, description="measuring"), 1):
             if time.monotonic() - started > 60 * arguments.minutes:
                 console.print(f"some shapes were not started within {arguments.minutes:g} min; --resume measures them")
                 break
             try:
-                rows = plans.measured(problem, memory)
+                rows = plans.measured_beside_xla(rule, problem, device) if rule else plans.measured(problem, memory)
             except Exception as error:  # running out of memory raises many types
                 console.print(f"{problem}: failed: {type(error).__name__}: {error}")
                 continue

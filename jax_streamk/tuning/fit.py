@@ -1,4 +1,4 @@
-"""Fits the constants of a ``Machine`` to measured plans, and says how well it then chooses."""
+"""Fits the constants and limits of a ``Machine`` to measured plans, and says how well it then chooses."""
 
 import collections
 import csv
@@ -10,9 +10,11 @@ import zlib
 import numpy as np
 
 from jax_streamk import _ffi, machines
-from jax_streamk.plan import described
+from jax_streamk.plan import described, left_to_xla
+from jax_streamk.plan.problem import GemmProblem
 
 COLUMNS = ("majors", "m", "n", "k", "kernel", "schedule", "splits", "reduction", "raster", "swizzle", "us")
+BESIDE_XLA = ("batch", "rule", "xla_us")  # of products that were measured for a rule of ``left_to_xla``
 HELD_OUT = 3  # every third shape, by a hash of it
 _REACH = 3.0  # how far a constant may move from its start, as a factor
 _NOISE = 0.02  # in the logarithm of estimates, which makes choices among plans smooth
@@ -55,16 +57,32 @@ class Row:
     raster: str
     swizzle: int
     us: float
+    batch: int = 1
+
+    @classmethod
+    def of(cls, record, kernels):
+        """Raises ValueError if the record is of none of the ``kernels``, which are by name."""
+        x = record
+        if (kernel := kernels.get(x["kernel"])) is None:
+            remedy = "describe it in a kernels.csv beside the table"
+            raise ValueError(f"no kernel of this version is called {x['kernel']}: {remedy}")
+        return cls(
+            int(x["m"]), int(x["n"]), int(x["k"]), x["majors"], kernel, x["schedule"], int(x["splits"]), x["reduction"],
+            x["raster"], int(x["swizzle"]), float(x["us"]), int(x.get("batch") or 1),
+        )  # fmt: skip
 
     @property
     def shape(self):
         return self.m, self.n, self.k
 
-    def problem(self):
+    def problem(self, of=_ffi.GemmProblem):
+        """As an ``_ffi.GemmProblem``, or as the planner's."""
         type_a, type_b, (major_a, major_b) = self.kernel.type_a, self.kernel.type_b, (_MAJORS[x] for x in self.majors)
         lda, ldb = self.k if self.majors[0] == "r" else self.m, self.n if self.majors[1] == "r" else self.k
-        parts = type_a, type_b, type_a, self.kernel.math, major_a, major_b, lda, ldb, self.n, 0, 0, 0
-        return _ffi.GemmProblem(1, self.m, self.n, self.k, *parts)
+        m, n, k = self.shape
+        strides = (m * k, k * n, m * n) if self.batch > 1 else (0, 0, 0)
+        parts = type_a, type_b, type_a, self.kernel.math, major_a, major_b, lda, ldb, n, *strides
+        return of(self.batch, m, n, k, *parts)
 
     def native(self):
         return _ffi.Schedule(_ffi.ScheduleKind[self.schedule], self.splits, _ffi.Reduction[self.reduction])
@@ -92,23 +110,16 @@ def read(path):
 
 
 def tables_of(records, kernels, machine, device):
-    """``Table``s of the records by set (a column that may be missing), type and majorness, without XLA's products.
+    """``Table``s of the records by set (a column that may be missing), type and majorness, but for those beside XLA.
 
     Raises:
       ValueError: a record is of none of the ``kernels``, which are by name.
     """
     rows = collections.defaultdict(list)
     for x in records:
-        if x["kernel"] == "XLA":
-            continue
-        if (kernel := kernels.get(x["kernel"])) is None:
-            remedy = "describe it in a kernels.csv beside the table"
-            raise ValueError(f"no kernel of this version is called {x['kernel']}: {remedy}")
-        row = Row(
-            int(x["m"]), int(x["n"]), int(x["k"]), x["majors"], kernel, x["schedule"], int(x["splits"]), x["reduction"],
-            x["raster"], int(x["swizzle"]), float(x["us"]),
-        )  # fmt: skip
-        rows[x.get("set", ""), kernel.type_a.name, x["majors"]].append(row)
+        if not x.get("rule"):
+            row = Row.of(x, kernels)
+            rows[x.get("set", ""), row.kernel.type_a.name, row.majors].append(row)
     return [Table(key, group, machine, device) for key, group in sorted(rows.items())]
 
 
@@ -221,3 +232,27 @@ def fit(tables, start, steps=25, progress=lambda step: None):
         callback=lambda _: progress(next(count, steps)), options=dict(maxiter=steps),
     )  # fmt: skip
     return machine(optimum.x)
+
+
+def limits(records, kernels, machine):
+    """The ``Machine`` with the limits that lose least by leaving products to XLA, of the rules that records are for.
+
+    A loss is the logarithm of the time of what a limit chooses over that of the other. Of limits that lose as little,
+    the nearest to the machine's is taken.
+
+    Raises:
+      ValueError: a record is of none of the ``kernels``, which are by name.
+    """
+    gains: dict[str, list[tuple[float, float]]] = collections.defaultdict(list)
+    for x in records:
+        if rule := x.get("rule"):
+            row = Row.of(x, kernels)
+            value = left_to_xla.RULES["cuda"][rule].value(row.problem(GemmProblem), machine)
+            gains[rule].append((value, float(np.log(row.us / float(x["xla_us"])))))
+    found = dict(machine.limits)
+    for rule, pairs in gains.items():
+        values = sorted(value for value, _ in pairs)
+        candidates = [found[rule], values[0] / 2, *values]
+        gain = {limit: sum(gain for value, gain in pairs if value <= limit) for limit in candidates}
+        found[rule] = max(candidates, key=lambda limit: (gain[limit], -abs(np.log(limit / found[rule]))))
+    return dataclasses.replace(machine, limits=tuple(found.items()))

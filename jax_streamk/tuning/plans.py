@@ -1,13 +1,14 @@
-"""What ``python -m jax_streamk fit`` measures: a fixed set of problems, and the planner's first plans of each."""
+"""What ``python -m jax_streamk fit`` measures: the planner's first plans of fixed problems, and others beside XLA."""
 
 import collections
 import random
 import statistics
 
-from jax_streamk import _ffi
+from jax_streamk import _ffi, schedules
 from jax_streamk.plan import planner
 from jax_streamk.plan.launch_policy import LaunchPolicy
 from jax_streamk.plan.problem import GemmProblem
+from jax_streamk.tuning import contest
 from jax_streamk.tuning.tuned import Trial
 
 _LISTED = 400  # candidates requested from the planner
@@ -45,6 +46,17 @@ _FEWER = [
 _KINDS = [("bf16", "rr", _SHAPES + _MISALIGNED), ("bf16", "rc", _FEWER), ("f32", "rr", _FEWER), ("f32", "rc", _FEWER)]
 _KINDS += [("f64", "rr", _FEWER)]
 
+# By the rules of ``left_to_xla``: a type, and (m, n, k, batch) on both sides of the limit.
+_BESIDE_XLA = {
+    "few_k": ("bf16", [(m, n, k, 1) for m, n in ((2048, 2048), (8192, 512)) for k in (8, 16, 24, 32, 64, 128)]),
+    "xla_earlier_us": ("bf16", [(1, n, k, 1) for n in (512, 1024, 2048) for k in (512, 1024, 2048)]),
+    "small_tf32": ("f32", [(m, m, k, 1) for m in (32, 64, 128, 256) for k in (64, 256, 1024)]),
+    "small_batched": ("bf16", [(m, m, m, batch) for m in (16, 32, 48, 64, 96, 128) for batch in (8, 256)]),
+    "odd_rows": ("bf16", [(m, n, 1024, 1) for m in (40, 48, 64, 80, 96, 128) for n in (2001, 8001)]),
+    "unaligned_k_of_tiles": ("bf16", [(2048, 2050, k, 1) for k in (64, 128, 256, 512, 768, 1024, 2048)]),
+    "unaligned_k": ("bf16", [(1024, 2050, k, 1) for k in (36, 68, 100, 132, 196, 260, 388)]),
+}
+
 
 def problems():
     """The fixed set, with all kinds interleaved, so that an interrupted measurement has some of each."""
@@ -60,23 +72,35 @@ def _shuffled(shapes):
     return random.Random(0).sample(shapes, len(shapes))
 
 
-def _problem(type_, majors, shape):
+def beside_xla():
+    """(rule of ``left_to_xla``, problem) pairs, by which its limit is found."""
+    return [
+        (rule, _problem(type_, "rr", shape, batch))
+        for rule, (type_, shapes) in _BESIDE_XLA.items()
+        for *shape, batch in shapes
+    ]
+
+
+def _problem(type_, majors, shape, batch=1):
     m, n, k = shape
     type_, math = _ffi.Type[type_], _ffi.Math.tf32 if type_ == "f32" else _ffi.Math.native
     major_a, major_b = (_ffi.Major.row if x == "r" else _ffi.Major.column for x in majors)
     lda, ldb = k if majors[0] == "r" else m, n if majors[1] == "r" else k
-    return GemmProblem(1, m, n, k, type_, type_, type_, math, major_a, major_b, lda, ldb, n, 0, 0, 0)
+    strides = (m * k, k * n, m * n) if batch > 1 else (0, 0, 0)
+    return GemmProblem(batch, m, n, k, type_, type_, type_, math, major_a, major_b, lda, ldb, n, *strides)
 
 
-def record_of(problem):
+def record_of(problem, rule=""):
     """A problem's columns of a table; its type is part of the kernel's name."""
     majors = "".join("r" if x == _ffi.Major.row else "c" for x in (problem.major_a, problem.major_b))
-    return dict(majors=majors, m=problem.m, n=problem.n, k=problem.k, kernel=f"any_{problem.type_a.name}_")
+    beside_xla = dict(batch=problem.batch, rule=rule) if rule else {}
+    return dict(majors=majors, m=problem.m, n=problem.n, k=problem.k, kernel=f"any_{problem.type_a.name}_") | beside_xla
 
 
 def key_of(record):
-    """A key for the problem of a record."""
-    return *(int(record[x]) for x in "mnk"), record["majors"], record["kernel"].split("_")[1]
+    """A key for the problem of a record, and the rule that it was measured for, if any."""
+    rule = record.get("rule") and (record["rule"], int(record["batch"]))
+    return *(int(record[x]) for x in "mnk"), record["majors"], record["kernel"].split("_")[1], rule or None
 
 
 def measured(problem, memory):
@@ -103,6 +127,20 @@ def measured(problem, memory):
         for plan in random.sample(close, len(close)):
             times[plan] += rotation.time(plan.kernel, plan.native(), plan.policy, repeats=1)
     return [record(problem, plan, statistics.median(of)) for plan, of in times.items()]
+
+
+def measured_beside_xla(rule, problem, device):
+    """The one record of a problem for a rule: the planner's plan, its time and that of XLA's product.
+
+    Raises:
+      RuntimeError: no kernel runs it, or running failed.
+    """
+    plan = planner.plan_with(problem, schedules.Auto(), device, None)
+    if plan.kernel is None:
+        raise RuntimeError(plan.why_xla)
+    ours, xla = contest.times(plan, has_ours=True, has_xla=True)
+    trial = Trial.of(plan.kernel, plan.native_schedule(), plan.policy)
+    return [record_of(problem, rule) | record(problem, trial, ours) | dict(xla_us=f"{xla:.2f}")]
 
 
 def record(problem, plan, us):
