@@ -248,7 +248,8 @@ def limits(records, kernels, machine):
         if rule := x.get("rule"):
             row = Row.of(x, kernels)
             value = left_to_xla.RULES["cuda"][rule].value(row.problem(GemmProblem), machine)
-            gains[rule].append((value, float(np.log(row.us / float(x["xla_us"])))))
+            if value is not None:
+                gains[rule].append((value, float(np.log(row.us / float(x["xla_us"])))))
     found = dict(machine.limits)
     for rule, pairs in gains.items():
         values = sorted(value for value, _ in pairs)
