@@ -1,5 +1,6 @@
 """Products by numbers of four and eight bits with scales, in kernels, against float64."""
 
+import dataclasses
 import re
 
 import jax
@@ -11,6 +12,7 @@ from jax import lax
 
 import jax_streamk as sk
 from jax_streamk import DataParallel, QuantizedArray, SplitK, StreamK, quantized
+from jax_streamk.tuning import contest, measure
 
 ON_GPU = jax.default_backend() == "gpu"
 KERNELS = "scaled_" if ON_GPU else "host_"
@@ -405,3 +407,39 @@ def test_a_scale_of_all_scales(rng, second):
         assert got.dtype == jnp.bfloat16 and error(got) <= 2 * error(by_xla)
         gradient = lambda f: jax.grad(lambda x: (f(x, w).astype(jnp.float32) ** 2).sum())(x)
         close(gradient(sk.matmul), gradient(lambda x, w: x @ w.dequantize()), 0.05)
+
+
+def tunable(rng):
+    """Functions of an array and numbers: groups with zero points, (n, k) with offsets, a batch, and ragged rows."""
+    batched = lambda x, w: sk.dot_general(x, w, (((2,), (1,)), ((0,), (0,))))
+    bf16 = dict(dtype_x="bfloat16")
+    x = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+    stack = lambda *each: jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+    group = lambda dtype, **options: random_array(rng, dtype, 256, 128, (64, 1), **bf16, **options)
+    cases = {
+        "zeros": (sk.matmul, x(8, 256), group("int4", zero=True)),
+        "offsets": (
+            lambda x, w: sk.dot_general(x, w, TRANSPOSED),
+            x(3, 256),
+            group("uint8", offset=True, scale="float8_e8m0fnu", transposed=True),
+        ),
+        "batch": (batched, x(2, 5, 256), stack(group("int8"), group("int8"))),
+    }
+    if not ON_GPU:
+        cases["ragged"] = (sk.ragged_dot, x(9, 256), stack(group("int4"), group("int4")), jnp.array([4, 5], jnp.int32))
+    return cases
+
+
+@pytest.mark.parametrize("name", tunable(np.random.default_rng()))
+def test_tuning_compares_numbers_with_what_xla_dequantizes(rng, name, store, monkeypatch):
+    fn, *operands = tunable(rng)[name]
+    monkeypatch.setitem(measure.ROTATED_BYTES, "cuda" if ON_GPU else "cpu", 1e5)
+    made = sk.plan(fn, *operands)
+    memory = measure.Memory(made.device)
+    own = contest.operands_of(dataclasses.replace(made, microseconds=1e3), memory)[0]
+    ours, xlas = (np.asarray(jax.jit(side(made))(*own), np.float64) for side in (contest.ours, contest.xlas))
+    np.testing.assert_allclose(ours, xlas, rtol=0, atol=2**-6 * np.abs(xlas).max())
+    with sk.tuning() as plans:
+        jax.jit(fn)(*operands)
+    (tuned,) = plans
+    assert tuned.problem == made.problem and "product took" in str(tuned)

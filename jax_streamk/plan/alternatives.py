@@ -169,7 +169,7 @@ def _scaled(product, types, schedule, device):
         ours = count * way.plan.microseconds + (_gating(way.arrangement, count, device) if is_gated else 0)
         multiplying = (1 if dense.instead is None else count) * (dense.plan.microseconds or math.inf)
         first = count * _dequantizing(product, types, device) + multiplying
-        if ours <= first:
+        if ours <= first or tuned.lookup(way.plan.problem, device) is not None:
             return way
         why = f"{way.plan.kernel} is slower, {text.duration(ours)} instead of {text.duration(first)}"
     return Way(dense.plan.with_notes([f"XLA dequantizes first: {why}"]), dense.arrangement, product.instead)

@@ -49,7 +49,6 @@ class Scaled(Product):
       parts: what there is besides numbers, of ``PARTS``. Their shapes have a size for each block of numbers.
     """
 
-    is_one: ClassVar[bool] = False
     kind: ClassVar[type[Product]]  # of arrays
 
     dtype: Any = None

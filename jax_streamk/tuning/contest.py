@@ -16,6 +16,8 @@ from jax_streamk import _ffi
 from jax_streamk.plan import custom_call
 from jax_streamk.product.dense import Dense
 from jax_streamk.product.epilogue import Epilogue
+from jax_streamk.product.ragged import Ragged
+from jax_streamk.product.scaled import PARTS, Scaled
 from jax_streamk.tuning import measure, timing
 from jax_streamk.tuning.programs import Program, dependent, repeat, wall, wall_sample
 
@@ -121,7 +123,20 @@ def xlas(plan):
     numbers = ((len(of_a) + row_a,), (contract_b,)), ((0,), (0,)) if both else ((), ())
     epilogue = Epilogue(activation, p.alpha, p.beta, p.has_bias, bias_batch, p.has_residual, gate)
     product = Dense(numbers, None, p.type_d.dtype, epilogue)
+    product, of_parts = _by_numbers(product, p, b)
+    shapes += of_parts
     return lambda *operands: product.by_xla(*(x.reshape(shape) for x, shape in zip(operands, shapes))).reshape(-1)
+
+
+def _by_numbers(product, p, b):
+    """The product by the numbers of B, if these have scales, and the shapes of what belongs to each block of them."""
+    parts = [part for part, has in zip(PARTS, (p.scale_rows, p.has_zero, p.has_offset)) if has]
+    if not parts:
+        return product, []
+    *lead, rows, columns = b
+    blocks = (p.scale_rows, p.scale_columns)[:: 1 if p.major_b == _ffi.Major.row else -1]
+    shape = (*lead, rows // blocks[0], columns // blocks[1])
+    return Scaled.by(product, p.type_a.dtype, tuple(parts)), [shape] * len(parts)
 
 
 def _has_xlas(p):
@@ -138,19 +153,17 @@ def _xlas_ragged(p):
     b = (*[p.batch] * along_m, *((p.k, p.n) if row_b else (p.n, p.k)))
     contract = (((int(row_a),), (along_m + (not row_b),)), ((), ()))
     numbers = lax.RaggedDotDimensionNumbers(contract, (int(row_a != along_m),), (0,) * along_m)
-    dtype = p.type_d.dtype
-    return lambda x, y, sizes: lax.ragged_dot_general(
-        x.reshape(a), y.reshape(b), sizes, numbers, preferred_element_type=dtype
-    ).reshape(-1)
+    product, of_parts = _by_numbers(Ragged(numbers, None, p.type_d.dtype), p, b)
+    shapes = [a, b, (p.batch,), *of_parts]
+    return lambda *operands: product.by_xla(*(x.reshape(shape) for x, shape in zip(operands, shapes))).reshape(-1)
 
 
 def operands_of(plan, memory):
     """The operands of each call: enough sets to keep the larger operand out of L2, but at most ``_MOST_CALLS``."""
     spans = measure.spans(plan.problem)
-    sizes = [memory.put(measure.group_sizes(plan.problem))] if "group_sizes" in spans else []
-    drawn = [span for role, span in spans.items() if role not in ("d", "group_sizes")]
-    parts = [(size, type_.dtype) for type_, size in drawn]
-    rotated = math.ceil(measure.ROTATED_BYTES[memory.device.platform] / max(size * t.itemsize for size, t in parts[:2]))
+    parts = {role: (size, type_.dtype) for role, (type_, size) in spans.items() if role not in ("d", "group_sizes")}
+    larger = max(size * t.itemsize for size, t in (parts["a"], parts["b"]))
+    rotated = math.ceil(measure.ROTATED_BYTES[memory.device.platform] / larger)
     calls = max(1, min(max(_LEAST_CALLS, rotated), _MOST_CALLS, int(measure.LONGEST_PASS / plan.microseconds)))
     sets = min(rotated, calls)
 
@@ -159,7 +172,11 @@ def operands_of(plan, memory):
             memory.put(x) for x in np.split(measure.random_bytes(dtype, sets * size * dtype.itemsize).view(dtype), sets)
         ]
 
-    return [(*xs, *sizes) for xs in itertools.islice(itertools.cycle(zip(*(put(*part) for part in parts))), calls)]
+    drawn = {role: put(*part) for role, part in parts.items()}
+    if "group_sizes" in spans:
+        drawn["group_sizes"] = [memory.put(measure.group_sizes(plan.problem))] * sets
+    in_order = (drawn[role] for role in _ffi.roles if role in drawn)
+    return [*itertools.islice(itertools.cycle(zip(*in_order)), calls)]
 
 
 def fragment_programs(variants, memory):

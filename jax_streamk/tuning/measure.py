@@ -182,7 +182,7 @@ def check_memory(size):
 
 
 def random_bytes(dtype, size):
-    """Bytes of random numbers of a dtype: normally distributed, or of eight bits uniformly.
+    """Bytes of random numbers of a dtype: normally distributed, or integers of eight bits uniformly.
 
     They repeat after a prime number of elements, so that the rows of a matrix differ.
 
@@ -193,4 +193,6 @@ def random_bytes(dtype, size):
     rng, count = np.random.default_rng(), (1 << 22) - 3
     if dtype in (np.int8, np.uint8):
         return np.resize(rng.integers(0, 256, count, np.uint8), size)
+    if dtype == "float8_e8m0fnu":  # powers of two around one
+        return np.resize(rng.integers(120, 135, count, np.uint8), size)
     return np.resize(rng.standard_normal(count, dtype=np.float32).astype(dtype).view(np.uint8), size)
