@@ -4,8 +4,9 @@ python tests/campaign.py products --count 1000
 python tests/campaign.py programs --count 200
 python tests/campaign.py programs --seed 123456    # one case again
 
-A case is made of its seed. The error of ours may be twice that of XLA's on the same operands. Prints the text of each
-failure with its seed, then how many there were, and ends with 1 if there was one.
+A case is made of its seed. The error of ours may be twice that of XLA's on the same operands, or four times at the end
+of a program, where each had errors of its own on the way. Prints the text of each failure with its seed, then how many
+there were, and ends with 1 if there was one.
 """
 
 import argparse
@@ -46,6 +47,7 @@ class Case:
     jaxs: Callable[..., Any]
     operands: list[Any]
     dtype: str
+    most: float = 2  # how many times XLA's error ours may be
 
 
 class Draw(random.Random):
@@ -407,7 +409,7 @@ def program(seed):
     schedule = draw.maybe([None, *SCHEDULES], 0.3)
     ours = sk.accelerate(f) if schedule is None else sk.accelerate(f, schedule=schedule)
     text = f"{dtype}{[p.rows, x.shape[1]]}: {', '.join(p.words)}{how}, {schedule}"
-    return Case(text, ours, f, [x, p.weights], dtype)
+    return Case(text, ours, f, [x, p.weights], dtype, most=4)
 
 
 # Judging
@@ -426,7 +428,7 @@ def failure(case):
         good = np.isfinite(y) & np.isfinite(z)
         rms = lambda a, good=good: np.sqrt(np.mean(np.square(a[good]))) if good.any() else 0.0
         mine, theirs, least = rms(x - z), rms(y - z), EPS[case.dtype] * rms(z)
-        if mine > 2 * theirs + least:
+        if mine > case.most * theirs + least:
             return f"result {at} has an error of {mine:.2e}, XLA's of {theirs:.2e}, of {rms(z):.2e}"
     return None
 
