@@ -418,7 +418,11 @@ def program(seed):
 def failure(case):
     """What is wrong with ours; None if nothing is."""
     want = [np.asarray(x) for x in jax.tree.leaves(exact(case))]
-    got, xlas = (jax.tree.leaves(jax.jit(f)(*case.operands)) for f in (case.ours, case.jaxs))
+    got = jax.tree.leaves(jax.jit(case.ours)(*case.operands))
+    try:
+        xlas = jax.tree.leaves(jax.jit(case.jaxs)(*case.operands))
+    except jax.errors.JaxRuntimeError:  # XLA has no such product on this platform
+        return None
     for at, (x, y, z) in enumerate(zip(got, xlas, want, strict=True)):
         if (x.shape, x.dtype) != (y.shape, y.dtype):
             return f"result {at} is {x.dtype}{[*x.shape]} instead of {y.dtype}{[*y.shape]}"
