@@ -420,7 +420,7 @@ def failure(case):
     want = [np.asarray(x) for x in jax.tree.leaves(exact(case))]
     got = jax.tree.leaves(jax.jit(case.ours)(*case.operands))
     try:
-        xlas = jax.tree.leaves(jax.jit(case.jaxs)(*case.operands))
+        xlas = jax.block_until_ready(jax.tree.leaves(jax.jit(case.jaxs)(*case.operands)))
     except jax.errors.JaxRuntimeError:  # XLA has no such product on this platform
         return None
     for at, (x, y, z) in enumerate(zip(got, xlas, want, strict=True)):
