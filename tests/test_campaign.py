@@ -8,12 +8,13 @@ import jax
 import pytest
 
 COUNT = {"products": 30, "programs": 10}
+SLACK = 3  # a fault is larger than the largest error that chance makes of many cases
 
 
 @pytest.mark.parametrize("kind", campaign.KINDS)
 def test_random_cases(kind):
     seeds = [random.randrange(2**32) for _ in range(COUNT[kind])]
-    failures = [why for seed in seeds if (why := campaign.failed(kind, seed)) is not None]
+    failures = [why for seed in seeds if (why := campaign.failed(kind, seed, SLACK)) is not None]
     assert not failures, "\n".join(failures)
 
 
