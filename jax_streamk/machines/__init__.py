@@ -75,6 +75,11 @@ class Machine:
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     @functools.cached_property
+    def limit(self):
+        """{name: value} of ``limits``."""
+        return dict(self.limits)
+
+    @functools.cached_property
     def native(self):
         native = _ffi.Machine()
         for name, value in (*self.constants, *self.launch_policy):

@@ -86,10 +86,9 @@ def no_narrow_kernel(problem):
 def _first_of(rules, problem, device):
     """The reason of the first rule by which XLA is faster; None if there is none."""
     machine = machines.machine_of(device)
-    limits = dict(machine.limits)
     for name, rule in rules.items():
         value = rule.value(problem, machine)
-        if value is not None and value <= limits[name]:
+        if value is not None and value <= machine.limit[name]:
             return rule.why(problem, value)
     return None
 
@@ -113,8 +112,8 @@ def _multiply_adds_of_each(p, machine):
 
 def _unaligned_16_bits(p):
     return (
-        p.type_a in (_ffi.Type.bf16, _ffi.Type.f16) and p.type_d == p.type_a and p.major_b == _ffi.Major.row
-        and p.batch == 1 and not p.epilogue and (p.lda % 8 != 0 or p.ldb % 8 != 0)
+        (p.lda % 8 != 0 or p.ldb % 8 != 0) and p.batch == 1 and p.type_a.bits == 16 and p.type_d == p.type_a
+        and p.major_b == _ffi.Major.row and not p.epilogue
     )  # fmt: skip
 
 
