@@ -50,7 +50,7 @@ class Machine:
       topology: None for CPUs.
       constants: (name, value) pairs of ``_ffi.GPU_CONSTANTS`` or ``_ffi.HOST_CONSTANTS``; each is an attribute, too.
       launch_policy: the same of ``_ffi.POLICY_CONSTANTS``; empty for CPUs.
-      limits: (name, value) pairs of ``GPU_LIMITS`` or ``HOST_LIMITS``.
+      limits: the same of ``GPU_LIMITS`` or ``HOST_LIMITS``.
       types: (operand type, time of its multiplications, packing and results by that of float32) pairs, for CPUs.
       date: of the measurement; empty where it was derived.
       command: that measured it.
@@ -68,16 +68,13 @@ class Machine:
     command: str = ""
 
     def __getattr__(self, name):
-        for section in ("constants", "launch_policy"):
-            for known, value in self.__dict__.get(section, ()):
-                if known == name:
-                    return value
+        if "constants" in self.__dict__ and name in self._values:
+            return self._values[name]
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     @functools.cached_property
-    def limit(self):
-        """{name: value} of ``limits``."""
-        return dict(self.limits)
+    def _values(self):
+        return dict((*self.constants, *self.launch_policy, *self.limits))
 
     @functools.cached_property
     def native(self):

@@ -88,7 +88,7 @@ def _first_of(rules, problem, device):
     machine = machines.machine_of(device)
     for name, rule in rules.items():
         value = rule.value(problem, machine)
-        if value is not None and value <= machine.limit[name]:
+        if value is not None and value <= getattr(machine, name):
             return rule.why(problem, value)
     return None
 

@@ -110,7 +110,7 @@ def read(path):
 
 
 def tables_of(records, kernels, machine, device):
-    """``Table``s of the records by set (a column that may be missing), type and majorness, but for those beside XLA.
+    """``Table``s of the records by set (a column that may be missing), type and majorness, except those beside XLA.
 
     Raises:
       ValueError: a record is of none of the ``kernels``, which are by name.
