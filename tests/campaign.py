@@ -26,7 +26,8 @@ import numpy as np
 from jax import lax
 
 import jax_streamk as sk
-from jax_streamk import DataParallel, QuantizedArray, SplitK, StreamK
+from jax_streamk import DataParallel, SplitK, StreamK
+from jax_streamk.quantized import VALUES, is_quantized
 
 EXTENTS = [1, 1, 2, 3, 5, 7, 8, 15, 16, 17, 24, 31, 33, 63, 64, 65, 100, 127, 128, 130, 200]
 DEPTHS = [*EXTENTS, 256, 384, 512, 1000, 1025]
@@ -34,8 +35,6 @@ ACTIVATIONS = ["relu", "silu", "gelu", "gelu_tanh", "sigmoid", "tanh"]
 SCHEDULES = [DataParallel(), SplitK(2), SplitK(3), SplitK(7, "separate"), StreamK(), StreamK(max_sms=2)]
 EPS = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 2**-22}
 DTYPES = ["bfloat16", *EPS]
-VALUES = ["int4", "uint4", "int8", "uint8", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"]
-is_numbers = lambda x: isinstance(x, QuantizedArray)
 
 
 @dataclasses.dataclass
@@ -97,7 +96,7 @@ def wide(x, rounds=False):
 
 def fitting(w, like):
     """A matrix, or what numbers stand for, in the dtype of an operand."""
-    return w.dequantize(like.dtype) if is_numbers(w) else w
+    return w.dequantize(like.dtype) if is_quantized(w) else w
 
 
 # Products
@@ -111,7 +110,7 @@ def product(seed):
     schedule = draw.maybe(SCHEDULES, 0.4)
     ours = functools.partial(ours, schedule=schedule)
     how = draw.choice(["plain", "plain", "grad", "vmap"])
-    floating = [at for at, x in enumerate(operands) if not is_numbers(x) and jnp.issubdtype(x.dtype, jnp.floating)]
+    floating = [at for at, x in enumerate(operands) if not is_quantized(x) and jnp.issubdtype(x.dtype, jnp.floating)]
     if how == "grad":
         jaxs = functools.partial(jaxs, rounds=True)
         ours, jaxs = (jax.grad(functools.partial(total, f), floating) for f in (ours, jaxs))
@@ -121,7 +120,7 @@ def product(seed):
         axes[at] = draw.randint(0, operands[at].ndim)
         operands[at] = jnp.stack([operands[at], operands[at] / 2, -operands[at]], axes[at])
         ours, jaxs = jax.vmap(ours, axes), functools.partial(one_by_one, jaxs, axes)
-    shapes = ", ".join(str(x) if is_numbers(x) else f"{x.dtype}{[*x.shape]}" for x in operands)
+    shapes = ", ".join(str(x) if is_quantized(x) else f"{x.dtype}{[*x.shape]}" for x in operands)
     return Case(f"{text} of {shapes}, {how}, {schedule}", ours, jaxs, operands, dtype)
 
 
@@ -201,8 +200,7 @@ def gated(draw, dtype):
         return sk.gated_linear(x, gate, up, activation=activation, schedule=schedule)
 
     def jaxs(x, gate, up, rounds=False):
-        each = (jnp.matmul(x, fitting(w, x), preferred_element_type=wide(x, rounds)) for w in (gate, up))
-        gate, up = each
+        gate, up = (jnp.matmul(x, fitting(w, x), preferred_element_type=wide(x, rounds)) for w in (gate, up))
         return (activated(activation, gate) * up).astype(x.dtype)
 
     return f"gated_linear, {activation}", ours, jaxs, operands
@@ -246,21 +244,21 @@ def ragged_gated(draw, dtype):
     return f"ragged_gated, {activation}", ours, jaxs, of_groups(draw, dtype, 2)
 
 
-# Programs: functions of a matrix of rows and of weights, as a list of steps. A step is a function of the draw that
-# returns its text and a function of (rows, taken weights) for rows of some width; it may change the width.
+# Programs: functions of a matrix of rows and of weights. Each step_...() adds a step, which may change the width.
 
 
 class Program:
-    """Steps, and the weights that they take in order."""
+    """Steps, functions of (rows, weights, the rows before each step), and the weights that they take."""
 
     def __init__(self, draw, dtype, rows, width):
         self.draw, self.dtype, self.rows, self.width = draw, dtype, rows, width
         self.steps, self.words, self.weights = [], [], []
 
     def weight(self, shape, kinds=("array", "array", "quantized")):
-        self.weights.append(getattr(self.draw, self.draw.choice(kinds))(shape, self.dtype))
-        if not is_numbers(self.weights[-1]):
-            self.weights[-1] = self.weights[-1] * shape[0] ** -0.5
+        if self.draw.choice(kinds) == "quantized":
+            self.weights.append(self.draw.quantized(shape, self.dtype))
+        else:
+            self.weights.append(self.draw.array(shape, self.dtype, shape[-2:][0] ** -0.5))
         return len(self.weights) - 1
 
     def add(self, word, step):
@@ -280,7 +278,7 @@ def times(x, w, how):
     if how == "@":
         return x @ w
     if how == "T":
-        return x @ jnp.swapaxes(jnp.swapaxes(w, 0, 1), 0, 1)
+        return x @ w.T
     if how == "f32":
         return jnp.matmul(x, w, preferred_element_type=wide(x)).astype(x.dtype)
     return lax.dot_general(w, x, (((0,), (x.ndim - 1,)), ((), ()))).T
@@ -288,7 +286,7 @@ def times(x, w, how):
 
 def step_product(p):
     width, how = p.draw.choice(EXTENTS[6:]), p.draw.choice(["@", "@", "T", "f32", "turned"])
-    at = p.weight((p.width, width))
+    at = p.weight((width, p.width) if how == "T" else (p.width, width))
     p.width = width
     p.add(f"{how} {width}", lambda x, weights, kept: times(x, weights[at], how))
 
@@ -309,7 +307,7 @@ def step_scale(p):
 
 
 def step_earlier(p):
-    """Adds, or multiplies by, the last value of the same shape before this one."""
+    """Adds the first rows of the same shape, or multiplies by the last ones before these."""
     multiplies = p.draw.random() < 0.3
 
     def step(x, weights, kept):
@@ -376,7 +374,7 @@ def step_vmap(p):
 
 def step_cond(p):
     at = p.weight((p.width, p.width), ("array",))
-    p.add("cond", lambda x, weights, kept: lax.cond(x.shape[0] * 0 + 1 > 0, lambda y: y @ weights[at], lambda y: y, x))
+    p.add("cond", lambda x, weights, kept: lax.cond(x[0, 0] < 100, lambda y: y @ weights[at], lambda y: y, x))
 
 
 def step_cast(p):
@@ -401,7 +399,7 @@ def program(seed):
     f = p.run
     how = draw.choice(["", "", ", grad"])
     if how:
-        moving = [at for at, w in enumerate(p.weights) if not is_numbers(w)]
+        moving = [at for at, w in enumerate(p.weights) if not is_quantized(w)]
 
         def f(x, weights):
             def total(x, some):
@@ -442,9 +440,9 @@ def failure(case, slack=1):
 
 def exact(case):
     with jax.enable_x64(True):
-        of = lambda x: x.dequantize(jnp.float32).astype(jnp.float64) if is_numbers(x) else x
+        of = lambda x: x.dequantize(jnp.float32).astype(jnp.float64) if is_quantized(x) else x
         wider = lambda x: x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
-        operands = jax.tree.map(lambda x: wider(of(x)), case.operands, is_leaf=is_numbers)
+        operands = jax.tree.map(lambda x: wider(of(x)), case.operands, is_leaf=is_quantized)
         return jax.jit(case.jaxs)(*operands)
 
 
