@@ -3,8 +3,11 @@
 import copy
 import dataclasses
 import enum
+import pathlib
 import pickle
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -328,3 +331,13 @@ def test_kernels_may_be_pickled_and_copied():
             members = [name for name, *_ in kernel.fields]
             assert [getattr(other, name) for name in members] == [getattr(kernel, name) for name in members]
             assert repr(other) == f"<kernel {kernel.name}>"
+
+
+def test_calls_that_no_plan_would_make():
+    """In another process, which must not end early."""
+    fuzz = pathlib.Path(__file__).with_name("fuzz.py")
+    ended = subprocess.run(
+        [sys.executable, fuzz, "--count", "200"], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
+    assert ended.stdout.splitlines()[-1].startswith("200 calls, ")
