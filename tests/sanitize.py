@@ -28,19 +28,16 @@ LAUNCHES = [
     ("sm90_bf16_bf16_rr_128x256x64_1x2_coop", (200, 520, 520), StreamK(), FUSED),
     ("sm90_bf16_bf16_rr_128x256x64_1x2_coop", (200, 520, 520), SplitK(3), {}),
     ("sm90_bf16_bf16_rr_192x176x64_1x2_coop_swap", (360, 400, 520), SplitK(3), SILU),  # three warpgroups
-    ("sm90_bf16_bf16_rr_128x120x64_2x4_pingpong_swap", (181, 264, 520), DataParallel(), {}),
     ("sm90_bf16_bf16_rr_64x80x64_1x4_pingpong_swap", (300, 136, 264), DataParallel(), SILU),
     ("sm90_bf16_bf16_rr_128x144x64_1x4_pingpong_swap", (181, 264, 520), DataParallel(), FUSED),
     ("sm90_bf16_bf16_rr_128x152x64_1x2_pingpong_swap", (181, 264, 520), DataParallel(), SILU),  # a last block of 8 rows
     ("sm90_bf16_bf16_rr_128x160x64_4x2_pingpong", (300, 520, 520), DataParallel(), SILU),
     ("sm90_bf16_bf16_rr_128x224x64_2x1_coop", (300, 504, 520), DataParallel(), {}),  # a last box of 32 columns
-    # The last box begins within the one before.
-    ("sm90_bf16_bf16_rr_128x176x64_4x2_pingpong", (300, 504, 520), DataParallel(), SILU),
     ("sm90_bf16_bf16_rr_64x104x64_4x2_pingpong_swap", (300, 520, 264), DataParallel(), {}),  # boxes of 26 rows
     ("sm90_bf16_bf16_rr_128x136x64_1x2_pingpong_swap", (181, 264, 520), DataParallel(), FUSED),  # two boxes of 64 rows
-    ("sm90_bf16_bf16_rr_128x200x64_2x1_coop_swap", (210, 200, 1032), StreamK(), FUSED),
+    ("sm90_bf16_bf16_rr_256x160x64_1x2_coop_swap", (210, 200, 1032), StreamK(), FUSED),
     ("sm90_bf16_f32_rr_64x144x64_1x1_pingpong_swap", (264, 200, 1000), SplitK(5, "separate"), {}),
-    ("sm90_bf16_f32_rr_192x144x64_1x2_coop_swap", (264, 400, 1000), SplitK(5, "separate"), SILU),  # in clusters
+    ("sm90_bf16_f32_rr_128x176x64_2x1_coop", (264, 400, 1000), SplitK(5, "separate"), SILU),  # in clusters
     ("sm90_bf16_f32_rr_64x64x128_1x1_pingpong", (72, 136, 2056), SplitK(7, "separate"), SILU),
     ("sm90_bf16_f32_rr_64x16x128_1x1_pingpong_swap", (13, 2000, 2056), SplitK(9, "separate"), {}),  # three tiles a CTA
     ("sm90_bf16_f32_rr_64x64x128_1x1_pingpong", (37, 60, 9000), SplitK(64, "separate"), {}),  # warps share outputs

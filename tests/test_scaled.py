@@ -15,7 +15,7 @@ from jax_streamk import DataParallel, QuantizedArray, SplitK, StreamK, quantized
 from jax_streamk.tuning import contest, measure
 
 ON_GPU = jax.default_backend() == "gpu"
-KERNELS = "scaled_" if ON_GPU else "host_"
+KERNELS = ("scaled_", "sm90_") if ON_GPU else "host_"
 INTEGERS = ("int4", "uint4", "int8", "uint8")
 TRANSPOSED, AS_IS = ((((1,), (i,)), ((), ())) for i in (1, 0))
 
@@ -49,7 +49,8 @@ def check(rng, m, w, dtype_x, *, transposed=False, out=None, schedule=None, kern
     k = w.shape[1 if transposed else 0]
     x = jnp.asarray(rng.normal(size=(m, k)), dtype_x)
     product = lambda x, w: sk.dot_general(x, w, sizes, preferred_element_type=out or dtype_x, schedule=schedule)
-    assert (sk.plan(product, x, w).kernel or "").startswith(kernels)
+    plan = sk.plan(product, x, w)
+    assert not kernels or (plan.problem.scale_rows and plan.kernel.startswith(kernels))
     by_xla = lax.dot_general(x, w.dequantize(), sizes, preferred_element_type=jnp.float32).astype(out or dtype_x)
     wide = np.asarray(w.dequantize(jnp.float32), np.float64)
     want = np.asarray(x, np.float64) @ (wide.T if transposed else wide)
@@ -239,6 +240,34 @@ def test_gated_products_are_two_or_of_arrays():
         device=sk.H200,
     )
     assert plan(4).problem == of_arrays.problem and plan(4).reasons[-1].startswith("XLA dequantizes first: ")
+
+
+def planned_on_h200(m, k, n, dtype="int4", block=128, product=sk.matmul, groups=()):
+    of = lambda rows: (*groups, rows, n)
+    w = jax.eval_shape(lambda: QuantizedArray(jnp.zeros(of(k), dtype), jnp.zeros(of(k // block), "bfloat16")))
+    sizes = [jax.ShapeDtypeStruct(groups, "int32")] if groups else []
+    return sk.plan(product, jax.ShapeDtypeStruct((m, k), "bfloat16"), w, *sizes, device=sk.H200)
+
+
+def test_rows_on_hopper():
+    """Few rows, more, and so many that dequantizing pays."""
+    for m, family in (1, "scaled_"), (64, "sm90_"), (256, "sm90_"):
+        plan = planned_on_h200(m, 4096, 12288)
+        assert plan.kernel.startswith(family) and plan.problem.scale_rows == 128
+    many = planned_on_h200(4096, 4096, 12288)
+    assert not many.problem.scale_rows and many.reasons[-1].startswith("XLA dequantizes first: sm90_")
+
+
+def test_groups_on_hopper():
+    plan = planned_on_h200(256, 2048, 1024, groups=(16,), product=lambda x, w, sizes: sk.ragged_dot(x, w, sizes))
+    assert plan.kernel.startswith("sm90_") and plan.problem.is_ragged and plan.problem.scale_rows == 128
+
+
+@pytest.mark.parametrize("m", [8, 64])
+def test_numbers_are_never_copied(m):
+    """Kernels that copy operands whose rows start anywhere read numbers as they lie."""
+    plan = planned_on_h200(m, 4096, 50257, "int8", 4096)
+    assert not plan.problem.scale_rows and "multiples of 16 elements" in plan.reasons[-1]
 
 
 def test_what_no_kernel_reads_is_dequantized():

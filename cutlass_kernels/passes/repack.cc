@@ -54,7 +54,7 @@ Repack repack_of(KernelInfo const& info, GemmProblem const& p) {
   };
   GemmProblem& q = out.problem;
   out.a = copy(Role::kA, info.a, q.a, out.bytes_a);
-  out.b = copy(Role::kB, info.b, q.b, out.bytes_b);
+  if (!p.b.scales.any()) out.b = copy(Role::kB, info.b, q.b, out.bytes_b);  // others are read as they lie
   bool const keeps_a = !splits && q.a.major == p.a.major, keeps_b = !splits && q.b.major == p.b.major;
   out.bytes_rearranged = (keeps_a ? 0 : out.bytes_a) + (keeps_b ? 0 : out.bytes_b);
   out.launches = ((out.a && keeps_a) || (out.b && keeps_b)) + ((out.a && !keeps_a) || (out.b && !keeps_b));

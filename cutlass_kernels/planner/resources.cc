@@ -100,11 +100,13 @@ Panels panels_of(Workload const& l) {
   return {panel_of(l, l.a), panel_of(l, l.b), misses(l.a, kLine) || misses(l.b, kLine)};
 }
 
-// Of numbers with scales, from four or eight bits to 16: about two instructions each, and 128 threads of an SM issue
-// one in the cycle of 4096 16-bit FLOPs.
-double decoding_us(Workload const& l) {
+// Of numbers with scales, from four or eight bits to 16. `cycles`: that one of the 128 threads which an SM issues at a
+// time needs for a number, each of 4096 16-bit FLOPs; for others than integers of four bits, a third more.
+double decoding_us(Workload const& l, double cycles) {
   if (!l.kernel.scaled) return 0;
-  return 2.0 / 128 * 4096 * l.kernel.tile_m * l.kernel.tile_k / l.machine.wgmma_flops_per_us_sm;
+  Type const type = l.kernel.b.format.type;
+  if (type != Type::kS4 && type != Type::kU4) cycles *= 4 / 3.0;
+  return cycles / 128 * 4096 * l.kernel.tile_m * l.kernel.tile_k / l.machine.wgmma_flops_per_us_sm;
 }
 
 double tensor_core_us(Workload const& l) {
@@ -117,10 +119,12 @@ double tensor_core_us(Workload const& l) {
     double const lost = 2 * l.kernel.tile_m * machine.wgmma_lost_columns * l.kernel.tile_k;
     double const twice = type == Type::kF32 ? 2 : 1;  // three TF32 have three times the iterations
     us = twice * (flops + lost) / machine.wgmma_flops_per_us_sm;
+    // One warpgroup decodes. Half of the products' time is hidden: both wait for shared memory.
+    if (l.kernel.scaled) us = us / 2 + decoding_us(l, 10);
   } else if (type == Type::kF64) {
     us = flops / (machine.mma_f64_flops_per_us_sm * std::sqrt(std::min(l.area() / kSquareOfF64, 1.0)));
   } else if (l.traits.family.math_unit == MathUnit::kMmaFewRows) {
-    us = products * (type == Type::kF32 ? 2 : 1) * flops / machine.few_rows_flops_per_us_sm + decoding_us(l);
+    us = products * (type == Type::kF32 ? 2 : 1) * flops / machine.few_rows_flops_per_us_sm + decoding_us(l, 6);
   } else {
     // mma.sync reaches half of wgmma's rate, and a fifth of it for TF32, whose fragments are loaded by words.
     us = products * (type == Type::kF32 ? 2.4 : 1) * flops /

@@ -14,14 +14,12 @@
 #include <algorithm>
 
 #include "cutlass_kernels/core/dependent_launch.cuh"
-#include "cutlass_kernels/scaled/decode.cuh"
+#include "cutlass_kernels/scaled/blocks.cuh"
 #include "cutlass_kernels/skinny/kernel.cuh"
-#include "cutlass_kernels/skinny/scales.h"
 
 namespace jax_streamk::scaled {
 
 using skinny::BatchIndex;
-using skinny::kChunkBytes;
 using skinny::kRows;
 using skinny::kThreads;
 using skinny::kWarps;
@@ -32,17 +30,6 @@ inline constexpr int kTileK = 128;  // of splits
 template <Major kMajorB>
 inline constexpr int kColumns = kMajorB == Major::kRow ? 128 : 64;
 inline constexpr int kStages = 2;  // chunks in a queue
-
-// Numbers for each block, of one batch.
-struct Blocks {
-  Numbers scale;
-  Numbers other;  // zero points, or, if it adds, offsets
-  bool adds;
-  uint32_t batch_stride, stride_k, stride_n;  // elements from a block to the next
-  int32_t block_k;
-  Divisor by_block_k, by_block_n;
-  uint32_t flip;  // of integers
-};
 
 template <class T, class D>
 struct Params : skinny::Params<T, D> {
@@ -88,7 +75,7 @@ struct Gemm {
   static constexpr bool kByRows = kMajorB == Major::kRow;
   static constexpr bool kHasZeros = kType == Type::kS4 || kType == Type::kS8;
   using Decoder = DecoderOf<T, kType>;
-  static constexpr int kMostGroups = kChunkK / skinny::smallest_block(kType), kOwnColumns = kColumns / 32;
+  static constexpr int kMostGroups = kChunkK / smallest_block(kType), kOwnColumns = kColumns / 32;
   using Shared = scaled::Shared<kColumns, kChunkK, kMostGroups, kBlocks>;
   using Warp = typename Shared::Warp;
   using Chunk = typename Shared::Chunk;
@@ -525,24 +512,9 @@ class ScaledKernel final : public CudaKernel {
     params.order = {static_cast<int32_t>((p.m + kTileM - 1) / kTileM),
                     static_cast<int32_t>((p.n + Gemm::kColumns - 1) / Gemm::kColumns), policy.raster, policy.swizzle};
 
-    Scales const& scales = p.b.scales;
-    Operand const scale = p.operand(Role::kScale);
-    bool const by_row = kMajorB == Major::kRow;
-    auto const block_k = static_cast<int32_t>(skinny::block_along_k(scales, p.k)),
-               block_n = static_cast<int32_t>(scales.columns);
-    auto const numbers = [](void const* data, Type type) { return Numbers{data, type, Format(type).bits()}; };
-    params.blocks = {numbers(buffers.scale, scales.scale),
-                     scales.has_offset ? numbers(buffers.offset, scales.offset) : numbers(buffers.zero, scales.zero),
-                     scales.has_offset,
-                     static_cast<uint32_t>(scale.batch_stride),
-                     static_cast<uint32_t>(by_row ? scale.ld : 1),
-                     static_cast<uint32_t>(by_row ? 1 : scale.ld),
-                     block_k,
-                     Divisor(block_k),
-                     Divisor(block_n),
-                     Gemm::Decoder::flip_of(kTypeB == kCodes)};
-    params.in_registers = skinny::rounds_numbers(scales, p.k);
-    params.groups = std::max(1, Gemm::kChunkK / block_k);
+    params.blocks = blocks_of(p, buffers, Gemm::Decoder::flip_of(kTypeB == kCodes));
+    params.in_registers = rounds_numbers(p.b.scales, p.k);
+    params.groups = std::max(1, Gemm::kChunkK / params.blocks.block_k);
     params.units = std::max(1, Gemm::kChunkK / kUnit / params.groups);
 
     return skinny::launch_in_clusters(kMultiply, params, work, kSharedMemory, stream, info.name);

@@ -38,6 +38,10 @@ struct Config {
   Ragged ragged;      // runs ragged problems of this kind (ragged.h)
   bool joined;        // runs joined problems
 
+  // Whether B is numbers with scales, which are multiplied as A's type.
+  constexpr bool scaled() const { return type_a != type_b; }
+  constexpr int number_bits() const { return !scaled() ? 0 : type_b == Type::kS4 || type_b == Type::kE2M1 ? 4 : 8; }
+
   // Consumer warpgroups that share a tile.
   constexpr int warpgroups() const { return warp_schedule != WarpSchedule::kCooperative ? 1 : tile_m == 192 ? 3 : 2; }
 
@@ -81,6 +85,36 @@ JAX_STREAMK_SM90_OPERANDS(f32_f32_rc_tf32x3, kF32, kF32, kRow, kColumn, kTF32x3)
 #undef JAX_STREAMK_SM90_MAJORS
 #undef JAX_STREAMK_SM90_OPERANDS
 
+// By numbers with scales. Signed integers stand for unsigned ones, too.
+template <Type, Type, Type, Major>
+struct NumbersOf;
+#define JAX_STREAMK_SM90_NUMBERS(name, type_a, type_b, type_d, major_b)                        \
+  struct name {                                                                                \
+    static constexpr Type kTypeA = Type::type_a, kTypeB = Type::type_b, kTypeD = Type::type_d; \
+    static constexpr Major kMajorA = Major::kRow, kMajorB = Major::major_b;                    \
+    static constexpr Math kMath = Math::kNative;                                               \
+  };                                                                                           \
+  template <>                                                                                  \
+  struct NumbersOf<Type::type_a, Type::type_b, Type::type_d, Major::major_b> {                 \
+    using type = name;                                                                         \
+  };
+#define JAX_STREAMK_SM90_NUMBERS_OF(a, type_a, b, type_b)                       \
+  JAX_STREAMK_SM90_NUMBERS(a##_##b##_##a##_rr, type_a, type_b, type_a, kRow)    \
+  JAX_STREAMK_SM90_NUMBERS(a##_##b##_##a##_rc, type_a, type_b, type_a, kColumn) \
+  JAX_STREAMK_SM90_NUMBERS(a##_##b##_f32_rr, type_a, type_b, kF32, kRow)        \
+  JAX_STREAMK_SM90_NUMBERS(a##_##b##_f32_rc, type_a, type_b, kF32, kColumn)
+#define JAX_STREAMK_SM90_NUMBERS_BY(a, type_a)        \
+  JAX_STREAMK_SM90_NUMBERS_OF(a, type_a, s4, kS4)     \
+  JAX_STREAMK_SM90_NUMBERS_OF(a, type_a, s8, kS8)     \
+  JAX_STREAMK_SM90_NUMBERS_OF(a, type_a, e2m1, kE2M1) \
+  JAX_STREAMK_SM90_NUMBERS_OF(a, type_a, e4m3, kE4M3) \
+  JAX_STREAMK_SM90_NUMBERS_OF(a, type_a, e5m2, kE5M2)
+JAX_STREAMK_SM90_NUMBERS_BY(bf16, kBF16)
+JAX_STREAMK_SM90_NUMBERS_BY(f16, kF16)
+#undef JAX_STREAMK_SM90_NUMBERS
+#undef JAX_STREAMK_SM90_NUMBERS_OF
+#undef JAX_STREAMK_SM90_NUMBERS_BY
+
 // Of a row with one of its operands. Only the kernel's own A can come through registers, as TF32 along m or n must: a
 // row-major B (swapped) or a column-major A (not). Beside the latter, a row-major B is transposed.
 template <class Operands, class Row>
@@ -94,7 +128,8 @@ constexpr Config config_of() {
 inline std::string name_of(Config const& c) {
   auto const letter = [](Major major) { return major == Major::kRow ? "r" : "c"; };
   auto const number = [](int x) { return std::to_string(x); };
-  return std::string("sm90_") + jax_streamk::name_of(c.type_a) + "_" + jax_streamk::name_of(c.type_d) + "_" +
+  return std::string("sm90_") + jax_streamk::name_of(c.type_a) + "_" +
+         (c.scaled() ? std::string(jax_streamk::name_of(c.type_b)) + "_" : "") + jax_streamk::name_of(c.type_d) + "_" +
          letter(c.major_a) + letter(c.major_b) + "_" + number(c.tile_m) + "x" + number(c.tile_n) + "x" +
          number(c.tile_k) + "_" + number(c.cluster_m) + "x" + number(c.cluster_n) + "_" +
          (c.warp_schedule == WarpSchedule::kCooperative ? "coop" : jax_streamk::name_of(c.warp_schedule)) +

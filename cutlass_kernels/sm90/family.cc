@@ -5,6 +5,7 @@
 
 #include "cutlass_kernels/core/family.h"
 #include "cutlass_kernels/launch/policy.h"
+#include "cutlass_kernels/scaled/scales.h"
 
 namespace jax_streamk::sm90 {
 namespace {
@@ -26,6 +27,9 @@ Decomposition decomposition(KernelInfo const& info, GemmProblem const& p, Schedu
 }
 
 Status can_launch(KernelInfo const& info, GemmProblem const& p, Schedule const& s, Device const& device) {
+  if (p.b.scales.any()) {
+    if (Status status = scaled::can_scale(info, p, info.tile_k, true); !status.ok()) return status;
+  }
   if (decomposition(info, p, s, device).kind == ScheduleKind::kSplitK && s.splits > kMostPeers)
     return Status::invalid(info.name + " has at most " + std::to_string(kMostPeers) + " splits");
   return {};

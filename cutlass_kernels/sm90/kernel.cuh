@@ -28,15 +28,27 @@
 
 namespace jax_streamk::sm90 {
 
-template <class Operands, class Row>
+// operands/numbers.h, which units with rows of numbers include.
+template <class Stage, class T, Type kType>
+struct NumbersA;
+
+// A template of a way to load, chosen without being instantiated.
+template <template <class> class Way>
+struct Chosen {
+  template <class Stage>
+  using type = Way<Stage>;
+};
+
+// kUnsigned: of numbers that are those of Operands without a sign.
+template <class Operands, class Row, bool kUnsigned>
 class Sm90Kernel final : public CudaKernel {
   static constexpr Config kConfig = config_of<Operands, Row>();
   static constexpr bool kCooperative = kConfig.warp_schedule == WarpSchedule::kCooperative;
   static constexpr int kCtasPerSm = kConfig.warp_schedule == WarpSchedule::kSingle ? kSingles : 1;
   static constexpr bool kSwap = kConfig.swap_ab;
 
-  using ElementA = typename ElementOf<kSwap ? kConfig.type_b : kConfig.type_a>::type;  // the kernel's own
-  using ElementB = typename ElementOf<kSwap ? kConfig.type_a : kConfig.type_b>::type;
+  using ElementA = typename ElementOf<kConfig.type_a>::type;  // as they are multiplied
+  using ElementB = ElementA;
   using ElementD = typename ElementOf<kConfig.type_d>::type;
   template <bool kRowMajor>
   using Layout = std::conditional_t<kRowMajor, cutlass::layout::RowMajor, cutlass::layout::ColumnMajor>;
@@ -49,11 +61,14 @@ class Sm90Kernel final : public CudaKernel {
 
   using TileShape = cute::Shape<cute::Int<kConfig.tile_m>, cute::Int<kConfig.tile_n>, cute::Int<kConfig.tile_k>>;
   using ClusterShape = cute::Shape<cute::Int<kConfig.cluster_m>, cute::Int<kConfig.cluster_n>, cute::_1>;
+  static constexpr bool kScaled = kConfig.scaled();
+  static constexpr int kNumberBits = kConfig.number_bits();
   static constexpr bool kGated = kConfig.gated, kJoined = kConfig.joined;
   static constexpr Ragged kRagged = kConfig.ragged;
   static constexpr bool kRun = kRagged == Ragged::kM;  // a tile stores a run of rows of D
   static_assert(kRagged == Ragged::kNone ||
                 (kConfig.cluster_m * kConfig.cluster_n == 1 && kSwap == kRun && kConfig.type_a == kConfig.type_d));
+  static_assert(!kScaled || (kSwap && kCooperative && !kGated && !kJoined && kRagged != Ragged::kK));
   static_assert(!kGated || (kSwap && kConfig.tile_m == 2 * kGatedRows && kConfig.warpgroups() == 1 &&
                             kConfig.cluster_m * kConfig.cluster_n == 1));
   static_assert(!kJoined || (kSwap && !kGated && kRagged == Ragged::kNone && kConfig.type_a == kConfig.type_d &&
@@ -76,26 +91,37 @@ class Sm90Kernel final : public CudaKernel {
   // The tile's layout in shared memory. For CuTe the rows of a K-major B must be a multiple of 16.
   static constexpr int kLaidOutN = kBAlongN ? columns_by_tma(kConfig.tile_n) : (kConfig.tile_n + 15) / 16 * 16;
   using LaidOutShape = cute::Shape<cute::Int<kConfig.tile_m>, cute::Int<kLaidOutN>, cute::Int<kConfig.tile_k>>;
+  static constexpr int kCarvedOut = static_cast<int>(sizeof(typename Epilogue::TensorStorage)) + kOthersBytes;
+  // A stage with numbers has room for these beside what they become; tables of scales take at most 8 KiB, and barriers
+  // and the table of tiles less than 2.
+  static constexpr int kStagesOfNumbers = ((227 << 10) - kCarvedOut - (10 << 10)) /
+                                          (kConfig.tile_k * (kConfig.tile_m * (2 + kNumberBits / 8.0) + kLaidOutN * 2));
+  using StageCount = std::conditional_t<kScaled, cutlass::gemm::collective::StageCount<kStagesOfNumbers>,
+                                        cutlass::gemm::collective::StageCountAutoCarveout<kCarvedOut>>;
   // Three warpgroups start from the collective of one.
   using Collective =
       WithWgmma<kConfig.warpgroups(),
                 typename WithWideRows<typename cutlass::gemm::collective::CollectiveBuilder<
                     cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, ElementA, LayoutA, kAlignA, ElementB, LayoutB,
-                    kAlignB, float, LaidOutShape, ClusterShape,
-                    cutlass::gemm::collective::StageCountAutoCarveout<
-                        static_cast<int>(sizeof(typename Epilogue::TensorStorage)) + kOthersBytes>,
+                    kAlignB, float, LaidOutShape, ClusterShape, StageCount,
                     std::conditional_t<kConfig.warpgroups() == 2, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
                                        cutlass::gemm::KernelTmaWarpSpecializedPingpong>>::CollectiveOp>::type>;
-  using Stage = StageLayout<typename Collective::type, TileShape>;
+  using Stage = StageLayout<typename Collective::type, TileShape, kNumberBits>;
   using OwnMma = typename Collective::template WideMma<kConfig.tile_n>;
 
   // The way to load each operand. Threads gather rows of up to 128: beside more the warpgroup that loads has too few
   // registers.
   static constexpr bool kRunsOfK = kRagged == Ragged::kK, kGathers = kRun && kConfig.tile_n <= 128,
                         kTransposes = kConfig.math == Math::kTF32 && kAAlongM && kBAlongN;
-  using OperandA = std::conditional_t<
-      kGated, PairA<Stage>,
-      std::conditional_t<kJoined, JoinedA<Stage>, std::conditional_t<kRunsOfK, RunA<Stage>, TileA<Stage>>>>;
+  template <class Stage>
+  using NumbersOfStage =
+      NumbersA<Stage, std::conditional_t<kConfig.type_a == Type::kF16, __half, __nv_bfloat16>, kConfig.type_b>;
+  using OperandA = typename std::conditional_t<
+      kScaled, Chosen<NumbersOfStage>,
+      std::conditional_t<
+          kGated, Chosen<PairA>,
+          std::conditional_t<kJoined, Chosen<JoinedA>, std::conditional_t<kRunsOfK, Chosen<RunA>, Chosen<TileA>>>>>::
+      template type<Stage>;
   using OperandB =
       std::conditional_t<kGathers, GatheredB<Stage>,
                          std::conditional_t<kRunsOfK, RunB<Stage>,
@@ -170,7 +196,7 @@ class Sm90Kernel final : public CudaKernel {
                     static_cast<int>(q.batch)};
     void const *const own_a = kSwap ? buffers.b : buffers.a, *const own_b = kSwap ? buffers.a : buffers.b;
     auto loaded = params.shape;
-    if (kSwap ? policy.extend_b : policy.extend_a)
+    if (!kScaled && (kSwap ? policy.extend_b : policy.extend_a))
       cute::get<0>(loaded) =
           extended<ElementA>(own_a, {kAAlongM, rows, kConfig.tile_m, kConfig.cluster_m}, stride_a, p);
     if (kSwap ? policy.extend_a : policy.extend_b)
@@ -190,7 +216,10 @@ class Sm90Kernel final : public CudaKernel {
          static_cast<int32_t>(columns),
          buffers.third,
          static_cast<int32_t>(p.second_column),
-         static_cast<int32_t>(p.third_column)});
+         static_cast<int32_t>(p.third_column),
+         p,
+         buffers,
+         kUnsigned});
     CUresult const stores = Epilogue::set_up(params.epilogue, params.shape, p, buffers);
     params.shares = Scheduler::shares(params.scheduler);
     params.has_early_bias = Epilogue::has_early_bias(params.epilogue);
@@ -218,16 +247,18 @@ class Sm90Kernel final : public CudaKernel {
  private:
   static KernelInfo make_info() {
     KernelInfo info;
-    info.name = name_of(kConfig);
+    Config config = kConfig;
+    if (kUnsigned) config.type_b = kConfig.type_b == Type::kS4 ? Type::kU4 : Type::kU8;
+    info.name = name_of(config);
     info.family = Family::kSm90;
     info.a.format = kConfig.type_a;
-    info.b.format = kConfig.type_b;
+    info.b.format = config.type_b;
     info.d.format = kConfig.type_d;
     info.math = kConfig.math;
     info.a.major = kConfig.major_a;
     info.b.major = kConfig.major_b;
     info.a.align = kSwap ? kAlignB : kAlignA;
-    info.b.align = kSwap ? kAlignA : kAlignB;
+    info.b.align = kScaled ? 128 / kNumberBits : kSwap ? kAlignA : kAlignB;
     info.d.align = 1;
     info.tile_m = kConfig.tile_m;
     info.tile_n = kConfig.tile_n;
@@ -247,6 +278,7 @@ class Sm90Kernel final : public CudaKernel {
     info.joined = kJoined;
     info.ragged = kRagged;
     info.gathers = OperandB::kGathers;
+    info.scaled = kScaled;
     return info;
   }
 
@@ -273,7 +305,7 @@ class Sm90Kernel final : public CudaKernel {
 // The element types of D, and the majornesses of A and B, that a row stands for.
 enum class Results { kOwn, kF32, kBoth };
 enum class Majors { kAll, kRow, kRowA, kKOuter };
-enum class Types { kHalf, kTF32, kTF32x3 };
+enum class Types { kHalf, kTF32, kTF32x3, kS4, kS8, kE2M1, kE4M3, kE5M2 };
 
 // How a row's kernels take the operands: A and B exchanged, and for which problems.
 struct Arrangement {
@@ -315,9 +347,29 @@ struct Kernels {
     if constexpr (kAll) add<Type::kF32, Type::kF32, Major::kRow, Major::kColumn, Math::kTF32>();
     if constexpr (kAll) add<Type::kF32, Type::kF32, Major::kColumn, Major::kColumn, Math::kTF32>();
   }
+  template <Type kTypeB, Results kResults, Type kTypeA>
+  static void add_numbers() {
+    auto const add_majors = [](auto type_d) {
+      auto const add_one = [&](auto major) {
+        using Operands = typename NumbersOf<kTypeA, kTypeB, type_d(), major()>::type;
+        Registration(std::make_unique<Sm90Kernel<Operands, Row>>());
+        if constexpr (kTypeB == Type::kS4 || kTypeB == Type::kS8)
+          Registration(std::make_unique<Sm90Kernel<Operands, Row, true>>());
+      };
+      add_one(std::integral_constant<Major, Major::kRow>());
+      add_one(std::integral_constant<Major, Major::kColumn>());
+    };
+    if constexpr (kResults != Results::kF32) add_majors(std::integral_constant<Type, kTypeA>());
+    if constexpr (kResults != Results::kOwn) add_majors(std::integral_constant<Type, Type::kF32>());
+  }
   template <Types kTypes, Results kResults, Majors kMajors>
   static bool add_all() {
-    if constexpr (kTypes == Types::kTF32) {
+    constexpr Type kNumbers[] = {Type::kS4, Type::kS8, Type::kE2M1, Type::kE4M3, Type::kE5M2};
+    if constexpr (kTypes >= Types::kS4) {
+      constexpr Type kTypeB = kNumbers[static_cast<int>(kTypes) - static_cast<int>(Types::kS4)];
+      add_numbers<kTypeB, kResults, Type::kBF16>();
+      add_numbers<kTypeB, kResults, Type::kF16>();
+    } else if constexpr (kTypes == Types::kTF32) {
       static_assert(kResults == Results::kF32);
       add_tf32<kMajors>();
     } else if constexpr (kTypes == Types::kTF32x3) {
@@ -337,9 +389,10 @@ namespace words {
 inline constexpr Types half = Types::kHalf, tf32 = Types::kTF32, tf32x3 = Types::kTF32x3;
 inline constexpr WarpSchedule cooperative = WarpSchedule::kCooperative, pingpong = WarpSchedule::kPingpong,
                               single = WarpSchedule::kSingle;
+inline constexpr Types s4 = Types::kS4, s8 = Types::kS8, e2m1 = Types::kE2M1, e4m3 = Types::kE4M3, e5m2 = Types::kE5M2;
 inline constexpr Arrangement plain{false, false, Ragged::kNone}, swapped{true, false, Ragged::kNone},
-    gated{true, true, Ragged::kNone}, ragged_m{true, false, Ragged::kM}, ragged_gated{true, true, Ragged::kM},
-    ragged_k{false, false, Ragged::kK}, joined{true, false, Ragged::kNone, true};
+    numbers = swapped, gated{true, true, Ragged::kNone}, ragged_m{true, false, Ragged::kM}, ragged_numbers = ragged_m,
+    ragged_gated{true, true, Ragged::kM}, ragged_k{false, false, Ragged::kK}, joined{true, false, Ragged::kNone, true};
 inline constexpr Results own = Results::kOwn, f32 = Results::kF32, both = Results::kBoth;
 inline constexpr Majors all = Majors::kAll, row = Majors::kRow, row_a = Majors::kRowA, k_outer = Majors::kKOuter;
 }  // namespace words

@@ -66,8 +66,8 @@ struct CollectiveMainloop : StageLayout_::Base {
       !cute::is_base_of<cute::GMMA::DescriptorIterator, typename TiledMma::FrgTypeA>::value;
   // How many k-tiles before a tile's end the next one is asked for: about as long as the counter takes.
   static constexpr int32_t kAhead = 8;
-  static constexpr int kStageBytes =
-      Base::TmaTransactionBytes - (Layout::kLaidOutN - kTileN) * Layout::kTileK * sizeof(typename Layout::ElementB);
+  static constexpr int kStageBytes = Base::TmaTransactionBytes - (Layout::kBytesA - OperandA::kLoadedBytes) -
+                                     (Layout::kLaidOutN - kTileN) * Layout::kTileK * sizeof(typename Layout::ElementB);
 
   using Arguments = MainloopArguments<Base>;
   struct Params : Base::Params, OperandB::FirstParams, OperandA::Params, OperandB::Params {};

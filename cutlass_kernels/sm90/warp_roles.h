@@ -29,7 +29,8 @@ struct GemmKernel {
   static constexpr int kWarpgroup = cutlass::NumThreadsPerWarpGroup;
   static constexpr int kConsumers = kSingle ? 1 : kPingpong ? 2 : cute::size(TiledMma{}) / kWarpgroup;
   static constexpr int kConsumersPerTile = kPingpong ? 1 : kConsumers;
-  static constexpr int kThreads = kSingle ? kWarpgroup + 32 : kWarpgroup * (1 + kConsumers),
+  static constexpr bool kDecodes = Mainloop::OperandA::kDecodes;
+  static constexpr int kThreads = kSingle ? kWarpgroup + 32 : kWarpgroup * (1 + kConsumers + kDecodes),
                        kCtasPerSm = kSingle ? kSingles : 1;
   using OperandB = typename Mainloop::OperandB;
   static constexpr int kClusterM = Scheduler::kClusterM, kClusterN = Scheduler::kClusterN,
@@ -51,18 +52,28 @@ struct GemmKernel {
     typename Epilogue::Params epilogue;
   };
 
-  static constexpr bool kTransposes = OperandB::kTransposes;
-  struct Transposed {
+  // Stages that other warps prepare once they are loaded.
+  static constexpr bool kTransposes = OperandB::kTransposes, kPrepares = kTransposes || kDecodes;
+  struct Prepared {
     FullBarrier stages[kStages];
   };
-  struct NotTransposed {};
+  struct Nothing {};
+  template <class OperandA, bool kHasTables>
+  struct TablesOf {
+    using type = Nothing;
+  };
+  template <class OperandA>
+  struct TablesOf<OperandA, true> {
+    using type = typename OperandA::Tables;
+  };
 
   struct SharedStorage {
     typename Mainloop::TensorStorage mainloop;
     typename Epilogue::TensorStorage epilogue;
     FullBarrier full[kStages];
     EmptyBarrier empty[kStages];
-    std::conditional_t<kTransposes, Transposed, NotTransposed> transposed;
+    std::conditional_t<kPrepares, Prepared, Nothing> prepared;
+    typename TablesOf<typename Mainloop::OperandA, kDecodes>::type tables;
     typename Scheduler::Table table;
   };
 
@@ -92,6 +103,9 @@ struct GemmKernel {
     if constexpr (kSingle) {
       if (warp < kProducer) return consume(params, shared, 0);
     } else {
+      if constexpr (kDecodes) {
+        if (warp >= 4 * (1 + kConsumers)) return decode(params, shared);
+      }
       if (warp >= 4) {
         if constexpr (kMovesRegisters) cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
         return consume(params, shared, warp / 4 - 1);
@@ -121,15 +135,19 @@ struct GemmKernel {
       !kSingle && (!kPingpong || kAccumulators > (kRagged ? 48 : 72) || Mainloop::kAFromRegisters ||
                    (Mainloop::Sums::kPromotes && kAccumulators >= 32));
   static constexpr bool kLargeTile = kAccumulators >= 208;  // consumers need all registers that the producer can spare
-  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kLargeTile ? 240 : OperandB::kGathers ? 224 : 232;
+  static constexpr int kConsumerRegisters = kDecodes             ? (OperandB::kGathers ? 160 : 168)
+                                            : kConsumers == 3    ? 160
+                                            : kLargeTile         ? 240
+                                            : OperandB::kGathers ? 224
+                                                                 : 232;
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kLargeTile ? 24 : OperandB::kGathers ? 56 : 40;
 
   static CUTLASS_DEVICE bool gathers(Params const& params) { return OperandB::kGathers && params.gathers; }
 
   // Named barriers. kMultiplies + w and kStores + w: consumer w of a pingpong kernel may multiply, or may store.
-  // kStored: the threads of a warpgroup that store together.
+  // kStored: the threads of a warpgroup that store together. kDecoding: those that decode.
   static constexpr uint32_t kReady = 0, kMultiplies = 1, kStores = kMultiplies + kConsumers,
-                            kStored = kPingpong ? kStores + kConsumers : 1;
+                            kStored = kPingpong ? kStores + kConsumers : 1, kDecoding = 7;
 
   // One warp initializes the full barriers, another the empty ones. The pointer to them is computed: with two pointers
   // ptxas would select between them for every stage.
@@ -143,16 +161,17 @@ struct GemmKernel {
     if constexpr (OperandB::kGathers) loaders += gathers ? OperandB::kThreads : 0;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kStages; ++i) barriers[i].init(kind == 0 ? loaders : kReaders);
-    if constexpr (kTransposes) {
+    if constexpr (kPrepares) {
+      constexpr int kWarps = kDecodes ? 4 : 2;
       CUTLASS_PRAGMA_UNROLL
-      for (int i = kind; i < kStages; i += 2) shared.transposed.stages[i].init(OperandB::kWarps);
+      for (int i = kind; i < kStages; i += 2) shared.prepared.stages[i].init(kWarps);
     }
     cutlass::arch::fence_barrier_init();
   }
 
   // Waits until the barriers of this CTA, and of its cluster, are initialized. All consumers, the producer and warps
-  // that transpose wait; initializers that are none of these only arrive.
-  static constexpr uint32_t kWaiting = kConsumers * kWarpgroup + (kSingle ? 32 : 96);
+  // that prepare stages wait; initializers that are none of these only arrive.
+  static constexpr uint32_t kWaiting = (kConsumers + kDecodes) * kWarpgroup + (kSingle ? 32 : 96);
   static CUTLASS_DEVICE void wait_for_barriers() {
     if constexpr (kClusterSize > 1) {
       cute::cluster_wait();
@@ -168,13 +187,15 @@ struct GemmKernel {
   // Warps 2 and 3, of a product that gathers rows of B, or transposes it (roles/gather.h, roles/transpose.h).
   static CUTLASS_DEVICE void gather(Params const& params, SharedStorage& shared);
   static CUTLASS_DEVICE void transpose(Params const& params, SharedStorage& shared, int warp);
+  // The last warpgroup, where A is decoded (roles/decode.h).
+  static CUTLASS_DEVICE void decode(Params const& params, SharedStorage& shared);
   // A warpgroup that multiplies and stores (roles/consume.h).
   static CUTLASS_DEVICE void consume(Params const& params, SharedStorage& shared, int warpgroup);
 
   // What consumers wait for.
   static CUTLASS_DEVICE FullBarrier* filled(SharedStorage& shared) {
-    if constexpr (kTransposes) {
-      return shared.transposed.stages;
+    if constexpr (kPrepares) {
+      return shared.prepared.stages;
     } else {
       return shared.full;
     }
@@ -218,7 +239,7 @@ struct GemmKernel {
   static constexpr int32_t kRowOutside = 1 << 24;
 };
 
-template <class Operands, class Row>
+template <class Operands, class Row, bool kUnsigned = false>
 class Sm90Kernel;
 // Its Gemm.
 template <class Operands, class Row>
@@ -254,6 +275,7 @@ auto entry_of() {
 }  // namespace jax_streamk::sm90
 
 #include "cutlass_kernels/sm90/roles/consume.h"
+#include "cutlass_kernels/sm90/roles/decode.h"
 #include "cutlass_kernels/sm90/roles/gather.h"
 #include "cutlass_kernels/sm90/roles/produce.h"
 #include "cutlass_kernels/sm90/roles/transpose.h"

@@ -9,7 +9,7 @@ namespace jax_streamk::sm90 {
 
 // In shared memory: rows of 128 bytes along M or along K, of all of a tile's rows.
 template <class Stage>
-struct JoinedA {
+struct JoinedA : LoadedA<Stage> {
   using Element = typename Stage::ElementA;
   using Arguments = MainloopArguments<typename Stage::Base>;
   static constexpr int kTileM = Stage::kTileM, kTileK = Stage::kTileK, kRowElements = Stage::kRowElements;

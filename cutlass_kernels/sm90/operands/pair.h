@@ -10,7 +10,7 @@ namespace jax_streamk::sm90 {
 
 // In shared memory: rows of 128 bytes along M or along K, the gate's before the other's.
 template <class Stage>
-struct PairA {
+struct PairA : LoadedA<Stage> {
   using Element = typename Stage::ElementA;
   static constexpr int kTileM = Stage::kTileM, kTileK = Stage::kTileK, kHalfM = kTileM / 2,
                        kRowElements = Stage::kRowElements;

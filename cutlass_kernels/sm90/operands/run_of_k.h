@@ -22,7 +22,7 @@ constexpr bool kHasBoxesOfRows =
     Layout{}(cute::Int<Stage::kRowElements>{}, cute::_0{}, cute::_0{}) == Stage::kRowElements * Stage::kTileK;
 
 template <class Stage>
-struct RunA {
+struct RunA : LoadedA<Stage> {
   static_assert(kHasBoxesOfRows<Stage, typename Stage::Base::SmemLayoutA>);
   struct Params {
     cute::TmaDescriptor run_a;

@@ -20,14 +20,14 @@ namespace jax_streamk::sm90 {
 
 // What all of them know of a stage. Base is CUTLASS's collective of a tile with as many or more columns than Shape's,
 // because CUTLASS lacks a good layout for some widths; only Shape's columns are loaded and multiplied.
-template <class Base_, class Shape_>
+// kNumberBits_: of a number of A where a stage also has room for numbers that are decoded, else 0.
+template <class Base_, class Shape_, int kNumberBits_ = 0>
 struct StageLayout {
   using Base = Base_;
   using TileShape = Shape_;
   using ElementA = typename Base::InternalElementA;
   using ElementB = typename Base::InternalElementB;
-  using Storage = typename Base::TensorStorage;
-  static constexpr int kStages = Base::DispatchPolicy::Stages;
+  static constexpr int kStages = Base::DispatchPolicy::Stages, kNumberBits = kNumberBits_;
   static constexpr int kTileM = cute::size<0>(TileShape{}), kTileN = cute::size<1>(TileShape{}),
                        kTileK = cute::size<2>(TileShape{}), kLaidOutN = cute::size<1>(typename Base::TileShape{});
   static constexpr int kClusterM = cute::size<0>(typename Base::DispatchPolicy::ClusterShape{});
@@ -35,7 +35,19 @@ struct StageLayout {
   static constexpr bool kAIsMMajor = cute::is_static<cute::tuple_element_t<0, typename Base::StrideA>>::value,
                         kBIsNMajor = cute::is_static<cute::tuple_element_t<0, typename Base::StrideB>>::value;
   static constexpr int kRowBytes = 128, kRowElements = kRowBytes / sizeof(ElementB);  // rows in shared memory
-  static constexpr int kBytesB = kTileN * kTileK * sizeof(ElementB);                  // of a stage
+  static constexpr int kBytesA = kTileM * kTileK * sizeof(ElementA), kBytesB = kTileN * kTileK * sizeof(ElementB),
+                       kBytesOfNumbers = kTileM * kTileK * kNumberBits / 8;  // of a stage
+  struct WithNumbers : Base::TensorStorage {
+    alignas(1024) uint8_t numbers[kStages * kBytesOfNumbers + (kNumberBits == 0)];
+  };
+  using Storage = std::conditional_t<(kNumberBits > 0), WithNumbers, typename Base::TensorStorage>;
+};
+
+// A that TMA loads as wgmma reads it.
+template <class Stage>
+struct LoadedA {
+  static constexpr bool kDecodes = false;
+  static constexpr int kLoadedBytes = Stage::kBytesA;  // of a stage
 };
 
 // What the host knows of A and B of a launch, besides what CUTLASS asks for.
@@ -48,6 +60,9 @@ struct MainloopArguments : Base::Arguments {
   int32_t columns;                // number of indices
   void const* third;              // of a joined product, A's third matrix
   int32_t second_row, third_row;  // of a joined product's A, where these begin; 0: there is no third
+  GemmProblem const& problem;
+  Buffers const& buffers;
+  bool is_unsigned;  // whether an A of numbers is, as A's type is not
 };
 
 // The place of a CTA in its cluster, whose CTAs are numbered along m first, and masks of those in its row, which share

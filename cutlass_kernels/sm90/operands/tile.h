@@ -8,7 +8,7 @@
 namespace jax_streamk::sm90 {
 
 template <class Stage>
-struct TileA {
+struct TileA : LoadedA<Stage> {
   struct Params {};
 
   template <class AllParams>

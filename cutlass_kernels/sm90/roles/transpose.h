@@ -16,7 +16,7 @@ CUTLASS_DEVICE void GemmKernel<Mainloop, Epilogue, Scheduler, kWarpSchedule>::tr
   auto tile = scheduler.tile(0);
   wait_for_barriers();
   for (; tile.is_valid(); tile = scheduler.tile(tile.ordinal + 1))
-    OperandB::transpose(shared.full, shared.transposed.stages, stage, tile.k_count, warp, transposer, shared.mainloop);
+    OperandB::transpose(shared.full, shared.prepared.stages, stage, tile.k_count, warp, transposer, shared.mainloop);
 }
 
 }  // namespace jax_streamk::sm90

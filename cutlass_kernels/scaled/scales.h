@@ -1,9 +1,9 @@
-// What kernels for a B with scales (scaled/kernel.cuh) and the family's traits have in common.
+// What kernels for a B with scales and the traits of their families have in common.
 #pragma once
 
 #include "cutlass_kernels/core/gemm.h"
 
-namespace jax_streamk::skinny {
+namespace jax_streamk::scaled {
 
 inline constexpr int kChunkBytes = 4096;  // of B that a warp multiplies at a time
 
@@ -21,4 +21,8 @@ constexpr bool rounds_numbers(Scales const& scales, int64_t k) {
   return scales.has_offset || block_along_k(scales, k) < 32;
 }
 
-}  // namespace jax_streamk::skinny
+// Whether a kernel that takes `chunk` of K at a time reads the blocks and types of a B with scales. `rounds`: whether
+// it rounds their factors to A's type.
+Status can_scale(KernelInfo const& info, GemmProblem const& p, int64_t chunk, bool rounds);
+
+}  // namespace jax_streamk::scaled

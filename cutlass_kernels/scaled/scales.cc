@@ -1,0 +1,36 @@
+#include "cutlass_kernels/scaled/scales.h"
+
+#include <algorithm>
+#include <initializer_list>
+#include <string>
+
+namespace jax_streamk::scaled {
+
+Status can_scale(KernelInfo const& info, GemmProblem const& p, int64_t chunk, bool rounds) {
+  Scales const& scales = p.b.scales;
+  auto const refuse = [&](std::string const& why) { return Status::invalid(info.name + " " + why); };
+  auto const is_one_of = [](Type type, std::initializer_list<Type> types) {
+    return std::find(types.begin(), types.end(), type) != types.end();
+  };
+  // K of a slice is a part of it, which a block of all of K does not divide.
+  if (scales.rows != p.k &&
+      (scales.rows % smallest_block(p.b.format.type) != 0 || (scales.rows % chunk != 0 && chunk % scales.rows != 0)))
+    return refuse("has a scale for all of K, or for a multiple of " + std::to_string(chunk) +
+                  " neighbours along K or a part of it, of 32 or more, or 16 of e2m1");
+  if (!is_one_of(scales.scale, {Type::kF32, Type::kBF16, Type::kF16, Type::kE8M0, Type::kE4M3}))
+    return refuse("has scales of f32, bf16, f16, e8m0 or e4m3");
+  bool const has_integers = is_one_of(p.b.format.type, {Type::kS4, Type::kU4, Type::kS8, Type::kU8});
+  if (scales.has_zero && (!has_integers || scales.zero != p.b.format.type))
+    return refuse("has zero points of B's type, which are integers");
+  if (scales.has_zero && scales.has_offset) return refuse("has either zero points or offsets");
+  if (std::max(p.n * p.k, p.batch * p.b.batch_stride) / (scales.rows * scales.columns) > INT32_MAX)
+    return refuse("has at most 2^31 scales");
+  if (scales.has_offset && !is_one_of(scales.offset, {Type::kF32, Type::kBF16, Type::kF16}))
+    return refuse("has offsets of f32, bf16 or f16");
+  // Factors of numbers are rounded to A's type, whose smallest numbers may be too large.
+  if (rounds && p.a.format == Type::kF16 && !is_one_of(scales.scale, {Type::kF16, Type::kE4M3}))
+    return refuse("multiplies each number of B by a scale, which with A of f16 is one of f16 or e4m3");
+  return {};
+}
+
+}  // namespace jax_streamk::scaled
