@@ -202,7 +202,7 @@ def with_epilogue(epilogue, case, sums, dtype, align, ldd):
 
 
 # What kernels read, in the order in which they take addresses (gemm_fields.h); D is among them.
-ROLES = "a", "b", "d", "up", "third", "bias", "up_bias", "residual", "group_sizes", "indices"
+ROLES = _ffi.roles
 
 
 def launched(kernel, problem, schedule, device, shape, ldd, dtype, changes=None, **operands):
