@@ -1,6 +1,7 @@
 #include "ffi/gemm_call.h"
 
 #include <algorithm>
+#include <cmath>
 #include <iterator>
 #include <map>
 #include <string>
@@ -99,12 +100,28 @@ ffi::Error to_error(Status const& status) {
   return ffi::Error(ffi::ErrorCode::kInternal, message);
 }
 
+namespace {
+
+// Whether a stride reaches so far that positions of elements would not fit 64 bits: no program has such operands.
+bool reaches_too_far(GemmProblem const& p) {
+  constexpr double kMost = 0x1p61, kExtents = 0x1p31;
+  double const extent = std::min(static_cast<double>(std::max({p.batch, p.m, p.n, p.k})), kExtents);
+  auto const is_far = [&](int64_t stride) { return std::abs(static_cast<double>(stride)) * extent >= kMost; };
+  for (Layout const& x : {p.a, p.b, p.d}) {
+    if (is_far(x.ld) || is_far(x.batch_stride) || is_far(x.inner_stride)) return true;
+  }
+  return is_far(p.epilogue.batch_stride_bias) || is_far(p.epilogue.up_offset);
+}
+
+}  // namespace
+
 ffi::Error instantiate(GemmCall call) {
   std::string const name(call.name);
   if (call.kernel == nullptr)
     return to_error(Status::precondition(
         "this build has no kernel " + name +
         "; the program was lowered by another build of jax_streamk: install the same one here, or lower it again"));
+  if (reaches_too_far(call.problem)) return to_error(Status::invalid(name + " was given strides beyond 2^61 elements"));
   if (Status status = check(*call.kernel, call.problem, call.schedule, call.device); !status.ok())
     return to_error(status);
   if (Status status = check_policy(call.kernel->info, call.problem, call.schedule, call.policy, call.device);
