@@ -134,6 +134,11 @@ struct Gemm {
     void const *bias, *residual;
   };
 
+  // Null of an operand that the product has not.
+  static void const* element(void const* operand, int64_t bytes) {
+    return operand == nullptr ? nullptr : static_cast<char const*>(operand) + bytes;
+  }
+
   OutputTile locate(int32_t index) const {
     Tile const at = ragged ? ragged->tile(index) : tiles.tile(index);
     RaggedTiles::Run const run = ragged ? ragged->run(at.group) : RaggedTiles::Run{};
@@ -150,8 +155,8 @@ struct Gemm {
             k,
             {std::min(tile_m, end_m - m), std::min(tile_n, p.n - n), std::min(at.k_tiles * tile_k, end_k - k)},
             static_cast<char*>(buffers.d) + offset * size,
-            static_cast<char const*>(buffers.bias) + (at.group * p.epilogue.batch_stride_bias + n) * size,
-            static_cast<char const*>(buffers.residual) + offset * size};
+            element(buffers.bias, (at.group * p.epilogue.batch_stride_bias + n) * size),
+            element(buffers.residual, offset * size)};
   }
 
   void multiply(OutputTile const& tile, Work const& work, int32_t worker, void* accumulators, int64_t stride) const {
