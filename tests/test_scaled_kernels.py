@@ -160,7 +160,9 @@ def check(name, case, schedule=None):
         got, exact, by_xla = launch(rng, name, case, each)
         assert np.isfinite(got).all()
         of = lambda x: np.sqrt(np.mean((x - exact) ** 2))
-        assert of(got) <= 2 * of(by_xla) + 1e-6 * np.abs(exact).max(), (of(got), of(by_xla))
+        # Tensor cores truncate float32 sums, which the planner lets only large products do.
+        least = 1e-5 if DTYPES[KERNELS[name].type_d] == np.float32 else 1e-6
+        assert of(got) <= 2 * of(by_xla) + least * np.abs(exact).max(), (of(got), of(by_xla))
         if case.sizes:
             assert not got[0, :LEADING].any() and not got[0, LEADING + sum(case.sizes) :].any()
 
