@@ -3,15 +3,15 @@
 import dataclasses
 import itertools
 
-import ml_dtypes
 import numpy as np
 import pytest
 from test_kernels import DTYPES, activated, device_of, launched, make_schedule, poisoned, round_up, runs_here
+from test_scaled import INTEGERS, numbers
 
-from jax_streamk import _ffi
+from jax_streamk import QuantizedArray, _ffi
+from jax_streamk.plan.problem import TYPES
 
 KERNELS = {kernel.name: kernel for kernel in _ffi.kernels() if kernel.scaled}
-INTEGERS = _ffi.Type.s4, _ffi.Type.u4, _ffi.Type.s8, _ffi.Type.u8
 LEADING = 3  # rows before those of the first group
 
 
@@ -55,29 +55,16 @@ def schedules_of(kernel, case):
         yield make_schedule(kinds.stream_k)
 
 
-def numbers(rng, dtype, shape):
-    """Every number of the dtype, except those that sums in float16 are too small for."""
-    is_integer = dtype.name in ("int4", "uint4", "int8", "uint8")
-    bits = (ml_dtypes.iinfo if is_integer else ml_dtypes.finfo)(dtype).bits
-    codes = np.arange(2**bits, dtype=np.uint8)
-    every = codes.view(dtype)
-    return rng.choice(codes[np.abs(every.astype(np.float64)) <= 448], shape).view(dtype)
-
-
-def in_memory(matrices, bits, align, pad):
+def in_memory(matrices, align, pad=0):
     """(bytes of matrices as rows with poison behind each, the leading dimension), numbers of four bits two to a byte"""
     *lead, lines, length = matrices.shape
     ld = round_up(length, align) + align * pad
     stored = poisoned((*lead, lines, ld), matrices.dtype)
     stored[..., :length] = matrices
-    if bits == 4:
+    if TYPES[matrices.dtype].bits == 4:
         codes = stored.view(np.uint8) & 15
         stored = codes[..., 0::2] | codes[..., 1::2] << 4
     return stored, ld
-
-
-def spread(x, block):
-    return np.repeat(np.repeat(x.astype(np.float64), block[0], -2), block[1], -1)
 
 
 def launch(rng, name, case, schedule):
@@ -86,13 +73,13 @@ def launch(rng, name, case, schedule):
     dtype, dtype_d, format_b = DTYPES[kernel.type_a], DTYPES[kernel.type_d], kernel.type_b
     column_major = kernel.major_b == _ffi.Major.column
     matrices = len(case.sizes) if is_ragged else case.batch
-    values = numbers(rng, np.dtype(format_b.dtype), (matrices, case.k, case.n))
+    random = lambda shape: np.asarray(numbers(rng, format_b.dtype.name, shape))
+    values = random((matrices, case.k, case.n))
     of_blocks = matrices, case.k // case.block[0], case.n // case.block[1]
     scale = (2.0 ** rng.integers(-6, 0, of_blocks)).astype(case.scale or dtype)
-    zero = numbers(rng, values.dtype, of_blocks) if case.zero and format_b in INTEGERS else None
+    zero = random(of_blocks) if case.zero and values.dtype.name in INTEGERS else None
     offset = rng.standard_normal(of_blocks).astype(dtype) if case.offset else None
-    wide = (values.astype(np.float64) - (0 if zero is None else spread(zero, case.block))) * spread(scale, case.block)
-    wide += 0 if offset is None else spread(offset, case.block)
+    weights = QuantizedArray(values, scale, zero, offset)
 
     rows = case.gathered or case.m
     a = rng.standard_normal((1 if is_ragged else case.batch, rows, case.k)).astype(dtype)
@@ -114,18 +101,15 @@ def launch(rng, name, case, schedule):
             out[0, begin:end] = activated(activation, sums)
         return out
 
-    exact = product(wide, np.float64)
-    by_xla = product(wide.astype(dtype), np.float32).astype(dtype_d).astype(np.float64)
+    exact = product(np.asarray(weights.dequantize(np.float32)), np.float64)
+    by_xla = product(np.asarray(weights.dequantize(dtype)), np.float32).astype(dtype_d).astype(np.float64)
 
     of_b = (lambda x: None if x is None else x.swapaxes(1, 2)) if column_major else (lambda x: x)
     align = max(kernel.align_b, 128 // format_b.bits)
-    b, ldb = in_memory(of_b(values), format_b.bits, align, case.pad)
-    stored_a, lda = in_memory(a, 16, 8, case.pad)
+    b, ldb = in_memory(of_b(values), align, case.pad)
+    stored_a, lda = in_memory(a, 8, case.pad)
     parts = {"scale": of_b(scale), "zero": of_b(zero), "offset": of_b(offset)}
-    stored = {
-        role: None if x is None else in_memory(x.reshape(1, 1, -1), format_b.bits if role == "zero" else 16, 2, 0)[0]
-        for role, x in parts.items()
-    }
+    stored = {role: None if x is None else in_memory(x.reshape(1, 1, -1), 2)[0] for role, x in parts.items()}
     ldd = round_up(case.n, 8) + 8 * case.pad
     problem = _ffi.GemmProblem(
         matrices, case.m, case.n, case.k, kernel.type_a, format_b, kernel.type_d, kernel.math, kernel.major_a,
@@ -133,9 +117,9 @@ def launch(rng, name, case, schedule):
         0 if is_ragged else case.m * ldd, activation=activation, has_bias=case.has_epilogue,
         batch_stride_bias=bias.shape[1] if case.has_epilogue else 0,
         ragged=_ffi.Ragged.m if is_ragged else _ffi.Ragged.none, leading_rows=is_ragged, gathered_rows=case.gathered,
-        scale_rows=case.block[0], scale_columns=case.block[1], scale_type=of_numpy(scale), has_zero=zero is not None,
+        scale_rows=case.block[0], scale_columns=case.block[1], scale_type=TYPES[scale.dtype], has_zero=zero is not None,
         zero_type=format_b if zero is not None else _ffi.Type.f32, has_offset=offset is not None,
-        offset_type=of_numpy(offset) if offset is not None else _ffi.Type.f32,
+        offset_type=TYPES[offset.dtype] if offset is not None else _ffi.Type.f32,
     )  # fmt: skip
     device = device_of(kernel)
     assert (why := _ffi.can_implement(name, problem, schedule, device)) is None, why
@@ -145,10 +129,6 @@ def launch(rng, name, case, schedule):
         group_sizes=np.array([LEADING, *case.sizes], np.int32) if is_ragged else None, **stored,
     )  # fmt: skip
     return got.astype(np.float64), exact, by_xla
-
-
-def of_numpy(x):
-    return next(type_ for type_ in _ffi.Type if np.dtype(type_.dtype) == x.dtype)
 
 
 def check(name, case, schedule=None):
