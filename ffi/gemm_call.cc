@@ -72,6 +72,17 @@ std::optional<GemmCall> decode(XLA_FFI_Attrs const& attributes, ffi::DiagnosticE
   return call;
 }
 
+// Whether a stride reaches so far that positions of elements would not fit 64 bits: no program has such operands.
+bool reaches_too_far(GemmProblem const& p) {
+  constexpr double kMost = 0x1p61, kExtents = 0x1p31;
+  double const extent = std::min(static_cast<double>(std::max({p.batch, p.m, p.n, p.k})), kExtents);
+  auto const is_far = [&](int64_t stride) { return std::abs(static_cast<double>(stride)) * extent >= kMost; };
+  for (Layout const& x : {p.a, p.b, p.d}) {
+    if (is_far(x.ld) || is_far(x.batch_stride) || is_far(x.inner_stride)) return true;
+  }
+  return is_far(p.epilogue.batch_stride_bias) || is_far(p.epilogue.up_offset);
+}
+
 }  // namespace
 
 std::vector<double> numbers_of(GemmCall const& call) {
@@ -99,21 +110,6 @@ ffi::Error to_error(Status const& status) {
   }
   return ffi::Error(ffi::ErrorCode::kInternal, message);
 }
-
-namespace {
-
-// Whether a stride reaches so far that positions of elements would not fit 64 bits: no program has such operands.
-bool reaches_too_far(GemmProblem const& p) {
-  constexpr double kMost = 0x1p61, kExtents = 0x1p31;
-  double const extent = std::min(static_cast<double>(std::max({p.batch, p.m, p.n, p.k})), kExtents);
-  auto const is_far = [&](int64_t stride) { return std::abs(static_cast<double>(stride)) * extent >= kMost; };
-  for (Layout const& x : {p.a, p.b, p.d}) {
-    if (is_far(x.ld) || is_far(x.batch_stride) || is_far(x.inner_stride)) return true;
-  }
-  return is_far(p.epilogue.batch_stride_bias) || is_far(p.epilogue.up_offset);
-}
-
-}  // namespace
 
 ffi::Error instantiate(GemmCall call) {
   std::string const name(call.name);

@@ -100,8 +100,8 @@ Panels panels_of(Workload const& l) {
   return {panel_of(l, l.a), panel_of(l, l.b), misses(l.a, kLine) || misses(l.b, kLine)};
 }
 
-// Of numbers with scales, from four or eight bits to 16. `cycles`: that one of the 128 threads which an SM issues at a
-// time needs for a number, each of 4096 16-bit FLOPs; for others than integers of four bits, a third more.
+// Makes 16-bit numbers of a tile's numbers with scales. `cycles`: of one of an SM's 128 lanes for an integer of four
+// bits, a third more for other types; in a cycle an SM's tensor cores do 4096 16-bit FLOPs.
 double decoding_us(Workload const& l, double cycles) {
   if (!l.kernel.scaled) return 0;
   Type const type = l.kernel.b.format.type;
