@@ -14,14 +14,17 @@ struct ElementOf;
 template <>
 struct ElementOf<Type::kBF16> {
   using type = cutlass::bfloat16_t;
+  using multiplied = type;
 };
 template <>
 struct ElementOf<Type::kF16> {
   using type = cutlass::half_t;
+  using multiplied = type;
 };
 template <>
 struct ElementOf<Type::kF32> {
   using type = float;
+  using multiplied = cutlass::tfloat32_t;
 };
 
 struct Config {

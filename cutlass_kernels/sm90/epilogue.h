@@ -2,7 +2,6 @@
 // threads.
 #pragma once
 
-#include "cute/tensor.hpp"
 #include "cutlass_kernels/core/dependent_launch.cuh"
 #include "cutlass_kernels/passes/repack.h"
 #include "cutlass_kernels/sm90/epilogue_operands.h"
@@ -17,6 +16,7 @@ template <class Element, bool kSwap, int kTileM, int kTileN, int kWarpgroups, in
 class CollectiveEpilogue : public BoxStore<Element, kSwap, kTileM, kTileN, kWarpgroups, kColumns, kRun> {
   using Store = BoxStore<Element, kSwap, kTileM, kTileN, kWarpgroups, kColumns, kRun>;
   using Store::kValues, Store::kValuesPerBox, Store::kWholeBoxes;
+  using Accumulators = typename Store::Accumulators;
 
   // Accumulators that pass the activation before the first box of them is stored: those of one box, or of two small
   // ones. All of a tile's if they would wait for TMA, if registers are short, or if boxes overlap.
@@ -33,8 +33,7 @@ class CollectiveEpilogue : public BoxStore<Element, kSwap, kTileM, kTileN, kWarp
   };
 
   // `shape` is the kernel's own.
-  template <class ProblemShape>
-  static CUresult set_up(Params& params, ProblemShape const& shape, GemmProblem const& p, Buffers const& buffers) {
+  static CUresult set_up(Params& params, OwnShape const& shape, GemmProblem const& p, Buffers const& buffers) {
     bool const unaligned = has_misaligned_d(p);
     params.thread = {p, buffers, unaligned};
     return unaligned ? CUDA_SUCCESS : Store::set_up(params.d, shape, p, buffers.d);
@@ -47,16 +46,13 @@ class CollectiveEpilogue : public BoxStore<Element, kSwap, kTileM, kTileN, kWarp
   }
 
   // Called by one warp, for a tile of the kernel's own result.
-  template <class ProblemShape>
-  static CUTLASS_DEVICE void prefetch(Params const& params, ProblemShape const& shape, int32_t tile_m, int32_t tile_n,
-                                      int32_t batch) {
-    int32_t const begin_m = tile_m * kTileM, begin_n = tile_n * kTileN;
-    int32_t const extent_m = min(cute::get<0>(shape) - begin_m, kTileM),
-                  extent_n = min(cute::get<1>(shape) - begin_n, kTileN);
+  static CUTLASS_DEVICE void prefetch(Params const& params, OwnShape const& shape, TileAt const& tile) {
+    int32_t const begin_m = tile.m * kTileM, begin_n = tile.n * kTileN;
+    int32_t const extent_m = min(shape.m - begin_m, kTileM), extent_n = min(shape.n - begin_n, kTileN);
     if constexpr (kSwap) {
-      prefetch_residual(params.thread, batch, begin_n, begin_m, extent_n, extent_m, threadIdx.x % 32);
+      prefetch_residual(params.thread, tile.batch, begin_n, begin_m, extent_n, extent_m, threadIdx.x % 32);
     } else {
-      prefetch_residual(params.thread, batch, begin_m, begin_n, extent_m, extent_n, threadIdx.x % 32);
+      prefetch_residual(params.thread, tile.batch, begin_m, begin_n, extent_m, extent_n, threadIdx.x % 32);
     }
   }
 
@@ -65,33 +61,27 @@ class CollectiveEpilogue : public BoxStore<Element, kSwap, kTileM, kTileN, kWarp
       : Store(params.d, storage, thread, barrier), params_(params), storage_(storage), thread_(thread) {}
 
   // The bias of the tile that the consumers multiply next; loaded only if `early` and if registers can hold it.
-  template <class Accumulators, class ProblemShape, class TileCoordinate, class TiledMma>
-  CUTLASS_DEVICE auto biases(bool early, ProblemShape const& shape, TileCoordinate const& tile,
-                             TiledMma const& tiled_mma) const {
+  CUTLASS_DEVICE auto biases(bool early, OwnShape const& shape, TileAt const& tile) const {
     Biases<kSwap, Element, Accumulators, kWarpgroups == 3> biases;
     if (decltype(biases)::kEarly && early) {
       wait_for_primary();
-      auto const [m, n, k, l] = shape;
-      biases.load(params_.thread, cute::get<3>(tile), m, n, coordinates_of(shape, tile, tiled_mma), 0);
+      biases.load(params_.thread, tile.batch, shape.m, shape.n, places_of(tile), 0);
     }
     return biases;
   }
 
-  template <class ProblemShape, class TileCoordinate, class Biases, class Accumulators, class TiledMma>
-  CUTLASS_DEVICE void store(ProblemShape const& shape, TileCoordinate const& tile, Biases& biases,
-                            Accumulators& accumulators, TiledMma const& tiled_mma) {
+  template <class Tile, class Biases>
+  CUTLASS_DEVICE void store(OwnShape const& shape, Tile const& tile, Biases& biases, Accumulators& accumulators) {
     auto const& epilogue = params_.thread;
-    auto const coordinates = [&] { return coordinates_of(shape, tile, tiled_mma); };
-    auto const [m, n, k, l] = shape;
     if (!kRun && epilogue.unaligned_d != nullptr) {
       constexpr int kWarpBytes = sizeof(TensorStorage) / (kWarpgroups * 4) / 512 * 512;
       auto* const own = reinterpret_cast<char*>(&storage_) + thread_ / 32 * kWarpBytes;
-      store_unaligned<kSwap, kWarpBytes>(epilogue, cute::get<3>(tile), m, n, coordinates(), accumulators,
+      store_unaligned<kSwap, kWarpBytes>(epilogue, tile.batch, shape.m, shape.n, places_of(tile), accumulators,
                                          reinterpret_cast<float*>(own));
       return;
     }
     if (!epilogue.plain)
-      apply_epilogue<kAtOnce>(epilogue, cute::get<3>(tile), m, n, coordinates(), biases, accumulators,
+      apply_epilogue<kAtOnce>(epilogue, tile.batch, shape.m, shape.n, places_of(tile), biases, accumulators,
                               [&](int begin, int end) CUTLASS_LAMBDA_FUNC_INLINE {
                                 this->store_converted(tile, accumulators, begin, end);
                               });
@@ -99,12 +89,8 @@ class CollectiveEpilogue : public BoxStore<Element, kSwap, kTileM, kTileN, kWarp
   }
 
  private:
-  template <class ProblemShape, class TileCoordinate, class TiledMma>
-  CUTLASS_DEVICE auto coordinates_of(ProblemShape const& shape, TileCoordinate const& tile,
-                                     TiledMma const& tiled_mma) const {
-    auto const whole = cute::make_identity_tensor(cute::take<0, 2>(shape));
-    auto const tile_shape = cute::Shape<cute::Int<kTileM>, cute::Int<kTileN>>{};
-    return tiled_mma.get_slice(thread_).partition_C(cute::local_tile(whole, tile_shape, cute::take<0, 2>(tile)));
+  CUTLASS_DEVICE auto places_of(TileAt const& tile) const {
+    return Places<Accumulators, kWarpgroups>(tile.m * kTileM, tile.n * kTileN, thread_);
   }
 
   Params const& params_;

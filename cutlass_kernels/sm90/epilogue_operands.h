@@ -2,14 +2,13 @@
 // shared memory from the main loop. The bias stays in registers while a tile is multiplied; the residual is loaded
 // afterwards, and an idle warp prefetches it to L2 meanwhile.
 //
-// A thread's accumulators of a 64 x n wgmma, with g = lane / 4 and t = lane % 4, are four for each 8 columns:
-//   row g: columns 2t, 2t + 1;  row g + 8: columns 2t, 2t + 1;  then the same 8 columns further on.
-// `coordinates` are their places in the kernel's own m x n result: D, or D^T with swap_ab.
+// With g = lane / 4 and t = lane % 4, as in accumulators.h.
 #pragma once
 
 #include <cstring>
 
-#include "cute/tensor.hpp"
+#include "cute/arch/copy_sm75.hpp"
+#include "cute/numeric/math.hpp"
 #include "cutlass/array.h"
 #include "cutlass_kernels/epilogue/epilogue.cuh"
 
@@ -31,7 +30,7 @@ constexpr int accumulators_per_turn(int accumulators, int element_bytes, bool sw
 // wgmma without swap_ab, all its columns with it.
 template <bool kSwap, class Element, class Accumulators, bool kThree>
 struct Biases {
-  static constexpr int kValues = cute::size(Accumulators{}), kValuesPerMma = cute::size<0>(Accumulators{});
+  static constexpr int kValues = Accumulators::kValues, kValuesPerMma = Accumulators::kValuesPerMma;
   static constexpr int kTurn = accumulators_per_turn(kValues, sizeof(Element), kSwap, kThree);
   static constexpr int kVector = kSwap ? 1 : 2;  // neighbours in a row of D
   using Vector = cutlass::AlignedArray<Element, kVector>;
@@ -48,18 +47,17 @@ struct Biases {
   }
 
   // Starts at accumulator `begin`.
-  template <class Coordinates>
+  template <class Places>
   CUTLASS_DEVICE void load(EpilogueParams<float, Element> const& params, int64_t batch, int32_t m, int32_t n,
-                           Coordinates const& coordinates, int begin) {
+                           Places const& places, int begin) {
     if (params.bias == nullptr) return;
-    constexpr int kAlong = kSwap ? 0 : 1;
-    int32_t const first = cute::get<kAlong>(coordinates(0)), extent = kSwap ? m : n;
+    int32_t const first = kSwap ? places.m : places.n, extent = kSwap ? m : n;
     Element const* const bias = params.bias + batch * params.batch_stride_bias + first;
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       int const i = kSwap ? j / 2 * kValuesPerMma + j % 2 * 2 : begin + j * 4;
       if (i >= kValues) break;
-      auto const along = static_cast<int32_t>(cute::get<kAlong>(coordinates.layout()(i)));
+      int32_t const along = kSwap ? Places::along_m(i) : Places::along_n(i);
       if (first + along < extent) values[j] = load_vector<Vector>(bias + along);
     }
   }
@@ -78,10 +76,10 @@ struct Biases {
 // f32 residuals, and turns too short for 16 bytes, are loaded by the threads that need them.
 template <bool kSwap, class Element, class Accumulators, int kTurn>
 struct Residuals {
-  static constexpr int kValues = cute::size(Accumulators{});
+  static constexpr int kValues = Accumulators::kValues;
   static constexpr bool kHalf = sizeof(Element) == 2;
   static constexpr int kPerWord = kHalf ? 2 : 1;  // neighbouring accumulators along n
-  static constexpr bool kTransposes4x4 = kHalf && !kSwap && kTurn % 16 == 0 && cute::size<0>(Accumulators{}) % 16 == 0;
+  static constexpr bool kTransposes4x4 = kHalf && !kSwap && kTurn % 16 == 0 && Accumulators::kValuesPerMma % 16 == 0;
   static constexpr int kWordsPerLoad = kTransposes4x4 ? 4 : kHalf || kSwap ? 1 : 2;
   using Words = cutlass::AlignedArray<uint32_t, kWordsPerLoad>;
 
@@ -91,10 +89,10 @@ struct Residuals {
   static constexpr int index(int i) { return kTransposes4x4 ? i / 16 * 8 + i / 2 % 2 * 4 + i / 4 % 4 : i / kPerWord; }
 
   // Starts at accumulator `begin`.
-  template <class Coordinates>
+  template <class Places>
   CUTLASS_DEVICE void load(EpilogueParams<float, Element> const& params, int64_t batch, int32_t m, int32_t n,
-                           Coordinates const& coordinates, int begin) {
-    int32_t first_m = cute::get<0>(coordinates(0)), first_n = cute::get<1>(coordinates(0));
+                           Places const& places, int begin) {
+    int32_t first_m = places.m, first_n = places.n;
     int32_t const g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     if (kTransposes4x4) first_n += 6 * t;                            // thread t starts at column 8t, not 2t
     if (kHalf && kSwap) first_m += 2 * t - g, first_n += g - 2 * t;  // g and 2t trade places
@@ -104,8 +102,7 @@ struct Residuals {
 #pragma unroll
     for (int i = 0; i < kTurn && begin + i < kValues; i += kHalf ? 2 : kWordsPerLoad) {
       if (kTransposes4x4 && i % 16 >= 4) continue;
-      auto const at_m = static_cast<int32_t>(cute::get<0>(coordinates.layout()(begin + i)));
-      auto const at_n = static_cast<int32_t>(cute::get<1>(coordinates.layout()(begin + i)));
+      int32_t const at_m = Places::along_m(begin + i), at_n = Places::along_n(begin + i);
       if (first_m + at_m >= m || first_n + at_n >= n) continue;
       auto const loaded = load_vector<Words>(base + (kSwap ? at_n * params.ldd + at_m : at_m * params.ldd + at_n));
 #pragma unroll

@@ -1,7 +1,6 @@
 // The epilogue on accumulators: activation(alpha * sum + beta * residual + bias), in registers.
 #pragma once
 
-#include "cute/tensor.hpp"
 #include "cutlass_kernels/epilogue/epilogue.cuh"
 #include "cutlass_kernels/sm90/epilogue_operands.h"
 
@@ -10,9 +9,9 @@ namespace jax_streamk::sm90 {
 // Two passes over the accumulators of a tile: alpha, residual and a late bias in turns; then an early bias and the
 // activation, kAtOnce accumulators at a time, with store(begin, end) for each kAtOnce that are done. If kAtOnce is a
 // whole tile, nothing is stored. For the other arguments see Biases.
-template <int kAtOnce, bool kSwap, bool kThree, class Element, class Accumulators, class Coordinates, class Store>
+template <int kAtOnce, bool kSwap, bool kThree, class Element, class Accumulators, class Places, class Store>
 CUTLASS_DEVICE void apply_epilogue(EpilogueParams<float, Element> const& params, int64_t batch, int32_t m, int32_t n,
-                                   Coordinates const& coordinates, Biases<kSwap, Element, Accumulators, kThree>& biases,
+                                   Places const& places, Biases<kSwap, Element, Accumulators, kThree>& biases,
                                    Accumulators& accumulators, Store const& store) {
   using Bias = Biases<kSwap, Element, Accumulators, kThree>;
   constexpr int kValues = Bias::kValues, kTurn = Bias::kTurn;
@@ -23,10 +22,10 @@ CUTLASS_DEVICE void apply_epilogue(EpilogueParams<float, Element> const& params,
 
   // Whether accumulators are outside D along n. The branch saves work, and keeps ptxas from overlapping more turns than
   // there are registers for; up to 64 accumulators leave enough registers.
-  int32_t const tile_n = cute::get<1>(coordinates(0)) - threadIdx.x % 4 * 2;
+  int32_t const tile_n = places.n - threadIdx.x % 4 * 2;
   auto const outside = [&](int begin, int end) CUTLASS_LAMBDA_FUNC_INLINE {
     bool const of_one_mma = begin / Bias::kValuesPerMma == (end - 1) / Bias::kValuesPerMma;
-    auto const first_n = static_cast<int32_t>(cute::get<1>(coordinates.layout()(begin)));
+    int32_t const first_n = Places::along_n(begin);
     return kValues > 64 && tile_n + (of_one_mma ? first_n : 0) >= n;
   };
   auto const each_pair = [&](int begin, int end, auto const& function) CUTLASS_LAMBDA_FUNC_INLINE {
@@ -38,8 +37,8 @@ CUTLASS_DEVICE void apply_epilogue(EpilogueParams<float, Element> const& params,
   // First pass. The next turn's loads are issued once a turn has used its own.
   Residuals<kSwap, Element, Accumulators, kTurn> residuals;
   auto const load_operands = [&](int begin) CUTLASS_LAMBDA_FUNC_INLINE {
-    if (!Bias::kEarly) biases.load(params, batch, m, n, coordinates, begin);
-    if (has_residual) residuals.load(params, batch, m, n, coordinates, begin);
+    if (!Bias::kEarly) biases.load(params, batch, m, n, places, begin);
+    if (has_residual) residuals.load(params, batch, m, n, places, begin);
   };
   float alpha = params.alpha;
   auto const add_operands = [&](int i) CUTLASS_LAMBDA_FUNC_INLINE {

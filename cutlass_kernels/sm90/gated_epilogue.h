@@ -5,7 +5,6 @@
 // of its elements.
 #pragma once
 
-#include "cute/tensor.hpp"
 #include "cutlass_kernels/core/dependent_launch.cuh"
 #include "cutlass_kernels/sm90/epilogue_operands.h"
 #include "cutlass_kernels/sm90/store.h"
@@ -22,10 +21,9 @@ class GatedEpilogue : public BoxStore<Element, true, kGatedRows, kTileN, 1, kCol
   using Store::kValues;
 
   // What a thread has of one product, or of the result.
-  using Values = decltype(cute::make_tensor<float>(
-      cute::Shape<cute::Shape<cute::_2, cute::_2, cute::Int<kTileN / 8>>, cute::_1, cute::_1>{}));
+  using Values = typename Store::Accumulators;
   using Bias = Biases<true, Element, Values, false>;
-  static_assert(Bias::kEarly && cute::size(Values{}) == kValues);
+  static_assert(Bias::kEarly);
 
   struct BothBiases {
     Bias gate, up;
@@ -40,8 +38,7 @@ class GatedEpilogue : public BoxStore<Element, true, kGatedRows, kTileN, 1, kCol
   };
 
   // `shape` is that of D^T.
-  template <class ProblemShape>
-  static CUresult set_up(Params& params, ProblemShape const& shape, GemmProblem const& p, Buffers const& buffers) {
+  static CUresult set_up(Params& params, OwnShape const& shape, GemmProblem const& p, Buffers const& buffers) {
     params.gate = params.up = {p, buffers};
     if (p.epilogue.has_bias)
       params.up.bias = p.epilogue.is_stacked() ? params.gate.bias + p.n : static_cast<Element const*>(buffers.up_bias);
@@ -50,34 +47,26 @@ class GatedEpilogue : public BoxStore<Element, true, kGatedRows, kTileN, 1, kCol
 
   static bool has_residual(Params const&) { return false; }
   static bool has_early_bias(Params const& params) { return params.gate.bias != nullptr; }
-  template <class ProblemShape>
-  static CUTLASS_DEVICE void prefetch(Params const&, ProblemShape const&, int32_t, int32_t, int32_t) {}
+  static CUTLASS_DEVICE void prefetch(Params const&, OwnShape const&, TileAt const&) {}
 
   CUTLASS_DEVICE GatedEpilogue(Params const& params, TensorStorage& storage, int thread, uint32_t barrier)
       : Store(params.d, storage, thread, barrier), params_(params), thread_(thread) {}
 
   // The biases of the tile that the consumers multiply next; zeros unless `early`.
-  template <class Accumulators, class ProblemShape, class TileCoordinate, class TiledMma>
-  CUTLASS_DEVICE auto biases(bool early, ProblemShape const& shape, TileCoordinate const& tile,
-                             TiledMma const& tiled_mma) const {
-    static_assert(cute::size(Accumulators{}) == 2 * kValues && cute::size<1>(Accumulators{}) == 2);
+  CUTLASS_DEVICE auto biases(bool early, OwnShape const& shape, TileAt const& tile) const {
     BothBiases biases;
     if (early) {
       wait_for_primary();
-      auto const whole = cute::make_identity_tensor(cute::take<0, 2>(shape));
-      auto const tile_shape = cute::Shape<cute::Int<kGatedRows>, cute::Int<kTileN>>{};
-      auto const coordinates =
-          tiled_mma.get_slice(thread_).partition_C(cute::local_tile(whole, tile_shape, cute::take<0, 2>(tile)));
-      auto const [m, n, k, l] = shape;
-      biases.gate.load(params_.gate, cute::get<3>(tile), m, n, coordinates, 0);
-      biases.up.load(params_.up, cute::get<3>(tile), m, n, coordinates, 0);
+      Places<Values, 1> const places(tile.m * kGatedRows, tile.n * kTileN, thread_);
+      biases.gate.load(params_.gate, tile.batch, shape.m, shape.n, places, 0);
+      biases.up.load(params_.up, tile.batch, shape.m, shape.n, places, 0);
     }
     return biases;
   }
 
-  template <class ProblemShape, class TileCoordinate, class Accumulators, class TiledMma>
-  CUTLASS_DEVICE void store(ProblemShape const&, TileCoordinate const& tile, BothBiases const& biases,
-                            Accumulators const& accumulators, TiledMma const&) {
+  template <class Tile>
+  CUTLASS_DEVICE void store(OwnShape const&, Tile const& tile, BothBiases const& biases,
+                            Accumulators<2, kTileN> const& accumulators) {
     Values values;
     constexpr bool kSharesReciprocal = kValues < 64;
     with_activation<kSharesReciprocal>(params_.gate.activation, [&](auto const& function) CUTLASS_LAMBDA_FUNC_INLINE {

@@ -1,16 +1,13 @@
-// The sm90 family: warp-specialized TMA and wgmma kernels, built from CUTLASS 3.x's collectives. A translation unit
-// has a few rows of table.txt, each an expansion of JAX_STREAMK_SM90_KERNEL.
+// The sm90 family: warp-specialized TMA and wgmma kernels. A translation unit has a few rows of table.txt, each an
+// expansion of JAX_STREAMK_SM90_KERNEL.
 #pragma once
 
 #include <algorithm>
 #include <memory>
 
-#include "cute/tensor.hpp"
 #include "cutlass/cutlass.h"
-#include "cutlass/gemm/collective/builders/sm90_gmma_builder.inl"
 #include "cutlass_kernels/launch/cuda_kernel.h"
 #include "cutlass_kernels/launch/policy.h"
-#include "cutlass_kernels/sm90/collective.h"
 #include "cutlass_kernels/sm90/config.h"
 #include "cutlass_kernels/sm90/epilogue.h"
 #include "cutlass_kernels/sm90/family.h"
@@ -47,20 +44,16 @@ class Sm90Kernel final : public CudaKernel {
   static constexpr int kCtasPerSm = kConfig.warp_schedule == WarpSchedule::kSingle ? kSingles : 1;
   static constexpr bool kSwap = kConfig.swap_ab;
 
-  using ElementA = typename ElementOf<kConfig.type_a>::type;  // as they are multiplied
-  using ElementB = ElementA;
+  // As they are multiplied: TMA rounds float32 to TF32.
+  using Element = typename ElementOf<kConfig.type_a>::multiplied;
   using ElementD = typename ElementOf<kConfig.type_d>::type;
-  template <bool kRowMajor>
-  using Layout = std::conditional_t<kRowMajor, cutlass::layout::RowMajor, cutlass::layout::ColumnMajor>;
   // The kernel's own operands: with swap_ab its A is B^T (n x k) and its B is A^T (k x m).
-  using LayoutA = Layout<kSwap ? kConfig.major_b == Major::kColumn : kConfig.major_a == Major::kRow>;
-  using LayoutB = Layout<kSwap ? kConfig.major_a == Major::kColumn : kConfig.major_b == Major::kRow>;
-  static constexpr bool kAAlongM = std::is_same_v<LayoutA, cutlass::layout::ColumnMajor>,  // M-major A
-      kBAlongN = std::is_same_v<LayoutB, cutlass::layout::RowMajor>;                       // N-major B
-  static constexpr int kAlignA = 16 / sizeof(ElementA), kAlignB = 16 / sizeof(ElementB);   // TMA's
+  static constexpr bool kAAlongK = kSwap ? kConfig.major_b == Major::kColumn : kConfig.major_a == Major::kRow,
+                        kBAlongK = kSwap ? kConfig.major_a == Major::kRow : kConfig.major_b == Major::kColumn;
+  static constexpr int kAlign = 16 / sizeof(Element);  // TMA's
 
-  using TileShape = cute::Shape<cute::Int<kConfig.tile_m>, cute::Int<kConfig.tile_n>, cute::Int<kConfig.tile_k>>;
-  using ClusterShape = cute::Shape<cute::Int<kConfig.cluster_m>, cute::Int<kConfig.cluster_n>, cute::_1>;
+  using TileShape = Extents<kConfig.tile_m, kConfig.tile_n, kConfig.tile_k>;
+  using ClusterShape = Extents<kConfig.cluster_m, kConfig.cluster_n>;
   static constexpr bool kScaled = kConfig.scaled();
   static constexpr int kNumberBits = kConfig.number_bits();
   static constexpr bool kGated = kConfig.gated, kJoined = kConfig.joined;
@@ -88,31 +81,24 @@ class Sm90Kernel final : public CudaKernel {
                                                             : kCtasPerSm == 1
                                                                 ? 0
                                                                 : (227 << 10) - (kSmBytes / kCtasPerSm - 1024 - 256);
-  // The tile's layout in shared memory. For CuTe the rows of a K-major B must be a multiple of 16.
-  static constexpr int kLaidOutN = kBAlongN ? columns_by_tma(kConfig.tile_n) : (kConfig.tile_n + 15) / 16 * 16;
-  using LaidOutShape = cute::Shape<cute::Int<kConfig.tile_m>, cute::Int<kLaidOutN>, cute::Int<kConfig.tile_k>>;
   static constexpr int kCarvedOut = static_cast<int>(sizeof(typename Epilogue::TensorStorage)) + kOthersBytes;
-  // A stage with numbers has room for these beside what they become; tables of scales take at most 8 KiB, and barriers
-  // and the table of tiles less than 2.
-  static constexpr int kStagesOfNumbers = ((227 << 10) - kCarvedOut - (10 << 10)) /
-                                          (kConfig.tile_k * (kConfig.tile_m * (2 + kNumberBits / 8.0) + kLaidOutN * 2));
-  using StageCount = std::conditional_t<kScaled, cutlass::gemm::collective::StageCount<kStagesOfNumbers>,
-                                        cutlass::gemm::collective::StageCountAutoCarveout<kCarvedOut>>;
-  // Three warpgroups start from the collective of one.
-  using Collective =
-      WithWgmma<kConfig.warpgroups(),
-                typename WithWideRows<typename cutlass::gemm::collective::CollectiveBuilder<
-                    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, ElementA, LayoutA, kAlignA, ElementB, LayoutB,
-                    kAlignB, float, LaidOutShape, ClusterShape, StageCount,
-                    std::conditional_t<kConfig.warpgroups() == 2, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
-                                       cutlass::gemm::KernelTmaWarpSpecializedPingpong>>::CollectiveOp>::type>;
-  using Stage = StageLayout<typename Collective::type, TileShape, kNumberBits>;
-  using OwnMma = typename Collective::template WideMma<kConfig.tile_n>;
+  // A stage with numbers has room for these beside what they become, and its tables of scales take at most 8 KiB.
+  // Barriers of all stages and the table of tiles take less than 2 KiB.
+  static constexpr int kLaidOutN = kBAlongK ? kConfig.tile_n : columns_by_tma(kConfig.tile_n);
+  static constexpr int kBytesOfStage =
+      kConfig.tile_k * (kConfig.tile_m * (sizeof(Element) + kNumberBits / 8.0) + kLaidOutN * sizeof(Element));
+  static constexpr int kBarrierBytes = 16;  // of a stage
+  static constexpr int kStages = kScaled
+                                     ? ((227 << 10) - kCarvedOut - (10 << 10)) / kBytesOfStage
+                                     : ((227 << 10) - (kCarvedOut + 127) / 128 * 128) / (kBytesOfStage + kBarrierBytes);
+  using Stage =
+      StageLayout<Element, kAAlongK, Element, kBAlongK, TileShape, ClusterShape, kLaidOutN, kStages, kNumberBits>;
 
   // The way to load each operand. Threads gather rows of up to 128: beside more the warpgroup that loads has too few
   // registers.
   static constexpr bool kRunsOfK = kRagged == Ragged::kK, kGathers = kRun && kConfig.tile_n <= 128,
-                        kTransposes = kConfig.math == Math::kTF32 && kAAlongM && kBAlongN;
+                        kFromRegisters = kConfig.math == Math::kTF32 && !kAAlongK,
+                        kTransposes = kFromRegisters && !kBAlongK;
   template <class Stage>
   using NumbersOfStage =
       NumbersA<Stage, std::conditional_t<kConfig.type_a == Type::kF16, __half, __nv_bfloat16>, kConfig.type_b>;
@@ -131,7 +117,7 @@ class Sm90Kernel final : public CudaKernel {
   using Sums = std::conditional_t<(kPromotionK > 0), PromotedSums<kPromotionK / kConfig.tile_k>, PlainSums>;
   using Order = std::conditional_t<kConfig.math == Math::kTF32x3, OfSplitF32, InOrder>;
   // A separate reduction adds slices of float32 results.
-  using Mainloop = CollectiveMainloop<Stage, OwnMma, Collective, OperandA, OperandB, Order, Sums,
+  using Mainloop = CollectiveMainloop<Stage, kConfig.warpgroups(), kFromRegisters, OperandA, OperandB, Order, Sums,
                                       kConfig.type_d == Type::kF32, kRun>;
 
  public:
@@ -157,10 +143,6 @@ class Sm90Kernel final : public CudaKernel {
           from_cuda(cudaMemsetAsync(workspace, 0, parts.zeroed, stream), info.name + ": zeroing its arrival words");
       if (!status.ok()) return status;
     }
-    auto const stride_a =
-        stride<typename Mainloop::StrideA>(kSwap ? p.b.ld : p.a.ld, kSwap ? p.b.batch_stride : p.a.batch_stride);
-    auto const stride_b =
-        stride<typename Mainloop::StrideB>(kSwap ? p.a.ld : p.b.ld, kSwap ? p.a.batch_stride : p.b.batch_stride);
     Decomposition const cut = decomposition(q, s, device);
     int64_t const rows = kSwap ? p.n : p.m, columns = kSwap ? p.m : p.n;
     int64_t const part = kConfig.math == Math::kTF32x3 ? p.k / 3 : 0;
@@ -194,31 +176,22 @@ class Sm90Kernel final : public CudaKernel {
     params.straight = cut.kind == ScheduleKind::kDataParallel && p.epilogue.is_plain() && !has_misaligned_d(p);
     params.shape = {static_cast<int>(rows), static_cast<int>(columns), static_cast<int>(q.k),
                     static_cast<int>(q.batch)};
-    void const *const own_a = kSwap ? buffers.b : buffers.a, *const own_b = kSwap ? buffers.a : buffers.b;
-    auto loaded = params.shape;
+    MainloopArguments::Matrices const of_a{buffers.a, p.a.ld, p.a.batch_stride},
+        of_b{buffers.b, p.b.ld, p.b.batch_stride}, own_a = kSwap ? of_b : of_a, own_b = kSwap ? of_a : of_b;
+    auto loaded_m = static_cast<int32_t>(rows), loaded_n = static_cast<int32_t>(columns);
     if (!kScaled && (kSwap ? policy.extend_b : policy.extend_a))
-      cute::get<0>(loaded) =
-          extended<ElementA>(own_a, {kAAlongM, rows, kConfig.tile_m, kConfig.cluster_m}, stride_a, p);
+      loaded_m = extended(own_a, {!kAAlongK, rows, kConfig.tile_m, kConfig.cluster_m}, p);
     if (kSwap ? policy.extend_a : policy.extend_b)
-      cute::get<1>(loaded) =
-          extended<ElementB>(own_b, {kBAlongN, columns, kConfig.tile_n, kConfig.cluster_n}, stride_b, p);
+      loaded_n = extended(own_b, {!kBAlongK, columns, kConfig.tile_n, kConfig.cluster_n}, p);
     params.gathers = p.gathered_rows > 0;
-    if (params.gathers) cute::get<1>(loaded) = static_cast<int>(p.gathered_rows);
+    if (params.gathers) loaded_n = static_cast<int32_t>(p.gathered_rows);
     CUresult const loads = Mainloop::set_up(
         params.mainloop,
-        {{static_cast<ElementA const*>(own_a), stride_a, static_cast<ElementB const*>(own_b), stride_b},
-         cute::get<0>(loaded),
-         cute::get<1>(loaded),
-         static_cast<int32_t>(part > 0 ? 2 * part : p.k),
+        {own_a, own_b, loaded_m, loaded_n, static_cast<int32_t>(part > 0 ? 2 * part : p.k),
          static_cast<int32_t>(p.batch),
-         p.epilogue.is_stacked() ? static_cast<ElementA const*>(own_a) + p.epilogue.up_offset : buffers.up,
-         params.gathers ? static_cast<int32_t const*>(buffers.indices) : nullptr,
-         static_cast<int32_t>(columns),
-         buffers.third,
-         static_cast<int32_t>(p.second_column),
-         static_cast<int32_t>(p.third_column),
-         p,
-         buffers,
+         p.epilogue.is_stacked() ? static_cast<Element const*>(own_a.data) + p.epilogue.up_offset : buffers.up,
+         params.gathers ? static_cast<int32_t const*>(buffers.indices) : nullptr, static_cast<int32_t>(columns),
+         buffers.third, static_cast<int32_t>(p.second_column), static_cast<int32_t>(p.third_column), p, buffers,
          kUnsigned});
     CUresult const stores = Epilogue::set_up(params.epilogue, params.shape, p, buffers);
     params.shares = Scheduler::shares(params.scheduler);
@@ -257,15 +230,15 @@ class Sm90Kernel final : public CudaKernel {
     info.math = kConfig.math;
     info.a.major = kConfig.major_a;
     info.b.major = kConfig.major_b;
-    info.a.align = kSwap ? kAlignB : kAlignA;
-    info.b.align = kScaled ? 128 / kNumberBits : kSwap ? kAlignA : kAlignB;
+    info.a.align = kAlign;
+    info.b.align = kScaled ? 128 / kNumberBits : kAlign;
     info.d.align = 1;
     info.tile_m = kConfig.tile_m;
     info.tile_n = kConfig.tile_n;
     info.tile_k = kConfig.tile_k;
     info.cluster_m = kConfig.cluster_m;
     info.cluster_n = kConfig.cluster_n;
-    info.stages = Mainloop::DispatchPolicy::Stages;
+    info.stages = kStages;
     info.warp_schedule = kConfig.warp_schedule;
     info.swap_ab = kSwap;
     // Pingpong and single kernels run all of K for a tile.
@@ -282,23 +255,12 @@ class Sm90Kernel final : public CudaKernel {
     return info;
   }
 
-  // A stride in CuTe's form: the contiguous mode is the constant 1, the other is the leading dimension.
-  template <class Stride>
-  static Stride stride(int64_t ld, int64_t batch_stride) {
-    if constexpr (cute::is_static_v<cute::tuple_element_t<0, Stride>>) {
-      return {cute::_1{}, ld, batch_stride};
-    } else {
-      return {ld, cute::_1{}, batch_stride};
-    }
-  }
-
   // The extent up to which tiles read an operand, if its allocation reaches that far; else its own.
-  template <class Element, class Stride>
-  static int extended(void const* data, TiledOperand const& x, Stride const& stride, GemmProblem const& p) {
-    int64_t const ld = x.contiguous ? cute::get<1>(stride) : cute::get<0>(stride), batch_stride = cute::get<2>(stride);
-    int64_t const whole = x.tiled_extent(), before = batch_stride != 0 ? (p.batch - 1) * batch_stride : 0;
-    int64_t const last = before + (x.contiguous ? (p.k - 1) * ld + whole : (whole - 1) * ld + p.k);
-    return static_cast<int>(last <= bytes_left(data) / static_cast<int64_t>(sizeof(Element)) ? whole : x.extent);
+  static int32_t extended(MainloopArguments::Matrices const& own, TiledOperand const& x, GemmProblem const& p) {
+    int64_t const whole = x.tiled_extent(), before = own.batch_stride != 0 ? (p.batch - 1) * own.batch_stride : 0;
+    int64_t const last = before + (x.contiguous ? (p.k - 1) * own.ld + whole : (whole - 1) * own.ld + p.k);
+    return static_cast<int32_t>(last <= bytes_left(own.data) / static_cast<int64_t>(sizeof(Element)) ? whole
+                                                                                                     : x.extent);
   }
 };
 

@@ -1,11 +1,12 @@
 // The main loop: wait for an empty stage, load a k-tile of A and of B into it, next; and in other warps, wait for a
-// full stage, multiply, release it. operands/stage_layout.h says how to load an operand, sums.h how products are
-// summed. Shared-memory layouts, TMA copies and wgmma are those of CUTLASS's collective; the loops are ours.
+// full stage, multiply, release it. operands/stage_layout.h says how operands lie in a stage and are loaded, sums.h how
+// products are summed. CuTe's layouts could say the same, but it takes a compiler half of a kernel's time to work them
+// out.
 #pragma once
 
 #include "cutlass_kernels/core/decomposition.h"
 #include "cutlass_kernels/launch/policy.h"
-#include "cutlass_kernels/sm90/collective.h"
+#include "cutlass_kernels/sm90/accumulators.h"
 #include "cutlass_kernels/sm90/operands/from_registers.h"
 #include "cutlass_kernels/sm90/operands/from_shared.h"
 #include "cutlass_kernels/sm90/operands/stage_layout.h"
@@ -19,10 +20,10 @@ struct Loads {
   int32_t batch = 1, part = 0;  // batches of the problem; k-tiles of one TF32 part of a split f32 operand, else 0
   Divisor by_batch;
   // High words of the L2 eviction hints of A and B (LaunchPolicy); the low words are zero.
-  using Hint = cute::TMA::CacheHintSm90;
-  static_assert((static_cast<uint64_t>(Hint::EVICT_FIRST) | static_cast<uint64_t>(Hint::EVICT_NORMAL)) << 32 == 0);
   uint32_t hint_a = hint(false), hint_b = hint(false);
   static uint32_t hint(bool goes_first) {
+    using Hint = cute::TMA::CacheHintSm90;
+    static_assert((static_cast<uint64_t>(Hint::EVICT_FIRST) | static_cast<uint64_t>(Hint::EVICT_NORMAL)) << 32 == 0);
     return static_cast<uint64_t>(goes_first ? Hint::EVICT_FIRST : Hint::EVICT_NORMAL) >> 32;
   }
 };
@@ -43,38 +44,31 @@ struct OfSplitF32 {
   }
 };
 
-// OwnMma multiplies the tiles of Stage; Narrow::WideMma<n> the first n of their columns, of a ragged product whose
-// tiles are runs of rows (kNarrows).
+// kWarpgroups_ share a tile. kAFromRegisters_: A goes through registers. kNarrows: of a ragged product whose tiles are
+// runs of rows, fewer columns may be multiplied.
 //
 // kSlices: a batch may be a slice of K. The kernel's batch index is then slice * batches + batch, and its K is that of
 // a slice; TMA reads zeros beyond the last one.
-template <class StageLayout_, class OwnMma, class Narrow, class OperandA_, class OperandB_, class Order, class Sums_,
-          bool kSlices, bool kNarrows>
-struct CollectiveMainloop : StageLayout_::Base {
+template <class StageLayout_, int kWarpgroups_, bool kAFromRegisters_, class OperandA_, class OperandB_, class Order,
+          class Sums_, bool kSlices, bool kNarrows>
+struct CollectiveMainloop {
   using Layout = StageLayout_;
   using OperandA = OperandA_;
   using OperandB = OperandB_;
   using Sums = Sums_;
-  using Base = typename Layout::Base;
   using TensorStorage = typename Layout::Storage;
   using TileShape = typename Layout::TileShape;
-  using TiledMma = OwnMma;
-  using LoadedMma = typename Base::TiledMma;
-  static constexpr int kStages = Layout::kStages, kTileN = Layout::kTileN;
+  static constexpr int kStages = Layout::kStages, kTileN = Layout::kTileN, kWarpgroups = kWarpgroups_;
+  static constexpr bool kAFromRegisters = kAFromRegisters_;
   using Stage = StageState<kStages>;
-  static constexpr bool kAFromRegisters =
-      !cute::is_base_of<cute::GMMA::DescriptorIterator, typename TiledMma::FrgTypeA>::value;
+  using Accumulators = sm90::Accumulators<Layout::kTileM / (64 * kWarpgroups), kTileN>;
   // How many k-tiles before a tile's end the next one is asked for: about as long as the counter takes.
   static constexpr int32_t kAhead = 8;
-  static constexpr int kStageBytes = Base::TmaTransactionBytes - (Layout::kBytesA - OperandA::kLoadedBytes) -
-                                     (Layout::kLaidOutN - kTileN) * Layout::kTileK * sizeof(typename Layout::ElementB);
+  static constexpr int kStageBytes = OperandA::kLoadedBytes + Layout::kBytesB;
 
-  using Arguments = MainloopArguments<Base>;
-  struct Params : Base::Params, OperandB::FirstParams, OperandA::Params, OperandB::Params {};
+  struct Params : OperandA::Params, OperandB::Params {};
 
-  static CUresult set_up(Params& params, Arguments const& arguments) {
-    auto const whole = cute::make_shape(arguments.m, arguments.n, arguments.k, arguments.batch);
-    static_cast<typename Base::Params&>(params) = Base::to_underlying_arguments(whole, arguments, nullptr);
+  static CUresult set_up(Params& params, MainloopArguments const& arguments) {
     CUresult const result = OperandA::set_up(params, arguments);
     return result == CUDA_SUCCESS ? OperandB::set_up(params, arguments) : result;
   }
@@ -96,15 +90,14 @@ struct CollectiveMainloop : StageLayout_::Base {
 
   // Called by one thread: loads the k-tiles of a located `tile` into stages as these become empty. Calls `near_the_end`
   // once, kAhead k-tiles before the tile's end. `gathers`: other threads load B.
-  template <class ProblemShape, class Tile, class NearTheEnd>
-  static CUTLASS_DEVICE void load(Params const& params, Loads const& loads, ProblemShape const& shape, Tile const& tile,
-                                  int32_t held_back, bool gathers, FullBarrier* full, EmptyBarrier* empty, Stage& stage,
+  template <class Tile, class NearTheEnd>
+  static CUTLASS_DEVICE void load(Params const& params, Loads const& loads, Tile const& tile, int32_t held_back,
+                                  bool gathers, FullBarrier* full, EmptyBarrier* empty, Stage& stage,
                                   TensorStorage& storage, NearTheEnd const& near_the_end) {
     ClusterPlace<Layout::kClusterM, Layout::kClusterN> const place;
-    auto const load_a = OperandA::loader(params, shape, tile, place, storage);
-    auto const load_b = OperandB::loader(params, shape, tile, place, storage);
-    auto const hint_a = static_cast<Loads::Hint>(uint64_t{loads.hint_a} << 32),
-               hint_b = static_cast<Loads::Hint>(uint64_t{loads.hint_b} << 32);
+    auto const load_a = OperandA::loader(params, tile, place, storage);
+    auto const load_b = OperandB::loader(params, tile, place, storage);
+    uint64_t const hint_a = uint64_t{loads.hint_a} << 32, hint_b = uint64_t{loads.hint_b} << 32;
     int32_t k_tile = tile.k_begin, left = tile.k_count;
     CUTLASS_PRAGMA_NO_UNROLL
     do {
@@ -123,7 +116,7 @@ struct CollectiveMainloop : StageLayout_::Base {
   // Called by the consumers of a tile: accumulators + sums = the sum over `count` k-tiles. Of a run of rows only the
   // first `columns` need be. `gathered`: threads wrote B. Returns the stage that the products in flight read (-1:
   // none). finish() must follow: it waits for them, releases the stage and adds the sums.
-  template <class Accumulators, class SumsOf>
+  template <class SumsOf>
   static CUTLASS_DEVICE int multiply(FullBarrier* full, EmptyBarrier* empty, Stage& stage, Accumulators& accumulators,
                                      SumsOf& sums, bool promotes, int32_t count, int32_t columns, bool gathered,
                                      int warpgroup, TensorStorage& storage) {
@@ -131,32 +124,33 @@ struct CollectiveMainloop : StageLayout_::Base {
       static_assert(!Sums::kPromotes && !kAFromRegisters);
       int unreleased = -1;
       auto const narrow = [&](auto eighths) CUTLASS_LAMBDA_FUNC_INLINE {
-        constexpr int kN = kTileN * decltype(eighths)::value / 8;
+        constexpr int kN = kTileN * eighths() / 8;
         if constexpr (kN % 8 == 0) {
           if (columns > kN) return false;
-          auto first = first_of<kN>(accumulators);
-          unreleased = multiply_from_shared<CollectiveMainloop, typename Narrow::template WideMma<kN>>(
-              full, empty, stage, first, count, gathered, warpgroup, storage);
+          unreleased = multiply_from_shared<CollectiveMainloop, kN>(full, empty, stage, accumulators, count, gathered,
+                                                                    warpgroup, storage);
           return true;
         }
         return false;
       };
-      if (narrow(cute::_4{}) || narrow(cute::_6{}) || narrow(cute::_7{})) return unreleased;
+      if (narrow(std::integral_constant<int, 4>()) || narrow(std::integral_constant<int, 6>()) ||
+          narrow(std::integral_constant<int, 7>()))
+        return unreleased;
     }
     auto const run = [&](int32_t k_tiles) CUTLASS_LAMBDA_FUNC_INLINE {
       if constexpr (kAFromRegisters) {
         return multiply_from_registers<CollectiveMainloop>(full, empty, stage, accumulators, k_tiles, warpgroup,
                                                            storage);
       } else {
-        return multiply_from_shared<CollectiveMainloop, TiledMma>(full, empty, stage, accumulators, k_tiles, gathered,
-                                                                  warpgroup, storage);
+        return multiply_from_shared<CollectiveMainloop, kTileN>(full, empty, stage, accumulators, k_tiles, gathered,
+                                                                warpgroup, storage);
       }
     };
     auto const wait = [&](int unreleased) CUTLASS_LAMBDA_FUNC_INLINE { drain(empty, accumulators, unreleased); };
     return Sums::multiply(accumulators, sums, promotes, count, run, wait);
   }
 
-  template <class Accumulators, class SumsOf>
+  template <class SumsOf>
   static CUTLASS_DEVICE void finish(EmptyBarrier* empty, Accumulators& accumulators, SumsOf const& sums,
                                     int unreleased) {
     drain(empty, accumulators, unreleased);
@@ -175,21 +169,10 @@ struct CollectiveMainloop : StageLayout_::Base {
     empty[s + held_back - (wraps ? kStages : 0)].wait(stage.phase() ^ wraps);
   }
 
-  // The accumulators of the first kN columns of a tile. Each instruction along m has four for 8 columns.
-  template <int kN, class Accumulators>
-  static CUTLASS_DEVICE auto first_of(Accumulators& accumulators) {
-    using namespace cute;
-    static_assert(size<0>(Accumulators{}) == kTileN / 2);
-    return make_tensor(accumulators.data(),
-                       make_layout(make_shape(make_shape(_2{}, _2{}, Int<kN / 8>{}), size<1>(accumulators), _1{}),
-                                   make_stride(make_stride(_1{}, _2{}, _4{}), Int<kTileN / 2>{}, _0{})));
-  }
-
   // Waits for all products and releases the stage that they read.
-  template <class Accumulators>
   static CUTLASS_DEVICE void drain(EmptyBarrier* empty, Accumulators& accumulators, int unreleased) {
-    cute::warpgroup_wait<0>();
-    cute::warpgroup_fence_operand(accumulators);
+    wait_for_wgmma<0>();
+    fence(accumulators);
     if (unreleased >= 0) release(empty[unreleased]);
   }
 };

@@ -7,7 +7,6 @@
 
 #include <cuda_runtime.h>
 
-#include "cute/tensor.hpp"
 #include "cutlass/arch/barrier.h"
 
 namespace jax_streamk::sm90 {
@@ -48,20 +47,20 @@ struct TileThreads {
   CUTLASS_DEVICE void store(float* slot, Accumulators const& x) const {
     float* const to = slot + own;
 #pragma unroll
-    for (int v = 0; v < cute::size(Accumulators{}); ++v) __stcg(to + v * kCount, x(v));
+    for (int v = 0; v < Accumulators::kValues; ++v) __stcg(to + v * kCount, x(v));
   }
   template <class Accumulators>
   CUTLASS_DEVICE void add(float const* slot, Accumulators& x) const {
     float const* const from = slot + own;
 #pragma unroll
-    for (int v = 0; v < cute::size(Accumulators{}); ++v) x(v) += __ldcg(from + v * kCount);
+    for (int v = 0; v < Accumulators::kValues; ++v) x(v) += __ldcg(from + v * kCount);
   }
   // As store(), where other CTAs add too.
   template <class Accumulators>
   CUTLASS_DEVICE void add_to(float* slot, Accumulators const& x) const {
     float* const to = slot + own;
 #pragma unroll
-    for (int v = 0; v < cute::size(Accumulators{}); ++v) atomicAdd(to + v * kCount, x(v));
+    for (int v = 0; v < Accumulators::kValues; ++v) atomicAdd(to + v * kCount, x(v));
   }
 };
 
@@ -113,7 +112,7 @@ CUTLASS_DEVICE bool fix_up(Threads const& threads, Peers const& peers, Slot cons
   // Several are added in the order of K, whichever peer is last. Its own goes through memory too, as there are no
   // registers for a second tile.
   threads.store(slot(peers.own), accumulators);
-  cute::clear(accumulators);
+  accumulators.clear();
   for (int32_t peer = 0; peer < peers.count; ++peer) threads.add(slot(peer), accumulators);
   return true;
 }

@@ -4,9 +4,9 @@
 #include <cuda_runtime.h>
 
 #include "cute/arch/copy_sm90_tma.hpp"
-#include "cute/tensor.hpp"
 #include "cutlass_kernels/core/dependent_launch.cuh"
 #include "cutlass_kernels/core/ragged_table.cuh"
+#include "cutlass_kernels/sm90/extents.h"
 #include "cutlass_kernels/sm90/long_tiles.h"
 #include "cutlass_kernels/sm90/partials.h"
 #include "cutlass_kernels/sm90/stages.h"
@@ -42,13 +42,17 @@ struct RowRun : Run {
   }
 };
 
+// A tile, and the run that its rows or its K belong to.
+struct RunAt : TileAt {
+  RowRun run;
+};
+
 // The tile scheduler of a ragged product. A counter hands whole tiles to CTAs as they finish others, so that those that
 // read the same matrix do so at about the same time; or they take turns (counter_bytes). kMayCut: parts of long tiles
 // come before whole tiles.
 template <class TileShape, bool kRows, bool kMayCut>
 class RaggedScheduler {
-  static constexpr int kTileM = cute::size<0>(TileShape{}), kTileN = cute::size<1>(TileShape{}),
-                       kTileK = cute::size<2>(TileShape{});
+  static constexpr int kTileM = TileShape::kM, kTileN = TileShape::kN, kTileK = TileShape::kK;
 
  public:
   static constexpr int kClusterM = 1, kClusterN = 1;
@@ -128,7 +132,7 @@ class RaggedScheduler {
   CUTLASS_DEVICE void look_ahead(Tile& tile) const { tile.last = index_of(tile.ordinal + 1) >= all_tiles(); }
 
   CUTLASS_DEVICE static auto coordinate(Tile const& tile) {
-    return cute::make_tuple(tile.m, tile.n, cute::_0{}, tile.batch, RowRun(tile.run));
+    return RunAt{{tile.m, tile.n, tile.batch}, RowRun(tile.run)};
   }
 
   // The k-tiles that the other consumer of a pingpong kernel multiplies before this one's next tile: those of

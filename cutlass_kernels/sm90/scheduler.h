@@ -5,9 +5,9 @@
 
 #include <algorithm>
 
-#include "cute/tensor.hpp"
 #include "cutlass_kernels/core/decomposition.h"
 #include "cutlass_kernels/launch/clusters.h"
+#include "cutlass_kernels/sm90/extents.h"
 #include "cutlass_kernels/sm90/partials.h"
 
 namespace jax_streamk::sm90 {
@@ -17,13 +17,13 @@ namespace jax_streamk::sm90 {
 template <class TileShape, class ClusterShape, bool kShares, bool kList>
 class Scheduler {
  public:
-  static constexpr int kClusterM = cute::size<0>(ClusterShape{}), kClusterN = cute::size<1>(ClusterShape{});
+  static constexpr int kClusterM = ClusterShape::kM, kClusterN = ClusterShape::kN;
   static constexpr int kClusterSize = kClusterM * kClusterN;
   static constexpr bool kMayShare = kShares, kHasList = kList, kRagged = false;
   static constexpr bool kHasIdle = has_idle(kClusterSize);
   static constexpr int kListed = kMostListed;
   static constexpr uint32_t kNone = ~0u;
-  static constexpr int kTileValues = cute::size<0>(TileShape{}) * cute::size<1>(TileShape{});
+  static constexpr int kTileValues = TileShape::kM * TileShape::kN;
 
   // The decomposition is in cluster tiles: CTAs of a cluster multicast operands, so they do the same MAC iterations.
   struct Params {
@@ -68,13 +68,11 @@ class Scheduler {
   // What ragged.h needs.
   struct Table {};
   CUTLASS_DEVICE Scheduler(Params const& params, Table const&) : params_(params) {}
-  CUTLASS_DEVICE static auto coordinate(Tile const& tile) {
-    return cute::make_coord(tile.m, tile.n, cute::_0{}, tile.batch);
-  }
+  CUTLASS_DEVICE static TileAt coordinate(Tile const& tile) { return {tile.m, tile.n, tile.batch}; }
   CUTLASS_DEVICE static int32_t k_tiles_between(Tile const& tile, int32_t) { return tile.k_count; }
   CUTLASS_DEVICE static bool is_outside(Tile const&) { return false; }
   CUTLASS_DEVICE static bool is_part(Tile const&) { return false; }
-  CUTLASS_DEVICE static int32_t columns(Tile const&) { return cute::size<1>(TileShape{}); }
+  CUTLASS_DEVICE static int32_t columns(Tile const&) { return TileShape::kN; }
 
   // Whether CTAs may share tiles.
   CUTLASS_HOST_DEVICE static bool shares(Params const& params) {

@@ -4,14 +4,33 @@
 #include "cute/arch/cluster_sm90.hpp"
 #include "cutlass/arch/barrier.h"
 #include "cutlass/cutlass.h"
-#include "cutlass/pipeline/sm90_pipeline.hpp"
 
 namespace jax_streamk::sm90 {
 
 using FullBarrier = cutlass::arch::ClusterTransactionBarrier;  // the stage is loaded, or B in it is transposed
 using EmptyBarrier = cutlass::arch::ClusterBarrier;            // all warpgroups that read the stage have done so
+
+// A place in the ring of stages. The phase of its barriers flips when the place passes the last stage.
 template <int kStages>
-using StageState = cutlass::PipelineState<kStages>;
+class StageState {
+ public:
+  CUTLASS_DEVICE explicit StageState(uint32_t phase = 0) : phase_(phase) {}
+
+  CUTLASS_DEVICE int index() const { return index_; }
+  CUTLASS_DEVICE uint32_t phase() const { return phase_; }
+  CUTLASS_DEVICE void operator++() {
+    if (++index_ == kStages) index_ = 0, phase_ ^= 1;
+  }
+  CUTLASS_DEVICE void advance(uint32_t stages) {
+    uint32_t const at = index_ + stages;
+    phase_ ^= at / kStages % 2;
+    index_ = static_cast<int>(at % kStages);
+  }
+
+ private:
+  int index_ = 0;
+  uint32_t phase_;
+};
 
 // Called by a whole warpgroup that has read a stage: arrives at the stage's empty barrier in every CTA that multicasts
 // into it, those of this CTA's row and column of the cluster. Each thread arrives at one CTA at most.

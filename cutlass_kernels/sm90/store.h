@@ -4,9 +4,9 @@
 #include <cstring>
 
 #include "cute/arch/copy_sm90_tma.hpp"
-#include "cute/tensor.hpp"
 #include "cutlass/arch/barrier.h"
 #include "cutlass/numeric_conversion.h"
+#include "cutlass_kernels/sm90/accumulators.h"
 #include "cutlass_kernels/sm90/ragged.h"
 
 namespace jax_streamk::sm90 {
@@ -30,13 +30,12 @@ class BoxStore {
                 kTileM % (kRows * kWarpgroups) == 0);
 
  public:
+  using Accumulators = sm90::Accumulators<kMmas, kTileN>;
   struct alignas(1024) TensorStorage {
     char boxes[kWarpgroups][kStages][kBoxBytes];
   };
 
-  // (m, n, k, batch) is the kernel's own shape.
-  template <class ProblemShape>
-  static CUresult set_up(cute::TmaDescriptor& map, ProblemShape const& shape, GemmProblem const& p, void const* d) {
+  static CUresult set_up(cute::TmaDescriptor& map, OwnShape const& shape, GemmProblem const& p, void const* d) {
     auto const [m, n, k, batch] = shape;
     if constexpr (kRun) return RowRun::encode<Element>(map, d, m, p.d.ld, kRowBytes / kSize, kColumns, kRowBytes);
     return encode_tensor_map<Element>(map, d, kSwap ? m : n, kSwap ? n : m, batch, p.d.ld, p.d.batch_stride,
@@ -64,10 +63,9 @@ class BoxStore {
   }
 
   // Converts and stores accumulators begin ... end - 1, which must be whole boxes.
-  template <class TileCoordinate, class Accumulators>
-  CUTLASS_DEVICE void store_converted(TileCoordinate const& tile, Accumulators const& accumulators, int begin = 0,
+  template <class Tile>
+  CUTLASS_DEVICE void store_converted(Tile const& tile, Accumulators const& accumulators, int begin = 0,
                                       int end = kValues) {
-    static_assert(cute::size(Accumulators{}) == kValues && cute::size<0>(Accumulators{}) == kTileN / 2);
 #pragma unroll
     for (int box = begin / kValuesPerBox; box < (kWholeBoxes ? end / kValuesPerBox : kBoxes); ++box)
       store_box(tile, accumulators, box);
@@ -95,11 +93,11 @@ class BoxStore {
 
  protected:
   static constexpr bool kWholeBoxes = kTileN % kColumns == 0;
-  static constexpr int kValues = kMmas * kTileN / 2, kValuesPerBox = kColumns / 2;  // accumulators of a thread
+  static constexpr int kValues = Accumulators::kValues, kValuesPerBox = kColumns / 2;  // of a thread
 
  private:
-  template <class TileCoordinate, class Accumulators>
-  CUTLASS_DEVICE void store_box(TileCoordinate const& tile, Accumulators const& accumulators, int box) {
+  template <class Tile>
+  CUTLASS_DEVICE void store_box(Tile const& tile, Accumulators const& accumulators, int box) {
     if (box >= kStages && !spread_) wait_for_boxes<kStages - 1>();
     fill(accumulators, box);
     cute::tma_store_fence();
@@ -107,24 +105,23 @@ class BoxStore {
     // A warp issues a TMA store once. Electing a thread would move its operands out of uniform registers.
     if (thread_ / 32 % 4 != 0) return;
     int const warpgroup = thread_ / kWarpgroup, mma = box / kBoxesPerMma;
-    int32_t const m = cute::get<0>(tile) * kTileM + (mma * kWarpgroups + warpgroup) * kRows;
-    int32_t const n = cute::get<1>(tile) * kTileN + first_column(box);
+    int32_t const m = tile.m * kTileM + (mma * kWarpgroups + warpgroup) * kRows;
+    int32_t const n = tile.n * kTileN + first_column(box);
     if constexpr (kRun) {
 #pragma unroll
       for (int part = 0; part < kParts; ++part)
-        cute::get<4>(tile).store(map_, boxes_ + box_offset(box) + part * (kBoxBytes / kParts),
-                                 m + part * (kRows / kParts), first_column(box));
+        tile.run.store(map_, boxes_ + box_offset(box) + part * (kBoxBytes / kParts), m + part * (kRows / kParts),
+                       first_column(box));
       return cute::tma_store_arrive();
     }
 #pragma unroll
     for (int part = 0; part < kParts; ++part)
       cute::SM90_TMA_STORE_3D::copy(&map_, boxes_ + box_offset(box) + part * (kBoxBytes / kParts),
-                                    kSwap ? m + part * (kRows / kParts) : n, kSwap ? n : m, cute::get<3>(tile));
+                                    kSwap ? m + part * (kRows / kParts) : n, kSwap ? n : m, tile.batch);
     cute::tma_store_arrive();
   }
 
   // Writes a box's accumulators to shared memory. The swizzle turns steps within a row into XORs.
-  template <class Accumulators>
   CUTLASS_DEVICE void fill(Accumulators const& accumulators, int box) {
     uint32_t at = at_ + box_offset(box);
     if (kBoxes > 2) asm volatile("" : "+r"(at));  // opaque, or all boxes' addresses would be in registers
@@ -137,7 +134,6 @@ class BoxStore {
   }
 
   // stmatrix stores two blocks of 8 columns, transposed with swap_ab. Only with swap_ab may a last block be alone.
-  template <class Accumulators>
   CUTLASS_DEVICE void fill_16_bit(Accumulators const& accumulators, int begin, uint32_t at) {
 #pragma unroll
     for (int block = 0; block < kColumns / 8; block += 2) {
@@ -169,7 +165,6 @@ class BoxStore {
     }
   }
 
-  template <class Accumulators>
   CUTLASS_DEVICE void fill_32_bit(Accumulators const& accumulators, int begin, uint32_t at) {
 #pragma unroll
     for (int i = 0; i < kValuesPerBox; i += 2) {

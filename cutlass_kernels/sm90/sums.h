@@ -5,9 +5,6 @@
 // and drain(stage) to wait for them.
 #pragma once
 
-#include <utility>
-
-#include "cute/tensor.hpp"
 #include "cutlass/cutlass.h"
 
 namespace jax_streamk::sm90 {
@@ -36,19 +33,19 @@ struct PromotedSums {
   template <class Accumulators>
   class Of {
    public:
-    CUTLASS_DEVICE Of() { cute::clear(sums_); }
+    CUTLASS_DEVICE Of() { sums_.clear(); }
 
     CUTLASS_DEVICE void add(Accumulators const& accumulators) {
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < cute::size(sums_); ++i) sums_(i) += accumulators(i);
+      for (int i = 0; i < Accumulators::kValues; ++i) sums_(i) += accumulators(i);
     }
     CUTLASS_DEVICE void add_to(Accumulators& accumulators) const {
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < cute::size(sums_); ++i) accumulators(i) += sums_(i);
+      for (int i = 0; i < Accumulators::kValues; ++i) accumulators(i) += sums_(i);
     }
 
    private:
-    decltype(cute::make_fragment_like(std::declval<Accumulators const&>())) sums_;
+    Accumulators sums_;
   };
 
   template <class Accumulators, class Run, class Drain>

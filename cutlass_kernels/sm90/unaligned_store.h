@@ -3,7 +3,6 @@
 
 #include <type_traits>
 
-#include "cute/tensor.hpp"
 #include "cutlass/numeric_conversion.h"
 #include "cutlass_kernels/epilogue/epilogue.cuh"
 
@@ -21,13 +20,13 @@ struct StoreParams : EpilogueParams<float, Element> {
 
 // D = epilogue(accumulators). A warp moves accumulators through kBytes of its own shared memory, a patch at a time (16
 // rows x kBlocks * 8 columns of the kernel's result), and stores them along rows of D. For the arguments see Biases.
-template <bool kSwap, int kBytes, class Element, class Accumulators, class Coordinates>
+template <bool kSwap, int kBytes, class Element, class Accumulators, class Places>
 CUTLASS_DEVICE void store_unaligned(StoreParams<Element> const& params, int64_t batch, int32_t m, int32_t n,
-                                    Coordinates const& coordinates, Accumulators const& accumulators, float* shared) {
+                                    Places const& places, Accumulators const& accumulators, float* shared) {
   constexpr int kBlocks = kBytes >= 2048 ? 4 : kBytes >= 1024 ? 2 : 1;
   static_assert(kBytes >= 512);
   constexpr int kRows = kSwap ? 8 * kBlocks : 16, kColumns = kSwap ? 16 : 8 * kBlocks;  // of D in a patch
-  constexpr int kValues = cute::size(Accumulators{}), kValuesPerMma = cute::size<0>(Accumulators{});
+  constexpr int kValues = Accumulators::kValues, kValuesPerMma = Accumulators::kValuesPerMma;
   int lane = threadIdx.x % 32;
   asm volatile("" : "+r"(lane));  // opaque, or addresses would be computed before the main loop and stay in registers
   // The index of an element of the patch, swizzled to avoid bank conflicts.
@@ -35,8 +34,7 @@ CUTLASS_DEVICE void store_unaligned(StoreParams<Element> const& params, int64_t 
     constexpr int kPeriod = kSwap ? 2 : 4 / kBlocks;
     return shared + row * kColumns + (column ^ row / kPeriod % (kColumns / 8) * 8);
   };
-  auto const first = coordinates(0);
-  int32_t const first_m = cute::get<0>(first) - lane / 4, first_n = cute::get<1>(first) - lane % 4 * 2;
+  int32_t const first_m = places.m - lane / 4, first_n = places.n - lane % 4 * 2;
   int32_t const rows = kSwap ? n : m, columns = kSwap ? m : n;
   auto const fill = [&](int begin, int blocks) CUTLASS_LAMBDA_FUNC_INLINE {
     __syncwarp();
@@ -57,8 +55,8 @@ CUTLASS_DEVICE void store_unaligned(StoreParams<Element> const& params, int64_t 
       for (int block = 0; block < kValuesPerMma / 4; block += kBlocks) {
         int const begin = mma + block * 4, blocks = cute::min(kBlocks, kValuesPerMma / 4 - block);
         fill(begin, blocks);
-        int32_t const begin_m = first_m + static_cast<int32_t>(cute::get<0>(coordinates.layout()(begin)));
-        int32_t const begin_n = first_n + static_cast<int32_t>(cute::get<1>(coordinates.layout()(begin)));
+        int32_t const begin_m = first_m + Places::along_m(begin);
+        int32_t const begin_n = first_n + Places::along_n(begin);
         write(kSwap ? begin_n : begin_m, kSwap ? begin_m : begin_n, blocks);
       }
     }
@@ -99,9 +97,9 @@ CUTLASS_DEVICE void store_unaligned(StoreParams<Element> const& params, int64_t 
   if (params.plain) {
     // As wide as the alignment of all rows allows.
     int64_t const strides = params.ldd | params.batch_stride_d | columns;
-    if (sizeof(Element) == 2 && strides % 4 == 0) return store_converted(cute::Int<4>{});
-    if (strides % 2 == 0) return store_converted(cute::Int<2>{});
-    return store_converted(cute::Int<1>{});
+    if (sizeof(Element) == 2 && strides % 4 == 0) return store_converted(std::integral_constant<int, 4>());
+    if (strides % 2 == 0) return store_converted(std::integral_constant<int, 2>());
+    return store_converted(std::integral_constant<int, 1>());
   }
 
   // With an epilogue: element by element, few rows at once, because the code of activations is long.

@@ -1,6 +1,5 @@
 // Which warps of a CTA load, multiply and store, and when: one warp produces stages of operands by TMA, one to three
-// warpgroups consume them; in some kernels two warps copy or transpose B in between. Each role is a file of roles/;
-// CUTLASS's collectives do the work, under our own tile scheduler.
+// warpgroups consume them; in some kernels two warps copy or transpose B in between. Each role is a file of roles/.
 //
 // A short product mostly waits for its first load, and every instruction and parameter needed before that load comes
 // from memory too. So two warps initialize the barriers while another finds out what to load; all else comes later.
@@ -9,7 +8,6 @@
 #include <cstddef>
 
 #include "cute/arch/cluster_sm90.hpp"
-#include "cute/tensor.hpp"
 #include "cutlass/arch/barrier.h"
 #include "cutlass/arch/reg_reconfig.h"
 #include "cutlass_kernels/core/dependent_launch.cuh"
@@ -24,10 +22,10 @@ struct GemmKernel {
   static constexpr bool kPingpong = kWarpSchedule == WarpSchedule::kPingpong,
                         kSingle = kWarpSchedule == WarpSchedule::kSingle;
   static constexpr int kStages = Mainloop::kStages;
-  using TiledMma = typename Mainloop::TiledMma;
+  using Accumulators = typename Mainloop::Accumulators;
   using TileShape = typename Mainloop::TileShape;
   static constexpr int kWarpgroup = cutlass::NumThreadsPerWarpGroup;
-  static constexpr int kConsumers = kSingle ? 1 : kPingpong ? 2 : cute::size(TiledMma{}) / kWarpgroup;
+  static constexpr int kConsumers = kSingle ? 1 : kPingpong ? 2 : Mainloop::kWarpgroups;
   static constexpr int kConsumersPerTile = kPingpong ? 1 : kConsumers;
   static constexpr bool kDecodes = Mainloop::OperandA::kDecodes;
   static constexpr int kThreads = kSingle ? kWarpgroup + 32 : kWarpgroup * (1 + kConsumers + kDecodes),
@@ -47,7 +45,7 @@ struct GemmKernel {
     bool gathers;                               // whether one that can gather rows of B does so
     Loads loads;
     typename Scheduler::Params scheduler;
-    cute::Shape<int, int, int, int> shape;  // m, n, k, batch of the kernel's own result
+    OwnShape shape;
     typename Mainloop::Params mainloop;
     typename Epilogue::Params epilogue;
   };
@@ -126,8 +124,7 @@ struct GemmKernel {
   static constexpr int kProducer = kSingle ? 4 : 0, kInitializers = kSingle ? 0 : 2, kPrefetcher = kSingle ? 4 : 1;
 
   // Accumulator registers of a consumer thread.
-  static constexpr int kAccumulators =
-      cute::size<0>(TileShape{}) * cute::size<1>(TileShape{}) / (kWarpgroup * kConsumersPerTile);
+  static constexpr int kAccumulators = Accumulators::kValues;
 
   // Whether consumers need more registers than the launch gives every thread. setmaxnreg takes time, so it is used only
   // if ptxas would spill without it.
@@ -207,12 +204,11 @@ struct GemmKernel {
 
   // The first wgmma of a tile ignores its accumulators, so declaring them as written saves zeroing them. With more than
   // kMostUnset of them ptxas would spill.
-  static constexpr int kRows = cute::size<0>(TileShape{}) / kConsumersPerTile;
+  static constexpr int kRows = TileShape::kM / kConsumersPerTile;
   static constexpr int kMostUnset = kConsumers == 3 ? 0 : kRows == 64 ? 112 : 96;
-  template <class Accumulators>
   static CUTLASS_DEVICE void leave_unset(Accumulators& accumulators) {
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < cute::size(accumulators); ++i) asm volatile("" : "=f"(accumulators(i)));
+    for (int i = 0; i < kAccumulators; ++i) asm volatile("" : "=f"(accumulators(i)));
   }
 
   // A consumer's first tile, found with as few parameters as possible.

@@ -1,8 +1,9 @@
 // A through registers: wgmma reads TF32 from shared memory only if it is K-major, so threads load an M-major A.
 #pragma once
 
-#include "cute/tensor.hpp"
+#include "cutlass_kernels/sm90/operands/stage_layout.h"
 #include "cutlass_kernels/sm90/stages.h"
+#include "cutlass_kernels/sm90/wgmma.h"
 
 namespace jax_streamk::sm90 {
 
@@ -28,14 +29,12 @@ class RegisterLoader {
   }
 
   // The fragment that is `offset` bytes after the first.
-  template <class Fragment>
-  CUTLASS_DEVICE void load(Fragment&& a, int offset) const {
-    auto words = cute::recast<uint32_t>(a);
+  CUTLASS_DEVICE void load(uint32_t (&words)[4], int offset) const {
     uint32_t x[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x[i]) : "r"(from_[i] + offset));
 #pragma unroll
-    for (int i = 0; i < 4; ++i) words(i) = odd_ ? x[i ^ 2] : x[i];
+    for (int i = 0; i < 4; ++i) words[i] = odd_ ? x[i ^ 2] : x[i];
   }
 
  private:
@@ -48,48 +47,48 @@ template <class Mainloop, class Accumulators>
 CUTLASS_DEVICE int multiply_from_registers(FullBarrier* full, EmptyBarrier* empty, typename Mainloop::Stage& stage,
                                            Accumulators& accumulators, int32_t count, int warpgroup,
                                            typename Mainloop::TensorStorage& storage) {
-  using namespace cute;
-  constexpr int kWarpgroup = cutlass::NumThreadsPerWarpGroup;
-  using TileShape = typename Mainloop::TileShape;
-  using Loader = RegisterLoader<size<2>(TileShape{})>;
-  typename Mainloop::TiledMma mma;
-  constexpr int kWarpgroups = size(mma) / kWarpgroup;
-  constexpr int k64RowsBytes = 2 * Loader::kBlocks * Loader::kBlockBytes,
-                kStageBytes = size<0>(TileShape{}) / 32 * Loader::kBlocks * Loader::kBlockBytes;
-  int const part_index = kWarpgroups == 1 ? 0 : warpgroup;
-  Loader const loader(reinterpret_cast<char const*>(storage.smem_A.data()) + part_index * k64RowsBytes);
-  auto const part = mma.get_slice(part_index * kWarpgroup);
-  auto a = part.partition_fragment_A(
-      make_tensor(make_smem_ptr(storage.smem_A.data()), typename Mainloop::SmemLayoutA{})(_, _, Int<0>{}));
-  auto const b = part.make_fragment_B(
-      part.partition_B(make_tensor(make_smem_ptr(storage.smem_B.data()), typename Mainloop::GmmaSmemLayoutB{})));
-  mma.accumulate_ = GMMA::ScaleOut::Zero;
+  using Layout = typename Mainloop::Layout;
+  using Loader = RegisterLoader<Layout::kTileK>;
+  using B = OperandTile<typename Layout::ElementB, Layout::kLaidOutN, Layout::kTileK, true>;  // once it is transposed
+  constexpr int kWarpgroups = Mainloop::kWarpgroups, kMmas = Accumulators::kMmas, kSteps = Layout::kTileK / 8;
+  constexpr int k64RowsBytes = 2 * Loader::kBlocks * Loader::kBlockBytes;
+  static_assert(Layout::A::kRowBytes == 128 && Layout::A::kBoxElements * 4 == Loader::kBlocks * Loader::kBlockBytes);
+  Loader const loader(reinterpret_cast<char const*>(storage.a) + (kWarpgroups == 1 ? 0 : warpgroup * k64RowsBytes));
+  uint32_t const b = B::low_word(cute::cast_smem_ptr_to_uint(storage.b));
+  uint32_t words[kSteps][kMmas][4];
+  int32_t accumulate = 0;
   int unreleased = -1;
   // Double-buffered registers: one half of a stage is loaded while the other half is multiplied.
-  constexpr int kHalf = size<2>(a) / 2;
+  constexpr int kHalf = kSteps / 2;
   CUTLASS_PRAGMA_NO_UNROLL
   for (; count > 0; --count, ++stage) {
     int const s = stage.index();
     full[s].wait(stage.phase());
+    uint32_t const b_of_stage = b + s * (B::kBytes / 16);
     CUTLASS_PRAGMA_UNROLL
     for (int half = 0; half < 2; ++half) {
-      warpgroup_wait<1>();
+      wait_for_wgmma<1>();
       if (half == 1 && unreleased >= 0) Mainloop::release(empty[unreleased]);
       CUTLASS_PRAGMA_UNROLL
       for (int k = half * kHalf; k < (half + 1) * kHalf; ++k) {
         CUTLASS_PRAGMA_UNROLL
-        for (int m = 0; m < size<1>(a); ++m)
-          loader.load(a(_, m, k), s * kStageBytes + m * kWarpgroups * k64RowsBytes + k * Loader::kBlockBytes);
+        for (int mma = 0; mma < kMmas; ++mma)
+          loader.load(words[k][mma],
+                      s * Layout::A::kBytes + mma * kWarpgroups * k64RowsBytes + k * Loader::kBlockBytes);
       }
-      warpgroup_fence_operand(accumulators);
-      warpgroup_arrive();
+      fence(accumulators);
+      arrive_at_wgmma();
       CUTLASS_PRAGMA_UNROLL
       for (int k = half * kHalf; k < (half + 1) * kHalf; ++k) {
-        cute::gemm(mma, a(_, _, k), b(_, _, k, s), accumulators);
-        mma.accumulate_ = GMMA::ScaleOut::One;
+        CUTLASS_PRAGMA_UNROLL
+        for (int mma = 0; mma < kMmas; ++mma)
+          WgmmaInstruction<Layout::kTileN>::from_registers(accumulators.values + mma * Accumulators::kValuesPerMma,
+                                                           words[k][mma], B::descriptor(b_of_stage, B::step_offset(k)),
+                                                           accumulate);
+        accumulate = 1;
       }
-      warpgroup_commit_batch();
-      warpgroup_fence_operand(accumulators);
+      commit_wgmma();
+      fence(accumulators);
     }
     unreleased = s;
   }

@@ -8,16 +8,15 @@ namespace jax_streamk::sm90 {
 
 template <class Stage>
 struct GatheredB : TileB<Stage, true> {
-  using Base = typename Stage::Base;
-  static constexpr int kTileN = Stage::kTileN, kTileK = Stage::kTileK, kRowBytes = Stage::kRowBytes,
-                       kRowElements = Stage::kRowElements;
+  static constexpr int kTileN = Stage::kTileN, kTileK = Stage::kTileK, kRowBytes = Stage::B::kRowBytes,
+                       kRowElements = Stage::B::kRowElements;
   static constexpr bool kGathers = true;
   // They copy 8 rows of 128 bytes at once, a warp 4 of these.
   static constexpr int kThreads = 64, kRowsAtOnce = kThreads * 16 / kRowBytes;
   static_assert(!Stage::kBIsNMajor && sizeof(typename Stage::ElementB) == 2 && Stage::kLaidOutN == kTileN &&
                 Stage::kClusterM * Stage::kClusterN == 1 && kRowsAtOnce == 8 && kTileN % kRowsAtOnce == 0);
 
-  struct Params {
+  struct Params : TileB<Stage, true>::Params {
     char const* rows;
     int32_t const* indices;
     uint32_t row_pieces;  // 16-byte pieces from a row to the next
@@ -25,12 +24,12 @@ struct GatheredB : TileB<Stage, true> {
   };
 
   template <class AllParams>
-  static CUresult set_up(AllParams& params, MainloopArguments<Base> const& x) {
-    params.rows = reinterpret_cast<char const*>(x.ptr_B), params.indices = x.indices;
-    params.row_pieces = static_cast<uint32_t>(cute::get<0>(x.dB) * sizeof(typename Stage::ElementB) / 16);
+  static CUresult set_up(AllParams& params, MainloopArguments const& x) {
+    params.rows = static_cast<char const*>(x.b.data), params.indices = x.indices;
+    params.row_pieces = static_cast<uint32_t>(x.b.ld * sizeof(typename Stage::ElementB) / 16);
     params.k = x.k;
     params.last_row = x.n - 1, params.last_index = x.columns - 1;
-    return CUDA_SUCCESS;
+    return TileB<Stage, true>::set_up(params, x);
   }
 
   // A tile's indices: those of a warp's rows, 32 in each register.
@@ -59,15 +58,9 @@ struct GatheredB : TileB<Stage, true> {
   static CUTLASS_DEVICE void gather(Params const& params, Tile const& tile, bool is_outside, Indices const& indices,
                                     FullBarrier* full, EmptyBarrier* empty, StageState& stage,
                                     typename Stage::Storage& storage, NearTheEnd const& near_the_end) {
-    using namespace cute;
-    // Boxes of 64 columns along K, each the 128-byte swizzle in atoms of 8 rows, one atom after the other.
-    using Layout = decltype(as_position_independent_swizzle_layout(typename Base::SmemLayoutB{}));
-    constexpr int kBoxes = kTileK / kRowElements, kBoxElements = kTileN * kRowElements;
-    static_assert(kBoxes * kRowElements == kTileK && Layout{}(_0{}, _8{}, _0{}) == 8 &&
-                  Layout{}(_1{}, _0{}, _0{}) == 64 + 8 && Layout{}(_3{}, Int<16>{}, _0{}) == 3 * 64 + (2 ^ 3) * 8 &&
-                  Layout{}(_8{}, _0{}, _0{}) == 8 * 64 && Layout{}(_0{}, _0{}, _1{}) == kBoxes * kBoxElements);
-    static_assert(kBoxes == 1 ||
-                  Layout{}(_1{}, Int<kTileK - kRowElements>{}, _0{}) == (kBoxes - 1) * kBoxElements + 64 + 8);
+    // Boxes of 64 columns along K; the swizzle puts 16-byte piece p of row r at p ^ r % 8.
+    constexpr int kBoxes = Stage::B::kBoxes, kBoxElements = Stage::B::kBoxElements;
+    static_assert(kRowBytes == 128);
     constexpr int kTurns = kTileN / kRowsAtOnce, kTurnsOf32 = 32 / kRowsAtOnce;
     int const lane = threadIdx.x % 32, row = threadIdx.x % kThreads / 8, piece = lane % 8;
     uint32_t pieces[kTurns];
@@ -77,7 +70,7 @@ struct GatheredB : TileB<Stage, true> {
       pieces[i] = static_cast<uint32_t>(min(max(index, 0), params.last_row)) * params.row_pieces + piece;
     }
     char const* from = params.rows;
-    uint32_t const to = cast_smem_ptr_to_uint(storage.smem_B.data()) + row * kRowBytes + (piece ^ row) * 16;
+    uint32_t const to = cute::cast_smem_ptr_to_uint(storage.b) + row * kRowBytes + (piece ^ row) * 16;
     int32_t k_left = is_outside ? 0 : params.k - piece * 8, left = tile.k_count;
     CUTLASS_PRAGMA_NO_UNROLL
     do {

@@ -11,8 +11,7 @@ namespace jax_streamk::sm90 {
 template <class Stage>
 struct JoinedA : LoadedA<Stage> {
   using Element = typename Stage::ElementA;
-  using Arguments = MainloopArguments<typename Stage::Base>;
-  static constexpr int kTileM = Stage::kTileM, kTileK = Stage::kTileK, kRowElements = Stage::kRowElements;
+  static constexpr int kTileM = Stage::kTileM, kTileK = Stage::kTileK, kRowElements = Stage::A::kRowElements;
 
   struct Params {
     cute::TmaDescriptor matrices[3];
@@ -20,11 +19,11 @@ struct JoinedA : LoadedA<Stage> {
   };
 
   template <class AllParams>
-  static CUresult set_up(AllParams& params, Arguments const& x) {
+  static CUresult set_up(AllParams& params, MainloopArguments const& x) {
     int32_t const third = x.third_row != 0 ? x.third_row : x.m;
     params.second_tile = x.second_row / kTileM, params.third_tile = (third + kTileM - 1) / kTileM;
     int32_t const ends[] = {x.second_row, third, x.m};
-    void const* const matrices[] = {x.ptr_A, x.up, x.third};
+    void const* const matrices[] = {x.a.data, x.up, x.third};
     for (int i = 0; i < (x.third_row != 0 ? 3 : 2); ++i) {
       CUresult const result = encode(params.matrices[i], matrices[i], ends[i] - (i > 0 ? ends[i - 1] : 0), x);
       if (result != CUDA_SUCCESS) return result;
@@ -37,45 +36,39 @@ struct JoinedA : LoadedA<Stage> {
     cute::prefetch_tma_descriptor(&params.matrices[1]);
   }
 
-  template <class AllParams, class ProblemShape, class Tile, class Place>
-  static CUTLASS_DEVICE auto loader(AllParams const& params, ProblemShape const&, Tile const& tile, Place const&,
+  template <class AllParams, class Tile, class Place>
+  static CUTLASS_DEVICE auto loader(AllParams const& params, Tile const& tile, Place const&,
                                     typename Stage::Storage& storage) {
-    return [&](uint64_t& barrier, cute::TMA::CacheHintSm90 hint, int32_t k_tile, int stage) CUTLASS_LAMBDA_FUNC_INLINE {
-      load(params, barrier, hint, tile, k_tile * kTileK, storage.smem_A.data() + stage * kTileM * kTileK);
+    return [&](uint64_t& barrier, uint64_t hint, int32_t k_tile, int stage) CUTLASS_LAMBDA_FUNC_INLINE {
+      load(params, barrier, hint, tile, k_tile * kTileK, storage.a + stage * kTileM * kTileK);
     };
   }
 
  private:
-  static CUresult encode(cute::TmaDescriptor& map, void const* a, int64_t rows, Arguments const& x) {
-    auto const [along_m, along_k, batch_stride] = x.dA;
+  static CUresult encode(cute::TmaDescriptor& map, void const* a, int64_t rows, MainloopArguments const& x) {
     if constexpr (Stage::kAIsMMajor) {
-      return encode_tensor_map<Element>(map, a, rows, x.k, 1, rows, rows * x.k, kRowElements, kTileK, Stage::kRowBytes);
+      return encode_tensor_map<Element>(map, a, rows, x.k, 1, rows, rows * x.k, kRowElements, kTileK,
+                                        Stage::A::kRowBytes);
     } else {
-      return encode_tensor_map<Element>(map, a, x.k, rows, 1, along_m, rows * along_m, kRowElements, kTileM,
-                                        Stage::kRowBytes);
+      return encode_tensor_map<Element>(map, a, x.k, rows, 1, x.a.ld, rows * x.a.ld, kRowElements, kTileM,
+                                        Stage::A::kRowBytes);
     }
   }
 
   template <class AllParams, class Tile, class To>
-  static CUTLASS_DEVICE void load(AllParams const& params, uint64_t& barrier, cute::TMA::CacheHintSm90 hint,
-                                  Tile const& tile, int32_t k, To* to) {
-    using namespace cute;
-    using Layout = typename Stage::Base::SmemLayoutA;
-    static_assert(!Stage::kAIsMMajor || kTileM == kRowElements ||
-                  Layout{}(Int<kTileM - kRowElements>{}, _0{}, _0{}) == (kTileM - kRowElements) * kTileK);
-    static_assert(Stage::kAIsMMajor || kTileK == kRowElements ||
-                  Layout{}(_0{}, Int<kTileK - kRowElements>{}, _0{}) == (kTileK - kRowElements) * kTileM);
+  static CUTLASS_DEVICE void load(AllParams const& params, uint64_t& barrier, uint64_t hint, Tile const& tile,
+                                  int32_t k, To* to) {
     bool const second = tile.m >= params.second_tile, third = tile.m >= params.third_tile;
-    TmaDescriptor const* const map = &params.matrices[second + third];
+    cute::TmaDescriptor const* const map = &params.matrices[second + third];
     int32_t const m = (tile.m - (third ? params.third_tile : second ? params.second_tile : 0)) * kTileM;
     if constexpr (Stage::kAIsMMajor) {
       CUTLASS_PRAGMA_UNROLL
       for (int at = 0; at < kTileM; at += kRowElements)
-        SM90_TMA_LOAD_3D::copy(map, &barrier, static_cast<uint64_t>(hint), to + at * kTileK, m + at, k, 0);
+        cute::SM90_TMA_LOAD_3D::copy(map, &barrier, hint, to + at * kTileK, m + at, k, 0);
     } else {
       CUTLASS_PRAGMA_UNROLL
       for (int at = 0; at < kTileK; at += kRowElements)
-        SM90_TMA_LOAD_3D::copy(map, &barrier, static_cast<uint64_t>(hint), to + at * kTileM, k + at, m, 0);
+        cute::SM90_TMA_LOAD_3D::copy(map, &barrier, hint, to + at * kTileM, k + at, m, 0);
     }
   }
 };

@@ -13,7 +13,6 @@ namespace jax_streamk::sm90 {
 template <class Stage, class T, Type kType>
 struct NumbersA {
   using Decoder = scaled::DecoderOf<T, kType>;
-  using Base = typename Stage::Base;
   static constexpr bool kDecodes = true, kAlongM = Stage::kAIsMMajor,
                         kHasZeros = kType == Type::kS4 || kType == Type::kS8;
   static constexpr int kTileM = Stage::kTileM, kTileK = Stage::kTileK, kThreads = 128, kBits = Stage::kNumberBits;
@@ -22,7 +21,7 @@ struct NumbersA {
   static constexpr int kPieceBytes = kBits, kPiecesOfRow = kRowBytes / kPieceBytes,
                        kPieces = kTileM * kTileK / 8 / kThreads,  // of a thread
       kAtOnce = 4;                                                // pieces between two rounds of stores
-  static_assert(kTileM == 128 && kTileK == 64 && cute::size<1>(typename Base::DispatchPolicy::ClusterShape{}) == 1);
+  static_assert(kTileM == 128 && kTileK == 64 && Stage::kClusterN == 1);
 
   struct Params {
     cute::TmaDescriptor codes;
@@ -31,29 +30,26 @@ struct NumbersA {
   };
 
   template <class AllParams>
-  static CUresult set_up(AllParams& params, MainloopArguments<Base> const& x) {
-    auto const [along_m, along_k, batch_stride] = x.dA;
+  static CUresult set_up(AllParams& params, MainloopArguments const& x) {
     params.blocks = scaled::blocks_of(x.problem, x.buffers, Decoder::flip_of(!x.is_unsigned));
     params.extent_m = x.m, params.extent_k = x.k;
-    int64_t const ld = kAlongM ? int64_t{along_k} : int64_t{along_m};
-    return encode_tensor_map<uint8_t>(params.codes, x.ptr_A, int64_t{kAlongM ? x.m : x.k} * kBits / 8,
-                                      kAlongM ? x.k : x.m, x.batch, ld * kBits / 8, batch_stride * kBits / 8, kRowBytes,
-                                      kAlongM ? kTileK : kTileM, kRowBytes);
+    return encode_tensor_map<uint8_t>(params.codes, x.a.data, int64_t{kAlongM ? x.m : x.k} * kBits / 8,
+                                      kAlongM ? x.k : x.m, x.batch, x.a.ld * kBits / 8, x.a.batch_stride * kBits / 8,
+                                      kRowBytes, kAlongM ? kTileK : kTileM, kRowBytes);
   }
   template <class AllParams>
   static CUTLASS_DEVICE void prefetch(AllParams const& params) {
     cute::prefetch_tma_descriptor(&params.codes);
   }
 
-  template <class AllParams, class ProblemShape, class Tile, class Place>
-  static CUTLASS_DEVICE auto loader(AllParams const& params, ProblemShape const&, Tile const& tile, Place const&,
+  template <class AllParams, class Tile, class Place>
+  static CUTLASS_DEVICE auto loader(AllParams const& params, Tile const& tile, Place const&,
                                     typename Stage::Storage& storage) {
     return [&params, &storage, m = tile.m * kTileM, batch = tile.batch](
-               uint64_t& barrier, cute::TMA::CacheHintSm90 hint, int32_t k_tile, int stage) CUTLASS_LAMBDA_FUNC_INLINE {
+               uint64_t& barrier, uint64_t hint, int32_t k_tile, int stage) CUTLASS_LAMBDA_FUNC_INLINE {
       int32_t const k = k_tile * kTileK;
-      cute::SM90_TMA_LOAD_3D::copy(&params.codes, &barrier, static_cast<uint64_t>(hint),
-                                   storage.numbers + stage * kLoadedBytes, (kAlongM ? m : k) * kBits / 8,
-                                   kAlongM ? k : m, batch);
+      cute::SM90_TMA_LOAD_3D::copy(&params.codes, &barrier, hint, storage.numbers + stage * kLoadedBytes,
+                                   (kAlongM ? m : k) * kBits / 8, kAlongM ? k : m, batch);
     };
   }
 
@@ -158,21 +154,15 @@ struct NumbersA {
   static CUTLASS_DEVICE void decode(Params const& params, Tile const& tile, int32_t end, FullBarrier* full,
                                     FullBarrier* decoded, StageState& stage, typename Stage::Storage& storage,
                                     Tables& tables, uint32_t barrier) {
-    using namespace cute;
     // Rows of 128 bytes along M or along K, the 16-byte piece p of row r at p ^ r % 8. Of an M-major A, columns 64 to
-    // 127 are a block of their own.
-    using To = decltype(as_position_independent_swizzle_layout(typename Base::SmemLayoutA{}));
-    constexpr int kOfRow = 64, kBlockElements = kOfRow * kTileK;
-    static_assert(kAlongM ? To{}(_8{}, _1{}, _0{}) == kOfRow && To{}(_0{}, _9{}, _0{}) == 9 * kOfRow + 8 &&
-                                To{}(Int<64>{}, _0{}, _0{}) == kBlockElements
-                          : To{}(_1{}, _8{}, _0{}) == kOfRow && To{}(Int<9>{}, _0{}, _0{}) == 9 * kOfRow + 8);
-    static_assert(To{}(_0{}, _0{}, _1{}) == kTileM * kTileK);
+    // 127 are a box of their own.
+    static_assert(Stage::A::kRowBytes == 128);
     int const own = thread(), row = own / kPiecesOfRow, piece = own % kPiecesOfRow;
     constexpr int kRowStep = kThreads / kPiecesOfRow;  // rows from a piece of a thread to its next
     static_assert(kRowStep % 8 == 0);
     uint32_t const at = own * kPieceBytes,
-                   from = cast_smem_ptr_to_uint(storage.numbers) + (at ^ ((at >> 3) & (kRowBytes - 16))),
-                   to = cast_smem_ptr_to_uint(storage.smem_A.data()) + piece / 8 * (kBlockElements * 2) + row * 128 +
+                   from = cute::cast_smem_ptr_to_uint(storage.numbers) + (at ^ ((at >> 3) & (kRowBytes - 16))),
+                   to = cute::cast_smem_ptr_to_uint(storage.a) + piece / 8 * (Stage::A::kBoxElements * 2) + row * 128 +
                         (piece % 8 ^ row % 8) * 16;
     // Blocks that are shorter than the tile: log2 of how many pieces along K share one.
     int32_t const shift = params.blocks.block_k == 16 ? 1 : params.blocks.block_k == 32 ? 2 : 3;
@@ -232,7 +222,7 @@ struct NumbersA {
       }
       cutlass::arch::fence_view_async_shared();
       __syncwarp();
-      if (elect_one_sync()) decoded[s].arrive();
+      if (cute::elect_one_sync()) decoded[s].arrive();
     }
   }
 

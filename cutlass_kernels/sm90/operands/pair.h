@@ -13,16 +13,16 @@ template <class Stage>
 struct PairA : LoadedA<Stage> {
   using Element = typename Stage::ElementA;
   static constexpr int kTileM = Stage::kTileM, kTileK = Stage::kTileK, kHalfM = kTileM / 2,
-                       kRowElements = Stage::kRowElements;
-  static_assert(kHalfM == Stage::kRowBytes / sizeof(Element) && (Stage::kAIsMMajor || kTileK % kRowElements == 0));
+                       kRowElements = Stage::A::kRowElements;
+  static_assert(!Stage::kAIsMMajor || kHalfM == kRowElements);
 
   struct Params {
     cute::TmaDescriptor gate, up;
   };
 
   template <class AllParams>
-  static CUresult set_up(AllParams& params, MainloopArguments<typename Stage::Base> const& x) {
-    if (CUresult const result = encode(params.gate, x, x.ptr_A); result != CUDA_SUCCESS) return result;
+  static CUresult set_up(AllParams& params, MainloopArguments const& x) {
+    if (CUresult const result = encode(params.gate, x, x.a.data); result != CUDA_SUCCESS) return result;
     return encode(params.up, x, x.up);
   }
   template <class AllParams>
@@ -31,45 +31,35 @@ struct PairA : LoadedA<Stage> {
     cute::prefetch_tma_descriptor(&params.up);
   }
 
-  template <class AllParams, class ProblemShape, class Tile, class Place>
-  static CUTLASS_DEVICE auto loader(AllParams const& params, ProblemShape const&, Tile const& tile, Place const&,
+  template <class AllParams, class Tile, class Place>
+  static CUTLASS_DEVICE auto loader(AllParams const& params, Tile const& tile, Place const&,
                                     typename Stage::Storage& storage) {
-    return [&](uint64_t& barrier, cute::TMA::CacheHintSm90 hint, int32_t k_tile, int stage) CUTLASS_LAMBDA_FUNC_INLINE {
-      load(params, barrier, hint, tile, k_tile * kTileK, storage.smem_A.data() + stage * kTileM * kTileK);
+    return [&](uint64_t& barrier, uint64_t hint, int32_t k_tile, int stage) CUTLASS_LAMBDA_FUNC_INLINE {
+      load(params, barrier, hint, tile, k_tile * kTileK, storage.a + stage * kTileM * kTileK);
     };
   }
 
  private:
-  static CUresult encode(cute::TmaDescriptor& map, MainloopArguments<typename Stage::Base> const& x, void const* a) {
-    auto const [along_m, along_k, batch_stride] = x.dA;
-    if constexpr (Stage::kAIsMMajor) {
-      return encode_tensor_map<Element>(map, a, x.m, x.k, x.batch, along_k, batch_stride, kHalfM, kTileK,
-                                        Stage::kRowBytes);
-    } else {
-      return encode_tensor_map<Element>(map, a, x.k, x.m, x.batch, along_m, batch_stride, kRowElements, kHalfM,
-                                        Stage::kRowBytes);
-    }
+  static CUresult encode(cute::TmaDescriptor& map, MainloopArguments const& x, void const* a) {
+    constexpr bool kAlongM = Stage::kAIsMMajor;
+    return encode_tensor_map<Element>(map, a, kAlongM ? x.m : x.k, kAlongM ? x.k : x.m, x.batch, x.a.ld,
+                                      x.a.batch_stride, kRowElements, kAlongM ? kTileK : kHalfM, Stage::A::kRowBytes);
   }
 
   template <class AllParams, class Tile, class To>
-  static CUTLASS_DEVICE void load(AllParams const& params, uint64_t& barrier, cute::TMA::CacheHintSm90 hint,
-                                  Tile const& tile, int32_t k, To* to) {
-    using namespace cute;
-    using Layout = typename Stage::Base::SmemLayoutA;
-    static_assert(Layout{}(Int<kHalfM>{}, _0{}, _0{}) == kHalfM * (Stage::kAIsMMajor ? kTileK : kRowElements) &&
-                  Layout{}(_0{}, _0{}, _1{}) == kTileM * kTileK);
+  static CUTLASS_DEVICE void load(AllParams const& params, uint64_t& barrier, uint64_t hint, Tile const& tile,
+                                  int32_t k, To* to) {
     int32_t const m = tile.m * kHalfM;
     CUTLASS_PRAGMA_UNROLL
     for (int half = 0; half < 2; ++half) {
-      TmaDescriptor const* const map = half == 0 ? &params.gate : &params.up;
+      cute::TmaDescriptor const* const map = half == 0 ? &params.gate : &params.up;
       if constexpr (Stage::kAIsMMajor) {
-        SM90_TMA_LOAD_3D::copy(map, &barrier, static_cast<uint64_t>(hint), to + half * kHalfM * kTileK, m, k,
-                               tile.batch);
+        cute::SM90_TMA_LOAD_3D::copy(map, &barrier, hint, to + half * kHalfM * kTileK, m, k, tile.batch);
       } else {
         CUTLASS_PRAGMA_UNROLL
         for (int at = 0; at < kTileK; at += kRowElements)
-          SM90_TMA_LOAD_3D::copy(map, &barrier, static_cast<uint64_t>(hint),
-                                 to + at * kTileM + half * kHalfM * kRowElements, k + at, m, tile.batch);
+          cute::SM90_TMA_LOAD_3D::copy(map, &barrier, hint, to + at * kTileM + half * kHalfM * kRowElements, k + at, m,
+                                       tile.batch);
       }
     }
   }

@@ -8,69 +8,60 @@ namespace jax_streamk::sm90 {
 
 // Rows of the run of K, kTile elements of each from the tile-th on. Boxes are as in an M-major or N-major tile.
 template <class Stage, int kTile, class Element>
-CUTLASS_DEVICE void load_run(cute::TmaDescriptor const& map, uint64_t& barrier, cute::TMA::CacheHintSm90 hint,
-                             RowRun const& run, int32_t tile, int32_t k_tile, Element* to, int stage) {
+CUTLASS_DEVICE void load_run(cute::TmaDescriptor const& map, uint64_t& barrier, uint64_t hint, RowRun const& run,
+                             int32_t tile, int32_t k_tile, Element* to, int stage) {
   static_assert(Stage::kAIsMMajor && Stage::kBIsNMajor && Stage::kClusterM * Stage::kClusterN == 1 &&
-                kTile % Stage::kRowElements == 0);
+                kTile % Stage::B::kRowElements == 0);
   CUTLASS_PRAGMA_UNROLL
-  for (int at = 0; at < kTile; at += Stage::kRowElements)
-    run.load(map, barrier, static_cast<uint64_t>(hint), to + (stage * kTile + at) * Stage::kTileK, tile * kTile + at,
-             k_tile * Stage::kTileK);
+  for (int at = 0; at < kTile; at += Stage::B::kRowElements)
+    run.load(map, barrier, hint, to + (stage * kTile + at) * Stage::kTileK, tile * kTile + at, k_tile * Stage::kTileK);
 }
-template <class Stage, class Layout>
-constexpr bool kHasBoxesOfRows =
-    Layout{}(cute::Int<Stage::kRowElements>{}, cute::_0{}, cute::_0{}) == Stage::kRowElements * Stage::kTileK;
 
 template <class Stage>
 struct RunA : LoadedA<Stage> {
-  static_assert(kHasBoxesOfRows<Stage, typename Stage::Base::SmemLayoutA>);
   struct Params {
     cute::TmaDescriptor run_a;
   };
 
   template <class AllParams>
-  static CUresult set_up(AllParams& params, MainloopArguments<typename Stage::Base> const& x) {
-    return RowRun::encode<typename Stage::ElementA>(params.run_a, x.ptr_A, x.m, cute::get<1>(x.dA), Stage::kRowElements,
-                                                    Stage::kTileK, Stage::kRowBytes);
+  static CUresult set_up(AllParams& params, MainloopArguments const& x) {
+    return RowRun::encode<typename Stage::ElementA>(params.run_a, x.a.data, x.m, x.a.ld, Stage::B::kRowElements,
+                                                    Stage::kTileK, Stage::B::kRowBytes);
   }
   template <class AllParams>
   static CUTLASS_DEVICE void prefetch(AllParams const& params) {
     cute::prefetch_tma_descriptor(&params.run_a);
   }
-  template <class AllParams, class ProblemShape, class Tile, class Place>
-  static CUTLASS_DEVICE auto loader(AllParams const& params, ProblemShape const&, Tile const& tile, Place const&,
+  template <class AllParams, class Tile, class Place>
+  static CUTLASS_DEVICE auto loader(AllParams const& params, Tile const& tile, Place const&,
                                     typename Stage::Storage& storage) {
-    return [&](uint64_t& barrier, cute::TMA::CacheHintSm90 hint, int32_t k_tile, int stage) CUTLASS_LAMBDA_FUNC_INLINE {
-      load_run<Stage, Stage::kTileM>(params.run_a, barrier, hint, RowRun(tile.run), tile.m, k_tile,
-                                     storage.smem_A.data(), stage);
+    return [&](uint64_t& barrier, uint64_t hint, int32_t k_tile, int stage) CUTLASS_LAMBDA_FUNC_INLINE {
+      load_run<Stage, Stage::kTileM>(params.run_a, barrier, hint, RowRun(tile.run), tile.m, k_tile, storage.a, stage);
     };
   }
 };
 
 template <class Stage>
 struct RunB {
-  static_assert(kHasBoxesOfRows<Stage, typename Stage::Base::SmemLayoutB>);
   static constexpr bool kGathers = false, kTransposes = false;
-  struct FirstParams {};
   struct Params {
     cute::TmaDescriptor run_b;
   };
 
   template <class AllParams>
-  static CUresult set_up(AllParams& params, MainloopArguments<typename Stage::Base> const& x) {
-    return RowRun::encode<typename Stage::ElementB>(params.run_b, x.ptr_B, x.n, cute::get<1>(x.dB), Stage::kRowElements,
-                                                    Stage::kTileK, Stage::kRowBytes);
+  static CUresult set_up(AllParams& params, MainloopArguments const& x) {
+    return RowRun::encode<typename Stage::ElementB>(params.run_b, x.b.data, x.n, x.b.ld, Stage::B::kRowElements,
+                                                    Stage::kTileK, Stage::B::kRowBytes);
   }
   template <class AllParams>
   static CUTLASS_DEVICE void prefetch(AllParams const& params) {
     cute::prefetch_tma_descriptor(&params.run_b);
   }
-  template <class AllParams, class ProblemShape, class Tile, class Place>
-  static CUTLASS_DEVICE auto loader(AllParams const& params, ProblemShape const&, Tile const& tile, Place const&,
+  template <class AllParams, class Tile, class Place>
+  static CUTLASS_DEVICE auto loader(AllParams const& params, Tile const& tile, Place const&,
                                     typename Stage::Storage& storage) {
-    return [&](uint64_t& barrier, cute::TMA::CacheHintSm90 hint, int32_t k_tile, int stage) CUTLASS_LAMBDA_FUNC_INLINE {
-      load_run<Stage, Stage::kTileN>(params.run_b, barrier, hint, RowRun(tile.run), tile.n, k_tile,
-                                     storage.smem_B.data(), stage);
+    return [&](uint64_t& barrier, uint64_t hint, int32_t k_tile, int stage) CUTLASS_LAMBDA_FUNC_INLINE {
+      load_run<Stage, Stage::kTileN>(params.run_b, barrier, hint, RowRun(tile.run), tile.n, k_tile, storage.b, stage);
     };
   }
 };

@@ -4,7 +4,7 @@
 // its rows from each of two matrices, `JoinedA` for rows of the one of several matrices that has them, `RunA` and
 // `RunB` for a run of K, `GatheredB` for rows that lie anywhere, `TransposedB` for a B that threads transpose. Each has
 //
-//   Params       what it adds to the kernel's parameters (FirstParams: before those of A)
+//   Params       what it adds to the kernel's parameters
 //   set_up()     fills these in, on the host
 //   prefetch()   prefetches its tensor maps
 //   loader()     for a tile, a function that loads a k-tile into a stage
@@ -13,34 +13,86 @@
 // kernel.cuh that chooses it, a word of table.txt.
 #pragma once
 
-#include "cute/tensor.hpp"
+#include <algorithm>
+#include <type_traits>
+
+#include "cute/arch/cluster_sm90.hpp"
+#include "cute/arch/copy_sm90_desc.hpp"
+#include "cutlass/cutlass.h"
+#include "cutlass/numeric_types.h"
+#include "cutlass_kernels/launch/cuda_kernel.h"
+#include "cutlass_kernels/sm90/extents.h"
 #include "cutlass_kernels/sm90/stages.h"
 
 namespace jax_streamk::sm90 {
 
-// What all of them know of a stage. Base is CUTLASS's collective of a tile with as many or more columns than Shape's,
-// because CUTLASS lacks a good layout for some widths; only Shape's columns are loaded and multiplied.
-// kNumberBits_: of a number of A where a stage also has room for numbers that are decoded, else 0.
-template <class Base_, class Shape_, int kNumberBits_ = 0>
+// A tile of an operand in a stage: kExtent along m or n, kTileK along k, kAlongK if its rows in memory lie along k. In
+// shared memory it is boxes, each as TMA writes them: rows of kRowBytes under the swizzle of that width, of
+// kRowElements along the rows in memory and all of the tile the other way.
+template <class Element_, int kExtent, int kTileK, bool kAlongK_>
+struct OperandTile {
+  using Element = Element_;
+  static constexpr int kSize = sizeof(Element);
+  static constexpr bool kAlongK = kAlongK_;
+  static constexpr int kAlongRows = kAlongK ? kTileK : kExtent, kRows = kAlongK ? kExtent : kTileK;
+  static constexpr int kRowBytes = kAlongRows * kSize % 128 == 0  ? 128
+                                   : kAlongRows * kSize % 64 == 0 ? 64
+                                                                  : 32,
+                       kRowElements = kRowBytes / kSize;
+  static constexpr int kBoxes = kAlongRows / kRowElements, kBoxElements = kRows * kRowElements,
+                       kElements = kBoxes * kBoxElements, kBytes = kElements * kSize;
+  static_assert(kAlongRows % kRowElements == 0 && kBytes % 1024 == 0);
+
+  // What wgmma needs to know of 64 rows of A, or all columns of B, and 32 bytes of k (PTX: matrix descriptors). The
+  // low word has the address, in units of 16 bytes, and how far boxes are apart; the high one how far 8 rows are, and
+  // the swizzle.
+  static CUTLASS_DEVICE uint32_t low_word(uint32_t address) {
+    return address >> 4 | (kAlongK ? 1u : kBoxElements * kSize / 16u) << 16;
+  }
+  static constexpr uint32_t kHighWord = 8 * kRowBytes / 16 | (kRowBytes == 128 ? 1u : kRowBytes == 64 ? 2u : 3u) << 30;
+  static CUTLASS_DEVICE uint64_t descriptor(uint32_t low_word, int offset) {
+    uint64_t result;
+    asm("mov.b64 %0, {%1, %2};" : "=l"(result) : "r"(low_word + offset), "n"(kHighWord));
+    return result;
+  }
+
+  // How far, in units of 16 bytes, the step-th 32 bytes of k are from the first, and the block-th 64 rows.
+  static constexpr int step_offset(int step) {
+    return (kAlongK ? step * 32 / kRowBytes * kBoxElements * kSize + step * 32 % kRowBytes
+                    : step * (32 / kSize) * kRowBytes) /
+           16;
+  }
+  static constexpr int block_offset(int block) {
+    return (kAlongK ? block * 64 * kRowBytes : block * 64 / kRowElements * kBoxElements * kSize) / 16;
+  }
+};
+
+// What all ways to load know of a stage. An N-major B has room for whole rows of 128 bytes, of which only kTileN
+// columns are loaded and multiplied. kNumberBits_: of a number of A where a stage also has room for numbers that are
+// decoded, else 0.
+template <class ElementA_, bool kAAlongK, class ElementB_, bool kBAlongK, class TileShape_, class ClusterShape,
+          int kLaidOutN_, int kStages_, int kNumberBits_ = 0>
 struct StageLayout {
-  using Base = Base_;
-  using TileShape = Shape_;
-  using ElementA = typename Base::InternalElementA;
-  using ElementB = typename Base::InternalElementB;
-  static constexpr int kStages = Base::DispatchPolicy::Stages, kNumberBits = kNumberBits_;
-  static constexpr int kTileM = cute::size<0>(TileShape{}), kTileN = cute::size<1>(TileShape{}),
-                       kTileK = cute::size<2>(TileShape{}), kLaidOutN = cute::size<1>(typename Base::TileShape{});
-  static constexpr int kClusterM = cute::size<0>(typename Base::DispatchPolicy::ClusterShape{});
-  static constexpr int kClusterN = cute::size<1>(typename Base::DispatchPolicy::ClusterShape{});
-  static constexpr bool kAIsMMajor = cute::is_static<cute::tuple_element_t<0, typename Base::StrideA>>::value,
-                        kBIsNMajor = cute::is_static<cute::tuple_element_t<0, typename Base::StrideB>>::value;
-  static constexpr int kRowBytes = 128, kRowElements = kRowBytes / sizeof(ElementB);  // rows in shared memory
-  static constexpr int kBytesA = kTileM * kTileK * sizeof(ElementA), kBytesB = kTileN * kTileK * sizeof(ElementB),
-                       kBytesOfNumbers = kTileM * kTileK * kNumberBits / 8;  // of a stage
-  struct WithNumbers : Base::TensorStorage {
+  using TileShape = TileShape_;
+  static constexpr int kTileM = TileShape::kM, kTileN = TileShape::kN, kTileK = TileShape::kK, kLaidOutN = kLaidOutN_,
+                       kClusterM = ClusterShape::kM, kClusterN = ClusterShape::kN;
+  using A = OperandTile<ElementA_, kTileM, kTileK, kAAlongK>;
+  using B = OperandTile<ElementB_, kLaidOutN, kTileK, kBAlongK>;
+  using ElementA = ElementA_;
+  using ElementB = ElementB_;
+  static constexpr int kStages = kStages_, kNumberBits = kNumberBits_;
+  static constexpr bool kAIsMMajor = !kAAlongK, kBIsNMajor = !kBAlongK;
+  static constexpr int kBytesA = A::kBytes,
+                       kBytesB = kTileN * kTileK * sizeof(ElementB),  // that are loaded
+      kBytesOfNumbers = kTileM * kTileK * kNumberBits / 8;
+  struct Operands {
+    alignas(1024) ElementA a[kStages * A::kElements];
+    alignas(1024) ElementB b[kStages * B::kElements];
+  };
+  struct WithNumbers : Operands {
     alignas(1024) uint8_t numbers[kStages * kBytesOfNumbers + (kNumberBits == 0)];
   };
-  using Storage = std::conditional_t<(kNumberBits > 0), WithNumbers, typename Base::TensorStorage>;
+  using Storage = std::conditional_t<(kNumberBits > 0), WithNumbers, Operands>;
 };
 
 // A that TMA loads as wgmma reads it.
@@ -50,9 +102,13 @@ struct LoadedA {
   static constexpr int kLoadedBytes = Stage::kBytesA;  // of a stage
 };
 
-// What the host knows of A and B of a launch, besides what CUTLASS asks for.
-template <class Base>
-struct MainloopArguments : Base::Arguments {
+// What the host knows of A and B of a launch.
+struct MainloopArguments {
+  struct Matrices {
+    void const* data;
+    int64_t ld, batch_stride;  // in elements
+  };
+  Matrices a, b;                  // the kernel's own
   int32_t m, n;                   // of the result
   int32_t k, batch;               // extents of A and B in memory, not those of a slice
   void const* up;                 // the second A of a gated or joined product

@@ -57,19 +57,15 @@ struct TransposedB : TileB<Stage> {
   static constexpr int kTileN = Stage::kTileN, kTileK = Stage::kTileK, kBlock = BlockTransposer::kBlock;
   static_assert(Stage::kBIsNMajor && kTileK == kBlock && kTileN % (kWarps * kBlock) == 0 && Stage::kLaidOutN == kTileN);
 
+  using Transposed = OperandTile<typename Stage::ElementB, kTileN, kTileK, true>;  // what wgmma reads
+
   // Called by kWarps warps, for the same tiles as the producer's: transposes B in `count` stages as TMA has filled
   // them.
   template <class StageState>
   static CUTLASS_DEVICE void transpose(FullBarrier* full, FullBarrier* transposed, StageState& stage, int32_t count,
                                        int warp, Transposer const& transposer, typename Stage::Storage& storage) {
-    using namespace cute;
-    using From = decltype(as_position_independent_swizzle_layout(typename Stage::Base::SmemLayoutB{}));
-    using To = decltype(as_position_independent_swizzle_layout(typename Stage::Base::GmmaSmemLayoutB{}));
-    static_assert(From{}(_0{}, _1{}, _0{}) == kBlock + 4 && To{}(_1{}, _0{}, _0{}) == kBlock + 4 &&
-                  From{}(Int<kTileN - kBlock>{}, _8{}, _0{}) == (kTileN - kBlock + 8) * kBlock &&
-                  To{}(Int<kTileN - kBlock + 8>{}, _0{}, _0{}) == (kTileN - kBlock + 8) * kBlock &&
-                  From{}(_0{}, _0{}, _1{}) == kTileN * kTileK && To{}(_0{}, _0{}, _1{}) == kTileN * kTileK);
-    uint32_t const b = cast_smem_ptr_to_uint(storage.smem_B.data());
+    static_assert(Stage::B::kRowElements == kBlock && Transposed::kRowElements == kBlock);
+    uint32_t const b = cute::cast_smem_ptr_to_uint(storage.b);
     CUTLASS_PRAGMA_NO_UNROLL
     for (; count > 0; --count, ++stage) {
       int const s = stage.index();
@@ -79,7 +75,7 @@ struct TransposedB : TileB<Stage> {
         transposer.transpose(b + s * Stage::kBytesB + (i + warp) * BlockTransposer::kBlockBytes);
       cutlass::arch::fence_view_async_shared();
       __syncwarp();
-      if (elect_one_sync()) transposed[s].arrive();
+      if (cute::elect_one_sync()) transposed[s].arrive();
     }
   }
 };

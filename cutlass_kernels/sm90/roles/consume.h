@@ -22,8 +22,7 @@ CUTLASS_DEVICE void GemmKernel<Mainloop, Epilogue, Scheduler, kWarpSchedule>::co
   // consumer then finds the epilogue in the instruction cache.
   bool const warms_up = kPingpong && !tile.is_valid();
   if (warms_up && scheduler.is_idle()) return;
-  if (warms_up) tile.m = kRowOutside / static_cast<int32_t>(cute::size<0>(TileShape{}));
-  TiledMma tiled_mma;
+  if (warms_up) tile.m = kRowOutside / TileShape::kM;
   Epilogue epilogue(params.epilogue, shared.epilogue, thread, kStored + (kPingpong ? 0 : warpgroup));
   // Ends a tile's store. Returns whether this warpgroup is done.
   auto const end_store = [&] {
@@ -32,15 +31,18 @@ CUTLASS_DEVICE void GemmKernel<Mainloop, Epilogue, Scheduler, kWarpSchedule>::co
     return tile.last || warms_up;
   };
   while (warms_up || tile.is_valid()) {
-    auto accumulators = cute::partition_fragment_C(tiled_mma, cute::take<0, 2>(TileShape{}));
-    if constexpr (kAccumulators <= kMostUnset || kRagged) leave_unset(accumulators);
+    Accumulators accumulators;
+    if constexpr (kAccumulators <= kMostUnset || kRagged) {
+      leave_unset(accumulators);
+    } else {
+      accumulators.clear();
+    }
     auto const at = Scheduler::coordinate(tile);
     bool const is_zero = scheduler.is_outside(tile);
-    auto biases = epilogue.template biases<decltype(accumulators)>(params.has_early_bias && !is_zero, params.shape, at,
-                                                                   tiled_mma);
+    auto biases = epilogue.biases(params.has_early_bias && !is_zero, params.shape, at);
 
     if (kPingpong && tile.ordinal > 0) wait_for_turn(kMultiplies + warpgroup);
-    typename Mainloop::Sums::template Of<decltype(accumulators)> sums;
+    typename Mainloop::Sums::template Of<Accumulators> sums;
     int const unreleased =
         Mainloop::multiply(filled(shared), shared.empty, stage, accumulators, sums, params.promotes, tile.k_count,
                            Scheduler::columns(tile), gathers(params), warpgroup, shared.mainloop);
@@ -61,7 +63,7 @@ CUTLASS_DEVICE void GemmKernel<Mainloop, Epilogue, Scheduler, kWarpSchedule>::co
     if (kPingpong && kAccumulators < 192 && tile.ordinal == 0 && tile.last) epilogue.spread(shared.mainloop);
     if (!kHasStraightStore || !(params.straight || is_zero) || scheduler.is_part(tile)) {
       if (scheduler.fixup(TileThreads<kConsumersPerTile>(kPingpong ? 0 : warpgroup), tile, accumulators))
-        epilogue.store(params.shape, at, biases, accumulators, tiled_mma);
+        epilogue.store(params.shape, at, biases, accumulators);
       if (end_store()) return;
     } else {
       // The common case is last, so that its code follows the main loop in line. Hence end_store() twice.

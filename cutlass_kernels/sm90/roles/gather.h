@@ -1,6 +1,7 @@
 // Warps 2 and 3 of a product that gathers rows of B: they load these for the producer's tiles.
 #pragma once
 
+#include "cute/arch/copy_sm80.hpp"
 #include "cutlass_kernels/sm90/warp_roles.h"
 
 namespace jax_streamk::sm90 {
@@ -14,7 +15,7 @@ CUTLASS_DEVICE void GemmKernel<Mainloop, Epilogue, Scheduler, kWarpSchedule>::ga
   if (!tile.is_valid()) return;
   wait_for_primary();
   auto indices = OperandB::indices_of(params.mainloop, tile);
-  Stage stage(0, 1, 0);  // all stages are empty
+  Stage stage(1);  // all stages are empty
   do {
     auto next = tile;
     auto next_indices = indices;

@@ -23,7 +23,7 @@ CUTLASS_DEVICE void GemmKernel<Mainloop, Epilogue, Scheduler, kWarpSchedule>::pr
     return;
   }
   Scheduler const scheduler(params.scheduler, shared.table);
-  Stage stage(0, 1, 0);  // all stages are empty
+  Stage stage(1);  // all stages are empty
   auto tile = [&] {
     if constexpr (kWhole && Scheduler::kHasList) return scheduler.listed();
     return scheduler.template tile<kWhole>(0);
@@ -42,8 +42,8 @@ CUTLASS_DEVICE void GemmKernel<Mainloop, Epilogue, Scheduler, kWarpSchedule>::pr
 #ifdef JAX_STREAMK_RECORD
     record_work(tile.m, tile.n, tile.batch, tile.k_begin, tile.k_begin + tile.k_count);
 #endif
-    Mainloop::load(params.mainloop, params.loads, params.shape, tile, held_back, gathers(params), shared.full,
-                   shared.empty, stage, shared.mainloop, [&] {
+    Mainloop::load(params.mainloop, params.loads, tile, held_back, gathers(params), shared.full, shared.empty, stage,
+                   shared.mainloop, [&] {
                      if constexpr (kRagged) shared.table.is_wanted.arrive();
                    });
     tile = scheduler.template tile<kWhole>(tile.ordinal + 1);
@@ -65,7 +65,7 @@ CUTLASS_DEVICE void GemmKernel<Mainloop, Epilogue, Scheduler, kWarpSchedule>::pr
   wait_for_primary();
   Scheduler const scheduler(params.scheduler, shared.table);
   for (auto tile = scheduler.tile(0); tile.is_valid(); tile = scheduler.tile(tile.ordinal + 1))
-    Epilogue::prefetch(params.epilogue, params.shape, tile.m, tile.n, tile.batch);
+    Epilogue::prefetch(params.epilogue, params.shape, Scheduler::coordinate(tile));
 }
 
 }  // namespace jax_streamk::sm90
