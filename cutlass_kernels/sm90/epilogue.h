@@ -90,7 +90,9 @@ class CollectiveEpilogue : public BoxStore<Element, kSwap, kTileM, kTileN, kWarp
 
  private:
   CUTLASS_DEVICE auto places_of(TileAt const& tile) const {
-    return Places<Accumulators, kWarpgroups>(tile.m * kTileM, tile.n * kTileN, thread_);
+    int thread = thread_;
+    asm volatile("" : "+r"(thread));  // opaque, or places would be computed before the main loop and stay in registers
+    return Places<Accumulators, kWarpgroups>(tile.m * kTileM, tile.n * kTileN, thread);
   }
 
   Params const& params_;

@@ -90,7 +90,12 @@ def _measured(device, path, arguments, console, progress):
     """Records of fixed sets of problems, written to a file as they are measured."""
     before = fit.read(path) if arguments.resume and path.exists() else []
     done = {plans.key_of(record) for record in before}
-    asked = [*plans.beside_xla(), *(("", problem) for problem in plans.problems())]
+    # In turns, so that a limit of time shortens both.
+    sets = list(plans.beside_xla()), [("", problem) for problem in plans.problems()]
+    asked = [
+        each
+        for _, each in sorted(((i / len(of), each) for of in sets for i, each in enumerate(of)), key=lambda x: x[0])
+    ]
     left = [(rule, problem) for rule, problem in asked if plans.key_of(plans.record_of(problem, rule)) not in done]
     memory, started, records = Memory(device), time.monotonic(), list(before)
     with path.open("a" if before else "w", newline="") as file, progress:

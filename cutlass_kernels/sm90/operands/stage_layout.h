@@ -45,9 +45,9 @@ struct OperandTile {
 
   // What wgmma needs to know of 64 rows of A, or all columns of B, and 32 bytes of k (PTX: matrix descriptors). The
   // low word has the address, in units of 16 bytes, and how far boxes are apart; the high one how far 8 rows are, and
-  // the swizzle.
+  // the swizzle. In a cluster an address also tells the CTA, in bits that do not belong here.
   static CUTLASS_DEVICE uint32_t low_word(uint32_t address) {
-    return address >> 4 | (kAlongK ? 1u : kBoxElements * kSize / 16u) << 16;
+    return (address & 0x3ffff) >> 4 | (kAlongK ? 1u : kBoxElements * kSize / 16u) << 16;
   }
   static constexpr uint32_t kHighWord = 8 * kRowBytes / 16 | (kRowBytes == 128 ? 1u : kRowBytes == 64 ? 2u : 3u) << 30;
   static CUTLASS_DEVICE uint64_t descriptor(uint32_t low_word, int offset) {
