@@ -387,7 +387,7 @@ def test_as_by_jit(part):
                 if lowered(f) is not None:
                     if (why := difference(f)) is not None:
                         wrong.append(f"{form}: {why}")
-                elif f is values:
+                elif f is values and jax.default_backend() == "cpu":  # XLA has some for CPUs only
                     wrong.append(f"{name}: jit itself fails, give it other arguments in ARGUMENTS")
     assert not wrong, "\n".join(wrong)
 

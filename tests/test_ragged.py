@@ -884,6 +884,18 @@ def test_explicit_sharding_of_what_xla_computes_and_of_groups_of_k():
         sk.ragged_dot(divided, jax.device_put(v, jax.P(None, None, "x")), sizes)
 
 
+@pytest.mark.parametrize("form", ["in order", "by index"])
+def test_xlas_product_in_an_explicit_mesh_of_one_device(form):
+    x, v, _, _, sizes = (np.asarray(operand) for operand in divided_operands())
+    x, v = x.astype(np.complex64), v.astype(np.complex64)  # no kernel has this type
+    rows = {} if form == "in order" else dict(lhs_indices=jnp.arange(len(x)))
+    f = lambda x, v: sk.ragged_dot(x, v, sizes, **rows)
+    explicit = (jax.sharding.AxisType.Explicit,)
+    with jax.set_mesh(jax.make_mesh((1,), ("x",), axis_types=explicit, devices=jax.devices()[:1])):
+        assert_alike(jax.jit(f)(x, v).real, f(x, v).real)
+        assert jax.jit(jax.grad(lambda *xs: jnp.sum(f(*xs)).real, (0, 1)))(x, v)[1].shape == v.shape
+
+
 OF_PLACED = {
     "bias and silu": lambda x, v, s, to: sk.ragged_dot(x, v, s, bias=v.max(1), activation="silu", out_sharding=to),
     "gated": lambda x, v, s, to: sk.ragged_gated(x, v, v[::-1], s, out_sharding=to),

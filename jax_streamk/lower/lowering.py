@@ -1,5 +1,6 @@
 """Lowers products: to a custom call on one device, to a product that XLA partitions on several."""
 
+import contextlib
 import contextvars
 import dataclasses
 import functools
@@ -204,13 +205,13 @@ def _lower_to_xla(ctx, *operands, why, product, schedule, out_sharding):
         return _by_xla(ctx, *operands, product=product, out_sharding=out_sharding)
     result = ctx.avals_out[0]
     ctx = ctx.replace(avals_in=[compat.local_aval(aval) for aval in ctx.avals_in])
-    with partition.without_explicit_mesh():
-        (out,) = _by_xla(ctx, *operands, product=product)
+    (out,) = _by_xla(ctx, *operands, product=product)
     return [compat.with_sharding_of(ctx, out, result)]
 
 
 def _by_xla(ctx, *operands, product, out_sharding=None):
-    return _lower_function(functools.partial(product.by_xla, out_sharding=out_sharding), ctx, *operands)
+    with contextlib.nullcontext() if product.is_placed_by_xla else partition.without_explicit_mesh():
+        return _lower_function(functools.partial(product.by_xla, out_sharding=out_sharding), ctx, *operands)
 
 
 def _lower_fused(ctx, *operands, call_jaxpr, written):
