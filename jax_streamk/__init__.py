@@ -6,7 +6,7 @@ on CPU threads. ``plan`` tells which kernel and schedule it would run, and why.
 
 import typing
 
-from jax_streamk.checks import check_installation
+from jax_streamk.checks import check_installation, version
 
 if typing.TYPE_CHECKING:
     _ffi: typing.Any  # compiled, so that a clean checkout has none
@@ -35,7 +35,7 @@ from jax_streamk.schedules import Auto, DataParallel, PerPass, SplitK, StreamK
 from jax_streamk.show.explain import Explanation
 from jax_streamk.show.plot import plot_schedules
 from jax_streamk.tuning.tune import tuning
-from jax_streamk.tuning.tuned import use_tuned_plans, version
+from jax_streamk.tuning.tuned import use_tuned_plans
 
 __version__ = version()
 check_gpus()

@@ -1,13 +1,26 @@
 """Checks of the installation, and of arguments that several functions have in common."""
 
+import functools
+import importlib
+import importlib.metadata
 import importlib.util
 import operator
 import pathlib
 import sys
 
 import jax
+import jaxlib
 
 _OLDEST_JAX = "0.9.0"  # as in pyproject.toml
+
+
+@functools.cache
+def version():
+    """The package's version, or "unknown" if it is not installed."""
+    try:
+        return importlib.metadata.version("jax-streamk")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def check_installation():
@@ -24,6 +37,14 @@ def check_installation():
             "folder of a clone, it hides the installed package: start Python in another folder, run pytest instead of "
             "python -m pytest, or install with pip install -e ."
         )
+    try:
+        importlib.import_module("jax_streamk._ffi")
+    except ImportError as error:
+        where = f"Python {sys.version.split()[0]} and jaxlib {jaxlib.__version__}"
+        raise ImportError(
+            f"the compiled module of jax_streamk {version()} does not load with {where}: {error}. Install it anew: "
+            "pip install --force-reinstall --no-deps jax-streamk"
+        ) from None
 
 
 def check_static(name, value):

@@ -15,6 +15,7 @@ import types
 import warnings
 
 import jax
+import jaxlib
 import pytest
 
 from jax_streamk import Device, StreamK, _ffi, checks, compat, device, nvml, plan
@@ -354,6 +355,49 @@ def test_a_source_folder_says_that_it_hides_the_package(tmp_path):
     said = imported(only_paths + "sys.path.insert(0, ''); import jax_streamk", tmp_path)
     assert said.startswith(f"ImportError: {tmp_path / 'jax_streamk'} has no compiled module _ffi for Python 3.")
     assert "hides the installed package: start Python in another folder" in said
+
+
+def test_a_module_that_does_not_load_says_what_to_do(tmp_path):
+    package = pathlib.Path(checks.__file__).parent
+    shutil.copytree(package, tmp_path / "jax_streamk", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    (tmp_path / "jax_streamk" / "_ffi.abi3.so").write_bytes(b"cut off")
+    only_paths = "import sys; sys.meta_path[:] = [x for x in sys.meta_path if isinstance(x, type)]; "
+    said = imported(only_paths + "sys.path.insert(0, ''); import jax_streamk", tmp_path)
+    assert said.startswith("ImportError: the compiled module of jax_streamk ")
+    assert f"jaxlib {jaxlib.__version__}" in said and "pip install --force-reinstall --no-deps jax-streamk" in said
+
+
+def test_products_are_xlas_where_jaxlib_refuses_our_kernels(tmp_path):
+    """As it does if they were built for a newer one."""
+    program = """
+import warnings
+import jax, jax.numpy as jnp, numpy as np
+
+def refuse(*args, **kwargs):
+    raise RuntimeError("FFI API version 9.9 is not supported")
+
+jax.ffi.register_ffi_target = refuse
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    import jax_streamk as sk
+    x, y = np.ones((40, 64), np.float32), np.ones((64, 48), np.float32)
+    for f in (sk.matmul, sk.accelerate(jnp.matmul)):
+        assert (jax.jit(f)(x, y) == 64).all()
+    loss = lambda x, y: sk.linear(x, y, activation="silu").sum()
+    assert jax.jit(jax.grad(loss))(x, y).shape == x.shape
+    assert sk.ragged_dot(x, y[None], np.array([40])).shape == (40, 48)
+ours = [str(x.message) for x in told if "jax_streamk" in str(x.message)]
+assert len(ours) == 1 and "9.9 is not supported. All products are XLA's" in ours[0], ours
+assert sk.plan(x, y).kernel is None and "refuses the kernels" in sk.plan(x, y).reasons[0]
+try:
+    sk.matmul(x, y, schedule=sk.SplitK(2))
+except ValueError as error:
+    assert "refuses the kernels of jax_streamk" in str(error)
+else:
+    raise AssertionError
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
 
 
 class Nvml:

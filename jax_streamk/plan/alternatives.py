@@ -11,7 +11,7 @@ from typing import Any
 
 from jax_streamk import schedules, text
 from jax_streamk.machines import machine_of
-from jax_streamk.plan import cost_model, planner, problem
+from jax_streamk.plan import cost_model, custom_call, planner, problem
 from jax_streamk.plan.plan import Plan, unsupported
 from jax_streamk.tuning import tuned
 
@@ -71,6 +71,8 @@ def refuse_schedule(schedule, what, why):
 
 def _alone(product, types, schedule, device):
     try:
+        if custom_call.WHY_REFUSED is not None:
+            raise problem.Unsupported(custom_call.WHY_REFUSED)
         arrangement = product.arranged(types, device.platform)
     except problem.Unsupported as why:
         refuse_schedule(schedule, " this product", why)

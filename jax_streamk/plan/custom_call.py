@@ -1,10 +1,14 @@
 """The custom call that runs a plan: its name, its attributes, and what runs behind it."""
 
+import warnings
+
 import jax
 import jax.export
+import jaxlib
 import numpy as np
 
 from jax_streamk import _ffi
+from jax_streamk.checks import version
 
 _TARGETS = {"cpu": "jax_streamk_host_gemm", "cuda": "jax_streamk_cuda_gemm"}
 # jax.export refuses to serialize custom calls other than JAX's own unless told to.
@@ -42,4 +46,18 @@ def _register_handlers():
         jax.ffi.register_ffi_target(_TARGETS["cuda"], _ffi.cuda_handler(), platform="CUDA")
 
 
-_register_handlers()
+def _why_refused():
+    """Why this jaxlib has no handlers of ours; None if it has."""
+    try:
+        _register_handlers()
+    except Exception as error:  # its type is another one in each jaxlib
+        reason = str(error).split("\n")[0]
+        why = f"jaxlib {jaxlib.__version__} refuses the kernels of jax_streamk {version()}: {reason}"
+        warnings.warn(
+            f"{why}. All products are XLA's. Install a jax_streamk that was built for this jaxlib, or another jaxlib: "
+            "pip install -U jax-streamk jaxlib"
+        )
+        return why
+
+
+WHY_REFUSED = _why_refused()

@@ -9,6 +9,7 @@ examples:
 
 import csv
 import datetime
+import operator
 import pathlib
 import re
 import shlex
@@ -91,11 +92,9 @@ def _measured(device, path, arguments, console, progress):
     before = fit.read(path) if arguments.resume and path.exists() else []
     done = {plans.key_of(record) for record in before}
     # In turns, so that a limit of time shortens both.
-    sets = list(plans.beside_xla()), [("", problem) for problem in plans.problems()]
-    asked = [
-        each
-        for _, each in sorted(((i / len(of), each) for of in sets for i, each in enumerate(of)), key=lambda x: x[0])
-    ]
+    sets = plans.beside_xla(), [("", problem) for problem in plans.problems()]
+    turns = [(i / len(each), pair) for each in sets for i, pair in enumerate(each)]
+    asked = [pair for _, pair in sorted(turns, key=operator.itemgetter(0))]
     left = [(rule, problem) for rule, problem in asked if plans.key_of(plans.record_of(problem, rule)) not in done]
     memory, started, records = Memory(device), time.monotonic(), list(before)
     with path.open("a" if before else "w", newline="") as file, progress:

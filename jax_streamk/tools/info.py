@@ -17,7 +17,7 @@ import sys
 
 import jax
 
-from jax_streamk import _ffi
+from jax_streamk import _ffi, checks
 from jax_streamk.device import device_for_lowering, device_of, too_old
 from jax_streamk.tuning import tuned
 
@@ -63,7 +63,7 @@ def _versions():
     plugins = [
         name for name in map(_name, importlib.metadata.distributions()) if re.fullmatch(r"jax-cuda\d+-plugin", name)
     ]
-    versions = {"jax-streamk": tuned.version()}
+    versions = {"jax-streamk": checks.version()}
     versions |= {
         name: _attempt(importlib.metadata.version, name) for name in ("jax", "jaxlib", *sorted(plugins), "numpy")
     }

@@ -8,7 +8,6 @@ import enum
 import fcntl
 import functools
 import hashlib
-import importlib.metadata
 import itertools
 import json
 import math
@@ -24,6 +23,7 @@ import jaxlib
 import platformdirs
 
 from jax_streamk import _ffi, text
+from jax_streamk.checks import version
 from jax_streamk.plan.launch_policy import LaunchPolicy
 from jax_streamk.plan.problem import GemmProblem
 
@@ -131,15 +131,6 @@ AFTER_PRODUCT = " | "  # in the text of a fragment, which begins with that of it
 
 def _now():
     return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-
-
-@functools.cache
-def version():
-    """The package's version, or "unknown" if it is not installed."""
-    try:
-        return importlib.metadata.version("jax-streamk")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
 
 
 @functools.cache
