@@ -341,6 +341,17 @@ def imported(program, cwd):
     return done.stderr.splitlines()[-1]
 
 
+def imported_from(folder, module=None):
+    """What importing a copy of the source says, which has no compiled module or this one."""
+    package = pathlib.Path(checks.__file__).parent
+    shutil.copytree(package, folder / "jax_streamk", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    if module is not None:
+        (folder / "jax_streamk" / "_ffi.abi3.so").write_bytes(module)
+    # The finder of an editable install, an object among classes, comes before every folder.
+    only_paths = "import sys; sys.meta_path[:] = [x for x in sys.meta_path if isinstance(x, type)]; "
+    return imported(only_paths + "sys.path.insert(0, ''); import jax_streamk", folder)
+
+
 def test_an_old_jax_is_refused_at_import(tmp_path):
     program = "import jax; jax.__version__ = '0.8.3'; jax.__version_info__ = (0, 8, 3); import jax_streamk"
     said = imported(program, tmp_path)
@@ -348,21 +359,13 @@ def test_an_old_jax_is_refused_at_import(tmp_path):
 
 
 def test_a_source_folder_says_that_it_hides_the_package(tmp_path):
-    package = pathlib.Path(checks.__file__).parent
-    shutil.copytree(package, tmp_path / "jax_streamk", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    # The finder of an editable install, an object among classes, comes before every folder.
-    only_paths = "import sys; sys.meta_path[:] = [x for x in sys.meta_path if isinstance(x, type)]; "
-    said = imported(only_paths + "sys.path.insert(0, ''); import jax_streamk", tmp_path)
+    said = imported_from(tmp_path)
     assert said.startswith(f"ImportError: {tmp_path / 'jax_streamk'} has no compiled module _ffi for Python 3.")
     assert "hides the installed package: start Python in another folder" in said
 
 
 def test_a_module_that_does_not_load_says_what_to_do(tmp_path):
-    package = pathlib.Path(checks.__file__).parent
-    shutil.copytree(package, tmp_path / "jax_streamk", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    (tmp_path / "jax_streamk" / "_ffi.abi3.so").write_bytes(b"cut off")
-    only_paths = "import sys; sys.meta_path[:] = [x for x in sys.meta_path if isinstance(x, type)]; "
-    said = imported(only_paths + "sys.path.insert(0, ''); import jax_streamk", tmp_path)
+    said = imported_from(tmp_path, b"cut off")
     assert said.startswith("ImportError: the compiled module of jax_streamk ")
     assert f"jaxlib {jaxlib.__version__}" in said and "pip install --force-reinstall --no-deps jax-streamk" in said
 

@@ -64,7 +64,7 @@ def normal(letters, seed=0):
 
 
 def operands(name, division):
-    """Those of a product, of which the extent ``division`` is divided."""
+    """The operands of a product, divided along the extent ``division``."""
     put = lambda letters, seed: jax.device_put(
         normal(letters, seed), NamedSharding(MESH, P(*("x" if letter == division else None for letter in letters)))
     )
