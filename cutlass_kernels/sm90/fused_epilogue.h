@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cutlass_kernels/epilogue/epilogue.cuh"
+#include "cutlass_kernels/sm90/activated.h"
 #include "cutlass_kernels/sm90/epilogue_operands.h"
 
 namespace jax_streamk::sm90 {
@@ -28,11 +29,6 @@ CUTLASS_DEVICE void apply_epilogue(EpilogueParams<float, Element> const& params,
     int32_t const first_n = Places::along_n(begin);
     return kValues > 64 && tile_n + (of_one_mma ? first_n : 0) >= n;
   };
-  auto const each_pair = [&](int begin, int end, auto const& function) CUTLASS_LAMBDA_FUNC_INLINE {
-    if (outside(begin, end)) return;
-#pragma unroll
-    for (int i = begin; i < end; i += 2) function(i, i + 1);
-  };
 
   // First pass. The next turn's loads are issued once a turn has used its own.
   Residuals<kSwap, Element, Accumulators, kTurn> residuals;
@@ -50,8 +46,11 @@ CUTLASS_DEVICE void apply_epilogue(EpilogueParams<float, Element> const& params,
 #pragma unroll
     for (int begin = 0; begin < kValues; begin += kTurn) {
       if (has_residual) residuals.exchange(begin);
-      each_pair(begin, cute::min(begin + kTurn, kValues),
-                [&](int i, int j) CUTLASS_LAMBDA_FUNC_INLINE { add_operands(i), add_operands(j); });
+      int const end = cute::min(begin + kTurn, kValues);
+      if (!outside(begin, end)) {
+#pragma unroll
+        for (int i = begin; i < end; ++i) add_operands(i);
+      }
       if (begin + kTurn < kValues) load_operands(begin + kTurn);
     }
     bool const has_early_bias = Bias::kEarly && params.bias != nullptr;
@@ -59,28 +58,34 @@ CUTLASS_DEVICE void apply_epilogue(EpilogueParams<float, Element> const& params,
     alpha = 1;
   }
 
-  // Second pass. Each activation has one piece of code for the whole tile: every jump to cold instructions is a cache
-  // miss.
+  // Second pass.
   auto const with_early_bias = [&](int i) CUTLASS_LAMBDA_FUNC_INLINE {
     return alpha * accumulators(i) + (Bias::kEarly ? biases.of(i) : 0);
   };
   constexpr int kStep = kValues >= 160 ? 4 : cute::min(kTurn / 2, 16);  // activations also need registers
-  constexpr bool kSharesReciprocal = kValues < 128;                     // and so does sharing a reciprocal
-  with_activation<kSharesReciprocal>(params.activation, [&](auto const& function) CUTLASS_LAMBDA_FUNC_INLINE {
-    auto const activate_pair = [&](int i, int j) CUTLASS_LAMBDA_FUNC_INLINE {
-      float x = with_early_bias(i), y = with_early_bias(j);
-      activate_two(function, x, y);
-      accumulators(i) = x, accumulators(j) = y;
-    };
+  auto const finish = [&](auto const& activate) CUTLASS_LAMBDA_FUNC_INLINE {
 #pragma unroll
     for (int first = 0; first < kValues; first += kAtOnce) {
       int const last = cute::min(first + kAtOnce, kValues);
 #pragma unroll
-      for (int begin = first; begin < last; begin += kStep)
-        each_pair(begin, cute::min(begin + kStep, last), activate_pair);
+      for (int begin = first; begin < last; begin += kStep) {
+        int const end = cute::min(begin + kStep, last);
+        if (outside(begin, end)) continue;
+#pragma unroll
+        for (int i = begin; i < end; i += 4) {
+          float4 const x = activate(
+              make_float4(with_early_bias(i), with_early_bias(i + 1), with_early_bias(i + 2), with_early_bias(i + 3)));
+          accumulators(i) = x.x, accumulators(i + 1) = x.y, accumulators(i + 2) = x.z, accumulators(i + 3) = x.w;
+        }
+      }
       store_some(first, last);
     }
-  });
+  };
+  if (params.activation == Activation::kNone) {
+    finish([](float4 x) CUTLASS_LAMBDA_FUNC_INLINE { return x; });
+  } else {
+    finish([&](float4 x) CUTLASS_LAMBDA_FUNC_INLINE { return activated(params.activation, x); });
+  }
 }
 
 }  // namespace jax_streamk::sm90

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cutlass_kernels/core/dependent_launch.cuh"
+#include "cutlass_kernels/sm90/activated.h"
 #include "cutlass_kernels/sm90/epilogue_operands.h"
 #include "cutlass_kernels/sm90/store.h"
 
@@ -68,16 +69,13 @@ class GatedEpilogue : public BoxStore<Element, true, kGatedRows, kTileN, 1, kCol
   CUTLASS_DEVICE void store(OwnShape const&, Tile const& tile, BothBiases const& biases,
                             Accumulators<2, kTileN> const& accumulators) {
     Values values;
-    constexpr bool kSharesReciprocal = kValues < 64;
-    with_activation<kSharesReciprocal>(params_.gate.activation, [&](auto const& function) CUTLASS_LAMBDA_FUNC_INLINE {
 #pragma unroll
-      for (int i = 0; i < kValues; i += 2) {
-        float x = accumulators(i) + biases.gate.of(i), y = accumulators(i + 1) + biases.gate.of(i + 1);
-        activate_two(function, x, y);
-        values(i) = x * (accumulators(kValues + i) + biases.up.of(i));
-        values(i + 1) = y * (accumulators(kValues + i + 1) + biases.up.of(i + 1));
-      }
-    });
+    for (int i = 0; i < kValues; i += 4) {
+      auto const gate = [&](int j) { return accumulators(i + j) + biases.gate.of(i + j); };
+      auto const up = [&](int j) { return accumulators(kValues + i + j) + biases.up.of(i + j); };
+      float4 const x = activated(params_.gate.activation, make_float4(gate(0), gate(1), gate(2), gate(3)));
+      values(i) = x.x * up(0), values(i + 1) = x.y * up(1), values(i + 2) = x.z * up(2), values(i + 3) = x.w * up(3);
+    }
     this->store_converted(tile, values);
   }
 

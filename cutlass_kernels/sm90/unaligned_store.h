@@ -5,6 +5,7 @@
 
 #include "cutlass/numeric_conversion.h"
 #include "cutlass_kernels/epilogue/epilogue.cuh"
+#include "cutlass_kernels/sm90/activated.h"
 
 namespace jax_streamk::sm90 {
 
@@ -102,7 +103,7 @@ CUTLASS_DEVICE void store_unaligned(StoreParams<Element> const& params, int64_t 
     return store_converted(std::integral_constant<int, 1>());
   }
 
-  // With an epilogue: element by element, few rows at once, because the code of activations is long.
+  // With an epilogue: element by element, as many rows at once as pass an activation.
   constexpr int kStep = 32 / kColumns, kAtOnce = 4;
   each_patch([&](int32_t d_row, int32_t d_column, int blocks) CUTLASS_LAMBDA_FUNC_INLINE {
     int const row = lane / kColumns, column = lane % kColumns;
@@ -126,7 +127,8 @@ CUTLASS_DEVICE void store_unaligned(StoreParams<Element> const& params, int64_t 
         for (int j = 0; j < kAtOnce; ++j)
           if (stored(j)) x[j] += params.beta * static_cast<float>(residual[j * kStep * params.ldd]);
       }
-      activate(params.activation, x, kAtOnce);
+      float4 const activated_x = activated(params.activation, make_float4(x[0], x[1], x[2], x[3]));
+      x[0] = activated_x.x, x[1] = activated_x.y, x[2] = activated_x.z, x[3] = activated_x.w;
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j)
         if (stored(j)) d[offset + j * kStep * params.ldd] = static_cast<Element>(x[j]);
