@@ -23,8 +23,7 @@ struct GatheredB : TileB<Stage, true> {
     int32_t k, last_row, last_index;
   };
 
-  template <class AllParams>
-  static CUresult set_up(AllParams& params, MainloopArguments const& x) {
+  static CUresult set_up(Params& params, MainloopArguments const& x) {
     params.rows = static_cast<char const*>(x.b.data), params.indices = x.indices;
     params.row_pieces = static_cast<uint32_t>(x.b.ld * sizeof(typename Stage::ElementB) / 16);
     params.k = x.k;

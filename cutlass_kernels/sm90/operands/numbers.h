@@ -29,21 +29,17 @@ struct NumbersA {
     int32_t extent_m, extent_k;
   };
 
-  template <class AllParams>
-  static CUresult set_up(AllParams& params, MainloopArguments const& x) {
+  static CUresult set_up(Params& params, MainloopArguments const& x) {
     params.blocks = scaled::blocks_of(x.problem, x.buffers, Decoder::flip_of(!x.is_unsigned));
     params.extent_m = x.m, params.extent_k = x.k;
     return encode_tensor_map<uint8_t>(params.codes, x.a.data, int64_t{kAlongM ? x.m : x.k} * kBits / 8,
                                       kAlongM ? x.k : x.m, x.batch, x.a.ld * kBits / 8, x.a.batch_stride * kBits / 8,
                                       kRowBytes, kAlongM ? kTileK : kTileM, kRowBytes);
   }
-  template <class AllParams>
-  static CUTLASS_DEVICE void prefetch(AllParams const& params) {
-    cute::prefetch_tma_descriptor(&params.codes);
-  }
+  static CUTLASS_DEVICE void prefetch(Params const& params) { cute::prefetch_tma_descriptor(&params.codes); }
 
-  template <class AllParams, class Tile, class Place>
-  static CUTLASS_DEVICE auto loader(AllParams const& params, Tile const& tile, Place const&,
+  template <class Tile, class Place>
+  static CUTLASS_DEVICE auto loader(Params const& params, Tile const& tile, Place const&,
                                     typename Stage::Storage& storage) {
     return [&params, &storage, m = tile.m * kTileM, batch = tile.batch](
                uint64_t& barrier, uint64_t hint, int32_t k_tile, int stage) CUTLASS_LAMBDA_FUNC_INLINE {

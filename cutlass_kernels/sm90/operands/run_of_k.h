@@ -23,17 +23,13 @@ struct RunA : LoadedA<Stage> {
     cute::TmaDescriptor run_a;
   };
 
-  template <class AllParams>
-  static CUresult set_up(AllParams& params, MainloopArguments const& x) {
+  static CUresult set_up(Params& params, MainloopArguments const& x) {
     return RowRun::encode<typename Stage::ElementA>(params.run_a, x.a.data, x.m, x.a.ld, Stage::B::kRowElements,
                                                     Stage::kTileK, Stage::B::kRowBytes);
   }
-  template <class AllParams>
-  static CUTLASS_DEVICE void prefetch(AllParams const& params) {
-    cute::prefetch_tma_descriptor(&params.run_a);
-  }
-  template <class AllParams, class Tile, class Place>
-  static CUTLASS_DEVICE auto loader(AllParams const& params, Tile const& tile, Place const&,
+  static CUTLASS_DEVICE void prefetch(Params const& params) { cute::prefetch_tma_descriptor(&params.run_a); }
+  template <class Tile, class Place>
+  static CUTLASS_DEVICE auto loader(Params const& params, Tile const& tile, Place const&,
                                     typename Stage::Storage& storage) {
     return [&](uint64_t& barrier, uint64_t hint, int32_t k_tile, int stage) CUTLASS_LAMBDA_FUNC_INLINE {
       load_run<Stage, Stage::kTileM>(params.run_a, barrier, hint, RowRun(tile.run), tile.m, k_tile, storage.a, stage);
@@ -48,17 +44,13 @@ struct RunB {
     cute::TmaDescriptor run_b;
   };
 
-  template <class AllParams>
-  static CUresult set_up(AllParams& params, MainloopArguments const& x) {
+  static CUresult set_up(Params& params, MainloopArguments const& x) {
     return RowRun::encode<typename Stage::ElementB>(params.run_b, x.b.data, x.n, x.b.ld, Stage::B::kRowElements,
                                                     Stage::kTileK, Stage::B::kRowBytes);
   }
-  template <class AllParams>
-  static CUTLASS_DEVICE void prefetch(AllParams const& params) {
-    cute::prefetch_tma_descriptor(&params.run_b);
-  }
-  template <class AllParams, class Tile, class Place>
-  static CUTLASS_DEVICE auto loader(AllParams const& params, Tile const& tile, Place const&,
+  static CUTLASS_DEVICE void prefetch(Params const& params) { cute::prefetch_tma_descriptor(&params.run_b); }
+  template <class Tile, class Place>
+  static CUTLASS_DEVICE auto loader(Params const& params, Tile const& tile, Place const&,
                                     typename Stage::Storage& storage) {
     return [&](uint64_t& barrier, uint64_t hint, int32_t k_tile, int stage) CUTLASS_LAMBDA_FUNC_INLINE {
       load_run<Stage, Stage::kTileN>(params.run_b, barrier, hint, RowRun(tile.run), tile.n, k_tile, storage.b, stage);

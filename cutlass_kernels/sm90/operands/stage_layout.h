@@ -9,7 +9,7 @@
 //   prefetch()   prefetches its tensor maps
 //   loader()     for a tile, a function that loads a k-tile into a stage
 //
-// and CollectiveMainloop (mainloop.h) is composed of one for A and one for B. To add one: a file here, a line in
+// and TileMainloop (mainloop.h) is composed of one for A and one for B. To add one: a file here, a line in
 // kernel.cuh that chooses it, a word of table.txt.
 #pragma once
 

@@ -52,17 +52,13 @@ struct TileA : LoadedA<Stage> {
     cute::TmaDescriptor a;
   };
 
-  template <class AllParams>
-  static CUresult set_up(AllParams& params, MainloopArguments const& x) {
+  static CUresult set_up(Params& params, MainloopArguments const& x) {
     return Load::encode(params.a, x.a, x.m, x.k, x.batch);
   }
-  template <class AllParams>
-  static CUTLASS_DEVICE void prefetch(AllParams const& params) {
-    cute::prefetch_tma_descriptor(&params.a);
-  }
+  static CUTLASS_DEVICE void prefetch(Params const& params) { cute::prefetch_tma_descriptor(&params.a); }
 
-  template <class AllParams, class Tile, class Place>
-  static CUTLASS_DEVICE auto loader(AllParams const& params, Tile const& tile, Place const& place,
+  template <class Tile, class Place>
+  static CUTLASS_DEVICE auto loader(Params const& params, Tile const& tile, Place const& place,
                                     typename Stage::Storage& storage) {
     return [&params, &storage, row = place.row, part = place.n, m = tile.m * Stage::kTileM, batch = tile.batch](
                uint64_t& barrier, uint64_t hint, int32_t k_tile, int stage) CUTLASS_LAMBDA_FUNC_INLINE {
@@ -84,19 +80,17 @@ struct TileB {
     cute::TmaDescriptor b[1 + kHasLast];  // the last box has its own
   };
 
-  template <class AllParams>
-  static CUresult set_up(AllParams& params, MainloopArguments const& x) {
+  static CUresult set_up(Params& params, MainloopArguments const& x) {
     CUresult const result = Load::encode(params.b[0], x.b, x.n, x.k, x.batch);
     if (!kHasLast || result != CUDA_SUCCESS) return result;
     return Load::encode(params.b[kHasLast], x.b, x.n, x.k, x.batch, Load::kLastColumns);
   }
-  template <class AllParams>
-  static CUTLASS_DEVICE void prefetch(AllParams const& params) {
+  static CUTLASS_DEVICE void prefetch(Params const& params) {
     for (auto const& map : params.b) cute::prefetch_tma_descriptor(&map);
   }
 
-  template <class AllParams, class Tile, class Place>
-  static CUTLASS_DEVICE auto loader(AllParams const& params, Tile const& tile, Place const& place,
+  template <class Tile, class Place>
+  static CUTLASS_DEVICE auto loader(Params const& params, Tile const& tile, Place const& place,
                                     typename Stage::Storage& storage) {
     int32_t n, batch;
     if constexpr (kFromRow) n = tile.from, batch = 0;
