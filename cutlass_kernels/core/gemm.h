@@ -103,7 +103,8 @@ struct EpilogueOps {
 // With gathered_rows (kM only) A has that many rows, and row i of the product is row indices[i] of A, of m int32
 // numbers on the device. Numbers of no row stand for the nearest one.
 //
-// The elements of B may have scales (Scales); a kernel multiplies what they stand for, in A's type.
+// The elements of B may have scales (Scales); a kernel multiplies what they stand for, in A's type. Those of A may have
+// scales, too, if both are of eight bits: a kernel multiplies them as they are, and sums by scales.
 //
 // The B of a joined product is two or three matrices side by side that lie apart: its columns from second_column and,
 // if that is not 0, from third_column on are of a matrix of their own, whose rows or columns follow each other
@@ -149,6 +150,7 @@ struct GemmProblem {
       case Role::kUpScale: return b.scales.any() && epilogue.is_pair();
       case Role::kUpZero: return b.scales.has_zero && epilogue.is_pair();
       case Role::kUpOffset: return b.scales.has_offset && epilogue.is_pair();
+      case Role::kScaleOfA: return a.scales.any();
       default: return true;
     }
   }
@@ -171,24 +173,25 @@ struct GemmProblem {
       case Role::kGroupSizes: return {{Type::kS32}, 1, batch + leading_rows};
       case Role::kIndices: return {{Type::kS32}, 1, m};
       case Role::kScale:
-      case Role::kUpScale: return per_block(b.scales.scale);
+      case Role::kUpScale: return per_block(b, k, n, b.scales.scale);
       case Role::kZero:
-      case Role::kUpZero: return per_block(b.scales.zero);
+      case Role::kUpZero: return per_block(b, k, n, b.scales.zero);
       case Role::kOffset:
-      case Role::kUpOffset: return per_block(b.scales.offset);
+      case Role::kUpOffset: return per_block(b, k, n, b.scales.offset);
+      case Role::kScaleOfA: return per_block(a, m, k, a.scales.scale);
       case Role::kD:
       case Role::kResidual: break;
     }
     return {d, m, n};
   }
 
-  // Numbers for each block of B: dense, in B's majorness, and as many for each matrix of a batch.
-  Operand per_block(Type type) const {
-    Scales const& blocks = b.scales;
+  // Numbers for each block of an operand: dense, in its majorness, and as many for each matrix of a batch.
+  static Operand per_block(Layout const& of, int64_t rows, int64_t columns, Type type) {
+    Scales const& blocks = of.scales;
     if (!blocks.any()) return {};
-    Operand x{{type, b.major}, k / blocks.rows, n / blocks.columns};
+    Operand x{{type, of.major}, rows / blocks.rows, columns / blocks.columns};
     x.ld = x.contiguous();
-    x.batch_stride = b.batch_stride == 0 ? 0 : x.rows * x.columns;
+    x.batch_stride = of.batch_stride == 0 ? 0 : x.rows * x.columns;
     return x;
   }
 
@@ -293,9 +296,10 @@ struct KernelInfo {
   bool gated = false;
   // The ragged problems that it runs, and only these; the host's kernels run all.
   Ragged ragged = Ragged::kNone;
-  bool gathers = false;  // whether it also runs ragged problems with gathered_rows
-  bool joined = false;   // whether it runs joined problems, and only these; the host's kernels run all
-  bool scaled = false;   // whether its B has scales
+  bool gathers = false;      // whether it also runs ragged problems with gathered_rows
+  bool joined = false;       // whether it runs joined problems, and only these; the host's kernels run all
+  bool scaled = false;       // whether its B has scales
+  bool scales_sums = false;  // whether it multiplies sums by the scales that A, B or both may have
 };
 
 // The promotion_k of kernels that promote. Truncation loses about 1e-9 of a sum per product; TF32 operands have errors
@@ -321,6 +325,7 @@ struct Buffers {
   void const* scale_of_up = nullptr;
   void const* zero_of_up = nullptr;
   void const* offset_of_up = nullptr;
+  void const* scale_of_a = nullptr;
 
   void set(Role role, void* address) {
     switch (role) {

@@ -22,7 +22,8 @@
   ROLE(kOffset, offset, "the offset")                \
   ROLE(kUpScale, scale_of_up, "the second scale")    \
   ROLE(kUpZero, zero_of_up, "the second zero point") \
-  ROLE(kUpOffset, offset_of_up, "the second offset")
+  ROLE(kUpOffset, offset_of_up, "the second offset") \
+  ROLE(kScaleOfA, scale_of_a, "the scale of A")
 
 // GemmProblem
 #define JAX_STREAMK_PROBLEM_FIELDS(REQUIRED, OPTIONAL)    \
@@ -65,7 +66,10 @@
   OPTIONAL(has_zero, b.scales.has_zero)                   \
   OPTIONAL(zero_type, b.scales.zero)                      \
   OPTIONAL(has_offset, b.scales.has_offset)               \
-  OPTIONAL(offset_type, b.scales.offset)
+  OPTIONAL(offset_type, b.scales.offset)                  \
+  OPTIONAL(scale_rows_of_a, a.scales.rows)                \
+  OPTIONAL(scale_columns_of_a, a.scales.columns)          \
+  OPTIONAL(scale_type_of_a, a.scales.scale)
 
 // Schedule
 #define JAX_STREAMK_SCHEDULE_FIELDS(REQUIRED, OPTIONAL) \
@@ -131,4 +135,5 @@
   OPTIONAL(ragged, ragged)                            \
   OPTIONAL(gathers, gathers)                          \
   OPTIONAL(joined, joined)                            \
-  OPTIONAL(scaled, scaled)
+  OPTIONAL(scaled, scaled)                            \
+  OPTIONAL(scales_sums, scales_sums)

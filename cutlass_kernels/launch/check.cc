@@ -143,6 +143,8 @@ class Checks {
 
   Status scales() {
     Scales const& scales = p_.b.scales;
+    if (info_.scales_sums) return scales_of_sums();
+    if (p_.a.scales.any()) return refuse_("A has no scales");
     if (scales.any() != info_.scaled)
       return refuse_(info_.scaled ? "B must have scales" : "it multiplies numbers without scales");
     if (!scales.any()) return {};
@@ -152,6 +154,21 @@ class Checks {
       if (type == Type::kF64) return refuse_("it has no scales, zero points or offsets of f64");
     if (p_.inner_batch > 1 || p_.ragged == Ragged::kK || p_.is_joined() || p_.epilogue.is_stacked())
       return refuse_("B with scales is neither cut along K, nor joined, stacked, or in a nested batch");
+    return {};
+  }
+
+  // Each operand may have some, or none.
+  Status scales_of_sums() {
+    for (Role const role : {Role::kA, Role::kB}) {
+      Operand const x = p_.operand(role);
+      Scales const& scales = x.scales;
+      if (!scales.any()) continue;
+      if (scales.rows < 1 || scales.columns < 1 || x.rows % scales.rows != 0 || x.columns % scales.columns != 0)
+        return refuse_("blocks that share a scale must divide ", name_of(role));
+      if (scales.has_zero || scales.has_offset) return refuse_("sums of products have neither zero points nor offsets");
+      if (scales.scale == Type::kF64) return refuse_("it has no scales of f64");
+      if (p_.inner_batch > 1) return refuse_("operands with scales are not in a nested batch");
+    }
     return {};
   }
 

@@ -40,7 +40,7 @@ Repack repack_of(KernelInfo const& info, GemmProblem const& p) {
     if (transposes) x.major = wanted.major;
     // The parts of split operands are K-major.
     int64_t const contiguous = splits ? 2 * out.part : x.contiguous(), lines = x.lines(), size = size_of(x.format);
-    if (size == 0) return false;  // a format that no kernel has
+    if (size < 2) return false;  // copies are made of words of 16 bits
     if (!splits && !transposes && is_aligned(wanted.align, true, x, p.batch)) return false;
     // Long lines are padded to whole cache lines, which load faster.
     int64_t const whole = 128 / size, unit = contiguous < whole ? wanted.align : whole,

@@ -109,6 +109,9 @@ double decoding_us(Workload const& l, double cycles) {
   return cycles / 128 * 4096 * l.kernel.tile_m * l.kernel.tile_k / l.machine.wgmma_flops_per_us_sm;
 }
 
+// Of a wgmma product, in those of 16 bits.
+double times_half(Workload const& l) { return l.problem.a.format.bits() / 16.0; }
+
 double tensor_core_us(Workload const& l) {
   Machine const& machine = l.machine;
   Type const type = l.problem.a.format.type;
@@ -117,8 +120,7 @@ double tensor_core_us(Workload const& l) {
   double us;
   if (l.traits.family.math_unit == MathUnit::kWgmma) {
     double const lost = 2 * l.kernel.tile_m * machine.wgmma_lost_columns * l.kernel.tile_k;
-    double const twice = type == Type::kF32 ? 2 : 1;  // three TF32 have three times the iterations
-    us = twice * (flops + lost) / machine.wgmma_flops_per_us_sm;
+    us = times_half(l) * (flops + lost) / machine.wgmma_flops_per_us_sm;  // three TF32 have three times the iterations
     // One warpgroup decodes. Half of the products' time is hidden: both wait for shared memory.
     if (l.kernel.scaled) us = us / 2 + decoding_us(l, 10);
   } else if (type == Type::kF64) {
@@ -135,8 +137,7 @@ double tensor_core_us(Workload const& l) {
 
 double sustained_us(Workload const& l) {
   if (l.traits.family.math_unit != MathUnit::kWgmma) return 0;
-  double const twice = l.problem.a.format == Type::kF32 ? 2 : 1;
-  return twice * 2 * l.area() * l.kernel.tile_k * l.ctas / l.machine.wgmma_flops_per_us;
+  return times_half(l) * 2 * l.area() * l.kernel.tile_k * l.ctas / l.machine.wgmma_flops_per_us;
 }
 
 double shared_memory_us(Workload const& l, Panels const& panels) {

@@ -6,12 +6,17 @@
 
 namespace jax_streamk::scaled {
 
+namespace {
+
+bool is_one_of(Type type, std::initializer_list<Type> types) {
+  return std::find(types.begin(), types.end(), type) != types.end();
+}
+
+}  // namespace
+
 Status can_scale(KernelInfo const& info, GemmProblem const& p, int64_t chunk, bool rounds) {
   Scales const& scales = p.b.scales;
   auto const refuse = [&](std::string const& why) { return Status::invalid(info.name + " " + why); };
-  auto const is_one_of = [](Type type, std::initializer_list<Type> types) {
-    return std::find(types.begin(), types.end(), type) != types.end();
-  };
   // K of a slice is a part of it, which a block of all of K does not divide.
   if (scales.rows != p.k &&
       (scales.rows % smallest_block(p.b.format.type) != 0 || (scales.rows % chunk != 0 && chunk % scales.rows != 0)))
@@ -30,6 +35,27 @@ Status can_scale(KernelInfo const& info, GemmProblem const& p, int64_t chunk, bo
   // Factors of numbers are rounded to A's type, whose smallest numbers may be too large.
   if (rounds && p.a.format == Type::kF16 && !is_one_of(scales.scale, {Type::kF16, Type::kE4M3}))
     return refuse("multiplies each number of B by a scale, which with A of f16 is one of f16 or e4m3");
+  return {};
+}
+
+Status can_scale_sums(KernelInfo const& info, GemmProblem const& p) {
+  auto const refuse = [&](std::string const& why) { return Status::invalid(info.name + " " + why); };
+  for (bool const is_b : {false, true}) {
+    Scales const& scales = is_b ? p.b.scales : p.a.scales;
+    if (!scales.any()) continue;
+    int64_t const block_k = is_b ? scales.rows : scales.columns, block = is_b ? scales.columns : scales.rows,
+                  extent = is_b ? p.n : p.m, tile = info.swap_ab == is_b ? info.tile_m : info.tile_n;
+    if (block_k != p.k && block_k % info.tile_k != 0)
+      return refuse("has a scale for all of K, or for a multiple of " + std::to_string(info.tile_k) + " along K");
+    if (block != 1 && block != extent && block % tile != 0)
+      return refuse("has a scale for each row of A and column of B, or for a multiple of its tile's " +
+                    std::to_string(tile));
+    if (!is_one_of(scales.scale, {Type::kF32, Type::kBF16, Type::kF16, Type::kE8M0, Type::kE4M3}))
+      return refuse("has scales of f32, bf16, f16, e8m0 or e4m3");
+    Operand const x = p.operand(is_b ? Role::kScale : Role::kScaleOfA);
+    if (x.rows * x.columns > INT32_MAX || p.batch * x.batch_stride > INT32_MAX)
+      return refuse("has at most 2^31 scales");
+  }
   return {};
 }
 

@@ -25,4 +25,7 @@ constexpr bool rounds_numbers(Scales const& scales, int64_t k) {
 // it rounds their factors to A's type.
 Status can_scale(KernelInfo const& info, GemmProblem const& p, int64_t chunk, bool rounds);
 
+// Whether a kernel that multiplies sums of its k-tiles by scales reads the blocks and types of those of A and B.
+Status can_scale_sums(KernelInfo const& info, GemmProblem const& p);
+
 }  // namespace jax_streamk::scaled

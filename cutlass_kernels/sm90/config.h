@@ -27,6 +27,11 @@ struct ElementOf<Type::kF32> {
   using multiplied = cutlass::tfloat32_t;
 };
 
+template <>
+struct ElementOf<Type::kE4M3> {
+  using multiplied = cutlass::float_e4m3_t;  // or e5m2: kernels of one stand for both
+};
+
 struct Config {
   Type type_a, type_b, type_d;
   Major major_a, major_b;
@@ -45,13 +50,15 @@ struct Config {
   constexpr bool scaled() const { return type_a != type_b; }
   constexpr int number_bits() const { return !scaled() ? 0 : type_b == Type::kS4 || type_b == Type::kE2M1 ? 4 : 8; }
 
+  constexpr bool is_fp8() const { return type_a == Type::kE4M3; }
+
   // Consumer warpgroups that share a tile.
   constexpr int warpgroups() const { return warp_schedule != WarpSchedule::kCooperative ? 1 : tile_m == 192 ? 3 : 2; }
 
   // KernelInfo::promotion_k. Separate sums take as many registers as the accumulators; with more of these, or with TF32
-  // operands in registers, they would spill. Three TF32 promote every k-tile.
+  // operands in registers, they would spill. Three TF32 and numbers of eight bits promote every k-tile.
   constexpr int promotion_k() const {
-    if (math == Math::kTF32x3) return tile_k;
+    if (math == Math::kTF32x3 || is_fp8()) return tile_k;
     int const accumulators = tile_m * tile_n / (128 * warpgroups());
     bool const fits = warpgroups() < 3 && accumulators <= (type_a == Type::kF32 ? 32 : 64);
     return fits && type_d == Type::kF32 ? promotion_k_of(type_a) : 0;
@@ -85,6 +92,10 @@ JAX_STREAMK_SM90_OPERANDS(f32_f32_rc_tf32, kF32, kF32, kRow, kColumn, kTF32)
 JAX_STREAMK_SM90_OPERANDS(f32_f32_cr_tf32, kF32, kF32, kColumn, kRow, kTF32)
 JAX_STREAMK_SM90_OPERANDS(f32_f32_cc_tf32, kF32, kF32, kColumn, kColumn, kTF32)
 JAX_STREAMK_SM90_OPERANDS(f32_f32_rc_tf32x3, kF32, kF32, kRow, kColumn, kTF32x3)
+JAX_STREAMK_SM90_OPERANDS(fp8_bf16_rr, kE4M3, kBF16, kRow, kRow, kNative)
+JAX_STREAMK_SM90_OPERANDS(fp8_bf16_rc, kE4M3, kBF16, kRow, kColumn, kNative)
+JAX_STREAMK_SM90_OPERANDS(fp8_f32_rr, kE4M3, kF32, kRow, kRow, kNative)
+JAX_STREAMK_SM90_OPERANDS(fp8_f32_rc, kE4M3, kF32, kRow, kColumn, kNative)
 #undef JAX_STREAMK_SM90_MAJORS
 #undef JAX_STREAMK_SM90_OPERANDS
 

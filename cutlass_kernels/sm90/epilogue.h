@@ -13,7 +13,7 @@ namespace jax_streamk::sm90 {
 
 // The parameters are those of BoxStore.
 template <class Element, bool kSwap, int kTileM, int kTileN, int kWarpgroups, int kColumns, bool kRun = false>
-class CollectiveEpilogue : public BoxStore<Element, kSwap, kTileM, kTileN, kWarpgroups, kColumns, kRun> {
+class TileEpilogue : public BoxStore<Element, kSwap, kTileM, kTileN, kWarpgroups, kColumns, kRun> {
   using Store = BoxStore<Element, kSwap, kTileM, kTileN, kWarpgroups, kColumns, kRun>;
   using Store::kValues, Store::kValuesPerBox, Store::kWholeBoxes;
   using Accumulators = typename Store::Accumulators;
@@ -57,7 +57,7 @@ class CollectiveEpilogue : public BoxStore<Element, kSwap, kTileM, kTileN, kWarp
   }
 
   // `thread` is the index among the threads that share a tile; the named barrier is its warpgroup's.
-  CUTLASS_DEVICE CollectiveEpilogue(Params const& params, TensorStorage& storage, int thread, uint32_t barrier)
+  CUTLASS_DEVICE TileEpilogue(Params const& params, TensorStorage& storage, int thread, uint32_t barrier)
       : Store(params.d, storage, thread, barrier), params_(params), storage_(storage), thread_(thread) {}
 
   // The bias of the tile that the consumers multiply next; loaded only if `early` and if registers can hold it.

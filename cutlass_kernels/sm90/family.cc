@@ -27,7 +27,9 @@ Decomposition decomposition(KernelInfo const& info, GemmProblem const& p, Schedu
 }
 
 Status can_launch(KernelInfo const& info, GemmProblem const& p, Schedule const& s, Device const& device) {
-  if (p.b.scales.any()) {
+  if (info.scales_sums) {
+    if (Status status = scaled::can_scale_sums(info, p); !status.ok()) return status;
+  } else if (p.b.scales.any()) {
     if (Status status = scaled::can_scale(info, p, info.tile_k, true); !status.ok()) return status;
   }
   if (decomposition(info, p, s, device).kind == ScheduleKind::kSplitK && s.splits > kMostPeers)

@@ -20,6 +20,7 @@
 #include "cutlass_kernels/sm90/operands/tile.h"
 #include "cutlass_kernels/sm90/operands/transposed.h"
 #include "cutlass_kernels/sm90/ragged.h"
+#include "cutlass_kernels/sm90/scaled_sums.h"
 #include "cutlass_kernels/sm90/scheduler.h"
 #include "cutlass_kernels/sm90/warp_roles.h"
 
@@ -36,8 +37,9 @@ struct Chosen {
   using type = Way<Stage>;
 };
 
-// kUnsigned: of numbers that are those of Operands without a sign.
-template <class Operands, class Row, bool kUnsigned>
+// kTypeA, kTypeB: the types of operands that an instance is for. They may differ from those of Operands where one
+// kernel serves several: numbers with and without a sign, and pairs of float8.
+template <class Operands, class Row, Type kTypeA, Type kTypeB>
 class Sm90Kernel final : public CudaKernel {
   static constexpr Config kConfig = config_of<Operands, Row>();
   static constexpr bool kCooperative = kConfig.warp_schedule == WarpSchedule::kCooperative;
@@ -54,7 +56,7 @@ class Sm90Kernel final : public CudaKernel {
 
   using TileShape = Extents<kConfig.tile_m, kConfig.tile_n, kConfig.tile_k>;
   using ClusterShape = Extents<kConfig.cluster_m, kConfig.cluster_n>;
-  static constexpr bool kScaled = kConfig.scaled();
+  static constexpr bool kScaled = kConfig.scaled(), kFp8 = kConfig.is_fp8();
   static constexpr int kNumberBits = kConfig.number_bits();
   static constexpr bool kGated = kConfig.gated, kJoined = kConfig.joined;
   static constexpr Ragged kRagged = kConfig.ragged;
@@ -66,9 +68,9 @@ class Sm90Kernel final : public CudaKernel {
                             kConfig.cluster_m * kConfig.cluster_n == 1));
   static_assert(!kJoined || (kSwap && !kGated && kRagged == Ragged::kNone && kConfig.type_a == kConfig.type_d &&
                              kConfig.cluster_m * kConfig.cluster_n == 1));
-  using Epilogue = std::conditional_t<kGated, GatedEpilogue<ElementD, kConfig.tile_n, kConfig.store_columns, kRun>,
-                                      CollectiveEpilogue<ElementD, kSwap, kConfig.tile_m, kConfig.tile_n,
-                                                         kConfig.warpgroups(), kConfig.store_columns, kRun>>;
+  using Epilogue = std::conditional_t<
+      kGated, GatedEpilogue<ElementD, kConfig.tile_n, kConfig.store_columns, kRun>,
+      TileEpilogue<ElementD, kSwap, kConfig.tile_m, kConfig.tile_n, kConfig.warpgroups(), kConfig.store_columns, kRun>>;
 
   // With several CTAs per SM there would be too many clusters to list.
   using DenseScheduler = sm90::Scheduler<TileShape, ClusterShape, kCooperative, kCtasPerSm == 1>;
@@ -82,14 +84,16 @@ class Sm90Kernel final : public CudaKernel {
                                                                 ? 0
                                                                 : (227 << 10) - (kSmBytes / kCtasPerSm - 1024 - 256);
   static constexpr int kCarvedOut = static_cast<int>(sizeof(typename Epilogue::TensorStorage)) + kOthersBytes;
-  // A stage with numbers has room for these beside what they become, and its tables of scales take at most 8 KiB.
+  // A stage with numbers has room for these beside what they become, and its tables of scales take at most 8 KiB; those
+  // of sums take less than 3.
   // Barriers of all stages and the table of tiles take less than 2 KiB.
   static constexpr int kLaidOutN = kBAlongK ? kConfig.tile_n : columns_by_tma(kConfig.tile_n);
   static constexpr int kBytesOfStage =
       kConfig.tile_k * (kConfig.tile_m * (sizeof(Element) + kNumberBits / 8.0) + kLaidOutN * sizeof(Element));
   static constexpr int kBarrierBytes = 16;  // of a stage
-  static constexpr int kStages = kScaled
-                                     ? ((227 << 10) - kCarvedOut - (10 << 10)) / kBytesOfStage
+  static constexpr int kStages = kScaled ? ((227 << 10) - kCarvedOut - (10 << 10)) / kBytesOfStage
+                                 : kFp8
+                                     ? ((227 << 10) - kCarvedOut - (4 << 10)) / kBytesOfStage
                                      : ((227 << 10) - (kCarvedOut + 127) / 128 * 128) / (kBytesOfStage + kBarrierBytes);
   using Stage =
       StageLayout<Element, kAAlongK, Element, kBAlongK, TileShape, ClusterShape, kLaidOutN, kStages, kNumberBits>;
@@ -97,8 +101,9 @@ class Sm90Kernel final : public CudaKernel {
   // The way to load each operand. Threads gather rows of up to 128: beside more the warpgroup that loads has too few
   // registers.
   static constexpr bool kRunsOfK = kRagged == Ragged::kK, kGathers = kRun && kConfig.tile_n <= 128,
-                        kFromRegisters = kConfig.math == Math::kTF32 && !kAAlongK,
+                        kFromRegisters = (kConfig.math == Math::kTF32 || kFp8) && !kAAlongK,
                         kTransposes = kFromRegisters && !kBAlongK;
+  static_assert(!kFp8 || (kBAlongK && kCooperative && !kGated && !kJoined && kRagged == Ragged::kNone));
   template <class Stage>
   using NumbersOfStage =
       NumbersA<Stage, std::conditional_t<kConfig.type_a == Type::kF16, __half, __nv_bfloat16>, kConfig.type_b>;
@@ -114,11 +119,13 @@ class Sm90Kernel final : public CudaKernel {
                                             std::conditional_t<kTransposes, TransposedB<Stage>, TileB<Stage, kRun>>>>;
   static constexpr int kPromotionK = kConfig.promotion_k();
   static_assert(kPromotionK % kConfig.tile_k == 0);
-  using Sums = std::conditional_t<(kPromotionK > 0), PromotedSums<kPromotionK / kConfig.tile_k>, PlainSums>;
+  using Sums =
+      std::conditional_t<kFp8, ScaledSums<TileShape, kConfig.warpgroups(), kSwap, kFromRegisters>,
+                         std::conditional_t<(kPromotionK > 0), PromotedSums<kPromotionK / kConfig.tile_k>, PlainSums>>;
   using Order = std::conditional_t<kConfig.math == Math::kTF32x3, OfSplitF32, InOrder>;
   // A separate reduction adds slices of float32 results.
-  using Mainloop = CollectiveMainloop<Stage, kConfig.warpgroups(), kFromRegisters, OperandA, OperandB, Order, Sums,
-                                      kConfig.type_d == Type::kF32, kRun>;
+  using Mainloop = TileMainloop<Stage, kConfig.warpgroups(), kFromRegisters, OperandA, OperandB, Order, Sums,
+                                kConfig.type_d == Type::kF32, kRun>;
 
  public:
   using Gemm = GemmKernel<Mainloop, Epilogue, Scheduler, kConfig.warp_schedule>;
@@ -192,7 +199,7 @@ class Sm90Kernel final : public CudaKernel {
          p.epilogue.is_stacked() ? static_cast<Element const*>(own_a.data) + p.epilogue.up_offset : buffers.up,
          params.gathers ? static_cast<int32_t const*>(buffers.indices) : nullptr, static_cast<int32_t>(columns),
          buffers.third, static_cast<int32_t>(p.second_column), static_cast<int32_t>(p.third_column), p, buffers,
-         kUnsigned});
+         kTypeB == Type::kU4 || kTypeB == Type::kU8});
     CUresult const stores = Epilogue::set_up(params.epilogue, params.shape, p, buffers);
     params.shares = Scheduler::shares(params.scheduler);
     params.has_early_bias = Epilogue::has_early_bias(params.epilogue);
@@ -221,10 +228,10 @@ class Sm90Kernel final : public CudaKernel {
   static KernelInfo make_info() {
     KernelInfo info;
     Config config = kConfig;
-    if (kUnsigned) config.type_b = kConfig.type_b == Type::kS4 ? Type::kU4 : Type::kU8;
+    config.type_a = kTypeA, config.type_b = kTypeB;
     info.name = name_of(config);
     info.family = Family::kSm90;
-    info.a.format = kConfig.type_a;
+    info.a.format = config.type_a;
     info.b.format = config.type_b;
     info.d.format = kConfig.type_d;
     info.math = kConfig.math;
@@ -252,6 +259,7 @@ class Sm90Kernel final : public CudaKernel {
     info.ragged = kRagged;
     info.gathers = OperandB::kGathers;
     info.scaled = kScaled;
+    info.scales_sums = kFp8;
     return info;
   }
 
@@ -266,8 +274,8 @@ class Sm90Kernel final : public CudaKernel {
 
 // The element types of D, and the majornesses of A and B, that a row stands for.
 enum class Results { kOwn, kF32, kBoth };
-enum class Majors { kAll, kRow, kRowA, kKOuter };
-enum class Types { kHalf, kTF32, kTF32x3, kS4, kS8, kE2M1, kE4M3, kE5M2 };
+enum class Majors { kAll, kRow, kRowA, kKInner, kKOuter };
+enum class Types { kHalf, kTF32, kTF32x3, kFp8, kS4, kS8, kE2M1, kE4M3, kE5M2 };
 
 // How a row's kernels take the operands: A and B exchanged, and for which problems.
 struct Arrangement {
@@ -283,11 +291,17 @@ struct Kernels {
   static void add() {
     using Operands = typename OperandsOf<kTypeAB, kTypeD, kMajorA, kMajorB, kMath>::type;
     Registration(std::make_unique<Sm90Kernel<Operands, Row>>());
+    if constexpr (kTypeAB == Type::kE4M3) {
+      Registration(std::make_unique<Sm90Kernel<Operands, Row, Type::kE4M3, Type::kE5M2>>());
+      Registration(std::make_unique<Sm90Kernel<Operands, Row, Type::kE5M2, Type::kE4M3>>());
+      Registration(std::make_unique<Sm90Kernel<Operands, Row, Type::kE5M2, Type::kE5M2>>());
+    }
   }
   template <Type kTypeAB, Type kTypeD, Majors kMajors>
   static void add_majors() {
-    if constexpr (kMajors != Majors::kKOuter) add<kTypeAB, kTypeD, Major::kRow, Major::kRow>();
-    if constexpr (kMajors == Majors::kAll || kMajors == Majors::kRowA)
+    if constexpr (kMajors != Majors::kKInner && kMajors != Majors::kKOuter)
+      add<kTypeAB, kTypeD, Major::kRow, Major::kRow>();
+    if constexpr (kMajors == Majors::kAll || kMajors == Majors::kRowA || kMajors == Majors::kKInner)
       add<kTypeAB, kTypeD, Major::kRow, Major::kColumn>();
     if constexpr (kMajors == Majors::kAll || kMajors == Majors::kKOuter)
       add<kTypeAB, kTypeD, Major::kColumn, Major::kRow>();
@@ -315,8 +329,9 @@ struct Kernels {
       auto const add_one = [&](auto major) {
         using Operands = typename NumbersOf<kTypeA, kTypeB, type_d(), major()>::type;
         Registration(std::make_unique<Sm90Kernel<Operands, Row>>());
+        constexpr Type kUnsigned = kTypeB == Type::kS4 ? Type::kU4 : Type::kU8;
         if constexpr (kTypeB == Type::kS4 || kTypeB == Type::kS8)
-          Registration(std::make_unique<Sm90Kernel<Operands, Row, true>>());
+          Registration(std::make_unique<Sm90Kernel<Operands, Row, kTypeA, kUnsigned>>());
       };
       add_one(std::integral_constant<Major, Major::kRow>());
       add_one(std::integral_constant<Major, Major::kColumn>());
@@ -331,6 +346,9 @@ struct Kernels {
       constexpr Type kTypeB = kNumbers[static_cast<int>(kTypes) - static_cast<int>(Types::kS4)];
       add_numbers<kTypeB, kResults, Type::kBF16>();
       add_numbers<kTypeB, kResults, Type::kF16>();
+    } else if constexpr (kTypes == Types::kFp8) {
+      if constexpr (kResults != Results::kF32) add_majors<Type::kE4M3, Type::kBF16, kMajors>();
+      if constexpr (kResults != Results::kOwn) add_majors<Type::kE4M3, Type::kF32, kMajors>();
     } else if constexpr (kTypes == Types::kTF32) {
       static_assert(kResults == Results::kF32);
       add_tf32<kMajors>();
@@ -348,7 +366,7 @@ struct Kernels {
 
 // The words of table.txt.
 namespace words {
-inline constexpr Types half = Types::kHalf, tf32 = Types::kTF32, tf32x3 = Types::kTF32x3;
+inline constexpr Types half = Types::kHalf, tf32 = Types::kTF32, tf32x3 = Types::kTF32x3, fp8 = Types::kFp8;
 inline constexpr WarpSchedule cooperative = WarpSchedule::kCooperative, pingpong = WarpSchedule::kPingpong,
                               single = WarpSchedule::kSingle;
 inline constexpr Types s4 = Types::kS4, s8 = Types::kS8, e2m1 = Types::kE2M1, e4m3 = Types::kE4M3, e5m2 = Types::kE5M2;
@@ -356,7 +374,8 @@ inline constexpr Arrangement plain{false, false, Ragged::kNone}, swapped{true, f
     numbers = swapped, gated{true, true, Ragged::kNone}, ragged_m{true, false, Ragged::kM}, ragged_numbers = ragged_m,
     ragged_gated{true, true, Ragged::kM}, ragged_k{false, false, Ragged::kK}, joined{true, false, Ragged::kNone, true};
 inline constexpr Results own = Results::kOwn, f32 = Results::kF32, both = Results::kBoth;
-inline constexpr Majors all = Majors::kAll, row = Majors::kRow, row_a = Majors::kRowA, k_outer = Majors::kKOuter;
+inline constexpr Majors all = Majors::kAll, row = Majors::kRow, row_a = Majors::kRowA, k_inner = Majors::kKInner,
+                        k_outer = Majors::kKOuter;
 }  // namespace words
 
 }  // namespace jax_streamk::sm90

@@ -7,6 +7,7 @@
 #include "cutlass_kernels/core/decomposition.h"
 #include "cutlass_kernels/launch/policy.h"
 #include "cutlass_kernels/sm90/accumulators.h"
+#include "cutlass_kernels/sm90/operands/bytes_from_registers.h"
 #include "cutlass_kernels/sm90/operands/from_registers.h"
 #include "cutlass_kernels/sm90/operands/from_shared.h"
 #include "cutlass_kernels/sm90/operands/stage_layout.h"
@@ -51,7 +52,7 @@ struct OfSplitF32 {
 // a slice; TMA reads zeros beyond the last one.
 template <class StageLayout_, int kWarpgroups_, bool kAFromRegisters_, class OperandA_, class OperandB_, class Order,
           class Sums_, bool kSlices, bool kNarrows>
-struct CollectiveMainloop {
+struct TileMainloop {
   using Layout = StageLayout_;
   using OperandA = OperandA_;
   using OperandB = OperandB_;
@@ -59,16 +60,18 @@ struct CollectiveMainloop {
   using TensorStorage = typename Layout::Storage;
   using TileShape = typename Layout::TileShape;
   static constexpr int kStages = Layout::kStages, kTileN = Layout::kTileN, kWarpgroups = kWarpgroups_;
-  static constexpr bool kAFromRegisters = kAFromRegisters_;
+  using Element = typename Layout::ElementA;
+  static constexpr bool kAFromRegisters = kAFromRegisters_, kPermutesRows = kAFromRegisters && sizeof(Element) == 1;
   using Stage = StageState<kStages>;
   using Accumulators = sm90::Accumulators<Layout::kTileM / (64 * kWarpgroups), kTileN>;
   // How many k-tiles before a tile's end the next one is asked for: about as long as the counter takes.
   static constexpr int32_t kAhead = 8;
   static constexpr int kStageBytes = OperandA::kLoadedBytes + Layout::kBytesB;
 
-  struct Params : OperandA::Params, OperandB::Params {};
+  struct Params : OperandA::Params, OperandB::Params, Sums::Params {};
 
   static CUresult set_up(Params& params, MainloopArguments const& arguments) {
+    Sums::set_up(params, arguments);
     CUresult const result = OperandA::set_up(params, arguments);
     return result == CUDA_SUCCESS ? OperandB::set_up(params, arguments) : result;
   }
@@ -113,6 +116,14 @@ struct CollectiveMainloop {
     } while (--left > 0);
   }
 
+  // The sums of a tile, for a thread among those that share it and a named barrier of its warpgroup.
+  template <class Tile>
+  static CUTLASS_DEVICE auto sums_of(Params const& params, Loads const& loads, int32_t k_tiles,
+                                     typename Sums::Storage& storage, Tile tile, int thread, uint32_t barrier) {
+    locate(loads, k_tiles, tile);
+    return Sums::template of<Accumulators>(params, storage, tile, thread, barrier);
+  }
+
   // Called by the consumers of a tile: accumulators + sums = the sum over `count` k-tiles. Of a run of rows only the
   // first `columns` need be. `gathered`: threads wrote B. Returns the stage that the products in flight read (-1:
   // none). finish() must follow: it waits for them, releases the stage and adds the sums.
@@ -127,8 +138,8 @@ struct CollectiveMainloop {
         constexpr int kN = kTileN * eighths() / 8;
         if constexpr (kN % 8 == 0) {
           if (columns > kN) return false;
-          unreleased = multiply_from_shared<CollectiveMainloop, kN>(full, empty, stage, accumulators, count, gathered,
-                                                                    warpgroup, storage);
+          unreleased = multiply_from_shared<TileMainloop, kN, Element>(full, empty, stage, accumulators, count,
+                                                                       gathered, warpgroup, storage);
           return true;
         }
         return false;
@@ -137,24 +148,34 @@ struct CollectiveMainloop {
           narrow(std::integral_constant<int, 7>()))
         return unreleased;
     }
-    auto const run = [&](int32_t k_tiles) CUTLASS_LAMBDA_FUNC_INLINE {
-      if constexpr (kAFromRegisters) {
-        return multiply_from_registers<CollectiveMainloop>(full, empty, stage, accumulators, k_tiles, warpgroup,
-                                                           storage);
-      } else {
-        return multiply_from_shared<CollectiveMainloop, kTileN>(full, empty, stage, accumulators, k_tiles, gathered,
-                                                                warpgroup, storage);
-      }
-    };
     auto const wait = [&](int unreleased) CUTLASS_LAMBDA_FUNC_INLINE { drain(empty, accumulators, unreleased); };
-    return Sums::multiply(accumulators, sums, promotes, count, run, wait);
+    auto const multiply_as = [&](auto numbers) CUTLASS_LAMBDA_FUNC_INLINE {
+      using Numbers = decltype(numbers);
+      auto const run = [&](int32_t k_tiles) CUTLASS_LAMBDA_FUNC_INLINE {
+        if constexpr (kPermutesRows) {
+          return multiply_bytes_from_registers<TileMainloop, Numbers>(full, empty, stage, accumulators, k_tiles,
+                                                                      warpgroup, storage);
+        } else if constexpr (kAFromRegisters) {
+          return multiply_from_registers<TileMainloop>(full, empty, stage, accumulators, k_tiles, warpgroup, storage);
+        } else {
+          return multiply_from_shared<TileMainloop, kTileN, Numbers>(full, empty, stage, accumulators, k_tiles,
+                                                                     gathered, warpgroup, storage);
+        }
+      };
+      return Sums::multiply(accumulators, sums, promotes, count, run, wait);
+    };
+    if constexpr (sizeof(Element) == 1) {
+      return sums.with_types(multiply_as);
+    } else {
+      return multiply_as(Element());
+    }
   }
 
   template <class SumsOf>
-  static CUTLASS_DEVICE void finish(EmptyBarrier* empty, Accumulators& accumulators, SumsOf const& sums,
-                                    int unreleased) {
+  static CUTLASS_DEVICE void finish(EmptyBarrier* empty, Accumulators& accumulators, SumsOf& sums, int unreleased) {
     drain(empty, accumulators, unreleased);
     sums.add_to(accumulators);
+    if constexpr (kPermutesRows) order_rows(accumulators);
   }
 
   static CUTLASS_DEVICE void release(EmptyBarrier const& empty) {

@@ -1,22 +1,35 @@
 // How the products of k-tiles become a tile's sum. wgmma truncates its accumulators at every instruction, so for a
 // float32 result, partial sums over short runs of K are added up in separate float32 registers: promotion.
 //
-// multiply(run, drain ...) calls run(k-tiles) for each run, which returns the stage that the products in flight read,
-// and drain(stage) to wait for them.
+// of() has the sums of a tile, for a thread and a named barrier of its warpgroup. multiply(run, drain ...) calls
+// run(k-tiles) for each run, which returns the stage that the products in flight read, and drain(stage) to wait for
+// them; add_to() completes the accumulators then.
 #pragma once
 
 #include "cutlass/cutlass.h"
+#include "cutlass_kernels/sm90/operands/stage_layout.h"
 
 namespace jax_streamk::sm90 {
 
+// Those that need to know nothing of a tile.
+struct SumsOfAnyTile {
+  struct Params {};
+  struct Storage {};  // in shared memory
+  static void set_up(Params&, MainloopArguments const&) {}
+};
+
 // All of K in the tensor cores.
-struct PlainSums {
+struct PlainSums : SumsOfAnyTile {
   static constexpr bool kPromotes = false;
 
   template <class Accumulators>
   struct Of {
     CUTLASS_DEVICE void add_to(Accumulators&) const {}
   };
+  template <class Accumulators, class Tile>
+  static CUTLASS_DEVICE Of<Accumulators> of(Params const&, Storage&, Tile const&, int, uint32_t) {
+    return {};
+  }
 
   template <class Accumulators, class Run, class Drain>
   static CUTLASS_DEVICE int multiply(Accumulators&, Of<Accumulators>&, bool, int32_t count, Run const& run,
@@ -27,7 +40,7 @@ struct PlainSums {
 
 // The last run's sum stays in the accumulators; `promotes`: there are others.
 template <int kKTiles>
-struct PromotedSums {
+struct PromotedSums : SumsOfAnyTile {
   static constexpr bool kPromotes = true;
 
   template <class Accumulators>
@@ -47,6 +60,10 @@ struct PromotedSums {
    private:
     Accumulators sums_;
   };
+  template <class Accumulators, class Tile>
+  static CUTLASS_DEVICE Of<Accumulators> of(Params const&, Storage&, Tile const&, int, uint32_t) {
+    return {};
+  }
 
   template <class Accumulators, class Run, class Drain>
   static CUTLASS_DEVICE int multiply(Accumulators& accumulators, Of<Accumulators>& sums, bool promotes, int32_t count,

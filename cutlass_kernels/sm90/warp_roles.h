@@ -72,6 +72,7 @@ struct GemmKernel {
     EmptyBarrier empty[kStages];
     std::conditional_t<kPrepares, Prepared, Nothing> prepared;
     typename TablesOf<typename Mainloop::OperandA, kDecodes>::type tables;
+    typename Mainloop::Sums::Storage sums;
     typename Scheduler::Table table;
   };
 
@@ -142,9 +143,10 @@ struct GemmKernel {
   static CUTLASS_DEVICE bool gathers(Params const& params) { return OperandB::kGathers && params.gathers; }
 
   // Named barriers. kMultiplies + w and kStores + w: consumer w of a pingpong kernel may multiply, or may store.
-  // kStored: the threads of a warpgroup that store together. kDecoding: those that decode.
+  // kStored: the threads of a warpgroup that store together. kDecoding: those that decode. kScaling + w: those of
+  // consumer w that share scales.
   static constexpr uint32_t kReady = 0, kMultiplies = 1, kStores = kMultiplies + kConsumers,
-                            kStored = kPingpong ? kStores + kConsumers : 1, kDecoding = 7;
+                            kStored = kPingpong ? kStores + kConsumers : 1, kDecoding = 7, kScaling = 5;
 
   // One warp initializes the full barriers, another the empty ones. The pointer to them is computed: with two pointers
   // ptxas would select between them for every stage.
@@ -235,7 +237,7 @@ struct GemmKernel {
   static constexpr int32_t kRowOutside = 1 << 24;
 };
 
-template <class Operands, class Row, bool kUnsigned = false>
+template <class Operands, class Row, Type kTypeA = Operands::kTypeA, Type kTypeB = Operands::kTypeB>
 class Sm90Kernel;
 // Its Gemm.
 template <class Operands, class Row>

@@ -82,9 +82,9 @@ CUTLASS_DEVICE int multiply_from_registers(FullBarrier* full, EmptyBarrier* empt
       for (int k = half * kHalf; k < (half + 1) * kHalf; ++k) {
         CUTLASS_PRAGMA_UNROLL
         for (int mma = 0; mma < kMmas; ++mma)
-          WgmmaInstruction<Layout::kTileN>::from_registers(accumulators.values + mma * Accumulators::kValuesPerMma,
-                                                           words[k][mma], B::descriptor(b_of_stage, B::step_offset(k)),
-                                                           accumulate);
+          WgmmaInstruction<Layout::kTileN>::template from_registers<typename Layout::ElementA>(
+              accumulators.values + mma * Accumulators::kValuesPerMma, words[k][mma],
+              B::descriptor(b_of_stage, B::step_offset(k)), accumulate);
         accumulate = 1;
       }
       commit_wgmma();

@@ -9,7 +9,7 @@ namespace jax_streamk::sm90 {
 // The first kN columns of accumulators = the sum over `count` k-tiles; `gathered`: threads wrote B. On return the
 // products of the last k-tile may still be in flight; the result is its stage, which is not yet released (-1 if count
 // is 0).
-template <class Mainloop, int kN, class Accumulators>
+template <class Mainloop, int kN, class Numbers, class Accumulators>
 CUTLASS_DEVICE int multiply_from_shared(FullBarrier* full, EmptyBarrier* empty, typename Mainloop::Stage& stage,
                                         Accumulators& accumulators, int32_t count, bool gathered, int warpgroup,
                                         typename Mainloop::TensorStorage& storage) {
@@ -33,7 +33,7 @@ CUTLASS_DEVICE int multiply_from_shared(FullBarrier* full, EmptyBarrier* empty, 
     for (int k = 0; k < kSteps; ++k) {
       CUTLASS_PRAGMA_UNROLL
       for (int mma = 0; mma < Accumulators::kMmas; ++mma)
-        WgmmaInstruction<kN>::template from_shared<typename A::Element, A::kAlongK, B::kAlongK>(
+        WgmmaInstruction<kN>::template from_shared<Numbers, A::kAlongK, B::kAlongK>(
             accumulators.values + mma * Accumulators::kValuesPerMma,
             A::descriptor(a_of_stage, A::step_offset(k) + A::block_offset(mma * kWarpgroups)),
             B::descriptor(b_of_stage, B::step_offset(k)), accumulate);

@@ -42,7 +42,8 @@ CUTLASS_DEVICE void GemmKernel<Mainloop, Epilogue, Scheduler, kWarpSchedule>::co
     auto biases = epilogue.biases(params.has_early_bias && !is_zero, params.shape, at);
 
     if (kPingpong && tile.ordinal > 0) wait_for_turn(kMultiplies + warpgroup);
-    typename Mainloop::Sums::template Of<Accumulators> sums;
+    auto sums = Mainloop::sums_of(params.mainloop, params.loads, params.scheduler.decomposition.k_tiles, shared.sums,
+                                  tile, thread, kScaling + warpgroup);
     int const unreleased =
         Mainloop::multiply(filled(shared), shared.empty, stage, accumulators, sums, params.promotes, tile.k_count,
                            Scheduler::columns(tile), gathers(params), warpgroup, shared.mainloop);

@@ -1,0 +1,103 @@
+// A of eight bits through registers: wgmma reads it from shared memory only if it is K-major, so threads load an
+// M-major A, by ldmatrix, which transposes pairs of bytes.
+#pragma once
+
+#include "cutlass_kernels/sm90/operands/stage_layout.h"
+#include "cutlass_kernels/sm90/stages.h"
+#include "cutlass_kernels/sm90/wgmma.h"
+
+namespace jax_streamk::sm90 {
+
+// Loads a thread's wgmma fragments of an M-major A. With g = lane / 4 and t = lane % 4, the fragment of 32 along k is
+// rows g and g + 8 of the warp's 16, at k = 4t to 4t + 3, and then at 16 more. ldmatrix gives two neighbours along m,
+// so that rows 2g and 2g + 1 are there instead; order_rows() puts their sums in order.
+class ByteLoader {
+ public:
+  static constexpr int kRowBytes = 128, kStepBytes = 32 * kRowBytes;  // a row is one k; a step 32 of these
+
+  // `first`: the first row of A, along m, in stage 0.
+  CUTLASS_DEVICE ByteLoader(void const* first, int warpgroup) {
+    // A lane has the address of one k of four 8 x 8 matrices of byte pairs: two for each 16 of k. Thread t gets two k
+    // of each matrix. Those of t < 2 come first in one matrix and second in the other, so that all rows of a matrix
+    // differ in k % 8, and by the swizzle, which puts 16-byte piece p of row k at p ^ k % 8, in banks.
+    int const lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, of = lane % 8 / 2, second = lane / 8 % 2;
+    int const k = lane / 16 * 16 + of * 4 + (of / 2 ^ second) * 2 + lane % 2;
+    from_ = cute::cast_smem_ptr_to_uint(first) + k * kRowBytes + (warpgroup * 4 + warp ^ k % 8) * 16;
+    even_ = lane % 4 < 2 ? 0x6420 : 0x2064, odd_ = lane % 4 < 2 ? 0x7531 : 0x3175;
+  }
+
+  // The fragment that is `offset` bytes after the first.
+  CUTLASS_DEVICE void load(uint32_t (&words)[4], int offset) const {
+    uint32_t x[4];
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(from_ + offset));
+    words[0] = __byte_perm(x[0], x[1], even_), words[1] = __byte_perm(x[0], x[1], odd_);
+    words[2] = __byte_perm(x[2], x[3], even_), words[3] = __byte_perm(x[2], x[3], odd_);
+  }
+
+ private:
+  uint32_t from_, even_, odd_;
+};
+
+// Same interface as multiply_from_shared(), of one stage after the other.
+template <class Mainloop, class Numbers, class Accumulators>
+CUTLASS_DEVICE int multiply_bytes_from_registers(FullBarrier* full, EmptyBarrier* empty,
+                                                 typename Mainloop::Stage& stage, Accumulators& accumulators,
+                                                 int32_t count, int warpgroup,
+                                                 typename Mainloop::TensorStorage& storage) {
+  using A = typename Mainloop::Layout::A;
+  using B = typename Mainloop::Layout::B;
+  constexpr int kSteps = Mainloop::Layout::kTileK / 32;
+  static_assert(!A::kAlongK && A::kBoxes == 1 && A::kRowBytes == ByteLoader::kRowBytes && B::kAlongK &&
+                Accumulators::kMmas == 1);
+  ByteLoader const loader(storage.a, warpgroup);
+  uint32_t const b = B::low_word(cute::cast_smem_ptr_to_uint(storage.b));
+  uint32_t words[kSteps][4];
+  int32_t accumulate = 0;
+  int unreleased = -1;
+  CUTLASS_PRAGMA_NO_UNROLL
+  for (; count > 0; --count, ++stage) {
+    int const s = stage.index();
+    full[s].wait(stage.phase());
+    wait_for_wgmma<0>();  // before it reads other words
+    if (unreleased >= 0) Mainloop::release(empty[unreleased]);
+    CUTLASS_PRAGMA_UNROLL
+    for (int k = 0; k < kSteps; ++k) loader.load(words[k], s * A::kBytes + k * ByteLoader::kStepBytes);
+    uint32_t const b_of_stage = b + s * (B::kBytes / 16);
+    fence(accumulators);
+    arrive_at_wgmma();
+    CUTLASS_PRAGMA_UNROLL
+    for (int k = 0; k < kSteps; ++k) {
+      WgmmaInstruction<Mainloop::kTileN>::template from_registers<Numbers>(
+          accumulators.values, words[k], B::descriptor(b_of_stage, B::step_offset(k)), accumulate);
+      accumulate = 1;
+    }
+    commit_wgmma();
+    fence(accumulators);
+    unreleased = s;
+  }
+  return unreleased;
+}
+
+// Puts a warp's rows 2g and 2g + 1, which thread g has in the places of g and g + 8, where they belong.
+template <class Accumulators>
+CUTLASS_DEVICE void order_rows(Accumulators& accumulators) {
+  int const lane = threadIdx.x % 32, g = lane / 4;
+  bool const is_low = g < 4, is_even = g % 2 == 0;
+  // Even g get row g first and then g + 8, odd ones the other way round: so each source has one row to give at a time.
+  int const first = (is_even ? 0 : 16) + g / 2 * 4 + lane % 4, second = first ^ 16;
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < Accumulators::kValues; i += 4) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = i; j < i + 2; ++j) {
+      float& upper = accumulators(j);
+      float& lower = accumulators(j + 2);
+      float const x = __shfl_sync(~0u, is_low ? upper : lower, first),
+                  y = __shfl_sync(~0u, is_low ? lower : upper, second);
+      upper = is_even ? x : y, lower = is_even ? y : x;
+    }
+  }
+}
+
+}  // namespace jax_streamk::sm90
