@@ -11,8 +11,9 @@
 
 namespace jax_streamk::sm90 {
 
-// The parameters are those of BoxStore.
-template <class Element, bool kSwap, int kTileM, int kTileN, int kWarpgroups, int kColumns, bool kRun = false>
+// The parameters are those of BoxStore; kInlines: as activated() has it.
+template <class Element, bool kSwap, int kTileM, int kTileN, int kWarpgroups, int kColumns, bool kRun = false,
+          bool kInlines = false>
 class TileEpilogue : public BoxStore<Element, kSwap, kTileM, kTileN, kWarpgroups, kColumns, kRun> {
   using Store = BoxStore<Element, kSwap, kTileM, kTileN, kWarpgroups, kColumns, kRun>;
   using Store::kValues, Store::kValuesPerBox, Store::kWholeBoxes;
@@ -76,15 +77,15 @@ class TileEpilogue : public BoxStore<Element, kSwap, kTileM, kTileN, kWarpgroups
     if (!kRun && epilogue.unaligned_d != nullptr) {
       constexpr int kWarpBytes = sizeof(TensorStorage) / (kWarpgroups * 4) / 512 * 512;
       auto* const own = reinterpret_cast<char*>(&storage_) + thread_ / 32 * kWarpBytes;
-      store_unaligned<kSwap, kWarpBytes>(epilogue, tile.batch, shape.m, shape.n, places_of(tile), accumulators,
-                                         reinterpret_cast<float*>(own));
+      store_unaligned<kSwap, kWarpBytes, kInlines>(epilogue, tile.batch, shape.m, shape.n, places_of(tile),
+                                                   accumulators, reinterpret_cast<float*>(own));
       return;
     }
     if (!epilogue.plain)
-      apply_epilogue<kAtOnce>(epilogue, tile.batch, shape.m, shape.n, places_of(tile), biases, accumulators,
-                              [&](int begin, int end) CUTLASS_LAMBDA_FUNC_INLINE {
-                                this->store_converted(tile, accumulators, begin, end);
-                              });
+      apply_epilogue<kAtOnce, kInlines>(epilogue, tile.batch, shape.m, shape.n, places_of(tile), biases, accumulators,
+                                        [&](int begin, int end) CUTLASS_LAMBDA_FUNC_INLINE {
+                                          this->store_converted(tile, accumulators, begin, end);
+                                        });
     if (epilogue.plain || kAtOnce == kValues) this->store_converted(tile, accumulators);
   }
 

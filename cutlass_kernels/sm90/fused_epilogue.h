@@ -9,8 +9,10 @@ namespace jax_streamk::sm90 {
 
 // Two passes over the accumulators of a tile: alpha, residual and a late bias in turns; then an early bias and the
 // activation, kAtOnce accumulators at a time, with store(begin, end) for each kAtOnce that are done. If kAtOnce is a
-// whole tile, nothing is stored. For the other arguments see Biases.
-template <int kAtOnce, bool kSwap, bool kThree, class Element, class Accumulators, class Places, class Store>
+// whole tile, nothing is stored. kInlines: as activated() has it. For the other arguments see
+// Biases.
+template <int kAtOnce, bool kInlines, bool kSwap, bool kThree, class Element, class Accumulators, class Places,
+          class Store>
 CUTLASS_DEVICE void apply_epilogue(EpilogueParams<float, Element> const& params, int64_t batch, int32_t m, int32_t n,
                                    Places const& places, Biases<kSwap, Element, Accumulators, kThree>& biases,
                                    Accumulators& accumulators, Store const& store) {
@@ -84,7 +86,7 @@ CUTLASS_DEVICE void apply_epilogue(EpilogueParams<float, Element> const& params,
   if (params.activation == Activation::kNone) {
     finish([](float4 x) CUTLASS_LAMBDA_FUNC_INLINE { return x; });
   } else {
-    finish([&](float4 x) CUTLASS_LAMBDA_FUNC_INLINE { return activated(params.activation, x); });
+    finish([&](float4 x) CUTLASS_LAMBDA_FUNC_INLINE { return activated<kInlines>(params.activation, x); });
   }
 }
 

@@ -73,7 +73,7 @@ class GatedEpilogue : public BoxStore<Element, true, kGatedRows, kTileN, 1, kCol
     for (int i = 0; i < kValues; i += 4) {
       auto const gate = [&](int j) { return accumulators(i + j) + biases.gate.of(i + j); };
       auto const up = [&](int j) { return accumulators(kValues + i + j) + biases.up.of(i + j); };
-      float4 const x = activated(params_.gate.activation, make_float4(gate(0), gate(1), gate(2), gate(3)));
+      float4 const x = activated<false>(params_.gate.activation, make_float4(gate(0), gate(1), gate(2), gate(3)));
       values(i) = x.x * up(0), values(i + 1) = x.y * up(1), values(i + 2) = x.z * up(2), values(i + 3) = x.w * up(3);
     }
     this->store_converted(tile, values);

@@ -70,7 +70,8 @@ class Sm90Kernel final : public CudaKernel {
                              kConfig.cluster_m * kConfig.cluster_n == 1));
   using Epilogue = std::conditional_t<
       kGated, GatedEpilogue<ElementD, kConfig.tile_n, kConfig.store_columns, kRun>,
-      TileEpilogue<ElementD, kSwap, kConfig.tile_m, kConfig.tile_n, kConfig.warpgroups(), kConfig.store_columns, kRun>>;
+      TileEpilogue<ElementD, kSwap, kConfig.tile_m, kConfig.tile_n, kConfig.warpgroups(), kConfig.store_columns, kRun,
+                   !kAAlongK && !kBAlongK && kConfig.tile_m * kConfig.tile_n >= 1 << 15>>;
 
   // With several CTAs per SM there would be too many clusters to list.
   using DenseScheduler = sm90::Scheduler<TileShape, ClusterShape, kCooperative, kCtasPerSm == 1>;
