@@ -20,10 +20,11 @@ static __noinline__ __device__ float4 activated_by_call(Activation activation, f
   return activated_inline(activation, x);
 }
 
-// kInlines: any call would spill, since the main loop takes nearly all registers.
+// kInlines: even so a call would spill.
 template <bool kInlines>
 CUTLASS_DEVICE float4 activated(Activation activation, float4 x) {
-  return kInlines ? activated_inline(activation, x) : activated_by_call(activation, x);
+  if constexpr (kInlines) return activated_inline(activation, x);
+  return activated_by_call(activation, x);
 }
 
 }  // namespace jax_streamk::sm90

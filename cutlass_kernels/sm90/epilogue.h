@@ -77,8 +77,8 @@ class TileEpilogue : public BoxStore<Element, kSwap, kTileM, kTileN, kWarpgroups
     if (!kRun && epilogue.unaligned_d != nullptr) {
       constexpr int kWarpBytes = sizeof(TensorStorage) / (kWarpgroups * 4) / 512 * 512;
       auto* const own = reinterpret_cast<char*>(&storage_) + thread_ / 32 * kWarpBytes;
-      store_unaligned<kSwap, kWarpBytes, kInlines>(epilogue, tile.batch, shape.m, shape.n, places_of(tile),
-                                                   accumulators, reinterpret_cast<float*>(own));
+      store_unaligned<kSwap, kWarpBytes>(epilogue, tile.batch, shape.m, shape.n, places_of(tile), accumulators,
+                                         reinterpret_cast<float*>(own));
       return;
     }
     if (!epilogue.plain)

@@ -20,9 +20,8 @@ struct StoreParams : EpilogueParams<float, Element> {
 };
 
 // D = epilogue(accumulators). A warp moves accumulators through kBytes of its own shared memory, a patch at a time (16
-// rows x kBlocks * 8 columns of the kernel's result), and stores them along rows of D. For the other arguments see
-// Biases and activated().
-template <bool kSwap, int kBytes, bool kInlines, class Element, class Accumulators, class Places>
+// rows x kBlocks * 8 columns of the kernel's result), and stores them along rows of D. For the arguments see Biases.
+template <bool kSwap, int kBytes, class Element, class Accumulators, class Places>
 CUTLASS_DEVICE void store_unaligned(StoreParams<Element> const& params, int64_t batch, int32_t m, int32_t n,
                                     Places const& places, Accumulators const& accumulators, float* shared) {
   constexpr int kBlocks = kBytes >= 2048 ? 4 : kBytes >= 1024 ? 2 : 1;
@@ -128,7 +127,7 @@ CUTLASS_DEVICE void store_unaligned(StoreParams<Element> const& params, int64_t 
         for (int j = 0; j < kAtOnce; ++j)
           if (stored(j)) x[j] += params.beta * static_cast<float>(residual[j * kStep * params.ldd]);
       }
-      float4 const y = activated<kInlines>(params.activation, make_float4(x[0], x[1], x[2], x[3]));
+      float4 const y = activated_inline(params.activation, make_float4(x[0], x[1], x[2], x[3]));
       x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j)
