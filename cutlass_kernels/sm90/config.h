@@ -94,6 +94,8 @@ JAX_STREAMK_SM90_OPERANDS(f32_f32_cc_tf32, kF32, kF32, kColumn, kColumn, kTF32)
 JAX_STREAMK_SM90_OPERANDS(f32_f32_rc_tf32x3, kF32, kF32, kRow, kColumn, kTF32x3)
 JAX_STREAMK_SM90_OPERANDS(fp8_bf16_rr, kE4M3, kBF16, kRow, kRow, kNative)
 JAX_STREAMK_SM90_OPERANDS(fp8_bf16_rc, kE4M3, kBF16, kRow, kColumn, kNative)
+JAX_STREAMK_SM90_OPERANDS(fp8_bf16_cr, kE4M3, kBF16, kColumn, kRow, kNative)
+JAX_STREAMK_SM90_OPERANDS(fp8_f32_cr, kE4M3, kF32, kColumn, kRow, kNative)
 JAX_STREAMK_SM90_OPERANDS(fp8_f32_rr, kE4M3, kF32, kRow, kRow, kNative)
 JAX_STREAMK_SM90_OPERANDS(fp8_f32_rc, kE4M3, kF32, kRow, kColumn, kNative)
 #undef JAX_STREAMK_SM90_MAJORS

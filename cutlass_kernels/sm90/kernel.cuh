@@ -19,6 +19,7 @@
 #include "cutlass_kernels/sm90/operands/run_of_k.h"
 #include "cutlass_kernels/sm90/operands/tile.h"
 #include "cutlass_kernels/sm90/operands/transposed.h"
+#include "cutlass_kernels/sm90/operands/transposed_bytes.h"
 #include "cutlass_kernels/sm90/ragged.h"
 #include "cutlass_kernels/sm90/scaled_sums.h"
 #include "cutlass_kernels/sm90/scheduler.h"
@@ -68,10 +69,11 @@ class Sm90Kernel final : public CudaKernel {
                             kConfig.cluster_m * kConfig.cluster_n == 1));
   static_assert(!kJoined || (kSwap && !kGated && kRagged == Ragged::kNone && kConfig.type_a == kConfig.type_d &&
                              kConfig.cluster_m * kConfig.cluster_n == 1));
-  using Epilogue = std::conditional_t<
-      kGated, GatedEpilogue<ElementD, kConfig.tile_n, kConfig.store_columns, kRun>,
-      TileEpilogue<ElementD, kSwap, kConfig.tile_m, kConfig.tile_n, kConfig.warpgroups(), kConfig.store_columns, kRun,
-                   !kAAlongK && !kBAlongK && kConfig.tile_m * kConfig.tile_n >= 1 << 15>>;
+  // Registers are short beside promoted sums, and beside runs of K.
+  static constexpr bool kInlines = !kSwap && (kConfig.promotion_k() > 0 || kRagged == Ragged::kK);
+  using Epilogue = std::conditional_t<kGated, GatedEpilogue<ElementD, kConfig.tile_n, kConfig.store_columns, kRun>,
+                                      TileEpilogue<ElementD, kSwap, kConfig.tile_m, kConfig.tile_n,
+                                                   kConfig.warpgroups(), kConfig.store_columns, kRun, kInlines>>;
 
   // With several CTAs per SM there would be too many clusters to list.
   using DenseScheduler = sm90::Scheduler<TileShape, ClusterShape, kCooperative, kCtasPerSm == 1>;
@@ -89,22 +91,24 @@ class Sm90Kernel final : public CudaKernel {
   // of sums take less than 3.
   // Barriers of all stages and the table of tiles take less than 2 KiB.
   static constexpr int kLaidOutN = kBAlongK ? kConfig.tile_n : columns_by_tma(kConfig.tile_n);
+  static constexpr bool kTransposesBytes = kFp8 && !kBAlongK;
   static constexpr int kBytesOfStage =
-      kConfig.tile_k * (kConfig.tile_m * (sizeof(Element) + kNumberBits / 8.0) + kLaidOutN * sizeof(Element));
+      kConfig.tile_k * (kConfig.tile_m * (sizeof(Element) + kNumberBits / 8.0) + kLaidOutN * sizeof(Element) +
+                        (kTransposesBytes ? kConfig.tile_n : 0));
   static constexpr int kBarrierBytes = 16;  // of a stage
   static constexpr int kStages = kScaled ? ((227 << 10) - kCarvedOut - (10 << 10)) / kBytesOfStage
                                  : kFp8
                                      ? ((227 << 10) - kCarvedOut - (4 << 10)) / kBytesOfStage
                                      : ((227 << 10) - (kCarvedOut + 127) / 128 * 128) / (kBytesOfStage + kBarrierBytes);
-  using Stage =
-      StageLayout<Element, kAAlongK, Element, kBAlongK, TileShape, ClusterShape, kLaidOutN, kStages, kNumberBits>;
+  using Stage = StageLayout<Element, kAAlongK, Element, kBAlongK, TileShape, ClusterShape, kLaidOutN, kStages,
+                            kNumberBits, kTransposesBytes>;
 
   // The way to load each operand. Threads gather rows of up to 128: beside more the warpgroup that loads has too few
   // registers.
   static constexpr bool kRunsOfK = kRagged == Ragged::kK, kGathers = kRun && kConfig.tile_n <= 128,
                         kFromRegisters = (kConfig.math == Math::kTF32 || kFp8) && !kAAlongK,
-                        kTransposes = kFromRegisters && !kBAlongK;
-  static_assert(!kFp8 || (kBAlongK && kCooperative && !kGated && !kJoined && kRagged == Ragged::kNone));
+                        kTransposes = kFromRegisters && !kBAlongK && !kFp8;
+  static_assert(!kFp8 || (kCooperative && !kGated && !kJoined && kRagged == Ragged::kNone));
   template <class Stage>
   using NumbersOfStage =
       NumbersA<Stage, std::conditional_t<kConfig.type_a == Type::kF16, __half, __nv_bfloat16>, kConfig.type_b>;
@@ -114,10 +118,14 @@ class Sm90Kernel final : public CudaKernel {
           kGated, Chosen<PairA>,
           std::conditional_t<kJoined, Chosen<JoinedA>, std::conditional_t<kRunsOfK, Chosen<RunA>, Chosen<TileA>>>>>::
       template type<Stage>;
-  using OperandB =
-      std::conditional_t<kGathers, GatheredB<Stage>,
-                         std::conditional_t<kRunsOfK, RunB<Stage>,
-                                            std::conditional_t<kTransposes, TransposedB<Stage>, TileB<Stage, kRun>>>>;
+  template <class Stage>
+  using TileOfB = TileB<Stage, kRun>;
+  using OperandB = typename std::conditional_t<
+      kTransposes, Chosen<TransposedB>,
+      std::conditional_t<kTransposesBytes, Chosen<TransposedBytesB>,
+                         std::conditional_t<kGathers, Chosen<GatheredB>,
+                                            std::conditional_t<kRunsOfK, Chosen<RunB>, Chosen<TileOfB>>>>>::
+      template type<Stage>;
   static constexpr int kPromotionK = kConfig.promotion_k();
   static_assert(kPromotionK % kConfig.tile_k == 0);
   using Sums =

@@ -8,36 +8,39 @@
 
 namespace jax_streamk::sm90 {
 
-// Loads a thread's wgmma fragments of an M-major A. With g = lane / 4 and t = lane % 4, the fragment of 32 along k is
-// rows g and g + 8 of the warp's 16, at k = 4t to 4t + 3, and then at 16 more. ldmatrix gives two neighbours along m,
-// so that rows 2g and 2g + 1 are there instead; order_rows() puts their sums in order.
+// Loads 32 of k by 16 of the other dimension, along which rows of kRowBytes lie, transposed: with g = lane / 4 and t =
+// lane % 4, four bytes at k = 4t, of 2g and of 2g + 1, and then both at k = 16 + 4t. As a fragment of A these are rows
+// g and g + 8, since ldmatrix gives two neighbours; order_rows() puts their sums in order.
+template <int kRowBytes>
 class ByteLoader {
  public:
-  static constexpr int kRowBytes = 128, kStepBytes = 32 * kRowBytes;  // a row is one k; a step 32 of these
+  static constexpr int kStepBytes = 32 * kRowBytes;  // from 32 of k to the next
 
-  // `first`: the first row of A, along m, in stage 0.
-  CUTLASS_DEVICE ByteLoader(void const* first, int warpgroup) {
+  CUTLASS_DEVICE ByteLoader() {
     // A lane has the address of one k of four 8 x 8 matrices of byte pairs: two for each 16 of k. Thread t gets two k
     // of each matrix. Those of t < 2 come first in one matrix and second in the other, so that all rows of a matrix
-    // differ in k % 8, and by the swizzle, which puts 16-byte piece p of row k at p ^ k % 8, in banks.
-    int const lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, of = lane % 8 / 2, second = lane / 8 % 2;
+    // differ in k % 8, and by the swizzle in banks.
+    int const lane = threadIdx.x % 32, of = lane % 8 / 2, second = lane / 8 % 2;
     int const k = lane / 16 * 16 + of * 4 + (of / 2 ^ second) * 2 + lane % 2;
-    from_ = cute::cast_smem_ptr_to_uint(first) + k * kRowBytes + (warpgroup * 4 + warp ^ k % 8) * 16;
+    int const swizzle = kRowBytes == 128 ? k % 8 : k / 2 % 4;  // puts 16-byte piece p of row k at p ^ swizzle
+    static_assert(kRowBytes == 128 || kRowBytes == 64);
+    at_ = k * kRowBytes + swizzle * 16;
     even_ = lane % 4 < 2 ? 0x6420 : 0x2064, odd_ = lane % 4 < 2 ? 0x7531 : 0x3175;
   }
 
-  // The fragment that is `offset` bytes after the first.
-  CUTLASS_DEVICE void load(uint32_t (&words)[4], int offset) const {
+  // `first`: the address of the first k, a multiple of 1024; `piece`: of 16 bytes of its row.
+  CUTLASS_DEVICE void load(uint32_t (&words)[4], uint32_t first, int piece) const {
     uint32_t x[4];
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                 : "r"(from_ + offset));
+                 : "r"(first + (at_ ^ piece * 16))
+                 : "memory");
     words[0] = __byte_perm(x[0], x[1], even_), words[1] = __byte_perm(x[0], x[1], odd_);
     words[2] = __byte_perm(x[2], x[3], even_), words[3] = __byte_perm(x[2], x[3], odd_);
   }
 
  private:
-  uint32_t from_, even_, odd_;
+  uint32_t at_, even_, odd_;
 };
 
 // Same interface as multiply_from_shared(), of one stage after the other.
@@ -47,12 +50,14 @@ CUTLASS_DEVICE int multiply_bytes_from_registers(FullBarrier* full, EmptyBarrier
                                                  int32_t count, int warpgroup,
                                                  typename Mainloop::TensorStorage& storage) {
   using A = typename Mainloop::Layout::A;
-  using B = typename Mainloop::Layout::B;
+  using B = typename Mainloop::Layout::ReadB;
+  using Loader = ByteLoader<A::kRowBytes>;
   constexpr int kSteps = Mainloop::Layout::kTileK / 32;
-  static_assert(!A::kAlongK && A::kBoxes == 1 && A::kRowBytes == ByteLoader::kRowBytes && B::kAlongK &&
-                Accumulators::kMmas == 1);
-  ByteLoader const loader(storage.a, warpgroup);
-  uint32_t const b = B::low_word(cute::cast_smem_ptr_to_uint(storage.b));
+  static_assert(!A::kAlongK && A::kBoxes == 1 && B::kAlongK && Accumulators::kMmas == 1);
+  Loader const loader;
+  uint32_t const a = cute::cast_smem_ptr_to_uint(storage.a),
+                 b = B::low_word(cute::cast_smem_ptr_to_uint(Mainloop::Layout::b_of(storage)));
+  int const piece = warpgroup * 4 + threadIdx.x / 32 % 4;  // 16 rows of a warp
   uint32_t words[kSteps][4];
   int32_t accumulate = 0;
   int unreleased = -1;
@@ -63,7 +68,7 @@ CUTLASS_DEVICE int multiply_bytes_from_registers(FullBarrier* full, EmptyBarrier
     wait_for_wgmma<0>();  // before it reads other words
     if (unreleased >= 0) Mainloop::release(empty[unreleased]);
     CUTLASS_PRAGMA_UNROLL
-    for (int k = 0; k < kSteps; ++k) loader.load(words[k], s * A::kBytes + k * ByteLoader::kStepBytes);
+    for (int k = 0; k < kSteps; ++k) loader.load(words[k], a + s * A::kBytes + k * Loader::kStepBytes, piece);
     uint32_t const b_of_stage = b + s * (B::kBytes / 16);
     fence(accumulators);
     arrive_at_wgmma();

@@ -14,11 +14,11 @@ CUTLASS_DEVICE int multiply_from_shared(FullBarrier* full, EmptyBarrier* empty, 
                                         Accumulators& accumulators, int32_t count, bool gathered, int warpgroup,
                                         typename Mainloop::TensorStorage& storage) {
   using A = typename Mainloop::Layout::A;
-  using B = typename Mainloop::Layout::B;
+  using B = typename Mainloop::Layout::ReadB;
   constexpr int kWarpgroups = Mainloop::kWarpgroups, kSteps = Mainloop::Layout::kTileK * A::kSize / 32;
   uint32_t const a = A::low_word(cute::cast_smem_ptr_to_uint(storage.a)) +
                      (kWarpgroups == 1 ? 0 : warpgroup * A::block_offset(1)),
-                 b = B::low_word(cute::cast_smem_ptr_to_uint(storage.b));
+                 b = B::low_word(cute::cast_smem_ptr_to_uint(Mainloop::Layout::b_of(storage)));
   int32_t accumulate = 0;
   int unreleased = -1;
   CUTLASS_PRAGMA_NO_UNROLL

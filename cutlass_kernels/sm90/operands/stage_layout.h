@@ -2,7 +2,8 @@
 //
 // A way to load an operand is a type of its own: `TileA` and `TileB` (tile.h) for a tile by TMA, `PairA` for half of
 // its rows from each of two matrices, `JoinedA` for rows of the one of several matrices that has them, `RunA` and
-// `RunB` for a run of K, `GatheredB` for rows that lie anywhere, `TransposedB` for a B that threads transpose. Each has
+// `RunB` for a run of K, `GatheredB` for rows that lie anywhere, `TransposedB` and `TransposedBytesB` for a B that
+// threads transpose. Each has
 //
 //   Params       what it adds to the kernel's parameters
 //   set_up()     fills these in, on the host
@@ -69,15 +70,17 @@ struct OperandTile {
 
 // What all ways to load know of a stage. An N-major B has room for whole rows of 128 bytes, of which only kTileN
 // columns are loaded and multiplied. kNumberBits_: of a number of A where a stage also has room for numbers that are
-// decoded, else 0.
+// decoded, else 0. kTransposesB_: a stage also has room for B as threads transpose it.
 template <class ElementA_, bool kAAlongK, class ElementB_, bool kBAlongK, class TileShape_, class ClusterShape,
-          int kLaidOutN_, int kStages_, int kNumberBits_ = 0>
+          int kLaidOutN_, int kStages_, int kNumberBits_ = 0, bool kTransposesB_ = false>
 struct StageLayout {
   using TileShape = TileShape_;
   static constexpr int kTileM = TileShape::kM, kTileN = TileShape::kN, kTileK = TileShape::kK, kLaidOutN = kLaidOutN_,
                        kClusterM = ClusterShape::kM, kClusterN = ClusterShape::kN;
   using A = OperandTile<ElementA_, kTileM, kTileK, kAAlongK>;
   using B = OperandTile<ElementB_, kLaidOutN, kTileK, kBAlongK>;
+  // B as wgmma reads it.
+  using ReadB = std::conditional_t<kTransposesB_, OperandTile<ElementB_, kTileN, kTileK, true>, B>;
   using ElementA = ElementA_;
   using ElementB = ElementB_;
   static constexpr int kStages = kStages_, kNumberBits = kNumberBits_;
@@ -92,7 +95,18 @@ struct StageLayout {
   struct WithNumbers : Operands {
     alignas(1024) uint8_t numbers[kStages * kBytesOfNumbers + (kNumberBits == 0)];
   };
-  using Storage = std::conditional_t<(kNumberBits > 0), WithNumbers, Operands>;
+  struct WithTransposed : Operands {
+    alignas(1024) ElementB transposed[kStages * ReadB::kElements];
+  };
+  using Storage =
+      std::conditional_t<(kNumberBits > 0), WithNumbers, std::conditional_t<kTransposesB_, WithTransposed, Operands>>;
+  static CUTLASS_DEVICE ElementB* b_of(Storage& storage) {
+    if constexpr (kTransposesB_) {
+      return storage.transposed;
+    } else {
+      return storage.b;
+    }
+  }
 };
 
 // A that TMA loads as wgmma reads it.
