@@ -21,15 +21,16 @@
 #include "cutlass_kernels/sm90/operands/transposed.h"
 #include "cutlass_kernels/sm90/operands/transposed_bytes.h"
 #include "cutlass_kernels/sm90/ragged.h"
-#include "cutlass_kernels/sm90/scaled_sums.h"
 #include "cutlass_kernels/sm90/scheduler.h"
 #include "cutlass_kernels/sm90/warp_roles.h"
 
 namespace jax_streamk::sm90 {
 
-// operands/numbers.h, which units with rows of numbers include.
+// operands/numbers.h and scaled_sums.h, which units with rows of numbers, or of float8, include.
 template <class Stage, class T, Type kType>
 struct NumbersA;
+template <class TileShape, int kWarpgroups, bool kSwap, bool kPermutes>
+struct ScaledSums;
 
 // A template of a way to load, chosen without being instantiated.
 template <template <class> class Way>

@@ -62,7 +62,7 @@ struct ScaledSums {
 
   // Scales of a tile's columns: of one k-tile, and of the next while some threads still read those.
   struct Storage {
-    float columns[kWarpgroups][2][TileShape::kN];
+    alignas(16) float columns[kWarpgroups][2][TileShape::kN];
   };
 
   template <class Accumulators>
