@@ -343,7 +343,7 @@ def linear(
     schedule = check_schedule(schedule)
     check_activation("linear", activation)
     alpha, beta = _factor("linear", "alpha", alpha), _factor("linear", "beta", beta)
-    lhs, rhs, weak = _promoted("linear", preferred_element_type, x=x, w=_kept(w))
+    lhs, rhs, weak = _promoted("linear", preferred_element_type, x=_kept(x), w=_kept(w))
     if lhs.ndim == 0 or rhs.ndim != 2 or lhs.shape[-1] != rhs.shape[0]:
         raise ValueError(f"linear: x has shape {lhs.shape} and w {rhs.shape}; they must be (..., k) and (k, n)")
     product, out_sharding = _linear("linear", lhs, rhs, precision, preferred_element_type, out_sharding)
@@ -432,7 +432,7 @@ def gated_linear(
     schedule = check_schedule(schedule)
     check_activation("gated_linear", activation)
     weights = dict(w_gate=w_gate) if w_up is None else dict(w_gate=_kept(w_gate), w_up=_kept(w_up))
-    lhs, rhs, *second, weak = _promoted("gated_linear", preferred_element_type, x=x, **weights)
+    lhs, rhs, *second, weak = _promoted("gated_linear", preferred_element_type, x=x if w_up is None else _kept(x), **weights)
     if not second and not (lhs.ndim and rhs.ndim == 3 and lhs.shape[-1] == rhs.shape[0] and rhs.shape[1] == 2):
         shapes = f"x has shape {lhs.shape} and w_gate {rhs.shape}"
         raise ValueError(f"gated_linear: {shapes}; without w_up they must be (..., k) and (k, 2, n)")

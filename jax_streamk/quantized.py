@@ -12,6 +12,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_streamk.checks import check_static
+from jax_streamk.plan.problem import FLOAT8
 from jax_streamk.product import scaled
 from jax_streamk.product.dense import Dense
 from jax_streamk.product.epilogue import wide
@@ -180,25 +181,36 @@ def bound(product: Product, lhs: Any, *operands: Any, **params: Any) -> jax.Arra
     """``bind`` of a product whose operands may be quantized.
 
     What each matrix needs besides its numbers follows the other operands. One kind of numbers is multiplied by one
-    kernel: of two matrices of different kinds arrays are made first. Kernels read numbers on the right.
+    kernel: of two matrices of different kinds arrays are made first. Kernels read numbers on the right, or, of eight
+    bits, on both sides.
     """
     matrices = [x for x in operands if isinstance(x, QuantizedArray)]
     if isinstance(lhs, QuantizedArray) and not matrices and isinstance(product, Dense) and product.epilogue.is_plain:
         (rhs,) = operands
         return bound(product.exchanged(lhs.ndim, rhs.ndim), rhs, lhs, **params)
-    operands = (dequantized(lhs), *operands)
+    of_both = isinstance(lhs, QuantizedArray) and all(map(_multiplies_as_it_is, (lhs, *matrices)))
+    operands = (lhs if of_both else dequantized(lhs), *operands)
     if not matrices:
         return bind(product, *operands, **params)
-    if isinstance(product, Dense) and _is_factor_of_result(product, *operands):
+    if not of_both and isinstance(product, Dense) and _is_factor_of_result(product, *operands):
         return _scaled_after(product, *operands, **params)
     each = [x.parts() for x in matrices]
     kinds = {(tuple(parts), x.values.dtype, x.values.shape, x.dtype) for x, parts in zip(matrices, each)}
     is_stacked = product.epilogue.gate == "stacked"
     if len(kinds) > 1 or is_stacked or len(matrices) != 1 + product.epilogue.is_pair:
         return bind(product, *map(dequantized, operands), **params)
-    of = scaled.Scaled.by(product, matrices[0].dtype, tuple(each[0]))
+    of = scaled.Scaled.by(product, matrices[0].dtype, tuple(each[0]), of_both)
+    if of is None:
+        return bound(product, dequantized(lhs), *operands[1:], **params)
     numbers = [x.values if isinstance(x, QuantizedArray) else x for x in operands]
-    return bind(of, *numbers, *(x for parts in each for x in parts.values()), **params)
+    of_lhs = [lhs.scale] if of_both else []
+    return bind(of, *numbers, *(x for parts in each for x in parts.values()), *of_lhs, **params)
+
+
+def _multiplies_as_it_is(x: QuantizedArray) -> bool:
+    """Whether x is float8 with one kind of scales and nothing else, whose products kernels scale afterwards."""
+    others = x.zero_point is not None or x.offset is not None or isinstance(x.scale, QuantizedArray)
+    return x.values.dtype in FLOAT8 and not others
 
 
 def _is_factor_of_result(product: Dense, lhs: Any, rhs: Any, *others: Any) -> bool:

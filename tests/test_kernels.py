@@ -36,8 +36,8 @@ PRECISIONS = {
 }
 
 ON_GPU = jax.default_backend() == "gpu"
-# Those of numbers with scales are in test_scaled.py.
-KERNELS = {kernel.name: kernel for kernel in _ffi.kernels() if not kernel.scaled}
+# Those of numbers with scales are in test_scaled.py, those of float8 in test_float8_kernels.py.
+KERNELS = {kernel.name: kernel for kernel in _ffi.kernels() if not (kernel.scaled or kernel.scales_sums)}
 
 
 def runs_here(kernel):

@@ -57,6 +57,10 @@ constexpr int64_t kDequantizedAlone = 256;
 // row-major B takes 1.1 times as long.
 constexpr int64_t kFewScaledRows = 16;
 
+// Products of float8 are those of the float32 numbers that they stand for.
+bool is_float8(Format const& format) { return format == Type::kE4M3 || format == Type::kE5M2; }
+Type multiplied_as(Format const& a) { return is_float8(a) ? Type::kF32 : a.type; }
+
 // The state of a tile that has several peers.
 struct SharedTile {
   std::atomic<int32_t> arrived{0};
@@ -91,14 +95,18 @@ struct Gemm {
   // Sums of s8 are exact in any order: they have parts only where a part's rows are gathered at a time.
   bool sums_in_parts() const { return p.k > alone() && (p.a.format != Type::kS8 || gathers()); }
   int64_t alone() const { return dequantizes() ? kDequantizedAlone : kSummedAlone; }
-  bool is_scaled() const { return p.b.scales.any(); }
+  bool is_scaled() const { return p.b.scales.any() || dequantizes_a(); }
+  bool dequantizes_a() const { return is_float8(p.a.format); }
   // With few rows B's numbers are multiplied as they are read, where their lines and blocks begin bytes.
   bool dequantizes() const {
+    if (dequantizes_a()) return true;
     if (!is_scaled() || p.m > kFewScaledRows) return is_scaled();
     bool const begin_bytes = p.b.major == Major::kRow || p.b.scales.rows % 2 == 0 || p.b.scales.rows == p.k;
     return p.b.format.bits() < 8 && !(begin_bytes && p.b.ld % 2 == 0 && p.b.batch_stride % 2 == 0);
   }
-  int64_t scratch_bytes() const { return align_workspace(jax_streamk::scratch_bytes(p.a.format.type, tile_m, tile_n)); }
+  int64_t scratch_bytes() const {
+    return align_workspace(jax_streamk::scratch_bytes(multiplied_as(p.a.format), tile_m, tile_n));
+  }
   int64_t private_bytes() const {
     return accumulators_bytes() + scratch_bytes() + part_bytes() + gathered_bytes() + scaled_bytes();
   }
@@ -106,11 +114,14 @@ struct Gemm {
   int64_t gathered_bytes() const {
     return gathers() ? align_workspace(tile_m * std::min(p.k, alone()) * size_of(p.a.format)) : 0;
   }
-  // Of B as it is multiplied, or of few rows of A.
-  int64_t scaled_bytes() const {
-    if (!is_scaled()) return 0;
-    int64_t const k = std::min(p.k, alone());
-    return align_workspace(k * (dequantizes() ? tile_n * size_of(p.a.format) : 4 * (tile_m + kScaledRows - 1)));
+  // Of B as it is multiplied, and perhaps of A, or of few rows of A.
+  int64_t scaled_bytes() const { return is_scaled() ? align_workspace(bytes_of_b() + bytes_of_rows()) : 0; }
+  int64_t bytes_of_b() const {
+    return dequantizes() ? align_workspace(std::min(p.k, alone()) * tile_n * size_of(multiplied_as(p.a.format))) : 0;
+  }
+  int64_t bytes_of_rows() const {
+    int64_t const rows = dequantizes_a() ? tile_m : dequantizes() ? 0 : tile_m + kScaledRows - 1;
+    return std::min(p.k, alone()) * rows * 4;
   }
   int64_t workspace_bytes() const {
     return shared_bytes() + slots() * tile_bytes() + decomposition.workers * private_bytes();
@@ -174,34 +185,46 @@ struct Gemm {
   void multiply(OutputTile const& tile, int64_t k, int64_t k_end, int32_t worker, void* accumulators,
                 int64_t stride) const {
     int64_t const of_batch = p.ragged == Ragged::kNone ? tile.batch * p.a.batch_stride : 0;
-    Block const a = gathers() ? gather(tile, k, k_end, gathered(worker))
-                              : Block{element_of_a(tile.m, k) + of_batch * size_of(p.a.format), p.a.ld, p.a.major};
+    Block a = gathers() ? gather(tile, k, k_end, gathered(worker))
+                        : Block{element_of_a(tile.m, k) + of_batch * size_of(p.a.format), p.a.ld, p.a.major};
+    if (dequantizes_a()) {
+      int64_t const group = p.ragged == Ragged::kNone ? tile.batch : 0;
+      ScaledBlock block = numbers(Role::kScaleOfA, a, group, tile.m, k, tile.extents.m, k_end - k);
+      a = dequantize(block, static_cast<char*>(scaled(worker)) + bytes_of_b());
+    }
     // The tile's columns of one matrix of B, then those of the next.
     for (int64_t n = 0; n < tile.extents.n;) {
       auto const matrix = p.matrix_of(tile.n + n);
       int64_t const columns = std::min(tile.extents.n - n, matrix.end - tile.n - n);
       Extents const extents{tile.extents.m, columns, k_end - k};
       void* const sums = static_cast<char*>(accumulators) + n * size_of(accumulator_of(p.a.format));
-      if (is_scaled() && !dequantizes()) {
-        ScaledBlock const b = scaled_block(tile.batch, tile.n + n, k, extents);
-        tile_product.multiply_scaled(extents, a, b, sums, stride, scaled(worker));
-      } else {
-        Block const b = is_scaled() ? dequantize(scaled_block(tile.batch, tile.n + n, k, extents), scaled(worker))
-                                    : block_of_b(tile.batch, matrix, tile.n + n, k);
+      if (!is_scaled()) {
+        Block const b = block_of_b(tile.batch, matrix, tile.n + n, k);
         tile_product.multiply(extents, a, b, sums, stride, scratch(worker));
+      } else {
+        ScaledBlock const b = scaled_block(tile.batch, matrix, tile.n + n, k, extents);
+        if (dequantizes()) {
+          tile_product.multiply(extents, a, dequantize(b, scaled(worker)), sums, stride, scratch(worker));
+        } else {
+          tile_product.multiply_scaled(extents, a, b, sums, stride, scaled(worker));
+        }
       }
       n += columns;
     }
   }
 
   Block block_of_b(int64_t batch, GemmProblem::Matrix const& matrix, int64_t column, int64_t k) const {
-    int64_t const ld = p.ld_of(matrix), n = column - matrix.first,
-                  offset = (p.ragged == Ragged::kK ? 0 : batch * p.b.batch_stride) +
-                           (p.b.major == Major::kRow ? k * ld + n : k + n * ld);
-    void const* const of_matrix = matrix.role == Role::kB    ? buffers.b
-                                  : matrix.role == Role::kUp ? buffers.up
-                                                             : buffers.third;
-    return {static_cast<char const*>(of_matrix) + offset * size_of(p.b.format), ld, p.b.major};
+    int64_t const ld = p.ld_of(matrix), offset = offset_of_b(batch, matrix, column, k);
+    return {static_cast<char const*>(address_of(matrix)) + offset * size_of(p.b.format), ld, p.b.major};
+  }
+
+  int64_t offset_of_b(int64_t batch, GemmProblem::Matrix const& matrix, int64_t column, int64_t k) const {
+    int64_t const ld = p.ld_of(matrix), n = column - matrix.first;
+    return (p.ragged == Ragged::kK ? 0 : batch * p.b.batch_stride) +
+           (p.b.major == Major::kRow ? k * ld + n : k + n * ld);
+  }
+  void const* address_of(GemmProblem::Matrix const& matrix) const {
+    return matrix.role == Role::kB ? buffers.b : matrix.role == Role::kUp ? buffers.up : buffers.third;
   }
 
   Block dequantize(ScaledBlock const& block, void* to) const {
@@ -209,21 +232,31 @@ struct Gemm {
     return {to, block.length, block.major};
   }
 
-  ScaledBlock scaled_block(int64_t batch, int64_t column, int64_t k, Extents const& extents) const {
-    bool const by_row = p.b.major == Major::kRow;
-    Scales const& scales = p.b.scales;
-    Operand const scale = p.operand(Role::kScale);
-    ScaledBlock block{p.b.major,
-                      {buffers.b, p.b.format.type},
-                      {buffers.scale, scales.scale},
-                      {buffers.zero, scales.zero},
-                      {buffers.offset, scales.offset}};
-    block.first = batch * p.b.batch_stride + (by_row ? k * p.b.ld + column : k + column * p.b.ld);
-    block.ld = p.b.ld;
-    block.first_scale = batch * scale.batch_stride;
-    block.ld_scale = scale.ld;
-    block.line = by_row ? k : column, block.position = by_row ? column : k;
-    block.lines = by_row ? extents.k : extents.n, block.length = by_row ? extents.n : extents.k;
+  ScaledBlock scaled_block(int64_t batch, GemmProblem::Matrix const& matrix, int64_t column, int64_t k,
+                           Extents const& extents) const {
+    // Elements of four bits need not begin bytes.
+    ScaledBlock block =
+        numbers(Role::kScale, {address_of(matrix), p.ld_of(matrix), p.b.major}, batch, k, column, extents.k, extents.n);
+    block.first = offset_of_b(batch, matrix, column, k);
+    return block;
+  }
+
+  // Numbers from the beginning of `from` on: `rows` x `columns`, from (row, column) of A or B.
+  ScaledBlock numbers(Role scale_of, Block const& from, int64_t batch, int64_t row, int64_t column, int64_t rows,
+                      int64_t columns) const {
+    bool const is_a = scale_of == Role::kScaleOfA, by_row = from.major == Major::kRow;
+    Layout const& layout = is_a ? p.a : p.b;
+    Scales const& scales = layout.scales;
+    ScaledBlock block{from.major, {from.data, layout.format.type}, {}, {}, {}};
+    block.first = 0, block.ld = from.stride;
+    block.line = by_row ? row : column, block.position = by_row ? column : row;
+    block.lines = by_row ? rows : columns, block.length = by_row ? columns : rows;
+    block.block_lines = block.block_length = int64_t{1} << 62;
+    if (!scales.any()) return block;
+    Operand const scale = p.operand(scale_of);
+    block.scale = {is_a ? buffers.scale_of_a : buffers.scale, scales.scale};
+    if (!is_a) block.zero = {buffers.zero, scales.zero}, block.offset = {buffers.offset, scales.offset};
+    block.first_scale = batch * scale.batch_stride, block.ld_scale = scale.ld;
     block.block_lines = by_row ? scales.rows : scales.columns;
     block.block_length = by_row ? scales.columns : scales.rows;
     return block;
@@ -362,7 +395,7 @@ Decomposition decomposition(KernelInfo const& info, GemmProblem const& p, Schedu
 class HostKernel final : public Kernel {
  public:
   explicit HostKernel(KernelInfo info)
-      : Kernel(std::move(info)), tile_product_(tile_product(this->info.a.format.type, this->info.d.format.type)) {}
+      : Kernel(std::move(info)), tile_product_(tile_product_of(this->info.a.format, this->info.d.format.type)) {}
 
   Status run(GemmProblem const& p, Schedule const& s, LaunchPolicy const& policy, Device const& device,
              Buffers const& buffers, void*, Executor* executor) const override {
@@ -406,6 +439,13 @@ class HostKernel final : public Kernel {
             buffers};
   }
 
+  // Of float32, whatever float8 products are stored as.
+  static TileProduct tile_product_of(Format const& a, Type d) {
+    TileProduct product = tile_product(multiplied_as(a), is_float8(a) ? Type::kF32 : d);
+    if (is_float8(a) && d != Type::kF32) product.store = tile_product(d, d).store;
+    return product;
+  }
+
   TileProduct const tile_product_;
 };
 
@@ -420,6 +460,10 @@ std::vector<Types> all_types() {
       if (a != Type::kF32) all.push_back({a, b, a});
     }
   }
+  for (Type const a : {Type::kE4M3, Type::kE5M2}) {
+    for (Type const b : {Type::kE4M3, Type::kE5M2})
+      all.push_back({a, b, Type::kF32}), all.push_back({a, b, Type::kBF16});
+  }
   return all;
 }
 
@@ -433,10 +477,12 @@ constexpr int32_t kTiles[][3] = {{256, 512, 64}, {128, 128, 64}, {64, 64, 64}};
       for (Major const major_b : {Major::kRow, Major::kColumn}) {
         for (auto const& [tile_m, tile_n, tile_k] : kTiles) {
           KernelInfo info{};
-          info.scaled = types.b != types.a;
-          info.name = std::string("host_") + name_of(types.a) + "_" + (info.scaled ? name_of(types.b) : "") +
-                      (info.scaled ? "_" : "") + name_of(types.d) + "_" + name_of(major_a)[0] + name_of(major_b)[0] +
-                      "_" + std::to_string(tile_m) + "x" + std::to_string(tile_n) + "x" + std::to_string(tile_k);
+          info.scales_sums = is_float8(types.a);
+          info.scaled = types.b != types.a && !info.scales_sums;
+          info.name = std::string("host_") + name_of(types.a) + "_" +
+                      (types.b != types.a ? name_of(types.b) + std::string("_") : "") + name_of(types.d) + "_" +
+                      name_of(major_a)[0] + name_of(major_b)[0] + "_" + std::to_string(tile_m) + "x" +
+                      std::to_string(tile_n) + "x" + std::to_string(tile_k);
           info.family = Family::kHost;
           info.a.format = types.a;
           info.b.format = types.b;

@@ -25,13 +25,13 @@ struct Numbers {
   Type type = Type::kF32;
 };
 
-// A block of a B with scales: `lines` of B's contiguous dimension, and `length` elements of each.
+// A block of an operand that may have scales: `lines` of its contiguous dimension, and `length` elements of each.
 struct ScaledBlock {
   Major major;
   Numbers codes, scale, zero, offset;
   int64_t first, ld;              // its first element in `codes`, and the elements from a line to the next
   int64_t first_scale, ld_scale;  // of the batch, in `scale`, `zero` and `offset`
-  int64_t line, position;         // its place in B
+  int64_t line, position;         // its place in the operand
   int64_t lines, length;
   int64_t block_lines, block_length;  // elements that share a scale
 };
@@ -58,7 +58,7 @@ struct TileProduct {
   // residual has the strides of D. Accumulators of D's type may be D.
   void (*store)(Extents, EpilogueOps const&, void const* bias, void const* residual, void const* accumulators,
                 int64_t stride, void* d, int64_t stride_d);
-  // to (lines x length, contiguous) = what a block of B stands for, in A's type. Null for integers and f64.
+  // to (lines x length, contiguous) = what a block stands for, in the operands' type. Null for integers and f64.
   void (*dequantize)(ScaledBlock const&, void* to);
   // accumulators = a @ what b stands for, for few rows. Lines and blocks of b begin bytes. Scratch has k f32 for each
   // row, up to a multiple of kScaledRows.

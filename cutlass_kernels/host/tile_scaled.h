@@ -1,4 +1,4 @@
-// Products by a B with scales, included by tile_eigen.cc for each instruction set: B dequantized a block at a time, and
+// Numbers with scales, included by tile_eigen.cc for each instruction set: operands dequantized a block at a time, and
 // few rows of A multiplied by its numbers in registers.
 #pragma once
 
@@ -87,7 +87,11 @@ struct Factors {
   // Those of blocks of a line of them.
   void read(ScaledBlock const& b, int64_t line, int64_t first, int64_t count) {
     int64_t const at = b.first_scale + line * b.ld_scale + first;
-    widen(b.scale, at, count, scale);
+    if (b.scale.data != nullptr) {
+      widen(b.scale, at, count, scale);
+    } else {
+      std::fill_n(scale, count, 1.0f);
+    }
     if (b.zero.data != nullptr) widen(b.zero, at, count, zero);
     if (b.offset.data != nullptr) widen(b.offset, at, count, offset);
   }

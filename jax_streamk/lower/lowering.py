@@ -174,10 +174,9 @@ def _prepared(arrangement, lhs, rhs, *avals):
     """The operands as the kernel expects them. Operation by operation: tracing a function takes ten times as long."""
     operands = []
     permutations = arrangement.permute_lhs, arrangement.permute_rhs
-    for i, (x, aval, permutation) in enumerate(zip((lhs, rhs), avals, permutations)):
+    for x, aval, permutation, dtype in zip((lhs, rhs), avals, permutations, arrangement.dtypes):
         x = x if permutation is None else compat.lowered_transpose(x, permutation)
-        is_converted = arrangement.is_converted(aval, i == 1)
-        operands.append(compat.lowered_convert(x, arrangement.dtype) if is_converted else x)
+        operands.append(x if aval.dtype == dtype else compat.lowered_convert(x, dtype))
     return operands[::-1] if arrangement.swapped else operands
 
 

@@ -179,9 +179,11 @@ def _scaled(product, types, schedule, device):
 
 def _dequantizing(product, types, device):
     """The expected time, in microseconds, of dequantizing by XLA on a GPU."""
-    numbers, wide = types["rhs"], product.types_of_arrays(types)["rhs"]
-    bits = problem.TYPES[numbers.dtype].bits + problem.TYPES[wide.dtype].bits
-    return cost_model.moving(numbers.size * bits // 8, device)
+    moved, wide = 0, product.types_of_arrays(types)
+    for role in {"lhs", "rhs"} & product.roles_of_parts.keys():
+        bits = problem.TYPES[types[role].dtype].bits + problem.TYPES[wide[role].dtype].bits
+        moved += types[role].size * bits // 8
+    return cost_model.moving(moved, device)
 
 
 def _gathered(product, types, schedule, device):

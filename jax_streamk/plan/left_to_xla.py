@@ -31,7 +31,7 @@ def why(problem, device):
         return None
     if device.platform == "cuda" and (unfit := too_old(device)):
         return unfit
-    if problem.scale_rows:  # XLA would dequantize
+    if problem.has_scales:  # XLA would dequantize
         return not_measured(device) if device.platform == "cuda" else None
     if problem.is_ragged:  # on a GPU XLA multiplies all rows by the matrix of every group
         return None

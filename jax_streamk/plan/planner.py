@@ -42,8 +42,9 @@ def _registry(platform):
         for few in (False, True):
             for majors in _ffi.majors(kernel, few):
                 types = kernel.type_a, kernel.type_b, kernel.math
-                key = (*types, *majors, kernel.gated, kernel.ragged, kernel.joined, kernel.scaled, few)
-                by_problem.setdefault(key, []).append(kernel)
+                for scaled in (False, True) if kernel.scales_sums else (kernel.scaled,):
+                    key = (*types, *majors, kernel.gated, kernel.ragged, kernel.joined, scaled, few)
+                    by_problem.setdefault(key, []).append(kernel)
     return by_name, {key: _ffi.Kernels(kernels) for key, kernels in by_problem.items()}
 
 
@@ -91,7 +92,7 @@ def choose(problem, wanted, device, **listed):
     on_cpu = device.platform == "cpu"
     ragged, is_joined = (_ffi.Ragged.none, False) if on_cpu else (problem.ragged, problem.second_column > 0)
     majors, few = (problem.major_a, problem.major_b), problem.n < 8  # repack.cc's kFewColumns
-    kinds = problem.gated, ragged, is_joined, problem.scale_rows > 0
+    kinds = problem.gated, ragged, is_joined, problem.has_scales
     key = (problem.type_a, problem.type_b, problem.math, *majors, *kinds, few)
     kernels = _registry(device.platform)[1].get(key) or _ffi.Kernels([])
     machine = machine_of(device).native_for(problem.type_a)
@@ -187,7 +188,7 @@ def _without_kernels(problem, device):
         return "no kernel multiplies such operands by two matrices at once"
     if problem.is_ragged:
         return f"no kernel multiplies groups of {problem.type_a.name} whose sizes are data on {device.platform}"
-    if problem.scale_rows:
+    if problem.has_scales:
         of = f"{problem.type_b.name} with scales"
         return f"no kernel multiplies {problem.type_a.name} by {of} on {device.platform}"
     if problem.type_a != problem.type_b:

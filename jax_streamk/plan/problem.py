@@ -16,6 +16,7 @@ from jax_streamk import _ffi
 from jax_streamk.product.epilogue import ByBits, Epilogue
 
 TYPES = {type_.dtype: type_ for type_ in _ffi.Type}
+FLOAT8 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)  # kernels multiply any two of these
 
 
 class Unsupported(Exception):
@@ -56,7 +57,8 @@ class GemmProblem(ByBits, _Fields):
     which of them each of the m rows is.
 
     If ``scale_rows`` is not 0, elements of B stand for ``(b - zero) * scale + offset``; ``scale_rows`` neighbours
-    along k of ``scale_columns`` columns share these.
+    along k of ``scale_columns`` columns share these. Likewise ``scale_rows_of_a`` rows share a scale for
+    ``scale_columns_of_a`` neighbours along k, if that is not 0.
 
     If ``second_column`` is not 0, B is two matrices side by side, or three with ``third_column``, which lie apart. The
     second and third begin at these columns.
@@ -95,6 +97,16 @@ class GemmProblem(ByBits, _Fields):
         return "" if sum_ == "A @ B" else sum_
 
     @property
+    def has_scales(self):
+        return self.scale_rows > 0 or self.scale_rows_of_a > 0
+
+    @property
+    def _scales_of_a(self):
+        if not self.scale_rows_of_a:
+            return ""
+        return f" (scale {_name(self.scale_type_of_a)} per {self.scale_rows_of_a} x {self.scale_columns_of_a})"
+
+    @property
     def _scales(self):
         """What is said of the scales of B, "" if there are none."""
         if not self.scale_rows:
@@ -107,7 +119,7 @@ class GemmProblem(ByBits, _Fields):
         return f" ({', '.join(parts)})"
 
     def __str__(self):
-        types = f"{_name(self.type_a)} x {_name(self.type_b)}{self._scales} -> {_name(self.type_d)}"
+        types = f"{_name(self.type_a)}{self._scales_of_a} x {_name(self.type_b)}{self._scales} -> {_name(self.type_d)}"
         if self.math != _ffi.Math.native:
             types += f" ({_name(self.math)})"
         batch = f"{self.batch} x " if self.batch > 1 else ""
@@ -135,23 +147,17 @@ class Arrangement:
 
     Attributes:
       problem: the kernel's problem.
-      dtype: the dtype that operands are converted to.
+      dtypes: what lhs and rhs are converted to.
       permute_lhs, permute_rhs, permute_result: transposes, or None.
       swapped: whether A is the rhs and B the lhs.
-      keeps_rhs: whether the rhs is not converted, since it is numbers with scales.
     """
 
     problem: GemmProblem
-    dtype: np.dtype
+    dtypes: tuple[np.dtype, np.dtype]
     permute_lhs: tuple[int, ...] | None = None
     permute_rhs: tuple[int, ...] | None = None
     permute_result: tuple[int, ...] | None = None
     swapped: bool = False
-    keeps_rhs: bool = False
-
-    def is_converted(self, x, is_rhs):
-        """Whether an operand is converted to ``dtype`` first."""
-        return x.dtype != self.dtype and not (is_rhs and self.keeps_rhs)
 
     @property
     def transposes(self):
@@ -162,10 +168,8 @@ class Arrangement:
         """The types of the operands as the kernel expects them."""
         permutations = (self.permute_lhs or range(lhs.ndim), self.permute_rhs or range(rhs.ndim))
         types = [
-            x.update(
-                shape=tuple(x.shape[i] for i in order), dtype=self.dtype if self.is_converted(x, x is rhs) else x.dtype
-            )
-            for x, order in zip((lhs, rhs), permutations)
+            x.update(shape=tuple(x.shape[i] for i in order), dtype=dtype)
+            for x, order, dtype in zip((lhs, rhs), permutations, self.dtypes)
         ]
         return types[::-1] if self.swapped else types
 
@@ -177,7 +181,8 @@ class Arrangement:
     def copies(self, lhs, rhs):
         """A line of text for each copy, of an operand or of D."""
         lines = []
-        for name, x, permutation in (("lhs", lhs, self.permute_lhs), ("rhs", rhs, self.permute_rhs)):
+        operands = ("lhs", lhs, self.permute_lhs), ("rhs", rhs, self.permute_rhs)
+        for (name, x, permutation), dtype in zip(operands, self.dtypes):
             if permutation is not None:
                 need = "a single stride each for batch, free and contracting dimensions"
                 if self.problem.is_ragged:
@@ -185,10 +190,8 @@ class Arrangement:
                 lines.append(
                     f"{name} of shape {tuple(x.shape)} is transposed by {permutation} first: kernels need {need}"
                 )
-            if self.is_converted(x, name == "rhs"):
-                lines.append(
-                    f"{name} is converted from {x.dtype} to {self.dtype} first: kernels need operands of one dtype"
-                )
+            if x.dtype != dtype:
+                lines.append(f"{name} is converted from {x.dtype} to {dtype} first: kernels need operands of one dtype")
         if self.permute_result is not None:
             lines.append(
                 f"the result is transposed by {self.permute_result} afterwards: "
@@ -228,7 +231,7 @@ def arrange(
 @functools.lru_cache(maxsize=4096)
 def _arranged(lhs, rhs, dimension_numbers, precision, preferred_element_type, platform, epilogue, permutation, nests):
     lhs, rhs = (jax.ShapeDtypeStruct(*x) for x in (lhs, rhs))
-    types = dtype, _, math_ = _types(lhs.dtype, rhs.dtype, preferred_element_type, precision, platform)
+    types = dtypes, _, math_ = _types(lhs.dtype, rhs.dtype, preferred_element_type, precision, platform)
     if not all(isinstance(size, (int, np.integer)) for size in (*lhs.shape, *rhs.shape)):
         raise Unsupported(f"shapes {lhs.shape} and {rhs.shape} are symbolic: choosing a kernel needs numbers")
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
@@ -275,7 +278,9 @@ def _arranged(lhs, rhs, dimension_numbers, precision, preferred_element_type, pl
             rhs, lhs, [sides[::-1] for sides in dimension_numbers], precision, preferred_element_type, platform,
             epilogue, tuple(map(exchanged.index, permutation or dims)), nests,
         )  # fmt: skip
-        return dataclasses.replace(turned, permute_lhs=turned.permute_rhs, permute_rhs=turned.permute_lhs, swapped=True)
+        return dataclasses.replace(
+            turned, dtypes=dtypes, permute_lhs=turned.permute_rhs, permute_rhs=turned.permute_lhs, swapped=True
+        )
     cut = _nesting(a, b, d) if nests and borrowed is None and not epilogue.gate else None
     permute_lhs = permute_rhs = None
     if cut is None:
@@ -315,7 +320,7 @@ def _arranged(lhs, rhs, dimension_numbers, precision, preferred_element_type, pl
     )
     if max(value for value in problem.attributes().values() if isinstance(value, int)) >= 2**63:
         raise Unsupported(f"shapes {lhs.shape} and {rhs.shape} have more elements than 64 bits can count")
-    return Arrangement(problem, dtype, permute_lhs, permute_rhs, permutation)
+    return Arrangement(problem, dtypes, permute_lhs, permute_rhs, permutation)
 
 
 def arrange_ragged(
@@ -338,7 +343,7 @@ def arrange_ragged(
     sizes = *lhs.shape, *rhs.shape, gathered_rows
     if not all(isinstance(size, (int, np.integer)) and size < 2**31 for size in sizes):
         raise Unsupported(f"shapes {lhs.shape} and {rhs.shape} are symbolic, or beyond 32 bits")
-    types = dtype, *_ = _types(lhs.dtype, rhs.dtype, preferred_element_type, precision, platform)
+    types = dtypes, *_ = _types(lhs.dtype, rhs.dtype, preferred_element_type, precision, platform)
     ((lhs_contract,), (rhs_contract,)), _ = numbers.dot_dimension_numbers
     along_m = lhs_contract not in numbers.lhs_ragged_dimensions
     group = list(numbers.rhs_group_dimensions)
@@ -373,15 +378,15 @@ def arrange_ragged(
         leading_rows=leading,
         gathered_rows=gathered_rows,
     )
-    return Arrangement(problem, dtype, permute_lhs, permute_rhs)
+    return Arrangement(problem, dtypes, permute_lhs, permute_rhs)
 
 
 def _problem(types, layouts, epilogue, **fields):
     """The ``GemmProblem`` for what ``_types`` returns, majorness and leading dimension of A and B, and other fields."""
-    (dtype, type_d, math_), ((major_a, lda), (major_b, ldb)) = types, layouts
+    ((dtype_a, dtype_b), type_d, math_), ((major_a, lda), (major_b, ldb)) = types, layouts
     return GemmProblem(
-        type_a=TYPES[dtype],
-        type_b=TYPES[dtype],
+        type_a=TYPES[dtype_a],
+        type_b=TYPES[dtype_b],
         type_d=type_d,
         math=math_,
         major_a=major_a,
@@ -497,7 +502,7 @@ class _Dimensions:
 
 
 def _types(lhs, rhs, preferred, precision, platform):
-    """The common dtype of the operands, the kernel's type of D, and its math."""
+    """The dtypes that the operands are multiplied in, the kernel's type of D, and its math."""
     lhs, rhs = jnp.dtype(lhs), jnp.dtype(rhs)
     outs = {
         jnp.dtype(jnp.float64): (jnp.float64,),
@@ -505,12 +510,17 @@ def _types(lhs, rhs, preferred, precision, platform):
         jnp.dtype(jnp.bfloat16): (jnp.bfloat16, jnp.float32),
         jnp.dtype(jnp.float16): (jnp.float16, jnp.float32),
         jnp.dtype(jnp.int8): (jnp.int32,),
+        **dict.fromkeys(FLOAT8, (jnp.bfloat16, jnp.float32)),
     }
     for operand in (lhs, rhs):
         if operand not in outs:
             raise Unsupported(f"{lhs} x {rhs}: no kernel multiplies {operand}")
-    with jax.numpy_dtype_promotion("standard"):  # lax mixes dtypes under any setting of jnp
-        common = jnp.promote_types(lhs, rhs)
+    if lhs in FLOAT8 and rhs in FLOAT8:
+        common, dtypes = lhs, (lhs, rhs)
+    else:
+        with jax.numpy_dtype_promotion("standard"):  # lax mixes dtypes under any setting of jnp
+            common = jnp.promote_types(lhs, rhs)
+        dtypes = common, common
     # lax promotes bfloat16 with float16 to bfloat16, which has the larger exponent.
     out = jnp.dtype(preferred if preferred is not None else common if common in (lhs, rhs) else jnp.bfloat16)
     if lhs != rhs and jnp.dtype(jnp.int8) in (lhs, rhs):
@@ -521,7 +531,7 @@ def _types(lhs, rhs, preferred, precision, platform):
         raise Unsupported(f"{lhs} x {rhs} -> {out}: the result of {common} operands must be {allowed}: {remedy}({out})")
     if common == jnp.int8 and platform != "cpu":
         raise Unsupported(f"no kernel multiplies int8 on {platform}")
-    return common, TYPES[out], _math(common, precision, platform)
+    return dtypes, TYPES[out], _math(common, precision, platform)
 
 
 def _math(dtype, precision, platform):
@@ -536,6 +546,8 @@ def _math(dtype, precision, platform):
             preset.F64_F64_F64: {jnp.dtype(jnp.float64)},
             preset.BF16_BF16_F32: {jnp.dtype(jnp.bfloat16)},
             preset.F16_F16_F32: {jnp.dtype(jnp.float16)},
+            preset.ANY_F8_ANY_F8_F32: FLOAT8,
+            preset.ANY_F8_ANY_F8_F32_FAST_ACCUM: FLOAT8,
         }
         if platform == "cpu":
             served[preset.F32_F32_F32] = {jnp.dtype(jnp.float32)}

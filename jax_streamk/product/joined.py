@@ -76,4 +76,4 @@ class Joined(Product):
         second, third = (*itertools.accumulate(columns[:-1]), 0)[:2]
         gemm = dataclasses.replace(arrangement.problem, second_column=second, third_column=third)
         gemm = dataclasses.replace(gemm, ldb=second) if self.numbers == BY_ROWS else gemm
-        return problem.Arrangement(gemm, arrangement.dtype)
+        return problem.Arrangement(gemm, arrangement.dtypes)

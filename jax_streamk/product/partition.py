@@ -228,7 +228,7 @@ def _partition(product, finish, fused, factors, mesh, operands, result):
                 scattered[dimension] = (*scattered.get(dimension, ()), axis)
 
     parts = {role: factors.parts.get(role, {}) for role in factors.matrices}
-    multiplied = "lhs", *factors.matrices, *(role for of in parts.values() for role in of.values())
+    multiplied = "lhs", *factors.matrices, *(role for of in factors.parts.values() for role in of.values())
 
     def local(*operands):
         with without_mesh():
@@ -238,6 +238,7 @@ def _partition(product, finish, fused, factors, mesh, operands, result):
                 return fused(**here, **params)
             shared, sums = {role: here[role] for role in factors.shared}, {}
             for matrix, named in parts.items():
+                named = {**named, **{role: role for role in factors.parts.get("lhs", {}).values()}}
                 own = {name: here[role] for name, role in named.items()}
                 sums[matrix] = add_up(product(here["lhs"], here[matrix], **shared, **own, **params))
             # What follows the sum is of all groups, in the part of the result that the device now has.

@@ -1,4 +1,4 @@
-"""Products by matrices of four or eight bits with scales, that XLA need not dequantize."""
+"""Products of matrices of four or eight bits with scales, that XLA need not dequantize."""
 
 import dataclasses
 import functools
@@ -47,36 +47,48 @@ class Scaled(Product):
     Attributes:
       dtype: of the matrices that the numbers stand for.
       parts: what there is besides numbers, of ``PARTS``. Their shapes have a size for each block of numbers.
+      of_both: whether lhs is numbers, too, with a scale only.
     """
 
     kind: ClassVar[type[Product]]  # of arrays
+    may_have_both: ClassVar[bool] = False
 
     dtype: Any = None
     parts: tuple[str, ...] = ("scale",)
+    of_both: bool = False
 
     @staticmethod
-    def by(product, dtype, parts):
-        """The product by numbers with these parts, in the place of one by arrays."""
-        (of,) = (kind for kind in Scaled.__subclasses__() if kind.kind is type(product))
-        return of(**_fields(product, of.kind), dtype=dtype, parts=parts)
+    def by(product, dtype, parts, of_both=False):
+        """The product by numbers with these parts, in the place of one by arrays; None if there is none."""
+        kinds = [kind for kind in Scaled.__subclasses__() if kind.kind is type(product)]
+        if of_both and not any(kind.may_have_both for kind in kinds):
+            return None
+        (of,) = kinds
+        return of(**_fields(product, of.kind), dtype=dtype, parts=parts, of_both=of_both)
 
     @functools.cached_property
     def of_arrays(self):
         """The product of arrays."""
         return self.kind(**_fields(self, self.kind))
 
+    @functools.cached_property
+    def roles_of_parts(self):
+        """{role of a matrix: {part: its role}}"""
+        roles = super().has
+        parts = {
+            role: {part: part + suffix for part in self.parts} for role, suffix in MATRICES.items() if role in roles
+        }
+        return parts | ({"lhs": {"scale": "scale_of_a"}} if self.of_both else {})
+
     @property
     def has(self):
-        roles = super().has
-        return (*roles, *(part + suffix for role, suffix in MATRICES.items() if role in roles for part in self.parts))
+        return (*super().has, *(role for parts in self.roles_of_parts.values() for role in parts.values()))
 
     def _split(self, given):
         """(operands of ``of_arrays``, {role of a matrix: its parts by name}), of operands by role or their types"""
         of_arrays = {role: given[role] for role in self.of_arrays.roles}
         return of_arrays, {
-            role: {part: given[part + suffix] for part in self.parts}
-            for role, suffix in MATRICES.items()
-            if role in of_arrays
+            matrix: {part: given[role] for part, role in parts.items()} for matrix, parts in self.roles_of_parts.items()
         }
 
     def _dequantized(self, operands):
@@ -121,16 +133,17 @@ class Scaled(Product):
             return self.instead(*operands, **params)
         given, matrices = self._split(self.by_role(operands))
         each, products = self.before_gate, {}
+        of_lhs = {"scale_of_a": matrices["lhs"]["scale"]} if self.of_both else {}
         for role, bias in (("rhs", "bias"), ("up", "up_bias")):
-            own = given | matrices[role] | dict(rhs=given[role], bias=given.get(bias))
+            own = given | of_lhs | matrices[role] | dict(rhs=given[role], bias=given.get(bias))
             products[role] = bind(each, *(own[name] for name in each.roles), **params)
         gate = dataclasses.replace(self.epilogue, has_bias=False, bias_batch=0)
         return gate.apply(products.pop("rhs"), **products)
 
     def jvp(self, primals, tangents, **params):
-        """By the numbers again, where nothing but lhs moves."""
+        """By the numbers again, where nothing but lhs moves, which is an array."""
         moves = [is_moving(x) for x in tangents]
-        if self.epilogue.is_plain and moves[0] and not any(moves[1:]):
+        if self.epilogue.is_plain and moves[0] and not self.of_both and not any(moves[1:]):
             velocity = bind(self, tangents[0], *primals[1:], **params)
             return bind(self, *primals, **params), velocity
         return Product.jvp(self, primals, tangents, **params)
@@ -140,8 +153,7 @@ class Scaled(Product):
 
     def factors(self, avals):
         shapes = {role: x.shape for role, x in self.by_role(avals).items()}
-        _, matrices = self._split({role: role for role in self.roles})
-        return partition.with_parts(super().factors(avals), shapes, matrices)
+        return partition.with_parts(super().factors(avals), shapes, self.roles_of_parts)
 
     def partitioned(self, avals, schedule):
         try:
@@ -165,13 +177,17 @@ class Scaled(Product):
         product, joint, _ = self.of_arrays.without_transposes(joint, self._avals_of_arrays(avals), behind_all)
         flat: dict[str, Any] = {}
         for role, arrays in product.by_role(joint).items():
-            flat |= dict(zip((role, *(part + MATRICES.get(role, "") for part in self.parts)), arrays))
-        folded = self.by(product, self.dtype, self.parts)
+            flat |= dict(zip((role, *self.roles_of_parts.get(role, {}).values()), arrays))
+        folded = self.by(product, self.dtype, self.parts, self.of_both)
         return folded, *map(list, zip(*(flat[role] for role in folded.roles)))
 
     @property
-    def dimensions_of_rhs(self):
+    def dimensions_of_lhs(self):
         """(those contracted, those of the batch or of groups)"""
+        raise NotImplementedError
+
+    @property
+    def dimensions_of_rhs(self):
         raise NotImplementedError
 
     def arranged(self, types, platform, nests=False):
@@ -183,14 +199,23 @@ class Scaled(Product):
         gemm, values, parts = arrangement.problem, given["rhs"], matrices["rhs"]
         if arrangement.swapped or arrangement.permute_rhs is not None:
             raise problem.Unsupported("kernels read numbers with scales as they are, as matrices (k, n) or (n, k)")
-        rows, columns = self._blocks(values, parts, gemm)
-        fields: dict[str, Any] = dict(type_b=problem.TYPES[values.dtype], scale_rows=rows, scale_columns=columns)
-        for part, x in parts.items():
+        for part, x in ((part, x) for of in matrices.values() for part, x in of.items()):
             if x.dtype not in problem.TYPES:
                 raise problem.Unsupported(f"no kernel has a {part} of {x.dtype}")
+        rows, columns = self._blocks(values, parts, *self.dimensions_of_rhs, gemm.batch if gemm.batch_stride_b else 1)
+        fields: dict[str, Any] = dict(type_b=problem.TYPES[values.dtype], scale_rows=rows, scale_columns=columns)
+        for part, x in parts.items():
             fields |= {f"{part}_type": problem.TYPES[x.dtype]} | ({} if part == "scale" else {f"has_{part}": True})
-        gemm = dataclasses.replace(gemm, **fields)
-        return dataclasses.replace(arrangement, problem=gemm, keeps_rhs=True)
+        dtypes = arrangement.dtypes[0], values.dtype
+        if self.of_both:
+            lhs, of_lhs = given["lhs"], matrices["lhs"]
+            if arrangement.permute_lhs is not None:
+                raise problem.Unsupported("kernels read numbers with scales as they are, as matrices (m, k) or (k, m)")
+            columns, rows = self._blocks(lhs, of_lhs, *self.dimensions_of_lhs, gemm.batch if gemm.batch_stride_a else 1)
+            fields |= dict(type_a=problem.TYPES[lhs.dtype], scale_type_of_a=problem.TYPES[of_lhs["scale"].dtype])
+            fields |= dict(scale_rows_of_a=rows, scale_columns_of_a=columns)
+            dtypes = lhs.dtype, values.dtype
+        return dataclasses.replace(arrangement, problem=dataclasses.replace(gemm, **fields), dtypes=dtypes)
 
     def arrangement_of_arrays(self, types, platform):
         return self.of_arrays.arranged(types, platform)
@@ -198,15 +223,14 @@ class Scaled(Product):
     def nested(self, types, platform):
         return None
 
-    def _blocks(self, values, parts, gemm):
-        """How many neighbours along k, and how many columns, share a scale."""
+    def _blocks(self, values, parts, contract, batch, count):
+        """How many neighbours along k, and along the other dimension of each of ``count`` matrices, share a scale."""
         shape = parts["scale"].shape
         if any(x.shape != shape for x in parts.values()):
             raise problem.Unsupported("kernels want a zero point and an offset for each scale")
-        contract, batch = map(list, self.dimensions_of_rhs)
+        batch = list(batch)
         free = [i for i in range(len(shape)) if i not in (*contract, *batch)]
-        count = gemm.batch if gemm.batch_stride_b != 0 else 1
-        while free and math.prod(values.shape[i] for i in batch) < count:  # a batch that lhs lacks
+        while free and math.prod(values.shape[i] for i in batch) < count:  # a batch that the other operand lacks
             batch.append(free.pop(0))
         block = [size // max(of, 1) for size, of in zip(values.shape, shape)]
         along = lambda dims: _merged([(values.shape[i], block[i]) for i in sorted(dims)])
@@ -221,6 +245,12 @@ class ScaledDense(Scaled, Dense):
     """A ``Dense`` product whose matrices are numbers with scales."""
 
     kind = Dense
+    may_have_both = True
+
+    @property
+    def dimensions_of_lhs(self):
+        (contract, _), (batch, _) = self.numbers
+        return contract, batch
 
     @property
     def dimensions_of_rhs(self):
@@ -237,8 +267,8 @@ class ScaledDense(Scaled, Dense):
 
     def batched(self, axis_data, operands, dims, **params):
         given, of = self.by_role(operands), self.by_role(dims)
-        for role, suffix in MATRICES.items():
-            arrays = [name for name in (role, *(part + suffix for part in self.parts)) if name in given]
+        for role, parts in self.roles_of_parts.items():
+            arrays = [role, *parts.values()]
             at = next((of[name] for name in arrays if of[name] is not None), None)
             if at is None:
                 continue

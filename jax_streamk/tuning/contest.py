@@ -123,20 +123,27 @@ def xlas(plan):
     numbers = ((len(of_a) + row_a,), (contract_b,)), ((0,), (0,)) if both else ((), ())
     epilogue = Epilogue(activation, p.alpha, p.beta, p.has_bias, bias_batch, p.has_residual, gate)
     product = Dense(numbers, None, p.type_d.dtype, epilogue)
-    product, of_parts = _by_numbers(product, p, b)
+    product, of_parts = _by_numbers(product, p, a, b)
     shapes += of_parts
     return lambda *operands: product.by_xla(*(x.reshape(shape) for x, shape in zip(operands, shapes))).reshape(-1)
 
 
-def _by_numbers(product, p, b):
-    """The product by the numbers of B, if these have scales, and the shapes of what belongs to each block of them."""
+def _by_numbers(product, p, a, b):
+    """The product by numbers, if these have scales, and the shapes of what belongs to each block of them."""
     parts = [part for part, has in zip(PARTS, (p.scale_rows, p.has_zero, p.has_offset)) if has]
     if not parts:
         return product, []
-    *lead, rows, columns = b
-    blocks = (p.scale_rows, p.scale_columns)[:: 1 if p.major_b == _ffi.Major.row else -1]
-    shape = (*lead, rows // blocks[0], columns // blocks[1])
-    return Scaled.by(product, p.type_a.dtype, tuple(parts)), [shape] * len(parts)
+
+    def of_blocks(shape, blocks, major):
+        *lead, rows, columns = shape
+        blocks = blocks[:: 1 if major == _ffi.Major.row else -1]
+        return (*lead, rows // blocks[0], columns // blocks[1])
+
+    shapes = [of_blocks(b, (p.scale_rows, p.scale_columns), p.major_b)] * len(parts)
+    if not p.scale_rows_of_a:
+        return Scaled.by(product, p.type_a.dtype, tuple(parts)), shapes
+    shapes.append(of_blocks(a, (p.scale_rows_of_a, p.scale_columns_of_a), p.major_a))
+    return Scaled.by(product, p.type_d.dtype, tuple(parts), of_both=True), shapes
 
 
 def _has_xlas(p):
@@ -153,7 +160,7 @@ def _xlas_ragged(p):
     b = (*[p.batch] * along_m, *((p.k, p.n) if row_b else (p.n, p.k)))
     contract = (((int(row_a),), (along_m + (not row_b),)), ((), ()))
     numbers = lax.RaggedDotDimensionNumbers(contract, (int(row_a != along_m),), (0,) * along_m)
-    product, of_parts = _by_numbers(Ragged(numbers, None, p.type_d.dtype), p, b)
+    product, of_parts = _by_numbers(Ragged(numbers, None, p.type_d.dtype), p, a, b)
     shapes = [a, b, (p.batch,), *of_parts]
     return lambda *operands: product.by_xla(*(x.reshape(shape) for x, shape in zip(operands, shapes))).reshape(-1)
 

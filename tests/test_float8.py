@@ -1,0 +1,184 @@
+"""Products of float8 by float8, with and without scales, against float64."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jax_streamk as sk
+from jax_streamk import QuantizedArray, StreamK
+from jax_streamk.tuning import contest, measure
+
+ON_GPU = jax.default_backend() == "gpu"
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+PAIRS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2)]
+AS_IS = ((1,), (0,)), ((), ())
+M, N, K = 48, 144, 512
+# (rows, neighbours along k), (neighbours along k, columns) that share a scale
+BLOCKS = {
+    "tensor": ((M, K), (K, N)),
+    "row": ((1, K), (K, 1)),
+    "block": ((1, 128), (128, 1)),
+    "row_by_block": ((1, K), (128, N)),
+}
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng()
+
+
+def random_floats(rng, dtype, *shape):
+    return jnp.asarray(rng.normal(size=shape), jnp.float32).astype(dtype)
+
+
+def random_array(rng, values, shape, block, **options):
+    scale = rng.uniform(0.5, 2, [size // of for size, of in zip(shape, block)])
+    return QuantizedArray(random_floats(rng, values, *shape), jnp.asarray(scale, jnp.float32), **options)
+
+
+def both(rng, layout="row", dtypes=(E4M3, E4M3), dtype=jnp.bfloat16):
+    return tuple(
+        random_array(rng, of, shape, block, dtype=dtype)
+        for of, shape, block in zip(dtypes, ((M, K), (K, N)), BLOCKS[layout])
+    )
+
+
+def wide(x):
+    return np.asarray(x.dequantize(jnp.float32) if isinstance(x, QuantizedArray) else x).astype(np.float64)
+
+
+def check(got, lhs, rhs, numbers=AS_IS):
+    """Of the size of bfloat16's rounding, or of what tensor cores lose of a sum of 32 products."""
+    product = lambda x, y: np.asarray(np.tensordot(x, y, numbers[0]))
+    want, absolute = product(wide(lhs), wide(rhs)), product(abs(wide(lhs)), abs(wide(rhs)))
+    rounding = 2.0**-8 if got.dtype == jnp.bfloat16 else 2.0**-22
+    bound = rounding * abs(want) + (2.0**-12 if ON_GPU else 2.0**-20) * absolute
+    assert (abs(np.asarray(got, np.float64) - want) <= bound).all()
+
+
+def is_ours(fn, *args):
+    plan = sk.plan(fn, *args)
+    return plan.kernel is not None and plan.problem.type_a.dtype in (E4M3, E5M2)
+
+
+@pytest.mark.parametrize("out", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("dtypes", PAIRS)
+def test_without_scales(rng, dtypes, out):
+    for m, n, k in ((48, 144, 512), (1, 16, 16), (7, 48, 1040), (300, 160, 48)):
+        for contract in ((1, 0), (1, 1)):
+            shape = (k, n) if contract[1] == 0 else (n, k)
+            lhs, rhs = random_floats(rng, dtypes[0], m, k), random_floats(rng, dtypes[1], *shape)
+            numbers = ((contract[:1], contract[1:]), ((), ()))
+            product = lambda x, y: sk.dot_general(x, y, numbers, preferred_element_type=out)
+            assert is_ours(lambda x, y: sk.dot_general(x, y, numbers, None, out, schedule=StreamK()), lhs, rhs)
+            got = jax.jit(product)(lhs, rhs)
+            assert got.dtype == out and got.shape == (m, n)
+            check(got, lhs, rhs, numbers)
+
+
+def test_presets_and_what_stays_xlas(rng):
+    lhs, rhs = random_floats(rng, E4M3, M, K), random_floats(rng, E5M2, K, N)
+    for preset in ("ANY_F8_ANY_F8_F32", "ANY_F8_ANY_F8_F32_FAST_ACCUM"):
+        product = lambda x, y: sk.matmul(
+            x, y, precision=lax.DotAlgorithmPreset[preset], preferred_element_type=jnp.float32  # noqa: B023
+        )
+        assert sk.plan(product, lhs, rhs, device=sk.H200).kernel.startswith("sm90_e4m3_e5m2_f32")
+    with pytest.raises(ValueError, match=r"result of .* must be bfloat16 or float32"):
+        sk.matmul(lhs, rhs, preferred_element_type=jnp.float16, schedule=StreamK())
+    with pytest.raises(ValueError, match="no kernel multiplies"):
+        sk.matmul(lhs, rhs.astype(jnp.float32), schedule=StreamK())
+
+
+@pytest.mark.parametrize("dtypes", PAIRS)
+@pytest.mark.parametrize("layout", BLOCKS)
+def test_scales(rng, layout, dtypes):
+    lhs, rhs = both(rng, layout, dtypes)
+    for out in (jnp.bfloat16, jnp.float32):
+        product = lambda x, y: sk.matmul(x, y, preferred_element_type=out, schedule=StreamK())  # noqa: B023
+        assert is_ours(product, lhs, rhs)
+        check(jax.jit(product)(lhs, rhs), lhs, rhs)
+
+
+def test_transposed_operands_and_epilogues(rng):
+    lhs, rhs = both(rng, "block")
+    turned = QuantizedArray(rhs.values.T, rhs.scale.T, dtype=rhs.dtype)
+    numbers = ((1,), (1,)), ((), ())
+    product = lambda x, y: sk.dot_general(x, y, numbers, schedule=StreamK())
+    assert is_ours(product, lhs, turned)
+    check(jax.jit(product)(lhs, turned), lhs, turned, numbers)
+    folded = lambda x, y: sk.matmul(x, jax.tree.map(jnp.transpose, y), schedule=StreamK())
+    assert is_ours(folded, lhs, turned)
+    bias = jnp.asarray(rng.normal(size=N), jnp.bfloat16)
+    fused = lambda x, y, bias: sk.linear(x, y, bias, activation="silu", schedule=StreamK())
+    assert is_ours(fused, lhs, rhs, bias)
+    want = jax.nn.silu(wide(lhs) @ wide(rhs) + np.asarray(bias, np.float64))
+    np.testing.assert_allclose(jax.jit(fused)(lhs, rhs, bias).astype(jnp.float32), want, rtol=0.02, atol=0.5)
+
+
+def test_other_formats_are_dequantized(rng):
+    """Zero points, blocks along k that are shorter than a k-tile on a GPU, and matrices of other types."""
+    lhs, rhs = both(rng)
+    zero = QuantizedArray(lhs.values, lhs.scale, jnp.ones(lhs.scale.shape, jnp.float32), dtype=jnp.bfloat16)
+    integers = sk.quantize(jnp.asarray(rng.normal(size=(K, N)), jnp.bfloat16), "int8")
+    short = random_array(rng, E4M3, (K, N), (32, 1), dtype=jnp.bfloat16)
+    for x, y in ((zero, rhs), (lhs, integers), (lhs, short)):
+        got = np.asarray(jax.jit(sk.matmul)(x, y), np.float64)
+        want = wide(x) @ wide(y)
+        assert np.abs(got - want).max() <= 0.02 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("layout", ["row", "block"])
+def test_derivatives_are_those_of_dequantized_arrays(rng, layout):
+    lhs, rhs = both(rng, layout, dtype=jnp.float32)
+
+    def loss(product):
+        def of(scale, other):
+            x, y = QuantizedArray(lhs.values, scale, dtype=lhs.dtype), QuantizedArray(rhs.values, other, dtype=rhs.dtype)
+            return jnp.sum(jnp.sin(product(x, y)))
+
+        return jax.grad(of, (0, 1))(lhs.scale, rhs.scale)
+
+    want = loss(lambda x, y: x.dequantize() @ y.dequantize())
+    for got, expected in zip(loss(sk.matmul), want):
+        scale = np.abs(expected).max()
+        np.testing.assert_allclose(got / scale, expected / scale, atol=0.05 if ON_GPU else 1e-4)
+
+
+def test_vmap_and_scan(rng):
+    pairs = [both(rng, "block") for _ in range(3)]
+    lhs, rhs = (jax.tree.map(lambda *xs: jnp.stack(xs), *side) for side in zip(*pairs))
+    for got in (jax.vmap(sk.matmul)(lhs, rhs), lax.scan(lambda _, xy: (None, sk.matmul(*xy)), None, (lhs, rhs))[1]):
+        for out, (x, y) in zip(got, pairs):
+            check(out, x, y)
+    for out, (x, _) in zip(jax.vmap(sk.matmul, (0, None))(lhs, pairs[0][1]), pairs):
+        check(out, x, pairs[0][1])
+
+
+def test_plan_says_the_scales(rng):
+    lhs, rhs = both(rng, "block")
+    plan = sk.plan(lambda x, y: sk.matmul(x, y, schedule=StreamK()), lhs, rhs)
+    assert "e4m3 (scale f32 per 1 x 128) x e4m3 (scale f32 per 128 x 1) -> bf16" in str(plan)
+    assert not re.search("dequantize", str(plan))
+
+
+def test_accelerate_takes_products_of_float8(rng):
+    lhs, rhs = random_floats(rng, E4M3, 256, 1024), random_floats(rng, E5M2, 1024, 512)
+    program = lambda x, y: jax.nn.relu(lax.dot_general(x, y, AS_IS, preferred_element_type=jnp.bfloat16))
+    fast = sk.accelerate(program, schedule=StreamK())
+    assert "_e4m3_e5m2_bf16_rr_" in str(fast.explain(lhs, rhs))
+    np.testing.assert_allclose(
+        *(np.asarray(jax.jit(f)(lhs, rhs), np.float32) for f in (fast, program)), rtol=0.01, atol=0.1
+    )
+
+
+def test_tuning_compares_with_xlas_product(rng):
+    lhs, rhs = both(rng, "block")
+    plan = sk.plan(lambda x, y: sk.matmul(x, y, schedule=StreamK()), lhs, rhs)
+    memory = measure.Memory(plan.device)
+    (operands, *_) = contest.operands_of(plan, memory)
+    ours, theirs = (np.asarray(jax.jit(f(plan))(*operands), np.float32) for f in (contest.ours, contest.xlas))
+    np.testing.assert_allclose(ours, theirs, atol=0.02 * np.abs(theirs).max())

@@ -1,0 +1,170 @@
+"""Kernels of float8 by float8, with and without scales, launched outside XLA on poisoned buffers, against float64."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from test_kernels import DTYPES, activated, device_of, launched, make_schedule, poisoned, round_up, runs_here
+
+from jax_streamk import _ffi
+from jax_streamk.plan.problem import TYPES
+
+KERNELS = {kernel.name: kernel for kernel in _ffi.kernels() if kernel.scales_sums}
+
+
+def is_tested(kernel):
+    """Of the host's, which are one program, those of one tile and two results."""
+    is_host, is_mixed = kernel.family == _ffi.Family.host, kernel.type_a != kernel.type_b
+    few = kernel.tile_n == 64 and (kernel.type_d == _ffi.Type.bf16) == is_mixed
+    return runs_here(kernel) and (not is_host or few)
+
+
+HERE = [name for name, kernel in KERNELS.items() if is_tested(kernel)]
+WHOLE = make_schedule(_ffi.ScheduleKind.data_parallel)
+SCALES = "float32", "bfloat16", "float16", "float8_e8m0fnu", "float8_e4m3fn"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    m: int
+    n: int
+    k: int
+    block_a: tuple[int, int] = (0, 0)  # rows, and neighbours along k, that share a scale; 0: none do
+    block_b: tuple[int, int] = (0, 0)  # neighbours along k, and columns
+    scale: str = "float32"
+    batch: int = 1
+    pad: int = 0  # lines are longer than their contents by this multiple of 16 bytes
+    has_epilogue: bool = False
+
+
+def random_floats(rng, dtype, shape):
+    """Finite ones of at most 16, whose products differ by 2^20 and more."""
+    every = np.arange(256, dtype=np.uint8).view(dtype)
+    return rng.choice(every[np.abs(every.astype(np.float64)) <= 16], shape)
+
+
+def spread(scale, block):
+    return np.repeat(np.repeat(scale.astype(np.float64), block[0], 1), block[1], 2)
+
+
+def schedules_of(kernel, k):
+    kinds, k_tiles = _ffi.ScheduleKind, -(-k // kernel.tile_k)
+    yield WHOLE
+    for reduction in kernel.split_k_reductions:
+        for splits in {min(3, k_tiles), k_tiles}:
+            yield make_schedule(kinds.split_k, splits, reduction)
+    if _ffi.Reduction.ordered in kernel.stream_k_reductions:
+        yield make_schedule(kinds.stream_k)
+
+
+def in_memory(matrices, major, align, pad):
+    """(matrices as lines with poison behind each, the leading dimension)"""
+    lines = matrices if major == _ffi.Major.row else matrices.swapaxes(1, 2)
+    ld = round_up(lines.shape[2], align) + align * pad
+    stored = poisoned((*lines.shape[:2], ld), matrices.dtype)
+    stored[..., : lines.shape[2]] = lines
+    return stored, ld
+
+
+def make(rng, kernel, case):
+    """Operands by role, their fields of the problem, and what they stand for in float64."""
+    shapes = dict(a=(case.batch, case.m, case.k), b=(case.batch, case.k, case.n))
+    operands, fields, exact = {}, {}, {}
+    for role, suffix, block in (("a", "_of_a", case.block_a), ("b", "", case.block_b)):
+        dtype, major = getattr(kernel, f"type_{role}").dtype, getattr(kernel, f"major_{role}")
+        values = random_floats(rng, dtype, shapes[role])
+        align = max(getattr(kernel, f"align_{role}"), 16)
+        operands[role], fields[f"ld{role}"] = in_memory(values, major, align, case.pad)
+        fields[f"batch_stride_{role}"] = operands[role][0].size
+        exact[role] = values.astype(np.float64)
+        if 0 in block:
+            continue
+        batch, rows, columns = shapes[role]
+        scale = (2.0 ** rng.uniform(-3, 3, (batch, rows // block[0], columns // block[1]))).astype(case.scale)
+        of_blocks = scale if major == _ffi.Major.row else scale.swapaxes(1, 2)
+        operands[f"scale{suffix}"] = np.ascontiguousarray(of_blocks).reshape(-1)
+        fields |= {f"scale_rows{suffix}": block[0], f"scale_columns{suffix}": block[1]}
+        fields[f"scale_type{suffix}"] = TYPES[scale.dtype]
+        exact[role] *= spread(scale, block)
+    return operands, fields, exact
+
+
+def launch(rng, kernel, case, schedule, change=lambda operands: None):
+    """D, the exact one, and the sums of the absolute values of products."""
+    operands, fields, exact = make(rng, kernel, case)
+    change(operands)
+    dtype_d = DTYPES[kernel.type_d]
+    bias = rng.standard_normal(case.n + 8).astype(dtype_d)
+    activation = _ffi.Activation.silu if case.has_epilogue else _ffi.Activation.none
+    sums = exact["a"] @ exact["b"]
+    if case.has_epilogue:
+        sums = activated(activation, sums + bias[: case.n].astype(np.float64))
+        operands["bias"] = bias
+    ldd = round_up(case.n, 8) + 8 * case.pad
+    problem = _ffi.GemmProblem(
+        batch=case.batch, m=case.m, n=case.n, k=case.k, type_a=kernel.type_a, type_b=kernel.type_b,
+        type_d=kernel.type_d, math=kernel.math, major_a=kernel.major_a, major_b=kernel.major_b, ldd=ldd,
+        batch_stride_d=case.m * ldd, activation=activation, has_bias=case.has_epilogue, **fields,
+    )  # fmt: skip
+    device = device_of(kernel)
+    assert (why := _ffi.can_implement(kernel.name, problem, schedule, device)) is None, why
+    got = launched(kernel, problem, schedule, device, (case.batch, case.m, case.n), ldd, dtype_d, **operands)
+    return got.astype(np.float64), sums, np.abs(exact["a"]) @ np.abs(exact["b"])
+
+
+def check(name, case, schedule=None):
+    """Products of float8 are exact; a tensor core keeps 13 bits of each sum of 32, and float32 sums add little."""
+    kernel, rng = KERNELS[name], np.random.default_rng()
+    rounding = np.finfo(np.float32).eps if kernel.type_d == _ffi.Type.f32 else 2.0**-8
+    for each in [schedule] if schedule else schedules_of(kernel, case.k):
+        got, exact, absolute = launch(rng, kernel, case, each)
+        bound = 2.0**-12 * absolute + rounding * np.abs(exact)
+        assert (np.abs(got - exact) <= bound).all(), (each, np.max(np.abs(got - exact) / bound))
+
+
+@pytest.mark.parametrize("name", HERE)
+class TestFloat8:
+    def test_schedules(self, name):
+        check(name, Case(45, 272, 1040))
+        check(name, Case(208, 384, 1024, (1, 128), (128, 128), pad=1))
+
+    def test_small(self, name):
+        check(name, Case(16, 16, 16))
+        check(name, Case(16, 144, 144, pad=1))
+
+    def test_scales_of_rows_and_columns(self, name):
+        check(name, Case(160, 272, 640, (1, 640), (640, 1)))
+        check(name, Case(144, 144, 400, (144, 400), (400, 144), scale="bfloat16"))
+        check(name, Case(144, 144, 400, (1, 400)), WHOLE)
+        check(name, Case(144, 144, 400, (0, 0), (400, 1)), WHOLE)
+
+    def test_scales_of_blocks(self, name):
+        check(name, Case(144, 384, 1024, (1, 128), (128, 128)))
+        check(name, Case(144, 384, 1024, (1, 128), (128, 1), pad=1))
+        check(name, Case(272, 160, 768, (1, 256), (128, 1)), WHOLE)
+        check(name, Case(272, 160, 768, (1, 768), (128, 160)), WHOLE)
+
+    @pytest.mark.parametrize("scale", SCALES)
+    def test_types_of_scales(self, name, scale):
+        check(name, Case(32, 144, 512, (1, 128), (512, 1), scale=scale), WHOLE)
+
+    def test_batches(self, name):
+        check(name, Case(48, 144, 512, (1, 128), (128, 1), batch=3, pad=1))
+
+    def test_epilogue(self, name):
+        check(name, Case(144, 272, 512, (1, 512), (512, 1), has_epilogue=True))
+
+    def test_nan_and_infinity(self, name):
+        """They reach their row or column of the result, and no other."""
+        kernel, case = KERNELS[name], Case(48, 144, 272)
+        is_e5m2 = kernel.type_b == _ffi.Type.e5m2  # e4m3 has no infinity
+
+        def change(operands):
+            for role, at, code in (("a", (5, 7), 0x7F), ("b", (9, 11), 0x7C if is_e5m2 else 0x7F)):
+                line = at if getattr(kernel, f"major_{role}") == _ffi.Major.row else at[::-1]
+                operands[role].view(np.uint8)[(0, *line)] = code
+
+        got, _, _ = launch(np.random.default_rng(), kernel, case, WHOLE, change)
+        assert np.isnan(got[0, 5]).all()
+        assert not np.isfinite(got[0, :, 11]).any()
+        assert np.isfinite(np.delete(np.delete(got[0], 5, 0), 11, 1)).all()
