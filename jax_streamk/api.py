@@ -432,7 +432,9 @@ def gated_linear(
     schedule = check_schedule(schedule)
     check_activation("gated_linear", activation)
     weights = dict(w_gate=w_gate) if w_up is None else dict(w_gate=_kept(w_gate), w_up=_kept(w_up))
-    lhs, rhs, *second, weak = _promoted("gated_linear", preferred_element_type, x=x if w_up is None else _kept(x), **weights)
+    lhs, rhs, *second, weak = _promoted(
+        "gated_linear", preferred_element_type, x=x if w_up is None else _kept(x), **weights
+    )
     if not second and not (lhs.ndim and rhs.ndim == 3 and lhs.shape[-1] == rhs.shape[0] and rhs.shape[1] == 2):
         shapes = f"x has shape {lhs.shape} and w_gate {rhs.shape}"
         raise ValueError(f"gated_linear: {shapes}; without w_up they must be (..., k) and (k, 2, n)")

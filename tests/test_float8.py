@@ -2,10 +2,12 @@
 
 import re
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.linen import fp8_ops
 from jax import lax
 
 import jax_streamk as sk
@@ -84,7 +86,10 @@ def test_presets_and_what_stays_xlas(rng):
     lhs, rhs = random_floats(rng, E4M3, M, K), random_floats(rng, E5M2, K, N)
     for preset in ("ANY_F8_ANY_F8_F32", "ANY_F8_ANY_F8_F32_FAST_ACCUM"):
         product = lambda x, y: sk.matmul(
-            x, y, precision=lax.DotAlgorithmPreset[preset], preferred_element_type=jnp.float32  # noqa: B023
+            x,
+            y,
+            precision=lax.DotAlgorithmPreset[preset],
+            preferred_element_type=jnp.float32,
         )
         assert sk.plan(product, lhs, rhs, device=sk.H200).kernel.startswith("sm90_e4m3_e5m2_f32")
     with pytest.raises(ValueError, match=r"result of .* must be bfloat16 or float32"):
@@ -98,7 +103,7 @@ def test_presets_and_what_stays_xlas(rng):
 def test_scales(rng, layout, dtypes):
     lhs, rhs = both(rng, layout, dtypes)
     for out in (jnp.bfloat16, jnp.float32):
-        product = lambda x, y: sk.matmul(x, y, preferred_element_type=out, schedule=StreamK())  # noqa: B023
+        product = lambda x, y: sk.matmul(x, y, preferred_element_type=out, schedule=StreamK())
         assert is_ours(product, lhs, rhs)
         check(jax.jit(product)(lhs, rhs), lhs, rhs)
 
@@ -137,7 +142,10 @@ def test_derivatives_are_those_of_dequantized_arrays(rng, layout):
 
     def loss(product):
         def of(scale, other):
-            x, y = QuantizedArray(lhs.values, scale, dtype=lhs.dtype), QuantizedArray(rhs.values, other, dtype=rhs.dtype)
+            x, y = (
+                QuantizedArray(lhs.values, scale, dtype=lhs.dtype),
+                QuantizedArray(rhs.values, other, dtype=rhs.dtype),
+            )
             return jnp.sum(jnp.sin(product(x, y)))
 
         return jax.grad(of, (0, 1))(lhs.scale, rhs.scale)
@@ -173,6 +181,57 @@ def test_accelerate_takes_products_of_float8(rng):
     np.testing.assert_allclose(
         *(np.asarray(jax.jit(f)(lhs, rhs), np.float32) for f in (fast, program)), rtol=0.01, atol=0.1
     )
+
+
+def test_accelerate_takes_a_training_step_by_flax(rng):
+    """Its forward products, and both of each layer's backward ones."""
+
+    class Layers(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for _ in range(2):
+                x = nn.relu(nn.Dense(128, dot_general_cls=fp8_ops.Fp8DotGeneralOp, dtype=jnp.bfloat16)(x))
+            return x
+
+    model, x = Layers(), jnp.asarray(rng.normal(size=(64, 256)), jnp.bfloat16)
+    variables = model.init(jax.random.key(0), x)
+
+    def step(variables, x):
+        loss = lambda variables: jnp.sum(jnp.sin(model.apply(variables, x).astype(jnp.float32)))
+        return jax.value_and_grad(loss, allow_int=True)(variables)
+
+    fast = sk.accelerate(step, where=lambda problem: True)
+    dtypes = [row.dtypes for row in fast.explain(variables, x).rows if row.plan.kernel]
+    forward, backward = "float8_e4m3fn x float8_e4m3fn -> bf16", "float8_e5m2 x float8_e4m3fn -> bf16"
+    assert sorted(dtypes) == [*[forward] * 2, *[backward] * 3]
+    for got, want in zip(*(map(jnp.asarray, jax.tree.leaves(jax.jit(f)(variables, x))) for f in (fast, step))):
+        np.testing.assert_allclose(got, want, rtol=0.02, atol=0.02 * float(jnp.abs(want).max()) + 1e-6)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (48, 1)])
+def test_accelerate_finds_scales_of_either_side(rng, shape):
+    lhs, rhs = random_floats(rng, E4M3, M, K), random_floats(rng, E5M2, K, N)
+    scale = jnp.asarray(rng.uniform(0.5, 2, shape), jnp.bfloat16)
+
+    def program(lhs, rhs, scale):
+        x = lhs.astype(jnp.bfloat16) * jnp.broadcast_to(scale, lhs.shape)
+        return x @ rhs.astype(jnp.bfloat16)
+
+    fast = sk.accelerate(program, where=lambda problem: True)
+    assert "_e4m3_e5m2_bf16_rr_" in str(fast.explain(lhs, rhs, scale))
+    wanted = np.asarray(lhs, np.float64) * np.asarray(scale, np.float64) @ wide(rhs)
+    got = np.asarray(jax.jit(fast)(lhs, rhs, scale), np.float64)
+    assert abs(got - wanted).max() <= 0.01 * abs(wanted).max()
+
+
+def test_accelerate_leaves_arrays_that_others_read(rng):
+    lhs, rhs = random_floats(rng, E4M3, M, K), random_floats(rng, E4M3, K, N)
+
+    def program(lhs, rhs):
+        x = lhs.astype(jnp.bfloat16) * jnp.full(lhs.shape, 0.5, jnp.bfloat16)
+        return x @ rhs.astype(jnp.bfloat16), x
+
+    assert "float8_e4m3fn x" not in str(sk.accelerate(program, where=lambda problem: True).explain(lhs, rhs))
 
 
 def test_tuning_compares_with_xlas_product(rng):

@@ -20,6 +20,7 @@ from jax import lax
 from jax.extend.core import Literal, Var
 
 from jax_streamk import compat, schedules
+from jax_streamk.accelerate import float8
 from jax_streamk.accelerate.atoms import Atoms
 from jax_streamk.accelerate.equations import Equations, is_exact, is_merged, is_movable, is_view
 from jax_streamk.device import Device
@@ -97,7 +98,7 @@ def _gains_on_cpu(problem: Any) -> bool:
     Each tile of rows decodes its matrix anew. Time of that product / theirs: 1.2 to 5 for up to 256 rows of bfloat16,
     0.8 to 0.95 for 1024, and for float32 0.6 to 1.4, 0.95 on average (int4 and int8 of 1024 x 1024, on a busy EPYC).
     """
-    return problem.m <= _ROWS_ON_CPU and problem.type_a.bits < 32
+    return problem.m <= _ROWS_ON_CPU and problem.type_a.bits == 16
 
 
 def _alone(program: Equations, found: dict[int, "_Found"]) -> dict[int, "_Found"]:
@@ -233,6 +234,8 @@ class _Opened:
         is_here = eqn.ctx.compute_type is None and eqn.params.get("out_sharding") is None
         if not is_here or isinstance(matrix, Literal) or matrix.aval.dtype not in _WIDE:
             return None
+        if (found := float8.by_numbers(self, eqn, schedule)) is not None:
+            return _Found([*_renamed(found.body, found.call)], found.made)
         path = self._path(matrix)
         shapes = [x.aval.shape for x in (lhs, matrix)]
         if not path or not all(isinstance(size, int) and size for size in itertools.chain(*shapes)):

@@ -71,7 +71,7 @@ def no_narrow_kernel(problem):
         return "with m = 1, only kernels for rows of B aligned to 16 bytes have no mostly empty tiles"
     if n > 8:
         return None
-    if problem.type_b != problem.type_a or problem.gated:
+    if problem.type_b != problem.type_a or problem.type_a.bits < 16 or problem.gated:
         return f"with n = {n}, tiles are mostly empty"
     row_a, batched = problem.major_a == _ffi.Major.row, problem.batch > 1
     strides = [k if row_a else m, problem.lda * ((m if row_a else k) > 1), batched * problem.batch_stride_a]

@@ -202,7 +202,8 @@ class Scaled(Product):
         for part, x in ((part, x) for of in matrices.values() for part, x in of.items()):
             if x.dtype not in problem.TYPES:
                 raise problem.Unsupported(f"no kernel has a {part} of {x.dtype}")
-        rows, columns = self._blocks(values, parts, *self.dimensions_of_rhs, gemm.batch if gemm.batch_stride_b else 1)
+        contract, batch = self.dimensions_of_rhs
+        rows, columns = self._blocks(values, parts, contract, batch, gemm.batch if gemm.batch_stride_b else 1)
         fields: dict[str, Any] = dict(type_b=problem.TYPES[values.dtype], scale_rows=rows, scale_columns=columns)
         for part, x in parts.items():
             fields |= {f"{part}_type": problem.TYPES[x.dtype]} | ({} if part == "scale" else {f"has_{part}": True})
@@ -211,7 +212,8 @@ class Scaled(Product):
             lhs, of_lhs = given["lhs"], matrices["lhs"]
             if arrangement.permute_lhs is not None:
                 raise problem.Unsupported("kernels read numbers with scales as they are, as matrices (m, k) or (k, m)")
-            columns, rows = self._blocks(lhs, of_lhs, *self.dimensions_of_lhs, gemm.batch if gemm.batch_stride_a else 1)
+            contract, batch = self.dimensions_of_lhs
+            columns, rows = self._blocks(lhs, of_lhs, contract, batch, gemm.batch if gemm.batch_stride_a else 1)
             fields |= dict(type_a=problem.TYPES[lhs.dtype], scale_type_of_a=problem.TYPES[of_lhs["scale"].dtype])
             fields |= dict(scale_rows_of_a=rows, scale_columns_of_a=columns)
             dtypes = lhs.dtype, values.dtype
