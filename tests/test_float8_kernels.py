@@ -113,12 +113,12 @@ def launch(rng, kernel, case, schedule, change=lambda operands: None):
 
 
 def check(name, case, schedule=None):
-    """Products of float8 are exact; a tensor core keeps 13 bits of each sum of 32, and float32 sums add little."""
+    """Products of float8 are exact. Tensor cores truncate their sums; 2^-10.2 of all products was the most of 500."""
     kernel, rng = KERNELS[name], np.random.default_rng()
     rounding = np.finfo(np.float32).eps if kernel.type_d == _ffi.Type.f32 else 2.0**-8
     for each in [schedule] if schedule else schedules_of(kernel, case.k):
         got, exact, absolute = launch(rng, kernel, case, each)
-        bound = 2.0**-12 * absolute + rounding * np.abs(exact)
+        bound = 2.0**-9 * absolute + rounding * np.abs(exact)
         assert (np.abs(got - exact) <= bound).all(), (each, np.max(np.abs(got - exact) / bound))
 
 
