@@ -66,8 +66,8 @@ def _arithmetic_rate(machine, arch, sms, problem):
         rate = sms * machine.wgmma_flops_per_us_sm / 2  # mma.sync
     else:
         rate = min(machine.wgmma_flops_per_us, sms * machine.wgmma_flops_per_us_sm)
-    # TF32 takes twice as long as 16 bits, three TF32 six times as long.
-    return rate / (6 if problem.math == _ffi.Math.tf32x3 else 2 if problem.type_a == _ffi.Type.f32 else 1)
+    # Eight bits take half as long as 16, TF32 twice as long, three TF32 six times.
+    return rate * 16 / problem.type_a.bits / (3 if problem.math == _ffi.Math.tf32x3 else 1)
 
 
 def describe(cost):
