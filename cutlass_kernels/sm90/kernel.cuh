@@ -89,7 +89,7 @@ class Sm90Kernel final : public CudaKernel {
                                                                 : (227 << 10) - (kSmBytes / kCtasPerSm - 1024 - 256);
   static constexpr int kCarvedOut = static_cast<int>(sizeof(typename Epilogue::TensorStorage)) + kOthersBytes;
   // A stage with numbers has room for these beside what they become, and its tables of scales take at most 8 KiB; those
-  // of sums take less than 3.
+  // of sums take as much.
   // Barriers of all stages and the table of tiles take less than 2 KiB.
   static constexpr int kLaidOutN = kBAlongK ? kConfig.tile_n : columns_by_tma(kConfig.tile_n);
   static constexpr bool kTransposesBytes = kFp8 && !kBAlongK;
@@ -99,7 +99,7 @@ class Sm90Kernel final : public CudaKernel {
   static constexpr int kBarrierBytes = 16;  // of a stage
   static constexpr int kStages = kScaled ? ((227 << 10) - kCarvedOut - (10 << 10)) / kBytesOfStage
                                  : kFp8
-                                     ? ((227 << 10) - kCarvedOut - (4 << 10)) / kBytesOfStage
+                                     ? ((227 << 10) - kCarvedOut - (9 << 10)) / kBytesOfStage
                                      : ((227 << 10) - (kCarvedOut + 127) / 128 * 128) / (kBytesOfStage + kBarrierBytes);
   using Stage = StageLayout<Element, kAAlongK, Element, kBAlongK, TileShape, ClusterShape, kLaidOutN, kStages,
                             kNumberBits, kTransposesBytes>;

@@ -61,7 +61,8 @@ struct TileMainloop {
   using TileShape = typename Layout::TileShape;
   static constexpr int kStages = Layout::kStages, kTileN = Layout::kTileN, kWarpgroups = kWarpgroups_;
   using Element = typename Layout::ElementA;
-  static constexpr bool kAFromRegisters = kAFromRegisters_, kPermutesRows = kAFromRegisters && sizeof(Element) == 1;
+  static constexpr bool kAFromRegisters = kAFromRegisters_, kBytes = sizeof(Element) == 1;
+  using Fragments = ByteFragments<kBytes && kAFromRegisters ? Layout::kTileK / 32 : 0>;
   using Stage = StageState<kStages>;
   using Accumulators = sm90::Accumulators<Layout::kTileM / (64 * kWarpgroups), kTileN>;
   // How many k-tiles before a tile's end the next one is asked for: about as long as the counter takes.
@@ -116,7 +117,7 @@ struct TileMainloop {
     } while (--left > 0);
   }
 
-  // The sums of a tile, for a thread among those that share it and a named barrier of its warpgroup.
+  // The sums of a tile, for a thread among those that share it and a named barrier of these.
   template <class Tile>
   static CUTLASS_DEVICE auto sums_of(Params const& params, Loads const& loads, int32_t k_tiles,
                                      typename Sums::Storage& storage, Tile tile, int thread, uint32_t barrier) {
@@ -148,26 +149,33 @@ struct TileMainloop {
           narrow(std::integral_constant<int, 7>()))
         return unreleased;
     }
-    auto const wait = [&](int unreleased) CUTLASS_LAMBDA_FUNC_INLINE { drain(empty, accumulators, unreleased); };
-    auto const multiply_as = [&](auto numbers) CUTLASS_LAMBDA_FUNC_INLINE {
-      using Numbers = decltype(numbers);
+    if constexpr (kBytes) {
+      sums.with_types([&](auto numbers) CUTLASS_LAMBDA_FUNC_INLINE {
+        using Numbers = decltype(numbers);
+        auto const run = [&](Accumulators& sum, Fragments& fragments) CUTLASS_LAMBDA_FUNC_INLINE {
+          if constexpr (kAFromRegisters) {
+            return multiply_bytes_from_registers<TileMainloop, Numbers>(full, stage, sum, fragments, warpgroup,
+                                                                        storage);
+          } else {
+            return multiply_from_shared<TileMainloop, kTileN, Numbers>(full, empty, stage, sum, 1, gathered, warpgroup,
+                                                                       storage);
+          }
+        };
+        auto const release_one = [&](int stage) CUTLASS_LAMBDA_FUNC_INLINE { release(empty[stage]); };
+        sums.template multiply<Fragments>(accumulators, count, run, release_one);
+      });
+      return -1;
+    } else {
       auto const run = [&](int32_t k_tiles) CUTLASS_LAMBDA_FUNC_INLINE {
-        if constexpr (kPermutesRows) {
-          return multiply_bytes_from_registers<TileMainloop, Numbers>(full, empty, stage, accumulators, k_tiles,
-                                                                      warpgroup, storage);
-        } else if constexpr (kAFromRegisters) {
+        if constexpr (kAFromRegisters) {
           return multiply_from_registers<TileMainloop>(full, empty, stage, accumulators, k_tiles, warpgroup, storage);
         } else {
-          return multiply_from_shared<TileMainloop, kTileN, Numbers>(full, empty, stage, accumulators, k_tiles,
+          return multiply_from_shared<TileMainloop, kTileN, Element>(full, empty, stage, accumulators, k_tiles,
                                                                      gathered, warpgroup, storage);
         }
       };
+      auto const wait = [&](int unreleased) CUTLASS_LAMBDA_FUNC_INLINE { drain(empty, accumulators, unreleased); };
       return Sums::multiply(accumulators, sums, promotes, count, run, wait);
-    };
-    if constexpr (sizeof(Element) == 1) {
-      return sums.with_types(multiply_as);
-    } else {
-      return multiply_as(Element());
     }
   }
 
@@ -175,7 +183,7 @@ struct TileMainloop {
   static CUTLASS_DEVICE void finish(EmptyBarrier* empty, Accumulators& accumulators, SumsOf& sums, int unreleased) {
     drain(empty, accumulators, unreleased);
     sums.add_to(accumulators);
-    if constexpr (kPermutesRows) order_rows(accumulators);
+    if constexpr (kBytes && kAFromRegisters) order_rows(accumulators);
   }
 
   static CUTLASS_DEVICE void release(EmptyBarrier const& empty) {

@@ -1,5 +1,5 @@
 // Sums of products of eight bits, whose operands may have scales. Tensor cores add such products with fewer bits than
-// float32 has, so that runs of one k-tile are promoted, each multiplied by the scales of its blocks; where these do not
+// float32 has, so each k-tile is added to float32 sums, multiplied by the scales of its blocks; where these do not
 // change along K, the sum of all is.
 #pragma once
 
@@ -46,7 +46,8 @@ struct ScaledSums {
 
   struct Params {
     SideScales m, n;
-    bool change;                // whether scales change along K
+    int32_t last_k_tile;
+    bool any, change;           // whether there are scales, and whether they change along K
     bool m_is_e5m2, n_is_e5m2;  // or e4m3: what A and B are
   };
 
@@ -55,90 +56,142 @@ struct ScaledSums {
     SideScales const a = side_of(p, x.buffers, false, TileShape::kK), b = side_of(p, x.buffers, true, TileShape::kK);
     params.m = kSwap ? b : a, params.n = kSwap ? a : b;
     auto const k_tiles = static_cast<int32_t>((p.k + TileShape::kK - 1) / TileShape::kK);
+    params.last_k_tile = k_tiles - 1;
+    params.any = p.a.scales.any() || p.b.scales.any();
     params.change = a.change_along_k(k_tiles) || b.change_along_k(k_tiles);
     params.m_is_e5m2 = (kSwap ? p.b : p.a).format == Type::kE5M2;
     params.n_is_e5m2 = (kSwap ? p.a : p.b).format == Type::kE5M2;
   }
 
-  // Scales of a tile's columns: of one k-tile, and of the next while some threads still read those.
+  // Scales of a tile's rows and columns, of a few k-tiles.
+  static constexpr int kTables = 8;
   struct Storage {
-    alignas(16) float columns[kWarpgroups][2][TileShape::kN];
+    alignas(16) float rows[kTables][TileShape::kM];
+    alignas(16) float columns[kTables][TileShape::kN];
   };
 
   template <class Accumulators>
   class Of {
     using PlacesOf = Places<Accumulators, kWarpgroups>;
-    static constexpr int kThreads = cutlass::NumThreadsPerWarpGroup, kRows = 2 * Accumulators::kMmas,
-                         kOwn = (TileShape::kN + kThreads - 1) / kThreads;  // columns whose scales a thread loads
+    static constexpr int kThreads = kWarpgroups * cutlass::NumThreadsPerWarpGroup, kM = TileShape::kM,
+                         kN = TileShape::kN;
+    static_assert(kM + kN <= kThreads && kM % 32 == 0);
+    // Whether one of two sums is added while the other is computed. Where registers are short, other warpgroups
+    // compute.
+    static constexpr bool kTakesTurns = Accumulators::kValues <= (kPermutes ? 16 : 32);
 
    public:
     template <class Tile>
-    CUTLASS_DEVICE Of(Params const& params, Storage& storage, Tile const& tile, int thread, uint32_t barrier)
-        : params_(params),
-          columns_(storage.columns[thread / kThreads]),
-          barrier_(barrier),
-          thread_(thread % kThreads),
-          m_(PlacesOf(tile.m * TileShape::kM, 0, thread).m + (kPermutes ? thread % 32 / 4 : 0)),
-          n_(tile.n * TileShape::kN),
-          batch_(tile.batch),
-          k_tile_(tile.k_begin) {
+    CUTLASS_DEVICE Of(Params const& params, Storage& tables, Tile const& tile, int thread, uint32_t barrier)
+        : params_(params), tables_(tables), barrier_(barrier), thread_(thread), k_tile_(tile.k_begin) {
       sums_.clear();
-      if (params.m.numbers.data != nullptr || params.n.numbers.data != nullptr) wait_for_primary();
+      if (!params.any) return;
+      wait_for_primary();
+      int32_t const line =
+          min(is_row() ? tile.m * kM + thread : tile.n * kN + thread - kM, static_cast<int32_t>(side().last));
+      first_ =
+          tile.batch * side().batch_stride + (side().of_tile ? side().by_block.divide(line) : line) * side().stride;
+      if (params.change) {
+        load<kTables>();
+      } else {
+        load<1>();
+      }
     }
 
     // Calls use() with the Fp8 of the types of A and B.
     template <class Use>
-    CUTLASS_DEVICE int with_types(Use const& use) const {
+    CUTLASS_DEVICE void with_types(Use const& use) const {
       if (!params_.m_is_e5m2) return params_.n_is_e5m2 ? use(Fp8<false, true>()) : use(Fp8<false, false>());
       return params_.n_is_e5m2 ? use(Fp8<true, true>()) : use(Fp8<true, false>());
     }
 
-    CUTLASS_DEVICE bool change() const { return params_.change; }
-
-    // Loads the scales of the next k-tile.
-    CUTLASS_DEVICE void load() {
-      load(rows_, params_.m, m_,
-           [](int i) { return kPermutes ? i : PlacesOf::along_m(i / 2 * Accumulators::kValuesPerMma + i % 2 * 2); });
-      load(own_, params_.n, n_, [&](int i) { return thread_ + i * kThreads; });
-      ++k_tile_;
-    }
-
-    CUTLASS_DEVICE void add(Accumulators const& accumulators) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < Accumulators::kValues; ++i) sums_(i) += accumulators(i);
-    }
-    CUTLASS_DEVICE void add_scaled(Accumulators const& accumulators) {
-      with_factors([&](int i, float factor) CUTLASS_LAMBDA_FUNC_INLINE { sums_(i) += factor * accumulators(i); });
-    }
-    CUTLASS_DEVICE void add_to(Accumulators& accumulators) {
-      if (params_.change) {
-        add_scaled(accumulators);
-        accumulators = sums_;
-      } else {
-        add(accumulators);
-        with_factors([&](int i, float factor) CUTLASS_LAMBDA_FUNC_INLINE { accumulators(i) = factor * sums_(i); });
+    // Called by the consumers of a tile, with run(a sum, its fragments) for the next k-tile, which returns its stage
+    // when the one before is done, and release(stage). `accumulators` are used as one of two sums. add_to() must
+    // follow.
+    template <class Fragments, class Run, class Release>
+    CUTLASS_DEVICE void multiply(Accumulators& accumulators, int32_t count, Run const& run, Release const& release) {
+      auto const end = [&](Accumulators& sum, Fragments& words, int stage) CUTLASS_LAMBDA_FUNC_INLINE {
+        fence(sum), words.keep();
+        release(stage);
+        add(sum);
+      };
+      Fragments fragments;
+      if constexpr (!kTakesTurns) {
+        CUTLASS_PRAGMA_NO_UNROLL
+        for (; count > 0; --count) {
+          int const stage = run(accumulators, fragments);
+          wait_for_wgmma<0>();
+          end(accumulators, fragments, stage);
+        }
+        return;
       }
+      Accumulators other;
+      Fragments of_other;
+      int stage = run(accumulators, fragments);
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (; count > 2; count -= 2) {
+        int const next = run(other, of_other);
+        end(accumulators, fragments, stage);
+        stage = run(accumulators, fragments);
+        end(other, of_other, next);
+      }
+      if (count == 2) {
+        int const next = run(other, of_other);
+        end(accumulators, fragments, stage);
+        wait_for_wgmma<0>();
+        end(other, of_other, next);
+      } else {
+        wait_for_wgmma<0>();
+        end(accumulators, fragments, stage);
+      }
+    }
+
+    // accumulators = the sum of all k-tiles.
+    CUTLASS_DEVICE void add_to(Accumulators& accumulators) {
+      if (params_.any && !params_.change) {
+        fill<1>();
+        with_factors(0, [&](int i, float factor) CUTLASS_LAMBDA_FUNC_INLINE { sums_(i) *= factor; });
+      }
+      accumulators = sums_;
     }
 
    private:
-    // Calls use(i, the product of the scales of its row and its column) for each accumulator.
-    template <class Use>
-    CUTLASS_DEVICE void with_factors(Use const& use) {
-      auto const row_of = [](int i) { return i / Accumulators::kValuesPerMma * 2 + i / 2 % 2; };
-      if (params_.n.of_tile) {
+    // Adds the next k-tile.
+    CUTLASS_DEVICE void add(Accumulators const& x) {
+      if (!params_.change) {
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kRows; ++i) rows_[i] *= own_[0];
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < Accumulators::kValues; ++i) use(i, rows_[row_of(i)]);
+        for (int i = 0; i < Accumulators::kValues; ++i) sums_(i) += x(i);
         return;
       }
-      float* const columns = columns_[k_tile_ % 2];
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kOwn; ++i) {
-        if (int const column = thread_ + i * kThreads; column < TileShape::kN) columns[column] = own_[i];
+      if (left_ == 0) {
+        fill<kTables>();
+        load<kTables>();
+        left_ = kTables;
       }
-      cutlass::arch::NamedBarrier::sync(kThreads, barrier_);
-      uint32_t const at = cute::cast_smem_ptr_to_uint(columns + threadIdx.x % 4 * 2);
+      with_factors(kTables - left_, [&](int i, float factor) CUTLASS_LAMBDA_FUNC_INLINE { sums_(i) += factor * x(i); });
+      --left_;
+    }
+
+    // Calls use(i, the product of the scales of its row and its column) for each accumulator.
+    template <class Use>
+    CUTLASS_DEVICE void with_factors(int table, Use const& use) const {
+      int const lane = threadIdx.x % 32, g = lane / 4;
+      int const row = kPermutes ? PlacesOf(0, 0, thread_).m + g : PlacesOf(0, 0, thread_).m;
+      float rows[2 * Accumulators::kMmas];
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 2 * Accumulators::kMmas; ++i)
+        rows[i] =
+            tables_.rows[table]
+                        [row + (kPermutes ? i : PlacesOf::along_m(i / 2 * Accumulators::kValuesPerMma + i % 2 * 2))];
+      auto const row_of = [](int i) { return i / Accumulators::kValuesPerMma * 2 + i / 2 % 2; };
+      uint32_t const at = cute::cast_smem_ptr_to_uint(tables_.columns[table] + lane % 4 * 2);
+      if (params_.n.of_tile) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < 2 * Accumulators::kMmas; ++i) rows[i] *= tables_.columns[table][0];
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < Accumulators::kValues; ++i) use(i, rows[row_of(i)]);
+        return;
+      }
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < Accumulators::kValuesPerMma; i += 4) {
         float of_two[2];
@@ -148,62 +201,62 @@ struct ScaledSums {
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < 4 * Accumulators::kMmas; ++j) {
           int const own = j / 4 * Accumulators::kValuesPerMma + i + j % 4;
-          use(own, rows_[row_of(own)] * of_two[j % 2]);
+          use(own, rows[row_of(own)] * of_two[j % 2]);
         }
       }
     }
 
-    template <int kCount, class Along>
-    CUTLASS_DEVICE void load(float (&to)[kCount], SideScales const& side, int32_t first, Along const& along) const {
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kCount; ++i) to[i] = 1;
-      if (side.numbers.data == nullptr) return;
-      uint32_t const base = batch_ * side.batch_stride + side.by_k_tiles.divide(k_tile_) * side.stride_k;
-      uint32_t raw[kCount];
-      scaled::load_numbers<kCount>(
-          side.numbers,
-          [&](int i) {
-            int32_t const at = min(first + (side.of_tile ? 0 : along(i)), side.last);
-            return base + (side.of_tile ? side.by_block.divide(at) : at) * side.stride;
-          },
-          [&](int i, uint32_t x) { raw[i] = x; });
-      scaled::with_type(side.numbers.type, [&](auto to_float) {
+    // Each thread loads the scales of one row or column, and puts them into the tables later.
+    CUTLASS_DEVICE bool is_row() const { return thread_ < kM; }
+    CUTLASS_DEVICE SideScales const& side() const { return is_row() ? params_.m : params_.n; }
+
+    template <int kCount>
+    CUTLASS_DEVICE void load() {
+      SideScales const& own = side();
+      if (thread_ >= kM + kN || own.numbers.data == nullptr) return;
+      auto const index = [&](int i) {
+        return first_ + own.by_k_tiles.divide(min(k_tile_ + i, params_.last_k_tile)) * own.stride_k;
+      };
+      scaled::load_numbers<kCount>(own.numbers, index, [&](int i, uint32_t x) { raw_[i] = x; });
+      k_tile_ += kCount;
+    }
+
+    template <int kCount>
+    CUTLASS_DEVICE void fill() {
+      cutlass::arch::NamedBarrier::sync(kThreads, barrier_);  // all have read the tables
+      SideScales const& own = side();
+      auto const store = [&](auto const& to_float) {
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kCount; ++i) to[i] = to_float(raw[i]);
-      });
+        for (int i = 0; i < kCount; ++i) {
+          float* const table = is_row() ? tables_.rows[i] : tables_.columns[i] - kM;
+          table[thread_] = to_float(raw_[i]);
+        }
+      };
+      if (thread_ < kM + kN) {
+        if (own.numbers.data == nullptr) {
+          store([](uint32_t) { return 1.0f; });
+        } else {
+          scaled::with_type(own.numbers.type, store);
+        }
+      }
+      cutlass::arch::NamedBarrier::sync(kThreads, barrier_);
     }
 
     Params const& params_;
-    float (&columns_)[2][TileShape::kN];
+    Storage& tables_;
     uint32_t const barrier_;
-    int const thread_;             // of the warpgroup
-    int32_t const m_, n_, batch_;  // the first row of this thread, and column of the tile
-    int32_t k_tile_;
+    int const thread_;
+    uint32_t first_ = 0;  // the scale of this thread's row or column at k = 0
+    int32_t k_tile_;      // whose scale is loaded next
+    int left_ = 0;        // tables that are not yet used
+    uint32_t raw_[kTables];
     Accumulators sums_;
-    float rows_[kRows], own_[kOwn];
   };
 
   template <class Accumulators, class Tile>
-  static CUTLASS_DEVICE Of<Accumulators> of(Params const& params, Storage& storage, Tile const& tile, int thread,
+  static CUTLASS_DEVICE Of<Accumulators> of(Params const& params, Storage& tables, Tile const& tile, int thread,
                                             uint32_t barrier) {
-    return Of<Accumulators>(params, storage, tile, thread, barrier);
-  }
-
-  template <class Accumulators, class Run, class Drain>
-  static CUTLASS_DEVICE int multiply(Accumulators& accumulators, Of<Accumulators>& sums, bool, int32_t count,
-                                     Run const& run, Drain const& drain) {
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (; count > 1; --count) {
-      if (sums.change()) sums.load();
-      drain(run(1));
-      if (sums.change()) {
-        sums.add_scaled(accumulators);
-      } else {
-        sums.add(accumulators);
-      }
-    }
-    sums.load();
-    return run(1);
+    return Of<Accumulators>(params, tables, tile, thread, barrier);
   }
 };
 

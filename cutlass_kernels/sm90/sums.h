@@ -1,9 +1,9 @@
 // How the products of k-tiles become a tile's sum. wgmma truncates its accumulators at every instruction, so for a
 // float32 result, partial sums over short runs of K are added up in separate float32 registers: promotion.
 //
-// of() has the sums of a tile, for a thread and a named barrier of its warpgroup. multiply(run, drain ...) calls
-// run(k-tiles) for each run, which returns the stage that the products in flight read, and drain(stage) to wait for
-// them; add_to() completes the accumulators then.
+// of() has the sums of a tile, for a thread among those that share it and a named barrier of these. multiply(run, drain
+// ...) calls run(k-tiles) for each run, which returns the stage that the products in flight read, and drain(stage) to
+// wait for them; add_to() completes the accumulators then.
 #pragma once
 
 #include "cutlass/cutlass.h"

@@ -143,8 +143,8 @@ struct GemmKernel {
   static CUTLASS_DEVICE bool gathers(Params const& params) { return OperandB::kGathers && params.gathers; }
 
   // Named barriers. kMultiplies + w and kStores + w: consumer w of a pingpong kernel may multiply, or may store.
-  // kStored: the threads of a warpgroup that store together. kDecoding: those that decode. kScaling + w: those of
-  // consumer w that share scales.
+  // kStored: the threads of a warpgroup that store together. kDecoding: those that decode. kScaling: consumers
+  // that share scales.
   static constexpr uint32_t kReady = 0, kMultiplies = 1, kStores = kMultiplies + kConsumers,
                             kStored = kPingpong ? kStores + kConsumers : 1, kDecoding = 7, kScaling = 5;
 

@@ -43,11 +43,25 @@ class ByteLoader {
   uint32_t at_, even_, odd_;
 };
 
-// Same interface as multiply_from_shared(), of one stage after the other.
-template <class Mainloop, class Numbers, class Accumulators>
-CUTLASS_DEVICE int multiply_bytes_from_registers(FullBarrier* full, EmptyBarrier* empty,
-                                                 typename Mainloop::Stage& stage, Accumulators& accumulators,
-                                                 int32_t count, int warpgroup,
+// A's words of a k-tile. They must stay until its products are done.
+template <int kSteps>
+struct ByteFragments {
+  uint32_t words[kSteps][4];
+
+  CUTLASS_DEVICE void keep() {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kSteps * 4; ++i) asm volatile("" : "+r"(words[i / 4][i % 4])::"memory");
+  }
+};
+template <>
+struct ByteFragments<0> {
+  CUTLASS_DEVICE void keep() {}
+};
+
+// sum = the product of the next k-tile. On return it may still be in flight, but no other is; the result is its stage.
+template <class Mainloop, class Numbers, class Accumulators, class Fragments>
+CUTLASS_DEVICE int multiply_bytes_from_registers(FullBarrier* full, typename Mainloop::Stage& stage, Accumulators& sum,
+                                                 Fragments& fragments, int warpgroup,
                                                  typename Mainloop::TensorStorage& storage) {
   using A = typename Mainloop::Layout::A;
   using B = typename Mainloop::Layout::ReadB;
@@ -55,34 +69,24 @@ CUTLASS_DEVICE int multiply_bytes_from_registers(FullBarrier* full, EmptyBarrier
   constexpr int kSteps = Mainloop::Layout::kTileK / 32;
   static_assert(!A::kAlongK && A::kBoxes == 1 && B::kAlongK && Accumulators::kMmas == 1);
   Loader const loader;
-  uint32_t const a = cute::cast_smem_ptr_to_uint(storage.a),
-                 b = B::low_word(cute::cast_smem_ptr_to_uint(Mainloop::Layout::b_of(storage)));
   int const piece = warpgroup * 4 + threadIdx.x / 32 % 4;  // 16 rows of a warp
-  uint32_t words[kSteps][4];
-  int32_t accumulate = 0;
-  int unreleased = -1;
-  CUTLASS_PRAGMA_NO_UNROLL
-  for (; count > 0; --count, ++stage) {
-    int const s = stage.index();
-    full[s].wait(stage.phase());
-    wait_for_wgmma<0>();  // before it reads other words
-    if (unreleased >= 0) Mainloop::release(empty[unreleased]);
-    CUTLASS_PRAGMA_UNROLL
-    for (int k = 0; k < kSteps; ++k) loader.load(words[k], a + s * A::kBytes + k * Loader::kStepBytes, piece);
-    uint32_t const b_of_stage = b + s * (B::kBytes / 16);
-    fence(accumulators);
-    arrive_at_wgmma();
-    CUTLASS_PRAGMA_UNROLL
-    for (int k = 0; k < kSteps; ++k) {
-      WgmmaInstruction<Mainloop::kTileN>::template from_registers<Numbers>(
-          accumulators.values, words[k], B::descriptor(b_of_stage, B::step_offset(k)), accumulate);
-      accumulate = 1;
-    }
-    commit_wgmma();
-    fence(accumulators);
-    unreleased = s;
-  }
-  return unreleased;
+  int const s = stage.index();
+  uint32_t const a = cute::cast_smem_ptr_to_uint(storage.a) + s * A::kBytes,
+                 b = B::low_word(cute::cast_smem_ptr_to_uint(Mainloop::Layout::b_of(storage))) + s * (B::kBytes / 16);
+  full[s].wait(stage.phase());
+  CUTLASS_PRAGMA_UNROLL
+  for (int k = 0; k < kSteps; ++k) loader.load(fragments.words[k], a + k * Loader::kStepBytes, piece);
+  fence(sum);
+  arrive_at_wgmma();
+  CUTLASS_PRAGMA_UNROLL
+  for (int k = 0; k < kSteps; ++k)
+    WgmmaInstruction<Mainloop::kTileN>::template from_registers<Numbers>(sum.values, fragments.words[k],
+                                                                         B::descriptor(b, B::step_offset(k)), k > 0);
+  commit_wgmma();
+  wait_for_wgmma<1>();
+  fence(sum);
+  ++stage;
+  return s;
 }
 
 // Puts a warp's rows 2g and 2g + 1, which thread g has in the places of g and g + 8, where they belong.

@@ -43,7 +43,7 @@ CUTLASS_DEVICE void GemmKernel<Mainloop, Epilogue, Scheduler, kWarpSchedule>::co
 
     if (kPingpong && tile.ordinal > 0) wait_for_turn(kMultiplies + warpgroup);
     auto sums = Mainloop::sums_of(params.mainloop, params.loads, params.scheduler.decomposition.k_tiles, shared.sums,
-                                  tile, thread, kScaling + warpgroup);
+                                  tile, thread, kScaling);
     int const unreleased =
         Mainloop::multiply(filled(shared), shared.empty, stage, accumulators, sums, params.promotes, tile.k_count,
                            Scheduler::columns(tile), gathers(params), warpgroup, shared.mainloop);
