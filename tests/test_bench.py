@@ -19,7 +19,7 @@ import pytest
 
 import jax_streamk
 from jax_streamk import __main__ as command
-from jax_streamk.tools import bench, groups, report, results, shapes, sides, weights
+from jax_streamk.tools import bench, float8, groups, report, results, shapes, sides, weights
 from jax_streamk.tuning import timing
 from jax_streamk.tuning.programs import Program, chain, wall_sample
 
@@ -235,6 +235,9 @@ def test_bad_files_are_refused_by_line(text, message, tmp_path, monkeypatch, cap
         (["shapes.csv", "--weights", "int4", "--group", "7"], "--weights int4: no k is a multiple of 7"),
         (["shapes.csv", "--weights", "int4", "--group", "row"], "'row' is not a positive integer"),
         (["shapes.csv", "--group", "32"], "--group is of --weights"),
+        (["shapes.csv", "--scales", "row"], "--scales are of --dtype float8_e4m3fn and float8_e5m2"),
+        (["shapes.csv", "--dtype", "e4m3", "--linear", "silu"], "float8 is of plain products"),
+        (["shapes.csv", "--dtype", "e4m3", "--scales", "128x128"], "no product has k and n that are multiples of 128"),
         (["--groups", "moe_train", "--column-major"], "--column-major is not for --groups"),
         (["--groups", "shapes.csv"], "shapes.csv:1: the header has no column groups; it must have groups, m, n and k,"),
         (["--groups", "groups.csv"], "groups.csv:2: routing is 'skewed'; it must be uniform or zipf"),
@@ -538,6 +541,17 @@ def test_products_by_quantized_weights_are_beside_those_by_arrays(stored, group,
     (_, w), again = task.operands(shape, 2)
     assert w.dtype == jnp.bfloat16 and w.block == (1, 256 if group == weights.COLUMN else group)
     assert not (w.values == again[1].values).all()
+
+
+@pytest.mark.parametrize("scales", float8.SCALES)
+def test_products_of_float8_are_beside_those_without_scales(scales):
+    task = float8.Task("float8_e4m3fn", scales=scales)
+    for shape in (shapes.Shape(16, 128, 256, trans_b=True), shapes.Shape(16, 128, 256, batch=2)):
+        row = bench.measure(task, shape, {}, ["independent"], 1, gpu=False)
+        beside = [] if scales == "none" else [float8.UNSCALED]
+        assert list(row["sides"]) == [sides.XLA, sides.OURS, *beside]
+        assert row["sides"][sides.OURS]["max_difference"] < 0.02
+        assert task.plan(shape).problem.type_a.name == "e4m3"
 
 
 def test_quantized_weights_are_named_wherever_a_result_is_shown(tmp_path, monkeypatch, capsys):

@@ -11,6 +11,8 @@ examples:
       ragged products of experts, also beside dense products of the same size
   python -m jax_streamk bench --set weights --weights int4 --group 128 --out int4.json
       products by quantized weights, also beside those by weights that are not
+  python -m jax_streamk bench --set weights --dtype float8_e4m3fn --scales 128x128
+      products of float8 with scales per block, also beside XLA's without scales
   python -m jax_streamk bench --programs gpt2 --limit 500 --out programs.json
       programs of this folder's benchmarks/programs, as they are and under accelerate
 """
@@ -34,7 +36,7 @@ import jax.numpy as jnp
 import jax_streamk
 from jax_streamk.device import device_of
 from jax_streamk.product.epilogue import ACTIVATIONS
-from jax_streamk.tools import groups, programs, results, shapes, sides, weights
+from jax_streamk.tools import float8, groups, programs, results, shapes, sides, weights
 from jax_streamk.tools.info import driver
 from jax_streamk.tools.results import recorded
 from jax_streamk.tuning import timing
@@ -42,7 +44,9 @@ from jax_streamk.tuning.measure import check_memory
 from jax_streamk.tuning.programs import Program, repeat, wall_sample
 
 # Relative to the largest entry. Rounding, even TF32 against float32, stays far below; a wrong sum does not.
-GROSS_ERROR = {"bfloat16": 0.02, "float16": 0.02, "float32": 0.01, "float64": 1e-9, "int8": 0}
+GROSS_ERROR = {"bfloat16": 0.02, "float16": 0.02, "float32": 0.01, "float64": 1e-9, "int8": 0} | dict.fromkeys(
+    float8.NAMES, 0.02
+)
 _NAMED_BY = "m", "n", "k", "trans_a", "trans_b", "batch", "groups", "routing", "pass_"
 
 
@@ -66,12 +70,15 @@ def add_arguments(parser):
         type=shapes.dtype,
         default="bfloat16",
         choices=GROSS_ERROR,
-        help="of operands and result; int8 has an int32 result (%(default)s)",
+        metavar="DTYPE",
+        help="of operands and result; int8 has an int32 result, float8 one of bfloat16 (%(default)s): "
+        + ", ".join(GROSS_ERROR),
     )
     parser.add_argument(
         "--precision", choices=["default", "high", "highest"], default="default", help="of float32 products"
     )
     weights.add_arguments(parser)
+    float8.add_arguments(parser)
     activations = ["none", *filter(None, ACTIVATIONS)]
     parser.add_argument(
         "--linear",
@@ -253,7 +260,12 @@ def measure_all(arguments, report):
 def _shapes(arguments):
     if arguments.small:
         arguments.error("--small is a size of --programs")
-    kind = groups if arguments.groups is not None else weights if arguments.weights else shapes
+    is_float8 = arguments.dtype in float8.NAMES
+    kind = groups if arguments.groups is not None else float8 if is_float8 else weights if arguments.weights else shapes
+    if is_float8 and kind is groups:
+        arguments.error("--groups are of 16 and 32 bits")
+    if kind is not float8 and arguments.scales != arguments.default("scales"):
+        arguments.error("--scales are of --dtype float8_e4m3fn and float8_e5m2")
     if kind is not weights and arguments.group:
         arguments.error("--group is of --weights")
     try:
@@ -290,7 +302,7 @@ def _shapes(arguments):
 
 
 def _programs(arguments):
-    of_task = "dtype", "precision", "linear", "gated", "weights", "group"
+    of_task = "dtype", "precision", "linear", "gated", "weights", "group", "scales"
     for name in ("column_major", "sample", *of_task, "measure", "no_peers"):
         if getattr(arguments, name) != arguments.default(name):
             arguments.error(f"--{name.replace('_', '-')} is of shapes: it changes nothing in --programs")
@@ -364,7 +376,7 @@ def measure(task, shape, peers, measures, rounds, gpu):
             built["device"].wait(outs)
             first = jnp.from_dlpack(outs[0])
             reference = first if name == sides.XLA else reference
-            if name not in (*sides.NOT_COMPARED, *weights.BOUNDS) and reference is not None:
+            if name not in (*sides.NOT_COMPARED, *weights.BOUNDS, float8.UNSCALED) and reference is not None:
                 difference = _difference(first, reference)
                 side |= dict(
                     max_difference=difference, wrong=difference is None or difference > GROSS_ERROR[task.dtype]

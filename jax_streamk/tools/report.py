@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from jax_streamk.text import duration, size
-from jax_streamk.tools import groups, weights
+from jax_streamk.tools import float8, groups, weights
 from jax_streamk.tools.results import LOSS, is_of_programs, summary
 from jax_streamk.tools.sides import DENSE, EVEN, MEASURES, OURS, XLA
 
@@ -111,6 +111,7 @@ def _digest_of(device, results):
         linear = "" if task["activation"] is None else f", {kind} {task['activation']}"
         linear = ", in groups" * task.get("groups", False) + linear
         by = f" by {weights.name_of(task)}" if "weights" in task else ""
+        by += f" {float8.name_of(task)}" if task.get("scales", "none") != "none" else ""
         what = task["dtype"] + by + (f' at "{task["precision"]}"' if task["precision"] else "") + linear
         for each in result["measures"]:
             ratios = [row["sides"][OURS]["ratio"][each] for row in result["rows"] if "ratio" in row["sides"][OURS]]
@@ -162,6 +163,9 @@ def _head(result):
     if "weights" in task:
         what = f"products by {weights.name_of(task)}"
         bounds = [f"XLA's dequantize first. Beside them, by weights of {task['dtype']}: {', '.join(weights.BOUNDS)}."]
+    if task.get("scales", "none") != "none":
+        what += f" {float8.name_of(task)}"
+        bounds = [f"XLA's dequantize first. Beside them: {float8.UNSCALED}."]
     if task.get("groups"):
         what = f"ragged {what}"
         bounds = [f"Beside them, as bounds: {_BOUNDS}. Bytes are without the matrices of groups that have no rows."]

@@ -262,8 +262,8 @@ def dtype(text):
 
 
 def result_dtype(operands):
-    """The dtype of a result for which none is named: of int8 operands the only one of kernels; None: JAX's choice."""
-    return "int32" if operands == "int8" else None
+    """The dtype of a result for which none is named, which JAX's choice for eight bits is not; None: that choice."""
+    return "int32" if operands == "int8" else "bfloat16" if operands.startswith("float8") else None
 
 
 def add_arguments(parser):

@@ -113,7 +113,7 @@ class Task:
         def drawn(key, extents):
             if dtype == jnp.int8:
                 return jax.random.randint(key, extents, -127, 128, dtype)
-            return jax.random.normal(key, extents, jnp.promote_types(dtype, jnp.float32)).astype(dtype)
+            return jax.random.normal(key, extents, jnp.float64 if dtype == jnp.float64 else jnp.float32).astype(dtype)
 
         @jax.jit
         def draw(key):
