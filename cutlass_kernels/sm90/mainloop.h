@@ -152,17 +152,21 @@ struct TileMainloop {
     if constexpr (kBytes) {
       sums.with_types([&](auto numbers) CUTLASS_LAMBDA_FUNC_INLINE {
         using Numbers = decltype(numbers);
-        auto const run = [&](Accumulators& sum, Fragments& fragments) CUTLASS_LAMBDA_FUNC_INLINE {
+        // Of the mma-th 64 rows of this warpgroup's.
+        auto const run = [&](auto& sum, Fragments& fragments, int mma) CUTLASS_LAMBDA_FUNC_INLINE {
+          bool const is_last = mma + 1 == Accumulators::kMmas;
+          Stage again = stage;
+          Stage& at = is_last ? stage : again;
+          int const block = mma * kWarpgroups + warpgroup;
           if constexpr (kAFromRegisters) {
-            return multiply_bytes_from_registers<TileMainloop, Numbers>(full, stage, sum, fragments, warpgroup,
-                                                                        storage);
+            return multiply_bytes_from_registers<TileMainloop, Numbers>(full, at, sum, fragments, block, storage);
           } else {
-            return multiply_from_shared<TileMainloop, kTileN, Numbers>(full, empty, stage, sum, 1, gathered, warpgroup,
+            return multiply_from_shared<TileMainloop, kTileN, Numbers>(full, empty, at, sum, 1, gathered, block,
                                                                        storage);
           }
         };
         auto const release_one = [&](int stage) CUTLASS_LAMBDA_FUNC_INLINE { release(empty[stage]); };
-        sums.template multiply<Fragments>(accumulators, count, run, release_one);
+        sums.template multiply<Fragments>(count, run, release_one);
       });
       return -1;
     } else {

@@ -63,8 +63,11 @@ struct ScaledSums {
     params.n_is_e5m2 = (kSwap ? p.a : p.b).format == Type::kE5M2;
   }
 
-  // Scales of a tile's rows and columns, of a few k-tiles.
-  static constexpr int kTables = 8;
+  // Scales of a tile's rows and columns, of a few k-tiles. A thread loads those of one or two of these lines; beside
+  // two there are no registers for scales that change along K (can_scale_sums() in scaled/scales.cc).
+  static constexpr int kThreads = kWarpgroups * cutlass::NumThreadsPerWarpGroup,
+                       kLines = (TileShape::kM + TileShape::kN + kThreads - 1) / kThreads,
+                       kTables = kLines == 1 ? 8 : 1;
   struct Storage {
     alignas(16) float rows[kTables][TileShape::kM];
     alignas(16) float columns[kTables][TileShape::kN];
@@ -73,10 +76,10 @@ struct ScaledSums {
   template <class Accumulators>
   class Of {
     using PlacesOf = Places<Accumulators, kWarpgroups>;
-    static constexpr int kThreads = kWarpgroups * cutlass::NumThreadsPerWarpGroup, kM = TileShape::kM,
-                         kN = TileShape::kN;
-    static_assert(kM + kN <= kThreads && kM % 32 == 0);
-    // Whether one of two sums is added while the other is computed. Where registers are short, other warpgroups
+    static constexpr int kM = TileShape::kM, kN = TileShape::kN, kMmas = Accumulators::kMmas;
+    static_assert(kM % 32 == 0);
+    using Part = sm90::Accumulators<1, kN>;  // the sum of a k-tile, of 64 rows
+    // Whether one of two parts is added while the other is computed. Where registers are short, other warpgroups
     // compute.
     static constexpr bool kTakesTurns = Accumulators::kValues <= (kPermutes ? 16 : 32);
 
@@ -87,11 +90,13 @@ struct ScaledSums {
       sums_.clear();
       if (!params.any) return;
       wait_for_primary();
-      int32_t const line =
-          min(is_row() ? tile.m * kM + thread : tile.n * kN + thread - kM, static_cast<int32_t>(side().last));
-      first_ =
-          tile.batch * side().batch_stride + (side().of_tile ? side().by_block.divide(line) : line) * side().stride;
-      if (params.change) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kLines; ++i) {
+        SideScales const& own = side(i);
+        int32_t const line = min(is_row(i) ? tile.m * kM + index(i) : tile.n * kN + index(i) - kM, own.last);
+        first_[i] = tile.batch * own.batch_stride + (own.of_tile ? own.by_block.divide(line) : line) * own.stride;
+      }
+      if (changes()) {
         load<kTables>();
       } else {
         load<1>();
@@ -105,134 +110,139 @@ struct ScaledSums {
       return params_.n_is_e5m2 ? use(Fp8<true, true>()) : use(Fp8<true, false>());
     }
 
-    // Called by the consumers of a tile, with run(a sum, its fragments) for the next k-tile, which returns its stage
-    // when the one before is done, and release(stage). `accumulators` are used as one of two sums. add_to() must
-    // follow.
+    // Called by the consumers of a tile, with run(a part, its fragments, which 64 rows) for the next k-tile, which
+    // returns its stage when the run before is done, and release(stage). add_to() must follow.
     template <class Fragments, class Run, class Release>
-    CUTLASS_DEVICE void multiply(Accumulators& accumulators, int32_t count, Run const& run, Release const& release) {
-      auto const end = [&](Accumulators& sum, Fragments& words, int stage) CUTLASS_LAMBDA_FUNC_INLINE {
-        fence(sum), words.keep();
-        release(stage);
-        add(sum);
+    CUTLASS_DEVICE void multiply(int32_t count, Run const& run, Release const& release) {
+      auto const end = [&](Part& part, Fragments& words, int stage, int mma) CUTLASS_LAMBDA_FUNC_INLINE {
+        fence(part), words.keep();
+        if (mma + 1 == kMmas) release(stage);
+        add(part, mma);
       };
+      Part part;
       Fragments fragments;
       if constexpr (!kTakesTurns) {
         CUTLASS_PRAGMA_NO_UNROLL
         for (; count > 0; --count) {
-          int const stage = run(accumulators, fragments);
-          wait_for_wgmma<0>();
-          end(accumulators, fragments, stage);
+          CUTLASS_PRAGMA_UNROLL
+          for (int mma = 0; mma < kMmas; ++mma) {
+            int const stage = run(part, fragments, mma);
+            wait_for_wgmma<0>();
+            end(part, fragments, stage, mma);
+          }
         }
         return;
       }
-      Accumulators other;
+      Part other;
       Fragments of_other;
-      int stage = run(accumulators, fragments);
+      int stage = run(part, fragments, 0);
       CUTLASS_PRAGMA_NO_UNROLL
       for (; count > 2; count -= 2) {
-        int const next = run(other, of_other);
-        end(accumulators, fragments, stage);
-        stage = run(accumulators, fragments);
-        end(other, of_other, next);
+        int const next = run(other, of_other, 0);
+        end(part, fragments, stage, 0);
+        stage = run(part, fragments, 0);
+        end(other, of_other, next, 0);
       }
       if (count == 2) {
-        int const next = run(other, of_other);
-        end(accumulators, fragments, stage);
+        int const next = run(other, of_other, 0);
+        end(part, fragments, stage, 0);
         wait_for_wgmma<0>();
-        end(other, of_other, next);
+        end(other, of_other, next, 0);
       } else {
         wait_for_wgmma<0>();
-        end(accumulators, fragments, stage);
+        end(part, fragments, stage, 0);
       }
     }
 
     // accumulators = the sum of all k-tiles.
     CUTLASS_DEVICE void add_to(Accumulators& accumulators) {
-      if (params_.any && !params_.change) {
+      if (params_.any && !changes()) {
         fill<1>();
-        with_factors(0, [&](int i, float factor) CUTLASS_LAMBDA_FUNC_INLINE { sums_(i) *= factor; });
+        CUTLASS_PRAGMA_UNROLL
+        for (int mma = 0; mma < kMmas; ++mma)
+          with_factors(0, mma, [&](int i, float factor) CUTLASS_LAMBDA_FUNC_INLINE { sum(mma, i) *= factor; });
       }
       accumulators = sums_;
     }
 
    private:
-    // Adds the next k-tile.
-    CUTLASS_DEVICE void add(Accumulators const& x) {
-      if (!params_.change) {
+    CUTLASS_DEVICE bool changes() const { return kLines == 1 && params_.change; }
+    CUTLASS_DEVICE float& sum(int mma, int i) { return sums_(mma * Part::kValues + i); }
+
+    // Adds the next k-tile, of the mma-th 64 rows.
+    CUTLASS_DEVICE void add(Part const& x, int mma) {
+      if (!changes()) {
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < Accumulators::kValues; ++i) sums_(i) += x(i);
+        for (int i = 0; i < Part::kValues; ++i) sum(mma, i) += x(i);
         return;
       }
-      if (left_ == 0) {
+      if (mma == 0 && left_ == 0) {
         fill<kTables>();
         load<kTables>();
         left_ = kTables;
       }
-      with_factors(kTables - left_, [&](int i, float factor) CUTLASS_LAMBDA_FUNC_INLINE { sums_(i) += factor * x(i); });
-      --left_;
+      with_factors(kTables - left_, mma,
+                   [&](int i, float factor) CUTLASS_LAMBDA_FUNC_INLINE { sum(mma, i) += factor * x(i); });
+      if (mma + 1 == kMmas) --left_;
     }
 
-    // Calls use(i, the product of the scales of its row and its column) for each accumulator.
+    // Calls use(i, the product of the scales of its row and its column) for each value of a part.
     template <class Use>
-    CUTLASS_DEVICE void with_factors(int table, Use const& use) const {
-      int const lane = threadIdx.x % 32, g = lane / 4;
-      int const row = kPermutes ? PlacesOf(0, 0, thread_).m + g : PlacesOf(0, 0, thread_).m;
-      float rows[2 * Accumulators::kMmas];
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < 2 * Accumulators::kMmas; ++i)
-        rows[i] =
-            tables_.rows[table]
-                        [row + (kPermutes ? i : PlacesOf::along_m(i / 2 * Accumulators::kValuesPerMma + i % 2 * 2))];
-      auto const row_of = [](int i) { return i / Accumulators::kValuesPerMma * 2 + i / 2 % 2; };
-      uint32_t const at = cute::cast_smem_ptr_to_uint(tables_.columns[table] + lane % 4 * 2);
+    CUTLASS_DEVICE void with_factors(int table, int mma, Use const& use) const {
+      int const lane = threadIdx.x % 32,
+                row = PlacesOf(0, 0, thread_).m + PlacesOf::along_m(mma * Part::kValues) + (kPermutes ? lane / 4 : 0);
+      float rows[2] = {tables_.rows[table][row], tables_.rows[table][row + (kPermutes ? 1 : 8)]};
       if (params_.n.of_tile) {
+        rows[0] *= tables_.columns[table][0], rows[1] *= tables_.columns[table][0];
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < 2 * Accumulators::kMmas; ++i) rows[i] *= tables_.columns[table][0];
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < Accumulators::kValues; ++i) use(i, rows[row_of(i)]);
+        for (int i = 0; i < Part::kValues; ++i) use(i, rows[i / 2 % 2]);
         return;
       }
+      uint32_t const at = cute::cast_smem_ptr_to_uint(tables_.columns[table] + lane % 4 * 2);
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < Accumulators::kValuesPerMma; i += 4) {
+      for (int i = 0; i < Part::kValues; i += 4) {
         float of_two[2];
         asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
                      : "=f"(of_two[0]), "=f"(of_two[1])
                      : "r"(at + PlacesOf::along_n(i) * 4));
         CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < 4 * Accumulators::kMmas; ++j) {
-          int const own = j / 4 * Accumulators::kValuesPerMma + i + j % 4;
-          use(own, rows[row_of(own)] * of_two[j % 2]);
-        }
+        for (int j = 0; j < 4; ++j) use(i + j, rows[j / 2] * of_two[j % 2]);
       }
     }
 
-    // Each thread loads the scales of one row or column, and puts them into the tables later.
-    CUTLASS_DEVICE bool is_row() const { return thread_ < kM; }
-    CUTLASS_DEVICE SideScales const& side() const { return is_row() ? params_.m : params_.n; }
+    // The i-th row or column, one after the other, whose scales this thread loads, and puts into the tables later.
+    CUTLASS_DEVICE int index(int i) const { return thread_ + i * kThreads; }
+    CUTLASS_DEVICE bool is_row(int i) const { return index(i) < kM; }
+    CUTLASS_DEVICE SideScales const& side(int i) const { return is_row(i) ? params_.m : params_.n; }
 
     template <int kCount>
     CUTLASS_DEVICE void load() {
-      SideScales const& own = side();
-      if (thread_ >= kM + kN || own.numbers.data == nullptr) return;
-      auto const index = [&](int i) {
-        return first_ + own.by_k_tiles.divide(min(k_tile_ + i, params_.last_k_tile)) * own.stride_k;
-      };
-      scaled::load_numbers<kCount>(own.numbers, index, [&](int i, uint32_t x) { raw_[i] = x; });
+      CUTLASS_PRAGMA_UNROLL
+      for (int line = 0; line < kLines; ++line) {
+        SideScales const& own = side(line);
+        if (index(line) >= kM + kN || own.numbers.data == nullptr) continue;
+        scaled::load_numbers<kCount>(
+            own.numbers,
+            [&](int i) {
+              return first_[line] + own.by_k_tiles.divide(min(k_tile_ + i, params_.last_k_tile)) * own.stride_k;
+            },
+            [&](int i, uint32_t x) { raw_[line][i] = x; });
+      }
       k_tile_ += kCount;
     }
 
     template <int kCount>
     CUTLASS_DEVICE void fill() {
       cutlass::arch::NamedBarrier::sync(kThreads, barrier_);  // all have read the tables
-      SideScales const& own = side();
-      auto const store = [&](auto const& to_float) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kCount; ++i) {
-          float* const table = is_row() ? tables_.rows[i] : tables_.columns[i] - kM;
-          table[thread_] = to_float(raw_[i]);
-        }
-      };
-      if (thread_ < kM + kN) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int line = 0; line < kLines; ++line) {
+        if (index(line) >= kM + kN) continue;
+        SideScales const& own = side(line);
+        auto const store = [&](auto const& to_float) {
+          CUTLASS_PRAGMA_UNROLL
+          for (int i = 0; i < kCount; ++i)
+            (is_row(line) ? tables_.rows[i] : tables_.columns[i] - kM)[index(line)] = to_float(raw_[line][i]);
+        };
         if (own.numbers.data == nullptr) {
           store([](uint32_t) { return 1.0f; });
         } else {
@@ -246,10 +256,10 @@ struct ScaledSums {
     Storage& tables_;
     uint32_t const barrier_;
     int const thread_;
-    uint32_t first_ = 0;  // the scale of this thread's row or column at k = 0
-    int32_t k_tile_;      // whose scale is loaded next
-    int left_ = 0;        // tables that are not yet used
-    uint32_t raw_[kTables];
+    uint32_t first_[kLines];  // the scales of this thread's lines at k = 0
+    int32_t k_tile_;          // whose scale is loaded next
+    int left_ = 0;            // tables that are not yet used
+    uint32_t raw_[kLines][kTables];
     Accumulators sums_;
   };
 

@@ -58,24 +58,26 @@ struct ByteFragments<0> {
   CUTLASS_DEVICE void keep() {}
 };
 
-// sum = the product of the next k-tile. On return it may still be in flight, but no other is; the result is its stage.
+// sum = the product of the next k-tile, of the block-th 64 rows. On return it may still be in flight, but no other is;
+// the result is its stage.
 template <class Mainloop, class Numbers, class Accumulators, class Fragments>
 CUTLASS_DEVICE int multiply_bytes_from_registers(FullBarrier* full, typename Mainloop::Stage& stage, Accumulators& sum,
-                                                 Fragments& fragments, int warpgroup,
+                                                 Fragments& fragments, int block,
                                                  typename Mainloop::TensorStorage& storage) {
   using A = typename Mainloop::Layout::A;
   using B = typename Mainloop::Layout::ReadB;
   using Loader = ByteLoader<A::kRowBytes>;
   constexpr int kSteps = Mainloop::Layout::kTileK / 32;
-  static_assert(!A::kAlongK && A::kBoxes == 1 && B::kAlongK && Accumulators::kMmas == 1);
+  constexpr int kPieces = A::kRowBytes / 16;  // of a box, each 16 rows of a warp
+  static_assert(!A::kAlongK && B::kAlongK && Accumulators::kMmas == 1);
   Loader const loader;
-  int const piece = warpgroup * 4 + threadIdx.x / 32 % 4;  // 16 rows of a warp
+  int const piece = block * 4 + threadIdx.x / 32 % 4;
   int const s = stage.index();
-  uint32_t const a = cute::cast_smem_ptr_to_uint(storage.a) + s * A::kBytes,
+  uint32_t const a = cute::cast_smem_ptr_to_uint(storage.a) + s * A::kBytes + piece / kPieces * A::kBoxElements,
                  b = B::low_word(cute::cast_smem_ptr_to_uint(Mainloop::Layout::b_of(storage))) + s * (B::kBytes / 16);
   full[s].wait(stage.phase());
   CUTLASS_PRAGMA_UNROLL
-  for (int k = 0; k < kSteps; ++k) loader.load(fragments.words[k], a + k * Loader::kStepBytes, piece);
+  for (int k = 0; k < kSteps; ++k) loader.load(fragments.words[k], a + k * Loader::kStepBytes, piece % kPieces);
   fence(sum);
   arrive_at_wgmma();
   CUTLASS_PRAGMA_UNROLL
