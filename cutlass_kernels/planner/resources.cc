@@ -237,8 +237,19 @@ double epilogue_us(Workload const& l) {
   return l.traits.shifted_b ? us * l.machine.shifted_epilogue_factor : us;
 }
 
-// In multiples of a plain epilogue. Many accumulators leave registers for few operands at a time, so that each load is
-// waited for. The factors are of bf16 products with K = 768 and 4096 on an H200.
+// In multiples of a plain epilogue: of bf16 products with K = 768 on an H200, in tiles of 128 x 128 to 128 x 256.
+double activation_factor(Activation activation) {
+  switch (activation) {
+    case Activation::kNone: return 0;
+    case Activation::kRelu: return 1;
+    case Activation::kGeluTanh: return 2.5;
+    case Activation::kGelu: return 3.5;
+    default: return 2;
+  }
+}
+
+// Many accumulators leave registers for little of the residual at a time, so that each load is waited for, and none
+// for calls of activations; without swap_ab, nor for a bias that is loaded early (sm90/epilogue_operands.h).
 double fused_us(Workload const& l) {
   EpilogueOps const& epilogue = l.problem.epilogue;
   if (epilogue.is_plain()) return 0;
@@ -246,11 +257,10 @@ double fused_us(Workload const& l) {
   if (!l.traits.family.loads_by_tma()) return us;
   double const warpgroups = l.kernel.warp_schedule == WarpSchedule::kCooperative ? l.kernel.threads / 128.0 - 1 : 1;
   double const accumulators = l.area() / (128 * warpgroups);
-  double const few_registers = accumulators >= 160 ? 5.5 : accumulators > 128 ? 3 : 1;
-  double const activation = epilogue.activation == Activation::kNone   ? 0
-                            : epilogue.activation == Activation::kGelu ? 3.5
-                                                                       : 1;
-  return us * few_registers * (0.5 + activation + (epilogue.has_residual ? 2 : 0)) / warpgroups;
+  bool const many = accumulators >= 160, late_bias = epilogue.has_bias && !l.kernel.swap_ab && accumulators > 128;
+  double const residual = !epilogue.has_residual ? 0 : many ? 8 : accumulators > 128 ? 4.5 : 2;
+  double const calls = !many ? 1 : l.kernel.swap_ab ? 1.5 : 2.2;
+  return us * (0.5 + late_bias + calls * activation_factor(epilogue.activation) + residual);
 }
 
 double partial_us(Workload const& l) {
