@@ -284,7 +284,7 @@ class Sm90Kernel final : public CudaKernel {
 
 // The element types of D, and the majornesses of A and B, that a row stands for.
 enum class Results { kOwn, kF32, kBoth };
-enum class Majors { kAll, kRow, kRowA, kKInner, kKOuter };
+enum class Majors { kAll, kThree, kRow, kRowA, kRowB, kKInner, kKOuter };
 enum class Types { kHalf, kTF32, kTF32x3, kFp8, kS4, kS8, kE2M1, kE4M3, kE5M2 };
 
 // How a row's kernels take the operands: A and B exchanged, and for which problems.
@@ -309,11 +309,12 @@ struct Kernels {
   }
   template <Type kTypeAB, Type kTypeD, Majors kMajors>
   static void add_majors() {
+    constexpr bool kMost = kMajors == Majors::kAll || kMajors == Majors::kThree;
     if constexpr (kMajors != Majors::kKInner && kMajors != Majors::kKOuter)
       add<kTypeAB, kTypeD, Major::kRow, Major::kRow>();
-    if constexpr (kMajors == Majors::kAll || kMajors == Majors::kRowA || kMajors == Majors::kKInner)
+    if constexpr (kMost || kMajors == Majors::kRowA || kMajors == Majors::kKInner)
       add<kTypeAB, kTypeD, Major::kRow, Major::kColumn>();
-    if constexpr (kMajors == Majors::kAll || kMajors == Majors::kKOuter)
+    if constexpr (kMost || kMajors == Majors::kRowB || kMajors == Majors::kKOuter)
       add<kTypeAB, kTypeD, Major::kColumn, Major::kRow>();
     if constexpr (kMajors == Majors::kAll) add<kTypeAB, kTypeD, Major::kColumn, Major::kColumn>();
   }
@@ -384,8 +385,8 @@ inline constexpr Arrangement plain{false, false, Ragged::kNone}, swapped{true, f
     numbers = swapped, gated{true, true, Ragged::kNone}, ragged_m{true, false, Ragged::kM}, ragged_numbers = ragged_m,
     ragged_gated{true, true, Ragged::kM}, ragged_k{false, false, Ragged::kK}, joined{true, false, Ragged::kNone, true};
 inline constexpr Results own = Results::kOwn, f32 = Results::kF32, both = Results::kBoth;
-inline constexpr Majors all = Majors::kAll, row = Majors::kRow, row_a = Majors::kRowA, k_inner = Majors::kKInner,
-                        k_outer = Majors::kKOuter;
+inline constexpr Majors all = Majors::kAll, row = Majors::kRow, three = Majors::kThree, row_a = Majors::kRowA,
+                        row_b = Majors::kRowB, k_inner = Majors::kKInner, k_outer = Majors::kKOuter;
 }  // namespace words
 
 }  // namespace jax_streamk::sm90
