@@ -164,6 +164,18 @@ def test_vmap_and_scan(rng):
         check(out, x, pairs[0][1])
 
 
+@pytest.mark.skipif(ON_GPU, reason="of the host's kernels")
+def test_groups_on_a_cpu(rng):
+    lhs, rhs = random_floats(rng, E4M3, 40, 96), random_floats(rng, E5M2, 4, 96, 48)
+    sizes, rows = np.array([5, 0, 20, 9]), rng.integers(0, 40, 34)
+    product = lambda x, w, **options: sk.ragged_dot(x, w, sizes, preferred_element_type=jnp.float32, **options)
+    assert is_ours(product, lhs, rhs)
+    for got, x in ((product(lhs, rhs), lhs), (product(lhs, rhs, lhs_indices=rows), lhs[rows])):
+        ends = np.cumsum(sizes)
+        for i, (begin, end) in enumerate(zip(ends - sizes, ends)):
+            check(got[begin:end], x[begin:end], rhs[i])
+
+
 def test_plan_says_the_scales(rng):
     lhs, rhs = both(rng, "block")
     plan = sk.plan(lambda x, y: sk.matmul(x, y, schedule=StreamK()), lhs, rhs)

@@ -42,6 +42,20 @@ def quantized(w):
     return sk.quantize(lax.stop_gradient(w).astype(np.float32), jnp.int4, block=(16, 1))
 
 
+def float8(x, block):
+    return sk.quantize(lax.stop_gradient(x).astype(np.float32), jnp.float8_e4m3fn, block=block)
+
+
+def by_float8(product):
+    """Of rows with a scale each and of columns with a scale each, whose derivatives are those of their scales."""
+
+    def of(x, w):
+        x, w = float8(x, (1, None)), float8(w, (None, 1))
+        return product(x, w)
+
+    return of
+
+
 # The extents of each operand by letters, ours and XLA's.
 PRODUCTS = {
     "matmul": ("bmk bkn", sk.matmul, jnp.matmul),
@@ -54,6 +68,7 @@ PRODUCTS = {
     "gated": ("mk kn kn", lambda *xs: sk.gated_linear(*xs, activation="silu"), gated),
     "ragged": ("mk gkn", lambda x, w: sk.ragged_dot(x, w, SIZES), lambda x, w: lax.ragged_dot(x, w, SIZES)),
     "joined": ("mk kn kn kn", sk.accelerate(three), three),
+    "float8": ("mk kn", by_float8(sk.matmul), by_float8(lambda x, w: x.dequantize() @ w.dequantize())),
     "int4": ("mk kn", lambda x, w: sk.matmul(x, quantized(w)), lambda x, w: x @ quantized(w).dequantize()),
 }
 
