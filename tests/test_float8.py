@@ -207,7 +207,7 @@ def test_accelerate_takes_a_training_step_by_flax(rng):
     variables = model.init(jax.random.key(0), x)
 
     def step(variables, x):
-        loss = lambda variables: jnp.sum(jnp.sin(model.apply(variables, x).astype(jnp.float32)))
+        loss = lambda variables: jnp.sum(jnp.tanh(model.apply(variables, x).astype(jnp.float32) / 16))
         return jax.value_and_grad(loss, allow_int=True)(variables)
 
     fast = sk.accelerate(step, where=lambda problem: True)

@@ -18,6 +18,7 @@ from jax_streamk import _ffi
 # Up to which values of a product XLA computes it: those of ``plan.left_to_xla``'s rules, for GPUs and CPUs.
 GPU_LIMITS = (
     "few_k", "xla_earlier_us", "small_tf32", "small_batched", "odd_rows", "unaligned_k_of_tiles", "unaligned_k",
+    "float8_along_k",
 )  # fmt: skip
 HOST_LIMITS = ("small", "small_batched")
 

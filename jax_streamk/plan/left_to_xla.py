@@ -10,6 +10,7 @@ from typing import Any
 
 from jax_streamk import _ffi, machines, text
 from jax_streamk.device import too_old
+from jax_streamk.plan.problem import FLOAT8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,7 @@ def why(problem, device):
         return None
     if device.platform == "cuda" and (unfit := not_measured(device)):
         return unfit
-    return too_small(problem, device) or (_first_of(UNALIGNED, problem, device) if device.arch == 90 else None)
+    return too_small(problem, device) or (_first_of(UNALIGNED | LARGE, problem, device) if device.arch == 90 else None)
 
 
 def not_measured(device):
@@ -136,6 +137,12 @@ def _short_k(p, machine):
     return p.k if _loaded_by_words(p) and p.m * p.n >= 200_000 and p.major_a == _ffi.Major.row else None
 
 
+def _float8_along_k(p, machine):
+    """The smaller, the larger both extents of the result; None unless both operands lie along K, as XLA needs them."""
+    is_along_k = p.major_a == _ffi.Major.row and p.major_b == _ffi.Major.column
+    return 1 / p.m + 1 / p.n if p.type_a.dtype in FLOAT8 and is_along_k else None
+
+
 def _too_small(p, value):
     return f"each of {p.batch} products of {p.m} x {p.n} x {p.k} is too small for a kernel"
 
@@ -189,4 +196,12 @@ UNALIGNED = {
     "unaligned_k": Rule(_short_k, _too_short),
 }
 
-RULES = {"cuda": SMALL | UNALIGNED, "cpu": SMALL_ON_CPU}
+# Ours add to float32 sums every 128 along k, for which registers of smaller tiles suffice.
+LARGE = {
+    "float8_along_k": Rule(
+        _float8_along_k,
+        lambda p, value: f"with {p.m} x {p.n} results, XLA's kernels that add all of k in tensor cores are faster",
+    ),
+}
+
+RULES = {"cuda": SMALL | UNALIGNED | LARGE, "cpu": SMALL_ON_CPU}

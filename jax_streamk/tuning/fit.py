@@ -81,7 +81,8 @@ class Row:
         lda, ldb = self.k if self.majors[0] == "r" else self.m, self.n if self.majors[1] == "r" else self.k
         m, n, k = self.shape
         strides = (m * k, k * n, m * n) if self.batch > 1 else (0, 0, 0)
-        parts = type_a, type_b, type_a, self.kernel.math, major_a, major_b, lda, ldb, n, *strides
+        type_d = _ffi.Type.bf16 if type_a.bits == 8 else type_a
+        parts = type_a, type_b, type_d, self.kernel.math, major_a, major_b, lda, ldb, n, *strides
         return of(self.batch, m, n, k, *parts)
 
     def native(self):

@@ -46,7 +46,7 @@ _FEWER = [
 _KINDS = [("bf16", "rr", _SHAPES + _MISALIGNED), ("bf16", "rc", _FEWER), ("f32", "rr", _FEWER), ("f32", "rc", _FEWER)]
 _KINDS += [("f64", "rr", _FEWER)]
 
-# By the rules of ``left_to_xla``: a type, and (m, n, k, batch) on both sides of the limit.
+# By the rules of ``left_to_xla``: a type, and (m, n, k, batch) on both sides of the limit. B is (n, k) of eight bits.
 _BESIDE_XLA = {
     "few_k": ("bf16", [(m, n, k, 1) for m, n in ((2048, 2048), (8192, 512)) for k in (8, 16, 24, 32, 64, 128)]),
     "xla_earlier_us": ("bf16", [(1, n, k, 1) for n in (512, 1024, 2048) for k in (512, 1024, 2048)]),
@@ -55,6 +55,10 @@ _BESIDE_XLA = {
     "odd_rows": ("bf16", [(m, n, 1024, 1) for m in (40, 48, 64, 80, 96, 128) for n in (2001, 8001)]),
     "unaligned_k_of_tiles": ("bf16", [(2048, 2050, k, 1) for k in (64, 128, 256, 512, 768, 1024, 2048)]),
     "unaligned_k": ("bf16", [(1024, 2050, k, 1) for k in (36, 68, 100, 132, 196, 260, 388)]),
+    "float8_along_k": (
+        "e4m3",
+        [(m, n, k, 1) for m in (64, 256, 512, 1024, 2048) for n, k in ((2048, 4096), (6144, 1024))],
+    ),
 }
 
 
@@ -75,7 +79,7 @@ def _shuffled(shapes):
 def beside_xla():
     """(rule of ``left_to_xla``, problem) pairs, by which its limit is found."""
     return [
-        (rule, _problem(type_, "rr", shape, batch))
+        (rule, _problem(type_, "rc" if type_ == "e4m3" else "rr", shape, batch))
         for rule, (type_, shapes) in _BESIDE_XLA.items()
         for *shape, batch in shapes
     ]
@@ -84,10 +88,11 @@ def beside_xla():
 def _problem(type_, majors, shape, batch=1):
     m, n, k = shape
     type_, math = _ffi.Type[type_], _ffi.Math.tf32 if type_ == "f32" else _ffi.Math.native
+    type_d = _ffi.Type.bf16 if type_.bits == 8 else type_
     major_a, major_b = (_ffi.Major.row if x == "r" else _ffi.Major.column for x in majors)
     lda, ldb = k if majors[0] == "r" else m, n if majors[1] == "r" else k
     strides = (m * k, k * n, m * n) if batch > 1 else (0, 0, 0)
-    return GemmProblem(batch, m, n, k, type_, type_, type_, math, major_a, major_b, lda, ldb, n, *strides)
+    return GemmProblem(batch, m, n, k, type_, type_, type_d, math, major_a, major_b, lda, ldb, n, *strides)
 
 
 def record_of(problem, rule=""):
