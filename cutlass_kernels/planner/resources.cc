@@ -109,6 +109,16 @@ double decoding_us(Workload const& l, double cycles) {
   return cycles / 128 * 4096 * l.kernel.tile_m * l.kernel.tile_k / l.machine.wgmma_flops_per_us_sm;
 }
 
+// Multiplies the sums of a k-tile by scales that change along K, in cycles as of decoding_us(): a scale for each row
+// and column of 128 x 16 to 128 x 128, or, of kernels that do not swap operands, often one for all columns.
+double scaling_us(Workload const& l) {
+  Scales const &a = l.problem.a.scales, &b = l.problem.b.scales;
+  bool const change = (a.any() && a.columns < l.problem.k) || (b.any() && b.rows < l.problem.k);
+  if (!l.kernel.scales_sums || !change) return 0;
+  double const cycles = 85 + (l.kernel.swap_ab ? 5 : 2) * l.kernel.tile_n;
+  return cycles * 4096 / l.machine.wgmma_flops_per_us_sm;
+}
+
 // Of a wgmma product, in those of 16 bits.
 double times_half(Workload const& l) { return l.problem.a.format.bits() / 16.0; }
 
@@ -121,6 +131,7 @@ double tensor_core_us(Workload const& l) {
   if (l.traits.family.math_unit == MathUnit::kWgmma) {
     double const lost = 2 * l.kernel.tile_m * machine.wgmma_lost_columns * l.kernel.tile_k;
     us = times_half(l) * (flops + lost) / machine.wgmma_flops_per_us_sm;  // three TF32 have three times the iterations
+    us += scaling_us(l);
     // One warpgroup decodes. Half of the products' time is hidden: both wait for shared memory.
     if (l.kernel.scaled) us = us / 2 + decoding_us(l, 10);
   } else if (type == Type::kF64) {
