@@ -787,7 +787,7 @@ def _linear(
 
 def _placed(product: Dense, out_sharding: Any, others: Sequence[Any], lhs: Any, rhs: Any) -> Sequence[Any]:
     """Operands of the epilogue with the explicit sharding of the product's last dimensions."""
-    if isinstance(rhs, quantized.QuantizedArray):  # where types have no shardings
+    if any(isinstance(x, quantized.QuantizedArray) for x in (lhs, rhs)):  # where types have no shardings
         return others
     return compat.sharded_like_product(others, lhs, rhs, out_sharding=out_sharding, **product.laxs)
 
