@@ -166,7 +166,7 @@ def _scaled(product, types, schedule, device):
     is_weighed = isinstance(schedule, schedules.Auto) and device.platform == "cuda"
     if why is None and (way.plan.is_empty or not is_weighed):
         return way
-    dense = plan(product.of_arrays, product.types_of_arrays(types), schedule, device)
+    dense = plan(product.of_fewer, product.types_of_fewer(types), schedule, device)
     if why is None:
         ours = count * way.plan.microseconds + (_gating(way.arrangement, count, device) if is_gated else 0)
         multiplying = (1 if dense.instead is None else count) * (dense.plan.microseconds or math.inf)
@@ -179,10 +179,11 @@ def _scaled(product, types, schedule, device):
 
 def _dequantizing(product, types, device):
     """The expected time, in microseconds, of dequantizing by XLA on a GPU."""
-    moved, wide = 0, product.types_of_arrays(types)
-    for role in {"lhs", "rhs"} & product.roles_of_parts.keys():
-        bits = problem.TYPES[types[role].dtype].bits + problem.TYPES[wide[role].dtype].bits
-        moved += types[role].size * bits // 8
+    moved, wide = 0, product.types_of_fewer(types)
+    for role in ("lhs", "rhs"):
+        if wide[role].dtype != types[role].dtype:
+            bits = problem.TYPES[types[role].dtype].bits + problem.TYPES[wide[role].dtype].bits
+            moved += types[role].size * bits // 8
     return cost_model.moving(moved, device)
 
 

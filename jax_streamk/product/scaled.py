@@ -123,9 +123,25 @@ class Scaled(Product):
     def by_xla(self, *operands, out_sharding=None):
         return self.of_arrays.by_xla(*self._dequantized(operands), out_sharding=out_sharding)
 
+    @property
+    def of_fewer(self):
+        """The product that remains where no kernel multiplies the numbers: by those of rhs, or of arrays."""
+        return self.by(self.of_arrays, self.dtype, self.parts) if self.of_both else self.of_arrays
+
+    def types_of_fewer(self, types):
+        """The types of the operands of ``of_fewer``, by role."""
+        if not self.of_both:
+            return self.types_of_arrays(types)
+        lhs = types["lhs"].update(dtype=jnp.dtype(self.dtype))
+        return {role: types[role] for role in self.of_fewer.roles} | {"lhs": lhs}
+
     def instead(self, *operands, **params):
         """Of matrices that XLA dequantizes first."""
-        return bind(self.of_arrays, *self._dequantized(operands), **params)
+        if not self.of_both:
+            return bind(self.of_arrays, *self._dequantized(operands), **params)
+        given = self.by_role(operands)
+        given["lhs"] = dequantize(given["lhs"], given["scale_of_a"], None, None, self.dtype)
+        return bind(self.of_fewer, *(given[role] for role in self.of_fewer.roles), **params)
 
     def apart(self, *operands, **params):
         """One product of numbers after the other, if it is gated."""
@@ -210,6 +226,8 @@ class Scaled(Product):
         dtypes = arrangement.dtypes[0], values.dtype
         if self.of_both:
             lhs, of_lhs = given["lhs"], matrices["lhs"]
+            if lhs.dtype == jnp.int8 and platform != "cpu":
+                raise problem.Unsupported(f"no kernel multiplies int8 on {platform}")
             if arrangement.permute_lhs is not None:
                 raise problem.Unsupported("kernels read numbers with scales as they are, as matrices (m, k) or (k, m)")
             contract, batch = self.dimensions_of_lhs
