@@ -188,10 +188,10 @@ def bound(product: Product, lhs: Any, *operands: Any, **params: Any) -> jax.Arra
     if isinstance(lhs, QuantizedArray) and not matrices and isinstance(product, Dense) and product.epilogue.is_plain:
         (rhs,) = operands
         return bound(product.exchanged(lhs.ndim, rhs.ndim), rhs, lhs, **params)
-    of_both = isinstance(lhs, QuantizedArray) and all(map(_multiplies_as_it_is, (lhs, *matrices)))
-    operands = (lhs if of_both else dequantized(lhs), *operands)
     if not matrices:
-        return bind(product, *operands, **params)
+        return bind(product, dequantized(lhs), *operands, **params)
+    of_both = isinstance(lhs, QuantizedArray) and _multiply_as_they_are(lhs, *matrices)
+    operands = (lhs if of_both else dequantized(lhs), *operands)
     if not of_both and isinstance(product, Dense) and _is_factor_of_result(product, *operands):
         return _scaled_after(product, *operands, **params)
     each = [x.parts() for x in matrices]
@@ -207,10 +207,11 @@ def bound(product: Product, lhs: Any, *operands: Any, **params: Any) -> jax.Arra
     return bind(of, *numbers, *(x for parts in each for x in parts.values()), *of_lhs, **params)
 
 
-def _multiplies_as_it_is(x: QuantizedArray) -> bool:
-    """Whether x is float8 with one kind of scales and nothing else, whose products kernels scale afterwards."""
-    others = x.zero_point is not None or x.offset is not None or isinstance(x.scale, QuantizedArray)
-    return x.values.dtype in FLOAT8 and not others
+def _multiply_as_they_are(*arrays: QuantizedArray) -> bool:
+    """Whether all are float8, or all int8, with scales and nothing else: kernels scale sums of their products."""
+    of_scales = all(x.zero_point is x.offset is None and not isinstance(x.scale, QuantizedArray) for x in arrays)
+    dtypes = {x.values.dtype for x in arrays}
+    return of_scales and (dtypes <= {*FLOAT8} or dtypes == {jnp.dtype("int8")})
 
 
 def _is_factor_of_result(product: Dense, lhs: Any, rhs: Any, *others: Any) -> bool:

@@ -106,6 +106,20 @@ def test_scales(rng, layout, dtypes):
         check(jax.jit(product)(lhs, rhs), lhs, rhs)
 
 
+@pytest.mark.parametrize("layout", BLOCKS)
+def test_integers_with_scales(rng, layout):
+    """Exact products of integers, times scales: not of dequantized arrays, which have the size of bfloat16."""
+    lhs, rhs = (
+        QuantizedArray(jnp.asarray(rng.integers(-128, 128, x.shape), jnp.int8), x.scale, dtype=x.dtype)
+        for x in both(rng, layout)
+    )
+    product = lambda x, y: sk.matmul(x, y, preferred_element_type=jnp.float32, schedule=StreamK())
+    assert ON_GPU or sk.plan(product, lhs, rhs).problem.type_a.dtype == jnp.int8
+    got = jax.jit(product)(lhs, rhs)
+    want, absolute = wide(lhs) @ wide(rhs), abs(wide(lhs)) @ abs(wide(rhs))
+    assert (abs(np.asarray(got, np.float64) - want) <= (2.0**-8 if ON_GPU else 2.0**-20) * absolute).all()
+
+
 def test_transposed_operands_and_epilogues(rng):
     lhs, rhs = both(rng, "block")
     turned = QuantizedArray(rhs.values.T, rhs.scale.T, dtype=rhs.dtype)

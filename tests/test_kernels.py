@@ -36,7 +36,7 @@ PRECISIONS = {
 }
 
 ON_GPU = jax.default_backend() == "gpu"
-# Those of numbers with scales are in test_scaled.py, those of float8 in test_float8_kernels.py.
+# Those of numbers with scales are in test_scaled.py, those that scale sums in test_sums_kernels.py.
 KERNELS = {kernel.name: kernel for kernel in _ffi.kernels() if not (kernel.scaled or kernel.scales_sums)}
 
 
@@ -128,7 +128,7 @@ def operands(case, type_ab, major_a, major_b, align_a, align_b, math_name, type_
         ld = round_up(shape[1], align) + case.pad * align
         stored = poisoned((shape[0], batch, ld) if woven else (batch, shape[0], ld), dtype)
         buffer = stored.swapaxes(0, 1) if woven else stored
-        values = rng.integers(-9, 10, (batch, *shape)) if dtype == np.int8 else rng.standard_normal((batch, *shape))
+        values = rng.integers(-128, 128, (batch, *shape)) if dtype == np.int8 else rng.standard_normal((batch, *shape))
         buffer[:, :, : shape[1]] = values.astype(dtype)
         logical = buffer[:, :, : shape[1]]
         strides = (batch * ld, ld) if woven else (ld, 0 if batch < case.batch else shape[0] * ld)

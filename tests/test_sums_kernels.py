@@ -1,4 +1,4 @@
-"""Kernels of float8 by float8, with and without scales, launched outside XLA on poisoned buffers, against float64."""
+"""Kernels that scale sums of products, of float8 and int8, launched outside XLA on poisoned buffers, against float64."""
 
 import dataclasses
 
@@ -15,7 +15,8 @@ KERNELS = {kernel.name: kernel for kernel in _ffi.kernels() if kernel.scales_sum
 def is_tested(kernel):
     """Of the host's, which are one program, those of one tile and two results."""
     is_host, is_mixed = kernel.family == _ffi.Family.host, kernel.type_a != kernel.type_b
-    few = kernel.tile_n == 64 and (kernel.type_d == _ffi.Type.bf16) == is_mixed
+    is_integer = kernel.type_a == _ffi.Type.s8
+    few = kernel.tile_n == 64 and (is_integer or (kernel.type_d == _ffi.Type.bf16) == is_mixed)
     return runs_here(kernel) and (not is_host or few)
 
 
@@ -37,8 +38,10 @@ class Case:
     has_epilogue: bool = False
 
 
-def random_floats(rng, dtype, shape):
-    """Finite ones of at most 16, whose products differ by 2^20 and more."""
+def random_numbers(rng, dtype, shape):
+    """Any integers, or finite float8 of at most 16, whose products differ by 2^20 and more."""
+    if dtype == np.int8:
+        return rng.integers(-128, 128, shape, dtype)
     every = np.arange(256, dtype=np.uint8).view(dtype)
     return rng.choice(every[np.abs(every.astype(np.float64)) <= 16], shape)
 
@@ -74,7 +77,7 @@ def make(rng, kernel, case):
     operands, fields, exact = {}, {}, {}
     for role, suffix, block in (("a", "_of_a", case.block_a), ("b", "", case.block_b)):
         dtype, major = getattr(kernel, f"type_{role}").dtype, getattr(kernel, f"major_{role}")
-        values = random_floats(rng, dtype, shapes[role])
+        values = random_numbers(rng, dtype, shapes[role])
         align = max(getattr(kernel, f"align_{role}"), 16)
         operands[role], fields[f"ld{role}"] = in_memory(values, major, align, case.pad)
         fields[f"batch_stride_{role}"] = operands[role][0].size
@@ -115,22 +118,23 @@ def launch(rng, kernel, case, schedule, change=lambda operands: None):
 
 
 def check(name, case, schedule=None):
-    """Products of float8 are exact. Tensor cores truncate their sums; 2^-10.2 of all products was the most of 500."""
+    """Products are exact. Tensor cores truncate sums of float8; 2^-10.2 of all products was the most of 500."""
     kernel, rng = KERNELS[name], np.random.default_rng()
     if kernel.major_a == _ffi.Major.column:
         case = dataclasses.replace(case, m=round_up(case.m, 16))
+    is_integer = kernel.type_a == _ffi.Type.s8
     changes = 0 < case.block_a[1] < case.k or 0 < case.block_b[0] < case.k
-    if kernel.tile_m == 256 != kernel.tile_n and changes and kernel.family == _ffi.Family.sm90:
+    if (kernel.tile_m == 256 or is_integer) and changes and kernel.family == _ffi.Family.sm90:
         return  # it has scales for all of K only
     rounding = np.finfo(np.float32).eps if kernel.type_d == _ffi.Type.f32 else 2.0**-8
     for each in [schedule] if schedule else schedules_of(kernel, case):
         got, exact, absolute = launch(rng, kernel, case, each)
-        bound = 2.0**-9 * absolute + rounding * np.abs(exact)
+        bound = 2.0 ** (-20 if is_integer else -9) * absolute + rounding * np.abs(exact)
         assert (np.abs(got - exact) <= bound).all(), (each, np.max(np.abs(got - exact) / bound))
 
 
 @pytest.mark.parametrize("name", HERE)
-class TestFloat8:
+class TestSums:
     def test_schedules(self, name):
         check(name, Case(45, 272, 1040))
         check(name, Case(208, 384, 1024, (1, 128), (128, 128), pad=1))
@@ -161,17 +165,19 @@ class TestFloat8:
     def test_epilogue(self, name):
         check(name, Case(144, 272, 512, (1, 512), (512, 1), has_epilogue=True))
 
-    def test_nan_and_infinity(self, name):
-        """They reach their row or column of the result, and no other."""
-        kernel, case = KERNELS[name], Case(48, 144, 272)
-        is_e5m2 = kernel.type_b == _ffi.Type.e5m2  # e4m3 has no infinity
 
-        def change(operands):
-            for role, at, code in (("a", (5, 7), 0x7F), ("b", (9, 11), 0x7C if is_e5m2 else 0x7F)):
-                line = at if getattr(kernel, f"major_{role}") == _ffi.Major.row else at[::-1]
-                operands[role].view(np.uint8)[(0, *line)] = code
+@pytest.mark.parametrize("name", [name for name in HERE if KERNELS[name].type_a != _ffi.Type.s8])
+def test_nan_and_infinity(name):
+    """They reach their row or column of the result, and no other."""
+    kernel, case = KERNELS[name], Case(48, 144, 272)
+    is_e5m2 = kernel.type_b == _ffi.Type.e5m2  # e4m3 has no infinity
 
-        got, _, _ = launch(np.random.default_rng(), kernel, case, WHOLE, change)
-        assert np.isnan(got[0, 5]).all()
-        assert not np.isfinite(got[0, :, 11]).any()
-        assert np.isfinite(np.delete(np.delete(got[0], 5, 0), 11, 1)).all()
+    def change(operands):
+        for role, at, code in (("a", (5, 7), 0x7F), ("b", (9, 11), 0x7C if is_e5m2 else 0x7F)):
+            line = at if getattr(kernel, f"major_{role}") == _ffi.Major.row else at[::-1]
+            operands[role].view(np.uint8)[(0, *line)] = code
+
+    got, _, _ = launch(np.random.default_rng(), kernel, case, WHOLE, change)
+    assert np.isnan(got[0, 5]).all()
+    assert not np.isfinite(got[0, :, 11]).any()
+    assert np.isfinite(np.delete(np.delete(got[0], 5, 0), 11, 1)).all()

@@ -57,9 +57,11 @@ constexpr int64_t kDequantizedAlone = 256;
 // row-major B takes 1.1 times as long.
 constexpr int64_t kFewScaledRows = 16;
 
-// Products of float8 are those of the float32 numbers that they stand for.
-bool is_float8(Format const& format) { return format == Type::kE4M3 || format == Type::kE5M2; }
-Type multiplied_as(Format const& a) { return is_float8(a) ? Type::kF32 : a.type; }
+// Products of float8, and of integers with scales, are those of the float32 numbers that they stand for.
+bool widens(Format const& a, Format const& d) {
+  return a == Type::kE4M3 || a == Type::kE5M2 || (a == Type::kS8 && d != Type::kS32);
+}
+Type multiplied_as(Format const& a, Format const& d) { return widens(a, d) ? Type::kF32 : a.type; }
 
 // The state of a tile that has several peers.
 struct SharedTile {
@@ -87,16 +89,17 @@ struct Gemm {
   int64_t slots() const {
     return reduction == Reduction::kAtomic ? decomposition.shared_tiles() : decomposition.slots();
   }
-  bool multiplies_into_d() const { return p.d.format == accumulator_of(p.a.format); }
+  Type multiplied() const { return multiplied_as(p.a.format, p.d.format); }
+  bool multiplies_into_d() const { return p.d.format == accumulator_of(multiplied()); }
   int64_t accumulators_bytes() const {
     return multiplies_into_d() && reduction != Reduction::kAtomic ? 0 : tile_bytes();
   }
   bool gathers() const { return p.gathered_rows > 0; }
   // Sums of s8 are exact in any order: they have parts only where a part's rows are gathered at a time.
-  bool sums_in_parts() const { return p.k > alone() && (p.a.format != Type::kS8 || gathers()); }
+  bool sums_in_parts() const { return p.k > alone() && (multiplied() != Type::kS8 || gathers()); }
   int64_t alone() const { return dequantizes() ? kDequantizedAlone : kSummedAlone; }
   bool is_scaled() const { return p.b.scales.any() || dequantizes_a(); }
-  bool dequantizes_a() const { return is_float8(p.a.format); }
+  bool dequantizes_a() const { return widens(p.a.format, p.d.format); }
   // With few rows B's numbers are multiplied as they are read, where their lines and blocks begin bytes.
   bool dequantizes() const {
     if (dequantizes_a()) return true;
@@ -104,9 +107,7 @@ struct Gemm {
     bool const begin_bytes = p.b.major == Major::kRow || p.b.scales.rows % 2 == 0 || p.b.scales.rows == p.k;
     return p.b.format.bits() < 8 && !(begin_bytes && p.b.ld % 2 == 0 && p.b.batch_stride % 2 == 0);
   }
-  int64_t scratch_bytes() const {
-    return align_workspace(jax_streamk::scratch_bytes(multiplied_as(p.a.format), tile_m, tile_n));
-  }
+  int64_t scratch_bytes() const { return align_workspace(jax_streamk::scratch_bytes(multiplied(), tile_m, tile_n)); }
   int64_t private_bytes() const {
     return accumulators_bytes() + scratch_bytes() + part_bytes() + gathered_bytes() + scaled_bytes();
   }
@@ -117,7 +118,7 @@ struct Gemm {
   // Of B as it is multiplied, and perhaps of A, or of few rows of A.
   int64_t scaled_bytes() const { return is_scaled() ? align_workspace(bytes_of_b() + bytes_of_rows()) : 0; }
   int64_t bytes_of_b() const {
-    return dequantizes() ? align_workspace(std::min(p.k, alone()) * tile_n * size_of(multiplied_as(p.a.format))) : 0;
+    return dequantizes() ? align_workspace(std::min(p.k, alone()) * tile_n * size_of(multiplied())) : 0;
   }
   int64_t bytes_of_rows() const {
     int64_t const rows = dequantizes_a() ? tile_m : dequantizes() ? 0 : tile_m + kScaledRows - 1;
@@ -439,10 +440,11 @@ class HostKernel final : public Kernel {
             buffers};
   }
 
-  // Of float32, whatever float8 products are stored as.
+  // Of float32, whatever widened products are stored as.
   static TileProduct tile_product_of(Format const& a, Type d) {
-    TileProduct product = tile_product(multiplied_as(a), is_float8(a) ? Type::kF32 : d);
-    if (is_float8(a) && d != Type::kF32) product.store = tile_product(d, d).store;
+    if (!widens(a, d)) return tile_product(a.type, d);
+    TileProduct product = tile_product(Type::kF32, Type::kF32);
+    if (d != Type::kF32) product.store = tile_product(d, d).store;
     return product;
   }
 
@@ -464,6 +466,7 @@ std::vector<Types> all_types() {
     for (Type const b : {Type::kE4M3, Type::kE5M2})
       all.push_back({a, b, Type::kF32}), all.push_back({a, b, Type::kBF16});
   }
+  for (Type const d : {Type::kF32, Type::kBF16}) all.push_back({Type::kS8, Type::kS8, d});
   return all;
 }
 
@@ -477,7 +480,7 @@ constexpr int32_t kTiles[][3] = {{256, 512, 64}, {128, 128, 64}, {64, 64, 64}};
       for (Major const major_b : {Major::kRow, Major::kColumn}) {
         for (auto const& [tile_m, tile_n, tile_k] : kTiles) {
           KernelInfo info{};
-          info.scales_sums = is_float8(types.a);
+          info.scales_sums = widens(types.a, types.d);
           info.scaled = types.b != types.a && !info.scales_sums;
           info.name = std::string("host_") + name_of(types.a) + "_" +
                       (types.b != types.a ? name_of(types.b) + std::string("_") : "") + name_of(types.d) + "_" +

@@ -47,8 +47,10 @@ Status can_scale_sums(KernelInfo const& info, GemmProblem const& p) {
                   extent = is_b ? p.n : p.m, tile = info.swap_ab == is_b ? info.tile_m : info.tile_n;
     if (block_k != p.k && block_k % info.tile_k != 0)
       return refuse("has a scale for all of K, or for a multiple of " + std::to_string(info.tile_k) + " along K");
-    // Threads of the consumers load the scales of one line each, or, if these do not change, of two.
-    if (block_k != p.k && info.tile_m + info.tile_n > info.threads - 128) return refuse("has scales for all of K only");
+    // Threads of the consumers load the scales of one line each, or, if these do not change, of two. Integers are
+    // summed in tensor cores.
+    bool const may_change = info.tile_m + info.tile_n <= info.threads - 128 && info.a.format != Type::kS8;
+    if (block_k != p.k && !may_change) return refuse("has scales for all of K only");
     if (block != 1 && block != extent && block % tile != 0)
       return refuse("has a scale for each row of A and column of B, or for a multiple of its tile's " +
                     std::to_string(tile));

@@ -10,14 +10,15 @@ namespace jax_streamk::sm90 {
 // Of kMmas_ instructions of 64 x kN, one below the other: rows (i * kWarpgroups + warpgroup) * 64 and on are the i-th's
 // of a warpgroup. With g = lane / 4 and t = lane % 4, a thread has four for each 8 columns:
 //   row g: columns 2t, 2t + 1;  row g + 8: columns 2t, 2t + 1;  then the same 8 columns further on.
-template <int kMmas_, int kN>
+template <int kMmas_, int kN, class Value_ = float>
 struct Accumulators {
+  using Value = Value_;
   static constexpr int kMmas = kMmas_, kValuesPerMma = kN / 2, kValues = kMmas * kValuesPerMma;
 
-  float values[kValues];
+  Value values[kValues];
 
-  CUTLASS_DEVICE float& operator()(int i) { return values[i]; }
-  CUTLASS_DEVICE float operator()(int i) const { return values[i]; }
+  CUTLASS_DEVICE Value& operator()(int i) { return values[i]; }
+  CUTLASS_DEVICE Value operator()(int i) const { return values[i]; }
   CUTLASS_DEVICE void clear() {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kValues; ++i) values[i] = 0;

@@ -28,6 +28,14 @@ struct ElementOf<Type::kF32> {
 };
 
 template <>
+struct ElementOf<Type::kS8> {
+  using multiplied = int8_t;
+};
+template <>
+struct ElementOf<Type::kS32> {
+  using type = int32_t;
+};
+template <>
 struct ElementOf<Type::kE4M3> {
   using multiplied = cutlass::float_e4m3_t;  // or e5m2: kernels of one stand for both
 };
@@ -50,7 +58,9 @@ struct Config {
   constexpr bool scaled() const { return type_a != type_b; }
   constexpr int number_bits() const { return !scaled() ? 0 : type_b == Type::kS4 || type_b == Type::kE2M1 ? 4 : 8; }
 
-  constexpr bool is_fp8() const { return type_a == Type::kE4M3; }
+  constexpr bool is_integer() const { return type_a == Type::kS8; }
+  // Whether both operands have eight bits.
+  constexpr bool is_bytes() const { return type_a == Type::kE4M3 || is_integer(); }
 
   // Consumer warpgroups that share a tile.
   constexpr int warpgroups() const { return warp_schedule != WarpSchedule::kCooperative ? 1 : tile_m == 192 ? 3 : 2; }
@@ -58,7 +68,8 @@ struct Config {
   // KernelInfo::promotion_k. Separate sums take as many registers as the accumulators; with more of these, or with TF32
   // operands in registers, they would spill. Three TF32 and numbers of eight bits promote every k-tile.
   constexpr int promotion_k() const {
-    if (math == Math::kTF32x3 || is_fp8()) return tile_k;
+    if (is_integer()) return 0;
+    if (math == Math::kTF32x3 || is_bytes()) return tile_k;
     int const accumulators = tile_m * tile_n / (128 * warpgroups());
     bool const fits = warpgroups() < 3 && accumulators <= (type_a == Type::kF32 ? 32 : 64);
     return fits && type_d == Type::kF32 ? promotion_k_of(type_a) : 0;
@@ -98,6 +109,12 @@ JAX_STREAMK_SM90_OPERANDS(fp8_bf16_cr, kE4M3, kBF16, kColumn, kRow, kNative)
 JAX_STREAMK_SM90_OPERANDS(fp8_f32_cr, kE4M3, kF32, kColumn, kRow, kNative)
 JAX_STREAMK_SM90_OPERANDS(fp8_f32_rr, kE4M3, kF32, kRow, kRow, kNative)
 JAX_STREAMK_SM90_OPERANDS(fp8_f32_rc, kE4M3, kF32, kRow, kColumn, kNative)
+JAX_STREAMK_SM90_OPERANDS(s8_s32_rr, kS8, kS32, kRow, kRow, kNative)
+JAX_STREAMK_SM90_OPERANDS(s8_s32_rc, kS8, kS32, kRow, kColumn, kNative)
+JAX_STREAMK_SM90_OPERANDS(s8_bf16_rr, kS8, kBF16, kRow, kRow, kNative)
+JAX_STREAMK_SM90_OPERANDS(s8_bf16_rc, kS8, kBF16, kRow, kColumn, kNative)
+JAX_STREAMK_SM90_OPERANDS(s8_f32_rr, kS8, kF32, kRow, kRow, kNative)
+JAX_STREAMK_SM90_OPERANDS(s8_f32_rc, kS8, kF32, kRow, kColumn, kNative)
 #undef JAX_STREAMK_SM90_MAJORS
 #undef JAX_STREAMK_SM90_OPERANDS
 

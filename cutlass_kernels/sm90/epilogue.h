@@ -18,6 +18,7 @@ class TileEpilogue : public BoxStore<Element, kSwap, kTileM, kTileN, kWarpgroups
   using Store = BoxStore<Element, kSwap, kTileM, kTileN, kWarpgroups, kColumns, kRun>;
   using Store::kValues, Store::kValuesPerBox, Store::kWholeBoxes;
   using Accumulators = typename Store::Accumulators;
+  static constexpr bool kIsPlain = std::is_same_v<typename Accumulators::Value, int32_t>;  // always
 
   // Accumulators that pass the activation before the first box of them is stored: those of one box, or of two small
   // ones. All of a tile's if they would wait for TMA, if registers are short, or if boxes overlap.
@@ -64,9 +65,11 @@ class TileEpilogue : public BoxStore<Element, kSwap, kTileM, kTileN, kWarpgroups
   // The bias of the tile that the consumers multiply next; loaded only if `early` and if registers can hold it.
   CUTLASS_DEVICE auto biases(bool early, OwnShape const& shape, TileAt const& tile) const {
     Biases<kSwap, Element, Accumulators, kWarpgroups == 3> biases;
-    if (decltype(biases)::kEarly && early) {
-      wait_for_primary();
-      biases.load(params_.thread, tile.batch, shape.m, shape.n, places_of(tile), 0);
+    if constexpr (!kIsPlain && decltype(biases)::kEarly) {
+      if (early) {
+        wait_for_primary();
+        biases.load(params_.thread, tile.batch, shape.m, shape.n, places_of(tile), 0);
+      }
     }
     return biases;
   }
@@ -78,9 +81,10 @@ class TileEpilogue : public BoxStore<Element, kSwap, kTileM, kTileN, kWarpgroups
       constexpr int kWarpBytes = sizeof(TensorStorage) / (kWarpgroups * 4) / 512 * 512;
       auto* const own = reinterpret_cast<char*>(&storage_) + thread_ / 32 * kWarpBytes;
       store_unaligned<kSwap, kWarpBytes>(epilogue, tile.batch, shape.m, shape.n, places_of(tile), accumulators,
-                                         reinterpret_cast<float*>(own));
+                                         reinterpret_cast<typename Accumulators::Value*>(own));
       return;
     }
+    if constexpr (kIsPlain) return this->store_converted(tile, accumulators);
     if (!epilogue.plain)
       apply_epilogue<kAtOnce, kInlines>(epilogue, tile.batch, shape.m, shape.n, places_of(tile), biases, accumulators,
                                         [&](int begin, int end) CUTLASS_LAMBDA_FUNC_INLINE {

@@ -26,11 +26,14 @@
 
 namespace jax_streamk::sm90 {
 
-// operands/numbers.h and scaled_sums.h, which units with rows of numbers, or of float8, include.
+// operands/numbers.h, scaled_sums.h and integer_sums.h, which units with rows of numbers, of float8, or of integers
+// include.
 template <class Stage, class T, Type kType>
 struct NumbersA;
 template <class TileShape, int kWarpgroups, bool kSwap, bool kPermutes>
 struct ScaledSums;
+template <class TileShape, int kWarpgroups, bool kSwap, bool kPermutes, class Value>
+struct IntegerSums;
 
 // A template of a way to load, chosen without being instantiated.
 template <template <class> class Way>
@@ -58,7 +61,7 @@ class Sm90Kernel final : public CudaKernel {
 
   using TileShape = Extents<kConfig.tile_m, kConfig.tile_n, kConfig.tile_k>;
   using ClusterShape = Extents<kConfig.cluster_m, kConfig.cluster_n>;
-  static constexpr bool kScaled = kConfig.scaled(), kFp8 = kConfig.is_fp8();
+  static constexpr bool kScaled = kConfig.scaled(), kBytes = kConfig.is_bytes(), kIntegers = kConfig.is_integer();
   static constexpr int kNumberBits = kConfig.number_bits();
   static constexpr bool kGated = kConfig.gated, kJoined = kConfig.joined;
   static constexpr Ragged kRagged = kConfig.ragged;
@@ -92,13 +95,13 @@ class Sm90Kernel final : public CudaKernel {
   // of sums take as much.
   // Barriers of all stages and the table of tiles take less than 2 KiB.
   static constexpr int kLaidOutN = kBAlongK ? kConfig.tile_n : columns_by_tma(kConfig.tile_n);
-  static constexpr bool kTransposesBytes = kFp8 && !kBAlongK;
+  static constexpr bool kTransposesBytes = kBytes && !kBAlongK;
   static constexpr int kBytesOfStage =
       kConfig.tile_k * (kConfig.tile_m * (sizeof(Element) + kNumberBits / 8.0) + kLaidOutN * sizeof(Element) +
                         (kTransposesBytes ? kConfig.tile_n : 0));
   static constexpr int kBarrierBytes = 16;  // of a stage
   static constexpr int kStages = kScaled ? ((227 << 10) - kCarvedOut - (10 << 10)) / kBytesOfStage
-                                 : kFp8
+                                 : kBytes
                                      ? ((227 << 10) - kCarvedOut - (9 << 10)) / kBytesOfStage
                                      : ((227 << 10) - (kCarvedOut + 127) / 128 * 128) / (kBytesOfStage + kBarrierBytes);
   using Stage = StageLayout<Element, kAAlongK, Element, kBAlongK, TileShape, ClusterShape, kLaidOutN, kStages,
@@ -107,9 +110,9 @@ class Sm90Kernel final : public CudaKernel {
   // The way to load each operand. Threads gather rows of up to 128: beside more the warpgroup that loads has too few
   // registers.
   static constexpr bool kRunsOfK = kRagged == Ragged::kK, kGathers = kRun && kConfig.tile_n <= 128,
-                        kFromRegisters = (kConfig.math == Math::kTF32 || kFp8) && !kAAlongK,
-                        kTransposes = kFromRegisters && !kBAlongK && !kFp8;
-  static_assert(!kFp8 || (kCooperative && !kGated && !kJoined && kRagged == Ragged::kNone));
+                        kFromRegisters = (kConfig.math == Math::kTF32 || kBytes) && !kAAlongK,
+                        kTransposes = kFromRegisters && !kBAlongK && !kBytes;
+  static_assert(!kBytes || (kCooperative && !kGated && !kJoined && kRagged == Ragged::kNone));
   template <class Stage>
   using NumbersOfStage =
       NumbersA<Stage, std::conditional_t<kConfig.type_a == Type::kF16, __half, __nv_bfloat16>, kConfig.type_b>;
@@ -129,13 +132,16 @@ class Sm90Kernel final : public CudaKernel {
       template type<Stage>;
   static constexpr int kPromotionK = kConfig.promotion_k();
   static_assert(kPromotionK % kConfig.tile_k == 0);
-  using Sums =
-      std::conditional_t<kFp8, ScaledSums<TileShape, kConfig.warpgroups(), kSwap, kFromRegisters>,
-                         std::conditional_t<(kPromotionK > 0), PromotedSums<kPromotionK / kConfig.tile_k>, PlainSums>>;
+  using SumsOfIntegers = IntegerSums<TileShape, kConfig.warpgroups(), kSwap, kFromRegisters,
+                                     std::conditional_t<kConfig.type_d == Type::kS32, int32_t, float>>;
+  using Sums = std::conditional_t<
+      kIntegers, SumsOfIntegers,
+      std::conditional_t<kBytes, ScaledSums<TileShape, kConfig.warpgroups(), kSwap, kFromRegisters>,
+                         std::conditional_t<(kPromotionK > 0), PromotedSums<kPromotionK / kConfig.tile_k>, PlainSums>>>;
   using Order = std::conditional_t<kConfig.math == Math::kTF32x3, OfSplitF32, InOrder>;
-  // A separate reduction adds slices of float32 results.
+  // A separate reduction adds slices of float32 results, which are those of other operands than integers.
   using Mainloop = TileMainloop<Stage, kConfig.warpgroups(), kFromRegisters, OperandA, OperandB, Order, Sums,
-                                kConfig.type_d == Type::kF32, kRun>;
+                                kConfig.type_d == Type::kF32 && !kIntegers, kRun>;
 
  public:
   using Gemm = GemmKernel<Mainloop, Epilogue, Scheduler, kConfig.warp_schedule>;
@@ -260,7 +266,7 @@ class Sm90Kernel final : public CudaKernel {
     info.swap_ab = kSwap;
     // Pingpong and single kernels run all of K for a tile.
     if (kCooperative) info.split_k_reductions = info.stream_k_reductions = {Reduction::kOrdered, Reduction::kAtomic};
-    if (kConfig.type_d == Type::kF32) info.split_k_reductions.push_back(Reduction::kSeparate);
+    if (kConfig.type_d == Type::kF32 && !kIntegers) info.split_k_reductions.push_back(Reduction::kSeparate);
     info.threads = Gemm::kThreads;
     info.shared_memory = sizeof(typename Gemm::SharedStorage);
     info.promotion_k = kConfig.promotion_k();
@@ -269,7 +275,7 @@ class Sm90Kernel final : public CudaKernel {
     info.ragged = kRagged;
     info.gathers = OperandB::kGathers;
     info.scaled = kScaled;
-    info.scales_sums = kFp8;
+    info.scales_sums = kBytes && kConfig.type_d != Type::kS32;
     return info;
   }
 
@@ -285,7 +291,7 @@ class Sm90Kernel final : public CudaKernel {
 // The element types of D, and the majornesses of A and B, that a row stands for.
 enum class Results { kOwn, kF32, kBoth };
 enum class Majors { kAll, kThree, kRow, kRowA, kRowB, kKInner, kKOuter };
-enum class Types { kHalf, kTF32, kTF32x3, kFp8, kS4, kS8, kE2M1, kE4M3, kE5M2 };
+enum class Types { kHalf, kTF32, kTF32x3, kFp8, kInt8, kS4, kS8, kE2M1, kE4M3, kE5M2 };
 
 // How a row's kernels take the operands: A and B exchanged, and for which problems.
 struct Arrangement {
@@ -360,6 +366,12 @@ struct Kernels {
     } else if constexpr (kTypes == Types::kFp8) {
       if constexpr (kResults != Results::kF32) add_majors<Type::kE4M3, Type::kBF16, kMajors>();
       if constexpr (kResults != Results::kOwn) add_majors<Type::kE4M3, Type::kF32, kMajors>();
+    } else if constexpr (kTypes == Types::kInt8) {
+      add_majors<Type::kS8, Type::kS32, kMajors>();
+      if constexpr (kResults == Results::kBoth) {
+        add_majors<Type::kS8, Type::kBF16, kMajors>();
+        add_majors<Type::kS8, Type::kF32, kMajors>();
+      }
     } else if constexpr (kTypes == Types::kTF32) {
       static_assert(kResults == Results::kF32);
       add_tf32<kMajors>();
@@ -377,7 +389,8 @@ struct Kernels {
 
 // The words of table.txt.
 namespace words {
-inline constexpr Types half = Types::kHalf, tf32 = Types::kTF32, tf32x3 = Types::kTF32x3, fp8 = Types::kFp8;
+inline constexpr Types half = Types::kHalf, tf32 = Types::kTF32, tf32x3 = Types::kTF32x3, fp8 = Types::kFp8,
+                       int8 = Types::kInt8;
 inline constexpr WarpSchedule cooperative = WarpSchedule::kCooperative, pingpong = WarpSchedule::kPingpong,
                               single = WarpSchedule::kSingle;
 inline constexpr Types s4 = Types::kS4, s8 = Types::kS8, e2m1 = Types::kE2M1, e4m3 = Types::kE4M3, e5m2 = Types::kE5M2;

@@ -64,7 +64,7 @@ struct TileMainloop {
   static constexpr bool kAFromRegisters = kAFromRegisters_, kBytes = sizeof(Element) == 1;
   using Fragments = ByteFragments<kBytes && kAFromRegisters ? Layout::kTileK / 32 : 0>;
   using Stage = StageState<kStages>;
-  using Accumulators = sm90::Accumulators<Layout::kTileM / (64 * kWarpgroups), kTileN>;
+  using Accumulators = sm90::Accumulators<Layout::kTileM / (64 * kWarpgroups), kTileN, typename Sums::Value>;
   // How many k-tiles before a tile's end the next one is asked for: about as long as the counter takes.
   static constexpr int32_t kAhead = 8;
   static constexpr int kStageBytes = OperandA::kLoadedBytes + Layout::kBytesB;
@@ -149,17 +149,23 @@ struct TileMainloop {
           narrow(std::integral_constant<int, 7>()))
         return unreleased;
     }
-    if constexpr (kBytes) {
+    if constexpr (Sums::kInTensorCores && !kAFromRegisters) {
+      int const unreleased = multiply_from_shared<TileMainloop, kTileN, typename Sums::Numbers>(
+          full, empty, stage, sums.in_tensor_cores(), count, gathered, warpgroup, storage);
+      drain(empty, sums.in_tensor_cores(), unreleased);
+      return -1;
+    } else if constexpr (kBytes) {
       sums.with_types([&](auto numbers) CUTLASS_LAMBDA_FUNC_INLINE {
         using Numbers = decltype(numbers);
         // Of the mma-th 64 rows of this warpgroup's.
-        auto const run = [&](auto& sum, Fragments& fragments, int mma) CUTLASS_LAMBDA_FUNC_INLINE {
+        auto const run = [&](auto& sum, Fragments& fragments, int mma, int32_t accumulate) CUTLASS_LAMBDA_FUNC_INLINE {
           bool const is_last = mma + 1 == Accumulators::kMmas;
           Stage again = stage;
           Stage& at = is_last ? stage : again;
           int const block = mma * kWarpgroups + warpgroup;
           if constexpr (kAFromRegisters) {
-            return multiply_bytes_from_registers<TileMainloop, Numbers>(full, at, sum, fragments, block, storage);
+            return multiply_bytes_from_registers<TileMainloop, Numbers>(full, at, sum, fragments, block, storage,
+                                                                        accumulate);
           } else {
             return multiply_from_shared<TileMainloop, kTileN, Numbers>(full, empty, at, sum, 1, gathered, block,
                                                                        storage);
@@ -185,7 +191,7 @@ struct TileMainloop {
 
   template <class SumsOf>
   static CUTLASS_DEVICE void finish(EmptyBarrier* empty, Accumulators& accumulators, SumsOf& sums, int unreleased) {
-    drain(empty, accumulators, unreleased);
+    if constexpr (!kBytes) drain(empty, accumulators, unreleased);  // else multiply() did
     sums.add_to(accumulators);
     if constexpr (kBytes && kAFromRegisters) order_rows(accumulators);
   }
@@ -203,7 +209,8 @@ struct TileMainloop {
   }
 
   // Waits for all products and releases the stage that they read.
-  static CUTLASS_DEVICE void drain(EmptyBarrier* empty, Accumulators& accumulators, int unreleased) {
+  template <class AnyAccumulators>
+  static CUTLASS_DEVICE void drain(EmptyBarrier* empty, AnyAccumulators& accumulators, int unreleased) {
     wait_for_wgmma<0>();
     fence(accumulators);
     if (unreleased >= 0) release(empty[unreleased]);

@@ -45,20 +45,20 @@ struct TileThreads {
   // then the second.
   template <class Accumulators>
   CUTLASS_DEVICE void store(float* slot, Accumulators const& x) const {
-    float* const to = slot + own;
+    auto* const to = reinterpret_cast<typename Accumulators::Value*>(slot) + own;
 #pragma unroll
     for (int v = 0; v < Accumulators::kValues; ++v) __stcg(to + v * kCount, x(v));
   }
   template <class Accumulators>
   CUTLASS_DEVICE void add(float const* slot, Accumulators& x) const {
-    float const* const from = slot + own;
+    auto const* const from = reinterpret_cast<typename Accumulators::Value const*>(slot) + own;
 #pragma unroll
     for (int v = 0; v < Accumulators::kValues; ++v) x(v) += __ldcg(from + v * kCount);
   }
   // As store(), where other CTAs add too.
   template <class Accumulators>
   CUTLASS_DEVICE void add_to(float* slot, Accumulators const& x) const {
-    float* const to = slot + own;
+    auto* const to = reinterpret_cast<typename Accumulators::Value*>(slot) + own;
 #pragma unroll
     for (int v = 0; v < Accumulators::kValues; ++v) atomicAdd(to + v * kCount, x(v));
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstring>
+#include <type_traits>
 
 #include "cute/arch/copy_sm90_tma.hpp"
 #include "cutlass/arch/barrier.h"
@@ -30,7 +31,9 @@ class BoxStore {
                 kTileM % (kRows * kWarpgroups) == 0);
 
  public:
-  using Accumulators = sm90::Accumulators<kMmas, kTileN>;
+  // Integer results are integer sums.
+  using Sum = std::conditional_t<std::is_same_v<Element, int32_t>, int32_t, float>;
+  using Accumulators = sm90::Accumulators<kMmas, kTileN, Sum>;
   struct alignas(1024) TensorStorage {
     char boxes[kWarpgroups][kStages][kBoxBytes];
   };
@@ -169,13 +172,14 @@ class BoxStore {
 #pragma unroll
     for (int i = 0; i < kValuesPerBox; i += 2) {
       int const block = i / 4, lower = i / 2 % 2;  // of 8 columns; whether 8 rows below
-      float const x = accumulators(begin + i), y = accumulators(begin + i + 1);
+      uint32_t x, y;
+      std::memcpy(&x, &accumulators.values[begin + i], 4), std::memcpy(&y, &accumulators.values[begin + i + 1], 4);
       if constexpr (kSwap) {
         uint32_t const first = (at ^ lower * 32) + block * 8 * kRowBytes;
-        asm volatile("st.shared.f32 [%0], %1;" ::"r"(first), "f"(x) : "memory");
-        asm volatile("st.shared.f32 [%0], %1;" ::"r"(first ^ kRowBytes + 16), "f"(y) : "memory");
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(first), "r"(x) : "memory");
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(first ^ kRowBytes + 16), "r"(y) : "memory");
       } else {
-        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"((at ^ block * 32) + lower * 8 * kRowBytes), "f"(x), "f"(y)
+        asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"((at ^ block * 32) + lower * 8 * kRowBytes), "r"(x), "r"(y)
                      : "memory");
       }
     }

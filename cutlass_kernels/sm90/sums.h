@@ -13,6 +13,8 @@ namespace jax_streamk::sm90 {
 
 // Those that need to know nothing of a tile.
 struct SumsOfAnyTile {
+  using Value = float;  // of accumulators
+  static constexpr bool kInTensorCores = false;
   struct Params {};
   struct Storage {};  // in shared memory
   static void set_up(Params&, MainloopArguments const&) {}

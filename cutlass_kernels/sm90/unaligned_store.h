@@ -23,7 +23,9 @@ struct StoreParams : EpilogueParams<float, Element> {
 // rows x kBlocks * 8 columns of the kernel's result), and stores them along rows of D. For the arguments see Biases.
 template <bool kSwap, int kBytes, class Element, class Accumulators, class Places>
 CUTLASS_DEVICE void store_unaligned(StoreParams<Element> const& params, int64_t batch, int32_t m, int32_t n,
-                                    Places const& places, Accumulators const& accumulators, float* shared) {
+                                    Places const& places, Accumulators const& accumulators,
+                                    typename Accumulators::Value* shared) {
+  using Sum = typename Accumulators::Value;
   constexpr int kBlocks = kBytes >= 2048 ? 4 : kBytes >= 1024 ? 2 : 1;
   static_assert(kBytes >= 512);
   constexpr int kRows = kSwap ? 8 * kBlocks : 16, kColumns = kSwap ? 16 : 8 * kBlocks;  // of D in a patch
@@ -72,7 +74,7 @@ CUTLASS_DEVICE void store_unaligned(StoreParams<Element> const& params, int64_t 
     constexpr bool kLarge = kValues >= 128;
     constexpr int kAtOnce = cute::min(kRows / kStep, kLarge ? cute::max(4 / kWidth, 1) : kRows),
                   kUnroll = kLarge ? 1 : kRows;
-    using From = cutlass::AlignedArray<float, kWidth>;
+    using From = cutlass::AlignedArray<Sum, kWidth>;
     using To = cutlass::AlignedArray<Element, kWidth>;
     each_patch([&](int32_t d_row, int32_t d_column, int blocks) CUTLASS_LAMBDA_FUNC_INLINE {
       int const row = lane / kLanes, column = lane % kLanes * kWidth;
@@ -85,7 +87,7 @@ CUTLASS_DEVICE void store_unaligned(StoreParams<Element> const& params, int64_t 
         for (int j = 0; j < kAtOnce; ++j) x[j] = *reinterpret_cast<From const*>(at(turn + j * kStep + row, column));
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j, to += kStep * params.ldd) {
-          auto const converted = cutlass::NumericArrayConverter<Element, float, kWidth>{}(x[j]);
+          auto const converted = cutlass::NumericArrayConverter<Element, Sum, kWidth>{}(x[j]);
           To out;
 #pragma unroll
           for (int i = 0; i < kWidth; ++i) out[i] = converted[i];
@@ -104,6 +106,7 @@ CUTLASS_DEVICE void store_unaligned(StoreParams<Element> const& params, int64_t 
   }
 
   // With an epilogue: element by element, as many rows at once as pass an activation.
+  if constexpr (std::is_same_v<Sum, int32_t>) return;  // integers have none
   constexpr int kStep = 32 / kColumns, kAtOnce = 4;
   each_patch([&](int32_t d_row, int32_t d_column, int blocks) CUTLASS_LAMBDA_FUNC_INLINE {
     int const row = lane / kColumns, column = lane % kColumns;

@@ -210,7 +210,13 @@ struct GemmKernel {
   static constexpr int kMostUnset = kConsumers == 3 ? 0 : kRows == 64 ? 112 : 96;
   static CUTLASS_DEVICE void leave_unset(Accumulators& accumulators) {
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kAccumulators; ++i) asm volatile("" : "=f"(accumulators(i)));
+    for (int i = 0; i < kAccumulators; ++i) {
+      if constexpr (std::is_same_v<typename Accumulators::Value, float>) {
+        asm volatile("" : "=f"(accumulators(i)));
+      } else {
+        asm volatile("" : "=r"(accumulators(i)));
+      }
+    }
   }
 
   // A consumer's first tile, found with as few parameters as possible.

@@ -10,11 +10,12 @@
 
 namespace jax_streamk::sm90 {
 
-// The instruction 64 x kN x 32 bytes with float32 sums. A specialization per width has
+// The instruction 64 x kN x 32 bytes with sums of Value: float32 here, int32 in integers.h. A specialization per width
+// has
 //   from_shared<Numbers, along K or not: A, B>(sums, descriptor of A, descriptor of B, accumulate): both in shared
 //   memory; Numbers is what is multiplied, an element type or an Fp8 pair
 //   from_registers<Numbers>(sums, words of A, descriptor of B, accumulate): A in registers, a K-major B
-template <int kN>
+template <int kN, class Value = float>
 struct WgmmaInstruction;
 
 // The types of A and of B, each float8_e4m3fn or float8_e5m2.
@@ -92,7 +93,13 @@ CUTLASS_DEVICE void wait_for_wgmma() {
 template <class Accumulators>
 CUTLASS_DEVICE void fence(Accumulators& accumulators) {
   CUTLASS_PRAGMA_UNROLL
-  for (int i = 0; i < Accumulators::kValues; ++i) asm volatile("" : "+f"(accumulators(i))::"memory");
+  for (int i = 0; i < Accumulators::kValues; ++i) {
+    if constexpr (std::is_same_v<typename Accumulators::Value, float>) {
+      asm volatile("" : "+f"(accumulators(i))::"memory");
+    } else {
+      asm volatile("" : "+r"(accumulators(i))::"memory");
+    }
+  }
 }
 
 }  // namespace jax_streamk::sm90

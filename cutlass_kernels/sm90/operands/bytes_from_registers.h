@@ -58,12 +58,12 @@ struct ByteFragments<0> {
   CUTLASS_DEVICE void keep() {}
 };
 
-// sum = the product of the next k-tile, of the block-th 64 rows. On return it may still be in flight, but no other is;
-// the result is its stage.
+// sum = the product of the next k-tile, of the block-th 64 rows, added to it if `accumulate`. On return it may still be
+// in flight, but no other is; the result is its stage.
 template <class Mainloop, class Numbers, class Accumulators, class Fragments>
 CUTLASS_DEVICE int multiply_bytes_from_registers(FullBarrier* full, typename Mainloop::Stage& stage, Accumulators& sum,
                                                  Fragments& fragments, int block,
-                                                 typename Mainloop::TensorStorage& storage) {
+                                                 typename Mainloop::TensorStorage& storage, int32_t accumulate) {
   using A = typename Mainloop::Layout::A;
   using B = typename Mainloop::Layout::ReadB;
   using Loader = ByteLoader<A::kRowBytes>;
@@ -82,8 +82,8 @@ CUTLASS_DEVICE int multiply_bytes_from_registers(FullBarrier* full, typename Mai
   arrive_at_wgmma();
   CUTLASS_PRAGMA_UNROLL
   for (int k = 0; k < kSteps; ++k)
-    WgmmaInstruction<Mainloop::kTileN>::template from_registers<Numbers>(sum.values, fragments.words[k],
-                                                                         B::descriptor(b, B::step_offset(k)), k > 0);
+    WgmmaInstruction<Mainloop::kTileN, typename Accumulators::Value>::template from_registers<Numbers>(
+        sum.values, fragments.words[k], B::descriptor(b, B::step_offset(k)), k > 0 || accumulate);
   commit_wgmma();
   wait_for_wgmma<1>();
   fence(sum);
@@ -102,10 +102,10 @@ CUTLASS_DEVICE void order_rows(Accumulators& accumulators) {
   for (int i = 0; i < Accumulators::kValues; i += 4) {
     CUTLASS_PRAGMA_UNROLL
     for (int j = i; j < i + 2; ++j) {
-      float& upper = accumulators(j);
-      float& lower = accumulators(j + 2);
-      float const x = __shfl_sync(~0u, is_low ? upper : lower, first),
-                  y = __shfl_sync(~0u, is_low ? lower : upper, second);
+      auto& upper = accumulators(j);
+      auto& lower = accumulators(j + 2);
+      auto const x = __shfl_sync(~0u, is_low ? upper : lower, first),
+                 y = __shfl_sync(~0u, is_low ? lower : upper, second);
       upper = is_even ? x : y, lower = is_even ? y : x;
     }
   }

@@ -33,7 +33,7 @@ CUTLASS_DEVICE int multiply_from_shared(FullBarrier* full, EmptyBarrier* empty, 
     for (int k = 0; k < kSteps; ++k) {
       CUTLASS_PRAGMA_UNROLL
       for (int mma = 0; mma < Accumulators::kMmas; ++mma)
-        WgmmaInstruction<kN>::template from_shared<Numbers, A::kAlongK, B::kAlongK>(
+        WgmmaInstruction<kN, typename Accumulators::Value>::template from_shared<Numbers, A::kAlongK, B::kAlongK>(
             accumulators.values + mma * Accumulators::kValuesPerMma,
             A::descriptor(a_of_stage, A::step_offset(k) + A::block_offset(mma * kWarpgroups)),
             B::descriptor(b_of_stage, B::step_offset(k)), accumulate);
