@@ -1,4 +1,4 @@
-"""Kernels that scale sums of products, of float8 and int8, launched outside XLA on poisoned buffers, against float64."""
+"""Kernels that scale sums, of float8 and int8, launched outside XLA on poisoned buffers, against float64."""
 
 import dataclasses
 
