@@ -511,7 +511,7 @@ def ragged_dot(
     """
     name, schedule = "ragged_dot", check_schedule(schedule)
     check_activation(name, activation)
-    lhs, rhs = (_array(name, x, given) for x, given in (("lhs", lhs), ("rhs", _kept(rhs))))
+    lhs, rhs = (_array(name, x, _kept(given)) for x, given in (("lhs", lhs), ("rhs", rhs)))
     indices = [] if lhs_indices is None else [_array(name, "lhs_indices", lhs_indices)]
     rows = _rows(name, lhs, indices)
     sizes, leading = _group_sizes(name, group_sizes, group_offset, rows, rhs=rhs)
@@ -563,7 +563,7 @@ def ragged_dot_general(
         schedule.
     """
     name, schedule, numbers = "ragged_dot_general", check_schedule(schedule), ragged_dot_dimension_numbers
-    lhs, rhs = (_array(name, x, given) for x, given in (("lhs", lhs), ("rhs", _kept(rhs))))
+    lhs, rhs = (_array(name, x, _kept(given)) for x, given in (("lhs", lhs), ("rhs", rhs)))
     kind = _check_numbers(name, numbers, lhs)
     out_sharding = compat.canonicalize_sharding(out_sharding, name)
     if group_offset is not None and (len(numbers.rhs_group_dimensions) != 1 or len(lhs.shape) != 2):
@@ -590,7 +590,7 @@ def ragged_dot_general(
         alternatives.refuse_schedule(schedule, " this product", why)
         if compat.has_explicit_axes(out_sharding):
             laxs = jax.sharding.auto_axes(laxs, out_sharding=out_sharding)
-        return laxs(lhs, quantized.dequantized(rhs), sizes)
+        return laxs(*map(quantized.dequantized, (lhs, rhs)), sizes)
     product = Ragged(numbers, **params, leading=leading)
     return quantized.bound(product, lhs, rhs, sizes, schedule=schedule, out_sharding=out_sharding)
 
@@ -650,8 +650,8 @@ def gated_of_rows(
     """``ragged_gated`` with JAX's mode of gathers: ``"promise_in_bounds"`` saves a pass over the indices."""
     name, schedule = "ragged_gated", check_schedule(schedule)
     check_activation(name, activation)
-    given = dict(lhs=lhs, w_gate=_kept(w_gate), w_up=_kept(w_up))
-    lhs, rhs, up = (_array(name, x, operand) for x, operand in given.items())
+    given = dict(lhs=lhs, w_gate=w_gate, w_up=w_up)
+    lhs, rhs, up = (_array(name, x, _kept(operand)) for x, operand in given.items())
     if (rhs.shape, rhs.dtype) != (up.shape, up.dtype):
         kinds = f"w_gate is {rhs.dtype} of shape {rhs.shape} and w_up {up.dtype} of shape {up.shape}"
         raise ValueError(f"{name}: {kinds}; they must be alike")

@@ -17,6 +17,7 @@ from jax_streamk.product import scaled
 from jax_streamk.product.dense import Dense
 from jax_streamk.product.epilogue import wide
 from jax_streamk.product.primitive import bind
+from jax_streamk.product.ragged import Ragged
 from jax_streamk.product.spec import Product
 
 INTEGERS = ("int4", "uint4", "int8", "uint8")
@@ -191,6 +192,9 @@ def bound(product: Product, lhs: Any, *operands: Any, **params: Any) -> jax.Arra
     if not matrices:
         return bind(product, dequantized(lhs), *operands, **params)
     of_both = isinstance(lhs, QuantizedArray) and _multiply_as_they_are(lhs, *matrices)
+    if of_both and isinstance(product, Ragged) and product.gathers:
+        *operands, indices = operands
+        product, lhs = product.of_rows, _rows(product, lhs, indices)
     operands = (lhs if of_both else dequantized(lhs), *operands)
     if not of_both and isinstance(product, Dense) and _is_factor_of_result(product, *operands):
         return _scaled_after(product, *operands, **params)
@@ -200,11 +204,16 @@ def bound(product: Product, lhs: Any, *operands: Any, **params: Any) -> jax.Arra
     if len(kinds) > 1 or is_stacked or len(matrices) != 1 + product.epilogue.is_pair:
         return bind(product, *map(dequantized, operands), **params)
     of = scaled.Scaled.by(product, matrices[0].dtype, tuple(each[0]), of_both)
-    if of is None:
-        return bound(product, dequantized(lhs), *operands[1:], **params)
     numbers = [x.values if isinstance(x, QuantizedArray) else x for x in operands]
     of_lhs = [lhs.scale] if of_both else []
     return bind(of, *numbers, *(x for parts in each for x in parts.values()), *of_lhs, **params)
+
+
+def _rows(product: Ragged, x: QuantizedArray, indices: Any) -> QuantizedArray:
+    """The rows of x that indices choose, for kernels that gather none of a matrix with scales."""
+    scale = jnp.repeat(x.scale, x.shape[0] // x.scale.shape[0], 0) if x.scale.shape[0] > 1 else x.scale
+    of_rows = scale if scale.shape[0] == 1 else product.chosen(scale, indices)
+    return QuantizedArray(product.chosen(x.values, indices), of_rows, dtype=x.dtype)
 
 
 def _multiply_as_they_are(*arrays: QuantizedArray) -> bool:

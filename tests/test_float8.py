@@ -178,16 +178,48 @@ def test_vmap_and_scan(rng):
         check(out, x, pairs[0][1])
 
 
-@pytest.mark.skipif(ON_GPU, reason="of the host's kernels")
-def test_groups_on_a_cpu(rng):
+SIZES = np.array([5, 0, 20, 9])
+
+
+def check_groups(got, lhs, rhs):
+    lhs, rhs, ends = wide(lhs), wide(rhs), np.cumsum(SIZES)
+    for matrix, begin, end in zip(rhs, ends - SIZES, ends):
+        check(got[begin:end], lhs[begin:end], matrix)
+    assert not np.asarray(got[ends[-1] :], np.float32).any()
+
+
+def test_groups(rng):
     lhs, rhs = random_floats(rng, E4M3, 40, 96), random_floats(rng, E5M2, 4, 96, 48)
-    sizes, rows = np.array([5, 0, 20, 9]), rng.integers(0, 40, 34)
-    product = lambda x, w, **options: sk.ragged_dot(x, w, sizes, preferred_element_type=jnp.float32, **options)
+    rows = rng.integers(0, 40, 34)
+    product = lambda x, w, **options: sk.ragged_dot(x, w, SIZES, preferred_element_type=jnp.bfloat16, **options)
     assert is_ours(product, lhs, rhs)
-    for got, x in ((product(lhs, rhs), lhs), (product(lhs, rhs, lhs_indices=rows), lhs[rows])):
-        ends = np.cumsum(sizes)
-        for i, (begin, end) in enumerate(zip(ends - sizes, ends)):
-            check(got[begin:end], x[begin:end], rhs[i])
+    check_groups(product(lhs, rhs), lhs, rhs)
+    check_groups(product(lhs, rhs, lhs_indices=rows), lhs[rows], rhs)
+
+
+@pytest.mark.parametrize("block, of_weights", [((40, 256), (256, 48)), ((1, 256), (256, 1)), ((1, 128), (128, 48))])
+def test_groups_with_scales(rng, block, of_weights):
+    lhs = random_array(rng, E4M3, (40, 256), block, dtype=jnp.bfloat16)
+    rhs = random_array(rng, E4M3, (4, 256, 48), (1, *of_weights), dtype=jnp.bfloat16)
+    rows = rng.integers(-50, 50, 34)
+    assert is_ours(lambda x, y: sk.ragged_dot(x, y, SIZES), lhs, rhs)
+    assert is_ours(lambda x, y: sk.ragged_dot(x, y, SIZES, lhs_indices=rows), lhs, rhs)
+    check_groups(jax.jit(sk.ragged_dot)(lhs, rhs, SIZES), lhs, rhs)
+    chosen = wide(lhs)[np.clip(np.where(rows < 0, rows + 40, rows), 0, 39)]
+    check_groups(jax.jit(sk.ragged_dot)(lhs, rhs, SIZES, lhs_indices=rows), chosen, rhs)
+    dots = [sk.ragged_dot(lhs, rhs, SIZES, preferred_element_type=jnp.float32)] * 2
+    got = jax.jit(sk.ragged_gated)(lhs, rhs, rhs, SIZES)
+    np.testing.assert_allclose(got.astype(jnp.float32), jax.nn.silu(dots[0]) * dots[1], rtol=0.05, atol=0.5)
+
+
+def test_groups_of_what_is_contracted_are_dequantized(rng):
+    lhs, rhs = (random_array(rng, E4M3, (40, n), (40, n), dtype=jnp.bfloat16) for n in (64, 48))
+    numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
+    got = jax.jit(lambda x, y: sk.ragged_dot_general(x, y, SIZES, numbers))(lhs, rhs)
+    ends = np.cumsum(SIZES)
+    for matrix, begin, end in zip(np.asarray(got, np.float64), ends - SIZES, ends):
+        want = wide(lhs)[begin:end].T @ wide(rhs)[begin:end]
+        assert abs(matrix - want).max(initial=0) <= 0.02 * abs(want).max(initial=1)
 
 
 def test_plan_says_the_scales(rng):

@@ -168,6 +168,8 @@ class Checks {
       if (scales.has_zero || scales.has_offset) return refuse_("sums of products have neither zero points nor offsets");
       if (scales.scale == Type::kF64) return refuse_("it has no scales of f64");
       if (p_.inner_batch > 1) return refuse_("operands with scales are not in a nested batch");
+      if (role == Role::kA && p_.gathered_rows > 0) return refuse_("rows of an A with scales are not gathered");
+      if (p_.ragged == Ragged::kK) return refuse_("operands with scales are not cut along K");
     }
     return {};
   }

@@ -51,6 +51,9 @@ Status can_scale_sums(KernelInfo const& info, GemmProblem const& p) {
     // summed in tensor cores.
     bool const may_change = info.tile_m + info.tile_n <= info.threads - 128 && info.a.format != Type::kS8;
     if (block_k != p.k && !may_change) return refuse("has scales for all of K only");
+    // Groups begin at any row.
+    if (!is_b && p.ragged == Ragged::kM && block != 1 && block != extent)
+      return refuse("has a scale for each row of A, or for all of them");
     if (block != 1 && block != extent && block % tile != 0)
       return refuse("has a scale for each row of A and column of B, or for a multiple of its tile's " +
                     std::to_string(tile));

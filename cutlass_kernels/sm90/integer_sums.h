@@ -10,12 +10,12 @@
 namespace jax_streamk::sm90 {
 
 // Value_: int32 where integers are stored, else float.
-template <class TileShape, int kWarpgroups, bool kSwap, bool kPermutes, class Value_>
+template <class TileShape, int kWarpgroups, bool kSwap, bool kPermutes, bool kRun, class Value_>
 struct IntegerSums {
   using Value = Value_;
   using Numbers = Integers;
   static constexpr bool kPromotes = false, kInTensorCores = true, kScales = std::is_same_v<Value, float>;
-  using Tables = ScaleTables<TileShape, kWarpgroups, kSwap, kPermutes, 1>;
+  using Tables = ScaleTables<TileShape, kWarpgroups, kSwap, kPermutes, kRun, 1>;
   using Storage = typename Tables::Storage;
   using Params = typename Tables::Params;
 

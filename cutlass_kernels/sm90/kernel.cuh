@@ -30,9 +30,9 @@ namespace jax_streamk::sm90 {
 // include.
 template <class Stage, class T, Type kType>
 struct NumbersA;
-template <class TileShape, int kWarpgroups, bool kSwap, bool kPermutes>
+template <class TileShape, int kWarpgroups, bool kSwap, bool kPermutes, bool kRun>
 struct ScaledSums;
-template <class TileShape, int kWarpgroups, bool kSwap, bool kPermutes, class Value>
+template <class TileShape, int kWarpgroups, bool kSwap, bool kPermutes, bool kRun, class Value>
 struct IntegerSums;
 
 // A template of a way to load, chosen without being instantiated.
@@ -66,8 +66,8 @@ class Sm90Kernel final : public CudaKernel {
   static constexpr bool kGated = kConfig.gated, kJoined = kConfig.joined;
   static constexpr Ragged kRagged = kConfig.ragged;
   static constexpr bool kRun = kRagged == Ragged::kM;  // a tile stores a run of rows of D
-  static_assert(kRagged == Ragged::kNone ||
-                (kConfig.cluster_m * kConfig.cluster_n == 1 && kSwap == kRun && kConfig.type_a == kConfig.type_d));
+  static_assert(kRagged == Ragged::kNone || (kConfig.cluster_m * kConfig.cluster_n == 1 && kSwap == kRun &&
+                                             (kBytes || kConfig.type_a == kConfig.type_d)));
   static_assert(!kScaled || (kSwap && kCooperative && !kGated && !kJoined && kRagged != Ragged::kK));
   static_assert(!kGated || (kSwap && kConfig.tile_m == 2 * kGatedRows && kConfig.warpgroups() == 1 &&
                             kConfig.cluster_m * kConfig.cluster_n == 1));
@@ -109,10 +109,10 @@ class Sm90Kernel final : public CudaKernel {
 
   // The way to load each operand. Threads gather rows of up to 128: beside more the warpgroup that loads has too few
   // registers.
-  static constexpr bool kRunsOfK = kRagged == Ragged::kK, kGathers = kRun && kConfig.tile_n <= 128,
+  static constexpr bool kRunsOfK = kRagged == Ragged::kK, kGathers = kRun && kConfig.tile_n <= 128 && !kBytes,
                         kFromRegisters = (kConfig.math == Math::kTF32 || kBytes) && !kAAlongK,
                         kTransposes = kFromRegisters && !kBAlongK && !kBytes;
-  static_assert(!kBytes || (kCooperative && !kGated && !kJoined && kRagged == Ragged::kNone));
+  static_assert(!kBytes || (kCooperative && !kGated && !kJoined && kRagged != Ragged::kK));
   template <class Stage>
   using NumbersOfStage =
       NumbersA<Stage, std::conditional_t<kConfig.type_a == Type::kF16, __half, __nv_bfloat16>, kConfig.type_b>;
@@ -132,16 +132,16 @@ class Sm90Kernel final : public CudaKernel {
       template type<Stage>;
   static constexpr int kPromotionK = kConfig.promotion_k();
   static_assert(kPromotionK % kConfig.tile_k == 0);
-  using SumsOfIntegers = IntegerSums<TileShape, kConfig.warpgroups(), kSwap, kFromRegisters,
+  using SumsOfIntegers = IntegerSums<TileShape, kConfig.warpgroups(), kSwap, kFromRegisters, kRun,
                                      std::conditional_t<kConfig.type_d == Type::kS32, int32_t, float>>;
   using Sums = std::conditional_t<
       kIntegers, SumsOfIntegers,
-      std::conditional_t<kBytes, ScaledSums<TileShape, kConfig.warpgroups(), kSwap, kFromRegisters>,
+      std::conditional_t<kBytes, ScaledSums<TileShape, kConfig.warpgroups(), kSwap, kFromRegisters, kRun>,
                          std::conditional_t<(kPromotionK > 0), PromotedSums<kPromotionK / kConfig.tile_k>, PlainSums>>>;
   using Order = std::conditional_t<kConfig.math == Math::kTF32x3, OfSplitF32, InOrder>;
   // A separate reduction adds slices of float32 results, which are those of other operands than integers.
   using Mainloop = TileMainloop<Stage, kConfig.warpgroups(), kFromRegisters, OperandA, OperandB, Order, Sums,
-                                kConfig.type_d == Type::kF32 && !kIntegers, kRun>;
+                                kConfig.type_d == Type::kF32 && !kIntegers, kRun && !kBytes>;
 
  public:
   using Gemm = GemmKernel<Mainloop, Epilogue, Scheduler, kConfig.warp_schedule>;

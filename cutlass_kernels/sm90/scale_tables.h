@@ -37,15 +37,15 @@ inline SideScales side_of(GemmProblem const& p, Buffers const& buffers, bool is_
 }
 
 // Scales in shared memory, of up to kTables k-tiles at a time. kPermutes: accumulators of rows g and g + 8 are those of
-// 2g and 2g + 1 (bytes_from_registers.h).
-template <class TileShape, int kWarpgroups, bool kSwap, bool kPermutes, int kTables>
+// 2g and 2g + 1 (bytes_from_registers.h). kRun: a tile's columns begin at any row of a ragged product's A (tile.from).
+template <class TileShape, int kWarpgroups, bool kSwap, bool kPermutes, bool kRun, int kTables>
 struct ScaleTables {
   static constexpr int kThreads = kWarpgroups * cutlass::NumThreadsPerWarpGroup,
                        kLines = (TileShape::kM + TileShape::kN + kThreads - 1) / kThreads;  // that a thread loads
 
   struct Params {
     SideScales m, n;
-    int32_t last_k_tile;
+    int32_t last_k_tile, last_batch;
     bool any, change;  // whether there are scales, and whether they change along K
   };
   struct Storage {
@@ -58,7 +58,7 @@ struct ScaleTables {
     SideScales const a = side_of(p, x.buffers, false, TileShape::kK), b = side_of(p, x.buffers, true, TileShape::kK);
     params.m = kSwap ? b : a, params.n = kSwap ? a : b;
     auto const k_tiles = static_cast<int32_t>((p.k + TileShape::kK - 1) / TileShape::kK);
-    params.last_k_tile = k_tiles - 1;
+    params.last_k_tile = k_tiles - 1, params.last_batch = static_cast<int32_t>(p.batch) - 1;
     params.any = p.a.scales.any() || p.b.scales.any();
     params.change = a.change_along_k(k_tiles) || b.change_along_k(k_tiles);
   }
@@ -80,8 +80,10 @@ struct ScaleTables {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kLines; ++i) {
         SideScales const& own = side(i);
-        int32_t const line = min(is_row(i) ? tile.m * kM + index(i) : tile.n * kN + index(i) - kM, own.last);
-        first_[i] = tile.batch * own.batch_stride + (own.of_tile ? own.by_block.divide(line) : line) * own.stride;
+        int32_t const line = min(is_row(i) ? tile.m * kM + index(i) : first_column(tile) + index(i) - kM, own.last);
+        // Rows in no group are those of none.
+        first_[i] = (kRun ? min(tile.batch, params.last_batch) : tile.batch) * own.batch_stride +
+                    (own.of_tile ? own.by_block.divide(line) : line) * own.stride;
       }
     }
 
@@ -151,6 +153,12 @@ struct ScaleTables {
     }
 
    private:
+    template <class Tile>
+    static CUTLASS_DEVICE int32_t first_column(Tile const& tile) {
+      if constexpr (kRun) return tile.from;
+      if constexpr (!kRun) return tile.n * kN;
+    }
+
     // The i-th row or column, one after the other, whose scales this thread loads, and puts into the tables later.
     CUTLASS_DEVICE int index(int i) const { return thread_ + i * kThreads; }
     CUTLASS_DEVICE bool is_row(int i) const { return index(i) < kM; }

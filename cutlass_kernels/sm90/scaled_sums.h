@@ -8,14 +8,14 @@
 
 namespace jax_streamk::sm90 {
 
-template <class TileShape, int kWarpgroups, bool kSwap, bool kPermutes>
+template <class TileShape, int kWarpgroups, bool kSwap, bool kPermutes, bool kRun>
 struct ScaledSums {
   using Value = float;
   static constexpr bool kPromotes = true, kInTensorCores = false;
   // Beside the scales of two lines a thread has no registers for such that change along K (can_scale_sums() in
   // scaled/scales.cc).
   static constexpr int kTables = TileShape::kM + TileShape::kN <= kWarpgroups * 128 ? 8 : 1;
-  using Tables = ScaleTables<TileShape, kWarpgroups, kSwap, kPermutes, kTables>;
+  using Tables = ScaleTables<TileShape, kWarpgroups, kSwap, kPermutes, kRun, kTables>;
   using Storage = typename Tables::Storage;
 
   struct Params : Tables::Params {

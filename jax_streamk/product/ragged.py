@@ -89,16 +89,19 @@ class Ragged(Product):
     def _gathered(self, operands):
         """The operands of ``of_rows``."""
         given = self.by_role(operands)
-        lhs, indices = given["lhs"], given.pop("indices")
+        indices = given.pop("indices")
+        return tuple((given | dict(lhs=self.chosen(given["lhs"], indices))).values())
+
+    def chosen(self, x, indices):
+        """The rows of x that indices choose."""
         if self.gathers == "clip":
-            rows = limit_of(lhs.shape[0])
+            rows = limit_of(x.shape[0])
             indices = jnp.clip(_from_the_front(indices, rows), 0, rows - 1)
-        of_lhs, of_indices = jax.typeof(lhs), jax.typeof(indices)
+        of_x, of_indices = jax.typeof(x), jax.typeof(indices)
         spec = None
-        if compat.explicit_mesh(of_lhs, of_indices) is not None:
-            spec = jax.P(of_indices.sharding.spec[0], of_lhs.sharding.spec[1])
-        rows = jnp.asarray(lhs).at[indices].get(mode="promise_in_bounds", out_sharding=spec)
-        return tuple((given | dict(lhs=rows)).values())
+        if compat.explicit_mesh(of_x, of_indices) is not None:
+            spec = jax.P(of_indices.sharding.spec[0], of_x.sharding.spec[1])
+        return jnp.asarray(x).at[indices].get(mode="promise_in_bounds", out_sharding=spec)
 
     def instead(self, *operands, **params):
         """Rows are gathered first, or the epilogue follows."""

@@ -51,7 +51,6 @@ class Scaled(Product):
     """
 
     kind: ClassVar[type[Product]]  # of arrays
-    may_have_both: ClassVar[bool] = False
 
     dtype: Any = None
     parts: tuple[str, ...] = ("scale",)
@@ -59,11 +58,8 @@ class Scaled(Product):
 
     @staticmethod
     def by(product, dtype, parts, of_both=False):
-        """The product by numbers with these parts, in the place of one by arrays; None if there is none."""
-        kinds = [kind for kind in Scaled.__subclasses__() if kind.kind is type(product)]
-        if of_both and not any(kind.may_have_both for kind in kinds):
-            return None
-        (of,) = kinds
+        """The product by numbers with these parts, in the place of one by arrays."""
+        (of,) = (kind for kind in Scaled.__subclasses__() if kind.kind is type(product))
         return of(**_fields(product, of.kind), dtype=dtype, parts=parts, of_both=of_both)
 
     @functools.cached_property
@@ -265,7 +261,6 @@ class ScaledDense(Scaled, Dense):
     """A ``Dense`` product whose matrices are numbers with scales."""
 
     kind = Dense
-    may_have_both = True
 
     @property
     def dimensions_of_lhs(self):
@@ -311,6 +306,11 @@ class ScaledRagged(Scaled, Ragged):
     """A ``Ragged`` product by numbers with scales for each group."""
 
     kind = Ragged
+
+    @property
+    def dimensions_of_lhs(self):
+        (contract, _), _ = self.numbers.dot_dimension_numbers
+        return contract, ()
 
     @property
     def dimensions_of_rhs(self):
