@@ -193,8 +193,7 @@ def bound(product: Product, lhs: Any, *operands: Any, **params: Any) -> jax.Arra
         return bind(product, dequantized(lhs), *operands, **params)
     of_both = isinstance(lhs, QuantizedArray) and _multiply_as_they_are(lhs, *matrices)
     if of_both and isinstance(product, Ragged) and product.gathers:
-        *operands, indices = operands
-        product, lhs = product.of_rows, _rows(product, lhs, indices)
+        lhs, operands, product = _rows(product, lhs, operands[-1]), operands[:-1], product.of_rows
     operands = (lhs if of_both else dequantized(lhs), *operands)
     if not of_both and isinstance(product, Dense) and _is_factor_of_result(product, *operands):
         return _scaled_after(product, *operands, **params)
@@ -211,9 +210,10 @@ def bound(product: Product, lhs: Any, *operands: Any, **params: Any) -> jax.Arra
 
 def _rows(product: Ragged, x: QuantizedArray, indices: Any) -> QuantizedArray:
     """The rows of x that indices choose, for kernels that gather none of a matrix with scales."""
-    scale = jnp.repeat(x.scale, x.shape[0] // x.scale.shape[0], 0) if x.scale.shape[0] > 1 else x.scale
-    of_rows = scale if scale.shape[0] == 1 else product.chosen(scale, indices)
-    return QuantizedArray(product.chosen(x.values, indices), of_rows, dtype=x.dtype)
+    scale = x.parts()["scale"]
+    if scale.shape[0] > 1:
+        scale = product.chosen(jnp.repeat(scale, x.shape[0] // scale.shape[0], 0), indices)
+    return QuantizedArray(product.chosen(x.values, indices), scale, dtype=x.dtype)
 
 
 def _multiply_as_they_are(*arrays: QuantizedArray) -> bool:
