@@ -50,7 +50,7 @@ def by_float8(product):
     """Of rows with a scale each and of columns with a scale each, whose derivatives are those of their scales."""
 
     def of(x, w):
-        x, w = float8(x, (1, None)), float8(w, (None, 1))
+        x, w = float8(x, (1, None)), float8(w, (*[1] * (w.ndim - 2), None, 1))
         return product(x, w)
 
     return of
@@ -69,6 +69,11 @@ PRODUCTS = {
     "ragged": ("mk gkn", lambda x, w: sk.ragged_dot(x, w, SIZES), lambda x, w: lax.ragged_dot(x, w, SIZES)),
     "joined": ("mk kn kn kn", sk.accelerate(three), three),
     "float8": ("mk kn", by_float8(sk.matmul), by_float8(lambda x, w: x.dequantize() @ w.dequantize())),
+    "float8_groups": (
+        "mk gkn",
+        by_float8(lambda x, w: sk.ragged_dot(x, w, SIZES)),
+        by_float8(lambda x, w: lax.ragged_dot(x.dequantize(), w.dequantize(), SIZES)),
+    ),
     "int4": ("mk kn", lambda x, w: sk.matmul(x, quantized(w)), lambda x, w: x @ quantized(w).dequantize()),
 }
 
