@@ -281,6 +281,21 @@ def test_accelerate_finds_scales_of_either_side(rng, shape):
     assert abs(got - wanted).max() <= 0.01 * abs(wanted).max()
 
 
+def test_accelerate_finds_groups(rng):
+    lhs, rhs = random_floats(rng, E5M2, 40, 96), random_floats(rng, E4M3, 4, 96, 48)
+    of_rows, of_columns = (jnp.asarray(rng.uniform(0.5, 2, shape), jnp.bfloat16) for shape in ((40, 1), (4, 1, 48)))
+
+    def program(lhs, rhs, of_rows, of_columns):
+        x = lhs.astype(jnp.bfloat16) * jnp.broadcast_to(of_rows, lhs.shape)
+        w = rhs.astype(jnp.bfloat16) * jnp.broadcast_to(of_columns, rhs.shape)
+        return lax.ragged_dot(x, w, jnp.asarray(SIZES))
+
+    fast, given = sk.accelerate(program, where=lambda problem: True), (lhs, rhs, of_rows, of_columns)
+    assert "_e5m2_e4m3_bf16_rr_" in str(fast.explain(*given))
+    lhs, rhs = (QuantizedArray(x, s, dtype=jnp.bfloat16) for x, s in ((lhs, of_rows), (rhs, of_columns)))
+    check_groups(jax.jit(fast)(*given), lhs, rhs)
+
+
 def test_accelerate_leaves_arrays_that_others_read(rng):
     lhs, rhs = random_floats(rng, E4M3, M, K), random_floats(rng, E4M3, K, N)
 

@@ -15,6 +15,7 @@ from jax_streamk.plan.problem import FLOAT8
 from jax_streamk.product import kinds, scaled
 from jax_streamk.product.dense import Dense
 from jax_streamk.product.primitive import bind
+from jax_streamk.product.ragged import Ragged
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,19 +40,20 @@ class _Side:
 def by_numbers(program: Any, eqn: Any, schedule: Any) -> Found | None:
     """The product of an equation of two matrices, if both were float8; ``program`` knows what makes a value."""
     product = kinds.of(eqn)
-    if not isinstance(product, Dense):
+    if not (isinstance(product, Dense) or (isinstance(product, Ragged) and product.groups_rows)):
         return None
     lhs, rhs = (_side(program, x) for x in eqn.invars[:2])
     if lhs is None or rhs is None:
         return None
     dtype = jnp.promote_types(*(x.aval.dtype for x in eqn.invars[:2]))
+    others = eqn.invars[2:]
     has_scale = lhs.scale is not None or rhs.scale is not None
 
     def multiplied(*operands: Any) -> Any:
         given = iter(operands)
-        numbers = next(given), next(given)
+        arrays = [next(given) for _ in (lhs, rhs, *others)]
         if not has_scale:
-            return bind(product, *numbers, schedule=schedule)
+            return bind(product, *arrays, schedule=schedule)
         scales = [
             jnp.ones(side.shape, jnp.float32)
             if side.scale is None
@@ -59,9 +61,9 @@ def by_numbers(program: Any, eqn: Any, schedule: Any) -> Found | None:
             for side in (lhs, rhs)
         ]
         of_both = scaled.Scaled.by(product, dtype, ("scale",), of_both=True)
-        return bind(of_both, *numbers, *scales[::-1], schedule=schedule)
+        return bind(of_both, *arrays, *scales[::-1], schedule=schedule)
 
-    operands = [x for x in (lhs.numbers, rhs.numbers, lhs.scale, rhs.scale) if x is not None]
+    operands = [x for x in (lhs.numbers, rhs.numbers, *others, lhs.scale, rhs.scale) if x is not None]
     body = jax.make_jaxpr(multiplied)(*(jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in operands)).jaxpr
     return Found(body, eqn.replace(invars=operands), [*lhs.made, *rhs.made])
 
