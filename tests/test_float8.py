@@ -188,7 +188,7 @@ def check_groups(got, lhs, rhs):
     assert not np.asarray(got[ends[-1] :], np.float32).any()
 
 
-def test_groups(rng):
+def test_groups_without_scales(rng):
     lhs, rhs = random_floats(rng, E4M3, 40, 96), random_floats(rng, E5M2, 4, 96, 48)
     rows = rng.integers(0, 40, 34)
     product = lambda x, w, **options: sk.ragged_dot(x, w, SIZES, preferred_element_type=jnp.bfloat16, **options)
@@ -212,10 +212,13 @@ def test_groups_with_scales(rng, block, of_weights):
     np.testing.assert_allclose(got.astype(jnp.float32), jax.nn.silu(dots[0]) * dots[1], rtol=0.05, atol=0.5)
 
 
-def test_groups_of_what_is_contracted_are_dequantized(rng):
-    lhs, rhs = (random_array(rng, E4M3, (40, n), (40, n), dtype=jnp.bfloat16) for n in (64, 48))
+@pytest.mark.parametrize("columns", [1, 16])
+def test_groups_of_what_is_contracted(rng, columns):
+    lhs, rhs = (random_array(rng, of, (40, n), (40, columns), dtype=jnp.bfloat16) for of, n in ((E4M3, 64), (E5M2, 48)))
     numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
-    got = jax.jit(lambda x, y: sk.ragged_dot_general(x, y, SIZES, numbers))(lhs, rhs)
+    product = lambda x, y: sk.ragged_dot_general(x, y, SIZES, numbers)
+    assert is_ours(product, lhs, rhs) == (columns == 1 or not ON_GPU)
+    got = jax.jit(product)(lhs, rhs)
     ends = np.cumsum(SIZES)
     for matrix, begin, end in zip(np.asarray(got, np.float64), ends - SIZES, ends):
         want = wide(lhs)[begin:end].T @ wide(rhs)[begin:end]

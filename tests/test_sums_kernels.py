@@ -23,9 +23,9 @@ def is_tested(kernel):
 
 TESTED = [name for name, kernel in KERNELS.items() if is_tested(kernel)]
 HERE = [name for name in TESTED if KERNELS[name].ragged == _ffi.Ragged.none]
-OF_GROUPS = [
-    name for name in TESTED if KERNELS[name].ragged == _ffi.Ragged.m or KERNELS[name].family == _ffi.Family.host
-]
+IS_HOST = lambda name: KERNELS[name].family == _ffi.Family.host
+OF_ROWS = [name for name in TESTED if KERNELS[name].ragged == _ffi.Ragged.m or IS_HOST(name)]
+OF_K = [name for name in TESTED if KERNELS[name].ragged == _ffi.Ragged.k or IS_HOST(name)]
 LEADING = 5  # rows before the first group
 WHOLE = make_schedule(_ffi.ScheduleKind.data_parallel)
 SCALES = "float32", "bfloat16", "float16", "float8_e8m0fnu", "float8_e4m3fn"
@@ -42,7 +42,8 @@ class Case:
     batch: int = 1
     pad: int = 0  # lines are longer than their contents by this multiple of 16 bytes
     has_epilogue: bool = False
-    sizes: tuple[int, ...] = ()  # of groups of rows
+    sizes: tuple[int, ...] = ()  # of groups of rows, or of K
+    cuts_k: bool = False
 
 
 def random_numbers(rng, dtype, shape):
@@ -81,14 +82,15 @@ def in_memory(matrices, major, align, pad):
 def make(rng, kernel, case):
     """Operands by role, their fields of the problem, and what they stand for in float64."""
     groups = len(case.sizes)
-    shapes = dict(a=(1 if groups else case.batch, case.m, case.k), b=(groups or case.batch, case.k, case.n))
+    of_a, of_b = (1, 1 if case.cuts_k else groups) if groups else (case.batch, case.batch)
+    shapes = dict(a=(of_a, case.m, case.k), b=(of_b, case.k, case.n))
     operands, fields, exact = {}, {}, {}
     for role, suffix, block in (("a", "_of_a", case.block_a), ("b", "", case.block_b)):
         dtype, major = getattr(kernel, f"type_{role}").dtype, getattr(kernel, f"major_{role}")
         values = random_numbers(rng, dtype, shapes[role])
         align = max(getattr(kernel, f"align_{role}"), 16)
         operands[role], fields[f"ld{role}"] = in_memory(values, major, align, case.pad)
-        fields[f"batch_stride_{role}"] = 0 if groups and role == "a" else operands[role][0].size
+        fields[f"batch_stride_{role}"] = 0 if groups and (role == "a" or case.cuts_k) else operands[role][0].size
         exact[role] = values.astype(np.float64)
         if 0 in block:
             continue
@@ -106,10 +108,12 @@ def runs(sizes):
     return itertools.pairwise(LEADING + np.cumsum((0, *sizes)))
 
 
-def product(a, b, sizes):
+def product(a, b, sizes, cuts_k):
     """Of matrices in float64. Rows in no group are zero."""
     if not sizes:
         return a @ b
+    if cuts_k:
+        return np.stack([a[0, :, begin:end] @ b[0, begin:end] for begin, end in runs(sizes)])
     out = np.zeros((1, a.shape[1], b.shape[2]))
     for matrix, (begin, end) in zip(b, runs(sizes)):
         out[0, begin:end] = a[0, begin:end] @ matrix
@@ -124,7 +128,7 @@ def launch(rng, kernel, case, schedule, change=lambda operands: None):
     groups = len(case.sizes)
     bias = rng.standard_normal((max(groups, 1), round_up(case.n, 8))).astype(dtype_d)
     activation = _ffi.Activation.silu if case.has_epilogue else _ffi.Activation.none
-    sums, absolute = (product(f(exact["a"]), f(exact["b"]), case.sizes) for f in (np.asarray, np.abs))
+    sums, absolute = (product(f(exact["a"]), f(exact["b"]), case.sizes, case.cuts_k) for f in (np.asarray, np.abs))
     if case.has_epilogue:
         biases = np.zeros((1, case.m, case.n)) if groups else bias[:, : case.n].astype(np.float64)
         for of_group, (begin, end) in zip(bias, runs(case.sizes)):
@@ -133,17 +137,17 @@ def launch(rng, kernel, case, schedule, change=lambda operands: None):
         operands["bias"] = bias
     if groups:
         operands["group_sizes"] = np.array([LEADING, *case.sizes], np.int32)
-        fields |= dict(ragged=_ffi.Ragged.m, leading_rows=True)
+        fields |= dict(ragged=_ffi.Ragged.k if case.cuts_k else _ffi.Ragged.m, leading_rows=True)
         fields |= dict(batch_stride_bias=bias.shape[1]) if case.has_epilogue else {}
     ldd = round_up(case.n, 8) + 8 * case.pad
     problem = _ffi.GemmProblem(
         batch=groups or case.batch, m=case.m, n=case.n, k=case.k, type_a=kernel.type_a, type_b=kernel.type_b,
         type_d=kernel.type_d, math=kernel.math, major_a=kernel.major_a, major_b=kernel.major_b, ldd=ldd,
-        batch_stride_d=0 if groups else case.m * ldd, activation=activation, has_bias=case.has_epilogue, **fields,
+        batch_stride_d=0 if groups and not case.cuts_k else case.m * ldd, activation=activation, has_bias=case.has_epilogue, **fields,
     )  # fmt: skip
     device = device_of(kernel)
     assert (why := _ffi.can_implement(kernel.name, problem, schedule, device)) is None, why
-    shape = 1 if groups else case.batch, case.m, case.n
+    shape = (groups if case.cuts_k else 1) if groups else case.batch, case.m, case.n
     got = launched(kernel, problem, schedule, device, shape, ldd, dtype_d, **operands)
     return got.astype(np.float64), sums, absolute
 
@@ -197,8 +201,8 @@ class TestSums:
         check(name, Case(144, 272, 512, (1, 512), (512, 1), has_epilogue=True))
 
 
-@pytest.mark.parametrize("name", OF_GROUPS)
-class TestGroups:
+@pytest.mark.parametrize("name", OF_ROWS)
+class TestGroupsOfRows:
     def test_groups(self, name):
         check(name, Case(120, 160, 288, sizes=(3, 0, 70, 1, 33)), WHOLE)
         check(name, Case(64 + LEADING, 384, 1024, sizes=(1,) * 64), WHOLE)
@@ -209,6 +213,14 @@ class TestGroups:
         check(name, Case(512, 416, 1120, (512, 1120), (1120, 416), "bfloat16", sizes=(300, 5, 0, 129)), WHOLE)
         check(name, Case(300, 384, 1024, (1, 128), (128, 128), sizes=(100, 129, 1, 65), has_epilogue=True), WHOLE)
         check(name, Case(300, 384, 1024, (0, 0), (1024, 1), sizes=(0, 0, 290)), WHOLE)
+
+
+@pytest.mark.parametrize("name", OF_K)
+def test_groups_of_k(name):
+    whole = dict(cuts_k=True)
+    check(name, Case(160, 144, 300, sizes=(3, 0, 200, 1, 33), **whole), WHOLE)
+    check(name, Case(272, 400, 1000, (1, 1000), (1000, 1), sizes=(1, 128, 129, 0, 700), pad=1, **whole), WHOLE)
+    check(name, Case(272, 144, 512, (272, 512), (512, 144), "bfloat16", sizes=(500,), **whole), WHOLE)
 
 
 @pytest.mark.parametrize("name", [name for name in HERE if KERNELS[name].type_a != _ffi.Type.s8])

@@ -169,7 +169,6 @@ class Checks {
       if (scales.scale == Type::kF64) return refuse_("it has no scales of f64");
       if (p_.inner_batch > 1) return refuse_("operands with scales are not in a nested batch");
       if (role == Role::kA && p_.gathered_rows > 0) return refuse_("rows of an A with scales are not gathered");
-      if (p_.ragged == Ragged::kK) return refuse_("operands with scales are not cut along K");
     }
     return {};
   }

@@ -45,6 +45,7 @@ Status can_scale_sums(KernelInfo const& info, GemmProblem const& p) {
     if (!scales.any()) continue;
     int64_t const block_k = is_b ? scales.rows : scales.columns, block = is_b ? scales.columns : scales.rows,
                   extent = is_b ? p.n : p.m, tile = info.swap_ab == is_b ? info.tile_m : info.tile_n;
+    if (block_k != p.k && p.ragged == Ragged::kK) return refuse("has scales for all of K, which groups cut");
     if (block_k != p.k && block_k % info.tile_k != 0)
       return refuse("has a scale for all of K, or for a multiple of " + std::to_string(info.tile_k) + " along K");
     // Threads of the consumers load the scales of one line each, or, if these do not change, of two. Integers are

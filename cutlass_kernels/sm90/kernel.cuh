@@ -68,7 +68,7 @@ class Sm90Kernel final : public CudaKernel {
   static constexpr bool kRun = kRagged == Ragged::kM;  // a tile stores a run of rows of D
   static_assert(kRagged == Ragged::kNone || (kConfig.cluster_m * kConfig.cluster_n == 1 && kSwap == kRun &&
                                              (kBytes || kConfig.type_a == kConfig.type_d)));
-  static_assert(!kScaled || (kSwap && kCooperative && !kGated && !kJoined && kRagged != Ragged::kK));
+  static_assert(!kScaled || (kSwap && kCooperative && !kGated && !kJoined));
   static_assert(!kGated || (kSwap && kConfig.tile_m == 2 * kGatedRows && kConfig.warpgroups() == 1 &&
                             kConfig.cluster_m * kConfig.cluster_n == 1));
   static_assert(!kJoined || (kSwap && !kGated && kRagged == Ragged::kNone && kConfig.type_a == kConfig.type_d &&
@@ -112,7 +112,7 @@ class Sm90Kernel final : public CudaKernel {
   static constexpr bool kRunsOfK = kRagged == Ragged::kK, kGathers = kRun && kConfig.tile_n <= 128 && !kBytes,
                         kFromRegisters = (kConfig.math == Math::kTF32 || kBytes) && !kAAlongK,
                         kTransposes = kFromRegisters && !kBAlongK && !kBytes;
-  static_assert(!kBytes || (kCooperative && !kGated && !kJoined && kRagged != Ragged::kK));
+  static_assert(!kBytes || (kCooperative && !kGated && !kJoined));
   template <class Stage>
   using NumbersOfStage =
       NumbersA<Stage, std::conditional_t<kConfig.type_a == Type::kF16, __half, __nv_bfloat16>, kConfig.type_b>;
@@ -124,9 +124,11 @@ class Sm90Kernel final : public CudaKernel {
       template type<Stage>;
   template <class Stage>
   using TileOfB = TileB<Stage, kRun>;
+  template <class Stage>
+  using TransposedBytes = TransposedBytesB<Stage, std::conditional_t<kRunsOfK, RunB<Stage>, TileB<Stage>>>;
   using OperandB = typename std::conditional_t<
       kTransposes, Chosen<TransposedB>,
-      std::conditional_t<kTransposesBytes, Chosen<TransposedBytesB>,
+      std::conditional_t<kTransposesBytes, Chosen<TransposedBytes>,
                          std::conditional_t<kGathers, Chosen<GatheredB>,
                                             std::conditional_t<kRunsOfK, Chosen<RunB>, Chosen<TileOfB>>>>>::
       template type<Stage>;

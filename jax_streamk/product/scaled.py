@@ -314,7 +314,7 @@ class ScaledRagged(Scaled, Ragged):
 
     @property
     def dimensions_of_rhs(self):
-        if not self.groups_rows:
+        if not self.groups_rows and not self.of_both:
             raise problem.Unsupported("kernels have scales of matrices of groups, not of what groups cut")
         (_, contract), _ = self.numbers.dot_dimension_numbers
         return contract, self.numbers.rhs_group_dimensions

@@ -39,8 +39,9 @@ class ByteTransposer {
   uint32_t to_;
 };
 
-template <class Stage>
-struct TransposedBytesB : TileB<Stage> {
+// Loaded: how TMA loads it.
+template <class Stage, class Loaded = TileB<Stage>>
+struct TransposedBytesB : Loaded {
   using Transposer = ByteTransposer<Stage::B::kRowBytes>;
   static constexpr bool kTransposes = true;
   static constexpr int kWarps = 2;  // that transpose
