@@ -143,7 +143,8 @@ def launch(rng, kernel, case, schedule, change=lambda operands: None):
     problem = _ffi.GemmProblem(
         batch=groups or case.batch, m=case.m, n=case.n, k=case.k, type_a=kernel.type_a, type_b=kernel.type_b,
         type_d=kernel.type_d, math=kernel.math, major_a=kernel.major_a, major_b=kernel.major_b, ldd=ldd,
-        batch_stride_d=0 if groups and not case.cuts_k else case.m * ldd, activation=activation, has_bias=case.has_epilogue, **fields,
+        batch_stride_d=0 if groups and not case.cuts_k else case.m * ldd, activation=activation,
+        has_bias=case.has_epilogue, **fields,
     )  # fmt: skip
     device = device_of(kernel)
     assert (why := _ffi.can_implement(kernel.name, problem, schedule, device)) is None, why
