@@ -14,10 +14,11 @@ KERNELS = {kernel.name: kernel for kernel in _ffi.kernels() if kernel.scales_sum
 
 
 def is_tested(kernel):
-    """Of the host's, which are one program, those of one tile and two results."""
+    """Of the host's, which are one program, those of one tile, and each type, result and majorness once."""
     is_host, is_mixed = kernel.family == _ffi.Family.host, kernel.type_a != kernel.type_b
     is_integer = kernel.type_a == _ffi.Type.s8
     few = kernel.tile_n == 64 and (is_integer or (kernel.type_d == _ffi.Type.bf16) == is_mixed)
+    few &= (kernel.major_a == kernel.major_b) != is_mixed
     return runs_here(kernel) and (not is_host or few)
 
 
@@ -206,7 +207,7 @@ class TestSums:
 class TestGroupsOfRows:
     def test_groups(self, name):
         check(name, Case(120, 160, 288, sizes=(3, 0, 70, 1, 33)), WHOLE)
-        check(name, Case(64 + LEADING, 384, 1024, sizes=(1,) * 64), WHOLE)
+        check(name, Case(64 + LEADING, 176, 272, sizes=(1,) * 64), WHOLE)
         check(name, Case(230, 96, 640, sizes=(17, 200), has_epilogue=True), WHOLE)
 
     def test_scales(self, name):
