@@ -112,6 +112,20 @@ def test_quantized_language_model(tmp_path):
     assert len(re.findall(r"[1-9]\d* tokens/s", printed)) == 2
 
 
+def test_float8_training(tmp_path):
+    printed = run("float8_training.py", tmp_path, steps=40, batch=64, d_model=64)
+    assert_gallery_has("float8_training.py", printed)
+    # That float8's loss is bfloat16's is the example's own check. Three dense products and three of experts, and two
+    # backward for each; the router, the head and the sum of experts are XLA's.
+    counts = re.findall(r"^(float8|bfloat16): (\d+) products by jax_streamk, (\d+) by XLA$", printed, re.MULTILINE)
+    assert [name for name, *_ in counts] == ["float8", "bfloat16"]
+    assert all(int(ours) > int(xlas) for _, ours, xlas in counts)
+    losses = re.findall(r"^ +\d+-\d+ +(\S+) +(\S+)$", printed, re.MULTILINE)
+    assert len(losses) == 10
+    for first, last in zip(losses[0], losses[-1]):
+        assert float(last) < float(first) - 1
+
+
 def test_mixture_of_experts(tmp_path):
     size = dict(steps=20, batch=4, context=32, layers=2, d_model=32)
     dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
