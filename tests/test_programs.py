@@ -34,7 +34,9 @@ RUN = [
     "lora_step",
     "moe_decode_mxfp4",
     "moe_forward",
+    "moe_forward_float8",
     "moe_gradient",
+    "moe_gradient_float8",
     "nnx_forward",
     "nnx_step",
     "pinn_step",
@@ -129,11 +131,20 @@ def test_program(name, every):
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU's planner may let XLA dequantize")
-@pytest.mark.parametrize("name, numbers, count", [("llama_decode_16_int4", "s4", 8), ("moe_decode_mxfp4", "e2m1", 3)])
-def test_products_of_quantized_weights_read_the_numbers(name, numbers, count, every):
+@pytest.mark.parametrize(
+    "name, types, count",
+    [
+        ("llama_decode_16_int4", "bf16 x s4", 8),
+        ("moe_decode_mxfp4", "bf16 x e2m1", 3),
+        ("moe_gradient_float8", "e4m3 x e4m3", 3),
+        ("moe_gradient_float8", "e5m2 x e4m3", 3),
+        ("moe_gradient_float8", "e4m3 x e5m2", 3),
+    ],
+)
+def test_products_of_quantized_weights_read_the_numbers(name, types, count, every):
     function, arguments = every[name].make(jnp.bfloat16, **every[name].small)
     products = jax_streamk.accelerate(function).explain(*arguments)
-    of_numbers = [row.count for row in products.rows if row.plan and f"bf16 x {numbers} " in str(row.plan.problem)]
+    of_numbers = [row.count for row in products.rows if row.plan and f"{types} " in str(row.plan.problem)]
     assert sum(of_numbers) == count, str(products)
 
 

@@ -1,7 +1,9 @@
-"""The layer of a mixture of experts as MaxText writes it, by ``lax.ragged_dot``; also with experts of MXFP4.
+"""A layer of a mixture of experts as MaxText writes it, by ``lax.ragged_dot``, also in float8 or by experts of MXFP4.
 
 The sizes are Qwen3-30B-A3B's.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -41,15 +43,52 @@ def dequantized(values, scale, dtype):
     return (groups * scale[:, :, None].astype(dtype)).reshape(values.shape)
 
 
-def layer(params, x, of_a_token):
+def to_float8(x, dtype):
+    """Numbers whose largest is the dtype's, and their scale."""
+    wide, largest = x.astype(jnp.float32), float(jnp.finfo(dtype).max)
+    most = jnp.abs(wide).max()
+    scale = jnp.where(most > 0, most, 1) / largest
+    return jnp.clip(wide / scale, -largest, largest).astype(dtype), scale
+
+
+def ragged_product(x, w, sizes, dtype, contract, group=()):
+    """Of numbers with scales: x has rows by group, and w each group's matrix, or as many rows that are summed."""
+    numbers = lax.RaggedDotDimensionNumbers((contract, ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=group)
+    (x, x_scale), (w, w_scale) = x, w
+    out = lax.ragged_dot_general(x, w, sizes, numbers, preferred_element_type=dtype)
+    return out * (x_scale * w_scale).astype(dtype)
+
+
+@jax.custom_vjp
+def ragged_dot_float8(x, w, sizes):
+    """``lax.ragged_dot`` of float8_e4m3fn, whose gradients are float8_e5m2, with a scale for each array."""
+    return forward_float8(x, w, sizes)[0]
+
+
+def forward_float8(x, w, sizes):
+    numbers = to_float8(x, jnp.float8_e4m3fn), to_float8(w, jnp.float8_e4m3fn)
+    return ragged_product(*numbers, sizes, x.dtype, ((1,), (1,)), [0]), (*numbers, sizes)
+
+
+def backward_float8(saved, gradient):
+    (x, w, sizes), numbers = saved, to_float8(gradient, jnp.float8_e5m2)
+    of_x = ragged_product(numbers, w, sizes, gradient.dtype, ((1,), (2,)), [0])
+    of_w = ragged_product(x, numbers, sizes, gradient.dtype, ((0,), (0,)))
+    return of_x, of_w, None
+
+
+ragged_dot_float8.defvjp(forward_float8, backward_float8)
+
+
+def layer(params, x, of_a_token, ragged_dot=lax.ragged_dot):
     likely = jax.nn.softmax((x @ params["router"]).astype(jnp.float32))
     weights, chosen = lax.top_k(likely, of_a_token)
     weights = (weights / weights.sum(-1, keepdims=True)).astype(x.dtype)
     order = jnp.argsort(chosen.reshape(-1))
     sizes = jnp.bincount(chosen.reshape(-1), length=params["router"].shape[1])
     rows = x[order // of_a_token]
-    hidden = jax.nn.silu(lax.ragged_dot(rows, params["gate"], sizes)) * lax.ragged_dot(rows, params["up"], sizes)
-    out = lax.ragged_dot(hidden, params["down"], sizes)[jnp.argsort(order)]
+    hidden = jax.nn.silu(ragged_dot(rows, params["gate"], sizes)) * ragged_dot(rows, params["up"], sizes)
+    out = ragged_dot(hidden, params["down"], sizes)[jnp.argsort(order)]
     return jnp.einsum("tkn,tk->tn", out.reshape(*chosen.shape, -1), weights)
 
 
@@ -60,8 +99,8 @@ def inputs(dtype, tokens, **sizes):
     ).astype(dtype)
 
 
-def forward(dtype, of_a_token, **sizes):
-    return lambda params, x: layer(params, x, of_a_token), inputs(dtype, **sizes)
+def forward(dtype, of_a_token, ragged_dot=lax.ragged_dot, **sizes):
+    return lambda params, x: layer(params, x, of_a_token, ragged_dot), inputs(dtype, **sizes)
 
 
 def forward_mxfp4(dtype, of_a_token, **sizes):
@@ -73,9 +112,9 @@ def forward_mxfp4(dtype, of_a_token, **sizes):
     return step, (router, jax.jit(lambda params: {name: quantized(w) for name, w in params.items()})(params), x)
 
 
-def backward(dtype, of_a_token, **sizes):
+def backward(dtype, of_a_token, ragged_dot=lax.ragged_dot, **sizes):
     def loss(params, x):
-        return jnp.mean(layer(params, x, of_a_token).astype(jnp.float32) ** 2)
+        return jnp.mean(layer(params, x, of_a_token, ragged_dot).astype(jnp.float32) ** 2)
 
     return jax.value_and_grad(loss, (0, 1)), inputs(dtype, **sizes)
 
@@ -84,4 +123,8 @@ PROGRAMS = [
     UserProgram("moe_forward", forward, small=SMALL, real=REAL),
     UserProgram("moe_decode_mxfp4", forward_mxfp4, small=SMALL, real=REAL | dict(tokens=64)),
     UserProgram("moe_gradient", backward, small=SMALL, real=REAL),
+    *(
+        UserProgram(f"{name}_float8", functools.partial(make, ragged_dot=ragged_dot_float8), small=SMALL, real=REAL)
+        for name, make in dict(moe_forward=forward, moe_gradient=backward).items()
+    ),
 ]
