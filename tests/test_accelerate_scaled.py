@@ -1,5 +1,7 @@
 """``accelerate`` of programs that dequantize: their products are by the numbers, where nothing else is faster."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -372,30 +374,85 @@ def test_scaled_dot(dtype):
     np.testing.assert_array_equal(accelerate(both)(*operands), both(*operands))
 
 
-@on_cpu
-@pytest.mark.parametrize("tile", [None, 32])
-@pytest.mark.parametrize("dtype", ["int4", "int8"])
-def test_models_of_qwix(dtype, tile):
+def model_of_qwix(x, provider, rule, **options):
+    """A model that qwix quantizes, and what to call it by."""
     qwix, nnx = pytest.importorskip("qwix"), pytest.importorskip("flax.nnx")
 
     class Model(nnx.Module):
         def __init__(self, rngs):
-            given = dict(rngs=rngs, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+            given = dict(rngs=rngs, dtype=x.dtype, param_dtype=x.dtype)
             self.up, self.down = nnx.Linear(64, 96, **given), nnx.Linear(96, 33, use_bias=False, **given)
 
         def __call__(self, x):
             return self.down(nnx.relu(self.up(x)))
 
+    rules = [getattr(qwix, rule)(module_path=".*", **options)]
+    model = qwix.quantize_model(Model(nnx.Rngs(0)), getattr(qwix, provider)(rules), x)
+    graph, state = nnx.split(model)
+    return lambda state, x: nnx.merge(graph, state)(x), state
+
+
+def assert_alike(fn, *args):
+    """Results that differ by little more than bfloat16 rounds."""
+    for got, want in zip(*(jax.tree.leaves(jax.jit(f)(*args)) for f in (accelerate(fn), fn))):
+        got, want = (np.asarray(x, np.float32) for x in (got, want))
+        assert np.linalg.norm(got - want) <= 0.02 * np.linalg.norm(want)
+
+
+@on_cpu
+@pytest.mark.parametrize("tile", [None, 32])
+@pytest.mark.parametrize("dtype", ["int4", "int8"])
+def test_models_of_qwix(dtype, tile):
     x = normal(M, 64)
-    rules = [qwix.QuantizationRule(module_path=".*", weight_qtype=dtype, tile_size=tile)]
-    model = qwix.quantize_model(Model(nnx.Rngs(0)), qwix.PtqProvider(rules), x)
-    fn = lambda model, x: model(x)
-    rows = accelerate(fn).explain(model, x).rows
-    assert len(rows) == 2 and all(
-        row.is_ours and f"x s{dtype[-1]} (scale bf16" in str(row.plan.problem) for row in rows
-    )
-    got, want = (np.asarray(nnx.jit(f)(model, x), np.float32) for f in (accelerate(fn), fn))
-    np.testing.assert_allclose(got, want, rtol=0, atol=0.02 * np.abs(want).max())
+    fn, state = model_of_qwix(x, "PtqProvider", "QuantizationRule", weight_qtype=dtype, tile_size=tile)
+    found = problems(fn, state, x, where=None)
+    assert len(found) == 2 and all(f"x s{dtype[-1]} (scale bf16" in problem for problem in found)
+    assert_alike(fn, state, x)
+
+
+@on_cpu
+@pytest.mark.parametrize("dtype, name", [("int8", "s8"), ("float8_e4m3fn", "e4m3")])
+def test_models_of_qwix_with_eight_bits_on_both_sides(dtype, name):
+    x = normal(M, 64)
+    fn, state = model_of_qwix(x, "PtqProvider", "QuantizationRule", weight_qtype=dtype, act_qtype=dtype)
+    found = problems(fn, state, x, where=None)
+    assert len(found) == 2 and all(re.search(rf" {name}( \(.*?\))? x {name}( \(.*?\))? -> ", text) for text in found)
+    if dtype != "int8":
+        assert all(problem.count(" (scale bf16 per ") == 2 for problem in found) and found[0].endswith("A @ B + bias")
+    assert_alike(fn, state, x)
+
+
+@on_cpu
+@pytest.mark.parametrize("dtype, name", [("int8", "s8"), ("float8_e4m3fn", "e4m3")])
+def test_models_of_qwix_with_tiles_on_both_sides(dtype, name):
+    """Qwix dequantizes both: kernels read the weights' numbers."""
+    x = normal(M, 64)
+    options = dict(weight_qtype=dtype, act_qtype=dtype, tile_size=32)
+    fn, state = model_of_qwix(x, "PtqProvider", "QuantizationRule", **options)
+    found = problems(fn, state, x, where=None)
+    assert len(found) == 2 and all(f"bf16 x {name} (scale bf16 per 32 x 1)" in problem for problem in found)
+    assert_alike(fn, state, x)
+
+
+@on_cpu
+@pytest.mark.parametrize("dtype, backward", [("int8", "int8"), ("float8_e4m3fn", "float8_e5m2")])
+def test_training_by_qwix(dtype, backward):
+    x, options = normal(37, 64), dict(weight_qtype=dtype, act_qtype=dtype, bwd_qtype=backward)
+
+    def model(dtype):
+        fn, state = model_of_qwix(x.astype(dtype), "QtProvider", "QtRule", **options)
+        return jax.value_and_grad(lambda state, x: jnp.mean(fn(state, x).astype(jnp.float32) ** 2), (0, 1)), state
+
+    step, state = model(jnp.bfloat16)
+    # Forward and backward with respect to rows and weights, of both layers.
+    found = problems(step, state, x, where=None)
+    assert len(found) == 6 and not any("bf16 x" in problem or "x bf16" in problem for problem in found)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), (state, x))
+    results = jax.jit(accelerate(step))(state, x), jax.jit(step)(state, x), model(jnp.float32)[0](*wide)
+    # What is rounded otherwise may become another number of eight bits: no more often than in the program.
+    for got, by_xla, exact in zip(*map(jax.tree.leaves, results)):
+        errors = [float(jnp.linalg.norm(y - exact) / jnp.linalg.norm(exact)) for y in (got, by_xla)]
+        assert errors[0] <= 2 * errors[1] + 0.01
 
 
 @on_cpu

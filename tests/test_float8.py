@@ -1,5 +1,6 @@
 """Products of float8 by float8, with and without scales, against float64."""
 
+import functools
 import re
 
 import flax.linen as nn
@@ -12,6 +13,7 @@ from jax import lax
 
 import jax_streamk as sk
 from jax_streamk import QuantizedArray, StreamK
+from jax_streamk.accelerate import rewrite
 from jax_streamk.tuning import contest, measure
 
 ON_GPU = jax.default_backend() == "gpu"
@@ -54,9 +56,12 @@ def wide(x):
 
 
 def check(got, lhs, rhs, numbers=AS_IS):
-    """Of the size of bfloat16's rounding, or of what tensor cores lose of a sum of 32 products."""
     product = lambda x, y: np.asarray(np.tensordot(x, y, numbers[0]))
-    want, absolute = product(wide(lhs), wide(rhs)), product(abs(wide(lhs)), abs(wide(rhs)))
+    assert_near(got, product(wide(lhs), wide(rhs)), product(abs(wide(lhs)), abs(wide(rhs))))
+
+
+def assert_near(got, want, absolute):
+    """Of the size of bfloat16's rounding, or of what tensor cores lose of a sum of 32 products."""
     rounding = 2.0**-8 if got.dtype == jnp.bfloat16 else 2.0**-22
     bound = rounding * abs(want) + (2.0**-9 if ON_GPU else 2.0**-20) * absolute
     assert (abs(np.asarray(got, np.float64) - want) <= bound).all()
@@ -307,6 +312,134 @@ def test_accelerate_leaves_arrays_that_others_read(rng):
         return x @ rhs.astype(jnp.bfloat16), x
 
     assert "float8_e4m3fn x" not in str(sk.accelerate(program, where=lambda problem: True).explain(lhs, rhs))
+
+
+def dot(x, y, dtype=jnp.bfloat16):
+    return lax.dot(x, y, preferred_element_type=dtype)
+
+
+# Programs that scale what they multiply, by scales of rows (M, 1) and of columns (1, N); and what the kernel reads.
+SCALED = {
+    "rows and columns": (lambda x, y, s, t: dot(x, y) * s * t, "bf16 per 1 x 512", "bf16 per 512 x 1"),
+    "before the product": (lambda x, y, s, t: s * (t * dot(x, y)), "bf16 per 1 x 512", "bf16 per 512 x 1"),
+    "rows": (lambda x, y, s, t: dot(x, y) * s, "bf16 per 1 x 512", "f32 per 512 x 144"),
+    "columns": (lambda x, y, s, t: dot(x, y) * t[0], "f32 per 48 x 512", "bf16 per 512 x 1"),
+    "for all": (lambda x, y, s, t: dot(x, y) * s[0] * t[0, 0], "f32 per 48 x 512", "f32 per 512 x 144"),
+    "a matrix of both": (lambda x, y, s, t: dot(x, y) * (s * t), "bf16 per 1 x 512", "bf16 per 512 x 1"),
+    "converted": (
+        lambda x, y, s, t: dot(x, y, jnp.float32) * (s * t).astype(jnp.float32),
+        "bf16 per 1 x 512",
+        "bf16 per 512 x 1",
+    ),
+    "of a wider result": (
+        lambda x, y, s, t: dot(x, y).astype(jnp.float32) * s.astype(jnp.float32),
+        "f32 per 1 x 512",
+        "f32 per 512 x 144",
+    ),
+    "twice": (lambda x, y, s, t: dot(x, y) * s * s * t, "f32 per 1 x 512", "bf16 per 512 x 1"),
+}
+
+
+def scales_of_result(rng):
+    return (jnp.asarray(rng.uniform(0.5, 2, shape), jnp.bfloat16) for shape in ((M, 1), (1, N)))
+
+
+def problem_of(program, *args, where=lambda problem: True):
+    (row,) = sk.accelerate(program, where=where).explain(*args).rows
+    return str(row.plan.problem)
+
+
+def check_program(program, product, *args):
+    """``product`` is the same in float64, of the arrays that are given."""
+    got, by_xla = (jax.jit(f)(*args) for f in (sk.accelerate(program, where=lambda problem: True), program))
+    assert (got.dtype, got.shape) == (by_xla.dtype, by_xla.shape)
+    wides = [wide(x) for x in args]
+    assert_near(got, product(*wides), product(*map(abs, wides)))
+
+
+@pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3)])
+@pytest.mark.parametrize("name", SCALED)
+def test_accelerate_finds_scales_of_a_result(rng, name, dtypes):
+    program, of_lhs, of_rhs = SCALED[name]
+    lhs, rhs = random_floats(rng, dtypes[0], M, K), random_floats(rng, dtypes[1], K, N)
+    args = lhs, rhs, *scales_of_result(rng)
+    assert re.search(rf"\(scale {of_lhs}\) x e4m3 \(scale {of_rhs}\)", problem_of(program, *args))
+    with jax.enable_x64(True):
+        ones = jnp.ones((M, 1), dtypes[0]), jnp.ones((1, N), E4M3)
+        factors = np.asarray(program(*ones, *(jnp.asarray(wide(x)) for x in args[2:])), np.float64)
+    check_program(program, lambda x, y, *_: x @ y * factors, *args)
+
+
+def test_scales_of_a_result_with_several_dimensions(rng):
+    x, w = random_floats(rng, E4M3, 3, 16, 128), random_floats(rng, E4M3, 128, 48)
+    y = random_floats(rng, E4M3, 3, 48, 128)
+    of_rows, of_text, of_columns, of_matrices = (
+        jnp.asarray(rng.uniform(0.5, 2, shape), jnp.float32) for shape in ((3, 16, 1), (3, 1, 1), (48,), (3, 1, 48))
+    )
+    for numbers, *args in (
+        ("btk,kn->btn", x, w, of_rows, of_columns),
+        ("btk,kn->btn", x, w, of_text, of_columns),
+        ("btk,bnk->btn", x, y, of_rows, of_matrices),
+        ("btk,bnk->btn", x, y, of_text, of_columns),
+    ):
+        program = lambda x, y, s, t, xp=jnp, **options: xp.einsum(numbers, x, y, **options) * s * t
+        in_float32 = functools.partial(program, preferred_element_type=jnp.float32)
+        assert problem_of(in_float32, *args).count("scale f32") == 2
+        check_program(in_float32, functools.partial(program, xp=np), *args)
+
+
+def test_what_follows_scales_of_a_result(rng):
+    lhs, rhs = random_floats(rng, E4M3, M, K), random_floats(rng, E4M3, K, N)
+    args = lhs, rhs, *scales_of_result(rng), jnp.asarray(rng.normal(size=N), jnp.bfloat16)
+    program = lambda x, y, s, t, bias: jax.nn.relu(dot(x, y) * s * t + bias)
+    assert problem_of(program, *args).endswith("relu(A @ B + bias)")
+    check_program(program, lambda x, y, s, t, bias: np.maximum(x @ y * s * t + bias, 0), *args)
+
+
+LEFT = {
+    "read elsewhere": lambda x, y, s, t: ((z := dot(x, y)) * s, z.max()),
+    "a matrix": lambda x, y, s, t: dot(x, y) * (s + t),
+    "rounded between": lambda x, y, s, t: dot(x, y, jnp.float32).astype(jnp.bfloat16).astype(jnp.float32) * s,
+    "rounded to eight bits": lambda x, y, s, t: lax.dot(x, y).astype(jnp.bfloat16) * s,
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_results_whose_scales_stay_apart(rng, name):
+    lhs, rhs = random_floats(rng, E4M3, M, K), random_floats(rng, E4M3, K, N)
+    args = lhs, rhs, *scales_of_result(rng)
+    assert "scale" not in str(sk.accelerate(LEFT[name], where=lambda problem: True).explain(*args).rows[0].plan)
+    for got, want in zip(*(jax.tree.leaves(jax.jit(f)(*args)) for f in (sk.accelerate(LEFT[name]), LEFT[name]))):
+        np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, want)), rtol=0.02, atol=0.1)
+
+
+def test_transformed_scales_of_a_result(rng):
+    lhs, rhs = random_floats(rng, E4M3, 3, M, K), random_floats(rng, E4M3, K, N)
+    s, t = (x.astype(jnp.float32) for x in scales_of_result(rng))
+    program = lambda x, y, s, t: dot(x, y, jnp.float32) * s * t
+    fast = sk.accelerate(program, where=lambda problem: True)
+    want = np.asarray(wide(lhs) @ wide(rhs) * wide(s) * wide(t))
+    for got in (
+        jax.vmap(fast, (0, None, None, None))(lhs, rhs, s, t),
+        lax.scan(lambda _, x: (None, fast(x, rhs, s, t)), None, lhs)[1],
+        sk.accelerate(jax.vmap(program, (0, None, None, None)), where=lambda problem: True)(lhs, rhs, s, t),
+    ):
+        np.testing.assert_allclose(got, want, rtol=0.01, atol=1e-3 * abs(want).max())
+    gradients = [jax.grad(lambda s, t: jnp.sum(jnp.sin(f(lhs[0], rhs, s, t) / 64)), (0, 1)) for f in (fast, program)]
+    for got, expected in zip(*(gradient(s, t) for gradient in gradients)):
+        np.testing.assert_allclose(got, expected, rtol=0, atol=(0.05 if ON_GPU else 1e-4) * abs(expected).max())
+
+
+@pytest.mark.parametrize("rows, is_nk, is_found", [(16, True, True), (4096, False, True), (4096, True, False)])
+def test_scales_of_a_result_on_a_gpu(monkeypatch, rows, is_nk, is_found):
+    """Where the product alone is left to XLA, so is what it scales."""
+    monkeypatch.setattr(rewrite, "device_of", lambda _: sk.H200)
+    n, k = 7168, 4096
+    numbers = (((1,), (1 if is_nk else 0,)), ((), ()))
+    program = lambda x, y, s, t: lax.dot_general(x, y, numbers, preferred_element_type=jnp.bfloat16) * s * t
+    shapes = ((rows, k), E4M3), ((n, k) if is_nk else (k, n), E4M3), ((rows, 1), jnp.bfloat16), ((1, n), jnp.bfloat16)
+    (row,) = sk.accelerate(program).explain(*(jax.ShapeDtypeStruct(*x) for x in shapes)).rows
+    assert row.is_ours == is_found and ("scale" in str(row.plan.problem)) == is_found
 
 
 def test_tuning_compares_with_xlas_product(rng):

@@ -22,6 +22,7 @@ from jax.extend.core import Literal, Var
 from jax_streamk import compat, schedules
 from jax_streamk.accelerate import float8
 from jax_streamk.accelerate.atoms import Atoms
+from jax_streamk.accelerate.decisions import decide
 from jax_streamk.accelerate.equations import Equations, is_exact, is_merged, is_movable, is_view
 from jax_streamk.device import Device
 from jax_streamk.plan import alternatives
@@ -58,13 +59,18 @@ def by_numbers(
     if not has_numbers(program.eqns):
         return program
     opened, outvars = _Opened(program.eqns), program.outvars
-    found = {}
+    whole, found = Equations(opened.eqns, outvars), {}
     for at, eqn in enumerate(opened.eqns):
-        times = measured.get(eqn.outvars[0]) if eqn.outvars else None
-        product = opened.by_numbers(eqn, schedule) if times is None or times.winner != "xla" else None
-        if product is not None and _is_ours(product.eqns[-1], where, device):
+        if (product := opened.by_numbers(eqn, schedule)) is None:
+            continue
+        times = measured.get((product.plain or eqn).outvars[0])
+        if product.plain is not None and where is None:
+            may_be = decide(product.plain, whole, schedule, None, device, times).is_ours
+        else:
+            may_be = times is None or times.winner != "xla"
+        if may_be and _is_ours(product, where, device):
             found[at] = product
-    found = _alone(Equations(opened.eqns, outvars), found)
+    found = _alone(whole, found)
     if not found:
         return program
     new = [x for at, eqn in enumerate(opened.eqns) for x in (found[at].eqns if at in found else [eqn])]
@@ -76,8 +82,9 @@ def _may_be_numbers(x: Any) -> bool:
     return dtype in _VALUES or (dtype in _WORDS and x.aval.ndim > 1)
 
 
-def _is_ours(eqn: Any, where: Any, device: Device) -> bool:
-    """Whether one kernel computes a product by numbers, and nothing else is expected to be faster."""
+def _is_ours(found: "_Found", where: Any, device: Device) -> bool:
+    """Whether one kernel computes a product by numbers, and dequantizing is not expected to be faster."""
+    eqn = found.eqns[-1]
     product = eqn.params["product"]
     types = product.by_role([compat.local_aval(x.aval) for x in eqn.invars])
     try:
@@ -89,7 +96,8 @@ def _is_ours(eqn: Any, where: Any, device: Device) -> bool:
     if where is not None:
         return bool(where(way.plan.problem))
     is_auto = isinstance(schedules.of_forward(eqn.params["schedule"]), schedules.Auto)
-    return not is_auto or device.platform != "cpu" or _gains_on_cpu(way.plan.problem)
+    is_weighed = found.plain is None and is_auto and device.platform == "cpu"
+    return not is_weighed or _gains_on_cpu(way.plan.problem)
 
 
 def _gains_on_cpu(problem: Any) -> bool:
@@ -133,11 +141,14 @@ class _Found:
 
     Attributes:
       eqns: what its operands need that the program does not have, and the product.
-      made: the values from the numbers to the matrix, which is the first of them.
+      made: the values from the numbers to the matrix, which is the first of them, or from the program's own product of
+        the numbers to the last one before it is scaled.
+      plain: the equation of that product; None if the program dequantizes the matrix.
     """
 
     eqns: list[Any]
     made: list[Any]
+    plain: Any = None
 
     @property
     def dequantized(self) -> list[Any]:
@@ -227,6 +238,9 @@ class _Opened:
         """The product of an equation, by numbers with scales; None if it is none, or by another matrix."""
         if eqn.primitive.name == "scaled_dot":
             return _of_scaled_dot(eqn, schedule)
+        if eqn.primitive.name == "mul":
+            of_result = float8.by_result(self, eqn, schedule)
+            return None if of_result is None else _of_float8(of_result)
         kind = kinds.KINDS.get(eqn.primitive)
         if kind is None or kind.why_not(eqn) is not None:
             return None
@@ -235,7 +249,7 @@ class _Opened:
         if not is_here or isinstance(matrix, Literal) or matrix.aval.dtype not in _WIDE:
             return None
         if (found := float8.by_numbers(self, eqn, schedule)) is not None:
-            return _Found([*_renamed(found.body, found.call)], found.made)
+            return _of_float8(found)
         path = self._path(matrix)
         shapes = [x.aval.shape for x in (lhs, matrix)]
         if not path or not all(isinstance(size, int) and size for size in itertools.chain(*shapes)):
@@ -243,6 +257,11 @@ class _Opened:
         if compat.explicit_mesh(lhs.aval, matrix.aval) is not None:
             return None
         return _Dequantized(self, eqn, path).product(schedule)
+
+
+def _of_float8(found: float8.Found) -> _Found:
+    eqns = [eqn.replace(source_info=found.call.source_info) for eqn in _renamed(found.body, found.call)]
+    return _Found(eqns, found.made, found.plain)
 
 
 def _of_scaled_dot(eqn: Any, schedule: Any) -> _Found | None:
