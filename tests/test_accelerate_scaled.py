@@ -417,8 +417,7 @@ def test_models_of_qwix_with_eight_bits_on_both_sides(dtype, name):
     fn, state = model_of_qwix(x, "PtqProvider", "QuantizationRule", weight_qtype=dtype, act_qtype=dtype)
     found = problems(fn, state, x, where=None)
     assert len(found) == 2 and all(re.search(rf" {name}( \(.*?\))? x {name}( \(.*?\))? -> ", text) for text in found)
-    if dtype != "int8":
-        assert all(problem.count(" (scale bf16 per ") == 2 for problem in found) and found[0].endswith("A @ B + bias")
+    assert all(problem.count(" (scale bf16 per ") == 2 for problem in found) and found[0].endswith("A @ B + bias")
     assert_alike(fn, state, x)
 
 

@@ -1,4 +1,4 @@
-"""Finds products of two arrays of float8, as fp8 training has them, with a scale for each row or column, or for all.
+"""Finds products of two arrays of float8 or int8, as fp8 training has them, with a scale for each row or column, or for all.
 
 Other than weights, such numbers may be computed by the program: where both sides are float8, tensor cores multiply them
 twice as fast. The program scales the arrays, and multiplies what it dequantized, or the result.
@@ -115,15 +115,17 @@ def by_result(program: Any, eqn: Any, schedule: Any) -> Found | None:
 
 
 def _scaled(program: Any, x: Any, dtype: Any) -> tuple[Any, _Scales, list[Any]] | None:
-    """The product of float8 that a value is a multiple of, the scales, and the values since; None if there is none.
+    """The product of float8 or int8 that a value is a multiple of, the scales, and the values since; None if there is none.
 
     What the program rounds to fewer bits than ``dtype`` has, other than the product, is rounded.
     """
     if (eqn := program.maker(x)) is None:
         return None
     if eqn.primitive is compat.dot_general_p:
-        is_of_float8 = all(y.aval.dtype in FLOAT8 for y in eqn.invars) and x.aval.dtype not in FLOAT8
-        return (eqn, [], [x]) if is_of_float8 else None
+        dtypes = {y.aval.dtype for y in eqn.invars}
+        is_of_float8 = dtypes <= {*FLOAT8} and x.aval.dtype not in FLOAT8
+        is_of_integers = dtypes == {np.dtype("int8")} and x.aval.dtype == np.int32
+        return (eqn, [], [x]) if is_of_float8 or is_of_integers else None
     if eqn.primitive.name == "convert_element_type" and (is_exact(eqn) or x.aval.dtype == dtype):
         found = _scaled(program, eqn.invars[0], dtype)
         return None if found is None else (*found[:2], [x, *found[2]])
