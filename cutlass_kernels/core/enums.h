@@ -29,6 +29,7 @@
   VALUE(kSigmoid, "sigmoid")           \
   VALUE(kTanh, "tanh")
 #define JAX_STREAMK_RAGGED(VALUE) VALUE(kNone, "none") VALUE(kM, "m") VALUE(kK, "k")
+#define JAX_STREAMK_INVARIANTS(VALUE) VALUE(kNone, "none") VALUE(kM, "m") VALUE(kN, "n")
 #define JAX_STREAMK_SCHEDULE_KINDS(VALUE) \
   VALUE(kDataParallel, "data_parallel")   \
   VALUE(kSplitK, "split_k")               \
@@ -54,16 +55,17 @@
   VALUE(kStreaming, "streaming")
 
 // ENUM(type, its values, Python's docstring)
-#define JAX_STREAMK_ENUMS(ENUM)                                                                          \
-  ENUM(Family, JAX_STREAMK_FAMILIES, "Which template a kernel comes from.")                              \
-  ENUM(Major, JAX_STREAMK_MAJORS, "row: the last index is contiguous.")                                  \
-  ENUM(Math, JAX_STREAMK_MATHS, "What a product of two f32 numbers is.")                                 \
-  ENUM(Reduction, JAX_STREAMK_REDUCTIONS, "How the partials of a shared tile become one.")               \
-  ENUM(Activation, JAX_STREAMK_ACTIVATIONS, "What the epilogue applies last.")                           \
-  ENUM(Ragged, JAX_STREAMK_RAGGED, "Which dimension the groups of a product cut into runs of any size.") \
-  ENUM(ScheduleKind, JAX_STREAMK_SCHEDULE_KINDS, "How the MAC-iteration space is cut.")                  \
-  ENUM(Raster, JAX_STREAMK_RASTERS, "Along which dimension consecutive tiles lie.")                      \
-  ENUM(ClusterOrder, JAX_STREAMK_CLUSTER_ORDERS, "Which worker each cluster of a launch is.")            \
+#define JAX_STREAMK_ENUMS(ENUM)                                                                              \
+  ENUM(Family, JAX_STREAMK_FAMILIES, "Which template a kernel comes from.")                                  \
+  ENUM(Major, JAX_STREAMK_MAJORS, "row: the last index is contiguous.")                                      \
+  ENUM(Math, JAX_STREAMK_MATHS, "What a product of two f32 numbers is.")                                     \
+  ENUM(Reduction, JAX_STREAMK_REDUCTIONS, "How the partials of a shared tile become one.")                   \
+  ENUM(Activation, JAX_STREAMK_ACTIVATIONS, "What the epilogue applies last.")                               \
+  ENUM(Ragged, JAX_STREAMK_RAGGED, "Which dimension the groups of a product cut into runs of any size.")     \
+  ENUM(Invariant, JAX_STREAMK_INVARIANTS, "The extent that the bits of an element of D must not depend on.") \
+  ENUM(ScheduleKind, JAX_STREAMK_SCHEDULE_KINDS, "How the MAC-iteration space is cut.")                      \
+  ENUM(Raster, JAX_STREAMK_RASTERS, "Along which dimension consecutive tiles lie.")                          \
+  ENUM(ClusterOrder, JAX_STREAMK_CLUSTER_ORDERS, "Which worker each cluster of a launch is.")                \
   ENUM(WarpSchedule, JAX_STREAMK_WARP_SCHEDULES, "What the warps of a CTA do.")
 
 namespace jax_streamk {

@@ -109,6 +109,10 @@ struct EpilogueOps {
 // The B of a joined product is two or three matrices side by side that lie apart: its columns from second_column and,
 // if that is not 0, from third_column on are of a matrix of their own, whose rows or columns follow each other
 // directly.
+//
+// With `invariant` the bits of an element of D depend on its row of A and its column of B alone, not on how many rows
+// (kM) or columns (kN) there are, nor on its place among them: plans are of one sum order (planner/sum_order.h), and
+// the host's kernels multiply any number of rows alike.
 struct GemmProblem {
   int64_t batch = 1, m = 0, n = 0, k = 0;
   int64_t inner_batch = 1;
@@ -119,6 +123,7 @@ struct GemmProblem {
   bool leading_rows = false;
   int64_t gathered_rows = 0;
   int64_t second_column = 0, third_column = 0;  // 0: B is one matrix, or two
+  Invariant invariant = Invariant::kNone;
 
   bool is_joined() const { return second_column != 0; }
 

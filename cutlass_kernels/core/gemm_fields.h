@@ -69,7 +69,8 @@
   OPTIONAL(offset_type, b.scales.offset)                  \
   OPTIONAL(scale_rows_of_a, a.scales.rows)                \
   OPTIONAL(scale_columns_of_a, a.scales.columns)          \
-  OPTIONAL(scale_type_of_a, a.scales.scale)
+  OPTIONAL(scale_type_of_a, a.scales.scale)               \
+  OPTIONAL(invariant, invariant)
 
 // Schedule
 #define JAX_STREAMK_SCHEDULE_FIELDS(REQUIRED, OPTIONAL) \

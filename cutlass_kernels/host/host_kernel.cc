@@ -42,8 +42,8 @@ TileProduct tile_product(Type operand, Type d) {
   return host_baseline::tile_product(operand, d);
 }
 
-int64_t scratch_bytes(Type operand, int64_t m, int64_t n) {
-  if (size_of(operand) == size_of(accumulator_of(operand))) return 0;
+int64_t scratch_bytes(Type operand, int64_t m, int64_t n, bool is_invariant) {
+  if (size_of(operand) == size_of(accumulator_of(operand)) && !is_invariant) return 0;
   int64_t const product = operand == Type::kS8 ? m * n : 0;
   return ((m + n + kScratchPadding) * kScratchWords + product) * 4;
 }
@@ -98,16 +98,19 @@ struct Gemm {
   // Sums of s8 are exact in any order: they have parts only where a part's rows are gathered at a time.
   bool sums_in_parts() const { return p.k > alone() && (multiplied() != Type::kS8 || gathers()); }
   int64_t alone() const { return dequantizes() ? kDequantizedAlone : kSummedAlone; }
+  bool is_invariant() const { return p.invariant != Invariant::kNone; }
   bool is_scaled() const { return p.b.scales.any() || dequantizes_a(); }
   bool dequantizes_a() const { return widens(p.a.format, p.d.format); }
   // With few rows B's numbers are multiplied as they are read, where their lines and blocks begin bytes.
   bool dequantizes() const {
     if (dequantizes_a()) return true;
-    if (!is_scaled() || p.m > kFewScaledRows) return is_scaled();
+    if (!is_scaled() || is_invariant() || p.m > kFewScaledRows) return is_scaled();
     bool const begin_bytes = p.b.major == Major::kRow || p.b.scales.rows % 2 == 0 || p.b.scales.rows == p.k;
     return p.b.format.bits() < 8 && !(begin_bytes && p.b.ld % 2 == 0 && p.b.batch_stride % 2 == 0);
   }
-  int64_t scratch_bytes() const { return align_workspace(jax_streamk::scratch_bytes(multiplied(), tile_m, tile_n)); }
+  int64_t scratch_bytes() const {
+    return align_workspace(jax_streamk::scratch_bytes(multiplied(), tile_m, tile_n, is_invariant()));
+  }
   int64_t private_bytes() const {
     return accumulators_bytes() + scratch_bytes() + part_bytes() + gathered_bytes() + scaled_bytes();
   }
@@ -193,6 +196,7 @@ struct Gemm {
       ScaledBlock block = numbers(Role::kScaleOfA, a, group, tile.m, k, tile.extents.m, k_end - k);
       a = dequantize(block, static_cast<char*>(scaled(worker)) + bytes_of_b());
     }
+    auto const product = is_invariant() ? tile_product.multiply_invariant : tile_product.multiply;
     // The tile's columns of one matrix of B, then those of the next.
     for (int64_t n = 0; n < tile.extents.n;) {
       auto const matrix = p.matrix_of(tile.n + n);
@@ -201,11 +205,11 @@ struct Gemm {
       void* const sums = static_cast<char*>(accumulators) + n * size_of(accumulator_of(p.a.format));
       if (!is_scaled()) {
         Block const b = block_of_b(tile.batch, matrix, tile.n + n, k);
-        tile_product.multiply(extents, a, b, sums, stride, scratch(worker));
+        product(extents, a, b, sums, stride, scratch(worker));
       } else {
         ScaledBlock const b = scaled_block(tile.batch, matrix, tile.n + n, k, extents);
         if (dequantizes()) {
-          tile_product.multiply(extents, a, dequantize(b, scaled(worker)), sums, stride, scratch(worker));
+          product(extents, a, dequantize(b, scaled(worker)), sums, stride, scratch(worker));
         } else {
           tile_product.multiply_scaled(extents, a, b, sums, stride, scaled(worker));
         }

@@ -175,9 +175,9 @@ void multiply_few_rows(Extents e, Lanes rows, Block b, float* sum, int64_t strid
 }
 
 template <int kPanelRows>
-void multiply_packed(Extents e, Lanes rows, Lanes columns, float* sum, int64_t stride, Pair* packed_b) {
-  for (int64_t begin = 0; begin < e.k; begin += 2 * kPairs) {
-    rows.k = columns.k = smaller(2 * kPairs, e.k - begin);
+void multiply_packed(int64_t block, Extents e, Lanes rows, Lanes columns, float* sum, int64_t stride, Pair* packed_b) {
+  for (int64_t begin = 0; begin < e.k; begin += block) {
+    rows.k = columns.k = smaller(block, e.k - begin);
     int64_t const pairs = ceil_div(rows.k, 2);
     Pair* const packed_a = packed_b + round_up(e.n, kColumns) * pairs;  // behind B, which is loaded as aligned vectors
     pack<kColumns>(columns, packed_b);
@@ -186,34 +186,37 @@ void multiply_packed(Extents e, Lanes rows, Lanes columns, float* sum, int64_t s
       for (int64_t i = 0; i < e.m; i += kPanelRows)
         multiply_panels<kPanelRows>(pairs, packed_a + i * pairs, packed_b + j * pairs, e.m - i, e.n - j, begin == 0,
                                     sum + i * stride + j, stride);
-    rows.data += 2 * kPairs * rows.k_stride;
-    columns.data += 2 * kPairs * columns.k_stride;
+    rows.data += block * rows.k_stride;
+    columns.data += block * columns.k_stride;
   }
 }
 
+// `block`: of K, where there are more rows than few.
 template <int kPanelRows>
-void multiply(Extents e, Block a, Block b, float* sum, int64_t stride, Pair* scratch) {
+void multiply_in_panels(int64_t block, Extents e, Block a, Block b, float* sum, int64_t stride, Pair* scratch) {
   bool const row_a = a.major == Major::kRow, row_b = b.major == Major::kRow;
   Lanes const rows{static_cast<BF16 const*>(a.data), row_a ? a.stride : 1, row_a ? 1 : a.stride, e.m, 0};
   Lanes const columns{static_cast<BF16 const*>(b.data), row_b ? 1 : b.stride, row_b ? b.stride : 1, e.n, 0};
   if (row_b && e.m <= kFewRows)
     multiply_few_rows<kPanelRows>(e, rows, b, sum, stride, scratch);
   else
-    multiply_packed<kPanelRows>(e, rows, columns, sum, stride, scratch);
+    multiply_packed<kPanelRows>(block, e, rows, columns, sum, stride, scratch);
 }
 
+template <int64_t kBlock>
 void multiply(Extents e, Block a, Block b, void* accumulators, int64_t stride, void* scratch) {
   // Panels are multiplied in full, with the height that fits best.
   bool const low = round_up(e.m, 8) < round_up(e.m, kMostRows);
-  auto const chosen = e.m <= 4 ? multiply<4> : low ? multiply<8> : multiply<kMostRows>;
-  chosen(e, a, b, static_cast<float*>(accumulators), stride, static_cast<Pair*>(scratch));
+  auto const chosen = e.m <= 4 ? multiply_in_panels<4> : low ? multiply_in_panels<8> : multiply_in_panels<kMostRows>;
+  chosen(kBlock, e, a, b, static_cast<float*>(accumulators), stride, static_cast<Pair*>(scratch));
 }
 
 }  // namespace
 
 TileProduct tile_product(Type d) {
   TileProduct product = host_avx512::tile_product(Type::kBF16, d);
-  product.multiply = multiply;
+  product.multiply = multiply<2 * kPairs>;
+  product.multiply_invariant = multiply<kFewK>;  // few rows and many have the same blocks
   return product;
 }
 

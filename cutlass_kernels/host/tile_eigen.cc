@@ -77,17 +77,82 @@ struct FewRows {
     for (int64_t i = 0; i < e.m; ++i) std::fill_n(sum + i * stride, columns, T(0));
     for (int64_t k = 0; k < e.k; k += kBlock) {
       int64_t const end = std::min(k + kBlock, e.k);
-      for (int64_t column = 0; column < columns; column += kColumns) {
-        int64_t row = 0;
-        for (; row + 4 <= e.m; row += 4) multiply<4>(row, column, k, end);
-        switch (e.m - row) {
-          case 3: multiply<3>(row, column, k, end); break;
-          case 2: multiply<2>(row, column, k, end); break;
-          case 1: multiply<1>(row, column, k, end); break;
-        }
-      }
+      for (int64_t column = 0; column < columns; column += kColumns) multiply_block(e.m, column, k, end);
     }
     return columns;
+  }
+
+  void multiply_block(int64_t rows, int64_t column, int64_t k_begin, int64_t k_end) const {
+    int64_t row = 0;
+    for (; row + 4 <= rows; row += 4) multiply<4>(row, column, k_begin, k_end);
+    switch (rows - row) {
+      case 3: return multiply<3>(row, column, k_begin, k_end);
+      case 2: return multiply<2>(row, column, k_begin, k_end);
+      case 1: return multiply<1>(row, column, k_begin, k_end);
+    }
+  }
+};
+
+// Any number of rows, all alike: each element is the sum of its blocks of K, and each block one chain of additions. A
+// panel of columns of B is read where it lies, or copied, if it is narrow, column-major, or of another type. Scratch
+// has what scratch_bytes() in host_kernel.cc says.
+template <class Operand, class T>
+struct AllRows {
+  using Panels = FewRows<T>;
+  static constexpr int64_t kColumns = Panels::kColumns, kBlock = Panels::kBlock;
+  static_assert(kBlock * sizeof(T) + kColumns * sizeof(T) <= 4 * kScratchWords);        // for each row
+  static_assert(kBlock * kColumns * sizeof(T) <= 4 * kScratchWords * kScratchPadding);  // for a panel
+
+  static void multiply(Extents e, Block a, Block b, void* accumulators, int64_t stride, void* scratch) {
+    bool const row_a = a.major == Major::kRow, row_b = b.major == Major::kRow;
+    constexpr bool kIsWidened = !std::is_same_v<Operand, T>;
+    bool const copies_a = kIsWidened || !row_a;
+    auto const *of_a = static_cast<Operand const*>(a.data), *of_b = static_cast<Operand const*>(b.data);
+    int64_t const row_step_a = row_a ? a.stride : 1, k_step_a = row_a ? 1 : a.stride;
+    int64_t const k_step_b = row_b ? b.stride : 1, column_step_b = row_b ? 1 : b.stride;
+    T* const panel = static_cast<T*>(scratch);
+    T* const rows = panel + kBlock * kColumns;
+    T* const narrow = rows + e.m * kBlock;
+    T* const sum = static_cast<T*>(accumulators);
+    for (int64_t i = 0; i < e.m; ++i) std::fill_n(sum + i * stride, e.n, T(0));
+    for (int64_t k = 0; k < e.k; k += kBlock) {
+      int64_t const length = std::min(kBlock, e.k - k);
+      if (copies_a) copy(of_a + k * k_step_a, row_step_a, k_step_a, e.m, length, rows, kBlock);
+      for (int64_t column = 0; column < e.n; column += kColumns) {
+        int64_t const columns = std::min(kColumns, e.n - column);
+        Panels few{nullptr, 0, 1, panel, kColumns, sum + column, stride};
+        few.a = reinterpret_cast<T const*>(copies_a ? static_cast<void const*>(rows) : of_a + k);
+        few.row_a = copies_a ? kBlock : a.stride;
+        Operand const* const from = of_b + k * k_step_b + column * column_step_b;
+        if (!kIsWidened && row_b && columns == kColumns) {
+          few.b = reinterpret_cast<T const*>(from), few.stride_b = b.stride;
+        } else {
+          if (columns < kColumns) std::fill_n(panel, length * kColumns, T(0));
+          copy(from, k_step_b, column_step_b, length, columns, panel, kColumns);
+        }
+        if (columns < kColumns) {
+          few.sum = narrow, few.stride = kColumns;
+          std::fill_n(narrow, e.m * kColumns, T(0));
+        }
+        few.multiply_block(e.m, 0, 0, length);
+        if (columns < kColumns) view<T>(sum + column, e.m, columns, stride) += view<T>(narrow, e.m, columns, kColumns);
+      }
+    }
+  }
+
+  // to (m x n, row-major) = a block whose rows and columns are these steps apart, one of which is 1.
+  static void copy(Operand const* from, int64_t row_step, int64_t column_step, int64_t m, int64_t n, T* to,
+                   int64_t stride) {
+    if (column_step == 1) {
+      view<T>(to, m, n, stride) = view<Operand>(from, m, n, row_step).template cast<T>();
+      return;
+    }
+    constexpr int64_t kAtOnce = 8;  // more columns would push one another out of L1, if they are a power of two apart
+    for (int64_t i = 0; i < n; i += kAtOnce) {
+      int64_t const columns = std::min(kAtOnce, n - i);
+      view<T>(to + i, m, columns, stride) =
+          view<Operand, Eigen::ColMajor>(from + i * column_step, m, columns, column_step).template cast<T>();
+    }
   }
 };
 
@@ -186,7 +251,9 @@ void store(Extents e, EpilogueOps const& epilogue, void const* bias, void const*
 
 template <class How, class Operand, class Accumulator, class D>
 constexpr TileProduct product() {
-  TileProduct x{multiply<How, Operand>, add<Accumulator>, store<Accumulator, D>};
+  TileProduct x{multiply<How, Operand>, multiply<How, Operand>, add<Accumulator>, store<Accumulator, D>};
+  if constexpr (!std::is_integral_v<Accumulator>)  // sums of integers are exact in any order
+    x.multiply_invariant = AllRows<Operand, Accumulator>::multiply;
   if constexpr (std::is_same_v<Accumulator, float>)
     x.dequantize = dequantize<Operand>, x.multiply_scaled = multiply_scaled<Operand>;
   return x;

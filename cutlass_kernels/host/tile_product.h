@@ -52,6 +52,8 @@ constexpr int64_t kScaledRows = 4;
 struct TileProduct {
   // accumulators (m x n) = a (m x k) @ b (k x n). Scratch is aligned to 64 bytes.
   void (*multiply)(Extents, Block a, Block b, void* accumulators, int64_t stride, void* scratch);
+  // The same, where an element's bits depend on its row of a and its column of b alone.
+  void (*multiply_invariant)(Extents, Block a, Block b, void* accumulators, int64_t stride, void* scratch);
   // sum (m x n) += partial
   void (*add)(Extents, void const* partial, int64_t stride_partial, void* sum, int64_t stride);
   // d (m x n) = epilogue(accumulators), converted to the type of D. The bias is that of the tile's columns; the
