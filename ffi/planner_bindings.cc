@@ -1,5 +1,6 @@
 #include "ffi/planner_bindings.h"
 
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -11,6 +12,7 @@
 #include "cutlass_kernels/launch/clusters.h"
 #include "cutlass_kernels/planner/planner.h"
 #include "cutlass_kernels/planner/policy_choice.h"
+#include "cutlass_kernels/planner/sum_order.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -241,10 +243,21 @@ void bind_planner(nb::module_& m) {
   m.def(
       "choose",
       [](Kernels const& kernels, GemmProblem const& p, std::optional<Schedule> const& wanted, Device const& device,
-         Machine const& machine, size_t listed) { return choose(kernels.all(), p, wanted, device, machine, listed); },
-      "kernels"_a, "problem"_a, "schedule"_a.none(), "device"_a, "machine"_a, "listed"_a = 6, nb::keep_alive<0, 1>(),
+         Machine const& machine, size_t listed,
+         std::string const& order) { return choose(kernels.all(), p, wanted, device, machine, listed, order); },
+      "kernels"_a, "problem"_a, "schedule"_a.none(), "device"_a, "machine"_a, "listed"_a = 6, "order"_a = "",
+      nb::keep_alive<0, 1>(),
       "The cheapest candidates, at most `listed`, among kernels of the problem's types and majorness, each of another "
-      "kernel or kind of schedule; a schedule but None is the only one considered.");
+      "kernel or kind of schedule; a schedule but None is the only one considered, and so is a sum order but \"\".");
+  m.def("sum_order", &sum_order, "kernel"_a, "problem"_a, "schedule"_a,
+        "In which order a KernelInfo adds up an element of D, as text: plans of one text give the same bits, however "
+        "many rows or columns there are. \"\" where bits depend on these.");
+  m.def(
+      "costs_by_sum_order",
+      [](Kernels const& kernels, GemmProblem const& p, std::optional<Schedule> const& wanted, Device const& device,
+         Machine const& machine) { return costs_by_sum_order(kernels.all(), p, wanted, device, machine); },
+      "kernels"_a, "problem"_a, "schedule"_a.none(), "device"_a, "machine"_a,
+      "{sum order: the least time of a kernel with it, in microseconds}");
   m.def("estimate", &estimate, "kernel"_a, "problem"_a, "schedule"_a, "device"_a, "machine"_a,
         "The Cost of a kernel under a schedule in the best order of tiles, whether or not the kernel can run it.");
   m.def("most_ctas_per_sm", &most_ctas_per_sm, "kernel"_a, "device"_a,

@@ -14,22 +14,54 @@ def _check_reduction(reduction: Any) -> None:
         raise ValueError(f"reduction={reduction!r}: must be one of {', '.join(map(repr, get_args(Reduction)))}")
 
 
-@dataclasses.dataclass(frozen=True)
-class Auto:
+@dataclasses.dataclass(frozen=True, repr=False)
+class _MayBeInvariant:
+    batch_invariant: bool = dataclasses.field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_static("batch_invariant", self.batch_invariant)
+        if not isinstance(self.batch_invariant, bool):
+            raise TypeError(f"batch_invariant={self.batch_invariant!r}: must be True or False")
+
+    def __repr__(self) -> str:
+        shown = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if shown.pop("batch_invariant"):
+            shown["batch_invariant"] = True
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Auto(_MayBeInvariant):
     """The default: the tuned plan if there is one, else the planner's choice of kernel and schedule.
 
     XLA's own product runs where no kernel supports the product, where XLA was measured to be faster (by tuning or by
     us), and on GPUs without a machine file until tuning finds our kernels faster.
+
+    Attributes:
+      batch_invariant: whether the bits of a row (of what lhs has besides contracted and batch dimensions) must depend
+        neither on how many rows and matrices of a batch are computed with it nor on its place. XLA's product then never
+        runs: a product that no kernel of ours can compute so raises ValueError. In the product that computes rhs's
+        cotangent, which sums over rows, K is not cut, as under ``DataParallel(batch_invariant=True)``.
+
+    Raises:
+      TypeError: batch_invariant is not a bool.
     """
 
 
-@dataclasses.dataclass(frozen=True)
-class DataParallel:
-    """One worker computes each output tile."""
+@dataclasses.dataclass(frozen=True, repr=False)
+class DataParallel(_MayBeInvariant):
+    """One worker computes each output tile.
+
+    Attributes:
+      batch_invariant: as of ``Auto``. Zeros appended along K do not change bits either.
+
+    Raises:
+      TypeError: batch_invariant is not a bool.
+    """
 
 
-@dataclasses.dataclass(frozen=True)
-class SplitK:
+@dataclasses.dataclass(frozen=True, repr=False)
+class SplitK(_MayBeInvariant):
     """The K of every output tile is cut into ``splits`` near-equal slices of whole k-tiles.
 
     Attributes:
@@ -39,10 +71,11 @@ class SplitK:
         adds them in order of arrival; ``"separate"`` adds them along K in a second kernel (deterministic), which
         reduces many splits in parallel. On GPUs its slices are equal except the last, so there may be fewer than
         ``splits``: 64 k-tiles in 15 splits give 13 slices of at most 5.
+      batch_invariant: as of ``Auto``; not with ``"atomic"``, which adds in order of arrival.
 
     Raises:
-      TypeError: splits or reduction is traced.
-      ValueError: splits or reduction is not one of these values.
+      TypeError: splits or reduction is traced, or batch_invariant is not a bool.
+      ValueError: splits or reduction is not one of these values, or an atomic reduction is to be batch invariant.
     """
 
     splits: int
@@ -51,11 +84,19 @@ class SplitK:
     def __post_init__(self) -> None:
         object.__setattr__(self, "splits", integer("splits", self.splits))
         _check_reduction(self.reduction)
+        super().__post_init__()
+        if self.batch_invariant and self.reduction == "atomic":
+            raise ValueError(
+                'reduction="atomic" adds in order of arrival, which batch_invariant=True excludes: use "ordered" or '
+                '"separate"'
+            )
 
 
 @dataclasses.dataclass(frozen=True)
 class StreamK:
     """Every worker gets an equal run of MAC iterations; tiles that straddle runs are fixed up (Osama et al., 2023).
+
+    Its cuts of K move with the number of tiles, and so it is never batch invariant.
 
     Attributes:
       reduction: ``"ordered"`` (deterministic), ``"atomic"`` or ``"separate"``, as in ``SplitK``.
@@ -85,9 +126,10 @@ class PerPass:
 
     Attributes:
       forward: the product itself, and its tangents in forward mode.
-      lhs: the product that computes the left operand's cotangent. ``Auto()`` if a product's schedule is not a
-        ``PerPass``.
-      rhs: the same of the right operand.
+      lhs: the product that computes the left operand's cotangent. If a product's schedule is not a ``PerPass``, it is
+        ``Auto()``, or ``Auto(batch_invariant=True)`` if that schedule is batch invariant.
+      rhs: the same of the right operand, which sums over rows: ``DataParallel(batch_invariant=True)`` if that schedule
+        is batch invariant.
 
     Raises:
       TypeError: one of them is not a schedule.
@@ -125,4 +167,18 @@ def of_forward(schedule: Schedule | PerPass) -> Schedule:
 
 def of_cotangent(schedule: Schedule | PerPass, operand: int) -> Schedule:
     """The schedule of the product that computes the cotangent of lhs (0) or rhs (1)."""
-    return ((schedule.lhs, schedule.rhs)[operand] or Auto()) if isinstance(schedule, PerPass) else Auto()
+    if isinstance(schedule, PerPass):
+        return (schedule.lhs, schedule.rhs)[operand] or Auto()
+    if is_invariant(schedule):
+        return (Auto, DataParallel)[operand](batch_invariant=True)
+    return Auto()
+
+
+def is_invariant(schedule: Schedule | PerPass) -> bool:
+    """Whether the product itself must be batch invariant."""
+    return getattr(of_forward(schedule), "batch_invariant", False)
+
+
+def may_be_xlas(schedule: Schedule | PerPass) -> bool:
+    """Whether XLA's product may run in the place of ours."""
+    return isinstance(of_forward(schedule), Auto) and not is_invariant(schedule)

@@ -7,6 +7,7 @@
 #include <tuple>
 
 #include "cutlass_kernels/planner/policy_choice.h"
+#include "cutlass_kernels/planner/sum_order.h"
 
 namespace jax_streamk {
 namespace {
@@ -15,6 +16,8 @@ constexpr int32_t kMostSplits = 128;
 
 // Numbers of splits to try: small ones, powers of two, and those that fill a wave.
 std::vector<int32_t> split_counts(GemmProblem const& p, Device const& device) {
+  // Those whose runs are the same for k-tiles of any length, if K has many.
+  if (p.invariant != Invariant::kNone) return {2, 3, 4, 6, 8, 12, 16, 32};
   std::vector<bool> worth(kMostSplits + 1);
   for (int32_t const splits : {32, 64, 128}) worth[splits] = true;
   for (int32_t tiles = 1; tiles <= device.sms / 16; ++tiles) worth[std::min(device.sms / tiles, kMostSplits)] = true;
@@ -48,6 +51,9 @@ int64_t longest_sum(GemmProblem const& p, Device const& device) {
   // XLA's products of eight bits are no more exact.
   if (p.d.format != Type::kF32 || p.math == Math::kTF32x3 || p.a.format.bits() == 8 || device.arch == 0)
     return INT64_MAX;
+  // Whatever the number of rows or columns.
+  if (p.invariant != Invariant::kNone)
+    return p.math == Math::kTF32 ? std::max(int64_t{1024}, (p.k / 64 + 63) / 64 * 64) : promotion_k_of(p.a.format);
   double const results = static_cast<double>(p.m) * p.n;
   double const slices = kLargestTile * device.sms / (p.batch * results);
   if (slices <= 1) return INT64_MAX;
@@ -79,12 +85,13 @@ std::string closest_refusal(std::vector<Kernel const*> const& kernels, GemmProbl
 class Search {
  public:
   Search(std::vector<Kernel const*> const& kernels, GemmProblem const& p, std::optional<Schedule> const& wanted,
-         Device const& device, Machine const& machine, size_t listed)
+         Device const& device, Machine const& machine, size_t listed, std::string order)
       : kernels_(kernels),
         p_(p),
         device_(device),
         machine_(machine),
         listed_(listed),
+        sum_order_(std::move(order)),
         wanted_(wanted.has_value()),
         kinds_(kinds_of(wanted, p, device)) {
     int32_t const width = width_of(kinds_[0][0], device);
@@ -97,13 +104,33 @@ class Search {
   }
 
   void run() {
-    bool const reads_few = !wanted_ && reads_few_columns();
+    bool const reads_few = !wanted_ && p_.invariant == Invariant::kNone && reads_few_columns();
     for (size_t const i : promising_) {
       if (estimators_[i].least() > limit()) break;
       if (reads_few && estimators_[i].is_slow_with_few_columns()) continue;
       for (size_t kind = 0; kind < kinds_.size(); ++kind)
         if (!kinds_[kind].empty() && can_run(*kernels_[i], p_, kinds_[kind][0], device_)) try_kind(i, kind);
     }
+  }
+
+  // The least cost in each sum order.
+  std::map<std::string, double> costs_by_sum_order() {
+    std::map<std::string, double> costs;
+    for (size_t i = 0; i < kernels_.size(); ++i) {
+      for (std::vector<Schedule> const& kind : kinds_) {
+        if (kind.empty() || !can_run(*kernels_[i], p_, kind[0], device_)) continue;
+        for (Schedule const& s : kind) {
+          if (s.kind == ScheduleKind::kSplitK && int64_t{s.splits - 1} * kernels_[i]->info.tile_k >= p_.k) break;
+          std::string const order = sum_order(kernels_[i]->info, p_, s);
+          if (order.empty() || !is_exact(*kernels_[i], p_, s, device_) || !can_run(*kernels_[i], p_, s, device_))
+            continue;
+          double const cost = estimators_[i].cost(s, order_of(i).wave).microseconds;
+          double& least = costs.try_emplace(order, cost).first->second;
+          least = std::min(least, cost);
+        }
+      }
+    }
+    return costs;
   }
 
   // Lowest cost first.
@@ -164,6 +191,7 @@ class Search {
       double const below = cheapest ? std::min(limit(), cheapest->cost.microseconds) : limit();
       Cost const cost = estimators_[i].cost(s, wave, below);
       if (cost.microseconds > below || (cheapest && cost.microseconds == below)) continue;
+      if (!sum_order_.empty() && sum_order(kernel.info, p_, s) != sum_order_) continue;
       // can_run() again: a kernel may refuse these arguments.
       if (is_exact(kernel, p_, s, device_) && can_run(kernel, p_, s, device_))
         cheapest = Candidate{&kernel, s, {}, cost};
@@ -185,7 +213,8 @@ class Search {
   Device const& device_;
   Machine const& machine_;
   size_t listed_;
-  bool wanted_;  // a schedule was given
+  std::string sum_order_;  // the only one, unless it is empty
+  bool wanted_;            // a schedule was given
   std::vector<std::vector<Schedule>> kinds_;
   std::vector<Estimator> estimators_;  // of each kernel
   std::vector<size_t> promising_;      // kernels, lowest possible cost first
@@ -203,8 +232,8 @@ Status may_serve(Kernel const& kernel, GemmProblem const& p, Schedule const& s, 
 }
 
 Choice choose(std::vector<Kernel const*> const& kernels, GemmProblem const& p, std::optional<Schedule> const& wanted,
-              Device const& device, Machine const& machine, size_t listed) {
-  Search search(kernels, p, wanted, device, machine, listed);
+              Device const& device, Machine const& machine, size_t listed, std::string const& order) {
+  Search search(kernels, p, wanted, device, machine, listed, order);
   search.run();
   Choice choice;
   choice.candidates = search.candidates();
@@ -215,6 +244,12 @@ Choice choose(std::vector<Kernel const*> const& kernels, GemmProblem const& p, s
     choice.workspace_bytes = chosen.kernel->workspace_bytes(p, chosen.schedule, device);
   }
   return choice;
+}
+
+std::map<std::string, double> costs_by_sum_order(std::vector<Kernel const*> const& kernels, GemmProblem const& p,
+                                                 std::optional<Schedule> const& wanted, Device const& device,
+                                                 Machine const& machine) {
+  return Search(kernels, p, wanted, device, machine, 0, "").costs_by_sum_order();
 }
 
 }  // namespace jax_streamk

@@ -1,6 +1,7 @@
 // Which kernel runs a problem, and how: the search over every kernel, schedule and order of tiles.
 #pragma once
 
+#include <map>
 #include <optional>
 
 #include "cutlass_kernels/launch/kernel.h"
@@ -26,9 +27,13 @@ struct Choice {
 // as XLA's.
 Status may_serve(Kernel const&, GemmProblem const&, Schedule const&, Device const&);
 
-// Chooses among kernels of the problem's types and majorness, and only the wanted schedule, if there is one. The search
-// takes longer the more candidates are `listed`.
+// Chooses among kernels of the problem's types and majorness, and only the wanted schedule, if there is one, and the
+// wanted sum order (sum_order.h), unless it is empty. The search takes longer the more candidates are `listed`.
 Choice choose(std::vector<Kernel const*> const& kernels, GemmProblem const&, std::optional<Schedule> const& wanted,
-              Device const&, Machine const&, size_t listed);
+              Device const&, Machine const&, size_t listed, std::string const& order);
+
+// The least time, in microseconds, in each sum order that some kernel has.
+std::map<std::string, double> costs_by_sum_order(std::vector<Kernel const*> const& kernels, GemmProblem const&,
+                                                 std::optional<Schedule> const& wanted, Device const&, Machine const&);
 
 }  // namespace jax_streamk

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal, Var
 
-from jax_streamk import compat
+from jax_streamk import compat, schedules
 from jax_streamk.accelerate import activations
 from jax_streamk.accelerate.equations import RESHAPES, Equations, is_exact, is_float, is_merged, is_movable, is_view
 from jax_streamk.product import kinds
@@ -87,8 +87,13 @@ class _Product:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether its operands keep their sides: its result's sharding is given, or rhs is numbers with scales."""
-        return self.eqn.params["out_sharding"] is not None or self.is_scaled
+        """Whether its operands keep their sides: its result's sharding is given, or one side is not like the other."""
+        return self.eqn.params["out_sharding"] is not None or self.is_scaled or self.is_invariant
+
+    @property
+    def is_invariant(self) -> bool:
+        """Whether the bits of a row of lhs must not depend on others."""
+        return schedules.is_invariant(self.eqn.params["schedule"])
 
     @property
     def is_scaled(self) -> bool:
@@ -233,6 +238,8 @@ class Follower:
         if spread is None:
             return None
         source, steps, sizes = spread
+        if self.product.is_invariant and source.aval.ndim == len(shape):
+            return None  # a residual of several rows
         cut, covered = len(shape), 1
         while cut and (covered < math.prod(columns) or shape[cut - 1] == 1) and sizes[cut - 1] == shape[cut - 1]:
             cut -= 1

@@ -10,6 +10,8 @@ import dataclasses
 import math
 from typing import Any
 
+import jax.numpy as jnp
+
 from jax_streamk import _ffi, compat, schedules, text
 from jax_streamk.accelerate.equations import Equations, is_merged
 from jax_streamk.device import Device
@@ -22,6 +24,7 @@ from jax_streamk.tuning import tuned
 
 _FEW_ROWS = 64  # up to here XLA's autotuner takes Triton's GEMM fusions
 _LARGER = 4  # times the elements of everything else that a product reads and writes
+_NOT_WANTED = "where(problem) is false"
 _LAYOUT = ("reshape", "transpose", "squeeze", "expand_dims", "copy", "copy_p", "pvary")
 
 
@@ -45,7 +48,29 @@ def decide(
     """Whether the product of an equation of JAX's in a program becomes ours.
 
     ``measured``: what tuning found for it with the equations around it.
+
+    Raises:
+      ValueError: the schedule is batch invariant, and only XLA can compute the product, which is not of integers.
     """
+    decision = _decided(eqn, program, schedule, where, device, measured)
+    is_exact = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.integer)
+    if decision.is_ours or decision.why == _NOT_WANTED or is_exact or not schedules.is_invariant(schedule):
+        return decision
+    product = " @ ".join(x.aval.str_short() for x in eqn.invars[:2])
+    raise ValueError(
+        f"accelerate: schedule={schedules.of_forward(schedule)} cannot run {product}, which would be XLA's: "
+        f"{decision.why}"
+    )
+
+
+def _decided(
+    eqn: Any,
+    program: Equations,
+    schedule: Any,
+    where: Any,
+    device: Device,
+    measured: tuned.FragmentTimes | None,
+) -> Decision:
     if eqn.ctx.compute_type is not None:
         return Decision(False, f"it is under compute_on({eqn.ctx.compute_type!r})", None)
     if (why := kinds.KINDS[eqn.primitive].why_not(eqn)) is not None:
@@ -65,13 +90,12 @@ def decide(
             return Decision(measured.winner != "xla", measured.why, plan)
     if plan.problem is None or plan.kernel is None:
         return Decision(False, plan.why_xla or plan.reasons[0], plan)
-    is_auto = isinstance(schedules.of_forward(schedule), schedules.Auto)
-    if is_dense and is_auto and where is None and device.platform == "cuda":
+    if is_dense and schedules.may_be_xlas(schedule) and where is None and device.platform == "cuda":
         why = merged_by_xla(eqn, program) or copied_first(plan)
         if why is not None:
             return Decision(False, why, plan)
     if where is not None and not where(plan.problem):
-        return Decision(False, "where(problem) is false", plan)
+        return Decision(False, _NOT_WANTED, plan)
     return Decision(True, "", plan)
 
 

@@ -42,8 +42,7 @@ def measured(
     Args:
       rewrite: a function from a program and what is to be taken as measured to the rewritten equations.
     """
-    is_auto = isinstance(schedules.of_forward(schedule), schedules.Auto)
-    if where is not None or not is_auto:
+    if where is not None or not schedules.may_be_xlas(schedule):
         return {}
     if not tune.is_on(device):
         known = tuned.products_of_fragments(device)

@@ -8,7 +8,8 @@
 - A gate saves reading one operand twice, storing both products and a launch.
 
 The kernel must not take longer, by the model, than that saves, nor a gated one longer than its products apart. What
-``tuning()`` measured of a product with the equations around it decides instead.
+``tuning()`` measured of a product with the equations around it decides instead. Batch-invariant products are fused
+whatever the number of rows, but for conversions to a wider type.
 
 The kernel keeps the equations that it replaces as its derivative: a program that is differentiated later has that of
 the program as it was written.
@@ -197,8 +198,14 @@ class _Fusion:
         call = compat.new_eqn(eqn, product_p, *operands, **eqn.params | dict(product=product))
         return None if call is None or not compat.is_placed_like(call.outvars[0].aval, chain.out.aval) else [call]
 
+    @property
+    def _is_invariant(self) -> bool:
+        return self._product.is_invariant
+
     def _is_widened(self) -> bool:
         """Whether a small product is only converted to a wider type; where XLA splits K, it does not round it."""
+        if self._is_invariant:  # the number of rows must not decide
+            return False
         chain, operands = self._chain, self._product.eqn.invars[:2]
         is_small = bytes_of(chain.out.aval) <= _SMALL * sum(bytes_of(x.aval) for x in operands)
         return is_small and chain == Chain(chain.out, chain.taken, last="wider")
@@ -212,7 +219,7 @@ class _Fusion:
 
     def _is_faster(self, time: float | None) -> bool:
         """Whether a kernel with an epilogue takes no longer than one without and what the epilogue saves."""
-        if self._chain.matrices or self._is_measured:
+        if self._chain.matrices or self._is_measured or self._is_invariant:
             return time is not None
         plain = self._time(self._product.eqn.invars, self._product.product)
         if time is None or plain is None:

@@ -95,8 +95,7 @@ def _is_ours(found: "_Found", where: Any, device: Device) -> bool:
         return False
     if where is not None:
         return bool(where(way.plan.problem))
-    is_auto = isinstance(schedules.of_forward(eqn.params["schedule"]), schedules.Auto)
-    is_weighed = found.plain is None and is_auto and device.platform == "cpu"
+    is_weighed = found.plain is None and schedules.may_be_xlas(eqn.params["schedule"]) and device.platform == "cpu"
     return not is_weighed or _gains_on_cpu(way.plan.problem)
 
 

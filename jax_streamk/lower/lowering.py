@@ -84,8 +84,8 @@ def why_not_here(ctx, platform, schedule):
 
 def _is_of_another_build(ctx, platform, schedule):
     """Whether only another build has kernels for a platform that is one of those of a program, as jax.export has it."""
-    is_auto = isinstance(schedules.of_forward(schedule), schedules.Auto)
-    return is_auto and platform == "cuda" and not _ffi.has_cuda and len(ctx.module_context.platforms) > 1
+    may_be_xlas = schedules.may_be_xlas(schedule)
+    return may_be_xlas and platform == "cuda" and not _ffi.has_cuda and len(ctx.module_context.platforms) > 1
 
 
 def _lower_with_kernels(ctx, *operands, platform, product, schedule, out_sharding):
@@ -195,7 +195,7 @@ def _attributes(plan):
 
 
 def _lower_to_xla(ctx, *operands, why, product, schedule, out_sharding):
-    """Raises ValueError if the schedule is explicit."""
+    """Raises ValueError if the schedule is explicit or batch invariant."""
     alternatives.refuse_schedule(schedule, "", why)
     look = _look.get()
     if look is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from jax_streamk import schedules, text
 from jax_streamk.machines import machine_of
-from jax_streamk.plan import cost_model, custom_call, planner, problem
+from jax_streamk.plan import cost_model, custom_call, invariance, planner, problem
 from jax_streamk.plan.plan import Plan, unsupported
 from jax_streamk.tuning import tuned
 
@@ -41,7 +41,7 @@ def plan(product, types, schedule, device):
       types: {role: type, or shape and dtype} of lhs and rhs at least, and of the operands that the kind names.
 
     Raises:
-      ValueError: no kernel can run an explicit schedule.
+      ValueError: no kernel can run an explicit schedule, or one that asks for batch invariance.
     """
     schedule = schedules.of_forward(schedule)
     if "scale" in product.roles:
@@ -65,7 +65,8 @@ def plan_or_none(product, types, schedule, device):
 
 
 def refuse_schedule(schedule, what, why):
-    if not isinstance(schedules.of_forward(schedule), schedules.Auto):
+    """Raises ValueError if XLA's product must not run."""
+    if not schedules.may_be_xlas(schedule):
         raise ValueError(f"schedule={schedule} cannot run{what}: {why}; Auto() leaves the product to XLA")
 
 
@@ -73,12 +74,14 @@ def _alone(product, types, schedule, device):
     try:
         if custom_call.WHY_REFUSED is not None:
             raise problem.Unsupported(custom_call.WHY_REFUSED)
-        arrangement = product.arranged(types, device.platform)
+        arrangement = invariance.arranged(product, types, schedule, device.platform)
     except problem.Unsupported as why:
         refuse_schedule(schedule, " this product", why)
         return Way(unsupported(types["lhs"], types["rhs"], device, why), None)
     flat_plan = planner.make_plan(arrangement.problem, schedule, device)
-    nested = product.nested(types, device.platform) if device.platform == "cuda" and arrangement.transposes else None
+    nested = None
+    if device.platform == "cuda" and arrangement.transposes and not arrangement.problem.is_invariant:
+        nested = product.nested(types, device.platform)
     if nested is not None and nested.problem.inner_batch > 1 and nested.problem.m <= _ROWS_OF_NESTED:
         try:
             instead = planner.make_plan(nested.problem, schedule, device)
@@ -106,9 +109,12 @@ def _gated(product, types, schedule, device):
     """One kernel for both products, or these apart: the plan is then that of one of them, or of both if stacked."""
     epilogue, gated_plan, why = product.epilogue, None, ""
     try:
-        arrangement = product.arranged(types, device.platform)
+        arrangement = invariance.arranged(product, types, schedule, device.platform)
         if copies := arrangement.copies(types["lhs"], types["rhs"]):
             raise problem.Unsupported(copies[0])
+        if arrangement.problem.is_invariant:  # one row may lie as no kernel reads several
+            several = invariance.arranged(product, product.of_several_rows(types), schedule, device.platform)
+            planner.make_plan(several.problem, schedule, device)
         gated_plan = planner.make_plan(arrangement.problem, schedule, device)
         if gated_plan.is_empty:
             return Way(gated_plan, arrangement)
@@ -119,9 +125,14 @@ def _gated(product, types, schedule, device):
     apart = _alone(product.before_gate, types, schedule, device)
     products = 2 if epilogue.is_pair else 1
     if gated_plan is not None and gated_plan.kernel is not None:
-        more = _gating(arrangement, products, device) if device.platform == "cuda" else 0
+        more = _gating(arrangement.problem, products, device)
         alone = None if apart.plan.microseconds is None else products * apart.plan.microseconds + more
-        if alone is None or gated_plan.microseconds <= alone or tuned.lookup(arrangement.problem, device) is not None:
+        if arrangement.problem.is_invariant:
+            is_faster = _is_faster_for_any_rows(arrangement, 1, apart.arrangement, products, 0, schedule, device)
+        else:
+            is_tuned = tuned.lookup(arrangement.problem, device) is not None
+            is_faster = alone is None or gated_plan.microseconds <= alone or is_tuned
+        if is_faster:
             return Way(gated_plan, arrangement)
         why = (
             f"{gated_plan.kernel} is slower, {text.duration(gated_plan.microseconds)} instead of {text.duration(alone)}"
@@ -136,12 +147,31 @@ def _of_a_gate(epilogue, why):
     return f"a gated product is {of_each}, and then {gate} * up by XLA: {why}"
 
 
-def _gating(arrangement, products, device):
+def _is_faster_for_any_rows(one, count, other, count_of_other, first, schedule, device):
+    """Whether some products of one arrangement take no longer than those of another, after what takes ``first``.
+
+    That is in the mean over numbers of rows, since the rows at hand must not decide.
+    """
+    times = []
+    for arrangement, products in ((one, count), (other, count_of_other)):
+        choice = arrangement and planner.choice_of_rows(arrangement.problem, schedule, device)
+        if choice is None:
+            return arrangement is other
+        of_rows = (dataclasses.replace(arrangement.problem, m=rows) for rows in invariance.ROWS)
+        gating = [_gating(p, products, device) if products > 1 else 0.0 for p in of_rows]
+        times.append([products * us + more for us, more in zip(choice.microseconds, gating)])
+    return invariance.takes_less(times[0], [first + us for us in times[1]])
+
+
+def _gating(p, products, device):
     """The expected time, in microseconds, of multiplying the two products by XLA, and of all launches but the first.
 
-    Each launch costs as much as it takes to start a kernel; what L2 holds of the products is read in that time.
+    On a CPU the model has none. Each launch costs as much as it takes to start a kernel; what L2 holds of the products
+    is read in that time.
     """
-    p, machine = arrangement.problem, machine_of(device)
+    if device.platform == "cpu":
+        return 0.0
+    machine = machine_of(device)
     rows = p.m if p.is_ragged else p.batch * p.m
     moved = 3 * rows * p.n * p.type_d.bits // 8
     held = 0 if machine.topology is None else machine.topology.l2_bytes
@@ -168,10 +198,15 @@ def _scaled(product, types, schedule, device):
         return way
     dense = plan(product.of_fewer, product.types_of_fewer(types), schedule, device)
     if why is None:
-        ours = count * way.plan.microseconds + (_gating(way.arrangement, count, device) if is_gated else 0)
-        multiplying = (1 if dense.instead is None else count) * (dense.plan.microseconds or math.inf)
-        first = count * _dequantizing(product, types, device) + multiplying
-        if ours <= first or tuned.lookup(way.plan.problem, device) is not None:
+        ours = count * way.plan.microseconds + (_gating(way.arrangement.problem, count, device) if is_gated else 0)
+        of_dense, dequantizing = 1 if dense.instead is None else count, count * _dequantizing(product, types, device)
+        first = dequantizing + of_dense * (dense.plan.microseconds or math.inf)
+        if way.plan.problem.is_invariant:
+            parts = way.arrangement, count, dense.arrangement, of_dense, dequantizing
+            is_faster = _is_faster_for_any_rows(*parts, schedule, device)
+        else:
+            is_faster = ours <= first or tuned.lookup(way.plan.problem, device) is not None
+        if is_faster:
             return way
         why = f"{way.plan.kernel} is slower, {text.duration(ours)} instead of {text.duration(first)}"
     return Way(dense.plan.with_notes([f"XLA dequantizes first: {why}"]), dense.arrangement, product.instead)
@@ -196,7 +231,7 @@ def _gathered(product, types, schedule, device):
         return Way(rows_plan, after.arrangement, product.instead)
     why = "two products read them" if after.instead is not None else "no kernel does"
     if rows_plan.kernel is not None and after.instead is None and isinstance(lhs.shape[0], int):
-        arrangement = product.arranged(types, device.platform)
+        arrangement = invariance.arranged(product, types, schedule, device.platform)
         try:
             instead = planner.make_plan(arrangement.problem, schedule, device)
         except ValueError as error:  # of an explicit schedule

@@ -48,6 +48,8 @@ class Plan:
       waves: output tiles x splits / workers (SMs or clusters of them; threads on a CPU).
       efficiency: quantization efficiency: MAC iterations / those that all workers could do in the time of the busiest.
       limit: the ``cost_model.Limit`` of the problem on the device; None on a CPU.
+      sum_order: in which order products are added, as text: plans of one text give the bits of a row whatever rows are
+        computed with it. "" if the bits depend on these, as under ``StreamK``, or no kernel runs.
       product: the operands' types as text, if problem is None.
     """
 
@@ -65,6 +67,7 @@ class Plan:
     waves: float | None = None
     efficiency: float | None = None
     limit: cost_model.Limit | None = None
+    sum_order: str = ""
     product: str = "a product that XLA computes"
 
     def __str__(self) -> str:
@@ -93,6 +96,11 @@ class Plan:
     def bound(self) -> str | None:
         """ "memory" or "arithmetic", whichever takes longer on its own; None without a limit."""
         return None if self.limit is None else self.limit.bound
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether the product has this sum order with any number of rows, as its schedule asks."""
+        return self.problem is not None and self.problem.is_invariant
 
     @property
     def is_empty(self) -> bool:

@@ -7,7 +7,7 @@ import functools
 
 from jax_streamk import _ffi, schedules, text
 from jax_streamk.machines import machine_of
-from jax_streamk.plan import cost_model, described, left_to_xla
+from jax_streamk.plan import cost_model, described, invariance, left_to_xla
 from jax_streamk.plan.launch_policy import LaunchPolicy
 from jax_streamk.plan.plan import Candidate, Plan, native_schedule
 from jax_streamk.tuning import tuned
@@ -68,15 +68,20 @@ def make_plan(problem, schedule, device):
 
     ``Auto()`` takes what tuning found for exactly this problem and device. If it found nothing, it takes XLA's product
     where ``left_to_xla`` says so or no kernel can run the problem, else the candidate with the lowest estimate.
-    Any other schedule runs on the best kernel that supports it, or is refused.
+    Any other schedule runs on the best kernel that supports it, or is refused. An invariant problem (``invariance``) is
+    never XLA's.
 
     Raises:
-      ValueError: no kernel can run an explicit schedule; the message has the reason of the kernel that came closest.
+      ValueError: no kernel can run an explicit schedule, or an invariant problem; the message has the reason of the
+        kernel that came closest.
     """
     tuned_plan = None
     if isinstance(schedule, schedules.Auto) and not problem.is_empty:
         tuned_plan = tuned.lookup(problem, device)
-        if tuned_plan is None and (why := left_to_xla.why(problem, device)):
+        if problem.is_invariant:
+            if tuned_plan is not None and why_another_order(tuned_plan.kernel, problem, tuned_plan.native(), device):
+                tuned_plan = None
+        elif tuned_plan is None and (why := left_to_xla.why(problem, device)):
             ours = plan_with(problem, schedule, device, None)
             known = dict(microseconds=ours.microseconds, why_xla=why)
             if ours.kernel:
@@ -88,15 +93,43 @@ def make_plan(problem, schedule, device):
 
 def choose(problem, wanted, device, **listed):
     """The ``_ffi.Choice`` for a native schedule; None considers every deterministic one."""
+    order = ""
+    if problem.is_invariant:
+        chosen = invariance.choice(problem, wanted, device, kernels_of)
+        order = "none" if chosen is None else chosen.order
+    machine = machine_of(device).native_for(problem.type_a)
+    parts = problem.native(), wanted, device.native(), machine
+    return _ffi.choose(kernels_of(problem, device), *parts, order=order, **listed)
+
+
+def choice_of_rows(problem, schedule, device):
+    """The ``invariance.Choice`` of an invariant problem; None if there is none."""
+    wanted = None if isinstance(schedule, schedules.Auto) else native_schedule(schedule)
+    return invariance.choice(problem, wanted, device, kernels_of)
+
+
+def why_another_order(kernel, problem, native, device):
+    """Why an invariant problem must not run on a kernel, by name, under a native schedule; None if it may."""
+    chosen, order = choice_of_rows(problem, schedules.Auto(), device), sum_order(kernel, problem, native, device)
+    if chosen is not None and chosen.order == order:
+        return None
+    return f"its sum order is {order}, and that of any number of rows {None if chosen is None else chosen.order}"
+
+
+def sum_order(kernel, problem, native, device):
+    """In which order a kernel, by name, adds products, as text; "" if the bits of a row depend on other rows."""
+    return _ffi.sum_order(_registry(device.platform)[0][kernel], problem.native(), native)
+
+
+def kernels_of(problem, device):
+    """The ``_ffi.Kernels`` that may run a problem."""
     # Host kernels run all.
     on_cpu = device.platform == "cpu"
     ragged, is_joined = (_ffi.Ragged.none, False) if on_cpu else (problem.ragged, problem.second_column > 0)
     majors, few = (problem.major_a, problem.major_b), problem.n < 8  # repack.cc's kFewColumns
     kinds = problem.gated, ragged, is_joined, problem.has_scales
     key = (problem.type_a, problem.type_b, problem.math, *majors, *kinds, few)
-    kernels = _registry(device.platform)[1].get(key) or _ffi.Kernels([])
-    machine = machine_of(device).native_for(problem.type_a)
-    return _ffi.choose(kernels, problem.native(), wanted, device.native(), machine, **listed)
+    return _registry(device.platform)[1].get(key) or _ffi.Kernels([])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -111,7 +144,9 @@ def plan_with(problem, schedule, device, tuned_plan):
     choice = choose(problem, None if auto else native_schedule(schedule), device)
     if not choice.candidates:
         why = choice.refusal or _without_kernels(problem, device)
-        if auto:
+        if problem.is_invariant and choice_of_rows(problem, schedule, device) is None:
+            why = f"no kernels have one sum order for any number of rows: {why}"
+        if auto and not problem.is_invariant:
             return Plan(problem, device, None, None, why_xla=why)
         raise ValueError(f"schedule={schedule} cannot run {problem}: {why}")
 
@@ -125,7 +160,7 @@ def plan_with(problem, schedule, device, tuned_plan):
     if tuned_plan is not None:
         alone = f"{kernel}, {_schedule_of(native)}, {policy}"
         without = f"without tuning the planner chooses {alone}: {text.duration(microseconds)} estimated"
-        if tuned_plan.is_left_to_xla:
+        if tuned_plan.is_left_to_xla and not problem.is_invariant:
             took = f"its product took {tuned_plan.xla_ratio:.2f} of the time of {tuned_plan.kernel}"
             why = f"{took}, measured by tuning on {tuned_plan.date[:10]}"
             return Plan(problem, device, None, None, why_xla=why, notes=(without,))
@@ -153,6 +188,9 @@ def plan_with(problem, schedule, device, tuned_plan):
         share = f"{limit.microseconds / microseconds:.0%} of the {limit.bound} limit"
         figures.append(f"{share}, {text.duration(limit.microseconds)} {work}")
     figures.append(f"{cost.waves:.2f} waves, quantization efficiency {efficiency:.0%}")
+    order = sum_order(kernel, problem, native, device)
+    if problem.is_invariant:
+        figures.append(f"batch invariant: {order}")
     if tuned_plan is None:
         others = list(distinct.items())[1:]
         figures.extend(f"instead of {x.kernel}, {_text_of(x.schedule)}: {duration}" for duration, x in others)
@@ -173,6 +211,7 @@ def plan_with(problem, schedule, device, tuned_plan):
         waves=cost.waves,
         efficiency=efficiency,
         limit=limit,
+        sum_order=order,
     )
 
 

@@ -62,6 +62,8 @@ class GemmProblem(ByBits, _Fields):
 
     If ``second_column`` is not 0, B is two matrices side by side, or three with ``third_column``, which lie apart. The
     second and third begin at these columns.
+
+    If ``invariant`` is not none, the bits of an element must not depend on m (or n), nor on its place along it.
     """
 
     def native(self):
@@ -74,6 +76,11 @@ class GemmProblem(ByBits, _Fields):
     @property
     def is_empty(self):
         return 0 in (self.batch, self.m, self.n, self.k)
+
+    @property
+    def is_invariant(self):
+        """Whether bits must not depend on the number of rows, or of columns."""
+        return self.invariant != _ffi.Invariant.none
 
     @property
     def is_ragged(self):
@@ -127,6 +134,7 @@ class GemmProblem(ByBits, _Fields):
             batch = f"{self.batch // self.inner_batch} x {self.inner_batch} x "
         epilogue = f", D = {self.epilogue}" if self.epilogue else ""
         majors = f"A {_name(self.major_a)}, B {_name(self.major_b)}"
+        epilogue += ", batch invariant" * self.is_invariant
         if self.is_ragged:
             cut = "rows" if self.ragged == _ffi.Ragged.m else "k"
             groups = f"{cut} in {self.batch} group{'s' * (self.batch > 1)}"
@@ -417,6 +425,19 @@ def _extents(lhs_shape, lhs_contract, lhs_batch, rhs_shape, rhs_contract, rhs_ba
     depth, batch = (math.prod(lhs_shape[i] for i in dims) for dims in (lhs_contract, lhs_batch))
     contracted = max(depth * batch, 1)
     return math.prod(lhs_shape) // contracted, math.prod(rhs_shape) // contracted, depth
+
+
+def only_tf32(product, types, platform):
+    """A ``Product`` that asks for TF32 wherever XLA has TF32 for larger products of its types and precision."""
+    dtypes = {jnp.dtype(types[role].dtype) for role in ("lhs", "rhs")}
+    if platform != "cuda" or jnp.dtype(jnp.float32) not in dtypes or jnp.dtype(jnp.float64) in dtypes:
+        return product
+    try:
+        presets = {_ffi.Math.tf32: "TF32_TF32_F32", _ffi.Math.tf32x3: "TF32_TF32_F32_X3"}
+        preset = presets[_math(jnp.dtype(jnp.float32), product.precision, platform)]
+    except Unsupported:  # and it says so
+        return product
+    return product.replaced(precision=lax.DotAlgorithmPreset[preset])
 
 
 def _xla_multiplies_in_float32(rows, columns, depth):

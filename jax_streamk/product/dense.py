@@ -228,6 +228,12 @@ class Dense(Product):
     def nested(self, types, platform):
         return self.arranged(types, platform, nests=True)
 
+    def of_several_rows(self, types):
+        (contract, _), (batch, _) = self.numbers
+        lhs = types["lhs"]
+        shape = [max(size, 2) if i not in (*contract, *batch) else size for i, size in enumerate(lhs.shape)]
+        return types | dict(lhs=lhs.update(shape=tuple(shape)))
+
 
 def _of(given, *roles):
     """The operands with these roles, as far as a product has them."""

@@ -150,6 +150,10 @@ class Product(ShortRepr):
         """The ``Arrangement`` with a batch of two dimensions, where that saves copies; None if the kind has none."""
         return None
 
+    def of_several_rows(self, types):
+        """The types of operands of the same product with more than one row in each free dimension of lhs."""
+        return types
+
     def as_read(self, types):
         """{role: function} of operands that kernels read in another form."""
         return {}

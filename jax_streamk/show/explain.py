@@ -469,6 +469,7 @@ def _rows(x: Explanation) -> Iterator[tuple[str, str, str]]:
         yield section, "launch policy", str(x.policy)
         workspace = "unknown without CUDA kernels" if x.workspace_bytes is None else text.size(x.workspace_bytes)
         yield section, "workspace", workspace
+        yield section, "sums", _order_of_sums(plan)
     for reason in plan.reasons:
         if reason not in plan.figures:
             yield section, "", reason
@@ -481,6 +482,12 @@ def _rows(x: Explanation) -> Iterator[tuple[str, str, str]]:
             "",
             f"{other.kernel}, {other.schedule}: {text.duration(other.microseconds)}; {other.why}",
         )
+
+
+def _order_of_sums(plan: Plan) -> str:
+    if not plan.sum_order:
+        return "in an order that depends on how many rows there are"
+    return plan.sum_order + (", with any number of rows" if plan.batch_invariant else "")
 
 
 def _division_rows(x: Explanation, kernel: _ffi.KernelInfo) -> Iterator[tuple[str, str, str]]:

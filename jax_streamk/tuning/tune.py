@@ -122,6 +122,8 @@ def _why_not(candidate, problem, device):
     """Why a candidate is not measured; None if it is."""
     parts = candidate.kernel, problem.native(), candidate.native()
     refusal = _ffi.may_serve(*parts, device.native())
+    if refusal is None and problem.is_invariant:
+        refusal = planner.why_another_order(candidate.kernel, problem, candidate.native(), device)
     return refusal or _ffi.check_policy(*parts, candidate.policy.native(), device.native())
 
 
@@ -134,7 +136,8 @@ def _in_order(candidate, raster, swizzle, problem, device):
 def _split(candidate, splits, problem, device):
     """The candidate with another number of splits, or unchanged if the kernel cannot run that number."""
     split = dataclasses.replace(candidate, splits=splits)
-    if _ffi.may_serve(split.kernel, problem.native(), split.native(), device.native()) is not None:
+    is_served = _ffi.may_serve(split.kernel, problem.native(), split.native(), device.native()) is None
+    if not is_served or problem.is_invariant:
         return candidate
     return _in_order(split, split.policy.raster, split.policy.swizzle, problem, device)
 
@@ -228,14 +231,16 @@ def later(schedule):
     An ``Auto()`` then remembers which tuned plans are in use, and whether ``tuning()`` is on.
     """
     is_auto = isinstance(schedules.of_forward(schedule), schedules.Auto)
-    return _Later(contextvars.copy_context()) if is_auto else schedule
+    if not is_auto:
+        return schedule
+    return _Later(contextvars.copy_context(), batch_invariant=schedules.is_invariant(schedule))
 
 
 def in_its_context(schedule, function):
     """``function(schedule)``; for an ``Auto()`` from ``later``, in the context that it remembers."""
-    return (
-        schedule.context.copy().run(function, schedules.Auto()) if isinstance(schedule, _Later) else function(schedule)
-    )
+    if not isinstance(schedule, _Later):
+        return function(schedule)
+    return schedule.context.copy().run(function, schedules.Auto(batch_invariant=schedule.batch_invariant))
 
 
 def tuned_if_asked(plan):
