@@ -522,6 +522,19 @@ def test_gated_products_are_beside_xlas_expression_and_our_products(activation):
     assert row["bytes"] == 2 * (16 * 64 + 2 * 64 * 32 + 16 * 32) and row["flops"] == 4 * 16 * 32 * 64
 
 
+@pytest.mark.parametrize("layer", [[], ["--linear", "relu"], ["--gated", "silu"]])
+def test_batch_invariant_products_are_beside_the_others(layer, tmp_path, monkeypatch, capsys):
+    (tmp_path / "one.csv").write_text("m,n,k\n16,48,640\n")
+    out = tmp_path / "out.json"
+    assert here(monkeypatch, tmp_path / "one.csv", *QUICK, *layer, "--batch-invariant", "--out", out) == 0
+    (row,) = json.loads(out.read_text())["rows"]
+    invariant = row["sides"][sides.INVARIANT]
+    assert not invariant["wrong"] and invariant["ratio"]["independent"] > 0
+    assert sides.INVARIANT in capsys.readouterr().out
+    why = refused(monkeypatch, capsys, "--groups", "moe_decode", "--batch-invariant")
+    assert "--batch-invariant is of" in why
+
+
 @pytest.mark.parametrize(
     "stored, group, scales",
     [

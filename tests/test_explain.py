@@ -756,7 +756,7 @@ def test_schedules_of_the_command_line(words, schedule):
     [
         (["0", "8", "8"], "argument M"),
         (["8", "8"], "the following arguments are required: K"),
-        (["8", "8", "8", "--schedule", "split-k"], "'split-k': must be auto, data-parallel, split-k:SPLITS"),
+        (["8", "8", "8", "--schedule", "split-k"], "'split-k': must be auto, batch-invariant, data-parallel"),
         (["8", "8", "8", "--schedule", "split-k:0"], "splits=0: must be an integer from 1 to"),
         (["8", "8", "8", "--schedule", "split-k:two"], "'split-k:two'"),
         (["8", "8", "8", "--schedule", "stream-k:fast"], "reduction='fast': must be one of"),

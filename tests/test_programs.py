@@ -13,7 +13,7 @@ from test_bench import here, refused
 
 import jax_streamk
 from jax_streamk.tools import programs, report, results
-from jax_streamk.tools.sides import OURS, XLA
+from jax_streamk.tools.sides import INVARIANT, OURS, XLA
 
 # Of those that differ from another by numbers only, one or two.
 RUN = [
@@ -146,6 +146,13 @@ def test_products_of_quantized_weights_read_the_numbers(name, types, count, ever
     products = jax_streamk.accelerate(function).explain(*arguments)
     of_numbers = [row.count for row in products.rows if row.plan and f"{types} " in str(row.plan.problem)]
     assert sum(of_numbers) == count, str(products)
+
+
+def test_batch_invariant_programs_are_beside_the_others(own):
+    (program,) = programs.chosen(["own.py"])
+    row = programs.measure(program, "small", 1, batch_invariant=True)
+    invariant = row["sides"][INVARIANT]
+    assert invariant["custom_calls"] == 2 and invariant["ratio"]["step"] > 0 and "relative_error" not in invariant
 
 
 def test_a_row_counts_what_the_compiled_program_has(own):

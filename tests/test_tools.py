@@ -124,6 +124,17 @@ def test_tune_measures(tmp_path, monkeypatch, capsys):
     assert f"{duration(found.microseconds)} by" in capsys.readouterr().err
 
 
+def test_tune_measures_batch_invariant_products(tmp_path, monkeypatch, capsys):
+    """Their plans are apart from others. One that only XLA computes is left out."""
+    monkeypatch.setitem(measure.ROTATED_BYTES, device_of(None).platform, 1e5)
+    path, cache = write(tmp_path / "one.csv", "40,24,64", header="m,n,k"), str(tmp_path / "cache")
+    dtypes = ["--dtype", "float32", "--dtype", "int32"]
+    assert main(["tune", path, *dtypes, "--cache", cache]) == 0
+    assert main(["tune", path, *dtypes, "--cache", cache, "--batch-invariant"]) == 0
+    assert sorted(p.is_invariant for p in Store(tmp_path / "cache").plans(device_of(None))) == [False, True]
+    assert "batch_invariant=True" in capsys.readouterr().err
+
+
 def test_tune_measures_ragged_products(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(measure.ROTATED_BYTES, device_of(None).platform, 1e5)
     rows = ("4,40,24,64,forward,zipf", "4,40,24,64,lhs,uniform", "3,40,24,64,rhs,uniform")

@@ -13,6 +13,8 @@ examples:
       products by quantized weights, also beside those by weights that are not
   python -m jax_streamk bench --set weights --dtype float8_e4m3fn --scales 128x128
       products of float8 with scales per block, also beside XLA's without scales
+  python -m jax_streamk bench --set decode_llm --batch-invariant --out invariant.json
+      what it costs that a row's bits do not depend on the batch
   python -m jax_streamk bench --programs gpt2 --limit 500 --out programs.json
       programs of this folder's benchmarks/programs, as they are and under accelerate
 """
@@ -47,6 +49,7 @@ from jax_streamk.tuning.programs import Program, repeat, wall_sample
 GROSS_ERROR = {"bfloat16": 0.02, "float16": 0.02, "float32": 0.01, "float64": 1e-9, "int8": 0} | dict.fromkeys(
     float8.NAMES, 0.02
 )
+_ONLY_IF_SET = "gated", "batch_invariant"  # fields of a result's task
 _NAMED_BY = "m", "n", "k", "trans_a", "trans_b", "batch", "groups", "routing", "pass_"
 
 
@@ -92,6 +95,11 @@ def add_arguments(parser):
         metavar="ACTIVATION",
         help="gated products without biases, of two matrices of each shape's B, with one of these activations; of "
         "--groups the forward passes",
+    )
+    parser.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="ours also under Auto(batch_invariant=True), of shapes and programs",
     )
     kinds = "; ".join(map(": ".join, sides.MEASURES.items()))
     parser.add_argument(
@@ -274,6 +282,8 @@ def _shapes(arguments):
         arguments.error(str(error))
     if arguments.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
+    if arguments.batch_invariant and kind is not shapes:
+        arguments.error("--batch-invariant is of products of matrices, and of programs")
     if arguments.linear and arguments.gated:
         arguments.error("--linear and --gated are two kinds of layers")
     if arguments.dtype == "int8" and (arguments.linear or arguments.gated):
@@ -295,7 +305,7 @@ def _shapes(arguments):
     if task.xla_precision != task.precision:
         notes.append(f"XLA's precision is {task.xla_precision.name}, as exact as ours")
     rounds = arguments.rounds or 2
-    of_task = {name: x for name, x in dataclasses.asdict(task).items() if name != "gated" or x}
+    of_task = {name: x for name, x in dataclasses.asdict(task).items() if name not in _ONLY_IF_SET or x}
     settings = dict(format=results.FORMAT, task=of_task, measures=measures, rounds=rounds, notes=notes)
     row = lambda shape: measure(task, shape, builders, measures, rounds, gpu)
     return _Work(todo, "shapes", settings, row, link, task.dtype)
@@ -311,10 +321,9 @@ def _programs(arguments):
     except (OSError, ValueError) as error:
         arguments.error(str(error))
     size, rounds = "small" if arguments.small else "real", arguments.rounds or 4
-    settings = dict(
-        format=results.PROGRAMS_FORMAT, task=dict(size=size), measures=[programs.MEASURE], rounds=rounds, notes=[]
-    )
-    row = lambda program: programs.measure(program, size, rounds)
+    task = dict(size=size) | dict(batch_invariant=True) if arguments.batch_invariant else dict(size=size)
+    settings = dict(format=results.PROGRAMS_FORMAT, task=task, measures=[programs.MEASURE], rounds=rounds, notes=[])
+    row = lambda program: programs.measure(program, size, rounds, arguments.batch_invariant)
     return _Work(todo, "programs", settings, row, None, "bfloat16")
 
 

@@ -25,7 +25,7 @@ from jax_streamk.show.explain import on_kernel, work_units
 from jax_streamk.show.plot import plot_schedules
 from jax_streamk.tools import shapes
 
-_SCHEDULES = "auto, data-parallel, split-k:SPLITS[:REDUCTION] or stream-k[:REDUCTION]"
+_SCHEDULES = "auto, batch-invariant, data-parallel, split-k:SPLITS[:REDUCTION] or stream-k[:REDUCTION]"
 
 
 def add_arguments(parser):
@@ -121,6 +121,8 @@ def schedule(words):
     try:
         if name == "auto" and not given:
             return schedules.Auto()
+        if name == "batch-invariant" and not given:
+            return schedules.Auto(batch_invariant=True)
         if name == "data-parallel" and not given:
             return schedules.DataParallel()
         if name == "split-k" and 1 <= len(given) <= 2:

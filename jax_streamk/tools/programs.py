@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 import jax_streamk
 from jax_streamk.tools.results import described, recorded
-from jax_streamk.tools.sides import OURS, XLA
+from jax_streamk.tools.sides import INVARIANT, OURS, XLA
 from jax_streamk.tuning import timing
 from jax_streamk.tuning.programs import Program, repeat, wall
 
@@ -132,7 +132,7 @@ def _raise(error, *_, **__):
     raise error
 
 
-def measure(program, size, rounds):
+def measure(program, size, rounds, batch_invariant=False):
     """The row of a program in a result; ``size`` is "small" or "real"."""
     row: dict[str, Any] = dict(
         program=program.name, dtype=program.dtype, devices=program.devices, size=getattr(program, size), sides={}
@@ -147,16 +147,19 @@ def measure(program, size, rounds):
         except Exception as error:
             failed = dict(error=described(error))
             return row | dict(sides={XLA: failed, OURS: failed})
-        steps = _begun(program, row, step, arguments)
+        steps = _begun(program, row, step, arguments, batch_invariant)
         del arguments
         _time(row, steps, rounds)
     return row
 
 
-def _begun(program, row, step, arguments):
-    """The sides' steps, each after its first call, whose results are compared."""
+def _begun(program, row, step, arguments, batch_invariant):
+    """The sides' steps, each after its first call; XLA's results and ours are compared."""
     steps, results = {}, {}
-    for name, function in {XLA: step, OURS: program.accelerate(step)}.items():
+    functions = {XLA: step, OURS: program.accelerate(step)}
+    if batch_invariant:
+        functions[INVARIANT] = program.accelerate(step, schedule=jax_streamk.Auto(batch_invariant=True))
+    for name, function in functions.items():
         side: dict[str, Any] = {}
         row["sides"][name] = side
         with recorded(side):
@@ -164,7 +167,7 @@ def _begun(program, row, step, arguments):
             side |= one.compiled()
             results[name], side["device_peak_bytes"] = one.first()
             steps[name] = Program(one, jax.block_until_ready, 1)
-    if len(results) == 2:
+    if XLA in results and OURS in results:
         failed: dict[str, str] = {}
         with recorded(failed):
             _compare(program, row, arguments, results)
@@ -187,9 +190,10 @@ def _time(row, steps, rounds):
     for name, side in row["sides"].items():
         if "error" not in side:
             side[MEASURE] = timing.summary(samples[name])
-    xla, ours = row["sides"][XLA], row["sides"][OURS]
-    if MEASURE in xla and MEASURE in ours:
-        ours["ratio"] = {MEASURE: xla[MEASURE]["median_us"] / ours[MEASURE]["median_us"]}
+    xla, *others = row["sides"].values()
+    for side in others:
+        if MEASURE in xla and MEASURE in side:
+            side["ratio"] = {MEASURE: xla[MEASURE]["median_us"] / side[MEASURE]["median_us"]}
 
 
 class _Step:

@@ -24,6 +24,7 @@ from jax_streamk.tuning.programs import Program, dependent, repeat
 from jax_streamk.tuning.timing import device_samples, summary
 
 OURS, XLA, OUR_MATMUL = "jax_streamk", "XLA", "jax_streamk.matmul"
+INVARIANT = "jax_streamk, batch invariant"
 DENSE, EVEN = "dense", "even groups"  # what bounds a ragged product
 MOST_CALLS, MOST_CALLS_IN_PROGRAM = 256, 64
 _HOST_MEMORY = 3 << 30  # at a size of this order XLA's products on a CPU take too long to wait for
@@ -62,18 +63,21 @@ class Task:
       precision: as in ``jax_streamk.matmul``.
       activation: a key of ``ACTIVATIONS`` or "none"; None for a plain product.
       gated: whether it is a gated product with this activation and without biases, instead of a linear layer.
+      batch_invariant: whether ours is also measured under ``Auto(batch_invariant=True)``.
     """
 
     dtype: str
     precision: str | None = None
     activation: str | None = None
     gated: bool = False
+    batch_invariant: bool = False
 
     @classmethod
     def of(cls, arguments, **fields):
         """The task of a command line."""
         precision = None if arguments.precision == "default" else arguments.precision
-        return cls(arguments.dtype, precision, arguments.linear or arguments.gated, bool(arguments.gated), **fields)
+        activation, given = arguments.linear or arguments.gated, (bool(arguments.gated), arguments.batch_invariant)
+        return cls(arguments.dtype, precision, activation, *given, **fields)
 
     @property
     def preferred(self):
@@ -157,6 +161,13 @@ class Task:
 
     def functions(self, shape):
         """For each side, a function of the operands."""
+        functions = self.functions_under(None, shape)
+        if self.batch_invariant:
+            functions[INVARIANT] = self.functions_under(jax_streamk.Auto(batch_invariant=True), shape)[OURS]
+        return functions
+
+    def functions_under(self, schedule, shape):
+        """The same, ours under a schedule."""
 
         def stored(function, precision=self.precision):
             def call(a, b, *others):
@@ -169,7 +180,7 @@ class Task:
             result: dict[str, Any] = dict(preferred_element_type=self.preferred)
             return {
                 XLA: stored(functools.partial(jnp.matmul, **result), self.xla_precision),
-                OURS: stored(functools.partial(jax_streamk.matmul, **result)),
+                OURS: stored(functools.partial(jax_streamk.matmul, **result, schedule=schedule)),
             }
         activation = ACTIVATIONS[self.linear["activation"]]
         if self.gated:
@@ -182,7 +193,7 @@ class Task:
 
             def ours(x, w, up, precision):
                 up = up.mT if shape.trans_b else up
-                return jax_streamk.gated_linear(x, w, up, precision=precision, **self.linear)
+                return jax_streamk.gated_linear(x, w, up, precision=precision, schedule=schedule, **self.linear)
 
             return {
                 XLA: stored(formula(jnp.matmul), self.xla_precision),
@@ -194,7 +205,7 @@ class Task:
                 lambda x, w, bias, precision: activation(jnp.matmul(x, w, precision=precision) + bias),
                 self.xla_precision,
             ),
-            OURS: stored(functools.partial(jax_streamk.linear, **self.linear)),
+            OURS: stored(functools.partial(jax_streamk.linear, **self.linear, schedule=schedule)),
             OUR_MATMUL: stored(lambda x, w, bias, precision: jax_streamk.matmul(x, w, precision=precision)),
         }
 

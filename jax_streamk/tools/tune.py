@@ -44,6 +44,9 @@ def add_arguments(parser):
         help=f"gated products of two matrices of each shape's B, in one kernel or apart: {', '.join(activations)}",
     )
     parser.add_argument(
+        "--batch-invariant", action="store_true", help="plans for Auto(batch_invariant=True), which has some of its own"
+    )
+    parser.add_argument(
         "--cache", metavar="DIR", help="where plans are stored (the user's cache folder, which programs read)"
     )
     parser.add_argument(
@@ -69,7 +72,9 @@ def run(arguments):
         epilogue = Epilogue(None if arguments.gated == "none" else arguments.gated, gate="pair")
     try:
         device = device_of(None)
-        problems, left = _plan(wanted, arguments.dtype or ["bfloat16"], arguments.out_dtype, device, epilogue)
+        schedule = schedules.Auto(batch_invariant=arguments.batch_invariant)
+        dtypes = arguments.dtype or ["bfloat16"]
+        problems, left = _plan(wanted, dtypes, arguments.out_dtype, device, epilogue, schedule)
     except (OSError, ValueError, RuntimeError) as error:
         raise SystemExit(f"tune: {error}") from None
     try:
@@ -127,7 +132,7 @@ def run(arguments):
     return 130 if interrupted else int(failed > 0)
 
 
-def _plan(wanted, dtypes, out_dtype, device, epilogue):
+def _plan(wanted, dtypes, out_dtype, device, epilogue, schedule):
     """The product of each problem that a kernel runs, and for the other products why they are left to XLA."""
     lowering.check_build(device.platform)
     problems: dict[GemmProblem, str] = {}
@@ -145,7 +150,11 @@ def _plan(wanted, dtypes, out_dtype, device, epilogue):
                 kind, types["group_sizes"] = Ragged, jax.ShapeDtypeStruct((shape.groups,), jnp.int32)
             precision = compat.canonicalize_precision(None)
             product = kind(shape.dimension_numbers(), precision, result and jnp.dtype(result), epilogue)
-            plan = alternatives.plan(product, types, schedules.Auto(), device).plan
+            try:
+                plan = alternatives.plan(product, types, schedule, device).plan
+            except ValueError as error:  # of products that must be batch invariant
+                left[name] = str(error)
+                continue
             if plan.kernel is None:
                 left[name] = plan.reasons[0]
             else:
