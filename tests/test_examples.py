@@ -167,3 +167,10 @@ def test_quantized(tmp_path):
     printed = run("quantized.py", tmp_path, rows=3, size=64)
     assert_gallery_has("quantized.py", printed)
     assert printed.count("by jax_streamk") == 2 and printed.count("x s4 (scale bf16 per 32 x 1)") == 2
+
+
+def test_batch_invariant(tmp_path):
+    printed = run("batch_invariant.py", tmp_path, prompt=64, batch=5, width=64)
+    assert_gallery_has("batch_invariant.py", printed)
+    *_, invariant = printed.split("\n\n")
+    assert re.findall(r": (\S+)%", invariant) == ["0.0"] * 5
