@@ -1,12 +1,14 @@
-"""Random products and programs of ours beside JAX's, both against float64.
+"""Random products and programs of ours beside JAX's, both against float64; and the bits of rows in other batches.
 
 python tests/campaign.py products --count 1000
 python tests/campaign.py programs --count 200
+python tests/campaign.py invariance --count 100
 python tests/campaign.py programs --seed 123456    # one case again
 
 A case is made of its seed. The error of ours may be twice that of XLA's on the same operands, or four times at the end
-of a program, where each had errors of its own on the way. Prints the text of each failure with its seed, then how many
-there were, and ends with 1 if there was one.
+of a program, where each had errors of its own on the way. In ``invariance`` any number of rows of a batch-invariant
+product, at any place, must have the bits that they have among all. Prints the text of each failure with its seed, then
+how many there were, and ends with 1 if there was one.
 """
 
 import argparse
@@ -413,6 +415,70 @@ def program(seed):
     return Case(text, ours, f, [x, p.weights], dtype, most=4)
 
 
+# Rows of batch-invariant products
+
+
+@dataclasses.dataclass
+class Rows:
+    """A function of a matrix of rows, whose results are rows, too."""
+
+    text: str
+    of: Callable[[Any], Any]
+    matrix: Any
+    draw: Draw
+
+
+def rows(seed):
+    """A product of any kind by matrices of many sizes, of as many rows as a batch may have."""
+    draw = Draw(seed)
+    on_gpu = jax.default_backend() == "gpu"
+    dtype, many = draw.choice(DTYPES), draw.choice([1024, 1024, 8192]) if on_gpu else 300
+    most = 4096 if on_gpu else 400
+    sizes = [size for size in SIZES if size <= most]
+    n, k = draw.choice([*sizes, draw.randint(1, most)]), draw.choice([*sizes, draw.randint(1, 2 * most)])
+    kind = draw.choice(["matmul", "matmul", "linear", "gated", "ragged", "quantized"])
+    out = draw.choice([dtype, "float32"])
+    if kind == "quantized":
+        k = max(k // 128 * 128, 128)
+    (x_turned, w_turned), activation = (draw.random() < 0.3 for _ in range(2)), draw.maybe(ACTIVATIONS)
+    x, w, up = (draw.array(shape, dtype, k**-0.5) for shape in ((many, k), (k, n), (k, n)))
+    bias, how = draw.array((n,), dtype), dict(schedule=sk.Auto(batch_invariant=True))
+    given = dict(matmul=w, quantized=draw.quantized((k, n), dtype) if kind == "quantized" else w)
+    turned = lambda a: lax.optimization_barrier(a.mT).mT  # as another layout
+
+    def of(x):
+        x = turned(x) if x_turned else x
+        if kind == "linear":
+            return sk.linear(x, turned(w) if w_turned else w, bias, activation=activation, **how)
+        if kind == "gated":
+            return sk.gated_linear(x, w, up, activation=activation, **how)
+        if kind == "ragged":  # one expert has some rows, and another the rest
+            sizes = jnp.array([0, x.shape[0] // 3, 0, x.shape[0] - x.shape[0] // 3], jnp.int32)
+            return sk.ragged_dot(x, jnp.stack([up, w, up, w]), sizes, **how)
+        if kind == "quantized":
+            return sk.matmul(x, given[kind], **how)
+        return sk.matmul(x, turned(w) if w_turned else w, preferred_element_type=jnp.promote_types(dtype, out), **how)
+
+    text = f"{kind} of {dtype}{[many, k]} by {[k, n]}, {x_turned=}, {w_turned=}, {activation}, {out}"
+    return Rows(text, of, x, draw)
+
+
+SIZES = [64, 100, 129, 256, 384, 1000, 1024, 1536, 2048, 4096]
+COUNTS = [1, 2, 3, 7, 8, 16, 17, 33, 64, 65, 100, 128, 129, 257, 1000, 1024, 4096, 8192]
+
+
+def changed(case):
+    """Which rows have other bits among fewer; None if none have."""
+    matrix, of = case.matrix, jax.jit(case.of)
+    whole = np.asarray(of(matrix)).view(np.uint8)
+    for count in (count for count in COUNTS if count <= len(matrix)):
+        first = case.draw.randint(0, len(matrix) - count)
+        part = np.asarray(of(matrix[first : first + count])).view(np.uint8)
+        if not np.array_equal(part, whole[first : first + count]):
+            return f"{count} rows from {first} on have other bits than among {len(matrix)}"
+    return None
+
+
 # Judging
 
 
@@ -446,16 +512,16 @@ def exact(case):
         return jax.jit(case.jaxs)(*operands)
 
 
-KINDS = {"products": product, "programs": program}
+KINDS = {"products": product, "programs": program, "invariance": rows}
 
 
 def failed(kind, seed, slack=1):
     """The text of a failure of a case; None if it is right, or its schedule is refused."""
     case = KINDS[kind](seed)
     try:
-        why = failure(case, slack)
+        why = changed(case) if isinstance(case, Rows) else failure(case, slack)
     except ValueError as error:
-        if "schedule=" in str(error):
+        if "schedule=" in str(error) and kind != "invariance":
             return None
         why = f"ValueError: {error}"
     except Exception as error:
