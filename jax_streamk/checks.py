@@ -31,7 +31,7 @@ def check_installation():
             f"pip install -U 'jax>={_OLDEST_JAX}'"
         )
     if importlib.util.find_spec("jax_streamk._ffi") is None:
-        python = "{}.{}".format(*sys.version_info)
+        python = "{}.{}".format(*sys.version_info) + sys.abiflags  # "3.13t" has no global lock
         raise ImportError(
             f"{pathlib.Path(__file__).parent} has no compiled module _ffi for Python {python}. If it is the source "
             "folder of a clone, it hides the installed package: start Python in another folder, run pytest instead of "

@@ -364,6 +364,14 @@ def test_a_source_folder_says_that_it_hides_the_package(tmp_path):
     assert "hides the installed package: start Python in another folder" in said
 
 
+def test_a_free_threaded_python_is_named(monkeypatch):
+    """Its modules are not those of the Python of the same number."""
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "abiflags", "t")
+    with pytest.raises(ImportError, match=r"has no compiled module _ffi for Python 3\.\d+t\. "):
+        checks.check_installation()
+
+
 def test_a_module_that_does_not_load_says_what_to_do(tmp_path):
     said = imported_from(tmp_path, b"cut off")
     assert said.startswith("ImportError: the compiled module of jax_streamk ")
