@@ -72,6 +72,8 @@ PRODUCTS = {
     ),
 }  # fmt: skip
 
+IN_EVERY_SCHEDULE = "f32", "f16"  # of results that are the accumulators, and of others
+
 
 class Launches:
     """Launches of one plan on the same operands, outside XLA."""
@@ -104,7 +106,9 @@ class Launches:
 def test_kernels_at_once(name):
     """Each launch has the bits of one alone, by threads of its own and by those of a pool, as XLA's are."""
     product, operands = PRODUCTS[name]
-    schedules = SCHEDULES if "ragged" not in name and name != "gathered" else SCHEDULES[:1]
+    schedules = SCHEDULES if name in IN_EVERY_SCHEDULE else [SplitK(3, "separate"), StreamK()]
+    if "ragged" in name or name == "gathered":
+        schedules = [DataParallel()]
     with jax.enable_x64(name == "f64"):
         plans = [sk.plan(product(schedule), *operands, device=DEVICE) for schedule in schedules]
     for made in plans:
