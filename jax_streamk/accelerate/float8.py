@@ -1,4 +1,4 @@
-"""Finds products of two arrays of float8 or int8, as fp8 training has them, with a scale for each row or column, or for all.
+"""Finds products of two arrays of float8 or int8, as fp8 training has them, with scales for rows, columns or all.
 
 Other than weights, such numbers may be computed by the program: where both sides are float8, tensor cores multiply them
 twice as fast. The program scales the arrays, and multiplies what it dequantized, or the result.
@@ -115,7 +115,7 @@ def by_result(program: Any, eqn: Any, schedule: Any) -> Found | None:
 
 
 def _scaled(program: Any, x: Any, dtype: Any) -> tuple[Any, _Scales, list[Any]] | None:
-    """The product of float8 or int8 that a value is a multiple of, the scales, and the values since; None if there is none.
+    """The product of such numbers that a value is a multiple of, the scales, and the values since; None if none is.
 
     What the program rounds to fewer bits than ``dtype`` has, other than the product, is rounded.
     """
