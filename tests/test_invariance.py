@@ -307,7 +307,8 @@ def random_product(rng):
     dtype = rng.choice(["bfloat16", "float16", "float32", "float64"])
     out = rng.choice([dtype, "float32"]) if dtype in ("bfloat16", "float16") else dtype
     sizes = [1, 2, 8, 24, 64, 100, 129, 1024, 1536, 4096, 5120, 14336]
-    n, k, by_columns, turned = rng.choice(sizes), rng.choice(sizes), rng.random() < 0.2, rng.random() < 0.5
+    n, k, turned = rng.choice(sizes), rng.choice(sizes), rng.random() < 0.5
+    by_columns = n > 8 and rng.random() < 0.2  # of few columns no kernel takes such rows
     kind = rng.choice(["matmul", "matmul", "linear", "gated", "batch"])
 
     def operands(m):

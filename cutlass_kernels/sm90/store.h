@@ -172,17 +172,28 @@ class BoxStore {
 #pragma unroll
     for (int i = 0; i < kValuesPerBox; i += 2) {
       int const block = i / 4, lower = i / 2 % 2;  // of 8 columns; whether 8 rows below
-      uint32_t x, y;
-      std::memcpy(&x, &accumulators.values[begin + i], 4), std::memcpy(&y, &accumulators.values[begin + i + 1], 4);
+      Sum const x = accumulators(begin + i), y = accumulators(begin + i + 1);
       if constexpr (kSwap) {
         uint32_t const first = (at ^ lower * 32) + block * 8 * kRowBytes;
-        asm volatile("st.shared.u32 [%0], %1;" ::"r"(first), "r"(x) : "memory");
-        asm volatile("st.shared.u32 [%0], %1;" ::"r"(first ^ kRowBytes + 16), "r"(y) : "memory");
+        store_shared(first, x);
+        store_shared(first ^ kRowBytes + 16, y);
       } else {
-        asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"((at ^ block * 32) + lower * 8 * kRowBytes), "r"(x), "r"(y)
-                     : "memory");
+        store_shared((at ^ block * 32) + lower * 8 * kRowBytes, x, y);
       }
     }
+  }
+
+  static CUTLASS_DEVICE void store_shared(uint32_t to, float x) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
+  }
+  static CUTLASS_DEVICE void store_shared(uint32_t to, int32_t x) {
+    asm volatile("st.shared.s32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
+  }
+  static CUTLASS_DEVICE void store_shared(uint32_t to, float x, float y) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
+  }
+  static CUTLASS_DEVICE void store_shared(uint32_t to, int32_t x, int32_t y) {
+    asm volatile("st.shared.v2.s32 [%0], {%1, %2};" ::"r"(to), "r"(x), "r"(y) : "memory");
   }
 
   // The tile's column at which a box begins. Without overlap it must stay a plain product: if ptxas cannot tell which
