@@ -115,9 +115,8 @@ struct ScaleTables {
         SideScales const& own = side(line);
         auto const store = [&](auto const& to_float) {
           CUTLASS_PRAGMA_UNROLL
-          for (int i = 0; i < kCount; ++i)
-            *(is_row(line) ? tables_.rows[i] + index(line) : tables_.columns[i] + index(line) - kM) =
-                to_float(raw_[line][i]);
+          for (int i = 0; i < kCount; ++i)  // one index for both tables: with two, ptxas spills
+            (is_row(line) ? tables_.rows[i] : tables_.columns[i] - kM)[index(line)] = to_float(raw_[line][i]);
         };
         if (own.numbers.data == nullptr) {
           store([](uint32_t) { return 1.0f; });
