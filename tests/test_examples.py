@@ -170,7 +170,9 @@ def test_quantized(tmp_path):
 
 
 def test_batch_invariant(tmp_path):
-    printed = run("batch_invariant.py", tmp_path, prompt=64, batch=5, width=64)
+    # XLA's own sums must be compiled as users have them.
+    optimized = dict(JAX_DISABLE_MOST_OPTIMIZATIONS="0")
+    printed = run("batch_invariant.py", tmp_path, optimized, prompt=64, batch=5, width=64)
     assert_gallery_has("batch_invariant.py", printed)
     *_, invariant = printed.split("\n\n")
     assert re.findall(r": (\S+)%", invariant) == ["0.0"] * 5

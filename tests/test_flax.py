@@ -619,7 +619,8 @@ def test_qwix():
     got, wanted = (model.apply(params, x) for model in quantized)
     assert_close(got, wanted, TOLERANCE[F32] * 10)
     accelerated = jax_streamk.accelerate(quantized[0].apply)
-    assert_close(accelerated(params, x), wanted, TOLERANCE[F32] * 10)
+    # Scales are in the kernel: what is rounded otherwise may become another number of eight bits.
+    assert_close(accelerated(params, x), wanted, 0.01)
     # On GPUs products of int8 are XLA's.
     assert len(calls(accelerated, params, x)[0]) == (0 if jax.default_backend() == "gpu" else 4)
     assert np.abs(got - theirs.apply(params, x)).max() > 0.01

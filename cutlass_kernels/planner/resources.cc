@@ -269,7 +269,7 @@ double fused_us(Workload const& l) {
   double const warpgroups = l.kernel.warp_schedule == WarpSchedule::kCooperative ? l.kernel.threads / 128.0 - 1 : 1;
   double const accumulators = l.area() / (128 * warpgroups);
   bool const many = accumulators >= 160, late_bias = epilogue.has_bias && !l.kernel.swap_ab && accumulators > 128;
-  double const residual = !epilogue.has_residual ? 0 : many ? 8 : accumulators > 128 ? 4.5 : 2;
+  double const residual = !epilogue.has_residual ? 0 : (many ? 11 : accumulators > 128 ? 6 : 2) / warpgroups;
   double const calls = !many ? 1 : l.kernel.swap_ab ? 1.5 : 2.2;
   return us * (0.5 + late_bias + calls * activation_factor(epilogue.activation) + residual);
 }

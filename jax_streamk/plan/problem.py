@@ -538,6 +538,8 @@ def _types(lhs, rhs, preferred, precision, platform):
             raise Unsupported(f"{lhs} x {rhs}: no kernel multiplies {operand}")
     if lhs in FLOAT8 and rhs in FLOAT8:
         common, dtypes = lhs, (lhs, rhs)
+    elif lhs in FLOAT8 or rhs in FLOAT8:
+        raise Unsupported(f"{lhs} x {rhs}: no kernel multiplies these")
     else:
         with jax.numpy_dtype_promotion("standard"):  # lax mixes dtypes under any setting of jnp
             common = jnp.promote_types(lhs, rhs)
