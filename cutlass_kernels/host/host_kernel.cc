@@ -61,7 +61,6 @@ constexpr int64_t kFewScaledRows = 16;
 bool widens(Format const& a, Format const& d) {
   return a == Type::kE4M3 || a == Type::kE5M2 || (a == Type::kS8 && d != Type::kS32);
 }
-Type multiplied_as(Format const& a, Format const& d) { return widens(a, d) ? Type::kF32 : a.type; }
 
 // The state of a tile that has several peers.
 struct SharedTile {
@@ -89,7 +88,7 @@ struct Gemm {
   int64_t slots() const {
     return reduction == Reduction::kAtomic ? decomposition.shared_tiles() : decomposition.slots();
   }
-  Type multiplied() const { return multiplied_as(p.a.format, p.d.format); }
+  Type multiplied() const { return dequantizes_a() ? Type::kF32 : p.a.format.type; }
   bool multiplies_into_d() const { return p.d.format == accumulator_of(multiplied()); }
   int64_t accumulators_bytes() const {
     return multiplies_into_d() && reduction != Reduction::kAtomic ? 0 : tile_bytes();

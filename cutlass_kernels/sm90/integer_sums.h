@@ -84,12 +84,6 @@ struct IntegerSums {
     typename Tables::template Of<Accumulators> scales_;
     Sums sums_;
   };
-
-  template <class Accumulators, class Tile>
-  static CUTLASS_DEVICE Of<Accumulators> of(Params const& params, Storage& tables, Tile const& tile, int thread,
-                                            uint32_t barrier) {
-    return Of<Accumulators>(params, tables, tile, thread, barrier);
-  }
 };
 
 }  // namespace jax_streamk::sm90

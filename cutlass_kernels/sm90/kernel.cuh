@@ -369,6 +369,7 @@ struct Kernels {
       if constexpr (kResults != Results::kF32) add_majors<Type::kE4M3, Type::kBF16, kMajors>();
       if constexpr (kResults != Results::kOwn) add_majors<Type::kE4M3, Type::kF32, kMajors>();
     } else if constexpr (kTypes == Types::kInt8) {
+      static_assert(kResults != Results::kF32);
       add_majors<Type::kS8, Type::kS32, kMajors>();
       if constexpr (kResults == Results::kBoth) {
         add_majors<Type::kS8, Type::kBF16, kMajors>();

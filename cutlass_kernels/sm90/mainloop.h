@@ -122,7 +122,7 @@ struct TileMainloop {
   static CUTLASS_DEVICE auto sums_of(Params const& params, Loads const& loads, int32_t k_tiles,
                                      typename Sums::Storage& storage, Tile tile, int thread, uint32_t barrier) {
     locate(loads, k_tiles, tile);
-    return Sums::template of<Accumulators>(params, storage, tile, thread, barrier);
+    return typename Sums::template Of<Accumulators>(params, storage, tile, thread, barrier);
   }
 
   // Called by the consumers of a tile: accumulators + sums = the sum over `count` k-tiles. Of a run of rows only the

@@ -138,12 +138,6 @@ struct ScaledSums {
     int left_ = 0;  // tables that are not yet used
     Accumulators sums_;
   };
-
-  template <class Accumulators, class Tile>
-  static CUTLASS_DEVICE Of<Accumulators> of(Params const& params, Storage& tables, Tile const& tile, int thread,
-                                            uint32_t barrier) {
-    return Of<Accumulators>(params, tables, tile, thread, barrier);
-  }
 };
 
 }  // namespace jax_streamk::sm90

@@ -1,7 +1,8 @@
 // How the products of k-tiles become a tile's sum. wgmma truncates its accumulators at every instruction, so for a
 // float32 result, partial sums over short runs of K are added up in separate float32 registers: promotion.
 //
-// of() has the sums of a tile, for a thread among those that share it and a named barrier of these. multiply(run, drain
+// An Of has the sums of a tile, for a thread among those that share it and a named barrier of these. multiply(run,
+// drain
 // ...) calls run(k-tiles) for each run, which returns the stage that the products in flight read, and drain(stage) to
 // wait for them; add_to() completes the accumulators then.
 #pragma once
@@ -26,12 +27,11 @@ struct PlainSums : SumsOfAnyTile {
 
   template <class Accumulators>
   struct Of {
+    template <class Tile>
+    CUTLASS_DEVICE Of(Params const&, Storage&, Tile const&, int, uint32_t) {}
+
     CUTLASS_DEVICE void add_to(Accumulators&) const {}
   };
-  template <class Accumulators, class Tile>
-  static CUTLASS_DEVICE Of<Accumulators> of(Params const&, Storage&, Tile const&, int, uint32_t) {
-    return {};
-  }
 
   template <class Accumulators, class Run, class Drain>
   static CUTLASS_DEVICE int multiply(Accumulators&, Of<Accumulators>&, bool, int32_t count, Run const& run,
@@ -48,7 +48,10 @@ struct PromotedSums : SumsOfAnyTile {
   template <class Accumulators>
   class Of {
    public:
-    CUTLASS_DEVICE Of() { sums_.clear(); }
+    template <class Tile>
+    CUTLASS_DEVICE Of(Params const&, Storage&, Tile const&, int, uint32_t) {
+      sums_.clear();
+    }
 
     CUTLASS_DEVICE void add(Accumulators const& accumulators) {
       CUTLASS_PRAGMA_UNROLL
@@ -62,10 +65,6 @@ struct PromotedSums : SumsOfAnyTile {
    private:
     Accumulators sums_;
   };
-  template <class Accumulators, class Tile>
-  static CUTLASS_DEVICE Of<Accumulators> of(Params const&, Storage&, Tile const&, int, uint32_t) {
-    return {};
-  }
 
   template <class Accumulators, class Run, class Drain>
   static CUTLASS_DEVICE int multiply(Accumulators& accumulators, Of<Accumulators>& sums, bool promotes, int32_t count,

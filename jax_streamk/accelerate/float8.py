@@ -18,9 +18,7 @@ from jax_streamk import compat
 from jax_streamk.accelerate.equations import is_exact
 from jax_streamk.plan.problem import FLOAT8
 from jax_streamk.product import kinds, scaled
-from jax_streamk.product.dense import Dense
 from jax_streamk.product.primitive import bind
-from jax_streamk.product.ragged import Ragged
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +50,6 @@ class _Side:
 def by_numbers(program: Any, eqn: Any, schedule: Any) -> Found | None:
     """The product of an equation of two matrices, if both were float8; ``program`` knows what makes a value."""
     product = kinds.of(eqn)
-    if not isinstance(product, (Dense, Ragged)):
-        return None
     lhs, rhs = (_side(program, x) for x in eqn.invars[:2])
     if lhs is None or rhs is None:
         return None
@@ -158,7 +154,7 @@ def _scales(program: Any, x: Any, shape: tuple[int, ...]) -> _Scales | None:
 
 
 def _joint(scales: Sequence[Any], rank: int) -> Any:
-    """The product of scales with so many dimensions."""
+    """The product of scales, each of this rank."""
     if len(scales) == 1:
         return scales[0]
     return math.prod((x.astype(jnp.float32) for x in scales), start=jnp.ones((1,) * rank, jnp.float32))
