@@ -61,7 +61,7 @@ def positive(rng, m, k, n, dtype):
 
 
 def cancelling(rng, m, k, n, dtype):
-    """Ill-conditioned: what the first half of k sums up to, the second takes away but for a part in 2^6."""
+    """Ill-conditioned: the second half of k cancels what the first sums up to, except a part in 2^6."""
     a, b = rng.random((m, k)), rng.random((k, n))
     half = k // 2
     a[:, half : 2 * half], b[half : 2 * half] = a[:, :half], -b[:half] * (1 - 2.0**-6)

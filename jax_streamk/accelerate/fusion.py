@@ -9,7 +9,7 @@
 
 The kernel must not take longer, by the model, than that saves, nor a gated one longer than its products apart. What
 ``tuning()`` measured of a product with the equations around it decides instead. Batch-invariant products are fused
-whatever the number of rows, but for conversions to a wider type.
+whatever the number of rows, with all epilogues except a conversion to a wider type.
 
 The kernel keeps the equations that it replaces as its derivative: a program that is differentiated later has that of
 the program as it was written.
