@@ -29,6 +29,10 @@ def by_xla(x):
     return jnp.sum(x, -1, keepdims=True)
 
 
+def rounded(x):
+    return lax.reduce_precision(x, 8, 23)  # to float32, which it is
+
+
 def by_ones(x):
     return jnp.matmul(x, jnp.ones((x.shape[-1], 1), x.dtype), precision="high")  # on a GPU, more than TF32
 
@@ -38,7 +42,7 @@ DECODERS = {
     "XLA": (None, by_xla, lambda x: x),
     "jax_streamk": (sk.Auto(), by_xla, lambda x: x),
     "batch-invariant products": (INVARIANT, by_xla, lambda x: x),
-    "batch-invariant products and sums": (INVARIANT, by_ones, lax.optimization_barrier),
+    "batch-invariant products and sums": (INVARIANT, by_ones, rounded),
 }
 
 

@@ -290,7 +290,8 @@ def test_the_search_takes_about_100_microseconds():
     shapes = itertools.product((16, 200, 1000, 4096), (1024, 4096), (512, 4096))
     planner.choose(gemm(8, 8, 8), None, HOPPER)
     search, of_loop = median_times(lambda problem: planner.choose(problem, None, HOPPER), [gemm(*x) for x in shapes])
-    assert search < of_loop
+    # Half of it on an idle machine. Tests beside it that fill caches slow the search more than the loop.
+    assert search < 2 * of_loop
 
 
 def test_a_plan_takes_less_than_three_times_as_long():
