@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "cutlass_kernels/core/cuda.h"
-#include "ffi/gemm_call.h"
+#include "ffi/chain_call.h"
 
 namespace jax_streamk {
 
@@ -30,13 +30,19 @@ std::vector<Device> gpus() {
   return all;
 }
 
-Status check_device(GemmCall const& call) {
+Status find_device(Device& here) {
   static std::vector<Device> const all = gpus();
   int ordinal = 0;
   if (Status status = from_cuda(cudaGetDevice(&ordinal), "cudaGetDevice"); !status.ok()) return status;
   if (static_cast<size_t>(ordinal) >= all.size())
     return Status::internal("CUDA does not tell what GPU " + std::to_string(ordinal) + " is");
-  Device const& here = all[ordinal];
+  here = all[ordinal];
+  return {};
+}
+
+Status check_device(GemmCall const& call) {
+  Device here;
+  if (Status status = find_device(here); !status.ok()) return status;
   if (here.arch == call.device.arch && here.sms == call.device.sms) return {};
   return Status::precondition("the plan of " + call.kernel->info.name + " is for sm_" +
                               std::to_string(call.device.arch) + " with " + std::to_string(call.device.sms) +
@@ -49,7 +55,22 @@ ffi::Error execute(GemmCall call, cudaStream_t stream, ffi::AnyBuffer a, ffi::An
   auto buffers = check_buffers(call, a, b, others, d, workspace);
   if (buffers.has_error()) return buffers.error();
   if (Status status = check_device(call); !status.ok()) return to_error(status);
-  return to_error(call.kernel->run(call.problem, call.schedule, call.policy, call.device, *buffers, stream, nullptr));
+  return to_error(call.kernel->run(call.problem, call.schedule, call.policy, call.device, *buffers, {stream}));
+}
+
+ffi::Error execute_chain(ffi::Dictionary attributes, cudaStream_t stream, ffi::RemainingArgs arguments,
+                         ffi::RemainingRets results) {
+  return run_chain(attributes, arguments, results,
+                   {[&](GemmCall const& call, Buffers const& buffers, bool overlaps) {
+                      if (Status status = check_device(call); !status.ok()) return status;
+                      return call.kernel->run(call.problem, call.schedule, call.policy, call.device, buffers,
+                                              {stream, nullptr, overlaps});
+                    },
+                    [&](RowProgram const& p, void* const* operands, bool overlaps) {
+                      Device here;
+                      if (Status status = find_device(here); !status.ok()) return status;
+                      return launch_rows(p, operands, stream, overlaps && here.arch >= 90);
+                    }});
 }
 
 }  // namespace
@@ -66,5 +87,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_streamk_cuda_execute, execute,
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>(),
                               {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_streamk_cuda_chain_instantiate, instantiate_chain,
+                              ffi::Ffi::BindInstantiate().Attrs());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jax_streamk_cuda_chain_execute, execute_chain,
+    ffi::Ffi::Bind().Attrs().Ctx<ffi::PlatformStream<cudaStream_t>>().RemainingArgs().RemainingRets(),
+    {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jax_streamk

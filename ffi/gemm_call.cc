@@ -130,8 +130,6 @@ ffi::Error instantiate(GemmCall call) {
                                        kOtherVersion));
 }
 
-namespace {
-
 ffi::DataType data_type(Type type) {
   switch (type) {
 #define JAX_STREAMK_TYPE(type, name, bits, numpy, xla) \
@@ -141,51 +139,55 @@ ffi::DataType data_type(Type type) {
   return ffi::DataType::INVALID;
 }
 
-// Whether a buffer has the format's type and reaches to the last element that the strides reach.
-bool holds(ffi::AnyBuffer buffer, GemmProblem const& p, Role role) {
+namespace {
+
+// Whether a place may have the format's type and reaches to the last element that the strides reach.
+bool holds(Place const& place, GemmProblem const& p, Role role) {
   Operand const x = p.operand(role);
-  if (buffer.element_type() != data_type(x.format.type) || x.batch_stride < 0 || x.inner_stride < 0 || x.ld < 0)
+  bool const is_typed = place.type != ffi::DataType::INVALID;
+  if ((is_typed && place.type != data_type(x.format.type)) || x.batch_stride < 0 || x.inner_stride < 0 || x.ld < 0)
     return false;
-  return p.epilogue.up_offset >= 0 && p.span(role) <= static_cast<double>(buffer.element_count());
+  double const elements = static_cast<double>(place.count) * (is_typed ? 1 : 8.0 / x.format.bits());
+  return p.epilogue.up_offset >= 0 && p.span(role) <= elements;
 }
 
 }  // namespace
 
-ffi::ErrorOr<Buffers> check_buffers(GemmCall const& call, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::RemainingArgs others,
-                                    ffi::Result<ffi::AnyBuffer> d, ffi::Result<ffi::AnyBuffer> workspace) {
+ffi::ErrorOr<Buffers> check_places(GemmCall const& call, std::vector<Place> const& places, Place workspace) {
   GemmProblem const& p = call.problem;
   std::string const& name = call.kernel->info.name;
   auto const refuse = [](Status const& status) { return ffi::Unexpected(to_error(status)); };
-  // A, B and D are separate arguments; the call's other operands follow in the order of their roles.
-  size_t const expected =
-      std::count_if(std::begin(kRoles), std::end(kRoles), [&](Role role) { return role > Role::kD && p.has(role); });
-  if (others.size() != expected)
-    return refuse(Status::invalid(name + " was given " + std::to_string(2 + others.size()) +
-                                  " operands; its plan says " + std::to_string(2 + expected)));
-  Buffers buffers{nullptr, nullptr, nullptr, workspace->untyped_data()};
+  size_t const expected = std::count_if(std::begin(kRoles), std::end(kRoles), [&](Role role) { return p.has(role); });
+  if (places.size() != expected)
+    return refuse(Status::invalid(name + " was given " + std::to_string(places.size() - 1) +
+                                  " operands; its plan says " + std::to_string(expected - 1)));
+  Buffers buffers{nullptr, nullptr, nullptr, workspace.data};
   size_t next = 0;
   for (Role const role : kRoles) {
     if (!p.has(role)) continue;
-    ffi::AnyBuffer const buffer = role == Role::kA   ? a
-                                  : role == Role::kB ? b
-                                  : role == Role::kD ? *d
-                                                     : *others.get<ffi::AnyBuffer>(next++);
-    if (!holds(buffer, p, role))
+    Place const& place = places[next++];
+    if (!holds(place, p, role))
       return refuse(Status::invalid(name + " was given a buffer for " + name_of(role) +
                                     " of another type, or smaller, than its plan says"));
     // TMA and 16-byte vectors need this alignment; XLA gives it to every buffer.
-    if (reinterpret_cast<uintptr_t>(buffer.untyped_data()) % 16 != 0)
+    if (reinterpret_cast<uintptr_t>(place.data) % 16 != 0)
       return refuse(Status::precondition(name + " was given a buffer that is not aligned to 16 bytes"));
-    buffers.set(role, buffer.untyped_data());
+    buffers.set(role, place.data);
   }
-  if (workspace->element_count() < static_cast<size_t>(call.workspace_bytes))
-    return refuse(Status::precondition(name + " was given a workspace of " +
-                                       std::to_string(workspace->element_count()) + " bytes; its plan says " +
-                                       std::to_string(call.workspace_bytes)));
+  if (workspace.count < call.workspace_bytes)
+    return refuse(Status::precondition(name + " was given a workspace of " + std::to_string(workspace.count) +
+                                       " bytes; its plan says " + std::to_string(call.workspace_bytes)));
   // Whole cache lines.
   if (reinterpret_cast<uintptr_t>(buffers.workspace) % 64 != 0)
     return refuse(Status::precondition(name + " was given a workspace that is not aligned to 64 bytes"));
   return buffers;
+}
+
+ffi::ErrorOr<Buffers> check_buffers(GemmCall const& call, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::RemainingArgs others,
+                                    ffi::Result<ffi::AnyBuffer> d, ffi::Result<ffi::AnyBuffer> workspace) {
+  std::vector<Place> places{Place(a), Place(b), Place(*d)};
+  for (size_t i = 0; i < others.size(); ++i) places.emplace_back(*others.get<ffi::AnyBuffer>(i));
+  return check_places(call, places, Place(*workspace));
 }
 
 }  // namespace jax_streamk

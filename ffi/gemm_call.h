@@ -28,11 +28,27 @@ std::vector<double> numbers_of(GemmCall const& call);
 
 xla::ffi::Error to_error(Status const& status);
 
+xla::ffi::DataType data_type(Type type);
+
 // The instantiate stage of both platforms: checks all that does not depend on the device and the buffers.
 xla::ffi::Error instantiate(GemmCall call);
 
-// Checks the buffers of one execution against the call and returns their addresses. `others` are the call's operands
-// after A and B, in the order of their roles.
+// A buffer, or a part of a workspace, which holds elements of any type.
+struct Place {
+  void* data = nullptr;
+  xla::ffi::DataType type = xla::ffi::DataType::INVALID;  // of a workspace
+  int64_t count = 0;                                      // elements; bytes of a workspace
+
+  Place() = default;
+  Place(void* data, int64_t bytes) : data(data), count(bytes) {}
+  explicit Place(xla::ffi::AnyBuffer x)
+      : data(x.untyped_data()), type(x.element_type()), count(static_cast<int64_t>(x.element_count())) {}
+};
+
+// Checks the places of one execution against the call and returns their addresses: A, B, D, and the call's other
+// operands in the order of their roles.
+xla::ffi::ErrorOr<Buffers> check_places(GemmCall const& call, std::vector<Place> const& places, Place workspace);
+
 xla::ffi::ErrorOr<Buffers> check_buffers(GemmCall const& call, xla::ffi::AnyBuffer a, xla::ffi::AnyBuffer b,
                                          xla::ffi::RemainingArgs others, xla::ffi::Result<xla::ffi::AnyBuffer> d,
                                          xla::ffi::Result<xla::ffi::AnyBuffer> workspace);

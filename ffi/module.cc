@@ -21,6 +21,7 @@
 #endif
 #include "cutlass_kernels/core/family.h"
 #include "cutlass_kernels/launch/policy.h"
+#include "cutlass_kernels/passes/rows.h"
 #include "cutlass_kernels/planner/planner.h"
 #include "ffi/fields.h"
 #include "ffi/gemm_call.h"
@@ -38,9 +39,13 @@ extern "C" {
 XLA_FFI_Error* jax_streamk_echo(XLA_FFI_CallFrame*);
 XLA_FFI_Error* jax_streamk_host_instantiate(XLA_FFI_CallFrame*);
 XLA_FFI_Error* jax_streamk_host_execute(XLA_FFI_CallFrame*);
+XLA_FFI_Error* jax_streamk_host_chain_instantiate(XLA_FFI_CallFrame*);
+XLA_FFI_Error* jax_streamk_host_chain_execute(XLA_FFI_CallFrame*);
 #ifdef JAX_STREAMK_WITH_CUDA
 XLA_FFI_Error* jax_streamk_cuda_instantiate(XLA_FFI_CallFrame*);
 XLA_FFI_Error* jax_streamk_cuda_execute(XLA_FFI_CallFrame*);
+XLA_FFI_Error* jax_streamk_cuda_chain_instantiate(XLA_FFI_CallFrame*);
+XLA_FFI_Error* jax_streamk_cuda_chain_execute(XLA_FFI_CallFrame*);
 #endif
 }
 
@@ -139,7 +144,7 @@ void launch(std::string const& name, GemmProblem const& p, Schedule const& s, La
   Kernel const& kernel = kernel_that_launches(name, p, s, policy, device);
   ThreadExecutor executor;
   Status const status =
-      kernel.run(p, s, policy, device, buffers_at(addresses, workspace), reinterpret_cast<void*>(stream), &executor);
+      kernel.run(p, s, policy, device, buffers_at(addresses, workspace), {reinterpret_cast<void*>(stream), &executor});
   if (!status.ok()) throw std::runtime_error(status.message);
 }
 
@@ -347,6 +352,26 @@ NB_MODULE(_ffi, m) {
   m.def(
       "host_handler", [] { return handlers(jax_streamk_host_instantiate, jax_streamk_host_execute); },
       "The stages of the handler for platform \"cpu\".");
+  nb::dict row_ops;
+#define JAX_STREAMK_ROW_OP(name, reads) row_ops[#name] = nb::make_tuple(static_cast<int>(RowOp::name), reads);
+  JAX_STREAMK_ROW_OPS(JAX_STREAMK_ROW_OP)
+#undef JAX_STREAMK_ROW_OP
+  m.attr("row_ops") = row_ops;  // by name: its number in a program of rows, and how many values it reads
+  m.attr("first_row_number") = kNumbers;
+  m.def(
+      "why_no_rows",
+      [](int64_t rows, int64_t columns, int64_t values, int64_t numbers, std::vector<int32_t> steps,
+         std::vector<int64_t> operands, std::vector<float> constants) {
+        RowProgram program;
+        return make(program,
+                    {rows, columns, values, numbers, std::move(steps), std::move(operands), std::move(constants)})
+            .message;
+      },
+      "rows"_a, "columns"_a, "values"_a, "numbers"_a, "steps"_a, "operands"_a, "constants"_a,
+      "Why a program of rows cannot run; \"\" if it can.");
+  m.def(
+      "host_chain_handler", [] { return handlers(jax_streamk_host_chain_instantiate, jax_streamk_host_chain_execute); },
+      "The stages of the handler of chains for platform \"cpu\".");
 #ifdef JAX_STREAMK_WITH_CUDA
   m.attr("has_cuda") = true;
   m.attr("without_cuda") = "";              // why there are no CUDA kernels, and how to build them
@@ -361,6 +386,9 @@ NB_MODULE(_ffi, m) {
   m.def(
       "cuda_handler", [] { return handlers(jax_streamk_cuda_instantiate, jax_streamk_cuda_execute); },
       "The stages of the handler for platform \"CUDA\".");
+  m.def(
+      "cuda_chain_handler", [] { return handlers(jax_streamk_cuda_chain_instantiate, jax_streamk_cuda_chain_execute); },
+      "The stages of the handler of chains for platform \"CUDA\".");
 #else
   m.attr("has_cuda") = false;
   m.attr("without_cuda") = JAX_STREAMK_WITHOUT_CUDA;

@@ -42,7 +42,7 @@ Status record_launch(Kernel const& kernel, GemmProblem const& p, Schedule const&
   if (status.ok()) status = from_cuda(cudaMemset(counter.get(), 0, sizeof(uint32_t)), "cudaMemset");
   if (status.ok()) status = set_in_all_units({counter.get(), found.get(), kCapacity});
   if (!status.ok()) return status;
-  status = kernel.run(p, s, policy, device, buffers, nullptr, nullptr);
+  status = kernel.run(p, s, policy, device, buffers, {});
   if (status.ok()) status = from_cuda(cudaDeviceSynchronize(), kernel.info.name);
   uint32_t count = 0;
   if (status.ok())

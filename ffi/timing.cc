@@ -23,11 +23,11 @@ Status time_on_host(Kernel const& kernel, GemmProblem const& p, Schedule const& 
                     std::vector<double>& microseconds) {
   Threads threads(device.sms);
   PoolExecutor executor(threads);
-  Status status = kernel.run(p, s, policy, device, sets[0], nullptr, &executor);  // to warm up
+  Status status = kernel.run(p, s, policy, device, sets[0], {nullptr, &executor});  // to warm up
   for (int32_t i = 0; i < repeats && status.ok(); ++i) {
     auto const started = std::chrono::steady_clock::now();
     for (Buffers const& buffers : sets)
-      if (status.ok()) status = kernel.run(p, s, policy, device, buffers, nullptr, &executor);
+      if (status.ok()) status = kernel.run(p, s, policy, device, buffers, {nullptr, &executor});
     std::chrono::duration<double, std::micro> const took = std::chrono::steady_clock::now() - started;
     microseconds.push_back(took.count() / static_cast<double>(sets.size()));
   }
@@ -81,7 +81,7 @@ struct Recording {
         from_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
     if (!status.ok()) return status;
     for (Buffers const& buffers : sets)
-      if (status.ok()) status = kernel.run(p, s, policy, device, buffers, stream, nullptr);
+      if (status.ok()) status = kernel.run(p, s, policy, device, buffers, {stream});
     Status const ended = from_cuda(cudaStreamEndCapture(stream, &graph), "cudaStreamEndCapture");
     if (!status.ok()) return status;
     if (!ended.ok()) return ended;
@@ -113,7 +113,7 @@ Status time_on_gpu(Kernel const& kernel, GemmProblem const& p, Schedule const& s
   if (status.ok()) status = from_cuda(cudaEventCreate(&recording.begin), "cudaEventCreate");
   if (status.ok()) status = from_cuda(cudaEventCreate(&recording.end), "cudaEventCreate");
   // Once without a graph: a capture does not allow the loading of code by a first launch.
-  if (status.ok()) status = kernel.run(p, s, policy, device, sets[0], recording.stream, nullptr);
+  if (status.ok()) status = kernel.run(p, s, policy, device, sets[0], {recording.stream});
   if (status.ok()) status = from_cuda(cudaStreamSynchronize(recording.stream), kernel.info.name);
   if (status.ok()) status = recording.capture(kernel, p, s, policy, device, sets);
   for (int32_t i = -1; i < repeats && status.ok(); ++i) {

@@ -13,6 +13,7 @@ if typing.TYPE_CHECKING:
 
 check_installation()  # before imports whose messages would not tell what is wrong
 
+from jax_streamk.accelerate.chains import chain
 from jax_streamk.accelerate.rewrite import accelerate
 from jax_streamk.api import (
     dot_general,
@@ -56,6 +57,7 @@ __all__ = [
     "StreamK",
     "__version__",
     "accelerate",
+    "chain",
     "dot_general",
     "dots_saveable",
     "dots_with_no_batch_dims_saveable",

@@ -69,6 +69,7 @@ __all__ = [
     "dot_general_p",
     "ends_like",
     "evaluated",
+    "filled",
     "free_variables",
     "has_explicit_axes",
     "hi_with_params",
@@ -87,6 +88,7 @@ __all__ = [
     "lower_per_platform",
     "lowered_convert",
     "lowered_inline",
+    "lowered_reshape",
     "lowered_transpose",
     "match_varying",
     "may_use_cuda",
@@ -441,6 +443,13 @@ def lowered_convert(value, dtype):
     return _mlir.hlo.convert(type_, value)
 
 
+def lowered_reshape(value, shape):
+    """A lowered value in another shape."""
+    if tuple(value.type.shape) == tuple(shape):
+        return value
+    return _mlir.hlo.reshape(_mlir.ir.RankedTensorType.get(shape, value.type.element_type), value)
+
+
 def transpose_behind(value):
     """(operand, permutation) if a lowered value is the result of a transpose, else None."""
     operation = value.owner
@@ -613,6 +622,11 @@ def jvp_of(closed, primals, tangents):
     out = _jaxpr_as_fun(jvp)(*primals, *given)
     results, moving = out[: len(closed.out_avals)], iter(out[len(closed.out_avals) :])
     return results, [next(moving) if moves else _ad.Zero.from_primal_value(x) for x, moves in zip(results, are_nonzero)]
+
+
+def filled(cotangents):
+    """Cotangents as arrays, zeros included."""
+    return list(map(_ad.instantiate_zeros, cotangents))
 
 
 def no_tangent(x):

@@ -16,13 +16,19 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 import jax_streamk as sk
 from jax_streamk import DataParallel, SplitK, StreamK, _ffi
+from jax_streamk.device import device_of
+from jax_streamk.lower import chain as lowering_of_chain
 from jax_streamk.plan import custom_call
 from jax_streamk.tuning import measure
 
-TARGET = "jax_streamk_cuda_gemm" if jax.default_backend() == "gpu" else "jax_streamk_host_gemm"
+PLATFORM = "cuda" if jax.default_backend() == "gpu" else "cpu"
+TARGET = "jax_streamk_cuda_gemm" if PLATFORM == "cuda" else "jax_streamk_host_gemm"
+CHAIN_TARGET = custom_call.CHAIN_TARGETS[PLATFORM]
 SECONDS = 60  # of one call
 DTYPES = ["float32", "bfloat16", "int8", "int4", "int32", "bool"]
 
@@ -143,12 +149,92 @@ class Call:
     def run(self):
         """Whether it was refused."""
         size, dtype = self.result
-        out = shaped(dtype, size), shaped("uint8", self.workspace)
-        try:
-            jax.block_until_ready(jax.ffi.ffi_call(TARGET, out)(*self.operands, **self.attributes))
-        except (jax.errors.JaxRuntimeError, TypeError, ValueError):  # the latter: JAX takes no such call
-            return True
-        return False
+        return is_refused(
+            TARGET, self.attributes, self.operands, [shaped(dtype, size), shaped("uint8", self.workspace)]
+        )
+
+
+def is_refused(target, attributes, operands, results):
+    call = Primitive("fuzzed")
+    call.multiple_results = True
+    call.def_abstract_eval(lambda *operands: [jax.core.ShapedArray(x.shape, x.dtype) for x in results])
+
+    def lower(ctx, *operands):
+        config = {name: mlir.ir_attribute(value) for name, value in attributes.items()}
+        return jax.ffi.ffi_lowering(target, backend_config=config)(ctx, *operands)
+
+    mlir.register_lowering(call, lower)
+    try:
+        jax.block_until_ready(jax.jit(call.bind)(*operands))
+    except (jax.errors.JaxRuntimeError, TypeError, ValueError):  # the latter: JAX takes no such call
+        return True
+    return False
+
+
+def chained(x, w, gamma, v):
+    y = sk.matmul(x, w)
+    y = jnp.tanh(y) / (1 + jnp.abs(y).sum(-1, keepdims=True)) * gamma
+    return y, sk.matmul(y, v)
+
+
+class ChainCall:
+    """A valid call of a chain, with what is changed of it."""
+
+    def __init__(self, seed):
+        self.random, rng = random.Random(seed), np.random.default_rng(seed)
+        self.changes = ["chain"]
+        operands = [
+            jnp.asarray(rng.integers(-3, 4, shape), "bfloat16") for shape in [(7, 40), (40, 24), (24,), (24, 16)]
+        ]
+        (eqn,) = jax.make_jaxpr(sk.chain(chained))(*operands).eqns
+        jaxpr = eqn.params["jaxpr"]
+        chain = lowering_of_chain.chain_of(jaxpr, device_of(None))
+        call = lowering_of_chain._Call(None, chain, dict(zip(jaxpr.jaxpr.invars, operands)), PLATFORM)
+        self.attributes = call.attributes()
+        self.operands = [value for value, _ in call.arguments.values()]
+        self.results = [shaped(x.aval.dtype, *x.aval.shape) for x in chain.stored()]
+        self.workspace = chain.workspace_bytes
+
+    def change(self):
+        kind = self.random.random()
+        if kind < 0.1:
+            self.workspace = self.random.choice([0, 1, self.workspace // 2, max(0, self.workspace - 1)])
+            self.changes.append(f"{self.workspace} bytes")
+        elif kind < 0.2:
+            at = self.random.randrange(len(self.operands))
+            change = self.random.choice([lambda x: x[:0], lambda x: x.astype("float32"), lambda x: x[: len(x) // 2]])
+            self.operands[at] = change(self.operands[at])
+            self.changes.append(f"operands: {[f'{x.dtype}{[*x.shape]}' for x in self.operands]}")
+        else:
+            self.changes.append(str(self.change_in(self.attributes)))
+
+    def change_in(self, fields):
+        """Changes one of these attributes, or of those in one of them. Returns the path to it and its value."""
+        name = self.random.choice(sorted(fields))
+        if isinstance(fields[name], dict) and self.random.random() < 0.95:
+            return name, *self.change_in(fields[name])
+        if self.random.random() < 0.05:
+            return name, "gone", fields.pop(name)
+        fields[name] = self.other(fields[name])
+        return name, fields[name]
+
+    def other(self, value):
+        if isinstance(value, np.ndarray) and value.size:
+            if self.random.random() < 0.1:
+                return value[: self.random.randrange(value.size)]
+            changed = value.copy()
+            at = self.random.randrange(value.size)
+            near = [changed[at] + 1, changed[at] - 1, -changed[at]]
+            changed[at] = self.random.choice([0, 1, -1, -2, 63, 64, 127, 128, 2**31 - 1, *near])
+            return changed
+        if isinstance(value, np.generic) and value.dtype.kind in "iu":
+            return value.dtype.type(self.random.choice([0, 1, -1, int(value) + 1, int(value) - 1, 2**31 - 1]))
+        return self.random.choice(["1", np.int8(1), np.float64(1), np.zeros(3, np.int64)])
+
+    def run(self):
+        """Whether it was refused."""
+        results = [*self.results, shaped("uint8", self.workspace)]
+        return is_refused(CHAIN_TARGET, self.attributes, self.operands, results)
 
 
 def main():
@@ -158,9 +244,10 @@ def main():
     arguments = parser.parse_args()
     seeds = [random.randrange(2**32) for _ in range(arguments.count)] if arguments.seed is None else [arguments.seed]
     assert not any(Call(seed).run() for seed in range(20)), "a call is refused as it is"
+    assert not ChainCall(0).run(), "a chain is refused as it is"
     refused = 0
     for seed in seeds:
-        call = Call(seed)
+        call = random.Random(seed).choice([Call, Call, ChainCall])(seed)
         for _ in range(call.random.randint(1, 3)):
             call.change()
         print(f"--seed {seed}: {'; '.join(call.changes)}", flush=True)

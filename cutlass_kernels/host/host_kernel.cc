@@ -402,14 +402,14 @@ class HostKernel final : public Kernel {
       : Kernel(std::move(info)), tile_product_(tile_product_of(this->info.a.format, this->info.d.format.type)) {}
 
   Status run(GemmProblem const& p, Schedule const& s, LaunchPolicy const& policy, Device const& device,
-             Buffers const& buffers, void*, Executor* executor) const override {
+             Buffers const& buffers, Queue const& queue) const override {
     Gemm gemm = this->gemm(p, s, policy, device, buffers);
     if (p.ragged != Ragged::kNone) {
       // Only here are the sizes known. The workspace is that of the most tiles that any have.
       gemm.ragged = ragged_tiles(p, policy, static_cast<int32_t const*>(buffers.group_sizes));
       gemm.decomposition = Decomposition::make(s.kind, *gemm.ragged, gemm.decomposition.workers, 1);
     }
-    gemm.run(executor);
+    gemm.run(queue.executor);
     return {};
   }
 

@@ -11,10 +11,11 @@
 namespace jax_streamk {
 
 Status CudaKernel::run(GemmProblem const& p, Schedule const& s, LaunchPolicy const& policy, Device const& device,
-                       Buffers const& buffers, void* stream_, Executor*) const {
-  auto const stream = static_cast<cudaStream_t>(stream_);
+                       Buffers const& buffers, Queue const& queue) const {
+  auto const stream = static_cast<cudaStream_t>(queue.stream);
   if (Status status = allow_shared_memory(); !status.ok()) return status;
   Launch launch(info, p, s);
+  launch.overlaps = device.arch >= 90 && (queue.overlaps || launch.copies.any());
   Buffers own = buffers;
   if (Status status = launch_copies(p, launch.copies, info.swap_ab, own, stream); !status.ok()) return status;
   if (!launch.separate) return this->launch(launch, policy, device, own, stream);

@@ -14,13 +14,13 @@ class CudaKernel : public Kernel {
  public:
   using Kernel::Kernel;
 
-  Status run(GemmProblem const&, Schedule const&, LaunchPolicy const&, Device const&, Buffers const&, void* stream,
-             Executor*) const final;
+  Status run(GemmProblem const&, Schedule const&, LaunchPolicy const&, Device const&, Buffers const&,
+             Queue const&) const final;
   Status resources(Resources&) const final;
 
  protected:
   // Launches the GEMM alone. Of several slices it is data-parallel, needs no workspace, and writes slice s of batch b
-  // at s * problem.batch + b batch strides of D. After copies it may start while they finish.
+  // at s * problem.batch + b batch strides of D. If launch.overlaps, it may start while the kernel before finishes.
   virtual Status launch(Launch const&, LaunchPolicy const&, Device const&, Buffers const&, cudaStream_t) const = 0;
   // The __global__ function.
   virtual void const* entry_point() const = 0;

@@ -42,8 +42,8 @@ Decomposition Kernel::decomposition(GemmProblem const& p, Schedule const& s, Dev
   return traits_of(info).decomposition(info, p, s, device);
 }
 
-Status Kernel::run(GemmProblem const&, Schedule const&, LaunchPolicy const&, Device const&, Buffers const&, void*,
-                   Executor*) const {
+Status Kernel::run(GemmProblem const&, Schedule const&, LaunchPolicy const&, Device const&, Buffers const&,
+                   Queue const&) const {
   return Status::precondition(info.name + " is not compiled into this build");
 }
 

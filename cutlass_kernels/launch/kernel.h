@@ -23,6 +23,13 @@ class Executor {
   virtual void parallel(int32_t count, void (*work)(void* context, int32_t index), void* context) = 0;
 };
 
+// Where a call runs.
+struct Queue {
+  void* stream = nullptr;        // of CUDA families: a cudaStream_t
+  Executor* executor = nullptr;  // of the host family
+  bool overlaps = false;  // whether the kernel before on the stream, which may have made operands, may still be running
+};
+
 // By itself it is one that this build lacks: all but running it, and sometimes its workspace, follows from KernelInfo.
 class Kernel {
  public:
@@ -33,10 +40,9 @@ class Kernel {
   std::optional<int64_t> workspace_bytes(GemmProblem const&, Schedule const&, Device const&) const;
   // The grid of output tiles and MAC iterations, and which worker does which, without copies and separate reduction.
   Decomposition decomposition(GemmProblem const&, Schedule const&, Device const&) const;
-  // CUDA families launch on `stream` (a cudaStream_t) and never synchronize or allocate; the host family runs on
-  // `executor`.
+  // CUDA families launch, and never synchronize or allocate.
   virtual Status run(GemmProblem const&, Schedule const&, LaunchPolicy const&, Device const&, Buffers const&,
-                     void* stream, Executor* executor) const;
+                     Queue const&) const;
   // CUDA families query the current device, so this needs a GPU.
   virtual Status resources(Resources&) const;
 

@@ -7,11 +7,12 @@
 namespace jax_streamk {
 
 struct Launch {
-  Repack copies;        // of A and B, before
-  bool separate;        // whether a second kernel adds slices of K afterwards
-  Slices slices;        // of K; one if it does not
-  GemmProblem problem;  // the kernel's: with copies, and into partial sums of each slice
-  Schedule schedule;    // of each slice
+  Repack copies;          // of A and B, before
+  bool separate;          // whether a second kernel adds slices of K afterwards
+  Slices slices;          // of K; one if it does not
+  GemmProblem problem;    // the kernel's: with copies, and into partial sums of each slice
+  Schedule schedule;      // of each slice
+  bool overlaps = false;  // with the kernel before it on the stream
 
   Launch(KernelInfo const&, GemmProblem const&, Schedule const&);
 

@@ -407,6 +407,7 @@ __global__ __launch_bounds__(kThreads, kBlocks == 1 ? 3 : 2) void scaled_gemm(__
 
   auto& own = shared.warps[warp];
   typename Gemm::Loader loader(p, batch, m0, n0, begin, end);
+  wait_for_primary();
 #pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage) loader.next(own.queue[stage]);
   typename Gemm::BlocksOfChunk blocks(p, index, n0, end);
@@ -478,7 +479,7 @@ __global__ __launch_bounds__(kThreads, kBlocks == 1 ? 3 : 2) void scaled_gemm(__
     skinny::cluster_arrive();
   }
 
-  if constexpr (std::is_same_v<D, float>) let_dependents_start();  // for a separate reduction
+  let_dependents_start();
   BatchIndex const stored = std::is_same_v<D, float> ? BatchIndex(p, at.batch) : batch;
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {
@@ -517,7 +518,7 @@ class ScaledKernel final : public CudaKernel {
     params.groups = std::max(1, Gemm::kChunkK / params.blocks.block_k);
     params.units = std::max(1, Gemm::kChunkK / kUnit / params.groups);
 
-    return skinny::launch_in_clusters(kMultiply, params, work, kSharedMemory, stream, info.name);
+    return skinny::launch_in_clusters(kMultiply, params, work, kSharedMemory, launch.overlaps, stream, info.name);
   }
 
   void const* entry_point() const override { return reinterpret_cast<void const*>(kMultiply); }

@@ -127,6 +127,7 @@ __global__ __launch_bounds__(kThreads, kCtasPerSm<kBlocks, kShifted>) void skinn
   uint32_t const offset =
       offset_in_vector(p.b + batch.offset(p.batch_stride_b, p.inner_stride_b)) + kThreadK * t * row_bytes;
   auto& own = shared.warps[warp];
+  wait_for_primary();
 #pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage) loader.next(own.queue[stage]);
 
@@ -266,7 +267,7 @@ __global__ __launch_bounds__(kThreads, kCtasPerSm<kBlocks, kShifted>) void skinn
     cluster_arrive();
   }
 
-  if constexpr (std::is_same_v<D, Accumulator<T>>) let_dependents_start();  // for a separate reduction
+  let_dependents_start();
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {
     int32_t const row = row_of(i), column = column_of(i);
@@ -315,18 +316,25 @@ void fill(Params<T, D>& params, Launch const& launch, Decomposition const& work,
 // The splits of a tile are the CTAs of a cluster.
 template <class AllParams>
 Status launch_in_clusters(void (*kernel)(AllParams), AllParams const& params, Decomposition const& work,
-                          int64_t shared_memory, cudaStream_t stream, std::string const& name) {
-  cudaLaunchAttribute cluster;
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {static_cast<unsigned>(work.splits), 1, 1};
+                          int64_t shared_memory, bool overlaps, cudaStream_t stream, std::string const& name) {
+  cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(work.tiles) * work.splits);
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = shared_memory;
   config.stream = stream;
-  config.attrs = &cluster;
+  config.attrs = attributes;
   // Not a launch with clusters of one CTA: these are placed on SMs in another order.
-  config.numAttrs = work.splits > 1;
+  if (work.splits > 1) {
+    cudaLaunchAttribute& cluster = attributes[config.numAttrs++];
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {static_cast<unsigned>(work.splits), 1, 1};
+  }
+  if (kHopper && overlaps) {
+    cudaLaunchAttribute& overlap = attributes[config.numAttrs++];
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+  }
   return from_cuda(cudaLaunchKernelEx(&config, kernel, params), "launching " + name);
 }
 
@@ -379,7 +387,7 @@ class SkinnyKernel final : public CudaKernel {
       params.up_bias = stacked ? params.epilogue.bias + p.n : static_cast<D const*>(buffers.up_bias);
     }
 
-    return launch_in_clusters(kMultiply, params, work, kSharedMemory, stream, info.name);
+    return launch_in_clusters(kMultiply, params, work, kSharedMemory, launch.overlaps, stream, info.name);
   }
 
   void const* entry_point() const override { return reinterpret_cast<void const*>(kMultiply); }

@@ -232,7 +232,7 @@ class Sm90Kernel final : public CudaKernel {
     config.dynamicSmemBytes = sizeof(typename Gemm::SharedStorage);
     config.stream = stream;
     config.attrs = attributes;
-    if (launch.copies.any() && parts.zeroed == 0) {
+    if (launch.overlaps && parts.zeroed == 0) {
       cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
       attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
       attribute.val.programmaticStreamSerializationAllowed = 1;

@@ -19,8 +19,8 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from jax_streamk import compat, schedules
-from jax_streamk.accelerate.chains import Follower
 from jax_streamk.accelerate.equations import Equations, is_merged, is_movable, is_view
+from jax_streamk.accelerate.followers import Follower
 from jax_streamk.device import Device
 from jax_streamk.product import kinds
 from jax_streamk.product.fused import fused_p
@@ -107,18 +107,18 @@ def _fragments(program: Equations, schedule: Any) -> Iterator[tuple[list[int], A
     ours = program.with_eqns([_ours(eqn, schedule) for eqn in program.eqns])
     ours.in_memory = set()
     of_kernels = set[int]()
-    chains: list[tuple[set[int], Any]] = []
+    tails: list[tuple[set[int], Any]] = []
     # The last product first, as for gates.
     for at in reversed(range(len(program.eqns))):
         eqn = program.eqns[at]
         if at in of_kernels or not _is_product(eqn) or not is_movable(eqn):
             continue
         taken, end = {at}, eqn.outvars[0]
-        for chain in Follower(ours, at, of_kernels).chains():
-            taken, end = {at, *chain.taken}, chain.out
+        for tail in Follower(ours, at, of_kernels).tails():
+            taken, end = {at, *tail.taken}, tail.out
         of_kernels |= taken
-        chains.append((taken, end))
-    for taken, end in chains:
+        tails.append((taken, end))
+    for taken, end in tails:
         others = of_kernels - taken
         _take_readers(program, taken, end, others)
         repeated = _take_makers(program, taken, others)

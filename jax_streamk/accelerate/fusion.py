@@ -23,8 +23,8 @@ from jax import lax
 
 from jax_streamk import compat
 from jax_streamk.accelerate import activations
-from jax_streamk.accelerate.chains import Addend, Chain, Follower, may_have_epilogue
 from jax_streamk.accelerate.equations import Equations, bytes_of, is_merged, is_view, variables
+from jax_streamk.accelerate.followers import Addend, Follower, Tail, may_have_epilogue
 from jax_streamk.device import Device
 from jax_streamk.plan import alternatives, cost_model
 from jax_streamk.product.epilogue import Epilogue
@@ -47,7 +47,7 @@ def fused(
     taken, needless = set[int](), set[int]()
     calls: dict[int, Any] = {}
     times: dict[Any, float | None] = {}  # of products, which repeat from layer to layer
-    # The last product first: its residual may be the sum that ends another's chain.
+    # The last product first: its residual may be the sum that ends another's tail.
     for at in reversed(range(len(program.eqns))):
         if at in taken or not may_have_epilogue(program.eqns[at]):
             continue
@@ -55,12 +55,12 @@ def fused(
         if fragment_times is not None and fragment_times.winner != "fused":
             continue
         follower = Follower(program, at, taken)
-        for chain in reversed([*follower.chains()]):
-            fusion = _Fusion(follower, chain, at, device, times, is_measured=fragment_times is not None)
+        for tail in reversed([*follower.tails()]):
+            fusion = _Fusion(follower, tail, at, device, times, is_measured=fragment_times is not None)
             if (call := fusion.call()) is not None:
                 program.live.update(variables(call))
-                taken.update((at, *chain.taken))
-                calls[chain.taken[-1]] = call
+                taken.update((at, *tail.taken))
+                calls[tail.taken[-1]] = call
                 needless.update(fusion.steps)
                 break
     return _with_calls(program, calls, taken, needless) if calls else None
@@ -79,7 +79,7 @@ def _with_calls(program: Equations, calls: dict[int, Any], taken: set[int], need
 
 
 class _Fusion:
-    """A chain as one kernel.
+    """A tail as one kernel.
 
     Attributes:
       steps: the program's equations that make its operands from those of the kernel.
@@ -88,26 +88,26 @@ class _Fusion:
     def __init__(
         self,
         follower: Follower,
-        chain: Chain,
+        tail: Tail,
         at: int,
         device: Device,
         times: dict[Any, float | None],
         is_measured: bool,
     ):
         self._program, self._product, self._taken = follower.program, follower.product, follower.taken
-        self._is_in_memory, self._chain, self._at, self._device = follower.is_in_memory, chain, at, device
+        self._is_in_memory, self._tail, self._at, self._device = follower.is_in_memory, tail, at, device
         self._times, self._is_measured = times, is_measured
         self.steps: tuple[int, ...] = ()
 
     def call(self) -> Any:
-        """The call that replaces the chain; None if that does not pay, or no kernel can do it."""
-        chain = self._chain
-        if chain.last == "layout" or (chain.last == "wider" and not self._is_widened()):
+        """The call that replaces the tail; None if that does not pay, or no kernel can do it."""
+        tail = self._tail
+        if tail.last == "layout" or (tail.last == "wider" and not self._is_widened()):
             return None
-        if self._product.is_ragged and chain.activation == "sigmoid" and not chain.matrices:
+        if self._product.is_ragged and tail.activation == "sigmoid" and not tail.matrices:
             return None  # rows in no group are 0.5 in the program, and 0 in the kernel
-        needs_a_pass = chain.activation is not None or chain.residual is not None or chain.last == "scale"
-        if needs_a_pass and not chain.matrices and not self._is_measured and not self._saves_a_pass():
+        needs_a_pass = tail.activation is not None or tail.residual is not None or tail.last == "scale"
+        if needs_a_pass and not tail.matrices and not self._is_measured and not self._saves_a_pass():
             return None
         inside = self._ragged_kernel() if self._product.is_ragged else self._kernel()
         if inside is None:
@@ -115,32 +115,32 @@ class _Fusion:
         read = compat.free_variables(inside)
         # What the kernel reads is an argument, also of what it replaces.
         steps = (at for at in self.steps if self._program.eqns[at].outvars[0] not in read)
-        replaced = [self._program.eqns[at] for at in sorted({self._at, *chain.taken, *steps})]
+        replaced = [self._program.eqns[at] for at in sorted({self._at, *tail.taken, *steps})]
         inputs = list({**compat.free_variables(replaced), **read})
         jaxprs = dict(
             call_jaxpr=compat.closed(inputs, inside, inside[-1].outvars[0]),
-            written=compat.closed(inputs, replaced, chain.out),
+            written=compat.closed(inputs, replaced, tail.out),
         )
-        return self._product.eqn.replace(primitive=fused_p, params=jaxprs, invars=inputs, outvars=[chain.out])
+        return self._product.eqn.replace(primitive=fused_p, params=jaxprs, invars=inputs, outvars=[tail.out])
 
     def _kernel(self) -> list[Any] | None:
         """The kernel's equation, after those of its operands; sets ``steps``."""
-        chain, eqn, dtype = self._chain, self._product.eqn, self._chain.out.aval.dtype
-        lead, rows, columns = self._product.sizes(chain.swapped)
-        biases = [bias for bias in (chain.bias, chain.second_bias) if bias is not None]
+        tail, eqn, dtype = self._tail, self._product.eqn, self._tail.out.aval.dtype
+        lead, rows, columns = self._product.sizes(tail.swapped)
+        biases = [bias for bias in (tail.bias, tail.second_bias) if bias is not None]
         epilogue = Epilogue(
-            activation=chain.activation,
-            alpha=chain.alpha,
-            beta=1.0 if chain.residual is None else chain.residual.scale,
+            activation=tail.activation,
+            alpha=tail.alpha,
+            beta=1.0 if tail.residual is None else tail.residual.scale,
             has_bias=bool(biases),
             bias_batch=0 if not biases else biases[0].batch,
-            has_residual=chain.residual is not None,
-            gate=(None, "stacked", "pair")[len(chain.matrices)],
+            has_residual=tail.residual is not None,
+            gate=(None, "stacked", "pair")[len(tail.matrices)],
         )
-        operands = list(eqn.invars[1::-1] if chain.swapped else eqn.invars[:2])
+        operands = list(eqn.invars[1::-1] if tail.swapped else eqn.invars[:2])
         numbers, inside = self._product.product.numbers, list[Any]()
         if epilogue.is_pair:
-            operands[1:] = chain.matrices
+            operands[1:] = tail.matrices
         elif epilogue.gate:
             stacked = _Stacked(eqn, self._program)
             if stacked.value is None:
@@ -150,12 +150,12 @@ class _Fusion:
             inside += stacked.eqns
         for operand, shape in (
             *((bias, (*lead[: epilogue.bias_batch], *columns)) for bias in biases),
-            (chain.residual, (*lead, *rows, *columns)),
+            (tail.residual, (*lead, *rows, *columns)),
         ):
             if operand is None:
                 continue
-            placed = _Placement(eqn, operand, dtype, shape, is_small=operand is not chain.residual)
-            if placed.value is None or (operand is chain.residual and not self._is_in_memory(placed.source)):
+            placed = _Placement(eqn, operand, dtype, shape, is_small=operand is not tail.residual)
+            if placed.value is None or (operand is tail.residual and not self._is_in_memory(placed.source)):
                 return None
             operands.append(placed.value)
             inside += placed.eqns
@@ -164,13 +164,13 @@ class _Fusion:
         return None if kernel is None else inside + kernel
 
     def _product_of(self, operands: list[Any], numbers: Any, epilogue: Epilogue, dtype: Any) -> list[Any] | None:
-        chain, eqn = self._chain, self._product.eqn
+        tail, eqn = self._tail, self._product.eqn
         before = self._product.product
         product = before.replaced(numbers=numbers, preferred_element_type=dtype, epilogue=epilogue, permutation=None)
-        if chain.swapped:
+        if tail.swapped:
             product = product.turned
         params = eqn.params | dict(product=product)
-        if chain.swapped or before.permutation is not None or epilogue.gate == "stacked":
+        if tail.swapped or before.permutation is not None or epilogue.gate == "stacked":
             call = compat.new_eqn(eqn, product_p, *operands, **params)
         else:  # its type is known, and finding it takes as long as all else here
             result = compat.new_var(eqn.outvars[0].aval.update(dtype=dtype, weak_type=False))
@@ -180,23 +180,23 @@ class _Fusion:
             return None
         if not self._is_faster(self._time(operands, product)):
             return None
-        if call.outvars[0].aval.shape == chain.out.aval.shape:
-            is_alike = epilogue.gate != "stacked" or compat.is_placed_like(call.outvars[0].aval, chain.out.aval)
+        if call.outvars[0].aval.shape == tail.out.aval.shape:
+            is_alike = epilogue.gate != "stacked" or compat.is_placed_like(call.outvars[0].aval, tail.out.aval)
             return [call] if is_alike else None
-        back = compat.reshaped(self._program.eqns[chain.taken[-1]], call.outvars[0], chain.out.aval.shape)
-        return None if back is None or not compat.is_placed_like(back.outvars[0].aval, chain.out.aval) else [call, back]
+        back = compat.reshaped(self._program.eqns[tail.taken[-1]], call.outvars[0], tail.out.aval.shape)
+        return None if back is None or not compat.is_placed_like(back.outvars[0].aval, tail.out.aval) else [call, back]
 
     def _ragged_kernel(self) -> list[Any] | None:
         """The kernel's equation, of the program's own operands."""
-        chain, eqn = self._chain, self._product.eqn
-        gate, *up = chain.matrices or (eqn.invars[1],)
+        tail, eqn = self._tail, self._product.eqn
+        gate, *up = tail.matrices or (eqn.invars[1],)
         operands = [eqn.invars[0], gate, *up, *eqn.invars[2:]]
-        epilogue = Epilogue(activation=chain.activation, gate="pair" if up else None)
-        product = self._product.product.replaced(preferred_element_type=chain.out.aval.dtype, epilogue=epilogue)
+        epilogue = Epilogue(activation=tail.activation, gate="pair" if up else None)
+        product = self._product.product.replaced(preferred_element_type=tail.out.aval.dtype, epilogue=epilogue)
         if not self._is_faster(self._time(operands, product)):
             return None
         call = compat.new_eqn(eqn, product_p, *operands, **eqn.params | dict(product=product))
-        return None if call is None or not compat.is_placed_like(call.outvars[0].aval, chain.out.aval) else [call]
+        return None if call is None or not compat.is_placed_like(call.outvars[0].aval, tail.out.aval) else [call]
 
     @property
     def _is_invariant(self) -> bool:
@@ -206,27 +206,27 @@ class _Fusion:
         """Whether a small product is only converted to a wider type; where XLA splits K, it does not round it."""
         if self._is_invariant:  # the number of rows must not decide
             return False
-        chain, operands = self._chain, self._product.eqn.invars[:2]
-        is_small = bytes_of(chain.out.aval) <= _SMALL * sum(bytes_of(x.aval) for x in operands)
-        return is_small and chain == Chain(chain.out, chain.taken, last="wider")
+        tail, operands = self._tail, self._product.eqn.invars[:2]
+        is_small = bytes_of(tail.out.aval) <= _SMALL * sum(bytes_of(x.aval) for x in operands)
+        return is_small and tail == Tail(tail.out, tail.taken, last="wider")
 
     def _saves_a_pass(self) -> bool:
-        """Whether XLA would store what the chain makes, or what it is made of would be read or written more often."""
-        chain = self._chain
-        if self._program.is_stored(chain.out, self._taken) or chain.last == "narrower":
+        """Whether XLA would store what the tail makes, or what it is made of would be read or written more often."""
+        tail = self._tail
+        if self._program.is_stored(tail.out, self._taken) or tail.last == "narrower":
             return True
-        return chain.residual is not None and chain.activation is None and len(self._program.uses[chain.out]) > 1
+        return tail.residual is not None and tail.activation is None and len(self._program.uses[tail.out]) > 1
 
     def _is_faster(self, time: float | None) -> bool:
         """Whether a kernel with an epilogue takes no longer than one without and what the epilogue saves."""
-        if self._chain.matrices or self._is_measured or self._is_invariant:
+        if self._tail.matrices or self._is_measured or self._is_invariant:
             return time is not None
         plain = self._time(self._product.eqn.invars, self._product.product)
         if time is None or plain is None:
             return False
-        chain = self._chain
-        is_cheap = chain.residual is None and chain.activation is None
-        most = _WIDER if chain.last == "wider" else _FREE if is_cheap else 1
+        tail = self._tail
+        is_cheap = tail.residual is None and tail.activation is None
+        most = _WIDER if tail.last == "wider" else _FREE if is_cheap else 1
         return time <= most * plain + self._saved()
 
     def _time(self, operands: Sequence[Any], product: Any) -> float | None:
@@ -236,17 +236,17 @@ class _Fusion:
         if key not in self._times:
             plan = alternatives.plan_or_none(product, product.by_role(avals), schedule, self._device)
             has_kernel = plan is not None and plan.kernel is not None
-            is_apart = self._chain.matrices and has_kernel and not plan.problem.gated
+            is_apart = self._tail.matrices and has_kernel and not plan.problem.gated
             self._times[key] = plan.microseconds if has_kernel and not is_apart else None
         return self._times[key]
 
     def _saved(self) -> float:
-        """The time of the passes that a chain saves: of all readers', or of one reader of a sum."""
-        program, out = self._program, self._chain.out
+        """The time of the passes that a tail saves: of all readers', or of one reader of a sum."""
+        program, out = self._program, self._tail.out
         size = bytes_of(out.aval)
         if not self._saves_a_pass():
             return 0.0
-        if self._chain.last == "narrower":
+        if self._tail.last == "narrower":
             return self._passing(2 * (bytes_of(self._product.eqn.outvars[0].aval) - size), 0)
         readers = [program.eqns[at] for at in program.uses[out] if at not in self._taken]
         is_read_elsewhere = any(is_merged(eqn) and not is_view(eqn) for eqn in readers)

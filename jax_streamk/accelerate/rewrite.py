@@ -22,9 +22,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Var, primitives
 
 from jax_streamk import compat
 from jax_streamk.accelerate import fragments, fusion, joined, scaled
-from jax_streamk.accelerate.chains import may_have_epilogue
 from jax_streamk.accelerate.decisions import decide
 from jax_streamk.accelerate.equations import Equations
+from jax_streamk.accelerate.followers import may_have_epilogue
 from jax_streamk.accelerate.products import Products, products_of
 from jax_streamk.device import Device, device_of
 from jax_streamk.plan import alternatives
@@ -289,6 +289,21 @@ def _rewriter_of(
 ) -> _Rewriter:
     del device, digest, session
     return _Rewriter(schedule, where)
+
+
+def evaluated(
+    fn: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    schedule: Schedule | PerPass,
+    where: Where,
+    by: Callable[..., Any],
+) -> Any:
+    """``fn`` of arguments, rewritten, by a function of its closed jaxpr and the arrays among them."""
+    given = _Arguments(args, kwargs)
+    jaxpr, rebuilt = _rewriter(schedule, where).trace(fn, given)
+    primitive.know_sparse()
+    return _Results(by(jaxpr, *given.arrays), rebuilt).of(given)
 
 
 class _Rewriter:

@@ -5,6 +5,7 @@ import contextvars
 import dataclasses
 import functools
 import warnings
+from typing import Any
 
 import jax
 import numpy as np
@@ -107,18 +108,24 @@ def _placement(ctx):
     return compat.Placement.ONE_DEVICE if is_one else placement
 
 
+def is_on_one_device(ctx):
+    """Whether a program's values are on one device each, and not only looked at."""
+    return _look.get() is None and _placement(ctx) == compat.Placement.ONE_DEVICE
+
+
 def _lower_partitioned(ctx, *operands, platform, product, schedule):
     function = product.partitioned(ctx.avals_in, tune.later(schedule))
     if function is None:  # its simpler products are partitioned
-        return _lower_function(functools.partial(product.instead, schedule=schedule), ctx, *operands)
-    (out,) = _lower_function(function, compat.with_mesh(ctx), *operands)
+        return lower_function(functools.partial(product.instead, schedule=schedule), ctx, *operands)
+    (out,) = lower_function(function, compat.with_mesh(ctx), *operands)
     device = device_for_lowering(platform)
     kernels = f"kernels {tuned.kernel_set(platform)} and tuned plans {tune.digest(device)}"
     compat.tell_apart(out, f"{product} {schedule} for {device} with {kernels}")
     return [out]
 
 
-def _lower_function(function, ctx, *operands):
+def lower_function(function, ctx, *operands):
+    """The results of a function of one result, lowered in a rule."""
     return mlir.lower_fun(function, multiple_results=False)(ctx, *operands)
 
 
@@ -147,7 +154,7 @@ def _lower_instead(way, schedule, ctx, *operands):
     """Simpler products in the place of one; its plan becomes that of the first, and says why."""
     look = _look.get()
     before = 0 if look is None else len(look.plans)
-    out = _lower_function(functools.partial(way.instead, schedule=schedule), ctx, *operands)
+    out = lower_function(functools.partial(way.instead, schedule=schedule), ctx, *operands)
     if look is not None:
         first, why = look.plans[before], way.plan.reasons[-1:]
         look.plans[before:] = [first.with_notes([reason for reason in why if reason not in first.reasons])]
@@ -155,29 +162,45 @@ def _lower_instead(way, schedule, ctx, *operands):
 
 
 def _lower_to_kernel(way, ctx, operands, product):
-    lhs, rhs, *others = operands
-    of_lhs, of_rhs, *of_others = ctx.avals_in
-    functions = product.as_read(product.by_role(ctx.avals_in))
-    for i, role in enumerate(product.roles[2:]):
-        if role in functions:
-            (others[i],) = _lower_function(functions[role], ctx.replace(avals_in=[of_others[i]]), others[i])
-            of_others[i] = of_others[i].update(dtype=np.dtype(np.int32))
-    prepared = _prepared(way.arrangement, lhs, rhs, of_lhs, of_rhs)
-    avals = [*way.arrangement.prepared(of_lhs, of_rhs), *of_others]
+    changes, avals = changes_of(way, product, ctx.avals_in)
+    operands = [x if change is None else change(ctx, x) for change, x in zip(changes, operands)]
+    if way.arrangement.swapped:
+        operands[:2], avals[:2] = operands[1::-1], avals[1::-1]
     stored = way.arrangement.stored(compat.local_aval(*ctx.avals_out))
-    out = _call(ctx.replace(avals_in=avals), way.plan, stored, *prepared, *others)
+    out = _call(ctx.replace(avals_in=avals), way.plan, stored, *operands)
     order = way.arrangement.permute_result
     return out if order is None else compat.lowered_transpose(out, order)
 
 
-def _prepared(arrangement, lhs, rhs, *avals):
-    """The operands as the kernel expects them. Operation by operation: tracing a function takes ten times as long."""
-    operands = []
-    permutations = arrangement.permute_lhs, arrangement.permute_rhs
-    for x, aval, permutation, dtype in zip((lhs, rhs), avals, permutations, arrangement.dtypes):
-        x = x if permutation is None else compat.lowered_transpose(x, permutation)
-        operands.append(x if aval.dtype == dtype else compat.lowered_convert(x, dtype))
-    return operands[::-1] if arrangement.swapped else operands
+def changes_of(way, product, avals):
+    """For each operand a function of a context and the lowered operand, to what the kernel reads; and types of those.
+
+    None: the kernel reads it as it is.
+    """
+    arrangement, (lhs, rhs, *others) = way.arrangement, avals
+    changes: list[Any] = []
+    for order, aval, dtype in zip((arrangement.permute_lhs, arrangement.permute_rhs), (lhs, rhs), arrangement.dtypes):
+        is_same = order is None and aval.dtype == dtype
+        changes.append(None if is_same else functools.partial(_prepared, order, aval.dtype, dtype))
+    functions = product.as_read(product.by_role(avals))
+    types = arrangement.prepared(lhs, rhs)
+    types = [*(types[::-1] if arrangement.swapped else types), *others]
+    for at, (role, aval) in enumerate(zip(product.roles[2:], others), 2):
+        changes.append(functools.partial(_as_read, functions[role], aval) if role in functions else None)
+        if role in functions:
+            types[at] = aval.update(dtype=np.dtype(np.int32))
+    return changes, types
+
+
+def _prepared(order, given, wanted, ctx, x):
+    """A matrix as the kernel expects it. Operation by operation: tracing a function takes ten times as long."""
+    del ctx
+    x = x if order is None else compat.lowered_transpose(x, order)
+    return x if given == wanted else compat.lowered_convert(x, wanted)
+
+
+def _as_read(function, aval, ctx, x):
+    return lower_function(function, ctx.replace(avals_in=[aval]), x)[0]
 
 
 def _call(ctx, plan, stored, *operands):
@@ -210,7 +233,7 @@ def _lower_to_xla(ctx, *operands, why, product, schedule, out_sharding):
 
 def _by_xla(ctx, *operands, product, out_sharding=None):
     with contextlib.nullcontext() if product.is_placed_by_xla else partition.without_explicit_mesh():
-        return _lower_function(functools.partial(product.by_xla, out_sharding=out_sharding), ctx, *operands)
+        return lower_function(functools.partial(product.by_xla, out_sharding=out_sharding), ctx, *operands)
 
 
 def _lower_fused(ctx, *operands, call_jaxpr, written):

@@ -11,8 +11,9 @@ from jax_streamk import _ffi
 from jax_streamk.checks import version
 
 _TARGETS = {"cpu": "jax_streamk_host_gemm", "cuda": "jax_streamk_cuda_gemm"}
+CHAIN_TARGETS = {"cpu": "jax_streamk_host_chain", "cuda": "jax_streamk_cuda_chain"}
 # jax.export refuses to serialize custom calls other than JAX's own unless told to.
-EXPORT_CHECKS = tuple(map(jax.export.DisabledSafetyCheck.custom_call, _TARGETS.values()))
+EXPORT_CHECKS = tuple(map(jax.export.DisabledSafetyCheck.custom_call, (*_TARGETS.values(), *CHAIN_TARGETS.values())))
 
 
 def target(plan):
@@ -41,9 +42,12 @@ def attributes(plan):
 
 
 def _register_handlers():
-    jax.ffi.register_ffi_target(_TARGETS["cpu"], _ffi.host_handler(), platform="cpu")
+    handlers = {"cpu": (_ffi.host_handler, _ffi.host_chain_handler)}
     if _ffi.has_cuda:
-        jax.ffi.register_ffi_target(_TARGETS["cuda"], _ffi.cuda_handler(), platform="CUDA")
+        handlers["cuda"] = _ffi.cuda_handler, _ffi.cuda_chain_handler
+    for platform, of_platform in handlers.items():
+        for targets, handler in zip((_TARGETS, CHAIN_TARGETS), of_platform):
+            jax.ffi.register_ffi_target(targets[platform], handler(), platform={"cuda": "CUDA"}.get(platform, platform))
 
 
 def _why_refused():
