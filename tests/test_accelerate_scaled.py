@@ -424,13 +424,39 @@ def test_models_of_qwix_with_eight_bits_on_both_sides(dtype, name):
 @on_cpu
 @pytest.mark.parametrize("dtype, name", [("int8", "s8"), ("float8_e4m3fn", "e4m3")])
 def test_models_of_qwix_with_tiles_on_both_sides(dtype, name):
-    """Qwix dequantizes both: kernels read the weights' numbers."""
+    """Qwix dequantizes both: kernels read the weights' numbers, and those of float8 on either side."""
     x = normal(M, 64)
     options = dict(weight_qtype=dtype, act_qtype=dtype, tile_size=32)
     fn, state = model_of_qwix(x, "PtqProvider", "QuantizationRule", **options)
-    found = problems(fn, state, x, where=None)
+    found = problems(fn, state, x, where=None)  # on a CPU, where bfloat16 by float8 is faster
     assert len(found) == 2 and all(f"bf16 x {name} (scale bf16 per 32 x 1)" in problem for problem in found)
     assert_alike(fn, state, x)
+    if dtype == "float8_e4m3fn":
+        found = problems(fn, state, x, where=lambda problem: True)
+        of_both = "e4m3 (scale bf16 per 1 x 32) x e4m3 (scale bf16 per 32 x 1)"
+        assert len(found) == 2 and all(of_both in problem for problem in found)
+
+
+@on_cpu
+def test_blocks_of_float8_on_both_sides():
+    """As block-scaled checkpoints and activations have them, whichever way weights lie."""
+
+    def blocks(x, rows, columns):
+        return x.reshape(x.shape[0] // rows, rows, x.shape[1] // columns, columns)
+
+    def dequantized(x, scale, rows, columns):
+        spread = blocks(x.astype(jnp.bfloat16), rows, columns) * scale[:, None, :, None]
+        return spread.reshape(x.shape)
+
+    def fn(x, x_scale, w, w_scale):
+        return dequantized(x, x_scale, 1, 128) @ dequantized(w, w_scale, 128, 128).T
+
+    x, w = (normal(*shape).astype("float8_e4m3fn") for shape in ((24, 256), (384, 256)))
+    scales = [1 + abs(normal(*shape)) for shape in ((24, 2), (3, 2))]
+    args = x, scales[0].astype("bfloat16"), w, scales[1].astype("bfloat16")
+    (problem,) = problems(fn, *args, where=lambda problem: True)
+    assert "e4m3 (scale bf16 per 1 x 128) x e4m3 (scale bf16 per 128 x 128)" in problem
+    assert_alike(fn, *args)
 
 
 @on_cpu

@@ -1,8 +1,4 @@
-"""Finds products of two arrays of float8 or int8, as fp8 training has them, with scales for rows, columns or all.
-
-Other than weights, such numbers may be computed by the program: where both sides are float8, tensor cores multiply them
-twice as fast. The program scales the arrays, and multiplies what it dequantized, or the result.
-"""
+"""Finds products of two arrays of float8 or int8 whose result a program scales, by rows, columns or one number."""
 
 import dataclasses
 import math
@@ -23,57 +19,18 @@ from jax_streamk.product.primitive import bind
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """A product of float8: a jaxpr, the call of it, and the program's values that it takes the place of.
+    """A product whose result is scaled: a jaxpr, the call of it, and the values that it takes the place of.
 
-    ``plain`` is the equation of the program's own product of the numbers, if it is the result that is scaled.
+    ``plain`` is the equation of the program's own product of the numbers.
     """
 
     body: Any
     call: Any
     made: list[Any]
-    plain: Any = None
+    plain: Any
 
 
 _Scales = list[tuple[Any, tuple[int, ...]]]  # each with its sizes in the dimensions of what it scales
-
-
-@dataclasses.dataclass(frozen=True)
-class _Side:
-    """An operand: its numbers, a scale or None, the scale's shape with a size for each dimension, and what is made."""
-
-    numbers: Any
-    scale: Any
-    shape: tuple[int, ...]
-    made: list[Any]
-
-
-def by_numbers(program: Any, eqn: Any, schedule: Any) -> Found | None:
-    """The product of an equation of two matrices, if both were float8; ``program`` knows what makes a value."""
-    product = kinds.of(eqn)
-    lhs, rhs = (_side(program, x) for x in eqn.invars[:2])
-    if lhs is None or rhs is None:
-        return None
-    dtype = jnp.promote_types(*(x.aval.dtype for x in eqn.invars[:2]))
-    others = eqn.invars[2:]
-    has_scale = lhs.scale is not None or rhs.scale is not None
-
-    def multiplied(*operands: Any) -> Any:
-        given = iter(operands)
-        arrays = [next(given) for _ in (lhs, rhs, *others)]
-        if not has_scale:
-            return bind(product, *arrays, schedule=schedule)
-        scales = [
-            jnp.ones(side.shape, jnp.float32)
-            if side.scale is None
-            else next(given).astype(jnp.float32).reshape(side.shape)
-            for side in (lhs, rhs)
-        ]
-        of_both = scaled.Scaled.by(product, dtype, ("scale",), of_both=True)
-        return bind(of_both, *arrays, *scales[::-1], schedule=schedule)
-
-    operands = [x for x in (lhs.numbers, rhs.numbers, *others, lhs.scale, rhs.scale) if x is not None]
-    body = jax.make_jaxpr(multiplied)(*(jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in operands)).jaxpr
-    return Found(body, eqn.replace(invars=operands), [*lhs.made, *rhs.made])
 
 
 def by_result(program: Any, eqn: Any, schedule: Any) -> Found | None:
@@ -168,26 +125,6 @@ def _of_operand(scale: Any, shape: Any, contract: Any, batch: Any, place: slice)
     sizes = [*(shape[i] for i in batch), *whole, *[1] * len(contract)]
     spread = jnp.broadcast_to(scale.reshape(*scale.shape[: len(batch)], *own, *[1] * len(contract)), sizes)
     return spread.transpose(np.argsort([*batch, *free, *contract]))
-
-
-def _side(program: Any, x: Any) -> _Side | None:
-    made, scale, shape = [x], None, (1,) * x.aval.ndim
-    eqn = program.maker(x)
-    if eqn is not None and eqn.primitive.name == "mul":
-        for at in (0, 1):
-            if (of := _spread(program, eqn.invars[1 - at])) is not None and _is_conversion(program, eqn.invars[at]):
-                (scale, shape), x = of, eqn.invars[at]
-                made.append(x)
-                eqn = program.maker(x)
-                break
-    if eqn is None or not _is_conversion(program, x):
-        return None
-    return _Side(eqn.invars[0], scale, shape, made)
-
-
-def _is_conversion(program: Any, x: Any) -> bool:
-    eqn = program.maker(x)
-    return eqn is not None and eqn.primitive.name == "convert_element_type" and eqn.invars[0].aval.dtype in FLOAT8
 
 
 def _spread(program: Any, x: Any) -> tuple[Any, tuple[int, ...]] | None:

@@ -26,6 +26,7 @@ from jax_streamk.accelerate.decisions import decide
 from jax_streamk.accelerate.equations import Equations, is_exact, is_merged, is_movable, is_view
 from jax_streamk.device import Device
 from jax_streamk.plan import alternatives
+from jax_streamk.plan.problem import FLOAT8
 from jax_streamk.product import kinds, scaled
 from jax_streamk.product.dense import Dense
 from jax_streamk.product.primitive import bind, product_p
@@ -61,15 +62,15 @@ def by_numbers(
     opened, outvars = _Opened(program.eqns), program.outvars
     whole, found = Equations(opened.eqns, outvars), {}
     for at, eqn in enumerate(opened.eqns):
-        if (product := opened.by_numbers(eqn, schedule)) is None:
-            continue
-        times = measured.get((product.plain or eqn).outvars[0])
-        if product.plain is not None and where is None:
-            may_be = decide(product.plain, whole, schedule, None, device, times).is_ours
-        else:
-            may_be = times is None or times.winner != "xla"
-        if may_be and _is_ours(product, where, device):
-            found[at] = product
+        for product in opened.by_numbers(eqn, schedule):
+            times = measured.get((product.plain or eqn).outvars[0])
+            if product.plain is not None and where is None:
+                may_be = decide(product.plain, whole, schedule, None, device, times).is_ours
+            else:
+                may_be = times is None or times.winner != "xla"
+            if may_be and _is_ours(product, where, device):
+                found[at] = product
+                break
     found = _alone(whole, found)
     if not found:
         return program
@@ -192,15 +193,21 @@ class _Opened:
         eqn = None if isinstance(x, Literal) else self._makers.get(x)
         return eqn if eqn is not None and is_movable(eqn) else None
 
-    def _path(self, x: Any, form: str = "") -> list[tuple[Any, int]] | None:
-        """From a matrix back to its numbers: equations, and which of their operands leads there. None: it has none."""
+    def _path(self, x: Any, form: str = "", is_float8: bool = False) -> list[tuple[Any, int]] | None:
+        """From a matrix back to its numbers: equations, and which of their operands leads there. None: it has none.
+
+        ``is_float8``: to those of float8, which the program may compute.
+        """
+        if is_float8 and x.aval.dtype in FLOAT8:
+            return []
         if (eqn := self.maker(x)) is not None:
             form += _ARITHMETIC.get(eqn.primitive.name, "")
             for at in _on_the_way(eqn) if _FORM.fullmatch(form) else ():
-                rest = self._path(eqn.invars[at], form)
+                rest = self._path(eqn.invars[at], form, is_float8)
                 if rest is not None:
                     return [(eqn, at), *rest]
-        return [] if not isinstance(x, Literal) and (self._is_stored(x) or self.mask(x)) else None
+        is_end = not is_float8 and not isinstance(x, Literal) and (self._is_stored(x) or self.mask(x))
+        return [] if is_end else None
 
     def _is_stored(self, x: Any) -> bool:
         """Whether memory holds numbers, or may at little cost: XLA need not compute them for us."""
@@ -233,34 +240,65 @@ class _Opened:
         with jax.ensure_compile_time_eval():
             return np.asarray(eqn.primitive.bind(*operands, **eqn.params))
 
-    def by_numbers(self, eqn: Any, schedule: Any) -> _Found | None:
-        """The product of an equation, by numbers with scales; None if it is none, or by another matrix."""
+    def by_numbers(self, eqn: Any, schedule: Any) -> Iterator[_Found]:
+        """The ways to have the product of an equation by numbers with scales, the one with most of them first."""
         if eqn.primitive.name == "scaled_dot":
-            return _of_scaled_dot(eqn, schedule)
-        if eqn.primitive.name == "mul":
-            of_result = float8.by_result(self, eqn, schedule)
-            return None if of_result is None else _of_float8(of_result)
+            found = _of_scaled_dot(eqn, schedule)
+        elif eqn.primitive.name == "mul":
+            found = self._by_result(eqn, schedule)
+        else:
+            yield from self._of_product(eqn, schedule)
+            return
+        if found is not None:
+            yield found
+
+    def _by_result(self, eqn: Any, schedule: Any) -> _Found | None:
+        if (found := float8.by_result(self, eqn, schedule)) is None:
+            return None
+        eqns = [eqn.replace(source_info=found.call.source_info) for eqn in _renamed(found.body, found.call)]
+        return _Found(eqns, found.made, found.plain)
+
+    def _of_product(self, eqn: Any, schedule: Any) -> Iterator[_Found]:
         kind = kinds.KINDS.get(eqn.primitive)
         if kind is None or kind.why_not(eqn) is not None:
-            return None
+            return
         lhs, matrix = eqn.invars[:2]
         is_here = eqn.ctx.compute_type is None and eqn.params.get("out_sharding") is None
         if not is_here or isinstance(matrix, Literal) or matrix.aval.dtype not in _WIDE:
-            return None
-        if (found := float8.by_numbers(self, eqn, schedule)) is not None:
-            return _of_float8(found)
-        path = self._path(matrix)
+            return
         shapes = [x.aval.shape for x in (lhs, matrix)]
-        if not path or not all(isinstance(size, int) and size for size in itertools.chain(*shapes)):
-            return None
+        if not all(isinstance(size, int) and size for size in itertools.chain(*shapes)):
+            return
         if compat.explicit_mesh(lhs.aval, matrix.aval) is not None:
+            return
+        paths = [self._path(x, is_float8=True) for x in (lhs, matrix)]
+        if all(paths) and (found := _of_both(self, eqn, paths, schedule)) is not None:
+            yield found
+        path = self._path(matrix)
+        if path and (found := _Dequantized(self, eqn, path).product(schedule)) is not None:
+            yield found
+
+
+def _of_both(program: _Opened, eqn: Any, paths: Any, schedule: Any) -> _Found | None:
+    """The product of two matrices of float8, given the paths to their numbers; None if a kernel would not read them."""
+    product, given, has_scale = kinds.of(eqn), kinds.of(eqn).by_role(eqn.invars), False
+    new, roles = list[Any](), (("lhs", "scale_of_a"), ("rhs", "scale"))
+    for side, (path, (matrix, scale)) in enumerate(zip(paths, roles)):
+        dequantized = _Dequantized(program, eqn, path, side)
+        found = dequantized.found()
+        if found is None or {*found.parts} - {"scale"}:
             return None
-        return _Dequantized(self, eqn, path).product(schedule)
-
-
-def _of_float8(found: float8.Found) -> _Found:
-    eqns = [eqn.replace(source_info=found.call.source_info) for eqn in _renamed(found.body, found.call)]
-    return _Found(eqns, found.made, found.plain)
+        if (product := dequantized.ordered(product, found.order)) is None:
+            return None
+        given[matrix], given[scale] = found.values, found.parts["scale"]
+        has_scale |= dequantized.has_scale
+        new += dequantized.new
+    if has_scale:
+        dtype = jnp.promote_types(*(x.aval.dtype for x in eqn.invars[:2]))
+        product = scaled.Scaled.by(product, dtype, ("scale",), of_both=True)
+    params = dict(product=product, schedule=schedule, out_sharding=None)
+    call = eqn.replace(primitive=product_p, params=params, invars=[given[role] for role in product.roles])
+    return _Found([*new, call], [x.outvars[0] for path in paths for x, _ in path])
 
 
 def _of_scaled_dot(eqn: Any, schedule: Any) -> _Found | None:
@@ -312,17 +350,44 @@ class _Part:
     by: str
 
 
-class _Dequantized:
-    """The right operand of a product, and the path to its numbers."""
+@dataclasses.dataclass(frozen=True)
+class _Numbers:
+    """What a matrix is made of: numbers, the order in which they have its dimensions, and their parts by role."""
 
-    def __init__(self, program: _Opened, eqn: Any, path: list[tuple[Any, int]]):
+    values: Any
+    order: list[int]
+    parts: dict[str, Any]
+
+
+class _Dequantized:
+    """An operand of a product, the right one or another, and the path to its numbers.
+
+    Attributes:
+      new: equations of what the product by numbers needs.
+      has_scale: whether it has more than numbers.
+    """
+
+    def __init__(self, program: _Opened, eqn: Any, path: list[tuple[Any, int]], side: int = 1):
         self._program, self._eqn, self._path = program, eqn, path
-        self._atoms, self._new = Atoms(), list[Any]()
+        self._side, self._matrix = side, eqn.invars[side]
+        self._atoms, self.new = Atoms(), list[Any]()
+        self.has_scale = any(step.primitive.name in _ARITHMETIC for step, _ in path)
 
     def product(self, schedule: Any) -> _Found | None:
         """The product by numbers; None if they lie in another order than the matrix, or are no such numbers."""
+        if (found := self.found()) is None or (product := self.ordered(kinds.of(self._eqn), found.order)) is None:
+            return None
+        given = kinds.of(self._eqn).by_role(self._eqn.invars) | dict(rhs=found.values) | found.parts
+        product = scaled.Scaled.by(product, self._matrix.aval.dtype, tuple(x for x in scaled.PARTS if x in given))
+        params = dict(product=product, schedule=schedule, out_sharding=None)
+        operands = [given[role] for role in product.roles]
+        call = self._eqn.replace(primitive=product_p, params=params, invars=operands)
+        return _Found([*self.new, call], [eqn.outvars[0] for eqn, _ in self._path])
+
+    def found(self) -> _Numbers | None:
+        """What the matrix is made of; None if the numbers' dimensions are not its own."""
         atoms = self._atoms
-        dims = runs = [atoms.run(size) for size in self._eqn.invars[1].aval.shape]
+        dims = runs = [atoms.run(size) for size in self._matrix.aval.shape]
         parts: list[_Part] = []  # the one that is applied first comes first
         for eqn, at in self._path:
             if eqn.primitive.name in _ARITHMETIC:
@@ -337,32 +402,26 @@ class _Dequantized:
             return None
         values, order = found
         dims = [dims[i] for i in order]
-        shape = [math.prod(atoms.sizes(run)) for run in dims]
-        given = kinds.of(self._eqn).by_role(self._eqn.invars) | dict(rhs=self._reshaped(values, shape))
-        given |= self._by_role(parts, values.aval.dtype, dims)
-        if (product := self._scaled(tuple(x for x in scaled.PARTS if x in given), order)) is None:
-            return None
-        params = dict(product=product, schedule=schedule, out_sharding=None)
-        operands = [given[role] for role in product.roles]
-        call = self._eqn.replace(primitive=product_p, params=params, invars=operands)
-        return _Found([*self._new, call], [eqn.outvars[0] for eqn, _ in self._path])
+        values = self._reshaped(values, [math.prod(atoms.sizes(run)) for run in dims])
+        return _Numbers(values, order, self._by_role(parts, values.aval.dtype, dims))
 
-    def _scaled(self, parts: tuple[str, ...], order: list[int]) -> Any:
-        """The product of numbers whose dimensions are the matrix's in this order; None if it needs a transpose."""
-        product, dtype = kinds.of(self._eqn), self._eqn.invars[1].aval.dtype
+    def ordered(self, product: Any, order: list[int]) -> Any:
+        """The product of an operand whose dimensions are the matrix's in this order; None if it needs a transpose."""
+        side = self._side
+        if order == sorted(order):
+            return product
         if isinstance(product, Ragged):
+            if side == 0:
+                return None
             numbers = product.numbers
             ((of_lhs,), (contract,)), _ = numbers.dot_dimension_numbers
             groups = tuple(map(order.index, numbers.rhs_group_dimensions))
             numbers = numbers_of(of_lhs, order.index(contract), numbers.lhs_ragged_dimensions[0], groups)
-            return scaled.Scaled.by(product.replaced(numbers=numbers), dtype, parts)
-        (of_lhs, contract), (lhs_batch, batch) = product.numbers
-        contract, batch = (tuple(map(order.index, dims)) for dims in (contract, batch))
-        free = [i for i in order if order.index(i) not in (*contract, *batch)]
-        if free != sorted(free):
-            return None
-        product = product.replaced(numbers=((of_lhs, contract), (lhs_batch, batch)))
-        return scaled.Scaled.by(product, dtype, parts)
+            return product.replaced(numbers=numbers)
+        contract, batch = (list(dims) for dims in product.numbers)
+        contract[side], batch[side] = (tuple(map(order.index, dims[side])) for dims in (contract, batch))
+        free = [i for i in order if order.index(i) not in (*contract[side], *batch[side])]
+        return product.replaced(numbers=(tuple(contract), tuple(batch))) if free == sorted(free) else None
 
     def _numbers(self, x: Any, runs: Any, dims: Any) -> tuple[Any, list[int]] | None:
         """The numbers, and in which order they have the matrix's dimensions; None if other dimensions lie between."""
@@ -490,8 +549,8 @@ class _Dequantized:
 
     def _then(self, called: Any, *operands: Any, **params: Any) -> Any:
         """The result of a new equation."""
-        self._new.append(compat.new_eqn(self._eqn, called, *operands, **params))
-        return self._new[-1].outvars[0]
+        self.new.append(compat.new_eqn(self._eqn, called, *operands, **params))
+        return self.new[-1].outvars[0]
 
 
 def _limits(dtype: Any) -> tuple[int, int]:
