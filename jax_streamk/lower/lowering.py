@@ -162,6 +162,9 @@ def _lower_to_kernel(way, ctx, operands, product):
         if role in functions:
             (others[i],) = _lower_function(functions[role], ctx.replace(avals_in=[of_others[i]]), others[i])
             of_others[i] = of_others[i].update(dtype=np.dtype(np.int32))
+        if (order := way.arrangement.permute_others.get(role)) is not None:
+            others[i] = compat.lowered_transpose(others[i], order)
+            of_others[i] = of_others[i].update(shape=tuple(of_others[i].shape[dim] for dim in order))
     prepared = _prepared(way.arrangement, lhs, rhs, of_lhs, of_rhs)
     avals = [*way.arrangement.prepared(of_lhs, of_rhs), *of_others]
     stored = way.arrangement.stored(compat.local_aval(*ctx.avals_out))
