@@ -244,6 +244,8 @@ def test_groups_of_k(name):
     check(name, Case(160, 144, 300, sizes=(3, 0, 200, 1, 33), **whole), WHOLE)
     check(name, Case(272, 400, 1000, (1, 1000), (1000, 1), sizes=(1, 128, 129, 0, 700), pad=1, **whole), WHOLE)
     check(name, Case(272, 144, 512, (272, 512), (512, 144), "bfloat16", sizes=(500,), **whole), WHOLE)
+    # Long tiles are split where there are many CTAs.
+    check(name, Case(256, 128, 6000, (1, 6000), (6000, 1), sizes=(5000, 0, 3, 900), **whole), WHOLE)
 
 
 @pytest.mark.parametrize("name", OF_K)
