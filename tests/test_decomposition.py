@@ -183,8 +183,8 @@ def test_tiles_that_end_beyond_32_bits_are_refused():
     for kernel in SHAPES_OF_KERNELS.values():
         if kernel.family != _ffi.Family.sm90:
             continue
-        for extents in ((2**31 - 8, 8), (8, 2**31 - 8)):
-            problem, _, _ = problem_of(kernel, *extents, 8)
+        for extents in ((2**31 - 16, 16), (16, 2**31 - 16)):
+            problem, _, _ = problem_of(kernel, *extents, 16)
             why = _ffi.can_implement(kernel.name, problem, schedule_of(DATA_PARALLEL), device_of(kernel, 132))
             assert "its last tile would end beyond 2^31" in why
 

@@ -217,6 +217,44 @@ def test_groups_with_scales(rng, block, of_weights):
     np.testing.assert_allclose(got.astype(jnp.float32), jax.nn.silu(dots[0]) * dots[1], rtol=0.05, atol=0.5)
 
 
+def moved(x, at):
+    """An array, or its values and scales, whose first dimension is another one."""
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, at), x)
+
+
+def transposed(x):
+    return jax.tree.map(lambda x: jnp.swapaxes(x, -1, -2), x)
+
+
+@pytest.mark.parametrize("is_nk", [False, True])
+@pytest.mark.parametrize("at", [0, 1])
+def test_groups_anywhere_in_memory(rng, at, is_nk):
+    lhs = random_array(rng, E4M3, (40, 256), (1, 256), dtype=jnp.bfloat16)
+    rhs = random_array(rng, E4M3, (4, 256, 48), (1, 128, 1), dtype=jnp.bfloat16)
+    given = moved(transposed(rhs) if is_nk else rhs, at)
+    contract = 2 if is_nk else 1 - at
+    numbers = lax.RaggedDotDimensionNumbers((((1,), (contract,)), ((), ())), (0,), (at,))
+    product = lambda x, y: sk.ragged_dot_general(x, y, SIZES, numbers)
+    assert is_ours(product, lhs, given)
+    check_groups(jax.jit(product)(lhs, given), lhs, rhs)
+    folded = lambda x, y: sk.ragged_dot(x, transposed(moved(y, at)) if is_nk else moved(y, at), SIZES)
+    assert is_ours(folded, lhs, given)
+    check_groups(jax.jit(folded)(lhs, given), lhs, rhs)
+
+
+@pytest.mark.parametrize("is_nk", [False, True])
+@pytest.mark.parametrize("at", [(0, 1), (1, 0), (1, 1)])
+def test_batches_anywhere_in_memory(rng, at, is_nk):
+    lhs = random_array(rng, E4M3, (3, 32, 256), (1, 1, 128), dtype=jnp.bfloat16)
+    rhs = random_array(rng, E5M2, (3, 256, 48), (1, 128, 1), dtype=jnp.bfloat16)
+    given = moved(lhs, at[0]), moved(transposed(rhs) if is_nk else rhs, at[1])
+    contract = (2,), (2 if is_nk else 1 - at[1],)
+    product = lambda x, y: sk.dot_general(x, y, (contract, ((at[0],), (at[1],))), schedule=StreamK())
+    assert is_ours(product, *given)
+    for got, x, y in zip(jax.jit(product)(*given), wide(lhs), wide(rhs)):
+        check(got, x, y)
+
+
 @pytest.mark.parametrize("columns", [1, 16])
 def test_groups_of_what_is_contracted(rng, columns):
     lhs, rhs = (random_array(rng, of, (40, n), (40, columns), dtype=jnp.bfloat16) for of, n in ((E4M3, 64), (E5M2, 48)))

@@ -38,7 +38,7 @@ def gemm(m, n, k, type_ab=BF16, math=NATIVE, batch=1, majors=(ROW, ROW)):
 
 def fake_kernel(
     family, type_ab, type_d, tile, cluster=(1, 1), warps="cooperative", swap_ab=False, align=8, math=NATIVE,
-    major_b=ROW, align_b=None
+    major_b=ROW, align_b=None, scales_sums=False
 ):  # fmt: skip
     reductions = [] if warps in ("pingpong", "single") else [ORDERED]
     parts = family, type_ab, type_d, *tile, *cluster, warps, swap_ab, align, math, major_b, align_b
@@ -48,7 +48,7 @@ def fake_kernel(
         tile_k=tile[2], cluster_m=cluster[0], cluster_n=cluster[1], align_a=align, align_b=align_b or align,
         align_d=align if family == SM80 else 1, warp_schedule=_ffi.WarpSchedule[warps], swap_ab=swap_ab,
         split_k_reductions=reductions + [SEPARATE] * (type_d == (F64 if type_ab == F64 else F32)),
-        stream_k_reductions=reductions,
+        stream_k_reductions=reductions, scales_sums=scales_sums,
     )  # fmt: skip
 
 
@@ -450,6 +450,18 @@ def test_a_given_schedule_is_refused_with_the_limit(plan):
         plan(gemm(64, 64, 640), SplitK(100))
     with pytest.raises(ValueError, match='no Stream-K with reduction "atomic"'):
         plan(gemm(64, 64, 640), StreamK("atomic"))
+
+
+def test_sums_of_integers_that_32_bits_do_not_hold_are_refused(plan):
+    kernel = fake_kernel(SM90, _ffi.Type.s8, F32, (128, 64, 128), swap_ab=True, align=16, scales_sums=True)
+
+    def of_depth(k):
+        scales = dict(scale_rows=k, scale_columns=1, scale_rows_of_a=1, scale_columns_of_a=k)
+        return dataclasses.replace(gemm(64, 64, k, _ffi.Type.s8), type_d=F32, **scales)
+
+    assert plan(of_depth(2**17 - 16), DataParallel(), more=[kernel])[0].kernel == kernel.name
+    with pytest.raises(ValueError, match="has at most 131071 of k, whose sums fit 32 bits"):
+        plan(of_depth(2**17), DataParallel(), more=[kernel])
 
 
 @pytest.mark.parametrize("shape", [(35, 8457, 2048), (64, 50257, 1600), (1024, 700, 512), (2000, 1000, 132)])

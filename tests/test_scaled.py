@@ -331,6 +331,28 @@ def test_what_groups_cut_has_other_scales(rng):
     assert any("XLA dequantizes first: " in reason for reason in sk.plan(product, x, right).reasons)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int4", "float8_e4m3fn"])
+@pytest.mark.parametrize("is_nk", [False, True])
+@pytest.mark.parametrize("has_groups", [False, True])
+def test_matrices_anywhere_in_memory(rng, dtype, is_nk, has_groups):
+    """With the dimension of groups, or of a batch, between those of matrices."""
+    zero = dtype in INTEGERS
+    each = [random_array(rng, dtype, 128, 48, (32, 1), "bfloat16", zero=zero, transposed=is_nk) for _ in range(3)]
+    w = jax.tree.map(lambda *xs: jnp.stack(xs, 1), *each)
+    x = jnp.asarray(rng.normal(size=(3, 8, 128)), jnp.bfloat16)
+    contract = 2 if is_nk else 0
+    if has_groups:
+        numbers = lax.RaggedDotDimensionNumbers((((1,), (contract,)), ((), ())), (0,), (1,))
+        product = lambda x, w: sk.ragged_dot_general(x.reshape(24, 128), w, jnp.full(3, 8), numbers).reshape(3, 8, 48)
+    else:
+        product = lambda x, w: sk.dot_general(x, w, (((2,), (contract,)), ((0,), (1,))))
+    plan = sk.plan(product, x, w)
+    copies = "scale is transposed by (1, 0, 2) first: kernels need that of each matrix in one piece"
+    assert ON_GPU or (plan.problem.scale_rows == 32 and copies in plan.reasons)
+    matrices = np.stack([np.asarray(x.dequantize(jnp.float32).T if is_nk else x.dequantize(jnp.float32)) for x in each])
+    close(jax.jit(product)(x, w), np.asarray(x, np.float64) @ matrices.astype(np.float64))
+
+
 BY_EITHER_SIDE = {
     "lhs of dot_general": lambda w, x: sk.dot_general(w, x, (((0,), (1,)), ((), ()))),
     "lhs of matmul": lambda w, x: sk.matmul(w.dequantize().T if ON_GPU else transposed(w), x.T),

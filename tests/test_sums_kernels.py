@@ -1,6 +1,7 @@
 """Kernels that scale sums, of float8 and int8, launched outside XLA on poisoned buffers, against float64."""
 
 import dataclasses
+import functools
 import itertools
 
 import numpy as np
@@ -131,9 +132,12 @@ def launch(rng, kernel, case, schedule, change=lambda operands: None):
     activation = _ffi.Activation.silu if case.has_epilogue else _ffi.Activation.none
     sums, absolute = (product(f(exact["a"]), f(exact["b"]), case.sizes, case.cuts_k) for f in (np.asarray, np.abs))
     if case.has_epilogue:
-        biases = np.zeros((1, case.m, case.n)) if groups else bias[:, : case.n].astype(np.float64)
-        for of_group, (begin, end) in zip(bias, runs(case.sizes)):
-            biases[0, begin:end] = of_group[: case.n]
+        biases = bias[:, None, : case.n].astype(np.float64)
+        if groups and not case.cuts_k:
+            of_rows = np.zeros((1, case.m, case.n))
+            for of_group, (begin, end) in zip(biases, runs(case.sizes)):
+                of_rows[0, begin:end] = of_group
+            biases = of_rows
         sums = activated(activation, sums + biases)
         operands["bias"] = bias
     if groups:
@@ -154,18 +158,21 @@ def launch(rng, kernel, case, schedule, change=lambda operands: None):
     return got.astype(np.float64), sums, absolute
 
 
-def check(name, case, schedule=None):
+def check(name, case, schedule=None, change=lambda kernel, case, operands: None):
     """Products are exact. Tensor cores truncate sums of float8; 2^-10.2 of all products was the most of 500."""
     kernel, rng = KERNELS[name], np.random.default_rng()
     if kernel.major_a == _ffi.Major.column:
         case = dataclasses.replace(case, m=round_up(case.m, 16))
     is_integer = kernel.type_a == _ffi.Type.s8
     changes = 0 < case.block_a[1] < case.k or 0 < case.block_b[0] < case.k
-    if (kernel.tile_m == 256 or is_integer) and changes and kernel.family == _ffi.Family.sm90:
-        return  # it has scales for all of K only
+    if changes and kernel.family == _ffi.Family.sm90 and (is_integer or kernel.tile_m == 256):
+        if not is_integer:
+            return  # it has scales for all of K only, and blocks of columns that its tiles divide
+        blocks = (case.block_a[0], case.k), (case.k, case.block_b[1])
+        case = dataclasses.replace(case, block_a=blocks[0], block_b=blocks[1])
     rounding = np.finfo(np.float32).eps if kernel.type_d == _ffi.Type.f32 else 2.0**-8
     for each in [schedule] if schedule else schedules_of(kernel, case):
-        got, exact, absolute = launch(rng, kernel, case, each)
+        got, exact, absolute = launch(rng, kernel, case, each, functools.partial(change, kernel, case))
         bound = 2.0 ** (-20 if is_integer else -9) * absolute + rounding * np.abs(exact)
         assert (np.abs(got - exact) <= bound).all(), (each, np.max(np.abs(got - exact) / bound))
 
@@ -203,6 +210,17 @@ class TestSums:
         check(name, Case(144, 272, 512, (1, 512), (512, 1), has_epilogue=True))
 
 
+def poison(kernel, case, operands):
+    """NaN for the scales of rows in no group, and for those of the matrices of empty groups."""
+    by_row = kernel.major_a == _ffi.Major.row
+    of_a = operands["scale_of_a"].reshape((case.m, -1) if by_row else (-1, case.m))
+    is_used = np.zeros(case.m, bool)
+    for begin, end in runs(case.sizes):
+        is_used[begin:end] = True
+    (of_a if by_row else of_a.T)[~is_used] = np.nan
+    operands["scale"].reshape(len(case.sizes), -1)[np.array(case.sizes) == 0] = np.nan
+
+
 @pytest.mark.parametrize("name", OF_ROWS)
 class TestGroupsOfRows:
     def test_groups(self, name):
@@ -216,6 +234,12 @@ class TestGroupsOfRows:
         check(name, Case(300, 384, 1024, (1, 128), (128, 128), sizes=(100, 129, 1, 65), has_epilogue=True), WHOLE)
         check(name, Case(300, 384, 1024, (0, 0), (1024, 1), sizes=(0, 0, 290)), WHOLE)
 
+    def test_scales_of_rows_in_no_group_are_not_multiplied(self, name):
+        for block_a, block_b in (((1, 1024), (1024, 1)), ((1, 128), (128, 128))):
+            for sizes in ((100, 0, 60), (0, 0)):
+                case = Case(304, 384, 1024, block_a, block_b, sizes=sizes, has_epilogue=True)
+                check(name, case, WHOLE, poison)
+
 
 @pytest.mark.parametrize("name", OF_K)
 def test_groups_of_k(name):
@@ -223,6 +247,21 @@ def test_groups_of_k(name):
     check(name, Case(160, 144, 300, sizes=(3, 0, 200, 1, 33), **whole), WHOLE)
     check(name, Case(272, 400, 1000, (1, 1000), (1000, 1), sizes=(1, 128, 129, 0, 700), pad=1, **whole), WHOLE)
     check(name, Case(272, 144, 512, (272, 512), (512, 144), "bfloat16", sizes=(500,), **whole), WHOLE)
+    # Long tiles are split where there are many CTAs.
+    check(name, Case(256, 128, 6000, (1, 6000), (6000, 1), sizes=(5000, 0, 3, 900), **whole), WHOLE)
+
+
+@pytest.mark.parametrize("name", OF_K)
+def test_scales_of_empty_groups_of_k_are_not_multiplied(name):
+    case = Case(160, 144, 304, (1, 304), (304, 1), sizes=(3, 0, 200, 0), cuts_k=True, has_epilogue=True)
+
+    def change(operands):
+        operands["scale"][:] = operands["scale_of_a"][:] = np.nan
+
+    got, exact, _ = launch(np.random.default_rng(), KERNELS[name], case, WHOLE, change)
+    is_empty = np.array(case.sizes) == 0
+    assert np.isnan(got[~is_empty]).all()
+    assert (np.abs(got - exact)[is_empty] <= 2.0**-7 * np.abs(exact[is_empty])).all()
 
 
 @pytest.mark.parametrize("name", [name for name in HERE if KERNELS[name].type_a != _ffi.Type.s8])

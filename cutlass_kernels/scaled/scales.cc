@@ -40,6 +40,9 @@ Status can_scale(KernelInfo const& info, GemmProblem const& p, int64_t chunk, bo
 
 Status can_scale_sums(KernelInfo const& info, GemmProblem const& p) {
   auto const refuse = [&](std::string const& why) { return Status::invalid(info.name + " " + why); };
+  constexpr int64_t kMostProducts = INT32_MAX / (128 * 128);
+  if (info.a.format == Type::kS8 && p.k > kMostProducts)
+    return refuse("has at most " + std::to_string(kMostProducts) + " of k, whose sums fit 32 bits");
   for (bool const is_b : {false, true}) {
     Scales const& scales = is_b ? p.b.scales : p.a.scales;
     if (!scales.any()) continue;

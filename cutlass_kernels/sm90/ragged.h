@@ -150,6 +150,12 @@ class RaggedScheduler {
   // Whether a tile's rows are in no group.
   CUTLASS_DEVICE bool is_outside(Tile const& tile) const { return Table::is_outside(params_, tile); }
 
+  // Whether a tile's sums are 0: no group has its rows, or its group has no K.
+  CUTLASS_DEVICE bool has_no_products(Tile const& tile) const {
+    if constexpr (kRows) return is_outside(tile);
+    return tile.run.rows() == 0;
+  }
+
   CUTLASS_DEVICE bool is_part(Tile const& tile) const { return may_have_parts() && index_of(tile.ordinal) < parts(); }
 
   // As fix_up(), of a tile's consumers.

@@ -169,13 +169,10 @@ class _Analysis:
             way = dataclasses.replace(way, plan=planner.plan_with(way.plan.problem, of_forward, self._device, None))
         if way.instead is not None or way.plan.kernel is None:
             raise Broken(eqn, "; ".join(("no single kernel computes this product", *way.plan.reasons)))
-        arrangement = way.arrangement
-        for x, aval, order, dtype in zip(
-            operands, avals, (arrangement.permute_lhs, arrangement.permute_rhs), arrangement.dtypes
-        ):
-            if x in self._made and (order is not None or aval.dtype != dtype):
+        for x, aval, change in zip(operands, avals, lowering.changes_of(way, product, avals)[0]):
+            if change is not None and x in self._made:
                 raise Broken(eqn, f"its operand of shape {aval.shape} would be copied first")
-        if arrangement.permute_result is not None:
+        if way.arrangement.permute_result is not None:
             raise Broken(eqn, "its result would be transposed afterwards")
         return ProductStep(way, product, tuple(map(self._rooted, operands)), eqn.outvars[0])
 

@@ -186,9 +186,13 @@ def changes_of(way, product, avals):
     types = arrangement.prepared(lhs, rhs)
     types = [*(types[::-1] if arrangement.swapped else types), *others]
     for at, (role, aval) in enumerate(zip(product.roles[2:], others), 2):
-        changes.append(functools.partial(_as_read, functions[role], aval) if role in functions else None)
+        changes.append(None)
         if role in functions:
+            changes[at] = functools.partial(_as_read, functions[role], aval)
             types[at] = aval.update(dtype=np.dtype(np.int32))
+        elif (order := arrangement.permute_others.get(role)) is not None:
+            changes[at] = functools.partial(_prepared, order, aval.dtype, aval.dtype)
+            types[at] = aval.update(shape=tuple(aval.shape[dim] for dim in order))
     return changes, types
 
 

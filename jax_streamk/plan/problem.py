@@ -158,6 +158,7 @@ class Arrangement:
       dtypes: what lhs and rhs are converted to.
       permute_lhs, permute_rhs, permute_result: transposes, or None.
       swapped: whether A is the rhs and B the lhs.
+      permute_others: {role: transpose} of other operands.
     """
 
     problem: GemmProblem
@@ -166,6 +167,7 @@ class Arrangement:
     permute_rhs: tuple[int, ...] | None = None
     permute_result: tuple[int, ...] | None = None
     swapped: bool = False
+    permute_others: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
     @property
     def transposes(self):
@@ -200,6 +202,8 @@ class Arrangement:
                 )
             if x.dtype != dtype:
                 lines.append(f"{name} is converted from {x.dtype} to {dtype} first: kernels need operands of one dtype")
+        for role, permutation in self.permute_others.items():
+            lines.append(f"{role} is transposed by {permutation} first: kernels need that of each matrix in one piece")
         if self.permute_result is not None:
             lines.append(
                 f"the result is transposed by {self.permute_result} afterwards: "

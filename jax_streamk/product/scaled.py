@@ -215,7 +215,9 @@ class Scaled(Product):
             if x.dtype not in problem.TYPES:
                 raise problem.Unsupported(f"no kernel has a {part} of {x.dtype}")
         contract, batch = self.dimensions_of_rhs
-        rows, columns = self._blocks(values, parts, contract, batch, gemm.batch if gemm.batch_stride_b else 1)
+        count = gemm.batch if gemm.batch_stride_b else 1
+        rows, columns, order = self._blocks(values, parts, contract, batch, count)
+        orders = dict.fromkeys(self.roles_of_parts["rhs"].values(), order)
         fields: dict[str, Any] = dict(type_b=problem.TYPES[values.dtype], scale_rows=rows, scale_columns=columns)
         for part, x in parts.items():
             fields |= {f"{part}_type": problem.TYPES[x.dtype]} | ({} if part == "scale" else {f"has_{part}": True})
@@ -227,11 +229,14 @@ class Scaled(Product):
             if arrangement.permute_lhs is not None:
                 raise problem.Unsupported("kernels read numbers with scales as they are, as matrices (m, k) or (k, m)")
             contract, batch = self.dimensions_of_lhs
-            columns, rows = self._blocks(lhs, of_lhs, contract, batch, gemm.batch if gemm.batch_stride_a else 1)
+            count = gemm.batch if gemm.batch_stride_a else 1
+            columns, rows, orders["scale_of_a"] = self._blocks(lhs, of_lhs, contract, batch, count)
             fields |= dict(type_a=problem.TYPES[lhs.dtype], scale_type_of_a=problem.TYPES[of_lhs["scale"].dtype])
             fields |= dict(scale_rows_of_a=rows, scale_columns_of_a=columns)
             dtypes = lhs.dtype, values.dtype
-        return dataclasses.replace(arrangement, problem=dataclasses.replace(gemm, **fields), dtypes=dtypes)
+        gemm = dataclasses.replace(gemm, **fields)
+        orders = {role: order for role, order in orders.items() if order is not None}
+        return dataclasses.replace(arrangement, problem=gemm, dtypes=dtypes, permute_others=orders)
 
     def arrangement_of_arrays(self, types, platform):
         return self.of_arrays.arranged(types, platform)
@@ -240,7 +245,10 @@ class Scaled(Product):
         return None
 
     def _blocks(self, values, parts, contract, batch, count):
-        """How many neighbours along k, and along the other dimension of each of ``count`` matrices, share a scale."""
+        """How many neighbours along k, and along the other dimension of each of ``count`` matrices, share a scale.
+
+        And the transpose after which the parts of each matrix are in one piece, None if they are.
+        """
         shape = parts["scale"].shape
         if any(x.shape != shape for x in parts.values()):
             raise problem.Unsupported("kernels want a zero point and an offset for each scale")
@@ -253,7 +261,9 @@ class Scaled(Product):
         rows, columns = along(contract), along(free)
         if None in (rows, columns) or any(block[i] != 1 for i in batch):
             raise problem.Unsupported("kernels have scales for neighbours along k, and for neighbouring columns")
-        return rows, columns
+        order = (*sorted(batch), *(i for i in range(len(shape)) if i not in batch))
+        solid = [i for i in order if shape[i] > 1]
+        return rows, columns, None if solid == sorted(solid) else order
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

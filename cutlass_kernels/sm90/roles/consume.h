@@ -52,6 +52,9 @@ CUTLASS_DEVICE void GemmKernel<Mainloop, Epilogue, Scheduler, kWarpSchedule>::co
     }
     if (kPingpong && !tile.last && !warms_up) give_turn(kMultiplies + other);
     Mainloop::finish(shared.empty, accumulators, sums, unreleased);
+    if constexpr (kRagged && Mainloop::kBytes) {
+      if (scheduler.has_no_products(tile)) accumulators.clear();  // scales need not be finite
+    }
 
     if constexpr (kPingpong) {
       stage.advance(scheduler.k_tiles_between(tile, tile.ordinal + 1));
