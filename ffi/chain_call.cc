@@ -23,22 +23,28 @@ ffi::ErrorOr<RowProgram> decode_rows(ffi::Dictionary attributes) {
   if (!rows || !columns || !values || !numbers || !steps || !operands || !constants)
     return refuse("has a program of rows without one of its attributes");
   RowProgram program;
-  Status const status = make(program, {*rows,
-                                       *columns,
-                                       *values,
-                                       *numbers,
-                                       {steps->begin(), steps->end()},
-                                       {operands->begin(), operands->end()},
-                                       {constants->begin(), constants->end()}});
+  // What fits shared memory was planned, and is checked where it is launched.
+  Status const status = make(program,
+                             {*rows,
+                              *columns,
+                              *values,
+                              *numbers,
+                              {steps->begin(), steps->end()},
+                              {operands->begin(), operands->end()},
+                              {constants->begin(), constants->end()}},
+                             {});
   if (!status.ok()) return ffi::Unexpected(to_error(status));
   return program;
 }
+
+constexpr size_t kPlaceOfD = 2;  // after A and B; the workspace is last
 
 ffi::ErrorOr<ChainStep> decode_step(ffi::Dictionary attributes) {
   ChainStep step;
   auto const places = attributes.get<ffi::Span<int64_t const>>("places");
   if (!places) return ffi::Unexpected(places.error());
   step.places.assign(places->begin(), places->end());
+  size_t least = 0;
   if (attributes.contains("rows")) {
     auto const fields = attributes.get<ffi::Dictionary>("rows");
     if (!fields) return ffi::Unexpected(fields.error());
@@ -49,7 +55,9 @@ ffi::ErrorOr<ChainStep> decode_step(ffi::Dictionary attributes) {
     auto const product = attributes.get<GemmCall>("product");
     if (!product) return ffi::Unexpected(product.error());
     step.product = *product;
+    least = kPlaceOfD + 2;
   }
+  if (step.places.size() < least) return refuse("has a product without operands");
   return step;
 }
 
@@ -93,6 +101,22 @@ Status run_rows(RowProgram const& p, std::vector<Place> const& places, ChainRunn
   return runner.rows(p, operands, overlaps);
 }
 
+std::vector<int64_t> places_stored(ChainStep const& step) {
+  if (step.product) return {step.places[kPlaceOfD]};
+  std::vector<int64_t> places;
+  for (RowStep const* x = step.rows.steps; x < step.rows.steps + step.rows.step_count; ++x)
+    if (RowOp(x->op) == RowOp::store) places.push_back(step.places[x->out]);
+  return places;
+}
+
+// Whether a product's epilogue, or its scales, are of what the step before stored: kernels read these through a cache
+// that need not see what is written while they are resident.
+bool reads_late(ChainStep const& step, std::vector<int64_t> const& stored) {
+  if (!step.product) return false;
+  return std::any_of(step.places.begin() + kPlaceOfD + 1, step.places.end() - 1,
+                     [&](int64_t place) { return std::find(stored.begin(), stored.end(), place) != stored.end(); });
+}
+
 }  // namespace
 
 ffi::ErrorOr<ChainCall> decode_chain(ffi::Dictionary attributes) {
@@ -123,8 +147,10 @@ ffi::Error run_chain(ffi::Dictionary attributes, ffi::RemainingArgs arguments, f
   if (!chain) return chain.error();
   if (results.size() < 1) return to_error(Status::invalid("a chain has no result for its workspace"));
   Memory const memory(arguments, results);
-  bool overlaps = false;  // with the step before
+  std::vector<int64_t> stored;  // by the step before
+  bool is_first = true;
   for (ChainStep const& step : chain->steps) {
+    bool const overlaps = !is_first && !reads_late(step, stored);
     std::vector<Place> places;
     for (int64_t const at : step.places) {
       std::optional<Place> const place = memory.at(at);
@@ -134,14 +160,14 @@ ffi::Error run_chain(ffi::Dictionary attributes, ffi::RemainingArgs arguments, f
     if (!step.product) {
       if (Status status = run_rows(step.rows, places, runner, overlaps); !status.ok()) return to_error(status);
     } else {
-      if (places.empty()) return to_error(Status::invalid("a chain has a product without operands"));
       Place const workspace = places.back();
       places.pop_back();
       auto const buffers = check_places(*step.product, places, workspace);
       if (!buffers) return buffers.error();
       if (Status status = runner.product(*step.product, *buffers, overlaps); !status.ok()) return to_error(status);
     }
-    overlaps = true;
+    stored = places_stored(step);
+    is_first = false;
   }
   return ffi::Error::Success();
 }

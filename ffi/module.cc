@@ -361,13 +361,14 @@ NB_MODULE(_ffi, m) {
   m.def(
       "why_no_rows",
       [](int64_t rows, int64_t columns, int64_t values, int64_t numbers, std::vector<int32_t> steps,
-         std::vector<int64_t> operands, std::vector<float> constants) {
+         std::vector<int64_t> operands, std::vector<float> constants, Device const& device) {
         RowProgram program;
         return make(program,
-                    {rows, columns, values, numbers, std::move(steps), std::move(operands), std::move(constants)})
+                    {rows, columns, values, numbers, std::move(steps), std::move(operands), std::move(constants)},
+                    device)
             .message;
       },
-      "rows"_a, "columns"_a, "values"_a, "numbers"_a, "steps"_a, "operands"_a, "constants"_a,
+      "rows"_a, "columns"_a, "values"_a, "numbers"_a, "steps"_a, "operands"_a, "constants"_a, "device"_a,
       "Why a program of rows cannot run; \"\" if it can.");
   m.def(
       "host_chain_handler", [] { return handlers(jax_streamk_host_chain_instantiate, jax_streamk_host_chain_execute); },

@@ -188,7 +188,7 @@ class ChainCall:
         ]
         (eqn,) = jax.make_jaxpr(sk.chain(chained))(*operands).eqns
         jaxpr = eqn.params["jaxpr"]
-        chain = lowering_of_chain.chain_of(jaxpr, device_of(None))
+        chain = lowering_of_chain.chain_of(jaxpr, eqn.params["schedule"], device_of(None))
         call = lowering_of_chain._Call(None, chain, dict(zip(jaxpr.jaxpr.invars, operands)), PLATFORM)
         self.attributes = call.attributes()
         self.operands = [value for value, _ in call.arguments.values()]

@@ -38,6 +38,12 @@ def calls(f, *args):
     return tuple(map(text.count, names))
 
 
+def steps(f, *args):
+    """What a chain is lowered to."""
+    (eqn,) = jax.make_jaxpr(sk.chain(f))(*args).eqns
+    return chain_of(eqn.params["jaxpr"], eqn.params["schedule"], device_of(None))
+
+
 def exact(f, *args):
     """The results in float64; f's first argument is the dtype in which it computes norms."""
     with jax.enable_x64(True):
@@ -164,6 +170,36 @@ def test_what_lies_between(between, dtype):
 
     make = functools.partial(array, dtype=dtype)
     check(f, make(0, 6, 40), make(1, 40, 64, scale=0.2), make(2, 6, 64), make(3, 64), make(4, 64, 24), most=3)
+
+
+SQUARE = {  # as many rows as columns, so that shapes alone do not tell them apart
+    "a dimension more": lambda y, r, v: (y @ v, jnp.tanh(y)[..., None].sum(-1)),
+    "rows that become columns": lambda y, r, v: (y @ v, y.sum(-1)[None, :] * y),
+    "a vector of columns and of rows": lambda y, r, v: (y @ v, y * r[0][None, :] + r[0][:, None]),
+    "a number of rows in another shape": lambda y, r, v: ((y := jnp.tanh(y)) @ v, y.sum(-1), y.sum(-1)[None, :] * 2.0),
+    "rows cut and joined": lambda y, r, v: (jnp.tanh(y).reshape(32, 128).reshape(64, 64) * 2.0) @ v,
+    "negative zero": lambda y, r, v: (jnp.maximum(y, 0.0) @ v, 1.0 / ((y * y + 1.0) * -0.0)),
+    "broadcast in the middle": lambda y, r, v: (y @ v, y[:, :, None] + r[0][None, :, None]),
+}
+
+
+@pytest.mark.parametrize("case", SQUARE)
+def test_as_many_rows_as_columns(case):
+    """One chain with the values of the program as written, or an error; never other values."""
+    f = lambda x, w, r, v: SQUARE[case](x @ w, r, v)
+    args = [array(at, 64, 64, dtype="float32", scale=0.2) for at in range(4)]
+    try:
+        got = jax.jit(sk.chain(f))(*args)
+    except ValueError as why:
+        assert "it breaks at" in str(why)
+    else:
+        assert_close(got, jax.jit(f)(*args))
+
+
+def test_a_thousand_steps():
+    f = lambda x, w: functools.reduce(lambda y, i: y @ w + i % 3, range(1003), x)
+    x, w = array(0, 2, 8, dtype="float32"), array(1, 8, 8, dtype="float32", scale=0.2)
+    assert_close(jax.jit(sk.chain(f))(x, w), f(x, w))
 
 
 def test_random_programs_of_rows():
@@ -338,6 +374,18 @@ def test_devices_that_divide_its_operands():
 
 X, W, V = array(0, 5, 32), array(1, 32, 48), array(2, 48, 32)
 BROKEN = {
+    "nothing": (lambda x, w, v: x, "has 0 products; a chain has at least two"),
+    "no result": (lambda x, w, v: ((x @ w) @ v, None)[1], "a result is not made by a product"),
+    "a number as result": (lambda x, w, v: ((x @ w) @ v, jnp.float32(0)), "a result is not made by a product"),
+    "an array that a function has": (
+        lambda x, w, v: jax.jit(lambda y: jnp.tanh(y) * np.arange(48, dtype="bfloat16"))(x @ w) @ v,
+        "closes over|float",
+    ),
+    "an effect": (lambda x, w, v: (jax.debug.print("{}", x[0, 0]), (x @ w) @ v)[1], "has effects"),
+    "too long rows": (
+        lambda x, w, v: jnp.tanh(x @ jnp.tile(w, 2000)).astype("float32").sum(-1, keepdims=True) * (x @ w) @ v,
+        "bytes of",
+    ),
     "one product": (lambda x, w, v: x @ w, "has 1 products; a chain has at least two"),
     "no product": (lambda x, w, v: x + 1, "a result is not made by a product"),
     "an operation of its own": (lambda x, w, v: jnp.sin(x @ w) @ v, "at test_chain.py:.*: sin is not one of a row's"),
@@ -394,9 +442,7 @@ def test_a_gate_of_two_products_is_one_program():
         return (jnp.tanh(x @ gate) * (x @ up)) @ down
 
     args = X, W, array(3, 32, 48), V
-    closed = jax.make_jaxpr(sk.chain(f))(*args)
-    chain = chain_of(closed.eqns[-1].params["jaxpr"], device_of(None))
-    assert [isinstance(step, rows.Program) for step in chain.steps] == [False, False, True, False]
+    assert [isinstance(step, rows.Program) for step in steps(f, *args).steps] == [False, False, True, False]
     assert_close(jax.jit(sk.chain(f))(*args).astype("float32"), jax.jit(f)(*args).astype("float32"))
 
 
@@ -405,8 +451,4 @@ def test_values_between_take_memory_once_at_a_time():
     make = lambda count: lambda x, w: functools.reduce(lambda x, _: x @ w * 0.5 + 1, range(count), x)
     x, w = array(0, 16, 256, dtype="float32"), array(1, 256, 256, dtype="float32")
 
-    def workspace(count):
-        closed = jax.make_jaxpr(sk.chain(make(count)))(x, w)
-        return chain_of(closed.eqns[-1].params["jaxpr"], device_of(None)).workspace_bytes
-
-    assert workspace(12) == workspace(4) > 0
+    assert steps(make(12), x, w).workspace_bytes == steps(make(4), x, w).workspace_bytes > 0

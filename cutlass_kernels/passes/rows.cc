@@ -41,8 +41,10 @@ namespace {
 
 Status refuse(std::string const& why) { return Status::invalid("a program of rows " + why); }
 
-Status check(RowProgram const& p) {
-  if (p.shared_bytes() > kMostRowBytes) return refuse("needs too much shared memory");
+Status check(RowProgram const& p, Device const& device) {
+  if (int64_t const most = most_row_bytes(device.arch); p.shared_bytes() > most)
+    return refuse("of " + std::to_string(p.columns) + " columns needs " + std::to_string(p.shared_bytes()) +
+                  " bytes of shared memory: at most " + std::to_string(most));
   for (RowOperand const* x = p.operands; x < p.operands + p.operand_count; ++x) {
     bool const is_dense = (x->row_stride == p.columns && x->column_stride == 1) || x->row_stride == 0 ||
                           (x->row_stride == 1 && x->column_stride == 0);
@@ -74,14 +76,17 @@ Status check(RowProgram const& p) {
 
 }  // namespace
 
-Status make(RowProgram& p, RowNumbers const& from) {
+Status make(RowProgram& p, RowNumbers const& from, Device const& device) {
   auto const is_within = [](int64_t x, int64_t most) { return 0 <= x && x <= most; };
   if (!is_within(from.rows - 1, INT32_MAX - 1) || !is_within(from.columns - 1, INT32_MAX - 1))
     return refuse("has no rows or columns, or too many");
   if (from.steps.size() > 5 * RowProgram::kMostSteps || from.operands.size() > 3 * RowProgram::kMostOperands ||
       from.constants.size() > RowProgram::kMostConstants || !is_within(from.values, kNumbers) ||
       !is_within(from.numbers, INT8_MAX - kNumbers))
-    return refuse("has too many steps, operands or values");
+    return refuse("has " + std::to_string(from.steps.size() / 5) + " steps, " +
+                  std::to_string(from.operands.size() / 3) + " arrays and " + std::to_string(from.constants.size()) +
+                  " numbers: at most " + std::to_string(RowProgram::kMostSteps) + ", " +
+                  std::to_string(RowProgram::kMostOperands) + " and " + std::to_string(RowProgram::kMostConstants));
   p.rows = from.rows, p.columns = static_cast<int32_t>(from.columns);
   p.values = static_cast<int32_t>(from.values), p.numbers = static_cast<int32_t>(from.numbers);
   p.step_count = static_cast<int32_t>(from.steps.size() / 5);
@@ -101,7 +106,7 @@ Status make(RowProgram& p, RowNumbers const& from) {
     p.operands[i] = {x[0], static_cast<int32_t>(x[1]), static_cast<Type>(x[2])};
   }
   std::copy(from.constants.begin(), from.constants.end(), p.constants);
-  return check(p);
+  return check(p, device);
 }
 
 void run_row(RowProgram const& p, void* const* operands, int64_t row, float* values) {

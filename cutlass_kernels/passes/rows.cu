@@ -53,8 +53,9 @@ __global__ __launch_bounds__(1024) void run_rows(__grid_constant__ RowProgram co
   float* const exchanged = shared;
   float* const own = shared + 32 + thread;  // element i of value v is own[(v * elements + i) * threads]
   float* const numbers = own + p.values * elements * threads;
-  let_dependents_start();
+  // In this order: when the next kernel starts, all before this one have ended.
   wait_for_primary();
+  let_dependents_start();
   auto const place = [&](int value) {
     return value >= kNumbers ? numbers + (value - kNumbers) * threads : own + value * elements * threads;
   };
@@ -110,10 +111,11 @@ __global__ __launch_bounds__(1024) void run_rows(__grid_constant__ RowProgram co
 
 Status launch_rows(RowProgram const& p, void* const* operands, void* stream, bool overlaps) {
   auto const bytes = static_cast<int>(p.shared_bytes());
-  Status status = from_cuda(
-      cudaFuncSetAttribute(run_rows, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kMostRowBytes)),
-      "raising the shared memory limit of programs of rows");
-  if (!status.ok()) return status;
+  if (bytes > 48 << 10) {
+    Status const status = from_cuda(cudaFuncSetAttribute(run_rows, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+                                    "raising the shared memory limit of programs of rows");
+    if (!status.ok()) return status;
+  }
   Pointers pointers{};
   for (int i = 0; i < p.operand_count; ++i) pointers.of[i] = operands[i];
   cudaLaunchAttribute overlap;

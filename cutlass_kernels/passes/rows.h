@@ -67,7 +67,11 @@ struct RowProgram {
     return 4 * ((values * of_thread + numbers) * threads() + 32);
   }
 };
-inline constexpr int64_t kMostRowBytes = 200 << 10;
+// Of shared memory that a program may have: what a CTA may on a GPU of this compute capability, and on Hopper
+// elsewhere.
+constexpr int64_t most_row_bytes(int32_t arch) {
+  return (arch == 80 || arch == 87 ? 163 : arch == 0 || (arch >= 90 && arch < 120) ? 227 : 99) << 10;
+}
 
 // A program as numbers: five of each step, and of each operand its row stride, its column stride and its type.
 struct RowNumbers {
@@ -76,8 +80,8 @@ struct RowNumbers {
   std::vector<int64_t> operands;
   std::vector<float> constants;
 };
-// Ok, or InvalidArgument: a program that neither platform may run.
-Status make(RowProgram&, RowNumbers const&);
+// Ok, or InvalidArgument: a program that the device may not run.
+Status make(RowProgram&, RowNumbers const&, Device const&);
 
 // Row `row` of a program on a CPU; `values` has room for values * columns + numbers.
 void run_row(RowProgram const&, void* const* operands, int64_t row, float* values);

@@ -34,8 +34,8 @@ def chain(fn: Callable[..., Any] | None = None, *, schedule: Schedule | PerPass 
     over the last dimension, roots, exponentials and conversions, as norms and activations are made of. Each is
     computed and rounded as in ``fn``.
 
-    Where devices divide its operands, and where ``vmap`` changes it such that no chain is left, it runs as written;
-    derivatives are those of ``fn`` as written.
+    Under ``jax.jit`` it is one call; else its products run one by one. Where devices divide its operands, and where
+    ``vmap`` changes it such that no chain is left, it runs as written; derivatives are those of ``fn`` as written.
 
     Args:
       fn: a function of arrays, or of pytrees of arrays, with at least two products of ours.
@@ -53,9 +53,21 @@ def chain(fn: Callable[..., Any] | None = None, *, schedule: Schedule | PerPass 
         raise TypeError(f"chain: fn is {fn!r}; it must be callable")
     function, owner = rewrite.function_and_owner(fn)
 
+    def as_chain(closed: Any, *arrays: Any) -> Any:
+        """The results of a program's jaxpr, as one chain."""
+        jaxpr = closed.jaxpr
+        inside = compat.closed([*jaxpr.constvars, *jaxpr.invars], jaxpr.eqns, *jaxpr.outvars)
+        try:
+            found = chain_of(inside, schedule, device_of(None))
+        except Broken as why:
+            raise ValueError(f"chain: fn is not one chain: {why}") from None
+        if len(found.products) < 2:
+            raise ValueError(f"chain: fn has {len(found.products)} products; a chain has at least two")
+        return chain_p.bind(*closed.consts, *arrays, jaxpr=inside, schedule=schedule)
+
     @functools.wraps(fn, updated=())
     def chained(*args: Any, **kwargs: Any) -> Any:
-        return rewrite.evaluated(function, (*owner, *args), kwargs, schedule, _every_one, _as_chain)
+        return rewrite.evaluated(function, (*owner, *args), kwargs, schedule, _every_one, as_chain)
 
     return chained
 
@@ -63,16 +75,3 @@ def chain(fn: Callable[..., Any] | None = None, *, schedule: Schedule | PerPass 
 def _every_one(problem: GemmProblem) -> bool:
     """Also products that XLA would merge with their neighbours are ours."""
     return True
-
-
-def _as_chain(closed: Any, *arrays: Any) -> Any:
-    """The results of a program's jaxpr, as one chain."""
-    jaxpr = closed.jaxpr
-    inside = compat.closed([*jaxpr.constvars, *jaxpr.invars], jaxpr.eqns, *jaxpr.outvars)
-    try:
-        found = chain_of(inside, device_of(None))
-    except Broken as why:
-        raise ValueError(f"chain: fn is not one chain: it breaks {why}") from None
-    if len(found.products) < 2:
-        raise ValueError(f"chain: fn has {len(found.products)} products; a chain has at least two")
-    return chain_p.bind(*closed.consts, *arrays, jaxpr=inside)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jax_streamk import compat, schedules
 from jax_streamk.device import Device, device_for_lowering
 from jax_streamk.lower import lowering
 from jax_streamk.plan import alternatives, custom_call, planner
-from jax_streamk.product import rows
+from jax_streamk.product import kinds, rows
 from jax_streamk.product.chain import chain_p
 from jax_streamk.product.fused import fused_p
 from jax_streamk.product.primitive import product_p
@@ -27,16 +28,20 @@ class Broken(Exception):
 
     def __init__(self, eqn, why):
         place, names = compat.place_of(eqn)
-        super().__init__(f"at {place or names or eqn.primitive.name}: {why}")
+        super().__init__(f"it breaks at {place or names or eqn.primitive.name}: {why}")
 
 
 @dataclasses.dataclass(frozen=True)
 class ProductStep:
-    """A product, the variables of its operands, and that of its result."""
+    """A product, the variables of its operands, and that of its result.
+
+    ``changes`` are what is done to the operands first, and ``types`` what they are then (``lowering.changes_of``).
+    """
 
     way: alternatives.Way
-    product: Any
     operands: tuple[Any, ...]
+    changes: Sequence[Any]
+    types: Sequence[Any]
     result: Any
 
     @property
@@ -82,14 +87,14 @@ class Chain:
 
 
 @functools.lru_cache(maxsize=64)
-def chain_of(jaxpr, device):
-    """The ``Chain`` of a closed jaxpr. Raises ``Broken``."""
-    return _Analysis(device).chain(jaxpr)
+def chain_of(jaxpr, schedule, device):
+    """The ``Chain`` of a closed jaxpr, with a schedule for products in it that are JAX's. Raises ``Broken``."""
+    return _Analysis(schedule, device).chain(jaxpr)
 
 
 class _Analysis:
-    def __init__(self, device: Device):
-        self._device = device
+    def __init__(self, schedule: Any, device: Device):
+        self._schedule, self._device = schedule, device
         self._before: list[Any] = []
         self._maker: dict[Any, Any] = {}  # of what is computed before
         self._made: set[Any] = set()  # what products, and what follows them, make
@@ -100,8 +105,9 @@ class _Analysis:
     def chain(self, closed):
         jaxpr = getattr(closed, "jaxpr", closed)
         env = self._add_all(jaxpr.eqns, {})
-        results = [self._rooted(x) for x in _resolved(jaxpr.outvars, env)]
-        if not self._made.issuperset(results):
+        results = [self._rooted(x) for x in _variables(_resolved(jaxpr.outvars, env))]
+        is_made = bool(results) and len(results) == len(jaxpr.outvars) and self._made.issuperset(results)
+        if jaxpr.eqns and not is_made:
             raise Broken(jaxpr.eqns[-1], "a result is not made by a product, or from one")
         return self._finished(results)
 
@@ -111,6 +117,8 @@ class _Analysis:
             body = eqn.params["call_jaxpr"].jaxpr if eqn.primitive is fused_p else compat.called(eqn)
             is_mixed = body is not None and (_has_product(body.eqns) or not self._made.isdisjoint(_variables(invars)))
             if is_mixed:
+                if body.constvars:
+                    raise Broken(eqn, "a function in it closes over arrays: make them its arguments")
                 inner = self._add_all(body.eqns, dict(zip(body.invars, invars)))
                 env |= dict(zip(eqn.outvars, _resolved(body.outvars, inner)))
                 continue
@@ -120,6 +128,12 @@ class _Analysis:
         return env
 
     def _add(self, eqn):
+        if eqn.effects:
+            raise Broken(eqn, f"{eqn.primitive.name} has effects")
+        if (kind := kinds.KINDS.get(eqn.primitive)) is not None:
+            if (why := kind.why_not(eqn)) is not None:
+                raise Broken(eqn, why)
+            eqn = kinds.of_ours(eqn, self._schedule)
         if eqn.primitive is product_p:
             product, last = self._product(eqn), self._steps[-1:]
             # Before a program that it needs nothing of, which may then grow by what reads the product.
@@ -141,6 +155,9 @@ class _Analysis:
         """Whether the last step is a program of rows that may have an equation, and now has."""
         last = self._steps[-1]
         if not isinstance(last, rows.Rows) or (rows.is_view(eqn) and eqn.invars[0] not in last.made):
+            return False
+        # What it stores, and another shape of which is read, can only be read by another program.
+        if any(x not in last.made and self._rooted(x) in last.made for x in _variables(eqn.invars)):
             return False
         try:
             last.add(eqn)
@@ -169,12 +186,13 @@ class _Analysis:
             way = dataclasses.replace(way, plan=planner.plan_with(way.plan.problem, of_forward, self._device, None))
         if way.instead is not None or way.plan.kernel is None:
             raise Broken(eqn, "; ".join(("no single kernel computes this product", *way.plan.reasons)))
-        for x, aval, change in zip(operands, avals, lowering.changes_of(way, product, avals)[0]):
+        changes, types = lowering.changes_of(way, product, avals)
+        for x, change in zip(operands, changes):
             if change is not None and x in self._made:
-                raise Broken(eqn, f"its operand of shape {aval.shape} would be copied first")
+                raise Broken(eqn, f"its operand of shape {x.aval.shape} would be copied first")
         if way.arrangement.permute_result is not None:
             raise Broken(eqn, "its result would be transposed afterwards")
-        return ProductStep(way, product, tuple(map(self._rooted, operands)), eqn.outvars[0])
+        return ProductStep(way, tuple(map(self._rooted, operands)), changes, types, eqn.outvars[0])
 
     def _transpose_behind(self, x):
         eqn = self._maker.get(x)
@@ -210,7 +228,7 @@ class _Analysis:
 
     def _program(self, step, stored):
         try:
-            program = step.program(stored)
+            program = step.program(stored, self._device)
         except rows.Unsupported as why:
             raise Broken(self._makers[next(iter(step.made))], why) from None
         return dataclasses.replace(program, places=tuple(map(self._rooted, program.places)))
@@ -253,27 +271,30 @@ def _resolved(variables, env):
 
 def _has_product(eqns):
     bodies = ((eqn, compat.called(eqn)) for eqn in eqns)
-    return any(eqn.primitive in (product_p, fused_p) or (body and _has_product(body.eqns)) for eqn, body in bodies)
+    are_products = {product_p, fused_p, *kinds.KINDS}
+    return any(eqn.primitive in are_products or (body and _has_product(body.eqns)) for eqn, body in bodies)
 
 
-def _lower(ctx, *operands, jaxpr):
+def _lower(ctx, *operands, **params):
     rules = {platform: functools.partial(_lower_on, platform=platform) for platform in ("cpu", "cuda")}
-    return compat.lower_per_platform(ctx, rules, _lower_apart, *operands, jaxpr=jaxpr)
+    return compat.lower_per_platform(ctx, rules, _lower_apart, *operands, **params)
 
 
-def _lower_apart(ctx, *operands, jaxpr):
+def _lower_apart(ctx, *operands, jaxpr, schedule):
+    del schedule
     return compat.lowered_inline(ctx, *operands, call_jaxpr=jaxpr)
 
 
-def _lower_on(ctx, *operands, platform, jaxpr):
+def _lower_on(ctx, *operands, platform, jaxpr, schedule):
     """Lowers to one call, or to the equations where devices divide them, or a rule has changed them."""
-    if not lowering.is_on_one_device(ctx) or lowering.why_not_here(ctx, platform, schedules.Auto()) is not None:
-        return _lower_apart(ctx, *operands, jaxpr=jaxpr)
+    apart = functools.partial(_lower_apart, ctx, *operands, jaxpr=jaxpr, schedule=schedule)
+    if not lowering.is_on_one_device(ctx) or lowering.why_not_here(ctx, platform, schedule) is not None:
+        return apart()
     lowering.check_build(platform)
     try:
-        chain = chain_of(jaxpr, device_for_lowering(platform))
+        chain = chain_of(jaxpr, schedule, device_for_lowering(platform))
     except Broken:
-        return _lower_apart(ctx, *operands, jaxpr=jaxpr)
+        return apart()
     invars = list(getattr(jaxpr, "jaxpr", jaxpr).invars)
     values = dict(zip(invars, operands))
     computed = [x for x in chain.read() if x not in values]
@@ -311,7 +332,7 @@ class _Call:
         """What the call carries: a dictionary for each step, in the order of their names."""
         steps = [self._of_product(x) if isinstance(x, ProductStep) else self._of_rows(x) for x in self._chain.steps]
         return {
-            f"step_{at:03}": fields | dict(places=np.array(list(map(self._number, places)), np.int64))
+            f"step_{at:06}": fields | dict(places=np.array(list(map(self._number, places)), np.int64))
             for at, (fields, places) in enumerate(steps)
         }
 
@@ -334,8 +355,7 @@ class _Call:
         return dict(rows=program.attributes()), list(map(self._place, program.places))
 
     def _of_product(self, step):
-        changes, avals = lowering.changes_of(step.way, step.product, [compat.local_aval(x.aval) for x in step.operands])
-        places = list(map(self._place, step.operands, avals, changes))
+        places = list(map(self._place, step.operands, step.types, step.changes))
         if step.way.arrangement.swapped:
             places[:2] = places[1::-1]
         product = custom_call.attributes(step.way.plan)

@@ -12,29 +12,31 @@ from jax.interpreters import ad
 from jax_streamk import compat
 from jax_streamk.product import primitive
 
-# Its parameter is the closed jaxpr of the equations.
+# Its parameters are the closed jaxpr of the equations, and the schedule of those products in it that are JAX's.
 chain_p = Primitive("streamk_chain")
 chain_p.multiple_results = True
-chain_p.def_abstract_eval(lambda *operands, jaxpr: jaxpr.out_avals)
+chain_p.def_abstract_eval(lambda *operands, jaxpr, schedule: jaxpr.out_avals)
 compat.check_nan(chain_p)
 
 
 @chain_p.def_impl
-def _evaluated(*operands, jaxpr):
+def _evaluated(*operands, jaxpr, schedule):
+    del schedule
     return jaxpr_as_fun(jaxpr)(*operands)
 
 
-def _jvp(primals, tangents, *, jaxpr):
+def _jvp(primals, tangents, *, jaxpr, schedule):
+    del schedule
     return compat.jvp_of(jaxpr, primals, tangents)
 
 
-def _transpose(cotangents, *operands, jaxpr):
-    return primitive.transposed(functools.partial(_evaluated, jaxpr=jaxpr), compat.filled(cotangents), operands)
+def _transpose(cotangents, *operands, **params):
+    return primitive.transposed(functools.partial(_evaluated, **params), compat.filled(cotangents), operands)
 
 
-def _batch(axis_data, operands, dims, *, jaxpr):
+def _batch(axis_data, operands, dims, *, jaxpr, schedule):
     (jaxpr,), out_dims = compat.batched_alike(axis_data, dims, jaxpr)
-    return chain_p.bind(*operands, jaxpr=jaxpr), out_dims
+    return chain_p.bind(*operands, jaxpr=jaxpr, schedule=schedule), out_dims
 
 
 ad.primitive_jvps[chain_p] = _jvp

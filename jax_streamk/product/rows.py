@@ -130,7 +130,8 @@ class Rows:
 
     def _value(self, eqn):
         name, out = eqn.primitive.name, eqn.outvars[0].aval
-        if out.size not in (self._count, self._count * self._columns):
+        is_row = out.size == self._count * self._columns and out.shape[-1:] == (self._columns,)
+        if not is_row and out.size != self._count:
             raise Unsupported(f"{name} makes an array of other rows, of shape {out.shape}")
         if name in _VIEWS or name == "broadcast_in_dim":
             return self._seen(eqn)
@@ -166,9 +167,12 @@ class Rows:
         return value
 
     def _constant(self, number):
-        if number not in self._constants:
+        bits = np.float32(number).tobytes()  # 0.0 equals -0.0
+        found = [np.float32(x).tobytes() for x in self._constants]
+        if bits not in found:
             self._constants.append(number)
-        return _Value("constant", self._constants.index(number))
+            found.append(bits)
+        return _Value("constant", found.index(bits))
 
     def _seen(self, eqn):
         """The value behind a change of shape, which must not move elements from row to row."""
@@ -235,8 +239,8 @@ class Rows:
             raise Unsupported(f"an operand of shape {x.aval.shape} is broadcast to {tuple(shape)}")
         return found
 
-    def program(self, wanted):
-        """The ``Program`` that stores these variables. Raises ``Unsupported`` if it is too large."""
+    def program(self, wanted, device):
+        """The ``Program`` that stores these variables. Raises ``Unsupported`` if it is too large for a ``Device``."""
         steps, operands = list(self._steps), list(self._operands)
         for x in wanted:
             is_row = x.aval.size > self._count or self._values[x].kind == "row"
@@ -245,7 +249,7 @@ class Rows:
         numbered, values, numbers = _in_slots(_needed(steps))
         lying = tuple(number for x, *strides in operands for number in (*strides, TYPES[x.aval.dtype]))
         given = self._count, self._columns, values, numbers, numbered, lying, tuple(self._constants)
-        if why := _ffi.why_no_rows(*(list(x) if isinstance(x, tuple) else x for x in given)):
+        if why := _ffi.why_no_rows(*(list(x) if isinstance(x, tuple) else x for x in given), device.native()):
             raise Unsupported(why)
         return Program(*given, places=tuple(x for x, *_ in operands))
 
