@@ -505,6 +505,10 @@ OF_ARRAYS = {
         lambda x, w, b, **_: jax_streamk.accelerate(lambda x, w, b: jax.nn.silu(x @ w + b))(x, w, b),
         [(8, 16), (16, 12), (12,)],
     ),
+    "chain": (
+        lambda x, w, v, **_: jax_streamk.chain(lambda x, w, v: jax.nn.silu(x @ w) @ v)(x, w, v),
+        [(8, 16), (16, 12), (12, 8)],
+    ),
 }
 OF_K = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
 
