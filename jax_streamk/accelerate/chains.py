@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, overload
 
 from jax_streamk import compat
 from jax_streamk.accelerate import rewrite
+from jax_streamk.accelerate.rewrite import P, R
 from jax_streamk.device import device_of
 from jax_streamk.lower.chain import Broken, chain_of
 from jax_streamk.plan.problem import GemmProblem
 from jax_streamk.product.chain import chain_p
 from jax_streamk.schedules import PerPass, Schedule, check_schedule
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 @overload
