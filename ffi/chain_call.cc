@@ -1,14 +1,24 @@
 #include "ffi/chain_call.h"
 
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace jax_streamk {
 
 namespace ffi = xla::ffi;
 
 namespace {
+
+// A place below zero is that of a buffer of the call: -1 is the first argument, and results follow arguments. Others
+// are bytes from the start of the workspace.
+struct ChainStep {
+  std::optional<GemmCall> product;  // or else rows
+  RowProgram rows;
+  std::vector<int64_t> places;  // of a product's operands in the order of their roles, D among them, and its workspace
+};
 
 ffi::Unexpected<ffi::Error> refuse(std::string const& why) {
   return ffi::Unexpected(to_error(Status::invalid("a chain " + why)));
@@ -117,24 +127,24 @@ bool reads_late(ChainStep const& step, std::vector<int64_t> const& stored) {
                      [&](int64_t place) { return std::find(stored.begin(), stored.end(), place) != stored.end(); });
 }
 
-}  // namespace
-
-ffi::ErrorOr<ChainCall> decode_chain(ffi::Dictionary attributes) {
-  ChainCall chain;
+ffi::ErrorOr<std::vector<ChainStep>> decode_chain(ffi::Dictionary attributes) {
+  std::vector<ChainStep> steps;
   for (auto name = attributes.begin(); name != attributes.end(); ++name) {
     auto const fields = attributes.get<ffi::Dictionary>(*name);
     if (!fields) return ffi::Unexpected(fields.error());
     auto step = decode_step(*fields);
     if (!step) return ffi::Unexpected(step.error());
-    chain.steps.push_back(std::move(*step));
+    steps.push_back(std::move(*step));
   }
-  return chain;
+  return steps;
 }
+
+}  // namespace
 
 ffi::Error instantiate_chain(ffi::Dictionary attributes) {
   auto const chain = decode_chain(attributes);
   if (!chain) return chain.error();
-  for (ChainStep const& step : chain->steps) {
+  for (ChainStep const& step : *chain) {
     if (!step.product) continue;
     if (ffi::Error const error = instantiate(*step.product); error.failure()) return error;
   }
@@ -149,7 +159,7 @@ ffi::Error run_chain(ffi::Dictionary attributes, ffi::RemainingArgs arguments, f
   Memory const memory(arguments, results);
   std::vector<int64_t> stored;  // by the step before
   bool is_first = true;
-  for (ChainStep const& step : chain->steps) {
+  for (ChainStep const& step : *chain) {
     bool const overlaps = !is_first && !reads_late(step, stored);
     std::vector<Place> places;
     for (int64_t const at : step.places) {

@@ -3,26 +3,11 @@
 #pragma once
 
 #include <functional>
-#include <vector>
 
 #include "cutlass_kernels/passes/rows.h"
 #include "ffi/gemm_call.h"
 
 namespace jax_streamk {
-
-// A place below zero is that of a buffer of the call: -1 is the first argument, and results follow arguments. Others
-// are bytes from the start of the workspace.
-struct ChainStep {
-  std::optional<GemmCall> product;  // or else rows
-  RowProgram rows;
-  std::vector<int64_t> places;  // of a product's operands in the order of their roles, D among them, and its workspace
-};
-
-struct ChainCall {
-  std::vector<ChainStep> steps;
-};
-
-xla::ffi::ErrorOr<ChainCall> decode_chain(xla::ffi::Dictionary attributes);
 
 xla::ffi::Error instantiate_chain(xla::ffi::Dictionary attributes);
 

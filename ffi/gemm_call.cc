@@ -185,7 +185,9 @@ ffi::ErrorOr<Buffers> check_places(GemmCall const& call, std::vector<Place> cons
 
 ffi::ErrorOr<Buffers> check_buffers(GemmCall const& call, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::RemainingArgs others,
                                     ffi::Result<ffi::AnyBuffer> d, ffi::Result<ffi::AnyBuffer> workspace) {
-  std::vector<Place> places{Place(a), Place(b), Place(*d)};
+  std::vector<Place> places;
+  places.reserve(3 + others.size());
+  for (ffi::AnyBuffer const x : {a, b, *d}) places.emplace_back(x);
   for (size_t i = 0; i < others.size(); ++i) places.emplace_back(*others.get<ffi::AnyBuffer>(i));
   return check_places(call, places, Place(*workspace));
 }

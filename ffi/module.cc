@@ -353,10 +353,10 @@ NB_MODULE(_ffi, m) {
       "host_handler", [] { return handlers(jax_streamk_host_instantiate, jax_streamk_host_execute); },
       "The stages of the handler for platform \"cpu\".");
   nb::dict row_ops;
-#define JAX_STREAMK_ROW_OP(name, reads) row_ops[#name] = nb::make_tuple(static_cast<int>(RowOp::name), reads);
+#define JAX_STREAMK_ROW_OP(name, reads) row_ops[#name] = static_cast<int>(RowOp::name);
   JAX_STREAMK_ROW_OPS(JAX_STREAMK_ROW_OP)
 #undef JAX_STREAMK_ROW_OP
-  m.attr("row_ops") = row_ops;  // by name: its number in a program of rows, and how many values it reads
+  m.attr("row_ops") = row_ops;  // the number of each in a program of rows, by name
   m.attr("first_row_number") = kNumbers;
   m.def(
       "why_no_rows",

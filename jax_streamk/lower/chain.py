@@ -82,7 +82,7 @@ class Chain:
 
     def read(self):
         """The variables that the steps read and do not make: arguments, or results of ``before``."""
-        reads = (x for step in self.steps for x in (step.operands if isinstance(step, ProductStep) else step.places))
+        reads = (x for step in self.steps for x in step.reads())
         return list(dict.fromkeys(x for x in reads if x not in self.places))
 
 
@@ -156,7 +156,7 @@ class _Analysis:
         last = self._steps[-1]
         if not isinstance(last, rows.Rows) or (rows.is_view(eqn) and eqn.invars[0] not in last.made):
             return False
-        # What it stores, and another shape of which is read, can only be read by another program.
+        # A program does not read from memory what it stores itself.
         if any(x not in last.made and self._rooted(x) in last.made for x in _variables(eqn.invars)):
             return False
         try:

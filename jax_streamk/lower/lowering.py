@@ -116,16 +116,15 @@ def is_on_one_device(ctx):
 def _lower_partitioned(ctx, *operands, platform, product, schedule):
     function = product.partitioned(ctx.avals_in, tune.later(schedule))
     if function is None:  # its simpler products are partitioned
-        return lower_function(functools.partial(product.instead, schedule=schedule), ctx, *operands)
-    (out,) = lower_function(function, compat.with_mesh(ctx), *operands)
+        return _lower_function(functools.partial(product.instead, schedule=schedule), ctx, *operands)
+    (out,) = _lower_function(function, compat.with_mesh(ctx), *operands)
     device = device_for_lowering(platform)
     kernels = f"kernels {tuned.kernel_set(platform)} and tuned plans {tune.digest(device)}"
     compat.tell_apart(out, f"{product} {schedule} for {device} with {kernels}")
     return [out]
 
 
-def lower_function(function, ctx, *operands):
-    """The results of a function of one result, lowered in a rule."""
+def _lower_function(function, ctx, *operands):
     return mlir.lower_fun(function, multiple_results=False)(ctx, *operands)
 
 
@@ -154,7 +153,7 @@ def _lower_instead(way, schedule, ctx, *operands):
     """Simpler products in the place of one; its plan becomes that of the first, and says why."""
     look = _look.get()
     before = 0 if look is None else len(look.plans)
-    out = lower_function(functools.partial(way.instead, schedule=schedule), ctx, *operands)
+    out = _lower_function(functools.partial(way.instead, schedule=schedule), ctx, *operands)
     if look is not None:
         first, why = look.plans[before], way.plan.reasons[-1:]
         look.plans[before:] = [first.with_notes([reason for reason in why if reason not in first.reasons])]
@@ -204,7 +203,7 @@ def _prepared(order, given, wanted, ctx, x):
 
 
 def _as_read(function, aval, ctx, x):
-    return lower_function(function, ctx.replace(avals_in=[aval]), x)[0]
+    return _lower_function(function, ctx.replace(avals_in=[aval]), x)[0]
 
 
 def _call(ctx, plan, stored, *operands):
@@ -237,7 +236,7 @@ def _lower_to_xla(ctx, *operands, why, product, schedule, out_sharding):
 
 def _by_xla(ctx, *operands, product, out_sharding=None):
     with contextlib.nullcontext() if product.is_placed_by_xla else partition.without_explicit_mesh():
-        return lower_function(functools.partial(product.by_xla, out_sharding=out_sharding), ctx, *operands)
+        return _lower_function(functools.partial(product.by_xla, out_sharding=out_sharding), ctx, *operands)
 
 
 def _lower_fused(ctx, *operands, call_jaxpr, written):

@@ -48,6 +48,10 @@ class Program:
     constants: tuple[float, ...]
     places: tuple
 
+    def reads(self):
+        """The variables of its operands, those that it stores among them."""
+        return self.places
+
     def attributes(self):
         """What a custom call carries."""
         of = dict(rows=np.int64, columns=np.int64, values=np.int64, numbers=np.int64)
@@ -289,5 +293,5 @@ def _in_slots(steps):
             else:
                 slots[out], used[out.kind] = used[out.kind], used[out.kind] + 1
             out = number_of(out)
-        flat += [_ffi.row_ops[op][0], TYPES[dtype], out, *read, *[0] * (2 - len(read))]
+        flat += [_ffi.row_ops[op], TYPES[dtype], out, *read, *[0] * (2 - len(read))]
     return tuple(flat), used["row"], used["number"]
