@@ -11,7 +11,8 @@ template <class Stage>
 struct PairA : LoadedA<Stage> {
   static constexpr int kHalfM = Stage::kTileM / 2;
   using Load = TileLoad<typename Stage::A, kHalfM, Stage::kTileK, 1>;
-  static_assert(!Stage::kAIsMMajor || kHalfM == Stage::A::kRowElements);
+  static constexpr int kUp = Stage::A::block_offset(1) * 16 / Stage::A::kSize;  // where the other's rows begin
+  static_assert(kHalfM == 64);
 
   struct Params {
     cute::TmaDescriptor gate, up;
@@ -30,11 +31,11 @@ struct PairA : LoadedA<Stage> {
   template <class Tile, class Place>
   static CUTLASS_DEVICE auto loader(Params const& params, Tile const& tile, Place const&,
                                     typename Stage::Storage& storage) {
-    return [&](uint64_t& barrier, uint64_t hint, int32_t k_tile, int stage) CUTLASS_LAMBDA_FUNC_INLINE {
+    return [&](auto& barrier, uint64_t hint, int32_t k_tile, int stage) CUTLASS_LAMBDA_FUNC_INLINE {
       auto* const to = storage.a + stage * Stage::A::kElements;
       int32_t const m = tile.m * kHalfM, k = k_tile * Stage::kTileK;
       Load::load(params.gate, params.gate, barrier, hint, 0, 0, m, k, tile.batch, to);
-      Load::load(params.up, params.up, barrier, hint, 0, 0, m, k, tile.batch, to + kHalfM * Stage::A::kRowElements);
+      Load::load(params.up, params.up, barrier, hint, 0, 0, m, k, tile.batch, to + kUp);
     };
   }
 };
