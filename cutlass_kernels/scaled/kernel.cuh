@@ -15,6 +15,7 @@
 
 #include "cutlass_kernels/core/dependent_launch.cuh"
 #include "cutlass_kernels/scaled/blocks.cuh"
+#include "cutlass_kernels/scaled/streamed.cuh"
 #include "cutlass_kernels/skinny/kernel.cuh"
 
 namespace jax_streamk::scaled {
@@ -496,7 +497,15 @@ class ScaledKernel final : public CudaKernel {
   using T = typename skinny::ElementOf<kTypeA>::type;
   using D = typename skinny::ElementOf<kTypeD>::type;
   using Gemm = scaled::Gemm<T, D, kCodes, kMajorB, kBlocks>;
-  static constexpr int64_t kSharedMemory = sizeof(typename Gemm::Shared);
+  template <Type kScale>
+  using Streamed = scaled::Streamed<T, D, kCodes, kScale, kBlocks>;
+  // The other scales that streamed_gemm has, besides those of A's type.
+  static constexpr Type kOtherScale = Gemm::kHasZeros ? Type::kF32 : Type::kE8M0;
+  static constexpr bool kStreams = kMajorB == Major::kRow;
+  static constexpr int64_t kSharedMemory = std::max(
+      sizeof(typename Gemm::Shared),
+      kStreams ? std::max(sizeof(typename Streamed<kTypeA>::Shared), sizeof(typename Streamed<kOtherScale>::Shared))
+               : 0);
   static constexpr int kTileM = kRows * kBlocks;
 
  public:
@@ -507,24 +516,52 @@ class ScaledKernel final : public CudaKernel {
                 cudaStream_t stream) const override {
     GemmProblem const& p = launch.problem;
     Decomposition const work = decomposition(launch.as_batch(), launch.schedule, device);
+    TileOrder const order = {static_cast<int32_t>((p.m + kTileM - 1) / kTileM),
+                             static_cast<int32_t>((p.n + Gemm::kColumns - 1) / Gemm::kColumns), policy.raster,
+                             policy.swizzle};
+    Blocks const blocks = blocks_of(p, buffers, Gemm::Decoder::flip_of(kTypeB == kCodes));
+    bool const in_registers = rounds_numbers(p.b.scales, p.k);
+    auto const run = [&](auto kernel, auto const& params, int64_t shared_memory) {
+      return skinny::launch_in_clusters(kernel, params, work, shared_memory, launch.overlaps, stream, info.name);
+    };
+
+    if constexpr (kStreams) {
+      auto const streams = [&](auto scale) {
+        auto const kernel = kStreamed<scale()>;
+        constexpr int64_t kShared = sizeof(typename Streamed<scale()>::Shared);
+        if (Status status = prepare(reinterpret_cast<void const*>(kernel), kShared, info.name); !status.ok())
+          return status;
+        StreamedParams<T, D> params;
+        skinny::fill<false>(params, launch, work, buffers);
+        params.codes = static_cast<char const*>(buffers.b);
+        params.order = order;
+        params.blocks = blocks;
+        params.in_row = order.tiles_m() * params.batch * launch.slices.count == 1;
+        return run(kernel, params, kShared);
+      };
+      if (can_stream(blocks, in_registers, p.b.scales.columns)) {
+        if (blocks.scale.type == kTypeA) return streams(std::integral_constant<Type, kTypeA>());
+        if (blocks.scale.type == kOtherScale) return streams(std::integral_constant<Type, kOtherScale>());
+      }
+    }
+
     Params<T, D> params;
     skinny::fill<false>(params, launch, work, buffers);
     params.codes = buffers.b;
-    params.order = {static_cast<int32_t>((p.m + kTileM - 1) / kTileM),
-                    static_cast<int32_t>((p.n + Gemm::kColumns - 1) / Gemm::kColumns), policy.raster, policy.swizzle};
-
-    params.blocks = blocks_of(p, buffers, Gemm::Decoder::flip_of(kTypeB == kCodes));
-    params.in_registers = rounds_numbers(p.b.scales, p.k);
+    params.order = order;
+    params.blocks = blocks;
+    params.in_registers = in_registers;
     params.groups = std::max(1, Gemm::kChunkK / params.blocks.block_k);
     params.units = std::max(1, Gemm::kChunkK / kUnit / params.groups);
-
-    return skinny::launch_in_clusters(kMultiply, params, work, kSharedMemory, launch.overlaps, stream, info.name);
+    return run(kMultiply, params, sizeof(typename Gemm::Shared));
   }
 
   void const* entry_point() const override { return reinterpret_cast<void const*>(kMultiply); }
 
  private:
   static constexpr auto kMultiply = &scaled_gemm<T, D, kCodes, kMajorB, kBlocks>;
+  template <Type kScale>
+  static constexpr auto kStreamed = &streamed_gemm<T, D, kCodes, kScale, kBlocks>;
 
   static KernelInfo describe() {
     KernelInfo info;
