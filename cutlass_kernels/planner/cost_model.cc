@@ -105,7 +105,9 @@ Estimator::Iteration Estimator::iteration_of(Schedule const& s, Share const& sha
   bool const shares_nothing = cut || panels_.misaligned;
   double const drift = shares_nothing ? 1 : 1 - 1 / share.pieces;
   double const gpcs = (together + drift * std::max(apart - together, 0.0)) / machine.gpc_bytes_per_us;
-  return {tensor_cores_, sustained_ * share.busy, loads_, gpcs, waits_, transposes_};
+  // One CTA alone on an SM waits for each instruction of a streamed B.
+  double const alone = work_.grid.in_clusters > 0 && share.pieces <= 1 ? 1.25 : 1;
+  return {alone * tensor_cores_, sustained_ * share.busy, loads_, gpcs, waits_, transposes_};
 }
 
 // The share of workers busy in the last wave: they have caches and power to themselves. sm80 slices launched apart may

@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "cutlass_kernels/launch/clusters.h"
+#include "cutlass_kernels/scaled/scales.h"
 
 namespace jax_streamk {
 namespace {
@@ -50,6 +51,18 @@ double turns_of(Workload const& l) {
   return std::clamp(std::ceil(l.grid.tiles / l.sms), 1.0, static_cast<double>(l.traits.ctas_per_sm));
 }
 
+// Whether scaled/streamed.cuh multiplies: few rows by a row-major B whose scales are factors of sums, and one per
+// column.
+bool streams_scales(KernelInfo const& kernel, KernelTraits const& traits, GemmProblem const& p) {
+  Scales const& scales = p.b.scales;
+  if (!kernel.scaled || traits.family.math_unit != MathUnit::kMmaFewRows) return false;
+  Type const type = kernel.b.format.type;
+  bool const is_integer = type == Type::kS4 || type == Type::kU4 || type == Type::kS8 || type == Type::kU8;
+  return kernel.b.major == Major::kRow && !scales.has_zero && scales.columns == 1 &&
+         !scaled::rounds_numbers(scales, p.k) &&
+         (scales.scale == p.a.format.type || scales.scale == (is_integer ? Type::kF32 : Type::kE8M0));
+}
+
 double result_bytes(Workload const& l) {
   GemmProblem const& p = l.problem;
   return static_cast<double>(p.batch) * p.m * p.n * size_of(accumulator_of(p.a.format));
@@ -75,6 +88,7 @@ Workload::Workload(KernelInfo const& kernel, GemmProblem const& p, int32_t width
   grid.tiles = problem.batch * grid.wave_tiles;
   grid.k_tiles = ceil_div(repacked.problem.k, kernel.tile_k);
   grid.workers = active_clusters(width * traits.ctas_per_sm, ctas);
+  if (streams_scales(kernel, traits, p)) grid.in_clusters = 4 * active_clusters(width, 4);
   // If sizes of groups fall as 1 / rank, the first has this share of K.
   if (p.ragged == Ragged::kK) {
     grid.longest = ceil_div(p.k / (1 + std::log(p.batch)), kernel.tile_k);
@@ -137,7 +151,11 @@ double tensor_core_us(Workload const& l) {
   } else if (type == Type::kF64) {
     us = flops / (machine.mma_f64_flops_per_us_sm * std::sqrt(std::min(l.area() / kSquareOfF64, 1.0)));
   } else if (l.traits.family.math_unit == MathUnit::kMmaFewRows) {
-    us = products * (type == Type::kF32 ? 2 : 1) * flops / machine.few_rows_flops_per_us_sm + decoding_us(l, 6);
+    // Streamed, most of it is hidden behind the products. Those of a float32 result are each promoted.
+    bool const is_s4 = l.kernel.b.format.type == Type::kS4 || l.kernel.b.format.type == Type::kU4;
+    double const streamed = (is_s4 ? 1.25 : 3) + (l.kernel.d.format.type == Type::kF32 ? 1 : 0),
+                 cycles = l.grid.in_clusters > 0 ? streamed : 6;
+    us = products * (type == Type::kF32 ? 2 : 1) * flops / machine.few_rows_flops_per_us_sm + decoding_us(l, cycles);
   } else {
     // mma.sync reaches half of wgmma's rate, and a fifth of it for TF32, whose fragments are loaded by words.
     us = products * (type == Type::kF32 ? 2.4 : 1) * flops /
@@ -282,7 +300,8 @@ double fix_up_us(Workload const& l, double tiles, double peers) {
   if (peers <= 1) return 0;
   if (l.traits.family.adds_in_cluster()) {
     double const sixteens = l.kernel.tile_n * size_of(accumulator_of(l.problem.a.format)) / 64.0;
-    return l.machine.cluster_peer_us * peers * sixteens;
+    // The CTAs of a streamed B's tile add up a share each.
+    return l.machine.cluster_peer_us * (l.grid.in_clusters > 0 ? 2 : peers) * sixteens;
   }
   return tiles * (l.machine.launch_us + (1 + peers) * partial_us(l));
 }

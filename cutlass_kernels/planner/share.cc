@@ -38,6 +38,12 @@ Share cut_share(Grid const& grid, double parts) {
   return {std::min(grid.workers, grid.tiles * parts), ceil_div(iterations, part), iterations, parts};
 }
 
+// Clusters of four or six reach all SMs in pairs of CTAs, other large ones, or single CTAs, not (launch/clusters.h).
+double workers_of(Grid const& grid, double splits) {
+  bool const in_pairs = (splits == 4 || splits == 6) && grid.tiles * splits > grid.workers;
+  return grid.in_clusters > 0 && splits > 2 && !in_pairs ? grid.in_clusters : grid.workers;
+}
+
 }  // namespace
 
 Share share_of(Schedule const& s, Grid const& grid, KernelInfo const& kernel, KernelTraits const& traits,
@@ -47,13 +53,13 @@ Share share_of(Schedule const& s, Grid const& grid, KernelInfo const& kernel, Ke
   if (separate) return slices_share(grid, splits, kernel, traits.family.slices_by_launch, p);
   // The first k_tiles % splits slices of a tile have one iteration more.
   double const base = floor_div(grid.k_tiles, splits), longer = grid.k_tiles - base * splits,
-               pieces = ceil_div(grid.tiles * splits, grid.workers);
-  double const iterations = pieces * base + ceil_div(grid.tiles * longer, grid.workers);
+               workers = workers_of(grid, splits), pieces = ceil_div(grid.tiles * splits, workers);
+  double const iterations = pieces * base + ceil_div(grid.tiles * longer, workers);
   if (grid.cuts_longest) {
     int32_t const parts = LongParts::of(static_cast<float>(grid.longest), static_cast<float>(mean_of(grid)));
     if (parts > 1) return cut_share(grid, parts);
   }
-  return {std::min(grid.workers, grid.tiles * splits), pieces, std::max(iterations, grid.longest), splits};
+  return {std::min(workers, grid.tiles * splits), pieces, std::max(iterations, grid.longest), splits};
 }
 
 }  // namespace jax_streamk

@@ -22,6 +22,7 @@ struct Grid {
   double longest = 0;                // MAC iterations of the longest tile, where others are shorter
   bool cuts_longest = false;         // several workers share it (sm90/long_tiles.h)
   double workers = 0;                // clusters or threads that work at once
+  double in_clusters = 0;            // of these, what the splits of a streamed B with scales reach; 0: all
 };
 
 struct Share {

@@ -9,6 +9,8 @@
 // Scales are factors of sums: the numbers themselves are exact in 16 bits, and each run of K that shares scales is
 // summed by itself. Where blocks are shorter than a unit, and where there are offsets, each number is multiplied and
 // rounded to 16 bits, as if B had been dequantized.
+//
+// A row-major B with usual scales has a faster kernel, streamed.cuh.
 #pragma once
 
 #include <algorithm>
@@ -529,7 +531,7 @@ class ScaledKernel final : public CudaKernel {
       auto const streams = [&](auto scale) {
         auto const kernel = kStreamed<scale()>;
         constexpr int64_t kShared = sizeof(typename Streamed<scale()>::Shared);
-        if (Status status = prepare(reinterpret_cast<void const*>(kernel), kShared, info.name); !status.ok())
+        if (Status status = prepare(reinterpret_cast<void const*>(kernel), kShared, device, info.name); !status.ok())
           return status;
         StreamedParams<T, D> params;
         skinny::fill<false>(params, launch, work, buffers);

@@ -162,7 +162,7 @@ __global__ __launch_bounds__(skinny::kThreads, Streamed<T, D, kType, kScale, kBl
   if (threadIdx.x == 0) record_work(at.m, at.n, index, first_tile, (end + kTileK - 1) / kTileK);
 #endif
 
-  // The loads: each warp has the same part of every k-tile. A lane copies pieces of rows that are swizzled alike.
+  // The loads: each warp has the same unit of every k-tile. A lane copies pieces of rows that are swizzled alike.
   int32_t k = first_tile * kTileK + warp * kChunkK;
   constexpr int kPieces = Gemm::kPieces, kApart = 8 / kPieces;
   int const row = lane / 8 * 8 + lane % 8 / kPieces, column = lane % kPieces * (128 / kBits);
@@ -202,14 +202,14 @@ __global__ __launch_bounds__(skinny::kThreads, Streamed<T, D, kType, kScale, kBl
         skinny::copy_async(of_lane_in(to.a[block]), inside ? from_a + block * kRows * p.lda : p.a, inside ? 16 : 0);
       }
     }
-    if (has_scales && k < end) {
+    if (has_scales) {
       uint32_t const first = p.blocks.by_block_k.divide(k) * p.blocks.stride_k + of_lane;
       skinny::copy_async(of_lane_in(to.scales),
                          static_cast<char const*>(p.blocks.scale.data) + uint64_t{first} * (kScaleBits / 8), 16);
     }
     k += kTileK, from_b += step_b, from_a += kTileK;
   };
-  int32_t const tiles = (end - first_tile * kTileK + kTileK - 1) / kTileK;
+  int32_t const chunks = k < end ? (end - k + kTileK - 1) / kTileK : 0;
   int32_t const pairs = rows * (kColumns / 2);
   int32_t share = pairs, first = 0, own_pairs = pairs;
   if (splits) {
@@ -224,7 +224,7 @@ __global__ __launch_bounds__(skinny::kThreads, Streamed<T, D, kType, kScale, kBl
   float sums[kBlocks][8][4] = {};
   int stage = 0;
 #pragma unroll 1
-  for (int32_t i = -kStages; i < tiles; ++i) {
+  for (int32_t i = -kStages; i < chunks; ++i) {
     if (i >= 0) {
       Chunk const& chunk = own.queue[stage];
       skinny::wait_for_copies<kStages - 1>();
@@ -232,7 +232,7 @@ __global__ __launch_bounds__(skinny::kThreads, Streamed<T, D, kType, kScale, kBl
       Gemm::multiply(chunk, p.blocks.flip, sums);
       __syncwarp();  // all lanes have read the chunk
     }
-    if (i + kStages < tiles) load(own.queue[stage]);
+    if (i + kStages < chunks) load(own.queue[stage]);
     skinny::commit_copies();
     stage = stage == kStages - 1 ? 0 : stage + 1;
   }
@@ -296,9 +296,9 @@ inline bool can_stream(Blocks const& blocks, bool in_registers, int64_t block_n)
          reinterpret_cast<uintptr_t>(blocks.scale.data) % 16 == 0;
 }
 
-// Raises a streamed_gemm's shared-memory limit on the current device. Its clusters go to the SMs with the fewest CTAs:
-// else some SMs would have four while others, which take no large cluster, have none.
-inline Status prepare(void const* function, int64_t shared_memory, std::string const& name) {
+// Raises a streamed_gemm's shared-memory limit on the current device. On Hopper its clusters go to the SMs with the
+// fewest CTAs: else some SMs would have four while others, which take no large cluster, have none.
+inline Status prepare(void const* function, int64_t shared_memory, Device const& device, std::string const& name) {
   int gpu = 0;
   if (Status status = from_cuda(cudaGetDevice(&gpu), "cudaGetDevice"); !status.ok()) return status;
   thread_local std::set<std::pair<void const*, int>> prepared;
@@ -307,7 +307,7 @@ inline Status prepare(void const* function, int64_t shared_memory, std::string c
     return from_cuda(cudaFuncSetAttribute(function, attribute, static_cast<int>(value)), name + ": its attributes");
   };
   Status status = set(cudaFuncAttributeMaxDynamicSharedMemorySize, shared_memory);
-  if (status.ok() && kHopper)
+  if (status.ok() && device.arch >= 90)
     status = set(cudaFuncAttributeClusterSchedulingPolicyPreference, cudaClusterSchedulingPolicyLoadBalancing);
   if (status.ok()) prepared.emplace(function, gpu);
   return status;
