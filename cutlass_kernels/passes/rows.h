@@ -27,17 +27,30 @@ enum class RowOp : int8_t {
 #undef JAX_STREAMK_ROW_OP
 };
 
+#define JAX_STREAMK_ROW_OP(name, reads) +1
+inline constexpr int kRowOps = JAX_STREAMK_ROW_OPS(JAX_STREAMK_ROW_OP);
+#undef JAX_STREAMK_ROW_OP
+JSK_HOST_DEVICE constexpr int row_reads(RowOp op) {
+  switch (op) {
+#define JAX_STREAMK_ROW_OP(name, reads) \
+  case RowOp::name: return reads;
+    JAX_STREAMK_ROW_OPS(JAX_STREAMK_ROW_OP)
+#undef JAX_STREAMK_ROW_OP
+  }
+  return 0;
+}
+
 // out = op(a, b), rounded to `type`. Values are numbered; those from kNumbers on have one number for each row, and
 // negative ones are constants: -1 is the first. In the place of `a` a load has an operand, and so a store of `out`.
-struct RowStep {
+struct alignas(8) RowStep {
   int8_t op, type, out, a, b;
 };
 inline constexpr int kNumbers = 64;
 
-// How an operand lies in memory, in elements. A vector that all rows share has a row stride of 0, and one with a number
-// for each row a column stride of 0.
+// How an operand lies in memory, in elements: where its first row begins, and how far the next row and column are. A
+// vector that all rows share has a row stride of 0, and one with a number for each row a column stride of 0.
 struct RowOperand {
-  int64_t row_stride = 0;
+  int64_t first = 0, row_stride = 0;
   int32_t column_stride = 0;
   Type type = Type::kF32;
 };
@@ -45,10 +58,15 @@ struct RowOperand {
 // Trivially copyable: the parameter of a kernel.
 struct RowProgram {
   static constexpr int kMostSteps = 64, kMostOperands = 12, kMostConstants = 16;
+  static constexpr int kMostColumns = 1024;  // of a CTA that sums nothing
+  static constexpr int kAtOnce = 8;          // elements that a thread computes at once
 
   int64_t rows = 0;
   int32_t columns = 0;
   int32_t values = 0, numbers = 0;  // of each kind of value, how many it keeps at a time
+  // On a GPU: columns and threads of a CTA, which keeps every value in shared memory; a thread has its own elements, a
+  // multiple of kAtOnce.
+  int32_t columns_of_cta = 0, threads = 0, elements = 0;
   int32_t step_count = 0, operand_count = 0, constant_count = 0;
   RowStep steps[kMostSteps];
   RowOperand operands[kMostOperands];
@@ -57,15 +75,8 @@ struct RowProgram {
   // Elements from an operand's start to the end of the last one that is moved.
   int64_t span(int operand) const;
 
-  // On a GPU each thread of a row keeps its own elements of every value in shared memory.
-  int32_t threads() const {
-    int32_t const wanted = (columns + 127) / 128 * 32;
-    return wanted < 1024 ? wanted : 1024;
-  }
-  int64_t shared_bytes() const {
-    int64_t const of_thread = (columns + threads() - 1) / threads();
-    return 4 * ((values * of_thread + numbers) * threads() + 32);
-  }
+  // On a GPU.
+  int64_t shared_bytes() const { return 4 * ((int64_t{values} * elements + numbers) * threads + 32); }
 };
 // Of shared memory that a program may have: what a CTA may on a GPU of this compute capability, and on Hopper
 // elsewhere.
@@ -73,7 +84,8 @@ constexpr int64_t most_row_bytes(int32_t arch) {
   return (arch == 80 || arch == 87 ? 163 : arch == 0 || (arch >= 90 && arch < 120) ? 227 : 99) << 10;
 }
 
-// A program as numbers: five of each step, and of each operand its row stride, its column stride and its type.
+// A program as numbers: five of each step, and four of each operand, where its first row begins, its row stride, its
+// column stride and its type.
 struct RowNumbers {
   int64_t rows = 0, columns = 0, values = 0, numbers = 0;
   std::vector<int32_t> steps;
@@ -86,8 +98,13 @@ Status make(RowProgram&, RowNumbers const&, Device const&);
 // Row `row` of a program on a CPU; `values` has room for values * columns + numbers.
 void run_row(RowProgram const&, void* const* operands, int64_t row, float* values);
 
-// All rows on a GPU, on `stream` (a cudaStream_t), beginning before the kernel before it ends if it `overlaps`.
-Status launch_rows(RowProgram const&, void* const* operands, void* stream, bool overlaps);
+// How a program overlaps its neighbours on a stream. `before`: it may start while the kernel before it runs. `after`:
+// the next kernel may start at once, while the one before this may still write; else once that has ended.
+struct RowOverlap {
+  bool before = false, after = false;
+};
+// All rows on a GPU, on `stream` (a cudaStream_t).
+Status launch_rows(RowProgram const&, void* const* operands, void* stream, RowOverlap overlap);
 
 // A value of a step that computes elements one by one.
 JSK_HOST_DEVICE float row_value(RowOp op, float a, float b) {
