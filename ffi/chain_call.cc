@@ -96,7 +96,7 @@ class Memory {
   Place workspace_;
 };
 
-Status run_rows(RowProgram const& p, std::vector<Place> const& places, ChainRunner const& runner, bool overlaps) {
+Status run_rows(RowProgram const& p, std::vector<Place> const& places, ChainRunner const& runner, RowOverlap overlap) {
   if (static_cast<int32_t>(places.size()) != p.operand_count)
     return Status::invalid("a program of rows has as many places as operands");
   void* operands[RowProgram::kMostOperands];
@@ -108,7 +108,14 @@ Status run_rows(RowProgram const& p, std::vector<Place> const& places, ChainRunn
       return Status::invalid("a program of rows was given a buffer of another type, or smaller, than it says");
     operands[i] = places[i].data;
   }
-  return runner.rows(p, operands, overlaps);
+  return runner.rows(p, operands, overlap);
+}
+
+// Whether a product's bias, residual or scales are at a place that `is_made`: kernels read these through a cache that
+// need not see what is written while they are resident.
+template <class IsMade>
+bool reads_late(ChainStep const& step, IsMade const& is_made) {
+  return step.product && std::any_of(step.places.begin() + kPlaceOfD + 1, step.places.end() - 1, is_made);
 }
 
 std::vector<int64_t> places_stored(ChainStep const& step) {
@@ -117,14 +124,6 @@ std::vector<int64_t> places_stored(ChainStep const& step) {
   for (RowStep const* x = step.rows.steps; x < step.rows.steps + step.rows.step_count; ++x)
     if (RowOp(x->op) == RowOp::store) places.push_back(step.places[x->out]);
   return places;
-}
-
-// Whether a product's epilogue, or its scales, are of what the step before stored: kernels read these through a cache
-// that need not see what is written while they are resident.
-bool reads_late(ChainStep const& step, std::vector<int64_t> const& stored) {
-  if (!step.product) return false;
-  return std::any_of(step.places.begin() + kPlaceOfD + 1, step.places.end() - 1,
-                     [&](int64_t place) { return std::find(stored.begin(), stored.end(), place) != stored.end(); });
 }
 
 ffi::ErrorOr<std::vector<ChainStep>> decode_chain(ffi::Dictionary attributes) {
@@ -157,27 +156,36 @@ ffi::Error run_chain(ffi::Dictionary attributes, ffi::RemainingArgs arguments, f
   if (!chain) return chain.error();
   if (results.size() < 1) return to_error(Status::invalid("a chain has no result for its workspace"));
   Memory const memory(arguments, results);
+  auto const is_argument = [&](int64_t place) {
+    return place < 0 && static_cast<uint64_t>(-(place + 1)) < arguments.size();
+  };
+  auto const is_made = [&](int64_t place) { return !is_argument(place); };
   std::vector<int64_t> stored;  // by the step before
-  bool is_first = true;
-  for (ChainStep const& step : *chain) {
-    bool const overlaps = !is_first && !reads_late(step, stored);
+  for (auto step = chain->begin(); step != chain->end(); ++step) {
+    auto const is_stored = [&](int64_t place) {
+      return std::find(stored.begin(), stored.end(), place) != stored.end();
+    };
+    bool const overlaps = step != chain->begin() && !reads_late(*step, is_stored);
     std::vector<Place> places;
-    for (int64_t const at : step.places) {
+    for (int64_t const at : step->places) {
       std::optional<Place> const place = memory.at(at);
       if (!place) return to_error(Status::invalid("a chain has an operand outside its buffers"));
       places.push_back(*place);
     }
-    if (!step.product) {
-      if (Status status = run_rows(step.rows, places, runner, overlaps); !status.ok()) return to_error(status);
+    if (!step->product) {
+      bool const is_last = step + 1 == chain->end();
+      RowOverlap const overlap{overlaps, !is_last && !reads_late(step[1], is_made)};
+      if (Status status = run_rows(step->rows, places, runner, overlap); !status.ok()) return to_error(status);
     } else {
       Place const workspace = places.back();
       places.pop_back();
-      auto const buffers = check_places(*step.product, places, workspace);
+      auto const buffers = check_places(*step->product, places, workspace);
       if (!buffers) return buffers.error();
-      if (Status status = runner.product(*step.product, *buffers, overlaps); !status.ok()) return to_error(status);
+      Overlap overlap;
+      if (overlaps) overlap = {true, is_argument(step->places[0]), is_argument(step->places[1])};
+      if (Status status = runner.product(*step->product, *buffers, overlap); !status.ok()) return to_error(status);
     }
-    stored = places_stored(step);
-    is_first = false;
+    stored = places_stored(*step);
   }
   return ffi::Error::Success();
 }

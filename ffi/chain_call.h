@@ -11,10 +11,10 @@ namespace jax_streamk {
 
 xla::ffi::Error instantiate_chain(xla::ffi::Dictionary attributes);
 
-// How a platform runs a step; the second argument is whether the step before may still be running.
+// How a platform runs a step; the last argument is how it may overlap its neighbours.
 struct ChainRunner {
-  std::function<Status(GemmCall const&, Buffers const&, bool)> product;
-  std::function<Status(RowProgram const&, void* const* operands, bool)> rows;
+  std::function<Status(GemmCall const&, Buffers const&, Overlap const&)> product;
+  std::function<Status(RowProgram const&, void* const* operands, RowOverlap)> rows;
 };
 
 // Checks the buffers of one execution and runs the steps. The last result is the workspace.

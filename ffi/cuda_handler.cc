@@ -61,15 +61,15 @@ ffi::Error execute(GemmCall call, cudaStream_t stream, ffi::AnyBuffer a, ffi::An
 ffi::Error execute_chain(ffi::Dictionary attributes, cudaStream_t stream, ffi::RemainingArgs arguments,
                          ffi::RemainingRets results) {
   return run_chain(attributes, arguments, results,
-                   {[&](GemmCall const& call, Buffers const& buffers, bool overlaps) {
+                   {[&](GemmCall const& call, Buffers const& buffers, Overlap const& overlap) {
                       if (Status status = check_device(call); !status.ok()) return status;
                       return call.kernel->run(call.problem, call.schedule, call.policy, call.device, buffers,
-                                              {stream, nullptr, overlaps});
+                                              {stream, nullptr, overlap});
                     },
-                    [&](RowProgram const& p, void* const* operands, bool overlaps) {
+                    [&](RowProgram const& p, void* const* operands, RowOverlap overlap) {
                       Device here;
                       if (Status status = find_device(here); !status.ok()) return status;
-                      return launch_rows(p, operands, stream, overlaps && here.arch >= 90);
+                      return launch_rows(p, operands, stream, here.arch >= 90 ? overlap : RowOverlap{});
                     }});
 }
 

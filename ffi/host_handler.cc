@@ -40,12 +40,12 @@ Status run_rows(RowProgram const& p, void* const* operands, Executor& executor) 
 ffi::Error execute_chain(ffi::Dictionary attributes, ffi::ThreadPool pool, ffi::RemainingArgs arguments,
                          ffi::RemainingRets results) {
   PoolExecutor executor(pool);
-  return run_chain(attributes, arguments, results,
-                   {[&](GemmCall const& call, Buffers const& buffers, bool) {
-                      return call.kernel->run(call.problem, call.schedule, call.policy, call.device, buffers,
-                                              {nullptr, &executor});
-                    },
-                    [&](RowProgram const& p, void* const* operands, bool) { return run_rows(p, operands, executor); }});
+  return run_chain(
+      attributes, arguments, results,
+      {[&](GemmCall const& call, Buffers const& buffers, Overlap const&) {
+         return call.kernel->run(call.problem, call.schedule, call.policy, call.device, buffers, {nullptr, &executor});
+       },
+       [&](RowProgram const& p, void* const* operands, RowOverlap) { return run_rows(p, operands, executor); }});
 }
 
 // Writes the decoded attributes into a float64 result, for tests.

@@ -15,7 +15,7 @@ Status CudaKernel::run(GemmProblem const& p, Schedule const& s, LaunchPolicy con
   auto const stream = static_cast<cudaStream_t>(queue.stream);
   if (Status status = allow_shared_memory(); !status.ok()) return status;
   Launch launch(info, p, s);
-  launch.overlaps = device.arch >= 90 && (queue.overlaps || launch.copies.any());
+  if (device.arch >= 90) launch.overlap = launch.copies.any() ? Overlap{true} : queue.overlap;
   Buffers own = buffers;
   if (Status status = launch_copies(p, launch.copies, info.swap_ab, own, stream); !status.ok()) return status;
   if (!launch.separate) return this->launch(launch, policy, device, own, stream);

@@ -20,7 +20,7 @@ class CudaKernel : public Kernel {
 
  protected:
   // Launches the GEMM alone. Of several slices it is data-parallel, needs no workspace, and writes slice s of batch b
-  // at s * problem.batch + b batch strides of D. If launch.overlaps, it may start while the kernel before finishes.
+  // at s * problem.batch + b batch strides of D. With launch.overlap it may start while the kernel before finishes.
   virtual Status launch(Launch const&, LaunchPolicy const&, Device const&, Buffers const&, cudaStream_t) const = 0;
   // The __global__ function.
   virtual void const* entry_point() const = 0;

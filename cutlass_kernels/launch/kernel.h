@@ -27,7 +27,7 @@ class Executor {
 struct Queue {
   void* stream = nullptr;        // of CUDA families: a cudaStream_t
   Executor* executor = nullptr;  // of the host family
-  bool overlaps = false;  // whether the kernel before on the stream, which may have made operands, may still be running
+  Overlap overlap = {};          // whether the kernel before on the stream, which may have made operands, may still run
 };
 
 // By itself it is one that this build lacks: all but running it, and sometimes its workspace, follows from KernelInfo.

@@ -6,13 +6,21 @@
 
 namespace jax_streamk {
 
+// How a launch overlaps the kernel before it on the stream, which may then still run.
+struct Overlap {
+  bool any = false;
+  bool has_a = false, has_b = false;  // whether A and B are known to be there already, as weights are
+
+  explicit operator bool() const { return any; }
+};
+
 struct Launch {
-  Repack copies;          // of A and B, before
-  bool separate;          // whether a second kernel adds slices of K afterwards
-  Slices slices;          // of K; one if it does not
-  GemmProblem problem;    // the kernel's: with copies, and into partial sums of each slice
-  Schedule schedule;      // of each slice
-  bool overlaps = false;  // with the kernel before it on the stream
+  Repack copies;        // of A and B, before
+  bool separate;        // whether a second kernel adds slices of K afterwards
+  Slices slices;        // of K; one if it does not
+  GemmProblem problem;  // the kernel's: with copies, and into partial sums of each slice
+  Schedule schedule;    // of each slice
+  Overlap overlap;
 
   Launch(KernelInfo const&, GemmProblem const&, Schedule const&);
 

@@ -65,6 +65,7 @@ __global__ __launch_bounds__(reduction_threads(kRuns)) void reduce_slices(Accumu
   int64_t const stride = static_cast<int64_t>(kRuns) * vectors;
   Sums<Accumulator> next[kAtOnce];
   wait_for_primary();
+  let_dependents_start();
   if (kRuns == 1 || run + (kAtOnce - 1) * kRuns < slices)
     next[kAtOnce - 1] = load_partials(from + (kAtOnce - 1) * stride);
 #pragma unroll

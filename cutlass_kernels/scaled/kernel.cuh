@@ -524,7 +524,7 @@ class ScaledKernel final : public CudaKernel {
     Blocks const blocks = blocks_of(p, buffers, Gemm::Decoder::flip_of(kTypeB == kCodes));
     bool const in_registers = rounds_numbers(p.b.scales, p.k);
     auto const run = [&](auto kernel, auto const& params, int64_t shared_memory) {
-      return skinny::launch_in_clusters(kernel, params, work, shared_memory, launch.overlaps, stream, info.name);
+      return skinny::launch_in_clusters(kernel, params, work, shared_memory, launch.overlap.any, stream, info.name);
     };
 
     if constexpr (kStreams) {
@@ -538,6 +538,7 @@ class ScaledKernel final : public CudaKernel {
         params.codes = static_cast<char const*>(buffers.b);
         params.order = order;
         params.blocks = blocks;
+        params.early = launch.overlap.has_b;
         params.in_row = order.tiles_m() * params.batch * launch.slices.count == 1;
         return run(kernel, params, kShared);
       };

@@ -21,6 +21,7 @@ template <class T, class D>
 struct StreamedParams : skinny::Params<T, D> {
   char const* codes;  // of B; b is unused
   Blocks blocks;
+  bool early;   // whether B and the scales are there while the kernel before still runs
   bool in_row;  // whether tiles are numbered along N only
 };
 
@@ -178,17 +179,14 @@ __global__ __launch_bounds__(skinny::kThreads, Streamed<T, D, kType, kScale, kBl
   int const to_b = __shfl_sync(~0u, Gemm::swizzled(row * Gemm::kRowBytes + lane % kPieces * 16, row), lane),
             to_lane = __shfl_sync(~0u, lane * 16, lane);
   uint64_t const evict_first = skinny::evict_first();
-  auto const load = [&](Chunk& to) {
+  auto const of_lane_in = [&](uint4* x) { return reinterpret_cast<uint4*>(reinterpret_cast<char*>(x) + to_lane); };
+  auto const load_b = [&](Chunk& to, int32_t k) {
     auto const piece = [&](int i) { return reinterpret_cast<uint4*>(to.b + to_b + i * kApart * Gemm::kRowBytes); };
-    auto const of_lane_in = [&](uint4* x) { return reinterpret_cast<uint4*>(reinterpret_cast<char*>(x) + to_lane); };
     if (k + kChunkK <= end) {
       if (has_columns) {
 #pragma unroll
         for (int i = 0; i < Gemm::kCopies; ++i) skinny::copy_async(piece(i), from_b + i * between_b, 16, evict_first);
       }
-#pragma unroll
-      for (int block = 0; block < kBlocks; ++block)
-        if (block * kRows + g < rows) skinny::copy_async(of_lane_in(to.a[block]), from_a + block * kRows * p.lda, 16);
     } else {
 #pragma unroll 1
       for (int i = 0; i < Gemm::kCopies; ++i) {
@@ -196,18 +194,27 @@ __global__ __launch_bounds__(skinny::kThreads, Streamed<T, D, kType, kScale, kBl
         skinny::copy_async(piece(i), inside ? from_b + i * between_b : reinterpret_cast<char const*>(p.a),
                            inside ? 16 : 0);
       }
-#pragma unroll 1
-      for (int block = 0; block < kBlocks; ++block) {
-        bool const inside = block * kRows + g < rows && k + 8 * t < end;
-        skinny::copy_async(of_lane_in(to.a[block]), inside ? from_a + block * kRows * p.lda : p.a, inside ? 16 : 0);
-      }
     }
     if (has_scales) {
       uint32_t const first = p.blocks.by_block_k.divide(k) * p.blocks.stride_k + of_lane;
       skinny::copy_async(of_lane_in(to.scales),
                          static_cast<char const*>(p.blocks.scale.data) + uint64_t{first} * (kScaleBits / 8), 16);
     }
-    k += kTileK, from_b += step_b, from_a += kTileK;
+    from_b += step_b;
+  };
+  auto const load_a = [&](Chunk& to, int32_t k) {
+    if (k + kChunkK <= end) {
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block)
+        if (block * kRows + g < rows) skinny::copy_async(of_lane_in(to.a[block]), from_a + block * kRows * p.lda, 16);
+    } else {
+#pragma unroll 1
+      for (int block = 0; block < kBlocks; ++block) {
+        bool const inside = block * kRows + g < rows && k + 8 * t < end;
+        skinny::copy_async(of_lane_in(to.a[block]), inside ? from_a + block * kRows * p.lda : p.a, inside ? 16 : 0);
+      }
+    }
+    from_a += kTileK;
   };
   int32_t const chunks = k < end ? (end - k + kTileK - 1) / kTileK : 0;
   int32_t const pairs = rows * (kColumns / 2);
@@ -218,6 +225,10 @@ __global__ __launch_bounds__(skinny::kThreads, Streamed<T, D, kType, kScale, kBl
     if (threadIdx.x == 0) expect_bytes(&shared.barrier, own_pairs * p.splits * sizeof(float2));
     __syncwarp();
     cluster_arrive_relaxed();
+  }
+  if (p.early) {
+#pragma unroll 1
+    for (int i = 0; i < min(chunks, kStages); ++i) load_b(own.queue[i], k + i * kTileK);
   }
   wait_for_primary();
 
@@ -232,7 +243,11 @@ __global__ __launch_bounds__(skinny::kThreads, Streamed<T, D, kType, kScale, kBl
       Gemm::multiply(chunk, p.blocks.flip, sums);
       __syncwarp();  // all lanes have read the chunk
     }
-    if (i + kStages < chunks) load(own.queue[stage]);
+    if (i + kStages < chunks) {
+      if (i >= 0 || !p.early) load_b(own.queue[stage], k);
+      load_a(own.queue[stage], k);
+      k += kTileK;
+    }
     skinny::commit_copies();
     stage = stage == kStages - 1 ? 0 : stage + 1;
   }

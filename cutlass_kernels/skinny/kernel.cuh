@@ -387,7 +387,7 @@ class SkinnyKernel final : public CudaKernel {
       params.up_bias = stacked ? params.epilogue.bias + p.n : static_cast<D const*>(buffers.up_bias);
     }
 
-    return launch_in_clusters(kMultiply, params, work, kSharedMemory, launch.overlaps, stream, info.name);
+    return launch_in_clusters(kMultiply, params, work, kSharedMemory, launch.overlap.any, stream, info.name);
   }
 
   void const* entry_point() const override { return reinterpret_cast<void const*>(kMultiply); }

@@ -198,6 +198,10 @@ class Sm90Kernel final : public CudaKernel {
     params.loads.part = static_cast<int32_t>(part / kConfig.tile_k);
     params.loads.hint_a = Loads::hint(kSwap ? policy.evict_first_b : policy.evict_first_a);
     params.loads.hint_b = Loads::hint(kSwap ? policy.evict_first_a : policy.evict_first_b);
+    // Not beside the kernel before if there is a memset between them.
+    Overlap const overlap = parts.zeroed == 0 ? launch.overlap : Overlap{};
+    params.loads.early_a = kSwap ? overlap.has_b : overlap.has_a;
+    params.loads.early_b = kSwap ? overlap.has_a : overlap.has_b;
     params.straight = cut.kind == ScheduleKind::kDataParallel && p.epilogue.is_plain() && !has_misaligned_d(p);
     params.shape = {static_cast<int>(rows), static_cast<int>(columns), static_cast<int>(q.k),
                     static_cast<int>(q.batch)};
@@ -232,7 +236,7 @@ class Sm90Kernel final : public CudaKernel {
     config.dynamicSmemBytes = sizeof(typename Gemm::SharedStorage);
     config.stream = stream;
     config.attrs = attributes;
-    if (launch.overlaps && parts.zeroed == 0) {
+    if (overlap.any) {
       cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
       attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
       attribute.val.programmaticStreamSerializationAllowed = 1;

@@ -22,6 +22,7 @@ struct Loads {
   Divisor by_batch;
   // High words of the L2 eviction hints of A and B (LaunchPolicy); the low words are zero.
   uint32_t hint_a = hint(false), hint_b = hint(false);
+  bool early_a = false, early_b = false;  // whether A and B are there while the kernel before still runs
   static uint32_t hint(bool goes_first) {
     using Hint = cute::TMA::CacheHintSm90;
     static_assert((static_cast<uint64_t>(Hint::EVICT_FIRST) | static_cast<uint64_t>(Hint::EVICT_NORMAL)) << 32 == 0);
@@ -117,6 +118,22 @@ struct TileMainloop {
     } while (--left > 0);
   }
 
+  // Called by one thread, before and after the kernel before has ended: loads the early operands of a located tile's
+  // first k-tiles into empty stages, as many as there are, and then the others.
+  template <class Tile>
+  static CUTLASS_DEVICE int32_t load_early(Params const& params, Loads const& loads, Tile const& tile,
+                                           FullBarrier* full, Stage stage, TensorStorage& storage) {
+    int32_t const count = min(tile.k_count, kStages);
+    load_some(params, loads, tile, count, loads.early_a, loads.early_b, full, stage, storage,
+              [&](int s) { full[s].arrive_and_expect_tx(kStageBytes); });
+    return count;
+  }
+  template <class Tile>
+  static CUTLASS_DEVICE void load_late(Params const& params, Loads const& loads, Tile const& tile, int32_t count,
+                                       FullBarrier* full, Stage& stage, TensorStorage& storage) {
+    load_some(params, loads, tile, count, !loads.early_a, !loads.early_b, full, stage, storage, [](int) {});
+  }
+
   // The sums of a tile, for a thread among those that share it and a named barrier of these.
   template <class Tile>
   static CUTLASS_DEVICE auto sums_of(Params const& params, Loads const& loads, int32_t k_tiles,
@@ -201,6 +218,25 @@ struct TileMainloop {
   }
 
  private:
+  template <class Tile, class Begin>
+  static CUTLASS_DEVICE void load_some(Params const& params, Loads const& loads, Tile const& tile, int32_t count,
+                                       bool with_a, bool with_b, FullBarrier* full, Stage& stage,
+                                       TensorStorage& storage, Begin const& begin) {
+    ClusterPlace<Layout::kClusterM, Layout::kClusterN> const place;
+    auto const load_a = OperandA::loader(params, tile, place, storage);
+    auto const load_b = OperandB::loader(params, tile, place, storage);
+    uint64_t const hint_a = uint64_t{loads.hint_a} << 32, hint_b = uint64_t{loads.hint_b} << 32;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int32_t i = 0; i < count; ++i, ++stage) {
+      int const s = stage.index();
+      begin(s);
+      auto& barrier = *reinterpret_cast<uint64_t*>(&full[s]);
+      KTiles const k_tiles = Order::at(tile.k_begin + i, loads);
+      if (with_a) load_a(barrier, hint_a, k_tiles.a, s);
+      if (with_b) load_b(barrier, hint_b, k_tiles.b, s);
+    }
+  }
+
   // Holding back h stages means waiting for the stage h ahead. This stage was then waited for earlier, or never filled.
   static CUTLASS_DEVICE void wait_for_empty(EmptyBarrier* empty, Stage const& stage, int32_t held_back) {
     int const s = stage.index();

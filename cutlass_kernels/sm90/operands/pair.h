@@ -31,7 +31,7 @@ struct PairA : LoadedA<Stage> {
   template <class Tile, class Place>
   static CUTLASS_DEVICE auto loader(Params const& params, Tile const& tile, Place const&,
                                     typename Stage::Storage& storage) {
-    return [&](auto& barrier, uint64_t hint, int32_t k_tile, int stage) CUTLASS_LAMBDA_FUNC_INLINE {
+    return [&](uint64_t& barrier, uint64_t hint, int32_t k_tile, int stage) CUTLASS_LAMBDA_FUNC_INLINE {
       auto* const to = storage.a + stage * Stage::A::kElements;
       int32_t const m = tile.m * kHalfM, k = k_tile * Stage::kTileK;
       Load::load(params.gate, params.gate, barrier, hint, 0, 0, m, k, tile.batch, to);

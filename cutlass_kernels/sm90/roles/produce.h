@@ -34,18 +34,30 @@ CUTLASS_DEVICE void GemmKernel<Mainloop, Epilogue, Scheduler, kWarpSchedule>::pr
     if constexpr (kClusterSize == 1) cutlass::arch::NamedBarrier::arrive(kWaiting, kReady);
     return;
   }
-  wait_for_primary();
-  wait_for_barriers();
-  if (!cute::elect_one_sync()) return;
   int32_t held_back = params.loads.held_back.first;
+  if (!kRagged && (params.loads.early_a || params.loads.early_b)) {
+    wait_for_barriers();
+    if (!cute::elect_one_sync()) return wait_for_primary();
+    int32_t const count =
+        Mainloop::load_early(params.mainloop, params.loads, tile, shared.full, stage, shared.mainloop);
+    wait_for_primary();
+    Mainloop::load_late(params.mainloop, params.loads, tile, count, shared.full, stage, shared.mainloop);
+    tile.k_begin += count, tile.k_count -= count;
+  } else {
+    wait_for_primary();
+    wait_for_barriers();
+    if (!cute::elect_one_sync()) return;
+  }
   while (true) {
 #ifdef JAX_STREAMK_RECORD
     record_work(tile.m, tile.n, tile.batch, tile.k_begin, tile.k_begin + tile.k_count);
 #endif
-    Mainloop::load(params.mainloop, params.loads, tile, held_back, gathers(params), shared.full, shared.empty, stage,
-                   shared.mainloop, [&] {
-                     if constexpr (kRagged) shared.table.is_wanted.arrive();
-                   });
+    if (kRagged || tile.k_count > 0) {
+      Mainloop::load(params.mainloop, params.loads, tile, held_back, gathers(params), shared.full, shared.empty, stage,
+                     shared.mainloop, [&] {
+                       if constexpr (kRagged) shared.table.is_wanted.arrive();
+                     });
+    }
     tile = scheduler.template tile<kWhole>(tile.ordinal + 1);
     if (!tile.is_valid()) break;
     held_back = params.loads.held_back.stages(tile.ordinal);
