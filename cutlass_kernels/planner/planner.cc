@@ -70,11 +70,13 @@ bool is_exact(Kernel const& kernel, GemmProblem const& p, Schedule const& s, Dev
   return std::min<int64_t>(run, info.promotion_k > 0 ? info.promotion_k : run) <= longest_sum(p, device);
 }
 
-// The refusal of a kernel that runs the problem data-parallel, preferably with narrow alignment and small tile_k.
+// The refusal of a kernel that runs the problem data-parallel, preferably of its D, with narrow alignment and small
+// tile_k.
 std::string closest_refusal(std::vector<Kernel const*> const& kernels, GemmProblem const& p, Schedule const& s,
                             Device const& device) {
   auto const rank = [&](Kernel const* kernel) {
-    return std::tuple(!can_run(*kernel, p, {}, device), kernel->info.a.align, kernel->info.tile_k);
+    KernelInfo const& info = kernel->info;
+    return std::tuple(!can_run(*kernel, p, {}, device), info.d.format != p.d.format, info.a.align, info.tile_k);
   };
   auto const closest =
       std::min_element(kernels.begin(), kernels.end(), [&](auto* x, auto* y) { return rank(x) < rank(y); });
