@@ -119,10 +119,11 @@ def test_integers_with_scales(rng, layout):
         for x in both(rng, layout)
     )
     product = lambda x, y: sk.matmul(x, y, preferred_element_type=jnp.float32, schedule=StreamK())
-    assert ON_GPU or sk.plan(product, lhs, rhs).problem.type_a.dtype == jnp.int8
+    is_exact = not ON_GPU or "block" not in layout  # kernels on Hopper have scales for all of K
+    assert (sk.plan(product, lhs, rhs).problem.type_a.dtype == jnp.int8) == is_exact
     got = jax.jit(product)(lhs, rhs)
     want, absolute = wide(lhs) @ wide(rhs), abs(wide(lhs)) @ abs(wide(rhs))
-    assert (abs(np.asarray(got, np.float64) - want) <= (2.0**-8 if ON_GPU else 2.0**-20) * absolute).all()
+    assert (abs(np.asarray(got, np.float64) - want) <= (2.0**-20 if is_exact else 2.0**-8) * absolute).all()
 
 
 def test_transposed_operands_and_epilogues(rng):

@@ -22,7 +22,7 @@ ON_GPU = jax.default_backend() == "gpu"
 ROWS = [1, 2, 3, 7, 8, 16, 17, 33, 64, 65, 100, 128, 129, 257, 1000, 1024, *[4096, 8192] * ON_GPU]
 FEW = [1, 2, 7, 16, 17, 33, 65, 130, 257]  # a quick choice, with remainders of every tile
 FLOATS = ["float32", "bfloat16", "float16"]
-TYPES = [*FLOATS, "float64", *["int8"] * (not ON_GPU)]
+TYPES = [*FLOATS, "float64", "int8"]
 
 
 @pytest.fixture

@@ -556,8 +556,6 @@ def _types(lhs, rhs, preferred, precision, platform):
         allowed = " or ".join(jnp.dtype(t).name for t in outs[common])
         remedy = "set preferred_element_type to that, and convert the result with .astype"
         raise Unsupported(f"{lhs} x {rhs} -> {out}: the result of {common} operands must be {allowed}: {remedy}({out})")
-    if common == jnp.int8 and platform != "cpu":
-        raise Unsupported(f"no kernel multiplies int8 on {platform}")
     return dtypes, TYPES[out], _math(common, precision, platform)
 
 

@@ -224,8 +224,6 @@ class Scaled(Product):
         dtypes = arrangement.dtypes[0], values.dtype
         if self.of_both:
             lhs, of_lhs = given["lhs"], matrices["lhs"]
-            if lhs.dtype == jnp.int8 and platform != "cpu":
-                raise problem.Unsupported(f"no kernel multiplies int8 on {platform}")
             if arrangement.permute_lhs is not None:
                 raise problem.Unsupported("kernels read numbers with scales as they are, as matrices (m, k) or (k, m)")
             contract, batch = self.dimensions_of_lhs
