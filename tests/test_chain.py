@@ -22,8 +22,8 @@ DTYPES = ["bfloat16", "float16", "float32"]
 
 @pytest.fixture(autouse=True)
 def full_precision():
-    """Else XLA's own products of float32 on a GPU are less exact than ours are asked to be."""
-    with jax.default_matmul_precision("highest"):
+    """Of float32 as far as our kernels have it."""
+    with jax.default_matmul_precision("high" if PLATFORM == "cuda" else "highest"):
         yield
 
 
@@ -435,6 +435,37 @@ def test_a_decorator():
         return (x @ w) @ v
 
     assert f.__doc__ == "Its text." and calls(f, X, W, V) == (1, 0, 0)
+
+
+def test_some_columns_of_a_product():
+    """The halves of one product as a gate, an odd cut, and columns that two programs read."""
+
+    def f(wide, x, both, down):
+        y = x @ both
+        left, right = jnp.split(y, 2, -1)
+        h = (jnp.tanh(left) * right) @ down
+        return h, (h + y[..., 3 : 3 + h.shape[-1]].astype(wide).sum(-1, keepdims=True).astype(h.dtype)) @ both
+
+    check(f, array(0, 2, 3, 32), array(1, 32, 80, scale=0.2), array(2, 40, 32, scale=0.2))
+    broken = {
+        "is of some columns only": lambda x, w, v: (x @ w)[:, :32] @ w[:, :32],
+        "slice is of some columns only": lambda x, w, v: jnp.tanh((x @ w)[:, 8:][:, 2:34]) @ w,
+        "reshape is of some columns only": lambda x, w, v: (
+            jnp.tanh((x @ w)[:, 8:40].reshape(5, 4, 8)).reshape(5, 32) @ w
+        ),
+        "a result is not made": lambda x, w, v: ((x @ w @ v)[:, 4:],),
+        "slice is not one of a row": lambda x, w, v: jnp.tanh((x @ w)[1:, :32]) @ w,
+    }
+    for why, g in broken.items():
+        with pytest.raises(ValueError, match=why):
+            jax.jit(sk.chain(g))(X, W, V)
+
+
+def test_the_only_place():
+    def f(wide, x, w, gamma, v):
+        return rms_norm(wide, (x @ w)[:, -1], gamma) @ v
+
+    check(f, array(0, 4, 1, 32), array(1, 32, 48, scale=0.2), array(2, 48), array(3, 48, 8, scale=0.2))
 
 
 def test_a_gate_of_two_products_is_one_program():

@@ -16,6 +16,7 @@ from jax_streamk.accelerate.equations import Equations
 from jax_streamk.device import Device
 from jax_streamk.plan.plan import Plan
 from jax_streamk.product import kinds
+from jax_streamk.product.chain import chain_p
 from jax_streamk.product.fused import fused_p
 from jax_streamk.product.primitive import product_p
 from jax_streamk.product.ragged import Ragged
@@ -37,6 +38,7 @@ class Product:
       fused: what was fused into it, such as ``"relu(A @ B + bias)"``; "" if nothing was.
       plan: the ``Plan``; None if there is none.
       groups: the number of groups that cut m or k, whose sizes are data; 0 if it is not a ragged product.
+      chain: of which chain it is part, such as ``"in a chain of 4 products, which ends there: ..."``; "" if of none.
       place: the line of the program that it is from, and the loops and named scopes around it, such as ``"model.py:12
         (attention), in scan/block"``.
       microseconds: the expected time of one; if it is XLA's, that of our best kernel. None if unknown.
@@ -57,6 +59,7 @@ class Product:
     microseconds: float | None
     share: float | None = None
     groups: int = 0
+    chain: str = ""
     place: str = ""
 
     @property
@@ -149,7 +152,7 @@ def _cells(row: Product) -> tuple[str, ...]:
 def _details(row: Product) -> list[str]:
     """How a product is computed, a line each."""
     plan = f"{row.kernel}, {row.schedule}" if row.is_ours else ""
-    lines = plan, row.fused and f"D = {row.fused}", row.why, row.place and f"at {row.place}"
+    lines = plan, row.fused and f"D = {row.fused}", row.chain, row.why, row.place and f"at {row.place}"
     return [line for line in lines if line]
 
 
@@ -170,11 +173,16 @@ def products_of(
     where: Callable[..., Any] | None,
     device: Device,
     measured: Mapping[Any, tuned.FragmentTimes],
+    ends: Mapping[Any, str],
 ) -> Products:
-    """Every product of a jaxpr that ``accelerate`` has rewritten; ``measured`` is by the results of products."""
+    """Every product of a jaxpr that ``accelerate`` has rewritten.
+
+    ``measured`` is by the results of products, ``ends`` by those of chains, why they end.
+    """
     rows: dict[Any, Product] = {}
-    for eqn, program, count, is_exact, times, around in _equations(jaxpr, 1, True, measured, ()):
+    for eqn, program, count, is_exact, times, around, chain in _equations(jaxpr, 1, True, measured, (), ends, ""):
         row = _row(eqn, program, count, is_exact, schedule, where, device, times)
+        row = dataclasses.replace(row, chain=chain)
         line, scopes = compat.place_of(eqn)
         inside = "/".join((*around, scopes) if scopes else around)
         row = dataclasses.replace(row, place=", in ".join(filter(None, (line, inside))))
@@ -192,14 +200,20 @@ def products_of(
 
 
 def _equations(
-    jaxpr: Any, count: int, is_exact: bool, measured: Mapping[Any, tuned.FragmentTimes], around: tuple[str, ...]
-) -> Iterator[tuple[Any, Equations, int, bool, tuned.FragmentTimes | None, tuple[str, ...]]]:
+    jaxpr: Any,
+    count: int,
+    is_exact: bool,
+    measured: Mapping[Any, tuned.FragmentTimes],
+    around: tuple[str, ...],
+    ends: Mapping[Any, str],
+    chain: str,
+) -> Iterator[tuple[Any, Equations, int, bool, tuned.FragmentTimes | None, tuple[str, ...], str]]:
     """Each product's equation, its program, how often it runs, what was measured of it, and what it is in."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     program = Equations(jaxpr.eqns, jaxpr.outvars)
     for eqn in jaxpr.eqns:
         if eqn.primitive is product_p or eqn.primitive in kinds.KINDS:
-            yield eqn, program, count, is_exact, measured.get(eqn.outvars[0]), around
+            yield eqn, program, count, is_exact, measured.get(eqn.outvars[0]), around, chain
         elif eqn.primitive.name != "pallas_call":
             params = compat.parameters(eqn)
             times = count * params["length"] if {"length", "jaxpr"} <= params.keys() else count  # of a scan
@@ -207,8 +221,16 @@ def _equations(
             # The equations that a fused product replaced are not part of the program.
             values = [value for name, value in params.items() if name != "written"]
             inside = (*around, eqn.primitive.name) if eqn.primitive.name in ("scan", "while", "cond") else around
+            own = _chain(eqn, ends) if eqn.primitive is chain_p else chain
             for inner in _jaxprs(tuple(values)):
-                yield from _equations(inner, times, is_known, _of_fused(eqn, inner, measured), inside)
+                yield from _equations(inner, times, is_known, _of_fused(eqn, inner, measured), inside, ends, own)
+
+
+def _chain(eqn: Any, ends: Mapping[Any, str]) -> str:
+    """What is said of each product of a chain."""
+    count = sum(1 for _ in _equations(eqn.params["jaxpr"], 1, True, {}, (), {}, ""))
+    why = ends.get(eqn.outvars[0], "")
+    return f"in a chain of {count} products" + (f", which ends there: {why}" if why else "")
 
 
 def _of_fused(eqn: Any, inner: Any, measured: Mapping[Any, Any]) -> Mapping[Any, Any]:

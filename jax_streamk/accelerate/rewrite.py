@@ -21,7 +21,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var, primitives
 
 from jax_streamk import compat
-from jax_streamk.accelerate import fragments, fusion, joined, scaled
+from jax_streamk.accelerate import fragments, fusion, grouping, joined, scaled
 from jax_streamk.accelerate.decisions import decide
 from jax_streamk.accelerate.equations import Equations
 from jax_streamk.accelerate.followers import may_have_epilogue
@@ -192,7 +192,7 @@ class _Calls:
         rewriter = _Rewriter(self._schedule, self._where, measured)
         given = _Arguments((*self._owner, *args), kwargs, (jax.Array, jax.ShapeDtypeStruct))
         jaxpr, _ = rewriter.trace(self._fn, given)
-        return products_of(jaxpr, self._schedule, self._where, device_of(None), measured)
+        return products_of(jaxpr, self._schedule, self._where, device_of(None), measured, rewriter.ends)
 
 
 @dataclasses.dataclass
@@ -310,10 +310,14 @@ class _Rewriter:
     """Replaces products in jaxprs, and in the rules that JAX stores beside them until they are transformed.
 
     Adds to ``measured`` what tuning found for products.
+
+    Attributes:
+      ends: why chains end, by their first results.
     """
 
     def __init__(self, schedule: Schedule | PerPass, where: Where | None, measured: fragments.Measured | None = None):
         self._schedule, self._where, self._measured = schedule, where, measured
+        self.ends: dict[Any, str] = {}
         # The rewritten jaxpr by jaxpr; None: it has nothing to rewrite.
         self._rewritten: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
@@ -394,7 +398,8 @@ class _Rewriter:
         eqns = fusion.fused(program, device, measured) or folded
         if self._where is not None or measured or device.platform != "cuda":
             return eqns
-        return joined.joined(eqns, program.outvars, self._schedule, device) or eqns
+        eqns = joined.joined(eqns, program.outvars, self._schedule, device) or eqns
+        return grouping.chained(eqns, program.outvars, self._schedule, device, self.ends) or eqns
 
     def _eqn(self, program: Any, measured: fragments.Measured, eqn: Any) -> Any:
         if eqn.primitive in kinds.KINDS:

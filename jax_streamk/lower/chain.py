@@ -89,29 +89,40 @@ class Chain:
 @functools.lru_cache(maxsize=64)
 def chain_of(jaxpr, schedule, device):
     """The ``Chain`` of a closed jaxpr, with a schedule for products in it that are JAX's. Raises ``Broken``."""
-    return _Analysis(schedule, device).chain(jaxpr)
+    return Growing(schedule, device).chain(jaxpr)
 
 
-class _Analysis:
+class Growing:
+    """A chain that equations are added to. Arguments are as of ``chain_of``."""
+
     def __init__(self, schedule: Any, device: Device):
         self._schedule, self._device = schedule, device
+        self._env: dict[Any, Any] = {}  # the variables of equations that were added
         self._before: list[Any] = []
         self._maker: dict[Any, Any] = {}  # of what is computed before
         self._made: set[Any] = set()  # what products, and what follows them, make
         self._root: dict[Any, Any] = {}  # the variable in memory that has the elements of another
+        self._cut: dict[Any, Any] = {}  # of some columns: the variable that has all, their number, the first of these
         self._steps: list[Any] = []  # products, and Rows that may still grow
         self._makers: dict[Any, Any] = {}  # the equation that makes a variable of a step
 
+    def add(self, eqn):
+        """Adds an equation. Raises ``Broken`` if the chain cannot have it, and may have added part of it."""
+        self._add_all([eqn], self._env)
+
     def chain(self, closed):
+        """The ``Chain`` of a closed jaxpr, if nothing was added before."""
         jaxpr = getattr(closed, "jaxpr", closed)
         env = self._add_all(jaxpr.eqns, {})
         results = [self._rooted(x) for x in _variables(_resolved(jaxpr.outvars, env))]
-        is_made = bool(results) and len(results) == len(jaxpr.outvars) and self._made.issuperset(results)
+        are_variables = bool(results) and len(results) == len(jaxpr.outvars)
+        is_made = are_variables and self._made.issuperset(results) and self._cut.keys().isdisjoint(results)
         if jaxpr.eqns and not is_made:
             raise Broken(jaxpr.eqns[-1], "a result is not made by a product, or from one")
         return self._finished(results)
 
     def _add_all(self, eqns, env):
+        """Adds equations; ``env`` has the variables that theirs stand for, and then also those of their results."""
         for eqn in eqns:
             invars = _resolved(eqn.invars, env)
             body = eqn.params["call_jaxpr"].jaxpr if eqn.primitive is fused_p else compat.called(eqn)
@@ -144,8 +155,15 @@ class _Analysis:
             self._maker.update((x, eqn) for x in eqn.outvars)
             return
         elif not self._is_added_to_last(eqn):
+            columns, x = rows.first_columns(eqn), eqn.invars[0]
+            if (rows.is_view(eqn) or columns is not None) and self._rooted(x) in self._cut:
+                raise Broken(eqn, f"{eqn.primitive.name} is of some columns only")
             if rows.is_view(eqn):
-                self._root[eqn.outvars[0]] = self._rooted(eqn.invars[0])
+                self._root[eqn.outvars[0]] = self._rooted(x)
+            elif columns is not None:
+                self._cut.update(
+                    (out, (self._rooted(x), x.aval.shape[-1], at)) for out, at in zip(eqn.outvars, columns)
+                )
             else:
                 self._begin_rows(eqn)
         self._made.update(eqn.outvars)
@@ -157,7 +175,7 @@ class _Analysis:
         if not isinstance(last, rows.Rows) or (rows.is_view(eqn) and eqn.invars[0] not in last.made):
             return False
         # A program does not read from memory what it stores itself.
-        if any(x not in last.made and self._rooted(x) in last.made for x in _variables(eqn.invars)):
+        if any(x not in last.made and self._in_memory(x) in last.made for x in _variables(eqn.invars)):
             return False
         try:
             last.add(eqn)
@@ -168,7 +186,7 @@ class _Analysis:
     def _begin_rows(self, eqn):
         first = next(x for x in _variables(eqn.invars) if x in self._made)
         try:
-            new = rows.Rows(first.aval.shape, self._maker)
+            new = rows.Rows(first.aval.shape, self._maker, self._cut)
             new.add(eqn)
         except rows.Unsupported as why:
             raise Broken(eqn, why) from None
@@ -190,6 +208,8 @@ class _Analysis:
         for x, change in zip(operands, changes):
             if change is not None and x in self._made:
                 raise Broken(eqn, f"its operand of shape {x.aval.shape} would be copied first")
+            if self._rooted(x) in self._cut:
+                raise Broken(eqn, f"its operand of shape {x.aval.shape} is of some columns only")
         if way.arrangement.permute_result is not None:
             raise Broken(eqn, "its result would be transposed afterwards")
         return ProductStep(way, tuple(map(self._rooted, operands)), changes, types, eqn.outvars[0])
@@ -204,6 +224,10 @@ class _Analysis:
         while x in self._root:
             x = self._root[x]
         return x
+
+    def _in_memory(self, x):
+        """The variable in memory that has a variable's elements, perhaps among others."""
+        return self._cut[x][0] if x in self._cut else self._rooted(x)
 
     def _finished(self, results):
         """The ``Chain``, once it is known which values later steps read."""

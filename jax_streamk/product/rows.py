@@ -34,7 +34,7 @@ class Program:
       rows, columns: the size of the array.
       values, numbers: how many rows and how many numbers of a row the program keeps at a time.
       steps: five integers each: operation, type, result, and what it reads.
-      operands: three each: strides of rows and columns in elements, and type.
+      operands: four each: where the first row begins, strides of rows and columns, in elements, and type.
       constants: float32 numbers.
       places: the variables of the operands, in order.
     """
@@ -66,7 +66,7 @@ def why_not(eqn):
     if body is not None:
         return next(filter(None, map(why_not, body.eqns)), None)
     name = eqn.primitive.name
-    if name not in _NAMES or (name == "integer_pow" and eqn.params["y"] not in _POWERS):
+    if not (name in _NAMES or is_view(eqn)) or (name == "integer_pow" and eqn.params["y"] not in _POWERS):
         return f"{name} is not one of a row's operations"
     if eqn.effects or eqn.ctx.compute_type is not None:
         return f"{name} has effects, or is computed elsewhere"
@@ -81,7 +81,19 @@ def is_view(eqn):
     name = eqn.primitive.name
     if name == "broadcast_in_dim":
         return len(eqn.invars) == 1 and eqn.invars[0].aval.size == eqn.outvars[0].aval.size
+    if name == "slice":
+        return eqn.params["strides"] is None and eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape
     return name in _VIEWS and eqn.params.get("dimensions" if name == "reshape" else "", None) is None
+
+
+def first_columns(eqn):
+    """Of each result, the first of the columns that it has of all rows; None if the equation does not cut so."""
+    x, name = eqn.invars[0], eqn.primitive.name
+    if name == "split" and eqn.params["axis"] == x.aval.ndim - 1:
+        return [0, *itertools.accumulate(eqn.params["sizes"][:-1])]
+    if name != "slice" or eqn.params["strides"] is not None or x.aval.shape[:-1] != eqn.outvars[0].aval.shape[:-1]:
+        return None
+    return eqn.params["start_indices"][-1:]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,14 +110,15 @@ class Rows:
     Args:
       shape: of the array: its last dimension is that of the columns.
       maker: {variable: the equation that makes it} of what is computed before the program.
+      cut: {variable: (the one in memory that has its columns and others, their number, its first one)}.
     """
 
-    def __init__(self, shape, maker):
+    def __init__(self, shape, maker, cut):
         self._columns, self._count = shape[-1], math.prod(shape[:-1])
-        self._maker = maker
+        self._maker, self._cut = maker, cut
         self._values = {}  # by variable
         self._steps = []  # (operation, dtype, result, values read); of loads and stores an operand's number
-        self._operands = []  # (variable, row stride, column stride)
+        self._operands = []  # (variable, where its first row begins, row stride, column stride)
         self._constants = []
         self._loaded = {}  # the value of an operand
         self._indices = itertools.count()
@@ -137,7 +150,7 @@ class Rows:
         is_row = out.size == self._count * self._columns and out.shape[-1:] == (self._columns,)
         if not is_row and out.size != self._count:
             raise Unsupported(f"{name} makes an array of other rows, of shape {out.shape}")
-        if name in _VIEWS or name == "broadcast_in_dim":
+        if name in _VIEWS or name == "broadcast_in_dim" or is_view(eqn):
             return self._seen(eqn)
         if name in _REDUCTIONS:
             x = eqn.invars[0]
@@ -205,7 +218,7 @@ class Rows:
         key = source, *strides
         if key not in self._loaded:
             self._operands.append(key)
-            kind = "row" if strides[1] else "number"
+            kind = "row" if strides[2] else "number"
             self._loaded[key] = self._step("load", x.aval.dtype, kind, len(self._operands) - 1)
         return self._loaded[key]
 
@@ -220,17 +233,20 @@ class Rows:
         return None if number is None else float(np.asarray(number).astype(x.aval.dtype))
 
     def _source(self, x, shape):
-        """(the variable in memory that has all elements of ``x``, its strides of rows and columns)."""
+        """(the variable in memory that has all elements of ``x``, where and with which strides of rows and columns)."""
         if x.aval.ndim == 0:
-            return x, (0, 0)
+            return x, (0, 0, 0)
         is_row = shape[-1:] == (self._columns,) and math.prod(shape) == self._count * self._columns
+        if x in self._cut and is_row and x.aval.shape == shape:
+            whole, width, first = self._cut[x]
+            return whole, (first, width, 1)
         if x.aval.ndim != len(shape) or not all(size in (1, full) for size, full in zip(x.aval.shape, shape)):
             raise Unsupported(f"an operand has the shape {x.aval.shape}")
         sizes, source, found = list(x.aval.shape), x, None
         while True:
             count, columns = (math.prod(sizes[:-1]), sizes[-1]) if is_row else (math.prod(sizes), 1)
             if source.aval.size == count * columns and count in (1, self._count):
-                found = source, (columns if count > 1 else 0, int(columns > 1))
+                found = source, (0, columns if count > 1 else 0, int(columns > 1))
             eqn = self._maker.get(source)
             if eqn is None or eqn.primitive.name != "broadcast_in_dim" or len(eqn.invars) != 1:
                 break
@@ -249,7 +265,7 @@ class Rows:
         for x in wanted:
             is_row = x.aval.size > self._count or self._values[x].kind == "row"
             steps.append(("store", x.aval.dtype, len(operands), (self._values[x],)))
-            operands.append((x, self._columns if is_row else 1, int(is_row)))
+            operands.append((x, 0, self._columns if is_row else 1, int(is_row)))
         numbered, values, numbers = _in_slots(_needed(steps))
         lying = tuple(number for x, *strides in operands for number in (*strides, TYPES[x.aval.dtype]))
         given = self._count, self._columns, values, numbers, numbered, lying, tuple(self._constants)
