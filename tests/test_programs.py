@@ -18,6 +18,8 @@ from jax_streamk.tools.sides import INVARIANT, OURS, XLA
 # Of those that differ from another by numbers only, one or two.
 RUN = [
     "data_parallel_2_gpus",
+    "decoder_layers_1",
+    "decoder_layers_1_int4",
     "equinox_step",
     "gauss_newton_f32",
     "gauss_newton_f64",
