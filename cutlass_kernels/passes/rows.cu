@@ -2,9 +2,14 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <algorithm>
+#include <type_traits>
+#include <utility>
+
 #include "cutlass_kernels/core/cuda.h"
 #include "cutlass_kernels/core/dependent_launch.cuh"
 #include "cutlass_kernels/epilogue/epilogue.cuh"
+#include "cutlass_kernels/passes/known_rows.cuh"
 #include "cutlass_kernels/passes/rows.h"
 
 namespace jax_streamk {
@@ -26,20 +31,38 @@ __device__ void with_type(Type type, Function const& function) {
   }
 }
 
-// x = op(x, y), rounded to `type`, of each element.
-template <int kCount>
-__device__ void compute(RowOp op, Type type, float (&x)[kCount], float const (&y)[kCount]) {
+__device__ float rounded(float x, Type type) {
+  with_type(type, [&](auto, auto const& converted) { x = static_cast<float>(converted(x)); });
+  return x;
+}
+
+// Any operation. Not in line: instructions come from memory as data does, and these are thousands.
+__device__ __noinline__ float any_value(RowOp op, Type type, float a, float b) {
+  return rounded(row_value(op, a, b), type);
+}
+
+// Whether an operation is few instructions; then x = op(x, y), rounded to `type`, of each element.
+__device__ bool compute(RowOp op, Type type, float (&x)[kAtOnce], float const (&y)[kAtOnce]) {
   switch (op) {
-#define JAX_STREAMK_ROW_OP(name, reads) \
-  case RowOp::name: _Pragma("unroll") for (int i = 0; i < kCount; ++i) x[i] = row_value(RowOp::name, x[i], y[i]); break;
-    JAX_STREAMK_ROW_OPS(JAX_STREAMK_ROW_OP)
-#undef JAX_STREAMK_ROW_OP
+#define JAX_STREAMK_SHORT_OP(name)                                                                 \
+  case RowOp::name:                                                                                \
+    _Pragma("unroll") for (int i = 0; i < kAtOnce; ++i) x[i] = row_value(RowOp::name, x[i], y[i]); \
+    break;
+    JAX_STREAMK_SHORT_OP(round)
+    JAX_STREAMK_SHORT_OP(add)
+    JAX_STREAMK_SHORT_OP(sub)
+    JAX_STREAMK_SHORT_OP(mul)
+    JAX_STREAMK_SHORT_OP(max)
+    JAX_STREAMK_SHORT_OP(neg)
+#undef JAX_STREAMK_SHORT_OP
+    default: return false;
   }
-  if (type == Type::kF32) return;
+  if (type == Type::kF32) return true;
   with_type(type, [&](auto, auto const& converted) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) x[i] = static_cast<float>(converted(x[i]));
+    for (int i = 0; i < kAtOnce; ++i) x[i] = static_cast<float>(converted(x[i]));
   });
+  return true;
 }
 
 __device__ float combined_in_warp(RowOp op, float x) {
@@ -117,9 +140,8 @@ __global__ __launch_bounds__(kThreads) void run_rows(__grid_constant__ RowProgra
       __syncthreads();  // the sums before have been read
       if (thread % 32 == 0) exchanged[thread / 32] = sum;
       __syncthreads();
-      float result[1] = {combined_in_warp(op, thread % 32 < kThreads / 32 ? exchanged[thread % 32] : row_neutral(op))};
-      compute(RowOp::round, type, result, result);
-      *number_at(step.out) = result[0];
+      sum = combined_in_warp(op, thread % 32 < kThreads / 32 ? exchanged[thread % 32] : row_neutral(op));
+      *number_at(step.out) = rounded(sum, type);
     } else if (op == RowOp::load) {
       // Not through the read-only cache: the kernel before may still write when this one starts.
       RowOperand const& x = p.operands[step.a];
@@ -162,14 +184,20 @@ __global__ __launch_bounds__(kThreads) void run_rows(__grid_constant__ RowProgra
         Elements x, y;
         fetch(x, step.a, first);
         fetch(y, b, first);
-        compute(op, type, x, y);
+        float* const to = row_at(step.out, first);
+        if (compute(op, type, x, y)) {
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) row_at(step.out, first)[i * kThreads] = x[i];
+          for (int i = 0; i < kAtOnce; ++i) to[i * kThreads] = x[i];
+        } else {
+          auto const element = [&](int value, int i) {
+            return is_row(value) ? row_at(value, first)[i * kThreads] : number(value);
+          };
+#pragma unroll 1
+          for (int i = 0; i < kAtOnce; ++i) to[i * kThreads] = any_value(op, type, element(step.a, i), element(b, i));
+        }
       }
     } else {
-      float x[1] = {number(step.a)}, y[1] = {number(b)};
-      compute(op, type, x, y);
-      *number_at(step.out) = x[0];
+      *number_at(step.out) = any_value(op, type, number(step.a), number(b));
     }
   }
 }
@@ -178,12 +206,105 @@ auto kernel_of(int32_t threads) {
   return threads == 128 ? run_rows<128> : threads == 256 ? run_rows<256> : run_rows<512>;
 }
 
+constexpr bool is_row_value(int value) { return 0 <= value && value < kNumbers; }
+
+template <class Function, size_t... kAt>
+__device__ void for_each(std::index_sequence<kAt...>, Function const& function) {
+  (function(std::integral_constant<size_t, kAt>()), ...);
+}
+
+// A program that is compiled, with kElements of a row in a thread's registers.
+template <class Known, class Half, int kElements>
+__global__ __launch_bounds__(1024) void run_known(__grid_constant__ RowProgram const p,
+                                                  __grid_constant__ Pointers const pointers, bool lets_start_first) {
+  __shared__ float exchanged[2][32];
+  int const thread = threadIdx.x, threads = blockDim.x, columns = p.columns;
+  int64_t const row = blockIdx.x;
+  float values[4][kElements], numbers[2];
+  if (lets_start_first) let_dependents_start();
+  wait_for_primary();
+  if (!lets_start_first) let_dependents_start();
+  auto const run = [&](auto at) {
+    constexpr RowStep kStep = Known::steps[decltype(at)::value];
+    constexpr auto kOp = RowOp(kStep.op);
+    constexpr bool kRounds = Type(kStep.type) == Type::kBF16;
+    auto const value = [&](auto which, int i) {
+      constexpr int kValue = decltype(which)::value;
+      if constexpr (is_row_value(kValue)) return values[kValue][i];
+      if constexpr (kValue >= kNumbers) return numbers[kValue - kNumbers];
+      if constexpr (kValue < 0) return p.constants[-kValue - 1];
+    };
+    auto const rounded = [](float x) {
+      if constexpr (kRounds) return static_cast<float>(static_cast<Half>(x));
+      return x;
+    };
+    using A = std::integral_constant<int, kStep.a>;
+    using B = std::integral_constant<int, (row_reads(kOp) > 1 ? kStep.b : kStep.a)>;
+    if constexpr (kOp == RowOp::load) {
+      RowOperand const& x = p.operands[kStep.a];
+      with_type(x.type, [&](auto zero, auto const&) {
+        auto const* const from = static_cast<decltype(zero) const*>(pointers.of[kStep.a]) + x.first +
+                                 row * x.row_stride + thread * x.column_stride;
+#pragma unroll
+        for (int i = 0; i < kElements; ++i)
+          values[kStep.out][i] =
+              thread + i * threads < columns ? static_cast<float>(__ldcg(from + i * threads * x.column_stride)) : 0.0f;
+      });
+    } else if constexpr (kOp == RowOp::store) {
+      RowOperand const& x = p.operands[kStep.out];
+      auto* const to = static_cast<Half*>(pointers.of[kStep.out]) + x.first + row * x.row_stride + thread;
+#pragma unroll
+      for (int i = 0; i < kElements; ++i)
+        if (thread + i * threads < columns) to[i * threads] = static_cast<Half>(values[kStep.a][i]);
+    } else if constexpr (kOp == RowOp::reduce_sum) {
+      float sum = 0;
+#pragma unroll
+      for (int i = 0; i < kElements; ++i)
+        if (thread + i * threads < columns) sum += values[kStep.a][i];
+      sum = combined_in_warp(kOp, sum);
+      float* const places = exchanged[kStep.out - kNumbers];
+      if (thread % 32 == 0) places[thread / 32] = sum;
+      __syncthreads();
+      numbers[kStep.out - kNumbers] = combined_in_warp(kOp, thread % 32 < threads / 32 ? places[thread % 32] : 0.0f);
+    } else if constexpr (is_row_value(kStep.out)) {
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) values[kStep.out][i] = rounded(row_value(kOp, value(A(), i), value(B(), i)));
+    } else {
+      numbers[kStep.out - kNumbers] = rounded(row_value(kOp, value(A(), 0), value(B(), 0)));
+    }
+  };
+  for_each(std::make_index_sequence<Known::steps.size()>(), run);
+}
+
+constexpr int kOfThread = 16;  // elements at most
+
+using Launched = void (*)(RowProgram, Pointers, bool);
+
+// The compiled program that a program is; null if none.
+template <class Half, class... Known>
+Launched known_of(RowProgram const& p, Type half, int elements) {
+  Launched found = nullptr;
+  ((is_known<Known>(p, half) && (found = elements <= 4   ? run_known<Known, Half, 4>
+                                         : elements <= 8 ? run_known<Known, Half, 8>
+                                                         : run_known<Known, Half, kOfThread>)),
+   ...);
+  return found;
+}
+
 }  // namespace
 
 Status launch_rows(RowProgram const& p, void* const* operands, void* stream, RowOverlap overlap) {
   auto const bytes = static_cast<int>(p.shared_bytes());
-  auto* const kernel = kernel_of(p.threads);
-  if (bytes > 48 << 10) {
+  Launched kernel = nullptr;
+  int32_t threads = std::min((p.columns + 127) / 128 * 32, 1024);
+  if (int32_t const elements = (p.columns + threads - 1) / threads; elements <= kOfThread) {
+    kernel = known_of<__nv_bfloat16, RmsNorm, RmsNormInF32, LayerNorm, SiluGate>(p, Type::kBF16, elements);
+    if (kernel == nullptr)
+      kernel = known_of<__half, RmsNorm, RmsNormInF32, LayerNorm, SiluGate>(p, Type::kF16, elements);
+  }
+  bool const is_known = kernel != nullptr;
+  if (!is_known) kernel = kernel_of(p.threads), threads = p.threads;
+  if (!is_known && bytes > 48 << 10) {
     Status const status = from_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
                                     "raising the shared memory limit of programs of rows");
     if (!status.ok()) return status;
@@ -194,9 +315,10 @@ Status launch_rows(RowProgram const& p, void* const* operands, void* stream, Row
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(p.rows), (p.columns + p.columns_of_cta - 1) / p.columns_of_cta);
-  config.blockDim = dim3(p.threads);
-  config.dynamicSmemBytes = bytes;
+  config.gridDim =
+      dim3(static_cast<unsigned>(p.rows), is_known ? 1 : (p.columns + p.columns_of_cta - 1) / p.columns_of_cta);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = is_known ? 0 : bytes;
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &attribute;
   config.numAttrs = kHopper && overlap.before;
