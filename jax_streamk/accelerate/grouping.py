@@ -15,14 +15,12 @@ from jax_streamk import compat
 from jax_streamk.accelerate.equations import variables
 from jax_streamk.device import Device
 from jax_streamk.lower.chain import Broken, Growing, chain_of
+from jax_streamk.machines import machine_of
 from jax_streamk.product import kinds, rows
 from jax_streamk.product.chain import chain_p
 from jax_streamk.product.fused import fused_p
 from jax_streamk.product.primitive import product_p
 
-# What a chain saves is between its kernels, and a program of rows has a CTA for each: with more of them the products
-# take longer, and XLA's kernels between them are as good.
-_MOST_ROWS = 128
 # Equations of one operand whose results a program of rows reads as that operand.
 _BROADCASTS = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims")
 
@@ -38,7 +36,7 @@ def chained(
       device: a GPU.
       ends: gets, by the first result of each chain, why it ended where it did; "" if with the program.
     """
-    if device.arch < 90 or sum(map(_is_ours, eqns)) < 2:
+    if most_rows(device) == 0 or sum(map(_is_ours, eqns)) < 2:
         return None
     program = _Program(eqns, outvars)
     new, group = [], _Group(program, schedule, device)
@@ -49,6 +47,11 @@ def chained(
             group.takes(at)
     new += group.equations(ends)
     return new if len(new) < len(eqns) else None
+
+
+def most_rows(device: Device) -> int:
+    """Up to how many rows chains are faster than their products one by one, on a GPU."""
+    return int(machine_of(device).chain_rows)
 
 
 def _is_ours(eqn: Any) -> bool:
@@ -106,7 +109,7 @@ class _Group:
         reads = variables(eqn)
         is_ours = _is_ours(eqn)
         if not self._inside:
-            if is_ours and _rows(eqn) <= _MOST_ROWS and self._grows(at, eqn):
+            if is_ours and _rows(eqn) <= most_rows(self._device) and self._grows(at, eqn):
                 self._why = ""
             else:
                 self._before.append(at)

@@ -15,10 +15,11 @@ import platformdirs
 
 from jax_streamk import _ffi
 
-# Up to which values of a product XLA computes it: those of ``plan.left_to_xla``'s rules, for GPUs and CPUs.
+# Up to which values of a product XLA computes it: those of ``plan.left_to_xla``'s rules, for GPUs and CPUs. And up to
+# how many rows ``accelerate`` makes chains of products: none below 1.
 GPU_LIMITS = (
     "few_k", "xla_earlier_us", "small_tf32", "small_batched", "odd_rows", "unaligned_k_of_tiles", "unaligned_k",
-    "float8_along_k",
+    "float8_along_k", "chain_rows",
 )  # fmt: skip
 HOST_LIMITS = ("small", "small_batched")
 
