@@ -71,6 +71,10 @@ def extents(rng):
 @pytest.mark.parametrize("dtype", TYPES)
 def test_any_number_of_rows(dtype, layouts, rng, x64):
     (n, k), (by_columns, turned) = extents(rng), (x == "c" for x in layouts)
+    if dtype == "int8" and ON_GPU:
+        if by_columns:
+            pytest.skip("no kernel on a GPU has an int8 A by columns")
+        n, k = (-(-x // 16) * 16 for x in (n, k))  # rows of whole 16 bytes
     x, w = normal(rng, (max(ROWS), k), dtype), normal(rng, (n, k) if turned else (k, n), dtype)
     out = {"int8": "int32", "float32": "float32", "float64": "float64"}.get(dtype, rng.choice([dtype, "float32"]))
 
