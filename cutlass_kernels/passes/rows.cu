@@ -21,6 +21,9 @@ struct Pointers {
 
 constexpr int kAtOnce = RowProgram::kAtOnce;
 
+// Whether a value has an element for each column.
+constexpr bool is_row(int value) { return 0 <= value && value < kNumbers; }
+
 // function(T(), conversion of float32 to T) for the type of that name.
 template <class Function>
 __device__ void with_type(Type type, Function const& function) {
@@ -90,7 +93,6 @@ __global__ __launch_bounds__(kThreads) void run_rows(__grid_constant__ RowProgra
   float* const numbers = own + p.values * elements * kThreads;
   auto const row_at = [&](int value, int first) { return own + (value * elements + first) * kThreads; };
   auto const number_at = [&](int value) { return numbers + (value - kNumbers) * kThreads; };
-  auto const is_row = [](int value) { return 0 <= value && value < kNumbers; };
   auto const number = [&](int value) { return value < 0 ? p.constants[-value - 1] : *number_at(value); };
   auto const fetch = [&](Elements& x, int value, int first) {
     if (is_row(value)) {
@@ -206,8 +208,6 @@ auto kernel_of(int32_t threads) {
   return threads == 128 ? run_rows<128> : threads == 256 ? run_rows<256> : run_rows<512>;
 }
 
-constexpr bool is_row_value(int value) { return 0 <= value && value < kNumbers; }
-
 template <class Function, size_t... kAt>
 __device__ void for_each(std::index_sequence<kAt...>, Function const& function) {
   (function(std::integral_constant<size_t, kAt>()), ...);
@@ -230,7 +230,7 @@ __global__ __launch_bounds__(1024) void run_known(__grid_constant__ RowProgram c
     constexpr bool kRounds = Type(kStep.type) == Type::kBF16;
     auto const value = [&](auto which, int i) {
       constexpr int kValue = decltype(which)::value;
-      if constexpr (is_row_value(kValue)) return values[kValue][i];
+      if constexpr (is_row(kValue)) return values[kValue][i];
       if constexpr (kValue >= kNumbers) return numbers[kValue - kNumbers];
       if constexpr (kValue < 0) return p.constants[-kValue - 1];
     };
@@ -266,7 +266,7 @@ __global__ __launch_bounds__(1024) void run_known(__grid_constant__ RowProgram c
       if (thread % 32 == 0) places[thread / 32] = sum;
       __syncthreads();
       numbers[kStep.out - kNumbers] = combined_in_warp(kOp, thread % 32 < threads / 32 ? places[thread % 32] : 0.0f);
-    } else if constexpr (is_row_value(kStep.out)) {
+    } else if constexpr (is_row(kStep.out)) {
 #pragma unroll
       for (int i = 0; i < kElements; ++i) values[kStep.out][i] = rounded(row_value(kOp, value(A(), i), value(B(), i)));
     } else {
