@@ -82,16 +82,20 @@ def is_view(eqn):
     if name == "broadcast_in_dim":
         return len(eqn.invars) == 1 and eqn.invars[0].aval.size == eqn.outvars[0].aval.size
     if name == "slice":
-        return eqn.params["strides"] is None and eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape
+        return not _skips(eqn) and eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape
     return name in _VIEWS and eqn.params.get("dimensions" if name == "reshape" else "", None) is None
+
+
+def _skips(slice_):
+    return any(step != 1 for step in slice_.params["strides"] or ())
 
 
 def first_columns(eqn):
     """Of each result, the first of the columns that it has of all rows; None if the equation does not cut so."""
     x, name = eqn.invars[0], eqn.primitive.name
-    if name == "split" and eqn.params["axis"] == x.aval.ndim - 1:
+    if name == "split" and eqn.params["axis"] % x.aval.ndim == x.aval.ndim - 1:
         return [0, *itertools.accumulate(eqn.params["sizes"][:-1])]
-    if name != "slice" or eqn.params["strides"] is not None or x.aval.shape[:-1] != eqn.outvars[0].aval.shape[:-1]:
+    if name != "slice" or _skips(eqn) or x.aval.shape[:-1] != eqn.outvars[0].aval.shape[:-1]:
         return None
     return eqn.params["start_indices"][-1:]
 
