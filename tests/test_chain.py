@@ -64,9 +64,9 @@ def check(f, *args, schedule=None, most=2.0):
         assert errors[0] <= most * max(errors[1], float(jnp.finfo(ours.dtype).eps) * largest / 8), errors
 
 
-def assert_close(got, wanted, what=""):
+def assert_close(got, wanted, what="", times=1):
     """Arrays of float32 that were rounded here and there; XLA's products of such on a GPU are of TF32."""
-    part = 4e-3 if PLATFORM == "cuda" else 1e-4
+    part = times * (4e-3 if PLATFORM == "cuda" else 1e-4)
     for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=10 * part, atol=part * np.abs(theirs).max(), err_msg=what)
 
@@ -235,7 +235,8 @@ def test_random_programs_of_rows():
         args = [array(at, *shape, dtype="float32", scale=0.3) for at, shape in enumerate(shapes)]
         written = lambda *x, case=case: f(random.Random(seed + case), *x)
         assert calls(sk.chain(written), *args) == (1, 0, 0), seed + case
-        assert_close(jax.jit(sk.chain(written))(*args), written(*args), str(seed + case))
+        # Up to fourteen operations may amplify what products round otherwise.
+        assert_close(jax.jit(sk.chain(written))(*args), written(*args), str(seed + case), times=20)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
