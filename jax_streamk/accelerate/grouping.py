@@ -26,7 +26,7 @@ _BROADCASTS = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims")
 
 
 def chained(
-    eqns: Sequence[Any], outvars: Sequence[Any], schedule: Any, device: Device, ends: dict[Any, str]
+    eqns: Sequence[Any], outvars: Sequence[Any], schedule: Any, device: Device, ends: dict[Any, str] | None
 ) -> list[Any] | None:
     """A program's equations with chains as one call each; None if there are none.
 
@@ -94,9 +94,9 @@ class _Group:
 
     def __init__(self, program: _Program, schedule: Any, device: Device):
         self._program, self._schedule, self._device = program, schedule, device
-        self._growing, self._added = Growing(schedule, device), list[Any]()
-        self._inside: dict[int, None] = {}
-        self._copied: set[int] = set()  # broadcasts, inside and where they are
+        self._growing = Growing(schedule, device)
+        self._inside: list[int] = []
+        self._added: list[int] = []  # these, and the broadcasts that they read
         self._before: list[int] = []  # what needs nothing of it
         self._after: list[int] = []
         self._made: set[Any] = set()
@@ -137,24 +137,24 @@ class _Group:
         if not may_be_of_rows and (why := rows.why_not(eqn)) is not None:
             self._why = self._why or why
             return False
-        copied = [x for x in self._program.broadcasts(eqn) if x not in self._inside and x not in self._copied]
-        added = [*(self._program.eqns[x] for x in copied), eqn]
+        added = [*(x for x in self._program.broadcasts(eqn) if x not in self._added), at]
         try:
-            for x in added:
-                self._growing.add(x)
+            self._add(added)
         except Broken as why:
             self._why = self._why or str(why)
             self._growing = Growing(self._schedule, self._device)
-            for x in self._added:
-                self._growing.add(x)
+            self._add(self._added)
             return False
         self._added += added
-        self._copied.update(copied)
-        self._inside[at] = None
+        self._inside.append(at)
         self._made.update(eqn.outvars)
         return True
 
-    def equations(self, ends: dict[Any, str]) -> list[Any]:
+    def _add(self, places: Sequence[int]) -> None:
+        for at in places:
+            self._growing.add(self._program.eqns[at])
+
+    def equations(self, ends: dict[Any, str] | None) -> list[Any]:
         """All equations that were taken, with the chain as one call if there is one."""
         eqns, inside = self._program.eqns, [*self._inside]
         while inside and not _has(_is_ours, eqns[inside[-1]]):
@@ -165,7 +165,8 @@ class _Group:
         call = self._call(inside, {*inside}.difference(cut))
         if call is None:
             return [eqns[at] for at in sorted({*self._before, *inside, *after})]
-        ends[call.outvars[0]] = self._why
+        if ends is not None:
+            ends[call.outvars[0]] = self._why
         return [*(eqns[at] for at in self._before), call, *(eqns[at] for at in after)]
 
     def _is_read_after(self, at: int, inside: Collection[int]) -> bool:

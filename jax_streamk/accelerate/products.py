@@ -38,7 +38,7 @@ class Product:
       fused: what was fused into it, such as ``"relu(A @ B + bias)"``; "" if nothing was.
       plan: the ``Plan``; None if there is none.
       groups: the number of groups that cut m or k, whose sizes are data; 0 if it is not a ragged product.
-      chain: of which chain it is part, such as ``"in a chain of 4 products, which ends there: ..."``; "" if of none.
+      chain: the chain that it is part of, such as ``"in a chain of 4 products, which ends there: ..."``; "" if none.
       place: the line of the program that it is from, and the loops and named scopes around it, such as ``"model.py:12
         (attention), in scan/block"``.
       microseconds: the expected time of one; if it is XLA's, that of our best kernel. None if unknown.

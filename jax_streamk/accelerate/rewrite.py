@@ -189,10 +189,11 @@ class _Calls:
 
     def explain(self, *args: Any, **kwargs: Any) -> Products:
         measured: fragments.Measured = {}
-        rewriter = _Rewriter(self._schedule, self._where, measured)
+        ends: dict[Any, str] = {}
+        rewriter = _Rewriter(self._schedule, self._where, measured, ends)
         given = _Arguments((*self._owner, *args), kwargs, (jax.Array, jax.ShapeDtypeStruct))
         jaxpr, _ = rewriter.trace(self._fn, given)
-        return products_of(jaxpr, self._schedule, self._where, device_of(None), measured, rewriter.ends)
+        return products_of(jaxpr, self._schedule, self._where, device_of(None), measured, ends)
 
 
 @dataclasses.dataclass
@@ -309,15 +310,18 @@ def evaluated(
 class _Rewriter:
     """Replaces products in jaxprs, and in the rules that JAX stores beside them until they are transformed.
 
-    Adds to ``measured`` what tuning found for products.
-
-    Attributes:
-      ends: why chains end, by their first results.
+    Adds to ``measured`` what tuning found for products, and to ``ends`` why chains end, by their first results.
     """
 
-    def __init__(self, schedule: Schedule | PerPass, where: Where | None, measured: fragments.Measured | None = None):
+    def __init__(
+        self,
+        schedule: Schedule | PerPass,
+        where: Where | None,
+        measured: fragments.Measured | None = None,
+        ends: dict[Any, str] | None = None,
+    ):
         self._schedule, self._where, self._measured = schedule, where, measured
-        self.ends: dict[Any, str] = {}
+        self._ends = ends
         # The rewritten jaxpr by jaxpr; None: it has nothing to rewrite.
         self._rewritten: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
@@ -399,7 +403,7 @@ class _Rewriter:
         if self._where is not None or measured or device.platform != "cuda":
             return eqns
         eqns = joined.joined(eqns, program.outvars, self._schedule, device) or eqns
-        return grouping.chained(eqns, program.outvars, self._schedule, device, self.ends) or eqns
+        return grouping.chained(eqns, program.outvars, self._schedule, device, self._ends) or eqns
 
     def _eqn(self, program: Any, measured: fragments.Measured, eqn: Any) -> Any:
         if eqn.primitive in kinds.KINDS:
