@@ -10,8 +10,6 @@ namespace jax_streamk {
 struct Overlap {
   bool any = false;
   bool has_a = false, has_b = false;  // whether A and B are known to be there already, as weights are
-
-  explicit operator bool() const { return any; }
 };
 
 struct Launch {

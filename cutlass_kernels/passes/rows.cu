@@ -220,7 +220,7 @@ __global__ __launch_bounds__(1024) void run_known(__grid_constant__ RowProgram c
   __shared__ float exchanged[2][32];
   int const thread = threadIdx.x, threads = blockDim.x, columns = p.columns;
   int64_t const row = blockIdx.x;
-  float values[4][kElements], numbers[2];
+  float values[2][kElements], numbers[2];
   if (lets_start_first) let_dependents_start();
   wait_for_primary();
   if (!lets_start_first) let_dependents_start();
@@ -280,15 +280,19 @@ constexpr int kOfThread = 16;  // elements at most
 
 using Launched = void (*)(RowProgram, Pointers, bool);
 
-// The compiled program that a program is; null if none.
+// The one of some compiled programs that a program is; null if none.
 template <class Half, class... Known>
-Launched known_of(RowProgram const& p, Type half, int elements) {
+Launched one_of(RowProgram const& p, Type half, int elements) {
   Launched found = nullptr;
   ((is_known<Known>(p, half) && (found = elements <= 4   ? run_known<Known, Half, 4>
                                          : elements <= 8 ? run_known<Known, Half, 8>
                                                          : run_known<Known, Half, kOfThread>)),
    ...);
   return found;
+}
+template <class Half>
+Launched known_of(RowProgram const& p, Type half, int elements) {
+  return one_of<Half, RmsNorm, RmsNormInF32, LayerNorm, SiluGate>(p, half, elements);
 }
 
 }  // namespace
@@ -298,9 +302,8 @@ Status launch_rows(RowProgram const& p, void* const* operands, void* stream, Row
   Launched kernel = nullptr;
   int32_t threads = std::min((p.columns + 127) / 128 * 32, 1024);
   if (int32_t const elements = (p.columns + threads - 1) / threads; elements <= kOfThread) {
-    kernel = known_of<__nv_bfloat16, RmsNorm, RmsNormInF32, LayerNorm, SiluGate>(p, Type::kBF16, elements);
-    if (kernel == nullptr)
-      kernel = known_of<__half, RmsNorm, RmsNormInF32, LayerNorm, SiluGate>(p, Type::kF16, elements);
+    kernel = known_of<__nv_bfloat16>(p, Type::kBF16, elements);
+    if (kernel == nullptr) kernel = known_of<__half>(p, Type::kF16, elements);
   }
   bool const is_known = kernel != nullptr;
   if (!is_known) kernel = kernel_of(p.threads), threads = p.threads;
