@@ -18,8 +18,6 @@ from jax_streamk.tools.sides import INVARIANT, OURS, XLA
 # Of those that differ from another by numbers only, one or two.
 RUN = [
     "data_parallel_2_gpus",
-    "decoder_layers_1",
-    "decoder_layers_1_int4",
     "equinox_step",
     "gauss_newton_f32",
     "gauss_newton_f64",
@@ -32,6 +30,8 @@ RUN = [
     "llama_decode_16",
     "llama_decode_16_int4",
     "llama_decode_1_int4",
+    "llama_layers_1",
+    "llama_layers_1_int4",
     "llama_prefill_2048",
     "lora_step",
     "moe_decode_mxfp4",

@@ -1,4 +1,6 @@
-"""A llama-type decoder: grouped-query attention, rotary positions, a key-value cache; also with weights of int4.
+"""A llama-type decoder: grouped-query attention, rotary positions, a key-value cache; also by weights of int4.
+
+And what its layers do beside attention.
 
 The sizes are Llama-3.1-8B's.
 """
@@ -43,8 +45,8 @@ def random_weights(dtype, **sizes):
     return jax.jit(lambda key: init(key, dtype, **sizes))(jax.random.key(0))
 
 
-def quantized(params, group):
-    """All matrices but the embedding as int4, with a scale for each group of rows in each column."""
+def quantized(weights, group):
+    """All matrices as int4, with a scale for each group of rows in each column."""
 
     def quantize(w):
         if w.ndim < 2:
@@ -55,8 +57,12 @@ def quantized(params, group):
             values=jnp.round(groups / scale).astype(jnp.int4).reshape(w.shape), scale=scale.astype(w.dtype)[:, 0]
         )
 
+    return jax.tree.map(quantize, weights)
+
+
+def but_the_embedding(params, group):
     others = {name: w for name, w in params.items() if name != "embedding"}
-    return jax.tree.map(quantize, others) | dict(embedding=params["embedding"])
+    return quantized(others, group) | dict(embedding=params["embedding"])
 
 
 def product(x, w):
@@ -124,7 +130,7 @@ def decode(dtype, batch, context, group=None, **sizes):
     state = dict(cache=empty_cache(batch, context, dtype, **sizes), position=jnp.int32(context // 2))
     tokens = jax.random.randint(jax.random.key(1), (batch,), 0, sizes["vocab"])
     params = random_weights(dtype, **sizes)
-    return step, (state, jax.jit(quantized, static_argnums=1)(params, group) if group else params, tokens)
+    return step, (state, jax.jit(but_the_embedding, static_argnums=1)(params, group) if group else params, tokens)
 
 
 def prefill(dtype, batch, prompt, **sizes):
@@ -134,6 +140,34 @@ def prefill(dtype, batch, prompt, **sizes):
 
     tokens = jax.random.randint(jax.random.key(1), (batch, prompt), 0, sizes["vocab"])
     return step, (random_weights(dtype, **sizes), tokens)
+
+
+def beside_attention(dtype, rows, layers, d_model, heads, kv_heads, d_ff, group=None, **_):
+    """What layers do beside attention: products of few rows that follow each other, and norms."""
+    qkv = d_model + 2 * kv_heads * d_model // heads
+    matrices = dict(o=(d_model, d_model), gate=(d_model, d_ff), up=(d_model, d_ff), down=(d_ff, d_model))
+    shapes = matrices | dict(qkv=(d_model, qkv))
+
+    def layer(key):
+        keys = dict(zip(shapes, jax.random.split(key, len(shapes))))
+        drawn = {name: jax.random.normal(keys[name], shape) * shape[0] ** -0.5 for name, shape in shapes.items()}
+        weights = {name: w.astype(dtype) for name, w in drawn.items()}
+        return dict(quantized(weights, group) if group else weights, norms=jnp.ones((2, d_model), dtype))
+
+    def step(state, weights):
+        x, qkv = state
+        for w in weights:
+            mixed = qkv[:, :d_model] * 0.5 + 0.25 * x  # in the place of attention
+            x = x + product(mixed, w["o"])
+            normed = rms_norm(x, w["norms"][0])
+            x = x + product(jax.nn.silu(product(normed, w["gate"])) * product(normed, w["up"]), w["down"])
+            qkv = product(rms_norm(x, w["norms"][1]), w["qkv"])
+        return x, qkv
+
+    weights = [jax.jit(layer)(key) for key in jax.random.split(jax.random.key(0), layers)]
+    keys = jax.random.split(jax.random.key(1))
+    state = [jax.random.normal(key, (rows, n)).astype(dtype) for key, n in zip(keys, (d_model, qkv))]
+    return step, (state, weights)
 
 
 PROGRAMS = [
@@ -156,6 +190,15 @@ PROGRAMS = [
             carries=True,
         )
         for m in (1, 16)
+    ),
+    *(
+        UserProgram(
+            f"llama_layers_{rows}" + ("_int4" if group else ""),
+            beside_attention,
+            small=dict(rows=rows, group=group and 32, **SMALL),
+            real=dict(rows=rows, group=group, **REAL | dict(layers=6)),
+        )
+        for rows, group in ((1, None), (32, None), (1, 128), (16, 128))
     ),
     UserProgram(
         "llama_prefill_2048",
